@@ -1,0 +1,3 @@
+//! The `moeworks` program.
+
+fn main() {}

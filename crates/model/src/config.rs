@@ -1,0 +1,189 @@
+//! The configuration of a decoder language model.
+
+use moeworks_moe::{ConfigError, MoeConfig, ScoreOrder};
+use moeworks_ops::Activation;
+use serde::{Deserialize, Serialize};
+
+/// RMS norm of queries and keys before the rotary embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QkNorm {
+    /// None (Mixtral).
+    None,
+    /// Over each head, with one weight of `head_dim` for all heads (Qwen3).
+    Head,
+    /// Over the whole projection before it is split into heads (OLMoE).
+    Whole,
+}
+
+/// The activation of feed-forward networks, as written in configurations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationKind {
+    /// Three matrices: `silu(gate) * up`.
+    Swiglu,
+    /// Two matrices, exact GELU.
+    Gelu,
+    /// Two matrices, ReLU.
+    Relu,
+}
+
+impl From<ActivationKind> for Activation {
+    fn from(kind: ActivationKind) -> Self {
+        match kind {
+            ActivationKind::Swiglu => Self::SwiGlu,
+            ActivationKind::Gelu => Self::Gelu,
+            ActivationKind::Relu => Self::Relu,
+        }
+    }
+}
+
+/// The shape and the rules of a decoder language model with an MoE feed-forward in every `moe_every`-th layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelConfig {
+    /// V. 0 means: the tokenizer's size, known once the tokenizer is.
+    pub vocab_size: usize,
+    /// D.
+    pub width: usize,
+    /// L.
+    pub num_layers: usize,
+    /// H: query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of one head, even.
+    pub head_dim: usize,
+    /// Norm of queries and keys.
+    pub qk_norm: QkNorm,
+    /// E; 0 makes the model dense.
+    pub num_experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// F: hidden width of one expert.
+    pub expert_width: usize,
+    /// Hidden width of the shared experts together; 0 for none.
+    pub shared_width: usize,
+    /// Layer i is an MoE layer if (i + 1) is a multiple of this.
+    pub moe_every: usize,
+    /// Hidden width of the dense feed-forward of the other layers.
+    pub dense_width: usize,
+    /// Activation of experts and of the dense feed-forward.
+    pub activation: ActivationKind,
+    /// Softmax over all experts before the choice (true) or over the chosen ones after it (false).
+    pub softmax_before_topk: bool,
+    /// Whether a token's router weights are divided by their sum.
+    pub normalize_weights: bool,
+    /// See [`MoeConfig::capacity_factor`].
+    pub capacity_factor: f32,
+    /// See [`MoeConfig::jitter`].
+    pub jitter: f32,
+    /// Whether the output projection is the embedding.
+    pub tie_embeddings: bool,
+    /// Base of the rotary embedding.
+    pub rope_theta: f64,
+    /// Epsilon of RMS norms.
+    pub norm_eps: f32,
+    /// The longest sequence the model is made for.
+    pub max_seq_len: usize,
+    /// Standard deviation of initial weights (truncated at three); output projections of blocks are divided by sqrt(2 L).
+    pub init_std: f32,
+}
+
+impl Default for ModelConfig {
+    /// The `tiny` preset: 4 layers, width 256, 8 experts of width 512, two of them a token.
+    fn default() -> Self {
+        Self {
+            vocab_size: 0,
+            width: 256,
+            num_layers: 4,
+            num_heads: 4,
+            num_kv_heads: 4,
+            head_dim: 64,
+            qk_norm: QkNorm::Head,
+            num_experts: 8,
+            top_k: 2,
+            expert_width: 512,
+            shared_width: 0,
+            moe_every: 1,
+            dense_width: 1024,
+            activation: ActivationKind::Swiglu,
+            softmax_before_topk: true,
+            normalize_weights: true,
+            capacity_factor: 0.0,
+            jitter: 0.0,
+            tie_embeddings: false,
+            rope_theta: 10_000.0,
+            norm_eps: 1e-6,
+            max_seq_len: 1024,
+            init_std: 0.02,
+        }
+    }
+}
+
+impl ModelConfig {
+    /// Whether layer `i` (from 0) has an MoE feed-forward.
+    #[must_use]
+    pub fn is_moe_layer(&self, i: usize) -> bool {
+        self.num_experts > 0 && (i + 1).is_multiple_of(self.moe_every.max(1))
+    }
+
+    /// The configuration of the model's MoE layers.
+    #[must_use]
+    pub fn moe(&self) -> MoeConfig {
+        MoeConfig {
+            width: self.width,
+            num_experts: self.num_experts,
+            top_k: self.top_k,
+            expert_width: self.expert_width,
+            activation: self.activation.into(),
+            score_order: if self.softmax_before_topk {
+                ScoreOrder::SoftmaxThenTopK
+            } else {
+                ScoreOrder::TopKThenSoftmax
+            },
+            normalize_weights: self.normalize_weights,
+            capacity_factor: self.capacity_factor,
+            jitter: self.jitter,
+            shared_width: self.shared_width,
+        }
+    }
+
+    /// Checks every setting; `vocab_size` may still be 0.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let positive = [
+            ("width", self.width),
+            ("num_layers", self.num_layers),
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("moe_every", self.moe_every),
+            ("max_seq_len", self.max_seq_len),
+        ];
+        for (setting, value) in positive {
+            if value == 0 {
+                return Err(ConfigError::new(setting, value, "must be at least 1"));
+            }
+        }
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
+            let expected = format!("must divide num_heads, {}", self.num_heads);
+            return Err(ConfigError::new("num_kv_heads", self.num_kv_heads, expected));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(ConfigError::new("head_dim", self.head_dim, "must be even, for the rotary embedding"));
+        }
+        let has_dense_layer = (0..self.num_layers).any(|i| !self.is_moe_layer(i));
+        if has_dense_layer && self.dense_width == 0 {
+            return Err(ConfigError::new("dense_width", 0, "must be at least 1: some layers are dense"));
+        }
+        for (setting, value) in [("norm_eps", f64::from(self.norm_eps)), ("rope_theta", self.rope_theta)] {
+            if !(value > 0.0 && value.is_finite()) {
+                return Err(ConfigError::new(setting, value, "must be a positive number"));
+            }
+        }
+        if !(self.init_std >= 0.0 && self.init_std.is_finite()) {
+            return Err(ConfigError::new("init_std", self.init_std, "must be a number of at least 0"));
+        }
+        if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }
+    }
+}

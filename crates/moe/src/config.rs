@@ -1,0 +1,83 @@
+//! What an MoE layer is made of.
+
+use moeworks_ops::Activation;
+
+/// When the softmax is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScoreOrder {
+    /// Softmax over all experts, then the top k of the probabilities (Switch, OLMoE, Qwen, Mixtral).
+    SoftmaxThenTopK,
+    /// Top k of the logits, then softmax over those k (GPT-OSS, Granite). The same as the other order with normalised
+    /// weights, up to rounding.
+    TopKThenSoftmax,
+}
+
+/// The shape and the rules of an MoE layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoeConfig {
+    /// D: width of the model.
+    pub width: usize,
+    /// E: number of routed experts.
+    pub num_experts: usize,
+    /// K: experts a token goes to, 1 to E.
+    pub top_k: usize,
+    /// F: hidden width of one expert.
+    pub expert_width: usize,
+    /// What stands between an expert's projections.
+    pub activation: Activation,
+    /// When the softmax is taken.
+    pub score_order: ScoreOrder,
+    /// With [`ScoreOrder::SoftmaxThenTopK`]: whether a token's weights are divided by their sum.
+    pub normalize_weights: bool,
+    /// Positive: an expert takes at most `C = ceil(factor K T / E)` rows and later tokens are dropped. 0: no token is ever
+    /// dropped. Negative: no token is dropped up to `|factor|` times the even share, that is `C = min(needed,
+    /// ceil(|factor| K T / E))`, Tutel's rule.
+    pub capacity_factor: f32,
+    /// In training the router's input is multiplied by a number uniform in `[1 - jitter, 1 + jitter]` (Switch, 1e-2).
+    pub jitter: f32,
+    /// Hidden width of the shared experts, which every token passes, all of them together; 0 for none.
+    pub shared_width: usize,
+}
+
+/// A setting that no layer can have: which one, and what would be right.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{setting} = {value}: {expected}")]
+pub struct ConfigError {
+    /// The setting's name.
+    pub setting: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What would be right.
+    pub expected: String,
+}
+
+impl ConfigError {
+    /// An error about `setting`.
+    pub fn new(setting: &'static str, value: impl ToString, expected: impl Into<String>) -> Self {
+        Self { setting, value: value.to_string(), expected: expected.into() }
+    }
+}
+
+impl MoeConfig {
+    /// Checks every setting.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        for (setting, value) in
+            [("width", self.width), ("num_experts", self.num_experts), ("expert_width", self.expert_width)]
+        {
+            if value == 0 {
+                return Err(ConfigError::new(setting, value, "must be at least 1"));
+            }
+        }
+        if self.top_k == 0 || self.top_k > self.num_experts {
+            let expected = format!("must be from 1 to the number of experts, {}", self.num_experts);
+            return Err(ConfigError::new("top_k", self.top_k, expected));
+        }
+        if !self.capacity_factor.is_finite() {
+            return Err(ConfigError::new("capacity_factor", self.capacity_factor, "must be a finite number"));
+        }
+        if !(0.0..1.0).contains(&self.jitter) {
+            return Err(ConfigError::new("jitter", self.jitter, "must be at least 0 and below 1"));
+        }
+        Ok(())
+    }
+}

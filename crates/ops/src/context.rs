@@ -1,0 +1,72 @@
+//! What an operation computes with.
+
+use moeworks_tensor::{DType, Device, MemoryPool, Tensor};
+
+use crate::{Isa, Threads};
+
+/// The device, its memory and its threads, handed to every operation. Cloning shares the pool and the threads.
+#[derive(Clone)]
+pub struct Context {
+    device: Device,
+    pool: MemoryPool,
+    threads: Threads,
+    isa: Isa,
+}
+
+impl Context {
+    /// A CPU context with `num_threads` threads (at least one; the calling thread counts) and the best instruction set.
+    #[must_use]
+    pub fn cpu(num_threads: usize) -> Self {
+        Self { device: Device::Cpu, pool: MemoryPool::new(), threads: Threads::new(num_threads), isa: Isa::detect() }
+    }
+
+    /// A CPU context with one thread for each core that this process may use.
+    #[must_use]
+    pub fn cpu_all_cores() -> Self {
+        Self::cpu(std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// The same context with another instruction set, which must be one of [`Isa::available`].
+    #[must_use]
+    pub fn with_isa(mut self, isa: Isa) -> Self {
+        assert!(Isa::available().contains(&isa), "{isa:?} is not available on this machine");
+        self.isa = isa;
+        self
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// The memory pool.
+    #[must_use]
+    pub fn pool(&self) -> &MemoryPool {
+        &self.pool
+    }
+
+    /// The thread pool.
+    #[must_use]
+    pub fn threads(&self) -> &Threads {
+        &self.threads
+    }
+
+    /// The instruction set that kernels use.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// A tensor of zeros from the pool.
+    #[must_use]
+    pub fn zeros(&self, shape: &[usize], dtype: DType) -> Tensor {
+        Tensor::zeros(&self.pool, shape, dtype)
+    }
+
+    /// A tensor with unspecified contents from the pool.
+    #[must_use]
+    pub fn empty(&self, shape: &[usize], dtype: DType) -> Tensor {
+        Tensor::empty(&self.pool, shape, dtype)
+    }
+}

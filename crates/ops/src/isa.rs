@@ -1,0 +1,50 @@
+//! Instruction sets that kernels are written for, chosen once at start.
+
+/// A level of vector instructions. A kernel exists for each, or falls back to the one below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Isa {
+    /// Whatever the compiler makes of plain code (on aarch64 this includes NEON).
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C: 8 f32 lanes.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ and VL: 16 f32 lanes.
+    Avx512,
+    /// [`Isa::Avx512`] and the bf16 dot product (AVX-512 BF16).
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// The best level this machine has.
+    #[must_use]
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c")
+                && is_x86_feature_detected!("bmi2");
+            let avx512 = avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            if avx512 && is_x86_feature_detected!("avx512bf16") {
+                return Self::Avx512Bf16;
+            }
+            if avx512 {
+                return Self::Avx512;
+            }
+            if avx2 {
+                return Self::Avx2;
+            }
+        }
+        Self::Portable
+    }
+
+    /// Every level this machine can run, lowest first: tests run all of them.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        let best = Self::detect();
+        [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16].into_iter().filter(|&isa| isa <= best).collect()
+    }
+}

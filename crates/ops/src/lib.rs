@@ -1,0 +1,24 @@
+//! Every numeric operation, one file an operation, forward and backward side by side.
+//!
+//! Operations are concrete functions over [`Tensor`](moeworks_tensor::Tensor)s that take a [`Context`]: the memory pool,
+//! the threads and the instruction set to use. They know nothing of models or of MoE policy. Shapes are the caller's
+//! promise: an operation asserts them. Results are the same bits whatever the number of threads, because work is divided
+//! by output and sums are cut by shape.
+//!
+//! Shape letters: T tokens, D width, F expert width, E experts, K experts a token, R rows (token-expert pairs), V
+//! vocabulary, H heads, S sequence.
+#![allow(unsafe_code)] // Vector kernels, lent memory between threads and mapped files live here and nowhere above.
+
+mod activation;
+mod context;
+pub mod experts;
+mod isa;
+pub mod linear;
+mod mapped;
+mod threads;
+
+pub use activation::Activation;
+pub use context::Context;
+pub use isa::Isa;
+pub use mapped::MappedFile;
+pub use threads::Threads;

@@ -1,0 +1,16 @@
+//! The ground floor: what a tensor is, where its memory comes from, and random numbers.
+//!
+//! There is no mathematics on tensors here; that is `moeworks-ops`. A [`Tensor`] is contiguous and row-major, its memory
+//! comes from a [`MemoryPool`] that keeps freed blocks, and random numbers come from [`Random`], whose value depends on
+//! (seed, purpose, step, position) alone.
+
+mod dtype;
+mod pool;
+mod random;
+mod tensor;
+
+pub use dtype::{DType, Device, Element};
+pub use half::bf16;
+pub use pool::{MemoryPool, PoolStats};
+pub use random::{Purpose, Random};
+pub use tensor::{Bytes, Tensor};

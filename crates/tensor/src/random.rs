@@ -1,0 +1,89 @@
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//!
+//! A value depends on (seed, purpose, step, position) and on nothing else, so a result does not change with the order in
+//! which threads or ranks ask, and a resumed run draws what the uninterrupted one would have drawn.
+
+/// What random numbers are drawn for. Two purposes never share a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Purpose {
+    /// Initial weights.
+    Init = 1,
+    /// The order of training windows.
+    DataOrder = 2,
+    /// Multiplicative noise on router inputs, and other routing noise.
+    Router = 3,
+    /// Sampling of generated tokens.
+    Sampling = 4,
+    /// Tests and benchmarks.
+    Test = 5,
+}
+
+/// A stream of random numbers addressed by position.
+#[derive(Clone, Copy, Debug)]
+pub struct Random {
+    key: [u32; 2],
+    stream: [u32; 2],
+}
+
+impl Random {
+    /// The stream of `seed` for `purpose` at `step`. Steps count up to 2^56.
+    #[must_use]
+    pub fn new(seed: u64, purpose: Purpose, step: u64) -> Self {
+        let high = ((step >> 32) as u32 & 0x00ff_ffff) | (u32::from(purpose as u8) << 24);
+        Self { key: [seed as u32, (seed >> 32) as u32], stream: [step as u32, high] }
+    }
+
+    /// Four random words at `position`.
+    #[must_use]
+    pub fn words(&self, position: u64) -> [u32; 4] {
+        let counter = [position as u32, (position >> 32) as u32, self.stream[0], self.stream[1]];
+        philox4x32_10(counter, self.key)
+    }
+
+    /// A number uniform in [0, 1) at `position`, on a grid of 2^-24.
+    #[must_use]
+    pub fn uniform(&self, position: u64) -> f32 {
+        unit(self.words(position / 4)[(position % 4) as usize])
+    }
+
+    /// A standard normal number at `position` (Box-Muller).
+    #[must_use]
+    pub fn normal(&self, position: u64) -> f32 {
+        let words = self.words(position / 2);
+        let pair = if position.is_multiple_of(2) { [words[0], words[1]] } else { [words[2], words[3]] };
+        let radius = (-2.0 * f64::from(1.0 - unit(pair[0])).ln()).sqrt();
+        (radius * (std::f64::consts::TAU * f64::from(unit(pair[1]))).cos()) as f32
+    }
+
+    /// A whole number uniform in [0, bound), at `position`. `bound` must not be 0.
+    #[must_use]
+    pub fn below(&self, position: u64, bound: u64) -> u64 {
+        let [low, high, ..] = self.words(position);
+        let word = u128::from(low) | (u128::from(high) << 32);
+        ((word * u128::from(bound)) >> 64) as u64
+    }
+}
+
+fn unit(word: u32) -> f32 {
+    (word >> 8) as f32 * (1.0 / 16_777_216.0)
+}
+
+fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..10 {
+        let left = u64::from(counter[0]) * 0xD251_1F53;
+        let right = u64::from(counter[2]) * 0xCD9E_8D57;
+        counter = [
+            (right >> 32) as u32 ^ counter[1] ^ key[0],
+            right as u32,
+            (left >> 32) as u32 ^ counter[3] ^ key[1],
+            left as u32,
+        ];
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    counter
+}
+
+#[cfg(test)]
+#[path = "random_tests.rs"]
+mod tests;
