@@ -25,7 +25,7 @@ fn trimming_gives_back_what_is_not_in_use() {
 fn a_size_class_holds_its_size_and_wastes_at_most_an_eighth() {
     for bytes in (1..100_000).step_by(37) {
         let class = size_class(bytes);
-        assert!(class >= bytes && class % 64 == 0, "{bytes} -> {class}");
+        assert!(class >= bytes && class.is_multiple_of(64), "{bytes} -> {class}");
         assert!(bytes < 1024 || class <= bytes + bytes / 8, "{bytes} -> {class}");
     }
 }
