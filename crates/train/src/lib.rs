@@ -1,1 +1,3 @@
 //! Training: data, optimizer, checkpoints, the loop and its records.
+
+pub mod schedule;

@@ -1,0 +1,156 @@
+//! What a model costs: parameters, floating-point operations and memory, from its configuration alone.
+
+use crate::config::{ModelConfig, QkNorm};
+
+/// Parameters of one kind of part, over all layers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// What it is, such as `experts`.
+    pub name: &'static str,
+    /// Parameters in all.
+    pub total: u64,
+    /// Parameters that one token passes through.
+    pub active: u64,
+    /// Those of `active` that are in matrix products.
+    pub in_products: u64,
+}
+
+/// The parameter count of a model by part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameters {
+    /// The parts, in the order in which a token meets them; parts without parameters are left out.
+    pub parts: Vec<Part>,
+}
+
+impl Parameters {
+    /// Counts the parameters of a model of `config`, whose `vocab_size` is set.
+    #[must_use]
+    pub fn of(config: &ModelConfig) -> Self {
+        let size = |n: usize| n as u64;
+        let (v, d, l) = (size(config.vocab_size), size(config.width), size(config.num_layers));
+        let (h, g, hd) = (size(config.num_heads), size(config.num_kv_heads), size(config.head_dim));
+        let moe_layers = size((0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count());
+        let matrices = if config.moe().activation.num_inputs() == 2 { 3 } else { 2 };
+        let expert = matrices * size(config.expert_width) * d;
+        let qk_norm = match config.qk_norm {
+            QkNorm::None => 0,
+            QkNorm::Head => 2 * hd,
+            QkNorm::Whole => (h + g) * hd,
+        };
+        let product = |name, total| Part { name, total, active: total, in_products: total };
+        let vector = |name, total| Part { name, total, active: total, in_products: 0 };
+        let head = product("output projection", v * d);
+        let parts = vec![
+            vector("embedding", v * d),
+            product("attention", l * (2 * h + 2 * g) * hd * d),
+            vector("norms", l * (2 * d + qk_norm) + d),
+            product("routers", moe_layers * size(config.num_experts) * d),
+            Part {
+                name: "experts",
+                total: moe_layers * size(config.num_experts) * expert,
+                active: moe_layers * size(config.top_k) * expert,
+                in_products: moe_layers * size(config.top_k) * expert,
+            },
+            product("shared experts", moe_layers * matrices * size(config.shared_width) * d),
+            product("dense feed-forward", (l - moe_layers) * matrices * size(config.dense_width) * d),
+            // A tied projection computes but has no parameters of its own.
+            if config.tie_embeddings { Part { total: 0, active: 0, ..head } } else { head },
+        ];
+        Self { parts: parts.into_iter().filter(|part| part.total + part.in_products > 0).collect() }
+    }
+
+    /// Parameters in all.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.parts.iter().map(|part| part.total).sum()
+    }
+
+    /// Parameters that one token passes through: all but the experts it is not sent to.
+    #[must_use]
+    pub fn active(&self) -> u64 {
+        self.parts.iter().map(|part| part.active).sum()
+    }
+
+    /// Parameters in the matrix products of one token.
+    #[must_use]
+    pub fn in_products(&self) -> u64 {
+        self.parts.iter().map(|part| part.in_products).sum()
+    }
+}
+
+/// Floating-point operations of a forward pass for one token at the mean position of a sequence of `seq_len`: 2 for each
+/// parameter in a product, and `s H (d_qk + d_v)` a layer for causal attention (Megatron's count, halved for causality).
+#[must_use]
+pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
+    let attention = config.num_layers as f64 * seq_len as f64 * (config.num_heads * 2 * config.head_dim) as f64;
+    2.0 * Parameters::of(config).in_products() as f64 + attention
+}
+
+/// Floating-point operations of a training step for one token: three forward passes. Recomputation is not counted, so
+/// that this over time is the model FLOPs utilisation.
+#[must_use]
+pub fn training_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
+    3.0 * forward_flops_per_token(config, seq_len)
+}
+
+/// Bytes of a training process by kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrainingMemory {
+    /// f32 weights, and in bf16 precision their bf16 copy.
+    pub weights_bytes: u64,
+    /// f32 gradients.
+    pub gradients_bytes: u64,
+    /// The two f32 moments of AdamW.
+    pub optimizer_bytes: u64,
+    /// What forward keeps for backward, for one micro-batch. An estimate: buffers of single operations are not counted.
+    pub activations_bytes: u64,
+}
+
+impl TrainingMemory {
+    /// The memory of training with `tokens` tokens a micro-batch, with products in bf16 or f32, with or without
+    /// activation checkpointing.
+    #[must_use]
+    pub fn of(config: &ModelConfig, tokens: usize, is_bf16: bool, checkpoint_layers: bool) -> Self {
+        let parameters = Parameters::of(config).total();
+        let product_bytes = if is_bf16 { 2 } else { 4 };
+        let residual = 4 * config.width;
+        let heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim;
+        let layer = |i: usize| {
+            let hidden = if config.is_moe_layer(i) {
+                config.top_k * config.expert_width + config.shared_width
+            } else {
+                config.dense_width
+            } * config.moe().activation.num_inputs();
+            let inputs = 2 * config.width + config.num_heads * config.head_dim + hidden;
+            2 * residual + product_bytes * (inputs + heads)
+        };
+        let layers: Vec<usize> = (0..config.num_layers).map(layer).collect();
+        let kept = if checkpoint_layers {
+            config.num_layers * residual + layers.iter().max().copied().unwrap_or(0)
+        } else {
+            layers.iter().sum()
+        };
+        Self {
+            weights_bytes: parameters * if is_bf16 { 6 } else { 4 },
+            gradients_bytes: parameters * 4,
+            optimizer_bytes: parameters * 8,
+            activations_bytes: (kept * tokens) as u64,
+        }
+    }
+
+    /// The sum.
+    #[must_use]
+    pub fn total_bytes(&self) -> u64 {
+        self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+    }
+}
+
+/// Bytes of keys and values of one token, in f32.
+#[must_use]
+pub fn kv_cache_bytes_per_token(config: &ModelConfig) -> u64 {
+    (config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4) as u64
+}
+
+#[cfg(test)]
+#[path = "account_tests.rs"]
+mod tests;

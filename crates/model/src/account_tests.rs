@@ -1,0 +1,91 @@
+use super::*;
+use crate::config::ActivationKind;
+
+/// OLMoE-1B-7B: 6.92 B parameters, 1.28 B active (2409.02060, table 1 and its checkpoint's index).
+#[test]
+fn olmoe_has_its_published_size() {
+    let config = ModelConfig {
+        vocab_size: 50_304,
+        width: 2048,
+        num_layers: 16,
+        num_heads: 16,
+        num_kv_heads: 16,
+        head_dim: 128,
+        qk_norm: QkNorm::Whole,
+        num_experts: 64,
+        top_k: 8,
+        expert_width: 1024,
+        normalize_weights: false,
+        ..ModelConfig::default()
+    };
+    let parameters = Parameters::of(&config);
+    assert_eq!(parameters.total(), 6_919_161_856);
+    assert_eq!((parameters.active() as f64 / 1e7).round(), 128.0);
+}
+
+/// Mixtral 8x7B: 46.7 B parameters, 12.9 B active (2401.04088).
+#[test]
+fn mixtral_has_its_published_size() {
+    let config = ModelConfig {
+        vocab_size: 32_000,
+        width: 4096,
+        num_layers: 32,
+        num_heads: 32,
+        num_kv_heads: 8,
+        head_dim: 128,
+        qk_norm: QkNorm::None,
+        num_experts: 8,
+        top_k: 2,
+        expert_width: 14_336,
+        ..ModelConfig::default()
+    };
+    let parameters = Parameters::of(&config);
+    assert_eq!(parameters.total(), 46_702_792_704);
+    assert_eq!((parameters.active() as f64 / 1e8).round(), 129.0);
+}
+
+/// Qwen3-235B-A22B trains at 148.3 GFLOP a token at sequence 4,096 (Megatron-Core MoE report, 2603.07685, by its formula).
+#[test]
+fn qwen3_235b_costs_its_published_flops() {
+    let config = ModelConfig {
+        vocab_size: 151_936,
+        width: 4096,
+        num_layers: 94,
+        num_heads: 64,
+        num_kv_heads: 4,
+        head_dim: 128,
+        num_experts: 128,
+        top_k: 8,
+        expert_width: 1536,
+        ..ModelConfig::default()
+    };
+    let gflops = training_flops_per_token(&config, 4096) / 1e9;
+    assert!((gflops - 148.33).abs() < 0.5, "{gflops}");
+}
+
+#[test]
+fn dense_layers_and_shared_experts_are_counted() {
+    let config = ModelConfig {
+        vocab_size: 100,
+        moe_every: 2,
+        shared_width: 64,
+        activation: ActivationKind::Gelu,
+        tie_embeddings: true,
+        ..ModelConfig::default()
+    };
+    let parameters = Parameters::of(&config);
+    let part = |name: &str| parameters.parts.iter().find(|part| part.name == name).map_or(0, |part| part.total);
+    assert_eq!(part("dense feed-forward"), 2 * 2 * 1024 * 256);
+    assert_eq!(part("shared experts"), 2 * 2 * 64 * 256);
+    assert_eq!(part("experts"), 2 * 8 * 2 * 512 * 256);
+    assert_eq!(part("output projection"), 0);
+    assert_eq!(parameters.in_products() - (parameters.active() - part("embedding") - part("norms")), 100 * 256);
+}
+
+#[test]
+fn checkpointing_keeps_less_and_bf16_keeps_less() {
+    let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
+    let plain = TrainingMemory::of(&config, 4096, false, false);
+    assert!(TrainingMemory::of(&config, 4096, false, true).activations_bytes < plain.activations_bytes / 2);
+    assert!(TrainingMemory::of(&config, 4096, true, false).activations_bytes < plain.activations_bytes);
+}
