@@ -10,11 +10,20 @@
 #![allow(unsafe_code)] // Vector kernels, lent memory between threads and mapped files live here and nowhere above.
 
 mod activation;
+pub mod adamw;
+pub mod attention;
 mod context;
+pub mod elementwise;
+pub mod embedding;
 pub mod experts;
+pub mod head_loss;
 mod isa;
 pub mod linear;
 mod mapped;
+mod parallel;
+pub mod rms_norm;
+pub mod rope;
+mod simd;
 mod threads;
 
 pub use activation::Activation;

@@ -1,0 +1,122 @@
+//! Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101), computed as PyTorch's `AdamW` does.
+//!
+//! One pass reads the gradient, both moments and the parameter, writes the last three, and writes the rounded copy that
+//! compute uses, so that a step moves each byte once.
+
+use moeworks_tensor::{Tensor, bf16};
+
+use crate::Context;
+use crate::parallel::{Lent, PIECE, piece_range};
+use crate::simd::{Float, kernel};
+
+/// The settings of one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWStep {
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Decay of the mean of gradients.
+    pub beta1: f64,
+    /// Decay of the mean of squared gradients.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// The parameter is first multiplied by `1 - lr * weight_decay`.
+    pub weight_decay: f64,
+    /// The number of this step, from 1, for the correction of the moments' start at zero.
+    pub step: u64,
+    /// Multiplies the gradient as it is read: the factor of clipping, or one over the number of accumulated batches.
+    pub grad_scale: f32,
+}
+
+/// What a step reads and writes: f32 tensors of one size.
+pub struct AdamWTensors<'a> {
+    /// The parameter; updated.
+    pub param: &'a mut Tensor,
+    /// Its gradient.
+    pub grad: &'a Tensor,
+    /// Mean of gradients; updated. Zeros before the first step.
+    pub m: &'a mut Tensor,
+    /// Mean of squared gradients; updated. Zeros before the first step.
+    pub v: &'a mut Tensor,
+    /// Where the updated parameter is also written as bf16.
+    pub compute: Option<&'a mut Tensor>,
+}
+
+/// One AdamW step on one parameter.
+pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
+    let AdamWTensors { param, grad, m, v, compute } = tensors;
+    let len = param.len();
+    assert_eq!((grad.len(), m.len(), v.len()), (len, len, len), "adamw: tensors for a parameter {:?}", param.shape());
+    let has_copy = compute.is_some();
+    let mut empty: [bf16; 0] = [];
+    let compute = compute.map_or(&mut empty[..], |compute| compute.bf16s_mut());
+    assert!(!has_copy || compute.len() == len, "adamw: the copy of a parameter {:?}", param.shape());
+    let factors = Factors::of(step);
+    let grad = grad.f32s();
+    let (param, m, v) = (Lent::new(param.f32s_mut()), Lent::new(m.f32s_mut()), Lent::new(v.f32s_mut()));
+    let compute = Lent::new(compute);
+    ctx.threads().run(len.div_ceil(PIECE), |task| {
+        let range = piece_range(task, PIECE, len);
+        // SAFETY: the tasks' ranges do not overlap.
+        let (param, m, v) = unsafe { (param.range(range.clone()), m.range(range.clone()), v.range(range.clone())) };
+        step_kernel(ctx.isa(), &factors, param, &grad[range.clone()], m, v);
+        if has_copy {
+            // SAFETY: as above.
+            let compute = unsafe { compute.range(range) };
+            round_kernel(ctx.isa(), param, compute);
+        }
+    });
+}
+
+/// The numbers of a step, computed once in f64.
+struct Factors {
+    grad_scale: f32,
+    keep: f32,
+    beta1: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    inv_root_correction2: f32,
+    eps: f32,
+    step_size: f32,
+}
+
+impl Factors {
+    fn of(step: &AdamWStep) -> Self {
+        let power = i32::try_from(step.step).unwrap_or(i32::MAX);
+        let (correction1, correction2) = (1.0 - step.beta1.powi(power), 1.0 - step.beta2.powi(power));
+        Self {
+            grad_scale: step.grad_scale,
+            keep: (1.0 - step.lr * step.weight_decay) as f32,
+            beta1: step.beta1 as f32,
+            one_minus_beta1: (1.0 - step.beta1) as f32,
+            beta2: step.beta2 as f32,
+            one_minus_beta2: (1.0 - step.beta2) as f32,
+            inv_root_correction2: (1.0 / correction2.sqrt()) as f32,
+            eps: step.eps as f32,
+            step_size: (step.lr / correction1) as f32,
+        }
+    }
+}
+
+kernel! {
+    fn step_kernel<S: Level>(factors: &Factors, param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]) {
+        let Factors { grad_scale, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, .. } = *factors;
+        let Factors { inv_root_correction2, eps, step_size, .. } = *factors;
+        for (((p, g), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
+            let g = g * grad_scale;
+            *m = S::mul_add(*m, beta1, g * one_minus_beta1);
+            *v = S::mul_add(*v, beta2, g * g * one_minus_beta2);
+            let root = S::mul_add(v.sqrt(), inv_root_correction2, eps);
+            *p = *p * keep - step_size * (*m / root);
+        }
+    }
+}
+
+kernel! {
+    fn round_kernel<S: Level>(x: &[f32], y: &mut [bf16]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = bf16::store(*x);
+        }
+    }
+}

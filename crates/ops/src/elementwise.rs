@@ -1,0 +1,119 @@
+//! Operations that treat every element alike: sums, scales, casts, norms and random filling.
+
+use moeworks_tensor::{DType, Random, Tensor};
+
+use crate::Context;
+use crate::parallel::{PIECE, piece_range};
+use crate::simd::{Float, LANES, kernel, with_float};
+
+/// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
+pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
+    assert_eq!(y.len(), x.len(), "add_assign: y {:?}, x {:?}", y.shape(), x.shape());
+    with_float!(x.dtype(), T => {
+        let x = x.slice::<T>();
+        ctx.threads().run_pieces(y.f32s_mut(), PIECE, |index, y| {
+            add_kernel::<T>(ctx.isa(), y, &x[piece_range(index, PIECE, x.len())]);
+        });
+    });
+}
+
+kernel! {
+    fn add_kernel<S: Level, T: Float>(y: &mut [f32], x: &[T]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y += x.load();
+        }
+    }
+}
+
+/// `y *= s`, with `y` f32 or bf16.
+pub fn scale_assign(ctx: &Context, y: &mut Tensor, s: f32) {
+    with_float!(y.dtype(), T => {
+        ctx.threads().run_pieces(y.slice_mut::<T>(), PIECE, |_, y| scale_kernel::<T>(ctx.isa(), y, s));
+    });
+}
+
+kernel! {
+    fn scale_kernel<S: Level, T: Float>(y: &mut [T], s: f32) {
+        for y in y {
+            *y = T::store(y.load() * s);
+        }
+    }
+}
+
+/// A copy of `x` (f32 or bf16) as `dtype` (f32 or bf16), rounded to the nearest, ties to even.
+#[must_use]
+pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
+    let mut y = ctx.empty(x.shape(), dtype);
+    cast_into(ctx, x, &mut y);
+    y
+}
+
+/// Writes `x` into `y`, which has as many elements and its own float type.
+pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
+    assert_eq!(y.len(), x.len(), "cast_into: y {:?}, x {:?}", y.shape(), x.shape());
+    with_float!(x.dtype(), X => with_float!(y.dtype(), Y => {
+        let x = x.slice::<X>();
+        ctx.threads().run_pieces(y.slice_mut::<Y>(), PIECE, |index, y| {
+            cast_kernel::<X, Y>(ctx.isa(), &x[piece_range(index, PIECE, x.len())], y);
+        });
+    }));
+}
+
+kernel! {
+    fn cast_kernel<S: Level, X: Float, Y: Float>(x: &[X], y: &mut [Y]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = Y::store(x.load());
+        }
+    }
+}
+
+/// The sum of the squares of `x` (f32 or bf16), added up in f64 in an order that depends on the length alone. Not finite
+/// if an element is not.
+#[must_use]
+pub fn sum_of_squares(ctx: &Context, x: &Tensor) -> f64 {
+    let mut partial = vec![0.0; x.len().div_ceil(PIECE)];
+    with_float!(x.dtype(), T => {
+        let x = x.slice::<T>();
+        ctx.threads().run_pieces(&mut partial, 1, |index, sum| {
+            sum[0] = squares_kernel::<T>(ctx.isa(), &x[piece_range(index, PIECE, x.len())]);
+        });
+    });
+    partial.iter().sum()
+}
+
+kernel! {
+    fn squares_kernel<S: Level, T: Float>(x: &[T]) -> f64 {
+        let mut lanes = [0.0_f64; LANES];
+        let (groups, rest) = x.as_chunks::<LANES>();
+        for group in groups {
+            for (lane, x) in lanes.iter_mut().zip(group) {
+                let x = f64::from(x.load());
+                *lane += x * x;
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(rest) {
+            let x = f64::from(x.load());
+            *lane += x * x;
+        }
+        lanes.iter().sum()
+    }
+}
+
+/// Fills `y` (f32 or bf16) with normal numbers of mean 0, cut off at three standard deviations by drawing again. `std`
+/// is the deviation before the cut. Element i depends on `random`, i and the number of elements alone.
+pub fn fill_normal(ctx: &Context, random: &Random, std: f32, y: &mut Tensor) {
+    let len = y.len() as u64;
+    with_float!(y.dtype(), T => {
+        ctx.threads().run_pieces(y.slice_mut::<T>(), PIECE, |index, y| {
+            for (position, y) in ((index * PIECE) as u64..).zip(y) {
+                *y = T::store(std * truncated_normal(random, position, len));
+            }
+        });
+    });
+}
+
+/// The first of the normal numbers at `position`, `position + stride`, ... that is within three deviations.
+fn truncated_normal(random: &Random, position: u64, stride: u64) -> f32 {
+    let draws = (0..).map(|attempt| random.normal(position + attempt * stride));
+    draws.into_iter().find(|draw: &f32| draw.abs() <= 3.0).unwrap_or(0.0)
+}

@@ -1,0 +1,74 @@
+//! Rows of a table by id, and the gradient that adds rows back.
+
+use moeworks_tensor::{DType, Tensor};
+
+use crate::Context;
+use crate::parallel::{Lent, PIECE, piece_range};
+use crate::simd::{Float, kernel, with_float};
+
+/// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32 or bf16) as `out`. Every id is below V.
+#[must_use]
+pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
+    let cols = table.cols();
+    check_ids(ids, table);
+    let mut y = ctx.empty(&[ids.len(), cols], out);
+    if cols == 0 {
+        return y;
+    }
+    let rows_per_task = (PIECE / cols).max(1);
+    with_float!(table.dtype(), X => with_float!(out, Y => {
+        let table = table.slice::<X>();
+        ctx.threads().run_pieces(y.slice_mut::<Y>(), rows_per_task * cols, |task, y| {
+            gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, cols, y);
+        });
+    }));
+    y
+}
+
+kernel! {
+    fn gather_kernel<S: Level, X: Float, Y: Float>(ids: &[u32], table: &[X], cols: usize, y: &mut [Y]) {
+        for (y, &id) in y.chunks_exact_mut(cols).zip(ids) {
+            for (y, x) in y.iter_mut().zip(&table[id as usize * cols..][..cols]) {
+                *y = Y::store(x.load());
+            }
+        }
+    }
+}
+
+/// Adds row t of `dy` `[T, D]` (f32 or bf16) to row `ids[t]` of `dtable` `[V, D]` (f32), in the order of t for each row.
+pub fn embedding_backward(ctx: &Context, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
+    let cols = dtable.cols();
+    check_ids(ids, dtable);
+    assert_eq!((dy.len(), dy.cols()), (ids.len() * cols, cols), "embedding backward: dy {:?}", dy.shape());
+    with_float!(dy.dtype(), T => {
+        let dy = dy.slice::<T>();
+        let dtable = Lent::new(dtable.f32s_mut());
+        ctx.threads().run(1, |_| {
+            // SAFETY: the only task.
+            let dtable = unsafe { dtable.range(0..cols * (dtable_rows(ids) as usize)) };
+            scatter_kernel::<T>(ctx.isa(), ids, dy, cols, dtable);
+        });
+    });
+}
+
+fn dtable_rows(ids: &[u32]) -> u32 {
+    ids.iter().max().map_or(0, |&id| id + 1)
+}
+
+kernel! {
+    fn scatter_kernel<S: Level, T: Float>(ids: &[u32], dy: &[T], cols: usize, dtable: &mut [f32]) {
+        for (row, &id) in ids.iter().enumerate() {
+            let target = &mut dtable[id as usize * cols..][..cols];
+            for (sum, dy) in target.iter_mut().zip(&dy[row * cols..][..cols]) {
+                *sum += dy.load();
+            }
+        }
+    }
+}
+
+fn check_ids(ids: &[u32], table: &Tensor) {
+    let rows = table.rows();
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
+        panic!("embedding: id {id} in a table of {rows} rows");
+    }
+}

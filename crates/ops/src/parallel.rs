@@ -1,0 +1,39 @@
+//! Slices lent to several tasks, each of which writes a part of its own.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::threads::SendPointer;
+
+/// Elements that one task handles in memory-bound operations: large against the fork, small enough to balance.
+pub(crate) const PIECE: usize = 1 << 15;
+
+/// A mutable slice from which tasks take ranges that do not overlap.
+pub(crate) struct Lent<'a, T> {
+    start: SendPointer<T>,
+    len: usize,
+    lifetime: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T: Send> Lent<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        Self { start: SendPointer(slice.as_mut_ptr()), len: slice.len(), lifetime: PhantomData }
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Safety
+    /// While the result lives, no other range taken from this slice may overlap `range`.
+    #[allow(clippy::mut_from_ref)] // the whole point; the caller answers for it
+    pub(crate) unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "a task's range is outside the slice");
+        // SAFETY: the range is inside the slice, which is borrowed for 'a; nobody else has it: the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.get().add(range.start), range.end - range.start) }
+    }
+}
+
+/// The range of piece `index` when `len` elements are cut into pieces of `piece`.
+pub(crate) fn piece_range(index: usize, piece: usize, len: usize) -> Range<usize> {
+    let start = (index * piece).min(len);
+    start..(start + piece).min(len)
+}

@@ -1,0 +1,156 @@
+//! Root mean square normalisation (Zhang and Sennrich, 1910.07467): `y = x / rms(x) * weight`, row by row.
+//!
+//! A row is as wide as the weight, so a `[T, H h]` tensor with a weight `[h]` is normed head by head. Arithmetic is f32
+//! whatever the types. Backward, with `r = 1 / rms` and `g = weight dy`: `dx = r (g - x r^2 mean(g x))`, and
+//! `dweight = sum over rows of dy x r`.
+
+use moeworks_tensor::{DType, Tensor};
+
+use crate::Context;
+use crate::linear::Write;
+use crate::parallel::{Lent, PIECE, piece_range};
+use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
+
+/// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out` is
+/// the type of `y`. Returns `y` in the shape of `x`, and `1 / rms` of each row, f32.
+#[must_use]
+pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
+    let rows = Rows::of(x, weight);
+    let weight = weight.to_f32_vec();
+    let mut y = ctx.empty(x.shape(), out);
+    let mut inv_rms = ctx.empty(&[rows.count], DType::F32);
+    with_float!(x.dtype(), X => with_float!(out, Y => {
+        let x = x.slice::<X>();
+        let (y, inv_rms) = (Lent::new(y.slice_mut::<Y>()), Lent::new(inv_rms.f32s_mut()));
+        ctx.threads().run(rows.num_tasks(), |task| {
+            let (range, elements) = rows.task(task);
+            // SAFETY: the tasks' rows do not overlap.
+            let (y, inv_rms) = unsafe { (y.range(elements.clone()), inv_rms.range(range)) };
+            forward_kernel::<X, Y>(ctx.isa(), &x[elements], &weight, eps, y, inv_rms);
+        });
+    }));
+    (y, inv_rms)
+}
+
+kernel! {
+    fn forward_kernel<S: Level, X: Float, Y: Float>(
+        x: &[X],
+        weight: &[f32],
+        eps: f32,
+        y: &mut [Y],
+        inv_rms: &mut [f32],
+    ) {
+        let width = weight.len();
+        for ((x, y), inv_rms) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(inv_rms) {
+            let mut lanes = [0.0; LANES];
+            let (groups, rest) = x.as_chunks::<LANES>();
+            for group in groups {
+                for (lane, x) in lanes.iter_mut().zip(group) {
+                    *lane = S::mul_add(x.load(), x.load(), *lane);
+                }
+            }
+            for (lane, x) in lanes.iter_mut().zip(rest) {
+                *lane = S::mul_add(x.load(), x.load(), *lane);
+            }
+            let scale = 1.0 / (sum_lanes(lanes) / width as f32 + eps).sqrt();
+            *inv_rms = scale;
+            for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
+                *y = Y::store(x.load() * scale * weight);
+            }
+        }
+    }
+}
+
+/// The gradients of [`rms_norm`]: returns `dx` (f32, shape of `x`) and writes or adds that of the weight to `dweight`
+/// (f32). `dy` is f32 or bf16; `inv_rms` is what forward returned.
+#[must_use]
+pub fn rms_norm_backward(
+    ctx: &Context,
+    dy: &Tensor,
+    x: &Tensor,
+    weight: &Tensor,
+    inv_rms: &Tensor,
+    write: Write,
+    dweight: &mut Tensor,
+) -> Tensor {
+    let rows = Rows::of(x, weight);
+    assert_eq!(dy.len(), x.len(), "rms_norm backward: dy {:?}, x {:?}", dy.shape(), x.shape());
+    assert_eq!((inv_rms.len(), dweight.len()), (rows.count, rows.width), "rms_norm backward: inv_rms, dweight");
+    let weight = weight.to_f32_vec();
+    let inv_rms = inv_rms.f32s();
+    let mut dx = ctx.empty(x.shape(), DType::F32);
+    // One row of partial sums a task; tasks are cut by shape, and added up in order.
+    let mut partial = vec![0.0; rows.num_tasks() * rows.width];
+    with_float!(x.dtype(), X => with_float!(dy.dtype(), Y => {
+        let (x, dy) = (x.slice::<X>(), dy.slice::<Y>());
+        let (dx, partial) = (Lent::new(dx.f32s_mut()), Lent::new(&mut partial));
+        ctx.threads().run(rows.num_tasks(), |task| {
+            let (range, elements) = rows.task(task);
+            // SAFETY: the tasks' rows do not overlap, nor do their partial sums.
+            let (dx, sums) = unsafe { (dx.range(elements.clone()), partial.range(task * rows.width..(task + 1) * rows.width)) };
+            backward_kernel::<X, Y>(ctx.isa(), &dy[elements.clone()], &x[elements], &weight, &inv_rms[range], dx, sums);
+        });
+    }));
+    let dweight = dweight.f32s_mut();
+    if write == Write::Replace {
+        dweight.fill(0.0);
+    }
+    for sums in partial.chunks_exact(rows.width.max(1)) {
+        dweight.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+    }
+    dx
+}
+
+kernel! {
+    fn backward_kernel<S: Level, X: Float, Y: Float>(
+        dy: &[Y],
+        x: &[X],
+        weight: &[f32],
+        inv_rms: &[f32],
+        dx: &mut [f32],
+        dweight: &mut [f32],
+    ) {
+        let width = weight.len();
+        let rows = dy.chunks_exact(width).zip(x.chunks_exact(width)).zip(dx.chunks_exact_mut(width)).zip(inv_rms);
+        for (((dy, x), dx), &scale) in rows {
+            let mut lanes = [0.0; LANES];
+            for start in (0..width).step_by(LANES) {
+                let end = (start + LANES).min(width);
+                for (lane, i) in lanes.iter_mut().zip(start..end) {
+                    *lane = S::mul_add(dy[i].load() * weight[i], x[i].load(), *lane);
+                }
+            }
+            let shift = sum_lanes(lanes) / width as f32 * scale * scale;
+            for i in 0..width {
+                let (g, x) = (dy[i].load(), x[i].load());
+                dx[i] = scale * (g * weight[i] - x * shift);
+                dweight[i] = S::mul_add(g, x * scale, dweight[i]);
+            }
+        }
+    }
+}
+
+/// How rows are divided among tasks.
+struct Rows {
+    width: usize,
+    count: usize,
+    per_task: usize,
+}
+
+impl Rows {
+    fn of(x: &Tensor, weight: &Tensor) -> Self {
+        let width = weight.len();
+        assert!(width > 0 && x.len().is_multiple_of(width), "rms_norm: x {:?}, weight {:?}", x.shape(), weight.shape());
+        Self { width, count: x.len() / width, per_task: (PIECE / width).max(1) }
+    }
+
+    fn num_tasks(&self) -> usize {
+        self.count.div_ceil(self.per_task)
+    }
+
+    /// The rows of a task, and their elements.
+    fn task(&self, task: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+        let rows = piece_range(task, self.per_task, self.count);
+        (rows.clone(), rows.start * self.width..rows.end * self.width)
+    }
+}
