@@ -1,3 +1,7 @@
 //! Training: data, optimizer, checkpoints, the loop and its records.
 
+pub mod events;
+pub mod metrics;
+pub mod report;
 pub mod schedule;
+pub mod store;

@@ -1,0 +1,255 @@
+//! TensorBoard event files, written directly.
+//!
+//! An event file is a sequence of records, each framed by its length and two checksums (the TFRecord format: length as
+//! u64, masked CRC-32C of the length, data, masked CRC-32C of the data; all little-endian). The data is a protocol
+//! buffer message `Event`. Only the few fields that TensorBoard needs are written, so the messages are put together by
+//! hand instead of bringing in a code generator. Field numbers: tensorflow/core/util/event.proto,
+//! tensorflow/core/framework/summary.proto and tensor.proto.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+const FILE_PREFIX: &str = "events.out.tfevents.";
+
+/// An event file that is being written.
+#[derive(Debug)]
+pub struct EventFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl EventFile {
+    /// Starts a new event file in `dir`. Its name sorts after the names of the event files that are there, which is the
+    /// order in which TensorBoard reads them. With `purge_step`, TensorBoard forgets what earlier files hold of that
+    /// step and later ones.
+    pub fn create(dir: &Path, purge_step: Option<u64>) -> io::Result<Self> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        let newest = event_files(dir)?.iter().filter_map(|path| seconds_in_name(path)).max();
+        let seconds = newest.map_or(now, |newest| now.max(newest + 1));
+        let path = dir.join(format!("{FILE_PREFIX}{seconds:010}.{}", host_name()));
+        let file = OpenOptions::new().create_new(true).append(true).open(&path)?;
+        let mut events = Self { file, path };
+        events.write(0, |event| event.string(3, "brain.Event:2"))?;
+        if let Some(step) = purge_step {
+            // SessionLog { status: START }
+            events.write(step, |event| event.message(7, |log| log.uint(1, 1)))?;
+        }
+        Ok(events)
+    }
+
+    /// Removes every event file of `dir`.
+    pub fn remove_all(dir: &Path) -> io::Result<()> {
+        event_files(dir)?.iter().try_for_each(fs::remove_file)
+    }
+
+    /// Where the file is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes numbers under their tags, all of one step in one event.
+    pub fn scalars(&mut self, step: u64, scalars: &[(String, f64)]) -> io::Result<()> {
+        self.write(step, |event| {
+            event.message(5, |summary| {
+                for (tag, value) in scalars {
+                    summary.message(1, |entry| {
+                        entry.string(1, tag);
+                        entry.float(2, *value as f32);
+                    });
+                }
+            });
+        })
+    }
+
+    /// Writes counts per index (tokens per expert) as histograms with one bucket an index: bucket `i` is `[i, i + 1)`.
+    pub fn histograms(&mut self, step: u64, histograms: &[(String, &[u64])]) -> io::Result<()> {
+        if histograms.is_empty() {
+            return Ok(());
+        }
+        self.write(step, |event| {
+            event.message(5, |summary| {
+                for (tag, counts) in histograms {
+                    summary.message(1, |entry| {
+                        entry.string(1, tag);
+                        entry.message(5, |histogram| histogram_of_indices(histogram, counts));
+                    });
+                }
+            });
+        })
+    }
+
+    /// Writes a text, shown by TensorBoard's text dashboard.
+    pub fn text(&mut self, step: u64, tag: &str, text: &str) -> io::Result<()> {
+        self.write(step, |event| {
+            event.message(5, |summary| {
+                summary.message(1, |entry| {
+                    entry.string(1, tag);
+                    // TensorProto { dtype: DT_STRING, tensor_shape: [], string_val }
+                    entry.message(8, |tensor| {
+                        tensor.uint(1, 7);
+                        tensor.message(2, |_| {});
+                        tensor.string(8, text);
+                    });
+                    // SummaryMetadata { plugin_data { plugin_name }, data_class: DATA_CLASS_TENSOR }
+                    entry.message(9, |metadata| {
+                        metadata.message(1, |plugin| plugin.string(1, "text"));
+                        metadata.uint(4, 2);
+                    });
+                });
+            });
+        })
+    }
+
+    /// Waits until everything written is on the disk.
+    pub fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// One event in one `write` call, so that a kill leaves whole events and at most one cut at the end.
+    fn write(&mut self, step: u64, fill: impl FnOnce(&mut Message)) -> io::Result<()> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+        let mut event = Message::default();
+        event.double(1, now);
+        event.uint(2, step);
+        fill(&mut event);
+        self.file.write_all(&frame(&event.bytes))
+    }
+}
+
+fn histogram_of_indices(histogram: &mut Message, counts: &[u64]) {
+    let indices = || counts.iter().enumerate().map(|(index, &count)| (index as f64 + 0.5, count as f64));
+    histogram.double(1, 0.0);
+    histogram.double(2, counts.len() as f64);
+    histogram.double(3, indices().map(|(_, count)| count).sum());
+    histogram.double(4, indices().map(|(at, count)| at * count).sum());
+    histogram.double(5, indices().map(|(at, count)| at * at * count).sum());
+    histogram.doubles(6, (1..=counts.len()).map(|limit| limit as f64));
+    histogram.doubles(7, indices().map(|(_, count)| count));
+}
+
+/// A protocol buffer message that is being put together.
+#[derive(Default)]
+struct Message {
+    bytes: Vec<u8>,
+}
+
+impl Message {
+    fn varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.bytes.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.bytes.push(value as u8);
+    }
+
+    fn key(&mut self, field: u32, wire_type: u32) {
+        self.varint(u64::from(field << 3 | wire_type));
+    }
+
+    fn uint(&mut self, field: u32, value: u64) {
+        self.key(field, 0);
+        self.varint(value);
+    }
+
+    fn double(&mut self, field: u32, value: f64) {
+        self.key(field, 1);
+        self.bytes.extend(value.to_le_bytes());
+    }
+
+    fn float(&mut self, field: u32, value: f32) {
+        self.key(field, 5);
+        self.bytes.extend(value.to_le_bytes());
+    }
+
+    fn bytes_field(&mut self, field: u32, bytes: &[u8]) {
+        self.key(field, 2);
+        self.varint(bytes.len() as u64);
+        self.bytes.extend(bytes);
+    }
+
+    fn string(&mut self, field: u32, text: &str) {
+        self.bytes_field(field, text.as_bytes());
+    }
+
+    fn doubles(&mut self, field: u32, values: impl Iterator<Item = f64>) {
+        let packed: Vec<u8> = values.flat_map(f64::to_le_bytes).collect();
+        self.bytes_field(field, &packed);
+    }
+
+    fn message(&mut self, field: u32, fill: impl FnOnce(&mut Message)) {
+        let mut inner = Message::default();
+        fill(&mut inner);
+        self.bytes_field(field, &inner.bytes);
+    }
+}
+
+/// A TFRecord around `data`.
+fn frame(data: &[u8]) -> Vec<u8> {
+    let len = (data.len() as u64).to_le_bytes();
+    let mut record = Vec::with_capacity(data.len() + 16);
+    record.extend(len);
+    record.extend(masked_crc(&len).to_le_bytes());
+    record.extend(data);
+    record.extend(masked_crc(data).to_le_bytes());
+    record
+}
+
+/// CRC-32C, turned and shifted: the format's guard against checksums of data that hold checksums.
+fn masked_crc(data: &[u8]) -> u32 {
+    crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC-32C (Castagnoli), one byte at a time: events are small.
+fn crc32c(data: &[u8]) -> u32 {
+    !data.iter().fold(!0, |crc: u32, &byte| CRC_TABLE[((crc ^ u32::from(byte)) & 0xff) as usize] ^ (crc >> 8))
+}
+
+const CRC_TABLE: [u32; 256] = {
+    let mut table = [0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut crc = byte as u32;
+        let mut bit = 0;
+        while bit < 8 {
+            crc = if crc & 1 == 1 { (crc >> 1) ^ 0x82f6_3b78 } else { crc >> 1 };
+            bit += 1;
+        }
+        table[byte] = crc;
+        byte += 1;
+    }
+    table
+};
+
+/// The event files of a folder, by name; none if there is no folder.
+fn event_files(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(FILE_PREFIX) && entry.file_type()?.is_file() {
+            files.push(entry.path());
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn seconds_in_name(path: &Path) -> Option<u64> {
+    path.file_name()?.to_str()?.strip_prefix(FILE_PREFIX)?.split('.').next()?.parse().ok()
+}
+
+/// The machine's name for the file name, as TensorBoard's own writers do; only letters, digits, '-' and '_'.
+fn host_name() -> String {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname")
+        .ok()
+        .or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok())
+        .unwrap_or_default();
+    let name: String = name.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-_".contains(*c)).collect();
+    if name.is_empty() { "localhost".to_owned() } else { name }
+}
+
+#[cfg(test)]
+#[path = "events_tests.rs"]
+mod tests;

@@ -1,0 +1,169 @@
+//! What is recorded of a training step, and under which names.
+//!
+//! [`Record`] is a plain value. [`Record::scalars`] is the only place where a number gets its name, so that the JSON
+//! lines, the CSV columns and the TensorBoard tags cannot drift apart. The figures of balance are functions of
+//! `tokens_per_expert` and are never stored beside it, so that they cannot contradict it.
+
+mod lines;
+mod writer;
+
+pub use lines::{MetricsError, ReadRecords, read_records};
+pub use writer::{MetricsWriter, Sample, read_samples};
+
+/// File of the records in a run folder: one JSON object a line.
+pub const METRICS_JSONL: &str = "metrics.jsonl";
+/// File of the records in a run folder, as a table.
+pub const METRICS_CSV: &str = "metrics.csv";
+/// File of the sampled texts in a run folder: one JSON object a line.
+pub const SAMPLES_JSONL: &str = "samples.jsonl";
+
+/// One training step. A number that is not known is `f64::NAN`: it becomes `null` in JSON and an empty field in CSV.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Record {
+    /// Optimizer steps done, this one included: the first step of a run is 1. 0 is for an evaluation before training.
+    pub step: u64,
+    /// Tokens trained on since the run began, this step included.
+    pub tokens: u64,
+    /// Mean cross-entropy of the training tokens of this step, in nats a token; without the auxiliary losses.
+    pub loss: f64,
+    /// Balance loss, before its coefficient; 0 without MoE layers.
+    pub balance_loss: f64,
+    /// Router z-loss, before its coefficient; 0 without MoE layers.
+    pub z_loss: f64,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Global norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Tokens trained on per second.
+    pub tokens_per_s: f64,
+    /// Model FLOPs utilisation: the share (0 to 1) of the machine's measured peak.
+    pub mfu: f64,
+    /// Time of the step in milliseconds.
+    pub step_ms: f64,
+    /// The largest memory held so far, in bytes.
+    pub memory_peak_bytes: u64,
+    /// Mean cross-entropy of the validation tokens in nats a token, on steps that were followed by an evaluation.
+    pub val_loss: Option<f64>,
+    /// Whether the update was skipped because the loss or the gradient was not finite.
+    pub is_skipped: bool,
+    /// The MoE layers, in order; empty for a dense model.
+    pub layers: Vec<LayerRecord>,
+}
+
+/// One MoE layer in one training step, summed over microbatches.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayerRecord {
+    /// Index of the layer in the model, from 0, dense layers counted.
+    pub layer: usize,
+    /// Choices per expert, `[E]`, before any is dropped.
+    pub tokens_per_expert: Vec<u64>,
+    /// Choices that found no room.
+    pub num_dropped: u64,
+    /// Mean entropy of the router's probabilities of one token, in nats: `ln E` when the router is undecided.
+    pub router_entropy: f64,
+    /// Mean of `logsumexp(logits)^2`: the z-loss of the layer, which tells the scale of the logits.
+    pub router_z: f64,
+}
+
+impl LayerRecord {
+    /// Choices in all.
+    #[must_use]
+    pub fn num_choices(&self) -> u64 {
+        self.tokens_per_expert.iter().sum()
+    }
+
+    fn mean(&self) -> f64 {
+        self.num_choices() as f64 / self.tokens_per_expert.len() as f64
+    }
+
+    /// Coefficient of variation of the load: standard deviation (of the population) divided by the mean. 0 when even.
+    #[must_use]
+    pub fn cv(&self) -> f64 {
+        let mean = self.mean();
+        let squares: f64 = self.tokens_per_expert.iter().map(|&n| (n as f64 - mean).powi(2)).sum();
+        (squares / self.tokens_per_expert.len() as f64).sqrt() / mean
+    }
+
+    /// `exp(entropy of the load) / E`: the share of the experts that the load amounts to. 1 when even, `1/E` when one
+    /// expert takes all.
+    #[must_use]
+    pub fn expert_diversity(&self) -> f64 {
+        let total = self.num_choices() as f64;
+        if total == 0.0 {
+            return f64::NAN;
+        }
+        let shares = self.tokens_per_expert.iter().filter(|&&n| n > 0).map(|&n| n as f64 / total);
+        let entropy: f64 = shares.map(|share| -share * share.ln()).sum();
+        entropy.exp() / self.tokens_per_expert.len() as f64
+    }
+
+    /// Share of the experts that no token chose.
+    #[must_use]
+    pub fn dead_expert_frac(&self) -> f64 {
+        let dead = self.tokens_per_expert.iter().filter(|&&n| n == 0).count();
+        dead as f64 / self.tokens_per_expert.len() as f64
+    }
+
+    /// How far the busiest expert is above the even share: `max / mean - 1` (MaxVio of Wang et al., 2024). 0 when even.
+    #[must_use]
+    pub fn e_max_violation(&self) -> f64 {
+        let max = self.tokens_per_expert.iter().max().copied().unwrap_or(0);
+        max as f64 / self.mean() - 1.0
+    }
+
+    /// Share of the choices that were dropped.
+    #[must_use]
+    pub fn drop_rate(&self) -> f64 {
+        self.num_dropped as f64 / self.num_choices() as f64
+    }
+
+    fn scalars(&self) -> [(&'static str, f64); 7] {
+        [
+            ("cv", self.cv()),
+            ("expert_diversity", self.expert_diversity()),
+            ("dead_expert_frac", self.dead_expert_frac()),
+            ("e_max_violation", self.e_max_violation()),
+            ("drop_rate", self.drop_rate()),
+            ("router_entropy", self.router_entropy),
+            ("router_z", self.router_z),
+        ]
+    }
+}
+
+impl Record {
+    /// Share of all choices of all layers that were dropped; 0 for a dense model.
+    #[must_use]
+    pub fn drop_rate(&self) -> f64 {
+        let choices: u64 = self.layers.iter().map(LayerRecord::num_choices).sum();
+        let dropped: u64 = self.layers.iter().map(|layer| layer.num_dropped).sum();
+        if choices == 0 { 0.0 } else { dropped as f64 / choices as f64 }
+    }
+
+    /// Every number with its name, in the order of the CSV columns; `val/loss` is NaN on steps without evaluation.
+    #[must_use]
+    pub fn scalars(&self) -> Vec<(String, f64)> {
+        let run = [
+            ("train/loss", self.loss),
+            ("train/balance_loss", self.balance_loss),
+            ("train/z_loss", self.z_loss),
+            ("train/lr", self.lr),
+            ("train/grad_norm", self.grad_norm),
+            ("train/is_skipped", f64::from(u8::from(self.is_skipped))),
+            ("val/loss", self.val_loss.unwrap_or(f64::NAN)),
+            ("perf/tokens_per_s", self.tokens_per_s),
+            ("perf/mfu", self.mfu),
+            ("perf/step_ms", self.step_ms),
+            ("perf/memory_peak_bytes", self.memory_peak_bytes as f64),
+            ("moe/drop_rate", self.drop_rate()),
+        ];
+        let run = run.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let layers = self.layers.iter().flat_map(|layer| {
+            layer.scalars().into_iter().map(|(name, value)| (format!("moe/layer_{}/{name}", layer.layer), value))
+        });
+        run.chain(layers).collect()
+    }
+}
+
+#[cfg(test)]
+#[path = "metrics_tests.rs"]
+mod tests;

@@ -1,0 +1,159 @@
+//! Records as lines of text: to JSON and CSV, and back from JSON.
+
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::{LayerRecord, Record};
+
+/// A file of records that cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {action} {}: {source}", path.display())]
+pub struct MetricsError {
+    /// What was tried: "write", "read".
+    pub action: &'static str,
+    /// The file.
+    pub path: PathBuf,
+    /// What the system said.
+    #[source]
+    pub source: io::Error,
+}
+
+impl MetricsError {
+    pub(super) fn new(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self { action, path, source }
+    }
+}
+
+/// A number as JSON and CSV write it: the shortest text that reads back as the same bits.
+fn number(value: f64) -> String {
+    let text = format!("{value:?}");
+    text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
+}
+
+/// One line of `metrics.jsonl`, with its line end.
+pub(super) fn json_line(record: &Record) -> String {
+    let mut line = format!("{{\"step\":{},\"tokens\":{}", record.step, record.tokens);
+    for (name, value) in record.scalars() {
+        if name == "val/loss" && record.val_loss.is_none() {
+            continue;
+        }
+        let value = if value.is_finite() { number(value) } else { "null".to_owned() };
+        // Writing to a String cannot fail.
+        let _ = write!(line, ",\"{name}\":{value}");
+    }
+    for layer in &record.layers {
+        let counts: Vec<String> = layer.tokens_per_expert.iter().map(u64::to_string).collect();
+        let (index, dropped, counts) = (layer.layer, layer.num_dropped, counts.join(","));
+        let _ = write!(line, ",\"moe/layer_{index}/num_dropped\":{dropped}");
+        let _ = write!(line, ",\"moe/layer_{index}/tokens_per_expert\":[{counts}]");
+    }
+    line.push_str("}\n");
+    line
+}
+
+/// The header of `metrics.csv` for a model with these MoE layers, with its line end.
+pub(super) fn csv_header(moe_layers: &[usize]) -> String {
+    let layers = moe_layers.iter().map(|&layer| LayerRecord { layer, ..LayerRecord::default() }).collect();
+    let names = Record { layers, ..Record::default() }.scalars().into_iter().map(|(name, _)| name);
+    let names: Vec<String> = ["step".to_owned(), "tokens".to_owned()].into_iter().chain(names).collect();
+    names.join(",") + "\n"
+}
+
+/// One line of `metrics.csv`, with its line end.
+pub(super) fn csv_line(record: &Record) -> String {
+    let mut line = format!("{},{}", record.step, record.tokens);
+    for (_, value) in record.scalars() {
+        line.push(',');
+        if value.is_finite() {
+            line.push_str(&number(value));
+        }
+    }
+    line.push('\n');
+    line
+}
+
+/// The step that a line of `metrics.jsonl` or `samples.jsonl` is of, or `None` if the line is damaged.
+pub(super) fn json_step(line: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<Value>(line).ok()?.get("step")?.as_u64()
+}
+
+/// The step that a line of `metrics.csv` is of, or `None` for a line without one.
+pub(super) fn csv_step(line: &[u8]) -> Option<u64> {
+    std::str::from_utf8(line).ok()?.split(',').next()?.parse().ok()
+}
+
+/// Reads a line back. Names that are not known are passed over; numbers that are missing or `null` become NaN.
+pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
+    let Value::Object(fields) = serde_json::from_slice(line).ok()? else { return None };
+    let number = |name: &str| fields.get(name).and_then(Value::as_f64).unwrap_or(f64::NAN);
+    let count = |name: &str| fields.get(name).and_then(Value::as_u64);
+    let mut layers = Vec::new();
+    for (name, value) in &fields {
+        let index = name.strip_prefix("moe/layer_").and_then(|rest| rest.strip_suffix("/tokens_per_expert"));
+        let Some(layer) = index.and_then(|index| index.parse().ok()) else { continue };
+        let counts = value.as_array()?.iter().map(Value::as_u64);
+        layers.push(LayerRecord {
+            layer,
+            tokens_per_expert: counts.collect::<Option<_>>()?,
+            num_dropped: count(&format!("moe/layer_{layer}/num_dropped")).unwrap_or(0),
+            router_entropy: number(&format!("moe/layer_{layer}/router_entropy")),
+            router_z: number(&format!("moe/layer_{layer}/router_z")),
+        });
+    }
+    layers.sort_by_key(|layer| layer.layer);
+    Some(Record {
+        step: count("step")?,
+        tokens: count("tokens").unwrap_or(0),
+        loss: number("train/loss"),
+        balance_loss: number("train/balance_loss"),
+        z_loss: number("train/z_loss"),
+        lr: number("train/lr"),
+        grad_norm: number("train/grad_norm"),
+        tokens_per_s: number("perf/tokens_per_s"),
+        mfu: number("perf/mfu"),
+        step_ms: number("perf/step_ms"),
+        memory_peak_bytes: count("perf/memory_peak_bytes").unwrap_or(0),
+        val_loss: fields.get("val/loss").map(|value| value.as_f64().unwrap_or(f64::NAN)),
+        is_skipped: number("train/is_skipped") == 1.0,
+        layers,
+    })
+}
+
+/// The records of a `metrics.jsonl`, one after another. Damaged lines (a cut last one after a kill) are passed over.
+pub struct ReadRecords {
+    lines: BufReader<File>,
+    path: PathBuf,
+    line: Vec<u8>,
+    /// Lines that were passed over so far.
+    pub num_damaged: usize,
+}
+
+/// Opens a `metrics.jsonl`. Records come one at a time, so that a long run need not fit in memory.
+pub fn read_records(path: &Path) -> Result<ReadRecords, MetricsError> {
+    let file = File::open(path).map_err(MetricsError::new("read", path))?;
+    Ok(ReadRecords { lines: BufReader::new(file), path: path.to_owned(), line: Vec::new(), num_damaged: 0 })
+}
+
+impl Iterator for ReadRecords {
+    type Item = Result<Record, MetricsError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            self.line.clear();
+            match self.lines.read_until(b'\n', &mut self.line) {
+                Ok(0) => return None,
+                Ok(_) => {}
+                Err(source) => return Some(Err(MetricsError::new("read", &self.path)(source))),
+            }
+            match parse_record(&self.line) {
+                Some(record) => return Some(Ok(record)),
+                None => self.num_damaged += 1,
+            }
+        }
+    }
+}

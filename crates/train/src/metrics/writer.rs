@@ -1,0 +1,233 @@
+//! Writes the records of a run, and continues them after a kill as if there had been none.
+//!
+//! A record goes to each file in one `write` call, straight to the system: killing the process loses nothing that was
+//! written and cuts at most the last line. [`MetricsWriter::resume`] looks only at the end of the files, so that it
+//! takes the same time however long the run is.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::lines::{MetricsError, csv_header, csv_line, csv_step, json_line, json_step, read_records};
+use super::{METRICS_CSV, METRICS_JSONL, Record, SAMPLES_JSONL};
+use crate::events::EventFile;
+
+/// Histograms of the expert load go to TensorBoard every this many steps: it shows no more, and they are large.
+const HISTOGRAM_INTERVAL: u64 = 10;
+
+/// A text that the model wrote while it was trained.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// What the model was given.
+    pub prompt: String,
+    /// What it wrote, without the prompt.
+    pub text: String,
+}
+
+/// The metrics files of one run: `metrics.jsonl`, `metrics.csv`, `samples.jsonl` and a TensorBoard event file.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    run_dir: PathBuf,
+    jsonl: File,
+    csv: File,
+    samples: File,
+    events: EventFile,
+}
+
+impl MetricsWriter {
+    /// Starts the records of a new run in `run_dir`, which is made where it is missing. Records that are there are
+    /// replaced. `moe_layers` are the indices of the MoE layers: they fix the columns of the CSV file.
+    pub fn create(run_dir: &Path, moe_layers: &[usize]) -> Result<Self, MetricsError> {
+        fs::create_dir_all(run_dir).map_err(MetricsError::new("make", run_dir))?;
+        for name in [METRICS_JSONL, METRICS_CSV, SAMPLES_JSONL] {
+            let path = run_dir.join(name);
+            File::create(&path).map_err(MetricsError::new("write", &path))?;
+        }
+        EventFile::remove_all(run_dir).map_err(MetricsError::new("empty", run_dir))?;
+        Self::open(run_dir, moe_layers, None)
+    }
+
+    /// Goes on after step `step`. Records of later steps, which a killed run left, and half a line at the end are cut
+    /// off, so that the files become those of a run that was never stopped. A new event file tells TensorBoard to
+    /// forget the later steps.
+    pub fn resume(run_dir: &Path, moe_layers: &[usize], step: u64) -> Result<Self, MetricsError> {
+        fs::create_dir_all(run_dir).map_err(MetricsError::new("make", run_dir))?;
+        for (name, step_of) in
+            [(METRICS_JSONL, json_step as StepOf), (SAMPLES_JSONL, json_step), (METRICS_CSV, csv_step)]
+        {
+            let path = run_dir.join(name);
+            cut_after(&path, step, step_of).map_err(MetricsError::new("write", &path))?;
+        }
+        Self::open(run_dir, moe_layers, Some(step))
+    }
+
+    fn open(run_dir: &Path, moe_layers: &[usize], resumed: Option<u64>) -> Result<Self, MetricsError> {
+        let csv_path = run_dir.join(METRICS_CSV);
+        let header = csv_header(moe_layers);
+        if first_line(&csv_path).map_err(MetricsError::new("read", &csv_path))? != header {
+            rewrite_csv(run_dir, &header)?;
+        }
+        Ok(Self {
+            jsonl: append_to(&run_dir.join(METRICS_JSONL))?,
+            csv: append_to(&csv_path)?,
+            samples: append_to(&run_dir.join(SAMPLES_JSONL))?,
+            events: EventFile::create(run_dir, resumed.map(|step| step + 1))
+                .map_err(MetricsError::new("write event file in", run_dir))?,
+            run_dir: run_dir.to_owned(),
+        })
+    }
+
+    /// Appends one step to every file.
+    pub fn write(&mut self, record: &Record) -> Result<(), MetricsError> {
+        let write = |file: &mut File, name: &str, line: &str| {
+            file.write_all(line.as_bytes()).map_err(MetricsError::new("write", &self.run_dir.join(name)))
+        };
+        write(&mut self.jsonl, METRICS_JSONL, &json_line(record))?;
+        write(&mut self.csv, METRICS_CSV, &csv_line(record))?;
+        let mut scalars = record.scalars();
+        scalars.retain(|(name, _)| name != "val/loss" || record.val_loss.is_some());
+        let result = self.events.scalars(record.step, &scalars).and_then(|()| {
+            if record.step % HISTOGRAM_INTERVAL != 0 && record.step != 1 {
+                return Ok(());
+            }
+            let loads = record.layers.iter().map(|layer| {
+                (format!("moe/layer_{}/tokens_per_expert", layer.layer), layer.tokens_per_expert.as_slice())
+            });
+            self.events.histograms(record.step, &loads.collect::<Vec<_>>())
+        });
+        result.map_err(MetricsError::new("write", self.events.path()))
+    }
+
+    /// Appends a sampled text.
+    pub fn write_sample(&mut self, sample: &Sample) -> Result<(), MetricsError> {
+        let Sample { step, prompt, text } = sample;
+        let line = format!("{}\n", json!({ "step": step, "prompt": prompt, "text": text }));
+        let path = self.run_dir.join(SAMPLES_JSONL);
+        self.samples.write_all(line.as_bytes()).map_err(MetricsError::new("write", &path))?;
+        let shown = format!("{prompt}{text}");
+        self.events.text(*step, "sample", &shown).map_err(MetricsError::new("write", self.events.path()))
+    }
+
+    /// Waits until everything written is on the disk. Call it before a checkpoint is saved, so that the records up to
+    /// a checkpoint are there whenever the checkpoint is.
+    pub fn sync(&mut self) -> Result<(), MetricsError> {
+        for (file, name) in [(&self.jsonl, METRICS_JSONL), (&self.csv, METRICS_CSV), (&self.samples, SAMPLES_JSONL)] {
+            file.sync_data().map_err(MetricsError::new("write", &self.run_dir.join(name)))?;
+        }
+        self.events.sync().map_err(MetricsError::new("write", self.events.path()))
+    }
+}
+
+/// The sampled texts of a run, oldest first; none where the file is missing. Damaged lines are passed over.
+pub fn read_samples(run_dir: &Path) -> Result<Vec<Sample>, MetricsError> {
+    let path = run_dir.join(SAMPLES_JSONL);
+    let bytes = match fs::read(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        read => read.map_err(MetricsError::new("read", &path))?,
+    };
+    let sample = |line: &[u8]| {
+        let value: Value = serde_json::from_slice(line).ok()?;
+        let text = |name: &str| value.get(name).and_then(Value::as_str).map(str::to_owned);
+        Some(Sample { step: value.get("step")?.as_u64()?, prompt: text("prompt")?, text: text("text")? })
+    };
+    Ok(bytes.split(|&byte| byte == b'\n').filter_map(sample).collect())
+}
+
+fn append_to(path: &Path) -> Result<File, MetricsError> {
+    OpenOptions::new().create(true).append(true).open(path).map_err(MetricsError::new("write", path))
+}
+
+fn first_line(path: &Path) -> io::Result<String> {
+    let mut line = Vec::new();
+    match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        file => _ = BufReader::new(file?).read_until(b'\n', &mut line)?,
+    }
+    Ok(String::from_utf8_lossy(&line).into_owned())
+}
+
+/// Makes the CSV file anew from the JSON lines: it was lost, or its columns are those of another version.
+fn rewrite_csv(run_dir: &Path, header: &str) -> Result<(), MetricsError> {
+    let path = run_dir.join(METRICS_CSV);
+    let beside = run_dir.join(format!(".{METRICS_CSV}.new"));
+    let failed = || MetricsError::new("write", &path);
+    let mut file = io::BufWriter::new(File::create(&beside).map_err(failed())?);
+    file.write_all(header.as_bytes()).map_err(failed())?;
+    let jsonl = run_dir.join(METRICS_JSONL);
+    if jsonl.exists() {
+        for record in read_records(&jsonl)? {
+            file.write_all(csv_line(&record?).as_bytes()).map_err(failed())?;
+        }
+    }
+    let file = file.into_inner().map_err(|error| failed()(error.into_error()))?;
+    file.sync_all().and_then(|()| fs::rename(&beside, &path)).map_err(failed())
+}
+
+type StepOf = fn(&[u8]) -> Option<u64>;
+
+/// Cuts off the lines after the last whole one whose step is at most `step`, reading the file from its end. A first line
+/// without a step (the header of a table) stays.
+fn cut_after(path: &Path, step: u64, step_of: StepOf) -> io::Result<()> {
+    let mut file = match OpenOptions::new().read(true).write(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        file => file?,
+    };
+    let len = file.metadata()?.len();
+    let keep = end_of_last_line(&mut file, len, |line| step_of(line).is_some_and(|of| of <= step))?;
+    let keep = match keep {
+        Some(keep) => keep,
+        None => header_len(&mut file, step_of)?,
+    };
+    if keep < len {
+        file.set_len(keep)?;
+        file.sync_all()?;
+    }
+    Ok(())
+}
+
+/// Where the last whole line that `is_kept` ends, `None` if there is no such line.
+fn end_of_last_line(file: &mut File, len: u64, is_kept: impl Fn(&[u8]) -> bool) -> io::Result<Option<u64>> {
+    // `tail` holds the bytes from `start` to `end`, the end of the last line that is not yet judged.
+    let (mut start, mut end) = (len, len);
+    let mut tail: Vec<u8> = Vec::new();
+    let mut chunk_len = 1 << 16;
+    loop {
+        // Lines in `tail` whose beginning is known: those after a line end, and the first when the file begins here.
+        while let Some(line_start) = match tail[..tail.len().saturating_sub(1)].iter().rposition(|&b| b == b'\n') {
+            Some(before) => Some(before + 1),
+            None => (start == 0 && !tail.is_empty()).then_some(0),
+        } {
+            let line = &tail[line_start..];
+            if line.ends_with(b"\n") && is_kept(line) {
+                return Ok(Some(end));
+            }
+            end = start + line_start as u64;
+            tail.truncate(line_start);
+        }
+        if start == 0 {
+            return Ok(None);
+        }
+        // A line longer than what is held: read further back, twice as far each time so that it stays linear.
+        let size = chunk_len.min(start);
+        start -= size;
+        chunk_len *= 2;
+        let mut longer = vec![0; size as usize];
+        file.seek(SeekFrom::Start(start))?;
+        file.read_exact(&mut longer)?;
+        longer.append(&mut tail);
+        tail = longer;
+    }
+}
+
+/// Length of a first line that is whole and is not of a step.
+fn header_len(file: &mut File, step_of: StepOf) -> io::Result<u64> {
+    let mut line = Vec::new();
+    file.seek(SeekFrom::Start(0))?;
+    BufReader::new(file).read_until(b'\n', &mut line)?;
+    let is_header = line.ends_with(b"\n") && line.starts_with(b"step,") && step_of(&line).is_none();
+    Ok(if is_header { line.len() as u64 } else { 0 })
+}

@@ -1,0 +1,405 @@
+//! Checkpoint folders of a run, written so that a kill at any moment leaves the older ones whole.
+//!
+//! A checkpoint is written into a folder with a temporary name, every file and folder is synced, and one rename makes it
+//! `checkpoints/step-00000123`. Its manifest, `checkpoint.json`, is written last: it lists every file with its size and
+//! XXH3 checksum, so a checkpoint that is incomplete or damaged is found out and named. Nothing is deleted that the
+//! manifest does not list; leftovers of killed saves have names of their own and are removed when a trainer next opens
+//! the run.
+
+mod disk;
+mod manifest;
+mod resolve;
+
+use std::cmp::Reverse;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use disk::Disk;
+pub use manifest::{Checkpoint, Metadata};
+pub use resolve::{Pick, Resolved, newest_run, resolve_run};
+
+/// Folder of the checkpoints in a run folder.
+pub const CHECKPOINTS_DIR: &str = "checkpoints";
+/// The effective configuration in a run folder.
+pub const CONFIG_FILE: &str = "config.toml";
+/// The manifest in a checkpoint folder.
+pub const MANIFEST_FILE: &str = "checkpoint.json";
+/// Held by the trainer of a run while it works.
+const LOCK_FILE: &str = ".lock";
+/// Names of what is being written, replaced or deleted. Nothing else begins like this, so leftovers can be removed.
+const SAVING_PREFIX: &str = ".tmp-save-";
+const DELETING_PREFIX: &str = ".tmp-delete-";
+const REPLACED_PREFIX: &str = ".tmp-replaced-";
+
+/// Why a checkpoint cannot be written, found or read.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Writing failed: a full disk, missing rights. Older checkpoints are as they were.
+    #[error("cannot save the checkpoint of step {step}: {}: {source}; older checkpoints are unharmed", path.display())]
+    Save {
+        /// The step that was being saved.
+        step: u64,
+        /// The file or folder that could not be written.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The caller's own files could not be written. Older checkpoints are as they were.
+    #[error("cannot save the checkpoint of step {step}: {source}; older checkpoints are unharmed")]
+    Content {
+        /// The step that was being saved.
+        step: u64,
+        /// What the caller said.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A folder or file that cannot be read or made.
+    #[error("{}: {source}", path.display())]
+    Access {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// A checkpoint that is incomplete or not as it was written.
+    #[error("{}: {problem}", path.display())]
+    Damaged {
+        /// The checkpoint folder, or the file in it.
+        path: PathBuf,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// Another process trains in this run folder.
+    #[error("{}: another process is training here; wait for it, or choose another run folder", path.display())]
+    Locked {
+        /// The run folder.
+        path: PathBuf,
+    },
+    /// A path that is neither a run nor a checkpoint nor a model, or a run without a checkpoint.
+    #[error("{}: {problem}", path.display())]
+    NotFound {
+        /// The path that was given.
+        path: PathBuf,
+        /// What is missing and what would be right.
+        problem: String,
+    },
+}
+
+impl StoreError {
+    fn access(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::Access { path, source }
+    }
+}
+
+/// Which checkpoints are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keep {
+    /// The newest this many, at least 1.
+    pub last: usize,
+    /// Also the one with the lowest validation loss.
+    pub best: bool,
+}
+
+impl Default for Keep {
+    fn default() -> Self {
+        Self { last: 2, best: true }
+    }
+}
+
+/// The checkpoints of one run.
+#[derive(Debug)]
+pub struct Store {
+    dir: PathBuf,
+    /// Held, not read: dropping it lets another trainer in.
+    _lock: Option<File>,
+    disk: Disk,
+}
+
+impl Store {
+    /// Opens the checkpoints of a run to read them. Changes nothing on disk, also while a trainer works.
+    #[must_use]
+    pub fn open(run_dir: &Path) -> Self {
+        Self { dir: run_dir.join(CHECKPOINTS_DIR), _lock: None, disk: Disk::default() }
+    }
+
+    /// Opens the checkpoints of a run to write them, making the folders where they are missing: locks the run folder
+    /// against another trainer and removes what killed saves left behind.
+    pub fn open_to_write(run_dir: &Path) -> Result<Self, StoreError> {
+        Self::open_with(run_dir, Disk::default())
+    }
+
+    fn open_with(run_dir: &Path, disk: Disk) -> Result<Self, StoreError> {
+        let dir = run_dir.join(CHECKPOINTS_DIR);
+        fs::create_dir_all(&dir).map_err(StoreError::access(&dir))?;
+        let lock_path = run_dir.join(LOCK_FILE);
+        let lock = File::create(&lock_path).map_err(StoreError::access(&lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(fs::TryLockError::WouldBlock) => return Err(StoreError::Locked { path: run_dir.to_owned() }),
+            // Some network file systems have no locks; a run there is the user's to guard.
+            Err(fs::TryLockError::Error(error)) => tracing::warn!("{}: cannot lock: {error}", lock_path.display()),
+        }
+        let store = Self { dir, _lock: Some(lock), disk };
+        store.clean().map_err(StoreError::access(&store.dir))?;
+        Ok(store)
+    }
+
+    /// Saves a checkpoint: `write` puts the files into the folder it is given, then they are synced and the folder
+    /// appears under its name in one step. Afterwards older checkpoints that `keep` does not ask for are deleted. A
+    /// checkpoint of the same step is replaced.
+    ///
+    /// # Errors
+    /// If anything cannot be written. What was written is removed again and every older checkpoint is as it was.
+    pub fn save<E>(
+        &self,
+        metadata: &Metadata,
+        keep: Keep,
+        write: impl FnOnce(&Path) -> Result<(), E>,
+    ) -> Result<Checkpoint, StoreError>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let step = metadata.step;
+        let name = folder_name(step);
+        let tmp = self.dir.join(format!("{SAVING_PREFIX}{name}"));
+        let final_path = self.dir.join(&name);
+        let written = self.write_folder(&tmp, metadata, write).and_then(|mut checkpoint| {
+            self.put_in_place(&tmp, &final_path).map_err(|(path, source)| StoreError::Save { step, path, source })?;
+            checkpoint.path.clone_from(&final_path);
+            Ok(checkpoint)
+        });
+        if written.is_err() {
+            // The error that is reported is the first one; what cannot be removed now is removed at the next start.
+            let _ = self.disk.remove_tree(&tmp);
+        } else {
+            self.prune(keep);
+        }
+        written
+    }
+
+    fn write_folder<E>(
+        &self,
+        tmp: &Path,
+        metadata: &Metadata,
+        write: impl FnOnce(&Path) -> Result<(), E>,
+    ) -> Result<Checkpoint, StoreError>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let step = metadata.step;
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |source| StoreError::Save { step, path, source }
+        };
+        self.disk.remove_tree(tmp).map_err(failed(tmp))?;
+        self.disk.create_dir(tmp).map_err(failed(tmp))?;
+        write(tmp).map_err(|error| StoreError::Content { step, source: error.into() })?;
+        let (files, dirs) = manifest::list_tree(tmp).map_err(failed(tmp))?;
+        for file in &files {
+            self.disk.sync(&tmp.join(file)).map_err(failed(&tmp.join(file)))?;
+        }
+        let checkpoint = Checkpoint::describe(tmp, metadata, &files).map_err(failed(tmp))?;
+        let manifest_path = tmp.join(MANIFEST_FILE);
+        self.disk.write(&manifest_path, &checkpoint.to_json()).map_err(failed(&manifest_path))?;
+        self.disk.sync(&manifest_path).map_err(failed(&manifest_path))?;
+        for dir in dirs.iter().rev() {
+            self.disk.sync_dir(&tmp.join(dir)).map_err(failed(&tmp.join(dir)))?;
+        }
+        self.disk.sync_dir(tmp).map_err(failed(tmp))?;
+        Ok(checkpoint)
+    }
+
+    /// Renames a finished folder to its name. A folder that has the name is set aside first, under a name under which
+    /// it is still found if the process is killed between the two renames.
+    fn put_in_place(&self, tmp: &Path, final_path: &Path) -> Result<(), (PathBuf, io::Error)> {
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |source| (path, source)
+        };
+        let name = final_path.file_name().unwrap_or_default().to_string_lossy();
+        let aside = self.dir.join(format!("{REPLACED_PREFIX}{name}"));
+        let is_replaced = fs::symlink_metadata(final_path).is_ok();
+        if is_replaced {
+            let is_ours = Checkpoint::read(final_path).is_ok_and(|old| old.holds_nothing_else());
+            if is_ours {
+                self.disk.remove_tree(&aside).map_err(at(&aside))?;
+                self.disk.rename(final_path, &aside).map_err(at(final_path))?;
+            } else {
+                let damaged = free_name(final_path, "damaged");
+                tracing::warn!("{} is not a whole checkpoint: renamed to {}", final_path.display(), damaged.display());
+                self.disk.rename(final_path, &damaged).map_err(at(final_path))?;
+            }
+        }
+        if let Err(error) = self.disk.rename(tmp, final_path) {
+            if is_replaced {
+                let _ = self.disk.rename(&aside, final_path);
+            }
+            return Err(at(final_path)(error));
+        }
+        self.disk.sync_dir(&self.dir).map_err(at(&self.dir))?;
+        if is_replaced && let Err(error) = self.disk.remove_tree(&aside) {
+            tracing::warn!("{}: cannot remove: {error}", aside.display());
+        }
+        Ok(())
+    }
+
+    /// Every checkpoint whose manifest and file sizes are right, oldest first. Others are passed over with a warning.
+    pub fn list(&self) -> Result<Vec<Checkpoint>, StoreError> {
+        let mut checkpoints = Vec::new();
+        for (_, path) in self.folders()? {
+            match Checkpoint::read(&path) {
+                Ok(checkpoint) => checkpoints.push(checkpoint),
+                Err(error) => tracing::warn!("{error}; it is passed over"),
+            }
+        }
+        Ok(checkpoints)
+    }
+
+    /// Folders that have the name of a checkpoint, or of one that a killed save set aside, by step.
+    fn folders(&self) -> Result<Vec<(u64, PathBuf)>, StoreError> {
+        let entries = match fs::read_dir(&self.dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(StoreError::access(&self.dir))?,
+        };
+        let mut folders = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(StoreError::access(&self.dir))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_aside = name.starts_with(REPLACED_PREFIX);
+            let Some(step) = step_of_folder(name.strip_prefix(REPLACED_PREFIX).unwrap_or(&name)) else { continue };
+            if !(is_aside && self.dir.join(folder_name(step)).exists()) {
+                folders.push((step, entry.path()));
+            }
+        }
+        folders.sort();
+        Ok(folders)
+    }
+
+    /// The newest checkpoint that is whole: every file has the checksum of its manifest. Damaged ones are passed over
+    /// with a warning that names them.
+    pub fn latest(&self) -> Result<Option<Checkpoint>, StoreError> {
+        Ok(self.list()?.into_iter().rev().find(Self::is_whole))
+    }
+
+    /// The whole checkpoint with the lowest validation loss; the newest one if none was evaluated.
+    pub fn best(&self) -> Result<Option<Checkpoint>, StoreError> {
+        let mut evaluated: Vec<Checkpoint> =
+            self.list()?.into_iter().filter(|checkpoint| checkpoint.finite_val_loss().is_some()).collect();
+        evaluated
+            .sort_by(|a, b| a.finite_val_loss().partial_cmp(&b.finite_val_loss()).unwrap_or(std::cmp::Ordering::Equal));
+        match evaluated.into_iter().find(Self::is_whole) {
+            None => self.latest(),
+            best => Ok(best),
+        }
+    }
+
+    /// The checkpoint of a step, `None` if there is no folder of it.
+    ///
+    /// # Errors
+    /// If it is damaged.
+    pub fn find(&self, step: u64) -> Result<Option<Checkpoint>, StoreError> {
+        let Some((_, path)) = self.folders()?.into_iter().find(|(of, _)| *of == step) else { return Ok(None) };
+        let checkpoint = Checkpoint::read(&path)?;
+        checkpoint.verify()?;
+        Ok(Some(checkpoint))
+    }
+
+    /// Deletes the checkpoints of steps after `step`: for a run that is taken up again from an older checkpoint, whose
+    /// later ones belong to a past that is given up.
+    pub fn discard_after(&self, step: u64) -> Result<(), StoreError> {
+        for checkpoint in self.list()?.iter().filter(|checkpoint| checkpoint.metadata.step > step) {
+            self.delete(checkpoint).map_err(StoreError::access(&checkpoint.path))?;
+        }
+        Ok(())
+    }
+
+    fn is_whole(checkpoint: &Checkpoint) -> bool {
+        checkpoint.verify().inspect_err(|error| tracing::warn!("{error}; it is passed over")).is_ok()
+    }
+
+    /// Deletes what `keep` does not ask for. A checkpoint that cannot be deleted costs room, not the run: a warning.
+    fn prune(&self, keep: Keep) {
+        let mut checkpoints = match self.list() {
+            Ok(checkpoints) => checkpoints,
+            Err(error) => return tracing::warn!("cannot delete old checkpoints: {error}"),
+        };
+        checkpoints.sort_by_key(|checkpoint| Reverse(checkpoint.metadata.step));
+        let best = checkpoints
+            .iter()
+            .filter(|_| keep.best)
+            .filter_map(|checkpoint| checkpoint.finite_val_loss().map(|loss| (loss, checkpoint.metadata.step)));
+        // Of equal ones the earliest.
+        let best = best.min_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, step)| step);
+        for checkpoint in checkpoints.iter().skip(keep.last.max(1)) {
+            if best != Some(checkpoint.metadata.step)
+                && let Err(error) = self.delete(checkpoint)
+            {
+                tracing::warn!("cannot delete the old checkpoint {}: {error}", checkpoint.path.display());
+            }
+        }
+    }
+
+    /// Deletes a checkpoint; one that holds files that are not in its manifest stays, with a warning.
+    fn delete(&self, checkpoint: &Checkpoint) -> io::Result<()> {
+        if !checkpoint.holds_nothing_else() {
+            tracing::warn!("{} holds files that were put there by others: it is kept", checkpoint.path.display());
+            return Ok(());
+        }
+        let name = checkpoint.path.file_name().unwrap_or_default().to_string_lossy();
+        let doomed = self.dir.join(format!("{DELETING_PREFIX}{name}"));
+        self.disk.remove_tree(&doomed)?;
+        self.disk.rename(&checkpoint.path, &doomed)?;
+        self.disk.sync_dir(&self.dir)?;
+        self.disk.remove_tree(&doomed)
+    }
+
+    /// Removes what killed saves and deletions left, and puts back a checkpoint that was being replaced.
+    fn clean(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.dir)? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let rest =
+                [SAVING_PREFIX, DELETING_PREFIX, REPLACED_PREFIX].iter().find_map(|prefix| name.strip_prefix(prefix));
+            // Only names that this file makes.
+            let Some(step) = rest.and_then(|rest| step_of_folder(rest.strip_prefix(REPLACED_PREFIX).unwrap_or(rest)))
+            else {
+                continue;
+            };
+            let final_path = self.dir.join(folder_name(step));
+            if name.starts_with(REPLACED_PREFIX) && !final_path.exists() {
+                self.disk.rename(&path, &final_path)?;
+            } else {
+                self.disk.remove_tree(&path)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn folder_name(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+fn step_of_folder(name: &str) -> Option<u64> {
+    let step = name.strip_prefix("step-")?.parse().ok()?;
+    // Only the name that `folder_name` gives: not "step-1", not "step-+0000001".
+    (folder_name(step) == name).then_some(step)
+}
+
+/// `path.word`, or `path.word-2` and so on, the first that does not exist.
+fn free_name(path: &Path, word: &str) -> PathBuf {
+    let candidate = |number: u64| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(if number == 1 { format!(".{word}") } else { format!(".{word}-{number}") });
+        PathBuf::from(name)
+    };
+    (1..).map(candidate).find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_else(|| candidate(u64::MAX))
+}
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;

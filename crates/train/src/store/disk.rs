@@ -1,0 +1,71 @@
+//! The operations that change the disk, one by one, so that a test can stop or fail between any two.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+/// Called before each change with its name and path; an error makes the change fail without being done.
+type Hook = Box<dyn Fn(&'static str, &Path) -> io::Result<()> + Send + Sync>;
+
+/// Changes files and folders. Without a hook it just does so.
+#[derive(Default)]
+pub(super) struct Disk {
+    hook: Option<Hook>,
+}
+
+impl std::fmt::Debug for Disk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Disk")
+    }
+}
+
+impl Disk {
+    #[cfg(test)]
+    pub(super) fn with_hook(hook: impl Fn(&'static str, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
+        Self { hook: Some(Box::new(hook)) }
+    }
+
+    fn before(&self, operation: &'static str, path: &Path) -> io::Result<()> {
+        self.hook.as_ref().map_or(Ok(()), |hook| hook(operation, path))
+    }
+
+    pub(super) fn create_dir(&self, path: &Path) -> io::Result<()> {
+        self.before("create_dir", path)?;
+        fs::create_dir(path)
+    }
+
+    /// Writes a whole new file.
+    pub(super) fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        self.before("create", path)?;
+        let mut file = File::create_new(path)?;
+        self.before("write", path)?;
+        file.write_all(bytes)
+    }
+
+    /// Waits until a file is on the disk.
+    pub(super) fn sync(&self, path: &Path) -> io::Result<()> {
+        self.before("sync", path)?;
+        // Windows syncs only what is open for writing.
+        File::options().read(true).append(cfg!(windows)).open(path)?.sync_all()
+    }
+
+    /// Waits until a folder's entries are on the disk. Windows has no such thing and needs none.
+    pub(super) fn sync_dir(&self, path: &Path) -> io::Result<()> {
+        self.before("sync_dir", path)?;
+        if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
+    }
+
+    pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.before("rename", from)?;
+        fs::rename(from, to)
+    }
+
+    /// Removes a folder and what is in it, links as links. It is fine if it is not there.
+    pub(super) fn remove_tree(&self, path: &Path) -> io::Result<()> {
+        if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            return Ok(());
+        }
+        self.before("remove", path)?;
+        fs::remove_dir_all(path)
+    }
+}

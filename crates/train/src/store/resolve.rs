@@ -1,0 +1,90 @@
+//! From what a user names (a run, a checkpoint, a model folder) to the folder that holds the model.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use super::{CHECKPOINTS_DIR, CONFIG_FILE, Checkpoint, MANIFEST_FILE, Store, StoreError};
+use crate::metrics::METRICS_JSONL;
+
+/// Which checkpoint of a run is meant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pick {
+    /// The newest whole one.
+    #[default]
+    Latest,
+    /// The one with the lowest validation loss.
+    Best,
+}
+
+/// What a path stands for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Resolved {
+    /// The run folder, unless the path is a model folder of its own or a checkpoint that lies elsewhere.
+    pub run_dir: Option<PathBuf>,
+    /// The checkpoint, unless the path is a model folder of its own.
+    pub checkpoint: Option<Checkpoint>,
+    /// The folder with the model's `config.json`.
+    pub model_dir: PathBuf,
+}
+
+/// Finds the model that a path means: a run folder (its checkpoint by `pick`), a checkpoint folder, or a model folder.
+pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
+    let not_found = |problem: &str| StoreError::NotFound { path: path.to_owned(), problem: problem.to_owned() };
+    let metadata = fs::metadata(path).map_err(StoreError::access(path))?;
+    if !metadata.is_dir() {
+        return Err(not_found("not a folder; give a run, checkpoint or model folder"));
+    }
+    if path.join(MANIFEST_FILE).exists() {
+        let checkpoint = Checkpoint::read(path)?;
+        checkpoint.verify()?;
+        return Ok(Resolved { run_dir: run_of(path), model_dir: path.to_owned(), checkpoint: Some(checkpoint) });
+    }
+    if path.join(CHECKPOINTS_DIR).is_dir() {
+        let store = Store::open(path);
+        let checkpoint = match pick {
+            Pick::Latest => store.latest()?,
+            Pick::Best => store.best()?,
+        };
+        let checkpoint = checkpoint.ok_or_else(|| not_found("the run has no complete checkpoint yet"))?;
+        let model_dir = checkpoint.path.clone();
+        return Ok(Resolved { run_dir: Some(path.to_owned()), checkpoint: Some(checkpoint), model_dir });
+    }
+    if path.join("config.json").is_file() {
+        return Ok(Resolved { run_dir: None, checkpoint: None, model_dir: path.to_owned() });
+    }
+    Err(not_found("neither a run (checkpoints/), nor a checkpoint (checkpoint.json), nor a model (config.json)"))
+}
+
+/// The run folder around a checkpoint folder: the parent of `checkpoints/`.
+fn run_of(checkpoint: &Path) -> Option<PathBuf> {
+    let checkpoint = fs::canonicalize(checkpoint).ok()?;
+    let dir = checkpoint.parent()?;
+    (dir.file_name()? == CHECKPOINTS_DIR).then(|| dir.parent().map(Path::to_owned))?
+}
+
+/// The run in `out_dir` that was written to last and has a checkpoint, `None` if there is none. This is what
+/// `--resume auto` means.
+pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
+    let entries = match fs::read_dir(out_dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        entries => entries.map_err(StoreError::access(out_dir))?,
+    };
+    let mut runs = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(StoreError::access(out_dir))?.path();
+        // Cheap first: the folder of a run that was started but not yet saved is no run to go on with.
+        if path.join(CHECKPOINTS_DIR).is_dir() && !Store::open(&path).list()?.is_empty() {
+            runs.push((last_written(&path), path));
+        }
+    }
+    Ok(runs.into_iter().max().map(|(_, path)| path))
+}
+
+/// When a run last wrote something that every step or save touches.
+fn last_written(run_dir: &Path) -> Option<SystemTime> {
+    [METRICS_JSONL, CHECKPOINTS_DIR, CONFIG_FILE]
+        .iter()
+        .filter_map(|name| fs::metadata(run_dir.join(name)).ok()?.modified().ok())
+        .max()
+}
