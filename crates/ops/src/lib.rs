@@ -25,6 +25,7 @@ pub mod rms_norm;
 pub mod rope;
 mod simd;
 mod threads;
+mod vmath;
 
 pub use activation::Activation;
 pub use context::Context;

@@ -10,8 +10,15 @@ use moeworks_tensor::{Element, bf16};
 /// Partial sums of a reduction: one AVX-512 register of f32, or two AVX2 ones.
 pub(crate) const LANES: usize = 16;
 
-/// What a body has to know of the instruction set that it is compiled for.
+/// What a body has to know of the instruction set that it is compiled for: vectors for the kernels that hold their sums in
+/// registers, and whether multiply-add is fused for those that leave vectors to the compiler.
+///
+/// The functions on vectors are sound only where the instruction set is there, which [`kernel!`] sees to.
 pub(crate) trait Level: Copy {
+    /// A vector of [`WIDTH`](Self::WIDTH) f32 lanes.
+    type Vector: Copy;
+    /// Lanes of a vector.
+    const WIDTH: usize;
     /// Whether a fused multiply-add is one instruction. Without that it would be a call of the C library.
     const HAS_FMA: bool;
 
@@ -20,23 +27,110 @@ pub(crate) trait Level: Copy {
     fn mul_add(a: f32, b: f32, c: f32) -> f32 {
         if Self::HAS_FMA { a.mul_add(b, c) } else { a * b + c }
     }
+
+    /// All lanes alike.
+    fn splat(value: f32) -> Self::Vector;
+    /// The lanes at `from`, which need not be aligned.
+    ///
+    /// # Safety
+    /// `WIDTH` elements must be readable there.
+    unsafe fn load(from: *const f32) -> Self::Vector;
+    /// Writes the lanes to `to`, which need not be aligned.
+    ///
+    /// # Safety
+    /// `WIDTH` elements must be writable there.
+    unsafe fn store(to: *mut f32, value: Self::Vector);
+    /// `a * b + c` in each lane.
+    fn vector_mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
 }
 
 /// The target that the crate is compiled for, without anything found at run time.
 #[derive(Clone, Copy)]
 pub(crate) struct Baseline;
 
-/// x86-64 from AVX2 upwards.
-#[derive(Clone, Copy)]
-pub(crate) struct Fused;
-
 impl Level for Baseline {
+    type Vector = [f32; 4];
+    const WIDTH: usize = 4;
     const HAS_FMA: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+
+    #[inline(always)]
+    fn splat(value: f32) -> [f32; 4] {
+        [value; 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> [f32; 4] {
+        // SAFETY: the caller promises four readable elements; an array of f32 needs no more alignment than f32.
+        unsafe { from.cast::<[f32; 4]>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, value: [f32; 4]) {
+        // SAFETY: the caller promises four writable elements.
+        unsafe { to.cast::<[f32; 4]>().write_unaligned(value) }
+    }
+
+    #[inline(always)]
+    fn vector_mul_add(a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
+        [
+            Self::mul_add(a[0], b[0], c[0]),
+            Self::mul_add(a[1], b[1], c[1]),
+            Self::mul_add(a[2], b[2], c[2]),
+            Self::mul_add(a[3], b[3], c[3]),
+        ]
+    }
 }
 
-impl Level for Fused {
-    const HAS_FMA: bool = true;
+/// A level whose vectors are those of x86-64.
+#[cfg(target_arch = "x86_64")]
+macro_rules! x86_level {
+    ($(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy)]
+        pub(crate) struct $name;
+
+        impl Level for $name {
+            type Vector = core::arch::x86_64::$vector;
+            const WIDTH: usize = $width;
+            const HAS_FMA: bool = true;
+
+            #[inline(always)]
+            fn splat(value: f32) -> Self::Vector {
+                // SAFETY: `kernel!` uses this level only where the machine has its instructions.
+                unsafe { core::arch::x86_64::$splat(value) }
+            }
+
+            #[inline(always)]
+            unsafe fn load(from: *const f32) -> Self::Vector {
+                // SAFETY: as above, and the caller promises a vector of readable elements.
+                unsafe { core::arch::x86_64::$load(from) }
+            }
+
+            #[inline(always)]
+            unsafe fn store(to: *mut f32, value: Self::Vector) {
+                // SAFETY: as above, and the caller promises a vector of writable elements.
+                unsafe { core::arch::x86_64::$store(to, value) }
+            }
+
+            #[inline(always)]
+            fn vector_mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
+                // SAFETY: as in `splat`.
+                unsafe { core::arch::x86_64::$fma(a, b, c) }
+            }
+        }
+    };
 }
+
+#[cfg(target_arch = "x86_64")]
+x86_level!(
+    /// AVX2 with FMA.
+    Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps
+);
+#[cfg(target_arch = "x86_64")]
+x86_level!(
+    /// AVX-512 with F, BW, DQ and VL.
+    Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps
+);
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body
 /// compiled for `isa`; inside the body `S` is the [`Level`].
@@ -51,12 +145,12 @@ macro_rules! kernel {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c,bmi2")]
             fn avx2<$($T: $bound),*>($($arg: $type),*) $(-> $result)? {
-                body::<$crate::simd::Fused $(, $T)*>($($arg),*)
+                body::<$crate::simd::Avx2 $(, $T)*>($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
             fn avx512<$($T: $bound),*>($($arg: $type),*) $(-> $result)? {
-                body::<$crate::simd::Fused $(, $T)*>($($arg),*)
+                body::<$crate::simd::Avx512 $(, $T)*>($($arg),*)
             }
             match isa {
                 $crate::Isa::Portable => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),

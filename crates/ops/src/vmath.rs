@@ -1,0 +1,42 @@
+//! Elementary functions without branches, so that loops over them turn into vector code (see [`simd`](crate::simd)).
+
+use crate::simd::Level;
+
+/// `e^x` within 2 units in the last place. Results below the smallest normal number are 0, above the largest infinite;
+/// NaN stays NaN.
+///
+/// Range reduction to `x = n ln 2 + r` with `|r| <= ln 2 / 2` and the polynomial of Cephes' `expf`.
+#[inline(always)]
+pub(crate) fn exp<S: Level>(x: f32) -> f32 {
+    /// Logarithms of the largest and of the smallest normal number.
+    const MAX: f32 = 88.722_84;
+    const MIN: f32 = -87.336_54;
+    /// ln 2 in two parts; products of the first with small whole numbers are exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    /// 1.5 * 2^23: adding it leaves a whole number in the low bits of the sum.
+    const ROUND: f32 = 12_582_912.0;
+    // Comparisons rather than `clamp`, `min` and `max`: these must let NaN through.
+    let mut c = if x > MAX { MAX } else { x };
+    c = if c < MIN { MIN } else { c };
+    let shifted = S::mul_add(c, std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = S::mul_add(n, -LN_2_LOW, S::mul_add(n, -LN_2_HIGH, c));
+    let mut p = S::mul_add(1.987_569_1e-4, r, 1.398_199_9e-3);
+    p = S::mul_add(p, r, 8.333_452e-3);
+    p = S::mul_add(p, r, 4.166_579_6e-2);
+    p = S::mul_add(p, r, 0.166_666_65);
+    p = S::mul_add(p, r, 0.5);
+    let value = S::mul_add(p, r * r, r) + 1.0;
+    // 2^n in two factors, because n can be 128.
+    let whole = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let half = whole >> 1;
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+    let y = value * power(half) * power(whole.wrapping_sub(half));
+    let y = if x < MIN { 0.0 } else { y };
+    if x > MAX { f32::INFINITY } else { y }
+}
+
+#[cfg(test)]
+#[path = "vmath_tests.rs"]
+mod tests;
