@@ -114,7 +114,10 @@ pub fn experts_backward(
                     dh[s.f + j] = da * gate * sigmoid;
                 }
                 Activation::Relu => dh[j] = if h[j] > 0.0 { da } else { 0.0 },
-                Activation::Gelu => unimplemented!("replaced by the fast version"),
+                Activation::Gelu => {
+                    let (cdf, pdf) = crate::vmath::normal::<crate::simd::Baseline>(h[j]);
+                    dh[j] = da * (cdf + h[j] * pdf);
+                }
             }
         }
         for j in 0..s.af {
@@ -215,6 +218,6 @@ fn activate(activation: Activation, h: &[f32]) -> Vec<f32> {
             gate.iter().zip(up).map(|(&g, &u)| g / (1.0 + (-g).exp()) * u).collect()
         }
         Activation::Relu => h.iter().map(|&x| x.max(0.0)).collect(),
-        Activation::Gelu => unimplemented!("replaced by the fast version"),
+        Activation::Gelu => h.iter().map(|&x| x * crate::vmath::normal::<crate::simd::Baseline>(x).0).collect(),
     }
 }

@@ -34,3 +34,40 @@ fn exp_of_extremes() {
         assert_eq!(y[5..], [f32::INFINITY, 0.0, 0.0, f32::INFINITY, 1.0]);
     }
 }
+
+kernel! {
+    fn normal_all<S: Level>(x: &[f32], cdf: &mut [f32], pdf: &mut [f32]) {
+        for ((&x, cdf), pdf) in x.iter().zip(cdf).zip(pdf) {
+            (*cdf, *pdf) = normal::<S>(x);
+        }
+    }
+}
+
+#[test]
+fn the_normal_distribution_matches_its_integral() {
+    // Simpson's rule over the density from 0.
+    let density = |x: f64| (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+    let (step, mut integral, mut inputs, mut expected) = (1e-3, 0.5, Vec::new(), Vec::new());
+    for i in 0..8_000 {
+        let x = f64::from(i) * step;
+        inputs.extend([x as f32, -x as f32]);
+        expected.extend([integral, 1.0 - integral]);
+        integral += step / 6.0 * (density(x) + 4.0 * density(x + step / 2.0) + density(x + step));
+    }
+    for isa in Isa::available() {
+        let (mut cdf, mut pdf) = (vec![0.0; inputs.len()], vec![0.0; inputs.len()]);
+        normal_all(isa, &inputs, &mut cdf, &mut pdf);
+        for (i, &x) in inputs.iter().enumerate() {
+            assert!((f64::from(cdf[i]) - expected[i]).abs() < 3e-7, "{isa:?}: cdf({x}) = {}", cdf[i]);
+            assert!((f64::from(pdf[i]) - density(f64::from(x))).abs() < 3e-7, "{isa:?}: pdf({x}) = {}", pdf[i]);
+        }
+    }
+}
+
+#[test]
+fn sigmoid_and_normal_keep_infinities_and_nan() {
+    type S = crate::simd::Baseline;
+    assert_eq!([sigmoid::<S>(f32::INFINITY), sigmoid::<S>(f32::NEG_INFINITY), sigmoid::<S>(0.0)], [1.0, 0.0, 0.5]);
+    assert_eq!([normal::<S>(f32::INFINITY).0, normal::<S>(f32::NEG_INFINITY).0], [1.0, 0.0]);
+    assert!(sigmoid::<S>(f32::NAN).is_nan() && normal::<S>(f32::NAN).0.is_nan());
+}
