@@ -1,0 +1,327 @@
+//! Attention backward: a task owns a range of keys and passes over all query rows that see them.
+
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::AttentionShape;
+use super::blocks::{
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, key_elements, product, transpose,
+};
+use crate::parallel::{Lent, PIECE, piece_range};
+use crate::simd::{LANES, kernel, sum_lanes};
+use crate::{Context, Isa, vmath};
+
+/// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
+const MIN_TASKS: usize = 16;
+
+pub(super) struct Inputs<'a> {
+    pub(super) d_o: Values<'a>,
+    pub(super) q: Values<'a>,
+    pub(super) k: Values<'a>,
+    pub(super) v: Values<'a>,
+    pub(super) o: Values<'a>,
+    pub(super) lse: &'a [f32],
+}
+
+pub(super) struct Grads {
+    pub(super) dq: Tensor,
+    pub(super) dk: Tensor,
+    pub(super) dv: Tensor,
+}
+
+/// Computes the three gradients. `dk` and `dv` come in as zeros.
+///
+/// The keys are cut into parts by the shape alone. With several parts each has its own share of `dq`, and these are added up
+/// in the order of the keys at the end.
+pub(super) fn run(ctx: &Context, inputs: &Inputs<'_>, shape: &AttentionShape, grads: &mut Grads) {
+    let pairs = shape.batch * shape.num_kv_heads;
+    if pairs == 0 || shape.seq_len == 0 || shape.head_dim == 0 {
+        return;
+    }
+    let num_blocks = shape.kv_len.div_ceil(KEYS);
+    let blocks_per_part = num_blocks.div_ceil(MIN_TASKS.div_ceil(pairs).min(num_blocks));
+    let part_len = blocks_per_part * KEYS;
+    let num_parts = shape.kv_len.div_ceil(part_len);
+    let num_elements = grads.dq.len();
+    // The first part's share goes to `dq` itself.
+    let mut shares = ctx.zeros(&[num_parts - 1, num_elements], DType::F32);
+    let outputs = Outputs {
+        dq: Lent::new(grads.dq.f32s_mut()),
+        shares: Lent::new(shares.f32s_mut()),
+        dk: Lent::new(grads.dk.f32s_mut()),
+        dv: Lent::new(grads.dv.f32s_mut()),
+        num_elements,
+    };
+    ctx.threads().run(pairs * num_parts, |task| {
+        let (pair, part) = (task / num_parts, task % num_parts);
+        let keys = part * part_len..((part + 1) * part_len).min(shape.kv_len);
+        let task = Task { shape, batch: pair / shape.num_kv_heads, kv_head: pair % shape.num_kv_heads, part, keys };
+        task.run(ctx, inputs, &outputs);
+    });
+    let shares = shares.f32s();
+    ctx.threads().run_pieces(grads.dq.f32s_mut(), PIECE, |index, dq| {
+        let range = piece_range(index, PIECE, num_elements);
+        for share in shares.chunks_exact(num_elements) {
+            dq.iter_mut().zip(&share[range.clone()]).for_each(|(sum, x)| *sum += x);
+        }
+    });
+}
+
+struct Outputs<'a> {
+    dq: Lent<'a, f32>,
+    shares: Lent<'a, f32>,
+    dk: Lent<'a, f32>,
+    dv: Lent<'a, f32>,
+    num_elements: usize,
+}
+
+/// The keys of one sequence and key head that a task answers for.
+struct Task<'a> {
+    shape: &'a AttentionShape,
+    batch: usize,
+    kv_head: usize,
+    part: usize,
+    keys: Range<usize>,
+}
+
+impl Task<'_> {
+    fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
+        let (isa, shape) = (ctx.isa(), self.shape);
+        let width = shape.head_dim.next_multiple_of(COL_UNIT);
+        let padded_keys = self.keys.len().next_multiple_of(ROW_UNIT);
+        let mut sums = ctx.zeros(&[2, padded_keys, width], DType::F32);
+        let (dk, dv) = sums.f32s_mut().split_at_mut(padded_keys * width);
+        let mut scratch = Scratch::new(ctx, width);
+        let mut state = scratch.split(width);
+        for block in 0..RowBlock::count(shape) {
+            let rows = RowBlock::new(shape, self.batch, self.kv_head, block);
+            if rows.visible(rows.len - 1) <= self.keys.start {
+                self.clear_share(rows, outputs);
+                continue;
+            }
+            state.load_rows(isa, shape, inputs, rows);
+            for first in self.keys.clone().step_by(KEYS) {
+                let keys = first..(first + KEYS).min(self.keys.end);
+                let elements = || key_elements(shape, self.batch, self.kv_head, keys.clone());
+                if rows.visible_in(rows.len - 1, &keys) == 0 {
+                    break;
+                }
+                inputs.k.copy_rows(isa, elements(), shape.head_dim, 1.0, state.k, width);
+                inputs.v.copy_rows(isa, elements(), shape.head_dim, 1.0, state.v, width);
+                let sums = (first - self.keys.start) * width..;
+                state.add_block(isa, shape.head_dim, rows, &keys, (&mut dk[sums.clone()], &mut dv[sums]));
+            }
+            self.store_dq(isa, rows, state.dq, outputs);
+        }
+        for (key, start) in key_elements(shape, self.batch, self.kv_head, self.keys.clone()).enumerate() {
+            let (from, to) = (key * width..key * width + shape.head_dim, start..start + shape.head_dim);
+            // SAFETY: each key of a sequence and head belongs to one task.
+            unsafe {
+                outputs.dk.range(to.clone()).copy_from_slice(&dk[from.clone()]);
+                outputs.dv.range(to).copy_from_slice(&dv[from]);
+            }
+        }
+    }
+
+    /// The place for this part's share of the gradient of one query row.
+    #[allow(clippy::mut_from_ref)] // lent memory
+    fn share<'a>(&self, element: usize, outputs: &'a Outputs<'_>) -> &'a mut [f32] {
+        let range = element..element + self.shape.head_dim;
+        // SAFETY: a row of a part belongs to one task, which asks for it once.
+        unsafe {
+            match self.part {
+                0 => outputs.dq.range(range),
+                part => {
+                    let start = (part - 1) * outputs.num_elements;
+                    outputs.shares.range(start + range.start..start + range.end)
+                }
+            }
+        }
+    }
+
+    /// The first part is seen by all rows; shares of later ones start as zeros.
+    fn clear_share(&self, rows: RowBlock<'_>, outputs: &Outputs<'_>) {
+        if self.part == 0 {
+            rows.elements().for_each(|element| self.share(element, outputs).fill(0.0));
+        }
+    }
+
+    fn store_dq(&self, isa: Isa, rows: RowBlock<'_>, dq: &[f32], outputs: &Outputs<'_>) {
+        let width = dq.len() / ROWS;
+        for (element, dq) in rows.elements().zip(dq.chunks_exact(width)) {
+            scale_kernel(isa, &dq[..self.shape.head_dim], self.shape.scale, self.share(element, outputs));
+        }
+    }
+}
+
+kernel! {
+    fn scale_kernel<S: Level>(from: &[f32], scale: f32, to: &mut [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from * scale;
+        }
+    }
+}
+
+struct Scratch {
+    memory: Tensor,
+}
+
+impl Scratch {
+    fn new(ctx: &Context, width: usize) -> Self {
+        Self { memory: ctx.empty(&[5 * ROWS * width + 2 * KEYS * width + 2 * KEYS * ROWS], DType::F32) }
+    }
+
+    fn split(&mut self, width: usize) -> State<'_> {
+        let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
+        let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
+        let (d_o, memory) = memory.split_at_mut(ROWS * width);
+        let (d_o_transposed, memory) = memory.split_at_mut(ROWS * width);
+        let (dq, memory) = memory.split_at_mut(ROWS * width);
+        let (k, memory) = memory.split_at_mut(KEYS * width);
+        let (v, memory) = memory.split_at_mut(KEYS * width);
+        let (p, ds) = memory.split_at_mut(KEYS * ROWS);
+        let (lse, delta, visible) = ([0.0; ROWS], [0.0; ROWS], [0; ROWS]);
+        State { width, q, q_transposed, d_o, d_o_transposed, dq, k, v, p, ds, lse, delta, visible }
+    }
+}
+
+/// A block of query rows and the block of keys at hand.
+struct State<'a> {
+    /// Head elements, rounded up to whole vectors.
+    width: usize,
+    /// `[ROWS, width]`, times the scale.
+    q: &'a mut [f32],
+    /// `[h, ROWS]`
+    q_transposed: &'a mut [f32],
+    /// `[ROWS, width]`
+    d_o: &'a mut [f32],
+    /// `[h, ROWS]`
+    d_o_transposed: &'a mut [f32],
+    /// `[ROWS, width]`: the gradient of the rows, without the scale.
+    dq: &'a mut [f32],
+    /// `[KEYS, width]`
+    k: &'a mut [f32],
+    /// `[KEYS, width]`
+    v: &'a mut [f32],
+    /// `[KEYS, ROWS]`: scores, then the softmax.
+    p: &'a mut [f32],
+    /// `[KEYS, ROWS]`: gradient of the softmax, then of the scores.
+    ds: &'a mut [f32],
+    lse: [f32; ROWS],
+    /// Sum over a row of `d_o o`.
+    delta: [f32; ROWS],
+    visible: [i32; ROWS],
+}
+
+impl State<'_> {
+    fn load_rows(&mut self, isa: Isa, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
+        let (head_dim, width) = (shape.head_dim, self.width);
+        // `dq` serves as room for `o` first.
+        inputs.o.copy_rows(isa, rows.elements(), head_dim, 1.0, self.dq, width);
+        inputs.d_o.copy_rows(isa, rows.elements(), head_dim, 1.0, self.d_o, width);
+        inputs.q.copy_rows(isa, rows.elements(), head_dim, shape.scale, self.q, width);
+        transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
+        transpose(isa, self.d_o, rows.len, width, head_dim, self.d_o_transposed);
+        self.delta.fill(0.0);
+        row_dots(isa, &self.dq[..rows.len * width], self.d_o, width, &mut self.delta);
+        self.dq.fill(0.0);
+        self.visible = rows.visible_counts();
+        self.lse = std::array::from_fn(|row| if row < rows.len { inputs.lse[rows.statistic(row)] } else { 0.0 });
+    }
+
+    /// Adds what the rows and the keys at hand contribute to the three gradients.
+    fn add_block(
+        &mut self,
+        isa: Isa,
+        head_dim: usize,
+        rows: RowBlock<'_>,
+        keys: &Range<usize>,
+        (dk, dv): (&mut [f32], &mut [f32]),
+    ) {
+        let width = self.width;
+        for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
+            let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
+            let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
+            let size = Size { rows: num_keys, cols, inner: head_dim };
+            let left = Left { values: self.k, row_stride: width, inner_stride: 1 };
+            let right = Right { values: &self.q_transposed[col..], stride: ROWS };
+            product(isa, size, left, right, false, &mut self.p[col..], ROWS);
+            let left = Left { values: self.v, row_stride: width, inner_stride: 1 };
+            let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
+            product(isa, size, left, right, false, &mut self.ds[col..], ROWS);
+            let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys };
+            score_grads(isa, columns, self.p, self.ds, &self.lse, &self.delta, &self.visible);
+        }
+        for key in (0..keys.len()).step_by(ROW_UNIT) {
+            // Rows before the first that sees the panel contribute nothing; their scores were not computed.
+            let first = self.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
+            let size = Size { rows: ROW_UNIT, cols: width, inner: rows.len - first };
+            let at = key * ROWS + first;
+            let left = Left { values: &self.p[at..], row_stride: ROWS, inner_stride: 1 };
+            let right = Right { values: &self.d_o[first * width..], stride: width };
+            product(isa, size, left, right, true, &mut dv[key * width..], width);
+            let left = Left { values: &self.ds[at..], row_stride: ROWS, inner_stride: 1 };
+            let right = Right { values: &self.q[first * width..], stride: width };
+            product(isa, size, left, right, true, &mut dk[key * width..], width);
+        }
+        for row in (0..rows.len).step_by(ROW_UNIT) {
+            let inner = rows.visible_in(row + ROW_UNIT - 1, keys);
+            let size = Size { rows: ROW_UNIT, cols: width, inner };
+            let left = Left { values: &self.ds[row..], row_stride: 1, inner_stride: ROWS };
+            let right = Right { values: self.k, stride: width };
+            product(isa, size, left, right, true, &mut self.dq[row * width..], width);
+        }
+    }
+}
+
+kernel! {
+    /// The dot products of the rows of `a` and `b`.
+    fn row_dots<S: Level>(a: &[f32], b: &[f32], width: usize, dots: &mut [f32; ROWS]) {
+        for ((a, b), dot) in a.chunks_exact(width).zip(b.chunks_exact(width)).zip(dots) {
+            let mut lanes = [0.0; LANES];
+            for (a, b) in a.as_chunks::<LANES>().0.iter().zip(b.as_chunks::<LANES>().0) {
+                for i in 0..LANES {
+                    lanes[i] = S::mul_add(a[i], b[i], lanes[i]);
+                }
+            }
+            *dot = sum_lanes(lanes);
+        }
+    }
+}
+
+/// Which scores [`score_grads`] treats.
+#[derive(Clone, Copy)]
+struct Columns {
+    first_col: usize,
+    num_cols: usize,
+    first_key: usize,
+    num_keys: usize,
+}
+
+kernel! {
+    /// Turns scores into the softmax and its gradient into that of the scores; both zero where a row does not see the key.
+    fn score_grads<S: Level>(
+        columns: Columns,
+        p: &mut [f32],
+        ds: &mut [f32],
+        lse: &[f32; ROWS],
+        delta: &[f32; ROWS],
+        visible: &[i32; ROWS],
+    ) {
+        let Columns { first_col, num_cols, first_key, num_keys } = columns;
+        let cols = first_col..first_col + num_cols;
+        let (lse, delta, visible) = (&lse[cols.clone()], &delta[cols.clone()], &visible[cols.clone()]);
+        let keys = p.chunks_exact_mut(ROWS).zip(ds.chunks_exact_mut(ROWS)).take(num_keys);
+        for (key, (p, ds)) in (first_key as i32..).zip(keys) {
+            let (p, ds) = (&mut p[cols.clone()], &mut ds[cols.clone()]);
+            for i in 0..num_cols {
+                let is_seen = key < visible[i];
+                let weight = vmath::exp::<S>(p[i] - lse[i]);
+                let grad = weight * (ds[i] - delta[i]);
+                p[i] = if is_seen { weight } else { 0.0 };
+                ds[i] = if is_seen { grad } else { 0.0 };
+            }
+        }
+    }
+}

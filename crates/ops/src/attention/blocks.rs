@@ -1,0 +1,285 @@
+//! What both passes of attention are made of: blocks of query rows, f32 copies of blocks, and small matrix products.
+
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor, bf16};
+
+use super::AttentionShape;
+use crate::Isa;
+use crate::simd::{Float, Level, kernel};
+
+/// Query rows of a block.
+pub(super) const ROWS: usize = 64;
+/// Keys of a block.
+pub(super) const KEYS: usize = 128;
+/// Rows of products come in multiples of this.
+pub(super) const ROW_UNIT: usize = 8;
+/// Columns of products come in multiples of this.
+pub(super) const COL_UNIT: usize = 16;
+
+/// The elements of a float tensor.
+#[derive(Clone, Copy)]
+pub(super) enum Values<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> From<&'a Tensor> for Values<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        match tensor.dtype() {
+            DType::F32 => Self::F32(tensor.f32s()),
+            DType::BF16 => Self::Bf16(tensor.bf16s()),
+            DType::U32 => panic!("attention over integers"),
+        }
+    }
+}
+
+impl Values<'_> {
+    /// Copies the rows of `cols` elements that start at `starts`, times `scale`, into the rows of `to`, which are
+    /// `to_cols` wide and are filled up with zeros.
+    pub(super) fn copy_rows(
+        self,
+        isa: Isa,
+        starts: impl Iterator<Item = usize>,
+        cols: usize,
+        scale: f32,
+        to: &mut [f32],
+        to_cols: usize,
+    ) {
+        for (start, to) in starts.zip(to.chunks_exact_mut(to_cols)) {
+            match self {
+                Self::F32(values) => copy_kernel::<f32>(isa, &values[start..start + cols], scale, to),
+                Self::Bf16(values) => copy_kernel::<bf16>(isa, &values[start..start + cols], scale, to),
+            }
+        }
+    }
+}
+
+kernel! {
+    fn copy_kernel<S: Level, T: Float>(from: &[T], scale: f32, to: &mut [f32]) {
+        let (to, rest) = to.split_at_mut(from.len());
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from.load() * scale;
+        }
+        rest.fill(0.0);
+    }
+}
+
+kernel! {
+    /// `to [cols, ROWS] = from [num_rows, from_cols]^T`, the first `cols` columns of it; the rest of `to` becomes zero.
+    pub(super) fn transpose<S: Level>(from: &[f32], num_rows: usize, from_cols: usize, cols: usize, to: &mut [f32]) {
+        const TILE: usize = 16;
+        assert!(num_rows <= ROWS);
+        for first in (0..num_rows.next_multiple_of(TILE)).step_by(TILE) {
+            let count = TILE.min(num_rows - first);
+            for (col, to) in to.chunks_exact_mut(ROWS).take(cols).enumerate() {
+                let to = &mut to[first..first + TILE];
+                let (to, rest) = to.split_at_mut(count);
+                for (row, to) in to.iter_mut().enumerate() {
+                    *to = from[(first + row) * from_cols + col];
+                }
+                rest.fill(0.0);
+            }
+        }
+    }
+}
+
+/// A block of query rows: all queries and query heads of one sequence that use one key head, by query and then by head.
+#[derive(Clone, Copy)]
+pub(super) struct RowBlock<'a> {
+    shape: &'a AttentionShape,
+    batch: usize,
+    kv_head: usize,
+    start: usize,
+    pub(super) len: usize,
+}
+
+impl<'a> RowBlock<'a> {
+    /// Blocks that the rows of one sequence and key head are cut into.
+    pub(super) fn count(shape: &AttentionShape) -> usize {
+        (shape.seq_len * group(shape)).div_ceil(ROWS)
+    }
+
+    pub(super) fn new(shape: &'a AttentionShape, batch: usize, kv_head: usize, index: usize) -> Self {
+        let start = index * ROWS;
+        Self { shape, batch, kv_head, start, len: ROWS.min(shape.seq_len * group(shape) - start) }
+    }
+
+    /// Rows rounded up to whole vectors.
+    pub(super) fn padded_len(&self) -> usize {
+        self.len.next_multiple_of(COL_UNIT)
+    }
+
+    fn query_and_head(&self, row: usize) -> (usize, usize) {
+        let (row, group) = (self.start + row, group(self.shape));
+        (row / group, self.kv_head * group + row % group)
+    }
+
+    /// Where the elements of a row start in `q`, `o` and their gradients.
+    pub(super) fn element(&self, row: usize) -> usize {
+        let (query, head) = self.query_and_head(row);
+        ((self.batch * self.shape.seq_len + query) * self.shape.num_heads + head) * self.shape.head_dim
+    }
+
+    /// Where the rows start in `q`.
+    pub(super) fn elements(self) -> impl Iterator<Item = usize> {
+        (0..self.len).map(move |row| self.element(row))
+    }
+
+    /// Where a row is in `lse`.
+    pub(super) fn statistic(&self, row: usize) -> usize {
+        let (query, head) = self.query_and_head(row);
+        (self.batch * self.shape.num_heads + head) * self.shape.seq_len + query
+    }
+
+    /// The number of keys that a row sees; it never falls from one row to the next. Rows beyond the last see as many.
+    pub(super) fn visible(&self, row: usize) -> usize {
+        let (query, _) = self.query_and_head(row.min(self.len - 1));
+        query + self.shape.kv_len - self.shape.seq_len + 1
+    }
+
+    /// [`visible`](Self::visible) of all rows, in the form that kernels compare with.
+    pub(super) fn visible_counts(&self) -> [i32; ROWS] {
+        std::array::from_fn(|row| i32::try_from(self.visible(row)).unwrap_or(i32::MAX))
+    }
+
+    /// Of the keys from `first` to `end`, how many row `row` sees.
+    pub(super) fn visible_in(&self, row: usize, keys: &Range<usize>) -> usize {
+        self.visible(row).clamp(keys.start, keys.end) - keys.start
+    }
+}
+
+/// Query heads that share a key head.
+fn group(shape: &AttentionShape) -> usize {
+    shape.num_heads / shape.num_kv_heads
+}
+
+/// Where the rows of `keys` start in `k` and `v`.
+pub(super) fn key_elements(
+    shape: &AttentionShape,
+    batch: usize,
+    kv_head: usize,
+    keys: Range<usize>,
+) -> impl Iterator<Item = usize> {
+    let (first, stride) = (batch * shape.kv_capacity * shape.num_kv_heads + kv_head, shape.num_kv_heads);
+    let head_dim = shape.head_dim;
+    keys.map(move |key| (first + key * stride) * head_dim)
+}
+
+/// The left operand of a product: element (row, i) is at `row * row_stride + i * inner_stride`.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) row_stride: usize,
+    pub(super) inner_stride: usize,
+}
+
+/// A row-major matrix, possibly a part of a wider one.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) stride: usize,
+}
+
+/// The sizes of a product: `rows` a multiple of [`ROW_UNIT`], `cols` of [`COL_UNIT`].
+#[derive(Clone, Copy)]
+pub(super) struct Size {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) inner: usize,
+}
+
+kernel! {
+    /// `c = a b`, or `c += a b` with `add`, where `c` is row-major with rows `c_stride` apart.
+    pub(super) fn product<S: Level>(
+        size: Size,
+        a: Left<'_>,
+        b: Right<'_>,
+        add: bool,
+        c: &mut [f32],
+        c_stride: usize,
+    ) {
+        let Size { rows, cols, inner } = size;
+        if rows == 0 || cols == 0 {
+            return;
+        }
+        assert!(rows.is_multiple_of(ROW_UNIT) && cols.is_multiple_of(COL_UNIT));
+        assert!(c.len() >= (rows - 1) * c_stride + cols);
+        if inner > 0 {
+            assert!(a.values.len() > (rows - 1) * a.row_stride + (inner - 1) * a.inner_stride);
+            assert!(b.values.len() >= (inner - 1) * b.stride + cols);
+        }
+        let mut col = 0;
+        while col < cols {
+            // Tiles divide the units whatever the width of vectors: 8 x 32 or 8 x 16, 4 x 16, 4 x 8.
+            let is_wide = S::WIDTH < COL_UNIT || col + 2 * COL_UNIT <= cols;
+            let (tile_rows, tile_cols) = (if S::WIDTH == COL_UNIT { 8 } else { 4 }, if is_wide { 2 * S::WIDTH } else { COL_UNIT });
+            for row in (0..rows).step_by(tile_rows) {
+                let tile = Tile {
+                    inner,
+                    a: a.values.as_ptr().wrapping_add(row * a.row_stride),
+                    row_stride: a.row_stride,
+                    inner_stride: a.inner_stride,
+                    b: b.values.as_ptr().wrapping_add(col),
+                    b_stride: b.stride,
+                    c_stride,
+                };
+                let c = c.as_mut_ptr().wrapping_add(row * c_stride + col);
+                // SAFETY: the assertions above keep every element of the tile inside the three slices.
+                unsafe {
+                    match (S::WIDTH == COL_UNIT, is_wide) {
+                        (true, true) => tile_product::<S, 8, 2>(tile, add, c),
+                        (true, false) => tile_product::<S, 8, 1>(tile, add, c),
+                        (false, _) => tile_product::<S, 4, 2>(tile, add, c),
+                    }
+                }
+            }
+            col += tile_cols;
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Tile {
+    inner: usize,
+    a: *const f32,
+    row_stride: usize,
+    inner_stride: usize,
+    b: *const f32,
+    b_stride: usize,
+    c_stride: usize,
+}
+
+/// A product small enough that its result stays in registers: `M` rows of `N` vectors.
+///
+/// # Safety
+/// The operands' elements must be readable and the result's writable.
+#[inline(always)]
+unsafe fn tile_product<S: Level, const M: usize, const N: usize>(tile: Tile, add: bool, c: *mut f32) {
+    let Tile { inner, mut a, row_stride, inner_stride, mut b, b_stride, c_stride } = tile;
+    let mut sums = [[S::splat(0.0); N]; M];
+    // SAFETY: the caller's promise. Pointers step past the last row with `wrapping_add` only.
+    unsafe {
+        for _ in 0..inner {
+            let mut row_of_b = [S::splat(0.0); N];
+            for (n, vector) in row_of_b.iter_mut().enumerate() {
+                *vector = S::load(b.add(n * S::WIDTH));
+            }
+            for (m, sums) in sums.iter_mut().enumerate() {
+                let factor = S::splat(*a.add(m * row_stride));
+                for n in 0..N {
+                    sums[n] = S::vector_mul_add(factor, row_of_b[n], sums[n]);
+                }
+            }
+            a = a.wrapping_add(inner_stride);
+            b = b.wrapping_add(b_stride);
+        }
+        for (m, sums) in sums.iter().enumerate() {
+            for (n, &sum) in sums.iter().enumerate() {
+                let to = c.add(m * c_stride + n * S::WIDTH);
+                let sum = if add { S::vector_mul_add(sum, S::splat(1.0), S::load(to)) } else { sum };
+                S::store(to, sum);
+            }
+        }
+    }
+}

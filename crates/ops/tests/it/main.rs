@@ -1,0 +1,4 @@
+//! Tests of the operations through their public face.
+
+mod attention;
+mod common;
