@@ -13,6 +13,7 @@ mod activation;
 pub mod adamw;
 pub mod attention;
 mod context;
+pub mod counting_sort;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;
@@ -25,6 +26,7 @@ pub mod rms_norm;
 pub mod rope;
 mod simd;
 mod threads;
+pub mod top_k;
 mod vmath;
 
 pub use activation::Activation;

@@ -1,0 +1,141 @@
+//! The decision which experts a token goes to.
+
+use std::fmt;
+
+use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
+
+/// For each token its experts and their weights: a plain value that can be printed, compared and made by hand.
+#[derive(Clone)]
+pub struct Routing {
+    num_experts: usize,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+}
+
+/// Why a list of choices is no routing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RoutingError {
+    /// The lists do not hold K entries for each token.
+    #[error("{num_ids} expert ids and {num_weights} weights: must be as many, and a multiple of k = {top_k}")]
+    Length {
+        /// Expert ids given.
+        num_ids: usize,
+        /// Weights given.
+        num_weights: usize,
+        /// K.
+        top_k: usize,
+    },
+    /// An id that no expert has.
+    #[error("choice {choice} of token {token} is expert {expert}: must be below the number of experts, {num_experts}")]
+    Expert {
+        /// The token.
+        token: usize,
+        /// Which of its choices.
+        choice: usize,
+        /// The id.
+        expert: u32,
+        /// E.
+        num_experts: usize,
+    },
+}
+
+impl Routing {
+    /// A routing from lists, `[T, K]` row by row; a token's first entry is its first choice.
+    pub fn new(
+        ctx: &Context,
+        num_experts: usize,
+        top_k: usize,
+        expert_ids: &[u32],
+        expert_weights: &[f32],
+    ) -> Result<Self, RoutingError> {
+        let (num_ids, num_weights) = (expert_ids.len(), expert_weights.len());
+        if top_k == 0 || num_ids != num_weights || !num_ids.is_multiple_of(top_k) {
+            return Err(RoutingError::Length { num_ids, num_weights, top_k });
+        }
+        if let Some(i) = expert_ids.iter().position(|&id| id as usize >= num_experts) {
+            let (token, choice) = (i / top_k, i % top_k);
+            return Err(RoutingError::Expert { token, choice, expert: expert_ids[i], num_experts });
+        }
+        let shape = [num_ids / top_k, top_k];
+        Ok(Self {
+            num_experts,
+            expert_ids: Tensor::from_slice(ctx.pool(), &shape, expert_ids),
+            expert_weights: Tensor::from_slice(ctx.pool(), &shape, expert_weights),
+        })
+    }
+
+    /// From the router's own tensors, `[T, K]` each.
+    pub(crate) fn from_tensors(num_experts: usize, expert_ids: Tensor, expert_weights: Tensor) -> Self {
+        Self { num_experts, expert_ids, expert_weights }
+    }
+
+    /// E.
+    #[must_use]
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
+    /// T.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.expert_ids.rows()
+    }
+
+    /// K.
+    #[must_use]
+    pub fn top_k(&self) -> usize {
+        self.expert_ids.cols()
+    }
+
+    /// `[T, K]`: the experts of each token, first choice first.
+    #[must_use]
+    pub fn expert_ids(&self) -> &[u32] {
+        self.expert_ids.u32s()
+    }
+
+    /// `[T, K]`: their weights.
+    #[must_use]
+    pub fn expert_weights(&self) -> &[f32] {
+        self.expert_weights.f32s()
+    }
+
+    /// The experts of token `t` and their weights, first choice first.
+    pub fn choices(&self, t: usize) -> impl Iterator<Item = (u32, f32)> + '_ {
+        let range = t * self.top_k()..(t + 1) * self.top_k();
+        self.expert_ids()[range.clone()].iter().copied().zip(self.expert_weights()[range].iter().copied())
+    }
+
+    pub(crate) fn tensors(&self) -> (&Tensor, &Tensor) {
+        (&self.expert_ids, &self.expert_weights)
+    }
+}
+
+impl PartialEq for Routing {
+    fn eq(&self, other: &Self) -> bool {
+        (self.num_experts, self.top_k()) == (other.num_experts, other.top_k())
+            && self.expert_ids() == other.expert_ids()
+            && self.expert_weights() == other.expert_weights()
+    }
+}
+
+impl fmt::Debug for Routing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tokens: Vec<Vec<(u32, f32)>> = (0..self.num_tokens()).map(|t| self.choices(t).collect()).collect();
+        f.debug_struct("Routing").field("num_experts", &self.num_experts).field("tokens", &tokens).finish()
+    }
+}
+
+/// A line for each token: `0: 5 (0.7500), 2 (0.2500)`.
+impl fmt::Display for Routing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for t in 0..self.num_tokens() {
+            write!(f, "{t}:")?;
+            for (i, (expert, weight)) in self.choices(t).enumerate() {
+                write!(f, "{} {expert} ({weight:.4})", if i == 0 { "" } else { "," })?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,176 @@
+//! What a layer's routing looked like: loads, drops, probabilities, entropy, and the figures that others record.
+
+/// The routing of one MoE layer over the tokens of one pass, or of several passes after [`merge`](Self::merge).
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerStats {
+    /// T.
+    pub num_tokens: usize,
+    /// T K.
+    pub num_choices: usize,
+    /// Choices that no expert had room for.
+    pub num_dropped: usize,
+    /// `[E]`: choices of each expert, before any is dropped.
+    pub tokens_per_expert: Vec<u32>,
+    /// `[E]`: rows of each expert, after dropping.
+    pub kept_per_expert: Vec<u32>,
+    /// `[E]`: mean over the tokens of the softmax over all experts.
+    pub mean_prob: Vec<f32>,
+    /// Mean over the tokens of the entropy of that softmax, in nats.
+    pub mean_entropy: f64,
+    /// Mean over the tokens of the squared log-sum-exp of the logits: the router z-loss without its coefficient.
+    pub z: f64,
+}
+
+impl LayerStats {
+    /// Statistics of no token, for `num_experts` experts: where [`merge`](Self::merge) starts.
+    #[must_use]
+    pub fn empty(num_experts: usize) -> Self {
+        Self {
+            num_tokens: 0,
+            num_choices: 0,
+            num_dropped: 0,
+            tokens_per_expert: vec![0; num_experts],
+            kept_per_expert: vec![0; num_experts],
+            mean_prob: vec![0.0; num_experts],
+            mean_entropy: 0.0,
+            z: 0.0,
+        }
+    }
+
+    /// Adds the tokens of another pass through the same layer. Panics if the numbers of experts differ.
+    pub fn merge(&mut self, other: &Self) {
+        assert_eq!(self.tokens_per_expert.len(), other.tokens_per_expert.len(), "merged layers' numbers of experts");
+        let total = self.num_tokens + other.num_tokens;
+        if total == 0 {
+            return;
+        }
+        let share = other.num_tokens as f64 / total as f64;
+        let mean = |a: f64, b: f64| a + (b - a) * share;
+        self.num_tokens = total;
+        self.num_choices += other.num_choices;
+        self.num_dropped += other.num_dropped;
+        self.tokens_per_expert.iter_mut().zip(&other.tokens_per_expert).for_each(|(a, b)| *a = a.saturating_add(*b));
+        self.kept_per_expert.iter_mut().zip(&other.kept_per_expert).for_each(|(a, b)| *a = a.saturating_add(*b));
+        for (a, &b) in self.mean_prob.iter_mut().zip(&other.mean_prob) {
+            *a = mean(f64::from(*a), f64::from(b)) as f32;
+        }
+        self.mean_entropy = mean(self.mean_entropy, other.mean_entropy);
+        self.z = mean(self.z, other.z);
+    }
+
+    /// E.
+    #[must_use]
+    pub fn num_experts(&self) -> usize {
+        self.tokens_per_expert.len()
+    }
+
+    /// Share of the choices that were dropped, 0 to 1.
+    #[must_use]
+    pub fn drop_rate(&self) -> f64 {
+        if self.num_choices == 0 { 0.0 } else { self.num_dropped as f64 / self.num_choices as f64 }
+    }
+
+    /// [`cv`] of the tokens per expert.
+    #[must_use]
+    pub fn cv(&self) -> f64 {
+        cv(&self.tokens_per_expert)
+    }
+
+    /// [`load_entropy`] of the tokens per expert.
+    #[must_use]
+    pub fn load_entropy(&self) -> f64 {
+        load_entropy(&self.tokens_per_expert)
+    }
+
+    /// Entropy of the mean probabilities, in nats.
+    #[must_use]
+    pub fn mean_prob_entropy(&self) -> f64 {
+        self.mean_prob.iter().map(|&p| f64::from(p)).map(|p| if p > 0.0 { -p * p.ln() } else { 0.0 }).sum()
+    }
+
+    /// [`expert_diversity`] of the tokens per expert.
+    #[must_use]
+    pub fn expert_diversity(&self) -> f64 {
+        expert_diversity(&self.tokens_per_expert)
+    }
+
+    /// [`num_dead_experts`] of the tokens per expert.
+    #[must_use]
+    pub fn num_dead_experts(&self) -> usize {
+        num_dead_experts(&self.tokens_per_expert)
+    }
+
+    /// [`dead_expert_frac`] of the tokens per expert.
+    #[must_use]
+    pub fn dead_expert_frac(&self) -> f64 {
+        dead_expert_frac(&self.tokens_per_expert)
+    }
+
+    /// [`max_over_mean`] of the tokens per expert.
+    #[must_use]
+    pub fn max_over_mean(&self) -> f64 {
+        max_over_mean(&self.tokens_per_expert)
+    }
+
+    /// [`e_max_violation`] of the tokens per expert.
+    #[must_use]
+    pub fn e_max_violation(&self) -> f64 {
+        e_max_violation(&self.tokens_per_expert)
+    }
+}
+
+/// Coefficient of variation of a load: standard deviation (of the whole population) over mean. 0 for an even load and
+/// for none; `sqrt(E - 1)` if one expert has everything.
+#[must_use]
+pub fn cv(load: &[u32]) -> f64 {
+    let mean = mean(load);
+    if mean == 0.0 {
+        return 0.0;
+    }
+    let variance = load.iter().map(|&n| (f64::from(n) - mean).powi(2)).sum::<f64>() / load.len() as f64;
+    variance.sqrt() / mean
+}
+
+/// Entropy of a load as a distribution over the experts, in nats: `ln E` if even, 0 if one expert has everything.
+#[must_use]
+pub fn load_entropy(load: &[u32]) -> f64 {
+    let total = load.iter().map(|&n| f64::from(n)).sum::<f64>();
+    let term = |n: f64| if n > 0.0 { -(n / total) * (n / total).ln() } else { 0.0 };
+    load.iter().map(|&n| term(f64::from(n))).sum()
+}
+
+/// `exp(entropy of the load) / E`: the share of the experts that are effectively in use. 1 for an even load, `1 / E` if
+/// one expert has everything, 0 without a load.
+#[must_use]
+pub fn expert_diversity(load: &[u32]) -> f64 {
+    if load.iter().all(|&n| n == 0) { 0.0 } else { load_entropy(load).exp() / load.len() as f64 }
+}
+
+/// Experts that nobody chose.
+#[must_use]
+pub fn num_dead_experts(load: &[u32]) -> usize {
+    load.iter().filter(|&&n| n == 0).count()
+}
+
+/// Share of the experts that nobody chose, 0 to 1.
+#[must_use]
+pub fn dead_expert_frac(load: &[u32]) -> f64 {
+    if load.is_empty() { 0.0 } else { num_dead_experts(load) as f64 / load.len() as f64 }
+}
+
+/// The largest load over the mean load: 1 if even, E if one expert has everything; 1 without a load.
+#[must_use]
+pub fn max_over_mean(load: &[u32]) -> f64 {
+    let mean = mean(load);
+    if mean == 0.0 { 1.0 } else { f64::from(load.iter().max().copied().unwrap_or(0)) / mean }
+}
+
+/// `max / mean - 1` of the load, MaxVio of Wang et al. (2408.15664).
+#[must_use]
+pub fn e_max_violation(load: &[u32]) -> f64 {
+    max_over_mean(load) - 1.0
+}
+
+fn mean(load: &[u32]) -> f64 {
+    if load.is_empty() { 0.0 } else { load.iter().map(|&n| f64::from(n)).sum::<f64>() / load.len() as f64 }
+}

@@ -1,0 +1,88 @@
+//! The weights of an MoE layer. The same structure holds their gradients.
+
+use moeworks_ops::elementwise::fill_normal;
+use moeworks_ops::experts::ExpertWeights;
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use crate::MoeConfig;
+
+/// The weights of an MoE layer, or their gradients (then all f32). `A` is 2 with a gated activation, 1 otherwise.
+#[derive(Clone, Debug)]
+pub struct MoeWeights {
+    /// `[E, D]`, always f32: the router's logits are `x router^T`.
+    pub router: Tensor,
+    /// `[E, A F, D]`, f32 or bf16; with a gated activation the gate's F rows come first in each expert.
+    pub gate_up: Tensor,
+    /// `[E, D, F]`, of the type of `gate_up`.
+    pub down: Tensor,
+    /// The shared experts, if the layer has any.
+    pub shared: Option<SharedWeights>,
+}
+
+/// The weights of the shared experts, all of them together as one dense feed-forward of width S.
+#[derive(Clone, Debug)]
+pub struct SharedWeights {
+    /// `[A S, D]`, f32 or bf16; with a gated activation the gate's S rows come first.
+    pub gate_up: Tensor,
+    /// `[D, S]`, of the type of `gate_up`.
+    pub down: Tensor,
+}
+
+impl MoeWeights {
+    /// Zeros in the shapes of `config`; everything but the router is `dtype`.
+    #[must_use]
+    pub fn zeros(ctx: &Context, config: &MoeConfig, dtype: DType) -> Self {
+        let a = config.activation.num_inputs();
+        let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
+        Self {
+            router: ctx.zeros(&[e, d], DType::F32),
+            gate_up: ctx.zeros(&[e, a * f, d], dtype),
+            down: ctx.zeros(&[e, d, f], dtype),
+            shared: (s > 0)
+                .then(|| SharedWeights { gate_up: ctx.zeros(&[a * s, d], dtype), down: ctx.zeros(&[d, s], dtype) }),
+        }
+    }
+
+    /// Weights in f32 drawn from a normal distribution of standard deviation `std`, cut at three.
+    #[must_use]
+    pub fn random(ctx: &Context, config: &MoeConfig, seed: u64, std: f32) -> Self {
+        let mut weights = Self::zeros(ctx, config, DType::F32);
+        for (i, tensor) in weights.tensors_mut().into_iter().enumerate() {
+            fill_normal(ctx, &Random::new(seed, Purpose::Init, i as u64), std, tensor);
+        }
+        weights
+    }
+
+    /// The tensors, in the order of the fields.
+    #[must_use]
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        let shared = self.shared.iter().flat_map(|shared| [&shared.gate_up, &shared.down]);
+        [&self.router, &self.gate_up, &self.down].into_iter().chain(shared).collect()
+    }
+
+    /// The tensors for writing, in the order of the fields.
+    #[must_use]
+    pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
+        let shared = self.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
+        [&mut self.router, &mut self.gate_up, &mut self.down].into_iter().chain(shared).collect()
+    }
+
+    pub(crate) fn experts(&self, activation: Activation) -> ExpertWeights<'_> {
+        ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation }
+    }
+
+    /// Panics if a tensor has not the shape that `config` asks for.
+    pub(crate) fn check(&self, config: &MoeConfig) {
+        let a = config.activation.num_inputs();
+        let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
+        assert_eq!((self.router.shape(), self.router.dtype()), (&[e, d][..], DType::F32), "router of an MoE layer");
+        assert_eq!(self.gate_up.shape(), [e, a * f, d], "gate_up of an MoE layer");
+        assert_eq!(self.down.shape(), [e, d, f], "down of an MoE layer");
+        assert_eq!(self.shared.is_some(), s > 0, "whether an MoE layer has shared experts");
+        if let Some(shared) = &self.shared {
+            assert_eq!(shared.gate_up.shape(), [a * s, d], "gate_up of shared experts");
+            assert_eq!(shared.down.shape(), [d, s], "down of shared experts");
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Rows sorted by expert: a stable counting sort of the choices of all tokens, with a limit for each expert.
+//!
+//! Experts serve choices by rank: the first choices of all tokens in the order of the tokens, then all second choices,
+//! and so on (GShard, algorithm 1), and what comes after the limit is dropped. Two passes over blocks of tokens: count
+//! the choices of each (block, rank, expert), turn counts into first positions, give each choice the next position of its
+//! own cell. Work and memory are O(T K + E); no block depends on another within a pass.
+
+use moeworks_tensor::{DType, Tensor};
+
+use crate::Context;
+use crate::experts::{ExpertRows, NO_ROW};
+use crate::parallel::{Lent, piece_range};
+
+/// Least number of tokens of a block; with many experts a block is as long as there are experts, which bounds the counts
+/// by the number of choices.
+const MIN_TOKENS: usize = 256;
+
+/// Choices sorted by expert. R is the number of choices that were kept.
+#[derive(Clone)]
+pub struct SortedChoices {
+    /// `[E]`: choices of each expert, before any is dropped.
+    pub counts: Vec<u32>,
+    /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
+    pub offsets: Vec<u32>,
+    /// `[R]` u32: the token of each row.
+    pub tokens: Tensor,
+    /// `[R]` f32: the weight of each row.
+    pub weights: Tensor,
+    /// `[T, K]` u32: the row of each choice, [`NO_ROW`] if it was dropped.
+    pub token_rows: Tensor,
+}
+
+impl SortedChoices {
+    /// What the operations on experts take.
+    #[must_use]
+    pub fn rows(&self) -> ExpertRows<'_> {
+        ExpertRows {
+            offsets: &self.offsets,
+            tokens: self.tokens.u32s(),
+            weights: self.weights.f32s(),
+            token_rows: self.token_rows.u32s(),
+            num_choices: self.token_rows.cols(),
+        }
+    }
+}
+
+/// Sorts the choices `ids` `[T, K]` (u32, each below `num_experts`) with their `weights` `[T, K]` (f32) by expert; an
+/// expert keeps its first `limit`, all with `None`.
+#[must_use]
+pub fn sort_choices(
+    ctx: &Context,
+    ids: &Tensor,
+    weights: &Tensor,
+    num_experts: usize,
+    limit: Option<u32>,
+) -> SortedChoices {
+    let (num_tokens, k) = (ids.rows(), ids.cols());
+    assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
+    assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
+    let (ids, weights) = (ids.u32s(), weights.f32s());
+    let limit = limit.unwrap_or(NO_ROW);
+    let block_tokens = MIN_TOKENS.max(num_experts);
+    let num_blocks = num_tokens.div_ceil(block_tokens);
+
+    let mut cells = ctx.zeros(&[num_blocks, k, num_experts], DType::U32);
+    ctx.threads().run_pieces(cells.u32s_mut(), k * num_experts, |block, cells| {
+        let tokens = piece_range(block, block_tokens, num_tokens);
+        for ids in ids[tokens.start * k..tokens.end * k].chunks_exact(k) {
+            for (&id, cells) in ids.iter().zip(cells.chunks_exact_mut(num_experts)) {
+                cells[id as usize] += 1;
+            }
+        }
+    });
+
+    let counts = first_positions(cells.u32s_mut(), num_blocks, k, num_experts);
+    let mut offsets = vec![0; num_experts + 1];
+    for (e, &count) in counts.iter().enumerate() {
+        offsets[e + 1] = offsets[e] + count.min(limit);
+    }
+
+    let num_rows = offsets[num_experts] as usize;
+    let mut sorted = SortedChoices {
+        counts,
+        offsets,
+        tokens: ctx.empty(&[num_rows], DType::U32),
+        weights: ctx.empty(&[num_rows], DType::F32),
+        token_rows: ctx.empty(&[num_tokens, k], DType::U32),
+    };
+    let (offsets, cells) = (&sorted.offsets, Lent::new(cells.u32s_mut()));
+    let (row_tokens, row_weights) = (Lent::new(sorted.tokens.u32s_mut()), Lent::new(sorted.weights.f32s_mut()));
+    ctx.threads().run_pieces(sorted.token_rows.u32s_mut(), block_tokens * k, |block, token_rows| {
+        let tokens = piece_range(block, block_tokens, num_tokens);
+        // SAFETY: each block has cells of its own.
+        let cells = unsafe { cells.range(block * k * num_experts..(block + 1) * k * num_experts) };
+        for (token, rows) in tokens.zip(token_rows.chunks_exact_mut(k)) {
+            for (choice, (row, cells)) in rows.iter_mut().zip(cells.chunks_exact_mut(num_experts)).enumerate() {
+                let expert = ids[token * k + choice] as usize;
+                let position = cells[expert];
+                cells[expert] += 1;
+                if position >= limit {
+                    *row = NO_ROW;
+                    continue;
+                }
+                *row = offsets[expert] + position;
+                let at = *row as usize;
+                // SAFETY: the cells' positions were counted from the same choices, so no two choices get the same row.
+                unsafe {
+                    row_tokens.range(at..at + 1)[0] = token as u32;
+                    row_weights.range(at..at + 1)[0] = weights[token * k + choice];
+                }
+            }
+        }
+    });
+    sorted
+}
+
+/// Replaces the counts of the cells `[blocks, K, E]` by the position among the expert's choices of the cell's first one:
+/// ranks in order, within a rank the blocks in order. Returns the experts' totals.
+fn first_positions(cells: &mut [u32], num_blocks: usize, k: usize, num_experts: usize) -> Vec<u32> {
+    let mut totals = vec![0; num_experts];
+    for rank in 0..k {
+        for block in 0..num_blocks {
+            let cells = &mut cells[(block * k + rank) * num_experts..][..num_experts];
+            for (cell, total) in cells.iter_mut().zip(&mut totals) {
+                let first = *total;
+                *total += *cell;
+                *cell = first;
+            }
+        }
+    }
+    totals
+}
+
+#[cfg(test)]
+#[path = "counting_sort_tests.rs"]
+mod tests;

@@ -1,0 +1,64 @@
+use super::*;
+
+fn sort(ids: &[u32], k: usize, num_experts: usize, limit: Option<u32>, num_threads: usize) -> SortedChoices {
+    let ctx = Context::cpu(num_threads);
+    let shape = [ids.len() / k, k];
+    let weights: Vec<f32> = (0..ids.len()).map(|i| i as f32).collect();
+    let ids = Tensor::from_slice(ctx.pool(), &shape, ids);
+    sort_choices(&ctx, &ids, &Tensor::from_slice(ctx.pool(), &shape, &weights), num_experts, limit)
+}
+
+#[test]
+fn first_choices_come_before_second_ones() {
+    // Tokens choose (0, 1), (1, 0), (0, 2).
+    let sorted = sort(&[0, 1, 1, 0, 0, 2], 2, 4, None, 1);
+    assert_eq!(sorted.counts, [3, 2, 1, 0]);
+    assert_eq!(sorted.offsets, [0, 3, 5, 6, 6]);
+    assert_eq!(sorted.tokens.u32s(), [0, 2, 1, 1, 0, 2]);
+    assert_eq!(sorted.weights.f32s(), [0.0, 4.0, 3.0, 2.0, 1.0, 5.0]);
+    assert_eq!(sorted.token_rows.u32s(), [0, 4, 3, 2, 1, 5]);
+}
+
+#[test]
+fn choices_beyond_the_limit_have_no_row() {
+    let sorted = sort(&[0, 1, 1, 0, 0, 2], 2, 4, Some(1), 1);
+    assert_eq!(sorted.counts, [3, 2, 1, 0]);
+    assert_eq!(sorted.offsets, [0, 1, 2, 3, 3]);
+    assert_eq!(sorted.tokens.u32s(), [0, 1, 2]);
+    assert_eq!(sorted.token_rows.u32s(), [0, NO_ROW, 1, NO_ROW, NO_ROW, 2]);
+}
+
+#[test]
+fn no_choice_gives_no_row() {
+    let sorted = sort(&[], 3, 5, Some(2), 2);
+    assert_eq!((sorted.offsets, sorted.counts), (vec![0; 6], vec![0; 5]));
+    assert!(sorted.tokens.is_empty() && sorted.token_rows.is_empty());
+}
+
+/// Many blocks, several threads: against a stable sort by (expert, rank, token).
+#[test]
+fn many_blocks_sort_as_a_stable_sort_does() {
+    let (num_tokens, k, num_experts) = (1500, 3, 7_u32);
+    let ids: Vec<u32> = (0..num_tokens * k).map(|i| (i * i + i / 7) as u32 % num_experts).collect();
+    for limit in [None, Some(0), Some(100), Some(700)] {
+        let mut expected: Vec<(u32, usize, usize)> = (0..num_tokens * k).map(|i| (ids[i], i % k, i / k)).collect();
+        expected.sort_unstable();
+        let mut kept: Vec<&(u32, usize, usize)> = Vec::new();
+        for e in 0..num_experts {
+            let of_expert = expected.iter().filter(|choice| choice.0 == e);
+            kept.extend(of_expert.take(limit.map_or(usize::MAX, |limit| limit as usize)));
+        }
+        for num_threads in [1, 2, 3] {
+            let sorted = sort(&ids, k, num_experts as usize, limit, num_threads);
+            let tokens: Vec<usize> = sorted.tokens.u32s().iter().map(|&t| t as usize).collect();
+            assert_eq!(tokens, kept.iter().map(|choice| choice.2).collect::<Vec<_>>());
+            for (row, &&(e, rank, token)) in kept.iter().enumerate() {
+                assert!((sorted.offsets[e as usize]..sorted.offsets[e as usize + 1]).contains(&(row as u32)));
+                assert_eq!(sorted.token_rows.u32s()[token * k + rank] as usize, row);
+                assert_eq!(sorted.weights.f32s()[row], (token * k + rank) as f32);
+            }
+            let dropped = sorted.token_rows.u32s().iter().filter(|&&row| row == NO_ROW).count();
+            assert_eq!(dropped + kept.len(), num_tokens * k);
+        }
+    }
+}

@@ -1,0 +1,139 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::Isa;
+
+fn top_k(ctx: &Context, logits: &[f32], width: usize, k: usize, normalize: bool) -> TopK {
+    let logits = Tensor::from_slice(ctx.pool(), &[logits.len() / width, width], logits);
+    softmax_top_k(ctx, logits, k, normalize)
+}
+
+/// The indices of the k largest, lowest index first among equals, NaN last.
+fn sorted_ids(row: &[f32], k: usize) -> Vec<u32> {
+    let mut ids: Vec<u32> = (0..row.len() as u32).collect();
+    let key = |&id: &u32| {
+        let x = f64::from(row[id as usize]);
+        (x.is_nan(), if x.is_nan() { 0.0 } else { -x })
+    };
+    ids.sort_by(|a, b| key(a).partial_cmp(&key(b)).unwrap());
+    ids[..k].to_vec()
+}
+
+#[test]
+fn ties_go_to_the_lowest_index_and_nan_comes_last() {
+    let ctx = Context::cpu(1);
+    let cases: [(&[f32], &[u32]); 5] = [
+        (&[1.0, 3.0, 3.0, 2.0], &[1, 2, 3, 0]),
+        (&[0.0, -0.0, 0.0, -0.0], &[0, 1, 2, 3]),
+        (&[f32::NAN, -1.0, f32::NEG_INFINITY, 5.0], &[3, 1, 2, 0]),
+        (&[f32::NAN; 4], &[0, 1, 2, 3]),
+        (&[f32::NEG_INFINITY, f32::INFINITY, -f32::NAN, f32::MIN], &[1, 3, 0, 2]),
+    ];
+    for (logits, expected) in cases {
+        for k in 1..=4 {
+            assert_eq!(top_k(&ctx, logits, 4, k, false).ids.u32s(), &expected[..k], "{logits:?}");
+        }
+    }
+}
+
+#[test]
+fn a_row_of_zeros_has_the_entropy_and_the_log_sum_exp_of_its_width() {
+    let ctx = Context::cpu(1);
+    for width in [1_usize, 8, 64, 128] {
+        let scores = top_k(&ctx, &vec![0.0; 3 * width], width, 1, false);
+        let log = (width as f64).ln();
+        assert!((scores.sums.lse_squared / 3.0 - log * log).abs() < 1e-5 * (1.0 + log));
+        assert!((scores.sums.entropy / 3.0 - log).abs() < 1e-6 * (1.0 + log));
+    }
+}
+
+proptest! {
+    #[test]
+    fn every_instruction_set_finds_what_sorting_finds(
+        (width, k, logits) in (1_usize..70).prop_flat_map(|width| {
+            let value = prop_oneof![-5.0_f32..5.0, Just(0.0), Just(-200.0), Just(f32::NEG_INFINITY), (-3..3_i8).prop_map(f32::from)];
+            (Just(width), 1..=width, proptest::collection::vec(value, width * 3))
+        }),
+        normalize: bool,
+    ) {
+        for isa in Isa::available() {
+            let ctx = Context::cpu(1).with_isa(isa);
+            let scores = top_k(&ctx, &logits, width, k, normalize);
+            for (t, row) in logits.chunks(width).enumerate() {
+                prop_assert_eq!(&scores.ids.u32s()[t * k..][..k], &sorted_ids(row, k)[..]);
+                let total: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
+                if total == 0.0 {
+                    continue; // every logit is negative infinity
+                }
+                prop_assert!((f64::from(scores.lse.f32s()[t]) - total.ln()).abs() < 1e-4);
+                let chosen: f64 = sorted_ids(row, k).iter().map(|&id| f64::from(row[id as usize]).exp()).sum();
+                for (i, &id) in sorted_ids(row, k).iter().enumerate() {
+                    let e = f64::from(row[id as usize]).exp();
+                    let expected = if normalize { e / chosen } else { e / total };
+                    prop_assert!((f64::from(scores.weights.f32s()[t * k + i]) - expected).abs() < 1e-6);
+                }
+                for (p, x) in scores.probs.f32s()[t * width..][..width].iter().zip(row) {
+                    prop_assert!((f64::from(*p) - f64::from(*x).exp() / total).abs() < 1e-6);
+                }
+            }
+        }
+    }
+}
+
+/// Sums over many tasks are the same bits on any number of threads.
+#[test]
+fn threads_do_not_change_a_bit() {
+    let (rows, width, k) = (1000, 13, 4);
+    let logits: Vec<f32> = (0..rows * width).map(|i| ((i * 7919) % 1000) as f32 / 250.0 - 2.0).collect();
+    let run = |num_threads| {
+        let ctx = Context::cpu(num_threads);
+        let scores = top_k(&ctx, &logits, width, k, true);
+        let dweights: Vec<f32> = logits[..rows * k].to_vec();
+        let grads = ScoreGrads { weights: &dweights, probs: &logits[..width], lse_squared: 0.1 };
+        let dlogits = softmax_top_k_backward(&ctx, &scores, true, grads);
+        (scores.sums.clone(), scores.probs.f32s().to_vec(), dlogits.f32s().to_vec())
+    };
+    assert!((2..=3).all(|num_threads| run(num_threads) == run(1)));
+}
+
+/// Gradients of `sum g w + sum b p + c sum lse^2` against f64 finite differences.
+#[test]
+fn gradients_match_finite_differences() {
+    let (rows, width) = (3, 6);
+    let wave = |n: usize, step: f32| (0..n).map(|i| (i as f32 * step).sin() * 2.0).collect::<Vec<f32>>();
+    let (logits, b, c) = (wave(rows * width, 1.7), wave(width, 0.9), 0.3_f32);
+    for (k, normalize) in [(1, false), (1, true), (2, false), (3, true), (6, false), (6, true)] {
+        let g = wave(rows * k, 2.3);
+        let loss = |logits: &[f64]| {
+            let mut loss = 0.0;
+            for (t, row) in logits.chunks(width).enumerate() {
+                let total: f64 = row.iter().map(|x| x.exp()).sum();
+                let ids = sorted_ids(&row.iter().map(|&x| x as f32).collect::<Vec<_>>(), k);
+                let chosen: f64 = ids.iter().map(|&id| row[id as usize].exp()).sum();
+                for (i, &id) in ids.iter().enumerate() {
+                    let weight = row[id as usize].exp() / if normalize { chosen } else { total };
+                    loss += f64::from(g[t * k + i]) * weight;
+                }
+                loss += row.iter().zip(&b).map(|(x, &b)| f64::from(b) * x.exp() / total).sum::<f64>();
+                loss += f64::from(c) * total.ln().powi(2);
+            }
+            loss
+        };
+        let exact: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
+        for isa in Isa::available() {
+            let ctx = Context::cpu(2).with_isa(isa);
+            let scores = top_k(&ctx, &logits, width, k, normalize);
+            let grads = ScoreGrads { weights: &g, probs: &b, lse_squared: c };
+            let dlogits = softmax_top_k_backward(&ctx, &scores, normalize, grads);
+            for i in 0..exact.len() {
+                let moved = |step: f64| {
+                    let mut logits = exact.clone();
+                    logits[i] += step;
+                    loss(&logits)
+                };
+                let expected = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                assert!((f64::from(dlogits.f32s()[i]) - expected).abs() < 2e-5, "k {k}, normalize {normalize}, {i}");
+            }
+        }
+    }
+}
