@@ -69,7 +69,7 @@ impl LayerRecord {
     /// Choices in all.
     #[must_use]
     pub fn num_choices(&self) -> u64 {
-        self.tokens_per_expert.iter().sum()
+        self.tokens_per_expert.iter().fold(0, |sum, &count| sum.saturating_add(count))
     }
 
     fn mean(&self) -> f64 {
@@ -134,9 +134,9 @@ impl Record {
     /// Share of all choices of all layers that were dropped; 0 for a dense model.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
-        let choices: u64 = self.layers.iter().map(LayerRecord::num_choices).sum();
-        let dropped: u64 = self.layers.iter().map(|layer| layer.num_dropped).sum();
-        if choices == 0 { 0.0 } else { dropped as f64 / choices as f64 }
+        let choices: f64 = self.layers.iter().map(|layer| layer.num_choices() as f64).sum();
+        let dropped: f64 = self.layers.iter().map(|layer| layer.num_dropped as f64).sum();
+        if choices == 0.0 { 0.0 } else { dropped / choices }
     }
 
     /// Every number with its name, in the order of the CSV columns; `val/loss` is NaN on steps without evaluation.

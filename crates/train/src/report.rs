@@ -1,12 +1,28 @@
 //! The HTML report of a run: one file that needs nothing else.
+//!
+//! Charts are SVG that we draw ourselves: no script, no network, no font to load, so that the file still opens in ten
+//! years and may be mailed. It follows the reader's light or dark setting and fits a phone.
 
+mod chart;
+mod data;
+mod heat;
+mod numbers;
+mod page;
+
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::metrics::MetricsError;
+use crate::metrics::{METRICS_JSONL, MetricsError, read_samples};
+use crate::store::CONFIG_FILE;
+use data::RunData;
+use page::{Page, Settings};
 
 /// File of the report in a run folder.
 pub const REPORT_HTML: &str = "report.html";
+/// Settings shown at most, and letters of a value.
+const MAX_SETTINGS: usize = 300;
+const MAX_SETTING_CHARS: usize = 120;
 
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
@@ -32,9 +48,64 @@ pub enum ReportError {
 }
 
 /// Writes `report.html` into a run folder from its `metrics.jsonl`, `samples.jsonl` and `config.toml` (the last two may
-/// be missing) and returns its path. The old report is replaced in one step.
+/// be missing) and returns its path. The old report is replaced in one step. Damaged lines of the records are passed
+/// over, and the page stays below 2 MB however long the run and however many layers and experts.
+///
+/// # Errors
+/// If there is no record of a step, or a file cannot be read or written.
 pub fn write_report(run_dir: &Path) -> Result<PathBuf, ReportError> {
+    let metrics = run_dir.join(METRICS_JSONL);
+    let data = RunData::read(&metrics)?.filter(|data| data.num_steps > 0);
+    let data = data.ok_or(ReportError::Empty { path: metrics })?;
+    let samples = read_samples(run_dir)?;
+    // "." and ".." have no name of their own.
+    let named = fs::canonicalize(run_dir).unwrap_or_else(|_| run_dir.to_owned());
+    let name = named.file_name().unwrap_or_default().to_string_lossy();
+    let settings = settings_of(&run_dir.join(CONFIG_FILE));
+    let html = Page { name: &name, data: &data, samples: &samples, settings: &settings }.html();
     let path = run_dir.join(REPORT_HTML);
-    std::fs::write(&path, "<!doctype html>").map_err(|source| ReportError::Write { path: path.clone(), source })?;
+    let beside = run_dir.join(format!(".{REPORT_HTML}.new"));
+    fs::write(&beside, html)
+        .and_then(|()| fs::rename(&beside, &path))
+        .map_err(|source| ReportError::Write { path: path.clone(), source })?;
     Ok(path)
 }
+
+/// The configuration as sections of keys and values; nothing where it is missing or is no TOML, which is not the
+/// report's business.
+fn settings_of(path: &Path) -> Settings {
+    let Ok(text) = fs::read_to_string(path) else { return Settings::new() };
+    let Ok(table) = text.parse::<toml::Table>() else { return Settings::new() };
+    let mut settings = Settings::new();
+    collect_settings(String::new(), &table, &mut settings, &mut { MAX_SETTINGS });
+    settings
+}
+
+fn collect_settings(section: String, table: &toml::Table, settings: &mut Settings, room: &mut usize) {
+    let mut entries = Vec::new();
+    for (key, value) in table.iter().filter(|(_, value)| !value.is_table()) {
+        if *room == 0 {
+            break;
+        }
+        *room -= 1;
+        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let mut shown: String = text.chars().take(MAX_SETTING_CHARS).collect();
+        if shown.len() < text.len() {
+            shown.push('…');
+        }
+        entries.push((key.clone(), shown));
+    }
+    if !entries.is_empty() {
+        settings.push((section.clone(), entries));
+    }
+    for (key, value) in table {
+        if let Some(inner) = value.as_table() {
+            let name = if section.is_empty() { key.clone() } else { format!("{section}.{key}") };
+            collect_settings(name, inner, settings, room);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "report_tests.rs"]
+mod tests;

@@ -32,6 +32,7 @@ pub struct Sample {
 #[derive(Debug)]
 pub struct MetricsWriter {
     run_dir: PathBuf,
+    moe_layers: Vec<usize>,
     jsonl: File,
     csv: File,
     samples: File,
@@ -78,18 +79,28 @@ impl MetricsWriter {
             events: EventFile::create(run_dir, resumed.map(|step| step + 1))
                 .map_err(MetricsError::new("write event file in", run_dir))?,
             run_dir: run_dir.to_owned(),
+            moe_layers: moe_layers.to_vec(),
         })
     }
 
     /// Appends one step to every file.
+    ///
+    /// # Errors
+    /// If a file cannot be written, or the record's layers are not those that the files were opened for.
     pub fn write(&mut self, record: &Record) -> Result<(), MetricsError> {
+        if !record.layers.iter().map(|layer| layer.layer).eq(self.moe_layers.iter().copied()) {
+            let problem = format!("a record of step {} has other MoE layers than the table", record.step);
+            let error = io::Error::new(io::ErrorKind::InvalidInput, problem);
+            return Err(MetricsError::new("write", &self.run_dir.join(METRICS_CSV))(error));
+        }
         let write = |file: &mut File, name: &str, line: &str| {
             file.write_all(line.as_bytes()).map_err(MetricsError::new("write", &self.run_dir.join(name)))
         };
         write(&mut self.jsonl, METRICS_JSONL, &json_line(record))?;
         write(&mut self.csv, METRICS_CSV, &csv_line(record))?;
         let mut scalars = record.scalars();
-        scalars.retain(|(name, _)| name != "val/loss" || record.val_loss.is_some());
+        // A loss or gradient that is not finite is news; a figure that is not known is none.
+        scalars.retain(|(name, value)| value.is_finite() || name.starts_with("train/"));
         let result = self.events.scalars(record.step, &scalars).and_then(|()| {
             if record.step % HISTOGRAM_INTERVAL != 0 && record.step != 1 {
                 return Ok(());

@@ -1,0 +1,378 @@
+//! Puts the page together: summary, charts, experts, samples, settings.
+
+use std::fmt::Write as _;
+
+use super::chart::{Chart, Line};
+use super::data::{LayerLoad, Point, RunData};
+use super::heat::{HeatMaps, MAX_MAPS};
+use super::numbers::{Unit, bytes, duration, grouped, short};
+use crate::metrics::{LayerRecord, Sample};
+
+/// Layers that get a line of their own in a chart; of more, the mean and the range are drawn.
+const MAX_LINES: usize = 8;
+/// Rows of the table of layers at most.
+const MAX_TABLE_ROWS: usize = 200;
+/// Samples shown at most: the first and the newest.
+const MAX_SAMPLES: usize = 8;
+/// Letters of a sample shown at most.
+const MAX_SAMPLE_CHARS: usize = 1_500;
+
+const BLUE: &str = "var(--c1)";
+const ORANGE: &str = "var(--c2)";
+const GREEN: &str = "var(--c3)";
+const VIOLET: &str = "var(--c4)";
+
+/// One section of the configuration: its name, its keys and values.
+pub(super) type Settings = Vec<(String, Vec<(String, String)>)>;
+
+/// Everything on the page.
+pub(super) struct Page<'a> {
+    /// Name of the run.
+    pub(super) name: &'a str,
+    /// Its records.
+    pub(super) data: &'a RunData,
+    /// Its sampled texts.
+    pub(super) samples: &'a [Sample],
+    /// Its configuration.
+    pub(super) settings: &'a Settings,
+}
+
+/// Text made safe for HTML, between tags and in attributes. Control characters become a visible dot.
+pub(super) fn escape(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => safe += "&amp;",
+            '<' => safe += "&lt;",
+            '>' => safe += "&gt;",
+            '"' => safe += "&quot;",
+            '\'' => safe += "&#39;",
+            '\n' | '\t' => safe.push(letter),
+            _ if letter.is_control() => safe.push('·'),
+            _ => safe.push(letter),
+        }
+    }
+    safe
+}
+
+impl Page<'_> {
+    /// The whole HTML file.
+    pub(super) fn html(&self) -> String {
+        let name = escape(self.name);
+        let mut html = format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+             <meta name=\"color-scheme\" content=\"light dark\">\
+             <meta http-equiv=\"Content-Security-Policy\" \
+             content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\
+             <title>{name} · Moeworks report</title>\n<style>{}</style></head>\n<body><main>",
+            include_str!("style.css")
+        );
+        html += &self.header();
+        html += &self.tiles();
+        html += &self.training();
+        if self.data.has_experts() {
+            html += &self.experts();
+        }
+        html += &self.sampled_texts();
+        html += &self.settings_table();
+        html + "<footer>Made by <b>moeworks</b> from metrics.jsonl of this run.</footer></main></body></html>\n"
+    }
+
+    fn header(&self) -> String {
+        let last = &self.data.last;
+        let mut facts = vec![format!("{} steps", grouped(last.step)), format!("{} tokens", grouped(last.tokens))];
+        if let Some(layer) = last.layers.first() {
+            let (layers, experts) = (last.layers.len(), layer.tokens_per_expert.len());
+            facts.push(format!("{layers} MoE layer{} of {experts} experts", if layers == 1 { "" } else { "s" }));
+        }
+        if self.data.seconds > 0.0 {
+            facts.push(format!("{} of training", duration(self.data.seconds)));
+        }
+        format!(
+            "<header><svg viewBox=\"0 0 36 36\" aria-hidden=\"true\"><rect x=\"2\" y=\"2\" width=\"14\" height=\"14\" rx=\"4\"/>\
+             <rect class=\"hot\" x=\"20\" y=\"2\" width=\"14\" height=\"14\" rx=\"4\"/><rect x=\"2\" y=\"20\" width=\"14\" \
+             height=\"14\" rx=\"4\"/><rect x=\"20\" y=\"20\" width=\"14\" height=\"14\" rx=\"4\"/></svg>\
+             <div><p>Moeworks training report</p><h1>{}</h1><p>{}</p></div></header>",
+            escape(self.name),
+            facts.join(" · ")
+        )
+    }
+
+    fn tiles(&self) -> String {
+        let data = self.data;
+        let mut tiles = String::from("<section class=\"tiles\">");
+        let mut tile = |label: &str, value: String, below: String| {
+            let _ = write!(tiles, "<div><span>{label}</span><b>{value}</b><small>{below}</small></div>");
+        };
+        if let Some((_, loss)) = data.best_evaluation {
+            let below = format!("perplexity {}", short(loss.exp(), Unit::Plain));
+            tile("Best validation", short(loss, Unit::Plain), below);
+        }
+        let loss = data.series("train/loss");
+        let first = loss.iter().map(|point| point.1).find(|value| value.is_finite()).unwrap_or(f64::NAN);
+        tile("Training loss", short(data.last.loss, Unit::Plain), format!("from {}", short(first, Unit::Plain)));
+        let rate = median(&data.series("perf/tokens_per_s"));
+        let mfu = median(&data.series("perf/mfu"));
+        let below = if mfu.is_finite() { format!("MFU {}", short(mfu, Unit::Percent)) } else { String::new() };
+        tile("Tokens a second", short(rate, Unit::Plain), below);
+        if data.has_experts() {
+            let below = format!(
+                "diversity {}",
+                short(mean_of(&data.last.layers, LayerRecord::expert_diversity), Unit::Percent)
+            );
+            tile("Tokens dropped", short(data.last.drop_rate(), Unit::Percent), below);
+        }
+        if data.memory_peak_bytes > 0 {
+            tile("Peak memory", bytes(data.memory_peak_bytes), String::new());
+        }
+        if data.num_skipped > 0 {
+            tile("Skipped updates", grouped(data.num_skipped), "not finite".to_owned());
+        }
+        tiles + "</section>"
+    }
+
+    fn chart(&self, title: &'static str, lines: Vec<Line>) -> Chart {
+        Chart {
+            title,
+            note: String::new(),
+            lines,
+            unit: Unit::Plain,
+            from_zero: false,
+            cuts_peaks: false,
+            marks: Vec::new(),
+            steps: self.data.step_range(),
+        }
+    }
+
+    fn training(&self) -> String {
+        let data = self.data;
+        let last = &data.last;
+        let line = |name: &str, key: &str, colour: &str, value: f64| Line::new(name, colour, data.series(key), value);
+        let mut losses = vec![line("training", "train/loss", BLUE, last.loss).noisy()];
+        if let Some((_, value)) = data.last_evaluation {
+            let mut validation = Line::new("validation", ORANGE, data.evaluations().to_vec(), value);
+            validation.has_dots = true;
+            losses.push(validation);
+        }
+        let mut loss = self.chart("Loss", losses);
+        loss.note = "Cross-entropy in nats a token, without auxiliary losses.".to_owned();
+        loss.marks = data.skipped_steps();
+        // The axis also holds an evaluation before the first step.
+        loss.steps.0 = data.evaluations().first().map_or(loss.steps.0, |first| first.0.min(loss.steps.0));
+        let mut rate = self.chart("Learning rate", vec![line("learning rate", "train/lr", GREEN, last.lr)]);
+        rate.from_zero = true;
+        let mut norm = self
+            .chart("Gradient norm", vec![line("before clipping", "train/grad_norm", VIOLET, last.grad_norm).noisy()]);
+        (norm.from_zero, norm.cuts_peaks) = (true, true);
+        let speed = line("tokens a second", "perf/tokens_per_s", BLUE, last.tokens_per_s).noisy();
+        let mut speed = self.chart("Throughput", vec![speed]);
+        (speed.from_zero, speed.cuts_peaks) = (true, true);
+        let mut mfu = self.chart("Share of the machine's peak", vec![line("MFU", "perf/mfu", GREEN, last.mfu).noisy()]);
+        (mfu.from_zero, mfu.cuts_peaks, mfu.unit) = (true, true, Unit::Percent);
+        let mut html = String::from("<section><h2>Training</h2><div class=\"cards\">");
+        html += &loss.card(true, 0);
+        for (index, chart) in [rate, norm, speed, mfu].into_iter().enumerate() {
+            if chart.lines.iter().any(|line| line.points.iter().any(|point| point.1.is_finite())) {
+                html += &chart.card(false, index + 1);
+            }
+        }
+        html + "</div></section>"
+    }
+
+    fn experts(&self) -> String {
+        let loads = self.data.layer_loads();
+        let maps = HeatMaps::new(&loads);
+        let mut note =
+            "Share of the tokens that each expert got, over time. Steps run to the right, experts downwards."
+                .to_owned();
+        if maps.experts_per_row > 1 {
+            let _ = write!(note, " Each row is the mean of {} neighbouring experts.", maps.experts_per_row);
+        }
+        if loads.len() > MAX_MAPS {
+            let _ = write!(note, " {} of {} layers are shown.", maps.len(), loads.len());
+        }
+        format!(
+            "<section><h2>Experts</h2><div class=\"cards\"><figure class=\"card wide\"><figcaption><h3>Expert load</h3>\
+             <p>{note}</p></figcaption>{}</figure>{}{}</div></section>",
+            maps.html(),
+            self.balance_charts(),
+            layer_table(&loads)
+        )
+    }
+
+    fn balance_charts(&self) -> String {
+        let mut html = String::new();
+        let charts = [
+            ("Load imbalance", "cv", Unit::Plain, "Standard deviation of the load over its mean; 0 is even."),
+            ("Busiest expert", "e_max_violation", Unit::Percent, "How far it is above the even share."),
+            ("Router entropy", "router_entropy", Unit::Plain, ""),
+            ("Dropped tokens", "drop_rate", Unit::Percent, "Choices that found no room in their expert."),
+            (
+                "Expert diversity",
+                "expert_diversity",
+                Unit::Percent,
+                "exp(entropy of the load) / experts; 100% is even.",
+            ),
+        ];
+        for (index, (title, key, unit, note)) in charts.into_iter().enumerate() {
+            let mut chart = self.chart(title, self.layer_lines(key));
+            let experts = self.data.last.layers.first().map_or(1, |layer| layer.tokens_per_expert.len());
+            chart.note = if key == "router_entropy" {
+                format!("Nats a token; ln {experts} = {} is undecided.", short((experts as f64).ln(), Unit::Plain))
+            } else {
+                note.to_owned()
+            };
+            (chart.unit, chart.from_zero) = (unit, key != "expert_diversity");
+            chart.cuts_peaks = matches!(key, "cv" | "e_max_violation");
+            html += &chart.card(false, 10 + index);
+        }
+        let last = &self.data.last;
+        let line = |name: &str, key: &str, colour: &str, value: f64| {
+            Line::new(name, colour, self.data.series(key), value).noisy()
+        };
+        let lines = vec![
+            line("balance", "train/balance_loss", ORANGE, last.balance_loss),
+            line("router z", "train/z_loss", VIOLET, last.z_loss),
+        ];
+        let mut losses = self.chart("Auxiliary losses", lines);
+        losses.note = "Before their coefficients.".to_owned();
+        losses.cuts_peaks = true;
+        losses.from_zero = true;
+        html + &losses.card(false, 20)
+    }
+
+    /// A line for each layer, or for many layers their mean in the band from the lowest to the highest.
+    fn layer_lines(&self, key: &str) -> Vec<Line> {
+        let layers = &self.data.last.layers;
+        let series: Vec<Vec<Point>> =
+            layers.iter().map(|layer| self.data.series(&format!("moe/layer_{}/{key}", layer.layer))).collect();
+        let last_of = |points: &[Point]| points.last().map_or(f64::NAN, |point| point.1);
+        if layers.len() <= MAX_LINES {
+            let hue = |index: usize| 190.0 + 150.0 * index as f64 / (layers.len().max(2) - 1) as f64;
+            let line = |(index, points): (usize, Vec<Point>)| {
+                let last = last_of(&points);
+                let colour = format!("hsl({:.0} 65% var(--tone))", hue(index));
+                Line::new(format!("layer {}", layers[index].layer), colour, points, last)
+            };
+            return series.into_iter().enumerate().map(line).collect();
+        }
+        let over_layers = |fold: fn(&mut dyn Iterator<Item = f64>) -> f64| -> Vec<Point> {
+            let at = |(index, &(step, _)): (usize, &Point)| {
+                (step, fold(&mut series.iter().map(|points| points[index].1).filter(|value| value.is_finite())))
+            };
+            series[0].iter().enumerate().map(at).collect()
+        };
+        let lowest = over_layers(|values| values.reduce(f64::min).unwrap_or(f64::NAN));
+        let highest = over_layers(|values| values.reduce(f64::max).unwrap_or(f64::NAN));
+        let mean = over_layers(|values| {
+            let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
+            sum / count
+        });
+        let mut line = Line::new("mean of layers", BLUE, mean, 0.0);
+        line.last = last_of(&line.points);
+        let top = Line::new("highest layer", ORANGE, highest.clone(), last_of(&highest));
+        line.band = Some((lowest, highest));
+        vec![line, top]
+    }
+
+    fn sampled_texts(&self) -> String {
+        let samples = self.samples;
+        if samples.is_empty() {
+            return String::new();
+        }
+        let mut html = String::from("<section><h2>Samples</h2><div class=\"samples\">");
+        let newest = samples.len().saturating_sub(MAX_SAMPLES - 1).max(1);
+        for sample in samples.iter().take(1).chain(samples.iter().skip(newest)) {
+            let text: String = sample.text.chars().take(MAX_SAMPLE_CHARS).collect();
+            let prompt: String = sample.prompt.chars().take(MAX_SAMPLE_CHARS).collect();
+            let (step, prompt, text) = (grouped(sample.step), escape(&prompt), escape(&text));
+            let _ = write!(html, "<article><h3>Step {step}</h3><p dir=\"auto\"><b>{prompt}</b>{text}</p></article>");
+        }
+        html + "</div></section>"
+    }
+
+    fn settings_table(&self) -> String {
+        if self.settings.is_empty() {
+            return String::new();
+        }
+        let mut html = String::from("<section><h2>Settings</h2><div class=\"settings\">");
+        for (section, entries) in self.settings {
+            let section = if section.is_empty() { "run" } else { section };
+            let _ = write!(html, "<table><tr><th colspan=\"2\">{}</th></tr>", escape(section));
+            for (key, value) in entries {
+                let _ = write!(html, "<tr><th>{}</th><td>{}</td></tr>", escape(key), escape(value));
+            }
+            html += "</table>";
+        }
+        html + "</div></section>"
+    }
+}
+
+fn layer_table(loads: &[LayerLoad]) -> String {
+    let from = loads.first().map_or(0, |load| load.recent_from);
+    let mut html = format!(
+        "<div class=\"card wide\"><h3>Layer by layer</h3><p>Sums from step {} to the end. The bars are the experts, \
+         busiest first; the line is the even share.</p><div class=\"scroll\"><table><thead><tr><th>Layer</th><th>Load</th>\
+         <th>Most used</th><th>Least used</th><th>CV</th><th>Diversity</th><th>Dead</th><th>Dropped</th></tr></thead><tbody>",
+        grouped(from)
+    );
+    for load in loads.iter().take(MAX_TABLE_ROWS) {
+        let recent = &load.recent;
+        let even = recent.num_choices() as f64 / recent.tokens_per_expert.len() as f64;
+        let mut order: Vec<usize> = (0..recent.tokens_per_expert.len()).collect();
+        order.sort_by_key(|&expert| std::cmp::Reverse(recent.tokens_per_expert[expert]));
+        let expert = |index: Option<&usize>| {
+            index.map_or_else(String::new, |&expert| {
+                let times = recent.tokens_per_expert[expert] as f64 / even;
+                format!("expert {expert} <small>{times:.2}×</small>")
+            })
+        };
+        let _ = write!(
+            html,
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            load.layer,
+            bars(recent, &order),
+            expert(order.first()),
+            expert(order.last()),
+            short(recent.cv(), Unit::Plain),
+            short(recent.expert_diversity(), Unit::Percent),
+            short(recent.dead_expert_frac(), Unit::Percent),
+            short(recent.drop_rate(), Unit::Percent),
+        );
+    }
+    html += "</tbody></table></div>";
+    if loads.len() > MAX_TABLE_ROWS {
+        let _ = write!(html, "<p>The first {MAX_TABLE_ROWS} of {} layers.</p>", loads.len());
+    }
+    html + "</div>"
+}
+
+/// The load of the experts as small bars in one path; of many experts every n-th.
+fn bars(recent: &LayerRecord, order: &[usize]) -> String {
+    let (width, height) = (120.0, 24.0);
+    let shown = order.len().min(40);
+    let largest = order.first().map_or(1, |&expert| recent.tokens_per_expert[expert]).max(1) as f64;
+    let pitch = width / shown as f64;
+    let mut d = String::new();
+    for bar in 0..shown {
+        let expert = order[if shown > 1 { bar * (order.len() - 1) / (shown - 1) } else { 0 }];
+        let tall = recent.tokens_per_expert[expert] as f64 / largest * height;
+        let _ = write!(d, "M{:.1} {height}v-{tall:.1}h{:.1}v{tall:.1}z", bar as f64 * pitch, pitch * 0.75);
+    }
+    let even = height - recent.num_choices() as f64 / order.len() as f64 / largest * height;
+    format!(
+        "<svg class=\"bars\" viewBox=\"0 0 {width} {height}\" aria-hidden=\"true\"><path d=\"{d}\"/>\
+         <path class=\"even\" d=\"M0 {even:.1}H{width}\"/></svg>"
+    )
+}
+
+fn median(points: &[Point]) -> f64 {
+    let mut values: Vec<f64> = points.iter().map(|point| point.1).filter(|value| value.is_finite()).collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn mean_of(layers: &[LayerRecord], figure: fn(&LayerRecord) -> f64) -> f64 {
+    layers.iter().map(figure).sum::<f64>() / layers.len() as f64
+}
