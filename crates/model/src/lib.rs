@@ -1,6 +1,18 @@
 //! Models: a configuration of shared blocks plus a name table.
 
 pub mod account;
+mod blocks;
 mod config;
+mod decoder;
+pub mod generation;
+mod files;
+mod losses;
+mod pass;
+mod tokenizer;
+mod weights;
 
 pub use config::{ActivationKind, ModelConfig, QkNorm};
+pub use decoder::Decoder;
+pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, TokenBatch};
+pub use tokenizer::{Tokenizer, TokenizerError};
+pub use weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, LayerWeights, Role};

@@ -1,0 +1,142 @@
+//! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
+
+use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved};
+use moeworks_ops::experts::{
+    ExpertGrads, ExpertRows, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_forward,
+    experts_weight_grad,
+};
+use moeworks_ops::linear::Write;
+use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
+use moeworks_ops::{Activation, elementwise};
+use moeworks_tensor::{Random, Tensor};
+
+use super::Pass;
+use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights};
+
+/// A feed-forward block.
+#[derive(Clone, Debug)]
+pub(crate) struct FeedForwardBlock {
+    /// The routed layer; none if this layer is dense.
+    pub(crate) moe: Option<MoeLayer>,
+    pub(crate) activation: Activation,
+    pub(crate) eps: f32,
+}
+
+/// What backward needs of forward, besides the block's input.
+pub(crate) struct FeedForwardSaved {
+    inv_rms: Tensor,
+    normed: Tensor,
+    inner: InnerSaved,
+}
+
+enum InnerSaved {
+    Dense(ExpertsSaved),
+    Moe(MoeSaved),
+}
+
+impl FeedForwardSaved {
+    /// What the router did; none in a dense layer.
+    pub(crate) fn stats(&self) -> Option<LayerStats> {
+        match &self.inner {
+            InnerSaved::Dense(_) => None,
+            InnerSaved::Moe(saved) => Some(saved.stats().clone()),
+        }
+    }
+}
+
+/// The gradients of the block's matrices, still to be computed.
+pub(crate) enum FeedForwardGradTask {
+    Dense { normed: Tensor, dy: Tensor, saved: ExpertsSaved, dh: Tensor, activation: Activation },
+    Moe(MoeGradTask),
+}
+
+impl FeedForwardBlock {
+    /// `x [T, D]` f32 to `y [T, D]` f32.
+    pub(crate) fn forward(
+        &self,
+        pass: &Pass<'_>,
+        weights: &LayerWeights,
+        x: &Tensor,
+        noise: Option<&Random>,
+    ) -> (Tensor, FeedForwardSaved) {
+        let ctx = pass.ctx;
+        let dtype = match &weights.feed_forward {
+            FeedForwardWeights::Dense(w) => w.gate_up.dtype(),
+            FeedForwardWeights::Moe(w) => w.gate_up.dtype(),
+        };
+        let (normed, inv_rms) = rms_norm(ctx, x, &weights.feed_forward_norm, self.eps, dtype);
+        let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
+            (FeedForwardWeights::Moe(w), Some(moe)) => {
+                let (y, saved) = moe.forward(ctx, w, &normed, noise);
+                (y, InnerSaved::Moe(saved))
+            }
+            (FeedForwardWeights::Dense(w), None) => {
+                let offsets = [0, normed.rows() as u32];
+                let rows = all_rows(pass, &offsets);
+                let (y, saved) = experts_forward(ctx, &normed, dense(w, self.activation), rows);
+                (y, InnerSaved::Dense(saved))
+            }
+            _ => panic!("the weights are of another configuration than the model"),
+        };
+        elementwise::add_assign(ctx, &mut y, x);
+        (y, FeedForwardSaved { inv_rms, normed, inner })
+    }
+
+    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The norm weight's gradient is
+    /// written to `d_norm` as `write` says.
+    pub(crate) fn backward(
+        &self,
+        pass: &Pass<'_>,
+        weights: &LayerWeights,
+        (x, saved): (&Tensor, FeedForwardSaved),
+        (dy, loss_grad): (&Tensor, Option<&LossGrad>),
+        write: Write,
+        d_norm: &mut Tensor,
+    ) -> (Tensor, FeedForwardGradTask) {
+        let ctx = pass.ctx;
+        let FeedForwardSaved { inv_rms, normed, inner } = saved;
+        let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, loss_grad) {
+            (InnerSaved::Moe(saved), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
+                let (dx, task) = moe.backward(ctx, w, &saved, dy, loss_grad);
+                (dx, FeedForwardGradTask::Moe(task))
+            }
+            (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
+                let offsets = [0, normed.rows() as u32];
+                let back = experts_backward(ctx, dy, dense(w, self.activation), all_rows(pass, &offsets), &saved);
+                let activation = self.activation;
+                let task = FeedForwardGradTask::Dense { normed, dy: dy.clone(), saved, dh: back.dh, activation };
+                (back.dx, task)
+            }
+            _ => panic!("the weights are of another configuration than the model"),
+        };
+        let mut dx = rms_norm_backward(ctx, &d_normed, x, &weights.feed_forward_norm, &inv_rms, write, d_norm);
+        elementwise::add_assign(ctx, &mut dx, dy);
+        (dx, task)
+    }
+}
+
+fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {
+    ExpertWeights { gate_up: &weights.gate_up, down: &weights.down, activation }
+}
+
+/// Every row through the one expert.
+fn all_rows<'a>(pass: &'a Pass<'_>, offsets: &'a [u32; 2]) -> ExpertRows<'a> {
+    let (rows, ones) = (pass.all_rows.0.u32s(), pass.all_rows.1.f32s());
+    ExpertRows { offsets, tokens: rows, weights: ones, token_rows: rows, num_choices: 1 }
+}
+
+impl FeedForwardGradTask {
+    /// Writes the gradients of the block's matrices.
+    pub(crate) fn run(self, pass: &Pass<'_>, write: Write, grads: &mut FeedForwardWeights) {
+        match (self, grads) {
+            (Self::Moe(task), FeedForwardWeights::Moe(grads)) => task.run(pass.ctx, write, grads),
+            (Self::Dense { normed, dy, saved, dh, activation }, FeedForwardWeights::Dense(grads)) => {
+                let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh };
+                let offsets = [0, normed.rows() as u32];
+                let grads = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+                experts_weight_grad(pass.ctx, inputs, activation, all_rows(pass, &offsets), write, grads);
+            }
+            _ => panic!("the gradients are of another configuration than the model"),
+        }
+    }
+}

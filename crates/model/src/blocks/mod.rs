@@ -1,0 +1,39 @@
+//! The blocks that a decoder is made of, each in explicit phases: forward, backward, weight gradient.
+//!
+//! A block is pre-norm and residual: `y = x + f(norm(x))`. Forward gives `y` and what backward needs; backward gives the
+//! gradient of `x` at once, writes the (small) gradients of norm weights, and leaves the matrices' gradients as a task.
+
+pub(crate) mod attention;
+pub(crate) mod feed_forward;
+
+use moeworks_ops::Context;
+use moeworks_ops::rope::RopeTable;
+use moeworks_tensor::{DType, Tensor};
+
+/// What all layers of one pass share.
+pub(crate) struct Pass<'a> {
+    pub(crate) ctx: &'a Context,
+    pub(crate) rope: &'a RopeTable,
+    /// `[T]` u32: the position of each token in its sequence.
+    pub(crate) positions: Tensor,
+    pub(crate) num_sequences: usize,
+    pub(crate) seq_len: usize,
+    /// `[T]` u32 0, 1, 2, ... and `[T]` f32 ones: a dense feed-forward as one expert that takes every row.
+    pub(crate) all_rows: (Tensor, Tensor),
+}
+
+impl<'a> Pass<'a> {
+    /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
+    pub(crate) fn new(ctx: &'a Context, rope: &'a RopeTable, num_sequences: usize, seq_len: usize, start: usize) -> Self {
+        let tokens = num_sequences * seq_len;
+        let mut positions = ctx.empty(&[tokens], DType::U32);
+        for (t, position) in positions.u32s_mut().iter_mut().enumerate() {
+            *position = (start + t % seq_len) as u32;
+        }
+        let mut rows = ctx.empty(&[tokens], DType::U32);
+        rows.u32s_mut().iter_mut().zip(0..).for_each(|(row, t)| *row = t);
+        let mut ones = ctx.empty(&[tokens], DType::F32);
+        ones.f32s_mut().fill(1.0);
+        Self { ctx, rope, positions, num_sequences, seq_len, all_rows: (rows, ones) }
+    }
+}

@@ -1,0 +1,76 @@
+//! Generation: one sequence, token by token, with a cache of keys and values.
+
+mod cache;
+mod sampler;
+mod stream;
+
+use std::ops::ControlFlow;
+
+use moeworks_ops::Context;
+
+pub use cache::KvCache;
+pub(crate) use cache::LayerCache;
+pub use sampler::{Sampler, SamplingOptions};
+pub use stream::TextStream;
+
+use crate::decoder::Decoder;
+use crate::pass::BatchError;
+use crate::weights::DecoderWeights;
+
+/// What is to be generated.
+#[derive(Clone, Copy, Debug)]
+pub struct GenerateRequest<'a> {
+    /// The ids to go on from, at least one.
+    pub prompt: &'a [u32],
+    /// Ids to generate at most.
+    pub max_new_tokens: usize,
+    /// Ids that end the text.
+    pub stop_ids: &'a [u32],
+}
+
+/// Why generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// One of the stop ids came; it is the last of the ids.
+    StopId,
+    /// `max_new_tokens` ids were generated.
+    MaxTokens,
+    /// `on_token` asked for it.
+    Asked,
+}
+
+/// Goes on from a prompt: draws ids with `sampler` until a stop id, the limit, or `on_token`, which is called with each id
+/// as it is drawn, says so. Returns the new ids. Fails before anything is computed if prompt and new tokens together do not
+/// fit in the model's `max_seq_len`: the window does not slide, because the keys of a cache carry their positions.
+pub fn generate(
+    decoder: &Decoder,
+    ctx: &Context,
+    weights: &DecoderWeights,
+    request: &GenerateRequest<'_>,
+    sampler: &mut Sampler,
+    mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+) -> Result<(Vec<u32>, StopReason), BatchError> {
+    let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
+    let max_seq_len = decoder.config().max_seq_len;
+    let len = prompt.len().saturating_add(max_new_tokens);
+    if len > max_seq_len {
+        return Err(BatchError::TooLong { len, max_seq_len });
+    }
+    let mut cache = KvCache::new(decoder.config());
+    let mut ids = Vec::new();
+    let mut logits = decoder.extend(ctx, weights, &mut cache, prompt)?;
+    while ids.len() < max_new_tokens {
+        let id = sampler.sample(logits.f32s());
+        ids.push(id);
+        if on_token(id).is_break() {
+            return Ok((ids, StopReason::Asked));
+        }
+        if stop_ids.contains(&id) {
+            return Ok((ids, StopReason::StopId));
+        }
+        if ids.len() < max_new_tokens {
+            logits = decoder.extend(ctx, weights, &mut cache, &[id])?;
+        }
+    }
+    Ok((ids, StopReason::MaxTokens))
+}

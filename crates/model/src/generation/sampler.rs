@@ -1,0 +1,119 @@
+//! Drawing a token from logits.
+//!
+//! The order of the filters is that of `transformers`: temperature, top-k, top-p, min-p. Ties go to the lowest id, so a
+//! result depends on the logits, the options and the seed alone.
+
+use moeworks_moe::ConfigError;
+use moeworks_tensor::{Purpose, Random};
+
+/// How tokens are drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingOptions {
+    /// Divides the logits; 0 takes the most likely token always.
+    pub temperature: f32,
+    /// Only the k most likely tokens; 0 for all.
+    pub top_k: usize,
+    /// Only the most likely tokens that together have this probability, the one that reaches it included; 1 for all.
+    pub top_p: f32,
+    /// Only tokens at least this many times as likely as the most likely one; 0 for all.
+    pub min_p: f32,
+    /// Seed of the random numbers.
+    pub seed: u64,
+}
+
+impl Default for SamplingOptions {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+    }
+}
+
+/// Draws tokens, one after the other.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    options: SamplingOptions,
+    random: Random,
+    num_drawn: u64,
+}
+
+impl Sampler {
+    /// A sampler. Fails if an option is out of range.
+    pub fn new(options: SamplingOptions) -> Result<Self, ConfigError> {
+        let SamplingOptions { temperature, top_p, min_p, seed, .. } = options;
+        if !(temperature >= 0.0 && temperature.is_finite()) {
+            return Err(ConfigError::new("temperature", temperature, "must be a number of at least 0"));
+        }
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(ConfigError::new("top_p", top_p, "must be above 0 and at most 1"));
+        }
+        if !(0.0..=1.0).contains(&min_p) {
+            return Err(ConfigError::new("min_p", min_p, "must be from 0 to 1"));
+        }
+        Ok(Self { options, random: Random::new(seed, Purpose::Sampling, 0), num_drawn: 0 })
+    }
+
+    /// The next token. `logits` has one entry a token of the vocabulary, at least one; an entry that is not a number counts
+    /// as impossible.
+    #[must_use]
+    pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        let position = self.num_drawn;
+        self.num_drawn += 1;
+        if self.options.temperature == 0.0 {
+            return most_likely(logits);
+        }
+        let candidates = self.candidates(logits);
+        let total: f64 = candidates.iter().map(|c| c.1).sum();
+        let mut left = f64::from(self.random.uniform(position)) * total;
+        for &(id, weight) in &candidates {
+            left -= weight;
+            if left < 0.0 {
+                return id;
+            }
+        }
+        candidates.last().map_or_else(|| most_likely(logits), |c| c.0)
+    }
+
+    /// The tokens that may be drawn, most likely first, with weights relative to the first's.
+    fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
+        let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
+        let mut sorted: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).filter(|l| l.1 > f32::NEG_INFINITY).collect();
+        let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        if top_k > 0 && top_k < sorted.len() {
+            sorted.select_nth_unstable_by(top_k - 1, order);
+            sorted.truncate(top_k);
+        }
+        sorted.sort_unstable_by(order);
+        let Some(&(_, max)) = sorted.first() else { return Vec::new() };
+        if max == f32::INFINITY {
+            sorted.truncate(1);
+        }
+        let weight = |logit: f32| if logit == max { 1.0 } else { ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp() };
+        let mut weights: Vec<(u32, f64)> = sorted.into_iter().map(|(id, logit)| (id, weight(logit))).collect();
+        if top_p < 1.0 {
+            let enough = f64::from(top_p) * weights.iter().map(|w| w.1).sum::<f64>();
+            let mut sum = 0.0;
+            let before = weights.iter().take_while(|w| {
+                let is_wanted = sum < enough;
+                sum += w.1;
+                is_wanted
+            });
+            let count = before.count();
+            weights.truncate(count.max(1));
+        }
+        weights.retain(|w| w.1 >= f64::from(min_p));
+        weights
+    }
+}
+
+fn most_likely(logits: &[f32]) -> u32 {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (id, &logit) in (0..).zip(logits) {
+        if logit > best.1 {
+            best = (id, logit);
+        }
+    }
+    best.0
+}
+
+#[cfg(test)]
+#[path = "sampler_tests.rs"]
+mod tests;

@@ -1,0 +1,134 @@
+//! What goes into a pass over a batch of tokens and what comes out of it.
+
+use moeworks_moe::LayerStats;
+use serde::{Deserialize, Serialize};
+
+/// Sequences of tokens with the token to be predicted at each position.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenBatch<'a> {
+    /// `[num_sequences, seq_len]`: token ids.
+    pub inputs: &'a [u32],
+    /// `[num_sequences, seq_len]`: the id to be predicted at each position, `moeworks_ops::head_loss::IGNORE` where there
+    /// is none.
+    pub targets: &'a [u32],
+    /// Sequences.
+    pub num_sequences: usize,
+    /// Tokens of each sequence.
+    pub seq_len: usize,
+}
+
+/// Over what the balance loss takes its means.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BalanceKind {
+    /// Each layer by itself, added up (Switch): 1 a layer when balanced.
+    Layer,
+    /// All layers together, as `transformers` does: K when balanced.
+    #[default]
+    Pooled,
+}
+
+/// The stream of the noise on router inputs. Each layer draws from a stream of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouterNoise {
+    /// The run's seed.
+    pub seed: u64,
+    /// A number that no other pass of the run has, such as step * accumulation + micro-batch.
+    pub step: u64,
+}
+
+/// The settings of a training pass.
+#[derive(Clone, Copy, Debug)]
+pub struct PassOptions {
+    /// Multiplies the gradient of the balance loss. With gradient accumulation over M batches: the coefficient over M.
+    pub balance_coef: f32,
+    /// Which balance loss.
+    pub balance: BalanceKind,
+    /// Multiplies the gradient of the router z-loss; as `balance_coef`.
+    pub z_coef: f32,
+    /// Noise on router inputs, if the configuration's `jitter` is not 0; none gives none.
+    pub noise: Option<RouterNoise>,
+    /// Keep only each layer's input and compute the layer again in backward.
+    pub checkpoint_layers: bool,
+    /// Multiplies the gradient of the SUM of the tokens' losses: one over the number of targets of the whole step gives the
+    /// gradient of the mean.
+    pub grad_scale: f32,
+}
+
+impl Default for PassOptions {
+    fn default() -> Self {
+        Self {
+            balance_coef: 0.0,
+            balance: BalanceKind::Pooled,
+            z_coef: 0.0,
+            noise: None,
+            checkpoint_layers: false,
+            grad_scale: 1.0,
+        }
+    }
+}
+
+/// What a pass says about a batch.
+#[derive(Clone, Debug, Default)]
+pub struct PassStats {
+    /// Sum over counted tokens of the cross-entropy, in nats.
+    pub loss_sum: f64,
+    /// Tokens that count.
+    pub num_targets: usize,
+    /// Of these, tokens whose largest logit is the target's.
+    pub num_correct: usize,
+    /// The balance loss, not multiplied by its coefficient; 0 without MoE layers.
+    pub balance_loss: f64,
+    /// The router z-loss, the sum of the MoE layers', not multiplied by its coefficient; 0 without MoE layers.
+    pub z_loss: f64,
+    /// What each MoE layer's router did, first to last.
+    pub layers: Vec<LayerStats>,
+}
+
+impl PassStats {
+    /// Mean cross-entropy of a counted token, in nats; 0 if none counts.
+    #[must_use]
+    pub fn mean_loss(&self) -> f64 {
+        if self.num_targets == 0 { 0.0 } else { self.loss_sum / self.num_targets as f64 }
+    }
+}
+
+/// A batch that a model cannot take.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BatchError {
+    /// The numbers of ids and of sequences do not fit.
+    #[error("{what} has {len} ids, but {num_sequences} sequences of {seq_len} tokens need {}", num_sequences * seq_len)]
+    Length {
+        /// `inputs` or `targets`.
+        what: &'static str,
+        /// Its ids.
+        len: usize,
+        /// Sequences.
+        num_sequences: usize,
+        /// Tokens of each.
+        seq_len: usize,
+    },
+    /// A token id that the vocabulary does not have.
+    #[error("{what}[{index}] = {id}: token ids must be below the vocabulary's size, {vocab_size}")]
+    Id {
+        /// `inputs`, `targets` or `prompt`.
+        what: &'static str,
+        /// The position.
+        index: usize,
+        /// The id.
+        id: u32,
+        /// V.
+        vocab_size: usize,
+    },
+    /// A sequence longer than the model is made for.
+    #[error("a sequence of {len} tokens: the model is made for at most {max_seq_len} (max_seq_len)")]
+    TooLong {
+        /// Tokens.
+        len: usize,
+        /// The longest possible.
+        max_seq_len: usize,
+    },
+    /// No token at all.
+    #[error("no token: at least one is needed")]
+    Empty,
+}
