@@ -8,6 +8,7 @@ pub mod generation;
 mod files;
 mod losses;
 mod pass;
+pub mod safetensors;
 mod tokenizer;
 mod weights;
 

@@ -1,0 +1,103 @@
+//! The weights of a model folder: one file, or several with an index.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::{SafetensorsError, SafetensorsFile, TensorInfo};
+
+/// The largest index that is read, in bytes.
+const MAX_INDEX_BYTES: u64 = 100_000_000;
+
+/// The weight files of a folder and which tensor is in which.
+pub struct ModelFiles {
+    dir: PathBuf,
+    files: Vec<SafetensorsFile>,
+    /// The file of each tensor.
+    places: BTreeMap<String, usize>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl ModelFiles {
+    /// Opens `model.safetensors` in `dir`, or else the files that `model.safetensors.index.json` names, which must be in
+    /// the folder itself and contain what the index says.
+    pub fn open(dir: &Path) -> Result<Self, SafetensorsError> {
+        let (whole, index) = (dir.join("model.safetensors"), dir.join("model.safetensors.index.json"));
+        if whole.exists() {
+            let file = SafetensorsFile::open(&whole)?;
+            let places = file.tensors().keys().map(|name| (name.clone(), 0)).collect();
+            return Ok(Self { dir: dir.to_owned(), files: vec![file], places });
+        }
+        if index.exists() {
+            return Self::open_index(dir, &index);
+        }
+        let has_pickle = dir.join("pytorch_model.bin").exists() || dir.join("pytorch_model.bin.index.json").exists();
+        let hint = if has_pickle {
+            "; pytorch_model.bin is a pickle, which can run code and is not read: save it again with `safe_serialization`"
+        } else {
+            ""
+        };
+        Err(SafetensorsError::NoWeights { path: dir.to_owned(), hint })
+    }
+
+    fn open_index(dir: &Path, index: &Path) -> Result<Self, SafetensorsError> {
+        let bad = |reason: String| SafetensorsError::Index { path: index.to_owned(), reason };
+        let io = |source| SafetensorsError::Io { path: index.to_owned(), source };
+        let bytes = fs::metadata(index).map_err(io)?.len();
+        if bytes > MAX_INDEX_BYTES {
+            return Err(bad(format!("{bytes} bytes, but an index has at most {MAX_INDEX_BYTES}")));
+        }
+        let text = fs::read_to_string(index).map_err(io)?;
+        let Index { weight_map } = serde_json::from_str(&text).map_err(|error| bad(error.to_string()))?;
+        let mut files: Vec<SafetensorsFile> = Vec::new();
+        let mut numbers = BTreeMap::new();
+        let mut places = BTreeMap::new();
+        for (tensor, name) in weight_map {
+            let number = match numbers.get(&name) {
+                Some(&number) => number,
+                None => {
+                    if !is_plain_name(&name) {
+                        return Err(bad(format!("{name:?} is not the name of a file in this folder")));
+                    }
+                    files.push(SafetensorsFile::open(&dir.join(&name))?);
+                    numbers.insert(name, files.len() - 1);
+                    files.len() - 1
+                }
+            };
+            files[number].info(&tensor)?;
+            places.insert(tensor, number);
+        }
+        Ok(Self { dir: dir.to_owned(), files, places })
+    }
+
+    /// The names of all tensors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.places.keys().map(String::as_str)
+    }
+
+    /// The file with the tensor `name`, and what its header says about it; none if no file has it.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<(&SafetensorsFile, &TensorInfo)> {
+        let file = &self.files[*self.places.get(name)?];
+        Some((file, file.tensors().get(name)?))
+    }
+
+    /// As [`ModelFiles::find`], for a tensor that must be there.
+    pub fn get(&self, name: &str) -> Result<(&SafetensorsFile, &TensorInfo), SafetensorsError> {
+        let missing = || SafetensorsError::Missing { path: self.dir.clone(), tensor: name.to_owned() };
+        self.find(name).ok_or_else(missing)
+    }
+}
+
+/// Whether `name` is a single ordinary component: no separator, no `..`, not absolute.
+fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    let first = components.next();
+    matches!(first, Some(Component::Normal(_))) && components.next().is_none() && !name.contains(['/', '\\', ':'])
+}

@@ -1,0 +1,223 @@
+//! The safetensors format: a length, a JSON header that names tensors, and their bytes.
+//!
+//! The reader is ours because a file comes from outside: every number in the header is checked before it is used, nothing
+//! is allocated beyond what the file's own size justifies, and each kind of fault has an error that names the file and the
+//! tensor. Tensors are lent from the mapped file where their type and alignment allow it.
+
+mod error;
+mod files;
+mod header;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use moeworks_ops::{Context, MappedFile};
+use moeworks_tensor::{Bytes, DType, Tensor, bf16};
+
+pub use error::SafetensorsError;
+pub use files::ModelFiles;
+pub use writer::{TensorBytes, write, write_shards};
+
+/// An element type that a file can name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // The names say it all.
+pub enum FileDType {
+    Bool,
+    U8,
+    I8,
+    F8E4M3,
+    F8E5M2,
+    F8E8M0,
+    U16,
+    I16,
+    F16,
+    BF16,
+    U32,
+    I32,
+    F32,
+    U64,
+    I64,
+    F64,
+    C64,
+    F4,
+    F6E2M3,
+    F6E3M2,
+}
+
+/// Every type with its spelling and its size in bits.
+const DTYPES: [(FileDType, &str, u64); 20] = [
+    (FileDType::Bool, "BOOL", 8),
+    (FileDType::U8, "U8", 8),
+    (FileDType::I8, "I8", 8),
+    (FileDType::F8E4M3, "F8_E4M3", 8),
+    (FileDType::F8E5M2, "F8_E5M2", 8),
+    (FileDType::F8E8M0, "F8_E8M0", 8),
+    (FileDType::U16, "U16", 16),
+    (FileDType::I16, "I16", 16),
+    (FileDType::F16, "F16", 16),
+    (FileDType::BF16, "BF16", 16),
+    (FileDType::U32, "U32", 32),
+    (FileDType::I32, "I32", 32),
+    (FileDType::F32, "F32", 32),
+    (FileDType::U64, "U64", 64),
+    (FileDType::I64, "I64", 64),
+    (FileDType::F64, "F64", 64),
+    (FileDType::C64, "C64", 64),
+    (FileDType::F4, "F4", 4),
+    (FileDType::F6E2M3, "F6_E2M3", 6),
+    (FileDType::F6E3M2, "F6_E3M2", 6),
+];
+
+impl FileDType {
+    fn entry(self) -> (&'static str, u64) {
+        DTYPES.iter().find(|entry| entry.0 == self).map_or(("", 0), |entry| (entry.1, entry.2))
+    }
+
+    /// Its spelling in headers.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.entry().0
+    }
+
+    fn parse(name: &str) -> Option<Self> {
+        DTYPES.iter().find(|entry| entry.1 == name).map(|entry| entry.0)
+    }
+
+    fn bits(self) -> u64 {
+        self.entry().1
+    }
+}
+
+impl From<DType> for FileDType {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::BF16 => Self::BF16,
+            DType::U32 => Self::U32,
+        }
+    }
+}
+
+impl fmt::Display for FileDType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a header says about a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type.
+    pub dtype: FileDType,
+    /// Sizes of the dims, outermost first.
+    pub shape: Vec<usize>,
+    /// Where its bytes are, from the start of the file.
+    pub range: Range<usize>,
+}
+
+/// A safetensors file, mapped, its header read and checked.
+pub struct SafetensorsFile {
+    path: PathBuf,
+    map: Arc<MappedFile>,
+    tensors: BTreeMap<String, TensorInfo>,
+    metadata: BTreeMap<String, String>,
+}
+
+impl SafetensorsFile {
+    /// Opens the file at `path` and checks its whole header: see [`SafetensorsError`] for what is refused.
+    pub fn open(path: &Path) -> Result<Self, SafetensorsError> {
+        let map = MappedFile::open(path).map_err(|source| SafetensorsError::Io { path: path.to_owned(), source })?;
+        let (tensors, metadata) = header::read(path, map.as_ref())?;
+        Ok(Self { path: path.to_owned(), map: Arc::new(map), tensors, metadata })
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Every tensor by name.
+    #[must_use]
+    pub fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
+        &self.tensors
+    }
+
+    /// The file's free-text metadata.
+    #[must_use]
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// What the header says about `name`.
+    pub fn info(&self, name: &str) -> Result<&TensorInfo, SafetensorsError> {
+        self.tensors.get(name).ok_or_else(|| SafetensorsError::Missing { path: self.path.clone(), tensor: name.to_owned() })
+    }
+
+    /// The bytes of `name`.
+    pub fn bytes(&self, name: &str) -> Result<&[u8], SafetensorsError> {
+        let range = self.info(name)?.range.clone();
+        // The header's check has seen to it that the range is inside the file.
+        Ok(&(*self.map).as_ref()[range])
+    }
+
+    /// The tensor `name`: F32, BF16 and U32 as they are, lent from the file where it is aligned and copied otherwise; F16
+    /// converted to f32. Other types are refused.
+    pub fn tensor(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
+        let info = self.info(name)?;
+        let dtype = match info.dtype {
+            FileDType::F32 => DType::F32,
+            FileDType::BF16 => DType::BF16,
+            FileDType::U32 => DType::U32,
+            FileDType::F16 => return self.converted(ctx, name),
+            dtype => return Err(self.unsupported(name, dtype)),
+        };
+        let owner: Bytes = Arc::<MappedFile>::clone(&self.map);
+        if cfg!(target_endian = "little")
+            && let Some(tensor) = Tensor::from_foreign(owner, info.range.clone(), &info.shape, dtype)
+        {
+            return Ok(tensor);
+        }
+        let mut tensor = ctx.empty(&info.shape, dtype);
+        let bytes = self.bytes(name)?;
+        match dtype {
+            DType::BF16 => decode_into(bytes, tensor.bf16s_mut(), |b| bf16::from_bits(u16::from_le_bytes(b))),
+            DType::F32 => decode_into(bytes, tensor.f32s_mut(), f32::from_le_bytes),
+            DType::U32 => decode_into(bytes, tensor.u32s_mut(), u32::from_le_bytes),
+        }
+        Ok(tensor)
+    }
+
+    /// Writes the elements of `name` to `out` as f32. The number of elements must be that of `out`.
+    pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), SafetensorsError> {
+        let (info, bytes) = (self.info(name)?, self.bytes(name)?);
+        match info.dtype {
+            FileDType::F32 => decode_into(bytes, out, f32::from_le_bytes),
+            FileDType::BF16 => decode_into(bytes, out, |b| bf16::from_bits(u16::from_le_bytes(b)).to_f32()),
+            FileDType::F16 => decode_into(bytes, out, |b| half::f16::from_bits(u16::from_le_bytes(b)).to_f32()),
+            dtype => return Err(self.unsupported(name, dtype)),
+        }
+        Ok(())
+    }
+
+    fn converted(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
+        let mut tensor = ctx.empty(&self.info(name)?.shape, DType::F32);
+        self.read_f32(name, tensor.f32s_mut())?;
+        Ok(tensor)
+    }
+
+    fn unsupported(&self, name: &str, dtype: FileDType) -> SafetensorsError {
+        SafetensorsError::UnsupportedDType { path: self.path.clone(), tensor: name.to_owned(), dtype }
+    }
+}
+
+/// Little-endian elements of N bytes to values.
+fn decode_into<const N: usize, T>(bytes: &[u8], out: &mut [T], decode: impl Fn([u8; N]) -> T) {
+    let (elements, _) = bytes.as_chunks::<N>();
+    assert_eq!(elements.len(), out.len(), "elements of a tensor");
+    out.iter_mut().zip(elements).for_each(|(out, &element)| *out = decode(element));
+}

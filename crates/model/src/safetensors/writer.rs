@@ -1,0 +1,96 @@
+//! Writing safetensors files: one, or several with an index.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::FileDType;
+use crate::files::{write_through, write_whole};
+
+/// A tensor to be written: its bytes are borrowed, so that a part of a stacked tensor needs no copy.
+pub struct TensorBytes<'a> {
+    /// Its name.
+    pub name: String,
+    /// Element type.
+    pub dtype: FileDType,
+    /// Sizes of the dims.
+    pub shape: Vec<usize>,
+    /// The elements, little-endian.
+    pub bytes: &'a [u8],
+}
+
+/// Writes `tensors` to `path`, by way of a file beside it that is synced and renamed. Wider types come first, so that every
+/// tensor is aligned; otherwise the order is kept.
+pub fn write(path: &Path, tensors: &[TensorBytes<'_>], metadata: &BTreeMap<String, String>) -> io::Result<()> {
+    let refs: Vec<&TensorBytes<'_>> = tensors.iter().collect();
+    write_refs(path, &refs, metadata)
+}
+
+fn write_refs(path: &Path, tensors: &[&TensorBytes<'_>], metadata: &BTreeMap<String, String>) -> io::Result<()> {
+    let mut sorted = tensors.to_vec();
+    sorted.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.bits()));
+    let mut header = Map::new();
+    if !metadata.is_empty() {
+        header.insert("__metadata__".to_owned(), json!(metadata));
+    }
+    let mut offset = 0;
+    for tensor in &sorted {
+        let end = offset + tensor.bytes.len();
+        let entry = json!({"dtype": tensor.dtype.name(), "shape": tensor.shape, "data_offsets": [offset, end]});
+        header.insert(tensor.name.clone(), entry);
+        offset = end;
+    }
+    let mut header = Value::Object(header).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    write_through(path, |file| {
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        sorted.iter().try_for_each(|tensor| file.write_all(tensor.bytes))
+    })
+}
+
+/// Writes `tensors` to `dir`: as `model.safetensors`, or, if they have more than `max_shard_bytes`, as
+/// `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`. The file or index of the other form,
+/// which would contradict this one, is removed.
+pub fn write_shards(
+    dir: &Path,
+    tensors: &[TensorBytes<'_>],
+    metadata: &BTreeMap<String, String>,
+    max_shard_bytes: usize,
+) -> io::Result<()> {
+    let (whole, index) = (dir.join("model.safetensors"), dir.join("model.safetensors.index.json"));
+    let total: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
+    if total <= max_shard_bytes {
+        write(&whole, tensors, metadata)?;
+        return remove_if_there(&index);
+    }
+    let mut shards: Vec<(usize, Vec<&TensorBytes<'_>>)> = Vec::new();
+    for tensor in tensors {
+        match shards.last_mut() {
+            Some((bytes, shard)) if *bytes + tensor.bytes.len() <= max_shard_bytes => {
+                *bytes += tensor.bytes.len();
+                shard.push(tensor);
+            }
+            _ => shards.push((tensor.bytes.len(), vec![tensor])),
+        }
+    }
+    let mut weight_map = Map::new();
+    for (number, (_, shard)) in shards.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", number + 1, shards.len());
+        write_refs(&dir.join(&name), shard, metadata)?;
+        weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), Value::from(name.clone()))));
+    }
+    let text = format!("{:#}\n", json!({"metadata": {"total_size": total}, "weight_map": weight_map}));
+    write_whole(&index, text.as_bytes())?;
+    remove_if_there(&whole)
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
