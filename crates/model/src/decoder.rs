@@ -172,8 +172,7 @@ impl Decoder {
         drop(x);
         for (i, record) in records.into_iter().enumerate().rev() {
             let LayerRecord { input, saved } = record;
-            let saved =
-                saved.unwrap_or_else(|| self.training_layer(&pass, weights, i, &input, options.noise).1);
+            let saved = saved.unwrap_or_else(|| self.training_layer(&pass, weights, i, &input, options.noise).1);
             let loss_grad = self.config.is_moe_layer(i).then(|| loss_grads.pop()).flatten();
             let (w, g) = (&weights.layers[i], &mut grads.layers[i]);
             dx = self.layer_backward(&pass, w, (&input, saved), (&dx, loss_grad.as_ref()), (write, i), g);

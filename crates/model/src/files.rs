@@ -6,10 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Writes `path` by way of `path.tmp`: `write` fills the file, which is then synced and renamed. On failure nothing is
 /// left behind and a file that was there before is as it was.
-pub(crate) fn write_through(
-    path: &Path,
-    write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
-) -> io::Result<()> {
+pub(crate) fn write_through(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
     let tmp = PathBuf::from(name);

@@ -1,7 +1,6 @@
 //! The losses on the routers of all layers, from what the layers say about themselves.
 
-use moeworks_moe::losses::{LossGrad, balance_loss_per_layer, balance_loss_pooled, z_loss};
-use moeworks_moe::LayerStats;
+use moeworks_moe::{LayerStats, LossGrad, balance_loss_per_layer, balance_loss_pooled, z_loss};
 
 use crate::pass::{BalanceKind, PassOptions};
 

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use serde_json::{Value, json};
+use tokenizers::Trainer;
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer, PreTokenizer, PreTokenizerScratch};
 use tokenizers::trainers::BpeTrainer;
-use tokenizers::Trainer;
 use tokenizers::vocab::bucket_added_vocabulary::AddedToken;
 
 /// The special token of the tokenizers made here: it begins and ends texts.
@@ -265,7 +265,8 @@ fn ids_by_token(value: &Value) -> Result<BTreeMap<String, u32>, String> {
         Some(Value::Object(vocab)) => vocab.iter().try_for_each(|(token, id)| add(token, id.as_u64()))?,
         // Unigram: pairs of token and score, the id is the place.
         Some(Value::Array(vocab)) => vocab.iter().zip(0..).try_for_each(|(entry, id)| {
-            let token = entry.get(0).and_then(Value::as_str).ok_or_else(|| format!("vocabulary entry {id} has no token"))?;
+            let token =
+                entry.get(0).and_then(Value::as_str).ok_or_else(|| format!("vocabulary entry {id} has no token"))?;
             add(token, Some(id))
         })?,
         _ => return Err("no vocabulary (model.vocab)".to_owned()),
@@ -361,11 +362,13 @@ fn is_byte_tokenizer(value: &Value, ids: &BTreeMap<String, u32>) -> bool {
     let has_no_merges = model.and_then(|m| m.get("merges")).and_then(Value::as_array).is_some_and(Vec::is_empty);
     let vocab_len = model.and_then(|m| m.get("vocab")).and_then(Value::as_object).map(serde_json::Map::len);
     let pre = value.get("pre_tokenizer");
-    let is_byte_level = |part: Option<&Value>| part.and_then(|p| p.get("type")).and_then(Value::as_str) == Some("ByteLevel");
+    let is_byte_level =
+        |part: Option<&Value>| part.and_then(|p| p.get("type")).and_then(Value::as_str) == Some("ByteLevel");
     let has_no_prefix = pre.and_then(|p| p.get("add_prefix_space")) == Some(&Value::Bool(false));
-    let only_special_added = value.get("added_tokens").and_then(Value::as_array).is_none_or(|added| {
-        added.iter().all(|token| token.get("special") == Some(&Value::Bool(true)))
-    });
+    let only_special_added = value
+        .get("added_tokens")
+        .and_then(Value::as_array)
+        .is_none_or(|added| added.iter().all(|token| token.get("special") == Some(&Value::Bool(true))));
     let is_identity = || byte_alphabet().iter().zip(0..).all(|(c, byte)| ids.get(&c.to_string()) == Some(&byte));
     is_plain
         && has_no_merges

@@ -39,7 +39,7 @@ impl FeedForwardSaved {
     pub(crate) fn stats(&self) -> Option<LayerStats> {
         match &self.inner {
             InnerSaved::Dense(_) => None,
-            InnerSaved::Moe(saved) => Some(saved.stats().clone()),
+            InnerSaved::Moe(saved) => Some(saved.stats()),
         }
     }
 }

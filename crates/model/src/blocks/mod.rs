@@ -24,7 +24,13 @@ pub(crate) struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
-    pub(crate) fn new(ctx: &'a Context, rope: &'a RopeTable, num_sequences: usize, seq_len: usize, start: usize) -> Self {
+    pub(crate) fn new(
+        ctx: &'a Context,
+        rope: &'a RopeTable,
+        num_sequences: usize,
+        seq_len: usize,
+        start: usize,
+    ) -> Self {
         let tokens = num_sequences * seq_len;
         let mut positions = ctx.empty(&[tokens], DType::U32);
         for (t, position) in positions.u32s_mut().iter_mut().enumerate() {

@@ -75,7 +75,8 @@ impl Sampler {
     /// The tokens that may be drawn, most likely first, with weights relative to the first's.
     fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
         let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
-        let mut sorted: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).filter(|l| l.1 > f32::NEG_INFINITY).collect();
+        let mut sorted: Vec<(u32, f32)> =
+            (0..).zip(logits.iter().copied()).filter(|l| l.1 > f32::NEG_INFINITY).collect();
         let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if top_k > 0 && top_k < sorted.len() {
             sorted.select_nth_unstable_by(top_k - 1, order);
@@ -86,7 +87,9 @@ impl Sampler {
         if max == f32::INFINITY {
             sorted.truncate(1);
         }
-        let weight = |logit: f32| if logit == max { 1.0 } else { ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp() };
+        let weight = |logit: f32| {
+            if logit == max { 1.0 } else { ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp() }
+        };
         let mut weights: Vec<(u32, f64)> = sorted.into_iter().map(|(id, logit)| (id, weight(logit))).collect();
         if top_p < 1.0 {
             let enough = f64::from(top_p) * weights.iter().map(|w| w.1).sum::<f64>();

@@ -154,7 +154,8 @@ impl Check<'_> {
         }
         // A zero among the dims makes the size 0 whatever the others are: those must fit all the same.
         let shape: Option<Vec<usize>> = raw.shape.iter().map(|&dim| usize::try_from(dim).ok()).collect();
-        let non_zero = raw.shape.iter().filter(|dim| **dim > 0).try_fold(dtype.bits(), |bits, &dim| bits.checked_mul(dim));
+        let non_zero =
+            raw.shape.iter().filter(|dim| **dim > 0).try_fold(dtype.bits(), |bits, &dim| bits.checked_mul(dim));
         let (Some(shape), Some(_)) = (shape, non_zero) else {
             return Err(SafetensorsError::Size { path, tensor, dtype, shape: raw.shape.clone() });
         };
@@ -174,7 +175,11 @@ impl Check<'_> {
         let mut covered = (data_start, "");
         for (name, info) in sorted {
             if info.range.start < covered.0 {
-                return Err(SafetensorsError::Overlap { path: path(), first: covered.1.to_owned(), second: name.clone() });
+                return Err(SafetensorsError::Overlap {
+                    path: path(),
+                    first: covered.1.to_owned(),
+                    second: name.clone(),
+                });
             }
             if info.range.start > covered.0 {
                 return Err(hole(covered.0, info.range.start));

@@ -155,7 +155,9 @@ impl SafetensorsFile {
 
     /// What the header says about `name`.
     pub fn info(&self, name: &str) -> Result<&TensorInfo, SafetensorsError> {
-        self.tensors.get(name).ok_or_else(|| SafetensorsError::Missing { path: self.path.clone(), tensor: name.to_owned() })
+        self.tensors
+            .get(name)
+            .ok_or_else(|| SafetensorsError::Missing { path: self.path.clone(), tensor: name.to_owned() })
     }
 
     /// The bytes of `name`.
