@@ -1,5 +1,6 @@
 //! Training: data, optimizer, checkpoints, the loop and its records.
 
+pub mod config;
 pub mod events;
 pub mod metrics;
 pub mod report;

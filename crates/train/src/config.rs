@@ -1,0 +1,270 @@
+//! The settings of a training run: one resolved value, [`RunConfig`], and how it comes about.
+//!
+//! Settings are laid over each other as TOML tables, defaults, then a preset, then a file, then single settings from the
+//! command line ([`ConfigLayers`]), and only the result becomes a `RunConfig`. So nothing after this module has to know
+//! where a value came from, and no setting is optional: a run reads the value that [`print_config`] shows.
+
+mod check;
+mod error;
+mod layers;
+mod presets;
+mod print;
+
+use std::path::{Path, PathBuf};
+
+use moeworks_model::ModelConfig;
+use serde::{Deserialize, Serialize};
+
+pub use error::ConfigError;
+pub use layers::{ConfigLayers, Override};
+pub use presets::PRESETS;
+pub use print::print_config;
+
+/// Every setting of a training run.
+///
+/// ```
+/// use moeworks_train::config::{ConfigLayers, Override, print_config};
+///
+/// let layers = ConfigLayers { overrides: vec![Override::parse("train.lr=3e-4").unwrap()], ..ConfigLayers::default() };
+/// let config = layers.resolve().unwrap();
+/// assert_eq!(config.train.lr, 3e-4);
+/// assert!(print_config(&config).contains("lr = 0.0003"));
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RunConfig {
+    /// The model's shape and rules.
+    pub model: ModelConfig,
+    /// Where text comes from and how it becomes tokens.
+    pub data: DataConfig,
+    /// How the model is trained.
+    pub train: TrainConfig,
+    /// Where the results go.
+    pub run: OutputConfig,
+}
+
+/// Where text comes from and how it becomes tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DataConfig {
+    /// Files, folders and globs, relative to the folder that the program is started in; empty for the text of the
+    /// checkout that the program stands in.
+    pub paths: Vec<String>,
+    /// How text becomes tokens.
+    pub tokenizer: TokenizerChoice,
+    /// Tokens of a tokenizer that is trained on the data (`tokenizer = "bpe"`).
+    pub bpe_vocab_size: usize,
+    /// Share of the tokens held out for validation, 0 to 0.5.
+    pub validation_fraction: f64,
+    /// Field of a JSON line and column of a Parquet file that holds the text.
+    pub text_field: String,
+    /// Folder of tokenised data; empty for the user's cache folder.
+    #[serde(serialize_with = "as_text")]
+    pub cache_dir: PathBuf,
+}
+
+impl Default for DataConfig {
+    fn default() -> Self {
+        Self {
+            paths: Vec::new(),
+            tokenizer: TokenizerChoice::Bytes,
+            bpe_vocab_size: 8192,
+            validation_fraction: 0.05,
+            text_field: "text".into(),
+            cache_dir: PathBuf::new(),
+        }
+    }
+}
+
+/// How text becomes tokens; written as `"bytes"`, `"bpe"` or a path.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "String", into = "String")]
+pub enum TokenizerChoice {
+    /// A token for each byte.
+    Bytes,
+    /// Byte-pair encoding trained on the data.
+    Bpe,
+    /// A `tokenizer.json`.
+    File(String),
+}
+
+impl From<String> for TokenizerChoice {
+    fn from(text: String) -> Self {
+        match text.as_str() {
+            "bytes" => Self::Bytes,
+            "bpe" => Self::Bpe,
+            _ => Self::File(text),
+        }
+    }
+}
+
+impl From<TokenizerChoice> for String {
+    fn from(choice: TokenizerChoice) -> Self {
+        match choice {
+            TokenizerChoice::Bytes => "bytes".into(),
+            TokenizerChoice::Bpe => "bpe".into(),
+            TokenizerChoice::File(path) => path,
+        }
+    }
+}
+
+/// How the learning rate goes after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleKind {
+    /// Half a cosine down to `lr * min_lr_ratio` at the last step.
+    Cosine,
+    /// Warm-up, stable, decay: constant, then linear down to `lr * min_lr_ratio` over the last `decay_fraction` of the
+    /// steps.
+    Wsd,
+    /// Constant.
+    Constant,
+}
+
+/// Number format of the matrices that compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// f32 throughout.
+    F32,
+    /// Mixed: bf16 matrix products with f32 sums, f32 master weights, optimizer, norms, router and losses.
+    Bf16,
+}
+
+/// Which auxiliary loss balances the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BalanceChoice {
+    /// None.
+    None,
+    /// Each layer by itself (Switch).
+    Layer,
+    /// Counts and probabilities pooled over all layers (transformers).
+    Pooled,
+}
+
+/// How the model is trained.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainConfig {
+    /// Optimizer steps in total.
+    pub steps: u64,
+    /// S: tokens of a training sequence.
+    pub seq_len: usize,
+    /// Sequences of a microbatch: those that are in memory together.
+    pub batch_size: usize,
+    /// Microbatches of a step.
+    pub grad_accumulation: usize,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Learning rate at the end, as a share of `lr`.
+    pub min_lr_ratio: f64,
+    /// How the learning rate goes after the warm-up.
+    pub schedule: ScheduleKind,
+    /// Steps over which the learning rate rises from 0.
+    pub warmup_steps: u64,
+    /// Share of the steps that the `wsd` schedule decays over.
+    pub decay_fraction: f64,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
+    /// AdamW's decay of the mean of the gradient.
+    pub beta1: f64,
+    /// AdamW's decay of the mean of its square.
+    pub beta2: f64,
+    /// AdamW's epsilon.
+    pub eps: f64,
+    /// Largest global norm of the gradient; 0 for no clipping.
+    pub clip_norm: f64,
+    /// Number format of the matrices that compute.
+    pub precision: Precision,
+    /// Whether each layer keeps only its input for backward and computes the rest again.
+    pub checkpoint_layers: bool,
+    /// Which auxiliary loss balances the experts.
+    pub balance: BalanceChoice,
+    /// Weight of the balance loss.
+    pub balance_coef: f64,
+    /// Weight of the router's z-loss.
+    pub z_coef: f64,
+    /// Steps between evaluations; 0 for none but the last.
+    pub eval_every: u64,
+    /// Microbatches of an evaluation; 0 for all held-out data.
+    pub eval_batches: usize,
+    /// Steps between samples of generated text; 0 for none.
+    pub sample_every: u64,
+    /// Tokens of a sample.
+    pub sample_tokens: usize,
+    /// What a sample goes on from.
+    pub sample_prompt: String,
+    /// Steps between checkpoints; 0 for none but the last.
+    pub checkpoint_every: u64,
+    /// How many of the newest checkpoints are kept, besides the best.
+    pub keep_last: usize,
+    /// Steps with a non-finite loss or gradient, one after the other, that end the run.
+    pub max_bad_steps: u64,
+    /// Seed of the initial weights, the order of data, routing noise and samples.
+    pub seed: u64,
+    /// Threads that compute; 0 for one on each core.
+    pub threads: usize,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            steps: 500,
+            seq_len: 256,
+            batch_size: 16,
+            grad_accumulation: 1,
+            lr: 1.5e-3,
+            min_lr_ratio: 0.1,
+            schedule: ScheduleKind::Cosine,
+            warmup_steps: 25,
+            decay_fraction: 0.2,
+            weight_decay: 0.1,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            clip_norm: 1.0,
+            precision: Precision::Bf16,
+            checkpoint_layers: false,
+            balance: BalanceChoice::Layer,
+            balance_coef: 0.01,
+            z_coef: 0.001,
+            eval_every: 50,
+            eval_batches: 4,
+            sample_every: 100,
+            sample_tokens: 120,
+            sample_prompt: "The ".into(),
+            checkpoint_every: 100,
+            keep_last: 2,
+            max_bad_steps: 10,
+            seed: 1,
+            threads: 0,
+        }
+    }
+}
+
+/// Where the results go.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OutputConfig {
+    /// Folder of all runs.
+    #[serde(serialize_with = "as_text")]
+    pub out: PathBuf,
+    /// Folder of this run within it; empty for one made from the date and the time.
+    pub name: String,
+}
+
+impl Default for OutputConfig {
+    fn default() -> Self {
+        Self { out: "runs".into(), name: String::new() }
+    }
+}
+
+/// A path as text. Paths come from TOML, which is UTF-8, so nothing is lost.
+fn as_text<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&path.to_string_lossy())
+}
+
+#[cfg(test)]
+#[path = "config/tests.rs"]
+mod tests;

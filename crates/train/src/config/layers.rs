@@ -1,0 +1,254 @@
+//! From layers of settings to one resolved configuration.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+use toml::{Spanned, Table, Value};
+
+use super::{ConfigError, RunConfig, presets};
+
+/// What a user asks for, from the weakest layer to the strongest: defaults, preset, file, single settings.
+#[derive(Clone, Debug, Default)]
+pub struct ConfigLayers {
+    /// One of [`super::PRESETS`].
+    pub preset: Option<String>,
+    /// A TOML file with any of the settings.
+    pub file: Option<PathBuf>,
+    /// Single settings; later ones win.
+    pub overrides: Vec<Override>,
+}
+
+/// One setting given by itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Override {
+    setting: String,
+    value: Value,
+    /// The value as it was typed, for settings that are text.
+    text: Option<String>,
+}
+
+impl Override {
+    /// `setting`, such as `data.paths`, with a value that a program made.
+    pub fn new(setting: &str, value: impl Into<Value>) -> Self {
+        Self { setting: setting.into(), value: value.into(), text: None }
+    }
+
+    /// `SETTING=VALUE` as typed: the value is TOML, or a bare word for text.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let malformed = || ConfigError::Override { text: text.into() };
+        let (setting, typed) = text.split_once('=').ok_or_else(malformed)?;
+        let (setting, typed) = (setting.trim(), typed.trim());
+        if setting.is_empty() {
+            return Err(malformed());
+        }
+        let value = typed.parse::<Value>().unwrap_or_else(|_| Value::String(typed.into()));
+        Ok(Self { setting: setting.into(), value, text: Some(typed.into()) })
+    }
+}
+
+/// A value on its way into the configuration.
+struct Given<'a> {
+    setting: &'a str,
+    value: Value,
+    /// As typed on the command line.
+    text: Option<&'a str>,
+    /// `file:line: `, or nothing.
+    origin: String,
+}
+
+impl ConfigLayers {
+    /// Lays the layers over each other and checks every setting of the result.
+    pub fn resolve(&self) -> Result<RunConfig, ConfigError> {
+        let mut settings = Settings::new(presets::preset(self.preset.as_deref())?);
+        if let Some(path) = &self.file {
+            let text =
+                fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?;
+            settings.put_file(path, &text)?;
+        }
+        for given in &self.overrides {
+            settings.put(Given {
+                setting: &given.setting,
+                value: given.value.clone(),
+                text: given.text.as_deref(),
+                origin: String::new(),
+            })?;
+        }
+        settings.finish()
+    }
+}
+
+/// The settings laid so far. Each one is put in only if the whole still reads as a configuration, so that an error names
+/// the very setting that caused it.
+struct Settings {
+    config: RunConfig,
+    table: Table,
+    /// Where each setting was given, for messages about values that only clash with others.
+    origins: BTreeMap<String, String>,
+}
+
+impl Settings {
+    fn new(config: RunConfig) -> Self {
+        let table = super::print::to_table(&config);
+        Self { config, table, origins: BTreeMap::new() }
+    }
+
+    fn put_file(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
+        let line_of = |offset: usize| text.as_bytes()[..offset.min(text.len())].split(|&byte| byte == b'\n').count();
+        let parsed = DeTable::parse(text).map_err(|error| ConfigError::Syntax {
+            path: path.into(),
+            line: line_of(error.span().map_or(0, |span| span.start)),
+            message: one_line(error.message()),
+        })?;
+        for Leaf { setting, value, offset } in leaves(parsed.get_ref(), &self.table) {
+            let origin = format!("{}:{}: ", path.display(), line_of(offset));
+            let value =
+                Value::deserialize(ValueDeserializer::from(value.clone())).map_err(|error| ConfigError::Value {
+                    origin: origin.clone(),
+                    setting: setting.clone(),
+                    value: text[value.span()].trim().into(),
+                    expected: one_line(error.message()),
+                })?;
+            self.put(Given { setting: &setting, value, text: None, origin })?;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, given: Given<'_>) -> Result<(), ConfigError> {
+        let Given { setting, value, text, origin } = given;
+        let Some(current) = find(&mut self.table, setting) else {
+            return Err(ConfigError::Unknown { origin, setting: setting.into(), hint: self.hint(setting) });
+        };
+        let shown = value.to_string();
+        let wrong = |expected: String| ConfigError::Value {
+            origin: origin.clone(),
+            setting: setting.into(),
+            value: shown.clone(),
+            expected,
+        };
+        *current = fit(value, current, text).map_err(|expected| wrong(expected.into()))?;
+        self.config = RunConfig::deserialize_table(&self.table).map_err(wrong)?;
+        self.origins.insert(setting.into(), origin);
+        Ok(())
+    }
+
+    fn hint(&self, setting: &str) -> String {
+        let near = near_names(&self.table, setting);
+        if near.is_empty() {
+            "`moeworks train --print-config` shows all settings".into()
+        } else {
+            format!("near names: {}", near.join(", "))
+        }
+    }
+
+    fn finish(self) -> Result<RunConfig, ConfigError> {
+        match self.config.validate() {
+            Ok(()) => Ok(self.config),
+            Err(ConfigError::Value { setting, value, expected, .. }) => {
+                let origin = self.origins.get(&setting).cloned().unwrap_or_default();
+                Err(ConfigError::Value { origin, setting, value, expected })
+            }
+            Err(other) => Err(other),
+        }
+    }
+}
+
+impl RunConfig {
+    fn deserialize_table(table: &Table) -> Result<Self, String> {
+        table.clone().try_into().map_err(|error: toml::de::Error| one_line(error.message()))
+    }
+}
+
+/// A setting of a file: its dotted name, its value and where it stands.
+struct Leaf<'t, 'i> {
+    setting: String,
+    value: &'t Spanned<DeValue<'i>>,
+    offset: usize,
+}
+
+/// The settings of a parsed file, in the file's order. What is no section is taken for a setting, so that a misspelt
+/// section is found even when it is empty.
+fn leaves<'t, 'i>(file: &'t DeTable<'i>, known: &Table) -> Vec<Leaf<'t, 'i>> {
+    let mut leaves = Vec::new();
+    for (key, value) in file {
+        let name = key.get_ref();
+        match value.get_ref() {
+            DeValue::Table(section) if known.contains_key(name.as_ref()) => {
+                leaves.extend(section.iter().map(|(key, value)| Leaf {
+                    setting: format!("{name}.{}", key.get_ref()),
+                    value,
+                    offset: key.span().start,
+                }));
+            }
+            _ => leaves.push(Leaf { setting: name.to_string(), value, offset: key.span().start }),
+        }
+    }
+    leaves.sort_by_key(|leaf| leaf.offset);
+    leaves
+}
+
+/// `value` as the type of the setting that it replaces, or what would have been right. `typed` is the text of the command
+/// line: text settings take it as it is, also where it happens to read as a number.
+fn fit(value: Value, current: &Value, typed: Option<&str>) -> Result<Value, &'static str> {
+    match (current, value) {
+        (Value::Float(_), Value::Integer(whole)) => Ok(Value::Float(whole as f64)),
+        (Value::Float(_), Value::Float(number)) if !number.is_finite() => Err("must be a finite number"),
+        (Value::Float(_), value @ Value::Float(_)) => Ok(value),
+        (Value::Float(_), _) => Err("must be a number"),
+        // TOML's whole numbers are signed, but no setting of ours is.
+        (Value::Integer(_), value @ Value::Integer(0..)) => Ok(value),
+        (Value::Integer(_), _) => Err("must be a whole number of at least 0"),
+        (Value::Boolean(_), value @ Value::Boolean(_)) => Ok(value),
+        (Value::Boolean(_), _) => Err("must be true or false"),
+        (Value::String(_), value @ Value::String(_)) => Ok(value),
+        (Value::String(_), _) if typed.is_some() => Ok(Value::String(typed.unwrap_or_default().into())),
+        (Value::String(_), _) => Err("must be text in quotation marks"),
+        (Value::Array(_), Value::String(one)) => Ok(Value::Array(vec![Value::String(one)])),
+        (Value::Array(_), Value::Array(items)) if items.iter().all(Value::is_str) => Ok(Value::Array(items)),
+        (Value::Array(_), _) => Err("must be a list of texts, such as [\"a.txt\", \"b.txt\"]"),
+        (_, value) => Ok(value),
+    }
+}
+
+/// The setting of a dotted name; none for a section.
+fn find<'t>(table: &'t mut Table, setting: &str) -> Option<&'t mut Value> {
+    let (section, name) = setting.split_once('.')?;
+    table.get_mut(section)?.as_table_mut()?.get_mut(name)
+}
+
+/// The three settings and sections whose names are nearest, if any is near.
+fn near_names(table: &Table, setting: &str) -> Vec<String> {
+    let mut near = Vec::new();
+    for (section, settings) in table {
+        near.push((edit_distance(setting, section), section.clone()));
+        for name in settings.as_table().into_iter().flat_map(Table::keys) {
+            let last = setting.rsplit('.').next().unwrap_or(setting);
+            let full = format!("{section}.{name}");
+            near.push((edit_distance(last, name).min(edit_distance(setting, &full)), full));
+        }
+    }
+    near.sort();
+    let limit = 1 + setting.len() / 8;
+    near.into_iter().take_while(|(distance, _)| *distance <= limit).take(3).map(|(_, name)| name).collect()
+}
+
+/// Levenshtein's distance in bytes.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+fn one_line(message: &str) -> String {
+    message.trim().replace('\n', ", ")
+}

@@ -1,0 +1,120 @@
+//! The full effective configuration as TOML with a comment for each setting: it can be saved and used as it is.
+
+use toml::Table;
+
+use super::RunConfig;
+
+/// What each setting means, by its dotted name. A test holds that none is missing and none is left over.
+pub(super) const COMMENTS: &[(&str, &str)] = &[
+    ("model", "The model's shape and rules."),
+    ("model.vocab_size", "Tokens that the model knows; 0: as many as the tokenizer has."),
+    ("model.width", "Width of the residual stream (D)."),
+    ("model.num_layers", "Layers (L)."),
+    ("model.num_heads", "Query heads (H)."),
+    ("model.num_kv_heads", "Key and value heads; divides num_heads."),
+    ("model.head_dim", "Width of a head, even."),
+    ("model.qk_norm", "Norm of queries and keys: none, head (Qwen3) or whole (OLMoE)."),
+    ("model.num_experts", "Experts of an MoE layer (E); 0: a dense model."),
+    ("model.top_k", "Experts that a token goes to (K), 1 to num_experts."),
+    ("model.expert_width", "Hidden width of an expert (F)."),
+    ("model.shared_width", "Hidden width of all shared experts together; 0: none."),
+    ("model.moe_every", "Every how many layers the feed-forward is an MoE."),
+    ("model.dense_width", "Hidden width of the dense feed-forward of the other layers."),
+    ("model.activation", "Of experts and dense feed-forwards: swiglu, gelu or relu."),
+    (
+        "model.softmax_before_topk",
+        "Softmax over all experts before the choice (true), or over the chosen ones (false).",
+    ),
+    ("model.normalize_weights", "Whether a token's router weights are divided by their sum."),
+    (
+        "model.capacity_factor",
+        "Above 0: an expert takes ceil(factor K T / E) tokens, later ones are dropped; 0: none is ever dropped;\n\
+         below 0: none is dropped up to |factor| times the even share.",
+    ),
+    ("model.jitter", "In training, router inputs are multiplied by a number in [1 - jitter, 1 + jitter]."),
+    ("model.tie_embeddings", "Whether the output projection is the embedding."),
+    ("model.rope_theta", "Base of the rotary embedding."),
+    ("model.norm_eps", "Epsilon of the RMS norms."),
+    ("model.max_seq_len", "The longest sequence that the model is made for."),
+    ("model.init_std", "Standard deviation of the initial weights."),
+    ("data", "Where text comes from and how it becomes tokens."),
+    ("data.paths", "Text files, folders, globs, .jsonl, .parquet, also .gz and .zst; []: the text of this checkout."),
+    ("data.tokenizer", "bytes, bpe (trained on the data) or the path of a tokenizer.json."),
+    ("data.bpe_vocab_size", "Tokens of a tokenizer trained on the data."),
+    ("data.validation_fraction", "Share of the tokens held out for validation, 0 to 0.5."),
+    ("data.text_field", "Field of JSON lines and column of Parquet files that holds the text."),
+    ("data.cache_dir", "Folder of tokenised data; \"\": moeworks in the user's cache folder."),
+    ("train", "How the model is trained."),
+    ("train.steps", "Optimizer steps in total."),
+    ("train.seq_len", "Tokens of a sequence (S)."),
+    ("train.batch_size", "Sequences of a microbatch."),
+    ("train.grad_accumulation", "Microbatches of a step."),
+    ("train.lr", "Highest learning rate."),
+    ("train.min_lr_ratio", "Last learning rate as a share of the highest."),
+    ("train.schedule", "After the warm-up: cosine, wsd (constant, then linear decay) or constant."),
+    ("train.warmup_steps", "Steps of the linear warm-up."),
+    ("train.decay_fraction", "Share of the steps that wsd decays over."),
+    ("train.weight_decay", "Decoupled weight decay of matrices."),
+    ("train.beta1", "AdamW's memory of the gradient."),
+    ("train.beta2", "AdamW's memory of the gradient's square."),
+    ("train.eps", "AdamW's epsilon."),
+    ("train.clip_norm", "Largest global norm of the gradient; 0: no clipping."),
+    ("train.precision", "f32, or bf16: matrix products in bf16 with f32 masters."),
+    ("train.checkpoint_layers", "Whether layers keep only their input for backward and compute the rest again."),
+    ("train.balance", "Balance loss: none, layer (each by itself) or pooled (over all layers)."),
+    ("train.balance_coef", "Weight of the balance loss."),
+    ("train.z_coef", "Weight of the router's z-loss."),
+    ("train.eval_every", "Steps between evaluations; 0: only at the end."),
+    ("train.eval_batches", "Microbatches of an evaluation; 0: all held-out data."),
+    ("train.sample_every", "Steps between samples of generated text; 0: none."),
+    ("train.sample_tokens", "Tokens of a sample."),
+    ("train.sample_prompt", "What a sample goes on from."),
+    ("train.checkpoint_every", "Steps between checkpoints; 0: only at the end."),
+    ("train.keep_last", "How many of the newest checkpoints are kept, besides the best."),
+    ("train.max_bad_steps", "Steps in a row with a non-finite loss or gradient that end the run."),
+    ("train.seed", "Of initial weights, order of data, routing noise and samples."),
+    ("train.threads", "Threads that compute; 0: one on each core."),
+    ("run", "Where the results go."),
+    ("run.out", "Folder of all runs."),
+    ("run.name", "Folder of this run within it; \"\": made from the date and the time."),
+];
+
+/// `config` as TOML, each setting under its comment. Reading it back gives the same value.
+///
+/// # Panics
+/// If `train.seed` is above `i64::MAX`, which no TOML can say and [`RunConfig::validate`] refuses.
+#[must_use]
+pub fn print_config(config: &RunConfig) -> String {
+    let mut text = String::new();
+    let mut section = String::new();
+    for line in plain(config).lines() {
+        let name = match line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            Some(header) => {
+                section = header.into();
+                section.clone()
+            }
+            None => format!("{section}.{}", line.split(" = ").next().unwrap_or_default()),
+        };
+        if let Some((_, comment)) = COMMENTS.iter().find(|(known, _)| *known == name) {
+            for comment_line in comment.lines() {
+                text.push_str("# ");
+                text.push_str(comment_line.trim_start());
+                text.push('\n');
+            }
+        }
+        text.push_str(line);
+        text.push('\n');
+    }
+    text
+}
+
+/// The configuration as a table. Through text, because text has the shortest form of an f32: as f64 a value of 0.02 would
+/// show as 0.019999999552965164.
+pub(super) fn to_table(config: &RunConfig) -> Table {
+    plain(config).parse().expect("what is written as TOML is TOML")
+}
+
+/// One line for each setting: strings are written on one line with escapes, whatever they hold.
+fn plain(config: &RunConfig) -> String {
+    toml::to_string(config).expect("every setting has a form in TOML")
+}
