@@ -36,7 +36,7 @@ const REPLACED_PREFIX: &str = ".tmp-replaced-";
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// Writing failed: a full disk, missing rights. Older checkpoints are as they were.
-    #[error("cannot save the checkpoint of step {step}: {}: {source}; older checkpoints are unharmed", path.display())]
+    #[error("cannot save the checkpoint of step {step}: {}: {source}; {}", path.display(), advice(source))]
     Save {
         /// The step that was being saved.
         step: u64,
@@ -88,6 +88,16 @@ pub enum StoreError {
     },
 }
 
+/// What to do about an error of the system, and that nothing is lost.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free some space and resume: older checkpoints are unharmed"
+        }
+        _ => "older checkpoints are unharmed",
+    }
+}
+
 impl StoreError {
     fn access(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
@@ -114,8 +124,8 @@ impl Default for Keep {
 #[derive(Debug)]
 pub struct Store {
     dir: PathBuf,
-    /// Held, not read: dropping it lets another trainer in.
-    _lock: Option<File>,
+    /// Held while the store can write: it keeps another trainer out.
+    lock: Option<File>,
     disk: Disk,
 }
 
@@ -123,7 +133,7 @@ impl Store {
     /// Opens the checkpoints of a run to read them. Changes nothing on disk, also while a trainer works.
     #[must_use]
     pub fn open(run_dir: &Path) -> Self {
-        Self { dir: run_dir.join(CHECKPOINTS_DIR), _lock: None, disk: Disk::default() }
+        Self { dir: run_dir.join(CHECKPOINTS_DIR), lock: None, disk: Disk::default() }
     }
 
     /// Opens the checkpoints of a run to write them, making the folders where they are missing: locks the run folder
@@ -143,7 +153,7 @@ impl Store {
             // Some network file systems have no locks; a run there is the user's to guard.
             Err(fs::TryLockError::Error(error)) => tracing::warn!("{}: cannot lock: {error}", lock_path.display()),
         }
-        let store = Self { dir, _lock: Some(lock), disk };
+        let store = Self { dir, lock: Some(lock), disk };
         store.clean().map_err(StoreError::access(&store.dir))?;
         Ok(store)
     }
@@ -221,27 +231,33 @@ impl Store {
             move |source| (path, source)
         };
         let name = final_path.file_name().unwrap_or_default().to_string_lossy();
-        let aside = self.dir.join(format!("{REPLACED_PREFIX}{name}"));
-        let is_replaced = fs::symlink_metadata(final_path).is_ok();
-        if is_replaced {
+        let mut set_aside = None;
+        if fs::symlink_metadata(final_path).is_ok() {
             let is_ours = Checkpoint::read(final_path).is_ok_and(|old| old.holds_nothing_else());
-            if is_ours {
-                self.disk.remove_tree(&aside).map_err(at(&aside))?;
-                self.disk.rename(final_path, &aside).map_err(at(final_path))?;
+            let aside = if is_ours {
+                self.dir.join(format!("{REPLACED_PREFIX}{name}"))
             } else {
-                let damaged = free_name(final_path, "damaged");
-                tracing::warn!("{} is not a whole checkpoint: renamed to {}", final_path.display(), damaged.display());
-                self.disk.rename(final_path, &damaged).map_err(at(final_path))?;
-            }
+                let aside = free_name(final_path, "old");
+                let (name, aside_name) = (final_path.display(), aside.display());
+                tracing::warn!(
+                    "{name} is damaged or holds files of others: it is not deleted but renamed to {aside_name}"
+                );
+                aside
+            };
+            self.disk.remove_tree(&aside).map_err(at(&aside))?;
+            self.disk.rename(final_path, &aside).map_err(at(final_path))?;
+            set_aside = Some((aside, is_ours));
         }
         if let Err(error) = self.disk.rename(tmp, final_path) {
-            if is_replaced {
-                let _ = self.disk.rename(&aside, final_path);
+            if let Some((aside, _)) = &set_aside {
+                let _ = self.disk.rename(aside, final_path);
             }
             return Err(at(final_path)(error));
         }
         self.disk.sync_dir(&self.dir).map_err(at(&self.dir))?;
-        if is_replaced && let Err(error) = self.disk.remove_tree(&aside) {
+        if let Some((aside, true)) = set_aside
+            && let Err(error) = self.disk.remove_tree(&aside)
+        {
             tracing::warn!("{}: cannot remove: {error}", aside.display());
         }
         Ok(())
@@ -311,7 +327,7 @@ impl Store {
     /// Deletes the checkpoints of steps after `step`: for a run that is taken up again from an older checkpoint, whose
     /// later ones belong to a past that is given up.
     pub fn discard_after(&self, step: u64) -> Result<(), StoreError> {
-        for checkpoint in self.list()?.iter().filter(|checkpoint| checkpoint.metadata.step > step) {
+        for checkpoint in self.list()?.iter().rev().filter(|checkpoint| checkpoint.metadata.step > step) {
             self.delete(checkpoint).map_err(StoreError::access(&checkpoint.path))?;
         }
         Ok(())
@@ -377,6 +393,15 @@ impl Store {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for Store {
+    /// Unlocks at once. Closing the file alone would not while a process that was just started still holds a copy of it.
+    fn drop(&mut self) {
+        if let Some(lock) = &self.lock {
+            let _ = lock.unlock();
+        }
     }
 }
 

@@ -60,6 +60,10 @@ impl Checkpoint {
     /// The manifest of a folder that has just been written.
     pub(super) fn describe(path: &Path, metadata: &Metadata, files: &[String]) -> io::Result<Self> {
         let entry = |file: &String| {
+            if !is_plain(file) || !fs::symlink_metadata(path.join(file))?.is_file() {
+                let problem = format!("{file:?} is not a plain file with a plain name");
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
+            }
             let (bytes, xxh3) = checksum(&path.join(file))?;
             Ok(Entry { path: file.clone(), bytes, xxh3 })
         };
