@@ -17,14 +17,18 @@ pub mod counting_sort;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;
+mod gemm;
 pub mod head_loss;
 mod isa;
 pub mod linear;
 mod mapped;
 mod parallel;
+pub mod peak;
 pub mod rms_norm;
 pub mod rope;
 mod simd;
+#[cfg(test)]
+mod test_data;
 mod threads;
 pub mod top_k;
 mod vmath;

@@ -1,8 +1,17 @@
 //! Matrix products of a linear map `y = x w^T`: forward, gradient of the input, gradient of the weight.
+//!
+//! All three are one call of the engine in [`gemm`](crate::gemm). With bf16 weights products are those of bf16 numbers,
+//! exact, and sums are f32 in an order that depends on the instruction set; results of two instruction sets therefore
+//! differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of magnitudes.
 
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::gemm::source::Source;
+use crate::gemm::store::Store;
+use crate::gemm::{Compute, Form, Group, Product, run};
+use crate::parallel::Lent;
+use crate::simd::with_float;
 
 /// Whether a gradient replaces what is in its buffer or is added to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,50 +26,44 @@ pub enum Write {
 /// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `out` is the type of `y`.
 #[must_use]
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
-    let (rows, inner, cols) = (x.rows(), x.cols(), w.rows());
-    assert_eq!(w.cols(), inner, "linear: x {:?}, w {:?}", x.shape(), w.shape());
-    let (a, b) = (x.to_f32_vec(), w.to_f32_vec());
-    let mut y = vec![0.0; rows * cols];
-    ctx.threads().run_pieces(&mut y, cols.max(1), |t, y| {
-        for (o, y) in y.iter_mut().enumerate() {
-            *y = (0..inner).map(|i| a[t * inner + i] * b[o * inner + i]).sum();
-        }
-    });
-    crate::linear::store(ctx, &[rows, cols], &y, out)
+    let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
+    assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
+    let group = Group { a: Source::rows(x, 0), b: Source::rows(w, 0), rows, columns, depth };
+    let mut y = ctx.empty(&[rows, columns], out);
+    product(ctx, Form::Nt, Compute::of(w.dtype()), group, Write::Replace, &mut y);
+    y
 }
 
 /// `dx [T, in] = dy [T, out] w`, types as in [`linear`].
 #[must_use]
 pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
-    let (rows, inner, cols) = (dy.rows(), dy.cols(), w.cols());
-    assert_eq!(w.rows(), inner, "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
-    let (a, b) = (dy.to_f32_vec(), w.to_f32_vec());
-    let mut dx = vec![0.0; rows * cols];
-    ctx.threads().run_pieces(&mut dx, cols.max(1), |t, dx| {
-        for o in 0..inner {
-            for (i, dx) in dx.iter_mut().enumerate() {
-                *dx += a[t * inner + o] * b[o * cols + i];
-            }
-        }
-    });
-    store(ctx, &[rows, cols], &dx, out)
+    let (rows, depth, columns) = (dy.rows(), dy.cols(), w.cols());
+    assert_eq!(w.rows(), depth, "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
+    let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };
+    let mut dx = ctx.empty(&[rows, columns], out);
+    product(ctx, Form::Nn, Compute::of(w.dtype()), group, Write::Replace, &mut dx);
+    dx
 }
 
 /// `dw [out, in] = dy^T x` or `+=`, as `write` says; `dw` is f32. Products are taken in `compute` (f32 or bf16).
 pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
-    let (rows, outs, ins) = (dy.rows(), dy.cols(), x.cols());
-    assert_eq!((x.rows(), dw.len()), (rows, outs * ins), "linear backward: dy {:?}, x {:?}", dy.shape(), x.shape());
-    let _ = compute;
-    let (a, b) = (dy.to_f32_vec(), x.to_f32_vec());
-    ctx.threads().run_pieces(dw.f32s_mut(), ins.max(1), |o, dw| {
-        if write == Write::Replace {
-            dw.fill(0.0);
-        }
-        for t in 0..rows {
-            for (i, dw) in dw.iter_mut().enumerate() {
-                *dw += a[t * outs + o] * b[t * ins + i];
-            }
-        }
+    let (depth, rows, columns) = (dy.rows(), dy.cols(), x.cols());
+    assert_eq!(
+        (x.rows(), dw.len()),
+        (depth, rows * columns),
+        "linear backward: dy {:?}, x {:?}",
+        dy.shape(),
+        x.shape()
+    );
+    let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
+    product(ctx, Form::Tn, Compute::of(compute), group, write, dw);
+}
+
+fn product(ctx: &Context, form: Form, compute: Compute, group: Group<'_>, write: Write, to: &mut Tensor) {
+    let product = Product { form, compute, groups: &[group], is_paired: false };
+    with_float!(to.dtype(), T => {
+        let to = Lent::new(to.slice_mut::<T>());
+        run(ctx, &product, &Store { to, offsets: &[0], stride: group.columns, write });
     });
 }
 
@@ -75,3 +78,7 @@ pub(crate) fn store(ctx: &Context, shape: &[usize], values: &[f32], dtype: DType
     }
     tensor
 }
+
+#[cfg(test)]
+#[path = "linear_tests.rs"]
+mod tests;

@@ -1,0 +1,328 @@
+//! Micro-kernels: a tile of up to 8 rows and 3 vectors of columns, held in registers over the whole depth.
+//!
+//! Depth is counted in units of 32 bits: one f32, or a pair of bf16 that the dot-product instruction takes together. So
+//! one body serves both. A comes as a pointer for each row and a step between units, which covers rows of a row-major
+//! matrix wherever they lie (rows gathered by token need no copy) as well as packed panels. B comes packed, a row of
+//! vectors for each unit. The sums go to a small buffer from which the caller's epilogue takes them while it is in the
+//! first-level cache; that costs about 1% and keeps epilogues out of the kernels.
+
+use crate::simd::{Baseline, Level};
+use crate::{Isa, gemm::Compute};
+
+/// Rows of the largest tile.
+pub(crate) const MAX_ROWS: usize = 8;
+/// Vectors of the widest tile.
+pub(crate) const MAX_VECTORS: usize = 3;
+/// Columns of the widest tile of the widest vectors; rows of a [`Tile`] are this far apart.
+pub(crate) const TILE_STRIDE: usize = 16 * MAX_VECTORS;
+
+/// Where a kernel leaves its sums.
+#[derive(Clone)]
+#[repr(align(64))]
+pub(crate) struct Tile(pub(crate) [f32; MAX_ROWS * TILE_STRIDE]);
+
+impl Tile {
+    pub(crate) fn zero() -> Self {
+        Self([0.0; MAX_ROWS * TILE_STRIDE])
+    }
+
+    #[inline(always)]
+    pub(crate) fn row(&self, row: usize) -> &[f32; TILE_STRIDE] {
+        // The length is right by construction, so the conversion cannot fail.
+        self.0[row * TILE_STRIDE..].first_chunk().expect("a row of a tile")
+    }
+}
+
+/// What a kernel is called with.
+pub(crate) struct TileArgs {
+    /// Units of depth.
+    pub(crate) depth: usize,
+    /// The first unit of each row of A.
+    pub(crate) a: [*const u32; MAX_ROWS],
+    /// Units from one unit of a row of A to the next.
+    pub(crate) a_step: usize,
+    /// The packed panel of B.
+    pub(crate) b: *const u32,
+    /// The sums, rows [`TILE_STRIDE`] apart.
+    pub(crate) tile: *mut f32,
+    /// Whether to go on from the sums that are in `tile`.
+    pub(crate) is_continued: bool,
+}
+
+/// # Safety
+/// The machine must have the instructions of the kernel; `a` must be readable at `depth` units for each of the kernel's
+/// rows, `b` at `depth` times its width, and `tile` must be a [`Tile`].
+type Kernel = unsafe fn(&TileArgs);
+
+/// All tile sizes of a kernel function. Those with more rows than the instruction set's largest tile are never called.
+macro_rules! table {
+    (@row $rows:literal, $($function:tt)+) => {
+        [$($function)+::<$rows, 1> as Kernel, $($function)+::<$rows, 2> as Kernel, $($function)+::<$rows, 3> as Kernel]
+    };
+    ($($function:tt)+) => {
+        [
+            table!(@row 1, $($function)+), table!(@row 2, $($function)+), table!(@row 3, $($function)+),
+            table!(@row 4, $($function)+), table!(@row 5, $($function)+), table!(@row 6, $($function)+),
+            table!(@row 7, $($function)+), table!(@row 8, $($function)+),
+        ]
+    };
+}
+/// The kernels of one instruction set for one kind of unit.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernels {
+    /// By rows and vectors, each less one.
+    table: [[Kernel; MAX_VECTORS]; MAX_ROWS],
+    /// Rows of the largest tile.
+    pub(crate) rows: usize,
+    /// Lanes of a vector.
+    pub(crate) lanes: usize,
+    /// What a unit holds.
+    pub(crate) compute: Compute,
+}
+
+impl Kernels {
+    /// The kernels for products in `compute` on `isa`. Where the instruction set has no bf16 product these are f32
+    /// kernels: the product of two bf16 is exact in f32, so results differ by the order of sums only.
+    pub(crate) fn select(isa: Isa, compute: Compute) -> Self {
+        match (isa, compute) {
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, Compute::Bf16) => {
+                Self { table: table!(x86::avx512_bf16), rows: 8, lanes: 16, compute: Compute::Bf16 }
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512 | Isa::Avx512Bf16, _) => {
+                Self { table: table!(x86::avx512), rows: 8, lanes: 16, compute: Compute::F32 }
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, _) => Self { table: table!(x86::avx2), rows: 4, lanes: 8, compute: Compute::F32 },
+            _ => Self { table: table!(portable), rows: 4, lanes: Baseline::WIDTH, compute: Compute::F32 },
+        }
+    }
+
+    /// Runs the kernel for `rows` rows and `vectors` vectors.
+    ///
+    /// # Safety
+    /// As for [`Kernel`], with an instruction set that the machine has.
+    #[inline(always)]
+    pub(crate) unsafe fn run(&self, rows: usize, vectors: usize, args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { self.table[rows - 1][vectors - 1](args) }
+    }
+}
+
+/// A step of a product on vectors of 32-bit units.
+pub(crate) trait Math {
+    /// A vector of sums.
+    type Sums: Copy;
+    /// A vector of units.
+    type Units: Copy;
+    /// Lanes of both.
+    const WIDTH: usize;
+
+    fn zero() -> Self::Sums;
+    unsafe fn load(from: *const f32) -> Self::Sums;
+    unsafe fn store(to: *mut f32, sums: Self::Sums);
+    unsafe fn units(from: *const u32) -> Self::Units;
+    unsafe fn splat(from: *const u32) -> Self::Units;
+    fn add_product(sums: Self::Sums, a: Self::Units, b: Self::Units) -> Self::Sums;
+    fn prefetch(at: *const u32);
+}
+
+struct F32<S>(S);
+
+impl<S: Level> Math for F32<S> {
+    type Sums = S::Vector;
+    type Units = S::Vector;
+    const WIDTH: usize = S::WIDTH;
+
+    #[inline(always)]
+    fn zero() -> S::Vector {
+        S::splat(0.0)
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> S::Vector {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { S::load(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, sums: S::Vector) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { S::store(to, sums) }
+    }
+
+    #[inline(always)]
+    unsafe fn units(from: *const u32) -> S::Vector {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { S::load(from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(from: *const u32) -> S::Vector {
+        // SAFETY: the caller promises a readable unit, aligned as every unit is.
+        S::splat(unsafe { *from.cast::<f32>() })
+    }
+
+    #[inline(always)]
+    fn add_product(sums: S::Vector, a: S::Vector, b: S::Vector) -> S::Vector {
+        S::vector_mul_add(a, b, sums)
+    }
+
+    #[inline(always)]
+    fn prefetch(at: *const u32) {
+        prefetch(at);
+    }
+}
+
+/// Asks for the cache line at `at`, which may be any address, to be brought close.
+#[inline(always)]
+pub(crate) fn prefetch(at: *const u32) {
+    // SAFETY: a prefetch reads nothing that the program sees and ignores addresses that are not mapped.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+/// Bytes of B by which a kernel reads ahead of itself, so that panels stream from the second-level cache.
+const B_AHEAD: usize = 768;
+
+/// # Safety
+/// As for [`Kernel`].
+#[inline(always)]
+unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: rows, units of the panel and places in the tile are inside what the caller promises.
+    unsafe {
+        let mut sums = [[M::zero(); VECTORS]; ROWS];
+        if args.is_continued {
+            for (r, sums) in sums.iter_mut().enumerate() {
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    *sum = M::load(args.tile.add(r * TILE_STRIDE + v * M::WIDTH));
+                }
+            }
+        }
+        let mut b = args.b;
+        let mut at = 0;
+        for _ in 0..args.depth {
+            for v in 0..VECTORS {
+                M::prefetch(b.wrapping_add(B_AHEAD / 4 + v * M::WIDTH));
+            }
+            let mut columns = [M::units(b); VECTORS];
+            for (v, column) in columns.iter_mut().enumerate() {
+                *column = M::units(b.add(v * M::WIDTH));
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let row = M::splat(args.a[r].add(at));
+                for (sum, &column) in sums.iter_mut().zip(&columns) {
+                    *sum = M::add_product(*sum, row, column);
+                }
+            }
+            b = b.add(VECTORS * M::WIDTH);
+            at += args.a_step;
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (v, &sum) in sums.iter().enumerate() {
+                M::store(args.tile.add(r * TILE_STRIDE + v * M::WIDTH), sum);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`Kernel`].
+unsafe fn portable<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile::<F32<Baseline>, ROWS, VECTORS>(args) }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use core::arch::x86_64::{
+        __m512, __m512bh, _mm512_castps_si512, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps,
+        _mm512_storeu_ps,
+    };
+
+    use super::{F32, Math, TileArgs, tile};
+    use crate::simd::{Avx2, Avx512};
+
+    struct Bf16Dot;
+
+    // The functions of this trait are used in `avx512_bf16` alone, which has the instructions.
+    impl Math for Bf16Dot {
+        type Sums = __m512;
+        type Units = __m512;
+        const WIDTH: usize = 16;
+
+        #[inline(always)]
+        fn zero() -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> __m512 {
+            // SAFETY: see above; the caller promises readable memory.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, sums: __m512) {
+            // SAFETY: see above; the caller promises writable memory.
+            unsafe { _mm512_storeu_ps(to, sums) }
+        }
+
+        #[inline(always)]
+        unsafe fn units(from: *const u32) -> __m512 {
+            // SAFETY: see above; the caller promises readable memory.
+            unsafe { _mm512_loadu_ps(from.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(from: *const u32) -> __m512 {
+            // SAFETY: see above; the caller promises a readable unit.
+            unsafe { _mm512_set1_ps(*from.cast::<f32>()) }
+        }
+
+        #[inline(always)]
+        fn add_product(sums: __m512, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: see above; the transmutes only rename 512 bits.
+            unsafe {
+                let a: __m512bh = std::mem::transmute(_mm512_castps_si512(a));
+                let b: __m512bh = std::mem::transmute(_mm512_castps_si512(b));
+                _mm512_dpbf16_ps(sums, a, b)
+            }
+        }
+
+        #[inline(always)]
+        fn prefetch(at: *const u32) {
+            super::prefetch(at);
+        }
+    }
+
+    /// # Safety
+    /// As for [`super::Kernel`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+    pub(super) unsafe fn avx512_bf16<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { tile::<Bf16Dot, ROWS, VECTORS>(args) }
+    }
+
+    /// # Safety
+    /// As for [`super::Kernel`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
+    }
+
+    /// # Safety
+    /// As for [`super::Kernel`].
+    #[target_feature(enable = "avx2,fma,f16c,bmi2")]
+    pub(super) unsafe fn avx2<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { tile::<F32<Avx2>, ROWS, VECTORS>(args) }
+    }
+}

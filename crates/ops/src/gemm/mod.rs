@@ -1,0 +1,286 @@
+//! Grouped matrix products: one engine for linear layers and for experts, in all three forms.
+//!
+//! A product is a list of groups, each `C [rows, columns] = A B` with sizes of its own (an expert and its tokens, or one
+//! group for a linear layer). A group is cut into tasks of some rows by some panels of columns. A task packs its panels
+//! of B into memory of its thread that the second-level cache holds, then goes through its rows eight at a time, each
+//! group of rows against all panels; what a kernel leaves for a tile goes to the product's [`Epilogue`] at once. A row
+//! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra.
+//!
+//! Every element is one sum over the depth in an order fixed by the depth alone, so results do not depend on how tasks
+//! are cut; the cut itself may therefore depend on the number of threads.
+
+pub(crate) mod kernel;
+pub(crate) mod source;
+pub(crate) mod store;
+mod tasks;
+#[cfg(target_arch = "x86_64")]
+mod transpose;
+
+use std::sync::{Mutex, PoisonError};
+
+use moeworks_tensor::{DType, Tensor};
+
+use crate::Context;
+use crate::parallel::Lent;
+use crate::simd::{Level, kernel as compiled};
+use kernel::{Kernels, MAX_ROWS, Tile, TileArgs};
+use source::{Block, Format, Source};
+use tasks::{Panels, Task};
+
+/// The type in which products are taken; sums are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Compute {
+    F32,
+    Bf16,
+}
+
+impl Compute {
+    /// Products with weights of this type.
+    pub(crate) fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::BF16 => Self::Bf16,
+            DType::U32 => panic!("a product of integers"),
+        }
+    }
+}
+
+/// How the operands lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// `A B^T`: rows of both run along the depth. A linear layer's forward.
+    Nt,
+    /// `A B`: rows of A run along the depth, rows of B across. The gradient of the input.
+    Nn,
+    /// `A^T B`: rows of both run across the depth. The gradient of the weight.
+    Tn,
+}
+
+/// One product of a list.
+#[derive(Clone, Copy)]
+pub(crate) struct Group<'a> {
+    /// Rows of A (columns of A in the form `A^T B`).
+    pub(crate) a: Source<'a>,
+    /// Rows of B.
+    pub(crate) b: Source<'a>,
+    /// Rows of C.
+    pub(crate) rows: usize,
+    /// Columns of C; with paired columns half of them.
+    pub(crate) columns: usize,
+    /// Terms of each sum.
+    pub(crate) depth: usize,
+}
+
+/// A list of products of one form.
+#[derive(Clone, Copy)]
+pub(crate) struct Product<'a> {
+    pub(crate) form: Form,
+    pub(crate) compute: Compute,
+    pub(crate) groups: &'a [Group<'a>],
+    /// Columns come in pairs, c and `columns + c`, and the epilogue gets both tiles at once.
+    pub(crate) is_paired: bool,
+}
+
+/// Where a tile is.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) group: usize,
+    /// First row and number of rows.
+    pub(crate) rows: (usize, usize),
+    /// First column and number of columns.
+    pub(crate) columns: (usize, usize),
+    /// The number of the panel that the columns are: fixed by the number of columns.
+    pub(crate) panel: usize,
+}
+
+/// What is done with the sums. Called once for each tile; tiles do not overlap.
+pub(crate) trait Epilogue: Sync {
+    /// `tiles` holds one tile, or two for paired columns.
+    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]);
+}
+
+/// Computes all products of the list.
+pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+    let kernels = Kernels::select(ctx.isa(), product.compute);
+    let plan = tasks::plan(product, &kernels, ctx.threads().count());
+    if plan.tasks.is_empty() {
+        return;
+    }
+    let num_threads = ctx.threads().count().min(plan.tasks.len());
+    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units], DType::U32);
+    let scratch = Slots::new(&mut scratch, num_threads);
+    ctx.threads().run(plan.tasks.len(), |index| {
+        scratch.with(|scratch| run_task(ctx.isa(), product, &plan.tasks[index], &kernels, scratch, epilogue));
+    });
+}
+
+/// Scratch memory for as many tasks as run at a time.
+struct Slots<'a> {
+    memory: Lent<'a, u32>,
+    len: usize,
+    free: Mutex<Vec<usize>>,
+}
+
+impl<'a> Slots<'a> {
+    fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
+        let memory = tensor.slice_mut::<u32>();
+        let len = memory.len() / num_slots;
+        Self { memory: Lent::new(memory), len, free: Mutex::new((0..num_slots).collect()) }
+    }
+
+    fn with(&self, run: impl FnOnce(&mut [u32])) {
+        let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = lock().pop().expect("a slot for each thread");
+        // SAFETY: a slot is in the list once, so nobody else has it until it is put back below.
+        run(unsafe { self.memory.range(slot * self.len..(slot + 1) * self.len) });
+        lock().push(slot);
+    }
+}
+
+compiled! {
+    fn run_task<S: Level, E: Epilogue>(
+        product: &Product<'_>,
+        task: &Task,
+        kernels: &Kernels,
+        scratch: &mut [u32],
+        epilogue: &E,
+    ) {
+        let work = Work { product, group: &product.groups[task.group], task, kernels };
+        work.run::<S, E>(scratch, epilogue);
+    }
+}
+
+/// A task and what it belongs to.
+struct Work<'a> {
+    product: &'a Product<'a>,
+    group: &'a Group<'a>,
+    task: &'a Task,
+    kernels: &'a Kernels,
+}
+
+impl Work<'_> {
+    #[inline(always)]
+    fn run<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+        let Self { product, group, task, kernels } = *self;
+        let format = self.format();
+        let panels = Panels::of(group.columns, kernels.lanes);
+        let num_tiles = if product.is_paired { 2 } else { 1 };
+        let (b_room, rest) = scratch.split_at_mut(task.b_units);
+        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        // Sums wait here between parts of the depth; with one part a single place serves all tiles.
+        let tiles = tile_slice(rest);
+        let num_parts = group.depth.div_ceil(task.part).max(1);
+        for part in 0..num_parts {
+            let start = part * task.part;
+            let depth = (group.depth - start).min(task.part);
+            let num_units = format.units_of(depth);
+            self.pack_b::<S>(start, depth, b_room);
+            if product.form == Form::Tn {
+                self.pack_a::<S>(start, depth, a_room);
+            }
+            let mut next_tile = 0;
+            for row in (0..task.rows.1).step_by(kernels.rows) {
+                let rows = (task.rows.1 - row).min(kernels.rows);
+                let (a, a_step) = if product.form == Form::Tn {
+                    (packed_rows(&a_room[row * num_units..], rows), kernels.rows)
+                } else {
+                    (self.rows_of_a(task.rows.0 + row, rows, (start, depth), a_room), 1)
+                };
+                let mut b = &b_room[..];
+                for panel in task.panels.0..task.panels.0 + task.panels.1 {
+                    let (column, columns, width) = panels.panel(panel);
+                    let tiles = &mut tiles[next_tile..next_tile + num_tiles];
+                    for tile in tiles.iter_mut() {
+                        let (now, later) = b.split_at(num_units * width);
+                        b = later;
+                        let tile = tile.0.as_mut_ptr();
+                        let args =
+                            TileArgs { depth: num_units, a, a_step, b: now.as_ptr(), tile, is_continued: part > 0 };
+                        // SAFETY: the kernels fit the context's instruction set; `a` points at `rows` rows of
+                        // `num_units` units, checked where the pointers were made, and `b` is a packed panel.
+                        unsafe { kernels.run(rows, width / kernels.lanes, &args) };
+                    }
+                    if part + 1 == num_parts {
+                        let rows = (task.rows.0 + row, rows);
+                        epilogue.tile::<S>(Place { group: task.group, rows, columns: (column, columns), panel }, tiles);
+                    }
+                    if num_parts > 1 {
+                        next_tile += num_tiles;
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn format(&self) -> Format {
+        Format { units: self.kernels.compute, precision: self.product.compute }
+    }
+
+    /// Packs the task's panels of B, paired ones next to each other.
+    #[inline(always)]
+    fn pack_b<S: Level>(&self, start: usize, depth: usize, mut to: &mut [u32]) {
+        let panels = Panels::of(self.group.columns, self.kernels.lanes);
+        let range = self.task.panels.0..self.task.panels.0 + self.task.panels.1;
+        if self.product.form != Form::Nt {
+            return source::pack_straight::<S>(&self.group.b, (start, depth), &panels, range, self.format(), to);
+        }
+        for panel in range {
+            let (column, columns, width) = panels.panel(panel);
+            for pair in 0..if self.product.is_paired { 2 } else { 1 } {
+                let (now, later) = to.split_at_mut(self.format().units_of(depth) * width);
+                to = later;
+                let block = Block { rows: (column + pair * self.group.columns, columns), columns: (start, depth) };
+                source::pack_transposed::<S>(&self.group.b, block, self.format(), width, now);
+            }
+        }
+    }
+
+    /// Packs the task's rows of C, which are columns of A, as panels as narrow as a kernel has rows.
+    #[inline(always)]
+    fn pack_a<S: Level>(&self, start: usize, depth: usize, to: &mut [u32]) {
+        let panels = Panels::equal(self.task.rows.0 + self.task.rows.1, self.kernels.rows);
+        let range = self.task.rows.0 / self.kernels.rows..panels.count;
+        source::pack_straight::<S>(&self.group.a, (start, depth), &panels, range, self.format(), to);
+    }
+
+    /// Pointers to rows of A, converted into `room` where they cannot be used in place.
+    #[inline(always)]
+    fn rows_of_a(
+        &self,
+        first: usize,
+        rows: usize,
+        (start, depth): (usize, usize),
+        room: &mut [u32],
+    ) -> [*const u32; MAX_ROWS] {
+        let num_units = self.format().units_of(depth);
+        let mut pointers = [room.as_ptr(); MAX_ROWS];
+        if num_units == 0 {
+            return pointers;
+        }
+        let mut rooms = room.chunks_exact_mut(num_units);
+        for (row, pointer) in pointers.iter_mut().enumerate().take(rows) {
+            let direct = self.group.a.direct(first + row, start, depth, self.format());
+            *pointer = direct.unwrap_or_else(|| {
+                let room = rooms.next().expect("room for the rows of a tile");
+                self.group.a.load(first + row, start, depth, self.format(), room);
+                room.as_ptr()
+            });
+        }
+        pointers
+    }
+}
+
+#[inline(always)]
+fn packed_rows(panel: &[u32], rows: usize) -> [*const u32; MAX_ROWS] {
+    std::array::from_fn(|row| panel.as_ptr().wrapping_add(row.min(rows - 1)))
+}
+
+/// Memory as tiles. The scratch comes from the pool, whose blocks are aligned as a tile asks.
+#[inline(always)]
+fn tile_slice(memory: &mut [u32]) -> &mut [Tile] {
+    // SAFETY: every bit pattern is a valid f32, and `align_to_mut` returns only whole tiles at aligned addresses.
+    let (before, tiles, _) = unsafe { memory.align_to_mut::<Tile>() };
+    debug_assert!(before.is_empty(), "scratch is cut at multiples of a cache line");
+    tiles
+}

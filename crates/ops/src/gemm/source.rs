@@ -1,0 +1,313 @@
+//! Where a product finds its elements, and how they are brought into the form that kernels take.
+//!
+//! A unit is one f32 or a pair of bf16 that are neighbours along the depth (see [`kernel`](super::kernel)). Packing turns
+//! elements of either type into units of either kind; a matrix whose precision is bf16 has its f32 elements rounded here.
+
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor, bf16};
+
+use super::Compute;
+use super::tasks::Panels;
+use crate::simd::{Float, Level};
+
+/// The elements of a tensor, by type.
+#[derive(Clone, Copy)]
+pub(crate) enum Elements<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> Elements<'a> {
+    pub(crate) fn of(tensor: &'a Tensor) -> Self {
+        match tensor.dtype() {
+            DType::F32 => Self::F32(tensor.f32s()),
+            DType::BF16 => Self::Bf16(tensor.bf16s()),
+            DType::U32 => panic!("a product of integers"),
+        }
+    }
+}
+
+/// Rows of a row-major matrix: all of it, a slice of a stack, or rows gathered by index.
+#[derive(Clone, Copy)]
+pub(crate) struct Source<'a> {
+    pub(crate) elements: Elements<'a>,
+    /// Elements before row 0.
+    pub(crate) offset: usize,
+    /// Elements from one row to the next, at least the row's length.
+    pub(crate) stride: usize,
+    /// Which row of the matrix each row is; the same one without.
+    pub(crate) indices: Option<&'a [u32]>,
+    /// A factor for each row.
+    pub(crate) scales: Option<&'a [f32]>,
+}
+
+impl<'a> Source<'a> {
+    /// The rows of a tensor from row `first` on.
+    pub(crate) fn rows(tensor: &'a Tensor, first: usize) -> Self {
+        let stride = tensor.cols();
+        Self { elements: Elements::of(tensor), offset: first * stride, stride, indices: None, scales: None }
+    }
+
+    /// The rows of a tensor that `indices` name.
+    pub(crate) fn gathered(tensor: &'a Tensor, indices: &'a [u32]) -> Self {
+        Self { indices: Some(indices), ..Self::rows(tensor, 0) }
+    }
+
+    /// The same rows, each multiplied by a factor.
+    pub(crate) fn scaled(self, scales: &'a [f32]) -> Self {
+        Self { scales: Some(scales), ..self }
+    }
+
+    #[inline(always)]
+    fn start(&self, row: usize) -> usize {
+        let row = self.indices.map_or(row, |indices| indices[row] as usize);
+        self.offset + row * self.stride
+    }
+
+    #[inline(always)]
+    fn scale(&self, row: usize) -> f32 {
+        self.scales.map_or(1.0, |scales| scales[row])
+    }
+
+    /// The first unit of a row from element `at`, if `len` elements can be used where they lie.
+    #[inline(always)]
+    pub(crate) fn direct(&self, row: usize, at: usize, len: usize, format: Format) -> Option<*const u32> {
+        let start = self.start(row) + at;
+        match (self.elements, format.units, format.precision) {
+            (Elements::F32(x), Compute::F32, Compute::F32) => Some(x[start..start + len].as_ptr().cast()),
+            (Elements::Bf16(x), Compute::Bf16, _) if len % 2 == 0 && start % 2 == 0 => {
+                Some(x[start..start + len].as_ptr().cast())
+            }
+            _ => None,
+        }
+    }
+
+    /// Brings `len` elements of a row from `at` on into units.
+    #[inline(always)]
+    pub(crate) fn load(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {
+        let start = self.start(row) + at;
+        match self.elements {
+            Elements::F32(x) => load_row(&x[start..start + len], format, to),
+            Elements::Bf16(x) => load_row(&x[start..start + len], format, to),
+        }
+    }
+}
+
+/// What units hold and in which precision products are taken.
+#[derive(Clone, Copy)]
+pub(crate) struct Format {
+    pub(crate) units: Compute,
+    pub(crate) precision: Compute,
+}
+
+impl Format {
+    /// Units that `len` elements fill.
+    #[inline(always)]
+    pub(crate) fn units_of(self, len: usize) -> usize {
+        match self.units {
+            Compute::F32 => len,
+            Compute::Bf16 => len.div_ceil(2),
+        }
+    }
+
+    /// The f32 that stands for an element.
+    #[inline(always)]
+    fn value<T: Float>(self, x: T) -> f32 {
+        match self.precision {
+            Compute::F32 => x.load(),
+            Compute::Bf16 => bf16::store(x.load()).load(),
+        }
+    }
+}
+
+#[inline(always)]
+fn half<T: Float>(x: T) -> u32 {
+    u32::from(bf16::store(x.load()).to_bits())
+}
+
+#[inline(always)]
+fn load_row<T: Float>(from: &[T], format: Format, to: &mut [u32]) {
+    match format.units {
+        Compute::F32 => {
+            for (to, &x) in to.iter_mut().zip(from) {
+                *to = format.value(x).to_bits();
+            }
+        }
+        Compute::Bf16 => {
+            let (pairs, rest) = from.as_chunks::<2>();
+            for (to, &[low, high]) in to.iter_mut().zip(pairs) {
+                *to = half(low) | (half(high) << 16);
+            }
+            if let [low] = rest {
+                to[pairs.len()] = half(*low);
+            }
+        }
+    }
+}
+
+/// A block of a source: rows `rows.0 .. rows.0 + rows.1`, elements `columns.0 .. columns.0 + columns.1` of each.
+#[derive(Clone, Copy)]
+pub(crate) struct Block {
+    pub(crate) rows: (usize, usize),
+    pub(crate) columns: (usize, usize),
+}
+
+/// Columns that are converted at a time: long loops vectorise well, and the row stays in the first-level cache.
+const BATCH: usize = 1024;
+
+/// Packs panels of a source whose rows run across the depth: rows `depth.0 .. depth.0 + depth.1`, of these the columns
+/// that the panels `range` cut, each as `[unit][width]`, one after the other, with zeros beyond the last column.
+#[inline(always)]
+pub(crate) fn pack_straight<S: Level>(
+    source: &Source<'_>,
+    depth: (usize, usize),
+    panels: &Panels,
+    range: Range<usize>,
+    format: Format,
+    to: &mut [u32],
+) {
+    match source.elements {
+        Elements::F32(x) => straight(source, x, depth, panels, range, format, to),
+        Elements::Bf16(x) => straight(source, x, depth, panels, range, format, to),
+    }
+}
+
+#[inline(always)]
+fn straight<T: Float>(
+    source: &Source<'_>,
+    x: &[T],
+    (first, depth): (usize, usize),
+    panels: &Panels,
+    range: Range<usize>,
+    format: Format,
+    mut to: &mut [u32],
+) {
+    let num_units = format.units_of(depth);
+    let mut room = [0; BATCH];
+    let mut batch = range;
+    while !batch.is_empty() {
+        let (column, ..) = panels.panel(batch.start);
+        let end = |panel: usize| panels.panel(panel).0 + panels.panel(panel).1 - column;
+        let next = (batch.start + 1..batch.end).find(|&panel| end(panel) > BATCH).unwrap_or(batch.end);
+        let columns = end(next - 1);
+        let row = |k: usize| &x[source.start(first + k) + column..][..columns];
+        let width: usize = (batch.start..next).map(|panel| panels.panel(panel).2).sum();
+        let (now, later) = to.split_at_mut(num_units * width);
+        to = later;
+        for unit in 0..num_units {
+            let units = &mut room[..columns];
+            match format.units {
+                Compute::F32 => load_scaled(row(unit), source.scale(first + unit), format, units),
+                Compute::Bf16 if 2 * unit + 1 < depth => {
+                    let (k, l) = (2 * unit, 2 * unit + 1);
+                    let scales = (source.scale(first + k), source.scale(first + l));
+                    for ((to, &low), &high) in units.iter_mut().zip(row(k)).zip(row(l)) {
+                        *to = half(low.load() * scales.0) | (half(high.load() * scales.1) << 16);
+                    }
+                }
+                Compute::Bf16 => {
+                    let scale = source.scale(first + 2 * unit);
+                    for (to, &low) in units.iter_mut().zip(row(2 * unit)) {
+                        *to = half(low.load() * scale);
+                    }
+                }
+            }
+            let mut start = 0;
+            for panel in batch.start..next {
+                let (at, columns, width) = panels.panel(panel);
+                copy(&units[at - column..][..columns], &mut now[start + unit * width..][..width]);
+                start += num_units * width;
+            }
+        }
+        batch.start = next;
+    }
+}
+
+#[inline(always)]
+fn load_scaled<T: Float>(from: &[T], scale: f32, format: Format, to: &mut [u32]) {
+    match format.precision {
+        Compute::F32 => to.iter_mut().zip(from).for_each(|(to, &x)| *to = (x.load() * scale).to_bits()),
+        Compute::Bf16 => {
+            to.iter_mut().zip(from).for_each(|(to, &x)| *to = bf16::store(x.load() * scale).load().to_bits());
+        }
+    }
+}
+
+/// Copies a row of a panel and fills it up with zeros.
+#[inline(always)]
+fn copy(from: &[u32], to: &mut [u32]) {
+    #[inline(always)]
+    fn whole<const WIDTH: usize>(from: &[u32], to: &mut [u32]) -> bool {
+        match (from.as_array::<WIDTH>(), to.as_mut_array::<WIDTH>()) {
+            (Some(from), Some(to)) => {
+                *to = *from;
+                true
+            }
+            _ => false,
+        }
+    }
+    // A copy of a length known to the compiler is a few moves; others are a call.
+    if !(whole::<48>(from, to) || whole::<8>(from, to) || whole::<32>(from, to) || whole::<24>(from, to)) {
+        let (whole, rest) = to.split_at_mut(from.len());
+        whole.copy_from_slice(from);
+        rest.fill(0);
+    }
+}
+
+/// Packs a block whose rows run across the depth, that is transposes it: `to[unit][width]`, zeros beyond the block's rows.
+#[inline(always)]
+pub(crate) fn pack_transposed<S: Level>(
+    source: &Source<'_>,
+    block: Block,
+    format: Format,
+    width: usize,
+    to: &mut [u32],
+) {
+    match source.elements {
+        Elements::F32(x) => transposed::<S, f32>(source, x, block, format, width, to),
+        Elements::Bf16(x) => transposed::<S, bf16>(source, x, block, format, width, to),
+    }
+}
+
+#[inline(always)]
+fn transposed<S: Level, T: Float>(
+    source: &Source<'_>,
+    x: &[T],
+    block: Block,
+    format: Format,
+    width: usize,
+    to: &mut [u32],
+) {
+    let ((first, rows), (column, depth)) = (block.rows, block.columns);
+    let num_units = format.units_of(depth);
+    let to = &mut to[..num_units * width];
+    for tile in (0..width).step_by(16) {
+        let tile_rows = rows.saturating_sub(tile).min(16);
+        let tile_width = (width - tile).min(16);
+        let mut done = 0;
+        #[cfg(target_arch = "x86_64")]
+        if S::WIDTH == 16 && tile_rows == 16 && num_units > 0 {
+            let starts: [&[T]; 16] = std::array::from_fn(|r| &x[source.start(first + tile + r) + column..][..depth]);
+            // SAFETY: this level is in use only on machines with AVX-512.
+            done = unsafe { super::transpose::units(&starts, format, width, &mut to[tile..]) };
+        }
+        for unit in done..num_units {
+            let to = &mut to[unit * width + tile..][..tile_width];
+            for (r, to) in to.iter_mut().enumerate() {
+                *to = if r < tile_rows {
+                    let start = source.start(first + tile + r) + column;
+                    match format.units {
+                        Compute::F32 => format.value(x[start + unit]).to_bits(),
+                        Compute::Bf16 if 2 * unit + 1 < depth => {
+                            half(x[start + 2 * unit]) | (half(x[start + 2 * unit + 1]) << 16)
+                        }
+                        Compute::Bf16 => half(x[start + 2 * unit]),
+                    }
+                } else {
+                    0
+                };
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! How a list of products is cut into tasks.
+
+use super::kernel::{Kernels, MAX_VECTORS, Tile};
+use super::source::Format;
+use super::{Form, Group, Product};
+
+/// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
+const B_UNITS: usize = 128 << 10;
+/// The longest part of the depth that is summed at once where A is used in place.
+const LONG_PART: usize = 2048;
+/// The same where both operands are packed.
+const SHORT_PART: usize = 384;
+/// Rows of a task where sums wait between parts of the depth, or where A is packed.
+const MAX_WAITING_ROWS: usize = 192;
+/// Fewest rows for which packing B once more is cheap against the products.
+const MIN_ROWS: usize = 192;
+/// Tasks for each thread at which the ends of threads lie close together.
+const TASKS_PER_THREAD: usize = 8;
+/// Units in a cache line: where parts of the scratch begin.
+const LINE: usize = 16;
+
+/// A rectangle of a group's result.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Task {
+    pub(super) group: usize,
+    /// First row and number of rows.
+    pub(super) rows: (usize, usize),
+    /// First panel and number of panels.
+    pub(super) panels: (usize, usize),
+    /// Terms of the depth that are summed at once; even.
+    pub(super) part: usize,
+    /// Scratch for packed panels of B.
+    pub(super) b_units: usize,
+    /// Scratch for rows of A.
+    pub(super) a_units: usize,
+}
+
+pub(super) struct Plan {
+    pub(super) tasks: Vec<Task>,
+    /// Scratch that any of them needs.
+    pub(super) scratch_units: usize,
+}
+
+/// The panels that columns are cut into: three vectors wide, the last one or two of two vectors where that avoids one of
+/// a single vector, for which kernels are slow.
+#[derive(Clone, Copy)]
+pub(crate) struct Panels {
+    columns: usize,
+    wide: usize,
+    num_wide: usize,
+    /// The width of those after the wide ones.
+    narrow: usize,
+    pub(crate) count: usize,
+}
+
+impl Panels {
+    /// The panels of B for vectors of so many lanes.
+    #[inline(always)]
+    pub(crate) fn of(columns: usize, lanes: usize) -> Self {
+        let vectors = columns.div_ceil(lanes);
+        let (num_wide, narrow, num_narrow) = match (vectors / MAX_VECTORS, vectors % MAX_VECTORS) {
+            (num_wide, 0) => (num_wide, 0, 0),
+            (0, rest) => (0, rest, 1),
+            (num_wide, 1) => (num_wide - 1, 2, 2),
+            (num_wide, _) => (num_wide, 2, 1),
+        };
+        Self { columns, wide: MAX_VECTORS * lanes, num_wide, narrow: narrow * lanes, count: num_wide + num_narrow }
+    }
+
+    /// Panels of one width, the last as wide though columns end inside it.
+    #[inline(always)]
+    pub(crate) fn equal(columns: usize, width: usize) -> Self {
+        let count = columns.div_ceil(width);
+        Self { columns, wide: width, num_wide: count, narrow: 0, count }
+    }
+
+    /// First column, number of columns and width of a panel.
+    #[inline(always)]
+    pub(crate) fn panel(&self, index: usize) -> (usize, usize, usize) {
+        let start = index.min(self.num_wide) * self.wide + index.saturating_sub(self.num_wide) * self.narrow;
+        let width = if index < self.num_wide { self.wide } else { self.narrow };
+        (start, (self.columns - start).min(width), width)
+    }
+}
+
+pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, num_threads: usize) -> Plan {
+    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let work = |group: &Group<'_>| group.rows * group.columns * num_tiles * group.depth;
+    let total: usize = product.groups.iter().map(work).sum();
+    let budget = if num_threads == 1 { usize::MAX } else { total / (num_threads * TASKS_PER_THREAD) + 1 };
+    let mut plan = Plan { tasks: Vec::new(), scratch_units: 0 };
+    for (index, group) in product.groups.iter().enumerate() {
+        if group.rows > 0 && group.columns > 0 {
+            cut_group(product, (index, group), kernels, budget, &mut plan);
+        }
+    }
+    plan
+}
+
+fn cut_group(
+    product: &Product<'_>,
+    (index, group): (usize, &Group<'_>),
+    kernels: &Kernels,
+    budget: usize,
+    plan: &mut Plan,
+) {
+    let format = Format { units: kernels.compute, precision: product.compute };
+    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let panels = Panels::of(group.columns, kernels.lanes);
+    let longest = if product.form == Form::Tn { SHORT_PART } else { LONG_PART };
+    let num_parts = group.depth.div_ceil(longest).max(1);
+    let part = group.depth.div_ceil(num_parts).next_multiple_of(2);
+    let part_units = format.units_of(part.min(group.depth));
+    let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
+
+    let max_rows = if num_parts > 1 || product.form == Form::Tn { MAX_WAITING_ROWS } else { usize::MAX };
+    let mut rows = group.rows.min(max_rows);
+    let mut chunk = (B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
+    let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
+    // Where A is packed, each chunk of columns packs it again: rows are cut rather than columns.
+    let min_rows = if product.form == Form::Tn { MIN_ROWS / 3 } else { MIN_ROWS };
+    while product.form != Form::Tn && chunk > 2 && cost(rows, chunk) > budget {
+        chunk -= 1;
+    }
+    if cost(rows, chunk) > budget && rows > min_rows {
+        rows = rows.div_ceil(cost(rows, chunk).div_ceil(budget)).max(min_rows);
+    }
+    while product.form != Form::Tn && chunk > 1 && cost(rows, chunk) > budget {
+        chunk -= 1;
+    }
+    // Even shares instead of a small rest.
+    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
+    rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
+
+    let a_rows = if product.form == Form::Tn { rows } else { kernels.rows };
+    let b_units = (part_units * panel_width * chunk).next_multiple_of(LINE);
+    let a_units = (part_units * a_rows).next_multiple_of(LINE);
+    let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
+    let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
+    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
+    for first_panel in (0..panels.count).step_by(chunk) {
+        for first_row in (0..group.rows).step_by(rows) {
+            plan.tasks.push(Task {
+                group: index,
+                rows: (first_row, rows.min(group.rows - first_row)),
+                panels: (first_panel, chunk.min(panels.count - first_panel)),
+                part: part.max(2),
+                b_units,
+                a_units,
+            });
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Transposition of 16 rows by 16 units with AVX-512 registers, for packing weights that run across the depth.
+
+use core::arch::x86_64::{
+    __m128, __m512, _mm_loadu_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512,
+    _mm512_castps128_ps512, _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32,
+    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps,
+};
+
+use moeworks_tensor::DType;
+
+use super::Compute;
+use super::source::Format;
+use crate::simd::Float;
+
+/// Writes unit u of row r to `to[u * width + r]` for as many units as whole blocks cover, and returns their number. Does
+/// nothing where elements would have to be rounded.
+///
+/// # Safety
+/// The machine must have AVX-512 F and DQ.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
+pub(super) unsafe fn units<T: Float>(rows: &[&[T]; 16], format: Format, width: usize, to: &mut [u32]) -> usize {
+    let depth = rows.iter().map(|row| row.len()).min().unwrap_or(0);
+    // In 32-bit steps: elements of f32, pairs of bf16.
+    let (elements_per_step, is_widened) = match (T::DTYPE, format.units) {
+        (DType::F32, Compute::F32) if format.precision == Compute::F32 => (1, false),
+        (DType::BF16, Compute::Bf16) => (2, false),
+        (DType::BF16, Compute::F32) => (2, true),
+        _ => return 0,
+    };
+    let units_per_step = if is_widened { 2 } else { 1 };
+    let blocks = depth / (16 * elements_per_step);
+    if blocks == 0 {
+        return 0;
+    }
+    let num_units = blocks * 16 * units_per_step;
+    assert!(to.len() >= (num_units - 1) * width + 16, "room for the transposed block");
+    for block in 0..blocks {
+        let from: [*const f32; 16] = rows.map(|row| row[block * 16 * elements_per_step..].as_ptr().cast());
+        // SAFETY: 16 steps of each row and 16 lanes of each unit's place are inside the slices, as checked above.
+        unsafe {
+            let columns = transpose(&from);
+            let to = to.as_mut_ptr().add(block * 16 * units_per_step * width);
+            for (i, &column) in columns.iter().enumerate() {
+                if is_widened {
+                    let pairs = _mm512_castps_si512(column);
+                    let high = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+                    _mm512_storeu_si512(to.add(2 * i * width).cast(), _mm512_slli_epi32::<16>(pairs));
+                    _mm512_storeu_si512(to.add((2 * i + 1) * width).cast(), high);
+                } else {
+                    _mm512_storeu_ps(to.add(i * width).cast(), column);
+                }
+            }
+        }
+    }
+    num_units
+}
+
+/// # Safety
+/// 16 elements must be readable at each pointer.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
+unsafe fn transpose(from: &[*const f32; 16]) -> [__m512; 16] {
+    let mut columns = [_mm512_setzero_ps(); 16];
+    for quarter in 0..4 {
+        // Vector r holds four elements of each of the rows r, r + 4, r + 8 and r + 12, so that a transposition of 4 x 4
+        // inside each 128-bit part leaves the rows in order.
+        let mut parts = [_mm512_setzero_ps(); 4];
+        for (r, part) in parts.iter_mut().enumerate() {
+            // SAFETY: inside the 16 elements that the caller promises.
+            let load = |row: usize| -> __m128 { unsafe { _mm_loadu_ps(from[row].add(4 * quarter)) } };
+            let v = _mm512_castps128_ps512(load(r));
+            let v = _mm512_insertf32x4::<1>(v, load(r + 4));
+            let v = _mm512_insertf32x4::<2>(v, load(r + 8));
+            *part = _mm512_insertf32x4::<3>(v, load(r + 12));
+        }
+        let [a, b, c, d] = parts;
+        let (ab_low, ab_high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        let low = |x, y| _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
+        let high = |x, y| _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
+        columns[4 * quarter] = low(ab_low, cd_low);
+        columns[4 * quarter + 1] = high(ab_low, cd_low);
+        columns[4 * quarter + 2] = low(ab_high, cd_high);
+        columns[4 * quarter + 3] = high(ab_high, cd_high);
+    }
+    columns
+}

@@ -1,0 +1,132 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::test_data::{contexts, is_close, numbers, rounded, tensor};
+
+const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
+
+/// Sizes of a linear map: tokens, inputs, outputs.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    t: usize,
+    i: usize,
+    o: usize,
+}
+
+/// `sum over k of a(m, k) b(n, k)` in f64 with the sum of magnitudes, row-major.
+fn reference(
+    (m, n, k): (usize, usize, usize),
+    a: impl Fn(usize, usize) -> f64,
+    b: impl Fn(usize, usize) -> f64,
+) -> Vec<(f64, f64)> {
+    let element = |m: usize, n: usize| {
+        (0..k).map(|k| a(m, k) * b(n, k)).fold((0.0, 0.0), |(sum, size), x: f64| (sum + x, size + x.abs()))
+    };
+    (0..m).flat_map(|m| (0..n).map(move |n| (m, n))).map(|(m, n)| element(m, n)).collect()
+}
+
+fn assert_close(what: &str, y: &Tensor, exact: &[(f64, f64)], depth: usize) {
+    assert_eq!(y.len(), exact.len());
+    for (index, (&y_value, &(exact, size))) in y.to_f32_vec().iter().zip(exact).enumerate() {
+        let is_close = is_close(y_value, exact, size, depth, y.dtype());
+        assert!(is_close, "{what}: element {index} of {:?} is {y_value}, exactly {exact}", y.shape());
+    }
+}
+
+/// Same bits, with all NaN alike.
+fn assert_same_bits(what: &str, y: &Tensor, first: &mut Option<Vec<f32>>) {
+    let y = y.to_f32_vec();
+    let first = first.get_or_insert_with(|| y.clone());
+    let is_same = y.iter().zip(first.iter()).all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()));
+    assert!(is_same, "{what}: bits depend on the number of threads");
+}
+
+/// All three products with every mixture of types, on every instruction set and number of threads.
+fn check(s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
+    for (x_type, w_type) in FLOATS.into_iter().flat_map(|x| FLOATS.map(|w| (x, w))) {
+        let value = |x: f32, dtype: DType| rounded(rounded(x, dtype) as f32, w_type);
+        let x_at = |t: usize, i: usize| value(x[t * s.i + i], x_type);
+        let w_at = |o: usize, i: usize| value(w[o * s.i + i], w_type);
+        let dy_at = |t: usize, o: usize| value(dy[t * s.o + o], x_type);
+        let y = reference((s.t, s.o, s.i), x_at, w_at);
+        let dx = reference((s.t, s.i, s.o), dy_at, |i, o| w_at(o, i));
+        let dw = reference((s.o, s.i, s.t), |o, t| dy_at(t, o), |i, t| x_at(t, i));
+        let dw_added: Vec<_> = dw.iter().map(|&(sum, size)| (sum + 3.0, size + 3.0)).collect();
+        let mut bits: [Option<Vec<f32>>; 3] = [const { None }; 3];
+        let mut last_isa = None;
+        for ctx in contexts() {
+            if last_isa.replace(ctx.isa()) != Some(ctx.isa()) {
+                bits = [const { None }; 3];
+            }
+            let name = |what: &str| format!("{what} of {s:?}, x {x_type:?}, w {w_type:?}, {:?}", ctx.isa());
+            let xs = tensor(&ctx, &[s.t, s.i], x, x_type);
+            let ws = tensor(&ctx, &[s.o, s.i], w, w_type);
+            let dys = tensor(&ctx, &[s.t, s.o], dy, x_type);
+            for out in FLOATS {
+                let forward = linear(&ctx, &xs, &ws, out);
+                assert_close(&name("forward"), &forward, &y, s.i);
+                let backward = linear_backward_input(&ctx, &dys, &ws, out);
+                assert_close(&name("input gradient"), &backward, &dx, s.o);
+                if out == DType::F32 {
+                    assert_same_bits(&name("forward"), &forward, &mut bits[0]);
+                    assert_same_bits(&name("input gradient"), &backward, &mut bits[1]);
+                }
+            }
+            let mut grad = tensor(&ctx, &[s.o, s.i], &vec![f32::NAN; s.o * s.i], DType::F32);
+            linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Replace, &mut grad);
+            assert_close(&name("weight gradient"), &grad, &dw, s.t);
+            assert_same_bits(&name("weight gradient"), &grad, &mut bits[2]);
+            grad.f32s_mut().fill(3.0);
+            linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Add, &mut grad);
+            assert_close(&name("added weight gradient"), &grad, &dw_added, s.t + 1);
+        }
+    }
+}
+
+fn check_sizes(t: usize, i: usize, o: usize) {
+    let s = Sizes { t, i, o };
+    check(s, &numbers(t * i, 1), &numbers(o * i, 2), &numbers(t * o, 3));
+}
+
+#[test]
+fn the_three_products_match_f64_at_awkward_sizes() {
+    let sizes =
+        [(0, 3, 5), (1, 1, 1), (3, 0, 2), (5, 4, 0), (1, 97, 50), (7, 31, 47), (8, 16, 48), (9, 33, 49), (17, 64, 80)];
+    for (t, i, o) in sizes {
+        check_sizes(t, i, o);
+    }
+}
+
+#[test]
+fn the_three_products_match_f64_over_a_long_depth() {
+    // Longer than the parts that sums are cut into, by an odd rest.
+    check_sizes(3, 4_099, 5);
+    check_sizes(5, 3, 4_099);
+    check_sizes(787, 3, 5);
+}
+
+#[test]
+fn the_three_products_match_f64_over_many_tasks() {
+    check_sizes(401, 64, 113);
+    check_sizes(130, 61, 300);
+}
+
+#[test]
+fn nan_and_infinity_reach_the_sums_they_belong_to_and_no_other() {
+    let s = Sizes { t: 19, i: 37, o: 53 };
+    let (mut x, mut w, mut dy) = (numbers(s.t * s.i, 1), numbers(s.o * s.i, 2), numbers(s.t * s.o, 3));
+    // The last column is half of an incomplete pair of bf16.
+    (x[36], x[7 * 37 + 36], x[3 * 37]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
+    (w[52 * 37 + 36], w[5 * 37]) = (f32::INFINITY, f32::NAN);
+    (dy[52], dy[18 * 53 + 52]) = (f32::NAN, f32::INFINITY);
+    check(s, &x, &w, &dy);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_three_products_match_f64_at_random_sizes(t in 0_usize..70, i in 0_usize..70, o in 0_usize..120) {
+        check_sizes(t, i, o);
+    }
+}
