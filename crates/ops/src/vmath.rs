@@ -37,6 +37,27 @@ pub(crate) fn exp<S: Level>(x: f32) -> f32 {
     if x > MAX { f32::INFINITY } else { y }
 }
 
+/// `2^x` for `x <= 0` within 2 units in the last place: about half the work of [`exp`]. 0 from `x < -125` down, exactly 1
+/// at 0; NaN stays NaN. For `x` of 1 and more the result has no meaning.
+#[inline(always)]
+pub(crate) fn exp2_falling<S: Level>(x: f32) -> f32 {
+    const MIN: f32 = -125.0;
+    /// 1.5 * 2^23 + 127: the low bits of a sum with it are a rounded exponent as f32 stores it.
+    const ROUND: f32 = 12_583_039.0;
+    let c = if x < MIN { MIN } else { x };
+    let shifted = c + ROUND;
+    let r = c - (shifted - ROUND);
+    // The polynomial of least relative error over |r| <= 1/2, found by Remez' exchange.
+    let mut p = S::mul_add(1.534_581_2e-4, r, 1.339_993_1e-3);
+    p = S::mul_add(p, r, 9.618_489e-3);
+    p = S::mul_add(p, r, 5.550_328_6e-2);
+    p = S::mul_add(p, r, 0.240_226_46);
+    p = S::mul_add(p, r, std::f32::consts::LN_2);
+    p = S::mul_add(p, r, 1.0);
+    let y = p * f32::from_bits(shifted.to_bits() << 23);
+    if x < MIN { 0.0 } else { y }
+}
+
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid<S: Level>(x: f32) -> f32 {

@@ -71,3 +71,28 @@ fn sigmoid_and_normal_keep_infinities_and_nan() {
     assert_eq!([normal::<S>(f32::INFINITY).0, normal::<S>(f32::NEG_INFINITY).0], [1.0, 0.0]);
     assert!(sigmoid::<S>(f32::NAN).is_nan() && normal::<S>(f32::NAN).0.is_nan());
 }
+
+kernel! {
+    fn exp2_all<S: Level>(x: &mut [f32]) {
+        for x in x {
+            *x = exp2_falling::<S>(*x);
+        }
+    }
+}
+
+#[test]
+fn exp2_of_numbers_up_to_zero_is_close_to_the_exact_value() {
+    let inputs: Vec<f32> = (0..=12500).flat_map(|i| [i as f32 * -0.01, i as f32 * -0.001, i as f32 * -1e-5]).collect();
+    for isa in Isa::available() {
+        let mut y = inputs.clone();
+        exp2_all(isa, &mut y);
+        for (&x, &y) in inputs.iter().zip(&y) {
+            let exact = f64::from(x).exp2();
+            assert!((f64::from(y) / exact - 1.0).abs() < 2.4e-7, "{isa:?}: exp2({x}) = {y}, exactly {exact}");
+        }
+        let mut y = [0.0, -0.0, f32::NEG_INFINITY, -125.1, f32::NAN, f32::from_bits(0x7fc0_0001)];
+        exp2_all(isa, &mut y);
+        assert_eq!(y[..4], [1.0, 1.0, 0.0, 0.0]);
+        assert!(y[4].is_nan() && y[5].is_nan());
+    }
+}

@@ -1,5 +1,6 @@
 //! Attention backward: a task owns a range of keys and passes over all query rows that see them.
 
+use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
@@ -103,23 +104,28 @@ impl Task<'_> {
             state.load_rows(isa, shape, inputs, rows);
             for first in self.keys.clone().step_by(KEYS) {
                 let keys = first..(first + KEYS).min(self.keys.end);
-                let elements = || key_elements(shape, self.batch, self.kv_head, keys.clone());
+                let elements = &key_elements(shape, self.batch, self.kv_head, &keys)[..keys.len()];
                 if rows.visible_in(rows.len - 1, &keys) == 0 {
                     break;
                 }
-                inputs.k.copy_rows(isa, elements(), shape.head_dim, 1.0, state.k, width);
-                inputs.v.copy_rows(isa, elements(), shape.head_dim, 1.0, state.v, width);
+                inputs.k.copy_rows(isa, elements, shape.head_dim, 1.0, state.k, width);
+                inputs.v.copy_rows(isa, elements, shape.head_dim, 1.0, state.v, width);
                 let sums = (first - self.keys.start) * width..;
                 state.add_block(isa, shape.head_dim, rows, &keys, (&mut dk[sums.clone()], &mut dv[sums]));
             }
             self.store_dq(isa, rows, state.dq, outputs);
         }
-        for (key, start) in key_elements(shape, self.batch, self.kv_head, self.keys.clone()).enumerate() {
-            let (from, to) = (key * width..key * width + shape.head_dim, start..start + shape.head_dim);
-            // SAFETY: each key of a sequence and head belongs to one task.
-            unsafe {
-                outputs.dk.range(to.clone()).copy_from_slice(&dk[from.clone()]);
-                outputs.dv.range(to).copy_from_slice(&dv[from]);
+        for first in self.keys.clone().step_by(KEYS) {
+            let keys = first..(first + KEYS).min(self.keys.end);
+            let elements = key_elements(shape, self.batch, self.kv_head, &keys);
+            for (key, start) in keys.clone().zip(elements) {
+                let from = (key - self.keys.start) * width..(key - self.keys.start) * width + shape.head_dim;
+                let to = start..start + shape.head_dim;
+                // SAFETY: each key of a sequence and head belongs to one task.
+                let (to_dk, to_dv) = unsafe { (outputs.dk.range(to.clone()), outputs.dv.range(to)) };
+                // `q` was kept times the scale and log2(e).
+                scale_kernel(isa, &dk[from.clone()], LN_2, to_dk);
+                to_dv.copy_from_slice(&dv[from]);
             }
         }
     }
@@ -143,13 +149,13 @@ impl Task<'_> {
     /// The first part is seen by all rows; shares of later ones start as zeros.
     fn clear_share(&self, rows: RowBlock<'_>, outputs: &Outputs<'_>) {
         if self.part == 0 {
-            rows.elements().for_each(|element| self.share(element, outputs).fill(0.0));
+            rows.elements()[..rows.len].iter().for_each(|&element| self.share(element, outputs).fill(0.0));
         }
     }
 
     fn store_dq(&self, isa: Isa, rows: RowBlock<'_>, dq: &[f32], outputs: &Outputs<'_>) {
         let width = dq.len() / ROWS;
-        for (element, dq) in rows.elements().zip(dq.chunks_exact(width)) {
+        for (element, dq) in rows.elements().into_iter().take(rows.len).zip(dq.chunks_exact(width)) {
             scale_kernel(isa, &dq[..self.shape.head_dim], self.shape.scale, self.share(element, outputs));
         }
     }
@@ -190,7 +196,7 @@ impl Scratch {
 struct State<'a> {
     /// Head elements, rounded up to whole vectors.
     width: usize,
-    /// `[ROWS, width]`, times the scale.
+    /// `[ROWS, width]`, times the scale and log2(e).
     q: &'a mut [f32],
     /// `[h, ROWS]`
     q_transposed: &'a mut [f32],
@@ -208,6 +214,7 @@ struct State<'a> {
     p: &'a mut [f32],
     /// `[KEYS, ROWS]`: gradient of the softmax, then of the scores.
     ds: &'a mut [f32],
+    /// Times log2(e).
     lse: [f32; ROWS],
     /// Sum over a row of `d_o o`.
     delta: [f32; ROWS],
@@ -217,17 +224,19 @@ struct State<'a> {
 impl State<'_> {
     fn load_rows(&mut self, isa: Isa, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
         let (head_dim, width) = (shape.head_dim, self.width);
+        let elements = &rows.elements()[..rows.len];
         // `dq` serves as room for `o` first.
-        inputs.o.copy_rows(isa, rows.elements(), head_dim, 1.0, self.dq, width);
-        inputs.d_o.copy_rows(isa, rows.elements(), head_dim, 1.0, self.d_o, width);
-        inputs.q.copy_rows(isa, rows.elements(), head_dim, shape.scale, self.q, width);
+        inputs.o.copy_rows(isa, elements, head_dim, 1.0, self.dq, width);
+        inputs.d_o.copy_rows(isa, elements, head_dim, 1.0, self.d_o, width);
+        inputs.q.copy_rows(isa, elements, head_dim, shape.scale * LOG2_E, self.q, width);
         transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
         transpose(isa, self.d_o, rows.len, width, head_dim, self.d_o_transposed);
         self.delta.fill(0.0);
         row_dots(isa, &self.dq[..rows.len * width], self.d_o, width, &mut self.delta);
         self.dq.fill(0.0);
         self.visible = rows.visible_counts();
-        self.lse = std::array::from_fn(|row| if row < rows.len { inputs.lse[rows.statistic(row)] } else { 0.0 });
+        self.lse =
+            std::array::from_fn(|row| if row < rows.len { inputs.lse[rows.statistic(row)] * LOG2_E } else { 0.0 });
     }
 
     /// Adds what the rows and the keys at hand contribute to the three gradients.
@@ -244,10 +253,10 @@ impl State<'_> {
             let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
             let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
             let size = Size { rows: num_keys, cols, inner: head_dim };
-            let left = Left { values: self.k, row_stride: width, inner_stride: 1 };
+            let left = Left::Rows { values: self.k, stride: width };
             let right = Right { values: &self.q_transposed[col..], stride: ROWS };
             product(isa, size, left, right, false, &mut self.p[col..], ROWS);
-            let left = Left { values: self.v, row_stride: width, inner_stride: 1 };
+            let left = Left::Rows { values: self.v, stride: width };
             let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
             product(isa, size, left, right, false, &mut self.ds[col..], ROWS);
             let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys };
@@ -258,17 +267,17 @@ impl State<'_> {
             let first = self.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
             let size = Size { rows: ROW_UNIT, cols: width, inner: rows.len - first };
             let at = key * ROWS + first;
-            let left = Left { values: &self.p[at..], row_stride: ROWS, inner_stride: 1 };
+            let left = Left::Rows { values: &self.p[at..], stride: ROWS };
             let right = Right { values: &self.d_o[first * width..], stride: width };
             product(isa, size, left, right, true, &mut dv[key * width..], width);
-            let left = Left { values: &self.ds[at..], row_stride: ROWS, inner_stride: 1 };
+            let left = Left::Rows { values: &self.ds[at..], stride: ROWS };
             let right = Right { values: &self.q[first * width..], stride: width };
             product(isa, size, left, right, true, &mut dk[key * width..], width);
         }
         for row in (0..rows.len).step_by(ROW_UNIT) {
             let inner = rows.visible_in(row + ROW_UNIT - 1, keys);
             let size = Size { rows: ROW_UNIT, cols: width, inner };
-            let left = Left { values: &self.ds[row..], row_stride: 1, inner_stride: ROWS };
+            let left = Left::Columns { values: &self.ds[row..], stride: ROWS };
             let right = Right { values: self.k, stride: width };
             product(isa, size, left, right, true, &mut self.dq[row * width..], width);
         }
@@ -317,7 +326,7 @@ kernel! {
             let (p, ds) = (&mut p[cols.clone()], &mut ds[cols.clone()]);
             for i in 0..num_cols {
                 let is_seen = key < visible[i];
-                let weight = vmath::exp::<S>(p[i] - lse[i]);
+                let weight = vmath::exp2_falling::<S>(p[i] - lse[i]);
                 let grad = weight * (ds[i] - delta[i]);
                 p[i] = if is_seen { weight } else { 0.0 };
                 ds[i] = if is_seen { grad } else { 0.0 };

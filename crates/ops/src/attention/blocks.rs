@@ -37,31 +37,38 @@ impl<'a> From<&'a Tensor> for Values<'a> {
 impl Values<'_> {
     /// Copies the rows of `cols` elements that start at `starts`, times `scale`, into the rows of `to`, which are
     /// `to_cols` wide and are filled up with zeros.
-    pub(super) fn copy_rows(
-        self,
-        isa: Isa,
-        starts: impl Iterator<Item = usize>,
-        cols: usize,
-        scale: f32,
-        to: &mut [f32],
-        to_cols: usize,
-    ) {
-        for (start, to) in starts.zip(to.chunks_exact_mut(to_cols)) {
-            match self {
-                Self::F32(values) => copy_kernel::<f32>(isa, &values[start..start + cols], scale, to),
-                Self::Bf16(values) => copy_kernel::<bf16>(isa, &values[start..start + cols], scale, to),
-            }
+    pub(super) fn copy_rows(self, isa: Isa, starts: &[usize], cols: usize, scale: f32, to: &mut [f32], to_cols: usize) {
+        match self {
+            Self::F32(values) => copy_kernel::<f32>(isa, values, starts, cols, scale, to, to_cols),
+            Self::Bf16(values) => copy_kernel::<bf16>(isa, values, starts, cols, scale, to, to_cols),
         }
     }
 }
 
 kernel! {
-    fn copy_kernel<S: Level, T: Float>(from: &[T], scale: f32, to: &mut [f32]) {
-        let (to, rest) = to.split_at_mut(from.len());
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from.load() * scale;
+    fn copy_kernel<S: Level, T: Float>(
+        values: &[T],
+        starts: &[usize],
+        cols: usize,
+        scale: f32,
+        to: &mut [f32],
+        to_cols: usize,
+    ) {
+        for (&start, to) in starts.iter().zip(to.chunks_exact_mut(to_cols)) {
+            let from = &values[start..start + cols];
+            let (from, last) = from.as_chunks::<COL_UNIT>();
+            let (to, _) = to.as_chunks_mut::<COL_UNIT>();
+            for (to, from) in to.iter_mut().zip(from) {
+                for i in 0..COL_UNIT {
+                    to[i] = from[i].load() * scale;
+                }
+            }
+            if let Some(to) = to.get_mut(from.len()) {
+                for (i, to) in to.iter_mut().enumerate() {
+                    *to = last.get(i).map_or(0.0, |value| value.load() * scale);
+                }
+            }
         }
-        rest.fill(0.0);
     }
 }
 
@@ -105,6 +112,17 @@ impl<'a> RowBlock<'a> {
         Self { shape, batch, kv_head, start, len: ROWS.min(shape.seq_len * group(shape) - start) }
     }
 
+    /// The blocks of all sequences and key heads in order.
+    pub(super) fn nth(shape: &'a AttentionShape, index: usize) -> Self {
+        let (pair, index) = (index / Self::count(shape), index % Self::count(shape));
+        Self::new(shape, pair / shape.num_kv_heads, pair % shape.num_kv_heads, index)
+    }
+
+    /// Where the rows of `keys` (at most [`KEYS`]) start in `k` and `v`.
+    pub(super) fn key_elements(&self, keys: &Range<usize>) -> [usize; KEYS] {
+        key_elements(self.shape, self.batch, self.kv_head, keys)
+    }
+
     /// Rows rounded up to whole vectors.
     pub(super) fn padded_len(&self) -> usize {
         self.len.next_multiple_of(COL_UNIT)
@@ -115,15 +133,14 @@ impl<'a> RowBlock<'a> {
         (row / group, self.kv_head * group + row % group)
     }
 
-    /// Where the elements of a row start in `q`, `o` and their gradients.
-    pub(super) fn element(&self, row: usize) -> usize {
+    fn element(&self, row: usize) -> usize {
         let (query, head) = self.query_and_head(row);
         ((self.batch * self.shape.seq_len + query) * self.shape.num_heads + head) * self.shape.head_dim
     }
 
-    /// Where the rows start in `q`.
-    pub(super) fn elements(self) -> impl Iterator<Item = usize> {
-        (0..self.len).map(move |row| self.element(row))
+    /// Where the rows start in `q`, `o` and their gradients.
+    pub(super) fn elements(&self) -> [usize; ROWS] {
+        std::array::from_fn(|row| self.element(row.min(self.len - 1)))
     }
 
     /// Where a row is in `lse`.
@@ -154,24 +171,19 @@ fn group(shape: &AttentionShape) -> usize {
     shape.num_heads / shape.num_kv_heads
 }
 
-/// Where the rows of `keys` start in `k` and `v`.
-pub(super) fn key_elements(
-    shape: &AttentionShape,
-    batch: usize,
-    kv_head: usize,
-    keys: Range<usize>,
-) -> impl Iterator<Item = usize> {
-    let (first, stride) = (batch * shape.kv_capacity * shape.num_kv_heads + kv_head, shape.num_kv_heads);
-    let head_dim = shape.head_dim;
-    keys.map(move |key| (first + key * stride) * head_dim)
+/// Where the rows of `keys` (at most [`KEYS`]) start in `k` and `v`.
+pub(super) fn key_elements(shape: &AttentionShape, batch: usize, kv_head: usize, keys: &Range<usize>) -> [usize; KEYS] {
+    let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
+    std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * shape.head_dim)
 }
 
-/// The left operand of a product: element (row, i) is at `row * row_stride + i * inner_stride`.
+/// The left operand of a product.
 #[derive(Clone, Copy)]
-pub(super) struct Left<'a> {
-    pub(super) values: &'a [f32],
-    pub(super) row_stride: usize,
-    pub(super) inner_stride: usize,
+pub(super) enum Left<'a> {
+    /// Row-major, rows `stride` apart.
+    Rows { values: &'a [f32], stride: usize },
+    /// Column-major: the transpose of a matrix with rows `stride` apart.
+    Columns { values: &'a [f32], stride: usize },
 }
 
 /// A row-major matrix, possibly a part of a wider one.
@@ -205,37 +217,62 @@ kernel! {
         }
         assert!(rows.is_multiple_of(ROW_UNIT) && cols.is_multiple_of(COL_UNIT));
         assert!(c.len() >= (rows - 1) * c_stride + cols);
-        if inner > 0 {
-            assert!(a.values.len() > (rows - 1) * a.row_stride + (inner - 1) * a.inner_stride);
-            assert!(b.values.len() >= (inner - 1) * b.stride + cols);
-        }
-        let mut col = 0;
-        while col < cols {
-            // Tiles divide the units whatever the width of vectors: 8 x 32 or 8 x 16, 4 x 16, 4 x 8.
-            let is_wide = S::WIDTH < COL_UNIT || col + 2 * COL_UNIT <= cols;
-            let (tile_rows, tile_cols) = (if S::WIDTH == COL_UNIT { 8 } else { 4 }, if is_wide { 2 * S::WIDTH } else { COL_UNIT });
-            for row in (0..rows).step_by(tile_rows) {
-                let tile = Tile {
-                    inner,
-                    a: a.values.as_ptr().wrapping_add(row * a.row_stride),
-                    row_stride: a.row_stride,
-                    inner_stride: a.inner_stride,
-                    b: b.values.as_ptr().wrapping_add(col),
-                    b_stride: b.stride,
-                    c_stride,
-                };
-                let c = c.as_mut_ptr().wrapping_add(row * c_stride + col);
-                // SAFETY: the assertions above keep every element of the tile inside the three slices.
-                unsafe {
-                    match (S::WIDTH == COL_UNIT, is_wide) {
-                        (true, true) => tile_product::<S, 8, 2>(tile, add, c),
-                        (true, false) => tile_product::<S, 8, 1>(tile, add, c),
-                        (false, _) => tile_product::<S, 4, 2>(tile, add, c),
-                    }
+        assert!(inner == 0 || b.values.len() >= (inner - 1) * b.stride + cols);
+        // SAFETY: the assertions above and in the arms keep every element of the product inside the three slices.
+        unsafe {
+            match a {
+                Left::Rows { values, stride } => {
+                    assert!(inner == 0 || values.len() >= (rows - 1) * stride + inner);
+                    tiles::<S, false>(size, (values.as_ptr(), stride), b, add, c, c_stride);
+                }
+                Left::Columns { values, stride } => {
+                    assert!(inner == 0 || values.len() >= (inner - 1) * stride + rows);
+                    tiles::<S, true>(size, (values.as_ptr(), stride), b, add, c, c_stride);
                 }
             }
-            col += tile_cols;
         }
+    }
+}
+
+/// A product cut into tiles that fit registers. They divide the units whatever the width of vectors: 8 x 32 or 8 x 16
+/// elements, 4 x 16, 4 x 8.
+///
+/// # Safety
+/// The sizes must fit the slices; `a` is a pointer to a matrix of `rows` by `inner`, or the transpose with `COLUMNS`,
+/// and its stride.
+#[inline(always)]
+unsafe fn tiles<S: Level, const COLUMNS: bool>(
+    size: Size,
+    (a, a_stride): (*const f32, usize),
+    b: Right<'_>,
+    add: bool,
+    c: &mut [f32],
+    c_stride: usize,
+) {
+    let has_wide_vectors = S::WIDTH == COL_UNIT;
+    let mut col = 0;
+    while col < size.cols {
+        let is_pair = !has_wide_vectors || col + 2 * COL_UNIT <= size.cols;
+        for row in (0..size.rows).step_by(if has_wide_vectors { 8 } else { 4 }) {
+            let tile = Tile {
+                inner: size.inner,
+                a: a.wrapping_add(if COLUMNS { row } else { row * a_stride }),
+                a_stride,
+                b: b.values.as_ptr().wrapping_add(col),
+                b_stride: b.stride,
+                c: c.as_mut_ptr().wrapping_add(row * c_stride + col),
+                c_stride,
+            };
+            // SAFETY: the caller's promise.
+            unsafe {
+                match (has_wide_vectors, is_pair) {
+                    (true, true) => tile_product::<S, COLUMNS, 8, 2>(tile, add),
+                    (true, false) => tile_product::<S, COLUMNS, 8, 1>(tile, add),
+                    (false, _) => tile_product::<S, COLUMNS, 4, 2>(tile, add),
+                }
+            }
+        }
+        col += if is_pair { 2 * S::WIDTH } else { S::WIDTH };
     }
 }
 
@@ -243,10 +280,10 @@ kernel! {
 struct Tile {
     inner: usize,
     a: *const f32,
-    row_stride: usize,
-    inner_stride: usize,
+    a_stride: usize,
     b: *const f32,
     b_stride: usize,
+    c: *mut f32,
     c_stride: usize,
 }
 
@@ -255,30 +292,55 @@ struct Tile {
 /// # Safety
 /// The operands' elements must be readable and the result's writable.
 #[inline(always)]
-unsafe fn tile_product<S: Level, const M: usize, const N: usize>(tile: Tile, add: bool, c: *mut f32) {
-    let Tile { inner, mut a, row_stride, inner_stride, mut b, b_stride, c_stride } = tile;
+unsafe fn tile_product<S: Level, const COLUMNS: bool, const M: usize, const N: usize>(tile: Tile, add: bool) {
+    /// Steps taken together, so that the addresses of rows are computed once for all.
+    const STEPS: usize = 4;
+    let Tile { inner, mut a, a_stride, mut b, b_stride, c, c_stride } = tile;
     let mut sums = [[S::splat(0.0); N]; M];
-    // SAFETY: the caller's promise. Pointers step past the last row with `wrapping_add` only.
+    // SAFETY: the caller's promise. Pointers move past the end with `wrapping_add` only.
     unsafe {
-        for _ in 0..inner {
-            let mut row_of_b = [S::splat(0.0); N];
-            for (n, vector) in row_of_b.iter_mut().enumerate() {
-                *vector = S::load(b.add(n * S::WIDTH));
+        for _ in 0..inner / STEPS {
+            for step in 0..STEPS {
+                tile_step::<S, COLUMNS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
             }
-            for (m, sums) in sums.iter_mut().enumerate() {
-                let factor = S::splat(*a.add(m * row_stride));
-                for n in 0..N {
-                    sums[n] = S::vector_mul_add(factor, row_of_b[n], sums[n]);
-                }
-            }
-            a = a.wrapping_add(inner_stride);
-            b = b.wrapping_add(b_stride);
+            a = a.wrapping_add(if COLUMNS { STEPS * a_stride } else { STEPS });
+            b = b.wrapping_add(STEPS * b_stride);
+        }
+        for step in 0..inner % STEPS {
+            tile_step::<S, COLUMNS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
         }
         for (m, sums) in sums.iter().enumerate() {
             for (n, &sum) in sums.iter().enumerate() {
                 let to = c.add(m * c_stride + n * S::WIDTH);
                 let sum = if add { S::vector_mul_add(sum, S::splat(1.0), S::load(to)) } else { sum };
                 S::store(to, sum);
+            }
+        }
+    }
+}
+
+/// Adds the outer product of column `step` of `a` and a row of `b`.
+///
+/// # Safety
+/// As for [`tile_product`].
+#[inline(always)]
+unsafe fn tile_step<S: Level, const COLUMNS: bool, const M: usize, const N: usize>(
+    sums: &mut [[S::Vector; N]; M],
+    a: *const f32,
+    a_stride: usize,
+    step: usize,
+    b: *const f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut row_of_b = [S::splat(0.0); N];
+        for (n, vector) in row_of_b.iter_mut().enumerate() {
+            *vector = S::load(b.add(n * S::WIDTH));
+        }
+        for (m, sums) in sums.iter_mut().enumerate() {
+            let factor = S::splat(*a.add(if COLUMNS { step * a_stride + m } else { m * a_stride + step }));
+            for n in 0..N {
+                sums[n] = S::vector_mul_add(factor, row_of_b[n], sums[n]);
             }
         }
     }

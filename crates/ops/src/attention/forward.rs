@@ -1,16 +1,19 @@
 //! Attention forward: for each block of query rows a pass over the keys with a running maximum and sum.
+//!
+//! Scores are kept times log2(e), so that the softmax needs powers of two only.
+
+use std::f32::consts::{LN_2, LOG2_E};
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, key_elements, product, transpose,
-};
-use crate::parallel::Lent;
+use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, product, transpose};
+use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
 
-/// Computes `o` and `lse`; a task a block of query rows.
+/// Computes `o` and `lse`. A task takes several blocks of query rows in a row where there are many, so that the keys and
+/// values that they share stay in its core's cache.
 pub(super) fn run(
     ctx: &Context,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
@@ -18,25 +21,27 @@ pub(super) fn run(
     o: &mut Tensor,
     lse: &mut Tensor,
 ) {
-    let num_blocks = RowBlock::count(shape);
-    let (q, k, v): (Values<'_>, Values<'_>, Values<'_>) = (q.into(), k.into(), v.into());
+    let num_blocks = shape.batch * shape.num_kv_heads * RowBlock::count(shape);
+    let blocks_per_task = (num_blocks / (8 * ctx.threads().count())).clamp(1, RowBlock::count(shape).max(1));
+    let inputs: (Values<'_>, Values<'_>, Values<'_>) = (q.into(), k.into(), v.into());
     let lse = Lent::new(lse.f32s_mut());
     with_float!(o.dtype(), T => {
         let o = Lent::new(o.slice_mut::<T>());
-        ctx.threads().run(shape.batch * shape.num_kv_heads * num_blocks, |task| {
-            let (pair, block) = (task / num_blocks, task % num_blocks);
-            let (batch, kv_head) = (pair / shape.num_kv_heads, pair % shape.num_kv_heads);
-            let rows = RowBlock::new(shape, batch, kv_head, block);
+        ctx.threads().run(num_blocks.div_ceil(blocks_per_task), |task| {
             let mut scratch = Scratch::new(ctx, shape.head_dim);
-            let mut state = scratch.split(shape.head_dim);
-            state.attend(ctx, shape, (batch, kv_head), rows, (q, k, v));
-            for row in 0..rows.len {
-                let (start, statistic) = (rows.element(row), rows.statistic(row));
-                // SAFETY: each row belongs to one block, and each block to one task.
-                let (o, lse) = unsafe { (o.range(start..start + shape.head_dim), lse.range(statistic..statistic + 1)) };
-                let sum = state.sum[row];
-                scale_kernel::<T>(ctx.isa(), &state.o[row * state.width..][..shape.head_dim], 1.0 / sum, o);
-                lse[0] = state.max[row] + sum.ln();
+            for block in piece_range(task, blocks_per_task, num_blocks) {
+                let rows = RowBlock::nth(shape, block);
+                let mut state = scratch.split(shape.head_dim);
+                state.attend(ctx, shape, rows, inputs);
+                for (row, start) in rows.elements().into_iter().take(rows.len).enumerate() {
+                    let statistic = rows.statistic(row);
+                    // SAFETY: each row belongs to one block, and each block to one task.
+                    let (o, lse) =
+                        unsafe { (o.range(start..start + shape.head_dim), lse.range(statistic..statistic + 1)) };
+                    let sum = state.sum[row];
+                    scale_kernel::<T>(ctx.isa(), &state.o[row * state.width..][..shape.head_dim], 1.0 / sum, o);
+                    lse[0] = state.max[row] * LN_2 + sum.ln();
+                }
             }
         });
     });
@@ -82,7 +87,7 @@ struct State<'a> {
     q: &'a mut [f32],
     /// `[h, ROWS]`
     q_transposed: &'a mut [f32],
-    /// `[ROWS, width]`: sum over keys of `e^(score - max) v`.
+    /// `[ROWS, width]`: sum over keys of `2^(score - max) v`.
     o: &'a mut [f32],
     /// `[KEYS, width]`
     k: &'a mut [f32],
@@ -92,7 +97,7 @@ struct State<'a> {
     scores: &'a mut [f32],
     /// Largest score of each row so far.
     max: [f32; ROWS],
-    /// Sum over keys of `e^(score - max)`.
+    /// Sum over keys of `2^(score - max)`.
     sum: [f32; ROWS],
 }
 
@@ -102,25 +107,25 @@ impl State<'_> {
         &mut self,
         ctx: &Context,
         shape: &AttentionShape,
-        (batch, kv_head): (usize, usize),
         rows: RowBlock<'_>,
         (q, k, v): (Values<'_>, Values<'_>, Values<'_>),
     ) {
         let (isa, head_dim, width) = (ctx.isa(), shape.head_dim, self.width);
-        q.copy_rows(isa, rows.elements(), head_dim, shape.scale, self.q, width);
+        q.copy_rows(isa, &rows.elements()[..rows.len], head_dim, shape.scale * LOG2_E, self.q, width);
         transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
         self.o.fill(0.0);
         let visible = rows.visible_counts();
         let end = rows.visible(rows.len - 1);
         for first in (0..end).step_by(KEYS) {
             let keys = first..(first + KEYS).min(end);
-            k.copy_rows(isa, key_elements(shape, batch, kv_head, keys.clone()), head_dim, 1.0, self.k, width);
-            v.copy_rows(isa, key_elements(shape, batch, kv_head, keys.clone()), head_dim, 1.0, self.v, width);
+            let elements = &rows.key_elements(&keys)[..keys.len()];
+            k.copy_rows(isa, elements, head_dim, 1.0, self.k, width);
+            v.copy_rows(isa, elements, head_dim, 1.0, self.v, width);
             for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
                 let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
                 let num_keys = rows.visible_in(col + cols - 1, &keys).next_multiple_of(ROW_UNIT);
                 let size = Size { rows: num_keys, cols, inner: head_dim };
-                let left = Left { values: self.k, row_stride: width, inner_stride: 1 };
+                let left = Left::Rows { values: self.k, stride: width };
                 let right = Right { values: &self.q_transposed[col..], stride: ROWS };
                 product(isa, size, left, right, false, &mut self.scores[col..], ROWS);
             }
@@ -132,7 +137,7 @@ impl State<'_> {
             for row in (0..rows.len).step_by(ROW_UNIT) {
                 let inner = rows.visible_in(row + ROW_UNIT - 1, &keys);
                 let size = Size { rows: ROW_UNIT, cols: width, inner };
-                let left = Left { values: &self.scores[row..], row_stride: 1, inner_stride: ROWS };
+                let left = Left::Columns { values: &self.scores[row..], stride: ROWS };
                 let right = Right { values: self.v, stride: width };
                 product(isa, size, left, right, true, &mut self.o[row * width..], width);
             }
@@ -149,7 +154,7 @@ struct Columns {
 }
 
 kernel! {
-    /// Turns scores into `e^(score - max)`, zero where a row does not see the key, after raising the rows' maxima; scales what the
+    /// Turns scores into `2^(score - max)`, zero where a row does not see the key, after raising the rows' maxima; scales what the
     /// rows have summed up so far accordingly.
     fn softmax<S: Level>(
         columns: Columns,
@@ -163,34 +168,39 @@ kernel! {
         if num_keys == 0 {
             return;
         }
-        let cols = first_col..first_col + COL_UNIT;
-        let (mut seen, mut old_max) = ([0_i32; COL_UNIT], [0.0_f32; COL_UNIT]);
-        seen.copy_from_slice(&visible[cols.clone()]);
-        old_max.copy_from_slice(&max[cols.clone()]);
-        let mut new_max = old_max;
+        let visible = lanes_of(visible, first_col);
+        let (max, sum) = (lanes_of_mut(max, first_col), lanes_of_mut(sum, first_col));
+        let mut new_max = *max;
         for (key, scores) in scores.chunks_exact_mut(ROWS).take(num_keys).enumerate() {
             let key = (first_key + key) as i32;
-            let scores = &mut scores[cols.clone()];
+            let scores = lanes_of_mut(scores, first_col);
+            let mut masked = *scores;
             for i in 0..COL_UNIT {
-                scores[i] = if key < seen[i] { scores[i] } else { f32::NEG_INFINITY };
-                new_max[i] = if scores[i] > new_max[i] { scores[i] } else { new_max[i] };
+                masked[i] = if key < visible[i] { masked[i] } else { f32::NEG_INFINITY };
             }
+            for i in 0..COL_UNIT {
+                new_max[i] = if masked[i] > new_max[i] { masked[i] } else { new_max[i] };
+            }
+            *scores = masked;
         }
         let mut new_sum = [0.0_f32; COL_UNIT];
         for scores in scores.chunks_exact_mut(ROWS).take(num_keys) {
-            let scores = &mut scores[cols.clone()];
+            let scores = lanes_of_mut(scores, first_col);
+            let mut weights = *scores;
             for i in 0..COL_UNIT {
-                scores[i] = vmath::exp::<S>(scores[i] - new_max[i]);
-                new_sum[i] += scores[i];
+                weights[i] = vmath::exp2_falling::<S>(weights[i] - new_max[i]);
             }
+            for i in 0..COL_UNIT {
+                new_sum[i] += weights[i];
+            }
+            *scores = weights;
         }
         let mut factors = [0.0_f32; COL_UNIT];
         for i in 0..COL_UNIT {
-            factors[i] = vmath::exp::<S>(old_max[i] - new_max[i]);
-            new_sum[i] = S::mul_add(sum[cols.start + i], factors[i], new_sum[i]);
+            factors[i] = vmath::exp2_falling::<S>(max[i] - new_max[i]);
+            sum[i] = S::mul_add(sum[i], factors[i], new_sum[i]);
         }
-        max[cols.clone()].copy_from_slice(&new_max);
-        sum[cols.clone()].copy_from_slice(&new_sum);
+        *max = new_max;
         let width = o.len() / ROWS;
         for (row, factor) in o.chunks_exact_mut(width).skip(first_col).zip(factors) {
             // A later block rarely raises the maximum.
@@ -199,4 +209,16 @@ kernel! {
             }
         }
     }
+}
+
+/// [`COL_UNIT`] elements of a row of statistics or scores.
+#[inline(always)]
+fn lanes_of<T>(row: &[T], first: usize) -> &[T; COL_UNIT] {
+    row[first..].first_chunk().expect("rows are whole vectors")
+}
+
+/// [`lanes_of`] for writing.
+#[inline(always)]
+fn lanes_of_mut<T>(row: &mut [T], first: usize) -> &mut [T; COL_UNIT] {
+    row[first..].first_chunk_mut().expect("rows are whole vectors")
 }
