@@ -7,8 +7,10 @@
 mod lines;
 mod writer;
 
+use moeworks_moe::LayerStats;
+
 pub use lines::{MetricsError, ReadRecords, read_records};
-pub use writer::{MetricsWriter, Sample, read_samples};
+pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
 
 /// File of the records in a run folder: one JSON object a line.
 pub const METRICS_JSONL: &str = "metrics.jsonl";
@@ -66,6 +68,18 @@ pub struct LayerRecord {
 }
 
 impl LayerRecord {
+    /// The record of the layer with index `layer` from its statistics, merged over microbatches.
+    #[must_use]
+    pub fn of(layer: usize, stats: &LayerStats) -> Self {
+        Self {
+            layer,
+            tokens_per_expert: stats.tokens_per_expert.iter().copied().map(u64::from).collect(),
+            num_dropped: stats.num_dropped as u64,
+            router_entropy: stats.mean_entropy,
+            router_z: stats.z,
+        }
+    }
+
     /// Choices in all.
     #[must_use]
     pub fn num_choices(&self) -> u64 {

@@ -198,3 +198,25 @@ fn samples_read_back_and_damaged_lines_are_passed_over() {
     assert_eq!(samples.iter().map(|sample| sample.step).collect::<Vec<_>>(), [4, 8]);
     assert_eq!(samples[1].text, "<8>\n\"ä\"");
 }
+
+#[test]
+fn the_last_record_is_found_behind_a_cut_line() {
+    let run = tempfile::tempdir().unwrap();
+    assert_eq!(read_last_record(run.path()).unwrap(), None);
+    write_steps(&mut MetricsWriter::create(run.path(), &[1, 3]).unwrap(), 1..=8);
+    let mut file = fs::OpenOptions::new().append(true).open(run.path().join(METRICS_JSONL)).unwrap();
+    file.write_all(b"{\"step\":9,").unwrap();
+    let last = read_last_record(run.path()).unwrap().unwrap();
+    assert_eq!((last.step, last.layers), (8, record(8).layers));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_is_one_error_that_names_the_file() {
+    let run = tempfile::tempdir().unwrap();
+    drop(MetricsWriter::create(run.path(), &[1, 3]).unwrap());
+    fs::remove_file(run.path().join(METRICS_JSONL)).unwrap();
+    std::os::unix::fs::symlink("/dev/full", run.path().join(METRICS_JSONL)).unwrap();
+    let error = MetricsWriter::open(run.path(), &[1, 3], None).unwrap().write(&record(1)).unwrap_err().to_string();
+    assert!(error.contains("metrics.jsonl") && error.contains("No space left"), "{error}");
+}

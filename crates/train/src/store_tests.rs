@@ -244,6 +244,7 @@ fn an_error_of_the_writer_is_passed_on_and_nothing_stays() {
 }
 
 #[test]
+#[cfg(unix)]
 fn links_are_not_checkpoint_files() {
     let (_run, store) = store_in_new_run();
     let result = store.save(&metadata(2), keep_all(), |dir| std::os::unix::fs::symlink("/etc/hostname", dir.join("x")));

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::lines::{MetricsError, csv_header, csv_line, csv_step, json_line, json_step, read_records};
+use super::lines::{MetricsError, csv_header, csv_line, csv_step, json_line, json_step, parse_record, read_records};
 use super::{METRICS_CSV, METRICS_JSONL, Record, SAMPLES_JSONL};
 use crate::events::EventFile;
 
@@ -66,7 +66,7 @@ impl MetricsWriter {
         Self::open(run_dir, moe_layers, Some(step))
     }
 
-    fn open(run_dir: &Path, moe_layers: &[usize], resumed: Option<u64>) -> Result<Self, MetricsError> {
+    pub(super) fn open(run_dir: &Path, moe_layers: &[usize], resumed: Option<u64>) -> Result<Self, MetricsError> {
         let csv_path = run_dir.join(METRICS_CSV);
         let header = csv_header(moe_layers);
         if first_line(&csv_path).map_err(MetricsError::new("read", &csv_path))? != header {
@@ -94,7 +94,7 @@ impl MetricsWriter {
             return Err(MetricsError::new("write", &self.run_dir.join(METRICS_CSV))(error));
         }
         let write = |file: &mut File, name: &str, line: &str| {
-            file.write_all(line.as_bytes()).map_err(MetricsError::new("write", &self.run_dir.join(name)))
+            append_line(file, line).map_err(MetricsError::new("write", &self.run_dir.join(name)))
         };
         write(&mut self.jsonl, METRICS_JSONL, &json_line(record))?;
         write(&mut self.csv, METRICS_CSV, &csv_line(record))?;
@@ -102,7 +102,7 @@ impl MetricsWriter {
         // A loss or gradient that is not finite is news; a figure that is not known is none.
         scalars.retain(|(name, value)| value.is_finite() || name.starts_with("train/"));
         let result = self.events.scalars(record.step, &scalars).and_then(|()| {
-            if record.step % HISTOGRAM_INTERVAL != 0 && record.step != 1 {
+            if !record.step.is_multiple_of(HISTOGRAM_INTERVAL) && record.step != 1 {
                 return Ok(());
             }
             let loads = record.layers.iter().map(|layer| {
@@ -118,8 +118,9 @@ impl MetricsWriter {
         let Sample { step, prompt, text } = sample;
         let line = format!("{}\n", json!({ "step": step, "prompt": prompt, "text": text }));
         let path = self.run_dir.join(SAMPLES_JSONL);
-        self.samples.write_all(line.as_bytes()).map_err(MetricsError::new("write", &path))?;
-        let shown = format!("{prompt}{text}");
+        append_line(&mut self.samples, &line).map_err(MetricsError::new("write", &path))?;
+        // TensorBoard takes text for Markdown, where indented lines are shown as they are.
+        let shown: String = format!("{prompt}{text}").lines().map(|line| format!("    {line}\n")).collect();
         self.events.text(*step, "sample", &shown).map_err(MetricsError::new("write", self.events.path()))
     }
 
@@ -146,6 +147,29 @@ pub fn read_samples(run_dir: &Path) -> Result<Vec<Sample>, MetricsError> {
         Some(Sample { step: value.get("step")?.as_u64()?, prompt: text("prompt")?, text: text("text")? })
     };
     Ok(bytes.split(|&byte| byte == b'\n').filter_map(sample).collect())
+}
+
+/// The last whole record of a run, `None` if there is none. Reads only the end of the file.
+pub fn read_last_record(run_dir: &Path) -> Result<Option<Record>, MetricsError> {
+    let path = run_dir.join(METRICS_JSONL);
+    let mut file = match File::open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file.map_err(MetricsError::new("read", &path))?,
+    };
+    let mut last = None;
+    let len = file.metadata().map_err(MetricsError::new("read", &path))?.len();
+    let search = end_of_last_line(&mut file, len, |line| {
+        last = parse_record(line);
+        last.is_some()
+    });
+    search.map_err(MetricsError::new("read", &path))?;
+    Ok(last)
+}
+
+/// Appends a line, or nothing: a part that a full disk let through is taken back.
+fn append_line(file: &mut File, line: &str) -> io::Result<()> {
+    let len = file.metadata()?.len();
+    file.write_all(line.as_bytes()).inspect_err(|_| _ = file.set_len(len))
 }
 
 fn append_to(path: &Path) -> Result<File, MetricsError> {
@@ -201,7 +225,7 @@ fn cut_after(path: &Path, step: u64, step_of: StepOf) -> io::Result<()> {
 }
 
 /// Where the last whole line that `is_kept` ends, `None` if there is no such line.
-fn end_of_last_line(file: &mut File, len: u64, is_kept: impl Fn(&[u8]) -> bool) -> io::Result<Option<u64>> {
+fn end_of_last_line(file: &mut File, len: u64, mut is_kept: impl FnMut(&[u8]) -> bool) -> io::Result<Option<u64>> {
     // `tail` holds the bytes from `start` to `end`, the end of the last line that is not yet judged.
     let (mut start, mut end) = (len, len);
     let mut tail: Vec<u8> = Vec::new();

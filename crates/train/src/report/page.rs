@@ -271,9 +271,12 @@ impl Page<'_> {
         });
         let mut line = Line::new("mean of layers", BLUE, mean, 0.0);
         line.last = last_of(&line.points);
-        let top = Line::new("highest layer", ORANGE, highest.clone(), last_of(&highest));
+        // The layer to worry about: the least diverse, the most of everything else.
+        let (name, worst) =
+            if key == "expert_diversity" { ("lowest layer", &lowest) } else { ("highest layer", &highest) };
+        let worst = Line::new(name, ORANGE, worst.clone(), last_of(worst));
         line.band = Some((lowest, highest));
-        vec![line, top]
+        vec![line, worst]
     }
 
     fn sampled_texts(&self) -> String {
