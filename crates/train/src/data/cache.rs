@@ -1,0 +1,381 @@
+//! Tokenised data, kept as a memory-mapped file that is named by what it was made of.
+//!
+//! The name holds a hash of the documents, the tokenizer and this format's version, so a file is either the right one or
+//! not there. It is written beside, synced and renamed; its header and a hash of its tokens are checked on opening, and
+//! one that is not whole is made again.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Seek, Write};
+use std::ops::{ControlFlow, Range};
+use std::path::{Path, PathBuf};
+use std::{env, thread};
+
+use moeworks_ops::MappedFile;
+use tempfile::NamedTempFile;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use super::{DataError, Encode, Piece, Sources};
+use crate::config::RunConfig;
+
+const MAGIC: [u8; 8] = *b"MOEWTOK\0";
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 80;
+
+/// Text that is tokenised together, in bytes: enough for all threads, little beside a model.
+const ROUND_BYTES: usize = 4 << 20;
+
+/// Folders for cache files; the first that can be written is used.
+#[derive(Clone, Debug)]
+pub struct CachePlace {
+    folders: Vec<PathBuf>,
+}
+
+impl CachePlace {
+    /// `data.cache_dir`, or else `moeworks` in the user's cache folder and then `cache` in the folder of runs.
+    #[must_use]
+    pub fn of(config: &RunConfig) -> Self {
+        if !config.data.cache_dir.as_os_str().is_empty() {
+            return Self::at(&config.data.cache_dir);
+        }
+        let absolute = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let user = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+        let folders = user.map(|folder| folder.join("moeworks")).into_iter().chain([config.run.out.join("cache")]);
+        Self { folders: folders.collect() }
+    }
+
+    /// One folder and no other.
+    #[must_use]
+    pub fn at(folder: &Path) -> Self {
+        Self { folders: vec![folder.into()] }
+    }
+
+    /// An empty file beside which nothing is yet, and the folder it is in.
+    fn create(&self) -> Result<(NamedTempFile, &Path), DataError> {
+        let mut failure = None;
+        for folder in &self.folders {
+            let file = fs::create_dir_all(folder)
+                .and_then(|()| tempfile::Builder::new().prefix("tokens-").suffix(".tmp").tempfile_in(folder));
+            match file {
+                Ok(file) => return Ok((file, folder)),
+                Err(source) => {
+                    tracing::debug!("{}: cannot be written: {source}", folder.display());
+                    failure = Some(DataError::Cache { path: folder.clone(), source });
+                }
+            }
+        }
+        Err(failure.unwrap_or_else(|| cache_error(Path::new("."), io::ErrorKind::NotFound.into())))
+    }
+}
+
+fn cache_error(path: &Path, source: io::Error) -> DataError {
+    DataError::Cache { path: path.into(), source }
+}
+
+/// What a cache file begins with. All numbers are little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Header {
+    key: u128,
+    token_bytes: u32,
+    num_tokens: u64,
+    num_text_bytes: u64,
+    num_documents: u64,
+    payload_hash: u64,
+}
+
+impl Header {
+    fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.token_bytes.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.key.to_le_bytes());
+        let counts = [self.num_tokens, self.num_text_bytes, self.num_documents, self.payload_hash];
+        for (i, count) in counts.into_iter().enumerate() {
+            bytes[32 + 8 * i..40 + 8 * i].copy_from_slice(&count.to_le_bytes());
+        }
+        let check = xxh3_64(&bytes[..HEADER_BYTES - 8]);
+        bytes[HEADER_BYTES - 8..].copy_from_slice(&check.to_le_bytes());
+        bytes
+    }
+
+    /// The header of `file`, or what is wrong with the file.
+    fn check(file: &[u8], key: u128) -> Result<Self, &'static str> {
+        let Some((header, payload)) = file.split_at_checked(HEADER_BYTES) else {
+            return Err("is shorter than its header");
+        };
+        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));
+        if header[..8] != MAGIC || header[8..12] != VERSION.to_le_bytes() {
+            return Err("is of another kind or version");
+        }
+        if number(HEADER_BYTES - 8) != xxh3_64(&header[..HEADER_BYTES - 8]) {
+            return Err("has a damaged header");
+        }
+        let parsed = Self {
+            key: u128::from(number(16)) | (u128::from(number(24)) << 64),
+            token_bytes: number(8).wrapping_shr(32) as u32,
+            num_tokens: number(32),
+            num_text_bytes: number(40),
+            num_documents: number(48),
+            payload_hash: number(56),
+        };
+        if parsed.key != key || !matches!(parsed.token_bytes, 2 | 4) {
+            return Err("belongs to other data");
+        }
+        if parsed.num_tokens.checked_mul(u64::from(parsed.token_bytes)) != Some(payload.len() as u64) {
+            return Err("is not whole");
+        }
+        if xxh3_64(payload) != parsed.payload_hash {
+            return Err("is damaged");
+        }
+        Ok(parsed)
+    }
+}
+
+/// The tokens of a data set, each document followed by the token that ends it.
+pub struct TokenStore {
+    payload: Payload,
+    num_tokens: u64,
+    num_text_bytes: u64,
+    num_documents: u64,
+}
+
+enum Payload {
+    Memory(Vec<u32>),
+    Mapped { file: MappedFile, token_bytes: usize },
+}
+
+impl std::fmt::Debug for TokenStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TokenStore").field("num_tokens", &self.num_tokens).finish_non_exhaustive()
+    }
+}
+
+impl From<Vec<u32>> for TokenStore {
+    fn from(tokens: Vec<u32>) -> Self {
+        let num_tokens = tokens.len() as u64;
+        Self { payload: Payload::Memory(tokens), num_tokens, num_text_bytes: num_tokens, num_documents: 1 }
+    }
+}
+
+impl TokenStore {
+    /// The tokens of `sources`: from a cache file if there is one, else tokenised now and kept in one.
+    pub fn open(sources: &Sources, tokenizer: &dyn Encode, place: &CachePlace) -> Result<Self, DataError> {
+        let key = cache_key(sources, tokenizer);
+        let name = format!("{key:032x}.tokens");
+        for folder in &place.folders {
+            let path = folder.join(&name);
+            match Self::map(&path, key) {
+                Ok(Some(store)) => {
+                    tracing::debug!("{}: tokenised data from before", path.display());
+                    return Ok(store);
+                }
+                Ok(None) => {}
+                Err(problem) => tracing::warn!("{}: {problem}; tokenising again", path.display()),
+            }
+        }
+        let (file, folder) = place.create()?;
+        let path = folder.join(name);
+        tracing::info!(
+            "tokenising {} ({} files, {} bytes)",
+            sources.describe(),
+            sources.num_files(),
+            sources.num_bytes()
+        );
+        let writer = Writer::new(file, tokenizer, key);
+        writer.write_all(sources)?.persist(&path)?;
+        let mapped = Self::map(&path, key);
+        mapped
+            .map_err(io::Error::other)
+            .and_then(|store| store.ok_or_else(|| io::ErrorKind::NotFound.into()))
+            .map_err(|source| cache_error(&path, source))
+    }
+
+    /// The store in the file at `path`; none if there is no file; what is wrong with it if it cannot be used.
+    fn map(path: &Path, key: u128) -> Result<Option<Self>, String> {
+        let file = match MappedFile::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(format!("cannot be read: {error}")),
+        };
+        let header = Header::check(file.as_ref(), key)?;
+        Ok(Some(Self {
+            payload: Payload::Mapped { file, token_bytes: header.token_bytes as usize },
+            num_tokens: header.num_tokens,
+            num_text_bytes: header.num_text_bytes,
+            num_documents: header.num_documents,
+        }))
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.num_tokens
+    }
+
+    /// Whether there is no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.num_tokens == 0
+    }
+
+    /// Bytes of the text that the tokens stand for; a loss a token times tokens by bytes is one a byte.
+    #[must_use]
+    pub fn num_text_bytes(&self) -> u64 {
+        self.num_text_bytes
+    }
+
+    /// Number of documents.
+    #[must_use]
+    pub fn num_documents(&self) -> u64 {
+        self.num_documents
+    }
+
+    /// Appends the tokens of `range` to `out`.
+    ///
+    /// # Panics
+    /// If the range goes beyond the tokens.
+    pub fn read(&self, range: Range<u64>, out: &mut Vec<u32>) {
+        let range = range.start as usize..range.end as usize;
+        match &self.payload {
+            Payload::Memory(tokens) => out.extend_from_slice(&tokens[range]),
+            Payload::Mapped { file, token_bytes: 2 } => {
+                let bytes = &file.as_ref()[HEADER_BYTES + 2 * range.start..HEADER_BYTES + 2 * range.end];
+                out.extend(bytes.as_chunks().0.iter().map(|&two| u32::from(u16::from_le_bytes(two))));
+            }
+            Payload::Mapped { file, .. } => {
+                let bytes = &file.as_ref()[HEADER_BYTES + 4 * range.start..HEADER_BYTES + 4 * range.end];
+                out.extend(bytes.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four)));
+            }
+        }
+    }
+}
+
+/// A hash of everything that decides the content of a cache file.
+fn cache_key(sources: &Sources, tokenizer: &dyn Encode) -> u128 {
+    let mut hasher = Xxh3::new();
+    hasher.update(&VERSION.to_le_bytes());
+    hasher.update(&sources.hash().to_le_bytes());
+    hasher.update(&tokenizer.fingerprint().to_le_bytes());
+    hasher.update(&(tokenizer.vocab_size() as u64).to_le_bytes());
+    hasher.update(&tokenizer.eos().map_or(u64::MAX, u64::from).to_le_bytes());
+    hasher.digest128()
+}
+
+/// A piece that waits to be tokenised.
+struct Waiting {
+    text: String,
+    ends_document: bool,
+    path: PathBuf,
+}
+
+/// A cache file that is being written. Dropping it deletes the file.
+struct Writer<'t> {
+    file: BufWriter<NamedTempFile>,
+    tokenizer: &'t dyn Encode,
+    header: Header,
+    payload: Xxh3,
+    bytes: Vec<u8>,
+}
+
+impl<'t> Writer<'t> {
+    fn new(file: NamedTempFile, tokenizer: &'t dyn Encode, key: u128) -> Self {
+        let token_bytes = if tokenizer.vocab_size() <= 1 << 16 { 2 } else { 4 };
+        let header = Header { key, token_bytes, num_tokens: 0, num_text_bytes: 0, num_documents: 0, payload_hash: 0 };
+        Self { file: BufWriter::new(file), tokenizer, header, payload: Xxh3::new(), bytes: Vec::new() }
+    }
+
+    fn write_all(mut self, sources: &Sources) -> Result<Self, DataError> {
+        self.write(&[0; HEADER_BYTES])?;
+        let (mut waiting, mut num_bytes) = (Vec::new(), 0);
+        sources.for_each(|piece| {
+            num_bytes += piece.text.len();
+            let Piece { text, ends_document, path } = piece;
+            waiting.push(Waiting { text: text.into(), ends_document, path: path.into() });
+            if num_bytes >= ROUND_BYTES {
+                self.tokenise(&waiting)?;
+                waiting.clear();
+                num_bytes = 0;
+            }
+            Ok(ControlFlow::Continue(()))
+        })?;
+        self.tokenise(&waiting)?;
+        Ok(self)
+    }
+
+    /// Tokenises the pieces on all cores and writes their tokens in order.
+    fn tokenise(&mut self, pieces: &[Waiting]) -> Result<(), DataError> {
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        let share = pieces.len().div_ceil(threads).max(1);
+        let tokenizer = self.tokenizer;
+        let parts: Vec<Result<Vec<u32>, DataError>> = thread::scope(|scope| {
+            let running: Vec<_> =
+                pieces.chunks(share).map(|part| scope.spawn(move || encode_part(tokenizer, part))).collect();
+            running
+                .into_iter()
+                .map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        });
+        for ids in parts {
+            self.put(&ids?)?;
+        }
+        self.header.num_text_bytes += pieces.iter().map(|piece| piece.text.len() as u64).sum::<u64>();
+        self.header.num_documents += pieces.iter().filter(|piece| piece.ends_document).count() as u64;
+        Ok(())
+    }
+
+    fn put(&mut self, ids: &[u32]) -> Result<(), DataError> {
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.clear();
+        if self.header.token_bytes == 2 {
+            bytes.extend(ids.iter().flat_map(|&id| (id as u16).to_le_bytes()));
+        } else {
+            bytes.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+        }
+        self.payload.update(&bytes);
+        self.header.num_tokens += ids.len() as u64;
+        self.write(&bytes)?;
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+        self.file.write_all(bytes).map_err(|source| cache_error(self.file.get_ref().path(), source))
+    }
+
+    /// Completes the header, syncs the file and gives it its name.
+    fn persist(mut self, path: &Path) -> Result<(), DataError> {
+        self.header.payload_hash = self.payload.digest();
+        let finish = || -> io::Result<()> {
+            self.file.rewind()?;
+            self.file.write_all(&self.header.to_bytes())?;
+            let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+            file.as_file().sync_all()?;
+            file.persist(path).map_err(|error| error.error)?;
+            // The name is on the disk when the folder is.
+            path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
+        };
+        finish().map_err(|source| cache_error(path, source))
+    }
+}
+
+/// The tokens of the pieces, one after the other.
+fn encode_part(tokenizer: &dyn Encode, pieces: &[Waiting]) -> Result<Vec<u32>, DataError> {
+    let mut ids = Vec::new();
+    for piece in pieces {
+        let refused = |problem| DataError::Tokenizer { path: piece.path.clone(), problem };
+        let start = ids.len();
+        tokenizer.encode(&piece.text, &mut ids).map_err(refused)?;
+        if piece.ends_document {
+            ids.extend(tokenizer.eos());
+        }
+        // Wider ids would be cut when they are stored, and later point outside the embedding.
+        if let Some(id) = ids[start..].iter().find(|&&id| id as usize >= tokenizer.vocab_size()) {
+            return Err(refused(format!("token {id} is not below the vocabulary's size, {}", tokenizer.vocab_size())));
+        }
+    }
+    Ok(ids)
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

@@ -1,0 +1,191 @@
+//! Batches as a pure function of (tokens, seed, position).
+
+use std::sync::Arc;
+
+use super::windows::Split;
+use super::{CachePlace, DataError, Encode, Permutation, Sources, TokenStore, Windows};
+use crate::config::RunConfig;
+
+/// A target that has no loss.
+pub const IGNORE: u32 = u32::MAX;
+
+/// The stream of random numbers that orders the held-out windows; epochs never get this far.
+const VALIDATION_STREAM: u64 = (1 << 56) - 2;
+
+/// Sequences of equal length and, for each token, the one that follows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    /// Token ids `[num_sequences * seq_len]`.
+    pub inputs: Vec<u32>,
+    /// The following token of each, or [`IGNORE`].
+    pub targets: Vec<u32>,
+    /// Sequences.
+    pub num_sequences: usize,
+    /// Tokens of each.
+    pub seq_len: usize,
+}
+
+impl Batch {
+    fn clear(&mut self, seq_len: usize) {
+        self.inputs.clear();
+        self.targets.clear();
+        self.num_sequences = 0;
+        self.seq_len = seq_len;
+    }
+
+    /// Adds a sequence of `seq_len + 1` tokens that begins at token `start`, or of what the store has from there on.
+    fn push(&mut self, tokens: &TokenStore, start: u64) {
+        let end = (start + self.seq_len as u64 + 1).min(tokens.len());
+        self.num_sequences += 1;
+        tokens.read(start..end - 1, &mut self.inputs);
+        tokens.read(start + 1..end, &mut self.targets);
+        self.inputs.resize(self.num_sequences * self.seq_len, 0);
+        self.targets.resize(self.num_sequences * self.seq_len, IGNORE);
+    }
+}
+
+/// What decides the batches, besides the tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DatasetOptions {
+    /// S: tokens of a sequence, at least 1.
+    pub seq_len: usize,
+    /// Sequences of a microbatch, at least 1.
+    pub batch_size: usize,
+    /// Microbatches of a step, at least 1.
+    pub grad_accumulation: usize,
+    /// Share of the tokens held out, 0 to 0.5.
+    pub validation_fraction: f64,
+    /// Decides what is held out and the order of training.
+    pub seed: u64,
+}
+
+impl DatasetOptions {
+    /// The options of a configuration.
+    #[must_use]
+    pub fn of(config: &RunConfig) -> Self {
+        Self {
+            seq_len: config.train.seq_len,
+            batch_size: config.train.batch_size,
+            grad_accumulation: config.train.grad_accumulation,
+            validation_fraction: config.data.validation_fraction,
+            seed: config.train.seed,
+        }
+    }
+}
+
+/// Training and validation batches over the same tokens.
+#[derive(Clone, Debug)]
+pub struct Dataset {
+    tokens: Arc<TokenStore>,
+    options: DatasetOptions,
+    split: Split,
+}
+
+impl Dataset {
+    /// Reads `sources` through the token cache and splits them as `config` says.
+    pub fn open(config: &RunConfig, sources: &Sources, tokenizer: &dyn Encode) -> Result<Self, DataError> {
+        let tokens = TokenStore::open(sources, tokenizer, &CachePlace::of(config))?;
+        Self::new(Arc::new(tokens), DatasetOptions::of(config), &sources.describe())
+    }
+
+    /// Batches of `tokens`. `place` names the data where it is too short for one sequence.
+    pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DataError> {
+        let split = Split::new(tokens.len(), options.seq_len as u64, options.validation_fraction, options.seed);
+        if split.train.is_empty() {
+            let needed = options.seq_len as u64 + 1;
+            return Err(DataError::TooShort { place: place.into(), tokens: tokens.len(), needed });
+        }
+        if split.validation.is_empty() && options.validation_fraction > 0.0 {
+            tracing::warn!("{place}: too short to hold anything out for validation");
+        }
+        Ok(Self { tokens, options, split })
+    }
+
+    /// The tokens that the batches are made of.
+    #[must_use]
+    pub fn tokens(&self) -> &TokenStore {
+        &self.tokens
+    }
+
+    /// The training windows; one epoch passes each once.
+    #[must_use]
+    pub fn train(&self) -> &Windows {
+        &self.split.train
+    }
+
+    /// The held-out windows.
+    #[must_use]
+    pub fn validation(&self) -> &Windows {
+        &self.split.validation
+    }
+
+    /// Microbatch `micro` of optimizer step `step`, both from 0.
+    #[must_use]
+    pub fn train_batch(&self, step: u64, micro: usize) -> Batch {
+        let mut batch = Batch::default();
+        self.fill_train_batch(step, micro, &mut batch);
+        batch
+    }
+
+    /// As [`Self::train_batch`], into a batch whose memory is used again.
+    pub fn fill_train_batch(&self, step: u64, micro: usize, batch: &mut Batch) {
+        let num_sequences = self.options.batch_size;
+        let first = (step * self.options.grad_accumulation as u64 + micro as u64) * num_sequences as u64;
+        self.fill_sequences(first, num_sequences, batch);
+    }
+
+    /// Training sequences `first..first + num_sequences` of the endless sequence of epochs. Their order depends on nothing
+    /// but the seed and the tokens, so a run may go on with batches of another size.
+    pub fn fill_sequences(&self, first: u64, num_sequences: usize, batch: &mut Batch) {
+        batch.clear(self.options.seq_len);
+        let per_epoch = self.split.train.len();
+        let mut order: Option<(u64, Permutation)> = None;
+        for position in first..first + num_sequences as u64 {
+            let epoch = position / per_epoch;
+            let permutation = match order {
+                Some((known, permutation)) if known == epoch => permutation,
+                _ => Permutation::new(per_epoch, self.options.seed, epoch),
+            };
+            order = Some((epoch, permutation));
+            let window = permutation.at(position % per_epoch);
+            batch.push(&self.tokens, self.split.train.tokens(window).start);
+        }
+    }
+
+    /// The first `max_batches` batches of the held-out windows, all of them for 0. They come in a fixed mixed order, so
+    /// that a few are like the whole; the last may have fewer sequences; none come if nothing is held out.
+    pub fn validation_batches(&self, max_batches: usize) -> impl Iterator<Item = Batch> + '_ {
+        let windows = &self.split.validation;
+        let order = Permutation::new(windows.len(), self.options.seed, VALIDATION_STREAM);
+        let size = self.options.batch_size as u64;
+        let num_batches = windows.len().div_ceil(size);
+        let num_batches = if max_batches == 0 { num_batches } else { num_batches.min(max_batches as u64) };
+        (0..num_batches).map(move |i| {
+            let mut batch = Batch::default();
+            batch.clear(self.options.seq_len);
+            for position in i * size..((i + 1) * size).min(windows.len()) {
+                batch.push(&self.tokens, windows.tokens(order.at(position)).start);
+            }
+            batch
+        })
+    }
+}
+
+/// All of `tokens` in order, each but the first the target of exactly one position, in batches of at most `batch_size`
+/// sequences. The end of the last sequence is padded with targets of [`IGNORE`].
+pub fn evaluation_batches(tokens: &TokenStore, seq_len: usize, batch_size: usize) -> impl Iterator<Item = Batch> + '_ {
+    let num_sequences = tokens.len().saturating_sub(1).div_ceil(seq_len as u64);
+    let size = batch_size as u64;
+    (0..num_sequences.div_ceil(size)).map(move |i| {
+        let mut batch = Batch::default();
+        batch.clear(seq_len);
+        for sequence in i * size..((i + 1) * size).min(num_sequences) {
+            batch.push(tokens, sequence * seq_len as u64);
+        }
+        batch
+    })
+}
+
+#[cfg(test)]
+#[path = "dataset_tests.rs"]
+mod tests;

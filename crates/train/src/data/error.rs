@@ -1,0 +1,114 @@
+//! What can be wrong with data.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Data that cannot be used. Every message is one line: which file, what is wrong, what would be right.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// A path that does not exist.
+    #[error("{}: no such file or folder", path.display())]
+    Missing {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A glob that is malformed or matches nothing.
+    #[error("{pattern}: {problem}")]
+    Glob {
+        /// The glob.
+        pattern: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file or folder that cannot be read.
+    #[error("{}: cannot be read: {source}", path.display())]
+    Unreadable {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A pipe, a device or a socket.
+    #[error("{}: is {kind}; must be a file, a folder or a glob", path.display())]
+    Special {
+        /// The path.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// A file without a byte.
+    #[error("{}: is empty; must hold text", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file whose beginning is no text.
+    #[error("{}: is binary (a NUL at byte {offset}); must be UTF-8 text, JSON lines or Parquet", path.display())]
+    Binary {
+        /// The file.
+        path: PathBuf,
+        /// Where the first NUL stands, from 0, after decompression.
+        offset: u64,
+    },
+    /// Text that is not UTF-8.
+    #[error("{}: not UTF-8 at byte {offset}; must be converted to UTF-8", path.display())]
+    NotUtf8 {
+        /// The file.
+        path: PathBuf,
+        /// Where the first wrong byte stands, from 0, after decompression.
+        offset: u64,
+    },
+    /// A JSON line or a Parquet file that does not hold what it should.
+    #[error("{}{place}: {problem}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Where in the file: `:line`, or nothing.
+        place: String,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// A file that changed between the two times that it was read.
+    #[error("{}: was changed while it was read; start again when it stays as it is", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Folders in which no text was found.
+    #[error("{place}: no text found{skipped}; give text files, .jsonl or .parquet with --data")]
+    NoText {
+        /// Where it was looked for.
+        place: String,
+        /// What was passed over, as ` (3 files skipped ...)`, or nothing.
+        skipped: String,
+    },
+    /// Fewer tokens than a sequence has.
+    #[error(
+        "{place}: {tokens} tokens, but a sequence needs {needed} (train.seq_len + 1); \
+             give more data or lower train.seq_len"
+    )]
+    TooShort {
+        /// The data.
+        place: String,
+        /// Tokens that there are.
+        tokens: u64,
+        /// Tokens that are needed.
+        needed: u64,
+    },
+    /// A document that the tokenizer refuses.
+    #[error("{}: cannot be tokenised: {problem}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What the tokenizer says.
+        problem: String,
+    },
+    /// A cache file that cannot be written.
+    #[error("{}: tokenised data cannot be written: {source}; data.cache_dir names another folder", path.display())]
+    Cache {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}

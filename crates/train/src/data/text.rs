@@ -1,0 +1,102 @@
+//! Plain text files as documents, in pieces of bounded size.
+
+use std::io::{ErrorKind, Read};
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use super::sources::Visit;
+use super::{DataError, Piece, decode};
+
+/// Bytes of a piece: much more than a token, much less than memory.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// How far before the end of a piece a good place to cut is looked for.
+const CUT_BYTES: usize = 1 << 16;
+
+/// A file with a NUL so early is no text.
+const BINARY_BYTES: usize = 1024;
+
+pub(super) const BOM: &[u8] = b"\xef\xbb\xbf";
+
+/// Reads the text file at `path` as one document. The mark of byte order at the start is left out; line ends stay as they
+/// are.
+pub(super) fn read(path: &Path, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
+    let mut reader = decode::open(path)?;
+    let mut buffer = Vec::with_capacity(PIECE_BYTES);
+    // Bytes of the content before the buffer.
+    let mut offset = 0u64;
+    loop {
+        let at_end = fill(path, &mut reader, &mut buffer)?;
+        if offset == 0 {
+            if let Some(nul) = buffer.iter().take(BINARY_BYTES).position(|&byte| byte == 0) {
+                return Err(DataError::Binary { path: path.into(), offset: nul as u64 });
+            }
+            if buffer.starts_with(BOM) {
+                buffer.drain(..BOM.len());
+                offset = BOM.len() as u64;
+            }
+        }
+        let text = valid_text(path, &buffer, offset, at_end)?;
+        if at_end {
+            return if text.is_empty() {
+                Ok(ControlFlow::Continue(()))
+            } else {
+                visit(Piece { text, ends_document: true, path })
+            };
+        }
+        let cut = cut_before(text);
+        if visit(Piece { text: &text[..cut], ends_document: false, path })?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
+        offset += cut as u64;
+        buffer.drain(..cut);
+    }
+}
+
+/// Fills the buffer up to the size of a piece; whether the content ends with it.
+fn fill(path: &Path, reader: &mut dyn Read, buffer: &mut Vec<u8>) -> Result<bool, DataError> {
+    let mut filled = buffer.len();
+    buffer.resize(PIECE_BYTES, 0);
+    while filled < PIECE_BYTES {
+        match reader.read(&mut buffer[filled..]) {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(decode::unreadable(path, error)),
+        }
+    }
+    buffer.truncate(filled);
+    Ok(filled < PIECE_BYTES)
+}
+
+/// The text in the buffer, up to a character that the end of the buffer cuts.
+fn valid_text<'b>(path: &Path, buffer: &'b [u8], offset: u64, at_end: bool) -> Result<&'b str, DataError> {
+    match std::str::from_utf8(buffer) {
+        Ok(text) => Ok(text),
+        Err(error) if error.error_len().is_none() && !at_end => {
+            Ok(std::str::from_utf8(&buffer[..error.valid_up_to()]).unwrap_or_default())
+        }
+        Err(error) => Err(DataError::NotUtf8 { path: path.into(), offset: offset + error.valid_up_to() as u64 }),
+    }
+}
+
+/// Where a full piece is best cut, so that a tokenizer that works word by word gives the tokens that it would give to the
+/// whole: before a single space between letters, else after a line end, else between characters. Always more than 0 and
+/// less than the length, so that the last piece is never empty.
+fn cut_before(text: &str) -> usize {
+    let bytes = text.as_bytes();
+    let from = bytes.len().saturating_sub(CUT_BYTES).max(1);
+    let between_words =
+        |i: &usize| bytes[*i] == b' ' && bytes[*i - 1].is_ascii_alphabetic() && bytes[*i + 1].is_ascii_alphabetic();
+    let last = bytes.len() - 1;
+    (from..last)
+        .rev()
+        .find(between_words)
+        .or_else(|| (from..last).rev().find(|&i| bytes[i - 1] == b'\n'))
+        .or_else(|| (from..=last).rev().find(|&i| text.is_char_boundary(i)))
+        .unwrap_or(last)
+}
+
+#[cfg(test)]
+#[path = "text_tests.rs"]
+mod tests;
