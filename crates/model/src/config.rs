@@ -165,6 +165,7 @@ impl ModelConfig {
                 return Err(ConfigError::new(setting, value, "must be at least 1"));
             }
         }
+        self.check_sizes()?;
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             let expected = format!("must divide num_heads, {}", self.num_heads);
             return Err(ConfigError::new("num_kv_heads", self.num_kv_heads, expected));
@@ -185,5 +186,33 @@ impl ModelConfig {
             return Err(ConfigError::new("init_std", self.init_std, "must be a number of at least 0"));
         }
         if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }
+    }
+
+    /// Refuses sizes that no model has, so that no product of them overflows: a configuration may come from a file.
+    fn check_sizes(&self) -> Result<(), ConfigError> {
+        let limits = [
+            ("vocab_size", self.vocab_size, 1 << 24),
+            ("width", self.width, 1 << 20),
+            ("num_layers", self.num_layers, 1 << 14),
+            ("num_heads", self.num_heads, 1 << 14),
+            ("num_kv_heads", self.num_kv_heads, 1 << 14),
+            ("head_dim", self.head_dim, 1 << 14),
+            ("num_experts", self.num_experts, 1 << 20),
+            ("expert_width", self.expert_width, 1 << 20),
+            ("shared_width", self.shared_width, 1 << 20),
+            ("dense_width", self.dense_width, 1 << 20),
+            ("max_seq_len", self.max_seq_len, 1 << 30),
+        ];
+        for (setting, value, limit) in limits {
+            if value > limit {
+                return Err(ConfigError::new(setting, value, format!("must be at most {limit}")));
+            }
+        }
+        let experts = self.num_experts * self.expert_width;
+        if experts.checked_mul(2 * self.width).is_none_or(|elements| elements > 1 << 48) {
+            let expected = "must keep the experts of a layer below 2^48 weights";
+            return Err(ConfigError::new("num_experts", self.num_experts, expected));
+        }
+        Ok(())
     }
 }

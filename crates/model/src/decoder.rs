@@ -376,7 +376,3 @@ fn pass_stats(loss: HeadLoss, (balance_loss, z_loss): (f64, f64), layers: Vec<La
     let HeadLoss { loss_sum, num_targets, num_correct } = loss;
     PassStats { loss_sum, num_targets, num_correct, balance_loss, z_loss, layers }
 }
-
-#[cfg(test)]
-#[path = "decoder_tests.rs"]
-mod tests;

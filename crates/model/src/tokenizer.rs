@@ -394,7 +394,3 @@ fn pieces(text: &str) -> impl Iterator<Item = Cow<'_, str>> + Send {
         Some(Cow::Borrowed(piece))
     })
 }
-
-#[cfg(test)]
-#[path = "tokenizer_tests.rs"]
-mod tests;

@@ -221,7 +221,3 @@ impl LayerWeights {
         Self { attention_norm, attention, feed_forward_norm, feed_forward }
     }
 }
-
-#[cfg(test)]
-#[path = "weights_tests.rs"]
-mod tests;

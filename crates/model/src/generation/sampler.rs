@@ -116,7 +116,3 @@ fn most_likely(logits: &[f32]) -> u32 {
     }
     best.0
 }
-
-#[cfg(test)]
-#[path = "sampler_tests.rs"]
-mod tests;

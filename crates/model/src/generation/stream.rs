@@ -49,7 +49,3 @@ impl<'a> TextStream<'a> {
         text
     }
 }
-
-#[cfg(test)]
-#[path = "stream_tests.rs"]
-mod tests;

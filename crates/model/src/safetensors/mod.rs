@@ -206,6 +206,16 @@ impl SafetensorsFile {
         Ok(())
     }
 
+    /// Writes the elements of `name`, which must be BF16, to `out`, whose length must be theirs.
+    pub(crate) fn read_bf16(&self, name: &str, out: &mut [bf16]) -> Result<(), SafetensorsError> {
+        let (info, bytes) = (self.info(name)?, self.bytes(name)?);
+        if info.dtype != FileDType::BF16 {
+            return Err(self.unsupported(name, info.dtype));
+        }
+        decode_into(bytes, out, |b| bf16::from_bits(u16::from_le_bytes(b)));
+        Ok(())
+    }
+
     fn converted(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
         let mut tensor = ctx.empty(&self.info(name)?.shape, DType::F32);
         self.read_f32(name, tensor.f32s_mut())?;

@@ -1,0 +1,88 @@
+//! What can go wrong with a model folder.
+
+use std::io;
+use std::path::PathBuf;
+
+use moeworks_moe::ConfigError;
+
+use super::family::supported;
+use crate::safetensors::SafetensorsError;
+use crate::tokenizer::TokenizerError;
+
+/// A folder that cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// A file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// `config.json` is not JSON or lacks a key, or a key has another type than it must.
+    #[error("{}: {reason}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+    /// A setting is out of range.
+    #[error("{}: {source}", path.display())]
+    Setting {
+        /// The file.
+        path: PathBuf,
+        /// Which, and what would be right.
+        source: ConfigError,
+    },
+    /// A model family that is not known.
+    #[error("{}: model_type {model_type:?} is not supported; these are: {}", path.display(), supported())]
+    UnknownFamily {
+        /// The file.
+        path: PathBuf,
+        /// The family.
+        model_type: String,
+    },
+    /// The weights' files are damaged, or a tensor is missing or of a type that cannot be used.
+    #[error(transparent)]
+    Safetensors(#[from] SafetensorsError),
+    /// A tensor has another shape than the configuration gives.
+    #[error("{}: tensor {tensor:?} has shape {found:?}, but config.json makes it {expected:?}", path.display())]
+    WrongShape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// The shape it should have.
+        expected: Vec<usize>,
+    },
+    /// A tensor that the configured model does not have, so that ignoring it would change the results.
+    #[error("{}: tensor {tensor:?} has no place in a {model_type} model", path.display())]
+    UnexpectedTensor {
+        /// The folder.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The family.
+        model_type: &'static str,
+    },
+}
+
+/// A folder that cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum SaveError {
+    /// A file or the folder cannot be written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The tokenizer cannot be written.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+}

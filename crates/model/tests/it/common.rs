@@ -1,0 +1,71 @@
+//! Helpers that several tests share.
+
+use std::path::{Path, PathBuf};
+
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, TokenBatch};
+use moeworks_ops::Context;
+use moeworks_ops::head_loss::IGNORE;
+use moeworks_tensor::{Purpose, Random};
+
+/// A small MoE model with something of everything that can be switched.
+pub(crate) fn small_config() -> ModelConfig {
+    ModelConfig {
+        vocab_size: 50,
+        width: 32,
+        num_layers: 3,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 8,
+        num_experts: 5,
+        top_k: 2,
+        expert_width: 24,
+        moe_every: 2,
+        dense_width: 40,
+        max_seq_len: 64,
+        init_std: 0.1,
+        ..ModelConfig::default()
+    }
+}
+
+pub(crate) fn model(ctx: &Context, config: ModelConfig) -> (Decoder, DecoderWeights) {
+    let decoder = Decoder::new(config).unwrap();
+    let weights = decoder.init(ctx, 7);
+    (decoder, weights)
+}
+
+/// Random ids below `vocab_size`.
+pub(crate) fn random_ids(vocab_size: usize, len: usize, seed: u64) -> Vec<u32> {
+    let random = Random::new(seed, Purpose::Test, 0);
+    (0..len as u64).map(|i| random.below(i, vocab_size as u64) as u32).collect()
+}
+
+/// For each id the one behind it in its sequence; none for the last.
+pub(crate) fn next_ids(inputs: &[u32], seq_len: usize) -> Vec<u32> {
+    let next = |sequence: &[u32]| sequence[1..].iter().copied().chain([IGNORE]).collect::<Vec<_>>();
+    inputs.chunks(seq_len).flat_map(next).collect()
+}
+
+pub(crate) fn batch<'a>(inputs: &'a [u32], targets: &'a [u32], seq_len: usize) -> TokenBatch<'a> {
+    TokenBatch { inputs, targets, num_sequences: inputs.len() / seq_len, seq_len }
+}
+
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// Fails unless `found` is `expected` up to `tolerance` of the largest expected magnitude.
+pub(crate) fn assert_close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(found.len(), expected.len(), "{what}: length");
+    let scale = expected.iter().fold(1e-6_f32, |max, x| max.max(x.abs()));
+    for (i, (&a, &b)) in found.iter().zip(expected).enumerate() {
+        assert!((a - b).abs() <= tolerance * scale, "{what}[{i}]: {a}, expected {b} (largest {scale})");
+    }
+}
+
+/// Fails unless both have the same tensors with the same bytes.
+pub(crate) fn assert_same_bits(a: &DecoderWeights, b: &DecoderWeights) {
+    for ((name, a), (other, b)) in a.tensors().into_iter().zip(b.tensors()) {
+        assert_eq!((&name, a.shape(), a.dtype()), (&other, b.shape(), b.dtype()));
+        assert!(a.bytes() == b.bytes(), "{name} differs");
+    }
+}

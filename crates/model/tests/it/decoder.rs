@@ -1,0 +1,288 @@
+//! The decoder against itself: what must not change results, and inputs that it must refuse.
+
+use moeworks_model::generation::KvCache;
+use moeworks_model::{
+    ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, QkNorm,
+    RouterNoise, TokenBatch,
+};
+use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
+use moeworks_tensor::DType;
+use proptest::prelude::*;
+
+use crate::common::{assert_close, assert_same_bits, batch, model, next_ids, random_ids, small_config};
+
+const SEQ_LEN: usize = 13;
+
+fn step(
+    ctx: &Context,
+    decoder: &Decoder,
+    weights: &DecoderWeights,
+    options: &PassOptions,
+) -> (PassStats, DecoderWeights) {
+    let ids = random_ids(decoder.config().vocab_size, 4 * SEQ_LEN, 1);
+    let targets = next_ids(&ids, SEQ_LEN);
+    let mut grads = weights.zeros_like(ctx);
+    let batch = batch(&ids, &targets, SEQ_LEN);
+    let stats = decoder.forward_backward(ctx, weights, &batch, options, Write::Replace, &mut grads).unwrap();
+    (stats, grads)
+}
+
+fn options() -> PassOptions {
+    PassOptions {
+        balance_coef: 0.01,
+        z_coef: 0.001,
+        noise: Some(RouterNoise { seed: 5, step: 9 }),
+        grad_scale: 0.02,
+        ..PassOptions::default()
+    }
+}
+
+fn noisy_config() -> ModelConfig {
+    ModelConfig { jitter: 0.05, capacity_factor: 1.0, shared_width: 8, ..small_config() }
+}
+
+#[test]
+fn checkpointing_gives_the_same_bits() {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, noisy_config());
+    let (stats, grads) = step(&ctx, &decoder, &weights, &options());
+    let options = PassOptions { checkpoint_layers: true, ..options() };
+    let (again, same) = step(&ctx, &decoder, &weights, &options);
+    assert_eq!((stats.loss_sum, stats.layers), (again.loss_sum, again.layers));
+    assert_same_bits(&grads, &same);
+}
+
+#[test]
+fn the_number_of_threads_does_not_change_a_bit() {
+    for dtype in [DType::F32, DType::BF16] {
+        let run = |threads| {
+            let ctx = Context::cpu(threads);
+            let (decoder, weights) = model(&ctx, noisy_config());
+            let weights = weights.compute_copy(&ctx, dtype);
+            step(&ctx, &decoder, &weights, &options())
+        };
+        let (stats, grads) = run(1);
+        for threads in [2, 3] {
+            let (other, same) = run(threads);
+            assert_eq!((stats.loss_sum, &stats.layers), (other.loss_sum, &other.layers), "{threads} threads");
+            assert_same_bits(&grads, &same);
+        }
+    }
+}
+
+#[test]
+fn mixed_precision_is_close_to_f32() {
+    let ctx = Context::cpu(2);
+    // All experts for every token: a choice that rounding turns over would be a jump.
+    let config = ModelConfig { top_k: 5, normalize_weights: false, ..small_config() };
+    let (decoder, weights) = model(&ctx, config);
+    let options = PassOptions { noise: None, ..options() };
+    let (exact, grads) = step(&ctx, &decoder, &weights, &options);
+    let (mixed, mixed_grads) = step(&ctx, &decoder, &weights.compute_copy(&ctx, DType::BF16), &options);
+    assert!((exact.mean_loss() - mixed.mean_loss()).abs() < 0.01 * exact.mean_loss());
+    for ((name, exact), (_, mixed)) in grads.tensors().into_iter().zip(mixed_grads.tensors()) {
+        assert_close(&name, mixed.f32s(), exact.f32s(), 0.06);
+    }
+}
+
+#[test]
+fn gradients_add_up_over_batches() {
+    let ctx = Context::cpu(2);
+    for tie_embeddings in [false, true] {
+        let (decoder, weights) = model(&ctx, ModelConfig { tie_embeddings, ..small_config() });
+        let (_, mut grads) = step(&ctx, &decoder, &weights, &options());
+        let (_, once) = step(&ctx, &decoder, &weights, &options());
+        let ids = random_ids(decoder.config().vocab_size, 4 * SEQ_LEN, 1);
+        let targets = next_ids(&ids, SEQ_LEN);
+        let batch = batch(&ids, &targets, SEQ_LEN);
+        decoder.forward_backward(&ctx, &weights, &batch, &options(), Write::Add, &mut grads).unwrap();
+        for ((name, twice), (_, once)) in grads.tensors().into_iter().zip(once.tensors()) {
+            let doubled: Vec<f32> = once.f32s().iter().map(|x| 2.0 * x).collect();
+            assert_close(&name, twice.f32s(), &doubled, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn a_step_against_the_gradient_lowers_the_loss_by_what_the_gradient_says() {
+    let ctx = Context::cpu(2);
+    for (balance, activation) in
+        [(BalanceKind::Layer, ActivationKind::Gelu), (BalanceKind::Pooled, ActivationKind::Swiglu)]
+    {
+        // All experts for every token, so that the loss has no jumps.
+        let config = ModelConfig { top_k: 5, activation, shared_width: 8, qk_norm: QkNorm::Whole, ..small_config() };
+        let (decoder, mut weights) = model(&ctx, config);
+        let options =
+            PassOptions { balance, noise: None, grad_scale: 1.0, balance_coef: 3.0, z_coef: 0.5, ..options() };
+        let total = |stats: &PassStats| stats.loss_sum + 3.0 * stats.balance_loss + 0.5 * stats.z_loss;
+        let (before, grads) = step(&ctx, &decoder, &weights, &options);
+        let slope: f64 = grads.tensors().iter().flat_map(|(_, g)| g.f32s()).map(|&g| f64::from(g) * f64::from(g)).sum();
+        let rate = 1e-4 / slope.sqrt();
+        let mut shifted = |sign: f64| {
+            for ((_, w), (_, g)) in weights.tensors_mut().into_iter().zip(grads.tensors()) {
+                w.f32s_mut().iter_mut().zip(g.f32s()).for_each(|(w, g)| *w -= (sign * rate) as f32 * g);
+            }
+            total(&step(&ctx, &decoder, &weights, &options).0)
+        };
+        // A step of 1e-4 of the gradient's length down, and from there 2e-4 up: their mean is the slope at the start.
+        let (down, up) = (shifted(100.0), shifted(-200.0));
+        let found = (up - down) / (200.0 * rate);
+        assert!((found / slope - 1.0).abs() < 0.02, "{found}, expected {slope} at {}", total(&before));
+    }
+}
+
+#[test]
+fn a_step_after_the_first_asks_the_system_for_no_memory() {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, small_config());
+    let weights = weights.compute_copy(&ctx, DType::BF16);
+    let ids = random_ids(decoder.config().vocab_size, 4 * SEQ_LEN, 1);
+    let targets = next_ids(&ids, SEQ_LEN);
+    let batch = batch(&ids, &targets, SEQ_LEN);
+    let mut grads = weights.zeros_like(&ctx);
+    let mut allocations = Vec::new();
+    for _ in 0..4 {
+        decoder.forward_backward(&ctx, &weights, &batch, &options(), Write::Replace, &mut grads).unwrap();
+        allocations.push(ctx.pool().stats().system_allocations);
+    }
+    assert_eq!(allocations[1], allocations[3], "{allocations:?}");
+}
+
+#[test]
+fn an_expert_without_tokens_gets_zero_gradients() {
+    let ctx = Context::cpu(2);
+    let config = ModelConfig { num_experts: 64, top_k: 1, moe_every: 1, ..small_config() };
+    let (decoder, weights) = model(&ctx, config);
+    let options = PassOptions { noise: None, ..options() };
+    let (stats, grads) = step(&ctx, &decoder, &weights, &options);
+    let expert = stats.layers[0].tokens_per_expert.iter().position(|&n| n == 0).unwrap();
+    let tensors = grads.tensors();
+    let (_, down) = tensors.iter().find(|(name, _)| name == "model.layers.0.mlp.experts.down_proj").unwrap();
+    let size = down.len() / 64;
+    assert!(down.f32s()[expert * size..(expert + 1) * size].iter().all(|&g| g == 0.0));
+}
+
+#[test]
+fn evaluation_is_the_loss_of_training_where_no_token_is_dropped() {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, small_config());
+    let ids = random_ids(50, 4 * SEQ_LEN, 1);
+    let targets = next_ids(&ids, SEQ_LEN);
+    let found = decoder.evaluate(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN)).unwrap();
+    let (expected, _) = step(&ctx, &decoder, &weights, &PassOptions::default());
+    assert!((found.loss_sum - expected.loss_sum).abs() < 1e-5 * expected.loss_sum);
+    assert_eq!((found.num_targets, found.num_correct), (expected.num_targets, expected.num_correct));
+    assert_eq!(found.layers, expected.layers);
+}
+
+#[test]
+fn evaluation_drops_no_token_whatever_the_capacity() {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, ModelConfig { capacity_factor: 0.1, ..small_config() });
+    let ids = random_ids(50, 4 * SEQ_LEN, 1);
+    let stats = decoder.evaluate(&ctx, &weights, &batch(&ids, &ids, SEQ_LEN)).unwrap();
+    assert!(stats.layers.iter().all(|layer| layer.num_dropped == 0));
+    let (training, _) = step(&ctx, &decoder, &weights, &PassOptions::default());
+    assert!(training.layers.iter().all(|layer| layer.num_dropped > 0));
+}
+
+/// The logits after each prefix of `ids`, cut into pieces as `pieces` says, against those of one full pass.
+fn check_cache(config: ModelConfig, dtype: DType, pieces: &[usize], tolerance: f32) {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, config);
+    let weights = weights.compute_copy(&ctx, dtype);
+    let ids = random_ids(decoder.config().vocab_size, pieces.iter().sum(), 3);
+    let full = decoder.logits(&ctx, &weights, &ids, 1).unwrap();
+    let mut cache = KvCache::new(decoder.config());
+    for &piece in pieces {
+        let start = cache.len();
+        let logits = decoder.extend(&ctx, &weights, &mut cache, &ids[start..start + piece]).unwrap();
+        let row = &full.f32s()[(start + piece - 1) * logits.len()..][..logits.len()];
+        assert_close("logits", logits.f32s(), row, tolerance);
+    }
+}
+
+#[test]
+fn decoding_with_a_cache_equals_the_full_pass() {
+    check_cache(small_config(), DType::F32, &[7, 1, 1, 1, 5, 1], 1e-5);
+    check_cache(ModelConfig { max_seq_len: 300, ..small_config() }, DType::F32, &[60, 1, 1, 1, 1, 1, 200, 1], 1e-5);
+    check_cache(small_config(), DType::BF16, &[7, 1, 1, 1, 5, 1], 0.05);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_shape_trains_and_decodes(
+        (groups, kv_heads, half_dim) in (1_usize..4, 1_usize..3, 1_usize..5),
+        (experts, top_k, moe_every) in (0_usize..5, 1_usize..5, 1_usize..3),
+        (width, expert_width, vocab) in (1_usize..20, 1_usize..20, 1_usize..40),
+        (norm, activation, tie, before, normalize) in (0_usize..3, 0_usize..3, any::<bool>(), any::<bool>(), any::<bool>()),
+        (shared_width, capacity_factor) in (0_usize..6, -2.0_f32..2.0),
+    ) {
+        let config = ModelConfig {
+            vocab_size: vocab,
+            width,
+            num_layers: 2,
+            num_heads: groups * kv_heads,
+            num_kv_heads: kv_heads,
+            head_dim: 2 * half_dim,
+            qk_norm: [QkNorm::None, QkNorm::Head, QkNorm::Whole][norm],
+            activation: [ActivationKind::Swiglu, ActivationKind::Gelu, ActivationKind::Relu][activation],
+            num_experts: experts,
+            top_k: top_k.min(experts.max(1)),
+            expert_width,
+            shared_width,
+            moe_every,
+            dense_width: expert_width,
+            softmax_before_topk: before,
+            normalize_weights: normalize,
+            capacity_factor,
+            tie_embeddings: tie,
+            max_seq_len: 64,
+            init_std: 0.2,
+            ..ModelConfig::default()
+        };
+        let ctx = Context::cpu(2);
+        let (decoder, weights) = model(&ctx, config.clone());
+        let (stats, grads) = step(&ctx, &decoder, &weights, &options());
+        prop_assert!(stats.loss_sum.is_finite());
+        prop_assert!(grads.tensors().iter().all(|(_, g)| g.f32s().iter().all(|g| g.is_finite())));
+        check_cache(config, DType::F32, &[3, 1, 2], 1e-4);
+    }
+}
+
+#[test]
+fn a_batch_that_the_model_cannot_take_is_refused() {
+    let ctx = Context::cpu(1);
+    let (decoder, weights) = model(&ctx, small_config());
+    let evaluate = |inputs: &[u32], targets: &[u32], num_sequences, seq_len| {
+        decoder.evaluate(&ctx, &weights, &TokenBatch { inputs, targets, num_sequences, seq_len }).unwrap_err()
+    };
+    assert!(matches!(evaluate(&[1, 2], &[1], 1, 2), BatchError::Length { what: "targets", len: 1, .. }));
+    assert!(matches!(evaluate(&[1, 2], &[1, 2], 2, usize::MAX), BatchError::Length { .. }));
+    assert!(matches!(evaluate(&[], &[], 0, 2), BatchError::Empty));
+    assert!(matches!(evaluate(&[1, 50], &[1, 2], 1, 2), BatchError::Id { what: "inputs", index: 1, id: 50, .. }));
+    assert!(matches!(evaluate(&[1, 2], &[1, 99], 1, 2), BatchError::Id { what: "targets", index: 1, .. }));
+    let long = vec![0; 65];
+    assert_eq!(evaluate(&long, &long, 1, 65), BatchError::TooLong { len: 65, max_seq_len: 64 });
+}
+
+#[test]
+fn absurd_configurations_are_refused() {
+    let huge = usize::MAX / 2;
+    for config in [
+        ModelConfig { num_layers: huge, ..small_config() },
+        ModelConfig { width: huge, ..small_config() },
+        ModelConfig { num_experts: huge, ..small_config() },
+        ModelConfig { vocab_size: huge, ..small_config() },
+        ModelConfig { max_seq_len: huge, ..small_config() },
+        ModelConfig { vocab_size: 0, ..small_config() },
+        ModelConfig { top_k: 6, ..small_config() },
+        ModelConfig { num_kv_heads: 3, ..small_config() },
+        ModelConfig { head_dim: 7, ..small_config() },
+    ] {
+        assert!(Decoder::new(config.clone()).is_err(), "{config:?}");
+    }
+}

@@ -1,0 +1,10 @@
+//! Integration tests of the models, one binary.
+
+mod common;
+mod decoder;
+mod fixtures;
+mod folders;
+mod generation;
+mod safetensors;
+mod tokenizer;
+mod transformers;
