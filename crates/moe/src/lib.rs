@@ -1,4 +1,74 @@
 //! Mixture-of-Experts: which experts a token goes to, which row goes where, and the layer that carries it out.
+//!
+//! A [`MoeLayer`] takes tokens `x [T, D]`. Its router scores the E experts for each token and chooses K of them: that
+//! decision is a [`Routing`]. A [`Dispatch`] is the choices sorted by expert, within each expert's capacity. Both are
+//! plain values that can be printed, compared and made by hand; no tensor of T x E x C exists anywhere. The experts then
+//! run as one grouped product for each projection.
+//!
+//! A layer has three phases: [`MoeLayer::forward`] gives the output and what backward needs, [`MoeLayer::backward`] gives
+//! the gradient of the input, and the [`MoeGradTask`] that it leaves gives the gradients of the weights, now or later.
+//! There is no automatic differentiation and no hidden state.
+//!
+//! ```
+//! use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder, balance_loss_per_layer, z_loss};
+//! use moeworks_ops::linear::Write;
+//! use moeworks_ops::{Activation, Context};
+//! use moeworks_tensor::{DType, Tensor};
+//!
+//! // Eight experts, two for each token, and a shared expert that sees them all.
+//! let layer = MoeLayer::new(MoeConfig {
+//!     width: 16,
+//!     num_experts: 8,
+//!     top_k: 2,
+//!     expert_width: 32,
+//!     activation: Activation::SwiGlu,
+//!     score_order: ScoreOrder::SoftmaxThenTopK,
+//!     normalize_weights: true,
+//!     capacity_factor: 1.25, // an expert takes ceil(1.25 * 2 * T / 8) rows; 0 never drops a token
+//!     jitter: 0.0,
+//!     shared_width: 24,
+//! })?;
+//! let ctx = Context::cpu_all_cores();
+//! let weights = MoeWeights::random(&ctx, layer.config(), /* seed */ 1, /* standard deviation */ 0.1);
+//!
+//! // Forward: ten tokens.
+//! let values: Vec<f32> = (0..10 * 16).map(|i| (i as f32 * 0.37).sin()).collect();
+//! let x = Tensor::from_slice(ctx.pool(), &[10, 16], &values);
+//! let (y, saved) = layer.forward(&ctx, &weights, &x, None);
+//! assert_eq!(y.shape(), [10, 16]);
+//!
+//! // The decisions, as values.
+//! print!("{}", saved.routing()); // a line for each token: its experts and (their weights)
+//! print!("{}", saved.dispatch()); // a line for each expert: its tokens and (their weights), how many were dropped
+//! let stats = saved.stats();
+//! println!("{} of {} choices dropped, cv {:.2}", stats.num_dropped, stats.num_choices, stats.cv());
+//!
+//! // Losses on the router: values to report, and their gradients times their coefficients.
+//! let balance = balance_loss_per_layer(&[&stats], 1e-2);
+//! println!("balance loss {:.3}, z-loss {:.3}", balance.value, z_loss(&[&stats]));
+//! let losses = LossGrad { balance: balance.gradients[0].clone(), z: 1e-3 };
+//!
+//! // Backward: the gradient of the input at once, those of the weights when it suits.
+//! let dy = Tensor::from_slice(ctx.pool(), &[10, 16], &[0.1_f32; 160]);
+//! let (dx, task) = layer.backward(&ctx, &weights, &saved, &dy, &losses);
+//! assert_eq!(dx.shape(), x.shape());
+//! let mut grads = MoeWeights::zeros(&ctx, layer.config(), DType::F32);
+//! task.run(&ctx, Write::Add, &mut grads);
+//! assert!(grads.router.f32s().iter().any(|&g| g != 0.0));
+//! # Ok::<(), moeworks_moe::ConfigError>(())
+//! ```
+//!
+//! # Precision
+//!
+//! Give the experts' weights as bf16 and their products are taken in bf16 with f32 sums; the router's weight is always
+//! f32, and so are its logits, the softmax, all statistics and every gradient of a weight.
+//!
+//! # Numbers that are not finite
+//!
+//! A logit that is NaN counts as lower than all others when experts are chosen; if all are NaN the first K experts are
+//! chosen. The token's output is then NaN, that of other tokens is not touched.
+//!
+//! Shape letters: T tokens, D width, F expert width, S shared width, E experts, K experts a token, C capacity, R rows kept.
 
 mod config;
 mod dispatch;

@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::parallel::{Lent, piece_range};
-use crate::simd::{LANES, kernel, sum_lanes};
+use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath::exp;
 
 /// Rows of one task. Sums over rows are cut here, so results do not depend on the threads.
@@ -248,40 +248,52 @@ kernel! {
         let rows = probs.chunks_exact(width).zip(dlogits.chunks_exact_mut(width)).zip(lse);
         let choices = ids.chunks_exact(k).zip(weights.chunks_exact(k)).zip(grads.weights.chunks_exact(k));
         for (((probs, dlogits), &lse), ((ids, weights), dweights)) in rows.zip(choices) {
-            let inner: f32 = weights.iter().zip(dweights).map(|(w, g)| w * g).sum();
-            let mut shift = 2.0 * lse * grads.lse_squared;
-            if !normalize {
-                shift -= inner;
-            }
+            // First the gradient of the probabilities.
             if grads.probs.is_empty() {
-                for (d, p) in dlogits.iter_mut().zip(probs) {
-                    *d = p * shift;
-                }
+                dlogits.fill(0.0);
             } else {
-                shift -= dot::<S>(probs, grads.probs);
-                for ((d, p), b) in dlogits.iter_mut().zip(probs).zip(grads.probs) {
-                    *d = p * (b + shift);
+                dlogits.copy_from_slice(grads.probs);
+            }
+            if !normalize {
+                for (&id, g) in ids.iter().zip(dweights) {
+                    dlogits[id as usize] += g;
                 }
             }
-            let center = if normalize { inner } else { 0.0 };
-            for ((&id, w), g) in ids.iter().zip(weights).zip(dweights) {
-                dlogits[id as usize] += w * (g - center);
+            // The softmax's backward sees differences alone; those from the likeliest expert lose no digit where its
+            // probability is nearly 1.
+            let base = dlogits[ids[0] as usize];
+            let shift = 2.0 * lse * grads.lse_squared - mean_difference::<S>(probs, dlogits, base);
+            for (d, p) in dlogits.iter_mut().zip(probs) {
+                *d = p * ((*d - base) + shift);
+            }
+            if normalize {
+                for (i, (&id, w)) in ids.iter().zip(weights).enumerate() {
+                    dlogits[id as usize] += w * centered(i, weights, dweights);
+                }
             }
         }
     }
 }
 
+/// `g_i - <w, g>` for weights that add up to 1, as `sum_j w_j (g_i - g_j)`: where one weight is nearly 1, the difference
+/// of the two would be all rounding.
 #[inline(always)]
-fn dot<S: crate::simd::Level>(a: &[f32], b: &[f32]) -> f32 {
+fn centered(i: usize, weights: &[f32], grads: &[f32]) -> f32 {
+    weights.iter().zip(grads).map(|(w, g)| w * (grads[i] - g)).sum()
+}
+
+/// `sum_e p_e (d_e - base)`.
+#[inline(always)]
+fn mean_difference<S: Level>(p: &[f32], d: &[f32], base: f32) -> f32 {
     let mut lanes = [0.0; LANES];
-    let ((a_groups, a_rest), (b_groups, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (a, b) in a_groups.iter().zip(b_groups) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane = S::mul_add(*a, *b, *lane);
+    let ((p_groups, p_rest), (d_groups, d_rest)) = (p.as_chunks::<LANES>(), d.as_chunks::<LANES>());
+    for (p, d) in p_groups.iter().zip(d_groups) {
+        for ((lane, p), d) in lanes.iter_mut().zip(p).zip(d) {
+            *lane = S::mul_add(*p, *d - base, *lane);
         }
     }
-    for ((lane, a), b) in lanes.iter_mut().zip(a_rest).zip(b_rest) {
-        *lane = S::mul_add(*a, *b, *lane);
+    for ((lane, p), d) in lanes.iter_mut().zip(p_rest).zip(d_rest) {
+        *lane = S::mul_add(*p, *d - base, *lane);
     }
     sum_lanes(lanes)
 }

@@ -1,0 +1,152 @@
+//! The edges: no token, numbers that are not finite, jitter, gradients that are added, memory in steady state.
+
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights};
+use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use crate::reference::{RefLoss, RefWeights, Reference};
+use crate::{assert_close, config, layer_weights, tensor};
+
+fn values(seed: u64, count: usize) -> Vec<f64> {
+    let random = Random::new(seed, Purpose::Test, 0);
+    (0..count as u64).map(|i| f64::from(random.normal(i))).collect()
+}
+
+fn weights(config: &MoeConfig) -> RefWeights {
+    let (e, d, f) = (config.num_experts, config.width, config.expert_width);
+    RefWeights { router: values(1, e * d), gate_up: values(2, e * 2 * f * d), down: values(3, e * d * f), shared: None }
+}
+
+#[test]
+fn no_token_is_no_work() {
+    let ctx = Context::cpu(2);
+    let mut config = config(4, 3, 5, 2);
+    config.shared_width = 2;
+    config.capacity_factor = 1.0;
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let weights = MoeWeights::random(&ctx, &config, 1, 0.1);
+    let none = ctx.zeros(&[0, 4], DType::F32);
+    let (y, saved) = layer.forward(&ctx, &weights, &none, None);
+    assert_eq!(y.shape(), [0, 4]);
+    let stats = saved.stats();
+    assert_eq!((stats.num_tokens, stats.z, stats.mean_entropy, &stats.mean_prob[..]), (0, 0.0, 0.0, &[0.0; 5][..]));
+    let losses = LossGrad { balance: vec![1.0; 5], z: 1.0 };
+    let (dx, task) = layer.backward(&ctx, &weights, &saved, &none, &losses);
+    assert_eq!(dx.shape(), [0, 4]);
+    let mut grads = MoeWeights::random(&ctx, &config, 2, 0.1);
+    task.run(&ctx, Write::Replace, &mut grads);
+    assert!(grads.tensors().iter().all(|gradient| gradient.f32s().iter().all(|&g| g == 0.0)));
+}
+
+/// A token that is not finite spoils its own row and no other, and no index.
+#[test]
+fn a_token_that_is_not_finite_spoils_itself_alone() {
+    let ctx = Context::cpu(2);
+    let config = config(4, 3, 5, 2);
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let weights = layer_weights(&ctx, &config, &weights(&config));
+    let good = values(4, 24);
+    let (expected, _) = layer.forward(&ctx, &weights, &tensor(&ctx, &[6, 4], &good), None);
+    for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e38] {
+        let mut x = good.clone();
+        x[9] = bad; // token 2
+        let x = tensor(&ctx, &[6, 4], &x);
+        let (y, saved) = layer.forward(&ctx, &weights, &x, None);
+        assert!(saved.routing().expert_ids().iter().all(|&id| id < 5));
+        for t in [0, 1, 3, 4, 5] {
+            assert_eq!(y.f32s()[t * 4..][..4], expected.f32s()[t * 4..][..4], "token {t} beside {bad}");
+        }
+        if !bad.is_finite() {
+            assert!(y.f32s()[8..12].iter().any(|y| y.is_nan()), "{bad} does not vanish");
+        }
+        let losses = LossGrad { balance: vec![0.1; 5], z: 0.1 };
+        let (_, task) = layer.backward(&ctx, &weights, &saved, &x, &losses);
+        task.run(&ctx, Write::Replace, &mut MoeWeights::zeros(&ctx, &config, DType::F32));
+    }
+}
+
+#[test]
+fn all_logits_nan_choose_the_first_experts() {
+    let ctx = Context::cpu(1);
+    let config = config(3, 2, 5, 3);
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let mut weights = MoeWeights::zeros(&ctx, &config, DType::F32);
+    weights.router.f32s_mut().fill(f32::NAN);
+    let routing = layer.route(&ctx, &weights, &tensor(&ctx, &[1, 3], &[1.0, 2.0, 3.0]), None);
+    assert_eq!(routing.expert_ids(), [0, 1, 2]);
+}
+
+#[test]
+fn jitter_is_on_the_routers_input_alone() {
+    let ctx = Context::cpu(2);
+    let (t, d) = (9, 4);
+    let mut config = config(d, 3, 5, 2);
+    config.jitter = 0.25;
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let random = Random::new(7, Purpose::Router, 3);
+    let noise: Vec<f64> =
+        (0..(t * d) as u64).map(|i| f64::from(1.0 + 0.25 * (2.0 * random.uniform(i) - 1.0))).collect();
+    assert!(noise.iter().all(|factor| (0.75..=1.25).contains(factor)));
+    let (ref_weights, x, dy) = (weights(&config), values(4, t * d), values(5, t * d));
+    let weights = layer_weights(&ctx, &config, &ref_weights);
+    for noise in [Some(noise), None] {
+        let reference = Reference { config: &config, noise: noise.as_deref() };
+        let input = tensor(&ctx, &[t, d], &x);
+        let (y, saved) = layer.forward(&ctx, &weights, &input, noise.is_some().then_some(&random));
+        assert_close("y", &y, &reference.forward(&ref_weights, &x).y, 1e-5);
+        let loss = RefLoss { dy: &dy, balance: &[0.3, -0.2, 0.0, 0.1, 0.5], z: 0.2 };
+        let losses = LossGrad { balance: vec![0.3, -0.2, 0.0, 0.1, 0.5], z: 0.2 };
+        let (dx, task) = layer.backward(&ctx, &weights, &saved, &tensor(&ctx, &[t, d], &dy), &losses);
+        let expected = reference.backward(&ref_weights, &x, &loss);
+        assert_close("dx", &dx, &expected.dx, 1e-5);
+        let mut grads = MoeWeights::zeros(&ctx, &config, DType::F32);
+        task.run(&ctx, Write::Replace, &mut grads);
+        assert_close("router", &grads.router, &expected.grads.router, 1e-5);
+    }
+}
+
+#[test]
+fn gradients_are_added_when_asked() {
+    let ctx = Context::cpu(2);
+    let mut config = config(5, 4, 6, 2);
+    config.shared_width = 3;
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let weights = MoeWeights::random(&ctx, &config, 3, 0.5);
+    let (x, dy) = (tensor(&ctx, &[8, 5], &values(1, 40)), tensor(&ctx, &[8, 5], &values(2, 40)));
+    let (_, saved) = layer.forward(&ctx, &weights, &x, None);
+    let run = |write: Write, grads: &mut MoeWeights| {
+        let (_, task) = layer.backward(&ctx, &weights, &saved, &dy, &LossGrad::default());
+        task.run(&ctx, write, grads);
+    };
+    let mut once = MoeWeights::random(&ctx, &config, 9, 1.0);
+    run(Write::Replace, &mut once);
+    let mut twice = MoeWeights::zeros(&ctx, &config, DType::F32);
+    run(Write::Add, &mut twice);
+    run(Write::Add, &mut twice);
+    for (twice, once) in twice.tensors().iter().zip(once.tensors()) {
+        let expected: Vec<f64> = once.f32s().iter().map(|&g| 2.0 * f64::from(g)).collect();
+        assert_close("twice the gradient", twice, &expected, 1e-5);
+    }
+}
+
+#[test]
+fn a_step_in_steady_state_takes_no_memory_from_the_system() {
+    let ctx = Context::cpu(2);
+    let mut config = config(16, 8, 6, 2);
+    config.shared_width = 8;
+    config.jitter = 0.01;
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let weights = MoeWeights::random(&ctx, &config, 3, 0.5);
+    let mut grads = MoeWeights::zeros(&ctx, &config, DType::F32);
+    let x: Tensor = tensor(&ctx, &[300, 16], &values(1, 4800));
+    let mut step = |number| {
+        let noise = Random::new(1, Purpose::Router, number);
+        let (y, saved) = layer.forward(&ctx, &weights, &x, Some(&noise));
+        let (_, task) = layer.backward(&ctx, &weights, &saved, &y, &LossGrad::default());
+        task.run(&ctx, Write::Add, &mut grads);
+        ctx.pool().stats().system_allocations
+    };
+    let first = step(0);
+    assert_eq!([step(1), step(2), step(3)], [first; 3]);
+}

@@ -1,0 +1,61 @@
+//! The MoE layer against a plain reference, against fixtures of other implementations, and against published figures.
+
+mod edges;
+mod fixtures;
+mod properties;
+mod published;
+mod reference;
+mod values;
+
+use moeworks_moe::{MoeConfig, MoeWeights, ScoreOrder, SharedWeights};
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::{DType, Tensor};
+
+use crate::reference::{RefShared, RefWeights};
+
+/// A small SwiGLU layer; tests change what they are about.
+fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> MoeConfig {
+    MoeConfig {
+        width,
+        num_experts,
+        top_k,
+        expert_width,
+        activation: Activation::SwiGlu,
+        score_order: ScoreOrder::SoftmaxThenTopK,
+        normalize_weights: false,
+        capacity_factor: 0.0,
+        jitter: 0.0,
+        shared_width: 0,
+    }
+}
+
+fn tensor(ctx: &Context, shape: &[usize], values: &[f64]) -> Tensor {
+    Tensor::from_slice(ctx.pool(), shape, &values.iter().map(|&x| x as f32).collect::<Vec<f32>>())
+}
+
+/// The reference's weights as the layer takes them.
+fn layer_weights(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> MoeWeights {
+    let a = config.activation.num_inputs();
+    let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
+    MoeWeights {
+        router: tensor(ctx, &[e, d], &weights.router),
+        gate_up: tensor(ctx, &[e, a * f, d], &weights.gate_up),
+        down: tensor(ctx, &[e, d, f], &weights.down),
+        shared: weights.shared.as_ref().map(|RefShared { gate_up, down }| SharedWeights {
+            gate_up: tensor(ctx, &[a * s, d], gate_up),
+            down: tensor(ctx, &[d, s], down),
+        }),
+    }
+}
+
+/// Whether `values` are `expected` up to `tolerance` times the largest of them, or 0.01 if all are smaller: what cancels
+/// in f32 leaves a rest of the size of its terms' rounding.
+fn assert_close(name: &str, values: &Tensor, expected: &[f64], tolerance: f64) {
+    assert_eq!(values.dtype(), DType::F32, "{name}");
+    assert_eq!(values.len(), expected.len(), "{name}");
+    let scale = expected.iter().fold(1e-2_f64, |max, x| max.max(x.abs()));
+    for (i, (&value, &expected)) in values.f32s().iter().zip(expected).enumerate() {
+        let error = (f64::from(value) - expected).abs();
+        assert!(error <= tolerance * scale, "{name}[{i}]: {value}, expected {expected}");
+    }
+}

@@ -1,0 +1,204 @@
+//! Random layers, loads and capacities against the reference; the same bits on any number of threads.
+//!
+//! Inputs and router weights lie on a coarse grid, so that logits are exact in f32 and the choices, ties included, must be
+//! those of the reference.
+
+use moeworks_moe::{LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder};
+use moeworks_ops::elementwise::cast;
+use moeworks_ops::linear::Write;
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use proptest::prelude::*;
+
+use crate::reference::{RefLoss, RefShared, RefWeights, Reference};
+use crate::{assert_close, layer_weights, tensor};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Load {
+    Random,
+    AllToOne,
+    SomeDead,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) config: MoeConfig,
+    num_tokens: usize,
+    load: Load,
+    z: f64,
+    has_balance: bool,
+    seed: u64,
+}
+
+pub(crate) struct Inputs {
+    pub(crate) weights: RefWeights,
+    pub(crate) x: Vec<f64>,
+    dy: Vec<f64>,
+    balance: Vec<f64>,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let shape = (0_usize..70, 1_usize..40, 1_usize..40, 1_usize..=12);
+    let shape =
+        shape.prop_flat_map(|(t, d, f, e)| (Just((t, d, f, e)), 1..=e, prop_oneof![Just(0_usize), 1_usize..20]));
+    let activation = prop_oneof![Just(Activation::SwiGlu), Just(Activation::Gelu), Just(Activation::Relu)];
+    let order = prop_oneof![Just(ScoreOrder::SoftmaxThenTopK), Just(ScoreOrder::TopKThenSoftmax)];
+    let factors = vec![0.0_f32, 0.0, 0.25, 0.5, 1.0, 1.25, 2.0, -0.5, -1.0, -2.0];
+    let rules = (activation, order, any::<bool>(), proptest::sample::select(factors));
+    let load = prop_oneof![Just(Load::Random), Just(Load::AllToOne), Just(Load::SomeDead)];
+    let losses = (prop_oneof![Just(0.0), 0.1..1.0], any::<bool>());
+    (shape, rules, load, losses, any::<u64>()).prop_map(|(shape, rules, load, losses, seed)| {
+        let ((num_tokens, d, f, e), top_k, shared_width) = shape;
+        let mut config = crate::config(d, f, e, top_k);
+        (config.activation, config.score_order, config.normalize_weights, config.capacity_factor) = rules;
+        config.shared_width = shared_width;
+        Case { config, num_tokens, load, z: losses.0, has_balance: losses.1, seed }
+    })
+}
+
+/// Numbers that f32 holds.
+fn normals(seed: u64, stream: u64, count: usize) -> Vec<f64> {
+    let random = Random::new(seed, Purpose::Test, stream);
+    (0..count as u64).map(|i| f64::from(0.5 * random.normal(i))).collect()
+}
+
+/// Multiples of `unit`, from `-half unit` to `half unit`.
+fn grid(seed: u64, stream: u64, count: usize, half: u64, unit: f64) -> Vec<f64> {
+    let random = Random::new(seed, Purpose::Test, stream);
+    (0..count as u64).map(|i| (random.below(i, 2 * half + 1) as f64 - half as f64) * unit).collect()
+}
+
+pub(crate) fn inputs(case: &Case) -> Inputs {
+    let Case { config, num_tokens, load, seed, .. } = case;
+    let (e, d, f, s, a) =
+        (config.num_experts, config.width, config.expert_width, config.shared_width, config.activation.num_inputs());
+    let mut x = grid(*seed, 0, num_tokens * d, 8, 0.25);
+    let mut router = grid(*seed, 1, e * d, 4, 0.125);
+    // The first element of every token is 2: its weight moves an expert's logit for all tokens.
+    x.iter_mut().step_by(d).for_each(|x| *x = 2.0);
+    match load {
+        Load::Random => {}
+        Load::AllToOne => router[(*seed as usize % e) * d] += 8.0,
+        Load::SomeDead => (0..e / 2).for_each(|dead| router[dead * d] -= 8.0),
+    }
+    let shared = (s > 0).then(|| RefShared { gate_up: normals(*seed, 4, a * s * d), down: normals(*seed, 5, d * s) });
+    let weights =
+        RefWeights { router, gate_up: normals(*seed, 2, e * a * f * d), down: normals(*seed, 3, e * d * f), shared };
+    let balance = if case.has_balance { normals(*seed, 7, e) } else { vec![0.0; e] };
+    Inputs { weights, x, dy: normals(*seed, 6, num_tokens * d), balance }
+}
+
+struct Run {
+    y: Tensor,
+    dx: Tensor,
+    grads: MoeWeights,
+    stats: LayerStats,
+}
+
+fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
+    let Case { config, num_tokens, .. } = case;
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let mut weights = layer_weights(ctx, config, &inputs.weights);
+    for weight in weights.tensors_mut().into_iter().skip(1) {
+        *weight = cast(ctx, weight, dtype);
+    }
+    let shape = [*num_tokens, config.width];
+    let (y, saved) = layer.forward(ctx, &weights, &cast(ctx, &tensor(ctx, &shape, &inputs.x), dtype), None);
+    let balance = inputs.balance.iter().map(|&b| b as f32).collect();
+    let losses = LossGrad { balance: if case.has_balance { balance } else { Vec::new() }, z: case.z as f32 };
+    let (dx, task) = layer.backward(ctx, &weights, &saved, &tensor(ctx, &shape, &inputs.dy), &losses);
+    let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
+    task.run(ctx, Write::Replace, &mut grads);
+    Run { y, dx, grads, stats: saved.stats() }
+}
+
+fn check(case: &Case, inputs: &Inputs, run: &Run, tolerance: f64) {
+    let reference = Reference { config: &case.config, noise: None };
+    let forward = reference.forward(&inputs.weights, &inputs.x);
+    assert_close("y", &run.y, &forward.y, tolerance);
+    let loss = RefLoss { dy: &inputs.dy, balance: &inputs.balance, z: case.z };
+    let mut backward = reference.backward(&inputs.weights, &inputs.x, &loss);
+    assert_close("dx", &run.dx, &backward.dx, tolerance);
+    for (i, (gradient, expected)) in run.grads.tensors().iter().zip(backward.grads.lists_mut()).enumerate() {
+        assert_close(&format!("gradient of weight {i}"), gradient, expected, tolerance);
+    }
+
+    let (d, e) = (case.config.width, case.config.num_experts);
+    let mut counts = (vec![0; e], vec![0; e]);
+    for (token, y) in forward.tokens.iter().zip(run.y.f32s().chunks(d)) {
+        for (&id, &is_kept) in token.ids.iter().zip(&token.is_kept) {
+            counts.0[id] += 1;
+            counts.1[id] += u32::from(is_kept);
+        }
+        if !token.is_kept.contains(&true) && case.config.shared_width == 0 {
+            assert!(y.iter().all(|&y| y == 0.0), "a dropped token contributes exactly zero");
+        }
+    }
+    assert_eq!((&run.stats.tokens_per_expert, &run.stats.kept_per_expert), (&counts.0, &counts.1));
+    assert_eq!(run.stats.num_dropped, (counts.0.iter().sum::<u32>() - counts.1.iter().sum::<u32>()) as usize);
+    for (expert, _) in counts.1.iter().enumerate().filter(|(_, kept)| **kept == 0) {
+        let gradient = &run.grads.down.f32s()[expert * d * case.config.expert_width..][..d * case.config.expert_width];
+        assert!(gradient.iter().all(|&g| g == 0.0), "an expert without tokens gets a zero gradient");
+    }
+    let n = forward.tokens.len().max(1) as f64;
+    let z = forward.tokens.iter().map(|token| token.lse.powi(2)).sum::<f64>() / n;
+    assert!((run.stats.z - z).abs() <= 1e-5 * (1.0 + z), "z {} {z}", run.stats.z);
+    let entropy = |probs: &[f64]| probs.iter().map(|&p| if p > 0.0 { -p * p.ln() } else { 0.0 }).sum::<f64>();
+    let mean_entropy = forward.tokens.iter().map(|token| entropy(&token.probs)).sum::<f64>() / n;
+    assert!((run.stats.mean_entropy - mean_entropy).abs() < 1e-5);
+    for (expert, &mean) in run.stats.mean_prob.iter().enumerate() {
+        let expected = forward.tokens.iter().map(|token| token.probs[expert]).sum::<f64>() / n;
+        assert!((f64::from(mean) - expected).abs() < 1e-5);
+    }
+}
+
+fn assert_same_bits(a: &Run, b: &Run) {
+    assert_eq!(a.y.f32s(), b.y.f32s());
+    assert_eq!(a.dx.f32s(), b.dx.f32s());
+    assert_eq!(a.stats, b.stats);
+    for (a, b) in a.grads.tensors().iter().zip(b.grads.tensors()) {
+        assert_eq!(a.f32s(), b.f32s());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_layer_is_the_reference_on_any_number_of_threads(case in cases()) {
+        let inputs = inputs(&case);
+        let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
+        check(&case, &inputs, &first, 2e-5);
+        for num_threads in [2, 3] {
+            assert_same_bits(&run(&Context::cpu(num_threads), &case, &inputs, DType::F32), &first);
+        }
+    }
+
+    /// Router, routing and losses are those of f32; products are rounded to bf16's 8 bits.
+    #[test]
+    fn a_layer_in_bf16_routes_as_in_f32(case in cases()) {
+        let mut inputs = inputs(&case);
+        let ctx = Context::cpu(2);
+        for weights in inputs.weights.lists_mut().into_iter().skip(1) {
+            let rounded = cast(&ctx, &tensor(&ctx, &[weights.len()], weights), DType::BF16).to_f32_vec();
+            *weights = rounded.into_iter().map(f64::from).collect();
+        }
+        check(&case, &inputs, &run(&ctx, &case, &inputs, DType::BF16), 0.04);
+    }
+}
+
+/// Many tokens: several blocks of the router and of the counting sort, in every thread's hands.
+#[test]
+fn many_tokens_are_the_reference_on_any_number_of_threads() {
+    let mut config = crate::config(12, 4, 9, 3);
+    config.capacity_factor = 1.25;
+    for load in [Load::Random, Load::AllToOne, Load::SomeDead] {
+        let case = Case { config: config.clone(), num_tokens: 1100, load, z: 0.5, has_balance: true, seed: 5 };
+        let inputs = inputs(&case);
+        let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
+        check(&case, &inputs, &first, 2e-5);
+        for num_threads in [2, 3] {
+            assert_same_bits(&run(&Context::cpu(num_threads), &case, &inputs, DType::F32), &first);
+        }
+    }
+}

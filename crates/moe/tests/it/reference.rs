@@ -1,0 +1,359 @@
+//! The MoE layer token by token in f64, with nothing in common with the crate but its configuration: plain loops over
+//! tokens and their choices, forward and backward. The backward is checked against finite differences of the forward.
+
+use moeworks_moe::{MoeConfig, ScoreOrder};
+use moeworks_ops::Activation;
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RefWeights {
+    pub(crate) router: Vec<f64>,
+    pub(crate) gate_up: Vec<f64>,
+    pub(crate) down: Vec<f64>,
+    pub(crate) shared: Option<RefShared>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RefShared {
+    pub(crate) gate_up: Vec<f64>,
+    pub(crate) down: Vec<f64>,
+}
+
+impl RefWeights {
+    pub(crate) fn lists_mut(&mut self) -> Vec<&mut Vec<f64>> {
+        let shared = self.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
+        [&mut self.router, &mut self.gate_up, &mut self.down].into_iter().chain(shared).collect()
+    }
+}
+
+/// What the scalar loss of the tests is made of: `sum dy y + sum over tokens and experts of balance p + z mean lse^2`.
+pub(crate) struct RefLoss<'a> {
+    pub(crate) dy: &'a [f64],
+    pub(crate) balance: &'a [f64],
+    pub(crate) z: f64,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct RefToken {
+    pub(crate) ids: Vec<usize>,
+    pub(crate) weights: Vec<f64>,
+    pub(crate) is_kept: Vec<bool>,
+    pub(crate) probs: Vec<f64>,
+    pub(crate) lse: f64,
+}
+
+pub(crate) struct RefForward {
+    pub(crate) y: Vec<f64>,
+    pub(crate) tokens: Vec<RefToken>,
+}
+
+pub(crate) struct RefBackward {
+    pub(crate) dx: Vec<f64>,
+    pub(crate) grads: RefWeights,
+}
+
+/// The layer of `config`; `noise` holds the factors on the router's input, if any.
+pub(crate) struct Reference<'a> {
+    pub(crate) config: &'a MoeConfig,
+    pub(crate) noise: Option<&'a [f64]>,
+}
+
+impl Reference<'_> {
+    pub(crate) fn forward(&self, weights: &RefWeights, x: &[f64]) -> RefForward {
+        self.forward_with(weights, x, self.choose(weights, x))
+    }
+
+    /// The output for choices that are given: in finite differences they stay as they were.
+    fn forward_with(&self, weights: &RefWeights, x: &[f64], choices: Vec<(Vec<usize>, Vec<bool>)>) -> RefForward {
+        let (d, f) = (self.config.width, self.config.expert_width);
+        let a = self.config.activation.num_inputs();
+        let mut forward = RefForward { y: Vec::new(), tokens: Vec::new() };
+        for ((x, router_x), (ids, is_kept)) in x.chunks(d).zip(self.router_input(x).chunks(d)).zip(choices) {
+            let token = self.score(&logits(weights, router_x), ids, is_kept);
+            let mut y = vec![0.0; d];
+            for ((&e, &weight), _) in
+                token.ids.iter().zip(&token.weights).zip(&token.is_kept).filter(|choice| *choice.1)
+            {
+                let up = &weights.gate_up[e * a * f * d..][..a * f * d];
+                let out = feed_forward(self.config.activation, up, &weights.down[e * d * f..][..d * f], x);
+                y.iter_mut().zip(out).for_each(|(y, o)| *y += weight * o);
+            }
+            if let Some(shared) = &weights.shared {
+                let out = feed_forward(self.config.activation, &shared.gate_up, &shared.down, x);
+                y.iter_mut().zip(out).for_each(|(y, o)| *y += o);
+            }
+            forward.y.extend(y);
+            forward.tokens.push(token);
+        }
+        forward
+    }
+
+    pub(crate) fn router_input(&self, x: &[f64]) -> Vec<f64> {
+        match self.noise {
+            Some(noise) => x.iter().zip(noise).map(|(x, noise)| x * noise).collect(),
+            None => x.to_vec(),
+        }
+    }
+
+    /// Experts of each token, and whether they had room: all first choices are served before any second one.
+    fn choose(&self, weights: &RefWeights, x: &[f64]) -> Vec<(Vec<usize>, Vec<bool>)> {
+        let k = self.config.top_k;
+        let mut choices: Vec<(Vec<usize>, Vec<bool>)> = Vec::new();
+        for x in self.router_input(x).chunks(self.config.width) {
+            let logits = logits(weights, x);
+            let mut ids: Vec<usize> = (0..logits.len()).collect();
+            ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a])); // stable: the lowest index wins
+            ids.truncate(k);
+            choices.push((ids, vec![true; k]));
+        }
+        if self.config.capacity_factor != 0.0 {
+            let share = f64::from(self.config.capacity_factor.abs()) * (k * choices.len()) as f64;
+            let capacity = (share / self.config.num_experts as f64).ceil() as usize;
+            let mut taken = vec![0; self.config.num_experts];
+            for rank in 0..k {
+                for (ids, is_kept) in &mut choices {
+                    is_kept[rank] = taken[ids[rank]] < capacity;
+                    taken[ids[rank]] += 1;
+                }
+            }
+        }
+        choices
+    }
+
+    fn is_normalized(&self) -> bool {
+        self.config.normalize_weights || self.config.score_order == ScoreOrder::TopKThenSoftmax
+    }
+
+    fn score(&self, logits: &[f64], ids: Vec<usize>, is_kept: Vec<bool>) -> RefToken {
+        let probs = softmax(logits);
+        let weights = match self.config.score_order {
+            ScoreOrder::TopKThenSoftmax => softmax(&ids.iter().map(|&e| logits[e]).collect::<Vec<_>>()),
+            ScoreOrder::SoftmaxThenTopK => {
+                let chosen: Vec<f64> = ids.iter().map(|&e| probs[e]).collect();
+                let sum = if self.config.normalize_weights { chosen.iter().sum() } else { 1.0 };
+                chosen.iter().map(|p| p / sum).collect()
+            }
+        };
+        let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let lse = top + logits.iter().map(|l| (l - top).exp()).sum::<f64>().ln();
+        RefToken { ids, weights, is_kept, probs, lse }
+    }
+
+    pub(crate) fn loss(&self, forward: &RefForward, loss: &RefLoss<'_>) -> f64 {
+        let output: f64 = forward.y.iter().zip(loss.dy).map(|(y, dy)| y * dy).sum();
+        let balance: f64 =
+            forward.tokens.iter().flat_map(|token| token.probs.iter().zip(loss.balance)).map(|(p, b)| p * b).sum();
+        let z: f64 = forward.tokens.iter().map(|token| token.lse.powi(2)).sum();
+        output + balance + loss.z * z / forward.tokens.len().max(1) as f64
+    }
+
+    pub(crate) fn backward(&self, weights: &RefWeights, x: &[f64], loss: &RefLoss<'_>) -> RefBackward {
+        let (d, f, a) = (self.config.width, self.config.expert_width, self.config.activation.num_inputs());
+        let forward = self.forward(weights, x);
+        let mut grads = weights.clone();
+        grads.lists_mut().into_iter().for_each(|list| list.fill(0.0));
+        let mut dx = vec![0.0; x.len()];
+        let router_x = self.router_input(x);
+        for (t, token) in forward.tokens.iter().enumerate() {
+            let range = t * d..(t + 1) * d;
+            let (x, dy, dx) = (&x[range.clone()], &loss.dy[range.clone()], &mut dx[range.clone()]);
+            let mut dweights = vec![0.0; token.ids.len()];
+            for (i, &e) in token.ids.iter().enumerate().filter(|&(i, _)| token.is_kept[i]) {
+                let (up, down) = (e * a * f * d..(e + 1) * a * f * d, e * d * f..(e + 1) * d * f);
+                let w = (&weights.gate_up[up.clone()], &weights.down[down.clone()]);
+                let scaled: Vec<f64> = dy.iter().map(|dy| dy * token.weights[i]).collect();
+                feed_forward_backward(
+                    self.config.activation,
+                    w,
+                    x,
+                    &scaled,
+                    dx,
+                    (&mut grads.gate_up[up], &mut grads.down[down]),
+                );
+                let out = feed_forward(self.config.activation, w.0, w.1, x);
+                dweights[i] = out.iter().zip(dy).map(|(o, dy)| o * dy).sum();
+            }
+            if let (Some(shared), Some(grads)) = (&weights.shared, &mut grads.shared) {
+                let w = (&shared.gate_up[..], &shared.down[..]);
+                feed_forward_backward(self.config.activation, w, x, dy, dx, (&mut grads.gate_up, &mut grads.down));
+            }
+            let dlogits = self.logit_grads(token, &dweights, loss, forward.tokens.len());
+            for (e, dlogit) in dlogits.iter().enumerate() {
+                for i in 0..d {
+                    grads.router[e * d + i] += dlogit * router_x[t * d + i];
+                    let noise = self.noise.map_or(1.0, |noise| noise[t * d + i]);
+                    dx[i] += dlogit * weights.router[e * d + i] * noise;
+                }
+            }
+        }
+        RefBackward { dx, grads }
+    }
+
+    /// By the Jacobian of the softmax, entry by entry.
+    fn logit_grads(&self, token: &RefToken, dweights: &[f64], loss: &RefLoss<'_>, num_tokens: usize) -> Vec<f64> {
+        let n = token.probs.len();
+        let mut dprobs: Vec<f64> = (0..n).map(|e| loss.balance[e]).collect();
+        if self.is_normalized() {
+            let sum: f64 = token.ids.iter().map(|&e| token.probs[e]).sum();
+            for ((&e, &g), weight) in token.ids.iter().zip(dweights).zip(&token.weights) {
+                // w = p_e / sum: dw / dp_i = ([i = e] - w) / sum for every chosen i.
+                dprobs[e] += g / sum;
+                token.ids.iter().for_each(|&other| dprobs[other] -= g * weight / sum);
+            }
+        } else {
+            token.ids.iter().zip(dweights).for_each(|(&e, &g)| dprobs[e] += g);
+        }
+        let mut dlogits = vec![0.0; n];
+        for (i, dlogit) in dlogits.iter_mut().enumerate() {
+            for (j, dprob) in dprobs.iter().enumerate() {
+                let same = if i == j { 1.0 } else { 0.0 };
+                *dlogit += dprob * token.probs[j] * (same - token.probs[i]);
+            }
+            *dlogit += loss.z * 2.0 * token.lse * token.probs[i] / num_tokens as f64;
+        }
+        dlogits
+    }
+}
+
+fn logits(weights: &RefWeights, x: &[f64]) -> Vec<f64> {
+    weights.router.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+}
+
+fn softmax(logits: &[f64]) -> Vec<f64> {
+    let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let total: f64 = logits.iter().map(|l| (l - top).exp()).sum();
+    logits.iter().map(|l| (l - top).exp() / total).collect()
+}
+
+/// `down act(gate_up x)`.
+fn feed_forward(activation: Activation, gate_up: &[f64], down: &[f64], x: &[f64]) -> Vec<f64> {
+    let f = down.len() / x.len();
+    let h: Vec<f64> = gate_up.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect();
+    let act: Vec<f64> = (0..f).map(|j| activate(activation, &h, j)[0]).collect();
+    down.chunks(f).map(|row| row.iter().zip(&act).map(|(w, a)| w * a).sum()).collect()
+}
+
+fn feed_forward_backward(
+    activation: Activation,
+    (gate_up, down): (&[f64], &[f64]),
+    x: &[f64],
+    dy: &[f64],
+    dx: &mut [f64],
+    (dgate_up, ddown): (&mut [f64], &mut [f64]),
+) {
+    let (d, f) = (x.len(), down.len() / x.len());
+    let h: Vec<f64> = gate_up.chunks(d).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect();
+    for j in 0..f {
+        let act = activate(activation, &h, j);
+        let da: f64 = (0..d).map(|i| dy[i] * down[i * f + j]).sum();
+        (0..d).for_each(|i| ddown[i * f + j] += dy[i] * act[0]);
+        for (input, slope) in [(j, act[1]), (f + j, act[2])].into_iter().take(activation.num_inputs()) {
+            for i in 0..d {
+                dgate_up[input * d + i] += da * slope * x[i];
+                dx[i] += da * slope * gate_up[input * d + i];
+            }
+        }
+    }
+}
+
+/// The activation of column j, its slope in the first input and in the second.
+fn activate(activation: Activation, h: &[f64], j: usize) -> [f64; 3] {
+    let x = h[j];
+    match activation {
+        Activation::SwiGlu => {
+            let (up, sigmoid) = (h[h.len() / 2 + j], 1.0 / (1.0 + (-x).exp()));
+            [x * sigmoid * up, up * (sigmoid + x * sigmoid * (1.0 - sigmoid)), x * sigmoid]
+        }
+        Activation::Gelu => {
+            let phi = 0.5 * (1.0 + erf(x / std::f64::consts::SQRT_2));
+            let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            [x * phi, phi + x * density, 0.0]
+        }
+        Activation::Relu => [x.max(0.0), if x > 0.0 { 1.0 } else { 0.0 }, 0.0],
+    }
+}
+
+/// `2 / sqrt(pi) e^(-x^2) sum_n 2^n x^(2n+1) / (2n+1)!!`, a series without cancellation.
+fn erf(x: f64) -> f64 {
+    if x.abs() > 6.0 {
+        return x.signum();
+    }
+    let (mut term, mut sum) = (x, x);
+    for n in 1..200 {
+        term *= 2.0 * x * x / f64::from(2 * n + 1);
+        sum += term;
+    }
+    2.0 / std::f64::consts::PI.sqrt() * (-x * x).exp() * sum
+}
+
+mod tests {
+    use moeworks_tensor::{Purpose, Random};
+
+    use super::*;
+
+    fn draw(seed: u64, count: usize) -> Vec<f64> {
+        let random = Random::new(seed, Purpose::Test, 0);
+        (0..count as u64).map(|i| 0.7 * f64::from(random.normal(i))).collect()
+    }
+
+    #[test]
+    fn erf_has_its_known_values() {
+        assert!((erf(0.5) - 0.520_499_877_813_046_5).abs() < 1e-14);
+        assert!((erf(-2.0) + 0.995_322_265_018_952_7).abs() < 1e-14);
+    }
+
+    /// Every gradient of the reference, entry by entry, against central differences of its forward.
+    #[test]
+    fn the_backward_matches_finite_differences() {
+        let (t, d, f, e, s) = (7, 3, 2, 4, 3);
+        let activations = [Activation::SwiGlu, Activation::Gelu, Activation::Relu];
+        for (case, activation) in activations.into_iter().cycle().take(6).enumerate() {
+            let mut config = crate::config(d, f, e, 1 + case % 4);
+            config.activation = activation;
+            config.normalize_weights = case % 2 == 1;
+            config.capacity_factor = [0.0, 1.0, -0.7][case % 3];
+            config.shared_width = if case < 3 { s } else { 0 };
+            if case == 4 {
+                config.score_order = ScoreOrder::TopKThenSoftmax;
+            }
+            let a = activation.num_inputs();
+            let noise: Vec<f64> = draw(9, t * d).iter().map(|x| 1.0 + 0.1 * x).collect();
+            let reference = Reference { config: &config, noise: (case >= 2).then_some(&noise) };
+            let weights = RefWeights {
+                router: draw(1, e * d),
+                gate_up: draw(2, e * a * f * d),
+                down: draw(3, e * d * f),
+                shared: (case < 3).then(|| RefShared { gate_up: draw(4, a * s * d), down: draw(5, d * s) }),
+            };
+            let (x, dy, balance) = (draw(6, t * d), draw(7, t * d), draw(8, e));
+            let loss = RefLoss { dy: &dy, balance: &balance, z: 0.4 };
+            let mut backward = reference.backward(&weights, &x, &loss);
+            let choices = reference.choose(&weights, &x);
+            let value = |weights: &RefWeights, x: &[f64]| {
+                reference.loss(&reference.forward_with(weights, x, choices.clone()), &loss)
+            };
+            let step = 1e-6;
+            let check = |gradient: f64, high: f64, low: f64| {
+                let expected = (high - low) / (2.0 * step);
+                assert!((gradient - expected).abs() < 1e-7, "case {case}: {gradient}, expected {expected}");
+            };
+            for (i, &gradient) in backward.dx.iter().enumerate() {
+                let moved = |by: f64| {
+                    let mut x = x.clone();
+                    x[i] += by;
+                    value(&weights, &x)
+                };
+                check(gradient, moved(step), moved(-step));
+            }
+            for (list, gradients) in backward.grads.lists_mut().into_iter().enumerate() {
+                for (i, &gradient) in gradients.iter().enumerate() {
+                    let moved = |by: f64| {
+                        let mut weights = weights.clone();
+                        weights.lists_mut()[list][i] += by;
+                        value(&weights, &x)
+                    };
+                    check(gradient, moved(step), moved(-step));
+                }
+            }
+        }
+    }
+}
