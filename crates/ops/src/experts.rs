@@ -1,12 +1,25 @@
 //! The experts of an MoE layer: rows gathered, two grouped products with the activation between, weighted combine.
 //!
-//! Backward needs only the pre-activation `h` and the row map (see "the layer's backward without saving expert outputs"
-//! below). With `u = W2^T dy` for the row's token: `d weight = <u, a>`, `da = weight u`, `dh = act'(h) da`,
+//! Backward needs only the pre-activation `h` and the row map (expert outputs are not saved). With `u = W2^T dy` for the row's token: `d weight = <u, a>`, `da = weight u`, `dh = act'(h) da`,
 //! `dx += W1^T dh`; the weights' gradients are `dW2 += weight dy a^T` and `dW1 += dh x^T`, a task of their own.
+
+//!
+//! The activation is computed where the first product's sums leave the kernel, its derivative and `<u, a>` where those of
+//! `u` do. Expert outputs of all rows wait in one buffer `[R, D]` and are then added up token by token, in the order of
+//! the token's choices, so that no two threads ever write the same element.
+
+use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
-use crate::linear::{Write, store};
+use crate::activation::{activate, pull_back};
+use crate::gemm::kernel::{TILE_STRIDE, Tile};
+use crate::gemm::source::Source;
+use crate::gemm::store::{Store, TILE_LEN, convert, copy_in, copy_out};
+use crate::gemm::{self, Compute, Epilogue, Form, Group, Place, Product};
+use crate::linear::Write;
+use crate::parallel::{Lent, PIECE};
+use crate::simd::{Float, Level, kernel, with_float};
 use crate::{Activation, Context};
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken.
@@ -64,22 +77,33 @@ pub fn experts_forward(
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
     let s = Sizes::of(x, weights, rows);
-    let (x, w1, w2) = (x.to_f32_vec(), weights.gate_up.to_f32_vec(), weights.down.to_f32_vec());
-    let mut h = vec![0.0; s.r * s.af];
-    let mut y = vec![0.0; s.t * s.d];
-    for (r, e) in s.row_experts(rows) {
-        let t = rows.tokens[r] as usize;
-        for j in 0..s.af {
-            h[r * s.af + j] = (0..s.d).map(|i| x[t * s.d + i] * w1[(e * s.af + j) * s.d + i]).sum();
-        }
-        let a = activate(weights.activation, &h[r * s.af..][..s.af]);
-        for i in 0..s.d {
-            let o: f32 = (0..s.f).map(|j| a[j] * w2[(e * s.d + i) * s.f + j]).sum();
-            y[t * s.d + i] += rows.weights[r] * o;
-        }
-    }
-    let saved = ExpertsSaved { h: store(ctx, &[s.r, s.af], &h, weights.gate_up.dtype()) };
-    (store(ctx, &[s.t, s.d], &y, DType::F32), saved)
+    let dtype = weights.gate_up.dtype();
+    let experts = used_experts(rows);
+    let mut h = ctx.empty(&[s.r, s.af], dtype);
+    let mut a = ctx.empty(&[s.r, s.f], dtype);
+    let first = groups(&experts, |e, range| Group {
+        a: Source::gathered(x, &rows.tokens[range.clone()]),
+        b: Source::rows(weights.gate_up, e * s.af),
+        rows: range.len(),
+        columns: s.f,
+        depth: s.d,
+    });
+    with_float!(dtype, T => {
+        let (h, a) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()));
+        let epilogue = Activate { activation: weights.activation, f: s.f, experts: &experts, h, a };
+        let is_paired = weights.activation.num_inputs() == 2;
+        let product = Product { form: Form::Nt, compute: Compute::of(dtype), groups: &first, is_paired };
+        gemm::run(ctx, &product, &epilogue);
+    });
+    let second = groups(&experts, |e, range| Group {
+        a: Source::rows(&a, range.start),
+        b: Source::rows(weights.down, e * s.d),
+        rows: range.len(),
+        columns: s.d,
+        depth: s.f,
+    });
+    let outputs = row_outputs(ctx, Form::Nt, dtype, &experts, &second, &[s.r, s.d]);
+    (combine(ctx, &outputs, rows, Some(rows.weights), &[s.t, s.d]), ExpertsSaved { h })
 }
 
 /// The gradients that the layers below wait for. `dy` is `[T, D]`, f32 or bf16.
@@ -92,45 +116,45 @@ pub fn experts_backward(
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
     let s = Sizes::of(dy, weights, rows);
-    let (dy, w1, w2) = (dy.to_f32_vec(), weights.gate_up.to_f32_vec(), weights.down.to_f32_vec());
-    let h = saved.h.to_f32_vec();
-    let mut dx = vec![0.0; s.t * s.d];
-    let mut dg = vec![0.0; s.r];
-    let mut dh = vec![0.0; s.r * s.af];
-    for (r, e) in s.row_experts(rows) {
-        let t = rows.tokens[r] as usize;
-        let h = &h[r * s.af..][..s.af];
-        let a = activate(weights.activation, h);
-        for j in 0..s.f {
-            let u: f32 = (0..s.d).map(|i| dy[t * s.d + i] * w2[(e * s.d + i) * s.f + j]).sum();
-            dg[r] += u * a[j];
-            let da = u * rows.weights[r];
-            let dh = &mut dh[r * s.af..][..s.af];
-            match weights.activation {
-                Activation::SwiGlu => {
-                    let (gate, up) = (h[j], h[s.f + j]);
-                    let sigmoid = 1.0 / (1.0 + (-gate).exp());
-                    dh[j] = da * up * sigmoid * (1.0 + gate * (1.0 - sigmoid));
-                    dh[s.f + j] = da * gate * sigmoid;
-                }
-                Activation::Relu => dh[j] = if h[j] > 0.0 { da } else { 0.0 },
-                Activation::Gelu => {
-                    let (cdf, pdf) = crate::vmath::normal::<crate::simd::Baseline>(h[j]);
-                    dh[j] = da * (cdf + h[j] * pdf);
-                }
-            }
-        }
-        for j in 0..s.af {
-            for i in 0..s.d {
-                dx[t * s.d + i] += dh[r * s.af + j] * w1[(e * s.af + j) * s.d + i];
-            }
-        }
+    let dtype = weights.gate_up.dtype();
+    let experts = used_experts(rows);
+    let num_panels = gemm::num_panels(ctx, Compute::of(dtype), s.f);
+    let mut dh = ctx.empty(&[s.r, s.af], dtype);
+    let mut parts = ctx.empty(&[s.r, num_panels], DType::F32);
+    let first = groups(&experts, |e, range| Group {
+        a: Source::gathered(dy, &rows.tokens[range.clone()]),
+        b: Source::rows(weights.down, e * s.d),
+        rows: range.len(),
+        columns: s.f,
+        depth: s.d,
+    });
+    with_float!(dtype, T => {
+        let epilogue = PullBack {
+            activation: weights.activation,
+            f: s.f,
+            experts: &experts,
+            row_weights: rows.weights,
+            h: saved.h.slice::<T>(),
+            dh: Lent::new(dh.slice_mut::<T>()),
+            parts: Lent::new(parts.f32s_mut()),
+            num_panels,
+        };
+        let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &first, is_paired: false };
+        gemm::run(ctx, &product, &epilogue);
+    });
+    let mut d_row_weights = ctx.empty(&[s.r], DType::F32);
+    for (r, sum) in d_row_weights.f32s_mut().iter_mut().enumerate() {
+        *sum = parts.f32s()[r * num_panels..][..num_panels].iter().sum();
     }
-    ExpertsBackward {
-        dx: store(ctx, &[s.t, s.d], &dx, DType::F32),
-        d_row_weights: store(ctx, &[s.r], &dg, DType::F32),
-        dh: store(ctx, &[s.r, s.af], &dh, weights.gate_up.dtype()),
-    }
+    let second = groups(&experts, |e, range| Group {
+        a: Source::rows(&dh, range.start),
+        b: Source::rows(weights.gate_up, e * s.af),
+        rows: range.len(),
+        columns: s.d,
+        depth: s.af,
+    });
+    let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d]);
+    ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh }
 }
 
 /// Buffers for the gradients of [`ExpertWeights`], same shapes, f32.
@@ -157,7 +181,7 @@ pub struct WeightGradInputs<'a> {
 /// The gradients of the weights, from the input `x`, the output's gradient `dy` and what the two passes left. With
 /// [`Write::Replace`] an expert without rows gets zeros, with [`Write::Add`] it is not touched.
 pub fn experts_weight_grad(
-    _ctx: &Context,
+    ctx: &Context,
     inputs: WeightGradInputs<'_>,
     activation: Activation,
     rows: ExpertRows<'_>,
@@ -167,28 +191,49 @@ pub fn experts_weight_grad(
     let WeightGradInputs { x, dy, saved, dh } = inputs;
     let (d, f) = (x.cols(), grads.down.cols());
     let af = f * activation.num_inputs();
-    let (x, dy, h, dh) = (x.to_f32_vec(), dy.to_f32_vec(), saved.h.to_f32_vec(), dh.to_f32_vec());
-    let (dw1, dw2) = (grads.gate_up.f32s_mut(), grads.down.f32s_mut());
-    if write == Write::Replace {
-        dw1.fill(0.0);
-        dw2.fill(0.0);
-    }
-    for e in 0..rows.offsets.len() - 1 {
-        for r in rows.offsets[e] as usize..rows.offsets[e + 1] as usize {
-            let t = rows.tokens[r] as usize;
-            let a = activate(activation, &h[r * af..][..af]);
-            for j in 0..af {
-                for i in 0..d {
-                    dw1[(e * af + j) * d + i] += dh[r * af + j] * x[t * d + i];
-                }
+    let (r, dtype) = (rows.tokens.len(), dh.dtype());
+    assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
+    // An expert without rows is a product without depth: zeros.
+    let experts = match write {
+        Write::Replace => all_experts(rows),
+        Write::Add => used_experts(rows),
+    };
+    let compute = Compute::of(dtype);
+    let mut a = ctx.empty(&[r, f], dtype);
+    let second = |a: &Tensor, down: &mut Tensor| {
+        let groups = groups(&experts, |_, range| Group {
+            a: Source::gathered(dy, &rows.tokens[range.clone()]).scaled(&rows.weights[range.clone()]),
+            b: Source::rows(a, range.start),
+            rows: d,
+            columns: f,
+            depth: range.len(),
+        });
+        let offsets: Vec<_> = experts.iter().map(|(e, _)| e * d * f).collect();
+        let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
+        gemm::run(ctx, &product, &Store { to: Lent::new(down.f32s_mut()), offsets: &offsets, stride: f, write });
+    };
+    with_float!(dtype, T => {
+        let (isa, h) = (ctx.isa(), saved.h.slice::<T>());
+        let rows_per_piece = (PIECE / f.max(1)).max(1);
+        ctx.threads().run_pieces(a.slice_mut::<T>(), rows_per_piece * f.max(1), |index, a| {
+            let h = &h[index * rows_per_piece * af..];
+            for (h, a) in h.chunks_exact(af).zip(a.chunks_exact_mut(f)) {
+                activate_row::<T>(isa, activation, h, a);
             }
-            for i in 0..d {
-                for j in 0..f {
-                    dw2[(e * d + i) * f + j] += rows.weights[r] * dy[t * d + i] * a[j];
-                }
-            }
-        }
-    }
+        });
+    });
+    second(&a, grads.down);
+    drop(a);
+    let groups = groups(&experts, |_, range| Group {
+        a: Source::rows(dh, range.start),
+        b: Source::gathered(x, &rows.tokens[range.clone()]),
+        rows: af,
+        columns: d,
+        depth: range.len(),
+    });
+    let offsets: Vec<_> = experts.iter().map(|(e, _)| e * af * d).collect();
+    let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
+    gemm::run(ctx, &product, &Store { to: Lent::new(grads.gate_up.f32s_mut()), offsets: &offsets, stride: d, write });
 }
 
 struct Sizes {
@@ -202,22 +247,210 @@ struct Sizes {
 impl Sizes {
     fn of(x: &Tensor, weights: ExpertWeights<'_>, rows: ExpertRows<'_>) -> Self {
         let f = weights.down.cols();
-        Self { t: x.rows(), d: x.cols(), f, af: f * weights.activation.num_inputs(), r: rows.tokens.len() }
-    }
-
-    fn row_experts(&self, rows: ExpertRows<'_>) -> Vec<(usize, usize)> {
-        let experts = 0..rows.offsets.len() - 1;
-        experts.flat_map(|e| (rows.offsets[e] as usize..rows.offsets[e + 1] as usize).map(move |r| (r, e))).collect()
+        let s = Self { t: x.rows(), d: x.cols(), f, af: f * weights.activation.num_inputs(), r: rows.tokens.len() };
+        let num_experts = rows.offsets.len() - 1;
+        assert_eq!(weights.gate_up.len(), num_experts * s.af * s.d, "gate_up {:?}", weights.gate_up.shape());
+        assert_eq!(weights.down.len(), num_experts * s.d * s.f, "down {:?}", weights.down.shape());
+        assert_eq!(weights.gate_up.dtype(), weights.down.dtype(), "types of the experts' weights");
+        assert_eq!(rows.token_rows.len(), s.t * rows.num_choices, "token_rows");
+        s
     }
 }
 
-fn activate(activation: Activation, h: &[f32]) -> Vec<f32> {
-    match activation {
-        Activation::SwiGlu => {
-            let (gate, up) = h.split_at(h.len() / 2);
-            gate.iter().zip(up).map(|(&g, &u)| g / (1.0 + (-g).exp()) * u).collect()
+/// An expert and its rows.
+type Expert = (usize, Range<usize>);
+
+fn all_experts(rows: ExpertRows<'_>) -> Vec<Expert> {
+    let ranges = rows.offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
+    ranges.enumerate().collect()
+}
+
+fn used_experts(rows: ExpertRows<'_>) -> Vec<Expert> {
+    all_experts(rows).into_iter().filter(|(_, range)| !range.is_empty()).collect()
+}
+
+fn groups<'a>(experts: &[Expert], group: impl Fn(usize, Range<usize>) -> Group<'a>) -> Vec<Group<'a>> {
+    experts.iter().map(|(e, range)| group(*e, range.clone())).collect()
+}
+
+/// The plain product of each expert's rows as f32 `[R, D]`.
+fn row_outputs(
+    ctx: &Context,
+    form: Form,
+    dtype: DType,
+    experts: &[Expert],
+    groups: &[Group<'_>],
+    shape: &[usize; 2],
+) -> Tensor {
+    let mut outputs = ctx.empty(shape, DType::F32);
+    let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
+    let to = Lent::new(outputs.f32s_mut());
+    let product = Product { form, compute: Compute::of(dtype), groups, is_paired: false };
+    gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
+    outputs
+}
+
+/// Adds up the rows of each token in the order of its choices: `[T, D]`.
+fn combine(
+    ctx: &Context,
+    outputs: &Tensor,
+    rows: ExpertRows<'_>,
+    weights: Option<&[f32]>,
+    shape: &[usize; 2],
+) -> Tensor {
+    let (d, k) = (shape[1], rows.num_choices);
+    let mut y = ctx.empty(shape, DType::F32);
+    if y.is_empty() {
+        return y;
+    }
+    let (isa, outputs) = (ctx.isa(), outputs.f32s());
+    let tokens_per_piece = (PIECE / (d * k.max(1))).max(1);
+    ctx.threads().run_pieces(y.f32s_mut(), tokens_per_piece * d, |index, y| {
+        for (t, y) in (index * tokens_per_piece..).zip(y.chunks_exact_mut(d)) {
+            combine_token(isa, outputs, &rows.token_rows[t * k..][..k], weights, y);
         }
-        Activation::Relu => h.iter().map(|&x| x.max(0.0)).collect(),
-        Activation::Gelu => h.iter().map(|&x| x * crate::vmath::normal::<crate::simd::Baseline>(x).0).collect(),
+    });
+    y
+}
+
+kernel! {
+    fn combine_token<S: Level>(outputs: &[f32], token_rows: &[u32], weights: Option<&[f32]>, y: &mut [f32]) {
+        let d = y.len();
+        y.fill(0.0);
+        for &row in token_rows {
+            if row != NO_ROW {
+                let row = row as usize;
+                let weight = weights.map_or(1.0, |weights| weights[row]);
+                for (y, &o) in y.iter_mut().zip(&outputs[row * d..][..d]) {
+                    *y = S::mul_add(weight, o, *y);
+                }
+            }
+        }
     }
 }
+
+kernel! {
+    fn activate_row<S: Level, T: Float>(activation: Activation, h: &[T], a: &mut [T]) {
+        const BLOCK: usize = 256;
+        let (mut gate, mut up, mut result) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+        let f = a.len();
+        for (index, a) in a.chunks_mut(BLOCK).enumerate() {
+            let start = index * BLOCK;
+            gate.iter_mut().zip(&h[start..][..a.len()]).for_each(|(to, x)| *to = x.load());
+            if activation.num_inputs() == 2 {
+                up.iter_mut().zip(&h[f + start..][..a.len()]).for_each(|(to, x)| *to = x.load());
+            }
+            activate::<S>(activation, &gate, &up, &mut result);
+            a.iter_mut().zip(&result).for_each(|(to, &x)| *to = T::store(x));
+        }
+    }
+}
+
+/// What becomes of the first product's sums: `h` and its activation.
+struct Activate<'a, T> {
+    activation: Activation,
+    f: usize,
+    experts: &'a [Expert],
+    h: Lent<'a, T>,
+    a: Lent<'a, T>,
+}
+
+impl<T: Float> Epilogue for Activate<'_, T> {
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]) {
+        let (column, columns) = at.columns;
+        let first = self.experts[at.group].1.start + at.rows.0;
+        let num_inputs = self.activation.num_inputs();
+        // What is saved is what the activation is taken of, so that backward sees the same function.
+        let mut inputs = [[0.0; TILE_LEN]; 2];
+        for (input, tile) in tiles.iter().enumerate() {
+            let h = convert::<T>(&tile.0);
+            copy_out(&h, at.rows.1, columns, |row| {
+                let start = ((first + row) * num_inputs + input) * self.f + column;
+                // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
+                unsafe { self.h.range(start..start + columns) }
+            });
+            inputs[input].iter_mut().zip(&h).for_each(|(to, x)| *to = x.load());
+        }
+        let mut a = [0.0; TILE_LEN];
+        activate::<S>(self.activation, &inputs[0], &inputs[1], &mut a);
+        copy_out(&convert::<T>(&a), at.rows.1, columns, |row| {
+            let start = (first + row) * self.f + column;
+            // SAFETY: as above.
+            unsafe { self.a.range(start..start + columns) }
+        });
+    }
+}
+
+/// What becomes of `u = W2^T dy`: the gradient of `h`, and each row's part of `<u, a>`.
+struct PullBack<'a, T> {
+    activation: Activation,
+    f: usize,
+    experts: &'a [Expert],
+    row_weights: &'a [f32],
+    h: &'a [T],
+    dh: Lent<'a, T>,
+    /// `[R, num_panels]`: the parts of `<u, a>`, cut by panels of columns.
+    parts: Lent<'a, f32>,
+    num_panels: usize,
+}
+
+impl<T: Float> Epilogue for PullBack<'_, T> {
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]) {
+        let (column, columns) = at.columns;
+        let first = self.experts[at.group].1.start + at.rows.0;
+        let num_inputs = self.activation.num_inputs();
+        let start_of = |row: usize, input: usize| ((first + row) * num_inputs + input) * self.f + column;
+        let u = &tiles[0].0;
+        let mut inputs = [[0.0; TILE_LEN]; 2];
+        for (input, values) in inputs.iter_mut().enumerate().take(num_inputs) {
+            let mut h = [T::zeroed(); TILE_LEN];
+            copy_in(&mut h, at.rows.1, columns, |row| &self.h[start_of(row, input)..][..columns]);
+            values.iter_mut().zip(&h).for_each(|(to, x)| *to = x.load());
+        }
+        let mut da = [0.0; TILE_LEN];
+        for row in 0..at.rows.1 {
+            let weight = self.row_weights[first + row];
+            for i in 0..TILE_STRIDE {
+                da[row * TILE_STRIDE + i] = weight * u[row * TILE_STRIDE + i];
+            }
+        }
+        let mut a = [0.0; TILE_LEN];
+        let [h, up] = &mut inputs;
+        pull_back::<S>(self.activation, &da, h, up, &mut a);
+        for row in 0..at.rows.1 {
+            let of_row = row * TILE_STRIDE..row * TILE_STRIDE + columns;
+            let start = (first + row) * self.num_panels + at.panel;
+            // SAFETY: there is one tile for each row and panel, so the element is this call's alone.
+            let part = unsafe { self.parts.range(start..start + 1) };
+            part[0] = dot(&u[of_row.clone()], &a[of_row]);
+        }
+        for (input, gradient) in inputs.iter().enumerate().take(num_inputs) {
+            copy_out(&convert::<T>(gradient), at.rows.1, columns, |row| {
+                let start = start_of(row, input);
+                // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
+                unsafe { self.dh.range(start..start + columns) }
+            });
+        }
+    }
+}
+
+/// The sum of products, in an order fixed by the length.
+#[inline(always)]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..LANES {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
+    crate::simd::sum_lanes(sums) + rest
+}
+
+#[cfg(test)]
+#[path = "experts_tests.rs"]
+mod tests;

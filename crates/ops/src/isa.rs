@@ -1,5 +1,7 @@
 //! Instruction sets that kernels are written for, chosen once at start.
 
+use std::sync::OnceLock;
+
 /// A level of vector instructions. A kernel exists for each, or falls back to the one below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Isa {
@@ -14,9 +16,21 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best level this machine has.
+    /// The level whose kernels are fastest here: the best one, but without the bf16 dot product where that is slower
+    /// than f32 multiply-adds. (On some processors it is: it is then half as fast for the same number of products, and
+    /// bf16 matrices are better widened while they are packed.) Measured once for a process, in under a millisecond.
     #[must_use]
     pub fn detect() -> Self {
+        static FASTEST: OnceLock<Isa> = OnceLock::new();
+        *FASTEST.get_or_init(|| match Self::best() {
+            Self::Avx512Bf16 if !crate::peak::is_bf16_dot_fast() => Self::Avx512,
+            best => best,
+        })
+    }
+
+    /// The highest level whose instructions this machine has.
+    #[must_use]
+    pub fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             let avx2 = is_x86_feature_detected!("avx2")
@@ -44,7 +58,7 @@ impl Isa {
     /// Every level this machine can run, lowest first: tests run all of them.
     #[must_use]
     pub fn available() -> Vec<Self> {
-        let best = Self::detect();
+        let best = Self::best();
         [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16].into_iter().filter(|&isa| isa <= best).collect()
     }
 }

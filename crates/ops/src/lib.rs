@@ -22,6 +22,7 @@ pub mod head_loss;
 mod isa;
 pub mod linear;
 mod mapped;
+pub mod measure;
 mod parallel;
 pub mod peak;
 pub mod rms_norm;

@@ -67,18 +67,6 @@ fn product(ctx: &Context, form: Form, compute: Compute, group: Group<'_>, write:
     });
 }
 
-pub(crate) fn store(ctx: &Context, shape: &[usize], values: &[f32], dtype: DType) -> Tensor {
-    let mut tensor = ctx.empty(shape, dtype);
-    match dtype {
-        DType::F32 => tensor.f32s_mut().copy_from_slice(values),
-        DType::BF16 => {
-            tensor.bf16s_mut().iter_mut().zip(values).for_each(|(y, &x)| *y = moeworks_tensor::bf16::from_f32(x));
-        }
-        DType::U32 => unreachable!("no float result is u32"),
-    }
-    tensor
-}
-
 #[cfg(test)]
 #[path = "linear_tests.rs"]
 mod tests;

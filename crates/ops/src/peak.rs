@@ -4,10 +4,10 @@
 //! whatever its clock does.
 
 use std::hint::black_box;
-use std::time::Instant;
 
 use moeworks_tensor::DType;
 
+use crate::measure::best_seconds;
 use crate::simd::{Level, kernel};
 use crate::{Context, Isa};
 
@@ -16,10 +16,21 @@ use crate::{Context, Isa};
 pub struct Peaks {
     /// f32 floating-point operations a second with multiply-adds on registers alone; a multiply-add counts as two.
     pub f32_flops: f64,
-    /// The same for the bf16 dot product, where the instruction set has one.
+    /// The same for the bf16 dot product, where the machine has one (whether or not the context uses it).
     pub bf16_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
+}
+
+impl Peaks {
+    /// The rate that products with weights of a type can reach: bf16 ones are taken by whichever instruction is faster.
+    #[must_use]
+    pub fn flops(&self, dtype: DType) -> f64 {
+        match (dtype, self.bf16_flops) {
+            (DType::BF16, Some(bf16_flops)) => bf16_flops.max(self.f32_flops),
+            _ => self.f32_flops,
+        }
+    }
 }
 
 /// Independent sums: enough to cover the latency of two units, few enough for the registers of every instruction set.
@@ -40,11 +51,11 @@ pub fn measure(ctx: &Context) -> Peaks {
         Isa::Avx512 | Isa::Avx512Bf16 => 16,
     };
     let isa = ctx.isa();
-    let f32_flops = rate(ctx, 2 * SUMS * lanes * STEPS, || multiply_adds(isa));
+    let f32_flops = rate(ctx, 2 * SUMS * lanes * STEPS, || multiply_adds(isa, STEPS));
     #[cfg(target_arch = "x86_64")]
-    let bf16_flops = (isa == Isa::Avx512Bf16).then(|| {
-        // SAFETY: a context with this instruction set exists only where the machine has it.
-        rate(ctx, 4 * SUMS * lanes * STEPS, || unsafe { bf16_dots() })
+    let bf16_flops = (Isa::best() == Isa::Avx512Bf16).then(|| {
+        // SAFETY: the machine has the instruction.
+        rate(ctx, 4 * SUMS * 16 * STEPS, || unsafe { bf16_dots(STEPS) })
     });
     #[cfg(not(target_arch = "x86_64"))]
     let bf16_flops = None;
@@ -58,20 +69,31 @@ fn rate(ctx: &Context, flops: usize, task: impl Fn() + Sync) -> f64 {
     (num_threads * flops) as f64 / seconds
 }
 
-fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
-    let times = (0..tries).map(|_| {
-        let start = Instant::now();
-        run();
-        start.elapsed().as_secs_f64()
-    });
-    times.fold(f64::INFINITY, f64::min)
+/// Whether the bf16 dot product multiplies more numbers a second than the f32 multiply-add. Only for machines that have
+/// it. The two differ by a factor of two one way or the other, so that a short measurement always says the same.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn is_bf16_dot_fast() -> bool {
+    const SHORT: usize = 4_000;
+    let (mut dots, mut multiplies) = (f64::INFINITY, f64::INFINITY);
+    for _ in 0..10 {
+        // SAFETY: the caller's machine has the instruction.
+        dots = dots.min(best_seconds(1, || unsafe { bf16_dots(SHORT) }));
+        multiplies = multiplies.min(best_seconds(1, || multiply_adds(Isa::Avx512, SHORT)));
+    }
+    // A dot product takes two products in each lane.
+    dots < 2.0 * multiplies
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn is_bf16_dot_fast() -> bool {
+    false
 }
 
 kernel! {
-    fn multiply_adds<S: Level>() {
+    fn multiply_adds<S: Level>(steps: usize) {
         let (factor, term) = (S::splat(black_box(0.5)), S::splat(black_box(1.0)));
         let mut sums = [term; SUMS];
-        for _ in 0..STEPS {
+        for _ in 0..steps {
             for sum in &mut sums {
                 *sum = S::vector_mul_add(*sum, factor, term);
             }
@@ -84,13 +106,13 @@ kernel! {
 /// The machine must have AVX-512 BF16.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn bf16_dots() {
+unsafe fn bf16_dots(steps: usize) {
     use core::arch::x86_64::{__m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_set1_ps};
     // Pairs of 1.0 and 0.0: the sums grow slowly and stay finite.
     // SAFETY: the transmute only renames 512 bits.
     let pairs: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(black_box(0x3f80))) };
     let mut sums = [_mm512_set1_ps(black_box(0.0)); SUMS];
-    for _ in 0..STEPS {
+    for _ in 0..steps {
         for sum in &mut sums {
             *sum = _mm512_dpbf16_ps(*sum, pairs, pairs);
         }
@@ -122,3 +144,7 @@ kernel! {
         sums.iter().sum()
     }
 }
+
+#[cfg(test)]
+#[path = "peak_tests.rs"]
+mod tests;

@@ -21,18 +21,6 @@ pub(crate) const TILE_STRIDE: usize = 16 * MAX_VECTORS;
 #[repr(align(64))]
 pub(crate) struct Tile(pub(crate) [f32; MAX_ROWS * TILE_STRIDE]);
 
-impl Tile {
-    pub(crate) fn zero() -> Self {
-        Self([0.0; MAX_ROWS * TILE_STRIDE])
-    }
-
-    #[inline(always)]
-    pub(crate) fn row(&self, row: usize) -> &[f32; TILE_STRIDE] {
-        // The length is right by construction, so the conversion cannot fail.
-        self.0[row * TILE_STRIDE..].first_chunk().expect("a row of a tile")
-    }
-}
-
 /// What a kernel is called with.
 pub(crate) struct TileArgs {
     /// Units of depth.

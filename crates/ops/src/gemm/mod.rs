@@ -114,6 +114,11 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
     });
 }
 
+/// The number of panels that so many columns are cut into.
+pub(crate) fn num_panels(ctx: &Context, compute: Compute, columns: usize) -> usize {
+    Panels::of(columns, Kernels::select(ctx.isa(), compute).lanes).count
+}
+
 /// Scratch memory for as many tasks as run at a time.
 struct Slots<'a> {
     memory: Lent<'a, u32>,

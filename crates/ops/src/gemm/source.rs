@@ -76,7 +76,7 @@ impl<'a> Source<'a> {
         let start = self.start(row) + at;
         match (self.elements, format.units, format.precision) {
             (Elements::F32(x), Compute::F32, Compute::F32) => Some(x[start..start + len].as_ptr().cast()),
-            (Elements::Bf16(x), Compute::Bf16, _) if len % 2 == 0 && start % 2 == 0 => {
+            (Elements::Bf16(x), Compute::Bf16, _) if len.is_multiple_of(2) && start.is_multiple_of(2) => {
                 Some(x[start..start + len].as_ptr().cast())
             }
             _ => None,

@@ -1,0 +1,40 @@
+//! Times the operations of this machine against its measured peaks: `cargo bench -p moeworks-ops`.
+
+use moeworks_ops::{Context, Isa, measure, peak};
+use moeworks_tensor::DType;
+
+fn main() {
+    // `cargo test` runs benches with this argument and means only that they start.
+    if std::env::args().any(|arg| arg == "--test") {
+        return;
+    }
+    let ctx = Context::cpu_all_cores();
+    table(&ctx, &[DType::F32, DType::BF16]);
+    if Isa::best() != ctx.isa() {
+        println!("\nand with the instruction set that was found slower:");
+        table(&ctx.with_isa(Isa::best()), &[DType::BF16]);
+    }
+}
+
+fn table(ctx: &Context, dtypes: &[DType]) {
+    let peaks = peak::measure(ctx);
+    println!("{} threads, {:?}", ctx.threads().count(), ctx.isa());
+    println!("peak f32       {:8.1} GFLOP/s", peaks.f32_flops / 1e9);
+    if let Some(bf16_flops) = peaks.bf16_flops {
+        println!("peak bf16 dot  {:8.1} GFLOP/s", bf16_flops / 1e9);
+    }
+    println!("memory read    {:8.1} GB/s", peaks.read_bytes_per_s / 1e9);
+    for &dtype in dtypes {
+        println!("share of {:.1} GFLOP/s:", peaks.flops(dtype) / 1e9);
+        measure::bench_cases(ctx, &peaks, dtype, |result| {
+            println!(
+                "{:60} {:9.3} ms {:8.1} GFLOP/s {:5.1}%",
+                result.name,
+                result.seconds * 1e3,
+                result.flops_per_s() / 1e9,
+                100.0 * result.share_of_peak()
+            );
+        });
+    }
+    println!("peak memory    {:8.1} MB", ctx.pool().stats().peak_bytes as f64 / 1e6);
+}

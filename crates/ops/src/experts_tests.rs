@@ -1,0 +1,346 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::test_data::{contexts, is_close, numbers, rounded, tensor};
+
+/// A layer's shape, who goes where, and how. A choice is an expert, or `None` for a dropped one.
+#[derive(Clone, Debug)]
+struct Case {
+    t: usize,
+    d: usize,
+    f: usize,
+    e: usize,
+    choices: Vec<Vec<Option<usize>>>,
+    activation: Activation,
+}
+
+/// The row map that belongs to a case's choices.
+struct Routing {
+    offsets: Vec<u32>,
+    tokens: Vec<u32>,
+    weights: Vec<f32>,
+    token_rows: Vec<u32>,
+    /// The expert of each row.
+    experts: Vec<usize>,
+}
+
+impl Case {
+    fn num_choices(&self) -> usize {
+        self.choices.first().map_or(1, Vec::len)
+    }
+
+    fn routing(&self) -> Routing {
+        let mut routing = Routing {
+            offsets: vec![0],
+            tokens: Vec::new(),
+            weights: Vec::new(),
+            token_rows: vec![NO_ROW; self.t * self.num_choices()],
+            experts: Vec::new(),
+        };
+        for e in 0..self.e {
+            for (t, choices) in self.choices.iter().enumerate() {
+                for (k, _) in choices.iter().enumerate().filter(|(_, choice)| **choice == Some(e)) {
+                    routing.token_rows[t * self.num_choices() + k] = routing.tokens.len() as u32;
+                    routing.tokens.push(t as u32);
+                    routing.experts.push(e);
+                }
+            }
+            routing.offsets.push(routing.tokens.len() as u32);
+        }
+        routing.weights = numbers(routing.tokens.len(), 9);
+        routing
+    }
+}
+
+/// A sum with the sum of its terms' magnitudes.
+#[derive(Clone, Copy, Default)]
+struct Sum {
+    value: f64,
+    size: f64,
+}
+
+impl Sum {
+    fn add(&mut self, x: f64) {
+        self.value += x;
+        self.size += x.abs();
+    }
+
+    fn of(terms: impl Iterator<Item = f64>) -> Self {
+        let mut sum = Self::default();
+        terms.for_each(|x| sum.add(x));
+        sum
+    }
+}
+
+fn assert_close(what: &str, y: &Tensor, exact: &[Sum], depth: usize) {
+    assert_eq!(y.len(), exact.len(), "{what}");
+    for (index, (&y_value, exact)) in y.to_f32_vec().iter().zip(exact).enumerate() {
+        let is_close = is_close(y_value, exact.value, exact.size + exact.value.abs() + 1e-6, depth, y.dtype());
+        assert!(is_close, "{what}: element {index} of {:?} is {y_value}, exactly {}", y.shape(), exact.value);
+    }
+}
+
+/// The value and the derivatives of an activation, by the book: `(a, da/dh, da/dup)`.
+fn exact_activation(activation: Activation, h: f64, up: f64) -> (f64, f64, f64) {
+    match activation {
+        Activation::SwiGlu => {
+            let sigmoid = 1.0 / (1.0 + (-h).exp());
+            (h * sigmoid * up, up * sigmoid * (1.0 + h * (1.0 - sigmoid)), h * sigmoid)
+        }
+        Activation::Gelu => {
+            // The error function by its series, good to 1e-12 for the arguments of these tests.
+            let z = h / std::f64::consts::SQRT_2;
+            let (mut term, mut erf) = (z, z);
+            for n in 1..200 {
+                term *= -z * z / f64::from(n);
+                erf += term / f64::from(2 * n + 1);
+            }
+            let cdf = 0.5 + erf / std::f64::consts::PI.sqrt();
+            let pdf = (-0.5 * h * h).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            (h * cdf, cdf + h * pdf, 0.0)
+        }
+        Activation::Relu => (h.max(0.0), if h > 0.0 { 1.0 } else { 0.0 }, 0.0),
+    }
+}
+
+/// The inputs of a case, as values of their types.
+struct Inputs {
+    x: Vec<f32>,
+    dy: Vec<f32>,
+    gate_up: Vec<f32>,
+    down: Vec<f32>,
+}
+
+/// One run of all phases on one context.
+struct Run {
+    y: Tensor,
+    saved: ExpertsSaved,
+    backward: ExpertsBackward,
+    replaced: [Tensor; 2],
+    added: [Tensor; 2],
+}
+
+fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType) -> Run {
+    let routing = case.routing();
+    let af = case.f * case.activation.num_inputs();
+    let x = tensor(ctx, &[case.t, case.d], &inputs.x, x_type);
+    let dy = tensor(ctx, &[case.t, case.d], &inputs.dy, x_type);
+    let gate_up = tensor(ctx, &[case.e, af, case.d], &inputs.gate_up, w_type);
+    let down = tensor(ctx, &[case.e, case.d, case.f], &inputs.down, w_type);
+    let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
+    let rows = ExpertRows {
+        offsets: &routing.offsets,
+        tokens: &routing.tokens,
+        weights: &routing.weights,
+        token_rows: &routing.token_rows,
+        num_choices: case.num_choices(),
+    };
+    let (y, saved) = experts_forward(ctx, &x, weights, rows);
+    let backward = experts_backward(ctx, &dy, weights, rows, &saved);
+    let grads = |start: f32, write: Write| {
+        let fill = |shape: &[usize]| tensor(ctx, shape, &vec![start; shape.iter().product()], DType::F32);
+        let (mut gate_up, mut down) = (fill(gate_up.shape()), fill(down.shape()));
+        let grads = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
+        let grad_inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh };
+        experts_weight_grad(ctx, grad_inputs, case.activation, rows, write, grads);
+        [gate_up, down]
+    };
+    let (replaced, added) = (grads(f32::NAN, Write::Replace), grads(0.5, Write::Add));
+    Run { y, saved, backward, replaced, added }
+}
+
+/// Compares each phase with a plain computation in f64 from what the phase before it left.
+fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType) {
+    let routing = case.routing();
+    let (d, f, af) = (case.d, case.f, case.f * case.activation.num_inputs());
+    let value = |x: f32| rounded(rounded(x, x_type) as f32, w_type);
+    let (x, dy) = (|t: usize, i: usize| value(inputs.x[t * d + i]), |t: usize, i: usize| value(inputs.dy[t * d + i]));
+    let w1 = |e: usize, j: usize, i: usize| rounded(inputs.gate_up[(e * af + j) * d + i], w_type);
+    let w2 = |e: usize, i: usize, j: usize| rounded(inputs.down[(e * d + i) * f + j], w_type);
+    let (h, dh) = (run.saved.h.to_f32_vec(), run.backward.dh.to_f32_vec());
+    let mut exact_h = Vec::new();
+    let mut exact_dh = Vec::new();
+    let mut exact_dg = Vec::new();
+    let mut y = vec![Sum::default(); case.t * d];
+    let mut dx = vec![Sum::default(); case.t * d];
+    let mut dw1 = vec![Sum::default(); case.e * af * d];
+    let mut dw2 = vec![Sum::default(); case.e * d * f];
+    for (r, (&e, &t)) in routing.experts.iter().zip(&routing.tokens).enumerate() {
+        let (t, weight) = (t as usize, routing.weights[r]);
+        exact_h.extend((0..af).map(|j| Sum::of((0..d).map(|i| x(t, i) * w1(e, j, i)))));
+        let mut gradients = vec![Sum::default(); af];
+        let mut dg = Sum::default();
+        let mut a = Vec::new();
+        for j in 0..f {
+            let up = if af > f { f64::from(h[r * af + f + j]) } else { 0.0 };
+            let (value, slope, up_slope) = exact_activation(case.activation, f64::from(h[r * af + j]), up);
+            a.push(rounded(value as f32, w_type));
+            let u = Sum::of((0..d).map(|i| dy(t, i) * w2(e, i, j)));
+            dg.value += u.value * value;
+            dg.size += u.size * value.abs();
+            // Near a zero of the slope its error is that of the terms that cancel.
+            let terms = (1.0 + f64::from(h[r * af + j]).abs()) * (1.0 + up.abs()) * f64::from(weight).abs();
+            let scaled = |slope: f64| Sum { value: u.value * f64::from(weight) * slope, size: u.size * terms };
+            gradients[j] = scaled(slope);
+            if af > f {
+                gradients[f + j] = scaled(up_slope);
+            }
+        }
+        exact_dh.extend(gradients);
+        exact_dg.push(dg);
+        for i in 0..d {
+            let output = Sum::of((0..f).map(|j| a[j] * w2(e, i, j)));
+            y[t * d + i].value += f64::from(weight) * output.value;
+            y[t * d + i].size += f64::from(weight).abs() * output.size;
+            let scaled_dy = rounded((rounded(inputs.dy[t * d + i], x_type) * f64::from(weight)) as f32, w_type);
+            for j in 0..af {
+                let dh = f64::from(dh[r * af + j]);
+                dx[t * d + i].add(dh * w1(e, j, i));
+                dw1[(e * af + j) * d + i].add(dh * x(t, i));
+            }
+            for j in 0..f {
+                dw2[(e * d + i) * f + j].add(scaled_dy * a[j]);
+            }
+        }
+    }
+    // The activation may round the other way where it lies between two numbers: what follows it is a bit less close.
+    let slack = |sums: Vec<Sum>| -> Vec<Sum> {
+        let unit = if w_type == DType::BF16 { 1e3 } else { 4.0 };
+        sums.into_iter().map(|sum| Sum { size: sum.size * unit, ..sum }).collect()
+    };
+    let shape = (case.t, case.d, case.f, case.e, case.activation);
+    let name = |what: &str| format!("{what} of (T, D, F, E) {shape:?}, x {x_type:?}, w {w_type:?}");
+    assert_close(&name("h"), &run.saved.h, &exact_h, d);
+    assert_close(&name("y"), &run.y, &slack(y), f);
+    assert_close(&name("dh"), &run.backward.dh, &slack(exact_dh), d);
+    assert_close(&name("d_row_weights"), &run.backward.d_row_weights, &slack(exact_dg), d);
+    assert_close(&name("dx"), &run.backward.dx, &dx, af);
+    let num_rows = routing.tokens.len();
+    let (dw1, dw2) = (dw1, slack(dw2));
+    let added = |sums: &[Sum]| -> Vec<Sum> {
+        sums.iter().map(|sum| Sum { value: sum.value + 0.5, size: sum.size + 0.5 }).collect()
+    };
+    assert_close(&name("gate_up's gradient"), &run.replaced[0], &dw1, num_rows);
+    assert_close(&name("down's gradient"), &run.replaced[1], &dw2, num_rows);
+    assert_close(&name("added gate_up's gradient"), &run.added[0], &added(&dw1), num_rows);
+    assert_close(&name("added down's gradient"), &run.added[1], &added(&dw2), num_rows);
+}
+
+/// Every mixture of types, on every instruction set and number of threads.
+fn check(case: &Case) {
+    let af = case.f * case.activation.num_inputs();
+    let inputs = Inputs {
+        x: numbers(case.t * case.d, 1),
+        dy: numbers(case.t * case.d, 2),
+        gate_up: numbers(case.e * af * case.d, 3),
+        down: numbers(case.e * case.d * case.f, 4),
+    };
+    for (x_type, w_type) in [DType::F32, DType::BF16].into_iter().flat_map(|x| [(x, DType::F32), (x, DType::BF16)]) {
+        let mut first: Option<(crate::Isa, Vec<f32>)> = None;
+        for ctx in contexts() {
+            let run = run(&ctx, case, &inputs, x_type, w_type);
+            let all = [&run.y, &run.backward.dx, &run.backward.d_row_weights, &run.replaced[0], &run.replaced[1]];
+            let bits: Vec<f32> = all.iter().flat_map(|tensor| tensor.to_f32_vec()).collect();
+            match &first {
+                Some((isa, first)) if *isa == ctx.isa() => {
+                    let is_same = first.iter().zip(&bits).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(is_same, "bits of {case:?} depend on the number of threads");
+                }
+                _ => {
+                    compare(case, &inputs, &run, x_type, w_type);
+                    first = Some((ctx.isa(), bits));
+                }
+            }
+        }
+    }
+}
+
+fn round_robin(t: usize, e: usize, k: usize) -> Vec<Vec<Option<usize>>> {
+    (0..t).map(|t| (0..k).map(|k| Some((t * 7 + k * 3) % e)).collect()).collect()
+}
+
+#[test]
+fn every_phase_matches_f64_for_every_activation() {
+    for activation in [Activation::SwiGlu, Activation::Gelu, Activation::Relu] {
+        check(&Case { t: 37, d: 24, f: 20, e: 5, choices: round_robin(37, 5, 2), activation });
+    }
+}
+
+#[test]
+fn sizes_beyond_a_tile_match_f64() {
+    let choices = round_robin(61, 3, 2);
+    check(&Case { t: 61, d: 67, f: 113, e: 3, choices, activation: Activation::SwiGlu });
+}
+
+#[test]
+fn all_tokens_at_one_expert_match_f64() {
+    let choices = vec![vec![Some(2)]; 50];
+    check(&Case { t: 50, d: 17, f: 33, e: 4, choices, activation: Activation::SwiGlu });
+}
+
+#[test]
+fn a_token_without_rows_gets_exact_zeros() {
+    let mut choices = round_robin(9, 3, 2);
+    choices[4] = vec![None, None];
+    choices[5][0] = None;
+    let case = Case { t: 9, d: 8, f: 6, e: 3, choices, activation: Activation::Gelu };
+    check(&case);
+    let ctx = Context::cpu(1);
+    let ones = vec![1.0; 3 * 8 * 8];
+    let inputs =
+        Inputs { x: numbers(72, 1), dy: numbers(72, 2), gate_up: ones[..144].to_vec(), down: ones[..144].to_vec() };
+    let run = run(&ctx, &case, &inputs, DType::F32, DType::F32);
+    assert!(run.y.f32s()[4 * 8..5 * 8].iter().all(|y| y.to_bits() == 0));
+    assert!(run.backward.dx.f32s()[4 * 8..5 * 8].iter().all(|dx| dx.to_bits() == 0));
+}
+
+#[test]
+fn no_tokens_or_no_rows_give_empty_results_and_zero_gradients() {
+    check(&Case { t: 0, d: 8, f: 6, e: 3, choices: Vec::new(), activation: Activation::SwiGlu });
+    check(&Case { t: 3, d: 8, f: 6, e: 3, choices: vec![vec![None]; 3], activation: Activation::SwiGlu });
+}
+
+#[test]
+fn nan_stays_with_its_token() {
+    let ctx = Context::cpu(2);
+    for (w_type, activation) in [DType::F32, DType::BF16]
+        .into_iter()
+        .flat_map(|dtype| [Activation::SwiGlu, Activation::Gelu, Activation::Relu].map(|act| (dtype, act)))
+    {
+        let case = Case { t: 30, d: 19, f: 35, e: 2, choices: round_robin(30, 2, 1), activation };
+        let af = case.f * activation.num_inputs();
+        let mut inputs = Inputs {
+            x: numbers(30 * 19, 1),
+            dy: numbers(30 * 19, 2),
+            gate_up: numbers(2 * af * 19, 3),
+            down: numbers(2 * 19 * 35, 4),
+        };
+        inputs.x[11 * 19 + 18] = f32::NAN;
+        inputs.dy[12 * 19 + 18] = f32::NAN;
+        let run = run(&ctx, &case, &inputs, DType::F32, w_type);
+        for (t, (y, dx)) in run.y.f32s().chunks(19).zip(run.backward.dx.f32s().chunks(19)).enumerate() {
+            assert_eq!(y.iter().all(|y| y.is_nan()), t == 11, "y of token {t}, {activation:?}");
+            assert_eq!(y.iter().any(|y| y.is_nan()), t == 11, "y of token {t}, {activation:?}");
+            let has_nan = dx.iter().any(|dx| dx.is_nan());
+            assert!(has_nan == (t == 12) || t == 11, "dx of token {t}, {activation:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_shapes_and_loads_match_f64(
+        (t, d, f, e) in (1_usize..40, 1_usize..40, 1_usize..60, 1_usize..6),
+        k in 1_usize..4,
+        seed in 0_u64..1000,
+        activation in prop::sample::select(vec![Activation::SwiGlu, Activation::Gelu, Activation::Relu]),
+    ) {
+        let draws = numbers(t * k, seed);
+        // Squared, so that loads are skewed; some choices are dropped.
+        let choice = |x: f32| (x > -0.8).then(|| ((x * x * e as f32) as usize).min(e - 1));
+        let choices = draws.chunks(k).map(|draws| draws.iter().map(|&x| choice(x)).collect()).collect();
+        check(&Case { t, d, f, e, choices, activation });
+    }
+}
