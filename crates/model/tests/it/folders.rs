@@ -1,1 +1,240 @@
-//! To come.
+//! Model folders: every shape survives a round trip, and folders that are not what they say are refused.
+
+use std::fs;
+use std::path::Path;
+
+use moeworks_model::hf::{LoadError, SaveOptions, load_model, save_model};
+use moeworks_model::safetensors::SafetensorsError;
+use moeworks_model::{ActivationKind, ModelConfig, QkNorm, Tokenizer};
+use moeworks_ops::Context;
+use moeworks_tensor::DType;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::common::{assert_same_bits, fixture, model, small_config};
+
+#[track_caller]
+fn assert_saved_as(config: ModelConfig, model_type: &str) {
+    let ctx = Context::cpu(2);
+    let dir = tempfile::tempdir().unwrap();
+    let (decoder, weights) = model(&ctx, config);
+    for (dtype, max_shard_bytes) in [(DType::F32, 5_000_000_000), (DType::BF16, 10_000)] {
+        let weights = weights.compute_copy(&ctx, dtype);
+        let options = SaveOptions { max_shard_bytes, ..SaveOptions::default() };
+        let saved = save_model(dir.path(), decoder.config(), &weights, &options).unwrap();
+        assert_eq!((saved.model_type, saved.loads_in_transformers), (model_type, model_type != "moeworks"));
+        let (config, loaded) = load_model(&ctx, dir.path()).unwrap();
+        assert_eq!(config, *decoder.config());
+        assert_same_bits(&loaded, &weights);
+    }
+}
+
+#[test]
+fn a_model_is_saved_as_the_family_that_computes_it() {
+    let all_moe = ModelConfig { moe_every: 1, ..small_config() };
+    assert_saved_as(small_config(), "qwen3_moe");
+    assert_saved_as(ModelConfig { capacity_factor: -1.5, jitter: 0.1, norm_eps: 3e-5, ..small_config() }, "qwen3_moe");
+    assert_saved_as(
+        ModelConfig { softmax_before_topk: false, normalize_weights: false, ..small_config() },
+        "qwen3_moe",
+    );
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, normalize_weights: false, ..all_moe.clone() }, "olmoe");
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, softmax_before_topk: false, ..all_moe.clone() }, "olmoe");
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::None, jitter: 0.25, ..all_moe.clone() }, "mixtral");
+    assert_saved_as(ModelConfig { num_experts: 0, ..small_config() }, "qwen3");
+    assert_saved_as(
+        ModelConfig { num_experts: 0, qk_norm: QkNorm::None, tie_embeddings: true, ..small_config() },
+        "llama",
+    );
+}
+
+#[test]
+fn a_model_that_no_family_computes_is_saved_as_ours() {
+    let all_moe = ModelConfig { moe_every: 1, ..small_config() };
+    assert_saved_as(ModelConfig { activation: ActivationKind::Gelu, ..small_config() }, "moeworks");
+    assert_saved_as(ModelConfig { activation: ActivationKind::Relu, shared_width: 16, ..small_config() }, "moeworks");
+    assert_saved_as(ModelConfig { shared_width: 16, ..small_config() }, "moeworks");
+    // OLMoE's norm is as wide as the model; Mixtral always normalises and has no dense layers.
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, head_dim: 6, ..all_moe.clone() }, "moeworks");
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::None, normalize_weights: false, ..all_moe.clone() }, "moeworks");
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::None, ..small_config() }, "moeworks");
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, num_experts: 0, ..all_moe }, "moeworks");
+}
+
+#[test]
+fn old_and_new_keys_are_written() {
+    let ctx = Context::cpu(1);
+    let (dir, tokenizer) = (tempfile::tempdir().unwrap(), Tokenizer::bytes());
+    let (decoder, weights) = model(&ctx, small_config());
+    let options = SaveOptions { tokenizer: Some(&tokenizer), ..SaveOptions::default() };
+    save_model(dir.path(), decoder.config(), &weights, &options).unwrap();
+    let config = read_json(&dir.path().join("config.json"));
+    assert_eq!(config["rope_theta"], config["rope_parameters"]["rope_theta"]);
+    assert_eq!((&config["torch_dtype"], &config["dtype"]), (&json!("float32"), &json!("float32")));
+    assert_eq!((&config["num_experts"], &config["num_local_experts"]), (&json!(5), &json!(5)));
+    assert_eq!((&config["decoder_sparse_step"], &config["mlp_only_layers"]), (&json!(2), &json!([])));
+    assert_eq!((&config["rms_norm_eps"], &config["eos_token_id"]), (&json!(1e-6), &json!(256)));
+    assert_eq!(read_json(&dir.path().join("generation_config.json"))["eos_token_id"], 256);
+    assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().json(), tokenizer.json());
+}
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// A copy of a fixture to do harm to.
+struct Copy(TempDir);
+
+impl Copy {
+    fn of(name: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in fs::read_dir(fixture(name)).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        }
+        Self(dir)
+    }
+
+    fn set(self, key: &str, value: Value) -> Self {
+        let path = self.0.path().join("config.json");
+        let mut config = read_json(&path);
+        match value {
+            Value::Null => drop(config.as_object_mut().unwrap().remove(key)),
+            value => config[key] = value,
+        }
+        fs::write(path, config.to_string()).unwrap();
+        self
+    }
+
+    fn load(&self) -> Result<ModelConfig, LoadError> {
+        load_model(&Context::cpu(1), self.0.path()).map(|(config, _)| config)
+    }
+
+    #[track_caller]
+    fn fault(&self) -> LoadError {
+        let error = self.load().expect_err("a bad folder was loaded");
+        let text = error.to_string();
+        assert!(text.contains(self.0.path().to_str().unwrap()) && !text.contains('\n'), "{text}");
+        error
+    }
+}
+
+#[test]
+fn keys_of_older_versions_are_read() {
+    let new = Copy::of("qwen3_moe").load().unwrap();
+    let experts = new.num_experts;
+    let old = Copy::of("qwen3_moe")
+        .set("rope_parameters", Value::Null)
+        .set("rope_theta", json!(10_000))
+        .set("rope_scaling", Value::Null)
+        .set("num_local_experts", Value::Null)
+        .set("num_experts", json!(experts));
+    assert_eq!(old.load().unwrap(), new);
+}
+
+#[test]
+fn our_own_settings_count_only_while_they_agree_with_the_other_keys() {
+    let ctx = Context::cpu(1);
+    let dir = Copy(tempfile::tempdir().unwrap());
+    let (decoder, weights) = model(&ctx, ModelConfig { capacity_factor: 1.25, ..small_config() });
+    save_model(dir.0.path(), decoder.config(), &weights, &SaveOptions::default()).unwrap();
+    assert_eq!(dir.load().unwrap().capacity_factor, 1.25);
+    let dir = dir.set("rms_norm_eps", json!(1e-4));
+    let config = dir.load().unwrap();
+    assert_eq!((config.norm_eps, config.capacity_factor), (1e-4, 0.0));
+}
+
+#[test]
+fn a_configuration_that_would_be_computed_wrongly_is_refused() {
+    for (key, value) in [
+        ("model_type", Value::Null),
+        ("model_type", json!(3)),
+        ("hidden_size", Value::Null),
+        ("hidden_size", json!(-16)),
+        ("hidden_size", json!("16")),
+        ("attention_bias", json!(true)),
+        ("quantization_config", json!({"quant_method": "fp8"})),
+        ("hidden_act", json!("gelu")),
+        ("use_sliding_window", json!(true)),
+        ("layer_types", json!(["full_attention", "sliding_attention"])),
+        ("rope_parameters", json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})),
+        ("rope_scaling", json!({"type": "linear", "factor": 2.0})),
+        ("mlp_only_layers", json!([1])),
+        ("shared_expert_intermediate_size", json!(64)),
+    ] {
+        let error = Copy::of("qwen3_moe").set(key, value.clone()).fault();
+        assert!(matches!(&error, LoadError::Config { .. }), "{key} = {value}: {error}");
+        assert!(error.to_string().contains(key), "{key} = {value}: {error}");
+    }
+    for (key, setting, value) in [
+        ("num_experts_per_tok", "top_k", json!(6)),
+        ("num_experts_per_tok", "top_k", json!(0)),
+        ("num_key_value_heads", "num_kv_heads", json!(3)),
+        ("head_dim", "head_dim", json!(5)),
+        ("num_hidden_layers", "num_layers", json!(1_u64 << 60)),
+        ("num_local_experts", "num_experts", json!(1_u64 << 50)),
+        ("rms_norm_eps", "norm_eps", json!(-1.0)),
+        ("decoder_sparse_step", "moe_every", json!(0)),
+    ] {
+        let error = Copy::of("qwen3_moe").set(key, value).fault();
+        assert!(matches!(&error, LoadError::Setting { source, .. } if source.setting == setting), "{key}: {error}");
+    }
+    let error = Copy::of("qwen3_moe").set("model_type", json!("gpt_neox")).fault();
+    assert!(matches!(&error, LoadError::UnknownFamily { model_type, .. } if model_type == "gpt_neox"));
+    assert!(error.to_string().contains("qwen3_moe, olmoe, mixtral"), "{error}");
+    let dir = Copy::of("llama");
+    for text in ["", "{", "[]", "{\"model_type\":\"llama\"}"] {
+        fs::write(dir.0.path().join("config.json"), text).unwrap();
+        assert!(matches!(dir.fault(), LoadError::Config { .. }), "{text}");
+    }
+    fs::remove_file(dir.0.path().join("config.json")).unwrap();
+    assert!(matches!(dir.fault(), LoadError::Io { .. }));
+}
+
+/// Whether an error is the one expected.
+type Check<'a> = &'a dyn Fn(&LoadError) -> bool;
+
+#[test]
+fn weights_that_do_not_fit_the_configuration_are_refused() {
+    let shape =
+        |error: &LoadError, name: &str| matches!(error, LoadError::WrongShape { tensor, .. } if tensor.contains(name));
+    let missing = |error: &LoadError, name: &str| matches!(error, LoadError::Safetensors(SafetensorsError::Missing { tensor, .. }) if tensor.contains(name));
+    let cases: [(&str, &str, Value, Check<'_>); 8] = [
+        ("qwen3_moe", "vocab_size", json!(65), &|e| shape(e, "embed_tokens")),
+        ("qwen3_moe", "num_local_experts", json!(9), &|e| shape(e, "mlp.gate.weight")),
+        ("qwen3_moe", "moe_intermediate_size", json!(13), &|e| shape(e, "experts.0.gate_proj")),
+        ("mixtral", "intermediate_size", json!(13), &|e| shape(e, "experts.gate_up_proj")),
+        ("qwen3_moe", "num_hidden_layers", json!(3), &|e| missing(e, "model.layers.2.")),
+        ("qwen3_moe", "num_hidden_layers", json!(1), &|e| matches!(e, LoadError::UnexpectedTensor { .. })),
+        ("qwen3_moe", "model_type", json!("llama"), &|e| matches!(e, LoadError::Safetensors(_))),
+        ("llama", "tie_word_embeddings", json!(false), &|e| missing(e, "lm_head.weight")),
+    ];
+    for (name, key, value, is_right) in cases {
+        let error = Copy::of(name).set(key, value).fault();
+        assert!(is_right(&error), "{name}, {key}: {error}");
+    }
+}
+
+#[test]
+fn a_damaged_shard_is_refused() {
+    let dir = Copy::of("qwen3_moe_sparse");
+    let shard = dir.0.path().join("model-00002-of-00003.safetensors");
+    let bytes = fs::read(&shard).unwrap();
+    fs::write(&shard, &bytes[..bytes.len() - 1]).unwrap();
+    let error = dir.fault();
+    assert!(error.to_string().contains("00002"), "{error}");
+    assert!(matches!(error, LoadError::Safetensors(SafetensorsError::OffsetsOutOfRange { .. })));
+    fs::remove_file(&shard).unwrap();
+    assert!(matches!(dir.fault(), LoadError::Safetensors(SafetensorsError::Io { .. })));
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_is_an_error() {
+    let ctx = Context::cpu(1);
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("file"), "").unwrap();
+    let (decoder, weights) = model(&ctx, small_config());
+    let path = dir.path().join("file/model");
+    let error = save_model(&path, decoder.config(), &weights, &SaveOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("file/model"), "{error}");
+}
