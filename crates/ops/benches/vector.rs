@@ -80,7 +80,7 @@ impl Bench {
         self.run("sum_of_squares bf16", f(2), || _ = sum_of_squares(ctx, &half));
         let mut small = ctx.zeros(&[1 << 20], DType::F32);
         let random = Random::new(1, Purpose::Test, 0);
-        self.run("fill_normal, 1 Mi", Unit::Bytes((4 << 20) as f64), || fill_normal(ctx, &random, 0.02, &mut small));
+        self.run("fill_normal, 1 Mi", Unit::Bytes(f64::from(4 << 20)), || fill_normal(ctx, &random, 0.02, &mut small));
         let (mut m, mut v) = (ctx.zeros(&[len], DType::F32), ctx.zeros(&[len], DType::F32));
         let step =
             AdamWStep { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };

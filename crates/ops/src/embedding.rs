@@ -35,7 +35,11 @@ kernel! {
     }
 }
 
-/// Adds row t of `dy` `[T, D]` (f32 or bf16) to row `ids[t]` of `dtable` `[V, D]` (f32), in the order of t for each row.
+/// Columns of the table that a task of [`embedding_backward`] owns: four cache lines.
+const TASK_COLS: usize = 64;
+
+/// Adds row t of `dy` `[T, D]` (f32 or bf16) to row `ids[t]` of `dtable` `[V, D]` (f32). A task owns some columns of the
+/// table and goes through the tokens in order, so the sums do not depend on the number of threads.
 pub fn embedding_backward(ctx: &Context, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
     let cols = dtable.cols();
     check_ids(ids, dtable);
@@ -43,23 +47,26 @@ pub fn embedding_backward(ctx: &Context, ids: &[u32], dy: &Tensor, dtable: &mut 
     with_float!(dy.dtype(), T => {
         let dy = dy.slice::<T>();
         let dtable = Lent::new(dtable.f32s_mut());
-        ctx.threads().run(1, |_| {
-            // SAFETY: the only task.
-            let dtable = unsafe { dtable.range(0..cols * (dtable_rows(ids) as usize)) };
-            scatter_kernel::<T>(ctx.isa(), ids, dy, cols, dtable);
+        ctx.threads().run(cols.div_ceil(TASK_COLS), |task| {
+            scatter_kernel::<T>(ctx.isa(), ids, dy, cols, piece_range(task, TASK_COLS, cols), &dtable);
         });
     });
 }
 
-fn dtable_rows(ids: &[u32]) -> u32 {
-    ids.iter().max().map_or(0, |&id| id + 1)
-}
-
 kernel! {
-    fn scatter_kernel<S: Level, T: Float>(ids: &[u32], dy: &[T], cols: usize, dtable: &mut [f32]) {
-        for (row, &id) in ids.iter().enumerate() {
-            let target = &mut dtable[id as usize * cols..][..cols];
-            for (sum, dy) in target.iter_mut().zip(&dy[row * cols..][..cols]) {
+    /// The caller owns the columns `own` of all rows of the table.
+    fn scatter_kernel<S: Level, T: Float>(
+        ids: &[u32],
+        dy: &[T],
+        cols: usize,
+        own: std::ops::Range<usize>,
+        dtable: &Lent<'_, f32>,
+    ) {
+        for (dy, &id) in dy.chunks_exact(cols).zip(ids) {
+            let start = id as usize * cols;
+            // SAFETY: no other task has these columns, and this one holds one row at a time.
+            let sums = unsafe { dtable.range(start + own.start..start + own.end) };
+            for (sum, dy) in sums.iter_mut().zip(&dy[own.clone()]) {
                 *sum += dy.load();
             }
         }

@@ -5,8 +5,10 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use crate::Context;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use crate::parallel::{Lent, PIECE, piece_range};
+use crate::simd::{LANES, kernel, sum_lanes};
+use crate::{Context, vmath};
 
 /// The target of a token that does not count.
 pub const IGNORE: u32 = u32::MAX;
@@ -59,35 +61,89 @@ pub fn head_loss_backward(
         let mut logits = linear(ctx, &part, w, DType::F32);
         total.add(softmax_rows(ctx, &mut logits, &targets[chunk.range()], Some(grad_scale)));
         let part_dx = linear_backward_input(ctx, &logits, w, DType::F32);
-        dx.f32s_mut()[chunk.start * x.cols()..chunk.end * x.cols()].copy_from_slice(part_dx.f32s());
+        if chunk.end - chunk.start == x.rows() {
+            dx = part_dx;
+        } else {
+            dx.f32s_mut()[chunk.start * x.cols()..chunk.end * x.cols()].copy_from_slice(part_dx.f32s());
+        }
         linear_backward_weight(ctx, &logits, &part, w.dtype(), write, dw);
         write = Write::Add;
     }
     (total, dx)
 }
 
-/// The loss of a chunk; with a scale, the logits are replaced by their gradient.
-fn softmax_rows(_ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> HeadLoss {
-    let mut total = HeadLoss::default();
+/// The loss of a chunk; with a scale, the logits are replaced by their gradient. Losses are added up in the order of the
+/// tokens, in f64.
+fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> HeadLoss {
     let cols = logits.cols();
-    for (row, &target) in logits.f32s_mut().chunks_exact_mut(cols).zip(targets) {
-        if target == IGNORE {
-            row.fill(0.0);
-            continue;
-        }
-        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
-        total.loss_sum += sum.ln() - f64::from(row[target as usize] - max);
-        total.num_targets += 1;
-        total.num_correct += usize::from(row.iter().position(|&x| x == max) == Some(target as usize));
-        if let Some(scale) = grad_scale {
-            for (i, x) in row.iter_mut().enumerate() {
-                let p = (f64::from(*x - max).exp() / sum) as f32;
-                *x = scale * (p - if i == target as usize { 1.0 } else { 0.0 });
+    let rows_per_task = (PIECE / cols).max(1);
+    let mut losses = vec![RowLoss::default(); targets.len()];
+    let lent_losses = Lent::new(&mut losses);
+    ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
+        let range = piece_range(task, rows_per_task, targets.len());
+        // SAFETY: the tasks' rows do not overlap.
+        let losses = unsafe { lent_losses.range(range.clone()) };
+        for ((row, &target), loss) in rows.chunks_exact_mut(cols).zip(&targets[range]).zip(losses) {
+            if target == IGNORE {
+                // Only a gradient is read again.
+                if grad_scale.is_some() {
+                    row.fill(0.0);
+                }
+                continue;
             }
+            *loss = row_kernel(ctx.isa(), row, target as usize, grad_scale);
         }
+    });
+    let mut total = HeadLoss::default();
+    for (loss, _) in losses.iter().zip(targets).filter(|(_, target)| **target != IGNORE) {
+        total.loss_sum += loss.nats;
+        total.num_targets += 1;
+        total.num_correct += usize::from(loss.is_correct);
     }
     total
+}
+
+#[derive(Clone, Copy, Default)]
+struct RowLoss {
+    nats: f64,
+    is_correct: bool,
+}
+
+kernel! {
+    /// The loss of one row of logits; with a scale, the row is replaced by its gradient.
+    fn row_kernel<S: Level>(row: &mut [f32], target: usize, grad_scale: Option<f32>) -> RowLoss {
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        let (groups, rest) = row.as_chunks::<LANES>();
+        for group in groups {
+            for i in 0..LANES {
+                lanes[i] = if group[i] > lanes[i] { group[i] } else { lanes[i] };
+            }
+        }
+        let max = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
+        let logit = row[target];
+        let is_correct = logit == max && !row[..target].contains(&max);
+        let mut lanes = [0.0; LANES];
+        let (groups, rest) = row.as_chunks_mut::<LANES>();
+        for group in groups {
+            for x in group.iter_mut() {
+                *x = vmath::exp::<S>(*x - max);
+            }
+            for (lane, x) in lanes.iter_mut().zip(group) {
+                *lane += *x;
+            }
+        }
+        for (x, lane) in rest.iter_mut().zip(&mut lanes) {
+            *x = vmath::exp::<S>(*x - max);
+            *lane += *x;
+        }
+        let sum = sum_lanes(lanes);
+        if let Some(scale) = grad_scale {
+            let factor = scale / sum;
+            row.iter_mut().for_each(|x| *x *= factor);
+            row[target] -= scale;
+        }
+        RowLoss { nats: f64::from(sum).ln() - (f64::from(logit) - f64::from(max)), is_correct }
+    }
 }
 
 impl HeadLoss {
@@ -107,8 +163,8 @@ struct Chunk {
 
 impl Chunk {
     fn all(num_tokens: usize, vocabulary: usize) -> impl Iterator<Item = Self> {
-        // 8 Mi logits, 32 MiB; but never so few tokens that the product turns memory-bound.
-        let step = ((8 << 20) / vocabulary.max(1)).clamp(128, 1024);
+        // At most 8 Mi logits, 32 MiB; but never so few tokens that the product turns memory-bound.
+        let step = ((8 << 20) / vocabulary.max(1)).clamp(256, 4096);
         (0..num_tokens).step_by(step).map(move |start| Self { start, end: (start + step).min(num_tokens) })
     }
 
@@ -117,6 +173,9 @@ impl Chunk {
     }
 
     fn rows_of(self, ctx: &Context, x: &Tensor) -> Tensor {
+        if self.end - self.start == x.rows() {
+            return x.clone();
+        }
         let row_bytes = x.cols() * x.dtype().size();
         let mut rows = ctx.empty(&[self.end - self.start, x.cols()], x.dtype());
         rows.bytes_mut().copy_from_slice(&x.bytes()[self.start * row_bytes..self.end * row_bytes]);

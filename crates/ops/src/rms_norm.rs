@@ -80,10 +80,10 @@ pub fn rms_norm_backward(
     let inv_rms = inv_rms.f32s();
     let mut dx = ctx.empty(x.shape(), DType::F32);
     // One row of partial sums a task; tasks are cut by shape, and added up in order.
-    let mut partial = vec![0.0; rows.num_tasks() * rows.width];
+    let mut partial = ctx.zeros(&[rows.num_tasks(), rows.width], DType::F32);
     with_float!(x.dtype(), X => with_float!(dy.dtype(), Y => {
         let (x, dy) = (x.slice::<X>(), dy.slice::<Y>());
-        let (dx, partial) = (Lent::new(dx.f32s_mut()), Lent::new(&mut partial));
+        let (dx, partial) = (Lent::new(dx.f32s_mut()), Lent::new(partial.f32s_mut()));
         ctx.threads().run(rows.num_tasks(), |task| {
             let (range, elements) = rows.task(task);
             // SAFETY: the tasks' rows do not overlap, nor do their partial sums.
@@ -95,7 +95,7 @@ pub fn rms_norm_backward(
     if write == Write::Replace {
         dweight.fill(0.0);
     }
-    for sums in partial.chunks_exact(rows.width.max(1)) {
+    for sums in partial.f32s().chunks_exact(rows.width) {
         dweight.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
     }
     dx
