@@ -114,17 +114,24 @@ kernel! {
         let rows = dy.chunks_exact(width).zip(x.chunks_exact(width)).zip(dx.chunks_exact_mut(width)).zip(inv_rms);
         for (((dy, x), dx), &scale) in rows {
             let mut lanes = [0.0; LANES];
-            for start in (0..width).step_by(LANES) {
-                let end = (start + LANES).min(width);
-                for (lane, i) in lanes.iter_mut().zip(start..end) {
-                    *lane = S::mul_add(dy[i].load() * weight[i], x[i].load(), *lane);
+            let (groups, last_dy) = dy.as_chunks::<LANES>();
+            let (groups_x, last_x) = x.as_chunks::<LANES>();
+            let (groups_weight, last_weight) = weight.as_chunks::<LANES>();
+            for ((dy, x), weight) in groups.iter().zip(groups_x).zip(groups_weight) {
+                for i in 0..LANES {
+                    lanes[i] = S::mul_add(dy[i].load() * weight[i], x[i].load(), lanes[i]);
                 }
             }
+            for (((dy, x), weight), lane) in last_dy.iter().zip(last_x).zip(last_weight).zip(&mut lanes) {
+                *lane = S::mul_add(dy.load() * weight, x.load(), *lane);
+            }
             let shift = sum_lanes(lanes) / width as f32 * scale * scale;
-            for i in 0..width {
-                let (g, x) = (dy[i].load(), x[i].load());
-                dx[i] = scale * (g * weight[i] - x * shift);
-                dweight[i] = S::mul_add(g, x * scale, dweight[i]);
+            // Two loops, so that each writes one slice.
+            for (((dx, dy), x), weight) in dx.iter_mut().zip(dy).zip(x).zip(weight) {
+                *dx = scale * (dy.load() * weight - x.load() * shift);
+            }
+            for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
+                *dweight = S::mul_add(dy.load(), x.load() * scale, *dweight);
             }
         }
     }
