@@ -69,7 +69,7 @@ impl Bench {
         let ctx = &self.ctx;
         let len = 32 << 20;
         let f = |count: usize| Unit::Bytes((count * len) as f64);
-        let (mut y, x) = (ctx.zeros(&[len], DType::F32), ctx.zeros(&[len], DType::F32));
+        let (mut y, x) = (self.normal(&[len], DType::F32), self.normal(&[len], DType::F32));
         let mut half = cast(ctx, &x, DType::BF16);
         self.run("add_assign f32", f(12), || add_assign(ctx, &mut y, &x));
         self.run("add_assign bf16", f(10), || add_assign(ctx, &mut y, &half));
@@ -81,7 +81,8 @@ impl Bench {
         let mut small = ctx.zeros(&[1 << 20], DType::F32);
         let random = Random::new(1, Purpose::Test, 0);
         self.run("fill_normal, 1 Mi", Unit::Bytes(f64::from(4 << 20)), || fill_normal(ctx, &random, 0.02, &mut small));
-        let (mut m, mut v) = (ctx.zeros(&[len], DType::F32), ctx.zeros(&[len], DType::F32));
+        let (mut m, mut v) = (self.normal(&[len], DType::F32), self.normal(&[len], DType::F32));
+        scale_assign(ctx, &mut v, 0.0);
         let step =
             AdamWStep { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
         self.run("adamw f32", f(28), || {

@@ -121,7 +121,9 @@ unsafe fn bf16_dots(steps: usize) {
 }
 
 fn read_rate(ctx: &Context) -> f64 {
-    let buffer = ctx.zeros(&[READ_BYTES / 4], DType::F32);
+    let mut buffer = ctx.empty(&[READ_BYTES / 4], DType::F32);
+    // Untouched memory is one page of zeros, read from a cache.
+    buffer.f32s_mut().fill(1.0);
     let values = buffer.f32s();
     let piece = 1 << 18;
     let isa = ctx.isa();
