@@ -24,6 +24,10 @@ pub use order::Permutation;
 pub use sources::{Piece, Sources};
 pub use windows::{Split, Windows};
 
+#[cfg(test)]
+#[path = "data/bounds_tests.rs"]
+mod bounds_tests;
+
 /// What the data needs of a tokenizer.
 pub trait Encode: Sync {
     /// Appends the ids of `text`, with no special token added. The error says why the text cannot be encoded.

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, Write};
 use std::ops::{ControlFlow, Range};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 use std::{env, thread};
 
 use moeworks_ops::MappedFile;
@@ -23,6 +24,10 @@ const HEADER_BYTES: usize = 80;
 
 /// Text that is tokenised together, in bytes: enough for all threads, little beside a model.
 const ROUND_BYTES: usize = 4 << 20;
+
+/// How temporary files are called, and the age at which nobody writes to one any more.
+const TEMPORARY: (&str, &str) = ("tokens-", ".tmp");
+const STALE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Folders for cache files; the first that can be written is used.
 #[derive(Clone, Debug)]
@@ -54,9 +59,12 @@ impl CachePlace {
         let mut failure = None;
         for folder in &self.folders {
             let file = fs::create_dir_all(folder)
-                .and_then(|()| tempfile::Builder::new().prefix("tokens-").suffix(".tmp").tempfile_in(folder));
+                .and_then(|()| tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).tempfile_in(folder));
             match file {
-                Ok(file) => return Ok((file, folder)),
+                Ok(file) => {
+                    remove_stale(folder);
+                    return Ok((file, folder));
+                }
                 Err(source) => {
                     tracing::debug!("{}: cannot be written: {source}", folder.display());
                     failure = Some(DataError::Cache { path: folder.clone(), source });
@@ -64,6 +72,19 @@ impl CachePlace {
             }
         }
         Err(failure.unwrap_or_else(|| cache_error(Path::new("."), io::ErrorKind::NotFound.into())))
+    }
+}
+
+/// Removes what programs left that were killed while they wrote here. Failing at that is no harm.
+fn remove_stale(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let is_temporary = name.starts_with(TEMPORARY.0) && name.ends_with(TEMPORARY.1);
+        let age = || SystemTime::now().duration_since(entry.metadata().ok()?.modified().ok()?).ok();
+        if is_temporary && age().is_some_and(|age| age > STALE) {
+            let _ = fs::remove_file(entry.path());
+        }
     }
 }
 

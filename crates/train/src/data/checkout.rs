@@ -1,5 +1,6 @@
 //! The text that is always at hand: sources and documents of the checkout that the program stands in.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Extensions of what people write; not of what programs write, such as lock files and data.
@@ -9,9 +10,19 @@ const EXTENSIONS: [&str; 34] = [
     "yml",
 ];
 
-/// Whether a file of the checkout is text to train on, by its name.
+/// Lock files whose extension is that of something people write.
+const LOCK_FILES: [&str; 2] = ["pnpm-lock.yaml", "pnpm-lock.yml"];
+
+/// Larger files of a checkout are data or made by programs.
+const MAX_BYTES: u64 = 1_000_000;
+
+/// Whether a file of the checkout is text to train on, by its name and size.
 pub(super) fn is_document(path: &Path) -> bool {
-    path.extension().and_then(|extension| extension.to_str()).is_some_and(|extension| EXTENSIONS.contains(&extension))
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    EXTENSIONS.contains(&extension)
+        && !LOCK_FILES.contains(&name)
+        && fs::metadata(path).is_ok_and(|metadata| metadata.len() <= MAX_BYTES)
 }
 
 /// The checkout that `start` is in: the nearest folder above with a `.git`, else the farthest with a `Cargo.toml`.

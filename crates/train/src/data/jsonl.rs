@@ -9,8 +9,8 @@ use std::path::Path;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::sources::Visit;
-use super::text::BOM;
-use super::{DataError, Piece, decode};
+use super::text::{self, BOM};
+use super::{DataError, decode};
 
 /// Longest line: a document of this size is a mistake, such as a whole data set on one line.
 const MAX_LINE_BYTES: usize = 256 << 20;
@@ -39,7 +39,7 @@ pub(super) fn read(path: &Path, field: &str, visit: &mut Visit<'_>) -> Result<Co
             continue;
         }
         let text = text_of(json, field).map_err(wrong)?;
-        if !text.is_empty() && visit(Piece { text: &text, ends_document: true, path })?.is_break() {
+        if text::give(&text, path, visit)?.is_break() {
             return Ok(ControlFlow::Break(()));
         }
     }

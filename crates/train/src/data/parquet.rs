@@ -17,7 +17,7 @@ use ::parquet::file::reader::FileReader;
 use ::parquet::file::serialized_reader::SerializedFileReader;
 
 use super::sources::Visit;
-use super::{DataError, Piece, decode};
+use super::{DataError, decode, text};
 
 /// How Parquet files begin and end.
 pub(super) const MAGIC: &[u8] = b"PAR1";
@@ -36,6 +36,8 @@ pub(super) fn read(path: &Path, column: &str, visit: &mut Visit<'_>) -> Result<C
             ColumnReader::ByteArrayColumnReader(pages) => Ok(pages),
             _ => Err(ParquetError::General(format!("column {column} changes its type"))),
         })?;
+        let stated = reader.metadata().row_group(group).num_rows();
+        let first_row = row;
         loop {
             let mut texts = Vec::with_capacity(ROWS);
             let records = read_rows(path, &mut pages, &mut texts)?;
@@ -48,11 +50,17 @@ pub(super) fn read(path: &Path, column: &str, visit: &mut Visit<'_>) -> Result<C
                     let problem = format!("column {column}, near row {row}: not UTF-8 at byte {at} of the text");
                     wrong(path, problem)
                 })?;
-                if !text.is_empty() && visit(Piece { text, ends_document: true, path })?.is_break() {
+                if text::give(text, path, visit)?.is_break() {
                     return Ok(ControlFlow::Break(()));
                 }
             }
             row += records as u64;
+        }
+        if i64::try_from(row - first_row) != Ok(stated) {
+            let found = row - first_row;
+            let problem =
+                format!("not a readable Parquet file: row group {group} states {stated} rows and has {found}");
+            return Err(wrong(path, problem));
         }
     }
     Ok(ControlFlow::Continue(()))

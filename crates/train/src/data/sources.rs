@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::Read;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
 use xxhash_rust::xxh3::Xxh3;
@@ -220,8 +220,12 @@ impl Search {
         let mut matched = false;
         for path in paths {
             let path = path.map_err(|error| decode::unreadable(&error.path().to_path_buf(), error.into()))?;
-            matched = true;
-            self.add_path(&path, false)?;
+            // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would panic
+            // on names that are not UTF-8.
+            if num_hidden(&path) <= num_hidden(Path::new(pattern)) {
+                matched = true;
+                self.add_path(&path, false)?;
+            }
         }
         if matched { Ok(()) } else { Err(wrong("matches no file".into())) }
     }
@@ -271,10 +275,19 @@ impl Search {
     }
 }
 
-/// Folders whose content nobody wrote: build outputs, runs of this program, installed packages.
+/// How many parts of a path have the name of something hidden.
+fn num_hidden(path: &Path) -> usize {
+    let is_hidden =
+        |part: &Component<'_>| matches!(part, Component::Normal(name) if name.as_encoded_bytes().starts_with(b"."));
+    path.components().filter(is_hidden).count()
+}
+
+/// Folders whose content nobody wrote: build outputs, runs of this program, installed packages. Cargo and others mark
+/// what they make with a `CACHEDIR.TAG`, a run has its metrics, whatever the folders are called.
 fn is_made_by_programs(folder: &Path) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
-    matches!(&*name, "target" | "runs" | "node_modules" | "__pycache__") || folder.join("pyvenv.cfg").exists()
+    matches!(&*name, "target" | "runs" | "node_modules" | "__pycache__")
+        || ["pyvenv.cfg", "CACHEDIR.TAG", "metrics.jsonl"].iter().any(|mark| folder.join(mark).exists())
 }
 
 /// Reads a file through once: what it is, whether it is text, and its hash.

@@ -53,6 +53,18 @@ pub(super) fn read(path: &Path, visit: &mut Visit<'_>) -> Result<ControlFlow<()>
     }
 }
 
+/// Gives a document that is in memory to `visit`, in pieces if it is long. An empty one is none.
+pub(super) fn give(mut text: &str, path: &Path, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
+    while text.len() > PIECE_BYTES {
+        let (piece, rest) = text.split_at(cut_before(&text[..text.floor_char_boundary(PIECE_BYTES)]));
+        if visit(Piece { text: piece, ends_document: false, path })?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
+        text = rest;
+    }
+    if text.is_empty() { Ok(ControlFlow::Continue(())) } else { visit(Piece { text, ends_document: true, path }) }
+}
+
 /// Fills the buffer up to the size of a piece; whether the content ends with it.
 fn fill(path: &Path, reader: &mut dyn Read, buffer: &mut Vec<u8>) -> Result<bool, DataError> {
     let mut filled = buffer.len();
