@@ -5,6 +5,8 @@
 //! Only the last of these matters while training runs, and it is a pure function of (tokens, seed, position): a resumed
 //! run asks for the same position and gets the same batch, however far it is.
 
+#[cfg(test)]
+mod bounds_tests;
 mod cache;
 mod checkout;
 mod dataset;
@@ -23,10 +25,6 @@ pub use error::DataError;
 pub use order::Permutation;
 pub use sources::{Piece, Sources};
 pub use windows::{Split, Windows};
-
-#[cfg(test)]
-#[path = "data/bounds_tests.rs"]
-mod bounds_tests;
 
 /// What the data needs of a tokenizer.
 pub trait Encode: Sync {

@@ -219,7 +219,10 @@ impl Search {
         let paths = glob::glob(pattern).map_err(|error| wrong(format!("not a glob: {error}")))?;
         let mut matched = false;
         for path in paths {
-            let path = path.map_err(|error| decode::unreadable(&error.path().to_path_buf(), error.into()))?;
+            let path = path.map_err(|error| {
+                let path = error.path().to_owned();
+                decode::unreadable(&path, error.into())
+            })?;
             // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would panic
             // on names that are not UTF-8.
             if num_hidden(&path) <= num_hidden(Path::new(pattern)) {

@@ -77,7 +77,7 @@ impl Split {
         let window = seq_len + 1;
         if fraction <= 0.0 || num_tokens < 2 * window {
             let none = Windows::new(seq_len, []);
-            return Self { train: Windows::new(seq_len, [0..num_tokens]), validation: none };
+            return Self { train: Windows::new(seq_len, std::iter::once(0..num_tokens)), validation: none };
         }
         let wanted = ((num_tokens as f64 * fraction) as u64).max(window);
         let whole = STRETCH_TOKENS.next_multiple_of(seq_len).max(STRETCH_WINDOWS * seq_len);
