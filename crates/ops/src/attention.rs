@@ -5,7 +5,7 @@
 //! cache alike.
 //!
 //! All queries that share a key head, ordered by position and then by head, form the rows of one matrix, cut into blocks
-//! of [`blocks::ROWS`]: so keys and values are read once for a whole group of heads, and a decoding step is the same
+//! of 64: so keys and values are read once for a whole group of heads, and a decoding step is the same
 //! code with a short block. Scores are held transposed, keys by rows: then neither keys nor values need a transposed
 //! copy, and the softmax runs down columns without sums across lanes. Products, softmax and sums are f32 whatever the
 //! tensors' types. Blocks that the causal mask hides are skipped, down to panels of 8 keys.
