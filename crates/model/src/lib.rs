@@ -15,6 +15,7 @@ mod weights;
 
 pub use config::{ActivationKind, ModelConfig, QkNorm};
 pub use decoder::Decoder;
+pub use hf::LoadError;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, TokenBatch};
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, LayerWeights, Role};

@@ -1,9 +1,19 @@
 //! Training: data, optimizer, checkpoints, the loop and its records.
 
 pub mod config;
+mod corpus;
 pub mod data;
+mod error;
 pub mod events;
+pub mod measure;
 pub mod metrics;
+pub mod optimizer;
 pub mod report;
 pub mod schedule;
+mod state;
 pub mod store;
+mod trainer;
+
+pub use error::TrainError;
+pub use state::Progress;
+pub use trainer::{Event, Outcome, Requests, Trainer};

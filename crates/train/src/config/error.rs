@@ -60,3 +60,10 @@ pub enum ConfigError {
         source: std::io::Error,
     },
 }
+
+impl From<moeworks_moe::ConfigError> for ConfigError {
+    fn from(error: moeworks_moe::ConfigError) -> Self {
+        let moeworks_moe::ConfigError { setting, value, expected } = error;
+        Self::Value { origin: String::new(), setting: format!("model.{setting}"), value, expected }
+    }
+}

@@ -62,7 +62,12 @@ struct Given<'a> {
 impl ConfigLayers {
     /// Lays the layers over each other and checks every setting of the result.
     pub fn resolve(&self) -> Result<RunConfig, ConfigError> {
-        let mut settings = Settings::new(presets::preset(self.preset.as_deref())?);
+        self.resolve_over(presets::preset(self.preset.as_deref())?)
+    }
+
+    /// Lays file and single settings over `base`, such as the configuration of a run that is resumed.
+    pub fn resolve_over(&self, base: RunConfig) -> Result<RunConfig, ConfigError> {
+        let mut settings = Settings::new(base);
         if let Some(path) = &self.file {
             let text =
                 fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?;

@@ -1,0 +1,64 @@
+//! Text and tokenizer together: from what a configuration names to tokens.
+
+use moeworks_model::Tokenizer;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::config::{RunConfig, TokenizerChoice};
+use crate::data::{Dataset, Encode, Sources};
+use crate::error::TrainError;
+
+/// A BPE tokenizer learns from at most this much text: more changes few merges and takes long.
+const BPE_TRAINING_BYTES: u64 = 16 << 20;
+
+impl Encode for Tokenizer {
+    fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        ids.extend(Self::encode(self, text).map_err(|error| error.to_string())?);
+        Ok(())
+    }
+
+    fn eos(&self) -> Option<u32> {
+        self.eos_id()
+    }
+
+    fn vocab_size(&self) -> usize {
+        Self::vocab_size(self)
+    }
+
+    fn fingerprint(&self) -> u128 {
+        xxh3_128(self.json().as_bytes())
+    }
+}
+
+/// The data of a run, ready for batches.
+pub(crate) struct Corpus {
+    pub(crate) dataset: Dataset,
+    pub(crate) tokenizer: Tokenizer,
+    /// A hash of all documents, as hexadecimal digits.
+    pub(crate) hash: String,
+}
+
+impl Corpus {
+    /// Finds the texts of `config` and tokenises them: with `tokenizer` if the run has one already, else with the one that the
+    /// configuration names or asks to be trained.
+    pub(crate) fn open(config: &RunConfig, tokenizer: Option<Tokenizer>) -> Result<Self, TrainError> {
+        let sources = Sources::find(&config.data)?;
+        let tokenizer = match tokenizer {
+            Some(tokenizer) => tokenizer,
+            None => choose_tokenizer(config, &sources)?,
+        };
+        let dataset = Dataset::open(config, &sources, &tokenizer)?;
+        Ok(Self { dataset, tokenizer, hash: format!("{:032x}", sources.hash()) })
+    }
+}
+
+fn choose_tokenizer(config: &RunConfig, sources: &Sources) -> Result<Tokenizer, TrainError> {
+    Ok(match &config.data.tokenizer {
+        TokenizerChoice::Bytes => Tokenizer::bytes(),
+        TokenizerChoice::File(path) => Tokenizer::from_file(path.as_ref())?,
+        TokenizerChoice::Bpe => {
+            let texts = sources.sample_texts(BPE_TRAINING_BYTES)?;
+            let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+            Tokenizer::train_bpe(&texts, config.data.bpe_vocab_size)?
+        }
+    })
+}

@@ -1,0 +1,88 @@
+//! Why a run cannot start or cannot go on.
+
+use std::io;
+use std::path::PathBuf;
+
+use moeworks_model::{BatchError, LoadError, TokenizerError};
+
+use crate::config::ConfigError;
+use crate::data::DataError;
+use crate::metrics::MetricsError;
+use crate::report::ReportError;
+use crate::store::StoreError;
+
+/// Why a run cannot start or cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// A setting is wrong.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The data cannot be used.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A checkpoint cannot be written or read.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Records cannot be written or read.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    /// The report cannot be written.
+    #[error(transparent)]
+    Report(#[from] ReportError),
+    /// A model or a state file cannot be read.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// The tokenizer cannot be used.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// A batch does not fit the model.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// A run is to be resumed under another model or other settings that a resumed run cannot change.
+    #[error("{}: {setting} is {stored} in this run, but {given} was asked for: a resumed run keeps it", run.display())]
+    Resume {
+        /// The run.
+        run: PathBuf,
+        /// The setting.
+        setting: String,
+        /// What the run has.
+        stored: String,
+        /// What was asked for.
+        given: String,
+    },
+    /// A run or a state file is not what it should be.
+    #[error("{}: {problem}", path.display())]
+    State {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// A file of the run cannot be written or read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Too many steps in a row had a loss or gradient that is not finite.
+    #[error(
+        "step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite (train.max_bad_steps); \
+         a lower train.lr, a longer train.warmup_steps or f32 precision may help"
+    )]
+    Diverged {
+        /// The last of these steps.
+        step: u64,
+        /// How many there were.
+        in_a_row: u64,
+    },
+}
+
+impl TrainError {
+    /// An error about reading or writing `path`.
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { path, source }
+    }
+}

@@ -1,0 +1,116 @@
+//! How fast this machine would train a configuration, from a few real steps on random tokens.
+
+use std::time::Instant;
+
+use moeworks_model::account::{TrainingMemory, training_flops_per_token};
+use moeworks_model::{Decoder, ModelConfig, PassOptions, TokenBatch};
+use moeworks_ops::linear::Write;
+use moeworks_ops::{Context, peak};
+use moeworks_tensor::{DType, Purpose, Random};
+
+use crate::config::{ConfigError, Precision, RunConfig};
+use crate::optimizer::{AdamWConfig, Optimizer};
+
+/// Memory that the measurement may take.
+const MAX_BYTES: u64 = 2 << 30;
+/// Floating-point operations of a measured step at most: about a second on two cores.
+const MAX_STEP_FLOPS: f64 = 3e11;
+/// Steps that are timed, after one that is not.
+const TIMED_STEPS: usize = 3;
+
+/// A measured or scaled training speed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Speed {
+    /// Tokens a second.
+    pub tokens_per_s: f64,
+    /// Share of the machine's measured peak (model FLOPs utilisation).
+    pub mfu: f64,
+    /// What was measured, for the reader.
+    pub how: String,
+}
+
+/// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short measurement is
+/// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
+pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
+    let ctx = match config.train.threads {
+        0 => Context::cpu_all_cores(),
+        threads => Context::cpu(threads),
+    };
+    let is_bf16 = config.train.precision == Precision::Bf16;
+    let peaks = peak::measure(&ctx);
+    let peak_flops = if is_bf16 { peaks.bf16_flops.unwrap_or(peaks.f32_flops) } else { peaks.f32_flops };
+    let seq_len = config.train.seq_len;
+    let (model, num_sequences) = shrink(&config.model, config.train.batch_size, seq_len, is_bf16);
+    let seconds = time_steps(&ctx, config, &model, num_sequences)?;
+    let measured_flops = training_flops_per_token(&model, seq_len) * (num_sequences * seq_len) as f64;
+    let mfu = measured_flops / seconds / peak_flops;
+    let tokens_per_s = mfu * peak_flops / training_flops_per_token(&config.model, seq_len);
+    let how = if model == config.model {
+        format!("{TIMED_STEPS} steps of {num_sequences} sequences measured")
+    } else {
+        format!(
+            "scaled from {TIMED_STEPS} steps with {} of {} layers, {} of {} experts, {num_sequences} sequences",
+            model.num_layers, config.model.num_layers, model.num_experts, config.model.num_experts
+        )
+    };
+    Ok(Speed { tokens_per_s, mfu, how })
+}
+
+/// The largest model of the same layer shape, and the number of sequences, that fit the bounds.
+fn shrink(config: &ModelConfig, batch_size: usize, seq_len: usize, is_bf16: bool) -> (ModelConfig, usize) {
+    let mut model = config.clone();
+    let mut num_sequences = batch_size;
+    let fits = |model: &ModelConfig, num_sequences: usize| {
+        let tokens = num_sequences * seq_len;
+        TrainingMemory::of(model, tokens, is_bf16, false).total_bytes() <= MAX_BYTES
+            && training_flops_per_token(model, seq_len) * tokens as f64 <= MAX_STEP_FLOPS
+    };
+    while !fits(&model, num_sequences) {
+        if num_sequences > 1 && num_sequences * seq_len > 2048 {
+            num_sequences /= 2;
+        } else if model.num_layers > model.moe_every {
+            model.num_layers = (model.num_layers / 2).max(model.moe_every);
+        } else if model.vocab_size > 4096 {
+            model.vocab_size /= 2;
+        } else if model.num_experts > 2 * model.top_k {
+            model.num_experts /= 2;
+        } else {
+            break;
+        }
+    }
+    (model, num_sequences)
+}
+
+fn time_steps(
+    ctx: &Context,
+    config: &RunConfig,
+    model: &ModelConfig,
+    num_sequences: usize,
+) -> Result<f64, ConfigError> {
+    let seq_len = config.train.seq_len;
+    let decoder = Decoder::new(model.clone())?;
+    let mut weights = decoder.init(ctx, 0);
+    let mut compute = (config.train.precision == Precision::Bf16).then(|| weights.compute_copy(ctx, DType::BF16));
+    let mut grads = weights.zeros_like(ctx);
+    let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let mut optimizer = Optimizer::new(ctx, adamw, &weights);
+    let random = Random::new(0, Purpose::Test, 0);
+    let ids: Vec<u32> =
+        (0..(num_sequences * seq_len) as u64).map(|i| random.below(i, model.vocab_size as u64) as u32).collect();
+    let batch = TokenBatch { inputs: &ids, targets: &ids, num_sequences, seq_len };
+    let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, balance_coef: 0.01, ..PassOptions::default() };
+    let mut times = Vec::new();
+    for _ in 0..=TIMED_STEPS {
+        let start = Instant::now();
+        let current = compute.as_ref().unwrap_or(&weights);
+        // Random ids are in range by construction; a batch that does not fit would be a bug found by the tests.
+        if let Err(error) = decoder.forward_backward(ctx, current, &batch, &options, Write::Replace, &mut grads) {
+            unreachable!("{error}");
+        }
+        optimizer.update(ctx, (1e-4, 1.0), &mut weights, &grads, compute.as_mut());
+        times.push(start.elapsed().as_secs_f64());
+    }
+    let mut timed = times.split_off(1);
+    timed.sort_by(f64::total_cmp);
+    Ok(timed[timed.len() / 2])
+}

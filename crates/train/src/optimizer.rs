@@ -1,0 +1,105 @@
+//! AdamW over all tensors of a model, and the guards around it: the global norm and clipping.
+
+use moeworks_model::DecoderWeights;
+use moeworks_ops::Context;
+use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
+use moeworks_ops::elementwise::{cast_into, sum_of_squares};
+use moeworks_tensor::Tensor;
+
+/// The constants of AdamW (Loshchilov & Hutter, 1711.05101).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWConfig {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled decay, applied to matrices and not to norms or biases.
+    pub weight_decay: f64,
+}
+
+/// The optimizer's state: two moments for each weight, in f32, and the number of updates made.
+pub struct Optimizer {
+    config: AdamWConfig,
+    /// First moments.
+    pub first: DecoderWeights,
+    /// Second moments.
+    pub second: DecoderWeights,
+    /// Updates made so far; a skipped step makes none.
+    pub updates: u64,
+}
+
+impl Optimizer {
+    /// The state before the first update.
+    #[must_use]
+    pub fn new(ctx: &Context, config: AdamWConfig, weights: &DecoderWeights) -> Self {
+        Self { config, first: weights.zeros_like(ctx), second: weights.zeros_like(ctx), updates: 0 }
+    }
+
+    /// Moves `weights` by one update with gradients `grads` times `grad_scale` at rate `lr`, and brings `compute`, the
+    /// copy that products read, up to date.
+    pub fn update(
+        &mut self,
+        ctx: &Context,
+        (lr, grad_scale): (f64, f32),
+        weights: &mut DecoderWeights,
+        grads: &DecoderWeights,
+        compute: Option<&mut DecoderWeights>,
+    ) {
+        self.updates += 1;
+        let mut compute = compute.map(|copy| copy.tensors_mut().into_iter().map(|(_, t)| t).collect::<Vec<_>>());
+        let params = weights.tensors_mut().into_iter().map(|(_, tensor)| tensor);
+        let grads = grads.tensors().into_iter().map(|(_, tensor)| tensor);
+        let firsts = self.first.tensors_mut().into_iter().map(|(_, tensor)| tensor);
+        let seconds = self.second.tensors_mut().into_iter().map(|(_, tensor)| tensor);
+        for (i, (((param, grad), m), v)) in params.zip(grads).zip(firsts).zip(seconds).enumerate() {
+            let step = AdamWStep {
+                lr,
+                beta1: self.config.beta1,
+                beta2: self.config.beta2,
+                eps: self.config.eps,
+                weight_decay: if is_decayed(param) { self.config.weight_decay } else { 0.0 },
+                step: self.updates,
+                grad_scale,
+            };
+            let copy = compute.as_mut().map(|tensors| &mut *tensors[i]);
+            update_one(ctx, &step, (param, grad, m, v), copy);
+        }
+    }
+}
+
+fn update_one(
+    ctx: &Context,
+    step: &AdamWStep,
+    (param, grad, m, v): (&mut Tensor, &Tensor, &mut Tensor, &mut Tensor),
+    copy: Option<&mut Tensor>,
+) {
+    match copy {
+        Some(copy) if copy.dtype() != param.dtype() => {
+            adamw(ctx, step, AdamWTensors { param, grad, m, v, compute: Some(copy) });
+        }
+        Some(copy) => {
+            adamw(ctx, step, AdamWTensors { param: &mut *param, grad, m, v, compute: None });
+            cast_into(ctx, param, copy);
+        }
+        None => adamw(ctx, step, AdamWTensors { param, grad, m, v, compute: None }),
+    }
+}
+
+/// Norm weights and biases are vectors; everything else is decayed.
+fn is_decayed(param: &Tensor) -> bool {
+    param.shape().len() > 1
+}
+
+/// The norm of all gradients as one vector. Not finite if any gradient is not.
+#[must_use]
+pub fn global_norm(ctx: &Context, grads: &DecoderWeights) -> f64 {
+    grads.tensors().into_iter().map(|(_, tensor)| sum_of_squares(ctx, tensor)).sum::<f64>().sqrt()
+}
+
+/// What gradients of norm `norm` are multiplied by so that their norm is at most `clip_norm` (0: never clipped).
+#[must_use]
+pub fn clip_scale(norm: f64, clip_norm: f64) -> f32 {
+    if clip_norm > 0.0 && norm > clip_norm { (clip_norm / norm) as f32 } else { 1.0 }
+}

@@ -1,0 +1,169 @@
+//! What a checkpoint holds: the model as a Hugging Face folder, the optimizer's moments, and how far the run is.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use moeworks_model::hf::{self, SaveOptions};
+use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
+use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer};
+use moeworks_ops::Context;
+use moeworks_tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::config::{self, ConfigLayers, RunConfig, TokenizerChoice};
+use crate::error::TrainError;
+use crate::optimizer::{AdamWConfig, Optimizer};
+use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
+
+/// The optimizer's moments, in a checkpoint.
+const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+/// The key of [`Progress`] in a checkpoint's metadata.
+const PROGRESS_KEY: &str = "progress";
+
+/// How far a run is: everything that its next step depends on besides weights and moments.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps done, skipped ones included.
+    pub step: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Updates made: steps without the skipped ones.
+    pub updates: u64,
+    /// Skipped steps in a row up to now.
+    pub bad_in_a_row: u64,
+    /// The newest validation loss.
+    pub val_loss: Option<f64>,
+    /// A hash of the documents trained on, by which a resumed run sees that they have changed.
+    pub data_hash: String,
+}
+
+/// Writes the content of a checkpoint into `dir`.
+pub(crate) fn save(
+    dir: &Path,
+    decoder: &Decoder,
+    weights: &DecoderWeights,
+    tokenizer: &Tokenizer,
+    optimizer: &Optimizer,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    let options = SaveOptions { tokenizer: Some(tokenizer), ..SaveOptions::default() };
+    hf::save_model(dir, decoder.config(), weights, &options)?;
+    let moments: Vec<TensorBytes<'_>> =
+        moment("first", &optimizer.first).chain(moment("second", &optimizer.second)).collect();
+    safetensors::write(&dir.join(OPTIMIZER_FILE), &moments, &BTreeMap::new())?;
+    Ok(())
+}
+
+fn moment<'a>(name: &'static str, tensors: &'a DecoderWeights) -> impl Iterator<Item = TensorBytes<'a>> {
+    tensors.tensors().into_iter().map(move |(of, tensor)| TensorBytes {
+        name: format!("{name}.{of}"),
+        dtype: FileDType::F32,
+        shape: tensor.shape().to_vec(),
+        bytes: tensor.bytes(),
+    })
+}
+
+/// The metadata of a checkpoint: the step, and the whole progress beside it.
+pub(crate) fn metadata(progress: &Progress) -> Metadata {
+    let mut metadata = Metadata { step: progress.step, val_loss: progress.val_loss, ..Metadata::default() };
+    // A struct of numbers is always JSON.
+    if let Ok(value) = serde_json::to_value(progress) {
+        metadata.extra.insert(PROGRESS_KEY.to_owned(), value);
+    }
+    metadata
+}
+
+/// Reads a checkpoint of a model of `decoder`'s shape.
+pub(crate) fn load(
+    ctx: &Context,
+    decoder: &Decoder,
+    adamw: AdamWConfig,
+    checkpoint: &Checkpoint,
+) -> Result<(DecoderWeights, Optimizer, Progress), TrainError> {
+    let damaged = |problem: String| TrainError::State { path: checkpoint.path.clone(), problem };
+    let value = checkpoint.metadata.extra.get(PROGRESS_KEY).cloned();
+    let value =
+        value.ok_or_else(|| damaged("holds no training progress: it is no checkpoint to train on from".into()))?;
+    let progress: Progress = serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?;
+    let (config, weights) = hf::load_model(ctx, &checkpoint.path)?;
+    if config != *decoder.config() {
+        return Err(damaged("the model's shape is not that of the run's config.toml".into()));
+    }
+    // Loaded tensors may be lent from the file: training writes to its own.
+    let weights = weights.compute_copy(ctx, DType::F32);
+    let mut optimizer = Optimizer::new(ctx, adamw, &weights);
+    let path = checkpoint.path.join(OPTIMIZER_FILE);
+    let file = SafetensorsFile::open(&path).map_err(LoadError::from)?;
+    for (moment, tensors) in [("first", &mut optimizer.first), ("second", &mut optimizer.second)] {
+        for (name, tensor) in tensors.tensors_mut() {
+            read_moment(ctx, &file, &format!("{moment}.{name}"), tensor)?;
+        }
+    }
+    optimizer.updates = progress.updates;
+    Ok((weights, optimizer, progress))
+}
+
+fn read_moment(ctx: &Context, file: &SafetensorsFile, name: &str, to: &mut Tensor) -> Result<(), TrainError> {
+    let from = file.tensor(ctx, name).map_err(LoadError::from)?;
+    if from.shape() != to.shape() || from.dtype() != DType::F32 {
+        let problem = format!("{name} is {from:?}, but {to:?} is needed");
+        return Err(TrainError::State { path: file.path().to_owned(), problem });
+    }
+    to.bytes_mut().copy_from_slice(from.bytes());
+    Ok(())
+}
+
+/// Makes the paths of the data absolute, so that the run can be resumed from any folder.
+pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
+    let absolute = |path: &Path| std::path::absolute(path).map_err(TrainError::io(path));
+    for path in &mut config.data.paths {
+        *path = absolute(Path::new(path))?.display().to_string();
+    }
+    if let TokenizerChoice::File(path) = &mut config.data.tokenizer {
+        *path = absolute(path.as_ref())?.display().to_string();
+    }
+    Ok(())
+}
+
+/// Writes the run's effective configuration, replacing an older one at once.
+pub(crate) fn write_config(run_dir: &Path, config: &RunConfig) -> Result<(), TrainError> {
+    let path = run_dir.join(CONFIG_FILE);
+    let beside = run_dir.join(format!(".{CONFIG_FILE}.tmp"));
+    fs::create_dir_all(run_dir).map_err(TrainError::io(run_dir))?;
+    fs::write(&beside, config::print_config(config)).map_err(TrainError::io(&beside))?;
+    fs::rename(&beside, &path).map_err(TrainError::io(&path))
+}
+
+/// Reads the configuration that a run was started with.
+pub(crate) fn read_config(run_dir: &Path) -> Result<RunConfig, TrainError> {
+    let path = run_dir.join(CONFIG_FILE);
+    if !path.is_file() {
+        let problem = format!("is not a run: it has no {CONFIG_FILE}");
+        return Err(TrainError::State { path: run_dir.to_owned(), problem });
+    }
+    Ok(ConfigLayers { file: Some(path), ..ConfigLayers::default() }.resolve()?)
+}
+
+/// Refuses settings that would make the resumed steps those of another run: the model, the tokens and the seed.
+pub(crate) fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunConfig) -> Result<(), TrainError> {
+    let fixed = |config: &RunConfig| -> Result<Vec<(String, String)>, serde_json::Error> {
+        let mut settings = Vec::new();
+        if let serde_json::Value::Object(model) = serde_json::to_value(&config.model)? {
+            settings.extend(model.into_iter().map(|(key, value)| (format!("model.{key}"), value.to_string())));
+        }
+        settings.push(("data.tokenizer".to_owned(), String::from(config.data.tokenizer.clone())));
+        settings.push(("train.seed".to_owned(), config.train.seed.to_string()));
+        settings.push(("train.seq_len".to_owned(), config.train.seq_len.to_string()));
+        Ok(settings)
+    };
+    let as_state =
+        |error: serde_json::Error| TrainError::State { path: run_dir.join(CONFIG_FILE), problem: error.to_string() };
+    for ((setting, stored), (_, given)) in
+        fixed(stored).map_err(as_state)?.into_iter().zip(fixed(given).map_err(as_state)?)
+    {
+        if stored != given {
+            return Err(TrainError::Resume { run: run_dir.to_owned(), setting, stored, given });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,498 @@
+//! The training loop: one step after another, with its records, samples, evaluations and checkpoints.
+//!
+//! Everything random is a function of (seed, step), and everything else that a step depends on is in a checkpoint, so a
+//! resumed run makes the same steps as one that was never stopped, bit for bit.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use moeworks_model::account::training_flops_per_token;
+use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
+use moeworks_model::{
+    BalanceKind, Decoder, DecoderWeights, PassOptions, PassStats, RouterNoise, TokenBatch, Tokenizer,
+};
+use moeworks_ops::linear::Write;
+use moeworks_ops::{Context, peak};
+use moeworks_tensor::DType;
+
+use crate::config::{BalanceChoice, ConfigError, Precision, RunConfig, ScheduleKind};
+use crate::corpus::Corpus;
+use crate::data::{Batch, Dataset};
+use crate::error::TrainError;
+use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
+use crate::optimizer::{AdamWConfig, Optimizer, clip_scale, global_norm};
+use crate::schedule::{Decay, Schedule};
+use crate::state::{self, Progress};
+use crate::store::{CONFIG_FILE, Keep, Store};
+
+/// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
+#[derive(Clone, Debug, Default)]
+pub struct Requests {
+    /// Finish the step, write a checkpoint and return.
+    pub stop: Arc<AtomicBool>,
+    /// Write a checkpoint after this step and go on.
+    pub save: Arc<AtomicBool>,
+}
+
+/// What happens during training, for whoever shows it.
+pub enum Event<'a> {
+    /// A step is done.
+    Step {
+        /// Its record.
+        record: &'a Record,
+        /// Steps of the whole run.
+        total_steps: u64,
+        /// The newest validation loss.
+        val_loss: Option<f64>,
+    },
+    /// The model wrote a text.
+    Sample(&'a Sample),
+    /// A step's update was skipped: the loss or a gradient was not finite.
+    Skipped {
+        /// The step, counted from 1.
+        step: u64,
+        /// Skipped steps in a row, this one included.
+        in_a_row: u64,
+        /// How many in a row end the run.
+        max_in_a_row: u64,
+    },
+    /// A checkpoint was written.
+    Saved(&'a Path),
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done.
+    Finished,
+    /// It was asked to stop, and wrote a checkpoint.
+    Stopped,
+}
+
+/// A run in the making.
+pub struct Trainer {
+    ctx: Context,
+    config: RunConfig,
+    run_dir: PathBuf,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    dataset: Dataset,
+    /// f32 weights.
+    weights: DecoderWeights,
+    /// In bf16 precision: the copy that products read.
+    compute: Option<DecoderWeights>,
+    grads: DecoderWeights,
+    optimizer: Optimizer,
+    progress: Progress,
+    schedule: Schedule,
+    store: Store,
+    metrics: MetricsWriter,
+    peak_flops: f64,
+    last_checkpoint: Option<PathBuf>,
+}
+
+impl Trainer {
+    /// Starts a new run in the folder `run_dir`, in which there must be no run yet. Nothing is written before the whole
+    /// configuration and the data have proved usable.
+    pub fn start(mut config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
+        if run_dir.join(CONFIG_FILE).exists() {
+            let problem = "holds a run already; go on with it by --resume, or choose another folder".to_owned();
+            return Err(TrainError::State { path: run_dir, problem });
+        }
+        let ctx = context(&config);
+        state::make_absolute(&mut config)?;
+        let corpus = Corpus::open(&config, None)?;
+        config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
+        let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
+        let weights = decoder.init(&ctx, config.train.seed);
+        let optimizer = Optimizer::new(&ctx, adamw_config(&config), &weights);
+        let store = Store::open_to_write(&run_dir)?;
+        let metrics = MetricsWriter::create(&run_dir, &moe_layers(&config))?;
+        state::write_config(&run_dir, &config)?;
+        let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
+        let last_checkpoint = None;
+        Ok(Self::new(Parts {
+            ctx,
+            config,
+            run_dir,
+            decoder,
+            corpus,
+            weights,
+            optimizer,
+            progress,
+            store,
+            metrics,
+            last_checkpoint,
+        }))
+    }
+
+    /// Goes on from the newest whole checkpoint of the run in `run_dir`. `change` may change settings, but not those that
+    /// would make the model or its data others.
+    pub fn resume(
+        run_dir: PathBuf,
+        change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
+    ) -> Result<Self, TrainError> {
+        let stored = state::read_config(&run_dir)?;
+        let mut config = change(stored.clone())?;
+        state::make_absolute(&mut config)?;
+        state::check_resumable(&run_dir, &stored, &config)?;
+        let store = Store::open_to_write(&run_dir)?;
+        let Some(checkpoint) = store.latest()? else {
+            let problem = "the run has no complete checkpoint to go on from".to_owned();
+            return Err(TrainError::State { path: run_dir, problem });
+        };
+        let ctx = context(&config);
+        let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
+        let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
+        let (weights, optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
+        if progress.data_hash != corpus.hash {
+            tracing::warn!("the data is not what this run began with: its steps will not be those of an unbroken run");
+        }
+        store.discard_after(progress.step)?;
+        state::write_config(&run_dir, &config)?;
+        let metrics = MetricsWriter::resume(&run_dir, &moe_layers(&config), progress.step)?;
+        let last_checkpoint = Some(checkpoint.path);
+        Ok(Self::new(Parts {
+            ctx,
+            config,
+            run_dir,
+            decoder,
+            corpus,
+            weights,
+            optimizer,
+            progress,
+            store,
+            metrics,
+            last_checkpoint,
+        }))
+    }
+
+    fn new(parts: Parts) -> Self {
+        let Parts {
+            ctx,
+            config,
+            run_dir,
+            decoder,
+            corpus,
+            weights,
+            optimizer,
+            progress,
+            store,
+            metrics,
+            last_checkpoint,
+        } = parts;
+        let is_bf16 = config.train.precision == Precision::Bf16;
+        let compute = is_bf16.then(|| weights.compute_copy(&ctx, DType::BF16));
+        let peaks = peak::measure(&ctx);
+        let peak_flops = if is_bf16 { peaks.bf16_flops.unwrap_or(peaks.f32_flops) } else { peaks.f32_flops };
+        Self {
+            grads: weights.zeros_like(&ctx),
+            schedule: schedule(&config),
+            ctx,
+            config,
+            run_dir,
+            decoder,
+            dataset: corpus.dataset,
+            tokenizer: corpus.tokenizer,
+            weights,
+            compute,
+            optimizer,
+            progress,
+            store,
+            metrics,
+            peak_flops,
+            last_checkpoint,
+        }
+    }
+
+    /// The newest checkpoint of the run.
+    #[must_use]
+    pub fn last_checkpoint(&self) -> Option<&Path> {
+        self.last_checkpoint.as_deref()
+    }
+
+    /// The run's folder.
+    #[must_use]
+    pub fn run_dir(&self) -> &Path {
+        &self.run_dir
+    }
+
+    /// The effective configuration.
+    #[must_use]
+    pub fn config(&self) -> &RunConfig {
+        &self.config
+    }
+
+    /// How far the run is.
+    #[must_use]
+    pub fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    /// The data.
+    #[must_use]
+    pub fn dataset(&self) -> &Dataset {
+        &self.dataset
+    }
+
+    /// Runs until all steps are done or somebody asks to stop.
+    pub fn run(&mut self, requests: &Requests, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, TrainError> {
+        let total_steps = self.config.train.steps;
+        while self.progress.step < total_steps {
+            let record = self.step(on_event)?;
+            self.metrics.write(&record)?;
+            let step = self.progress.step;
+            let is_last = step == total_steps;
+            on_event(Event::Step { record: &record, total_steps, val_loss: self.progress.val_loss });
+            if is_due(step, self.config.train.sample_every) || (is_last && self.config.train.sample_every > 0) {
+                let sample = self.sample()?;
+                self.metrics.write_sample(&sample)?;
+                on_event(Event::Sample(&sample));
+            }
+            let is_stopped = requests.stop.load(Ordering::SeqCst);
+            let is_asked = requests.save.swap(false, Ordering::SeqCst);
+            if is_asked || is_stopped || is_last || is_due(step, self.config.train.checkpoint_every) {
+                on_event(Event::Saved(&self.save()?));
+            }
+            if is_stopped && !is_last {
+                return Ok(Outcome::Stopped);
+            }
+        }
+        Ok(Outcome::Finished)
+    }
+
+    /// One optimizer step and, where one is due, an evaluation.
+    fn step(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Record, TrainError> {
+        let start = Instant::now();
+        let step = self.progress.step;
+        let stats = self.accumulate(step)?;
+        let norm = global_norm(&self.ctx, &self.grads);
+        let loss = stats.loss_sum / stats.num_targets as f64;
+        let lr = self.schedule.at(step);
+        let is_skipped = !(loss.is_finite() && norm.is_finite());
+        if is_skipped {
+            self.skip(step, on_event)?;
+        } else {
+            self.progress.bad_in_a_row = 0;
+            let scale = clip_scale(norm, self.config.train.clip_norm);
+            self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
+        }
+        self.progress.step += 1;
+        self.progress.tokens += stats.num_targets as u64;
+        let seconds = start.elapsed().as_secs_f64();
+        let tokens_per_s = stats.num_targets as f64 / seconds;
+        let val_loss = is_due(step + 1, self.config.train.eval_every) || step + 1 == self.config.train.steps;
+        let val_loss = if val_loss { self.validate()? } else { None };
+        if val_loss.is_some() {
+            self.progress.val_loss = val_loss;
+        }
+        Ok(Record {
+            step: step + 1,
+            tokens: self.progress.tokens,
+            loss,
+            balance_loss: stats.balance_loss,
+            z_loss: stats.z_loss,
+            lr,
+            grad_norm: norm,
+            tokens_per_s,
+            mfu: tokens_per_s * training_flops_per_token(&self.config.model, self.config.train.seq_len)
+                / self.peak_flops,
+            step_ms: seconds * 1e3,
+            memory_peak_bytes: self.ctx.pool().stats().peak_bytes as u64,
+            val_loss,
+            is_skipped,
+            layers: layer_records(&self.config, &stats),
+        })
+    }
+
+    /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets.
+    fn accumulate(&mut self, step: u64) -> Result<PassStats, TrainError> {
+        let train = &self.config.train;
+        let num_micro = train.grad_accumulation;
+        let targets = train.batch_size * train.seq_len * num_micro;
+        let share = |coefficient: f64| (coefficient / num_micro as f64) as f32;
+        let mut sum: Option<PassStats> = None;
+        for micro in 0..num_micro {
+            let batch = self.dataset.train_batch(step, micro);
+            let options = PassOptions {
+                balance: match train.balance {
+                    BalanceChoice::Layer => BalanceKind::Layer,
+                    BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
+                },
+                balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(train.balance_coef) },
+                z_coef: share(train.z_coef),
+                noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
+                checkpoint_layers: train.checkpoint_layers,
+                grad_scale: 1.0 / targets as f32,
+            };
+            let write = if micro == 0 { Write::Replace } else { Write::Add };
+            let weights = self.compute.as_ref().unwrap_or(&self.weights);
+            let tokens = token_batch(&batch);
+            let stats = self.decoder.forward_backward(&self.ctx, weights, &tokens, &options, write, &mut self.grads)?;
+            match &mut sum {
+                Some(sum) => add(sum, &stats),
+                None => sum = Some(stats),
+            }
+        }
+        let mut stats = sum.unwrap_or_default();
+        stats.balance_loss /= num_micro as f64;
+        stats.z_loss /= num_micro as f64;
+        Ok(stats)
+    }
+
+    /// Writes a checkpoint and returns its folder.
+    fn save(&mut self) -> Result<PathBuf, TrainError> {
+        self.metrics.sync()?;
+        self.progress.updates = self.optimizer.updates;
+        let keep = Keep { last: self.config.train.keep_last, best: true };
+        let checkpoint = self.store.save(&state::metadata(&self.progress), keep, |dir| {
+            state::save(dir, &self.decoder, &self.weights, &self.tokenizer, &self.optimizer)
+        })?;
+        self.last_checkpoint = Some(checkpoint.path.clone());
+        Ok(checkpoint.path)
+    }
+
+    /// Lets the model write a text.
+    fn sample(&self) -> Result<Sample, TrainError> {
+        let train = &self.config.train;
+        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        let options = SamplingOptions { temperature: 0.8, top_p: 0.95, seed: train.seed, ..SamplingOptions::default() };
+        let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
+        let mut prompt = self.tokenizer.encode(&train.sample_prompt)?;
+        if prompt.is_empty() {
+            prompt.extend(self.tokenizer.eos_id());
+        }
+        let room = self.config.model.max_seq_len;
+        prompt.truncate(room / 2);
+        let stop_ids: Vec<u32> = self.tokenizer.eos_id().into_iter().collect();
+        let max_new_tokens = train.sample_tokens.min(room - prompt.len());
+        let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
+        let (ids, _) =
+            generate(&self.decoder, &self.ctx, weights, &request, &mut sampler, |_| ControlFlow::Continue(()))?;
+        let mut stream = TextStream::new(&self.tokenizer);
+        let mut text = String::new();
+        for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {
+            text += &stream.push(id)?;
+        }
+        text += &stream.finish()?;
+        Ok(Sample { step: self.progress.step, prompt: train.sample_prompt.clone(), text })
+    }
+
+    fn skip(&mut self, step: u64, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
+        self.progress.bad_in_a_row += 1;
+        let in_a_row = self.progress.bad_in_a_row;
+        let max_in_a_row = self.config.train.max_bad_steps;
+        on_event(Event::Skipped { step: step + 1, in_a_row, max_in_a_row });
+        if in_a_row >= max_in_a_row {
+            return Err(TrainError::Diverged { step: step + 1, in_a_row });
+        }
+        Ok(())
+    }
+
+    /// Mean loss on the validation windows, `None` where there are none.
+    fn validate(&self) -> Result<Option<f64>, TrainError> {
+        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        let (mut loss, mut targets) = (0.0, 0);
+        for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
+            let stats = self.decoder.evaluate(&self.ctx, weights, &token_batch(&batch))?;
+            loss += stats.loss_sum;
+            targets += stats.num_targets;
+        }
+        Ok((targets > 0).then(|| loss / targets as f64))
+    }
+}
+
+/// What a trainer is put together from.
+struct Parts {
+    ctx: Context,
+    config: RunConfig,
+    run_dir: PathBuf,
+    decoder: Decoder,
+    corpus: Corpus,
+    weights: DecoderWeights,
+    optimizer: Optimizer,
+    progress: Progress,
+    store: Store,
+    metrics: MetricsWriter,
+    last_checkpoint: Option<PathBuf>,
+}
+
+/// The model's vocabulary: the tokenizer's, unless a larger one is set.
+fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
+    let (given, needed) = (config.model.vocab_size, tokenizer.vocab_size());
+    if given == 0 {
+        return Ok(needed);
+    }
+    if given < needed {
+        return Err(ConfigError::Value {
+            origin: String::new(),
+            setting: "model.vocab_size".to_owned(),
+            value: given.to_string(),
+            expected: format!("must be 0 (the tokenizer's size) or at least the tokenizer's size, {needed}"),
+        });
+    }
+    Ok(given)
+}
+
+fn context(config: &RunConfig) -> Context {
+    match config.train.threads {
+        0 => Context::cpu_all_cores(),
+        threads => Context::cpu(threads),
+    }
+}
+
+fn adamw_config(config: &RunConfig) -> AdamWConfig {
+    let train = &config.train;
+    AdamWConfig { beta1: train.beta1, beta2: train.beta2, eps: train.eps, weight_decay: train.weight_decay }
+}
+
+fn schedule(config: &RunConfig) -> Schedule {
+    let train = &config.train;
+    Schedule {
+        peak: train.lr,
+        min_ratio: train.min_lr_ratio,
+        warmup_steps: train.warmup_steps,
+        total_steps: train.steps,
+        decay: match train.schedule {
+            ScheduleKind::Cosine => Decay::Cosine,
+            ScheduleKind::Wsd => Decay::Wsd { decay_steps: (train.decay_fraction * train.steps as f64).round() as u64 },
+            ScheduleKind::Constant => Decay::Constant,
+        },
+    }
+}
+
+fn moe_layers(config: &RunConfig) -> Vec<usize> {
+    (0..config.model.num_layers).filter(|&i| config.model.is_moe_layer(i)).collect()
+}
+
+fn is_due(step: u64, every: u64) -> bool {
+    every > 0 && step.is_multiple_of(every)
+}
+
+/// Adds the statistics of another micro-batch.
+fn add(sum: &mut PassStats, other: &PassStats) {
+    sum.loss_sum += other.loss_sum;
+    sum.num_targets += other.num_targets;
+    sum.num_correct += other.num_correct;
+    sum.balance_loss += other.balance_loss;
+    sum.z_loss += other.z_loss;
+    for (layer, other) in sum.layers.iter_mut().zip(&other.layers) {
+        layer.merge(other);
+    }
+}
+
+fn layer_records(config: &RunConfig, stats: &PassStats) -> Vec<LayerRecord> {
+    moe_layers(config).into_iter().zip(&stats.layers).map(|(layer, stats)| LayerRecord::of(layer, stats)).collect()
+}
+
+fn token_batch(batch: &Batch) -> TokenBatch<'_> {
+    TokenBatch {
+        inputs: &batch.inputs,
+        targets: &batch.targets,
+        num_sequences: batch.num_sequences,
+        seq_len: batch.seq_len,
+    }
+}
