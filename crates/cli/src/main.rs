@@ -1,3 +1,44 @@
-//! The `moeworks` program.
+//! The `moeworks` program: raw arguments, one resolved configuration, printing. The work is done in the crates below.
+//!
+//! Exit codes: 0 done; 1 the program's own fault; 2 something the user gave is wrong; 130 stopped by Ctrl-C.
 
-fn main() {}
+mod account;
+mod args;
+mod estimate;
+mod evaluate;
+mod failure;
+mod generate;
+mod inspect;
+mod model;
+mod progress;
+mod tables;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+use crate::failure::Failure;
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let result = match Cli::parse().command {
+        Command::Train(args) => train::run(args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Evaluate(args) => evaluate::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Estimate(args) => estimate::run(&args),
+        Command::Bench(_) => Ok(ExitCode::SUCCESS),
+        Command::Report(args) => train::report(&args),
+    };
+    match result {
+        Ok(code) => code,
+        Err(Failure { message, code }) => {
+            eprintln!("error: {message}");
+            ExitCode::from(code)
+        }
+    }
+}

@@ -1,0 +1,68 @@
+"""Training throughput of the comparison model: Moeworks against each way that transformers has, in turn, in one run.
+
+Each round runs every contender once, one after the other, each in a process of its own, so that drift of the machine hits
+all alike. Printed: median tokens/s and peak resident memory of each, and the ratio of Moeworks to the best of the others.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+WAYS = ["eager", "grouped_mm"]  # batched_mm copies the weights of every token's experts: it needs 50 GB here
+
+
+def transformers(way: str, precision: str, data: str, threads: int) -> dict:
+    command = [sys.executable, HERE / "transformers_train.py", "--experts", way, "--precision", precision,
+               "--data", data, "--threads", str(threads), "--steps", "5"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def moeworks(precision: str, data: str, threads: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "train.steps": 24, "train.precision": precision, "train.batch_size": 16, "train.seq_len": 256,
+            "train.threads": threads, "train.balance": "pooled", "train.balance_coef": 0.01, "train.eval_every": 0,
+            "train.sample_every": 0, "train.checkpoint_every": 0, "data.tokenizer": "bytes", "run.dir": folder,
+        }
+        command = [ROOT / "target/release/moeworks", "train", "--data", data]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        metrics = next(pathlib.Path(folder).glob("*/metrics.jsonl"))
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    speeds = [r["perf/tokens_per_s"] for r in records if "perf/tokens_per_s" in r][4:]
+    peak = max(r.get("perf/resident_mb") or 0 for r in records)
+    return {"way": "moeworks", "tokens_per_s": statistics.median(speeds), "resident_mb": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", default=str(ROOT / "README.md"), help="a text file")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--precisions", nargs="*", default=["f32", "bf16"])
+    args = parser.parse_args()
+    for precision in args.precisions:
+        results: dict[str, list[dict]] = {}
+        for _ in range(args.rounds):
+            runs = [moeworks(precision, args.data, args.threads)]
+            runs += [transformers(way, precision, args.data, args.threads) for way in WAYS]
+            for run in runs:
+                results.setdefault(run["way"], []).append(run)
+        medians = {way: statistics.median(r["tokens_per_s"] for r in runs) for way, runs in results.items()}
+        print(f"\ntraining, {precision}, {args.threads} threads, {args.rounds} rounds (median tokens/s, peak resident MB)")
+        for way, speed in medians.items():
+            print(f"  {way:28} {speed:10.0f} {max(r['resident_mb'] for r in results[way]):10.0f}")
+        best = max(speed for way, speed in medians.items() if way != "moeworks")
+        print(f"  ratio to the best alternative {medians['moeworks'] / best:9.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+//! Tables of what a model has and costs, shared by `inspect` and `estimate`.
+
+use moeworks_model::ModelConfig;
+use moeworks_model::account::{self, Parameters, TrainingMemory};
+use serde_json::{Value, json};
+
+use crate::progress::{bytes, thousands};
+use crate::tables;
+
+/// The per-part table of parameters.
+pub(crate) fn print_parameters(config: &ModelConfig) {
+    let parameters = Parameters::of(config);
+    let mut rows: Vec<Vec<String>> = parameters
+        .parts
+        .iter()
+        .map(|part| vec![part.name.to_owned(), thousands(part.total), thousands(part.active)])
+        .collect();
+    rows.push(vec!["all".to_owned(), thousands(parameters.total()), thousands(parameters.active())]);
+    tables::print(&["parameters", "total", "active per token"], &rows);
+}
+
+/// Memory for training and for inference at each precision.
+pub(crate) fn print_memory(config: &ModelConfig, tokens: usize, seq_len: usize) {
+    let row = |name: &str, is_bf16: bool, checkpoint: bool| {
+        let memory = TrainingMemory::of(config, tokens, is_bf16, checkpoint);
+        vec![
+            name.to_owned(),
+            bytes(memory.weights_bytes),
+            bytes(memory.gradients_bytes),
+            bytes(memory.optimizer_bytes),
+            bytes(memory.activations_bytes),
+            bytes(memory.total_bytes()),
+        ]
+    };
+    let header = format!("training, {} tokens a micro-batch", thousands(tokens as u64));
+    tables::print(
+        &[&header, "weights", "gradients", "optimizer", "activations", "all"],
+        &[
+            row("f32", false, false),
+            row("f32, checkpoint_layers", false, true),
+            row("bf16", true, false),
+            row("bf16, checkpoint_layers", true, true),
+        ],
+    );
+    let parameters = Parameters::of(config);
+    let cache = account::kv_cache_bytes_per_token(config) * seq_len as u64;
+    let rows: Vec<Vec<String>> = [("f32", 32), ("bf16", 16), ("int8", 8), ("int4", 4)]
+        .into_iter()
+        .map(|(name, bits)| {
+            let weights = parameters.total() * bits / 8;
+            let read = parameters.active() * bits / 8;
+            vec![name.to_owned(), bytes(weights), bytes(cache), bytes(weights + cache), bytes(read)]
+        })
+        .collect();
+    println!();
+    let header = format!("inference, {} tokens of context", thousands(seq_len as u64));
+    tables::print(&[&header, "weights", "KV cache", "all", "read per token"], &rows);
+}
+
+/// The same as JSON.
+pub(crate) fn json(config: &ModelConfig, tokens: usize, seq_len: usize) -> Value {
+    let parameters = Parameters::of(config);
+    let parts: Vec<Value> = parameters
+        .parts
+        .iter()
+        .map(|part| json!({ "name": part.name, "total": part.total, "active": part.active }))
+        .collect();
+    let training = |is_bf16| {
+        let memory = TrainingMemory::of(config, tokens, is_bf16, false);
+        json!({
+            "weights_bytes": memory.weights_bytes,
+            "gradients_bytes": memory.gradients_bytes,
+            "optimizer_bytes": memory.optimizer_bytes,
+            "activations_bytes": memory.activations_bytes,
+            "total_bytes": memory.total_bytes(),
+        })
+    };
+    json!({
+        "parameters": { "total": parameters.total(), "active": parameters.active(), "parts": parts },
+        "training": { "tokens": tokens, "f32": training(false), "bf16": training(true) },
+        "inference": {
+            "f32_bytes": parameters.total() * 4,
+            "bf16_bytes": parameters.total() * 2,
+            "int8_bytes": parameters.total(),
+            "int4_bytes": parameters.total() / 2,
+            "kv_cache_bytes_per_token": account::kv_cache_bytes_per_token(config),
+        },
+        "forward_flops_per_token": account::forward_flops_per_token(config, seq_len),
+        "training_flops_per_token": account::training_flops_per_token(config, seq_len),
+    })
+}

@@ -1,0 +1,159 @@
+//! The command line as it is typed: raw values, resolved by the commands.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// Train, balance and serve Mixture-of-Experts models.
+#[derive(Debug, Parser)]
+#[command(name = "moeworks", version, arg_required_else_help = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Train a language model on text; with no options on the text of the checkout you stand in
+    Train(TrainArgs),
+    /// Continue a prompt with a trained model
+    Generate(GenerateArgs),
+    /// Loss, perplexity, bits per byte and expert load of a model on a text
+    Evaluate(EvaluateArgs),
+    /// What a run or a model folder holds: parameters, memory, expert load
+    Inspect(InspectArgs),
+    /// What training a configuration would cost, before training it
+    Estimate(EstimateArgs),
+    /// Measure this machine's peaks and the kernels' share of them
+    Bench(BenchArgs),
+    /// Write a run's HTML report again from its metrics
+    Report(ReportArgs),
+}
+
+/// Where a configuration comes from; later ones win: preset, file, single settings.
+#[derive(Debug, Args)]
+pub(crate) struct ConfigArgs {
+    /// A named preset: tiny, small, olmoe-like, switch-like, deepseek-like
+    #[arg(long)]
+    pub(crate) preset: Option<String>,
+    /// A TOML file with settings (see `train --print-config`)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// One setting, such as train.lr=3e-4; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub(crate) settings: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TrainArgs {
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Text files, folders, globs, .jsonl or .parquet files, gzip or zstd compressed or not
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub(crate) data: Vec<String>,
+    /// Optimizer steps (same as --set train.steps=N)
+    #[arg(long, value_name = "N")]
+    pub(crate) steps: Option<u64>,
+    /// Folder of this run (default: a new one under runs/)
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: Option<PathBuf>,
+    /// Go on where a run stopped: its folder, or `auto` for the newest
+    #[arg(long, value_name = "RUN")]
+    pub(crate) resume: Option<String>,
+    /// Print the full effective configuration with comments, and do nothing else
+    #[arg(long)]
+    pub(crate) print_config: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// A run, a checkpoint or a model folder
+    pub(crate) model: PathBuf,
+    /// The text to continue
+    #[arg(long, default_value = "")]
+    pub(crate) prompt: String,
+    /// Tokens to generate at most
+    #[arg(long, default_value_t = 200)]
+    pub(crate) max_tokens: usize,
+    /// 0 always takes the likeliest token; higher is more varied
+    #[arg(long, default_value_t = 0.8)]
+    pub(crate) temperature: f32,
+    /// Only the k likeliest tokens (0: all)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) top_k: usize,
+    /// Only the likeliest tokens that together have this probability
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) top_p: f32,
+    /// Only tokens at least this share as likely as the likeliest
+    #[arg(long, default_value_t = 0.0)]
+    pub(crate) min_p: f32,
+    /// Seed of the sampling; the same seed gives the same text
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Precision of the products: f32 or bf16
+    #[arg(long, default_value = "f32")]
+    pub(crate) precision: String,
+    /// Threads (0: one for each core)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) threads: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EvaluateArgs {
+    /// A run, a checkpoint or a model folder
+    pub(crate) model: PathBuf,
+    /// Texts to evaluate on, as for `train --data`
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(crate) data: Vec<String>,
+    /// Tokens a sequence (default: as in training, or the model's maximum up to 1,024)
+    #[arg(long)]
+    pub(crate) seq_len: Option<usize>,
+    /// Sequences at most (0: all of the text)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) max_sequences: usize,
+    /// Precision of the products: f32 or bf16
+    #[arg(long, default_value = "f32")]
+    pub(crate) precision: String,
+    /// Threads (0: one for each core)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) threads: usize,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// A run, a checkpoint or a model folder
+    pub(crate) model: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EstimateArgs {
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// Only cases whose name contains this
+    pub(crate) filter: Option<String>,
+    /// Threads (0: one for each core)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) threads: usize,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// A run folder
+    pub(crate) run: PathBuf,
+}

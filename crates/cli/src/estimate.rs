@@ -1,0 +1,64 @@
+//! `moeworks estimate`: what training a configuration would cost on this machine, before training it.
+
+use std::process::ExitCode;
+
+use moeworks_model::account::training_flops_per_token;
+use moeworks_train::config::{Precision, RunConfig};
+use moeworks_train::measure::tokens_per_second;
+use serde_json::json;
+
+use crate::account;
+use crate::args::EstimateArgs;
+use crate::failure::Failure;
+use crate::progress::{duration, thousands};
+use crate::train::resolve_config;
+
+/// Vocabulary of the byte tokenizer; what a `tokenizer.json` has is known once it is read.
+pub(crate) const BYTE_VOCABULARY: usize = 257;
+
+pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
+    let mut config = resolve_config(&args.config, Vec::new())?;
+    config.model.vocab_size = vocabulary(&config);
+    let train = &config.train;
+    let micro_tokens = train.batch_size * train.seq_len;
+    let tokens = micro_tokens as u64 * train.grad_accumulation as u64 * train.steps;
+    let flops = training_flops_per_token(&config.model, train.seq_len);
+    let measured = tokens_per_second(&config)?;
+    let seconds = tokens as f64 / measured.tokens_per_s;
+    if args.json {
+        let mut value = account::json(&config.model, micro_tokens, train.seq_len);
+        value["tokens"] = json!(tokens);
+        value["tokens_per_s"] = json!(measured.tokens_per_s);
+        value["mfu"] = json!(measured.mfu);
+        value["seconds"] = json!(seconds);
+        println!("{value:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    account::print_parameters(&config.model);
+    println!();
+    account::print_memory(&config.model, micro_tokens, train.seq_len);
+    println!();
+    let precision = if train.precision == Precision::Bf16 { "bf16" } else { "f32" };
+    println!("training FLOPs a token    {:.3} GFLOP at sequences of {}", flops / 1e9, train.seq_len);
+    println!("tokens                    {} in {} steps", thousands(tokens), thousands(train.steps));
+    println!(
+        "speed on this machine     {:.0} tokens/s in {precision}, {:.0}% of its peak ({})",
+        measured.tokens_per_s,
+        100.0 * measured.mfu,
+        measured.how,
+    );
+    println!("time                      about {}", duration(seconds));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn vocabulary(config: &RunConfig) -> usize {
+    use moeworks_train::config::TokenizerChoice::{Bpe, Bytes, File};
+    match (&config.data.tokenizer, config.model.vocab_size) {
+        (_, given @ 1..) => given,
+        (Bytes, 0) => BYTE_VOCABULARY,
+        (Bpe, 0) => config.data.bpe_vocab_size,
+        (File(path), 0) => {
+            moeworks_model::Tokenizer::from_file(path.as_ref()).map_or(BYTE_VOCABULARY, |t| t.vocab_size())
+        }
+    }
+}

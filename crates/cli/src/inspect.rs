@@ -1,0 +1,107 @@
+//! `moeworks inspect`: what a run or a model folder holds.
+
+use std::process::ExitCode;
+
+use moeworks_model::{ModelConfig, hf};
+use moeworks_train::metrics::{Record, read_last_record};
+use moeworks_train::store::{Pick, resolve_run};
+use serde_json::{Value, json};
+
+use crate::account;
+use crate::args::InspectArgs;
+use crate::failure::Failure;
+use crate::progress::thousands;
+use crate::tables;
+
+/// Tokens of a micro-batch for the memory table, unless the run says otherwise.
+const DEFAULT_TOKENS: usize = 4096;
+
+pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
+    let resolved = resolve_run(&args.model, Pick::Latest)?;
+    let ctx = crate::model::context(0);
+    // Loading checks every tensor; weights are mapped, not read.
+    let (config, _) = hf::load_model(&ctx, &resolved.model_dir)?;
+    let record = resolved.run_dir.as_deref().and_then(|run| read_last_record(run).ok().flatten());
+    let seq_len = config.max_seq_len;
+    if args.json {
+        let mut value = account::json(&config, DEFAULT_TOKENS, seq_len);
+        value["model"] = serde_json::to_value(&config)?;
+        if let Some(record) = &record {
+            value["step"] = json!(record.step);
+            value["expert_load"] = load_json(record);
+        }
+        println!("{value:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("{}", resolved.model_dir.display());
+    println!("{}", describe(&config));
+    if let Some(checkpoint) = &resolved.checkpoint {
+        let val = checkpoint.metadata.val_loss.map_or_else(String::new, |loss| format!(", validation loss {loss:.4}"));
+        println!("checkpoint of step {}{val}", thousands(checkpoint.metadata.step));
+    }
+    println!();
+    account::print_parameters(&config);
+    println!();
+    account::print_memory(&config, DEFAULT_TOKENS, seq_len);
+    if let Some(record) = record.filter(|record| !record.layers.is_empty()) {
+        println!();
+        print_load(&record);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn describe(config: &ModelConfig) -> String {
+    let experts = if config.num_experts == 0 {
+        "dense".to_owned()
+    } else {
+        format!("{} experts of width {}, {} a token", config.num_experts, config.expert_width, config.top_k)
+    };
+    format!(
+        "{} layers, width {}, {} heads of {} ({} for keys and values), {experts}, vocabulary {}, up to {} tokens",
+        config.num_layers,
+        config.width,
+        config.num_heads,
+        config.head_dim,
+        config.num_kv_heads,
+        thousands(config.vocab_size as u64),
+        thousands(config.max_seq_len as u64),
+    )
+}
+
+fn print_load(record: &Record) {
+    let rows: Vec<Vec<String>> = record
+        .layers
+        .iter()
+        .map(|layer| {
+            let total = layer.num_choices().max(1) as f64;
+            let even = total / layer.tokens_per_expert.len().max(1) as f64;
+            let extreme = |pick: fn(f64, f64) -> bool| {
+                let mut best = (0, f64::NAN);
+                for (expert, &count) in layer.tokens_per_expert.iter().enumerate() {
+                    if best.1.is_nan() || pick(count as f64, best.1) {
+                        best = (expert, count as f64);
+                    }
+                }
+                format!("{} ({:.2}x)", best.0, best.1 / even)
+            };
+            vec![
+                format!("layer {}", layer.layer),
+                extreme(|a, b| a > b),
+                extreme(|a, b| a < b),
+                format!("{:.3}", layer.cv()),
+                format!("{:.1}%", 100.0 * layer.drop_rate()),
+                format!("{:.3}", layer.router_entropy),
+            ]
+        })
+        .collect();
+    let header = format!("expert load, step {}", thousands(record.step));
+    tables::print(&[&header, "most used", "least used", "cv", "dropped", "router entropy"], &rows);
+}
+
+fn load_json(record: &Record) -> Value {
+    record
+        .layers
+        .iter()
+        .map(|layer| json!({ "layer": layer.layer, "tokens_per_expert": layer.tokens_per_expert, "dropped": layer.num_dropped }))
+        .collect()
+}

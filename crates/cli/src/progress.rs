@@ -1,0 +1,116 @@
+//! The live line of a training run, on standard error. Standard output is kept for what the user asked for.
+
+use std::io::{IsTerminal, stderr};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use moeworks_train::metrics::Record;
+
+/// Without a terminal a line is printed at most this often.
+const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Shows a run step by step: one line that is drawn anew on a terminal, a plain line now and then elsewhere.
+pub(crate) struct Display {
+    bar: Option<ProgressBar>,
+    started: Instant,
+    first_step: u64,
+    last_plain: Option<Instant>,
+    speed: Option<f64>,
+}
+
+impl Display {
+    pub(crate) fn new(first_step: u64) -> Self {
+        let bar = stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(10));
+            if let Ok(style) = ProgressStyle::with_template("{msg}") {
+                bar.set_style(style);
+            }
+            bar
+        });
+        Self { bar, started: Instant::now(), first_step, last_plain: None, speed: None }
+    }
+
+    /// Shows the state after a step.
+    pub(crate) fn step(&mut self, record: &Record, total_steps: u64, val_loss: Option<f64>) {
+        // A mean over about ten steps, so that the figure can be read.
+        let speed = self.speed.map_or(record.tokens_per_s, |old| 0.9 * old + 0.1 * record.tokens_per_s);
+        self.speed = Some(speed);
+        let line = self.line(record, total_steps, val_loss, speed);
+        if let Some(bar) = &self.bar {
+            bar.set_message(line);
+            bar.tick();
+            return;
+        }
+        let is_due = self.last_plain.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL);
+        if is_due || record.val_loss.is_some() || record.step == total_steps {
+            self.last_plain = Some(Instant::now());
+            eprintln!("{line}");
+        }
+    }
+
+    fn line(&self, record: &Record, total_steps: u64, val_loss: Option<f64>, speed: f64) -> String {
+        let done = record.step.saturating_sub(self.first_step).max(1);
+        let left = self.started.elapsed().as_secs_f64() / done as f64 * total_steps.saturating_sub(record.step) as f64;
+        let share = 100.0 * record.step as f64 / total_steps.max(1) as f64;
+        let val = val_loss.map_or_else(|| "-".to_owned(), |loss| format!("{loss:.4}"));
+        format!(
+            "step {}/{total_steps} ({share:.0}%)  loss {:.4}  val {val}  lr {:.2e}  {speed:.0} tok/s  MFU {:.0}%  \
+             dropped {:.1}%  left {}",
+            record.step,
+            record.loss,
+            record.lr,
+            100.0 * record.mfu,
+            100.0 * record.drop_rate(),
+            duration(left),
+        )
+    }
+
+    /// Prints something above the live line.
+    pub(crate) fn note(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None => eprintln!("{text}"),
+        }
+    }
+
+    /// Takes the live line away, leaving its last state to be read.
+    pub(crate) fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+        }
+    }
+}
+
+/// Seconds as people say them.
+pub(crate) fn duration(seconds: f64) -> String {
+    let seconds = if seconds.is_finite() { seconds.max(0.0).round() as u64 } else { 0 };
+    match (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60) {
+        (0, 0, 0, s) => format!("{s}s"),
+        (0, 0, m, s) => format!("{m}m{s:02}s"),
+        (0, h, m, _) => format!("{h}h{m:02}m"),
+        (d, h, ..) => format!("{d}d{h:02}h"),
+    }
+}
+
+/// Bytes as people say them.
+pub(crate) fn bytes(bytes: u64) -> String {
+    match bytes {
+        0..1_000 => format!("{bytes} B"),
+        1_000..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
+    }
+}
+
+/// A large number with its thousands set apart.
+pub(crate) fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}

@@ -1,0 +1,6 @@
+//! What a user of the program sees, and the shape of the workspace.
+
+mod bad_input;
+mod layers;
+mod program;
+mod training;

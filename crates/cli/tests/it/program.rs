@@ -1,0 +1,111 @@
+//! Runs the program as a user does, on a model so small that a step takes milliseconds.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// A folder of its own for one test, with a text to train on.
+pub(crate) struct Workplace {
+    dir: tempfile::TempDir,
+}
+
+/// Settings of the tiny model, for `--set`.
+const TINY: [&str; 17] = [
+    "model.width=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.head_dim=16",
+    "model.num_experts=4",
+    "model.expert_width=24",
+    "model.max_seq_len=64",
+    "train.seq_len=32",
+    "train.batch_size=2",
+    "train.warmup_steps=2",
+    "train.eval_every=0",
+    "train.eval_batches=2",
+    "train.sample_every=0",
+    "train.checkpoint_every=2",
+    "train.precision=f32",
+    "train.threads=2",
+];
+
+impl Workplace {
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let line = |i: usize| format!("Line {i} of a text that is easy to learn, number {}.\n", i * 7 % 100);
+        fs::write(dir.path().join("text.txt"), (0..400).map(line).collect::<String>()).expect("written");
+        Self { dir }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A file with `content`; its path as text.
+    pub(crate) fn file(&self, name: &str, content: impl AsRef<[u8]>) -> String {
+        let path = self.path(name);
+        fs::write(&path, content).expect("written");
+        path.display().to_string()
+    }
+
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moeworks"));
+        command
+            .args(args)
+            .current_dir(self.dir.path())
+            .env("XDG_CACHE_HOME", self.path("cache"))
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null());
+        command
+    }
+
+    pub(crate) fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().expect("the program starts")
+    }
+
+    /// `train` of the tiny model on the text into the folder `out`, `steps` steps, with more arguments.
+    pub(crate) fn train_command(&self, out: &str, steps: u64, more: &[&str]) -> Command {
+        let steps = format!("train.steps={steps}");
+        let mut args = vec!["train", "--data", "text.txt", "--out", out, "--set", &steps];
+        for setting in TINY {
+            args.extend(["--set", setting]);
+        }
+        args.extend(more);
+        self.command(&args)
+    }
+
+    pub(crate) fn train(&self, out: &str, steps: u64, more: &[&str]) -> Output {
+        self.train_command(out, steps, more).output().expect("the program starts")
+    }
+}
+
+pub(crate) fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+pub(crate) fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+pub(crate) fn assert_success(output: &Output) {
+    assert!(output.status.success(), "{:?}\n{}", output.status, stderr(output));
+}
+
+/// The losses of a run, by step, as they are written.
+pub(crate) fn losses(run: &Path) -> Vec<(u64, String)> {
+    let text = fs::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+    text.lines()
+        .map(|line| {
+            let value: serde_json::Value = serde_json::from_str(line).expect("a JSON line");
+            (value["step"].as_u64().expect("a step"), value["train/loss"].to_string())
+        })
+        .collect()
+}
+
+/// The bytes of the files that training goes on from.
+pub(crate) fn state(run: &Path, step: u64) -> (Vec<u8>, Vec<u8>) {
+    let dir = run.join("checkpoints").join(format!("step-{step:08}"));
+    let read = |name: &str| fs::read(dir.join(name)).expect(name);
+    (read("model.safetensors"), read("optimizer.safetensors"))
+}
