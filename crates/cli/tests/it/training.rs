@@ -106,7 +106,7 @@ fn ctrl_c_ends_a_run_after_its_step_with_a_checkpoint() {
     assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
     assert!(stderr(&output).contains("moeworks train --resume run"), "{}", stderr(&output));
     let last = losses(&work.path("run")).last().expect("steps").0;
-    assert_eq!(state(&work.path("run"), last).0.is_empty(), false);
+    assert!(!state(&work.path("run"), last).0.is_empty());
 }
 
 #[cfg(unix)]
