@@ -1,6 +1,6 @@
 //! Files mapped read-only into memory.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
@@ -17,6 +17,10 @@ pub struct MappedFile {
 impl MappedFile {
     /// Maps the whole of the regular file at `path`. Fails as opening does, and for anything that is no regular file.
     pub fn open(path: &Path) -> io::Result<Self> {
+        // Asked before opening: to open a pipe waits for its other end.
+        if !fs::metadata(path)?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
         let file = File::open(path)?;
         let metadata = file.metadata()?;
         if !metadata.is_file() {

@@ -2,8 +2,8 @@
 
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
-/// Ids that may wait for the rest of a character. A character has at most four bytes and an id at least one.
-const MAX_PENDING: usize = 8;
+/// Ids that may wait for the rest of a character: one of four bytes lacks its last, and an id has at least one byte.
+const MAX_PENDING: usize = 3;
 
 /// Turns ids into text one by one. A piece that ends inside a character is held back until the character is complete.
 pub struct TextStream<'a> {
@@ -24,27 +24,37 @@ impl<'a> TextStream<'a> {
     /// The text that `id` completes, which may be empty. Special tokens have no text.
     pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
         self.pending.push(id);
-        let text = self.pending_text()?;
-        let is_complete = !text.ends_with(char::REPLACEMENT_CHARACTER) || self.pending.len() >= MAX_PENDING;
-        Ok(if is_complete { self.take(text) } else { String::new() })
+        let text = self.text_of(self.pending.len())?;
+        if !text.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(self.take(self.pending.len(), text));
+        }
+        // Only the last few ids can be a character's beginning; what is before them will never be one.
+        let count = self.pending.len().saturating_sub(MAX_PENDING);
+        let text = self.text_of(count)?;
+        Ok(self.take(count, text))
     }
 
     /// The text that is still held back; bytes that are no character come as U+FFFD.
     pub fn finish(&mut self) -> Result<String, TokenizerError> {
-        let text = self.pending_text()?;
-        Ok(self.take(text))
+        let text = self.text_of(self.pending.len())?;
+        Ok(self.take(self.pending.len(), text))
     }
 
-    fn pending_text(&self) -> Result<String, TokenizerError> {
+    /// The text of the first `count` pending ids.
+    fn text_of(&self, count: usize) -> Result<String, TokenizerError> {
         let before = self.tokenizer.decode(&self.shown)?;
-        let all: Vec<u32> = self.shown.iter().chain(&self.pending).copied().collect();
-        let mut text = self.tokenizer.decode(&all)?;
-        Ok(text.split_off(before.len().min(text.len())))
+        let ids: Vec<u32> = self.shown.iter().chain(&self.pending[..count]).copied().collect();
+        let text = self.tokenizer.decode(&ids)?;
+        Ok(text.get(before.len()..).unwrap_or_default().to_owned())
     }
 
-    fn take(&mut self, text: String) -> String {
+    /// Counts the first `count` pending ids as shown.
+    fn take(&mut self, count: usize, text: String) -> String {
+        let rest = self.pending.split_off(count);
+        let taken = std::mem::replace(&mut self.pending, rest);
+        // Ids without text are no context.
         if !text.is_empty() {
-            self.shown = std::mem::take(&mut self.pending);
+            self.shown = taken;
         }
         text
     }

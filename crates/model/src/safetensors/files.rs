@@ -49,7 +49,11 @@ impl ModelFiles {
     fn open_index(dir: &Path, index: &Path) -> Result<Self, SafetensorsError> {
         let bad = |reason: String| SafetensorsError::Index { path: index.to_owned(), reason };
         let io = |source| SafetensorsError::Io { path: index.to_owned(), source };
-        let bytes = fs::metadata(index).map_err(io)?.len();
+        let metadata = fs::metadata(index).map_err(io)?;
+        let bytes = metadata.len();
+        if !metadata.is_file() {
+            return Err(bad("not a regular file".to_owned()));
+        }
         if bytes > MAX_INDEX_BYTES {
             return Err(bad(format!("{bytes} bytes, but an index has at most {MAX_INDEX_BYTES}")));
         }

@@ -166,7 +166,12 @@ fn broken_text_is_shown_as_replacement_characters_and_does_not_pile_up() {
     for id in std::iter::repeat_n(0xff, 1000) {
         shown += &stream.push(id).unwrap();
     }
-    assert!(shown.chars().count() > 900 && shown.chars().all(|c| c == '\u{fffd}'));
+    assert_eq!(shown.chars().count(), 997);
+    assert!(shown.chars().all(|c| c == '\u{fffd}'));
+    for id in "世".bytes() {
+        shown += &stream.push(u32::from(id)).unwrap();
+    }
+    assert!(shown.ends_with("\u{fffd}世") && shown.chars().count() == 1001);
     let mut stream = TextStream::new(&tokenizer);
     let pieces: Vec<String> = [b'a', 0xe4, 0xb8].iter().map(|&id| stream.push(u32::from(id)).unwrap()).collect();
     assert_eq!(pieces, ["a", "", ""]);
