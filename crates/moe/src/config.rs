@@ -29,8 +29,9 @@ pub struct MoeConfig {
     pub score_order: ScoreOrder,
     /// With [`ScoreOrder::SoftmaxThenTopK`]: whether a token's weights are divided by their sum.
     pub normalize_weights: bool,
-    /// Positive: an expert takes at most `C = ceil(factor K T / E)` rows and later tokens are dropped. 0: no token is ever
-    /// dropped. Negative: no token is dropped up to `|factor|` times the even share, that is `C = min(needed,
+    /// Positive: an expert takes at most `C = ceil(factor K T / E)` rows and later choices are dropped: the first choices of
+    /// all tokens are served in the order of the tokens, then all second choices, and so on, as in GShard; a dropped choice
+    /// contributes exactly zero and the weights of the token's other choices stay. 0: no token is ever dropped. Negative: no token is dropped up to `|factor|` times the even share, that is `C = min(needed,
     /// ceil(|factor| K T / E))`, Tutel's rule.
     pub capacity_factor: f32,
     /// In training the router's input is multiplied by a number uniform in `[1 - jitter, 1 + jitter]` (Switch, 1e-2).

@@ -81,7 +81,7 @@ impl Dispatch {
         self.sorted.weights.f32s()
     }
 
-    /// `[T, K]`: the row of each choice of each token, `None` as [`NO_ROW`] where it was dropped.
+    /// `[T, K]`: the row of each choice of each token, [`NO_ROW`] where it was dropped.
     #[must_use]
     pub fn token_rows(&self) -> &[u32] {
         self.sorted.token_rows.u32s()

@@ -48,14 +48,26 @@ fn layer_weights(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Moe
     }
 }
 
-/// Whether `values` are `expected` up to `tolerance` times the largest of them, or 0.01 if all are smaller: what cancels
-/// in f32 leaves a rest of the size of its terms' rounding.
-fn assert_close(name: &str, values: &Tensor, expected: &[f64], tolerance: f64) {
+/// How far a result may be from the reference.
+#[derive(Clone, Copy)]
+struct Tolerance {
+    /// Share of the largest value of a tensor.
+    relative: f64,
+    /// What that value counts as if it is smaller: sums that cancel leave a rest of the size of their terms' rounding.
+    least: f64,
+}
+
+/// Whether `values` are `expected` up to `relative` times the largest of them.
+fn assert_close(name: &str, values: &Tensor, expected: &[f64], relative: f64) {
+    assert_within(name, values, expected, Tolerance { relative, least: 0.01 });
+}
+
+fn assert_within(name: &str, values: &Tensor, expected: &[f64], tolerance: Tolerance) {
     assert_eq!(values.dtype(), DType::F32, "{name}");
     assert_eq!(values.len(), expected.len(), "{name}");
-    let scale = expected.iter().fold(1e-2_f64, |max, x| max.max(x.abs()));
+    let scale = expected.iter().fold(tolerance.least, |max, x| max.max(x.abs()));
     for (i, (&value, &expected)) in values.f32s().iter().zip(expected).enumerate() {
         let error = (f64::from(value) - expected).abs();
-        assert!(error <= tolerance * scale, "{name}[{i}]: {value}, expected {expected}");
+        assert!(error <= tolerance.relative * scale, "{name}[{i}]: {value}, expected {expected}");
     }
 }

@@ -11,18 +11,21 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use proptest::prelude::*;
 
 use crate::reference::{RefLoss, RefShared, RefWeights, Reference};
-use crate::{assert_close, layer_weights, tensor};
+use crate::{Tolerance, assert_within, layer_weights, tensor};
+
+const F32: Tolerance = Tolerance { relative: 2e-5, least: 0.01 };
+const BF16: Tolerance = Tolerance { relative: 0.04, least: 0.25 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Load {
+enum Load {
     Random,
     AllToOne,
     SomeDead,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Case {
-    pub(crate) config: MoeConfig,
+struct Case {
+    config: MoeConfig,
     num_tokens: usize,
     load: Load,
     z: f64,
@@ -30,9 +33,9 @@ pub(crate) struct Case {
     seed: u64,
 }
 
-pub(crate) struct Inputs {
-    pub(crate) weights: RefWeights,
-    pub(crate) x: Vec<f64>,
+struct Inputs {
+    weights: RefWeights,
+    x: Vec<f64>,
     dy: Vec<f64>,
     balance: Vec<f64>,
 }
@@ -68,7 +71,7 @@ fn grid(seed: u64, stream: u64, count: usize, half: u64, unit: f64) -> Vec<f64> 
     (0..count as u64).map(|i| (random.below(i, 2 * half + 1) as f64 - half as f64) * unit).collect()
 }
 
-pub(crate) fn inputs(case: &Case) -> Inputs {
+fn inputs(case: &Case) -> Inputs {
     let Case { config, num_tokens, load, seed, .. } = case;
     let (e, d, f, s, a) =
         (config.num_experts, config.width, config.expert_width, config.shared_width, config.activation.num_inputs());
@@ -112,15 +115,15 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
     Run { y, dx, grads, stats: saved.stats() }
 }
 
-fn check(case: &Case, inputs: &Inputs, run: &Run, tolerance: f64) {
+fn check(case: &Case, inputs: &Inputs, run: &Run, tolerance: Tolerance) {
     let reference = Reference { config: &case.config, noise: None };
     let forward = reference.forward(&inputs.weights, &inputs.x);
-    assert_close("y", &run.y, &forward.y, tolerance);
+    assert_within("y", &run.y, &forward.y, tolerance);
     let loss = RefLoss { dy: &inputs.dy, balance: &inputs.balance, z: case.z };
     let mut backward = reference.backward(&inputs.weights, &inputs.x, &loss);
-    assert_close("dx", &run.dx, &backward.dx, tolerance);
+    assert_within("dx", &run.dx, &backward.dx, tolerance);
     for (i, (gradient, expected)) in run.grads.tensors().iter().zip(backward.grads.lists_mut()).enumerate() {
-        assert_close(&format!("gradient of weight {i}"), gradient, expected, tolerance);
+        assert_within(&format!("gradient of weight {i}"), gradient, expected, tolerance);
     }
 
     let (d, e) = (case.config.width, case.config.num_experts);
@@ -168,7 +171,7 @@ proptest! {
     fn any_layer_is_the_reference_on_any_number_of_threads(case in cases()) {
         let inputs = inputs(&case);
         let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
-        check(&case, &inputs, &first, 2e-5);
+        check(&case, &inputs, &first, F32);
         for num_threads in [2, 3] {
             assert_same_bits(&run(&Context::cpu(num_threads), &case, &inputs, DType::F32), &first);
         }
@@ -183,7 +186,7 @@ proptest! {
             let rounded = cast(&ctx, &tensor(&ctx, &[weights.len()], weights), DType::BF16).to_f32_vec();
             *weights = rounded.into_iter().map(f64::from).collect();
         }
-        check(&case, &inputs, &run(&ctx, &case, &inputs, DType::BF16), 0.04);
+        check(&case, &inputs, &run(&ctx, &case, &inputs, DType::BF16), BF16);
     }
 }
 
@@ -196,7 +199,7 @@ fn many_tokens_are_the_reference_on_any_number_of_threads() {
         let case = Case { config: config.clone(), num_tokens: 1100, load, z: 0.5, has_balance: true, seed: 5 };
         let inputs = inputs(&case);
         let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
-        check(&case, &inputs, &first, 2e-5);
+        check(&case, &inputs, &first, F32);
         for num_threads in [2, 3] {
             assert_same_bits(&run(&Context::cpu(num_threads), &case, &inputs, DType::F32), &first);
         }
