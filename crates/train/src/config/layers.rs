@@ -225,17 +225,17 @@ fn find<'t>(table: &'t mut Table, setting: &str) -> Option<&'t mut Value> {
 
 /// The three settings and sections whose names are nearest, if any is near.
 fn near_names(table: &Table, setting: &str) -> Vec<String> {
+    let last = setting.rsplit('.').next().unwrap_or(setting);
     let mut near = Vec::new();
     for (section, settings) in table {
         near.push((edit_distance(setting, section), section.clone()));
         for name in settings.as_table().into_iter().flat_map(Table::keys) {
-            let last = setting.rsplit('.').next().unwrap_or(setting);
             let full = format!("{section}.{name}");
             near.push((edit_distance(last, name).min(edit_distance(setting, &full)), full));
         }
     }
     near.sort();
-    let limit = 1 + setting.len() / 8;
+    let limit = 1 + last.len() / 5;
     near.into_iter().take_while(|(distance, _)| *distance <= limit).take(3).map(|(_, name)| name).collect()
 }
 

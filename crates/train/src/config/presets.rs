@@ -6,8 +6,8 @@ use super::{ConfigError, RunConfig, TokenizerChoice, TrainConfig};
 
 /// The names of the presets and what each is for.
 pub const PRESETS: [(&str, &str); 5] = [
-    ("tiny", "the default: 13 M parameters, bytes, minutes on two cores"),
-    ("small", "56 M parameters, BPE, hours on a laptop"),
+    ("tiny", "the default: 14 M parameters, bytes, minutes on two cores"),
+    ("small", "53 M parameters, BPE, hours on a laptop"),
     ("olmoe-like", "OLMoE's shape made small: 64 experts, eight a token, no shared expert"),
     ("switch-like", "Switch Transformer's rules: one expert a token, capacity 1.25, an MoE in every second layer"),
     ("deepseek-like", "DeepSeek-MoE's shape made small: 64 narrow experts, six a token, and shared ones"),
@@ -37,12 +37,12 @@ pub(super) fn preset(name: Option<&str>) -> Result<RunConfig, ConfigError> {
 /// Settings of runs that last hours rather than minutes.
 fn long_run() -> TrainConfig {
     TrainConfig {
-        steps: 10_000,
+        steps: 4000,
         seq_len: 512,
         batch_size: 8,
-        grad_accumulation: 4,
+        grad_accumulation: 2,
         lr: 6e-4,
-        warmup_steps: 300,
+        warmup_steps: 200,
         eval_every: 250,
         eval_batches: 16,
         sample_every: 500,

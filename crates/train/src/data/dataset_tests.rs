@@ -1,1 +1,116 @@
-//! Tests come with the complete module.
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const OPTIONS: DatasetOptions =
+    DatasetOptions { seq_len: 7, batch_size: 3, grad_accumulation: 2, validation_fraction: 0.1, seed: 4 };
+
+/// The tokens 0, 1, 2, ...: a sequence is told by its first token.
+fn dataset(num_tokens: u32, options: DatasetOptions) -> Dataset {
+    let tokens: Vec<u32> = (0..num_tokens).collect();
+    Dataset::new(Arc::new(TokenStore::from(tokens)), options, "here").unwrap()
+}
+
+fn first_tokens(batch: &Batch) -> Vec<u32> {
+    batch.inputs.iter().copied().step_by(batch.seq_len).collect()
+}
+
+#[test]
+fn targets_follow_their_inputs() {
+    let batch = dataset(1000, OPTIONS).train_batch(5, 1);
+    assert_eq!((batch.num_sequences, batch.seq_len, batch.inputs.len()), (3, 7, 21));
+    for (i, (input, target)) in batch.inputs.iter().zip(&batch.targets).enumerate() {
+        assert_eq!(input + 1, *target);
+        assert!(i % 7 == 0 || batch.inputs[i - 1] + 1 == *input);
+    }
+}
+
+proptest! {
+    #[test]
+    fn each_epoch_passes_every_window_once(num_tokens in 20u32..2000, seed: u64, first in 0u64..4) {
+        let data = dataset(num_tokens, DatasetOptions { seed, ..OPTIONS });
+        let per_epoch = data.train().len();
+        let mut batch = Batch::default();
+        data.fill_sequences(first * per_epoch, per_epoch as usize, &mut batch);
+        let mut seen = first_tokens(&batch);
+        seen.sort_unstable();
+        let expected: Vec<u32> = (0..per_epoch).map(|i| data.train().tokens(i).start as u32).collect();
+        prop_assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn the_order_is_the_same_whatever_the_size_of_batches(
+        num_tokens in 20u32..2000,
+        batch_size in 1usize..9,
+        grad_accumulation in 1usize..4,
+    ) {
+        let data = dataset(num_tokens, DatasetOptions { batch_size, grad_accumulation, ..OPTIONS });
+        let stepwise: Vec<u32> = (0..6)
+            .flat_map(|step| (0..grad_accumulation).map(move |micro| (step, micro)))
+            .flat_map(|(step, micro)| first_tokens(&data.train_batch(step, micro)))
+            .collect();
+        let mut whole = Batch::default();
+        data.fill_sequences(0, stepwise.len(), &mut whole);
+        prop_assert_eq!(stepwise, first_tokens(&whole));
+    }
+}
+
+#[test]
+fn epochs_come_in_different_orders() {
+    let data = dataset(2000, OPTIONS);
+    let per_epoch = data.train().len();
+    let mut epochs = [Batch::default(), Batch::default()];
+    for (epoch, batch) in epochs.iter_mut().enumerate() {
+        data.fill_sequences(epoch as u64 * per_epoch, per_epoch as usize, batch);
+    }
+    assert_ne!(first_tokens(&epochs[0]), first_tokens(&epochs[1]));
+}
+
+#[test]
+fn a_far_step_costs_what_a_near_one_costs() {
+    let data = dataset(2000, OPTIONS);
+    let far = (1u64 << 48) - 1;
+    assert_eq!(data.train_batch(far, 1), data.train_batch(far, 1));
+}
+
+#[test]
+fn held_out_batches_are_the_held_out_windows() {
+    let data = dataset(2000, OPTIONS);
+    let batches: Vec<Batch> = data.validation_batches(0).collect();
+    let mut seen: Vec<u32> = batches.iter().flat_map(first_tokens).collect();
+    seen.sort_unstable();
+    let windows = data.validation();
+    assert_eq!(seen, (0..windows.len()).map(|i| windows.tokens(i).start as u32).collect::<Vec<_>>());
+    assert_eq!(data.validation_batches(2).collect::<Vec<_>>(), batches[..2]);
+    assert_eq!(data.validation_batches(1000).count(), batches.len());
+    assert_eq!(dataset(2000, DatasetOptions { validation_fraction: 0.0, ..OPTIONS }).validation_batches(0).count(), 0);
+}
+
+proptest! {
+    #[test]
+    fn evaluation_counts_every_token_but_the_first_once(num_tokens in 0u32..300, batch_size in 1usize..5) {
+        let store = TokenStore::from((0..num_tokens).collect::<Vec<_>>());
+        let mut counts = BTreeMap::new();
+        for batch in evaluation_batches(&store, 7, batch_size) {
+            prop_assert_eq!(batch.inputs.len(), batch.num_sequences * 7);
+            for (&input, &target) in batch.inputs.iter().zip(&batch.targets) {
+                if target != IGNORE {
+                    prop_assert_eq!(input + 1, target);
+                    *counts.entry(target).or_insert(0) += 1;
+                }
+            }
+        }
+        prop_assert!(counts.values().all(|&count| count == 1));
+        prop_assert_eq!(counts.len() as u32, num_tokens.saturating_sub(1));
+    }
+}
+
+#[test]
+fn data_shorter_than_a_sequence_says_what_there_is_and_what_is_needed() {
+    let error = Dataset::new(Arc::new(TokenStore::from(vec![0; 7])), OPTIONS, "a.txt").unwrap_err();
+    let expected = "a.txt: 7 tokens, but a sequence needs 8 (train.seq_len + 1); give more data or lower train.seq_len";
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(dataset(8, OPTIONS).train().len(), 1);
+}

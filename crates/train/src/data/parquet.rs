@@ -3,11 +3,13 @@
 //! Only that column's pages are read, one at a time. The reader of the `parquet` crate checks much but has been known to
 //! panic on damaged files, so each call of it is fenced: a panic becomes an error like the others.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{Seek, copy};
 use std::ops::ControlFlow;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Once;
 
 use ::parquet::basic::Type;
 use ::parquet::column::reader::{ColumnReader, ColumnReaderImpl};
@@ -114,10 +116,29 @@ fn wrong(path: &Path, problem: String) -> DataError {
 /// What `call` gives; its errors and panics as an error about the file.
 fn fenced<T>(path: &Path, call: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, DataError> {
     let damaged = |message: String| wrong(path, format!("not a readable Parquet file: {}", message.replace('\n', " ")));
-    match catch_unwind(AssertUnwindSafe(call)) {
+    SILENCE.call_once(|| {
+        let report = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !FENCED.get() {
+                report(info);
+            }
+        }));
+    });
+    FENCED.set(true);
+    let result = catch_unwind(AssertUnwindSafe(call));
+    FENCED.set(false);
+    match result {
         Ok(result) => result.map_err(|error| damaged(error.to_string())),
         Err(_) => Err(damaged("its content contradicts itself".into())),
     }
+}
+
+/// The report of a panic is the program's, not the thread's: it is taught once to say nothing within the fence, where the
+/// error says it.
+static SILENCE: Once = Once::new();
+
+thread_local! {
+    static FENCED: Cell<bool> = const { Cell::new(false) };
 }
 
 #[cfg(test)]

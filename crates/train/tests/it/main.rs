@@ -1,0 +1,4 @@
+//! What users of the crate see.
+
+mod config;
+mod real_text;

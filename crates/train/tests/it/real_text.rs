@@ -1,0 +1,66 @@
+//! The whole way from files to batches, on real text where it is at hand.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use moeworks_train::config::RunConfig;
+use moeworks_train::data::{Dataset, Encode, Sources};
+
+struct Bytes;
+
+impl Encode for Bytes {
+    fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        ids.extend(text.bytes().map(u32::from));
+        Ok(())
+    }
+
+    fn eos(&self) -> Option<u32> {
+        Some(256)
+    }
+
+    fn vocab_size(&self) -> usize {
+        257
+    }
+
+    fn fingerprint(&self) -> u128 {
+        1
+    }
+}
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+#[test]
+fn the_checkout_itself_is_data() {
+    let cache = tempfile::tempdir().unwrap();
+    let mut config = RunConfig::default();
+    config.data.cache_dir = cache.path().into();
+    let sources = Sources::of_checkout(&repository(), &config.data).unwrap();
+    let data = Dataset::open(&config, &sources, &Bytes).unwrap();
+    assert_eq!(data.tokens().len(), data.tokens().num_text_bytes() + data.tokens().num_documents());
+    assert!(data.train_batch(0, 0).inputs.iter().all(|&id| id < 257));
+    assert!(data.validation_batches(0).count() > 0);
+}
+
+#[test]
+fn real_text_is_read_and_found_again() {
+    let folder = repository().join("../shared/data/text");
+    if !folder.is_dir() {
+        eprintln!("skipped: no text in ../shared/data/text");
+        return;
+    }
+    let cache = tempfile::tempdir().unwrap();
+    let mut config = RunConfig::default();
+    config.data.cache_dir = cache.path().into();
+    config.data.paths = vec![folder.display().to_string()];
+    let mut batches = Vec::new();
+    for _ in 0..2 {
+        let start = Instant::now();
+        let sources = Sources::find(&config.data).unwrap();
+        let data = Dataset::open(&config, &sources, &Bytes).unwrap();
+        eprintln!("{} bytes in {:?}", sources.num_bytes(), start.elapsed());
+        batches.push(data.train_batch(1_000_000, 0));
+    }
+    assert_eq!(batches[0], batches[1]);
+}
