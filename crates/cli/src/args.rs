@@ -76,16 +76,16 @@ pub(crate) struct GenerateArgs {
     #[arg(long, default_value_t = 200)]
     pub(crate) max_tokens: usize,
     /// 0 always takes the likeliest token; higher is more varied
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     pub(crate) temperature: f32,
     /// Only the k likeliest tokens (0: all)
     #[arg(long, default_value_t = 0)]
     pub(crate) top_k: usize,
     /// Only the likeliest tokens that together have this probability
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     pub(crate) top_p: f32,
     /// Only tokens at least this share as likely as the likeliest
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub(crate) min_p: f32,
     /// Seed of the sampling; the same seed gives the same text
     #[arg(long, default_value_t = 0)]
@@ -142,8 +142,6 @@ pub(crate) struct EstimateArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// Only cases whose name contains this
-    pub(crate) filter: Option<String>,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,

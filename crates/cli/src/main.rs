@@ -4,6 +4,7 @@
 
 mod account;
 mod args;
+mod bench;
 mod estimate;
 mod evaluate;
 mod failure;
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Estimate(args) => estimate::run(&args),
-        Command::Bench(_) => Ok(ExitCode::SUCCESS),
+        Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
     };
     match result {

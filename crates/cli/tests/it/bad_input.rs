@@ -25,7 +25,7 @@ fn data_that_cannot_be_used_is_named() {
     let latin1 = work.file("latin1.txt", [b'a', b'b', 0xe9, b'c']);
     refused(&work, &["train", "--data", "missing.txt"], &["missing.txt"]);
     refused(&work, &["train", "--data", &empty], &["empty.txt"]);
-    refused(&work, &["train", "--data", &short], &["256"]);
+    refused(&work, &["train", "--data", &short], &["short.txt", "10 tokens", "257"]);
     refused(&work, &["train", "--data", &latin1], &["latin1.txt", "UTF-8"]);
     refused(&work, &["train", "--data", "nothing/*.txt"], &["nothing/*.txt"]);
     assert!(!work.path("runs").exists() || fs::read_dir(work.path("runs")).expect("runs").count() == 0);

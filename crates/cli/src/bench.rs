@@ -1,0 +1,151 @@
+//! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step reach.
+
+use std::process::ExitCode;
+
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder};
+use moeworks_ops::linear::Write;
+use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds};
+use moeworks_ops::peak::{self, Peaks};
+use moeworks_ops::{Activation, Context, elementwise};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use moeworks_train::config::{Precision, RunConfig};
+use moeworks_train::measure::tokens_per_second;
+use serde_json::{Value, json};
+
+use crate::args::BenchArgs;
+use crate::estimate::BYTE_VOCABULARY;
+use crate::failure::Failure;
+use crate::progress::bytes;
+
+pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
+    let ctx = crate::model::context(args.threads);
+    let peaks = peak::measure(&ctx);
+    let mut output = Output { is_json: args.json, cases: Vec::new() };
+    output.header(&ctx, &peaks);
+    for dtype in [DType::F32, DType::BF16] {
+        bench_cases(&ctx, &peaks, dtype, |result| output.case(result));
+        moe_layer(&ctx, &peaks, dtype, &mut output)?;
+    }
+    for precision in [Precision::F32, Precision::Bf16] {
+        output.training(args.threads, precision)?;
+    }
+    output.finish(&ctx, &peaks);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints as it goes, or keeps everything for one JSON value.
+struct Output {
+    is_json: bool,
+    cases: Vec<Value>,
+}
+
+impl Output {
+    fn header(&self, ctx: &Context, peaks: &Peaks) {
+        if self.is_json {
+            return;
+        }
+        println!("{} threads, {:?} kernels", ctx.threads().count(), ctx.isa());
+        println!("peaks measured now, on registers alone and reading memory:");
+        println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
+        if let Some(flops) = peaks.bf16_flops {
+            println!("  bf16         {:9.1} GFLOP/s", flops / 1e9);
+        }
+        println!("  memory       {:9.1} GB/s", peaks.read_bytes_per_s / 1e9);
+        println!();
+        println!("  {:62} {:>10} {:>9} {:>7}", "case", "ms", "GFLOP/s", "share");
+    }
+
+    fn case(&mut self, result: &BenchResult) {
+        let (seconds, rate, share) = (result.seconds, result.flops_per_s(), result.share_of_peak());
+        self.cases.push(json!({
+            "name": result.name, "seconds": seconds, "flops_per_s": rate, "share_of_peak": share,
+        }));
+        if !self.is_json {
+            let share = format!("{:.1}%", 100.0 * share);
+            println!("  {:62} {:10.3} {:9.1} {share:>7}", result.name, seconds * 1e3, rate / 1e9);
+        }
+    }
+
+    /// Training steps of the comparison model: 4 layers, D 256, 8 experts of 512, K 2, byte vocabulary, S 256, batch 16.
+    fn training(&mut self, threads: usize, precision: Precision) -> Result<(), Failure> {
+        let mut config = RunConfig::default();
+        config.model.vocab_size = BYTE_VOCABULARY;
+        config.train.threads = threads;
+        config.train.precision = precision;
+        let speed = tokens_per_second(&config)?;
+        let name = format!("training steps of the comparison model, {precision:?}");
+        self.cases.push(json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "share_of_peak": speed.mfu }));
+        if !self.is_json {
+            let share = format!("{:.1}%", 100.0 * speed.mfu);
+            println!("  {name:62} {:>10} {:9.0} {share:>7}", "tokens/s:", speed.tokens_per_s);
+        }
+        Ok(())
+    }
+
+    fn finish(self, ctx: &Context, peaks: &Peaks) {
+        let stats = ctx.pool().stats();
+        if !self.is_json {
+            println!("\npeak memory of the cases {}", bytes(stats.peak_bytes as u64));
+            return;
+        }
+        let value = json!({
+            "threads": ctx.threads().count(),
+            "kernels": format!("{:?}", ctx.isa()),
+            "f32_flops_per_s": peaks.f32_flops,
+            "bf16_flops_per_s": peaks.bf16_flops,
+            "read_bytes_per_s": peaks.read_bytes_per_s,
+            "peak_bytes": stats.peak_bytes,
+            "cases": self.cases,
+        });
+        println!("{value:#}");
+    }
+}
+
+/// The whole MoE layer, router, dispatch and combine included, forward and backward with weight gradients.
+fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, output: &mut Output) -> Result<(), Failure> {
+    let (t, d, f, e, k) = (1024, 1024, 512, 32, 4);
+    let layer = MoeLayer::new(MoeConfig {
+        width: d,
+        num_experts: e,
+        top_k: k,
+        expert_width: f,
+        activation: Activation::SwiGlu,
+        score_order: ScoreOrder::SoftmaxThenTopK,
+        normalize_weights: true,
+        capacity_factor: 0.0,
+        jitter: 0.0,
+        shared_width: 0,
+    })?;
+    let random = |stream, shape: &[usize], dtype| -> Tensor {
+        let mut tensor = ctx.empty(shape, DType::F32);
+        elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 0.5, &mut tensor);
+        elementwise::cast(ctx, &tensor, dtype)
+    };
+    let weights = MoeWeights {
+        router: random(0, &[e, d], DType::F32),
+        gate_up: random(1, &[e, 2 * f, d], dtype),
+        down: random(2, &[e, d, f], dtype),
+        shared: None,
+    };
+    let zeros = |tensor: &Tensor| ctx.zeros(tensor.shape(), DType::F32);
+    let mut grads = MoeWeights {
+        router: zeros(&weights.router),
+        gate_up: zeros(&weights.gate_up),
+        down: zeros(&weights.down),
+        shared: None,
+    };
+    let (x, dy) = (random(3, &[t, d], dtype), random(4, &[t, d], DType::F32));
+    let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3 };
+    let seconds = best_seconds(5, || {
+        let (_, saved) = layer.forward(ctx, &weights, &x, None);
+        let (_, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
+        task.run(ctx, Write::Replace, &mut grads);
+    });
+    output.case(&BenchResult {
+        name: format!("MoE layer forward and backward T {t} D {d} F {f} E {e} K {k}, {dtype:?}"),
+        flops: 18.0 * (t * k * d * f) as f64,
+        seconds,
+        peak: peaks.flops(dtype),
+    });
+    Ok(())
+}
