@@ -1,4 +1,5 @@
-//! Times the operations of this machine against its measured peaks: `cargo bench -p moeworks-ops`.
+//! Times matrix products and experts against the measured peaks of this machine: `cargo bench -p moeworks-ops`. With
+//! `--bench ops -- TEXT` only the cases whose name contains the text.
 
 use moeworks_ops::{Context, Isa, measure, peak};
 use moeworks_tensor::DType;
@@ -8,15 +9,16 @@ fn main() {
     if std::env::args().any(|arg| arg == "--test") {
         return;
     }
+    let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
     let ctx = Context::cpu_all_cores();
-    table(&ctx, &[DType::F32, DType::BF16]);
+    table(&ctx, &[DType::F32, DType::BF16], &filter);
     if Isa::best() != ctx.isa() {
         println!("\nand with the instruction set that was found slower:");
-        table(&ctx.with_isa(Isa::best()), &[DType::BF16]);
+        table(&ctx.with_isa(Isa::best()), &[DType::BF16], &filter);
     }
 }
 
-fn table(ctx: &Context, dtypes: &[DType]) {
+fn table(ctx: &Context, dtypes: &[DType], filter: &str) {
     let peaks = peak::measure(ctx);
     println!("{} threads, {:?}", ctx.threads().count(), ctx.isa());
     println!("peak f32       {:8.1} GFLOP/s", peaks.f32_flops / 1e9);
@@ -26,7 +28,7 @@ fn table(ctx: &Context, dtypes: &[DType]) {
     println!("memory read    {:8.1} GB/s", peaks.read_bytes_per_s / 1e9);
     for &dtype in dtypes {
         println!("share of {:.1} GFLOP/s:", peaks.flops(dtype) / 1e9);
-        measure::bench_cases(ctx, &peaks, dtype, |result| {
+        measure::bench_cases(ctx, &peaks, dtype, filter, |result| {
             println!(
                 "{:60} {:9.3} ms {:8.1} GFLOP/s {:5.1}%",
                 result.name,

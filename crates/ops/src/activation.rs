@@ -25,54 +25,49 @@ impl Activation {
     }
 }
 
-/// `a = act(h)`, element by element; `up` is read by gated activations only. All slices have one length.
+/// Replaces `h` by its activation, element by element; `up` is read by gated activations only and is then as long.
 #[inline(always)]
-pub(crate) fn activate<S: Level>(activation: Activation, h: &[f32], up: &[f32], a: &mut [f32]) {
+pub(crate) fn activate<S: Level>(activation: Activation, h: &mut [f32], up: &[f32]) {
     match activation {
         Activation::SwiGlu => {
-            for ((a, &gate), &up) in a.iter_mut().zip(h).zip(up) {
-                *a = gate * sigmoid::<S>(gate) * up;
+            for (h, &up) in h.iter_mut().zip(up) {
+                *h = *h * sigmoid::<S>(*h) * up;
             }
         }
-        Activation::Gelu => {
-            for (a, &x) in a.iter_mut().zip(h) {
-                *a = x * normal::<S>(x).0;
-            }
-        }
+        Activation::Gelu => h.iter_mut().for_each(|h| *h *= normal::<S>(*h).0),
         // Not `max`, which would lose a NaN.
-        Activation::Relu => {
-            for (a, &x) in a.iter_mut().zip(h) {
-                *a = if x < 0.0 { 0.0 } else { x };
-            }
-        }
+        Activation::Relu => h.iter_mut().for_each(|h| *h = if *h < 0.0 { 0.0 } else { *h }),
     }
 }
 
-/// Replaces `h` (and `up`, where gated) by the gradients with respect to them, given `da` of the activation, and writes
-/// the activation itself to `a`. All slices have one length.
+/// Replaces `h` (and `up`, where gated) by the gradients with respect to them, given those of the activation in `da`,
+/// and these by the activation itself. All slices have one length.
 #[inline(always)]
-pub(crate) fn pull_back<S: Level>(activation: Activation, da: &[f32], h: &mut [f32], up: &mut [f32], a: &mut [f32]) {
+pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mut [f32], up: &mut [f32]) {
     match activation {
         Activation::SwiGlu => {
-            for (((a, &da), gate), up) in a.iter_mut().zip(da).zip(h).zip(up) {
-                let s = sigmoid::<S>(*gate);
-                let silu = *gate * s;
-                *a = silu * *up;
-                *gate = da * *up * (s + silu * (1.0 - s));
-                *up = da * silu;
+            for ((da, h), up) in da.iter_mut().zip(h).zip(up) {
+                let s = sigmoid::<S>(*h);
+                let silu = *h * s;
+                let (slope, a) = (s + silu * (1.0 - s), silu * *up);
+                *h = *da * *up * slope;
+                *up = *da * silu;
+                *da = a;
             }
         }
         Activation::Gelu => {
-            for ((a, &da), x) in a.iter_mut().zip(da).zip(h) {
-                let (cdf, pdf) = normal::<S>(*x);
-                *a = *x * cdf;
-                *x = da * (cdf + *x * pdf);
+            for (da, h) in da.iter_mut().zip(h) {
+                let (cdf, pdf) = normal::<S>(*h);
+                let (slope, a) = (cdf + *h * pdf, *h * cdf);
+                *h = *da * slope;
+                *da = a;
             }
         }
         Activation::Relu => {
-            for ((a, &da), x) in a.iter_mut().zip(da).zip(h) {
-                *a = if *x < 0.0 { 0.0 } else { *x };
-                *x = if *x <= 0.0 { 0.0 } else { da };
+            for (da, h) in da.iter_mut().zip(h) {
+                let a = if *h < 0.0 { 0.0 } else { *h };
+                *h = if *h <= 0.0 { 0.0 } else { *da };
+                *da = a;
             }
         }
     }

@@ -15,7 +15,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::activation::{activate, pull_back};
 use crate::gemm::kernel::{TILE_STRIDE, Tile};
 use crate::gemm::source::Source;
-use crate::gemm::store::{Store, TILE_LEN, convert, copy_in, copy_out};
+use crate::gemm::store::{Room, Store, read_rows, write_rows};
 use crate::gemm::{self, Compute, Epilogue, Form, Group, Place, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
@@ -332,7 +332,7 @@ kernel! {
 kernel! {
     fn activate_row<S: Level, T: Float>(activation: Activation, h: &[T], a: &mut [T]) {
         const BLOCK: usize = 256;
-        let (mut gate, mut up, mut result) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+        let (mut gate, mut up) = ([0.0; BLOCK], [0.0; BLOCK]);
         let f = a.len();
         for (index, a) in a.chunks_mut(BLOCK).enumerate() {
             let start = index * BLOCK;
@@ -340,8 +340,8 @@ kernel! {
             if activation.num_inputs() == 2 {
                 up.iter_mut().zip(&h[f + start..][..a.len()]).for_each(|(to, x)| *to = x.load());
             }
-            activate::<S>(activation, &gate, &up, &mut result);
-            a.iter_mut().zip(&result).for_each(|(to, &x)| *to = T::store(x));
+            activate::<S>(activation, &mut gate, &up);
+            a.iter_mut().zip(&gate).for_each(|(to, &x)| *to = T::store(x));
         }
     }
 }
@@ -357,24 +357,25 @@ struct Activate<'a, T> {
 
 impl<T: Float> Epilogue for Activate<'_, T> {
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]) {
+    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room) {
         let (column, columns) = at.columns;
         let first = self.experts[at.group].1.start + at.rows.0;
         let num_inputs = self.activation.num_inputs();
-        // What is saved is what the activation is taken of, so that backward sees the same function.
-        let mut inputs = [[0.0; TILE_LEN]; 2];
-        for (input, tile) in tiles.iter().enumerate() {
-            let h = convert::<T>(&tile.0);
-            copy_out(&h, at.rows.1, columns, |row| {
+        let size = (at.rows.1, columns);
+        for (input, tile) in tiles.iter_mut().enumerate() {
+            write_rows(tile, &mut room.stored, size, |row| {
                 let start = ((first + row) * num_inputs + input) * self.f + column;
                 // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
                 unsafe { self.h.range(start..start + columns) }
             });
-            inputs[input].iter_mut().zip(&h).for_each(|(to, x)| *to = x.load());
+            // What is saved is what the activation is taken of, so that backward sees the same function.
+            if T::DTYPE != DType::F32 {
+                tile.0.iter_mut().for_each(|x| *x = T::store(*x).load());
+            }
         }
-        let mut a = [0.0; TILE_LEN];
-        activate::<S>(self.activation, &inputs[0], &inputs[1], &mut a);
-        copy_out(&convert::<T>(&a), at.rows.1, columns, |row| {
+        let (h, up) = tiles.split_at_mut(1);
+        activate::<S>(self.activation, &mut h[0].0, up.first().map_or(&[], |up| &up.0));
+        write_rows(&h[0], &mut room.stored, size, |row| {
             let start = (first + row) * self.f + column;
             // SAFETY: as above.
             unsafe { self.a.range(start..start + columns) }
@@ -397,37 +398,32 @@ struct PullBack<'a, T> {
 
 impl<T: Float> Epilogue for PullBack<'_, T> {
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]) {
+    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room) {
         let (column, columns) = at.columns;
+        let size = (at.rows.1, columns);
         let first = self.experts[at.group].1.start + at.rows.0;
         let num_inputs = self.activation.num_inputs();
         let start_of = |row: usize, input: usize| ((first + row) * num_inputs + input) * self.f + column;
         let u = &tiles[0].0;
-        let mut inputs = [[0.0; TILE_LEN]; 2];
-        for (input, values) in inputs.iter_mut().enumerate().take(num_inputs) {
-            let mut h = [T::zeroed(); TILE_LEN];
-            copy_in(&mut h, at.rows.1, columns, |row| &self.h[start_of(row, input)..][..columns]);
-            values.iter_mut().zip(&h).for_each(|(to, x)| *to = x.load());
+        let Room { tiles: [h, up, a], stored } = room;
+        for (input, tile) in [&mut *h, &mut *up].into_iter().enumerate().take(num_inputs) {
+            read_rows(tile, stored, size, |row| &self.h[start_of(row, input)..][..columns]);
         }
-        let mut da = [0.0; TILE_LEN];
         for row in 0..at.rows.1 {
             let weight = self.row_weights[first + row];
-            for i in 0..TILE_STRIDE {
-                da[row * TILE_STRIDE + i] = weight * u[row * TILE_STRIDE + i];
-            }
+            let of_row = row * TILE_STRIDE..(row + 1) * TILE_STRIDE;
+            a.0[of_row.clone()].iter_mut().zip(&u[of_row]).for_each(|(da, u)| *da = weight * u);
         }
-        let mut a = [0.0; TILE_LEN];
-        let [h, up] = &mut inputs;
-        pull_back::<S>(self.activation, &da, h, up, &mut a);
+        pull_back::<S>(self.activation, &mut a.0, &mut h.0, &mut up.0);
         for row in 0..at.rows.1 {
             let of_row = row * TILE_STRIDE..row * TILE_STRIDE + columns;
             let start = (first + row) * self.num_panels + at.panel;
             // SAFETY: there is one tile for each row and panel, so the element is this call's alone.
             let part = unsafe { self.parts.range(start..start + 1) };
-            part[0] = dot(&u[of_row.clone()], &a[of_row]);
+            part[0] = dot(&u[of_row.clone()], &a.0[of_row]);
         }
-        for (input, gradient) in inputs.iter().enumerate().take(num_inputs) {
-            copy_out(&convert::<T>(gradient), at.rows.1, columns, |row| {
+        for (input, gradient) in [&*h, &*up].into_iter().enumerate().take(num_inputs) {
+            write_rows(gradient, stored, size, |row| {
                 let start = start_of(row, input);
                 // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
                 unsafe { self.dh.range(start..start + columns) }

@@ -69,13 +69,30 @@ const EXPERTS_CASES: [ExpertsCase; 3] = [
 ];
 
 /// Times products of linear layers and experts with weights of a type and hands each result to `report` as it comes: the
-/// three forms of dense products, and the experts forward, backward, and all phases. Takes some seconds.
-pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, mut report: impl FnMut(&BenchResult)) {
-    for (t, o, i) in LINEAR_CASES {
-        bench_linear(ctx, peaks.flops(dtype), dtype, (t, o, i), &mut report);
+/// three forms of dense products, and the experts forward, backward, and all phases. Only cases whose name contains `filter` are run. Takes some seconds.
+pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&BenchResult)) {
+    let mut timing = Timing { peak: peaks.flops(dtype), filter, report: &mut report };
+    for sizes in LINEAR_CASES {
+        bench_linear(ctx, dtype, sizes, &mut timing);
     }
     for case in EXPERTS_CASES {
-        bench_experts(ctx, peaks.flops(dtype), dtype, case, &mut report);
+        bench_experts(ctx, dtype, case, &mut timing);
+    }
+}
+
+/// What is done with each case.
+struct Timing<'a> {
+    peak: f64,
+    filter: &'a str,
+    report: &'a mut dyn FnMut(&BenchResult),
+}
+
+impl Timing<'_> {
+    fn case(&mut self, name: String, flops: f64, run: impl FnMut()) {
+        if name.contains(self.filter) {
+            let seconds = best_seconds(tries(flops), run);
+            (self.report)(&BenchResult { name, flops, seconds, peak: self.peak });
+        }
     }
 }
 
@@ -94,26 +111,19 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     tensor
 }
 
-fn bench_linear(
-    ctx: &Context,
-    peak: f64,
-    dtype: DType,
-    (t, o, i): (usize, usize, usize),
-    report: &mut impl FnMut(&BenchResult),
-) {
+fn bench_linear(ctx: &Context, dtype: DType, (t, o, i): (usize, usize, usize), timing: &mut Timing<'_>) {
     let (x, w, dy) = (values(ctx, &[t, i], dtype), values(ctx, &[o, i], dtype), values(ctx, &[t, o], dtype));
     let mut dw = ctx.zeros(&[o, i], DType::F32);
     let flops = 2.0 * (t * o * i) as f64;
     let mut case = |what: &str, run: &mut dyn FnMut()| {
-        let seconds = best_seconds(tries(flops), run);
-        report(&BenchResult { name: format!("{what} {t} x {o} x {i}, {dtype:?}"), flops, seconds, peak });
+        timing.case(format!("{what} {t} x {o} x {i}, {dtype:?}"), flops, run);
     };
     case("x w^T  ", &mut || drop(linear(ctx, &x, &w, dtype)));
     case("dy w   ", &mut || drop(linear_backward_input(ctx, &dy, &w, DType::F32)));
     case("dy^T x ", &mut || linear_backward_weight(ctx, &dy, &x, dtype, Write::Replace, &mut dw));
 }
 
-fn bench_experts(ctx: &Context, peak: f64, dtype: DType, case: ExpertsCase, report: &mut impl FnMut(&BenchResult)) {
+fn bench_experts(ctx: &Context, dtype: DType, case: ExpertsCase, timing: &mut Timing<'_>) {
     let ExpertsCase { t, d, f, e, k } = case;
     let (x, dy) = (values(ctx, &[t, d], dtype), values(ctx, &[t, d], DType::F32));
     let (gate_up, down) = (values(ctx, &[e, 2 * f, d], dtype), values(ctx, &[e, d, f], dtype));
@@ -143,9 +153,7 @@ fn bench_experts(ctx: &Context, peak: f64, dtype: DType, case: ExpertsCase, repo
     };
     let flops = 6.0 * (tokens.len() * d * f) as f64;
     let mut result = |what: &str, passes: f64, run: &mut dyn FnMut()| {
-        let seconds = best_seconds(tries(passes * flops), run);
-        let name = format!("experts {what} T {t} D {d} F {f} E {e} K {k}, {dtype:?}");
-        report(&BenchResult { name, flops: passes * flops, seconds, peak });
+        timing.case(format!("experts {what} T {t} D {d} F {f} E {e} K {k}, {dtype:?}"), passes * flops, run);
     };
     result("forward", 1.0, &mut || drop(experts_forward(ctx, &x, weights, rows)));
     let (_, saved) = experts_forward(ctx, &x, weights, rows);

@@ -30,6 +30,15 @@ impl<'a, T: Send> Lent<'a, T> {
         // SAFETY: the range is inside the slice, which is borrowed for 'a; nobody else has it: the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.get().add(range.start), range.end - range.start) }
     }
+
+    /// Asks for the cache lines of elements that will be written to.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, start: usize, len: usize) {
+        let first = self.start.get().wrapping_add(start).cast::<u8>();
+        for byte in (0..len * size_of::<T>()).step_by(64) {
+            crate::gemm::kernel::prefetch(first.wrapping_add(byte).cast());
+        }
+    }
 }
 
 /// The range of piece `index` when `len` elements are cut into pieces of `piece`.

@@ -175,6 +175,18 @@ pub(crate) fn prefetch(at: *const u32) {
     let _ = at;
 }
 
+/// Asks for the cache line at `at`, which may be any address, to be brought into the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch_far(at: *const u8) {
+    // SAFETY: a prefetch reads nothing that the program sees and ignores addresses that are not mapped.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T1 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// Bytes of B by which a kernel reads ahead of itself, so that panels stream from the second-level cache.
 const B_AHEAD: usize = 768;
 

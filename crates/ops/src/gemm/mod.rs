@@ -25,6 +25,7 @@ use crate::parallel::Lent;
 use crate::simd::{Level, kernel as compiled};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs};
 use source::{Block, Format, Source};
+use store::Room;
 use tasks::{Panels, Task};
 
 /// The type in which products are taken; sums are f32.
@@ -95,8 +96,14 @@ pub(crate) struct Place {
 
 /// What is done with the sums. Called once for each tile; tiles do not overlap.
 pub(crate) trait Epilogue: Sync {
-    /// `tiles` holds one tile, or two for paired columns.
-    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]);
+    /// `tiles` holds one tile, or two for paired columns, and may be written to.
+    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room);
+
+    /// Called before a tile is computed: the time to ask for memory that [`tile`](Self::tile) will write to.
+    #[inline(always)]
+    fn prefetch(&self, at: Place) {
+        let _ = at;
+    }
 }
 
 /// Computes all products of the list.
@@ -175,6 +182,7 @@ impl Work<'_> {
         // Sums wait here between parts of the depth; with one part a single place serves all tiles.
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
+        let mut room = Room::new();
         for part in 0..num_parts {
             let start = part * task.part;
             let depth = (group.depth - start).min(task.part);
@@ -192,8 +200,15 @@ impl Work<'_> {
                     (self.rows_of_a(task.rows.0 + row, rows, (start, depth), a_room), 1)
                 };
                 let mut b = &b_room[..];
+                let mut ahead = self.ahead_of(row, start, depth);
                 for panel in task.panels.0..task.panels.0 + task.panels.1 {
                     let (column, columns, width) = panels.panel(panel);
+                    let rows_of_tile = (task.rows.0 + row, rows);
+                    let at = Place { group: task.group, rows: rows_of_tile, columns: (column, columns), panel };
+                    if part + 1 == num_parts {
+                        epilogue.prefetch(at);
+                    }
+                    ahead.advance();
                     let tiles = &mut tiles[next_tile..next_tile + num_tiles];
                     for tile in tiles.iter_mut() {
                         let (now, later) = b.split_at(num_units * width);
@@ -206,8 +221,7 @@ impl Work<'_> {
                         unsafe { kernels.run(rows, width / kernels.lanes, &args) };
                     }
                     if part + 1 == num_parts {
-                        let rows = (task.rows.0 + row, rows);
-                        epilogue.tile::<S>(Place { group: task.group, rows, columns: (column, columns), panel }, tiles);
+                        epilogue.tile::<S>(at, tiles, &mut room);
                     }
                     if num_parts > 1 {
                         next_tile += num_tiles;
@@ -215,6 +229,17 @@ impl Work<'_> {
                 }
             }
         }
+    }
+
+    /// The rows of A after those of the tiles from `row` on, to be asked for while these are computed.
+    #[inline(always)]
+    fn ahead_of(&self, row: usize, start: usize, depth: usize) -> Ahead<'_> {
+        let next = row + self.kernels.rows;
+        let end = if self.product.form == Form::Tn || self.task.panels.1 < 2 { 0 } else { self.task.rows.1 };
+        let end = self.task.rows.0 + end.min(next + self.kernels.rows);
+        let bytes = self.group.a.bytes_of(depth);
+        let share = (bytes * self.kernels.rows).div_ceil(64 * self.task.panels.1);
+        Ahead { source: &self.group.a, row: self.task.rows.0 + next, end, start, bytes, at: 0, share }
     }
 
     #[inline(always)]
@@ -273,6 +298,37 @@ impl Work<'_> {
             });
         }
         pointers
+    }
+}
+
+/// Rows of A on their way into the second-level cache, a share of them at a time: asked for all at once they would hold
+/// up the loads of the kernel.
+struct Ahead<'a> {
+    source: &'a Source<'a>,
+    row: usize,
+    end: usize,
+    /// First element of a row, and bytes from there on.
+    start: usize,
+    bytes: usize,
+    /// Bytes of the row that have been asked for.
+    at: usize,
+    /// Cache lines in a share.
+    share: usize,
+}
+
+impl Ahead<'_> {
+    #[inline(always)]
+    fn advance(&mut self) {
+        for _ in 0..self.share {
+            if self.row >= self.end {
+                return;
+            }
+            kernel::prefetch_far(self.source.address(self.row, self.start).wrapping_add(self.at));
+            self.at += 64;
+            if self.at >= self.bytes {
+                (self.row, self.at) = (self.row + 1, 0);
+            }
+        }
     }
 }
 

@@ -83,6 +83,25 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Where the elements of a row from `at` on lie, in bytes from anywhere.
+    #[inline(always)]
+    pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
+        let start = self.start(row) + at;
+        match self.elements {
+            Elements::F32(x) => x.as_ptr().wrapping_add(start).cast(),
+            Elements::Bf16(x) => x.as_ptr().wrapping_add(start).cast(),
+        }
+    }
+
+    /// Bytes that so many elements take.
+    #[inline(always)]
+    pub(crate) fn bytes_of(&self, len: usize) -> usize {
+        match self.elements {
+            Elements::F32(_) => 4 * len,
+            Elements::Bf16(_) => 2 * len,
+        }
+    }
+
     /// Brings `len` elements of a row from `at` on into units.
     #[inline(always)]
     pub(crate) fn load(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {
@@ -184,6 +203,8 @@ fn straight<T: Float>(
     mut to: &mut [u32],
 ) {
     let num_units = format.units_of(depth);
+    let is_f32 = T::DTYPE == DType::F32 && format.units == Compute::F32 && format.precision == Compute::F32;
+    let is_copy = is_f32 && source.scales.is_none();
     let mut room = [0; BATCH];
     let mut batch = range;
     while !batch.is_empty() {
@@ -198,6 +219,7 @@ fn straight<T: Float>(
         for unit in 0..num_units {
             let units = &mut room[..columns];
             match format.units {
+                Compute::F32 if is_copy => {}
                 Compute::F32 => load_scaled(row(unit), source.scale(first + unit), format, units),
                 Compute::Bf16 if 2 * unit + 1 < depth => {
                     let (k, l) = (2 * unit, 2 * unit + 1);
@@ -213,6 +235,7 @@ fn straight<T: Float>(
                     }
                 }
             }
+            let units: &[u32] = if is_copy { bytemuck::cast_slice(row(unit)) } else { units };
             let mut start = 0;
             for panel in batch.start..next {
                 let (at, columns, width) = panels.panel(panel);

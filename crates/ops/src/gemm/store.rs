@@ -4,47 +4,66 @@
 //! loop of a length that the compiler knows becomes straight vector code. Only the copies from and to matrices know the
 //! tile's true size.
 
+use moeworks_tensor::DType;
+
 use super::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use super::{Epilogue, Place};
 use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::{Float, Level};
 
-/// Elements of a tile.
-pub(crate) const TILE_LEN: usize = MAX_ROWS * TILE_STRIDE;
+/// Tiles that an epilogue may use as it likes; they keep whatever was left in them.
+pub(crate) struct Room {
+    pub(crate) tiles: [Tile; 3],
+    /// For elements in the type that they are stored in.
+    pub(crate) stored: Tile,
+}
 
-/// Elements of a tile in another type.
-pub(crate) type TileOf<T> = [T; TILE_LEN];
-
-/// Copies the rows of a tile out: `to(row)` is where the row belongs.
-#[inline(always)]
-pub(crate) fn copy_out<'a, T: Float>(tile: &TileOf<T>, rows: usize, columns: usize, to: impl Fn(usize) -> &'a mut [T]) {
-    for row in 0..rows {
-        copy(&tile[row * TILE_STRIDE..][..columns], to(row));
+impl Room {
+    #[inline(always)]
+    pub(crate) fn new() -> Self {
+        let zero = || Tile([0.0; MAX_ROWS * TILE_STRIDE]);
+        Self { tiles: [zero(), zero(), zero()], stored: zero() }
     }
 }
 
-/// Copies rows into a tile: `from(row)` is where the row is found.
+/// Writes the rows of a tile out: `to(row)` is where the row belongs.
 #[inline(always)]
-pub(crate) fn copy_in<'a, T: Float>(
-    tile: &mut TileOf<T>,
-    rows: usize,
-    columns: usize,
+pub(crate) fn write_rows<'a, T: Float>(
+    tile: &Tile,
+    stored: &mut Tile,
+    (rows, columns): (usize, usize),
+    to: impl Fn(usize) -> &'a mut [T],
+) {
+    let values: &[T] = if T::DTYPE == DType::F32 {
+        bytemuck::cast_slice(&tile.0)
+    } else {
+        let values: &mut [T] = bytemuck::cast_slice_mut(&mut stored.0);
+        values.iter_mut().zip(&tile.0).for_each(|(to, &x)| *to = T::store(x));
+        values
+    };
+    for row in 0..rows {
+        copy(&values[row * TILE_STRIDE..][..columns], to(row));
+    }
+}
+
+/// Reads rows into a tile: `from(row)` is where the row is found.
+#[inline(always)]
+pub(crate) fn read_rows<'a, T: Float>(
+    tile: &mut Tile,
+    stored: &mut Tile,
+    (rows, columns): (usize, usize),
     from: impl Fn(usize) -> &'a [T],
 ) {
+    let is_f32 = T::DTYPE == DType::F32;
+    let values: &mut [T] = bytemuck::cast_slice_mut(if is_f32 { &mut tile.0 } else { &mut stored.0 });
     for row in 0..rows {
-        copy(from(row), &mut tile[row * TILE_STRIDE..][..columns]);
+        copy(from(row), &mut values[row * TILE_STRIDE..][..columns]);
     }
-}
-
-/// Rounds a tile to another type.
-#[inline(always)]
-pub(crate) fn convert<T: Float>(tile: &TileOf<f32>) -> TileOf<T> {
-    let mut to = [T::zeroed(); TILE_LEN];
-    for (to, &x) in to.iter_mut().zip(tile) {
-        *to = T::store(x);
+    if !is_f32 {
+        let values: &[T] = bytemuck::cast_slice(&stored.0);
+        tile.0.iter_mut().zip(values).for_each(|(to, x)| *to = x.load());
     }
-    to
 }
 
 #[inline(always)]
@@ -77,23 +96,27 @@ pub(crate) struct Store<'a, T> {
 
 impl<T: Float> Epilogue for Store<'_, T> {
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tiles: &[Tile]) {
+    fn prefetch(&self, at: Place) {
+        for row in 0..at.rows.1 {
+            let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + at.columns.0;
+            self.to.prefetch(start, at.columns.1);
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room) {
         let (column, columns) = at.columns;
         let row_of = |row: usize| {
             let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + column;
             // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.
             unsafe { self.to.range(start..start + columns) }
         };
-        match self.write {
-            Write::Replace => copy_out(&convert::<T>(&tiles[0].0), at.rows.1, columns, row_of),
-            Write::Add => {
-                let mut old = [T::zeroed(); TILE_LEN];
-                copy_in(&mut old, at.rows.1, columns, |row| &*row_of(row));
-                for (old, &sum) in old.iter_mut().zip(&tiles[0].0) {
-                    *old = T::store(old.load() + sum);
-                }
-                copy_out(&old, at.rows.1, columns, row_of);
-            }
+        let size = (at.rows.1, columns);
+        if self.write == Write::Add {
+            let old = &mut room.tiles[0];
+            read_rows(old, &mut room.stored, size, |row| &*row_of(row));
+            tiles[0].0.iter_mut().zip(&old.0).for_each(|(sum, old)| *sum += old);
         }
+        write_rows(&tiles[0], &mut room.stored, size, row_of);
     }
 }

@@ -9,9 +9,9 @@ const B_UNITS: usize = 128 << 10;
 /// The longest part of the depth that is summed at once where A is used in place.
 const LONG_PART: usize = 2048;
 /// The same where both operands are packed.
-const SHORT_PART: usize = 384;
+const SHORT_PART: usize = 256;
 /// Rows of a task where sums wait between parts of the depth, or where A is packed.
-const MAX_WAITING_ROWS: usize = 192;
+const MAX_WAITING_ROWS: usize = 512;
 /// Fewest rows for which packing B once more is cheap against the products.
 const MIN_ROWS: usize = 192;
 /// Tasks for each thread at which the ends of threads lie close together.
@@ -118,7 +118,7 @@ fn cut_group(
     let mut chunk = (B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
     // Where A is packed, each chunk of columns packs it again: rows are cut rather than columns.
-    let min_rows = if product.form == Form::Tn { MIN_ROWS / 3 } else { MIN_ROWS };
+    let min_rows = if product.form == Form::Tn { MIN_ROWS * 2 / 3 } else { MIN_ROWS };
     while product.form != Form::Tn && chunk > 2 && cost(rows, chunk) > budget {
         chunk -= 1;
     }
