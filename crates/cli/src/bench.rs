@@ -23,7 +23,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     output.header(&ctx, &peaks);
     for dtype in [DType::F32, DType::BF16] {
-        bench_cases(&ctx, &peaks, dtype, |result| output.case(result));
+        bench_cases(&ctx, &peaks, dtype, "", |result| output.case(result));
         moe_layer(&ctx, &peaks, dtype, &mut output)?;
     }
     for precision in [Precision::F32, Precision::Bf16] {
