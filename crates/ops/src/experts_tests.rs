@@ -333,6 +333,19 @@ fn nan_stays_with_its_token() {
     }
 }
 
+#[test]
+fn weights_too_large_for_one_part_of_the_depth_match_f64() {
+    let choices = vec![vec![Some(1)], vec![Some(0)], vec![Some(1)]];
+    check(&Case { t: 3, d: 1_101, f: 260, e: 2, choices, activation: Activation::SwiGlu });
+}
+
+#[test]
+fn experts_without_rows_between_others_get_zero_gradients() {
+    // Many experts, so that tasks of empty ones follow those of others.
+    let choices = (0..20).map(|t| vec![Some(3 * (t % 9))]).collect();
+    check(&Case { t: 20, d: 50, f: 40, e: 29, choices, activation: Activation::SwiGlu });
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
 

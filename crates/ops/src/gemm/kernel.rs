@@ -35,6 +35,9 @@ pub(crate) struct TileArgs {
     pub(crate) tile: *mut f32,
     /// Whether to go on from the sums that are in `tile`.
     pub(crate) is_continued: bool,
+    /// Memory that a later task will read, to be brought closer meanwhile: any address, and bytes from the one asked for
+    /// with one unit to that with the next.
+    pub(crate) ahead: (*const u8, usize),
 }
 
 /// # Safety
@@ -206,10 +209,13 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
         }
         let mut b = args.b;
         let mut at = 0;
+        let (mut ahead, ahead_step) = args.ahead;
         for _ in 0..args.depth {
             for v in 0..VECTORS {
                 M::prefetch(b.wrapping_add(B_AHEAD / 4 + v * M::WIDTH));
             }
+            prefetch_far(ahead);
+            ahead = ahead.wrapping_add(ahead_step);
             let mut columns = [M::units(b); VECTORS];
             for (v, column) in columns.iter_mut().enumerate() {
                 *column = M::units(b.add(v * M::WIDTH));

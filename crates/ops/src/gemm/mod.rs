@@ -9,6 +9,7 @@
 //! Every element is one sum over the depth in an order fixed by the depth alone, so results do not depend on how tasks
 //! are cut; the cut itself may therefore depend on the number of threads.
 
+mod ahead;
 pub(crate) mod kernel;
 pub(crate) mod source;
 pub(crate) mod store;
@@ -117,7 +118,11 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
     let mut scratch = ctx.empty(&[num_threads, plan.scratch_units], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(plan.tasks.len(), |index| {
-        scratch.with(|scratch| run_task(ctx.isa(), product, &plan.tasks[index], &kernels, scratch, epilogue));
+        // Tasks are taken in order, so this is about the one that this thread will take next.
+        let next = plan.tasks.get(index + num_threads);
+        let work =
+            Work { product, group: &product.groups[plan.tasks[index].group], task: &plan.tasks[index], next, kernels };
+        scratch.with(|scratch| run_task(ctx.isa(), &work, scratch, epilogue));
     });
 }
 
@@ -150,14 +155,7 @@ impl<'a> Slots<'a> {
 }
 
 compiled! {
-    fn run_task<S: Level, E: Epilogue>(
-        product: &Product<'_>,
-        task: &Task,
-        kernels: &Kernels,
-        scratch: &mut [u32],
-        epilogue: &E,
-    ) {
-        let work = Work { product, group: &product.groups[task.group], task, kernels };
+    fn run_task<S: Level, E: Epilogue>(work: &Work<'_>, scratch: &mut [u32], epilogue: &E) {
         work.run::<S, E>(scratch, epilogue);
     }
 }
@@ -167,13 +165,14 @@ struct Work<'a> {
     product: &'a Product<'a>,
     group: &'a Group<'a>,
     task: &'a Task,
-    kernels: &'a Kernels,
+    next: Option<&'a Task>,
+    kernels: Kernels,
 }
 
 impl Work<'_> {
     #[inline(always)]
     fn run<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
-        let Self { product, group, task, kernels } = *self;
+        let Self { product, group, task, ref kernels, .. } = *self;
         let format = self.format();
         let panels = Panels::of(group.columns, kernels.lanes);
         let num_tiles = if product.is_paired { 2 } else { 1 };
@@ -183,6 +182,8 @@ impl Work<'_> {
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
         let mut room = Room::new();
+        let stream = self.stream_of_next(b_room.as_ptr().cast());
+        let mut num_calls = 0;
         for part in 0..num_parts {
             let start = part * task.part;
             let depth = (group.depth - start).min(task.part);
@@ -214,8 +215,17 @@ impl Work<'_> {
                         let (now, later) = b.split_at(num_units * width);
                         b = later;
                         let tile = tile.0.as_mut_ptr();
-                        let args =
-                            TileArgs { depth: num_units, a, a_step, b: now.as_ptr(), tile, is_continued: part > 0 };
+                        let ahead = stream.at_call(num_calls, num_units);
+                        num_calls += 1;
+                        let args = TileArgs {
+                            depth: num_units,
+                            a,
+                            a_step,
+                            b: now.as_ptr(),
+                            tile,
+                            is_continued: part > 0,
+                            ahead,
+                        };
                         // SAFETY: the kernels fit the context's instruction set; `a` points at `rows` rows of
                         // `num_units` units, checked where the pointers were made, and `b` is a packed panel.
                         unsafe { kernels.run(rows, width / kernels.lanes, &args) };
@@ -229,17 +239,6 @@ impl Work<'_> {
                 }
             }
         }
-    }
-
-    /// The rows of A after those of the tiles from `row` on, to be asked for while these are computed.
-    #[inline(always)]
-    fn ahead_of(&self, row: usize, start: usize, depth: usize) -> Ahead<'_> {
-        let next = row + self.kernels.rows;
-        let end = if self.product.form == Form::Tn || self.task.panels.1 < 2 { 0 } else { self.task.rows.1 };
-        let end = self.task.rows.0 + end.min(next + self.kernels.rows);
-        let bytes = self.group.a.bytes_of(depth);
-        let share = (bytes * self.kernels.rows).div_ceil(64 * self.task.panels.1);
-        Ahead { source: &self.group.a, row: self.task.rows.0 + next, end, start, bytes, at: 0, share }
     }
 
     #[inline(always)]
@@ -298,37 +297,6 @@ impl Work<'_> {
             });
         }
         pointers
-    }
-}
-
-/// Rows of A on their way into the second-level cache, a share of them at a time: asked for all at once they would hold
-/// up the loads of the kernel.
-struct Ahead<'a> {
-    source: &'a Source<'a>,
-    row: usize,
-    end: usize,
-    /// First element of a row, and bytes from there on.
-    start: usize,
-    bytes: usize,
-    /// Bytes of the row that have been asked for.
-    at: usize,
-    /// Cache lines in a share.
-    share: usize,
-}
-
-impl Ahead<'_> {
-    #[inline(always)]
-    fn advance(&mut self) {
-        for _ in 0..self.share {
-            if self.row >= self.end {
-                return;
-            }
-            kernel::prefetch_far(self.source.address(self.row, self.start).wrapping_add(self.at));
-            self.at += 64;
-            if self.at >= self.bytes {
-                (self.row, self.at) = (self.row + 1, 0);
-            }
-        }
     }
 }
 

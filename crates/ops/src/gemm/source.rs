@@ -83,6 +83,15 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Whether rows of an even length can be used where they lie.
+    #[inline(always)]
+    pub(crate) fn is_direct(&self, format: Format) -> bool {
+        match self.elements {
+            Elements::F32(_) => format.units == Compute::F32 && format.precision == Compute::F32,
+            Elements::Bf16(_) => format.units == Compute::Bf16,
+        }
+    }
+
     /// Where the elements of a row from `at` on lie, in bytes from anywhere.
     #[inline(always)]
     pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {

@@ -107,7 +107,14 @@ fn cut_group(
     let format = Format { units: kernels.compute, precision: product.compute };
     let num_tiles = if product.is_paired { 2 } else { 1 };
     let panels = Panels::of(group.columns, kernels.lanes);
-    let longest = if product.form == Form::Tn { SHORT_PART } else { LONG_PART };
+    // Narrow pieces of long rows, far apart, are slow to fetch and fall on few sets of a cache: with few rows to make
+    // up for it, take wider ones of a part of the depth.
+    let is_far =
+        product.form == Form::Nn && group.depth * group.columns > 2 * B_UNITS && group.rows <= MAX_WAITING_ROWS;
+    // Rows of A that are converted are converted again for each chunk of columns, so these are better wide, too.
+    let is_converted = !group.a.is_direct(format) && group.depth * group.columns > 2 * B_UNITS;
+    let is_short = product.form == Form::Tn || is_far || is_converted;
+    let longest = if is_short { SHORT_PART } else { LONG_PART };
     let num_parts = group.depth.div_ceil(longest).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2);
     let part_units = format.units_of(part.min(group.depth));
