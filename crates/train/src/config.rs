@@ -210,7 +210,7 @@ pub struct TrainConfig {
 impl Default for TrainConfig {
     fn default() -> Self {
         Self {
-            steps: 500,
+            steps: 400,
             seq_len: 256,
             batch_size: 16,
             grad_accumulation: 1,

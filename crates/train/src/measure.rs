@@ -37,8 +37,7 @@ pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
         threads => Context::cpu(threads),
     };
     let is_bf16 = config.train.precision == Precision::Bf16;
-    let peaks = peak::measure(&ctx);
-    let peak_flops = if is_bf16 { peaks.bf16_flops.unwrap_or(peaks.f32_flops) } else { peaks.f32_flops };
+    let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
     let seq_len = config.train.seq_len;
     let (model, num_sequences) = shrink(&config.model, config.train.batch_size, seq_len, is_bf16);
     let seconds = time_steps(&ctx, config, &model, num_sequences)?;

@@ -186,8 +186,7 @@ impl Trainer {
         } = parts;
         let is_bf16 = config.train.precision == Precision::Bf16;
         let compute = is_bf16.then(|| weights.compute_copy(&ctx, DType::BF16));
-        let peaks = peak::measure(&ctx);
-        let peak_flops = if is_bf16 { peaks.bf16_flops.unwrap_or(peaks.f32_flops) } else { peaks.f32_flops };
+        let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
         Self {
             grads: weights.zeros_like(&ctx),
             schedule: schedule(&config),
