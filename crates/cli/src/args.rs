@@ -142,6 +142,9 @@ pub(crate) struct EstimateArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
+    /// Only cases whose name contains this, such as "experts forward" or "training"
+    #[arg(default_value = "")]
+    pub(crate) filter: String,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,

@@ -23,11 +23,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     output.header(&ctx, &peaks);
     for dtype in [DType::F32, DType::BF16] {
-        bench_cases(&ctx, &peaks, dtype, "", |result| output.case(result));
-        moe_layer(&ctx, &peaks, dtype, &mut output)?;
+        bench_cases(&ctx, &peaks, dtype, &args.filter, |result| output.case(result));
+        moe_layer(&ctx, &peaks, dtype, &args.filter, &mut output)?;
     }
     for precision in [Precision::F32, Precision::Bf16] {
-        output.training(args.threads, precision)?;
+        output.training(args, precision)?;
     }
     output.finish(&ctx, &peaks);
     Ok(ExitCode::SUCCESS)
@@ -67,13 +67,16 @@ impl Output {
     }
 
     /// Training steps of the comparison model: 4 layers, D 256, 8 experts of 512, K 2, byte vocabulary, S 256, batch 16.
-    fn training(&mut self, threads: usize, precision: Precision) -> Result<(), Failure> {
+    fn training(&mut self, args: &BenchArgs, precision: Precision) -> Result<(), Failure> {
+        let name = format!("training steps of the comparison model, {precision:?}");
+        if !name.contains(&args.filter) {
+            return Ok(());
+        }
         let mut config = RunConfig::default();
         config.model.vocab_size = BYTE_VOCABULARY;
-        config.train.threads = threads;
+        config.train.threads = args.threads;
         config.train.precision = precision;
         let speed = tokens_per_second(&config)?;
-        let name = format!("training steps of the comparison model, {precision:?}");
         self.cases.push(json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "share_of_peak": speed.mfu }));
         if !self.is_json {
             let share = format!("{:.1}%", 100.0 * speed.mfu);
@@ -102,8 +105,12 @@ impl Output {
 }
 
 /// The whole MoE layer, router, dispatch and combine included, forward and backward with weight gradients.
-fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, output: &mut Output) -> Result<(), Failure> {
+fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &mut Output) -> Result<(), Failure> {
     let (t, d, f, e, k) = (1024, 1024, 512, 32, 4);
+    let name = format!("MoE layer forward and backward T {t} D {d} F {f} E {e} K {k}, {dtype:?}");
+    if !name.contains(filter) {
+        return Ok(());
+    }
     let layer = MoeLayer::new(MoeConfig {
         width: d,
         num_experts: e,
@@ -141,11 +148,6 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, output: &mut Output) ->
         let (_, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
         task.run(ctx, Write::Replace, &mut grads);
     });
-    output.case(&BenchResult {
-        name: format!("MoE layer forward and backward T {t} D {d} F {f} E {e} K {k}, {dtype:?}"),
-        flops: 18.0 * (t * k * d * f) as f64,
-        seconds,
-        peak: peaks.flops(dtype),
-    });
+    output.case(&BenchResult { name, flops: 18.0 * (t * k * d * f) as f64, seconds, peak: peaks.flops(dtype) });
     Ok(())
 }

@@ -10,6 +10,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 
 use crate::config::{ConfigError, Precision, RunConfig};
 use crate::optimizer::{AdamWConfig, Optimizer};
+use crate::trainer::context;
 
 /// Memory that the measurement may take.
 const MAX_BYTES: u64 = 2 << 30;
@@ -32,10 +33,7 @@ pub struct Speed {
 /// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short measurement is
 /// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
 pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
-    let ctx = match config.train.threads {
-        0 => Context::cpu_all_cores(),
-        threads => Context::cpu(threads),
-    };
+    let ctx = context(config);
     let is_bf16 = config.train.precision == Precision::Bf16;
     let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
     let seq_len = config.train.seq_len;

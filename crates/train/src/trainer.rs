@@ -436,7 +436,8 @@ fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, Config
     Ok(given)
 }
 
-fn context(config: &RunConfig) -> Context {
+/// A context with the threads that the configuration asks for.
+pub(crate) fn context(config: &RunConfig) -> Context {
     match config.train.threads {
         0 => Context::cpu_all_cores(),
         threads => Context::cpu(threads),
