@@ -163,12 +163,17 @@ fn announce(trainer: &Trainer) {
     eprintln!("Run:        {}", trainer.run_dir().display());
 }
 
+/// A model that has learnt little writes control characters, which a terminal would obey.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
+}
+
 fn watch(trainer: &mut Trainer, requests: &Requests) -> Result<Outcome, Failure> {
     let mut display = Display::new(trainer.progress().step);
     let result = trainer.run(requests, &mut |event| match event {
         Event::Step { record, total_steps, val_loss } => display.step(record, total_steps, val_loss),
         Event::Sample(sample) => {
-            display.note(&format!("--- step {}: {}{}\n---", sample.step, sample.prompt, sample.text));
+            display.note(&format!("--- step {}: {}{}\n---", sample.step, sample.prompt, printable(&sample.text)));
         }
         Event::Skipped { step, in_a_row, max_in_a_row } => display.note(&format!(
             "step {step}: loss or gradient is not finite, the update is skipped ({in_a_row} in a row, {max_in_a_row} end the run)"
