@@ -66,6 +66,19 @@ pub enum TrainError {
         /// Why.
         source: io::Error,
     },
+    /// The model and its training state do not fit in this machine's memory.
+    #[error(
+        "training needs about {} MB for weights, gradients and optimizer, and this machine has {} MB: \
+         a smaller model.width, model.num_layers or model.num_experts would fit",
+        needed_bytes / 1_000_000,
+        machine_bytes / 1_000_000
+    )]
+    Memory {
+        /// Bytes of weights, gradients and moments.
+        needed_bytes: u64,
+        /// Bytes that the machine has.
+        machine_bytes: u64,
+    },
     /// Too many steps in a row had a loss or gradient that is not finite.
     #[error(
         "step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite (train.max_bad_steps); \

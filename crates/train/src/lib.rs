@@ -10,6 +10,7 @@ pub mod metrics;
 pub mod optimizer;
 pub mod report;
 pub mod schedule;
+mod setup;
 mod state;
 pub mod store;
 mod trainer;

@@ -10,7 +10,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 
 use crate::config::{ConfigError, Precision, RunConfig};
 use crate::optimizer::{AdamWConfig, Optimizer};
-use crate::trainer::context;
+use crate::setup::context;
 
 /// Memory that the measurement may take.
 const MAX_BYTES: u64 = 2 << 30;

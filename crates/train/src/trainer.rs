@@ -18,13 +18,14 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::DType;
 
-use crate::config::{BalanceChoice, ConfigError, Precision, RunConfig, ScheduleKind};
+use crate::config::{BalanceChoice, ConfigError, Precision, RunConfig};
 use crate::corpus::Corpus;
 use crate::data::{Batch, Dataset};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
-use crate::optimizer::{AdamWConfig, Optimizer, clip_scale, global_norm};
-use crate::schedule::{Decay, Schedule};
+use crate::optimizer::{Optimizer, clip_scale, global_norm};
+use crate::schedule::Schedule;
+use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
 use crate::state::{self, Progress};
 use crate::store::{CONFIG_FILE, Keep, Store};
 
@@ -107,6 +108,7 @@ impl Trainer {
         let corpus = Corpus::open(&config, None)?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
+        check_memory(&config)?;
         let weights = decoder.init(&ctx, config.train.seed);
         let optimizer = Optimizer::new(&ctx, adamw_config(&config), &weights);
         let store = Store::open_to_write(&run_dir)?;
@@ -417,55 +419,6 @@ struct Parts {
     store: Store,
     metrics: MetricsWriter,
     last_checkpoint: Option<PathBuf>,
-}
-
-/// The model's vocabulary: the tokenizer's, unless a larger one is set.
-fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
-    let (given, needed) = (config.model.vocab_size, tokenizer.vocab_size());
-    if given == 0 {
-        return Ok(needed);
-    }
-    if given < needed {
-        return Err(ConfigError::Value {
-            origin: String::new(),
-            setting: "model.vocab_size".to_owned(),
-            value: given.to_string(),
-            expected: format!("must be 0 (the tokenizer's size) or at least the tokenizer's size, {needed}"),
-        });
-    }
-    Ok(given)
-}
-
-/// A context with the threads that the configuration asks for.
-pub(crate) fn context(config: &RunConfig) -> Context {
-    match config.train.threads {
-        0 => Context::cpu_all_cores(),
-        threads => Context::cpu(threads),
-    }
-}
-
-fn adamw_config(config: &RunConfig) -> AdamWConfig {
-    let train = &config.train;
-    AdamWConfig { beta1: train.beta1, beta2: train.beta2, eps: train.eps, weight_decay: train.weight_decay }
-}
-
-fn schedule(config: &RunConfig) -> Schedule {
-    let train = &config.train;
-    Schedule {
-        peak: train.lr,
-        min_ratio: train.min_lr_ratio,
-        warmup_steps: train.warmup_steps,
-        total_steps: train.steps,
-        decay: match train.schedule {
-            ScheduleKind::Cosine => Decay::Cosine,
-            ScheduleKind::Wsd => Decay::Wsd { decay_steps: (train.decay_fraction * train.steps as f64).round() as u64 },
-            ScheduleKind::Constant => Decay::Constant,
-        },
-    }
-}
-
-fn moe_layers(config: &RunConfig) -> Vec<usize> {
-    (0..config.model.num_layers).filter(|&i| config.model.is_moe_layer(i)).collect()
 }
 
 fn is_due(step: u64, every: u64) -> bool {

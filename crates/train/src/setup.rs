@@ -1,0 +1,78 @@
+//! What a run is set up with, as functions of its configuration.
+
+use moeworks_model::Tokenizer;
+use moeworks_model::account::TrainingMemory;
+use moeworks_ops::Context;
+
+use crate::config::{ConfigError, Precision, RunConfig, ScheduleKind};
+use crate::error::TrainError;
+use crate::optimizer::AdamWConfig;
+use crate::schedule::{Decay, Schedule};
+
+/// The model's vocabulary: the tokenizer's, unless a larger one is set.
+pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
+    let (given, needed) = (config.model.vocab_size, tokenizer.vocab_size());
+    if given == 0 {
+        return Ok(needed);
+    }
+    if given < needed {
+        return Err(ConfigError::Value {
+            origin: String::new(),
+            setting: "model.vocab_size".to_owned(),
+            value: given.to_string(),
+            expected: format!("must be 0 (the tokenizer's size) or at least the tokenizer's size, {needed}"),
+        });
+    }
+    Ok(given)
+}
+
+/// Refuses a model whose training state cannot fit, before the system ends the program for it. Activations are not counted:
+/// they are an estimate, and checkpointing bounds them.
+pub(crate) fn check_memory(config: &RunConfig) -> Result<(), TrainError> {
+    let memory = TrainingMemory::of(&config.model, 0, config.train.precision == Precision::Bf16, false);
+    match machine_bytes() {
+        Some(machine_bytes) if memory.total_bytes() > machine_bytes => {
+            Err(TrainError::Memory { needed_bytes: memory.total_bytes(), machine_bytes })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The machine's memory, where the system says so in `/proc/meminfo`.
+fn machine_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// A context with the threads that the configuration asks for.
+pub(crate) fn context(config: &RunConfig) -> Context {
+    match config.train.threads {
+        0 => Context::cpu_all_cores(),
+        threads => Context::cpu(threads),
+    }
+}
+
+pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {
+    let train = &config.train;
+    AdamWConfig { beta1: train.beta1, beta2: train.beta2, eps: train.eps, weight_decay: train.weight_decay }
+}
+
+pub(crate) fn schedule(config: &RunConfig) -> Schedule {
+    let train = &config.train;
+    Schedule {
+        peak: train.lr,
+        min_ratio: train.min_lr_ratio,
+        warmup_steps: train.warmup_steps,
+        total_steps: train.steps,
+        decay: match train.schedule {
+            ScheduleKind::Cosine => Decay::Cosine,
+            ScheduleKind::Wsd => Decay::Wsd { decay_steps: (train.decay_fraction * train.steps as f64).round() as u64 },
+            ScheduleKind::Constant => Decay::Constant,
+        },
+    }
+}
+
+pub(crate) fn moe_layers(config: &RunConfig) -> Vec<usize> {
+    (0..config.model.num_layers).filter(|&i| config.model.is_moe_layer(i)).collect()
+}
