@@ -68,7 +68,7 @@ pub enum TrainError {
     },
     /// The model and its training state do not fit in this machine's memory.
     #[error(
-        "training needs about {} MB for weights, gradients and optimizer, and this machine has {} MB: \
+        "training needs about {} MB of memory for weights, gradients and optimizer, and this machine has {} MB: \
          a smaller model.width, model.num_layers or model.num_experts would fit",
         needed_bytes / 1_000_000,
         machine_bytes / 1_000_000
