@@ -56,11 +56,13 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
         eprintln!("Checkpoint: {}", checkpoint.display());
     }
     eprintln!("Report:     {}", report.display());
+    // As this program was called, so that the line can be pasted.
+    let program = std::env::args().next().unwrap_or_else(|| "moeworks".to_owned());
     if outcome == Outcome::Stopped {
-        eprintln!("Go on:      moeworks train --resume {shown}");
+        eprintln!("Go on:      {program} train --resume {shown}");
         return Ok(ExitCode::from(EXIT_INTERRUPTED));
     }
-    eprintln!("Next:       moeworks generate {shown} --prompt {:?}", trainer.config().train.sample_prompt);
+    eprintln!("Next:       {program} generate {shown} --prompt {:?}", trainer.config().train.sample_prompt);
     Ok(ExitCode::SUCCESS)
 }
 
