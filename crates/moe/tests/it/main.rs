@@ -57,6 +57,14 @@ struct Tolerance {
     least: f64,
 }
 
+impl Tolerance {
+    /// For sums of `num_terms` terms that may cancel: the rounding of the terms, independent of each other, adds up as the
+    /// square root of their number.
+    fn of_sum(self, num_terms: usize) -> Self {
+        Self { least: self.least * (num_terms as f64).sqrt().max(1.0), ..self }
+    }
+}
+
 /// Whether `values` are `expected` up to `relative` times the largest of them.
 fn assert_close(name: &str, values: &Tensor, expected: &[f64], relative: f64) {
     assert_within(name, values, expected, Tolerance { relative, least: 0.01 });
