@@ -7,7 +7,7 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds};
 use moeworks_ops::peak::{self, Peaks};
 use moeworks_ops::{Activation, Context, elementwise};
-use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use moeworks_tensor::{DType, Purpose, Random};
 use moeworks_train::config::{Precision, RunConfig};
 use moeworks_train::measure::tokens_per_second;
 use serde_json::{Value, json};
@@ -123,25 +123,17 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
         jitter: 0.0,
         shared_width: 0,
     })?;
-    let random = |stream, shape: &[usize], dtype| -> Tensor {
-        let mut tensor = ctx.empty(shape, DType::F32);
+    let mut weights = MoeWeights::random(ctx, layer.config(), 0, 0.5);
+    for experts in [&mut weights.gate_up, &mut weights.down] {
+        *experts = elementwise::cast(ctx, experts, dtype);
+    }
+    let mut grads = MoeWeights::zeros(ctx, layer.config(), DType::F32);
+    let tokens = |stream, dtype| {
+        let mut tensor = ctx.empty(&[t, d], DType::F32);
         elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 0.5, &mut tensor);
         elementwise::cast(ctx, &tensor, dtype)
     };
-    let weights = MoeWeights {
-        router: random(0, &[e, d], DType::F32),
-        gate_up: random(1, &[e, 2 * f, d], dtype),
-        down: random(2, &[e, d, f], dtype),
-        shared: None,
-    };
-    let zeros = |tensor: &Tensor| ctx.zeros(tensor.shape(), DType::F32);
-    let mut grads = MoeWeights {
-        router: zeros(&weights.router),
-        gate_up: zeros(&weights.gate_up),
-        down: zeros(&weights.down),
-        shared: None,
-    };
-    let (x, dy) = (random(3, &[t, d], dtype), random(4, &[t, d], DType::F32));
+    let (x, dy) = (tokens(0, dtype), tokens(1, DType::F32));
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3 };
     let seconds = best_seconds(5, || {
         let (_, saved) = layer.forward(ctx, &weights, &x, None);
