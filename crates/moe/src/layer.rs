@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::add_assign;
+use moeworks_ops::elementwise::{add_assign, sum_of_squares};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, experts_backward, experts_forward,
     experts_weight_grad,
@@ -39,6 +39,7 @@ pub struct MoeSaved {
 struct Saved {
     x: Tensor,
     jitter: Option<Jitter>,
+    squared_logits: f64,
     scores: TopK,
     routing: Routing,
     dispatch: Dispatch,
@@ -86,7 +87,7 @@ impl MoeLayer {
         weights.check(&self.config);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let jitter = noise.map(|&random| Jitter { eps: self.config.jitter, random }).filter(|jitter| jitter.eps > 0.0);
-        let (scores, routing) = self.scores(ctx, weights, x, jitter);
+        let (squared_logits, scores, routing) = self.scores(ctx, weights, x, jitter);
         let dispatch = Dispatch::new(ctx, &routing, self.config.capacity_factor);
         let (mut y, experts) = experts_forward(ctx, x, weights.experts(self.config.activation), dispatch.rows());
         let shared = weights.shared.as_ref().map(|shared| {
@@ -94,7 +95,7 @@ impl MoeLayer {
             add_assign(ctx, &mut y, &shared_y);
             saved
         });
-        let saved = Saved { x: x.clone(), jitter, scores, routing, dispatch, experts, shared };
+        let saved = Saved { x: x.clone(), jitter, squared_logits, scores, routing, dispatch, experts, shared };
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
@@ -102,15 +103,17 @@ impl MoeLayer {
     #[must_use]
     pub fn route(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, noise: Option<&Random>) -> Routing {
         let jitter = noise.map(|&random| Jitter { eps: self.config.jitter, random }).filter(|jitter| jitter.eps > 0.0);
-        self.scores(ctx, weights, x, jitter).1
+        self.scores(ctx, weights, x, jitter).2
     }
 
-    fn scores(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, jitter: Option<Jitter>) -> (TopK, Routing) {
+    /// The sum of the squared logits, which become the probabilities in place, the scores and the choice.
+    fn scores(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, jitter: Option<Jitter>) -> (f64, TopK, Routing) {
         let noisy = jitter.map(|jitter| jitter.apply(ctx, x));
         let logits = linear(ctx, noisy.as_ref().unwrap_or(x), &weights.router, DType::F32);
+        let squared_logits = sum_of_squares(ctx, &logits);
         let scores = softmax_top_k(ctx, logits, self.config.top_k, self.is_normalized());
         let routing = Routing::from_tensors(self.config.num_experts, scores.ids.clone(), scores.weights.clone());
-        (scores, routing)
+        (squared_logits, scores, routing)
     }
 
     /// The softmax over the chosen logits is the softmax over all of them divided by the sum over the chosen.
@@ -194,17 +197,19 @@ impl MoeSaved {
     /// What the routing looked like.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
-        let Saved { x, scores, dispatch, .. } = &*self.inner;
+        let Saved { x, squared_logits, scores, dispatch, .. } = &*self.inner;
         let per_token = 1.0 / x.rows().max(1) as f64;
         LayerStats {
             num_tokens: x.rows(),
             num_choices: dispatch.token_rows().len(),
             num_dropped: dispatch.num_dropped(),
+            num_rerouted: 0,
             tokens_per_expert: dispatch.tokens_per_expert().to_vec(),
             kept_per_expert: dispatch.rows_per_expert().collect(),
             mean_prob: scores.sums.probs.iter().map(|sum| (sum * per_token) as f32).collect(),
             mean_entropy: scores.sums.entropy * per_token,
             z: scores.sums.lse_squared * per_token,
+            mean_squared_logit: squared_logits * per_token / scores.probs.cols() as f64,
         }
     }
 }

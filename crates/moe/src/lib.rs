@@ -86,6 +86,7 @@ pub use layer::{MoeGradTask, MoeLayer, MoeSaved};
 pub use losses::{BalanceLoss, LossGrad, balance_loss_per_layer, balance_loss_pooled, z_loss};
 pub use routing::{Routing, RoutingError};
 pub use stats::{
-    LayerStats, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy, max_over_mean, num_dead_experts,
+    LayerStats, Load, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy, max_over_mean,
+    num_dead_experts, share,
 };
 pub use weights::{MoeWeights, SharedWeights};

@@ -9,6 +9,8 @@ pub struct LayerStats {
     pub num_choices: usize,
     /// Choices that no expert had room for.
     pub num_dropped: usize,
+    /// Choices that went to another expert than the router's, because that one had no room.
+    pub num_rerouted: usize,
     /// `[E]`: choices of each expert, before any is dropped.
     pub tokens_per_expert: Vec<u32>,
     /// `[E]`: rows of each expert, after dropping.
@@ -19,6 +21,8 @@ pub struct LayerStats {
     pub mean_entropy: f64,
     /// Mean over the tokens of the squared log-sum-exp of the logits: the router z-loss without its coefficient.
     pub z: f64,
+    /// Mean over tokens and experts of the squared logit; 0 for a router without logits.
+    pub mean_squared_logit: f64,
 }
 
 impl LayerStats {
@@ -29,11 +33,13 @@ impl LayerStats {
             num_tokens: 0,
             num_choices: 0,
             num_dropped: 0,
+            num_rerouted: 0,
             tokens_per_expert: vec![0; num_experts],
             kept_per_expert: vec![0; num_experts],
             mean_prob: vec![0.0; num_experts],
             mean_entropy: 0.0,
             z: 0.0,
+            mean_squared_logit: 0.0,
         }
     }
 
@@ -49,6 +55,7 @@ impl LayerStats {
         self.num_tokens = total;
         self.num_choices += other.num_choices;
         self.num_dropped += other.num_dropped;
+        self.num_rerouted += other.num_rerouted;
         self.tokens_per_expert.iter_mut().zip(&other.tokens_per_expert).for_each(|(a, b)| *a = a.saturating_add(*b));
         self.kept_per_expert.iter_mut().zip(&other.kept_per_expert).for_each(|(a, b)| *a = a.saturating_add(*b));
         for (a, &b) in self.mean_prob.iter_mut().zip(&other.mean_prob) {
@@ -56,6 +63,7 @@ impl LayerStats {
         }
         self.mean_entropy = mean(self.mean_entropy, other.mean_entropy);
         self.z = mean(self.z, other.z);
+        self.mean_squared_logit = mean(self.mean_squared_logit, other.mean_squared_logit);
     }
 
     /// E.
@@ -67,7 +75,20 @@ impl LayerStats {
     /// Share of the choices that were dropped, 0 to 1.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
-        if self.num_choices == 0 { 0.0 } else { self.num_dropped as f64 / self.num_choices as f64 }
+        share(self.num_dropped as u64, self.num_choices as u64)
+    }
+
+    /// Share of the choices that were rerouted, 0 to 1.
+    #[must_use]
+    pub fn reroute_rate(&self) -> f64 {
+        share(self.num_rerouted as u64, self.num_choices as u64)
+    }
+
+    /// Root of the mean squared logit: the scale of the router's logits. Logits that grow without bound saturate the
+    /// softmax (the router z-loss is against that).
+    #[must_use]
+    pub fn logit_rms(&self) -> f64 {
+        self.mean_squared_logit.sqrt()
     }
 
     /// [`cv`] of the tokens per expert.
@@ -119,58 +140,72 @@ impl LayerStats {
     }
 }
 
+/// The count of an expert: u32 in one pass, u64 in sums over many.
+pub trait Load: Copy + Into<u64> {}
+
+impl<N: Copy + Into<u64>> Load for N {}
+
+/// `part / whole`, 0 of nothing: the share of the choices that were dropped or rerouted.
+#[must_use]
+pub fn share(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
 /// Coefficient of variation of a load: standard deviation (of the whole population) over mean. 0 for an even load and
 /// for none; `sqrt(E - 1)` if one expert has everything.
 #[must_use]
-pub fn cv(load: &[u32]) -> f64 {
+pub fn cv<N: Load>(load: &[N]) -> f64 {
     let mean = mean(load);
     if mean == 0.0 {
         return 0.0;
     }
-    let variance = load.iter().map(|&n| (f64::from(n) - mean).powi(2)).sum::<f64>() / load.len() as f64;
+    let variance = counts(load).map(|n| (n - mean).powi(2)).sum::<f64>() / load.len() as f64;
     variance.sqrt() / mean
 }
 
 /// Entropy of a load as a distribution over the experts, in nats: `ln E` if even, 0 if one expert has everything.
 #[must_use]
-pub fn load_entropy(load: &[u32]) -> f64 {
-    let total = load.iter().map(|&n| f64::from(n)).sum::<f64>();
-    let term = |n: f64| if n > 0.0 { -(n / total) * (n / total).ln() } else { 0.0 };
-    load.iter().map(|&n| term(f64::from(n))).sum()
+pub fn load_entropy<N: Load>(load: &[N]) -> f64 {
+    let total = counts(load).sum::<f64>();
+    counts(load).map(|n| if n > 0.0 { -(n / total) * (n / total).ln() } else { 0.0 }).sum()
 }
 
 /// `exp(entropy of the load) / E`: the share of the experts that are effectively in use. 1 for an even load, `1 / E` if
 /// one expert has everything, 0 without a load.
 #[must_use]
-pub fn expert_diversity(load: &[u32]) -> f64 {
-    if load.iter().all(|&n| n == 0) { 0.0 } else { load_entropy(load).exp() / load.len() as f64 }
+pub fn expert_diversity<N: Load>(load: &[N]) -> f64 {
+    if num_dead_experts(load) == load.len() { 0.0 } else { load_entropy(load).exp() / load.len() as f64 }
 }
 
 /// Experts that nobody chose.
 #[must_use]
-pub fn num_dead_experts(load: &[u32]) -> usize {
-    load.iter().filter(|&&n| n == 0).count()
+pub fn num_dead_experts<N: Load>(load: &[N]) -> usize {
+    load.iter().filter(|&&n| n.into() == 0).count()
 }
 
 /// Share of the experts that nobody chose, 0 to 1.
 #[must_use]
-pub fn dead_expert_frac(load: &[u32]) -> f64 {
-    if load.is_empty() { 0.0 } else { num_dead_experts(load) as f64 / load.len() as f64 }
+pub fn dead_expert_frac<N: Load>(load: &[N]) -> f64 {
+    share(num_dead_experts(load) as u64, load.len() as u64)
 }
 
 /// The largest load over the mean load: 1 if even, E if one expert has everything; 1 without a load.
 #[must_use]
-pub fn max_over_mean(load: &[u32]) -> f64 {
+pub fn max_over_mean<N: Load>(load: &[N]) -> f64 {
     let mean = mean(load);
-    if mean == 0.0 { 1.0 } else { f64::from(load.iter().max().copied().unwrap_or(0)) / mean }
+    if mean == 0.0 { 1.0 } else { counts(load).fold(0.0, f64::max) / mean }
 }
 
 /// `max / mean - 1` of the load, MaxVio of Wang et al. (2408.15664).
 #[must_use]
-pub fn e_max_violation(load: &[u32]) -> f64 {
+pub fn e_max_violation<N: Load>(load: &[N]) -> f64 {
     max_over_mean(load) - 1.0
 }
 
-fn mean(load: &[u32]) -> f64 {
-    if load.is_empty() { 0.0 } else { load.iter().map(|&n| f64::from(n)).sum::<f64>() / load.len() as f64 }
+fn counts<N: Load>(load: &[N]) -> impl Iterator<Item = f64> + '_ {
+    load.iter().map(|&n| n.into() as f64)
+}
+
+fn mean<N: Load>(load: &[N]) -> f64 {
+    if load.is_empty() { 0.0 } else { counts(load).sum::<f64>() / load.len() as f64 }
 }

@@ -73,6 +73,14 @@ fn the_balance_loss_is_1_when_uniform_and_e_at_collapse() {
 }
 
 #[test]
+fn the_scale_of_the_logits_is_their_root_mean_square() {
+    let mean_square = 30.0_f64.powi(2) / 6.0 / 8.0 + (0..6).map(|t| f64::from(t).powi(2)).sum::<f64>() / 6.0;
+    let stats = stats(8, 1, |t, e| if (t, e) == (0, 5) { 30.0 } else { -(t as f64) });
+    assert!((stats.logit_rms() - mean_square.sqrt()).abs() < 1e-5, "{}", stats.logit_rms());
+    assert_eq!((stats.num_rerouted, stats.reroute_rate()), (0, 0.0));
+}
+
+#[test]
 fn zero_logits_give_the_squared_logarithm_of_e() {
     for (num_experts, expected) in [(8, 4.3241), (64, 17.2963), (128, 23.5422)] {
         assert!((z_loss(&[&stats(num_experts, 1, |_, _| 0.0)]) - expected).abs() < 1e-4);

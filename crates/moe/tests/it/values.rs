@@ -2,7 +2,7 @@
 
 use moeworks_moe::{
     Dispatch, LayerStats, Routing, RoutingError, capacity, cv, dead_expert_frac, e_max_violation, expert_diversity,
-    load_entropy, max_over_mean,
+    load_entropy, max_over_mean, share,
 };
 use moeworks_ops::Context;
 
@@ -77,17 +77,20 @@ fn the_capacity_is_the_documented_one() {
 
 #[test]
 fn figures_of_a_load() {
-    let even = [5, 5, 5, 5];
+    let even = [5_u32, 5, 5, 5];
     assert_eq!((cv(&even), expert_diversity(&even), max_over_mean(&even)), (0.0, 1.0, 1.0));
-    let one = [0, 0, 12, 0];
+    let one = [0_u64, 0, 12, 0];
     assert_eq!((expert_diversity(&one), dead_expert_frac(&one), e_max_violation(&one)), (0.25, 0.75, 3.0));
     assert!((cv(&one) - 3.0_f64.sqrt()).abs() < 1e-12);
-    assert!((load_entropy(&[1, 1, 2]) - 1.5 * 2.0_f64.ln()).abs() < 1e-12);
-    for none in [&[0, 0][..], &[]] {
+    assert!((load_entropy(&[1_u32, 1, 2]) - 1.5 * 2.0_f64.ln()).abs() < 1e-12);
+    for none in [&[0_u32, 0][..], &[]] {
         let figures =
             [cv(none), expert_diversity(none), max_over_mean(none), load_entropy(none), e_max_violation(none)];
         assert_eq!(figures, [0.0, 0.0, 1.0, 0.0, 0.0]);
     }
+    // Sums over a long run may be as large as they can be.
+    assert_eq!((cv(&[u64::MAX; 2]), max_over_mean(&[u64::MAX, 0])), (0.0, 2.0));
+    assert_eq!((share(1, 4), share(0, 0)), (0.25, 0.0));
 }
 
 #[test]
@@ -96,11 +99,13 @@ fn merged_statistics_are_those_of_all_tokens() {
         num_tokens,
         num_choices: num_tokens,
         num_dropped: 1,
+        num_rerouted: 3,
         tokens_per_expert: vec![count, 1],
         kept_per_expert: vec![count - 1, 1],
         mean_prob: vec![p, 1.0 - p],
         mean_entropy: z / 2.0,
         z,
+        mean_squared_logit: 9.0 * z,
     };
     let mut total = LayerStats::empty(2);
     total.merge(&LayerStats::empty(2));
@@ -111,5 +116,6 @@ fn merged_statistics_are_those_of_all_tokens() {
     assert_eq!((total.num_tokens, total.num_dropped, &total.tokens_per_expert[..]), (12, 2, &[10, 2][..]));
     assert_eq!((total.mean_prob[0], total.z, total.mean_entropy), (0.875, 4.0, 2.0));
     assert!((total.drop_rate() - 1.0 / 6.0).abs() < 1e-12);
+    assert_eq!((total.reroute_rate(), total.logit_rms()), (0.5, 6.0));
     assert!((total.mean_prob_entropy() - 0.376_770).abs() < 1e-5);
 }
