@@ -13,6 +13,7 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::activation::{activate, pull_back};
+use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::{TILE_STRIDE, Tile};
 use crate::gemm::source::Source;
 use crate::gemm::store::{Room, Store, read_rows, write_rows};
@@ -210,7 +211,8 @@ pub fn experts_weight_grad(
         });
         let offsets: Vec<_> = experts.iter().map(|(e, _)| e * d * f).collect();
         let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
-        gemm::run(ctx, &product, &Store { to: Lent::new(down.f32s_mut()), offsets: &offsets, stride: f, write });
+        let to = Lent::new(down.f32s_mut());
+        weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: f, write });
     };
     with_float!(dtype, T => {
         let (isa, h) = (ctx.isa(), saved.h.slice::<T>());
@@ -233,7 +235,8 @@ pub fn experts_weight_grad(
     });
     let offsets: Vec<_> = experts.iter().map(|(e, _)| e * af * d).collect();
     let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
-    gemm::run(ctx, &product, &Store { to: Lent::new(grads.gate_up.f32s_mut()), offsets: &offsets, stride: d, write });
+    let to = Lent::new(grads.gate_up.f32s_mut());
+    weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: d, write });
 }
 
 struct Sizes {

@@ -17,6 +17,7 @@ pub mod counting_sort;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;
+mod few_rows;
 mod gemm;
 pub mod head_loss;
 mod isa;

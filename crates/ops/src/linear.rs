@@ -7,6 +7,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{Compute, Form, Group, Product, run};
@@ -30,7 +31,7 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
     let group = Group { a: Source::rows(x, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut y = ctx.empty(&[rows, columns], out);
-    product(ctx, Form::Nt, Compute::of(w.dtype()), group, Write::Replace, &mut y);
+    product(ctx, Form::Nt, Compute::of(w.dtype()), group, &mut y);
     y
 }
 
@@ -41,7 +42,7 @@ pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType)
     assert_eq!(w.rows(), depth, "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut dx = ctx.empty(&[rows, columns], out);
-    product(ctx, Form::Nn, Compute::of(w.dtype()), group, Write::Replace, &mut dx);
+    product(ctx, Form::Nn, Compute::of(w.dtype()), group, &mut dx);
     dx
 }
 
@@ -56,14 +57,16 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
         x.shape()
     );
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
-    product(ctx, Form::Tn, Compute::of(compute), group, write, dw);
+    let product = Product { form: Form::Tn, compute: Compute::of(compute), groups: &[group], is_paired: false };
+    let to = Lent::new(dw.f32s_mut());
+    weight_gradients(ctx, &product, Gradients { to, offsets: &[0], stride: columns, write });
 }
 
-fn product(ctx: &Context, form: Form, compute: Compute, group: Group<'_>, write: Write, to: &mut Tensor) {
+fn product(ctx: &Context, form: Form, compute: Compute, group: Group<'_>, to: &mut Tensor) {
     let product = Product { form, compute, groups: &[group], is_paired: false };
     with_float!(to.dtype(), T => {
         let to = Lent::new(to.slice_mut::<T>());
-        run(ctx, &product, &Store { to, offsets: &[0], stride: group.columns, write });
+        run(ctx, &product, &Store { to, offsets: &[0], stride: group.columns, write: Write::Replace });
     });
 }
 

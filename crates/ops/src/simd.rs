@@ -42,6 +42,26 @@ pub(crate) trait Level: Copy {
     unsafe fn store(to: *mut f32, value: Self::Vector);
     /// `a * b + c` in each lane.
     fn vector_mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// The bf16 elements at `from`, widened: those at even places, then those at odd ones. That order is what falls out
+    /// of 32-bit lanes with a shift and a mask.
+    ///
+    /// # Safety
+    /// Twice `WIDTH` elements must be readable there.
+    unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2];
+    /// Writes the lanes to `to`, which must be aligned to the vector, past the caches: for what is not read again soon.
+    ///
+    /// # Safety
+    /// `WIDTH` elements must be writable there; [`fence`] must follow before another thread reads them.
+    unsafe fn stream(to: *mut f32, value: Self::Vector);
+}
+
+/// Orders [`Level::stream`]s before everything that follows.
+pub(crate) fn fence() {
+    // SAFETY: every x86-64 processor has the instruction.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::x86_64::_mm_sfence();
+    }
 }
 
 /// The target that the crate is compiled for, without anything found at run time.
@@ -79,12 +99,28 @@ impl Level for Baseline {
             Self::mul_add(a[3], b[3], c[3]),
         ]
     }
+
+    #[inline(always)]
+    unsafe fn load_pairs(from: *const bf16) -> [[f32; 4]; 2] {
+        // SAFETY: the caller promises eight readable elements.
+        let pairs = unsafe { from.cast::<[[bf16; 2]; 4]>().read_unaligned() };
+        [pairs.map(|pair| pair[0].load()), pairs.map(|pair| pair[1].load())]
+    }
+
+    #[inline(always)]
+    unsafe fn stream(to: *mut f32, value: [f32; 4]) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { Self::store(to, value) }
+    }
 }
 
 /// A level whose vectors are those of x86-64.
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_level {
-    ($(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident) => {
+    (
+        $(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident,
+        $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident
+    ) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
         pub(crate) struct $name;
@@ -117,6 +153,22 @@ macro_rules! x86_level {
                 // SAFETY: as in `splat`.
                 unsafe { core::arch::x86_64::$fma(a, b, c) }
             }
+
+            #[inline(always)]
+            unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2] {
+                use core::arch::x86_64::{$and, $cast, $load_int, $shift, $splat_int};
+                // SAFETY: as above, and the caller promises two vectors' worth of readable elements.
+                unsafe {
+                    let pairs = $load_int(from.cast());
+                    [$cast($shift::<16>(pairs)), $cast($and(pairs, $splat_int(0xffff_0000_u32 as i32)))]
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn stream(to: *mut f32, value: Self::Vector) {
+                // SAFETY: as above, and the caller promises an aligned vector of writable elements.
+                unsafe { core::arch::x86_64::$stream(to, value) }
+            }
         }
     };
 }
@@ -124,12 +176,14 @@ macro_rules! x86_level {
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX2 with FMA.
-    Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps
+    Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps,
+    _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX-512 with F, BW, DQ and VL.
-    Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps
+    Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
+    _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps
 );
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body

@@ -21,13 +21,14 @@ use std::sync::{Mutex, PoisonError};
 
 use moeworks_tensor::{DType, Tensor};
 
-use crate::Context;
 use crate::parallel::Lent;
 use crate::simd::{Level, kernel as compiled};
+use crate::{Context, few_rows};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs};
 use source::{Block, Format, Source};
 use store::Room;
-use tasks::{Panels, Task};
+pub(crate) use tasks::Panels;
+use tasks::Task;
 
 /// The type in which products are taken; sums are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,13 +112,20 @@ pub(crate) trait Epilogue: Sync {
 pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let plan = tasks::plan(product, &kernels, ctx.threads().count());
-    if plan.tasks.is_empty() {
+    let few = few_rows::Plan::of(product, &kernels);
+    let num_tasks = plan.tasks.len() + few.tasks.len();
+    if num_tasks == 0 {
         return;
     }
-    let num_threads = ctx.threads().count().min(plan.tasks.len());
-    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units], DType::U32);
+    let num_threads = ctx.threads().count().min(num_tasks);
+    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
-    ctx.threads().run(plan.tasks.len(), |index| {
+    ctx.threads().run(num_tasks, |index| {
+        if let Some(task) = index.checked_sub(plan.tasks.len()) {
+            let work = few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], lanes: kernels.lanes };
+            scratch.with(|scratch| few_rows::run_task(work, scratch, epilogue));
+            return;
+        }
         // Tasks are taken in order, so this is about the one that this thread will take next.
         let next = plan.tasks.get(index + num_threads);
         let work =
@@ -132,20 +140,20 @@ pub(crate) fn num_panels(ctx: &Context, compute: Compute, columns: usize) -> usi
 }
 
 /// Scratch memory for as many tasks as run at a time.
-struct Slots<'a> {
+pub(crate) struct Slots<'a> {
     memory: Lent<'a, u32>,
     len: usize,
     free: Mutex<Vec<usize>>,
 }
 
 impl<'a> Slots<'a> {
-    fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
+    pub(crate) fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
         let memory = tensor.slice_mut::<u32>();
         let len = memory.len() / num_slots;
         Self { memory: Lent::new(memory), len, free: Mutex::new((0..num_slots).collect()) }
     }
 
-    fn with(&self, run: impl FnOnce(&mut [u32])) {
+    pub(crate) fn with(&self, run: impl FnOnce(&mut [u32])) {
         let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = lock().pop().expect("a slot for each thread");
         // SAFETY: a slot is in the list once, so nobody else has it until it is put back below.
@@ -307,7 +315,7 @@ fn packed_rows(panel: &[u32], rows: usize) -> [*const u32; MAX_ROWS] {
 
 /// Memory as tiles. The scratch comes from the pool, whose blocks are aligned as a tile asks.
 #[inline(always)]
-fn tile_slice(memory: &mut [u32]) -> &mut [Tile] {
+pub(crate) fn tile_slice(memory: &mut [u32]) -> &mut [Tile] {
     // SAFETY: every bit pattern is a valid f32, and `align_to_mut` returns only whole tiles at aligned addresses.
     let (before, tiles, _) = unsafe { memory.align_to_mut::<Tile>() };
     debug_assert!(before.is_empty(), "scratch is cut at multiples of a cache line");

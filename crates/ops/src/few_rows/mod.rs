@@ -1,0 +1,249 @@
+//! Products of few rows with large matrices: each weight is read once, where it lies, and nothing is packed.
+//!
+//! With a handful of rows a product does a few operations for each weight that it fetches, so memory sets the time.
+//! The three forms are three kernels:
+//!
+//! - `A B^T` ([`dot`]): sums run along the rows of the weights; several rows of weights are streamed at a time and each
+//!   fetched vector meets all rows of A while it is in a register.
+//! - `A B` ([`axpy`]): rows of the weights are added up with factors into a strip of the result that the first-level
+//!   cache holds; several rows of weights at a time, so that the strip is read and written seldom.
+//! - `A^T B` ([`outer`]): the gradient of the weights, a sum of a few outer products; what is written past the caches.
+//!
+//! Work is cut by bytes of weights and not by group, and by shape alone. Every element is one sum whose order depends on
+//! the depth and the instruction set only.
+//!
+//! Which groups come here depends on their rows alone ([`takes`]). A row's result can therefore differ in the last bits
+//! between a group of few rows and one of many, as it does between instruction sets.
+
+mod axpy;
+mod dot;
+mod outer;
+mod rows;
+
+use std::ops::Range;
+
+use moeworks_tensor::bf16;
+
+use crate::Isa;
+use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::source::Elements;
+use crate::gemm::store::Room;
+use crate::gemm::{Epilogue, Form, Group, Panels, Place, Product, tile_slice};
+use crate::parallel::piece_range;
+use crate::simd::{Level, kernel};
+use rows::Weight;
+
+pub(crate) use outer::{Gradients, weight_gradients};
+
+/// The most rows of a group that these kernels take.
+const MAX_FEW: usize = 16;
+
+/// Bytes of weights that a task of the form `A B^T` streams, at least: some ten microseconds.
+const TASK_BYTES: usize = 192 << 10;
+
+/// Bytes of a row of weights that a task of the form `A B` streams at a stretch, at least.
+const STRETCH_BYTES: usize = 1 << 10;
+
+/// Whether a group of these products is computed here.
+pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>) -> bool {
+    product.form != Form::Tn && (1..=MAX_FEW).contains(&group.rows) && group.columns > 0 && group.depth > 0
+}
+
+/// Some panels of a group's columns, for all its rows.
+pub(crate) struct Task {
+    group: usize,
+    /// First panel and number of panels.
+    panels: (usize, usize),
+}
+
+/// The tasks of the groups that [`takes`] says yes to.
+pub(crate) struct Plan {
+    pub(crate) tasks: Vec<Task>,
+    /// 32-bit words of scratch that any of them needs.
+    pub(crate) scratch_units: usize,
+}
+
+impl Plan {
+    pub(crate) fn of(product: &Product<'_>, kernels: &Kernels) -> Self {
+        let mut plan = Self { tasks: Vec::new(), scratch_units: 0 };
+        let groups = product.groups.iter().enumerate();
+        for (index, group) in groups.filter(|(_, group)| takes(product, group)) {
+            let panels = Panels::of(group.columns, kernels.lanes);
+            let share = panels_per_task(product, group, &panels);
+            let num_tasks = panels.count.div_ceil(share);
+            let share = panels.count.div_ceil(num_tasks);
+            for task in 0..num_tasks {
+                let range = piece_range(task, share, panels.count);
+                plan.tasks.push(Task { group: index, panels: (range.start, range.len()) });
+            }
+            plan.scratch_units = plan.scratch_units.max(Layout::of(product, group, &panels, share).len());
+        }
+        plan
+    }
+}
+
+fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) -> usize {
+    let (_, columns, _) = panels.panel(0);
+    let columns = columns.max(1);
+    let wanted = if product.form == Form::Nt {
+        let x_bytes = 4 * group.rows * group.depth;
+        let panel_bytes = group.b.bytes_of(group.depth) * columns * num_tiles(product);
+        TASK_BYTES.max(4 * x_bytes).div_ceil(panel_bytes.max(1))
+    } else {
+        STRETCH_BYTES.div_ceil(group.b.bytes_of(columns))
+    };
+    wanted.clamp(1, panels.count)
+}
+
+fn num_tiles(product: &Product<'_>) -> usize {
+    if product.is_paired { 2 } else { 1 }
+}
+
+/// The parts of a task's scratch, in 32-bit words.
+#[derive(Clone, Copy)]
+struct Layout {
+    /// Rows of A in f32, as the kernel wants them.
+    a: usize,
+    /// Sums of the form `A B`, or room for a row of A on its way.
+    strip: usize,
+    /// Tiles for the epilogue.
+    tiles: usize,
+}
+
+impl Layout {
+    /// A cache line.
+    const LINE: usize = 16;
+
+    fn of(product: &Product<'_>, group: &Group<'_>, panels: &Panels, share: usize) -> Self {
+        let depth = group.depth.next_multiple_of(2 * Self::LINE);
+        let columns = (share * panels.panel(0).2).next_multiple_of(2 * Self::LINE);
+        Self {
+            a: group.rows * depth,
+            strip: if product.form == Form::Nn { group.rows * columns } else { depth },
+            tiles: num_tiles(product) * group.rows.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4),
+        }
+    }
+
+    fn len(self) -> usize {
+        self.a + self.strip + self.tiles
+    }
+}
+
+/// A task and what it belongs to.
+#[derive(Clone, Copy)]
+pub(crate) struct Work<'a> {
+    pub(crate) isa: Isa,
+    pub(crate) product: &'a Product<'a>,
+    pub(crate) task: &'a Task,
+    /// The panels of the group's columns are those of these kernels.
+    pub(crate) lanes: usize,
+}
+
+/// Computes a task and hands its tiles to the epilogue.
+pub(crate) fn run_task<E: Epilogue>(work: Work<'_>, scratch: &mut [u32], epilogue: &E) {
+    let group = &work.product.groups[work.task.group];
+    match group.b.elements {
+        Elements::F32(weights) => task_kernel::<E, f32>(work.isa, work, weights, scratch, epilogue),
+        Elements::Bf16(weights) => task_kernel::<E, bf16>(work.isa, work, weights, scratch, epilogue),
+    }
+}
+
+kernel! {
+    fn task_kernel<S: Level, E: Epilogue, T: Weight>(work: Work<'_>, weights: &[T], scratch: &mut [u32], epilogue: &E) {
+        let Work { product, task, lanes, .. } = work;
+        let group = &product.groups[task.group];
+        let panels = Panels::of(group.columns, lanes);
+        let layout = Layout::of(product, group, &panels, task.panels.1);
+        let (a, rest) = bytemuck::cast_slice_mut::<u32, f32>(&mut scratch[..layout.len()]).split_at_mut(layout.a);
+        let (strip, tiles) = rest.split_at_mut(layout.strip);
+        let tiles = tile_slice(bytemuck::cast_slice_mut(tiles));
+        let range = task.panels.0..task.panels.0 + task.panels.1;
+        let num_tiles = num_tiles(product);
+        let mut room = Room::new();
+        if product.form == Form::Nt {
+            work.spread_rows::<T>(group, strip, a);
+        } else {
+            work.sum_strip(group, weights, (&panels, range.clone()), a, strip);
+        }
+        for panel in range.clone() {
+            let (column, columns, _) = panels.panel(panel);
+            if product.form == Form::Nt {
+                for pair in 0..num_tiles {
+                    let first = group.b.offset + (column + pair * group.columns) * group.b.stride;
+                    let weights = &weights[first..][..columns * group.depth];
+                    let panel =
+                        dot::Panel { weights, depth: group.depth, a, num_rows: group.rows, tile_step: num_tiles };
+                    dot::run::<T>(work.isa, panel, &mut tiles[pair..]);
+                }
+            } else {
+                let first = column - panels.panel(range.start).0;
+                strip_to_tiles::<S, T>(strip, group.rows, (first, columns), tiles);
+            }
+            for (block, tiles) in tiles.chunks_exact_mut(num_tiles).enumerate() {
+                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
+                let at = Place { group: task.group, rows, columns: (column, columns), panel };
+                epilogue.tile::<S>(at, tiles, &mut room);
+            }
+        }
+    }
+}
+
+impl Work<'_> {
+    /// Brings the rows of A into `a` as the kernel of the form `A B^T` takes them, one after the other through `room`.
+    fn spread_rows<T: Weight>(&self, group: &Group<'_>, room: &mut [f32], a: &mut [f32]) {
+        let len = group.depth.next_multiple_of(rows::block_len(self.isa));
+        let room = &mut room[..len];
+        for row in 0..group.rows {
+            rows::load_row(self.isa, &group.a, (row, 0, group.depth), self.product.compute, room);
+            rows::spread::<T>(self.isa, room, row, group.rows, a);
+        }
+    }
+
+    /// The sums of the form `A B` for the columns of some panels.
+    fn sum_strip<T: Weight>(
+        &self,
+        group: &Group<'_>,
+        weights: &[T],
+        (panels, range): (&Panels, Range<usize>),
+        a: &mut [f32],
+        strip: &mut [f32],
+    ) {
+        let a_stride = a.len() / group.rows;
+        for (row, a) in a.chunks_exact_mut(a_stride.max(1)).enumerate() {
+            rows::load_row(self.isa, &group.a, (row, 0, group.depth), self.product.compute, a);
+        }
+        let first = panels.panel(range.start).0;
+        let (last, columns, _) = panels.panel(range.end - 1);
+        let weights = &weights[(group.b.offset + first).min(weights.len())..];
+        let strip_of = axpy::Strip {
+            weights,
+            stride: group.b.stride,
+            depth: group.depth,
+            columns: last + columns - first,
+            a,
+            a_stride,
+        };
+        let to_stride = strip.len() / group.rows;
+        axpy::run::<T>(self.isa, strip_of, strip, to_stride);
+    }
+}
+
+/// Copies columns of a strip to tiles, in their own order.
+#[inline(always)]
+fn strip_to_tiles<S: Level, T: Weight>(
+    strip: &[f32],
+    num_rows: usize,
+    (first, columns): (usize, usize),
+    tiles: &mut [Tile],
+) {
+    let block = 2 * S::WIDTH;
+    for (row, strip) in strip.chunks_exact(strip.len() / num_rows).enumerate() {
+        let to = &mut tiles[row / MAX_ROWS].0[row % MAX_ROWS * TILE_STRIDE..][..columns];
+        for (column, to) in (first..).zip(to) {
+            *to = strip[column / block * block + T::place(column % block, S::WIDTH)];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+//! Elements of few rows in f32, in the order in which the kernels of this module meet them with weights.
+
+use moeworks_tensor::{DType, bf16};
+
+use crate::gemm::Compute;
+use crate::gemm::source::{Elements, Source};
+use crate::simd::{Float, Level, kernel};
+
+/// An element type of weights. Weights are fetched in blocks of two vectors.
+pub(super) trait Weight: Float {
+    /// The elements of a block, widened. Where the type is narrower than f32 they come in another order, which
+    /// [`place`](Self::place) tells.
+    ///
+    /// # Safety
+    /// Twice `S::WIDTH` elements must be readable at `from`.
+    unsafe fn fetch<S: Level>(from: *const Self) -> [S::Vector; 2];
+
+    /// Where in the two vectors element `i` of a block is, for vectors of `width` lanes.
+    fn place(i: usize, width: usize) -> usize;
+}
+
+impl Weight for f32 {
+    #[inline(always)]
+    unsafe fn fetch<S: Level>(from: *const Self) -> [S::Vector; 2] {
+        // SAFETY: the caller promises two readable vectors.
+        unsafe { [S::load(from), S::load(from.add(S::WIDTH))] }
+    }
+
+    #[inline(always)]
+    fn place(i: usize, _width: usize) -> usize {
+        i
+    }
+}
+
+impl Weight for bf16 {
+    #[inline(always)]
+    unsafe fn fetch<S: Level>(from: *const Self) -> [S::Vector; 2] {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { S::load_pairs(from) }
+    }
+
+    #[inline(always)]
+    fn place(i: usize, width: usize) -> usize {
+        i / 2 + if i.is_multiple_of(2) { 0 } else { width }
+    }
+}
+
+/// The most elements of a block, for a buffer on the stack.
+pub(super) const MAX_BLOCK: usize = 32;
+
+/// A block of which only `len` elements exist, filled up with zeros.
+#[inline(always)]
+pub(super) fn partial_block<T: Weight>(from: &[T]) -> [T; MAX_BLOCK] {
+    let mut block = [T::store(0.0); MAX_BLOCK];
+    block[..from.len()].copy_from_slice(from);
+    block
+}
+
+/// Elements `first..first + len` of a row as f32, scaled and rounded as the product asks. `to` may be longer: the rest
+/// becomes zero.
+pub(super) fn load_row(
+    isa: crate::Isa,
+    source: &Source<'_>,
+    (row, first, len): (usize, usize, usize),
+    precision: Compute,
+    to: &mut [f32],
+) {
+    let index = source.indices.map_or(row, |indices| indices[row] as usize);
+    let start = source.offset + index * source.stride + first;
+    let scale = source.scales.map_or(1.0, |scales| scales[row]);
+    match source.elements {
+        Elements::F32(x) => load_kernel::<f32>(isa, &x[start..start + len], scale, precision, to),
+        Elements::Bf16(x) => load_kernel::<bf16>(isa, &x[start..start + len], scale, precision, to),
+    }
+}
+
+kernel! {
+    fn load_kernel<S: Level, T: Float>(from: &[T], scale: f32, precision: Compute, to: &mut [f32]) {
+        let (to, rest) = to.split_at_mut(from.len());
+        match precision {
+            Compute::F32 => to.iter_mut().zip(from).for_each(|(to, x)| *to = x.load() * scale),
+            Compute::Bf16 if T::DTYPE == DType::BF16 && scale == 1.0 => {
+                to.iter_mut().zip(from).for_each(|(to, x)| *to = x.load());
+            }
+            Compute::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16::store(x.load() * scale).load()),
+        }
+        rest.fill(0.0);
+    }
+}
+
+kernel! {
+    /// Spreads a row of whole blocks over `to`, where blocks of `num_rows` rows alternate: block b of row `row` comes at
+    /// place `b * num_rows + row`, its elements in the order of the weights' vectors.
+    pub(super) fn spread<S: Level, T: Weight>(from: &[f32], row: usize, num_rows: usize, to: &mut [f32]) {
+        let block = 2 * S::WIDTH;
+        for (from, to) in from.chunks_exact(block).zip(to.chunks_exact_mut(num_rows * block)) {
+            let to = &mut to[row * block..][..block];
+            for (i, &x) in from.iter().enumerate() {
+                to[T::place(i, S::WIDTH)] = x;
+            }
+        }
+    }
+}
+
+/// Elements of a block on an instruction set.
+pub(super) fn block_len(isa: crate::Isa) -> usize {
+    width_kernel(isa)
+}
+
+kernel! {
+    fn width_kernel<S: Level>() -> usize {
+        2 * S::WIDTH
+    }
+}
