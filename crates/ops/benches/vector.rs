@@ -154,8 +154,18 @@ impl Bench {
                 let ctx = &self.ctx;
                 let scale = 1.0 / (head_dim as f32).sqrt();
                 let kv_capacity = kv_len;
-                let shape =
-                    AttentionShape { batch, seq_len, kv_len, kv_capacity, num_heads, num_kv_heads, head_dim, scale };
+                let shape = AttentionShape {
+                    batch,
+                    seq_len,
+                    kv_len,
+                    kv_capacity,
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    value_dim: head_dim,
+                    window: None,
+                    scale,
+                };
                 let q = self.normal(&[batch * seq_len, num_heads * head_dim], dtype);
                 let k = self.normal(&[batch * kv_len, num_kv_heads * head_dim], dtype);
                 let v = self.normal(&[batch * kv_len, num_kv_heads * head_dim], dtype);

@@ -4,14 +4,25 @@ use crate::simd::Level;
 use crate::vmath::{normal, sigmoid};
 
 /// What stands between the projections of a feed-forward network or an expert.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `silu(gate) * up`, three matrices (Shazeer, 2002.05202). The pre-activation has 2F columns: gate first, then up.
     SwiGlu,
     /// `x * Phi(x)` with the exact error function (within 3e-7), two matrices.
     Gelu,
+    /// `x * sigmoid(2 u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: GELU's approximation by a hyperbolic tangent (GPT-2),
+    /// two matrices.
+    GeluTanh,
     /// `max(x, 0)`, two matrices.
     Relu,
+    /// `g sigmoid(alpha g) (u + 1)` with the gate `g` cut off above `limit` and `u`, the up projection, cut to
+    /// `[-limit, limit]` (GPT-OSS), three matrices in the layout of [`Activation::SwiGlu`].
+    ClampedSwiGlu {
+        /// The sigmoid's slope, 1.702 in GPT-OSS.
+        alpha: f32,
+        /// Where inputs are cut, 7 in GPT-OSS.
+        limit: f32,
+    },
 }
 
 impl Activation {
@@ -19,8 +30,8 @@ impl Activation {
     #[must_use]
     pub const fn num_inputs(self) -> usize {
         match self {
-            Self::SwiGlu => 2,
-            Self::Gelu | Self::Relu => 1,
+            Self::SwiGlu | Self::ClampedSwiGlu { .. } => 2,
+            Self::Gelu | Self::GeluTanh | Self::Relu => 1,
         }
     }
 }
@@ -35,6 +46,13 @@ pub(crate) fn activate<S: Level>(activation: Activation, h: &mut [f32], up: &[f3
             }
         }
         Activation::Gelu => h.iter_mut().for_each(|h| *h *= normal::<S>(*h).0),
+        Activation::GeluTanh => h.iter_mut().for_each(|h| *h *= sigmoid::<S>(2.0 * tanh_argument(*h).0)),
+        Activation::ClampedSwiGlu { alpha, limit } => {
+            for (h, &up) in h.iter_mut().zip(up) {
+                let gate = cut_above(*h, limit);
+                *h = gate * sigmoid::<S>(alpha * gate) * (cut(up, limit) + 1.0);
+            }
+        }
         // Not `max`, which would lose a NaN.
         Activation::Relu => h.iter_mut().for_each(|h| *h = if *h < 0.0 { 0.0 } else { *h }),
     }
@@ -63,6 +81,26 @@ pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mu
                 *da = a;
             }
         }
+        Activation::GeluTanh => {
+            for (da, h) in da.iter_mut().zip(h) {
+                let (u, u_slope) = tanh_argument(*h);
+                let s = sigmoid::<S>(2.0 * u);
+                let a = *h * s;
+                *h = *da * (s + 2.0 * a * (1.0 - s) * u_slope);
+                *da = a;
+            }
+        }
+        Activation::ClampedSwiGlu { alpha, limit } => {
+            for ((da, h), up) in da.iter_mut().zip(h).zip(up) {
+                let (gate, raised) = (cut_above(*h, limit), cut(*up, limit) + 1.0);
+                let s = sigmoid::<S>(alpha * gate);
+                let a = gate * s;
+                let slope = s + alpha * a * (1.0 - s);
+                *h = if *h > limit { 0.0 } else { *da * raised * slope };
+                *up = if up.abs() > limit { 0.0 } else { *da * a };
+                *da = a * raised;
+            }
+        }
         Activation::Relu => {
             for (da, h) in da.iter_mut().zip(h) {
                 let a = if *h < 0.0 { 0.0 } else { *h };
@@ -71,4 +109,24 @@ pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mu
             }
         }
     }
+}
+
+/// `u` of [`Activation::GeluTanh`] and its slope.
+#[inline(always)]
+fn tanh_argument(x: f32) -> (f32, f32) {
+    const SCALE: f32 = 0.797_884_6;
+    const CUBIC: f32 = 0.044_715;
+    (SCALE * (x + CUBIC * x * x * x), SCALE * (1.0 + 3.0 * CUBIC * x * x))
+}
+
+/// `min(x, limit)` that keeps a NaN.
+#[inline(always)]
+fn cut_above(x: f32, limit: f32) -> f32 {
+    if x > limit { limit } else { x }
+}
+
+/// `x` cut to `[-limit, limit]`; keeps a NaN.
+#[inline(always)]
+fn cut(x: f32, limit: f32) -> f32 {
+    if x < -limit { -limit } else { cut_above(x, limit) }
 }

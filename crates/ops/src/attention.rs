@@ -1,4 +1,5 @@
 //! Grouped-query causal attention, computed block by block (Dao et al., 2205.14135): never S x S numbers in memory.
+//! With a sliding window (Beltagy et al., 2004.05150) and with sinks (Xiao et al., 2309.17453) where a model has them.
 //!
 //! Query head `n` uses key and value head `n / (H / G)`. The last query is aligned with the last key, so query i sees
 //! keys `0..=i + kv_len - seq_len`: that serves training (`kv_len = seq_len`), prefill in pieces and decoding from a
@@ -8,7 +9,7 @@
 //! of 64: so keys and values are read once for a whole group of heads, and a decoding step is the same
 //! code with a short block. Scores are held transposed, keys by rows: then neither keys nor values need a transposed
 //! copy, and the softmax runs down columns without sums across lanes. Products, softmax and sums are f32 whatever the
-//! tensors' types. Blocks that the causal mask hides are skipped, down to panels of 8 keys.
+//! tensors' types. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end.
 
 mod backward;
 mod blocks;
@@ -33,22 +34,57 @@ pub struct AttentionShape {
     pub num_heads: usize,
     /// G.
     pub num_kv_heads: usize,
-    /// h.
+    /// h: elements of a head of queries and keys.
     pub head_dim: usize,
+    /// Elements of a head of values, hence of `o`; usually `head_dim`.
+    pub value_dim: usize,
+    /// Keys that a query sees at most, its own position included; none: all up to it.
+    pub window: Option<usize>,
     /// Multiplies the scores; usually `1 / sqrt(h)`.
     pub scale: f32,
 }
 
-/// `softmax(scale q k^T, causal) v`. `q` `[batch seq_len, H h]`, `k` and `v` `[batch kv_capacity, G h]`, each f32 or
-/// bf16. Returns `o` in the shape and type of `q`, and the log of each softmax's sum, `[batch, H, seq_len]` f32, which
-/// backward needs.
+/// `softmax(scale q k^T, causal) v`. `q` `[batch seq_len, H h]`, `k` `[batch kv_capacity, G h]` and `v` `[batch
+/// kv_capacity, G value_dim]`, each f32 or bf16. Returns `o` `[batch seq_len, H value_dim]` in the type of `q`, and the log
+/// of each softmax's sum, `[batch, H, seq_len]` f32, which backward needs.
 #[must_use]
 pub fn attention(ctx: &Context, q: &Tensor, k: &Tensor, v: &Tensor, shape: &AttentionShape) -> (Tensor, Tensor) {
+    attention_with_sinks(ctx, (q, k, v), None, shape)
+}
+
+/// As [`attention`] with a further score for each head, `sinks [H]`, that takes part in the softmax and has no value
+/// (GPT-OSS). The gradients of the others are those of [`attention_backward`], as the log-sums contain the sinks; that of
+/// the sinks is [`sinks_backward`].
+#[must_use]
+pub fn attention_with_sinks(
+    ctx: &Context,
+    (q, k, v): (&Tensor, &Tensor, &Tensor),
+    sinks: Option<&[f32]>,
+    shape: &AttentionShape,
+) -> (Tensor, Tensor) {
     shape.check(q, k, v);
-    let mut o = ctx.empty(q.shape(), q.dtype());
+    assert!(sinks.is_none_or(|sinks| sinks.len() == shape.num_heads), "attention: sinks, {shape:?}");
+    let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    forward::run(ctx, (q, k, v), shape, &mut o, &mut lse);
+    forward::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
     (o, lse)
+}
+
+/// The gradient of the sinks `[H]`: `-sum over queries of p (d_o . o)`, with `p` the sink's share of the softmax.
+#[must_use]
+pub fn sinks_backward(d_o: &Tensor, (o, lse): (&Tensor, &Tensor), sinks: &[f32], shape: &AttentionShape) -> Vec<f32> {
+    let (num_heads, dim) = (shape.num_heads, shape.value_dim);
+    assert_eq!((d_o.len(), sinks.len()), (o.len(), num_heads), "sinks backward: {shape:?}");
+    let (d_o, o, lse) = (d_o.to_f32_vec(), o.to_f32_vec(), lse.f32s());
+    let mut sums = vec![0.0_f64; num_heads];
+    for (row, (d_o, o)) in d_o.chunks_exact(dim).zip(o.chunks_exact(dim)).enumerate() {
+        let (token, head) = (row / num_heads, row % num_heads);
+        let (batch, query) = (token / shape.seq_len, token % shape.seq_len);
+        let delta: f64 = d_o.iter().zip(o).map(|(d, o)| f64::from(*d) * f64::from(*o)).sum();
+        let share = f64::from(sinks[head] - lse[(batch * num_heads + head) * shape.seq_len + query]).exp();
+        sums[head] -= share * delta;
+    }
+    sums.into_iter().map(|sum| sum as f32).collect()
 }
 
 /// The gradients of [`attention`] for `q`, `k` and `v`, f32 in their shapes; rows of `k` and `v` beyond `kv_len` get
@@ -66,7 +102,8 @@ pub fn attention_backward(
 ) -> (Tensor, Tensor, Tensor) {
     shape.check(q, k, v);
     let num_rows = shape.batch * shape.num_heads * shape.seq_len;
-    assert_eq!((d_o.len(), o.len(), lse.len()), (q.len(), q.len(), num_rows), "attention backward: {shape:?}");
+    let num_outputs = num_rows * shape.value_dim;
+    assert_eq!((d_o.len(), o.len(), lse.len()), (num_outputs, num_outputs, num_rows), "attention backward: {shape:?}");
     let mut grads = backward::Grads {
         dq: ctx.empty(q.shape(), DType::F32),
         dk: ctx.zeros(k.shape(), DType::F32),
@@ -85,6 +122,7 @@ impl AttentionShape {
         assert!(self.seq_len <= self.kv_len && self.kv_len <= self.kv_capacity, "attention: {self:?}");
         assert_eq!(q.len(), rows * self.num_heads * self.head_dim, "attention: q {:?}, {self:?}", q.shape());
         assert_eq!(k.len(), kv_rows * self.num_kv_heads * self.head_dim, "attention: k {:?}, {self:?}", k.shape());
-        assert_eq!(v.len(), k.len(), "attention: k {:?}, v {:?}", k.shape(), v.shape());
+        assert_eq!(v.len(), kv_rows * self.num_kv_heads * self.value_dim, "attention: v {:?}, {self:?}", v.shape());
+        assert!(self.window != Some(0), "attention: {self:?}");
     }
 }

@@ -3,6 +3,7 @@
 use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::Context;
+use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, with_float};
 
@@ -38,6 +39,81 @@ kernel! {
             *y = T::store(y.load() * s);
         }
     }
+}
+
+/// Adds `bias [N]` (f32 or bf16) to every row of `y [.., N]` (f32 or bf16).
+pub fn add_rows(ctx: &Context, y: &mut Tensor, bias: &Tensor) {
+    let cols = y.cols();
+    assert_eq!(bias.len(), cols, "add_rows: y {:?}, bias {:?}", y.shape(), bias.shape());
+    if y.is_empty() {
+        return;
+    }
+    let bias = bias.to_f32_vec();
+    with_float!(y.dtype(), T => {
+        ctx.threads().run_pieces(y.slice_mut::<T>(), (PIECE / cols).max(1) * cols, |_, y| {
+            add_rows_kernel::<T>(ctx.isa(), y, &bias);
+        });
+    });
+}
+
+kernel! {
+    fn add_rows_kernel<S: Level, T: Float>(y: &mut [T], bias: &[f32]) {
+        for row in y.chunks_exact_mut(bias.len()) {
+            for (y, bias) in row.iter_mut().zip(bias) {
+                *y = T::store(y.load() + bias);
+            }
+        }
+    }
+}
+
+/// The sum of the rows of `x [.., N]` (f32 or bf16), written or added to `sums [N]` f32. A task owns columns and goes
+/// through the rows in order, so that the result does not depend on the number of threads.
+pub fn sum_rows(ctx: &Context, x: &Tensor, write: Write, sums: &mut Tensor) {
+    /// Columns of a task: four cache lines.
+    const COLS: usize = 64;
+    let cols = x.cols();
+    assert_eq!(sums.len(), cols, "sum_rows: x {:?}, sums {:?}", x.shape(), sums.shape());
+    with_float!(x.dtype(), T => {
+        let x = x.slice::<T>();
+        ctx.threads().run_pieces(sums.f32s_mut(), COLS, |index, sums| {
+            if write == Write::Replace {
+                sums.fill(0.0);
+            }
+            for row in x.chunks_exact(cols.max(1)) {
+                sums.iter_mut().zip(&row[index * COLS..]).for_each(|(sum, x)| *sum += x.load());
+            }
+        });
+    });
+}
+
+/// Cuts every element of `y` (f32 or bf16) to `[-limit, limit]`. NaN stays.
+pub fn clip_assign(ctx: &Context, y: &mut Tensor, limit: f32) {
+    with_float!(y.dtype(), T => {
+        ctx.threads().run_pieces(y.slice_mut::<T>(), PIECE, |_, y| {
+            for y in y {
+                let x = y.load();
+                if x.abs() > limit {
+                    *y = T::store(limit.copysign(x));
+                }
+            }
+        });
+    });
+}
+
+/// The gradient of what [`clip_assign`] cut from that of its result `y`: zero where `y` is at a limit. `dy` is f32.
+pub fn clip_backward_assign(ctx: &Context, dy: &mut Tensor, y: &Tensor, limit: f32) {
+    assert_eq!(dy.len(), y.len(), "clip_backward_assign: dy {:?}, y {:?}", dy.shape(), y.shape());
+    with_float!(y.dtype(), T => {
+        let limit = T::store(limit).load();
+        let y = y.slice::<T>();
+        ctx.threads().run_pieces(dy.f32s_mut(), PIECE, |index, dy| {
+            for (dy, y) in dy.iter_mut().zip(&y[piece_range(index, PIECE, y.len())]) {
+                if y.load().abs() >= limit {
+                    *dy = 0.0;
+                }
+            }
+        });
+    });
 }
 
 /// A copy of `x` (f32 or bf16) as `dtype` (f32 or bf16), rounded to the nearest, ties to even.

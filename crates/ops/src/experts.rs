@@ -34,6 +34,15 @@ pub struct ExpertWeights<'a> {
     pub activation: Activation,
 }
 
+/// The biases of experts that have them (GPT-OSS), or of a dense network as one expert (GPT-2). f32.
+#[derive(Clone, Copy)]
+pub struct ExpertBiases<'a> {
+    /// `[E, A F]`: added before the activation.
+    pub gate_up: &'a Tensor,
+    /// `[E, D]`: added to an expert's output, before the row's weight.
+    pub down: &'a Tensor,
+}
+
 /// Which rows go through which expert: R rows sorted by expert.
 #[derive(Clone, Copy)]
 pub struct ExpertRows<'a> {
@@ -77,7 +86,24 @@ pub fn experts_forward(
     weights: ExpertWeights<'_>,
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
+    experts_forward_biased(ctx, x, weights, None, rows)
+}
+
+/// As [`experts_forward`] with biases: `sum of weight * (W2 act(W1 x + b1) + b2)`.
+#[must_use]
+pub fn experts_forward_biased(
+    ctx: &Context,
+    x: &Tensor,
+    weights: ExpertWeights<'_>,
+    biases: Option<ExpertBiases<'_>>,
+    rows: ExpertRows<'_>,
+) -> (Tensor, ExpertsSaved) {
     let s = Sizes::of(x, weights, rows);
+    if let Some(biases) = biases {
+        let num_experts = rows.offsets.len() - 1;
+        let lens = (biases.gate_up.len(), biases.down.len());
+        assert_eq!(lens, (num_experts * s.af, num_experts * s.d), "biases of experts");
+    }
     let dtype = weights.gate_up.dtype();
     let experts = used_experts(rows);
     let mut h = ctx.empty(&[s.r, s.af], dtype);
@@ -91,7 +117,8 @@ pub fn experts_forward(
     });
     with_float!(dtype, T => {
         let (h, a) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()));
-        let epilogue = Activate { activation: weights.activation, f: s.f, experts: &experts, h, a };
+        let bias = biases.map(|biases| biases.gate_up.f32s());
+        let epilogue = Activate { activation: weights.activation, f: s.f, experts: &experts, bias, h, a };
         let is_paired = weights.activation.num_inputs() == 2;
         let product = Product { form: Form::Nt, compute: Compute::of(dtype), groups: &first, is_paired };
         gemm::run(ctx, &product, &epilogue);
@@ -103,8 +130,68 @@ pub fn experts_forward(
         columns: s.d,
         depth: s.f,
     });
-    let outputs = row_outputs(ctx, Form::Nt, dtype, &experts, &second, &[s.r, s.d]);
+    let mut outputs = row_outputs(ctx, Form::Nt, dtype, &experts, &second, &[s.r, s.d]);
+    if let Some(biases) = biases {
+        add_biases(ctx, &mut outputs, rows, biases.down);
+    }
     (combine(ctx, &outputs, rows, Some(rows.weights), &[s.t, s.d]), ExpertsSaved { h })
+}
+
+/// Adds each row's expert's bias `[E, D]` to the row of `outputs` `[R, D]`.
+fn add_biases(ctx: &Context, outputs: &mut Tensor, rows: ExpertRows<'_>, bias: &Tensor) {
+    let d = bias.cols();
+    if outputs.is_empty() {
+        return;
+    }
+    let rows_per_piece = (PIECE / d).max(1);
+    ctx.threads().run_pieces(outputs.f32s_mut(), rows_per_piece * d, |index, outputs| {
+        for (row, outputs) in (index * rows_per_piece..).zip(outputs.chunks_exact_mut(d)) {
+            let expert = expert_of(rows, row);
+            outputs.iter_mut().zip(&bias.f32s()[expert * d..]).for_each(|(o, bias)| *o += bias);
+        }
+    });
+}
+
+/// The expert that a row belongs to.
+fn expert_of(rows: ExpertRows<'_>, row: usize) -> usize {
+    rows.offsets.partition_point(|&offset| offset as usize <= row) - 1
+}
+
+/// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make: `<dy, b2>`
+/// is added. `dy` is `[T, D]`, f32 or bf16.
+pub fn add_bias_row_weight_grads(dy: &Tensor, down: &Tensor, rows: ExpertRows<'_>, d_row_weights: &mut Tensor) {
+    let (d, bias) = (down.cols(), down.f32s());
+    let dy = dy.to_f32_vec();
+    for (row, grad) in d_row_weights.f32s_mut().iter_mut().enumerate() {
+        let (token, expert) = (rows.tokens[row] as usize, expert_of(rows, row));
+        *grad += dot(&dy[token * d..][..d], &bias[expert * d..][..d]);
+    }
+}
+
+/// The gradients of [`ExpertBiases`] (f32, same shapes), from the output's gradient `dy` `[T, D]` and what
+/// [`experts_backward`] found in `dh`. An expert without rows gets zeros with [`Write::Replace`].
+pub fn experts_bias_grad(
+    dy: &Tensor,
+    dh: &Tensor,
+    rows: ExpertRows<'_>,
+    write: Write,
+    grads: (&mut Tensor, &mut Tensor),
+) {
+    let (gate_up, down) = grads;
+    let (af, d) = (gate_up.cols(), down.cols());
+    let (dh, dy) = (dh.to_f32_vec(), dy.to_f32_vec());
+    let (gate_up, down) = (gate_up.f32s_mut(), down.f32s_mut());
+    if write == Write::Replace {
+        gate_up.fill(0.0);
+        down.fill(0.0);
+    }
+    for (row, (&token, &weight)) in rows.tokens.iter().zip(rows.weights).enumerate() {
+        let (token, expert) = (token as usize, expert_of(rows, row));
+        let dh = &dh[row * af..(row + 1) * af];
+        gate_up[expert * af..].iter_mut().zip(dh).for_each(|(sum, x)| *sum += x);
+        let dy = &dy[token * d..(token + 1) * d];
+        down[expert * d..].iter_mut().zip(dy).for_each(|(sum, x)| *sum += weight * x);
+    }
 }
 
 /// The gradients that the layers below wait for. `dy` is `[T, D]`, f32 or bf16.
@@ -354,6 +441,8 @@ struct Activate<'a, T> {
     activation: Activation,
     f: usize,
     experts: &'a [Expert],
+    /// `[E, A F]`
+    bias: Option<&'a [f32]>,
     h: Lent<'a, T>,
     a: Lent<'a, T>,
 }
@@ -366,6 +455,13 @@ impl<T: Float> Epilogue for Activate<'_, T> {
         let num_inputs = self.activation.num_inputs();
         let size = (at.rows.1, columns);
         for (input, tile) in tiles.iter_mut().enumerate() {
+            if let Some(bias) = self.bias {
+                let expert = self.experts[at.group].0;
+                let bias = &bias[(expert * num_inputs + input) * self.f + column..][..columns];
+                for row in tile.0.chunks_exact_mut(TILE_STRIDE).take(at.rows.1) {
+                    row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+                }
+            }
             write_rows(tile, &mut room.stored, size, |row| {
                 let start = ((first + row) * num_inputs + input) * self.f + column;
                 // SAFETY: tiles do not overlap, so this part of a row is this call's alone.

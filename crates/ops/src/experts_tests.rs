@@ -80,6 +80,15 @@ fn assert_close(what: &str, y: &Tensor, exact: &[Sum], depth: usize) {
     }
 }
 
+/// Every activation, the clamped one with a limit that inputs exceed.
+const ACTIVATIONS: [Activation; 5] = [
+    Activation::SwiGlu,
+    Activation::Gelu,
+    Activation::GeluTanh,
+    Activation::Relu,
+    Activation::ClampedSwiGlu { alpha: 1.702, limit: 0.5 },
+];
+
 /// The value and the derivatives of an activation, by the book: `(a, da/dh, da/dup)`.
 fn exact_activation(activation: Activation, h: f64, up: f64) -> (f64, f64, f64) {
     match activation {
@@ -98,6 +107,19 @@ fn exact_activation(activation: Activation, h: f64, up: f64) -> (f64, f64, f64) 
             let cdf = 0.5 + sum * (-z * z).exp() / std::f64::consts::PI.sqrt();
             let pdf = (-0.5 * h * h).exp() / (2.0 * std::f64::consts::PI).sqrt();
             (h * cdf, cdf + h * pdf, 0.0)
+        }
+        Activation::GeluTanh => {
+            let value =
+                |h: f64| 0.5 * h * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (h + 0.044_715 * h.powi(3))).tanh());
+            (value(h), (value(h + 1e-6) - value(h - 1e-6)) / 2e-6, 0.0)
+        }
+        Activation::ClampedSwiGlu { alpha, limit } => {
+            let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+            let (g, u) = (h.min(limit), up.clamp(-limit, limit));
+            let sigmoid = 1.0 / (1.0 + (-alpha * g).exp());
+            let slope = (u + 1.0) * sigmoid * (1.0 + alpha * g * (1.0 - sigmoid));
+            let a = g * sigmoid;
+            (a * (u + 1.0), if h > limit { 0.0 } else { slope }, if up.abs() > limit { 0.0 } else { a })
         }
         Activation::Relu => (h.max(0.0), if h > 0.0 { 1.0 } else { 0.0 }, 0.0),
     }
@@ -267,7 +289,7 @@ fn round_robin(t: usize, e: usize, k: usize) -> Vec<Vec<Option<usize>>> {
 
 #[test]
 fn every_phase_matches_f64_for_every_activation() {
-    for activation in [Activation::SwiGlu, Activation::Gelu, Activation::Relu] {
+    for activation in ACTIVATIONS {
         check(&Case { t: 37, d: 24, f: 20, e: 5, choices: round_robin(37, 5, 2), activation });
     }
 }
@@ -309,9 +331,8 @@ fn no_tokens_or_no_rows_give_empty_results_and_zero_gradients() {
 #[test]
 fn nan_stays_with_its_token() {
     let ctx = Context::cpu(2);
-    for (w_type, activation) in [DType::F32, DType::BF16]
-        .into_iter()
-        .flat_map(|dtype| [Activation::SwiGlu, Activation::Gelu, Activation::Relu].map(|act| (dtype, act)))
+    for (w_type, activation) in
+        [DType::F32, DType::BF16].into_iter().flat_map(|dtype| ACTIVATIONS.map(|act| (dtype, act)))
     {
         let case = Case { t: 30, d: 19, f: 35, e: 2, choices: round_robin(30, 2, 1), activation };
         let af = case.f * activation.num_inputs();
@@ -354,7 +375,7 @@ proptest! {
         (t, d, f, e) in (1_usize..40, 1_usize..40, 1_usize..60, 1_usize..6),
         k in 1_usize..4,
         seed in 0_u64..1000,
-        activation in prop::sample::select(vec![Activation::SwiGlu, Activation::Gelu, Activation::Relu]),
+        activation in prop::sample::select(ACTIVATIONS.to_vec()),
     ) {
         let draws = numbers(t * k, seed);
         // Squared, so that loads are skewed; some choices are dropped.

@@ -21,6 +21,7 @@ mod few_rows;
 mod gemm;
 pub mod head_loss;
 mod isa;
+pub mod layer_norm;
 pub mod linear;
 mod mapped;
 pub mod measure;

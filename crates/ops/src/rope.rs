@@ -1,7 +1,9 @@
-//! Rotary position embedding (Su et al., 2104.09864) in the rotate-half convention of Hugging Face: elements i and
-//! i + h/2 of a head are rotated by the angle `position * theta^(-2i/h)`.
+//! Rotary position embedding (Su et al., 2104.09864): pairs of a head's elements are rotated by the angle
+//! `position * frequency`, by default `theta^(-2i/h)` for pair i. Pairs are elements i and i + h/2 (the rotate-half
+//! convention of Hugging Face) or neighbours (DeepSeek); part of a head may stay as it is.
 //!
-//! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction.
+//! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction. A table
+//! with an amplitude also scales; then backward scales too, as the transposed map does.
 
 use moeworks_tensor::Tensor;
 
@@ -9,9 +11,21 @@ use crate::Context;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 
+/// Which elements of a head are rotated, and which of them are a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RopeLayout {
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// The first element that is rotated; those before it stay as they are, as do those behind the last pair.
+    pub start: usize,
+    /// Whether neighbours are a pair; otherwise the first half of the rotated elements goes with the second.
+    pub is_interleaved: bool,
+}
+
 /// Cosines and sines of every position and frequency, computed in f64.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
+    layout: RopeLayout,
     half: usize,
     max_len: usize,
     /// `[max_len, 2, half]`: the cosines of a position, then its sines.
@@ -23,14 +37,23 @@ impl RopeTable {
     #[must_use]
     pub fn new(head_dim: usize, theta: f64, max_len: usize) -> Self {
         assert!(head_dim.is_multiple_of(2), "rope: a head of {head_dim} elements has no two halves");
-        let half = head_dim / 2;
-        let mut values = Vec::with_capacity(max_len * head_dim);
-        let frequencies: Vec<f64> = (0..half).map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        let layout = RopeLayout { head_dim, start: 0, is_interleaved: false };
+        Self::with_frequencies(layout, &default_frequencies(head_dim, theta), 1.0, max_len)
+    }
+
+    /// The table for pairs with these `frequencies` (radians a position), whose cosines and sines are multiplied by
+    /// `amplitude`.
+    #[must_use]
+    pub fn with_frequencies(layout: RopeLayout, frequencies: &[f64], amplitude: f64, max_len: usize) -> Self {
+        let half = frequencies.len();
+        assert!(layout.start + 2 * half <= layout.head_dim, "rope: {half} pairs in {layout:?}");
+        let mut values = Vec::with_capacity(max_len * 2 * half);
         for position in 0..max_len {
-            values.extend(frequencies.iter().map(|frequency| (position as f64 * frequency).cos() as f32));
-            values.extend(frequencies.iter().map(|frequency| (position as f64 * frequency).sin() as f32));
+            let angle = |frequency: &f64| position as f64 * frequency;
+            values.extend(frequencies.iter().map(|frequency| (amplitude * angle(frequency).cos()) as f32));
+            values.extend(frequencies.iter().map(|frequency| (amplitude * angle(frequency).sin()) as f32));
         }
-        Self { half, max_len, values }
+        Self { layout, half, max_len, values }
     }
 
     /// Positions that the table has.
@@ -42,8 +65,21 @@ impl RopeTable {
     /// Elements of a head.
     #[must_use]
     pub fn head_dim(&self) -> usize {
-        2 * self.half
+        self.layout.head_dim
     }
+
+    /// The same angles for other heads.
+    #[must_use]
+    pub fn with_layout(&self, layout: RopeLayout) -> Self {
+        assert!(layout.start + 2 * self.half <= layout.head_dim, "rope: {} pairs in {layout:?}", self.half);
+        Self { layout, ..self.clone() }
+    }
+}
+
+/// `theta^(-2i/dim)` for the `dim / 2` pairs of `dim` rotated elements.
+#[must_use]
+pub fn default_frequencies(dim: usize, theta: f64) -> Vec<f64> {
+    (0..dim / 2).map(|i| theta.powf(-2.0 * i as f64 / dim as f64)).collect()
 }
 
 /// Which way [`rope`] turns.
@@ -76,22 +112,55 @@ pub fn rope(ctx: &Context, x: &mut Tensor, table: &RopeTable, positions: &[u32],
     with_float!(x.dtype(), T => {
         ctx.threads().run_pieces(x.slice_mut::<T>(), rows_per_task * cols, |task, x| {
             let positions = &positions[piece_range(task, rows_per_task, rows)];
-            rotate_kernel::<T>(ctx.isa(), x, cols, table, positions, sign);
+            if table.layout.is_interleaved {
+                rotate_neighbours::<T>(ctx.isa(), x, cols, table, positions, sign);
+            } else {
+                rotate_halves::<T>(ctx.isa(), x, cols, table, positions, sign);
+            }
         });
     });
 }
 
+/// The cosines and the sines of a position.
+#[inline(always)]
+fn angles(table: &RopeTable, position: u32) -> (&[f32], &[f32]) {
+    table.values[position as usize * 2 * table.half..][..2 * table.half].split_at(table.half)
+}
+
 kernel! {
-    fn rotate_kernel<S: Level, T: Float>(x: &mut [T], cols: usize, table: &RopeTable, positions: &[u32], sign: f32) {
-        let half = table.half;
+    fn rotate_halves<S: Level, T: Float>(x: &mut [T], cols: usize, table: &RopeTable, positions: &[u32], sign: f32) {
+        let RopeLayout { head_dim, start, .. } = table.layout;
         for (row, &position) in x.chunks_exact_mut(cols).zip(positions) {
-            let (cos, sin) = table.values[position as usize * 2 * half..][..2 * half].split_at(half);
-            for head in row.chunks_exact_mut(2 * half) {
-                let (low, high) = head.split_at_mut(half);
+            let (cos, sin) = angles(table, position);
+            for head in row.chunks_exact_mut(head_dim) {
+                let (low, high) = head[start..start + 2 * table.half].split_at_mut(table.half);
                 for (((low, high), &cos), &sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
                     let (a, b, sin) = (low.load(), high.load(), sin * sign);
                     *low = T::store(S::mul_add(a, cos, -(b * sin)));
                     *high = T::store(S::mul_add(b, cos, a * sin));
+                }
+            }
+        }
+    }
+}
+
+kernel! {
+    fn rotate_neighbours<S: Level, T: Float>(
+        x: &mut [T],
+        cols: usize,
+        table: &RopeTable,
+        positions: &[u32],
+        sign: f32,
+    ) {
+        let RopeLayout { head_dim, start, .. } = table.layout;
+        for (row, &position) in x.chunks_exact_mut(cols).zip(positions) {
+            let (cos, sin) = angles(table, position);
+            for head in row.chunks_exact_mut(head_dim) {
+                let (pairs, _) = head[start..start + 2 * table.half].as_chunks_mut::<2>();
+                for ((pair, &cos), &sin) in pairs.iter_mut().zip(cos).zip(sin) {
+                    let (a, b, sin) = (pair[0].load(), pair[1].load(), sin * sign);
+                    pair[0] = T::store(S::mul_add(a, cos, -(b * sin)));
+                    pair[1] = T::store(S::mul_add(b, cos, a * sin));
                 }
             }
         }

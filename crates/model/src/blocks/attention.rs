@@ -67,6 +67,8 @@ impl AttentionBlock {
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
+            value_dim: self.head_dim,
+            window: None,
             scale: (self.head_dim as f32).sqrt().recip(),
         }
     }

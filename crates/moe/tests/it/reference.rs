@@ -268,6 +268,21 @@ fn activate(activation: Activation, h: &[f64], j: usize) -> [f64; 3] {
             let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
             [x * phi, phi + x * density, 0.0]
         }
+        Activation::GeluTanh => {
+            let scale = (2.0 / std::f64::consts::PI).sqrt();
+            let tanh = (scale * (x + 0.044_715 * x.powi(3))).tanh();
+            let inner_slope = scale * (1.0 + 3.0 * 0.044_715 * x * x);
+            [0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope, 0.0]
+        }
+        Activation::ClampedSwiGlu { alpha, limit } => {
+            let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+            let up = h[h.len() / 2 + j];
+            let (gate, raised) = (x.min(limit), up.clamp(-limit, limit) + 1.0);
+            let sigmoid = 1.0 / (1.0 + (-alpha * gate).exp());
+            let slope = raised * (sigmoid + alpha * gate * sigmoid * (1.0 - sigmoid));
+            let up_slope = if up.abs() > limit { 0.0 } else { gate * sigmoid };
+            [gate * sigmoid * raised, if x > limit { 0.0 } else { slope }, up_slope]
+        }
         Activation::Relu => [x.max(0.0), if x > 0.0 { 1.0 } else { 0.0 }, 0.0],
     }
 }
@@ -305,7 +320,8 @@ mod tests {
     #[test]
     fn the_backward_matches_finite_differences() {
         let (t, d, f, e, s) = (7, 3, 2, 4, 3);
-        let activations = [Activation::SwiGlu, Activation::Gelu, Activation::Relu];
+        let clamped = Activation::ClampedSwiGlu { alpha: 1.7, limit: 0.8 };
+        let activations = [Activation::SwiGlu, Activation::Gelu, Activation::Relu, Activation::GeluTanh, clamped];
         for (case, activation) in activations.into_iter().cycle().take(6).enumerate() {
             let mut config = crate::config(d, f, e, 1 + case % 4);
             config.activation = activation;

@@ -89,43 +89,49 @@ struct Task<'a> {
 impl Task<'_> {
     fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
         let (isa, shape) = (ctx.isa(), self.shape);
-        let width = shape.head_dim.next_multiple_of(COL_UNIT);
+        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
         let padded_keys = self.keys.len().next_multiple_of(ROW_UNIT);
-        let mut sums = ctx.zeros(&[2, padded_keys, width], DType::F32);
+        let mut sums = ctx.zeros(&[padded_keys, width + value_width], DType::F32);
         let (dk, dv) = sums.f32s_mut().split_at_mut(padded_keys * width);
-        let mut scratch = Scratch::new(ctx, width);
-        let mut state = scratch.split(width);
+        let mut scratch = Scratch::new(ctx, width, value_width);
+        let mut state = scratch.split(width, value_width);
         for block in 0..RowBlock::count(shape) {
             let rows = RowBlock::new(shape, self.batch, self.kv_head, block);
-            if rows.visible(rows.len - 1) <= self.keys.start {
+            if rows.visible(rows.len - 1) <= self.keys.start || rows.first_visible(0) >= self.keys.end {
                 self.clear_share(rows, outputs);
                 continue;
             }
             state.load_rows(isa, shape, inputs, rows);
             for first in self.keys.clone().step_by(KEYS) {
                 let keys = first..(first + KEYS).min(self.keys.end);
-                let elements = &key_elements(shape, self.batch, self.kv_head, &keys)[..keys.len()];
                 if rows.visible_in(rows.len - 1, &keys) == 0 {
                     break;
                 }
-                inputs.k.copy_rows(isa, elements, shape.head_dim, 1.0, state.k, width);
-                inputs.v.copy_rows(isa, elements, shape.head_dim, 1.0, state.v, width);
-                let sums = (first - self.keys.start) * width..;
-                state.add_block(isa, shape.head_dim, rows, &keys, (&mut dk[sums.clone()], &mut dv[sums]));
+                if rows.first_visible(0) >= keys.end {
+                    continue;
+                }
+                let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
+                inputs.k.copy_rows(isa, &key_elements[..keys.len()], shape.head_dim, 1.0, state.k, width);
+                inputs.v.copy_rows(isa, &value_elements[..keys.len()], shape.value_dim, 1.0, state.v, value_width);
+                let row = first - self.keys.start;
+                let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
+                state.add_block(isa, shape, rows, &keys, (dk, dv));
             }
             self.store_dq(isa, rows, state.dq, outputs);
         }
         for first in self.keys.clone().step_by(KEYS) {
             let keys = first..(first + KEYS).min(self.keys.end);
-            let elements = key_elements(shape, self.batch, self.kv_head, &keys);
-            for (key, start) in keys.clone().zip(elements) {
-                let from = (key - self.keys.start) * width..(key - self.keys.start) * width + shape.head_dim;
-                let to = start..start + shape.head_dim;
+            let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
+            for (key, (start, value_start)) in keys.clone().zip(key_elements.into_iter().zip(value_elements)) {
+                let row = key - self.keys.start;
                 // SAFETY: each key of a sequence and head belongs to one task.
-                let (to_dk, to_dv) = unsafe { (outputs.dk.range(to.clone()), outputs.dv.range(to)) };
+                let (to_dk, to_dv) = unsafe {
+                    let dk = outputs.dk.range(start..start + shape.head_dim);
+                    (dk, outputs.dv.range(value_start..value_start + shape.value_dim))
+                };
                 // `q` was kept times the scale and log2(e).
-                scale_kernel(isa, &dk[from.clone()], LN_2, to_dk);
-                to_dv.copy_from_slice(&dv[from]);
+                scale_kernel(isa, &dk[row * width..][..shape.head_dim], LN_2, to_dk);
+                to_dv.copy_from_slice(&dv[row * value_width..][..shape.value_dim]);
             }
         }
     }
@@ -174,21 +180,24 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(ctx: &Context, width: usize) -> Self {
-        Self { memory: ctx.empty(&[5 * ROWS * width + 2 * KEYS * width + 2 * KEYS * ROWS], DType::F32) }
+    fn new(ctx: &Context, width: usize, value_width: usize) -> Self {
+        let elements = ROWS * (3 * width + 3 * value_width) + KEYS * (width + value_width) + 2 * KEYS * ROWS;
+        Self { memory: ctx.empty(&[elements], DType::F32) }
     }
 
-    fn split(&mut self, width: usize) -> State<'_> {
+    fn split(&mut self, width: usize, value_width: usize) -> State<'_> {
         let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
         let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
-        let (d_o, memory) = memory.split_at_mut(ROWS * width);
-        let (d_o_transposed, memory) = memory.split_at_mut(ROWS * width);
         let (dq, memory) = memory.split_at_mut(ROWS * width);
+        let (o, memory) = memory.split_at_mut(ROWS * value_width);
+        let (d_o, memory) = memory.split_at_mut(ROWS * value_width);
+        let (d_o_transposed, memory) = memory.split_at_mut(ROWS * value_width);
         let (k, memory) = memory.split_at_mut(KEYS * width);
-        let (v, memory) = memory.split_at_mut(KEYS * width);
+        let (v, memory) = memory.split_at_mut(KEYS * value_width);
         let (p, ds) = memory.split_at_mut(KEYS * ROWS);
-        let (lse, delta, visible) = ([0.0; ROWS], [0.0; ROWS], [0; ROWS]);
-        State { width, q, q_transposed, d_o, d_o_transposed, dq, k, v, p, ds, lse, delta, visible }
+        let (lse, delta, seen_from, visible) = ([0.0; ROWS], [0.0; ROWS], [0; ROWS], [0; ROWS]);
+        let statistics = Statistics { lse, delta, seen_from, visible };
+        State { width, value_width, q, q_transposed, dq, o, d_o, d_o_transposed, k, v, p, ds, statistics }
     }
 }
 
@@ -196,46 +205,59 @@ impl Scratch {
 struct State<'a> {
     /// Head elements, rounded up to whole vectors.
     width: usize,
+    /// Elements of a head of values, rounded up likewise.
+    value_width: usize,
     /// `[ROWS, width]`, times the scale and log2(e).
     q: &'a mut [f32],
     /// `[h, ROWS]`
     q_transposed: &'a mut [f32],
-    /// `[ROWS, width]`
-    d_o: &'a mut [f32],
-    /// `[h, ROWS]`
-    d_o_transposed: &'a mut [f32],
     /// `[ROWS, width]`: the gradient of the rows, without the scale.
     dq: &'a mut [f32],
+    /// `[ROWS, value_width]`
+    o: &'a mut [f32],
+    /// `[ROWS, value_width]`
+    d_o: &'a mut [f32],
+    /// `[value_dim, ROWS]`
+    d_o_transposed: &'a mut [f32],
     /// `[KEYS, width]`
     k: &'a mut [f32],
-    /// `[KEYS, width]`
+    /// `[KEYS, value_width]`
     v: &'a mut [f32],
     /// `[KEYS, ROWS]`: scores, then the softmax.
     p: &'a mut [f32],
     /// `[KEYS, ROWS]`: gradient of the softmax, then of the scores.
     ds: &'a mut [f32],
+    statistics: Statistics,
+}
+
+/// One number for each query row.
+struct Statistics {
     /// Times log2(e).
     lse: [f32; ROWS],
     /// Sum over a row of `d_o o`.
     delta: [f32; ROWS],
+    /// The first key that the row sees.
+    seen_from: [i32; ROWS],
+    /// The first key behind the row.
     visible: [i32; ROWS],
 }
 
 impl State<'_> {
     fn load_rows(&mut self, isa: Isa, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
         let (head_dim, width) = (shape.head_dim, self.width);
-        let elements = &rows.elements()[..rows.len];
-        // `dq` serves as room for `o` first.
-        inputs.o.copy_rows(isa, elements, head_dim, 1.0, self.dq, width);
-        inputs.d_o.copy_rows(isa, elements, head_dim, 1.0, self.d_o, width);
+        let (value_dim, value_width) = (shape.value_dim, self.value_width);
+        let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
+        inputs.o.copy_rows(isa, value_elements, value_dim, 1.0, self.o, value_width);
+        inputs.d_o.copy_rows(isa, value_elements, value_dim, 1.0, self.d_o, value_width);
         inputs.q.copy_rows(isa, elements, head_dim, shape.scale * LOG2_E, self.q, width);
         transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
-        transpose(isa, self.d_o, rows.len, width, head_dim, self.d_o_transposed);
-        self.delta.fill(0.0);
-        row_dots(isa, &self.dq[..rows.len * width], self.d_o, width, &mut self.delta);
+        transpose(isa, self.d_o, rows.len, value_width, value_dim, self.d_o_transposed);
+        let statistics = &mut self.statistics;
+        statistics.delta.fill(0.0);
+        row_dots(isa, &self.o[..rows.len * value_width], self.d_o, value_width, &mut statistics.delta);
         self.dq.fill(0.0);
-        self.visible = rows.visible_counts();
-        self.lse =
+        (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
+        statistics.lse =
             std::array::from_fn(|row| if row < rows.len { inputs.lse[rows.statistic(row)] * LOG2_E } else { 0.0 });
     }
 
@@ -243,33 +265,36 @@ impl State<'_> {
     fn add_block(
         &mut self,
         isa: Isa,
-        head_dim: usize,
+        shape: &AttentionShape,
         rows: RowBlock<'_>,
         keys: &Range<usize>,
         (dk, dv): (&mut [f32], &mut [f32]),
     ) {
-        let width = self.width;
+        let (width, value_width) = (self.width, self.value_width);
         for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
             let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
             let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
-            let size = Size { rows: num_keys, cols, inner: head_dim };
+            let size = Size { rows: num_keys, cols, inner: shape.head_dim };
             let left = Left::Rows { values: self.k, stride: width };
             let right = Right { values: &self.q_transposed[col..], stride: ROWS };
             product(isa, size, left, right, false, &mut self.p[col..], ROWS);
-            let left = Left::Rows { values: self.v, stride: width };
+            let size = Size { inner: shape.value_dim, ..size };
+            let left = Left::Rows { values: self.v, stride: value_width };
             let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
             product(isa, size, left, right, false, &mut self.ds[col..], ROWS);
             let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys };
-            score_grads(isa, columns, self.p, self.ds, &self.lse, &self.delta, &self.visible);
+            score_grads(isa, columns, self.p, self.ds, &self.statistics);
         }
         for key in (0..keys.len()).step_by(ROW_UNIT) {
             // Rows before the first that sees the panel contribute nothing; their scores were not computed.
-            let first = self.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
-            let size = Size { rows: ROW_UNIT, cols: width, inner: rows.len - first };
+            let first =
+                self.statistics.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
+            let size = Size { rows: ROW_UNIT, cols: value_width, inner: rows.len - first };
             let at = key * ROWS + first;
             let left = Left::Rows { values: &self.p[at..], stride: ROWS };
-            let right = Right { values: &self.d_o[first * width..], stride: width };
-            product(isa, size, left, right, true, &mut dv[key * width..], width);
+            let right = Right { values: &self.d_o[first * value_width..], stride: value_width };
+            product(isa, size, left, right, true, &mut dv[key * value_width..], value_width);
+            let size = Size { cols: width, ..size };
             let left = Left::Rows { values: &self.ds[at..], stride: ROWS };
             let right = Right { values: &self.q[first * width..], stride: width };
             product(isa, size, left, right, true, &mut dk[key * width..], width);
@@ -314,18 +339,17 @@ kernel! {
         columns: Columns,
         p: &mut [f32],
         ds: &mut [f32],
-        lse: &[f32; ROWS],
-        delta: &[f32; ROWS],
-        visible: &[i32; ROWS],
+        statistics: &Statistics,
     ) {
         let Columns { first_col, num_cols, first_key, num_keys } = columns;
         let cols = first_col..first_col + num_cols;
-        let (lse, delta, visible) = (&lse[cols.clone()], &delta[cols.clone()], &visible[cols.clone()]);
+        let (lse, delta) = (&statistics.lse[cols.clone()], &statistics.delta[cols.clone()]);
+        let (seen_from, visible) = (&statistics.seen_from[cols.clone()], &statistics.visible[cols.clone()]);
         let keys = p.chunks_exact_mut(ROWS).zip(ds.chunks_exact_mut(ROWS)).take(num_keys);
         for (key, (p, ds)) in (first_key as i32..).zip(keys) {
             let (p, ds) = (&mut p[cols.clone()], &mut ds[cols.clone()]);
             for i in 0..num_cols {
-                let is_seen = key < visible[i];
+                let is_seen = key < visible[i] && key >= seen_from[i];
                 let weight = vmath::exp2_falling::<S>(p[i] - lse[i]);
                 let grad = weight * (ds[i] - delta[i]);
                 p[i] = if is_seen { weight } else { 0.0 };

@@ -118,8 +118,8 @@ impl<'a> RowBlock<'a> {
         Self::new(shape, pair / shape.num_kv_heads, pair % shape.num_kv_heads, index)
     }
 
-    /// Where the rows of `keys` (at most [`KEYS`]) start in `k` and `v`.
-    pub(super) fn key_elements(&self, keys: &Range<usize>) -> [usize; KEYS] {
+    /// Where the rows of `keys` (at most [`KEYS`]) start in `k` and in `v`.
+    pub(super) fn key_elements(&self, keys: &Range<usize>) -> ([usize; KEYS], [usize; KEYS]) {
         key_elements(self.shape, self.batch, self.kv_head, keys)
     }
 
@@ -133,14 +133,24 @@ impl<'a> RowBlock<'a> {
         (row / group, self.kv_head * group + row % group)
     }
 
-    fn element(&self, row: usize) -> usize {
+    fn element(&self, row: usize, dim: usize) -> usize {
         let (query, head) = self.query_and_head(row);
-        ((self.batch * self.shape.seq_len + query) * self.shape.num_heads + head) * self.shape.head_dim
+        ((self.batch * self.shape.seq_len + query) * self.shape.num_heads + head) * dim
     }
 
-    /// Where the rows start in `q`, `o` and their gradients.
+    /// Where the rows start in `q` and its gradient.
     pub(super) fn elements(&self) -> [usize; ROWS] {
-        std::array::from_fn(|row| self.element(row.min(self.len - 1)))
+        std::array::from_fn(|row| self.element(row.min(self.len - 1), self.shape.head_dim))
+    }
+
+    /// Where the rows start in `o` and its gradient.
+    pub(super) fn value_elements(&self) -> [usize; ROWS] {
+        std::array::from_fn(|row| self.element(row.min(self.len - 1), self.shape.value_dim))
+    }
+
+    /// The query head of a row.
+    pub(super) fn head(&self, row: usize) -> usize {
+        self.query_and_head(row.min(self.len - 1)).1
     }
 
     /// Where a row is in `lse`.
@@ -160,7 +170,17 @@ impl<'a> RowBlock<'a> {
         std::array::from_fn(|row| i32::try_from(self.visible(row)).unwrap_or(i32::MAX))
     }
 
-    /// Of the keys from `first` to `end`, how many row `row` sees.
+    /// The first key that a row sees; it never falls from one row to the next either.
+    pub(super) fn first_visible(&self, row: usize) -> usize {
+        self.shape.window.map_or(0, |window| self.visible(row).saturating_sub(window))
+    }
+
+    /// [`first_visible`](Self::first_visible) of all rows, in the form that kernels compare with.
+    pub(super) fn first_visible_counts(&self) -> [i32; ROWS] {
+        std::array::from_fn(|row| i32::try_from(self.first_visible(row)).unwrap_or(i32::MAX))
+    }
+
+    /// Of the keys from `first` to `end`, how many are not behind row `row`.
     pub(super) fn visible_in(&self, row: usize, keys: &Range<usize>) -> usize {
         self.visible(row).clamp(keys.start, keys.end) - keys.start
     }
@@ -171,10 +191,16 @@ fn group(shape: &AttentionShape) -> usize {
     shape.num_heads / shape.num_kv_heads
 }
 
-/// Where the rows of `keys` (at most [`KEYS`]) start in `k` and `v`.
-pub(super) fn key_elements(shape: &AttentionShape, batch: usize, kv_head: usize, keys: &Range<usize>) -> [usize; KEYS] {
+/// Where the rows of `keys` (at most [`KEYS`]) start in `k` and in `v`.
+pub(super) fn key_elements(
+    shape: &AttentionShape,
+    batch: usize,
+    kv_head: usize,
+    keys: &Range<usize>,
+) -> ([usize; KEYS], [usize; KEYS]) {
     let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
-    std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * shape.head_dim)
+    let starts = |dim: usize| std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * dim);
+    (starts(shape.head_dim), starts(shape.value_dim))
 }
 
 /// The left operand of a product.

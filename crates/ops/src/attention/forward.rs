@@ -17,7 +17,7 @@ use crate::{Context, vmath};
 pub(super) fn run(
     ctx: &Context,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
-    shape: &AttentionShape,
+    (sinks, shape): (Option<&[f32]>, &AttentionShape),
     o: &mut Tensor,
     lse: &mut Tensor,
 ) {
@@ -28,18 +28,18 @@ pub(super) fn run(
     with_float!(o.dtype(), T => {
         let o = Lent::new(o.slice_mut::<T>());
         ctx.threads().run(num_blocks.div_ceil(blocks_per_task), |task| {
-            let mut scratch = Scratch::new(ctx, shape.head_dim);
+            let mut scratch = Scratch::new(ctx, shape);
             for block in piece_range(task, blocks_per_task, num_blocks) {
                 let rows = RowBlock::nth(shape, block);
-                let mut state = scratch.split(shape.head_dim);
+                let mut state = scratch.split(rows, sinks);
                 state.attend(ctx, shape, rows, inputs);
-                for (row, start) in rows.elements().into_iter().take(rows.len).enumerate() {
+                for (row, start) in rows.value_elements().into_iter().take(rows.len).enumerate() {
                     let statistic = rows.statistic(row);
                     // SAFETY: each row belongs to one block, and each block to one task.
                     let (o, lse) =
-                        unsafe { (o.range(start..start + shape.head_dim), lse.range(statistic..statistic + 1)) };
+                        unsafe { (o.range(start..start + shape.value_dim), lse.range(statistic..statistic + 1)) };
                     let sum = state.sum[row];
-                    scale_kernel::<T>(ctx.isa(), &state.o[row * state.width..][..shape.head_dim], 1.0 / sum, o);
+                    scale_kernel::<T>(ctx.isa(), &state.o[row * state.value_width..][..shape.value_dim], 1.0 / sum, o);
                     lse[0] = state.max[row] * LN_2 + sum.ln();
                 }
             }
@@ -55,27 +55,37 @@ kernel! {
     }
 }
 
+/// The maximum of no score. Finite, so that a block of keys of which a row sees none leaves no NaN.
+const LEAST: f32 = -f32::MAX;
+
 /// The memory of a task.
 struct Scratch {
     memory: Tensor,
+    width: usize,
+    value_width: usize,
 }
 
 impl Scratch {
-    fn new(ctx: &Context, head_dim: usize) -> Self {
-        let width = head_dim.next_multiple_of(COL_UNIT);
-        Self { memory: ctx.empty(&[3 * ROWS * width + 2 * KEYS * width + KEYS * ROWS], DType::F32) }
+    fn new(ctx: &Context, shape: &AttentionShape) -> Self {
+        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
+        let elements = 2 * ROWS * width + ROWS * value_width + KEYS * (width + value_width) + KEYS * ROWS;
+        Self { memory: ctx.empty(&[elements], DType::F32), width, value_width }
     }
 
-    fn split(&mut self, head_dim: usize) -> State<'_> {
-        let width = head_dim.next_multiple_of(COL_UNIT);
+    fn split(&mut self, rows: RowBlock<'_>, sinks: Option<&[f32]>) -> State<'_> {
+        let (width, value_width) = (self.width, self.value_width);
         let memory = self.memory.f32s_mut();
         let (q, memory) = memory.split_at_mut(ROWS * width);
         let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
-        let (o, memory) = memory.split_at_mut(ROWS * width);
+        let (o, memory) = memory.split_at_mut(ROWS * value_width);
         let (k, memory) = memory.split_at_mut(KEYS * width);
-        let (v, scores) = memory.split_at_mut(KEYS * width);
-        let (max, sum) = ([f32::NEG_INFINITY; ROWS], [0.0; ROWS]);
-        State { width, q, q_transposed, o, k, v, scores, max, sum }
+        let (v, scores) = memory.split_at_mut(KEYS * value_width);
+        // A sink is a key that was already seen and has no value.
+        let (max, sum) = match sinks {
+            Some(sinks) => (std::array::from_fn(|row| sinks[rows.head(row)] * LOG2_E), [1.0; ROWS]),
+            None => ([LEAST; ROWS], [0.0; ROWS]),
+        };
+        State { width, value_width, q, q_transposed, o, k, v, scores, max, sum }
     }
 }
 
@@ -83,15 +93,17 @@ impl Scratch {
 struct State<'a> {
     /// Head elements, rounded up to whole vectors.
     width: usize,
+    /// Elements of a head of values, rounded up likewise.
+    value_width: usize,
     /// `[ROWS, width]`
     q: &'a mut [f32],
     /// `[h, ROWS]`
     q_transposed: &'a mut [f32],
-    /// `[ROWS, width]`: sum over keys of `2^(score - max) v`.
+    /// `[ROWS, value_width]`: sum over keys of `2^(score - max) v`.
     o: &'a mut [f32],
     /// `[KEYS, width]`
     k: &'a mut [f32],
-    /// `[KEYS, width]`
+    /// `[KEYS, value_width]`
     v: &'a mut [f32],
     /// `[KEYS, ROWS]`
     scores: &'a mut [f32],
@@ -111,16 +123,17 @@ impl State<'_> {
         (q, k, v): (Values<'_>, Values<'_>, Values<'_>),
     ) {
         let (isa, head_dim, width) = (ctx.isa(), shape.head_dim, self.width);
+        let value_width = self.value_width;
         q.copy_rows(isa, &rows.elements()[..rows.len], head_dim, shape.scale * LOG2_E, self.q, width);
         transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
         self.o.fill(0.0);
-        let visible = rows.visible_counts();
+        let visible = (rows.first_visible_counts(), rows.visible_counts());
         let end = rows.visible(rows.len - 1);
-        for first in (0..end).step_by(KEYS) {
+        for first in (rows.first_visible(0)..end).step_by(KEYS) {
             let keys = first..(first + KEYS).min(end);
-            let elements = &rows.key_elements(&keys)[..keys.len()];
-            k.copy_rows(isa, elements, head_dim, 1.0, self.k, width);
-            v.copy_rows(isa, elements, head_dim, 1.0, self.v, width);
+            let (key_elements, value_elements) = rows.key_elements(&keys);
+            k.copy_rows(isa, &key_elements[..keys.len()], head_dim, 1.0, self.k, width);
+            v.copy_rows(isa, &value_elements[..keys.len()], shape.value_dim, 1.0, self.v, value_width);
             for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
                 let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
                 let num_keys = rows.visible_in(col + cols - 1, &keys).next_multiple_of(ROW_UNIT);
@@ -136,10 +149,10 @@ impl State<'_> {
             }
             for row in (0..rows.len).step_by(ROW_UNIT) {
                 let inner = rows.visible_in(row + ROW_UNIT - 1, &keys);
-                let size = Size { rows: ROW_UNIT, cols: width, inner };
+                let size = Size { rows: ROW_UNIT, cols: value_width, inner };
                 let left = Left::Columns { values: &self.scores[row..], stride: ROWS };
-                let right = Right { values: self.v, stride: width };
-                product(isa, size, left, right, true, &mut self.o[row * width..], width);
+                let right = Right { values: self.v, stride: value_width };
+                product(isa, size, left, right, true, &mut self.o[row * value_width..], value_width);
             }
         }
     }
@@ -159,7 +172,7 @@ kernel! {
     fn softmax<S: Level>(
         columns: Columns,
         scores: &mut [f32],
-        visible: &[i32; ROWS],
+        visible: &([i32; ROWS], [i32; ROWS]),
         max: &mut [f32; ROWS],
         sum: &mut [f32; ROWS],
         o: &mut [f32],
@@ -168,7 +181,7 @@ kernel! {
         if num_keys == 0 {
             return;
         }
-        let visible = lanes_of(visible, first_col);
+        let (seen_from, visible) = (lanes_of(&visible.0, first_col), lanes_of(&visible.1, first_col));
         let (max, sum) = (lanes_of_mut(max, first_col), lanes_of_mut(sum, first_col));
         let mut new_max = *max;
         for (key, scores) in scores.chunks_exact_mut(ROWS).take(num_keys).enumerate() {
@@ -176,7 +189,7 @@ kernel! {
             let scores = lanes_of_mut(scores, first_col);
             let mut masked = *scores;
             for i in 0..COL_UNIT {
-                masked[i] = if key < visible[i] { masked[i] } else { f32::NEG_INFINITY };
+                masked[i] = if key < visible[i] && key >= seen_from[i] { masked[i] } else { f32::NEG_INFINITY };
             }
             for i in 0..COL_UNIT {
                 new_max[i] = if masked[i] > new_max[i] { masked[i] } else { new_max[i] };

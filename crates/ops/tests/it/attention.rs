@@ -1,31 +1,32 @@
 //! Attention against a plain f64 reference, its gradients against finite differences of that.
 
 use moeworks_ops::Context;
-use moeworks_ops::attention::{AttentionShape, attention, attention_backward};
+use moeworks_ops::attention::{AttentionShape, attention, attention_backward, attention_with_sinks, sinks_backward};
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
 
 use crate::common::{assert_close, contexts, dot, doubles, finite_differences, normal_tensor, rounding, thread_counts};
 
 /// The definition, in f64: `o` and the log of the softmax's sum.
-fn reference(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape) -> (Vec<f64>, Vec<f64>) {
-    let (h, group) = (s.head_dim, s.num_heads / s.num_kv_heads);
-    let mut o = vec![0.0; q.len()];
+fn reference((q, k, v): (&[f64], &[f64], &[f64]), sinks: Option<&[f64]>, s: &AttentionShape) -> (Vec<f64>, Vec<f64>) {
+    let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
+    let mut o = vec![0.0; q.len() / h * w];
     let mut lse = vec![0.0; s.batch * s.num_heads * s.seq_len];
     for b in 0..s.batch {
         for head in 0..s.num_heads {
             for i in 0..s.seq_len {
-                let at = ((b * s.seq_len + i) * s.num_heads + head) * h;
-                let key_at = |j: usize| ((b * s.kv_capacity + j) * s.num_kv_heads + head / group) * h;
-                let keys = i + s.kv_len - s.seq_len + 1;
+                let row = (b * s.seq_len + i) * s.num_heads + head;
+                let key_row = |j: usize| (b * s.kv_capacity + j) * s.num_kv_heads + head / group;
+                let q = &q[row * h..][..h];
                 let scores: Vec<f64> =
-                    (0..keys).map(|j| f64::from(s.scale) * dot(&q[at..at + h], &k[key_at(j)..key_at(j) + h])).collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let sum: f64 = scores.iter().map(|x| (x - max).exp()).sum();
+                    keys(i, s).map(|j| f64::from(s.scale) * dot(q, &k[key_row(j) * h..][..h])).collect();
+                let sink = sinks.map(|sinks| sinks[head]);
+                let max = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().copied().chain(sink).map(|x| (x - max).exp()).sum();
                 lse[(b * s.num_heads + head) * s.seq_len + i] = max + sum.ln();
-                for (j, score) in scores.iter().enumerate() {
+                for (j, score) in keys(i, s).zip(&scores) {
                     let p = (score - max).exp() / sum;
-                    (0..h).for_each(|d| o[at + d] += p * v[key_at(j) + d]);
+                    (0..w).for_each(|d| o[row * w + d] += p * v[key_row(j) * w + d]);
                 }
             }
         }
@@ -33,27 +34,41 @@ fn reference(q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape) -> (Vec<f64>, 
     (o, lse)
 }
 
+/// The keys that query i sees.
+fn keys(i: usize, s: &AttentionShape) -> std::ops::Range<usize> {
+    let end = i + s.kv_len - s.seq_len + 1;
+    s.window.map_or(0, |window| end.saturating_sub(window))..end
+}
+
 /// The gradients by the chain rule, in f64.
-fn reference_grads(d_o: &[f64], q: &[f64], k: &[f64], v: &[f64], s: &AttentionShape) -> [Vec<f64>; 3] {
-    let (h, group) = (s.head_dim, s.num_heads / s.num_kv_heads);
-    let (o, lse) = reference(q, k, v, s);
+fn reference_grads(
+    d_o: &[f64],
+    (q, k, v): (&[f64], &[f64], &[f64]),
+    sinks: Option<&[f64]>,
+    s: &AttentionShape,
+) -> [Vec<f64>; 3] {
+    let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
+    let (o, lse) = reference((q, k, v), sinks, s);
     let scale = f64::from(s.scale);
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
     for b in 0..s.batch {
         for head in 0..s.num_heads {
             for i in 0..s.seq_len {
-                let at = ((b * s.seq_len + i) * s.num_heads + head) * h;
+                let row = (b * s.seq_len + i) * s.num_heads + head;
+                let at = row * h;
                 let lse = lse[(b * s.num_heads + head) * s.seq_len + i];
-                let delta = dot(&d_o[at..at + h], &o[at..at + h]);
-                for j in 0..=i + s.kv_len - s.seq_len {
-                    let key = ((b * s.kv_capacity + j) * s.num_kv_heads + head / group) * h;
+                let d_o = &d_o[row * w..][..w];
+                let delta = dot(d_o, &o[row * w..][..w]);
+                for j in keys(i, s) {
+                    let key_row = (b * s.kv_capacity + j) * s.num_kv_heads + head / group;
+                    let key = key_row * h;
                     let p = (scale * dot(&q[at..at + h], &k[key..key + h]) - lse).exp();
-                    let ds = scale * p * (dot(&d_o[at..at + h], &v[key..key + h]) - delta);
+                    let ds = scale * p * (dot(d_o, &v[key_row * w..][..w]) - delta);
                     for d in 0..h {
                         dq[at + d] += ds * k[key + d];
                         dk[key + d] += ds * q[at + d];
-                        dv[key + d] += p * d_o[at + d];
                     }
+                    (0..w).for_each(|d| dv[key_row * w + d] += p * d_o[d]);
                 }
             }
         }
@@ -66,25 +81,32 @@ struct Case {
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Option<Tensor>,
     d_o: Tensor,
 }
 
 impl Case {
     fn new(ctx: &Context, shape: AttentionShape, dtype: DType, seed: u64) -> Self {
-        let rows = [shape.batch * shape.seq_len, shape.num_heads * shape.head_dim];
-        let kv_rows = [shape.batch * shape.kv_capacity, shape.num_kv_heads * shape.head_dim];
+        let (rows, kv_rows) = (shape.batch * shape.seq_len, shape.batch * shape.kv_capacity);
+        let (h, w) = (shape.head_dim, shape.value_dim);
         Self {
             shape,
-            q: normal_tensor(ctx, seed, &rows, dtype),
-            k: normal_tensor(ctx, seed + 1, &kv_rows, dtype),
-            v: normal_tensor(ctx, seed + 2, &kv_rows, dtype),
-            d_o: normal_tensor(ctx, seed + 3, &rows, DType::F32),
+            q: normal_tensor(ctx, seed, &[rows, shape.num_heads * h], dtype),
+            k: normal_tensor(ctx, seed + 1, &[kv_rows, shape.num_kv_heads * h], dtype),
+            v: normal_tensor(ctx, seed + 2, &[kv_rows, shape.num_kv_heads * w], dtype),
+            sinks: None,
+            d_o: normal_tensor(ctx, seed + 3, &[rows, shape.num_heads * w], DType::F32),
         }
     }
 
+    fn with_sinks(mut self, ctx: &Context, seed: u64) -> Self {
+        self.sinks = Some(normal_tensor(ctx, seed + 4, &[self.shape.num_heads], DType::F32));
+        self
+    }
+
     fn run(&self, ctx: &Context) -> [Tensor; 5] {
-        let (o, lse) = attention(ctx, &self.q, &self.k, &self.v, &self.shape);
         let inputs = (&self.q, &self.k, &self.v);
+        let (o, lse) = attention_with_sinks(ctx, inputs, self.sinks.as_ref().map(Tensor::f32s), &self.shape);
         let (dq, dk, dv) = attention_backward(ctx, &self.d_o, inputs, (&o, &lse), &self.shape);
         [o, lse, dq, dk, dv]
     }
@@ -92,8 +114,10 @@ impl Case {
     fn check(&self, what: &str, ctx: &Context) {
         let [o, lse, dq, dk, dv] = self.run(ctx).map(|tensor| doubles(&tensor));
         let (q, k, v) = (doubles(&self.q), doubles(&self.k), doubles(&self.v));
-        let (expected_o, expected_lse) = reference(&q, &k, &v, &self.shape);
-        let [expected_dq, expected_dk, expected_dv] = reference_grads(&doubles(&self.d_o), &q, &k, &v, &self.shape);
+        let (qkv, sinks) = ((&q[..], &k[..], &v[..]), self.sinks.as_ref().map(doubles));
+        let (expected_o, expected_lse) = reference(qkv, sinks.as_deref(), &self.shape);
+        let [expected_dq, expected_dk, expected_dv] =
+            reference_grads(&doubles(&self.d_o), qkv, sinks.as_deref(), &self.shape);
         let slack = rounding(self.q.dtype());
         let what = |part: &str| format!("{what}, {part}, {:?}", self.shape);
         assert_close(&what("o"), &o, &expected_o, 1e-5 + slack);
@@ -109,7 +133,18 @@ impl Case {
 fn shape(batch: usize, (seq_len, kv_len): (usize, usize), heads: (usize, usize), head_dim: usize) -> AttentionShape {
     let (num_heads, num_kv_heads) = heads;
     let scale = 1.0 / (head_dim as f32).sqrt();
-    AttentionShape { batch, seq_len, kv_len, kv_capacity: kv_len + 3, num_heads, num_kv_heads, head_dim, scale }
+    AttentionShape {
+        batch,
+        seq_len,
+        kv_len,
+        kv_capacity: kv_len + 3,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        value_dim: head_dim,
+        window: None,
+        scale,
+    }
 }
 
 /// Shapes on and around the edges of blocks and panels.
@@ -123,7 +158,36 @@ fn awkward_shapes() -> Vec<AttentionShape> {
         shape(1, (130, 130), (3, 1), 48),
         shape(1, (257, 300), (2, 1), 40),
         shape(3, (7, 12), (4, 4), 3),
+        AttentionShape { value_dim: 20, ..shape(1, (70, 140), (4, 2), 36) },
+        AttentionShape { value_dim: 48, window: Some(7), ..shape(2, (70, 200), (4, 2), 16) },
+        AttentionShape { window: Some(1), ..shape(1, (20, 30), (2, 2), 8) },
+        AttentionShape { window: Some(130), ..shape(1, (300, 300), (2, 1), 16) },
+        AttentionShape { window: Some(64), ..shape(1, (1, 500), (4, 2), 16) },
+        AttentionShape { window: Some(900), ..shape(1, (150, 150), (2, 1), 8) },
     ]
+}
+
+#[test]
+fn sinks_take_their_share_of_the_softmax() {
+    for (name, ctx) in contexts() {
+        for (seed, shape) in awkward_shapes().into_iter().enumerate() {
+            Case::new(&ctx, shape, DType::F32, 10 * seed as u64).with_sinks(&ctx, seed as u64).check(&name, &ctx);
+        }
+    }
+}
+
+#[test]
+fn gradients_of_sinks_are_those_of_finite_differences() {
+    let ctx = Context::cpu(2);
+    let shape = AttentionShape { value_dim: 5, window: Some(4), ..shape(2, (6, 9), (4, 2), 3) };
+    let case = Case::new(&ctx, shape, DType::F32, 7).with_sinks(&ctx, 3);
+    let [o, lse, ..] = case.run(&ctx);
+    let sinks = case.sinks.as_ref().unwrap();
+    let found: Vec<f64> =
+        sinks_backward(&case.d_o, (&o, &lse), sinks.f32s(), &shape).into_iter().map(f64::from).collect();
+    let (q, k, v, d_o) = (doubles(&case.q), doubles(&case.k), doubles(&case.v), doubles(&case.d_o));
+    let loss = |sinks: &[f64]| dot(&reference((&q, &k, &v), Some(sinks), &shape).0, &d_o);
+    assert_close("sinks", &found, &finite_differences(&doubles(sinks), loss), 1e-5);
 }
 
 #[test]
@@ -143,7 +207,7 @@ fn gradients_are_those_of_finite_differences() {
     let case = Case::new(&ctx, shape(2, (5, 9), (4, 2), 3), DType::F32, 7);
     let [_, _, dq, dk, dv] = case.run(&ctx).map(|tensor| doubles(&tensor));
     let (q, k, v, d_o) = (doubles(&case.q), doubles(&case.k), doubles(&case.v), doubles(&case.d_o));
-    let loss = |q: &[f64], k: &[f64], v: &[f64]| dot(&reference(q, k, v, &case.shape).0, &d_o);
+    let loss = |q: &[f64], k: &[f64], v: &[f64]| dot(&reference((q, k, v), None, &case.shape).0, &d_o);
     assert_close("dq", &dq, &finite_differences(&q, |q| loss(q, &k, &v)), 1e-5);
     assert_close("dk", &dk, &finite_differences(&k, |k| loss(&q, k, &v)), 1e-5);
     assert_close("dv", &dv, &finite_differences(&v, |v| loss(&q, &k, v)), 1e-5);
@@ -177,7 +241,7 @@ fn large_scores_neither_overflow_nor_lose_the_largest() {
     moeworks_ops::elementwise::scale_assign(&ctx, &mut case.q, 100.0);
     moeworks_ops::elementwise::scale_assign(&ctx, &mut case.k, 100.0);
     let (o, _) = attention(&ctx, &case.q, &case.k, &case.v, &case.shape);
-    let (expected, _) = reference(&doubles(&case.q), &doubles(&case.k), &doubles(&case.v), &case.shape);
+    let (expected, _) = reference((&doubles(&case.q), &doubles(&case.k), &doubles(&case.v)), None, &case.shape);
     assert_close("o", &doubles(&o), &expected, 2e-2);
 }
 
@@ -201,12 +265,14 @@ proptest! {
         earlier in prop_oneof![Just(0_usize), 0..200_usize],
         num_kv_heads in 1..4_usize,
         group in 1..4_usize,
-        head_dim in 1..40_usize,
+        (head_dim, value_dim) in (1..40_usize, 1..40_usize),
+        window in proptest::option::of(1..100_usize),
         is_bf16: bool,
         seed in 0..1000_u64,
     ) {
         let ctx = Context::cpu(2);
         let shape = shape(batch, (seq_len, seq_len + earlier), (num_kv_heads * group, num_kv_heads), head_dim);
+        let shape = AttentionShape { value_dim, window, ..shape };
         Case::new(&ctx, shape, if is_bf16 { DType::BF16 } else { DType::F32 }, seed).check("random", &ctx);
     }
 }

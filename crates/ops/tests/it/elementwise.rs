@@ -1,10 +1,14 @@
 //! Elementwise operations: exact where they can be.
 
-use moeworks_ops::elementwise::{add_assign, cast, cast_into, fill_normal, scale_assign, sum_of_squares};
+use moeworks_ops::elementwise::{
+    add_assign, add_rows, cast, cast_into, clip_assign, clip_backward_assign, fill_normal, scale_assign,
+    sum_of_squares, sum_rows,
+};
+use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
 use proptest::prelude::*;
 
-use crate::common::{contexts, doubles, normal_tensor, normals, tensor, thread_counts};
+use crate::common::{assert_close, contexts, doubles, normal_tensor, normals, tensor, thread_counts};
 
 /// Lengths on and around the edges of vectors and of pieces.
 const LENGTHS: [usize; 7] = [0, 1, 15, 33, 1000, 32_768, 70_001];
@@ -116,5 +120,38 @@ proptest! {
                 prop_assert!(is_right, "{x} became {y}");
             }
         }
+    }
+}
+
+#[test]
+fn biases_are_added_to_rows_and_their_gradients_are_the_sums_of_rows() {
+    for (name, ctx) in contexts() {
+        for (rows, cols) in [(1, 1), (7, 130), (300, 5), (0, 3)] {
+            let (mut y, bias) =
+                (normal_tensor(&ctx, 1, &[rows, cols], DType::F32), normal_tensor(&ctx, 2, &[cols], DType::F32));
+            let (before, bias_values) = (doubles(&y), doubles(&bias));
+            add_rows(&ctx, &mut y, &bias);
+            let expected: Vec<f64> = before.iter().enumerate().map(|(i, x)| x + bias_values[i % cols]).collect();
+            assert_close(&name, &doubles(&y), &expected, 1e-6);
+            let mut sums = ctx.zeros(&[cols], DType::F32);
+            sum_rows(&ctx, &y, Write::Replace, &mut sums);
+            sum_rows(&ctx, &y, Write::Add, &mut sums);
+            let mut twice = vec![0.0; cols];
+            expected.iter().enumerate().for_each(|(i, x)| twice[i % cols] += 2.0 * x);
+            assert_close(&name, &doubles(&sums), &twice, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn clipped_elements_have_no_gradient() {
+    for (_, ctx) in contexts() {
+        let mut y = Tensor::from_slice(ctx.pool(), &[5], &[-3.0_f32, -0.5, 0.0, 2.0, f32::NAN]);
+        clip_assign(&ctx, &mut y, 1.0);
+        assert_eq!(y.f32s()[..4], [-1.0, -0.5, 0.0, 1.0]);
+        assert!(y.f32s()[4].is_nan());
+        let mut dy = Tensor::from_slice(ctx.pool(), &[5], &[1.0_f32; 5]);
+        clip_backward_assign(&ctx, &mut dy, &y, 1.0);
+        assert_eq!(dy.f32s(), [0.0, 1.0, 1.0, 0.0, 1.0]);
     }
 }

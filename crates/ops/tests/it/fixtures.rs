@@ -109,6 +109,8 @@ fn attention_is_scaled_dot_product_attention_with_grouped_heads() {
         let sizes = f.ids("sizes");
         let [batch, seq_len, kv_len, num_heads, num_kv_heads, head_dim] = sizes[..] else { panic!("six sizes") };
         let shape = AttentionShape {
+            value_dim: head_dim as usize,
+            window: None,
             batch: batch as usize,
             seq_len: seq_len as usize,
             kv_len: kv_len as usize,

@@ -1,7 +1,7 @@
 //! Rotary embedding against its definition in f64.
 
 use moeworks_ops::Context;
-use moeworks_ops::rope::{RopeTable, Rotation, rope};
+use moeworks_ops::rope::{RopeLayout, RopeTable, Rotation, rope};
 use moeworks_tensor::DType;
 use proptest::prelude::*;
 
@@ -89,5 +89,36 @@ proptest! {
     #[test]
     fn agrees_with_the_definition_on_random_shapes(rows in 0..50_usize, heads in 1..6_usize, half in 1..70_usize) {
         check("random", &Context::cpu(2), rows, heads, 2 * half, DType::F32);
+    }
+}
+
+#[test]
+fn neighbours_and_parts_of_heads_are_rotated_where_the_layout_says_so() {
+    let frequencies = [1.0, 0.3, 0.01];
+    for (name, ctx) in contexts() {
+        for (start, is_interleaved) in [(0, true), (4, true), (0, false), (3, false)] {
+            let layout = RopeLayout { head_dim: 10, start, is_interleaved };
+            let table = RopeTable::with_frequencies(layout, &frequencies, 1.5, 50);
+            let positions = below(1, 7, 50);
+            let x = normal_tensor(&ctx, 1, &[7, 20], DType::F32);
+            let mut y = x.copied(ctx.pool());
+            rope(&ctx, &mut y, &table, &positions, Rotation::Forward);
+            let mut expected = doubles(&x);
+            for (row, &position) in expected.chunks_exact_mut(20).zip(&positions) {
+                for head in row.chunks_exact_mut(10) {
+                    for (i, frequency) in frequencies.iter().enumerate() {
+                        let (low, high) = if is_interleaved {
+                            (start + 2 * i, start + 2 * i + 1)
+                        } else {
+                            (start + i, start + i + 3)
+                        };
+                        let (sin, cos) = (f64::from(position) * frequency).sin_cos();
+                        let (a, b) = (head[low], head[high]);
+                        (head[low], head[high]) = (1.5 * (a * cos - b * sin), 1.5 * (b * cos + a * sin));
+                    }
+                }
+            }
+            assert_close(&format!("{name} {layout:?}"), &doubles(&y), &expected, 2e-6);
+        }
     }
 }
