@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, SharedWeights};
+use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, SharedWeights};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::{HeadLoss, IGNORE, head_loss, head_loss_backward};
 use moeworks_ops::linear::{Write, linear};
@@ -21,7 +21,7 @@ use crate::blocks::feed_forward::{FeedForwardBlock, FeedForwardSaved};
 use crate::config::{ModelConfig, QkNorm};
 use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
-use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, TokenBatch};
+use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 use crate::weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, LayerWeights};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
@@ -192,16 +192,52 @@ impl Decoder {
         weights: &DecoderWeights,
         batch: &TokenBatch<'_>,
     ) -> Result<PassStats, BatchError> {
+        self.evaluate_watched(ctx, weights, batch, |_, _| ())
+    }
+
+    /// As [`evaluate`](Self::evaluate), showing `watch` what each MoE layer decided, with the layer's index.
+    pub fn evaluate_watched(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        batch: &TokenBatch<'_>,
+        mut watch: impl FnMut(usize, &MoeSaved),
+    ) -> Result<PassStats, BatchError> {
         self.check_batch(batch)?;
         let mut layers = Vec::new();
         let rope = self.rope_table(batch.seq_len);
         let pass = Pass::new(ctx, &rope, batch.num_sequences, batch.seq_len, 0);
-        let x = self.hidden(&pass, weights, batch.inputs, None, |stats| layers.push(stats));
+        let x = self.hidden(&pass, weights, batch.inputs, &self.inference, None, |i, saved| {
+            watch(i, saved);
+            layers.push(saved.stats());
+        });
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = rms_norm(ctx, &x, &weights.final_norm, self.config.norm_eps, head.dtype());
         let loss = head_loss(ctx, &normed, head, batch.targets);
         let (router, _) = router_losses(&layers, &PassOptions::default());
         Ok(pass_stats(loss, router, layers))
+    }
+
+    /// Shows `watch` what each MoE layer decides for `num_sequences` sequences of `inputs`, by the rules of training (the
+    /// capacity over all these tokens, without noise) or of inference. Nothing is predicted.
+    pub fn route(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        (inputs, num_sequences): (&[u32], usize),
+        rules: Rules,
+        watch: impl FnMut(usize, &MoeSaved),
+    ) -> Result<(), BatchError> {
+        let seq_len = inputs.len() / num_sequences.max(1);
+        self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
+        let rope = self.rope_table(seq_len);
+        let pass = Pass::new(ctx, &rope, num_sequences, seq_len, 0);
+        let blocks = match rules {
+            Rules::Training => &self.training,
+            Rules::Inference => &self.inference,
+        };
+        self.hidden(&pass, weights, inputs, blocks, None, watch);
+        Ok(())
     }
 
     /// The logits `[T, V]` f32 of every position of `num_sequences` sequences of `seq_len` tokens. For training and
@@ -217,7 +253,7 @@ impl Decoder {
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
         let rope = self.rope_table(seq_len);
         let pass = Pass::new(ctx, &rope, num_sequences, seq_len, 0);
-        let x = self.hidden(&pass, weights, inputs, None, |_| ());
+        let x = self.hidden(&pass, weights, inputs, &self.inference, None, |_, _| ());
         Ok(self.head_logits(ctx, weights, &x))
     }
 
@@ -238,28 +274,31 @@ impl Decoder {
         }
         let rope = self.rope_table(start + ids.len());
         let pass = Pass::new(ctx, &rope, 1, ids.len(), start);
-        let x = self.hidden(&pass, weights, ids, Some(cache), |_| ());
+        let x = self.hidden(&pass, weights, ids, &self.inference, Some(cache), |_, _| ());
         let last = &x.f32s()[(ids.len() - 1) * self.config.width..];
         let last = Tensor::from_slice(ctx.pool(), &[1, self.config.width], last);
         Ok(self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size]))
     }
 
-    /// The residual stream after the last layer, `[T, D]` f32, without capacity and noise.
+    /// The residual stream after the last layer, `[T, D]` f32, without noise.
     fn hidden(
         &self,
         pass: &Pass<'_>,
         weights: &DecoderWeights,
         ids: &[u32],
+        blocks: &[FeedForwardBlock],
         cache: Option<&mut KvCache>,
-        mut on_stats: impl FnMut(LayerStats),
+        mut watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
         let mut x = embedding(pass.ctx, ids, &weights.embedding, DType::F32);
         let mut caches = cache.map(|cache| cache.layers_mut().iter_mut());
-        for (block, w) in self.inference.iter().zip(&weights.layers) {
+        for (i, (block, w)) in blocks.iter().zip(&weights.layers).enumerate() {
             let layer_cache: Option<&mut LayerCache> = caches.as_mut().and_then(Iterator::next);
             let (middle, _) = self.attention.forward(pass, w, &x, layer_cache);
             let (y, saved) = block.forward(pass, w, &middle, None);
-            saved.stats().into_iter().for_each(&mut on_stats);
+            if let Some(saved) = saved.moe() {
+                watch(i, saved);
+            }
             x = y;
         }
         x

@@ -16,6 +16,6 @@ mod weights;
 pub use config::{ActivationKind, ModelConfig, QkNorm};
 pub use decoder::Decoder;
 pub use hf::LoadError;
-pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, TokenBatch};
+pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, LayerWeights, Role};

@@ -37,6 +37,16 @@ pub struct RouterNoise {
     pub step: u64,
 }
 
+/// Which of the two sets of rules a router obeys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rules {
+    /// Those of training: an expert takes no more tokens than its capacity.
+    Training,
+    /// Those of inference: no token is dropped.
+    #[default]
+    Inference,
+}
+
 /// The settings of a training pass.
 #[derive(Clone, Copy, Debug)]
 pub struct PassOptions {

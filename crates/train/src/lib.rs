@@ -9,6 +9,7 @@ pub mod measure;
 pub mod metrics;
 pub mod optimizer;
 pub mod report;
+pub mod routing;
 pub mod schedule;
 mod setup;
 mod state;

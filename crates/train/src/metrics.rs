@@ -7,7 +7,9 @@
 mod lines;
 mod writer;
 
-use moeworks_moe::LayerStats;
+use moeworks_moe::{self as moe, LayerStats};
+
+use crate::routing::Specialization;
 
 pub use lines::{MetricsError, ReadRecords, read_records};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
@@ -61,11 +63,26 @@ pub struct LayerRecord {
     pub tokens_per_expert: Vec<u64>,
     /// Choices that found no room.
     pub num_dropped: u64,
+    /// Choices that went to another expert than the router's, which had no room.
+    pub num_rerouted: u64,
     /// Mean entropy of the router's probabilities of one token, in nats: `ln E` when the router is undecided.
     pub router_entropy: f64,
-    /// Mean of `logsumexp(logits)^2`: the z-loss of the layer, which tells the scale of the logits.
+    /// Entropy of the mean of these probabilities, in nats: `ln E` when the experts are equally likely over all tokens. A
+    /// router that decides and balances has a low entropy of one token and a high one of the mean.
+    pub mean_prob_entropy: f64,
+    /// Mean of `logsumexp(logits)^2`: the z-loss of the layer.
     pub router_z: f64,
+    /// Root mean square of the router's logits.
+    pub router_logit_rms: f64,
+    /// What a token's id tells of its expert, on the validation tokens of steps that were followed by an evaluation.
+    pub specialization: Option<Specialization>,
+    /// Share of the choices for a fixed sample of validation tokens that are those of the planned checkpoint before, on steps
+    /// with such a checkpoint; see [`RoutingSample`](crate::routing::RoutingSample).
+    pub checkpoint_agreement: Option<f64>,
 }
+
+/// Names, within a layer, of figures that only some steps have. JSON lines of other steps leave them out.
+const OCCASIONAL: [&str; 3] = ["specialization", "specialization_nats", "checkpoint_agreement"];
 
 impl LayerRecord {
     /// The record of the layer with index `layer` from its statistics, merged over microbatches.
@@ -75,8 +92,13 @@ impl LayerRecord {
             layer,
             tokens_per_expert: stats.tokens_per_expert.iter().copied().map(u64::from).collect(),
             num_dropped: stats.num_dropped as u64,
+            num_rerouted: stats.num_rerouted as u64,
             router_entropy: stats.mean_entropy,
+            mean_prob_entropy: stats.mean_prob_entropy(),
             router_z: stats.z,
+            router_logit_rms: stats.logit_rms(),
+            specialization: None,
+            checkpoint_agreement: None,
         }
     }
 
@@ -86,60 +108,65 @@ impl LayerRecord {
         self.tokens_per_expert.iter().fold(0, |sum, &count| sum.saturating_add(count))
     }
 
-    fn mean(&self) -> f64 {
-        self.num_choices() as f64 / self.tokens_per_expert.len() as f64
-    }
-
-    /// Coefficient of variation of the load: standard deviation (of the population) divided by the mean. 0 when even.
+    /// Coefficient of variation of the load ([`moe::cv`]): 0 when even.
     #[must_use]
     pub fn cv(&self) -> f64 {
-        let mean = self.mean();
-        let squares: f64 = self.tokens_per_expert.iter().map(|&n| (n as f64 - mean).powi(2)).sum();
-        (squares / self.tokens_per_expert.len() as f64).sqrt() / mean
+        moe::cv(&self.tokens_per_expert)
     }
 
-    /// `exp(entropy of the load) / E`: the share of the experts that the load amounts to. 1 when even, `1/E` when one
-    /// expert takes all.
+    /// The share of the experts that the load amounts to ([`moe::expert_diversity`]): 1 when even, `1/E` when one takes all.
     #[must_use]
     pub fn expert_diversity(&self) -> f64 {
-        let total = self.num_choices() as f64;
-        if total == 0.0 {
-            return f64::NAN;
-        }
-        let shares = self.tokens_per_expert.iter().filter(|&&n| n > 0).map(|&n| n as f64 / total);
-        let entropy: f64 = shares.map(|share| -share * share.ln()).sum();
-        entropy.exp() / self.tokens_per_expert.len() as f64
+        moe::expert_diversity(&self.tokens_per_expert)
     }
 
     /// Share of the experts that no token chose.
     #[must_use]
     pub fn dead_expert_frac(&self) -> f64 {
-        let dead = self.tokens_per_expert.iter().filter(|&&n| n == 0).count();
-        dead as f64 / self.tokens_per_expert.len() as f64
+        moe::dead_expert_frac(&self.tokens_per_expert)
     }
 
-    /// How far the busiest expert is above the even share: `max / mean - 1` (MaxVio of Wang et al., 2024). 0 when even.
+    /// The busiest expert's load in even shares ([`moe::max_over_mean`]): 1 when even.
+    #[must_use]
+    pub fn max_over_mean(&self) -> f64 {
+        moe::max_over_mean(&self.tokens_per_expert)
+    }
+
+    /// How far the busiest expert is above the even share ([`moe::e_max_violation`], MaxVio): 0 when even.
     #[must_use]
     pub fn e_max_violation(&self) -> f64 {
-        let max = self.tokens_per_expert.iter().max().copied().unwrap_or(0);
-        max as f64 / self.mean() - 1.0
+        moe::e_max_violation(&self.tokens_per_expert)
     }
 
     /// Share of the choices that were dropped.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
-        self.num_dropped as f64 / self.num_choices() as f64
+        moe::share(self.num_dropped, self.num_choices())
     }
 
-    fn scalars(&self) -> [(&'static str, f64); 7] {
+    /// Share of the choices that were rerouted.
+    #[must_use]
+    pub fn reroute_rate(&self) -> f64 {
+        moe::share(self.num_rerouted, self.num_choices())
+    }
+
+    fn scalars(&self) -> [(&'static str, f64); 14] {
+        let specialization = self.specialization.unwrap_or(Specialization { nats: f64::NAN, share: f64::NAN });
         [
             ("cv", self.cv()),
             ("expert_diversity", self.expert_diversity()),
             ("dead_expert_frac", self.dead_expert_frac()),
+            ("max_over_mean", self.max_over_mean()),
             ("e_max_violation", self.e_max_violation()),
             ("drop_rate", self.drop_rate()),
+            ("reroute_rate", self.reroute_rate()),
             ("router_entropy", self.router_entropy),
+            ("mean_prob_entropy", self.mean_prob_entropy),
             ("router_z", self.router_z),
+            ("router_logit_rms", self.router_logit_rms),
+            ("specialization", specialization.share),
+            ("specialization_nats", specialization.nats),
+            ("checkpoint_agreement", self.checkpoint_agreement.unwrap_or(f64::NAN)),
         ]
     }
 }
@@ -148,9 +175,18 @@ impl Record {
     /// Share of all choices of all layers that were dropped; 0 for a dense model.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
-        let choices: f64 = self.layers.iter().map(|layer| layer.num_choices() as f64).sum();
-        let dropped: f64 = self.layers.iter().map(|layer| layer.num_dropped as f64).sum();
-        if choices == 0.0 { 0.0 } else { dropped / choices }
+        self.share_of_choices(|layer| layer.num_dropped)
+    }
+
+    /// Share of all choices of all layers that were rerouted; 0 for a dense model.
+    #[must_use]
+    pub fn reroute_rate(&self) -> f64 {
+        self.share_of_choices(|layer| layer.num_rerouted)
+    }
+
+    fn share_of_choices(&self, count: fn(&LayerRecord) -> u64) -> f64 {
+        let sum = |count: fn(&LayerRecord) -> u64| self.layers.iter().fold(0, |n: u64, l| n.saturating_add(count(l)));
+        moe::share(sum(count), sum(LayerRecord::num_choices))
     }
 
     /// Every number with its name, in the order of the CSV columns; `val/loss` is NaN on steps without evaluation.
@@ -169,6 +205,7 @@ impl Record {
             ("perf/step_ms", self.step_ms),
             ("perf/memory_peak_bytes", self.memory_peak_bytes as f64),
             ("moe/drop_rate", self.drop_rate()),
+            ("moe/reroute_rate", self.reroute_rate()),
         ];
         let run = run.into_iter().map(|(name, value)| (name.to_owned(), value));
         let layers = self.layers.iter().flat_map(|layer| {

@@ -16,8 +16,13 @@ fn record(step: u64) -> Record {
         layer: index,
         tokens_per_expert: (0..4).map(|expert| step * 7 + expert * index as u64).collect(),
         num_dropped: step % 3,
+        num_rerouted: step % 2,
         router_entropy: 1.0 / step as f64,
+        mean_prob_entropy: 1.25,
         router_z: 0.3,
+        router_logit_rms: 0.7,
+        specialization: step.is_multiple_of(5).then_some(Specialization { nats: 0.5, share: 0.25 }),
+        checkpoint_agreement: step.is_multiple_of(10).then_some(0.875),
     });
     Record {
         step,
@@ -61,15 +66,36 @@ fn figures_of_balance_are_those_of_their_definitions() {
     assert!((skewed.cv() - 0.623_609_564_462_323_6).abs() < 1e-12);
     assert!((skewed.expert_diversity() - 0.829_074_676_069_231_7).abs() < 1e-12);
     assert_eq!((skewed.e_max_violation(), skewed.drop_rate()), (1.0, 0.25));
+    assert_eq!((skewed.max_over_mean(), skewed.reroute_rate()), (2.0, 0.0));
 }
 
 #[test]
-fn figures_of_a_layer_without_tokens_or_experts_are_not_numbers_and_do_no_harm() {
+fn a_layer_without_tokens_or_experts_and_one_with_too_many_do_no_harm() {
     for layer in [layer(&[]), layer(&[0, 0]), layer(&[u64::MAX, u64::MAX])] {
         let record = Record { layers: vec![layer], ..Record::default() };
         let line = json_line(&record);
         assert!(!line.contains("NaN") && !line.contains("inf"), "{line}");
         assert_eq!(parse_record(line.as_bytes()).unwrap().layers, record.layers);
+    }
+}
+
+#[test]
+fn figures_that_only_some_steps_have_are_left_out_of_json_and_empty_in_csv() {
+    let fields = |step| -> serde_json::Value { serde_json::from_str(&json_line(&record(step))).unwrap() };
+    let agreement = "moe/layer_3/checkpoint_agreement";
+    assert_eq!((fields(10)[agreement].as_f64(), fields(5).get(agreement)), (Some(0.875), None));
+    assert_eq!(fields(5)["moe/layer_1/specialization"], 0.25);
+    assert_eq!(fields(5)["moe/layer_1/specialization_nats"], 0.5);
+    assert_eq!(fields(4).get("moe/layer_1/specialization"), None);
+    for step in [4, 5, 10] {
+        assert_eq!(parse_record(json_line(&record(step)).as_bytes()).unwrap().layers, record(step).layers);
+        let line = csv_line(&record(step));
+        let cells: Vec<&str> = line.trim_end().split(',').collect();
+        let header = csv_header(&[1, 3]);
+        let at = |name: &str| cells[header.trim_end().split(',').position(|cell| cell == name).unwrap()];
+        assert_eq!(at(agreement), if step == 10 { "0.875" } else { "" });
+        assert_eq!(at("moe/layer_1/specialization"), if step == 4 { "" } else { "0.25" });
+        assert_eq!(at("moe/layer_3/router_logit_rms"), "0.7");
     }
 }
 
@@ -104,8 +130,13 @@ proptest! {
             layer: index * 2,
             tokens_per_expert: counts.iter().copied().map(u64::from).collect(),
             num_dropped: 1,
+            num_rerouted: 2,
             router_entropy: router_z,
+            mean_prob_entropy: loss,
             router_z,
+            router_logit_rms: mfu,
+            specialization: (index == 1).then_some(Specialization { nats: lr, share: z_loss }),
+            checkpoint_agreement: (index == 0).then_some(grad_norm),
         };
         let layers = counts.iter().enumerate().map(to_layer).collect();
         let written = Record {

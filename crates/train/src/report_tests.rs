@@ -4,6 +4,7 @@ use std::path::Path;
 use super::numbers::{Unit, bytes, duration, grouped, short, tick_labels, ticks};
 use super::*;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, SAMPLES_JSONL, Sample};
+use crate::routing::Specialization;
 
 /// A run of `num_steps` steps with `num_layers` MoE layers of `num_experts` experts.
 fn write_run(run_dir: &Path, num_steps: u64, num_layers: usize, num_experts: usize) {
@@ -14,8 +15,13 @@ fn write_run(run_dir: &Path, num_steps: u64, num_layers: usize, num_experts: usi
             layer,
             tokens_per_expert: (0..num_experts as u64).map(|expert| (expert * 31 + step * 7) % 97).collect(),
             num_dropped: step % 5,
+            num_rerouted: 0,
             router_entropy: 1.0,
+            mean_prob_entropy: 1.5,
             router_z: 2.0,
+            router_logit_rms: 0.6,
+            specialization: step.is_multiple_of(2).then_some(Specialization { nats: 0.2, share: 0.1 }),
+            checkpoint_agreement: step.is_multiple_of(4).then_some(0.9),
         };
         let record = Record {
             step,
@@ -73,6 +79,9 @@ fn every_shape_of_run_gives_a_well_formed_page() {
         assert_is_self_contained(&html);
         assert!(!html.contains("NaN") && !html.contains("inf"), "{num_steps} {num_layers} {num_experts}");
         assert_eq!(html.contains("Expert load"), num_layers > 0);
+        assert_eq!(html.contains(">Specialisation<"), num_layers > 0 && num_steps >= 2);
+        assert_eq!(html.contains(">Agreement with the checkpoint before<"), num_layers > 0 && num_steps >= 4);
+        assert!(!html.contains(">Rerouted tokens<"), "nothing was rerouted");
         assert_eq!(html.matches("data:image/png").count(), num_layers);
     }
 }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{self, ConfigLayers, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 use crate::optimizer::{AdamWConfig, Optimizer};
+use crate::routing::RoutingSample;
 use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
 
 /// The optimizer's moments, in a checkpoint.
@@ -45,12 +46,16 @@ pub(crate) fn save(
     weights: &DecoderWeights,
     tokenizer: &Tokenizer,
     optimizer: &Optimizer,
+    routing: Option<&RoutingSample>,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let options = SaveOptions { tokenizer: Some(tokenizer), ..SaveOptions::default() };
     hf::save_model(dir, decoder.config(), weights, &options)?;
     let moments: Vec<TensorBytes<'_>> =
         moment("first", &optimizer.first).chain(moment("second", &optimizer.second)).collect();
     safetensors::write(&dir.join(OPTIMIZER_FILE), &moments, &BTreeMap::new())?;
+    if let Some(sample) = routing {
+        sample.save(dir)?;
+    }
     Ok(())
 }
 

@@ -3,6 +3,8 @@
 //! Everything random is a function of (seed, step), and everything else that a step depends on is in a checkpoint, so a
 //! resumed run makes the same steps as one that was never stopped, bit for bit.
 
+mod observe;
+
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,6 +26,7 @@ use crate::data::{Batch, Dataset};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
 use crate::optimizer::{Optimizer, clip_scale, global_norm};
+use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
 use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
 use crate::state::{self, Progress};
@@ -88,6 +91,9 @@ pub struct Trainer {
     grads: DecoderWeights,
     optimizer: Optimizer,
     progress: Progress,
+    /// What the newest planned checkpoint's routers chose. Checkpoints that somebody asked for do not count, so that a run
+    /// that was stopped has the records of one that was not.
+    routing: Option<RoutingSample>,
     schedule: Schedule,
     store: Store,
     metrics: MetricsWriter,
@@ -115,7 +121,7 @@ impl Trainer {
         let metrics = MetricsWriter::create(&run_dir, &moe_layers(&config))?;
         state::write_config(&run_dir, &config)?;
         let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
-        let last_checkpoint = None;
+        let (routing, last_checkpoint) = (None, None);
         Ok(Self::new(Parts {
             ctx,
             config,
@@ -125,6 +131,7 @@ impl Trainer {
             weights,
             optimizer,
             progress,
+            routing,
             store,
             metrics,
             last_checkpoint,
@@ -150,6 +157,7 @@ impl Trainer {
         let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
         let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
         let (weights, optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
+        let routing = RoutingSample::load(&checkpoint.path)?;
         if progress.data_hash != corpus.hash {
             tracing::warn!("the data is not what this run began with: its steps will not be those of an unbroken run");
         }
@@ -166,6 +174,7 @@ impl Trainer {
             weights,
             optimizer,
             progress,
+            routing,
             store,
             metrics,
             last_checkpoint,
@@ -182,6 +191,7 @@ impl Trainer {
             weights,
             optimizer,
             progress,
+            routing,
             store,
             metrics,
             last_checkpoint,
@@ -202,6 +212,7 @@ impl Trainer {
             compute,
             optimizer,
             progress,
+            routing,
             store,
             metrics,
             peak_flops,
@@ -243,10 +254,14 @@ impl Trainer {
     pub fn run(&mut self, requests: &Requests, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, TrainError> {
         let total_steps = self.config.train.steps;
         while self.progress.step < total_steps {
-            let record = self.step(on_event)?;
-            self.metrics.write(&record)?;
+            let mut record = self.step(on_event)?;
             let step = self.progress.step;
             let is_last = step == total_steps;
+            let is_planned_checkpoint = is_last || is_due(step, self.config.train.checkpoint_every);
+            if is_planned_checkpoint {
+                self.compare_routing(&mut record)?;
+            }
+            self.metrics.write(&record)?;
             on_event(Event::Step { record: &record, total_steps, val_loss: self.progress.val_loss });
             if is_due(step, self.config.train.sample_every) || (is_last && self.config.train.sample_every > 0) {
                 let sample = self.sample()?;
@@ -255,7 +270,7 @@ impl Trainer {
             }
             let is_stopped = requests.stop.load(Ordering::SeqCst);
             let is_asked = requests.save.swap(false, Ordering::SeqCst);
-            if is_asked || is_stopped || is_last || is_due(step, self.config.train.checkpoint_every) {
+            if is_asked || is_stopped || is_planned_checkpoint {
                 on_event(Event::Saved(&self.save()?));
             }
             if is_stopped && !is_last {
@@ -285,8 +300,9 @@ impl Trainer {
         self.progress.tokens += stats.num_targets as u64;
         let seconds = start.elapsed().as_secs_f64();
         let tokens_per_s = stats.num_targets as f64 / seconds;
-        let val_loss = is_due(step + 1, self.config.train.eval_every) || step + 1 == self.config.train.steps;
-        let val_loss = if val_loss { self.validate()? } else { None };
+        let mut layers = layer_records(&self.config, &stats);
+        let is_evaluated = is_due(step + 1, self.config.train.eval_every) || step + 1 == self.config.train.steps;
+        let val_loss = if is_evaluated { self.validate(&mut layers)? } else { None };
         if val_loss.is_some() {
             self.progress.val_loss = val_loss;
         }
@@ -305,7 +321,7 @@ impl Trainer {
             memory_peak_bytes: self.ctx.pool().stats().peak_bytes as u64,
             val_loss,
             is_skipped,
-            layers: layer_records(&self.config, &stats),
+            layers,
         })
     }
 
@@ -350,7 +366,7 @@ impl Trainer {
         self.progress.updates = self.optimizer.updates;
         let keep = Keep { last: self.config.train.keep_last, best: true };
         let checkpoint = self.store.save(&state::metadata(&self.progress), keep, |dir| {
-            state::save(dir, &self.decoder, &self.weights, &self.tokenizer, &self.optimizer)
+            state::save(dir, &self.decoder, &self.weights, &self.tokenizer, &self.optimizer, self.routing.as_ref())
         })?;
         self.last_checkpoint = Some(checkpoint.path.clone());
         Ok(checkpoint.path)
@@ -392,18 +408,6 @@ impl Trainer {
         }
         Ok(())
     }
-
-    /// Mean loss on the validation windows, `None` where there are none.
-    fn validate(&self) -> Result<Option<f64>, TrainError> {
-        let weights = self.compute.as_ref().unwrap_or(&self.weights);
-        let (mut loss, mut targets) = (0.0, 0);
-        for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
-            let stats = self.decoder.evaluate(&self.ctx, weights, &token_batch(&batch))?;
-            loss += stats.loss_sum;
-            targets += stats.num_targets;
-        }
-        Ok((targets > 0).then(|| loss / targets as f64))
-    }
 }
 
 /// What a trainer is put together from.
@@ -416,6 +420,7 @@ struct Parts {
     weights: DecoderWeights,
     optimizer: Optimizer,
     progress: Progress,
+    routing: Option<RoutingSample>,
     store: Store,
     metrics: MetricsWriter,
     last_checkpoint: Option<PathBuf>,

@@ -103,6 +103,17 @@ pub(crate) fn losses(run: &Path) -> Vec<(u64, String)> {
         .collect()
 }
 
+/// The records of a run without what depends on the machine: the step and the figures of the MoE layers.
+pub(crate) fn routing_records(run: &Path) -> Vec<serde_json::Value> {
+    let text = fs::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+    let figures = |line: &str| {
+        let mut value: serde_json::Value = serde_json::from_str(line).expect("a JSON line");
+        value.as_object_mut().expect("an object").retain(|name, _| name == "step" || name.starts_with("moe/"));
+        value
+    };
+    text.lines().map(figures).collect()
+}
+
 /// The bytes of the files that training goes on from.
 pub(crate) fn state(run: &Path, step: u64) -> (Vec<u8>, Vec<u8>) {
     let dir = run.join("checkpoints").join(format!("step-{step:08}"));

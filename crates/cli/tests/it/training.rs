@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use crate::program::{Workplace, assert_success, losses, state, stderr, stdout};
+use crate::program::{Workplace, assert_success, losses, routing_records, state, stderr, stdout};
 
 #[test]
 fn a_run_learns_and_leaves_a_model_a_report_and_records() {
@@ -35,7 +35,40 @@ fn a_resumed_run_makes_the_same_losses_and_weights() {
         assert_success(&work.run(&["train", "--resume", "cut"]));
         assert_eq!(losses(&work.path("whole")), losses(&work.path("cut")));
         assert_eq!(state(&work.path("whole"), 8), state(&work.path("cut"), 8));
+        assert_eq!(routing_records(&work.path("whole")), routing_records(&work.path("cut")));
     }
+}
+
+#[test]
+fn what_routers_do_is_recorded() {
+    let work = Workplace::new();
+    let settings = ["--set", "train.checkpoint_every=4", "--set", "train.eval_every=3"];
+    assert_success(&work.train("whole", 12, &settings));
+    let records = routing_records(&work.path("whole"));
+    let recorded = |name: &str| -> Vec<u64> {
+        let has = |record: &&serde_json::Value| record.get(format!("moe/layer_1/{name}")).is_some();
+        records.iter().filter(has).map(|record| record["step"].as_u64().expect("a step")).collect()
+    };
+    let every_step: Vec<u64> = (1..=12).collect();
+    for name in ["max_over_mean", "reroute_rate", "mean_prob_entropy", "router_logit_rms", "num_rerouted"] {
+        assert_eq!(recorded(name), every_step, "{name}");
+    }
+    assert_eq!(recorded("specialization"), [3, 6, 9, 12]);
+    assert_eq!(recorded("checkpoint_agreement"), [8, 12], "the first checkpoint has none before it");
+    let agreement = records[11]["moe/layer_1/checkpoint_agreement"].as_f64().expect("a number");
+    assert!((0.0..=1.0).contains(&agreement), "{agreement}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_checkpoint_that_nobody_planned_changes_no_record_of_what_routers_do() {
+    let work = Workplace::new();
+    let settings = ["--set", "train.checkpoint_every=20", "--set", "train.eval_every=7"];
+    assert_success(&work.train("whole", 120, &settings));
+    let output = interrupt(&work, work.train_command("run", 120, &settings), "INT");
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert_success(&work.run(&["train", "--resume", "run"]));
+    assert_eq!(routing_records(&work.path("whole")), routing_records(&work.path("run")));
 }
 
 #[test]

@@ -35,12 +35,17 @@ enum InnerSaved {
 }
 
 impl FeedForwardSaved {
-    /// What the router did; none in a dense layer.
-    pub(crate) fn stats(&self) -> Option<LayerStats> {
+    /// What the router decided; none in a dense layer.
+    pub(crate) fn moe(&self) -> Option<&MoeSaved> {
         match &self.inner {
             InnerSaved::Dense(_) => None,
-            InnerSaved::Moe(saved) => Some(saved.stats()),
+            InnerSaved::Moe(saved) => Some(saved),
         }
+    }
+
+    /// What the router did; none in a dense layer.
+    pub(crate) fn stats(&self) -> Option<LayerStats> {
+        self.moe().map(MoeSaved::stats)
     }
 }
 

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::{LayerRecord, Record};
+use super::{LayerRecord, OCCASIONAL, Record};
+use crate::routing::Specialization;
 
 /// A file of records that cannot be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -35,11 +36,18 @@ fn number(value: f64) -> String {
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
 }
 
+/// Whether the record is of a step without this figure, which is something else than a figure that is no number.
+fn is_absent(record: &Record, name: &str, value: f64) -> bool {
+    let in_layer = name.strip_prefix("moe/layer_").and_then(|rest| rest.split('/').nth(1));
+    (name == "val/loss" && record.val_loss.is_none())
+        || (value.is_nan() && in_layer.is_some_and(|name| OCCASIONAL.contains(&name)))
+}
+
 /// One line of `metrics.jsonl`, with its line end.
 pub(super) fn json_line(record: &Record) -> String {
     let mut line = format!("{{\"step\":{},\"tokens\":{}", record.step, record.tokens);
     for (name, value) in record.scalars() {
-        if name == "val/loss" && record.val_loss.is_none() {
+        if is_absent(record, &name, value) {
             continue;
         }
         let value = if value.is_finite() { number(value) } else { "null".to_owned() };
@@ -48,8 +56,9 @@ pub(super) fn json_line(record: &Record) -> String {
     }
     for layer in &record.layers {
         let counts: Vec<String> = layer.tokens_per_expert.iter().map(u64::to_string).collect();
-        let (index, dropped, counts) = (layer.layer, layer.num_dropped, counts.join(","));
-        let _ = write!(line, ",\"moe/layer_{index}/num_dropped\":{dropped}");
+        let (index, counts) = (layer.layer, counts.join(","));
+        let _ = write!(line, ",\"moe/layer_{index}/num_dropped\":{}", layer.num_dropped);
+        let _ = write!(line, ",\"moe/layer_{index}/num_rerouted\":{}", layer.num_rerouted);
         let _ = write!(line, ",\"moe/layer_{index}/tokens_per_expert\":[{counts}]");
     }
     line.push_str("}\n");
@@ -97,13 +106,7 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
         let index = name.strip_prefix("moe/layer_").and_then(|rest| rest.strip_suffix("/tokens_per_expert"));
         let Some(layer) = index.and_then(|index| index.parse().ok()) else { continue };
         let counts = value.as_array()?.iter().map(Value::as_u64);
-        layers.push(LayerRecord {
-            layer,
-            tokens_per_expert: counts.collect::<Option<_>>()?,
-            num_dropped: count(&format!("moe/layer_{layer}/num_dropped")).unwrap_or(0),
-            router_entropy: number(&format!("moe/layer_{layer}/router_entropy")),
-            router_z: number(&format!("moe/layer_{layer}/router_z")),
-        });
+        layers.push(LayerRecord { tokens_per_expert: counts.collect::<Option<_>>()?, ..parse_layer(&fields, layer) });
     }
     layers.sort_by_key(|layer| layer.layer);
     Some(Record {
@@ -122,6 +125,26 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
         is_skipped: number("train/is_skipped") == 1.0,
         layers,
     })
+}
+
+/// What a line says of a layer, but for the counts of its experts.
+fn parse_layer(fields: &serde_json::Map<String, Value>, layer: usize) -> LayerRecord {
+    let field = |name: &str| fields.get(&format!("moe/layer_{layer}/{name}"));
+    let number = |name: &str| field(name).and_then(Value::as_f64).unwrap_or(f64::NAN);
+    let count = |name: &str| field(name).and_then(Value::as_u64).unwrap_or(0);
+    let specialization = Specialization { nats: number("specialization_nats"), share: number("specialization") };
+    LayerRecord {
+        layer,
+        tokens_per_expert: Vec::new(),
+        num_dropped: count("num_dropped"),
+        num_rerouted: count("num_rerouted"),
+        router_entropy: number("router_entropy"),
+        mean_prob_entropy: number("mean_prob_entropy"),
+        router_z: number("router_z"),
+        router_logit_rms: number("router_logit_rms"),
+        specialization: (!specialization.share.is_nan()).then_some(specialization),
+        checkpoint_agreement: field("checkpoint_agreement").and_then(Value::as_f64),
+    }
 }
 
 /// The records of a `metrics.jsonl`, one after another. Damaged lines (a cut last one after a kill) are passed over.

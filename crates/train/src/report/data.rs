@@ -46,7 +46,7 @@ pub(super) struct LayerLoad {
     pub(super) layer: usize,
     /// For each bucket its last step and the choices per expert.
     pub(super) columns: Vec<(f64, Vec<f64>)>,
-    /// Choices per expert near the end of the run; `router_entropy` and `router_z` are not set.
+    /// Choices per expert near the end of the run; the figures of the router are not set.
     pub(super) recent: LayerRecord,
     /// First step of what `recent` sums.
     pub(super) recent_from: u64,

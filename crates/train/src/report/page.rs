@@ -22,6 +22,85 @@ const ORANGE: &str = "var(--c2)";
 const GREEN: &str = "var(--c3)";
 const VIOLET: &str = "var(--c4)";
 
+/// A chart with a line for each MoE layer.
+struct LayerFigure {
+    title: &'static str,
+    /// The scalar's name within the layer.
+    key: &'static str,
+    unit: Unit,
+    /// `{ln E}` stands for the entropy of an undecided router.
+    note: &'static str,
+    /// Whether only some steps have it: a line then goes from one to the next.
+    is_occasional: bool,
+}
+
+impl LayerFigure {
+    const fn new(title: &'static str, key: &'static str, unit: Unit, note: &'static str) -> Self {
+        Self { title, key, unit, note, is_occasional: false }
+    }
+
+    const fn occasional(mut self) -> Self {
+        self.is_occasional = true;
+        self
+    }
+
+    fn line(&self, name: impl Into<String>, colour: impl Into<String>, mut points: Vec<Point>) -> Line {
+        if self.is_occasional {
+            points.retain(|point| point.1.is_finite());
+        }
+        let last = points.last().map_or(f64::NAN, |point| point.1);
+        let mut line = Line::new(name, colour, points, last);
+        line.has_dots = self.is_occasional;
+        line
+    }
+}
+
+/// What is drawn of each MoE layer.
+const LAYER_FIGURES: [LayerFigure; 10] = [
+    LayerFigure::new("Load imbalance", "cv", Unit::Plain, "Standard deviation of the load over its mean; 0 is even."),
+    LayerFigure::new("Busiest expert", "e_max_violation", Unit::Percent, "How far it is above the even share."),
+    LayerFigure::new(
+        "Router entropy",
+        "router_entropy",
+        Unit::Plain,
+        "Mean of a token's, in nats; {ln E} is undecided.",
+    ),
+    LayerFigure::new(
+        "Entropy of the mean",
+        "mean_prob_entropy",
+        Unit::Plain,
+        "Of the router's mean probabilities, in nats; {ln E} is even over all tokens.",
+    ),
+    LayerFigure::new("Dropped tokens", "drop_rate", Unit::Percent, "Choices that found no room in their expert."),
+    LayerFigure::new(
+        "Rerouted tokens",
+        "reroute_rate",
+        Unit::Percent,
+        "Choices that went to another expert, where there was room.",
+    ),
+    LayerFigure::new(
+        "Expert diversity",
+        "expert_diversity",
+        Unit::Percent,
+        "exp(entropy of the load) / experts; 100% is even.",
+    ),
+    LayerFigure::new("Router logits", "router_logit_rms", Unit::Plain, "Root mean square: their scale."),
+    LayerFigure::new(
+        "Specialisation",
+        "specialization",
+        Unit::Percent,
+        "How far a token's id decides its first expert, on validation tokens; 100%: it alone does.",
+    )
+    .occasional(),
+    LayerFigure::new(
+        "Agreement with the checkpoint before",
+        "checkpoint_agreement",
+        Unit::Percent,
+        "Share of the choices for the same validation tokens that stayed.",
+    )
+    .occasional(),
+];
+
 /// One section of the configuration: its name, its keys and values.
 pub(super) type Settings = Vec<(String, Vec<(String, String)>)>;
 
@@ -203,26 +282,17 @@ impl Page<'_> {
 
     fn balance_charts(&self) -> String {
         let mut html = String::new();
-        let charts = [
-            ("Load imbalance", "cv", Unit::Plain, "Standard deviation of the load over its mean; 0 is even."),
-            ("Busiest expert", "e_max_violation", Unit::Percent, "How far it is above the even share."),
-            ("Router entropy", "router_entropy", Unit::Plain, ""),
-            ("Dropped tokens", "drop_rate", Unit::Percent, "Choices that found no room in their expert."),
-            (
-                "Expert diversity",
-                "expert_diversity",
-                Unit::Percent,
-                "exp(entropy of the load) / experts; 100% is even.",
-            ),
-        ];
-        for (index, (title, key, unit, note)) in charts.into_iter().enumerate() {
-            let mut chart = self.chart(title, self.layer_lines(key));
-            let experts = self.data.last.layers.first().map_or(1, |layer| layer.tokens_per_expert.len());
-            chart.note = if key == "router_entropy" {
-                format!("Nats a token; ln {experts} = {} is undecided.", short((experts as f64).ln(), Unit::Plain))
-            } else {
-                note.to_owned()
-            };
+        let ln_experts = self.data.last.layers.first().map_or(0.0, |layer| (layer.tokens_per_expert.len() as f64).ln());
+        for (index, figure) in LAYER_FIGURES.iter().enumerate() {
+            let LayerFigure { title, key, unit, note, .. } = *figure;
+            let mut chart = self.chart(title, self.layer_lines(figure));
+            let finite = || chart.lines.iter().flat_map(|line| &line.points).map(|p| p.1).filter(|v| v.is_finite());
+            if (figure.is_occasional && finite().next().is_none())
+                || (key == "reroute_rate" && finite().all(|rate| rate == 0.0))
+            {
+                continue;
+            }
+            chart.note = note.replace("{ln E}", &short(ln_experts, Unit::Plain));
             (chart.unit, chart.from_zero) = (unit, key != "expert_diversity");
             chart.cuts_peaks = matches!(key, "cv" | "e_max_violation");
             html += &chart.card(false, 10 + index);
@@ -239,21 +309,19 @@ impl Page<'_> {
         losses.note = "Before their coefficients.".to_owned();
         losses.cuts_peaks = true;
         losses.from_zero = true;
-        html + &losses.card(false, 20)
+        html + &losses.card(false, 30)
     }
 
     /// A line for each layer, or for many layers their mean in the band from the lowest to the highest.
-    fn layer_lines(&self, key: &str) -> Vec<Line> {
+    fn layer_lines(&self, figure: &LayerFigure) -> Vec<Line> {
         let layers = &self.data.last.layers;
         let series: Vec<Vec<Point>> =
-            layers.iter().map(|layer| self.data.series(&format!("moe/layer_{}/{key}", layer.layer))).collect();
-        let last_of = |points: &[Point]| points.last().map_or(f64::NAN, |point| point.1);
+            layers.iter().map(|layer| self.data.series(&format!("moe/layer_{}/{}", layer.layer, figure.key))).collect();
         if layers.len() <= MAX_LINES {
             let hue = |index: usize| 190.0 + 150.0 * index as f64 / (layers.len().max(2) - 1) as f64;
             let line = |(index, points): (usize, Vec<Point>)| {
-                let last = last_of(&points);
                 let colour = format!("hsl({:.0} 65% var(--tone))", hue(index));
-                Line::new(format!("layer {}", layers[index].layer), colour, points, last)
+                figure.line(format!("layer {}", layers[index].layer), colour, points)
             };
             return series.into_iter().enumerate().map(line).collect();
         }
@@ -269,12 +337,14 @@ impl Page<'_> {
             let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
             sum / count
         });
-        let mut line = Line::new("mean of layers", BLUE, mean, 0.0);
-        line.last = last_of(&line.points);
-        // The layer to worry about: the least diverse, the most of everything else.
-        let (name, worst) =
-            if key == "expert_diversity" { ("lowest layer", &lowest) } else { ("highest layer", &highest) };
-        let worst = Line::new(name, ORANGE, worst.clone(), last_of(worst));
+        let mut line = figure.line("mean of layers", BLUE, mean);
+        // The layer to worry about: the least diverse or agreeing, the most of everything else.
+        let (name, worst) = if matches!(figure.key, "expert_diversity" | "checkpoint_agreement") {
+            ("lowest layer", &lowest)
+        } else {
+            ("highest layer", &highest)
+        };
+        let worst = figure.line(name, ORANGE, worst.clone());
         line.band = Some((lowest, highest));
         vec![line, worst]
     }

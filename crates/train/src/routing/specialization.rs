@@ -1,0 +1,107 @@
+//! Specialisation: the mutual information of a token's id and the expert that it goes to.
+//!
+//! The plain estimate is too high: a token seen once seems to decide its expert completely. So the mean that the same
+//! counts would give by chance is taken off. With n_te tokens of id t at expert e, row sums a_t, column sums b_e and N
+//! tokens in all,
+//!
+//! `I = sum_te n_te / N ln(N n_te / (a_t b_e))`, and `E[I]` its mean over all ways to deal the N experts out to the N
+//! tokens (a_t and b_e stay, n_te is hypergeometric): Vinh, Epps & Bailey, "Information theoretic measures for
+//! clusterings comparison", JMLR 11 (2010), equation 24a. `I - E[I]` is in nats; divided by `H(expert) - E[I]` it is their
+//! adjusted mutual information, with the entropy of the experts as its upper bound: 0 for a routing that does not look
+//! at the id, 1 for one that looks at nothing else. Chance can make both a little less than 0.
+
+use std::collections::BTreeMap;
+
+/// What a token's id tells of its expert.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Specialization {
+    /// Mutual information in nats, less what chance gives.
+    pub nats: f64,
+    /// The same as a share of what is possible: 0 none, 1 the id decides.
+    pub share: f64,
+}
+
+/// The specialisation that `(token id, expert)` pairs show, one pair a token: its first choice. The order of the pairs
+/// does not matter. `None` where nothing can be told: no expert but one is used, or no token came twice.
+#[must_use]
+pub fn specialization(mut pairs: Vec<(u32, u32)>) -> Option<Specialization> {
+    pairs.sort_unstable();
+    let total = pairs.len() as u64;
+    let mut experts = BTreeMap::new();
+    pairs.iter().for_each(|&(_, expert)| *experts.entry(expert).or_insert(0_u64) += 1);
+    let entropy = experts.values().map(|&b| -share(b, total) * share(b, total).ln()).sum::<f64>();
+    // How many ids came as often.
+    let mut frequencies = BTreeMap::new();
+    let mut information = 0.0;
+    for same_id in pairs.chunk_by(|a, b| a.0 == b.0) {
+        let a = same_id.len() as u64;
+        *frequencies.entry(a).or_insert(0_u64) += 1;
+        for cell in same_id.chunk_by(|a, b| a.1 == b.1) {
+            information += term(cell.len() as u64, (a, experts[&cell[0].1]), total);
+        }
+    }
+    let ln_factorials = ln_factorials(total);
+    let mut by_chance = 0.0;
+    for (&a, &num_ids) in &frequencies {
+        let of_one_id: f64 = experts.values().map(|&b| expected_term((a, b), total, &ln_factorials)).sum();
+        by_chance += num_ids as f64 * of_one_id;
+    }
+    let possible = entropy - by_chance;
+    let nats = information - by_chance;
+    (possible > 1e-9).then(|| Specialization { nats, share: nats / possible })
+}
+
+fn share(part: u64, whole: u64) -> f64 {
+    part as f64 / whole as f64
+}
+
+/// `n / N ln(N n / (a b))`.
+fn term(n: u64, (a, b): (u64, u64), total: u64) -> f64 {
+    share(n, total) * (total as f64 * n as f64 / (a as f64 * b as f64)).ln()
+}
+
+/// The mean of [`term`] over hypergeometric n. The sum begins at the likeliest n and goes both ways until the rest no
+/// longer counts.
+fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
+    let (low, high) = ((a + b).saturating_sub(total), a.min(b));
+    let mode = (((a + 1) as f64 * (b + 1) as f64 / (total + 2) as f64) as u64).clamp(low, high);
+    let ln = |n: u64| ln_factorials[n as usize];
+    let at_mode = ln(a) + ln(b) + ln(total - a) + ln(total - b)
+        - ln(total)
+        - ln(mode)
+        - ln(a - mode)
+        - ln(b - mode)
+        - ln(total + mode - a - b);
+    let weighted = |n: u64, probability: f64| if n == 0 { 0.0 } else { probability * term(n, (a, b), total) };
+    // P(n + 1) / P(n).
+    let ratio = |n: u64| (a - n) as f64 * (b - n) as f64 / ((n + 1) as f64 * (total + n + 1 - a - b) as f64);
+    let is_relevant = |probability: &f64| *probability > 1e-18;
+    let at_mode = at_mode.exp();
+    let mut sum = weighted(mode, at_mode);
+    let (mut n, mut probability) = (mode, at_mode);
+    while n < high && is_relevant(&probability) {
+        probability *= ratio(n);
+        n += 1;
+        sum += weighted(n, probability);
+    }
+    (n, probability) = (mode, at_mode);
+    while n > low && is_relevant(&probability) {
+        n -= 1;
+        probability /= ratio(n);
+        sum += weighted(n, probability);
+    }
+    sum
+}
+
+/// `ln n!` for n from 0 to `max`.
+fn ln_factorials(max: u64) -> Vec<f64> {
+    let sum = |sum: &mut f64, n: u64| {
+        *sum += if n == 0 { 0.0 } else { (n as f64).ln() };
+        Some(*sum)
+    };
+    (0..=max).scan(0.0, sum).collect()
+}
+
+#[cfg(test)]
+#[path = "specialization_tests.rs"]
+mod tests;

@@ -1,0 +1,65 @@
+//! What a trainer looks at besides training: the validation loss, and what the routers do with validation tokens.
+
+use std::collections::BTreeMap;
+
+use moeworks_model::Rules;
+
+use super::{Trainer, token_batch};
+use crate::error::TrainError;
+use crate::metrics::{LayerRecord, Record};
+use crate::routing::{RoutingSample, specialization};
+
+/// Tokens that specialisation is measured on at most, in each layer.
+const SPECIALIZATION_TOKENS: usize = 1 << 16;
+/// Tokens whose experts are kept from checkpoint to checkpoint, at most, unless a single sequence is longer.
+const SAMPLE_TOKENS: usize = 1 << 12;
+
+impl Trainer {
+    /// Mean loss on the validation windows, `None` where there are none. The specialisation of each layer goes to `layers`.
+    pub(super) fn validate(&self, layers: &mut [LayerRecord]) -> Result<Option<f64>, TrainError> {
+        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        let (mut loss, mut targets) = (0.0, 0);
+        let mut first_choices: BTreeMap<usize, Vec<(u32, u32)>> = BTreeMap::new();
+        for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
+            let stats = self.decoder.evaluate_watched(&self.ctx, weights, &token_batch(&batch), |layer, saved| {
+                let pairs = first_choices.entry(layer).or_default();
+                let room = SPECIALIZATION_TOKENS - pairs.len();
+                let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
+                pairs.extend(batch.inputs.iter().enumerate().filter_map(first).take(room));
+            })?;
+            loss += stats.loss_sum;
+            targets += stats.num_targets;
+        }
+        for layer in layers {
+            layer.specialization = first_choices.remove(&layer.layer).and_then(specialization);
+        }
+        Ok((targets > 0).then(|| loss / targets as f64))
+    }
+
+    /// Routes the sample of validation tokens, records in `record` how much of it the planned checkpoint before shares, and
+    /// keeps it for the next one.
+    pub(super) fn compare_routing(&mut self, record: &mut Record) -> Result<(), TrainError> {
+        let sample = self.sample_routing()?;
+        if let (Some(now), Some(before)) = (&sample, &self.routing) {
+            for layer in &mut record.layers {
+                layer.checkpoint_agreement = now.agreement(layer.layer, before);
+            }
+        }
+        self.routing = sample;
+        Ok(())
+    }
+
+    /// What the routers choose for the first validation sequences. `None` for a dense model or without validation data.
+    fn sample_routing(&self) -> Result<Option<RoutingSample>, TrainError> {
+        let Some(mut batch) = self.dataset.validation_batches(1).next() else { return Ok(None) };
+        batch.num_sequences = batch.num_sequences.min((SAMPLE_TOKENS / batch.seq_len).max(1));
+        batch.inputs.truncate(batch.num_sequences * batch.seq_len);
+        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        let mut sample = RoutingSample::new(batch.inputs.clone());
+        let inputs = (&batch.inputs[..], batch.num_sequences);
+        self.decoder.route(&self.ctx, weights, inputs, Rules::Inference, |layer, saved| {
+            sample.add(layer, saved.routing());
+        })?;
+        Ok((!sample.is_empty()).then_some(sample))
+    }
+}
