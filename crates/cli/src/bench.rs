@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder};
 use moeworks_ops::linear::Write;
-use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds};
+use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds_of_many};
 use moeworks_ops::peak::{self, Peaks};
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random};
@@ -135,7 +135,7 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
     };
     let (x, dy) = (tokens(0, dtype), tokens(1, DType::F32));
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3 };
-    let seconds = best_seconds(5, || {
+    let seconds = best_seconds_of_many(|| {
         let (_, saved) = layer.forward(ctx, &weights, &x, None);
         let (_, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
         task.run(ctx, Write::Replace, &mut grads);

@@ -449,12 +449,12 @@ struct Activate<'a, T> {
 
 impl<T: Float> Epilogue for Activate<'_, T> {
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, h: &mut Tile, mut up: Option<&mut Tile>, room: &mut Room) {
         let (column, columns) = at.columns;
         let first = self.experts[at.group].1.start + at.rows.0;
         let num_inputs = self.activation.num_inputs();
         let size = (at.rows.1, columns);
-        for (input, tile) in tiles.iter_mut().enumerate() {
+        for (input, tile) in [Some(&mut *h), up.as_deref_mut()].into_iter().flatten().enumerate() {
             if let Some(bias) = self.bias {
                 let expert = self.experts[at.group].0;
                 let bias = &bias[(expert * num_inputs + input) * self.f + column..][..columns];
@@ -462,7 +462,7 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                     row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
                 }
             }
-            write_rows(tile, &mut room.stored, size, |row| {
+            write_rows::<S, T>(tile, &mut room.stored, size, |row| {
                 let start = ((first + row) * num_inputs + input) * self.f + column;
                 // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
                 unsafe { self.h.range(start..start + columns) }
@@ -472,9 +472,8 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                 tile.0.iter_mut().for_each(|x| *x = T::store(*x).load());
             }
         }
-        let (h, up) = tiles.split_at_mut(1);
-        activate::<S>(self.activation, &mut h[0].0, up.first().map_or(&[], |up| &up.0));
-        write_rows(&h[0], &mut room.stored, size, |row| {
+        activate::<S>(self.activation, &mut h.0, up.map_or(&[], |up| &up.0));
+        write_rows::<S, T>(h, &mut room.stored, size, |row| {
             let start = (first + row) * self.f + column;
             // SAFETY: as above.
             unsafe { self.a.range(start..start + columns) }
@@ -497,16 +496,16 @@ struct PullBack<'a, T> {
 
 impl<T: Float> Epilogue for PullBack<'_, T> {
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, u: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
         let (column, columns) = at.columns;
         let size = (at.rows.1, columns);
         let first = self.experts[at.group].1.start + at.rows.0;
         let num_inputs = self.activation.num_inputs();
         let start_of = |row: usize, input: usize| ((first + row) * num_inputs + input) * self.f + column;
-        let u = &tiles[0].0;
+        let u = &u.0;
         let Room { tiles: [h, up, a], stored } = room;
         for (input, tile) in [&mut *h, &mut *up].into_iter().enumerate().take(num_inputs) {
-            read_rows(tile, stored, size, |row| &self.h[start_of(row, input)..][..columns]);
+            read_rows::<S, T>(tile, stored, size, |row| &self.h[start_of(row, input)..][..columns]);
         }
         for row in 0..at.rows.1 {
             let weight = self.row_weights[first + row];
@@ -522,7 +521,7 @@ impl<T: Float> Epilogue for PullBack<'_, T> {
             part[0] = dot(&u[of_row.clone()], &a.0[of_row]);
         }
         for (input, gradient) in [&*h, &*up].into_iter().enumerate().take(num_inputs) {
-            write_rows(gradient, stored, size, |row| {
+            write_rows::<S, T>(gradient, stored, size, |row| {
                 let start = start_of(row, input);
                 // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
                 unsafe { self.dh.range(start..start + columns) }

@@ -13,6 +13,8 @@ pub enum Isa {
     Avx512,
     /// [`Isa::Avx512`] and the bf16 dot product (AVX-512 BF16).
     Avx512Bf16,
+    /// [`Isa::Avx512Bf16`] and the tiles of AMX with their bf16 product, on Linux.
+    Amx,
 }
 
 impl Isa {
@@ -43,7 +45,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             if avx512 && is_x86_feature_detected!("avx512bf16") {
-                return Self::Avx512Bf16;
+                return if crate::gemm::amx::is_available() { Self::Amx } else { Self::Avx512Bf16 };
             }
             if avx512 {
                 return Self::Avx512;
@@ -59,6 +61,7 @@ impl Isa {
     #[must_use]
     pub fn available() -> Vec<Self> {
         let best = Self::best();
-        [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16].into_iter().filter(|&isa| isa <= best).collect()
+        let all = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+        all.into_iter().filter(|&isa| isa <= best).collect()
     }
 }

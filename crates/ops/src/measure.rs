@@ -21,6 +21,16 @@ pub fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
     times.fold(f64::INFINITY, f64::min)
 }
 
+/// The shortest of as many runs as take a quarter of a second, at least three, in seconds.
+pub fn best_seconds_of_many(mut run: impl FnMut()) -> f64 {
+    let start = Instant::now();
+    let mut best = best_seconds(3, &mut run);
+    while start.elapsed().as_secs_f64() < 0.25 {
+        best = best.min(best_seconds(1, &mut run));
+    }
+    best
+}
+
 /// The time of one case.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BenchResult {
@@ -90,15 +100,10 @@ struct Timing<'a> {
 impl Timing<'_> {
     fn case(&mut self, name: String, flops: f64, run: impl FnMut()) {
         if name.contains(self.filter) {
-            let seconds = best_seconds(tries(flops), run);
+            let seconds = best_seconds_of_many(run);
             (self.report)(&BenchResult { name, flops, seconds, peak: self.peak });
         }
     }
-}
-
-/// Runs enough for about a third of a second at 100 GFLOP/s, at least three.
-fn tries(flops: f64) -> usize {
-    (3e10 / flops).clamp(3.0, 300.0) as usize
 }
 
 fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {

@@ -7,6 +7,8 @@ use std::hint::black_box;
 
 use moeworks_tensor::DType;
 
+#[cfg(target_arch = "x86_64")]
+use crate::gemm::amx;
 use crate::measure::best_seconds;
 use crate::simd::{LANES, Level, kernel};
 use crate::{Context, Isa};
@@ -16,7 +18,8 @@ use crate::{Context, Isa};
 pub struct Peaks {
     /// f32 floating-point operations a second with multiply-adds on registers alone; a multiply-add counts as two.
     pub f32_flops: f64,
-    /// The same for the bf16 dot product, where the machine has one (whether or not the context uses it).
+    /// The same for the bf16 dot product or for tiles of bf16, where the machine has them (whether or not the context uses
+    /// them).
     pub bf16_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
@@ -48,15 +51,18 @@ pub fn measure(ctx: &Context) -> Peaks {
     let lanes = match ctx.isa() {
         Isa::Portable => crate::simd::Baseline::WIDTH,
         Isa::Avx2 => 8,
-        Isa::Avx512 | Isa::Avx512Bf16 => 16,
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => 16,
     };
     let isa = ctx.isa();
     let f32_flops = rate(ctx, 2 * SUMS * lanes * STEPS, || multiply_adds(isa, STEPS));
     #[cfg(target_arch = "x86_64")]
-    let bf16_flops = (Isa::best() == Isa::Avx512Bf16).then(|| {
+    let bf16_flops = match Isa::best() {
         // SAFETY: the machine has the instruction.
-        rate(ctx, 4 * SUMS * 16 * STEPS, || unsafe { bf16_dots(STEPS) })
-    });
+        Isa::Avx512Bf16 => Some(rate(ctx, 4 * SUMS * 16 * STEPS, || unsafe { bf16_dots(STEPS) })),
+        // SAFETY: the machine has tiles.
+        Isa::Amx => Some(rate(ctx, amx::FLOPS * STEPS, || unsafe { amx::products(STEPS) })),
+        _ => None,
+    };
     #[cfg(not(target_arch = "x86_64"))]
     let bf16_flops = None;
     Peaks { f32_flops, bf16_flops, read_bytes_per_s: read_rate(ctx) }

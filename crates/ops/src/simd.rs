@@ -213,7 +213,7 @@ macro_rules! kernel {
                 $crate::Isa::Avx2 => unsafe { avx2::<$($T),*>($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 => unsafe { avx512::<$($T),*>($($arg),*) },
+                $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => unsafe { avx512::<$($T),*>($($arg),*) },
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
             }

@@ -182,7 +182,8 @@ kernel! {
             for (block, tiles) in tiles.chunks_exact_mut(num_tiles).enumerate() {
                 let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
                 let at = Place { group: task.group, rows, columns: (column, columns), panel };
-                epilogue.tile::<S>(at, tiles, &mut room);
+                let (first, second) = tiles.split_at_mut(1);
+                epilogue.tile::<S>(at, &mut first[0], second.first_mut(), &mut room);
             }
         }
     }

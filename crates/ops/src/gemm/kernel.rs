@@ -7,7 +7,7 @@
 //! first-level cache; that costs about 1% and keeps epilogues out of the kernels.
 
 use crate::simd::{Baseline, Level};
-use crate::{Isa, gemm::Compute};
+use crate::{Isa, gemm::Compute, gemm::source::Format};
 
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 8;
@@ -69,6 +69,8 @@ pub(crate) struct Kernels {
     pub(crate) lanes: usize,
     /// What a unit holds.
     pub(crate) compute: Compute,
+    /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
+    pub(crate) are_tiles: bool,
 }
 
 impl Kernels {
@@ -77,17 +79,29 @@ impl Kernels {
     pub(crate) fn select(isa: Isa, compute: Compute) -> Self {
         match (isa, compute) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, Compute::Bf16) => {
-                Self { table: table!(x86::avx512_bf16), rows: 8, lanes: 16, compute: Compute::Bf16 }
-            }
+            (Isa::Amx, Compute::Bf16) => Self {
+                rows: super::amx::ROWS,
+                are_tiles: true,
+                ..Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16)
+            },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16, _) => {
-                Self { table: table!(x86::avx512), rows: 8, lanes: 16, compute: Compute::F32 }
-            }
+            (Isa::Avx512Bf16, Compute::Bf16) => Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, _) => Self { table: table!(x86::avx2), rows: 4, lanes: 8, compute: Compute::F32 },
-            _ => Self { table: table!(portable), rows: 4, lanes: Baseline::WIDTH, compute: Compute::F32 },
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, _) => Self::vectors(table!(x86::avx512), 8, 16, Compute::F32),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, _) => Self::vectors(table!(x86::avx2), 4, 8, Compute::F32),
+            _ => Self::vectors(table!(portable), 4, Baseline::WIDTH, Compute::F32),
         }
+    }
+
+    fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
+        Self { table, rows, lanes, compute, are_tiles: false }
+    }
+
+    /// What these kernels take of operands in `precision`.
+    #[inline(always)]
+    pub(crate) fn format(&self, precision: Compute) -> Format {
+        Format { units: self.compute, precision, multiple: if self.are_tiles { 16 } else { 1 } }
     }
 
     /// Runs the kernel for `rows` rows and `vectors` vectors.

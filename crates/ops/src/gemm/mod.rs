@@ -10,6 +10,8 @@
 //! are cut; the cut itself may therefore depend on the number of threads.
 
 mod ahead;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 pub(crate) mod kernel;
 pub(crate) mod source;
 pub(crate) mod store;
@@ -98,8 +100,8 @@ pub(crate) struct Place {
 
 /// What is done with the sums. Called once for each tile; tiles do not overlap.
 pub(crate) trait Epilogue: Sync {
-    /// `tiles` holds one tile, or two for paired columns, and may be written to.
-    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room);
+    /// `tile` has at most eight rows, and so has `second`, which is there for paired columns; both may be written to.
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room);
 
     /// Called before a tile is computed: the time to ask for memory that [`tile`](Self::tile) will write to.
     #[inline(always)]
@@ -181,6 +183,10 @@ impl Work<'_> {
     #[inline(always)]
     fn run<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, ref kernels, .. } = *self;
+        #[cfg(target_arch = "x86_64")]
+        if kernels.are_tiles {
+            return self.run_in_tiles::<S, E>(scratch, epilogue);
+        }
         let format = self.format();
         let panels = Panels::of(group.columns, kernels.lanes);
         let num_tiles = if product.is_paired { 2 } else { 1 };
@@ -239,7 +245,8 @@ impl Work<'_> {
                         unsafe { kernels.run(rows, width / kernels.lanes, &args) };
                     }
                     if part + 1 == num_parts {
-                        epilogue.tile::<S>(at, tiles, &mut room);
+                        let (first, second) = tiles.split_at_mut(1);
+                        epilogue.tile::<S>(at, &mut first[0], second.first_mut(), &mut room);
                     }
                     if num_parts > 1 {
                         next_tile += num_tiles;
@@ -251,7 +258,7 @@ impl Work<'_> {
 
     #[inline(always)]
     fn format(&self) -> Format {
-        Format { units: self.kernels.compute, precision: self.product.compute }
+        self.kernels.format(self.product.compute)
     }
 
     /// Packs the task's panels of B, paired ones next to each other.

@@ -60,7 +60,7 @@ impl<'a> Source<'a> {
     }
 
     #[inline(always)]
-    fn start(&self, row: usize) -> usize {
+    pub(crate) fn start(&self, row: usize) -> usize {
         let row = self.indices.map_or(row, |indices| indices[row] as usize);
         self.offset + row * self.stride
     }
@@ -127,6 +127,8 @@ impl<'a> Source<'a> {
 pub(crate) struct Format {
     pub(crate) units: Compute,
     pub(crate) precision: Compute,
+    /// Units that the depth is filled up to a multiple of.
+    pub(crate) multiple: usize,
 }
 
 impl Format {
@@ -135,7 +137,7 @@ impl Format {
     pub(crate) fn units_of(self, len: usize) -> usize {
         match self.units {
             Compute::F32 => len,
-            Compute::Bf16 => len.div_ceil(2),
+            Compute::Bf16 => len.div_ceil(2).next_multiple_of(self.multiple),
         }
     }
 

@@ -29,7 +29,7 @@ impl Room {
 
 /// Writes the rows of a tile out: `to(row)` is where the row belongs.
 #[inline(always)]
-pub(crate) fn write_rows<'a, T: Float>(
+pub(crate) fn write_rows<'a, S: Level, T: Float>(
     tile: &Tile,
     stored: &mut Tile,
     (rows, columns): (usize, usize),
@@ -43,13 +43,13 @@ pub(crate) fn write_rows<'a, T: Float>(
         values
     };
     for row in 0..rows {
-        copy(&values[row * TILE_STRIDE..][..columns], to(row));
+        copy::<S, T>(&values[row * TILE_STRIDE..][..columns], to(row));
     }
 }
 
 /// Reads rows into a tile: `from(row)` is where the row is found.
 #[inline(always)]
-pub(crate) fn read_rows<'a, T: Float>(
+pub(crate) fn read_rows<'a, S: Level, T: Float>(
     tile: &mut Tile,
     stored: &mut Tile,
     (rows, columns): (usize, usize),
@@ -58,7 +58,7 @@ pub(crate) fn read_rows<'a, T: Float>(
     let is_f32 = T::DTYPE == DType::F32;
     let values: &mut [T] = bytemuck::cast_slice_mut(if is_f32 { &mut tile.0 } else { &mut stored.0 });
     for row in 0..rows {
-        copy(from(row), &mut values[row * TILE_STRIDE..][..columns]);
+        copy::<S, T>(from(row), &mut values[row * TILE_STRIDE..][..columns]);
     }
     if !is_f32 {
         let values: &[T] = bytemuck::cast_slice(&stored.0);
@@ -66,21 +66,32 @@ pub(crate) fn read_rows<'a, T: Float>(
     }
 }
 
+/// Copies up to three vectors, or as many bytes as fit in them. Written out, since a copy of a length that the compiler does
+/// not know is a call.
 #[inline(always)]
-fn copy<T: Copy>(from: &[T], to: &mut [T]) {
-    #[inline(always)]
-    fn whole<T: Copy, const LEN: usize>(from: &[T], to: &mut [T]) -> bool {
-        match (from.as_array::<LEN>(), to.as_mut_array::<LEN>()) {
-            (Some(from), Some(to)) => {
-                *to = *from;
-                true
-            }
-            _ => false,
-        }
+fn copy<S: Level, T: Float>(from: &[T], to: &mut [T]) {
+    assert_eq!(from.len(), to.len(), "a row's length");
+    let lanes = size_of_val(from) / 4;
+    let (source, target) = (from.as_ptr().cast::<f32>(), to.as_mut_ptr().cast::<f32>());
+    let whole = lanes / S::WIDTH;
+    if whole == 0 || whole > 3 || !size_of_val(from).is_multiple_of(4) {
+        return to.copy_from_slice(from);
     }
-    // A copy of a length known to the compiler is a few moves; others are a call.
-    if !(whole::<T, 48>(from, to) || whole::<T, 32>(from, to) || whole::<T, 16>(from, to)) {
-        to.copy_from_slice(from);
+    // SAFETY: `whole` vectors and the last one, which may overlap them, are inside both slices, which are as long.
+    unsafe {
+        let last = lanes - S::WIDTH;
+        let (first, end) = (S::load(source), S::load(source.add(last)));
+        if whole == 3 {
+            let middle = S::load(source.add(S::WIDTH));
+            let third = S::load(source.add(2 * S::WIDTH));
+            S::store(target.add(S::WIDTH), middle);
+            S::store(target.add(2 * S::WIDTH), third);
+        } else if whole == 2 {
+            let middle = S::load(source.add(S::WIDTH));
+            S::store(target.add(S::WIDTH), middle);
+        }
+        S::store(target, first);
+        S::store(target.add(last), end);
     }
 }
 
@@ -104,7 +115,7 @@ impl<T: Float> Epilogue for Store<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tiles: &mut [Tile], room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
         let (column, columns) = at.columns;
         let row_of = |row: usize| {
             let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + column;
@@ -114,9 +125,9 @@ impl<T: Float> Epilogue for Store<'_, T> {
         let size = (at.rows.1, columns);
         if self.write == Write::Add {
             let old = &mut room.tiles[0];
-            read_rows(old, &mut room.stored, size, |row| &*row_of(row));
-            tiles[0].0.iter_mut().zip(&old.0).for_each(|(sum, old)| *sum += old);
+            read_rows::<S, T>(old, &mut room.stored, size, |row| &*row_of(row));
+            tile.0.iter_mut().zip(&old.0).for_each(|(sum, old)| *sum += old);
         }
-        write_rows(&tiles[0], &mut room.stored, size, row_of);
+        write_rows::<S, T>(tile, &mut room.stored, size, row_of);
     }
 }

@@ -1,7 +1,6 @@
 //! How a list of products is cut into tasks.
 
-use super::kernel::{Kernels, MAX_VECTORS, Tile};
-use super::source::Format;
+use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, Tile};
 use super::{Form, Group, Product};
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
@@ -14,6 +13,16 @@ const SHORT_PART: usize = 256;
 const MAX_WAITING_ROWS: usize = 512;
 /// Fewest rows for which packing B once more is cheap against the products.
 const MIN_ROWS: usize = 192;
+/// Units of packed B that a task of tiles keeps in the second-level cache: half of 2 MiB.
+const TILES_B_UNITS: usize = 256 << 10;
+/// The longest part of the depth that is summed at once in tiles.
+const TILES_PART: usize = 1024;
+/// Rows of a task of tiles whose sums wait.
+const TILES_WAITING_ROWS: usize = 256;
+/// Fewest rows of a task of tiles.
+const TILES_MIN_ROWS: usize = 128;
+/// How much larger tasks of tiles are.
+const TILES_BUDGET: usize = 2;
 /// Tasks for each thread at which the ends of threads lie close together.
 const TASKS_PER_THREAD: usize = 8;
 /// Units in a cache line: where parts of the scratch begin.
@@ -104,7 +113,10 @@ fn cut_group(
     budget: usize,
     plan: &mut Plan,
 ) {
-    let format = Format { units: kernels.compute, precision: product.compute };
+    if kernels.are_tiles {
+        return cut_group_for_tiles(product, (index, group), kernels, budget, plan);
+    }
+    let format = kernels.format(product.compute);
     let num_tiles = if product.is_paired { 2 } else { 1 };
     let panels = Panels::of(group.columns, kernels.lanes);
     // Narrow pieces of long rows, far apart, are slow to fetch and fall on few sets of a cache: with few rows to make
@@ -116,7 +128,7 @@ fn cut_group(
     let is_short = product.form == Form::Tn || is_far || is_converted;
     let longest = if is_short { SHORT_PART } else { LONG_PART };
     let num_parts = group.depth.div_ceil(longest).max(1);
-    let part = group.depth.div_ceil(num_parts).next_multiple_of(2);
+    let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
     let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
 
@@ -145,13 +157,65 @@ fn cut_group(
     let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
+    push_tasks(plan, Cut { index, group, panels, rows, chunk, part: part.max(2), b_units, a_units });
+}
+
+/// Tiles multiply so fast that packing is what counts: an operand is packed as few times as the second-level cache, which
+/// has 2 MiB wherever there are tiles, allows. Rows are cut before columns, since A is packed once for each chunk of them.
+fn cut_group_for_tiles(
+    product: &Product<'_>,
+    (index, group): (usize, &Group<'_>),
+    kernels: &Kernels,
+    budget: usize,
+    plan: &mut Plan,
+) {
+    let format = kernels.format(product.compute);
+    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let panels = Panels::of(group.columns, kernels.lanes);
+    let is_a_packed_whole = product.form == Form::Tn;
+    let num_parts = group.depth.div_ceil(TILES_PART).max(1);
+    let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
+    let part_units = format.units_of(part.min(group.depth));
+    let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
+
+    let mut chunk = (TILES_B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
+    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
+    let width = (chunk * panel_width).min(group.columns * num_tiles);
+    let max_rows = if num_parts > 1 || is_a_packed_whole { TILES_WAITING_ROWS } else { usize::MAX };
+    let rows_in_budget = TILES_BUDGET * budget.min(usize::MAX / TILES_BUDGET) / (width * group.depth).max(1);
+    let mut rows = group.rows.min(max_rows).min(rows_in_budget.max(TILES_MIN_ROWS));
+    rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
+
+    let b_units = (part_units * panel_width * chunk).next_multiple_of(LINE);
+    let a_units = (part_units * if is_a_packed_whole { rows } else { kernels.rows }).next_multiple_of(LINE);
+    let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
+    let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * size_of::<Tile>() / 4;
+    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
+    push_tasks(plan, Cut { index, group, panels, rows, chunk, part: part.max(2 * format.multiple), b_units, a_units });
+}
+
+/// How a group is cut.
+struct Cut<'a> {
+    index: usize,
+    group: &'a Group<'a>,
+    panels: Panels,
+    /// Rows and panels of a task.
+    rows: usize,
+    chunk: usize,
+    part: usize,
+    b_units: usize,
+    a_units: usize,
+}
+
+fn push_tasks(plan: &mut Plan, cut: Cut<'_>) {
+    let Cut { index, group, panels, rows, chunk, part, b_units, a_units } = cut;
     for first_panel in (0..panels.count).step_by(chunk) {
         for first_row in (0..group.rows).step_by(rows) {
             plan.tasks.push(Task {
                 group: index,
                 rows: (first_row, rows.min(group.rows - first_row)),
                 panels: (first_panel, chunk.min(panels.count - first_panel)),
-                part: part.max(2),
+                part,
                 b_units,
                 a_units,
             });
