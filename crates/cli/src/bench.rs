@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder};
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
 use moeworks_ops::linear::Write;
 use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds_of_many};
 use moeworks_ops::peak::{self, Peaks};
@@ -122,6 +122,7 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
         capacity_factor: 0.0,
         jitter: 0.0,
         shared_width: 0,
+        router: RouterConfig::default(),
     })?;
     let mut weights = MoeWeights::random(ctx, layer.config(), 0, 0.5);
     for experts in [&mut weights.gate_up, &mut weights.down] {
@@ -134,9 +135,9 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
         elementwise::cast(ctx, &tensor, dtype)
     };
     let (x, dy) = (tokens(0, dtype), tokens(1, DType::F32));
-    let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3 };
+    let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
     let seconds = best_seconds_of_many(|| {
-        let (_, saved) = layer.forward(ctx, &weights, &x, None);
+        let (_, saved) = layer.forward(ctx, &weights, &x, &RouterInput::default());
         let (_, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
         task.run(ctx, Write::Replace, &mut grads);
     });

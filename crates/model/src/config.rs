@@ -1,6 +1,6 @@
 //! The configuration of a decoder language model.
 
-use moeworks_moe::{ConfigError, MoeConfig, ScoreOrder};
+use moeworks_moe::{ConfigError, MoeConfig, RouterConfig, ScoreOrder};
 use moeworks_ops::Activation;
 use serde::{Deserialize, Serialize};
 
@@ -88,6 +88,8 @@ pub struct ModelConfig {
     pub max_seq_len: usize,
     /// Standard deviation of initial weights (truncated at three); output projections of blocks are divided by sqrt(2 L).
     pub init_std: f32,
+    /// How tokens and experts find each other.
+    pub router: RouterConfig,
 }
 
 impl Default for ModelConfig {
@@ -117,6 +119,7 @@ impl Default for ModelConfig {
             norm_eps: 1e-6,
             max_seq_len: 1024,
             init_std: 0.02,
+            router: RouterConfig::default(),
         }
     }
 }
@@ -146,6 +149,7 @@ impl ModelConfig {
             capacity_factor: self.capacity_factor,
             jitter: self.jitter,
             shared_width: self.shared_width,
+            router: self.router.clone(),
         }
     }
 

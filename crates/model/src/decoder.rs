@@ -6,7 +6,9 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, SharedWeights};
+use moeworks_moe::{
+    ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, RouterInput, SharedWeights,
+};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::{HeadLoss, IGNORE, head_loss, head_loss_backward};
 use moeworks_ops::linear::{Write, linear};
@@ -128,6 +130,7 @@ impl Decoder {
                         gate_up: zeros(&[a * c.shared_width, c.width]),
                         down: zeros(&[c.width, c.shared_width]),
                     }),
+                    state: c.router.first_state(ctx, c.num_experts),
                 })
             } else {
                 FeedForwardWeights::Dense(DenseWeights {
@@ -162,7 +165,7 @@ impl Decoder {
         let mut records = Vec::with_capacity(weights.layers.len());
         let mut layer_stats = Vec::new();
         for i in 0..weights.layers.len() {
-            let (y, saved) = self.training_layer(&pass, weights, i, &x, options.noise);
+            let (y, saved) = self.training_layer(&pass, weights, i, &x, (batch.inputs, options));
             layer_stats.extend(saved.feed_forward.stats());
             let input = std::mem::replace(&mut x, y);
             records.push(LayerRecord { input, saved: (!options.checkpoint_layers).then_some(saved) });
@@ -172,7 +175,8 @@ impl Decoder {
         drop(x);
         for (i, record) in records.into_iter().enumerate().rev() {
             let LayerRecord { input, saved } = record;
-            let saved = saved.unwrap_or_else(|| self.training_layer(&pass, weights, i, &input, options.noise).1);
+            let saved =
+                saved.unwrap_or_else(|| self.training_layer(&pass, weights, i, &input, (batch.inputs, options)).1);
             let loss_grad = self.config.is_moe_layer(i).then(|| loss_grads.pop()).flatten();
             let (w, g) = (&weights.layers[i], &mut grads.layers[i]);
             dx = self.layer_backward(&pass, w, (&input, saved), (&dx, loss_grad.as_ref()), (write, i), g);
@@ -291,11 +295,12 @@ impl Decoder {
         mut watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
         let mut x = embedding(pass.ctx, ids, &weights.embedding, DType::F32);
+        let input = RouterInput { token_ids: ids, is_inference: true, ..RouterInput::default() };
         let mut caches = cache.map(|cache| cache.layers_mut().iter_mut());
         for (i, (block, w)) in blocks.iter().zip(&weights.layers).enumerate() {
             let layer_cache: Option<&mut LayerCache> = caches.as_mut().and_then(Iterator::next);
             let (middle, _) = self.attention.forward(pass, w, &x, layer_cache);
-            let (y, saved) = block.forward(pass, w, &middle, None);
+            let (y, saved) = block.forward(pass, w, &middle, &input);
             if let Some(saved) = saved.moe() {
                 watch(i, saved);
             }
@@ -316,15 +321,17 @@ impl Decoder {
         weights: &DecoderWeights,
         i: usize,
         x: &Tensor,
-        noise: Option<RouterNoise>,
+        (token_ids, options): (&[u32], &PassOptions),
     ) -> (Tensor, LayerSaved) {
         let w = &weights.layers[i];
         // Each pass has as many consecutive streams as there are layers.
-        let random = noise.map(|RouterNoise { seed, step }| {
+        let noise = options.noise.map(|RouterNoise { seed, step }| {
             Random::new(seed, Purpose::Router, step.wrapping_mul(self.config.num_layers as u64).wrapping_add(i as u64))
         });
         let (middle, attention) = self.attention.forward(pass, w, x, None);
-        let (y, feed_forward) = self.training[i].forward(pass, w, &middle, random.as_ref());
+        let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
+        let input = RouterInput { noise, token_ids, seq_len, progress: options.progress, is_inference: false };
+        let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
         (y, LayerSaved { attention, middle, feed_forward })
     }
 

@@ -12,6 +12,10 @@ pub(crate) fn router_losses(layers: &[LayerStats], options: &PassOptions) -> ((f
         BalanceKind::Layer => balance_loss_per_layer(&layers, options.balance_coef),
         BalanceKind::Pooled => balance_loss_pooled(&layers, options.balance_coef),
     };
-    let grads = balance.gradients.into_iter().map(|balance| LossGrad { balance, z: options.z_coef }).collect();
+    let grads = balance
+        .gradients
+        .into_iter()
+        .map(|balance| LossGrad { balance, z: options.z_coef, sequence: options.sequence_coef })
+        .collect();
     ((balance.value, z_loss(&layers)), grads)
 }

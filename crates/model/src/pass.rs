@@ -56,6 +56,11 @@ pub struct PassOptions {
     pub balance: BalanceKind,
     /// Multiplies the gradient of the router z-loss; as `balance_coef`.
     pub z_coef: f32,
+    /// Multiplies the gradient of the sequence-wise balance loss (DeepSeek-V3), the sum of the layers'; as `balance_coef`.
+    /// 0: that loss is not computed.
+    pub sequence_coef: f32,
+    /// The share of the run that is done, 0 to 1, for what changes over a run.
+    pub progress: f64,
     /// Noise on router inputs, if the configuration's `jitter` is not 0; none gives none.
     pub noise: Option<RouterNoise>,
     /// Keep only each layer's input and compute the layer again in backward.
@@ -71,6 +76,8 @@ impl Default for PassOptions {
             balance_coef: 0.0,
             balance: BalanceKind::Pooled,
             z_coef: 0.0,
+            sequence_coef: 0.0,
+            progress: 1.0,
             noise: None,
             checkpoint_layers: false,
             grad_scale: 1.0,

@@ -3,7 +3,7 @@
 //! Shape letters: V vocabulary, D width, H query heads, G key and value heads, h head width, E experts, F hidden width of
 //! a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
 
-use moeworks_moe::{MoeWeights, SharedWeights};
+use moeworks_moe::{LayerStats, MoeWeights, RouterConfig, SharedWeights, next_state};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
@@ -32,6 +32,7 @@ pub struct DenseWeights {
 }
 
 /// Weights of a feed-forward block.
+#[allow(clippy::large_enum_variant)] // one for each layer: nothing is gained by another allocation
 pub enum FeedForwardWeights {
     /// Every token takes the same way.
     Dense(DenseWeights),
@@ -140,6 +141,18 @@ impl DecoderWeights {
         list_tensors!(self, iter, as_ref).into_iter().map(|(_, role, _)| role).collect()
     }
 
+    /// What the routers keep besides weights, with names behind which they are in files. Not among
+    /// [`DecoderWeights::tensors`]: it has no gradient and no optimizer touches it.
+    #[must_use]
+    pub fn states(&self) -> Vec<(String, &Tensor)> {
+        let layers = self.layers.iter().enumerate().filter_map(|(i, layer)| match &layer.feed_forward {
+            FeedForwardWeights::Moe(moe) => Some((i, &moe.state)),
+            FeedForwardWeights::Dense(_) => None,
+        });
+        let name = |i: usize, name: &str| format!("model.layers.{i}.mlp.gate.{name}");
+        layers.flat_map(|(i, states)| states.iter().map(move |state| (name(i, state.name), &state.tensor))).collect()
+    }
+
     /// The number of parameters.
     #[must_use]
     pub fn num_parameters(&self) -> usize {
@@ -173,11 +186,46 @@ impl DecoderWeights {
     /// tensors are written: the optimizer's fused step has written the others.
     pub fn update_copy(&self, ctx: &Context, copy: &mut Self, only_exact: bool) {
         for ((_, role, from), (_, _, to)) in
-            list_tensors!(self, iter, as_ref).into_iter().zip(list_tensors!(copy, iter_mut, as_mut, mut))
+            list_tensors!(self, iter, as_ref).into_iter().zip(list_tensors!(&mut *copy, iter_mut, as_mut, mut))
         {
             if role == Role::Exact || !only_exact {
                 elementwise::cast_into(ctx, from, to);
             }
+        }
+        self.update_states(ctx, copy);
+    }
+
+    /// Writes the routers' states into those of `copy`.
+    fn update_states(&self, ctx: &Context, copy: &mut Self) {
+        for (from, to) in self.layers.iter().zip(&mut copy.layers) {
+            if let (FeedForwardWeights::Moe(from), FeedForwardWeights::Moe(to)) =
+                (&from.feed_forward, &mut to.feed_forward)
+            {
+                for (from, to) in from.state.iter().zip(&mut to.state) {
+                    elementwise::cast_into(ctx, &from.tensor, &mut to.tensor);
+                }
+            }
+        }
+    }
+
+    /// Moves the routers' states by what one whole step did: `layers` are the statistics of the MoE layers, first to last,
+    /// summed over the step. The same is done to `copy`, if there is one.
+    pub fn next_states(
+        &mut self,
+        ctx: &Context,
+        config: &RouterConfig,
+        layers: &[LayerStats],
+        copy: Option<&mut Self>,
+    ) {
+        let moe_layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {
+            FeedForwardWeights::Moe(moe) => Some(moe),
+            FeedForwardWeights::Dense(_) => None,
+        });
+        for (moe, stats) in moe_layers.zip(layers) {
+            next_state(config, &mut moe.state, stats);
+        }
+        if let Some(copy) = copy {
+            self.update_states(ctx, copy);
         }
     }
 
@@ -216,6 +264,7 @@ impl LayerWeights {
                     gate_up: f(Role::Product, &shared.gate_up),
                     down: f(Role::Product, &shared.down),
                 }),
+                state: moe.state.iter().map(|state| state.map(|tensor| f(Role::Exact, tensor))).collect(),
             }),
         };
         Self { attention_norm, attention, feed_forward_norm, feed_forward }

@@ -6,7 +6,7 @@
 
 use std::hint::black_box;
 
-use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder};
+use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
 use moeworks_ops::elementwise::{cast, fill_normal};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertWeights, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
@@ -50,6 +50,7 @@ fn shape(width: usize, expert_width: usize, num_experts: usize, top_k: usize) ->
         capacity_factor: 0.0,
         jitter: 0.0,
         shared_width: 0,
+        router: RouterConfig::default(),
     }
 }
 
@@ -74,10 +75,10 @@ fn bench_layer(ctx: &Context, config: &MoeConfig, num_tokens: usize, dtype: DTyp
     (weights.gate_up, weights.down) = (cast(ctx, &weights.gate_up, dtype), cast(ctx, &weights.down, dtype));
     let (x, dy) = (normal(ctx, &[num_tokens, width], 3, dtype), normal(ctx, &[num_tokens, width], 4, DType::F32));
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
-    let losses = LossGrad { balance: vec![1e-5; num_experts], z: 1e-3 };
+    let losses = LossGrad { balance: vec![1e-5; num_experts], z: 1e-3, ..LossGrad::default() };
 
     let whole = best_seconds(TRIES, || {
-        let (_y, saved) = layer.forward(ctx, &weights, &x, None);
+        let (_y, saved) = layer.forward(ctx, &weights, &x, &RouterInput::default());
         let (_dx, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
         task.run(ctx, Write::Replace, &mut grads);
     });
@@ -93,7 +94,7 @@ fn bench_layer(ctx: &Context, config: &MoeConfig, num_tokens: usize, dtype: DTyp
     let line = |name: &str, seconds: f64| {
         println!("      {name:<20} {:9.3} ms  {:5.1}%", seconds * 1e3, 100.0 * seconds / whole);
     };
-    line("router", best_seconds(TRIES, || drop(black_box(layer.route(ctx, &weights, &x, None)))));
+    line("router", best_seconds(TRIES, || drop(black_box(layer.route(ctx, &weights, &x, &RouterInput::default())))));
     let dlogits = normal(ctx, &[num_tokens, num_experts], 5, DType::F32);
     line(
         "router backward",
@@ -106,7 +107,7 @@ fn bench_layer(ctx: &Context, config: &MoeConfig, num_tokens: usize, dtype: DTyp
             linear_backward_weight(ctx, &dlogits, &x, DType::F32, Write::Replace, &mut drouter);
         }),
     );
-    let routing = layer.route(ctx, &weights, &x, None);
+    let routing = layer.route(ctx, &weights, &x, &RouterInput::default()).expect("finite logits");
     line("dispatch", best_seconds(TRIES, || drop(black_box(Dispatch::new(ctx, &routing, 0.0)))));
     let dispatch = Dispatch::new(ctx, &routing, 0.0);
 

@@ -2,6 +2,8 @@
 
 use moeworks_ops::Activation;
 
+use crate::RouterConfig;
+
 /// When the softmax is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScoreOrder {
@@ -38,6 +40,8 @@ pub struct MoeConfig {
     pub jitter: f32,
     /// Hidden width of the shared experts, which every token passes, all of them together; 0 for none.
     pub shared_width: usize,
+    /// How tokens and experts find each other.
+    pub router: RouterConfig,
 }
 
 /// A setting that no layer can have: which one, and what would be right.
@@ -79,6 +83,6 @@ impl MoeConfig {
         if !(0.0..1.0).contains(&self.jitter) {
             return Err(ConfigError::new("jitter", self.jitter, "must be at least 0 and below 1"));
         }
-        Ok(())
+        self.router.validate(self.num_experts, self.top_k)
     }
 }

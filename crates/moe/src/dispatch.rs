@@ -1,16 +1,19 @@
 //! The decision which row goes where: the choices of a [`Routing`] sorted by expert, within each expert's capacity.
 //!
 //! An expert serves the first choices of all tokens, in the order of the tokens, before any second choice, and so on
-//! (GShard, algorithm 1); the rows of an expert stand in that order, and what exceeds the capacity is dropped. A dropped
-//! choice has no row and contributes exactly zero; the weights of the token's other choices stay as they were.
+//! (GShard, algorithm 1); the rows of an expert stand in that order, and what exceeds the capacity is dropped. Other orders
+//! of service are in [`DispatchRule`]; the rows of an expert then still stand rank by rank in the order of the tokens. A
+//! dropped choice has no row and contributes exactly zero; the weights of the token's other choices stay as they were.
 
 use std::fmt;
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::{ExpertRows, NO_ROW};
+use moeworks_tensor::{DType, Tensor};
 
-use crate::Routing;
+use crate::overflow::{self, Room};
+use crate::{NO_EXPERT, Routing};
 
 /// The rows that an expert may take, as [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor) says:
 /// `ceil(|factor| K T / E)`, or `None` for factor 0: as many as there are.
@@ -18,12 +21,75 @@ use crate::Routing;
 /// The factor counts as the decimal number that is written, so that 1.1 times 10 is 11 and not a little more.
 #[must_use]
 pub fn capacity(factor: f32, num_tokens: usize, top_k: usize, num_experts: usize) -> Option<usize> {
+    share_capacity(factor, num_tokens as f64 * top_k as f64 / num_experts as f64)
+}
+
+/// `ceil(|factor| share)`.
+fn share_capacity(factor: f32, share: f64) -> Option<usize> {
     if factor == 0.0 {
         return None;
     }
     let factor: f64 = factor.abs().to_string().parse().unwrap_or(f64::INFINITY);
-    let share = factor * (num_tokens as f64 * top_k as f64) / num_experts as f64;
-    Some((share * (1.0 - 1e-12)).ceil() as usize)
+    Some((factor * share * (1.0 - 1e-12)).ceil() as usize)
+}
+
+/// How choices become rows.
+#[derive(Clone, Copy, Debug)]
+pub struct DispatchRule<'a> {
+    /// As [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor).
+    pub capacity_factor: f32,
+    /// K in the capacity.
+    pub top_k: usize,
+    /// Experts at the end of the routing's that compute nothing: their choices have no rows.
+    pub num_free: usize,
+    /// With free experts: their share of the tokens over a computing expert's is one over this (MoE++'s tau); 1 for the
+    /// same.
+    pub free_ratio: f32,
+    /// Tokens that share a capacity, each group with counters of its own (GShard's local groups); 0 for all of them.
+    pub group_tokens: usize,
+    /// `[T]`: who is served first, highest first; none for the order of the tokens.
+    pub priority: Option<&'a [f32]>,
+}
+
+impl DispatchRule<'_> {
+    /// The plain rule of `capacity_factor` for `routing`.
+    #[must_use]
+    pub fn of(routing: &Routing, capacity_factor: f32) -> Self {
+        let top_k = routing.top_k();
+        Self { capacity_factor, top_k, num_free: 0, free_ratio: 1.0, group_tokens: 0, priority: None }
+    }
+
+    fn is_plain(&self, num_tokens: usize) -> bool {
+        let is_one_group = self.group_tokens == 0 || self.group_tokens >= num_tokens;
+        self.num_free == 0 && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none()))
+    }
+
+    /// Tokens of a group.
+    pub(crate) fn group_size(&self, num_tokens: usize) -> usize {
+        if self.group_tokens == 0 { num_tokens } else { self.group_tokens.min(num_tokens) }
+    }
+
+    /// `[E]`: the rows that each expert may take of one group. With Z free experts and N computing ones a computing expert
+    /// has `ceil(factor tau K S / (tau N + Z))` and a free one `ceil(factor K S / (tau N + Z))` (MoE++, 2410.07348).
+    pub(crate) fn capacities(&self, num_tokens: usize, num_experts: usize) -> Vec<u32> {
+        let size = self.group_size(num_tokens);
+        let num_free = self.num_free.min(num_experts);
+        let computing = num_experts - num_free;
+        if num_free == 0 {
+            let limit = capacity(self.capacity_factor, size, self.top_k, num_experts);
+            return vec![rows_limit(limit); num_experts];
+        }
+        let tau = f64::from(self.free_ratio);
+        let share = (size * self.top_k) as f64 / (tau * computing as f64 + num_free as f64);
+        let limit = |share: f64| rows_limit(share_capacity(self.capacity_factor, share));
+        let mut limits = vec![limit(tau * share); computing];
+        limits.resize(num_experts, limit(share));
+        limits
+    }
+}
+
+fn rows_limit(limit: Option<usize>) -> u32 {
+    limit.map_or(u32::MAX, |limit| u32::try_from(limit).unwrap_or(u32::MAX))
 }
 
 /// Rows sorted by expert, offsets for each expert, and the way back from a token's choices to its rows: a plain value.
@@ -31,36 +97,77 @@ pub fn capacity(factor: f32, num_tokens: usize, top_k: usize, num_experts: usize
 pub struct Dispatch {
     sorted: SortedChoices,
     capacity: usize,
+    /// What differs from the sorted choices where the rule is not the plain one.
+    ruled: Option<Ruled>,
+}
+
+#[derive(Clone)]
+struct Ruled {
+    /// `[E]`, free experts included.
+    counts: Vec<u32>,
+    /// `[E]`: choices kept, free experts included.
+    kept: Vec<u32>,
+    /// `[T, K]` u32: the number, from 0, of each kept choice's free expert; [`NO_EXPERT`] elsewhere.
+    free: Option<Tensor>,
 }
 
 impl Dispatch {
     /// The dispatch of `routing` with the capacity that `capacity_factor` gives: a counting sort, O(T K + E).
     #[must_use]
     pub fn new(ctx: &Context, routing: &Routing, capacity_factor: f32) -> Self {
-        let (num_tokens, top_k, num_experts) = (routing.num_tokens(), routing.top_k(), routing.num_experts());
-        let limit = capacity(capacity_factor, num_tokens, top_k, num_experts);
-        let limit_rows = limit.map(|limit| u32::try_from(limit).unwrap_or(u32::MAX));
-        let (ids, weights) = routing.tensors();
-        let sorted = sort_choices(ctx, ids, weights, num_experts, limit_rows);
-        let needed = sorted.counts.iter().max().copied().unwrap_or(0) as usize;
-        let capacity = match limit {
-            Some(limit) if capacity_factor > 0.0 => limit,
-            Some(limit) => limit.min(needed),
-            None => needed,
-        };
-        Self { sorted, capacity }
+        Self::with_rule(ctx, routing, &DispatchRule::of(routing, capacity_factor))
     }
 
-    /// C: the rows an expert may take. Without a positive capacity factor no more than the fullest expert needs.
+    /// The dispatch of `routing` by `rule`.
+    #[must_use]
+    pub fn with_rule(ctx: &Context, routing: &Routing, rule: &DispatchRule<'_>) -> Self {
+        let (num_tokens, num_experts) = (routing.num_tokens(), routing.num_experts());
+        let limits = rule.capacities(num_tokens, num_experts);
+        let limit = limits.first().copied().unwrap_or(0);
+        let (ids, weights) = routing.tensors();
+        let (sorted, ruled) = if rule.is_plain(num_tokens) {
+            let limit = (rule.capacity_factor != 0.0).then_some(limit);
+            (sort_choices(ctx, ids, weights, num_experts, limit), None)
+        } else {
+            let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens) };
+            let is_kept = overflow::kept(ids.u32s(), routing.top_k(), room, rule.priority);
+            let (masked, ruled) = Ruled::of(ctx, routing, &is_kept, num_experts - rule.num_free);
+            (sort_choices(ctx, &masked, weights, num_experts - rule.num_free, None), Some(ruled))
+        };
+        let computing = ruled.as_ref().map_or(&sorted.counts[..], |ruled| &ruled.counts[..num_experts - rule.num_free]);
+        let needed = computing.iter().max().copied().unwrap_or(0);
+        let is_fixed = rule.capacity_factor > 0.0;
+        let capacity = match limit {
+            u32::MAX if is_fixed => usize::MAX,
+            limit if is_fixed => limit as usize,
+            limit => limit.min(needed) as usize,
+        };
+        Self { sorted, capacity, ruled }
+    }
+
+    /// C: the rows an expert may take of a group. Without a positive capacity factor no more than the fullest expert needs.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// `[E]`: how many choices name each expert, before any is dropped.
+    /// `[E]`: how many choices name each expert, before any is dropped; experts that compute nothing included.
     #[must_use]
     pub fn tokens_per_expert(&self) -> &[u32] {
-        &self.sorted.counts
+        self.ruled.as_ref().map_or(&self.sorted.counts, |ruled| &ruled.counts)
+    }
+
+    /// `[E]`: how many choices each expert keeps; experts that compute nothing included.
+    #[must_use]
+    pub fn kept_per_expert(&self) -> Vec<u32> {
+        self.ruled.as_ref().map_or_else(|| self.rows_per_expert().collect(), |ruled| ruled.kept.clone())
+    }
+
+    /// `[T, K]`: the number, from 0, of the expert without computation that each kept choice names, [`NO_EXPERT`]
+    /// elsewhere; none if no expert is without.
+    #[must_use]
+    pub fn free_choices(&self) -> Option<&[u32]> {
+        self.ruled.as_ref()?.free.as_ref().map(Tensor::u32s)
     }
 
     /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R, the number of rows.
@@ -93,13 +200,19 @@ impl Dispatch {
         self.row_tokens().len()
     }
 
-    /// Choices that got no row.
+    /// Choices, dropped ones included.
     #[must_use]
-    pub fn num_dropped(&self) -> usize {
-        self.token_rows().len() - self.num_rows()
+    pub fn num_choices(&self) -> usize {
+        self.tokens_per_expert().iter().map(|&n| n as usize).sum()
     }
 
-    /// The rows of each expert.
+    /// Choices that no expert had room for.
+    #[must_use]
+    pub fn num_dropped(&self) -> usize {
+        self.num_choices() - self.kept_per_expert().iter().map(|&n| n as usize).sum::<usize>()
+    }
+
+    /// The rows of each expert that computes.
     pub fn rows_per_expert(&self) -> impl Iterator<Item = u32> + '_ {
         self.offsets().windows(2).map(|pair| pair[1] - pair[0])
     }
@@ -108,6 +221,30 @@ impl Dispatch {
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
         self.sorted.rows()
+    }
+}
+
+impl Ruled {
+    /// The choices that are kept and name one of the `computing` first experts, as ids for the sort, and the account of
+    /// all choices.
+    fn of(ctx: &Context, routing: &Routing, is_kept: &[bool], computing: usize) -> (Tensor, Self) {
+        let (ids, num_experts) = (routing.tensors().0, routing.num_experts());
+        let (mut counts, mut kept) = (vec![0; num_experts], vec![0; num_experts]);
+        let mut masked = ctx.empty(ids.shape(), DType::U32);
+        let mut free = (computing < num_experts).then(|| ctx.empty(ids.shape(), DType::U32));
+        let choices = masked.u32s_mut().iter_mut().zip(ids.u32s()).zip(is_kept);
+        for (i, ((masked, &id), &is_kept)) in choices.enumerate() {
+            let expert = id as usize;
+            if id != NO_EXPERT {
+                counts[expert] += 1;
+                kept[expert] += u32::from(is_kept);
+            }
+            *masked = if is_kept && expert < computing { id } else { NO_EXPERT };
+            if let Some(free) = &mut free {
+                free.u32s_mut()[i] = if is_kept && expert >= computing { id - computing as u32 } else { NO_EXPERT };
+            }
+        }
+        (masked, Self { counts, kept, free })
     }
 }
 
@@ -120,6 +257,7 @@ impl PartialEq for Dispatch {
             && self.token_rows() == other.token_rows()
             && self.row_tokens() == other.row_tokens()
             && self.row_weights() == other.row_weights()
+            && self.free_choices() == other.free_choices()
     }
 }
 

@@ -4,25 +4,23 @@
 //! neither the experts' outputs nor their activations. Backward gives the input's gradient at once and leaves the
 //! weights' gradients, the router's included, as a task.
 //!
-//! With p = softmax(x W_r^T) over all experts, choices i_1..i_k and their weights w, `y = sum_j w_j expert_ij(x) +
-//! shared(x)`. The choice itself has no gradient: the router learns through w, the balance loss (through p) and the z-loss
-//! (through the log-sum-exp).
+//! With choices i_1..i_k and their weights w, `y = sum_j w_j expert_ij(x) + shared(x)`. The choice itself has no gradient:
+//! the router learns through w and through the losses on its scores.
 
 use std::sync::Arc;
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{add_assign, sum_of_squares};
+use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, experts_backward, experts_forward,
     experts_weight_grad,
 };
-use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use moeworks_ops::top_k::{ScoreGrads, TopK, softmax_top_k, softmax_top_k_backward};
-use moeworks_tensor::{DType, Random, Tensor};
+use moeworks_ops::linear::Write;
+use moeworks_tensor::{DType, Tensor};
 
-use crate::jitter::Jitter;
+use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
 use crate::shared::{SharedSaved, SharedTask};
-use crate::{ConfigError, Dispatch, LayerStats, LossGrad, MoeConfig, MoeWeights, Routing, ScoreOrder};
+use crate::{ConfigError, Dispatch, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing, RoutingError};
 
 /// An MoE layer: its configuration, checked. Weights are arguments.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,10 +36,10 @@ pub struct MoeSaved {
 
 struct Saved {
     x: Tensor,
-    jitter: Option<Jitter>,
-    squared_logits: f64,
-    scores: TopK,
+    seq_len: usize,
+    router: FlatSaved,
     routing: Routing,
+    num_rerouted: usize,
     dispatch: Dispatch,
     experts: ExpertsSaved,
     shared: Option<SharedSaved>,
@@ -51,7 +49,7 @@ struct Saved {
 pub struct MoeGradTask {
     saved: Arc<Saved>,
     dy: Tensor,
-    dlogits: Tensor,
+    router: RouterGradTask,
     dh: Tensor,
     shared: Option<SharedTask>,
     config: MoeConfig,
@@ -72,53 +70,51 @@ impl MoeLayer {
 
     /// The layer's output `y [T, D]` (f32) for `x [T, D]` (f32 or bf16), and what backward needs.
     ///
-    /// Products of experts are taken in their weights' type, those of the router in f32. `noise` is the source of the
-    /// jitter in training, addressed by the element's position in x, so each layer and each pass needs a stream of its own;
-    /// with `None`, or a configuration without jitter, there is none. Panics if `weights` or `x` have other shapes than the
-    /// configuration says.
+    /// Products of experts are taken in their weights' type, those of the router in f32. `input` is what the router looks
+    /// at besides x. Panics if `weights` or `x` have other shapes than the configuration says.
     #[must_use]
     pub fn forward(
         &self,
         ctx: &Context,
         weights: &MoeWeights,
         x: &Tensor,
-        noise: Option<&Random>,
+        input: &RouterInput<'_>,
     ) -> (Tensor, MoeSaved) {
         weights.check(&self.config);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
-        let jitter = noise.map(|&random| Jitter { eps: self.config.jitter, random }).filter(|jitter| jitter.eps > 0.0);
-        let (squared_logits, scores, routing) = self.scores(ctx, weights, x, jitter);
-        let dispatch = Dispatch::new(ctx, &routing, self.config.capacity_factor);
+        let router = self.router(weights, input);
+        let Decision { routing, saved: router_saved, num_rerouted } = router.forward(ctx, x);
+        let priority = router.priority(&router_saved);
+        let dispatch = Dispatch::with_rule(ctx, &routing, &router.rule(priority.as_deref()));
         let (mut y, experts) = experts_forward(ctx, x, weights.experts(self.config.activation), dispatch.rows());
         let shared = weights.shared.as_ref().map(|shared| {
             let (shared_y, saved) = SharedSaved::forward(ctx, shared, self.config.activation, x);
             add_assign(ctx, &mut y, &shared_y);
             saved
         });
-        let saved = Saved { x: x.clone(), jitter, squared_logits, scores, routing, dispatch, experts, shared };
+        let (x, seq_len) = (x.clone(), input.seq_len);
+        let saved = Saved { x, seq_len, router: router_saved, routing, num_rerouted, dispatch, experts, shared };
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
     /// The decision alone: which experts each token of `x [T, D]` goes to. Arguments as in [`forward`](Self::forward).
-    #[must_use]
-    pub fn route(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, noise: Option<&Random>) -> Routing {
-        let jitter = noise.map(|&random| Jitter { eps: self.config.jitter, random }).filter(|jitter| jitter.eps > 0.0);
-        self.scores(ctx, weights, x, jitter).2
+    ///
+    /// Fails if a logit is not finite. `forward` does not: there such a token's output is NaN, so that a training step shows
+    /// it in its loss.
+    pub fn route(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        x: &Tensor,
+        input: &RouterInput<'_>,
+    ) -> Result<Routing, RoutingError> {
+        let router = self.router(weights, input);
+        router.check(ctx, x)?;
+        Ok(router.forward(ctx, x).routing)
     }
 
-    /// The sum of the squared logits, which become the probabilities in place, the scores and the choice.
-    fn scores(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, jitter: Option<Jitter>) -> (f64, TopK, Routing) {
-        let noisy = jitter.map(|jitter| jitter.apply(ctx, x));
-        let logits = linear(ctx, noisy.as_ref().unwrap_or(x), &weights.router, DType::F32);
-        let squared_logits = sum_of_squares(ctx, &logits);
-        let scores = softmax_top_k(ctx, logits, self.config.top_k, self.is_normalized());
-        let routing = Routing::from_tensors(self.config.num_experts, scores.ids.clone(), scores.weights.clone());
-        (squared_logits, scores, routing)
-    }
-
-    /// The softmax over the chosen logits is the softmax over all of them divided by the sum over the chosen.
-    fn is_normalized(&self) -> bool {
-        self.config.normalize_weights || self.config.score_order == ScoreOrder::TopKThenSoftmax
+    fn router<'a>(&'a self, weights: &'a MoeWeights, input: &'a RouterInput<'a>) -> FlatRouter<'a> {
+        FlatRouter { config: &self.config, weights, input }
     }
 
     /// The gradient of the input `[T, D]` (f32), and the weights' gradients as a task. `dy` is `[T, D]`, f32 or bf16, the
@@ -140,16 +136,8 @@ impl MoeLayer {
         let mut dx = backward.dx;
 
         let dweights = choice_grads(ctx, rows, backward.d_row_weights.f32s());
-        let grads = ScoreGrads {
-            weights: dweights.f32s(),
-            probs: &losses.balance,
-            lse_squared: losses.z / saved.x.rows().max(1) as f32,
-        };
-        let dlogits = softmax_top_k_backward(ctx, &saved.scores, self.is_normalized(), grads);
-        let mut router_dx = linear_backward_input(ctx, &dlogits, &weights.router, DType::F32);
-        if let Some(jitter) = saved.jitter {
-            jitter.apply_assign(ctx, &mut router_dx);
-        }
+        let input = RouterInput { seq_len: saved.seq_len, ..RouterInput::default() };
+        let (router_dx, router) = self.router(weights, &input).backward(ctx, &saved.router, dweights, losses);
         add_assign(ctx, &mut dx, &router_dx);
 
         let shared = saved.shared.as_ref().zip(weights.shared.as_ref()).map(|(saved, weights)| {
@@ -158,7 +146,7 @@ impl MoeLayer {
             task
         });
         let saved = Arc::clone(saved);
-        let task = MoeGradTask { saved, dy: dy.clone(), dlogits, dh: backward.dh, shared, config: self.config.clone() };
+        let task = MoeGradTask { saved, dy: dy.clone(), router, dh: backward.dh, shared, config: self.config.clone() };
         (dx, task)
     }
 }
@@ -188,28 +176,30 @@ impl MoeSaved {
         &self.inner.dispatch
     }
 
-    /// `[T, E]`: the softmax of the logits over all experts.
+    /// `[T, E]`: each token's distribution over the experts: the softmax of its logits or its scores divided by their sum.
     #[must_use]
     pub fn probs(&self) -> &[f32] {
-        self.inner.scores.probs.f32s()
+        self.inner.router.scores.probs.f32s()
     }
 
     /// What the routing looked like.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
-        let Saved { x, squared_logits, scores, dispatch, .. } = &*self.inner;
+        let Saved { x, seq_len, router, num_rerouted, dispatch, .. } = &*self.inner;
+        let scores = &router.scores;
         let per_token = 1.0 / x.rows().max(1) as f64;
         LayerStats {
             num_tokens: x.rows(),
-            num_choices: dispatch.token_rows().len(),
+            num_choices: dispatch.num_choices(),
             num_dropped: dispatch.num_dropped(),
-            num_rerouted: 0,
+            num_rerouted: *num_rerouted,
             tokens_per_expert: dispatch.tokens_per_expert().to_vec(),
-            kept_per_expert: dispatch.rows_per_expert().collect(),
+            kept_per_expert: dispatch.kept_per_expert(),
             mean_prob: scores.sums.probs.iter().map(|sum| (sum * per_token) as f32).collect(),
             mean_entropy: scores.sums.entropy * per_token,
             z: scores.sums.lse_squared * per_token,
-            mean_squared_logit: squared_logits * per_token / scores.probs.cols() as f64,
+            mean_squared_logit: scores.squared_logits * per_token / scores.probs.cols() as f64,
+            sequence_loss: if *seq_len > 0 { router.sequence_loss(*seq_len) } else { 0.0 },
         }
     }
 }
@@ -218,13 +208,11 @@ impl MoeGradTask {
     /// Computes the gradients of all weights of the layer and writes or adds them to `grads`, which is f32 throughout. An
     /// expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
-        let Saved { x, jitter, dispatch, experts, .. } = &*self.saved;
+        let Saved { x, router, dispatch, experts, .. } = &*self.saved;
         let inputs = WeightGradInputs { x, dy: &self.dy, saved: experts, dh: &self.dh };
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
         experts_weight_grad(ctx, inputs, self.config.activation, dispatch.rows(), write, into);
-        let noisy = jitter.map(|jitter| jitter.apply(ctx, x));
-        let router_x = noisy.as_ref().unwrap_or(x);
-        linear_backward_weight(ctx, &self.dlogits, router_x, DType::F32, write, &mut grads.router);
+        self.router.run(ctx, router, x, write, grads);
         if let (Some(task), Some(saved), Some(grads)) = (self.shared, &self.saved.shared, &mut grads.shared) {
             task.run(ctx, saved, (x, &self.dy), self.config.activation, write, grads);
         }

@@ -10,7 +10,9 @@
 //! There is no automatic differentiation and no hidden state.
 //!
 //! ```
-//! use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder, balance_loss_per_layer, z_loss};
+//! use moeworks_moe::{
+//!     LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder, balance_loss_per_layer, z_loss,
+//! };
 //! use moeworks_ops::linear::Write;
 //! use moeworks_ops::{Activation, Context};
 //! use moeworks_tensor::{DType, Tensor};
@@ -27,6 +29,7 @@
 //!     capacity_factor: 1.25, // an expert takes ceil(1.25 * 2 * T / 8) rows; 0 never drops a token
 //!     jitter: 0.0,
 //!     shared_width: 24,
+//!     router: RouterConfig::default(), // each token takes its best experts by softmax
 //! })?;
 //! let ctx = Context::cpu_all_cores();
 //! let weights = MoeWeights::random(&ctx, layer.config(), /* seed */ 1, /* standard deviation */ 0.1);
@@ -34,7 +37,7 @@
 //! // Forward: ten tokens.
 //! let values: Vec<f32> = (0..10 * 16).map(|i| (i as f32 * 0.37).sin()).collect();
 //! let x = Tensor::from_slice(ctx.pool(), &[10, 16], &values);
-//! let (y, saved) = layer.forward(&ctx, &weights, &x, None);
+//! let (y, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
 //! assert_eq!(y.shape(), [10, 16]);
 //!
 //! // The decisions, as values.
@@ -46,7 +49,7 @@
 //! // Losses on the router: values to report, and their gradients times their coefficients.
 //! let balance = balance_loss_per_layer(&[&stats], 1e-2);
 //! println!("balance loss {:.3}, z-loss {:.3}", balance.value, z_loss(&[&stats]));
-//! let losses = LossGrad { balance: balance.gradients[0].clone(), z: 1e-3 };
+//! let losses = LossGrad { balance: balance.gradients[0].clone(), z: 1e-3, ..LossGrad::default() };
 //!
 //! // Backward: the gradient of the input at once, those of the weights when it suits.
 //! let dy = Tensor::from_slice(ctx.pool(), &[10, 16], &[0.1_f32; 160]);
@@ -72,21 +75,26 @@
 
 mod config;
 mod dispatch;
-mod jitter;
 mod layer;
 mod losses;
+mod overflow;
+mod ramp;
+mod router;
 mod routing;
 mod shared;
 mod stats;
 mod weights;
 
 pub use config::{ConfigError, MoeConfig, ScoreOrder};
-pub use dispatch::{Dispatch, capacity};
+pub use dispatch::{Dispatch, DispatchRule, capacity};
 pub use layer::{MoeGradTask, MoeLayer, MoeSaved};
 pub use losses::{BalanceLoss, LossGrad, balance_loss_per_layer, balance_loss_pooled, z_loss};
-pub use routing::{Routing, RoutingError};
+pub use overflow::Overflow;
+pub use ramp::{Ramp, RampError, RampShape};
+pub use router::{GroupScore, RouterConfig, RouterInput, RouterKind, ScoreFunction, next_state};
+pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{
     LayerStats, Load, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy, max_over_mean,
     num_dead_experts, share,
 };
-pub use weights::{MoeWeights, SharedWeights};
+pub use weights::{MoeWeights, NamedTensor, SharedWeights};

@@ -13,6 +13,16 @@ pub struct LossGrad {
     pub balance: Vec<f32>,
     /// Gradient of the mean over the tokens of the squared log-sum-exp.
     pub z: f32,
+    /// Gradient of the mean over the sequences of the sequence-wise loss, [`LayerStats::sequence_loss`]. The forward pass
+    /// must have been told the sequences' length.
+    pub sequence: f32,
+}
+
+impl LossGrad {
+    /// Whether nothing but balance and z-loss has a gradient.
+    pub(crate) fn is_simple(&self) -> bool {
+        self.sequence == 0.0
+    }
 }
 
 /// A balance loss over the layers of a model.

@@ -5,6 +5,9 @@ use std::fmt;
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
+/// In [`Routing::expert_ids`]: no expert. A token may have fewer experts than others.
+pub const NO_EXPERT: u32 = u32::MAX;
+
 /// For each token its experts and their weights: a plain value that can be printed, compared and made by hand.
 #[derive(Clone)]
 pub struct Routing {
@@ -14,7 +17,7 @@ pub struct Routing {
 }
 
 /// Why a list of choices is no routing.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RoutingError {
     /// The lists do not hold K entries for each token.
     #[error("{num_ids} expert ids and {num_weights} weights: must be as many, and a multiple of k = {top_k}")]
@@ -25,6 +28,24 @@ pub enum RoutingError {
         num_weights: usize,
         /// K.
         top_k: usize,
+    },
+    /// A logit that is NaN or infinite: no choice can be made by it.
+    #[error("the router's logit of token {token} for expert {expert} is {logit}: must be a finite number")]
+    NotFinite {
+        /// The token.
+        token: usize,
+        /// The expert.
+        expert: usize,
+        /// The logit.
+        logit: f32,
+    },
+    /// An expert that a token has twice.
+    #[error("token {token} has expert {expert} twice: must be at most once")]
+    Twice {
+        /// The token.
+        token: usize,
+        /// The expert.
+        expert: u32,
     },
     /// An id that no expert has.
     #[error("choice {choice} of token {token} is expert {expert}: must be below the number of experts, {num_experts}")]
@@ -41,7 +62,8 @@ pub enum RoutingError {
 }
 
 impl Routing {
-    /// A routing from lists, `[T, K]` row by row; a token's first entry is its first choice.
+    /// A routing from lists, `[T, K]` row by row; a token's first entry is its first choice, [`NO_EXPERT`] is none. A token
+    /// has an expert at most once.
     pub fn new(
         ctx: &Context,
         num_experts: usize,
@@ -53,9 +75,15 @@ impl Routing {
         if top_k == 0 || num_ids != num_weights || !num_ids.is_multiple_of(top_k) {
             return Err(RoutingError::Length { num_ids, num_weights, top_k });
         }
-        if let Some(i) = expert_ids.iter().position(|&id| id as usize >= num_experts) {
+        if let Some(i) = expert_ids.iter().position(|&id| id as usize >= num_experts && id != NO_EXPERT) {
             let (token, choice) = (i / top_k, i % top_k);
             return Err(RoutingError::Expert { token, choice, expert: expert_ids[i], num_experts });
+        }
+        for (token, ids) in expert_ids.chunks(top_k).enumerate() {
+            let is_twice = |&(i, id): &(usize, &u32)| *id != NO_EXPERT && ids[..i].contains(id);
+            if let Some((_, &expert)) = ids.iter().enumerate().find(is_twice) {
+                return Err(RoutingError::Twice { token, expert });
+            }
         }
         let shape = [num_ids / top_k, top_k];
         Ok(Self {
@@ -82,13 +110,19 @@ impl Routing {
         self.expert_ids.rows()
     }
 
-    /// K.
+    /// K: the most experts that a token has room for.
     #[must_use]
     pub fn top_k(&self) -> usize {
         self.expert_ids.cols()
     }
 
-    /// `[T, K]`: the experts of each token, first choice first.
+    /// How many choices there are: T K, less those that are [`NO_EXPERT`].
+    #[must_use]
+    pub fn num_choices(&self) -> usize {
+        self.expert_ids().iter().filter(|&&id| id != NO_EXPERT).count()
+    }
+
+    /// `[T, K]`: the experts of each token, first choice first; [`NO_EXPERT`] where a token has fewer than K.
     #[must_use]
     pub fn expert_ids(&self) -> &[u32] {
         self.expert_ids.u32s()
@@ -103,7 +137,9 @@ impl Routing {
     /// The experts of token `t` and their weights, first choice first.
     pub fn choices(&self, t: usize) -> impl Iterator<Item = (u32, f32)> + '_ {
         let range = t * self.top_k()..(t + 1) * self.top_k();
-        self.expert_ids()[range.clone()].iter().copied().zip(self.expert_weights()[range].iter().copied())
+        let choices =
+            self.expert_ids()[range.clone()].iter().copied().zip(self.expert_weights()[range].iter().copied());
+        choices.filter(|&(expert, _)| expert != NO_EXPERT)
     }
 
     pub(crate) fn tensors(&self) -> (&Tensor, &Tensor) {

@@ -5,7 +5,7 @@
 pub struct LayerStats {
     /// T.
     pub num_tokens: usize,
-    /// T K.
+    /// Choices, dropped ones included: T K where every token has K experts.
     pub num_choices: usize,
     /// Choices that no expert had room for.
     pub num_dropped: usize,
@@ -15,14 +15,17 @@ pub struct LayerStats {
     pub tokens_per_expert: Vec<u32>,
     /// `[E]`: rows of each expert, after dropping.
     pub kept_per_expert: Vec<u32>,
-    /// `[E]`: mean over the tokens of the softmax over all experts.
+    /// `[E]`: mean over the tokens of their distribution over the experts.
     pub mean_prob: Vec<f32>,
-    /// Mean over the tokens of the entropy of that softmax, in nats.
+    /// Mean over the tokens of the entropy of that distribution, in nats.
     pub mean_entropy: f64,
     /// Mean over the tokens of the squared log-sum-exp of the logits: the router z-loss without its coefficient.
     pub z: f64,
     /// Mean over tokens and experts of the squared logit; 0 for a router without logits.
     pub mean_squared_logit: f64,
+    /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when balanced;
+    /// 0 where it is not computed.
+    pub sequence_loss: f64,
 }
 
 impl LayerStats {
@@ -40,6 +43,7 @@ impl LayerStats {
             mean_entropy: 0.0,
             z: 0.0,
             mean_squared_logit: 0.0,
+            sequence_loss: 0.0,
         }
     }
 
@@ -64,6 +68,7 @@ impl LayerStats {
         self.mean_entropy = mean(self.mean_entropy, other.mean_entropy);
         self.z = mean(self.z, other.z);
         self.mean_squared_logit = mean(self.mean_squared_logit, other.mean_squared_logit);
+        self.sequence_loss = mean(self.sequence_loss, other.sequence_loss);
     }
 
     /// E.

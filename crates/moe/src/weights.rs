@@ -18,6 +18,26 @@ pub struct MoeWeights {
     pub down: Tensor,
     /// The shared experts, if the layer has any.
     pub shared: Option<SharedWeights>,
+    /// What the router keeps from step to step besides weights, such as `e_score_correction_bias`; f32. It has no
+    /// gradient and is not among [`tensors`](Self::tensors). Without a meaning in gradients.
+    pub state: Vec<NamedTensor>,
+}
+
+/// A tensor of a router that only some schemes have.
+#[derive(Clone, Debug)]
+pub struct NamedTensor {
+    /// Its name, as in files behind the router's own.
+    pub name: &'static str,
+    /// Its values, f32.
+    pub tensor: Tensor,
+}
+
+impl NamedTensor {
+    /// The same name with `f` of the tensor.
+    #[must_use]
+    pub fn map(&self, f: impl FnOnce(&Tensor) -> Tensor) -> Self {
+        Self { name: self.name, tensor: f(&self.tensor) }
+    }
 }
 
 /// The weights of the shared experts, all of them together as one dense feed-forward of width S.
@@ -41,6 +61,7 @@ impl MoeWeights {
             down: ctx.zeros(&[e, d, f], dtype),
             shared: (s > 0)
                 .then(|| SharedWeights { gate_up: ctx.zeros(&[a * s, d], dtype), down: ctx.zeros(&[d, s], dtype) }),
+            state: config.router.first_state(ctx, e),
         }
     }
 
@@ -66,6 +87,12 @@ impl MoeWeights {
     pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
         let shared = self.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
         [&mut self.router, &mut self.gate_up, &mut self.down].into_iter().chain(shared).collect()
+    }
+
+    /// The state of this name. Panics if the configuration has none.
+    pub(crate) fn state(&self, name: &str) -> &Tensor {
+        let found = self.state.iter().find(|state| state.name == name);
+        &found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
     }
 
     pub(crate) fn experts(&self, activation: Activation) -> ExpertWeights<'_> {

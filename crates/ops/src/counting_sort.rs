@@ -26,7 +26,7 @@ pub struct SortedChoices {
     pub tokens: Tensor,
     /// `[R]` f32: the weight of each row.
     pub weights: Tensor,
-    /// `[T, K]` u32: the row of each choice, [`NO_ROW`] if it was dropped.
+    /// `[T, K]` u32: the row of each choice, [`NO_ROW`] if it was dropped or is none.
     pub token_rows: Tensor,
 }
 
@@ -44,8 +44,8 @@ impl SortedChoices {
     }
 }
 
-/// Sorts the choices `ids` `[T, K]` (u32, each below `num_experts`) with their `weights` `[T, K]` (f32) by expert; an
-/// expert keeps its first `limit`, all with `None`.
+/// Sorts the choices `ids` `[T, K]` (u32) with their `weights` `[T, K]` (f32) by expert; an expert keeps its first
+/// `limit`, all with `None`. An id that is not below `num_experts` is no choice: it is not counted and has no row.
 #[must_use]
 pub fn sort_choices(
     ctx: &Context,
@@ -67,7 +67,9 @@ pub fn sort_choices(
         let tokens = piece_range(block, block_tokens, num_tokens);
         for ids in ids[tokens.start * k..tokens.end * k].chunks_exact(k) {
             for (&id, cells) in ids.iter().zip(cells.chunks_exact_mut(num_experts)) {
-                cells[id as usize] += 1;
+                if let Some(cell) = cells.get_mut(id as usize) {
+                    *cell += 1;
+                }
             }
         }
     });
@@ -94,11 +96,12 @@ pub fn sort_choices(
         let cells = unsafe { cells.range(block * k * num_experts..(block + 1) * k * num_experts) };
         for (token, rows) in tokens.zip(token_rows.chunks_exact_mut(k)) {
             for (choice, (row, cells)) in rows.iter_mut().zip(cells.chunks_exact_mut(num_experts)).enumerate() {
+                *row = NO_ROW;
                 let expert = ids[token * k + choice] as usize;
-                let position = cells[expert];
-                cells[expert] += 1;
+                let Some(cell) = cells.get_mut(expert) else { continue };
+                let position = *cell;
+                *cell += 1;
                 if position >= limit {
-                    *row = NO_ROW;
                     continue;
                 }
                 *row = offsets[expert] + position;

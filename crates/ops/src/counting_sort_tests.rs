@@ -29,6 +29,14 @@ fn choices_beyond_the_limit_have_no_row() {
 }
 
 #[test]
+fn an_id_beyond_the_experts_is_no_choice() {
+    let none = u32::MAX;
+    let sorted = sort(&[0, none, none, 4, 1, 0], 2, 4, Some(1), 2);
+    assert_eq!((&sorted.counts[..], &sorted.offsets[..]), (&[2, 1, 0, 0][..], &[0, 1, 2, 2, 2][..]));
+    assert_eq!(sorted.token_rows.u32s(), [0, NO_ROW, NO_ROW, NO_ROW, 1, NO_ROW]);
+}
+
+#[test]
 fn no_choice_gives_no_row() {
     let sorted = sort(&[], 3, 5, Some(2), 2);
     assert_eq!((sorted.offsets, sorted.counts), (vec![0; 6], vec![0; 5]));

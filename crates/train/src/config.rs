@@ -183,6 +183,8 @@ pub struct TrainConfig {
     pub balance: BalanceChoice,
     /// Weight of the balance loss.
     pub balance_coef: f64,
+    /// Weight of the sequence-wise balance loss of DeepSeek-V3.
+    pub sequence_coef: f64,
     /// Weight of the router's z-loss.
     pub z_coef: f64,
     /// Steps between evaluations; 0 for none but the last.
@@ -228,6 +230,7 @@ impl Default for TrainConfig {
             checkpoint_layers: false,
             balance: BalanceChoice::Layer,
             balance_coef: 0.01,
+            sequence_coef: 0.0,
             z_coef: 0.001,
             eval_every: 50,
             eval_batches: 4,

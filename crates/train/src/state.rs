@@ -149,13 +149,21 @@ pub(crate) fn read_config(run_dir: &Path) -> Result<RunConfig, TrainError> {
     Ok(ConfigLayers { file: Some(path), ..ConfigLayers::default() }.resolve()?)
 }
 
+/// Every setting below `name` with its value.
+fn flatten(name: &str, value: serde_json::Value, settings: &mut Vec<(String, String)>) {
+    match value {
+        serde_json::Value::Object(section) => {
+            section.into_iter().for_each(|(key, value)| flatten(&format!("{name}.{key}"), value, settings));
+        }
+        value => settings.push((name.to_owned(), value.to_string())),
+    }
+}
+
 /// Refuses settings that would make the resumed steps those of another run: the model, the tokens and the seed.
 pub(crate) fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunConfig) -> Result<(), TrainError> {
     let fixed = |config: &RunConfig| -> Result<Vec<(String, String)>, serde_json::Error> {
         let mut settings = Vec::new();
-        if let serde_json::Value::Object(model) = serde_json::to_value(&config.model)? {
-            settings.extend(model.into_iter().map(|(key, value)| (format!("model.{key}"), value.to_string())));
-        }
+        flatten("model", serde_json::to_value(&config.model)?, &mut settings);
         settings.push(("data.tokenizer".to_owned(), String::from(config.data.tokenizer.clone())));
         settings.push(("train.seed".to_owned(), config.train.seed.to_string()));
         settings.push(("train.seq_len".to_owned(), config.train.seq_len.to_string()));

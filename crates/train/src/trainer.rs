@@ -295,6 +295,8 @@ impl Trainer {
             self.progress.bad_in_a_row = 0;
             let scale = clip_scale(norm, self.config.train.clip_norm);
             self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
+            let router = &self.config.model.router;
+            self.weights.next_states(&self.ctx, router, &stats.layers, self.compute.as_mut());
         }
         self.progress.step += 1;
         self.progress.tokens += stats.num_targets as u64;
@@ -340,7 +342,9 @@ impl Trainer {
                     BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
                 },
                 balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(train.balance_coef) },
+                sequence_coef: share(train.sequence_coef),
                 z_coef: share(train.z_coef),
+                progress: step as f64 / train.steps as f64,
                 noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
                 checkpoint_layers: train.checkpoint_layers,
                 grad_scale: 1.0 / targets as f32,

@@ -1,6 +1,6 @@
 //! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
 
-use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved};
+use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_forward,
     experts_weight_grad,
@@ -8,7 +8,7 @@ use moeworks_ops::experts::{
 use moeworks_ops::linear::Write;
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::{Activation, elementwise};
-use moeworks_tensor::{Random, Tensor};
+use moeworks_tensor::Tensor;
 
 use super::Pass;
 use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights};
@@ -62,7 +62,7 @@ impl FeedForwardBlock {
         pass: &Pass<'_>,
         weights: &LayerWeights,
         x: &Tensor,
-        noise: Option<&Random>,
+        input: &RouterInput<'_>,
     ) -> (Tensor, FeedForwardSaved) {
         let ctx = pass.ctx;
         let dtype = match &weights.feed_forward {
@@ -72,7 +72,7 @@ impl FeedForwardBlock {
         let (normed, inv_rms) = rms_norm(ctx, x, &weights.feed_forward_norm, self.eps, dtype);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
-                let (y, saved) = moe.forward(ctx, w, &normed, noise);
+                let (y, saved) = moe.forward(ctx, w, &normed, input);
                 (y, InnerSaved::Moe(saved))
             }
             (FeedForwardWeights::Dense(w), None) => {

@@ -122,6 +122,7 @@ impl Family {
             && (config.num_experts > 0) == self.is_moe
             && (!self.is_moe
                 || (config.shared_width == 0
+                    && config.router.is_plain_at_inference()
                     && (self.has_sparse_step || all_moe)
                     && (normalizes || !self.always_normalizes)))
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use moeworks_moe::{MoeWeights, SharedWeights};
+use moeworks_moe::{MoeWeights, NamedTensor, SharedWeights};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 use serde_json::Value;
@@ -140,6 +140,10 @@ impl Loader<'_> {
         } else {
             self.stacked(experts, |expert, matrix| names.expert(expert, matrix))?
         };
+        let named = |(name, shape): (&'static str, Vec<usize>)| {
+            Ok(NamedTensor { name, tensor: self.exact(&names.common(&format!("mlp.gate.{name}")), &shape)? })
+        };
+        let state = config.router.state_shapes(e).into_iter().map(named).collect::<Result<_, LoadError>>()?;
         let shared = if config.shared_width > 0 {
             let sizes = stack(1, config.shared_width);
             let (gate_up, down) = self.stacked(sizes, |_, matrix| names.shared(matrix))?;
@@ -148,7 +152,7 @@ impl Loader<'_> {
         } else {
             None
         };
-        Ok(FeedForwardWeights::Moe(MoeWeights { router, gate_up, down, shared }))
+        Ok(FeedForwardWeights::Moe(MoeWeights { router, gate_up, down, shared, state }))
     }
 
     /// Separate matrices, joined to `[count, A F, D]` and `[count, D, F]`.

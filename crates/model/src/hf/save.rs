@@ -106,6 +106,8 @@ fn push_layer<'a>(list: &mut Vec<TensorBytes<'a>>, names: &LayerNames, layer: &'
         }
         FeedForwardWeights::Moe(moe) => {
             list.push(whole(names.router(), &moe.router));
+            let states = moe.state.iter();
+            list.extend(states.map(|state| whole(names.common(&format!("mlp.gate.{}", state.name)), &state.tensor)));
             let num_experts = moe.router.rows();
             push_feed_forward(list, (&moe.gate_up, &moe.down), num_experts, |e, matrix| names.expert(e, matrix));
             if let Some(shared) = &moe.shared {

@@ -1,7 +1,8 @@
 //! Against `transformers`: whole sparse blocks with their gradients, and losses (fixtures/make.py).
 
 use moeworks_moe::{
-    LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder, balance_loss_per_layer, balance_loss_pooled, z_loss,
+    LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, ScoreOrder, balance_loss_per_layer, balance_loss_pooled,
+    z_loss,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -28,7 +29,7 @@ fn weights(value: &Value) -> RefWeights {
     let list = |key: &str| numbers(&value[key]);
     let shared =
         value.get("shared_down").map(|_| RefShared { gate_up: list("shared_gate_up"), down: list("shared_down") });
-    RefWeights { router: list("router"), gate_up: list("gate_up"), down: list("down"), shared }
+    RefWeights { router: list("router"), gate_up: list("gate_up"), down: list("down"), shared, bias: Vec::new() }
 }
 
 #[test]
@@ -57,13 +58,13 @@ fn check_block(name: &str, config: &MoeConfig, reference: &RefWeights, case: &Va
         let values = numbers(&case[key]);
         tensor(&ctx, &[values.len() / config.width, config.width], &values)
     };
-    let (y, saved) = layer.forward(&ctx, &weights, &input("x"), None);
+    let (y, saved) = layer.forward(&ctx, &weights, &input("x"), &RouterInput::default());
     assert_close(&format!("{name}: y"), &y, &numbers(&case["y"]), 1e-5);
     let stats = saved.stats();
     let mut balance = balance_loss_pooled(&[&stats], balance_coef);
     assert!((balance.value - case["balance"].as_f64().unwrap()).abs() < 1e-5, "{name}: balance");
     assert!((z_loss(&[&stats]) - case["z"].as_f64().unwrap()).abs() < 1e-4, "{name}: z");
-    let losses = LossGrad { balance: balance.gradients.remove(0), z: z_coef };
+    let losses = LossGrad { balance: balance.gradients.remove(0), z: z_coef, ..LossGrad::default() };
     let (dx, task) = layer.backward(&ctx, &weights, &saved, &input("dy"), &losses);
     assert_close(&format!("{name}: dx"), &dx, &numbers(&case["dx"]), 1e-5);
     let mut grads = MoeWeights::zeros(&ctx, config, DType::F32);
@@ -91,7 +92,7 @@ fn logits_layer(num_experts: usize, top_k: usize) -> (MoeLayer, impl Fn(&Context
 }
 
 fn logit_grads(layer: &MoeLayer, ctx: &Context, weights: &MoeWeights, x: &Tensor, losses: &LossGrad) -> Tensor {
-    let (_, saved) = layer.forward(ctx, weights, x, None);
+    let (_, saved) = layer.forward(ctx, weights, x, &RouterInput::default());
     let dy = ctx.zeros(x.shape(), DType::F32);
     layer.backward(ctx, weights, &saved, &dy, losses).0
 }
@@ -112,23 +113,30 @@ fn losses_and_their_gradients_are_those_of_transformers() {
 
     let (layer, weights) = logits_layer(num_experts, top_k);
     let weights = weights(&ctx);
-    let stats: Vec<_> = inputs.iter().map(|x| layer.forward(&ctx, &weights, x, None).1.stats()).collect();
+    let stats: Vec<_> =
+        inputs.iter().map(|x| layer.forward(&ctx, &weights, x, &RouterInput::default()).1.stats()).collect();
     let pooled = balance_loss_pooled(&stats.iter().collect::<Vec<_>>(), 1.0);
     assert!((pooled.value - value("pooled")).abs() < 1e-6);
     for ((x, balance), expected) in inputs.iter().zip(pooled.gradients).zip(file["pooled_grads"].as_array().unwrap()) {
-        let dx = logit_grads(&layer, &ctx, &weights, x, &LossGrad { balance, z: 0.0 });
+        let dx = logit_grads(&layer, &ctx, &weights, x, &LossGrad { balance, z: 0.0, ..LossGrad::default() });
         assert_close("pooled", &dx, &numbers(expected), 1e-5);
     }
 
     assert!((z_loss(&[&stats[0]]) - value("z")).abs() < 1e-5);
-    let dx = logit_grads(&layer, &ctx, &weights, &inputs[0], &LossGrad { balance: Vec::new(), z: 1.0 });
+    let dx = logit_grads(
+        &layer,
+        &ctx,
+        &weights,
+        &inputs[0],
+        &LossGrad { balance: Vec::new(), z: 1.0, ..LossGrad::default() },
+    );
     assert_close("z", &dx, &numbers(&file["z_grad"]), 1e-5);
 
     let (layer, _) = logits_layer(num_experts, 1);
-    let stats = layer.forward(&ctx, &weights, &inputs[0], None).1.stats();
+    let stats = layer.forward(&ctx, &weights, &inputs[0], &RouterInput::default()).1.stats();
     let mut switch = balance_loss_per_layer(&[&stats], 1.0);
     assert!((switch.value - value("switch_top_1")).abs() < 1e-6);
-    let losses = LossGrad { balance: switch.gradients.remove(0), z: 0.0 };
+    let losses = LossGrad { balance: switch.gradients.remove(0), z: 0.0, ..LossGrad::default() };
     let dx = logit_grads(&layer, &ctx, &weights, &inputs[0], &losses);
     assert_close("switch", &dx, &numbers(&file["switch_top_1_grad"]), 1e-5);
 }

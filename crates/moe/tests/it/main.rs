@@ -1,5 +1,6 @@
 //! The MoE layer against a plain reference, against fixtures of other implementations, and against published figures.
 
+mod deepseek;
 mod edges;
 mod fixtures;
 mod properties;
@@ -7,7 +8,7 @@ mod published;
 mod reference;
 mod values;
 
-use moeworks_moe::{MoeConfig, MoeWeights, ScoreOrder, SharedWeights};
+use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, RouterConfig, ScoreOrder, SharedWeights};
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
@@ -26,6 +27,7 @@ fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -
         capacity_factor: 0.0,
         jitter: 0.0,
         shared_width: 0,
+        router: RouterConfig::default(),
     }
 }
 
@@ -45,7 +47,16 @@ fn layer_weights(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Moe
             gate_up: tensor(ctx, &[a * s, d], gate_up),
             down: tensor(ctx, &[d, s], down),
         }),
+        state: states(ctx, config, weights),
     }
+}
+
+fn states(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Vec<NamedTensor> {
+    let mut states = config.router.first_state(ctx, config.num_experts);
+    for state in states.iter_mut().filter(|state| state.name == "e_score_correction_bias") {
+        state.tensor.f32s_mut().iter_mut().zip(&weights.bias).for_each(|(to, &bias)| *to = bias as f32);
+    }
+    states
 }
 
 /// How far a result may be from the reference.

@@ -3,7 +3,10 @@
 //! Inputs and router weights lie on a coarse grid, so that logits are exact in f32 and the choices, ties included, must be
 //! those of the reference.
 
-use moeworks_moe::{LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, ScoreOrder};
+use moeworks_moe::{
+    GroupScore, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig, RouterInput,
+    ScoreFunction, ScoreOrder,
+};
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -21,6 +24,8 @@ enum Load {
     Random,
     AllToOne,
     SomeDead,
+    /// Logits that are small and nearly all different, so that scores in f32 order experts and tokens as those in f64.
+    Scheme,
 }
 
 #[derive(Clone, Debug)]
@@ -30,6 +35,8 @@ struct Case {
     load: Load,
     z: f64,
     has_balance: bool,
+    sequence: f64,
+    seq_len: usize,
     seed: u64,
 }
 
@@ -55,7 +62,36 @@ fn cases() -> impl Strategy<Value = Case> {
         let mut config = crate::config(d, f, e, top_k);
         (config.activation, config.score_order, config.normalize_weights, config.capacity_factor) = rules;
         config.shared_width = shared_width;
-        Case { config, num_tokens, load, z: losses.0, has_balance: losses.1, seed }
+        Case { config, num_tokens, load, z: losses.0, has_balance: losses.1, sequence: 0.0, seq_len: 0, seed }
+    })
+}
+
+/// Cases of all settings of a router that scores each expert: sigmoid, bias, groups, scale, who is served, losses.
+fn schemes() -> impl Strategy<Value = Case> {
+    let scores = prop_oneof![Just(ScoreFunction::Softmax), Just(ScoreFunction::Sigmoid)];
+    let overflow = prop_oneof![Just(Overflow::Drop), Just(Overflow::Priority), Just(Overflow::Reroute)];
+    let groups = (1_usize..=4, 1_usize..=4, prop_oneof![Just(GroupScore::Max), Just(GroupScore::TopTwo)]);
+    let settings = (scores, any::<bool>(), groups, prop_oneof![Just(1.0_f32), Just(2.5)], overflow);
+    let lengths = (prop_oneof![Just(0_usize), 1_usize..30], prop_oneof![Just(0_usize), 1_usize..30]);
+    (cases(), settings, lengths).prop_map(|(mut case, settings, (local_group, seq_len))| {
+        let (scores, expert_bias, (num_groups, top_groups, group_score), routed_scale, overflow) = settings;
+        let e = case.config.num_experts;
+        let num_groups = if e.is_multiple_of(num_groups) { num_groups } else { 1 };
+        // As many groups as K needs.
+        let top_groups = top_groups.min(num_groups).max(case.config.top_k.div_ceil(e / num_groups));
+        case.config.router = RouterConfig {
+            scores,
+            expert_bias,
+            num_groups,
+            top_groups,
+            group_score,
+            routed_scale,
+            overflow,
+            local_group,
+            ..RouterConfig::default()
+        };
+        (case.sequence, case.seq_len, case.load) = (if seq_len > 0 { 0.6 } else { 0.0 }, seq_len, Load::Scheme);
+        case
     })
 }
 
@@ -81,12 +117,22 @@ fn inputs(case: &Case) -> Inputs {
     x.iter_mut().step_by(d).for_each(|x| *x = 2.0);
     match load {
         Load::Random => {}
+        Load::Scheme => {
+            x = grid(*seed, 0, num_tokens * d, 4096, 1.0 / 4096.0);
+            router.iter_mut().for_each(|w| *w *= 0.5);
+        }
         Load::AllToOne => router[(*seed as usize % e) * d] += 8.0,
         Load::SomeDead => (0..e / 2).for_each(|dead| router[dead * d] -= 8.0),
     }
     let shared = (s > 0).then(|| RefShared { gate_up: normals(*seed, 4, a * s * d), down: normals(*seed, 5, d * s) });
-    let weights =
-        RefWeights { router, gate_up: normals(*seed, 2, e * a * f * d), down: normals(*seed, 3, e * d * f), shared };
+    let bias = if config.router.expert_bias { grid(*seed, 8, e, 16, 1.0 / 64.0) } else { Vec::new() };
+    let weights = RefWeights {
+        router,
+        gate_up: normals(*seed, 2, e * a * f * d),
+        down: normals(*seed, 3, e * d * f),
+        shared,
+        bias,
+    };
     let balance = if case.has_balance { normals(*seed, 7, e) } else { vec![0.0; e] };
     Inputs { weights, x, dy: normals(*seed, 6, num_tokens * d), balance }
 }
@@ -106,9 +152,11 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
         *weight = cast(ctx, weight, dtype);
     }
     let shape = [*num_tokens, config.width];
-    let (y, saved) = layer.forward(ctx, &weights, &cast(ctx, &tensor(ctx, &shape, &inputs.x), dtype), None);
+    let input = RouterInput { seq_len: case.seq_len, ..RouterInput::default() };
+    let (y, saved) = layer.forward(ctx, &weights, &cast(ctx, &tensor(ctx, &shape, &inputs.x), dtype), &input);
     let balance = inputs.balance.iter().map(|&b| b as f32).collect();
-    let losses = LossGrad { balance: if case.has_balance { balance } else { Vec::new() }, z: case.z as f32 };
+    let balance = if case.has_balance { balance } else { Vec::new() };
+    let losses = LossGrad { balance, z: case.z as f32, sequence: case.sequence as f32 };
     let (dx, task) = layer.backward(ctx, &weights, &saved, &tensor(ctx, &shape, &inputs.dy), &losses);
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
     task.run(ctx, Write::Replace, &mut grads);
@@ -119,7 +167,8 @@ fn check(case: &Case, inputs: &Inputs, run: &Run, tolerance: Tolerance) {
     let reference = Reference { config: &case.config, noise: None };
     let forward = reference.forward(&inputs.weights, &inputs.x);
     assert_within("y", &run.y, &forward.y, tolerance);
-    let loss = RefLoss { dy: &inputs.dy, balance: &inputs.balance, z: case.z };
+    let loss =
+        RefLoss { dy: &inputs.dy, balance: &inputs.balance, z: case.z, sequence: case.sequence, seq_len: case.seq_len };
     let mut backward = reference.backward(&inputs.weights, &inputs.x, &loss);
     assert_within("dx", &run.dx, &backward.dx, tolerance);
     for (i, (gradient, expected)) in run.grads.tensors().iter().zip(backward.grads.lists_mut()).enumerate() {
@@ -145,6 +194,8 @@ fn check(case: &Case, inputs: &Inputs, run: &Run, tolerance: Tolerance) {
         assert!(gradient.iter().all(|&g| g == 0.0), "an expert without tokens gets a zero gradient");
     }
     let n = forward.tokens.len().max(1) as f64;
+    let sequence = reference.sequence_loss(&forward.tokens, case.seq_len);
+    assert!((run.stats.sequence_loss - sequence).abs() < 1e-4 * (1.0 + sequence), "{}", run.stats.sequence_loss);
     let z = forward.tokens.iter().map(|token| token.lse.powi(2)).sum::<f64>() / n;
     assert!((run.stats.z - z).abs() <= 1e-5 * (1.0 + z), "z {} {z}", run.stats.z);
     let entropy = |probs: &[f64]| probs.iter().map(|&p| if p > 0.0 { -p * p.ln() } else { 0.0 }).sum::<f64>();
@@ -178,6 +229,16 @@ proptest! {
         }
     }
 
+    #[test]
+    fn any_scheme_of_scores_is_the_reference_on_any_number_of_threads(case in schemes()) {
+        let inputs = inputs(&case);
+        let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
+        check(&case, &inputs, &first, F32);
+        for num_threads in [2, 3] {
+            assert_same_bits(&run(&Context::cpu(num_threads), &case, &inputs, DType::F32), &first);
+        }
+    }
+
     /// Router, routing and losses are those of f32; products are rounded to bf16's 8 bits.
     #[test]
     fn a_layer_in_bf16_routes_as_in_f32(case in cases()) {
@@ -197,7 +258,16 @@ fn many_tokens_are_the_reference_on_any_number_of_threads() {
     let mut config = crate::config(12, 4, 9, 3);
     config.capacity_factor = 1.25;
     for load in [Load::Random, Load::AllToOne, Load::SomeDead] {
-        let case = Case { config: config.clone(), num_tokens: 1100, load, z: 0.5, has_balance: true, seed: 5 };
+        let case = Case {
+            config: config.clone(),
+            num_tokens: 1100,
+            load,
+            z: 0.5,
+            has_balance: true,
+            sequence: 0.0,
+            seq_len: 0,
+            seed: 5,
+        };
         let inputs = inputs(&case);
         let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
         check(&case, &inputs, &first, F32);

@@ -1,7 +1,8 @@
 //! Figures that papers and simple mathematics give.
 
 use moeworks_moe::{
-    Dispatch, LayerStats, MoeLayer, MoeWeights, Routing, balance_loss_per_layer, balance_loss_pooled, z_loss,
+    Dispatch, LayerStats, MoeLayer, MoeWeights, RouterInput, Routing, balance_loss_per_layer, balance_loss_pooled,
+    z_loss,
 };
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Purpose, Random};
@@ -55,7 +56,7 @@ fn stats(num_experts: usize, top_k: usize, logit: impl Fn(usize, usize) -> f64) 
     }
     let unit: Vec<f64> = (0..36).map(|i| f64::from(u8::from(i / 6 == i % 6))).collect();
     let layer = MoeLayer::new(config).unwrap();
-    layer.forward(&ctx, &weights, &tensor(&ctx, &[6, 6], &unit), None).1.stats()
+    layer.forward(&ctx, &weights, &tensor(&ctx, &[6, 6], &unit), &RouterInput::default()).1.stats()
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The MoE layer token by token in f64, with nothing in common with the crate but its configuration: plain loops over
 //! tokens and their choices, forward and backward. The backward is checked against finite differences of the forward.
 
-use moeworks_moe::{MoeConfig, ScoreOrder};
+use moeworks_moe::{GroupScore, MoeConfig, Overflow, ScoreFunction, ScoreOrder};
 use moeworks_ops::Activation;
 
 #[derive(Clone, Debug, Default)]
@@ -10,6 +10,8 @@ pub(crate) struct RefWeights {
     pub(crate) gate_up: Vec<f64>,
     pub(crate) down: Vec<f64>,
     pub(crate) shared: Option<RefShared>,
+    /// The bias of each expert; empty for none.
+    pub(crate) bias: Vec<f64>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -25,11 +27,15 @@ impl RefWeights {
     }
 }
 
-/// What the scalar loss of the tests is made of: `sum dy y + sum over tokens and experts of balance p + z mean lse^2`.
+/// What the scalar loss of the tests is made of: `sum dy y + sum over tokens and experts of balance p + z mean lse^2 +
+/// sequence (mean over sequences of sum_i f_i P_i)`.
+#[derive(Clone, Copy)]
 pub(crate) struct RefLoss<'a> {
     pub(crate) dy: &'a [f64],
     pub(crate) balance: &'a [f64],
     pub(crate) z: f64,
+    pub(crate) sequence: f64,
+    pub(crate) seq_len: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -37,6 +43,8 @@ pub(crate) struct RefToken {
     pub(crate) ids: Vec<usize>,
     pub(crate) weights: Vec<f64>,
     pub(crate) is_kept: Vec<bool>,
+    pub(crate) logits: Vec<f64>,
+    pub(crate) gates: Vec<f64>,
     pub(crate) probs: Vec<f64>,
     pub(crate) lse: f64,
 }
@@ -95,28 +103,82 @@ impl Reference<'_> {
     }
 
     /// Experts of each token, and whether they had room: all first choices are served before any second one.
-    fn choose(&self, weights: &RefWeights, x: &[f64]) -> Vec<(Vec<usize>, Vec<bool>)> {
+    pub(crate) fn choose(&self, weights: &RefWeights, x: &[f64]) -> Vec<(Vec<usize>, Vec<bool>)> {
         let k = self.config.top_k;
         let mut choices: Vec<(Vec<usize>, Vec<bool>)> = Vec::new();
+        let (mut rankings, mut best) = (Vec::new(), Vec::new());
         for x in self.router_input(x).chunks(self.config.width) {
-            let logits = logits(weights, x);
-            let mut ids: Vec<usize> = (0..logits.len()).collect();
-            ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a])); // stable: the lowest index wins
+            let ranking = self.ranking(&logits(weights, x), &weights.bias);
+            let mut ids = sorted(&ranking);
             ids.truncate(k);
+            best.push(self.gates(&logits(weights, x))[ids[0]]);
             choices.push((ids, vec![true; k]));
+            rankings.push(ranking);
         }
         if self.config.capacity_factor != 0.0 {
-            let share = f64::from(self.config.capacity_factor.abs()) * (k * choices.len()) as f64;
+            let size = match self.config.router.local_group {
+                0 => choices.len(),
+                size => size.min(choices.len()),
+            };
+            let share = f64::from(self.config.capacity_factor.abs()) * (k * size) as f64;
             let capacity = (share / self.config.num_experts as f64).ceil() as usize;
-            let mut taken = vec![0; self.config.num_experts];
-            for rank in 0..k {
-                for (ids, is_kept) in &mut choices {
-                    is_kept[rank] = taken[ids[rank]] < capacity;
-                    taken[ids[rank]] += 1;
-                }
+            let size = size.max(1);
+            for (i, choices) in choices.chunks_mut(size).enumerate() {
+                self.serve(choices, &rankings[i * size..], &best[i * size..], capacity);
             }
         }
         choices
+    }
+
+    /// Marks who has room within one group of tokens, or moves them.
+    fn serve(&self, choices: &mut [(Vec<usize>, Vec<bool>)], rankings: &[Vec<f64>], best: &[f64], capacity: usize) {
+        let mut order: Vec<usize> = (0..choices.len()).collect();
+        if self.config.router.overflow == Overflow::Priority {
+            order.sort_by(|&a, &b| best[b].total_cmp(&best[a]));
+        }
+        let mut taken = vec![0; self.config.num_experts];
+        for rank in 0..self.config.top_k {
+            for &t in &order {
+                let (ids, is_kept) = &mut choices[t];
+                if taken[ids[rank]] >= capacity && self.config.router.overflow == Overflow::Reroute {
+                    let free = |e: &usize| taken[*e] < capacity && !ids.contains(e) && rankings[t][*e].is_finite();
+                    if let Some(next) = sorted(&rankings[t]).into_iter().find(free) {
+                        ids[rank] = next;
+                    }
+                }
+                is_kept[rank] = taken[ids[rank]] < capacity;
+                taken[ids[rank]] += 1;
+            }
+        }
+    }
+
+    /// What experts are chosen by; negative infinity outside the best groups.
+    fn ranking(&self, logits: &[f64], bias: &[f64]) -> Vec<f64> {
+        let router = &self.config.router;
+        if bias.is_empty() && router.top_groups == router.num_groups {
+            return logits.to_vec();
+        }
+        let gates = self.gates(logits);
+        let mut ranking: Vec<f64> = (0..logits.len()).map(|e| gates[e] + bias.get(e).copied().unwrap_or(0.0)).collect();
+        let size = logits.len() / router.num_groups;
+        let of_group = |scores: &[f64]| {
+            let mut sorted = scores.to_vec();
+            sorted.sort_by(|a, b| b.total_cmp(a));
+            let count = if router.group_score == GroupScore::TopTwo { 2 } else { 1 };
+            sorted.iter().take(count).sum::<f64>()
+        };
+        let best = sorted(&ranking.chunks(size).map(of_group).collect::<Vec<_>>());
+        for &group in &best[router.top_groups..] {
+            ranking[group * size..(group + 1) * size].fill(f64::NEG_INFINITY);
+        }
+        ranking
+    }
+
+    fn gates(&self, logits: &[f64]) -> Vec<f64> {
+        match self.config.router.scores {
+            ScoreFunction::Softmax => softmax(logits),
+            ScoreFunction::Sigmoid => logits.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(),
+        }
     }
 
     fn is_normalized(&self) -> bool {
@@ -124,18 +186,50 @@ impl Reference<'_> {
     }
 
     fn score(&self, logits: &[f64], ids: Vec<usize>, is_kept: Vec<bool>) -> RefToken {
-        let probs = softmax(logits);
-        let weights = match self.config.score_order {
-            ScoreOrder::TopKThenSoftmax => softmax(&ids.iter().map(|&e| logits[e]).collect::<Vec<_>>()),
-            ScoreOrder::SoftmaxThenTopK => {
-                let chosen: Vec<f64> = ids.iter().map(|&e| probs[e]).collect();
-                let sum = if self.config.normalize_weights { chosen.iter().sum() } else { 1.0 };
+        let gates = self.gates(logits);
+        let total: f64 = gates.iter().sum();
+        let probs: Vec<f64> = gates.iter().map(|gate| gate / total).collect();
+        let is_sigmoid = self.config.router.scores == ScoreFunction::Sigmoid;
+        let weights: Vec<f64> = match self.config.score_order {
+            ScoreOrder::TopKThenSoftmax if !is_sigmoid => softmax(&ids.iter().map(|&e| logits[e]).collect::<Vec<_>>()),
+            _ => {
+                let chosen: Vec<f64> = ids.iter().map(|&e| gates[e]).collect();
+                let sum = if self.is_normalized() { chosen.iter().sum() } else { 1.0 };
                 chosen.iter().map(|p| p / sum).collect()
             }
         };
+        let weights = weights.iter().map(|w| w * f64::from(self.config.router.routed_scale)).collect();
         let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let lse = top + logits.iter().map(|l| (l - top).exp()).sum::<f64>().ln();
-        RefToken { ids, weights, is_kept, probs, lse }
+        RefToken { ids, weights, is_kept, logits: logits.to_vec(), gates, probs, lse }
+    }
+
+    /// `[sequences, E]`: what the sequence-wise loss multiplies each probability of the sequence by.
+    fn sequence_factors(&self, tokens: &[RefToken], seq_len: usize) -> Vec<Vec<f64>> {
+        if seq_len == 0 {
+            return Vec::new();
+        }
+        let e = self.config.num_experts;
+        let num_sequences = tokens.len().div_ceil(seq_len);
+        let of_sequence = |tokens: &[RefToken]| {
+            let per_token = e as f64 / (self.config.top_k * tokens.len()) as f64;
+            let mut f = vec![0.0; e];
+            tokens.iter().flat_map(|token| &token.ids).for_each(|&id| f[id] += per_token);
+            f.iter().map(|f| f / (tokens.len() * num_sequences) as f64).collect()
+        };
+        tokens.chunks(seq_len).map(of_sequence).collect()
+    }
+
+    pub(crate) fn sequence_loss(&self, tokens: &[RefToken], seq_len: usize) -> f64 {
+        let factors = self.sequence_factors(tokens, seq_len);
+        self.sequence_value(tokens, seq_len, &factors)
+    }
+
+    fn sequence_value(&self, tokens: &[RefToken], seq_len: usize, factors: &[Vec<f64>]) -> f64 {
+        let of_token = |(t, token): (usize, &RefToken)| -> f64 {
+            factors[t / seq_len].iter().zip(&token.probs).map(|(f, p)| f * p).sum()
+        };
+        if factors.is_empty() { 0.0 } else { tokens.iter().enumerate().map(of_token).sum() }
     }
 
     pub(crate) fn loss(&self, forward: &RefForward, loss: &RefLoss<'_>) -> f64 {
@@ -143,7 +237,8 @@ impl Reference<'_> {
         let balance: f64 =
             forward.tokens.iter().flat_map(|token| token.probs.iter().zip(loss.balance)).map(|(p, b)| p * b).sum();
         let z: f64 = forward.tokens.iter().map(|token| token.lse.powi(2)).sum();
-        output + balance + loss.z * z / forward.tokens.len().max(1) as f64
+        let sequence = self.sequence_loss(&forward.tokens, loss.seq_len);
+        output + balance + loss.z * z / forward.tokens.len().max(1) as f64 + loss.sequence * sequence
     }
 
     pub(crate) fn backward(&self, weights: &RefWeights, x: &[f64], loss: &RefLoss<'_>) -> RefBackward {
@@ -153,6 +248,7 @@ impl Reference<'_> {
         grads.lists_mut().into_iter().for_each(|list| list.fill(0.0));
         let mut dx = vec![0.0; x.len()];
         let router_x = self.router_input(x);
+        let factors = self.sequence_factors(&forward.tokens, loss.seq_len);
         for (t, token) in forward.tokens.iter().enumerate() {
             let range = t * d..(t + 1) * d;
             let (x, dy, dx) = (&x[range.clone()], &loss.dy[range.clone()], &mut dx[range.clone()]);
@@ -176,7 +272,11 @@ impl Reference<'_> {
                 let w = (&shared.gate_up[..], &shared.down[..]);
                 feed_forward_backward(self.config.activation, w, x, dy, dx, (&mut grads.gate_up, &mut grads.down));
             }
-            let dlogits = self.logit_grads(token, &dweights, loss, forward.tokens.len());
+            let mut dprobs = loss.balance.to_vec();
+            if let Some(factors) = factors.get(t.checked_div(loss.seq_len).unwrap_or(0)) {
+                dprobs.iter_mut().zip(factors).for_each(|(d, f)| *d += loss.sequence * f);
+            }
+            let dlogits = self.logit_grads(token, &dweights, &dprobs, loss.z / forward.tokens.len() as f64);
             for (e, dlogit) in dlogits.iter().enumerate() {
                 for i in 0..d {
                     grads.router[e * d + i] += dlogit * router_x[t * d + i];
@@ -188,30 +288,47 @@ impl Reference<'_> {
         RefBackward { dx, grads }
     }
 
-    /// By the Jacobian of the softmax, entry by entry.
-    fn logit_grads(&self, token: &RefToken, dweights: &[f64], loss: &RefLoss<'_>, num_tokens: usize) -> Vec<f64> {
-        let n = token.probs.len();
-        let mut dprobs: Vec<f64> = (0..n).map(|e| loss.balance[e]).collect();
+    /// By the Jacobians, entry by entry.
+    fn logit_grads(&self, token: &RefToken, dweights: &[f64], dprobs: &[f64], z: f64) -> Vec<f64> {
+        let (n, scale) = (token.probs.len(), f64::from(self.config.router.routed_scale));
+        let mut dgates = vec![0.0; n];
         if self.is_normalized() {
-            let sum: f64 = token.ids.iter().map(|&e| token.probs[e]).sum();
+            let sum: f64 = token.ids.iter().map(|&e| token.gates[e]).sum();
             for ((&e, &g), weight) in token.ids.iter().zip(dweights).zip(&token.weights) {
-                // w = p_e / sum: dw / dp_i = ([i = e] - w) / sum for every chosen i.
-                dprobs[e] += g / sum;
-                token.ids.iter().for_each(|&other| dprobs[other] -= g * weight / sum);
+                // w = scale g_e / sum: dw / dg_i = (scale [i = e] - w) / sum for every chosen i.
+                dgates[e] += g * scale / sum;
+                token.ids.iter().for_each(|&other| dgates[other] -= g * weight / sum);
             }
         } else {
-            token.ids.iter().zip(dweights).for_each(|(&e, &g)| dprobs[e] += g);
+            token.ids.iter().zip(dweights).for_each(|(&e, &g)| dgates[e] += scale * g);
         }
+        // p_j = g_j / total.
+        let total: f64 = token.gates.iter().sum();
+        let mean: f64 = dprobs.iter().zip(&token.probs).map(|(d, p)| d * p).sum();
+        dgates.iter_mut().zip(dprobs).for_each(|(dgate, d)| *dgate += (d - mean) / total);
+        let softmax = softmax(&token.logits);
         let mut dlogits = vec![0.0; n];
         for (i, dlogit) in dlogits.iter_mut().enumerate() {
-            for (j, dprob) in dprobs.iter().enumerate() {
-                let same = if i == j { 1.0 } else { 0.0 };
-                *dlogit += dprob * token.probs[j] * (same - token.probs[i]);
+            match self.config.router.scores {
+                ScoreFunction::Softmax => {
+                    for (j, dgate) in dgates.iter().enumerate() {
+                        let same = if i == j { 1.0 } else { 0.0 };
+                        *dlogit += dgate * softmax[j] * (same - softmax[i]);
+                    }
+                }
+                ScoreFunction::Sigmoid => *dlogit += dgates[i] * token.gates[i] * (1.0 - token.gates[i]),
             }
-            *dlogit += loss.z * 2.0 * token.lse * token.probs[i] / num_tokens as f64;
+            *dlogit += z * 2.0 * token.lse * softmax[i];
         }
         dlogits
     }
+}
+
+/// The indices by value, highest first; the lowest index wins a tie.
+fn sorted(values: &[f64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| values[b].total_cmp(&values[a]));
+    order
 }
 
 fn logits(weights: &RefWeights, x: &[f64]) -> Vec<f64> {
@@ -322,7 +439,7 @@ mod tests {
         let (t, d, f, e, s) = (7, 3, 2, 4, 3);
         let clamped = Activation::ClampedSwiGlu { alpha: 1.7, limit: 0.8 };
         let activations = [Activation::SwiGlu, Activation::Gelu, Activation::Relu, Activation::GeluTanh, clamped];
-        for (case, activation) in activations.into_iter().cycle().take(6).enumerate() {
+        for (case, activation) in activations.into_iter().cycle().take(12).enumerate() {
             let mut config = crate::config(d, f, e, 1 + case % 4);
             config.activation = activation;
             config.normalize_weights = case % 2 == 1;
@@ -330,6 +447,12 @@ mod tests {
             config.shared_width = if case < 3 { s } else { 0 };
             if case == 4 {
                 config.score_order = ScoreOrder::TopKThenSoftmax;
+            }
+            if case >= 6 {
+                config.router.scores = if case < 9 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
+                config.router.routed_scale = 2.5;
+                config.router.overflow = [Overflow::Reroute, Overflow::Priority, Overflow::Drop][case / 2 % 3];
+                (config.router.num_groups, config.router.top_groups) = if config.top_k <= 2 { (2, 1) } else { (1, 1) };
             }
             let a = activation.num_inputs();
             let noise: Vec<f64> = draw(9, t * d).iter().map(|x| 1.0 + 0.1 * x).collect();
@@ -339,9 +462,10 @@ mod tests {
                 gate_up: draw(2, e * a * f * d),
                 down: draw(3, e * d * f),
                 shared: (case < 3).then(|| RefShared { gate_up: draw(4, a * s * d), down: draw(5, d * s) }),
+                bias: if case >= 6 { draw(10, e) } else { Vec::new() },
             };
             let (x, dy, balance) = (draw(6, t * d), draw(7, t * d), draw(8, e));
-            let loss = RefLoss { dy: &dy, balance: &balance, z: 0.4 };
+            let loss = RefLoss { dy: &dy, balance: &balance, z: 0.4, sequence: 0.7, seq_len: 3 };
             let mut backward = reference.backward(&weights, &x, &loss);
             let choices = reference.choose(&weights, &x);
             let value = |weights: &RefWeights, x: &[f64]| {

@@ -1,8 +1,8 @@
 //! Routing, dispatch and statistics as plain values.
 
 use moeworks_moe::{
-    Dispatch, LayerStats, Routing, RoutingError, capacity, cv, dead_expert_frac, e_max_violation, expert_diversity,
-    load_entropy, max_over_mean, share,
+    Dispatch, DispatchRule, LayerStats, NO_EXPERT, Routing, RoutingError, capacity, cv, dead_expert_frac,
+    e_max_violation, expert_diversity, load_entropy, max_over_mean, share,
 };
 use moeworks_ops::Context;
 
@@ -60,6 +60,61 @@ fn a_dispatch_serves_first_choices_first_and_drops_later_tokens() {
 }
 
 #[test]
+fn a_token_may_have_fewer_experts_than_others() {
+    let ctx = Context::cpu(2);
+    let ids = [2, NO_EXPERT, 0, 1, NO_EXPERT, NO_EXPERT];
+    let routing = Routing::new(&ctx, 3, 2, &ids, &[1.0, 0.0, 0.5, 0.5, 0.0, 0.0]).unwrap();
+    assert_eq!(routing.to_string(), "0: 2 (1.0000)\n1: 0 (0.5000), 1 (0.5000)\n2:\n");
+    assert_eq!(routing.num_choices(), 3);
+    let dispatch = Dispatch::new(&ctx, &routing, 0.0);
+    assert_eq!((dispatch.num_rows(), dispatch.num_choices(), dispatch.num_dropped()), (3, 3, 0));
+    assert_eq!(dispatch.tokens_per_expert(), [1, 1, 1]);
+    let twice = Routing::new(&ctx, 3, 2, &[1, 1], &[0.5, 0.5]).unwrap_err();
+    assert_eq!(twice.to_string(), "token 0 has expert 1 twice: must be at most once");
+}
+
+#[test]
+fn the_rule_says_who_is_served() {
+    let ctx = Context::cpu(2);
+    let routing = Routing::new(&ctx, 2, 1, &[0, 0, 0, 1, 0, 0], &[1.0; 6]).unwrap();
+    let kept = |change: &dyn Fn(&mut DispatchRule<'_>)| {
+        let mut rule = DispatchRule::of(&routing, 0.5);
+        change(&mut rule);
+        let dispatch = Dispatch::with_rule(&ctx, &routing, &rule);
+        assert_eq!(dispatch.tokens_per_expert(), [5, 1]);
+        assert_eq!(dispatch.num_rows() + dispatch.num_dropped(), 6);
+        dispatch.row_tokens().to_vec()
+    };
+    assert_eq!(kept(&|_| ()), [0, 1, 3]);
+    // Groups of three tokens, room for one each.
+    assert_eq!(kept(&|rule| rule.group_tokens = 3), [0, 4, 3]);
+    let priority = [0.1, 0.5, 0.9, 0.2, 0.9, 0.3];
+    let by_priority = Dispatch::with_rule(
+        &ctx,
+        &routing,
+        &DispatchRule { priority: Some(&priority), ..DispatchRule::of(&routing, 0.5) },
+    );
+    assert_eq!(by_priority.row_tokens(), [2, 4, 3]);
+}
+
+#[test]
+fn an_expert_that_computes_nothing_has_room_and_no_rows() {
+    let ctx = Context::cpu(2);
+    // Experts 0 and 1 compute, 2 does not.
+    let routing = Routing::new(&ctx, 3, 1, &[2, 0, 2, 1, 2, 0], &[1.0; 6]).unwrap();
+    let rule = |capacity_factor| DispatchRule { num_free: 1, ..DispatchRule::of(&routing, capacity_factor) };
+    let all = Dispatch::with_rule(&ctx, &routing, &rule(0.0));
+    assert_eq!((all.tokens_per_expert(), all.offsets(), all.num_dropped()), (&[2, 1, 3][..], &[0, 2, 3][..], 0));
+    let none = NO_EXPERT;
+    assert_eq!(all.free_choices().unwrap(), [0, none, 0, none, 0, none]);
+    let tight = Dispatch::with_rule(&ctx, &routing, &rule(0.5));
+    assert_eq!((tight.kept_per_expert(), tight.num_dropped()), (vec![1, 1, 1], 3));
+    // MoE++'s shares: with tau 0.5 a computing expert takes half of what a free one does, 6 tau / (2 tau + 1) = 1.5.
+    let shares = Dispatch::with_rule(&ctx, &routing, &DispatchRule { free_ratio: 0.5, ..rule(1.0) });
+    assert_eq!((shares.capacity(), shares.kept_per_expert()), (2, vec![2, 1, 3]));
+}
+
+#[test]
 fn the_capacity_is_the_documented_one() {
     assert_eq!(capacity(1.0, 2048, 1, 128), Some(16));
     assert_eq!(capacity(1.25, 100, 2, 8), Some(32)); // 31.25
@@ -106,6 +161,7 @@ fn merged_statistics_are_those_of_all_tokens() {
         mean_entropy: z / 2.0,
         z,
         mean_squared_logit: 9.0 * z,
+        sequence_loss: 0.0,
     };
     let mut total = LayerStats::empty(2);
     total.merge(&LayerStats::empty(2));

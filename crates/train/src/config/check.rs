@@ -156,6 +156,7 @@ impl TrainConfig {
             ("train.weight_decay", self.weight_decay),
             ("train.clip_norm", self.clip_norm),
             ("train.balance_coef", self.balance_coef),
+            ("train.sequence_coef", self.sequence_coef),
             ("train.z_coef", self.z_coef),
         ] {
             if !(value >= 0.0 && value.is_finite()) {

@@ -177,21 +177,21 @@ struct Leaf<'t, 'i> {
 /// section is found even when it is empty.
 fn leaves<'t, 'i>(file: &'t DeTable<'i>, known: &Table) -> Vec<Leaf<'t, 'i>> {
     let mut leaves = Vec::new();
-    for (key, value) in file {
-        let name = key.get_ref();
-        match value.get_ref() {
-            DeValue::Table(section) if known.contains_key(name.as_ref()) => {
-                leaves.extend(section.iter().map(|(key, value)| Leaf {
-                    setting: format!("{name}.{}", key.get_ref()),
-                    value,
-                    offset: key.span().start,
-                }));
-            }
-            _ => leaves.push(Leaf { setting: name.to_string(), value, offset: key.span().start }),
-        }
-    }
+    add_leaves(file, known, "", &mut leaves);
     leaves.sort_by_key(|leaf| leaf.offset);
     leaves
+}
+
+fn add_leaves<'t, 'i>(section: &'t DeTable<'i>, known: &Table, prefix: &str, leaves: &mut Vec<Leaf<'t, 'i>>) {
+    for (key, value) in section {
+        let setting = format!("{prefix}{}", key.get_ref());
+        match (value.get_ref(), known.get(key.get_ref().as_ref())) {
+            (DeValue::Table(section), Some(Value::Table(known))) => {
+                add_leaves(section, known, &format!("{setting}."), leaves);
+            }
+            _ => leaves.push(Leaf { setting, value, offset: key.span().start }),
+        }
+    }
 }
 
 /// `value` as the type of the setting that it replaces, or what would have been right. `typed` is the text of the command
@@ -219,20 +219,19 @@ fn fit(value: Value, current: &Value, typed: Option<&str>) -> Result<Value, &'st
 
 /// The setting of a dotted name; none for a section.
 fn find<'t>(table: &'t mut Table, setting: &str) -> Option<&'t mut Value> {
-    let (section, name) = setting.split_once('.')?;
-    table.get_mut(section)?.as_table_mut()?.get_mut(name)
+    match setting.split_once('.') {
+        Some((section, rest)) => find(table.get_mut(section)?.as_table_mut()?, rest),
+        None => table.get_mut(setting).filter(|value| !value.is_table()),
+    }
 }
 
 /// The three settings and sections whose names are nearest, if any is near.
 fn near_names(table: &Table, setting: &str) -> Vec<String> {
     let last = setting.rsplit('.').next().unwrap_or(setting);
     let mut near = Vec::new();
-    for (section, settings) in table {
-        near.push((edit_distance(setting, section), section.clone()));
-        for name in settings.as_table().into_iter().flat_map(Table::keys) {
-            let full = format!("{section}.{name}");
-            near.push((edit_distance(last, name).min(edit_distance(setting, &full)), full));
-        }
+    for full in super::print::names(table) {
+        let name = full.rsplit('.').next().unwrap_or(&full);
+        near.push((edit_distance(last, name).min(edit_distance(setting, &full)), full));
     }
     near.sort();
     let limit = 1 + last.len() / 5;

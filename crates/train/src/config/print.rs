@@ -37,6 +37,26 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.norm_eps", "Epsilon of the RMS norms."),
     ("model.max_seq_len", "The longest sequence that the model is made for."),
     ("model.init_std", "Standard deviation of the initial weights."),
+    ("model.router", "How tokens and experts find each other."),
+    ("model.router.kind", "The scheme: top_k."),
+    ("model.router.scores", "What makes scores of logits: softmax or sigmoid."),
+    (
+        "model.router.expert_bias",
+        "Whether each expert has a bias that counts in the choice only, moved by load and not by gradient.",
+    ),
+    (
+        "model.router.bias_update_rate",
+        "What the bias of an expert below (above) the mean load rises (falls) by after a step.",
+    ),
+    ("model.router.num_groups", "Groups of consecutive experts; divides num_experts."),
+    ("model.router.top_groups", "Groups that the experts of a token may be in."),
+    ("model.router.group_score", "What groups are chosen by: max, or top_two: the sum of the two highest scores."),
+    ("model.router.routed_scale", "Multiplies the weights of a token's experts."),
+    (
+        "model.router.overflow",
+        "Where an expert has no room: drop later tokens, priority (drop those of lower score), reroute to the next expert.",
+    ),
+    ("model.router.local_group", "Tokens that share a capacity; 0: all of a microbatch."),
     ("data", "Where text comes from and how it becomes tokens."),
     ("data.paths", "Text files, folders, globs, .jsonl, .parquet, also .gz and .zst; []: the text of this checkout."),
     ("data.tokenizer", "bytes, bpe (trained on the data) or the path of a tokenizer.json."),
@@ -63,6 +83,7 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.checkpoint_layers", "Whether layers keep only their input for backward and compute the rest again."),
     ("train.balance", "Balance loss: none, layer (each by itself) or pooled (over all layers)."),
     ("train.balance_coef", "Weight of the balance loss."),
+    ("train.sequence_coef", "Weight of the sequence-wise balance loss."),
     ("train.z_coef", "Weight of the router's z-loss."),
     ("train.eval_every", "Steps between evaluations; 0: only at the end."),
     ("train.eval_batches", "Microbatches of an evaluation; 0: all held-out data."),
@@ -112,6 +133,16 @@ pub fn print_config(config: &RunConfig) -> String {
 /// show as 0.019999999552965164.
 pub(super) fn to_table(config: &RunConfig) -> Table {
     plain(config).parse().expect("what is written as TOML is TOML")
+}
+
+/// The dotted names of all sections and settings of `table`.
+pub(super) fn names(table: &Table) -> Vec<String> {
+    let mut names = Vec::new();
+    for (name, value) in table {
+        names.push(name.clone());
+        names.extend(value.as_table().into_iter().flat_map(self::names).map(|inner| format!("{name}.{inner}")));
+    }
+    names
 }
 
 /// One line for each setting: strings are written on one line with escapes, whatever they hold.

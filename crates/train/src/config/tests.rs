@@ -2,11 +2,7 @@ use super::*;
 
 #[test]
 fn every_setting_has_a_comment_and_no_comment_is_left_over() {
-    let mut names = Vec::new();
-    for (section, settings) in &print::to_table(&RunConfig::default()) {
-        names.push(section.clone());
-        names.extend(settings.as_table().unwrap().keys().map(|name| format!("{section}.{name}")));
-    }
+    let mut names = print::names(&print::to_table(&RunConfig::default()));
     let mut comments: Vec<String> = print::COMMENTS.iter().map(|(name, _)| (*name).to_string()).collect();
     names.sort();
     comments.sort();

@@ -3,6 +3,8 @@
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Random, Tensor, bf16};
 
+use super::input::Draw;
+
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
 
@@ -15,8 +17,8 @@ pub(crate) struct Jitter {
 
 impl Jitter {
     /// The factor of the element at `position`.
-    fn factor(&self, position: u64) -> f32 {
-        1.0 + self.eps * (2.0 * self.random.uniform(position) - 1.0)
+    fn factor(&self, position: usize) -> f32 {
+        1.0 + self.eps * (2.0 * self.random.uniform(Draw::Jitter.at(position)) - 1.0)
     }
 
     /// `x` (f32 or bf16) times the noise, in f32.
@@ -34,7 +36,7 @@ impl Jitter {
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |piece, y| {
             let start = piece * PIECE;
             for (i, (y, &x)) in y.iter_mut().zip(&x[start..]).enumerate() {
-                *y = to_f32(x) * self.factor((start + i) as u64);
+                *y = to_f32(x) * self.factor(start + i);
             }
         });
     }
@@ -43,7 +45,7 @@ impl Jitter {
     pub(crate) fn apply_assign(&self, ctx: &Context, dx: &mut Tensor) {
         ctx.threads().run_pieces(dx.f32s_mut(), PIECE, |piece, dx| {
             for (i, dx) in dx.iter_mut().enumerate() {
-                *dx *= self.factor((piece * PIECE + i) as u64);
+                *dx *= self.factor(piece * PIECE + i);
             }
         });
     }

@@ -1,0 +1,106 @@
+//! The decision which choices an expert without room refuses, and where they go instead.
+//!
+//! Choices are served rank by rank: the first choices of all tokens before any second one (GShard, 2006.16668, algorithm
+//! 1). Within a rank tokens come in their order or, with batch-prioritised routing (Riquelme et al., "Scaling vision with
+//! sparse mixture of experts", 2106.05974), in the order of their best score. A counter moves even when its expert is
+//! full, so the choices that an expert keeps are the first ones that name it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::NO_EXPERT;
+
+/// What becomes of a choice whose expert has no room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Overflow {
+    /// It is dropped; tokens are served in their order.
+    #[default]
+    Drop,
+    /// It is dropped; tokens are served in the order of their best score (batch-prioritised routing).
+    Priority,
+    /// The token takes its best-scored expert that has room, if there is one; tokens are served in their order.
+    Reroute,
+}
+
+/// The room that experts have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room<'a> {
+    /// Rows that each expert may take of one group of tokens.
+    pub(crate) capacity: &'a [u32],
+    /// Tokens of a group, each with counters of its own; the last group may be smaller.
+    pub(crate) group_tokens: usize,
+}
+
+impl Room<'_> {
+    /// The groups of `num_tokens` tokens.
+    fn groups(&self, num_tokens: usize) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
+        let size = self.group_tokens.max(1);
+        (0..num_tokens.div_ceil(size)).map(move |group| group * size..((group + 1) * size).min(num_tokens))
+    }
+}
+
+/// Whether each of the choices `ids [T, K]` has a row. `priority [T]`, if given, orders the tokens, highest first, the
+/// lower index at a tie.
+pub(crate) fn kept(ids: &[u32], top_k: usize, room: Room<'_>, priority: Option<&[f32]>) -> Vec<bool> {
+    let mut is_kept = vec![false; ids.len()];
+    let mut taken = vec![0_u32; room.capacity.len()];
+    for group in room.groups(ids.len() / top_k) {
+        taken.fill(0);
+        let mut order: Vec<usize> = group.collect();
+        if let Some(priority) = priority {
+            order.sort_by(|&a, &b| priority[b].total_cmp(&priority[a]));
+        }
+        for rank in 0..top_k {
+            for &token in &order {
+                let choice = token * top_k + rank;
+                let expert = ids[choice] as usize;
+                if ids[choice] != NO_EXPERT {
+                    is_kept[choice] = taken[expert] < room.capacity[expert];
+                    taken[expert] += 1;
+                }
+            }
+        }
+    }
+    is_kept
+}
+
+/// Moves the choices `ids [T, K]` that find no room to the token's best-scored expert that has room and that it does not
+/// have yet; `scores [T, E]` rank the experts, the lower index first at a tie, negative infinity is never taken. A choice
+/// for which there is none stays, to be dropped. Returns how many were moved.
+pub(crate) fn reroute(ids: &mut [u32], top_k: usize, room: Room<'_>, scores: &[f32]) -> usize {
+    let num_experts = room.capacity.len();
+    let mut taken = vec![0_u32; num_experts];
+    let mut num_rerouted = 0;
+    for group in room.groups(ids.len() / top_k) {
+        taken.fill(0);
+        for rank in 0..top_k {
+            for token in group.clone() {
+                let ids = &mut ids[token * top_k..(token + 1) * top_k];
+                if ids[rank] == NO_EXPERT {
+                    continue;
+                }
+                let has_room = |expert: usize| taken[expert] < room.capacity[expert];
+                if !has_room(ids[rank] as usize) {
+                    let scores = &scores[token * num_experts..(token + 1) * num_experts];
+                    if let Some(expert) = best(scores, |e| has_room(e) && !ids.contains(&(e as u32))) {
+                        ids[rank] = expert as u32;
+                        num_rerouted += 1;
+                    }
+                }
+                taken[ids[rank] as usize] += 1;
+            }
+        }
+    }
+    num_rerouted
+}
+
+/// The best-scored of the experts that `is_free`.
+fn best(scores: &[f32], is_free: impl Fn(usize) -> bool) -> Option<usize> {
+    let mut best = None;
+    for (expert, &score) in scores.iter().enumerate() {
+        if score > best.map_or(f32::NEG_INFINITY, |(_, top)| top) && is_free(expert) {
+            best = Some((expert, score));
+        }
+    }
+    best.map(|(expert, _)| expert)
+}

@@ -1,0 +1,49 @@
+//! What a router looks at besides the layer's input.
+
+use moeworks_tensor::Random;
+
+/// What a router looks at besides the layer's input `x [T, D]`.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterInput<'a> {
+    /// The source of all noise of a training pass, addressed by position, so that each layer and each pass needs a stream
+    /// of its own. `None`: nothing is random.
+    pub noise: Option<Random>,
+    /// `[T]`: the tokens' ids, for schemes that look at them; others take an empty list too.
+    pub token_ids: &'a [u32],
+    /// Tokens of each sequence, for the sequence-wise loss; 0: that loss is not computed.
+    pub seq_len: usize,
+    /// The share of the run that is done, 0 to 1, for what changes over a run.
+    pub progress: f64,
+    /// Whether the model is used rather than trained: tokens choose by themselves, whatever the scheme of training, so that
+    /// a token's experts do not depend on other tokens, and nothing is random.
+    pub is_inference: bool,
+}
+
+impl Default for RouterInput<'_> {
+    fn default() -> Self {
+        Self { noise: None, token_ids: &[], seq_len: 0, progress: 1.0, is_inference: false }
+    }
+}
+
+impl RouterInput<'_> {
+    /// A training pass with noise.
+    #[must_use]
+    pub fn with_noise(random: Random) -> Self {
+        Self { noise: Some(random), ..Self::default() }
+    }
+}
+
+/// Where in a pass's stream of random numbers each use begins: far apart, so that no two share a number.
+#[derive(Clone, Copy, Debug)]
+#[repr(u64)]
+pub(crate) enum Draw {
+    /// Factors on the router's input.
+    Jitter = 0,
+}
+
+impl Draw {
+    /// The position of number `i` of this use.
+    pub(crate) fn at(self, i: usize) -> u64 {
+        ((self as u64) << 48) + i as u64
+    }
+}

@@ -1,0 +1,95 @@
+//! DeepSeek's rules against the figures that they should give: balance by a bias, and experts limited to groups.
+
+use std::collections::BTreeSet;
+
+use moeworks_moe::{
+    ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreFunction,
+    e_max_violation, next_state,
+};
+use moeworks_ops::Context;
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use crate::config;
+
+/// A layer whose input is its logits.
+fn identity(ctx: &Context, config: &MoeConfig) -> (MoeLayer, MoeWeights) {
+    let mut weights = MoeWeights::zeros(ctx, config, DType::F32);
+    let e = config.num_experts;
+    (0..e).for_each(|i| weights.router.f32s_mut()[i * e + i] = 1.0);
+    (MoeLayer::new(config.clone()).unwrap(), weights)
+}
+
+/// 32 experts, 4 a token, 512 tokens a step, logits with a skew N(0, 0.5): without a bias the busiest expert has almost
+/// four times the mean; a rate of 0.005 takes that down to what sampling leaves.
+#[test]
+fn a_bias_moved_by_the_load_balances_the_experts() {
+    let ctx = Context::cpu(2);
+    let (t, e) = (512, 32);
+    let mut config = config(e, 1, e, 4);
+    let (scores, bias_update_rate) = (ScoreFunction::Sigmoid, 0.005);
+    config.router = RouterConfig { scores, expert_bias: true, bias_update_rate, ..RouterConfig::default() };
+    let (layer, mut weights) = identity(&ctx, &config);
+    let skew = Random::new(3, Purpose::Test, 0);
+    let mut violation = |step: u64| {
+        let noise = Random::new(4, Purpose::Test, step);
+        let logit = |i: u64| noise.normal(i) + 0.5 * skew.normal(i % e as u64);
+        let x: Vec<f32> = (0..(t * e) as u64).map(logit).collect();
+        let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
+        let stats = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats();
+        next_state(&config.router, &mut weights.state, &stats);
+        e_max_violation(&stats.tokens_per_expert)
+    };
+    assert!(violation(0) > 1.5);
+    let late: f64 = (1..150).map(&mut violation).skip(100).sum::<f64>() / 49.0;
+    assert!(late < 0.4, "{late}");
+    let bias = weights.state[0].tensor.f32s();
+    assert!(bias.iter().all(|bias| (bias / 0.005 - (bias / 0.005).round()).abs() < 1e-2), "whole steps of the rate");
+}
+
+/// The groups that the 8 of 256 experts of each token touch when logits are random.
+fn mean_groups(num_groups: usize, top_groups: usize) -> (f64, usize) {
+    let ctx = Context::cpu(2);
+    let (t, e) = (2000, 256);
+    let mut config = config(e, 1, e, 8);
+    let (scores, group_score) = (ScoreFunction::Sigmoid, GroupScore::TopTwo);
+    config.router = RouterConfig { scores, num_groups, top_groups, group_score, ..RouterConfig::default() };
+    let (layer, weights) = identity(&ctx, &config);
+    let random = Random::new(5, Purpose::Test, 1);
+    let x: Vec<f32> = (0..(t * e) as u64).map(|i| random.normal(i)).collect();
+    let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
+    let routing = layer.route(&ctx, &weights, &x, &RouterInput::default()).unwrap();
+    let groups: Vec<usize> = (0..t)
+        .map(|t| routing.choices(t).map(|(id, _)| id as usize / (e / num_groups)).collect::<BTreeSet<_>>().len())
+        .collect();
+    (groups.iter().sum::<usize>() as f64 / t as f64, groups.into_iter().max().unwrap())
+}
+
+#[test]
+fn groups_limit_the_nodes_that_a_token_goes_to() {
+    // 8 (1 - C(224, 8) / C(256, 8)) and so on, the mean of the hypergeometric distribution.
+    for (num_groups, expected) in [(4, 3.614), (8, 5.295), (16, 6.524), (32, 7.267)] {
+        let (mean, _) = mean_groups(num_groups, num_groups);
+        assert!((mean - expected).abs() < 0.06, "{num_groups} groups: {mean}");
+    }
+    let (mean, most) = mean_groups(8, 4);
+    assert!(most <= 4 && mean > 3.0, "{mean}, at most {most}");
+}
+
+#[test]
+fn settings_out_of_range_are_refused_by_name() {
+    let error = |change: &dyn Fn(&mut RouterConfig)| {
+        let mut config = config(4, 2, 8, 3);
+        change(&mut config.router);
+        let ConfigError { setting, value, expected } = MoeLayer::new(config).unwrap_err();
+        format!("{setting} = {value}: {expected}")
+    };
+    assert_eq!(error(&|r| r.num_groups = 3), "router.num_groups = 3: must divide the number of experts, 8");
+    assert_eq!(error(&|r| r.num_groups = 0), "router.num_groups = 0: must divide the number of experts, 8");
+    assert_eq!(error(&|r| r.top_groups = 2), "router.top_groups = 2: must be from 1 to router.num_groups, 1");
+    assert_eq!(
+        error(&|r| r.num_groups = 4),
+        "router.top_groups = 1: must leave a token at least top_k = 3 experts, but leaves 2"
+    );
+    assert_eq!(error(&|r| r.routed_scale = 0.0), "router.routed_scale = 0: must be a number above 0");
+    assert_eq!(error(&|r| r.bias_update_rate = -1.0), "router.bias_update_rate = -1: must be a number of at least 0");
+}
