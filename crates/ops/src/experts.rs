@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::activation::{activate, pull_back};
 use crate::few_rows::{Gradients, weight_gradients};
-use crate::gemm::kernel::{TILE_STRIDE, Tile};
+use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::source::Source;
 use crate::gemm::store::{Room, Store, read_rows, write_rows};
 use crate::gemm::{self, Compute, Epilogue, Form, Group, Place, Product};
@@ -472,7 +472,14 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                 tile.0.iter_mut().for_each(|x| *x = T::store(*x).load());
             }
         }
-        activate::<S>(self.activation, &mut h.0, up.map_or(&[], |up| &up.0));
+        let (h_rows, up_rows) = (h.0.as_chunks_mut::<TILE_STRIDE>().0, up.map(|up| &up.0));
+        if at.rows.1 > MAX_ROWS / 2 {
+            activate::<S>(self.activation, h_rows.as_flattened_mut(), up_rows.map_or(&[], |up| up));
+        } else {
+            for (row, h) in h_rows.iter_mut().enumerate().take(at.rows.1) {
+                activate::<S>(self.activation, h, up_rows.map_or(&[], |up| &up[row * TILE_STRIDE..][..TILE_STRIDE]));
+            }
+        }
         write_rows::<S, T>(h, &mut room.stored, size, |row| {
             let start = (first + row) * self.f + column;
             // SAFETY: as above.

@@ -48,6 +48,8 @@ pub(crate) trait Level: Copy {
     /// # Safety
     /// Twice `WIDTH` elements must be readable there.
     unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2];
+    /// The sum of the lanes, halves first.
+    fn total(lanes: Self::Vector) -> f32;
     /// Writes the lanes to `to`, which must be aligned to the vector, past the caches: for what is not read again soon.
     ///
     /// # Safety
@@ -108,6 +110,11 @@ impl Level for Baseline {
     }
 
     #[inline(always)]
+    fn total([a, b, c, d]: [f32; 4]) -> f32 {
+        (a + c) + (b + d)
+    }
+
+    #[inline(always)]
     unsafe fn stream(to: *mut f32, value: [f32; 4]) {
         // SAFETY: the caller's promise is handed on.
         unsafe { Self::store(to, value) }
@@ -119,7 +126,7 @@ impl Level for Baseline {
 macro_rules! x86_level {
     (
         $(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident,
-        $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident
+        $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident, $total:path
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
@@ -165,6 +172,12 @@ macro_rules! x86_level {
             }
 
             #[inline(always)]
+            fn total(lanes: Self::Vector) -> f32 {
+                // SAFETY: as in `splat`.
+                unsafe { $total(lanes) }
+            }
+
+            #[inline(always)]
             unsafe fn stream(to: *mut f32, value: Self::Vector) {
                 // SAFETY: as above, and the caller promises an aligned vector of writable elements.
                 unsafe { core::arch::x86_64::$stream(to, value) }
@@ -173,17 +186,50 @@ macro_rules! x86_level {
     };
 }
 
+/// The sum of eight lanes, halves first.
+///
+/// # Safety
+/// The machine must have AVX2.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn total_of_8(lanes: core::arch::x86_64::__m256) -> f32 {
+    use core::arch::x86_64::{
+        _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps, _mm256_castps256_ps128,
+        _mm256_extractf128_ps,
+    };
+    // SAFETY: the caller's machine has the instructions.
+    unsafe {
+        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    }
+}
+
+/// The sum of sixteen lanes, halves first.
+///
+/// # Safety
+/// The machine must have AVX-512 F and DQ.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn total_of_16(lanes: core::arch::x86_64::__m512) -> f32 {
+    use core::arch::x86_64::{_mm256_add_ps, _mm512_castps512_ps256, _mm512_extractf32x8_ps};
+    // SAFETY: the caller's machine has the instructions.
+    unsafe { total_of_8(_mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes))) }
+}
+
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX2 with FMA.
     Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps,
-    _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps
+    _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps,
+    total_of_8
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX-512 with F, BW, DQ and VL.
     Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
-    _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps
+    _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
+    total_of_16
 );
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body

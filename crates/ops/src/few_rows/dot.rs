@@ -23,6 +23,8 @@ pub(super) struct Panel<'a, T> {
     pub(super) num_rows: usize,
     /// Every how many tiles the sums of the next [`MAX_ROWS`] rows go.
     pub(super) tile_step: usize,
+    /// What will be read after this panel, to be asked for at its end.
+    pub(super) next: *const u8,
 }
 
 kernel! {
@@ -45,7 +47,15 @@ kernel! {
         while column < columns {
             let count = if column + wanted <= columns { wanted } else { 1 };
             for first in (0..num_rows).step_by(pass) {
-                let part = Part { panel, column, first, tiles: &mut *tiles };
+                let row_bytes = depth * size_of::<T>();
+                // The rows of weights that come next: they are asked for line by line while these are summed up, in as many
+                // streams as there are rows.
+                let ahead = if column + 2 * count <= columns {
+                    panel.weights.as_ptr().cast::<u8>().wrapping_add((column + count) * row_bytes)
+                } else {
+                    panel.next
+                };
+                let part = Part { panel, column, first, ahead, tiles: &mut *tiles };
                 // SAFETY: `count` rows of weights from `column` on and `pass` rows of A from `first` on, or as many as
                 // there are, exist.
                 unsafe { part.run::<S>(count, pass.min(num_rows - first)) };
@@ -60,6 +70,7 @@ struct Part<'a, T> {
     panel: Panel<'a, T>,
     column: usize,
     first: usize,
+    ahead: *const u8,
     tiles: &'a mut [Tile],
 }
 
@@ -99,7 +110,8 @@ impl<T: Weight> Part<'_, T> {
     /// `N` rows of weights and `R` rows of A must exist.
     #[inline(always)]
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self) {
-        let Self { panel: Panel { weights, depth, a, num_rows, tile_step }, column, first, tiles } = self;
+        let Self { panel, column, first, ahead, tiles } = self;
+        let Panel { weights, depth, a, num_rows, tile_step, .. } = panel;
         let block = 2 * S::WIDTH;
         let mut sums = [[S::splat(0.0); R]; N];
         // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter, is
@@ -107,14 +119,13 @@ impl<T: Weight> Part<'_, T> {
         unsafe {
             let weights = weights.as_ptr().add(column * depth);
             let mut a = a.as_ptr().add(first * block);
-            // The next rows of weights, at the same place: they are asked for one line after the other, in as many
-            // streams as there are rows.
-            let ahead = N * depth * size_of::<T>();
+            let is_first = first == 0;
             for at in (0..depth / block * block).step_by(block) {
                 for (n, sums) in sums.iter_mut().enumerate() {
                     let from = weights.add(n * depth + at);
-                    for line in (0..block * size_of::<T>()).step_by(64) {
-                        prefetch_far(from.cast::<u8>().wrapping_add(ahead + line));
+                    // Later passes find their weights in a cache.
+                    for line in (0..if is_first { block * size_of::<T>() } else { 0 }).step_by(64) {
+                        prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
                     }
                     step::<S, R>(sums, T::fetch::<S>(from), a);
                 }
@@ -132,7 +143,7 @@ impl<T: Weight> Part<'_, T> {
         for (n, sums) in sums.iter().enumerate() {
             for (r, &sum) in sums.iter().enumerate() {
                 let row = first + r;
-                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = total::<S>(sum);
+                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = S::total(sum);
             }
         }
     }
@@ -151,20 +162,4 @@ unsafe fn step<S: Level, const R: usize>(sums: &mut [S::Vector; R], [low, high]:
             *sum = S::vector_mul_add(high, S::load(a.add((2 * r + 1) * S::WIDTH)), *sum);
         }
     }
-}
-
-/// The sum of the lanes, halves first.
-#[inline(always)]
-pub(super) fn total<S: Level>(sum: S::Vector) -> f32 {
-    let mut lanes = [0.0_f32; 16];
-    // SAFETY: no vector has more than 16 lanes.
-    unsafe { S::store(lanes.as_mut_ptr(), sum) };
-    let mut width = S::WIDTH / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
 }

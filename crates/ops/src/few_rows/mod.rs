@@ -42,7 +42,13 @@ const MAX_FEW: usize = 16;
 const TASK_BYTES: usize = 192 << 10;
 
 /// Bytes of a row of weights that a task of the form `A B` streams at a stretch, at least.
-const STRETCH_BYTES: usize = 1 << 10;
+const STRETCH_BYTES: usize = 4 << 10;
+
+/// The same where there would otherwise be fewer than [`MIN_TASKS`] tasks.
+const MIN_STRETCH_BYTES: usize = 1 << 10;
+
+/// Tasks of a product of the form `A B` below which strips get narrower.
+const MIN_TASKS: usize = 8;
 
 /// Whether a group of these products is computed here.
 pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>) -> bool {
@@ -90,7 +96,11 @@ fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) ->
         let panel_bytes = group.b.bytes_of(group.depth) * columns * num_tiles(product);
         TASK_BYTES.max(4 * x_bytes).div_ceil(panel_bytes.max(1))
     } else {
-        STRETCH_BYTES.div_ceil(group.b.bytes_of(columns))
+        // A single group, of one token say, is still to be divided.
+        let num_groups = product.groups.len().clamp(1, MIN_TASKS);
+        let even = panels.count * num_groups / MIN_TASKS;
+        let least = MIN_STRETCH_BYTES.div_ceil(group.b.bytes_of(columns));
+        STRETCH_BYTES.div_ceil(group.b.bytes_of(columns)).min(even.max(least))
     };
     wanted.clamp(1, panels.count)
 }
@@ -135,6 +145,8 @@ pub(crate) struct Work<'a> {
     pub(crate) isa: Isa,
     pub(crate) product: &'a Product<'a>,
     pub(crate) task: &'a Task,
+    /// The task that this thread will probably take next.
+    pub(crate) next: Option<&'a Task>,
     /// The panels of the group's columns are those of these kernels.
     pub(crate) lanes: usize,
 }
@@ -171,8 +183,8 @@ kernel! {
                 for pair in 0..num_tiles {
                     let first = group.b.offset + (column + pair * group.columns) * group.b.stride;
                     let weights = &weights[first..][..columns * group.depth];
-                    let panel =
-                        dot::Panel { weights, depth: group.depth, a, num_rows: group.rows, tile_step: num_tiles };
+                    let (depth, num_rows, next) = (group.depth, group.rows, work.after(&panels, panel, pair));
+                    let panel = dot::Panel { weights, depth, a, num_rows, tile_step: num_tiles, next };
                     dot::run::<T>(work.isa, panel, &mut tiles[pair..]);
                 }
             } else {
@@ -190,6 +202,22 @@ kernel! {
 }
 
 impl Work<'_> {
+    /// Where the weights are that are read after a panel.
+    fn after(&self, panels: &Panels, panel: usize, pair: usize) -> *const u8 {
+        let Self { product, task, lanes, .. } = *self;
+        let first = |group: &Group<'_>, panels: &Panels, panel: usize| group.b.address(panels.panel(panel).0, 0);
+        let group = &product.groups[task.group];
+        if pair + 1 < num_tiles(product) {
+            return group.b.address(panels.panel(panel).0 + group.columns, 0);
+        }
+        if panel + 1 < task.panels.0 + task.panels.1 {
+            return first(group, panels, panel + 1);
+        }
+        let Some(next) = self.next else { return first(group, panels, panel) };
+        let group = &product.groups[next.group];
+        first(group, &Panels::of(group.columns, lanes), next.panels.0)
+    }
+
     /// Brings the rows of A into `a` as the kernel of the form `A B^T` takes them, one after the other through `room`.
     fn spread_rows<T: Weight>(&self, group: &Group<'_>, room: &mut [f32], a: &mut [f32]) {
         let len = group.depth.next_multiple_of(rows::block_len(self.isa));

@@ -124,7 +124,8 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(num_tasks, |index| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
-            let work = few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], lanes: kernels.lanes };
+            let (next, lanes) = (few.tasks.get(task + num_threads), kernels.lanes);
+            let work = few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, lanes };
             scratch.with(|scratch| few_rows::run_task(work, scratch, epilogue));
             return;
         }
