@@ -21,9 +21,10 @@ use crate::gemm::{self, Compute, Epilogue, Form, Group, Place, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, Level, kernel, with_float};
-use crate::{Activation, Context};
+use crate::{Activation, Context, quantized};
 
-/// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken.
+/// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken. For
+/// inference they may be [`quantized`].
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
     /// `[E, A F, D]` with `A = activation.num_inputs()`; with a gated activation the gate's F rows come first.
@@ -104,37 +105,59 @@ pub fn experts_forward_biased(
         let lens = (biases.gate_up.len(), biases.down.len());
         assert_eq!(lens, (num_experts * s.af, num_experts * s.d), "biases of experts");
     }
-    let dtype = weights.gate_up.dtype();
+    let dtype = weights.gate_up.dtype().of_activations();
     let experts = used_experts(rows);
     let mut h = ctx.empty(&[s.r, s.af], dtype);
     let mut a = ctx.empty(&[s.r, s.f], dtype);
-    let first = groups(&experts, |e, range| Group {
-        a: Source::gathered(x, &rows.tokens[range.clone()]),
-        b: Source::rows(weights.gate_up, e * s.af),
-        rows: range.len(),
-        columns: s.f,
-        depth: s.d,
-    });
     with_float!(dtype, T => {
         let (h, a) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()));
         let bias = biases.map(|biases| biases.gate_up.f32s());
         let epilogue = Activate { activation: weights.activation, f: s.f, experts: &experts, bias, h, a };
         let is_paired = weights.activation.num_inputs() == 2;
-        let product = Product { form: Form::Nt, compute: Compute::of(dtype), groups: &first, is_paired };
-        gemm::run(ctx, &product, &epilogue);
+        forward_product(ctx, (x, Some(rows.tokens)), (weights.gate_up, s.f, is_paired), &experts, &epilogue);
     });
-    let second = groups(&experts, |e, range| Group {
-        a: Source::rows(&a, range.start),
-        b: Source::rows(weights.down, e * s.d),
-        rows: range.len(),
-        columns: s.d,
-        depth: s.f,
-    });
-    let mut outputs = row_outputs(ctx, Form::Nt, dtype, &experts, &second, &[s.r, s.d]);
+    let mut outputs = ctx.empty(&[s.r, s.d], DType::F32);
+    let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
+    let to = Lent::new(outputs.f32s_mut());
+    let store = Store { to, offsets: &offsets, stride: s.d, write: Write::Replace };
+    forward_product(ctx, (&a, None), (weights.down, s.d, false), &experts, &store);
     if let Some(biases) = biases {
         add_biases(ctx, &mut outputs, rows, biases.down);
     }
     (combine(ctx, &outputs, rows, Some(rows.weights), &[s.t, s.d]), ExpertsSaved { h })
+}
+
+/// `A W^T` for each expert's rows of A (those of its tokens, or as they stand) and its rows of the stacked weights, as many
+/// as there are columns, or twice that.
+fn forward_product<E: Epilogue>(
+    ctx: &Context,
+    (a, tokens): (&Tensor, Option<&[u32]>),
+    (weights, columns, is_paired): (&Tensor, usize, bool),
+    experts: &[Expert],
+    epilogue: &E,
+) {
+    let weights_of = |e: usize| e * columns * if is_paired { 2 } else { 1 };
+    if weights.dtype().is_quantized() {
+        let group = |(e, range): &Expert| quantized::Group {
+            indices: tokens.map(|tokens| &tokens[range.clone()]),
+            first: range.start,
+            rows: range.len(),
+            first_weight: weights_of(*e),
+            columns,
+        };
+        let groups: Vec<_> = experts.iter().map(group).collect();
+        quantized::run(ctx, &quantized::Product { a, weights, groups: &groups, is_paired }, epilogue);
+        return;
+    }
+    let groups = groups(experts, |e, range| Group {
+        a: tokens.map_or_else(|| Source::rows(a, range.start), |tokens| Source::gathered(a, &tokens[range.clone()])),
+        b: Source::rows(weights, weights_of(e)),
+        rows: range.len(),
+        columns,
+        depth: a.cols(),
+    });
+    let compute = Compute::of(weights.dtype());
+    gemm::run(ctx, &Product { form: Form::Nt, compute, groups: &groups, is_paired }, epilogue);
 }
 
 /// Adds each row's expert's bias `[E, D]` to the row of `outputs` `[R, D]`.

@@ -27,6 +27,7 @@ mod mapped;
 pub mod measure;
 mod parallel;
 pub mod peak;
+pub mod quantized;
 pub mod rms_norm;
 pub mod rope;
 mod simd;

@@ -6,13 +6,13 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use crate::Context;
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{Compute, Form, Group, Product, run};
 use crate::parallel::Lent;
 use crate::simd::with_float;
+use crate::{Context, quantized};
 
 /// Whether a gradient replaces what is in its buffer or is added to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,13 +24,23 @@ pub enum Write {
 }
 
 /// `y [T, out] = x [T, in] w^T` with `w [out, in]`. Both may be f32 or bf16; products are taken in bf16 with f32 sums if
-/// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `out` is the type of `y`.
+/// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `w` may be quantized, too: see [`quantized`]. `out` is the
+/// type of `y`.
 #[must_use]
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
     assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
-    let group = Group { a: Source::rows(x, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut y = ctx.empty(&[rows, columns], out);
+    if w.dtype().is_quantized() {
+        let groups = &[quantized::Group { indices: None, first: 0, rows, first_weight: 0, columns }];
+        let product = quantized::Product { a: x, weights: w, groups, is_paired: false };
+        with_float!(out, T => {
+            let to = Lent::new(y.slice_mut::<T>());
+            quantized::run(ctx, &product, &Store { to, offsets: &[0], stride: columns, write: Write::Replace });
+        });
+        return y;
+    }
+    let group = Group { a: Source::rows(x, 0), b: Source::rows(w, 0), rows, columns, depth };
     product(ctx, Form::Nt, Compute::of(w.dtype()), group, &mut y);
     y
 }

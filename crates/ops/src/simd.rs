@@ -316,7 +316,7 @@ macro_rules! with_float {
                 type $T = moeworks_tensor::bf16;
                 $body
             }
-            moeworks_tensor::DType::U32 => panic!("an operation on floats is given integers"),
+            dtype => panic!("an operation on floats is given {dtype:?}"),
         }
     };
 }

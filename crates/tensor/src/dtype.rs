@@ -2,6 +2,8 @@
 
 use half::bf16;
 
+use crate::blocks::{BLOCK_LEN, Q4Block, Q8Block};
+
 /// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
@@ -11,16 +13,48 @@ pub enum DType {
     BF16,
     /// Unsigned 32-bit integers: token ids, expert ids, row maps.
     U32,
+    /// Weights for inference in blocks of 32 with one scale, 8 bits each: [`Q8Block`](crate::Q8Block).
+    Q8,
+    /// The same with 4 bits each: [`Q4Block`](crate::Q4Block).
+    Q4,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Bytes of what a [`slice`](crate::Tensor::slice) of the type consists of: one element, or a block.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
             Self::F32 | Self::U32 => 4,
             Self::BF16 => 2,
+            Self::Q8 => size_of::<Q8Block>(),
+            Self::Q4 => size_of::<Q4Block>(),
         }
+    }
+
+    /// Elements in [`size`](Self::size) bytes: the last dim of a tensor is a multiple of it.
+    #[must_use]
+    pub const fn block_len(self) -> usize {
+        match self {
+            Self::F32 | Self::BF16 | Self::U32 => 1,
+            Self::Q8 | Self::Q4 => BLOCK_LEN,
+        }
+    }
+
+    /// Whether elements come in blocks with a scale.
+    #[must_use]
+    pub const fn is_quantized(self) -> bool {
+        self.block_len() > 1
+    }
+
+    /// The type of activations beside weights of this type: that of the weights, f32 beside quantized ones.
+    #[must_use]
+    pub const fn of_activations(self) -> Self {
+        if self.is_quantized() { Self::F32 } else { self }
+    }
+
+    /// What the address of the memory must be a multiple of.
+    pub(crate) const fn align(self) -> usize {
+        if self.is_quantized() { 1 } else { self.size() }
     }
 }
 

@@ -4,13 +4,15 @@
 //! comes from a [`MemoryPool`] that keeps freed blocks, and random numbers come from [`Random`], whose value depends on
 //! (seed, purpose, step, position) alone.
 
+mod blocks;
 mod dtype;
 mod pool;
 mod random;
 mod tensor;
 
+pub use blocks::{BLOCK_LEN, Q4Block, Q8Block};
 pub use dtype::{DType, Device, Element};
-pub use half::bf16;
+pub use half::{bf16, f16};
 pub use pool::{MemoryPool, PoolStats};
 pub use random::{Purpose, Random};
 pub use tensor::{Bytes, Tensor};

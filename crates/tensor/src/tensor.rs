@@ -61,8 +61,8 @@ impl Tensor {
     #[must_use]
     pub fn from_foreign(owner: Bytes, range: Range<usize>, shape: &[usize], dtype: DType) -> Option<Self> {
         let bytes = (*owner).as_ref().get(range.clone())?;
-        let is_aligned = bytes.as_ptr().addr().is_multiple_of(dtype.size());
-        if bytes.len() != byte_len(shape, dtype) || !is_aligned {
+        let is_aligned = bytes.as_ptr().addr().is_multiple_of(dtype.align());
+        if Some(bytes.len()) != checked_byte_len(shape, dtype) || !is_aligned {
             return None;
         }
         Some(Self { storage: Storage::Foreign { owner, range }, shape: shape.to_vec(), dtype })
@@ -205,6 +205,7 @@ impl Tensor {
             DType::F32 => self.f32s().to_vec(),
             DType::BF16 => self.bf16s().iter().map(|x| x.to_f32()).collect(),
             DType::U32 => self.u32s().iter().map(|&x| x as f32).collect(),
+            DType::Q8 | DType::Q4 => panic!("a quantized tensor is dequantized by `ops::quantized`"),
         }
     }
 }
@@ -216,7 +217,13 @@ impl fmt::Debug for Tensor {
 }
 
 fn byte_len(shape: &[usize], dtype: DType) -> usize {
-    shape.iter().try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim)).expect("the size of a tensor overflows")
+    checked_byte_len(shape, dtype).expect("the size of a tensor overflows, or its rows are not whole blocks")
+}
+
+fn checked_byte_len(shape: &[usize], dtype: DType) -> Option<usize> {
+    let Some((&cols, outer)) = shape.split_last() else { return (!dtype.is_quantized()).then_some(dtype.size()) };
+    let blocks = cols.is_multiple_of(dtype.block_len()).then_some(cols / dtype.block_len())?;
+    outer.iter().try_fold(blocks.checked_mul(dtype.size())?, |bytes, &dim| bytes.checked_mul(dim))
 }
 
 #[cfg(test)]

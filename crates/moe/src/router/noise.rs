@@ -27,7 +27,7 @@ impl Jitter {
         match x.dtype() {
             DType::F32 => self.apply_to(ctx, x.f32s(), |x| x, &mut y),
             DType::BF16 => self.apply_to(ctx, x.bf16s(), bf16::to_f32, &mut y),
-            DType::U32 => panic!("the input of an MoE layer is integers"),
+            dtype => panic!("the input of an MoE layer is {dtype:?}"),
         }
         y
     }

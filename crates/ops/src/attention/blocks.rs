@@ -29,7 +29,7 @@ impl<'a> From<&'a Tensor> for Values<'a> {
         match tensor.dtype() {
             DType::F32 => Self::F32(tensor.f32s()),
             DType::BF16 => Self::Bf16(tensor.bf16s()),
-            DType::U32 => panic!("attention over integers"),
+            dtype => panic!("attention over {dtype:?}"),
         }
     }
 }

@@ -45,7 +45,7 @@ impl Compute {
         match dtype {
             DType::F32 => Self::F32,
             DType::BF16 => Self::Bf16,
-            DType::U32 => panic!("a product of integers"),
+            dtype => panic!("a product of {dtype:?}"),
         }
     }
 }

@@ -23,7 +23,7 @@ impl<'a> Elements<'a> {
         match tensor.dtype() {
             DType::F32 => Self::F32(tensor.f32s()),
             DType::BF16 => Self::Bf16(tensor.bf16s()),
-            DType::U32 => panic!("a product of integers"),
+            dtype => panic!("a product of {dtype:?}"),
         }
     }
 }

@@ -1,0 +1,80 @@
+//! Blocks of weights: from numbers and back.
+
+use moeworks_tensor::{BLOCK_LEN, Element, Q4Block, Q8Block, f16};
+
+/// A block of quantized weights: element i is `scale * ints[i]`.
+pub(super) trait Block: Element {
+    /// The block nearest to the numbers, or nearly so. A number that is not finite makes the scale NaN, hence all elements.
+    fn quantize(x: &[f32; BLOCK_LEN]) -> Self;
+
+    /// The scale.
+    fn scale(&self) -> f32;
+
+    /// The whole numbers.
+    fn ints(&self) -> [i8; BLOCK_LEN];
+}
+
+/// The f16 nearest to a scale, as stored and as computed with; the largest if it would overflow.
+fn stored_scale(scale: f32) -> ([u8; 2], f32) {
+    let stored = f16::from_f32(if scale.is_nan() { scale } else { scale.clamp(-65_504.0, 65_504.0) });
+    (stored.to_le_bytes(), stored.to_f32())
+}
+
+/// The largest magnitude with its sign; NaN if a number is not finite.
+fn largest(x: &[f32; BLOCK_LEN]) -> f32 {
+    let largest = x.iter().copied().fold(0.0_f32, |a, b| if b.abs() > a.abs() { b } else { a });
+    if x.iter().all(|x| x.is_finite()) { largest } else { f32::NAN }
+}
+
+fn inverse(scale: f32) -> f32 {
+    if scale == 0.0 || scale.is_nan() { 0.0 } else { 1.0 / scale }
+}
+
+impl Block for Q8Block {
+    fn quantize(x: &[f32; BLOCK_LEN]) -> Self {
+        let (scale, value) = stored_scale(largest(x).abs() / 127.0);
+        let inverse = inverse(value);
+        Self { scale, values: x.map(|x| (x * inverse).round_ties_even().clamp(-127.0, 127.0) as i8) }
+    }
+
+    #[inline(always)]
+    fn scale(&self) -> f32 {
+        self.scale()
+    }
+
+    #[inline(always)]
+    fn ints(&self) -> [i8; BLOCK_LEN] {
+        self.values
+    }
+}
+
+impl Block for Q4Block {
+    /// The scale is the best in squares of some about the one that maps the largest magnitude to -8.
+    fn quantize(x: &[f32; BLOCK_LEN]) -> Self {
+        let largest = largest(x);
+        let candidates = (-4..=8).map(|step| stored_scale(largest / (-8.0 + 0.1 * step as f32)));
+        let attempts = candidates.map(|(scale, value)| {
+            let inverse = inverse(value);
+            let ints = x.map(|x| (x * inverse).round_ties_even().clamp(-8.0, 7.0));
+            let error: f64 = x.iter().zip(&ints).map(|(x, n)| f64::from(x - value * n).powi(2)).sum();
+            (error, scale, ints)
+        });
+        let best = attempts.min_by(|a, b| a.0.total_cmp(&b.0));
+        let (_, scale, ints) = best.expect("there are candidates");
+        let nibble = |i: usize| (ints[i] + 8.0) as u8;
+        Self { scale, values: std::array::from_fn(|i| nibble(i) | (nibble(i + BLOCK_LEN / 2) << 4)) }
+    }
+
+    #[inline(always)]
+    fn scale(&self) -> f32 {
+        self.scale()
+    }
+
+    #[inline(always)]
+    fn ints(&self) -> [i8; BLOCK_LEN] {
+        std::array::from_fn(|i| {
+            let byte = self.values[i % (BLOCK_LEN / 2)];
+            (if i < BLOCK_LEN / 2 { byte & 15 } else { byte >> 4 }) as i8 - 8
+        })
+    }
+}

@@ -1,0 +1,96 @@
+//! Weights for inference of 8 or 4 bits, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`].
+//!
+//! [`linear`](crate::linear::linear) and [`experts_forward`](crate::experts::experts_forward) take such weights where they
+//! take floats; there is no backward. Activations are f32.
+//!
+//! Errors, each proven by a test against f64:
+//! - An 8-bit weight is off by at most half its block's scale, which is the block's largest magnitude over 127 (as an f16):
+//!   0.4% of it. A 4-bit weight is off by at most one scale, about an eighth of the largest magnitude, half of that but for
+//!   the largest ones; the scale is chosen for the least sum of squares.
+//! - Up to 16 rows of a group are themselves quantized to 8 bits, block by block, and multiplied in whole numbers: exact
+//!   within a block, f32 between blocks. An activation is off by at most half its block's scale, so a sum by at most the
+//!   sum of `|w| * scale / 2`, and by the rounding of f32.
+//! - More rows are multiplied with the weights turned into bf16, in whatever way is the fastest for bf16: both operands
+//!   are off by at most 2^-9 of themselves.
+//!
+//! What is not finite in a row of activations makes the row's results NaN; in a weight, its column's.
+
+mod block;
+mod kernel;
+mod product;
+mod rows;
+
+use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
+
+use crate::Context;
+use crate::parallel::{PIECE, piece_range};
+use crate::simd::{Float, with_float};
+use block::Block;
+
+pub(crate) use product::{Group, Product, run};
+
+/// Evaluates an expression with a type name bound to the block type of a quantized tensor.
+macro_rules! with_block {
+    ($dtype:expr, $B:ident => $body:expr) => {
+        match $dtype {
+            moeworks_tensor::DType::Q8 => {
+                type $B = moeworks_tensor::Q8Block;
+                $body
+            }
+            moeworks_tensor::DType::Q4 => {
+                type $B = moeworks_tensor::Q4Block;
+                $body
+            }
+            dtype => panic!("{dtype:?} is no type of quantized weights"),
+        }
+    };
+}
+pub(crate) use with_block;
+
+/// The nearest tensor of `dtype` ([`DType::Q8`] or [`DType::Q4`]) to `x` (f32 or bf16), whose last dim must be a multiple of
+/// 32. Panics if it is not.
+#[must_use]
+pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
+    let mut y = ctx.empty(x.shape(), dtype);
+    let blocks_per_task = PIECE / BLOCK_LEN;
+    with_float!(x.dtype(), T => with_block!(dtype, B => {
+        let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;
+        ctx.threads().run_pieces(y.slice_mut::<B>(), blocks_per_task, |task, blocks| {
+            for (block, x) in blocks.iter_mut().zip(&x[piece_range(task, blocks_per_task, x.len())]) {
+                *block = B::quantize(&x.map(Float::load));
+            }
+        });
+    }));
+    y
+}
+
+/// The numbers that a quantized tensor stands for, as `dtype` (f32, exact, or bf16, rounded).
+#[must_use]
+pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
+    let mut y = ctx.empty(x.shape(), dtype);
+    with_float!(dtype, T => with_block!(x.dtype(), B => {
+        dequantize_blocks::<B, T>(ctx, x.slice::<B>(), y.slice_mut::<T>());
+    }));
+    y
+}
+
+fn dequantize_blocks<B: Block, T: Float>(ctx: &Context, blocks: &[B], to: &mut [T]) {
+    ctx.threads().run_pieces(to, PIECE, |task, to| {
+        let blocks = &blocks[piece_range(task, PIECE / BLOCK_LEN, blocks.len())];
+        block_kernel::<B, T>(ctx.isa(), blocks, to);
+    });
+}
+
+crate::simd::kernel! {
+    fn block_kernel<S: Level, B: Block, T: Float>(blocks: &[B], to: &mut [T]) {
+        for (block, to) in blocks.iter().zip(to.as_chunks_mut::<BLOCK_LEN>().0) {
+            let (ints, scale) = (block.ints(), block.scale());
+            for i in 0..BLOCK_LEN {
+                to[i] = T::store(f32::from(ints[i]) * scale);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

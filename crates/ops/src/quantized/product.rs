@@ -1,0 +1,234 @@
+//! Grouped products with quantized weights.
+
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::kernel::{Kernel, MAX_FEW, Panel, WeightBlock};
+use super::rows::{Pair, QuantizedRows};
+use super::{dequantize_blocks, kernel, with_block};
+use crate::Context;
+use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
+use crate::gemm::source::Source;
+use crate::gemm::store::Room;
+use crate::gemm::{self, Compute, Epilogue, Form, Panels, Place, Slots, tile_slice};
+use crate::parallel::piece_range;
+use crate::simd::{Level, kernel as compiled};
+
+/// Bytes of weights that a task streams, at least.
+const TASK_BYTES: usize = 96 << 10;
+
+/// Bytes of weights that are turned into bf16 at a time.
+const DEQUANTIZED_BYTES: usize = 64 << 20;
+
+/// `C [rows, columns] = A B^T` for some rows of A and some rows of B.
+#[derive(Clone, Copy)]
+pub(crate) struct Group<'a> {
+    /// Which rows of A; without, those from `first` on.
+    pub(crate) indices: Option<&'a [u32]>,
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
+    /// The first row of B.
+    pub(crate) first_weight: usize,
+    /// Columns of C; with paired columns half of them.
+    pub(crate) columns: usize,
+}
+
+/// A list of products with one matrix each of activations and of weights.
+#[derive(Clone, Copy)]
+pub(crate) struct Product<'a> {
+    /// `[.., K]`, f32 or bf16.
+    pub(crate) a: &'a Tensor,
+    /// `[.., K]`, quantized.
+    pub(crate) weights: &'a Tensor,
+    pub(crate) groups: &'a [Group<'a>],
+    /// As in [`gemm::Product`].
+    pub(crate) is_paired: bool,
+}
+
+impl Product<'_> {
+    fn num_tiles(&self) -> usize {
+        if self.is_paired { 2 } else { 1 }
+    }
+}
+
+/// Computes all products of the list.
+pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+    assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
+    let best = Kernel::available(ctx.isa()).pop().expect("a kernel for every instruction set");
+    with_block!(product.weights.dtype(), B => {
+        run_few::<E, B>(ctx, product, best, epilogue);
+        run_many::<E, B>(ctx, product, epilogue);
+    });
+}
+
+/// Some panels of a group.
+struct Task {
+    group: usize,
+    panels: Range<usize>,
+}
+
+/// The groups of few rows, in whole numbers.
+pub(super) fn run_few<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &E) {
+    let lanes = Kernels::select(ctx.isa(), Compute::F32).lanes;
+    let row_bytes = product.weights.cols() / B::DTYPE.block_len() * size_of::<B>();
+    let mut tasks = Vec::new();
+    for (index, group) in product.groups.iter().enumerate() {
+        if !(1..=MAX_FEW).contains(&group.rows) || group.columns == 0 {
+            continue;
+        }
+        let panels = Panels::of(group.columns, lanes);
+        let panel_bytes = row_bytes * panels.panel(0).1 * product.num_tiles();
+        let share = TASK_BYTES.div_ceil(panel_bytes.max(1)).clamp(1, panels.count);
+        let num_tasks = panels.count.div_ceil(share);
+        let even = panels.count.div_ceil(num_tasks);
+        tasks.extend((0..num_tasks).map(|task| Task { group: index, panels: piece_range(task, even, panels.count) }));
+    }
+    if tasks.is_empty() {
+        return;
+    }
+    let rows = QuantizedRows::of(ctx, product.a);
+    let num_threads = ctx.threads().count().min(tasks.len());
+    let units = product.num_tiles() * MAX_FEW.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4);
+    let mut scratch = ctx.empty(&[num_threads, units], DType::U32);
+    let scratch = Slots::new(&mut scratch, num_threads);
+    ctx.threads().run(tasks.len(), |index| {
+        let work = Work { product, tasks: (&tasks[index], tasks.get(index + num_threads)), rows: &rows, best, lanes };
+        scratch.with(|scratch| task_kernel::<E, B>(ctx.isa(), work, tile_slice(scratch), epilogue));
+    });
+}
+
+#[derive(Clone, Copy)]
+struct Work<'a> {
+    product: &'a Product<'a>,
+    /// This one, and the one that this thread will probably take next.
+    tasks: (&'a Task, Option<&'a Task>),
+    rows: &'a QuantizedRows,
+    best: Kernel,
+    lanes: usize,
+}
+
+compiled! {
+    fn task_kernel<S: Level, E: Epilogue, B: WeightBlock>(work: Work<'_>, tiles: &mut [Tile], epilogue: &E) {
+        let Work { product, tasks: (task, _), rows, best, lanes } = work;
+        let group = &product.groups[task.group];
+        let panels = Panels::of(group.columns, lanes);
+        let num_blocks = product.weights.cols() / B::DTYPE.block_len();
+        let blocks = product.weights.slice::<B>();
+        let (pairs, per_row) = (rows.pairs(), rows.pairs_per_row());
+        let mut a: [&[Pair]; MAX_FEW] = [&[]; MAX_FEW];
+        for (r, a) in a.iter_mut().enumerate().take(group.rows) {
+            let row = group.indices.map_or(group.first + r, |indices| indices[r] as usize);
+            *a = &pairs[row * per_row..][..per_row];
+        }
+        let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
+        let mut room = Room::new();
+        for panel in task.panels.clone() {
+            let (column, columns, _) = panels.panel(panel);
+            for pair in 0..product.num_tiles() {
+                let first = (group.first_weight + column + pair * group.columns) * num_blocks;
+                let weights = &blocks[first..][..columns * num_blocks];
+                let next = work.after::<B>(panel, pair);
+                let tile_step = product.num_tiles();
+                let a = &a[..group.rows];
+                kernel::run::<B>(best, Panel { weights, num_blocks, a, tile_step, next }, &mut tiles[pair..]);
+            }
+            for (block, tiles) in tiles.chunks_exact_mut(product.num_tiles()).enumerate() {
+                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
+                let at = Place { group: task.group, rows, columns: (column, columns), panel };
+                let (first, second) = tiles.split_at_mut(1);
+                epilogue.tile::<S>(at, &mut first[0], second.first_mut(), &mut room);
+            }
+        }
+    }
+}
+
+impl Work<'_> {
+    /// Where the weights are that are read after a panel.
+    fn after<B: WeightBlock>(&self, panel: usize, pair: usize) -> *const u8 {
+        let Self { product, tasks: (task, next), lanes, .. } = *self;
+        let num_blocks = product.weights.cols() / B::DTYPE.block_len();
+        let address = |group: usize, panel: usize, pair: usize| {
+            let group = &product.groups[group];
+            let column = Panels::of(group.columns, lanes).panel(panel).0 + pair * group.columns;
+            let block = (group.first_weight + column) * num_blocks;
+            product.weights.bytes().as_ptr().wrapping_add(block * size_of::<B>())
+        };
+        if pair + 1 < product.num_tiles() {
+            return address(task.group, panel, pair + 1);
+        }
+        if panel + 1 < task.panels.end {
+            return address(task.group, panel + 1, 0);
+        }
+        next.map_or_else(|| address(task.group, panel, 0), |next| address(next.group, next.panels.start, 0))
+    }
+}
+
+/// The groups of more rows: their weights become bf16, as many at a time as memory is meant for.
+fn run_many<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+    let depth = product.weights.cols();
+    let num_weights = |index: usize| product.groups[index].columns * product.num_tiles();
+    let many: Vec<usize> = (0..product.groups.len()).filter(|&index| product.groups[index].rows > MAX_FEW).collect();
+    let mut start = 0;
+    while start < many.len() {
+        let mut end = start + 1;
+        let mut num_rows = num_weights(many[start]);
+        while end < many.len() && (num_rows + num_weights(many[end])) * depth * 2 <= DEQUANTIZED_BYTES {
+            num_rows += num_weights(many[end]);
+            end += 1;
+        }
+        run_chunk::<E, B>(ctx, product, &many[start..end], num_rows, epilogue);
+        start = end;
+    }
+}
+
+fn run_chunk<E: Epilogue, B: WeightBlock>(
+    ctx: &Context,
+    product: &Product<'_>,
+    indices: &[usize],
+    num_rows: usize,
+    epilogue: &E,
+) {
+    let depth = product.weights.cols();
+    let num_blocks = depth / B::DTYPE.block_len();
+    let mut weights = ctx.empty(&[num_rows, depth], DType::BF16);
+    let mut firsts = Vec::with_capacity(indices.len());
+    let mut at = 0;
+    for &index in indices {
+        let group = &product.groups[index];
+        let rows = group.columns * product.num_tiles();
+        let blocks = &product.weights.slice::<B>()[group.first_weight * num_blocks..][..rows * num_blocks];
+        dequantize_blocks(ctx, blocks, &mut weights.bf16s_mut()[at * depth..(at + rows) * depth]);
+        firsts.push(at);
+        at += rows;
+    }
+    let group = |(&index, &first): (&usize, &usize)| {
+        let group = &product.groups[index];
+        let a = group
+            .indices
+            .map_or_else(|| Source::rows(product.a, group.first), |indices| Source::gathered(product.a, indices));
+        let b = Source::rows(&weights, first);
+        gemm::Group { a, b, rows: group.rows, columns: group.columns, depth }
+    };
+    let groups: Vec<_> = indices.iter().zip(&firsts).map(group).collect();
+    let list = gemm::Product { form: Form::Nt, compute: Compute::Bf16, groups: &groups, is_paired: product.is_paired };
+    gemm::run(ctx, &list, &Renumbered { inner: epilogue, groups: indices });
+}
+
+/// An epilogue whose groups are some of another list.
+struct Renumbered<'a, E> {
+    inner: &'a E,
+    groups: &'a [usize],
+}
+
+impl<E: Epilogue> Epilogue for Renumbered<'_, E> {
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+        self.inner.tile::<S>(Place { group: self.groups[at.group], ..at }, tile, second, room);
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: Place) {
+        self.inner.prefetch(Place { group: self.groups[at.group], ..at });
+    }
+}

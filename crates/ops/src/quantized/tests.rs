@@ -1,0 +1,235 @@
+use std::sync::Arc;
+
+use moeworks_tensor::{Bytes, Q4Block, Q8Block, bf16};
+use proptest::prelude::*;
+
+use super::kernel::{Kernel, WeightBlock};
+use super::*;
+use crate::experts::{ExpertRows, ExpertWeights, experts_forward};
+use crate::gemm::store::Store;
+use crate::linear::{Write, linear};
+use crate::parallel::Lent;
+use crate::test_data::{contexts, numbers, tensor};
+use crate::{Activation, Isa};
+
+const TYPES: [DType; 2] = [DType::Q8, DType::Q4];
+
+#[test]
+fn blocks_are_those_of_gguf() {
+    // scale 0.5 is 0x3800 as an f16.
+    let block = Q8Block { scale: [0x00, 0x38], values: std::array::from_fn(|i| i as i8 - 16) };
+    assert_eq!(block.ints().map(|n| f32::from(n) * block.scale()), std::array::from_fn(|i| (i as f32 - 16.0) * 0.5));
+    // The first 16 weights are the low halves.
+    let block = Q4Block { scale: [0x00, 0x38], values: std::array::from_fn(|i| i as u8 | ((15 - i as u8) << 4)) };
+    let exact = |i: usize| if i < 16 { i as i8 - 8 } else { 7 - (i as i8 - 16) };
+    assert_eq!(block.ints(), std::array::from_fn(exact));
+}
+
+/// The largest error of a block's numbers in scales of the block.
+fn error_in_scales<B: Block>(x: &[f32; BLOCK_LEN]) -> f32 {
+    let block = B::quantize(x);
+    let (ints, scale) = (block.ints(), block.scale());
+    x.iter().zip(ints).map(|(x, n)| (x - scale * f32::from(n)).abs()).fold(0.0, f32::max) / scale.abs()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_weight_is_off_by_no_more_than_documented(seed in 0_u64..10_000, exponent in -8_i32..8) {
+        let x: [f32; BLOCK_LEN] = numbers(BLOCK_LEN, seed).try_into().expect("a block");
+        let x = x.map(|x| x * x * x * 2.0_f32.powi(exponent));
+        prop_assert!(error_in_scales::<Q8Block>(&x) <= 0.57, "8 bits: {}", error_in_scales::<Q8Block>(&x));
+        prop_assert!(error_in_scales::<Q4Block>(&x) <= 1.01, "4 bits: {}", error_in_scales::<Q4Block>(&x));
+    }
+}
+
+#[test]
+fn zeros_stay_zeros_and_what_is_not_finite_shows() {
+    let ctx = Context::cpu(1);
+    for dtype in TYPES {
+        let mut x = numbers(96, 1);
+        x[..32].fill(0.0);
+        x[70] = f32::INFINITY;
+        let y = dequantize(&ctx, &quantize(&ctx, &tensor(&ctx, &[96], &x, DType::F32), dtype), DType::F32);
+        assert!(y.f32s()[..32].iter().all(|&y| y == 0.0));
+        assert!(y.f32s()[32..64].iter().all(|y| y.is_finite()));
+        assert!(y.f32s()[64..].iter().all(|y| y.is_nan()), "{dtype:?}");
+    }
+}
+
+/// A product of quantized weights.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    rows: usize,
+    depth: usize,
+    columns: usize,
+    dtype: DType,
+}
+
+impl Case {
+    fn inputs(&self) -> (Vec<f32>, Vec<f32>) {
+        (numbers(self.rows * self.depth, 1), numbers(self.columns * self.depth, 2))
+    }
+
+    /// Holds `y` to the bound that the documentation states, around the sums in f64 of the weights that the blocks stand for.
+    fn assert_close(&self, what: &str, y: &[f32], x: &[f32], w: &[f32]) {
+        let Self { depth, columns, .. } = *self;
+        for (i, &y) in y.iter().enumerate() {
+            let (x, w) = (&x[i / columns * depth..][..depth], &w[i % columns * depth..][..depth]);
+            let (mut exact, mut bound) = (0.0, 1e-30);
+            for (x, w) in x.chunks(BLOCK_LEN).zip(w.chunks(BLOCK_LEN)) {
+                let scale = f64::from(x.iter().fold(0.0_f32, |a, x| a.max(x.abs()))) / 127.0;
+                for (&x, &w) in x.iter().zip(w) {
+                    let (x, w) = (f64::from(x), f64::from(w));
+                    exact += x * w;
+                    let is_few = self.rows <= 16;
+                    let off = if is_few { w.abs() * scale * 0.5001 } else { (x * w).abs() * 2.01 / 512.0 };
+                    bound += off + (x * w).abs() * 1e-5;
+                }
+            }
+            let error = (f64::from(y) - exact).abs();
+            assert!(error <= bound, "{what}, {self:?}: element {i} is {y}, exactly {exact}, bound {bound}");
+        }
+    }
+}
+
+/// On every instruction set, with one to three threads, and with every kernel of each.
+fn check(case: Case) {
+    let Case { rows, depth, columns, dtype } = case;
+    let (x, w) = case.inputs();
+    let mut last: Option<(Isa, Tensor)> = None;
+    for ctx in contexts() {
+        let x_tensor = tensor(&ctx, &[rows, depth], &x, DType::F32);
+        let weights = quantize(&ctx, &tensor(&ctx, &[columns, depth], &w, DType::F32), dtype);
+        let exact = dequantize(&ctx, &weights, DType::F32);
+        let y = linear(&ctx, &x_tensor, &weights, DType::F32);
+        case.assert_close(&format!("{:?}", ctx.isa()), y.f32s(), &x, exact.f32s());
+        with_block!(dtype, B => every_kernel::<B>(&ctx, case, &x_tensor, &weights, (&x, exact.f32s())));
+        if let Some((isa, last)) = &last
+            && *isa == ctx.isa()
+        {
+            assert_eq!(last.bytes(), y.bytes(), "{case:?}: bits depend on the number of threads");
+        }
+        last = Some((ctx.isa(), y));
+    }
+}
+
+fn every_kernel<B: WeightBlock>(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, values: (&[f32], &[f32])) {
+    let Case { rows, columns, .. } = case;
+    if rows > 16 {
+        return;
+    }
+    for kernel in Kernel::available(ctx.isa()) {
+        let mut y = ctx.empty(&[rows, columns], DType::F32);
+        y.f32s_mut().fill(f32::NAN);
+        let groups = &[Group { indices: None, first: 0, rows, first_weight: 0, columns }];
+        let product = Product { a: x, weights, groups, is_paired: false };
+        let to = Lent::new(y.f32s_mut());
+        let store = Store { to, offsets: &[0], stride: columns, write: Write::Replace };
+        product::run_few::<_, B>(ctx, &product, kernel, &store);
+        case.assert_close(&format!("{kernel:?}"), y.f32s(), values.0, values.1);
+    }
+}
+
+#[test]
+fn every_number_of_rows_is_within_the_bound() {
+    for rows in 1..=18 {
+        for dtype in TYPES {
+            check(Case { rows, depth: 96, columns: 53, dtype });
+        }
+    }
+}
+
+#[test]
+fn odd_and_even_numbers_of_blocks_and_partial_panels_are_within_the_bound() {
+    for (depth, columns) in [(32, 1), (64, 48), (96, 7), (160, 49), (544, 97), (1024, 12)] {
+        for dtype in TYPES {
+            for rows in [1, 5, 40] {
+                check(Case { rows, depth, columns, dtype });
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_at_any_address_are_read_right() {
+    let ctx = Context::cpu(2);
+    for dtype in TYPES {
+        let case = Case { rows: 3, depth: 96, columns: 50, dtype };
+        let (x, w) = case.inputs();
+        let weights = quantize(&ctx, &tensor(&ctx, &[50, 96], &w, DType::F32), dtype);
+        for shift in 0..5 {
+            let mut bytes = vec![0; shift];
+            bytes.extend_from_slice(weights.bytes());
+            let (owner, end): (Bytes, usize) = (Arc::new(bytes.clone()), bytes.len());
+            let foreign = Tensor::from_foreign(owner, shift..end, &[50, 96], dtype).expect("bytes of any alignment");
+            let y = linear(&ctx, &tensor(&ctx, &[3, 96], &x, DType::F32), &foreign, DType::F32);
+            case.assert_close("shifted", y.f32s(), &x, dequantize(&ctx, &weights, DType::F32).f32s());
+        }
+    }
+}
+
+#[test]
+fn nan_and_infinity_make_their_row_or_column_nan_and_no_other() {
+    for dtype in TYPES {
+        let (mut x, mut w) = (numbers(3 * 96, 1), numbers(50 * 96, 2));
+        (x[95], x[96 + 3]) = (f32::NAN, f32::INFINITY);
+        w[7 * 96 + 64] = f32::NAN;
+        for ctx in contexts() {
+            let weights = quantize(&ctx, &tensor(&ctx, &[50, 96], &w, DType::F32), dtype);
+            let y = linear(&ctx, &tensor(&ctx, &[3, 96], &x, DType::F32), &weights, DType::F32);
+            for (i, y) in y.f32s().iter().enumerate() {
+                assert_eq!(y.is_nan(), i / 50 < 2 || i % 50 == 7, "element {i}, {dtype:?}, {:?}", ctx.isa());
+            }
+        }
+    }
+}
+
+/// The layer's output with quantized experts, and with the same weights as floats.
+fn experts(ctx: &Context, dtype: DType, num_tokens: usize) -> [Tensor; 2] {
+    let (d, f, e) = (64, 96, 3);
+    let x = tensor(ctx, &[num_tokens, d], &numbers(num_tokens * d, 1), DType::F32);
+    let quantized = [(vec![e, 2 * f, d], 2), (vec![e, d, f], 3)].map(|(shape, seed)| {
+        quantize(ctx, &tensor(ctx, &shape, &numbers(shape.iter().product(), seed), DType::F32), dtype)
+    });
+    let floats = [&quantized[0], &quantized[1]].map(|w| dequantize(ctx, w, DType::F32));
+    // Expert 0 gets every other token, expert 2 the others, expert 1 none.
+    let half = num_tokens.div_ceil(2) as u32;
+    let tokens: Vec<u32> = (0..num_tokens as u32).step_by(2).chain((1..num_tokens as u32).step_by(2)).collect();
+    let mut token_rows = vec![0; num_tokens];
+    tokens.iter().zip(0..).for_each(|(&token, row)| token_rows[token as usize] = row);
+    let weights = vec![0.5; num_tokens];
+    let offsets = [0, half, half, num_tokens as u32];
+    let rows =
+        ExpertRows { offsets: &offsets, tokens: &tokens, weights: &weights, token_rows: &token_rows, num_choices: 1 };
+    [&quantized, &floats].map(|[gate_up, down]| {
+        let weights = ExpertWeights { gate_up, down, activation: Activation::SwiGlu };
+        experts_forward(ctx, &x, weights, rows).0
+    })
+}
+
+#[test]
+fn quantized_experts_give_nearly_what_their_weights_give_as_floats() {
+    for ctx in contexts() {
+        for dtype in TYPES {
+            // The last: one group of few rows, one of many.
+            for num_tokens in [1, 9, 100, 33] {
+                let [y, exact] = experts(&ctx, dtype, num_tokens);
+                let size: f32 = exact.f32s().iter().map(|x| x * x).sum();
+                let error: f32 = exact.f32s().iter().zip(y.f32s()).map(|(a, b)| (a - b) * (a - b)).sum();
+                assert!(error <= 2e-4 * size, "{dtype:?}, {num_tokens} tokens: {}", (error / size).sqrt());
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_numbers_are_quantized_like_the_floats_they_are() {
+    let ctx = Context::cpu(1);
+    let x = numbers(64, 1).iter().map(|&x| bf16::from_f32(x).to_f32()).collect::<Vec<_>>();
+    for dtype in TYPES {
+        let [a, b] = [DType::F32, DType::BF16].map(|float| quantize(&ctx, &tensor(&ctx, &[2, 32], &x, float), dtype));
+        assert_eq!(a.bytes(), b.bytes());
+    }
+}
