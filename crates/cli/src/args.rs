@@ -24,6 +24,8 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// What training a configuration would cost, before training it
     Estimate(EstimateArgs),
+    /// Show a text coloured by the experts that its tokens go to, layer by layer, as an HTML page
+    Routing(RoutingArgs),
     /// Measure this machine's peaks and the kernels' share of them
     Bench(BenchArgs),
     /// Write a run's HTML report again from its metrics
@@ -138,6 +140,27 @@ pub(crate) struct EstimateArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RoutingArgs {
+    /// A run, a checkpoint or a model folder
+    pub(crate) model: PathBuf,
+    /// The text, as for `train --data`
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub(crate) data: Vec<String>,
+    /// The page (default: routing.html in the run's folder; in the current one for a model folder)
+    #[arg(long, value_name = "PAGE.html")]
+    pub(crate) out: Option<PathBuf>,
+    /// How much of the text is shown, from its beginning
+    #[arg(long, value_name = "N", default_value_t = 2000)]
+    pub(crate) max_tokens: usize,
+    /// Precision of the products: f32 or bf16
+    #[arg(long, default_value = "f32")]
+    pub(crate) precision: String,
+    /// Threads (0: one for each core)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) threads: usize,
 }
 
 #[derive(Debug, Args)]

@@ -12,6 +12,7 @@ mod generate;
 mod inspect;
 mod model;
 mod progress;
+mod routing;
 mod tables;
 mod train;
 
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Estimate(args) => estimate::run(&args),
+        Command::Routing(args) => routing::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
     };

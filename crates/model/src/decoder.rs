@@ -211,7 +211,7 @@ impl Decoder {
         let mut layers = Vec::new();
         let rope = self.rope_table(batch.seq_len);
         let pass = Pass::new(ctx, &rope, batch.num_sequences, batch.seq_len, 0);
-        let x = self.hidden(&pass, weights, batch.inputs, &self.inference, None, |i, saved| {
+        let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| {
             watch(i, saved);
             layers.push(saved.stats());
         });
@@ -236,11 +236,7 @@ impl Decoder {
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
         let rope = self.rope_table(seq_len);
         let pass = Pass::new(ctx, &rope, num_sequences, seq_len, 0);
-        let blocks = match rules {
-            Rules::Training => &self.training,
-            Rules::Inference => &self.inference,
-        };
-        self.hidden(&pass, weights, inputs, blocks, None, watch);
+        self.hidden(&pass, weights, inputs, rules, None, watch);
         Ok(())
     }
 
@@ -257,7 +253,7 @@ impl Decoder {
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
         let rope = self.rope_table(seq_len);
         let pass = Pass::new(ctx, &rope, num_sequences, seq_len, 0);
-        let x = self.hidden(&pass, weights, inputs, &self.inference, None, |_, _| ());
+        let x = self.hidden(&pass, weights, inputs, Rules::Inference, None, |_, _| ());
         Ok(self.head_logits(ctx, weights, &x))
     }
 
@@ -278,7 +274,7 @@ impl Decoder {
         }
         let rope = self.rope_table(start + ids.len());
         let pass = Pass::new(ctx, &rope, 1, ids.len(), start);
-        let x = self.hidden(&pass, weights, ids, &self.inference, Some(cache), |_, _| ());
+        let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(cache), |_, _| ());
         let last = &x.f32s()[(ids.len() - 1) * self.config.width..];
         let last = Tensor::from_slice(ctx.pool(), &[1, self.config.width], last);
         Ok(self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size]))
@@ -290,12 +286,14 @@ impl Decoder {
         pass: &Pass<'_>,
         weights: &DecoderWeights,
         ids: &[u32],
-        blocks: &[FeedForwardBlock],
+        rules: Rules,
         cache: Option<&mut KvCache>,
         mut watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
         let mut x = embedding(pass.ctx, ids, &weights.embedding, DType::F32);
-        let input = RouterInput { token_ids: ids, is_inference: true, ..RouterInput::default() };
+        let is_inference = rules == Rules::Inference;
+        let blocks = if is_inference { &self.inference } else { &self.training };
+        let input = RouterInput { token_ids: ids, is_inference, ..RouterInput::default() };
         let mut caches = cache.map(|cache| cache.layers_mut().iter_mut());
         for (i, (block, w)) in blocks.iter().zip(&weights.layers).enumerate() {
             let layer_cache: Option<&mut LayerCache> = caches.as_mut().and_then(Iterator::next);

@@ -16,6 +16,8 @@ use std::path::{Path, PathBuf};
 use crate::metrics::{METRICS_JSONL, MetricsError, read_samples};
 use crate::store::CONFIG_FILE;
 use data::RunData;
+pub(crate) use numbers::{Unit, grouped, short};
+pub(crate) use page::escape;
 use page::{Page, Settings};
 
 /// File of the report in a run folder.

@@ -3,4 +3,5 @@
 mod bad_input;
 mod layers;
 mod program;
+mod routing;
 mod training;

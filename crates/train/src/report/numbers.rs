@@ -2,7 +2,7 @@
 
 /// How the numbers of an axis or a legend are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     /// A plain number.
     Plain,
     /// A share, written as a percentage.
@@ -44,7 +44,7 @@ pub(super) fn tick_labels(ticks: &[f64], unit: Unit) -> Vec<String> {
 }
 
 /// A number with three or four significant digits.
-pub(super) fn short(value: f64, unit: Unit) -> String {
+pub(crate) fn short(value: f64, unit: Unit) -> String {
     if !value.is_finite() {
         return "–".to_owned();
     }
@@ -77,7 +77,7 @@ fn magnitude(value: f64, from: f64) -> (f64, &'static str) {
 }
 
 /// A whole number with thousands set apart.
-pub(super) fn grouped(value: u64) -> String {
+pub(crate) fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {

@@ -117,7 +117,7 @@ pub(super) struct Page<'a> {
 }
 
 /// Text made safe for HTML, between tags and in attributes. Control characters become a visible dot.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for letter in text.chars() {
         match letter {

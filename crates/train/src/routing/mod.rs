@@ -2,7 +2,13 @@
 //! much changed since the checkpoint before, and a page that shows a text coloured by expert.
 
 mod agreement;
+mod page;
+mod palette;
+mod routed;
 mod specialization;
+mod text;
 
 pub use agreement::RoutingSample;
+pub use page::routing_page;
+pub use routed::{Choice, RoutedLayer, RoutedText, TokenCount, first_tokens};
 pub use specialization::{Specialization, specialization};

@@ -1,0 +1,93 @@
+//! `moeworks routing`: a page that shows which tokens of a text go to which experts.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use moeworks_model::Rules;
+use moeworks_train::config::DataConfig;
+use moeworks_train::data::Sources;
+use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
+use moeworks_train::store::{Pick, Resolved, resolve_run};
+
+use crate::args::RoutingArgs;
+use crate::failure::Failure;
+use crate::model::Model;
+use crate::progress::thousands;
+
+/// Tokens on a page at most: it holds every choice of each in every layer.
+const MAX_TOKENS: usize = 100_000;
+/// Tokens of a window at most; a text is read in such windows, one after the other.
+const SEQ_LEN: usize = 1024;
+const PAGE_FILE: &str = "routing.html";
+
+pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
+    if !(1..=MAX_TOKENS).contains(&args.max_tokens) {
+        return Err(Failure::input(format!("--max-tokens {}: must be from 1 to {MAX_TOKENS}", args.max_tokens)));
+    }
+    let resolved = resolve_run(&args.model, Pick::Latest)?;
+    let default_out = resolved.run_dir.as_deref().map_or_else(|| PAGE_FILE.into(), |run| run.join(PAGE_FILE));
+    let out = args.out.clone().unwrap_or(default_out);
+    check_place(&out)?;
+    let sources = Sources::find(&DataConfig { paths: args.data.clone(), ..DataConfig::default() })?;
+    let model = Model::load(&args.model, &args.precision, args.threads)?;
+    let config = model.decoder.config();
+    if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {
+        return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", args.model.display())));
+    }
+    let token_ids = first_tokens(&sources, &model.tokenizer, args.max_tokens)?;
+    // Without a capacity both rules are the same.
+    let window = (SEQ_LEN.min(config.max_seq_len), Rules::Training);
+    let text = RoutedText::new(&model.ctx, (&model.decoder, &model.weights), &model.tokenizer, token_ids, window)?;
+    let page = routing_page(&text, &name_of(&args.model), &facts(&model, &resolved, &text, &sources));
+    write_whole(&out, &page)?;
+    println!("{}", out.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses a place where no file can be, before any work is done.
+fn check_place(out: &Path) -> Result<(), Failure> {
+    let dir = out.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if out.is_dir() || out.file_name().is_none() {
+        return Err(Failure::input(format!("--out {}: is a folder; give the name of a file", out.display())));
+    }
+    if !dir.is_dir() {
+        return Err(Failure::input(format!("--out {}: there is no folder {}", out.display(), dir.display())));
+    }
+    Ok(())
+}
+
+/// Writes beside and renames, so that there is a whole page or none.
+fn write_whole(out: &Path, page: &str) -> Result<(), Failure> {
+    let mut name = std::ffi::OsString::from(".");
+    name.push(out.file_name().unwrap_or_default());
+    name.push(".new");
+    let beside: PathBuf = out.with_file_name(name);
+    fs::write(&beside, page).and_then(|()| fs::rename(&beside, out)).map_err(|error| {
+        // The page is of no use where it cannot get its name.
+        let _ = fs::remove_file(&beside);
+        Failure::input(format!("cannot write {}: {error}", out.display()))
+    })
+}
+
+/// "." and ".." have no name of their own.
+fn name_of(path: &Path) -> String {
+    let named = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    named.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+fn facts(model: &Model, resolved: &Resolved, text: &RoutedText, sources: &Sources) -> Vec<String> {
+    let config = model.decoder.config();
+    let num_layers = text.layers.len();
+    let mut facts = vec![
+        format!("the first {} tokens of {}", thousands(text.token_ids.len() as u64), sources.describe()),
+        format!("{num_layers} MoE layer{} of {} experts", if num_layers == 1 { "" } else { "s" }, text.num_experts),
+    ];
+    if let Some(checkpoint) = &resolved.checkpoint {
+        facts.push(format!("checkpoint of step {}", thousands(checkpoint.metadata.step)));
+    }
+    if config.capacity_factor != 0.0 {
+        facts.push(format!("capacity factor {} as in training, over {SEQ_LEN} tokens at most", config.capacity_factor));
+    }
+    facts
+}

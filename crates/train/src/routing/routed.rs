@@ -1,0 +1,192 @@
+//! A text and where each MoE layer sends its tokens: what the page of [`routing_page`](super::routing_page) shows.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::ops::ControlFlow;
+
+use moeworks_model::{Decoder, DecoderWeights, Rules, Tokenizer, TokenizerError};
+use moeworks_moe::{Dispatch, MoeSaved, NO_EXPERT};
+use moeworks_ops::Context;
+use moeworks_ops::experts::NO_ROW;
+
+use super::text::{self, Piece};
+use crate::data::Sources;
+use crate::error::TrainError;
+
+/// One expert that a token was sent to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// The expert.
+    pub expert: u32,
+    /// Its weight in the token's sum.
+    pub weight: f32,
+    /// Whether the expert had no room: it then adds nothing.
+    pub is_dropped: bool,
+}
+
+/// What one MoE layer did with the tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RoutedLayer {
+    /// Index of the layer in the model.
+    pub layer: usize,
+    /// `[T]`: the choices of each token, first choice first.
+    pub choices: Vec<Vec<Choice>>,
+}
+
+/// A text with the way of each token through the MoE layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RoutedText {
+    /// E.
+    pub num_experts: usize,
+    /// `[T]`.
+    pub token_ids: Vec<u32>,
+    /// The MoE layers, first to last.
+    pub layers: Vec<RoutedLayer>,
+    /// The tokens as text.
+    pub(super) pieces: Vec<Piece>,
+    /// What each token is called by itself.
+    pub(super) labels: BTreeMap<u32, String>,
+}
+
+/// A token and how often it went to an expert.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenCount {
+    /// The token's id.
+    pub id: u32,
+    /// Choices of this expert.
+    pub count: u64,
+    /// How often the token occurs.
+    pub occurrences: u64,
+}
+
+impl RoutedText {
+    /// Sends `token_ids` through the model in windows of `seq_len` tokens, by the rules of training or of inference; with the
+    /// former each window has its own capacity.
+    pub fn new(
+        ctx: &Context,
+        (decoder, weights): (&Decoder, &DecoderWeights),
+        tokenizer: &Tokenizer,
+        token_ids: Vec<u32>,
+        (seq_len, rules): (usize, Rules),
+    ) -> Result<Self, TrainError> {
+        let mut layers: BTreeMap<usize, Vec<Vec<Choice>>> = BTreeMap::new();
+        // A routing may have experts that compute nothing besides those of the configuration.
+        let mut num_experts = decoder.config().num_experts;
+        for window in token_ids.chunks(seq_len.max(1)) {
+            decoder.route(ctx, weights, (window, 1), rules, |layer, saved| {
+                num_experts = num_experts.max(saved.routing().num_experts());
+                layers.entry(layer).or_default().extend(choices_of(saved));
+            })?;
+        }
+        let layers = layers.into_iter().map(|(layer, choices)| RoutedLayer { layer, choices }).collect();
+        Ok(Self {
+            num_experts,
+            pieces: text::pieces(tokenizer, &token_ids)?,
+            labels: labels(tokenizer, &token_ids)?,
+            layers,
+            token_ids,
+        })
+    }
+}
+
+impl RoutedLayer {
+    /// `[E]`: choices of each expert, dropped ones included.
+    #[must_use]
+    pub fn tokens_per_expert(&self, num_experts: usize) -> Vec<u64> {
+        let mut counts = vec![0; num_experts];
+        self.choices.iter().flatten().for_each(|choice| counts[choice.expert as usize] += 1);
+        counts
+    }
+
+    /// Share of the choices that were dropped.
+    #[must_use]
+    pub fn drop_rate(&self) -> f64 {
+        let all = self.choices.iter().flatten();
+        let dropped = all.clone().filter(|choice| choice.is_dropped).count();
+        moeworks_moe::share(dropped as u64, all.count() as u64)
+    }
+
+    /// For each expert the `max` tokens of which it got the most beyond its share of all choices (expected from the
+    /// token's occurrences), most first; ties go to the lower id.
+    #[must_use]
+    pub fn top_tokens(&self, token_ids: &[u32], num_experts: usize, max: usize) -> Vec<Vec<TokenCount>> {
+        let mut occurrences: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut cells: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+        for (&id, choices) in token_ids.iter().zip(&self.choices) {
+            *occurrences.entry(id).or_default() += 1;
+            choices.iter().for_each(|choice| *cells.entry((choice.expert, id)).or_default() += 1);
+        }
+        let share = |expert: u32, loads: &[u64]| loads[expert as usize] as f64 / token_ids.len() as f64;
+        let loads = self.tokens_per_expert(num_experts);
+        let mut top: Vec<Vec<(f64, TokenCount)>> = vec![Vec::new(); num_experts];
+        for ((expert, id), count) in cells {
+            let token = TokenCount { id, count, occurrences: occurrences[&id] };
+            let beyond = count as f64 - token.occurrences as f64 * share(expert, &loads);
+            top[expert as usize].push((beyond, token));
+        }
+        let sorted = |mut tokens: Vec<(f64, TokenCount)>| {
+            tokens.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.id.cmp(&b.1.id)));
+            tokens.into_iter().take(max).filter(|(beyond, _)| *beyond > 0.0).map(|(_, token)| token).collect()
+        };
+        top.into_iter().map(sorted).collect()
+    }
+}
+
+/// The first `max` tokens of the texts that `sources` finds, the ends of documents included.
+pub fn first_tokens(sources: &Sources, tokenizer: &Tokenizer, max: usize) -> Result<Vec<u32>, TrainError> {
+    let mut ids = Vec::new();
+    let mut failed = None;
+    sources.for_each(|piece| {
+        match tokenizer.encode(piece.text) {
+            Ok(more) => ids.extend(more),
+            Err(error) => {
+                failed = Some(error);
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        if piece.ends_document {
+            ids.extend(tokenizer.eos_id());
+        }
+        Ok(if ids.len() < max { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+    })?;
+    match failed {
+        Some(error) => Err(error.into()),
+        None => {
+            ids.truncate(max);
+            Ok(ids)
+        }
+    }
+}
+
+/// The choices of each token, by the slots of the routing, some of which may be empty.
+fn choices_of(saved: &MoeSaved) -> impl Iterator<Item = Vec<Choice>> + '_ {
+    let (routing, dispatch) = (saved.routing(), saved.dispatch());
+    let slots = routing.top_k();
+    (0..routing.num_tokens()).map(move |t| {
+        let choice = |i: usize| {
+            let (expert, weight) = (routing.expert_ids()[i], routing.expert_weights()[i]);
+            (expert != NO_EXPERT).then(|| Choice { expert, weight, is_dropped: is_dropped(dispatch, i) })
+        };
+        (t * slots..(t + 1) * slots).filter_map(choice).collect()
+    })
+}
+
+/// Whether choice `i` of all choices was dropped: it has neither a row nor an expert that needs none.
+fn is_dropped(dispatch: &Dispatch, i: usize) -> bool {
+    let is_free = dispatch.free_choices().is_some_and(|free| free[i] != NO_EXPERT);
+    dispatch.token_rows()[i] == NO_ROW && !is_free
+}
+
+fn labels(tokenizer: &Tokenizer, token_ids: &[u32]) -> Result<BTreeMap<u32, String>, TokenizerError> {
+    let mut labels = BTreeMap::new();
+    for &id in token_ids {
+        if let Entry::Vacant(entry) = labels.entry(id) {
+            entry.insert(text::label(tokenizer, id)?);
+        }
+    }
+    Ok(labels)
+}
+
+#[cfg(test)]
+#[path = "routed_tests.rs"]
+mod tests;
