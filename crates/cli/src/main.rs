@@ -2,6 +2,9 @@
 //!
 //! Exit codes: 0 done; 1 the program's own fault; 2 something the user gave is wrong; 130 stopped by Ctrl-C.
 
+#[macro_use]
+mod output;
+
 mod account;
 mod args;
 mod bench;

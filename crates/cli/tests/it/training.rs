@@ -1,6 +1,7 @@
 //! A run from its start to its end, and what interrupts it.
 
 use std::fs;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::program::{Workplace, assert_success, losses, routing_records, state, stderr, stdout};
@@ -231,4 +232,15 @@ fn the_printed_configuration_is_the_configuration() {
     let again = work.run(&["train", "--print-config", "--config", &file]);
     assert_eq!(stdout(&printed), stdout(&again));
     assert!(stdout(&printed).contains("lr = 0.0003"));
+}
+
+#[test]
+fn output_that_nobody_reads_to_its_end_stops_no_command() {
+    let work = Workplace::new();
+    let mut command = work.command(&["train", "--print-config"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("the program ends");
+    assert_eq!(stderr(&output), "");
+    assert_success(&output);
 }
