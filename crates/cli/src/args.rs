@@ -26,6 +26,8 @@ pub(crate) enum Command {
     Estimate(EstimateArgs),
     /// Show a text coloured by the experts that its tokens go to, layer by layer, as an HTML page
     Routing(RoutingArgs),
+    /// Train the same small model with each routing scheme, and a dense one beside it, and compare them on a page
+    Study(StudyArgs),
     /// Measure this machine's peaks and the kernels' share of them
     Bench(BenchArgs),
     /// Write a run's HTML report again from its metrics
@@ -161,6 +163,28 @@ pub(crate) struct RoutingArgs {
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StudyArgs {
+    /// Settings of the base model, over those of a small one
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// The text, as for `train --data`
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(crate) data: Vec<String>,
+    /// The page; the plot is written beside it as .svg
+    #[arg(long, value_name = "PAGE.md", default_value = "routing-study.md")]
+    pub(crate) out: PathBuf,
+    /// Folder of the runs; those in it that are not done are gone on with
+    #[arg(long, value_name = "DIR", default_value = "runs/study")]
+    pub(crate) runs: PathBuf,
+    /// Seeds that each variant is trained with
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seeds: u64,
+    /// Only these variants, such as dense top-k
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    pub(crate) only: Vec<String>,
 }
 
 #[derive(Debug, Args)]

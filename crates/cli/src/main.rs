@@ -14,8 +14,10 @@ mod failure;
 mod generate;
 mod inspect;
 mod model;
+mod page;
 mod progress;
 mod routing;
+mod study;
 mod tables;
 mod train;
 
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Routing(args) => routing::run(&args),
+        Command::Study(args) => study::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
     };

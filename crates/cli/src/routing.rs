@@ -1,7 +1,7 @@
 //! `moeworks routing`: a page that shows which tokens of a text go to which experts.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
 use moeworks_model::Rules;
@@ -13,6 +13,7 @@ use moeworks_train::store::{Pick, Resolved, resolve_run};
 use crate::args::RoutingArgs;
 use crate::failure::Failure;
 use crate::model::Model;
+use crate::page::{check_place, write_whole};
 use crate::progress::thousands;
 
 /// Tokens on a page at most: it holds every choice of each in every layer.
@@ -43,31 +44,6 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     write_whole(&out, &page)?;
     println!("{}", out.display());
     Ok(ExitCode::SUCCESS)
-}
-
-/// Refuses a place where no file can be, before any work is done.
-fn check_place(out: &Path) -> Result<(), Failure> {
-    let dir = out.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if out.is_dir() || out.file_name().is_none() {
-        return Err(Failure::input(format!("--out {}: is a folder; give the name of a file", out.display())));
-    }
-    if !dir.is_dir() {
-        return Err(Failure::input(format!("--out {}: there is no folder {}", out.display(), dir.display())));
-    }
-    Ok(())
-}
-
-/// Writes beside and renames, so that there is a whole page or none.
-fn write_whole(out: &Path, page: &str) -> Result<(), Failure> {
-    let mut name = std::ffi::OsString::from(".");
-    name.push(out.file_name().unwrap_or_default());
-    name.push(".new");
-    let beside: PathBuf = out.with_file_name(name);
-    fs::write(&beside, page).and_then(|()| fs::rename(&beside, out)).map_err(|error| {
-        // The page is of no use where it cannot get its name.
-        let _ = fs::remove_file(&beside);
-        Failure::input(format!("cannot write {}: {error}", out.display()))
-    })
 }
 
 /// "." and ".." have no name of their own.

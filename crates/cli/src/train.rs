@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::progress::{Display, duration, thousands};
 
 /// The exit code of a program that Ctrl-C ended.
-const EXIT_INTERRUPTED: u8 = 130;
+pub(crate) const EXIT_INTERRUPTED: u8 = 130;
 
 pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
     let flags = flag_settings(&args)?;
@@ -137,7 +137,7 @@ fn resume(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Trainer, 
 }
 
 /// The first signal asks for an end after the step; a second one leaves at once.
-fn requests() -> Result<Requests, Failure> {
+pub(crate) fn requests() -> Result<Requests, Failure> {
     let requests = Requests::default();
     let signals = |error: std::io::Error| Failure::input(format!("cannot watch for signals: {error}"));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {

@@ -58,6 +58,14 @@ pub enum TrainError {
         /// What is wrong and what would be right.
         problem: String,
     },
+    /// A study has no variant of this name.
+    #[error("there is no variant {name}; there are {known}")]
+    Variant {
+        /// The name that was given.
+        name: String,
+        /// Those that there are.
+        known: String,
+    },
     /// A file of the run cannot be written or read.
     #[error("{}: {source}", path.display())]
     Io {

@@ -14,6 +14,7 @@ pub mod schedule;
 mod setup;
 mod state;
 pub mod store;
+pub mod study;
 mod trainer;
 
 pub use error::TrainError;

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use crate::metrics::{METRICS_JSONL, MetricsError, read_samples};
 use crate::store::CONFIG_FILE;
 use data::RunData;
-pub(crate) use numbers::{Unit, grouped, short};
+pub(crate) use numbers::{Unit, grouped, short, tick_labels, ticks};
 pub(crate) use page::escape;
 use page::{Page, Settings};
 

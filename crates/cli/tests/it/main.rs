@@ -4,4 +4,5 @@ mod bad_input;
 mod layers;
 mod program;
 mod routing;
+mod study;
 mod training;

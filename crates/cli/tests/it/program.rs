@@ -10,7 +10,7 @@ pub(crate) struct Workplace {
 }
 
 /// Settings of the tiny model, for `--set`.
-const TINY: [&str; 17] = [
+pub(crate) const TINY: [&str; 17] = [
     "model.width=32",
     "model.num_layers=2",
     "model.num_heads=2",

@@ -10,7 +10,7 @@ pub(crate) enum Unit {
 }
 
 /// Round tick values (1, 2 or 5 times a power of ten) that lie in `low..=high`, about `count` of them.
-pub(super) fn ticks(low: f64, high: f64, count: usize) -> Vec<f64> {
+pub(crate) fn ticks(low: f64, high: f64, count: usize) -> Vec<f64> {
     let span = high - low;
     if !(span.is_finite() && span > 0.0) {
         return vec![low];
@@ -24,7 +24,7 @@ pub(super) fn ticks(low: f64, high: f64, count: usize) -> Vec<f64> {
 }
 
 /// Labels of ticks, all with the same number of decimals and the same unit.
-pub(super) fn tick_labels(ticks: &[f64], unit: Unit) -> Vec<String> {
+pub(crate) fn tick_labels(ticks: &[f64], unit: Unit) -> Vec<String> {
     let largest = ticks.iter().fold(0.0f64, |max, tick| max.max(tick.abs()));
     let step = if ticks.len() > 1 { ticks[1] - ticks[0] } else { largest.max(f64::MIN_POSITIVE) };
     let (scale, suffix) = match unit {

@@ -1,0 +1,82 @@
+//! `moeworks study`: routing schemes compared, from one command to a page with a table and a plot.
+
+use std::process::ExitCode;
+
+use moeworks_train::Event;
+use moeworks_train::config::{ConfigLayers, Override};
+use moeworks_train::study::{BASE, Study, plot, report};
+
+use crate::args::StudyArgs;
+use crate::failure::Failure;
+use crate::page::{check_place, write_whole};
+use crate::progress::Display;
+use crate::train::{EXIT_INTERRUPTED, requests};
+
+pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
+    if args.seeds == 0 {
+        return Err(Failure::input("--seeds 0: must be at least 1"));
+    }
+    check_place(&args.out)?;
+    let plot_path = args.out.with_extension("svg");
+    if plot_path == args.out {
+        return Err(Failure::input(format!("--out {}: is the name of the plot; give one of .md", args.out.display())));
+    }
+    check_place(&plot_path)?;
+    let study = study_of(args)?;
+    let variants = study.variants()?;
+    eprintln!("{} variants, {} seeds each, in {}", variants.len(), args.seeds, args.runs.display());
+    let mut shown: Option<(String, Display)> = None;
+    let findings = study.run(&requests()?, |name, event| {
+        if shown.as_ref().is_none_or(|(of, _)| of != name) {
+            if let Some((_, display)) = shown.take() {
+                display.finish();
+            }
+            eprintln!("{name}");
+        }
+        let (_, display) = shown.get_or_insert_with(|| (name.to_owned(), Display::new(0)));
+        if let Event::Step { record, total_steps, val_loss } = event {
+            display.step(record, total_steps, val_loss);
+        }
+    })?;
+    let Some(findings) = findings else {
+        eprintln!("Stopped. The same command goes on.");
+        return Ok(ExitCode::from(EXIT_INTERRUPTED));
+    };
+    let plot_name = plot_path.file_name().unwrap_or_default().to_string_lossy();
+    write_whole(&plot_path, &plot(&findings))?;
+    write_whole(&args.out, &report(&study, &findings, &plot_name, &command()))?;
+    println!("{}", args.out.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The base: a small model, then what the user says.
+fn study_of(args: &StudyArgs) -> Result<Study, Failure> {
+    let mut settings: Vec<&str> = Vec::new();
+    // A preset or a file says how large the model is.
+    if args.config.preset.is_none() && args.config.config.is_none() {
+        settings.extend(BASE);
+    }
+    settings.extend(args.config.settings.iter().map(String::as_str));
+    let mut overrides: Vec<Override> = settings.into_iter().map(Override::parse).collect::<Result<_, _>>()?;
+    overrides.push(Override::new("data.paths", args.data.clone()));
+    let layers = ConfigLayers { preset: args.config.preset.clone(), file: args.config.config.clone(), overrides };
+    let base = layers.resolve()?;
+    if base.model.num_experts == 0 {
+        return Err(Failure::input("model.num_experts = 0: the base of a study needs experts"));
+    }
+    Ok(Study { base, runs_dir: args.runs.clone(), num_seeds: args.seeds, only: args.only.clone() })
+}
+
+/// The command as it was typed, with the names of files but not their folders: a page is read elsewhere.
+fn command() -> String {
+    let argument = |argument: String| {
+        let name = std::path::Path::new(&argument);
+        let shown = if name.is_absolute() {
+            name.file_name().unwrap_or_default().to_string_lossy()
+        } else {
+            argument.as_str().into()
+        };
+        if shown.contains([' ', '*', '$', '"', '\'']) { format!("'{shown}'") } else { shown.into_owned() }
+    };
+    std::env::args().skip(1).fold("moeworks".to_owned(), |line, next| line + " " + &argument(next))
+}

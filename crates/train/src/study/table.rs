@@ -1,0 +1,78 @@
+//! The findings of a study as a page of Markdown.
+
+use std::fmt::Write as _;
+
+use super::{Balance, Finding, Study};
+use crate::report::{Unit, grouped, short};
+
+/// The page: what was trained, the plot (a file beside it), the table. `command` is what made it.
+#[must_use]
+pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &str) -> String {
+    let (model, train) = (&study.base.model, &study.base.train);
+    let flops = findings.iter().map(|finding| finding.flops).fold(0.0, f64::max);
+    let mut page = format!(
+        "# Routing schemes compared\n\nMade by\n\n```sh\n{command}\n```\n\nEvery model has {} layers of width {} and was \
+         trained on the same text in the same order for {:.3} PFLOP (the base: {} steps of {} tokens), with AdamW at {} and \
+         the balance loss times {} unless its line says otherwise. The dense model is as wide as the experts that a token \
+         passes. Validation loss is in nats a token on the same {} tokens for all{}. Balance and drops are means over the \
+         layers and the last tenth of the steps. Seconds are those of the training steps on the machine that made this page; \
+         they tell of the cost only where it had nothing else to do.\n\n![validation loss]({plot_file})\n\n",
+        model.num_layers,
+        model.width,
+        flops / 1e15,
+        grouped(train.steps),
+        grouped(train.step_tokens() as u64),
+        train.lr,
+        train.balance_coef,
+        if train.eval_batches == 0 {
+            "held-out".to_owned()
+        } else {
+            grouped((train.eval_batches * train.microbatch_tokens()) as u64)
+        },
+        if study.num_seeds > 1 {
+            format!("; it is the mean of {} seeds, and half their range", study.num_seeds)
+        } else {
+            String::new()
+        },
+    );
+    page += "| scheme | validation loss | against dense | CV | max / mean | dropped | rerouted | specialisation | seconds | \
+             steps | parameters, active |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n";
+    let dense = findings.iter().find(|finding| finding.balance.is_none()).map(Finding::val_loss);
+    let mut order: Vec<&Finding> = findings.iter().collect();
+    order.sort_by(|a, b| a.val_loss().total_cmp(&b.val_loss()));
+    for finding in order {
+        page += &line(finding, dense);
+    }
+    page += "\n";
+    for finding in findings {
+        let _ = writeln!(page, "- `{}`: {}", finding.variant.name, finding.variant.what);
+    }
+    page
+}
+
+fn line(finding: &Finding, dense: Option<f64>) -> String {
+    let loss = if finding.val_losses.len() > 1 {
+        format!("{:.4} ± {:.4}", finding.val_loss(), finding.spread())
+    } else {
+        format!("{:.4}", finding.val_loss())
+    };
+    let against = dense
+        .filter(|_| finding.balance.is_some())
+        .map_or_else(String::new, |dense| format!("{:+.4}", finding.val_loss() - dense));
+    let balance = finding.balance.map_or_else(
+        || " | | | | ".to_owned(),
+        |Balance { cv, max_over_mean, drop_rate, reroute_rate, specialization }| {
+            let share = |share| short(share, Unit::Percent);
+            let (dropped, rerouted, special) = (share(drop_rate), share(reroute_rate), share(specialization));
+            format!("{cv:.3} | {max_over_mean:.2} | {dropped} | {rerouted} | {special}")
+        },
+    );
+    format!(
+        "| {} | {loss} | {against} | {balance} | {} | {} | {}, {} |\n",
+        finding.variant.name,
+        short(finding.seconds, Unit::Plain),
+        grouped(finding.variant.config.train.steps),
+        short(finding.parameters.0 as f64, Unit::Plain),
+        short(finding.parameters.1 as f64, Unit::Plain),
+    )
+}

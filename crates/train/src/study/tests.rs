@@ -1,0 +1,118 @@
+use super::*;
+use crate::config::RunConfig;
+
+fn base() -> RunConfig {
+    let mut config = RunConfig::default();
+    config.train.steps = 1000;
+    config
+}
+
+fn study(only: &[&str]) -> Study {
+    let only = only.iter().map(|&name| name.to_owned()).collect();
+    Study { base: base(), runs_dir: "runs".into(), num_seeds: 1, only }
+}
+
+fn finding(name: &'static str, losses: &[f64], balance: Option<Balance>) -> Finding {
+    let variant = Variant { name, what: format!("what {name} is"), config: base() };
+    let curve = vec![(1e12, 3.0), (2e12, losses[0])];
+    Finding {
+        variant,
+        parameters: (14_000_000, 5_000_000),
+        flops: 2e12,
+        val_losses: losses.to_vec(),
+        curve,
+        balance,
+        seconds: 12.0,
+    }
+}
+
+#[test]
+fn every_variant_has_the_floating_point_operations_of_the_base() {
+    let variants = study(&[]).variants().unwrap();
+    let budget = step_flops(&base()) * 1000.0;
+    for variant in &variants {
+        let flops = step_flops(&variant.config) * variant.config.train.steps as f64;
+        assert!((flops / budget - 1.0).abs() < 1e-3, "{}: {flops} of {budget}", variant.name);
+    }
+    let names: Vec<&str> = variants.iter().map(|variant| variant.name).collect();
+    assert_eq!(names[..5], ["dense", "top-k", "top-1", "shared", "fine"]);
+    let mut unique = names.clone();
+    unique.sort_unstable();
+    unique.dedup();
+    assert_eq!(unique.len(), names.len());
+}
+
+#[test]
+fn the_dense_model_has_the_active_size_of_the_base_and_the_others_at_most_a_few_more() {
+    let variants = study(&[]).variants().unwrap();
+    let size = |config: &RunConfig| {
+        Parameters::of(&config.model)
+            .parts
+            .iter()
+            .filter(|part| part.name != "routers")
+            .map(|part| part.active)
+            .sum::<u64>()
+    };
+    for variant in &variants {
+        assert_eq!(size(&variant.config), size(&base()), "{}", variant.name);
+    }
+    assert_eq!(variants[0].config.model.num_experts, 0);
+}
+
+#[test]
+fn a_variant_that_there_is_not_is_named() {
+    let error = study(&["top-k", "top-7"]).variants().unwrap_err().to_string();
+    assert!(error.contains("top-7") && error.contains("dense, top-k, top-1"), "{error}");
+    let some = study(&["jitter", "dense"]).variants().unwrap();
+    assert_eq!(some.iter().map(|variant| variant.name).collect::<Vec<_>>(), ["dense", "jitter"]);
+}
+
+#[test]
+fn the_page_lists_the_best_first_and_compares_with_dense() {
+    let balance = Balance { cv: 0.25, max_over_mean: 1.5, drop_rate: 0.02, reroute_rate: 0.0, specialization: 0.5 };
+    let findings = [
+        finding("dense", &[2.0], None),
+        finding("top-k", &[1.75, 1.85], Some(balance)),
+        finding("worse", &[2.25], Some(balance)),
+    ];
+    let page = report(&Study { num_seeds: 2, ..study(&[]) }, &findings, "plot.svg", "moeworks study");
+    let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| ")).skip(2).collect();
+    assert!(
+        rows[0].starts_with("| top-k | 1.8000 ± 0.0500 | -0.2000 | 0.250 | 1.50 | 2% | 0% | 50% | 12 |"),
+        "{}",
+        rows[0]
+    );
+    assert!(rows[1].starts_with("| dense | 2.0000 |  | "), "{}", rows[1]);
+    assert!(rows[2].starts_with("| worse | 2.2500 | +0.2500"), "{}", rows[2]);
+    let cells = |row: &str| row.matches('|').count();
+    assert!(rows.iter().all(|row| cells(row) == cells(rows[0])), "{page}");
+    assert!(page.contains("![validation loss](plot.svg)") && page.contains("- `worse`: what worse is"));
+}
+
+#[test]
+fn the_plot_has_a_line_and_a_dot_for_each_and_no_number_that_is_none() {
+    let findings = [
+        finding("dense", &[2.0], None),
+        finding("a<b", &[1.5, 1.6], Some(Balance::default())),
+        finding("lost", &[f64::NAN], Some(Balance::default())),
+    ];
+    let svg = plot(&findings);
+    assert_eq!((svg.matches("<circle").count(), svg.matches("class=\"line").count()), (2, 2));
+    assert!(svg.contains("a&lt;b") && !svg.contains("NaN") && !svg.contains("lost"));
+    for some in [&findings[..1], &[]] {
+        let svg = plot(some);
+        assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+    }
+}
+
+#[test]
+fn every_kind_of_router_that_the_program_knows_is_in_the_study() {
+    let kinds = variants::router_kinds();
+    assert!(kinds.contains(&"top_k"), "{kinds:?}");
+    let variants = study(&[]).variants().unwrap();
+    for kind in kinds {
+        let is_this =
+            |variant: &&Variant| variant.config.model.num_experts > 0 && variants::kind_of(&variant.config) == *kind;
+        assert!(variants.iter().any(|variant| is_this(&variant)), "{kind}");
+    }
+}
