@@ -32,16 +32,21 @@ function choices(layer, token) {
 
 const chip = expert => make('span', { class: 'chip e' + expert }, String(expert));
 
+// The choice that a token is coloured by: that of the chosen slot, or of the chosen expert where it is among them.
+function shown(token) {
+  if (state.pick < 0) return choice(state.layer, token, state.slot);
+  return choices(state.layer, token).find(c => c.expert === state.pick) || { expert: -1, dropped: false };
+}
+
 function paint() {
   spans.forEach((span, i) => {
     const [first, count] = D.pieces[i];
     const found = [];
-    for (let token = first; token < first + count; token++) found.push(choice(state.layer, token, state.slot));
-    const has = expert => found.some((_, j) => choices(state.layer, first + j).some(c => c.expert === expert));
+    for (let token = first; token < first + count; token++) found.push(shown(token));
     const one = found.every(c => c.expert === found[0].expert);
     span.className = (one && found[0].expert >= 0 ? 'e' + found[0].expert : 'none')
       + (found.some(c => c.expert >= 0 && c.dropped) ? ' drop' : '')
-      + (state.pick >= 0 && !has(state.pick) ? ' dim' : '');
+      + (state.pick >= 0 && found.every(c => c.expert < 0) ? ' dim' : '');
     // The bytes of one character may go different ways: it shows all of them.
     span.style.background = one ? '' : 'linear-gradient(90deg,' + found.map((c, j) =>
       `${c.expert < 0 ? 'transparent' : `var(--e${c.expert})`} ${100 * j / count}% ${100 * (j + 1) / count}%`) + ')';
@@ -68,10 +73,15 @@ function legend() {
 }
 
 function topTokens() {
-  byId('top').replaceChildren(...D.layers[state.layer].top.map((tokens, expert) => make('div', {}, chip(expert),
-    ...(tokens.length ? [] : [make('small', {}, 'none')]),
-    ...tokens.map(([id, count, occurrences]) => make('span', { title: `${count} of ${occurrences} occurrences` },
-      make('code', {}, D.labels[id]), ' ', make('small', {}, percent(count / occurrences)))))));
+  const rows = [], without = [];
+  D.layers[state.layer].top.forEach((tokens, expert) => {
+    if (!tokens.length) return without.push(expert);
+    rows.push(make('div', {}, chip(expert), ...tokens.map(([id, count, occurrences]) =>
+      make('span', { title: `${count} of ${occurrences} occurrences` },
+        make('code', {}, D.labels[id]), ' ', make('small', {}, percent(count / occurrences))))));
+  });
+  byId('top').replaceChildren(...rows);
+  byId('top-none').textContent = without.length ? `No token stands out for: ${without.join(', ')}.` : '';
 }
 
 // From each expert of one layer to each of the next, by first choices.

@@ -47,7 +47,7 @@ pub fn routing_page(text: &RoutedText, name: &str, facts: &[String]) -> String {
     html += &load_table(text);
     html += "<section class=\"card\"><h2 id=\"top-title\">Tokens that stand out</h2><p class=\"note\">For each expert the \
              tokens of which it gets the most beyond its share, and how many of their occurrences.</p><div id=\"top\"></div>\
-             </section>";
+             <p class=\"note\" id=\"top-none\"></p></section>";
     if text.layers.len() > 1 {
         html += "<section class=\"card\" id=\"flow\"><h2 id=\"flow-title\">From layer to layer</h2><p class=\"note\">Where the \
                  tokens of each expert go next, by first choices.</p><div id=\"flow-box\"></div></section>";

@@ -40,7 +40,8 @@ pub(super) fn label(tokenizer: &Tokenizer, id: u32) -> Result<String, TokenizerE
     let text = tokenizer.decode(&[id])?;
     Ok(match u8::try_from(id) {
         Ok(byte) if tokenizer.is_bytes() && !byte.is_ascii() => format!("0x{byte:02X}"),
-        _ if text.is_empty() => format!("⟨{id}⟩"),
+        // Nothing, or a part of a character.
+        _ if text.is_empty() || text.contains(char::REPLACEMENT_CHARACTER) => format!("⟨{id}⟩"),
         _ => text.chars().map(sign).collect(),
     })
 }
