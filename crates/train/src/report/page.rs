@@ -293,7 +293,7 @@ impl Page<'_> {
                 continue;
             }
             chart.note = note.replace("{ln E}", &short(ln_experts, Unit::Plain));
-            (chart.unit, chart.from_zero) = (unit, key != "expert_diversity");
+            (chart.unit, chart.from_zero) = (unit, !matches!(key, "expert_diversity" | "mean_prob_entropy"));
             chart.cuts_peaks = matches!(key, "cv" | "e_max_violation");
             html += &chart.card(false, 10 + index);
         }
