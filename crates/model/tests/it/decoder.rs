@@ -3,7 +3,7 @@
 use moeworks_model::generation::KvCache;
 use moeworks_model::{
     ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, QkNorm,
-    RouterNoise, TokenBatch,
+    RouterNoise, Rules, TokenBatch,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -188,6 +188,39 @@ fn evaluation_drops_no_token_whatever_the_capacity() {
 }
 
 /// The logits after each prefix of `ids`, cut into pieces as `pieces` says, against those of one full pass.
+#[test]
+fn who_watches_sees_the_routing_of_every_moe_layer_by_the_rules_asked_for() {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, ModelConfig { capacity_factor: 0.5, moe_every: 1, ..small_config() });
+    let ids = random_ids(50, 4 * SEQ_LEN, 2);
+    let targets = next_ids(&ids, SEQ_LEN);
+    let mut seen = Vec::new();
+    let watched = decoder.evaluate_watched(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN), |layer, saved| {
+        seen.push((layer, saved.routing().clone(), saved.stats()));
+    });
+    let stats = watched.unwrap();
+    assert_eq!(stats.loss_sum, decoder.evaluate(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN)).unwrap().loss_sum);
+    assert_eq!(seen.iter().map(|(layer, ..)| *layer).collect::<Vec<_>>(), [0, 1, 2]);
+    assert_eq!(seen.iter().map(|(.., stats)| stats.clone()).collect::<Vec<_>>(), stats.layers);
+    let route = |rules| {
+        let mut found = Vec::new();
+        decoder
+            .route(&ctx, &weights, (&ids, 4), rules, |_, saved| {
+                found.push((saved.routing().clone(), saved.dispatch().num_dropped()));
+            })
+            .unwrap();
+        found
+    };
+    let inference = route(Rules::Inference);
+    assert!(inference.iter().zip(&seen).all(|((routing, dropped), (_, same, _))| routing == same && *dropped == 0));
+    // The first layer sees the same input by either rule; what it then drops is for the others to notice.
+    let training = route(Rules::Training);
+    assert_eq!(training[0].0, inference[0].0);
+    assert!(training.iter().all(|(_, dropped)| *dropped >= 4 * SEQ_LEN), "{training:?}");
+    let error = decoder.route(&ctx, &weights, (&[50], 1), Rules::Training, |_, _| ()).unwrap_err();
+    assert!(matches!(error, BatchError::Id { id: 50, .. }), "{error}");
+}
+
 fn check_cache(config: ModelConfig, dtype: DType, pieces: &[usize], tolerance: f32) {
     let ctx = Context::cpu(2);
     let (decoder, weights) = model(&ctx, config);
