@@ -6,13 +6,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moeworks_moe::{
-    ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, RouterInput, SharedWeights,
-};
+use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::embedding::{embedding, embedding_backward};
-use moeworks_ops::head_loss::{HeadLoss, IGNORE, head_loss, head_loss_backward};
+use moeworks_ops::head_loss::{HeadGrads, HeadLoss, IGNORE, head_loss_backward_biased, head_loss_biased};
 use moeworks_ops::linear::{Write, linear};
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::RopeTable;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -20,11 +17,13 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use crate::blocks::Pass;
 use crate::blocks::attention::{AttentionBlock, AttentionSaved};
 use crate::blocks::feed_forward::{FeedForwardBlock, FeedForwardSaved};
-use crate::config::{ModelConfig, QkNorm};
+use crate::blocks::norm::Norm;
+use crate::config::{ModelConfig, PositionKind};
 use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
-use crate::weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, LayerWeights};
+use crate::shapes::weights_with;
+use crate::weights::{DecoderWeights, LayerWeights};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
 ///
@@ -33,10 +32,10 @@ use crate::weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForward
 #[derive(Debug)]
 pub struct Decoder {
     config: ModelConfig,
-    attention: AttentionBlock,
+    attention: Vec<AttentionBlock>,
     training: Vec<FeedForwardBlock>,
     inference: Vec<FeedForwardBlock>,
-    rope: Mutex<Arc<RopeTable>>,
+    rope: Mutex<Vec<Arc<RopeTable>>>,
 }
 
 struct LayerSaved {
@@ -62,14 +61,19 @@ impl Decoder {
         let blocks = |moe_config: MoeConfig| -> Result<Vec<FeedForwardBlock>, ConfigError> {
             let layer = |i| {
                 let moe = config.is_moe_layer(i).then(|| MoeLayer::new(moe_config.clone())).transpose()?;
-                Ok(FeedForwardBlock { moe, activation: config.activation.into(), eps: config.norm_eps })
+                Ok(FeedForwardBlock {
+                    moe,
+                    activation: config.activation.into(),
+                    norm: Norm { eps: config.norm_eps },
+                    residual_multiplier: config.variant.residual_multiplier,
+                })
             };
             (0..config.num_layers).map(layer).collect()
         };
         let training = blocks(config.moe())?;
         let inference = blocks(MoeConfig { capacity_factor: 0.0, jitter: 0.0, ..config.moe() })?;
-        let rope = Mutex::new(Arc::new(RopeTable::new(config.head_dim, config.rope_theta, 0)));
-        Ok(Self { attention: AttentionBlock::new(&config), training, inference, rope, config })
+        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i)).collect();
+        Ok(Self { attention, training, inference, rope: Mutex::default(), config })
     }
 
     /// The configuration.
@@ -89,6 +93,8 @@ impl Decoder {
             let random = Random::new(seed, Purpose::Init, stream);
             if name.ends_with("norm.weight") {
                 tensor.f32s_mut().fill(1.0);
+            } else if name.ends_with("bias") {
+                tensor.f32s_mut().fill(0.0);
             } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj") {
                 elementwise::fill_normal(ctx, &random, residual_std, tensor);
             } else {
@@ -101,50 +107,8 @@ impl Decoder {
     /// f32 weights of zeros.
     #[must_use]
     pub fn zero_weights(&self, ctx: &Context) -> DecoderWeights {
-        let c = &self.config;
         let zeros = |shape: &[usize]| ctx.zeros(shape, DType::F32);
-        let (q_width, kv_width) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
-        let (q_norm, k_norm) = match c.qk_norm {
-            QkNorm::None => (None, None),
-            QkNorm::Head => (Some(c.head_dim), Some(c.head_dim)),
-            QkNorm::Whole => (Some(q_width), Some(kv_width)),
-        };
-        let a = c.moe().activation.num_inputs();
-        let layer = |i| LayerWeights {
-            attention_norm: zeros(&[c.width]),
-            attention: AttentionWeights {
-                q: zeros(&[q_width, c.width]),
-                k: zeros(&[kv_width, c.width]),
-                v: zeros(&[kv_width, c.width]),
-                o: zeros(&[c.width, q_width]),
-                q_norm: q_norm.map(|width| zeros(&[width])),
-                k_norm: k_norm.map(|width| zeros(&[width])),
-            },
-            feed_forward_norm: zeros(&[c.width]),
-            feed_forward: if c.is_moe_layer(i) {
-                FeedForwardWeights::Moe(MoeWeights {
-                    router: zeros(&[c.num_experts, c.width]),
-                    gate_up: zeros(&[c.num_experts, a * c.expert_width, c.width]),
-                    down: zeros(&[c.num_experts, c.width, c.expert_width]),
-                    shared: (c.shared_width > 0).then(|| SharedWeights {
-                        gate_up: zeros(&[a * c.shared_width, c.width]),
-                        down: zeros(&[c.width, c.shared_width]),
-                    }),
-                    state: c.router.first_state(ctx, c.num_experts),
-                })
-            } else {
-                FeedForwardWeights::Dense(DenseWeights {
-                    gate_up: zeros(&[1, a * c.dense_width, c.width]),
-                    down: zeros(&[1, c.width, c.dense_width]),
-                })
-            },
-        };
-        DecoderWeights {
-            embedding: zeros(&[c.vocab_size, c.width]),
-            layers: (0..c.num_layers).map(layer).collect(),
-            final_norm: zeros(&[c.width]),
-            head: (!c.tie_embeddings).then(|| zeros(&[c.vocab_size, c.width])),
-        }
+        weights_with(&self.config, zeros, zeros)
     }
 
     /// One training pass: the losses of `batch` and the gradient of every weight, written to `grads` or added as `write`
@@ -160,8 +124,8 @@ impl Decoder {
     ) -> Result<PassStats, BatchError> {
         self.check_batch(batch)?;
         let rope = self.rope_table(batch.seq_len);
-        let pass = Pass::new(ctx, &rope, batch.num_sequences, batch.seq_len, 0);
-        let mut x = embedding(ctx, batch.inputs, &weights.embedding, DType::F32);
+        let pass = Pass::new(ctx, rope.as_deref(), batch.num_sequences, batch.seq_len, 0);
+        let mut x = self.embed(&pass, weights, batch.inputs);
         let mut records = Vec::with_capacity(weights.layers.len());
         let mut layer_stats = Vec::new();
         for i in 0..weights.layers.len() {
@@ -181,9 +145,19 @@ impl Decoder {
             let (w, g) = (&weights.layers[i], &mut grads.layers[i]);
             dx = self.layer_backward(&pass, w, (&input, saved), (&dx, loss_grad.as_ref()), (write, i), g);
         }
+        if let Some(d_positions) = &mut grads.positions {
+            if write == Write::Replace {
+                d_positions.f32s_mut().fill(0.0);
+            }
+            embedding_backward(ctx, pass.positions.u32s(), &dx, d_positions);
+        }
         let d_embedding = &mut grads.embedding;
         if write == Write::Replace && weights.head.is_some() {
             d_embedding.f32s_mut().fill(0.0);
+        }
+        let multiplier = self.config.variant.embedding_multiplier;
+        if multiplier != 1.0 {
+            elementwise::scale_assign(ctx, &mut dx, multiplier);
         }
         embedding_backward(ctx, batch.inputs, &dx, d_embedding);
         Ok(pass_stats(loss, router, layer_stats))
@@ -210,14 +184,14 @@ impl Decoder {
         self.check_batch(batch)?;
         let mut layers = Vec::new();
         let rope = self.rope_table(batch.seq_len);
-        let pass = Pass::new(ctx, &rope, batch.num_sequences, batch.seq_len, 0);
+        let pass = Pass::new(ctx, rope.as_deref(), batch.num_sequences, batch.seq_len, 0);
         let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| {
             watch(i, saved);
             layers.push(saved.stats());
         });
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let (normed, _) = rms_norm(ctx, &x, &weights.final_norm, self.config.norm_eps, head.dtype());
-        let loss = head_loss(ctx, &normed, head, batch.targets);
+        let (normed, _) = self.head_input(ctx, weights, &x, head.dtype());
+        let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
         let (router, _) = router_losses(&layers, &PassOptions::default());
         Ok(pass_stats(loss, router, layers))
     }
@@ -235,7 +209,7 @@ impl Decoder {
         let seq_len = inputs.len() / num_sequences.max(1);
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
         let rope = self.rope_table(seq_len);
-        let pass = Pass::new(ctx, &rope, num_sequences, seq_len, 0);
+        let pass = Pass::new(ctx, rope.as_deref(), num_sequences, seq_len, 0);
         self.hidden(&pass, weights, inputs, rules, None, watch);
         Ok(())
     }
@@ -252,7 +226,7 @@ impl Decoder {
         let seq_len = inputs.len() / num_sequences.max(1);
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
         let rope = self.rope_table(seq_len);
-        let pass = Pass::new(ctx, &rope, num_sequences, seq_len, 0);
+        let pass = Pass::new(ctx, rope.as_deref(), num_sequences, seq_len, 0);
         let x = self.hidden(&pass, weights, inputs, Rules::Inference, None, |_, _| ());
         Ok(self.head_logits(ctx, weights, &x))
     }
@@ -273,7 +247,7 @@ impl Decoder {
             return Err(BatchError::Empty);
         }
         let rope = self.rope_table(start + ids.len());
-        let pass = Pass::new(ctx, &rope, 1, ids.len(), start);
+        let pass = Pass::new(ctx, rope.as_deref(), 1, ids.len(), start);
         let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(cache), |_, _| ());
         let last = &x.f32s()[(ids.len() - 1) * self.config.width..];
         let last = Tensor::from_slice(ctx.pool(), &[1, self.config.width], last);
@@ -290,14 +264,14 @@ impl Decoder {
         cache: Option<&mut KvCache>,
         mut watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
-        let mut x = embedding(pass.ctx, ids, &weights.embedding, DType::F32);
+        let mut x = self.embed(pass, weights, ids);
         let is_inference = rules == Rules::Inference;
         let blocks = if is_inference { &self.inference } else { &self.training };
         let input = RouterInput { token_ids: ids, is_inference, ..RouterInput::default() };
         let mut caches = cache.map(|cache| cache.layers_mut().iter_mut());
-        for (i, (block, w)) in blocks.iter().zip(&weights.layers).enumerate() {
+        for (i, ((attention, block), w)) in self.attention.iter().zip(blocks).zip(&weights.layers).enumerate() {
             let layer_cache: Option<&mut LayerCache> = caches.as_mut().and_then(Iterator::next);
-            let (middle, _) = self.attention.forward(pass, w, &x, layer_cache);
+            let (middle, _) = attention.forward(pass, w, &x, layer_cache);
             let (y, saved) = block.forward(pass, w, &middle, &input);
             if let Some(saved) = saved.moe() {
                 watch(i, saved);
@@ -309,8 +283,40 @@ impl Decoder {
 
     fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let (normed, _) = rms_norm(ctx, x, &weights.final_norm, self.config.norm_eps, head.dtype());
-        linear(ctx, &normed, head, DType::F32)
+        let (normed, _) = self.head_input(ctx, weights, x, head.dtype());
+        let mut logits = linear(ctx, &normed, head, DType::F32);
+        if let Some(bias) = &weights.head_bias {
+            elementwise::add_rows(ctx, &mut logits, bias);
+        }
+        logits
+    }
+
+    /// What the output projection multiplies: the last norm's result over the logits' divisor, and the norm's statistics.
+    fn head_input(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
+        let (mut normed, statistics) = self.final_norm().forward(ctx, &weights.final_norm, x, dtype);
+        let divisor = self.config.variant.logits_divisor;
+        if divisor != 1.0 {
+            elementwise::scale_assign(ctx, &mut normed, 1.0 / divisor);
+        }
+        (normed, statistics)
+    }
+
+    fn final_norm(&self) -> Norm {
+        Norm { eps: self.config.norm_eps }
+    }
+
+    /// The embedded tokens `[T, D]` f32.
+    fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: &[u32]) -> Tensor {
+        let mut x = embedding(pass.ctx, ids, &weights.embedding, DType::F32);
+        let multiplier = self.config.variant.embedding_multiplier;
+        if multiplier != 1.0 {
+            elementwise::scale_assign(pass.ctx, &mut x, multiplier);
+        }
+        if let Some(positions) = &weights.positions {
+            let positions = embedding(pass.ctx, pass.positions.u32s(), positions, DType::F32);
+            elementwise::add_assign(pass.ctx, &mut x, &positions);
+        }
+        x
     }
 
     fn training_layer(
@@ -326,7 +332,7 @@ impl Decoder {
         let noise = options.noise.map(|RouterNoise { seed, step }| {
             Random::new(seed, Purpose::Router, step.wrapping_mul(self.config.num_layers as u64).wrapping_add(i as u64))
         });
-        let (middle, attention) = self.attention.forward(pass, w, x, None);
+        let (middle, attention) = self.attention[i].forward(pass, w, x, None);
         let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
         let input = RouterInput { noise, token_ids, seq_len, progress: options.progress, is_inference: false };
         let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
@@ -347,7 +353,7 @@ impl Decoder {
         let saved = (&middle, feed_forward);
         let (d_middle, task) = self.training[i].backward(pass, weights, saved, (dy, loss_grad), write, d_norm);
         task.run(pass, write, &mut grads.feed_forward);
-        let (dx, task) = self.attention.backward(pass, weights, (input, attention), &d_middle, write, grads);
+        let (dx, task) = self.attention[i].backward(pass, weights, (input, attention), &d_middle, write, grads);
         task.run(pass.ctx, write, &mut grads.attention);
         dx
     }
@@ -366,21 +372,43 @@ impl Decoder {
             (Some(head), Some(d_head)) => (head, d_head),
             _ => (&weights.embedding, &mut grads.embedding),
         };
-        let (normed, inv_rms) = rms_norm(ctx, x, &weights.final_norm, self.config.norm_eps, head.dtype());
-        let (loss, d_normed) = head_loss_backward(ctx, &normed, head, targets, grad_scale, write, d_head);
-        let dx = rms_norm_backward(ctx, &d_normed, x, &weights.final_norm, &inv_rms, write, &mut grads.final_norm);
+        let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
+        let bias = weights.head_bias.as_ref();
+        let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
+        let (loss, mut d_normed) =
+            head_loss_backward_biased(ctx, &normed, (head, bias), targets, (grad_scale, write), into);
+        let divisor = self.config.variant.logits_divisor;
+        if divisor != 1.0 {
+            elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);
+        }
+        let (norm, d_norm) = (&weights.final_norm, &mut grads.final_norm);
+        let dx = self.final_norm().backward(ctx, norm, (x, &statistics), &d_normed, write, d_norm);
         (loss, dx)
     }
 
-    /// A rotary table for at least `len` positions. It grows as needed: a model made for a million positions does not cost
-    /// them in every run.
-    fn rope_table(&self, len: usize) -> Arc<RopeTable> {
-        let mut table = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
-        if table.max_len() < len {
-            let len = len.next_power_of_two().min(self.config.max_seq_len).max(len);
-            *table = Arc::new(RopeTable::new(self.config.head_dim, self.config.rope_theta, len));
+    /// A rotary table for at least `len` positions, if there is a rotary embedding. It grows as needed: a model made for a
+    /// million positions does not cost them in every run. Where frequencies depend on the length there is a second one.
+    fn rope_table(&self, len: usize) -> Option<Arc<RopeTable>> {
+        let ModelConfig { head_dim, rope_theta, max_seq_len, variant, .. } = &self.config;
+        if variant.positions != PositionKind::Rotary {
+            return None;
         }
-        Arc::clone(&table)
+        let mut tables = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
+        let bound = variant.rotary.changes_beyond();
+        let is_beyond = |len: usize| bound.is_some_and(|bound| len > bound);
+        let found = tables.iter().position(|table| is_beyond(table.max_len()) == is_beyond(len));
+        if let Some(table) = found.map(|at| &tables[at]).filter(|table| table.max_len() >= len) {
+            return Some(Arc::clone(table));
+        }
+        let most = bound.filter(|_| !is_beyond(len)).unwrap_or(*max_seq_len);
+        let rotary_dim = variant.latent.map_or(*head_dim, |latent| latent.rotary_dim);
+        let grown = len.next_power_of_two().min(most).max(len);
+        let table = Arc::new(variant.rotary.table((*head_dim, rotary_dim), *rope_theta, grown));
+        match found {
+            Some(at) => tables[at] = Arc::clone(&table),
+            None => tables.push(Arc::clone(&table)),
+        }
+        Some(table)
     }
 
     fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {

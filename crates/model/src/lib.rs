@@ -10,12 +10,18 @@ pub mod hf;
 mod losses;
 mod pass;
 pub mod safetensors;
+mod shapes;
 mod tokenizer;
 mod weights;
 
-pub use config::{ActivationKind, ModelConfig, QkNorm};
+pub use config::{
+    ActivationKind, LatentAttention, ModelConfig, NormKind, PositionKind, QkNorm, RopeScaling, Rotary, Variant,
+};
 pub use decoder::Decoder;
 pub use hf::LoadError;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 pub use tokenizer::{Tokenizer, TokenizerError};
-pub use weights::{AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, LayerWeights, Role};
+pub use weights::{
+    AttentionInputs, AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, HeadWeights, LatentWeights,
+    LayerWeights, LinearWeights, NormWeights, Role,
+};

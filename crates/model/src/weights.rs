@@ -3,36 +3,92 @@
 //! Shape letters: V vocabulary, D width, H query heads, G key and value heads, h head width, E experts, F hidden width of
 //! a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
 
-use moeworks_moe::{LayerStats, MoeWeights, RouterConfig, SharedWeights, next_state};
+use moeworks_moe::{LayerStats, MoeWeights, RouterConfig, next_state};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
+/// The weights of a norm.
+#[derive(Clone)]
+pub struct NormWeights {
+    /// `[W]`.
+    pub weight: Tensor,
+    /// `[W]`; none in an RMS norm.
+    pub bias: Option<Tensor>,
+}
+
+/// A matrix with an optional bias.
+#[derive(Clone)]
+pub struct LinearWeights {
+    /// `[out, in]`.
+    pub weight: Tensor,
+    /// `[out]`.
+    pub bias: Option<Tensor>,
+}
+
 /// Weights of an attention block.
+#[derive(Clone)]
 pub struct AttentionWeights {
+    /// What makes queries, keys and values.
+    pub inputs: AttentionInputs,
+    /// `[D, H w]`, w elements of a head of values.
+    pub o: LinearWeights,
+    /// `[H]`: a score for each head that has no value.
+    pub sinks: Option<Tensor>,
+}
+
+/// What makes queries, keys and values.
+#[derive(Clone)]
+pub enum AttentionInputs {
+    /// A matrix for each.
+    Heads(HeadWeights),
+    /// Multi-head latent attention.
+    Latent(LatentWeights),
+}
+
+/// A matrix for queries, keys and values each.
+#[derive(Clone)]
+pub struct HeadWeights {
     /// `[H h, D]`.
-    pub q: Tensor,
+    pub q: LinearWeights,
     /// `[G h, D]`.
-    pub k: Tensor,
+    pub k: LinearWeights,
     /// `[G h, D]`.
-    pub v: Tensor,
-    /// `[D, H h]`.
-    pub o: Tensor,
+    pub v: LinearWeights,
     /// Norm of queries, `[h]` or `[H h]`; none without a norm.
     pub q_norm: Option<Tensor>,
     /// Norm of keys, `[h]` or `[G h]`; none without a norm.
     pub k_norm: Option<Tensor>,
 }
 
+/// Multi-head latent attention: N elements of a head that are not rotated, R that are, w of its values; L ranks.
+#[derive(Clone)]
+pub struct LatentWeights {
+    /// `[Lq, D]` and the norm of its output `[Lq]`; none where queries are made directly.
+    pub q_down: Option<(LinearWeights, Tensor)>,
+    /// `[H (N + R), Lq]` or `[H (N + R), D]`.
+    pub q: Tensor,
+    /// `[Lkv + R, D]`.
+    pub kv_down: LinearWeights,
+    /// `[Lkv]`: norm of the first Lkv of its outputs.
+    pub kv_norm: Tensor,
+    /// `[H (N + w), Lkv]`.
+    pub kv: Tensor,
+}
+
 /// Weights of a dense feed-forward: an expert without a router.
+#[derive(Clone)]
 pub struct DenseWeights {
     /// `[1, A F, D]`.
     pub gate_up: Tensor,
     /// `[1, D, F]`.
     pub down: Tensor,
+    /// The biases of both, `[1, A F]` and `[1, D]`, f32.
+    pub biases: Option<(Tensor, Tensor)>,
 }
 
 /// Weights of a feed-forward block.
 #[allow(clippy::large_enum_variant)] // one for each layer: nothing is gained by another allocation
+#[derive(Clone)]
 pub enum FeedForwardWeights {
     /// Every token takes the same way.
     Dense(DenseWeights),
@@ -41,30 +97,36 @@ pub enum FeedForwardWeights {
 }
 
 /// Weights of one layer.
+#[derive(Clone)]
 pub struct LayerWeights {
     /// `[D]`: norm before attention.
-    pub attention_norm: Tensor,
+    pub attention_norm: NormWeights,
     /// Attention.
     pub attention: AttentionWeights,
     /// `[D]`: norm before the feed-forward.
-    pub feed_forward_norm: Tensor,
+    pub feed_forward_norm: NormWeights,
     /// Feed-forward.
     pub feed_forward: FeedForwardWeights,
 }
 
 /// All weights of a decoder. The same struct holds gradients and optimizer moments, all f32 then.
 ///
-/// Norm weights and routers are f32; the matrices are f32 or bf16, and their type is the precision of the products.
-/// Cloning shares no memory by accident: there is no `Clone`, copies are made with [`DecoderWeights::compute_copy`].
+/// Norm weights, biases, sinks and routers are f32; the matrices are f32 or bf16, and their type is the precision of the
+/// products. Cloning shares no memory by accident: there is no `Clone`, copies are made with
+/// [`DecoderWeights::compute_copy`].
 pub struct DecoderWeights {
     /// `[V, D]`.
     pub embedding: Tensor,
+    /// `[max_seq_len, D]`: learned positions.
+    pub positions: Option<Tensor>,
     /// The layers, first to last.
     pub layers: Vec<LayerWeights>,
     /// `[D]`: norm before the output projection.
-    pub final_norm: Tensor,
+    pub final_norm: NormWeights,
     /// `[V, D]`: output projection; none if it is the embedding.
     pub head: Option<Tensor>,
+    /// `[V]`: bias of the output projection.
+    pub head_bias: Option<Tensor>,
 }
 
 /// What a tensor is for, which decides its type in mixed precision.
@@ -72,7 +134,7 @@ pub struct DecoderWeights {
 pub enum Role {
     /// An operand of matrix products (and the embedding): bf16 in mixed precision.
     Product,
-    /// Norm weights and routers: always f32.
+    /// Norm weights, biases, sinks and routers: always f32.
     Exact,
 }
 
@@ -80,41 +142,91 @@ pub enum Role {
 macro_rules! list_tensors {
     ($weights:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {{
         let weights = $weights;
-        let mut list = vec![("model.embed_tokens.weight".to_owned(), Role::Product, & $($mutable)? weights.embedding)];
+        let mut list = Vec::new();
+        list.push(("model.embed_tokens.weight".to_owned(), Role::Product, & $($mutable)? weights.embedding));
+        if let Some(positions) = weights.positions.$option() {
+            list.push(("model.embed_positions.weight".to_owned(), Role::Exact, positions));
+        }
         for (i, layer) in weights.layers.$iter().enumerate() {
             let mut add = |name: &str, role, tensor| list.push((format!("model.layers.{i}.{name}"), role, tensor));
-            add("input_layernorm.weight", Role::Exact, & $($mutable)? layer.attention_norm);
+            macro_rules! add_option {
+                ($name:expr, $tensor:expr) => {
+                    if let Some(tensor) = $tensor.$option() {
+                        add($name, Role::Exact, tensor);
+                    }
+                };
+            }
+            add("input_layernorm.weight", Role::Exact, & $($mutable)? layer.attention_norm.weight);
+            add_option!("input_layernorm.bias", layer.attention_norm.bias);
             let attention = & $($mutable)? layer.attention;
-            add("self_attn.q_proj.weight", Role::Product, & $($mutable)? attention.q);
-            add("self_attn.k_proj.weight", Role::Product, & $($mutable)? attention.k);
-            add("self_attn.v_proj.weight", Role::Product, & $($mutable)? attention.v);
-            add("self_attn.o_proj.weight", Role::Product, & $($mutable)? attention.o);
-            if let Some(norm) = attention.q_norm.$option() {
-                add("self_attn.q_norm.weight", Role::Exact, norm);
+            match & $($mutable)? attention.inputs {
+                AttentionInputs::Heads(heads) => {
+                    add("self_attn.q_proj.weight", Role::Product, & $($mutable)? heads.q.weight);
+                    add_option!("self_attn.q_proj.bias", heads.q.bias);
+                    add("self_attn.k_proj.weight", Role::Product, & $($mutable)? heads.k.weight);
+                    add_option!("self_attn.k_proj.bias", heads.k.bias);
+                    add("self_attn.v_proj.weight", Role::Product, & $($mutable)? heads.v.weight);
+                    add_option!("self_attn.v_proj.bias", heads.v.bias);
+                    add_option!("self_attn.q_norm.weight", heads.q_norm);
+                    add_option!("self_attn.k_norm.weight", heads.k_norm);
+                }
+                AttentionInputs::Latent(latent) => {
+                    let q_name = match & $($mutable)? latent.q_down {
+                        Some((down, norm)) => {
+                            add("self_attn.q_a_proj.weight", Role::Product, & $($mutable)? down.weight);
+                            add_option!("self_attn.q_a_proj.bias", down.bias);
+                            add("self_attn.q_a_layernorm.weight", Role::Exact, norm);
+                            "self_attn.q_b_proj.weight"
+                        }
+                        None => "self_attn.q_proj.weight",
+                    };
+                    add(q_name, Role::Product, & $($mutable)? latent.q);
+                    add("self_attn.kv_a_proj_with_mqa.weight", Role::Product, & $($mutable)? latent.kv_down.weight);
+                    add_option!("self_attn.kv_a_proj_with_mqa.bias", latent.kv_down.bias);
+                    add("self_attn.kv_a_layernorm.weight", Role::Exact, & $($mutable)? latent.kv_norm);
+                    add("self_attn.kv_b_proj.weight", Role::Product, & $($mutable)? latent.kv);
+                }
             }
-            if let Some(norm) = attention.k_norm.$option() {
-                add("self_attn.k_norm.weight", Role::Exact, norm);
-            }
-            add("post_attention_layernorm.weight", Role::Exact, & $($mutable)? layer.feed_forward_norm);
+            add("self_attn.o_proj.weight", Role::Product, & $($mutable)? attention.o.weight);
+            add_option!("self_attn.o_proj.bias", attention.o.bias);
+            add_option!("self_attn.sinks", attention.sinks);
+            add("post_attention_layernorm.weight", Role::Exact, & $($mutable)? layer.feed_forward_norm.weight);
+            add_option!("post_attention_layernorm.bias", layer.feed_forward_norm.bias);
             match & $($mutable)? layer.feed_forward {
                 FeedForwardWeights::Dense(dense) => {
                     add("mlp.gate_up_proj", Role::Product, & $($mutable)? dense.gate_up);
                     add("mlp.down_proj", Role::Product, & $($mutable)? dense.down);
+                    if let Some((gate_up, down)) = & $($mutable)? dense.biases {
+                        add("mlp.gate_up_proj_bias", Role::Exact, gate_up);
+                        add("mlp.down_proj_bias", Role::Exact, down);
+                    }
                 }
                 FeedForwardWeights::Moe(moe) => {
                     add("mlp.gate.weight", Role::Exact, & $($mutable)? moe.router);
+                    add_option!("mlp.gate.bias", moe.router_bias);
                     add("mlp.experts.gate_up_proj", Role::Product, & $($mutable)? moe.gate_up);
                     add("mlp.experts.down_proj", Role::Product, & $($mutable)? moe.down);
+                    if let Some((gate_up, down)) = & $($mutable)? moe.biases {
+                        add("mlp.experts.gate_up_proj_bias", Role::Exact, gate_up);
+                        add("mlp.experts.down_proj_bias", Role::Exact, down);
+                    }
                     if let Some(shared) = moe.shared.$option() {
                         add("mlp.shared_experts.gate_up_proj", Role::Product, & $($mutable)? shared.gate_up);
                         add("mlp.shared_experts.down_proj", Role::Product, & $($mutable)? shared.down);
+                        add_option!("mlp.shared_expert_gate.weight", shared.gate);
                     }
                 }
             }
         }
-        list.push(("model.norm.weight".to_owned(), Role::Exact, & $($mutable)? weights.final_norm));
+        list.push(("model.norm.weight".to_owned(), Role::Exact, & $($mutable)? weights.final_norm.weight));
+        if let Some(bias) = weights.final_norm.bias.$option() {
+            list.push(("model.norm.bias".to_owned(), Role::Exact, bias));
+        }
         if let Some(head) = weights.head.$option() {
             list.push(("lm_head.weight".to_owned(), Role::Product, head));
+        }
+        if let Some(bias) = weights.head_bias.$option() {
+            list.push(("lm_head.bias".to_owned(), Role::Exact, bias));
         }
         list
     }};
@@ -153,6 +265,15 @@ impl DecoderWeights {
         layers.flat_map(|(i, states)| states.iter().map(move |state| (name(i, state.name), &state.tensor))).collect()
     }
 
+    /// The routers' states for writing, in the order of [`DecoderWeights::states`].
+    pub(crate) fn states_mut(&mut self) -> Vec<&mut Tensor> {
+        let layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {
+            FeedForwardWeights::Moe(moe) => Some(&mut moe.state),
+            FeedForwardWeights::Dense(_) => None,
+        });
+        layers.flat_map(|states| states.iter_mut().map(|state| &mut state.tensor)).collect()
+    }
+
     /// The number of parameters.
     #[must_use]
     pub fn num_parameters(&self) -> usize {
@@ -162,7 +283,7 @@ impl DecoderWeights {
     /// The type that matrix products are taken in.
     #[must_use]
     pub fn compute_dtype(&self) -> DType {
-        self.layers.first().map_or(self.embedding.dtype(), |layer| layer.attention.q.dtype())
+        self.layers.first().map_or(self.embedding.dtype(), |layer| layer.attention.o.weight.dtype())
     }
 
     /// f32 zeros of the same shapes: gradients, moments.
@@ -231,42 +352,33 @@ impl DecoderWeights {
 
     /// The same structure with every tensor replaced by `f` of it.
     pub(crate) fn map(&self, mut f: impl FnMut(Role, &Tensor) -> Tensor) -> Self {
-        let embedding = f(Role::Product, &self.embedding);
-        let layers = self.layers.iter().map(|layer| layer.map(&mut f)).collect();
-        let final_norm = f(Role::Exact, &self.final_norm);
-        Self { embedding, layers, final_norm, head: self.head.as_ref().map(|head| f(Role::Product, head)) }
+        let mut copy = self.shared();
+        for ((_, role, from), (_, _, to)) in
+            list_tensors!(self, iter, as_ref).into_iter().zip(list_tensors!(&mut copy, iter_mut, as_mut, mut))
+        {
+            *to = f(role, from);
+        }
+        for state in copy.states_mut() {
+            *state = f(Role::Exact, state);
+        }
+        copy
     }
-}
 
-impl LayerWeights {
-    fn map(&self, f: &mut impl FnMut(Role, &Tensor) -> Tensor) -> Self {
-        let attention_norm = f(Role::Exact, &self.attention_norm);
-        let a = &self.attention;
-        let attention = AttentionWeights {
-            q: f(Role::Product, &a.q),
-            k: f(Role::Product, &a.k),
-            v: f(Role::Product, &a.v),
-            o: f(Role::Product, &a.o),
-            q_norm: a.q_norm.as_ref().map(|norm| f(Role::Exact, norm)),
-            k_norm: a.k_norm.as_ref().map(|norm| f(Role::Exact, norm)),
-        };
-        let feed_forward_norm = f(Role::Exact, &self.feed_forward_norm);
-        let feed_forward = match &self.feed_forward {
-            FeedForwardWeights::Dense(dense) => FeedForwardWeights::Dense(DenseWeights {
-                gate_up: f(Role::Product, &dense.gate_up),
-                down: f(Role::Product, &dense.down),
-            }),
-            FeedForwardWeights::Moe(moe) => FeedForwardWeights::Moe(MoeWeights {
-                router: f(Role::Exact, &moe.router),
-                gate_up: f(Role::Product, &moe.gate_up),
-                down: f(Role::Product, &moe.down),
-                shared: moe.shared.as_ref().map(|shared| SharedWeights {
-                    gate_up: f(Role::Product, &shared.gate_up),
-                    down: f(Role::Product, &shared.down),
-                }),
-                state: moe.state.iter().map(|state| state.map(|tensor| f(Role::Exact, tensor))).collect(),
-            }),
-        };
-        Self { attention_norm, attention, feed_forward_norm, feed_forward }
+    /// The same tensors, whose memory is shared.
+    fn shared(&self) -> Self {
+        let Self { embedding, positions, layers, final_norm, head, head_bias } = self;
+        Self {
+            embedding: embedding.clone(),
+            positions: positions.clone(),
+            layers: layers.clone(),
+            final_norm: final_norm.clone(),
+            head: head.clone(),
+            head_bias: head_bias.clone(),
+        }
+    }
+
+    /// The places of all tensors, with name and role, in the order of [`DecoderWeights::tensors`].
+    pub(crate) fn places(&mut self) -> Vec<(String, Role, &mut Tensor)> {
+        list_tensors!(self, iter_mut, as_mut, mut)
     }
 }

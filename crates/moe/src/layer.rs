@@ -12,8 +12,8 @@ use std::sync::Arc;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::experts::{
-    ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, experts_backward, experts_forward,
-    experts_weight_grad,
+    ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads, experts_backward,
+    experts_bias_grad, experts_forward_biased, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
@@ -86,7 +86,8 @@ impl MoeLayer {
         let Decision { routing, saved: router_saved, num_rerouted } = router.forward(ctx, x);
         let priority = router.priority(&router_saved);
         let dispatch = Dispatch::with_rule(ctx, &routing, &router.rule(priority.as_deref()));
-        let (mut y, experts) = experts_forward(ctx, x, weights.experts(self.config.activation), dispatch.rows());
+        let (experts, biases) = (weights.experts(self.config.activation), weights.expert_biases());
+        let (mut y, experts) = experts_forward_biased(ctx, x, experts, biases, dispatch.rows());
         let shared = weights.shared.as_ref().map(|shared| {
             let (shared_y, saved) = SharedSaved::forward(ctx, shared, self.config.activation, x);
             add_assign(ctx, &mut y, &shared_y);
@@ -132,7 +133,10 @@ impl MoeLayer {
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
         let rows = saved.dispatch.rows();
         let experts = weights.experts(self.config.activation);
-        let backward = experts_backward(ctx, dy, experts, rows, &saved.experts);
+        let mut backward = experts_backward(ctx, dy, experts, rows, &saved.experts);
+        if let Some((_, down)) = &weights.biases {
+            add_bias_row_weight_grads(dy, down, rows, &mut backward.d_row_weights);
+        }
         let mut dx = backward.dx;
 
         let dweights = choice_grads(ctx, rows, backward.d_row_weights.f32s());
@@ -212,6 +216,9 @@ impl MoeGradTask {
         let inputs = WeightGradInputs { x, dy: &self.dy, saved: experts, dh: &self.dh };
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
         experts_weight_grad(ctx, inputs, self.config.activation, dispatch.rows(), write, into);
+        if let Some((gate_up, down)) = &mut grads.biases {
+            experts_bias_grad(&self.dy, &self.dh, dispatch.rows(), write, (gate_up, down));
+        }
         self.router.run(ctx, router, x, write, grads);
         if let (Some(task), Some(saved), Some(grads)) = (self.shared, &self.saved.shared, &mut grads.shared) {
             task.run(ctx, saved, (x, &self.dy), self.config.activation, write, grads);

@@ -1,7 +1,7 @@
 //! The weights of an MoE layer. The same structure holds their gradients.
 
 use moeworks_ops::elementwise::fill_normal;
-use moeworks_ops::experts::ExpertWeights;
+use moeworks_ops::experts::{ExpertBiases, ExpertWeights};
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -12,10 +12,14 @@ use crate::MoeConfig;
 pub struct MoeWeights {
     /// `[E, D]`, always f32: the router's logits are `x router^T`.
     pub router: Tensor,
+    /// `[E]` f32: added to the router's logits; none without a bias.
+    pub router_bias: Option<Tensor>,
     /// `[E, A F, D]`, f32 or bf16; with a gated activation the gate's F rows come first in each expert.
     pub gate_up: Tensor,
     /// `[E, D, F]`, of the type of `gate_up`.
     pub down: Tensor,
+    /// The experts' biases, f32: `[E, A F]` before the activation and `[E, D]` behind the second product.
+    pub biases: Option<(Tensor, Tensor)>,
     /// The shared experts, if the layer has any.
     pub shared: Option<SharedWeights>,
     /// What the router keeps from step to step besides weights, such as `e_score_correction_bias`; f32. It has no
@@ -47,6 +51,8 @@ pub struct SharedWeights {
     pub gate_up: Tensor,
     /// `[D, S]`, of the type of `gate_up`.
     pub down: Tensor,
+    /// `[1, D]` f32: the shared experts' output is multiplied by the sigmoid of its product with the token; none for 1.
+    pub gate: Option<Tensor>,
 }
 
 impl MoeWeights {
@@ -57,10 +63,15 @@ impl MoeWeights {
         let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
         Self {
             router: ctx.zeros(&[e, d], DType::F32),
+            router_bias: None,
             gate_up: ctx.zeros(&[e, a * f, d], dtype),
             down: ctx.zeros(&[e, d, f], dtype),
-            shared: (s > 0)
-                .then(|| SharedWeights { gate_up: ctx.zeros(&[a * s, d], dtype), down: ctx.zeros(&[d, s], dtype) }),
+            biases: None,
+            shared: (s > 0).then(|| SharedWeights {
+                gate_up: ctx.zeros(&[a * s, d], dtype),
+                down: ctx.zeros(&[d, s], dtype),
+                gate: None,
+            }),
             state: config.router.first_state(ctx, e),
         }
     }
@@ -78,15 +89,19 @@ impl MoeWeights {
     /// The tensors, in the order of the fields.
     #[must_use]
     pub fn tensors(&self) -> Vec<&Tensor> {
-        let shared = self.shared.iter().flat_map(|shared| [&shared.gate_up, &shared.down]);
-        [&self.router, &self.gate_up, &self.down].into_iter().chain(shared).collect()
+        let biases = self.biases.iter().flat_map(|(gate_up, down)| [gate_up, down]);
+        let shared = self.shared.iter().flat_map(|s| [Some(&s.gate_up), Some(&s.down), s.gate.as_ref()]);
+        let experts = [&self.gate_up, &self.down].into_iter().chain(biases);
+        [&self.router].into_iter().chain(&self.router_bias).chain(experts).chain(shared.flatten()).collect()
     }
 
     /// The tensors for writing, in the order of the fields.
     #[must_use]
     pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
-        let shared = self.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
-        [&mut self.router, &mut self.gate_up, &mut self.down].into_iter().chain(shared).collect()
+        let biases = self.biases.iter_mut().flat_map(|(gate_up, down)| [gate_up, down]);
+        let shared = self.shared.iter_mut().flat_map(|s| [Some(&mut s.gate_up), Some(&mut s.down), s.gate.as_mut()]);
+        let experts = [&mut self.gate_up, &mut self.down].into_iter().chain(biases);
+        [&mut self.router].into_iter().chain(&mut self.router_bias).chain(experts).chain(shared.flatten()).collect()
     }
 
     /// The state of this name. Panics if the configuration has none.
@@ -99,17 +114,30 @@ impl MoeWeights {
         ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation }
     }
 
+    pub(crate) fn expert_biases(&self) -> Option<ExpertBiases<'_>> {
+        self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down })
+    }
+
     /// Panics if a tensor has not the shape that `config` asks for.
     pub(crate) fn check(&self, config: &MoeConfig) {
         let a = config.activation.num_inputs();
         let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
         assert_eq!((self.router.shape(), self.router.dtype()), (&[e, d][..], DType::F32), "router of an MoE layer");
+        if let Some(bias) = &self.router_bias {
+            assert_eq!((bias.len(), bias.dtype()), (e, DType::F32), "bias of a router");
+        }
         assert_eq!(self.gate_up.shape(), [e, a * f, d], "gate_up of an MoE layer");
+        if let Some((gate_up, down)) = &self.biases {
+            assert_eq!((gate_up.shape(), down.shape()), (&[e, a * f][..], &[e, d][..]), "biases of experts");
+        }
         assert_eq!(self.down.shape(), [e, d, f], "down of an MoE layer");
         assert_eq!(self.shared.is_some(), s > 0, "whether an MoE layer has shared experts");
         if let Some(shared) = &self.shared {
             assert_eq!(shared.gate_up.shape(), [a * s, d], "gate_up of shared experts");
             assert_eq!(shared.down.shape(), [d, s], "down of shared experts");
+            if let Some(gate) = &shared.gate {
+                assert_eq!((gate.shape(), gate.dtype()), (&[1, d][..], DType::F32), "gate of shared experts");
+            }
         }
     }
 }

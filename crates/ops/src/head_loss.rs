@@ -5,6 +5,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use crate::elementwise::{add_rows, sum_rows};
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, kernel, sum_lanes};
@@ -28,13 +29,35 @@ pub struct HeadLoss {
 /// `[T]` are below V, or [`IGNORE`].
 #[must_use]
 pub fn head_loss(ctx: &Context, x: &Tensor, w: &Tensor, targets: &[u32]) -> HeadLoss {
+    head_loss_biased(ctx, x, (w, None), targets)
+}
+
+/// As [`head_loss`] with a bias `[V]` on the logits.
+#[must_use]
+pub fn head_loss_biased(ctx: &Context, x: &Tensor, (w, bias): (&Tensor, Option<&Tensor>), targets: &[u32]) -> HeadLoss {
     check(x, w, targets);
     let mut total = HeadLoss::default();
     for chunk in Chunk::all(x.rows(), w.rows()) {
-        let mut logits = linear(ctx, &chunk.rows_of(ctx, x), w, DType::F32);
+        let mut logits = biased_logits(ctx, &chunk.rows_of(ctx, x), w, bias);
         total.add(softmax_rows(ctx, &mut logits, &targets[chunk.range()], None));
     }
     total
+}
+
+/// Where the gradients of the output layer's weights go, f32.
+pub struct HeadGrads<'a> {
+    /// `[V, D]`.
+    pub weight: &'a mut Tensor,
+    /// `[V]`, where there is a bias.
+    pub bias: Option<&'a mut Tensor>,
+}
+
+fn biased_logits(ctx: &Context, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Tensor {
+    let mut logits = linear(ctx, x, w, DType::F32);
+    if let Some(bias) = bias {
+        add_rows(ctx, &mut logits, bias);
+    }
+    logits
 }
 
 /// The loss, the gradient of `x` (returned, f32) and that of `w` (written or added to `dw`, f32) in one pass.
@@ -49,16 +72,32 @@ pub fn head_loss_backward(
     write: Write,
     dw: &mut Tensor,
 ) -> (HeadLoss, Tensor) {
+    let grads = HeadGrads { weight: dw, bias: None };
+    head_loss_backward_biased(ctx, x, (w, None), targets, (grad_scale, write), grads)
+}
+
+/// As [`head_loss_backward`] with a bias `[V]` on the logits.
+#[must_use]
+pub fn head_loss_backward_biased(
+    ctx: &Context,
+    x: &Tensor,
+    (w, bias): (&Tensor, Option<&Tensor>),
+    targets: &[u32],
+    (grad_scale, write): (f32, Write),
+    grads: HeadGrads<'_>,
+) -> (HeadLoss, Tensor) {
+    let HeadGrads { weight: dw, bias: mut d_bias } = grads;
     check(x, w, targets);
     let mut total = HeadLoss::default();
     let mut dx = ctx.empty(&[x.rows(), x.cols()], DType::F32);
     if write == Write::Replace && x.rows() == 0 {
         dw.f32s_mut().fill(0.0);
+        d_bias.iter_mut().for_each(|d_bias| d_bias.f32s_mut().fill(0.0));
     }
     let mut write = write;
     for chunk in Chunk::all(x.rows(), w.rows()) {
         let part = chunk.rows_of(ctx, x);
-        let mut logits = linear(ctx, &part, w, DType::F32);
+        let mut logits = biased_logits(ctx, &part, w, bias);
         total.add(softmax_rows(ctx, &mut logits, &targets[chunk.range()], Some(grad_scale)));
         let part_dx = linear_backward_input(ctx, &logits, w, DType::F32);
         if chunk.end - chunk.start == x.rows() {
@@ -67,6 +106,9 @@ pub fn head_loss_backward(
             dx.f32s_mut()[chunk.start * x.cols()..chunk.end * x.cols()].copy_from_slice(part_dx.f32s());
         }
         linear_backward_weight(ctx, &logits, &part, w.dtype(), write, dw);
+        if let Some(d_bias) = &mut d_bias {
+            sum_rows(ctx, &logits, write, d_bias);
+        }
         write = Write::Add;
     }
     (total, dx)

@@ -12,6 +12,7 @@
 mod activation;
 pub mod adamw;
 pub mod attention;
+pub mod columns;
 mod context;
 pub mod counting_sort;
 pub mod elementwise;

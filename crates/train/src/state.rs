@@ -64,7 +64,7 @@ fn moment<'a>(name: &'static str, tensors: &'a DecoderWeights) -> impl Iterator<
         name: format!("{name}.{of}"),
         dtype: FileDType::F32,
         shape: tensor.shape().to_vec(),
-        bytes: tensor.bytes(),
+        bytes: tensor.bytes().into(),
     })
 }
 

@@ -1,18 +1,23 @@
-//! Grouped-query causal attention with rotary positions and an optional norm of queries and keys.
+//! The attention block: norm, queries, keys and values, causal attention with whatever window and sinks, projection.
 //!
-//! T tokens, D width, H query heads, G key and value heads, h head width.
+//! T tokens, D width, H query heads, G key and value heads, h head width, w width of a head's values.
 
-use moeworks_ops::attention::{AttentionShape, attention, attention_backward};
-use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
-use moeworks_ops::rope::{Rotation, rope};
+use moeworks_ops::attention::{AttentionShape, attention_backward, attention_with_sinks, sinks_backward};
+use moeworks_ops::linear::{Write, linear_backward_input};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
+use super::heads::{Heads, HeadsGradTask, HeadsSaved};
+use super::latent::{Latent, LatentGradTask, LatentSaved};
+use super::norm::Norm;
+use super::projection::{project, project_grads};
 use crate::config::ModelConfig;
 use crate::generation::LayerCache;
-use crate::weights::{AttentionWeights, LayerWeights};
+use crate::weights::{AttentionInputs, AttentionWeights, LayerWeights};
+
+/// Epsilon of the norms inside latent attention, whatever the others have (DeepSeek's code).
+const LATENT_EPS: f32 = 1e-6;
 
 /// An attention block.
 #[derive(Clone, Debug)]
@@ -20,42 +25,70 @@ pub(crate) struct AttentionBlock {
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
-    eps: f32,
+    value_dim: usize,
+    window: Option<usize>,
+    scale: f32,
+    norm: Norm,
+    inputs: Inputs,
+    residual_multiplier: f32,
+}
+
+/// What makes queries, keys and values.
+#[derive(Clone, Copy, Debug)]
+enum Inputs {
+    Heads(Heads),
+    Latent(Latent),
+}
+
+enum InputsSaved {
+    Heads(HeadsSaved),
+    Latent(LatentSaved),
+}
+
+#[allow(clippy::large_enum_variant)] // lives for a moment: nothing is gained by another allocation
+enum InputsGradTask {
+    Heads(HeadsGradTask),
+    Latent(LatentGradTask),
 }
 
 /// What backward needs of forward, besides the block's input.
 pub(crate) struct AttentionSaved {
-    inv_rms: Tensor,
+    norm: Tensor,
     normed: Tensor,
-    q: Projected,
-    k: Projected,
-    v: Tensor,
+    inputs: InputsSaved,
+    qkv: [Tensor; 3],
     o: Tensor,
     lse: Tensor,
 }
 
-/// Queries or keys as attention takes them, and what their norm's backward needs.
-struct Projected {
-    rotated: Tensor,
-    /// The projection before the norm, and the norm's 1/rms; none without a norm.
-    before_norm: Option<(Tensor, Tensor)>,
-}
-
 /// The gradients of the block's matrices, still to be computed.
 pub(crate) struct AttentionGradTask {
-    normed: Tensor,
+    inputs: InputsGradTask,
     o: Tensor,
     dy: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
     compute: DType,
 }
 
 impl AttentionBlock {
-    pub(crate) fn new(config: &ModelConfig) -> Self {
+    /// The block of layer `i`.
+    pub(crate) fn new(config: &ModelConfig, i: usize) -> Self {
         let ModelConfig { num_heads, num_kv_heads, head_dim, norm_eps: eps, .. } = *config;
-        Self { num_heads, num_kv_heads, head_dim, eps }
+        let (value_dim, variant) = (config.value_dim(), &config.variant);
+        let inputs = match variant.latent {
+            None => Inputs::Heads(Heads { eps, clip: variant.clip_qkv }),
+            Some(sizes) => Inputs::Latent(Latent { sizes, num_heads, value_dim, eps: LATENT_EPS }),
+        };
+        Self {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            value_dim,
+            window: config.window(i),
+            scale: config.attention_scale(),
+            norm: Norm { eps },
+            inputs,
+            residual_multiplier: variant.residual_multiplier,
+        }
     }
 
     fn shape(&self, pass: &Pass<'_>, kv_len: usize, kv_capacity: usize) -> AttentionShape {
@@ -67,9 +100,9 @@ impl AttentionBlock {
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
-            value_dim: self.head_dim,
-            window: None,
-            scale: (self.head_dim as f32).sqrt().recip(),
+            value_dim: self.value_dim,
+            window: self.window,
+            scale: self.scale,
         }
     }
 
@@ -83,42 +116,28 @@ impl AttentionBlock {
         cache: Option<&mut LayerCache>,
     ) -> (Tensor, AttentionSaved) {
         let (ctx, w) = (pass.ctx, &weights.attention);
-        let (normed, inv_rms) = rms_norm(ctx, x, &weights.attention_norm, self.eps, w.q.dtype());
-        let q = self.project(pass, &normed, &w.q, w.q_norm.as_ref());
-        let k = self.project(pass, &normed, &w.k, w.k_norm.as_ref());
-        let v = linear(ctx, &normed, &w.v, w.v.dtype());
+        let (normed, norm) = self.norm.forward(ctx, &weights.attention_norm, x, w.o.weight.dtype());
+        let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
+        let [q, k, v] = &qkv;
+        let sinks = w.sinks.as_ref().map(Tensor::f32s);
         let (o, lse) = match cache {
             None => {
                 let shape = self.shape(pass, pass.seq_len, pass.seq_len);
-                attention(ctx, &q.rotated, &k.rotated, &v, &shape)
+                attention_with_sinks(ctx, (q, k, v), sinks, &shape)
             }
             Some(cache) => {
-                cache.append(ctx, &k.rotated, &v);
+                cache.append(ctx, k, v);
                 let shape = self.shape(pass, cache.len(), cache.capacity());
-                attention(ctx, &q.rotated, cache.keys(), cache.values(), &shape)
+                attention_with_sinks(ctx, (q, cache.keys(), cache.values()), sinks, &shape)
             }
         };
-        let mut y = linear(ctx, &o, &w.o, DType::F32);
-        elementwise::add_assign(ctx, &mut y, x);
-        (y, AttentionSaved { inv_rms, normed, q, k, v, o, lse })
+        let mut y = project(ctx, &o, &w.o, DType::F32);
+        add_residual(ctx, &mut y, self.residual_multiplier, x);
+        (y, AttentionSaved { norm, normed, inputs, qkv, o, lse })
     }
 
-    /// The projection of `normed`, normed and rotated.
-    fn project(&self, pass: &Pass<'_>, normed: &Tensor, w: &Tensor, norm: Option<&Tensor>) -> Projected {
-        let projected = linear(pass.ctx, normed, w, w.dtype());
-        let (mut rotated, before_norm) = match norm {
-            None => (projected, None),
-            Some(norm) => {
-                let (y, inv_rms) = rms_norm(pass.ctx, &projected, norm, self.eps, w.dtype());
-                (y, Some((projected, inv_rms)))
-            }
-        };
-        rope(pass.ctx, &mut rotated, pass.rope, pass.positions.u32s(), Rotation::Forward);
-        Projected { rotated, before_norm }
-    }
-
-    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The norm weights' gradients
-    /// are written to `grads` as `write` says.
+    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The gradients of norm weights
+    /// and sinks are written to `grads` as `write` says.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -129,50 +148,100 @@ impl AttentionBlock {
         grads: &mut LayerWeights,
     ) -> (Tensor, AttentionGradTask) {
         let (ctx, w) = (pass.ctx, &weights.attention);
-        let AttentionSaved { inv_rms, normed, q, k, v, o, lse } = saved;
-        let d_o = linear_backward_input(ctx, dy, &w.o, w.o.dtype());
+        let AttentionSaved { norm, normed, inputs, qkv, o, lse } = saved;
+        let d_block = scaled(ctx, dy, self.residual_multiplier);
+        let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
         let shape = self.shape(pass, pass.seq_len, pass.seq_len);
-        let (dq, dk, dv) = attention_backward(ctx, &d_o, (&q.rotated, &k.rotated, &v), (&o, &lse), &shape);
-        drop(d_o);
-        let g = &mut grads.attention;
-        let dq = project_backward(pass, dq, q, w.q_norm.as_ref(), write, g.q_norm.as_mut());
-        let dk = project_backward(pass, dk, k, w.k_norm.as_ref(), write, g.k_norm.as_mut());
-        let mut d_normed = linear_backward_input(ctx, &dq, &w.q, DType::F32);
-        for (d, w) in [(&dk, &w.k), (&dv, &w.v)] {
-            elementwise::add_assign(ctx, &mut d_normed, &linear_backward_input(ctx, d, w, DType::F32));
+        let [q, k, v] = &qkv;
+        if let (Some(sinks), Some(d_sinks)) = (&w.sinks, &mut grads.attention.sinks) {
+            let found = sinks_backward(&d_o, (&o, &lse), sinks.f32s(), &shape);
+            let keep = if write == Write::Add { 1.0 } else { 0.0 };
+            d_sinks.f32s_mut().iter_mut().zip(found).for_each(|(sum, d)| *sum = keep * *sum + d);
         }
+        let (dq, dk, dv) = attention_backward(ctx, &d_o, (q, k, v), (&o, &lse), &shape);
+        drop(d_o);
+        let inputs_grads = &mut grads.attention.inputs;
+        let (d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), [dq, dk, dv], write, inputs_grads);
         let d_norm = &mut grads.attention_norm;
-        let mut dx = rms_norm_backward(ctx, &d_normed, x, &weights.attention_norm, &inv_rms, write, d_norm);
+        let mut dx = self.norm.backward(ctx, &weights.attention_norm, (x, &norm), &d_normed, write, d_norm);
         elementwise::add_assign(ctx, &mut dx, dy);
-        (dx, AttentionGradTask { normed, o, dy: dy.clone(), dq, dk, dv, compute: w.q.dtype() })
+        (dx, AttentionGradTask { inputs, o, dy: d_block, compute: w.o.weight.dtype() })
     }
 }
 
-/// The gradient of a projection before its norm and rotation from that after them.
-fn project_backward(
-    pass: &Pass<'_>,
-    mut d: Tensor,
-    saved: Projected,
-    norm: Option<&Tensor>,
-    write: Write,
-    d_norm: Option<&mut Tensor>,
-) -> Tensor {
-    rope(pass.ctx, &mut d, pass.rope, pass.positions.u32s(), Rotation::Inverse);
-    match (saved.before_norm, norm, d_norm) {
-        (Some((x, inv_rms)), Some(norm), Some(d_norm)) => {
-            rms_norm_backward(pass.ctx, &d, &x, norm, &inv_rms, write, d_norm)
+/// `y = multiplier y + x`.
+pub(super) fn add_residual(ctx: &Context, y: &mut Tensor, multiplier: f32, x: &Tensor) {
+    if multiplier != 1.0 {
+        elementwise::scale_assign(ctx, y, multiplier);
+    }
+    elementwise::add_assign(ctx, y, x);
+}
+
+/// `multiplier x`, the same memory where that is `x`.
+pub(super) fn scaled(ctx: &Context, x: &Tensor, multiplier: f32) -> Tensor {
+    if multiplier == 1.0 {
+        return x.clone();
+    }
+    let mut y = x.copied(ctx.pool());
+    elementwise::scale_assign(ctx, &mut y, multiplier);
+    y
+}
+
+/// What a part of a model says to weights of another kind than its configuration has.
+pub(super) const WRONG_KIND: &str = "the weights are of another configuration than the model";
+
+impl Inputs {
+    fn forward(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor) -> ([Tensor; 3], InputsSaved) {
+        match (self, &w.inputs) {
+            (Self::Heads(heads), AttentionInputs::Heads(w)) => {
+                let (qkv, saved) = heads.forward(pass, w, normed);
+                (qkv, InputsSaved::Heads(saved))
+            }
+            (Self::Latent(latent), AttentionInputs::Latent(w)) => {
+                let (qkv, saved) = latent.forward(pass, w, normed);
+                (qkv, InputsSaved::Latent(saved))
+            }
+            _ => panic!("{WRONG_KIND}"),
         }
-        _ => d,
+    }
+
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        w: &AttentionWeights,
+        (normed, saved): (Tensor, InputsSaved),
+        grads_qkv: [Tensor; 3],
+        write: Write,
+        grads: &mut AttentionInputs,
+    ) -> (Tensor, InputsGradTask) {
+        match (self, &w.inputs, saved, grads) {
+            (Self::Heads(heads), AttentionInputs::Heads(w), InputsSaved::Heads(saved), AttentionInputs::Heads(g)) => {
+                let (dx, task) = heads.backward(pass, w, (normed, saved), grads_qkv, write, g);
+                (dx, InputsGradTask::Heads(task))
+            }
+            (
+                Self::Latent(latent),
+                AttentionInputs::Latent(w),
+                InputsSaved::Latent(saved),
+                AttentionInputs::Latent(g),
+            ) => {
+                let (dx, task) = latent.backward(pass, w, (normed, saved), grads_qkv, write, g);
+                (dx, InputsGradTask::Latent(task))
+            }
+            _ => panic!("{WRONG_KIND}"),
+        }
     }
 }
 
 impl AttentionGradTask {
-    /// Writes the gradients of the four matrices.
+    /// Writes the gradients of the matrices and their biases.
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut AttentionWeights) {
-        let Self { normed, o, dy, dq, dk, dv, compute } = self;
-        linear_backward_weight(ctx, &dy, &o, compute, write, &mut grads.o);
-        linear_backward_weight(ctx, &dq, &normed, compute, write, &mut grads.q);
-        linear_backward_weight(ctx, &dk, &normed, compute, write, &mut grads.k);
-        linear_backward_weight(ctx, &dv, &normed, compute, write, &mut grads.v);
+        let Self { inputs, o, dy, compute } = self;
+        project_grads(ctx, (&dy, &o), compute, write, &mut grads.o);
+        match (inputs, &mut grads.inputs) {
+            (InputsGradTask::Heads(task), AttentionInputs::Heads(grads)) => task.run(ctx, write, grads),
+            (InputsGradTask::Latent(task), AttentionInputs::Latent(grads)) => task.run(ctx, write, grads),
+            _ => panic!("{WRONG_KIND}"),
+        }
     }
 }

@@ -2,16 +2,17 @@
 
 use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
-    ExpertGrads, ExpertRows, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_forward,
-    experts_weight_grad,
+    ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward,
+    experts_bias_grad, experts_forward_biased, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::{Activation, elementwise};
 use moeworks_tensor::Tensor;
 
 use super::Pass;
-use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights};
+use super::attention::{WRONG_KIND, add_residual, scaled};
+use super::norm::Norm;
+use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights, NormWeights};
 
 /// A feed-forward block.
 #[derive(Clone, Debug)]
@@ -19,12 +20,14 @@ pub(crate) struct FeedForwardBlock {
     /// The routed layer; none if this layer is dense.
     pub(crate) moe: Option<MoeLayer>,
     pub(crate) activation: Activation,
-    pub(crate) eps: f32,
+    pub(crate) norm: Norm,
+    /// Multiplies what the block adds to the residual stream.
+    pub(crate) residual_multiplier: f32,
 }
 
 /// What backward needs of forward, besides the block's input.
 pub(crate) struct FeedForwardSaved {
-    inv_rms: Tensor,
+    norm: Tensor,
     normed: Tensor,
     inner: InnerSaved,
 }
@@ -50,6 +53,7 @@ impl FeedForwardSaved {
 }
 
 /// The gradients of the block's matrices, still to be computed.
+#[allow(clippy::large_enum_variant)] // lives for a moment: nothing is gained by another allocation
 pub(crate) enum FeedForwardGradTask {
     Dense { normed: Tensor, dy: Tensor, saved: ExpertsSaved, dh: Tensor, activation: Activation },
     Moe(MoeGradTask),
@@ -69,7 +73,7 @@ impl FeedForwardBlock {
             FeedForwardWeights::Dense(w) => w.gate_up.dtype(),
             FeedForwardWeights::Moe(w) => w.gate_up.dtype(),
         };
-        let (normed, inv_rms) = rms_norm(ctx, x, &weights.feed_forward_norm, self.eps, dtype);
+        let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
                 let (y, saved) = moe.forward(ctx, w, &normed, input);
@@ -78,13 +82,14 @@ impl FeedForwardBlock {
             (FeedForwardWeights::Dense(w), None) => {
                 let offsets = [0, normed.rows() as u32];
                 let rows = all_rows(pass, &offsets);
-                let (y, saved) = experts_forward(ctx, &normed, dense(w, self.activation), rows);
+                let biases = w.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
+                let (y, saved) = experts_forward_biased(ctx, &normed, dense(w, self.activation), biases, rows);
                 (y, InnerSaved::Dense(saved))
             }
-            _ => panic!("the weights are of another configuration than the model"),
+            _ => panic!("{WRONG_KIND}"),
         };
-        elementwise::add_assign(ctx, &mut y, x);
-        (y, FeedForwardSaved { inv_rms, normed, inner })
+        add_residual(ctx, &mut y, self.residual_multiplier, x);
+        (y, FeedForwardSaved { norm, normed, inner })
     }
 
     /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The norm weight's gradient is
@@ -96,25 +101,26 @@ impl FeedForwardBlock {
         (x, saved): (&Tensor, FeedForwardSaved),
         (dy, loss_grad): (&Tensor, Option<&LossGrad>),
         write: Write,
-        d_norm: &mut Tensor,
+        d_norm: &mut NormWeights,
     ) -> (Tensor, FeedForwardGradTask) {
         let ctx = pass.ctx;
-        let FeedForwardSaved { inv_rms, normed, inner } = saved;
+        let FeedForwardSaved { norm, normed, inner } = saved;
+        let d_block = scaled(ctx, dy, self.residual_multiplier);
         let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, loss_grad) {
             (InnerSaved::Moe(saved), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
-                let (dx, task) = moe.backward(ctx, w, &saved, dy, loss_grad);
+                let (dx, task) = moe.backward(ctx, w, &saved, &d_block, loss_grad);
                 (dx, FeedForwardGradTask::Moe(task))
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
                 let offsets = [0, normed.rows() as u32];
-                let back = experts_backward(ctx, dy, dense(w, self.activation), all_rows(pass, &offsets), &saved);
+                let back = experts_backward(ctx, &d_block, dense(w, self.activation), all_rows(pass, &offsets), &saved);
                 let activation = self.activation;
-                let task = FeedForwardGradTask::Dense { normed, dy: dy.clone(), saved, dh: back.dh, activation };
+                let task = FeedForwardGradTask::Dense { normed, dy: d_block, saved, dh: back.dh, activation };
                 (back.dx, task)
             }
-            _ => panic!("the weights are of another configuration than the model"),
+            _ => panic!("{WRONG_KIND}"),
         };
-        let mut dx = rms_norm_backward(ctx, &d_normed, x, &weights.feed_forward_norm, &inv_rms, write, d_norm);
+        let mut dx = self.norm.backward(ctx, &weights.feed_forward_norm, (x, &norm), &d_normed, write, d_norm);
         elementwise::add_assign(ctx, &mut dx, dy);
         (dx, task)
     }
@@ -138,10 +144,14 @@ impl FeedForwardGradTask {
             (Self::Dense { normed, dy, saved, dh, activation }, FeedForwardWeights::Dense(grads)) => {
                 let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh };
                 let offsets = [0, normed.rows() as u32];
-                let grads = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-                experts_weight_grad(pass.ctx, inputs, activation, all_rows(pass, &offsets), write, grads);
+                let rows = all_rows(pass, &offsets);
+                let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+                experts_weight_grad(pass.ctx, inputs, activation, rows, write, into);
+                if let Some((gate_up, down)) = &mut grads.biases {
+                    experts_bias_grad(&dy, &dh, rows, write, (gate_up, down));
+                }
             }
-            _ => panic!("the gradients are of another configuration than the model"),
+            _ => panic!("{WRONG_KIND}"),
         }
     }
 }

@@ -5,6 +5,10 @@
 
 pub(crate) mod attention;
 pub(crate) mod feed_forward;
+mod heads;
+mod latent;
+pub(crate) mod norm;
+mod projection;
 
 use moeworks_ops::Context;
 use moeworks_ops::rope::RopeTable;
@@ -13,7 +17,8 @@ use moeworks_tensor::{DType, Tensor};
 /// What all layers of one pass share.
 pub(crate) struct Pass<'a> {
     pub(crate) ctx: &'a Context,
-    pub(crate) rope: &'a RopeTable,
+    /// None without a rotary embedding.
+    pub(crate) rope: Option<&'a RopeTable>,
     /// `[T]` u32: the position of each token in its sequence.
     pub(crate) positions: Tensor,
     pub(crate) num_sequences: usize,
@@ -26,7 +31,7 @@ impl<'a> Pass<'a> {
     /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
     pub(crate) fn new(
         ctx: &'a Context,
-        rope: &'a RopeTable,
+        rope: Option<&'a RopeTable>,
         num_sequences: usize,
         seq_len: usize,
         start: usize,

@@ -1,18 +1,24 @@
 //! Models as Hugging Face folders: `config.json`, `model.safetensors` or shards with an index, `generation_config.json`,
 //! `tokenizer.json`, `tokenizer_config.json`.
 //!
-//! A model is saved as the family of `transformers` that computes the same thing: see the table in `family.rs`, one
-//! row a family. A model that no family expresses (two-matrix experts, shared experts, and so on) is saved with
+//! A model is saved as the family of `transformers` that computes the same thing: see `families`, one
+//! file a family. A model that no family expresses (two-matrix experts, shared experts, and so on) is saved with
 //! `model_type` `moeworks` and the same naming of tensors; `transformers` does not load it, and [`Saved`] says so. In
 //! every case `config.json` also has our own configuration under the key `moeworks`, so that settings of training
 //! (capacity, jitter, ...) survive; it counts only while it agrees with the other keys.
 
 mod config_json;
 mod error;
+mod families;
 mod family;
+mod keys;
 mod load;
+mod names;
+mod pieces;
+mod rope_json;
 mod save;
+mod small_floats;
 
 pub use error::{LoadError, SaveError};
-pub use load::load_model;
+pub use load::{ModelFolder, load_model};
 pub use save::{SaveOptions, Saved, save_model};

@@ -1,6 +1,6 @@
 //! Writing a model folder.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -10,12 +10,14 @@ use serde_json::{Value, json};
 
 use super::config_json;
 use super::error::SaveError;
-use super::family::{Family, LayerNames, Matrix};
+use super::family::Family;
+use super::load::ModelFolder;
+use super::names::{Piece, View, forms};
 use crate::config::ModelConfig;
 use crate::files::write_whole;
-use crate::safetensors::{TensorBytes, write_shards};
+use crate::safetensors::{Payload, TensorBytes, write_shards};
 use crate::tokenizer::Tokenizer;
-use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights};
+use crate::weights::DecoderWeights;
 
 /// What is written besides configuration and weights.
 #[derive(Clone, Copy)]
@@ -24,11 +26,14 @@ pub struct SaveOptions<'a> {
     pub tokenizer: Option<&'a Tokenizer>,
     /// Weights of more bytes than this are written as several files with an index.
     pub max_shard_bytes: usize,
+    /// The folder that the model came from: its family is kept if it still computes the same, and those of its
+    /// configuration's keys that we do not write ourselves.
+    pub origin: Option<&'a ModelFolder>,
 }
 
 impl Default for SaveOptions<'_> {
     fn default() -> Self {
-        Self { tokenizer: None, max_shard_bytes: 5_000_000_000 }
+        Self { tokenizer: None, max_shard_bytes: 5_000_000_000, origin: None }
     }
 }
 
@@ -40,6 +45,9 @@ pub struct Saved {
     /// Whether `transformers` loads it. If not, no family there computes what this model does.
     pub loads_in_transformers: bool,
 }
+
+/// Keys of another folder that say something about its files, not about the model.
+const NOT_KEPT: [&str; 2] = ["quantization_config", "transformers_version"];
 
 /// Writes a model of `config` to the folder `dir`, which is made if need be. Each file is written beside its place, synced
 /// and renamed. Tensors are written in the type they have, f32 or bf16.
@@ -54,15 +62,16 @@ pub fn save_model(
         move |source: io::Error| SaveError::Io { path, source }
     };
     fs::create_dir_all(dir).map_err(io(dir))?;
-    let family = Family::of(config);
+    let origin = options.origin.filter(|origin| origin.family.can_say(config));
+    let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    write_shards(dir, &tensors(family, weights), &metadata, options.max_shard_bytes).map_err(io(dir))?;
+    let is_gated = config.moe().activation.num_inputs() == 2;
+    write_shards(dir, &tensors(family, weights, is_gated), &metadata, options.max_shard_bytes).map_err(io(dir))?;
     let dtype = if weights.compute_dtype() == DType::BF16 { "bfloat16" } else { "float32" };
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
     let generation = json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true});
-    for (name, json) in
-        [("config.json", config_json::write(family, config, dtype, eos_id)), ("generation_config.json", generation)]
-    {
+    let config_json = with_kept(config_json::write(family, config, dtype, eos_id), origin, options.tokenizer.is_some());
+    for (name, json) in [("config.json", config_json), ("generation_config.json", generation)] {
         let path = dir.join(name);
         write_whole(&path, pretty(&json).as_bytes()).map_err(io(&path))?;
     }
@@ -72,80 +81,77 @@ pub fn save_model(
     Ok(Saved { model_type: family.model_type, loads_in_transformers: family.is_known_to_transformers() })
 }
 
+/// `json` with the keys of `origin` that it does not have. Without a tokenizer the ids of special tokens are kept too.
+fn with_kept(mut json: Value, origin: Option<&ModelFolder>, has_tokenizer: bool) -> Value {
+    if let (Some(map), Some(origin)) = (json.as_object_mut(), origin) {
+        for (key, value) in &origin.keys {
+            let is_token = key.ends_with("_token_id") && !has_tokenizer;
+            if is_token || (!map.contains_key(key) && !NOT_KEPT.contains(&key.as_str())) {
+                map.insert(key.clone(), value.clone());
+            }
+        }
+    }
+    json
+}
+
 fn pretty(json: &Value) -> String {
     format!("{json:#}\n")
 }
 
-/// Every tensor as it stands on disk; parts of stacked ones are borrowed.
-fn tensors<'a>(family: &'static Family, weights: &'a DecoderWeights) -> Vec<TensorBytes<'a>> {
-    let mut list = vec![whole("model.embed_tokens.weight".to_owned(), &weights.embedding)];
-    for (i, layer) in weights.layers.iter().enumerate() {
-        push_layer(&mut list, &LayerNames::new(family, i), layer);
-    }
-    list.push(whole("model.norm.weight".to_owned(), &weights.final_norm));
-    list.extend(weights.head.as_ref().map(|head| whole("lm_head.weight".to_owned(), head)));
-    list
-}
-
-fn push_layer<'a>(list: &mut Vec<TensorBytes<'a>>, names: &LayerNames, layer: &'a LayerWeights) {
-    let a = &layer.attention;
-    let common = [
-        ("input_layernorm.weight", Some(&layer.attention_norm)),
-        ("self_attn.q_proj.weight", Some(&a.q)),
-        ("self_attn.k_proj.weight", Some(&a.k)),
-        ("self_attn.v_proj.weight", Some(&a.v)),
-        ("self_attn.o_proj.weight", Some(&a.o)),
-        ("self_attn.q_norm.weight", a.q_norm.as_ref()),
-        ("self_attn.k_norm.weight", a.k_norm.as_ref()),
-        ("post_attention_layernorm.weight", Some(&layer.feed_forward_norm)),
-    ];
-    list.extend(common.into_iter().filter_map(|(name, tensor)| Some(whole(names.common(name), tensor?))));
-    match &layer.feed_forward {
-        FeedForwardWeights::Dense(dense) => {
-            push_feed_forward(list, (&dense.gate_up, &dense.down), 1, |_, matrix| names.dense(matrix));
-        }
-        FeedForwardWeights::Moe(moe) => {
-            list.push(whole(names.router(), &moe.router));
-            let states = moe.state.iter();
-            list.extend(states.map(|state| whole(names.common(&format!("mlp.gate.{}", state.name)), &state.tensor)));
-            let num_experts = moe.router.rows();
-            push_feed_forward(list, (&moe.gate_up, &moe.down), num_experts, |e, matrix| names.expert(e, matrix));
-            if let Some(shared) = &moe.shared {
-                push_feed_forward(list, (&shared.gate_up, &shared.down), 1, |_, matrix| names.shared(matrix));
+/// Every tensor as it stands on disk; those that are parts of ours are borrowed.
+fn tensors<'a>(family: &Family, weights: &'a DecoderWeights, is_gated: bool) -> Vec<TensorBytes<'a>> {
+    let mut list: Vec<OnDisk<'a>> = Vec::new();
+    let mut places: BTreeMap<String, usize> = BTreeMap::new();
+    for (name, tensor) in weights.tensors().into_iter().chain(weights.states()) {
+        let pieces = forms(family, &name, tensor.shape(), is_gated).swap_remove(0);
+        let len = tensor.num_bytes() / pieces.len().max(1);
+        for (i, Piece { name, shape, view, .. }) in pieces.into_iter().enumerate() {
+            let part = (&tensor.bytes()[i * len..(i + 1) * len], view);
+            match places.entry(name.clone()) {
+                Entry::Occupied(entry) => list[*entry.get()].parts.push(part),
+                Entry::Vacant(entry) => {
+                    entry.insert(list.len());
+                    list.push(OnDisk { name, shape, tensor, parts: vec![part] });
+                }
             }
         }
     }
+    list.into_iter().map(OnDisk::into_bytes).collect()
 }
 
-/// The matrices of `count` feed-forwards stacked in `gate_up` `[count, A F, D]` and `down` `[count, D, F]`.
-fn push_feed_forward<'a>(
-    list: &mut Vec<TensorBytes<'a>>,
-    (gate_up, down): (&'a Tensor, &'a Tensor),
-    count: usize,
-    name: impl Fn(usize, Matrix) -> String,
-) {
-    let (width, hidden) = (gate_up.cols(), down.cols());
-    let is_gated = gate_up.rows() == 2 * hidden * count;
-    let per_expert = if is_gated { 2 } else { 1 };
-    for e in 0..count {
-        let mut add = |matrix, tensor: &'a Tensor, part: usize, shape: [usize; 2]| {
-            let bytes = shape[0] * shape[1] * tensor.dtype().size();
-            let bytes = &tensor.bytes()[part * bytes..(part + 1) * bytes];
-            list.push(TensorBytes {
-                name: name(e, matrix),
-                dtype: tensor.dtype().into(),
-                shape: shape.to_vec(),
-                bytes,
-            });
+/// A tensor on disk and the parts of ours that it is made of.
+struct OnDisk<'a> {
+    name: String,
+    shape: Vec<usize>,
+    /// One of ours, for the type.
+    tensor: &'a Tensor,
+    parts: Vec<(&'a [u8], Option<View>)>,
+}
+
+impl<'a> OnDisk<'a> {
+    fn into_bytes(self) -> TensorBytes<'a> {
+        let Self { name, shape, tensor, parts } = self;
+        let size = tensor.dtype().size();
+        let bytes = match parts[..] {
+            [(bytes, None)] => Payload::Lent(bytes),
+            _ => {
+                let len = size * shape.iter().product::<usize>();
+                Payload::Made { len, make: Box::new(move || woven(&parts, size, len)) }
+            }
         };
-        if is_gated {
-            add(Matrix::Gate, gate_up, 2 * e, [hidden, width]);
-        }
-        add(Matrix::Up, gate_up, per_expert * e + per_expert - 1, [hidden, width]);
-        add(Matrix::Down, down, e, [width, hidden]);
+        TensorBytes { name, dtype: tensor.dtype().into(), shape, bytes }
     }
 }
 
-fn whole(name: String, tensor: &Tensor) -> TensorBytes<'_> {
-    TensorBytes { name, dtype: tensor.dtype().into(), shape: tensor.shape().to_vec(), bytes: tensor.bytes() }
+/// The bytes of a tensor whose parts are seen through strides. `size` is that of an element.
+fn woven(parts: &[(&[u8], Option<View>)], size: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    for (ours, view) in parts {
+        if let Some(view) = view {
+            view.for_each(|from, to| {
+                bytes[to * size..(to + 1) * size].copy_from_slice(&ours[from * size..(from + 1) * size]);
+            });
+        }
+    }
+    bytes
 }

@@ -20,7 +20,7 @@ use moeworks_tensor::{Bytes, DType, Tensor, bf16};
 
 pub use error::SafetensorsError;
 pub use files::ModelFiles;
-pub use writer::{TensorBytes, write, write_shards};
+pub use writer::{Payload, TensorBytes, write, write_shards};
 
 /// An element type that a file can name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

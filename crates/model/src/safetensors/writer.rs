@@ -19,7 +19,42 @@ pub struct TensorBytes<'a> {
     /// Sizes of the dims.
     pub shape: Vec<usize>,
     /// The elements, little-endian.
-    pub bytes: &'a [u8],
+    pub bytes: Payload<'a>,
+}
+
+/// The bytes of a tensor to be written.
+pub enum Payload<'a> {
+    /// At hand.
+    Lent(&'a [u8]),
+    /// Made when they are written, so that a model is never in memory twice.
+    Made {
+        /// How many they will be.
+        len: usize,
+        /// Makes them.
+        make: Box<dyn Fn() -> Vec<u8> + 'a>,
+    },
+}
+
+impl<'a> From<&'a [u8]> for Payload<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self::Lent(bytes)
+    }
+}
+
+impl Payload<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Lent(bytes) => bytes.len(),
+            Self::Made { len, .. } => *len,
+        }
+    }
+
+    fn write_to(&self, file: &mut impl Write) -> io::Result<()> {
+        match self {
+            Self::Lent(bytes) => file.write_all(bytes),
+            Self::Made { make, .. } => file.write_all(&make()),
+        }
+    }
 }
 
 /// Writes `tensors` to `path`, by way of a file beside it that is synced and renamed. Wider types come first, so that every
@@ -48,7 +83,7 @@ fn write_refs(path: &Path, tensors: &[&TensorBytes<'_>], metadata: &BTreeMap<Str
     write_through(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        sorted.iter().try_for_each(|tensor| file.write_all(tensor.bytes))
+        sorted.iter().try_for_each(|tensor| tensor.bytes.write_to(file))
     })
 }
 

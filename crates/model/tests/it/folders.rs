@@ -90,6 +90,9 @@ impl Copy {
         let dir = tempfile::tempdir().unwrap();
         for entry in fs::read_dir(fixture(name)).unwrap() {
             let path = entry.unwrap().path();
+            if path.is_dir() {
+                continue;
+            }
             fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
         }
         Self(dir)
@@ -152,14 +155,16 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("hidden_size", Value::Null),
         ("hidden_size", json!(-16)),
         ("hidden_size", json!("16")),
-        ("attention_bias", json!(true)),
         ("quantization_config", json!({"quant_method": "fp8"})),
         ("hidden_act", json!("gelu")),
-        ("use_sliding_window", json!(true)),
+        ("clip_qkv", json!(3.0)),
+        ("sliding_window", json!(-1)),
+        ("layer_types", json!(["full_attention", "chunked_attention"])),
         ("layer_types", json!(["full_attention", "sliding_attention"])),
-        ("rope_parameters", json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})),
-        ("rope_scaling", json!({"type": "linear", "factor": 2.0})),
-        ("mlp_only_layers", json!([1])),
+        ("rope_parameters", json!({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
+        ("rope_parameters", json!({"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0})),
+        ("rope_scaling", json!({"type": "linear"})),
+        ("mlp_only_layers", json!("1")),
         ("shared_expert_intermediate_size", json!(64)),
     ] {
         let error = Copy::of("qwen3_moe").set(key, value.clone()).fault();
@@ -175,6 +180,8 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("num_local_experts", "num_experts", json!(1_u64 << 50)),
         ("rms_norm_eps", "norm_eps", json!(-1.0)),
         ("decoder_sparse_step", "moe_every", json!(0)),
+        ("rope_parameters", "variant.rotary.scaling", json!({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0})),
+        ("partial_rotary_factor", "variant.rotary.dim", json!(0.5)),
     ] {
         let error = Copy::of("qwen3_moe").set(key, value).fault();
         assert!(matches!(&error, LoadError::Setting { source, .. } if source.setting == setting), "{key}: {error}");

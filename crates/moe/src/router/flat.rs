@@ -5,7 +5,7 @@
 //! the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::sum_of_squares;
+use moeworks_ops::elementwise::{add_rows, sum_of_squares, sum_rows};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::top_k::{ScoreGrads, ScoreSums, TopK, softmax_top_k, softmax_top_k_backward};
 use moeworks_tensor::{DType, Tensor};
@@ -115,7 +115,11 @@ impl FlatRouter<'_> {
 
     fn logits(&self, ctx: &Context, x: &Tensor, jitter: Option<Jitter>) -> Tensor {
         let noisy = jitter.map(|jitter| jitter.apply(ctx, x));
-        linear(ctx, noisy.as_ref().unwrap_or(x), &self.weights.router, DType::F32)
+        let mut logits = linear(ctx, noisy.as_ref().unwrap_or(x), &self.weights.router, DType::F32);
+        if let Some(bias) = &self.weights.router_bias {
+            add_rows(ctx, &mut logits, bias);
+        }
+        logits
     }
 
     /// Whether the fused operation computes this scheme.
@@ -310,6 +314,9 @@ impl RouterGradTask {
         let noisy = saved.jitter.map(|jitter| jitter.apply(ctx, x));
         let router_x = noisy.as_ref().unwrap_or(x);
         linear_backward_weight(ctx, &self.dlogits, router_x, DType::F32, write, &mut grads.router);
+        if let Some(bias) = &mut grads.router_bias {
+            sum_rows(ctx, &self.dlogits, write, bias);
+        }
     }
 }
 

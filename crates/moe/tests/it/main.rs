@@ -41,11 +41,14 @@ fn layer_weights(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Moe
     let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
     MoeWeights {
         router: tensor(ctx, &[e, d], &weights.router),
+        router_bias: None,
         gate_up: tensor(ctx, &[e, a * f, d], &weights.gate_up),
         down: tensor(ctx, &[e, d, f], &weights.down),
+        biases: None,
         shared: weights.shared.as_ref().map(|RefShared { gate_up, down }| SharedWeights {
             gate_up: tensor(ctx, &[a * s, d], gate_up),
             down: tensor(ctx, &[d, s], down),
+            gate: None,
         }),
         state: states(ctx, config, weights),
     }

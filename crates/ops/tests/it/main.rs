@@ -2,6 +2,7 @@
 
 mod adamw;
 mod attention;
+mod columns;
 mod common;
 mod elementwise;
 mod embedding;

@@ -78,7 +78,7 @@ impl RoutingSample {
                 name: name.clone(),
                 dtype: FileDType::U32,
                 shape: shape.clone(),
-                bytes,
+                bytes: bytes.as_slice().into(),
             })
             .collect();
         safetensors::write(&dir.join(ROUTING_FILE), &tensors, &BTreeMap::new())

@@ -1,5 +1,6 @@
 use std::fs;
 
+use moeworks_model::safetensors::Payload;
 use moeworks_moe::Routing;
 use moeworks_ops::Context;
 
@@ -58,12 +59,22 @@ fn a_damaged_sample_is_named() {
     let path = dir.path().join("routing.safetensors");
     fs::write(&path, [1, 2, 3]).unwrap();
     assert!(RoutingSample::load(dir.path()).unwrap_err().to_string().contains("routing.safetensors"));
-    let floats = [TensorBytes { name: "token_ids".into(), dtype: FileDType::F32, shape: vec![1], bytes: &[0; 4] }];
+    let floats = [TensorBytes {
+        name: "token_ids".into(),
+        dtype: FileDType::F32,
+        shape: vec![1],
+        bytes: Payload::Lent(&[0; 4]),
+    }];
     safetensors::write(&path, &floats, &BTreeMap::new()).unwrap();
     assert!(RoutingSample::load(dir.path()).unwrap_err().to_string().contains("U32"));
     let flat = [
-        TensorBytes { name: "token_ids".into(), dtype: FileDType::U32, shape: vec![1], bytes: &[0; 4] },
-        TensorBytes { name: "layers.0.expert_ids".into(), dtype: FileDType::U32, shape: vec![1], bytes: &[0; 4] },
+        TensorBytes { name: "token_ids".into(), dtype: FileDType::U32, shape: vec![1], bytes: Payload::Lent(&[0; 4]) },
+        TensorBytes {
+            name: "layers.0.expert_ids".into(),
+            dtype: FileDType::U32,
+            shape: vec![1],
+            bytes: Payload::Lent(&[0; 4]),
+        },
     ];
     safetensors::write(&path, &flat, &BTreeMap::new()).unwrap();
     assert!(RoutingSample::load(dir.path()).unwrap_err().to_string().contains("two dims"));

@@ -1,8 +1,14 @@
 //! The configuration of a decoder language model.
 
+mod rotary;
+mod variant;
+
 use moeworks_moe::{ConfigError, MoeConfig, RouterConfig, ScoreOrder};
 use moeworks_ops::Activation;
 use serde::{Deserialize, Serialize};
+
+pub use rotary::{RopeScaling, Rotary};
+pub use variant::{LatentAttention, NormKind, PositionKind, Variant};
 
 /// RMS norm of queries and keys before the rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,13 +23,22 @@ pub enum QkNorm {
 }
 
 /// The activation of feed-forward networks, as written in configurations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationKind {
     /// Three matrices: `silu(gate) * up`.
     Swiglu,
     /// Two matrices, exact GELU.
     Gelu,
+    /// Two matrices, GELU's approximation by a hyperbolic tangent (GPT-2).
+    GeluTanh,
+    /// Three matrices: `g sigmoid(alpha g) (up + 1)`, inputs cut at a limit (GPT-OSS).
+    ClampedSwiglu {
+        /// The sigmoid's slope.
+        alpha: f32,
+        /// Where inputs are cut.
+        limit: f32,
+    },
     /// Two matrices, ReLU.
     Relu,
 }
@@ -33,6 +48,8 @@ impl From<ActivationKind> for Activation {
         match kind {
             ActivationKind::Swiglu => Self::SwiGlu,
             ActivationKind::Gelu => Self::Gelu,
+            ActivationKind::GeluTanh => Self::GeluTanh,
+            ActivationKind::ClampedSwiglu { alpha, limit } => Self::ClampedSwiGlu { alpha, limit },
             ActivationKind::Relu => Self::Relu,
         }
     }
@@ -90,6 +107,9 @@ pub struct ModelConfig {
     pub init_std: f32,
     /// How tokens and experts find each other.
     pub router: RouterConfig,
+    /// What published families do differently.
+    #[serde(skip_serializing_if = "Variant::is_plain")]
+    pub variant: Variant,
 }
 
 impl Default for ModelConfig {
@@ -120,6 +140,7 @@ impl Default for ModelConfig {
             max_seq_len: 1024,
             init_std: 0.02,
             router: RouterConfig::default(),
+            variant: Variant::default(),
         }
     }
 }
@@ -128,7 +149,77 @@ impl ModelConfig {
     /// Whether layer `i` (from 0) has an MoE feed-forward.
     #[must_use]
     pub fn is_moe_layer(&self, i: usize) -> bool {
-        self.num_experts > 0 && (i + 1).is_multiple_of(self.moe_every.max(1))
+        self.num_experts > 0 && (i + 1).is_multiple_of(self.moe_every.max(1)) && !self.variant.dense_layers.contains(&i)
+    }
+
+    /// What a trained model of this configuration computes, as a configuration: settings of training alone, and settings
+    /// without effect, are the default's; where two ways say the same, it is one of them.
+    pub(crate) fn computed(&self) -> Self {
+        let default = Self::default();
+        let mut c = Self { capacity_factor: 0.0, jitter: 0.0, init_std: default.init_std, ..self.clone() };
+        let RouterConfig { bias_update_rate, overflow, local_group, .. } = RouterConfig::default();
+        c.router = RouterConfig { bias_update_rate, overflow, local_group, ..c.router };
+        if c.router.top_groups == c.router.num_groups {
+            (c.router.num_groups, c.router.top_groups) = (1, 1);
+        }
+        if c.router.num_groups == 1 {
+            c.router.group_score = RouterConfig::default().group_score;
+        }
+        let is_moe = |i: &usize| self.is_moe_layer(*i);
+        let layers = 0..self.num_layers.min(1 << 14);
+        if !layers.clone().any(|i| is_moe(&i)) {
+            c = Self {
+                num_experts: 0,
+                top_k: default.top_k,
+                expert_width: default.expert_width,
+                shared_width: default.shared_width,
+                softmax_before_topk: default.softmax_before_topk,
+                normalize_weights: default.normalize_weights,
+                router: default.router,
+                ..c
+            };
+            c.variant.shared_gate = false;
+            c.variant.router_bias = false;
+            c.variant.sparsemixer_jitter = 0.0;
+        }
+        // Normalised weights are the same in either order.
+        c.normalize_weights |= !c.softmax_before_topk;
+        c.softmax_before_topk = true;
+        if layers.clone().all(|i| is_moe(&i)) {
+            c.dense_width = default.dense_width;
+        }
+        c.moe_every = 1;
+        c.variant.dense_layers = layers.filter(|i| !is_moe(i)).collect();
+        c.variant.value_dim = self.value_dim();
+        c.variant.attention_scale = self.attention_scale();
+        if self.variant.positions == PositionKind::Learned {
+            c.rope_theta = default.rope_theta;
+        }
+        c
+    }
+
+    /// Keys that a query of layer `i` sees at most, its own included; none: all up to its own.
+    #[must_use]
+    pub fn window(&self, i: usize) -> Option<usize> {
+        let Variant { window, full_attention_layers, .. } = &self.variant;
+        (*window > 0 && !full_attention_layers.contains(&i)).then_some(*window)
+    }
+
+    /// Elements of a head of values.
+    #[must_use]
+    pub fn value_dim(&self) -> usize {
+        if self.variant.value_dim == 0 { self.head_dim } else { self.variant.value_dim }
+    }
+
+    /// What attention scores are multiplied by.
+    #[must_use]
+    pub fn attention_scale(&self) -> f32 {
+        let Variant { attention_scale, latent, rotary, .. } = &self.variant;
+        if *attention_scale > 0.0 {
+            return *attention_scale;
+        }
+        let factor = if latent.is_some() { rotary.scaling.score_factor() } else { 1.0 };
+        (factor / (self.head_dim as f64).sqrt()) as f32
     }
 
     /// The configuration of the model's MoE layers.
@@ -174,8 +265,13 @@ impl ModelConfig {
             let expected = format!("must divide num_heads, {}", self.num_heads);
             return Err(ConfigError::new("num_kv_heads", self.num_kv_heads, expected));
         }
-        if !self.head_dim.is_multiple_of(2) {
-            return Err(ConfigError::new("head_dim", self.head_dim, "must be even, for the rotary embedding"));
+        self.variant.validate(self.head_dim)?;
+        if self.variant.latent.is_some() && self.num_kv_heads != self.num_heads {
+            let expected = format!("must be num_heads, {}, in latent attention", self.num_heads);
+            return Err(ConfigError::new("num_kv_heads", self.num_kv_heads, expected));
+        }
+        if self.variant.sparsemixer_jitter > 0.0 && self.num_experts > 0 && self.top_k != 2 {
+            return Err(ConfigError::new("top_k", self.top_k, "must be 2 with variant.sparsemixer_jitter"));
         }
         let has_dense_layer = (0..self.num_layers).any(|i| !self.is_moe_layer(i));
         if has_dense_layer && self.dense_width == 0 {

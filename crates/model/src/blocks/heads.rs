@@ -1,0 +1,136 @@
+//! Queries, keys and values by a matrix each, with an optional norm of queries and keys, then the rotary embedding.
+
+use moeworks_ops::linear::{Write, linear_backward_input};
+use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
+use moeworks_ops::rope::{Rotation, rope};
+use moeworks_ops::{Context, elementwise};
+use moeworks_tensor::{DType, Tensor};
+
+use super::Pass;
+use super::projection::{project, project_grads};
+use crate::weights::{HeadWeights, LinearWeights};
+
+/// Makes queries, keys and values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heads {
+    pub(crate) eps: f32,
+    /// Where projections are cut, both ways; 0: nowhere.
+    pub(crate) clip: f32,
+}
+
+/// What backward needs of forward.
+pub(crate) struct HeadsSaved {
+    q: Saved,
+    k: Saved,
+    /// The values, where they were cut.
+    clipped_v: Option<Tensor>,
+}
+
+/// What backward needs of queries or keys.
+#[derive(Default)]
+struct Saved {
+    /// The projection before the norm, and the norm's 1/rms.
+    before_norm: Option<(Tensor, Tensor)>,
+    /// The projection after it was cut.
+    clipped: Option<Tensor>,
+}
+
+/// The gradients of the matrices, still to be computed.
+pub(crate) struct HeadsGradTask {
+    normed: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    compute: DType,
+}
+
+impl Heads {
+    /// Queries, keys and values of `normed [T, D]`.
+    pub(crate) fn forward(&self, pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> ([Tensor; 3], HeadsSaved) {
+        let (q, q_saved) = self.rotated(pass, normed, &w.q, w.q_norm.as_ref());
+        let (k, k_saved) = self.rotated(pass, normed, &w.k, w.k_norm.as_ref());
+        let mut v = project(pass.ctx, normed, &w.v, w.v.weight.dtype());
+        let clipped_v = self.clip(pass.ctx, &mut v);
+        ([q, k, v], HeadsSaved { q: q_saved, k: k_saved, clipped_v })
+    }
+
+    /// A projection, normed, cut and rotated.
+    fn rotated(&self, pass: &Pass<'_>, normed: &Tensor, w: &LinearWeights, norm: Option<&Tensor>) -> (Tensor, Saved) {
+        let mut x = project(pass.ctx, normed, w, w.weight.dtype());
+        let mut saved = Saved::default();
+        if let Some(norm) = norm {
+            let (y, inv_rms) = rms_norm(pass.ctx, &x, norm, self.eps, w.weight.dtype());
+            saved.before_norm = Some((std::mem::replace(&mut x, y), inv_rms));
+        }
+        saved.clipped = self.clip(pass.ctx, &mut x);
+        if let Some(table) = pass.rope {
+            rope(pass.ctx, &mut x, table, pass.positions.u32s(), Rotation::Forward);
+        }
+        (x, saved)
+    }
+
+    /// Cuts `x`; returns a copy of the result if there was anything to do.
+    fn clip(&self, ctx: &Context, x: &mut Tensor) -> Option<Tensor> {
+        (self.clip > 0.0).then(|| {
+            elementwise::clip_assign(ctx, x, self.clip);
+            x.copied(ctx.pool())
+        })
+    }
+
+    /// The gradient of `normed` from those of queries, keys and values, and the task that finds the matrices' gradients. The
+    /// norm weights' gradients are written to `grads` as `write` says.
+    pub(crate) fn backward(
+        &self,
+        pass: &Pass<'_>,
+        w: &HeadWeights,
+        (normed, saved): (Tensor, HeadsSaved),
+        [dq, dk, mut dv]: [Tensor; 3],
+        write: Write,
+        grads: &mut HeadWeights,
+    ) -> (Tensor, HeadsGradTask) {
+        let ctx = pass.ctx;
+        let dq = self.rotated_backward(pass, dq, saved.q, w.q_norm.as_ref(), write, grads.q_norm.as_mut());
+        let dk = self.rotated_backward(pass, dk, saved.k, w.k_norm.as_ref(), write, grads.k_norm.as_mut());
+        if let Some(clipped) = &saved.clipped_v {
+            elementwise::clip_backward_assign(ctx, &mut dv, clipped, self.clip);
+        }
+        let mut d_normed = linear_backward_input(ctx, &dq, &w.q.weight, DType::F32);
+        for (d, w) in [(&dk, &w.k.weight), (&dv, &w.v.weight)] {
+            elementwise::add_assign(ctx, &mut d_normed, &linear_backward_input(ctx, d, w, DType::F32));
+        }
+        (d_normed, HeadsGradTask { normed, dq, dk, dv, compute: w.q.weight.dtype() })
+    }
+
+    /// The gradient of a projection from that of what it became.
+    fn rotated_backward(
+        &self,
+        pass: &Pass<'_>,
+        mut d: Tensor,
+        saved: Saved,
+        norm: Option<&Tensor>,
+        write: Write,
+        d_norm: Option<&mut Tensor>,
+    ) -> Tensor {
+        if let Some(table) = pass.rope {
+            rope(pass.ctx, &mut d, table, pass.positions.u32s(), Rotation::Inverse);
+        }
+        if let Some(clipped) = &saved.clipped {
+            elementwise::clip_backward_assign(pass.ctx, &mut d, clipped, self.clip);
+        }
+        match (saved.before_norm, norm, d_norm) {
+            (Some((x, inv_rms)), Some(norm), Some(d_norm)) => {
+                rms_norm_backward(pass.ctx, &d, &x, norm, &inv_rms, write, d_norm)
+            }
+            _ => d,
+        }
+    }
+}
+
+impl HeadsGradTask {
+    pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut HeadWeights) {
+        let Self { normed, dq, dk, dv, compute } = self;
+        project_grads(ctx, (&dq, &normed), compute, write, &mut grads.q);
+        project_grads(ctx, (&dk, &normed), compute, write, &mut grads.k);
+        project_grads(ctx, (&dv, &normed), compute, write, &mut grads.v);
+    }
+}

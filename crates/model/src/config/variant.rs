@@ -1,0 +1,181 @@
+//! What published families do differently from the plain decoder.
+
+use moeworks_moe::ConfigError;
+use serde::{Deserialize, Serialize};
+
+use super::rotary::Rotary;
+
+/// The norms of the residual stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormKind {
+    /// Root mean square, a weight.
+    #[default]
+    Rms,
+    /// Mean and variance, a weight and a bias (GPT-2, PhiMoE).
+    Layer,
+}
+
+/// Where tokens get their positions from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PositionKind {
+    /// Rotated queries and keys.
+    #[default]
+    Rotary,
+    /// A learned vector for each position, added to the embedding (GPT-2).
+    Learned,
+}
+
+/// Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): keys and values are made from one narrow vector a
+/// token. `head_dim` is then the sum of both key widths, and every query head has a key head of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LatentAttention {
+    /// Width that queries are made from; 0: directly from the residual stream.
+    pub query_rank: usize,
+    /// Width that keys and values are made from.
+    pub kv_rank: usize,
+    /// Elements of a head's query and key that are not rotated.
+    pub plain_dim: usize,
+    /// Elements that are rotated; all heads share those of the key.
+    pub rotary_dim: usize,
+}
+
+/// What published families do differently from the plain decoder; the default is the plain decoder.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Variant {
+    /// The norms of the residual stream.
+    pub norm: NormKind,
+    /// Where tokens get their positions from.
+    pub positions: PositionKind,
+    /// How the rotary embedding differs.
+    #[serde(skip_serializing_if = "Rotary::is_plain")]
+    pub rotary: Rotary,
+    /// Biases on the projections to queries, keys and values.
+    pub qkv_bias: bool,
+    /// A bias on the attention's output projection.
+    pub output_bias: bool,
+    /// Where queries, keys and values are cut, both ways; 0: nowhere (OLMoE's `clip_qkv`).
+    pub clip_qkv: f32,
+    /// A learned score for each head that takes part in the softmax and has no value (GPT-OSS).
+    pub sinks: bool,
+    /// Keys that a query sees at most, its own included; 0: all.
+    pub window: usize,
+    /// Layers that see all keys although there is a window.
+    pub full_attention_layers: Vec<usize>,
+    /// Multiplies attention scores; 0: one over the root of `head_dim` (Granite's `attention_multiplier`).
+    pub attention_scale: f32,
+    /// Elements of a head of values; 0: `head_dim`.
+    pub value_dim: usize,
+    /// Multi-head latent attention.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latent: Option<LatentAttention>,
+    /// Layers that are dense whatever `moe_every` says.
+    pub dense_layers: Vec<usize>,
+    /// Biases in experts and dense feed-forwards.
+    pub feed_forward_bias: bool,
+    /// A bias on the router's logits (GPT-OSS).
+    pub router_bias: bool,
+    /// The shared experts' output is multiplied by the sigmoid of a projection of the token (Qwen2-MoE).
+    pub shared_gate: bool,
+    /// PhiMoE's choice (2409.12136): two experts, each weighed by a softmax over the experts that come close to it; how
+    /// close is twice this, relative to the score. 0: the router chooses as it otherwise does.
+    pub sparsemixer_jitter: f32,
+    /// Multiplies embeddings.
+    pub embedding_multiplier: f32,
+    /// Multiplies what each block adds to the residual stream.
+    pub residual_multiplier: f32,
+    /// Divides logits.
+    pub logits_divisor: f32,
+    /// A bias on the logits.
+    pub head_bias: bool,
+}
+
+impl Default for Variant {
+    fn default() -> Self {
+        Self {
+            norm: NormKind::Rms,
+            positions: PositionKind::Rotary,
+            rotary: Rotary::default(),
+            qkv_bias: false,
+            output_bias: false,
+            clip_qkv: 0.0,
+            sinks: false,
+            window: 0,
+            full_attention_layers: Vec::new(),
+            attention_scale: 0.0,
+            value_dim: 0,
+            latent: None,
+            dense_layers: Vec::new(),
+            feed_forward_bias: false,
+            router_bias: false,
+            shared_gate: false,
+            sparsemixer_jitter: 0.0,
+            embedding_multiplier: 1.0,
+            residual_multiplier: 1.0,
+            logits_divisor: 1.0,
+            head_bias: false,
+        }
+    }
+}
+
+impl Variant {
+    /// Whether nothing differs from the plain decoder.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        *self == Self::default()
+    }
+
+    pub(super) fn validate(&self, head_dim: usize) -> Result<(), ConfigError> {
+        let wrong =
+            |setting, value: &dyn ToString, expected: &str| Err(ConfigError::new(setting, value.to_string(), expected));
+        for (setting, value) in [
+            ("variant.clip_qkv", self.clip_qkv),
+            ("variant.attention_scale", self.attention_scale),
+            ("variant.sparsemixer_jitter", self.sparsemixer_jitter),
+        ] {
+            if !(value >= 0.0 && value.is_finite()) {
+                return wrong(setting, &value, "must be a number of at least 0");
+            }
+        }
+        for (setting, value) in [
+            ("variant.embedding_multiplier", self.embedding_multiplier),
+            ("variant.residual_multiplier", self.residual_multiplier),
+            ("variant.logits_divisor", self.logits_divisor),
+        ] {
+            if !(value.is_finite() && value != 0.0) {
+                return wrong(setting, &value, "must be a number other than 0");
+            }
+        }
+        if self.value_dim > 1 << 14 {
+            return wrong("variant.value_dim", &self.value_dim, "must be at most 16384");
+        }
+        if let Some(latent) = &self.latent {
+            latent.validate(head_dim)?;
+        }
+        let rotated = self.latent.map_or(head_dim, |latent| latent.rotary_dim);
+        if self.positions == PositionKind::Rotary { self.rotary.validate(rotated) } else { Ok(()) }
+    }
+}
+
+impl LatentAttention {
+    fn validate(&self, head_dim: usize) -> Result<(), ConfigError> {
+        let limits = [
+            ("variant.latent.kv_rank", self.kv_rank, 1),
+            ("variant.latent.rotary_dim", self.rotary_dim, 2),
+            ("variant.latent.query_rank", self.query_rank, 0),
+        ];
+        for (setting, value, least) in limits {
+            if value < least || value > 1 << 20 {
+                return Err(ConfigError::new(setting, value, format!("must be from {least} to {}", 1 << 20)));
+            }
+        }
+        if self.plain_dim.checked_add(self.rotary_dim) != Some(head_dim) {
+            let expected = format!("must make {head_dim} (head_dim) with rotary_dim, {}", self.rotary_dim);
+            return Err(ConfigError::new("variant.latent.plain_dim", self.plain_dim, expected));
+        }
+        Ok(())
+    }
+}

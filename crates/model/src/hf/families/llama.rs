@@ -1,0 +1,30 @@
+//! Llama, dense (2302.13971).
+
+use serde_json::{Map, Value, json};
+
+use crate::config::ModelConfig;
+use crate::hf::config_json::Keys;
+use crate::hf::family::Family;
+use crate::hf::keys::USUAL;
+
+pub(crate) const FAMILY: Family = Family {
+    model_type: "llama",
+    architecture: "LlamaForCausalLM",
+    layers: &["model.layers."],
+    rules: &[],
+    ignored: &[],
+    has_further_layers: false,
+    read,
+    write,
+};
+
+fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
+    let mut config = keys.decoder(&USUAL)?;
+    config.variant.qkv_bias = keys.flag("attention_bias")?;
+    config.variant.output_bias = config.variant.qkv_bias;
+    Ok(config)
+}
+
+fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
+    super::extend(map, json!({"attention_bias": config.variant.qkv_bias, "mlp_bias": false}));
+}

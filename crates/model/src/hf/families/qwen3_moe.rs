@@ -1,0 +1,45 @@
+//! Qwen3-MoE: norms of queries and keys in each head, some layers dense.
+
+use serde_json::{Map, Value, json};
+
+use crate::config::{ModelConfig, QkNorm};
+use crate::hf::config_json::Keys;
+use crate::hf::family::Family;
+use crate::hf::keys::USUAL;
+
+pub(crate) const FAMILY: Family = Family {
+    model_type: "qwen3_moe",
+    architecture: "Qwen3MoeForCausalLM",
+    layers: &["model.layers."],
+    rules: &[],
+    ignored: &[],
+    has_further_layers: false,
+    read,
+    write,
+};
+
+fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
+    let mut config = keys.decoder(&USUAL)?;
+    config.qk_norm = QkNorm::Head;
+    config.variant.qkv_bias = keys.flag("attention_bias")?;
+    config.variant.output_bias = config.variant.qkv_bias;
+    keys.experts(&mut config, "moe_intermediate_size")?;
+    keys.sparse_layers(&mut config)?;
+    let window: Option<usize> = keys.optional(&["sliding_window"])?;
+    let is_used = keys.flag("use_sliding_window")?;
+    keys.window(&mut config, window.filter(|_| is_used), |_| true)?;
+    Ok(config)
+}
+
+pub(crate) fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
+    let window = config.variant.window;
+    let json = json!({
+        "moe_intermediate_size": config.expert_width,
+        "decoder_sparse_step": config.moe_every,
+        "mlp_only_layers": config.variant.dense_layers,
+        "attention_bias": config.variant.qkv_bias,
+        "use_sliding_window": window > 0,
+        "sliding_window": if window > 0 { json!(window) } else { Value::Null },
+    });
+    super::extend(map, json);
+}

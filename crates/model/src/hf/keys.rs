@@ -1,0 +1,210 @@
+//! The keys of a `config.json`, read with their types and their older names.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value};
+
+use super::rope_json;
+use crate::config::{ActivationKind, ModelConfig};
+
+/// Keys under which a family computes something that ours does not, unless the family's file asks for them.
+const MUST_BE_OFF: [&str; 13] = [
+    "attention_bias",
+    "qkv_bias",
+    "mlp_bias",
+    "clip_qkv",
+    "use_sliding_window",
+    "sliding_window",
+    "quantization_config",
+    "shared_expert_intermediate_size",
+    "n_shared_experts",
+    "mlp_only_layers",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "lm_head_bias",
+];
+
+/// The keys of a `config.json`. It remembers which were asked for.
+pub(crate) struct Keys<'a> {
+    map: &'a Map<String, Value>,
+    asked: RefCell<BTreeSet<String>>,
+}
+
+/// What a family assumes where the file says nothing.
+pub(crate) struct Defaults {
+    pub(crate) norm_eps: f32,
+    pub(crate) rope_theta: f64,
+    /// None for hidden_size / num_attention_heads.
+    pub(crate) head_dim: Option<usize>,
+}
+
+/// Those of most families.
+pub(crate) const USUAL: Defaults = Defaults { norm_eps: 1e-6, rope_theta: 10_000.0, head_dim: None };
+
+impl<'a> Keys<'a> {
+    pub(crate) fn new(map: &'a Map<String, Value>) -> Self {
+        Self { map, asked: RefCell::default() }
+    }
+
+    /// The first of the keys that is there and not null.
+    fn find(&self, names: &[&str]) -> Option<(String, &'a Value)> {
+        self.asked.borrow_mut().extend(names.iter().map(|name| (*name).to_owned()));
+        names.iter().find_map(|name| Some(((*name).to_owned(), self.map.get(*name).filter(|value| !value.is_null())?)))
+    }
+
+    pub(crate) fn optional<T: serde::de::DeserializeOwned>(&self, names: &[&str]) -> Result<Option<T>, String> {
+        let Some((name, value)) = self.find(names) else { return Ok(None) };
+        T::deserialize(value).map(Some).map_err(|error| format!("{name} = {}: {error}", abridged(value)))
+    }
+
+    pub(crate) fn required<T: serde::de::DeserializeOwned>(&self, names: &[&str]) -> Result<T, String> {
+        self.optional(names)?.ok_or_else(|| format!("key {:?} is missing", names[0]))
+    }
+
+    /// A key whose null means none and whose absence means `default`.
+    pub(crate) fn optional_or_null(&self, name: &str, default: usize) -> Result<Option<usize>, String> {
+        if self.map.contains_key(name) { self.optional(&[name]) } else { Ok(Some(default)) }
+    }
+
+    /// A key that is false where it is not there.
+    pub(crate) fn flag(&self, name: &str) -> Result<bool, String> {
+        Ok(self.optional(&[name])?.unwrap_or(false))
+    }
+
+    /// A key that is 1 where it is not there.
+    pub(crate) fn multiplier(&self, name: &str) -> Result<f32, String> {
+        Ok(self.optional(&[name])?.unwrap_or(1.0))
+    }
+
+    /// What all families with rotary positions share; no experts, `intermediate_size` as the dense width.
+    pub(crate) fn decoder(&self, defaults: &Defaults) -> Result<ModelConfig, String> {
+        let act: Option<String> = self.optional(&["hidden_act"])?;
+        if let Some(act) = act.filter(|act| act != "silu") {
+            return Err(format!("hidden_act = {act:?}: not supported in this family, only \"silu\""));
+        }
+        let width = self.required(&["hidden_size"])?;
+        let num_heads: usize = self.required(&["num_attention_heads"])?;
+        let head_dim = defaults.head_dim.or_else(|| usize::checked_div(width, num_heads)).unwrap_or(0);
+        let mut config = ModelConfig {
+            vocab_size: self.required(&["vocab_size"])?,
+            width,
+            num_layers: self.required(&["num_hidden_layers"])?,
+            num_heads,
+            num_kv_heads: self.optional(&["num_key_value_heads"])?.unwrap_or(num_heads),
+            head_dim: self.optional(&["head_dim"])?.unwrap_or(head_dim),
+            qk_norm: crate::config::QkNorm::None,
+            num_experts: 0,
+            dense_width: self.required(&["intermediate_size"])?,
+            activation: ActivationKind::Swiglu,
+            tie_embeddings: self.flag("tie_word_embeddings")?,
+            norm_eps: self.optional(&["rms_norm_eps"])?.unwrap_or(defaults.norm_eps),
+            max_seq_len: self.required(&["max_position_embeddings"])?,
+            init_std: self.optional(&["initializer_range"])?.unwrap_or(0.02),
+            ..ModelConfig::default()
+        };
+        rope_json::read(self, defaults.rope_theta, &mut config)?;
+        Ok(config)
+    }
+
+    /// The routed experts, whose width is under `width_key`; weights are normalised if `norm_topk_prob` says so.
+    pub(crate) fn experts(&self, config: &mut ModelConfig, width_key: &str) -> Result<(), String> {
+        config.num_experts = self.required(&["num_experts", "num_local_experts", "n_routed_experts"])?;
+        config.top_k = self.required(&["num_experts_per_tok"])?;
+        config.expert_width = self.required(&[width_key])?;
+        config.normalize_weights = self.flag("norm_topk_prob")?;
+        Ok(())
+    }
+
+    /// Which layers have experts: `decoder_sparse_step` and `mlp_only_layers` (Qwen).
+    pub(crate) fn sparse_layers(&self, config: &mut ModelConfig) -> Result<(), String> {
+        config.moe_every = self.optional(&["decoder_sparse_step"])?.unwrap_or(1);
+        let dense: Vec<usize> = self.optional(&["mlp_only_layers"])?.unwrap_or_default();
+        config.variant.dense_layers = dense.into_iter().filter(|&i| config.is_moe_layer(i)).collect();
+        Ok(())
+    }
+
+    /// The sliding window: `window` keys, in the layers that `layer_types` names, or that `is_sliding` says where it is not
+    /// there.
+    pub(crate) fn window(
+        &self,
+        config: &mut ModelConfig,
+        window: Option<usize>,
+        is_sliding: impl Fn(usize) -> bool,
+    ) -> Result<(), String> {
+        let kinds: Option<Vec<String>> = self.optional(&["layer_types"])?;
+        for kind in kinds.iter().flatten() {
+            if !["full_attention", "sliding_attention"].contains(&kind.as_str()) {
+                let known = "only \"full_attention\" and \"sliding_attention\"";
+                return Err(format!("layer_types: {kind:?} is not supported, {known}"));
+            }
+        }
+        let is_full = |i: &usize| match &kinds {
+            Some(kinds) => kinds.get(*i).is_none_or(|kind| kind == "full_attention"),
+            None => !is_sliding(*i),
+        };
+        let Some(window) = window.filter(|&window| window > 0) else {
+            return if kinds.iter().flatten().any(|kind| kind != "full_attention") {
+                Err("layer_types: \"sliding_attention\" without a sliding_window in use".to_owned())
+            } else {
+                Ok(())
+            };
+        };
+        let full: Vec<usize> = (0..config.num_layers.min(1 << 14)).filter(is_full).collect();
+        if full.len() < config.num_layers {
+            config.variant.window = window;
+            config.variant.full_attention_layers = full;
+        }
+        Ok(())
+    }
+
+    /// Whether anything is said about the rotary embedding.
+    pub(crate) fn has_rope(&self) -> bool {
+        self.find(&["rope_parameters", "rope_scaling", "rope_theta"]).is_some()
+    }
+
+    /// Fails if the weights are quantized in another way than `known`.
+    pub(crate) fn quantized(&self, known: &str) -> Result<(), String> {
+        let Some((key, value)) = self.find(&["quantization_config"]) else { return Ok(()) };
+        match value.get("quant_method").and_then(Value::as_str) {
+            Some(method) if method == known => Ok(()),
+            _ => Err(format!("{key} = {}: not supported in this family, only {known:?}", abridged(value))),
+        }
+    }
+
+    /// Fails if the model computes something that neither the family's file nor we know.
+    pub(crate) fn check_off(&self) -> Result<(), String> {
+        if !self.asked.borrow().contains("layer_types") {
+            let kinds: Vec<String> = self.optional(&["layer_types"])?.unwrap_or_default();
+            if let Some(kind) = kinds.iter().find(|kind| *kind != "full_attention") {
+                return Err(format!("layer_types: {kind:?} is not supported in this family, only \"full_attention\""));
+            }
+        }
+        for key in MUST_BE_OFF {
+            let value = self.map.get(key).unwrap_or(&Value::Null);
+            let is_off = value.is_null()
+                || *value == Value::Bool(false)
+                || value.as_f64() == Some(0.0)
+                || value.as_array().is_some_and(Vec::is_empty);
+            if !is_off && !self.asked.borrow().contains(key) {
+                return Err(format!("{key} = {}: not supported in this family", abridged(value)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A value for a message, not longer than a line.
+pub(super) fn abridged(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
+
+/// `layer_types`, for writing.
+pub(crate) fn layer_types(config: &ModelConfig) -> Value {
+    let kind = |i| if config.window(i).is_some() { "sliding_attention" } else { "full_attention" };
+    (0..config.num_layers).map(kind).collect()
+}

@@ -1,0 +1,167 @@
+//! Reading and writing pieces of tensors: as they are, seen through strides, or from blocks of small floats.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use moeworks_ops::Context;
+use moeworks_tensor::{Element, Tensor, bf16};
+
+use super::error::LoadError;
+use super::names::Piece;
+use super::small_floats::{FP8_BLOCK, fp8_value, mxfp4_row};
+use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFile};
+
+/// The type that a piece's values are read as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadDType {
+    F32,
+    Bf16,
+}
+
+/// An element that pieces are read into.
+pub(super) trait ReadElement: Element {
+    fn read(file: &SafetensorsFile, name: &str, out: &mut [Self]) -> Result<(), SafetensorsError>;
+    fn of(x: f32) -> Self;
+}
+
+impl ReadElement for f32 {
+    fn read(file: &SafetensorsFile, name: &str, out: &mut [Self]) -> Result<(), SafetensorsError> {
+        file.read_f32(name, out)
+    }
+
+    fn of(x: f32) -> Self {
+        x
+    }
+}
+
+impl ReadElement for bf16 {
+    fn read(file: &SafetensorsFile, name: &str, out: &mut [Self]) -> Result<(), SafetensorsError> {
+        file.read_bf16(name, out)
+    }
+
+    fn of(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+}
+
+/// Reads pieces from a folder's files and remembers which tensors were used.
+pub(super) struct PieceReader<'a> {
+    pub(super) files: &'a ModelFiles,
+    pub(super) used: RefCell<BTreeSet<String>>,
+}
+
+/// The two tensors of a matrix in blocks of four-bit floats.
+fn mxfp4_names(name: &str) -> [String; 2] {
+    [format!("{name}_blocks"), format!("{name}_scales")]
+}
+
+/// The tensor of the scales of a matrix in eight-bit floats.
+fn fp8_scales(name: &str) -> String {
+    format!("{name}_scale_inv")
+}
+
+impl PieceReader<'_> {
+    /// Whether the piece's tensor is there.
+    pub(super) fn has(&self, piece: &Piece) -> bool {
+        if piece.is_mxfp4 {
+            self.files.find(&mxfp4_names(&piece.name)[0]).is_some()
+        } else {
+            self.files.find(&piece.name).is_some()
+        }
+    }
+
+    /// The type of a piece, which must be there, of its shape and of a type that weights can have.
+    pub(super) fn check(&self, piece: &Piece) -> Result<ReadDType, LoadError> {
+        if piece.is_mxfp4 {
+            let [blocks, scales] = mxfp4_names(&piece.name);
+            let [e, rows, cols] = piece.shape[..] else { return Ok(ReadDType::Bf16) };
+            self.check_one(&blocks, &[e, rows, cols.div_ceil(32), 16], &[FileDType::U8])?;
+            self.check_one(&scales, &[e, rows, cols.div_ceil(32)], &[FileDType::U8])?;
+            return Ok(ReadDType::Bf16);
+        }
+        let known = [FileDType::F32, FileDType::BF16, FileDType::F16, FileDType::F8E4M3];
+        match self.check_one(&piece.name, &piece.shape, &known)? {
+            FileDType::BF16 => Ok(ReadDType::Bf16),
+            FileDType::F8E4M3 => {
+                let scales: Vec<usize> = piece.shape.iter().map(|dim| dim.div_ceil(FP8_BLOCK)).collect();
+                self.check_one(&fp8_scales(&piece.name), &scales, &[FileDType::F32])?;
+                Ok(ReadDType::Bf16)
+            }
+            _ => Ok(ReadDType::F32),
+        }
+    }
+
+    fn check_one(&self, name: &str, shape: &[usize], known: &[FileDType]) -> Result<FileDType, LoadError> {
+        let (file, info) = self.files.get(name)?;
+        let (path, tensor): (PathBuf, String) = (file.path().to_owned(), name.to_owned());
+        if info.shape != shape {
+            let (found, expected) = (info.shape.clone(), shape.to_vec());
+            return Err(LoadError::WrongShape { path, tensor, found, expected });
+        }
+        if !known.contains(&info.dtype) {
+            return Err(SafetensorsError::UnsupportedDType { path, tensor, dtype: info.dtype }.into());
+        }
+        self.used.borrow_mut().insert(tensor);
+        Ok(info.dtype)
+    }
+
+    /// The tensor as the file has it, if its type is one that we compute with.
+    pub(super) fn lent(&self, ctx: &Context, name: &str) -> Result<Option<Tensor>, LoadError> {
+        let (file, info) = self.files.get(name)?;
+        let is_ours = matches!(info.dtype, FileDType::F32 | FileDType::BF16 | FileDType::F16);
+        Ok(if is_ours { Some(file.tensor(ctx, name)?) } else { None })
+    }
+
+    /// Writes the elements of a checked piece to `out`.
+    pub(super) fn read<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
+        let Some(view) = &piece.view else { return self.read_whole(piece, out) };
+        let mut values = vec![T::of(0.0); out.len().max(piece.shape.iter().product())];
+        let values = &mut values[..piece.shape.iter().product()];
+        self.read_whole(piece, values)?;
+        view.for_each(|ours, theirs| out[ours] = values[theirs]);
+        Ok(())
+    }
+
+    fn read_whole<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
+        if piece.is_mxfp4 {
+            return self.read_mxfp4(piece, out);
+        }
+        let (file, info) = self.files.get(&piece.name)?;
+        if info.dtype == FileDType::F8E4M3 {
+            return self.read_fp8(piece, out);
+        }
+        Ok(T::read(file, &piece.name, out)?)
+    }
+
+    fn read_mxfp4<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
+        let [blocks, scales] = mxfp4_names(&piece.name);
+        let (blocks, scales) = (self.files.get(&blocks)?.0.bytes(&blocks)?, self.files.get(&scales)?.0.bytes(&scales)?);
+        let cols = piece.shape.last().copied().unwrap_or(1).max(1);
+        let blocks_per_row = cols.div_ceil(32);
+        let rows = blocks.chunks_exact(16 * blocks_per_row).zip(scales.chunks_exact(blocks_per_row));
+        let mut row = vec![0.0; 32 * blocks_per_row];
+        for (out, (blocks, scales)) in out.chunks_exact_mut(cols).zip(rows) {
+            mxfp4_row(blocks, scales, &mut row);
+            out.iter_mut().zip(&row).for_each(|(out, &x)| *out = T::of(x));
+        }
+        Ok(())
+    }
+
+    fn read_fp8<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
+        let bytes = self.files.get(&piece.name)?.0.bytes(&piece.name)?;
+        let name = fp8_scales(&piece.name);
+        let (file, info) = self.files.get(&name)?;
+        let mut scales = vec![0.0_f32; info.shape.iter().product()];
+        file.read_f32(&name, &mut scales)?;
+        let cols = piece.shape.last().copied().unwrap_or(1).max(1);
+        let blocks_per_row = cols.div_ceil(FP8_BLOCK);
+        for (row, (out, bytes)) in out.chunks_exact_mut(cols).zip(bytes.chunks_exact(cols)).enumerate() {
+            let scales = &scales[row / FP8_BLOCK * blocks_per_row..];
+            for (col, (out, &byte)) in out.iter_mut().zip(bytes).enumerate() {
+                *out = T::of(fp8_value(byte) * scales[col / FP8_BLOCK]);
+            }
+        }
+        Ok(())
+    }
+}
