@@ -189,7 +189,8 @@ pub(crate) struct StudyArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// Only cases whose name contains this, such as "experts forward" or "training"
+    /// Only cases whose name contains this, such as "experts forward" or "training"; `decode` times decoding and prefill of
+    /// a model of OLMoE's shape instead
     #[arg(default_value = "")]
     pub(crate) filter: String,
     /// Threads (0: one for each core)

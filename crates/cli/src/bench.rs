@@ -1,5 +1,7 @@
 //! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step reach.
 
+mod decode;
+
 use std::process::ExitCode;
 
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
@@ -16,11 +18,17 @@ use crate::args::BenchArgs;
 use crate::estimate::BYTE_VOCABULARY;
 use crate::failure::Failure;
 use crate::progress::bytes;
+use crate::tables;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let ctx = crate::model::context(args.threads);
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
+    if args.filter == "decode" {
+        output.decode(&ctx, &peaks)?;
+        output.finish(&ctx, &peaks);
+        return Ok(ExitCode::SUCCESS);
+    }
     output.header(&ctx, &peaks);
     for dtype in [DType::F32, DType::BF16] {
         bench_cases(&ctx, &peaks, dtype, &args.filter, |result| output.case(result));
@@ -81,6 +89,28 @@ impl Output {
         if !self.is_json {
             let share = format!("{:.1}%", 100.0 * speed.mfu);
             println!("  {name:62} {:>10} {:9.0} {share:>7}", "tokens/s:", speed.tokens_per_s);
+        }
+        Ok(())
+    }
+
+    /// A model of OLMoE's shape in every type of weights.
+    fn decode(&mut self, ctx: &Context, peaks: &Peaks) -> Result<(), Failure> {
+        let mut rows = Vec::new();
+        for dtype in [DType::F32, DType::BF16, DType::Q8, DType::Q4] {
+            let measured = decode::measure(ctx, peaks, dtype)?;
+            // The next type's weights are of other sizes.
+            ctx.pool().trim();
+            self.cases.push(measured.json());
+            rows.push(measured.cells());
+        }
+        if !self.is_json {
+            println!(
+                "{} threads, {:?} kernels, memory {:.1} GB/s",
+                ctx.threads().count(),
+                ctx.isa(),
+                peaks.read_bytes_per_s / 1e9
+            );
+            tables::print(&decode::HEADER, &rows);
         }
         Ok(())
     }

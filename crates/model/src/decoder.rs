@@ -190,7 +190,7 @@ impl Decoder {
             layers.push(saved.stats());
         });
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let (normed, _) = self.head_input(ctx, weights, &x, head.dtype());
+        let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
         let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
         let (router, _) = router_losses(&layers, &PassOptions::default());
         Ok(pass_stats(loss, router, layers))
@@ -283,7 +283,7 @@ impl Decoder {
 
     fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let (normed, _) = self.head_input(ctx, weights, x, head.dtype());
+        let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
         let mut logits = linear(ctx, &normed, head, DType::F32);
         if let Some(bias) = &weights.head_bias {
             elementwise::add_rows(ctx, &mut logits, bias);

@@ -6,13 +6,14 @@
 //! cache alike.
 //!
 //! All queries that share a key head, ordered by position and then by head, form the rows of one matrix, cut into blocks
-//! of 64: so keys and values are read once for a whole group of heads, and a decoding step is the same
-//! code with a short block. Scores are held transposed, keys by rows: then neither keys nor values need a transposed
+//! of 64: so keys and values are read once for a whole group of heads. A single
+//! query, a step of decoding, has code of its own. Scores are held transposed, keys by rows: then neither keys nor values need a transposed
 //! copy, and the softmax runs down columns without sums across lanes. Products, softmax and sums are f32 whatever the
 //! tensors' types. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end.
 
 mod backward;
 mod blocks;
+mod decode;
 mod forward;
 
 use moeworks_tensor::{DType, Tensor};
@@ -66,7 +67,11 @@ pub fn attention_with_sinks(
     assert!(sinks.is_none_or(|sinks| sinks.len() == shape.num_heads), "attention: sinks, {shape:?}");
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    forward::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
+    if shape.seq_len == 1 && !o.is_empty() {
+        decode::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
+    } else {
+        forward::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
+    }
     (o, lse)
 }
 

@@ -116,7 +116,7 @@ impl AttentionBlock {
         cache: Option<&mut LayerCache>,
     ) -> (Tensor, AttentionSaved) {
         let (ctx, w) = (pass.ctx, &weights.attention);
-        let (normed, norm) = self.norm.forward(ctx, &weights.attention_norm, x, w.o.weight.dtype());
+        let (normed, norm) = self.norm.forward(ctx, &weights.attention_norm, x, w.o.weight.dtype().of_activations());
         let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
         let [q, k, v] = &qkv;
         let sinks = w.sinks.as_ref().map(Tensor::f32s);

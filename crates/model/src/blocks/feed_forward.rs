@@ -70,8 +70,8 @@ impl FeedForwardBlock {
     ) -> (Tensor, FeedForwardSaved) {
         let ctx = pass.ctx;
         let dtype = match &weights.feed_forward {
-            FeedForwardWeights::Dense(w) => w.gate_up.dtype(),
-            FeedForwardWeights::Moe(w) => w.gate_up.dtype(),
+            FeedForwardWeights::Dense(w) => w.gate_up.dtype().of_activations(),
+            FeedForwardWeights::Moe(w) => w.gate_up.dtype().of_activations(),
         };
         let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {

@@ -75,7 +75,7 @@ impl Latent {
 
     /// Queries, keys and values of `normed [T, D]`.
     pub(crate) fn forward(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> ([Tensor; 3], LatentSaved) {
-        let (ctx, dtype, rows) = (pass.ctx, w.q.dtype(), normed.rows());
+        let (ctx, dtype, rows) = (pass.ctx, w.q.dtype().of_activations(), normed.rows());
         let q_narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
         let mut q = linear(ctx, q_narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
         Self::turn(pass, &mut q, Rotation::Forward);

@@ -172,10 +172,10 @@ mod vnni {
         let columns = panel.weights.len().checked_div(panel.num_blocks).unwrap_or(0);
         let num_passes = panel.a.len().div_ceil(4).max(1);
         let pass = panel.a.len().div_ceil(num_passes);
-        let wanted = if pass == 1 { 8 } else { 4 };
         let mut column = 0;
         while column < columns {
-            let count = if column + wanted <= columns { wanted } else { 1 };
+            // As many rows of weights as registers hold sums of.
+            let count = if column + 4 <= columns { 4 } else { 1 };
             let ahead = if column + 2 * count <= columns {
                 panel.weights.as_ptr().wrapping_add((column + count) * panel.num_blocks).cast()
             } else {
@@ -186,7 +186,6 @@ mod vnni {
                 // SAFETY: `count` rows of weights and as many rows of activations as are named exist.
                 unsafe {
                     match (count, pass.min(panel.a.len() - first)) {
-                        (8, _) => part.sums::<8, 1>(),
                         (4, 1) => part.sums::<4, 1>(),
                         (4, 2) => part.sums::<4, 2>(),
                         (4, 3) => part.sums::<4, 3>(),
@@ -241,9 +240,7 @@ mod vnni {
                 }
                 for (n, sums) in sums.iter_mut().enumerate() {
                     let at = n * num_blocks + block;
-                    if first == 0 {
-                        prefetch_far(ahead.wrapping_add(at * size_of::<B>()));
-                    }
+                    prefetch_far(ahead.wrapping_add(at * size_of::<B>()));
                     // SAFETY: blocks of the rows taken above.
                     let (w, scales) = unsafe {
                         let (one, two) = (weights.add(at), weights.add(at + second));

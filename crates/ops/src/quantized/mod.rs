@@ -5,7 +5,7 @@
 //!
 //! Errors, each proven by a test against f64:
 //! - An 8-bit weight is off by at most half its block's scale, which is the block's largest magnitude over 127 (as an f16):
-//!   0.4% of it. A 4-bit weight is off by at most one scale, about an eighth of the largest magnitude, half of that but for
+//!   0.4% of it; a little more where the scale is so small that f16 has few digits for it. A 4-bit weight is off by at most one scale, about an eighth of the largest magnitude, half of that but for
 //!   the largest ones; the scale is chosen for the least sum of squares.
 //! - Up to 16 rows of a group are themselves quantized to 8 bits, block by block, and multiplied in whole numbers: exact
 //!   within a block, f32 between blocks. An activation is off by at most half its block's scale, so a sum by at most the
@@ -56,12 +56,18 @@ pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     with_float!(x.dtype(), T => with_block!(dtype, B => {
         let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;
         ctx.threads().run_pieces(y.slice_mut::<B>(), blocks_per_task, |task, blocks| {
-            for (block, x) in blocks.iter_mut().zip(&x[piece_range(task, blocks_per_task, x.len())]) {
-                *block = B::quantize(&x.map(Float::load));
-            }
+            quantize_kernel::<B, T>(ctx.isa(), &x[piece_range(task, blocks_per_task, x.len())], blocks);
         });
     }));
     y
+}
+
+crate::simd::kernel! {
+    fn quantize_kernel<S: Level, B: Block, T: Float>(x: &[[T; BLOCK_LEN]], blocks: &mut [B]) {
+        for (block, x) in blocks.iter_mut().zip(x) {
+            *block = B::quantize(&x.map(Float::load));
+        }
+    }
 }
 
 /// The numbers that a quantized tensor stands for, as `dtype` (f32, exact, or bf16, rounded).

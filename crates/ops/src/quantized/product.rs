@@ -19,7 +19,7 @@ use crate::simd::{Level, kernel as compiled};
 const TASK_BYTES: usize = 96 << 10;
 
 /// Bytes of weights that are turned into bf16 at a time.
-const DEQUANTIZED_BYTES: usize = 64 << 20;
+const DEQUANTIZED_BYTES: usize = 16 << 20;
 
 /// `C [rows, columns] = A B^T` for some rows of A and some rows of B.
 #[derive(Clone, Copy)]

@@ -1,0 +1,198 @@
+//! `moeworks bench decode`: how fast a model of OLMoE's shape goes on with a text, in every type of weights.
+//!
+//! Two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192,
+//! with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
+//! projection once; the share is that of the measured rate of reading memory. Prefill is compared with a square product
+//! in the same type (in bf16 for quantized weights, which prefill multiplies in bf16).
+
+use std::time::Instant;
+
+use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, QkNorm, Role};
+use moeworks_ops::linear::linear;
+use moeworks_ops::measure::best_seconds;
+use moeworks_ops::peak::Peaks;
+use moeworks_ops::{Context, quantized};
+use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
+use serde_json::{Value, json};
+
+use crate::failure::Failure;
+
+/// Tokens of the prompt that are in the cache before decoding is timed.
+const PROMPT: usize = 32;
+/// Tokens that are decoded; the median counts.
+const DECODED: usize = 41;
+/// Tokens of a prefill.
+const PREFILL: usize = 512;
+
+/// What was measured with one type of weights.
+pub(super) struct Measured {
+    dtype: DType,
+    bytes_per_token: f64,
+    seconds_per_token: f64,
+    share_of_bandwidth: f64,
+    prefill_tokens_per_s: f64,
+    share_of_product: f64,
+}
+
+impl Measured {
+    pub(super) fn json(&self) -> Value {
+        json!({
+            "name": format!("decode, {:?}", self.dtype),
+            "bytes_per_token": self.bytes_per_token,
+            "seconds_per_token": self.seconds_per_token,
+            "tokens_per_s": 1.0 / self.seconds_per_token,
+            "share_of_bandwidth": self.share_of_bandwidth,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "prefill_share_of_product": self.share_of_product,
+        })
+    }
+
+    /// The cells of a table under [`HEADER`].
+    pub(super) fn cells(&self) -> Vec<String> {
+        vec![
+            format!("{:?}", self.dtype),
+            format!("{:.1}", self.bytes_per_token / 1e6),
+            format!("{:.3}", self.seconds_per_token * 1e3),
+            format!("{:.1}", 1.0 / self.seconds_per_token),
+            format!("{:.1}%", 100.0 * self.share_of_bandwidth),
+            format!("{:.0}", self.prefill_tokens_per_s),
+            format!("{:.1}%", 100.0 * self.share_of_product),
+        ]
+    }
+}
+
+pub(super) const HEADER: [&str; 7] =
+    ["weights", "MB a token", "ms a token", "tokens/s", "of bandwidth", "prefill tokens/s", "of product"];
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        vocab_size: 8192,
+        width: 2048,
+        num_layers: 2,
+        num_heads: 16,
+        num_kv_heads: 16,
+        head_dim: 128,
+        qk_norm: QkNorm::Whole,
+        num_experts: 64,
+        top_k: 8,
+        expert_width: 1024,
+        tie_embeddings: false,
+        softmax_before_topk: true,
+        normalize_weights: false,
+        max_seq_len: 4096,
+        ..ModelConfig::default()
+    }
+}
+
+/// Times one type of weights: some seconds, and the memory of 873 million weights.
+pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Measured, Failure> {
+    let config = config();
+    let decoder = Decoder::new(config.clone())?;
+    let weights = random_weights(ctx, &decoder, dtype);
+    let bytes_per_token = bytes_per_token(&config, &weights);
+
+    let ids = |count: usize| -> Vec<u32> { (0..count).map(|i| (i * 7919 % config.vocab_size) as u32).collect() };
+    let mut cache = KvCache::new(&config);
+    let mut logits = decoder.extend(ctx, &weights, &mut cache, &ids(PROMPT))?;
+    let mut sampler = Sampler::new(SamplingOptions::default())?;
+    let mut times = Vec::with_capacity(DECODED);
+    for _ in 0..DECODED {
+        let start = Instant::now();
+        let id = sampler.sample(logits.f32s());
+        logits = decoder.extend(ctx, &weights, &mut cache, &[id])?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    let seconds_per_token = times[DECODED / 2];
+
+    let prompt = ids(PREFILL);
+    let mut prefill = f64::INFINITY;
+    for _ in 0..3 {
+        let mut cache = KvCache::new(&config);
+        let start = Instant::now();
+        decoder.extend(ctx, &weights, &mut cache, &prompt)?;
+        prefill = prefill.min(start.elapsed().as_secs_f64());
+    }
+    Ok(Measured {
+        dtype,
+        bytes_per_token,
+        seconds_per_token,
+        share_of_bandwidth: bytes_per_token / seconds_per_token / peaks.read_bytes_per_s,
+        prefill_tokens_per_s: PREFILL as f64 / prefill,
+        share_of_product: prefill_flops(&config) / prefill / product_rate(ctx, dtype),
+    })
+}
+
+/// Weights in their types, made where they stay: the matrices of `dtype`, the embedding a float.
+fn random_weights(ctx: &Context, decoder: &Decoder, dtype: DType) -> DecoderWeights {
+    // Zeros that nobody touches take no memory.
+    let mut weights = decoder.zero_weights(ctx);
+    let roles = weights.roles();
+    for (index, ((name, tensor), role)) in weights.tensors_mut().into_iter().zip(roles).enumerate() {
+        if name.ends_with("norm.weight") {
+            tensor.f32s_mut().fill(1.0);
+            continue;
+        }
+        let dtype = match role {
+            Role::Exact => DType::F32,
+            Role::Product if name.contains("embed_tokens") && dtype.is_quantized() => DType::BF16,
+            Role::Product => dtype,
+        };
+        *tensor = random_tensor(ctx, tensor.shape(), dtype, index as u64);
+    }
+    weights
+}
+
+/// Numbers of deviation 0.02. Four of them a draw: a model's weights in seconds.
+fn random_tensor(ctx: &Context, shape: &[usize], dtype: DType, stream: u64) -> Tensor {
+    const PIECE: usize = 1 << 15;
+    let random = Random::new(1, Purpose::Test, stream);
+    let value = |word: u32| (word >> 8) as f32 * (0.0692 / 16_777_216.0) - 0.0346;
+    let mut tensor = ctx.empty(shape, if dtype.is_quantized() { DType::F32 } else { dtype });
+    match tensor.dtype() {
+        DType::BF16 => ctx.threads().run_pieces(tensor.bf16s_mut(), PIECE, |piece, values| {
+            for (values, at) in values.chunks_mut(4).zip((piece * PIECE / 4) as u64..) {
+                values.iter_mut().zip(random.words(at)).for_each(|(x, word)| *x = bf16::from_f32(value(word)));
+            }
+        }),
+        _ => ctx.threads().run_pieces(tensor.f32s_mut(), PIECE, |piece, values| {
+            for (values, at) in values.chunks_mut(4).zip((piece * PIECE / 4) as u64..) {
+                values.iter_mut().zip(random.words(at)).for_each(|(x, word)| *x = value(word));
+            }
+        }),
+    }
+    if dtype.is_quantized() { quantized::quantize(ctx, &tensor, dtype) } else { tensor }
+}
+
+/// Bytes of weights that a token reads: of the experts its own, of the embedding a row, all of the rest.
+fn bytes_per_token(config: &ModelConfig, weights: &DecoderWeights) -> f64 {
+    let bytes = |(name, tensor): (String, &Tensor)| {
+        let share = if name.contains("experts") {
+            config.top_k as f64 / config.num_experts as f64
+        } else if name.contains("embed_tokens") {
+            1.0 / config.vocab_size as f64
+        } else {
+            1.0
+        };
+        share * tensor.num_bytes() as f64
+    };
+    weights.tensors().into_iter().map(bytes).sum()
+}
+
+/// Operations of a prefill: products with the weights, the last token's logits, and causal attention.
+fn prefill_flops(config: &ModelConfig) -> f64 {
+    let ModelConfig { width: d, num_heads: h, head_dim, num_layers, top_k, expert_width, num_experts, .. } = *config;
+    let heads = h * head_dim;
+    let weights = 4 * d * heads + num_experts * d + top_k * 3 * d * expert_width;
+    let attention = 2 * PREFILL * PREFILL * heads;
+    (num_layers * (2 * PREFILL * weights + attention) + 2 * d * config.vocab_size) as f64
+}
+
+/// Operations a second of a square product of the size of a prefill's.
+fn product_rate(ctx: &Context, dtype: DType) -> f64 {
+    let n = 2048;
+    let dtype = if dtype.is_quantized() { DType::BF16 } else { dtype };
+    let (x, w) = (random_tensor(ctx, &[n, n], dtype, 1), random_tensor(ctx, &[n, n], dtype, 2));
+    2.0 * (n * n * n) as f64 / best_seconds(5, || drop(linear(ctx, &x, &w, dtype)))
+}
