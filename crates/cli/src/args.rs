@@ -94,8 +94,8 @@ pub(crate) struct GenerateArgs {
     /// Seed of the sampling; the same seed gives the same text
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Precision of the products: f32 or bf16
-    #[arg(long, default_value = "f32")]
+    /// Precision of the products: that of the weights as they are stored, f32 or bf16
+    #[arg(long, default_value = "stored")]
     pub(crate) precision: String,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
@@ -115,8 +115,8 @@ pub(crate) struct EvaluateArgs {
     /// Sequences at most (0: all of the text)
     #[arg(long, default_value_t = 0)]
     pub(crate) max_sequences: usize,
-    /// Precision of the products: f32 or bf16
-    #[arg(long, default_value = "f32")]
+    /// Precision of the products: that of the weights as they are stored, f32 or bf16
+    #[arg(long, default_value = "stored")]
     pub(crate) precision: String,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
@@ -157,8 +157,8 @@ pub(crate) struct RoutingArgs {
     /// How much of the text is shown, from its beginning
     #[arg(long, value_name = "N", default_value_t = 2000)]
     pub(crate) max_tokens: usize,
-    /// Precision of the products: f32 or bf16
-    #[arg(long, default_value = "f32")]
+    /// Precision of the products: that of the weights as they are stored, f32 or bf16
+    #[arg(long, default_value = "stored")]
     pub(crate) precision: String,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]

@@ -2,14 +2,14 @@
 
 use std::process::ExitCode;
 
-use moeworks_model::{ModelConfig, hf};
+use moeworks_model::ModelConfig;
 use moeworks_train::metrics::{Record, read_last_record};
-use moeworks_train::store::{Pick, resolve_run};
 use serde_json::{Value, json};
 
 use crate::account;
 use crate::args::InspectArgs;
 use crate::failure::Failure;
+use crate::model::Source;
 use crate::progress::thousands;
 use crate::tables;
 
@@ -17,11 +17,12 @@ use crate::tables;
 const DEFAULT_TOKENS: usize = 4096;
 
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
-    let resolved = resolve_run(&args.model, Pick::Latest)?;
+    let source = Source::open(&args.model)?;
     let ctx = crate::model::context(0);
     // Loading checks every tensor; weights are mapped, not read.
-    let (config, _) = hf::load_model(&ctx, &resolved.model_dir)?;
-    let record = resolved.run_dir.as_deref().and_then(|run| read_last_record(run).ok().flatten());
+    let (config, _) = source.load(&ctx)?;
+    let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
+    let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;
     if args.json {
         let mut value = account::json(&config, DEFAULT_TOKENS, seq_len);
@@ -33,9 +34,9 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
         println!("{value:#}");
         return Ok(ExitCode::SUCCESS);
     }
-    println!("{}", resolved.model_dir.display());
+    println!("{}", source.path().display());
     println!("{}", describe(&config));
-    if let Some(checkpoint) = &resolved.checkpoint {
+    if let Some(checkpoint) = source.run().and_then(|run| run.checkpoint.as_ref()) {
         let val = checkpoint.metadata.val_loss.map_or_else(String::new, |loss| format!(", validation loss {loss:.4}"));
         println!("checkpoint of step {}{val}", thousands(checkpoint.metadata.step));
     }

@@ -1,13 +1,62 @@
-//! Loads the model that a path means: a run, a checkpoint or a model folder.
+//! Loads the model that a path means: a run, a checkpoint, a model folder or a GGUF file.
 
 use std::path::Path;
 
-use moeworks_model::{Decoder, DecoderWeights, Tokenizer, hf};
+use moeworks_model::gguf::{self, GgufFile};
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, hf};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
-use moeworks_train::store::{Pick, resolve_run};
+use moeworks_train::store::{Pick, Resolved, resolve_run};
 
 use crate::failure::Failure;
+
+/// What a path means.
+pub(crate) enum Source {
+    /// A model folder, perhaps that of a checkpoint of a run.
+    Folder(Resolved),
+    /// llama.cpp's format.
+    Gguf(GgufFile),
+}
+
+impl Source {
+    pub(crate) fn open(path: &Path) -> Result<Self, Failure> {
+        if gguf::is_gguf(path) {
+            return Ok(Self::Gguf(GgufFile::open(path)?));
+        }
+        Ok(Self::Folder(resolve_run(path, Pick::Latest)?))
+    }
+
+    /// The folder or file.
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Folder(run) => &run.model_dir,
+            Self::Gguf(file) => file.path(),
+        }
+    }
+
+    /// The run, if the folder belongs to one.
+    pub(crate) fn run(&self) -> Option<&Resolved> {
+        match self {
+            Self::Folder(run) => Some(run),
+            Self::Gguf(_) => None,
+        }
+    }
+
+    /// Configuration and weights, as they are stored.
+    pub(crate) fn load(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), Failure> {
+        match self {
+            Self::Folder(run) => Ok(hf::load_model(ctx, &run.model_dir)?),
+            Self::Gguf(file) => Ok(file.load_model(ctx)?),
+        }
+    }
+
+    pub(crate) fn tokenizer(&self) -> Result<Tokenizer, Failure> {
+        match self {
+            Self::Folder(run) => Ok(Tokenizer::from_dir(&run.model_dir)?),
+            Self::Gguf(file) => Ok(file.tokenizer()?),
+        }
+    }
+}
 
 /// A model ready to compute.
 pub(crate) struct Model {
@@ -22,10 +71,13 @@ impl Model {
     pub(crate) fn load(path: &Path, precision: &str, threads: usize) -> Result<Self, Failure> {
         let dtype = dtype(precision)?;
         let ctx = context(threads);
-        let resolved = resolve_run(path, Pick::Latest)?;
-        let (config, weights) = hf::load_model(&ctx, &resolved.model_dir)?;
-        let tokenizer = Tokenizer::from_dir(&resolved.model_dir)?;
-        let weights = if weights.compute_dtype() == dtype { weights } else { weights.compute_copy(&ctx, dtype) };
+        let source = Source::open(path)?;
+        let (config, weights) = source.load(&ctx)?;
+        let tokenizer = source.tokenizer()?;
+        let weights = match dtype {
+            Some(dtype) if weights.compute_dtype() != dtype => weights.compute_copy(&ctx, dtype),
+            _ => weights,
+        };
         let decoder = Decoder::new(config)?;
         Ok(Self { ctx, decoder, weights, tokenizer })
     }
@@ -36,10 +88,12 @@ pub(crate) fn context(threads: usize) -> Context {
     if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) }
 }
 
-fn dtype(precision: &str) -> Result<DType, Failure> {
+/// The type of the weights to compute with; none for that of the file.
+fn dtype(precision: &str) -> Result<Option<DType>, Failure> {
     match precision {
-        "f32" => Ok(DType::F32),
-        "bf16" => Ok(DType::BF16),
-        _ => Err(Failure::input(format!("--precision {precision}: must be f32 or bf16"))),
+        "stored" => Ok(None),
+        "f32" => Ok(Some(DType::F32)),
+        "bf16" => Ok(Some(DType::BF16)),
+        _ => Err(Failure::input(format!("--precision {precision}: must be stored, f32 or bf16"))),
     }
 }

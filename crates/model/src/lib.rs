@@ -6,6 +6,7 @@ mod config;
 mod decoder;
 mod files;
 pub mod generation;
+pub mod gguf;
 pub mod hf;
 mod losses;
 mod pass;

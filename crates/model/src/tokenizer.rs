@@ -135,7 +135,7 @@ impl Tokenizer {
         Self::from_file(&dir.join("tokenizer.json"))
     }
 
-    fn from_text(json: String, config: Option<String>, origin: &str) -> Result<Self, TokenizerError> {
+    pub(crate) fn from_text(json: String, config: Option<String>, origin: &str) -> Result<Self, TokenizerError> {
         let invalid = |reason: String| TokenizerError::Invalid { origin: origin.to_owned(), reason };
         let value: Value = serde_json::from_str(&json).map_err(|error| invalid(error.to_string()))?;
         let ids = ids_by_token(&value).map_err(invalid)?;

@@ -1,6 +1,7 @@
 //! Bad input gets one clear line and exit code 2, and nothing is left half-written.
 
 use std::fs;
+use std::path::Path;
 
 use crate::program::{Workplace, assert_success, stderr};
 
@@ -103,4 +104,25 @@ fn a_path_that_is_no_model_is_named() {
     refused(&work, &["generate", "run", "--temperature", "-1"], &["temperature"]);
     refused(&work, &["generate", "run", "--max-tokens", "1000"], &["64"]);
     refused(&work, &["evaluate", "run", "--data", "text.txt", "--seq-len", "65"], &["64"]);
+}
+
+#[test]
+fn a_gguf_file_is_a_model_and_a_damaged_one_is_named() {
+    let work = Workplace::new();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/gguf/qwen3moe.gguf");
+    let bytes = fs::read(fixture).expect("the fixture");
+    let model = work.file("model.gguf", &bytes);
+    for args in [
+        vec!["inspect"],
+        vec!["evaluate", "--data", "text.txt"],
+        vec!["generate", "--prompt", "hello", "--max-tokens", "5"],
+    ] {
+        let mut args = args;
+        args.insert(1, &model);
+        assert_success(&work.run(&args));
+    }
+    let short = work.file("short.gguf", &bytes[..bytes.len() - 100]);
+    refused(&work, &["generate", &short], &["short.gguf", "cut short"]);
+    let other = work.file("other.gguf", b"GGUF\x09\0\0\0");
+    refused(&work, &["inspect", &other], &["other.gguf", "version is 9"]);
 }

@@ -84,6 +84,14 @@ pub(super) enum Fault {
 }
 
 /// The family and the configuration that `json` describes. Not validated yet.
+/// What the keys of a `config.json` say.
+pub(crate) fn config_of_keys(json: &Value) -> Result<ModelConfig, String> {
+    read(json).map(|(_, config)| config).map_err(|fault| match fault {
+        Fault::UnknownFamily(model_type) => format!("no family {model_type:?}"),
+        Fault::Other(reason) => reason,
+    })
+}
+
 pub(super) fn read(json: &Value) -> Result<(&'static Family, ModelConfig), Fault> {
     let keys = Keys::new(json.as_object().ok_or_else(|| Fault::Other("not a JSON object".to_owned()))?);
     let model_type: String = keys.required(&["model_type"]).map_err(Fault::Other)?;

@@ -19,6 +19,7 @@ mod rope_json;
 mod save;
 mod small_floats;
 
+pub(crate) use config_json::config_of_keys;
 pub use error::{LoadError, SaveError};
 pub use load::{ModelFolder, load_model};
 pub use save::{SaveOptions, Saved, save_model};

@@ -5,6 +5,7 @@ mod decoder;
 mod fixtures;
 mod folders;
 mod generation;
+mod gguf;
 mod safetensors;
 mod tokenizer;
 mod transformers;

@@ -1,0 +1,126 @@
+//! The values of a GGUF header's keys.
+
+/// A value. Numbers keep the width of their kind, not of their type.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// A whole number of an unsigned type.
+    Unsigned(u64),
+    /// A whole number of a signed type.
+    Signed(i64),
+    /// A number.
+    Float(f64),
+    /// A truth value.
+    Bool(bool),
+    /// Text.
+    Text(String),
+    /// Many texts.
+    Texts(Vec<String>),
+    /// Many numbers or truth values.
+    Numbers(Numbers),
+    /// Many arrays.
+    Arrays(Vec<Value>),
+}
+
+/// An array of numbers, as the bytes that the file has, so that it takes no more memory than there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Numbers {
+    ty: u32,
+    bytes: Vec<u8>,
+}
+
+impl Numbers {
+    pub(super) fn new(ty: u32, bytes: &[u8]) -> Self {
+        Self { ty, bytes: bytes.to_vec() }
+    }
+
+    /// The bytes of a number or truth value of the type with this number; none for other types.
+    pub(super) fn size_of(ty: u32) -> Option<usize> {
+        match ty {
+            0 | 1 | 7 => Some(1),
+            2 | 3 => Some(2),
+            4..=6 => Some(4),
+            10..=12 => Some(8),
+            _ => None,
+        }
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.bytes.len() / Self::size_of(self.ty).unwrap_or(1)
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// One of them; none beyond the last, and for a truth value that is neither 0 nor 1.
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<Value> {
+        let size = Self::size_of(self.ty)?;
+        let bytes = self.bytes.get(index.checked_mul(size)?..)?.get(..size)?;
+        let mut wide = [0; 8];
+        wide[..size].copy_from_slice(bytes);
+        let unsigned = u64::from_le_bytes(wide);
+        let signed = |bits: u32| (unsigned << (64 - bits)).cast_signed() >> (64 - bits);
+        Some(match self.ty {
+            1 => Value::Signed(signed(8)),
+            3 => Value::Signed(signed(16)),
+            5 => Value::Signed(signed(32)),
+            11 => Value::Signed(signed(64)),
+            6 => Value::Float(f32::from_bits(unsigned as u32).into()),
+            12 => Value::Float(f64::from_bits(unsigned)),
+            7 if unsigned > 1 => return None,
+            7 => Value::Bool(unsigned == 1),
+            _ => Value::Unsigned(unsigned),
+        })
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = Option<Value>> + '_ {
+        (0..self.len()).map(|i| self.get(i))
+    }
+}
+
+impl Value {
+    /// The value as a size or a count.
+    #[must_use]
+    pub fn as_usize(&self) -> Option<usize> {
+        match *self {
+            Self::Unsigned(x) => usize::try_from(x).ok(),
+            Self::Signed(x) => usize::try_from(x).ok(),
+            _ => None,
+        }
+    }
+
+    /// The value as a number.
+    #[must_use]
+    pub fn as_f64(&self) -> Option<f64> {
+        match *self {
+            Self::Unsigned(x) => Some(x as f64),
+            Self::Signed(x) => Some(x as f64),
+            Self::Float(x) => Some(x),
+            _ => None,
+        }
+    }
+
+    /// The value as a truth value.
+    #[must_use]
+    pub fn as_bool(&self) -> Option<bool> {
+        match *self {
+            Self::Bool(x) => Some(x),
+            _ => None,
+        }
+    }
+
+    /// The value as text.
+    #[must_use]
+    pub fn as_text(&self) -> Option<&str> {
+        match self {
+            Self::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+}
