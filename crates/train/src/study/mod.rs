@@ -66,6 +66,8 @@ pub struct Balance {
     pub cv: f64,
     /// The busiest expert's load in even shares.
     pub max_over_mean: f64,
+    /// Choices of a token.
+    pub experts_per_token: f64,
     /// Share of the choices dropped.
     pub drop_rate: f64,
     /// Share of the choices rerouted.
@@ -213,14 +215,14 @@ fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {
         flops: curve.last().map_or(f64::NAN, |point| point.0),
         val_losses: all.iter().map(last_loss).collect(),
         curve,
-        balance: balance(&all),
+        balance: balance(&all, stored.train.step_tokens()),
         seconds: all.iter().flatten().map(|record| record.step_ms / 1e3).sum::<f64>() / num_runs,
         variant,
     })
 }
 
 /// Means over runs, layers and the last steps.
-fn balance(runs: &[Vec<Record>]) -> Option<Balance> {
+fn balance(runs: &[Vec<Record>], step_tokens: usize) -> Option<Balance> {
     let recent = |records: &Vec<Record>| {
         let num = ((records.len() as f64 * LAST_SHARE).ceil() as usize).max(1);
         records[records.len().saturating_sub(num)..].to_vec()
@@ -232,7 +234,9 @@ fn balance(runs: &[Vec<Record>]) -> Option<Balance> {
     let mean = |figure: fn(&LayerRecord) -> f64| layers.iter().map(figure).sum::<f64>() / layers.len() as f64;
     let last = runs.iter().filter_map(|records| records.last()).flat_map(|record| &record.layers);
     let measured: Vec<f64> = last.filter_map(|layer| Some(layer.specialization?.share)).collect();
+    let num_choices: u64 = layers.iter().map(LayerRecord::num_choices).sum();
     Some(Balance {
+        experts_per_token: num_choices as f64 / (layers.len() * step_tokens) as f64,
         cv: mean(LayerRecord::cv),
         max_over_mean: mean(LayerRecord::max_over_mean),
         drop_rate: mean(LayerRecord::drop_rate),

@@ -15,7 +15,8 @@ pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &st
          trained on the same text in the same order for {:.3} PFLOP (the base: {} steps of {} tokens), with AdamW at {} and \
          the balance loss times {} unless its line says otherwise. The dense model is as wide as the experts that a token \
          passes. Validation loss is in nats a token on the same {} tokens for all{}. Balance and drops are means over the \
-         layers and the last tenth of the steps. Seconds are those of the training steps on the machine that made this page; \
+         layers and the last tenth of the steps. Where a scheme decides how many experts a token has, its operations are \
+         counted as if it had the base's number. Seconds are those of the training steps on the machine that made this page; \
          they tell of the cost only where it had nothing else to do.\n\n![validation loss]({plot_file})\n\n",
         model.num_layers,
         model.width,
@@ -35,8 +36,8 @@ pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &st
             String::new()
         },
     );
-    page += "| scheme | validation loss | against dense | CV | max / mean | dropped | rerouted | specialisation | seconds | \
-             steps | parameters, active |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n";
+    page += "| scheme | validation loss | against dense | experts a token | CV | max / mean | dropped | rerouted | specialisation | seconds | \
+             steps | parameters, active |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n";
     let dense = findings.iter().find(|finding| finding.balance.is_none()).map(Finding::val_loss);
     let mut order: Vec<&Finding> = findings.iter().collect();
     order.sort_by(|a, b| a.val_loss().total_cmp(&b.val_loss()));
@@ -60,11 +61,12 @@ fn line(finding: &Finding, dense: Option<f64>) -> String {
         .filter(|_| finding.balance.is_some())
         .map_or_else(String::new, |dense| format!("{:+.4}", finding.val_loss() - dense));
     let balance = finding.balance.map_or_else(
-        || " | | | | ".to_owned(),
-        |Balance { cv, max_over_mean, drop_rate, reroute_rate, specialization }| {
+        || " | | | | | ".to_owned(),
+        |Balance { experts_per_token, cv, max_over_mean, drop_rate, reroute_rate, specialization }| {
             let share = |share| short(share, Unit::Percent);
             let (dropped, rerouted, special) = (share(drop_rate), share(reroute_rate), share(specialization));
-            format!("{cv:.3} | {max_over_mean:.2} | {dropped} | {rerouted} | {special}")
+            let experts = short(experts_per_token, Unit::Plain);
+            format!("{experts} | {cv:.3} | {max_over_mean:.2} | {dropped} | {rerouted} | {special}")
         },
     );
     format!(

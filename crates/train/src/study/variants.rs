@@ -62,11 +62,9 @@ pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
         variant(base, "top-k", &format!("{k} of {} experts of width {f}", model.num_experts), &[])?,
     ];
     if k > 1 {
-        let settings = ["model.top_k=1".to_owned(), format!("model.expert_width={}", k * f)];
-        // Half as many experts of twice the width: as many parameters.
+        let settings = one_wide(base);
         let experts = (model.num_experts / k).max(2);
-        let all = [&settings[..], &[format!("model.num_experts={experts}")]].concat();
-        variants.push(variant(base, "top-1", &format!("1 of {experts} experts of width {}", k * f), &all)?);
+        variants.push(variant(base, "top-1", &format!("1 of {experts} experts of width {}", k * f), &settings)?);
         let settings = [format!("model.top_k={}", k - 1), format!("model.shared_width={}", shared + f)];
         let what = format!("{} of {} experts, and one that all tokens pass", k - 1, model.num_experts);
         variants.push(variant(base, "shared", &what, &settings)?);
@@ -86,16 +84,35 @@ pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
     }
     // Kinds of router that no scheme above sets, with their own defaults.
     for kind in router_kinds() {
-        let setting = format!("model.router.kind={kind}");
         if variants.iter().any(|variant| kind_of(&variant.config) == *kind) {
             continue;
         }
-        match variant(base, kind, &setting, std::slice::from_ref(&setting)) {
+        match of_kind(base, kind) {
             Ok(variant) => variants.push(variant),
-            Err(error) => tracing::warn!("{setting} is left out of the study: {error}"),
+            Err(error) => tracing::warn!("router {kind} is left out of the study: {error}"),
         }
     }
     Ok(variants)
+}
+
+/// The base with another kind of router; with one wide expert a token where the kind takes no more than one.
+pub(super) fn of_kind(base: &RunConfig, kind: &'static str) -> Result<Variant, ConfigError> {
+    let setting = format!("model.router.kind={kind}");
+    let plain = variant(base, kind, &setting, std::slice::from_ref(&setting));
+    if plain.is_ok() || base.model.top_k == 1 {
+        return plain;
+    }
+    let [top_k, width, experts] = one_wide(base);
+    let what = format!("{setting}, {experts}, {top_k}, {width}");
+    // The settings are laid one by one, and each must do with those before it.
+    variant(base, kind, &what, &[top_k, width, experts, setting]).or(plain)
+}
+
+/// One expert a token, as wide as the K of the base together, and as many parameters.
+fn one_wide(base: &RunConfig) -> [String; 3] {
+    let (k, f) = (base.model.top_k, base.model.expert_width);
+    let experts = (base.model.num_experts / k).max(2);
+    ["model.top_k=1".to_owned(), format!("model.expert_width={}", k * f), format!("model.num_experts={experts}")]
 }
 
 /// The kind as it is written in configurations.
