@@ -102,17 +102,21 @@ pub(super) fn of_kind(base: &RunConfig, kind: &'static str) -> Result<Variant, C
     if plain.is_ok() || base.model.top_k == 1 {
         return plain;
     }
-    let [top_k, width, experts] = one_wide(base);
-    let what = format!("{setting}, {experts}, {top_k}, {width}");
-    // The settings are laid one by one, and each must do with those before it.
-    variant(base, kind, &what, &[top_k, width, experts, setting]).or(plain)
+    let settings = [&one_wide(base)[..], &[setting]].concat();
+    variant(base, kind, &settings.join(", "), &settings).or(plain)
 }
 
-/// One expert a token, as wide as the K of the base together, and as many parameters.
-fn one_wide(base: &RunConfig) -> [String; 3] {
+/// One expert a token, as wide as the K of the base together, and as many parameters. Its weight is its probability: a
+/// normalised one would be 1, and the router would learn nothing from the task.
+fn one_wide(base: &RunConfig) -> [String; 4] {
     let (k, f) = (base.model.top_k, base.model.expert_width);
     let experts = (base.model.num_experts / k).max(2);
-    ["model.top_k=1".to_owned(), format!("model.expert_width={}", k * f), format!("model.num_experts={experts}")]
+    [
+        "model.top_k=1".to_owned(),
+        format!("model.expert_width={}", k * f),
+        format!("model.num_experts={experts}"),
+        "model.normalize_weights=false".to_owned(),
+    ]
 }
 
 /// The kind as it is written in configurations.
