@@ -1,6 +1,7 @@
 //! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step reach.
 
 mod decode;
+mod moe;
 
 use std::process::ExitCode;
 
@@ -22,6 +23,10 @@ use crate::tables;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let ctx = crate::model::context(args.threads);
+    if args.filter == "moe" {
+        moe::answer(&ctx)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     if args.filter == "decode" {

@@ -13,7 +13,7 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads, experts_backward,
-    experts_bias_grad, experts_forward_biased, experts_weight_grad,
+    experts_bias_grad, experts_forward_biased, experts_weight_grad, experts_weight_grad_of_used,
 };
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
@@ -212,10 +212,27 @@ impl MoeGradTask {
     /// Computes the gradients of all weights of the layer and writes or adds them to `grads`, which is f32 throughout. An
     /// expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
-        let Saved { x, router, dispatch, experts, .. } = &*self.saved;
-        let inputs = WeightGradInputs { x, dy: &self.dy, saved: experts, dh: &self.dh };
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        experts_weight_grad(ctx, inputs, self.config.activation, dispatch.rows(), write, into);
+        experts_weight_grad(ctx, self.inputs(), self.config.activation, self.saved.dispatch.rows(), write, into);
+        self.run_rest(ctx, write, grads);
+    }
+
+    /// As [`run`](Self::run) with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a caller
+    /// who keeps them zero.
+    pub fn run_for_used_experts(self, ctx: &Context, grads: &mut MoeWeights) {
+        let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+        experts_weight_grad_of_used(ctx, self.inputs(), self.config.activation, self.saved.dispatch.rows(), into);
+        self.run_rest(ctx, Write::Replace, grads);
+    }
+
+    fn inputs(&self) -> WeightGradInputs<'_> {
+        let Saved { x, experts, .. } = &*self.saved;
+        WeightGradInputs { x, dy: &self.dy, saved: experts, dh: &self.dh }
+    }
+
+    /// All but the experts' matrices.
+    fn run_rest(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
+        let Saved { x, router, dispatch, .. } = &*self.saved;
         if let Some((gate_up, down)) = &mut grads.biases {
             experts_bias_grad(&self.dy, &self.dh, dispatch.rows(), write, (gate_up, down));
         }

@@ -299,20 +299,45 @@ pub fn experts_weight_grad(
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
-    let WeightGradInputs { x, dy, saved, dh } = inputs;
-    let (d, f) = (x.cols(), grads.down.cols());
-    let af = f * activation.num_inputs();
-    let (r, dtype) = (rows.tokens.len(), dh.dtype());
-    assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     // An expert without rows is a product without depth: zeros.
     let experts = match write {
         Write::Replace => all_experts(rows),
         Write::Add => used_experts(rows),
     };
+    weight_grad(ctx, inputs, activation, (rows, &experts), write, grads);
+}
+
+/// As [`experts_weight_grad`] with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a
+/// caller who knows that they are zeros, or who looks at those of the others alone. With few tokens most of the time of
+/// replacing goes into zeros.
+pub fn experts_weight_grad_of_used(
+    ctx: &Context,
+    inputs: WeightGradInputs<'_>,
+    activation: Activation,
+    rows: ExpertRows<'_>,
+    grads: ExpertGrads<'_>,
+) {
+    weight_grad(ctx, inputs, activation, (rows, &used_experts(rows)), Write::Replace, grads);
+}
+
+/// The gradients of the weights of some experts, at least all that have rows.
+fn weight_grad(
+    ctx: &Context,
+    inputs: WeightGradInputs<'_>,
+    activation: Activation,
+    (rows, experts): (ExpertRows<'_>, &[Expert]),
+    write: Write,
+    grads: ExpertGrads<'_>,
+) {
+    let WeightGradInputs { x, dy, saved, dh } = inputs;
+    let (d, f) = (x.cols(), grads.down.cols());
+    let af = f * activation.num_inputs();
+    let (r, dtype) = (rows.tokens.len(), dh.dtype());
+    assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     let compute = Compute::of(dtype);
     let mut a = ctx.empty(&[r, f], dtype);
     let second = |a: &Tensor, down: &mut Tensor| {
-        let groups = groups(&experts, |_, range| Group {
+        let groups = groups(experts, |_, range| Group {
             a: Source::gathered(dy, &rows.tokens[range.clone()]).scaled(&rows.weights[range.clone()]),
             b: Source::rows(a, range.start),
             rows: d,
@@ -336,7 +361,7 @@ pub fn experts_weight_grad(
     });
     second(&a, grads.down);
     drop(a);
-    let groups = groups(&experts, |_, range| Group {
+    let groups = groups(experts, |_, range| Group {
         a: Source::rows(dh, range.start),
         b: Source::gathered(x, &rows.tokens[range.clone()]),
         rows: af,

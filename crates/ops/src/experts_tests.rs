@@ -323,6 +323,55 @@ fn a_token_without_rows_gets_exact_zeros() {
 }
 
 #[test]
+fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
+    let ctx = Context::cpu(2);
+    let (t, d, f, e) = (5, 40, 24, 4);
+    let case = Case {
+        t,
+        d,
+        f,
+        e,
+        choices: vec![vec![Some(1)], vec![Some(3)], vec![Some(1)], vec![None], vec![Some(3)]],
+        activation: Activation::SwiGlu,
+    };
+    let routing = case.routing();
+    let rows = ExpertRows {
+        offsets: &routing.offsets,
+        tokens: &routing.tokens,
+        weights: &routing.weights,
+        token_rows: &routing.token_rows,
+        num_choices: 1,
+    };
+    let of = |shape: &[usize], seed| tensor(&ctx, shape, &numbers(shape.iter().product(), seed), DType::F32);
+    let (x, dy, gate_up, down) = (of(&[t, d], 1), of(&[t, d], 2), of(&[e, 2 * f, d], 3), of(&[e, d, f], 4));
+    let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
+    let (_, saved) = experts_forward(&ctx, &x, weights, rows);
+    let backward = experts_backward(&ctx, &dy, weights, rows, &saved);
+    let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh };
+    let [all, used] = [true, false].map(|is_all| {
+        let mut grads = [&gate_up, &down].map(|w| tensor(&ctx, w.shape(), &vec![7.0; w.len()], DType::F32));
+        let [gate_up, down] = &mut grads;
+        let into = ExpertGrads { gate_up, down };
+        if is_all {
+            experts_weight_grad(&ctx, inputs, case.activation, rows, Write::Replace, into);
+        } else {
+            experts_weight_grad_of_used(&ctx, inputs, case.activation, rows, into);
+        }
+        grads
+    });
+    for (all, used) in all.iter().zip(&used) {
+        let len = all.len() / e;
+        for (expert, (all, used)) in all.f32s().chunks(len).zip(used.f32s().chunks(len)).enumerate() {
+            if expert % 2 == 1 {
+                assert_eq!(all, used, "expert {expert}");
+            } else {
+                assert!(all.iter().all(|&x| x == 0.0) && used.iter().all(|&x| x == 7.0), "expert {expert}");
+            }
+        }
+    }
+}
+
+#[test]
 fn no_tokens_or_no_rows_give_empty_results_and_zero_gradients() {
     check(&Case { t: 0, d: 8, f: 6, e: 3, choices: Vec::new(), activation: Activation::SwiGlu });
     check(&Case { t: 3, d: 8, f: 6, e: 3, choices: vec![vec![None]; 3], activation: Activation::SwiGlu });

@@ -1,0 +1,212 @@
+"""The MoE layer on the CPU: Moeworks against every way that PyTorch has, cell by cell, in turn.
+
+A cell is a shape (D, F, E, K), a type, a number of tokens and forward alone or forward and backward. Both programs keep the
+weights of a shape and take turns within a cell, several rounds; each side's time is the median of all its runs, after one
+that warms up. Moeworks is compared with the best PyTorch way of the cell. The ways:
+
+- transformers' sparse MoE block of Mixtral with its eager and its grouped_mm experts (gated shapes only),
+- a loop over the experts that got tokens, each with linear layers of its own,
+- one sort by expert, a split, and a linear layer an expert,
+- torch._grouped_mm by hand on the sorted rows.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+
+import torch
+import torch.nn.functional as F
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SHAPES = {
+    "a": (2048, 1024, 64, 8, "swiglu"),
+    "b": (1024, 3584, 8, 2, "swiglu"),
+    "c": (768, 3072, 64, 1, "gelu"),
+    "d": (1024, 384, 128, 8, "swiglu"),
+}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Layer(torch.nn.Module):
+    """An MoE layer whose experts' weights are stacked or apart; `way` is how its experts are computed."""
+
+    def __init__(self, d, f, e, k, activation, dtype, way, gate_up, down):
+        super().__init__()
+        self.k, self.activation, self.way = k, activation, way
+        self.router = torch.nn.Parameter(torch.randn(e, d) * 0.02)
+        if way == "grouped":
+            self.gate_up, self.down = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+        else:
+            self.gate_ups = torch.nn.ParameterList(torch.nn.Parameter(w) for w in gate_up)
+            self.downs = torch.nn.ParameterList(torch.nn.Parameter(w) for w in down)
+
+    def act(self, h):
+        if self.activation == "gelu":
+            return F.gelu(h)
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def expert(self, e, x):
+        return F.linear(self.act(F.linear(x, self.gate_ups[e])), self.downs[e])
+
+    def forward(self, x):
+        probs = F.linear(x.float(), self.router).softmax(-1)
+        weights, ids = probs.topk(self.k, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        if self.way == "loop":
+            y = torch.zeros_like(x)
+            for e in ids.unique().tolist():
+                token, choice = torch.where(ids == e)
+                y.index_add_(0, token, self.expert(e, x[token]) * weights[token, choice, None])
+            return y
+        order = ids.flatten().argsort(stable=True)
+        rows = x[order // self.k]
+        counts = ids.flatten().bincount(minlength=len(self.router))
+        if self.way == "split":
+            parts = rows.split(counts.tolist())
+            out = torch.cat([self.expert(e, part) for e, part in enumerate(parts) if len(part)])
+        else:
+            offsets = counts.cumsum(0).to(torch.int32)
+            h = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=offsets)
+            out = torch._grouped_mm(self.act(h), self.down.transpose(1, 2), offs=offsets)
+        out = out * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // self.k, out)
+
+
+def mixtral(d, f, e, k, dtype, implementation, gate_up, down):
+    """The sparse MoE block of transformers with the same experts."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(hidden_size=d, intermediate_size=f, num_local_experts=e, num_experts_per_tok=k)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        block = MixtralSparseMoeBlock(config)
+    block.experts.gate_up_proj = torch.nn.Parameter(gate_up)
+    block.experts.down_proj = torch.nn.Parameter(down)
+    block.gate.weight = torch.nn.Parameter((torch.randn(e, d) * 0.02).to(dtype))
+    return lambda x: block(x[None]), block
+
+
+def ways(shape, dtype):
+    """Each way's name, function and module. The experts' numbers are shared; parameters are views of them."""
+    d, f, e, k, activation = shape
+    gate_up = (torch.randn(e, f * (2 if activation == "swiglu" else 1), d) * 0.02).to(dtype)
+    down = (torch.randn(e, d, f) * 0.02).to(dtype)
+    for way in ["loop", "split", "grouped"]:
+        layer = Layer(d, f, e, k, activation, dtype, way, gate_up, down)
+        yield way, layer, layer
+    if activation == "swiglu":
+        for implementation in ["eager", "grouped_mm"]:
+            try:
+                function, block = mixtral(d, f, e, k, dtype, implementation, gate_up, down)
+            except Exception as error:  # another version of transformers
+                print(f"  transformers {implementation}: {type(error).__name__}: {error}")
+                continue
+            yield f"transformers {implementation}", function, block
+
+
+def timed(function, module, x, dy, both):
+    if both:
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+    start = time.perf_counter()
+    if both:
+        y = function(x)
+        y = y[0] if isinstance(y, tuple) else y
+        y.backward(dy.view_as(y))
+    else:
+        with torch.no_grad():
+            function(x)
+    return time.perf_counter() - start
+
+
+def torch_times(function, module, x, dy, both, seconds):
+    timed(function, module, x, dy, both)
+    first = timed(function, module, x, dy, both)
+    count = max(2, min(20, int(seconds / first)))
+    times = [timed(function, module, x, dy, both) for _ in range(count)]
+    module.zero_grad(set_to_none=True)
+    return times
+
+
+class Moeworks:
+    def __init__(self, threads):
+        command = [ROOT / "target/release/moeworks", "bench", "moe", "--threads", str(threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def times(self, shape, dtype, tokens, both):
+        d, f, e, k, activation = shape
+        case = {"d": d, "f": f, "e": e, "k": k, "activation": activation, "dtype": dtype, "tokens": tokens, "both": both}
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())["seconds"]
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 512, 4096])
+    parser.add_argument("--passes", nargs="*", default=["forward", "both"], choices=["forward", "both"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="one round, shape d, up to 512 tokens")
+    parser.add_argument("--json", help="write the cells to this file")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.shapes, args.tokens = 1, ["d"], [1, 16, 512]
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    ours, cells = Moeworks(args.threads), []
+    print(f"{args.threads} threads, PyTorch {torch.__version__}; milliseconds, medians")
+    print(f"{'shape':6}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}  best way")
+    for name in args.shapes:
+        shape = SHAPES[name]
+        for dtype in args.dtypes:
+            contenders = list(ways(shape, DTYPES[dtype]))
+            for tokens in args.tokens:
+                for both in [p == "both" for p in args.passes]:
+                    x = torch.randn(tokens, shape[0]).to(DTYPES[dtype]).requires_grad_(both)
+                    dy, times = torch.randn(tokens, shape[0]).to(DTYPES[dtype]), {}
+                    for _ in range(args.rounds):
+                        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both))
+                        for way, function, module in contenders:
+                            try:
+                                found = torch_times(function, module, x, dy, both, 0.1 if args.quick else 0.3)
+                            except (RuntimeError, NotImplementedError) as error:
+                                if way not in times:
+                                    print(f"  {way}: {str(error).splitlines()[0]}")
+                                continue
+                            times.setdefault(way, []).extend(found)
+                            time.sleep(0.02)  # PyTorch's threads look for work for a while
+                    medians = {way: statistics.median(found) for way, found in times.items()}
+                    mine = medians.pop("moeworks")
+                    best = min(medians, key=medians.get)
+                    ratio = medians[best] / mine
+                    cell = {"shape": name, "dtype": dtype, "pass": "both" if both else "forward", "tokens": tokens,
+                            "moeworks_s": mine, "pytorch_s": medians, "best": best, "ratio": ratio}
+                    cells.append(cell)
+                    print(f"{name:6}{dtype:6}{cell['pass']:9}{tokens:6}{mine * 1e3:11.3f}{medians[best] * 1e3:11.3f}"
+                          f"{ratio:8.2f}  {best}", flush=True)
+            del contenders
+    ours.close()
+    mean = math.exp(statistics.mean(math.log(cell["ratio"]) for cell in cells))
+    worst = min(cells, key=lambda cell: cell["ratio"])
+    print(f"geometric mean of {len(cells)} ratios {mean:.2f}, least {worst['ratio']:.2f} "
+          f"({worst['shape']} {worst['dtype']} {worst['pass']} T={worst['tokens']})")
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps({"geometric_mean": mean, "cells": cells}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+//! `moeworks bench moe`: times whole MoE layers, one for each line of JSON on standard input, and answers each with a line.
+//!
+//! So a comparison can take turns with another program while both keep their weights. The layer, its weights and the
+//! gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the experts that got
+//! tokens, as in a program whose experts' gradients are apart; the others stay zero.
+
+use std::io::{BufRead as _, Write as _, stdin, stdout};
+use std::time::Instant;
+
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
+use moeworks_ops::{Activation, Context, elementwise};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use serde_json::{Value, json};
+
+use crate::failure::Failure;
+
+/// Seconds that the runs of an answer take together, about; between the least and the most number of runs.
+const SECONDS: f64 = 0.3;
+const MIN_RUNS: usize = 3;
+const MAX_RUNS: usize = 40;
+
+/// What stays the same between lines that differ in tokens and passes alone.
+#[derive(Clone, Copy, PartialEq)]
+struct Shape {
+    d: usize,
+    f: usize,
+    e: usize,
+    k: usize,
+    activation: Activation,
+    dtype: DType,
+}
+
+/// A line.
+struct Case {
+    shape: Shape,
+    tokens: usize,
+    is_both: bool,
+}
+
+impl Case {
+    fn parse(line: &str) -> Result<Self, Failure> {
+        let value: Value = serde_json::from_str(line).map_err(|error| Failure::input(format!("{line}: {error}")))?;
+        let number = |key: &str| {
+            let number = value[key].as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n > 0 && n <= 1 << 24);
+            number.ok_or_else(|| Failure::input(format!("{line}: \"{key}\" must be a whole number from 1 to 2^24")))
+        };
+        let activation = match value["activation"].as_str() {
+            Some("swiglu") => Activation::SwiGlu,
+            Some("gelu") => Activation::Gelu,
+            _ => return Err(Failure::input(format!("{line}: \"activation\" must be \"swiglu\" or \"gelu\""))),
+        };
+        let dtype = match value["dtype"].as_str() {
+            Some("f32") => DType::F32,
+            Some("bf16") => DType::BF16,
+            _ => return Err(Failure::input(format!("{line}: \"dtype\" must be \"f32\" or \"bf16\""))),
+        };
+        let (d, f, e, k) = (number("d")?, number("f")?, number("e")?, number("k")?);
+        let shape = Shape { d, f, e, k, activation, dtype };
+        Ok(Self { shape, tokens: number("tokens")?, is_both: value["both"].as_bool().unwrap_or(false) })
+    }
+}
+
+/// A layer with its weights and gradients.
+struct Layer {
+    shape: Shape,
+    layer: MoeLayer,
+    weights: MoeWeights,
+    grads: MoeWeights,
+}
+
+impl Layer {
+    fn new(ctx: &Context, shape: Shape) -> Result<Self, Failure> {
+        let layer = MoeLayer::new(MoeConfig {
+            width: shape.d,
+            num_experts: shape.e,
+            top_k: shape.k,
+            expert_width: shape.f,
+            activation: shape.activation,
+            score_order: ScoreOrder::SoftmaxThenTopK,
+            normalize_weights: true,
+            capacity_factor: 0.0,
+            jitter: 0.0,
+            shared_width: 0,
+            router: RouterConfig::default(),
+        })?;
+        let mut weights = MoeWeights::random(ctx, layer.config(), 0, 0.02);
+        for experts in [&mut weights.gate_up, &mut weights.down] {
+            *experts = elementwise::cast(ctx, experts, shape.dtype);
+        }
+        let grads = MoeWeights::zeros(ctx, layer.config(), DType::F32);
+        Ok(Self { shape, layer, weights, grads })
+    }
+
+    /// Seconds of each of some runs, after one that warms up.
+    fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
+        let Shape { d, e, dtype, .. } = self.shape;
+        let draw = |stream, dtype| {
+            let mut tensor: Tensor = ctx.empty(&[tokens, d], DType::F32);
+            elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 1.0, &mut tensor);
+            elementwise::cast(ctx, &tensor, dtype)
+        };
+        let (x, dy) = (draw(0, dtype), draw(1, DType::F32));
+        let losses = LossGrad { balance: vec![0.0; e], z: 0.0, ..LossGrad::default() };
+        let mut run = || {
+            let start = Instant::now();
+            let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &RouterInput::default());
+            if is_both {
+                let (_, task) = self.layer.backward(ctx, &self.weights, &saved, &dy, &losses);
+                task.run_for_used_experts(ctx, &mut self.grads);
+            }
+            drop(y);
+            start.elapsed().as_secs_f64()
+        };
+        run();
+        let first = run();
+        let num_runs = ((SECONDS / first) as usize).clamp(MIN_RUNS, MAX_RUNS);
+        (0..num_runs).map(|_| run()).collect()
+    }
+}
+
+/// Answers every line of standard input.
+pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
+    let mut layer: Option<Layer> = None;
+    for line in stdin().lock().lines() {
+        let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
+        let case = Case::parse(&line)?;
+        if layer.as_ref().is_none_or(|layer| layer.shape != case.shape) {
+            drop(layer.take());
+            ctx.pool().trim();
+            layer = Some(Layer::new(ctx, case.shape)?);
+            ctx.pool().trim();
+        }
+        let times = layer.as_mut().map(|layer| layer.times(ctx, case.tokens, case.is_both)).unwrap_or_default();
+        println!("{}", json!({ "seconds": times }));
+        // Whoever asked waits for the answer; one that went away ends the program with its next line.
+        let _ = stdout().flush();
+    }
+    Ok(())
+}
