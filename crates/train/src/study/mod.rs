@@ -94,6 +94,11 @@ impl Finding {
     }
 }
 
+/// A unit for this many floating-point operations: its size and its name.
+fn flops_unit(flops: f64) -> (f64, &'static str) {
+    if flops < 1e15 { (1e12, "TFLOP") } else { (1e15, "PFLOP") }
+}
+
 /// Settings of the base model over the defaults: small enough that a study takes an hour on two cores, large enough that
 /// experts have something to learn.
 pub const BASE: [&str; 15] = [

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::Finding;
+use super::{Finding, flops_unit};
 use crate::report::{Unit, escape, tick_labels, ticks};
 
 const WIDTH: f64 = 960.0;
@@ -74,9 +74,10 @@ fn curves(svg: &mut String, order: &[&Finding]) {
             at + 4.0
         );
     }
-    let scaled = ticks(0.0, most / 1e15, 6);
+    let (size, unit) = flops_unit(most);
+    let scaled = ticks(0.0, most / size, 6);
     for (&tick, label) in scaled.iter().zip(tick_labels(&scaled, Unit::Plain)) {
-        let at = x(tick * 1e15);
+        let at = x(tick * size);
         if at < right - 70.0 {
             let _ = write!(
                 svg,
@@ -85,7 +86,7 @@ fn curves(svg: &mut String, order: &[&Finding]) {
             );
         }
     }
-    let _ = write!(svg, "<text class=\"soft\" x=\"{right}\" y=\"{}\" text-anchor=\"end\">PFLOP</text>", bottom + 18.0);
+    let _ = write!(svg, "<text class=\"soft\" x=\"{right}\" y=\"{}\" text-anchor=\"end\">{unit}</text>", bottom + 18.0);
     let _ = write!(
         svg,
         "<clipPath id=\"c\"><rect x=\"{left}\" y=\"{top}\" width=\"{}\" height=\"{}\"/></clipPath>",

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::{Balance, Finding, Study};
+use super::{Balance, Finding, Study, flops_unit};
 use crate::report::{Unit, grouped, short};
 
 /// The page: what was trained, the plot (a file beside it), the table. `command` is what made it.
@@ -10,9 +10,10 @@ use crate::report::{Unit, grouped, short};
 pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &str) -> String {
     let (model, train) = (&study.base.model, &study.base.train);
     let flops = findings.iter().map(|finding| finding.flops).fold(0.0, f64::max);
+    let (size, unit) = flops_unit(flops);
     let mut page = format!(
         "# Routing schemes compared\n\nMade by\n\n```sh\n{command}\n```\n\nEvery model has {} layers of width {} and was \
-         trained on the same text in the same order for {:.3} PFLOP (the base: {} steps of {} tokens), with AdamW at {} and \
+         trained on the same text in the same order for {} {unit} (the base: {} steps of {} tokens), with AdamW at {} and \
          the balance loss times {} unless its line says otherwise. The dense model is as wide as the experts that a token \
          passes. Validation loss is in nats a token on the same {} tokens for all{}. Balance and drops are means over the \
          layers and the last tenth of the steps. Where a scheme decides how many experts a token has, its operations are \
@@ -20,7 +21,7 @@ pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &st
          they tell of the cost only where it had nothing else to do.\n\n![validation loss]({plot_file})\n\n",
         model.num_layers,
         model.width,
-        flops / 1e15,
+        short(flops / size, Unit::Plain),
         grouped(train.steps),
         grouped(train.step_tokens() as u64),
         train.lr,
