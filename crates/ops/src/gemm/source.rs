@@ -102,6 +102,20 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Where element `at` lies of the row that comes `ahead` rows later: any address, not to be read. Behind the last row of
+    /// a matrix of a stack comes the first of the next one.
+    #[inline(always)]
+    pub(crate) fn address_later(&self, row: usize, ahead: usize, at: usize) -> *const u8 {
+        let start = match self.indices {
+            Some(indices) => indices.get(row + ahead).map_or(0, |&row| row as usize * self.stride) + self.offset,
+            None => self.offset + (row + ahead) * self.stride,
+        };
+        match self.elements {
+            Elements::F32(x) => x.as_ptr().wrapping_add(start + at).cast(),
+            Elements::Bf16(x) => x.as_ptr().wrapping_add(start + at).cast(),
+        }
+    }
+
     /// Bytes that so many elements take.
     #[inline(always)]
     pub(crate) fn bytes_of(&self, len: usize) -> usize {

@@ -323,20 +323,18 @@ impl Work<'_> {
     fn pack_b_for_tiles(&self, (start, depth): (usize, usize), mut to: &mut [u32]) {
         let Self { product, group, task, .. } = *self;
         let panels = Panels::of(group.columns, BLOCK);
+        let range = task.panels.0..task.panels.0 + task.panels.1;
+        if product.form != Form::Nt {
+            return pack::columns(&group.b, (start, depth), &panels, range, to);
+        }
         let num_units = self.format().units_of(depth);
-        for panel in task.panels.0..task.panels.0 + task.panels.1 {
+        for panel in range {
             let (column, columns, width) = panels.panel(panel);
             for pair in 0..if product.is_paired { 2 } else { 1 } {
                 let (now, later) = to.split_at_mut(num_units * width);
                 to = later;
-                let across = (column + pair * group.columns, columns);
-                if product.form == Form::Nt {
-                    let block = Block { rows: across, columns: (start, depth) };
-                    pack::transposed_columns(&group.b, block, width, now);
-                } else {
-                    let block = Block { rows: (start, depth), columns: across };
-                    pack::columns(&group.b, block, width, now);
-                }
+                let block = Block { rows: (column + pair * group.columns, columns), columns: (start, depth) };
+                pack::transposed_columns(&group.b, block, width, now);
             }
         }
     }

@@ -10,11 +10,18 @@ use core::arch::x86_64::{
     _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
 };
 
+use std::ops::Range;
+
 use super::BLOCK;
+use crate::gemm::kernel::prefetch_far;
 use crate::gemm::source::{Block, Elements, Source};
+use crate::gemm::tasks::Panels;
 
 /// Elements of the depth in a block.
 const DEPTH: usize = 2 * BLOCK;
+
+/// Rows by which memory is asked for ahead of those that are packed.
+const ROWS_AHEAD: usize = 16;
 
 /// Packs rows of A that run along the depth: for each sixteen rows the blocks of the depth one after the other, each
 /// `[row][unit]`.
@@ -31,11 +38,18 @@ pub(super) fn transposed_rows(source: &Source<'_>, columns: (usize, usize), dept
     unsafe { transposed_rows_in_vectors(source, columns, depth, to) }
 }
 
-/// Packs a panel of B whose rows run across the depth: `[unit][width]`, zeros beyond the last column.
+/// Packs the panels `range` of B whose rows run across the depth, one after the other, each `[unit][width]`, zeros beyond the
+/// last column. All panels grow at once, so that rows are read from end to end.
 #[inline(always)]
-pub(super) fn columns(source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
+pub(super) fn columns(
+    source: &Source<'_>,
+    depth: (usize, usize),
+    panels: &Panels,
+    range: Range<usize>,
+    to: &mut [u32],
+) {
     // SAFETY: as above.
-    unsafe { columns_in_vectors(source, block, width, to) }
+    unsafe { columns_in_vectors(source, depth, panels, range, to) }
 }
 
 /// Packs a panel of B whose rows run along the depth, in the same form as [`columns`].
@@ -103,13 +117,31 @@ in_vectors! {
 }
 
 in_vectors! {
-    fn columns_in_vectors(source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
-        let ((start, depth), (first, columns)) = (block.rows, block.columns);
-        for unit in 0..depth.div_ceil(DEPTH) * BLOCK {
+    fn columns_in_vectors(
+        source: &Source<'_>,
+        (start, depth): (usize, usize),
+        panels: &Panels,
+        range: Range<usize>,
+        to: &mut [u32],
+    ) {
+        let num_units = depth.div_ceil(DEPTH) * BLOCK;
+        let (first, end) = (panels.panel(range.start).0, panels.panel(range.end - 1));
+        let row_bytes = source.bytes_of(end.0 + end.1 - first);
+        for unit in 0..num_units {
             let rows = (start + 2 * unit, depth.saturating_sub(2 * unit).min(2));
-            for column in (0..width).step_by(BLOCK) {
-                let num_columns = columns.saturating_sub(column).min(BLOCK);
-                store(across(source, rows, first + column, num_columns), &mut to[unit * width + column..]);
+            for row in rows.0..rows.0 + rows.1 {
+                let later = source.address_later(row, ROWS_AHEAD, first);
+                (0..row_bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
+            }
+            let mut panel_start = 0;
+            for panel in range.clone() {
+                let (first, columns, width) = panels.panel(panel);
+                let to = &mut to[panel_start + unit * width..][..width];
+                for (column, to) in (0..width).step_by(BLOCK).zip(to.chunks_exact_mut(BLOCK)) {
+                    let num_columns = columns.saturating_sub(column).min(BLOCK);
+                    store(across(source, rows, first + column, num_columns), to);
+                }
+                panel_start += num_units * width;
             }
         }
     }
@@ -124,6 +156,7 @@ in_vectors! {
                 let mut units = [_mm512_setzero_si512(); BLOCK];
                 for (row, units) in units.iter_mut().enumerate() {
                     if column + row < columns {
+                        prefetch_far(source.address_later(first + column + row, BLOCK, start + done));
                         *units = along(source, first + column + row, start + done, (depth - done).min(DEPTH));
                     }
                 }
