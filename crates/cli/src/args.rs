@@ -28,6 +28,10 @@ pub(crate) enum Command {
     Routing(RoutingArgs),
     /// Train the same small model with each routing scheme, and a dense one beside it, and compare them on a page
     Study(StudyArgs),
+    /// Make a Mixture-of-Experts from a dense model: experts are copies of its feed-forwards
+    Upcycle(UpcycleArgs),
+    /// Write a model folder with its matrices in another type
+    Convert(ConvertArgs),
     /// Measure this machine's peaks and the kernels' share of them
     Bench(BenchArgs),
     /// Write a run's HTML report again from its metrics
@@ -61,6 +65,9 @@ pub(crate) struct TrainArgs {
     /// Folder of this run (default: a new one under runs/)
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
+    /// Begin with the model of this run, checkpoint or model folder: its configuration, weights and tokenizer
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["resume", "preset"])]
+    pub(crate) from: Option<PathBuf>,
     /// Go on where a run stopped: its folder, or `auto` for the newest
     #[arg(long, value_name = "RUN")]
     pub(crate) resume: Option<String>,
@@ -185,6 +192,40 @@ pub(crate) struct StudyArgs {
     /// Only these variants, such as dense top-k
     #[arg(long, value_name = "NAME", num_args = 1..)]
     pub(crate) only: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct UpcycleArgs {
+    /// The dense model: a run, a checkpoint or a model folder
+    pub(crate) dense: PathBuf,
+    /// The folder that is written
+    pub(crate) out: PathBuf,
+    /// Experts of an MoE layer
+    #[arg(long, default_value_t = 8)]
+    pub(crate) experts: usize,
+    /// Experts that a token goes to
+    #[arg(long, default_value_t = 2)]
+    pub(crate) top_k: usize,
+    /// Every how many layers one gets experts; the others stay dense
+    #[arg(long, default_value_t = 1)]
+    pub(crate) every: usize,
+    /// Deviation of the noise on experts, relative to that of their weights; 0 keeps them exact copies
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    pub(crate) noise: f32,
+    /// Seed of routers and noise
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// A run, a checkpoint or a model folder
+    pub(crate) model: PathBuf,
+    /// The folder that is written
+    pub(crate) out: PathBuf,
+    /// Type of the matrices: f32, bf16 or f16 (default: as they are; blocks of small floats become bf16)
+    #[arg(long)]
+    pub(crate) dtype: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -8,6 +8,7 @@ mod output;
 mod account;
 mod args;
 mod bench;
+mod convert;
 mod estimate;
 mod evaluate;
 mod failure;
@@ -40,6 +41,8 @@ fn main() -> ExitCode {
         Command::Estimate(args) => estimate::run(&args),
         Command::Routing(args) => routing::run(&args),
         Command::Study(args) => study::run(&args),
+        Command::Upcycle(args) => convert::upcycle(&args),
+        Command::Convert(args) => convert::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
     };

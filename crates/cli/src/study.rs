@@ -59,7 +59,8 @@ fn study_of(args: &StudyArgs) -> Result<Study, Failure> {
     settings.extend(args.config.settings.iter().map(String::as_str));
     let mut overrides: Vec<Override> = settings.into_iter().map(Override::parse).collect::<Result<_, _>>()?;
     overrides.push(Override::new("data.paths", args.data.clone()));
-    let layers = ConfigLayers { preset: args.config.preset.clone(), file: args.config.config.clone(), overrides };
+    let layers =
+        ConfigLayers { from: None, preset: args.config.preset.clone(), file: args.config.config.clone(), overrides };
     let base = layers.resolve()?;
     if base.model.num_experts == 0 {
         return Err(Failure::input("model.num_experts = 0: the base of a study needs experts"));

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use moeworks_train::config::{ConfigLayers, Override, RunConfig, print_config};
 use moeworks_train::report::write_report;
-use moeworks_train::store::newest_run;
+use moeworks_train::store::{Pick, newest_run, resolve_run};
 use moeworks_train::{Event, Outcome, Requests, Trainer};
 
 use crate::args::{ConfigArgs, ReportArgs, TrainArgs};
@@ -20,7 +20,7 @@ pub(crate) const EXIT_INTERRUPTED: u8 = 130;
 pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
     let flags = flag_settings(&args)?;
     if args.print_config {
-        print!("{}", print_config(&resolve_config(&args.config, flags)?));
+        print!("{}", print_config(&resolve_from(&args, flags)?.0));
         return Ok(ExitCode::SUCCESS);
     }
     let requests = requests()?;
@@ -28,9 +28,9 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
     let mut trainer = match &args.resume {
         Some(run) => resume(run, &args, flags)?,
         None => {
-            let config = resolve_config(&args.config, flags)?;
+            let (config, from) = resolve_from(&args, flags)?;
             let run_dir = args.out.clone().unwrap_or_else(|| new_run_dir(&config));
-            Trainer::start(config, run_dir)?
+            Trainer::start_from(config, run_dir, from.as_deref())?
         }
     };
     announce(&trainer);
@@ -77,11 +77,19 @@ pub(crate) fn resolve_config(args: &ConfigArgs, flags: Vec<Override>) -> Result<
     Ok(layers(args, flags)?.resolve()?)
 }
 
+/// As [`resolve_config`], over the model that `--from` names, whose folder is returned too.
+fn resolve_from(args: &TrainArgs, flags: Vec<Override>) -> Result<(RunConfig, Option<PathBuf>), Failure> {
+    let from = args.from.as_deref().map(|path| resolve_run(path, Pick::Latest)).transpose()?;
+    let from = from.map(|resolved| resolved.model_dir);
+    let layers = ConfigLayers { from: from.clone(), ..layers(&args.config, flags)? };
+    Ok((layers.resolve()?, from))
+}
+
 fn layers(args: &ConfigArgs, flags: Vec<Override>) -> Result<ConfigLayers, Failure> {
     let mut overrides: Vec<Override> =
         args.settings.iter().map(|text| Override::parse(text)).collect::<Result<_, _>>()?;
     overrides.extend(flags);
-    Ok(ConfigLayers { preset: args.preset.clone(), file: args.config.clone(), overrides })
+    Ok(ConfigLayers { preset: args.preset.clone(), from: None, file: args.config.clone(), overrides })
 }
 
 /// The folder of a new run: by its name, or by the date and time, with a number where that is taken.

@@ -123,6 +123,9 @@ impl Decoder {
         grads: &mut DecoderWeights,
     ) -> Result<PassStats, BatchError> {
         self.check_batch(batch)?;
+        if self.config.num_experts > 0 && self.config.router.sparsemixer_jitter > 0.0 {
+            return Err(BatchError::NotTrainable("sparsemixer's estimate of the router's gradient is not implemented"));
+        }
         let rope = self.rope_table(batch.seq_len);
         let pass = Pass::new(ctx, rope.as_deref(), batch.num_sequences, batch.seq_len, 0);
         let mut x = self.embed(&pass, weights, batch.inputs);

@@ -13,6 +13,7 @@ mod pass;
 pub mod safetensors;
 mod shapes;
 mod tokenizer;
+mod upcycle;
 mod weights;
 
 pub use config::{
@@ -22,6 +23,7 @@ pub use decoder::Decoder;
 pub use hf::LoadError;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 pub use tokenizer::{Tokenizer, TokenizerError};
+pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, HeadWeights, LatentWeights,
     LayerWeights, LinearWeights, NormWeights, Role,

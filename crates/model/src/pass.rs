@@ -145,6 +145,9 @@ pub enum BatchError {
         /// The longest possible.
         max_seq_len: usize,
     },
+    /// A model that can be used but not trained.
+    #[error("this model cannot be trained: {0}")]
+    NotTrainable(&'static str),
     /// No token at all.
     #[error("no token: at least one is needed")]
     Empty,

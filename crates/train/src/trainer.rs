@@ -13,8 +13,9 @@ use std::time::Instant;
 
 use moeworks_model::account::training_flops_per_token;
 use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
+use moeworks_model::hf::load_model;
 use moeworks_model::{
-    BalanceKind, Decoder, DecoderWeights, PassOptions, PassStats, RouterNoise, TokenBatch, Tokenizer,
+    BalanceKind, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch, Tokenizer,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
@@ -101,10 +102,26 @@ pub struct Trainer {
     last_checkpoint: Option<PathBuf>,
 }
 
+/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`.
+fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<DecoderWeights, TrainError> {
+    let (stored, weights) = load_model(ctx, dir)?;
+    if !stored.computes_as(config) {
+        let problem = "its weights are of another model than the settings under model.* describe; leave those to it";
+        return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
+    }
+    Ok(weights.compute_copy(ctx, DType::F32))
+}
+
 impl Trainer {
     /// Starts a new run in the folder `run_dir`, in which there must be no run yet. Nothing is written before the whole
     /// configuration and the data have proved usable.
-    pub fn start(mut config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
+    pub fn start(config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
+        Self::start_from(config, run_dir, None)
+    }
+
+    /// As [`Trainer::start`], with the weights of the model folder `from` in place of random ones. The configuration's model
+    /// must be the folder's, up to settings of training.
+    pub fn start_from(mut config: RunConfig, run_dir: PathBuf, from: Option<&Path>) -> Result<Self, TrainError> {
         if run_dir.join(CONFIG_FILE).exists() {
             let problem = "holds a run already; go on with it by --resume, or choose another folder".to_owned();
             return Err(TrainError::State { path: run_dir, problem });
@@ -115,7 +132,10 @@ impl Trainer {
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
         check_memory(&config)?;
-        let weights = decoder.init(&ctx, config.train.seed);
+        let weights = match from {
+            Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
+            None => decoder.init(&ctx, config.train.seed),
+        };
         let optimizer = Optimizer::new(&ctx, adamw_config(&config), &weights);
         let store = Store::open_to_write(&run_dir)?;
         let metrics = MetricsWriter::create(&run_dir, &moe_layers(&config))?;

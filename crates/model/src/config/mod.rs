@@ -152,6 +152,12 @@ impl ModelConfig {
         self.num_experts > 0 && (i + 1).is_multiple_of(self.moe_every.max(1)) && !self.variant.dense_layers.contains(&i)
     }
 
+    /// Whether a trained model of `other` computes what one of this configuration does, from the same weights.
+    #[must_use]
+    pub fn computes_as(&self, other: &Self) -> bool {
+        self.computed() == other.computed()
+    }
+
     /// What a trained model of this configuration computes, as a configuration: settings of training alone, and settings
     /// without effect, are the default's; where two ways say the same, it is one of them.
     pub(crate) fn computed(&self) -> Self {
@@ -180,7 +186,6 @@ impl ModelConfig {
             };
             c.variant.shared_gate = false;
             c.variant.router_bias = false;
-            c.variant.sparsemixer_jitter = 0.0;
         }
         // Normalised weights are the same in either order.
         c.normalize_weights |= !c.softmax_before_topk;
@@ -269,9 +274,6 @@ impl ModelConfig {
         if self.variant.latent.is_some() && self.num_kv_heads != self.num_heads {
             let expected = format!("must be num_heads, {}, in latent attention", self.num_heads);
             return Err(ConfigError::new("num_kv_heads", self.num_kv_heads, expected));
-        }
-        if self.variant.sparsemixer_jitter > 0.0 && self.num_experts > 0 && self.top_k != 2 {
-            return Err(ConfigError::new("top_k", self.top_k, "must be 2 with variant.sparsemixer_jitter"));
         }
         let has_dense_layer = (0..self.num_layers).any(|i| !self.is_moe_layer(i));
         if has_dense_layer && self.dense_width == 0 {

@@ -80,9 +80,6 @@ pub struct Variant {
     pub router_bias: bool,
     /// The shared experts' output is multiplied by the sigmoid of a projection of the token (Qwen2-MoE).
     pub shared_gate: bool,
-    /// PhiMoE's choice (2409.12136): two experts, each weighed by a softmax over the experts that come close to it; how
-    /// close is twice this, relative to the score. 0: the router chooses as it otherwise does.
-    pub sparsemixer_jitter: f32,
     /// Multiplies embeddings.
     pub embedding_multiplier: f32,
     /// Multiplies what each block adds to the residual stream.
@@ -112,7 +109,6 @@ impl Default for Variant {
             feed_forward_bias: false,
             router_bias: false,
             shared_gate: false,
-            sparsemixer_jitter: 0.0,
             embedding_multiplier: 1.0,
             residual_multiplier: 1.0,
             logits_divisor: 1.0,
@@ -131,11 +127,8 @@ impl Variant {
     pub(super) fn validate(&self, head_dim: usize) -> Result<(), ConfigError> {
         let wrong =
             |setting, value: &dyn ToString, expected: &str| Err(ConfigError::new(setting, value.to_string(), expected));
-        for (setting, value) in [
-            ("variant.clip_qkv", self.clip_qkv),
-            ("variant.attention_scale", self.attention_scale),
-            ("variant.sparsemixer_jitter", self.sparsemixer_jitter),
-        ] {
+        for (setting, value) in [("variant.clip_qkv", self.clip_qkv), ("variant.attention_scale", self.attention_scale)]
+        {
             if !(value >= 0.0 && value.is_finite()) {
                 return wrong(setting, &value, "must be a number of at least 0");
             }

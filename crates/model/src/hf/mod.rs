@@ -7,6 +7,7 @@
 //! every case `config.json` also has our own configuration under the key `moeworks`, so that settings of training
 //! (capacity, jitter, ...) survive; it counts only while it agrees with the other keys.
 
+mod companions;
 mod config_json;
 mod error;
 mod families;
@@ -19,6 +20,7 @@ mod rope_json;
 mod save;
 mod small_floats;
 
+pub use companions::copy_companions;
 pub(crate) use config_json::config_of_keys;
 pub use error::{LoadError, SaveError};
 pub use load::{ModelFolder, load_model};

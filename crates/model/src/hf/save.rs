@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{Tensor, bf16};
 use serde_json::{Value, json};
 
 use super::config_json;
@@ -15,9 +15,9 @@ use super::load::ModelFolder;
 use super::names::{Piece, View, forms};
 use crate::config::ModelConfig;
 use crate::files::write_whole;
-use crate::safetensors::{Payload, TensorBytes, write_shards};
+use crate::safetensors::{FileDType, Payload, TensorBytes, write_shards};
 use crate::tokenizer::Tokenizer;
-use crate::weights::DecoderWeights;
+use crate::weights::{DecoderWeights, Role};
 
 /// What is written besides configuration and weights.
 #[derive(Clone, Copy)]
@@ -29,11 +29,13 @@ pub struct SaveOptions<'a> {
     /// The folder that the model came from: its family is kept if it still computes the same, and those of its
     /// configuration's keys that we do not write ourselves.
     pub origin: Option<&'a ModelFolder>,
+    /// The type of matrices in the file, F32, BF16 or F16; none: the one they have. Norms, biases and routers stay f32.
+    pub dtype: Option<FileDType>,
 }
 
 impl Default for SaveOptions<'_> {
     fn default() -> Self {
-        Self { tokenizer: None, max_shard_bytes: 5_000_000_000, origin: None }
+        Self { tokenizer: None, max_shard_bytes: 5_000_000_000, origin: None, dtype: None }
     }
 }
 
@@ -66,8 +68,13 @@ pub fn save_model(
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let is_gated = config.moe().activation.num_inputs() == 2;
-    write_shards(dir, &tensors(family, weights, is_gated), &metadata, options.max_shard_bytes).map_err(io(dir))?;
-    let dtype = if weights.compute_dtype() == DType::BF16 { "bfloat16" } else { "float32" };
+    let tensors = tensors(family, weights, is_gated, options.dtype);
+    write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
+    let dtype = match options.dtype.unwrap_or_else(|| weights.compute_dtype().into()) {
+        FileDType::BF16 => "bfloat16",
+        FileDType::F16 => "float16",
+        _ => "float32",
+    };
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
     let generation = json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true});
     let config_json = with_kept(config_json::write(family, config, dtype, eos_id), origin, options.tokenizer.is_some());
@@ -99,10 +106,17 @@ fn pretty(json: &Value) -> String {
 }
 
 /// Every tensor as it stands on disk; those that are parts of ours are borrowed.
-fn tensors<'a>(family: &Family, weights: &'a DecoderWeights, is_gated: bool) -> Vec<TensorBytes<'a>> {
+fn tensors<'a>(
+    family: &Family,
+    weights: &'a DecoderWeights,
+    is_gated: bool,
+    dtype: Option<FileDType>,
+) -> Vec<TensorBytes<'a>> {
     let mut list: Vec<OnDisk<'a>> = Vec::new();
     let mut places: BTreeMap<String, usize> = BTreeMap::new();
-    for (name, tensor) in weights.tensors().into_iter().chain(weights.states()) {
+    let roles = weights.roles().into_iter().map(Some).chain(std::iter::repeat(None));
+    for ((name, tensor), role) in weights.tensors().into_iter().chain(weights.states()).zip(roles) {
+        let dtype = dtype.filter(|_| role == Some(Role::Product));
         let pieces = forms(family, &name, tensor.shape(), is_gated).swap_remove(0);
         let len = tensor.num_bytes() / pieces.len().max(1);
         for (i, Piece { name, shape, view, .. }) in pieces.into_iter().enumerate() {
@@ -111,7 +125,7 @@ fn tensors<'a>(family: &Family, weights: &'a DecoderWeights, is_gated: bool) -> 
                 Entry::Occupied(entry) => list[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {
                     entry.insert(list.len());
-                    list.push(OnDisk { name, shape, tensor, parts: vec![part] });
+                    list.push(OnDisk { name, shape, tensor, dtype, parts: vec![part] });
                 }
             }
         }
@@ -125,13 +139,26 @@ struct OnDisk<'a> {
     shape: Vec<usize>,
     /// One of ours, for the type.
     tensor: &'a Tensor,
+    /// The type on disk, if another.
+    dtype: Option<FileDType>,
     parts: Vec<(&'a [u8], Option<View>)>,
 }
 
 impl<'a> OnDisk<'a> {
     fn into_bytes(self) -> TensorBytes<'a> {
-        let Self { name, shape, tensor, parts } = self;
+        let Self { name, shape, tensor, dtype, parts } = self;
         let size = tensor.dtype().size();
+        let from = FileDType::from(tensor.dtype());
+        let to = dtype.unwrap_or(from);
+        if to != from {
+            let elements: usize = shape.iter().product();
+            let len = elements * if to == FileDType::F32 { 4 } else { 2 };
+            let make = move || match parts[..] {
+                [(bytes, None)] => converted(bytes, from, to),
+                _ => converted(&woven(&parts, size, elements * size), from, to),
+            };
+            return TensorBytes { name, dtype: to, shape, bytes: Payload::Made { len, make: Box::new(make) } };
+        }
         let bytes = match parts[..] {
             [(bytes, None)] => Payload::Lent(bytes),
             _ => {
@@ -140,6 +167,19 @@ impl<'a> OnDisk<'a> {
             }
         };
         TensorBytes { name, dtype: tensor.dtype().into(), shape, bytes }
+    }
+}
+
+/// Little-endian elements of one type, f32 or bf16, as those of another, f32, bf16 or f16, rounded to the nearest.
+fn converted(bytes: &[u8], from: FileDType, to: FileDType) -> Vec<u8> {
+    let values: Box<dyn Iterator<Item = f32> + '_> = match from {
+        FileDType::BF16 => Box::new(bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32())),
+        _ => Box::new(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+    };
+    match to {
+        FileDType::BF16 => values.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
+        FileDType::F16 => values.flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect(),
+        _ => values.flat_map(f32::to_le_bytes).collect(),
     }
 }
 

@@ -9,3 +9,4 @@ mod gguf;
 mod safetensors;
 mod tokenizer;
 mod transformers;
+mod upcycle;

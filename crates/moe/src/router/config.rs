@@ -59,6 +59,10 @@ pub struct RouterConfig {
     pub group_score: GroupScore,
     /// Multiplies the weights at the end (DeepSeek's `routed_scaling_factor`).
     pub routed_scale: f32,
+    /// Above 0: of a token's two experts each is weighed by a softmax over the experts that come as close to it as twice
+    /// this, relative to the score, the first without regard to the second and the second without the first (sparsemixer,
+    /// Liu et al., 2409.12136, as PhiMoE uses it after training). For inference alone.
+    pub sparsemixer_jitter: f32,
     /// What becomes of a choice whose expert has no room.
     pub overflow: Overflow,
     /// Tokens that share a capacity (GShard's local groups); 0: all tokens of a microbatch.
@@ -76,6 +80,7 @@ impl Default for RouterConfig {
             top_groups: 1,
             group_score: GroupScore::Max,
             routed_scale: 1.0,
+            sparsemixer_jitter: 0.0,
             overflow: Overflow::Drop,
             local_group: 0,
         }
@@ -91,6 +96,7 @@ impl RouterConfig {
             && !self.expert_bias
             && self.top_groups == self.num_groups
             && self.routed_scale == 1.0
+            && self.sparsemixer_jitter == 0.0
     }
 
     /// Checks every setting, for `num_experts` experts of which a token takes `top_k`.
@@ -113,6 +119,14 @@ impl RouterConfig {
         }
         if !(self.routed_scale > 0.0 && self.routed_scale.is_finite()) {
             return wrong("router.routed_scale", &self.routed_scale, "must be a number above 0".to_owned());
+        }
+        if !(self.sparsemixer_jitter >= 0.0 && self.sparsemixer_jitter.is_finite()) {
+            let expected = "must be a number of at least 0".to_owned();
+            return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
+        }
+        if self.sparsemixer_jitter > 0.0 && top_k != 2 {
+            let expected = format!("must be 0 unless a token goes to two experts, not {top_k}");
+            return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
         }
         if !(self.bias_update_rate >= 0.0 && self.bias_update_rate.is_finite()) {
             return wrong(

@@ -15,7 +15,7 @@ use super::config::{RouterConfig, ScoreFunction};
 use super::input::RouterInput;
 use super::noise::Jitter;
 use super::state::EXPERT_BIAS;
-use super::{choice, rows};
+use super::{choice, rows, sparsemixer};
 use crate::overflow::{self, Overflow, Room};
 use crate::{DispatchRule, LossGrad, MoeConfig, MoeWeights, NO_EXPERT, Routing, RoutingError, ScoreOrder};
 
@@ -241,6 +241,12 @@ impl FlatRouter<'_> {
         let e = gates.cols();
         let rule = self.weight_rule();
         let mut weights = ctx.empty(ids.shape(), DType::F32);
+        let jitter = self.router().sparsemixer_jitter;
+        if let (true, Some(logits)) = (jitter > 0.0, &scores.logits) {
+            let rows = weights.f32s_mut().chunks_mut(k).zip(ids.u32s().chunks(k)).zip(logits.f32s().chunks(e));
+            rows.for_each(|((weights, ids), logits)| sparsemixer::weigh(jitter, logits, ids, weights));
+            return weights;
+        }
         let inputs =
             blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k)).zip(blocks::of(gates.f32s(), e));
         blocks::for_each(ctx, inputs, |_, ((weights, ids), gates)| {

@@ -9,6 +9,7 @@ mod flat;
 mod input;
 mod noise;
 mod rows;
+mod sparsemixer;
 mod state;
 
 pub use config::{GroupScore, RouterConfig, RouterKind, ScoreFunction};

@@ -51,6 +51,9 @@ pub enum ConfigError {
         /// The names that exist.
         known: String,
     },
+    /// A model folder to start from that cannot be used.
+    #[error(transparent)]
+    Model(#[from] moeworks_model::LoadError),
     /// A file that cannot be read.
     #[error("{}: the configuration cannot be read: {source}", path.display())]
     Unreadable {

@@ -8,13 +8,18 @@ use serde::Deserialize;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 use toml::{Spanned, Table, Value};
 
-use super::{ConfigError, RunConfig, presets};
+use moeworks_model::ModelConfig;
+use moeworks_model::hf::ModelFolder;
+
+use super::{ConfigError, RunConfig, TokenizerChoice, presets};
 
 /// What a user asks for, from the weakest layer to the strongest: defaults, preset, file, single settings.
 #[derive(Clone, Debug, Default)]
 pub struct ConfigLayers {
     /// One of [`super::PRESETS`].
     pub preset: Option<String>,
+    /// A model folder, whose configuration and tokenizer take the place of the preset's.
+    pub from: Option<PathBuf>,
     /// A TOML file with any of the settings.
     pub file: Option<PathBuf>,
     /// Single settings; later ones win.
@@ -49,6 +54,12 @@ impl Override {
     }
 }
 
+/// The model's part of a file.
+#[derive(Deserialize)]
+struct FileModel {
+    model: Option<ModelConfig>,
+}
+
 /// A value on its way into the configuration.
 struct Given<'a> {
     setting: &'a str,
@@ -62,15 +73,28 @@ struct Given<'a> {
 impl ConfigLayers {
     /// Lays the layers over each other and checks every setting of the result.
     pub fn resolve(&self) -> Result<RunConfig, ConfigError> {
-        self.resolve_over(presets::preset(self.preset.as_deref())?)
+        let mut base = presets::preset(self.preset.as_deref())?;
+        if let Some(dir) = &self.from {
+            base.model = ModelFolder::open(dir)?.config().clone();
+            base.data.tokenizer = TokenizerChoice::File(dir.join("tokenizer.json").display().to_string());
+            base.train.seq_len = base.train.seq_len.min(base.model.max_seq_len);
+        }
+        self.resolve_over(base)
     }
 
     /// Lays file and single settings over `base`, such as the configuration of a run that is resumed.
     pub fn resolve_over(&self, base: RunConfig) -> Result<RunConfig, ConfigError> {
-        let mut settings = Settings::new(base);
-        if let Some(path) = &self.file {
-            let text =
-                fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?;
+        let text = |path: &PathBuf| {
+            fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.clone(), source })
+        };
+        let file = self.file.as_ref().map(|path| Ok::<_, ConfigError>((path, text(path)?))).transpose()?;
+        let model = file.as_ref().and_then(|(_, text)| toml::from_str::<FileModel>(text).ok()?.model);
+        let mut settings = Settings::new(match model {
+            // What a published family does differently has no place among the settings of other models.
+            Some(model) if !model.variant.is_plain() => RunConfig { model, ..base },
+            _ => base,
+        });
+        if let Some((path, text)) = file {
             settings.put_file(path, &text)?;
         }
         for given in &self.overrides {

@@ -53,6 +53,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.group_score", "What groups are chosen by: max, or top_two: the sum of the two highest scores."),
     ("model.router.routed_scale", "Multiplies the weights of a token's experts."),
     (
+        "model.router.sparsemixer_jitter",
+        "Above 0: PhiMoE's weights, a softmax over the experts within twice this of each choice; for inference.",
+    ),
+    (
         "model.router.overflow",
         "Where an expert has no room: drop later tokens, priority (drop those of lower score), reroute to the next expert.",
     ),

@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use moeworks_model::{ActivationKind, LatentAttention, RopeScaling, Rotary, Variant};
 use moeworks_train::config::{ConfigLayers, Override, PRESETS, Precision, RunConfig, TokenizerChoice, print_config};
 use proptest::prelude::*;
 
@@ -11,6 +12,7 @@ fn resolve(preset: Option<&str>, file: Option<&str>, overrides: &[&str]) -> Resu
     fs::write(&path, file.unwrap_or_default()).unwrap();
     let overrides = overrides.iter().map(|text| Override::parse(text)).collect::<Result<_, _>>();
     let layers = ConfigLayers {
+        from: None,
         preset: preset.map(String::from),
         file: file.map(|_| path),
         overrides: overrides.map_err(|error| error.to_string())?,
@@ -164,4 +166,32 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn a_printed_configuration_of_a_published_family_is_read_back() {
+    let mut config = RunConfig::default();
+    config.model.activation = ActivationKind::ClampedSwiglu { alpha: 1.702, limit: 7.0 };
+    config.model.head_dim = 48;
+    config.model.variant = Variant {
+        sinks: true,
+        window: 128,
+        full_attention_layers: vec![1, 3],
+        latent: Some(LatentAttention { query_rank: 0, kv_rank: 32, plain_dim: 32, rotary_dim: 16 }),
+        rotary: Rotary {
+            scaling: RopeScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_len: 8192,
+            },
+            ..Rotary::default()
+        },
+        ..Variant::default()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("run.toml");
+    fs::write(&file, print_config(&config)).unwrap();
+    let layers = ConfigLayers { file: Some(file), ..ConfigLayers::default() };
+    assert_eq!(layers.resolve().unwrap(), config);
 }

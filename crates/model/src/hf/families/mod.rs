@@ -11,6 +11,7 @@ mod granitemoe;
 mod llama;
 mod mixtral;
 mod olmoe;
+mod phimoe;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
@@ -18,7 +19,7 @@ mod qwen3_moe;
 use super::family::Family;
 
 /// Every family, the first that fits first.
-pub(crate) const FAMILIES: [&Family; 11] = [
+pub(crate) const FAMILIES: [&Family; 12] = [
     &qwen3_moe::FAMILY,
     &olmoe::FAMILY,
     &mixtral::FAMILY,
@@ -29,6 +30,7 @@ pub(crate) const FAMILIES: [&Family; 11] = [
     &gpt_oss::FAMILY,
     &deepseek::V3,
     &deepseek::V2,
+    &phimoe::FAMILY,
     &gpt2::FAMILY,
 ];
 

@@ -1,0 +1,64 @@
+//! PhiMoE (2404.14219): layer norms, biases in attention and on the logits, LongRoPE, sparsemixer routing.
+//!
+//! Beyond the original context we take the long divisors, as Microsoft's code does; transformers 5.23 keeps the short ones
+//! and changes the amplitude alone.
+
+use serde_json::{Map, Value, json};
+
+use crate::config::{ModelConfig, NormKind};
+use crate::hf::config_json::{Keys, shortest};
+use crate::hf::family::Family;
+use crate::hf::keys::{Defaults, USUAL};
+use crate::hf::names::{Form, Rule};
+
+pub(crate) const FAMILY: Family = Family {
+    model_type: "phimoe",
+    architecture: "PhimoeForCausalLM",
+    layers: &["model.layers."],
+    rules: &[
+        Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.gate.weight") },
+        // Beside stacked experts.
+        Rule { ours: "mlp.gate.weight", form: Form::Whole("mlp.router.weight") },
+        Rule {
+            ours: "mlp.experts.gate_up_proj",
+            form: Form::PerExpert(&[
+                "block_sparse_moe.experts.{e}.w1.weight",
+                "block_sparse_moe.experts.{e}.w3.weight",
+            ]),
+        },
+        Rule { ours: "mlp.experts.down_proj", form: Form::PerExpert(&["block_sparse_moe.experts.{e}.w2.weight"]) },
+    ],
+    ignored: &[],
+    has_further_layers: false,
+    read,
+    write,
+};
+
+fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
+    let mut config = keys.decoder(&Defaults { norm_eps: 1e-5, rope_theta: 1e6, ..USUAL })?;
+    config.variant.norm = NormKind::Layer;
+    config.variant.qkv_bias = keys.flag("attention_bias")?;
+    config.variant.output_bias = config.variant.qkv_bias;
+    config.variant.head_bias = keys.flag("lm_head_bias")?;
+    keys.experts(&mut config, "intermediate_size")?;
+    config.normalize_weights = false;
+    let jitter: f32 = keys.optional(&["router_jitter_noise"])?.unwrap_or(0.01);
+    // 0 would switch the scheme off; here it means that only equals are close.
+    config.router.sparsemixer_jitter = jitter.max(f32::MIN_POSITIVE);
+    let window = keys.optional(&["sliding_window"])?;
+    keys.window(&mut config, window, |_| true)?;
+    Ok(config)
+}
+
+fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
+    let window = config.variant.window;
+    let json = json!({
+        "intermediate_size": config.expert_width,
+        "attention_bias": config.variant.qkv_bias,
+        "lm_head_bias": config.variant.head_bias,
+        "router_jitter_noise": shortest(config.router.sparsemixer_jitter),
+        "input_jitter_noise": 0.0,
+        "sliding_window": if window > 0 { json!(window) } else { Value::Null },
+    });
+    super::extend(map, json);
+}
