@@ -240,7 +240,11 @@ mod vnni {
                 }
                 for (n, sums) in sums.iter_mut().enumerate() {
                     let at = n * num_blocks + block;
+                    // A pair may be longer than a cache line: then its last byte is asked for as well.
                     prefetch_far(ahead.wrapping_add(at * size_of::<B>()));
+                    if 2 * size_of::<B>() > 64 {
+                        prefetch_far(ahead.wrapping_add((at + 2) * size_of::<B>() - 1));
+                    }
                     // SAFETY: blocks of the rows taken above.
                     let (w, scales) = unsafe {
                         let (one, two) = (weights.add(at), weights.add(at + second));
