@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::program::{Workplace, assert_success, stderr};
 
 /// Runs `args`, which must fail with exit code 2 and one line that has all of `parts`.
-fn refused(work: &Workplace, args: &[&str], parts: &[&str]) {
+pub(crate) fn refused(work: &Workplace, args: &[&str], parts: &[&str]) {
     let output = work.run(args);
     let shown = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{args:?}\n{shown}");

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod layers;
+mod models;
 mod program;
 mod routing;
 mod study;
