@@ -22,6 +22,13 @@ pub struct Parameters {
     pub parts: Vec<Part>,
 }
 
+/// Parameters of one router, those that only some schemes have included.
+fn router_parameters(config: &ModelConfig) -> u64 {
+    let moe = config.moe();
+    let extras = moe.extra_shapes().into_iter().map(|extra| extra.shape.iter().product::<usize>());
+    (moe.router_shape().iter().product::<usize>() + extras.sum::<usize>()) as u64
+}
+
 impl Parameters {
     /// Counts the parameters of a model of `config`, whose `vocab_size` is set.
     #[must_use]
@@ -44,7 +51,7 @@ impl Parameters {
             vector("embedding", v * d),
             product("attention", l * (2 * h + 2 * g) * hd * d),
             vector("norms", l * (2 * d + qk_norm) + d),
-            product("routers", moe_layers * size(config.num_experts) * d),
+            product("routers", moe_layers * router_parameters(config)),
             Part {
                 name: "experts",
                 total: moe_layers * size(config.num_experts) * expert,

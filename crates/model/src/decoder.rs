@@ -23,7 +23,7 @@ use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 use crate::shapes::weights_with;
-use crate::weights::{DecoderWeights, LayerWeights};
+use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
 ///
@@ -91,6 +91,9 @@ impl Decoder {
         let residual_std = std / (2.0 * self.config.num_layers as f32).sqrt();
         for ((name, tensor), stream) in weights.tensors_mut().into_iter().zip(0..) {
             let random = Random::new(seed, Purpose::Init, stream);
+            if name.contains(".mlp.gate.") && !name.ends_with("gate.weight") && !name.ends_with("gate.bias") {
+                continue; // filled below
+            }
             if name.ends_with("norm.weight") {
                 tensor.f32s_mut().fill(1.0);
             } else if name.ends_with("bias") {
@@ -99,6 +102,12 @@ impl Decoder {
                 elementwise::fill_normal(ctx, &random, residual_std, tensor);
             } else {
                 elementwise::fill_normal(ctx, &random, std, tensor);
+            }
+        }
+        for (i, layer) in weights.layers.iter_mut().enumerate() {
+            if let FeedForwardWeights::Moe(moe) = &mut layer.feed_forward {
+                moe.init_extras(ctx, &self.config.moe(), (seed, (1 << 32) + 16 * i as u64), std);
+                moe.state = self.config.moe().first_state(ctx);
             }
         }
         weights
@@ -137,7 +146,7 @@ impl Decoder {
             let input = std::mem::replace(&mut x, y);
             records.push(LayerRecord { input, saved: (!options.checkpoint_layers).then_some(saved) });
         }
-        let (router, mut loss_grads) = router_losses(&layer_stats, options);
+        let (router, mut loss_grads) = router_losses(&layer_stats, &self.config.router, options);
         let (loss, mut dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
         drop(x);
         for (i, record) in records.into_iter().enumerate().rev() {
@@ -195,7 +204,7 @@ impl Decoder {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
         let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
-        let (router, _) = router_losses(&layers, &PassOptions::default());
+        let (router, _) = router_losses(&layers, &self.config.router, &PassOptions::default());
         Ok(pass_stats(loss, router, layers))
     }
 

@@ -1,6 +1,6 @@
 //! What goes into a pass over a batch of tokens and what comes out of it.
 
-use moeworks_moe::LayerStats;
+use moeworks_moe::{EntropyRule, LayerStats};
 use serde::{Deserialize, Serialize};
 
 /// Sequences of tokens with the token to be predicted at each position.
@@ -26,6 +26,11 @@ pub enum BalanceKind {
     /// All layers together, as `transformers` does: K when balanced.
     #[default]
     Pooled,
+    /// Each layer by itself by the tokens' first choices, added up (GShard): `1/E^2` a layer when balanced.
+    Gshard,
+    /// Each layer by itself over the router's groups of experts, added up (DeepSeek-V2's device-level loss): 1 a layer when
+    /// balanced.
+    Groups,
 }
 
 /// The stream of the noise on router inputs. Each layer draws from a stream of its own.
@@ -59,6 +64,15 @@ pub struct PassOptions {
     /// Multiplies the gradient of the sequence-wise balance loss (DeepSeek-V3), the sum of the layers'; as `balance_coef`.
     /// 0: that loss is not computed.
     pub sequence_coef: f32,
+    /// Multiplies the gradient of the squared coefficient of variation of the experts' importance (Shazeer), the sum of
+    /// the layers'; as `balance_coef`.
+    pub importance_coef: f32,
+    /// The same of the experts' smooth load, where there is noise on the logits.
+    pub load_coef: f32,
+    /// The entropy losses; their weights as `balance_coef`.
+    pub entropy: EntropyRule,
+    /// Multiplies the gradient of the L1 loss of ReLU routing, whose weight is in the router's state; as `balance_coef`.
+    pub l1_scale: f32,
     /// The share of the run that is done, 0 to 1, for what changes over a run.
     pub progress: f64,
     /// Noise on router inputs, if the configuration's `jitter` is not 0; none gives none.
@@ -77,6 +91,10 @@ impl Default for PassOptions {
             balance: BalanceKind::Pooled,
             z_coef: 0.0,
             sequence_coef: 0.0,
+            importance_coef: 0.0,
+            load_coef: 0.0,
+            entropy: EntropyRule::default(),
+            l1_scale: 0.0,
             progress: 1.0,
             noise: None,
             checkpoint_layers: false,

@@ -123,7 +123,7 @@ impl<F: FnMut(&[usize]) -> Tensor, S: FnMut(&[usize]) -> Tensor> Maker<'_, F, S>
         let a = c.moe().activation.num_inputs();
         let (d, e, f, s) = (c.width, c.num_experts, c.expert_width, c.shared_width);
         MoeWeights {
-            router: (self.make)(&[e, d]),
+            router: (self.make)(&c.moe().router_shape()),
             router_bias: self.option(c.variant.router_bias, &[e]),
             gate_up: (self.make)(&[e, a * f, d]),
             down: (self.make)(&[e, d, f]),
@@ -133,14 +133,21 @@ impl<F: FnMut(&[usize]) -> Tensor, S: FnMut(&[usize]) -> Tensor> Maker<'_, F, S>
                 down: (self.make)(&[d, s]),
                 gate: self.option(c.variant.shared_gate, &[1, d]),
             }),
-            state: self.states(e),
+            extras: self.extras(),
+            state: self.states(),
         }
     }
 
-    /// What a router of `e` experts keeps besides weights. Not among the list of tensors.
-    fn states(&mut self, e: usize) -> Vec<NamedTensor> {
-        let shapes = self.config.router.state_shapes(e).into_iter();
-        shapes.map(|(name, shape)| NamedTensor { name, tensor: (self.make_state)(&shape) }).collect()
+    /// Weights of a router that only some schemes have.
+    fn extras(&mut self) -> Vec<NamedTensor> {
+        let shapes = self.config.moe().extra_shapes().into_iter();
+        shapes.map(|extra| NamedTensor { name: extra.name, tensor: (self.make)(&extra.shape) }).collect()
+    }
+
+    /// What a router keeps besides weights. Not among the list of tensors.
+    fn states(&mut self) -> Vec<NamedTensor> {
+        let shapes = self.config.moe().state_shapes().into_iter();
+        shapes.map(|state| NamedTensor { name: state.name, tensor: (self.make_state)(&state.shape) }).collect()
     }
 
     fn dense(&mut self) -> DenseWeights {

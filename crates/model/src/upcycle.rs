@@ -88,7 +88,8 @@ impl ExpertMaker<'_> {
             down: self.experts(&dense.down, 2),
             biases: dense.biases.as_ref().map(|(gate_up, down)| (self.copies(gate_up), self.copies(down))),
             shared: None,
-            state: Vec::new(),
+            extras: config.moe().zero_extras(self.ctx),
+            state: config.moe().first_state(self.ctx),
         }
     }
 

@@ -3,7 +3,7 @@
 //! Shape letters: V vocabulary, D width, H query heads, G key and value heads, h head width, E experts, F hidden width of
 //! a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
 
-use moeworks_moe::{LayerStats, MoeWeights, RouterConfig, next_state};
+use moeworks_moe::{LayerStats, MoeConfig, MoeWeights, next_state};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
@@ -215,6 +215,9 @@ macro_rules! list_tensors {
                         add("mlp.shared_experts.down_proj", Role::Product, & $($mutable)? shared.down);
                         add_option!("mlp.shared_expert_gate.weight", shared.gate);
                     }
+                    for extra in moe.extras.$iter() {
+                        add(&format!("mlp.gate.{}", extra.name), Role::Exact, & $($mutable)? extra.tensor);
+                    }
                 }
             }
         }
@@ -331,13 +334,7 @@ impl DecoderWeights {
 
     /// Moves the routers' states by what one whole step did: `layers` are the statistics of the MoE layers, first to last,
     /// summed over the step. The same is done to `copy`, if there is one.
-    pub fn next_states(
-        &mut self,
-        ctx: &Context,
-        config: &RouterConfig,
-        layers: &[LayerStats],
-        copy: Option<&mut Self>,
-    ) {
+    pub fn next_states(&mut self, ctx: &Context, config: &MoeConfig, layers: &[LayerStats], copy: Option<&mut Self>) {
         let moe_layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {
             FeedForwardWeights::Moe(moe) => Some(moe),
             FeedForwardWeights::Dense(_) => None,

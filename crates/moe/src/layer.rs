@@ -18,9 +18,12 @@ use moeworks_ops::experts::{
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
+use crate::free::{self, FreeChoices, FreeGrads};
 use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
 use crate::shared::{SharedSaved, SharedTask};
-use crate::{ConfigError, Dispatch, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing, RoutingError};
+use crate::{
+    ConfigError, Dispatch, FreeShare, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing, RoutingError,
+};
 
 /// An MoE layer: its configuration, checked. Weights are arguments.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,9 +39,11 @@ pub struct MoeSaved {
 
 struct Saved {
     x: Tensor,
-    seq_len: usize,
+    /// `x` in f32, where there are experts without computation.
+    exact_x: Option<Tensor>,
     router: FlatSaved,
     routing: Routing,
+    free: FreeShare,
     num_rerouted: usize,
     dispatch: Dispatch,
     experts: ExpertsSaved,
@@ -49,7 +54,8 @@ struct Saved {
 pub struct MoeGradTask {
     saved: Arc<Saved>,
     dy: Tensor,
-    router: RouterGradTask,
+    router: Option<RouterGradTask>,
+    free: Option<FreeGrads>,
     dh: Tensor,
     shared: Option<SharedTask>,
     config: MoeConfig,
@@ -88,13 +94,18 @@ impl MoeLayer {
         let dispatch = Dispatch::with_rule(ctx, &routing, &router.rule(priority.as_deref()));
         let (experts, biases) = (weights.experts(self.config.activation), weights.expert_biases());
         let (mut y, experts) = experts_forward_biased(ctx, x, experts, biases, dispatch.rows());
+        let exact_x = free::exact(ctx, &self.config, x);
+        if let Some(x) = &exact_x {
+            FreeChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }.forward(&mut y);
+        }
         let shared = weights.shared.as_ref().map(|shared| {
             let (shared_y, saved) = SharedSaved::forward(ctx, shared, self.config.activation, x);
             add_assign(ctx, &mut y, &shared_y);
             saved
         });
-        let (x, seq_len) = (x.clone(), input.seq_len);
-        let saved = Saved { x, seq_len, router: router_saved, routing, num_rerouted, dispatch, experts, shared };
+        let (x, router) = (x.clone(), router_saved);
+        let free = FreeShare::of(&self.config);
+        let saved = Saved { x, exact_x, router, routing, free, num_rerouted, dispatch, experts, shared };
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
@@ -139,10 +150,20 @@ impl MoeLayer {
         }
         let mut dx = backward.dx;
 
-        let dweights = choice_grads(ctx, rows, backward.d_row_weights.f32s());
-        let input = RouterInput { seq_len: saved.seq_len, ..RouterInput::default() };
-        let (router_dx, router) = self.router(weights, &input).backward(ctx, &saved.router, dweights, losses);
-        add_assign(ctx, &mut dx, &router_dx);
+        let mut dweights = choice_grads(ctx, rows, backward.d_row_weights.f32s());
+        let free = saved.exact_x.as_ref().map(|x| {
+            let (routing, dispatch) = (&saved.routing, &saved.dispatch);
+            let choices = FreeChoices { config: &self.config, weights, routing, dispatch, x };
+            let dy = free::exact(ctx, &self.config, dy);
+            choices.backward(dy.as_ref().unwrap_or(x), &mut dx, &mut dweights)
+        });
+        let input = RouterInput::default();
+        let grads = (&dweights, saved.routing.expert_ids());
+        let router = self.router(weights, &input).backward(ctx, &saved.router, grads, losses);
+        let router = router.map(|(router_dx, task)| {
+            add_assign(ctx, &mut dx, &router_dx);
+            task
+        });
 
         let shared = saved.shared.as_ref().zip(weights.shared.as_ref()).map(|(saved, weights)| {
             let (shared_dx, task) = saved.backward(ctx, weights, self.config.activation, dy);
@@ -150,9 +171,32 @@ impl MoeLayer {
             task
         });
         let saved = Arc::clone(saved);
-        let task = MoeGradTask { saved, dy: dy.clone(), router, dh: backward.dh, shared, config: self.config.clone() };
+        let task =
+            MoeGradTask { saved, dy: dy.clone(), router, free, dh: backward.dh, shared, config: self.config.clone() };
         (dx, task)
     }
+}
+
+/// `[E]`: tokens that have each expert as their first choice.
+fn first_choices(routing: &Routing) -> Vec<u32> {
+    let mut counts = vec![0; routing.num_experts()];
+    for ids in routing.expert_ids().chunks(routing.top_k()) {
+        if let Some(count) = counts.get_mut(ids[0] as usize) {
+            *count += 1;
+        }
+    }
+    counts
+}
+
+/// `[E]`: the sum of the weights of each expert's choices.
+fn importance(routing: &Routing) -> Vec<f64> {
+    let mut sums = vec![0.0; routing.num_experts()];
+    for (&id, &weight) in routing.expert_ids().iter().zip(routing.expert_weights()) {
+        if let Some(sum) = sums.get_mut(id as usize) {
+            *sum += f64::from(weight);
+        }
+    }
+    sums
 }
 
 /// The gradient of each choice's weight from that of each row's; a dropped choice has none.
@@ -189,7 +233,7 @@ impl MoeSaved {
     /// What the routing looked like.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
-        let Saved { x, seq_len, router, num_rerouted, dispatch, .. } = &*self.inner;
+        let Saved { x, router, routing, num_rerouted, dispatch, .. } = &*self.inner;
         let scores = &router.scores;
         let per_token = 1.0 / x.rows().max(1) as f64;
         LayerStats {
@@ -203,7 +247,12 @@ impl MoeSaved {
             mean_entropy: scores.sums.entropy * per_token,
             z: scores.sums.lse_squared * per_token,
             mean_squared_logit: scores.squared_logits * per_token / scores.probs.cols() as f64,
-            sequence_loss: if *seq_len > 0 { router.sequence_loss(*seq_len) } else { 0.0 },
+            sequence_loss: if router.seq_len > 0 { router.sequence_loss() } else { 0.0 },
+            first_choices: first_choices(routing),
+            importance: importance(routing),
+            smooth_load: router.smooth_load.clone(),
+            modalities: router.modality_stats(),
+            free: self.inner.free,
         }
     }
 }
@@ -236,7 +285,12 @@ impl MoeGradTask {
         if let Some((gate_up, down)) = &mut grads.biases {
             experts_bias_grad(&self.dy, &self.dh, dispatch.rows(), write, (gate_up, down));
         }
-        self.router.run(ctx, router, x, write, grads);
+        if let Some(task) = self.router {
+            task.run(ctx, router, x, write, grads);
+        }
+        if let Some(free) = self.free {
+            free.run(write, grads);
+        }
         if let (Some(task), Some(saved), Some(grads)) = (self.shared, &self.saved.shared, &mut grads.shared) {
             task.run(ctx, saved, (x, &self.dy), self.config.activation, write, grads);
         }

@@ -75,6 +75,7 @@
 
 mod config;
 mod dispatch;
+mod free;
 mod layer;
 mod losses;
 mod overflow;
@@ -88,13 +89,18 @@ mod weights;
 pub use config::{ConfigError, MoeConfig, ScoreOrder};
 pub use dispatch::{Dispatch, DispatchRule, capacity};
 pub use layer::{MoeGradTask, MoeLayer, MoeSaved};
-pub use losses::{BalanceLoss, LossGrad, balance_loss_per_layer, balance_loss_pooled, z_loss};
+pub use losses::{
+    BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_of_groups,
+    balance_loss_per_layer, balance_loss_pooled, cv_squared, entropy_loss, z_loss,
+};
 pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
-pub use router::{GroupScore, RouterConfig, RouterInput, RouterKind, ScoreFunction, next_state};
+pub use router::{
+    GroupScore, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert, WeightShape, next_state,
+};
 pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{
-    LayerStats, Load, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy, max_over_mean,
-    num_dead_experts, share,
+    FreeShare, LayerStats, Load, ModalityStats, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy,
+    max_over_mean, num_dead_experts, share,
 };
 pub use weights::{MoeWeights, NamedTensor, SharedWeights};

@@ -4,7 +4,7 @@
 //! gradient. Values are without their coefficient, so that runs with different coefficients can be compared; gradients
 //! are multiplied by the `scale` given, which is the coefficient times whatever else the whole loss is scaled by.
 
-use crate::LayerStats;
+use crate::{LayerStats, ModalityStats};
 
 /// What the losses say of one layer's router, for [`MoeLayer::backward`](crate::MoeLayer::backward).
 #[derive(Clone, Debug, PartialEq, Default)]
@@ -16,12 +16,28 @@ pub struct LossGrad {
     /// Gradient of the mean over the sequences of the sequence-wise loss, [`LayerStats::sequence_loss`]. The forward pass
     /// must have been told the sequences' length.
     pub sequence: f32,
+    /// `[E]`: gradient of each expert's importance, [`LayerStats::importance`]. Empty for none.
+    pub importance: Vec<f32>,
+    /// `[E]`: gradient of each expert's smooth load, [`LayerStats::smooth_load`]. Empty for none.
+    pub load: Vec<f32>,
+    /// Gradient of the L1 loss of [`RouterKind::Relu`](crate::RouterKind::Relu) times its weight, which is state: what the
+    /// whole loss is scaled by.
+    pub l1: f32,
+    /// `[M]`: gradient of the entropy of each token's distribution, by the token's modality. Empty for none.
+    pub entropy: Vec<f32>,
+    /// `[M, E]`: as `balance`, by the token's modality. Empty for none.
+    pub modality_balance: Vec<f32>,
 }
 
 impl LossGrad {
     /// Whether nothing but balance and z-loss has a gradient.
     pub(crate) fn is_simple(&self) -> bool {
         self.sequence == 0.0
+            && self.importance.is_empty()
+            && self.load.is_empty()
+            && self.l1 == 0.0
+            && self.entropy.is_empty()
+            && self.modality_balance.is_empty()
     }
 }
 
@@ -44,10 +60,116 @@ pub fn balance_loss_per_layer(layers: &[&LayerStats], scale: f32) -> BalanceLoss
     for layer in layers {
         let num_experts = layer.num_experts() as f64;
         let per_choice = if layer.num_choices == 0 { 0.0 } else { num_experts / layer.num_choices as f64 };
-        let weights = layer.tokens_per_expert.iter().map(|&n| f64::from(n) * per_choice);
-        loss.value += weights.clone().zip(&layer.mean_prob).map(|(w, &p)| w * f64::from(p)).sum::<f64>();
+        let loads: Vec<f64> = layer.tokens_per_expert.iter().map(|&n| f64::from(n) * per_choice).collect();
+        loss.add(layer, &layer.free.balanced(&loads), scale);
+    }
+    loss
+}
+
+impl BalanceLoss {
+    /// Adds a layer's `sum_i w_i P_i`.
+    fn add(&mut self, layer: &LayerStats, weights: &[f64], scale: f32) {
+        self.value += weights.iter().zip(&layer.mean_prob).map(|(w, &p)| w * f64::from(p)).sum::<f64>();
         let per_token = f64::from(scale) / layer.num_tokens.max(1) as f64;
-        loss.gradients.push(weights.map(|w| (w * per_token) as f32).collect());
+        self.gradients.push(weights.iter().map(|w| (w * per_token) as f32).collect());
+    }
+}
+
+/// The auxiliary loss of GShard (2006.16668, algorithm 1) for each layer, added up: `sum over layers of (1/E) sum_i c_i P_i`
+/// with `c_i` the share of the tokens whose first choice is expert i. A balanced layer adds `1/E^2`.
+#[must_use]
+pub fn balance_loss_gshard(layers: &[&LayerStats], scale: f32) -> BalanceLoss {
+    let mut loss = BalanceLoss { value: 0.0, gradients: Vec::with_capacity(layers.len()) };
+    for layer in layers {
+        let per_token = 1.0 / (layer.num_experts() * layer.num_tokens.max(1)) as f64;
+        let weights: Vec<f64> = layer.first_choices.iter().map(|&n| f64::from(n) * per_token).collect();
+        loss.add(layer, &weights, scale);
+    }
+    loss
+}
+
+/// The device-level balance loss of DeepSeek-V2 (2405.04434) for each layer, added up: `sum over groups of f_g P_g`, with
+/// `f_g` the mean over the group's experts of their share of the choices times E and `P_g` the sum of their mean
+/// probabilities. Experts are in `num_groups` groups of consecutive ones. A balanced layer adds 1.
+#[must_use]
+pub fn balance_loss_of_groups(layers: &[&LayerStats], num_groups: usize, scale: f32) -> BalanceLoss {
+    let mut loss = BalanceLoss { value: 0.0, gradients: Vec::with_capacity(layers.len()) };
+    for layer in layers {
+        let per_choice = layer.num_experts() as f64 / layer.num_choices.max(1) as f64;
+        let size = layer.num_experts().div_ceil(num_groups.max(1)).max(1);
+        let of_group = |loads: &[u32]| {
+            let mean = loads.iter().map(|&n| f64::from(n)).sum::<f64>() * per_choice / loads.len() as f64;
+            vec![mean; loads.len()]
+        };
+        let weights: Vec<f64> = layer.tokens_per_expert.chunks(size).flat_map(of_group).collect();
+        loss.add(layer, &weights, scale);
+    }
+    loss
+}
+
+/// The squared coefficient of variation of `values` and its gradient times `scale`: the importance loss of
+/// [`LayerStats::importance`] and the load loss of [`LayerStats::smooth_load`] (Shazeer et al., 1701.06538). 0 without values.
+#[must_use]
+pub fn cv_squared(values: &[f64], scale: f32) -> (f64, Vec<f32>) {
+    let n = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / n.max(1.0);
+    if mean == 0.0 {
+        return (0.0, vec![0.0; values.len()]);
+    }
+    let variance = values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
+    let gradient = |x: &f64| 2.0 * (x - mean) / (n * mean.powi(2)) - 2.0 * variance / (n * mean.powi(3));
+    let gradients = values.iter().map(|x| (gradient(x) * f64::from(scale)) as f32).collect();
+    (variance / mean.powi(2), gradients)
+}
+
+/// What [`entropy_loss`] weighs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct EntropyRule {
+    /// Weight of the mean entropy of the tokens' distributions, to be small: each token is to be decided (LIMoE's local
+    /// loss; the loss of top-p routing).
+    pub local: f32,
+    /// Weight of what the entropy of the mean distribution lacks to `min_entropy` (LIMoE's global loss).
+    pub global: f32,
+    /// Tau, in nats.
+    pub min_entropy: f64,
+}
+
+/// The entropy losses of one layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EntropyLoss {
+    /// The mean entropy of the tokens, added up over the modalities, without its weight.
+    pub local: f64,
+    /// `max(0, tau - H(mean distribution))`, added up over the modalities, without its weight.
+    pub global: f64,
+    /// What [`LossGrad::entropy`] takes.
+    pub entropy: Vec<f32>,
+    /// What [`LossGrad::modality_balance`] takes.
+    pub modality_balance: Vec<f32>,
+}
+
+/// The local and the global entropy loss of LIMoE (Mustafa et al., 2206.02770, equations 2 and 3) of one layer, each
+/// modality by itself; a layer without modalities is one.
+#[must_use]
+pub fn entropy_loss(layer: &LayerStats, rule: &EntropyRule) -> EntropyLoss {
+    let whole = [ModalityStats {
+        num_tokens: layer.num_tokens,
+        mean_prob: layer.mean_prob.clone(),
+        mean_entropy: layer.mean_entropy,
+    }];
+    let modalities = if layer.modalities.is_empty() { &whole } else { &layer.modalities[..] };
+    let mut loss = EntropyLoss { local: 0.0, global: 0.0, entropy: Vec::new(), modality_balance: Vec::new() };
+    for modality in modalities {
+        let per_token = 1.0 / modality.num_tokens.max(1) as f64;
+        let terms = modality.mean_prob.iter().map(|&p| f64::from(p)).filter(|&p| p > 0.0);
+        let lacking =
+            if modality.num_tokens == 0 { 0.0 } else { rule.min_entropy + terms.map(|p| p * p.ln()).sum::<f64>() };
+        loss.local += modality.mean_entropy;
+        loss.global += lacking.max(0.0);
+        loss.entropy.push((f64::from(rule.local) * per_token) as f32);
+        let global = if lacking > 0.0 { f64::from(rule.global) * per_token } else { 0.0 };
+        // d(-H)/dP = ln P + 1.
+        let gradient = |&p: &f32| (global * (f64::from(p.max(f32::MIN_POSITIVE)).ln() + 1.0)) as f32;
+        loss.modality_balance.extend(modality.mean_prob.iter().map(gradient));
     }
     loss
 }

@@ -1,5 +1,7 @@
 //! What a layer's routing looked like: loads, drops, probabilities, entropy, and the figures that others record.
 
+use crate::MoeConfig;
+
 /// The routing of one MoE layer over the tokens of one pass, or of several passes after [`merge`](Self::merge).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerStats {
@@ -26,6 +28,60 @@ pub struct LayerStats {
     /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when balanced;
     /// 0 where it is not computed.
     pub sequence_loss: f64,
+    /// `[E]`: tokens that have each expert as their first choice.
+    pub first_choices: Vec<u32>,
+    /// `[E]`: the sum of the weights of each expert's choices, before any is dropped (Shazeer's importance).
+    pub importance: Vec<f64>,
+    /// `[E]`: the smooth load under noise (Shazeer); empty without noise on the logits.
+    pub smooth_load: Vec<f64>,
+    /// The tokens of each modality; empty where there is one.
+    pub modalities: Vec<ModalityStats>,
+    /// What the balance loss makes of experts without computation.
+    pub free: FreeShare,
+}
+
+/// The tokens of one modality in one MoE layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModalityStats {
+    /// Tokens.
+    pub num_tokens: usize,
+    /// `[E]`: mean of their distributions over the experts.
+    pub mean_prob: Vec<f32>,
+    /// Mean of the entropies of their distributions, in nats.
+    pub mean_entropy: f64,
+}
+
+/// How many of a layer's experts are without computation, and what the balance loss makes of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct FreeShare {
+    /// Zero, copy and constant experts.
+    pub num_free: usize,
+    /// What their part of the loss is multiplied by (MoE++'s tau).
+    pub ratio: f64,
+    /// Null experts, which count with their mean load (AdaMoE).
+    pub num_null: usize,
+}
+
+impl FreeShare {
+    /// That of `config`.
+    #[must_use]
+    pub fn of(config: &MoeConfig) -> Self {
+        let router = &config.router;
+        let num_null = router.null_experts;
+        Self { num_free: router.num_free() - num_null, ratio: f64::from(router.free_ratio), num_null }
+    }
+
+    /// The loads that the balance loss takes of `loads`: null experts have their mean, free ones a share.
+    #[must_use]
+    pub fn balanced(&self, loads: &[f64]) -> Vec<f64> {
+        let mut loads = loads.to_vec();
+        let first_null = loads.len().saturating_sub(self.num_null);
+        let first_free = first_null.saturating_sub(self.num_free);
+        loads[first_free..first_null].iter_mut().for_each(|load| *load *= self.ratio);
+        let mean = loads[first_null..].iter().sum::<f64>() / self.num_null.max(1) as f64;
+        loads[first_null..].fill(mean);
+        loads
+    }
 }
 
 impl LayerStats {
@@ -44,6 +100,11 @@ impl LayerStats {
             z: 0.0,
             mean_squared_logit: 0.0,
             sequence_loss: 0.0,
+            first_choices: vec![0; num_experts],
+            importance: vec![0.0; num_experts],
+            smooth_load: Vec::new(),
+            modalities: Vec::new(),
+            free: FreeShare::default(),
         }
     }
 
@@ -69,6 +130,29 @@ impl LayerStats {
         self.z = mean(self.z, other.z);
         self.mean_squared_logit = mean(self.mean_squared_logit, other.mean_squared_logit);
         self.sequence_loss = mean(self.sequence_loss, other.sequence_loss);
+        self.first_choices.iter_mut().zip(&other.first_choices).for_each(|(a, b)| *a = a.saturating_add(*b));
+        self.importance.iter_mut().zip(&other.importance).for_each(|(a, b)| *a += b);
+        if self.smooth_load.is_empty() {
+            self.smooth_load = vec![0.0; other.smooth_load.len()];
+        }
+        self.smooth_load.iter_mut().zip(&other.smooth_load).for_each(|(a, b)| *a += b);
+        self.merge_modalities(other);
+        self.free = other.free;
+    }
+
+    fn merge_modalities(&mut self, other: &Self) {
+        if self.modalities.is_empty() {
+            self.modalities.clone_from(&other.modalities);
+            return;
+        }
+        for (a, b) in self.modalities.iter_mut().zip(&other.modalities) {
+            let share = b.num_tokens as f64 / (a.num_tokens + b.num_tokens).max(1) as f64;
+            a.num_tokens += b.num_tokens;
+            a.mean_entropy += (b.mean_entropy - a.mean_entropy) * share;
+            for (a, &b) in a.mean_prob.iter_mut().zip(&b.mean_prob) {
+                *a += ((f64::from(b) - f64::from(*a)) * share) as f32;
+            }
+        }
     }
 
     /// E.

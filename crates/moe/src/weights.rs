@@ -10,7 +10,7 @@ use crate::MoeConfig;
 /// The weights of an MoE layer, or their gradients (then all f32). `A` is 2 with a gated activation, 1 otherwise.
 #[derive(Clone, Debug)]
 pub struct MoeWeights {
-    /// `[E, D]`, always f32: the router's logits are `x router^T`.
+    /// `[E, D]`, always f32: the router's logits are `x router^T`. See [`MoeConfig::router_shape`] for other schemes.
     pub router: Tensor,
     /// `[E]` f32: added to the router's logits; none without a bias.
     pub router_bias: Option<Tensor>,
@@ -22,6 +22,8 @@ pub struct MoeWeights {
     pub biases: Option<(Tensor, Tensor)>,
     /// The shared experts, if the layer has any.
     pub shared: Option<SharedWeights>,
+    /// Weights of the router that only some schemes have, [`MoeConfig::extra_shapes`]; f32.
+    pub extras: Vec<NamedTensor>,
     /// What the router keeps from step to step besides weights, such as `e_score_correction_bias`; f32. It has no
     /// gradient and is not among [`tensors`](Self::tensors). Without a meaning in gradients.
     pub state: Vec<NamedTensor>,
@@ -62,7 +64,7 @@ impl MoeWeights {
         let a = config.activation.num_inputs();
         let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
         Self {
-            router: ctx.zeros(&[e, d], DType::F32),
+            router: ctx.zeros(&config.router_shape(), DType::F32),
             router_bias: None,
             gate_up: ctx.zeros(&[e, a * f, d], dtype),
             down: ctx.zeros(&[e, d, f], dtype),
@@ -72,7 +74,8 @@ impl MoeWeights {
                 down: ctx.zeros(&[d, s], dtype),
                 gate: None,
             }),
-            state: config.router.first_state(ctx, e),
+            extras: config.zero_extras(ctx),
+            state: config.first_state(ctx),
         }
     }
 
@@ -83,16 +86,25 @@ impl MoeWeights {
         for (i, tensor) in weights.tensors_mut().into_iter().enumerate() {
             fill_normal(ctx, &Random::new(seed, Purpose::Init, i as u64), std, tensor);
         }
+        weights.init_extras(ctx, config, (seed, 1 << 32), std);
         weights
+    }
+
+    /// Fills the weights that only some schemes have as they begin, from streams `first_stream` on of `seed`.
+    pub fn init_extras(&mut self, ctx: &Context, config: &MoeConfig, (seed, first_stream): (u64, u64), std: f32) {
+        let random = |i: usize| Random::new(seed, Purpose::Init, first_stream + i as u64);
+        let shapes = config.extra_shapes().into_iter().enumerate();
+        self.extras = shapes.map(|(i, shape)| NamedTensor::first(ctx, &shape, &random(i), std)).collect();
     }
 
     /// The tensors, in the order of the fields.
     #[must_use]
     pub fn tensors(&self) -> Vec<&Tensor> {
         let biases = self.biases.iter().flat_map(|(gate_up, down)| [gate_up, down]);
-        let shared = self.shared.iter().flat_map(|s| [Some(&s.gate_up), Some(&s.down), s.gate.as_ref()]);
+        let shared = self.shared.iter().flat_map(|s| [Some(&s.gate_up), Some(&s.down), s.gate.as_ref()]).flatten();
         let experts = [&self.gate_up, &self.down].into_iter().chain(biases);
-        [&self.router].into_iter().chain(&self.router_bias).chain(experts).chain(shared.flatten()).collect()
+        let extras = self.extras.iter().map(|extra| &extra.tensor);
+        [&self.router].into_iter().chain(&self.router_bias).chain(experts).chain(shared).chain(extras).collect()
     }
 
     /// The tensors for writing, in the order of the fields.
@@ -101,13 +113,27 @@ impl MoeWeights {
         let biases = self.biases.iter_mut().flat_map(|(gate_up, down)| [gate_up, down]);
         let shared = self.shared.iter_mut().flat_map(|s| [Some(&mut s.gate_up), Some(&mut s.down), s.gate.as_mut()]);
         let experts = [&mut self.gate_up, &mut self.down].into_iter().chain(biases);
-        [&mut self.router].into_iter().chain(&mut self.router_bias).chain(experts).chain(shared.flatten()).collect()
+        let extras = self.extras.iter_mut().map(|extra| &mut extra.tensor);
+        let router = [&mut self.router].into_iter().chain(&mut self.router_bias);
+        router.chain(experts).chain(shared.flatten()).chain(extras).collect()
     }
 
     /// The state of this name. Panics if the configuration has none.
     pub(crate) fn state(&self, name: &str) -> &Tensor {
         let found = self.state.iter().find(|state| state.name == name);
         &found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
+    }
+
+    /// The weight of this name. Panics if the configuration has none.
+    pub(crate) fn extra(&self, name: &str) -> &Tensor {
+        let found = self.extras.iter().find(|extra| extra.name == name);
+        &found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
+    }
+
+    /// The weight of this name, for writing. Panics if the configuration has none.
+    pub(crate) fn extra_mut(&mut self, name: &str) -> &mut Tensor {
+        let found = self.extras.iter_mut().find(|extra| extra.name == name);
+        &mut found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
     }
 
     pub(crate) fn experts(&self, activation: Activation) -> ExpertWeights<'_> {
@@ -122,9 +148,13 @@ impl MoeWeights {
     pub(crate) fn check(&self, config: &MoeConfig) {
         let a = config.activation.num_inputs();
         let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
-        assert_eq!((self.router.shape(), self.router.dtype()), (&[e, d][..], DType::F32), "router of an MoE layer");
+        let router = config.router_shape();
+        assert_eq!((self.router.shape(), self.router.dtype()), (&router[..], DType::F32), "router of an MoE layer");
+        for (extra, shape) in self.extras.iter().zip(config.extra_shapes()) {
+            assert_eq!(extra.tensor.shape(), shape.shape, "{} of an MoE layer", shape.name);
+        }
         if let Some(bias) = &self.router_bias {
-            assert_eq!((bias.len(), bias.dtype()), (e, DType::F32), "bias of a router");
+            assert_eq!((bias.len(), bias.dtype()), (config.num_choosable(), DType::F32), "bias of a router");
         }
         assert_eq!(self.gate_up.shape(), [e, a * f, d], "gate_up of an MoE layer");
         if let Some((gate_up, down)) = &self.biases {

@@ -9,10 +9,12 @@ mod error;
 mod layers;
 mod presets;
 mod print;
+mod schemes;
 
 use std::path::{Path, PathBuf};
 
 use moeworks_model::ModelConfig;
+use moeworks_moe::Ramp;
 use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
@@ -141,6 +143,10 @@ pub enum BalanceChoice {
     Layer,
     /// Counts and probabilities pooled over all layers (transformers).
     Pooled,
+    /// Each layer by itself, by the tokens' first choices (GShard).
+    Gshard,
+    /// Each layer by itself over the router's groups of experts (DeepSeek-V2's device-level loss).
+    Groups,
 }
 
 /// How the model is trained.
@@ -182,11 +188,21 @@ pub struct TrainConfig {
     /// Which auxiliary loss balances the experts.
     pub balance: BalanceChoice,
     /// Weight of the balance loss.
-    pub balance_coef: f64,
+    pub balance_coef: Ramp,
     /// Weight of the sequence-wise balance loss of DeepSeek-V3.
-    pub sequence_coef: f64,
+    pub sequence_coef: Ramp,
+    /// Weight of the squared coefficient of variation of the experts' importance (Shazeer).
+    pub importance_coef: Ramp,
+    /// Weight of the squared coefficient of variation of the experts' smooth load under noise (Shazeer).
+    pub load_coef: Ramp,
+    /// Weight of the mean entropy of the tokens' choice (LIMoE's local loss, the loss of top-p routing).
+    pub local_entropy_coef: Ramp,
+    /// Weight of what the entropy of the mean choice lacks to `min_entropy` (LIMoE's global loss).
+    pub global_entropy_coef: Ramp,
+    /// In nats; 0 for the logarithm of the number of experts.
+    pub min_entropy: f64,
     /// Weight of the router's z-loss.
-    pub z_coef: f64,
+    pub z_coef: Ramp,
     /// Steps between evaluations; 0 for none but the last.
     pub eval_every: u64,
     /// Microbatches of an evaluation; 0 for all held-out data.
@@ -229,9 +245,14 @@ impl Default for TrainConfig {
             precision: Precision::Bf16,
             checkpoint_layers: false,
             balance: BalanceChoice::Layer,
-            balance_coef: 0.01,
-            sequence_coef: 0.0,
-            z_coef: 0.001,
+            balance_coef: Ramp::constant(0.01),
+            sequence_coef: Ramp::constant(0.0),
+            importance_coef: Ramp::constant(0.0),
+            load_coef: Ramp::constant(0.0),
+            local_entropy_coef: Ramp::constant(0.0),
+            global_entropy_coef: Ramp::constant(0.0),
+            min_entropy: 0.0,
+            z_coef: Ramp::constant(0.001),
             eval_every: 50,
             eval_batches: 4,
             sample_every: 100,

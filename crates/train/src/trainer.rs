@@ -17,6 +17,7 @@ use moeworks_model::hf::load_model;
 use moeworks_model::{
     BalanceKind, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch, Tokenizer,
 };
+use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::DType;
@@ -315,8 +316,8 @@ impl Trainer {
             self.progress.bad_in_a_row = 0;
             let scale = clip_scale(norm, self.config.train.clip_norm);
             self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
-            let router = &self.config.model.router;
-            self.weights.next_states(&self.ctx, router, &stats.layers, self.compute.as_mut());
+            let moe = self.config.model.moe();
+            self.weights.next_states(&self.ctx, &moe, &stats.layers, self.compute.as_mut());
         }
         self.progress.step += 1;
         self.progress.tokens += stats.num_targets as u64;
@@ -351,24 +352,10 @@ impl Trainer {
     fn accumulate(&mut self, step: u64) -> Result<PassStats, TrainError> {
         let train = &self.config.train;
         let num_micro = train.grad_accumulation;
-        let targets = train.batch_size * train.seq_len * num_micro;
-        let share = |coefficient: f64| (coefficient / num_micro as f64) as f32;
         let mut sum: Option<PassStats> = None;
         for micro in 0..num_micro {
             let batch = self.dataset.train_batch(step, micro);
-            let options = PassOptions {
-                balance: match train.balance {
-                    BalanceChoice::Layer => BalanceKind::Layer,
-                    BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
-                },
-                balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(train.balance_coef) },
-                sequence_coef: share(train.sequence_coef),
-                z_coef: share(train.z_coef),
-                progress: step as f64 / train.steps as f64,
-                noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
-                checkpoint_layers: train.checkpoint_layers,
-                grad_scale: 1.0 / targets as f32,
-            };
+            let options = self.pass_options(step, micro);
             let write = if micro == 0 { Write::Replace } else { Write::Add };
             let weights = self.compute.as_ref().unwrap_or(&self.weights);
             let tokens = token_batch(&batch);
@@ -382,6 +369,39 @@ impl Trainer {
         stats.balance_loss /= num_micro as f64;
         stats.z_loss /= num_micro as f64;
         Ok(stats)
+    }
+
+    /// The settings of a training pass.
+    fn pass_options(&self, step: u64, micro: usize) -> PassOptions {
+        let train = &self.config.train;
+        let num_micro = train.grad_accumulation;
+        let progress = step as f64 / train.steps as f64;
+        let share = |coefficient: &Ramp| (coefficient.at(progress) / num_micro as f64) as f32;
+        let balance = match train.balance {
+            BalanceChoice::Layer => BalanceKind::Layer,
+            BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
+            BalanceChoice::Gshard => BalanceKind::Gshard,
+            BalanceChoice::Groups => BalanceKind::Groups,
+        };
+        let most = (self.config.model.moe().num_choosable().max(1) as f64).ln();
+        PassOptions {
+            balance,
+            balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(&train.balance_coef) },
+            sequence_coef: share(&train.sequence_coef),
+            importance_coef: share(&train.importance_coef),
+            load_coef: share(&train.load_coef),
+            entropy: EntropyRule {
+                local: share(&train.local_entropy_coef),
+                global: share(&train.global_entropy_coef),
+                min_entropy: if train.min_entropy == 0.0 { most } else { train.min_entropy },
+            },
+            l1_scale: 1.0 / num_micro as f32,
+            z_coef: share(&train.z_coef),
+            progress,
+            noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
+            checkpoint_layers: train.checkpoint_layers,
+            grad_scale: 1.0 / (train.batch_size * train.seq_len * num_micro) as f32,
+        }
     }
 
     /// Writes a checkpoint and returns its folder.

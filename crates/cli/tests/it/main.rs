@@ -5,5 +5,6 @@ mod layers;
 mod models;
 mod program;
 mod routing;
+mod schemes;
 mod study;
 mod training;

@@ -23,6 +23,52 @@ pub(crate) fn top_k(scores: &[f32], ids: &mut [u32]) {
     ids[count..].fill(NO_EXPERT);
 }
 
+/// Writes the fewest experts whose probabilities add up to `p` to `ids`, likeliest first, the lower index at a tie
+/// (2403.07652); at least one, at most as many as `ids` takes.
+pub(crate) fn top_p(probs: &[f32], p: f32, ids: &mut [u32]) {
+    top_k(probs, ids);
+    let mut sum = 0.0;
+    for (i, id) in ids.iter_mut().enumerate() {
+        let prob = probs.get(*id as usize).copied().unwrap_or(0.0);
+        let is_enough = sum >= p || prob == 0.0;
+        if i > 0 && is_enough {
+            *id = NO_EXPERT;
+        }
+        sum += prob;
+    }
+}
+
+/// Writes the experts with a positive gate to `ids`, largest first, the lower index at a tie.
+pub(crate) fn positive(gates: &[f32], ids: &mut [u32]) {
+    top_k(gates, ids);
+    ids.iter_mut().filter(|id| **id != NO_EXPERT && gates[**id as usize] <= 0.0).for_each(|id| *id = NO_EXPERT);
+}
+
+/// Cuts the rows of `ids [T, from]` to the longest: `[T, K]` and K, at least 1. What is no expert stands at the end of rows.
+pub(crate) fn compact(ids: &[u32], from: usize) -> (Vec<u32>, usize) {
+    let count = |ids: &[u32]| ids.iter().take_while(|&&id| id != NO_EXPERT).count();
+    let longest = ids.chunks(from).map(count).max().unwrap_or(1).max(1);
+    (ids.chunks(from).flat_map(|ids| &ids[..longest]).copied().collect(), longest)
+}
+
+/// The experts of each token from the tokens of each expert, best-scored first, the lower index at a tie; as [`compact`].
+pub(crate) fn invert(tokens: &[Vec<u32>], scores: &[f32]) -> (Vec<u32>, usize) {
+    let e = tokens.len();
+    let mut of_token = vec![Vec::new(); scores.len() / e.max(1)];
+    for (expert, tokens) in tokens.iter().enumerate() {
+        tokens.iter().for_each(|&t| of_token[t as usize].push(expert as u32));
+    }
+    let longest = of_token.iter().map(Vec::len).max().unwrap_or(1).max(1);
+    let mut ids = Vec::with_capacity(of_token.len() * longest);
+    for (t, experts) in of_token.iter_mut().enumerate() {
+        let score = |e: u32| scores[t * tokens.len() + e as usize];
+        experts.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
+        ids.extend_from_slice(experts);
+        ids.resize((t + 1) * longest, NO_EXPERT);
+    }
+    (ids, longest)
+}
+
 /// Puts the `scores` of all experts outside the `top_groups` best of `num_groups` groups out of reach.
 pub(crate) fn limit_groups(scores: &mut [f32], num_groups: usize, top_groups: usize, by: GroupScore) {
     if top_groups >= num_groups {

@@ -46,3 +46,34 @@ fn groups_are_chosen_by_their_best_or_their_two_best() {
     assert_eq!(reach(2, GroupScore::TopTwo), [true, true, true, true, false, false]);
     assert_eq!(reach(3, GroupScore::Max), [true; 6]);
 }
+
+#[test]
+fn top_p_takes_no_more_than_it_needs() {
+    let chosen = |p| {
+        let mut ids = [9; 4];
+        top_p(&[0.1, 0.5, 0.25, 0.15], p, &mut ids);
+        ids.iter().copied().take_while(|&id| id != NO_EXPERT).collect::<Vec<_>>()
+    };
+    assert_eq!(chosen(0.4), [1]);
+    assert_eq!(chosen(0.5), [1]);
+    assert_eq!(chosen(0.51), [1, 2]);
+    assert_eq!(chosen(0.8), [1, 2, 3]);
+    assert_eq!(chosen(1.0), [1, 2, 3, 0]);
+}
+
+#[test]
+fn only_positive_gates_are_chosen() {
+    let mut ids = [9; 4];
+    positive(&[0.0, 0.5, 0.0, 0.7], &mut ids);
+    assert_eq!(ids, [3, 1, NO_EXPERT, NO_EXPERT]);
+    positive(&[0.0; 4], &mut ids);
+    assert_eq!(ids, [NO_EXPERT; 4]);
+    assert_eq!(compact(&[3, 1, NO_EXPERT, 2, NO_EXPERT, NO_EXPERT], 3), (vec![3, 1, 2, NO_EXPERT], 2));
+    assert_eq!(compact(&[NO_EXPERT; 4], 2), (vec![NO_EXPERT; 2], 1));
+}
+
+#[test]
+fn the_experts_of_a_token_are_those_that_took_it() {
+    let scores = [0.1, 0.9, 0.5, 0.4, 0.3, 0.3];
+    assert_eq!(invert(&[vec![0, 1], vec![0]], &scores), (vec![1, 0, 0, NO_EXPERT, NO_EXPERT, NO_EXPERT], 2));
+}

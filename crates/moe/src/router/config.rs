@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::Ramp;
 use crate::config::ConfigError;
 use crate::overflow::Overflow;
 
@@ -12,6 +13,47 @@ pub enum RouterKind {
     /// Each token takes the K experts with the highest scores.
     #[default]
     TopK,
+    /// The one expert with the highest probability (Fedus et al., "Switch Transformers", 2101.03961); K is 1.
+    Switch,
+    /// In training logits get normal noise whose deviation is `softplus(x W_noise^T)`, learned (Shazeer et al., 1701.06538).
+    NoisyTopK,
+    /// The best two; the second one only sometimes, as [`SecondExpert`] says (Lepikhin et al., "GShard", 2006.16668); K is 2.
+    Gshard,
+    /// Logits are cosines of a projection of the token and a vector of each expert over a learned temperature (Hwang et
+    /// al., "Tutel", 2206.03382; Liu et al., "Swin V2", 2111.09883).
+    Cosine,
+    /// In training logits get Gumbel noise, and the weights are 1/K forward and those of the softmax backward
+    /// (straight-through; Jang et al., 1611.01144).
+    Gumbel,
+    /// Experts choose tokens, each K T / E of them (Zhou et al., 2202.09368). Outside training tokens choose.
+    ExpertChoice,
+    /// The assignment of highest total score that gives each expert equally many tokens (Lewis et al., "BASE layers",
+    /// 2103.16716), weighed by the sigmoid of the logit; K is 1. Outside training tokens choose.
+    Base,
+    /// The K best of the logits balanced by Sinkhorn's iteration (Clark et al., 2202.01169, as in Megatron-LM). Outside
+    /// training tokens choose.
+    Sinkhorn,
+    /// Experts by a hash of the token's id, with equal weights (Roller et al., 2106.04426); nothing is learned.
+    Hash,
+    /// The fewest experts whose probabilities add up to [`RouterConfig::top_p`] (Huang et al., 2403.07652).
+    TopP,
+    /// All experts whose logit is positive, weighed by it (Wang et al., "ReMoE", 2412.14711); an adaptive L1 loss holds the
+    /// mean at K.
+    Relu,
+}
+
+/// When a token's second expert is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SecondExpert {
+    /// Always.
+    Always,
+    /// In training with a probability of its normalised weight over the threshold, at most 1 (GShard with 0.5, ST-MoE with
+    /// 0.2); outside training always.
+    #[default]
+    Random,
+    /// Where its normalised weight is above the threshold.
+    Threshold,
 }
 
 /// What makes scores of logits.
@@ -63,6 +105,48 @@ pub struct RouterConfig {
     /// this, relative to the score, the first without regard to the second and the second without the first (sparsemixer,
     /// Liu et al., 2409.12136, as PhiMoE uses it after training). For inference alone.
     pub sparsemixer_jitter: f32,
+    /// Deviation of normal noise on the logits in training (1/E in V-MoE, 2106.05974); 0: none.
+    pub noise_std: f32,
+    /// The share of elements of the router's input that training sets to 0, the others growing by as much.
+    pub input_dropout: f32,
+    /// Logits are divided by this before scores are taken; its last value holds outside training.
+    pub temperature: Ramp,
+    /// The share of a run over which choices are random.
+    pub random_share: f64,
+    /// The share of a run, after that, over which the probability of a random choice falls to 0.
+    pub random_fade: f64,
+    /// When a token's second expert is used ([`RouterKind::Gshard`]).
+    pub second: SecondExpert,
+    /// Its threshold, above 0 to 1.
+    pub second_threshold: f32,
+    /// Width of the projection ([`RouterKind::Cosine`]).
+    pub cosine_dim: usize,
+    /// The temperature that the learned one starts from ([`RouterKind::Cosine`]); it never falls below 0.01.
+    pub cosine_temperature: f32,
+    /// The sum of probabilities that is enough ([`RouterKind::TopP`]).
+    pub top_p: f32,
+    /// The weight of the L1 loss that a run starts from ([`RouterKind::Relu`]).
+    pub l1_start: f32,
+    /// The factor by which it changes in a step.
+    pub l1_rate: f32,
+    /// Experts that give nothing (Jin et al., "MoE++", 2410.07348).
+    pub zero_experts: usize,
+    /// Experts that give the token itself (MoE++).
+    pub copy_experts: usize,
+    /// Experts that give a mixture of the token and a learned vector (MoE++).
+    pub constant_experts: usize,
+    /// Experts that give nothing and do not count in the normalisation of weights; the balance loss takes their mean load
+    /// for each (Zeng et al., "AdaMoE", 2406.13233).
+    pub null_experts: usize,
+    /// Tau: the share in the balance loss and in the capacity of an expert without computation is this (in the loss) and
+    /// one over this (in the capacity) of that of others (MoE++).
+    pub free_ratio: f32,
+    /// Token ids at which a new modality begins, such as "1000, 2000": ids below 1000 are modality 0, and so on. Empty: one
+    /// modality.
+    pub modality_boundaries: String,
+    /// How many experts are reserved for each modality, such as "4, 2": the first four for modality 0, the next two for
+    /// modality 1; the others are shared. Empty: all are shared.
+    pub modality_experts: String,
     /// What becomes of a choice whose expert has no room.
     pub overflow: Overflow,
     /// Tokens that share a capacity (GShard's local groups); 0: all tokens of a microbatch.
@@ -81,6 +165,25 @@ impl Default for RouterConfig {
             group_score: GroupScore::Max,
             routed_scale: 1.0,
             sparsemixer_jitter: 0.0,
+            noise_std: 0.0,
+            input_dropout: 0.0,
+            temperature: Ramp::constant(1.0),
+            random_share: 0.0,
+            random_fade: 0.1,
+            second: SecondExpert::Random,
+            second_threshold: 0.5,
+            cosine_dim: 256,
+            cosine_temperature: 0.5,
+            top_p: 0.4,
+            l1_start: 1e-8,
+            l1_rate: 1.2,
+            zero_experts: 0,
+            copy_experts: 0,
+            constant_experts: 0,
+            null_experts: 0,
+            free_ratio: 0.75,
+            modality_boundaries: String::new(),
+            modality_experts: String::new(),
             overflow: Overflow::Drop,
             local_group: 0,
         }
@@ -91,50 +194,56 @@ impl RouterConfig {
     /// Whether a trained model chooses by softmax over linear logits and the highest K, nothing more.
     #[must_use]
     pub fn is_plain_at_inference(&self) -> bool {
-        self.kind == RouterKind::TopK
+        matches!(self.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::ExpertChoice)
             && self.scores == ScoreFunction::Softmax
             && !self.expert_bias
             && self.top_groups == self.num_groups
             && self.routed_scale == 1.0
             && self.sparsemixer_jitter == 0.0
+            && self.temperature.end == 1.0
+            && self.num_free() == 0
+            && self.modality_experts.is_empty()
     }
 
-    /// Checks every setting, for `num_experts` experts of which a token takes `top_k`.
-    pub(crate) fn validate(&self, num_experts: usize, top_k: usize) -> Result<(), ConfigError> {
-        let wrong = |setting, value: &dyn ToString, expected: String| {
-            Err(ConfigError::new(setting, value.to_string(), expected))
-        };
-        if self.num_groups == 0 || !num_experts.is_multiple_of(self.num_groups) {
-            let expected = format!("must divide the number of experts, {num_experts}");
-            return wrong("router.num_groups", &self.num_groups, expected);
-        }
-        if self.top_groups == 0 || self.top_groups > self.num_groups {
-            let expected = format!("must be from 1 to router.num_groups, {}", self.num_groups);
-            return wrong("router.top_groups", &self.top_groups, expected);
-        }
-        let reachable = num_experts / self.num_groups * self.top_groups;
-        if top_k > reachable {
-            let expected = format!("must leave a token at least top_k = {top_k} experts, but leaves {reachable}");
-            return wrong("router.top_groups", &self.top_groups, expected);
-        }
-        if !(self.routed_scale > 0.0 && self.routed_scale.is_finite()) {
-            return wrong("router.routed_scale", &self.routed_scale, "must be a number above 0".to_owned());
-        }
-        if !(self.sparsemixer_jitter >= 0.0 && self.sparsemixer_jitter.is_finite()) {
-            let expected = "must be a number of at least 0".to_owned();
-            return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
-        }
-        if self.sparsemixer_jitter > 0.0 && top_k != 2 {
-            let expected = format!("must be 0 unless a token goes to two experts, not {top_k}");
-            return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
-        }
-        if !(self.bias_update_rate >= 0.0 && self.bias_update_rate.is_finite()) {
-            return wrong(
-                "router.bias_update_rate",
-                &self.bias_update_rate,
-                "must be a number of at least 0".to_owned(),
-            );
-        }
-        Ok(())
+    /// Experts without computation; they come after all others.
+    #[must_use]
+    pub fn num_free(&self) -> usize {
+        self.zero_experts + self.copy_experts + self.constant_experts + self.null_experts
     }
+
+    /// Whether tokens are weighed against each other in training, so that no token chooses for itself.
+    pub(crate) fn is_joint(&self) -> bool {
+        matches!(self.kind, RouterKind::ExpertChoice | RouterKind::Base | RouterKind::Sinkhorn)
+    }
+
+    /// The probability that a token's choice is random when `progress` of the run is done.
+    pub(crate) fn random_probability(&self, progress: f64) -> f64 {
+        if self.random_share == 0.0 {
+            0.0
+        } else if progress < self.random_share {
+            1.0
+        } else if self.random_fade == 0.0 {
+            0.0
+        } else {
+            (1.0 - (progress - self.random_share) / self.random_fade).max(0.0)
+        }
+    }
+
+    /// The ids at which modalities begin after the first, and the experts reserved for each.
+    pub(crate) fn modalities(&self) -> Result<(Vec<u32>, Vec<usize>), ConfigError> {
+        let boundaries = numbers("router.modality_boundaries", &self.modality_boundaries)?;
+        if !boundaries.is_sorted_by(|a, b| a < b) {
+            let expected = "must be token ids in rising order, such as \"1000, 2000\"";
+            return Err(ConfigError::new("router.modality_boundaries", &self.modality_boundaries, expected));
+        }
+        Ok((boundaries, numbers("router.modality_experts", &self.modality_experts)?))
+    }
+}
+
+fn numbers<T: std::str::FromStr>(setting: &'static str, text: &str) -> Result<Vec<T>, ConfigError> {
+    if text.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    let wrong = || ConfigError::new(setting, format!("{text:?}"), "must be whole numbers with commas between");
+    text.split(',').map(|word| word.trim().parse().map_err(|_| wrong())).collect()
 }

@@ -1,26 +1,29 @@
 //! Routers that score every expert for every token: logits, scores, choice, weights, each a step over rows.
 //!
 //! The plain scheme, softmax over linear logits, has one fused operation in `ops`; all others take the steps one by one.
-//! Backward goes from the weights to the gates they were taken from, adds what the losses say of the distribution and of
-//! the logits, and ends at the logits. The choice itself has no gradient.
+//! Backward (in `grads`) goes from the weights to the gates they were taken from, adds what the losses say of the
+//! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{add_rows, sum_of_squares, sum_rows};
-use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use moeworks_ops::top_k::{ScoreGrads, ScoreSums, TopK, softmax_top_k, softmax_top_k_backward};
+use moeworks_ops::elementwise::sum_of_squares;
+use moeworks_ops::linear::linear;
+use moeworks_ops::top_k::{TopK, softmax_top_k};
 use moeworks_tensor::{DType, Tensor};
 
-use super::blocks::{self, ROWS};
-use super::config::{RouterConfig, ScoreFunction};
-use super::input::RouterInput;
-use super::noise::Jitter;
+use super::blocks;
+use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
+use super::input::{Draw, RouterInput};
+use super::noise::InputNoise;
+use super::scorer::Scorer;
+use super::scores::{Gate, LogitNoise, LogitRule, Scores};
 use super::state::EXPERT_BIAS;
-use super::{choice, rows, sparsemixer};
+use super::weigh::{WeightRule, is_normalized};
+use super::{assign, choice, load, sparsemixer};
 use crate::overflow::{self, Overflow, Room};
-use crate::{DispatchRule, LossGrad, MoeConfig, MoeWeights, NO_EXPERT, Routing, RoutingError, ScoreOrder};
+use crate::{DispatchRule, MoeConfig, MoeWeights, NO_EXPERT, Routing, RoutingError};
 
-/// Added to the sum that sigmoid weights are divided by (DeepSeek-V3).
-const WEIGHT_EPS: f32 = 1e-20;
+/// The weights of the noise's deviations, `[E, D]`, as in files behind the router's own name.
+pub(crate) const NOISE: &str = "noise.weight";
 
 /// A router at work: what it is, its weights and what it looks at.
 #[derive(Clone, Copy)]
@@ -40,65 +43,108 @@ pub(crate) struct Decision {
 
 /// What backward needs of forward.
 pub(crate) struct FlatSaved {
-    jitter: Option<Jitter>,
+    pub(crate) input_noise: Option<InputNoise>,
+    pub(crate) scorer: Scorer,
+    pub(crate) noise: LogitNoise,
+    pub(crate) temperature: f32,
+    /// `[T, E]`: the logits before noise, where the load loss needs them.
+    pub(crate) clean: Option<Tensor>,
     pub(crate) scores: Scores,
-    ids: Tensor,
-    weights: Tensor,
-    is_fused: bool,
+    /// `[T, K]`: the experts whose gates the weights were taken from.
+    pub(crate) ids: Tensor,
+    /// `[T, K]`
+    pub(crate) weights: Tensor,
+    /// `[T]`: the modality of each token; empty where there is one.
+    pub(crate) modalities: Vec<u32>,
+    pub(crate) seq_len: usize,
+    /// `[E]`: the smooth load under noise; empty without.
+    pub(crate) smooth_load: Vec<f64>,
+    pub(crate) is_fused: bool,
 }
 
-/// The scores of all tokens.
-pub(crate) struct Scores {
-    /// `[T, E]`: a distribution over the experts for each token.
-    pub(crate) probs: Tensor,
-    /// `[T, E]`: what weights are taken from, if not the probabilities.
-    gates: Option<Tensor>,
-    /// `[T, E]`: the logits that the scores were taken of; none where the fused operation took their memory.
-    logits: Option<Tensor>,
-    /// `[T]`.
-    lse: Tensor,
-    pub(crate) sums: ScoreSums,
-    /// The sum of the squared logits.
-    pub(crate) squared_logits: f64,
-}
-
-/// The gradients of a router's weights, to be computed when it suits.
-pub(crate) struct RouterGradTask {
-    dlogits: Tensor,
+/// The logits and how they came about.
+struct Logits {
+    input_noise: Option<InputNoise>,
+    scorer: Scorer,
+    values: Tensor,
+    noise: LogitNoise,
 }
 
 impl FlatRouter<'_> {
-    fn router(&self) -> &RouterConfig {
+    pub(crate) fn router(&self) -> &RouterConfig {
         &self.config.router
     }
 
     /// The decision for `x [T, D]`.
     pub(crate) fn forward(&self, ctx: &Context, x: &Tensor) -> Decision {
-        let jitter = self.jitter();
-        let logits = self.logits(ctx, x, jitter);
-        let squared_logits = sum_of_squares(ctx, &logits);
+        let logits = self.logits(ctx, x);
+        let squared_logits = sum_of_squares(ctx, &logits.values);
         if self.is_fused() {
+            let top_k = self.config.top_k;
             let TopK { probs, ids, weights, lse, sums } =
-                softmax_top_k(ctx, logits, self.config.top_k, self.is_normalized());
+                softmax_top_k(ctx, logits.values, top_k, is_normalized(self.config));
             let scores = Scores { probs, gates: None, logits: None, lse, sums, squared_logits };
-            return self.decision(FlatSaved { jitter, scores, ids, weights, is_fused: true }, 0);
+            let routing = self.routing(ids.clone(), weights.clone());
+            let saved = FlatSaved {
+                input_noise: logits.input_noise,
+                scorer: logits.scorer,
+                noise: LogitNoise::None,
+                temperature: 1.0,
+                clean: None,
+                scores,
+                ids,
+                weights,
+                modalities: self.modalities(),
+                seq_len: self.input.seq_len,
+                smooth_load: Vec::new(),
+                is_fused: true,
+            };
+            return Decision { routing, saved, num_rerouted: 0 };
         }
-        let scores = Scores { squared_logits, ..self.score(ctx, logits) };
-        let ranking = self.ranking(ctx, &scores);
-        let mut ids = self.choose(ctx, &ranking);
-        let num_rerouted = self.reroute(&mut ids, &ranking);
-        let weights = self.weigh(ctx, &scores, &ids);
-        self.decision(FlatSaved { jitter, scores, ids, weights, is_fused: false }, num_rerouted)
+        self.step_by_step(ctx, logits, squared_logits)
     }
 
-    fn decision(&self, saved: FlatSaved, num_rerouted: usize) -> Decision {
-        let routing = Routing::from_tensors(self.config.num_experts, saved.ids.clone(), saved.weights.clone());
+    fn step_by_step(&self, ctx: &Context, logits: Logits, squared_logits: f64) -> Decision {
+        let Logits { input_noise, scorer, values, noise } = logits;
+        let temperature = self.temperature();
+        let clean = noise.deviation(0).filter(|_| !values.is_empty()).map(|_| values.copied(ctx.pool()));
+        let modalities = self.modalities();
+        let reach = self.reach();
+        let rule = LogitRule { gate: self.gate(), noise: &noise, temperature, reach: &reach, modalities: &modalities };
+        let scores = Scores { squared_logits, ..Scores::of(ctx, values, &rule) };
+        let ranking = self.ranking(ctx, &scores);
+        let mut ids = self.choose(ctx, &scores, &ranking);
+        let num_rerouted = self.reroute(&mut ids, &ranking);
+        let weights = self.weigh(ctx, &scores, &ids);
+        let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone());
+        let seq_len = self.input.seq_len;
+        let mut saved = FlatSaved {
+            input_noise,
+            scorer,
+            noise,
+            temperature,
+            clean,
+            scores,
+            ids,
+            weights,
+            modalities,
+            seq_len,
+            smooth_load: Vec::new(),
+            is_fused: false,
+        };
+        if let Some(clean) = &saved.clean {
+            saved.smooth_load = load::smooth_load(ctx, &saved, clean, self.config.top_k);
+        }
         Decision { routing, saved, num_rerouted }
+    }
+
+    fn routing(&self, ids: Tensor, weights: Tensor) -> Routing {
+        Routing::from_tensors(self.config.num_choosable(), ids, weights)
     }
 
     /// Fails if a logit of `x [T, D]` is not finite.
     pub(crate) fn check(&self, ctx: &Context, x: &Tensor) -> Result<(), RoutingError> {
-        let logits = self.logits(ctx, x, self.jitter());
+        let logits = self.logits(ctx, x).values;
         match logits.f32s().iter().position(|logit| !logit.is_finite()) {
             Some(at) => {
                 let (token, expert) = (at / logits.cols(), at % logits.cols());
@@ -108,60 +154,81 @@ impl FlatRouter<'_> {
         }
     }
 
-    fn jitter(&self) -> Option<Jitter> {
-        let random = self.input.noise.filter(|_| !self.input.is_inference)?;
-        (self.config.jitter > 0.0).then_some(Jitter { eps: self.config.jitter, random })
+    /// The source of this pass's noise, in training.
+    fn random(&self) -> Option<moeworks_tensor::Random> {
+        self.input.noise.filter(|_| !self.input.is_inference)
     }
 
-    fn logits(&self, ctx: &Context, x: &Tensor, jitter: Option<Jitter>) -> Tensor {
-        let noisy = jitter.map(|jitter| jitter.apply(ctx, x));
-        let mut logits = linear(ctx, noisy.as_ref().unwrap_or(x), &self.weights.router, DType::F32);
-        if let Some(bias) = &self.weights.router_bias {
-            add_rows(ctx, &mut logits, bias);
+    fn logits(&self, ctx: &Context, x: &Tensor) -> Logits {
+        let (eps, dropout) = (self.config.jitter, self.router().input_dropout);
+        let input_noise = self.random().map(|random| InputNoise { eps, dropout, random });
+        let input_noise = input_noise.filter(|_| eps > 0.0 || dropout > 0.0);
+        let noisy = input_noise.map(|noise| noise.apply(ctx, x));
+        let x = noisy.as_ref().unwrap_or(x);
+        if self.router().kind == RouterKind::Hash {
+            let values = ctx.zeros(&[x.rows(), self.config.num_experts], DType::F32);
+            return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None };
         }
-        logits
+        let (values, scorer) = Scorer::forward(ctx, self.router(), self.weights, x);
+        let noise = match (self.random(), self.router().kind) {
+            (None, _) => LogitNoise::None,
+            (Some(random), RouterKind::Gumbel) => LogitNoise::Gumbel(random),
+            (Some(random), RouterKind::NoisyTopK) => {
+                LogitNoise::Learned(linear(ctx, x, self.weights.extra(NOISE), DType::F32), random)
+            }
+            (Some(_), _) if self.router().noise_std == 0.0 => LogitNoise::None,
+            (Some(random), _) => LogitNoise::Normal(self.router().noise_std, random),
+        };
+        Logits { input_noise, scorer, values, noise }
     }
 
-    /// Whether the fused operation computes this scheme.
+    /// Whether the fused operation computes this pass.
     fn is_fused(&self) -> bool {
-        self.router().is_plain_at_inference() && !self.reroutes()
+        let router = self.router();
+        let is_noisy = router.noise_std > 0.0 || router.random_probability(self.input.progress) > 0.0;
+        let tokens_choose = self.input.is_inference || !router.is_joint();
+        let is_plain = router.is_plain_at_inference() && self.temperature() == 1.0;
+        is_plain && tokens_choose && !(is_noisy && self.random().is_some()) && !self.reroutes()
+    }
+
+    fn temperature(&self) -> f32 {
+        let progress = if self.input.is_inference { 1.0 } else { self.input.progress };
+        self.router().temperature.at(progress) as f32
     }
 
     fn reroutes(&self) -> bool {
-        self.router().overflow == Overflow::Reroute && self.config.capacity_factor != 0.0
+        self.router().overflow == Overflow::Reroute && self.config.capacity_factor != 0.0 && !self.input.is_inference
     }
 
-    /// The softmax over the chosen logits is the softmax over all of them divided by the sum over the chosen.
-    fn is_normalized(&self) -> bool {
-        self.config.normalize_weights || self.config.score_order == ScoreOrder::TopKThenSoftmax
+    fn gate(&self) -> Gate {
+        match (self.router().kind, self.router().scores) {
+            (RouterKind::Relu, _) => Gate::Relu,
+            (RouterKind::Base, _) => Gate::Sigmoid,
+            (RouterKind::Sinkhorn, _) if self.config.top_k == 1 => Gate::Sigmoid,
+            (RouterKind::Sinkhorn, _) | (_, ScoreFunction::Softmax) => Gate::Softmax,
+            (_, ScoreFunction::Sigmoid) => Gate::Sigmoid,
+        }
     }
 
-    /// Scores of `logits [T, E]`. A token with a logit that is not finite gets zeros as logits, by which it chooses the
-    /// first experts, and NaN as scores, which its output then shows.
-    fn score(&self, ctx: &Context, mut logits: Tensor) -> Scores {
-        let (num_tokens, e) = (logits.rows(), logits.cols());
-        let empty = |shape: &[usize]| ctx.empty(shape, DType::F32);
-        let is_softmax = self.router().scores == ScoreFunction::Softmax;
-        let mut probs = empty(&[num_tokens, e]);
-        let mut gates = empty(&[if is_softmax { 0 } else { num_tokens }, e]);
-        let (mut lse, mut entropy) = (empty(&[num_tokens]), empty(&[num_tokens]));
-        let outputs = blocks::of_mut(logits.f32s_mut(), e)
-            .zip(blocks::of_mut(probs.f32s_mut(), e))
-            .zip(blocks::of_mut(lse.f32s_mut(), 1))
-            .zip(blocks::of_mut(entropy.f32s_mut(), 1));
-        // Without gates there are empty blocks in their place.
-        let gate_blocks = blocks::of_mut(gates.f32s_mut(), e).map(Some).chain(std::iter::repeat_with(|| None));
-        blocks::for_each(ctx, outputs.zip(gate_blocks), |_, ((((logits, probs), lse), entropy), gates)| {
-            let mut gates = gates.map(|gates| gates.chunks_mut(e));
-            let rows = logits.chunks_mut(e).zip(probs.chunks_mut(e)).zip(lse).zip(entropy);
-            for (((logits, probs), lse), entropy) in rows {
-                let gates = gates.as_mut().and_then(Iterator::next);
-                let sums = score_row(logits, probs, gates);
-                (*lse, *entropy) = (sums.lse, sums.entropy);
-            }
-        });
-        let sums = sums(ctx, &probs, &lse, &entropy);
-        Scores { probs, gates: (!is_softmax).then_some(gates), logits: Some(logits), lse, sums, squared_logits: 0.0 }
+    /// The modality of each token, where there are several.
+    fn modalities(&self) -> Vec<u32> {
+        let (boundaries, _) = self.router().modalities().unwrap_or_default();
+        if boundaries.is_empty() {
+            return Vec::new();
+        }
+        let modality = |id: &u32| boundaries.partition_point(|boundary| boundary <= id) as u32;
+        self.input.token_ids.iter().map(modality).collect()
+    }
+
+    /// Whether an expert is in reach of a modality; empty if all are.
+    fn reach(&self) -> Vec<Vec<bool>> {
+        let (boundaries, reserved) = self.router().modalities().unwrap_or_default();
+        if reserved.is_empty() {
+            return Vec::new();
+        }
+        let owner: Vec<usize> = reserved.iter().enumerate().flat_map(|(m, &count)| vec![m; count]).collect();
+        let is_near = |m: usize, expert: usize| owner.get(expert).is_none_or(|&owner| owner == m);
+        (0..=boundaries.len()).map(|m| (0..self.config.num_choosable()).map(|e| is_near(m, e)).collect()).collect()
     }
 
     /// `[T, E]`: what experts are chosen by, negative infinity for those out of reach.
@@ -169,41 +236,116 @@ impl FlatRouter<'_> {
         let (router, e) = (self.router(), scores.probs.cols());
         let logits = scores.logits.as_ref().expect("only the fused operation keeps no logits");
         let is_limited = router.top_groups < router.num_groups;
-        if !router.expert_bias && !is_limited {
-            // The order of the logits is that of the scores, without their ties.
-            return logits.clone();
-        }
-        let bias = router.expert_bias.then(|| self.weights.state(EXPERT_BIAS).f32s());
-        let gates = scores.gates();
-        let mut ranking = ctx.empty(&[gates.rows(), e], DType::F32);
-        let inputs = blocks::of_mut(ranking.f32s_mut(), e).zip(blocks::of(gates.f32s(), e));
-        blocks::for_each(ctx, inputs, |_, (ranking, gates)| {
-            for (ranking, gates) in ranking.chunks_mut(e).zip(gates.chunks(e)) {
-                for (i, (rank, &gate)) in ranking.iter_mut().zip(gates).enumerate() {
-                    let gate = if gate.is_nan() { 0.0 } else { gate };
-                    *rank = gate + bias.map_or(0.0, |bias| bias[i]);
+        let mut ranking = if router.expert_bias || is_limited {
+            let bias = router.expert_bias.then(|| self.weights.state(EXPERT_BIAS).f32s());
+            let gates = scores.gates();
+            let mut ranking = ctx.empty(&[gates.rows(), e], DType::F32);
+            let inputs = blocks::of_mut(ranking.f32s_mut(), e).zip(blocks::of(gates.f32s(), e));
+            blocks::for_each(ctx, inputs.zip(blocks::of(logits.f32s(), e)), |_, ((ranking, gates), logits)| {
+                let rows = ranking.chunks_mut(e).zip(gates.chunks(e)).zip(logits.chunks(e));
+                for ((ranking, gates), logits) in rows {
+                    rank_row(ranking, gates, logits, bias);
+                    choice::limit_groups(ranking, router.num_groups, router.top_groups, router.group_score);
                 }
-                choice::limit_groups(ranking, router.num_groups, router.top_groups, router.group_score);
-            }
-        });
+            });
+            ranking
+        } else {
+            // The order of the logits is that of the scores, without their ties.
+            logits.clone()
+        };
+        self.randomize(ctx, &mut ranking);
         ranking
     }
 
-    fn choose(&self, ctx: &Context, ranking: &Tensor) -> Tensor {
-        let (e, k) = (ranking.cols(), self.config.top_k);
-        let mut ids = ctx.empty(&[ranking.rows(), k], DType::U32);
-        let inputs = blocks::of_mut(ids.u32s_mut(), k).zip(blocks::of(ranking.f32s(), e));
-        blocks::for_each(ctx, inputs, |_, (ids, ranking)| {
-            for (ids, ranking) in ids.chunks_mut(k).zip(ranking.chunks(e)) {
-                choice::top_k(ranking, ids);
+    /// In the beginning of a run, some tokens rank experts at random.
+    fn randomize(&self, ctx: &Context, ranking: &mut Tensor) {
+        let probability = self.router().random_probability(self.input.progress) as f32;
+        let Some(random) = self.random().filter(|_| probability > 0.0) else { return };
+        let e = ranking.cols();
+        let mut own = ranking.copied(ctx.pool());
+        blocks::for_each(ctx, blocks::of_mut(own.f32s_mut(), e), |block, rows| {
+            for (t, row) in (block * blocks::ROWS..).zip(rows.chunks_mut(e)) {
+                if random.uniform(Draw::IsRandom.at(t)) < probability {
+                    let reachable = row.iter_mut().enumerate().filter(|(_, rank)| **rank > f32::NEG_INFINITY);
+                    reachable.for_each(|(i, rank)| *rank = random.uniform(Draw::Ranking.at(t * e + i)));
+                }
             }
         });
+        *ranking = own;
+    }
+
+    fn choose(&self, ctx: &Context, scores: &Scores, ranking: &Tensor) -> Tensor {
+        let (num_tokens, e, k) = (ranking.rows(), ranking.cols(), self.config.top_k);
+        let rows = |width: usize, scores: &Tensor, choose: &(dyn Fn(&[f32], &mut [u32]) + Sync)| {
+            let mut ids = ctx.empty(&[num_tokens, width], DType::U32);
+            let inputs = blocks::of_mut(ids.u32s_mut(), width).zip(blocks::of(scores.f32s(), e));
+            blocks::for_each(ctx, inputs, |_, (ids, scores)| {
+                for (ids, scores) in ids.chunks_mut(width).zip(scores.chunks(e)) {
+                    choose(scores, ids);
+                }
+            });
+            ids
+        };
+        let tensor = |(ids, k): (Vec<u32>, usize)| Tensor::from_slice(ctx.pool(), &[num_tokens, k], &ids);
+        let finite = |score: &f32| if score.is_nan() { 0.0 } else { *score };
+        match self.router().kind {
+            RouterKind::TopP => {
+                let p = self.router().top_p;
+                tensor(choice::compact(rows(e, &scores.probs, &|probs, ids| choice::top_p(probs, p, ids)).u32s(), e))
+            }
+            RouterKind::Relu => tensor(choice::compact(rows(e, scores.gates(), &choice::positive).u32s(), e)),
+            RouterKind::Hash => tensor((self.hashed(num_tokens), k)),
+            RouterKind::ExpertChoice if !self.input.is_inference => {
+                let scores: Vec<f32> = scores.probs.f32s().iter().map(finite).collect();
+                tensor(self.expert_choice(&scores, e))
+            }
+            RouterKind::Base if !self.input.is_inference => tensor((assign::auction(ranking.f32s(), e), 1)),
+            RouterKind::Sinkhorn if !self.input.is_inference => {
+                let factors = assign::sinkhorn(ranking.f32s(), e);
+                let mut balanced = ranking.copied(ctx.pool());
+                for row in balanced.f32s_mut().chunks_mut(e) {
+                    row.iter_mut().zip(&factors).for_each(|(logit, factor)| *logit += factor);
+                }
+                rows(k, &balanced, &choice::top_k)
+            }
+            _ => rows(k, ranking, &choice::top_k),
+        }
+    }
+
+    /// The experts that chose each token, group by group.
+    fn expert_choice(&self, scores: &[f32], e: usize) -> (Vec<u32>, usize) {
+        let num_tokens = scores.len() / e;
+        let factor = if self.config.capacity_factor == 0.0 { 1.0 } else { self.config.capacity_factor };
+        let size = self.rule(None).group_size(num_tokens).max(1);
+        let mut tokens = vec![Vec::new(); e];
+        for (group, scores) in scores.chunks(size * e).enumerate() {
+            let count = crate::capacity(factor, scores.len() / e, self.config.top_k, e).unwrap_or(0);
+            for (all, chosen) in tokens.iter_mut().zip(assign::expert_choice(scores, e, count)) {
+                all.extend(chosen.iter().map(|t| t + (group * size) as u32));
+            }
+        }
+        choice::invert(&tokens, scores)
+    }
+
+    /// K different experts for each token id, by a keyed hash: the first K of a random order of the experts.
+    fn hashed(&self, num_tokens: usize) -> Vec<u32> {
+        let (e, k) = (self.config.num_experts, self.config.top_k);
+        let mut ids = Vec::with_capacity(num_tokens * k);
+        for t in 0..num_tokens {
+            let id = self.input.token_ids.get(t).copied().unwrap_or(0);
+            let random = moeworks_tensor::Random::new(HASH_SEED, moeworks_tensor::Purpose::Router, u64::from(id));
+            let mut order: Vec<u32> = (0..e as u32).collect();
+            for i in 0..k {
+                order.swap(i, i + random.below(i as u64, (e - i) as u64) as usize);
+            }
+            ids.extend_from_slice(&order[..k]);
+        }
         ids
     }
 
     /// Moves choices to experts with room, if that is the scheme; returns how many.
     fn reroute(&self, ids: &mut Tensor, ranking: &Tensor) -> usize {
-        if !self.reroutes() || self.input.is_inference {
+        if !self.reroutes() {
             return 0;
         }
         let (num_tokens, top_k) = (ids.rows(), ids.cols());
@@ -213,14 +355,43 @@ impl FlatRouter<'_> {
         overflow::reroute(ids.u32s_mut(), top_k, room, ranking.f32s())
     }
 
+    /// The choices without the second experts that are not used this time.
+    fn with_second(&self, ctx: &Context, ids: &Tensor, weights: &Tensor) -> Tensor {
+        let router = self.router();
+        if router.kind != RouterKind::Gshard || router.second == SecondExpert::Always {
+            return ids.clone();
+        }
+        let threshold = router.second_threshold;
+        let random = self.random();
+        let mut used = ids.copied(ctx.pool());
+        let tokens = used.u32s_mut().chunks_mut(2).zip(weights.f32s().chunks(2));
+        for (t, (ids, weights)) in tokens.enumerate() {
+            let share = weights[1] / (weights[0] + weights[1]);
+            let is_used = match (router.second, random) {
+                (SecondExpert::Random, Some(random)) => share / threshold > random.uniform(Draw::Second.at(t)),
+                (SecondExpert::Threshold, _) => share > threshold,
+                _ => true,
+            };
+            // What is not finite stays, so that it shows.
+            if !is_used && share.is_finite() {
+                ids[1] = NO_EXPERT;
+            }
+        }
+        used
+    }
+
     /// How this router's choices become rows.
     pub(crate) fn rule<'p>(&self, priority: Option<&'p [f32]>) -> DispatchRule<'p> {
+        let router = self.router();
+        // Experts that choose have taken what they have room for.
+        let has_taken = matches!(router.kind, RouterKind::ExpertChoice | RouterKind::Base);
+        let has_room = self.input.is_inference || has_taken;
         DispatchRule {
-            capacity_factor: if self.input.is_inference { 0.0 } else { self.config.capacity_factor },
+            capacity_factor: if has_room { 0.0 } else { self.config.capacity_factor },
             top_k: self.config.top_k,
-            num_free: 0,
-            free_ratio: 1.0,
-            group_tokens: self.router().local_group,
+            num_free: router.num_free(),
+            free_ratio: router.free_ratio,
+            group_tokens: router.local_group,
             priority,
         }
     }
@@ -239,7 +410,7 @@ impl FlatRouter<'_> {
     fn weigh(&self, ctx: &Context, scores: &Scores, ids: &Tensor) -> Tensor {
         let (gates, k) = (scores.gates(), ids.cols());
         let e = gates.cols();
-        let rule = self.weight_rule();
+        let rule = WeightRule::of(self.config);
         let mut weights = ctx.empty(ids.shape(), DType::F32);
         let jitter = self.router().sparsemixer_jitter;
         if let (true, Some(logits)) = (jitter > 0.0, &scores.logits) {
@@ -247,279 +418,23 @@ impl FlatRouter<'_> {
             rows.for_each(|((weights, ids), logits)| sparsemixer::weigh(jitter, logits, ids, weights));
             return weights;
         }
-        let inputs =
-            blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k)).zip(blocks::of(gates.f32s(), e));
-        blocks::for_each(ctx, inputs, |_, ((weights, ids), gates)| {
+        let inputs = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k));
+        blocks::for_each(ctx, inputs.zip(blocks::of(gates.f32s(), e)), |_, ((weights, ids), gates)| {
             for ((weights, ids), gates) in weights.chunks_mut(k).zip(ids.chunks(k)).zip(gates.chunks(e)) {
                 rule.weigh(gates, ids, weights);
             }
         });
         weights
     }
-
-    fn weight_rule(&self) -> WeightRule {
-        WeightRule { is_normalized: self.is_normalized(), scale: self.router().routed_scale }
-    }
-
-    /// The gradient of `x` through the router, and what is left to do for its weights. `dweights [T, K]` is the gradient of
-    /// the weights, changed here.
-    pub(crate) fn backward(
-        &self,
-        ctx: &Context,
-        saved: &FlatSaved,
-        dweights: Tensor,
-        losses: &LossGrad,
-    ) -> (Tensor, RouterGradTask) {
-        let dlogits = if saved.is_fused && losses.is_simple() {
-            let grads = ScoreGrads {
-                weights: dweights.f32s(),
-                probs: &losses.balance,
-                lse_squared: losses.z / saved.ids.rows().max(1) as f32,
-            };
-            let Scores { probs, lse, sums, .. } = &saved.scores;
-            let (ids, weights) = (saved.ids.clone(), saved.weights.clone());
-            let scores = TopK { probs: probs.clone(), ids, weights, lse: lse.clone(), sums: sums.clone() };
-            softmax_top_k_backward(ctx, &scores, self.is_normalized(), grads)
-        } else {
-            self.logit_grads(ctx, saved, &dweights, losses)
-        };
-        let mut dx = linear_backward_input(ctx, &dlogits, &self.weights.router, DType::F32);
-        if let Some(jitter) = saved.jitter {
-            jitter.apply_assign(ctx, &mut dx);
-        }
-        (dx, RouterGradTask { dlogits })
-    }
-
-    /// The gradient of the logits, token by token.
-    fn logit_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
-        let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
-        let dprobs = ProbGrads::of(saved, losses, self.input.seq_len);
-        let z = 2.0 * losses.z / num_tokens.max(1) as f32;
-        let mut dlogits = ctx.empty(&[num_tokens, e], DType::F32);
-        blocks::for_each(ctx, blocks::of_mut(dlogits.f32s_mut(), e), |block, dlogits| {
-            let (mut dprob, mut dgate) = (vec![0.0; e], vec![0.0; e]);
-            for (t, dlogits) in (block * ROWS..).zip(dlogits.chunks_mut(e)) {
-                let row = saved.row(t);
-                dprobs.fill(t, &mut dprob);
-                dgate.fill(0.0);
-                let dweights = &dweights.f32s()[t * row.ids.len()..(t + 1) * row.ids.len()];
-                self.weight_rule().backward(&row, dweights, &mut dgate);
-                logit_grads(&row, &mut dprob, &mut dgate, dlogits);
-                if z != 0.0 {
-                    row.add_z(z, dlogits);
-                }
-            }
-        });
-        dlogits
-    }
 }
 
-impl RouterGradTask {
-    /// Writes or adds the gradients of the router's weights, from the layer's input.
-    pub(crate) fn run(self, ctx: &Context, saved: &FlatSaved, x: &Tensor, write: Write, grads: &mut MoeWeights) {
-        let noisy = saved.jitter.map(|jitter| jitter.apply(ctx, x));
-        let router_x = noisy.as_ref().unwrap_or(x);
-        linear_backward_weight(ctx, &self.dlogits, router_x, DType::F32, write, &mut grads.router);
-        if let Some(bias) = &mut grads.router_bias {
-            sum_rows(ctx, &self.dlogits, write, bias);
-        }
+/// The key of the hash of token ids: the same in every layer and run.
+const HASH_SEED: u64 = 0x4d6f_6577_6f72_6b73;
+
+/// What one token ranks experts by: gates and bias; what is out of reach stays so.
+fn rank_row(ranking: &mut [f32], gates: &[f32], logits: &[f32], bias: Option<&[f32]>) {
+    for (i, ((rank, &gate), &logit)) in ranking.iter_mut().zip(gates).zip(logits).enumerate() {
+        let gate = if gate.is_nan() { 0.0 } else { gate };
+        *rank = if logit == f32::NEG_INFINITY { logit } else { gate + bias.map_or(0.0, |bias| bias[i]) };
     }
-}
-
-impl Scores {
-    fn gates(&self) -> &Tensor {
-        self.gates.as_ref().unwrap_or(&self.probs)
-    }
-}
-
-impl FlatSaved {
-    fn row(&self, t: usize) -> Row<'_> {
-        let Scores { probs, gates, logits, lse, .. } = &self.scores;
-        let (e, k) = (probs.cols(), self.ids.cols());
-        let of = |tensor: &'_ Tensor| -> std::ops::Range<usize> { t * tensor.cols()..(t + 1) * tensor.cols() };
-        Row {
-            probs: &probs.f32s()[t * e..(t + 1) * e],
-            gates: gates.as_ref().map(|gates| &gates.f32s()[of(gates)]),
-            logits: logits.as_ref().map(|logits| &logits.f32s()[of(logits)]),
-            lse: lse.f32s()[t],
-            ids: &self.ids.u32s()[t * k..(t + 1) * k],
-            weights: &self.weights.f32s()[t * k..(t + 1) * k],
-        }
-    }
-
-    /// The sequence-wise balance loss (DeepSeek-V3), the mean of the sequences' `sum_i f_i P_i`, with `f_i` expert i's share
-    /// of the sequence's choices times E and `P_i` its mean probability there.
-    pub(crate) fn sequence_loss(&self, seq_len: usize) -> f64 {
-        let e = self.scores.probs.cols();
-        let sequences = sequence_loads(self, seq_len);
-        let mut value = 0.0;
-        for (loads, probs) in sequences.chunks(e).zip(self.scores.probs.f32s().chunks(seq_len * e)) {
-            let num_tokens = (probs.len() / e) as f64;
-            for probs in probs.chunks(e) {
-                value += loads.iter().zip(probs).map(|(&f, &p)| f64::from(f) * f64::from(p)).sum::<f64>() / num_tokens;
-            }
-        }
-        value * e as f64 / sequences.len().max(1) as f64
-    }
-}
-
-/// `[sequences, E]`: E times each expert's share of the choices of each sequence.
-fn sequence_loads(saved: &FlatSaved, seq_len: usize) -> Vec<f32> {
-    let (e, k) = (saved.scores.probs.cols(), saved.ids.cols());
-    let mut loads = Vec::new();
-    for ids in saved.ids.u32s().chunks(seq_len * k) {
-        let mut counts = vec![0_u32; e];
-        ids.iter().filter(|&&id| id != NO_EXPERT).for_each(|&id| counts[id as usize] += 1);
-        let total: u32 = counts.iter().sum();
-        loads.extend(counts.iter().map(|&n| (f64::from(n) * e as f64 / f64::from(total.max(1))) as f32));
-    }
-    loads
-}
-
-/// One token's part of what was saved.
-struct Row<'a> {
-    probs: &'a [f32],
-    gates: Option<&'a [f32]>,
-    logits: Option<&'a [f32]>,
-    lse: f32,
-    ids: &'a [u32],
-    weights: &'a [f32],
-}
-
-impl Row<'_> {
-    /// Adds the gradient `z lse softmax(logits)` of the squared log-sum-exp.
-    fn add_z(&self, z: f32, dlogits: &mut [f32]) {
-        match (self.gates, self.logits) {
-            (Some(_), Some(logits)) => {
-                for (d, &logit) in dlogits.iter_mut().zip(logits) {
-                    *d += z * self.lse * (logit - self.lse).exp();
-                }
-            }
-            _ => dlogits.iter_mut().zip(self.probs).for_each(|(d, &p)| *d += z * self.lse * p),
-        }
-    }
-}
-
-/// How the weights of a token's experts are taken from their gates.
-#[derive(Clone, Copy)]
-struct WeightRule {
-    is_normalized: bool,
-    scale: f32,
-}
-
-impl WeightRule {
-    fn weigh(self, gates: &[f32], ids: &[u32], weights: &mut [f32]) {
-        for (weight, &id) in weights.iter_mut().zip(ids) {
-            *weight = gates.get(id as usize).copied().unwrap_or(0.0);
-        }
-        let sum = if self.is_normalized { weights.iter().sum::<f32>() + WEIGHT_EPS } else { 1.0 };
-        weights.iter_mut().for_each(|weight| *weight *= self.scale / sum);
-    }
-
-    /// Adds the gradient of the gates.
-    fn backward(self, row: &Row<'_>, dweights: &[f32], dgates: &mut [f32]) {
-        let gates = row.gates.unwrap_or(row.probs);
-        let chosen = || row.ids.iter().zip(dweights).filter(|(id, _)| **id != NO_EXPERT);
-        if !self.is_normalized {
-            chosen().for_each(|(&id, dweight)| dgates[id as usize] += self.scale * dweight);
-            return;
-        }
-        let sum: f32 = chosen().map(|(&id, _)| gates[id as usize]).sum::<f32>() + WEIGHT_EPS;
-        for (&id, &dweight) in chosen() {
-            // As differences, which lose no digit where one weight is nearly all.
-            let others = row.ids.iter().zip(row.weights).zip(dweights).filter(|((id, _), _)| **id != NO_EXPERT);
-            let centered: f32 = others.map(|((_, weight), other)| weight * (dweight - other)).sum();
-            dgates[id as usize] += centered / sum;
-        }
-    }
-}
-
-/// What the losses say of the distributions.
-struct ProbGrads<'a> {
-    balance: &'a [f32],
-    /// `[sequences, E]` and the tokens of a sequence; empty for none.
-    sequence: (Vec<f32>, usize),
-}
-
-impl<'a> ProbGrads<'a> {
-    fn of(saved: &FlatSaved, losses: &'a LossGrad, seq_len: usize) -> Self {
-        let num_tokens = saved.ids.rows();
-        let mut sequence = Vec::new();
-        if losses.sequence != 0.0 && seq_len > 0 && num_tokens > 0 {
-            let num_sequences = num_tokens.div_ceil(seq_len);
-            sequence = sequence_loads(saved, seq_len);
-            for (i, loads) in sequence.chunks_mut(saved.scores.probs.cols()).enumerate() {
-                let len = seq_len.min(num_tokens - i * seq_len);
-                loads.iter_mut().for_each(|load| *load *= losses.sequence / (num_sequences * len) as f32);
-            }
-        }
-        Self { balance: &losses.balance, sequence: (sequence, seq_len) }
-    }
-
-    /// The gradient of the distribution of token `t`.
-    fn fill(&self, t: usize, dprobs: &mut [f32]) {
-        if self.balance.is_empty() {
-            dprobs.fill(0.0);
-        } else {
-            dprobs.copy_from_slice(self.balance);
-        }
-        let (sequence, seq_len) = &self.sequence;
-        if !sequence.is_empty() {
-            let of_sequence = &sequence[t / seq_len * dprobs.len()..];
-            dprobs.iter_mut().zip(of_sequence).for_each(|(d, s)| *d += s);
-        }
-    }
-}
-
-/// The gradient of one token's logits from those of its distribution and of its gates.
-fn logit_grads(row: &Row<'_>, dprobs: &mut [f32], dgates: &mut [f32], dlogits: &mut [f32]) {
-    match row.gates {
-        None => {
-            for ((d, dprob), dgate) in dlogits.iter_mut().zip(&*dprobs).zip(&*dgates) {
-                *d = dprob + dgate;
-            }
-            rows::softmax_backward(row.probs, dlogits);
-        }
-        Some(gates) => {
-            rows::distribute_backward(gates, row.probs, dprobs, dgates);
-            for ((d, dgate), &gate) in dlogits.iter_mut().zip(&*dgates).zip(gates) {
-                *d = dgate * gate * (1.0 - gate);
-            }
-        }
-    }
-}
-
-fn score_row(logits: &mut [f32], probs: &mut [f32], gates: Option<&mut [f32]>) -> rows::RowSums {
-    if logits.iter().any(|logit| !logit.is_finite()) {
-        logits.fill(0.0);
-        probs.fill(f32::NAN);
-        gates.into_iter().for_each(|gates| gates.fill(f32::NAN));
-        return rows::RowSums { lse: f32::NAN, entropy: f32::NAN };
-    }
-    match gates {
-        None => rows::softmax(logits, probs),
-        Some(gates) => rows::sigmoid(logits, gates, probs),
-    }
-}
-
-/// Sums over the rows, block by block.
-fn sums(ctx: &Context, probs: &Tensor, lse: &Tensor, entropy: &Tensor) -> ScoreSums {
-    let e = probs.cols();
-    let mut partial = vec![0.0_f64; probs.rows().div_ceil(ROWS) * (e + 2)];
-    let inputs = partial.chunks_mut(e + 2).zip(blocks::of(probs.f32s(), e));
-    let inputs = inputs.zip(blocks::of(lse.f32s(), 1)).zip(blocks::of(entropy.f32s(), 1));
-    blocks::for_each(ctx, inputs, |_, (((sums, probs), lse), entropy)| {
-        for probs in probs.chunks(e) {
-            sums.iter_mut().zip(probs).for_each(|(sum, &p)| *sum += f64::from(p));
-        }
-        sums[e] = entropy.iter().map(|&x| f64::from(x)).sum();
-        sums[e + 1] = lse.iter().map(|&x| f64::from(x).powi(2)).sum();
-    });
-    let mut sums = ScoreSums { probs: vec![0.0; e], entropy: 0.0, lse_squared: 0.0 };
-    for block in partial.chunks(e + 2) {
-        sums.probs.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
-        sums.entropy += block[e];
-        sums.lse_squared += block[e + 1];
-    }
-    sums
 }

@@ -39,6 +39,16 @@ impl RouterInput<'_> {
 pub(crate) enum Draw {
     /// Factors on the router's input.
     Jitter = 0,
+    /// Which elements of the router's input are left out.
+    Dropout = 1,
+    /// Normal or Gumbel noise on the logits.
+    Logits = 2,
+    /// Whether a second expert is used.
+    Second = 3,
+    /// Whether a token's choice is random.
+    IsRandom = 4,
+    /// The ranking of a random choice.
+    Ranking = 5,
 }
 
 impl Draw {

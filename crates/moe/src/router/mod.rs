@@ -2,17 +2,26 @@
 //!
 //! Every scheme ends in the same value, so that dispatch, experts and statistics do not know which one was used.
 
+mod assign;
 mod blocks;
+mod check;
 mod choice;
 mod config;
 mod flat;
+mod grads;
 mod input;
+mod load;
 mod noise;
 mod rows;
+mod scorer;
+mod scores;
 mod sparsemixer;
 mod state;
+mod weigh;
 
-pub use config::{GroupScore, RouterConfig, RouterKind, ScoreFunction};
-pub(crate) use flat::{Decision, FlatRouter, FlatSaved, RouterGradTask};
+pub use config::{GroupScore, RouterConfig, RouterKind, ScoreFunction, SecondExpert};
+pub(crate) use flat::{Decision, FlatRouter, FlatSaved};
+pub(crate) use grads::RouterGradTask;
 pub use input::RouterInput;
-pub use state::next_state;
+pub(crate) use scorer::put;
+pub use state::{Init, WeightShape, next_state};

@@ -1,4 +1,5 @@
-//! Noise on the router's input: each element times a number uniform in `[1 - eps, 1 + eps]` (Switch, 2101.03961).
+//! Noise on the router's input: each element times a number uniform in `[1 - eps, 1 + eps]` (Switch, 2101.03961), and
+//! elements left out. It is drawn again where it is needed, not kept.
 
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Random, Tensor, bf16};
@@ -8,17 +9,27 @@ use super::input::Draw;
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
 
-/// The noise of one pass. It is drawn again where it is needed, not kept.
+/// The noise of one pass.
 #[derive(Clone, Copy)]
-pub(crate) struct Jitter {
+pub(crate) struct InputNoise {
     pub(crate) eps: f32,
+    /// The share of elements left out; the others grow by as much.
+    pub(crate) dropout: f32,
     pub(crate) random: Random,
 }
 
-impl Jitter {
+impl InputNoise {
     /// The factor of the element at `position`.
     fn factor(&self, position: usize) -> f32 {
-        1.0 + self.eps * (2.0 * self.random.uniform(Draw::Jitter.at(position)) - 1.0)
+        let mut factor = 1.0;
+        if self.eps > 0.0 {
+            factor += self.eps * (2.0 * self.random.uniform(Draw::Jitter.at(position)) - 1.0);
+        }
+        if self.dropout > 0.0 {
+            let is_kept = self.random.uniform(Draw::Dropout.at(position)) >= self.dropout;
+            factor *= if is_kept { 1.0 / (1.0 - self.dropout) } else { 0.0 };
+        }
+        factor
     }
 
     /// `x` (f32 or bf16) times the noise, in f32.

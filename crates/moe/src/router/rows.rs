@@ -36,6 +36,13 @@ pub(crate) fn sigmoid(logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> R
     RowSums { lse, entropy: distribute(gates, probs) }
 }
 
+/// The positive ones of `logits` into `gates`, and these divided by their sum into `probs`.
+pub(crate) fn relu(logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> RowSums {
+    let RowSums { lse, .. } = softmax(logits, probs);
+    gates.iter_mut().zip(logits).for_each(|(gate, logit)| *gate = logit.max(0.0));
+    RowSums { lse, entropy: distribute(gates, probs) }
+}
+
 /// Divides `gates` by their sum into `probs` and returns the entropy; all zeros stay so.
 fn distribute(gates: &[f32], probs: &mut [f32]) -> f32 {
     let total: f32 = gates.iter().sum();

@@ -36,7 +36,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
         let x: Vec<f32> = (0..(t * e) as u64).map(logit).collect();
         let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
         let stats = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats();
-        next_state(&config.router, &mut weights.state, &stats);
+        next_state(&config, &mut weights.state, &stats);
         e_max_violation(&stats.tokens_per_expert)
     };
     assert!(violation(0) > 1.5);

@@ -6,6 +6,7 @@ mod fixtures;
 mod properties;
 mod published;
 mod reference;
+mod schemes;
 mod values;
 
 use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, RouterConfig, ScoreOrder, SharedWeights};
@@ -50,12 +51,13 @@ fn layer_weights(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Moe
             down: tensor(ctx, &[d, s], down),
             gate: None,
         }),
+        extras: Vec::new(),
         state: states(ctx, config, weights),
     }
 }
 
 fn states(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Vec<NamedTensor> {
-    let mut states = config.router.first_state(ctx, config.num_experts);
+    let mut states = config.first_state(ctx);
     for state in states.iter_mut().filter(|state| state.name == "e_score_correction_bias") {
         state.tensor.f32s_mut().iter_mut().zip(&weights.bias).for_each(|(to, &bias)| *to = bias as f32);
     }

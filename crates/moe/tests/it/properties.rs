@@ -156,7 +156,7 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
     let (y, saved) = layer.forward(ctx, &weights, &cast(ctx, &tensor(ctx, &shape, &inputs.x), dtype), &input);
     let balance = inputs.balance.iter().map(|&b| b as f32).collect();
     let balance = if case.has_balance { balance } else { Vec::new() };
-    let losses = LossGrad { balance, z: case.z as f32, sequence: case.sequence as f32 };
+    let losses = LossGrad { balance, z: case.z as f32, sequence: case.sequence as f32, ..LossGrad::default() };
     let (dx, task) = layer.backward(ctx, &weights, &saved, &tensor(ctx, &shape, &inputs.dy), &losses);
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
     task.run(ctx, Write::Replace, &mut grads);

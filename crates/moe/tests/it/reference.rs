@@ -342,7 +342,7 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
 }
 
 /// `down act(gate_up x)`.
-fn feed_forward(activation: Activation, gate_up: &[f64], down: &[f64], x: &[f64]) -> Vec<f64> {
+pub(crate) fn feed_forward(activation: Activation, gate_up: &[f64], down: &[f64], x: &[f64]) -> Vec<f64> {
     let f = down.len() / x.len();
     let h: Vec<f64> = gate_up.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect();
     let act: Vec<f64> = (0..f).map(|j| activate(activation, &h, j)[0]).collect();

@@ -1,7 +1,7 @@
 //! Routing, dispatch and statistics as plain values.
 
 use moeworks_moe::{
-    Dispatch, DispatchRule, LayerStats, NO_EXPERT, Routing, RoutingError, capacity, cv, dead_expert_frac,
+    Dispatch, DispatchRule, FreeShare, LayerStats, NO_EXPERT, Routing, RoutingError, capacity, cv, dead_expert_frac,
     e_max_violation, expert_diversity, load_entropy, max_over_mean, share,
 };
 use moeworks_ops::Context;
@@ -162,6 +162,11 @@ fn merged_statistics_are_those_of_all_tokens() {
         z,
         mean_squared_logit: 9.0 * z,
         sequence_loss: 0.0,
+        first_choices: vec![count, 1],
+        importance: vec![0.5, 0.25],
+        smooth_load: vec![1.0, 2.0],
+        modalities: Vec::new(),
+        free: FreeShare::default(),
     };
     let mut total = LayerStats::empty(2);
     total.merge(&LayerStats::empty(2));

@@ -1,6 +1,6 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
-use super::{ConfigError, RunConfig, TokenizerChoice, TrainConfig};
+use super::{BalanceChoice, ConfigError, RunConfig, TokenizerChoice, TrainConfig};
 
 /// No size of a model or a batch is larger: above it, products of sizes would no longer fit.
 const MAX_SIZE: usize = 1 << 24;
@@ -71,6 +71,9 @@ impl RunConfig {
             if value > MAX_SIZE {
                 return Err(wrong(setting, value, format!("must be at most {MAX_SIZE}")));
             }
+        }
+        if self.train.balance == BalanceChoice::Groups && model.router.num_groups < 2 {
+            return Err(wrong("train.balance", "\"groups\"", "needs model.router.num_groups of at least 2"));
         }
         model.validate().map_err(|error| wrong(&format!("model.{}", error.setting), error.value, error.expected))
     }
@@ -155,9 +158,14 @@ impl TrainConfig {
         for (setting, value) in [
             ("train.weight_decay", self.weight_decay),
             ("train.clip_norm", self.clip_norm),
-            ("train.balance_coef", self.balance_coef),
-            ("train.sequence_coef", self.sequence_coef),
-            ("train.z_coef", self.z_coef),
+            ("train.balance_coef", self.balance_coef.range().0),
+            ("train.sequence_coef", self.sequence_coef.range().0),
+            ("train.importance_coef", self.importance_coef.range().0),
+            ("train.load_coef", self.load_coef.range().0),
+            ("train.local_entropy_coef", self.local_entropy_coef.range().0),
+            ("train.global_entropy_coef", self.global_entropy_coef.range().0),
+            ("train.min_entropy", self.min_entropy),
+            ("train.z_coef", self.z_coef.range().0),
         ] {
             if !(value >= 0.0 && value.is_finite()) {
                 return Err(wrong(setting, value, "must be a number of at least 0"));

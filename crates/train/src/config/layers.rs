@@ -11,7 +11,22 @@ use toml::{Spanned, Table, Value};
 use moeworks_model::ModelConfig;
 use moeworks_model::hf::ModelFolder;
 
-use super::{ConfigError, RunConfig, TokenizerChoice, presets};
+use super::{ConfigError, RunConfig, TokenizerChoice, presets, schemes};
+
+/// The setting that brings others with it.
+const SCHEME: &str = "model.router.kind";
+
+/// Settings that are a number or the text of a ramp.
+const RAMPS: [&str; 8] = [
+    "model.router.temperature",
+    "train.balance_coef",
+    "train.sequence_coef",
+    "train.importance_coef",
+    "train.load_coef",
+    "train.local_entropy_coef",
+    "train.global_entropy_coef",
+    "train.z_coef",
+];
 
 /// What a user asks for, from the weakest layer to the strongest: defaults, preset, file, single settings.
 #[derive(Clone, Debug, Default)]
@@ -97,7 +112,10 @@ impl ConfigLayers {
         if let Some((path, text)) = file {
             settings.put_file(path, &text)?;
         }
-        for given in &self.overrides {
+        // The scheme comes first: what else it sets gives way to what is given.
+        let is_scheme = |given: &&Override| given.setting == SCHEME;
+        let (schemes, others): (Vec<_>, Vec<_>) = self.overrides.iter().partition(is_scheme);
+        for given in schemes.into_iter().chain(others) {
             settings.put(Given {
                 setting: &given.setting,
                 value: given.value.clone(),
@@ -131,7 +149,9 @@ impl Settings {
             line: line_of(error.span().map_or(0, |span| span.start)),
             message: one_line(error.message()),
         })?;
-        for Leaf { setting, value, offset } in leaves(parsed.get_ref(), &self.table) {
+        let mut leaves = leaves(parsed.get_ref(), &self.table);
+        leaves.sort_by_key(|leaf| leaf.setting != SCHEME);
+        for Leaf { setting, value, offset } in leaves {
             let origin = format!("{}:{}: ", path.display(), line_of(offset));
             let value =
                 Value::deserialize(ValueDeserializer::from(value.clone())).map_err(|error| ConfigError::Value {
@@ -157,9 +177,15 @@ impl Settings {
             value: shown.clone(),
             expected,
         };
-        *current = fit(value, current, text).map_err(|expected| wrong(expected.into()))?;
+        *current = fit(value, current, text, RAMPS.contains(&setting)).map_err(|expected| wrong(expected.into()))?;
+        let kind = self.config.model.router.kind;
         self.config = RunConfig::deserialize_table(&self.table).map_err(wrong)?;
-        self.origins.insert(setting.into(), origin);
+        self.origins.insert(setting.into(), origin.clone());
+        if kind != self.config.model.router.kind {
+            for (setting, value) in schemes::companions(shown.trim_matches('"')) {
+                self.put(Given { setting, value, text: None, origin: origin.clone() })?;
+            }
+        }
         Ok(())
     }
 
@@ -220,8 +246,10 @@ fn add_leaves<'t, 'i>(section: &'t DeTable<'i>, known: &Table, prefix: &str, lea
 
 /// `value` as the type of the setting that it replaces, or what would have been right. `typed` is the text of the command
 /// line: text settings take it as it is, also where it happens to read as a number.
-fn fit(value: Value, current: &Value, typed: Option<&str>) -> Result<Value, &'static str> {
+fn fit(value: Value, current: &Value, typed: Option<&str>, is_ramp: bool) -> Result<Value, &'static str> {
     match (current, value) {
+        (_, Value::Integer(whole)) if is_ramp => Ok(Value::Float(whole as f64)),
+        (_, value @ (Value::Float(_) | Value::String(_))) if is_ramp => Ok(value),
         (Value::Float(_), Value::Integer(whole)) => Ok(Value::Float(whole as f64)),
         (Value::Float(_), Value::Float(number)) if !number.is_finite() => Err("must be a finite number"),
         (Value::Float(_), value @ Value::Float(_)) => Ok(value),

@@ -1,6 +1,7 @@
 //! Named starting points: model shapes that the literature has shown to work, with training settings that suit them.
 
 use moeworks_model::{ActivationKind, ModelConfig, QkNorm};
+use moeworks_moe::Ramp;
 
 use super::{ConfigError, RunConfig, TokenizerChoice, TrainConfig};
 
@@ -115,7 +116,7 @@ fn switch_like() -> (ModelConfig, TrainConfig, usize) {
         max_seq_len: 2048,
         ..ModelConfig::default()
     };
-    let train = TrainConfig { z_coef: 0.0, ..long_run() };
+    let train = TrainConfig { z_coef: Ramp::constant(0.0), ..long_run() };
     (model, train, 8192)
 }
 
@@ -136,6 +137,7 @@ fn deepseek_like() -> (ModelConfig, TrainConfig, usize) {
         max_seq_len: 4096,
         ..ModelConfig::default()
     };
-    let train = TrainConfig { lr: 4.2e-4, balance_coef: 0.001, z_coef: 0.0, ..long_run() };
+    let train =
+        TrainConfig { lr: 4.2e-4, balance_coef: Ramp::constant(0.001), z_coef: Ramp::constant(0.0), ..long_run() };
     (model, train, 8192)
 }

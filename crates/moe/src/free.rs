@@ -1,0 +1,163 @@
+//! Experts without computation (Jin et al., "MoE++", 2410.07348; null experts: Zeng et al., "AdaMoE", 2406.13233): nothing,
+//! the token itself, or a mixture of the token and a learned vector.
+//!
+//! They come after the computing experts: zero, copy, constant, null. A constant expert is `a_1 x + a_2 v` with `(a_1, a_2) =
+//! softmax(M x)`, `v [D]` and `M [2, D]` learned.
+
+use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
+use moeworks_tensor::{DType, Tensor};
+
+use crate::router::put;
+use crate::{Dispatch, MoeConfig, MoeWeights, NO_EXPERT, Routing};
+
+/// `[constant experts, D]`: their vectors.
+pub(crate) const CONSTANT: &str = "constant.weight";
+/// `[2 constant experts, D]`: what mixes token and vector, two rows an expert.
+pub(crate) const CONSTANT_MIX: &str = "constant_mix.weight";
+
+/// What a free expert does.
+enum Free {
+    Nothing,
+    Copy,
+    Constant(usize),
+}
+
+/// The free choices of a pass.
+pub(crate) struct FreeChoices<'a> {
+    pub(crate) config: &'a MoeConfig,
+    pub(crate) weights: &'a MoeWeights,
+    pub(crate) routing: &'a Routing,
+    pub(crate) dispatch: &'a Dispatch,
+    /// f32 `[T, D]`.
+    pub(crate) x: &'a Tensor,
+}
+
+/// The gradients of the constant experts' weights.
+pub(crate) struct FreeGrads {
+    constant: Vec<f32>,
+    mix: Vec<f32>,
+}
+
+impl FreeChoices<'_> {
+    fn kind(&self, free: u32) -> Free {
+        let router = &self.config.router;
+        let free = free as usize;
+        let (zero, copy) = (router.zero_experts, router.zero_experts + router.copy_experts);
+        if free >= zero && free < copy {
+            Free::Copy
+        } else if free >= copy && free < copy + router.constant_experts {
+            Free::Constant(free - copy)
+        } else {
+            Free::Nothing
+        }
+    }
+
+    /// The free choices with their places in `[T, K]`, in order.
+    fn choices(&self) -> impl Iterator<Item = (usize, Free)> + '_ {
+        let free = self.dispatch.free_choices().unwrap_or(&[]);
+        free.iter().enumerate().filter(|(_, id)| **id != NO_EXPERT).map(|(i, &id)| (i, self.kind(id)))
+    }
+
+    /// Adds what the free experts give to `y [T, D]`.
+    pub(crate) fn forward(&self, y: &mut Tensor) {
+        let d = self.x.cols();
+        let k = self.routing.top_k();
+        for (choice, kind) in self.choices() {
+            let range = choice / k * d..(choice / k + 1) * d;
+            let (x, weight) = (&self.x.f32s()[range.clone()], self.routing.expert_weights()[choice]);
+            let y = &mut y.f32s_mut()[range];
+            match kind {
+                Free::Nothing => {}
+                Free::Copy => y.iter_mut().zip(x).for_each(|(y, x)| *y += weight * x),
+                Free::Constant(expert) => {
+                    let (a, v) = (self.mixture(expert, x), self.constant(expert));
+                    y.iter_mut().zip(x).zip(v).for_each(|((y, x), v)| *y += weight * (a[0] * x + a[1] * v));
+                }
+            }
+        }
+    }
+
+    /// Adds the gradient of x to `dx`, writes those of the choices' weights to `dweights [T, K]`, and returns those of the
+    /// experts' own weights.
+    pub(crate) fn backward(&self, dy: &Tensor, dx: &mut Tensor, dweights: &mut Tensor) -> FreeGrads {
+        let (d, k) = (self.x.cols(), self.routing.top_k());
+        let count = self.config.router.constant_experts;
+        let mut grads = FreeGrads { constant: vec![0.0; count * d], mix: vec![0.0; 2 * count * d] };
+        for (choice, kind) in self.choices() {
+            let range = choice / k * d..(choice / k + 1) * d;
+            let (x, dy) = (&self.x.f32s()[range.clone()], &dy.f32s()[range.clone()]);
+            let (dx, weight) = (&mut dx.f32s_mut()[range], self.routing.expert_weights()[choice]);
+            dweights.f32s_mut()[choice] = match kind {
+                Free::Nothing => 0.0,
+                Free::Copy => {
+                    dx.iter_mut().zip(dy).for_each(|(dx, dy)| *dx += weight * dy);
+                    dot(dy, x)
+                }
+                Free::Constant(expert) => self.constant_backward(expert, (x, dy, weight), dx, &mut grads),
+            };
+        }
+        grads
+    }
+
+    /// Of one choice of a constant expert; returns the gradient of its weight.
+    fn constant_backward(
+        &self,
+        expert: usize,
+        (x, dy, weight): (&[f32], &[f32], f32),
+        dx: &mut [f32],
+        grads: &mut FreeGrads,
+    ) -> f32 {
+        let d = x.len();
+        let (a, v) = (self.mixture(expert, x), self.constant(expert));
+        let (on_x, on_v) = (dot(dy, x), dot(dy, v));
+        // Of the first logit; the second's is the opposite.
+        let dlogit = weight * a[0] * a[1] * (on_x - on_v);
+        let mix = self.mix(expert);
+        for i in 0..d {
+            dx[i] += weight * a[0] * dy[i] + dlogit * (mix[i] - mix[d + i]);
+            grads.constant[expert * d + i] += weight * a[1] * dy[i];
+            grads.mix[2 * expert * d + i] += dlogit * x[i];
+            grads.mix[(2 * expert + 1) * d + i] -= dlogit * x[i];
+        }
+        a[0] * on_x + a[1] * on_v
+    }
+
+    fn constant(&self, expert: usize) -> &[f32] {
+        let d = self.x.cols();
+        &self.weights.extra(CONSTANT).f32s()[expert * d..(expert + 1) * d]
+    }
+
+    fn mix(&self, expert: usize) -> &[f32] {
+        let d = self.x.cols();
+        &self.weights.extra(CONSTANT_MIX).f32s()[2 * expert * d..2 * (expert + 1) * d]
+    }
+
+    fn mixture(&self, expert: usize, x: &[f32]) -> [f32; 2] {
+        let (first, second) = self.mix(expert).split_at(x.len());
+        let share = 1.0 / (1.0 + (dot(second, x) - dot(first, x)).exp());
+        [share, 1.0 - share]
+    }
+}
+
+impl FreeGrads {
+    /// Writes or adds the gradients.
+    pub(crate) fn run(&self, write: Write, grads: &mut MoeWeights) {
+        if !self.constant.is_empty() {
+            put(&self.constant, write, grads.extra_mut(CONSTANT));
+            put(&self.mix, write, grads.extra_mut(CONSTANT_MIX));
+        }
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// `x` as f32, if the configuration has experts that look at it.
+pub(crate) fn exact(ctx: &Context, config: &MoeConfig, x: &Tensor) -> Option<Tensor> {
+    (config.router.num_free() > 0).then(|| match x.dtype() {
+        DType::F32 => x.clone(),
+        _ => moeworks_ops::elementwise::cast(ctx, x, DType::F32),
+    })
+}

@@ -1,0 +1,315 @@
+//! The backward of a router: from the gradients of its weights and of the losses on its scores to those of its logits.
+
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::add_assign;
+use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_weight};
+use moeworks_ops::top_k::{ScoreGrads, TopK, softmax_top_k_backward};
+use moeworks_tensor::{DType, Tensor};
+
+use super::blocks::{self, ROWS};
+use super::config::RouterKind;
+use super::flat::{FlatRouter, FlatSaved, NOISE};
+use super::input::Draw;
+use super::scorer::{Scorer, ScorerGrads};
+use super::scores::{Gate, LogitNoise, Scores};
+use super::state::L1_WEIGHT;
+use super::weigh::{WeightRule, is_normalized};
+use super::{load, rows};
+use crate::{LossGrad, ModalityStats, MoeWeights, NO_EXPERT};
+
+/// The gradients of a router's weights, to be computed when it suits.
+pub(crate) struct RouterGradTask {
+    dlogits: Tensor,
+    /// Gradient of what the learned noise's deviations are taken of.
+    draw: Option<Tensor>,
+    scorer: ScorerGrads,
+}
+
+impl FlatRouter<'_> {
+    /// The gradient of `x` through the router, and what is left to do for its weights; none for a router without weights.
+    /// `dweights [T, K]` is the gradient of the weights, `used [T, K]` the experts that they have been used for.
+    pub(crate) fn backward(
+        &self,
+        ctx: &Context,
+        saved: &FlatSaved,
+        (dweights, used): (&Tensor, &[u32]),
+        losses: &LossGrad,
+    ) -> Option<(Tensor, RouterGradTask)> {
+        if matches!(saved.scorer, Scorer::None) {
+            return None;
+        }
+        let mut dlogits = if saved.is_fused && losses.is_simple() {
+            self.fused_grads(ctx, saved, dweights, losses)
+        } else {
+            let mut dweights = dweights.copied(ctx.pool());
+            add_importance(&mut dweights, used, &losses.importance);
+            self.logit_grads(ctx, saved, &dweights, losses)
+        };
+        let mut draw = None;
+        if let LogitNoise::Learned(..) = saved.noise {
+            draw = Some(noise_grads(ctx, saved, &dlogits));
+        }
+        if let Some(clean) = saved.clean.as_ref().filter(|_| !losses.load.is_empty()) {
+            let top_k = self.config.top_k;
+            load::backward(saved, clean, top_k, &losses.load, &mut dlogits, draw.as_mut());
+        }
+        let (mut dx, scorer) = saved.scorer.backward(ctx, self.weights, &dlogits);
+        if let Some(draw) = &draw {
+            let noise_dx = linear_backward_input(ctx, draw, self.weights.extra(NOISE), DType::F32);
+            add_assign(ctx, &mut dx, &noise_dx);
+        }
+        if let Some(noise) = saved.input_noise {
+            noise.apply_assign(ctx, &mut dx);
+        }
+        Some((dx, RouterGradTask { dlogits, draw, scorer }))
+    }
+
+    fn fused_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
+        let grads = ScoreGrads {
+            weights: dweights.f32s(),
+            probs: &losses.balance,
+            lse_squared: losses.z / saved.ids.rows().max(1) as f32,
+        };
+        let Scores { probs, lse, sums, .. } = &saved.scores;
+        let (ids, weights) = (saved.ids.clone(), saved.weights.clone());
+        let scores = TopK { probs: probs.clone(), ids, weights, lse: lse.clone(), sums: sums.clone() };
+        softmax_top_k_backward(ctx, &scores, is_normalized(self.config), grads)
+    }
+
+    /// The gradient of the logits, before noise and temperature, token by token.
+    fn logit_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
+        let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
+        let dprobs = ProbGrads::of(saved, losses);
+        let z = 2.0 * losses.z / num_tokens.max(1) as f32;
+        let l1 = self.l1(losses) / num_tokens.max(1) as f32;
+        let rule = WeightRule::of(self.config);
+        let gate = if self.router().kind == RouterKind::Relu { Gate::Relu } else { Gate::Sigmoid };
+        let mut dlogits = ctx.empty(&[num_tokens, e], DType::F32);
+        blocks::for_each(ctx, blocks::of_mut(dlogits.f32s_mut(), e), |block, dlogits| {
+            let (mut dprob, mut dgate) = (vec![0.0; e], vec![0.0; e]);
+            for (t, dlogits) in (block * ROWS..).zip(dlogits.chunks_mut(e)) {
+                let row = saved.row(t);
+                dprobs.fill(t, row.probs, &mut dprob);
+                dgate.fill(l1);
+                let dweights = &dweights.f32s()[t * row.ids.len()..(t + 1) * row.ids.len()];
+                rule.backward((row.ids, row.weights), row.gates.unwrap_or(row.probs), dweights, &mut dgate);
+                row.logit_grads(gate, &dprob, &mut dgate, dlogits);
+                row.add_z(z, dlogits);
+                if saved.temperature != 1.0 {
+                    dlogits.iter_mut().for_each(|d| *d /= saved.temperature);
+                }
+            }
+        });
+        dlogits
+    }
+
+    /// The gradient of each gate by the L1 loss, times T.
+    fn l1(&self, losses: &LossGrad) -> f32 {
+        match self.router().kind {
+            RouterKind::Relu => losses.l1 * self.weights.state(L1_WEIGHT).f32s()[0],
+            _ => 0.0,
+        }
+    }
+}
+
+impl RouterGradTask {
+    /// Writes or adds the gradients of the router's weights, from the layer's input.
+    pub(crate) fn run(self, ctx: &Context, saved: &FlatSaved, x: &Tensor, write: Write, grads: &mut MoeWeights) {
+        let noisy = saved.input_noise.map(|noise| noise.apply(ctx, x));
+        let x = noisy.as_ref().unwrap_or(x);
+        if let Some(draw) = &self.draw {
+            linear_backward_weight(ctx, draw, x, DType::F32, write, grads.extra_mut(NOISE));
+        }
+        self.scorer.run(ctx, &self.dlogits, x, write, grads);
+    }
+}
+
+/// Adds the gradient of the experts' importance, the sum of their weights.
+fn add_importance(dweights: &mut Tensor, used: &[u32], importance: &[f32]) {
+    if !importance.is_empty() {
+        let used = dweights.f32s_mut().iter_mut().zip(used).filter(|(_, id)| **id != NO_EXPERT);
+        used.for_each(|(d, &id)| *d += importance[id as usize]);
+    }
+}
+
+/// The gradient of what the noise's deviations `softplus(r)` are taken of: `dlogit n sigmoid(r)`.
+fn noise_grads(ctx: &Context, saved: &FlatSaved, dlogits: &Tensor) -> Tensor {
+    let mut draw = dlogits.copied(ctx.pool());
+    let LogitNoise::Learned(raw, random) = &saved.noise else { return draw };
+    let e = raw.cols();
+    blocks::for_each(ctx, blocks::of_mut(draw.f32s_mut(), e).zip(blocks::of(raw.f32s(), e)), |block, (draw, raw)| {
+        for (i, (d, &r)) in (block * ROWS * e..).zip(draw.iter_mut().zip(raw)) {
+            *d *= random.normal(Draw::Logits.at(i)) / (1.0 + (-r).exp());
+        }
+    });
+    draw
+}
+
+impl FlatSaved {
+    fn row(&self, t: usize) -> Row<'_> {
+        let Scores { probs, gates, logits, lse, .. } = &self.scores;
+        let (e, k) = (probs.cols(), self.ids.cols());
+        let row = |tensor: &'_ Tensor| -> std::ops::Range<usize> { t * tensor.cols()..(t + 1) * tensor.cols() };
+        Row {
+            probs: &probs.f32s()[t * e..(t + 1) * e],
+            gates: gates.as_ref().map(|gates| &gates.f32s()[row(gates)]),
+            logits: logits.as_ref().map(|logits| &logits.f32s()[row(logits)]),
+            lse: lse.f32s()[t],
+            ids: &self.ids.u32s()[t * k..(t + 1) * k],
+            weights: &self.weights.f32s()[t * k..(t + 1) * k],
+        }
+    }
+
+    /// The sequence-wise balance loss (DeepSeek-V3), the mean of the sequences' `sum_i f_i P_i`, with `f_i` expert i's share
+    /// of the sequence's choices times E and `P_i` its mean probability there.
+    pub(crate) fn sequence_loss(&self) -> f64 {
+        let e = self.scores.probs.cols();
+        let sequences = self.sequence_loads();
+        let mut value = 0.0;
+        for (loads, probs) in sequences.chunks(e).zip(self.scores.probs.f32s().chunks(self.seq_len * e)) {
+            let num_tokens = (probs.len() / e) as f64;
+            for probs in probs.chunks(e) {
+                value += loads.iter().zip(probs).map(|(&f, &p)| f64::from(f) * f64::from(p)).sum::<f64>() / num_tokens;
+            }
+        }
+        value * e as f64 / sequences.len().max(1) as f64
+    }
+
+    /// What the tokens of each modality did; empty where there is one.
+    pub(crate) fn modality_stats(&self) -> Vec<ModalityStats> {
+        let e = self.scores.probs.cols();
+        let count = self.modalities.iter().max().map_or(0, |&m| m as usize + 1);
+        let mut sums = vec![(0_usize, vec![0.0_f64; e], 0.0_f64); count];
+        for (&modality, probs) in self.modalities.iter().zip(self.scores.probs.f32s().chunks(e)) {
+            let (num_tokens, sum, entropy) = &mut sums[modality as usize];
+            *num_tokens += 1;
+            for (sum, &p) in sum.iter_mut().zip(probs) {
+                *sum += f64::from(p);
+                *entropy -= if p > 0.0 { f64::from(p) * f64::from(p).ln() } else { 0.0 };
+            }
+        }
+        let mean = |(num_tokens, sum, entropy): (usize, Vec<f64>, f64)| {
+            let per_token = 1.0 / num_tokens.max(1) as f64;
+            let mean_prob = sum.iter().map(|sum| (sum * per_token) as f32).collect();
+            ModalityStats { num_tokens, mean_prob, mean_entropy: entropy * per_token }
+        };
+        sums.into_iter().map(mean).collect()
+    }
+
+    /// `[sequences, E]`: E times each expert's share of the choices of each sequence.
+    fn sequence_loads(&self) -> Vec<f32> {
+        let (e, k) = (self.scores.probs.cols(), self.ids.cols());
+        let mut loads = Vec::new();
+        for ids in self.ids.u32s().chunks(self.seq_len * k) {
+            let mut counts = vec![0_u32; e];
+            ids.iter().filter(|&&id| id != NO_EXPERT).for_each(|&id| counts[id as usize] += 1);
+            let total: u32 = counts.iter().sum();
+            loads.extend(counts.iter().map(|&n| (f64::from(n) * e as f64 / f64::from(total.max(1))) as f32));
+        }
+        loads
+    }
+}
+
+/// One token's part of what was saved.
+struct Row<'a> {
+    probs: &'a [f32],
+    gates: Option<&'a [f32]>,
+    logits: Option<&'a [f32]>,
+    lse: f32,
+    ids: &'a [u32],
+    weights: &'a [f32],
+}
+
+impl Row<'_> {
+    /// Adds the gradient `z lse softmax(logits)` of the squared log-sum-exp.
+    fn add_z(&self, z: f32, dlogits: &mut [f32]) {
+        if z == 0.0 {
+            return;
+        }
+        match (self.gates, self.logits) {
+            (Some(_), Some(logits)) => {
+                for (d, &logit) in dlogits.iter_mut().zip(logits) {
+                    *d += z * self.lse * (logit - self.lse).exp();
+                }
+            }
+            _ => dlogits.iter_mut().zip(self.probs).for_each(|(d, &p)| *d += z * self.lse * p),
+        }
+    }
+
+    /// The gradient of the logits from those of the distribution and of the gates; `gate` is what made gates that are not
+    /// the distribution.
+    fn logit_grads(&self, gate: Gate, dprobs: &[f32], dgates: &mut [f32], dlogits: &mut [f32]) {
+        let Some(gates) = self.gates else {
+            for ((d, dprob), dgate) in dlogits.iter_mut().zip(dprobs).zip(&*dgates) {
+                *d = dprob + dgate;
+            }
+            rows::softmax_backward(self.probs, dlogits);
+            return;
+        };
+        rows::distribute_backward(gates, self.probs, dprobs, dgates);
+        for ((d, dgate), &g) in dlogits.iter_mut().zip(&*dgates).zip(gates) {
+            let slope = match gate {
+                Gate::Relu => f32::from(u8::from(g > 0.0)),
+                _ => g * (1.0 - g),
+            };
+            *d = dgate * slope;
+        }
+    }
+}
+
+/// What the losses say of the distributions.
+struct ProbGrads<'a> {
+    balance: &'a [f32],
+    /// `[sequences, E]` and the tokens of a sequence; empty for none.
+    sequence: (Vec<f32>, usize),
+    modalities: &'a [u32],
+    /// `[M, E]`, or empty.
+    modality_balance: &'a [f32],
+    /// `[M]`: gradient of the entropy of each token of a modality; empty for none.
+    entropy: &'a [f32],
+}
+
+impl<'a> ProbGrads<'a> {
+    fn of(saved: &'a FlatSaved, losses: &'a LossGrad) -> Self {
+        let (num_tokens, seq_len) = (saved.ids.rows(), saved.seq_len);
+        let mut sequence = Vec::new();
+        if losses.sequence != 0.0 && seq_len > 0 && num_tokens > 0 {
+            let num_sequences = num_tokens.div_ceil(seq_len);
+            sequence = saved.sequence_loads();
+            for (i, loads) in sequence.chunks_mut(saved.scores.probs.cols()).enumerate() {
+                let len = seq_len.min(num_tokens - i * seq_len);
+                loads.iter_mut().for_each(|load| *load *= losses.sequence / (num_sequences * len) as f32);
+            }
+        }
+        let LossGrad { balance, modality_balance, entropy, .. } = losses;
+        Self { balance, sequence: (sequence, seq_len), modalities: &saved.modalities, modality_balance, entropy }
+    }
+
+    /// The gradient of the distribution `probs` of token `t`.
+    fn fill(&self, t: usize, probs: &[f32], dprobs: &mut [f32]) {
+        let e = dprobs.len();
+        if self.balance.is_empty() {
+            dprobs.fill(0.0);
+        } else {
+            dprobs.copy_from_slice(self.balance);
+        }
+        let (sequence, seq_len) = &self.sequence;
+        if !sequence.is_empty() {
+            add(dprobs, &sequence[t / seq_len * e..]);
+        }
+        let modality = self.modalities.get(t).copied().unwrap_or(0) as usize;
+        if !self.modality_balance.is_empty() {
+            add(dprobs, &self.modality_balance[modality * e..]);
+        }
+        if let Some(&entropy) = self.entropy.get(modality).filter(|entropy| **entropy != 0.0) {
+            // Up to a constant, which a distribution does not feel.
+            for (d, &p) in dprobs.iter_mut().zip(probs) {
+                *d -= entropy * p.max(f32::MIN_POSITIVE).ln();
+            }
+        }
+    }
+}
+
+fn add(to: &mut [f32], values: &[f32]) {
+    to.iter_mut().zip(values).for_each(|(to, value)| *to += value);
+}

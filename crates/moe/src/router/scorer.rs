@@ -1,0 +1,158 @@
+//! From a token to its logits, and back: a linear map, or cosines over a temperature.
+//!
+//! The cosine router (Hwang et al., "Tutel", 2206.03382, as its code): `logit_e = <q, m_e> / (|q| |m_e|) s` with `q = P x`,
+//! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
+
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::{add_rows, sum_rows};
+use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_tensor::{DType, Tensor};
+
+use super::blocks;
+use super::config::{RouterConfig, RouterKind};
+use crate::MoeWeights;
+
+/// Names of weights that only some routers have, as in files behind the router's own.
+pub(crate) const PROJECTION: &str = "projection.weight";
+/// `[1]`: the logarithm of one over the temperature.
+pub(crate) const LOG_SCALE: &str = "log_scale";
+
+/// The temperature never falls below 1 / 100.
+const MAX_LOG_SCALE: f32 = 4.605_170_2;
+/// The norm of a vector counts as at least this.
+const MIN_NORM: f32 = 1e-12;
+
+/// What the backward of logits needs.
+pub(crate) enum Scorer {
+    /// There are no logits to learn.
+    None,
+    Linear,
+    Cosine(Box<Cosine>),
+}
+
+/// The parts of cosines.
+pub(crate) struct Cosine {
+    tokens: Directions,
+    experts: Directions,
+    cosines: Tensor,
+}
+
+/// Rows divided by their norms.
+pub(crate) struct Directions {
+    /// `[n, P]`.
+    units: Tensor,
+    /// `[n]`.
+    norms: Vec<f32>,
+}
+
+/// The gradients of a scorer's weights, to be computed when it suits.
+pub(crate) enum ScorerGrads {
+    Linear,
+    /// Gradients of `q`, of the experts' vectors and of the logarithm of the scale.
+    Cosine {
+        dq: Tensor,
+        experts: Tensor,
+        log_scale: f32,
+    },
+}
+
+impl Scorer {
+    /// The logits `[T, E]` of `x [T, D]`.
+    pub(crate) fn forward(ctx: &Context, config: &RouterConfig, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
+        if config.kind != RouterKind::Cosine {
+            let mut logits = linear(ctx, x, &weights.router, DType::F32);
+            if let Some(bias) = &weights.router_bias {
+                add_rows(ctx, &mut logits, bias);
+            }
+            return (logits, Self::Linear);
+        }
+        let tokens = Directions::of(ctx, linear(ctx, x, weights.extra(PROJECTION), DType::F32));
+        let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
+        let cosines = linear(ctx, &tokens.units, &experts.units, DType::F32);
+        let mut logits = cosines.copied(ctx.pool());
+        let scale = scale(weights).0;
+        logits.f32s_mut().iter_mut().for_each(|logit| *logit *= scale);
+        (logits, Self::Cosine(Box::new(Cosine { tokens, experts, cosines })))
+    }
+
+    /// The gradient of `x`, and those of the weights as far as they are due now.
+    pub(crate) fn backward(&self, ctx: &Context, weights: &MoeWeights, dlogits: &Tensor) -> (Tensor, ScorerGrads) {
+        let Self::Cosine(cosine) = self else {
+            return (linear_backward_input(ctx, dlogits, &weights.router, DType::F32), ScorerGrads::Linear);
+        };
+        let Cosine { tokens, experts, cosines } = &**cosine;
+        let (scale, is_free) = scale(weights);
+        let products = dlogits.f32s().iter().zip(cosines.f32s()).map(|(&d, &c)| f64::from(d) * f64::from(c));
+        let dscale = products.sum::<f64>();
+        let mut dcosines = dlogits.copied(ctx.pool());
+        dcosines.f32s_mut().iter_mut().for_each(|d| *d *= scale);
+        let mut dq = linear_backward_input(ctx, &dcosines, &experts.units, DType::F32);
+        tokens.backward(ctx, &mut dq);
+        let mut dexperts = ctx.empty(experts.units.shape(), DType::F32);
+        linear_backward_weight(ctx, &dcosines, &tokens.units, DType::F32, Write::Replace, &mut dexperts);
+        experts.backward(ctx, &mut dexperts);
+        let dx = linear_backward_input(ctx, &dq, weights.extra(PROJECTION), DType::F32);
+        let log_scale = if is_free { (dscale * f64::from(scale)) as f32 } else { 0.0 };
+        (dx, ScorerGrads::Cosine { dq, experts: dexperts, log_scale })
+    }
+}
+
+impl ScorerGrads {
+    /// Writes or adds the gradients of the weights; `x` is what the scorer saw.
+    pub(crate) fn run(self, ctx: &Context, dlogits: &Tensor, x: &Tensor, write: Write, grads: &mut MoeWeights) {
+        match self {
+            Self::Linear => {
+                linear_backward_weight(ctx, dlogits, x, DType::F32, write, &mut grads.router);
+                if let Some(bias) = &mut grads.router_bias {
+                    sum_rows(ctx, dlogits, write, bias);
+                }
+            }
+            Self::Cosine { dq, experts, log_scale } => {
+                linear_backward_weight(ctx, &dq, x, DType::F32, write, grads.extra_mut(PROJECTION));
+                put(experts.f32s(), write, &mut grads.router);
+                put(&[log_scale], write, grads.extra_mut(LOG_SCALE));
+            }
+        }
+    }
+}
+
+/// Writes or adds `values`.
+pub(crate) fn put(values: &[f32], write: Write, to: &mut Tensor) {
+    for (to, value) in to.f32s_mut().iter_mut().zip(values) {
+        *to = if write == Write::Add { *to + value } else { *value };
+    }
+}
+
+/// The scale, and whether its logarithm still moves it.
+fn scale(weights: &MoeWeights) -> (f32, bool) {
+    let log_scale = weights.extra(LOG_SCALE).f32s()[0];
+    // Not `min`, which would lose a NaN.
+    if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
+}
+
+impl Directions {
+    fn of(ctx: &Context, mut rows: Tensor) -> Self {
+        let width = rows.cols();
+        let mut norms = vec![0.0; rows.rows()];
+        let blocks = blocks::of_mut(rows.f32s_mut(), width).zip(blocks::of_mut(&mut norms, 1));
+        blocks::for_each(ctx, blocks, |_, (rows, norms)| {
+            for (row, norm) in rows.chunks_mut(width).zip(norms) {
+                *norm = row.iter().map(|x| x * x).sum::<f32>().sqrt().max(MIN_NORM);
+                row.iter_mut().for_each(|x| *x /= *norm);
+            }
+        });
+        Self { units: rows, norms }
+    }
+
+    /// Makes the gradients of the units those of the rows.
+    fn backward(&self, ctx: &Context, grads: &mut Tensor) {
+        let width = grads.cols();
+        let units = blocks::of(self.units.f32s(), width).zip(blocks::of(&self.norms, 1));
+        blocks::for_each(ctx, blocks::of_mut(grads.f32s_mut(), width).zip(units), |_, (grads, (units, norms))| {
+            for ((grad, unit), norm) in grads.chunks_mut(width).zip(units.chunks(width)).zip(norms) {
+                let along: f32 = grad.iter().zip(unit).map(|(g, u)| g * u).sum();
+                grad.iter_mut().zip(unit).for_each(|(g, u)| *g = (*g - u * along) / norm);
+            }
+        });
+    }
+}

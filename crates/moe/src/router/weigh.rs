@@ -1,0 +1,77 @@
+//! The weights of a token's experts, taken from their gates, and back.
+
+use super::config::RouterKind;
+use crate::{MoeConfig, NO_EXPERT, ScoreOrder};
+
+/// Added to the sum that weights are divided by (DeepSeek-V3).
+const WEIGHT_EPS: f32 = 1e-20;
+
+/// How the weights of a token's experts are taken from their gates.
+#[derive(Clone, Copy)]
+pub(crate) struct WeightRule {
+    /// Whether they are divided by their sum.
+    is_normalized: bool,
+    scale: f32,
+    /// Experts from this one on have no weight and do not count in the sum.
+    first_null: usize,
+    /// Weights of one over the number of experts; backward as if they were the gates.
+    is_equal: bool,
+}
+
+impl WeightRule {
+    /// The rule of `config`.
+    pub(crate) fn of(config: &MoeConfig) -> Self {
+        let router = &config.router;
+        Self {
+            is_normalized: is_normalized(config),
+            scale: router.routed_scale,
+            first_null: config.num_experts + router.num_free() - router.null_experts,
+            is_equal: matches!(router.kind, RouterKind::Gumbel | RouterKind::Hash),
+        }
+    }
+
+    fn counts(self, id: u32) -> bool {
+        id != NO_EXPERT && (id as usize) < self.first_null
+    }
+
+    pub(crate) fn weigh(self, gates: &[f32], ids: &[u32], weights: &mut [f32]) {
+        let count = ids.iter().filter(|&&id| self.counts(id)).count();
+        for (weight, &id) in weights.iter_mut().zip(ids) {
+            *weight = match self.counts(id) {
+                false => 0.0,
+                // What is not finite must show.
+                true if self.is_equal && gates[id as usize].is_finite() => 1.0 / count as f32,
+                true => gates[id as usize],
+            };
+        }
+        let sum = if self.is_normalized && !self.is_equal { weights.iter().sum::<f32>() + WEIGHT_EPS } else { 1.0 };
+        weights.iter_mut().for_each(|weight| *weight *= self.scale / sum);
+    }
+
+    /// Adds the gradient of the gates of a token whose experts `ids` got `weights`.
+    pub(crate) fn backward(
+        self,
+        (ids, weights): (&[u32], &[f32]),
+        gates: &[f32],
+        dweights: &[f32],
+        dgates: &mut [f32],
+    ) {
+        let chosen = || ids.iter().zip(weights).zip(dweights).filter(|((id, _), _)| self.counts(**id));
+        if !self.is_normalized || self.is_equal {
+            chosen().for_each(|((&id, _), dweight)| dgates[id as usize] += self.scale * dweight);
+            return;
+        }
+        let sum: f32 = chosen().map(|((&id, _), _)| gates[id as usize]).sum::<f32>() + WEIGHT_EPS;
+        for ((&id, _), &dweight) in chosen() {
+            // As differences, which lose no digit where one weight is nearly all.
+            let centered: f32 = chosen().map(|((_, weight), other)| weight * (dweight - other)).sum();
+            dgates[id as usize] += centered / sum;
+        }
+    }
+}
+
+/// The softmax over the chosen logits is the softmax over all of them divided by the sum over the chosen.
+pub(crate) fn is_normalized(config: &MoeConfig) -> bool {
+    let is_free = matches!(config.router.kind, RouterKind::Base | RouterKind::Relu);
+    !is_free && (config.normalize_weights || config.score_order == ScoreOrder::TopKThenSoftmax)
+}
