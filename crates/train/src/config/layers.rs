@@ -248,6 +248,7 @@ fn add_leaves<'t, 'i>(section: &'t DeTable<'i>, known: &Table, prefix: &str, lea
 /// line: text settings take it as it is, also where it happens to read as a number.
 fn fit(value: Value, current: &Value, typed: Option<&str>, is_ramp: bool) -> Result<Value, &'static str> {
     match (current, value) {
+        (current, value) if *current == value => Ok(value),
         (_, Value::Integer(whole)) if is_ramp => Ok(Value::Float(whole as f64)),
         (_, value @ (Value::Float(_) | Value::String(_))) if is_ramp => Ok(value),
         (Value::Float(_), Value::Integer(whole)) => Ok(Value::Float(whole as f64)),
