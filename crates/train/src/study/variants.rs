@@ -99,7 +99,9 @@ pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
 pub(super) fn of_kind(base: &RunConfig, kind: &'static str) -> Result<Variant, ConfigError> {
     let setting = format!("model.router.kind={kind}");
     let plain = variant(base, kind, &setting, std::slice::from_ref(&setting));
-    if plain.is_ok() || base.model.top_k == 1 {
+    // A kind for one expert is refused or sets K itself, and then computes less than the base.
+    let has_k = plain.as_ref().is_ok_and(|variant| variant.config.model.top_k == base.model.top_k);
+    if has_k || base.model.top_k == 1 {
         return plain;
     }
     let settings = [&one_wide(base)[..], &[setting]].concat();
