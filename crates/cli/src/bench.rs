@@ -5,12 +5,12 @@ mod moe;
 
 use std::process::ExitCode;
 
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
+use moeworks_moe::{LossGrad, RouterInput};
 use moeworks_ops::linear::Write;
 use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds_of_many};
 use moeworks_ops::peak::{self, Peaks};
-use moeworks_ops::{Activation, Context, elementwise};
-use moeworks_tensor::{DType, Purpose, Random};
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::DType;
 use moeworks_train::config::{Precision, RunConfig};
 use moeworks_train::measure::tokens_per_second;
 use serde_json::{Value, json};
@@ -146,35 +146,14 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
     if !name.contains(filter) {
         return Ok(());
     }
-    let layer = MoeLayer::new(MoeConfig {
-        width: d,
-        num_experts: e,
-        top_k: k,
-        expert_width: f,
-        activation: Activation::SwiGlu,
-        score_order: ScoreOrder::SoftmaxThenTopK,
-        normalize_weights: true,
-        capacity_factor: 0.0,
-        jitter: 0.0,
-        shared_width: 0,
-        router: RouterConfig::default(),
-    })?;
-    let mut weights = MoeWeights::random(ctx, layer.config(), 0, 0.5);
-    for experts in [&mut weights.gate_up, &mut weights.down] {
-        *experts = elementwise::cast(ctx, experts, dtype);
-    }
-    let mut grads = MoeWeights::zeros(ctx, layer.config(), DType::F32);
-    let tokens = |stream, dtype| {
-        let mut tensor = ctx.empty(&[t, d], DType::F32);
-        elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 0.5, &mut tensor);
-        elementwise::cast(ctx, &tensor, dtype)
-    };
-    let (x, dy) = (tokens(0, dtype), tokens(1, DType::F32));
+    let shape = moe::Shape { d, f, e, k, activation: Activation::SwiGlu, dtype };
+    let mut made = moe::Layer::new(ctx, shape)?;
+    let (x, dy) = made.tokens(ctx, t);
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
     let seconds = best_seconds_of_many(|| {
-        let (_, saved) = layer.forward(ctx, &weights, &x, &RouterInput::default());
-        let (_, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
-        task.run(ctx, Write::Replace, &mut grads);
+        let (_, saved) = made.layer().forward(ctx, &made.weights, &x, &RouterInput::default());
+        let (_, task) = made.layer().backward(ctx, &made.weights, &saved, &dy, &losses);
+        task.run(ctx, Write::Replace, &mut made.grads);
     });
     output.case(&BenchResult { name, flops: 18.0 * (t * k * d * f) as f64, seconds, peak: peaks.flops(dtype) });
     Ok(())

@@ -12,6 +12,7 @@ use moeworks_ops::experts::{
     experts_forward, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
+use moeworks_ops::measure::Choices;
 use moeworks_ops::{Activation, Context, peak};
 use moeworks_tensor::{DType, Tensor, bf16};
 
@@ -64,47 +65,14 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     tensor
 }
 
-/// The row map of a routing.
-struct Routing {
-    offsets: Vec<u32>,
-    tokens: Vec<u32>,
-    weights: Vec<f32>,
-    token_rows: Vec<u32>,
-    k: usize,
+/// Every token to `k` experts, scattered; `turn` moves all of them.
+fn choices(t: usize, e: usize, k: usize, turn: usize) -> Choices {
+    // A multiplier without a factor in common with E: the choices of a token differ.
+    Choices::new((t, e, k), |token, choice| (turn * k + token * 5 + choice * 7 + token * token / 3) % e)
 }
 
-impl Routing {
-    /// Every token to `k` experts, scattered; `turn` moves all of them.
-    fn new(t: usize, e: usize, k: usize, turn: usize) -> Self {
-        // A multiplier without a factor in common with E: the choices of a token differ.
-        let expert_of = |token: usize, choice: usize| (turn * k + token * 5 + choice * 7 + token * token / 3) % e;
-        let (mut offsets, mut tokens, mut token_rows) = (vec![0], Vec::new(), vec![0; t * k]);
-        for expert in 0..e {
-            for token in 0..t {
-                if let Some(choice) = (0..k).find(|&choice| expert_of(token, choice) == expert) {
-                    token_rows[token * k + choice] = tokens.len() as u32;
-                    tokens.push(token as u32);
-                }
-            }
-            offsets.push(tokens.len() as u32);
-        }
-        let weights = vec![1.0 / k as f32; tokens.len()];
-        Self { offsets, tokens, weights, token_rows, k }
-    }
-
-    fn rows(&self) -> ExpertRows<'_> {
-        ExpertRows {
-            offsets: &self.offsets,
-            tokens: &self.tokens,
-            weights: &self.weights,
-            token_rows: &self.token_rows,
-            num_choices: self.k,
-        }
-    }
-
-    fn num_experts(&self) -> usize {
-        self.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count()
-    }
+fn num_experts(rows: ExpertRows<'_>) -> usize {
+    rows.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count()
 }
 
 fn bench(ctx: &Context, shape: &Shape, dtype: DType, tokens: &[usize], read_rate: f64) {
@@ -118,9 +86,9 @@ fn bench(ctx: &Context, shape: &Shape, dtype: DType, tokens: &[usize], read_rate
         let mut times = [const { Vec::new() }; 4];
         let mut touched = 0;
         for turn in 0..TRIES {
-            let routing = Routing::new(t, e, k, turn);
-            touched = routing.num_experts();
-            let rows = routing.rows();
+            let choices = choices(t, e, k, turn);
+            let rows = choices.rows();
+            touched = num_experts(rows);
             let (forward, saved): (f64, ExpertsSaved) = timed(|| experts_forward(ctx, &x, weights, rows).1);
             let (backward, back): (f64, ExpertsBackward) = timed(|| experts_backward(ctx, &dy, weights, rows, &saved));
             let mut grad = |write: Write| {

@@ -128,6 +128,45 @@ fn bench_linear(ctx: &Context, dtype: DType, (t, o, i): (usize, usize, usize), t
     case("dy^T x ", &mut || linear_backward_weight(ctx, &dy, &x, dtype, Write::Replace, &mut dw));
 }
 
+/// Rows of experts for tokens that have K different experts each, with equal weights.
+pub struct Choices {
+    offsets: Vec<u32>,
+    tokens: Vec<u32>,
+    weights: Vec<f32>,
+    token_rows: Vec<u32>,
+    num_choices: usize,
+}
+
+impl Choices {
+    /// `expert_of(token, choice)` for T tokens, E experts and K choices; the choices of a token must differ.
+    pub fn new((t, e, k): (usize, usize, usize), expert_of: impl Fn(usize, usize) -> usize) -> Self {
+        let (mut offsets, mut tokens, mut token_rows) = (vec![0], Vec::new(), vec![0; t * k]);
+        for expert in 0..e {
+            for token in 0..t {
+                if let Some(choice) = (0..k).find(|&choice| expert_of(token, choice) == expert) {
+                    token_rows[token * k + choice] = tokens.len() as u32;
+                    tokens.push(token as u32);
+                }
+            }
+            offsets.push(tokens.len() as u32);
+        }
+        let weights = vec![1.0 / k as f32; tokens.len()];
+        Self { offsets, tokens, weights, token_rows, num_choices: k }
+    }
+
+    /// As operations on experts take them.
+    #[must_use]
+    pub fn rows(&self) -> ExpertRows<'_> {
+        ExpertRows {
+            offsets: &self.offsets,
+            tokens: &self.tokens,
+            weights: &self.weights,
+            token_rows: &self.token_rows,
+            num_choices: self.num_choices,
+        }
+    }
+}
+
 fn bench_experts(ctx: &Context, dtype: DType, case: ExpertsCase, timing: &mut Timing<'_>) {
     let ExpertsCase { t, d, f, e, k } = case;
     let (x, dy) = (values(ctx, &[t, d], dtype), values(ctx, &[t, d], DType::F32));
@@ -137,26 +176,9 @@ fn bench_experts(ctx: &Context, dtype: DType, case: ExpertsCase, timing: &mut Ti
     let activation = Activation::SwiGlu;
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
     // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows.
-    let expert_of = |t: usize, choice: usize| (t + choice * e / k) % e;
-    let (mut offsets, mut tokens, mut token_rows) = (vec![0], Vec::new(), vec![0; t * k]);
-    for expert in 0..e {
-        for token in 0..t {
-            if let Some(choice) = (0..k).find(|&choice| expert_of(token, choice) == expert) {
-                token_rows[token * k + choice] = tokens.len() as u32;
-                tokens.push(token as u32);
-            }
-        }
-        offsets.push(tokens.len() as u32);
-    }
-    let row_weights = vec![1.0 / k as f32; tokens.len()];
-    let rows = ExpertRows {
-        offsets: &offsets,
-        tokens: &tokens,
-        weights: &row_weights,
-        token_rows: &token_rows,
-        num_choices: k,
-    };
-    let flops = 6.0 * (tokens.len() * d * f) as f64;
+    let choices = Choices::new((t, e, k), |token, choice| (token + choice * e / k) % e);
+    let rows = choices.rows();
+    let flops = 6.0 * (t * k * d * f) as f64;
     let mut result = |what: &str, passes: f64, run: &mut dyn FnMut()| {
         timing.case(format!("experts {what} T {t} D {d} F {f} E {e} K {k}, {dtype:?}"), passes * flops, run);
     };

@@ -21,13 +21,13 @@ const MAX_RUNS: usize = 40;
 
 /// What stays the same between lines that differ in tokens and passes alone.
 #[derive(Clone, Copy, PartialEq)]
-struct Shape {
-    d: usize,
-    f: usize,
-    e: usize,
-    k: usize,
-    activation: Activation,
-    dtype: DType,
+pub(super) struct Shape {
+    pub(super) d: usize,
+    pub(super) f: usize,
+    pub(super) e: usize,
+    pub(super) k: usize,
+    pub(super) activation: Activation,
+    pub(super) dtype: DType,
 }
 
 /// A line.
@@ -61,15 +61,15 @@ impl Case {
 }
 
 /// A layer with its weights and gradients.
-struct Layer {
+pub(super) struct Layer {
     shape: Shape,
     layer: MoeLayer,
-    weights: MoeWeights,
-    grads: MoeWeights,
+    pub(super) weights: MoeWeights,
+    pub(super) grads: MoeWeights,
 }
 
 impl Layer {
-    fn new(ctx: &Context, shape: Shape) -> Result<Self, Failure> {
+    pub(super) fn new(ctx: &Context, shape: Shape) -> Result<Self, Failure> {
         let layer = MoeLayer::new(MoeConfig {
             width: shape.d,
             num_experts: shape.e,
@@ -91,16 +91,25 @@ impl Layer {
         Ok(Self { shape, layer, weights, grads })
     }
 
-    /// Seconds of each of some runs, after one that warms up.
-    fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
-        let Shape { d, e, dtype, .. } = self.shape;
+    /// The layer.
+    pub(super) fn layer(&self) -> &MoeLayer {
+        &self.layer
+    }
+
+    /// Random inputs, and gradients of outputs.
+    pub(super) fn tokens(&self, ctx: &Context, count: usize) -> (Tensor, Tensor) {
         let draw = |stream, dtype| {
-            let mut tensor: Tensor = ctx.empty(&[tokens, d], DType::F32);
+            let mut tensor: Tensor = ctx.empty(&[count, self.shape.d], DType::F32);
             elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 1.0, &mut tensor);
             elementwise::cast(ctx, &tensor, dtype)
         };
-        let (x, dy) = (draw(0, dtype), draw(1, DType::F32));
-        let losses = LossGrad { balance: vec![0.0; e], z: 0.0, ..LossGrad::default() };
+        (draw(0, self.shape.dtype), draw(1, DType::F32))
+    }
+
+    /// Seconds of each of some runs, after one that warms up.
+    fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
+        let (x, dy) = self.tokens(ctx, tokens);
+        let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
         let mut run = || {
             let start = Instant::now();
             let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &RouterInput::default());

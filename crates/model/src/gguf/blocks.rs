@@ -5,6 +5,8 @@
 
 use half::{bf16, f16};
 
+use crate::hf::fp4_value;
+
 /// How the elements of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // ggml's names.
@@ -161,20 +163,10 @@ fn q8_0(from: &[u8], to: &mut [f32]) {
     to.iter_mut().zip(&from[2..]).for_each(|(to, &q)| *to = d * f32::from(q.cast_signed()));
 }
 
-/// The seven values by which four-bit floats differ from zero, doubled; bit 3 is the sign.
-const E2M1_DOUBLED: [f32; 8] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0];
-
 /// A power of two in one byte, 32 four-bit floats (OCP Microscaling Formats 1.0).
 fn mxfp4(from: &[u8], to: &mut [f32]) {
-    // Half of 2^(e - 127), since the values are doubled; the smallest two are subnormal.
-    let half = match from[0] {
-        e @ 0..=1 => f32::from_bits(0x0020_0000 << e),
-        e => f32::from_bits(u32::from(e - 1) << 23),
-    };
-    nibbles(&from[1..]).for_each(|(i, q)| {
-        let value = E2M1_DOUBLED[usize::from(q & 7)];
-        to[i] = half * if q & 8 == 0 { value } else { -value };
-    });
+    let scale = 2.0_f32.powi(i32::from(from[0]) - 127);
+    nibbles(&from[1..]).for_each(|(i, q)| to[i] = scale * fp4_value(q));
 }
 
 /// The sixteen levels of `iq4_nl`, close together around zero.

@@ -77,11 +77,6 @@ impl Numbers {
             _ => Value::Unsigned(unsigned),
         })
     }
-
-    /// All of them.
-    pub fn iter(&self) -> impl Iterator<Item = Option<Value>> + '_ {
-        (0..self.len()).map(|i| self.get(i))
-    }
 }
 
 impl Value {

@@ -17,7 +17,8 @@ pub(super) fn fp8_value(byte: u8) -> f32 {
 /// The values of E2M1 floats by their low three bits; the fourth is the sign (OCP microscaling formats, 1.0).
 const FP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-fn fp4_value(bits: u8) -> f32 {
+/// The value of an E2M1 float in the low four bits.
+pub(crate) fn fp4_value(bits: u8) -> f32 {
     let value = FP4[usize::from(bits & 7)];
     if bits & 8 == 0 { value } else { -value }
 }

@@ -8,22 +8,27 @@ use crate::hf::family::Family;
 use crate::hf::keys::{Defaults, USUAL};
 use crate::hf::names::{Form, Rule};
 
+/// The router's name on disk.
+pub(super) const ROUTER: Rule = Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.gate.weight") };
+/// An expert's gate and up.
+pub(super) const GATE_UP: Rule = Rule {
+    ours: "mlp.experts.gate_up_proj",
+    form: Form::PerExpert(&["block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"]),
+};
+/// An expert's down.
+pub(super) const DOWN: Rule =
+    Rule { ours: "mlp.experts.down_proj", form: Form::PerExpert(&["block_sparse_moe.experts.{e}.w2.weight"]) };
+
 pub(crate) const FAMILY: Family = Family {
     model_type: "mixtral",
     architecture: "MixtralForCausalLM",
     layers: &["model.layers."],
     rules: &[
-        Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.gate.weight") },
+        ROUTER,
         // Beside stacked experts.
         Rule { ours: "mlp.gate.weight", form: Form::Whole("mlp.gate.weight") },
-        Rule {
-            ours: "mlp.experts.gate_up_proj",
-            form: Form::PerExpert(&[
-                "block_sparse_moe.experts.{e}.w1.weight",
-                "block_sparse_moe.experts.{e}.w3.weight",
-            ]),
-        },
-        Rule { ours: "mlp.experts.down_proj", form: Form::PerExpert(&["block_sparse_moe.experts.{e}.w2.weight"]) },
+        GATE_UP,
+        DOWN,
     ],
     ignored: &[],
     has_further_layers: false,

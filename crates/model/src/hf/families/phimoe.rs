@@ -5,6 +5,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::mixtral;
 use crate::config::{ModelConfig, NormKind};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
@@ -16,17 +17,11 @@ pub(crate) const FAMILY: Family = Family {
     architecture: "PhimoeForCausalLM",
     layers: &["model.layers."],
     rules: &[
-        Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.gate.weight") },
+        mixtral::ROUTER,
         // Beside stacked experts.
         Rule { ours: "mlp.gate.weight", form: Form::Whole("mlp.router.weight") },
-        Rule {
-            ours: "mlp.experts.gate_up_proj",
-            form: Form::PerExpert(&[
-                "block_sparse_moe.experts.{e}.w1.weight",
-                "block_sparse_moe.experts.{e}.w3.weight",
-            ]),
-        },
-        Rule { ours: "mlp.experts.down_proj", form: Form::PerExpert(&["block_sparse_moe.experts.{e}.w2.weight"]) },
+        mixtral::GATE_UP,
+        mixtral::DOWN,
     ],
     ignored: &[],
     has_further_layers: false,

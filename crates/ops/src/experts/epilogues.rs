@@ -1,0 +1,128 @@
+//! What becomes of sums where they leave the kernel: the activation forward, its derivative backward.
+
+use moeworks_tensor::DType;
+
+use super::Expert;
+use crate::Activation;
+use crate::activation::{activate, pull_back};
+use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::store::{Room, read_rows, write_rows};
+use crate::gemm::{Epilogue, Place};
+use crate::parallel::Lent;
+use crate::simd::{Float, Level};
+
+/// What becomes of the first product's sums: `h` and its activation.
+pub(super) struct Activate<'a, T> {
+    pub(super) activation: Activation,
+    pub(super) f: usize,
+    pub(super) experts: &'a [Expert],
+    /// `[E, A F]`
+    pub(super) bias: Option<&'a [f32]>,
+    pub(super) h: Lent<'a, T>,
+    pub(super) a: Lent<'a, T>,
+}
+
+impl<T: Float> Epilogue for Activate<'_, T> {
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, h: &mut Tile, mut up: Option<&mut Tile>, room: &mut Room) {
+        let (column, columns) = at.columns;
+        let first = self.experts[at.group].1.start + at.rows.0;
+        let num_inputs = self.activation.num_inputs();
+        let size = (at.rows.1, columns);
+        for (input, tile) in [Some(&mut *h), up.as_deref_mut()].into_iter().flatten().enumerate() {
+            if let Some(bias) = self.bias {
+                let expert = self.experts[at.group].0;
+                let bias = &bias[(expert * num_inputs + input) * self.f + column..][..columns];
+                for row in tile.0.chunks_exact_mut(TILE_STRIDE).take(at.rows.1) {
+                    row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+                }
+            }
+            write_rows::<S, T>(tile, &mut room.stored, size, |row| {
+                let start = ((first + row) * num_inputs + input) * self.f + column;
+                // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
+                unsafe { self.h.range(start..start + columns) }
+            });
+            // What is saved is what the activation is taken of, so that backward sees the same function.
+            if T::DTYPE != DType::F32 {
+                tile.0.iter_mut().for_each(|x| *x = T::store(*x).load());
+            }
+        }
+        let (h_rows, up_rows) = (h.0.as_chunks_mut::<TILE_STRIDE>().0, up.map(|up| &up.0));
+        if at.rows.1 > MAX_ROWS / 2 {
+            activate::<S>(self.activation, h_rows.as_flattened_mut(), up_rows.map_or(&[], |up| up));
+        } else {
+            for (row, h) in h_rows.iter_mut().enumerate().take(at.rows.1) {
+                activate::<S>(self.activation, h, up_rows.map_or(&[], |up| &up[row * TILE_STRIDE..][..TILE_STRIDE]));
+            }
+        }
+        write_rows::<S, T>(h, &mut room.stored, size, |row| {
+            let start = (first + row) * self.f + column;
+            // SAFETY: as above.
+            unsafe { self.a.range(start..start + columns) }
+        });
+    }
+}
+
+/// What becomes of `u = W2^T dy`: the gradient of `h`, and each row's part of `<u, a>`.
+pub(super) struct PullBack<'a, T> {
+    pub(super) activation: Activation,
+    pub(super) f: usize,
+    pub(super) experts: &'a [Expert],
+    pub(super) row_weights: &'a [f32],
+    pub(super) h: &'a [T],
+    pub(super) dh: Lent<'a, T>,
+    /// `[R, num_panels]`: the parts of `<u, a>`, cut by panels of columns.
+    pub(super) parts: Lent<'a, f32>,
+    pub(super) num_panels: usize,
+}
+
+impl<T: Float> Epilogue for PullBack<'_, T> {
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, u: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
+        let (column, columns) = at.columns;
+        let size = (at.rows.1, columns);
+        let first = self.experts[at.group].1.start + at.rows.0;
+        let num_inputs = self.activation.num_inputs();
+        let start_of = |row: usize, input: usize| ((first + row) * num_inputs + input) * self.f + column;
+        let u = &u.0;
+        let Room { tiles: [h, up, a], stored } = room;
+        for (input, tile) in [&mut *h, &mut *up].into_iter().enumerate().take(num_inputs) {
+            read_rows::<S, T>(tile, stored, size, |row| &self.h[start_of(row, input)..][..columns]);
+        }
+        for row in 0..at.rows.1 {
+            let weight = self.row_weights[first + row];
+            let of_row = row * TILE_STRIDE..(row + 1) * TILE_STRIDE;
+            a.0[of_row.clone()].iter_mut().zip(&u[of_row]).for_each(|(da, u)| *da = weight * u);
+        }
+        pull_back::<S>(self.activation, &mut a.0, &mut h.0, &mut up.0);
+        for row in 0..at.rows.1 {
+            let of_row = row * TILE_STRIDE..row * TILE_STRIDE + columns;
+            let start = (first + row) * self.num_panels + at.panel;
+            // SAFETY: there is one tile for each row and panel, so the element is this call's alone.
+            let part = unsafe { self.parts.range(start..start + 1) };
+            part[0] = dot(&u[of_row.clone()], &a.0[of_row]);
+        }
+        for (input, gradient) in [&*h, &*up].into_iter().enumerate().take(num_inputs) {
+            write_rows::<S, T>(gradient, stored, size, |row| {
+                let start = start_of(row, input);
+                // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
+                unsafe { self.dh.range(start..start + columns) }
+            });
+        }
+    }
+}
+
+/// The sum of products, in an order fixed by the length.
+#[inline(always)]
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..LANES {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
+    crate::simd::sum_lanes(sums) + rest
+}
