@@ -6,7 +6,7 @@ use std::process::Command;
 const FLOORS: [&[&str]; 7] = [
     &["moeworks-tensor"],
     &["moeworks-ops"],
-    &[],
+    &["moeworks-comm"],
     &["moeworks-moe"],
     &["moeworks-model"],
     &["moeworks-train"],

@@ -1,0 +1,266 @@
+//! One rank's door to a group of ranks.
+
+use std::time::Duration;
+
+use bytemuck::Pod;
+
+use crate::number::{Number, Reduce};
+use crate::operation::{Call, Memory, Operation};
+use crate::started::{Pending, RawPending};
+use crate::{Buffer, CommError};
+
+/// One rank's door to a group of ranks. Used as `&dyn Communicator`, which has the typed calls.
+///
+/// All ranks of a group make the same calls in the same order (point to point: the two concerned), and one thread at a
+/// time makes those of a rank. Between the start of a call and its end others may be started and finished, in any order.
+pub trait Communicator: Send + Sync {
+    /// This rank's number in the group, from 0.
+    fn rank(&self) -> usize;
+
+    /// How many ranks there are in the group.
+    fn size(&self) -> usize;
+
+    /// The number in the whole run of each rank of the group: the names in errors.
+    fn world_ranks(&self) -> &[usize];
+
+    /// The node (machine) of each rank of the group, numbered from 0 in the order in which the group's ranks stand on them.
+    fn nodes(&self) -> &[usize];
+
+    /// Starts an operation.
+    ///
+    /// # Safety
+    /// Until the result is finished or dropped the memory stays valid, nobody else writes to what is sent, and nobody else
+    /// reads or writes what is received. Both are aligned for the numbers of a reduction.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError>;
+
+    /// Starts and finishes an operation; an implementation with a faster way takes it.
+    ///
+    /// # Safety
+    /// As [`start`](Self::start), until this returns.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(operation, memory) }?.finish()
+    }
+
+    /// Makes a group of those that give the same `color`, in the order of `key` and then of rank. With `None` a rank takes
+    /// part in the call, but is in no group. What is sent in one group is never received in another.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError>;
+
+    /// How long a rank of the whole run waits for others before it takes them for hung.
+    fn set_timeout(&self, timeout: Duration);
+
+    /// Ends the whole run with this error: all ranks get it. Returns the error that the run ended with, which is an earlier
+    /// one if there was one.
+    fn fail(&self, error: CommError) -> CommError;
+}
+
+/// The typed calls. Counts are in elements; pieces lie one after another in the order of ranks. All give the errors of
+/// [`CommError`]; after the first no call succeeds any more.
+#[allow(clippy::missing_errors_doc)] // Said once, above.
+impl dyn Communicator + '_ {
+    /// Waits until all ranks are here.
+    pub fn barrier(&self) -> Result<(), CommError> {
+        self.run_on(&Operation::plain(Call::Barrier), &[], &mut [])
+    }
+
+    /// Gives everybody the root's `data`, which has the same length on all ranks.
+    pub fn broadcast<T: Pod>(&self, data: &mut [T], root: usize) -> Result<(), CommError> {
+        let bytes = size_of_val(data);
+        self.run_on(&Operation::plain(Call::Broadcast { root, bytes }), &[], bytemuck::cast_slice_mut(data))
+    }
+
+    /// Gives everybody everybody's `send`, of the same length on all ranks: `recv` has `size` times as many elements.
+    pub fn all_gather<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
+        self.all_gather_v(send, recv, &vec![send.len(); self.size()])
+    }
+
+    /// Gives everybody everybody's `send`: `recv_counts[r]` elements from rank r, the same counts on all ranks.
+    pub fn all_gather_v<T: Pod>(&self, send: &[T], recv: &mut [T], recv_counts: &[usize]) -> Result<(), CommError> {
+        let counts = in_bytes(recv_counts, size_of::<T>());
+        let operation = Operation { call: Call::AllGatherV, send_counts: &[], recv_counts: &counts };
+        self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
+    }
+
+    /// Sends piece r of `send` to rank r, all pieces of the same length everywhere.
+    pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
+        let counts = vec![send.len() / self.size(); self.size()];
+        self.all_to_all_v(send, &counts, recv, &counts)
+    }
+
+    /// Sends `send_counts[r]` elements to rank r and gets `recv_counts[r]` from it, which is what rank r sends here.
+    pub fn all_to_all_v<T: Pod>(
+        &self,
+        send: &[T],
+        send_counts: &[usize],
+        recv: &mut [T],
+        recv_counts: &[usize],
+    ) -> Result<(), CommError> {
+        let (sent, received) = (in_bytes(send_counts, size_of::<T>()), in_bytes(recv_counts, size_of::<T>()));
+        let operation = Operation { call: Call::AllToAllV, send_counts: &sent, recv_counts: &received };
+        self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
+    }
+
+    /// Reduces everybody's `send`; this rank gets its share of the result: `counts[r]` elements belong to rank r.
+    pub fn reduce_scatter<T: Number>(
+        &self,
+        send: &[T],
+        counts: &[usize],
+        recv: &mut [T],
+        reduce: Reduce,
+    ) -> Result<(), CommError> {
+        let counts = in_bytes(counts, size_of::<T>());
+        let call = Call::ReduceScatter { number: T::KIND, reduce };
+        let operation = Operation { call, send_counts: &counts, recv_counts: &[] };
+        self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
+    }
+
+    /// Reduces everybody's `data` in place: all ranks get the same bits.
+    pub fn all_reduce<T: Number>(&self, data: &mut [T], reduce: Reduce) -> Result<(), CommError> {
+        let call = Call::AllReduce { number: T::KIND, reduce, bytes: size_of_val(data) };
+        self.run_on(&Operation::plain(call), &[], bytemuck::cast_slice_mut(data))
+    }
+
+    /// Sends `data` to rank `to`; returns when it has been received. With `tag` the receiver tells what it wants.
+    pub fn send<T: Pod>(&self, data: &[T], to: usize, tag: u32) -> Result<(), CommError> {
+        let call = Call::Send { to, tag, bytes: size_of_val(data) };
+        self.run_on(&Operation::plain(call), bytemuck::cast_slice(data), &mut [])
+    }
+
+    /// Receives what rank `from` sends with `tag`, which has exactly the length of `data`.
+    pub fn receive<T: Pod>(&self, data: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
+        let call = Call::Receive { from, tag, bytes: size_of_val(data) };
+        self.run_on(&Operation::plain(call), &[], bytemuck::cast_slice_mut(data))
+    }
+
+    /// Refuses a rank that runs something else than rank 0: `fingerprint` stands for `what`, such as "configuration".
+    pub fn check_same(&self, what: &str, fingerprint: &[u8; 32]) -> Result<(), CommError> {
+        let mut all = vec![[0; 32]; self.size()];
+        self.all_gather(std::slice::from_ref(fingerprint), &mut all)?;
+        match all.iter().position(|other| *other != all[0]) {
+            Some(rank) => Err(self.fail(CommError::Refused { rank: self.world_ranks()[rank], what: what.to_owned() })),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the whole run: all ranks get an error that names this one and the reason.
+    pub fn abort(&self, reason: &str) -> CommError {
+        self.fail(CommError::Died { rank: self.world_ranks()[self.rank()], reason: reason.to_owned() })
+    }
+
+    fn run_on(&self, operation: &Operation<'_>, send: &[u8], recv: &mut [u8]) -> Result<(), CommError> {
+        // SAFETY: both regions are borrowed until `run` returns; the typed calls cast them from slices of their numbers.
+        unsafe { self.run(operation, Memory::new(send, recv)) }
+    }
+}
+
+/// The same calls, started now and finished later; meanwhile they own their memory. `finish` gives it back.
+#[allow(clippy::missing_errors_doc)] // As above.
+impl dyn Communicator + '_ {
+    /// Starts [`broadcast`](Self::broadcast).
+    pub fn start_broadcast<B: Buffer>(&self, data: B, root: usize) -> Result<Pending<B>, CommError> {
+        let call = Call::Broadcast { root, bytes: data.bytes().len() };
+        self.start_in_place(call, data)
+    }
+
+    /// Starts [`all_gather_v`](Self::all_gather_v).
+    pub fn start_all_gather_v<S: Buffer, R: Buffer>(
+        &self,
+        send: S,
+        recv: R,
+        recv_counts: &[usize],
+    ) -> Result<Pending<(S, R)>, CommError> {
+        let counts = in_bytes(recv_counts, recv.element_size());
+        let operation = Operation { call: Call::AllGatherV, send_counts: &[], recv_counts: &counts };
+        self.start_on(&operation, send, recv)
+    }
+
+    /// Starts [`all_to_all_v`](Self::all_to_all_v).
+    pub fn start_all_to_all_v<S: Buffer, R: Buffer>(
+        &self,
+        send: S,
+        send_counts: &[usize],
+        recv: R,
+        recv_counts: &[usize],
+    ) -> Result<Pending<(S, R)>, CommError> {
+        let (sent, received) = (in_bytes(send_counts, send.element_size()), in_bytes(recv_counts, recv.element_size()));
+        let operation = Operation { call: Call::AllToAllV, send_counts: &sent, recv_counts: &received };
+        self.start_on(&operation, send, recv)
+    }
+
+    /// Starts [`reduce_scatter`](Self::reduce_scatter). Panics where the elements of `send` are no numbers.
+    pub fn start_reduce_scatter<S: Buffer, R: Buffer>(
+        &self,
+        send: S,
+        counts: &[usize],
+        recv: R,
+        reduce: Reduce,
+    ) -> Result<Pending<(S, R)>, CommError> {
+        let counts = in_bytes(counts, send.element_size());
+        let number = send.number().expect("numbers are reduced");
+        let call = Call::ReduceScatter { number, reduce };
+        let operation = Operation { call, send_counts: &counts, recv_counts: &[] };
+        self.start_on(&operation, send, recv)
+    }
+
+    /// Starts [`all_reduce`](Self::all_reduce). Panics where the elements are no numbers.
+    pub fn start_all_reduce<B: Buffer>(&self, data: B, reduce: Reduce) -> Result<Pending<B>, CommError> {
+        let number = data.number().expect("numbers are reduced");
+        let call = Call::AllReduce { number, reduce, bytes: data.bytes().len() };
+        self.start_in_place(call, data)
+    }
+
+    /// Starts [`send`](Self::send).
+    pub fn start_send<B: Buffer>(&self, data: B, to: usize, tag: u32) -> Result<Pending<B>, CommError> {
+        let bytes = data.bytes();
+        let operation = Operation::plain(Call::Send { to, tag, bytes: bytes.len() });
+        // SAFETY: `Pending` keeps the buffer, and a buffer's memory stays where it is.
+        unsafe {
+            let raw = self.start(&operation, Memory::new(bytes, &mut []))?;
+            Ok(Pending::new(raw, data))
+        }
+    }
+
+    /// Starts [`receive`](Self::receive).
+    pub fn start_receive<B: Buffer>(&self, data: B, from: usize, tag: u32) -> Result<Pending<B>, CommError> {
+        let call = Call::Receive { from, tag, bytes: data.bytes().len() };
+        self.start_in_place(call, data)
+    }
+
+    fn start_in_place<B: Buffer>(&self, call: Call, mut data: B) -> Result<Pending<B>, CommError> {
+        let memory = Memory::new(&[], data.bytes_mut());
+        // SAFETY: `Pending` keeps the buffer, and a buffer's memory stays where it is.
+        unsafe {
+            let raw = self.start(&Operation::plain(call), memory)?;
+            Ok(Pending::new(raw, data))
+        }
+    }
+
+    fn start_on<S: Buffer, R: Buffer>(
+        &self,
+        operation: &Operation<'_>,
+        send: S,
+        mut recv: R,
+    ) -> Result<Pending<(S, R)>, CommError> {
+        let memory = Memory::new(send.bytes(), recv.bytes_mut());
+        // SAFETY: `Pending` keeps both buffers, and a buffer's memory stays where it is.
+        unsafe {
+            let raw = self.start(operation, memory)?;
+            Ok(Pending::new(raw, (send, recv)))
+        }
+    }
+}
+
+/// Counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates into a
+/// sum that fits no memory.
+fn in_bytes(counts: &[usize], element_size: usize) -> Vec<usize> {
+    counts.iter().map(|&count| count.saturating_mul(element_size)).collect()
+}

@@ -1,0 +1,37 @@
+//! Communication between ranks.
+//!
+//! A [`Communicator`] is one rank's door to a group of ranks: all-to-all, all-gather, reduce-scatter, all-reduce,
+//! broadcast, point to point, barrier and split, each as a call that returns when it is done and as one that is started now
+//! and finished later. [`run_ranks`] makes ranks of the threads of this process. Nothing here knows of experts or models.
+//!
+//! Results do not depend on the order in which ranks arrive: a reduction sums in the order of ranks, so that every rank
+//! gets the same bits in every run. Errors are values ([`CommError`]) that name the rank which died, hangs or calls something
+//! else than the others.
+//!
+//! ```
+//! use moeworks_comm::{CommError, RankOptions, Reduce, run_ranks};
+//!
+//! let sums = run_ranks(&RankOptions::new(4), |comm| {
+//!     let mut data = vec![comm.rank() as f32; 3];
+//!     comm.all_reduce(&mut data, Reduce::Sum)?;
+//!     Ok::<_, CommError>(data)
+//! });
+//! assert!(sums.into_iter().all(|sum| sum.unwrap() == [6.0; 3]));
+//! ```
+#![allow(unsafe_code)] // Ranks copy from each other's memory while its owner waits; each place says why it may.
+
+mod buffer;
+mod communicator;
+mod error;
+mod number;
+mod operation;
+mod started;
+mod threads;
+
+pub use buffer::Buffer;
+pub use communicator::Communicator;
+pub use error::CommError;
+pub use number::{Number, NumberKind, Reduce};
+pub use operation::{Call, Memory, Operation};
+pub use started::{Pending, RawPending};
+pub use threads::{RankOptions, run_ranks, try_run_ranks};

@@ -1,0 +1,166 @@
+//! A communication as a plain value: what is called and what moves.
+
+use std::fmt;
+
+use crate::CommError;
+use crate::number::{NumberKind, Reduce};
+
+/// What a rank calls. Sizes are bytes, ranks those of the communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// Wait until all are here.
+    Barrier,
+    /// Make communicators of parts.
+    Split,
+    /// Everybody gets the root's memory.
+    Broadcast {
+        /// Who has it.
+        root: usize,
+        /// How much there is.
+        bytes: usize,
+    },
+    /// Everybody gets a piece from everybody, the same ones everywhere.
+    AllGatherV,
+    /// Everybody sends a piece of its own to everybody.
+    AllToAllV,
+    /// Rank r gets share r of the reduced memory.
+    ReduceScatter {
+        /// Of which numbers.
+        number: NumberKind,
+        /// How.
+        reduce: Reduce,
+    },
+    /// Everybody gets the reduced memory, in place.
+    AllReduce {
+        /// Of which numbers.
+        number: NumberKind,
+        /// How.
+        reduce: Reduce,
+        /// How much there is.
+        bytes: usize,
+    },
+    /// Memory to another rank.
+    Send {
+        /// Who gets it.
+        to: usize,
+        /// Which one, where there are several.
+        tag: u32,
+        /// How much.
+        bytes: usize,
+    },
+    /// Memory from another rank.
+    Receive {
+        /// Who sends it.
+        from: usize,
+        /// Which one, where there are several.
+        tag: u32,
+        /// How much.
+        bytes: usize,
+    },
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Barrier => write!(f, "barrier"),
+            Self::Split => write!(f, "split"),
+            Self::Broadcast { root, bytes } => write!(f, "broadcast of {bytes} bytes from rank {root}"),
+            Self::AllGatherV => write!(f, "all-gather-v"),
+            Self::AllToAllV => write!(f, "all-to-all-v"),
+            Self::ReduceScatter { number, reduce } => write!(f, "reduce-scatter ({reduce:?} of {number:?})"),
+            Self::AllReduce { number, reduce, bytes } => {
+                write!(f, "all-reduce of {bytes} bytes ({reduce:?} of {number:?})")
+            }
+            Self::Send { to, tag, bytes } => write!(f, "send of {bytes} bytes to rank {to} (tag {tag})"),
+            Self::Receive { from, tag, bytes } => write!(f, "receive of {bytes} bytes from rank {from} (tag {tag})"),
+        }
+    }
+}
+
+/// A call and the sizes of the pieces that move.
+#[derive(Clone, Copy, Debug)]
+pub struct Operation<'a> {
+    /// What is called.
+    pub call: Call,
+    /// Bytes to each rank (all-to-all), or of each rank's share of what this rank gives (reduce-scatter); else nothing.
+    pub send_counts: &'a [usize],
+    /// Bytes from each rank (all-to-all, all-gather); else nothing.
+    pub recv_counts: &'a [usize],
+}
+
+impl Operation<'_> {
+    /// An operation without counts.
+    #[must_use]
+    pub fn plain(call: Call) -> Self {
+        Self { call, send_counts: &[], recv_counts: &[] }
+    }
+
+    /// Whether the call fits the memory it comes with, in a group of `size` ranks. `rank` is this rank there, `world_rank`
+    /// its name in errors.
+    pub(crate) fn check(&self, memory: &Memory, rank: usize, size: usize, world_rank: usize) -> Result<(), CommError> {
+        let (send, recv) = (memory.send_bytes, memory.recv_bytes);
+        let problem = match self.call {
+            Call::Barrier | Call::Split => None,
+            Call::Broadcast { root, .. } => unknown(root, size),
+            Call::AllGatherV => total("receive", self.recv_counts, size, recv).or_else(|| {
+                (self.recv_counts[rank] != send)
+                    .then(|| format!("this rank gives {send} bytes, but its count is {}", self.recv_counts[rank]))
+            }),
+            Call::AllToAllV => {
+                total("send", self.send_counts, size, send).or_else(|| total("receive", self.recv_counts, size, recv))
+            }
+            Call::ReduceScatter { .. } => total("send", self.send_counts, size, send).or_else(|| {
+                (self.send_counts[rank] != recv).then(|| {
+                    format!("this rank's share is {} bytes, but its memory has {recv}", self.send_counts[rank])
+                })
+            }),
+            Call::AllReduce { .. } => None,
+            Call::Send { to: peer, .. } | Call::Receive { from: peer, .. } => unknown(peer, size),
+        };
+        match problem {
+            Some(text) => Err(CommError::BadCall { rank: world_rank, call: self.call, text }),
+            None => Ok(()),
+        }
+    }
+}
+
+fn unknown(rank: usize, size: usize) -> Option<String> {
+    (rank >= size).then(|| format!("there is no rank {rank} among {size}"))
+}
+
+fn total(what: &str, counts: &[usize], size: usize, bytes: usize) -> Option<String> {
+    if counts.len() != size {
+        return Some(format!("{} {what} counts for {size} ranks", counts.len()));
+    }
+    let sum = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+    (sum != Some(bytes)).then(|| match sum {
+        Some(sum) => format!("the {what} counts add up to {sum} bytes, but the memory has {bytes}"),
+        None => format!("the sum of the {what} counts overflows"),
+    })
+}
+
+/// The memory of an operation: what is read and what is written. In-place calls (broadcast, all-reduce) use `recv` alone.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    /// Start of what is sent.
+    pub send: *const u8,
+    /// Its bytes.
+    pub send_bytes: usize,
+    /// Start of what is received.
+    pub recv: *mut u8,
+    /// Its bytes.
+    pub recv_bytes: usize,
+}
+
+// SAFETY: addresses; whoever reads or writes there says why it may.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Two regions.
+    #[must_use]
+    pub fn new(send: &[u8], recv: &mut [u8]) -> Self {
+        Self { send: send.as_ptr(), send_bytes: send.len(), recv: recv.as_mut_ptr(), recv_bytes: recv.len() }
+    }
+}

@@ -1,0 +1,90 @@
+//! The ranks of one communicator and the meetings that are going on among them.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex};
+
+use super::meeting::Meeting;
+use super::world::{World, locked};
+
+/// Which meeting of a group.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Key {
+    /// The operation of all with this number.
+    All(u64),
+    /// The message from one to another with a tag and this number.
+    Pair { from: usize, to: usize, tag: u32, number: u64 },
+}
+
+/// What several ranks fetch, with how many have.
+type Shared<K, V> = HashMap<K, (Arc<V>, usize)>;
+
+/// The ranks of one communicator.
+pub(crate) struct Group {
+    pub(crate) world: Arc<World>,
+    /// Each rank's number in the whole run.
+    pub(crate) members: Vec<usize>,
+    /// Each rank's node.
+    pub(crate) nodes: Vec<usize>,
+    meetings: Mutex<Shared<Key, Meeting>>,
+    /// Groups that were made by a split and that not all of their members have fetched: by the split's number and colour.
+    parts: Mutex<Shared<(u64, u32), Group>>,
+}
+
+impl Group {
+    pub(crate) fn new(world: Arc<World>, members: Vec<usize>, nodes: &[usize]) -> Self {
+        let nodes = numbered_by_appearance(nodes);
+        Self { world, members, nodes, meetings: Mutex::default(), parts: Mutex::default() }
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    pub(crate) fn world_rank(&self, rank: usize) -> usize {
+        self.members[rank]
+    }
+
+    /// The meeting of this key, made by the first who asks; forgotten here when `num_seats` have asked.
+    pub(crate) fn meet(&self, key: Key, num_seats: usize) -> Arc<Meeting> {
+        let make = || Arc::new(Meeting::new(num_seats));
+        fetch(&mut locked(&self.meetings), key, num_seats, make)
+    }
+
+    /// The part of a split, made by the first of its members who asks.
+    pub(crate) fn part(&self, number: u64, color: u32, ranks: &[usize]) -> Arc<Self> {
+        let make = || {
+            let members = ranks.iter().map(|&rank| self.members[rank]).collect();
+            let nodes: Vec<usize> = ranks.iter().map(|&rank| self.nodes[rank]).collect();
+            Arc::new(Self::new(Arc::clone(&self.world), members, &nodes))
+        };
+        fetch(&mut locked(&self.parts), (number, color), ranks.len(), make)
+    }
+}
+
+fn fetch<K: Eq + std::hash::Hash, V>(
+    map: &mut Shared<K, V>,
+    key: K,
+    num_users: usize,
+    make: impl FnOnce() -> Arc<V>,
+) -> Arc<V> {
+    match map.entry(key) {
+        Entry::Vacant(place) if num_users > 1 => Arc::clone(&place.insert((make(), 1)).0),
+        Entry::Vacant(_) => make(),
+        Entry::Occupied(mut place) => {
+            place.get_mut().1 += 1;
+            if place.get().1 < num_users { Arc::clone(&place.get().0) } else { place.remove().0 }
+        }
+    }
+}
+
+fn numbered_by_appearance(nodes: &[usize]) -> Vec<usize> {
+    let mut seen: Vec<usize> = Vec::new();
+    let number = |node: &usize| {
+        seen.iter().position(|other| other == node).unwrap_or_else(|| {
+            seen.push(*node);
+            seen.len() - 1
+        })
+    };
+    nodes.iter().map(number).collect()
+}

@@ -1,0 +1,188 @@
+//! One operation of a group: where its ranks put down what they call and where their memory is.
+//!
+//! A rank that has put down its post may be read from by the others until it gets up: it waits until all have said that
+//! they are done. If the run fails it gets up at once, but first sees the last reader off.
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::thread;
+
+use crate::operation::{Call, Memory, Operation};
+
+const EMPTY: u8 = 0;
+const POSTED: u8 = 1;
+const REVOKED: u8 = 2;
+
+const HALFWAY: u8 = 1;
+const DONE: u8 = 2;
+
+/// What a rank calls, with which memory.
+pub(crate) struct Post {
+    pub(crate) call: Call,
+    pub(crate) send_counts: Box<[usize]>,
+    pub(crate) recv_counts: Box<[usize]>,
+    pub(crate) memory: Memory,
+    /// In a split: the colour and the key.
+    pub(crate) part: Option<(Option<u32>, usize)>,
+}
+
+impl Post {
+    pub(crate) fn new(operation: &Operation<'_>, memory: Memory) -> Self {
+        let (send_counts, recv_counts) = (operation.send_counts.into(), operation.recv_counts.into());
+        Self { call: operation.call, send_counts, recv_counts, memory, part: None }
+    }
+}
+
+#[derive(Default)]
+#[repr(align(128))] // Two cache lines: neighbours are fetched in pairs.
+struct Seat {
+    state: AtomicU8,
+    /// How far its rank is: 1 halfway, 2 done.
+    progress: AtomicU8,
+    num_readers: AtomicUsize,
+    post: UnsafeCell<Option<Post>>,
+}
+
+/// The ranks' seats, and how far they are.
+pub(crate) struct Meeting {
+    seats: Box<[Seat]>,
+    num_posted: AtomicUsize,
+    num_halfway: AtomicUsize,
+    num_done: AtomicUsize,
+}
+
+// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`put_down`), and only read
+// after it was marked as posted.
+unsafe impl Sync for Meeting {}
+// SAFETY: the pointers in posts are addresses; their users say why they may use them.
+unsafe impl Send for Meeting {}
+
+impl Meeting {
+    pub(crate) fn new(num_seats: usize) -> Self {
+        Self {
+            seats: (0..num_seats).map(|_| Seat::default()).collect(),
+            num_posted: AtomicUsize::new(0),
+            num_halfway: AtomicUsize::new(0),
+            num_done: AtomicUsize::new(0),
+        }
+    }
+
+    pub(crate) fn num_seats(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// Takes a seat; whether all are taken now.
+    ///
+    /// # Safety
+    /// Called once for a seat, by its rank; the memory stays valid until [`get_up`](Self::get_up) has returned.
+    pub(crate) unsafe fn put_down(&self, seat: usize, post: Post) -> bool {
+        let place = &self.seats[seat];
+        // SAFETY: nobody reads a post before the seat is marked, and nobody else writes it.
+        unsafe { *place.post.get() = Some(post) };
+        place.state.store(POSTED, Ordering::SeqCst);
+        self.num_posted.fetch_add(1, Ordering::SeqCst) + 1 == self.seats.len()
+    }
+
+    pub(crate) fn is_posted(&self, seat: usize) -> bool {
+        self.seats[seat].state.load(Ordering::SeqCst) == POSTED
+    }
+
+    pub(crate) fn are_all_posted(&self) -> bool {
+        self.num_posted.load(Ordering::Acquire) == self.seats.len()
+    }
+
+    /// Says that a rank has reduced its share of an all-reduce; how many have.
+    pub(crate) fn set_halfway(&self, seat: usize) -> usize {
+        self.seats[seat].progress.store(HALFWAY, Ordering::SeqCst);
+        self.num_halfway.fetch_add(1, Ordering::SeqCst) + 1
+    }
+
+    /// Says that a rank reads from no other any more; how many do not.
+    pub(crate) fn set_done(&self, seat: usize) -> usize {
+        self.seats[seat].progress.store(DONE, Ordering::SeqCst);
+        self.num_done.fetch_add(1, Ordering::SeqCst) + 1
+    }
+
+    pub(crate) fn num_halfway(&self) -> usize {
+        self.num_halfway.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn num_done(&self) -> usize {
+        self.num_done.load(Ordering::SeqCst)
+    }
+
+    fn unfinished_seats(&self) -> Vec<usize> {
+        (0..self.seats.len()).filter(|&seat| self.seats[seat].progress.load(Ordering::SeqCst) != DONE).collect()
+    }
+
+    /// Of the seats of those who are not done those that nobody has taken, or if there are none those of ranks that are
+    /// not even halfway where others are: the ranks that the others wait for.
+    pub(crate) fn awaited_seats(&self) -> Vec<usize> {
+        let unfinished = self.unfinished_seats();
+        let with = |want: &dyn Fn(&Seat) -> bool| -> Vec<usize> {
+            unfinished.iter().copied().filter(|&seat| want(&self.seats[seat])).collect()
+        };
+        let empty = with(&|seat| seat.state.load(Ordering::SeqCst) == EMPTY);
+        if !empty.is_empty() {
+            return empty;
+        }
+        let early = with(&|seat| seat.progress.load(Ordering::SeqCst) != HALFWAY);
+        if early.is_empty() { unfinished } else { early }
+    }
+
+    /// What was put down on a seat, also after its rank got up; `None` if nothing yet. The memory it names may be gone.
+    pub(crate) fn post(&self, seat: usize) -> Option<&Post> {
+        let place = &self.seats[seat];
+        if place.state.load(Ordering::SeqCst) == EMPTY {
+            return None;
+        }
+        // SAFETY: it was written before the mark, and is not written again while the meeting lives.
+        unsafe { (*place.post.get()).as_ref() }
+    }
+
+    /// Opens a seat's memory for reading: its rank does not get up before the result is dropped.
+    pub(crate) fn read(&self, seat: usize) -> Option<Reading<'_>> {
+        let place = &self.seats[seat];
+        place.num_readers.fetch_add(1, Ordering::SeqCst);
+        let mut reading = Reading { place, memory: None };
+        // Either the mark is seen here, or `get_up` sees this reader.
+        if place.state.load(Ordering::SeqCst) != POSTED {
+            return None;
+        }
+        reading.memory = self.post(seat).map(|post| post.memory);
+        reading.memory.is_some().then_some(reading)
+    }
+
+    /// Takes a rank's memory out of the others' reach and waits for those who are reading it.
+    pub(crate) fn get_up(&self, seat: usize) {
+        let place = &self.seats[seat];
+        place.state.store(REVOKED, Ordering::SeqCst);
+        while place.num_readers.load(Ordering::SeqCst) > 0 {
+            thread::yield_now();
+        }
+    }
+}
+
+/// Memory of another rank that stays valid while this lives.
+pub(crate) struct Reading<'a> {
+    place: &'a Seat,
+    memory: Option<Memory>,
+}
+
+impl Reading<'_> {
+    /// Where what is sent begins.
+    pub(crate) fn sent(&self) -> *const u8 {
+        self.memory.map_or(std::ptr::null(), |memory| memory.send)
+    }
+
+    /// Where the memory of an in-place call begins.
+    pub(crate) fn in_place(&self) -> *const u8 {
+        self.memory.map_or(std::ptr::null(), |memory| memory.recv.cast_const())
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.place.num_readers.fetch_sub(1, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,192 @@
+//! Starting ranks as threads and bringing home what they return.
+
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::ThreadComm;
+use super::group::Group;
+use super::world::{World, locked};
+use crate::{CommError, Communicator};
+
+/// Of each rank's thread. Only what is touched costs memory.
+const STACK_BYTES: usize = 16 << 20;
+
+type Stuck = dyn Fn(&CommError) + Send + Sync;
+
+/// How many ranks, and how they treat each other.
+pub struct RankOptions {
+    nodes: Vec<usize>,
+    timeout: Duration,
+    grace: Duration,
+    on_stuck: Option<Box<Stuck>>,
+}
+
+impl RankOptions {
+    /// `num_ranks` ranks on one node; one that does not come for 25 seconds is taken for hung.
+    #[must_use]
+    pub fn new(num_ranks: usize) -> Self {
+        Self {
+            nodes: vec![0; num_ranks],
+            timeout: Duration::from_secs(25),
+            grace: Duration::from_secs(5),
+            on_stuck: None,
+        }
+    }
+
+    /// Says on which node each rank is supposed to stand, one entry a rank: for trying what is meant for clusters.
+    #[must_use]
+    pub fn with_nodes(mut self, nodes: &[usize]) -> Self {
+        self.nodes = nodes.to_vec();
+        self
+    }
+
+    /// How long a rank waits for others before it takes them for hung.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// A thread that hangs cannot be ended from outside. If one has not come back `grace` after the run failed, `on_stuck` is
+    /// called (once) with the failure, and may end the process; without it the run waits for the thread.
+    #[must_use]
+    pub fn on_stuck(mut self, grace: Duration, on_stuck: impl Fn(&CommError) + Send + Sync + 'static) -> Self {
+        self.grace = grace;
+        self.on_stuck = Some(Box::new(on_stuck));
+        self
+    }
+}
+
+/// Runs `rank` once on each of a number of threads and gives what they returned, in the order of ranks. A rank that
+/// panics or returns an error ends the communication of all others, which get an error that names it.
+pub fn run_ranks<R, E>(
+    options: &RankOptions,
+    rank: impl Fn(&dyn Communicator) -> Result<R, E> + Sync,
+) -> Vec<Result<R, E>>
+where
+    R: Send,
+    E: From<CommError> + Display + Send,
+{
+    run(options, rank).0
+}
+
+/// As [`run_ranks`], with what all returned or the one error that was first.
+///
+/// # Errors
+/// The error of the rank that failed first.
+pub fn try_run_ranks<R, E>(
+    options: &RankOptions,
+    rank: impl Fn(&dyn Communicator) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E>
+where
+    R: Send,
+    E: From<CommError> + Display + Send,
+{
+    let (mut results, failure) = run(options, rank);
+    if let Some(CommError::Died { rank: first, .. }) = failure
+        && results.get(first).is_some_and(Result::is_err)
+    {
+        results.swap(0, first);
+    }
+    results.into_iter().collect()
+}
+
+fn run<R, E>(
+    options: &RankOptions,
+    rank: impl Fn(&dyn Communicator) -> Result<R, E> + Sync,
+) -> (Vec<Result<R, E>>, Option<CommError>)
+where
+    R: Send,
+    E: From<CommError> + Display + Send,
+{
+    let num_ranks = options.nodes.len();
+    let world = Arc::new(World::new(num_ranks, options.timeout));
+    let group = Arc::new(Group::new(Arc::clone(&world), (0..num_ranks).collect(), &options.nodes));
+    let homecoming = Homecoming::default();
+    let results = thread::scope(|scope| {
+        let start = |number| {
+            let (world, group, rank, homecoming) = (&world, Arc::clone(&group), &rank, &homecoming);
+            let body = move || {
+                let result = run_one(world, ThreadComm::new(group, number), rank);
+                homecoming.arrive();
+                result
+            };
+            let builder = thread::Builder::new().name(format!("rank-{number}")).stack_size(STACK_BYTES);
+            builder.spawn_scoped(scope, body).map_err(|error| {
+                homecoming.arrive();
+                world.fail(CommError::Start(format!("no thread for rank {number} of {num_ranks}: {error}")))
+            })
+        };
+        let threads: Vec<_> = (0..num_ranks).map(start).collect();
+        homecoming.watch(num_ranks, &world, options);
+        let join = |thread: Result<thread::ScopedJoinHandle<'_, Result<R, E>>, CommError>| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload)),
+            Err(error) => Err(E::from(error)),
+        };
+        threads.into_iter().map(join).collect()
+    });
+    (results, world.failure())
+}
+
+fn run_one<R, E>(world: &World, comm: ThreadComm, rank: &impl Fn(&dyn Communicator) -> Result<R, E>) -> Result<R, E>
+where
+    E: From<CommError> + Display,
+{
+    let number = comm.rank;
+    let died = |reason| CommError::Died { rank: number, reason };
+    match panic::catch_unwind(AssertUnwindSafe(|| rank(&comm))) {
+        Ok(Ok(result)) => {
+            world.leave(number);
+            Ok(result)
+        }
+        Ok(Err(error)) => {
+            world.fail(died(error.to_string()));
+            Err(error)
+        }
+        Err(payload) => {
+            let error = died(format!("panicked: {}", message(&*payload)));
+            world.fail(error.clone());
+            Err(E::from(error))
+        }
+    }
+}
+
+fn message(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
+/// Counts the ranks that have ended.
+#[derive(Default)]
+struct Homecoming {
+    num_home: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Homecoming {
+    fn arrive(&self) {
+        *locked(&self.num_home) += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits for all ranks; calls for help if some do not come home after the run has failed.
+    fn watch(&self, num_ranks: usize, world: &World, options: &RankOptions) {
+        let mut failed_at: Option<Instant> = None;
+        let mut has_called = options.on_stuck.is_none();
+        let mut num_home = locked(&self.num_home);
+        while *num_home < num_ranks {
+            let wait = self.changed.wait_timeout(num_home, Duration::from_millis(100));
+            num_home = wait.unwrap_or_else(PoisonError::into_inner).0;
+            let Some(error) = world.failure() else { continue };
+            let since = *failed_at.get_or_insert_with(Instant::now);
+            if !has_called && since.elapsed() >= options.grace && *num_home < num_ranks {
+                has_called = true;
+                options.on_stuck.iter().for_each(|call| call(&error));
+            }
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! Carrying out an operation between ranks that share memory: whoever receives copies straight from the sender's memory.
+
+use std::sync::Arc;
+use std::thread;
+
+use super::agreement;
+use super::group::Group;
+use super::meeting::{Meeting, Reading};
+use super::world::Waiter;
+use crate::CommError;
+use crate::number::{NumberKind, Reduce};
+use crate::operation::{Call, Memory};
+
+/// Up to here an all-reduce is one step, in which every rank reduces everything.
+const ONE_STEP_BYTES: usize = 16 << 10;
+
+/// A rank's part in a meeting, from its post to its getting up.
+pub(crate) struct Started {
+    pub(crate) group: Arc<Group>,
+    pub(crate) meeting: Arc<Meeting>,
+    /// The seats' ranks in the group; all of them, or the sender and the receiver.
+    pub(crate) seats: Seats,
+    /// This rank's seat.
+    pub(crate) seat: usize,
+    pub(crate) phase: Phase,
+    pub(crate) copied: Vec<bool>,
+    /// What it waits for, since it last went on.
+    pub(crate) until: Option<Until>,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum Seats {
+    All,
+    Pair { from: usize, to: usize },
+}
+
+/// How far a rank is.
+pub(crate) enum Phase {
+    /// It reads what others sent.
+    Reading,
+    /// Its share of an all-reduce is reduced; it reads the others' shares.
+    Sharing,
+    /// Everything is reduced, here, and is written when nobody reads the memory any more.
+    Writing(Vec<u64>),
+    /// It waits until so many ranks are done, so that nobody reads its memory any more.
+    Leaving(usize),
+    Finished,
+}
+
+/// What a rank waits for.
+#[derive(Clone, Copy)]
+pub(crate) enum Until {
+    Posted(usize),
+    AnyPosted,
+    AllPosted,
+    AllHalfway,
+    Done(usize),
+}
+
+impl Started {
+    fn num_seats(&self) -> usize {
+        self.meeting.num_seats()
+    }
+
+    fn rank_of(&self, seat: usize) -> usize {
+        self.group.world_rank(match (self.seats, seat) {
+            (Seats::All, seat) => seat,
+            (Seats::Pair { from, .. }, 0) => from,
+            (Seats::Pair { to, .. }, _) => to,
+        })
+    }
+
+    pub(crate) fn world_rank(&self) -> usize {
+        self.rank_of(self.seat)
+    }
+
+    fn waiter(&self) -> Waiter {
+        Waiter { rank: self.world_rank(), call: self.call() }
+    }
+
+    fn call(&self) -> Call {
+        self.meeting.post(self.seat).map_or(Call::Barrier, |post| post.call)
+    }
+
+    fn memory(&self) -> Memory {
+        self.meeting.post(self.seat).map_or(Memory::new(&[], &mut []), |post| post.memory)
+    }
+
+    pub(crate) fn ring(&self) {
+        let own = self.rank_of(self.seat);
+        self.group.world.ring((0..self.num_seats()).map(|seat| self.rank_of(seat)).filter(|&rank| rank != own));
+    }
+
+    /// Goes as far as it can without waiting; what it then waits for.
+    pub(crate) fn advance(&mut self) -> Result<Option<Until>, CommError> {
+        loop {
+            self.until = None;
+            let until = match &self.phase {
+                Phase::Reading => self.read()?,
+                Phase::Sharing => self.share(),
+                Phase::Writing(_) => self.write(),
+                Phase::Leaving(num_done) => self.leave(*num_done),
+                Phase::Finished => return Ok(None),
+            };
+            if until.is_some() {
+                self.until = until;
+                return Ok(until);
+            }
+        }
+    }
+
+    /// The first phase of each call.
+    fn read(&mut self) -> Result<Option<Until>, CommError> {
+        match self.call() {
+            Call::Barrier | Call::Split if !self.meeting.are_all_posted() => return Ok(Some(Until::AllPosted)),
+            Call::Barrier | Call::Split => self.phase = Phase::Finished,
+            Call::Broadcast { root, .. } if root == self.seat => self.phase = Phase::Leaving(self.num_seats() - 1),
+            Call::Broadcast { root, .. } => return self.copy_whole(root, |reading| reading.in_place()),
+            Call::Send { .. } => self.phase = Phase::Leaving(1),
+            Call::Receive { .. } => return self.copy_whole(0, |reading| reading.sent()),
+            Call::AllGatherV | Call::AllToAllV => return self.copy_pieces(),
+            Call::ReduceScatter { .. } | Call::AllReduce { .. } => return self.reduce(),
+        }
+        Ok(None)
+    }
+
+    /// The memory of a rank that has come and that calls what this one calls.
+    fn open<'m>(&self, meeting: &'m Meeting, from: usize) -> Result<Option<Reading<'m>>, CommError> {
+        agreement::check(&self.group, meeting, self.seat, from)?;
+        Ok(meeting.read(from))
+    }
+
+    fn copy_whole(
+        &mut self,
+        from: usize,
+        start: impl Fn(&Reading<'_>) -> *const u8,
+    ) -> Result<Option<Until>, CommError> {
+        if !self.meeting.is_posted(from) {
+            return Ok(Some(Until::Posted(from)));
+        }
+        let meeting = Arc::clone(&self.meeting);
+        let Some(reading) = self.open(&meeting, from)? else { return Ok(Some(Until::Posted(from))) };
+        self.copy_in(start(&reading), 0, self.memory().recv_bytes);
+        drop(reading);
+        self.done(Phase::Finished);
+        Ok(None)
+    }
+
+    /// Copies the pieces of those who have come and were not copied from yet.
+    fn copy_pieces(&mut self) -> Result<Option<Until>, CommError> {
+        let all = self.num_seats();
+        for step in 0..all {
+            // Everybody starts with its own piece and goes on from there, so that they read from different ranks.
+            let from = (self.seat + step) % all;
+            if self.copied[from] || !self.meeting.is_posted(from) {
+                continue;
+            }
+            let Some(reading) = self.open(&self.meeting, from)? else { continue };
+            let (source, start, bytes) = self.piece(from, &reading);
+            self.copy_in(source, start, bytes);
+            drop(reading);
+            self.copied[from] = true;
+        }
+        if !self.copied.iter().all(|&copied| copied) {
+            return Ok(Some(Until::AnyPosted));
+        }
+        self.done(Phase::Leaving(all));
+        Ok(None)
+    }
+
+    /// Where the piece from a rank lies there, where it goes here, and its bytes.
+    fn piece(&self, from: usize, reading: &Reading<'_>) -> (*const u8, usize, usize) {
+        let (Some(mine), Some(theirs)) = (self.meeting.post(self.seat), self.meeting.post(from)) else {
+            return (std::ptr::null(), 0, 0);
+        };
+        let start = mine.recv_counts[..from].iter().sum();
+        let offset: usize = match mine.call {
+            Call::AllToAllV => theirs.send_counts[..self.seat].iter().sum(),
+            _ => 0,
+        };
+        (reading.sent().wrapping_add(offset), start, mine.recv_counts[from])
+    }
+
+    /// Copies `bytes` bytes of another rank (or of what this one sends) to `start` in the memory that is received into.
+    fn copy_in(&self, source: *const u8, start: usize, bytes: usize) {
+        // SAFETY: the source's owner does not get up while the caller's `Reading` lives, and both ranks have agreed on the
+        // sizes, which `Operation::check` has held against the memory. Nobody but this rank uses what it receives into.
+        unsafe { std::ptr::copy_nonoverlapping(source, self.memory().recv.add(start), bytes) };
+    }
+
+    fn reduce(&mut self) -> Result<Option<Until>, CommError> {
+        let meeting = Arc::clone(&self.meeting);
+        if !meeting.are_all_posted() {
+            return Ok(Some(Until::AllPosted));
+        }
+        let mut readings = Vec::with_capacity(self.num_seats());
+        for seat in 0..self.num_seats() {
+            // A rank that has got up has failed, and with it the run: `finish` sees that.
+            let Some(reading) = self.open(&meeting, seat)? else { return Ok(Some(Until::AllPosted)) };
+            readings.push(reading);
+        }
+        match self.call() {
+            Call::ReduceScatter { number, reduce } => self.reduce_piece(readings, number, reduce),
+            Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
+                self.reduce_all(readings, number, reduce);
+            }
+            Call::AllReduce { number, reduce, .. } => self.reduce_share(readings, number, reduce),
+            _ => {}
+        }
+        Ok(None)
+    }
+
+    fn reduce_piece(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
+        let counts = self.meeting.post(self.seat).map_or(&[][..], |post| &post.send_counts);
+        let start: usize = counts[..self.seat].iter().sum();
+        let sources: Vec<*const u8> = readings.iter().map(|r| r.sent().wrapping_add(start)).collect();
+        let memory = self.memory();
+        // SAFETY: the sources stay valid while `readings` live and are only read by all; `recv` is this rank's alone.
+        // Sizes were agreed on; typed calls gave aligned memory.
+        unsafe { number.reduce(reduce, &sources, memory.recv, memory.recv_bytes) };
+        drop(readings);
+        self.done(Phase::Leaving(self.num_seats()));
+    }
+
+    fn reduce_all(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
+        let bytes = self.memory().recv_bytes;
+        let sources: Vec<*const u8> = readings.iter().map(Reading::in_place).collect();
+        // In words of eight bytes, so that it is aligned for every number.
+        let mut sums = vec![0_u64; bytes.div_ceil(8)];
+        // SAFETY: as above; nobody writes to the memory before all have read it (`write`).
+        unsafe { number.reduce(reduce, &sources, sums.as_mut_ptr().cast(), bytes) };
+        drop(readings);
+        self.done(Phase::Writing(sums));
+    }
+
+    fn reduce_share(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
+        let (start, bytes) = self.share_of(self.seat);
+        let sources: Vec<*const u8> = readings.iter().map(|r| r.in_place().wrapping_add(start)).collect();
+        // SAFETY: as above; this share of everybody's memory is read by this rank alone until it is halfway, and its own
+        // is written by nobody else.
+        unsafe { number.reduce(reduce, &sources, self.memory().recv.add(start), bytes) };
+        drop(readings);
+        self.phase = Phase::Sharing;
+        if self.meeting.set_halfway(self.seat) == self.num_seats() {
+            self.ring();
+        }
+    }
+
+    /// The share of an all-reduce that a rank reduces: its start and its bytes, in whole cache lines.
+    fn share_of(&self, seat: usize) -> (usize, usize) {
+        let total = self.memory().recv_bytes;
+        let share = total.div_ceil(self.num_seats()).next_multiple_of(64);
+        let start = (share * seat).min(total);
+        (start, share.min(total - start))
+    }
+
+    fn share(&mut self) -> Option<Until> {
+        let all = self.num_seats();
+        if self.meeting.num_halfway() < all {
+            return Some(Until::AllHalfway);
+        }
+        let meeting = Arc::clone(&self.meeting);
+        for step in 1..all {
+            let from = (self.seat + step) % all;
+            let (start, bytes) = self.share_of(from);
+            let Some(reading) = meeting.read(from) else { return Some(Until::AllHalfway) };
+            // All are halfway: the share's owner writes it no more, and nobody reads this rank's version of it any more.
+            self.copy_in(reading.in_place().wrapping_add(start), start, bytes);
+        }
+        self.done(Phase::Leaving(all));
+        None
+    }
+
+    fn write(&mut self) -> Option<Until> {
+        let all = self.num_seats();
+        if self.meeting.num_done() < all {
+            return Some(Until::Done(all));
+        }
+        if let Phase::Writing(sums) = std::mem::replace(&mut self.phase, Phase::Finished) {
+            self.copy_in(sums.as_ptr().cast(), 0, self.memory().recv_bytes);
+        }
+        None
+    }
+
+    fn leave(&mut self, num_done: usize) -> Option<Until> {
+        if self.meeting.num_done() < num_done {
+            return Some(Until::Done(num_done));
+        }
+        self.phase = Phase::Finished;
+        None
+    }
+
+    /// Says that this rank reads from nobody any more.
+    fn done(&mut self, next: Phase) {
+        self.phase = next;
+        let num_done = self.meeting.set_done(self.seat);
+        let awaited = match self.call() {
+            Call::Broadcast { .. } => self.num_seats() - 1,
+            Call::Receive { .. } => 1,
+            _ => self.num_seats(),
+        };
+        if num_done == awaited {
+            self.ring();
+        }
+    }
+
+    fn is_met(&self, until: Until) -> bool {
+        let meeting = &self.meeting;
+        match until {
+            Until::Posted(seat) => meeting.is_posted(seat),
+            Until::AnyPosted => (0..self.num_seats()).any(|seat| !self.copied[seat] && meeting.is_posted(seat)),
+            Until::AllPosted => meeting.are_all_posted(),
+            Until::AllHalfway => meeting.num_halfway() == self.num_seats(),
+            Until::Done(num_done) => meeting.num_done() >= num_done,
+        }
+    }
+
+    /// Those who have not come yet, or are not done: numbers in the whole run.
+    fn missing(&self) -> Vec<usize> {
+        self.meeting.awaited_seats().into_iter().map(|seat| self.rank_of(seat)).collect()
+    }
+}
+
+impl Started {
+    /// Whether it could go on. A finished one could not.
+    pub(crate) fn can_advance(&self) -> bool {
+        self.until.is_some_and(|until| self.is_met(until))
+    }
+
+    /// Waits for the end; meanwhile those that this rank has started before go on.
+    pub(crate) fn finish(&mut self) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let waiter = self.waiter();
+        while let Some(until) = self.advance()? {
+            let is_ready = || self.is_met(until);
+            group.world.wait(waiter, &is_ready, &|| self.missing())?;
+            // What it waited for may be there and its memory gone, with a rank that died.
+            if let Some(error) = group.world.failure() {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Started {
+    /// Ends it one way or the other: afterwards nobody uses the memory.
+    pub(crate) fn close(&mut self) {
+        if matches!(self.phase, Phase::Finished) {
+            return;
+        }
+        if self.group.world.failure().is_none() && !thread::panicking() {
+            // Forgotten before its end: the others wait for it. An error is given by the rank's next call.
+            let _ = self.finish();
+        }
+        self.meeting.get_up(self.seat);
+        self.phase = Phase::Finished;
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

@@ -1,0 +1,6 @@
+//! Integration tests of the communication between ranks.
+
+mod agreement;
+mod collectives;
+mod failures;
+mod started;
