@@ -24,6 +24,8 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// What training a configuration would cost, before training it
     Estimate(EstimateArgs),
+    /// Propose how to lay a model out on ranks, and say what each layout costs
+    Plan(PlanArgs),
     /// Show a text coloured by the experts that its tokens go to, layer by layer, as an HTML page
     Routing(RoutingArgs),
     /// Train the same small model with each routing scheme, and a dense one beside it, and compare them on a page
@@ -146,6 +148,25 @@ pub(crate) struct InspectArgs {
 pub(crate) struct EstimateArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Ranks in all (default: those of --topology)
+    #[arg(long, value_name = "N")]
+    pub(crate) ranks: Option<usize>,
+    /// A TOML file with the nodes, their ranks and the links between them (default: this machine, shared by the ranks)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) topology: Option<PathBuf>,
+    /// The table of a cluster that grows from 8 to 2,048 ranks (or --ranks), with the same tokens on each; without --topology,
+    /// --config and --preset for a described cluster and model
+    #[arg(long)]
+    pub(crate) simulate: bool,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -51,7 +51,8 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn vocabulary(config: &RunConfig) -> usize {
+/// V as far as it is known before the data is read.
+pub(crate) fn vocabulary(config: &RunConfig) -> usize {
     use moeworks_train::config::TokenizerChoice::{Bpe, Bytes, File};
     match (&config.data.tokenizer, config.model.vocab_size) {
         (_, given @ 1..) => given,

@@ -16,6 +16,7 @@ mod generate;
 mod inspect;
 mod model;
 mod page;
+mod plan;
 mod progress;
 mod routing;
 mod study;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Estimate(args) => estimate::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Routing(args) => routing::run(&args),
         Command::Study(args) => study::run(&args),
         Command::Upcycle(args) => convert::upcycle(&args),

@@ -1,5 +1,7 @@
 //! What a model costs: parameters, floating-point operations and memory, from its configuration alone.
 
+use moeworks_plan::ModelShape;
+
 use crate::config::{ModelConfig, QkNorm};
 
 /// Parameters of one kind of part, over all layers.
@@ -21,6 +23,9 @@ pub struct Parameters {
     /// The parts, in the order in which a token meets them; parts without parameters are left out.
     pub parts: Vec<Part>,
 }
+
+/// The name of the routed experts' part.
+const EXPERTS: &str = "experts";
 
 /// Parameters of one router, those that only some schemes have included.
 fn router_parameters(config: &ModelConfig) -> u64 {
@@ -53,7 +58,7 @@ impl Parameters {
             vector("norms", l * (2 * d + qk_norm) + d),
             product("routers", moe_layers * router_parameters(config)),
             Part {
-                name: "experts",
+                name: EXPERTS,
                 total: moe_layers * size(config.num_experts) * expert,
                 active: moe_layers * size(config.top_k) * expert,
                 in_products: moe_layers * size(config.top_k) * expert,
@@ -149,6 +154,25 @@ impl TrainingMemory {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+    }
+}
+
+/// What planning over ranks has to know of a model of `config`, whose vocabulary is set, on sequences of `seq_len`.
+#[must_use]
+pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape {
+    let parameters = Parameters::of(config);
+    let experts = parameters.parts.iter().find(|part| part.name == EXPERTS).map_or((0, 0), |p| (p.total, p.active));
+    let num_moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
+    ModelShape {
+        width: config.width,
+        num_layers: config.num_layers,
+        num_moe_layers,
+        num_experts: config.num_experts,
+        top_k: config.top_k,
+        expert_params: experts.0 / (config.num_experts * num_moe_layers).max(1) as u64,
+        dense_params: parameters.total() - experts.0,
+        dense_flops: forward_flops_per_token(config, seq_len) - 2.0 * experts.1 as f64,
+        activation_bytes: TrainingMemory::of(config, 1, is_bf16, false).activations_bytes as f64,
     }
 }
 

@@ -12,6 +12,8 @@ use crate::config::{ConfigError, Precision, RunConfig};
 use crate::optimizer::{AdamWConfig, Optimizer};
 use crate::setup::context;
 
+pub use crate::setup::machine_bytes;
+
 /// Memory that the measurement may take.
 const MAX_BYTES: u64 = 2 << 30;
 /// Floating-point operations of a measured step at most: about a second on two cores.
@@ -51,6 +53,12 @@ pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
         )
     };
     Ok(Speed { tokens_per_s, mfu, how })
+}
+
+/// Bytes a second that the threads of `config` read from memory together, measured.
+#[must_use]
+pub fn memory_bytes_per_s(config: &RunConfig) -> f64 {
+    peak::measure(&context(config)).read_bytes_per_s
 }
 
 /// The largest model of the same layer shape, and the number of sequences, that fit the bounds.

@@ -39,7 +39,8 @@ pub(crate) fn check_memory(config: &RunConfig) -> Result<(), TrainError> {
 }
 
 /// The machine's memory, where the system says so in `/proc/meminfo`.
-fn machine_bytes() -> Option<u64> {
+#[must_use]
+pub fn machine_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)

@@ -3,6 +3,7 @@
 mod bad_input;
 mod layers;
 mod models;
+mod plan;
 mod program;
 mod routing;
 mod schemes;

@@ -1,0 +1,282 @@
+//! `moeworks plan`: how to lay a model out on ranks, and what that costs, before any rank starts.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use moeworks_model::account::{shape, training_flops_per_token};
+use moeworks_plan::{
+    Algorithm, Estimate, ModelShape, Order, Precision, RankSpec, ScalingRow, Topology, Workload, propose, weak_scaling,
+};
+use moeworks_train::config::{self, RunConfig};
+use moeworks_train::measure::{machine_bytes, memory_bytes_per_s, tokens_per_second};
+use serde_json::{Value, json};
+
+use crate::args::PlanArgs;
+use crate::estimate::vocabulary;
+use crate::failure::Failure;
+use crate::progress::{bytes, thousands};
+use crate::tables;
+use crate::train::resolve_config;
+
+/// Layouts that are shown.
+const SHOWN: usize = 8;
+/// Ranks of the largest cluster that is simulated, unless told.
+const SIMULATED_RANKS: usize = 2048;
+/// Tokens of a rank in the table on paper.
+const SIMULATED_TOKENS: usize = 8192;
+/// Ranks that a plan is made for at most.
+const MAX_RANKS: usize = 1 << 16;
+/// Memory of a machine that does not say.
+const UNKNOWN_MEMORY: u64 = 16 << 30;
+
+pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    if args.ranks.is_some_and(|ranks| !(1..=MAX_RANKS).contains(&ranks)) {
+        return Err(Failure::input(format!("--ranks must be from 1 to {MAX_RANKS}")));
+    }
+    if args.simulate { simulate(args) } else { proposals(args) }
+}
+
+fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    let mut config = resolve_config(&args.config, Vec::new())?;
+    config.model.vocab_size = vocabulary(&config);
+    let (topology, place) = match (&args.topology, args.ranks) {
+        (Some(file), ranks) => {
+            let topology = read_topology(file)?;
+            (ranks.map_or(topology.clone(), |ranks| topology.resized(ranks)), file.display().to_string())
+        }
+        (None, Some(ranks)) => (this_machine(&config, ranks)?, "this machine, shared by its ranks".to_owned()),
+        (None, None) => return Err(Failure::input("plan needs --ranks N or --topology FILE")),
+    };
+    let (shape, workload) = (model_shape(&config), workload(&config, topology.num_ranks()));
+    let found = propose(&shape, &workload, &topology);
+    if args.json {
+        println!("{:#}", json!({ "topology": place, "proposals": found.iter().map(as_json).collect::<Vec<_>>() }));
+        return Ok(ExitCode::SUCCESS);
+    }
+    describe(&shape, &workload, &topology, &place);
+    tables::print(&HEADER, &found.iter().take(SHOWN).map(table_row).collect::<Vec<_>>());
+    if found.len() > SHOWN {
+        println!("  and {} more", found.len() - SHOWN);
+    }
+    println!();
+    explain(&found, &topology);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    let is_own_model = args.config.config.is_some() || args.config.preset.is_some() || !args.config.settings.is_empty();
+    let (shape, workload) = if is_own_model {
+        let mut config = resolve_config(&args.config, Vec::new())?;
+        config.model.vocab_size = vocabulary(&config);
+        (model_shape(&config), workload(&config, 1))
+    } else {
+        let precision = Precision::Bf16;
+        (ModelShape::example(), Workload { tokens_per_rank: SIMULATED_TOKENS, precision, shards_optimizer: true })
+    };
+    let (cluster, place) = match &args.topology {
+        Some(file) => (read_topology(file)?, file.display().to_string()),
+        None => (Topology::example_cluster(1), "the described cluster".to_owned()),
+    };
+    let rows = weak_scaling(&shape, &workload, &cluster, args.ranks.unwrap_or(SIMULATED_RANKS));
+    if args.json {
+        println!("{:#}", json!({ "topology": place, "rows": rows.iter().map(scaling_json).collect::<Vec<_>>() }));
+        return Ok(ExitCode::SUCCESS);
+    }
+    describe(&shape, &workload, &cluster, &place);
+    tables::print(&SCALING_HEADER, &rows.iter().map(scaling_row).collect::<Vec<_>>());
+    println!();
+    println!(
+        "Share: of the step that tokens are under way while nothing is computed; each next column is with what stands"
+    );
+    println!("before it too. Hierarchical: once to each node. Overlap: up to 8 chunks. Compression: a byte a number.");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn read_topology(file: &Path) -> Result<Topology, Failure> {
+    let shown = file.display();
+    let text = std::fs::read_to_string(file).map_err(|error| Failure::input(format!("{shown}: {error}")))?;
+    Topology::parse(&text).map_err(|error| Failure::input(format!("{shown}: {error}")))
+}
+
+/// This machine, from a short measurement of `config`.
+fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failure> {
+    let speed = tokens_per_second(config)?;
+    let whole = RankSpec {
+        flops: speed.tokens_per_s * training_flops_per_token(&config.model, config.train.seq_len),
+        memory_bytes: machine_bytes().unwrap_or(UNKNOWN_MEMORY) as f64,
+        memory_bytes_per_s: memory_bytes_per_s(config),
+    };
+    Ok(Topology::one_machine(num_ranks, whole))
+}
+
+fn model_shape(config: &RunConfig) -> ModelShape {
+    shape(&config.model, config.train.seq_len, config.train.precision == config::Precision::Bf16)
+}
+
+/// What the fullest of `num_ranks` ranks has to do: the sequences of a micro-batch are shared out among them.
+fn workload(config: &RunConfig, num_ranks: usize) -> Workload {
+    let precision = match config.train.precision {
+        config::Precision::F32 => Precision::F32,
+        config::Precision::Bf16 => Precision::Bf16,
+    };
+    let sequences = config.train.batch_size.div_ceil(num_ranks);
+    Workload { tokens_per_rank: sequences * config.train.seq_len, precision, shards_optimizer: false }
+}
+
+fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place: &str) {
+    let nodes = topology.node_sizes.len();
+    println!(
+        "{} ranks on {nodes} node{}: {place}. {} parameters, {} of them in {} experts in each of {} layers, {} a token; \
+         {} tokens a rank.",
+        thousands(topology.num_ranks() as u64),
+        if nodes == 1 { "" } else { "s" },
+        thousands(shape.params()),
+        thousands(shape.params() - shape.dense_params),
+        shape.num_experts,
+        shape.num_moe_layers,
+        shape.top_k,
+        thousands(workload.tokens_per_rank as u64),
+    );
+    println!();
+}
+
+const HEADER: [&str; 9] = [
+    "layout",
+    "memory of a rank",
+    "sent in the node",
+    "to other nodes",
+    "compute",
+    "all-to-all",
+    "all-reduce",
+    "update",
+    "step",
+];
+
+fn table_row(estimate: &Estimate) -> Vec<String> {
+    let time = &estimate.time;
+    let memory = bytes(estimate.memory.total() as u64) + if estimate.fits { "" } else { " (too much)" };
+    vec![
+        layout_name(estimate),
+        memory,
+        bytes(estimate.traffic.node_bytes as u64),
+        bytes(estimate.traffic.cluster_bytes as u64),
+        milliseconds(time.compute),
+        milliseconds(time.all_to_all),
+        milliseconds(time.all_reduce),
+        milliseconds(time.optimizer),
+        milliseconds(time.total()),
+    ]
+}
+
+fn layout_name(estimate: &Estimate) -> String {
+    let layout = &estimate.layout;
+    let apart = if layout.order == Order::Apart { ", apart" } else { "" };
+    format!(
+        "dp {}, ep {}{apart}{}",
+        layout.dp,
+        layout.ep,
+        match estimate.exchange.algorithm {
+            Algorithm::Linear => "",
+            Algorithm::Hierarchical => ", hierarchical",
+            Algorithm::TwoHop => ", two-hop",
+        }
+    )
+}
+
+fn milliseconds(seconds: f64) -> String {
+    format!("{:.1} ms", 1e3 * seconds)
+}
+
+/// Why the first layout is proposed.
+fn explain(found: &[Estimate], topology: &Topology) {
+    let Some(best) = found.first() else { return };
+    let memory = &best.memory;
+    if !best.fits {
+        println!(
+            "No layout fits: a rank has {}, and the smallest asks for {}. More ranks, fewer tokens or sharded optimizer state \
+             would help.",
+            bytes(topology.rank.memory_bytes as u64),
+            bytes(found.iter().map(|e| e.memory.total()).fold(f64::INFINITY, f64::min) as u64),
+        );
+        return;
+    }
+    println!("Proposed: --dp {} --ep {}", best.layout.dp, best.layout.ep);
+    println!(
+        "  memory   {} weights, {} gradients, {} optimizer, {} activations, {} received rows; a rank has {}",
+        bytes(memory.weights as u64),
+        bytes(memory.gradients as u64),
+        bytes(memory.optimizer as u64),
+        bytes(memory.activations as u64),
+        bytes(memory.received as u64),
+        bytes(topology.rank.memory_bytes as u64),
+    );
+    match found.get(1) {
+        Some(next) if next.fits => println!(
+            "  time     {} a step, against {} for {}",
+            milliseconds(best.time.total()),
+            milliseconds(next.time.total()),
+            layout_name(next)
+        ),
+        Some(_) => println!("  time     {} a step; no other layout fits in memory", milliseconds(best.time.total())),
+        None => println!("  time     {} a step", milliseconds(best.time.total())),
+    }
+}
+
+fn as_json(estimate: &Estimate) -> Value {
+    let Estimate { layout, exchange, memory, traffic, time, fits } = estimate;
+    json!({
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "tp": layout.tp,
+        "apart": layout.order == Order::Apart,
+        "algorithm": format!("{:?}", exchange.algorithm).to_lowercase(),
+        "chunks": exchange.chunks,
+        "fits": fits,
+        "memory_bytes": {
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "received": memory.received,
+            "total": memory.total(),
+        },
+        "sent_bytes": { "node": traffic.node_bytes, "cluster": traffic.cluster_bytes },
+        "seconds": {
+            "compute": time.compute,
+            "all_to_all": time.all_to_all,
+            "all_reduce": time.all_reduce,
+            "optimizer": time.optimizer,
+            "total": time.total(),
+        },
+    })
+}
+
+const SCALING_HEADER: [&str; 7] = ["ranks", "layout", "step", "share", "hierarchical", "+ overlap", "+ compression"];
+
+fn share(estimate: &Estimate) -> f64 {
+    100.0 * estimate.time.all_to_all / estimate.time.total()
+}
+
+fn scaling_row(row: &ScalingRow) -> Vec<String> {
+    let after = |estimate: &Estimate| format!("{} {:.0}%", milliseconds(estimate.time.total()), share(estimate));
+    let layout = &row.linear.layout;
+    vec![
+        thousands(row.num_ranks as u64),
+        format!("dp {} ep {}", layout.dp, layout.ep),
+        milliseconds(row.linear.time.total()),
+        format!("{:.0}%", share(&row.linear)),
+        after(&row.hierarchical),
+        after(&row.overlapped),
+        after(&row.compressed),
+    ]
+}
+
+fn scaling_json(row: &ScalingRow) -> Value {
+    json!({
+        "ranks": row.num_ranks,
+        "linear": as_json(&row.linear),
+        "hierarchical": as_json(&row.hierarchical),
+        "overlapped": as_json(&row.overlapped),
+        "compressed": as_json(&row.compressed),
+    })
+}

@@ -1,0 +1,192 @@
+//! What a training step costs a rank under a layout: memory, bytes and seconds.
+
+use super::collectives::{Cost, Rows, all_reduce, all_to_all};
+use super::pipeline::overlapped_seconds;
+use crate::{Exchange, Group, Layout, ModelShape, Topology, Workload};
+
+/// Bytes that the update of a weight reads and writes: weight, gradient and two moments in, weight and moments out.
+const UPDATE_BYTES: f64 = 28.0;
+
+/// Memory of the rank that holds the most, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankMemory {
+    /// Weights, and the copy that products read.
+    pub weights: f64,
+    /// f32 gradients.
+    pub gradients: f64,
+    /// Two f32 moments.
+    pub optimizer: f64,
+    /// What backward needs of forward.
+    pub activations: f64,
+    /// Rows received from other ranks, which backward needs too.
+    pub received: f64,
+}
+
+impl RankMemory {
+    /// The sum.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.weights + self.gradients + self.optimizer + self.activations + self.received
+    }
+}
+
+/// Bytes that a rank sends in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Traffic {
+    /// To ranks of its node.
+    pub node_bytes: f64,
+    /// To ranks of other nodes.
+    pub cluster_bytes: f64,
+}
+
+/// The seconds of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepTime {
+    /// Forward and backward computation.
+    pub compute: f64,
+    /// Tokens under way while nothing is computed.
+    pub all_to_all: f64,
+    /// Sums of gradients, and of slices of matrices.
+    pub all_reduce: f64,
+    /// The update of the weights.
+    pub optimizer: f64,
+}
+
+impl StepTime {
+    /// The sum.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.compute + self.all_to_all + self.all_reduce + self.optimizer
+    }
+}
+
+/// A layout with its costs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// The layout.
+    pub layout: Layout,
+    /// How tokens go.
+    pub exchange: Exchange,
+    /// Memory of the rank that holds the most.
+    pub memory: RankMemory,
+    /// Bytes that a rank sends in a step.
+    pub traffic: Traffic,
+    /// Seconds of a step.
+    pub time: StepTime,
+    /// Whether the memory suffices.
+    pub fits: bool,
+}
+
+/// The costs of one step of `shape` under `layout`, whose sizes give the ranks of `topology`.
+#[must_use]
+pub fn estimate(
+    shape: &ModelShape,
+    workload: &Workload,
+    topology: &Topology,
+    layout: &Layout,
+    exchange: &Exchange,
+) -> Estimate {
+    let step = Step { shape, workload, topology, layout, exchange };
+    let memory = step.memory();
+    let (dispatch, all_to_all) = step.all_to_all();
+    let sums = step.all_reduce();
+    let time = StepTime {
+        compute: step.compute(shape.training_flops()),
+        all_to_all,
+        all_reduce: sums.seconds,
+        optimizer: step.updated_params() * UPDATE_BYTES / topology.rank.memory_bytes_per_s,
+    };
+    let all = dispatch + sums;
+    Estimate {
+        layout: *layout,
+        exchange: *exchange,
+        memory,
+        traffic: Traffic { node_bytes: all.node_bytes, cluster_bytes: all.cluster_bytes },
+        time,
+        fits: memory.total() <= topology.rank.memory_bytes,
+    }
+}
+
+struct Step<'a> {
+    shape: &'a ModelShape,
+    workload: &'a Workload,
+    topology: &'a Topology,
+    layout: &'a Layout,
+    exchange: &'a Exchange,
+}
+
+impl Step<'_> {
+    fn tokens(&self) -> f64 {
+        self.workload.tokens_per_rank as f64
+    }
+
+    /// Seconds of `flops` operations for each token.
+    fn compute(&self, flops: f64) -> f64 {
+        self.tokens() * flops / self.layout.tp as f64 / self.topology.rank.flops
+    }
+
+    /// Parameters of a rank: outside the experts, and in them.
+    fn params(&self) -> (f64, f64) {
+        let tp = self.layout.tp as f64;
+        let held = self.shape.num_experts.div_ceil(self.layout.ep) * self.shape.num_moe_layers;
+        (self.shape.dense_params as f64 / tp, held as f64 * self.shape.expert_params as f64 / tp)
+    }
+
+    /// Parameters whose optimizer state a rank keeps.
+    fn updated_params(&self) -> f64 {
+        let (dense, experts) = self.params();
+        if self.workload.shards_optimizer {
+            dense / (self.layout.dp * self.layout.ep) as f64 + experts / self.layout.dp as f64
+        } else {
+            dense + experts
+        }
+    }
+
+    fn memory(&self) -> RankMemory {
+        let (dense, experts) = self.params();
+        let precision = self.workload.precision;
+        let rows = self.tokens() * (self.shape.top_k * self.shape.num_moe_layers) as f64;
+        let is_sent = if self.layout.ep > 1 { 1.0 } else { 0.0 };
+        RankMemory {
+            weights: (dense + experts) * precision.weight_bytes() as f64,
+            gradients: (dense + experts) * 4.0,
+            optimizer: self.updated_params() * 8.0,
+            activations: self.tokens() * self.shape.activation_bytes / self.layout.tp as f64,
+            received: is_sent * rows * (self.shape.width * precision.bytes()) as f64,
+        }
+    }
+
+    /// The all-to-alls of a step as they are, and the seconds of them that no expert hides: dispatch and combine of each
+    /// layer, forward and, with twice the computation, backward.
+    fn all_to_all(&self) -> (Cost, f64) {
+        let (shape, exchange) = (self.shape, self.exchange);
+        let rows = Rows {
+            tokens: self.workload.tokens_per_rank,
+            top_k: shape.top_k,
+            num_experts: shape.num_experts,
+            row_bytes: exchange.wire.row_bytes(shape.width),
+        };
+        let layers = shape.num_moe_layers as f64;
+        let group = Group::of(self.topology, &self.layout.ep_group(0));
+        let one = all_to_all(self.topology, group, exchange.algorithm, &rows);
+        let r = exchange.chunks.max(1);
+        // Each chunk pays the latencies again.
+        let empty = all_to_all(self.topology, group, exchange.algorithm, &Rows { tokens: 0, ..rows }).seconds;
+        let transfer = empty + (one.seconds - empty) / r as f64;
+        let forward = self.compute(shape.expert_flops()) / layers.max(1.0);
+        let exposed = |compute: f64| overlapped_seconds(r, transfer, compute / r as f64) - compute;
+        (one.times(4.0 * layers), layers * (exposed(forward) + exposed(2.0 * forward)))
+    }
+
+    /// Gradients over the ranks that hold the same weights; with slices of matrices two sums of a layer's tokens forward and
+    /// two backward.
+    fn all_reduce(&self) -> Cost {
+        let (dense, experts) = self.params();
+        let group = |ranks: Vec<usize>| Group::of(self.topology, &ranks);
+        let tokens = self.tokens() * (self.shape.width * self.workload.precision.bytes()) as f64;
+        let slices = all_reduce(self.topology, group(self.layout.tp_group(0)), tokens);
+        all_reduce(self.topology, group(self.layout.dense_group(0)), 4.0 * dense)
+            + all_reduce(self.topology, group(self.layout.dp_group(0)), 4.0 * experts)
+            + slices.times(4.0 * self.shape.num_layers as f64)
+    }
+}

@@ -1,0 +1,6 @@
+//! Bytes and seconds: of collectives, of overlapped chunks, of whole steps.
+
+pub mod collectives;
+pub mod estimate;
+pub mod pipeline;
+pub mod tutel;

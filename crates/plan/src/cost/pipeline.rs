@@ -1,0 +1,45 @@
+//! Dispatch, experts and combine in chunks: the transfer of one chunk runs under the computation of another.
+//!
+//! Transfers go over one link, all dispatches before the first combine, and computations over one device, in the order of the
+//! chunks; each starts as soon as it can (PipeMoE, INFOCOM 2023; ScheMoE, EuroSys 2024).
+
+/// Seconds of `chunks` chunks whose dispatch and combine take `transfer_s` each and whose experts take `compute_s`.
+#[must_use]
+pub fn overlapped_seconds(chunks: usize, transfer_s: f64, compute_s: f64) -> f64 {
+    let mut computed = vec![0.0; chunks];
+    let mut device = 0.0_f64;
+    for (i, done) in computed.iter_mut().enumerate() {
+        device = device.max((i + 1) as f64 * transfer_s) + compute_s;
+        *done = device;
+    }
+    computed.iter().fold(chunks as f64 * transfer_s, |link: f64, &done| link.max(done) + transfer_s)
+}
+
+/// What a layer's dispatch and experts take as a whole and what each further chunk adds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chunked {
+    /// Seconds of a dispatch (and of a combine) beyond those in proportion to its bytes.
+    pub transfer_start_s: f64,
+    /// Seconds in proportion to the bytes.
+    pub transfer_s: f64,
+    /// Seconds of an expert computation beyond those in proportion to its rows.
+    pub compute_start_s: f64,
+    /// Seconds in proportion to the rows.
+    pub compute_s: f64,
+}
+
+impl Chunked {
+    /// Seconds in `chunks` chunks.
+    #[must_use]
+    pub fn seconds(&self, chunks: usize) -> f64 {
+        let r = chunks as f64;
+        let transfer = self.transfer_start_s + self.transfer_s / r;
+        overlapped_seconds(chunks, transfer, self.compute_start_s + self.compute_s / r)
+    }
+
+    /// The number of chunks up to `most` that takes the least time; the lowest of equal ones.
+    #[must_use]
+    pub fn best_chunks(&self, most: usize) -> usize {
+        (1..=most.max(1)).min_by(|&a, &b| self.seconds(a).total_cmp(&self.seconds(b))).unwrap_or(1)
+    }
+}

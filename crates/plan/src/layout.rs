@@ -1,0 +1,162 @@
+//! How the ranks are cut into groups.
+//!
+//! Every rank has tokens of its own. The ranks of an expert-parallel group hold the experts between them and send tokens to
+//! each other; data-parallel groups hold copies of the same experts. Everything that is not an expert is the same on all
+//! ranks, up to a tensor-parallel group, whose ranks hold slices of each matrix and the same tokens.
+
+use std::fmt;
+
+use crate::Topology;
+
+/// Which groups have neighbouring ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// The ranks of an expert-parallel group are neighbours, so that tokens stay in a node where they can.
+    #[default]
+    Together,
+    /// The ranks of a data-parallel group are neighbours, so that gradients of experts stay in a node and tokens travel.
+    Apart,
+}
+
+/// The sizes of the groups. The number of ranks is their product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Copies of each expert.
+    pub dp: usize,
+    /// Ranks that hold the experts between them.
+    pub ep: usize,
+    /// Ranks that hold each matrix between them; always neighbours.
+    pub tp: usize,
+    /// Which groups have neighbouring ranks.
+    pub order: Order,
+}
+
+/// A layout that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// A size of zero.
+    #[error("{0} = 0: must be at least 1")]
+    Zero(&'static str),
+    /// The sizes do not give the ranks there are.
+    #[error("dp {dp} x ep {ep} x tp {tp} = {} ranks, but there are {num_ranks}", dp.saturating_mul(*ep).saturating_mul(*tp))]
+    Ranks {
+        /// Data-parallel size.
+        dp: usize,
+        /// Expert-parallel size.
+        ep: usize,
+        /// Tensor-parallel size.
+        tp: usize,
+        /// Ranks there are.
+        num_ranks: usize,
+    },
+}
+
+impl Layout {
+    /// A layout with expert-parallel groups of neighbours.
+    #[must_use]
+    pub fn new(dp: usize, ep: usize, tp: usize) -> Self {
+        Self { dp, ep, tp, order: Order::Together }
+    }
+
+    /// Ranks in all.
+    #[must_use]
+    pub fn num_ranks(&self) -> usize {
+        self.dp * self.ep * self.tp
+    }
+
+    /// Fails unless the sizes give `num_ranks` ranks.
+    pub fn check(&self, num_ranks: usize) -> Result<(), LayoutError> {
+        let Self { dp, ep, tp, .. } = *self;
+        for (name, size) in [("dp", dp), ("ep", ep), ("tp", tp)] {
+            if size == 0 {
+                return Err(LayoutError::Zero(name));
+            }
+        }
+        match dp.checked_mul(ep).and_then(|ranks| ranks.checked_mul(tp)) {
+            Some(ranks) if ranks == num_ranks => Ok(()),
+            _ => Err(LayoutError::Ranks { dp, ep, tp, num_ranks }),
+        }
+    }
+
+    /// The place of `rank` in its data-parallel, its expert-parallel and its tensor-parallel group.
+    #[must_use]
+    pub fn place(&self, rank: usize) -> (usize, usize, usize) {
+        let (outer, tp) = (rank / self.tp, rank % self.tp);
+        match self.order {
+            Order::Together => (outer / self.ep, outer % self.ep, tp),
+            Order::Apart => (outer % self.dp, outer / self.dp, tp),
+        }
+    }
+
+    fn rank(&self, dp: usize, ep: usize, tp: usize) -> usize {
+        let outer = match self.order {
+            Order::Together => dp * self.ep + ep,
+            Order::Apart => ep * self.dp + dp,
+        };
+        outer * self.tp + tp
+    }
+
+    /// The ranks that hold the experts between them, `rank` among them, in the order of their places.
+    #[must_use]
+    pub fn ep_group(&self, rank: usize) -> Vec<usize> {
+        let (dp, _, tp) = self.place(rank);
+        (0..self.ep).map(|ep| self.rank(dp, ep, tp)).collect()
+    }
+
+    /// The ranks that hold the same experts as `rank`.
+    #[must_use]
+    pub fn dp_group(&self, rank: usize) -> Vec<usize> {
+        let (_, ep, tp) = self.place(rank);
+        (0..self.dp).map(|dp| self.rank(dp, ep, tp)).collect()
+    }
+
+    /// The ranks that hold slices of the same matrices as `rank`.
+    #[must_use]
+    pub fn tp_group(&self, rank: usize) -> Vec<usize> {
+        let (dp, ep, _) = self.place(rank);
+        (0..self.tp).map(|tp| self.rank(dp, ep, tp)).collect()
+    }
+
+    /// The ranks that hold the same slices of what is no expert, each with its own tokens.
+    #[must_use]
+    pub fn dense_group(&self, rank: usize) -> Vec<usize> {
+        let (_, _, tp) = self.place(rank);
+        (0..self.num_ranks()).filter(|&other| self.place(other).2 == tp).collect()
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "dp {} ep {} tp {}", self.dp, self.ep, self.tp)?;
+        if self.order == Order::Apart { f.write_str(" apart") } else { Ok(()) }
+    }
+}
+
+/// A group of ranks as the cost of a collective sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// n: its ranks.
+    pub ranks: usize,
+    /// m: the most of them that stand in one node.
+    pub per_node: usize,
+}
+
+impl Group {
+    /// The shape of the group of `ranks` on `topology`.
+    #[must_use]
+    pub fn of(topology: &Topology, ranks: &[usize]) -> Self {
+        let mut in_node = vec![0; topology.node_sizes.len()];
+        for &rank in ranks {
+            if let Some(count) = in_node.get_mut(topology.node_of(rank)) {
+                *count += 1;
+            }
+        }
+        Self { ranks: ranks.len(), per_node: in_node.into_iter().max().unwrap_or(0).max(1) }
+    }
+
+    /// Nodes that the group stands in, were they all as full as the fullest.
+    #[must_use]
+    pub fn nodes(&self) -> usize {
+        self.ranks.div_ceil(self.per_node).max(1)
+    }
+}

@@ -1,0 +1,40 @@
+//! How a Mixture-of-Experts model is laid out on ranks, as plain values, and what a layout costs.
+//!
+//! Nothing here runs anything or knows a device. [`Topology`] says what there is: ranks, nodes and the links between them.
+//! [`Layout`] cuts the ranks into groups, [`Placement`] says which ranks hold which expert, [`Exchange`] what moves between
+//! them and by which hops. [`cost`] gives the bytes and the seconds of each, [`propose`](fn@propose) compares layouts, and
+//! [`weak_scaling`] draws the table of a cluster that grows.
+//!
+//! ```
+//! use moeworks_plan::{ModelShape, Precision, Topology, Workload, propose};
+//!
+//! let topology = Topology::example_cluster(4); // four nodes of eight ranks
+//! let shape = ModelShape::example();
+//! let workload = Workload { tokens_per_rank: 8192, precision: Precision::Bf16, shards_optimizer: false };
+//! let proposals = propose(&shape, &workload, &topology);
+//! assert!(proposals.iter().any(|estimate| estimate.fits));
+//! ```
+//!
+//! Letters: T tokens of a rank, D width, E experts, K experts a token, n ranks of a group, m of them in a node.
+
+pub mod cost;
+mod exchange;
+mod layout;
+mod migrate;
+mod placement;
+mod propose;
+mod shadow;
+mod shape;
+mod simulate;
+mod topology;
+
+pub use cost::estimate::{Estimate, RankMemory, StepTime, Traffic};
+pub use exchange::{Algorithm, Exchange, ExchangeCosts, Moved, Wire, choose_moved, seconds_of};
+pub use layout::{Group, Layout, LayoutError, Order};
+pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
+pub use placement::{Placement, PlacementError};
+pub use propose::propose;
+pub use shadow::{ShadowCosts, shadow, shadow_seconds};
+pub use shape::{ModelShape, Precision, Workload};
+pub use simulate::{ScalingRow, weak_scaling};
+pub use topology::{Link, LinkClass, RankSpec, Topology, TopologyError};

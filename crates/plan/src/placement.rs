@@ -1,0 +1,177 @@
+//! Where experts live: the ranks that hold each expert.
+//!
+//! "Each expert on one rank" is plain expert parallelism, "every expert on every rank" is data parallelism of experts, and
+//! replicas of popular experts are between them. One type stands for all of these.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// The ranks that hold each expert, numbered within a group of ranks. Each expert is on at least one.
+///
+/// The text form has a line with the sizes and a line for each expert, `*` for all ranks:
+///
+/// ```
+/// use moeworks_plan::Placement;
+///
+/// let mut placement = Placement::sharded(3, 2);
+/// placement.replicate(2, &[0, 1]);
+/// assert_eq!(placement.to_string(), "placement experts=3 ranks=2\n0: 0\n1: 0\n2: *\n");
+/// assert_eq!(placement.to_string().parse(), Ok(placement));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Placement {
+    num_ranks: usize,
+    /// Of each expert: its ranks, ascending.
+    ranks: Vec<Vec<usize>>,
+}
+
+/// A text that is no placement.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}: {problem}")]
+pub struct PlacementError {
+    /// From 1.
+    pub line: usize,
+    /// What is wrong, and what would be right.
+    pub problem: String,
+}
+
+/// Ranks and experts that a placement may have.
+const MAX_SIZE: usize = 1 << 20;
+
+impl Placement {
+    /// Each expert on one rank: neighbouring experts together, the first `num_experts % num_ranks` ranks with one more.
+    #[must_use]
+    pub fn sharded(num_experts: usize, num_ranks: usize) -> Self {
+        assert!(num_ranks > 0, "a placement needs a rank");
+        let (each, more) = (num_experts / num_ranks, num_experts % num_ranks);
+        let sizes = (0..num_ranks).map(|rank| each + usize::from(rank < more));
+        let ranks = sizes.enumerate().flat_map(|(rank, size)| vec![vec![rank]; size]).collect();
+        Self { num_ranks, ranks }
+    }
+
+    /// Every expert on every rank.
+    #[must_use]
+    pub fn everywhere(num_experts: usize, num_ranks: usize) -> Self {
+        assert!(num_ranks > 0, "a placement needs a rank");
+        Self { num_ranks, ranks: vec![(0..num_ranks).collect(); num_experts] }
+    }
+
+    /// Adds `ranks` to those of `expert`.
+    pub fn replicate(&mut self, expert: usize, ranks: &[usize]) {
+        assert!(ranks.iter().all(|&rank| rank < self.num_ranks), "ranks of a placement");
+        let held = &mut self.ranks[expert];
+        held.extend(ranks);
+        held.sort_unstable();
+        held.dedup();
+    }
+
+    /// E.
+    #[must_use]
+    pub fn num_experts(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Ranks of the group.
+    #[must_use]
+    pub fn num_ranks(&self) -> usize {
+        self.num_ranks
+    }
+
+    /// The ranks that hold `expert`, ascending; at least one.
+    #[must_use]
+    pub fn ranks_of(&self, expert: usize) -> &[usize] {
+        &self.ranks[expert]
+    }
+
+    /// The experts that `rank` holds, ascending.
+    #[must_use]
+    pub fn experts_of(&self, rank: usize) -> Vec<usize> {
+        (0..self.num_experts()).filter(|&expert| self.holds(rank, expert)).collect()
+    }
+
+    /// Whether `rank` holds `expert`.
+    #[must_use]
+    pub fn holds(&self, rank: usize, expert: usize) -> bool {
+        self.ranks[expert].binary_search(&rank).is_ok()
+    }
+
+    /// The rank that computes `expert` for the tokens of rank `source`: itself where it can, otherwise one of those that
+    /// hold the expert, each for its share of the sources.
+    #[must_use]
+    pub fn serving_rank(&self, source: usize, expert: usize) -> usize {
+        let held = &self.ranks[expert];
+        if held.binary_search(&source).is_ok() { source } else { held[source % held.len()] }
+    }
+
+    /// The most experts that a rank holds.
+    #[must_use]
+    pub fn max_experts(&self) -> usize {
+        let mut counts = vec![0; self.num_ranks];
+        self.ranks.iter().flatten().for_each(|&rank| counts[rank] += 1);
+        counts.into_iter().max().unwrap_or(0)
+    }
+
+    /// Whether some expert is on more than one rank.
+    #[must_use]
+    pub fn has_replicas(&self) -> bool {
+        self.ranks.iter().any(|ranks| ranks.len() > 1)
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "placement experts={} ranks={}", self.num_experts(), self.num_ranks)?;
+        for (expert, ranks) in self.ranks.iter().enumerate() {
+            if ranks.len() == self.num_ranks && self.num_ranks > 1 {
+                writeln!(f, "{expert}: *")?;
+            } else {
+                let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+                writeln!(f, "{expert}: {}", ranks.join(" "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Placement {
+    type Err = PlacementError;
+
+    fn from_str(text: &str) -> Result<Self, PlacementError> {
+        let mut lines = text.lines().zip(1..);
+        let header = lines.next().map_or("", |(line, _)| line);
+        let (num_experts, num_ranks) = parse_header(header).ok_or_else(|| {
+            let problem = format!("{header:?}: must be \"placement experts=E ranks=R\" with numbers of at least 1");
+            PlacementError { line: 1, problem }
+        })?;
+        let mut ranks = Vec::new();
+        for (text, line) in lines {
+            let as_error = |problem| PlacementError { line, problem };
+            if ranks.len() == num_experts {
+                return Err(as_error(format!("{text:?}: there are only {num_experts} experts")));
+            }
+            ranks.push(parse_expert(text, ranks.len(), num_ranks).map_err(as_error)?);
+        }
+        if ranks.len() < num_experts {
+            let problem = format!("ends after {} of {num_experts} experts", ranks.len());
+            return Err(PlacementError { line: 1 + ranks.len(), problem });
+        }
+        Ok(Self { num_ranks, ranks })
+    }
+}
+
+fn parse_header(header: &str) -> Option<(usize, usize)> {
+    let (experts, ranks) = header.strip_prefix("placement experts=")?.split_once(" ranks=")?;
+    let size = |text: &str| text.parse().ok().filter(|size| (1..=MAX_SIZE).contains(size));
+    Some((size(experts)?, size(ranks)?))
+}
+
+fn parse_expert(text: &str, expert: usize, num_ranks: usize) -> Result<Vec<usize>, String> {
+    let wrong = || format!("{text:?}: must be \"{expert}: \" and ascending ranks below {num_ranks}, or *");
+    let ranks = text.strip_prefix(&format!("{expert}:")).ok_or_else(wrong)?.trim();
+    if ranks == "*" {
+        return Ok((0..num_ranks).collect());
+    }
+    let ranks: Vec<usize> = ranks.split(' ').map(str::parse).collect::<Result<_, _>>().map_err(|_| wrong())?;
+    let is_ascending = ranks.windows(2).all(|pair| pair[0] < pair[1]);
+    if ranks.last().is_some_and(|&last| last < num_ranks) && is_ascending { Ok(ranks) } else { Err(wrong()) }
+}

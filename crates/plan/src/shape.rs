@@ -1,0 +1,104 @@
+//! What a planner has to know of a model and of a step.
+
+/// The sizes of a model that costs depend on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    /// D.
+    pub width: usize,
+    /// L.
+    pub num_layers: usize,
+    /// Layers with experts.
+    pub num_moe_layers: usize,
+    /// E of each of them.
+    pub num_experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// Parameters of one expert.
+    pub expert_params: u64,
+    /// Parameters that are in no routed expert.
+    pub dense_params: u64,
+    /// Operations of a forward pass for a token, without routed experts.
+    pub dense_flops: f64,
+    /// Bytes that one token keeps for backward.
+    pub activation_bytes: f64,
+}
+
+impl ModelShape {
+    /// Parameters in all.
+    #[must_use]
+    pub fn params(&self) -> u64 {
+        self.dense_params + self.expert_params * (self.num_experts * self.num_moe_layers) as u64
+    }
+
+    /// Operations of a forward pass for a token in the experts of all its layers.
+    #[must_use]
+    pub fn expert_flops(&self) -> f64 {
+        2.0 * self.expert_params as f64 * (self.top_k * self.num_moe_layers) as f64
+    }
+
+    /// Operations of a training step for a token: three forward passes.
+    #[must_use]
+    pub fn training_flops(&self) -> f64 {
+        3.0 * (self.dense_flops + self.expert_flops())
+    }
+
+    /// A made-up model for tables on paper: 24 layers of width 2048, 64 experts of 1408 in each, six a token.
+    #[must_use]
+    pub fn example() -> Self {
+        let (width, num_layers, expert_width) = (2048, 24, 1408);
+        let attention = 4 * width * width;
+        let head = 50_000 * width;
+        let dense_params = (num_layers * attention + 2 * head) as u64;
+        Self {
+            width,
+            num_layers,
+            num_moe_layers: num_layers,
+            num_experts: 64,
+            top_k: 6,
+            expert_params: (3 * width * expert_width) as u64,
+            dense_params,
+            dense_flops: 2.0 * (num_layers * attention + head) as f64 + (num_layers * 4096 * 2 * width) as f64,
+            activation_bytes: (num_layers * 2 * (8 * width + 6 * 2 * expert_width)) as f64,
+        }
+    }
+}
+
+/// Number format of matrices and of tokens on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// Four bytes.
+    F32,
+    /// Two bytes; weights also have an f32 master.
+    Bf16,
+}
+
+impl Precision {
+    /// Bytes of a number.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+
+    /// Bytes of a weight in memory: the f32 one, and the copy that products read.
+    #[must_use]
+    pub fn weight_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 6,
+        }
+    }
+}
+
+/// What one step does on each rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Workload {
+    /// T: tokens of a rank in a micro-batch.
+    pub tokens_per_rank: usize,
+    /// Number format of matrices.
+    pub precision: Precision,
+    /// Whether copies of a weight share its optimizer state between them (ZeRO-1).
+    pub shards_optimizer: bool,
+}

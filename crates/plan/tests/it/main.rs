@@ -1,0 +1,7 @@
+//! The tests of the planner, one binary.
+
+mod layouts;
+mod placements;
+mod proposals;
+mod published;
+mod topologies;

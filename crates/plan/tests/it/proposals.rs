@@ -1,0 +1,81 @@
+//! What is proposed, and how it goes with the size of the cluster.
+
+use moeworks_plan::cost::estimate::estimate;
+use moeworks_plan::{Exchange, Layout, ModelShape, Order, Precision, Topology, Wire, Workload, propose, weak_scaling};
+
+const WORKLOAD: Workload = Workload { tokens_per_rank: 8192, precision: Precision::Bf16, shards_optimizer: false };
+
+#[test]
+fn tokens_stay_in_the_node_where_that_is_possible() {
+    let topology = Topology::example_cluster(2);
+    let shape = ModelShape::example();
+    let of = |order| {
+        let layout = Layout { order, ..Layout::new(2, 8, 1) };
+        estimate(&shape, &WORKLOAD, &topology, &layout, &Exchange::plain(Wire::Bf16))
+    };
+    let (together, apart) = (of(Order::Together), of(Order::Apart));
+    assert!(together.time.all_to_all < apart.time.all_to_all / 4.0, "{together:?}");
+    assert!(together.traffic.cluster_bytes < apart.traffic.cluster_bytes);
+}
+
+#[test]
+fn what_does_not_fit_comes_last_and_more_ranks_for_experts_save_memory() {
+    let topology = Topology::example_cluster(8);
+    let shape = ModelShape { num_experts: 128, ..ModelShape::example() };
+    let proposals = propose(&shape, &WORKLOAD, &topology);
+    assert!(proposals[0].fits);
+    let alone = proposals.iter().find(|estimate| estimate.layout.ep == 1).unwrap();
+    assert!(!alone.fits, "all experts on each rank need {}", alone.memory.total());
+    assert!(proposals.iter().skip_while(|e| e.fits).all(|e| !e.fits), "those that fit come first");
+    for pair in proposals.windows(2).filter(|pair| pair[0].fits == pair[1].fits) {
+        assert!(pair[0].time.total() <= pair[1].time.total());
+    }
+}
+
+#[test]
+fn a_model_that_every_rank_can_hold_and_whose_tokens_are_many_is_not_cut() {
+    let mut topology = Topology::example_cluster(1);
+    topology.rank.memory_bytes = 1e12;
+    topology.node_link.bytes_per_s = 1e9;
+    let shape = ModelShape { expert_params: 1000, ..ModelShape::example() };
+    assert_eq!(propose(&shape, &WORKLOAD, &topology)[0].layout.ep, 1);
+}
+
+#[test]
+fn the_memory_of_a_rank_is_that_of_its_parameters() {
+    let shape = ModelShape {
+        width: 4,
+        num_layers: 2,
+        num_moe_layers: 2,
+        num_experts: 7,
+        top_k: 2,
+        expert_params: 100,
+        dense_params: 1000,
+        dense_flops: 0.0,
+        activation_bytes: 10.0,
+    };
+    let workload = Workload { tokens_per_rank: 5, precision: Precision::F32, shards_optimizer: true };
+    let topology = Topology::example_cluster(1).resized(6);
+    let exchange = Exchange::plain(Wire::F32);
+    let memory = estimate(&shape, &workload, &topology, &Layout::new(2, 3, 1), &exchange).memory;
+    // Three of seven experts on the first of three ranks, in each of two layers.
+    assert_eq!(memory.weights, 1600.0 * 4.0);
+    assert_eq!(memory.gradients, 1600.0 * 4.0);
+    assert_eq!(memory.optimizer, 8.0 * (1000.0 / 6.0 + 600.0 / 2.0));
+    assert_eq!(memory.activations, 50.0);
+    assert_eq!(memory.received, f64::from(5 * 2 * 2 * 4 * 4));
+}
+
+#[test]
+fn each_measure_takes_time_away_and_a_larger_cluster_adds_it() {
+    let rows = weak_scaling(&ModelShape::example(), &WORKLOAD, &Topology::example_cluster(1), 2048);
+    assert_eq!(rows.iter().map(|row| row.num_ranks).collect::<Vec<_>>(), [8, 16, 32, 64, 128, 256, 512, 1024, 2048]);
+    for row in &rows {
+        let steps = [row.linear, row.hierarchical, row.overlapped, row.compressed].map(|e| e.time.total());
+        assert!(steps.windows(2).all(|pair| pair[1] <= pair[0]), "{}: {steps:?}", row.num_ranks);
+    }
+    let share = |row: &moeworks_plan::ScalingRow| row.linear.time.all_to_all / row.linear.time.total();
+    assert!(rows[..4].windows(2).all(|pair| share(&pair[0]) <= share(&pair[1])), "while expert-parallel groups grow");
+    let last = rows.last().unwrap();
+    assert!(last.compressed.time.total() < last.linear.time.total());
+}
