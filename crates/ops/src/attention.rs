@@ -12,6 +12,7 @@
 //! tensors' types. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end.
 
 mod backward;
+mod biased;
 mod blocks;
 mod decode;
 mod forward;
@@ -19,6 +20,8 @@ mod forward;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+
+pub use biased::{ScoreRule, attention_biased};
 
 /// The sizes of an attention. H query heads share G key and value heads, h elements each.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -122,9 +125,14 @@ pub fn attention_backward(
 
 impl AttentionShape {
     fn check(&self, q: &Tensor, k: &Tensor, v: &Tensor) {
+        self.check_sizes(q, k, v);
+        assert!(self.seq_len <= self.kv_len, "attention: {self:?}");
+    }
+
+    fn check_sizes(&self, q: &Tensor, k: &Tensor, v: &Tensor) {
         let (rows, kv_rows) = (self.batch * self.seq_len, self.batch * self.kv_capacity);
         assert!(self.num_kv_heads > 0 && self.num_heads.is_multiple_of(self.num_kv_heads), "attention: {self:?}");
-        assert!(self.seq_len <= self.kv_len && self.kv_len <= self.kv_capacity, "attention: {self:?}");
+        assert!(self.kv_len <= self.kv_capacity, "attention: {self:?}");
         assert_eq!(q.len(), rows * self.num_heads * self.head_dim, "attention: q {:?}, {self:?}", q.shape());
         assert_eq!(k.len(), kv_rows * self.num_kv_heads * self.head_dim, "attention: k {:?}, {self:?}", k.shape());
         assert_eq!(v.len(), kv_rows * self.num_kv_heads * self.value_dim, "attention: v {:?}, {self:?}", v.shape());

@@ -2,6 +2,7 @@
 
 mod adamw;
 mod attention;
+mod attention_biased;
 mod columns;
 mod common;
 mod elementwise;

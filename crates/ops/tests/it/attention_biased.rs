@@ -1,0 +1,132 @@
+//! Attention with a bias by distance against a plain f64 reference.
+
+use moeworks_ops::Context;
+use moeworks_ops::attention::{AttentionShape, ScoreRule, attention, attention_biased};
+use moeworks_tensor::{DType, Tensor};
+use proptest::prelude::*;
+
+use crate::common::{assert_close, contexts, dot, doubles, normal_tensor, normals, rounding, thread_counts};
+
+/// The definition, in f64.
+fn reference((q, k, v): (&[f64], &[f64], &[f64]), bias: Option<&[f32]>, is_causal: bool, s: &AttentionShape) -> Vec<f64> {
+    let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
+    let mut o = vec![0.0; s.batch * s.seq_len * s.num_heads * w];
+    for (row, o) in o.chunks_exact_mut(w).enumerate() {
+        let (token, head) = (row / s.num_heads, row % s.num_heads);
+        let (batch, query) = (token / s.seq_len, token % s.seq_len);
+        let position = query as isize + s.kv_len as isize - s.seq_len as isize;
+        let key_row = |j: usize| (batch * s.kv_capacity + j) * s.num_kv_heads + head / group;
+        let score = |j: usize| {
+            let place = (j as isize - position + s.kv_len as isize - 1) as usize;
+            let bias = bias.map_or(0.0, |bias| f64::from(bias[head * (s.seq_len + s.kv_len - 1) + place]));
+            let is_seen = !is_causal || j as isize <= position;
+            let product = dot(&q[row * h..][..h], &k[key_row(j) * h..][..h]);
+            if is_seen { f64::from(s.scale) * product + bias } else { f64::NEG_INFINITY }
+        };
+        let scores: Vec<f64> = (0..s.kv_len).map(score).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|x| (x - max).exp()).sum();
+        for (j, score) in scores.iter().enumerate() {
+            let p = (score - max).exp() / sum;
+            o.iter_mut().zip(&v[key_row(j) * w..]).for_each(|(o, v)| *o += p * v);
+        }
+    }
+    o
+}
+
+struct Case {
+    shape: AttentionShape,
+    is_causal: bool,
+    bias: Option<Vec<f32>>,
+    qkv: [Tensor; 3],
+}
+
+impl Case {
+    fn new(ctx: &Context, shape: AttentionShape, (is_causal, has_bias): (bool, bool), dtype: DType) -> Self {
+        let (rows, kv_rows) = (shape.batch * shape.seq_len, shape.batch * shape.kv_capacity);
+        let AttentionShape { seq_len, kv_len, num_heads, num_kv_heads, head_dim, value_dim, .. } = shape;
+        let qkv = [
+            normal_tensor(ctx, 1, &[rows, num_heads * head_dim], dtype),
+            normal_tensor(ctx, 2, &[kv_rows, num_kv_heads * head_dim], dtype),
+            normal_tensor(ctx, 3, &[kv_rows, num_kv_heads * value_dim], dtype),
+        ];
+        Self { shape, is_causal, bias: has_bias.then(|| normals(4, num_heads * (seq_len + kv_len - 1))), qkv }
+    }
+
+    fn run(&self, ctx: &Context) -> Tensor {
+        let [q, k, v] = &self.qkv;
+        let rule = ScoreRule { bias: self.bias.as_deref(), is_causal: self.is_causal };
+        attention_biased(ctx, (q, k, v), &rule, &self.shape)
+    }
+
+    fn check(&self, what: &str, ctx: &Context) {
+        let [q, k, v] = self.qkv.each_ref().map(doubles);
+        let expected = reference((&q, &k, &v), self.bias.as_deref(), self.is_causal, &self.shape);
+        let tolerance = 1e-5 + rounding(self.qkv[0].dtype());
+        let what = format!("{what}, causal {}, {:?}", self.is_causal, self.shape);
+        assert_close(&what, &doubles(&self.run(ctx)), &expected, tolerance);
+    }
+}
+
+/// `[batch, seq_len, kv_len, spare rows]`, `[G, heads a group, h, value width]`.
+fn shape([batch, seq_len, kv_len, spare]: [usize; 4], [kv_heads, group, head_dim, value_dim]: [usize; 4]) -> AttentionShape {
+    AttentionShape {
+        batch,
+        seq_len,
+        kv_len,
+        kv_capacity: kv_len + spare,
+        num_heads: kv_heads * group,
+        num_kv_heads: kv_heads,
+        head_dim,
+        value_dim,
+        window: None,
+        scale: 0.7,
+    }
+}
+
+#[test]
+fn every_instruction_set_gives_the_definition() {
+    for (what, ctx) in contexts() {
+        for dtype in [DType::F32, DType::BF16] {
+            // An encoder longer than a block of keys, a decoder's prefill and step, both kinds of cross-attention.
+            Case::new(&ctx, shape([2, 150, 150, 0], [2, 1, 16, 16]), (false, true), dtype).check(&what, &ctx);
+            Case::new(&ctx, shape([1, 70, 140, 3], [1, 2, 8, 5]), (true, true), dtype).check(&what, &ctx);
+            Case::new(&ctx, shape([1, 1, 33, 7], [3, 1, 9, 9]), (true, true), dtype).check(&what, &ctx);
+            Case::new(&ctx, shape([2, 67, 5, 0], [2, 1, 16, 24]), (false, false), dtype).check(&what, &ctx);
+            Case::new(&ctx, shape([2, 1, 200, 0], [2, 1, 16, 16]), (false, false), dtype).check(&what, &ctx);
+        }
+    }
+}
+
+#[test]
+fn without_bias_and_causal_it_is_plain_attention() {
+    let ctx = Context::cpu(2);
+    let case = Case::new(&ctx, shape([2, 80, 90, 0], [2, 2, 16, 16]), (true, false), DType::F32);
+    let [q, k, v] = &case.qkv;
+    let (o, _) = attention(&ctx, q, k, v, &case.shape);
+    assert_close("o", &doubles(&case.run(&ctx)), &doubles(&o), 1e-5);
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    let [one, two, three] = thread_counts().map(|ctx| {
+        Case::new(&ctx, shape([2, 130, 130, 0], [3, 1, 16, 16]), (false, true), DType::F32).run(&ctx).to_f32_vec()
+    });
+    assert!(one == two && two == three);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn random_shapes_give_the_definition(
+        batch in 1_usize..3, seq_len in 0_usize..70, keys in 1_usize..140, spare in 0_usize..3,
+        kv_heads in 1_usize..3, group in 1_usize..3, head_dim in 1_usize..20, value_dim in 1_usize..20,
+        is_causal: bool, has_bias: bool,
+    ) {
+        let ctx = Context::cpu(2);
+        let kv_len = if is_causal { seq_len + keys } else { keys };
+        let shape = shape([batch, seq_len, kv_len, spare], [kv_heads, group, head_dim, value_dim]);
+        Case::new(&ctx, shape, (is_causal, has_bias), DType::F32).check("random", &ctx);
+    }
+}
