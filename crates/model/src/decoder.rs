@@ -4,38 +4,45 @@
 //! the balance losses, which look at all layers, are known before backward starts; backward goes through the layers from
 //! the last to the first and runs each block's weight-gradient task as soon as the block's input gradient is known.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
 use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::{HeadGrads, HeadLoss, IGNORE, head_loss_backward_biased, head_loss_biased};
 use moeworks_ops::linear::{Write, linear};
-use moeworks_ops::rope::RopeTable;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-use crate::blocks::Pass;
 use crate::blocks::attention::{AttentionBlock, AttentionSaved};
+use crate::blocks::cross::CrossBlock;
 use crate::blocks::feed_forward::{FeedForwardBlock, FeedForwardSaved};
 use crate::blocks::norm::Norm;
+use crate::blocks::relative::Relative;
+use crate::blocks::stack::Stack;
+use crate::blocks::{Memory, Pass};
 use crate::config::{ModelConfig, PositionKind};
+use crate::encoder::Encoder;
 use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
+use crate::rope_tables::RopeTables;
 use crate::shapes::weights_with;
 use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
 ///
 /// Capacity and jitter are rules of training: outside [`Decoder::forward_backward`] no token is dropped and no noise is
-/// added, so that a token's logits do not depend on what else is in the batch.
+/// added, so that a token's logits do not depend on what else is in the batch. (A model with an `expert_capacity` of its own
+/// drops tokens of a sequence always.)
+///
+/// It may have an encoder, which reads a source first: [`Decoder::encode`] and what takes its result.
 #[derive(Debug)]
 pub struct Decoder {
     config: ModelConfig,
     attention: Vec<AttentionBlock>,
     training: Vec<FeedForwardBlock>,
     inference: Vec<FeedForwardBlock>,
-    rope: Mutex<Vec<Arc<RopeTable>>>,
+    cross: Option<CrossBlock>,
+    encoder: Option<Encoder>,
+    rope: RopeTables,
 }
 
 struct LayerSaved {
@@ -58,28 +65,22 @@ impl Decoder {
         if config.vocab_size == 0 {
             return Err(ConfigError::new("vocab_size", 0, "must be at least 1"));
         }
-        let blocks = |moe_config: MoeConfig| -> Result<Vec<FeedForwardBlock>, ConfigError> {
-            let layer = |i| {
-                let moe = config.is_moe_layer(i).then(|| MoeLayer::new(moe_config.clone())).transpose()?;
-                Ok(FeedForwardBlock {
-                    moe,
-                    activation: config.activation.into(),
-                    norm: Norm { eps: config.norm_eps },
-                    residual_multiplier: config.variant.residual_multiplier,
-                })
-            };
-            (0..config.num_layers).map(layer).collect()
-        };
-        let training = blocks(config.moe())?;
-        let inference = blocks(MoeConfig { capacity_factor: 0.0, jitter: 0.0, ..config.moe() })?;
+        let training = feed_forwards(&config, &config.moe())?;
+        let inference = feed_forwards(&config, &config.inference_moe())?;
+        let encoder = config.of_encoder().map(Encoder::new).transpose()?;
+        let cross = encoder.is_some().then(|| CrossBlock::new(&config));
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i)).collect();
-        Ok(Self { attention, training, inference, rope: Mutex::default(), config })
+        Ok(Self { attention, training, inference, cross, encoder, rope: RopeTables::default(), config })
     }
 
     /// The configuration.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    pub(crate) fn encoder(&self) -> Option<&Encoder> {
+        self.encoder.as_ref()
     }
 
     /// f32 weights drawn from `seed`: normal with `init_std`, truncated at three deviations; the projections that write to
@@ -131,12 +132,9 @@ impl Decoder {
         write: Write,
         grads: &mut DecoderWeights,
     ) -> Result<PassStats, BatchError> {
+        self.check_trainable()?;
         self.check_batch(batch)?;
-        if self.config.num_experts > 0 && self.config.router.sparsemixer_jitter > 0.0 {
-            return Err(BatchError::NotTrainable("sparsemixer's estimate of the router's gradient is not implemented"));
-        }
-        let rope = self.rope_table(batch.seq_len);
-        let pass = Pass::new(ctx, rope.as_deref(), batch.num_sequences, batch.seq_len, 0);
+        let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), None);
         let mut x = self.embed(&pass, weights, batch.inputs);
         let mut records = Vec::with_capacity(weights.layers.len());
         let mut layer_stats = Vec::new();
@@ -191,12 +189,22 @@ impl Decoder {
         ctx: &Context,
         weights: &DecoderWeights,
         batch: &TokenBatch<'_>,
-        mut watch: impl FnMut(usize, &MoeSaved),
+        watch: impl FnMut(usize, &MoeSaved),
     ) -> Result<PassStats, BatchError> {
         self.check_batch(batch)?;
-        let mut layers = Vec::new();
-        let rope = self.rope_table(batch.seq_len);
-        let pass = Pass::new(ctx, rope.as_deref(), batch.num_sequences, batch.seq_len, 0);
+        Ok(self.evaluate_pass(ctx, weights, batch, (None, Vec::new()), watch))
+    }
+
+    /// Evaluates a checked batch; `layers` are the statistics of MoE layers before the decoder's.
+    pub(crate) fn evaluate_pass(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        batch: &TokenBatch<'_>,
+        (memory, mut layers): (Option<&Memory>, Vec<LayerStats>),
+        mut watch: impl FnMut(usize, &MoeSaved),
+    ) -> PassStats {
+        let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory);
         let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| {
             watch(i, saved);
             layers.push(saved.stats());
@@ -205,7 +213,7 @@ impl Decoder {
         let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
         let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
         let (router, _) = router_losses(&layers, &self.config.router, &PassOptions::default());
-        Ok(pass_stats(loss, router, layers))
+        pass_stats(loss, router, layers)
     }
 
     /// Shows `watch` what each MoE layer decides for `num_sequences` sequences of `inputs`, by the rules of training (the
@@ -220,8 +228,7 @@ impl Decoder {
     ) -> Result<(), BatchError> {
         let seq_len = inputs.len() / num_sequences.max(1);
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
-        let rope = self.rope_table(seq_len);
-        let pass = Pass::new(ctx, rope.as_deref(), num_sequences, seq_len, 0);
+        let pass = self.pass(ctx, weights, (num_sequences, seq_len, 0), None);
         self.hidden(&pass, weights, inputs, rules, None, watch);
         Ok(())
     }
@@ -237,10 +244,21 @@ impl Decoder {
     ) -> Result<Tensor, BatchError> {
         let seq_len = inputs.len() / num_sequences.max(1);
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
-        let rope = self.rope_table(seq_len);
-        let pass = Pass::new(ctx, rope.as_deref(), num_sequences, seq_len, 0);
+        Ok(self.all_logits(ctx, weights, None, inputs, num_sequences))
+    }
+
+    /// The logits of checked `inputs`.
+    pub(crate) fn all_logits(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        memory: Option<&Memory>,
+        inputs: &[u32],
+        num_sequences: usize,
+    ) -> Tensor {
+        let pass = self.pass(ctx, weights, (num_sequences, inputs.len() / num_sequences, 0), memory);
         let x = self.hidden(&pass, weights, inputs, Rules::Inference, None, |_, _| ());
-        Ok(self.head_logits(ctx, weights, &x))
+        self.head_logits(ctx, weights, &x)
     }
 
     /// Appends `ids` to the sequence in `cache` and returns the logits `[V]` f32 after the last of them. Many ids at once
@@ -258,9 +276,12 @@ impl Decoder {
         if ids.is_empty() {
             return Err(BatchError::Empty);
         }
-        let rope = self.rope_table(start + ids.len());
-        let pass = Pass::new(ctx, rope.as_deref(), 1, ids.len(), start);
-        let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(cache), |_, _| ());
+        let (caches, memory) = cache.parts();
+        if self.encoder.is_some() && memory.is_none() {
+            return Err(BatchError::NoSource);
+        }
+        let pass = self.pass(ctx, weights, (1, ids.len(), start), memory);
+        let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
         let last = &x.f32s()[(ids.len() - 1) * self.config.width..];
         let last = Tensor::from_slice(ctx.pool(), &[1, self.config.width], last);
         Ok(self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size]))
@@ -273,24 +294,32 @@ impl Decoder {
         weights: &DecoderWeights,
         ids: &[u32],
         rules: Rules,
-        cache: Option<&mut KvCache>,
-        mut watch: impl FnMut(usize, &MoeSaved),
+        caches: Option<&mut [LayerCache]>,
+        watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
-        let mut x = self.embed(pass, weights, ids);
+        let x = self.embed(pass, weights, ids);
         let is_inference = rules == Rules::Inference;
-        let blocks = if is_inference { &self.inference } else { &self.training };
+        let stack = Stack {
+            attention: &self.attention,
+            cross: self.cross.as_ref(),
+            feed_forward: if is_inference { &self.inference } else { &self.training },
+            expert_capacity: self.config.variant.expert_capacity,
+        };
         let input = RouterInput { token_ids: ids, is_inference, ..RouterInput::default() };
-        let mut caches = cache.map(|cache| cache.layers_mut().iter_mut());
-        for (i, ((attention, block), w)) in self.attention.iter().zip(blocks).zip(&weights.layers).enumerate() {
-            let layer_cache: Option<&mut LayerCache> = caches.as_mut().and_then(Iterator::next);
-            let (middle, _) = attention.forward(pass, w, &x, layer_cache);
-            let (y, saved) = block.forward(pass, w, &middle, &input);
-            if let Some(saved) = saved.moe() {
-                watch(i, saved);
-            }
-            x = y;
-        }
-        x
+        stack.forward(pass, &weights.layers, x, &input, caches, watch)
+    }
+
+    /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
+    fn pass<'a>(
+        &self,
+        ctx: &'a Context,
+        weights: &DecoderWeights,
+        (num_sequences, seq_len, start): (usize, usize, usize),
+        memory: Option<&'a Memory>,
+    ) -> Pass<'a> {
+        let len = start + seq_len;
+        let relative = Relative::of(&self.config, weights.relative.as_ref(), true, [seq_len, len]);
+        Pass { relative, memory, ..Pass::new(ctx, self.rope.get(&self.config, len), num_sequences, seq_len, start) }
     }
 
     fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
@@ -346,7 +375,7 @@ impl Decoder {
         });
         let (middle, attention) = self.attention[i].forward(pass, w, x, None);
         let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
-        let input = RouterInput { noise, token_ids, seq_len, progress: options.progress, is_inference: false };
+        let input = RouterInput { noise, token_ids, seq_len, progress: options.progress, ..RouterInput::default() };
         let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
         (y, LayerSaved { attention, middle, feed_forward })
     }
@@ -398,32 +427,23 @@ impl Decoder {
         (loss, dx)
     }
 
-    /// A rotary table for at least `len` positions, if there is a rotary embedding. It grows as needed: a model made for a
-    /// million positions does not cost them in every run. Where frequencies depend on the length there is a second one.
-    fn rope_table(&self, len: usize) -> Option<Arc<RopeTable>> {
-        let ModelConfig { head_dim, rope_theta, max_seq_len, variant, .. } = &self.config;
-        if variant.positions != PositionKind::Rotary {
-            return None;
+    /// Fails if the model is one that can be used but not trained.
+    pub fn check_trainable(&self) -> Result<(), BatchError> {
+        if self.encoder.is_some() || matches!(self.config.variant.positions, PositionKind::Relative { .. }) {
+            return Err(BatchError::NotTrainable("models with an encoder or relative positions are used, not trained"));
         }
-        let mut tables = self.rope.lock().unwrap_or_else(PoisonError::into_inner);
-        let bound = variant.rotary.changes_beyond();
-        let is_beyond = |len: usize| bound.is_some_and(|bound| len > bound);
-        let found = tables.iter().position(|table| is_beyond(table.max_len()) == is_beyond(len));
-        if let Some(table) = found.map(|at| &tables[at]).filter(|table| table.max_len() >= len) {
-            return Some(Arc::clone(table));
+        if self.config.num_experts > 0 && self.config.router.sparsemixer_jitter > 0.0 {
+            return Err(BatchError::NotTrainable("sparsemixer's estimate of the router's gradient is not implemented"));
         }
-        let most = bound.filter(|_| !is_beyond(len)).unwrap_or(*max_seq_len);
-        let rotary_dim = variant.latent.map_or(*head_dim, |latent| latent.rotary_dim);
-        let grown = len.next_power_of_two().min(most).max(len);
-        let table = Arc::new(variant.rotary.table((*head_dim, rotary_dim), *rope_theta, grown));
-        match found {
-            Some(at) => tables[at] = Arc::clone(&table),
-            None => tables.push(Arc::clone(&table)),
-        }
-        Some(table)
+        Ok(())
     }
 
+    /// Checks a batch that comes without sources.
     fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
+        if self.encoder.is_some() { Err(BatchError::NoSource) } else { self.check_shape(batch) }
+    }
+
+    pub(crate) fn check_shape(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
         let TokenBatch { inputs, targets, num_sequences, seq_len } = *batch;
         for (what, len) in [("inputs", inputs.len()), ("targets", targets.len())] {
             if num_sequences.checked_mul(seq_len) != Some(len) {
@@ -442,9 +462,10 @@ impl Decoder {
         }
     }
 
-    fn check_len(&self, len: usize) -> Result<(), BatchError> {
+    pub(crate) fn check_len(&self, len: usize) -> Result<(), BatchError> {
         let max_seq_len = self.config.max_seq_len;
-        if len > max_seq_len { Err(BatchError::TooLong { len, max_seq_len }) } else { Ok(()) }
+        let is_limited = !matches!(self.config.variant.positions, PositionKind::Relative { .. });
+        if is_limited && len > max_seq_len { Err(BatchError::TooLong { len, max_seq_len }) } else { Ok(()) }
     }
 
     fn check_ids(&self, what: &'static str, ids: &[u32]) -> Result<(), BatchError> {
@@ -454,6 +475,23 @@ impl Decoder {
             None => Ok(()),
         }
     }
+}
+
+/// The feed-forward blocks of the layers of `config`, whose MoE layers are of `moe_config`.
+pub(crate) fn feed_forwards(
+    config: &ModelConfig,
+    moe_config: &MoeConfig,
+) -> Result<Vec<FeedForwardBlock>, ConfigError> {
+    let layer = |i| {
+        let moe = config.is_moe_layer(i).then(|| MoeLayer::new(moe_config.clone())).transpose()?;
+        Ok(FeedForwardBlock {
+            moe,
+            activation: config.activation.into(),
+            norm: Norm { eps: config.norm_eps },
+            residual_multiplier: config.variant.residual_multiplier,
+        })
+    };
+    (0..config.num_layers).map(layer).collect()
 }
 
 fn pass_stats(loss: HeadLoss, (balance_loss, z_loss): (f64, f64), layers: Vec<LayerStats>) -> PassStats {

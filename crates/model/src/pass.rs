@@ -166,6 +166,12 @@ pub enum BatchError {
     /// A model that can be used but not trained.
     #[error("this model cannot be trained: {0}")]
     NotTrainable(&'static str),
+    /// A model with an encoder is given no source.
+    #[error("this model has an encoder, which reads a source text first; here there is none for it to read")]
+    NoSource,
+    /// A source is given to a model without an encoder.
+    #[error("this model has no encoder to read a source with")]
+    NoEncoder,
     /// No token at all.
     #[error("no token: at least one is needed")]
     Empty,

@@ -5,8 +5,8 @@ use moeworks_tensor::Tensor;
 
 use crate::config::{ModelConfig, NormKind, PositionKind, QkNorm};
 use crate::weights::{
-    AttentionInputs, AttentionWeights, DecoderWeights, DenseWeights, FeedForwardWeights, HeadWeights, LatentWeights,
-    LayerWeights, LinearWeights, NormWeights,
+    AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
+    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights,
 };
 
 /// Makes tensors of given shapes.
@@ -31,13 +31,36 @@ impl<F: FnMut(&[usize]) -> Tensor, S: FnMut(&[usize]) -> Tensor> Maker<'_, F, S>
     fn decoder(&mut self) -> DecoderWeights {
         let c = self.config;
         let (v, d) = (c.vocab_size, c.width);
+        let encoder = c.of_encoder().map(|of_encoder| {
+            let Self { make, make_state, .. } = self;
+            Maker { config: &of_encoder, make, make_state }.encoder()
+        });
         DecoderWeights {
+            encoder,
             embedding: (self.make)(&[v, d]),
             positions: self.option(c.variant.positions == PositionKind::Learned, &[c.max_seq_len, d]),
+            relative: self.relative(),
             layers: (0..c.num_layers).map(|i| self.layer(i)).collect(),
             final_norm: self.norm(),
             head: self.option(!c.tie_embeddings, &[v, d]),
             head_bias: self.option(c.variant.head_bias, &[v]),
+        }
+    }
+
+    fn encoder(&mut self) -> EncoderWeights {
+        let c = self.config;
+        EncoderWeights {
+            embedding: self.option(!c.tie_embeddings, &[c.vocab_size, c.width]),
+            relative: self.relative(),
+            layers: (0..c.num_layers).map(|i| self.layer(i)).collect(),
+            final_norm: self.norm(),
+        }
+    }
+
+    fn relative(&mut self) -> Option<Tensor> {
+        match self.config.variant.positions {
+            PositionKind::Relative { num_buckets, .. } => Some((self.make)(&[num_buckets, self.config.num_heads])),
+            _ => None,
         }
     }
 
@@ -65,6 +88,7 @@ impl<F: FnMut(&[usize]) -> Tensor, S: FnMut(&[usize]) -> Tensor> Maker<'_, F, S>
         LayerWeights {
             attention_norm: self.norm(),
             attention: self.attention(),
+            cross: self.config.variant.encoder.is_some().then(|| self.cross()),
             feed_forward_norm: self.norm(),
             feed_forward: if self.config.is_moe_layer(i) {
                 FeedForwardWeights::Moe(self.moe())
@@ -83,6 +107,18 @@ impl<F: FnMut(&[usize]) -> Tensor, S: FnMut(&[usize]) -> Tensor> Maker<'_, F, S>
             },
             o: self.linear(c.width, c.num_heads * c.value_dim(), c.variant.output_bias),
             sinks: self.option(c.variant.sinks, &[c.num_heads]),
+        }
+    }
+
+    fn cross(&mut self) -> CrossWeights {
+        let c = self.config;
+        let (d, h, w) = (c.width, c.head_dim, c.value_dim());
+        CrossWeights {
+            norm: self.norm(),
+            q: self.linear(c.num_heads * h, d, false),
+            k: self.linear(c.num_kv_heads * h, d, false),
+            v: self.linear(c.num_kv_heads * w, d, false),
+            o: self.linear(d, c.num_heads * w, false),
         }
     }
 

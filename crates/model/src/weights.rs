@@ -96,6 +96,21 @@ pub enum FeedForwardWeights {
     Moe(MoeWeights),
 }
 
+/// Weights of a decoder layer's attention to what an encoder made of a source.
+#[derive(Clone)]
+pub struct CrossWeights {
+    /// `[D]`: norm of the decoder's side.
+    pub norm: NormWeights,
+    /// `[H h, D]`.
+    pub q: LinearWeights,
+    /// `[G h, D]`, of the encoder's result.
+    pub k: LinearWeights,
+    /// `[G w, D]`, of the encoder's result.
+    pub v: LinearWeights,
+    /// `[D, H w]`.
+    pub o: LinearWeights,
+}
+
 /// Weights of one layer.
 #[derive(Clone)]
 pub struct LayerWeights {
@@ -103,10 +118,25 @@ pub struct LayerWeights {
     pub attention_norm: NormWeights,
     /// Attention.
     pub attention: AttentionWeights,
+    /// Attention to an encoder's result, in a decoder that has one.
+    pub cross: Option<CrossWeights>,
     /// `[D]`: norm before the feed-forward.
     pub feed_forward_norm: NormWeights,
     /// Feed-forward.
     pub feed_forward: FeedForwardWeights,
+}
+
+/// The weights of an encoder.
+#[derive(Clone)]
+pub struct EncoderWeights {
+    /// `[V, D]`; none if it is the decoder's.
+    pub embedding: Option<Tensor>,
+    /// `[buckets, H]`: what is added to scores by distance.
+    pub relative: Option<Tensor>,
+    /// The layers, first to last.
+    pub layers: Vec<LayerWeights>,
+    /// `[D]`: norm behind the last layer.
+    pub final_norm: NormWeights,
 }
 
 /// All weights of a decoder. The same struct holds gradients and optimizer moments, all f32 then.
@@ -115,10 +145,14 @@ pub struct LayerWeights {
 /// products. Cloning shares no memory by accident: there is no `Clone`, copies are made with
 /// [`DecoderWeights::compute_copy`].
 pub struct DecoderWeights {
+    /// The encoder, if there is one.
+    pub encoder: Option<EncoderWeights>,
     /// `[V, D]`.
     pub embedding: Tensor,
     /// `[max_seq_len, D]`: learned positions.
     pub positions: Option<Tensor>,
+    /// `[buckets, H]`: what is added to scores by distance.
+    pub relative: Option<Tensor>,
     /// The layers, first to last.
     pub layers: Vec<LayerWeights>,
     /// `[D]`: norm before the output projection.
@@ -138,17 +172,11 @@ pub enum Role {
     Exact,
 }
 
-/// One list for both kinds of access, so that names and order cannot differ.
-macro_rules! list_tensors {
-    ($weights:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {{
-        let weights = $weights;
-        let mut list = Vec::new();
-        list.push(("model.embed_tokens.weight".to_owned(), Role::Product, & $($mutable)? weights.embedding));
-        if let Some(positions) = weights.positions.$option() {
-            list.push(("model.embed_positions.weight".to_owned(), Role::Exact, positions));
-        }
-        for (i, layer) in weights.layers.$iter().enumerate() {
-            let mut add = |name: &str, role, tensor| list.push((format!("model.layers.{i}.{name}"), role, tensor));
+/// The tensors of a list of layers whose names begin with `$prefix`, for both kinds of access as in [`list_tensors`].
+macro_rules! list_layers {
+    ($list:ident, $prefix:literal, $layers:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {
+        for (i, layer) in $layers.$iter().enumerate() {
+            let mut add = |name: &str, role, tensor| $list.push((format!("{}{i}.{name}", $prefix), role, tensor));
             macro_rules! add_option {
                 ($name:expr, $tensor:expr) => {
                     if let Some(tensor) = $tensor.$option() {
@@ -190,6 +218,14 @@ macro_rules! list_tensors {
             add("self_attn.o_proj.weight", Role::Product, & $($mutable)? attention.o.weight);
             add_option!("self_attn.o_proj.bias", attention.o.bias);
             add_option!("self_attn.sinks", attention.sinks);
+            if let Some(cross) = layer.cross.$option() {
+                add("cross_attn_norm.weight", Role::Exact, & $($mutable)? cross.norm.weight);
+                add_option!("cross_attn_norm.bias", cross.norm.bias);
+                add("cross_attn.q_proj.weight", Role::Product, & $($mutable)? cross.q.weight);
+                add("cross_attn.k_proj.weight", Role::Product, & $($mutable)? cross.k.weight);
+                add("cross_attn.v_proj.weight", Role::Product, & $($mutable)? cross.v.weight);
+                add("cross_attn.o_proj.weight", Role::Product, & $($mutable)? cross.o.weight);
+            }
             add("post_attention_layernorm.weight", Role::Exact, & $($mutable)? layer.feed_forward_norm.weight);
             add_option!("post_attention_layernorm.bias", layer.feed_forward_norm.bias);
             match & $($mutable)? layer.feed_forward {
@@ -221,6 +257,34 @@ macro_rules! list_tensors {
                 }
             }
         }
+    };
+}
+
+/// One list for both kinds of access, so that names and order cannot differ.
+macro_rules! list_tensors {
+    ($weights:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {{
+        let weights = $weights;
+        let mut list = Vec::new();
+        let mut embedding = "model.embed_tokens.weight";
+        if let Some(encoder) = weights.encoder.$option() {
+            if let Some(tensor) = encoder.embedding.$option() {
+                list.push(("model.encoder.embed_tokens.weight".to_owned(), Role::Product, tensor));
+                embedding = "model.decoder.embed_tokens.weight";
+            }
+            if let Some(relative) = encoder.relative.$option() {
+                list.push(("model.encoder.relative_bias.weight".to_owned(), Role::Exact, relative));
+            }
+            list_layers!(list, "model.encoder.layers.", encoder.layers, $iter, $option $(, $mutable)?);
+            list.push(("model.encoder.norm.weight".to_owned(), Role::Exact, & $($mutable)? encoder.final_norm.weight));
+        }
+        list.push((embedding.to_owned(), Role::Product, & $($mutable)? weights.embedding));
+        if let Some(positions) = weights.positions.$option() {
+            list.push(("model.embed_positions.weight".to_owned(), Role::Exact, positions));
+        }
+        if let Some(relative) = weights.relative.$option() {
+            list.push(("model.relative_bias.weight".to_owned(), Role::Exact, relative));
+        }
+        list_layers!(list, "model.layers.", weights.layers, $iter, $option $(, $mutable)?);
         list.push(("model.norm.weight".to_owned(), Role::Exact, & $($mutable)? weights.final_norm.weight));
         if let Some(bias) = weights.final_norm.bias.$option() {
             list.push(("model.norm.bias".to_owned(), Role::Exact, bias));
@@ -363,8 +427,10 @@ impl DecoderWeights {
 
     /// The same tensors, whose memory is shared.
     fn shared(&self) -> Self {
-        let Self { embedding, positions, layers, final_norm, head, head_bias } = self;
+        let Self { encoder, embedding, positions, relative, layers, final_norm, head, head_bias } = self;
         Self {
+            encoder: encoder.clone(),
+            relative: relative.clone(),
             embedding: embedding.clone(),
             positions: positions.clone(),
             layers: layers.clone(),

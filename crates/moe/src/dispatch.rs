@@ -49,6 +49,8 @@ pub struct DispatchRule<'a> {
     pub group_tokens: usize,
     /// `[T]`: who is served first, highest first; none for the order of the tokens.
     pub priority: Option<&'a [f32]>,
+    /// Rows that every expert may take of a group, whatever `capacity_factor` says.
+    pub fixed: Option<u32>,
 }
 
 impl DispatchRule<'_> {
@@ -56,12 +58,14 @@ impl DispatchRule<'_> {
     #[must_use]
     pub fn of(routing: &Routing, capacity_factor: f32) -> Self {
         let top_k = routing.top_k();
-        Self { capacity_factor, top_k, num_free: 0, free_ratio: 1.0, group_tokens: 0, priority: None }
+        Self { capacity_factor, top_k, num_free: 0, free_ratio: 1.0, group_tokens: 0, priority: None, fixed: None }
     }
 
     fn is_plain(&self, num_tokens: usize) -> bool {
         let is_one_group = self.group_tokens == 0 || self.group_tokens >= num_tokens;
-        self.num_free == 0 && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none()))
+        // A token names an expert at most once.
+        let has_room = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
+        self.num_free == 0 && has_room && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none()))
     }
 
     /// Tokens of a group.
@@ -72,6 +76,9 @@ impl DispatchRule<'_> {
     /// `[E]`: the rows that each expert may take of one group. With Z free experts and N computing ones a computing expert
     /// has `ceil(factor tau K S / (tau N + Z))` and a free one `ceil(factor K S / (tau N + Z))` (MoE++, 2410.07348).
     pub(crate) fn capacities(&self, num_tokens: usize, num_experts: usize) -> Vec<u32> {
+        if let Some(rows) = self.fixed {
+            return vec![rows; num_experts];
+        }
         let size = self.group_size(num_tokens);
         let num_free = self.num_free.min(num_experts);
         let computing = num_experts - num_free;
@@ -126,7 +133,7 @@ impl Dispatch {
         let limit = limits.first().copied().unwrap_or(0);
         let (ids, weights) = routing.tensors();
         let (sorted, ruled) = if rule.is_plain(num_tokens) {
-            let limit = (rule.capacity_factor != 0.0).then_some(limit);
+            let limit = (rule.capacity_factor != 0.0 && rule.fixed.is_none()).then_some(limit);
             (sort_choices(ctx, ids, weights, num_experts, limit), None)
         } else {
             let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens) };
@@ -136,7 +143,7 @@ impl Dispatch {
         };
         let computing = ruled.as_ref().map_or(&sorted.counts[..], |ruled| &ruled.counts[..num_experts - rule.num_free]);
         let needed = computing.iter().max().copied().unwrap_or(0);
-        let is_fixed = rule.capacity_factor > 0.0;
+        let is_fixed = rule.capacity_factor > 0.0 || rule.fixed.is_some();
         let capacity = match limit {
             u32::MAX if is_fixed => usize::MAX,
             limit if is_fixed => limit as usize,

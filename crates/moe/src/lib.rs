@@ -96,7 +96,8 @@ pub use losses::{
 pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
 pub use router::{
-    GroupScore, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert, WeightShape, next_state,
+    FixedCapacity, GroupScore, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert, WeightShape,
+    next_state,
 };
 pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{

@@ -2,7 +2,9 @@
 //!
 //! T tokens, D width, H query heads, G key and value heads, h head width, w width of a head's values.
 
-use moeworks_ops::attention::{AttentionShape, attention_backward, attention_with_sinks, sinks_backward};
+use moeworks_ops::attention::{
+    AttentionShape, attention_backward, attention_biased, attention_with_sinks, sinks_backward,
+};
 use moeworks_ops::linear::{Write, linear_backward_input};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
@@ -121,14 +123,11 @@ impl AttentionBlock {
         let [q, k, v] = &qkv;
         let sinks = w.sinks.as_ref().map(Tensor::f32s);
         let (o, lse) = match cache {
-            None => {
-                let shape = self.shape(pass, pass.seq_len, pass.seq_len);
-                attention_with_sinks(ctx, (q, k, v), sinks, &shape)
-            }
+            None => attend(pass, (q, k, v), sinks, &self.shape(pass, pass.seq_len, pass.seq_len)),
             Some(cache) => {
                 cache.append(ctx, k, v);
                 let shape = self.shape(pass, cache.len(), cache.capacity());
-                attention_with_sinks(ctx, (q, cache.keys(), cache.values()), sinks, &shape)
+                attend(pass, (q, cache.keys(), cache.values()), sinks, &shape)
             }
         };
         let mut y = project(ctx, &o, &w.o, DType::F32);
@@ -166,6 +165,19 @@ impl AttentionBlock {
         let mut dx = self.norm.backward(ctx, &weights.attention_norm, (x, &norm), &d_normed, write, d_norm);
         elementwise::add_assign(ctx, &mut dx, dy);
         (dx, AttentionGradTask { inputs, o, dy: d_block, compute: w.o.weight.dtype() })
+    }
+}
+
+/// Attention by the rules of the pass, and the log-sums that backward needs; with relative positions there is no backward.
+fn attend(
+    pass: &Pass<'_>,
+    qkv: (&Tensor, &Tensor, &Tensor),
+    sinks: Option<&[f32]>,
+    shape: &AttentionShape,
+) -> (Tensor, Tensor) {
+    match &pass.relative {
+        None => attention_with_sinks(pass.ctx, qkv, sinks, shape),
+        Some(relative) => (attention_biased(pass.ctx, qkv, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32)),
     }
 }
 

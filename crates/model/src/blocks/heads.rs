@@ -63,7 +63,7 @@ impl Heads {
             saved.before_norm = Some((std::mem::replace(&mut x, y), inv_rms));
         }
         saved.clipped = self.clip(pass.ctx, &mut x);
-        if let Some(table) = pass.rope {
+        if let Some(table) = &pass.rope {
             rope(pass.ctx, &mut x, table, pass.positions.u32s(), Rotation::Forward);
         }
         (x, saved)
@@ -111,7 +111,7 @@ impl Heads {
         write: Write,
         d_norm: Option<&mut Tensor>,
     ) -> Tensor {
-        if let Some(table) = pass.rope {
+        if let Some(table) = &pass.rope {
             rope(pass.ctx, &mut d, table, pass.positions.u32s(), Rotation::Inverse);
         }
         if let Some(clipped) = &saved.clipped {

@@ -4,21 +4,33 @@
 //! gradient of `x` at once, writes the (small) gradients of norm weights, and leaves the matrices' gradients as a task.
 
 pub(crate) mod attention;
+pub(crate) mod cross;
 pub(crate) mod feed_forward;
 mod heads;
 mod latent;
 pub(crate) mod norm;
 mod projection;
+pub(crate) mod relative;
+pub(crate) mod stack;
+
+use std::sync::Arc;
 
 use moeworks_ops::Context;
 use moeworks_ops::rope::RopeTable;
 use moeworks_tensor::{DType, Tensor};
 
+pub use cross::Memory;
+use relative::Relative;
+
 /// What all layers of one pass share.
 pub(crate) struct Pass<'a> {
     pub(crate) ctx: &'a Context,
     /// None without a rotary embedding.
-    pub(crate) rope: Option<&'a RopeTable>,
+    pub(crate) rope: Option<Arc<RopeTable>>,
+    /// What is added to scores by distance, where positions are relative.
+    pub(crate) relative: Option<Relative>,
+    /// What the decoder's layers attend to besides.
+    pub(crate) memory: Option<&'a Memory>,
     /// `[T]` u32: the position of each token in its sequence.
     pub(crate) positions: Tensor,
     pub(crate) num_sequences: usize,
@@ -31,7 +43,7 @@ impl<'a> Pass<'a> {
     /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
     pub(crate) fn new(
         ctx: &'a Context,
-        rope: Option<&'a RopeTable>,
+        rope: Option<Arc<RopeTable>>,
         num_sequences: usize,
         seq_len: usize,
         start: usize,
@@ -45,6 +57,7 @@ impl<'a> Pass<'a> {
         rows.u32s_mut().iter_mut().zip(0..).for_each(|(row, t)| *row = t);
         let mut ones = ctx.empty(&[tokens], DType::F32);
         ones.f32s_mut().fill(1.0);
-        Self { ctx, rope, positions, num_sequences, seq_len, all_rows: (rows, ones) }
+        let all_rows = (rows, ones);
+        Self { ctx, rope, relative: None, memory: None, positions, num_sequences, seq_len, all_rows }
     }
 }

@@ -8,7 +8,7 @@ use moeworks_ops::Activation;
 use serde::{Deserialize, Serialize};
 
 pub use rotary::{RopeScaling, Rotary};
-pub use variant::{LatentAttention, NormKind, PositionKind, Variant};
+pub use variant::{EncoderConfig, LatentAttention, NormKind, PositionKind, Variant};
 
 /// RMS norm of queries and keys before the rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,7 +101,7 @@ pub struct ModelConfig {
     pub rope_theta: f64,
     /// Epsilon of RMS norms.
     pub norm_eps: f32,
-    /// The longest sequence the model is made for.
+    /// The longest sequence the model is made for. Not a limit with relative positions.
     pub max_seq_len: usize,
     /// Standard deviation of initial weights (truncated at three); output projections of blocks are divided by sqrt(2 L).
     pub init_std: f32,
@@ -152,6 +152,24 @@ impl ModelConfig {
         self.num_experts > 0 && (i + 1).is_multiple_of(self.moe_every.max(1)) && !self.variant.dense_layers.contains(&i)
     }
 
+    /// The configuration of the encoder's layers, as if they were a decoder's; none without an encoder.
+    #[must_use]
+    pub fn of_encoder(&self) -> Option<Self> {
+        let EncoderConfig { num_layers, dense_layers, .. } = self.variant.encoder.clone()?;
+        let variant = Variant { encoder: None, dense_layers, ..self.variant.clone() };
+        Some(Self { num_layers, variant, ..self.clone() })
+    }
+
+    /// The MoE layers in the order in which a token meets them: whether one is the encoder's, and its number there.
+    #[must_use]
+    pub fn moe_layers(&self) -> Vec<(bool, usize)> {
+        let of = |config: &Self, is_encoder: bool| -> Vec<(bool, usize)> {
+            (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).map(|i| (is_encoder, i)).collect()
+        };
+        let encoder = self.of_encoder().map_or_else(Vec::new, |encoder| of(&encoder, true));
+        encoder.into_iter().chain(of(self, false)).collect()
+    }
+
     /// Whether a trained model of `other` computes what one of this configuration does, from the same weights.
     #[must_use]
     pub fn computes_as(&self, other: &Self) -> bool {
@@ -171,9 +189,15 @@ impl ModelConfig {
         if c.router.num_groups == 1 {
             c.router.group_score = RouterConfig::default().group_score;
         }
-        let is_moe = |i: &usize| self.is_moe_layer(*i);
-        let layers = 0..self.num_layers.min(1 << 14);
-        if !layers.clone().any(|i| is_moe(&i)) {
+        let dense_layers = |config: &Self| -> Vec<usize> {
+            (0..config.num_layers.min(1 << 14)).filter(|&i| !config.is_moe_layer(i)).collect()
+        };
+        let of_encoder = self.of_encoder().map(|encoder| (dense_layers(&encoder), encoder.num_layers));
+        let of_decoder = dense_layers(self);
+        let is_dense = |dense: &[usize], num_layers: usize| dense.len() >= num_layers.min(1 << 14);
+        if is_dense(&of_decoder, self.num_layers)
+            && of_encoder.as_ref().is_none_or(|(dense, all)| is_dense(dense, *all))
+        {
             c = Self {
                 num_experts: 0,
                 top_k: default.top_k,
@@ -190,14 +214,17 @@ impl ModelConfig {
         // Normalised weights are the same in either order.
         c.normalize_weights |= !c.softmax_before_topk;
         c.softmax_before_topk = true;
-        if layers.clone().all(|i| is_moe(&i)) {
+        if of_decoder.is_empty() && of_encoder.as_ref().is_none_or(|(dense, _)| dense.is_empty()) {
             c.dense_width = default.dense_width;
         }
         c.moe_every = 1;
-        c.variant.dense_layers = layers.filter(|i| !is_moe(i)).collect();
+        c.variant.dense_layers = of_decoder;
+        if let (Some(encoder), Some((dense, _))) = (&mut c.variant.encoder, of_encoder) {
+            encoder.dense_layers = dense;
+        }
         c.variant.value_dim = self.value_dim();
         c.variant.attention_scale = self.attention_scale();
-        if self.variant.positions == PositionKind::Learned {
+        if self.variant.positions != PositionKind::Rotary {
             c.rope_theta = default.rope_theta;
         }
         c
@@ -249,6 +276,11 @@ impl ModelConfig {
         }
     }
 
+    /// The configuration of the MoE layers of a model that is used: without noise, and no token is dropped for a share.
+    pub(crate) fn inference_moe(&self) -> MoeConfig {
+        MoeConfig { capacity_factor: 0.0, jitter: 0.0, ..self.moe() }
+    }
+
     /// Checks every setting; `vocab_size` may still be 0.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let positive = [
@@ -275,6 +307,7 @@ impl ModelConfig {
             let expected = format!("must be num_heads, {}, in latent attention", self.num_heads);
             return Err(ConfigError::new("num_kv_heads", self.num_kv_heads, expected));
         }
+        self.check_encoder()?;
         let has_dense_layer = (0..self.num_layers).any(|i| !self.is_moe_layer(i));
         if has_dense_layer && self.dense_width == 0 {
             return Err(ConfigError::new("dense_width", 0, "must be at least 1: some layers are dense"));
@@ -288,6 +321,24 @@ impl ModelConfig {
             return Err(ConfigError::new("init_std", self.init_std, "must be a number of at least 0"));
         }
         if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }
+    }
+
+    /// Checks what the encoder needs of the rest.
+    fn check_encoder(&self) -> Result<(), ConfigError> {
+        let Some(encoder) = &self.variant.encoder else { return Ok(()) };
+        if self.vocab_size > 0 && encoder.start_id as usize >= self.vocab_size {
+            let expected = format!("must be below vocab_size, {}", self.vocab_size);
+            return Err(ConfigError::new("variant.encoder.start_id", encoder.start_id, expected));
+        }
+        if !self.router.is_plain_at_inference() {
+            return Err(ConfigError::new("router", "given", "must be plain in a model with an encoder"));
+        }
+        let of_encoder = self.of_encoder();
+        let has_dense_layer = of_encoder.is_some_and(|c| (0..c.num_layers).any(|i| !c.is_moe_layer(i)));
+        if has_dense_layer && self.dense_width == 0 {
+            return Err(ConfigError::new("dense_width", 0, "must be at least 1: some layers are dense"));
+        }
+        Ok(())
     }
 
     /// Refuses sizes that no model has, so that no product of them overflows: a configuration may come from a file.

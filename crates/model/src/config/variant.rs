@@ -25,6 +25,26 @@ pub enum PositionKind {
     Rotary,
     /// A learned vector for each position, added to the embedding (GPT-2).
     Learned,
+    /// A learned number for each head, added to scores by the distance of query and key (T5, 1910.10683, section 2.1): one
+    /// for each of some ranges of distances, the same in every layer. There is no longest sequence.
+    Relative {
+        /// Ranges of distances, even. An encoder has half of them for each direction; half of those are of one distance each.
+        num_buckets: usize,
+        /// From this distance on all fall in one range.
+        max_distance: usize,
+    },
+}
+
+/// An encoder, to whose result the decoder's layers attend (T5, 1910.10683). Its layers have the sizes of the decoder's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EncoderConfig {
+    /// Its layers.
+    pub num_layers: usize,
+    /// Those of them that are dense whatever `moe_every` says.
+    pub dense_layers: Vec<usize>,
+    /// The id that every text of the decoder begins with.
+    pub start_id: u32,
 }
 
 /// Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): keys and values are made from one narrow vector a
@@ -88,6 +108,11 @@ pub struct Variant {
     pub logits_divisor: f32,
     /// A bias on the logits.
     pub head_bias: bool,
+    /// Tokens of a sequence that an expert takes in one pass, in use as in training; 0: no limit (Switch Transformers).
+    pub expert_capacity: usize,
+    /// An encoder before the decoder. Without tied embeddings it has an embedding of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encoder: Option<EncoderConfig>,
 }
 
 impl Default for Variant {
@@ -113,6 +138,8 @@ impl Default for Variant {
             residual_multiplier: 1.0,
             logits_divisor: 1.0,
             head_bias: false,
+            expert_capacity: 0,
+            encoder: None,
         }
     }
 }
@@ -148,8 +175,45 @@ impl Variant {
         if let Some(latent) = &self.latent {
             latent.validate(head_dim)?;
         }
-        let rotated = self.latent.map_or(head_dim, |latent| latent.rotary_dim);
-        if self.positions == PositionKind::Rotary { self.rotary.validate(rotated) } else { Ok(()) }
+        if u32::try_from(self.expert_capacity).is_err() {
+            return wrong("variant.expert_capacity", &self.expert_capacity, "must be below 2^32");
+        }
+        if let Some(encoder) = &self.encoder {
+            self.validate_encoder(encoder)?;
+        }
+        match self.positions {
+            PositionKind::Rotary => self.rotary.validate(self.latent.map_or(head_dim, |latent| latent.rotary_dim)),
+            PositionKind::Learned => Ok(()),
+            PositionKind::Relative { num_buckets, max_distance } => self.validate_relative(num_buckets, max_distance),
+        }
+    }
+
+    fn validate_relative(&self, num_buckets: usize, max_distance: usize) -> Result<(), ConfigError> {
+        if !num_buckets.is_multiple_of(2) || !(4..=1 << 16).contains(&num_buckets) {
+            let expected = "must be an even number from 4 to 65536";
+            return Err(ConfigError::new("variant.positions.num_buckets", num_buckets, expected));
+        }
+        if max_distance <= num_buckets / 2 || max_distance > 1 << 24 {
+            let expected = format!("must be above half of num_buckets, {num_buckets}, and at most 2^24");
+            return Err(ConfigError::new("variant.positions.max_distance", max_distance, expected));
+        }
+        if self.window > 0 || self.sinks {
+            return Err(ConfigError::new("variant.positions", "relative", "goes with neither a window nor sinks"));
+        }
+        Ok(())
+    }
+
+    fn validate_encoder(&self, encoder: &EncoderConfig) -> Result<(), ConfigError> {
+        if !(1..=1 << 14).contains(&encoder.num_layers) {
+            let expected = "must be from 1 to 16384";
+            return Err(ConfigError::new("variant.encoder.num_layers", encoder.num_layers, expected));
+        }
+        let is_relative = matches!(self.positions, PositionKind::Relative { .. });
+        if !is_relative || self.latent.is_some() {
+            let expected = "goes with relative positions and plain attention only";
+            return Err(ConfigError::new("variant.encoder", "given", expected));
+        }
+        Ok(())
     }
 }
 

@@ -3,6 +3,7 @@
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
+use crate::blocks::Memory;
 use crate::config::ModelConfig;
 
 /// Rows that a layer's cache has at first; it doubles when full.
@@ -11,6 +12,7 @@ const FIRST_CAPACITY: usize = 64;
 /// The keys and values of one sequence in every layer.
 pub struct KvCache {
     layers: Vec<LayerCache>,
+    memory: Option<Memory>,
 }
 
 /// The keys (rotated) and values of one sequence in one layer.
@@ -25,7 +27,13 @@ impl KvCache {
     /// An empty cache for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
-        Self { layers: (0..config.num_layers).map(|_| LayerCache::default()).collect() }
+        Self { layers: (0..config.num_layers).map(|_| LayerCache::default()).collect(), memory: None }
+    }
+
+    /// An empty cache for a text that answers the source in `memory`.
+    #[must_use]
+    pub fn answering(config: &ModelConfig, memory: Memory) -> Self {
+        Self { memory: Some(memory), ..Self::new(config) }
     }
 
     /// Tokens in the cache.
@@ -47,8 +55,9 @@ impl KvCache {
         }
     }
 
-    pub(crate) fn layers_mut(&mut self) -> &mut [LayerCache] {
-        &mut self.layers
+    /// The layers' caches, and what they attend to besides.
+    pub(crate) fn parts(&mut self) -> (&mut [LayerCache], Option<&Memory>) {
+        (&mut self.layers, self.memory.as_ref())
     }
 }
 

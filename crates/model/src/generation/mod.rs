@@ -14,13 +14,14 @@ pub use sampler::{Sampler, SamplingOptions};
 pub use stream::TextStream;
 
 use crate::decoder::Decoder;
+use crate::encoder::SourceBatch;
 use crate::pass::BatchError;
 use crate::weights::DecoderWeights;
 
 /// What is to be generated.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateRequest<'a> {
-    /// The ids to go on from, at least one.
+    /// The ids to go on from, or of the source to answer in a model with an encoder; at least one.
     pub prompt: &'a [u32],
     /// Ids to generate at most.
     pub max_new_tokens: usize,
@@ -39,9 +40,10 @@ pub enum StopReason {
     Asked,
 }
 
-/// Goes on from a prompt: draws ids with `sampler` until a stop id, the limit, or `on_token`, which is called with each id
+/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit, or `on_token`, which is called with each id
 /// as it is drawn, says so. Returns the new ids. Fails before anything is computed if prompt and new tokens together do not
-/// fit in the model's `max_seq_len`: the window does not slide, because the keys of a cache carry their positions.
+/// fit in the model's `max_seq_len`, if that is a limit: the window does not slide, because the keys of a cache carry their
+/// positions.
 pub fn generate(
     decoder: &Decoder,
     ctx: &Context,
@@ -51,14 +53,17 @@ pub fn generate(
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<(Vec<u32>, StopReason), BatchError> {
     let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
-    let max_seq_len = decoder.config().max_seq_len;
-    let len = prompt.len().saturating_add(max_new_tokens);
-    if len > max_seq_len {
-        return Err(BatchError::TooLong { len, max_seq_len });
-    }
-    let mut cache = KvCache::new(decoder.config());
+    decoder.check_len(prompt.len().saturating_add(max_new_tokens))?;
+    let config = decoder.config();
+    let (mut cache, first) = match &config.variant.encoder {
+        None => (KvCache::new(config), prompt),
+        Some(encoder) => {
+            let memory = decoder.encode(ctx, weights, &SourceBatch { ids: prompt, num_sequences: 1 })?;
+            (KvCache::answering(config, memory), &[encoder.start_id][..])
+        }
+    };
     let mut ids = Vec::new();
-    let mut logits = decoder.extend(ctx, weights, &mut cache, prompt)?;
+    let mut logits = decoder.extend(ctx, weights, &mut cache, first)?;
     while ids.len() < max_new_tokens {
         let id = sampler.sample(logits.f32s());
         ids.push(id);

@@ -15,6 +15,8 @@ pub(crate) struct Family {
     pub(crate) architecture: &'static str,
     /// What stands before a layer's number on disk, `model.layers.` in most; what we write first.
     pub(crate) layers: &'static [&'static str],
+    /// The same of an encoder's layers; empty in families without an encoder.
+    pub(crate) encoder_layers: &'static str,
     /// Where a tensor's name or form on disk is not the usual one; earlier rules win.
     pub(crate) rules: &'static [Rule],
     /// Endings of tensors on disk that are no weights: buffers that can be computed.

@@ -8,7 +8,8 @@ use super::family::Family;
 
 /// Where a tensor of ours is on disk.
 pub(crate) struct Rule {
-    /// Our name; a layer's without `model.layers.N.`.
+    /// Our name; a layer's without `model.layers.N.`. With `encoder.` before it the rule is for an encoder's layers and comes
+    /// before the others there.
     pub(crate) ours: &'static str,
     /// Its form on disk.
     pub(crate) form: Form,
@@ -113,16 +114,20 @@ impl View {
 
 /// Every form in which a family may store the tensor `name` of shape `shape`, the one that we write first.
 pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool) -> Vec<Vec<Piece>> {
-    let (layer, local) = split(name);
+    let Name { layer, is_encoder, local } = Name::of(name);
     let prefixes: Vec<String> = match layer {
+        Some(layer) if is_encoder => vec![format!("{}{layer}.", family.encoder_layers)],
         Some(layer) => family.layers.iter().map(|layers| format!("{layers}{layer}.")).collect(),
         None => vec![String::new()],
     };
     // A dense feed-forward is a stack of one with us.
     let shape = if DENSE.contains(&local) { &shape[1..] } else { shape };
+    let rules = || family.rules.iter().chain(USUAL);
+    let is_own = |rule: &&Rule| is_encoder && rule.ours.strip_prefix("encoder.") == Some(local);
+    let has_own = rules().any(|rule| is_own(&rule));
     let mut forms = Vec::new();
     for prefix in &prefixes {
-        let rules = family.rules.iter().chain(USUAL).filter(|rule| rule.ours == local);
+        let rules = rules().filter(|rule| if has_own { is_own(rule) } else { rule.ours == local });
         forms.extend(rules.map(|rule| pieces(rule.form, prefix, shape, is_gated)));
     }
     if forms.is_empty() {
@@ -135,10 +140,25 @@ fn name_on_disk(prefix: &str, local: &str) -> String {
     format!("{prefix}{local}")
 }
 
-/// The number of a tensor's layer, if it is in one, and its name in the layer.
-fn split(name: &str) -> (Option<&str>, &str) {
-    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-    layer.map_or((None, name), |(i, local)| (Some(i), local))
+/// The parts of one of our names.
+struct Name<'a> {
+    /// The number of the tensor's layer, if it is in one.
+    layer: Option<&'a str>,
+    /// Whether that is an encoder's.
+    is_encoder: bool,
+    /// The name in the layer.
+    local: &'a str,
+}
+
+impl<'a> Name<'a> {
+    fn of(name: &'a str) -> Self {
+        let in_layer = |prefix: &str| name.strip_prefix(prefix).and_then(|rest| rest.split_once('.'));
+        match (in_layer("model.layers."), in_layer("model.encoder.layers.")) {
+            (Some((layer, local)), _) => Self { layer: Some(layer), is_encoder: false, local },
+            (_, Some((layer, local))) => Self { layer: Some(layer), is_encoder: true, local },
+            _ => Self { layer: None, is_encoder: false, local: name },
+        }
+    }
 }
 
 fn whole(name: String, shape: &[usize]) -> Piece {

@@ -15,9 +15,9 @@ use serde_json::Value;
 use crate::common::{assert_close, assert_same_bits, batch, fixture, next_ids};
 
 /// The tolerance, relative to the largest element of each tensor.
-const TOLERANCE: f32 = 1e-4;
+pub(crate) const TOLERANCE: f32 = 1e-4;
 
-fn expected_json(name: &str) -> Value {
+pub(crate) fn expected_json(name: &str) -> Value {
     let text = std::fs::read_to_string(fixture(name).join("expected.json")).unwrap();
     serde_json::from_str(&text).unwrap()
 }
@@ -97,7 +97,12 @@ fn compare_with_transformers(name: &str, model_type: &str) {
 
 /// What is written is read back with the same configuration and the same bits, and written again with the same bytes; no
 /// key of the first folder is lost.
-fn save_and_load(ctx: &Context, (decoder, weights): (&Decoder, &DecoderWeights), dir: &Path, model_type: &str) {
+pub(crate) fn save_and_load(
+    ctx: &Context,
+    (decoder, weights): (&Decoder, &DecoderWeights),
+    dir: &Path,
+    model_type: &str,
+) {
     let temporary = tempfile::tempdir().unwrap();
     let (first, second) = (temporary.path().join("first"), temporary.path().join("second"));
     let origin = ModelFolder::open(dir).unwrap();

@@ -7,6 +7,7 @@ mod folders;
 mod generation;
 mod gguf;
 mod safetensors;
+mod switch;
 mod tokenizer;
 mod transformers;
 mod upcycle;

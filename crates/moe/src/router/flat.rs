@@ -391,8 +391,9 @@ impl FlatRouter<'_> {
             top_k: self.config.top_k,
             num_free: router.num_free(),
             free_ratio: router.free_ratio,
-            group_tokens: router.local_group,
+            group_tokens: self.input.capacity.map_or(router.local_group, |capacity| capacity.group_tokens),
             priority,
+            fixed: self.input.capacity.map(|capacity| capacity.num_tokens),
         }
     }
 

@@ -2,6 +2,15 @@
 
 use moeworks_tensor::Random;
 
+/// A capacity that a model has in every pass, in use as in training (`expert_capacity` in Switch Transformers).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FixedCapacity {
+    /// Tokens of a group that an expert takes: the first of those that choose it. Others get nothing from the layer.
+    pub num_tokens: u32,
+    /// Tokens of a group, such as those of a sequence.
+    pub group_tokens: usize,
+}
+
 /// What a router looks at besides the layer's input `x [T, D]`.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterInput<'a> {
@@ -17,11 +26,13 @@ pub struct RouterInput<'a> {
     /// Whether the model is used rather than trained: tokens choose by themselves, whatever the scheme of training, so that
     /// a token's experts do not depend on other tokens, and nothing is random.
     pub is_inference: bool,
+    /// Holds in place of the configuration's capacity, in training and in use.
+    pub capacity: Option<FixedCapacity>,
 }
 
 impl Default for RouterInput<'_> {
     fn default() -> Self {
-        Self { noise: None, token_ids: &[], seq_len: 0, progress: 1.0, is_inference: false }
+        Self { noise: None, token_ids: &[], seq_len: 0, progress: 1.0, is_inference: false, capacity: None }
     }
 }
 

@@ -22,6 +22,6 @@ mod weigh;
 pub use config::{GroupScore, RouterConfig, RouterKind, ScoreFunction, SecondExpert};
 pub(crate) use flat::{Decision, FlatRouter, FlatSaved};
 pub(crate) use grads::RouterGradTask;
-pub use input::RouterInput;
+pub use input::{FixedCapacity, RouterInput};
 pub(crate) use scorer::put;
 pub use state::{Init, WeightShape, next_state};

@@ -88,6 +88,11 @@ fn the_rule_says_who_is_served() {
     assert_eq!(kept(&|_| ()), [0, 1, 3]);
     // Groups of three tokens, room for one each.
     assert_eq!(kept(&|rule| rule.group_tokens = 3), [0, 4, 3]);
+    // A fixed number of rows of a group, whatever the factor says; one that cannot overflow drops nothing.
+    assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(1))), [0, 4, 3]);
+    assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(2))), [0, 1, 4, 5, 3]);
+    assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(3))), [0, 1, 2, 4, 5, 3]);
+    assert_eq!(kept(&|rule| rule.fixed = Some(4)), [0, 1, 2, 4, 3]);
     let priority = [0.1, 0.5, 0.9, 0.2, 0.9, 0.3];
     let by_priority = Dispatch::with_rule(
         &ctx,

@@ -8,7 +8,12 @@ use proptest::prelude::*;
 use crate::common::{assert_close, contexts, dot, doubles, normal_tensor, normals, rounding, thread_counts};
 
 /// The definition, in f64.
-fn reference((q, k, v): (&[f64], &[f64], &[f64]), bias: Option<&[f32]>, is_causal: bool, s: &AttentionShape) -> Vec<f64> {
+fn reference(
+    (q, k, v): (&[f64], &[f64], &[f64]),
+    bias: Option<&[f32]>,
+    is_causal: bool,
+    s: &AttentionShape,
+) -> Vec<f64> {
     let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
     let mut o = vec![0.0; s.batch * s.seq_len * s.num_heads * w];
     for (row, o) in o.chunks_exact_mut(w).enumerate() {
@@ -69,7 +74,10 @@ impl Case {
 }
 
 /// `[batch, seq_len, kv_len, spare rows]`, `[G, heads a group, h, value width]`.
-fn shape([batch, seq_len, kv_len, spare]: [usize; 4], [kv_heads, group, head_dim, value_dim]: [usize; 4]) -> AttentionShape {
+fn shape(
+    [batch, seq_len, kv_len, spare]: [usize; 4],
+    [kv_heads, group, head_dim, value_dim]: [usize; 4],
+) -> AttentionShape {
     AttentionShape {
         batch,
         seq_len,

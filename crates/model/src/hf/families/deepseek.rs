@@ -13,6 +13,7 @@ pub(crate) const V2: Family = Family {
     model_type: "deepseek_v2",
     architecture: "DeepseekV2ForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[],
     ignored: &[],
     has_further_layers: false,

@@ -13,6 +13,7 @@ pub(crate) const FAMILY: Family = Family {
     architecture: "GPT2LMHeadModel",
     // The published files have names without the first part.
     layers: &["transformer.h.", "h."],
+    encoder_layers: "",
     rules: &[
         Rule { ours: "model.embed_tokens.weight", form: Form::Whole("transformer.wte.weight") },
         Rule { ours: "model.embed_tokens.weight", form: Form::Whole("wte.weight") },
@@ -90,25 +91,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
 }
 
 fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
-    let of_others = [
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "intermediate_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "attention_bias",
-        "attention_dropout",
-    ];
-    for key in of_others {
-        map.remove(key);
-    }
+    super::remove_usual(map);
     let json = json!({
         "n_embd": config.width,
         "n_layer": config.num_layers,

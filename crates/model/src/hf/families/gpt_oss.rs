@@ -13,6 +13,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "gpt_oss",
     architecture: "GptOssForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[
         Rule { ours: "mlp.gate.weight", form: Form::Whole("mlp.router.weight") },
         Rule { ours: "mlp.gate.bias", form: Form::Whole("mlp.router.bias") },

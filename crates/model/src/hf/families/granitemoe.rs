@@ -12,6 +12,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "granitemoe",
     architecture: "GraniteMoeForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[
         Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.router.layer.weight") },
         Rule { ours: "mlp.experts.gate_up_proj", form: Form::Whole("block_sparse_moe.input_linear.weight") },

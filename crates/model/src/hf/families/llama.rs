@@ -11,6 +11,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "llama",
     architecture: "LlamaForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[],
     ignored: &[],
     has_further_layers: false,

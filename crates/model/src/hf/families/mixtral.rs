@@ -23,6 +23,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "mixtral",
     architecture: "MixtralForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[
         ROUTER,
         // Beside stacked experts.

@@ -15,11 +15,12 @@ mod phimoe;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod switch;
 
 use super::family::Family;
 
 /// Every family, the first that fits first.
-pub(crate) const FAMILIES: [&Family; 12] = [
+pub(crate) const FAMILIES: [&Family; 13] = [
     &qwen3_moe::FAMILY,
     &olmoe::FAMILY,
     &mixtral::FAMILY,
@@ -32,6 +33,7 @@ pub(crate) const FAMILIES: [&Family; 12] = [
     &deepseek::V2,
     &phimoe::FAMILY,
     &gpt2::FAMILY,
+    &switch::FAMILY,
 ];
 
 /// Ours, for what the others cannot express. The configuration is under our own key, whole.
@@ -39,6 +41,7 @@ pub(crate) const OURS: Family = Family {
     model_type: "moeworks",
     architecture: "MoeworksForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "model.encoder.layers.",
     rules: &[],
     ignored: &[],
     has_further_layers: false,
@@ -50,5 +53,28 @@ pub(crate) const OURS: Family = Family {
 fn extend(map: &mut serde_json::Map<String, serde_json::Value>, json: serde_json::Value) {
     if let serde_json::Value::Object(json) = json {
         map.extend(json);
+    }
+}
+
+/// Removes the keys that most families share from `map`, for a family that has other words for them.
+fn remove_usual(map: &mut serde_json::Map<String, serde_json::Value>) {
+    let usual = [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "intermediate_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "attention_bias",
+        "attention_dropout",
+    ];
+    for key in usual {
+        map.remove(key);
     }
 }

@@ -16,6 +16,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "phimoe",
     architecture: "PhimoeForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[
         mixtral::ROUTER,
         // Beside stacked experts.

@@ -12,6 +12,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "qwen2_moe",
     architecture: "Qwen2MoeForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[
         Rule {
             ours: "mlp.shared_experts.gate_up_proj",

@@ -11,6 +11,7 @@ pub(crate) const FAMILY: Family = Family {
     model_type: "qwen3",
     architecture: "Qwen3ForCausalLM",
     layers: &["model.layers."],
+    encoder_layers: "",
     rules: &[],
     ignored: &[],
     has_further_layers: false,

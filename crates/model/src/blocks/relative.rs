@@ -1,0 +1,73 @@
+//! Relative positions: a learned number for each head and each range of distances, added to scores (T5, 1910.10683).
+//!
+//! Near distances have a range each, further ones share ranges that grow with the logarithm of the distance. The formula
+//! is that of `_relative_position_bucket` in transformers 5.23, f32 throughout, so that edges of ranges fall alike.
+
+use moeworks_ops::attention::ScoreRule;
+use moeworks_tensor::Tensor;
+
+use crate::config::{ModelConfig, PositionKind};
+
+/// What is added to scores in all layers of one pass.
+pub(crate) struct Relative {
+    /// `[H, seq_len + kv_len - 1]`, as [`ScoreRule`] wants it.
+    bias: Vec<f32>,
+    is_causal: bool,
+}
+
+/// How distances are divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Buckets {
+    pub(crate) count: usize,
+    pub(crate) max_distance: usize,
+    /// Whether a query sees keys up to its own position only.
+    pub(crate) is_causal: bool,
+}
+
+impl Buckets {
+    /// The number of the range that holds a key so far behind the query.
+    pub(crate) fn of(&self, distance: isize) -> usize {
+        let (count, first) = match self.is_causal {
+            true => (self.count, 0),
+            false => (self.count / 2, if distance > 0 { self.count / 2 } else { 0 }),
+        };
+        let distance = if self.is_causal { distance.min(0) } else { distance }.unsigned_abs();
+        let exact = count / 2;
+        if distance < exact {
+            return first + distance;
+        }
+        let growth = (self.max_distance as f64 / exact as f64).ln() as f32;
+        let range = (distance as f32 / exact as f32).ln() / growth * (count - exact) as f32;
+        first + (exact + range as usize).min(count - 1)
+    }
+}
+
+impl Relative {
+    /// What a pass over layers of `config` adds, where positions are relative; as [`new`](Self::new).
+    pub(crate) fn of(
+        config: &ModelConfig,
+        weights: Option<&Tensor>,
+        is_causal: bool,
+        lens: [usize; 2],
+    ) -> Option<Self> {
+        let PositionKind::Relative { num_buckets: count, max_distance } = config.variant.positions else { return None };
+        weights.map(|weights| Self::new(weights, Buckets { count, max_distance, is_causal }, lens))
+    }
+
+    /// What `weights [buckets, H]` add for `seq_len` queries, the last of which stands at the last of `kv_len` keys.
+    pub(crate) fn new(weights: &Tensor, buckets: Buckets, [seq_len, kv_len]: [usize; 2]) -> Self {
+        let (values, num_heads) = (weights.f32s(), weights.cols());
+        let distances = 1 - kv_len as isize..seq_len as isize;
+        let rows: Vec<usize> = distances.map(|distance| buckets.of(distance) * num_heads).collect();
+        let bias = (0..num_heads).flat_map(|head| rows.iter().map(move |row| values[row + head])).collect();
+        Self { bias, is_causal: buckets.is_causal }
+    }
+
+    pub(crate) fn rule(&self) -> ScoreRule<'_> {
+        ScoreRule { bias: Some(&self.bias), is_causal: self.is_causal }
+    }
+}
+
+#[cfg(test)]
+#[path = "relative_tests.rs"]
+mod tests;

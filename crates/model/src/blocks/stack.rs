@@ -1,0 +1,54 @@
+//! Layers one behind the other, without a way back: how encoders and decoders are used.
+
+use moeworks_moe::{FixedCapacity, MoeSaved, RouterInput};
+use moeworks_tensor::Tensor;
+
+use super::Pass;
+use super::attention::{AttentionBlock, WRONG_KIND};
+use super::cross::CrossBlock;
+use super::feed_forward::FeedForwardBlock;
+use crate::generation::LayerCache;
+use crate::weights::LayerWeights;
+
+/// The blocks of some layers.
+#[derive(Clone, Copy)]
+pub(crate) struct Stack<'a> {
+    pub(crate) attention: &'a [AttentionBlock],
+    /// The block of a decoder with an encoder, the same in all layers.
+    pub(crate) cross: Option<&'a CrossBlock>,
+    pub(crate) feed_forward: &'a [FeedForwardBlock],
+    /// As `Variant::expert_capacity`.
+    pub(crate) expert_capacity: usize,
+}
+
+impl Stack<'_> {
+    /// The residual stream `[T, D]` behind the last layer. Shows `watch` what each MoE layer decided.
+    pub(crate) fn forward(
+        &self,
+        pass: &Pass<'_>,
+        weights: &[LayerWeights],
+        mut x: Tensor,
+        input: &RouterInput<'_>,
+        caches: Option<&mut [LayerCache]>,
+        mut watch: impl FnMut(usize, &MoeSaved),
+    ) -> Tensor {
+        let capacity = (self.expert_capacity > 0)
+            .then_some(FixedCapacity { num_tokens: self.expert_capacity as u32, group_tokens: pass.seq_len });
+        let input = RouterInput { capacity, ..*input };
+        let mut caches = caches.map(|caches| caches.iter_mut());
+        for (i, ((attention, block), w)) in self.attention.iter().zip(self.feed_forward).zip(weights).enumerate() {
+            let cache = caches.as_mut().and_then(Iterator::next);
+            let (mut middle, _) = attention.forward(pass, w, &x, cache);
+            if let Some(cross) = self.cross {
+                let (Some(w), Some(memory)) = (&w.cross, pass.memory) else { panic!("{WRONG_KIND}") };
+                middle = cross.forward(pass, w, &middle, (memory, i));
+            }
+            let (y, saved) = block.forward(pass, w, &middle, &input);
+            if let Some(saved) = saved.moe() {
+                watch(i, saved);
+            }
+            x = y;
+        }
+        x
+    }
+}

@@ -1,0 +1,133 @@
+//! Switch Transformers: an encoder that reads, a decoder that answers, compared with what `transformers` computes.
+
+use std::ops::ControlFlow;
+
+use moeworks_model::generation::{GenerateRequest, KvCache, Sampler, SamplingOptions, generate};
+use moeworks_model::hf::load_model;
+use moeworks_model::safetensors::SafetensorsFile;
+use moeworks_model::{BatchError, Decoder, DecoderWeights, PassOptions, SourceBatch, TokenBatch};
+use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
+use serde_json::Value;
+
+use crate::common::{assert_close, batch, fixture};
+use crate::fixtures::{TOLERANCE, expected_json, save_and_load};
+
+/// A fixture and what `transformers` makes of it.
+struct Case {
+    ctx: Context,
+    name: &'static str,
+    decoder: Decoder,
+    weights: DecoderWeights,
+    expected: Value,
+    sources: Vec<u32>,
+    /// What the decoder reads, and what it should predict.
+    answers: [Vec<u32>; 2],
+}
+
+const NUM_SEQUENCES: usize = 3;
+
+impl Case {
+    fn of(name: &'static str) -> Self {
+        let ctx = Context::cpu(2);
+        let (config, weights) = load_model(&ctx, &fixture(name)).unwrap();
+        let expected = expected_json(name);
+        let rows = |key: &str| -> Vec<Vec<u32>> { serde_json::from_value(expected[key].clone()).unwrap() };
+        let start_id = config.variant.encoder.as_ref().unwrap().start_id;
+        let shifted = |row: &Vec<u32>| [&[start_id], &row[..row.len() - 1]].concat();
+        let labels = rows("label_ids");
+        let answers = [labels.iter().flat_map(shifted).collect(), labels.concat()];
+        let sources = rows("source_ids").concat();
+        Self { ctx, name, decoder: Decoder::new(config).unwrap(), weights, expected, sources, answers }
+    }
+
+    fn sources(&self) -> SourceBatch<'_> {
+        SourceBatch { ids: &self.sources, num_sequences: NUM_SEQUENCES }
+    }
+
+    fn answers(&self) -> TokenBatch<'_> {
+        batch(&self.answers[0], &self.answers[1], self.answers[0].len() / NUM_SEQUENCES)
+    }
+
+    /// Logits and loss of answers, greedy ids, and the folder written and read again.
+    fn compare(&self) {
+        let Self { ctx, name, decoder, weights, .. } = self;
+        let memory = decoder.encode(ctx, weights, &self.sources()).unwrap();
+        let logits = decoder.logits_given(ctx, weights, &memory, &self.answers[0]).unwrap();
+        let tensors = SafetensorsFile::open(&fixture(name).join("expected.safetensors")).unwrap();
+        assert_close("logits", logits.f32s(), tensors.tensor(ctx, "logits").unwrap().f32s(), TOLERANCE);
+        let stats = decoder.evaluate_given(ctx, weights, &self.sources(), &self.answers()).unwrap();
+        let wanted = self.expected["cross_entropy"].as_f64().unwrap();
+        assert!((stats.mean_loss() - wanted).abs() < 1e-4 * wanted, "{}, expected {wanted}", stats.mean_loss());
+        assert_eq!(stats.layers.len(), decoder.config().moe_layers().len());
+        let dropped: usize = stats.layers.iter().map(|layer| layer.num_dropped).sum();
+        assert!(dropped > 0, "the fixture should exceed its capacity");
+        assert_eq!(self.greedy(), self.wanted_greedy());
+        save_and_load(ctx, (decoder, weights), &fixture(name), "switch_transformers");
+    }
+
+    fn greedy(&self) -> Vec<u32> {
+        let greedy = SamplingOptions { temperature: 0.0, ..SamplingOptions::default() };
+        let mut sampler = Sampler::new(greedy).unwrap();
+        let prompt = &self.sources[..self.sources.len() / NUM_SEQUENCES];
+        let request = GenerateRequest { prompt, max_new_tokens: 12, stop_ids: &[] };
+        let go_on = |_| ControlFlow::Continue(());
+        generate(&self.decoder, &self.ctx, &self.weights, &request, &mut sampler, go_on).unwrap().0
+    }
+
+    /// Without the id that it begins with.
+    fn wanted_greedy(&self) -> Vec<u32> {
+        let ids: Vec<u32> = serde_json::from_value(self.expected["greedy"].clone()).unwrap();
+        ids[1..].to_vec()
+    }
+}
+
+#[test]
+fn switch_matches_transformers() {
+    Case::of("switch").compare();
+}
+
+#[test]
+fn switch_with_untied_embeddings_and_router_biases_matches_transformers() {
+    Case::of("switch_untied").compare();
+}
+
+#[test]
+fn sources_are_read_apart_from_each_other() {
+    let case = Case::of("switch");
+    let memory = case.decoder.encode(&case.ctx, &case.weights, &case.sources()).unwrap();
+    let all = case.decoder.logits_given(&case.ctx, &case.weights, &memory, &case.answers[0]).unwrap();
+    let (source_len, answer_len) = (case.sources.len() / NUM_SEQUENCES, case.answers[0].len() / NUM_SEQUENCES);
+    let ids = &case.sources[source_len..2 * source_len];
+    let memory = case.decoder.encode(&case.ctx, &case.weights, &SourceBatch { ids, num_sequences: 1 }).unwrap();
+    assert_eq!((memory.num_sequences(), memory.seq_len()), (1, source_len));
+    let answer = &case.answers[0][answer_len..2 * answer_len];
+    let one = case.decoder.logits_given(&case.ctx, &case.weights, &memory, answer).unwrap();
+    let row = answer_len * case.decoder.config().vocab_size;
+    assert_close("logits", one.f32s(), &all.f32s()[row..2 * row], 1e-6);
+}
+
+#[test]
+fn what_a_model_with_an_encoder_does_not_do_is_said() {
+    let case = Case::of("switch");
+    let Case { ctx, decoder, weights, .. } = &case;
+    let step = batch(&[1, 2], &[2, 3], 2);
+    assert_eq!(decoder.evaluate(ctx, weights, &step).unwrap_err(), BatchError::NoSource);
+    assert_eq!(decoder.logits(ctx, weights, &[1, 2], 1).unwrap_err(), BatchError::NoSource);
+    let mut cache = KvCache::new(decoder.config());
+    assert_eq!(decoder.extend(ctx, weights, &mut cache, &[1]).unwrap_err(), BatchError::NoSource);
+    let mut grads = weights.zeros_like(ctx);
+    let options = PassOptions::default();
+    let error = decoder.forward_backward(ctx, weights, &step, &options, Write::Replace, &mut grads).unwrap_err();
+    assert!(matches!(error, BatchError::NotTrainable(_)), "{error}");
+    let empty = SourceBatch { ids: &[], num_sequences: 1 };
+    assert_eq!(decoder.encode(ctx, weights, &empty).err(), Some(BatchError::Empty));
+    let unknown = SourceBatch { ids: &[64], num_sequences: 1 };
+    assert!(matches!(decoder.encode(ctx, weights, &unknown).err(), Some(BatchError::Id { .. })));
+    let fewer = SourceBatch { ids: &case.sources, num_sequences: 1 };
+    let error = decoder.evaluate_given(ctx, weights, &fewer, &case.answers()).unwrap_err();
+    assert!(matches!(error, BatchError::Length { what: "sources", .. }), "{error}");
+    let (config, weights) = load_model(ctx, &fixture("llama")).unwrap();
+    let plain = Decoder::new(config).unwrap();
+    assert_eq!(plain.encode(ctx, &weights, &case.sources()).err(), Some(BatchError::NoEncoder));
+}
