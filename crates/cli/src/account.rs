@@ -17,6 +17,21 @@ pub(crate) fn print_parameters(config: &ModelConfig) {
         .collect();
     rows.push(vec!["all".to_owned(), thousands(parameters.total()), thousands(parameters.active())]);
     tables::print(&["parameters", "total", "active per token"], &rows);
+    if let Some((taken, flat)) = routing_flops(config) {
+        let saved = 100.0 * (1.0 - taken as f64 / flat as f64);
+        println!();
+        println!(
+            "routing: {} FLOP a token and MoE layer, {saved:.0}% less than the {} of scoring every expert",
+            thousands(taken),
+            thousands(flat)
+        );
+    }
+}
+
+/// What a layer's router takes for a token and what scoring every expert takes, where it is less.
+fn routing_flops(config: &ModelConfig) -> Option<(u64, u64)> {
+    let has_experts = (0..config.num_layers).any(|layer| config.is_moe_layer(layer));
+    Some(account::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
 }
 
 /// Memory for training and for inference at each precision.
@@ -85,6 +100,8 @@ pub(crate) fn json(config: &ModelConfig, tokens: usize, seq_len: usize) -> Value
             "int4_bytes": parameters.total() / 2,
             "kv_cache_bytes_per_token": account::kv_cache_bytes_per_token(config),
         },
+        "routing": routing_flops(config)
+            .map(|(taken, flat)| json!({ "flops_per_token": taken, "flops_saved_per_token": flat - taken })),
         "forward_flops_per_token": account::forward_flops_per_token(config, seq_len),
         "training_flops_per_token": account::training_flops_per_token(config, seq_len),
     })

@@ -1,5 +1,6 @@
 //! What a model costs: parameters, floating-point operations and memory, from its configuration alone.
 
+use moeworks_moe::RouterKind;
 use moeworks_plan::ModelShape;
 
 use crate::config::{ModelConfig, QkNorm};
@@ -27,11 +28,23 @@ pub struct Parameters {
 /// The name of the routed experts' part.
 const EXPERTS: &str = "experts";
 
-/// Parameters of one router, those that only some schemes have included.
-fn router_parameters(config: &ModelConfig) -> u64 {
+/// The routers, with the parameters that only some schemes have; a tree's tokens pass those of open clusters alone.
+fn routers(config: &ModelConfig, moe_layers: u64) -> Part {
     let moe = config.moe();
     let extras = moe.extra_shapes().into_iter().map(|extra| extra.shape.iter().product::<usize>());
-    (moe.router_shape().iter().product::<usize>() + extras.sum::<usize>()) as u64
+    let total = moe.router_shape().iter().product::<usize>() + extras.sum::<usize>();
+    let in_products = moe_layers * (moe.router_products() * config.width) as u64;
+    let total = moe_layers * total as u64;
+    let active = if moe.router.kind == RouterKind::Hierarchical { in_products } else { total };
+    Part { name: "routers", total, active, in_products: in_products.min(active) }
+}
+
+/// Floating-point operations of one layer's router for a token: what it takes, and what scoring every expert would take.
+#[must_use]
+pub fn routing_flops_per_token(config: &ModelConfig) -> (u64, u64) {
+    let moe = config.moe();
+    let flops = |products: usize| 2 * (products * config.width) as u64;
+    (flops(moe.router_products()), flops(moe.num_choosable()))
 }
 
 impl Parameters {
@@ -56,7 +69,7 @@ impl Parameters {
             vector("embedding", v * d),
             product("attention", l * (2 * h + 2 * g) * hd * d),
             vector("norms", l * (2 * d + qk_norm) + d),
-            product("routers", moe_layers * router_parameters(config)),
+            routers(config, moe_layers),
             Part {
                 name: EXPERTS,
                 total: moe_layers * size(config.num_experts) * expert,

@@ -89,3 +89,18 @@ fn checkpointing_keeps_less_and_bf16_keeps_less() {
     assert!(TrainingMemory::of(&config, 4096, false, true).activations_bytes < plain.activations_bytes / 2);
     assert!(TrainingMemory::of(&config, 4096, true, false).activations_bytes < plain.activations_bytes);
 }
+
+/// A tree of 8 clusters of 8 experts, two of them open, costs 24 products of the model's width instead of 64.
+#[test]
+fn a_tree_of_clusters_is_counted_by_those_that_a_token_opens() {
+    let mut config =
+        ModelConfig { vocab_size: 100, width: 32, num_layers: 2, num_experts: 64, ..ModelConfig::default() };
+    let flat = Parameters::of(&config);
+    config.router.kind = RouterKind::Hierarchical;
+    (config.router.tree, config.router.tree_beam) = ("8".to_owned(), 2);
+    let tree = Parameters::of(&config);
+    assert_eq!(routing_flops_per_token(&config), (2 * 24 * 32, 2 * 64 * 32));
+    assert_eq!(tree.total() - flat.total(), 2 * 8 * 32);
+    assert_eq!(flat.active() - tree.active(), 2 * (64 - 24) * 32);
+    assert_eq!(flat.in_products() - tree.in_products(), 2 * (64 - 24) * 32);
+}

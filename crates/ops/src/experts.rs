@@ -431,7 +431,7 @@ fn row_outputs(
 }
 
 /// Adds up the rows of each token in the order of its choices: `[T, D]`.
-fn combine(
+pub(crate) fn combine(
     ctx: &Context,
     outputs: &Tensor,
     rows: ExpertRows<'_>,

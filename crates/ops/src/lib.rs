@@ -20,6 +20,7 @@ pub mod embedding;
 pub mod experts;
 mod few_rows;
 mod gemm;
+pub mod grouped_linear;
 pub mod head_loss;
 mod isa;
 pub mod layer_norm;

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::program::{Workplace, assert_success, losses, state, stderr, stdout};
 
 /// The settings of a scheme, each after `--set`; the first names it.
-const SCHEMES: [&[&str]; 17] = [
+const SCHEMES: [&[&str]; 18] = [
     &["model.router.kind=switch"],
     &["model.router.kind=noisy_top_k"],
     &["model.router.kind=gshard", "model.router.local_group=32"],
@@ -18,6 +18,7 @@ const SCHEMES: [&[&str]; 17] = [
     &["model.router.kind=hash"],
     &["model.router.kind=top_p"],
     &["model.router.kind=relu"],
+    &["model.router.kind=hierarchical", "model.router.tree='2'", "model.router.tree_beam=1"],
     &["model.router.scores=sigmoid", "model.router.expert_bias=true", "train.balance=none", "train.sequence_coef=1e-4"],
     &[
         "model.router.num_groups=2",
@@ -129,6 +130,7 @@ fn a_wrong_setting_of_the_router_is_one_line() {
         ("model.router.temperature=0", "model.router.temperature = 0: must be a number above 0"),
         ("model.router.modality_experts=x", "model.router.modality_experts = \"x\": must be whole numbers"),
         ("model.router.expert_bias=2", "model.router.expert_bias = 2: must be true or false"),
+        ("model.router.tree='3,x'", "model.router.tree"),
         ("train.z_coef=linear", "train.z_coef = \"linear\": must be a number or a ramp"),
         ("train.z_coef=-1", "train.z_coef = -1: must be a number of at least 0"),
         ("train.balance=groups", "train.balance = \"groups\": needs model.router.num_groups"),

@@ -1,6 +1,7 @@
 //! What settings a router may have, each with the one line that says what would be right.
 
-use super::config::{RouterConfig, RouterKind};
+use super::config::{RouterConfig, RouterKind, ScoreFunction};
+use super::tree::Tree;
 use crate::config::ConfigError;
 use crate::overflow::Overflow;
 
@@ -25,6 +26,7 @@ impl RouterConfig {
     /// Checks every setting, for `num_experts` computing experts of which a token takes `top_k`.
     pub(crate) fn validate(&self, num_experts: usize, top_k: usize) -> Check {
         self.check_kind(top_k)?;
+        self.check_tree(num_experts, top_k)?;
         self.check_groups(num_experts, top_k)?;
         self.check_modalities(num_experts, top_k)?;
         positive("router.routed_scale", f64::from(self.routed_scale))?;
@@ -84,22 +86,45 @@ impl RouterConfig {
         }
         let is_other = self.is_joint() || matches!(self.kind, RouterKind::Hash);
         let is_own_choice = !is_other && !matches!(self.kind, RouterKind::TopP | RouterKind::Relu);
-        if self.expert_bias && !is_own_choice {
+        let is_tree = self.kind == RouterKind::Hierarchical;
+        if self.expert_bias && (is_tree || !is_own_choice) {
             return wrong("router.expert_bias", &self.expert_bias, "must be false with this router.kind");
         }
         if self.overflow == Overflow::Reroute && !is_own_choice {
             return wrong("router.overflow", &"reroute", "must be drop or priority with this router.kind");
         }
-        if self.num_groups > self.top_groups && !is_own_choice {
+        if self.num_groups > self.top_groups && (is_tree || !is_own_choice) {
             let expected = "must be router.num_groups with this router.kind";
             return wrong("router.top_groups", &self.top_groups, expected);
         }
-        if self.num_free() > 0 && is_other {
+        if self.num_free() > 0 && (is_tree || is_other) {
             return wrong(
                 "router.zero_experts",
                 &self.num_free(),
                 "must be 0, as all of its kind, with this router.kind",
             );
+        }
+        Ok(())
+    }
+
+    fn check_tree(&self, num_experts: usize, top_k: usize) -> Check {
+        if self.kind != RouterKind::Hierarchical {
+            return Ok(());
+        }
+        self.tree_arities(num_experts)?;
+        if self.scores != ScoreFunction::Softmax {
+            return wrong("router.scores", &"sigmoid", "must be softmax with this router.kind");
+        }
+        if self.noise_std > 0.0 {
+            return wrong("router.noise_std", &self.noise_std, "must be 0 with this router.kind");
+        }
+        if self.sparsemixer_jitter > 0.0 {
+            return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, "must be 0 with this router.kind");
+        }
+        let reach = Tree::new(self, num_experts, top_k).reach();
+        if reach < top_k {
+            let expected = format!("must leave a token at least top_k = {top_k} experts, but leaves {reach}");
+            return wrong("router.tree_beam", &self.tree_beam, expected);
         }
         Ok(())
     }
@@ -145,7 +170,7 @@ impl RouterConfig {
             return wrong("router.modality_experts", &shown, expected);
         }
         let is_masked = !reserved.is_empty();
-        if is_masked && (self.is_joint() || self.kind == RouterKind::Hash) {
+        if is_masked && (self.is_joint() || matches!(self.kind, RouterKind::Hash | RouterKind::Hierarchical)) {
             return wrong("router.modality_experts", &shown, "must be empty with this router.kind");
         }
         Ok(())

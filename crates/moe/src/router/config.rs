@@ -40,6 +40,10 @@ pub enum RouterKind {
     /// All experts whose logit is positive, weighed by it (Wang et al., "ReMoE", 2412.14711); an adaptive L1 loss holds the
     /// mean at K.
     Relu,
+    /// A tree of clusters above the experts: a token scores the clusters, opens the likeliest, and takes the K likeliest of
+    /// the experts in these, by the product of the probabilities along the way (2510.02345; more levels as in
+    /// [`RouterConfig::tree`]). It costs `G + B E/G` products of length D where others cost E.
+    Hierarchical,
 }
 
 /// When a token's second expert is used.
@@ -125,6 +129,12 @@ pub struct RouterConfig {
     pub cosine_temperature: f32,
     /// The sum of probabilities that is enough ([`RouterKind::TopP`]).
     pub top_p: f32,
+    /// How many clusters the first level has, how many each of these has, and so on, such as "8" or "4, 4"; the last ones
+    /// share the experts evenly. Empty: one level of about as many clusters as each has experts
+    /// ([`RouterKind::Hierarchical`]).
+    pub tree: String,
+    /// B: clusters that a token opens at each level; 0: K ([`RouterKind::Hierarchical`]).
+    pub tree_beam: usize,
     /// The weight of the L1 loss that a run starts from ([`RouterKind::Relu`]).
     pub l1_start: f32,
     /// The factor by which it changes in a step.
@@ -175,6 +185,8 @@ impl Default for RouterConfig {
             cosine_dim: 256,
             cosine_temperature: 0.5,
             top_p: 0.4,
+            tree: String::new(),
+            tree_beam: 0,
             l1_start: 1e-8,
             l1_rate: 1.2,
             zero_experts: 0,
@@ -227,6 +239,26 @@ impl RouterConfig {
         } else {
             (1.0 - (progress - self.random_share) / self.random_fade).max(0.0)
         }
+    }
+
+    /// Children of the root, of each cluster of the first level, and so on down to the experts.
+    pub(crate) fn tree_arities(&self, num_experts: usize) -> Result<Vec<usize>, ConfigError> {
+        let mut arities: Vec<usize> = numbers("router.tree", &self.tree)?;
+        if arities.is_empty() {
+            let root = num_experts.isqrt();
+            // The divisor that comes next to the root from below; a prime number of experts is a flat tree.
+            arities.extend((2..=root).rev().find(|&clusters| num_experts.is_multiple_of(clusters)));
+        }
+        let clusters = arities.iter().try_fold(1_usize, |all, &n| all.checked_mul(n));
+        let clusters = clusters.filter(|&n| n > 0 && num_experts.is_multiple_of(n) && arities.iter().all(|&n| n > 1));
+        let Some(clusters) = clusters else {
+            let expected = format!(
+                "must be numbers of at least 2 whose product divides the number of experts, {num_experts}, such as \"4, 2\""
+            );
+            return Err(ConfigError::new("router.tree", format!("{:?}", self.tree), expected));
+        };
+        arities.push(num_experts / clusters);
+        Ok(arities)
     }
 
     /// The ids at which modalities begin after the first, and the experts reserved for each.

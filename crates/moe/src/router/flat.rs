@@ -5,7 +5,6 @@
 //! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_ops::linear::linear;
 use moeworks_ops::top_k::{TopK, softmax_top_k};
 use moeworks_tensor::{DType, Tensor};
@@ -78,7 +77,7 @@ impl FlatRouter<'_> {
     /// The decision for `x [T, D]`.
     pub(crate) fn forward(&self, ctx: &Context, x: &Tensor) -> Decision {
         let logits = self.logits(ctx, x);
-        let squared_logits = sum_of_squares(ctx, &logits.values);
+        let squared_logits = logits.scorer.squared_logits(ctx, &logits.values);
         if self.is_fused() {
             let top_k = self.config.top_k;
             let TopK { probs, ids, weights, lse, sums } =
@@ -111,8 +110,9 @@ impl FlatRouter<'_> {
         let modalities = self.modalities();
         let reach = self.reach();
         let rule = LogitRule { gate: self.gate(), noise: &noise, temperature, reach: &reach, modalities: &modalities };
-        let scores = Scores { squared_logits, ..Scores::of(ctx, values, &rule) };
-        let ranking = self.ranking(ctx, &scores);
+        let mut scores = Scores { squared_logits, ..Scores::of(ctx, values, &rule) };
+        scores.sums.lse_squared += scorer.lower_lse_squared();
+        let ranking = self.ranking(ctx, &scores, &scorer);
         let mut ids = self.choose(ctx, &scores, &ranking);
         let num_rerouted = self.reroute(&mut ids, &ranking);
         let weights = self.weigh(ctx, &scores, &ids);
@@ -169,7 +169,7 @@ impl FlatRouter<'_> {
             let values = ctx.zeros(&[x.rows(), self.config.num_experts], DType::F32);
             return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None };
         }
-        let (values, scorer) = Scorer::forward(ctx, self.router(), self.weights, x);
+        let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
         let noise = match (self.random(), self.router().kind) {
             (None, _) => LogitNoise::None,
             (Some(random), RouterKind::Gumbel) => LogitNoise::Gumbel(random),
@@ -232,7 +232,7 @@ impl FlatRouter<'_> {
     }
 
     /// `[T, E]`: what experts are chosen by, negative infinity for those out of reach.
-    fn ranking(&self, ctx: &Context, scores: &Scores) -> Tensor {
+    fn ranking(&self, ctx: &Context, scores: &Scores, scorer: &Scorer) -> Tensor {
         let (router, e) = (self.router(), scores.probs.cols());
         let logits = scores.logits.as_ref().expect("only the fused operation keeps no logits");
         let is_limited = router.top_groups < router.num_groups;
@@ -253,6 +253,10 @@ impl FlatRouter<'_> {
             // The order of the logits is that of the scores, without their ties.
             logits.clone()
         };
+        if let Scorer::Tree(tree) = scorer {
+            ranking = ranking.copied(ctx.pool());
+            tree.close(ctx, &mut ranking);
+        }
         self.randomize(ctx, &mut ranking);
         ranking
     }
@@ -262,11 +266,14 @@ impl FlatRouter<'_> {
         let probability = self.router().random_probability(self.input.progress) as f32;
         let Some(random) = self.random().filter(|_| probability > 0.0) else { return };
         let e = ranking.cols();
+        // A random choice is one of all clusters, too.
+        let is_open = self.router().kind == RouterKind::Hierarchical;
         let mut own = ranking.copied(ctx.pool());
         blocks::for_each(ctx, blocks::of_mut(own.f32s_mut(), e), |block, rows| {
             for (t, row) in (block * blocks::ROWS..).zip(rows.chunks_mut(e)) {
                 if random.uniform(Draw::IsRandom.at(t)) < probability {
-                    let reachable = row.iter_mut().enumerate().filter(|(_, rank)| **rank > f32::NEG_INFINITY);
+                    let reachable =
+                        row.iter_mut().enumerate().filter(|(_, rank)| is_open || **rank > f32::NEG_INFINITY);
                     reachable.for_each(|(i, rank)| *rank = random.uniform(Draw::Ranking.at(t * e + i)));
                 }
             }

@@ -53,7 +53,8 @@ impl FlatRouter<'_> {
             let top_k = self.config.top_k;
             load::backward(saved, clean, top_k, &losses.load, &mut dlogits, draw.as_mut());
         }
-        let (mut dx, scorer) = saved.scorer.backward(ctx, self.weights, &dlogits);
+        let z = losses.z / saved.ids.rows().max(1) as f32;
+        let (mut dx, scorer) = saved.scorer.backward(ctx, self.weights, &dlogits, z);
         if let Some(draw) = &draw {
             let noise_dx = linear_backward_input(ctx, draw, self.weights.extra(NOISE), DType::F32);
             add_assign(ctx, &mut dx, &noise_dx);
@@ -120,7 +121,7 @@ impl RouterGradTask {
         if let Some(draw) = &self.draw {
             linear_backward_weight(ctx, draw, x, DType::F32, write, grads.extra_mut(NOISE));
         }
-        self.scorer.run(ctx, &self.dlogits, x, write, grads);
+        self.scorer.run(ctx, (&saved.scorer, &self.dlogits), x, write, grads);
     }
 }
 

@@ -17,6 +17,7 @@ mod scorer;
 mod scores;
 mod sparsemixer;
 mod state;
+mod tree;
 mod weigh;
 
 pub use config::{GroupScore, RouterConfig, RouterKind, ScoreFunction, SecondExpert};

@@ -1,16 +1,17 @@
-//! From a token to its logits, and back: a linear map, or cosines over a temperature.
+//! From a token to its logits, and back: a linear map, cosines over a temperature, or a [tree](super::tree).
 //!
 //! The cosine router (Hwang et al., "Tutel", 2206.03382, as its code): `logit_e = <q, m_e> / (|q| |m_e|) s` with `q = P x`,
 //! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{add_rows, sum_rows};
+use moeworks_ops::elementwise::{add_rows, sum_of_squares, sum_rows};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks;
-use super::config::{RouterConfig, RouterKind};
-use crate::MoeWeights;
+use super::config::RouterKind;
+use super::tree::{TreeGrads, TreeScores};
+use crate::{MoeConfig, MoeWeights};
 
 /// Names of weights that only some routers have, as in files behind the router's own.
 pub(crate) const PROJECTION: &str = "projection.weight";
@@ -28,6 +29,7 @@ pub(crate) enum Scorer {
     None,
     Linear,
     Cosine(Box<Cosine>),
+    Tree(Box<TreeScores>),
 }
 
 /// The parts of cosines.
@@ -54,12 +56,17 @@ pub(crate) enum ScorerGrads {
         experts: Tensor,
         log_scale: f32,
     },
+    Tree(TreeGrads),
 }
 
 impl Scorer {
     /// The logits `[T, E]` of `x [T, D]`.
-    pub(crate) fn forward(ctx: &Context, config: &RouterConfig, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
-        if config.kind != RouterKind::Cosine {
+    pub(crate) fn forward(ctx: &Context, config: &MoeConfig, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
+        if config.router.kind == RouterKind::Hierarchical {
+            let (logits, scores) = TreeScores::forward(ctx, config, weights, x);
+            return (logits, Self::Tree(Box::new(scores)));
+        }
+        if config.router.kind != RouterKind::Cosine {
             let mut logits = linear(ctx, x, &weights.router, DType::F32);
             if let Some(bias) = &weights.router_bias {
                 add_rows(ctx, &mut logits, bias);
@@ -75,10 +82,37 @@ impl Scorer {
         (logits, Self::Cosine(Box::new(Cosine { tokens, experts, cosines })))
     }
 
-    /// The gradient of `x`, and those of the weights as far as they are due now.
-    pub(crate) fn backward(&self, ctx: &Context, weights: &MoeWeights, dlogits: &Tensor) -> (Tensor, ScorerGrads) {
-        let Self::Cosine(cosine) = self else {
-            return (linear_backward_input(ctx, dlogits, &weights.router, DType::F32), ScorerGrads::Linear);
+    /// The sum of the squares of its `logits [T, E]`.
+    pub(crate) fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> f64 {
+        match self {
+            Self::Tree(tree) => tree.squared_logits(),
+            _ => sum_of_squares(ctx, logits),
+        }
+    }
+
+    /// The sum over the tokens of squared log-sum-exps that are not those of its logits.
+    pub(crate) fn lower_lse_squared(&self) -> f64 {
+        if let Self::Tree(tree) = self { tree.lower_lse_squared() } else { 0.0 }
+    }
+
+    /// The gradient of `x`, and those of the weights as far as they are due now; `z` is the gradient of each squared
+    /// log-sum-exp that is not that of the logits.
+    pub(crate) fn backward(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        dlogits: &Tensor,
+        z: f32,
+    ) -> (Tensor, ScorerGrads) {
+        let cosine = match self {
+            Self::Cosine(cosine) => cosine,
+            Self::Tree(tree) => {
+                let (dx, grads) = tree.backward(ctx, weights, dlogits, 2.0 * z);
+                return (dx, ScorerGrads::Tree(grads));
+            }
+            Self::None | Self::Linear => {
+                return (linear_backward_input(ctx, dlogits, &weights.router, DType::F32), ScorerGrads::Linear);
+            }
         };
         let Cosine { tokens, experts, cosines } = &**cosine;
         let (scale, is_free) = scale(weights);
@@ -98,9 +132,21 @@ impl Scorer {
 }
 
 impl ScorerGrads {
-    /// Writes or adds the gradients of the weights; `x` is what the scorer saw.
-    pub(crate) fn run(self, ctx: &Context, dlogits: &Tensor, x: &Tensor, write: Write, grads: &mut MoeWeights) {
+    /// Writes or adds the gradients of the weights; `x` is what `scorer` saw, `dlogits` the gradient of its logits.
+    pub(crate) fn run(
+        self,
+        ctx: &Context,
+        (scorer, dlogits): (&Scorer, &Tensor),
+        x: &Tensor,
+        write: Write,
+        grads: &mut MoeWeights,
+    ) {
         match self {
+            Self::Tree(tree_grads) => {
+                if let Scorer::Tree(tree) = scorer {
+                    tree.run(ctx, tree_grads, x, write, grads);
+                }
+            }
             Self::Linear => {
                 linear_backward_weight(ctx, dlogits, x, DType::F32, write, &mut grads.router);
                 if let Some(bias) = &mut grads.router_bias {

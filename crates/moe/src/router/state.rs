@@ -8,6 +8,7 @@ use moeworks_tensor::{DType, Random};
 use super::config::{RouterConfig, RouterKind};
 use super::flat::NOISE;
 use super::scorer::{LOG_SCALE, PROJECTION};
+use super::tree::{TREE, Tree};
 use crate::free::{CONSTANT, CONSTANT_MIX};
 use crate::weights::NamedTensor;
 use crate::{LayerStats, MoeConfig};
@@ -92,6 +93,20 @@ impl MoeConfig {
         }
     }
 
+    /// Products of length D that a token takes to be routed, where the plain router takes one for each expert.
+    #[must_use]
+    pub fn router_products(&self) -> usize {
+        let all = self.num_choosable();
+        match self.router.kind {
+            RouterKind::Hierarchical => Tree::of(self).products(),
+            RouterKind::Hash => 0,
+            RouterKind::NoisyTopK => 2 * all,
+            // The projection, and cosines of its width, in products of length D.
+            RouterKind::Cosine => self.router.cosine_dim + (all * self.router.cosine_dim).div_ceil(self.width.max(1)),
+            _ => all,
+        }
+    }
+
     /// The weights that the router has besides its matrix.
     #[must_use]
     pub fn extra_shapes(&self) -> Vec<WeightShape> {
@@ -103,6 +118,11 @@ impl MoeConfig {
                 let log_scale = -router.cosine_temperature.ln();
                 shapes.push(WeightShape::new(PROJECTION, &[router.cosine_dim, d], Init::Normal));
                 shapes.push(WeightShape::new(LOG_SCALE, &[1], Init::Constant(log_scale)));
+            }
+            RouterKind::Hierarchical => {
+                let num_clusters = Tree::of(self).num_clusters();
+                // A prime number of experts has none.
+                shapes.extend((num_clusters > 0).then(|| WeightShape::new(TREE, &[num_clusters, d], Init::Normal)));
             }
             _ => {}
         }

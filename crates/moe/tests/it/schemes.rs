@@ -2,6 +2,7 @@
 //! gradients against central differences of the reference with its choices held.
 
 mod cases;
+mod trees;
 
 use moeworks_moe::{
     EntropyRule, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, NO_EXPERT, Ramp, RouterConfig,
@@ -93,6 +94,9 @@ struct Token {
     logits: Vec<f64>,
     gates: Vec<f64>,
     probs: Vec<f64>,
+    /// In a tree: the experts in clusters that are open, and the squared log-sum-exps below the first level.
+    open: Vec<bool>,
+    lower_z: f64,
 }
 
 impl Scheme<'_> {
@@ -120,7 +124,13 @@ impl Scheme<'_> {
         let x = self.router_x(t, &numbers.x);
         let product =
             |matrix: &[f64], x: &[f64]| -> Vec<f64> { matrix.chunks(x.len()).map(|row| dot(row, x)).collect() };
+        let (mut open, mut lower_z) = (vec![true; e], 0.0);
         let clean = match router.kind {
+            RouterKind::Hierarchical => {
+                let logits;
+                (logits, open, lower_z) = self.tree(numbers, &x);
+                logits
+            }
             RouterKind::Cosine => {
                 let q = product(numbers.extra("projection.weight"), &x);
                 let scale = numbers.extra("log_scale")[0].min(100.0_f64.ln()).exp();
@@ -161,7 +171,42 @@ impl Scheme<'_> {
         };
         let total: f64 = gates.iter().sum();
         let probs = gates.iter().map(|g| if total > 0.0 { g / total } else { 0.0 }).collect();
-        Token { clean, noisy, deviations, logits, gates, probs }
+        Token { clean, noisy, deviations, logits, gates, probs, open, lower_z }
+    }
+
+    /// The logits of a tree of clusters, node by node: the first level's as they are, below that the parent's plus the
+    /// logarithm of the share; a closed node's are spread evenly.
+    fn tree(&self, numbers: &Numbers, x: &[f64]) -> (Vec<f64>, Vec<bool>, f64) {
+        let router = &self.config.router;
+        let mut arities: Vec<usize> = router.tree.split(", ").map(|n| n.parse().unwrap()).collect();
+        arities.push(E / arities.iter().product::<usize>());
+        let beam = if router.tree_beam == 0 { self.config.top_k } else { router.tree_beam };
+        let (mut logits, mut lower_z, mut row, mut nodes) = (vec![0.0; E], 0.0, 0, 1);
+        let mut open: Vec<(usize, f64)> = vec![(0, 0.0)];
+        for (level, &arity) in arities.iter().enumerate() {
+            let is_last = level + 1 == arities.len();
+            let vectors = if is_last { &numbers.router[..] } else { &numbers.extra("tree.weight")[row * D..] };
+            (row, nodes) = (row + nodes * arity, nodes * arity);
+            let mut children: Vec<(usize, f64)> = Vec::new();
+            for &(parent, above) in &open {
+                let scores: Vec<f64> = (0..arity).map(|c| dot(&vectors[(parent * arity + c) * D..][..D], x)).collect();
+                let lse = if level == 0 { 0.0 } else { scores.iter().map(|s| s.exp()).sum::<f64>().ln() };
+                lower_z += if arity > 1 { lse * lse } else { 0.0 };
+                children.extend(scores.iter().enumerate().map(|(c, s)| (parent * arity + c, above + s - lse)));
+            }
+            let size = E / nodes;
+            for &(node, score) in &children {
+                logits[node * size..(node + 1) * size].fill(score - (size as f64).ln());
+            }
+            if is_last {
+                let open: Vec<usize> = children.iter().map(|child| child.0).collect();
+                return (logits, (0..E).map(|e| open.contains(&e)).collect(), lower_z);
+            }
+            children.sort_by(|a, b| b.1.total_cmp(&a.1));
+            children.truncate(beam);
+            open = children;
+        }
+        unreachable!("the last level returns")
     }
 
     /// The weights of the experts `ids` (the one that is none included, as 0).
@@ -224,7 +269,7 @@ impl Scheme<'_> {
             }
             loss += dot(&token.probs, &held.balance);
             let lse = token.logits.iter().map(|l| l.exp()).sum::<f64>().ln();
-            loss += Z * lse * lse / T as f64;
+            loss += Z * (lse * lse + token.lower_z) / T as f64;
             if self.config.router.kind == RouterKind::Relu {
                 loss += self.l1 * token.gates.iter().sum::<f64>() / T as f64;
             }

@@ -40,8 +40,8 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router", "How tokens and experts find each other."),
     (
         "model.router.kind",
-        "The scheme: top_k, switch, noisy_top_k, gshard, cosine, gumbel, expert_choice, base, sinkhorn, hash, top_p\n\
-         or relu. Choosing one also sets what it was published with, unless that is given too.",
+        "The scheme: top_k, switch, noisy_top_k, gshard, cosine, gumbel, expert_choice, base, sinkhorn, hash, top_p,\n\
+         relu or hierarchical. Choosing one also sets what it was published with, unless that is given too.",
     ),
     ("model.router.scores", "What makes scores of logits: softmax or sigmoid."),
     (
@@ -66,6 +66,12 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.cosine_dim", "Width of the cosine router's projection."),
     ("model.router.cosine_temperature", "The temperature that the cosine router's learned one starts from."),
     ("model.router.top_p", "top_p takes the fewest experts whose probabilities add up to this."),
+    (
+        "model.router.tree",
+        "Clusters of hierarchical: how many, how many in each of these, and so on, such as \"8\" or \"4, 4\";\n\
+         empty: one level, about as many as each has experts.",
+    ),
+    ("model.router.tree_beam", "Clusters that a token opens at each level; 0: top_k."),
     ("model.router.l1_start", "The weight of relu's L1 loss at the beginning."),
     ("model.router.l1_rate", "The factor by which it changes in a step, to hold the mean number of experts at top_k."),
     ("model.router.zero_experts", "Experts that give nothing."),

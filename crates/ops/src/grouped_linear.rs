@@ -1,0 +1,126 @@
+//! Linear maps of groups of rows, each group with rows of a weight of its own: `y_r = x_t W_g^T` for every row r, which is
+//! token t in group g.
+//!
+//! The weight `[N, D]` holds the matrices of the groups one behind the other, `width` rows each. The plain relative of
+//! [`experts`](crate::experts): one product, no activation, f32 throughout.
+
+use moeworks_tensor::{DType, Tensor};
+
+use crate::Context;
+use crate::experts::{ExpertRows, combine};
+use crate::few_rows::{Gradients, weight_gradients};
+use crate::gemm::source::Source;
+use crate::gemm::store::Store;
+use crate::gemm::{self, Compute, Form, Group, Product};
+use crate::linear::Write;
+use crate::parallel::Lent;
+
+/// Rows sorted by group, and where the groups' matrices are.
+#[derive(Clone, Copy)]
+pub struct GroupedRows<'a> {
+    /// R rows sorted by group, as of experts; their weights are not looked at.
+    pub rows: ExpertRows<'a>,
+    /// The row of the weight at which the first group's matrix begins.
+    pub first: usize,
+    /// Rows of each group's matrix.
+    pub width: usize,
+}
+
+impl GroupedRows<'_> {
+    fn num_groups(&self) -> usize {
+        self.rows.offsets.len() - 1
+    }
+
+    fn num_rows(&self) -> usize {
+        self.rows.tokens.len()
+    }
+
+    /// The rows of each group.
+    fn ranges(&self) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> + '_ {
+        self.rows.offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate()
+    }
+
+    fn check(&self, w: &Tensor) {
+        assert!(self.first + self.num_groups() * self.width <= w.rows(), "grouped linear: w {:?}", w.shape());
+    }
+}
+
+/// `y [R, width]` of `x [T, D]` and `w [N, D]`, all f32.
+#[must_use]
+pub fn grouped_linear(ctx: &Context, x: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
+    groups.check(w);
+    let group = |(g, range): (usize, std::ops::Range<usize>)| Group {
+        a: Source::gathered(x, &groups.rows.tokens[range.clone()]),
+        b: Source::rows(w, groups.first + g * groups.width),
+        rows: range.len(),
+        columns: groups.width,
+        depth: x.cols(),
+    };
+    row_products(ctx, Form::Nt, groups, groups.width, group)
+}
+
+/// `dx [T, D]`, the sum over each token's rows of `dy_r W_g`, in the order of its choices. `dy` is `[R, width]`.
+#[must_use]
+pub fn grouped_linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
+    groups.check(w);
+    assert_eq!(dy.shape(), [groups.num_rows(), groups.width], "gradient of a grouped linear map");
+    let group = |(g, range): (usize, std::ops::Range<usize>)| Group {
+        a: Source::rows(dy, range.start),
+        b: Source::rows(w, groups.first + g * groups.width),
+        rows: range.len(),
+        columns: w.cols(),
+        depth: groups.width,
+    };
+    let rows = row_products(ctx, Form::Nn, groups, w.cols(), group);
+    let num_tokens = groups.rows.token_rows.len() / groups.rows.num_choices.max(1);
+    combine(ctx, &rows, groups.rows, None, &[num_tokens, w.cols()])
+}
+
+/// The gradients of the groups' matrices, `dW_g = sum over its rows of dy_r x_t^T`, into their place in `dw [N, D]`; with
+/// [`Write::Replace`] that of a group without rows is zeros.
+pub fn grouped_linear_backward_weight(
+    ctx: &Context,
+    dy: &Tensor,
+    x: &Tensor,
+    groups: GroupedRows<'_>,
+    write: Write,
+    dw: &mut Tensor,
+) {
+    groups.check(dw);
+    assert_eq!(dy.shape(), [groups.num_rows(), groups.width], "gradient of a grouped linear map");
+    let columns = x.cols();
+    let group = |(_, range): (usize, std::ops::Range<usize>)| Group {
+        a: Source::rows(dy, range.start),
+        b: Source::gathered(x, &groups.rows.tokens[range.clone()]),
+        rows: groups.width,
+        columns,
+        depth: range.len(),
+    };
+    let list: Vec<Group<'_>> = groups.ranges().map(group).collect();
+    let offsets: Vec<usize> = (0..groups.num_groups()).map(|g| (groups.first + g * groups.width) * columns).collect();
+    let product = Product { form: Form::Tn, compute: Compute::F32, groups: &list, is_paired: false };
+    let to = Lent::new(dw.f32s_mut());
+    weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: columns, write });
+}
+
+/// One product for each group that has rows: `[R, columns]`.
+fn row_products<'a>(
+    ctx: &Context,
+    form: Form,
+    groups: GroupedRows<'_>,
+    columns: usize,
+    group: impl Fn((usize, std::ops::Range<usize>)) -> Group<'a>,
+) -> Tensor {
+    let mut y = ctx.empty(&[groups.num_rows(), columns], DType::F32);
+    let used: Vec<_> = groups.ranges().filter(|(_, range)| !range.is_empty()).collect();
+    let offsets: Vec<usize> = used.iter().map(|(_, range)| range.start * columns).collect();
+    let list: Vec<Group<'_>> = used.into_iter().map(group).collect();
+    let product = Product { form, compute: Compute::F32, groups: &list, is_paired: false };
+    let to = Lent::new(y.f32s_mut());
+    gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: columns, write: Write::Replace });
+    y
+}
+
+#[cfg(test)]
+#[path = "grouped_linear_tests.rs"]
+mod tests;
