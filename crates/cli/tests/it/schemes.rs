@@ -130,7 +130,7 @@ fn a_wrong_setting_of_the_router_is_one_line() {
         ("model.router.temperature=0", "model.router.temperature = 0: must be a number above 0"),
         ("model.router.modality_experts=x", "model.router.modality_experts = \"x\": must be whole numbers"),
         ("model.router.expert_bias=2", "model.router.expert_bias = 2: must be true or false"),
-        ("model.router.tree='3,x'", "model.router.tree"),
+        ("model.router.tree='3,x'", "model.router.tree = \"3,x\": must be whole numbers"),
         ("train.z_coef=linear", "train.z_coef = \"linear\": must be a number or a ramp"),
         ("train.z_coef=-1", "train.z_coef = -1: must be a number of at least 0"),
         ("train.balance=groups", "train.balance = \"groups\": needs model.router.num_groups"),

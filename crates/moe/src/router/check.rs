@@ -108,10 +108,10 @@ impl RouterConfig {
     }
 
     fn check_tree(&self, num_experts: usize, top_k: usize) -> Check {
+        self.tree_arities(num_experts)?;
         if self.kind != RouterKind::Hierarchical {
             return Ok(());
         }
-        self.tree_arities(num_experts)?;
         if self.scores != ScoreFunction::Softmax {
             return wrong("router.scores", &"sigmoid", "must be softmax with this router.kind");
         }
