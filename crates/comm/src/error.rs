@@ -64,6 +64,16 @@ pub enum CommError {
         /// What differs.
         what: String,
     },
+    /// The MPI library reports an error.
+    #[error("rank {rank}, {call}: the MPI library says: {text}")]
+    Library {
+        /// The rank.
+        rank: usize,
+        /// What it called.
+        call: Call,
+        /// The library's words.
+        text: String,
+    },
     /// The ranks cannot be started.
     #[error("cannot start the ranks: {0}")]
     Start(String),
@@ -73,4 +83,23 @@ pub enum CommError {
 pub(crate) fn name(ranks: &[usize]) -> String {
     let list: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
+}
+
+/// The error for ranks that call different things, from what each (by its number in the whole run) calls, in words: those
+/// in the minority are named, or all where no call has more ranks than another.
+pub(crate) fn disagreement(calls: &[(usize, String)]) -> CommError {
+    let votes = |text: &str| calls.iter().filter(|(_, other)| other == text).count();
+    let most = calls.iter().map(|(_, text)| votes(text)).max().unwrap_or(0);
+    let mut ranks: Vec<usize> = calls.iter().filter(|(_, text)| votes(text) < most).map(|&(rank, _)| rank).collect();
+    if ranks.is_empty() {
+        ranks = calls.iter().map(|&(rank, _)| rank).collect();
+    }
+    let texts: Vec<String> = calls.iter().map(|(rank, text)| format!("rank {rank} calls {text}")).collect();
+    CommError::Disagreement { ranks, text: texts.join("; ") }
+}
+
+/// The error for two ranks that expect different sizes of a piece.
+pub(crate) fn piece_disagreement(from: usize, sent: u64, to: usize, expected: u64) -> CommError {
+    let text = format!("in all-to-all-v rank {from} sends {sent} bytes to rank {to}, which expects {expected}");
+    CommError::Disagreement { ranks: vec![from, to], text }
 }

@@ -2,7 +2,8 @@
 //!
 //! A [`Communicator`] is one rank's door to a group of ranks: all-to-all, all-gather, reduce-scatter, all-reduce,
 //! broadcast, point to point, barrier and split, each as a call that returns when it is done and as one that is started now
-//! and finished later. [`run_ranks`] makes ranks of the threads of this process. Nothing here knows of experts or models.
+//! and finished later. [`run_ranks`] makes ranks of the threads of this process,
+//! [`mpi::run_mpi`] of processes that an MPI launcher has started. Nothing here knows of experts or models.
 //!
 //! Results do not depend on the order in which ranks arrive: a reduction sums in the order of ranks, so that every rank
 //! gets the same bits in every run. Errors are values ([`CommError`]) that name the rank which died, hangs or calls something
@@ -23,10 +24,13 @@
 mod buffer;
 mod communicator;
 mod error;
+#[cfg(unix)]
+pub mod mpi;
 mod number;
 mod operation;
 mod started;
 mod threads;
+mod under_way;
 
 pub use buffer::Buffer;
 pub use communicator::Communicator;

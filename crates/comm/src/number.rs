@@ -13,6 +13,10 @@ pub enum Reduce {
     Min,
 }
 
+impl Reduce {
+    pub(crate) const ALL: [Self; 3] = [Self::Sum, Self::Max, Self::Min];
+}
+
 /// The types that can be reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumberKind {
@@ -29,6 +33,8 @@ pub enum NumberKind {
 }
 
 impl NumberKind {
+    pub(crate) const ALL: [Self; 5] = [Self::F32, Self::BF16, Self::F64, Self::U32, Self::U64];
+
     /// Bytes of one.
     #[must_use]
     pub const fn size(self) -> usize {

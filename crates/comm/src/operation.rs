@@ -77,6 +77,42 @@ impl fmt::Display for Call {
     }
 }
 
+impl Call {
+    /// The call in words, to compare with those of other processes.
+    pub(crate) fn to_words(self) -> [u64; 4] {
+        let reduction = |number: NumberKind, reduce: Reduce| (number as u64) << 8 | reduce as u64;
+        match self {
+            Self::Barrier => [0; 4],
+            Self::Split => [1, 0, 0, 0],
+            Self::Broadcast { root, bytes } => [2, root as u64, bytes as u64, 0],
+            Self::AllGatherV => [3, 0, 0, 0],
+            Self::AllToAllV => [4, 0, 0, 0],
+            Self::ReduceScatter { number, reduce } => [5, reduction(number, reduce), 0, 0],
+            Self::AllReduce { number, reduce, bytes } => [6, reduction(number, reduce), bytes as u64, 0],
+            Self::Send { to, tag, bytes } => [7, to as u64, u64::from(tag), bytes as u64],
+            Self::Receive { from, tag, bytes } => [8, from as u64, u64::from(tag), bytes as u64],
+        }
+    }
+
+    /// The call that words stand for; `None` if they stand for none.
+    pub(crate) fn from_words([kind, a, b, c]: [u64; 4]) -> Option<Self> {
+        let number = NumberKind::ALL.get((a >> 8) as usize).copied();
+        let reduce = Reduce::ALL.get((a & 0xff) as usize).copied();
+        Some(match kind {
+            0 => Self::Barrier,
+            1 => Self::Split,
+            2 => Self::Broadcast { root: a as usize, bytes: b as usize },
+            3 => Self::AllGatherV,
+            4 => Self::AllToAllV,
+            5 => Self::ReduceScatter { number: number?, reduce: reduce? },
+            6 => Self::AllReduce { number: number?, reduce: reduce?, bytes: b as usize },
+            7 => Self::Send { to: a as usize, tag: b as u32, bytes: c as usize },
+            8 => Self::Receive { from: a as usize, tag: b as u32, bytes: c as usize },
+            _ => return None,
+        })
+    }
+}
+
 /// A call and the sizes of the pieces that move.
 #[derive(Clone, Copy, Debug)]
 pub struct Operation<'a> {
@@ -115,7 +151,9 @@ impl Operation<'_> {
                 })
             }),
             Call::AllReduce { .. } => None,
-            Call::Send { to: peer, .. } | Call::Receive { from: peer, .. } => unknown(peer, size),
+            Call::Send { to: peer, tag, .. } | Call::Receive { from: peer, tag, .. } => {
+                unknown(peer, size).or_else(|| (tag > MAX_TAG).then(|| format!("tags go up to {MAX_TAG}")))
+            }
         };
         match problem {
             Some(text) => Err(CommError::BadCall { rank: world_rank, call: self.call, text }),
@@ -123,6 +161,9 @@ impl Operation<'_> {
         }
     }
 }
+
+/// What every MPI library allows.
+const MAX_TAG: u32 = 32_767;
 
 fn unknown(rank: usize, size: usize) -> Option<String> {
     (rank >= size).then(|| format!("there is no rank {rank} among {size}"))

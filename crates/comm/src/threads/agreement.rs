@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::group::Group;
 use super::meeting::{Meeting, Post};
 use crate::CommError;
+use crate::error::{disagreement, piece_disagreement};
 use crate::operation::Call;
 
 /// How long to wait for those who are still on their way before deciding who is in the minority.
@@ -24,10 +25,7 @@ pub(crate) fn check(group: &Group, meeting: &Meeting, seat: usize, other: usize)
     }
     match size_conflict(group, (seat, mine), (other, theirs)) {
         None => Ok(()),
-        Some(text) => {
-            let ranks = vec![group.world_rank(seat), group.world_rank(other)];
-            Err(group.world.fail(CommError::Disagreement { ranks, text }))
-        }
+        Some(error) => Err(group.world.fail(error)),
     }
 }
 
@@ -42,26 +40,25 @@ fn is_same_call(a: &Post, b: &Post) -> bool {
 }
 
 /// For calls in which two ranks agree on a size that concerns only them.
-fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<String> {
+fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<CommError> {
     match (a.1.call, b.1.call) {
         (Call::AllToAllV, Call::AllToAllV) => piece_conflict(group, a, b).or_else(|| piece_conflict(group, b, a)),
         (Call::Send { to, bytes, .. }, Call::Receive { from, bytes: expected, .. })
         | (Call::Receive { from, bytes: expected, .. }, Call::Send { to, bytes, .. }) => {
             (bytes != expected).then(|| {
                 let (from, to) = (group.world_rank(from), group.world_rank(to));
-                format!("rank {from} sends {bytes} bytes to rank {to}, which expects {expected}")
+                let text = format!("rank {from} sends {bytes} bytes to rank {to}, which expects {expected}");
+                CommError::Disagreement { ranks: vec![from, to], text }
             })
         }
         _ => None,
     }
 }
 
-fn piece_conflict(group: &Group, (from, sender): (usize, &Post), (to, receiver): (usize, &Post)) -> Option<String> {
+fn piece_conflict(group: &Group, (from, sender): (usize, &Post), (to, receiver): (usize, &Post)) -> Option<CommError> {
     let (sent, expected) = (sender.send_counts[to], receiver.recv_counts[from]);
-    (sent != expected).then(|| {
-        let (from, to) = (group.world_rank(from), group.world_rank(to));
-        format!("in all-to-all-v rank {from} sends {sent} bytes to rank {to}, which expects {expected}")
-    })
+    let (from, to) = (group.world_rank(from), group.world_rank(to));
+    (sent != expected).then(|| piece_disagreement(from, sent as u64, to, expected as u64))
 }
 
 fn find_minority(group: &Group, meeting: &Meeting) -> CommError {
@@ -69,25 +66,16 @@ fn find_minority(group: &Group, meeting: &Meeting) -> CommError {
     while !meeting.are_all_posted() && start.elapsed() < PATIENCE && group.world.failure().is_none() {
         thread::yield_now();
     }
-    let posts: Vec<(usize, &Post)> =
-        (0..meeting.num_seats()).filter_map(|seat| Some((seat, meeting.post(seat)?))).collect();
-    let votes = |of: &Post| posts.iter().filter(|(_, post)| is_same_call(of, post)).count();
-    let most = posts.iter().map(|(_, post)| votes(post)).max().unwrap_or(0);
-    let mut ranks: Vec<usize> =
-        posts.iter().filter(|(_, post)| votes(post) < most).map(|&(seat, _)| group.world_rank(seat)).collect();
-    if ranks.is_empty() {
-        ranks = posts.iter().map(|&(seat, _)| group.world_rank(seat)).collect();
-    }
-    let texts: Vec<String> = posts.iter().map(|(seat, post)| describe(group.world_rank(*seat), post)).collect();
-    CommError::Disagreement { ranks, text: texts.join("; ") }
+    let seats = 0..meeting.num_seats();
+    let calls: Vec<(usize, String)> =
+        seats.filter_map(|seat| Some((group.world_rank(seat), describe(meeting.post(seat)?)))).collect();
+    disagreement(&calls)
 }
 
-fn describe(rank: usize, post: &Post) -> String {
+fn describe(post: &Post) -> String {
     match post.call {
-        Call::AllGatherV => format!("rank {rank} calls {} with counts {:?} bytes", post.call, post.recv_counts),
-        Call::ReduceScatter { .. } => {
-            format!("rank {rank} calls {} with counts {:?} bytes", post.call, post.send_counts)
-        }
-        call => format!("rank {rank} calls {call}"),
+        Call::AllGatherV => format!("{} with counts {:?} bytes", post.call, post.recv_counts),
+        Call::ReduceScatter { .. } => format!("{} with counts {:?} bytes", post.call, post.send_counts),
+        call => call.to_string(),
     }
 }

@@ -5,7 +5,8 @@ use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
 
 use super::meeting::Meeting;
-use super::world::{World, locked};
+use super::world::World;
+use crate::under_way::locked;
 
 /// Which meeting of a group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -78,7 +79,8 @@ fn fetch<K: Eq + std::hash::Hash, V>(
     }
 }
 
-fn numbered_by_appearance(nodes: &[usize]) -> Vec<usize> {
+/// The same nodes, numbered from 0 in the order in which they appear.
+pub(crate) fn numbered_by_appearance(nodes: &[usize]) -> Vec<usize> {
     let mut seen: Vec<usize> = Vec::new();
     let number = |node: &usize| {
         seen.iter().position(|other| other == node).unwrap_or_else(|| {

@@ -2,7 +2,6 @@
 
 mod agreement;
 mod group;
-mod handle;
 mod meeting;
 mod run;
 mod started;
@@ -13,15 +12,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub(crate) use group::numbered_by_appearance;
 use group::{Group, Key};
-use handle::Handle;
 use meeting::Post;
+pub(crate) use run::message;
 pub use run::{RankOptions, run_ranks, try_run_ranks};
 use started::{Phase, Seats, Started};
-use world::locked;
 
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
+use crate::under_way::{Handle, Steps as _, locked};
 use crate::{CommError, Communicator};
 
 /// The door of a rank that is a thread.
@@ -115,7 +115,8 @@ impl Communicator for ThreadComm {
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
         // SAFETY: the caller's promise.
         let started = unsafe { self.start_here(operation, memory) }?;
-        Ok(Box::new(Handle::new(started)))
+        let under_way = self.group.world.under_way(started.world_rank());
+        Ok(Box::new(Handle::new(started, under_way)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {

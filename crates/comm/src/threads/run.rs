@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::ThreadComm;
 use super::group::Group;
-use super::world::{World, locked};
+use super::world::World;
+use crate::under_way::locked;
 use crate::{CommError, Communicator};
 
 /// Of each rank's thread. Only what is touched costs memory.
@@ -155,7 +156,8 @@ where
     }
 }
 
-fn message(payload: &(dyn Any + Send)) -> &str {
+/// What a panic said.
+pub(crate) fn message(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }

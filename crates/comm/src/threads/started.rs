@@ -10,6 +10,7 @@ use super::world::Waiter;
 use crate::CommError;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory};
+use crate::under_way::Steps;
 
 /// Up to here an all-reduce is one step, in which every rank reduces everything.
 const ONE_STEP_BYTES: usize = 16 << 10;
@@ -25,7 +26,7 @@ pub(crate) struct Started {
     pub(crate) phase: Phase,
     pub(crate) copied: Vec<bool>,
     /// What it waits for, since it last went on.
-    pub(crate) until: Option<Until>,
+    pub(super) until: Option<Until>,
 }
 
 #[derive(Clone, Copy)]
@@ -49,7 +50,7 @@ pub(crate) enum Phase {
 
 /// What a rank waits for.
 #[derive(Clone, Copy)]
-pub(crate) enum Until {
+pub(super) enum Until {
     Posted(usize),
     AnyPosted,
     AllPosted,
@@ -92,7 +93,7 @@ impl Started {
     }
 
     /// Goes as far as it can without waiting; what it then waits for.
-    pub(crate) fn advance(&mut self) -> Result<Option<Until>, CommError> {
+    fn go_on(&mut self) -> Result<Option<Until>, CommError> {
         loop {
             self.until = None;
             let until = match &self.phase {
@@ -321,19 +322,23 @@ impl Started {
     }
 }
 
-impl Started {
-    /// Whether it could go on. A finished one could not.
-    pub(crate) fn can_advance(&self) -> bool {
+impl Steps for Started {
+    fn advance(&mut self) -> Result<bool, CommError> {
+        match self.group.world.failure() {
+            Some(error) => Err(error),
+            None => Ok(self.go_on()?.is_none()),
+        }
+    }
+
+    fn can_advance(&self) -> bool {
         self.until.is_some_and(|until| self.is_met(until))
     }
 
-    /// Waits for the end; meanwhile those that this rank has started before go on.
-    pub(crate) fn finish(&mut self) -> Result<(), CommError> {
+    fn finish(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let waiter = self.waiter();
-        while let Some(until) = self.advance()? {
-            let is_ready = || self.is_met(until);
-            group.world.wait(waiter, &is_ready, &|| self.missing())?;
+        while let Some(until) = self.go_on()? {
+            group.world.wait(waiter, &|| self.is_met(until), &|| self.missing())?;
             // What it waited for may be there and its memory gone, with a rank that died.
             if let Some(error) = group.world.failure() {
                 return Err(error);
@@ -341,11 +346,8 @@ impl Started {
         }
         Ok(())
     }
-}
 
-impl Started {
-    /// Ends it one way or the other: afterwards nobody uses the memory.
-    pub(crate) fn close(&mut self) {
+    fn close(&mut self) {
         if matches!(self.phase, Phase::Finished) {
             return;
         }

@@ -1,12 +1,13 @@
 //! What all ranks of a run share: who died, who sleeps, and how to wait.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use std::{hint, thread};
 
 use crate::CommError;
 use crate::operation::Call;
+use crate::under_way::{UnderWay, locked};
 
 /// How long a rank looks for the others before it sleeps, where every rank has a core of its own.
 const SPIN: Duration = Duration::from_micros(50);
@@ -30,16 +31,7 @@ struct Bell {
     has_left: AtomicBool,
     num_rings: Mutex<u64>,
     rung: Condvar,
-    under_way: Mutex<Vec<Arc<dyn UnderWay>>>,
-    num_under_way: AtomicUsize,
-}
-
-/// An operation that a rank has started and not yet asked the end of.
-pub(crate) trait UnderWay: Send + Sync {
-    /// Whether it could go on.
-    fn can_advance(&self) -> bool;
-    /// Makes it go on.
-    fn advance(&self);
+    under_way: Arc<UnderWay>,
 }
 
 /// Who waits, in which call.
@@ -105,30 +97,9 @@ impl World {
         }
     }
 
-    pub(crate) fn add_under_way(&self, rank: usize, operation: Arc<dyn UnderWay>) {
-        let bell = &self.bells[rank];
-        locked(&bell.under_way).push(operation);
-        bell.num_under_way.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(crate) fn remove_under_way(&self, rank: usize, operation: &Arc<dyn UnderWay>) {
-        let bell = &self.bells[rank];
-        let mut list = locked(&bell.under_way);
-        if let Some(index) = list.iter().position(|other| Arc::ptr_eq(other, operation)) {
-            list.remove(index);
-            bell.num_under_way.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Makes all go on that a rank has under way.
-    pub(crate) fn advance_under_way(&self, rank: usize) {
-        self.under_way(rank).iter().for_each(|operation| operation.advance());
-    }
-
-    /// A copy of the list: its lock is held for no other.
-    fn under_way(&self, rank: usize) -> Vec<Arc<dyn UnderWay>> {
-        let bell = &self.bells[rank];
-        if bell.num_under_way.load(Ordering::Relaxed) == 0 { Vec::new() } else { locked(&bell.under_way).clone() }
+    /// What a rank has started.
+    pub(crate) fn under_way(&self, rank: usize) -> &Arc<UnderWay> {
+        &self.bells[rank].under_way
     }
 
     /// Waits until `is_ready`; `missing` says whom (numbers in the whole run) it waits for.
@@ -139,7 +110,8 @@ impl World {
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<(), CommError> {
         let start = Instant::now();
-        self.advance_under_way(waiter.rank);
+        let under_way = self.under_way(waiter.rank);
+        under_way.advance();
         if self.spin(start, is_ready) {
             return Ok(());
         }
@@ -148,9 +120,8 @@ impl World {
                 return Err(error);
             }
             self.check_missing(waiter, start, missing)?;
-            let others = self.under_way(waiter.rank);
-            others.iter().for_each(|operation| operation.advance());
-            self.sleep(waiter.rank, &|| is_ready() || others.iter().any(|operation| operation.can_advance()));
+            under_way.advance();
+            self.sleep(waiter.rank, &|| is_ready() || under_way.can_advance());
         }
         Ok(())
     }
@@ -207,10 +178,6 @@ impl World {
         }
         Err(self.fail(CommError::Hung { ranks, waiting: waiter.rank, call: waiter.call, waited }))
     }
-}
-
-pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

@@ -3,4 +3,6 @@
 mod agreement;
 mod collectives;
 mod failures;
+#[cfg(unix)]
+mod mpi;
 mod started;

@@ -1,0 +1,200 @@
+//! The functions of an MPI library, found at run time, and its constants, which differ between libraries.
+//!
+//! Handles (communicators, requests, types) are pointers in Open MPI and in the MPI-5 standard ABI, and `int` in MPICH. They
+//! are kept as zero-initialised `usize`: as arguments and where the library writes one, the low half is the `int` on the
+//! little-endian machines this runs on. Arrays of handles would differ and are not used.
+
+use std::ffi::{c_char, c_int, c_void};
+
+use libloading::os::unix::Library;
+
+use super::MpiError;
+
+/// A handle of whatever kind.
+pub(crate) type Handle = usize;
+
+/// Room for the status of any library (20 to 32 bytes).
+pub(crate) type Status = [u64; 8];
+
+macro_rules! functions {
+    ($($field:ident = $name:literal ($($argument:ty),* $(,)?);)*) => {
+        /// The functions, as the standard declares them. All return 0 or an error code.
+        pub(crate) struct Functions {
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> c_int,)*
+        }
+
+        impl Functions {
+            fn load(library: &Library) -> Result<Self, MpiError> {
+                Ok(Self { $(
+                    $field: {
+                        // SAFETY: the MPI standard declares the function with these arguments, handles apart (see above).
+                        // The library is never closed.
+                        let symbol = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> c_int>($name) };
+                        *symbol.map_err(|_| MpiError::Incomplete(String::from_utf8_lossy($name).into_owned()))?
+                    },
+                )* })
+            }
+        }
+    };
+}
+
+functions! {
+    init_thread = b"MPI_Init_thread" (*mut c_int, *mut c_void, c_int, *mut c_int);
+    initialized = b"MPI_Initialized" (*mut c_int);
+    finalize = b"MPI_Finalize" ();
+    abort = b"MPI_Abort" (Handle, c_int);
+    get_library_version = b"MPI_Get_library_version" (*mut c_char, *mut c_int);
+    error_string = b"MPI_Error_string" (c_int, *mut c_char, *mut c_int);
+    comm_set_errhandler = b"MPI_Comm_set_errhandler" (Handle, Handle);
+    comm_rank = b"MPI_Comm_rank" (Handle, *mut c_int);
+    comm_size = b"MPI_Comm_size" (Handle, *mut c_int);
+    comm_dup = b"MPI_Comm_dup" (Handle, *mut Handle);
+    comm_split = b"MPI_Comm_split" (Handle, c_int, c_int, *mut Handle);
+    comm_split_type = b"MPI_Comm_split_type" (Handle, c_int, c_int, Handle, *mut Handle);
+    type_contiguous = b"MPI_Type_contiguous" (c_int, Handle, *mut Handle);
+    type_commit = b"MPI_Type_commit" (*mut Handle);
+    type_free = b"MPI_Type_free" (*mut Handle);
+    barrier = b"MPI_Barrier" (Handle);
+    ibarrier = b"MPI_Ibarrier" (Handle, *mut Handle);
+    bcast = b"MPI_Bcast" (*mut u8, c_int, Handle, c_int, Handle);
+    ibcast = b"MPI_Ibcast" (*mut u8, c_int, Handle, c_int, Handle, *mut Handle);
+    allgather = b"MPI_Allgather" (*const u8, c_int, Handle, *mut u8, c_int, Handle, Handle);
+    iallgather = b"MPI_Iallgather" (*const u8, c_int, Handle, *mut u8, c_int, Handle, Handle, *mut Handle);
+    allgatherv = b"MPI_Allgatherv" (*const u8, c_int, Handle, *mut u8, *const c_int, *const c_int, Handle, Handle);
+    iallgatherv = b"MPI_Iallgatherv" (
+        *const u8, c_int, Handle, *mut u8, *const c_int, *const c_int, Handle, Handle, *mut Handle);
+    ialltoall = b"MPI_Ialltoall" (*const u8, c_int, Handle, *mut u8, c_int, Handle, Handle, *mut Handle);
+    alltoallv = b"MPI_Alltoallv" (
+        *const u8, *const c_int, *const c_int, Handle, *mut u8, *const c_int, *const c_int, Handle, Handle);
+    ialltoallv = b"MPI_Ialltoallv" (
+        *const u8, *const c_int, *const c_int, Handle, *mut u8, *const c_int, *const c_int, Handle, Handle,
+        *mut Handle);
+    allreduce = b"MPI_Allreduce" (*const u8, *mut u8, c_int, Handle, Handle, Handle);
+    send = b"MPI_Send" (*const u8, c_int, Handle, c_int, c_int, Handle);
+    isend = b"MPI_Isend" (*const u8, c_int, Handle, c_int, c_int, Handle, *mut Handle);
+    recv = b"MPI_Recv" (*mut u8, c_int, Handle, c_int, c_int, Handle, *mut Status);
+    irecv = b"MPI_Irecv" (*mut u8, c_int, Handle, c_int, c_int, Handle, *mut Handle);
+    wait = b"MPI_Wait" (*mut Handle, *mut Status);
+    test = b"MPI_Test" (*mut Handle, *mut c_int, *mut Status);
+    get_count = b"MPI_Get_count" (*const Status, Handle, *mut c_int);
+}
+
+/// What has another value in each library.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Constants {
+    pub(crate) comm_world: Handle,
+    pub(crate) comm_null: Handle,
+    pub(crate) info_null: Handle,
+    pub(crate) byte: Handle,
+    pub(crate) float: Handle,
+    pub(crate) sum: Handle,
+    pub(crate) errors_return: Handle,
+    /// "Here, the memory that is received into": an address.
+    pub(crate) in_place: usize,
+    pub(crate) type_shared: c_int,
+    pub(crate) thread_serialized: c_int,
+}
+
+/// "Of no colour", in all libraries.
+pub(crate) const UNDEFINED: c_int = -32766;
+
+/// The values of the standard ABI (MPI 5.0, appendix A).
+const ABI: Constants = Constants {
+    comm_world: 0x101,
+    comm_null: 0x100,
+    info_null: 0x130,
+    byte: 0x247,
+    float: 0x210,
+    sum: 0x21,
+    errors_return: 0x143,
+    in_place: 1,
+    type_shared: 221,
+    thread_serialized: 2048,
+};
+
+/// The values of MPICH and what is built from it (its ABI of 2014).
+const MPICH: Constants = Constants {
+    comm_world: 0x4400_0000,
+    comm_null: 0x0400_0000,
+    info_null: 0x1c00_0000,
+    byte: 0x4c00_010d,
+    float: 0x4c00_040a,
+    sum: 0x5800_0003,
+    errors_return: 0x5400_0001,
+    in_place: usize::MAX,
+    type_shared: 1,
+    thread_serialized: 2,
+};
+
+impl Constants {
+    /// Which of the three the library uses.
+    pub(crate) fn of(library: &Library) -> Result<Self, MpiError> {
+        if let Some(constants) = Self::of_open_mpi(library) {
+            return Ok(constants);
+        }
+        type GetVersion = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+        // SAFETY: as the standard declares it.
+        if let Ok(abi_version) = unsafe { library.get::<GetVersion>(b"MPI_Abi_get_version") } {
+            let (mut major, mut minor) = (-1, -1);
+            // SAFETY: both are valid for writing. It may be called before MPI is initialised.
+            if unsafe { abi_version(&raw mut major, &raw mut minor) } == 0 && major >= 1 {
+                return Ok(ABI);
+            }
+        }
+        let functions = Functions::load(library)?;
+        let version = functions.version();
+        if version.contains("MPICH") || version.contains("MVAPICH") || version.contains("Intel") {
+            return Ok(MPICH);
+        }
+        Err(MpiError::Unknown(version))
+    }
+
+    /// In Open MPI a predefined handle is the address of an object of the library.
+    fn of_open_mpi(library: &Library) -> Option<Self> {
+        // SAFETY: only the address is taken, as that of a byte.
+        let address = |name: &[u8]| Some(unsafe { library.get::<*const u8>(name) }.ok()?.into_raw().addr());
+        Some(Self {
+            comm_world: address(b"ompi_mpi_comm_world")?,
+            comm_null: address(b"ompi_mpi_comm_null")?,
+            info_null: address(b"ompi_mpi_info_null")?,
+            byte: address(b"ompi_mpi_byte")?,
+            float: address(b"ompi_mpi_float")?,
+            sum: address(b"ompi_mpi_op_sum")?,
+            errors_return: address(b"ompi_mpi_errors_return")?,
+            in_place: 1,
+            type_shared: 0,
+            thread_serialized: 2,
+        })
+    }
+}
+
+impl Functions {
+    pub(crate) fn of(library: &Library) -> Result<Self, MpiError> {
+        Self::load(library)
+    }
+
+    /// What the library says of itself, its first line.
+    pub(crate) fn version(&self) -> String {
+        let (mut text, mut len) = (vec![0_u8; 8192], 0);
+        // SAFETY: no library writes more than 8192 characters (its MPI_MAX_LIBRARY_VERSION_STRING).
+        if unsafe { (self.get_library_version)(text.as_mut_ptr().cast(), &raw mut len) } != 0 {
+            return String::new();
+        }
+        first_line(&text)
+    }
+
+    /// What an error code means.
+    pub(crate) fn explain(&self, code: c_int) -> String {
+        let (mut text, mut len) = (vec![0_u8; 1024], 0);
+        // SAFETY: no library writes more than 512 characters (its MPI_MAX_ERROR_STRING).
+        if unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &raw mut len) } != 0 {
+            return format!("error {code}");
+        }
+        first_line(&text)
+    }
+}
+
+fn first_line(text: &[u8]) -> String {
+    let end = text.iter().position(|&c| c == 0 || c == b'\n').unwrap_or(text.len());
+    String::from_utf8_lossy(&text[..end]).split_whitespace().collect::<Vec<_>>().join(" ")
+}

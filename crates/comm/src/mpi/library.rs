@@ -1,0 +1,86 @@
+//! Finding the MPI library that belongs to the launcher that started this process.
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+use super::MpiError;
+use super::api::{Constants, Functions};
+
+/// Set to the path of an MPI library to use that one.
+pub const LIBRARY_VARIABLE: &str = "MOEWORKS_MPI_LIBRARY";
+
+/// Variables that launchers set for each rank, with the number of ranks.
+const SIZE_VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"];
+
+/// File names: Open MPI (4 and 5), MPICH and what keeps its ABI, the standard ABI.
+const OPEN_MPI: [&str; 1] = ["libmpi.so.40"];
+const MPICH: [&str; 3] = ["libmpi.so.12", "libmpich.so.12", "libmpich.so"];
+const STANDARD: [&str; 4] = ["libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi.so"];
+
+/// Whether an MPI launcher (`mpirun`, `mpiexec`, or `srun` with PMI or PMIx) started this process.
+#[must_use]
+pub fn is_launched() -> bool {
+    SIZE_VARIABLES.iter().chain(&["PMIX_RANK", "PMI_RANK"]).any(|name| env::var_os(name).is_some())
+}
+
+/// A loaded library. It stays loaded until the process ends: it has threads and handlers of its own.
+pub(crate) struct Mpi {
+    pub(crate) functions: Functions,
+    pub(crate) constants: Constants,
+}
+
+/// The library of this process, loaded on the first call.
+pub(crate) fn load() -> Result<&'static Mpi, MpiError> {
+    static LIBRARY: OnceLock<Result<Mpi, MpiError>> = OnceLock::new();
+    LIBRARY.get_or_init(open_first).as_ref().map_err(Clone::clone)
+}
+
+fn open_first() -> Result<Mpi, MpiError> {
+    let mut failures = Vec::new();
+    for path in candidates() {
+        // SAFETY: the initialisers of an MPI library have no preconditions. `RTLD_GLOBAL`, because its plug-ins look for its
+        // symbols.
+        match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
+            Ok(library) => {
+                let library = Box::leak(Box::new(library));
+                return Ok(Mpi { constants: Constants::of(library)?, functions: Functions::of(library)? });
+            }
+            // One that is there and cannot be loaded is worth a word; the others are only not here.
+            Err(error) if path.is_absolute() => failures.push(error.to_string()),
+            Err(_) => {}
+        }
+    }
+    Err(MpiError::NotFound { failures })
+}
+
+/// Where to look, in turn: what the user says; beside the launcher on the path; where the system looks.
+fn candidates() -> Vec<PathBuf> {
+    if let Some(path) = env::var_os(LIBRARY_VARIABLE) {
+        return vec![PathBuf::from(path)];
+    }
+    let is_open_mpi = env::vars_os().any(|(name, _)| name.to_string_lossy().starts_with("OMPI_"));
+    let names: Vec<&str> = if is_open_mpi {
+        OPEN_MPI.iter().chain(&STANDARD).copied().collect()
+    } else {
+        MPICH.iter().chain(&STANDARD).chain(&OPEN_MPI).copied().collect()
+    };
+    let mut paths = Vec::new();
+    for folder in library_folders() {
+        paths.extend(names.iter().map(|name| folder.join(name)).filter(|path| path.exists()));
+    }
+    paths.extend(names.iter().map(PathBuf::from));
+    paths
+}
+
+fn library_folders() -> Vec<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let prefixes = env::split_paths(&path)
+        .filter(|folder| ["mpirun", "mpiexec"].iter().any(|name| folder.join(name).exists()))
+        .filter_map(|folder| folder.parent().map(Path::to_path_buf));
+    // Not the system's own: its loader knows better where they are.
+    let own = prefixes.filter(|prefix| prefix != Path::new("/usr") && prefix != Path::new("/"));
+    own.flat_map(|prefix| [prefix.join("lib"), prefix.join("lib64")]).collect()
+}

@@ -1,0 +1,138 @@
+//! Ranks as processes that an MPI launcher has started, on this machine or on many.
+//!
+//! The MPI library is loaded at run time: the program is built without one and works with Open MPI 4 and 5, MPICH and its
+//! relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except reductions, which
+//! are fetched with all-to-all and summed here in the order of ranks, so that they are the same bits as among threads.
+
+mod api;
+mod check;
+mod group;
+mod library;
+mod obituary;
+mod pieces;
+mod run;
+mod started;
+mod watch;
+
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::UNDEFINED;
+use group::Group;
+pub use library::{LIBRARY_VARIABLE, is_launched};
+pub use run::{MpiOptions, RawMpi, run_mpi};
+use started::Started;
+
+use crate::operation::{Call, Memory, Operation};
+use crate::started::RawPending;
+use crate::under_way::{Handle, Steps as _};
+use crate::{CommError, Communicator};
+
+/// Why there is no MPI.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MpiError {
+    /// No library was found.
+    #[error("no MPI library was found; set {LIBRARY_VARIABLE} to the path of libmpi.so{}",
+        failures.iter().map(|failure| format!("; {failure}")).collect::<String>())]
+    NotFound {
+        /// What the loader said of those that are there.
+        failures: Vec<String>,
+    },
+    /// The library lacks a function.
+    #[error("the MPI library has no {0}: Open MPI 4 or MPICH 3 or newer is needed")]
+    Incomplete(String),
+    /// The library is none of those whose constants are known.
+    #[error("the MPI library \"{0}\" is neither Open MPI nor of MPICH's ABI nor of the standard one")]
+    Unknown(String),
+}
+
+impl From<MpiError> for CommError {
+    fn from(error: MpiError) -> Self {
+        Self::Start(error.to_string())
+    }
+}
+
+/// The door of a rank that is a process.
+struct MpiComm {
+    group: Arc<Group>,
+}
+
+impl MpiComm {
+    fn admit(&self, operation: &Operation<'_>, memory: &Memory) -> Result<(), CommError> {
+        let group = &self.group;
+        group.still_going()?;
+        let world_rank = group.members[group.rank];
+        operation.check(memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))
+    }
+}
+
+impl Communicator for MpiComm {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        &self.group.members
+    }
+
+    fn nodes(&self) -> &[usize] {
+        &self.group.nodes
+    }
+
+    unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
+        self.admit(operation, &memory)?;
+        // SAFETY: the caller's promise.
+        let started = unsafe { Started::start(&self.group, operation, memory) }?;
+        Ok(Box::new(Handle::new(started, &self.group.process.under_way)))
+    }
+
+    unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
+        self.admit(operation, &memory)?;
+        let process = &self.group.process;
+        if process.is_checked || !process.under_way.is_empty() {
+            // What is under way must go on meanwhile, and the comparison comes first.
+            // SAFETY: the caller's promise.
+            return unsafe { Started::start(&self.group, operation, memory) }?.finish();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.group.run(operation, &memory) }
+    }
+
+    fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
+        let group = &self.group;
+        group.still_going()?;
+        let _in_operation = group.enter(Call::Split);
+        let color = color.map_or(UNDEFINED, |color| (color & 0x7fff_ffff) as c_int);
+        let mut comm = 0;
+        let code =
+            // SAFETY: a call of all ranks of the group; `comm` is valid for writing.
+            unsafe { (group.functions().comm_split)(group.comm, color, key as c_int, &raw mut comm) };
+        group.check(Call::Split, code)?;
+        if comm == group.process.mpi.constants.comm_null {
+            return Ok(None);
+        }
+        let part = Group::of_comm(
+            &group.process,
+            comm,
+            |rank| {
+                let index = group.members.iter().position(|&member| member == rank);
+                index.map_or(0, |index| group.nodes[index])
+            },
+            group.members[group.rank],
+        )?;
+        Ok(Some(Box::new(Self { group: Arc::new(part) })))
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.group.process.watch.set_timeout(timeout);
+    }
+
+    fn fail(&self, error: CommError) -> CommError {
+        self.group.fail(error)
+    }
+}

@@ -1,0 +1,395 @@
+//! Beginning and end of a run under an MPI launcher.
+
+use std::ffi::c_int;
+use std::fmt::Display;
+use std::os::unix::fs::MetadataExt as _;
+use std::panic::{self, AssertUnwindSafe};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+use std::{env, fs, process, ptr, thread};
+
+use super::api::Handle;
+use super::group::{Group, Process, Report};
+use super::library::{self, Mpi};
+use super::watch::{Page, Watch};
+use super::{MpiComm, MpiError};
+use crate::threads::{message, numbered_by_appearance};
+use crate::{CommError, Communicator};
+
+/// The exit code of a run that failed.
+const FAILED: c_int = 2;
+
+/// Bytes of the name of the watchdogs' page.
+const NAME_BYTES: usize = 256;
+
+/// How the ranks of a run treat each other.
+#[derive(Clone, Debug)]
+pub struct MpiOptions {
+    timeout: Duration,
+    ranks_per_node: Option<usize>,
+    limit: usize,
+    is_checked: bool,
+}
+
+impl Default for MpiOptions {
+    /// Nodes are found out; a rank that does not come for 25 seconds is taken for hung; in debug builds calls are compared.
+    fn default() -> Self {
+        let limit = c_int::MAX as usize;
+        Self { timeout: Duration::from_secs(25), ranks_per_node: None, limit, is_checked: cfg!(debug_assertions) }
+    }
+}
+
+impl MpiOptions {
+    /// How long a rank waits for others before it takes them for hung.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Supposes so many ranks on each node, whatever is the case: for trying on one machine what is meant for many.
+    #[must_use]
+    pub fn with_ranks_per_node(mut self, ranks: usize) -> Self {
+        self.ranks_per_node = Some(ranks.max(1));
+        self
+    }
+
+    /// Whether ranks compare what they call, beside the call: a wrong one is named instead of hanging or worse.
+    #[must_use]
+    pub fn with_checks(mut self, is_checked: bool) -> Self {
+        self.is_checked = is_checked;
+        self
+    }
+
+    /// The greatest count to say as one `int`: to try what happens beyond 2 GiB with less.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_limit(mut self, limit: usize) -> Self {
+        self.limit = limit;
+        self
+    }
+}
+
+/// Runs `rank` as this process' rank of a run that an MPI launcher started, and gives what it returned. May be called once.
+///
+/// Where it fails or panics, or another rank hangs, `report` is told the rank and the error and then all processes of the
+/// run are ended by `MPI_Abort`, with exit code 2: this function returns an error only if there is no run, or one of a single
+/// rank. A rank whose process dies is named by the others of its node. (MPICH's launcher passes on nothing that they print
+/// then, and ends them at once unless it is started with `-disable-auto-cleanup`: `report` should write to a file first.)
+///
+/// # Errors
+/// The error of `rank`, or that MPI cannot be started.
+pub fn run_mpi<R, E>(
+    options: &MpiOptions,
+    report: impl Fn(usize, &dyn Display) + Send + Sync + 'static,
+    rank: impl FnOnce(&dyn Communicator) -> Result<R, E>,
+) -> Result<R, E>
+where
+    E: From<CommError> + Display,
+{
+    let comm = start(options, Arc::new(report))?;
+    let process = Arc::clone(&comm.group.process);
+    let is_alone = comm.size() == 1;
+    let result = panic::catch_unwind(AssertUnwindSafe(|| rank(&comm)));
+    match result {
+        Ok(Ok(result)) => {
+            process.end()?;
+            Ok(result)
+        }
+        Ok(Err(error)) if is_alone => {
+            process.end()?;
+            Err(error)
+        }
+        Ok(Err(error)) => process.abort(&error),
+        Err(payload) if is_alone => panic::resume_unwind(payload),
+        Err(payload) => {
+            let reason = format!("panicked: {}", message(&*payload));
+            process.abort(&CommError::Died { rank: process.rank, reason })
+        }
+    }
+}
+
+fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError> {
+    static IS_STARTED: AtomicBool = AtomicBool::new(false);
+    if IS_STARTED.swap(true, Ordering::SeqCst) {
+        return Err(CommError::Start("MPI can be started once in a process".to_owned()));
+    }
+    let mpi = library::load()?;
+    initialise(mpi)?;
+    let world = mpi.constants.comm_world;
+    let (rank, size) = rank_and_size(mpi, world)?;
+    let node = Node::find(mpi, world, rank)?;
+    let (page, own) = node.page(mpi)?;
+    let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));
+    let process = Arc::new(Process {
+        rank,
+        report,
+        mpi,
+        watch: Arc::clone(&watch),
+        under_way: Arc::default(),
+        failure: OnceLock::new(),
+        spare: Mutex::default(),
+        limit: options.limit,
+        is_checked: options.is_checked,
+    });
+    let barking = Arc::clone(&process);
+    watch
+        .spawn(&node.pids(mpi)?, move |error| barking.abort(&error))
+        .map_err(|error| CommError::Start(format!("no thread for the watchdog: {error}")))?;
+    // A node is named by its first rank until all are known.
+    let own_node = options.ranks_per_node.map_or(node.ranks[0], |ranks| rank / ranks);
+    let nodes = gather(mpi, world, own_node, size)?;
+    let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
+    Ok(MpiComm { group: Arc::new(group) })
+}
+
+fn initialise(mpi: &Mpi) -> Result<(), CommError> {
+    let functions = &mpi.functions;
+    let (mut is_initialised, mut provided) = (0, 0);
+    let wanted = mpi.constants.thread_serialized;
+    // SAFETY: both are valid for writing; `run_mpi` comes here once.
+    unsafe {
+        checked(mpi, (functions.initialized)(&raw mut is_initialised))?;
+        if is_initialised == 0 {
+            let code = (functions.init_thread)(ptr::null_mut(), ptr::null_mut(), wanted, &raw mut provided);
+            checked(mpi, code)?;
+        }
+        // Errors come back as codes instead of ending the process.
+        checked(mpi, (functions.comm_set_errhandler)(mpi.constants.comm_world, mpi.constants.errors_return))?;
+    }
+    if is_initialised == 0 && provided < wanted {
+        let version = functions.version();
+        return Err(CommError::Start(format!("{version} was built without support for threads")));
+    }
+    Ok(())
+}
+
+fn checked(mpi: &Mpi, code: c_int) -> Result<(), CommError> {
+    if code == 0 { Ok(()) } else { Err(CommError::Start(mpi.functions.explain(code))) }
+}
+
+fn rank_and_size(mpi: &Mpi, comm: Handle) -> Result<(usize, usize), CommError> {
+    let (mut rank, mut size) = (0, 0);
+    // SAFETY: a communicator of this process; both are valid for writing.
+    unsafe {
+        checked(mpi, (mpi.functions.comm_rank)(comm, &raw mut rank))?;
+        checked(mpi, (mpi.functions.comm_size)(comm, &raw mut size))?;
+    }
+    Ok((rank as usize, size as usize))
+}
+
+/// Everybody's number.
+fn gather(mpi: &Mpi, comm: Handle, own: usize, size: usize) -> Result<Vec<usize>, CommError> {
+    let own = own as u64;
+    let mut all = vec![0_u64; size];
+    let byte = mpi.constants.byte;
+    // SAFETY: eight bytes from each of `size` ranks.
+    let code = unsafe {
+        (mpi.functions.allgather)(ptr::from_ref(&own).cast(), 8, byte, all.as_mut_ptr().cast(), 8, byte, comm)
+    };
+    checked(mpi, code)?;
+    Ok(all.into_iter().map(|number| number as usize).collect())
+}
+
+/// The ranks that share memory with this one.
+struct Node {
+    comm: Handle,
+    own: usize,
+    /// Their numbers in the whole run.
+    ranks: Vec<usize>,
+}
+
+impl Node {
+    fn find(mpi: &Mpi, world: Handle, rank: usize) -> Result<Self, CommError> {
+        let constants = &mpi.constants;
+        let mut comm = 0;
+        // SAFETY: a call of all ranks; `comm` is valid for writing.
+        checked(mpi, unsafe {
+            (mpi.functions.comm_split_type)(world, constants.type_shared, 0, constants.info_null, &raw mut comm)
+        })?;
+        let (own, size) = rank_and_size(mpi, comm)?;
+        Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)? })
+    }
+
+    /// The numbers of the ranks' processes; none where they are in worlds of their own, in which numbers mean nothing.
+    fn pids(&self, mpi: &Mpi) -> Result<Vec<usize>, CommError> {
+        let namespace = fs::metadata("/proc/self/ns/pid").map_or(0, |metadata| metadata.ino() as usize);
+        let size = self.ranks.len();
+        let namespaces = gather(mpi, self.comm, namespace, size)?;
+        let pids = gather(mpi, self.comm, process::id() as usize, size)?;
+        Ok(if namespaces.iter().all(|&other| other == namespace) { pids } else { Vec::new() })
+    }
+
+    /// The watchdogs' page: its first rank makes it, all open it, then its name goes.
+    fn page(&self, mpi: &Mpi) -> Result<(Page, usize), CommError> {
+        let path = if self.own == 0 { Some(page_path()) } else { None };
+        let problem =
+            |path: &Path, error| CommError::Start(format!("{}: no memory that ranks share: {error}", path.display()));
+        let made = path.as_ref().map(|path| Page::create(path, self.ranks.len()).map_err(|error| problem(path, error)));
+        let path = self.tell(mpi, path)?;
+        let page = Page::open(&path, self.ranks.len()).map_err(|error| problem(&path, error));
+        // All have opened it.
+        gather(mpi, self.comm, self.own, self.ranks.len())?;
+        if made.transpose()?.is_some() {
+            // It has no further use; one that stays behind is a few bytes.
+            let _ = fs::remove_file(&path);
+        }
+        Ok((page?, self.own))
+    }
+
+    /// The first rank's path, on all.
+    fn tell(&self, mpi: &Mpi, path: Option<PathBuf>) -> Result<PathBuf, CommError> {
+        let mut name = [0_u8; NAME_BYTES];
+        if let Some(text) = path.as_ref().and_then(|path| path.to_str()).filter(|text| text.len() < NAME_BYTES) {
+            name[..text.len()].copy_from_slice(text.as_bytes());
+        }
+        // SAFETY: `name` has as many bytes as are told.
+        checked(mpi, unsafe {
+            (mpi.functions.bcast)(name.as_mut_ptr(), NAME_BYTES as c_int, mpi.constants.byte, 0, self.comm)
+        })?;
+        let len = name.iter().position(|&c| c == 0).unwrap_or(NAME_BYTES);
+        Ok(PathBuf::from(String::from_utf8_lossy(&name[..len]).into_owned()))
+    }
+}
+
+fn page_path() -> PathBuf {
+    let memory = Path::new("/dev/shm");
+    let folder = if memory.is_dir() { memory.to_path_buf() } else { env::temp_dir() };
+    let nonce = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.subsec_nanos());
+    folder.join(format!("moeworks-{}-{nonce}", process::id()))
+}
+
+impl Group {
+    /// The group of a communicator. `node` gives the node of a rank by its number in the whole run, which is `own` for this.
+    pub(super) fn of_comm(
+        process: &Arc<Process>,
+        comm: Handle,
+        node: impl Fn(usize) -> usize,
+        own: usize,
+    ) -> Result<Self, CommError> {
+        let (rank, size) = rank_and_size(process.mpi, comm)?;
+        let members = gather(process.mpi, comm, own, size)?;
+        let nodes: Vec<usize> = members.iter().map(|&member| node(member)).collect();
+        Self::new(Arc::clone(process), comm, members, numbered_by_appearance(&nodes), rank)
+    }
+}
+
+impl Process {
+    /// Ends a run that has succeeded.
+    fn end(&self) -> Result<(), CommError> {
+        let ended = CommError::Start("the run has ended, and with it its communicators".to_owned());
+        let has_failed = self.failure.get_or_init(|| ended.clone()) != &ended;
+        if has_failed {
+            // The rank has passed over an error; the others may be in the middle of something.
+            return self.failure.get().map_or(Ok(()), |error| Err(error.clone()));
+        }
+        // SAFETY: a call of all ranks, after which nothing of the library is called: calls look for a failure first.
+        let code = unsafe { (self.mpi.functions.finalize)() };
+        self.watch.end();
+        if code == 0 { Ok(()) } else { Err(CommError::Start(format!("the end of MPI: error {code}"))) }
+    }
+
+    /// Ends all processes of the run. Says why, unless another rank of the node has: they often notice together.
+    pub(super) fn abort(&self, reason: &dyn Display) -> ! {
+        if self.watch.is_first_to_report() {
+            (self.report)(self.rank, reason);
+        }
+        // A launcher drops what it has not yet passed on when it ends the processes.
+        thread::sleep(Duration::from_millis(300));
+        // Whatever the library is at in another thread: this process ends, and its launcher ends the others.
+        let _ = thread::Builder::new().spawn(|| {
+            thread::sleep(Duration::from_secs(5));
+            process::abort();
+        });
+        // SAFETY: MPI is initialised as long as a `Process` is in use.
+        unsafe { (self.mpi.functions.abort)(self.mpi.constants.comm_world, FAILED) };
+        process::abort()
+    }
+}
+
+/// The library's own calls, for measuring what this crate adds to them.
+#[doc(hidden)]
+pub struct RawMpi(&'static Mpi);
+
+impl RawMpi {
+    /// The library of the run that this process takes part in.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn of_run() -> Result<Self, MpiError> {
+        library::load().map(Self)
+    }
+
+    /// What the library says of itself.
+    #[must_use]
+    pub fn version(&self) -> String {
+        self.0.functions.version()
+    }
+
+    /// `MPI_Alltoallv` among all ranks, of equal pieces.
+    pub fn all_to_all(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
+        let piece = send.len() / num_ranks;
+        let counts = vec![piece as c_int; num_ranks];
+        let starts: Vec<c_int> = (0..num_ranks).map(|rank| (rank * piece) as c_int).collect();
+        assert!(piece * num_ranks <= recv.len(), "room for all pieces");
+        let (functions, constants) = (&self.0.functions, &self.0.constants);
+        let (byte, world) = (constants.byte, constants.comm_world);
+        // SAFETY: all pieces lie within both regions, which are borrowed until the call returns.
+        let code = unsafe {
+            (functions.alltoallv)(
+                send.as_ptr(),
+                counts.as_ptr(),
+                starts.as_ptr(),
+                byte,
+                recv.as_mut_ptr(),
+                counts.as_ptr(),
+                starts.as_ptr(),
+                byte,
+                world,
+            )
+        };
+        assert_eq!(code, 0, "MPI_Alltoallv");
+    }
+
+    /// `MPI_Allgather` among all ranks.
+    pub fn all_gather(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
+        assert!(send.len() * num_ranks <= recv.len(), "room for all pieces");
+        let (functions, constants) = (&self.0.functions, &self.0.constants);
+        let (byte, len) = (constants.byte, send.len() as c_int);
+        // SAFETY: as above.
+        let code = unsafe {
+            (functions.allgather)(send.as_ptr(), len, byte, recv.as_mut_ptr(), len, byte, constants.comm_world)
+        };
+        assert_eq!(code, 0, "MPI_Allgather");
+    }
+
+    /// `MPI_Allreduce` among all ranks, the sum of f32.
+    pub fn all_reduce(&self, data: &mut [f32]) {
+        let (functions, constants) = (&self.0.functions, &self.0.constants);
+        let in_place = ptr::without_provenance(constants.in_place);
+        let (float, sum, world) = (constants.float, constants.sum, constants.comm_world);
+        // SAFETY: in place; `data` is borrowed until the call returns.
+        let code = unsafe {
+            (functions.allreduce)(in_place, data.as_mut_ptr().cast(), data.len() as c_int, float, sum, world)
+        };
+        assert_eq!(code, 0, "MPI_Allreduce");
+    }
+
+    /// `MPI_Bcast` among all ranks.
+    pub fn broadcast(&self, data: &mut [u8], root: usize) {
+        let (functions, constants) = (&self.0.functions, &self.0.constants);
+        let (byte, world) = (constants.byte, constants.comm_world);
+        // SAFETY: `data` is borrowed until the call returns.
+        let code = unsafe { (functions.bcast)(data.as_mut_ptr(), data.len() as c_int, byte, root as c_int, world) };
+        assert_eq!(code, 0, "MPI_Bcast");
+    }
+
+    /// `MPI_Barrier` among all ranks.
+    pub fn barrier(&self) {
+        // SAFETY: a call of all ranks.
+        let code = unsafe { (self.0.functions.barrier)(self.0.constants.comm_world) };
+        assert_eq!(code, 0, "MPI_Barrier");
+    }
+}

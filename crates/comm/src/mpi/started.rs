@@ -1,0 +1,382 @@
+//! Operations between processes that are started and finished later, on the library's own non-blocking calls.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::thread;
+
+use super::api::{Handle, Status};
+use super::check::Check;
+use super::group::{Group, ONE_STEP_BYTES, Versions, shares};
+use super::pieces::{Pieces, Unit};
+use crate::CommError;
+use crate::number::{NumberKind, Reduce};
+use crate::operation::{Call, Memory, Operation};
+use crate::under_way::Steps;
+
+/// What is still to do when the requests are done.
+enum Then {
+    Nothing,
+    /// Sum up, into this memory.
+    Reduce(Versions, (NumberKind, Reduce), Target),
+    /// Sum up this rank's share of an all-reduce, then exchange the shares.
+    Share(Versions, (NumberKind, Reduce)),
+    /// See whether the whole message has come.
+    Count(c_int, Unit),
+    Finished,
+}
+
+/// Where a result goes.
+struct Target(*mut u8);
+
+// SAFETY: an address in the memory of the operation, which only its rank's thread writes to.
+unsafe impl Send for Target {}
+
+/// A rank's part in an operation.
+pub(crate) struct Started {
+    group: Arc<Group>,
+    call: Call,
+    memory: Memory,
+    check: Option<Check>,
+    requests: Vec<Handle>,
+    /// Kept until the requests are done.
+    pieces: Vec<Pieces>,
+    then: Then,
+    /// What the shares of an all-reduce are sent with.
+    tag: c_int,
+}
+
+impl Started {
+    /// # Safety
+    /// As `Communicator::start`.
+    pub(crate) unsafe fn start(
+        group: &Arc<Group>,
+        operation: &Operation<'_>,
+        memory: Memory,
+    ) -> Result<Self, CommError> {
+        let mut started = Self {
+            group: Arc::clone(group),
+            call: operation.call,
+            memory,
+            check: Check::start(group, operation)?,
+            requests: Vec::new(),
+            pieces: Vec::new(),
+            then: Then::Nothing,
+            // Not for messages: not all ranks send the same ones.
+            tag: if matches!(operation.call, Call::AllReduce { .. }) { group.next_tag() } else { 0 },
+        };
+        // SAFETY: the caller's promise.
+        unsafe { started.post(operation) }?;
+        Ok(started)
+    }
+
+    unsafe fn post(&mut self, operation: &Operation<'_>) -> Result<(), CommError> {
+        let memory = self.memory;
+        let size = self.group.size();
+        // SAFETY: the caller's promise for each; versions have room for one share from each rank.
+        unsafe {
+            match self.call {
+                Call::Barrier | Call::Split => {
+                    let group = Arc::clone(&self.group);
+                    self.request(|request| (group.functions().ibarrier)(group.comm, request))
+                }
+                Call::Broadcast { root, .. } => self.broadcast(root),
+                Call::AllGatherV => self.all_gather_v(operation.recv_counts),
+                Call::AllToAllV => self.all_to_all_v(operation.send_counts, operation.recv_counts, memory),
+                Call::ReduceScatter { number, reduce } => {
+                    let versions = self.versions(operation.send_counts, memory)?;
+                    self.then = Then::Reduce(versions, (number, reduce), Target(memory.recv));
+                    Ok(())
+                }
+                Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
+                    self.gather_versions((number, reduce))
+                }
+                Call::AllReduce { number, reduce, bytes } => {
+                    let own = Memory { send: memory.recv, send_bytes: bytes, ..memory };
+                    let versions = self.versions(&shares(bytes, size), own)?;
+                    self.then = Then::Share(versions, (number, reduce));
+                    Ok(())
+                }
+                Call::Send { to, tag, .. } => {
+                    self.send(memory.send, memory.send_bytes, to, tag as c_int, self.group.comm)
+                }
+                Call::Receive { from, tag, bytes } => {
+                    self.receive(memory.recv, bytes, from, tag as c_int, self.group.comm)?;
+                    let (count, unit) = self.group.whole(self.call, bytes)?;
+                    self.then = Then::Count(count, unit);
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// Starts something of the library.
+    fn request(&mut self, start: impl FnOnce(*mut Handle) -> c_int) -> Result<(), CommError> {
+        let mut request = 0;
+        self.group.check(self.call, start(&raw mut request))?;
+        self.requests.push(request);
+        Ok(())
+    }
+
+    unsafe fn broadcast(&mut self, root: usize) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let memory = self.memory;
+        let (count, unit) = group.whole(self.call, memory.recv_bytes)?;
+        // SAFETY: the caller's promise.
+        self.request(|request| unsafe {
+            (group.functions().ibcast)(memory.recv, count, unit.handle, root as c_int, group.comm, request)
+        })
+    }
+
+    fn keep(&mut self, counts: &[usize]) -> Result<(*const c_int, *const c_int, Unit), CommError> {
+        let pieces = Pieces::of(counts, self.group.process.limit).ok_or_else(|| self.group.too_long(self.call))?;
+        let unit = self.group.unit(self.call, &pieces)?;
+        let addresses = (pieces.counts.as_ptr(), pieces.starts.as_ptr());
+        self.pieces.push(pieces);
+        Ok((addresses.0, addresses.1, unit))
+    }
+
+    unsafe fn all_gather_v(&mut self, recv_counts: &[usize]) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let memory = self.memory;
+        let (counts, starts, unit) = self.keep(recv_counts)?;
+        // SAFETY: the caller's promise; the pieces' arrays are kept, and do not move.
+        self.request(|request| unsafe {
+            let own = *counts.add(group.rank);
+            (group.functions().iallgatherv)(
+                memory.send,
+                own,
+                unit.handle,
+                memory.recv,
+                counts,
+                starts,
+                unit.handle,
+                group.comm,
+                request,
+            )
+        })
+    }
+
+    unsafe fn all_to_all_v(
+        &mut self,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+        memory: Memory,
+    ) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let (sends, send_starts, send_unit) = self.keep(send_counts)?;
+        let (recvs, recv_starts, recv_unit) = self.keep(recv_counts)?;
+        // SAFETY: the caller's promise; the pieces' arrays are kept, and do not move.
+        self.request(|request| unsafe {
+            (group.functions().ialltoallv)(
+                memory.send,
+                sends,
+                send_starts,
+                send_unit.handle,
+                memory.recv,
+                recvs,
+                recv_starts,
+                recv_unit.handle,
+                group.comm,
+                request,
+            )
+        })
+    }
+
+    /// Starts to fetch all versions of this rank's share of what `memory` sends.
+    unsafe fn versions(&mut self, counts: &[usize], memory: Memory) -> Result<Versions, CommError> {
+        let own = counts[self.group.rank];
+        let mut versions = Versions::new(&self.group, own);
+        let there = Memory { recv: versions.start(), recv_bytes: own * self.group.size(), ..memory };
+        // SAFETY: the caller's promise; the versions' memory is kept with them, and does not move.
+        unsafe { self.all_to_all_v(counts, &vec![own; self.group.size()], there) }?;
+        Ok(versions)
+    }
+
+    unsafe fn gather_versions(&mut self, how: (NumberKind, Reduce)) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let memory = self.memory;
+        let mut versions = Versions::new(&group, memory.recv_bytes);
+        let (count, byte, there) = (memory.recv_bytes as c_int, group.byte(), versions.start());
+        // SAFETY: the caller's promise; the versions' memory is kept with them.
+        self.request(|request| unsafe {
+            (group.functions().iallgather)(memory.recv, count, byte, there, count, byte, group.comm, request)
+        })?;
+        self.then = Then::Reduce(versions, how, Target(memory.recv));
+        Ok(())
+    }
+
+    unsafe fn send(
+        &mut self,
+        start: *const u8,
+        bytes: usize,
+        to: usize,
+        tag: c_int,
+        comm: Handle,
+    ) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let (count, unit) = group.whole(self.call, bytes)?;
+        // SAFETY: the caller's promise.
+        self.request(|request| unsafe {
+            (group.functions().isend)(start, count, unit.handle, to as c_int, tag, comm, request)
+        })
+    }
+
+    unsafe fn receive(
+        &mut self,
+        start: *mut u8,
+        bytes: usize,
+        from: usize,
+        tag: c_int,
+        comm: Handle,
+    ) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let (count, unit) = group.whole(self.call, bytes)?;
+        // SAFETY: the caller's promise.
+        self.request(|request| unsafe {
+            (group.functions().irecv)(start, count, unit.handle, from as c_int, tag, comm, request)
+        })
+    }
+
+    /// Exchanges the reduced shares, message by message: a collective started here would come at another place in the order
+    /// of calls on each rank.
+    fn exchange_shares(&mut self) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let shares = shares(self.memory.recv_bytes, group.size());
+        let start = |rank: usize| self.memory.recv.wrapping_add(shares[..rank].iter().sum());
+        let (own, starts) = (start(group.rank), (0..group.size()).map(start).collect::<Vec<_>>());
+        for step in 1..group.size() {
+            let (to, from) = ((group.rank + step) % group.size(), (group.rank + group.size() - step) % group.size());
+            // SAFETY: shares do not overlap, and the memory stays valid until the end (`start`).
+            unsafe {
+                self.receive(starts[from], shares[from], from, self.tag, group.beside)?;
+                self.send(own, shares[group.rank], to, self.tag, group.beside)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// When all requests are done: the next step.
+    fn go_on(&mut self, status: &Status) -> Result<(), CommError> {
+        match std::mem::replace(&mut self.then, Then::Finished) {
+            Then::Nothing | Then::Finished => {}
+            Then::Count(count, unit) => self.group.check_received(self.call, status, count, &unit)?,
+            // SAFETY: the target is this operation's memory, which the requests use no more.
+            Then::Reduce(versions, how, target) => unsafe { versions.reduce(how, target.0) },
+            Then::Share(versions, how) => {
+                let shares = shares(self.memory.recv_bytes, self.group.size());
+                let start: usize = shares[..self.group.rank].iter().sum();
+                // SAFETY: as above; the own share lies within the memory.
+                unsafe { versions.reduce(how, self.memory.recv.add(start)) };
+                self.then = Then::Nothing;
+                self.exchange_shares()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a request is done, without waiting or after waiting for it.
+    fn test(&mut self, request: Handle, status: &mut Status, is_waiting: bool) -> Result<Option<Handle>, CommError> {
+        let functions = self.group.functions();
+        let (mut request, mut is_done) = (request, 0);
+        // SAFETY: a request of this operation that is not done; the memory it uses is kept.
+        let code = unsafe {
+            if is_waiting {
+                is_done = 1;
+                (functions.wait)(&raw mut request, std::ptr::from_mut(status))
+            } else {
+                (functions.test)(&raw mut request, &raw mut is_done, std::ptr::from_mut(status))
+            }
+        };
+        self.group.check(self.call, code)?;
+        Ok((is_done == 0).then_some(request))
+    }
+
+    /// Works the requests off; whether all are done.
+    fn work_off(&mut self, status: &mut Status, is_waiting: bool) -> Result<bool, CommError> {
+        if let Some(check) = &mut self.check {
+            let mut requests = std::mem::take(&mut check.requests);
+            while let Some(request) = requests.pop() {
+                if let Some(request) = self.test(request, status, is_waiting)? {
+                    requests.push(request);
+                    break;
+                }
+            }
+            let Some(check) = &mut self.check else { return Ok(false) };
+            check.requests = requests;
+            if !check.requests.is_empty() {
+                return Ok(false);
+            }
+            check.verdict(&self.group)?;
+            self.check = None;
+        }
+        while let Some(request) = self.requests.pop() {
+            if let Some(request) = self.test(request, status, is_waiting)? {
+                self.requests.push(request);
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn step(&mut self, is_waiting: bool) -> Result<bool, CommError> {
+        self.group.still_going()?;
+        let mut status = Status::default();
+        while !matches!(self.then, Then::Finished) {
+            if !self.work_off(&mut status, is_waiting)? {
+                return Ok(false);
+            }
+            self.go_on(&status)?;
+        }
+        Ok(true)
+    }
+}
+
+impl Steps for Started {
+    fn advance(&mut self) -> Result<bool, CommError> {
+        self.step(false)
+    }
+
+    fn can_advance(&self) -> bool {
+        true
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let _in_operation = group.enter(self.call);
+        if group.process.under_way.is_empty() {
+            return self.step(true).map(drop);
+        }
+        // The others have steps of their own, for which other ranks may wait.
+        let mut num_tries = 0_u32;
+        while !self.step(false)? {
+            group.process.under_way.advance();
+            num_tries += 1;
+            if num_tries.is_multiple_of(16) {
+                thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    fn close(&mut self) {
+        if matches!(self.then, Then::Finished) {
+            return;
+        }
+        let failure = if thread::panicking() {
+            let (rank, reason) = (self.group.process.rank, format!("panicked during {}", self.call));
+            Some(CommError::Died { rank, reason })
+        } else {
+            self.group.still_going().and_then(|()| self.finish()).err()
+        };
+        if let Some(error) = failure {
+            // The library may still write to memory that is about to be freed: nothing more may happen here.
+            self.group.process.abort(&error);
+        }
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

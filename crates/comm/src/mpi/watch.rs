@@ -1,0 +1,194 @@
+//! The watchdog of ranks that are processes. It learns at once when a process of its node ends before its run does.
+//!
+//! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether it is
+//! in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node that are not
+//! in one, or do not even show a sign of life, are who it waits for.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use memmap2::MmapRaw;
+
+use super::obituary::Obituary;
+use crate::CommError;
+use crate::operation::Call;
+use crate::under_way::locked;
+
+/// How often a watchdog looks.
+const TICK: Duration = Duration::from_millis(100);
+
+/// One rank's part of the page.
+#[repr(C, align(64))]
+struct Slot {
+    /// Odd while the rank is in an operation; counts up.
+    state: AtomicU64,
+    /// Counts up while the process lives.
+    heartbeat: AtomicU64,
+    /// In the first slot: whether a rank of the node has said why the run fails.
+    is_reported: AtomicBool,
+}
+
+/// The state of a rank that has come to the end of its run.
+const ENDED: u64 = u64::MAX - 1;
+
+/// Memory that the ranks of a node share, one slot for each.
+pub(crate) struct Page {
+    memory: MmapRaw,
+    num_slots: usize,
+}
+
+impl Page {
+    /// Makes the file behind the page.
+    pub(crate) fn create(path: &Path, num_slots: usize) -> io::Result<()> {
+        let mut options = OpenOptions::new();
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        let file = options.read(true).write(true).create_new(true).open(path)?;
+        file.set_len((num_slots * size_of::<Slot>()) as u64).inspect_err(|_| {
+            // Without its length it is of no use; that it may stay behind is the lesser evil.
+            let _ = fs::remove_file(path);
+        })
+    }
+
+    pub(crate) fn open(path: &Path, num_slots: usize) -> io::Result<Self> {
+        let file: File = OpenOptions::new().read(true).write(true).open(path)?;
+        let memory = MmapRaw::map_raw(&file)?;
+        if memory.len() < num_slots * size_of::<Slot>() {
+            return Err(io::Error::other("the page of the watchdogs is too short"));
+        }
+        Ok(Self { memory, num_slots })
+    }
+
+    fn slots(&self) -> &[Slot] {
+        // SAFETY: the mapping has this length (`open`), starts at a page, lives as long as `self`, and all processes use it
+        // through these atomics only.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast::<Slot>(), self.num_slots) }
+    }
+}
+
+/// What the watchdog calls when it gives the run up.
+pub(crate) type Bark = dyn Fn(CommError) + Send + Sync;
+
+pub(crate) struct Watch {
+    page: Page,
+    /// This rank's slot.
+    own: usize,
+    /// The number in the whole run of each rank of the node.
+    ranks: Vec<usize>,
+    /// Ranks on other nodes.
+    others: Vec<usize>,
+    call: Mutex<Call>,
+    timeout_ns: AtomicU64,
+    is_over: AtomicBool,
+}
+
+/// In an operation, until it is dropped.
+pub(crate) struct InOperation<'a>(&'a AtomicU64);
+
+impl Drop for InOperation<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Watch {
+    pub(crate) fn new(page: Page, own: usize, ranks: Vec<usize>, num_ranks: usize, timeout: Duration) -> Self {
+        let others = (0..num_ranks).filter(|rank| !ranks.contains(rank)).collect();
+        let watch = Self {
+            page,
+            own,
+            ranks,
+            others,
+            call: Mutex::new(Call::Barrier),
+            timeout_ns: AtomicU64::new(0),
+            is_over: AtomicBool::new(false),
+        };
+        watch.set_timeout(timeout);
+        watch
+    }
+
+    pub(crate) fn set_timeout(&self, timeout: Duration) {
+        self.timeout_ns.store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    pub(crate) fn enter(&self, call: Call) -> InOperation<'_> {
+        *locked(&self.call) = call;
+        let state = &self.page.slots()[self.own].state;
+        state.fetch_add(1, Ordering::Relaxed);
+        InOperation(state)
+    }
+
+    /// The thread that looks after this rank, and at the processes of the node's ranks (none where they are not known).
+    pub(crate) fn spawn(
+        self: &Arc<Self>,
+        pids: &[usize],
+        bark: impl Fn(CommError) + Send + Sync + 'static,
+    ) -> io::Result<JoinHandle<()>> {
+        let watch = Arc::clone(self);
+        let obituary = Obituary::of(pids);
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run(obituary, &bark))
+    }
+
+    /// Says that this rank ends as it should, and ends the thread.
+    pub(crate) fn end(&self) {
+        self.page.slots()[self.own].state.store(ENDED, Ordering::Relaxed);
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether no rank of the node has reported the failure of the run yet; from now on one has.
+    pub(crate) fn is_first_to_report(&self) -> bool {
+        !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
+    }
+
+    fn run(&self, mut obituary: Obituary, bark: &Bark) {
+        let own = &self.page.slots()[self.own];
+        let mut seen = own.state.load(Ordering::Relaxed);
+        let mut since = Instant::now();
+        while !self.is_over.load(Ordering::Relaxed) {
+            let dead = obituary.wait(TICK);
+            if let Some(index) = dead.filter(|&index| self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED) {
+                let reason = "its process ended in the middle of the run (killed?)".to_owned();
+                bark(CommError::Died { rank: self.ranks[index], reason });
+            }
+            own.heartbeat.fetch_add(1, Ordering::Relaxed);
+            let state = own.state.load(Ordering::Relaxed);
+            if state != seen || state.is_multiple_of(2) {
+                (seen, since) = (state, Instant::now());
+            } else if since.elapsed() >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
+                let ranks = self.absent();
+                if own.state.load(Ordering::Relaxed) == seen {
+                    let (waiting, call) = (self.ranks[self.own], *locked(&self.call));
+                    bark(CommError::Hung { ranks, waiting, call, waited: since.elapsed() });
+                }
+            }
+        }
+    }
+
+    /// Who does not take part: ranks of this node that are in no operation or whose process stands still; else those of
+    /// other nodes; if there are none all, who wait for each other.
+    fn absent(&self) -> Vec<usize> {
+        let slots = self.page.slots();
+        let heartbeats = || slots.iter().map(|slot| slot.heartbeat.load(Ordering::Relaxed)).collect::<Vec<_>>();
+        let before = heartbeats();
+        for _ in 0..10 {
+            thread::sleep(TICK);
+            // The others may be looking, too.
+            slots[self.own].heartbeat.fetch_add(1, Ordering::Relaxed);
+        }
+        let after = heartbeats();
+        let is_absent = |index: usize| {
+            let is_idle = slots[index].state.load(Ordering::Relaxed).is_multiple_of(2);
+            index != self.own && (is_idle || before[index] == after[index])
+        };
+        let absent: Vec<usize> = (0..slots.len()).filter(|&i| is_absent(i)).map(|i| self.ranks[i]).collect();
+        match (absent.is_empty(), self.others.is_empty()) {
+            (false, _) => absent,
+            (true, false) => self.others.clone(),
+            (true, true) => self.ranks.clone(),
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Operations that were started and are finished later. All that a rank has under way go on whenever it waits for one of
+//! them, so that ranks may finish them in different orders.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::CommError;
+use crate::started::RawPending;
+
+/// An operation as the steps of one rank.
+pub(crate) trait Steps: Send {
+    /// Goes as far as it can without waiting; whether that is the end.
+    fn advance(&mut self) -> Result<bool, CommError>;
+    /// Whether it could go on since it last did.
+    fn can_advance(&self) -> bool;
+    /// Waits for the end; meanwhile the others that are under way go on.
+    fn finish(&mut self) -> Result<(), CommError>;
+    /// Ends it one way or the other: afterwards nobody uses its memory.
+    fn close(&mut self);
+}
+
+type Shared = Arc<Mutex<dyn Steps>>;
+
+/// What a rank has started and not yet asked the end of.
+#[derive(Default)]
+pub(crate) struct UnderWay {
+    list: Mutex<Vec<Shared>>,
+    len: AtomicUsize,
+}
+
+impl UnderWay {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len.load(Ordering::Relaxed) == 0
+    }
+
+    /// Makes all go on. An error is the whole run's: it comes out where an operation is finished.
+    pub(crate) fn advance(&self) {
+        for operation in self.list() {
+            // Whoever holds it makes it go on.
+            if let Ok(mut steps) = operation.try_lock() {
+                let _ = steps.advance();
+            }
+        }
+    }
+
+    /// Whether one of them could go on.
+    pub(crate) fn can_advance(&self) -> bool {
+        self.list().iter().any(|operation| operation.try_lock().is_ok_and(|steps| steps.can_advance()))
+    }
+
+    /// A copy: the list's lock is not held while an operation goes on.
+    fn list(&self) -> Vec<Shared> {
+        if self.is_empty() { Vec::new() } else { locked(&self.list).clone() }
+    }
+
+    fn add(&self, operation: Shared) {
+        locked(&self.list).push(operation);
+        self.len.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn remove(&self, operation: &Shared) {
+        let mut list = locked(&self.list);
+        if let Some(index) = list.iter().position(|other| Arc::ptr_eq(other, operation)) {
+            list.remove(index);
+            self.len.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A started operation, which is also in its rank's list of those under way.
+pub(crate) struct Handle {
+    started: Shared,
+    under_way: Arc<UnderWay>,
+}
+
+impl Handle {
+    pub(crate) fn new(mut started: impl Steps + 'static, under_way: &Arc<UnderWay>) -> Self {
+        // What is there already need not be waited for. An error comes out at the end.
+        let _ = started.advance();
+        let started: Shared = Arc::new(Mutex::new(started));
+        under_way.add(Arc::clone(&started));
+        Self { started, under_way: Arc::clone(under_way) }
+    }
+}
+
+impl RawPending for Handle {
+    fn is_finished(&mut self) -> Result<bool, CommError> {
+        self.under_way.advance();
+        locked(&self.started).advance()
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        self.under_way.remove(&self.started);
+        locked(&self.started).finish()
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.under_way.remove(&self.started);
+        // Another thread of this rank may still hold it, to make it go on: the memory must not be needed after this.
+        locked(&self.started).close();
+    }
+}
+
+/// The lock, also after a thread has panicked with it: what it guards is whole between any two statements.
+pub(crate) fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,298 @@
+//! Ranks as processes, under every MPI launcher that is there: those in `.venv-mpi/*` at the root of the checkout, where
+//! `./test` puts them, and the one on the path. Where there is none these tests say so and pass.
+//!
+//! A launcher starts this very test program again, with the one ignored test below, which plays the case that it is told.
+
+use std::fmt::Display;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+use std::{env, fs, thread};
+
+use moeworks_comm::mpi::{LIBRARY_VARIABLE, MpiOptions, run_mpi};
+use moeworks_comm::{CommError, Communicator, Reduce};
+
+use crate::collectives::{column, received_by, sent_by, word};
+
+const CASE: &str = "MOEWORKS_TEST_CASE";
+
+/// A file for reports: once a process is killed MPICH's launcher passes on nothing of what the others print.
+const LOG: &str = "MOEWORKS_TEST_LOG";
+
+/// A way to start processes, with the library that they load.
+struct Launcher {
+    program: PathBuf,
+    library: Option<PathBuf>,
+    is_open_mpi: bool,
+    flags: &'static [&'static str],
+}
+
+fn launchers() -> Vec<Launcher> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let kept = fs::read_dir(root.join(".venv-mpi")).into_iter().flatten().flatten();
+    let mut programs: Vec<PathBuf> = kept.map(|entry| entry.path().join("bin/mpirun")).filter(|p| p.exists()).collect();
+    programs.sort();
+    let path = env::var_os("PATH").unwrap_or_default();
+    programs.extend(env::split_paths(&path).map(|folder| folder.join("mpirun")).find(|program| program.exists()));
+    let launchers: Vec<Launcher> = programs.into_iter().flat_map(with_libraries).collect();
+    if launchers.is_empty() {
+        println!("SKIPPED: there is no mpirun, neither in .venv-mpi nor on the path");
+    }
+    launchers
+}
+
+fn with_libraries(program: PathBuf) -> Vec<Launcher> {
+    let version = Command::new(&program).arg("--version").output().expect("mpirun runs");
+    let is_open_mpi = String::from_utf8_lossy(&version.stdout).contains("Open MPI");
+    // As root; more ranks than cores.
+    let flags: &[&str] =
+        if is_open_mpi { &["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] } else { &[] };
+    let standard = program.with_file_name("../lib/libmpi_abi.so.1");
+    let libraries = [None, Some(standard).filter(|path| path.exists())];
+    let own = libraries.into_iter().enumerate().filter(|(index, library)| *index == 0 || library.is_some());
+    own.map(|(_, library)| Launcher { program: program.clone(), library, is_open_mpi, flags }).collect()
+}
+
+impl Launcher {
+    fn run(&self, num_ranks: usize, case: &str, log: &Path) -> Output {
+        let mut command = Command::new(&self.program);
+        command.args(self.flags);
+        command.arg("-n").arg(num_ranks.to_string()).arg(env::current_exe().expect("this program has a path"));
+        command.args(["mpi::plays_a_rank", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+        let folder = self.program.parent().expect("a program has a folder");
+        let path = env::join_paths(
+            std::iter::once(folder.to_path_buf()).chain(env::split_paths(&env::var_os("PATH").unwrap_or_default())),
+        );
+        command
+            .env("PATH", path.expect("folders without colons"))
+            .env(CASE, case)
+            .env(LOG, log)
+            .env("RUST_BACKTRACE", "0");
+        if let Some(library) = &self.library {
+            command.env(LIBRARY_VARIABLE, library);
+        }
+        command.output().expect("mpirun runs")
+    }
+
+    fn expect_success(&self, num_ranks: usize, case: &str) {
+        let output = self.run(num_ranks, case, Path::new("/dev/null"));
+        assert!(output.status.success(), "{case} on {num_ranks} ranks, {}: {}", self.name(), text(&output));
+    }
+
+    fn expect_failure(&self, num_ranks: usize, case: &str, part: &str) {
+        let start = Instant::now();
+        let log = env::temp_dir().join(format!("moeworks-test-{}-{}", std::process::id(), case.replace(' ', "-")));
+        fs::write(&log, "").expect("a file for reports");
+        let output = self.run(num_ranks, case, &log);
+        let text = text(&output) + &fs::read_to_string(&log).expect("the file for reports");
+        fs::remove_file(&log).expect("the file for reports goes");
+        assert!(!output.status.success(), "{case}, {}: {text}", self.name());
+        assert!(text.contains(part), "{case}, {}: \"{part}\" in {text}", self.name());
+        assert!(start.elapsed() < Duration::from_secs(30), "{case}, {}: in time", self.name());
+    }
+
+    fn name(&self) -> impl Display {
+        let library = self.library.as_ref().map_or(String::new(), |path| format!(" with {}", path.display()));
+        format!("{}{library}", self.program.display())
+    }
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+#[test]
+fn collectives_give_among_processes_what_they_give_among_threads() {
+    for launcher in launchers() {
+        for num_ranks in [1, 2, 3, 4] {
+            launcher.expect_success(num_ranks, "collectives");
+        }
+        launcher.expect_success(8, "collectives without checks");
+        launcher.expect_success(3, "collectives beyond the limit of an int");
+    }
+}
+
+#[test]
+fn processes_that_disagree_are_named() {
+    for launcher in launchers() {
+        launcher.expect_failure(4, "another call", "rank 2 disagrees with the others");
+        launcher.expect_failure(3, "another size", "rank 1 sends 3 bytes to rank 0, which expects 1");
+        launcher.expect_failure(3, "another configuration", "rank 2 has another configuration than rank 0");
+    }
+}
+
+#[test]
+fn when_a_process_fails_all_end_with_a_line_that_names_it() {
+    for launcher in launchers() {
+        launcher.expect_failure(4, "panic", "rank 2: rank 2 died: panicked: disk on fire");
+        launcher.expect_failure(4, "error", "rank 1: cannot start the ranks: no such file");
+    }
+}
+
+#[test]
+fn when_a_process_is_killed_all_end_with_a_line_that_names_it() {
+    for launcher in launchers() {
+        if launcher.is_open_mpi {
+            launcher.expect_failure(4, "kill", "rank 2");
+            continue;
+        }
+        // MPICH's launcher knows the process, not the rank, and most often ends the others before they can say it.
+        launcher.expect_failure(4, "kill", "EXIT CODE: 9");
+        let left_alone = Launcher { flags: &["-disable-auto-cleanup"], ..launcher };
+        left_alone.expect_failure(4, "kill", "rank 2 died: its process ended in the middle of the run");
+    }
+}
+
+#[test]
+fn a_process_that_hangs_or_is_stopped_is_named_by_the_watchdog() {
+    for launcher in launchers() {
+        launcher.expect_failure(3, "hang", "rank 1 hung: nothing from it for");
+        launcher.expect_failure(3, "stop", "rank 1 hung: nothing from it for");
+    }
+}
+
+#[test]
+#[ignore = "a rank: started by a launcher"]
+fn plays_a_rank() {
+    let case = env::var(CASE).expect("the launcher says the case");
+    let mut options = MpiOptions::default().with_timeout(Duration::from_secs(20));
+    match case.as_str() {
+        "hang" | "stop" => options = options.with_timeout(Duration::from_secs(1)),
+        "collectives without checks" => options = options.with_checks(false),
+        "collectives beyond the limit of an int" => options = options.with_limit(1000),
+        _ => {}
+    }
+    let log = fs::OpenOptions::new().append(true).open(env::var_os(LOG).expect("a file")).expect("a file for reports");
+    let report = move |rank: usize, error: &dyn Display| {
+        let _ = (&log).write_all(format!("rank {rank}: {error}\n").as_bytes());
+        eprintln!("rank {rank}: {error}");
+    };
+    run_mpi(&options, report, |comm| play(comm, &case)).expect("only a run of one rank fails here");
+}
+
+fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
+    match (case, comm.rank()) {
+        ("another call", 2) => comm.barrier(),
+        ("another call", _) => comm.all_reduce(&mut [1.0_f32; 3], Reduce::Sum),
+        ("another size", rank) => {
+            let counts = if rank == 1 { [3, 1, 1] } else { [1; 3] };
+            comm.all_to_all_v(&vec![0_u8; counts.iter().sum()], &counts, &mut [0; 3], &[1; 3])
+        }
+        ("another configuration", rank) => comm.check_same("configuration", &[u8::from(rank == 2); 32]),
+        ("panic", 2) => panic!("disk on fire"),
+        ("error", 1) => Err(CommError::Start("no such file".into())),
+        ("kill", 2) => end_by_signal("KILL"),
+        ("stop", 1) => end_by_signal("STOP"),
+        ("hang", 1) => loop {
+            thread::sleep(Duration::from_secs(1));
+        },
+        ("panic" | "error" | "kill" | "stop" | "hang", _) => loop {
+            comm.all_reduce(&mut [1.0_f32; 3000], Reduce::Max)?;
+            comm.barrier()?;
+        },
+        _ => collectives(comm),
+    }
+}
+
+fn end_by_signal(signal: &str) -> Result<(), CommError> {
+    let own = std::process::id().to_string();
+    Command::new("kill").args([&format!("-{signal}"), &own]).status().expect("kill runs");
+    thread::sleep(Duration::from_secs(60));
+    Ok(())
+}
+
+fn collectives(comm: &dyn Communicator) -> Result<(), CommError> {
+    let (rank, size) = (comm.rank(), comm.size());
+    assert_eq!(comm.nodes(), vec![0; size]);
+    for unit in [1, 16, 1000] {
+        // Pieces of unequal lengths, some empty.
+        let counts: Vec<Vec<usize>> =
+            (0..size).map(|from| (0..size).map(|to| (from * 3 + to) % 4 * unit).collect()).collect();
+        exchange(comm, &counts)?;
+        reductions(comm, &counts[0])?;
+    }
+    let mut data: Vec<u32> = (0..5000).map(|i| word(rank, 0, i)).collect();
+    comm.broadcast(&mut data, size - 1)?;
+    assert!(data.iter().enumerate().all(|(i, &x)| x == word(size - 1, 0, i)));
+    messages(comm)?;
+    let part = comm.split(Some((rank % 2) as u32), size - rank)?.expect("a colour was given");
+    assert_eq!(part.world_ranks(), (0..size).rev().filter(|other| other % 2 == rank % 2).collect::<Vec<_>>());
+    let mut ranks = vec![0; part.size()];
+    part.all_gather(&[rank], &mut ranks)?;
+    assert_eq!(ranks, part.world_ranks());
+    assert!(comm.split(None, 0)?.is_none());
+    comm.barrier()
+}
+
+fn exchange(comm: &dyn Communicator, counts: &[Vec<usize>]) -> Result<(), CommError> {
+    let rank = comm.rank();
+    let (sends, recvs) = (&counts[rank], column(counts, rank));
+    let (sent, expected) = (sent_by(rank, counts), received_by(rank, counts));
+    let mut recv = vec![0; expected.len()];
+    comm.all_to_all_v(&sent, sends, &mut recv, &recvs)?;
+    assert_eq!(recv, expected);
+    let mut pending = Vec::new();
+    for _ in 0..3 {
+        pending.push(comm.start_all_to_all_v(sent.clone(), sends, vec![0; expected.len()], &recvs)?);
+    }
+    if rank % 2 == 1 {
+        pending.reverse();
+    }
+    for pending in pending {
+        assert_eq!(pending.finish()?.1, expected);
+    }
+    let mut all = vec![0; counts.iter().map(|row| row[0]).sum()];
+    let lens = column(counts, 0);
+    let own: Vec<u32> = (0..lens[rank]).map(|i| word(rank, 0, i)).collect();
+    comm.all_gather_v(&own, &mut all, &lens)?;
+    assert_eq!(all, received_by(0, counts));
+    let (_, all) = comm.start_all_gather_v(own, vec![0; all.len()], &lens)?.finish()?;
+    assert_eq!(all, received_by(0, counts));
+    Ok(())
+}
+
+/// Numbers whose sum depends on the order in which they are added.
+fn rough(rank: usize, index: usize) -> f32 {
+    ((rank * 7919 + index * 104_729) % 1000) as f32 * 10_f32.powi((index % 7) as i32 - 3) / 7.0
+}
+
+fn reductions(comm: &dyn Communicator, lens: &[usize]) -> Result<(), CommError> {
+    let (rank, size) = (comm.rank(), comm.size());
+    let len: usize = lens.iter().sum();
+    let data: Vec<f32> = (0..len).map(|i| rough(rank, i)).collect();
+    let expected: Vec<f32> = (0..len).map(|i| (1..size).fold(rough(0, i), |sum, r| sum + rough(r, i))).collect();
+    let start: usize = lens[..rank].iter().sum();
+    let mut share = vec![0.0; lens[rank]];
+    comm.reduce_scatter(&data, lens, &mut share, Reduce::Sum)?;
+    assert_eq!(share, expected[start..start + lens[rank]], "reduce-scatter");
+    let (_, share) = comm.start_reduce_scatter(data.clone(), lens, share, Reduce::Sum)?.finish()?;
+    assert_eq!(share, expected[start..start + lens[rank]], "reduce-scatter, started");
+    let mut all = data.clone();
+    comm.all_reduce(&mut all, Reduce::Sum)?;
+    assert_eq!(all, expected, "all-reduce");
+    // Two under way at once, finished in different orders: each has a second half that the other ranks wait for.
+    let mut pending =
+        vec![comm.start_all_reduce(data.clone(), Reduce::Sum)?, comm.start_all_reduce(data, Reduce::Sum)?];
+    if rank % 2 == 1 {
+        pending.reverse();
+    }
+    comm.barrier()?;
+    for pending in pending {
+        assert_eq!(pending.finish()?, expected, "all-reduce, started");
+    }
+    Ok(())
+}
+
+fn messages(comm: &dyn Communicator) -> Result<(), CommError> {
+    let (rank, size) = (comm.rank(), comm.size());
+    let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+    let first = comm.start_send(vec![rank as u32; 4000], next, 1)?;
+    let second = comm.start_send(vec![10 + rank as u32; 4000], next, 2)?;
+    let late = comm.start_receive(vec![0_u32; 4000], before, 2)?;
+    let mut data = [0_u32; 4000];
+    comm.receive(&mut data, before, 1)?;
+    assert_eq!((data[0], late.finish()?[3999]), (before as u32, 10 + before as u32));
+    first.finish()?;
+    second.finish().map(drop)
+}
