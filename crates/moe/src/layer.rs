@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::add_assign;
+use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads, experts_backward,
     experts_bias_grad, experts_forward_biased, experts_weight_grad, experts_weight_grad_of_used,
@@ -144,6 +144,8 @@ impl MoeLayer {
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
         let rows = saved.dispatch.rows();
         let experts = weights.experts(self.config.activation);
+        // Every product with it would round it again, row by row.
+        let dy = &into_type(ctx, dy.clone(), experts.gate_up.dtype());
         let mut backward = experts_backward(ctx, dy, experts, rows, &saved.experts);
         if let Some((_, down)) = &weights.biases {
             add_bias_row_weight_grads(dy, down, rows, &mut backward.d_row_weights);

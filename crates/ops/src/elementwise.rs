@@ -5,7 +5,7 @@ use moeworks_tensor::{DType, Random, Tensor};
 use crate::Context;
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
-use crate::simd::{Float, LANES, kernel, with_float};
+use crate::simd::{Float, LANES, kernel, store_all, with_float};
 
 /// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
@@ -124,6 +124,12 @@ pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     y
 }
 
+/// `x` (f32 or bf16) as `dtype`: itself where it is of that type already.
+#[must_use]
+pub fn into_type(ctx: &Context, x: Tensor, dtype: DType) -> Tensor {
+    if x.dtype() == dtype { x } else { cast(ctx, &x, dtype) }
+}
+
 /// Writes `x` into `y`, which has as many elements and its own float type.
 pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
     assert_eq!(y.len(), x.len(), "cast_into: y {:?}, x {:?}", y.shape(), x.shape());
@@ -136,7 +142,10 @@ pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
 }
 
 kernel! {
-    fn cast_kernel<S: Level, X: Float, Y: Float>(x: &[X], y: &mut [Y]) {
+    rounding fn cast_kernel<S: Level, X: Float, Y: Float>(x: &[X], y: &mut [Y]) {
+        if X::DTYPE == DType::F32 {
+            return store_all::<S, Y>(bytemuck::cast_slice(x), y);
+        }
         for (y, x) in y.iter_mut().zip(x) {
             *y = Y::store(x.load());
         }

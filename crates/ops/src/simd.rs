@@ -5,7 +5,7 @@
 //! data and of calls that are not inlined; sums keep [`LANES`] partial sums, so that every instruction set adds in the
 //! same order and results differ by fused rounding at most.
 
-use moeworks_tensor::{Element, bf16};
+use moeworks_tensor::{DType, Element, bf16};
 
 /// Partial sums of a reduction: one AVX-512 register of f32, or two AVX2 ones.
 pub(crate) const LANES: usize = 16;
@@ -55,6 +55,20 @@ pub(crate) trait Level: Copy {
     /// # Safety
     /// `WIDTH` elements must be writable there; [`fence`] must follow before another thread reads them.
     unsafe fn stream(to: *mut f32, value: Self::Vector);
+    /// Rounds as [`Float::store`] does, one for one. A level with an instruction for it may turn subnormals into zeros.
+    #[inline(always)]
+    fn round_all(from: &[f32], to: &mut [bf16]) {
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = bf16::store(x));
+    }
+}
+
+/// Stores elements one for one, rounded where they are bf16.
+#[inline(always)]
+pub(crate) fn store_all<S: Level, T: Float>(from: &[f32], to: &mut [T]) {
+    match T::DTYPE {
+        DType::BF16 => S::round_all(from, bytemuck::cast_slice_mut(to)),
+        _ => to.iter_mut().zip(from).for_each(|(to, &x)| *to = T::store(x)),
+    }
 }
 
 /// Orders [`Level::stream`]s before everything that follows.
@@ -127,6 +141,7 @@ macro_rules! x86_level {
     (
         $(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident,
         $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident, $total:path
+        $(, $own:item)*
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
@@ -182,6 +197,8 @@ macro_rules! x86_level {
                 // SAFETY: as above, and the caller promises an aligned vector of writable elements.
                 unsafe { core::arch::x86_64::$stream(to, value) }
             }
+
+            $($own)*
         }
     };
 }
@@ -231,11 +248,34 @@ x86_level!(
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
     total_of_16
 );
+#[cfg(target_arch = "x86_64")]
+x86_level!(
+    /// The same with the conversion of AVX-512 BF16, for kernels that round much.
+    Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
+    _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
+    total_of_16,
+    #[inline(always)]
+    fn round_all(from: &[f32], to: &mut [bf16]) {
+        use core::arch::x86_64::{_mm512_cvtne2ps_pbh, _mm512_storeu_si512};
+        let ((from, rest), (to, to_rest)) = (from.as_chunks::<32>(), to.as_chunks_mut::<32>());
+        for (from, to) in from.iter().zip(to) {
+            // SAFETY: as in `splat`; 32 elements are read and as many written, and the transmute renames 512 bits.
+            unsafe {
+                let (low, high) = (Self::load(from.as_ptr()), Self::load(from[16..].as_ptr()));
+                let rounded: core::arch::x86_64::__m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+            }
+        }
+        to_rest.iter_mut().zip(rest).for_each(|(to, &x)| *to = bf16::store(x));
+    }
+);
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body
-/// compiled for `isa`; inside the body `S` is the [`Level`].
+/// compiled for `isa`; inside the body `S` is the [`Level`]. With `rounding` before it the body is compiled once more for
+/// machines with AVX-512 BF16.
 macro_rules! kernel {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident<$S:ident: Level $(, $T:ident: $bound:path)*>(
+    (rounding $($rest:tt)*) => { $crate::simd::kernel! { @define avx512_bf16 $($rest)* } };
+    (@define $native:ident $(#[$meta:meta])* $vis:vis fn $name:ident<$S:ident: Level $(, $T:ident: $bound:path)*>(
         $($arg:ident: $type:ty),* $(,)?
     ) $(-> $result:ty)? $body:block) => {
         $(#[$meta])*
@@ -252,6 +292,12 @@ macro_rules! kernel {
             fn avx512<$($T: $bound),*>($($arg: $type),*) $(-> $result)? {
                 body::<$crate::simd::Avx512 $(, $T)*>($($arg),*)
             }
+            #[cfg(target_arch = "x86_64")]
+            #[allow(dead_code)] // where the kernel does not round
+            #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+            fn avx512_bf16<$($T: $bound),*>($($arg: $type),*) $(-> $result)? {
+                body::<$crate::simd::Avx512Bf16 $(, $T)*>($($arg),*)
+            }
             match isa {
                 $crate::Isa::Portable => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
                 // SAFETY: a context holds only instruction sets that the machine has.
@@ -259,12 +305,16 @@ macro_rules! kernel {
                 $crate::Isa::Avx2 => unsafe { avx2::<$($T),*>($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => unsafe { avx512::<$($T),*>($($arg),*) },
+                $crate::Isa::Avx512 => unsafe { avx512::<$($T),*>($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => unsafe { $native::<$($T),*>($($arg),*) },
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
             }
         }
     };
+    ($($rest:tt)*) => { $crate::simd::kernel! { @define avx512 $($rest)* } };
 }
 pub(crate) use kernel;
 

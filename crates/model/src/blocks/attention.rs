@@ -2,11 +2,12 @@
 //!
 //! T tokens, D width, H query heads, G key and value heads, h head width, w width of a head's values.
 
+use moeworks_ops::Context;
 use moeworks_ops::attention::{
     AttentionShape, attention_backward, attention_biased, attention_with_sinks, sinks_backward,
 };
+use moeworks_ops::elementwise::{self, into_type};
 use moeworks_ops::linear::{Write, linear_backward_input};
-use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
@@ -148,7 +149,8 @@ impl AttentionBlock {
     ) -> (Tensor, AttentionGradTask) {
         let (ctx, w) = (pass.ctx, &weights.attention);
         let AttentionSaved { norm, normed, inputs, qkv, o, lse } = saved;
-        let d_block = scaled(ctx, dy, self.residual_multiplier);
+        // Products with it round it; rounded once it is half as much to read.
+        let d_block = into_type(ctx, scaled(ctx, dy, self.residual_multiplier), w.o.weight.dtype());
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
         let shape = self.shape(pass, pass.seq_len, pass.seq_len);
         let [q, k, v] = &qkv;

@@ -94,6 +94,7 @@ impl Heads {
         if let Some(clipped) = &saved.clipped_v {
             elementwise::clip_backward_assign(ctx, &mut dv, clipped, self.clip);
         }
+        let [dq, dk, dv] = [dq, dk, dv].map(|d| elementwise::into_type(ctx, d, w.q.weight.dtype()));
         let mut d_normed = linear_backward_input(ctx, &dq, &w.q.weight, DType::F32);
         for (d, w) in [(&dk, &w.k.weight), (&dv, &w.v.weight)] {
             elementwise::add_assign(ctx, &mut d_normed, &linear_backward_input(ctx, d, w, DType::F32));

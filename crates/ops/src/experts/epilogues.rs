@@ -44,7 +44,8 @@ impl<T: Float> Epilogue for Activate<'_, T> {
             });
             // What is saved is what the activation is taken of, so that backward sees the same function.
             if T::DTYPE != DType::F32 {
-                tile.0.iter_mut().for_each(|x| *x = T::store(*x).load());
+                let stored: &[T] = bytemuck::cast_slice(&room.stored.0);
+                tile.0.iter_mut().zip(stored).for_each(|(x, stored)| *x = stored.load());
             }
         }
         let (h_rows, up_rows) = (h.0.as_chunks_mut::<TILE_STRIDE>().0, up.map(|up| &up.0));

@@ -13,6 +13,8 @@ mod ahead;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
 pub(crate) mod kernel;
+#[cfg(target_arch = "x86_64")]
+mod pack;
 pub(crate) mod source;
 pub(crate) mod store;
 mod tasks;
@@ -166,7 +168,7 @@ impl<'a> Slots<'a> {
 }
 
 compiled! {
-    fn run_task<S: Level, E: Epilogue>(work: &Work<'_>, scratch: &mut [u32], epilogue: &E) {
+    rounding fn run_task<S: Level, E: Epilogue>(work: &Work<'_>, scratch: &mut [u32], epilogue: &E) {
         work.run::<S, E>(scratch, epilogue);
     }
 }
@@ -213,7 +215,7 @@ impl Work<'_> {
                 let (a, a_step) = if product.form == Form::Tn {
                     (packed_rows(&a_room[row * num_units..], rows), kernels.rows)
                 } else {
-                    (self.rows_of_a(task.rows.0 + row, rows, (start, depth), a_room), 1)
+                    (self.rows_of_a::<S>(task.rows.0 + row, rows, (start, depth), a_room), 1)
                 };
                 let mut b = &b_room[..];
                 let mut ahead = self.ahead_of(row, start, depth);
@@ -291,7 +293,7 @@ impl Work<'_> {
 
     /// Pointers to rows of A, converted into `room` where they cannot be used in place.
     #[inline(always)]
-    fn rows_of_a(
+    fn rows_of_a<S: Level>(
         &self,
         first: usize,
         rows: usize,
@@ -308,7 +310,7 @@ impl Work<'_> {
             let direct = self.group.a.direct(first + row, start, depth, self.format());
             *pointer = direct.unwrap_or_else(|| {
                 let room = rooms.next().expect("room for the rows of a tile");
-                self.group.a.load(first + row, start, depth, self.format(), room);
+                self.group.a.load::<S>(first + row, start, depth, self.format(), room);
                 room.as_ptr()
             });
         }

@@ -125,9 +125,14 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Brings `len` elements of a row from `at` on into units.
+    /// Brings `len` elements of a row from `at` on into units, without the row's factor.
     #[inline(always)]
-    pub(crate) fn load(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {
+    pub(crate) fn load<S: Level>(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {
+        #[cfg(target_arch = "x86_64")]
+        if S::WIDTH == super::pack::LANES && format.units == Compute::Bf16 {
+            // SAFETY: this level is in use only on machines with AVX-512, and pairs only where they have a product.
+            return unsafe { super::pack::convert(self, row, at, len, to) };
+        }
         let start = self.start(row) + at;
         match self.elements {
             Elements::F32(x) => load_row(&x[start..start + len], format, to),
@@ -211,6 +216,14 @@ pub(crate) fn pack_straight<S: Level>(
     format: Format,
     to: &mut [u32],
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if S::WIDTH == super::pack::LANES && !range.is_empty() {
+        let columns = super::pack::Columns { source, depth, panels, range: range.clone(), format };
+        // SAFETY: this level is in use only on machines with AVX-512, and pairs only where they have a product.
+        if unsafe { columns.pack(to) } {
+            return;
+        }
+    }
     match source.elements {
         Elements::F32(x) => straight(source, x, depth, panels, range, format, to),
         Elements::Bf16(x) => straight(source, x, depth, panels, range, format, to),

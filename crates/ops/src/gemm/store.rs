@@ -10,7 +10,7 @@ use super::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use super::{Epilogue, Place};
 use crate::linear::Write;
 use crate::parallel::Lent;
-use crate::simd::{Float, Level};
+use crate::simd::{Float, Level, store_all};
 
 /// Tiles that an epilogue may use as it likes; they keep whatever was left in them.
 pub(crate) struct Room {
@@ -39,7 +39,7 @@ pub(crate) fn write_rows<'a, S: Level, T: Float>(
         bytemuck::cast_slice(&tile.0)
     } else {
         let values: &mut [T] = bytemuck::cast_slice_mut(&mut stored.0);
-        values.iter_mut().zip(&tile.0).for_each(|(to, &x)| *to = T::store(x));
+        store_all::<S, T>(&tile.0, values);
         values
     };
     for row in 0..rows {

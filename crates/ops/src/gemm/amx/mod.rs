@@ -15,10 +15,10 @@ mod pack;
 use std::arch::asm;
 
 use super::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
-use super::source::Block;
+use super::source::{self, Block};
 use super::tasks::Panels;
 use super::{Epilogue, Form, Place, Work};
-use crate::simd::Level;
+use crate::simd::{Avx512, Level};
 
 /// Rows of a block of A, and units of its depth.
 pub(super) const BLOCK: usize = 16;
@@ -325,7 +325,7 @@ impl Work<'_> {
         let panels = Panels::of(group.columns, BLOCK);
         let range = task.panels.0..task.panels.0 + task.panels.1;
         if product.form != Form::Nt {
-            return pack::columns(&group.b, (start, depth), &panels, range, to);
+            return source::pack_straight::<Avx512>(&group.b, (start, depth), &panels, range, self.format(), to);
         }
         let num_units = self.format().units_of(depth);
         for panel in range {

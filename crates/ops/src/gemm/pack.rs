@@ -1,0 +1,294 @@
+//! Packing with AVX-512: operands whose rows run across the depth, and rows that have to become pairs of bf16.
+//!
+//! Elements are read sixteen at a time from one row of the depth (units of f32) or from two (pairs of bf16), which gives a
+//! vector of 16 units. Rows are read from end to end, and all panels grow at once.
+
+use core::arch::x86_64::{
+    __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_maskz_loadu_epi16, _mm512_castps_si512, _mm512_castsi512_ps,
+    _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_maskz_loadu_epi16,
+    _mm512_maskz_loadu_ps, _mm512_maskz_mul_ps, _mm512_or_si512, _mm512_set1_ps, _mm512_shuffle_i64x2,
+    _mm512_slli_epi32, _mm512_storeu_si512,
+};
+
+use std::ops::Range;
+
+use moeworks_tensor::DType;
+
+use super::Compute;
+use super::kernel::prefetch_far;
+use super::source::{Elements, Format, Source};
+use super::tasks::Panels;
+use crate::simd::Float;
+
+/// Lanes of a vector, and its units.
+pub(super) const LANES: usize = 16;
+
+/// Rows by which memory is asked for ahead of those that are packed.
+const ROWS_AHEAD: usize = 16;
+
+/// What is packed: rows `depth.0 .. depth.0 + depth.1` of the source, of these the columns that the panels `range` cut.
+pub(super) struct Columns<'a> {
+    pub(super) source: &'a Source<'a>,
+    pub(super) depth: (usize, usize),
+    pub(super) panels: &'a Panels,
+    pub(super) range: Range<usize>,
+    pub(super) format: Format,
+}
+
+impl Columns<'_> {
+    /// Packs panels, one after the other, each `[unit][width]`, zeros beyond the last column and the end of the depth.
+    /// `false` if that asks for more than this file does, which is rounding without a bf16 product.
+    ///
+    /// # Safety
+    /// The machine must have AVX-512 F, BW, DQ and VL, and AVX-512 BF16 where units are pairs of bf16.
+    #[inline(always)]
+    pub(super) unsafe fn pack(&self, to: &mut [u32]) -> bool {
+        // SAFETY: the caller's promise is handed on.
+        unsafe {
+            match (self.source.elements, self.format.units, self.format.precision) {
+                (Elements::F32(x), Compute::Bf16, _) => pack_pairs(self, x, to),
+                (Elements::Bf16(x), Compute::Bf16, _) => pack_pairs(self, x, to),
+                (Elements::F32(x), Compute::F32, Compute::F32) => pack_singles(self, x, to),
+                (Elements::Bf16(x), Compute::F32, _) if self.source.scales.is_none() => pack_singles(self, x, to),
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    /// The rows of `x` that lie `unit` units of `SIZE` rows into the depth, from the first packed column to the last.
+    #[inline(always)]
+    fn rows<'x, T, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [Row<'x, T>; SIZE] {
+        let (first, end) = self.span();
+        std::array::from_fn(|r| {
+            let row = SIZE * unit + r;
+            row_of(self.source, x, (self.depth.0 + row, row < self.depth.1), first, end - first)
+        })
+    }
+
+    /// The first column, and the one after the last.
+    #[inline(always)]
+    fn span(&self) -> (usize, usize) {
+        let (last, columns, _) = self.panels.panel(self.range.end - 1);
+        (self.panels.panel(self.range.start).0, last + columns)
+    }
+
+    /// Asks for the rows that come [`ROWS_AHEAD`] after those of a unit.
+    #[inline(always)]
+    fn prefetch(&self, unit: usize, size: usize) {
+        let (first, end) = self.span();
+        let bytes = self.source.bytes_of(end - first);
+        for row in size * unit..(size * (unit + 1)).min(self.depth.1) {
+            let later = self.source.address_later(self.depth.0 + row, ROWS_AHEAD, first);
+            (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
+        }
+    }
+}
+
+/// A row of the depth, and what its elements are multiplied by. A row beyond the end of the depth is empty.
+struct Row<'a, T> {
+    x: &'a [T],
+    factor: Option<f32>,
+}
+
+/// A function for vectors, with these features.
+macro_rules! in_vectors {
+    ($features:literal, $(#[$meta:meta])* $vis:vis fn $name:ident[$($T:tt)*]($($arg:tt)*) $(-> $result:ty)? $body:block) => {
+        $(#[$meta])*
+        #[inline]
+        #[target_feature(enable = $features)]
+        $vis fn $name<$($T)*>($($arg)*) $(-> $result)? $body
+    };
+}
+
+/// A function that packs columns, of units that `$fetch` makes of `$size` rows.
+macro_rules! packing {
+    ($name:ident, $features:literal, $size:literal, $fetch:ident) => {
+        in_vectors! {
+            $features,
+            fn $name[T: Float](columns: &Columns<'_>, x: &[T], to: &mut [u32]) {
+                let num_units = columns.format.units_of(columns.depth.1);
+                let first = columns.span().0;
+                // Two units of a narrow panel fill a cache line.
+                for unit in (0..num_units).step_by(2) {
+                    let rows: [[Row<'_, T>; $size]; 2] = [columns.rows(x, unit), columns.rows(x, unit + 1)];
+                    columns.prefetch(unit, $size);
+                    columns.prefetch(unit + 1, $size);
+                    let num_rows = (num_units - unit).min(2);
+                    let (mut start, mut panel) = (0, columns.range.start);
+                    while panel < columns.range.end {
+                        let (column, _, width) = columns.panels.panel(panel);
+                        let at = column - first;
+                        if width == LANES / 2 {
+                            let (low, high) = ($fetch(&rows[0], at), $fetch(&rows[1], at));
+                            let places = [start + unit * width, start + (num_units + unit) * width];
+                            let num_panels = (columns.range.end - panel).min(2);
+                            store_halves(low, high, num_rows, &places[..num_panels], to);
+                            start += 2 * num_units * width;
+                            panel += 2;
+                        } else {
+                            for (unit, rows) in (unit..).zip(&rows).take(num_rows) {
+                                let to = &mut to[start + unit * width..][..width];
+                                for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
+                                    store($fetch(rows, column), to);
+                                }
+                            }
+                            start += num_units * width;
+                            panel += 1;
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+packing!(pack_singles, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2", 1, single);
+packing!(pack_pairs, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2", 2, pair);
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    pub(super) fn store[](units: __m512i, to: &mut [u32]) {
+        let to = &mut to[..LANES];
+        // SAFETY: sixteen units may be written there.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), units) }
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    /// Stores the first halves of one or two vectors at one place, and their second halves at the other if there is one.
+    fn store_halves[](low: __m512i, high: __m512i, num_rows: usize, places: &[usize], to: &mut [u32]) {
+        let halves = [_mm512_shuffle_i64x2::<0x44>(low, high), _mm512_shuffle_i64x2::<0xee>(low, high)];
+        for (&at, half) in places.iter().zip(halves) {
+            if num_rows == 2 {
+                store(half, &mut to[at..]);
+            } else {
+                // SAFETY: the transmute renames 256 bits.
+                let half: [u32; LANES / 2] = unsafe { std::mem::transmute(_mm512_castsi512_si256(half)) };
+                to[at..at + LANES / 2].copy_from_slice(&half);
+            }
+        }
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    /// Sixteen elements of a row from `at` on times its factor, zeros beyond its end.
+    fn single[T: Float](rows: &[Row<'_, T>; 1], at: usize) -> __m512i {
+        _mm512_castps_si512(widened(&rows[0], at))
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    fn widened[T: Float](row: &Row<'_, T>, at: usize) -> __m512 {
+        let x = row.x.get(at..).unwrap_or(&[]);
+        let mask = mask_of(x.len());
+        let values = match T::DTYPE {
+            // SAFETY: the mask keeps the load to the elements of the slice.
+            DType::F32 => unsafe { _mm512_maskz_loadu_ps(mask, x.as_ptr().cast()) },
+            _ => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(stored_halves(x))),
+        };
+        match row.factor {
+            None => values,
+            // Beyond the mask lie zeros, which an infinite factor would make NaN.
+            Some(factor) => _mm512_maskz_mul_ps(mask, values, _mm512_set1_ps(factor)),
+        }
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    /// Sixteen bf16 elements, zeros beyond the end, in the low halves of 16 lanes.
+    fn stored_halves[T: Float](x: &[T]) -> __m512i {
+        // SAFETY: the mask keeps the load to the elements of the slice, which are of 16 bits.
+        _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(mask_of(x.len()), x.as_ptr().cast()) })
+    }
+}
+
+/// The lanes that so many elements fill.
+#[inline(always)]
+fn mask_of(len: usize) -> u16 {
+    if len >= LANES { u16::MAX } else { (1 << len) - 1 }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// Sixteen pairs of elements of two rows from `at` on, zeros beyond their ends.
+    fn pair[T: Float](rows: &[Row<'_, T>; 2], at: usize) -> __m512i {
+        let [low, high] = [halves(&rows[0], at), halves(&rows[1], at)];
+        _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// Sixteen elements of a row times its factor, as bf16 in the low halves of 16 lanes.
+    fn halves[T: Float](row: &Row<'_, T>, at: usize) -> __m512i {
+        if T::DTYPE == DType::BF16 && row.factor.is_none() {
+            return stored_halves(row.x.get(at..).unwrap_or(&[]));
+        }
+        // SAFETY: the transmute renames 256 bits.
+        _mm512_cvtepu16_epi32(unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(widened(row, at))) })
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// The elements `at..at + len`, at most 16, of one or two rows (or none), as 16 pairs.
+    pub(super) fn across[](source: &Source<'_>, (first, rows): (usize, usize), at: usize, len: usize) -> __m512i {
+        match source.elements {
+            Elements::F32(x) => pair(&[0, 1].map(|r| row_of(source, x, (first + r, r < rows), at, len)), 0),
+            Elements::Bf16(x) => pair(&[0, 1].map(|r| row_of(source, x, (first + r, r < rows), at, len)), 0),
+        }
+    }
+}
+
+#[inline(always)]
+fn row_of<'x, T>(source: &Source<'_>, x: &'x [T], (row, is_there): (usize, bool), at: usize, len: usize) -> Row<'x, T> {
+    if !is_there {
+        return Row { x: &[], factor: None };
+    }
+    let start = source.start(row) + at;
+    Row { x: &x[start..start + len], factor: source.scales.map(|scales| scales[row]) }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// Rounds a row of a source without factors to pairs of bf16.
+    pub(super) fn convert[](source: &Source<'_>, row: usize, at: usize, len: usize, to: &mut [u32]) {
+        let (whole, rest) = (len / (2 * LANES), len % (2 * LANES));
+        for (index, to) in to.chunks_exact_mut(LANES).enumerate().take(whole) {
+            store(along(source, row, at + 2 * LANES * index, 2 * LANES), to);
+        }
+        let mut units = [0; LANES];
+        store(along(source, row, at + len - rest, rest), &mut units);
+        to[whole * LANES..][..rest.div_ceil(2)].copy_from_slice(&units[..rest.div_ceil(2)]);
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// The elements `at..at + len` of a row of a source without factors, at most 32, as 16 pairs.
+    pub(super) fn along[](source: &Source<'_>, row: usize, at: usize, len: usize) -> __m512i {
+        let start = source.start(row) + at;
+        let mask = ((1_u64 << len) - 1) as u32;
+        match source.elements {
+            Elements::F32(x) => {
+                let x = &x[start..start + len];
+                // SAFETY: the masks keep the loads to the elements of the slice.
+                let (low, high) = unsafe {
+                    let high = x.as_ptr().wrapping_add(LANES);
+                    (_mm512_maskz_loadu_ps(mask as u16, x.as_ptr()), _mm512_maskz_loadu_ps((mask >> 16) as u16, high))
+                };
+                // SAFETY: the transmute renames 512 bits.
+                unsafe { std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low)) }
+            }
+            Elements::Bf16(x) => {
+                let x = &x[start..start + len];
+                // SAFETY: as above.
+                unsafe { _mm512_maskz_loadu_epi16(mask, x.as_ptr().cast()) }
+            }
+        }
+    }
+}
