@@ -5,7 +5,7 @@ use moeworks_tensor::{DType, Random, Tensor};
 use crate::Context;
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
-use crate::simd::{Float, LANES, kernel, store_all, with_float};
+use crate::simd::{Float, LANES, kernel, with_float};
 
 /// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
@@ -142,10 +142,7 @@ pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
 }
 
 kernel! {
-    rounding fn cast_kernel<S: Level, X: Float, Y: Float>(x: &[X], y: &mut [Y]) {
-        if X::DTYPE == DType::F32 {
-            return store_all::<S, Y>(bytemuck::cast_slice(x), y);
-        }
+    fn cast_kernel<S: Level, X: Float, Y: Float>(x: &[X], y: &mut [Y]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = Y::store(x.load());
         }

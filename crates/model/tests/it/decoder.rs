@@ -134,7 +134,8 @@ fn a_step_against_the_gradient_lowers_the_loss_by_what_the_gradient_says() {
 
 #[test]
 fn a_step_after_the_first_asks_the_system_for_no_memory() {
-    let ctx = Context::cpu(2);
+    // With more threads the first step may happen to run fewer tasks at a time than a later one.
+    let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let weights = weights.compute_copy(&ctx, DType::BF16);
     let ids = random_ids(decoder.config().vocab_size, 4 * SEQ_LEN, 1);
