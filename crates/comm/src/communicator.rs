@@ -165,13 +165,13 @@ impl dyn Communicator + '_ {
 /// The same calls, started now and finished later; meanwhile they own their memory. `finish` gives it back.
 #[allow(clippy::missing_errors_doc)] // As above.
 impl dyn Communicator + '_ {
-    /// Starts [`broadcast`](Self::broadcast).
+    /// Starts `broadcast`.
     pub fn start_broadcast<B: Buffer>(&self, data: B, root: usize) -> Result<Pending<B>, CommError> {
         let call = Call::Broadcast { root, bytes: data.bytes().len() };
         self.start_in_place(call, data)
     }
 
-    /// Starts [`all_gather_v`](Self::all_gather_v).
+    /// Starts `all_gather_v`.
     pub fn start_all_gather_v<S: Buffer, R: Buffer>(
         &self,
         send: S,
@@ -183,7 +183,7 @@ impl dyn Communicator + '_ {
         self.start_on(&operation, send, recv)
     }
 
-    /// Starts [`all_to_all_v`](Self::all_to_all_v).
+    /// Starts `all_to_all_v`.
     pub fn start_all_to_all_v<S: Buffer, R: Buffer>(
         &self,
         send: S,
@@ -196,7 +196,7 @@ impl dyn Communicator + '_ {
         self.start_on(&operation, send, recv)
     }
 
-    /// Starts [`reduce_scatter`](Self::reduce_scatter). Panics where the elements of `send` are no numbers.
+    /// Starts `reduce_scatter`. Panics where the elements of `send` are no numbers.
     pub fn start_reduce_scatter<S: Buffer, R: Buffer>(
         &self,
         send: S,
@@ -211,14 +211,14 @@ impl dyn Communicator + '_ {
         self.start_on(&operation, send, recv)
     }
 
-    /// Starts [`all_reduce`](Self::all_reduce). Panics where the elements are no numbers.
+    /// Starts `all_reduce`. Panics where the elements are no numbers.
     pub fn start_all_reduce<B: Buffer>(&self, data: B, reduce: Reduce) -> Result<Pending<B>, CommError> {
         let number = data.number().expect("numbers are reduced");
         let call = Call::AllReduce { number, reduce, bytes: data.bytes().len() };
         self.start_in_place(call, data)
     }
 
-    /// Starts [`send`](Self::send).
+    /// Starts `send`.
     pub fn start_send<B: Buffer>(&self, data: B, to: usize, tag: u32) -> Result<Pending<B>, CommError> {
         let bytes = data.bytes();
         let operation = Operation::plain(Call::Send { to, tag, bytes: bytes.len() });
@@ -229,7 +229,7 @@ impl dyn Communicator + '_ {
         }
     }
 
-    /// Starts [`receive`](Self::receive).
+    /// Starts `receive`.
     pub fn start_receive<B: Buffer>(&self, data: B, from: usize, tag: u32) -> Result<Pending<B>, CommError> {
         let call = Call::Receive { from, tag, bytes: data.bytes().len() };
         self.start_in_place(call, data)

@@ -24,18 +24,23 @@
 mod buffer;
 mod communicator;
 mod error;
+mod hierarchy;
 #[cfg(unix)]
 pub mod mpi;
 mod number;
 mod operation;
+mod rows;
 mod started;
 mod threads;
 mod under_way;
+mod wire;
 
 pub use buffer::Buffer;
 pub use communicator::Communicator;
 pub use error::CommError;
+pub use hierarchy::Hierarchy;
 pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
+pub use rows::RowPlan;
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, run_ranks, try_run_ranks};

@@ -21,6 +21,8 @@ pub enum Wire {
     F32,
     /// Two bytes a number; sums are f32.
     Bf16,
+    /// The same with more digits and less range: IEEE half precision.
+    F16,
     /// A byte a number and an f32 scale for each block of this many.
     Byte {
         /// Numbers that share a scale.
@@ -34,7 +36,7 @@ impl Wire {
     pub fn row_bytes(self, width: usize) -> usize {
         match self {
             Self::F32 => 4 * width,
-            Self::Bf16 => 2 * width,
+            Self::Bf16 | Self::F16 => 2 * width,
             Self::Byte { block } => width + 4 * width.div_ceil(block.max(1)),
         }
     }

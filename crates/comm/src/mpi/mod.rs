@@ -53,17 +53,29 @@ impl From<MpiError> for CommError {
     }
 }
 
+/// Where no bytes lie: an address that stands for nothing else.
+static NOWHERE: u64 = 0;
+
 /// The door of a rank that is a process.
 struct MpiComm {
     group: Arc<Group>,
 }
 
 impl MpiComm {
-    fn admit(&self, operation: &Operation<'_>, memory: &Memory) -> Result<(), CommError> {
+    /// Whether the call is one; its memory as the library wants it.
+    fn admit(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<Memory, CommError> {
         let group = &self.group;
         group.still_going()?;
         let world_rank = group.members[group.rank];
-        operation.check(memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))
+        operation.check(&memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))?;
+        // An empty slice may stand anywhere, also at the address 1, which to most libraries means "in place".
+        if memory.send_bytes == 0 {
+            memory.send = std::ptr::from_ref(&NOWHERE).cast();
+        }
+        if memory.recv_bytes == 0 {
+            memory.recv = std::ptr::from_ref(&NOWHERE).cast_mut().cast();
+        }
+        Ok(memory)
     }
 }
 
@@ -85,14 +97,14 @@ impl Communicator for MpiComm {
     }
 
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
-        self.admit(operation, &memory)?;
+        let memory = self.admit(operation, memory)?;
         // SAFETY: the caller's promise.
         let started = unsafe { Started::start(&self.group, operation, memory) }?;
         Ok(Box::new(Handle::new(started, &self.group.process.under_way)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
-        self.admit(operation, &memory)?;
+        let memory = self.admit(operation, memory)?;
         let process = &self.group.process;
         if process.is_checked || !process.under_way.is_empty() {
             // What is under way must go on meanwhile, and the comparison comes first.

@@ -295,9 +295,12 @@ impl Process {
     pub(super) fn abort(&self, reason: &dyn Display) -> ! {
         if self.watch.is_first_to_report() {
             (self.report)(self.rank, reason);
+            // A launcher drops what it has not yet passed on when it ends the processes.
+            thread::sleep(Duration::from_millis(300));
+        } else {
+            // The one who reports ends them when it has done so.
+            thread::sleep(Duration::from_secs(5));
         }
-        // A launcher drops what it has not yet passed on when it ends the processes.
-        thread::sleep(Duration::from_millis(300));
         // Whatever the library is at in another thread: this process ends, and its launcher ends the others.
         let _ = thread::Builder::new().spawn(|| {
             thread::sleep(Duration::from_secs(5));

@@ -5,4 +5,5 @@ mod collectives;
 mod failures;
 #[cfg(unix)]
 mod mpi;
+mod paths;
 mod started;

@@ -14,6 +14,7 @@ use moeworks_comm::mpi::{LIBRARY_VARIABLE, MpiOptions, run_mpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
 
 use crate::collectives::{column, received_by, sent_by, word};
+use crate::paths::check_paths;
 
 const CASE: &str = "MOEWORKS_TEST_CASE";
 
@@ -109,6 +110,7 @@ fn collectives_give_among_processes_what_they_give_among_threads() {
             launcher.expect_success(num_ranks, "collectives");
         }
         launcher.expect_success(8, "collectives without checks");
+        launcher.expect_success(5, "paths over nodes of two ranks");
         launcher.expect_success(3, "collectives beyond the limit of an int");
     }
 }
@@ -161,6 +163,7 @@ fn plays_a_rank() {
         "hang" | "stop" => options = options.with_timeout(Duration::from_secs(1)),
         "collectives without checks" => options = options.with_checks(false),
         "collectives beyond the limit of an int" => options = options.with_limit(1000),
+        "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
         _ => {}
     }
     let log = fs::OpenOptions::new().append(true).open(env::var_os(LOG).expect("a file")).expect("a file for reports");
@@ -191,6 +194,7 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
             comm.all_reduce(&mut [1.0_f32; 3000], Reduce::Max)?;
             comm.barrier()?;
         },
+        ("paths over nodes of two ranks", _) => check_paths(comm),
         _ => collectives(comm),
     }
 }
@@ -212,6 +216,9 @@ fn collectives(comm: &dyn Communicator) -> Result<(), CommError> {
         exchange(comm, &counts)?;
         reductions(comm, &counts[0])?;
     }
+    // A rank with nothing to send: the address of what it does not send means nothing.
+    let counts: Vec<Vec<usize>> = (0..size).map(|from| vec![from * 7; size]).collect();
+    exchange(comm, &counts)?;
     let mut data: Vec<u32> = (0..5000).map(|i| word(rank, 0, i)).collect();
     comm.broadcast(&mut data, size - 1)?;
     assert!(data.iter().enumerate().all(|(i, &x)| x == word(size - 1, 0, i)));

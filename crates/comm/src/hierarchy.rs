@@ -1,0 +1,205 @@
+//! All-to-all by way of nodes: inside the node first, then between nodes with messages that are larger by the ranks of a
+//! node (Tutel, arXiv 2206.03382, section 4.3, "two-dimensional hierarchical").
+//!
+//! Rank i of node a hands what is for rank j of any node to its neighbour j (j modulo the ranks of node a, where nodes
+//! differ); the neighbour sends what it got from all of its node on in one message. A rank thus talks to the ranks of its
+//! node and to one of each other node, instead of to all.
+
+use bytemuck::Pod;
+use moeworks_plan::Algorithm;
+
+use crate::started::Pending;
+use crate::{CommError, Communicator};
+
+/// The tag of messages between nodes. They need no other: between two ranks they keep their order.
+const BETWEEN_NODES: u32 = 32_000;
+
+/// A group of ranks with the nodes that they stand on.
+pub struct Hierarchy<'c> {
+    pub(crate) comm: &'c dyn Communicator,
+    /// The ranks of this node among themselves, in the order that they have in the group.
+    pub(crate) node: Box<dyn Communicator>,
+    /// The ranks of each node, in order.
+    pub(crate) nodes: Vec<Vec<usize>>,
+    /// Each rank's place in its node.
+    pub(crate) places: Vec<usize>,
+}
+
+/// What comes from the relay of a node.
+type FromNode = (usize, Pending<Vec<u8>>);
+
+/// Sizes and places of pieces that lie one after another.
+struct Pieces {
+    counts: Vec<usize>,
+    starts: Vec<usize>,
+}
+
+/// Where each piece begins.
+pub(crate) fn starts(counts: &[usize]) -> Vec<usize> {
+    let mut end = 0;
+    let ends = counts.iter().map(|&count| {
+        end += count;
+        end - count
+    });
+    ends.collect()
+}
+
+impl Pieces {
+    fn new(counts: Vec<usize>) -> Self {
+        let starts = starts(&counts);
+        Self { counts, starts }
+    }
+
+    fn of<T>(counts: &[usize]) -> Self {
+        Self::new(counts.iter().map(|count| count * size_of::<T>()).collect())
+    }
+
+    fn range(&self, index: usize) -> std::ops::Range<usize> {
+        self.starts[index]..self.starts[index] + self.counts[index]
+    }
+
+    fn total(&self) -> usize {
+        self.counts.iter().sum()
+    }
+}
+
+impl<'c> Hierarchy<'c> {
+    /// Of all ranks of a group: a call that all of them make.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn new(comm: &'c dyn Communicator) -> Result<Self, CommError> {
+        let of_rank = comm.nodes();
+        let num_nodes = of_rank.iter().max().map_or(0, |last| last + 1);
+        let mut nodes = vec![Vec::new(); num_nodes];
+        let mut places = Vec::new();
+        for (rank, &node) in of_rank.iter().enumerate() {
+            places.push(nodes[node].len());
+            nodes[node].push(rank);
+        }
+        let Some(node) = comm.split(u32::try_from(of_rank[comm.rank()]).ok(), comm.rank())? else {
+            return Err(comm.abort("more nodes than can be numbered"));
+        };
+        Ok(Self { comm, node, nodes, places })
+    }
+
+    /// The group.
+    #[must_use]
+    pub fn comm(&self) -> &'c dyn Communicator {
+        self.comm
+    }
+
+    /// The ranks of each node, in order.
+    #[must_use]
+    pub fn nodes(&self) -> &[Vec<usize>] {
+        &self.nodes
+    }
+
+    /// `Communicator::all_to_all_v` by the given path: the same result, in other messages. A plain all-to-all has nothing that
+    /// could be sent once for two, so that `TwoHop` is `Hierarchical` here.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn all_to_all_v<T: Pod>(
+        &self,
+        algorithm: Algorithm,
+        (send, send_counts): (&[T], &[usize]),
+        (recv, recv_counts): (&mut [T], &[usize]),
+    ) -> Result<(), CommError> {
+        if algorithm == Algorithm::Linear || self.nodes.len() == 1 {
+            return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
+        }
+        let (sends, recvs) = (Pieces::of::<T>(send_counts), Pieces::of::<T>(recv_counts));
+        let sizes = (send_counts.len(), recv_counts.len(), sends.total(), recvs.total());
+        if sizes != (self.comm.size(), self.comm.size(), size_of_val(send), size_of_val(recv)) {
+            // Says what is wrong with them.
+            return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
+        }
+        self.by_nodes(bytemuck::cast_slice(send), &sends, bytemuck::cast_slice_mut(recv), &recvs)
+    }
+
+    fn by_nodes(&self, send: &[u8], sends: &Pieces, recv: &mut [u8], recvs: &Pieces) -> Result<(), CommError> {
+        let own = self.node.rank();
+        let targets: Vec<Vec<usize>> = (0..self.node.size()).map(|place| self.targets_of(place)).collect();
+        let (collected, pieces) = self.inside(send, sends, &targets)?;
+        let arriving = self.start_arriving(recvs)?;
+        let mut leaving = Vec::new();
+        for (index, &target) in targets[own].iter().enumerate() {
+            let from_all = (0..self.node.size()).map(|from| from * targets[own].len() + index);
+            if self.is_here(target) {
+                // Only this rank itself: from each of the node, what was for this one.
+                for (from, piece) in from_all.enumerate() {
+                    let source = self.nodes[self.own_node()][from];
+                    recv[recvs.range(source)].copy_from_slice(&collected[pieces.range(piece)]);
+                }
+                continue;
+            }
+            let message = from_all.map(|piece| &collected[pieces.range(piece)]).collect::<Vec<_>>().concat();
+            if !message.is_empty() {
+                leaving.push(self.comm.start_send(message, target, BETWEEN_NODES)?);
+            }
+        }
+        for (node, pending) in arriving {
+            let message = pending.finish()?;
+            let mut start = 0;
+            for &source in &self.nodes[node] {
+                let len = recvs.counts[source];
+                recv[recvs.range(source)].copy_from_slice(&message[start..start + len]);
+                start += len;
+            }
+        }
+        leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))
+    }
+
+    /// The first step: what this rank has to pass on, for each rank of the node and each of this rank's targets.
+    fn inside(&self, send: &[u8], sends: &Pieces, targets: &[Vec<usize>]) -> Result<(Vec<u8>, Pieces), CommError> {
+        let (own, size) = (self.node.rank(), self.node.size());
+        let lens: Vec<usize> = targets.iter().map(Vec::len).collect();
+        let announced: Vec<u64> = targets.iter().flatten().map(|&target| sends.counts[target] as u64).collect();
+        let mut counts = vec![0_u64; size * lens[own]];
+        self.node.all_to_all_v(&announced, &lens, &mut counts, &vec![lens[own]; size])?;
+        let pieces = Pieces::new(counts.into_iter().map(|count| count as usize).collect());
+        // All pieces for the same place lie together: the one copy that brings the rows in order.
+        let packed = targets.iter().flatten().map(|&target| &send[sends.range(target)]).collect::<Vec<_>>().concat();
+        let sum = |list: &[usize]| list.iter().map(|&target| sends.counts[target]).sum();
+        let send_counts: Vec<usize> = targets.iter().map(|list| sum(list)).collect();
+        let from = |place: usize| pieces.counts[place * lens[own]..(place + 1) * lens[own]].iter().sum();
+        let recv_counts: Vec<usize> = (0..size).map(from).collect();
+        let mut collected = vec![0; pieces.total()];
+        self.node.all_to_all_v(&packed, &send_counts, &mut collected, &recv_counts)?;
+        Ok((collected, pieces))
+    }
+
+    /// What other nodes send here, each through one of its ranks.
+    fn start_arriving(&self, recvs: &Pieces) -> Result<Vec<FromNode>, CommError> {
+        let mut arriving = Vec::new();
+        for node in (0..self.nodes.len()).filter(|&node| node != self.own_node()) {
+            let bytes: usize = self.nodes[node].iter().map(|&source| recvs.counts[source]).sum();
+            if bytes > 0 {
+                let from = self.relay(node, self.comm.rank());
+                arriving.push((node, self.comm.start_receive(vec![0; bytes], from, BETWEEN_NODES)?));
+            }
+        }
+        Ok(arriving)
+    }
+
+    pub(crate) fn own_node(&self) -> usize {
+        self.comm.nodes()[self.comm.rank()]
+    }
+
+    fn is_here(&self, rank: usize) -> bool {
+        self.comm.nodes()[rank] == self.own_node()
+    }
+
+    /// The rank of a node that speaks with a rank of another one.
+    pub(crate) fn relay(&self, node: usize, rank: usize) -> usize {
+        let ranks = &self.nodes[node];
+        ranks[self.places[rank] % ranks.len()]
+    }
+
+    /// The ranks that the rank at this place of this node passes pieces on to, itself among them.
+    pub(crate) fn targets_of(&self, place: usize) -> Vec<usize> {
+        let relay = self.nodes[self.own_node()][place];
+        (0..self.comm.size()).filter(|&rank| self.relay(self.own_node(), rank) == relay).collect()
+    }
+}
