@@ -16,13 +16,13 @@ import math
 import os
 import pathlib
 import statistics
-import subprocess
 import time
 
 import torch
 import torch.nn.functional as F
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+from moeworks_bench import Moeworks
+
 SHAPES = {
     "a": (2048, 1024, 64, 8, "swiglu"),
     "b": (1024, 3584, 8, 2, "swiglu"),
@@ -135,23 +135,6 @@ def torch_times(function, module, x, dy, both, seconds):
     return times
 
 
-class Moeworks:
-    def __init__(self, threads):
-        command = [ROOT / "target/release/moeworks", "bench", "moe", "--threads", str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def times(self, shape, dtype, tokens, both):
-        d, f, e, k, activation = shape
-        case = {"d": d, "f": f, "e": e, "k": k, "activation": activation, "dtype": dtype, "tokens": tokens, "both": both}
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())["seconds"]
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
@@ -179,7 +162,7 @@ def main():
                     x = torch.randn(tokens, shape[0]).to(DTYPES[dtype]).requires_grad_(both)
                     dy, times = torch.randn(tokens, shape[0]).to(DTYPES[dtype]), {}
                     for _ in range(args.rounds):
-                        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both))
+                        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=both))
                         for way, function, module in contenders:
                             try:
                                 found = torch_times(function, module, x, dy, both, 0.1 if args.quick else 0.3)

@@ -3,11 +3,16 @@
 //! So a comparison can take turns with another program while both keep their weights. The layer, its weights and the
 //! gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the experts that got
 //! tokens, as in a program whose experts' gradients are apart; the others stay zero.
+//!
+//! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
+//! its order, which the layer itself does not make (it gathers while it multiplies).
 
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::time::Instant;
 
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
+use moeworks_ops::counting_sort::sort_choices;
+use moeworks_ops::embedding::embedding;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde_json::{Value, json};
@@ -30,11 +35,19 @@ pub(super) struct Shape {
     pub(super) dtype: DType,
 }
 
+/// What of a layer is timed.
+#[derive(Clone, Copy, PartialEq)]
+enum Part {
+    Layer { is_both: bool },
+    Dispatch,
+    Sort,
+}
+
 /// A line.
 struct Case {
     shape: Shape,
     tokens: usize,
-    is_both: bool,
+    part: Part,
 }
 
 impl Case {
@@ -56,7 +69,15 @@ impl Case {
         };
         let (d, f, e, k) = (number("d")?, number("f")?, number("e")?, number("k")?);
         let shape = Shape { d, f, e, k, activation, dtype };
-        Ok(Self { shape, tokens: number("tokens")?, is_both: value["both"].as_bool().unwrap_or(false) })
+        let part = match value["part"].as_str() {
+            None | Some("layer") => Part::Layer { is_both: value["both"].as_bool().unwrap_or(false) },
+            Some("dispatch") => Part::Dispatch,
+            Some("sort") => Part::Sort,
+            Some(_) => {
+                return Err(Failure::input(format!("{line}: \"part\" must be \"layer\", \"dispatch\" or \"sort\"")));
+            }
+        };
+        Ok(Self { shape, tokens: number("tokens")?, part })
     }
 }
 
@@ -106,25 +127,48 @@ impl Layer {
         (draw(0, self.shape.dtype), draw(1, DType::F32))
     }
 
-    /// Seconds of each of some runs, after one that warms up.
+    /// Seconds of each of some runs.
     fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
         let (x, dy) = self.tokens(ctx, tokens);
         let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
-        let mut run = || {
-            let start = Instant::now();
+        timed(|| {
             let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &RouterInput::default());
             if is_both {
                 let (_, task) = self.layer.backward(ctx, &self.weights, &saved, &dy, &losses);
                 task.run_for_used_experts(ctx, &mut self.grads);
             }
             drop(y);
-            start.elapsed().as_secs_f64()
-        };
-        run();
-        let first = run();
-        let num_runs = ((SECONDS / first) as usize).clamp(MIN_RUNS, MAX_RUNS);
-        (0..num_runs).map(|_| run()).collect()
+        })
     }
+}
+
+/// Seconds of each of some runs, after one that warms up.
+fn timed(mut run: impl FnMut()) -> Vec<f64> {
+    let mut run = || {
+        let start = Instant::now();
+        run();
+        start.elapsed().as_secs_f64()
+    };
+    run();
+    let first = run();
+    let num_runs = ((SECONDS / first) as usize).clamp(MIN_RUNS, MAX_RUNS);
+    (0..num_runs).map(|_| run()).collect()
+}
+
+/// Seconds of sorting random choices of experts, and of copying the tokens' rows in that order.
+fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
+    let Shape { d, e, k, dtype, .. } = case.shape;
+    let random = Random::new(0, Purpose::Test, 2);
+    let (mut ids, mut weights) = (ctx.empty(&[case.tokens, k], DType::U32), ctx.empty(&[case.tokens, k], DType::F32));
+    ids.u32s_mut().iter_mut().enumerate().for_each(|(i, id)| *id = random.words(i as u64)[0] % e as u32);
+    weights.f32s_mut().fill(1.0);
+    let x = if case.part == Part::Dispatch { ctx.zeros(&[case.tokens, d], dtype) } else { ctx.zeros(&[0, d], dtype) };
+    timed(|| {
+        let sorted = sort_choices(ctx, &ids, &weights, e, None);
+        if case.part == Part::Dispatch {
+            drop(embedding(ctx, sorted.rows().tokens, &x, dtype));
+        }
+    })
 }
 
 /// Answers every line of standard input.
@@ -133,13 +177,18 @@ pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
     for line in stdin().lock().lines() {
         let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
         let case = Case::parse(&line)?;
+        let Part::Layer { is_both } = case.part else {
+            println!("{}", json!({ "seconds": dispatch_times(ctx, &case) }));
+            let _ = stdout().flush();
+            continue;
+        };
         if layer.as_ref().is_none_or(|layer| layer.shape != case.shape) {
             drop(layer.take());
             ctx.pool().trim();
             layer = Some(Layer::new(ctx, case.shape)?);
             ctx.pool().trim();
         }
-        let times = layer.as_mut().map(|layer| layer.times(ctx, case.tokens, case.is_both)).unwrap_or_default();
+        let times = layer.as_mut().map(|layer| layer.times(ctx, case.tokens, is_both)).unwrap_or_default();
         println!("{}", json!({ "seconds": times }));
         // Whoever asked waits for the answer; one that went away ends the program with its next line.
         let _ = stdout().flush();
