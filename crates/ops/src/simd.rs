@@ -55,6 +55,13 @@ pub(crate) trait Level: Copy {
     /// # Safety
     /// `WIDTH` elements must be writable there; [`fence`] must follow before another thread reads them.
     unsafe fn stream(to: *mut f32, value: Self::Vector);
+    /// Whether [`dot_pairs`](Self::dot_pairs) is there.
+    const HAS_PAIR_DOT: bool = false;
+    /// Adds to each lane of `c` the two products of the bf16 pairs that the lanes of `a` and `b` hold.
+    #[inline(always)]
+    fn dot_pairs(_a: Self::Vector, _b: Self::Vector, _c: Self::Vector) -> Self::Vector {
+        unreachable!("a level without products of pairs")
+    }
     /// Rounds as [`Float::store`] does, one for one. A level with an instruction for it may turn subnormals into zeros.
     #[inline(always)]
     fn round_all(from: &[f32], to: &mut [bf16]) {
@@ -250,10 +257,18 @@ x86_level!(
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
-    /// The same with the conversion of AVX-512 BF16, for kernels that round much.
+    /// The same with the conversion and the product of AVX-512 BF16.
     Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
     total_of_16,
+    const HAS_PAIR_DOT: bool = true;,
+    #[inline(always)]
+    fn dot_pairs(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
+        // SAFETY: as in `splat`; the transmutes rename 512 bits.
+        unsafe {
+            core::arch::x86_64::_mm512_dpbf16_ps(c, std::mem::transmute::<Self::Vector, _>(a), std::mem::transmute::<Self::Vector, _>(b))
+        }
+    },
     #[inline(always)]
     fn round_all(from: &[f32], to: &mut [bf16]) {
         use core::arch::x86_64::{_mm512_cvtne2ps_pbh, _mm512_storeu_si512};
@@ -271,10 +286,10 @@ x86_level!(
 );
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body
-/// compiled for `isa`; inside the body `S` is the [`Level`]. With `rounding` before it the body is compiled once more for
-/// machines with AVX-512 BF16.
+/// compiled for `isa`; inside the body `S` is the [`Level`]. With `bf16` before it the body is compiled once more for
+/// machines with AVX-512 BF16: for kernels that round much, or multiply pairs.
 macro_rules! kernel {
-    (rounding $($rest:tt)*) => { $crate::simd::kernel! { @define avx512_bf16 $($rest)* } };
+    (bf16 $($rest:tt)*) => { $crate::simd::kernel! { @define avx512_bf16 $($rest)* } };
     (@define $native:ident $(#[$meta:meta])* $vis:vis fn $name:ident<$S:ident: Level $(, $T:ident: $bound:path)*>(
         $($arg:ident: $type:ty),* $(,)?
     ) $(-> $result:ty)? $body:block) => {
@@ -293,7 +308,7 @@ macro_rules! kernel {
                 body::<$crate::simd::Avx512 $(, $T)*>($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
-            #[allow(dead_code)] // where the kernel does not round
+            #[allow(dead_code)] // unless asked for
             #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
             fn avx512_bf16<$($T: $bound),*>($($arg: $type),*) $(-> $result)? {
                 body::<$crate::simd::Avx512Bf16 $(, $T)*>($($arg),*)

@@ -28,12 +28,13 @@ pub(super) struct Panel<'a, T> {
 }
 
 kernel! {
+    bf16
     /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c.
     pub(super) fn run<S: Level, T: Weight>(panel: Panel<'_, T>, tiles: &mut [Tile]) {
         let Panel { depth, num_rows, .. } = panel;
         let columns = panel.weights.len().checked_div(depth).unwrap_or(0);
         let num_blocks = depth.div_ceil(2 * S::WIDTH);
-        assert!(panel.a.len() >= num_blocks * 2 * S::WIDTH * num_rows, "rows of A are filled up to whole blocks");
+        assert!(panel.a.len() >= num_blocks * T::block_words::<S>() * num_rows, "rows of A are filled up to whole blocks");
         assert!(columns <= TILE_STRIDE && tiles.len() > (num_rows - 1) / MAX_ROWS * panel.tile_step);
         let num_passes = num_rows.div_ceil(MAX_PASS);
         let pass = num_rows.div_ceil(num_passes);
@@ -112,13 +113,13 @@ impl<T: Weight> Part<'_, T> {
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self) {
         let Self { panel, column, first, ahead, tiles } = self;
         let Panel { weights, depth, a, num_rows, tile_step, .. } = panel;
-        let block = 2 * S::WIDTH;
+        let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         let mut sums = [[S::splat(0.0); R]; N];
         // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter, is
         // read from a copy.
         unsafe {
             let weights = weights.as_ptr().add(column * depth);
-            let mut a = a.as_ptr().add(first * block);
+            let mut a = a.as_ptr().add(first * words);
             let is_first = first == 0;
             for at in (0..depth / block * block).step_by(block) {
                 for (n, sums) in sums.iter_mut().enumerate() {
@@ -127,16 +128,16 @@ impl<T: Weight> Part<'_, T> {
                     for line in (0..if is_first { block * size_of::<T>() } else { 0 }).step_by(64) {
                         prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
                     }
-                    step::<S, R>(sums, T::fetch::<S>(from), a);
+                    step::<S, T, R>(sums, from, a);
                 }
-                a = a.add(num_rows * block);
+                a = a.add(num_rows * words);
             }
             let rest = depth % block;
             if rest > 0 {
                 for (n, sums) in sums.iter_mut().enumerate() {
                     let from = weights.add(n * depth + depth - rest);
                     let last: [T; MAX_BLOCK] = partial_block(std::slice::from_raw_parts(from, rest));
-                    step::<S, R>(sums, T::fetch::<S>(last.as_ptr()), a);
+                    step::<S, T, R>(sums, last.as_ptr(), a);
                 }
             }
         }
@@ -152,12 +153,20 @@ impl<T: Weight> Part<'_, T> {
 /// Adds a block's products to the sums of one row of weights.
 ///
 /// # Safety
-/// `R` blocks must be readable at `a`.
+/// A block must be readable at `weights` and `R` blocks at `a`.
 #[inline(always)]
-unsafe fn step<S: Level, const R: usize>(sums: &mut [S::Vector; R], [low, high]: [S::Vector; 2], a: *const f32) {
-    for (r, sum) in sums.iter_mut().enumerate() {
-        // SAFETY: the caller's promise.
-        unsafe {
+unsafe fn step<S: Level, T: Weight, const R: usize>(sums: &mut [S::Vector; R], weights: *const T, a: *const f32) {
+    // SAFETY: the caller's promise; a block of pairs is one vector.
+    unsafe {
+        if T::is_dotted::<S>() {
+            let pairs = S::load(weights.cast());
+            for (r, sum) in sums.iter_mut().enumerate() {
+                *sum = S::dot_pairs(pairs, S::load(a.add(r * S::WIDTH)), *sum);
+            }
+            return;
+        }
+        let [low, high] = T::fetch::<S>(weights);
+        for (r, sum) in sums.iter_mut().enumerate() {
             *sum = S::vector_mul_add(low, S::load(a.add(2 * r * S::WIDTH)), *sum);
             *sum = S::vector_mul_add(high, S::load(a.add((2 * r + 1) * S::WIDTH)), *sum);
         }

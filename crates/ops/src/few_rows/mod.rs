@@ -4,7 +4,7 @@
 //! The three forms are three kernels:
 //!
 //! - `A B^T` ([`dot`]): sums run along the rows of the weights; several rows of weights are streamed at a time and each
-//!   fetched vector meets all rows of A while it is in a register.
+//!   fetched vector meets all rows of A while it is in a register, pairs of bf16 by their own product where there is one.
 //! - `A B` ([`axpy`]): rows of the weights are added up with factors into a strip of the result that the first-level
 //!   cache holds; several rows of weights at a time, so that the strip is read and written seldom.
 //! - `A^T B` ([`outer`]): the gradient of the weights, a sum of a few outer products; what is written past the caches.

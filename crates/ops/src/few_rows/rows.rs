@@ -17,6 +17,18 @@ pub(super) trait Weight: Float {
 
     /// Where in the two vectors element `i` of a block is, for vectors of `width` lanes.
     fn place(i: usize, width: usize) -> usize;
+
+    /// Whether a block is one vector of pairs, which meets those of a row of A in one instruction.
+    #[inline(always)]
+    fn is_dotted<S: Level>() -> bool {
+        S::HAS_PAIR_DOT && Self::DTYPE == DType::BF16
+    }
+
+    /// Words of a block of a row of A.
+    #[inline(always)]
+    fn block_words<S: Level>() -> usize {
+        if Self::is_dotted::<S>() { S::WIDTH } else { 2 * S::WIDTH }
+    }
 }
 
 impl Weight for f32 {
@@ -89,12 +101,17 @@ kernel! {
 }
 
 kernel! {
+    bf16
     /// Spreads a row of whole blocks over `to`, where blocks of `num_rows` rows alternate: block b of row `row` comes at
-    /// place `b * num_rows + row`, its elements in the order of the weights' vectors.
+    /// place `b * num_rows + row`, its elements in the order of the weights' vectors, or as pairs.
     pub(super) fn spread<S: Level, T: Weight>(from: &[f32], row: usize, num_rows: usize, to: &mut [f32]) {
-        let block = 2 * S::WIDTH;
-        for (from, to) in from.chunks_exact(block).zip(to.chunks_exact_mut(num_rows * block)) {
-            let to = &mut to[row * block..][..block];
+        let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
+        for (from, to) in from.chunks_exact(block).zip(to.chunks_exact_mut(num_rows * words)) {
+            let to = &mut to[row * words..][..words];
+            if T::is_dotted::<S>() {
+                S::round_all(from, bytemuck::cast_slice_mut(to));
+                continue;
+            }
             for (i, &x) in from.iter().enumerate() {
                 to[T::place(i, S::WIDTH)] = x;
             }

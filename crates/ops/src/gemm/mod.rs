@@ -168,7 +168,7 @@ impl<'a> Slots<'a> {
 }
 
 compiled! {
-    rounding fn run_task<S: Level, E: Epilogue>(work: &Work<'_>, scratch: &mut [u32], epilogue: &E) {
+    bf16 fn run_task<S: Level, E: Epilogue>(work: &Work<'_>, scratch: &mut [u32], epilogue: &E) {
         work.run::<S, E>(scratch, epilogue);
     }
 }
