@@ -264,9 +264,11 @@ x86_level!(
     const HAS_PAIR_DOT: bool = true;,
     #[inline(always)]
     fn dot_pairs(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
+        use core::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
         // SAFETY: as in `splat`; the transmutes rename 512 bits.
         unsafe {
-            core::arch::x86_64::_mm512_dpbf16_ps(c, std::mem::transmute::<Self::Vector, _>(a), std::mem::transmute::<Self::Vector, _>(b))
+            let pairs = |x| std::mem::transmute::<__m512, __m512bh>(x);
+            _mm512_dpbf16_ps(c, pairs(a), pairs(b))
         }
     },
     #[inline(always)]
