@@ -5,6 +5,8 @@ use super::{Form, Group, Product};
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
 const B_UNITS: usize = 128 << 10;
+/// Rows of a group up to which packing B takes as long as multiplying with it, about.
+const FEW_ROWS: usize = 96;
 /// The longest part of the depth that is summed at once where A is used in place.
 const LONG_PART: usize = 2048;
 /// The same where both operands are packed.
@@ -134,7 +136,9 @@ fn cut_group(
 
     let max_rows = if num_parts > 1 || product.form == Form::Tn { MAX_WAITING_ROWS } else { usize::MAX };
     let mut rows = group.rows.min(max_rows);
-    let mut chunk = (B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
+    // The next task's B comes into the same cache meanwhile: with few rows all of it waits there at once.
+    let b_room = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { B_UNITS };
+    let mut chunk = (b_room / (part_units * panel_width).max(1)).clamp(1, panels.count);
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
     // Where A is packed, each chunk of columns packs it again: rows are cut rather than columns.
     let min_rows = if product.form == Form::Tn { MIN_ROWS * 2 / 3 } else { MIN_ROWS };
