@@ -34,8 +34,8 @@ fn routing_flops(config: &ModelConfig) -> Option<(u64, u64)> {
     Some(account::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
 }
 
-/// Memory for training and for inference at each precision.
-pub(crate) fn print_memory(config: &ModelConfig, tokens: usize, seq_len: usize) {
+/// Memory for training at each precision.
+pub(crate) fn print_training_memory(config: &ModelConfig, tokens: usize) {
     let row = |name: &str, is_bf16: bool, checkpoint: bool| {
         let memory = TrainingMemory::of(config, tokens, is_bf16, checkpoint);
         vec![
@@ -57,6 +57,10 @@ pub(crate) fn print_memory(config: &ModelConfig, tokens: usize, seq_len: usize) 
             row("bf16, checkpoint_layers", true, true),
         ],
     );
+}
+
+/// Memory for inference at each precision.
+pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
     let parameters = Parameters::of(config);
     let cache = account::kv_cache_bytes_per_token(config) * seq_len as u64;
     let rows: Vec<Vec<String>> = [("f32", 32), ("bf16", 16), ("int8", 8), ("int4", 4)]
@@ -67,7 +71,6 @@ pub(crate) fn print_memory(config: &ModelConfig, tokens: usize, seq_len: usize) 
             vec![name.to_owned(), bytes(weights), bytes(cache), bytes(weights + cache), bytes(read)]
         })
         .collect();
-    println!();
     let header = format!("inference, {} tokens of context", thousands(seq_len as u64));
     tables::print(&[&header, "weights", "KV cache", "all", "read per token"], &rows);
 }

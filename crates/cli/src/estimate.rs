@@ -36,7 +36,9 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     }
     account::print_parameters(&config.model);
     println!();
-    account::print_memory(&config.model, micro_tokens, train.seq_len);
+    account::print_training_memory(&config.model, micro_tokens);
+    println!();
+    account::print_inference_memory(&config.model, train.seq_len);
     println!();
     let precision = if train.precision == Precision::Bf16 { "bf16" } else { "f32" };
     println!("training FLOPs a token    {:.3} GFLOP at sequences of {}", flops / 1e9, train.seq_len);

@@ -1,11 +1,13 @@
 //! `moeworks evaluate`: how well a model predicts a text, and where its tokens go.
+//!
+//! A model with an encoder predicts what is left out of a text, in the way that T5 is trained.
 
 use std::process::ExitCode;
 
-use moeworks_model::{PassStats, TokenBatch};
+use moeworks_model::{PassStats, SourceBatch, TokenBatch};
 use moeworks_moe::LayerStats;
 use moeworks_train::config::{DataConfig, RunConfig};
-use moeworks_train::data::{CachePlace, Sources, TokenStore, evaluation_batches};
+use moeworks_train::data::{CachePlace, Sources, SpanRule, TokenStore, evaluation_batches, span_batches};
 use serde_json::{Value, json};
 
 use crate::args::EvaluateArgs;
@@ -21,39 +23,77 @@ const DEFAULT_SEQ_LEN: usize = 1024;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
     let model = Model::load(&args.model, &args.precision, args.threads)?;
-    let longest = model.decoder.config().max_seq_len;
+    let config = model.decoder.config();
+    let (longest, has_encoder) = (config.max_seq_len, config.variant.encoder.is_some());
     let seq_len = args.seq_len.unwrap_or(DEFAULT_SEQ_LEN.min(longest));
-    if seq_len == 0 || seq_len > longest {
-        return Err(Failure::input(format!("--seq-len {seq_len}: must be from 1 to the model's maximum, {longest}")));
+    // What an encoder is to read has no longest length, but something to be left out of it.
+    let (least, longest) = if has_encoder { (2, 1 << 20) } else { (1, longest) };
+    if seq_len < least || seq_len > longest {
+        let message = format!("--seq-len {seq_len}: must be from {least} to the model's maximum, {longest}");
+        return Err(Failure::input(message));
     }
     let tokens = tokens_of(&model, args)?;
-    let result = evaluate(&model, &tokens, seq_len, args.max_sequences)?;
-    // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens evaluated.
-    let bytes = tokens.num_text_bytes() as f64 * result.num_targets as f64 / (tokens.len() - 1) as f64;
-    let loss = result.mean_loss();
-    let bits_per_byte = result.loss_sum / std::f64::consts::LN_2 / bytes;
-    let accuracy = result.num_correct as f64 / result.num_targets.max(1) as f64;
+    let (result, bytes) = if has_encoder {
+        (evaluate_spans(&model, &tokens, seq_len, args.max_sequences)?, None)
+    } else {
+        let result = evaluate(&model, &tokens, seq_len, args.max_sequences)?;
+        // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens
+        // evaluated.
+        let share = result.num_targets as f64 / (tokens.len() - 1) as f64;
+        (result, Some(tokens.num_text_bytes() as f64 * share))
+    };
     if args.json {
-        let layers: Vec<Value> = moe_layers(&model, &result)
-            .map(|(i, layer)| json!({ "layer": i, "tokens_per_expert": layer.tokens_per_expert, "cv": layer.cv() }))
-            .collect();
-        let value = json!({
-            "tokens": result.num_targets, "bytes": bytes, "loss": loss, "perplexity": loss.exp(),
-            "bits_per_byte": bits_per_byte, "accuracy": accuracy, "layers": layers,
-        });
-        println!("{value:#}");
-        return Ok(ExitCode::SUCCESS);
+        println!("{:#}", as_json(&model, &result, bytes));
+    } else {
+        print(&model, &result, bytes);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn bits_per_byte(result: &PassStats, bytes: f64) -> f64 {
+    result.loss_sum / std::f64::consts::LN_2 / bytes
+}
+
+fn accuracy(result: &PassStats) -> f64 {
+    result.num_correct as f64 / result.num_targets.max(1) as f64
+}
+
+fn as_json(model: &Model, result: &PassStats, bytes: Option<f64>) -> Value {
+    let has_encoder = model.decoder.config().variant.encoder.is_some();
+    let layers: Vec<Value> = moe_layers(model, result)
+        .map(|((is_encoder, i), layer)| {
+            let mut value = json!({ "layer": i, "tokens_per_expert": layer.tokens_per_expert, "cv": layer.cv() });
+            if has_encoder {
+                value["stack"] = if is_encoder { "encoder" } else { "decoder" }.into();
+                value["dropped"] = layer.num_dropped.into();
+            }
+            value
+        })
+        .collect();
+    let loss = result.mean_loss();
+    json!({
+        "tokens": result.num_targets, "bytes": bytes, "loss": loss, "perplexity": loss.exp(),
+        "bits_per_byte": bytes.map(|bytes| bits_per_byte(result, bytes)), "accuracy": accuracy(result),
+        "task": if has_encoder { "spans" } else { "next token" }, "layers": layers,
+    })
+}
+
+fn print(model: &Model, result: &PassStats, bytes: Option<f64>) {
+    let loss = result.mean_loss();
+    if bytes.is_none() {
+        println!("task           to find the 15% of the tokens that are left out, in spans of 3 (T5)");
     }
     println!("tokens         {}", thousands(result.num_targets as u64));
     println!("loss           {loss:.4} nats a token");
     println!("perplexity     {:.3}", loss.exp());
-    println!("bits per byte  {bits_per_byte:.4}");
-    println!("accuracy       {:.2}% of tokens are the likeliest", 100.0 * accuracy);
+    if let Some(bytes) = bytes {
+        println!("bits per byte  {:.4}", bits_per_byte(result, bytes));
+    }
+    println!("accuracy       {:.2}% of tokens are the likeliest", 100.0 * accuracy(result));
     if !result.layers.is_empty() {
         println!();
-        print_load(&model, &result);
+        print_load(model, result);
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// The tokens of the texts, through the same cache as in training.
@@ -71,34 +111,77 @@ fn tokens_of(model: &Model, args: &EvaluateArgs) -> Result<TokenStore, Failure> 
 
 /// Goes through the text in windows that follow each other; the last one is filled up and the filling not counted.
 fn evaluate(model: &Model, tokens: &TokenStore, seq_len: usize, max_sequences: usize) -> Result<PassStats, Failure> {
-    // With a limit, batches of one sequence end exactly there.
-    let batch_size = if max_sequences == 0 { (BATCH_TOKENS / seq_len).max(1) } else { 1 };
-    let max_batches = if max_sequences == 0 { usize::MAX } else { max_sequences };
+    let (batch_size, max_batches) = batches(seq_len, max_sequences);
     let mut sum = PassStats::default();
     for batch in evaluation_batches(tokens, seq_len, batch_size).take(max_batches) {
         let batch =
             TokenBatch { inputs: &batch.inputs, targets: &batch.targets, num_sequences: batch.num_sequences, seq_len };
-        let stats = model.decoder.evaluate(&model.ctx, &model.weights, &batch)?;
-        sum.loss_sum += stats.loss_sum;
-        sum.num_targets += stats.num_targets;
-        sum.num_correct += stats.num_correct;
-        if sum.layers.is_empty() {
-            sum.layers = stats.layers;
-        } else {
-            sum.layers.iter_mut().zip(&stats.layers).for_each(|(sum, layer)| sum.merge(layer));
-        }
+        add(&mut sum, model.decoder.evaluate(&model.ctx, &model.weights, &batch)?);
     }
     Ok(sum)
 }
 
-fn moe_layers<'a>(model: &'a Model, stats: &'a PassStats) -> impl Iterator<Item = (usize, &'a LayerStats)> {
-    let config = model.decoder.config();
-    (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).zip(&stats.layers)
+/// Goes through the text in windows that follow each other and has the model find the spans that are left out of each.
+fn evaluate_spans(
+    model: &Model,
+    tokens: &TokenStore,
+    seq_len: usize,
+    max_sequences: usize,
+) -> Result<PassStats, Failure> {
+    let (batch_size, max_batches) = batches(seq_len, max_sequences);
+    let mut sum = PassStats::default();
+    for batch in span_batches(tokens, seq_len, batch_size, span_rule(model)?).take(max_batches) {
+        let num_sequences = batch.num_sequences;
+        let seq_len = batch.inputs.len() / num_sequences;
+        let answers = TokenBatch { inputs: &batch.inputs, targets: &batch.targets, num_sequences, seq_len };
+        let sources = SourceBatch { ids: &batch.sources, num_sequences };
+        add(&mut sum, model.decoder.evaluate_given(&model.ctx, &model.weights, &sources, &answers)?);
+    }
+    Ok(sum)
+}
+
+/// How spans are marked for a model with an encoder, if its tokenizer can.
+fn span_rule(model: &Model) -> Result<SpanRule<'_>, Failure> {
+    let start = model.decoder.config().variant.encoder.as_ref().map_or(0, |encoder| encoder.start_id);
+    let sentinels = model.tokenizer.sentinels();
+    if sentinels.is_empty() {
+        let what = "no <extra_id_0>, <extra_id_1>, ..., which stand for what is left out of a text";
+        return Err(Failure::input(format!("the tokenizer has {what}: it must be T5's")));
+    }
+    match model.tokenizer.eos_id() {
+        Some(eos) => Ok(SpanRule { sentinels, eos, start }),
+        None => Err(Failure::input("the tokenizer has no token that ends a text, such as </s>")),
+    }
+}
+
+/// Sequences of a batch, and batches at most. With a limit, batches of one sequence end exactly there.
+fn batches(seq_len: usize, max_sequences: usize) -> (usize, usize) {
+    match max_sequences {
+        0 => ((BATCH_TOKENS / seq_len).max(1), usize::MAX),
+        limit => (1, limit),
+    }
+}
+
+/// Adds the figures of a batch.
+fn add(sum: &mut PassStats, stats: PassStats) {
+    sum.loss_sum += stats.loss_sum;
+    sum.num_targets += stats.num_targets;
+    sum.num_correct += stats.num_correct;
+    if sum.layers.is_empty() {
+        sum.layers = stats.layers;
+    } else {
+        sum.layers.iter_mut().zip(&stats.layers).for_each(|(sum, layer)| sum.merge(layer));
+    }
+}
+
+/// The MoE layers with whether they are the encoder's, their numbers and what they did.
+fn moe_layers<'a>(model: &'a Model, stats: &'a PassStats) -> impl Iterator<Item = ((bool, usize), &'a LayerStats)> {
+    model.decoder.config().moe_layers().into_iter().zip(&stats.layers)
 }
 
 fn print_load(model: &Model, stats: &PassStats) {
     let rows: Vec<Vec<String>> = moe_layers(model, stats)
-        .map(|(i, layer)| {
+        .map(|((is_encoder, i), layer)| {
             let total = layer.num_choices.max(1) as f64;
             let shares: Vec<String> = layer
                 .tokens_per_expert
@@ -107,7 +190,8 @@ fn print_load(model: &Model, stats: &PassStats) {
                 .map(|&n| format!("{:.1}", 100.0 * f64::from(n) / total))
                 .collect();
             let more = if layer.tokens_per_expert.len() > 16 { " ..." } else { "" };
-            vec![format!("layer {i}"), format!("{:.3}", layer.cv()), format!("{}{more}", shares.join(" "))]
+            let name = if is_encoder { format!("encoder layer {i}") } else { format!("layer {i}") };
+            vec![name, format!("{:.3}", layer.cv()), format!("{}{more}", shares.join(" "))]
         })
         .collect();
     tables::print(&["expert load", "cv", "% of choices, expert by expert"], &rows);

@@ -21,7 +21,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     };
     let mut sampler = Sampler::new(options)?;
     let model = Model::load(&args.model, &args.precision, args.threads)?;
-    let mut prompt = model.tokenizer.encode(&args.prompt)?;
+    let has_encoder = model.decoder.config().variant.encoder.is_some();
+    let mut prompt = if has_encoder {
+        model.tokenizer.encode_source(&args.prompt)?
+    } else {
+        model.tokenizer.encode(&args.prompt)?
+    };
     if prompt.is_empty() {
         // An empty prompt asks for a document from its beginning, which follows the end of another.
         prompt.extend(model.tokenizer.eos_id());
@@ -31,9 +36,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     }
     let stop_ids: Vec<u32> = model.tokenizer.eos_id().into_iter().collect();
     let request = GenerateRequest { prompt: &prompt, max_new_tokens: args.max_tokens, stop_ids: &stop_ids };
-    print!("{}", args.prompt);
-    flush();
-    let mut stream = TextStream::new(&model.tokenizer);
+    // A model with an encoder answers its prompt and does not continue it.
+    let mut stream = if has_encoder {
+        TextStream::with_special(&model.tokenizer)
+    } else {
+        print!("{}", args.prompt);
+        flush();
+        TextStream::new(&model.tokenizer)
+    };
     let mut failure = None;
     let start = Instant::now();
     let (ids, _) = generate(&model.decoder, &model.ctx, &model.weights, &request, &mut sampler, |id| {

@@ -43,7 +43,11 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     println!();
     account::print_parameters(&config);
     println!();
-    account::print_memory(&config, DEFAULT_TOKENS, seq_len);
+    if config.variant.encoder.is_none() {
+        account::print_training_memory(&config, DEFAULT_TOKENS);
+        println!();
+    }
+    account::print_inference_memory(&config, seq_len);
     if let Some(record) = record.filter(|record| !record.layers.is_empty()) {
         println!();
         print_load(&record);
@@ -57,14 +61,18 @@ fn describe(config: &ModelConfig) -> String {
     } else {
         format!("{} experts of width {}, {} a token", config.num_experts, config.expert_width, config.top_k)
     };
+    let layers = match &config.variant.encoder {
+        None => format!("{} layers", config.num_layers),
+        Some(encoder) => format!("an encoder of {} layers, a decoder of {}", encoder.num_layers, config.num_layers),
+    };
     format!(
-        "{} layers, width {}, {} heads of {} ({} for keys and values), {experts}, vocabulary {}, up to {} tokens",
-        config.num_layers,
+        "{layers}, width {}, {} heads of {} ({} for keys and values), {experts}, vocabulary {}, {} {} tokens",
         config.width,
         config.num_heads,
         config.head_dim,
         config.num_kv_heads,
         thousands(config.vocab_size as u64),
+        if config.variant.encoder.is_some() { "made for" } else { "up to" },
         thousands(config.max_seq_len as u64),
     )
 }

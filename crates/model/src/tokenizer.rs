@@ -79,6 +79,7 @@ pub struct Tokenizer {
     is_bytes: bool,
     vocab_size: usize,
     eos_id: Option<u32>,
+    sentinels: Vec<u32>,
 }
 
 impl Tokenizer {
@@ -160,7 +161,8 @@ impl Tokenizer {
         let eos_token = eos_id.and_then(|eos| ids.iter().find(|(_, id)| **id == eos).map(|(token, _)| token.clone()));
         let is_bytes = is_byte_tokenizer(&value, &ids);
         let config_json = config.unwrap_or_else(|| default_config(eos_token.as_deref()));
-        Ok(Self { inner, json, config_json, is_bytes, vocab_size, eos_id })
+        let sentinels = (0..).map_while(|i| ids.get(&format!("<extra_id_{i}>")).copied()).collect();
+        Ok(Self { inner, json, config_json, is_bytes, vocab_size, eos_id, sentinels })
     }
 
     /// Ids are from 0 to below this.
@@ -173,6 +175,12 @@ impl Tokenizer {
     #[must_use]
     pub fn eos_id(&self) -> Option<u32> {
         self.eos_id
+    }
+
+    /// The ids that stand for spans left out of a text, `<extra_id_0>` and so on in T5's tokenizers; none in others.
+    #[must_use]
+    pub fn sentinels(&self) -> &[u32] {
+        &self.sentinels
     }
 
     /// Whether an id is a byte.
@@ -196,6 +204,14 @@ impl Tokenizer {
         Ok(encodings.iter().flat_map(|encoding| encoding.ids().iter().map(|&id| u32::from(id))).collect())
     }
 
+    /// The ids of a text for an encoder to read: the spelling of a special token is that token, and what the tokenizer has for
+    /// the ends of a text is added, such as T5's `</s>`.
+    pub fn encode_source(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let options = EncodeOptions { add_special_tokens: true, encode_special_tokens: false, ..as_text() };
+        let encodings = self.inner.encode(text, &options).wait().map_err(failed)?;
+        Ok(encodings.iter().flat_map(|encoding| encoding.ids().iter().map(|&id| u32::from(id))).collect())
+    }
+
     /// The ids of many texts, on several threads.
     pub fn encode_batch(&self, texts: &[&str]) -> Result<Vec<Vec<u32>>, TokenizerError> {
         if self.is_bytes {
@@ -213,6 +229,11 @@ impl Tokenizer {
             return Ok(String::from_utf8_lossy(&bytes).into_owned());
         }
         self.inner.decode(ids, true).map_err(failed)
+    }
+
+    /// As [`Tokenizer::decode`], with special tokens as they are spelled.
+    pub fn decode_with_special(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.inner.decode(ids, false).map_err(failed)
     }
 
     /// Writes `tokenizer.json` and `tokenizer_config.json` to `dir`.

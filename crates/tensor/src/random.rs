@@ -17,6 +17,8 @@ pub enum Purpose {
     Sampling = 4,
     /// Tests and benchmarks.
     Test = 5,
+    /// The spans that are left out of a text.
+    Spans = 6,
 }
 
 /// A stream of random numbers addressed by position.

@@ -132,6 +132,7 @@ impl Trainer {
         let corpus = Corpus::open(&config, None)?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
+        decoder.check_trainable()?;
         check_memory(&config)?;
         let weights = match from {
             Some(dir) => weights_from(&ctx, decoder.config(), dir)?,

@@ -8,4 +8,5 @@ mod program;
 mod routing;
 mod schemes;
 mod study;
+mod switch;
 mod training;

@@ -12,16 +12,23 @@ pub struct TextStream<'a> {
     shown: Vec<u32>,
     /// Ids whose text is not out yet.
     pending: Vec<u32>,
+    shows_special: bool,
 }
 
 impl<'a> TextStream<'a> {
     /// A stream at the start of a text.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, shown: Vec::new(), pending: Vec::new() }
+        Self { tokenizer, shown: Vec::new(), pending: Vec::new(), shows_special: false }
     }
 
-    /// The text that `id` completes, which may be empty. Special tokens have no text.
+    /// As [`new`](Self::new), with special tokens as they are spelled: those of an answer in T5's way say which span follows.
+    #[must_use]
+    pub fn with_special(tokenizer: &'a Tokenizer) -> Self {
+        Self { shows_special: true, ..Self::new(tokenizer) }
+    }
+
+    /// The text that `id` completes, which may be empty. Special tokens have no text unless they are to be shown.
     pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
         self.pending.push(id);
         let text = self.text_of(self.pending.len())?;
@@ -42,10 +49,14 @@ impl<'a> TextStream<'a> {
 
     /// The text of the first `count` pending ids.
     fn text_of(&self, count: usize) -> Result<String, TokenizerError> {
-        let before = self.tokenizer.decode(&self.shown)?;
+        let before = self.decode(&self.shown)?;
         let ids: Vec<u32> = self.shown.iter().chain(&self.pending[..count]).copied().collect();
-        let text = self.tokenizer.decode(&ids)?;
+        let text = self.decode(&ids)?;
         Ok(text.get(before.len()..).unwrap_or_default().to_owned())
+    }
+
+    fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        if self.shows_special { self.tokenizer.decode_with_special(ids) } else { self.tokenizer.decode(ids) }
     }
 
     /// Counts the first `count` pending ids as shown.

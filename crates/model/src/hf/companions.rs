@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use super::error::SaveError;
 
 /// The names of the files that are kept.
-const COMPANIONS: [&str; 11] = [
+const COMPANIONS: [&str; 12] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

@@ -2,13 +2,13 @@
 
 use std::ops::ControlFlow;
 
-use moeworks_model::generation::{GenerateRequest, KvCache, Sampler, SamplingOptions, generate};
+use moeworks_model::generation::{GenerateRequest, KvCache, Sampler, SamplingOptions, TextStream, generate};
 use moeworks_model::hf::load_model;
 use moeworks_model::safetensors::SafetensorsFile;
-use moeworks_model::{BatchError, Decoder, DecoderWeights, PassOptions, SourceBatch, TokenBatch};
+use moeworks_model::{BatchError, Decoder, DecoderWeights, PassOptions, SourceBatch, TokenBatch, Tokenizer};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::common::{assert_close, batch, fixture};
 use crate::fixtures::{TOLERANCE, expected_json, save_and_load};
@@ -130,4 +130,20 @@ fn what_a_model_with_an_encoder_does_not_do_is_said() {
     let (config, weights) = load_model(ctx, &fixture("llama")).unwrap();
     let plain = Decoder::new(config).unwrap();
     assert_eq!(plain.encode(ctx, &weights, &case.sources()).err(), Some(BatchError::NoEncoder));
+}
+
+#[test]
+fn a_source_is_encoded_as_transformers_does() {
+    let (expected, tokenizer) = (expected_json("switch"), Tokenizer::from_dir(&fixture("switch")).unwrap());
+    assert_eq!((tokenizer.vocab_size(), tokenizer.eos_id()), (64, Some(1)));
+    assert_eq!(tokenizer.sentinels(), [63, 62, 61, 60, 59, 58]);
+    let texts: Vec<String> = serde_json::from_value(expected["texts"].clone()).unwrap();
+    let ids: Vec<Vec<u32>> = texts.iter().map(|text| tokenizer.encode_source(text).unwrap()).collect();
+    assert_eq!(json!(ids), expected["text_ids"]);
+    let answer: Vec<u32> = serde_json::from_value(expected["answer"].clone()).unwrap();
+    assert_eq!(tokenizer.decode(&answer).unwrap(), expected["answer_plain"]);
+    assert_eq!(tokenizer.decode_with_special(&answer).unwrap(), expected["answer_text"]);
+    let mut stream = TextStream::with_special(&tokenizer);
+    let text: String = answer.iter().map(|&id| stream.push(id).unwrap()).collect();
+    assert_eq!(text + &stream.finish().unwrap(), expected["answer_text"]);
 }
