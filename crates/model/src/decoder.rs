@@ -432,9 +432,6 @@ impl Decoder {
         if self.encoder.is_some() || matches!(self.config.variant.positions, PositionKind::Relative { .. }) {
             return Err(BatchError::NotTrainable("models with an encoder or relative positions are used, not trained"));
         }
-        if self.config.num_experts > 0 && self.config.router.sparsemixer_jitter > 0.0 {
-            return Err(BatchError::NotTrainable("sparsemixer's estimate of the router's gradient is not implemented"));
-        }
         Ok(())
     }
 

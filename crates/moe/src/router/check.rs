@@ -45,8 +45,8 @@ impl RouterConfig {
             let expected = "must be a number of at least 0";
             return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
         }
-        if self.sparsemixer_jitter > 0.0 && top_k != 2 {
-            let expected = format!("must be 0 unless a token goes to two experts, not {top_k}");
+        if self.sparsemixer_jitter > 0.0 && (top_k != 2 || self.kind != RouterKind::TopK) {
+            let expected = "must be 0 unless a token goes to two experts and kind is top_k";
             return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
         }
         if !(0.0..1.0).contains(&self.input_dropout) {

@@ -105,9 +105,9 @@ pub struct RouterConfig {
     pub group_score: GroupScore,
     /// Multiplies the weights at the end (DeepSeek's `routed_scaling_factor`).
     pub routed_scale: f32,
-    /// Above 0: of a token's two experts each is weighed by a softmax over the experts that come as close to it as twice
-    /// this, relative to the score, the first without regard to the second and the second without the first (sparsemixer,
-    /// Liu et al., 2409.12136, as PhiMoE uses it after training). For inference alone.
+    /// Above 0: of a token's two experts each is weighed by a softmax over the experts that come as close to the highest as
+    /// twice this, relative to the score, the first without regard to the second and the second without the first
+    /// (sparsemixer, Liu et al., 2409.12136, PhiMoE). In training they are drawn from it.
     pub sparsemixer_jitter: f32,
     /// Deviation of normal noise on the logits in training (1/E in V-MoE, 2106.05974); 0: none.
     pub noise_std: f32,

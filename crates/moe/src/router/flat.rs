@@ -15,9 +15,10 @@ use super::input::{Draw, RouterInput};
 use super::noise::InputNoise;
 use super::scorer::Scorer;
 use super::scores::{Gate, LogitNoise, LogitRule, Scores};
+use super::sparsemixer::Sparsemixer;
 use super::state::EXPERT_BIAS;
 use super::weigh::{WeightRule, is_normalized};
-use super::{assign, choice, load, sparsemixer};
+use super::{assign, choice, load};
 use crate::overflow::{self, Overflow, Room};
 use crate::{DispatchRule, MoeConfig, MoeWeights, NO_EXPERT, Routing, RoutingError};
 
@@ -315,8 +316,31 @@ impl FlatRouter<'_> {
                 }
                 rows(k, &balanced, &choice::top_k)
             }
+            _ if self.sparsemixer().is_some_and(|mixer| mixer.random.is_some()) => self.drawn(ctx, ranking),
             _ => rows(k, ranking, &choice::top_k),
         }
+    }
+
+    /// The rule of sparsemixer, if that is the scheme.
+    pub(crate) fn sparsemixer(&self) -> Option<Sparsemixer> {
+        let jitter = self.router().sparsemixer_jitter;
+        (jitter > 0.0).then(|| Sparsemixer { jitter, random: self.random() })
+    }
+
+    /// The choices of sparsemixer in training.
+    fn drawn(&self, ctx: &Context, ranking: &Tensor) -> Tensor {
+        let (num_tokens, e, k) = (ranking.rows(), ranking.cols(), self.config.top_k);
+        let mut ids = ctx.empty(&[num_tokens, k], DType::U32);
+        let inputs = blocks::of_mut(ids.u32s_mut(), k).zip(blocks::of(ranking.f32s(), e));
+        blocks::for_each(ctx, inputs, |block, (ids, logits)| {
+            let mut room = vec![0.0; e];
+            for (t, (ids, logits)) in (block * blocks::ROWS..).zip(ids.chunks_mut(k).zip(logits.chunks(e))) {
+                if let Some(mixer) = self.sparsemixer() {
+                    mixer.choose(t, logits, &mut room, ids);
+                }
+            }
+        });
+        ids
     }
 
     /// The experts that chose each token, group by group.
@@ -420,10 +444,15 @@ impl FlatRouter<'_> {
         let e = gates.cols();
         let rule = WeightRule::of(self.config);
         let mut weights = ctx.empty(ids.shape(), DType::F32);
-        let jitter = self.router().sparsemixer_jitter;
-        if let (true, Some(logits)) = (jitter > 0.0, &scores.logits) {
-            let rows = weights.f32s_mut().chunks_mut(k).zip(ids.u32s().chunks(k)).zip(logits.f32s().chunks(e));
-            rows.for_each(|((weights, ids), logits)| sparsemixer::weigh(jitter, logits, ids, weights));
+        if let (Some(mixer), Some(logits)) = (self.sparsemixer(), &scores.logits) {
+            let inputs = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k));
+            blocks::for_each(ctx, inputs.zip(blocks::of(logits.f32s(), e)), |block, ((weights, ids), logits)| {
+                let mut room = vec![0.0; e];
+                let rows = weights.chunks_mut(k).zip(ids.chunks(k)).zip(logits.chunks(e));
+                for (t, ((weights, ids), logits)) in (block * blocks::ROWS..).zip(rows) {
+                    mixer.weigh(t, logits, &mut room, ids, weights);
+                }
+            });
             return weights;
         }
         let inputs = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k));

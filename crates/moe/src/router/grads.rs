@@ -85,6 +85,7 @@ impl FlatRouter<'_> {
         let l1 = self.l1(losses) / num_tokens.max(1) as f32;
         let rule = WeightRule::of(self.config);
         let gate = if self.router().kind == RouterKind::Relu { Gate::Relu } else { Gate::Sigmoid };
+        let mixer = self.sparsemixer();
         let mut dlogits = ctx.empty(&[num_tokens, e], DType::F32);
         blocks::for_each(ctx, blocks::of_mut(dlogits.f32s_mut(), e), |block, dlogits| {
             let (mut dprob, mut dgate) = (vec![0.0; e], vec![0.0; e]);
@@ -93,8 +94,13 @@ impl FlatRouter<'_> {
                 dprobs.fill(t, row.probs, &mut dprob);
                 dgate.fill(l1);
                 let dweights = &dweights.f32s()[t * row.ids.len()..(t + 1) * row.ids.len()];
-                rule.backward((row.ids, row.weights), row.gates.unwrap_or(row.probs), dweights, &mut dgate);
+                if mixer.is_none() {
+                    rule.backward((row.ids, row.weights), row.gates.unwrap_or(row.probs), dweights, &mut dgate);
+                }
                 row.logit_grads(gate, &dprob, &mut dgate, dlogits);
+                if let (Some(mixer), Some(logits)) = (mixer, row.logits) {
+                    mixer.backward(logits, &mut dprob, row.ids, dweights, dlogits);
+                }
                 row.add_z(z, dlogits);
                 if saved.temperature != 1.0 {
                     dlogits.iter_mut().for_each(|d| *d /= saved.temperature);

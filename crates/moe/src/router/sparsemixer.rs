@@ -1,34 +1,110 @@
-//! The weights of sparsemixer (Liu et al., 2409.12136) after training, as in `modeling_phimoe.py` of transformers.
+//! Sparsemixer (Liu et al., 2409.12136, after 2304.08612 and 2310.00811), as in `modeling_phimoe.py` of transformers: the two
+//! experts of a token and their weights, and the estimate of the router's gradient.
+//!
+//! For each choice the experts whose logit s has `(top - s) / max(|s|, top) <= 2 jitter` are close, `top` the highest logit;
+//! the second choice goes without the first one's expert. After training the choice is the highest, and its weight its share
+//! in a softmax over the close ones. In training it is drawn from that softmax, and the weight of one that is not the
+//! highest counts a third, but for one in four: with that, the gradient of the softmax's share, which is what backward
+//! takes, estimates that of the expected output by Heun's third-order method.
 
-/// The weights of the two experts `ids` of one token with these `logits`: each the softmax over those experts whose logit
-/// `s` has `(top - s) / max(|s|, top) <= 2 jitter` for the choice's own logit `top`; the second without the first.
-pub(super) fn weigh(jitter: f32, logits: &[f32], ids: &[u32], weights: &mut [f32]) {
-    for (choice, (&id, weight)) in ids.iter().zip(weights).enumerate() {
-        let Some(&top) = logits.get(id as usize) else {
-            *weight = 0.0;
-            continue;
-        };
-        let is_out = |expert: usize| ids[..choice].iter().any(|&before| before as usize == expert);
-        let is_far = |s: f32| (top - s) / s.abs().max(top) > 2.0 * jitter;
-        let close = logits.iter().enumerate().filter(|&(expert, &s)| !is_out(expert) && !is_far(s));
-        *weight = 1.0 / close.map(|(_, &s)| (s - top).exp()).sum::<f32>();
+use moeworks_tensor::Random;
+
+use super::input::Draw;
+use crate::NO_EXPERT;
+
+/// What the weight of a choice that is not the highest is multiplied by, in transformers' digits of a third.
+const THIRD: f32 = 0.3333;
+/// How often it is.
+const THIRD_SHARE: f32 = 0.75;
+
+/// The rule of a pass.
+#[derive(Clone, Copy)]
+pub(crate) struct Sparsemixer {
+    pub(super) jitter: f32,
+    /// In training.
+    pub(super) random: Option<Random>,
+}
+
+impl Sparsemixer {
+    /// The two experts of token `t` with these `logits`; `gates` is room for as many.
+    pub(super) fn choose(&self, t: usize, logits: &[f32], gates: &mut [f32], ids: &mut [u32]) {
+        let count = ids.len();
+        for choice in 0..count {
+            let (before, rest) = ids.split_at_mut(choice);
+            let highest = self.shares(logits, before, gates);
+            let drawn = |random: Random| drawn(gates, random.uniform(Draw::Ranking.at(t * count + choice)));
+            rest[0] = self.random.and_then(drawn).unwrap_or(highest);
+        }
     }
+
+    /// The weights of the experts `ids` of token `t`; `gates` is room.
+    pub(super) fn weigh(&self, t: usize, logits: &[f32], gates: &mut [f32], ids: &[u32], weights: &mut [f32]) {
+        for (choice, (&id, weight)) in ids.iter().zip(weights).enumerate() {
+            let highest = self.shares(logits, &ids[..choice], gates);
+            let share = gates.get(id as usize).copied().unwrap_or(0.0);
+            let counts = self.random.is_none_or(|random| {
+                id == highest || random.uniform(Draw::Second.at(t * ids.len() + choice)) > THIRD_SHARE
+            });
+            *weight = if counts { share } else { THIRD * share };
+        }
+    }
+
+    /// Adds to `dlogits` the gradient of the logits from that of the weights; `gates` is room.
+    pub(super) fn backward(
+        &self,
+        logits: &[f32],
+        gates: &mut [f32],
+        ids: &[u32],
+        dweights: &[f32],
+        dlogits: &mut [f32],
+    ) {
+        for (choice, (&id, dweight)) in ids.iter().zip(dweights).enumerate() {
+            self.shares(logits, &ids[..choice], gates);
+            let Some(&share) = gates.get(id as usize) else { continue };
+            for (expert, (d, gate)) in dlogits.iter_mut().zip(&*gates).enumerate() {
+                let own = if expert == id as usize { 1.0 } else { 0.0 };
+                *d += dweight * share * (own - gate);
+            }
+        }
+    }
+
+    /// Writes each expert's share in the softmax over the close ones, those `before` left out, and returns the highest.
+    fn shares(&self, logits: &[f32], before: &[u32], gates: &mut [f32]) -> u32 {
+        let is_out = |expert: usize| before.iter().any(|&id| id as usize == expert);
+        let left = || logits.iter().enumerate().filter(|&(expert, _)| !is_out(expert));
+        let mut highest = (NO_EXPERT, f32::NEG_INFINITY);
+        for (expert, &logit) in left() {
+            // The first stands where none is a number, so that this shows.
+            if highest.0 == NO_EXPERT || logit > highest.1 {
+                highest = (expert as u32, logit);
+            }
+        }
+        let top = highest.1;
+        let is_far = |s: f32| (top - s) / s.abs().max(top) > 2.0 * self.jitter;
+        gates.fill(0.0);
+        left().filter(|&(_, &s)| !is_far(s)).for_each(|(expert, &s)| gates[expert] = (s - top).exp());
+        let sum: f32 = gates.iter().sum();
+        gates.iter_mut().for_each(|gate| *gate /= sum);
+        highest.0
+    }
+}
+
+/// The expert that `uniform`, from 0 to below 1, falls on; none if the shares are no numbers.
+fn drawn(shares: &[f32], uniform: f32) -> Option<u32> {
+    let mut left = uniform;
+    let mut last = None;
+    for (expert, &share) in (0..).zip(shares) {
+        if share > 0.0 {
+            last = Some(expert);
+            left -= share;
+            if left < 0.0 {
+                break;
+            }
+        }
+    }
+    last
 }
 
 #[cfg(test)]
-mod tests {
-    use super::weigh;
-
-    #[test]
-    fn a_choice_shares_its_softmax_with_the_experts_close_to_it() {
-        let logits = [2.0, 1.9, 1.0, -3.0];
-        let mut weights = [0.0; 2];
-        weigh(0.1, &logits, &[0, 1], &mut weights);
-        assert!((weights[0] - 1.0 / (1.0 + (-0.1_f32).exp())).abs() < 1e-6, "{weights:?}");
-        assert_eq!(weights[1], 1.0);
-        // Half of 1.9 away is close at a jitter of 0.25: 1.0 is 0.47 away from 1.9 and 0.5 from 2.0.
-        weigh(0.25, &logits, &[0, 1], &mut weights);
-        let second = 1.0 / (1.0 + (-0.9_f32).exp());
-        assert!((weights[1] - second).abs() < 1e-6, "{weights:?}");
-    }
-}
+#[path = "sparsemixer_tests.rs"]
+mod tests;

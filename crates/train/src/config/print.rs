@@ -86,7 +86,7 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.modality_experts", "Experts reserved for each modality, such as \"4, 2\"; the others are shared."),
     (
         "model.router.sparsemixer_jitter",
-        "Above 0: PhiMoE's weights, a softmax over the experts within twice this of each choice; for inference.",
+        "Above 0: sparsemixer (PhiMoE): in training two experts are drawn from those within twice this of the highest score.",
     ),
     (
         "model.router.overflow",

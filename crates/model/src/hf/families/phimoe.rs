@@ -1,7 +1,7 @@
 //! PhiMoE (2404.14219): layer norms, biases in attention and on the logits, LongRoPE, sparsemixer routing.
 //!
 //! Beyond the original context we take the long divisors, as Microsoft's code does; transformers 5.23 keeps the short ones
-//! and changes the amplitude alone.
+//! and changes the amplitude alone. Its `input_jitter_noise`, noise in training on what experts read too, is not applied.
 
 use serde_json::{Map, Value, json};
 
@@ -53,7 +53,6 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "attention_bias": config.variant.qkv_bias,
         "lm_head_bias": config.variant.head_bias,
         "router_jitter_noise": shortest(config.router.sparsemixer_jitter),
-        "input_jitter_noise": 0.0,
         "sliding_window": if window > 0 { json!(window) } else { Value::Null },
     });
     super::extend(map, json);
