@@ -373,7 +373,7 @@ impl Decoder {
         let noise = options.noise.map(|RouterNoise { seed, step }| {
             Random::new(seed, Purpose::Router, step.wrapping_mul(self.config.num_layers as u64).wrapping_add(i as u64))
         });
-        let (middle, attention) = self.attention[i].forward(pass, w, x, None);
+        let (middle, attention) = self.attention[i].forward(pass, w, x);
         let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
         let input = RouterInput { noise, token_ids, seq_len, progress: options.progress, ..RouterInput::default() };
         let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);

@@ -22,6 +22,7 @@ mod few_rows;
 mod gemm;
 pub mod grouped_linear;
 pub mod head_loss;
+pub mod heads;
 mod isa;
 pub mod layer_norm;
 pub mod linear;

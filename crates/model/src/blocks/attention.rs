@@ -109,31 +109,53 @@ impl AttentionBlock {
         }
     }
 
-    /// `x [T, D]` f32 to `y [T, D]` f32. With a cache, which holds one sequence, the new keys and values are appended to it
-    /// and the queries see all of it.
-    pub(crate) fn forward(
+    /// `x [T, D]` f32 to `y [T, D]` f32.
+    pub(crate) fn forward(&self, pass: &Pass<'_>, weights: &LayerWeights, x: &Tensor) -> (Tensor, AttentionSaved) {
+        let w = &weights.attention;
+        let (normed, norm) = self.normed(pass, weights, x);
+        let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
+        let [q, k, v] = &qkv;
+        let (o, lse) = attend(pass, (q, k, v), w.sinks.as_ref(), &self.shape(pass, pass.seq_len, pass.seq_len));
+        let y = self.output(pass, w, &o, x);
+        (y, AttentionSaved { norm, normed, inputs, qkv, o, lse })
+    }
+
+    /// As [`forward`](Self::forward) for the next tokens of the one sequence in `cache`, which they are added to.
+    pub(crate) fn forward_cached(
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
         x: &Tensor,
-        cache: Option<&mut LayerCache>,
-    ) -> (Tensor, AttentionSaved) {
-        let (ctx, w) = (pass.ctx, &weights.attention);
-        let (normed, norm) = self.norm.forward(ctx, &weights.attention_norm, x, w.o.weight.dtype().of_activations());
-        let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
-        let [q, k, v] = &qkv;
-        let sinks = w.sinks.as_ref().map(Tensor::f32s);
-        let (o, lse) = match cache {
-            None => attend(pass, (q, k, v), sinks, &self.shape(pass, pass.seq_len, pass.seq_len)),
-            Some(cache) => {
-                cache.append(ctx, k, v);
-                let shape = self.shape(pass, cache.len(), cache.capacity());
-                attend(pass, (q, cache.keys(), cache.values()), sinks, &shape)
+        cache: &mut LayerCache,
+    ) -> Tensor {
+        let w = &weights.attention;
+        let (normed, _) = self.normed(pass, weights, x);
+        let o = match (&self.inputs, &w.inputs) {
+            (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
+                let ([q, k, v], _) = heads.forward(pass, inputs, &normed);
+                cache.append(pass.ctx, &[&k, &v]);
+                let [keys, values] = cache.kept() else { unreachable!("keys and values were appended") };
+                attend(pass, (&q, keys, values), w.sinks.as_ref(), &self.shape(pass, cache.held(), cache.capacity())).0
             }
+            (Inputs::Latent(latent), AttentionInputs::Latent(inputs)) => {
+                let shape = |kv_len, kv_capacity| self.shape(pass, kv_len, kv_capacity);
+                latent.forward_cached(pass, inputs, &normed, cache, (&shape, w.sinks.as_ref()))
+            }
+            _ => panic!("{WRONG_KIND}"),
         };
-        let mut y = project(ctx, &o, &w.o, DType::F32);
-        add_residual(ctx, &mut y, self.residual_multiplier, x);
-        (y, AttentionSaved { norm, normed, inputs, qkv, o, lse })
+        self.output(pass, w, &o, x)
+    }
+
+    fn normed(&self, pass: &Pass<'_>, weights: &LayerWeights, x: &Tensor) -> (Tensor, Tensor) {
+        let dtype = weights.attention.o.weight.dtype().of_activations();
+        self.norm.forward(pass.ctx, &weights.attention_norm, x, dtype)
+    }
+
+    /// What heads found, brought back to the residual stream.
+    fn output(&self, pass: &Pass<'_>, w: &AttentionWeights, o: &Tensor, x: &Tensor) -> Tensor {
+        let mut y = project(pass.ctx, o, &w.o, DType::F32);
+        add_residual(pass.ctx, &mut y, self.residual_multiplier, x);
+        y
     }
 
     /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The gradients of norm weights
@@ -171,14 +193,14 @@ impl AttentionBlock {
 }
 
 /// Attention by the rules of the pass, and the log-sums that backward needs; with relative positions there is no backward.
-fn attend(
+pub(super) fn attend(
     pass: &Pass<'_>,
     qkv: (&Tensor, &Tensor, &Tensor),
-    sinks: Option<&[f32]>,
+    sinks: Option<&Tensor>,
     shape: &AttentionShape,
 ) -> (Tensor, Tensor) {
     match &pass.relative {
-        None => attention_with_sinks(pass.ctx, qkv, sinks, shape),
+        None => attention_with_sinks(pass.ctx, qkv, sinks.map(Tensor::f32s), shape),
         Some(relative) => (attention_biased(pass.ctx, qkv, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32)),
     }
 }

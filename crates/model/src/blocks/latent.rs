@@ -2,17 +2,26 @@
 //!
 //! Keys and values of all heads are made from one narrow normed vector a token; the rotated part of the key is made apart
 //! and shared by all heads. N elements of a head are plain, R rotated, w are its values; L is the narrow width.
+//!
+//! What is kept of a sequence is the narrow vector and the rotated part, L + R numbers a token where keys and values of all
+//! heads are H (N + R + w). A step of decoding does not widen them again: as `q (W c) = (q W) c`, the queries are narrowed
+//! instead and attend to the narrow vectors, which are keys and values at once, and what each head has summed up is widened
+//! at the end (section 2.1.2 there; "absorbed" weights).
 
+use moeworks_ops::attention::AttentionShape;
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
+use moeworks_ops::heads::{HeadParts, linear_by_head, transposed_linear_by_head};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{Rotation, rope};
-use moeworks_ops::{Context, elementwise};
+use moeworks_ops::{Context, elementwise, quantized};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
+use super::attention::attend;
 use super::projection::{project, project_grads};
 use crate::config::LatentAttention;
+use crate::generation::LayerCache;
 use crate::weights::LatentWeights;
 
 /// Makes queries, keys and values.
@@ -48,6 +57,11 @@ pub(crate) struct LatentGradTask {
     compute: DType,
 }
 
+/// One block of columns from `start` on, or the same for every head.
+fn at(start: usize) -> Columns {
+    Columns { start, step: 0 }
+}
+
 impl Latent {
     fn key_dim(&self) -> usize {
         self.sizes.plain_dim + self.sizes.rotary_dim
@@ -75,29 +89,137 @@ impl Latent {
 
     /// Queries, keys and values of `normed [T, D]`.
     pub(crate) fn forward(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> ([Tensor; 3], LatentSaved) {
-        let (ctx, dtype, rows) = (pass.ctx, w.q.dtype().of_activations(), normed.rows());
-        let q_narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
-        let mut q = linear(ctx, q_narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
-        Self::turn(pass, &mut q, Rotation::Forward);
-
-        let down = project(ctx, normed, &w.kv_down, dtype);
-        let rank = self.sizes.kv_rank;
-        let mut x = ctx.empty(&[rows, rank], dtype);
-        let first = Columns { start: 0, step: 0 };
-        copy_columns(ctx, Blocks { count: 1, width: rank }, (&down, first), (&mut x, first));
-        let kv = self.narrow(ctx, x, &w.kv_norm);
-        let heads = linear(ctx, &kv.normed, &w.kv, dtype);
-        let mut k = ctx.empty(&[rows, self.num_heads * self.key_dim()], dtype);
-        let (from, to) = (self.wide_columns(0), self.key_columns(0));
-        copy_columns(ctx, self.per_head(self.sizes.plain_dim), (&heads, from), (&mut k, to));
-        let (from, to) = (Columns { start: rank, step: 0 }, self.key_columns(self.sizes.plain_dim));
-        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (&down, from), (&mut k, to));
-        Self::turn(pass, &mut k, Rotation::Forward);
-        let mut v = ctx.empty(&[rows, self.num_heads * self.value_dim], dtype);
-        let to = Columns { start: 0, step: self.value_dim };
-        let from = self.wide_columns(self.sizes.plain_dim);
-        copy_columns(ctx, self.per_head(self.value_dim), (&heads, from), (&mut v, to));
+        let (q, q_narrow) = self.queries(pass, w, normed);
+        let (kv, key) = self.narrowed(pass, w, normed);
+        let (k, v) = self.widened(pass.ctx, w, (&kv.normed, &key));
         ([q, k, v], LatentSaved { q: q_narrow, kv })
+    }
+
+    /// What the heads find for `normed [T, D]`, the next tokens of the one sequence in `cache`: `[T, H w]`. `shape` is that
+    /// of the attention for so many keys and rows of keys.
+    pub(super) fn forward_cached(
+        &self,
+        pass: &Pass<'_>,
+        w: &LatentWeights,
+        normed: &Tensor,
+        cache: &mut LayerCache,
+        (shape, sinks): (&dyn Fn(usize, usize) -> AttentionShape, Option<&Tensor>),
+    ) -> Tensor {
+        let ctx = pass.ctx;
+        let (q, _) = self.queries(pass, w, normed);
+        let (kv, key) = self.narrowed(pass, w, normed);
+        cache.append(ctx, &[&self.joined(ctx, (&kv.normed, &key))]);
+        let (held, kept) = (cache.held(), &cache.kept()[0]);
+        if self.should_widen(pass.seq_len, held) {
+            let (narrow, key) = if held == pass.seq_len { (kv.normed, key) } else { self.parted(ctx, kept, held) };
+            let (k, v) = self.widened(ctx, w, (&narrow, &key));
+            return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;
+        }
+        let kv = w.kv.dtype().is_quantized().then(|| quantized::dequantize(ctx, &w.kv, DType::F32));
+        let kv = kv.as_ref().unwrap_or(&w.kv);
+        let q = self.narrow_queries(ctx, &q, kv);
+        let row = self.row_dim();
+        let shape = AttentionShape { num_kv_heads: 1, head_dim: row, value_dim: row, ..shape(held, cache.capacity()) };
+        let (sums, _) = attend(pass, (&q, kept, kept), sinks, &shape);
+        let mut o = ctx.empty(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
+        let parts = HeadParts {
+            count: self.num_heads,
+            x: Columns { start: 0, step: row },
+            w: self.wide_columns(self.sizes.plain_dim),
+            num_rows: self.value_dim,
+            y: Columns { start: 0, step: self.value_dim },
+        };
+        linear_by_head(ctx, &sums, kv, &parts, &mut o);
+        o
+    }
+
+    /// Numbers that are kept of a token.
+    fn row_dim(&self) -> usize {
+        self.sizes.kv_rank + self.sizes.rotary_dim
+    }
+
+    /// Whether it takes fewer products of a head to widen `held` tokens than to narrow `count` queries.
+    fn should_widen(&self, count: usize, held: usize) -> bool {
+        let pair = self.sizes.kv_rank * self.wide_dim();
+        held * pair + count * held * (self.key_dim() + self.value_dim)
+            <= count * pair + count * held * 2 * self.row_dim()
+    }
+
+    /// Queries, `[T, H (N + R)]`, and the narrow vectors that they were made of.
+    fn queries(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Tensor, Option<Narrow>) {
+        let (ctx, dtype) = (pass.ctx, w.q.dtype().of_activations());
+        let narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
+        let mut q = linear(ctx, narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
+        Self::turn(pass, &mut q, Rotation::Forward);
+        (q, narrow)
+    }
+
+    /// The narrow vectors that keys and values are made of, and a head of keys `[T, N + R]` with the rotated part alone.
+    fn narrowed(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Narrow, Tensor) {
+        let (ctx, dtype, rank) = (pass.ctx, w.q.dtype().of_activations(), self.sizes.kv_rank);
+        let down = project(ctx, normed, &w.kv_down, dtype);
+        let mut x = ctx.empty(&[normed.rows(), rank], dtype);
+        copy_columns(ctx, Blocks { count: 1, width: rank }, (&down, at(0)), (&mut x, at(0)));
+        let mut key = ctx.zeros(&[normed.rows(), self.key_dim()], dtype);
+        copy_columns(ctx, self.rotated_part(), (&down, at(rank)), (&mut key, at(self.sizes.plain_dim)));
+        Self::turn(pass, &mut key, Rotation::Forward);
+        (self.narrow(ctx, x, &w.kv_norm), key)
+    }
+
+    fn rotated_part(&self) -> Blocks {
+        Blocks { count: 1, width: self.sizes.rotary_dim }
+    }
+
+    /// Keys and values of all heads.
+    fn widened(&self, ctx: &Context, w: &LatentWeights, (narrow, key): (&Tensor, &Tensor)) -> (Tensor, Tensor) {
+        let (rows, plain) = (narrow.rows(), self.sizes.plain_dim);
+        let heads = linear(ctx, narrow, &w.kv, narrow.dtype());
+        let mut k = ctx.empty(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
+        copy_columns(ctx, self.per_head(plain), (&heads, self.wide_columns(0)), (&mut k, self.key_columns(0)));
+        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (key, at(plain)), (&mut k, self.key_columns(plain)));
+        let mut v = ctx.empty(&[rows, self.num_heads * self.value_dim], narrow.dtype());
+        let to = Columns { start: 0, step: self.value_dim };
+        copy_columns(ctx, self.per_head(self.value_dim), (&heads, self.wide_columns(plain)), (&mut v, to));
+        (k, v)
+    }
+
+    /// What is kept of tokens, `[T, L + R]`: the narrow vector and the rotated part.
+    fn joined(&self, ctx: &Context, (narrow, key): (&Tensor, &Tensor)) -> Tensor {
+        let rank = self.sizes.kv_rank;
+        let mut row = ctx.empty(&[narrow.rows(), self.row_dim()], narrow.dtype());
+        copy_columns(ctx, Blocks { count: 1, width: rank }, (narrow, at(0)), (&mut row, at(0)));
+        copy_columns(ctx, self.rotated_part(), (key, at(self.sizes.plain_dim)), (&mut row, at(rank)));
+        row
+    }
+
+    /// The first `count` rows of what [`joined`](Self::joined) made, taken apart.
+    fn parted(&self, ctx: &Context, kept: &Tensor, count: usize) -> (Tensor, Tensor) {
+        let (rank, dtype) = (self.sizes.kv_rank, kept.dtype());
+        let mut rows = ctx.empty(&[count, self.row_dim()], dtype);
+        let len = rows.num_bytes();
+        rows.bytes_mut().copy_from_slice(&kept.bytes()[..len]);
+        let mut narrow = ctx.empty(&[count, rank], dtype);
+        copy_columns(ctx, Blocks { count: 1, width: rank }, (&rows, at(0)), (&mut narrow, at(0)));
+        let mut key = ctx.zeros(&[count, self.key_dim()], dtype);
+        copy_columns(ctx, self.rotated_part(), (&rows, at(rank)), (&mut key, at(self.sizes.plain_dim)));
+        (narrow, key)
+    }
+
+    /// Queries for what is kept, `[T, H (L + R)]`.
+    fn narrow_queries(&self, ctx: &Context, q: &Tensor, kv: &Tensor) -> Tensor {
+        let (rank, step) = (self.sizes.kv_rank, self.row_dim());
+        let mut narrow = ctx.empty(&[q.rows(), self.num_heads * step], q.dtype());
+        let parts = HeadParts {
+            count: self.num_heads,
+            x: self.key_columns(0),
+            w: self.wide_columns(0),
+            num_rows: self.sizes.plain_dim,
+            y: Columns { start: 0, step },
+        };
+        transposed_linear_by_head(ctx, q, kv, &parts, &mut narrow);
+        let (from, to) = (self.key_columns(self.sizes.plain_dim), Columns { start: rank, step });
+        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (q, from), (&mut narrow, to));
+        narrow
     }
 
     /// From element `start` of each head of keys.
@@ -158,9 +280,8 @@ impl Latent {
         let d_narrow = linear_backward_input(ctx, &d_heads, &w.kv, DType::F32);
         let d_narrow = rms_norm_backward(ctx, &d_narrow, &narrow.x, &w.kv_norm, &narrow.inv_rms, write, d_norm);
         let mut d_down = ctx.zeros(&[rows, rank + rotary], DType::F32);
-        let first = Columns { start: 0, step: 0 };
-        copy_columns(ctx, Blocks { count: 1, width: rank }, (&d_narrow, first), (&mut d_down, first));
-        let (from, to) = (self.key_columns(plain), Columns { start: rank, step: 0 });
+        copy_columns(ctx, Blocks { count: 1, width: rank }, (&d_narrow, at(0)), (&mut d_down, at(0)));
+        let (from, to) = (self.key_columns(plain), at(rank));
         add_columns(ctx, self.per_head(rotary), (dk, from), (&mut d_down, to));
         (d_heads, d_down)
     }

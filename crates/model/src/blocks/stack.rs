@@ -37,8 +37,10 @@ impl Stack<'_> {
         let input = RouterInput { capacity, ..*input };
         let mut caches = caches.map(|caches| caches.iter_mut());
         for (i, ((attention, block), w)) in self.attention.iter().zip(self.feed_forward).zip(weights).enumerate() {
-            let cache = caches.as_mut().and_then(Iterator::next);
-            let (mut middle, _) = attention.forward(pass, w, &x, cache);
+            let mut middle = match caches.as_mut().and_then(Iterator::next) {
+                Some(cache) => attention.forward_cached(pass, w, &x, cache),
+                None => attention.forward(pass, w, &x).0,
+            };
             if let Some(cross) = self.cross {
                 let (Some(w), Some(memory)) = (&w.cross, pass.memory) else { panic!("{WRONG_KIND}") };
                 middle = cross.forward(pass, w, &middle, (memory, i));

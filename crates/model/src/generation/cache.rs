@@ -1,4 +1,8 @@
-//! The keys and values of a sequence, kept from one step of decoding to the next.
+//! What is kept of a sequence from one step of decoding to the next, in every layer: keys and values, or what latent
+//! attention makes them of.
+//!
+//! A layer with a sliding window keeps the tokens that the next one sees, and room for as many again, so that they are moved
+//! once in so many steps.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -6,28 +10,35 @@ use moeworks_tensor::Tensor;
 use crate::blocks::Memory;
 use crate::config::ModelConfig;
 
-/// Rows that a layer's cache has at first; it doubles when full.
+/// Rows that a layer's cache has room for at first; without a window it doubles when full.
 const FIRST_CAPACITY: usize = 64;
 
-/// The keys and values of one sequence in every layer.
+/// What is kept of one sequence in every layer.
 pub struct KvCache {
     layers: Vec<LayerCache>,
     memory: Option<Memory>,
 }
 
-/// The keys (rotated) and values of one sequence in one layer.
+/// What is kept of one sequence in one layer.
 #[derive(Default)]
 pub(crate) struct LayerCache {
-    /// Keys and values, `[capacity, G h]` each; none before the first token.
-    kv: Option<(Tensor, Tensor)>,
-    len: usize,
+    /// Of each token a row in each of these, such as its keys (rotated) and values; `[capacity, ..]` each. None before the
+    /// first token.
+    kept: Vec<Tensor>,
+    /// Rows in use.
+    held: usize,
+    /// Tokens before those, which no later one sees.
+    dropped: usize,
+    /// Tokens that one sees at most, itself included; none: all before it.
+    window: Option<usize>,
 }
 
 impl KvCache {
     /// An empty cache for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
-        Self { layers: (0..config.num_layers).map(|_| LayerCache::default()).collect(), memory: None }
+        let layer = |i| LayerCache { window: config.window(i), ..LayerCache::default() };
+        Self { layers: (0..config.num_layers).map(layer).collect(), memory: None }
     }
 
     /// An empty cache for a text that answers the source in `memory`.
@@ -39,7 +50,7 @@ impl KvCache {
     /// Tokens in the cache.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.layers.first().map_or(0, |layer| layer.len)
+        self.layers.first().map_or(0, LayerCache::len)
     }
 
     /// Whether there is no token.
@@ -48,11 +59,18 @@ impl KvCache {
         self.len() == 0
     }
 
-    /// Forgets all tokens from position `len` on.
-    pub fn truncate(&mut self, len: usize) {
-        for layer in &mut self.layers {
-            layer.len = layer.len.min(len);
-        }
+    /// Bytes that the layers' caches take, room for further tokens included.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        self.layers.iter().flat_map(|layer| &layer.kept).map(Tensor::num_bytes).sum()
+    }
+
+    /// Forgets all tokens from position `len` on, and returns how many tokens are left. These are `len`, or fewer than that
+    /// were there, or none if a layer with a sliding window no longer has what the next token would see.
+    pub fn truncate(&mut self, len: usize) -> usize {
+        let len = if self.layers.iter().all(|layer| layer.reaches_back_to(len)) { len.min(self.len()) } else { 0 };
+        self.layers.iter_mut().for_each(|layer| layer.truncate(len));
+        len
     }
 
     /// The layers' caches, and what they attend to besides.
@@ -62,44 +80,76 @@ impl KvCache {
 }
 
 impl LayerCache {
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    /// Tokens of the sequence.
+    fn len(&self) -> usize {
+        self.dropped + self.held
     }
 
+    /// Tokens that are kept, the last of the sequence.
+    pub(crate) fn held(&self) -> usize {
+        self.held
+    }
+
+    /// Rows that [`kept`](Self::kept) has.
     pub(crate) fn capacity(&self) -> usize {
-        self.kv.as_ref().map_or(0, |(k, _)| k.rows())
+        self.kept.first().map_or(0, Tensor::rows)
     }
 
-    pub(crate) fn keys(&self) -> &Tensor {
-        &self.kv.as_ref().expect("a cache is read after it was appended to").0
+    /// The tensors that were appended to, in their order; the first rows are those of the tokens that are kept.
+    pub(crate) fn kept(&self) -> &[Tensor] {
+        &self.kept
     }
 
-    pub(crate) fn values(&self) -> &Tensor {
-        &self.kv.as_ref().expect("a cache is read after it was appended to").1
+    /// Tokens before a new one that it sees, if there are as many.
+    fn seen_before(&self) -> usize {
+        self.window.map_or(usize::MAX, |window| window - 1)
     }
 
-    /// Appends the rows of `k` and `v`.
-    pub(crate) fn append(&mut self, ctx: &Context, k: &Tensor, v: &Tensor) {
-        let needed = self.len + k.rows();
-        if needed > self.capacity() {
-            let capacity = needed.max(2 * self.capacity()).max(FIRST_CAPACITY);
-            let old = self.kv.take();
-            let grown = |new: &Tensor, old: Option<&Tensor>| {
-                let mut tensor = ctx.zeros(&[capacity, new.cols()], new.dtype());
-                if let Some(old) = old {
-                    let kept = self.len * new.cols() * new.dtype().size();
-                    tensor.bytes_mut()[..kept].copy_from_slice(&old.bytes()[..kept]);
-                }
-                tensor
-            };
-            self.kv = Some((grown(k, old.as_ref().map(|kv| &kv.0)), grown(v, old.as_ref().map(|kv| &kv.1))));
+    fn reaches_back_to(&self, len: usize) -> bool {
+        self.dropped == 0 || len >= self.len() || len >= self.dropped.saturating_add(self.seen_before())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        if len == 0 {
+            self.dropped = 0;
         }
-        if let Some((keys, values)) = &mut self.kv {
-            for (all, new) in [(keys, k), (values, v)] {
-                let start = self.len * new.cols() * new.dtype().size();
-                all.bytes_mut()[start..start + new.num_bytes()].copy_from_slice(new.bytes());
+        self.held = self.held.min(len - self.dropped);
+    }
+
+    /// Appends the rows of some new tokens. Tokens that none of the new ones sees may go.
+    pub(crate) fn append(&mut self, ctx: &Context, new: &[&Tensor]) {
+        let count = new.first().map_or(0, |new| new.rows());
+        let seen = self.held.min(self.seen_before());
+        let wanted = match self.window {
+            // Twice what is seen; after many tokens at once less is needed again.
+            Some(window) => (2 * window).max(seen + count).max(FIRST_CAPACITY),
+            None if self.held + count <= self.capacity() => self.capacity(),
+            None => (self.held + count).max(2 * self.capacity()).max(FIRST_CAPACITY),
+        };
+        if self.held + count > self.capacity() || self.capacity() > wanted {
+            self.move_last(ctx, seen, wanted, new);
+        }
+        for (all, new) in self.kept.iter_mut().zip(new) {
+            let start = self.held * new.cols() * new.dtype().size();
+            all.bytes_mut()[start..start + new.num_bytes()].copy_from_slice(new.bytes());
+        }
+        self.held += count;
+    }
+
+    /// Keeps the last `count` tokens alone, in tensors for `capacity` tokens of the kind of `new`.
+    fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, new: &[&Tensor]) {
+        let old = std::mem::take(&mut self.kept);
+        let moved = |(i, new): (usize, &&Tensor)| {
+            let mut tensor = ctx.zeros(&[capacity, new.cols()], new.dtype());
+            if let Some(old) = old.get(i) {
+                let row = new.cols() * new.dtype().size();
+                let last = (self.held - count) * row..self.held * row;
+                tensor.bytes_mut()[..last.len()].copy_from_slice(&old.bytes()[last]);
             }
-        }
-        self.len = needed;
+            tensor
+        };
+        self.kept = new.iter().enumerate().map(moved).collect();
+        self.dropped += self.held - count;
+        self.held = count;
     }
 }

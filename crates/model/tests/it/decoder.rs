@@ -223,7 +223,8 @@ fn who_watches_sees_the_routing_of_every_moe_layer_by_the_rules_asked_for() {
     assert!(matches!(error, BatchError::Id { id: 50, .. }), "{error}");
 }
 
-fn check_cache(config: ModelConfig, dtype: DType, pieces: &[usize], tolerance: f32) {
+/// Decoding in pieces gives the logits of the full pass.
+pub(crate) fn check_cache(config: ModelConfig, dtype: DType, pieces: &[usize], tolerance: f32) {
     let ctx = Context::cpu(2);
     let (decoder, weights) = model(&ctx, config);
     let weights = weights.compute_copy(&ctx, dtype);

@@ -1,5 +1,6 @@
 //! Integration tests of the models, one binary.
 
+mod cache;
 mod common;
 mod decoder;
 mod fixtures;

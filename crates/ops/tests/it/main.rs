@@ -10,6 +10,7 @@ mod embedding;
 mod expert_biases;
 mod fixtures;
 mod head_loss;
+mod heads;
 mod layer_norm;
 mod rms_norm;
 mod rope;

@@ -1,0 +1,101 @@
+//! What is kept of a sequence while it grows: of a window its tokens alone, of latent attention the narrow vectors.
+
+use moeworks_model::generation::KvCache;
+use moeworks_model::{LatentAttention, ModelConfig, QkNorm, Variant};
+use moeworks_ops::Context;
+use moeworks_tensor::DType;
+use proptest::prelude::*;
+
+use crate::common::{model, random_ids, small_config};
+use crate::decoder::check_cache;
+
+/// Three layers, the second of which sees all.
+fn windowed(window: usize) -> ModelConfig {
+    let variant = Variant { window, full_attention_layers: vec![1], ..Variant::default() };
+    ModelConfig { variant, max_seq_len: 1000, ..small_config() }
+}
+
+/// Heads of 4 plain and 4 rotated elements, values of 5.
+fn latent(query_rank: usize, kv_rank: usize) -> ModelConfig {
+    let latent = LatentAttention { query_rank, kv_rank, plain_dim: 4, rotary_dim: 4 };
+    let variant = Variant { latent: Some(latent), value_dim: 5, ..Variant::default() };
+    ModelConfig { qk_norm: QkNorm::None, num_kv_heads: 4, variant, max_seq_len: 1000, ..small_config() }
+}
+
+#[test]
+fn a_window_moves_along_without_changing_a_logit() {
+    for window in [1, 2, 5, 64] {
+        check_cache(windowed(window), DType::F32, &[3, 1, 1, 1, 1, 7, 1, 1, 150, 1, 1, 20, 1], 1e-5);
+    }
+    check_cache(windowed(3), DType::BF16, &[7, 1, 1, 1, 5, 1], 0.05);
+}
+
+#[test]
+fn narrow_vectors_give_the_logits_of_keys_and_values() {
+    for (query_rank, kv_rank) in [(0, 6), (7, 6), (7, 40)] {
+        check_cache(latent(query_rank, kv_rank), DType::F32, &[9, 1, 1, 2, 1, 30, 1, 100, 3, 1], 2e-5);
+    }
+    check_cache(latent(7, 16), DType::BF16, &[7, 1, 1, 1, 5, 1], 0.05);
+    let mut both = latent(0, 6);
+    both.variant.window = 4;
+    check_cache(both, DType::F32, &[9, 1, 1, 1, 1, 1, 30, 1, 1], 2e-5);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_pieces_give_the_same(
+        window in 1_usize..12, kv_rank in 1_usize..12, pieces in prop::collection::vec(1_usize..20, 1..12),
+    ) {
+        check_cache(windowed(window), DType::F32, &pieces, 2e-5);
+        check_cache(latent(0, kv_rank), DType::F32, &pieces, 5e-5);
+    }
+}
+
+/// The bytes that are kept after `len` tokens one by one behind as many at once.
+fn bytes(config: ModelConfig, len: usize) -> usize {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, config);
+    let ids = random_ids(50, len, 3);
+    let mut cache = KvCache::new(decoder.config());
+    decoder.extend(&ctx, &weights, &mut cache, &ids).unwrap();
+    ids.iter().for_each(|&id| drop(decoder.extend(&ctx, &weights, &mut cache, &[id]).unwrap()));
+    assert_eq!(cache.len(), 2 * len);
+    cache.num_bytes()
+}
+
+#[test]
+fn no_more_is_kept_than_is_needed() {
+    let row = |config: &ModelConfig| 4 * 2 * config.num_kv_heads * config.head_dim;
+    let all = small_config();
+    assert_eq!(bytes(ModelConfig { max_seq_len: 1000, ..all.clone() }, 256), 3 * 512 * row(&all));
+    // Two of three layers keep two windows at most.
+    assert_eq!(bytes(windowed(40), 256), (512 + 2 * 80) * row(&all));
+    // A narrow vector of 6 and a rotated part of 4 a token and layer.
+    assert_eq!(bytes(latent(0, 6), 256), 3 * 512 * 4 * (6 + 4));
+}
+
+#[test]
+fn a_cache_is_cut_where_the_window_still_reaches() {
+    let ctx = Context::cpu(2);
+    let (decoder, weights) = model(&ctx, windowed(40));
+    let ids = random_ids(50, 200, 3);
+    let full = decoder.logits(&ctx, &weights, &ids, 1).unwrap();
+    let mut cache = KvCache::new(decoder.config());
+    decoder.extend(&ctx, &weights, &mut cache, &ids[..100]).unwrap();
+    assert_eq!(cache.truncate(120), 100);
+    // After many tokens at once all are there still.
+    assert_eq!(cache.truncate(30), 30);
+    for &id in &ids[30..200] {
+        decoder.extend(&ctx, &weights, &mut cache, &[id]).unwrap();
+    }
+    assert_eq!(cache.truncate(199), 199);
+    let logits = decoder.extend(&ctx, &weights, &mut cache, &ids[199..]).unwrap();
+    crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
+    // What the tokens behind position 20 would see is gone.
+    assert_eq!(cache.truncate(20), 0);
+    assert!(cache.is_empty());
+    let logits = decoder.extend(&ctx, &weights, &mut cache, &ids).unwrap();
+    crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
+}
