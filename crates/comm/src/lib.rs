@@ -26,9 +26,12 @@ mod communicator;
 mod error;
 mod hierarchy;
 #[cfg(unix)]
+pub mod measure;
+#[cfg(unix)]
 pub mod mpi;
 mod number;
 mod operation;
+mod pin;
 mod rows;
 mod started;
 mod threads;
@@ -41,6 +44,7 @@ pub use error::CommError;
 pub use hierarchy::Hierarchy;
 pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
+pub use pin::pin;
 pub use rows::RowPlan;
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, run_ranks, try_run_ranks};

@@ -3,6 +3,7 @@
 mod agreement;
 mod collectives;
 mod failures;
+mod measuring;
 #[cfg(unix)]
 mod mpi;
 mod paths;
