@@ -62,7 +62,7 @@ pub(crate) fn print_training_memory(config: &ModelConfig, tokens: usize) {
 /// Memory for inference at each precision.
 pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
     let parameters = Parameters::of(config);
-    let cache = account::kv_cache_bytes_per_token(config) * seq_len as u64;
+    let cache = account::kv_cache_bytes(config, seq_len);
     let rows: Vec<Vec<String>> = [("f32", 32), ("bf16", 16), ("int8", 8), ("int4", 4)]
         .into_iter()
         .map(|(name, bits)| {
@@ -101,7 +101,7 @@ pub(crate) fn json(config: &ModelConfig, tokens: usize, seq_len: usize) -> Value
             "bf16_bytes": parameters.total() * 2,
             "int8_bytes": parameters.total(),
             "int4_bytes": parameters.total() / 2,
-            "kv_cache_bytes_per_token": account::kv_cache_bytes_per_token(config),
+            "kv_cache_bytes_per_token": account::kv_cache_bytes(config, 1),
         },
         "routing": routing_flops(config)
             .map(|(taken, flat)| json!({ "flops_per_token": taken, "flops_saved_per_token": flat - taken })),

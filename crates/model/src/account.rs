@@ -189,10 +189,16 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
     }
 }
 
-/// Bytes of keys and values of one token, in f32.
+/// Bytes of what is kept of a sequence of `len` tokens from one step of decoding to the next, in f32: keys and values, of a
+/// sliding window those alone that are seen, of latent attention the narrow vectors. Room for further tokens is not counted.
+/// With an encoder it is a source as long that is kept as well.
 #[must_use]
-pub fn kv_cache_bytes_per_token(config: &ModelConfig) -> u64 {
-    (config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4) as u64
+pub fn kv_cache_bytes(config: &ModelConfig, len: usize) -> u64 {
+    let heads = config.num_kv_heads * (config.head_dim + config.value_dim());
+    let row = config.variant.latent.map_or(heads, |latent| latent.kv_rank + latent.rotary_dim);
+    let tokens: usize = (0..config.num_layers).map(|i| config.window(i).map_or(len, |window| len.min(window))).sum();
+    let of_source = if config.variant.encoder.is_some() { config.num_layers * len * heads } else { 0 };
+    4 * (tokens * row + of_source) as u64
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::config::ActivationKind;
+use crate::config::{ActivationKind, LatentAttention};
 
 /// OLMoE-1B-7B: 6.92 B parameters, 1.28 B active (2409.02060, table 1 and its checkpoint's index).
 #[test]
@@ -103,4 +103,17 @@ fn a_tree_of_clusters_is_counted_by_those_that_a_token_opens() {
     assert_eq!(tree.total() - flat.total(), 2 * 8 * 32);
     assert_eq!(flat.active() - tree.active(), 2 * (64 - 24) * 32);
     assert_eq!(flat.in_products() - tree.in_products(), 2 * (64 - 24) * 32);
+}
+
+#[test]
+fn what_is_kept_of_a_sequence_depends_on_windows_and_narrow_vectors() {
+    let plain = ModelConfig { num_layers: 3, num_kv_heads: 2, head_dim: 8, ..ModelConfig::default() };
+    assert_eq!(kv_cache_bytes(&plain, 100), 4 * 3 * 100 * 2 * 2 * 8);
+    let mut windowed = plain.clone();
+    (windowed.variant.window, windowed.variant.full_attention_layers) = (40, vec![1]);
+    assert_eq!(kv_cache_bytes(&windowed, 100), 4 * (100 + 2 * 40) * 2 * 2 * 8);
+    assert_eq!(kv_cache_bytes(&windowed, 10), kv_cache_bytes(&plain, 10));
+    let mut latent = plain;
+    latent.variant.latent = Some(LatentAttention { query_rank: 0, kv_rank: 6, plain_dim: 4, rotary_dim: 4 });
+    assert_eq!(kv_cache_bytes(&latent, 100), 4 * 3 * 100 * (6 + 4));
 }
