@@ -5,6 +5,7 @@ mod moe;
 
 use std::process::ExitCode;
 
+use moeworks_moe::measure::RoutingShape;
 use moeworks_moe::{LossGrad, RouterInput};
 use moeworks_ops::linear::Write;
 use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds_of_many};
@@ -31,6 +32,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     if args.filter == "decode" {
         output.decode(&ctx, &peaks)?;
+        output.finish(&ctx, &peaks);
+        return Ok(ExitCode::SUCCESS);
+    }
+    if args.filter == "routing" {
+        output.routing(&ctx)?;
         output.finish(&ctx, &peaks);
         return Ok(ExitCode::SUCCESS);
     }
@@ -116,6 +122,32 @@ impl Output {
                 peaks.read_bytes_per_s / 1e9
             );
             tables::print(&decode::HEADER, &rows);
+        }
+        Ok(())
+    }
+
+    /// What every scheme's routing costs beside the layer's forward pass.
+    fn routing(&mut self, ctx: &Context) -> Result<(), Failure> {
+        let shape = RoutingShape { num_tokens: 4096, width: 1024, expert_width: 2048, num_experts: 64, top_k: 2 };
+        let mut rows = Vec::new();
+        for dtype in [DType::F32, DType::BF16] {
+            shape.measure(ctx, dtype, |cost, share| {
+                self.cases.push(json!({
+                    "name": cost.name, "dtype": format!("{dtype:?}"), "seconds": cost.seconds,
+                    "layer_seconds": cost.layer_seconds, "share": share, "experts_per_token": cost.experts_per_token,
+                }));
+                rows.push(vec![
+                    format!("{}, {dtype:?}", cost.name),
+                    format!("{:.2}", cost.seconds * 1e3),
+                    format!("{:.1}", cost.layer_seconds * 1e3),
+                    format!("{:.2}%", 100.0 * share),
+                    format!("{:.2}", cost.experts_per_token),
+                ]);
+            })?;
+        }
+        if !self.is_json {
+            println!("{} threads, {:?} kernels, {shape:?}", ctx.threads().count(), ctx.isa());
+            tables::print(&["routing", "ms", "layer's forward, ms", "share", "experts a token"], &rows);
         }
         Ok(())
     }

@@ -120,9 +120,7 @@ impl MoeLayer {
         x: &Tensor,
         input: &RouterInput<'_>,
     ) -> Result<Routing, RoutingError> {
-        let router = self.router(weights, input);
-        router.check(ctx, x)?;
-        Ok(router.forward(ctx, x).routing)
+        Ok(self.router(weights, input).checked(ctx, x)?.routing)
     }
 
     fn router<'a>(&'a self, weights: &'a MoeWeights, input: &'a RouterInput<'a>) -> FlatRouter<'a> {

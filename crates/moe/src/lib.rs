@@ -78,6 +78,7 @@ mod dispatch;
 mod free;
 mod layer;
 mod losses;
+pub mod measure;
 mod overflow;
 mod ramp;
 mod router;

@@ -31,6 +31,7 @@ pub mod measure;
 mod parallel;
 pub mod peak;
 pub mod quantized;
+pub mod random;
 pub mod rms_norm;
 pub mod rope;
 mod simd;

@@ -5,24 +5,27 @@
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
-use std::collections::VecDeque;
+
+use moeworks_ops::Context;
+
+use super::blocks;
 
 /// The `count` tokens with the highest score of each expert, highest first (2202.09368): `[E][count]`.
-pub(crate) fn expert_choice(scores: &[f32], num_experts: usize, count: usize) -> Vec<Vec<u32>> {
+pub(crate) fn expert_choice(ctx: &Context, scores: &[f32], num_experts: usize, count: usize) -> Vec<Vec<u32>> {
     let num_tokens = scores.len() / num_experts;
     let count = count.min(num_tokens);
-    let of_expert = |e: usize| {
-        let score = |t: u32| scores[t as usize * num_experts + e];
-        let order = |&a: &u32, &b: &u32| score(b).total_cmp(&score(a)).then(a.cmp(&b));
-        let mut tokens: Vec<u32> = (0..num_tokens as u32).collect();
+    let mut chosen = vec![Vec::new(); num_experts];
+    blocks::for_each(ctx, chosen.iter_mut(), |expert, tokens| {
+        let column: Vec<f32> = scores.iter().skip(expert).step_by(num_experts).copied().collect();
+        let order = |&a: &u32, &b: &u32| column[b as usize].total_cmp(&column[a as usize]).then(a.cmp(&b));
+        tokens.extend(0..num_tokens as u32);
         if count > 0 && count < num_tokens {
             tokens.select_nth_unstable_by(count - 1, order);
         }
         tokens.truncate(count);
         tokens.sort_unstable_by(order);
-        tokens
-    };
-    (0..num_experts).map(of_expert).collect()
+    });
+    chosen
 }
 
 /// A place at an expert: its price and who has it.
@@ -50,13 +53,15 @@ impl PartialOrd for Place {
 /// Rounds of the auction, each with a fifth of the increment before, the first with an eighth of the range of the scores.
 const AUCTION_ROUNDS: usize = 5;
 
+/// Bidders from which on bids are worth the other threads.
+const MANY_BIDDERS: usize = 512;
+
 /// The expert of each token so that the sum of the scores is the highest and the experts' loads differ by at most one,
 /// the first experts taking what does not divide: an auction for places (Bertsekas), as in BASE layers (2103.16716).
 ///
-/// Tokens bid for the expert of highest score less price, so much that they would be as content with their second best;
-/// a place goes to the higher bid. The sum is within `T` times the last increment of the best, that is `T` times
-/// 1/5000 of the scores' range.
-pub(crate) fn auction(scores: &[f32], num_experts: usize) -> Vec<u32> {
+/// All tokens without a place bid at once for the expert of highest score less price, so much that they would be as content
+/// with their second best; an expert's places go to the highest bids, and its price is that of its cheapest place. The sum is within `T` times the last increment of the best, that is `T` times 1/5000 of the scores' range.
+pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<u32> {
     let num_tokens = scores.len() / num_experts;
     let (low, high) = scores.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &s| (l.min(s), h.max(s)));
     let range = (high - low).max(f32::MIN_POSITIVE);
@@ -70,36 +75,99 @@ pub(crate) fn auction(scores: &[f32], num_experts: usize) -> Vec<u32> {
         for places in &mut experts {
             *places = places.drain().map(|place| Place { token: None, ..place }).collect();
         }
-        auction_round(scores, &mut experts, increment, &mut chosen);
+        auction_round(ctx, scores, &mut experts, increment, &mut chosen);
         increment /= 5.0;
     }
     chosen
 }
 
-fn auction_round(scores: &[f32], experts: &mut [BinaryHeap<Place>], increment: f32, chosen: &mut [u32]) {
+fn auction_round(
+    ctx: &Context,
+    scores: &[f32],
+    experts: &mut [BinaryHeap<Place>],
+    increment: f32,
+    chosen: &mut [u32],
+) {
     let num_experts = experts.len();
-    let mut prices: Vec<f32> =
-        experts.iter().map(|places| places.peek().map_or(f32::INFINITY, |place| place.price)).collect();
-    let mut waiting: VecDeque<u32> = (0..chosen.len() as u32).collect();
-    while let Some(token) = waiting.pop_front() {
-        let scores = &scores[token as usize * num_experts..][..num_experts];
-        let (mut best, mut first, mut second) = (0, f32::NEG_INFINITY, f32::NEG_INFINITY);
-        for (e, (score, price)) in scores.iter().zip(&prices).enumerate() {
-            let value = score - price;
-            if value > first {
-                (best, first, second) = (e, value, first);
-            } else if value > second {
-                second = value;
+    let price_of = |places: &BinaryHeap<Place>| places.peek().map_or(f32::INFINITY, |place| place.price);
+    let mut prices: Vec<f32> = experts.iter().map(price_of).collect();
+    let mut waiting: Vec<u32> = (0..chosen.len() as u32).collect();
+    let mut next = Vec::new();
+    let mut bids = vec![Bid::default(); waiting.len()];
+    while !waiting.is_empty() {
+        bids.truncate(waiting.len());
+        let bid = |token: u32| Bid::of(&scores[token as usize * num_experts..][..num_experts], &prices, increment);
+        if waiting.len() < MANY_BIDDERS {
+            bids.iter_mut().zip(&waiting).for_each(|(to, &token)| *to = bid(token));
+        } else {
+            blocks::for_each(ctx, blocks::of_mut(&mut bids, 1).zip(blocks::of(&waiting, 1)), |_, (bids, tokens)| {
+                bids.iter_mut().zip(tokens).for_each(|(to, &token)| *to = bid(token));
+            });
+        }
+        next.clear();
+        for (&token, &Bid { expert, price }) in waiting.iter().zip(&bids) {
+            let places = &mut experts[expert as usize];
+            // Somebody may have bid more in the meantime.
+            if price > price_of(places) {
+                next.extend(places.pop().and_then(|place| place.token));
+                places.push(Place { price, token: Some(token) });
+                chosen[token as usize] = expert;
+            } else {
+                next.push(token);
             }
         }
-        let lead = if second == f32::NEG_INFINITY { 0.0 } else { first - second };
-        let price = next_price(prices[best], lead + increment);
-        let evicted = experts[best].pop().and_then(|place| place.token);
-        experts[best].push(Place { price, token: Some(token) });
-        prices[best] = experts[best].peek().map_or(f32::INFINITY, |place| place.price);
-        chosen[token as usize] = best as u32;
-        waiting.extend(evicted);
+        for &Bid { expert, .. } in &bids {
+            prices[expert as usize] = price_of(&experts[expert as usize]);
+        }
+        std::mem::swap(&mut waiting, &mut next);
     }
+}
+
+/// What a token would pay, and for which expert.
+#[derive(Clone, Copy, Default)]
+struct Bid {
+    expert: u32,
+    price: f32,
+}
+
+impl Bid {
+    /// The bid of a token with these `scores`.
+    fn of(scores: &[f32], prices: &[f32], increment: f32) -> Self {
+        let (first, second) = two_highest(scores, prices);
+        let is_first = |(score, price): (&f32, &f32)| score - price == first;
+        let best = scores.iter().zip(prices).position(is_first).unwrap_or(0);
+        let lead = if second == f32::NEG_INFINITY { 0.0 } else { first - second };
+        Self { expert: best as u32, price: next_price(prices[best], lead + increment) }
+    }
+}
+
+/// The two highest of `scores - prices`, which may be the same.
+fn two_highest(scores: &[f32], prices: &[f32]) -> (f32, f32) {
+    const LANES: usize = 8;
+    let (mut firsts, mut seconds) = ([f32::NEG_INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+    let mut take = |lane: usize, value: f32| {
+        let first = firsts[lane];
+        let loser = if value > first { first } else { value };
+        firsts[lane] = if value > first { value } else { first };
+        seconds[lane] = if loser > seconds[lane] { loser } else { seconds[lane] };
+    };
+    let (scores, prices) = (scores.chunks_exact(LANES), prices.chunks_exact(LANES));
+    let rest = scores.remainder().iter().zip(prices.remainder());
+    for (scores, prices) in scores.zip(prices) {
+        for lane in 0..LANES {
+            take(lane, scores[lane] - prices[lane]);
+        }
+    }
+    rest.enumerate().for_each(|(lane, (score, price))| take(lane, score - price));
+    let mut highest = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+    for value in firsts.into_iter().chain(seconds) {
+        if value > highest.0 {
+            highest = (value, highest.0);
+        } else if value > highest.1 {
+            highest.1 = value;
+        }
+    }
+    highest
 }
 
 /// A price that has risen, also where the rise is lost in rounding.
@@ -115,21 +183,25 @@ const SINKHORN_TOLERANCE: f64 = 1e-4;
 
 /// The logarithm of each expert's factor c in the balanced matrix `r_t exp(logit_te) c_e`, whose rows add up to 1/T and
 /// columns to 1/E: Sinkhorn's iteration, as in Megatron-LM.
-pub(crate) fn sinkhorn(logits: &[f32], num_experts: usize) -> Vec<f32> {
+pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec<f32> {
     let num_tokens = logits.len() / num_experts;
     // Each row over its largest, which the row's factor makes good.
-    let mut matrix = Vec::with_capacity(logits.len());
-    for row in logits.chunks(num_experts) {
-        let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        matrix.extend(row.iter().map(|logit| (logit - top).exp()));
-    }
+    let mut matrix = vec![0.0; logits.len()];
+    let rows = blocks::of_mut(&mut matrix, num_experts).zip(blocks::of(logits, num_experts));
+    blocks::for_each(ctx, rows, |_, (matrix, logits)| {
+        for (row, logits) in matrix.chunks_mut(num_experts).zip(logits.chunks(num_experts)) {
+            let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            row.iter_mut().zip(logits).for_each(|(a, logit)| *a = (logit - top).exp());
+        }
+    });
     let mut factors = vec![1.0_f64; num_experts];
+    let mut partial = vec![0.0_f64; num_tokens.div_ceil(blocks::ROWS) * num_experts];
     for _ in 0..SINKHORN_ITERATIONS {
+        let sums = partial.chunks_mut(num_experts).zip(blocks::of(&matrix, num_experts));
+        blocks::for_each(ctx, sums, |_, (sums, rows)| column_sums(rows, &factors, num_tokens, sums));
         let mut sums = vec![0.0_f64; num_experts];
-        for row in matrix.chunks(num_experts) {
-            let total: f64 = row.iter().zip(&factors).map(|(&a, c)| f64::from(a) * c).sum();
-            let r = 1.0 / (num_tokens as f64 * total);
-            sums.iter_mut().zip(row).for_each(|(sum, &a)| *sum += r * f64::from(a));
+        for part in partial.chunks(num_experts) {
+            sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
         }
         // The sum of r over all tokens would grow without bound where a column is nearly 0.
         let next: Vec<f64> = sums.iter().map(|sum| 1.0 / (num_experts as f64 * sum.max(1e-30))).collect();
@@ -140,6 +212,29 @@ pub(crate) fn sinkhorn(logits: &[f32], num_experts: usize) -> Vec<f32> {
         }
     }
     factors.iter().map(|c| c.ln() as f32).collect()
+}
+
+/// The sums of some rows' columns, each row times the factor that makes it add up to `1/T` with the columns' factors.
+fn column_sums(rows: &[f32], factors: &[f64], num_tokens: usize, sums: &mut [f64]) {
+    sums.fill(0.0);
+    for row in rows.chunks(factors.len()) {
+        let r = 1.0 / (num_tokens as f64 * inner(row, factors));
+        sums.iter_mut().zip(row).for_each(|(sum, &a)| *sum += r * f64::from(a));
+    }
+}
+
+/// The inner product, in lanes that vectors can hold.
+fn inner(row: &[f32], factors: &[f64]) -> f64 {
+    const LANES: usize = 8;
+    let mut lanes = [0.0; LANES];
+    let (row, factors) = (row.chunks_exact(LANES), factors.chunks_exact(LANES));
+    let rest: f64 = row.remainder().iter().zip(factors.remainder()).map(|(&a, c)| f64::from(a) * c).sum();
+    for (row, factors) in row.zip(factors) {
+        for lane in 0..LANES {
+            lanes[lane] += f64::from(row[lane]) * factors[lane];
+        }
+    }
+    lanes.iter().sum::<f64>() + rest
 }
 
 #[cfg(test)]

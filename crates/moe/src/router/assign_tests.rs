@@ -11,10 +11,10 @@ fn scores(seed: u64, count: usize) -> Vec<f32> {
 fn every_expert_takes_its_best_tokens_the_lower_index_at_a_tie() {
     // Three tokens, two experts.
     let scores = [0.5, 0.1, 0.5, 0.9, 0.2, 0.9];
-    assert_eq!(expert_choice(&scores, 2, 2), [[0, 1], [1, 2]]);
-    assert_eq!(expert_choice(&scores, 2, 9), [[0, 1, 2], [1, 2, 0]]);
-    assert_eq!(expert_choice(&scores, 2, 0), [[0; 0], [0; 0]]);
-    assert_eq!(expert_choice(&[], 2, 1), [[0; 0], [0; 0]]);
+    assert_eq!(expert_choice(&Context::cpu(2), &scores, 2, 2), [[0, 1], [1, 2]]);
+    assert_eq!(expert_choice(&Context::cpu(2), &scores, 2, 9), [[0, 1, 2], [1, 2, 0]]);
+    assert_eq!(expert_choice(&Context::cpu(2), &scores, 2, 0), [[0; 0], [0; 0]]);
+    assert_eq!(expert_choice(&Context::cpu(2), &[], 2, 1), [[0; 0], [0; 0]]);
 }
 
 /// All assignments with the given room, by brute force.
@@ -39,7 +39,7 @@ fn the_auction_finds_the_best_balanced_assignment() {
     for seed in 0..60 {
         let (num_tokens, num_experts) = (1 + seed as usize % 8, 1 + seed as usize % 4);
         let scores = scores(seed, num_tokens * num_experts);
-        let chosen = auction(&scores, num_experts);
+        let chosen = auction(&Context::cpu(2), &scores, num_experts);
         let mut room: Vec<usize> =
             (0..num_experts).map(|e| num_tokens / num_experts + usize::from(e < num_tokens % num_experts)).collect();
         let best = best_sum(&scores, num_experts, &mut room.clone());
@@ -59,10 +59,10 @@ fn the_auction_is_balanced_where_all_tokens_want_the_same() {
         let (num_tokens, num_experts) = (64, 4);
         let scores: Vec<f32> = (0..num_tokens * num_experts).map(|i| if i % 4 == 2 { wish } else { 0.0 }).collect();
         let mut loads = [0; 4];
-        auction(&scores, num_experts).iter().for_each(|&e| loads[e as usize] += 1);
+        auction(&Context::cpu(2), &scores, num_experts).iter().for_each(|&e| loads[e as usize] += 1);
         assert_eq!(loads, [16; 4]);
     }
-    assert!(auction(&[], 4).is_empty());
+    assert!(auction(&Context::cpu(2), &[], 4).is_empty());
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn sinkhorn_makes_rows_and_columns_even() {
         .enumerate()
         .map(|(i, s)| 2.0 * s + (i % num_experts) as f32)
         .collect();
-    let factors = sinkhorn(&logits, num_experts);
+    let factors = sinkhorn(&Context::cpu(2), &logits, num_experts);
     let mut columns = vec![0.0; num_experts];
     for row in logits.chunks(num_experts) {
         let balanced: Vec<f64> = row.iter().zip(&factors).map(|(&l, &c)| f64::from(l + c).exp()).collect();
@@ -83,5 +83,29 @@ fn sinkhorn_makes_rows_and_columns_even() {
     }
     for column in columns {
         assert!((column - 1.0 / num_experts as f64).abs() < 1e-4, "{column}");
+    }
+}
+
+/// Enough tokens that bids are made and sums taken on several threads.
+#[test]
+fn assignments_are_the_same_on_any_number_of_threads() {
+    let (num_tokens, num_experts) = (1500, 13);
+    let scores = scores(5, num_tokens * num_experts);
+    let run = |threads: usize| {
+        let ctx = Context::cpu(threads);
+        let factors: Vec<u32> = sinkhorn(&ctx, &scores, num_experts).iter().map(|c| c.to_bits()).collect();
+        (auction(&ctx, &scores, num_experts), factors, expert_choice(&ctx, &scores, num_experts, 200))
+    };
+    let first = run(1);
+    assert_eq!((run(2), run(3)), (first.clone(), first.clone()));
+    let mut loads = vec![0; num_experts];
+    first.0.iter().for_each(|&e| loads[e as usize] += 1);
+    assert!(loads.iter().all(|&load| load == 115 || load == 116), "{loads:?}");
+    // No two tokens gain by changing places, but for the last increment.
+    let score = |t: usize, e: u32| f64::from(scores[t * num_experts + e as usize]);
+    for (a, b) in (0..num_tokens).zip((0..num_tokens).skip(7)) {
+        let (own, other) = (first.0[a], first.0[b]);
+        let gain = score(a, other) + score(b, own) - score(a, own) - score(b, other);
+        assert!(gain < 0.01, "tokens {a} and {b} gain {gain}");
     }
 }

@@ -77,7 +77,21 @@ impl FlatRouter<'_> {
 
     /// The decision for `x [T, D]`.
     pub(crate) fn forward(&self, ctx: &Context, x: &Tensor) -> Decision {
+        self.decide(ctx, self.logits(ctx, x))
+    }
+
+    /// The decision for `x [T, D]`; fails if a logit is not finite.
+    pub(crate) fn checked(&self, ctx: &Context, x: &Tensor) -> Result<Decision, RoutingError> {
         let logits = self.logits(ctx, x);
+        let values = &logits.values;
+        if let Some(at) = values.f32s().iter().position(|logit| !logit.is_finite()) {
+            let (token, expert) = (at / values.cols(), at % values.cols());
+            return Err(RoutingError::NotFinite { token, expert, logit: values.f32s()[at] });
+        }
+        Ok(self.decide(ctx, logits))
+    }
+
+    fn decide(&self, ctx: &Context, logits: Logits) -> Decision {
         let squared_logits = logits.scorer.squared_logits(ctx, &logits.values);
         if self.is_fused() {
             let top_k = self.config.top_k;
@@ -141,18 +155,6 @@ impl FlatRouter<'_> {
 
     fn routing(&self, ids: Tensor, weights: Tensor) -> Routing {
         Routing::from_tensors(self.config.num_choosable(), ids, weights)
-    }
-
-    /// Fails if a logit of `x [T, D]` is not finite.
-    pub(crate) fn check(&self, ctx: &Context, x: &Tensor) -> Result<(), RoutingError> {
-        let logits = self.logits(ctx, x).values;
-        match logits.f32s().iter().position(|logit| !logit.is_finite()) {
-            Some(at) => {
-                let (token, expert) = (at / logits.cols(), at % logits.cols());
-                Err(RoutingError::NotFinite { token, expert, logit: logits.f32s()[at] })
-            }
-            None => Ok(()),
-        }
     }
 
     /// The source of this pass's noise, in training.
@@ -305,11 +307,11 @@ impl FlatRouter<'_> {
             RouterKind::Hash => tensor((self.hashed(num_tokens), k)),
             RouterKind::ExpertChoice if !self.input.is_inference => {
                 let scores: Vec<f32> = scores.probs.f32s().iter().map(finite).collect();
-                tensor(self.expert_choice(&scores, e))
+                tensor(self.expert_choice(ctx, &scores, e))
             }
-            RouterKind::Base if !self.input.is_inference => tensor((assign::auction(ranking.f32s(), e), 1)),
+            RouterKind::Base if !self.input.is_inference => tensor((assign::auction(ctx, ranking.f32s(), e), 1)),
             RouterKind::Sinkhorn if !self.input.is_inference => {
-                let factors = assign::sinkhorn(ranking.f32s(), e);
+                let factors = assign::sinkhorn(ctx, ranking.f32s(), e);
                 let mut balanced = ranking.copied(ctx.pool());
                 for row in balanced.f32s_mut().chunks_mut(e) {
                     row.iter_mut().zip(&factors).for_each(|(logit, factor)| *logit += factor);
@@ -344,14 +346,14 @@ impl FlatRouter<'_> {
     }
 
     /// The experts that chose each token, group by group.
-    fn expert_choice(&self, scores: &[f32], e: usize) -> (Vec<u32>, usize) {
+    fn expert_choice(&self, ctx: &Context, scores: &[f32], e: usize) -> (Vec<u32>, usize) {
         let num_tokens = scores.len() / e;
         let factor = if self.config.capacity_factor == 0.0 { 1.0 } else { self.config.capacity_factor };
         let size = self.rule(None).group_size(num_tokens).max(1);
         let mut tokens = vec![Vec::new(); e];
         for (group, scores) in scores.chunks(size * e).enumerate() {
             let count = crate::capacity(factor, scores.len() / e, self.config.top_k, e).unwrap_or(0);
-            for (all, chosen) in tokens.iter_mut().zip(assign::expert_choice(scores, e, count)) {
+            for (all, chosen) in tokens.iter_mut().zip(assign::expert_choice(ctx, scores, e, count)) {
                 all.extend(chosen.iter().map(|t| t + (group * size) as u32));
             }
         }

@@ -51,7 +51,7 @@ impl FlatRouter<'_> {
         }
         if let Some(clean) = saved.clean.as_ref().filter(|_| !losses.load.is_empty()) {
             let top_k = self.config.top_k;
-            load::backward(saved, clean, top_k, &losses.load, &mut dlogits, draw.as_mut());
+            load::backward(ctx, saved, clean, top_k, &losses.load, &mut dlogits, draw.as_mut());
         }
         let z = losses.z / saved.ids.rows().max(1) as f32;
         let (mut dx, scorer) = saved.scorer.backward(ctx, self.weights, &dlogits, z);

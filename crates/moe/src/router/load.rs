@@ -63,32 +63,52 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &FlatSaved, clean: &Tensor, top_
 /// Adds the gradient of the loads, `dload [E]`, to those of the logits before noise and of what the learned deviations are
 /// taken of.
 pub(crate) fn backward(
+    ctx: &Context,
     saved: &FlatSaved,
     clean: &Tensor,
     top_k: usize,
     dload: &[f32],
     dlogits: &mut Tensor,
-    mut draw: Option<&mut Tensor>,
+    draw: Option<&mut Tensor>,
 ) {
     let e = clean.cols();
-    for (t, clean) in clean.f32s().chunks(e).enumerate() {
-        let ranks = Ranks::of(saved, t, e, top_k);
-        for i in 0..e {
-            let at = t * e + i;
-            let (Some(rival), Some(sigma)) = (ranks.rival(i, top_k), saved.noise.deviation(at)) else { continue };
-            let u = f64::from(clean[i] - ranks.noisy[rival]) / f64::from(sigma);
-            let slope =
-                (f64::from(dload[i]) * (-0.5 * u * u).exp() / (2.0 * std::f64::consts::PI).sqrt()) as f32 / sigma;
-            dlogits.f32s_mut()[at] += slope;
-            dlogits.f32s_mut()[t * e + rival] -= slope;
-            if let (Some(draw), LogitNoise::Learned(raw, _)) = (draw.as_deref_mut(), &saved.noise) {
-                let sigmoid = |r: f32| 1.0 / (1.0 + (-r).exp());
-                draw.f32s_mut()[at] -= slope * u as f32 * sigmoid(raw.f32s()[at]);
-                // The rival's noisy logit moves with its own deviation.
-                let rival_at = t * e + rival;
-                let noise = saved.noise.at(rival_at) / saved.noise.deviation(rival_at).unwrap_or(1.0);
-                draw.f32s_mut()[rival_at] -= slope * noise * sigmoid(raw.f32s()[rival_at]);
-            }
+    let draws = draw.into_iter().flat_map(|draw| blocks::of_mut(draw.f32s_mut(), e)).map(Some);
+    let draws = draws.chain(std::iter::repeat_with(|| None));
+    let rows = blocks::of_mut(dlogits.f32s_mut(), e).zip(blocks::of(clean.f32s(), e)).zip(draws);
+    blocks::for_each(ctx, rows, |block, ((dlogits, clean), draw)| {
+        let mut draws = draw.map(|draw| draw.chunks_mut(e));
+        let rows = dlogits.chunks_mut(e).zip(clean.chunks(e));
+        for (t, (dlogits, clean)) in (block * ROWS..).zip(rows) {
+            let draw = draws.as_mut().and_then(Iterator::next);
+            backward_row(saved, (t, clean), top_k, dload, dlogits, draw);
+        }
+    });
+}
+
+fn backward_row(
+    saved: &FlatSaved,
+    (t, clean): (usize, &[f32]),
+    top_k: usize,
+    dload: &[f32],
+    dlogits: &mut [f32],
+    mut draw: Option<&mut [f32]>,
+) {
+    let e = clean.len();
+    let ranks = Ranks::of(saved, t, e, top_k);
+    for i in 0..e {
+        let at = t * e + i;
+        let (Some(rival), Some(sigma)) = (ranks.rival(i, top_k), saved.noise.deviation(at)) else { continue };
+        let u = f64::from(clean[i] - ranks.noisy[rival]) / f64::from(sigma);
+        let slope = (f64::from(dload[i]) * (-0.5 * u * u).exp() / (2.0 * std::f64::consts::PI).sqrt()) as f32 / sigma;
+        dlogits[i] += slope;
+        dlogits[rival] -= slope;
+        if let (Some(draw), LogitNoise::Learned(raw, _)) = (draw.as_deref_mut(), &saved.noise) {
+            let sigmoid = |r: f32| 1.0 / (1.0 + (-r).exp());
+            draw[i] -= slope * u as f32 * sigmoid(raw.f32s()[at]);
+            // The rival's noisy logit moves with its own deviation.
+            let rival_at = t * e + rival;
+            let noise = saved.noise.at(rival_at) / saved.noise.deviation(rival_at).unwrap_or(1.0);
+            draw[rival] -= slope * noise * sigmoid(raw.f32s()[rival_at]);
         }
     }
 }

@@ -2,12 +2,15 @@
 //! elements left out. It is drawn again where it is needed, not kept.
 
 use moeworks_ops::Context;
+use moeworks_ops::random::fill_uniform;
 use moeworks_tensor::{DType, Random, Tensor, bf16};
 
 use super::input::Draw;
 
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
+/// Elements whose factors are drawn together.
+const BUFFER: usize = 512;
 
 /// The noise of one pass.
 #[derive(Clone, Copy)]
@@ -19,17 +22,32 @@ pub(crate) struct InputNoise {
 }
 
 impl InputNoise {
-    /// The factor of the element at `position`.
-    fn factor(&self, position: usize) -> f32 {
-        let mut factor = 1.0;
+    /// The factors of the elements from `position` on.
+    fn factors(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
+        let mut draws = [0.0; BUFFER];
+        let draws = &mut draws[..factors.len()];
+        factors.fill(1.0);
         if self.eps > 0.0 {
-            factor += self.eps * (2.0 * self.random.uniform(Draw::Jitter.at(position)) - 1.0);
+            fill_uniform(ctx.isa(), &self.random, Draw::Jitter.at(position), draws);
+            factors.iter_mut().zip(&*draws).for_each(|(factor, draw)| *factor += self.eps * (2.0 * draw - 1.0));
         }
         if self.dropout > 0.0 {
-            let is_kept = self.random.uniform(Draw::Dropout.at(position)) >= self.dropout;
-            factor *= if is_kept { 1.0 / (1.0 - self.dropout) } else { 0.0 };
+            fill_uniform(ctx.isa(), &self.random, Draw::Dropout.at(position), draws);
+            let growth = 1.0 / (1.0 - self.dropout);
+            for (factor, &draw) in factors.iter_mut().zip(&*draws) {
+                *factor *= if draw >= self.dropout { growth } else { 0.0 };
+            }
         }
-        factor
+    }
+
+    /// Gives `work` the elements `y` from `position` on, some at a time, with their factors and where they begin.
+    fn each(&self, ctx: &Context, position: usize, y: &mut [f32], mut work: impl FnMut(&mut [f32], &[f32], usize)) {
+        let mut factors = [0.0; BUFFER];
+        for (position, y) in (position..).step_by(BUFFER).zip(y.chunks_mut(BUFFER)) {
+            let factors = &mut factors[..y.len()];
+            self.factors(ctx, position, factors);
+            work(y, factors, position);
+        }
     }
 
     /// `x` (f32 or bf16) times the noise, in f32.
@@ -45,19 +63,20 @@ impl InputNoise {
 
     fn apply_to<T: Copy + Sync>(&self, ctx: &Context, x: &[T], to_f32: impl Fn(T) -> f32 + Sync, y: &mut Tensor) {
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |piece, y| {
-            let start = piece * PIECE;
-            for (i, (y, &x)) in y.iter_mut().zip(&x[start..]).enumerate() {
-                *y = to_f32(x) * self.factor(start + i);
-            }
+            self.each(ctx, piece * PIECE, y, |y, factors, start| {
+                for ((y, &x), factor) in y.iter_mut().zip(&x[start..]).zip(factors) {
+                    *y = to_f32(x) * factor;
+                }
+            });
         });
     }
 
     /// Multiplies the gradient of the noisy input by the noise, which makes it that of the input.
     pub(crate) fn apply_assign(&self, ctx: &Context, dx: &mut Tensor) {
         ctx.threads().run_pieces(dx.f32s_mut(), PIECE, |piece, dx| {
-            for (i, dx) in dx.iter_mut().enumerate() {
-                *dx *= self.factor(piece * PIECE + i);
-            }
+            self.each(ctx, piece * PIECE, dx, |dx, factors, _| {
+                dx.iter_mut().zip(factors).for_each(|(dx, factor)| *dx *= factor);
+            });
         });
     }
 }

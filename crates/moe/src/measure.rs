@@ -1,0 +1,185 @@
+//! What routing costs, scheme by scheme, beside the layer that it routes for: the table of `moeworks bench routing`.
+
+use moeworks_ops::elementwise::{cast, fill_normal};
+use moeworks_ops::measure::best_seconds_of_many;
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use crate::{
+    ConfigError, MoeConfig, MoeLayer, MoeWeights, Overflow, Ramp, RouterConfig, RouterInput, RouterKind, RoutingError,
+    ScoreFunction, ScoreOrder,
+};
+
+/// The layer that routing is measured for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoutingShape {
+    /// T.
+    pub num_tokens: usize,
+    /// D.
+    pub width: usize,
+    /// F.
+    pub expert_width: usize,
+    /// E.
+    pub num_experts: usize,
+    /// K of the schemes that take any.
+    pub top_k: usize,
+}
+
+/// What one scheme's routing costs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RoutingCost {
+    /// The scheme.
+    pub name: &'static str,
+    /// The shortest time of a routing decision in training, from tokens to [`Routing`](crate::Routing), in seconds.
+    pub seconds: f64,
+    /// The shortest time of the forward pass of a layer with as many experts a token by the plain scheme, in seconds.
+    pub layer_seconds: f64,
+    /// Experts a token has got.
+    pub experts_per_token: f64,
+}
+
+impl RoutingCost {
+    /// The part of the forward pass that routing is: of one that has this router in place of the plain one.
+    #[must_use]
+    pub fn share(&self, plain_seconds: f64) -> f64 {
+        self.seconds / (self.layer_seconds - plain_seconds + self.seconds)
+    }
+}
+
+/// Why nothing was measured.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum MeasureError {
+    /// A scheme cannot have this shape.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A logit was not finite.
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
+}
+
+type Scheme = (&'static str, fn(&mut MoeConfig));
+
+/// Every scheme, and the parts of others that cost something of their own.
+const SCHEMES: [Scheme; 20] = [
+    ("top_k", |_| {}),
+    ("switch, input jitter 0.01", |c| set(c, RouterKind::Switch, 1, 0.01)),
+    ("noisy_top_k", |c| set(c, RouterKind::NoisyTopK, 2, 0.0)),
+    ("gshard", |c| set(c, RouterKind::Gshard, 2, 0.0)),
+    ("cosine", |c| set(c, RouterKind::Cosine, 2, 0.0)),
+    ("gumbel", |c| set(c, RouterKind::Gumbel, 2, 0.0)),
+    ("expert_choice", |c| set(c, RouterKind::ExpertChoice, 2, 0.0)),
+    ("base", |c| set(c, RouterKind::Base, 1, 0.0)),
+    ("sinkhorn", |c| set(c, RouterKind::Sinkhorn, 2, 0.0)),
+    ("hash", |c| set(c, RouterKind::Hash, 2, 0.0)),
+    ("top_p", |c| set(c, RouterKind::TopP, 2, 0.0)),
+    ("relu", |c| set(c, RouterKind::Relu, 2, 0.0)),
+    ("hierarchical", |c| set(c, RouterKind::Hierarchical, 2, 0.0)),
+    ("top_k, sigmoid and expert bias", |c| {
+        (c.router.scores, c.router.expert_bias) = (ScoreFunction::Sigmoid, true);
+    }),
+    ("top_k, 2 of 8 groups", |c| (c.router.num_groups, c.router.top_groups) = (8, 2)),
+    ("top_k, 4 of each kind without computation", |c| {
+        let router = &mut c.router;
+        (router.zero_experts, router.copy_experts, router.constant_experts, router.null_experts) = (4, 4, 4, 4);
+    }),
+    ("top_k, rerouted at capacity 1", |c| (c.router.overflow, c.capacity_factor) = (Overflow::Reroute, 1.0)),
+    ("top_k, two modalities", |c| {
+        c.router.modality_boundaries = "5000".to_owned();
+        c.router.modality_experts = "16, 16".to_owned();
+    }),
+    ("top_k, input dropout 0.1", |c| c.router.input_dropout = 0.1),
+    ("top_k, random choices", |c| c.router.random_share = 1.0),
+];
+
+fn set(config: &mut MoeConfig, kind: RouterKind, top_k: usize, jitter: f32) {
+    (config.router.kind, config.top_k, config.jitter) = (kind, config.top_k.min(top_k), jitter);
+    if kind == RouterKind::Gumbel {
+        config.router.temperature = Ramp::constant(0.5);
+    }
+}
+
+impl RoutingShape {
+    fn config(&self) -> MoeConfig {
+        MoeConfig {
+            width: self.width,
+            num_experts: self.num_experts,
+            top_k: self.top_k,
+            expert_width: self.expert_width,
+            activation: Activation::SwiGlu,
+            score_order: ScoreOrder::SoftmaxThenTopK,
+            normalize_weights: true,
+            capacity_factor: 0.0,
+            jitter: 0.0,
+            shared_width: 0,
+            router: RouterConfig::default(),
+        }
+    }
+
+    /// Measures every scheme with tokens and experts of type `dtype`, and shows `found` each cost and the share that it is
+    /// of the layer's forward pass.
+    ///
+    /// Logits have a deviation of 2, as those of trained routers, and lie so low for ReLU routing that a token has about
+    /// [`top_k`](Self::top_k) experts.
+    pub fn measure(
+        &self,
+        ctx: &Context,
+        dtype: DType,
+        mut found: impl FnMut(&RoutingCost, f64),
+    ) -> Result<(), MeasureError> {
+        let plain = self.config();
+        let mut x = ctx.empty(&[self.num_tokens, self.width], DType::F32);
+        fill_normal(ctx, &Random::new(0, Purpose::Test, 0), 1.0, &mut x);
+        // The last element of each token is the same: what lies on it shifts all logits of an expert.
+        x.f32s_mut().chunks_exact_mut(self.width).for_each(|x| x[self.width - 1] = 1.0);
+        let x = cast(ctx, &x, dtype);
+        let mut plain_times = Vec::new();
+        for top_k in [self.top_k, 1] {
+            let config = MoeConfig { top_k, ..plain.clone() };
+            let times = (self.layer_seconds(ctx, &config, &x)?, self.routing(ctx, &config, &x)?.0);
+            plain_times.push((top_k, times));
+        }
+        for (name, change) in SCHEMES {
+            let mut config = plain.clone();
+            change(&mut config);
+            let (seconds, experts_per_token) = self.routing(ctx, &config, &x)?;
+            let times = plain_times.iter().find(|(top_k, _)| *top_k == config.top_k).map_or((0.0, 0.0), |found| found.1);
+            let cost = RoutingCost { name, seconds, layer_seconds: times.0, experts_per_token };
+            found(&cost, cost.share(times.1));
+        }
+        Ok(())
+    }
+
+    /// The forward pass of the layer of `config` in training.
+    fn layer_seconds(&self, ctx: &Context, config: &MoeConfig, x: &Tensor) -> Result<f64, MeasureError> {
+        let layer = MoeLayer::new(config.clone())?;
+        let mut weights = MoeWeights::random(ctx, config, 0, 0.02);
+        for experts in [&mut weights.gate_up, &mut weights.down] {
+            *experts = cast(ctx, experts, x.dtype());
+        }
+        let seconds = best_seconds_of_many(|| drop(layer.forward(ctx, &weights, x, &RouterInput::default())));
+        drop(weights);
+        ctx.pool().trim();
+        Ok(seconds)
+    }
+
+    /// The time of a routing decision, and the experts that a token got.
+    fn routing(&self, ctx: &Context, config: &MoeConfig, x: &Tensor) -> Result<(f64, f64), MeasureError> {
+        // No expert is asked for anything: small ones do.
+        let config = MoeConfig { expert_width: 1, ..config.clone() };
+        let layer = MoeLayer::new(config.clone())?;
+        let mut weights = MoeWeights::random(ctx, &config, 0, 2.0 / (self.width as f32).sqrt());
+        if config.router.kind == RouterKind::Relu {
+            // The share K/E of a normal distribution lies above about this many deviations.
+            let share = self.top_k as f32 / self.num_experts as f32;
+            let shift = -2.0 * (-2.0 * (share * 2.5).min(0.9).ln()).sqrt();
+            weights.router.f32s_mut().chunks_exact_mut(self.width).for_each(|row| row[self.width - 1] = shift);
+        }
+        let ids: Vec<u32> = (0..self.num_tokens as u32).map(|t| t.wrapping_mul(2_654_435_761) % 10_000).collect();
+        let noise = Random::new(1, Purpose::Router, 0);
+        let input = RouterInput { token_ids: &ids, progress: 0.5, ..RouterInput::with_noise(noise) };
+        let routing = layer.route(ctx, &weights, x, &input)?;
+        let num_choices = routing.expert_ids().iter().filter(|id| **id != crate::NO_EXPERT).count();
+        let seconds = best_seconds_of_many(|| drop(layer.route(ctx, &weights, x, &input)));
+        Ok((seconds, num_choices as f64 / self.num_tokens.max(1) as f64))
+    }
+}

@@ -1,0 +1,33 @@
+//! Random numbers by the thousand, drawn with the vector instructions of the machine.
+
+use moeworks_tensor::Random;
+
+use crate::simd::kernel;
+
+kernel! {
+    /// Fills `numbers` with the numbers uniform in [0, 1) at `first` and the positions after it: those of
+    /// [`Random::uniform`], whatever the instruction set.
+    pub fn fill_uniform<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
+        random.fill_uniform(first, numbers);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moeworks_tensor::{Purpose, Random};
+
+    use super::fill_uniform;
+
+    #[test]
+    fn many_numbers_are_those_of_one_at_a_time() {
+        let random = Random::new(0x1234_5678_9abc, Purpose::Test, 1 << 40);
+        for isa in crate::Isa::available() {
+            for (first, count) in [(0, 200), (1, 67), (3, 1), (2, 1), (7, 64), (8, 0), ((1 << 48) + 5, 131), ((1 << 34) - 9, 80)] {
+                let mut numbers = vec![0.0; count];
+                fill_uniform(isa, &random, first, &mut numbers);
+                let expected: Vec<f32> = (first..).take(count).map(|position| random.uniform(position)).collect();
+                assert_eq!(numbers, expected, "{isa:?}, {count} from {first}");
+            }
+        }
+    }
+}
