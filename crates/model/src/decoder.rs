@@ -21,7 +21,7 @@ use crate::blocks::{Memory, Pass};
 use crate::config::{ModelConfig, PositionKind};
 use crate::encoder::Encoder;
 use crate::generation::{KvCache, LayerCache};
-use crate::losses::router_losses;
+use crate::losses::{LossValues, router_losses};
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;
 use crate::shapes::weights_with;
@@ -491,7 +491,8 @@ pub(crate) fn feed_forwards(
     (0..config.num_layers).map(layer).collect()
 }
 
-fn pass_stats(loss: HeadLoss, (balance_loss, z_loss): (f64, f64), layers: Vec<LayerStats>) -> PassStats {
+fn pass_stats(loss: HeadLoss, router: LossValues, layers: Vec<LayerStats>) -> PassStats {
     let HeadLoss { loss_sum, num_targets, num_correct } = loss;
-    PassStats { loss_sum, num_targets, num_correct, balance_loss, z_loss, layers }
+    let LossValues { balance: balance_loss, z: z_loss, others: router_losses } = router;
+    PassStats { loss_sum, num_targets, num_correct, balance_loss, z_loss, router_losses, layers }
 }

@@ -26,7 +26,7 @@ pub use config::{
 pub use decoder::Decoder;
 pub use encoder::SourceBatch;
 pub use hf::LoadError;
-pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
+pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{

@@ -5,25 +5,35 @@ use moeworks_moe::{
     balance_loss_per_layer, balance_loss_pooled, cv_squared, entropy_loss, z_loss,
 };
 
-use crate::pass::{BalanceKind, PassOptions};
+use crate::pass::{BalanceKind, PassOptions, RouterLosses};
 
-/// The balance loss and the z-loss of the MoE layers (not multiplied by their coefficients), and each layer's gradient
-/// (multiplied by them).
+/// The losses of all routers, not multiplied by their coefficients.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LossValues {
+    pub(crate) balance: f64,
+    pub(crate) z: f64,
+    pub(crate) others: RouterLosses,
+}
+
+/// The losses of the MoE layers, and each layer's gradient (multiplied by the coefficients).
 pub(crate) fn router_losses(
     layers: &[LayerStats],
     router: &RouterConfig,
     options: &PassOptions,
-) -> ((f64, f64), Vec<LossGrad>) {
+) -> (LossValues, Vec<LossGrad>) {
     let all: Vec<&LayerStats> = layers.iter().collect();
     let coef = options.balance_coef;
     let balance = match options.balance {
         BalanceKind::Layer => balance_loss_per_layer(&all, coef),
         BalanceKind::Pooled => balance_loss_pooled(&all, coef),
-        BalanceKind::Gshard => balance_loss_gshard(&all, coef),
+        BalanceKind::Gshard => balance_loss_gshard(&all),
         BalanceKind::Groups => balance_loss_of_groups(&all, router.num_groups, coef),
     };
     let grads = balance.gradients.into_iter().zip(layers).map(|(balance, layer)| {
         let mut grad = LossGrad { balance, z: options.z_coef, sequence: options.sequence_coef, ..LossGrad::default() };
+        if options.balance == BalanceKind::Gshard {
+            grad.gshard = coef;
+        }
         add_layer_losses(layer, options, &mut grad);
         if router.kind == RouterKind::Relu {
             grad.l1 = options.l1_scale;
@@ -31,7 +41,30 @@ pub(crate) fn router_losses(
         grad
     });
     let grads = grads.collect();
-    ((balance.value, z_loss(&all)), grads)
+    (LossValues { balance: balance.value, z: z_loss(&all), others: other_losses(&all, router, options) }, grads)
+}
+
+/// The losses besides balance and z-loss, added up over the layers.
+fn other_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOptions) -> RouterLosses {
+    if layers.is_empty() {
+        return RouterLosses::default();
+    }
+    let sum = |loss: &dyn Fn(&LayerStats) -> f64| Some(layers.iter().map(|layer| loss(layer)).sum::<f64>());
+    let has_noise = layers.iter().all(|layer| !layer.smooth_load.is_empty());
+    // Each expert's importance is the sum of its weights: all of a token's gates, but for the scale.
+    let l1 = |layer: &LayerStats| {
+        let scale = f64::from(router.routed_scale) * layer.num_tokens.max(1) as f64;
+        layer.importance.iter().sum::<f64>() / scale
+    };
+    RouterLosses {
+        device: (router.num_groups > 1).then(|| balance_loss_of_groups(layers, router.num_groups, 0.0).value),
+        sequence: if options.sequence_coef == 0.0 { None } else { sum(&|layer| layer.sequence_loss) },
+        importance: sum(&|layer| cv_squared(&layer.importance, 0.0).0),
+        load: if has_noise { sum(&|layer| cv_squared(&layer.smooth_load, 0.0).0) } else { None },
+        local_entropy: sum(&|layer| entropy_loss(layer, &options.entropy).local),
+        global_entropy: sum(&|layer| entropy_loss(layer, &options.entropy).global),
+        l1: if router.kind == RouterKind::Relu { sum(&l1) } else { None },
+    }
 }
 
 /// The gradients of the losses that are of one layer and off unless asked for.

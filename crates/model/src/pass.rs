@@ -103,6 +103,63 @@ impl Default for PassOptions {
     }
 }
 
+/// The losses on routers besides balance and z-loss, each the sum of the MoE layers' and not multiplied by its
+/// coefficient; none where a loss is not computed or has no meaning.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RouterLosses {
+    /// The device-level balance loss (DeepSeek-V2), with groups of experts: 1 a layer when balanced.
+    pub device: Option<f64>,
+    /// The sequence-wise balance loss (DeepSeek-V3), where it has a coefficient: 1 a layer when balanced.
+    pub sequence: Option<f64>,
+    /// The squared coefficient of variation of the experts' importance (Shazeer).
+    pub importance: Option<f64>,
+    /// The same of their smooth load, with noise on the logits.
+    pub load: Option<f64>,
+    /// The mean entropy of a token's distribution, the sum of the modalities' (LIMoE's local loss).
+    pub local_entropy: Option<f64>,
+    /// What the entropy of the mean distribution lacks, the sum of the modalities' (LIMoE's global loss).
+    pub global_entropy: Option<f64>,
+    /// The mean over the tokens of the sum of their gates, with ReLU routing.
+    pub l1: Option<f64>,
+}
+
+impl RouterLosses {
+    /// The losses with their names.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, Option<f64>); 7] {
+        [
+            ("device", self.device),
+            ("sequence", self.sequence),
+            ("importance", self.importance),
+            ("load", self.load),
+            ("local_entropy", self.local_entropy),
+            ("global_entropy", self.global_entropy),
+            ("l1", self.l1),
+        ]
+    }
+
+    /// The losses that `value` gives for their names.
+    #[must_use]
+    pub fn from_names(mut value: impl FnMut(&str) -> Option<f64>) -> Self {
+        Self {
+            device: value("device"),
+            sequence: value("sequence"),
+            importance: value("importance"),
+            load: value("load"),
+            local_entropy: value("local_entropy"),
+            global_entropy: value("global_entropy"),
+            l1: value("l1"),
+        }
+    }
+
+    /// Adds `share` times the losses of `other`; what only one has stays none.
+    pub fn add(&mut self, other: &Self, share: f64) {
+        let sums = self.named().into_iter().zip(other.named());
+        let sums: Vec<_> = sums.map(|((name, a), (_, b))| (name, a.zip(b).map(|(a, b)| a + share * b))).collect();
+        *self = Self::from_names(|name| sums.iter().find(|sum| sum.0 == name).and_then(|sum| sum.1));
+    }
+}
+
 /// What a pass says about a batch.
 #[derive(Clone, Debug, Default)]
 pub struct PassStats {
@@ -116,6 +173,8 @@ pub struct PassStats {
     pub balance_loss: f64,
     /// The router z-loss, the sum of the MoE layers', not multiplied by its coefficient; 0 without MoE layers.
     pub z_loss: f64,
+    /// The other losses on routers.
+    pub router_losses: RouterLosses,
     /// What each MoE layer's router did, first to last.
     pub layers: Vec<LayerStats>,
 }

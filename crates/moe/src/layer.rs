@@ -177,17 +177,6 @@ impl MoeLayer {
     }
 }
 
-/// `[E]`: tokens that have each expert as their first choice.
-fn first_choices(routing: &Routing) -> Vec<u32> {
-    let mut counts = vec![0; routing.num_experts()];
-    for ids in routing.expert_ids().chunks(routing.top_k()) {
-        if let Some(count) = counts.get_mut(ids[0] as usize) {
-            *count += 1;
-        }
-    }
-    counts
-}
-
 /// `[E]`: the sum of the weights of each expert's choices.
 fn importance(routing: &Routing) -> Vec<f64> {
     let mut sums = vec![0.0; routing.num_experts()];
@@ -248,7 +237,7 @@ impl MoeSaved {
             z: scores.sums.lse_squared * per_token,
             mean_squared_logit: scores.squared_logits * per_token / scores.probs.cols() as f64,
             sequence_loss: if router.seq_len > 0 { router.sequence_loss() } else { 0.0 },
-            first_choices: first_choices(routing),
+            gshard_loss: router.gshard_loss(),
             importance: importance(routing),
             smooth_load: router.smooth_load.clone(),
             modalities: router.modality_stats(),

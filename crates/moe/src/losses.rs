@@ -16,6 +16,8 @@ pub struct LossGrad {
     /// Gradient of the mean over the sequences of the sequence-wise loss, [`LayerStats::sequence_loss`]. The forward pass
     /// must have been told the sequences' length.
     pub sequence: f32,
+    /// Gradient of GShard's loss, [`LayerStats::gshard_loss`], the mean over the local groups.
+    pub gshard: f32,
     /// `[E]`: gradient of each expert's importance, [`LayerStats::importance`]. Empty for none.
     pub importance: Vec<f32>,
     /// `[E]`: gradient of each expert's smooth load, [`LayerStats::smooth_load`]. Empty for none.
@@ -33,6 +35,7 @@ impl LossGrad {
     /// Whether nothing but balance and z-loss has a gradient.
     pub(crate) fn is_simple(&self) -> bool {
         self.sequence == 0.0
+            && self.gshard == 0.0
             && self.importance.is_empty()
             && self.load.is_empty()
             && self.l1 == 0.0
@@ -75,17 +78,12 @@ impl BalanceLoss {
     }
 }
 
-/// The auxiliary loss of GShard (2006.16668, algorithm 1) for each layer, added up: `sum over layers of (1/E) sum_i c_i P_i`
-/// with `c_i` the share of the tokens whose first choice is expert i. A balanced layer adds `1/E^2`.
+/// The auxiliary loss of GShard for each layer, added up: [`LayerStats::gshard_loss`], which takes its means over each local
+/// group. A balanced layer adds `1/E^2`. Its gradient is [`LossGrad::gshard`]; those of the result are empty.
 #[must_use]
-pub fn balance_loss_gshard(layers: &[&LayerStats], scale: f32) -> BalanceLoss {
-    let mut loss = BalanceLoss { value: 0.0, gradients: Vec::with_capacity(layers.len()) };
-    for layer in layers {
-        let per_token = 1.0 / (layer.num_experts() * layer.num_tokens.max(1)) as f64;
-        let weights: Vec<f64> = layer.first_choices.iter().map(|&n| f64::from(n) * per_token).collect();
-        loss.add(layer, &weights, scale);
-    }
-    loss
+pub fn balance_loss_gshard(layers: &[&LayerStats]) -> BalanceLoss {
+    let value = layers.iter().map(|layer| layer.gshard_loss).sum();
+    BalanceLoss { value, gradients: vec![Vec::new(); layers.len()] }
 }
 
 /// The device-level balance loss of DeepSeek-V2 (2405.04434) for each layer, added up: `sum over groups of f_g P_g`, with

@@ -142,7 +142,8 @@ impl RoutingShape {
             let mut config = plain.clone();
             change(&mut config);
             let (seconds, experts_per_token) = self.routing(ctx, &config, &x)?;
-            let times = plain_times.iter().find(|(top_k, _)| *top_k == config.top_k).map_or((0.0, 0.0), |found| found.1);
+            let times =
+                plain_times.iter().find(|(top_k, _)| *top_k == config.top_k).map_or((0.0, 0.0), |found| found.1);
             let cost = RoutingCost { name, seconds, layer_seconds: times.0, experts_per_token };
             found(&cost, cost.share(times.1));
         }

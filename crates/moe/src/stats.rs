@@ -28,8 +28,8 @@ pub struct LayerStats {
     /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when balanced;
     /// 0 where it is not computed.
     pub sequence_loss: f64,
-    /// `[E]`: tokens that have each expert as their first choice.
-    pub first_choices: Vec<u32>,
+    /// Mean over the router's local groups of GShard's balance loss: `1/E^2` when balanced.
+    pub gshard_loss: f64,
     /// `[E]`: the sum of the weights of each expert's choices, before any is dropped (Shazeer's importance).
     pub importance: Vec<f64>,
     /// `[E]`: the smooth load under noise (Shazeer); empty without noise on the logits.
@@ -100,7 +100,7 @@ impl LayerStats {
             z: 0.0,
             mean_squared_logit: 0.0,
             sequence_loss: 0.0,
-            first_choices: vec![0; num_experts],
+            gshard_loss: 0.0,
             importance: vec![0.0; num_experts],
             smooth_load: Vec::new(),
             modalities: Vec::new(),
@@ -130,7 +130,7 @@ impl LayerStats {
         self.z = mean(self.z, other.z);
         self.mean_squared_logit = mean(self.mean_squared_logit, other.mean_squared_logit);
         self.sequence_loss = mean(self.sequence_loss, other.sequence_loss);
-        self.first_choices.iter_mut().zip(&other.first_choices).for_each(|(a, b)| *a = a.saturating_add(*b));
+        self.gshard_loss = mean(self.gshard_loss, other.gshard_loss);
         self.importance.iter_mut().zip(&other.importance).for_each(|(a, b)| *a += b);
         if self.smooth_load.is_empty() {
             self.smooth_load = vec![0.0; other.smooth_load.len()];

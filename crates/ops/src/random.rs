@@ -22,7 +22,9 @@ mod tests {
     fn many_numbers_are_those_of_one_at_a_time() {
         let random = Random::new(0x1234_5678_9abc, Purpose::Test, 1 << 40);
         for isa in crate::Isa::available() {
-            for (first, count) in [(0, 200), (1, 67), (3, 1), (2, 1), (7, 64), (8, 0), ((1 << 48) + 5, 131), ((1 << 34) - 9, 80)] {
+            for (first, count) in
+                [(0, 200), (1, 67), (3, 1), (2, 1), (7, 64), (8, 0), ((1 << 48) + 5, 131), ((1 << 34) - 9, 80)]
+            {
                 let mut numbers = vec![0.0; count];
                 fill_uniform(isa, &random, first, &mut numbers);
                 let expected: Vec<f32> = (first..).take(count).map(|position| random.uniform(position)).collect();

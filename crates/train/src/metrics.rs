@@ -7,6 +7,7 @@
 mod lines;
 mod writer;
 
+use moeworks_model::RouterLosses;
 use moeworks_moe::{self as moe, LayerStats};
 
 use crate::routing::Specialization;
@@ -34,6 +35,10 @@ pub struct Record {
     pub balance_loss: f64,
     /// Router z-loss, before its coefficient; 0 without MoE layers.
     pub z_loss: f64,
+    /// The other losses on routers, before their coefficients.
+    pub router_losses: RouterLosses,
+    /// Share (0 to 1) of a flat router's operations that this one saves; 0 for a router that scores every expert.
+    pub routing_flops_saved: f64,
     /// Learning rate of this step.
     pub lr: f64,
     /// Global norm of the gradient before clipping.
@@ -83,6 +88,11 @@ pub struct LayerRecord {
 
 /// Names, within a layer, of figures that only some steps have. JSON lines of other steps leave them out.
 const OCCASIONAL: [&str; 3] = ["specialization", "specialization_nats", "checkpoint_agreement"];
+
+/// The name of the figure that is a [loss on routers](RouterLosses).
+pub(crate) fn router_loss_name(loss: &str) -> String {
+    format!("moe/{loss}_loss")
+}
 
 impl LayerRecord {
     /// The record of the layer with index `layer` from its statistics, merged over microbatches.
@@ -206,12 +216,15 @@ impl Record {
             ("perf/memory_peak_bytes", self.memory_peak_bytes as f64),
             ("moe/drop_rate", self.drop_rate()),
             ("moe/reroute_rate", self.reroute_rate()),
+            ("moe/routing_flops_saved", self.routing_flops_saved),
         ];
         let run = run.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let losses = self.router_losses.named().into_iter();
+        let losses = losses.map(|(name, value)| (router_loss_name(name), value.unwrap_or(f64::NAN)));
         let layers = self.layers.iter().flat_map(|layer| {
             layer.scalars().into_iter().map(|(name, value)| (format!("moe/layer_{}/{name}", layer.layer), value))
         });
-        run.chain(layers).collect()
+        run.chain(losses).chain(layers).collect()
     }
 }
 

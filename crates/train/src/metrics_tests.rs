@@ -100,6 +100,20 @@ fn figures_that_only_some_steps_have_are_left_out_of_json_and_empty_in_csv() {
 }
 
 #[test]
+fn losses_that_are_not_computed_are_left_out_of_json_and_empty_in_csv() {
+    let router_losses = RouterLosses { importance: Some(0.25), l1: Some(3.0), ..RouterLosses::default() };
+    let record = Record { step: 3, router_losses, ..Record::default() };
+    let fields: serde_json::Value = serde_json::from_str(&json_line(&record)).unwrap();
+    assert_eq!((fields["moe/importance_loss"].as_f64(), fields["moe/l1_loss"].as_f64()), (Some(0.25), Some(3.0)));
+    assert_eq!((fields.get("moe/device_loss"), fields.get("moe/load_loss")), (None, None));
+    assert_eq!(parse_record(json_line(&record).as_bytes()).unwrap().router_losses, router_losses);
+    let (header, line) = (csv_header(&[]), csv_line(&record));
+    let cell =
+        |name: &str| line.trim_end().split(',').nth(header.trim_end().split(',').position(|n| n == name).unwrap());
+    assert_eq!([cell("moe/importance_loss"), cell("moe/local_entropy_loss")], [Some("0.25"), Some("")]);
+}
+
+#[test]
 fn numbers_that_are_not_finite_are_null_in_json_and_empty_in_csv() {
     let record = Record { step: 1, loss: f64::NAN, grad_norm: f64::INFINITY, lr: 1e-300, ..Record::default() };
     let json: serde_json::Value = serde_json::from_str(&json_line(&record)).unwrap();
@@ -139,8 +153,9 @@ proptest! {
             checkpoint_agreement: (index == 0).then_some(grad_norm),
         };
         let layers = counts.iter().enumerate().map(to_layer).collect();
+        let router_losses = RouterLosses { load: Some(lr), l1: Some(z_loss), ..RouterLosses::default() };
         let written = Record {
-            step, tokens, loss, balance_loss, z_loss, lr, grad_norm, tokens_per_s, mfu, step_ms: loss,
+            step, tokens, loss, balance_loss, z_loss, router_losses, routing_flops_saved: mfu, lr, grad_norm, tokens_per_s, mfu, step_ms: loss,
             memory_peak_bytes: 1 << 40, val_loss: val_loss.map(finite), is_skipped: step % 2 == 0, layers,
         };
         prop_assert_eq!(parse_record(json_line(&written).as_bytes()).unwrap(), written);

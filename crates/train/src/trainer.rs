@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use moeworks_model::account::training_flops_per_token;
+use moeworks_model::account::{routing_flops_per_token, training_flops_per_token};
 use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
 use moeworks_model::hf::load_model;
 use moeworks_model::{
-    BalanceKind, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch, Tokenizer,
+    BalanceKind, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise, TokenBatch,
+    Tokenizer,
 };
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_ops::linear::Write;
@@ -336,6 +337,8 @@ impl Trainer {
             loss,
             balance_loss: stats.balance_loss,
             z_loss: stats.z_loss,
+            router_losses: stats.router_losses,
+            routing_flops_saved: routing_flops_saved(&self.config.model),
             lr,
             grad_norm: norm,
             tokens_per_s,
@@ -369,6 +372,8 @@ impl Trainer {
         let mut stats = sum.unwrap_or_default();
         stats.balance_loss /= num_micro as f64;
         stats.z_loss /= num_micro as f64;
+        let sum = std::mem::replace(&mut stats.router_losses, RouterLosses::from_names(|_| Some(0.0)));
+        stats.router_losses.add(&sum, 1.0 / num_micro as f64);
         Ok(stats)
     }
 
@@ -482,6 +487,7 @@ fn add(sum: &mut PassStats, other: &PassStats) {
     sum.num_correct += other.num_correct;
     sum.balance_loss += other.balance_loss;
     sum.z_loss += other.z_loss;
+    sum.router_losses.add(&other.router_losses, 1.0);
     for (layer, other) in sum.layers.iter_mut().zip(&other.layers) {
         layer.merge(other);
     }
@@ -489,6 +495,12 @@ fn add(sum: &mut PassStats, other: &PassStats) {
 
 fn layer_records(config: &RunConfig, stats: &PassStats) -> Vec<LayerRecord> {
     moe_layers(config).into_iter().zip(&stats.layers).map(|(layer, stats)| LayerRecord::of(layer, stats)).collect()
+}
+
+/// The share of the routing's operations that a router takes less than one that scores every expert.
+fn routing_flops_saved(config: &ModelConfig) -> f64 {
+    let (taken, flat) = routing_flops_per_token(config);
+    if flat == 0 { 0.0 } else { 1.0 - taken.min(flat) as f64 / flat as f64 }
 }
 
 fn token_batch(batch: &Batch) -> TokenBatch<'_> {

@@ -5,6 +5,7 @@ use moeworks_model::{
     ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, QkNorm,
     RouterNoise, Rules, TokenBatch,
 };
+use moeworks_moe::{EntropyRule, LayerStats, RouterConfig, RouterKind};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
@@ -321,4 +322,45 @@ fn absurd_configurations_are_refused() {
     ] {
         assert!(Decoder::new(config.clone()).is_err(), "{config:?}");
     }
+}
+
+/// Every loss on routers is reported, from its definition over the layers' statistics, or left out where it has no meaning.
+#[test]
+fn the_losses_on_routers_are_those_of_their_definitions() {
+    let ctx = Context::cpu(2);
+    let mut config = ModelConfig { num_experts: 6, ..small_config() };
+    let plain = {
+        let (decoder, weights) = model(&ctx, config.clone());
+        step(&ctx, &decoder, &weights, &options()).0.router_losses
+    };
+    assert_eq!((plain.device, plain.sequence, plain.load, plain.l1), (None, None, None, None));
+    (config.router.num_groups, config.router.noise_std) = (3, 0.3);
+    let (decoder, weights) = model(&ctx, config.clone());
+    let entropy = EntropyRule { min_entropy: 3.0, ..EntropyRule::default() };
+    let (stats, _) = step(&ctx, &decoder, &weights, &PassOptions { sequence_coef: 0.1, entropy, ..options() });
+    let losses = stats.router_losses;
+    let close = |loss: Option<f64>, expected: &dyn Fn(&LayerStats) -> f64| {
+        let expected: f64 = stats.layers.iter().map(expected).sum();
+        assert!((loss.unwrap() - expected).abs() < 1e-6 * expected.abs(), "{loss:?}, expected {expected}");
+    };
+    let cv_squared = |values: &[f64]| {
+        let n = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        values.iter().map(|x| x * x).sum::<f64>() / n / (mean * mean) - 1.0
+    };
+    close(losses.device, &|layer| {
+        let choices: f64 = layer.tokens_per_expert.iter().map(|&n| f64::from(n)).sum();
+        let pairs = layer.tokens_per_expert.chunks(2).zip(layer.mean_prob.chunks(2));
+        // Three groups of two experts: their share of the choices times three, times their probability.
+        pairs.map(|(n, p)| f64::from(n[0] + n[1]) / choices * 3.0 * f64::from(p[0] + p[1])).sum()
+    });
+    close(losses.sequence, &|layer| layer.sequence_loss);
+    close(losses.importance, &|layer| cv_squared(&layer.importance));
+    close(losses.load, &|layer| cv_squared(&layer.smooth_load));
+    close(losses.local_entropy, &|layer| layer.mean_entropy);
+    close(losses.global_entropy, &|layer| 3.0 - layer.mean_prob_entropy());
+    config.router = RouterConfig { kind: RouterKind::Relu, ..RouterConfig::default() };
+    let (decoder, weights) = model(&ctx, config);
+    let l1 = step(&ctx, &decoder, &weights, &options()).0.router_losses.l1.unwrap();
+    assert!(l1 > 0.0 && l1 < 10.0, "{l1}");
 }

@@ -81,13 +81,7 @@ pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<
     chosen
 }
 
-fn auction_round(
-    ctx: &Context,
-    scores: &[f32],
-    experts: &mut [BinaryHeap<Place>],
-    increment: f32,
-    chosen: &mut [u32],
-) {
+fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>], increment: f32, chosen: &mut [u32]) {
     let num_experts = experts.len();
     let price_of = |places: &BinaryHeap<Place>| places.peek().map_or(f32::INFINITY, |place| place.price);
     let mut prices: Vec<f32> = experts.iter().map(price_of).collect();

@@ -90,7 +90,8 @@ impl RouterConfig {
         if self.expert_bias && (is_tree || !is_own_choice) {
             return wrong("router.expert_bias", &self.expert_bias, "must be false with this router.kind");
         }
-        if self.overflow == Overflow::Reroute && !is_own_choice {
+        // A token of ReLU routing has all experts whose weight is not 0.
+        if self.overflow == Overflow::Reroute && (self.is_joint() || self.kind == RouterKind::Relu) {
             return wrong("router.overflow", &"reroute", "must be drop or priority with this router.kind");
         }
         if self.num_groups > self.top_groups && (is_tree || !is_own_choice) {

@@ -57,6 +57,8 @@ pub(crate) struct FlatSaved {
     /// `[T]`: the modality of each token; empty where there is one.
     pub(crate) modalities: Vec<u32>,
     pub(crate) seq_len: usize,
+    /// Tokens of each local group; 0: all.
+    pub(crate) group_len: usize,
     /// `[E]`: the smooth load under noise; empty without.
     pub(crate) smooth_load: Vec<f64>,
     pub(crate) is_fused: bool,
@@ -110,6 +112,7 @@ impl FlatRouter<'_> {
                 weights,
                 modalities: self.modalities(),
                 seq_len: self.input.seq_len,
+                group_len: self.router().local_group,
                 smooth_load: Vec::new(),
                 is_fused: true,
             };
@@ -144,6 +147,7 @@ impl FlatRouter<'_> {
             weights,
             modalities,
             seq_len,
+            group_len: self.router().local_group,
             smooth_load: Vec::new(),
             is_fused: false,
         };

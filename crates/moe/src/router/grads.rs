@@ -170,16 +170,31 @@ impl FlatSaved {
     /// The sequence-wise balance loss (DeepSeek-V3), the mean of the sequences' `sum_i f_i P_i`, with `f_i` expert i's share
     /// of the sequence's choices times E and `P_i` its mean probability there.
     pub(crate) fn sequence_loss(&self) -> f64 {
+        self.mean_of_parts(&self.sequence_loads(), self.seq_len)
+    }
+
+    /// The auxiliary loss of GShard (2006.16668, algorithm 1), the mean of the local groups' `(1/E) sum_i c_i m_i`, with
+    /// `c_i` the share of the group's tokens whose first choice is expert i and `m_i` its mean probability there.
+    pub(crate) fn gshard_loss(&self) -> f64 {
+        self.mean_of_parts(&self.first_choice_loads(), self.group_tokens()) / self.scores.probs.cols() as f64
+    }
+
+    /// The mean over parts of `len` tokens of `sum_i loads_i P_i`, `loads [parts, E]`.
+    fn mean_of_parts(&self, loads: &[f32], len: usize) -> f64 {
         let e = self.scores.probs.cols();
-        let sequences = self.sequence_loads();
         let mut value = 0.0;
-        for (loads, probs) in sequences.chunks(e).zip(self.scores.probs.f32s().chunks(self.seq_len * e)) {
+        for (loads, probs) in loads.chunks(e).zip(self.scores.probs.f32s().chunks(len.max(1) * e)) {
             let num_tokens = (probs.len() / e) as f64;
             for probs in probs.chunks(e) {
                 value += loads.iter().zip(probs).map(|(&f, &p)| f64::from(f) * f64::from(p)).sum::<f64>() / num_tokens;
             }
         }
-        value * e as f64 / sequences.len().max(1) as f64
+        value / (loads.len() / e).max(1) as f64
+    }
+
+    /// Tokens of a local group.
+    fn group_tokens(&self) -> usize {
+        if self.group_len == 0 { self.ids.rows() } else { self.group_len }
     }
 
     /// What the tokens of each modality did; empty where there is one.
@@ -205,15 +220,38 @@ impl FlatSaved {
 
     /// `[sequences, E]`: E times each expert's share of the choices of each sequence.
     fn sequence_loads(&self) -> Vec<f32> {
-        let (e, k) = (self.scores.probs.cols(), self.ids.cols());
-        let mut loads = Vec::new();
-        for ids in self.ids.u32s().chunks(self.seq_len * k) {
-            let mut counts = vec![0_u32; e];
-            ids.iter().filter(|&&id| id != NO_EXPERT).for_each(|&id| counts[id as usize] += 1);
-            let total: u32 = counts.iter().sum();
-            loads.extend(counts.iter().map(|&n| (f64::from(n) * e as f64 / f64::from(total.max(1))) as f32));
+        let e = self.scores.probs.cols() as f64;
+        self.shares(self.seq_len, self.ids.cols()).into_iter().map(|share| (share * e) as f32).collect()
+    }
+
+    /// `[groups, E]`: each expert's share of the first choices of each local group.
+    fn first_choice_loads(&self) -> Vec<f32> {
+        self.shares(self.group_tokens(), 1).into_iter().map(|share| share as f32).collect()
+    }
+
+    /// The gradient of each token's distribution by a mean over parts of `len` tokens of `sum_i loads_i P_i` times `scale`.
+    fn part_grads(&self, mut loads: Vec<f32>, len: usize, scale: f32) -> (Vec<f32>, usize) {
+        let (num_tokens, e) = (self.ids.rows(), self.scores.probs.cols());
+        let num_parts = num_tokens.div_ceil(len.max(1));
+        for (i, loads) in loads.chunks_mut(e).enumerate() {
+            let len = len.min(num_tokens - i * len);
+            loads.iter_mut().for_each(|load| *load *= scale / (num_parts * len) as f32);
         }
-        loads
+        (loads, len.max(1))
+    }
+
+    /// `[parts, E]`: each expert's share of the first `top_k` choices of the tokens of each part of `len` tokens.
+    fn shares(&self, len: usize, top_k: usize) -> Vec<f64> {
+        let (e, k) = (self.scores.probs.cols(), self.ids.cols());
+        let mut shares = Vec::new();
+        for ids in self.ids.u32s().chunks(len.max(1) * k) {
+            let mut counts = vec![0_u32; e];
+            let chosen = ids.chunks(k).flat_map(|ids| &ids[..top_k]).filter(|&&id| id != NO_EXPERT);
+            chosen.for_each(|&id| counts[id as usize] += 1);
+            let total: u32 = counts.iter().sum();
+            shares.extend(counts.iter().map(|&n| f64::from(n) / f64::from(total.max(1))));
+        }
+        shares
     }
 }
 
@@ -267,8 +305,8 @@ impl Row<'_> {
 /// What the losses say of the distributions.
 struct ProbGrads<'a> {
     balance: &'a [f32],
-    /// `[sequences, E]` and the tokens of a sequence; empty for none.
-    sequence: (Vec<f32>, usize),
+    /// By the tokens of a part: `[parts, E]`, the gradients of those of each sequence and of each local group.
+    parts: Vec<(Vec<f32>, usize)>,
     modalities: &'a [u32],
     /// `[M, E]`, or empty.
     modality_balance: &'a [f32],
@@ -278,18 +316,16 @@ struct ProbGrads<'a> {
 
 impl<'a> ProbGrads<'a> {
     fn of(saved: &'a FlatSaved, losses: &'a LossGrad) -> Self {
-        let (num_tokens, seq_len) = (saved.ids.rows(), saved.seq_len);
-        let mut sequence = Vec::new();
-        if losses.sequence != 0.0 && seq_len > 0 && num_tokens > 0 {
-            let num_sequences = num_tokens.div_ceil(seq_len);
-            sequence = saved.sequence_loads();
-            for (i, loads) in sequence.chunks_mut(saved.scores.probs.cols()).enumerate() {
-                let len = seq_len.min(num_tokens - i * seq_len);
-                loads.iter_mut().for_each(|load| *load *= losses.sequence / (num_sequences * len) as f32);
-            }
+        let mut parts = Vec::new();
+        if losses.sequence != 0.0 && saved.seq_len > 0 {
+            parts.push(saved.part_grads(saved.sequence_loads(), saved.seq_len, losses.sequence));
+        }
+        if losses.gshard != 0.0 {
+            let scale = losses.gshard / saved.scores.probs.cols() as f32;
+            parts.push(saved.part_grads(saved.first_choice_loads(), saved.group_tokens(), scale));
         }
         let LossGrad { balance, modality_balance, entropy, .. } = losses;
-        Self { balance, sequence: (sequence, seq_len), modalities: &saved.modalities, modality_balance, entropy }
+        Self { balance, parts, modalities: &saved.modalities, modality_balance, entropy }
     }
 
     /// The gradient of the distribution `probs` of token `t`.
@@ -300,9 +336,8 @@ impl<'a> ProbGrads<'a> {
         } else {
             dprobs.copy_from_slice(self.balance);
         }
-        let (sequence, seq_len) = &self.sequence;
-        if !sequence.is_empty() {
-            add(dprobs, &sequence[t / seq_len * e..]);
+        for (grads, len) in &self.parts {
+            add(dprobs, &grads[t / len * e..]);
         }
         let modality = self.modalities.get(t).copied().unwrap_or(0) as usize;
         if !self.modality_balance.is_empty() {

@@ -1,5 +1,6 @@
 //! The MoE layer against a plain reference, against fixtures of other implementations, and against published figures.
 
+mod capacity;
 mod deepseek;
 mod edges;
 mod fixtures;

@@ -24,6 +24,7 @@ const E: usize = 6;
 const BALANCE: f32 = 0.3;
 const IMPORTANCE: f32 = 0.2;
 const LOAD: f32 = 0.25;
+const GSHARD: f32 = 0.4;
 const ENTROPY: EntropyRule = EntropyRule { local: 0.15, global: 0.35, min_entropy: 1.9 };
 const Z: f64 = 0.1;
 
@@ -284,12 +285,31 @@ impl Scheme<'_> {
             let h: f64 = probs.iter().map(|p| p / count).map(|p| if p > 0.0 { -p * p.ln() } else { 0.0 }).sum();
             loss += f64::from(ENTROPY.global) * (ENTROPY.min_entropy - h).max(0.0);
         }
+        loss += f64::from(GSHARD) * self.gshard_loss(numbers, &held.ids);
         let cv = |values: &[f64]| {
             let mean = values.iter().sum::<f64>() / values.len() as f64;
             values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / values.len() as f64 / (mean * mean)
         };
         loss += f64::from(IMPORTANCE) * cv(&importance);
         if load.iter().any(|&load| load > 0.0) { loss + f64::from(LOAD) * cv(&load) } else { loss }
+    }
+
+    /// GShard's loss, group by group: `(1/E) sum_e (c_e / S) m_e`, c the tokens whose first choice is e.
+    fn gshard_loss(&self, numbers: &Numbers, ids: &[Vec<u32>]) -> f64 {
+        let e = self.config.num_choosable();
+        let size = if self.config.router.local_group == 0 { T } else { self.config.router.local_group };
+        let groups: Vec<Vec<usize>> = (0..T).collect::<Vec<_>>().chunks(size).map(<[usize]>::to_vec).collect();
+        let of_group = |tokens: &Vec<usize>| {
+            let first: Vec<u32> = tokens.iter().map(|&t| ids[t][0]).filter(|&id| id != NO_EXPERT).collect();
+            let (mut c, mut m) = (vec![0.0; e], vec![0.0; e]);
+            first.iter().for_each(|&id| c[id as usize] += 1.0 / first.len() as f64);
+            for &t in tokens {
+                let probs = self.token(numbers, t).probs;
+                m.iter_mut().zip(probs).for_each(|(m, p)| *m += p / tokens.len() as f64);
+            }
+            dot(&c, &m) / e as f64
+        };
+        groups.iter().map(of_group).sum::<f64>() / groups.len() as f64
     }
 
     /// Phi by its definition as an integral, Simpson's rule.
@@ -360,6 +380,7 @@ fn run(num_threads: usize, config: &MoeConfig, input: &RouterInput<'_>, numbers:
     let losses = LossGrad {
         balance,
         z: Z as f32,
+        gshard: GSHARD,
         importance: cv_squared(&stats.importance, IMPORTANCE).1,
         load: if stats.smooth_load.is_empty() { Vec::new() } else { cv_squared(&stats.smooth_load, LOAD).1 },
         l1: 1.0,
@@ -404,6 +425,10 @@ fn check(
     // The loads that the balance loss weighs are counts: without a gradient.
     let gradients = balance_loss_per_layer(&[&outcome.stats], BALANCE).gradients.remove(0);
     let gates = tokens.iter().zip(&ids).map(|(token, ids)| scheme.weights(token, ids)).collect();
+    if config.router.kind != RouterKind::Hash {
+        let expected = scheme.gshard_loss(&numbers, &ids);
+        assert!((outcome.stats.gshard_loss - expected).abs() < 1e-6, "{name}: {expected}");
+    }
     let held = Held { ids, used, gates, balance: gradients.iter().map(|&g| f64::from(g)).collect() };
     check_gradients(name, &scheme, &numbers, (&dy, &held), &outcome);
     outcome

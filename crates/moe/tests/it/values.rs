@@ -167,7 +167,7 @@ fn merged_statistics_are_those_of_all_tokens() {
         z,
         mean_squared_logit: 9.0 * z,
         sequence_loss: 0.0,
-        first_choices: vec![count, 1],
+        gshard_loss: f64::from(count),
         importance: vec![0.5, 0.25],
         smooth_load: vec![1.0, 2.0],
         modalities: Vec::new(),

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::{LayerRecord, OCCASIONAL, Record};
+use moeworks_model::RouterLosses;
+
+use super::{LayerRecord, OCCASIONAL, Record, router_loss_name};
 use crate::routing::Specialization;
 
 /// A file of records that cannot be written or read.
@@ -39,7 +41,9 @@ fn number(value: f64) -> String {
 /// Whether the record is of a step without this figure, which is something else than a figure that is no number.
 fn is_absent(record: &Record, name: &str, value: f64) -> bool {
     let in_layer = name.strip_prefix("moe/layer_").and_then(|rest| rest.split('/').nth(1));
+    let is_router_loss = name.starts_with("moe/") && name.ends_with("_loss") && in_layer.is_none();
     (name == "val/loss" && record.val_loss.is_none())
+        || (value.is_nan() && is_router_loss)
         || (value.is_nan() && in_layer.is_some_and(|name| OCCASIONAL.contains(&name)))
 }
 
@@ -115,6 +119,8 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
         loss: number("train/loss"),
         balance_loss: number("train/balance_loss"),
         z_loss: number("train/z_loss"),
+        router_losses: RouterLosses::from_names(|name| fields.get(&router_loss_name(name)).and_then(Value::as_f64)),
+        routing_flops_saved: number("moe/routing_flops_saved"),
         lr: number("train/lr"),
         grad_norm: number("train/grad_norm"),
         tokens_per_s: number("perf/tokens_per_s"),

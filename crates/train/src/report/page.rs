@@ -6,7 +6,7 @@ use super::chart::{Chart, Line};
 use super::data::{LayerLoad, Point, RunData};
 use super::heat::{HeatMaps, MAX_MAPS};
 use super::numbers::{Unit, bytes, duration, grouped, short};
-use crate::metrics::{LayerRecord, Sample};
+use crate::metrics::{LayerRecord, Sample, router_loss_name};
 
 /// Layers that get a line of their own in a chart; of more, the mean and the range are drawn.
 const MAX_LINES: usize = 8;
@@ -305,6 +305,12 @@ impl Page<'_> {
             line("balance", "train/balance_loss", ORANGE, last.balance_loss),
             line("router z", "train/z_loss", VIOLET, last.z_loss),
         ];
+        let others = last.router_losses.named().into_iter().enumerate();
+        let others = others.filter_map(|(index, (name, value))| {
+            let colour = format!("hsl({} 55% var(--tone))", 150 + 30 * index);
+            Some(line(&name.replace('_', " "), &router_loss_name(name), &colour, value?))
+        });
+        let lines = lines.into_iter().chain(others).collect();
         let mut losses = self.chart("Auxiliary losses", lines);
         losses.note = "Before their coefficients.".to_owned();
         losses.cuts_peaks = true;

@@ -21,6 +21,7 @@ type Scheme = (&'static str, &'static str, &'static [&'static str]);
 
 /// The schemes, beside the base configuration itself, by the settings that they change.
 const SCHEMES: &[Scheme] = &[
+    ("scale-1", "weights that add up to 1", &["model.router.routed_scale=1.0"]),
     ("unnormalised", "weights not divided by their sum", &["model.normalize_weights=false"]),
     ("capacity-1.25", "an expert takes 1.25 even shares, later tokens are dropped", &["model.capacity_factor=1.25"]),
     (
@@ -65,7 +66,8 @@ pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
         let settings = one_wide(base);
         let experts = (model.num_experts / k).max(2);
         variants.push(variant(base, "top-1", &format!("1 of {experts} experts of width {}", k * f), &settings)?);
-        let settings = [format!("model.top_k={}", k - 1), format!("model.shared_width={}", shared + f)];
+        let settings =
+            [format!("model.top_k={}", k - 1), format!("model.shared_width={}", shared + f), scale_for(base, k - 1)];
         let what = format!("{} of {} experts, and one that all tokens pass", k - 1, model.num_experts);
         variants.push(variant(base, "shared", &what, &settings)?);
     }
@@ -75,6 +77,7 @@ pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
             format!("model.num_experts={experts}"),
             format!("model.top_k={top_k}"),
             format!("model.expert_width={width}"),
+            scale_for(base, top_k),
         ];
         variants.push(variant(base, "fine", &format!("{top_k} of {experts} experts of width {width}"), &settings)?);
     }
@@ -110,7 +113,7 @@ pub(super) fn of_kind(base: &RunConfig, kind: &'static str) -> Result<Variant, C
 
 /// One expert a token, as wide as the K of the base together, and as many parameters. Its weight is its probability: a
 /// normalised one would be 1, and the router would learn nothing from the task.
-fn one_wide(base: &RunConfig) -> [String; 4] {
+fn one_wide(base: &RunConfig) -> [String; 5] {
     let (k, f) = (base.model.top_k, base.model.expert_width);
     let experts = (base.model.num_experts / k).max(2);
     [
@@ -118,7 +121,13 @@ fn one_wide(base: &RunConfig) -> [String; 4] {
         format!("model.expert_width={}", k * f),
         format!("model.num_experts={experts}"),
         "model.normalize_weights=false".to_owned(),
+        scale_for(base, 1),
     ]
+}
+
+/// What weights are multiplied by where a token has `top_k` experts: as much for each as in the base.
+fn scale_for(base: &RunConfig, top_k: usize) -> String {
+    format!("model.router.routed_scale={}", base.model.router.routed_scale * top_k as f32 / base.model.top_k as f32)
 }
 
 /// The kind as it is written in configurations.

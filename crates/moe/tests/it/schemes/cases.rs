@@ -60,6 +60,17 @@ fn gshards_second_expert_comes_by_chance() {
     }
 }
 
+/// Groups of 4, 4 and 1 tokens, each with a loss of its own.
+#[test]
+fn gshards_loss_is_that_of_its_local_groups() {
+    let mut config = with(RouterKind::Gshard, 2);
+    (config.normalize_weights, config.router.local_group) = (true, 4);
+    let groups = check("gshard, groups", &config, noisy(), &best(2)).stats.gshard_loss;
+    config.router.local_group = 0;
+    let whole = check("gshard, one group", &config, noisy(), &best(2)).stats.gshard_loss;
+    assert!((groups - whole).abs() > 1e-4, "{groups} {whole}");
+}
+
 #[test]
 fn the_cosine_router_learns_directions_and_a_temperature() {
     for k in [1, 2] {
