@@ -253,7 +253,8 @@ pub(crate) struct ConvertArgs {
 pub(crate) struct BenchArgs {
     /// Only cases whose name contains this, such as "experts forward" or "training"; `decode` times decoding and prefill of
     /// a model of OLMoE's shape instead; `moe` times the MoE layers that lines of standard input name, such as
-    /// `{"d": 1024, "f": 384, "e": 128, "k": 8, "activation": "swiglu", "dtype": "bf16", "tokens": 16, "both": true}`
+    /// `{"d": 1024, "f": 384, "e": 128, "k": 8, "activation": "swiglu", "dtype": "bf16", "tokens": 16, "both": true}`;
+    /// `routing` times every scheme of routing beside a layer's forward pass
     #[arg(default_value = "")]
     pub(crate) filter: String,
     /// Threads (0: one for each core)

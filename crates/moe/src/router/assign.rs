@@ -100,11 +100,11 @@ fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>
         }
         next.clear();
         for (&token, &Bid { expert, price }) in waiting.iter().zip(&bids) {
-            let places = &mut experts[expert as usize];
+            let cheapest = experts[expert as usize].peek_mut();
             // Somebody may have bid more in the meantime.
-            if price > price_of(places) {
-                next.extend(places.pop().and_then(|place| place.token));
-                places.push(Place { price, token: Some(token) });
+            if let Some(mut place) = cheapest.filter(|place| price > place.price) {
+                let evicted = std::mem::replace(&mut *place, Place { price, token: Some(token) });
+                next.extend(evicted.token);
                 chosen[token as usize] = expert;
             } else {
                 next.push(token);
