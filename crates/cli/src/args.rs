@@ -64,6 +64,13 @@ pub(crate) struct TrainArgs {
     /// Optimizer steps (same as --set train.steps=N)
     #[arg(long, value_name = "N")]
     pub(crate) steps: Option<u64>,
+    /// Ranks that hold the experts between them: threads of this process, or the processes of `mpirun` (same as --set
+    /// parallel.ep=N)
+    #[arg(long, value_name = "N")]
+    pub(crate) ep: Option<u64>,
+    /// Groups of ranks with all experts each (same as --set parallel.dp=N)
+    #[arg(long, value_name = "N")]
+    pub(crate) dp: Option<u64>,
     /// Folder of this run (default: a new one under runs/)
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,

@@ -18,6 +18,7 @@ mod model;
 mod page;
 mod plan;
 mod progress;
+mod ranks;
 mod routing;
 mod study;
 mod tables;

@@ -120,7 +120,11 @@ fn workload(config: &RunConfig, num_ranks: usize) -> Workload {
         config::Precision::Bf16 => Precision::Bf16,
     };
     let sequences = config.train.batch_size.div_ceil(num_ranks);
-    Workload { tokens_per_rank: sequences * config.train.seq_len, precision, shards_optimizer: false }
+    Workload {
+        tokens_per_rank: sequences * config.train.seq_len,
+        precision,
+        shards_optimizer: config.parallel.shard_optimizer,
+    }
 }
 
 fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place: &str) {
@@ -200,7 +204,8 @@ fn explain(found: &[Estimate], topology: &Topology) {
         );
         return;
     }
-    println!("Proposed: --dp {} --ep {}", best.layout.dp, best.layout.ep);
+    let apart = if best.layout.order == Order::Apart { " --set parallel.apart=true" } else { "" };
+    println!("Proposed: --dp {} --ep {}{apart}", best.layout.dp, best.layout.ep);
     println!(
         "  memory   {} weights, {} gradients, {} optimizer, {} activations, {} received rows; a rank has {}",
         bytes(memory.weights as u64),

@@ -1,6 +1,6 @@
 //! `moeworks train`: from a command line to a run, shown as it goes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -8,11 +8,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use moeworks_train::config::{ConfigLayers, Override, RunConfig, print_config};
 use moeworks_train::report::write_report;
 use moeworks_train::store::{Pick, newest_run, resolve_run};
-use moeworks_train::{Event, Outcome, Requests, Trainer};
+use moeworks_train::{Event, Outcome, Progress, Ranks, Requests, TrainError, Trainer, resumed_config};
 
 use crate::args::{ConfigArgs, ReportArgs, TrainArgs};
 use crate::failure::Failure;
 use crate::progress::{Display, duration, thousands};
+use crate::ranks::on_ranks;
 
 /// The exit code of a program that Ctrl-C ended.
 pub(crate) const EXIT_INTERRUPTED: u8 = 130;
@@ -25,45 +26,104 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
     }
     let requests = requests()?;
     let started = std::time::Instant::now();
-    let mut trainer = match &args.resume {
-        Some(run) => resume(run, &args, flags)?,
-        None => {
-            let (config, from) = resolve_from(&args, flags)?;
-            let run_dir = args.out.clone().unwrap_or_else(|| new_run_dir(&config));
-            Trainer::start_from(config, run_dir, from.as_deref())?
+    let start = Start::of(&args, flags)?;
+    let end = on_ranks(start.config(), |ranks| one_rank(&start, ranks, &requests))?;
+    match end {
+        Some(end) => end.show(started.elapsed().as_secs_f64()),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// How a run begins.
+enum Start {
+    New { config: RunConfig, run_dir: PathBuf, from: Option<PathBuf> },
+    Resumed { config: RunConfig, run_dir: PathBuf },
+}
+
+impl Start {
+    fn of(args: &TrainArgs, flags: Vec<Override>) -> Result<Self, Failure> {
+        if let Some(run) = &args.resume {
+            return resumed(run, args, flags);
         }
-    };
+        let (config, from) = resolve_from(args, flags)?;
+        let run_dir = args.out.clone().unwrap_or_else(|| new_run_dir(&config));
+        Ok(Self::New { config, run_dir, from })
+    }
+
+    fn config(&self) -> &RunConfig {
+        match self {
+            Self::New { config, .. } | Self::Resumed { config, .. } => config,
+        }
+    }
+
+    fn trainer(&self, ranks: Option<Ranks>) -> Result<Trainer, TrainError> {
+        match self {
+            Self::New { config, run_dir, from } => {
+                Trainer::start_over(config.clone(), run_dir.clone(), from.as_deref(), ranks)
+            }
+            Self::Resumed { config, run_dir } => Trainer::resume_over(run_dir.clone(), config.clone(), ranks),
+        }
+    }
+}
+
+/// Trains as one rank, or as the only one; what there is to say at the end, where this rank says it.
+fn one_rank(start: &Start, ranks: Option<Ranks>, requests: &Requests) -> Result<Option<End>, TrainError> {
+    if ranks.as_ref().is_some_and(|ranks| !ranks.is_root()) {
+        start.trainer(ranks)?.run(requests, &mut |_| ())?;
+        return Ok(None);
+    }
+    let mut trainer = start.trainer(ranks)?;
     announce(&trainer);
-    let outcome = watch(&mut trainer, &requests);
-    let run_dir = trainer.run_dir().to_owned();
+    let outcome = watch(&mut trainer, requests);
     // The report is also wanted of a run that failed.
-    let report = write_report(&run_dir);
+    let report = write_report(trainer.run_dir());
     let outcome = outcome?;
-    let report = report?;
-    let steps = trainer.progress().step;
-    let shown = run_dir.display();
-    eprintln!();
-    match outcome {
-        Outcome::Finished => {
-            eprintln!("Done: {} steps in {}.", thousands(steps), duration(started.elapsed().as_secs_f64()));
+    Ok(Some(End {
+        outcome,
+        report: report?,
+        run_dir: trainer.run_dir().to_owned(),
+        checkpoint: trainer.last_checkpoint().map(Path::to_owned),
+        progress: trainer.progress().clone(),
+        total_steps: trainer.config().train.steps,
+        prompt: trainer.config().train.sample_prompt.clone(),
+    }))
+}
+
+/// What there is to say of a run that ended.
+struct End {
+    outcome: Outcome,
+    report: PathBuf,
+    run_dir: PathBuf,
+    checkpoint: Option<PathBuf>,
+    progress: Progress,
+    total_steps: u64,
+    prompt: String,
+}
+
+impl End {
+    fn show(&self, seconds: f64) -> Result<ExitCode, Failure> {
+        let (steps, shown) = (self.progress.step, self.run_dir.display());
+        eprintln!();
+        match self.outcome {
+            Outcome::Finished => eprintln!("Done: {} steps in {}.", thousands(steps), duration(seconds)),
+            Outcome::Stopped => eprintln!("Stopped after step {} of {}.", steps, self.total_steps),
         }
-        Outcome::Stopped => eprintln!("Stopped after step {} of {}.", steps, trainer.config().train.steps),
+        if let Some(loss) = self.progress.val_loss {
+            eprintln!("Validation loss {loss:.4} ({:.3} bits a token).", loss / std::f64::consts::LN_2);
+        }
+        if let Some(checkpoint) = &self.checkpoint {
+            eprintln!("Checkpoint: {}", checkpoint.display());
+        }
+        eprintln!("Report:     {}", self.report.display());
+        // As this program was called, so that the line can be pasted.
+        let program = std::env::args().next().unwrap_or_else(|| "moeworks".to_owned());
+        if self.outcome == Outcome::Stopped {
+            eprintln!("Go on:      {program} train --resume {shown}");
+            return Ok(ExitCode::from(EXIT_INTERRUPTED));
+        }
+        eprintln!("Next:       {program} generate {shown} --prompt {:?}", self.prompt);
+        Ok(ExitCode::SUCCESS)
     }
-    if let Some(loss) = trainer.progress().val_loss {
-        eprintln!("Validation loss {loss:.4} ({:.3} bits a token).", loss / std::f64::consts::LN_2);
-    }
-    if let Some(checkpoint) = trainer.last_checkpoint() {
-        eprintln!("Checkpoint: {}", checkpoint.display());
-    }
-    eprintln!("Report:     {}", report.display());
-    // As this program was called, so that the line can be pasted.
-    let program = std::env::args().next().unwrap_or_else(|| "moeworks".to_owned());
-    if outcome == Outcome::Stopped {
-        eprintln!("Go on:      {program} train --resume {shown}");
-        return Ok(ExitCode::from(EXIT_INTERRUPTED));
-    }
-    eprintln!("Next:       {program} generate {shown} --prompt {:?}", trainer.config().train.sample_prompt);
-    Ok(ExitCode::SUCCESS)
 }
 
 /// `moeworks report`.
@@ -125,13 +185,14 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
     if !args.data.is_empty() {
         flags.push(Override::new("data.paths", args.data.clone()));
     }
-    if let Some(steps) = args.steps {
-        flags.push(Override::parse(&format!("train.steps={steps}"))?);
+    let numbers = [("train.steps", args.steps), ("parallel.ep", args.ep), ("parallel.dp", args.dp)];
+    for (setting, number) in numbers.into_iter().filter_map(|(setting, number)| Some((setting, number?))) {
+        flags.push(Override::parse(&format!("{setting}={number}"))?);
     }
     Ok(flags)
 }
 
-fn resume(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Trainer, Failure> {
+fn resumed(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Start, Failure> {
     let run_dir = if run == "auto" {
         let out = resolve_config(&args.config, Vec::new())?.run.out;
         newest_run(&out)?.ok_or_else(|| {
@@ -141,7 +202,8 @@ fn resume(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Trainer, 
         PathBuf::from(run)
     };
     let layers = layers(&args.config, flags)?;
-    Ok(Trainer::resume(run_dir, |stored| layers.resolve_over(stored))?)
+    let config = resumed_config(&run_dir, |stored| layers.resolve_over(stored))?;
+    Ok(Start::Resumed { config, run_dir })
 }
 
 /// The first signal asks for an end after the step; a second one leaves at once.
@@ -178,7 +240,7 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
 }
 
-fn watch(trainer: &mut Trainer, requests: &Requests) -> Result<Outcome, Failure> {
+fn watch(trainer: &mut Trainer, requests: &Requests) -> Result<Outcome, TrainError> {
     let mut display = Display::new(trainer.progress().step);
     let result = trainer.run(requests, &mut |event| match event {
         Event::Step { record, total_steps, val_loss } => display.step(record, total_steps, val_loss),
@@ -191,5 +253,5 @@ fn watch(trainer: &mut Trainer, requests: &Requests) -> Result<Outcome, Failure>
         Event::Saved(path) => tracing::info!("checkpoint {}", path.display()),
     });
     display.finish();
-    Ok(result?)
+    result
 }

@@ -4,7 +4,7 @@
 //! the balance losses, which look at all layers, are known before backward starts; backward goes through the layers from
 //! the last to the first and runs each block's weight-gradient task as soon as the block's input gradient is known.
 
-use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::{HeadGrads, HeadLoss, IGNORE, head_loss_backward_biased, head_loss_biased};
 use moeworks_ops::linear::{Write, linear};
@@ -21,7 +21,7 @@ use crate::blocks::{Memory, Pass};
 use crate::config::{ModelConfig, PositionKind};
 use crate::encoder::Encoder;
 use crate::generation::{KvCache, LayerCache};
-use crate::losses::{LossValues, router_losses};
+use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;
 use crate::shapes::weights_with;
@@ -38,11 +38,13 @@ use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights};
 pub struct Decoder {
     config: ModelConfig,
     attention: Vec<AttentionBlock>,
-    training: Vec<FeedForwardBlock>,
-    inference: Vec<FeedForwardBlock>,
+    pub(crate) training: Vec<FeedForwardBlock>,
+    pub(crate) inference: Vec<FeedForwardBlock>,
     cross: Option<CrossBlock>,
     encoder: Option<Encoder>,
     rope: RopeTables,
+    /// Where the experts are, if not all here.
+    pub(crate) ranks: Option<ExpertRanks>,
 }
 
 struct LayerSaved {
@@ -61,16 +63,20 @@ struct LayerRecord {
 impl Decoder {
     /// A decoder of `config`, whose `vocab_size` must be set. Fails if a setting is out of range.
     pub fn new(config: ModelConfig) -> Result<Self, ConfigError> {
+        Self::build(config, None)
+    }
+
+    pub(crate) fn build(config: ModelConfig, ranks: Option<ExpertRanks>) -> Result<Self, ConfigError> {
         config.validate()?;
         if config.vocab_size == 0 {
             return Err(ConfigError::new("vocab_size", 0, "must be at least 1"));
         }
-        let training = feed_forwards(&config, &config.moe())?;
-        let inference = feed_forwards(&config, &config.inference_moe())?;
+        let training = feed_forwards(&config, &config.moe(), ranks.as_ref())?;
+        let inference = feed_forwards(&config, &config.inference_moe(), ranks.as_ref())?;
         let encoder = config.of_encoder().map(Encoder::new).transpose()?;
         let cross = encoder.is_some().then(|| CrossBlock::new(&config));
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i)).collect();
-        Ok(Self { attention, training, inference, cross, encoder, rope: RopeTables::default(), config })
+        Ok(Self { attention, training, inference, cross, encoder, rope: RopeTables::default(), config, ranks })
     }
 
     /// The configuration.
@@ -134,6 +140,9 @@ impl Decoder {
     ) -> Result<PassStats, BatchError> {
         self.check_trainable()?;
         self.check_batch(batch)?;
+        if batch.inputs.is_empty() {
+            return Ok(self.serve_training(ctx, weights, options, write, grads));
+        }
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), None);
         let mut x = self.embed(&pass, weights, batch.inputs);
         let mut records = Vec::with_capacity(weights.layers.len());
@@ -144,7 +153,9 @@ impl Decoder {
             let input = std::mem::replace(&mut x, y);
             records.push(LayerRecord { input, saved: (!options.checkpoint_layers).then_some(saved) });
         }
+        self.merge_stats(&mut layer_stats);
         let (router, mut loss_grads) = router_losses(&layer_stats, &self.config.router, options);
+        self.take_share(batch.inputs.len(), &layer_stats, &mut loss_grads);
         let (loss, mut dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
         drop(x);
         for (i, record) in records.into_iter().enumerate().rev() {
@@ -170,7 +181,7 @@ impl Decoder {
             elementwise::scale_assign(ctx, &mut dx, multiplier);
         }
         embedding_backward(ctx, batch.inputs, &dx, d_embedding);
-        Ok(pass_stats(loss, router, layer_stats))
+        Ok(self.pass_stats(loss, router, layer_stats))
     }
 
     /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones.
@@ -204,6 +215,9 @@ impl Decoder {
         (memory, mut layers): (Option<&Memory>, Vec<LayerStats>),
         mut watch: impl FnMut(usize, &MoeSaved),
     ) -> PassStats {
+        if batch.inputs.is_empty() {
+            return self.serve_evaluation(ctx, weights);
+        }
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory);
         let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| {
             watch(i, saved);
@@ -212,8 +226,9 @@ impl Decoder {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
         let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
+        self.merge_stats(&mut layers);
         let (router, _) = router_losses(&layers, &self.config.router, &PassOptions::default());
-        pass_stats(loss, router, layers)
+        self.pass_stats(loss, router, layers)
     }
 
     /// Shows `watch` what each MoE layer decides for `num_sequences` sequences of `inputs`, by the rules of training (the
@@ -375,7 +390,8 @@ impl Decoder {
         });
         let (middle, attention) = self.attention[i].forward(pass, w, x);
         let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
-        let input = RouterInput { noise, token_ids, seq_len, progress: options.progress, ..RouterInput::default() };
+        let PassOptions { progress, first_token, .. } = *options;
+        let input = RouterInput { noise, token_ids, seq_len, progress, first_token, ..RouterInput::default() };
         let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
         (y, LayerSaved { attention, middle, feed_forward })
     }
@@ -447,7 +463,7 @@ impl Decoder {
                 return Err(BatchError::Length { what, len, num_sequences, seq_len });
             }
         }
-        if inputs.is_empty() {
+        if inputs.is_empty() && self.ranks.is_none() {
             return Err(BatchError::Empty);
         }
         self.check_len(seq_len)?;
@@ -478,9 +494,14 @@ impl Decoder {
 pub(crate) fn feed_forwards(
     config: &ModelConfig,
     moe_config: &MoeConfig,
+    ranks: Option<&ExpertRanks>,
 ) -> Result<Vec<FeedForwardBlock>, ConfigError> {
     let layer = |i| {
-        let moe = config.is_moe_layer(i).then(|| MoeLayer::new(moe_config.clone())).transpose()?;
+        let moe_layer = || match ranks {
+            None => MoeLayer::new(moe_config.clone()),
+            Some(ranks) => MoeLayer::over_ranks(moe_config.clone(), ranks.clone()),
+        };
+        let moe = config.is_moe_layer(i).then(moe_layer).transpose()?;
         Ok(FeedForwardBlock {
             moe,
             activation: config.activation.into(),
@@ -489,10 +510,4 @@ pub(crate) fn feed_forwards(
         })
     };
     (0..config.num_layers).map(layer).collect()
-}
-
-fn pass_stats(loss: HeadLoss, router: LossValues, layers: Vec<LayerStats>) -> PassStats {
-    let HeadLoss { loss_sum, num_targets, num_correct } = loss;
-    let LossValues { balance: balance_loss, z: z_loss, others: router_losses } = router;
-    PassStats { loss_sum, num_targets, num_correct, balance_loss, z_loss, router_losses, layers }
 }

@@ -38,7 +38,7 @@ impl Encoder {
     /// The encoder of `config`, the configuration of its layers.
     pub(crate) fn new(config: ModelConfig) -> Result<Self, ConfigError> {
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i)).collect();
-        Ok(Self { attention, feed_forward: feed_forwards(&config, &config.inference_moe())?, config })
+        Ok(Self { attention, feed_forward: feed_forwards(&config, &config.inference_moe(), None)?, config })
     }
 
     /// What the encoder makes of `ids`, `[T, D]` in the type of the weights' products.

@@ -10,6 +10,7 @@ pub mod generation;
 pub mod gguf;
 pub mod hf;
 mod losses;
+mod over_ranks;
 mod pass;
 mod rope_tables;
 pub mod safetensors;
@@ -31,5 +32,5 @@ pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, Role,
+    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, Role, is_of_experts,
 };

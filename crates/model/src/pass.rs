@@ -75,6 +75,8 @@ pub struct PassOptions {
     pub l1_scale: f32,
     /// The share of the run that is done, 0 to 1, for what changes over a run.
     pub progress: f64,
+    /// The position of the first token of the batch among those of all ranks, by which noise is addressed.
+    pub first_token: usize,
     /// Noise on router inputs, if the configuration's `jitter` is not 0; none gives none.
     pub noise: Option<RouterNoise>,
     /// Keep only each layer's input and compute the layer again in backward.
@@ -96,6 +98,7 @@ impl Default for PassOptions {
             entropy: EntropyRule::default(),
             l1_scale: 0.0,
             progress: 1.0,
+            first_token: 0,
             noise: None,
             checkpoint_layers: false,
             grad_scale: 1.0,

@@ -299,6 +299,12 @@ macro_rules! list_tensors {
     }};
 }
 
+/// Whether the tensor that [`DecoderWeights::tensors`] names so belongs to routed experts: its first dimension is theirs.
+#[must_use]
+pub fn is_of_experts(name: &str) -> bool {
+    name.contains(".mlp.experts.")
+}
+
 impl DecoderWeights {
     /// Every tensor with its name. Names are `transformers`' in-memory names where it has one; the order is that of the
     /// computation and never changes for a configuration.
@@ -339,6 +345,18 @@ impl DecoderWeights {
             FeedForwardWeights::Dense(_) => None,
         });
         layers.flat_map(|states| states.iter_mut().map(|state| &mut state.tensor)).collect()
+    }
+
+    /// The same model with only these experts in each MoE layer, in memory of its own for them; the rest is shared.
+    #[must_use]
+    pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
+        let mut part = self.shared();
+        for layer in &mut part.layers {
+            if let FeedForwardWeights::Moe(moe) = &mut layer.feed_forward {
+                *moe = moe.of_experts(ctx, experts);
+            }
+        }
+        part
     }
 
     /// The number of parameters.
@@ -384,7 +402,7 @@ impl DecoderWeights {
     }
 
     /// Writes the routers' states into those of `copy`.
-    fn update_states(&self, ctx: &Context, copy: &mut Self) {
+    pub fn update_states(&self, ctx: &Context, copy: &mut Self) {
         for (from, to) in self.layers.iter().zip(&mut copy.layers) {
             if let (FeedForwardWeights::Moe(from), FeedForwardWeights::Moe(to)) =
                 (&from.feed_forward, &mut to.feed_forward)
@@ -409,6 +427,18 @@ impl DecoderWeights {
         if let Some(copy) = copy {
             self.update_states(ctx, copy);
         }
+    }
+
+    /// The same structure with every tensor replaced by `f` of its name and it, such as a part of it; routers' states are shared.
+    #[must_use]
+    pub fn map_named(&self, mut f: impl FnMut(&str, &Tensor) -> Tensor) -> Self {
+        let mut copy = self.shared();
+        for ((name, from), (_, _, to)) in
+            self.tensors().into_iter().zip(list_tensors!(&mut copy, iter_mut, as_mut, mut))
+        {
+            *to = f(&name, from);
+        }
+        copy
     }
 
     /// The same structure with every tensor replaced by `f` of it.

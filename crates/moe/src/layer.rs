@@ -19,16 +19,20 @@ use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::free::{self, FreeChoices, FreeGrads};
+use crate::ranks::{RanksSaved, RanksTask};
 use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
 use crate::shared::{SharedSaved, SharedTask};
 use crate::{
-    ConfigError, Dispatch, FreeShare, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing, RoutingError,
+    ConfigError, Dispatch, ExpertRanks, FreeShare, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing,
+    RoutingError,
 };
 
 /// An MoE layer: its configuration, checked. Weights are arguments.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoeLayer {
     config: MoeConfig,
+    /// Where the experts are, if not all here.
+    ranks: Option<ExpertRanks>,
 }
 
 /// What backward needs of forward, and what forward decided. Cloning shares the tensors.
@@ -46,8 +50,21 @@ struct Saved {
     free: FreeShare,
     num_rerouted: usize,
     dispatch: Dispatch,
-    experts: ExpertsSaved,
+    experts: ExpertsPart,
     shared: Option<SharedSaved>,
+}
+
+/// What the experts saved of forward.
+#[allow(clippy::large_enum_variant)] // one for each layer
+enum ExpertsPart {
+    Here(ExpertsSaved),
+    Ranks(RanksSaved),
+}
+
+/// What the gradients of the experts are computed of, besides what forward saved.
+enum ExpertsTask {
+    Here { dh: Tensor },
+    Ranks(RanksTask),
 }
 
 /// The gradient of a layer's weights, to be computed when it suits.
@@ -56,7 +73,7 @@ pub struct MoeGradTask {
     dy: Tensor,
     router: Option<RouterGradTask>,
     free: Option<FreeGrads>,
-    dh: Tensor,
+    experts: ExpertsTask,
     shared: Option<SharedTask>,
     config: MoeConfig,
 }
@@ -65,7 +82,15 @@ impl MoeLayer {
     /// A layer of `config`, or what is wrong with it.
     pub fn new(config: MoeConfig) -> Result<Self, ConfigError> {
         config.validate()?;
-        Ok(Self { config })
+        Ok(Self { config, ranks: None })
+    }
+
+    /// A layer of `config` whose experts live on the ranks of `ranks`: weights are those of the experts held here, in their
+    /// order. All ranks of the group make the same calls of [`forward`](Self::forward) and [`backward`](Self::backward),
+    /// each with tokens of its own, or none. Panics if the placement is of another number of experts.
+    pub fn over_ranks(config: MoeConfig, ranks: ExpertRanks) -> Result<Self, ConfigError> {
+        assert_eq!(ranks.placement().num_experts(), config.num_experts, "experts of a placement");
+        Ok(Self { ranks: Some(ranks), ..Self::new(config)? })
     }
 
     /// The configuration.
@@ -86,14 +111,14 @@ impl MoeLayer {
         x: &Tensor,
         input: &RouterInput<'_>,
     ) -> (Tensor, MoeSaved) {
-        weights.check(&self.config);
+        let num_held = self.ranks.as_ref().map_or(self.config.num_experts, |ranks| ranks.held().len());
+        weights.check(&self.config, num_held);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let router = self.router(weights, input);
         let Decision { routing, saved: router_saved, num_rerouted } = router.forward(ctx, x);
         let priority = router.priority(&router_saved);
         let dispatch = Dispatch::with_rule(ctx, &routing, &router.rule(priority.as_deref()));
-        let (experts, biases) = (weights.experts(self.config.activation), weights.expert_biases());
-        let (mut y, experts) = experts_forward_biased(ctx, x, experts, biases, dispatch.rows());
+        let (mut y, experts) = self.experts_forward(ctx, weights, x, (&dispatch, routing.top_k()));
         let exact_x = free::exact(ctx, &self.config, x);
         if let Some(x) = &exact_x {
             FreeChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }.forward(&mut y);
@@ -107,6 +132,49 @@ impl MoeLayer {
         let free = FreeShare::of(&self.config);
         let saved = Saved { x, exact_x, router, routing, free, num_rerouted, dispatch, experts, shared };
         (y, MoeSaved { inner: Arc::new(saved) })
+    }
+
+    fn experts_forward(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        x: &Tensor,
+        (dispatch, num_choices): (&Dispatch, usize),
+    ) -> (Tensor, ExpertsPart) {
+        let activation = self.config.activation;
+        if let Some(ranks) = &self.ranks {
+            let (y, saved) = RanksSaved::forward(ctx, ranks, (weights, activation), x, (dispatch, num_choices));
+            return (y, ExpertsPart::Ranks(saved));
+        }
+        let (experts, biases) = (weights.experts(activation), weights.expert_biases());
+        let (y, saved) = experts_forward_biased(ctx, x, experts, biases, dispatch.rows());
+        (y, ExpertsPart::Here(saved))
+    }
+
+    /// The gradients of the input and of each choice's weight.
+    fn experts_backward(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        saved: &Saved,
+        dy: &Tensor,
+    ) -> (Tensor, Tensor, ExpertsTask) {
+        match &saved.experts {
+            ExpertsPart::Ranks(saved) => {
+                let back = saved.backward(ctx, (weights, self.config.activation), dy);
+                let dweights = choice_grads(ctx, saved.sent_rows(), &back.d_row_weights);
+                (back.dx, dweights, ExpertsTask::Ranks(back.task))
+            }
+            ExpertsPart::Here(experts_saved) => {
+                let (rows, experts) = (saved.dispatch.rows(), weights.experts(self.config.activation));
+                let mut back = experts_backward(ctx, dy, experts, rows, experts_saved);
+                if let Some((_, down)) = &weights.biases {
+                    add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
+                }
+                let dweights = choice_grads(ctx, rows, back.d_row_weights.f32s());
+                (back.dx, dweights, ExpertsTask::Here { dh: back.dh })
+            }
+        }
     }
 
     /// The decision alone: which experts each token of `x [T, D]` goes to. Arguments as in [`forward`](Self::forward).
@@ -140,17 +208,9 @@ impl MoeLayer {
     ) -> (Tensor, MoeGradTask) {
         let saved = &saved.inner;
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
-        let rows = saved.dispatch.rows();
-        let experts = weights.experts(self.config.activation);
         // Every product with it would round it again, row by row.
-        let dy = &into_type(ctx, dy.clone(), experts.gate_up.dtype());
-        let mut backward = experts_backward(ctx, dy, experts, rows, &saved.experts);
-        if let Some((_, down)) = &weights.biases {
-            add_bias_row_weight_grads(dy, down, rows, &mut backward.d_row_weights);
-        }
-        let mut dx = backward.dx;
-
-        let mut dweights = choice_grads(ctx, rows, backward.d_row_weights.f32s());
+        let dy = &into_type(ctx, dy.clone(), weights.gate_up.dtype());
+        let (mut dx, mut dweights, experts) = self.experts_backward(ctx, weights, saved, dy);
         let free = saved.exact_x.as_ref().map(|x| {
             let (routing, dispatch) = (&saved.routing, &saved.dispatch);
             let choices = FreeChoices { config: &self.config, weights, routing, dispatch, x };
@@ -171,8 +231,7 @@ impl MoeLayer {
             task
         });
         let saved = Arc::clone(saved);
-        let task =
-            MoeGradTask { saved, dy: dy.clone(), router, free, dh: backward.dh, shared, config: self.config.clone() };
+        let task = MoeGradTask { saved, dy: dy.clone(), router, free, experts, shared, config: self.config.clone() };
         (dx, task)
     }
 }
@@ -251,7 +310,8 @@ impl MoeGradTask {
     /// expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        experts_weight_grad(ctx, self.inputs(), self.config.activation, self.saved.dispatch.rows(), write, into);
+        let (inputs, rows) = self.inputs();
+        experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into);
         self.run_rest(ctx, write, grads);
     }
 
@@ -259,20 +319,29 @@ impl MoeGradTask {
     /// who keeps them zero.
     pub fn run_for_used_experts(self, ctx: &Context, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        experts_weight_grad_of_used(ctx, self.inputs(), self.config.activation, self.saved.dispatch.rows(), into);
+        let (inputs, rows) = self.inputs();
+        experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into);
         self.run_rest(ctx, Write::Replace, grads);
     }
 
-    fn inputs(&self) -> WeightGradInputs<'_> {
-        let Saved { x, experts, .. } = &*self.saved;
-        WeightGradInputs { x, dy: &self.dy, saved: experts, dh: &self.dh }
+    /// What the experts' gradients are computed from, and for which rows.
+    fn inputs(&self) -> (WeightGradInputs<'_>, ExpertRows<'_>) {
+        let Saved { x, experts, dispatch, .. } = &*self.saved;
+        match (experts, &self.experts) {
+            (ExpertsPart::Here(saved), ExpertsTask::Here { dh }) => {
+                (WeightGradInputs { x, dy: &self.dy, saved, dh }, dispatch.rows())
+            }
+            (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => saved.task_inputs(task),
+            _ => unreachable!("backward makes the task of what forward saved"),
+        }
     }
 
     /// All but the experts' matrices.
     fn run_rest(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
-        let Saved { x, router, dispatch, .. } = &*self.saved;
+        let Saved { x, router, .. } = &*self.saved;
         if let Some((gate_up, down)) = &mut grads.biases {
-            experts_bias_grad(&self.dy, &self.dh, dispatch.rows(), write, (gate_up, down));
+            let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs();
+            experts_bias_grad(dy, dh, rows, write, (gate_up, down));
         }
         if let Some(task) = self.router {
             task.run(ctx, router, x, write, grads);

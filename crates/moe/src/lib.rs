@@ -81,6 +81,7 @@ mod losses;
 pub mod measure;
 mod overflow;
 mod ramp;
+mod ranks;
 mod router;
 mod routing;
 mod shared;
@@ -96,6 +97,7 @@ pub use losses::{
 };
 pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
+pub use ranks::ExpertRanks;
 pub use router::{
     FixedCapacity, GroupScore, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert, WeightShape,
     next_state,

@@ -32,6 +32,15 @@ pub struct LossGrad {
 }
 
 impl LossGrad {
+    /// What the losses say of a pass whose tokens are this share, 0 to 1, of those that their means are taken over: tokens of
+    /// other ranks are the rest.
+    pub fn of_share(&mut self, share: f32) {
+        self.z *= share;
+        self.sequence *= share;
+        self.gshard *= share;
+        self.l1 *= share;
+    }
+
     /// Whether nothing but balance and z-loss has a gradient.
     pub(crate) fn is_simple(&self) -> bool {
         self.sequence == 0.0

@@ -153,6 +153,9 @@ impl LayerStats {
                 *a += ((f64::from(b) - f64::from(*a)) * share) as f32;
             }
         }
+        // The last modality that has tokens may be another one there.
+        let known = self.modalities.len();
+        self.modalities.extend(other.modalities.iter().skip(known).cloned());
     }
 
     /// E.

@@ -57,6 +57,18 @@ pub struct SharedWeights {
     pub gate: Option<Tensor>,
 }
 
+/// `[experts, ..]`: these rows of a tensor `[E, ..]`.
+fn select_experts(ctx: &Context, tensor: &Tensor, experts: &[usize]) -> Tensor {
+    let mut shape = tensor.shape().to_vec();
+    let bytes = tensor.num_bytes() / shape[0].max(1);
+    shape[0] = experts.len();
+    let mut selected = ctx.empty(&shape, tensor.dtype());
+    for (to, &expert) in selected.bytes_mut().chunks_exact_mut(bytes.max(1)).zip(experts) {
+        to.copy_from_slice(&tensor.bytes()[expert * bytes..(expert + 1) * bytes]);
+    }
+    selected
+}
+
 impl MoeWeights {
     /// Zeros in the shapes of `config`; everything but the router is `dtype`.
     #[must_use]
@@ -95,6 +107,18 @@ impl MoeWeights {
         let random = |i: usize| Random::new(seed, Purpose::Init, first_stream + i as u64);
         let shapes = config.extra_shapes().into_iter().enumerate();
         self.extras = shapes.map(|(i, shape)| NamedTensor::first(ctx, &shape, &random(i), std)).collect();
+    }
+
+    /// The same layer with only these of its experts, in this order, in memory of their own. Everything else is shared.
+    #[must_use]
+    pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
+        let select = |tensor: &Tensor| select_experts(ctx, tensor, experts);
+        Self {
+            gate_up: select(&self.gate_up),
+            down: select(&self.down),
+            biases: self.biases.as_ref().map(|(gate_up, down)| (select(gate_up), select(down))),
+            ..self.clone()
+        }
     }
 
     /// The tensors, in the order of the fields.
@@ -144,10 +168,10 @@ impl MoeWeights {
         self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down })
     }
 
-    /// Panics if a tensor has not the shape that `config` asks for.
-    pub(crate) fn check(&self, config: &MoeConfig) {
+    /// Panics if a tensor has not the shape that `config` asks for, with `e` experts held here.
+    pub(crate) fn check(&self, config: &MoeConfig, e: usize) {
         let a = config.activation.num_inputs();
-        let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
+        let (d, f, s) = (config.width, config.expert_width, config.shared_width);
         let router = config.router_shape();
         assert_eq!((self.router.shape(), self.router.dtype()), (&router[..], DType::F32), "router of an MoE layer");
         for (extra, shape) in self.extras.iter().zip(config.extra_shapes()) {

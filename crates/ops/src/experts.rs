@@ -430,8 +430,10 @@ fn row_outputs(
     outputs
 }
 
-/// Adds up the rows of each token in the order of its choices: `[T, D]`.
-pub(crate) fn combine(
+/// Adds up the rows `[R, D]` (f32) of each token in the order of its choices, each times its weight if there are weights `[R]`:
+/// `shape`, which is `[T, D]`. Of `rows` the offsets are not looked at.
+#[must_use]
+pub fn combine(
     ctx: &Context,
     outputs: &Tensor,
     rows: ExpertRows<'_>,

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use moeworks_model::ModelConfig;
 use moeworks_moe::Ramp;
+use moeworks_plan::{Layout, Order};
 use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
@@ -41,6 +42,8 @@ pub struct RunConfig {
     pub data: DataConfig,
     /// How the model is trained.
     pub train: TrainConfig,
+    /// How it lies on ranks.
+    pub parallel: ParallelConfig,
     /// Where the results go.
     pub run: OutputConfig,
 }
@@ -264,6 +267,77 @@ impl Default for TrainConfig {
             seed: 1,
             threads: 0,
         }
+    }
+}
+
+/// How the model lies on ranks. Each rank trains on its share of the sequences of a microbatch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ParallelConfig {
+    /// Groups of ranks, each with all experts.
+    pub dp: usize,
+    /// Ranks of a group, which hold the experts between them.
+    pub ep: usize,
+    /// Whether the ranks of a group are those at the same place of neighbouring ranks, not neighbours themselves.
+    pub apart: bool,
+    /// Which ranks of a group hold which experts.
+    pub placement: PlacementChoice,
+    /// Whether ranks that hold the same weights share their optimizer state out (ZeRO-1).
+    pub shard_optimizer: bool,
+    /// Seconds after which a rank that the others wait for within a step is taken for hung.
+    pub timeout_s: u64,
+}
+
+/// Which ranks of a group hold which experts; written as `"sharded"`, `"everywhere"` or a path.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "String", into = "String")]
+pub enum PlacementChoice {
+    /// Each expert on one rank, neighbouring experts together.
+    Sharded,
+    /// Every expert on every rank.
+    Everywhere,
+    /// As a file with a placement's text says.
+    File(String),
+}
+
+impl From<String> for PlacementChoice {
+    fn from(text: String) -> Self {
+        match text.as_str() {
+            "sharded" => Self::Sharded,
+            "everywhere" => Self::Everywhere,
+            _ => Self::File(text),
+        }
+    }
+}
+
+impl From<PlacementChoice> for String {
+    fn from(choice: PlacementChoice) -> Self {
+        match choice {
+            PlacementChoice::Sharded => "sharded".into(),
+            PlacementChoice::Everywhere => "everywhere".into(),
+            PlacementChoice::File(path) => path,
+        }
+    }
+}
+
+impl Default for ParallelConfig {
+    fn default() -> Self {
+        Self { dp: 1, ep: 1, apart: false, placement: PlacementChoice::Sharded, shard_optimizer: false, timeout_s: 25 }
+    }
+}
+
+impl ParallelConfig {
+    /// Ranks in all.
+    #[must_use]
+    pub fn num_ranks(&self) -> usize {
+        self.dp.saturating_mul(self.ep)
+    }
+
+    /// The groups as a value.
+    #[must_use]
+    pub fn layout(&self) -> Layout {
+        let order = if self.apart { Order::Apart } else { Order::Together };
+        Layout { order, ..Layout::new(self.dp, self.ep, 1) }
     }
 }
 

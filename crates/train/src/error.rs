@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use moeworks_comm::CommError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
 
 use crate::config::ConfigError;
@@ -35,6 +36,22 @@ pub enum TrainError {
     /// The tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
+    /// A rank failed, hangs or disagrees.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// The settings ask for another number of ranks than there are.
+    #[error(
+        "parallel.dp = {dp} times parallel.ep = {ep} is {} ranks, but there are {num_ranks}",
+        dp.saturating_mul(*ep)
+    )]
+    Ranks {
+        /// Groups of ranks.
+        dp: usize,
+        /// Ranks of a group.
+        ep: usize,
+        /// Ranks there are.
+        num_ranks: usize,
+    },
     /// A batch does not fit the model.
     #[error(transparent)]
     Batch(#[from] BatchError),

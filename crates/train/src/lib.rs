@@ -8,6 +8,7 @@ pub mod events;
 pub mod measure;
 pub mod metrics;
 pub mod optimizer;
+mod ranks;
 pub mod report;
 pub mod routing;
 pub mod schedule;
@@ -18,5 +19,6 @@ pub mod study;
 mod trainer;
 
 pub use error::TrainError;
-pub use state::Progress;
+pub use ranks::Ranks;
+pub use state::{Progress, resumed_config};
 pub use trainer::{Event, Outcome, Requests, Trainer};

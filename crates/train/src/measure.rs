@@ -35,7 +35,7 @@ pub struct Speed {
 /// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short measurement is
 /// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
 pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
-    let ctx = context(config);
+    let ctx = context(config, None);
     let is_bf16 = config.train.precision == Precision::Bf16;
     let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
     let seq_len = config.train.seq_len;
@@ -58,7 +58,7 @@ pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
 /// Bytes a second that the threads of `config` read from memory together, measured.
 #[must_use]
 pub fn memory_bytes_per_s(config: &RunConfig) -> f64 {
-    peak::measure(&context(config)).read_bytes_per_s
+    peak::measure(&context(config, None)).read_bytes_per_s
 }
 
 /// The largest model of the same layer shape, and the number of sequences, that fit the bounds.

@@ -1,12 +1,13 @@
 //! What a run is set up with, as functions of its configuration.
 
 use moeworks_model::Tokenizer;
-use moeworks_model::account::TrainingMemory;
+use moeworks_model::account::{TrainingMemory, shape};
 use moeworks_ops::Context;
 
 use crate::config::{ConfigError, Precision, RunConfig, ScheduleKind};
 use crate::error::TrainError;
 use crate::optimizer::AdamWConfig;
+use crate::ranks::Ranks;
 use crate::schedule::{Decay, Schedule};
 
 /// The model's vocabulary: the tokenizer's, unless a larger one is set.
@@ -28,12 +29,16 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 
 /// Refuses a model whose training state cannot fit, before the system ends the program for it. Activations are not counted:
 /// they are an estimate, and checkpointing bounds them.
-pub(crate) fn check_memory(config: &RunConfig) -> Result<(), TrainError> {
-    let memory = TrainingMemory::of(&config.model, 0, config.train.precision == Precision::Bf16, false);
+pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
+    let is_bf16 = config.train.precision == Precision::Bf16;
+    let shape = shape(&config.model, config.train.seq_len, is_bf16);
+    let held = shape.num_experts.div_ceil(config.parallel.ep) * shape.num_moe_layers;
+    let part = (shape.dense_params + held as u64 * shape.expert_params) as f64 / shape.params().max(1) as f64;
+    let num_parts = ranks.map_or(1, Ranks::num_neighbours);
+    let whole = TrainingMemory::of(&config.model, 0, is_bf16, false).total_bytes() as f64;
+    let needed_bytes = (whole * part * num_parts as f64) as u64;
     match machine_bytes() {
-        Some(machine_bytes) if memory.total_bytes() > machine_bytes => {
-            Err(TrainError::Memory { needed_bytes: memory.total_bytes(), machine_bytes })
-        }
+        Some(machine_bytes) if needed_bytes > machine_bytes => Err(TrainError::Memory { needed_bytes, machine_bytes }),
         _ => Ok(()),
     }
 }
@@ -46,12 +51,18 @@ pub fn machine_bytes() -> Option<u64> {
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// A context with the threads that the configuration asks for.
-pub(crate) fn context(config: &RunConfig) -> Context {
-    match config.train.threads {
-        0 => Context::cpu_all_cores(),
-        threads => Context::cpu(threads),
+/// A context with the threads that the configuration asks for: of all cores a rank takes its share of those of its node.
+pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Context {
+    match (config.train.threads, ranks) {
+        (0, None) => Context::cpu_all_cores(),
+        (0, Some(ranks)) => Context::cpu((num_cores() / ranks.num_neighbours()).max(1)),
+        (threads, _) => Context::cpu(threads),
     }
+}
+
+/// Cores that this process may use.
+pub(crate) fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
 pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {

@@ -11,7 +11,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{self, ConfigLayers, RunConfig, TokenizerChoice};
+use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 use crate::optimizer::{AdamWConfig, Optimizer};
 use crate::routing::RoutingSample;
@@ -127,6 +127,9 @@ pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
     if let TokenizerChoice::File(path) = &mut config.data.tokenizer {
         *path = absolute(path.as_ref())?.display().to_string();
     }
+    if let PlacementChoice::File(path) = &mut config.parallel.placement {
+        *path = absolute(path.as_ref())?.display().to_string();
+    }
     Ok(())
 }
 
@@ -147,6 +150,19 @@ pub(crate) fn read_config(run_dir: &Path) -> Result<RunConfig, TrainError> {
         return Err(TrainError::State { path: run_dir.to_owned(), problem });
     }
     Ok(ConfigLayers { file: Some(path), ..ConfigLayers::default() }.resolve()?)
+}
+
+/// The configuration that the run in `run_dir` goes on with: its own, changed by `change`, which may change settings but not
+/// those that would make the model or its data others.
+pub fn resumed_config(
+    run_dir: &Path,
+    change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
+) -> Result<RunConfig, TrainError> {
+    let stored = read_config(run_dir)?;
+    let mut config = change(stored.clone())?;
+    make_absolute(&mut config)?;
+    check_resumable(run_dir, &stored, &config)?;
+    Ok(config)
 }
 
 /// Every setting below `name` with its value.

@@ -3,37 +3,35 @@
 //! Everything random is a function of (seed, step), and everything else that a step depends on is in a checkpoint, so a
 //! resumed run makes the same steps as one that was never stopped, bit for bit.
 
+mod keep;
 mod observe;
+mod open;
 
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_token};
-use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
-use moeworks_model::hf::load_model;
 use moeworks_model::{
     BalanceKind, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise, TokenBatch,
     Tokenizer,
 };
 use moeworks_moe::{EntropyRule, Ramp};
+use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
-use moeworks_ops::{Context, peak};
-use moeworks_tensor::DType;
 
-use crate::config::{BalanceChoice, ConfigError, Precision, RunConfig};
-use crate::corpus::Corpus;
+use crate::config::{BalanceChoice, RunConfig};
 use crate::data::{Batch, Dataset};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
 use crate::optimizer::{Optimizer, clip_scale, global_norm};
+use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
-use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
-use crate::state::{self, Progress};
-use crate::store::{CONFIG_FILE, Keep, Store};
+use crate::setup::moe_layers;
+use crate::state::Progress;
+use crate::store::Store;
 
 /// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
 #[derive(Clone, Debug, Default)]
@@ -98,155 +96,25 @@ pub struct Trainer {
     /// that was stopped has the records of one that was not.
     routing: Option<RoutingSample>,
     schedule: Schedule,
+    /// What only one rank writes.
+    output: Option<Output>,
+    peak_flops: f64,
+    /// This rank's place, if there are several.
+    ranks: Option<Ranks>,
+}
+
+/// What a run leaves on disk.
+struct Output {
     store: Store,
     metrics: MetricsWriter,
-    peak_flops: f64,
     last_checkpoint: Option<PathBuf>,
 }
 
-/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`.
-fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<DecoderWeights, TrainError> {
-    let (stored, weights) = load_model(ctx, dir)?;
-    if !stored.computes_as(config) {
-        let problem = "its weights are of another model than the settings under model.* describe; leave those to it";
-        return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
-    }
-    Ok(weights.compute_copy(ctx, DType::F32))
-}
-
 impl Trainer {
-    /// Starts a new run in the folder `run_dir`, in which there must be no run yet. Nothing is written before the whole
-    /// configuration and the data have proved usable.
-    pub fn start(config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
-        Self::start_from(config, run_dir, None)
-    }
-
-    /// As [`Trainer::start`], with the weights of the model folder `from` in place of random ones. The configuration's model
-    /// must be the folder's, up to settings of training.
-    pub fn start_from(mut config: RunConfig, run_dir: PathBuf, from: Option<&Path>) -> Result<Self, TrainError> {
-        if run_dir.join(CONFIG_FILE).exists() {
-            let problem = "holds a run already; go on with it by --resume, or choose another folder".to_owned();
-            return Err(TrainError::State { path: run_dir, problem });
-        }
-        let ctx = context(&config);
-        state::make_absolute(&mut config)?;
-        let corpus = Corpus::open(&config, None)?;
-        config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
-        let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
-        decoder.check_trainable()?;
-        check_memory(&config)?;
-        let weights = match from {
-            Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
-            None => decoder.init(&ctx, config.train.seed),
-        };
-        let optimizer = Optimizer::new(&ctx, adamw_config(&config), &weights);
-        let store = Store::open_to_write(&run_dir)?;
-        let metrics = MetricsWriter::create(&run_dir, &moe_layers(&config))?;
-        state::write_config(&run_dir, &config)?;
-        let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
-        let (routing, last_checkpoint) = (None, None);
-        Ok(Self::new(Parts {
-            ctx,
-            config,
-            run_dir,
-            decoder,
-            corpus,
-            weights,
-            optimizer,
-            progress,
-            routing,
-            store,
-            metrics,
-            last_checkpoint,
-        }))
-    }
-
-    /// Goes on from the newest whole checkpoint of the run in `run_dir`. `change` may change settings, but not those that
-    /// would make the model or its data others.
-    pub fn resume(
-        run_dir: PathBuf,
-        change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
-    ) -> Result<Self, TrainError> {
-        let stored = state::read_config(&run_dir)?;
-        let mut config = change(stored.clone())?;
-        state::make_absolute(&mut config)?;
-        state::check_resumable(&run_dir, &stored, &config)?;
-        let store = Store::open_to_write(&run_dir)?;
-        let Some(checkpoint) = store.latest()? else {
-            let problem = "the run has no complete checkpoint to go on from".to_owned();
-            return Err(TrainError::State { path: run_dir, problem });
-        };
-        let ctx = context(&config);
-        let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
-        let decoder = Decoder::new(config.model.clone()).map_err(ConfigError::from)?;
-        let (weights, optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
-        let routing = RoutingSample::load(&checkpoint.path)?;
-        if progress.data_hash != corpus.hash {
-            tracing::warn!("the data is not what this run began with: its steps will not be those of an unbroken run");
-        }
-        store.discard_after(progress.step)?;
-        state::write_config(&run_dir, &config)?;
-        let metrics = MetricsWriter::resume(&run_dir, &moe_layers(&config), progress.step)?;
-        let last_checkpoint = Some(checkpoint.path);
-        Ok(Self::new(Parts {
-            ctx,
-            config,
-            run_dir,
-            decoder,
-            corpus,
-            weights,
-            optimizer,
-            progress,
-            routing,
-            store,
-            metrics,
-            last_checkpoint,
-        }))
-    }
-
-    fn new(parts: Parts) -> Self {
-        let Parts {
-            ctx,
-            config,
-            run_dir,
-            decoder,
-            corpus,
-            weights,
-            optimizer,
-            progress,
-            routing,
-            store,
-            metrics,
-            last_checkpoint,
-        } = parts;
-        let is_bf16 = config.train.precision == Precision::Bf16;
-        let compute = is_bf16.then(|| weights.compute_copy(&ctx, DType::BF16));
-        let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
-        Self {
-            grads: weights.zeros_like(&ctx),
-            schedule: schedule(&config),
-            ctx,
-            config,
-            run_dir,
-            decoder,
-            dataset: corpus.dataset,
-            tokenizer: corpus.tokenizer,
-            weights,
-            compute,
-            optimizer,
-            progress,
-            routing,
-            store,
-            metrics,
-            peak_flops,
-            last_checkpoint,
-        }
-    }
-
     /// The newest checkpoint of the run.
     #[must_use]
     pub fn last_checkpoint(&self) -> Option<&Path> {
-        self.last_checkpoint.as_deref()
+        self.output.as_ref()?.last_checkpoint.as_deref()
     }
 
     /// The run's folder.
@@ -284,17 +152,16 @@ impl Trainer {
             if is_planned_checkpoint {
                 self.compare_routing(&mut record)?;
             }
-            self.metrics.write(&record)?;
+            if let Some(output) = &mut self.output {
+                output.metrics.write(&record)?;
+            }
             on_event(Event::Step { record: &record, total_steps, val_loss: self.progress.val_loss });
             if is_due(step, self.config.train.sample_every) || (is_last && self.config.train.sample_every > 0) {
-                let sample = self.sample()?;
-                self.metrics.write_sample(&sample)?;
-                on_event(Event::Sample(&sample));
+                self.write_sample(on_event)?;
             }
-            let is_stopped = requests.stop.load(Ordering::SeqCst);
-            let is_asked = requests.save.swap(false, Ordering::SeqCst);
+            let [is_stopped, is_asked] = self.agreed(requests)?;
             if is_asked || is_stopped || is_planned_checkpoint {
-                on_event(Event::Saved(&self.save()?));
+                self.save(on_event)?;
             }
             if is_stopped && !is_last {
                 return Ok(Outcome::Stopped);
@@ -303,12 +170,18 @@ impl Trainer {
         Ok(Outcome::Finished)
     }
 
+    /// What is asked of this rank or, if there are several, of any: to stop, and to write a checkpoint.
+    fn agreed(&self, requests: &Requests) -> Result<[bool; 2], TrainError> {
+        let own = [requests.stop.load(Ordering::SeqCst), requests.save.swap(false, Ordering::SeqCst)];
+        self.ranks.as_ref().map_or(Ok(own), |ranks| ranks.any(own))
+    }
+
     /// One optimizer step and, where one is due, an evaluation.
     fn step(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Record, TrainError> {
         let start = Instant::now();
         let step = self.progress.step;
         let stats = self.accumulate(step)?;
-        let norm = global_norm(&self.ctx, &self.grads);
+        let (norm, slices) = self.sum_gradients()?;
         let loss = stats.loss_sum / stats.num_targets as f64;
         let lr = self.schedule.at(step);
         let is_skipped = !(loss.is_finite() && norm.is_finite());
@@ -317,7 +190,7 @@ impl Trainer {
         } else {
             self.progress.bad_in_a_row = 0;
             let scale = clip_scale(norm, self.config.train.clip_norm);
-            self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
+            self.update((lr, scale), slices)?;
             let moe = self.config.model.moe();
             self.weights.next_states(&self.ctx, &moe, &stats.layers, self.compute.as_mut());
         }
@@ -352,6 +225,34 @@ impl Trainer {
         })
     }
 
+    /// Makes of the gradients of this rank's sequences those of all: their norm, and this rank's slices of them where that is all
+    /// that it updates.
+    fn sum_gradients(&mut self) -> Result<(f64, Option<DecoderWeights>), TrainError> {
+        let Some(ranks) = &self.ranks else { return Ok((global_norm(&self.ctx, &self.grads), None)) };
+        ranks.check()?;
+        if ranks.shards_optimizer() {
+            let slices = ranks.sum_to_slices(&self.ctx, &self.grads)?;
+            return Ok((ranks.norm_of_slices(&self.ctx, &slices)?, Some(slices)));
+        }
+        ranks.sum_gradients(&mut self.grads)?;
+        Ok((ranks.global_norm(&self.ctx, &self.grads)?, None))
+    }
+
+    /// Moves the weights at a rate and by gradients times a scale: by all of them, or by `slices` of them on each rank.
+    fn update(&mut self, (lr, scale): (f64, f32), slices: Option<DecoderWeights>) -> Result<(), TrainError> {
+        let (Some(ranks), Some(grads)) = (&self.ranks, slices) else {
+            self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
+            return Ok(());
+        };
+        let mut params = ranks.slices(&self.ctx, &self.weights);
+        self.optimizer.update(&self.ctx, (lr, scale), &mut params, &grads, None);
+        ranks.join_slices(&params, &mut self.weights)?;
+        if let Some(compute) = &mut self.compute {
+            self.weights.update_copy(&self.ctx, compute, false);
+        }
+        Ok(())
+    }
+
     /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets.
     fn accumulate(&mut self, step: u64) -> Result<PassStats, TrainError> {
         let train = &self.config.train;
@@ -359,7 +260,8 @@ impl Trainer {
         let mut sum: Option<PassStats> = None;
         for micro in 0..num_micro {
             let batch = self.dataset.train_batch(step, micro);
-            let options = self.pass_options(step, micro);
+            let mut options = self.pass_options(step, micro);
+            let batch = self.own_share(batch, &mut options.first_token);
             let write = if micro == 0 { Write::Replace } else { Write::Add };
             let weights = self.compute.as_ref().unwrap_or(&self.weights);
             let tokens = token_batch(&batch);
@@ -375,6 +277,16 @@ impl Trainer {
         let sum = std::mem::replace(&mut stats.router_losses, RouterLosses::from_names(|_| Some(0.0)));
         stats.router_losses.add(&sum, 1.0 / num_micro as f64);
         Ok(stats)
+    }
+
+    /// The sequences of `batch` that this rank passes, and the position of their first token among all.
+    fn own_share(&self, mut batch: Batch, first_token: &mut usize) -> Batch {
+        if let Some(ranks) = &self.ranks {
+            let share = ranks.share(batch.num_sequences);
+            *first_token = share.start * batch.seq_len;
+            batch.keep(share);
+        }
+        batch
     }
 
     /// The settings of a training pass.
@@ -404,48 +316,11 @@ impl Trainer {
             l1_scale: 1.0 / num_micro as f32,
             z_coef: share(&train.z_coef),
             progress,
+            first_token: 0,
             noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
             checkpoint_layers: train.checkpoint_layers,
             grad_scale: 1.0 / (train.batch_size * train.seq_len * num_micro) as f32,
         }
-    }
-
-    /// Writes a checkpoint and returns its folder.
-    fn save(&mut self) -> Result<PathBuf, TrainError> {
-        self.metrics.sync()?;
-        self.progress.updates = self.optimizer.updates;
-        let keep = Keep { last: self.config.train.keep_last, best: true };
-        let checkpoint = self.store.save(&state::metadata(&self.progress), keep, |dir| {
-            state::save(dir, &self.decoder, &self.weights, &self.tokenizer, &self.optimizer, self.routing.as_ref())
-        })?;
-        self.last_checkpoint = Some(checkpoint.path.clone());
-        Ok(checkpoint.path)
-    }
-
-    /// Lets the model write a text.
-    fn sample(&self) -> Result<Sample, TrainError> {
-        let train = &self.config.train;
-        let weights = self.compute.as_ref().unwrap_or(&self.weights);
-        let options = SamplingOptions { temperature: 0.8, top_p: 0.95, seed: train.seed, ..SamplingOptions::default() };
-        let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
-        let mut prompt = self.tokenizer.encode(&train.sample_prompt)?;
-        if prompt.is_empty() {
-            prompt.extend(self.tokenizer.eos_id());
-        }
-        let room = self.config.model.max_seq_len;
-        prompt.truncate(room / 2);
-        let stop_ids: Vec<u32> = self.tokenizer.eos_id().into_iter().collect();
-        let max_new_tokens = train.sample_tokens.min(room - prompt.len());
-        let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
-        let (ids, _) =
-            generate(&self.decoder, &self.ctx, weights, &request, &mut sampler, |_| ControlFlow::Continue(()))?;
-        let mut stream = TextStream::new(&self.tokenizer);
-        let mut text = String::new();
-        for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {
-            text += &stream.push(id)?;
-        }
-        text += &stream.finish()?;
-        Ok(Sample { step: self.progress.step, prompt: train.sample_prompt.clone(), text })
     }
 
     fn skip(&mut self, step: u64, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
@@ -458,22 +333,6 @@ impl Trainer {
         }
         Ok(())
     }
-}
-
-/// What a trainer is put together from.
-struct Parts {
-    ctx: Context,
-    config: RunConfig,
-    run_dir: PathBuf,
-    decoder: Decoder,
-    corpus: Corpus,
-    weights: DecoderWeights,
-    optimizer: Optimizer,
-    progress: Progress,
-    routing: Option<RoutingSample>,
-    store: Store,
-    metrics: MetricsWriter,
-    last_checkpoint: Option<PathBuf>,
 }
 
 fn is_due(step: u64, every: u64) -> bool {

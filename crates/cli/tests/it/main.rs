@@ -5,6 +5,7 @@ mod layers;
 mod models;
 mod plan;
 mod program;
+mod ranks;
 mod routing;
 mod schemes;
 mod study;

@@ -14,7 +14,7 @@ use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
 use super::input::{Draw, RouterInput};
 use super::noise::InputNoise;
 use super::scorer::Scorer;
-use super::scores::{Gate, LogitNoise, LogitRule, Scores};
+use super::scores::{Gate, LogitDraws, LogitNoise, LogitRule, Scores};
 use super::sparsemixer::Sparsemixer;
 use super::state::EXPERT_BIAS;
 use super::weigh::{WeightRule, is_normalized};
@@ -168,7 +168,8 @@ impl FlatRouter<'_> {
 
     fn logits(&self, ctx: &Context, x: &Tensor) -> Logits {
         let (eps, dropout) = (self.config.jitter, self.router().input_dropout);
-        let input_noise = self.random().map(|random| InputNoise { eps, dropout, random });
+        let input_noise =
+            self.random().map(|random| InputNoise { eps, dropout, random, first: self.input.first_token * x.cols() });
         let input_noise = input_noise.filter(|_| eps > 0.0 || dropout > 0.0);
         let noisy = input_noise.map(|noise| noise.apply(ctx, x));
         let x = noisy.as_ref().unwrap_or(x);
@@ -177,14 +178,16 @@ impl FlatRouter<'_> {
             return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None };
         }
         let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
-        let noise = match (self.random(), self.router().kind) {
+        let first = self.input.first_token * values.cols();
+        let draws = self.random().map(|random| LogitDraws { random, first });
+        let noise = match (draws, self.router().kind) {
             (None, _) => LogitNoise::None,
-            (Some(random), RouterKind::Gumbel) => LogitNoise::Gumbel(random),
-            (Some(random), RouterKind::NoisyTopK) => {
-                LogitNoise::Learned(linear(ctx, x, self.weights.extra(NOISE), DType::F32), random)
+            (Some(draws), RouterKind::Gumbel) => LogitNoise::Gumbel(draws),
+            (Some(draws), RouterKind::NoisyTopK) => {
+                LogitNoise::Learned(linear(ctx, x, self.weights.extra(NOISE), DType::F32), draws)
             }
             (Some(_), _) if self.router().noise_std == 0.0 => LogitNoise::None,
-            (Some(random), _) => LogitNoise::Normal(self.router().noise_std, random),
+            (Some(draws), _) => LogitNoise::Normal(self.router().noise_std, draws),
         };
         Logits { input_noise, scorer, values, noise }
     }
@@ -272,16 +275,16 @@ impl FlatRouter<'_> {
     fn randomize(&self, ctx: &Context, ranking: &mut Tensor) {
         let probability = self.router().random_probability(self.input.progress) as f32;
         let Some(random) = self.random().filter(|_| probability > 0.0) else { return };
-        let e = ranking.cols();
+        let (e, first) = (ranking.cols(), self.input.first_token);
         // A random choice is one of all clusters, too.
         let is_open = self.router().kind == RouterKind::Hierarchical;
         let mut own = ranking.copied(ctx.pool());
         blocks::for_each(ctx, blocks::of_mut(own.f32s_mut(), e), |block, rows| {
             for (t, row) in (block * blocks::ROWS..).zip(rows.chunks_mut(e)) {
-                if random.uniform(Draw::IsRandom.at(t)) < probability {
+                if random.uniform(Draw::IsRandom.at(first + t)) < probability {
                     let reachable =
                         row.iter_mut().enumerate().filter(|(_, rank)| is_open || **rank > f32::NEG_INFINITY);
-                    reachable.for_each(|(i, rank)| *rank = random.uniform(Draw::Ranking.at(t * e + i)));
+                    reachable.for_each(|(i, rank)| *rank = random.uniform(Draw::Ranking.at((first + t) * e + i)));
                 }
             }
         });
@@ -330,7 +333,7 @@ impl FlatRouter<'_> {
     /// The rule of sparsemixer, if that is the scheme.
     pub(crate) fn sparsemixer(&self) -> Option<Sparsemixer> {
         let jitter = self.router().sparsemixer_jitter;
-        (jitter > 0.0).then(|| Sparsemixer { jitter, random: self.random() })
+        (jitter > 0.0).then(|| Sparsemixer { jitter, random: self.random(), first: self.input.first_token })
     }
 
     /// The choices of sparsemixer in training.
@@ -405,7 +408,9 @@ impl FlatRouter<'_> {
         for (t, (ids, weights)) in tokens.enumerate() {
             let share = weights[1] / (weights[0] + weights[1]);
             let is_used = match (router.second, random) {
-                (SecondExpert::Random, Some(random)) => share / threshold > random.uniform(Draw::Second.at(t)),
+                (SecondExpert::Random, Some(random)) => {
+                    share / threshold > random.uniform(Draw::Second.at(self.input.first_token + t))
+                }
                 (SecondExpert::Threshold, _) => share > threshold,
                 _ => true,
             };

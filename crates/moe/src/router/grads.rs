@@ -9,7 +9,6 @@ use moeworks_tensor::{DType, Tensor};
 use super::blocks::{self, ROWS};
 use super::config::RouterKind;
 use super::flat::{FlatRouter, FlatSaved, NOISE};
-use super::input::Draw;
 use super::scorer::{Scorer, ScorerGrads};
 use super::scores::{Gate, LogitNoise, Scores};
 use super::state::L1_WEIGHT;
@@ -142,11 +141,11 @@ fn add_importance(dweights: &mut Tensor, used: &[u32], importance: &[f32]) {
 /// The gradient of what the noise's deviations `softplus(r)` are taken of: `dlogit n sigmoid(r)`.
 fn noise_grads(ctx: &Context, saved: &FlatSaved, dlogits: &Tensor) -> Tensor {
     let mut draw = dlogits.copied(ctx.pool());
-    let LogitNoise::Learned(raw, random) = &saved.noise else { return draw };
+    let LogitNoise::Learned(raw, draws) = &saved.noise else { return draw };
     let e = raw.cols();
     blocks::for_each(ctx, blocks::of_mut(draw.f32s_mut(), e).zip(blocks::of(raw.f32s(), e)), |block, (draw, raw)| {
         for (i, (d, &r)) in (block * ROWS * e..).zip(draw.iter_mut().zip(raw)) {
-            *d *= random.normal(Draw::Logits.at(i)) / (1.0 + (-r).exp());
+            *d *= draws.normal(i) / (1.0 + (-r).exp());
         }
     });
     draw

@@ -23,6 +23,9 @@ pub struct RouterInput<'a> {
     pub seq_len: usize,
     /// The share of the run that is done, 0 to 1, for what changes over a run.
     pub progress: f64,
+    /// The position of the first of these tokens among those of all ranks, by which noise is addressed: so that it does not
+    /// depend on how tokens are shared out.
+    pub first_token: usize,
     /// Whether the model is used rather than trained: tokens choose by themselves, whatever the scheme of training, so that
     /// a token's experts do not depend on other tokens, and nothing is random.
     pub is_inference: bool,
@@ -32,7 +35,15 @@ pub struct RouterInput<'a> {
 
 impl Default for RouterInput<'_> {
     fn default() -> Self {
-        Self { noise: None, token_ids: &[], seq_len: 0, progress: 1.0, is_inference: false, capacity: None }
+        Self {
+            noise: None,
+            token_ids: &[],
+            seq_len: 0,
+            progress: 1.0,
+            first_token: 0,
+            is_inference: false,
+            capacity: None,
+        }
     }
 }
 

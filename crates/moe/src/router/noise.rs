@@ -19,11 +19,14 @@ pub(crate) struct InputNoise {
     /// The share of elements left out; the others grow by as much.
     pub(crate) dropout: f32,
     pub(crate) random: Random,
+    /// The position of the first element.
+    pub(crate) first: usize,
 }
 
 impl InputNoise {
     /// The factors of the elements from `position` on.
     fn factors(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
+        let position = self.first + position;
         let mut draws = [0.0; BUFFER];
         let draws = &mut draws[..factors.len()];
         factors.fill(1.0);

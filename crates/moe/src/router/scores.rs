@@ -32,15 +32,35 @@ pub(crate) struct Scores {
     pub(crate) squared_logits: f64,
 }
 
+/// The random numbers of the logits of one pass.
+#[derive(Clone, Copy)]
+pub(crate) struct LogitDraws {
+    pub(crate) random: Random,
+    /// The position of the first logit.
+    pub(crate) first: usize,
+}
+
+impl LogitDraws {
+    /// The normal number of logit `i`.
+    pub(crate) fn normal(&self, i: usize) -> f32 {
+        self.random.normal(Draw::Logits.at(self.first + i))
+    }
+
+    /// Its number uniform in 0 to 1.
+    fn uniform(&self, i: usize) -> f32 {
+        self.random.uniform(Draw::Logits.at(self.first + i))
+    }
+}
+
 /// Random numbers added to the logits.
 pub(crate) enum LogitNoise {
     None,
     /// Normal, of this deviation.
-    Normal(f32, Random),
+    Normal(f32, LogitDraws),
     /// Normal, of deviation `softplus` of these, `[T, E]`.
-    Learned(Tensor, Random),
+    Learned(Tensor, LogitDraws),
     /// Gumbel.
-    Gumbel(Random),
+    Gumbel(LogitDraws),
 }
 
 impl LogitNoise {
@@ -48,10 +68,10 @@ impl LogitNoise {
     pub(crate) fn at(&self, i: usize) -> f32 {
         match self {
             Self::None => 0.0,
-            Self::Normal(std, random) => std * random.normal(Draw::Logits.at(i)),
-            Self::Learned(raw, random) => softplus(raw.f32s()[i]) * random.normal(Draw::Logits.at(i)),
+            Self::Normal(std, draws) => std * draws.normal(i),
+            Self::Learned(raw, draws) => softplus(raw.f32s()[i]) * draws.normal(i),
             // The grid of uniform numbers holds 0, whose logarithm is none.
-            Self::Gumbel(random) => -(-(random.uniform(Draw::Logits.at(i)) + 2.0_f32.powi(-25)).ln()).ln(),
+            Self::Gumbel(draws) => -(-(draws.uniform(i) + 2.0_f32.powi(-25)).ln()).ln(),
         }
     }
 

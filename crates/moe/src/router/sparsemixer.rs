@@ -23,6 +23,8 @@ pub(crate) struct Sparsemixer {
     pub(super) jitter: f32,
     /// In training.
     pub(super) random: Option<Random>,
+    /// The position of the first token, by which it draws.
+    pub(super) first: usize,
 }
 
 impl Sparsemixer {
@@ -32,7 +34,8 @@ impl Sparsemixer {
         for choice in 0..count {
             let (before, rest) = ids.split_at_mut(choice);
             let highest = self.shares(logits, before, gates);
-            let drawn = |random: Random| drawn(gates, random.uniform(Draw::Ranking.at(t * count + choice)));
+            let drawn =
+                |random: Random| drawn(gates, random.uniform(Draw::Ranking.at((self.first + t) * count + choice)));
             rest[0] = self.random.and_then(drawn).unwrap_or(highest);
         }
     }
@@ -43,7 +46,7 @@ impl Sparsemixer {
             let highest = self.shares(logits, &ids[..choice], gates);
             let share = gates.get(id as usize).copied().unwrap_or(0.0);
             let counts = self.random.is_none_or(|random| {
-                id == highest || random.uniform(Draw::Second.at(t * ids.len() + choice)) > THIRD_SHARE
+                id == highest || random.uniform(Draw::Second.at((self.first + t) * ids.len() + choice)) > THIRD_SHARE
             });
             *weight = if counts { share } else { THIRD * share };
         }

@@ -14,12 +14,12 @@ fn chosen(rule: Sparsemixer, t: usize, logits: &[f32]) -> ([u32; 2], [f32; 2]) {
 
 #[test]
 fn a_choice_shares_its_softmax_with_the_experts_close_to_it() {
-    let (ids, weights) = chosen(Sparsemixer { jitter: 0.1, random: None }, 0, &LOGITS);
+    let (ids, weights) = chosen(Sparsemixer { jitter: 0.1, random: None, first: 0 }, 0, &LOGITS);
     assert_eq!(ids, [0, 1]);
     assert!((weights[0] - 1.0 / (1.0 + (-0.1_f32).exp())).abs() < 1e-6, "{weights:?}");
     assert_eq!(weights[1], 1.0);
     // Half of 1.9 away is close at a jitter of 0.25: 1.0 is 0.47 away from 1.9 and 0.5 from 2.0.
-    let (_, weights) = chosen(Sparsemixer { jitter: 0.25, random: None }, 0, &LOGITS);
+    let (_, weights) = chosen(Sparsemixer { jitter: 0.25, random: None, first: 0 }, 0, &LOGITS);
     let second = 1.0 / (1.0 + (-0.9_f32).exp());
     assert!((weights[1] - second).abs() < 1e-6, "{weights:?}");
 }
@@ -28,7 +28,7 @@ fn a_choice_shares_its_softmax_with_the_experts_close_to_it() {
 /// for one in four.
 #[test]
 fn in_training_choices_are_drawn_and_weighed_as_the_estimate_asks() {
-    let rule = Sparsemixer { jitter: 0.1, random: Some(Random::new(5, Purpose::Router, 0)) };
+    let rule = Sparsemixer { jitter: 0.1, random: Some(Random::new(5, Purpose::Router, 0)), first: 0 };
     let share = 1.0 / (1.0 + (-0.1_f32).exp());
     let count = 20_000;
     let (mut firsts, mut thirds) = (0, 0);
@@ -55,7 +55,7 @@ fn in_training_choices_are_drawn_and_weighed_as_the_estimate_asks() {
 #[test]
 fn backward_is_the_derivative_of_the_shares() {
     let (ids, dweights) = ([1, 0], [0.7, -1.3]);
-    let rule = Sparsemixer { jitter: 0.3, random: None };
+    let rule = Sparsemixer { jitter: 0.3, random: None, first: 0 };
     let value = |logits: &[f32]| {
         let (mut weights, mut gates) = ([0.0; 2], [0.0; 4]);
         rule.weigh(0, logits, &mut gates, &ids, &mut weights);
@@ -81,7 +81,7 @@ fn backward_is_the_derivative_of_the_shares() {
 #[test]
 fn logits_that_are_no_numbers_show() {
     for random in [None, Some(Random::new(1, Purpose::Router, 0))] {
-        let (ids, weights) = chosen(Sparsemixer { jitter: 0.1, random }, 0, &[f32::NAN; 3]);
+        let (ids, weights) = chosen(Sparsemixer { jitter: 0.1, random, first: 0 }, 0, &[f32::NAN; 3]);
         assert_eq!(ids, [0, 1]);
         assert!(weights.iter().all(|weight| weight.is_nan()), "{weights:?}");
     }

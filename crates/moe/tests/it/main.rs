@@ -6,6 +6,7 @@ mod edges;
 mod fixtures;
 mod properties;
 mod published;
+mod ranks;
 mod reference;
 mod schemes;
 mod values;

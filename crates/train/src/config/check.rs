@@ -1,12 +1,15 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
-use super::{BalanceChoice, ConfigError, RunConfig, TokenizerChoice, TrainConfig};
+use super::{BalanceChoice, ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 
 /// No size of a model or a batch is larger: above it, products of sizes would no longer fit.
 const MAX_SIZE: usize = 1 << 24;
 
 /// Tokens that are in memory together are counted in 32 bits.
 const MAX_TOKENS: usize = 1 << 31;
+
+/// No run has more ranks.
+const MAX_RANKS: usize = 1 << 12;
 
 fn wrong(setting: &str, value: impl std::fmt::Display, expected: impl Into<String>) -> ConfigError {
     ConfigError::Value {
@@ -40,6 +43,7 @@ impl RunConfig {
         self.check_data()?;
         self.train.check_counts()?;
         self.train.check_numbers()?;
+        self.check_parallel()?;
         if self.train.seq_len > self.model.max_seq_len {
             let expected = format!("must be at most model.max_seq_len, {}", self.model.max_seq_len);
             return Err(wrong("train.seq_len", self.train.seq_len, expected));
@@ -76,6 +80,27 @@ impl RunConfig {
             return Err(wrong("train.balance", "\"groups\"", "needs model.router.num_groups of at least 2"));
         }
         model.validate().map_err(|error| wrong(&format!("model.{}", error.setting), error.value, error.expected))
+    }
+
+    fn check_parallel(&self) -> Result<(), ConfigError> {
+        let parallel = &self.parallel;
+        at_least_one(&[
+            ("parallel.dp", parallel.dp as u64),
+            ("parallel.ep", parallel.ep as u64),
+            ("parallel.timeout_s", parallel.timeout_s),
+        ])?;
+        if parallel.num_ranks() > MAX_RANKS {
+            let expected = format!("times parallel.ep, {}, must be at most {MAX_RANKS} ranks", parallel.ep);
+            return Err(wrong("parallel.dp", parallel.dp, expected));
+        }
+        if parallel.shard_optimizer && parallel.placement != PlacementChoice::Sharded {
+            let expected = "must be false unless parallel.placement is \"sharded\"";
+            return Err(wrong("parallel.shard_optimizer", true, expected));
+        }
+        if parallel.ep > 1 && self.model.num_experts == 0 {
+            return Err(wrong("parallel.ep", parallel.ep, "must be 1: the model has no experts; use parallel.dp"));
+        }
+        Ok(())
     }
 
     fn check_data(&self) -> Result<(), ConfigError> {

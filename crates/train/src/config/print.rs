@@ -146,6 +146,20 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.max_bad_steps", "Steps in a row with a non-finite loss or gradient that end the run."),
     ("train.seed", "Of initial weights, order of data, routing noise and samples."),
     ("train.threads", "Threads that compute; 0: one on each core."),
+    ("parallel", "How the model lies on ranks. Each trains on its share of the sequences of a microbatch."),
+    ("parallel.dp", "Groups of ranks, each with all experts."),
+    ("parallel.ep", "Ranks of a group, which hold the experts between them."),
+    ("parallel.apart", "Whether neighbouring ranks are in different groups."),
+    (
+        "parallel.placement",
+        "Which ranks of a group hold which experts: sharded (each on one), everywhere, or the path of a file with a line\n\
+         for each expert, under \"placement experts=E ranks=R\".",
+    ),
+    (
+        "parallel.shard_optimizer",
+        "Whether ranks that hold the same weights share their optimizer state out (ZeRO-1): less memory for the same traffic.",
+    ),
+    ("parallel.timeout_s", "Seconds after which a rank that others wait for in a step is taken for hung."),
     ("run", "Where the results go."),
     ("run.out", "Folder of all runs."),
     ("run.name", "Folder of this run within it; \"\": made from the date and the time."),

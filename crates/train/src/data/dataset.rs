@@ -1,5 +1,6 @@
 //! Batches as a pure function of (tokens, seed, position).
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::windows::Split;
@@ -31,6 +32,16 @@ impl Batch {
         self.targets.clear();
         self.num_sequences = 0;
         self.seq_len = seq_len;
+    }
+
+    /// Keeps only these of its sequences.
+    pub fn keep(&mut self, sequences: Range<usize>) {
+        let tokens = sequences.start * self.seq_len..sequences.end * self.seq_len;
+        for ids in [&mut self.inputs, &mut self.targets] {
+            ids.truncate(tokens.end);
+            ids.drain(..tokens.start);
+        }
+        self.num_sequences = sequences.len();
     }
 
     /// Adds a sequence of `seq_len + 1` tokens that begins at token `start`, or of what the store has from there on.

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use moeworks_model::Rules;
+use moeworks_model::{Decoder, DecoderWeights, Rules};
 
 use super::{Trainer, token_batch};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, Record};
+use crate::ranks::Ranks;
 use crate::routing::{RoutingSample, specialization};
 
 /// Tokens that specialisation is measured on at most, in each layer.
@@ -21,25 +22,35 @@ impl Trainer {
         let (mut loss, mut targets) = (0.0, 0);
         let mut first_choices: BTreeMap<usize, Vec<(u32, u32)>> = BTreeMap::new();
         for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
+            let batch = self.own_share(batch, &mut 0);
             let stats = self.decoder.evaluate_watched(&self.ctx, weights, &token_batch(&batch), |layer, saved| {
                 let pairs = first_choices.entry(layer).or_default();
                 let room = SPECIALIZATION_TOKENS - pairs.len();
                 let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
                 pairs.extend(batch.inputs.iter().enumerate().filter_map(first).take(room));
             })?;
+            self.ranks.as_ref().map_or(Ok(()), Ranks::check)?;
             loss += stats.loss_sum;
             targets += stats.num_targets;
         }
         for layer in layers {
-            layer.specialization = first_choices.remove(&layer.layer).and_then(specialization);
+            let pairs = self.all_pairs(first_choices.remove(&layer.layer).unwrap_or_default())?;
+            layer.specialization = specialization(pairs);
         }
         Ok((targets > 0).then(|| loss / targets as f64))
+    }
+
+    /// The pairs of all ranks.
+    fn all_pairs(&self, pairs: Vec<(u32, u32)>) -> Result<Vec<(u32, u32)>, TrainError> {
+        let Some(ranks) = &self.ranks else { return Ok(pairs) };
+        let flat: Vec<u32> = pairs.into_iter().flat_map(|(token, expert)| [token, expert]).collect();
+        Ok(ranks.all_values(&flat)?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
     }
 
     /// Routes the sample of validation tokens, records in `record` how much of it the planned checkpoint before shares, and
     /// keeps it for the next one.
     pub(super) fn compare_routing(&mut self, record: &mut Record) -> Result<(), TrainError> {
-        let sample = self.sample_routing()?;
+        let sample = self.with_whole_model(|decoder, weights| self.sample_routing(decoder, weights))?.flatten();
         if let (Some(now), Some(before)) = (&sample, &self.routing) {
             for layer in &mut record.layers {
                 layer.checkpoint_agreement = now.agreement(layer.layer, before);
@@ -50,14 +61,13 @@ impl Trainer {
     }
 
     /// What the routers choose for the first validation sequences. `None` for a dense model or without validation data.
-    fn sample_routing(&self) -> Result<Option<RoutingSample>, TrainError> {
+    fn sample_routing(&self, decoder: &Decoder, weights: &DecoderWeights) -> Result<Option<RoutingSample>, TrainError> {
         let Some(mut batch) = self.dataset.validation_batches(1).next() else { return Ok(None) };
         batch.num_sequences = batch.num_sequences.min((SAMPLE_TOKENS / batch.seq_len).max(1));
         batch.inputs.truncate(batch.num_sequences * batch.seq_len);
-        let weights = self.compute.as_ref().unwrap_or(&self.weights);
         let mut sample = RoutingSample::new(batch.inputs.clone());
         let inputs = (&batch.inputs[..], batch.num_sequences);
-        self.decoder.route(&self.ctx, weights, inputs, Rules::Inference, |layer, saved| {
+        decoder.route(&self.ctx, weights, inputs, Rules::Inference, |layer, saved| {
             sample.add(layer, saved.routing());
         })?;
         Ok((!sample.is_empty()).then_some(sample))

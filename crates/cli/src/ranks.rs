@@ -1,0 +1,44 @@
+//! Where the ranks of a run come from: threads of this process, or the processes of an MPI launcher.
+
+use std::time::Duration;
+
+use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
+use moeworks_train::config::RunConfig;
+use moeworks_train::{Ranks, TrainError};
+
+/// How long a rank that hangs may keep the program after the others have failed.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// The exit code of a run whose ranks failed.
+const FAILED: i32 = 2;
+
+/// Runs `work` on every rank that `config` asks for and gives what that of rank 0, or of this process, returned. A run of one
+/// rank has no `Ranks`.
+pub(crate) fn on_ranks<R: Send>(
+    config: &RunConfig,
+    work: impl Fn(Option<Ranks>) -> Result<R, TrainError> + Sync,
+) -> Result<R, TrainError> {
+    let num_ranks = config.parallel.num_ranks();
+    let as_rank = |comm: &dyn Communicator| work(Some(Ranks::of_config(comm, config)?));
+    #[cfg(unix)]
+    if is_one_of_many() {
+        use moeworks_comm::mpi::{MpiOptions, run_mpi};
+        return run_mpi(&MpiOptions::default(), |rank, error| eprintln!("error: rank {rank}: {error}"), as_rank);
+    }
+    if num_ranks == 1 {
+        return work(None);
+    }
+    let stuck = |error: &CommError| {
+        eprintln!("error: {error}");
+        std::process::exit(FAILED);
+    };
+    let mut results = try_run_ranks(&RankOptions::new(num_ranks).on_stuck(GRACE, stuck), as_rank)?;
+    Ok(results.swap_remove(0))
+}
+
+/// Whether a launcher started this process beside others.
+#[cfg(unix)]
+fn is_one_of_many() -> bool {
+    let is_alone = |name: &&str| std::env::var(name).is_ok_and(|size| size == "1");
+    moeworks_comm::mpi::is_launched() && !["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"].iter().any(is_alone)
+}

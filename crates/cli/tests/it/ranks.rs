@@ -1,0 +1,151 @@
+//! Training on several ranks, as a user does it: threads of one process, and processes of `mpirun` where there is one.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::{env, fs};
+
+use crate::bad_input::refused;
+use crate::program::{Workplace, assert_success, losses, routing_records, stderr};
+
+/// Of a loss.
+const TOLERANCE: f64 = 1e-5;
+
+/// The same steps however many there are to be in all.
+const CONSTANT: [&str; 4] = ["--set", "train.schedule=constant", "--set", "model.jitter=0.01"];
+
+fn numbers(work: &Workplace, run: &str) -> Vec<(u64, f64)> {
+    losses(&work.path(run)).into_iter().map(|(step, loss)| (step, loss.parse().expect("a number"))).collect()
+}
+
+fn assert_same_losses(work: &Workplace, run: &str, expected: &str) {
+    let (losses, expected) = (numbers(work, run), numbers(work, expected));
+    assert_eq!(losses.len(), expected.len());
+    for ((step, loss), (_, expected)) in losses.into_iter().zip(expected) {
+        assert!((loss - expected).abs() <= TOLERANCE * expected, "{run}, step {step}: {loss}, not {expected}");
+    }
+}
+
+#[test]
+fn ranks_make_the_losses_of_one() {
+    let work = Workplace::new();
+    let settings = [&CONSTANT[..], &["--set", "train.eval_every=3", "--set", "train.sample_every=4"]].concat();
+    let file = work.file("some.placement", "placement experts=4 ranks=3\n0: 2\n1: 0 2\n2: *\n3: 0\n");
+    let placement = format!("parallel.placement={file}");
+    let train = |run: &str, more: &[&str]| assert_success(&work.train(run, 6, &[&settings, more].concat()));
+    train("one", &[]);
+    for (run, more) in [
+        ("ep4", &["--ep", "4"][..]),
+        ("ep3", &["--ep", "3", "--set", "train.batch_size=2"]),
+        ("dp2-ep2", &["--dp", "2", "--ep", "2", "--set", "parallel.apart=true"]),
+        ("dp3", &["--dp", "3"]),
+        ("everywhere", &["--ep", "3", "--set", "parallel.placement=everywhere"]),
+        ("placed", &["--ep", "3", "--dp", "2", "--set", &placement]),
+        ("zero", &["--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"]),
+    ] {
+        train(run, more);
+        assert_same_losses(&work, run, "one");
+        let (records, one) = (routing_records(&work.path(run)), routing_records(&work.path("one")));
+        for (record, one) in records.iter().zip(&one) {
+            assert_eq!(record["moe/layer_1/max_over_mean"], one["moe/layer_1/max_over_mean"], "{run}");
+        }
+        for file in ["config.toml", "metrics.csv", "report.html"] {
+            assert!(work.path(run).join(file).exists(), "{run}: {file}");
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_any_layout_goes_on_in_any_other() {
+    let work = Workplace::new();
+    assert_success(&work.train("whole", 8, &CONSTANT));
+    assert_success(&work.train("moved", 2, &[&CONSTANT[..], &["--ep", "4"]].concat()));
+    let sharded = ["--steps", "3", "--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"];
+    assert_success(&work.run(&[&["train", "--resume", "moved"][..], &sharded].concat()));
+    for (steps, more) in
+        [("4", ["--ep", "1", "--dp", "1"]), ("6", ["--ep", "2", "--dp", "3"]), ("8", ["--ep", "1", "--dp", "2"])]
+    {
+        let output = work.run(&[&["train", "--resume", "moved", "--steps", steps][..], &more].concat());
+        assert_success(&output);
+    }
+    assert_same_losses(&work, "moved", "whole");
+    // What ranks wrote is a model folder like any other.
+    assert_success(&work.run(&["generate", "moved", "--max-tokens", "3"]));
+}
+
+#[test]
+fn bf16_and_accumulated_batches_train_on_ranks() {
+    let work = Workplace::new();
+    let settings = ["--set", "train.precision=bf16", "--set", "train.grad_accumulation=2", "--set", "train.lr=1e-2"];
+    assert_success(&work.train("run", 30, &[&settings[..], &["--ep", "2"]].concat()));
+    let losses = numbers(&work, "run");
+    assert!(losses[29].1 < 0.8 * losses[0].1, "{losses:?}");
+}
+
+#[test]
+fn layouts_that_cannot_be_are_named() {
+    let work = Workplace::new();
+    let train = |more: &[&str], parts: &[&str]| {
+        refused(&work, &[&["train", "--data", "text.txt"][..], more].concat(), parts);
+    };
+    train(&["--ep", "0"], &["parallel.ep = 0", "at least 1"]);
+    train(&["--ep", "100", "--dp", "100"], &["parallel.dp = 100", "4096"]);
+    train(&["--ep", "2", "--set", "model.num_experts=0"], &["parallel.ep = 2", "no experts"]);
+    train(&["--ep", "2", "--data", "missing.txt"], &["missing.txt"]);
+    let file = work.file("two.placement", "placement experts=2 ranks=2\n0: 0\n1: 1\n");
+    let placement = format!("parallel.placement={file}");
+    train(&["--ep", "2", "--set", &placement], &["two.placement", "2 experts", "num_experts is 8"]);
+    let broken = work.file("broken.placement", "placement experts=8 ranks=2\n0: 2\n");
+    let placement = format!("parallel.placement={broken}");
+    train(&["--ep", "2", "--set", &placement], &["broken.placement", "line 2"]);
+    let sharded = "parallel.shard_optimizer=true";
+    train(&["--ep", "2", "--set", &placement, "--set", sharded], &["parallel.shard_optimizer", "sharded"]);
+    assert!(!work.path("runs").exists());
+}
+
+/// What starts ranks as processes here: the launchers in `.venv-mpi/*`, where `./test` puts them, and the one on the path.
+fn launchers() -> Vec<PathBuf> {
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
+    let kept = fs::read_dir(kept).into_iter().flatten().flatten().map(|entry| entry.path().join("bin/mpirun"));
+    let path = env::var_os("PATH").unwrap_or_default();
+    let on_path = env::split_paths(&path).map(|folder| folder.join("mpirun"));
+    let found: Vec<PathBuf> = kept.chain(on_path).filter(|program| program.exists()).collect();
+    if found.is_empty() {
+        println!("SKIPPED: there is no mpirun, neither in .venv-mpi nor on the path");
+    }
+    found
+}
+
+/// `train` by the launcher `mpirun`, on four ranks.
+fn train_processes(mpirun: &Path, train: &Command) -> Output {
+    let version = Command::new(mpirun).arg("--version").output().expect("mpirun runs");
+    let is_open_mpi = String::from_utf8_lossy(&version.stdout).contains("Open MPI");
+    let mut command = Command::new(mpirun);
+    if is_open_mpi {
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    }
+    let folders = [mpirun.parent().expect("a folder").to_path_buf()];
+    let path = env::var_os("PATH").unwrap_or_default();
+    let path = env::join_paths(folders.into_iter().chain(env::split_paths(&path))).expect("folders without colons");
+    command.args(["-n", "4"]).arg(train.get_program()).args(train.get_args());
+    command.envs(train.get_envs().filter_map(|(name, value)| Some((name, value?)))).env("PATH", path);
+    command.current_dir(train.get_current_dir().expect("a folder")).output().expect("mpirun runs")
+}
+
+#[test]
+fn processes_make_the_losses_of_one() {
+    let settings = [&CONSTANT[..], &["--set", "train.threads=1"]].concat();
+    for mpirun in launchers() {
+        let work = Workplace::new();
+        assert_success(&work.train("one", 4, &settings));
+        let train = work.train_command("mpi", 4, &[&settings[..], &["--ep", "2", "--dp", "2"]].concat());
+        let output = train_processes(&mpirun, &train);
+        assert_success(&output);
+        assert_same_losses(&work, "mpi", "one");
+        assert_eq!(stderr(&output).matches("Done:").count(), 1, "one rank speaks");
+        // Another number of ranks than the settings say.
+        let output =
+            train_processes(&mpirun, &work.train_command("three", 4, &[&settings[..], &["--ep", "3"]].concat()));
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stderr(&output).contains("is 3 ranks, but there are 4"), "{}", stderr(&output));
+    }
+}

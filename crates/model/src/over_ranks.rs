@@ -1,0 +1,123 @@
+//! A decoder whose experts live on several ranks: each rank passes sequences of its own, and accounts are of all of them.
+
+use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput};
+use moeworks_ops::Context;
+use moeworks_ops::head_loss::HeadLoss;
+use moeworks_ops::linear::Write;
+use moeworks_tensor::{DType, Tensor};
+
+use crate::config::ModelConfig;
+use crate::decoder::Decoder;
+use crate::losses::{LossValues, router_losses};
+use crate::pass::{PassOptions, PassStats, Rules};
+use crate::weights::{DecoderWeights, FeedForwardWeights};
+
+/// The loss of no token.
+const NO_LOSS: HeadLoss = HeadLoss { loss_sum: 0.0, num_targets: 0, num_correct: 0 };
+
+/// A layer that was passed without tokens.
+struct Idle<'a> {
+    index: usize,
+    layer: &'a MoeLayer,
+    x: Tensor,
+    saved: MoeSaved,
+}
+
+impl Decoder {
+    /// A decoder whose experts live on the ranks of `ranks`. Weights are those of
+    /// [`DecoderWeights::of_experts`](crate::DecoderWeights::of_experts) held here.
+    ///
+    /// All ranks that have tokens make the same passes, each over sequences of its own, or none. Statistics and losses are those of
+    /// all sequences; gradients are what this rank's sequences, and rows of others in the experts here, give. After each pass
+    /// [`ExpertRanks::failure`] says whether it counts.
+    pub fn over_ranks(config: ModelConfig, ranks: ExpertRanks) -> Result<Self, ConfigError> {
+        Self::build(config, Some(ranks))
+    }
+
+    /// Makes of the statistics of these sequences those of all ranks' sequences.
+    pub(crate) fn merge_stats(&self, layers: &mut [LayerStats]) {
+        if let Some(ranks) = &self.ranks {
+            ranks.merge_stats(layers);
+        }
+    }
+
+    /// Gives the `num_tokens` tokens of a pass their share of what means over all ranks' tokens say.
+    pub(crate) fn take_share(&self, num_tokens: usize, layers: &[LayerStats], grads: &mut [LossGrad]) {
+        if self.ranks.is_some() {
+            for (grad, stats) in grads.iter_mut().zip(layers) {
+                grad.of_share(num_tokens as f32 / stats.num_tokens.max(1) as f32);
+            }
+        }
+    }
+
+    /// The training pass of a rank without sequences: the experts here serve the rows of others, and that is all that they
+    /// learn from.
+    pub(crate) fn serve_training(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        options: &PassOptions,
+        write: Write,
+        grads: &mut DecoderWeights,
+    ) -> PassStats {
+        if write == Write::Replace {
+            grads.tensors_mut().into_iter().for_each(|(_, tensor)| tensor.f32s_mut().fill(0.0));
+        }
+        let mut saved = self.serve(ctx, weights, Rules::Training);
+        let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
+        self.merge_stats(&mut layers);
+        let (losses, mut loss_grads) = router_losses(&layers, &self.config().router, options);
+        self.take_share(0, &layers, &mut loss_grads);
+        for (idle, loss_grad) in saved.iter_mut().zip(&loss_grads).rev() {
+            let (FeedForwardWeights::Moe(weights), FeedForwardWeights::Moe(grads)) =
+                (&weights.layers[idle.index].feed_forward, &mut grads.layers[idle.index].feed_forward)
+            else {
+                continue;
+            };
+            if options.checkpoint_layers {
+                // The others compute the layer again, and its rows come again.
+                idle.saved = idle.layer.forward(ctx, weights, &idle.x, &RouterInput::default()).1;
+            }
+            let dy = ctx.zeros(&[0, self.config().width], DType::F32);
+            idle.layer.backward(ctx, weights, &idle.saved, &dy, loss_grad).1.run(ctx, Write::Add, grads);
+        }
+        self.pass_stats(NO_LOSS, losses, layers)
+    }
+
+    /// The evaluation of a rank without sequences.
+    pub(crate) fn serve_evaluation(&self, ctx: &Context, weights: &DecoderWeights) -> PassStats {
+        let saved = self.serve(ctx, weights, Rules::Inference);
+        let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
+        self.merge_stats(&mut layers);
+        let (losses, _) = router_losses(&layers, &self.config().router, &PassOptions::default());
+        self.pass_stats(NO_LOSS, losses, layers)
+    }
+
+    /// Passes no token through the layers with experts, first to last.
+    fn serve(&self, ctx: &Context, weights: &DecoderWeights, rules: Rules) -> Vec<Idle<'_>> {
+        let is_inference = rules == Rules::Inference;
+        let blocks = if is_inference { &self.inference } else { &self.training };
+        let input = RouterInput { is_inference, ..RouterInput::default() };
+        let mut idle = Vec::new();
+        for (index, (block, weights)) in blocks.iter().zip(&weights.layers).enumerate() {
+            if let (FeedForwardWeights::Moe(weights), Some(layer)) = (&weights.feed_forward, &block.moe) {
+                let x = ctx.zeros(&[0, self.config().width], weights.gate_up.dtype().of_activations());
+                let (_, saved) = layer.forward(ctx, weights, &x, &input);
+                idle.push(Idle { index, layer, x, saved });
+            }
+        }
+        idle
+    }
+
+    /// The account of a pass: over all ranks, if there are several.
+    pub(crate) fn pass_stats(&self, loss: HeadLoss, router: LossValues, layers: Vec<LayerStats>) -> PassStats {
+        let mut sums = [loss.loss_sum, loss.num_targets as f64, loss.num_correct as f64];
+        if let Some(ranks) = &self.ranks {
+            ranks.sum(&mut sums);
+        }
+        let [loss_sum, num_targets, num_correct] = sums;
+        let (num_targets, num_correct) = (num_targets as usize, num_correct as usize);
+        let LossValues { balance: balance_loss, z: z_loss, others: router_losses } = router;
+        PassStats { loss_sum, num_targets, num_correct, balance_loss, z_loss, router_losses, layers }
+    }
+}

@@ -1,0 +1,83 @@
+//! The statistics of all ranks' tokens from those of each rank's.
+
+use moeworks_comm::{CommError, Communicator};
+
+use crate::{FreeShare, LayerStats, ModalityStats};
+
+/// Merges `layers` over the ranks of `world`, in the order of ranks.
+pub(super) fn merge(world: &dyn Communicator, layers: &mut [LayerStats]) -> Result<(), CommError> {
+    let own: Vec<f64> = layers.iter().flat_map(to_numbers).collect();
+    let mut lens = vec![0_u64; world.size()];
+    world.all_gather(&[own.len() as u64], &mut lens)?;
+    let lens: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
+    let mut all = vec![0.0; lens.iter().sum()];
+    world.all_gather_v(&own, &mut all, &lens)?;
+    for layer in &mut *layers {
+        *layer = LayerStats { free: layer.free, ..LayerStats::empty(layer.num_experts()) };
+    }
+    let mut numbers = all.into_iter();
+    for _ in 0..world.size() {
+        for layer in &mut *layers {
+            let other = from_numbers(layer.num_experts(), layer.free, &mut numbers);
+            layer.merge(&other);
+        }
+    }
+    Ok(())
+}
+
+/// A layer's statistics as numbers; the number of experts and what is the same on all ranks left out.
+fn to_numbers(layer: &LayerStats) -> Vec<f64> {
+    let counts = |counts: &[u32]| counts.iter().map(|&n| f64::from(n)).collect::<Vec<f64>>();
+    let floats = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+    let mut numbers = vec![
+        layer.num_tokens as f64,
+        layer.num_choices as f64,
+        layer.num_dropped as f64,
+        layer.num_rerouted as f64,
+        layer.mean_entropy,
+        layer.z,
+        layer.mean_squared_logit,
+        layer.sequence_loss,
+        layer.gshard_loss,
+        layer.smooth_load.len() as f64,
+        layer.modalities.len() as f64,
+    ];
+    numbers.extend(counts(&layer.tokens_per_expert));
+    numbers.extend(counts(&layer.kept_per_expert));
+    numbers.extend(floats(&layer.mean_prob));
+    numbers.extend(&layer.importance);
+    numbers.extend(&layer.smooth_load);
+    for modality in &layer.modalities {
+        numbers.extend([modality.num_tokens as f64, modality.mean_entropy]);
+        numbers.extend(floats(&modality.mean_prob));
+    }
+    numbers
+}
+
+/// What [`to_numbers`] made numbers of.
+fn from_numbers(e: usize, free: FreeShare, numbers: &mut impl Iterator<Item = f64>) -> LayerStats {
+    let mut number = || numbers.next().unwrap_or(0.0);
+    let mut stats = LayerStats { free, ..LayerStats::empty(e) };
+    stats.num_tokens = number() as usize;
+    stats.num_choices = number() as usize;
+    stats.num_dropped = number() as usize;
+    stats.num_rerouted = number() as usize;
+    stats.mean_entropy = number();
+    stats.z = number();
+    stats.mean_squared_logit = number();
+    stats.sequence_loss = number();
+    stats.gshard_loss = number();
+    let (num_smooth, num_modalities) = (number() as usize, number() as usize);
+    for counts in [&mut stats.tokens_per_expert, &mut stats.kept_per_expert] {
+        counts.iter_mut().for_each(|n| *n = number() as u32);
+    }
+    stats.mean_prob.iter_mut().for_each(|p| *p = number() as f32);
+    stats.importance.iter_mut().for_each(|x| *x = number());
+    stats.smooth_load = (0..num_smooth).map(|_| number()).collect();
+    let mut modality = || {
+        let (num_tokens, mean_entropy) = (number() as usize, number());
+        ModalityStats { num_tokens, mean_entropy, mean_prob: (0..e).map(|_| number() as f32).collect() }
+    };
+    stats.modalities = (0..num_modalities).map(|_| modality()).collect();
+    stats
+}

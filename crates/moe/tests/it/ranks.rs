@@ -1,0 +1,238 @@
+//! A layer whose experts live on several ranks gives what it gives on one: output, losses' statistics and all gradients.
+
+use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
+use moeworks_moe::{
+    ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput,
+    balance_loss_per_layer,
+};
+use moeworks_ops::linear::Write;
+use moeworks_ops::{Activation, Context};
+use moeworks_plan::Placement;
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use proptest::prelude::*;
+
+use crate::config;
+
+/// Of the largest value of a tensor.
+const TOLERANCE: f32 = 1e-5;
+
+#[derive(Clone, Debug)]
+struct Case {
+    config: MoeConfig,
+    /// Tokens of each rank.
+    tokens: Vec<usize>,
+    placement: Placement,
+    has_biases: bool,
+    seed: u64,
+}
+
+/// What a step of a layer gives: over all tokens, in their order.
+struct Step {
+    y: Vec<f32>,
+    dx: Vec<f32>,
+    stats: LayerStats,
+    /// With the names of the tensors, those of experts whole.
+    grads: Vec<(&'static str, Vec<f32>)>,
+}
+
+fn random(ctx: &Context, shape: &[usize], stream: u64, seed: u64) -> Tensor {
+    let random = Random::new(seed, Purpose::Test, stream);
+    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| 0.5 * random.normal(i as u64)).collect();
+    Tensor::from_slice(ctx.pool(), shape, &values)
+}
+
+fn weights(ctx: &Context, case: &Case) -> MoeWeights {
+    let config = &case.config;
+    let mut weights = MoeWeights::random(ctx, config, case.seed, 0.5);
+    if case.has_biases {
+        let (e, af) = (config.num_experts, config.activation.num_inputs() * config.expert_width);
+        let gate_up = random(ctx, &[e, af], 10, case.seed);
+        weights.biases = Some((gate_up, random(ctx, &[e, config.width], 11, case.seed)));
+    }
+    weights
+}
+
+fn zeros_like(ctx: &Context, weights: &MoeWeights) -> MoeWeights {
+    let mut zeros = weights.clone();
+    for tensor in zeros.tensors_mut() {
+        *tensor = ctx.zeros(tensor.shape(), DType::F32);
+    }
+    zeros
+}
+
+fn named(grads: &MoeWeights) -> Vec<(&'static str, Vec<f32>)> {
+    let mut named = vec![
+        ("router", grads.router.f32s().to_vec()),
+        ("gate_up", grads.gate_up.f32s().to_vec()),
+        ("down", grads.down.f32s().to_vec()),
+    ];
+    if let Some((gate_up, down)) = &grads.biases {
+        named.extend([("gate_up bias", gate_up.f32s().to_vec()), ("down bias", down.f32s().to_vec())]);
+    }
+    if let Some(shared) = &grads.shared {
+        named
+            .extend([("shared gate_up", shared.gate_up.f32s().to_vec()), ("shared down", shared.down.f32s().to_vec())]);
+    }
+    named
+}
+
+/// What the losses say; `share` of all tokens are those of the pass.
+fn losses(stats: &LayerStats, share: f32) -> LossGrad {
+    let balance = balance_loss_per_layer(&[stats], 0.3).gradients[0].clone();
+    LossGrad { balance, z: 0.2 * share, ..LossGrad::default() }
+}
+
+/// A training step of the tokens `range` of the case.
+fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&ExpertRanks>) -> Step {
+    let ctx = Context::cpu(1);
+    let (d, total) = (case.config.width, case.tokens.iter().sum::<usize>());
+    let of = |stream| {
+        let all = random(&ctx, &[total, d], stream, case.seed);
+        Tensor::from_slice(ctx.pool(), &[range.len(), d], &all.f32s()[range.start * d..range.end * d])
+    };
+    let (x, dy) = (of(1), of(2));
+    let whole = weights(&ctx, case);
+    let (layer, weights) = match ranks {
+        None => (MoeLayer::new(case.config.clone()).unwrap(), whole),
+        Some(ranks) => {
+            let layer = MoeLayer::over_ranks(case.config.clone(), ranks.clone()).unwrap();
+            (layer, whole.of_experts(&ctx, ranks.held()))
+        }
+    };
+    let (y, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
+    let mut stats = [saved.stats()];
+    if let Some(ranks) = ranks {
+        ranks.merge_stats(&mut stats);
+    }
+    let [stats] = stats;
+    let share = range.len() as f32 / stats.num_tokens.max(1) as f32;
+    let (dx, task) = layer.backward(&ctx, &weights, &saved, &dy, &losses(&stats, share));
+    let mut grads = zeros_like(&ctx, &weights);
+    task.run(&ctx, Write::Replace, &mut grads);
+    Step { y: y.f32s().to_vec(), dx: dx.f32s().to_vec(), stats, grads: named(&grads) }
+}
+
+/// The same step on the ranks of the case, put together.
+fn step_on_ranks(case: &Case) -> Result<Step, CommError> {
+    let n = case.tokens.len();
+    let steps = try_run_ranks(&RankOptions::new(n), |comm: &dyn Communicator| {
+        let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
+        let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone());
+        let start = case.tokens[..comm.rank()].iter().sum();
+        let step = step(case, start..start + case.tokens[comm.rank()], Some(&ranks));
+        ranks.failure().map_or(Ok(step), Err)
+    })?;
+    let stats = steps[0].stats.clone();
+    assert!(steps.iter().all(|step| step.stats == stats), "all ranks have the same statistics");
+    let joined = |part: fn(&Step) -> &[f32]| steps.iter().flat_map(|step| part(step).to_vec()).collect();
+    let (y, dx) = (joined(|step| &step.y), joined(|step| &step.dx));
+    let grads = (0..steps[0].grads.len()).map(|i| join_grads(case, &steps, i)).collect();
+    Ok(Step { y, dx, stats, grads })
+}
+
+/// Gradient `i` over all ranks: those of experts lie by the experts that each rank holds.
+fn join_grads(case: &Case, steps: &[Step], i: usize) -> (&'static str, Vec<f32>) {
+    let name = steps[0].grads[i].0;
+    let is_dense = name == "router" || name.starts_with("shared");
+    let held = |rank: usize| {
+        if is_dense { vec![0] } else { case.placement.experts_of(rank) }
+    };
+    let size = (0..steps.len()).map(|rank| steps[rank].grads[i].1.len() / held(rank).len().max(1)).max().unwrap();
+    let mut sum = vec![0.0; size * if is_dense { 1 } else { case.config.num_experts }];
+    for (rank, step) in steps.iter().enumerate() {
+        for (at, expert) in held(rank).into_iter().enumerate() {
+            let own = &step.grads[i].1[at * size..(at + 1) * size];
+            sum[expert * size..(expert + 1) * size].iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
+        }
+    }
+    (name, sum)
+}
+
+fn assert_close(name: &str, values: &[f32], expected: &[f32]) {
+    assert_eq!(values.len(), expected.len(), "{name}");
+    let scale = expected.iter().fold(1e-3_f32, |max, x| max.max(x.abs()));
+    for (i, (value, expected)) in values.iter().zip(expected).enumerate() {
+        assert!((value - expected).abs() <= TOLERANCE * scale, "{name}[{i}]: {value}, expected {expected}");
+    }
+}
+
+fn check(case: &Case) {
+    let one = step(case, 0..case.tokens.iter().sum(), None);
+    let many = step_on_ranks(case).expect("the ranks talk");
+    assert_close("y", &many.y, &one.y);
+    assert_close("dx", &many.dx, &one.dx);
+    for ((name, many), (_, one)) in many.grads.iter().zip(&one.grads) {
+        assert_close(name, many, one);
+    }
+    assert_eq!(many.stats.num_tokens, one.stats.num_tokens);
+    assert_eq!(many.stats.tokens_per_expert, one.stats.tokens_per_expert);
+    assert_close("mean probabilities", &many.stats.mean_prob, &one.stats.mean_prob);
+    assert!((many.stats.z - one.stats.z).abs() <= 1e-5 * one.stats.z.max(1.0));
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let sizes = (2..10_usize, 1..8_usize, 1..9_usize, 0..3_usize, 0..3_usize);
+    let ranks = prop::sample::select(vec![1_usize, 2, 3, 4, 8]);
+    let tokens = ranks.prop_flat_map(|n| prop::collection::vec(prop_oneof![Just(0_usize), 1..9_usize], n));
+    let replicas = prop::collection::vec((0..64_usize, 0..64_usize), 0..6);
+    (sizes, tokens, replicas, any::<(bool, bool)>(), any::<u64>()).prop_map(
+        |((d, f, e, k, shared), tokens, replicas, (has_biases, is_everywhere), seed)| {
+            let mut config = config(d, f, e, 1 + k.min(e - 1));
+            config.shared_width = shared;
+            config.activation = if seed.is_multiple_of(3) { Activation::Gelu } else { Activation::SwiGlu };
+            config.normalize_weights = seed.is_multiple_of(2);
+            let n = tokens.len();
+            let mut placement = Placement::sharded(e, n);
+            replicas.into_iter().for_each(|(expert, rank)| placement.replicate(expert % e, &[rank % n]));
+            if is_everywhere && seed.is_multiple_of(5) {
+                placement = Placement::everywhere(e, n);
+            }
+            Case { config, tokens, placement, has_biases, seed }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn ranks_give_what_one_gives(case in cases()) {
+        check(&case);
+    }
+}
+
+#[test]
+fn every_number_of_ranks_gives_what_one_gives() {
+    for n in [1, 2, 3, 4, 8] {
+        let mut config = config(16, 12, 6, 2);
+        config.router = RouterConfig { num_groups: 2, top_groups: 1, ..RouterConfig::default() };
+        let tokens = (0..n).map(|rank| 24 / n + usize::from(rank < 24 % n)).collect();
+        let case = Case { config, tokens, placement: Placement::sharded(6, n), has_biases: true, seed: 7 };
+        check(&case);
+    }
+}
+
+#[test]
+fn a_rank_that_dies_leaves_the_others_with_an_error_that_names_it() {
+    let case = Case {
+        config: config(4, 4, 4, 2),
+        tokens: vec![3; 4],
+        placement: Placement::sharded(4, 4),
+        has_biases: false,
+        seed: 1,
+    };
+    let results = moeworks_comm::run_ranks(&RankOptions::new(4), |comm: &dyn Communicator| {
+        let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
+        let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone());
+        if comm.rank() == 2 {
+            return Err(comm.abort("the power failed"));
+        }
+        let step = step(&case, 0..3, Some(&ranks));
+        assert!(step.y.iter().all(|y| y.is_finite()), "the pass goes on with zeros");
+        ranks.failure().map_or(Ok(()), Err)
+    });
+    for result in results {
+        let message = result.expect_err("no rank goes on").to_string();
+        assert!(message.contains("rank 2") && message.contains("the power failed"), "{message}");
+    }
+}

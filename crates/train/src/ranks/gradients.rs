@@ -1,0 +1,78 @@
+//! Gradients over all ranks: sums, and their norm.
+
+use moeworks_comm::{CommError, Reduce};
+use moeworks_model::{DecoderWeights, is_of_experts};
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::sum_of_squares;
+use moeworks_tensor::Tensor;
+
+use super::Ranks;
+use crate::error::TrainError;
+
+impl Ranks {
+    /// Makes of this rank's gradients those of all tokens: what is no expert is summed over all ranks, an expert over those that
+    /// hold it. All ranks then have the same bits of what they share.
+    pub(crate) fn sum_gradients(&self, grads: &mut DecoderWeights) -> Result<(), TrainError> {
+        for (name, tensor) in grads.tensors_mut() {
+            if is_of_experts(&name) {
+                self.copies.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
+                self.sum_replicas(tensor)?;
+            } else {
+                self.world.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sums the gradients `[held, ..]` of experts that several ranks of a group hold.
+    fn sum_replicas(&self, tensor: &mut Tensor) -> Result<(), CommError> {
+        let placement = self.experts.placement();
+        let replicated: Vec<usize> =
+            (0..placement.num_experts()).filter(|&expert| placement.ranks_of(expert).len() > 1).collect();
+        if replicated.is_empty() {
+            return Ok(());
+        }
+        let size = tensor.shape()[1..].iter().product::<usize>();
+        let mut sums = vec![0.0_f32; replicated.len() * size];
+        let places = |expert: &usize| self.experts.held().binary_search(expert).ok();
+        for (sum, expert) in sums.chunks_mut(size).zip(&replicated) {
+            if let Some(place) = places(expert) {
+                sum.copy_from_slice(&tensor.f32s()[place * size..(place + 1) * size]);
+            }
+        }
+        self.experts.group().all_reduce(&mut sums, Reduce::Sum)?;
+        for (sum, expert) in sums.chunks(size).zip(&replicated) {
+            if let Some(place) = places(expert) {
+                tensor.f32s_mut()[place * size..(place + 1) * size].copy_from_slice(sum);
+            }
+        }
+        Ok(())
+    }
+
+    /// The norm of the summed gradients of the whole model as one vector, each expert counted once: the same bits on all ranks.
+    pub(crate) fn global_norm(&self, ctx: &Context, grads: &DecoderWeights) -> Result<f64, TrainError> {
+        let mut dense = 0.0;
+        let mut experts = [0.0];
+        for (name, tensor) in grads.tensors() {
+            if is_of_experts(&name) {
+                experts[0] += self.squares_of_own(ctx, tensor);
+            } else {
+                dense += sum_of_squares(ctx, tensor);
+            }
+        }
+        self.experts.group().all_reduce(&mut experts, Reduce::Sum)?;
+        Ok((dense + experts[0]).sqrt())
+    }
+
+    /// The sum of squares of `[held, ..]` for those experts whose first rank this is.
+    fn squares_of_own(&self, ctx: &Context, tensor: &Tensor) -> f64 {
+        let (placement, rank) = (self.experts.placement(), self.experts.group().rank());
+        if !placement.has_replicas() {
+            return sum_of_squares(ctx, tensor);
+        }
+        let size = tensor.shape()[1..].iter().product::<usize>();
+        let own = self.experts.held().iter().zip(tensor.f32s().chunks(size.max(1)));
+        let own = own.filter(|(expert, _)| placement.ranks_of(**expert)[0] == rank);
+        own.map(|(_, grads)| grads.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>()).sum()
+    }
+}

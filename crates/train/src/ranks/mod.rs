@@ -1,0 +1,200 @@
+//! One rank's place in a run: its groups, its share of the sequences, and what the ranks sum or put together.
+//!
+//! Rank 0 is the root: it alone reads what only one may (a fresh token cache), writes (checkpoints, records, the report) and
+//! shows. A checkpoint is that of one rank: the root puts the experts together, so that any layout goes on from it.
+
+mod gather;
+mod gradients;
+mod slices;
+
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+use std::time::Duration;
+
+use moeworks_comm::{CommError, Communicator, Reduce};
+use moeworks_moe::ExpertRanks;
+use moeworks_plan::{Layout, Placement, PlacementError};
+
+use crate::config::{PlacementChoice, RunConfig};
+use crate::error::TrainError;
+
+/// How long ranks wait for one that reads data or writes a checkpoint.
+const PATIENCE: Duration = Duration::from_secs(24 * 3600);
+/// How long they wait for one within a step, unless told.
+const STEP_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// One rank's place in a run.
+pub struct Ranks {
+    layout: Layout,
+    /// All ranks.
+    world: Box<dyn Communicator>,
+    /// Those that hold the same experts.
+    copies: Box<dyn Communicator>,
+    experts: ExpertRanks,
+    /// How long ranks wait for one within a step before they take it for hung.
+    step_timeout: Duration,
+    /// Whether ranks that hold the same weights share their optimizer state out.
+    shards_optimizer: bool,
+}
+
+impl Ranks {
+    /// The place of the rank of `comm`, whose ranks lie as `layout` says; `placement` says which rank of a group holds which
+    /// expert. All ranks call this.
+    pub fn new(comm: &dyn Communicator, layout: Layout, placement: Placement) -> Result<Self, CommError> {
+        comm.set_timeout(PATIENCE);
+        let rank = comm.rank();
+        let (dp, ep, _) = layout.place(rank);
+        let part = |color: usize, key: usize| -> Result<Box<dyn Communicator>, CommError> {
+            let part = comm.split(Some(color as u32), key)?;
+            Ok(part.expect("a rank with a color is in a group"))
+        };
+        let (world, of_experts) = (part(0, rank)?, part(0, rank)?);
+        let (copies, group) = (part(ep, dp)?, part(dp, ep)?);
+        let experts = ExpertRanks::new(of_experts, group, placement);
+        Ok(Self { layout, world, copies, experts, step_timeout: STEP_TIMEOUT, shards_optimizer: false })
+    }
+
+    /// The place of the rank of `comm` that `config` gives it. All ranks call this.
+    pub fn of_config(comm: &dyn Communicator, config: &RunConfig) -> Result<Self, TrainError> {
+        let parallel = &config.parallel;
+        if parallel.num_ranks() != comm.size() {
+            return Err(TrainError::Ranks { dp: parallel.dp, ep: parallel.ep, num_ranks: comm.size() });
+        }
+        let ranks = Self::new(comm, parallel.layout(), placement(config)?)?;
+        let ranks = ranks.with_timeout(Duration::from_secs(parallel.timeout_s));
+        Ok(ranks.with_sharded_optimizer(parallel.shard_optimizer))
+    }
+
+    /// Sets how long ranks wait for one within a step before they take it for hung.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.step_timeout = timeout;
+        self
+    }
+
+    /// Sets whether ranks that hold the same weights share their optimizer state out (ZeRO-1). Panics where a group holds an
+    /// expert more than once.
+    #[must_use]
+    pub fn with_sharded_optimizer(mut self, shards_optimizer: bool) -> Self {
+        assert!(!(shards_optimizer && self.experts.placement().has_replicas()), "replicas have whole optimizer states");
+        self.shards_optimizer = shards_optimizer;
+        self
+    }
+
+    /// Whether ranks that hold the same weights share their optimizer state out.
+    pub(crate) fn shards_optimizer(&self) -> bool {
+        self.shards_optimizer
+    }
+
+    /// Whether this is the rank that writes and shows.
+    #[must_use]
+    pub fn is_root(&self) -> bool {
+        self.world.rank() == 0
+    }
+
+    /// How many ranks there are.
+    #[must_use]
+    pub fn num_ranks(&self) -> usize {
+        self.world.size()
+    }
+
+    /// How many of them run on this rank's node.
+    pub(crate) fn num_neighbours(&self) -> usize {
+        let nodes = self.world.nodes();
+        nodes.iter().filter(|&&node| node == nodes[self.world.rank()]).count()
+    }
+
+    /// What the layers with experts take.
+    pub(crate) fn experts(&self) -> &ExpertRanks {
+        &self.experts
+    }
+
+    /// This rank's sequences of `num`: neighbouring ones, the first ranks have one more where they do not divide.
+    pub(crate) fn share(&self, num: usize) -> Range<usize> {
+        let (n, rank) = (self.world.size(), self.world.rank());
+        let start = |rank: usize| num / n * rank + rank.min(num % n);
+        start(rank)..start(rank + 1)
+    }
+
+    /// Fails if a communication of the layers failed.
+    pub(crate) fn check(&self) -> Result<(), TrainError> {
+        self.experts.failure().map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Lets the root do `work` first, the others when it is done.
+    pub(crate) fn root_first<R>(&self, work: impl FnOnce() -> Result<R, TrainError>) -> Result<R, TrainError> {
+        if self.is_root() {
+            let result = work()?;
+            self.world.barrier()?;
+            return Ok(result);
+        }
+        self.world.barrier()?;
+        work()
+    }
+
+    /// Refuses ranks that were started with other settings: `text` is what all must have alike.
+    pub(crate) fn check_same(&self, what: &str, text: &str) -> Result<(), TrainError> {
+        let mut fingerprint = [0; 32];
+        fingerprint[..16].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(text.as_bytes()).to_le_bytes());
+        Ok(self.world.check_same(what, &fingerprint)?)
+    }
+
+    /// Waits for all ranks, as long as it takes, and from then on no longer than a step may take.
+    pub(crate) fn begin_steps(&self) -> Result<(), TrainError> {
+        self.world.barrier()?;
+        self.world.set_timeout(self.step_timeout);
+        Ok(())
+    }
+
+    /// Lets everybody wait for `work`, of which the root has more than others.
+    pub(crate) fn patiently<R>(&self, work: impl FnOnce() -> Result<R, TrainError>) -> Result<R, TrainError> {
+        self.world.set_timeout(PATIENCE);
+        let result = work()?;
+        self.begin_steps()?;
+        Ok(result)
+    }
+
+    /// Whether any rank says so, for each of `flags`.
+    pub(crate) fn any<const N: usize>(&self, flags: [bool; N]) -> Result<[bool; N], TrainError> {
+        let mut numbers = flags.map(u32::from);
+        self.world.all_reduce(&mut numbers, Reduce::Max)?;
+        Ok(numbers.map(|number| number > 0))
+    }
+
+    /// Everybody's `values`, in the order of ranks.
+    pub(crate) fn all_values(&self, values: &[u32]) -> Result<Vec<u32>, TrainError> {
+        let mut lens = vec![0_u64; self.world.size()];
+        self.world.all_gather(&[values.len() as u64], &mut lens)?;
+        let lens: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
+        let mut all = vec![0; lens.iter().sum()];
+        self.world.all_gather_v(values, &mut all, &lens)?;
+        Ok(all)
+    }
+}
+
+/// The placement that `config` asks for.
+fn placement(config: &RunConfig) -> Result<Placement, TrainError> {
+    let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.ep);
+    let path = match &config.parallel.placement {
+        PlacementChoice::Sharded => return Ok(Placement::sharded(num_experts, num_ranks)),
+        PlacementChoice::Everywhere => return Ok(Placement::everywhere(num_experts, num_ranks)),
+        PlacementChoice::File(path) => Path::new(path),
+    };
+    let text = fs::read_to_string(path).map_err(TrainError::io(path))?;
+    let wrong = |problem: String| TrainError::State { path: path.to_owned(), problem };
+    let placement: Placement = text.parse().map_err(|error: PlacementError| wrong(error.to_string()))?;
+    let sizes = (placement.num_experts(), placement.num_ranks());
+    if sizes != (num_experts, num_ranks) {
+        let problem = format!(
+            "places {} experts on {} ranks, but model.num_experts is {num_experts} and parallel.ep {num_ranks}",
+            sizes.0, sizes.1
+        );
+        return Err(wrong(problem));
+    }
+    Ok(placement)
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

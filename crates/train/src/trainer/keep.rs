@@ -1,0 +1,121 @@
+//! What a run leaves behind while it goes: checkpoints and samples. Both need the whole model, which of several ranks only the
+//! root puts together.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
+use moeworks_model::{Decoder, DecoderWeights};
+use moeworks_tensor::DType;
+
+use super::{Event, Output, Trainer};
+use crate::config::ConfigError;
+use crate::error::TrainError;
+use crate::metrics::Sample;
+use crate::optimizer::Optimizer;
+use crate::ranks::Ranks;
+use crate::state;
+use crate::store::Keep;
+
+impl Trainer {
+    /// Writes a checkpoint.
+    pub(super) fn save(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
+        self.progress.updates = self.optimizer.updates;
+        let Some(mut output) = self.output.take() else { return self.help_to_save() };
+        let result = self.save_to(&mut output);
+        self.output = Some(output);
+        on_event(Event::Saved(&result?));
+        Ok(())
+    }
+
+    /// Gives the root this rank's part of the model.
+    fn help_to_save(&self) -> Result<(), TrainError> {
+        let Some(ranks) = &self.ranks else { return Ok(()) };
+        ranks.patiently(|| {
+            ranks.whole(&self.ctx, &self.decoder, &self.weights)?;
+            self.whole_optimizer(ranks).map(|_| ())
+        })
+    }
+
+    fn save_to(&self, output: &mut Output) -> Result<PathBuf, TrainError> {
+        let Some(ranks) = &self.ranks else { return self.write_checkpoint(output, &self.weights, &self.optimizer) };
+        ranks.patiently(|| {
+            let weights = ranks.whole(&self.ctx, &self.decoder, &self.weights)?;
+            let optimizer = self.whole_optimizer(ranks)?;
+            let (weights, optimizer) = weights.zip(optimizer).expect("the root has the whole model");
+            self.write_checkpoint(output, &weights, &optimizer)
+        })
+    }
+
+    /// The optimizer's state of the whole model, on the root.
+    fn whole_optimizer(&self, ranks: &Ranks) -> Result<Option<Optimizer>, TrainError> {
+        let joined = ranks.shards_optimizer().then(|| ranks.join_optimizer(&self.ctx, &self.optimizer, &self.weights));
+        let joined = joined.transpose()?;
+        ranks.whole_optimizer(&self.ctx, &self.decoder, joined.as_ref().unwrap_or(&self.optimizer))
+    }
+
+    fn write_checkpoint(
+        &self,
+        output: &mut Output,
+        weights: &DecoderWeights,
+        optimizer: &Optimizer,
+    ) -> Result<PathBuf, TrainError> {
+        output.metrics.sync()?;
+        let keep = Keep { last: self.config.train.keep_last, best: true };
+        let checkpoint = output.store.save(&state::metadata(&self.progress), keep, |dir| {
+            state::save(dir, &self.decoder, weights, &self.tokenizer, optimizer, self.routing.as_ref())
+        })?;
+        output.last_checkpoint = Some(checkpoint.path.clone());
+        Ok(checkpoint.path)
+    }
+
+    /// Lets the model write a text and records it.
+    pub(super) fn write_sample(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
+        let sample = self.with_whole_model(|decoder, weights| self.sample(decoder, weights))?;
+        if let (Some(output), Some(sample)) = (&mut self.output, sample) {
+            output.metrics.write_sample(&sample)?;
+            on_event(Event::Sample(&sample));
+        }
+        Ok(())
+    }
+
+    /// What `look` sees in the whole model as products take it; `None` on ranks that are not the root.
+    pub(super) fn with_whole_model<R>(
+        &self,
+        look: impl FnOnce(&Decoder, &DecoderWeights) -> Result<R, TrainError>,
+    ) -> Result<Option<R>, TrainError> {
+        let Some(ranks) = &self.ranks else {
+            return look(&self.decoder, self.compute.as_ref().unwrap_or(&self.weights)).map(Some);
+        };
+        ranks.patiently(|| {
+            let Some(weights) = ranks.whole(&self.ctx, &self.decoder, &self.weights)? else { return Ok(None) };
+            let decoder = Decoder::new(self.config.model.clone()).map_err(ConfigError::from)?;
+            let compute = self.compute.is_some().then(|| weights.compute_copy(&self.ctx, DType::BF16));
+            look(&decoder, compute.as_ref().unwrap_or(&weights)).map(Some)
+        })
+    }
+
+    /// A text that the model writes.
+    fn sample(&self, decoder: &Decoder, weights: &DecoderWeights) -> Result<Sample, TrainError> {
+        let train = &self.config.train;
+        let options = SamplingOptions { temperature: 0.8, top_p: 0.95, seed: train.seed, ..SamplingOptions::default() };
+        let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
+        let mut prompt = self.tokenizer.encode(&train.sample_prompt)?;
+        if prompt.is_empty() {
+            prompt.extend(self.tokenizer.eos_id());
+        }
+        let room = self.config.model.max_seq_len;
+        prompt.truncate(room / 2);
+        let stop_ids: Vec<u32> = self.tokenizer.eos_id().into_iter().collect();
+        let max_new_tokens = train.sample_tokens.min(room - prompt.len());
+        let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
+        let (ids, _) = generate(decoder, &self.ctx, weights, &request, &mut sampler, |_| ControlFlow::Continue(()))?;
+        let mut stream = TextStream::new(&self.tokenizer);
+        let mut text = String::new();
+        for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {
+            text += &stream.push(id)?;
+        }
+        text += &stream.finish()?;
+        Ok(Sample { step: self.progress.step, prompt: train.sample_prompt.clone(), text })
+    }
+}

@@ -1,0 +1,230 @@
+//! How a trainer begins: a new run, or one that goes on, on one rank or on several.
+
+use std::path::{Path, PathBuf};
+
+use moeworks_model::hf::load_model;
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
+use moeworks_ops::{Context, peak};
+use moeworks_tensor::DType;
+
+use super::{Output, Trainer};
+use crate::config::{ConfigError, Precision, RunConfig, print_config};
+use crate::corpus::Corpus;
+use crate::error::TrainError;
+use crate::metrics::MetricsWriter;
+use crate::optimizer::Optimizer;
+use crate::ranks::Ranks;
+use crate::routing::RoutingSample;
+use crate::setup::{adamw_config, check_memory, context, moe_layers, num_cores, schedule, vocab_size};
+use crate::state::{self, Progress};
+use crate::store::{CONFIG_FILE, Checkpoint, Store};
+
+/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`.
+fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<DecoderWeights, TrainError> {
+    let (stored, weights) = load_model(ctx, dir)?;
+    if !stored.computes_as(config) {
+        let problem = "its weights are of another model than the settings under model.* describe; leave those to it";
+        return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
+    }
+    Ok(weights.compute_copy(ctx, DType::F32))
+}
+
+fn decoder(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Decoder, TrainError> {
+    let model = config.model.clone();
+    let decoder = match ranks {
+        None => Decoder::new(model),
+        Some(ranks) => Decoder::over_ranks(model, ranks.experts().clone()),
+    };
+    Ok(decoder.map_err(ConfigError::from)?)
+}
+
+/// Does `work`, on several ranks on the root first and then on the others.
+fn root_first<R>(ranks: Option<&Ranks>, work: impl FnOnce() -> Result<R, TrainError>) -> Result<R, TrainError> {
+    match ranks {
+        None => work(),
+        Some(ranks) => ranks.root_first(work),
+    }
+}
+
+fn is_root(ranks: Option<&Ranks>) -> bool {
+    ranks.is_none_or(Ranks::is_root)
+}
+
+/// Refuses ranks that were given other settings, or another number of ranks than the settings say.
+fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
+    let (asked, num_ranks) = (config.parallel.num_ranks(), ranks.map_or(1, Ranks::num_ranks));
+    if asked != num_ranks {
+        return Err(TrainError::Ranks { dp: config.parallel.dp, ep: config.parallel.ep, num_ranks });
+    }
+    ranks.map_or(Ok(()), |ranks| ranks.check_same("configuration", &print_config(config)))
+}
+
+impl Trainer {
+    /// Starts a new run in the folder `run_dir`, in which there must be no run yet. Nothing is written before the whole
+    /// configuration and the data have proved usable.
+    pub fn start(config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
+        Self::start_over(config, run_dir, None, None)
+    }
+
+    /// As [`Trainer::start`], with the weights of the model folder `from` in place of random ones, whose model the
+    /// configuration's must be up to settings of training; and as one of several `ranks`, all of which call this.
+    pub fn start_over(
+        mut config: RunConfig,
+        run_dir: PathBuf,
+        from: Option<&Path>,
+        ranks: Option<Ranks>,
+    ) -> Result<Self, TrainError> {
+        if is_root(ranks.as_ref()) && run_dir.join(CONFIG_FILE).exists() {
+            let problem = "holds a run already; go on with it by --resume, or choose another folder".to_owned();
+            return Err(TrainError::State { path: run_dir, problem });
+        }
+        state::make_absolute(&mut config)?;
+        check_ranks(&config, ranks.as_ref())?;
+        let ctx = context(&config, ranks.as_ref());
+        let corpus = root_first(ranks.as_ref(), || Corpus::open(&config, None))?;
+        config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
+        let decoder = decoder(&config, ranks.as_ref())?;
+        decoder.check_trainable()?;
+        check_memory(&config, ranks.as_ref())?;
+        let weights = match from {
+            Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
+            None => decoder.init(&ctx, config.train.seed),
+        };
+        let weights = match &ranks {
+            None => weights,
+            Some(ranks) => ranks.part(&ctx, &weights),
+        };
+        let optimizer = match ranks.as_ref().filter(|ranks| ranks.shards_optimizer()) {
+            None => Optimizer::new(&ctx, adamw_config(&config), &weights),
+            Some(ranks) => Optimizer::new(&ctx, adamw_config(&config), &ranks.slices(&ctx, &weights)),
+        };
+        let output = is_root(ranks.as_ref()).then(|| Output::create(&run_dir, &config)).transpose()?;
+        let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
+        let routing = None;
+        Self::new(Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks })
+    }
+
+    /// Goes on from the newest whole checkpoint of the run in `run_dir`. `change` may change settings, but not those that
+    /// would make the model or its data others.
+    pub fn resume(
+        run_dir: PathBuf,
+        change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
+    ) -> Result<Self, TrainError> {
+        let config = state::resumed_config(&run_dir, change)?;
+        Self::resume_over(run_dir, config, None)
+    }
+
+    /// As [`Trainer::resume`], with the settings of [`resumed_config`](crate::resumed_config), as one of several `ranks`, all of
+    /// which call this. The checkpoint may be one of any number of ranks.
+    pub fn resume_over(run_dir: PathBuf, config: RunConfig, ranks: Option<Ranks>) -> Result<Self, TrainError> {
+        check_ranks(&config, ranks.as_ref())?;
+        let (store, checkpoint, corpus) = root_first(ranks.as_ref(), || {
+            let (store, checkpoint) = newest(&run_dir, is_root(ranks.as_ref()))?;
+            let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
+            Ok((store, checkpoint, corpus))
+        })?;
+        let ctx = context(&config, ranks.as_ref());
+        let decoder = decoder(&config, ranks.as_ref())?;
+        let (mut weights, mut optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
+        if let Some(ranks) = &ranks {
+            weights = ranks.part(&ctx, &weights);
+            let (first, second) = (ranks.part(&ctx, &optimizer.first), ranks.part(&ctx, &optimizer.second));
+            optimizer = optimizer.with_moments(first, second);
+            if ranks.shards_optimizer() {
+                optimizer = ranks.slice_optimizer(&ctx, &optimizer);
+            }
+        }
+        let routing = RoutingSample::load(&checkpoint.path)?;
+        if progress.data_hash != corpus.hash {
+            tracing::warn!("the data is not what this run began with: its steps will not be those of an unbroken run");
+        }
+        let output = match store {
+            Some(store) => Some(Output::go_on(store, &run_dir, &config, checkpoint)?),
+            None => None,
+        };
+        Self::new(Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks })
+    }
+
+    fn new(parts: Parts) -> Result<Self, TrainError> {
+        let Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks } =
+            parts;
+        let is_bf16 = config.train.precision == Precision::Bf16;
+        let compute = is_bf16.then(|| weights.compute_copy(&ctx, DType::BF16));
+        let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_ref()) } else { 1.0 };
+        let trainer = Self {
+            grads: weights.zeros_like(&ctx),
+            schedule: schedule(&config),
+            ctx,
+            config,
+            run_dir,
+            decoder,
+            dataset: corpus.dataset,
+            tokenizer: corpus.tokenizer,
+            weights,
+            compute,
+            optimizer,
+            progress,
+            routing,
+            output,
+            peak_flops,
+            ranks,
+        };
+        trainer.ranks.as_ref().map_or(Ok(()), Ranks::begin_steps)?;
+        Ok(trainer)
+    }
+}
+
+/// The newest checkpoint of a run that is gone on with, and its store where this rank writes.
+fn newest(run_dir: &Path, is_root: bool) -> Result<(Option<Store>, Checkpoint), TrainError> {
+    let store = if is_root { Some(Store::open_to_write(run_dir)?) } else { None };
+    let checkpoint = match &store {
+        Some(store) => store.latest()?,
+        None => Store::open(run_dir).latest()?,
+    };
+    checkpoint.map(|checkpoint| (store, checkpoint)).ok_or_else(|| {
+        let problem = "the run has no complete checkpoint to go on from".to_owned();
+        TrainError::State { path: run_dir.to_owned(), problem }
+    })
+}
+
+/// Operations a second of all ranks: this one's times their number, but no more than the cores of a node.
+fn peak_flops(ctx: &Context, is_bf16: bool, ranks: Option<&Ranks>) -> f64 {
+    let own = peak::measure(ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
+    ranks.map_or(own, |ranks| {
+        let threads = ctx.threads().count() * ranks.num_neighbours();
+        own * ranks.num_ranks() as f64 * (num_cores() as f64 / threads as f64).min(1.0)
+    })
+}
+
+impl Output {
+    /// That of a new run.
+    fn create(run_dir: &Path, config: &RunConfig) -> Result<Self, TrainError> {
+        let store = Store::open_to_write(run_dir)?;
+        let metrics = MetricsWriter::create(run_dir, &moe_layers(config))?;
+        state::write_config(run_dir, config)?;
+        Ok(Self { store, metrics, last_checkpoint: None })
+    }
+
+    /// That of a run that goes on from `checkpoint`: what came later is gone.
+    fn go_on(store: Store, run_dir: &Path, config: &RunConfig, checkpoint: Checkpoint) -> Result<Self, TrainError> {
+        store.discard_after(checkpoint.metadata.step)?;
+        state::write_config(run_dir, config)?;
+        let metrics = MetricsWriter::resume(run_dir, &moe_layers(config), checkpoint.metadata.step)?;
+        Ok(Self { store, metrics, last_checkpoint: Some(checkpoint.path) })
+    }
+}
+
+/// What a trainer is put together from.
+struct Parts {
+    ctx: Context,
+    config: RunConfig,
+    run_dir: PathBuf,
+    decoder: Decoder,
+    corpus: Corpus,
+    weights: DecoderWeights,
+    optimizer: Optimizer,
+    progress: Progress,
+    routing: Option<RoutingSample>,
+    output: Option<Output>,
+    ranks: Option<Ranks>,
+}
