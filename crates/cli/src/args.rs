@@ -18,6 +18,8 @@ pub(crate) enum Command {
     Train(TrainArgs),
     /// Continue a prompt with a trained model
     Generate(GenerateArgs),
+    /// Talk with a model by its own chat template; turns are lines, typed or piped in
+    Chat(ChatArgs),
     /// Loss, perplexity, bits per byte and expert load of a model on a text
     Evaluate(EvaluateArgs),
     /// What a run or a model folder holds: parameters, memory, expert load
@@ -38,6 +40,9 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Write a run's HTML report again from its metrics
     Report(ReportArgs),
+    /// Carries out a chat template for another process
+    #[command(hide = true)]
+    RenderTemplate,
 }
 
 /// Where a configuration comes from; later ones win: preset, file, single settings.
@@ -85,16 +90,9 @@ pub(crate) struct TrainArgs {
     pub(crate) print_config: bool,
 }
 
+/// How tokens are drawn.
 #[derive(Debug, Args)]
-pub(crate) struct GenerateArgs {
-    /// A run, a checkpoint or a model folder
-    pub(crate) model: PathBuf,
-    /// The text to continue
-    #[arg(long, default_value = "")]
-    pub(crate) prompt: String,
-    /// Tokens to generate at most
-    #[arg(long, default_value_t = 200)]
-    pub(crate) max_tokens: usize,
+pub(crate) struct SamplingArgs {
     /// 0 always takes the likeliest token; higher is more varied
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     pub(crate) temperature: f32,
@@ -110,12 +108,52 @@ pub(crate) struct GenerateArgs {
     /// Seed of the sampling; the same seed gives the same text
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+}
+
+/// In what way a model computes.
+#[derive(Debug, Args)]
+pub(crate) struct ComputeArgs {
     /// Precision of the products: that of the weights as they are stored, f32 or bf16
     #[arg(long, default_value = "stored")]
     pub(crate) precision: String,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// A run, a checkpoint, a model folder or a GGUF file
+    pub(crate) model: PathBuf,
+    /// The text to continue; - for standard input
+    #[arg(long, default_value = "")]
+    pub(crate) prompt: String,
+    /// Tokens to generate at most (default: 200, or as many as the model has room for)
+    #[arg(long)]
+    pub(crate) max_tokens: Option<usize>,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    /// A run, a checkpoint, a model folder or a GGUF file
+    pub(crate) model: PathBuf,
+    /// What the model is told before the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// A chat template in Jinja in place of the model's own
+    #[arg(long, value_name = "FILE")]
+    pub(crate) template: Option<PathBuf>,
+    /// Tokens of an answer at most (default: as many as the model has room for)
+    #[arg(long)]
+    pub(crate) max_tokens: Option<usize>,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
 }
 
 #[derive(Debug, Args)]
@@ -247,13 +285,19 @@ pub(crate) struct UpcycleArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
-    /// A run, a checkpoint or a model folder
+    /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     /// The folder that is written
     pub(crate) out: PathBuf,
     /// Type of the matrices: f32, bf16 or f16 (default: as they are; blocks of small floats become bf16)
     #[arg(long)]
     pub(crate) dtype: Option<String>,
+    /// Write matrices as blocks of 32 small integers with a scale: int8 or int4. Embeddings, norms, biases and routers stay
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) quantize: Option<String>,
+    /// Which matrices --quantize means: experts (default: all)
+    #[arg(long, requires = "quantize", value_name = "WHICH")]
+    pub(crate) only: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -264,6 +308,9 @@ pub(crate) struct BenchArgs {
     /// `routing` times every scheme of routing beside a layer's forward pass
     #[arg(default_value = "")]
     pub(crate) filter: String,
+    /// For `decode`: this model instead (a run, a checkpoint, a model folder or a GGUF file)
+    #[arg(long)]
+    pub(crate) model: Option<PathBuf>,
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,

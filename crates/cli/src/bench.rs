@@ -3,6 +3,7 @@
 mod decode;
 mod moe;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use moeworks_moe::measure::RoutingShape;
@@ -23,6 +24,9 @@ use crate::progress::bytes;
 use crate::tables;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
+    if args.model.is_some() && args.filter != "decode" {
+        return Err(Failure::input("--model is for `bench decode`"));
+    }
     let ctx = crate::model::context(args.threads);
     if args.filter == "moe" {
         moe::answer(&ctx)?;
@@ -31,7 +35,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     if args.filter == "decode" {
-        output.decode(&ctx, &peaks)?;
+        output.decode(&ctx, &peaks, args.model.as_deref())?;
         output.finish(&ctx, &peaks);
         return Ok(ExitCode::SUCCESS);
     }
@@ -104,15 +108,22 @@ impl Output {
         Ok(())
     }
 
-    /// A model of OLMoE's shape in every type of weights.
-    fn decode(&mut self, ctx: &Context, peaks: &Peaks) -> Result<(), Failure> {
+    /// A model of OLMoE's shape in every type of weights, or a given one.
+    fn decode(&mut self, ctx: &Context, peaks: &Peaks, model: Option<&Path>) -> Result<(), Failure> {
         let mut rows = Vec::new();
-        for dtype in [DType::F32, DType::BF16, DType::Q8, DType::Q4] {
-            let measured = decode::measure(ctx, peaks, dtype)?;
-            // The next type's weights are of other sizes.
-            ctx.pool().trim();
+        let mut add = |measured: decode::Measured| {
             self.cases.push(measured.json());
             rows.push(measured.cells());
+        };
+        match model {
+            Some(model) => add(decode::measure_model(ctx, peaks, model)?),
+            None => {
+                for dtype in [DType::F32, DType::BF16, DType::Q8, DType::Q4] {
+                    add(decode::measure(ctx, peaks, dtype)?);
+                    // The next type's weights are of other sizes.
+                    ctx.pool().trim();
+                }
+            }
         }
         if !self.is_json {
             println!(

@@ -1,8 +1,10 @@
 //! `moeworks inspect`: what a run or a model folder holds.
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use moeworks_model::ModelConfig;
+use moeworks_model::{DecoderWeights, ModelConfig};
+use moeworks_tensor::DType;
 use moeworks_train::metrics::{Record, read_last_record};
 use serde_json::{Value, json};
 
@@ -10,7 +12,7 @@ use crate::account;
 use crate::args::InspectArgs;
 use crate::failure::Failure;
 use crate::model::Source;
-use crate::progress::thousands;
+use crate::progress::{bytes, thousands};
 use crate::tables;
 
 /// Tokens of a micro-batch for the memory table, unless the run says otherwise.
@@ -20,13 +22,14 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let ctx = crate::model::context(0);
     // Loading checks every tensor; weights are mapped, not read.
-    let (config, _) = source.load(&ctx)?;
+    let (config, weights) = source.load(&ctx)?;
     let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
     let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;
     if args.json {
         let mut value = account::json(&config, DEFAULT_TOKENS, seq_len);
         value["model"] = serde_json::to_value(&config)?;
+        value["stored_bytes"] = serde_json::to_value(stored_bytes(&weights))?;
         if let Some(record) = &record {
             value["step"] = json!(record.step);
             value["expert_load"] = load_json(record);
@@ -36,6 +39,9 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     }
     println!("{}", source.path().display());
     println!("{}", describe(&config));
+    let stored: Vec<String> =
+        stored_bytes(&weights).into_iter().map(|(name, count)| format!("{} in {name}", bytes(count))).collect();
+    println!("weights: {}", stored.join(", "));
     if let Some(checkpoint) = source.run().and_then(|run| run.checkpoint.as_ref()) {
         let val = checkpoint.metadata.val_loss.map_or_else(String::new, |loss| format!(", validation loss {loss:.4}"));
         println!("checkpoint of step {}{val}", thousands(checkpoint.metadata.step));
@@ -53,6 +59,22 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
         print_load(&record);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The bytes of the weights by their type.
+fn stored_bytes(weights: &DecoderWeights) -> BTreeMap<&'static str, u64> {
+    let mut sums = BTreeMap::new();
+    for (_, tensor) in weights.tensors() {
+        let name = match tensor.dtype() {
+            DType::F32 => "f32",
+            DType::BF16 => "bf16",
+            DType::U32 => "u32",
+            DType::Q8 => "int8",
+            DType::Q4 => "int4",
+        };
+        *sums.entry(name).or_default() += tensor.num_bytes() as u64;
+    }
+    sums
 }
 
 fn describe(config: &ModelConfig) -> String {

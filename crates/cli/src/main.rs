@@ -8,6 +8,7 @@ mod output;
 mod account;
 mod args;
 mod bench;
+mod chat;
 mod convert;
 mod estimate;
 mod evaluate;
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
         Command::Generate(args) => generate::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Estimate(args) => estimate::run(&args),
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Convert(args) => convert::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
+        Command::RenderTemplate => chat::render::serve(),
     };
     match result {
         Ok(code) => code,

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use moeworks_model::chat::ChatTemplate;
 use moeworks_model::gguf::{self, GgufFile};
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, hf};
 use moeworks_ops::Context;
@@ -50,6 +51,23 @@ impl Source {
         }
     }
 
+    /// The ids at which the model ends what it says.
+    fn stop_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
+        match self {
+            Self::Folder(run) => Ok(hf::stop_ids(&run.model_dir, tokenizer)?),
+            Self::Gguf(file) => Ok(file.stop_ids()?),
+        }
+    }
+
+    /// The model's own chat template, if it has one.
+    pub(crate) fn chat_template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>, Failure> {
+        let dir = match self {
+            Self::Folder(run) => Some(&*run.model_dir),
+            Self::Gguf(_) => None,
+        };
+        Ok(ChatTemplate::find(dir, tokenizer)?)
+    }
+
     pub(crate) fn tokenizer(&self) -> Result<Tokenizer, Failure> {
         match self {
             Self::Folder(run) => Ok(Tokenizer::from_dir(&run.model_dir)?),
@@ -65,21 +83,32 @@ pub(crate) struct Model {
     /// In the precision that was asked for.
     pub(crate) weights: DecoderWeights,
     pub(crate) tokenizer: Tokenizer,
+    /// The ids at which it ends what it says.
+    pub(crate) stop_ids: Vec<u32>,
 }
 
 impl Model {
     pub(crate) fn load(path: &Path, precision: &str, threads: usize) -> Result<Self, Failure> {
+        Self::of(&Source::open(path)?, precision, threads)
+    }
+
+    /// Whether it answers a text instead of continuing it.
+    pub(crate) fn has_encoder(&self) -> bool {
+        self.decoder.config().variant.encoder.is_some()
+    }
+
+    pub(crate) fn of(source: &Source, precision: &str, threads: usize) -> Result<Self, Failure> {
         let dtype = dtype(precision)?;
         let ctx = context(threads);
-        let source = Source::open(path)?;
         let (config, weights) = source.load(&ctx)?;
         let tokenizer = source.tokenizer()?;
         let weights = match dtype {
-            Some(dtype) if weights.compute_dtype() != dtype => weights.compute_copy(&ctx, dtype),
+            Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx, dtype),
             _ => weights,
         };
         let decoder = Decoder::new(config)?;
-        Ok(Self { ctx, decoder, weights, tokenizer })
+        let stop_ids = source.stop_ids(&tokenizer)?;
+        Ok(Self { ctx, decoder, weights, tokenizer, stop_ids })
     }
 }
 

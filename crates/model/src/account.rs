@@ -3,7 +3,8 @@
 use moeworks_moe::RouterKind;
 use moeworks_plan::ModelShape;
 
-use crate::config::{ModelConfig, QkNorm};
+use crate::config::ModelConfig;
+use crate::shapes::shapes_by_name;
 
 /// Parameters of one kind of part, over all layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,16 +28,24 @@ pub struct Parameters {
 
 /// The name of the routed experts' part.
 const EXPERTS: &str = "experts";
+/// The name of the routers' part.
+const ROUTERS: &str = "routers";
 
-/// The routers, with the parameters that only some schemes have; a tree's tokens pass those of open clusters alone.
-fn routers(config: &ModelConfig, moe_layers: u64) -> Part {
-    let moe = config.moe();
-    let extras = moe.extra_shapes().into_iter().map(|extra| extra.shape.iter().product::<usize>());
-    let total = moe.router_shape().iter().product::<usize>() + extras.sum::<usize>();
-    let in_products = moe_layers * (moe.router_products() * config.width) as u64;
-    let total = moe_layers * total as u64;
-    let active = if moe.router.kind == RouterKind::Hierarchical { in_products } else { total };
-    Part { name: "routers", total, active, in_products: in_products.min(active) }
+/// The parts, in the order in which a token meets them, and what belongs to each by its name inside a layer.
+const PARTS: [(&str, &[&str]); 8] = [
+    ("embedding", &["embed_"]),
+    ("norms", &["norm"]),
+    ("attention", &["_attn.", "relative_bias"]),
+    (ROUTERS, &["mlp.gate."]),
+    (EXPERTS, &["mlp.experts."]),
+    ("shared experts", &["mlp.shared_expert"]),
+    ("dense feed-forward", &["mlp."]),
+    ("output projection", &["lm_head."]),
+];
+
+/// The part that a tensor belongs to: the first that knows its name.
+fn part_of(name: &str) -> usize {
+    PARTS.iter().position(|(_, names)| names.iter().any(|part| name.contains(part))).unwrap_or(PARTS.len() - 1)
 }
 
 /// Floating-point operations of one layer's router for a token: what it takes, and what scoring every expert would take.
@@ -47,40 +56,46 @@ pub fn routing_flops_per_token(config: &ModelConfig) -> (u64, u64) {
     (flops(moe.router_products()), flops(moe.num_choosable()))
 }
 
+/// Whether a tensor is looked up in, not multiplied with.
+fn is_table(name: &str) -> bool {
+    name.contains("embed_") || name.contains("relative_bias")
+}
+
+/// Of a tree of clusters a token passes the open ones alone.
+fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
+    let moe = config.moe();
+    if moe.router.kind != RouterKind::Hierarchical {
+        return;
+    }
+    let moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
+    let products = (moe_layers * moe.router_products() * config.width) as u64;
+    for part in parts.iter_mut().filter(|part| part.name == ROUTERS && part.total > 0) {
+        (part.active, part.in_products) = (products, products);
+    }
+}
+
 impl Parameters {
-    /// Counts the parameters of a model of `config`, whose `vocab_size` is set.
+    /// Counts the parameters of a model of `config`, whose `vocab_size` is set: those of every tensor that the model has.
     #[must_use]
     pub fn of(config: &ModelConfig) -> Self {
-        let size = |n: usize| n as u64;
-        let (v, d, l) = (size(config.vocab_size), size(config.width), size(config.num_layers));
-        let (h, g, hd) = (size(config.num_heads), size(config.num_kv_heads), size(config.head_dim));
-        let moe_layers = size((0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count());
-        let matrices = if config.moe().activation.num_inputs() == 2 { 3 } else { 2 };
-        let expert = matrices * size(config.expert_width) * d;
-        let qk_norm = match config.qk_norm {
-            QkNorm::None => 0,
-            QkNorm::Head => 2 * hd,
-            QkNorm::Whole => (h + g) * hd,
-        };
-        let product = |name, total| Part { name, total, active: total, in_products: total };
-        let vector = |name, total| Part { name, total, active: total, in_products: 0 };
-        let head = product("output projection", v * d);
-        let parts = vec![
-            vector("embedding", v * d),
-            product("attention", l * (2 * h + 2 * g) * hd * d),
-            vector("norms", l * (2 * d + qk_norm) + d),
-            routers(config, moe_layers),
-            Part {
-                name: EXPERTS,
-                total: moe_layers * size(config.num_experts) * expert,
-                active: moe_layers * size(config.top_k) * expert,
-                in_products: moe_layers * size(config.top_k) * expert,
-            },
-            product("shared experts", moe_layers * matrices * size(config.shared_width) * d),
-            product("dense feed-forward", (l - moe_layers) * matrices * size(config.dense_width) * d),
+        let mut parts: Vec<Part> =
+            PARTS.iter().map(|(name, _)| Part { name, total: 0, active: 0, in_products: 0 }).collect();
+        for (name, shape) in shapes_by_name(config) {
+            let total = shape.iter().map(|&dim| dim as u64).product::<u64>();
+            let is_expert = name.contains("mlp.experts.");
+            let active = if is_expert { total / config.num_experts.max(1) as u64 * config.top_k as u64 } else { total };
+            // Biases of stacked experts have two dims, but multiply nothing.
+            let is_matrix = shape.len() > 1 && !name.ends_with("bias") && !is_table(&name);
+            let part = &mut parts[part_of(&name)];
+            part.total += total;
+            part.active += active;
+            part.in_products += if is_matrix { active } else { 0 };
+        }
+        narrow_routers(config, &mut parts);
+        if config.tie_embeddings {
             // A tied projection computes but has no parameters of its own.
-            if config.tie_embeddings { Part { total: 0, active: 0, ..head } } else { head },
-        ];
+            parts[part_of("lm_head.weight")].in_products += config.vocab_size as u64 * config.width as u64;
+        }
         Self { parts: parts.into_iter().filter(|part| part.total + part.in_products > 0).collect() }
     }
 
@@ -107,7 +122,8 @@ impl Parameters {
 /// parameter in a product, and `s H (d_qk + d_v)` a layer for causal attention (Megatron's count, halved for causality).
 #[must_use]
 pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
-    let attention = config.num_layers as f64 * seq_len as f64 * (config.num_heads * 2 * config.head_dim) as f64;
+    let elements = config.num_heads * (config.head_dim + config.value_dim());
+    let attention = config.num_layers as f64 * seq_len as f64 * elements as f64;
     2.0 * Parameters::of(config).in_products() as f64 + attention
 }
 
@@ -139,14 +155,15 @@ impl TrainingMemory {
         let parameters = Parameters::of(config).total();
         let product_bytes = if is_bf16 { 2 } else { 4 };
         let residual = 4 * config.width;
-        let heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim;
+        let narrow = config.variant.latent.map_or(0, |latent| 2 * (latent.query_rank + latent.kv_rank));
+        let heads = config.num_heads * config.head_dim + kv_elements(config) + narrow;
         let layer = |i: usize| {
             let hidden = if config.is_moe_layer(i) {
                 config.top_k * config.expert_width + config.shared_width
             } else {
                 config.dense_width
             } * config.moe().activation.num_inputs();
-            let inputs = 2 * config.width + config.num_heads * config.head_dim + hidden;
+            let inputs = 2 * config.width + config.num_heads * config.value_dim() + hidden;
             2 * residual + product_bytes * (inputs + heads)
         };
         let layers: Vec<usize> = (0..config.num_layers).map(layer).collect();
@@ -194,11 +211,16 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
 /// With an encoder it is a source as long that is kept as well.
 #[must_use]
 pub fn kv_cache_bytes(config: &ModelConfig, len: usize) -> u64 {
-    let heads = config.num_kv_heads * (config.head_dim + config.value_dim());
+    let heads = kv_elements(config);
     let row = config.variant.latent.map_or(heads, |latent| latent.kv_rank + latent.rotary_dim);
     let tokens: usize = (0..config.num_layers).map(|i| config.window(i).map_or(len, |window| len.min(window))).sum();
     let of_source = if config.variant.encoder.is_some() { config.num_layers * len * heads } else { 0 };
     4 * (tokens * row + of_source) as u64
+}
+
+/// Elements of the keys and values of one token in one layer.
+fn kv_elements(config: &ModelConfig) -> usize {
+    config.num_kv_heads * (config.head_dim + config.value_dim())
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::config::{ActivationKind, LatentAttention};
+use crate::config::{ActivationKind, LatentAttention, QkNorm, Variant};
 
 /// OLMoE-1B-7B: 6.92 B parameters, 1.28 B active (2409.02060, table 1 and its checkpoint's index).
 #[test]
@@ -61,6 +61,69 @@ fn qwen3_235b_costs_its_published_flops() {
     };
     let gflops = training_flops_per_token(&config, 4096) / 1e9;
     assert!((gflops - 148.33).abs() < 0.5, "{gflops}");
+}
+
+/// DeepSeek-V3: 671 B parameters, 37 B active (2412.19437), its configuration file's sizes; without the layer that predicts
+/// further tokens, whose 14 B are counted apart there.
+#[test]
+fn deepseek_v3_has_its_published_size() {
+    let latent = LatentAttention { query_rank: 1536, kv_rank: 512, plain_dim: 128, rotary_dim: 64 };
+    let config = ModelConfig {
+        vocab_size: 129_280,
+        width: 7168,
+        num_layers: 61,
+        num_heads: 128,
+        num_kv_heads: 128,
+        head_dim: 192,
+        qk_norm: QkNorm::None,
+        num_experts: 256,
+        top_k: 8,
+        expert_width: 2048,
+        shared_width: 2048,
+        dense_width: 18_432,
+        variant: Variant {
+            latent: Some(latent),
+            value_dim: 128,
+            dense_layers: vec![0, 1, 2],
+            ..ModelConfig::default().variant
+        },
+        ..ModelConfig::default()
+    };
+    let parameters = Parameters::of(&config);
+    assert_eq!((parameters.total() as f64 / 1e9).round(), 671.0);
+    assert_eq!((parameters.active() as f64 / 1e9).round(), 37.0 + 1.0, "with the embedding's 0.9 B");
+    assert_eq!(kv_cache_bytes(&config, 1), 61 * (512 + 64) * 4);
+}
+
+/// GPT-OSS-20B: 20.91 B parameters, 3.61 B active (its model card, table 1).
+#[test]
+fn gpt_oss_20b_has_its_published_size_with_all_biases() {
+    let config = ModelConfig {
+        vocab_size: 201_088,
+        width: 2880,
+        num_layers: 24,
+        num_heads: 64,
+        num_kv_heads: 8,
+        head_dim: 64,
+        qk_norm: QkNorm::None,
+        num_experts: 32,
+        top_k: 4,
+        expert_width: 2880,
+        variant: Variant {
+            qkv_bias: true,
+            output_bias: true,
+            sinks: true,
+            router_bias: true,
+            feed_forward_bias: true,
+            ..ModelConfig::default().variant
+        },
+        ..ModelConfig::default()
+    };
+    let parameters = Parameters::of(&config);
+    assert_eq!((parameters.total() as f64 / 1e7).round(), 2091.0);
+    // The card leaves out the embedding, of which a token needs a row.
+    let embedding = 201_088 * 2880;
+    assert_eq!(((parameters.active() - embedding) as f64 / 1e7).round(), 361.0);
 }
 
 #[test]

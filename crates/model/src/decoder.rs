@@ -475,6 +475,13 @@ impl Decoder {
         }
     }
 
+    /// How many tokens a sequence of `len` can still get; [`usize::MAX`] where positions have no end.
+    #[must_use]
+    pub fn room(&self, len: usize) -> usize {
+        let is_limited = !matches!(self.config.variant.positions, PositionKind::Relative { .. });
+        if is_limited { self.config.max_seq_len.saturating_sub(len) } else { usize::MAX }
+    }
+
     pub(crate) fn check_len(&self, len: usize) -> Result<(), BatchError> {
         let max_seq_len = self.config.max_seq_len;
         let is_limited = !matches!(self.config.variant.positions, PositionKind::Relative { .. });

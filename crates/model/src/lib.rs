@@ -2,6 +2,7 @@
 
 pub mod account;
 mod blocks;
+pub mod chat;
 mod config;
 mod decoder;
 mod encoder;

@@ -1,7 +1,7 @@
 //! The shapes of a decoder's weights, from its configuration.
 
 use moeworks_moe::{MoeWeights, NamedTensor, SharedWeights};
-use moeworks_tensor::Tensor;
+use moeworks_tensor::{DType, MemoryPool, Tensor};
 
 use crate::config::{ModelConfig, NormKind, PositionKind, QkNorm};
 use crate::weights::{
@@ -24,6 +24,22 @@ pub(crate) fn weights_with(
     make_state: impl FnMut(&[usize]) -> Tensor,
 ) -> DecoderWeights {
     Maker { config, make, make_state }.decoder()
+}
+
+/// The name and shape of every tensor of a model of `config`, in the order of [`DecoderWeights::tensors`].
+pub(crate) fn shapes_by_name(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
+    let pool = MemoryPool::new();
+    let nothing = || Tensor::zeros(&pool, &[0], DType::F32);
+    let mut shapes = Vec::new();
+    let weights = weights_with(
+        config,
+        |shape| {
+            shapes.push(shape.to_vec());
+            nothing()
+        },
+        |_| nothing(),
+    );
+    weights.tensors().into_iter().map(|(name, _)| name).zip(shapes).collect()
 }
 
 // Fields are filled in the order in which they are written: that of the list of tensors.

@@ -28,6 +28,10 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Ids are below this; larger ones would make tables of absurd size.
 const MAX_ID: u64 = 1 << 24;
 
+/// Stands behind the first character of what spells a special token but is none. No character: Unicode keeps it for use
+/// inside programs.
+const GUARD: char = '\u{FDD0}';
+
 /// Pieces of text that the trainer counts words in, in bytes.
 const TRAINING_PIECE: usize = 1 << 16;
 
@@ -78,6 +82,7 @@ pub struct Tokenizer {
     config_json: String,
     is_bytes: bool,
     vocab_size: usize,
+    special_tokens: Vec<String>,
     eos_id: Option<u32>,
     sentinels: Vec<u32>,
 }
@@ -162,7 +167,8 @@ impl Tokenizer {
         let is_bytes = is_byte_tokenizer(&value, &ids);
         let config_json = config.unwrap_or_else(|| default_config(eos_token.as_deref()));
         let sentinels = (0..).map_while(|i| ids.get(&format!("<extra_id_{i}>")).copied()).collect();
-        Ok(Self { inner, json, config_json, is_bytes, vocab_size, eos_id, sentinels })
+        let special_tokens = special_tokens(&value);
+        Ok(Self { inner, json, config_json, is_bytes, vocab_size, special_tokens, eos_id, sentinels })
     }
 
     /// Ids are from 0 to below this.
@@ -219,6 +225,37 @@ impl Tokenizer {
         }
         let encodings = self.inner.encode(texts, &as_text()).wait().map_err(failed)?;
         Ok(encodings.iter().map(|encoding| encoding.ids().iter().map(|&id| u32::from(id)).collect()).collect())
+    }
+
+    /// A text that somebody wrote, marked so that [`Tokenizer::encode_rendered`] makes no special token of it.
+    #[must_use]
+    pub fn guard(&self, text: &str) -> String {
+        let mut guarded = String::with_capacity(text.len());
+        for (at, c) in text.char_indices().filter(|(_, c)| *c != GUARD) {
+            guarded.push(c);
+            if self.special_tokens.iter().any(|token| text[at..].starts_with(token)) {
+                guarded.push(GUARD);
+            }
+        }
+        guarded
+    }
+
+    /// The ids of a text in which the spelling of a special token is that token, but where [`Tokenizer::guard`] marked it.
+    /// Nothing is added.
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let options = EncodeOptions { encode_special_tokens: false, ..as_text() };
+        let mut ids = Vec::new();
+        for part in text.split(GUARD).filter(|part| !part.is_empty()) {
+            let encodings = self.inner.encode(part, &options).wait().map_err(failed)?;
+            ids.extend(encodings.iter().flat_map(|encoding| encoding.ids().iter().map(|&id| u32::from(id))));
+        }
+        Ok(ids)
+    }
+
+    /// The `tokenizer_config.json`.
+    #[must_use]
+    pub fn config_json(&self) -> &str {
+        &self.config_json
     }
 
     /// The text of `ids`, without special tokens. Bytes that are no character come as U+FFFD, ids that the vocabulary does
@@ -298,6 +335,14 @@ fn ids_by_token(value: &Value) -> Result<BTreeMap<String, u32>, String> {
         add(content, token.get("id").and_then(Value::as_u64))?;
     }
     Ok(ids)
+}
+
+/// The spellings of special tokens.
+fn special_tokens(value: &Value) -> Vec<String> {
+    let added = value.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+    let special = added.filter(|token| token.get("special").and_then(Value::as_bool) == Some(true));
+    let spelled = special.filter_map(|token| Some(token.get("content")?.as_str()?.to_owned()));
+    spelled.filter(|token| !token.is_empty()).collect()
 }
 
 fn eos_token(config: &Value) -> Option<String> {

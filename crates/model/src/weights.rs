@@ -4,7 +4,7 @@
 //! a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
 
 use moeworks_moe::{LayerStats, MoeConfig, MoeWeights, next_state};
-use moeworks_ops::{Context, elementwise};
+use moeworks_ops::{Context, elementwise, quantized};
 use moeworks_tensor::{DType, Tensor};
 
 /// The weights of a norm.
@@ -142,7 +142,7 @@ pub struct EncoderWeights {
 /// All weights of a decoder. The same struct holds gradients and optimizer moments, all f32 then.
 ///
 /// Norm weights, biases, sinks and routers are f32; the matrices are f32 or bf16, and their type is the precision of the
-/// products. Cloning shares no memory by accident: there is no `Clone`, copies are made with
+/// products; for inference they may be in blocks of small integers. Cloning shares no memory by accident: there is no `Clone`, copies are made with
 /// [`DecoderWeights::compute_copy`].
 pub struct DecoderWeights {
     /// The encoder, if there is one.
@@ -365,10 +365,23 @@ impl DecoderWeights {
         self.tensors().iter().map(|(_, tensor)| tensor.len()).sum()
     }
 
-    /// The type that matrix products are taken in.
+    /// The type of the attention's matrices.
     #[must_use]
     pub fn compute_dtype(&self) -> DType {
         self.layers.first().map_or(self.embedding.dtype(), |layer| layer.attention.o.weight.dtype())
+    }
+
+    /// Whether all matrices are of this type.
+    #[must_use]
+    pub fn are_all(&self, dtype: DType) -> bool {
+        let all = list_tensors!(self, iter, as_ref);
+        all.into_iter().all(|(_, role, tensor)| role == Role::Exact || tensor.dtype() == dtype)
+    }
+
+    /// Whether some matrices are in blocks of small integers: good for inference alone.
+    #[must_use]
+    pub fn has_blocks(&self) -> bool {
+        self.tensors().iter().any(|(_, tensor)| tensor.dtype().is_quantized())
     }
 
     /// f32 zeros of the same shapes: gradients, moments.
@@ -383,6 +396,7 @@ impl DecoderWeights {
     #[must_use]
     pub fn compute_copy(&self, ctx: &Context, dtype: DType) -> Self {
         self.map(|role, tensor| match role {
+            Role::Product if tensor.dtype().is_quantized() => quantized::dequantize(ctx, tensor, dtype),
             Role::Product => elementwise::cast(ctx, tensor, dtype),
             Role::Exact => elementwise::cast(ctx, tensor, DType::F32),
         })

@@ -5,10 +5,12 @@
 //! projection once; the share is that of the measured rate of reading memory. Prefill is compared with a square product
 //! in the same type (in bf16 for quantized weights, which prefill multiplies in bf16).
 
+use std::path::Path;
 use std::time::Instant;
 
+use moeworks_model::account::Parameters;
 use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, QkNorm, Role};
+use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, QkNorm, Role};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
 use moeworks_ops::peak::Peaks;
@@ -17,6 +19,7 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
+use crate::model::Source;
 
 /// Tokens of the prompt that are in the cache before decoding is timed.
 const PROMPT: usize = 32;
@@ -87,20 +90,43 @@ fn config() -> ModelConfig {
 
 /// Times one type of weights: some seconds, and the memory of 873 million weights.
 pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Measured, Failure> {
-    let config = config();
-    let decoder = Decoder::new(config.clone())?;
+    let decoder = Decoder::new(config())?;
     let weights = random_weights(ctx, &decoder, dtype);
-    let bytes_per_token = bytes_per_token(&config, &weights);
+    timed(ctx, peaks, (&decoder, &weights), dtype)
+}
 
+/// Times a model, whatever its types are; `dtype` of the result is that of the first layer's feed-forward.
+pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Measured, Failure> {
+    let (config, weights) = Source::open(model)?.load(ctx)?;
+    if config.max_seq_len < PREFILL {
+        let longest = config.max_seq_len;
+        return Err(Failure::input(format!("{}: takes {longest} tokens at most, not {PREFILL}", model.display())));
+    }
+    let dtype = match weights.layers.first().map(|layer| &layer.feed_forward) {
+        Some(FeedForwardWeights::Moe(moe)) => moe.gate_up.dtype(),
+        Some(FeedForwardWeights::Dense(dense)) => dense.gate_up.dtype(),
+        None => weights.embedding.dtype(),
+    };
+    timed(ctx, peaks, (&Decoder::new(config)?, &weights), dtype)
+}
+
+fn timed(
+    ctx: &Context,
+    peaks: &Peaks,
+    (decoder, weights): (&Decoder, &DecoderWeights),
+    dtype: DType,
+) -> Result<Measured, Failure> {
+    let config = decoder.config();
+    let bytes_per_token = bytes_per_token(config, weights);
     let ids = |count: usize| -> Vec<u32> { (0..count).map(|i| (i * 7919 % config.vocab_size) as u32).collect() };
-    let mut cache = KvCache::new(&config);
-    let mut logits = decoder.extend(ctx, &weights, &mut cache, &ids(PROMPT))?;
+    let mut cache = KvCache::new(config);
+    let mut logits = decoder.extend(ctx, weights, &mut cache, &ids(PROMPT))?;
     let mut sampler = Sampler::new(SamplingOptions::default())?;
     let mut times = Vec::with_capacity(DECODED);
     for _ in 0..DECODED {
         let start = Instant::now();
         let id = sampler.sample(logits.f32s());
-        logits = decoder.extend(ctx, &weights, &mut cache, &[id])?;
+        logits = decoder.extend(ctx, weights, &mut cache, &[id])?;
         times.push(start.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);
@@ -109,9 +135,9 @@ pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Meas
     let prompt = ids(PREFILL);
     let mut prefill = f64::INFINITY;
     for _ in 0..3 {
-        let mut cache = KvCache::new(&config);
+        let mut cache = KvCache::new(config);
         let start = Instant::now();
-        decoder.extend(ctx, &weights, &mut cache, &prompt)?;
+        decoder.extend(ctx, weights, &mut cache, &prompt)?;
         prefill = prefill.min(start.elapsed().as_secs_f64());
     }
     Ok(Measured {
@@ -120,7 +146,7 @@ pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Meas
         seconds_per_token,
         share_of_bandwidth: bytes_per_token / seconds_per_token / peaks.read_bytes_per_s,
         prefill_tokens_per_s: PREFILL as f64 / prefill,
-        share_of_product: prefill_flops(&config) / prefill / product_rate(ctx, dtype),
+        share_of_product: prefill_flops(config) / prefill / product_rate(ctx, dtype),
     })
 }
 
@@ -168,7 +194,7 @@ fn random_tensor(ctx: &Context, shape: &[usize], dtype: DType, stream: u64) -> T
 /// Bytes of weights that a token reads: of the experts its own, of the embedding a row, all of the rest.
 fn bytes_per_token(config: &ModelConfig, weights: &DecoderWeights) -> f64 {
     let bytes = |(name, tensor): (String, &Tensor)| {
-        let share = if name.contains("experts") {
+        let share = if name.contains("mlp.experts.") {
             config.top_k as f64 / config.num_experts as f64
         } else if name.contains("embed_tokens") {
             1.0 / config.vocab_size as f64
@@ -182,11 +208,10 @@ fn bytes_per_token(config: &ModelConfig, weights: &DecoderWeights) -> f64 {
 
 /// Operations of a prefill: products with the weights, the last token's logits, and causal attention.
 fn prefill_flops(config: &ModelConfig) -> f64 {
-    let ModelConfig { width: d, num_heads: h, head_dim, num_layers, top_k, expert_width, num_experts, .. } = *config;
-    let heads = h * head_dim;
-    let weights = 4 * d * heads + num_experts * d + top_k * 3 * d * expert_width;
-    let attention = 2 * PREFILL * PREFILL * heads;
-    (num_layers * (2 * PREFILL * weights + attention) + 2 * d * config.vocab_size) as f64
+    let head = config.width * config.vocab_size;
+    let weights = Parameters::of(config).in_products() as usize - head;
+    let attention = PREFILL * PREFILL * config.num_heads * (config.head_dim + config.value_dim());
+    (2 * PREFILL * weights + config.num_layers * attention + 2 * head) as f64
 }
 
 /// Operations a second of a square product of the size of a prefill's.

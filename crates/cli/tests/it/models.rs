@@ -84,6 +84,32 @@ fn a_converted_folder_is_the_same_model_in_another_type() {
 }
 
 #[test]
+fn a_quantized_folder_is_smaller_and_nearly_the_same_model() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 40, &["--set", "train.lr=1e-2", "--set", "model.expert_width=32"]));
+    let f32_loss = loss(&work, "run");
+    let size = |name: &str| fs::metadata(work.path(name).join("model.safetensors")).expect("weights").len();
+    assert_success(&work.run(&["convert", "run", "f32"]));
+    for (name, tolerance) in [("int8", 0.005), ("int4", 0.1)] {
+        let output = work.run(&["convert", "run", name, "--quantize", name]);
+        assert_success(&output);
+        assert!(stdout(&output).contains("matrices in blocks"), "{}", stdout(&output));
+        let quantized = loss(&work, name);
+        assert!((f32_loss - quantized).abs() < tolerance, "{name}: {f32_loss} became {quantized}");
+        assert_success(&work.run(&["generate", name, "--prompt", "Line 3", "--max-tokens", "8"]));
+        let inspected = work.run(&["inspect", name]);
+        assert!(stdout(&inspected).contains(&format!("in {name}")), "{}", stdout(&inspected));
+    }
+    assert_success(&work.run(&["convert", "run", "experts", "--quantize", "int4", "--only", "experts"]));
+    assert!(size("int4") < size("experts") && size("experts") < size("f32"));
+    // And back to floats, which are the blocks' values.
+    assert_success(&work.run(&["convert", "int4", "back", "--dtype", "f32"]));
+    assert!((loss(&work, "back") - loss(&work, "int4")).abs() < 0.02);
+    refused(&work, &["convert", "run", "out", "--quantize", "int3"], &["--quantize int3", "int8"]);
+    refused(&work, &["convert", "run", "out", "--quantize", "int8", "--only", "norms"], &["--only norms", "experts"]);
+}
+
+#[test]
 fn folders_that_cannot_be_made_are_refused() {
     let work = Workplace::new();
     assert_success(&work.train("run", 2, &[]));

@@ -47,19 +47,28 @@ pub(crate) struct HeadsGradTask {
 impl Heads {
     /// Queries, keys and values of `normed [T, D]`.
     pub(crate) fn forward(&self, pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> ([Tensor; 3], HeadsSaved) {
-        let (q, q_saved) = self.rotated(pass, normed, &w.q, w.q_norm.as_ref());
-        let (k, k_saved) = self.rotated(pass, normed, &w.k, w.k_norm.as_ref());
-        let mut v = project(pass.ctx, normed, &w.v, w.v.weight.dtype().of_activations());
+        // Files with blocks of small integers have some of the three in other types.
+        let matrices = [&w.q, &w.k, &w.v].map(|w| w.weight.dtype().of_activations());
+        let dtype = if matrices.contains(&DType::F32) { DType::F32 } else { matrices[0] };
+        let (q, q_saved) = self.rotated(pass, normed, (&w.q, w.q_norm.as_ref()), dtype);
+        let (k, k_saved) = self.rotated(pass, normed, (&w.k, w.k_norm.as_ref()), dtype);
+        let mut v = project(pass.ctx, normed, &w.v, dtype);
         let clipped_v = self.clip(pass.ctx, &mut v);
         ([q, k, v], HeadsSaved { q: q_saved, k: k_saved, clipped_v })
     }
 
     /// A projection, normed, cut and rotated.
-    fn rotated(&self, pass: &Pass<'_>, normed: &Tensor, w: &LinearWeights, norm: Option<&Tensor>) -> (Tensor, Saved) {
-        let mut x = project(pass.ctx, normed, w, w.weight.dtype().of_activations());
+    fn rotated(
+        &self,
+        pass: &Pass<'_>,
+        normed: &Tensor,
+        (w, norm): (&LinearWeights, Option<&Tensor>),
+        dtype: DType,
+    ) -> (Tensor, Saved) {
+        let mut x = project(pass.ctx, normed, w, dtype);
         let mut saved = Saved::default();
         if let Some(norm) = norm {
-            let (y, inv_rms) = rms_norm(pass.ctx, &x, norm, self.eps, w.weight.dtype().of_activations());
+            let (y, inv_rms) = rms_norm(pass.ctx, &x, norm, self.eps, dtype);
             saved.before_norm = Some((std::mem::replace(&mut x, y), inv_rms));
         }
         saved.clipped = self.clip(pass.ctx, &mut x);

@@ -13,6 +13,7 @@ pub(crate) use cache::LayerCache;
 pub use sampler::{Sampler, SamplingOptions};
 pub use stream::TextStream;
 
+use crate::config::ModelConfig;
 use crate::decoder::Decoder;
 use crate::encoder::SourceBatch;
 use crate::pass::BatchError;
@@ -40,8 +41,37 @@ pub enum StopReason {
     Asked,
 }
 
-/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit, or `on_token`, which is called with each id
-/// as it is drawn, says so. Returns the new ids. Fails before anything is computed if prompt and new tokens together do not
+/// A sequence whose keys and values are kept, so that the next prompt costs only what is new in it.
+pub struct CachedSequence {
+    cache: KvCache,
+    /// The ids in the cache.
+    ids: Vec<u32>,
+}
+
+impl CachedSequence {
+    /// An empty one for a model of `config`.
+    #[must_use]
+    pub fn new(config: &ModelConfig) -> Self {
+        Self { cache: KvCache::new(config), ids: Vec::new() }
+    }
+
+    /// The ids whose keys and values are kept.
+    #[must_use]
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// Keeps what `prompt` begins with, all but its last id at most, and returns how many ids that is.
+    fn keep(&mut self, prompt: &[u32]) -> usize {
+        let same = self.ids.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let kept = self.cache.truncate(same.min(prompt.len().saturating_sub(1)));
+        self.ids.truncate(kept);
+        kept
+    }
+}
+
+/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit,
+/// or `on_token`, which is called with each id as it is drawn, says so. Returns the new ids. Fails before anything is computed if prompt and new tokens together do not
 /// fit in the model's `max_seq_len`, if that is a limit: the window does not slide, because the keys of a cache carry their
 /// positions.
 pub fn generate(
@@ -50,20 +80,40 @@ pub fn generate(
     weights: &DecoderWeights,
     request: &GenerateRequest<'_>,
     sampler: &mut Sampler,
+    on_token: impl FnMut(u32) -> ControlFlow<()>,
+) -> Result<(Vec<u32>, StopReason), BatchError> {
+    let mut sequence = CachedSequence::new(decoder.config());
+    generate_cached(decoder, (ctx, weights), &mut sequence, request, sampler, on_token)
+}
+
+/// As [`generate`], with a sequence whose beginning is used again where it is that of the prompt, and which holds prompt and
+/// new ids afterwards, but the last one.
+pub fn generate_cached(
+    decoder: &Decoder,
+    (ctx, weights): (&Context, &DecoderWeights),
+    sequence: &mut CachedSequence,
+    request: &GenerateRequest<'_>,
+    sampler: &mut Sampler,
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<(Vec<u32>, StopReason), BatchError> {
     let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
     decoder.check_len(prompt.len().saturating_add(max_new_tokens))?;
+    let extend = |sequence: &mut CachedSequence, ids: &[u32]| {
+        let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
+        sequence.ids.extend(ids);
+        Ok(logits)
+    };
     let config = decoder.config();
-    let (mut cache, first) = match &config.variant.encoder {
-        None => (KvCache::new(config), prompt),
+    let first = match &config.variant.encoder {
+        None => &prompt[sequence.keep(prompt)..],
         Some(encoder) => {
             let memory = decoder.encode(ctx, weights, &SourceBatch { ids: prompt, num_sequences: 1 })?;
-            (KvCache::answering(config, memory), &[encoder.start_id][..])
+            *sequence = CachedSequence { cache: KvCache::answering(config, memory), ids: Vec::new() };
+            &[encoder.start_id][..]
         }
     };
     let mut ids = Vec::new();
-    let mut logits = decoder.extend(ctx, weights, &mut cache, first)?;
+    let mut logits = extend(sequence, first)?;
     while ids.len() < max_new_tokens {
         let id = sampler.sample(logits.f32s());
         ids.push(id);
@@ -74,7 +124,7 @@ pub fn generate(
             return Ok((ids, StopReason::StopId));
         }
         if ids.len() < max_new_tokens {
-            logits = decoder.extend(ctx, weights, &mut cache, &[id])?;
+            logits = extend(sequence, &[id])?;
         }
     }
     Ok((ids, StopReason::MaxTokens))

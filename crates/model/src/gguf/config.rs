@@ -4,6 +4,7 @@
 use moeworks_moe::ConfigError;
 use serde_json::{Map, Value as Json, json};
 
+use super::adjust::{Adjust, deepseek, gpt_oss, granite_moe, none, shortest};
 use super::error::GgufError;
 use super::value::Value;
 use super::{GgufFile, GgufTensor};
@@ -21,23 +22,34 @@ pub(super) struct Architecture {
     pub(super) has_rotary_neighbours: bool,
     /// Whether router weights are normalised where the file does not say.
     normalizes: bool,
+    /// Adds to the keys what the architecture says in its own way.
+    adjust: Adjust,
 }
 
-const ARCHITECTURES: [Architecture; 5] = [
+const ARCHITECTURES: [Architecture; 8] = [
     Architecture {
         name: "llama",
         dense: Some("llama"),
         moe: Some("mixtral"),
         has_rotary_neighbours: true,
         normalizes: true,
+        adjust: none,
     },
-    Architecture { name: "qwen3", dense: Some("qwen3"), moe: None, has_rotary_neighbours: false, normalizes: true },
+    Architecture {
+        name: "qwen3",
+        dense: Some("qwen3"),
+        moe: None,
+        has_rotary_neighbours: false,
+        normalizes: true,
+        adjust: none,
+    },
     Architecture {
         name: "qwen2moe",
         dense: None,
         moe: Some("qwen2_moe"),
         has_rotary_neighbours: false,
         normalizes: false,
+        adjust: none,
     },
     Architecture {
         name: "qwen3moe",
@@ -45,8 +57,40 @@ const ARCHITECTURES: [Architecture; 5] = [
         moe: Some("qwen3_moe"),
         has_rotary_neighbours: false,
         normalizes: true,
+        adjust: none,
     },
-    Architecture { name: "olmoe", dense: None, moe: Some("olmoe"), has_rotary_neighbours: false, normalizes: false },
+    Architecture {
+        name: "olmoe",
+        dense: None,
+        moe: Some("olmoe"),
+        has_rotary_neighbours: false,
+        normalizes: false,
+        adjust: none,
+    },
+    Architecture {
+        name: "gpt-oss",
+        dense: None,
+        moe: Some("gpt_oss"),
+        has_rotary_neighbours: false,
+        normalizes: true,
+        adjust: gpt_oss,
+    },
+    Architecture {
+        name: "granitemoe",
+        dense: None,
+        moe: Some("granitemoe"),
+        has_rotary_neighbours: true,
+        normalizes: true,
+        adjust: granite_moe,
+    },
+    Architecture {
+        name: "deepseek2",
+        dense: None,
+        moe: Some("deepseek_v2"),
+        has_rotary_neighbours: false,
+        normalizes: false,
+        adjust: deepseek,
+    },
 ];
 
 /// The names of all architectures, for messages.
@@ -101,8 +145,7 @@ impl GgufFile {
         }
         for (ours, theirs) in [("attention.layer_norm_rms_epsilon", "rms_norm_eps"), ("rope.freq_base", "rope_theta")] {
             if let Some(number) = self.optional(&name(ours), Value::as_f64, "a number")? {
-                // The shortest decimal that is the same f32: what was written there once.
-                keys.insert(theirs.to_owned(), json!((number as f32).to_string().parse::<f64>().unwrap_or(number)));
+                keys.insert(theirs.to_owned(), json!(shortest(number)));
             }
         }
         let embedding = self.tensor_info("token_embd.weight")?;
@@ -117,6 +160,7 @@ impl GgufFile {
         if let Some(scaling) = self.rope_scaling(architecture)? {
             keys.insert("rope_scaling".to_owned(), scaling);
         }
+        (architecture.adjust)(self, &mut keys)?;
         Ok(keys)
     }
 
@@ -158,6 +202,11 @@ impl GgufFile {
                 let mut scaling = json!({ "rope_type": "yarn", "factor": factor });
                 if let Some(original) = original {
                     scaling["original_max_position_embeddings"] = json!(original as u64);
+                }
+                for (key, theirs) in [("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")] {
+                    if let Some(beta) = number(key)? {
+                        scaling[theirs] = json!(beta);
+                    }
                 }
                 Some(scaling)
             }

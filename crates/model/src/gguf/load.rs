@@ -1,5 +1,6 @@
 //! Weights from a GGUF file: our names to its names, blocks to numbers.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 use moeworks_ops::{Context, elementwise};
@@ -19,16 +20,27 @@ enum Place {
     Whole(String),
     /// Gate and up, joined for each matrix of the stack.
     Joined([String; 2]),
+    /// Biases of gate and up, joined for each expert.
+    JoinedVectors([String; 2]),
     /// A matrix for each expert of the stack, or a gate and an up for each.
     PerExpert(Vec<String>),
+    /// What widens keys, for each head transposed, and what widens values (latent attention).
+    Widening([String; 2]),
 }
 
 /// Our names inside a layer and theirs.
-const LAYER_NAMES: [(&str, &str); 17] = [
+const LAYER_NAMES: [(&str, &str); 27] = [
     ("input_layernorm.weight", "attn_norm.weight"),
     ("self_attn.q_proj.weight", "attn_q.weight"),
     ("self_attn.k_proj.weight", "attn_k.weight"),
     ("self_attn.v_proj.weight", "attn_v.weight"),
+    ("self_attn.q_a_proj.weight", "attn_q_a.weight"),
+    ("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight"),
+    ("self_attn.q_b_proj.weight", "attn_q_b.weight"),
+    ("self_attn.kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight"),
+    ("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight"),
+    ("self_attn.kv_b_proj.weight", "attn_kv_b.weight"),
+    ("self_attn.sinks", "attn_sinks.weight"),
     ("self_attn.o_proj.weight", "attn_output.weight"),
     ("self_attn.q_proj.bias", "attn_q.bias"),
     ("self_attn.k_proj.bias", "attn_k.bias"),
@@ -38,6 +50,9 @@ const LAYER_NAMES: [(&str, &str); 17] = [
     ("self_attn.k_norm.weight", "attn_k_norm.weight"),
     ("post_attention_layernorm.weight", "ffn_norm.weight"),
     ("mlp.gate.weight", "ffn_gate_inp.weight"),
+    ("mlp.gate.bias", "ffn_gate_inp.bias"),
+    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    ("mlp.experts.down_proj_bias", "ffn_down_exps.bias"),
     ("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"),
     ("mlp.down_proj", "ffn_down.weight"),
     ("mlp.experts.down_proj", "ffn_down_exps.weight"),
@@ -45,15 +60,17 @@ const LAYER_NAMES: [(&str, &str); 17] = [
 ];
 
 /// Tensors of ours that are a gate and an up there.
-const JOINED: [(&str, [&str; 2]); 3] = [
+const JOINED: [(&str, [&str; 2]); 4] = [
     ("mlp.gate_up_proj", ["ffn_gate.weight", "ffn_up.weight"]),
     ("mlp.shared_experts.gate_up_proj", ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"]),
     ("mlp.experts.gate_up_proj", ["ffn_gate_exps.weight", "ffn_up_exps.weight"]),
+    ("mlp.experts.gate_up_proj_bias", ["ffn_gate_exps.bias", "ffn_up_exps.bias"]),
 ];
 
 impl GgufFile {
-    /// The configuration and the weights. Matrices of f32 and bf16 are lent from the mapped file where they need no
-    /// joining or reordering; f16 becomes f32 and blocks become bf16. Norm weights, biases and routers are f32.
+    /// The configuration and the weights. Matrices of f32, bf16, `Q8_0` and `Q4_0` stay what they are, and are lent from the
+    /// mapped file where they need no joining or reordering; f16 becomes f32 and other blocks become bf16, and so does an
+    /// embedding in blocks. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let config = self.config()?;
         let architecture = self.known_architecture()?;
@@ -63,7 +80,6 @@ impl GgufFile {
             shapes.push(shape.to_vec());
             ctx.empty(&[0], DType::F32)
         };
-        // None of the architectures has a router that keeps anything besides weights.
         let mut weights = weights_with(&config, placeholder, |shape| ctx.zeros(shape, DType::F32));
         let mut used = BTreeSet::from([FREQUENCIES.to_owned()]);
         if config.tie_embeddings {
@@ -76,8 +92,17 @@ impl GgufFile {
                 _ => 0,
             };
             let heads = if architecture.has_rotary_neighbours { heads } else { 0 };
-            let tensor = self.read(ctx, &self.place(&name, &shape), &shape, heads, &mut used)?;
+            let may_be_blocks = role == Role::Product && !name.contains("embed_tokens");
+            let form = Read { shape: &shape, heads, may_be_blocks };
+            let tensor = self.read(ctx, &self.place(&name, &shape), form, &mut used)?;
             *to = if role == Role::Exact { elementwise::cast(ctx, &tensor, DType::F32) } else { tensor };
+        }
+        let states: Vec<String> = weights.states().into_iter().map(|(name, _)| name).collect();
+        for (name, to) in states.iter().zip(weights.states_mut()) {
+            let shape = to.shape().to_vec();
+            let form = Read { shape: &shape, heads: 0, may_be_blocks: false };
+            let tensor = self.read(ctx, &self.place(name, &shape), form, &mut used)?;
+            *to = elementwise::cast(ctx, &tensor, DType::F32);
         }
         match self.tensors().keys().find(|name| !used.contains(*name)) {
             None => Ok((config, weights)),
@@ -112,63 +137,131 @@ impl GgufFile {
                 "mlp.experts.gate_up_proj" if self.tensors().contains_key(&there("ffn_gate.0.weight")) => {
                     one_by_one(&["ffn_gate", "ffn_up"])
                 }
+                "mlp.experts.gate_up_proj_bias" => Place::JoinedVectors([there(gate), there(up)]),
                 _ => Place::Joined([there(gate), there(up)]),
             };
         }
         if local == "mlp.experts.down_proj" && self.tensors().contains_key(&there("ffn_down.0.weight")) {
             return one_by_one(&["ffn_down"]);
         }
+        let has = |theirs: &str| self.tensors().contains_key(&there(theirs));
+        if local == "self_attn.kv_b_proj.weight" && !has("attn_kv_b.weight") {
+            return Place::Widening([there("attn_k_b.weight"), there("attn_v_b.weight")]);
+        }
+        if local == "post_attention_layernorm.weight" && has("post_attention_norm.weight") {
+            return Place::Whole(there("post_attention_norm.weight"));
+        }
         let theirs = LAYER_NAMES.iter().find(|(ours, _)| *ours == local).map_or(local, |(_, theirs)| theirs);
         Place::Whole(there(theirs))
     }
 
-    /// Reads a tensor of ours of this shape. With `heads`, rows of that many heads come as pairs that rotate together, and
-    /// leave as halves.
+    /// Reads a tensor of ours.
     fn read(
         &self,
         ctx: &Context,
         place: &Place,
-        shape: &[usize],
-        heads: usize,
+        form: Read<'_>,
         used: &mut BTreeSet<String>,
     ) -> Result<Tensor, GgufError> {
+        let shape = form.shape;
+        if let Place::Widening(names) = place {
+            return self.widening(ctx, names, shape, used);
+        }
+        let pieces = self.pieces(place, shape, used)?;
+        let dtype = form.dtype(&pieces);
+        if let [part] = pieces[..]
+            && form.heads == 0
+            && let Some(tensor) = self.lent(&part, shape, dtype)
+        {
+            return Ok(tensor);
+        }
+        let mut tensor = ctx.empty(shape, dtype);
+        if dtype.is_quantized() {
+            let mut to = tensor.bytes_mut();
+            for part in &pieces {
+                let (here, rest) = to.split_at_mut(part.bytes.len());
+                here.copy_from_slice(&form.in_halves(part.bytes, part.bytes.len() / part.rows().max(1)));
+                to = rest;
+            }
+            return Ok(tensor);
+        }
+        // One piece at a time, so that no second copy of a stack is made.
+        let mut values = vec![0.0; tensor.len() / pieces.len()];
+        for (i, part) in pieces.iter().enumerate() {
+            part.ty.decode(part.bytes, &mut values);
+            let values = form.in_halves(&values, shape[1..].iter().product());
+            let range = i * values.len()..(i + 1) * values.len();
+            if dtype == DType::F32 {
+                tensor.f32s_mut()[range].copy_from_slice(&values);
+            } else {
+                tensor.bf16s_mut()[range].iter_mut().zip(&*values).for_each(|(to, &x)| *to = bf16::from_f32(x));
+            }
+        }
+        Ok(tensor)
+    }
+
+    /// The matrix `[H (N + w), L]` that widens keys and values of latent attention from `[H, L, N]` and `[H, w, L]`.
+    fn widening(
+        &self,
+        ctx: &Context,
+        names: &[String; 2],
+        shape: &[usize],
+        used: &mut BTreeSet<String>,
+    ) -> Result<Tensor, GgufError> {
+        let found = &self.tensor_info(&names[0])?.shape;
+        let rank = shape[1];
+        let (heads, plain) = match found[..] {
+            [heads, _, plain] if heads > 0 && shape[0].is_multiple_of(heads) && shape[0] / heads >= plain => {
+                (heads, plain)
+            }
+            _ => {
+                let (path, found, expected) = (self.path().to_owned(), found.clone(), vec![0, rank, 0]);
+                return Err(GgufError::WrongShape { path, tensor: names[0].clone(), found, expected });
+            }
+        };
+        let wide = shape[0] / heads;
+        let keys = self.part(&names[0], &[heads, rank, plain], used)?;
+        let values = self.part(&names[1], &[heads, wide - plain, rank], used)?;
+        let decoded = |part: &Part<'_>, len: usize| {
+            let mut numbers = vec![0.0; len];
+            part.ty.decode(part.bytes, &mut numbers);
+            numbers
+        };
+        let (keys, values) = (decoded(&keys, heads * rank * plain), decoded(&values, heads * (wide - plain) * rank));
+        let mut tensor = ctx.empty(shape, DType::F32);
+        for (row, to) in tensor.f32s_mut().chunks_exact_mut(rank.max(1)).enumerate() {
+            let (head, row) = (row / wide, row % wide);
+            if row < plain {
+                to.iter_mut().enumerate().for_each(|(l, to)| *to = keys[(head * rank + l) * plain + row]);
+            } else {
+                to.copy_from_slice(&values[(head * (wide - plain) + row - plain) * rank..][..rank]);
+            }
+        }
+        Ok(tensor)
+    }
+
+    /// The parts of the file that make a tensor of ours of this shape, one behind the other.
+    fn pieces(&self, place: &Place, shape: &[usize], used: &mut BTreeSet<String>) -> Result<Vec<Part<'_>>, GgufError> {
         let len: usize = shape.iter().product();
-        let pieces = match place {
-            Place::Whole(name) => vec![self.part(name, shape, used)?],
+        match place {
+            Place::Whole(name) => Ok(vec![self.part(name, shape, used)?]),
             Place::Joined(names) => {
                 let (matrices, rows) = if let [e, rows, _] = *shape { (e, rows) } else { (1, shape[0]) };
                 let half = [matrices, rows / 2, *shape.last().unwrap_or(&1)];
                 let [gate, up] = [self.part(&names[0], &half, used)?, self.part(&names[1], &half, used)?];
-                (0..matrices).flat_map(|e| [gate.nth(e, matrices), up.nth(e, matrices)]).collect()
+                Ok((0..matrices).flat_map(|e| [gate.nth(e, matrices), up.nth(e, matrices)]).collect())
             }
+            Place::JoinedVectors(names) => {
+                let half = [shape[0], shape[1] / 2];
+                let [gate, up] = [self.part(&names[0], &half, used)?, self.part(&names[1], &half, used)?];
+                Ok((0..half[0]).flat_map(|e| [gate.nth(e, half[0]), up.nth(e, half[0])]).collect())
+            }
+            Place::Widening(_) => Ok(Vec::new()),
             Place::PerExpert(names) => {
                 let matrix = [len / shape[2] / names.len(), shape[2]];
-                names.iter().map(|name| self.part(name, &matrix, used)).collect::<Result<_, _>>()?
-            }
-        };
-        if let [part] = pieces[..]
-            && heads == 0
-            && let Some(tensor) = self.lent(&part, shape)
-        {
-            return Ok(tensor);
-        }
-        let is_f32 = pieces.iter().any(|part| matches!(part.ty, GgmlType::F32 | GgmlType::F16));
-        let mut tensor = ctx.empty(shape, if is_f32 { DType::F32 } else { DType::BF16 });
-        // One piece at a time, so that no second copy of a stack is made.
-        let mut values = vec![0.0; len / pieces.len()];
-        for (i, part) in pieces.iter().enumerate() {
-            part.ty.decode(part.bytes, &mut values);
-            if heads > 0 {
-                values = pairs_to_halves(&values, heads, shape);
-            }
-            let range = i * values.len()..(i + 1) * values.len();
-            if is_f32 {
-                tensor.f32s_mut()[range].copy_from_slice(&values);
-            } else {
-                tensor.bf16s_mut()[range].iter_mut().zip(&values).for_each(|(to, &x)| *to = bf16::from_f32(x));
+                names.iter().map(|name| self.part(name, &matrix, used)).collect()
             }
         }
-        Ok(tensor)
     }
 
     /// The tensor `name`, which must be there and have a shape; dims of one element at the front do not count.
@@ -183,16 +276,60 @@ impl GgufFile {
         Ok(Part { info, ty: info.ty, bytes: self.bytes(info) })
     }
 
-    /// The tensor as the file has it, if it is of a type that we compute with.
-    fn lent(&self, part: &Part<'_>, shape: &[usize]) -> Option<Tensor> {
-        let dtype = match part.ty {
-            GgmlType::F32 => DType::F32,
-            GgmlType::Bf16 => DType::BF16,
-            _ => return None,
-        };
+    /// The tensor as the file has it, if it is of the type that it is to have.
+    fn lent(&self, part: &Part<'_>, shape: &[usize], dtype: DType) -> Option<Tensor> {
         let owner: Bytes = self.map.clone();
-        let is_little = cfg!(target_endian = "little");
-        is_little.then(|| Tensor::from_foreign(owner, part.info.range.clone(), shape, dtype)).flatten()
+        let is_same = own_dtype(part.ty) == Some(dtype) && (cfg!(target_endian = "little") || dtype.is_quantized());
+        is_same.then(|| Tensor::from_foreign(owner, part.info.range.clone(), shape, dtype)).flatten()
+    }
+}
+
+/// The type of ours that a type of theirs is.
+fn own_dtype(ty: GgmlType) -> Option<DType> {
+    match ty {
+        GgmlType::F32 => Some(DType::F32),
+        GgmlType::Bf16 => Some(DType::BF16),
+        GgmlType::Q8_0 => Some(DType::Q8),
+        GgmlType::Q4_0 => Some(DType::Q4),
+        _ => None,
+    }
+}
+
+/// How a tensor of ours is to be read.
+#[derive(Clone, Copy)]
+struct Read<'a> {
+    shape: &'a [usize],
+    /// Rows of that many heads come as pairs that rotate together, and leave as halves; 0 for rows that stay.
+    heads: usize,
+    /// Whether it may be in blocks.
+    may_be_blocks: bool,
+}
+
+impl Read<'_> {
+    /// The type that pieces become: blocks if they are all of the same, otherwise a float that holds them all.
+    fn dtype(self, pieces: &[Part<'_>]) -> DType {
+        let first = pieces.first().and_then(|part| own_dtype(part.ty));
+        let is_same = pieces.iter().all(|part| own_dtype(part.ty) == first);
+        match first {
+            Some(dtype) if is_same && self.may_be_blocks && dtype.is_quantized() => dtype,
+            _ if pieces.iter().any(|part| matches!(part.ty, GgmlType::F32 | GgmlType::F16)) => DType::F32,
+            _ => DType::BF16,
+        }
+    }
+
+    /// Undoes the reordering of llama.cpp's converter: of a head's rows the pairs `2 i` and `2 i + 1` become the rows `i` and
+    /// `i + h / 2`. A row is `row_len` of the values, whatever they are.
+    fn in_halves<'b, T: Copy>(&self, values: &'b [T], row_len: usize) -> Cow<'b, [T]> {
+        if self.heads == 0 {
+            return Cow::Borrowed(values);
+        }
+        let head_dim = self.shape[0] / self.heads;
+        let rows: Vec<&[T]> = values.chunks_exact(row_len.max(1)).collect();
+        let source = |row: usize| {
+            let (head, row) = (row / head_dim, row % head_dim);
+            head * head_dim + 2 * (row % (head_dim / 2)) + row / (head_dim / 2)
+        };
+        (0..rows.len()).flat_map(|row| rows[source(row)].iter().copied()).collect::<Vec<_>>().into()
     }
 }
 
@@ -205,22 +342,15 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
+    /// Rows of blocks, those of all matrices together.
+    fn rows(self) -> usize {
+        let cols = self.info.shape.last().copied().unwrap_or(1);
+        self.bytes.len() / self.ty.block_bytes() * self.ty.block_len() / cols.max(1)
+    }
+
     /// One of `count` equal parts.
     fn nth(self, index: usize, count: usize) -> Self {
         let len = self.bytes.len() / count;
         Self { bytes: &self.bytes[index * len..(index + 1) * len], ..self }
     }
-}
-
-/// Undoes the reordering of llama.cpp's converter: of a head's rows the pairs `2 i` and `2 i + 1` become the rows `i` and
-/// `i + h / 2`.
-fn pairs_to_halves(values: &[f32], heads: usize, shape: &[usize]) -> Vec<f32> {
-    let row_len: usize = shape[1..].iter().product();
-    let head_dim = shape[0] / heads;
-    let rows: Vec<&[f32]> = values.chunks_exact(row_len.max(1)).collect();
-    let source = |row: usize| {
-        let (head, row) = (row / head_dim, row % head_dim);
-        head * head_dim + 2 * (row % (head_dim / 2)) + row / (head_dim / 2)
-    };
-    (0..rows.len()).flat_map(|row| rows[source(row)].iter().copied()).collect()
 }

@@ -1,9 +1,11 @@
 //! GGUF, llama.cpp's format: one file with configuration, tokenizer and weights.
 //!
 //! The reader treats the file as hostile, like that of safetensors: every number is checked before it is used, and nothing
-//! is allocated beyond what the file's own size justifies. Tensors of f32 and bf16 are lent from the mapped file; blocks of
-//! small integers become bf16, which is finer than any of them.
+//! is allocated beyond what the file's own size justifies. Tensors of f32 and bf16 are lent from the mapped file, and
+//! so are `Q8_0` and `Q4_0`, which are multiplied as they are; other blocks of small integers become bf16, which is finer than
+//! any of them.
 
+mod adjust;
 mod blocks;
 mod config;
 mod error;

@@ -55,6 +55,17 @@ impl GgufFile {
             .map_err(|source| GgufError::Tokenizer { path: self.path().to_owned(), source })
     }
 
+    /// The ids at which the model ends what it says.
+    pub fn stop_ids(&self) -> Result<Vec<u32>, GgufError> {
+        let mut ids = Vec::new();
+        for end in ["eos", "eot", "eom"] {
+            let key = format!("tokenizer.ggml.{end}_token_id");
+            let id = self.optional(&key, Value::as_usize, "a whole number")?;
+            ids.extend(id.and_then(|id| u32::try_from(id).ok()).filter(|id| !ids.contains(id)));
+        }
+        Ok(ids)
+    }
+
     fn tokens(&self) -> Result<&[String], GgufError> {
         self.key(
             "tokenizer.ggml.tokens",

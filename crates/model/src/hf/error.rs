@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use moeworks_moe::ConfigError;
+use moeworks_tensor::BLOCK_LEN;
 
 use super::family::supported;
 use crate::safetensors::SafetensorsError;
@@ -81,6 +82,16 @@ pub enum SaveError {
         path: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// Matrices were to be written in blocks, but none can be.
+    #[error(
+        "{}: no matrix can be quantized: rows must be whole blocks of {BLOCK_LEN} weights, and experts are meant only where \
+         there are some",
+        path.display()
+    )]
+    NoBlocks {
+        /// The folder.
+        path: PathBuf,
     },
     /// The tokenizer cannot be written.
     #[error(transparent)]

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
+use super::blocks::METHOD;
 use super::rope_json;
 use crate::config::{ActivationKind, ModelConfig};
 
@@ -163,11 +164,11 @@ impl<'a> Keys<'a> {
         self.find(&["rope_parameters", "rope_scaling", "rope_theta"]).is_some()
     }
 
-    /// Fails if the weights are quantized in another way than `known`.
+    /// Fails if the weights are quantized in another way than `known` and ours.
     pub(crate) fn quantized(&self, known: &str) -> Result<(), String> {
         let Some((key, value)) = self.find(&["quantization_config"]) else { return Ok(()) };
         match value.get("quant_method").and_then(Value::as_str) {
-            Some(method) if method == known => Ok(()),
+            Some(method) if method == known || method == METHOD => Ok(()),
             _ => Err(format!("{key} = {}: not supported in this family, only {known:?}", abridged(value))),
         }
     }
@@ -185,7 +186,8 @@ impl<'a> Keys<'a> {
             let is_off = value.is_null()
                 || *value == Value::Bool(false)
                 || value.as_f64() == Some(0.0)
-                || value.as_array().is_some_and(Vec::is_empty);
+                || value.as_array().is_some_and(Vec::is_empty)
+                || (key == "quantization_config" && value["quant_method"] == METHOD);
             if !is_off && !self.asked.borrow().contains(key) {
                 return Err(format!("{key} = {}: not supported in this family", abridged(value)));
             }

@@ -11,6 +11,7 @@ use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 use serde_json::{Map, Value};
 
+use super::blocks;
 use super::config_json::{self, Fault};
 use super::error::LoadError;
 use super::family::Family;
@@ -63,7 +64,7 @@ impl ModelFolder {
 }
 
 /// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32 or bf16 (f16 becomes f32,
-/// eight- and four-bit blocks become bf16); norm weights, biases and routers become f32. Matrices that need no joining are
+/// blocks of eight- and four-bit floats become bf16) or stay in [our own blocks](super::Quantize); norm weights, biases and routers become f32. Matrices that need no joining are
 /// lent from the mapped file and cannot be written to: for training make a [`DecoderWeights::compute_copy`]. Experts
 /// stored one by one are joined, which copies them once; stacked ones are lent.
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
@@ -75,7 +76,7 @@ pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeig
     Ok((config, weights))
 }
 
-fn read_json(path: &Path) -> Result<Value, LoadError> {
+pub(super) fn read_json(path: &Path) -> Result<Value, LoadError> {
     let io = |source| LoadError::Io { path: path.to_owned(), source };
     let bad = |reason: String| LoadError::Config { path: path.to_owned(), reason };
     let metadata = fs::metadata(path).map_err(io)?;
@@ -118,6 +119,11 @@ impl Loader<'_> {
 
     /// The tensor `name` of ours, in the first form of which a piece is there.
     fn tensor(&self, name: &str, role: Role, shape: &[usize], is_gated: bool) -> Result<Tensor, LoadError> {
+        if role == Role::Product
+            && let Some(tensor) = self.blocks(name, shape)?
+        {
+            return Ok(tensor);
+        }
         let mut forms = forms(self.family, name, shape, is_gated);
         let found = forms.iter().position(|pieces| pieces.first().is_some_and(|piece| self.reader.has(piece)));
         let pieces = forms.swap_remove(found.unwrap_or(0));
@@ -126,6 +132,18 @@ impl Loader<'_> {
             Role::Product => Ok(tensor),
             Role::Exact => Ok(elementwise::cast(self.ctx, &tensor, DType::F32)),
         }
+    }
+
+    /// The tensor `name` of ours in blocks, lent from the file, if it is there in such.
+    fn blocks(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>, LoadError> {
+        for (dtype, _) in blocks::LAYOUTS {
+            if let Some(on_disk) = blocks::shape_on_disk(shape, dtype)
+                && let Some(tensor) = self.reader.blocks(&blocks::name_on_disk(name, dtype), &on_disk, shape, dtype)?
+            {
+                return Ok(Some(tensor));
+            }
+        }
+        Ok(None)
     }
 
     fn read(&self, pieces: &[Piece], shape: &[usize]) -> Result<Tensor, LoadError> {

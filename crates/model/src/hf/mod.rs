@@ -7,6 +7,7 @@
 //! every case `config.json` also has our own configuration under the key `moeworks`, so that settings of training
 //! (capacity, jitter, ...) survive; it counts only while it agrees with the other keys.
 
+mod blocks;
 mod companions;
 mod config_json;
 mod error;
@@ -19,10 +20,13 @@ mod pieces;
 mod rope_json;
 mod save;
 mod small_floats;
+mod stop_ids;
 
+pub use blocks::Quantize;
 pub use companions::copy_companions;
 pub(crate) use config_json::config_of_keys;
 pub use error::{LoadError, SaveError};
 pub use load::{ModelFolder, load_model};
 pub use save::{SaveOptions, Saved, save_model};
 pub(crate) use small_floats::fp4_value;
+pub use stop_ids::stop_ids;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use moeworks_ops::Context;
-use moeworks_tensor::{Element, Tensor, bf16};
+use moeworks_tensor::{DType, Element, Tensor, bf16};
 
 use super::error::LoadError;
 use super::names::Piece;
@@ -111,6 +111,21 @@ impl PieceReader<'_> {
         let (file, info) = self.files.get(name)?;
         let is_ours = matches!(info.dtype, FileDType::F32 | FileDType::BF16 | FileDType::F16);
         Ok(if is_ours { Some(file.tensor(ctx, name)?) } else { None })
+    }
+
+    /// The tensor `name` in blocks of `dtype`, whose shape on disk is `on_disk`, lent from the file; none if it is not there.
+    pub(super) fn blocks(
+        &self,
+        name: &str,
+        on_disk: &[usize],
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<Option<Tensor>, LoadError> {
+        if self.files.find(name).is_none() {
+            return Ok(None);
+        }
+        self.check_one(name, on_disk, &[FileDType::U8])?;
+        Ok(self.files.get(name)?.0.blocks(name, shape, dtype)?)
     }
 
     /// Writes the elements of a checked piece to `out`.

@@ -8,6 +8,7 @@ use std::path::Path;
 use moeworks_tensor::{Tensor, bf16};
 use serde_json::{Value, json};
 
+use super::blocks::{self, METHOD, Quantize};
 use super::config_json;
 use super::error::SaveError;
 use super::family::Family;
@@ -31,11 +32,13 @@ pub struct SaveOptions<'a> {
     pub origin: Option<&'a ModelFolder>,
     /// The type of matrices in the file, F32, BF16 or F16; none: the one they have. Norms, biases and routers stay f32.
     pub dtype: Option<FileDType>,
+    /// Which matrices are written in blocks of small integers. Those that are in blocks already stay so in any case.
+    pub quantize: Option<Quantize<'a>>,
 }
 
 impl Default for SaveOptions<'_> {
     fn default() -> Self {
-        Self { tokenizer: None, max_shard_bytes: 5_000_000_000, origin: None, dtype: None }
+        Self { tokenizer: None, max_shard_bytes: 5_000_000_000, origin: None, dtype: None, quantize: None }
     }
 }
 
@@ -46,6 +49,10 @@ pub struct Saved {
     pub model_type: &'static str,
     /// Whether `transformers` loads it. If not, no family there computes what this model does.
     pub loads_in_transformers: bool,
+    /// Matrices that are in blocks of small integers.
+    pub num_in_blocks: usize,
+    /// Matrices that were meant to be, but have rows of a length that no whole blocks make.
+    pub num_not_in_blocks: usize,
 }
 
 /// Keys of another folder that say something about its files, not about the model.
@@ -63,21 +70,28 @@ pub fn save_model(
         let path = path.to_owned();
         move |source: io::Error| SaveError::Io { path, source }
     };
-    fs::create_dir_all(dir).map_err(io(dir))?;
     let origin = options.origin.filter(|origin| origin.family.can_say(config));
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let is_gated = config.moe().activation.num_inputs() == 2;
-    let tensors = tensors(family, weights, is_gated, options.dtype);
+    let (tensors, counts) = tensors(family, weights, is_gated, options);
+    if options.quantize.is_some() && counts.in_blocks == 0 {
+        return Err(SaveError::NoBlocks { path: dir.to_owned() });
+    }
+    fs::create_dir_all(dir).map_err(io(dir))?;
     write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
-    let dtype = match options.dtype.unwrap_or_else(|| weights.compute_dtype().into()) {
+    let dtype = match options.dtype.unwrap_or_else(|| weights.embedding.dtype().into()) {
         FileDType::BF16 => "bfloat16",
         FileDType::F16 => "float16",
         _ => "float32",
     };
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
     let generation = json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true});
-    let config_json = with_kept(config_json::write(family, config, dtype, eos_id), origin, options.tokenizer.is_some());
+    let mut config_json = config_json::write(family, config, dtype, eos_id);
+    if counts.in_blocks > 0 {
+        config_json["quantization_config"] = blocks_json(options);
+    }
+    let config_json = with_kept(config_json, origin, options.tokenizer.is_some());
     for (name, json) in [("config.json", config_json), ("generation_config.json", generation)] {
         let path = dir.join(name);
         write_whole(&path, pretty(&json).as_bytes()).map_err(io(&path))?;
@@ -85,7 +99,18 @@ pub fn save_model(
     if let Some(tokenizer) = options.tokenizer {
         tokenizer.save(dir)?;
     }
-    Ok(Saved { model_type: family.model_type, loads_in_transformers: family.is_known_to_transformers() })
+    Ok(Saved {
+        model_type: family.model_type,
+        loads_in_transformers: family.is_known_to_transformers() && counts.in_blocks == 0,
+        num_in_blocks: counts.in_blocks,
+        num_not_in_blocks: counts.not_in_blocks,
+    })
+}
+
+/// `quantization_config`: what was asked for, or what the folder that was read says.
+fn blocks_json(options: &SaveOptions<'_>) -> Value {
+    let stored = || options.origin.and_then(|origin| origin.keys.get("quantization_config").cloned());
+    options.quantize.map(|quantize| quantize.json()).or_else(stored).unwrap_or_else(|| json!({"quant_method": METHOD}))
 }
 
 /// `json` with the keys of `origin` that it does not have. Without a tokenizer the ids of special tokens are kept too.
@@ -105,32 +130,59 @@ fn pretty(json: &Value) -> String {
     format!("{json:#}\n")
 }
 
+/// Matrices that are in blocks, and that were meant to be but are not.
+#[derive(Default)]
+struct Counts {
+    in_blocks: usize,
+    not_in_blocks: usize,
+}
+
 /// Every tensor as it stands on disk; those that are parts of ours are borrowed.
 fn tensors<'a>(
     family: &Family,
     weights: &'a DecoderWeights,
     is_gated: bool,
-    dtype: Option<FileDType>,
-) -> Vec<TensorBytes<'a>> {
-    let mut list: Vec<OnDisk<'a>> = Vec::new();
-    let mut places: BTreeMap<String, usize> = BTreeMap::new();
+    options: &SaveOptions<'a>,
+) -> (Vec<TensorBytes<'a>>, Counts) {
+    let (mut list, mut counts) = (OnDiskList::default(), Counts::default());
+    let mut in_blocks = Vec::new();
     let roles = weights.roles().into_iter().map(Some).chain(std::iter::repeat(None));
     for ((name, tensor), role) in weights.tensors().into_iter().chain(weights.states()).zip(roles) {
-        let dtype = dtype.filter(|_| role == Some(Role::Product));
-        let pieces = forms(family, &name, tensor.shape(), is_gated).swap_remove(0);
+        let (target, is_odd) = blocks::target(options.quantize, &name, role, tensor);
+        counts.not_in_blocks += usize::from(is_odd);
+        if let Some(dtype) = target {
+            in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
+        } else {
+            let dtype = options.dtype.filter(|_| role == Some(Role::Product));
+            list.add(tensor, dtype, forms(family, &name, tensor.shape(), is_gated).swap_remove(0));
+        }
+    }
+    counts.in_blocks = in_blocks.len();
+    (list.tensors.into_iter().map(OnDisk::into_bytes).chain(in_blocks).collect(), counts)
+}
+
+/// Tensors on disk and where they are in the list.
+#[derive(Default)]
+struct OnDiskList<'a> {
+    tensors: Vec<OnDisk<'a>>,
+    places: BTreeMap<String, usize>,
+}
+
+impl<'a> OnDiskList<'a> {
+    /// Adds one of ours, in its pieces, to be written as `dtype` if that is given.
+    fn add(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
         let len = tensor.num_bytes() / pieces.len().max(1);
         for (i, Piece { name, shape, view, .. }) in pieces.into_iter().enumerate() {
             let part = (&tensor.bytes()[i * len..(i + 1) * len], view);
-            match places.entry(name.clone()) {
-                Entry::Occupied(entry) => list[*entry.get()].parts.push(part),
+            match self.places.entry(name.clone()) {
+                Entry::Occupied(entry) => self.tensors[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {
-                    entry.insert(list.len());
-                    list.push(OnDisk { name, shape, tensor, dtype, parts: vec![part] });
+                    entry.insert(self.tensors.len());
+                    self.tensors.push(OnDisk { name, shape, tensor, dtype, parts: vec![part] });
                 }
             }
         }
     }
-    list.into_iter().map(OnDisk::into_bytes).collect()
 }
 
 /// A tensor on disk and the parts of ours that it is made of.

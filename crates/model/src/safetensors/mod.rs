@@ -197,6 +197,13 @@ impl SafetensorsFile {
         Ok(tensor)
     }
 
+    /// The bytes of `name` as blocks of `dtype`, lent from the file; none if they are not those of this shape. (Blocks are
+    /// bytes to the file, in one order on every machine, and need no alignment.)
+    pub(crate) fn blocks(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Option<Tensor>, SafetensorsError> {
+        let owner: Bytes = Arc::<MappedFile>::clone(&self.map);
+        Ok(Tensor::from_foreign(owner, self.info(name)?.range.clone(), shape, dtype))
+    }
+
     /// Writes the elements of `name` to `out` as f32. The number of elements must be that of `out`.
     pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), SafetensorsError> {
         let (info, bytes) = (self.info(name)?, self.bytes(name)?);

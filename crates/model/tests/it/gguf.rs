@@ -13,7 +13,8 @@ use serde_json::Value;
 
 use crate::common::{assert_close, fixture};
 
-const MODELS: [&str; 5] = ["mixtral", "llama", "qwen3moe", "qwen2moe", "olmoe"];
+const MODELS: [&str; 9] =
+    ["mixtral", "llama", "qwen3moe", "qwen2moe", "olmoe", "gptoss", "granitemoe", "deepseek3", "deepseek2"];
 
 fn path(name: &str) -> PathBuf {
     fixture("gguf").join(format!("{name}.gguf"))
@@ -44,6 +45,29 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
             assert_eq!(best as u32, id, "{name}");
             next = decoder.extend(&ctx, &weights, &mut cache, &[id]).unwrap().to_f32_vec();
         }
+    }
+}
+
+/// `Q8_0` and `Q4_0` are what we compute with: nothing is unpacked, and a matrix that lies in one piece is not even copied.
+#[test]
+fn blocks_that_are_ours_stay_blocks() {
+    let ctx = Context::cpu(2);
+    for (name, dtype) in [("qwen3moe", DType::Q8), ("qwen2moe", DType::Q4)] {
+        let (prompt, logits, _) = expected(name);
+        let (config, weights) = GgufFile::open(&path(name)).unwrap().load_model(&ctx).unwrap();
+        for (name, tensor) in weights.tensors() {
+            let is_exact = name.contains("norm") || name.contains("bias") || name.contains("gate.weight");
+            let expected = if is_exact { DType::F32 } else { dtype };
+            let expected = if name.contains("embed") { DType::BF16 } else { expected };
+            assert_eq!(tensor.dtype(), expected, "{name}");
+        }
+        let decoder = Decoder::new(config).unwrap();
+        let found = decoder.logits(&ctx, &weights, &prompt, 1).unwrap().to_f32_vec();
+        // Activations are in blocks of eight bits, too.
+        let found = &found[found.len() - logits.len()..];
+        let largest = logits.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+        let mean = found.iter().zip(&logits).map(|(a, b)| (a - b).abs()).sum::<f32>() / logits.len() as f32;
+        assert!(mean < 0.05 * largest, "{name}: {mean} of {largest}");
     }
 }
 

@@ -1,6 +1,8 @@
 //! Integration tests of the models, one binary.
 
+mod blocks;
 mod cache;
+mod chat;
 mod common;
 mod decoder;
 mod fixtures;

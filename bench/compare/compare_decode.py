@@ -1,0 +1,221 @@
+"""Decoding and prefill of one model of OLMoE's shape (2 layers, vocabulary 8,192): Moeworks, transformers and llama.cpp on
+the same weights, in turn, in one run.
+
+The weights are drawn once, saved in bf16 as a model folder, and written to GGUF files in bf16, Q8_0 and Q4_0 by llama.cpp's
+own package. Every contender runs in a process of its own: 512 tokens of prefill (the best of 3), then 41 tokens decoded
+behind 32 others (the median). llama.cpp comes from the package `cyllama`, whose wheel says which instruction sets it uses.
+
+    compare_decode.py [--rounds N] [--threads N] [--types bf16 q8_0 q4_0]
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__)
+PROGRAM = os.environ.get("MOEWORKS", HERE.parent.parent.parent / "target/release/moeworks")
+PROMPT, DECODED, PREFILL, VOCABULARY = 32, 41, 512, 8192
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
+             intermediate_size=1024, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, max_position_embeddings=4096,
+             tie_word_embeddings=False, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
+
+
+def ids(count: int) -> list[int]:
+    return [i * 7919 % VOCABULARY for i in range(count)]
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.bfloat16)
+    transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SHAPE)).save_pretrained(folder)
+
+
+def make_gguf(folder: pathlib.Path, file: pathlib.Path, kind: str) -> None:
+    import gguf
+    import numpy as np
+    import torch
+    from safetensors import safe_open
+
+    ty = gguf.GGMLQuantizationType[kind.upper()]
+    arch = gguf.MODEL_ARCH.OLMOE
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_context_length(4096)
+    writer.add_embedding_length(2048)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(1024)
+    writer.add_head_count(16)
+    writer.add_head_count_kv(16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(64)
+    writer.add_expert_used_count(8)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(arch, 2)
+
+    def add(name: str, tensor: "torch.Tensor") -> None:
+        is_exact = tensor.ndim == 1 or "ffn_gate_inp" in name
+        # What our program keeps as floats, all do.
+        target = gguf.GGMLQuantizationType.F32 if is_exact else gguf.GGMLQuantizationType.BF16 if "token_embd" in name else ty
+        writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
+
+    with safe_open(folder / "model.safetensors", "pt") as source:
+        for name in source.keys():
+            if ".experts." not in name:
+                add(names.get_name(name, try_suffixes=(".weight",)), source.get_tensor(name))
+        for layer in range(2):
+            for part in ["gate_proj", "up_proj", "down_proj"]:
+                here = f"model.layers.{layer}.mlp.experts"
+                stack = torch.stack([source.get_tensor(f"{here}.{e}.{part}.weight") for e in range(64)])
+                add(names.get_name(f"{here}.{part}.weight", try_suffixes=(".weight",)), stack)
+                del stack
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def timed(prefill, decode) -> dict:
+    """`prefill()` takes 512 tokens anew; `decode()` makes one token behind 32 others and yields for ever."""
+    best = min(elapsed(prefill) for _ in range(3))
+    steps = decode()
+    times = [elapsed(lambda: next(steps)) for _ in range(DECODED)]
+    return {"prefill": PREFILL / best, "decode": 1 / statistics.median(times)}
+
+
+def elapsed(work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def transformers_times(folder: str, threads: int, way: str) -> dict:
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation=way).eval()
+
+    @torch.inference_mode()
+    def prefill() -> None:
+        net(torch.tensor([ids(PREFILL)]), use_cache=True, logits_to_keep=1)
+
+    def decode():
+        with torch.inference_mode():
+            out = net(torch.tensor([ids(PROMPT)]), use_cache=True, logits_to_keep=1)
+            while True:
+                out = net(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+                yield
+
+    return timed(prefill, decode)
+
+
+def llama_cpp_times(file: str, threads: int) -> dict:
+    from cyllama.llama import llama_cpp as lib
+
+    lib.disable_logging()
+    lib.ggml_backend_load_all()
+    params = lib.LlamaModelParams()
+    params.n_gpu_layers = 0
+    model = lib.LlamaModel(path_model=file, params=params, verbose=False)
+    params = lib.LlamaContextParams()
+    params.n_ctx, params.n_batch, params.n_ubatch = 1024, PREFILL, PREFILL
+    params.n_threads = params.n_threads_batch = threads
+    context = lib.LlamaContext(model=model, params=params, verbose=False)
+
+    def extend(tokens: list[int], start: int) -> None:
+        batch = lib.LlamaBatch(n_tokens=len(tokens), embd=0, n_seq_max=1)
+        for i, token in enumerate(tokens):
+            batch.add(token, start + i, [0], i + 1 == len(tokens))
+        context.decode(batch)
+        context.synchronize()
+
+    def prefill() -> None:
+        context.kv_cache_clear()
+        extend(ids(PREFILL), 0)
+
+    def decode():
+        context.kv_cache_clear()
+        extend(ids(PROMPT), 0)
+        at = PROMPT
+        while True:
+            extend([at * 31 % VOCABULARY], at)
+            at += 1
+            yield
+
+    return timed(prefill, decode)
+
+
+def moeworks_times(model: str, threads: int) -> dict:
+    command = [PROGRAM, "bench", "decode", "--model", model, "--threads", str(threads), "--json"]
+    case = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["cases"][0]
+    return {"prefill": case["prefill_tokens_per_s"], "decode": case["tokens_per_s"]}
+
+
+def apart(*arguments: str) -> dict | None:
+    """Runs one contender in a process of its own; none if its package is not there."""
+    result = subprocess.run([sys.executable, HERE, "--one", *arguments], capture_output=True, text=True)
+    if result.returncode != 0:
+        print(f"  {arguments[0]} cannot run: {result.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--types", nargs="*", default=["bf16", "q8_0", "q4_0"])
+    parser.add_argument("--work", help="folder for the models, which are kept there (default: one that is removed)")
+    args = parser.parse_args()
+    if args.one:
+        who, model, threads = args.one
+        if who == "llama.cpp":
+            print(json.dumps(llama_cpp_times(model, int(threads))))
+        else:
+            print(json.dumps(transformers_times(model, int(threads), who.split()[1])))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        work = pathlib.Path(args.work or temporary)
+        folder = work / "folder"
+        if not folder.exists():
+            make_folder(folder)
+        threads = str(args.threads)
+        for kind in args.types:
+            file = work / f"{kind}.gguf"
+            if not file.exists():
+                make_gguf(folder, file, kind)
+            contenders = {"moeworks": lambda: moeworks_times(file, args.threads),
+                          "llama.cpp": lambda: apart("llama.cpp", str(file), threads)}
+            if kind == "bf16":
+                for way in ["eager", "grouped_mm"]:
+                    contenders[f"transformers {way}"] = lambda way=way: apart(f"transformers {way}", str(folder), threads)
+            results: dict[str, list[dict]] = {}
+            for _ in range(args.rounds):
+                for who, run in contenders.items():
+                    times = run()
+                    if times:
+                        results.setdefault(who, []).append(times)
+            print(f"\n{kind}, {args.threads} threads, {args.rounds} rounds (median tokens/s)      prefill     decode")
+            medians = {who: {part: statistics.median(run[part] for run in runs) for part in ["prefill", "decode"]}
+                       for who, runs in results.items()}
+            for who, speeds in medians.items():
+                print(f"  {who:52} {speeds['prefill']:10.0f} {speeds['decode']:10.1f}")
+            others = [speeds for who, speeds in medians.items() if who != "moeworks"]
+            if others:
+                ratios = [medians["moeworks"][part] / max(speeds[part] for speeds in others) for part in ["prefill", "decode"]]
+                print(f"  {'ratio to the best alternative':52} {ratios[0]:10.2f} {ratios[1]:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+//! `moeworks chat`: a script of turns, templates that do not behave, and models without one.
+
+use std::io::Write as _;
+use std::process::{Output, Stdio};
+
+use crate::bad_input::refused;
+use crate::program::{Workplace, assert_success, stderr, stdout};
+
+const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}\
+                        {% if add_generation_prompt %}assistant:{% endif %}";
+
+/// Runs the program with these lines on standard input.
+fn piped(work: &Workplace, args: &[&str], input: &str) -> Output {
+    let mut command = work.command(args);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the program starts");
+    // A program that refuses what it is given does not read.
+    let _ = child.stdin.take().expect("standard input").write_all(input.as_bytes());
+    child.wait_with_output().expect("the program ends")
+}
+
+fn with_model() -> Workplace {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 2, &["--set", "model.max_seq_len=256"]));
+    assert_success(&work.run(&["convert", "run", "model"]));
+    work
+}
+
+#[test]
+fn a_script_of_turns_is_answered_line_by_line() {
+    let work = with_model();
+    work.file("model/chat_template.jinja", TEMPLATE);
+    let chat = ["chat", "model", "--max-tokens", "5", "--temperature", "0", "--system", "Be brief."];
+    let one = piped(&work, &chat, "Hello\n");
+    assert_success(&one);
+    let both = piped(&work, &chat, "Hello\n\nAgain <|endoftext|>\n");
+    assert_success(&both);
+    assert!(stdout(&both).starts_with(&stdout(&one)) && stdout(&both).len() > stdout(&one).len());
+    // A template from outside goes before the model's own.
+    let other = work.file("other.jinja", "{{ messages[-1].content }}");
+    assert_success(&piped(&work, &["chat", "run", "--template", &other, "--max-tokens", "2"], "Hi\n"));
+}
+
+#[test]
+fn a_template_that_does_not_end_is_stopped_with_one_line() {
+    let work = with_model();
+    let endless = [
+        ("steps", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+        ("text", "{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "longer than"),
+        (
+            "memory",
+            "{% set n = namespace(s='xy') %}{% for a in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "MiB",
+        ),
+    ];
+    for (name, source, expected) in endless {
+        let path = work.file("bad.jinja", source);
+        let output = piped(&work, &["chat", "run", "--template", &path], "Hello\n");
+        let error = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{name}: {error}");
+        assert!(error.contains("was stopped") && error.contains(expected), "{name}: {error}");
+        assert_eq!(error.lines().count(), 1, "{name}: {error}");
+    }
+}
+
+#[test]
+fn what_cannot_be_talked_with_is_refused() {
+    let work = with_model();
+    refused(&work, &["chat", "run"], &["no chat template", "--template"]);
+    refused(&work, &["chat", "run", "--template", "nowhere.jinja"], &["nowhere.jinja"]);
+    refused(&work, &["chat", "nowhere"], &["nowhere"]);
+    let picky = work.file("picky.jinja", "{{ raise_exception('no system, please') }}");
+    let output = piped(&work, &["chat", "run", "--template", &picky], "Hello\n");
+    assert!(output.status.code() == Some(2) && stderr(&output).contains("no system, please"), "{}", stderr(&output));
+    work.file("plain.jinja", "{{ messages[-1].content }}");
+    let long = "x".repeat(300) + "\n";
+    let output = piped(&work, &["chat", "run", "--template", "plain.jinja"], &long);
+    assert!(output.status.code() == Some(2) && stderr(&output).contains("256"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_prompt_may_come_from_standard_input_and_room_is_kept_to() {
+    let work = with_model();
+    let typed = work.run(&["generate", "run", "--prompt", "Line 7", "--temperature", "0", "--max-tokens", "9"]);
+    let read =
+        piped(&work, &["generate", "run", "--prompt", "-", "--temperature", "0", "--max-tokens", "9"], "Line 7\n");
+    assert_success(&read);
+    assert_eq!(stdout(&typed), stdout(&read));
+    // 100 tokens of prompt leave room for 156, fewer than the usual 200.
+    let long = "y".repeat(100);
+    assert_success(&work.run(&["generate", "run", "--prompt", &long]));
+    refused(&work, &["generate", "run", "--prompt", &long, "--max-tokens", "157"], &["256"]);
+}

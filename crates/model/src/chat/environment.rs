@@ -1,0 +1,195 @@
+//! The engine of templates with what `transformers` adds to Jinja.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde, Value};
+use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde::Serialize;
+use serde_json::ser::{CompactFormatter, Formatter, PrettyFormatter};
+use serde_json::{Map, Serializer};
+
+use super::clock::strftime_now;
+use super::{ChatError, MAX_BYTES, MAX_STEPS, Message};
+
+/// Carries a template out.
+pub(super) fn render(
+    source: &str,
+    tokens: &Map<String, serde_json::Value>,
+    messages: &[Message],
+    add_generation_prompt: bool,
+) -> Result<String, ChatError> {
+    let mut context: BTreeMap<&str, Value> =
+        tokens.iter().filter_map(|(name, token)| Some((name.as_str(), token.as_str()?.into()))).collect();
+    context.extend([
+        ("messages", Value::from(Serde(messages))),
+        ("add_generation_prompt", add_generation_prompt.into()),
+        ("tools", ().into()),
+        ("documents", ().into()),
+    ]);
+    let source = without_generation_tags(source);
+    let environment = environment();
+    let mut text = Bounded(Vec::new());
+    environment
+        .template_from_str(&source)
+        .and_then(|template| template.render_captured_to(context, &mut text).map(|_| ()))
+        .map_err(|error| failure(&error))?;
+    String::from_utf8(text.0).map_err(|_| ChatError::Fails { line: None, reason: "its text is not UTF-8".into() })
+}
+
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    // Delimiters are the usual ones: the configuration cannot fail.
+    if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
+        environment.set_syntax(syntax);
+    }
+    environment.set_fuel(Some(MAX_STEPS));
+    environment.set_unknown_method_callback(method);
+    environment.add_filter("tojson", to_json);
+    // Nothing is iterable here, but not in Python.
+    environment.add_test("iterable", |value: &Value| {
+        value.as_str().is_some() || (!value.is_none() && value.try_iter().is_ok())
+    });
+    environment.add_function("strftime_now", |format: Cow<'_, str>| {
+        strftime_now(&format).map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
+    });
+    environment.add_function("raise_exception", |message: Cow<'_, str>| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message.into_owned()))
+    });
+    environment
+}
+
+/// A method of Python's that the engine does not have.
+fn method(state: &mut State<'_, '_>, value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
+    match value.as_str() {
+        Some(text) if method == "title" && arguments.is_empty() => Ok(Value::from(titled(text))),
+        _ => unknown_method_callback(state, value, method, arguments),
+    }
+}
+
+/// As `str.title`: a letter behind none is large, the others are small.
+fn titled(text: &str) -> String {
+    let mut is_inside = false;
+    let letter = |c: char| {
+        let was_inside = std::mem::replace(&mut is_inside, c.is_alphabetic());
+        if was_inside { c.to_lowercase().collect::<String>() } else { c.to_uppercase().collect() }
+    };
+    text.chars().map(letter).collect()
+}
+
+fn failure(error: &Error) -> ChatError {
+    match error.kind() {
+        ErrorKind::OutOfFuel => ChatError::Endless,
+        ErrorKind::WriteFailure => ChatError::TooLong,
+        kind => {
+            let reason = match error.detail() {
+                Some(detail) if kind == ErrorKind::InvalidOperation => detail.to_owned(),
+                Some(detail) => format!("{kind}: {detail}"),
+                None => kind.to_string(),
+            };
+            ChatError::Fails { line: error.line(), reason }
+        }
+    }
+}
+
+/// Text up to the longest that is allowed.
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_BYTES {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The source with `{% generation %}` and `{% endgeneration %}`, which `transformers` knows as marks of what a model said,
+/// replaced by tags that do nothing but keep the marks' signs for white space.
+fn without_generation_tags(source: &str) -> String {
+    let mut result = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
+        let inner = &rest[start + 2..end - 2];
+        let is_sign = |c| matches!(c, '-' | '+');
+        let word = inner.trim_matches(|c: char| is_sign(c) || c.is_whitespace());
+        let replaced = match word {
+            "generation" => Some("if true"),
+            "endgeneration" => Some("endif"),
+            _ => None,
+        };
+        result.push_str(&rest[..start + 2]);
+        match replaced {
+            Some(tag) => {
+                let sign = |at: Option<char>| at.filter(|&c| is_sign(c)).map_or(String::new(), String::from);
+                result.push_str(&format!("{} {tag} {}", sign(inner.chars().next()), sign(inner.chars().next_back())));
+            }
+            None => result.push_str(inner),
+        }
+        result.push_str("%}");
+        rest = &rest[end..];
+    }
+    result + rest
+}
+
+/// JSON as Python's `json.dumps(value, ensure_ascii=False, indent=indent)` writes it.
+fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    for ignored in ["ensure_ascii", "separators", "sort_keys"] {
+        let _: Option<Value> = options.get(ignored)?;
+    }
+    options.assert_all_used()?;
+    let text = match indent {
+        Some(indent) => {
+            let indent = " ".repeat(indent.min(16));
+            serialized(value, PrettyFormatter::with_indent(indent.as_bytes()))
+        }
+        None => serialized(value, PythonFormatter(CompactFormatter)),
+    };
+    text.map(Value::from).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
+}
+
+fn serialized(value: &Value, formatter: impl Formatter) -> Result<String, serde_json::Error> {
+    let mut bytes = Vec::new();
+    value.serialize(&mut Serializer::with_formatter(&mut bytes, formatter))?;
+    Ok(String::from_utf8(bytes).unwrap_or_default())
+}
+
+/// One line with spaces behind commas and colons.
+struct PythonFormatter(CompactFormatter);
+
+impl Formatter for PythonFormatter {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_of_what_a_model_said_do_nothing() {
+        let source = "a {%- generation -%} b {%- endgeneration %}{% if x %}{{ y }}{% endif %}";
+        let expected = "a {%- if true -%} b {%- endif %}{% if x %}{{ y }}{% endif %}";
+        assert_eq!(without_generation_tags(source), expected);
+        assert_eq!(without_generation_tags("{% generation"), "{% generation");
+    }
+}

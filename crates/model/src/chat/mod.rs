@@ -1,0 +1,156 @@
+//! Conversations as text: a model's own chat template, carried out with bounds.
+//!
+//! A template is a program in Jinja that comes with a model, from anywhere. It is given what `transformers` gives it
+//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (none), the names of special tokens,
+//! `raise_exception`, `strftime_now` (in UTC), the methods of Python's strings, lists and dicts; blocks are trimmed as there.
+//! It reaches no file and no other template. It ends after [`MAX_STEPS`] steps, and its text is at most [`MAX_BYTES`] long.
+//! What it keeps in variables meanwhile is not bounded here: a program that opens models of strangers carries templates out
+//! in a process of limited memory, as ours does.
+//!
+//! What people write never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
+//! template sees them, [`Tokenizer::encode_rendered`] divides the text there.
+
+mod clock;
+mod environment;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::tokenizer::Tokenizer;
+
+/// Steps that a template may take. One for 2,000 messages takes some hundred thousand.
+pub const MAX_STEPS: u64 = 5_000_000;
+
+/// The longest text that a template may make, in bytes.
+pub const MAX_BYTES: usize = 16 << 20;
+
+/// The largest file with a template, in bytes.
+const MAX_FILE_BYTES: u64 = 4 << 20;
+
+/// A part of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+}
+
+impl Message {
+    /// A message.
+    #[must_use]
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self { role: role.to_owned(), content: content.into() }
+    }
+}
+
+/// A chat template and the special tokens that it can name.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ChatTemplate {
+    source: String,
+    tokens: Map<String, Value>,
+}
+
+/// What can go wrong with a chat template.
+#[derive(Debug, thiserror::Error)]
+pub enum ChatError {
+    /// A file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// There is something where a template should be, but it is none.
+    #[error("{}: {reason}", path.display())]
+    NoTemplate {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+    /// The template cannot be understood, or fails, or refuses the conversation.
+    #[error("the chat template fails{}: {reason}", line.map_or_else(String::new, |line| format!(" in line {line}")))]
+    Fails {
+        /// Where.
+        line: Option<usize>,
+        /// Why.
+        reason: String,
+    },
+    /// The template does not come to an end.
+    #[error("the chat template was stopped: it has not ended after {MAX_STEPS} steps")]
+    Endless,
+    /// The template's text has no end.
+    #[error("the chat template was stopped: its text is longer than {MAX_BYTES} bytes")]
+    TooLong,
+}
+
+impl ChatTemplate {
+    /// A template of this source for models with this tokenizer.
+    #[must_use]
+    pub fn new(source: String, tokenizer: &Tokenizer) -> Self {
+        let config: Value = serde_json::from_str(tokenizer.config_json()).unwrap_or_default();
+        let text = |value: &Value| value.as_str().or_else(|| value.get("content")?.as_str()).map(Value::from);
+        let is_token = |name: &str| name.ends_with("_token") && !name.starts_with("add_");
+        let tokens = config.as_object().into_iter().flatten().filter(|(name, _)| is_token(name));
+        let tokens = tokens.filter_map(|(name, value)| Some((name.clone(), text(value)?))).collect();
+        Self { source, tokens }
+    }
+
+    /// The template of the file at `path`.
+    pub fn from_file(path: &Path, tokenizer: &Tokenizer) -> Result<Self, ChatError> {
+        let source = read(path)?.ok_or_else(|| {
+            let source = io::Error::from(io::ErrorKind::NotFound);
+            ChatError::Io { path: path.to_owned(), source }
+        })?;
+        Ok(Self::new(source, tokenizer))
+    }
+
+    /// The template of a model, if it has one: `chat_template.jinja` in the folder `dir`, or else `chat_template` in the
+    /// tokenizer's configuration (where there are several under names, the one named `default`).
+    pub fn find(dir: Option<&Path>, tokenizer: &Tokenizer) -> Result<Option<Self>, ChatError> {
+        let file = dir.map(|dir| read(&dir.join("chat_template.jinja"))).transpose()?.flatten();
+        if let Some(source) = file {
+            return Ok(Some(Self::new(source, tokenizer)));
+        }
+        let config: Value = serde_json::from_str(tokenizer.config_json()).unwrap_or_default();
+        let source = match &config["chat_template"] {
+            Value::Null => return Ok(None),
+            Value::Array(named) => {
+                named.iter().find(|entry| entry["name"] == "default").map(|entry| &entry["template"])
+            }
+            other => Some(other),
+        };
+        match source.and_then(Value::as_str) {
+            Some(source) => Ok(Some(Self::new(source.to_owned(), tokenizer))),
+            None => Err(ChatError::NoTemplate {
+                path: dir.unwrap_or(Path::new("")).join("tokenizer_config.json"),
+                reason: "chat_template must be text, or a list of names and templates with one named \"default\""
+                    .into(),
+            }),
+        }
+    }
+
+    /// The text of a conversation, with the beginning of an answer behind if `add_generation_prompt`.
+    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ChatError> {
+        environment::render(&self.source, &self.tokens, messages, add_generation_prompt)
+    }
+}
+
+/// The text of a file; none if there is none.
+fn read(path: &Path) -> Result<Option<String>, ChatError> {
+    let io = |source| ChatError::Io { path: path.to_owned(), source };
+    match std::fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(io(error)),
+        Ok(metadata) if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES => Err(ChatError::NoTemplate {
+            path: path.to_owned(),
+            reason: format!("must be a regular file of at most {MAX_FILE_BYTES} bytes"),
+        }),
+        Ok(_) => std::fs::read_to_string(path).map(Some).map_err(io),
+    }
+}

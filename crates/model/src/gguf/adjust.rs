@@ -1,0 +1,95 @@
+//! What single architectures of llama.cpp say in keys of their own, in the words of the family that they came from.
+//!
+//! The keys are those of llama.cpp's converters (`conversion/gpt_oss.py`, `granite.py`, `deepseek.py`).
+
+use serde_json::{Map, Value as Json, json};
+
+use super::GgufFile;
+use super::error::GgufError;
+use super::value::Value;
+
+type Keys = Map<String, Json>;
+
+/// Changes the keys of a family by those of a file.
+pub(super) type Adjust = fn(&GgufFile, &mut Keys) -> Result<(), GgufError>;
+
+/// For architectures that say all in the usual keys.
+pub(super) fn none(_: &GgufFile, _: &mut Keys) -> Result<(), GgufError> {
+    Ok(())
+}
+
+/// GPT-OSS: the bounds of YaRN's ramp are not rounded.
+pub(super) fn gpt_oss(_: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
+    if let Some(width) = keys.get("moe_intermediate_size").cloned() {
+        keys.insert("intermediate_size".to_owned(), width);
+    }
+    if let Some(scaling) = keys.get_mut("rope_scaling").filter(|scaling| scaling["rope_type"] == "yarn") {
+        scaling["truncate"] = json!(false);
+    }
+    Ok(())
+}
+
+/// Granite-MoE: multipliers.
+pub(super) fn granite_moe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
+    let multipliers = [
+        ("attention.scale", "attention_multiplier"),
+        ("embedding_scale", "embedding_multiplier"),
+        ("residual_scale", "residual_multiplier"),
+        ("logit_scale", "logits_scaling"),
+    ];
+    for (ours, theirs) in multipliers {
+        if let Some(x) = file.optional(&format!("granitemoe.{ours}"), Value::as_f64, "a number")? {
+            keys.insert(theirs.to_owned(), json!(shortest(x)));
+        }
+    }
+    Ok(())
+}
+
+/// DeepSeek-V2 and V3: latent attention, which newer files describe as one narrow head that all queries share (then
+/// `..._mla` are the sizes of a head), and groups of experts. Scores by sigmoid make it V3.
+pub(super) fn deepseek(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
+    let name = |key: &str| format!("deepseek2.{key}");
+    let size = |key: &str| file.optional(&name(key), Value::as_usize, "a whole number");
+    let required = |key: &str| file.key(&name(key), Value::as_usize, "a whole number");
+    let rotary = required("rope.dimension_count")?;
+    let head = |kind: &str| match size(&format!("attention.{kind}_length_mla"))? {
+        Some(len) => Ok(len),
+        None => required(&format!("attention.{kind}_length")),
+    };
+    let plain = head("key")?.checked_sub(rotary).ok_or_else(|| {
+        file.wrong_key(&name("rope.dimension_count"), format!("is {rotary}: must be at most the length of a key"))
+    })?;
+    let groups = size("expert_group_count")?.unwrap_or(1);
+    let is_sigmoid = size("expert_gating_func")? == Some(2);
+    let scale = file.optional(&name("expert_weights_scale"), Value::as_f64, "a number")?.unwrap_or(1.0);
+    keys.remove("head_dim");
+    let own = json!({
+        "model_type": if is_sigmoid { "deepseek_v3" } else { "deepseek_v2" },
+        "num_key_value_heads": keys.get("num_attention_heads"),
+        "q_lora_rank": size("attention.q_lora_rank")?,
+        "kv_lora_rank": required("attention.kv_lora_rank")?,
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": head("value")?,
+        "first_k_dense_replace": size("leading_dense_block_count")?.unwrap_or(0),
+        "n_shared_experts": size("expert_shared_count")?.unwrap_or(0),
+        "routed_scaling_factor": shortest(scale),
+        "n_group": groups,
+        "topk_group": size("expert_group_used_count")?.unwrap_or(1),
+        "topk_method": if groups > 1 { "group_limited_greedy" } else { "greedy" },
+    });
+    keys.extend(own.as_object().cloned().unwrap_or_default());
+    let multiplier = file.optional(&name("rope.scaling.yarn_log_multiplier"), Value::as_f64, "a number")?;
+    if let (Some(x), Some(scaling)) = (multiplier, keys.get_mut("rope_scaling")) {
+        // The file has 0.1 times what all published configurations have twice.
+        let mscale = json!(shortest(10.0 * x));
+        scaling["mscale"] = mscale.clone();
+        scaling["mscale_all_dim"] = mscale;
+    }
+    Ok(())
+}
+
+/// The f64 of the shortest decimal that is the same f32: what was written there once.
+pub(super) fn shortest(x: f64) -> f64 {
+    (x as f32).to_string().parse().unwrap_or(x)
+}

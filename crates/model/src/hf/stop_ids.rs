@@ -1,0 +1,38 @@
+//! The ids at which a model of a folder ends what it says.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::error::LoadError;
+use super::load::read_json;
+use crate::tokenizer::Tokenizer;
+
+/// The tokenizer's end of a text, and the ids that `eos_token_id` in `generation_config.json` and `config.json` gives, one
+/// or many (a model made for conversations ends an answer with another token than a text).
+pub fn stop_ids(dir: &Path, tokenizer: &Tokenizer) -> Result<Vec<u32>, LoadError> {
+    let mut ids: Vec<u32> = tokenizer.eos_id().into_iter().collect();
+    for name in ["generation_config.json", "config.json"] {
+        let path = dir.join(name);
+        if !path.exists() {
+            continue;
+        }
+        let json = read_json(&path)?;
+        let found = match &json["eos_token_id"] {
+            Value::Null => Some(Vec::new()),
+            Value::Array(many) => many.iter().map(as_id).collect(),
+            one => as_id(one).map(|id| vec![id]),
+        };
+        let reason = || format!("eos_token_id = {}: must be an id or a list of ids", json["eos_token_id"]);
+        for id in found.ok_or_else(|| LoadError::Config { path: path.clone(), reason: reason() })? {
+            if !ids.contains(&id) {
+                ids.push(id);
+            }
+        }
+    }
+    Ok(ids)
+}
+
+fn as_id(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|id| u32::try_from(id).ok())
+}
