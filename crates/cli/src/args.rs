@@ -303,7 +303,8 @@ pub(crate) struct ConvertArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// Only cases whose name contains this, such as "experts forward" or "training"; `decode` times decoding and prefill of
-    /// a model of OLMoE's shape instead; `moe` times the MoE layers that lines of standard input name, such as
+    /// a model of OLMoE's shape instead; `comm` times the collectives between ranks and
+    /// their links; `moe` times the MoE layers that lines of standard input name, such as
     /// `{"d": 1024, "f": 384, "e": 128, "k": 8, "activation": "swiglu", "dtype": "bf16", "tokens": 16, "both": true}`;
     /// `routing` times every scheme of routing beside a layer's forward pass
     #[arg(default_value = "")]
@@ -317,6 +318,15 @@ pub(crate) struct BenchArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+    /// For `comm`: ranks, as threads (0: one for each core); under mpirun its processes are the ranks
+    #[arg(long, default_value_t = 0)]
+    pub(crate) ranks: usize,
+    /// For `comm`: the most bytes that a rank holds in a case
+    #[arg(long, default_value_t = 64 << 20)]
+    pub(crate) max_bytes: usize,
+    /// For `comm`: where the measured topology is written, for `moeworks plan`
+    #[arg(long, default_value = "topology.toml")]
+    pub(crate) topology: PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step reach.
 
+mod comm;
 mod decode;
 mod moe;
 
@@ -26,6 +27,9 @@ use crate::tables;
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     if args.model.is_some() && args.filter != "decode" {
         return Err(Failure::input("--model is for `bench decode`"));
+    }
+    if args.filter == "comm" {
+        return comm::run(args);
     }
     let ctx = crate::model::context(args.threads);
     if args.filter == "moe" {

@@ -1,0 +1,169 @@
+//! `moeworks bench comm`: how long each collective takes by size, among threads of this process or, under an MPI launcher,
+//! among its processes, beside a copy in memory and the library's own call; and the links, written as a topology.
+
+use std::process::ExitCode;
+
+use moeworks_comm::measure::{self, Collective, Links, Timing};
+use moeworks_comm::mpi::{MpiOptions, RawMpi, is_launched, run_mpi};
+use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, try_run_ranks};
+use moeworks_ops::linear::linear;
+use moeworks_ops::measure::best_seconds_of_many;
+use moeworks_ops::{Context, peak};
+use moeworks_plan::{Link, RankSpec, Topology};
+use moeworks_tensor::{DType, Tensor};
+use serde_json::{Value, json};
+
+use crate::args::BenchArgs;
+use crate::failure::Failure;
+use crate::tables;
+
+/// Bytes that each rank holds.
+const SIZES: [usize; 6] = [64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20];
+
+/// How long ranks wait for each other: on a busy machine some measure much longer.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(300);
+
+const HEADER: [&str; 7] = ["collective", "bytes", "µs", "GB/s", "of a copy", "MPI's own, µs", "of MPI's own"];
+
+/// What rank 0 has learnt.
+struct Measured {
+    kind: String,
+    num_ranks: usize,
+    timings: Vec<Timing>,
+    links: Links,
+    topology: Topology,
+}
+
+pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
+    let measured = if is_launched() {
+        let report = |rank: usize, error: &dyn std::fmt::Display| eprintln!("moeworks: rank {rank}: {error}");
+        // As it is used where speed counts, also in a debug build: without comparing calls first.
+        run_mpi(&MpiOptions::default().with_checks(false).with_timeout(PATIENCE), report, |comm| {
+            let raw = RawMpi::of_run().map_err(CommError::from)?;
+            measure_all(comm, Some(&raw), args.max_bytes)
+        })?
+    } else {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let num_ranks = if args.ranks == 0 { cores } else { args.ranks };
+        let results: Vec<_> = try_run_ranks(&RankOptions::new(num_ranks).with_timeout(PATIENCE), |comm| {
+            measure_all(comm, None, args.max_bytes)
+        })?;
+        results.into_iter().flatten().next()
+    };
+    let Some(measured) = measured else { return Ok(ExitCode::SUCCESS) };
+    std::fs::write(&args.topology, topology_file(&measured))
+        .map_err(|error| Failure::input(format!("{}: {error}", args.topology.display())))?;
+    if args.json {
+        println!("{:#}", measured.json());
+    } else {
+        measured.print();
+        println!("\nwritten: {}", args.topology.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn measure_all(comm: &dyn Communicator, raw: Option<&RawMpi>, max_bytes: usize) -> Result<Option<Measured>, CommError> {
+    let mut timings = vec![measure::time(comm, raw, Collective::Barrier, 0)?];
+    for &collective in &Collective::ALL[1..] {
+        for bytes in SIZES.into_iter().filter(|&bytes| bytes <= max_bytes) {
+            timings.push(measure::time(comm, raw, collective, bytes)?);
+        }
+    }
+    let links = measure::links(comm)?;
+    let topology = topology(comm, &links)?;
+    let kind = raw.map_or_else(|| "threads".to_owned(), RawMpi::version);
+    Ok((comm.rank() == 0).then_some(Measured { kind, num_ranks: comm.size(), timings, links, topology }))
+}
+
+/// What all ranks do at the same time says what each can.
+fn topology(comm: &dyn Communicator, links: &Links) -> Result<Topology, CommError> {
+    let nodes = comm.nodes();
+    let num_nodes = nodes.iter().max().map_or(0, |last| last + 1);
+    let size_of = |node: usize| nodes.iter().filter(|&&other| other == node).count();
+    let node_sizes: Vec<usize> = (0..num_nodes).map(size_of).collect();
+    let largest = node_sizes.iter().copied().max().unwrap_or(1);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let ctx = Context::cpu((cores / largest).max(1));
+    comm.barrier()?;
+    let mut rates = [product_rate(&ctx), peak::measure(&ctx).read_bytes_per_s, memory_bytes() / largest as f64];
+    comm.all_reduce(&mut rates, Reduce::Min)?;
+    let rank = RankSpec { flops: rates[0], memory_bytes: rates[2], memory_bytes_per_s: rates[1] };
+    // What there is none of costs as much as the other.
+    let any = links.node.or(links.cluster).unwrap_or(Link { latency_s: 1e-6, bytes_per_s: rates[1] / 2.0 });
+    let (node_link, cluster_link) = (links.node.unwrap_or(any), links.cluster.unwrap_or(any));
+    Ok(Topology { node_sizes, rank, node_link, cluster_link })
+}
+
+/// Floating-point operations a second of a product such as a model's.
+fn product_rate(ctx: &Context) -> f64 {
+    let (rows, width) = (512, 512);
+    let x = Tensor::zeros(ctx.pool(), &[rows, width], DType::F32);
+    let w = Tensor::zeros(ctx.pool(), &[width, width], DType::F32);
+    let seconds = best_seconds_of_many(|| drop(linear(ctx, &x, &w, DType::F32)));
+    2.0 * (rows * width * width) as f64 / seconds
+}
+
+/// Of this machine; where it does not say, 8 GB.
+fn memory_bytes() -> f64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    total.and_then(|kilobytes| kilobytes.trim().parse::<f64>().ok()).map_or(8e9, |kilobytes| kilobytes * 1024.0)
+}
+
+fn topology_file(measured: &Measured) -> String {
+    let mut text =
+        format!("# Measured by `moeworks bench comm` with {} ranks ({}).\n", measured.num_ranks, measured.kind);
+    if measured.links.cluster.is_none() {
+        text +=
+            "# There is one node: cluster_link is a copy of node_link, to be replaced by what your network gives.\n";
+    }
+    if measured.links.node.is_none() {
+        text += "# No node has two ranks: node_link is not measured.\n";
+    }
+    text + &measured.topology.to_toml()
+}
+
+impl Measured {
+    fn print(&self) {
+        println!("{} ranks, {}", self.num_ranks, self.kind);
+        let rows: Vec<Vec<String>> = self.timings.iter().map(cells).collect();
+        tables::print(&HEADER, &rows);
+        for (name, link) in [("inside a node", self.links.node), ("between nodes", self.links.cluster)] {
+            if let Some(link) = link {
+                println!("{name}: {:.1} µs, {:.2} GB/s", link.latency_s * 1e6, link.bytes_per_s / 1e9);
+            }
+        }
+    }
+
+    fn json(&self) -> Value {
+        let link = |link: Option<Link>| link.map(|link| json!([link.latency_s, link.bytes_per_s]));
+        let cases: Vec<Value> = self
+            .timings
+            .iter()
+            .map(|timing| {
+                json!({
+                    "collective": format!("{:?}", timing.collective), "bytes": timing.bytes, "seconds": timing.seconds,
+                    "raw_seconds": timing.raw_seconds, "copy_seconds": timing.copy_seconds,
+                })
+            })
+            .collect();
+        json!({
+            "kind": self.kind, "ranks": self.num_ranks, "cases": cases,
+            "node_link": link(self.links.node), "cluster_link": link(self.links.cluster),
+        })
+    }
+}
+
+fn cells(timing: &Timing) -> Vec<String> {
+    let ratio = |of: f64| format!("{:.2}", timing.seconds / of);
+    let moves = timing.bytes > 0;
+    vec![
+        format!("{:?}", timing.collective),
+        timing.bytes.to_string(),
+        format!("{:.1}", timing.seconds * 1e6),
+        if moves { format!("{:.2}", timing.bytes as f64 / timing.seconds / 1e9) } else { String::new() },
+        if moves { ratio(timing.copy_seconds) } else { String::new() },
+        timing.raw_seconds.map_or_else(String::new, |seconds| format!("{:.1}", seconds * 1e6)),
+        timing.raw_seconds.map_or_else(String::new, ratio),
+    ]
+}

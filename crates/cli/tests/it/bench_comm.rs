@@ -1,0 +1,26 @@
+//! `moeworks bench comm`: times between ranks, and the topology that they make.
+
+use moeworks_plan::Topology;
+
+use crate::program::{Workplace, assert_success, stdout};
+
+#[test]
+fn bench_comm_times_collectives_and_writes_a_topology_that_plan_reads() {
+    let workplace = Workplace::new();
+    let path = workplace.path("topology.toml");
+    let topology = path.to_str().expect("a path in UTF-8");
+    let output =
+        workplace.run(&["bench", "comm", "--ranks", "3", "--max-bytes", "1024", "--json", "--topology", topology]);
+    assert_success(&output);
+    let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    assert_eq!((value["ranks"].as_u64(), value["kind"].as_str()), (Some(3), Some("threads")));
+    let cases = value["cases"].as_array().expect("cases");
+    assert_eq!(cases.len(), 1 + 5 * 2, "the barrier, and two sizes of each other collective");
+    assert!(cases.iter().all(|case| case["seconds"].as_f64().is_some_and(|seconds| seconds > 0.0)));
+    let text = std::fs::read_to_string(&path).expect("the topology");
+    assert!(text.contains("cluster_link is a copy of node_link"), "what was not measured is said: {text}");
+    let topology = Topology::parse(&text).expect("a topology");
+    assert_eq!(topology.node_sizes, [3]);
+    let latency_s = value["node_link"][0].as_f64().expect("a latency");
+    assert!((topology.node_link.latency_s / latency_s - 1.0).abs() < 1e-9);
+}
