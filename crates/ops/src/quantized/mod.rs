@@ -5,8 +5,9 @@
 //!
 //! Errors, each proven by a test against f64:
 //! - An 8-bit weight is off by at most half its block's scale, which is the block's largest magnitude over 127 (as an f16):
-//!   0.4% of it; a little more where the scale is so small that f16 has few digits for it. A 4-bit weight is off by at most one scale, about an eighth of the largest magnitude, half of that but for
-//!   the largest ones; the scale is chosen for the least sum of squares.
+//!   0.4% of it; a little more where the scale is so small that f16 has few digits for it. A 4-bit weight is off by at most
+//!   half a scale, about a sixteenth of the largest magnitude, but for the largest ones, which may be off by 1.4 scales; the
+//!   scale is chosen for the least sum of squares.
 //! - Up to 16 rows of a group are themselves quantized to 8 bits, block by block, and multiplied in whole numbers: exact
 //!   within a block, f32 between blocks. An activation is off by at most half its block's scale, so a sum by at most the
 //!   sum of `|w| * scale / 2`, and by the rounding of f32.

@@ -44,7 +44,8 @@ proptest! {
         let x = x.map(|x| x * x * x * 2.0_f32.powi(exponent));
         let (error, bound) = error_and_bound::<Q8Block>(&x, 0.5, 127.0);
         prop_assert!(error <= bound, "8 bits: {error}, at most {bound}");
-        let (error, bound) = error_and_bound::<Q4Block>(&x, 1.0, 8.0);
+        // With the smallest of the scales that are tried the largest magnitude is 8.4, and what has the other sign becomes 7.
+        let (error, bound) = error_and_bound::<Q4Block>(&x, 1.4, 8.0);
         prop_assert!(error <= bound, "4 bits: {error}, at most {bound}");
     }
 }
