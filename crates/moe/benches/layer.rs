@@ -6,14 +6,14 @@
 
 use std::hint::black_box;
 
-use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
+use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_ops::Context;
 use moeworks_ops::elementwise::{cast, fill_normal};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertWeights, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::measure::best_seconds;
-use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 /// The time of each case is the best of so many.
@@ -26,8 +26,8 @@ fn main() {
     }
     let ctx = Context::cpu_all_cores();
     println!("{} threads, {:?}", ctx.threads().count(), ctx.isa());
-    let large = shape(1024, 512, 32, 4);
-    let comparison = shape(256, 512, 8, 2);
+    let large = MoeConfig::plain(1024, 512, 32, 4);
+    let comparison = MoeConfig::plain(256, 512, 8, 2);
     for dtype in [DType::F32, DType::BF16] {
         let dense = dense_rate(&ctx, dtype);
         println!("\n{dtype:?}: dense product 2048^3 {:.1} GFLOP/s", dense / 1e9);
@@ -36,22 +36,6 @@ fn main() {
         }
     }
     println!("\npeak memory {:.1} MB", ctx.pool().stats().peak_bytes as f64 / 1e6);
-}
-
-fn shape(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> MoeConfig {
-    MoeConfig {
-        width,
-        num_experts,
-        top_k,
-        expert_width,
-        activation: Activation::SwiGlu,
-        score_order: ScoreOrder::SoftmaxThenTopK,
-        normalize_weights: true,
-        capacity_factor: 0.0,
-        jitter: 0.0,
-        shared_width: 0,
-        router: RouterConfig::default(),
-    }
 }
 
 fn normal(ctx: &Context, shape: &[usize], stream: u64, dtype: DType) -> Tensor {

@@ -64,6 +64,25 @@ impl ConfigError {
 }
 
 impl MoeConfig {
+    /// The plain layer that most models have: SwiGLU experts, the best `top_k` by softmax with weights that sum to one, no
+    /// token dropped, nothing shared.
+    #[must_use]
+    pub fn plain(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> Self {
+        Self {
+            width,
+            num_experts,
+            top_k,
+            expert_width,
+            activation: Activation::SwiGlu,
+            score_order: ScoreOrder::SoftmaxThenTopK,
+            normalize_weights: true,
+            capacity_factor: 0.0,
+            jitter: 0.0,
+            shared_width: 0,
+            router: RouterConfig::default(),
+        }
+    }
+
     /// Checks every setting.
     pub fn validate(&self) -> Result<(), ConfigError> {
         for (setting, value) in

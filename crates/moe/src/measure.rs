@@ -1,13 +1,12 @@
 //! What routing costs, scheme by scheme, beside the layer that it routes for: the table of `moeworks bench routing`.
 
+use moeworks_ops::Context;
 use moeworks_ops::elementwise::{cast, fill_normal};
 use moeworks_ops::measure::best_seconds_of_many;
-use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::{
-    ConfigError, MoeConfig, MoeLayer, MoeWeights, Overflow, Ramp, RouterConfig, RouterInput, RouterKind, RoutingError,
-    ScoreFunction, ScoreOrder,
+    ConfigError, MoeConfig, MoeLayer, MoeWeights, Overflow, Ramp, RouterInput, RouterKind, RoutingError, ScoreFunction,
 };
 
 /// The layer that routing is measured for.
@@ -100,19 +99,7 @@ fn set(config: &mut MoeConfig, kind: RouterKind, top_k: usize, jitter: f32) {
 
 impl RoutingShape {
     fn config(&self) -> MoeConfig {
-        MoeConfig {
-            width: self.width,
-            num_experts: self.num_experts,
-            top_k: self.top_k,
-            expert_width: self.expert_width,
-            activation: Activation::SwiGlu,
-            score_order: ScoreOrder::SoftmaxThenTopK,
-            normalize_weights: true,
-            capacity_factor: 0.0,
-            jitter: 0.0,
-            shared_width: 0,
-            router: RouterConfig::default(),
-        }
+        MoeConfig::plain(self.width, self.expert_width, self.num_experts, self.top_k)
     }
 
     /// Measures every scheme with tokens and experts of type `dtype`, and shows `found` each cost and the share that it is

@@ -10,7 +10,7 @@
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::time::Instant;
 
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder};
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
 use moeworks_ops::counting_sort::sort_choices;
 use moeworks_ops::embedding::embedding;
 use moeworks_ops::{Activation, Context, elementwise};
@@ -92,17 +92,8 @@ pub(super) struct Layer {
 impl Layer {
     pub(super) fn new(ctx: &Context, shape: Shape) -> Result<Self, Failure> {
         let layer = MoeLayer::new(MoeConfig {
-            width: shape.d,
-            num_experts: shape.e,
-            top_k: shape.k,
-            expert_width: shape.f,
             activation: shape.activation,
-            score_order: ScoreOrder::SoftmaxThenTopK,
-            normalize_weights: true,
-            capacity_factor: 0.0,
-            jitter: 0.0,
-            shared_width: 0,
-            router: RouterConfig::default(),
+            ..MoeConfig::plain(shape.d, shape.f, shape.e, shape.k)
         })?;
         let mut weights = MoeWeights::random(ctx, layer.config(), 0, 0.02);
         for experts in [&mut weights.gate_up, &mut weights.down] {
