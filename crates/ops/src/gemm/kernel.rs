@@ -47,6 +47,13 @@ type Kernel = unsafe fn(&TileArgs);
 
 /// All tile sizes of a kernel function. Those with more rows than the instruction set's largest tile are never called.
 macro_rules! table {
+    (halves $($function:tt)+) => {
+        Some([
+            $($function)+::<1> as Kernel, $($function)+::<2> as Kernel, $($function)+::<3> as Kernel,
+            $($function)+::<4> as Kernel, $($function)+::<5> as Kernel, $($function)+::<6> as Kernel,
+            $($function)+::<7> as Kernel, $($function)+::<8> as Kernel,
+        ])
+    };
     (@row $rows:literal, $($function:tt)+) => {
         [$($function)+::<$rows, 1> as Kernel, $($function)+::<$rows, 2> as Kernel, $($function)+::<$rows, 3> as Kernel]
     };
@@ -69,6 +76,8 @@ pub(crate) struct Kernels {
     pub(crate) lanes: usize,
     /// What a unit holds.
     pub(crate) compute: Compute,
+    /// By rows less one, for half a vector, where halves are vectors, too.
+    pub(crate) halves: Option<[Kernel; MAX_ROWS]>,
     /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
     pub(crate) are_tiles: bool,
 }
@@ -85,9 +94,14 @@ impl Kernels {
                 ..Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16)
             },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, Compute::Bf16) => Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16),
+            (Isa::Avx512Bf16, Compute::Bf16) => Self {
+                halves: table!(halves x86::half_bf16),
+                ..Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16)
+            },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, _) => Self::vectors(table!(x86::avx512), 8, 16, Compute::F32),
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, _) => {
+                Self { halves: table!(halves x86::half), ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
+            }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => Self::vectors(table!(x86::avx2), 4, 8, Compute::F32),
             _ => Self::vectors(table!(portable), 4, Baseline::WIDTH, Compute::F32),
@@ -95,7 +109,7 @@ impl Kernels {
     }
 
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
-        Self { table, rows, lanes, compute, are_tiles: false }
+        Self { table, rows, lanes, compute, halves: None, are_tiles: false }
     }
 
     /// What these kernels take of operands in `precision`.
@@ -112,6 +126,24 @@ impl Kernels {
     pub(crate) unsafe fn run(&self, rows: usize, vectors: usize, args: &TileArgs) {
         // SAFETY: the caller's promise is handed on.
         unsafe { self.table[rows - 1][vectors - 1](args) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Kernels {
+    /// As [`run`](Self::run) for so many lanes: whole vectors, or half a one.
+    ///
+    /// # Safety
+    /// As there. Only where there are halves.
+    #[inline(always)]
+    pub(crate) unsafe fn run_lanes(&self, rows: usize, lanes: usize, args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe {
+            match self.halves {
+                Some(halves) if lanes < self.lanes => halves[rows - 1](args),
+                _ => self.run(rows, lanes / self.lanes, args),
+            }
+        }
     }
 }
 
@@ -261,66 +293,92 @@ unsafe fn portable<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use core::arch::x86_64::{
-        __m512, __m512bh, _mm512_castps_si512, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps,
-        _mm512_storeu_ps,
+        __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps,
+        _mm256_storeu_ps, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
     };
 
     use super::{F32, Math, TileArgs, tile};
     use crate::simd::{Avx2, Avx512};
 
-    struct Bf16Dot;
+    /// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
+    macro_rules! pairs {
+        ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $splat:ident, $dot:ident) => {
+            struct $name;
 
-    // The functions of this trait are used in `avx512_bf16` alone, which has the instructions.
-    impl Math for Bf16Dot {
-        type Sums = __m512;
-        type Units = __m512;
-        const WIDTH: usize = 16;
+            impl Math for $name {
+                type Sums = $vector;
+                type Units = $vector;
+                const WIDTH: usize = $width;
 
-        #[inline(always)]
-        fn zero() -> __m512 {
-            // SAFETY: see above.
-            unsafe { _mm512_setzero_ps() }
-        }
+                #[inline(always)]
+                fn zero() -> $vector {
+                    // SAFETY: see above.
+                    unsafe { $zero() }
+                }
 
-        #[inline(always)]
-        unsafe fn load(from: *const f32) -> __m512 {
-            // SAFETY: see above; the caller promises readable memory.
-            unsafe { _mm512_loadu_ps(from) }
-        }
+                #[inline(always)]
+                unsafe fn load(from: *const f32) -> $vector {
+                    // SAFETY: see above; the caller promises readable memory.
+                    unsafe { $load(from) }
+                }
 
-        #[inline(always)]
-        unsafe fn store(to: *mut f32, sums: __m512) {
-            // SAFETY: see above; the caller promises writable memory.
-            unsafe { _mm512_storeu_ps(to, sums) }
-        }
+                #[inline(always)]
+                unsafe fn store(to: *mut f32, sums: $vector) {
+                    // SAFETY: see above; the caller promises writable memory.
+                    unsafe { $store(to, sums) }
+                }
 
-        #[inline(always)]
-        unsafe fn units(from: *const u32) -> __m512 {
-            // SAFETY: see above; the caller promises readable memory.
-            unsafe { _mm512_loadu_ps(from.cast()) }
-        }
+                #[inline(always)]
+                unsafe fn units(from: *const u32) -> $vector {
+                    // SAFETY: see above; the caller promises readable memory.
+                    unsafe { $load(from.cast()) }
+                }
 
-        #[inline(always)]
-        unsafe fn splat(from: *const u32) -> __m512 {
-            // SAFETY: see above; the caller promises a readable unit.
-            unsafe { _mm512_set1_ps(*from.cast::<f32>()) }
-        }
+                #[inline(always)]
+                unsafe fn splat(from: *const u32) -> $vector {
+                    // SAFETY: see above; the caller promises a readable unit.
+                    unsafe { $splat(*from.cast::<f32>()) }
+                }
 
-        #[inline(always)]
-        fn add_product(sums: __m512, a: __m512, b: __m512) -> __m512 {
-            // SAFETY: see above; the transmutes only rename 512 bits.
-            unsafe {
-                let a: __m512bh = std::mem::transmute(_mm512_castps_si512(a));
-                let b: __m512bh = std::mem::transmute(_mm512_castps_si512(b));
-                _mm512_dpbf16_ps(sums, a, b)
+                #[inline(always)]
+                fn add_product(sums: $vector, a: $vector, b: $vector) -> $vector {
+                    let pairs = |x| {
+                        // SAFETY: renames the bits of a vector.
+                        unsafe { std::mem::transmute::<$vector, $pairs>(x) }
+                    };
+                    // SAFETY: see above.
+                    unsafe { $dot(sums, pairs(a), pairs(b)) }
+                }
+
+                #[inline(always)]
+                fn prefetch(at: *const u32) {
+                    super::prefetch(at);
+                }
             }
-        }
-
-        #[inline(always)]
-        fn prefetch(at: *const u32) {
-            super::prefetch(at);
-        }
+        };
     }
+    pairs!(
+        Bf16Dot,
+        __m512,
+        __m512bh,
+        16,
+        _mm512_setzero_ps,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        _mm512_set1_ps,
+        _mm512_dpbf16_ps
+    );
+    pairs!(
+        HalfBf16Dot,
+        __m256,
+        __m256bh,
+        8,
+        _mm256_setzero_ps,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        _mm256_set1_ps,
+        _mm256_dpbf16_ps
+    );
 
     /// # Safety
     /// As for [`super::Kernel`].
@@ -336,6 +394,22 @@ mod x86 {
     pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
         // SAFETY: the caller's promise is handed on.
         unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
+    }
+
+    /// # Safety
+    /// As for [`super::Kernel`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+    pub(super) unsafe fn half_bf16<const ROWS: usize>(args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { tile::<HalfBf16Dot, ROWS, 1>(args) }
+    }
+
+    /// # Safety
+    /// As for [`super::Kernel`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) unsafe fn half<const ROWS: usize>(args: &TileArgs) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe { tile::<F32<Avx2>, ROWS, 1>(args) }
     }
 
     /// # Safety

@@ -4,7 +4,8 @@
 //! group for a linear layer). A group is cut into tasks of some rows by some panels of columns. A task packs its panels
 //! of B into memory of its thread that the second-level cache holds, then goes through its rows eight at a time, each
 //! group of rows against all panels; what a kernel leaves for a tile goes to the product's [`Epilogue`] at once. A row
-//! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra.
+//! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra. Where a group has so
+//! few rows that packing B would take as long as its products, it is A that is packed (`turned`).
 //!
 //! Every element is one sum over the depth in an order fixed by the depth alone, so results do not depend on how tasks
 //! are cut; the cut itself may therefore depend on the number of threads.
@@ -20,6 +21,8 @@ pub(crate) mod store;
 mod tasks;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
+#[cfg(target_arch = "x86_64")]
+mod turned;
 
 use std::sync::{Mutex, PoisonError};
 
@@ -186,6 +189,10 @@ impl Work<'_> {
     #[inline(always)]
     fn run<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, ref kernels, .. } = *self;
+        #[cfg(target_arch = "x86_64")]
+        if task.is_turned {
+            return self.run_turned::<S, E>(scratch, epilogue);
+        }
         #[cfg(target_arch = "x86_64")]
         if kernels.are_tiles {
             return self.run_in_tiles::<S, E>(scratch, epilogue);

@@ -160,6 +160,15 @@ impl Format {
         }
     }
 
+    /// Elements that so many units hold.
+    #[inline(always)]
+    pub(crate) fn elements_of(self, units: usize) -> usize {
+        match self.units {
+            Compute::F32 => units,
+            Compute::Bf16 => 2 * units,
+        }
+    }
+
     /// The f32 that stands for an element.
     #[inline(always)]
     fn value<T: Float>(self, x: T) -> f32 {

@@ -44,6 +44,8 @@ pub(super) struct Task {
     pub(super) b_units: usize,
     /// Scratch for rows of A.
     pub(super) a_units: usize,
+    /// Whether A is packed and B is not.
+    pub(super) is_turned: bool,
 }
 
 pub(super) struct Plan {
@@ -115,6 +117,10 @@ fn cut_group(
     budget: usize,
     plan: &mut Plan,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if super::turned::takes(product, group, kernels) {
+        return super::turned::cut_group(product, (index, group), kernels, budget, plan);
+    }
     if kernels.are_tiles {
         return cut_group_for_tiles(product, (index, group), kernels, budget, plan);
     }
@@ -161,7 +167,7 @@ fn cut_group(
     let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
-    push_tasks(plan, Cut { index, group, panels, rows, chunk, part: part.max(2), b_units, a_units });
+    push_tasks(plan, Cut { index, group, panels, rows, chunk, part: part.max(2), b_units, a_units, is_turned: false });
 }
 
 /// Tiles multiply so fast that packing is what counts: an operand is packed as few times as the second-level cache, which
@@ -195,24 +201,26 @@ fn cut_group_for_tiles(
     let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
     let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
-    push_tasks(plan, Cut { index, group, panels, rows, chunk, part: part.max(2 * format.multiple), b_units, a_units });
+    let part = part.max(2 * format.multiple);
+    push_tasks(plan, Cut { index, group, panels, rows, chunk, part, b_units, a_units, is_turned: false });
 }
 
 /// How a group is cut.
-struct Cut<'a> {
-    index: usize,
-    group: &'a Group<'a>,
-    panels: Panels,
+pub(super) struct Cut<'a> {
+    pub(super) index: usize,
+    pub(super) group: &'a Group<'a>,
+    pub(super) panels: Panels,
     /// Rows and panels of a task.
-    rows: usize,
-    chunk: usize,
-    part: usize,
-    b_units: usize,
-    a_units: usize,
+    pub(super) rows: usize,
+    pub(super) chunk: usize,
+    pub(super) part: usize,
+    pub(super) b_units: usize,
+    pub(super) a_units: usize,
+    pub(super) is_turned: bool,
 }
 
-fn push_tasks(plan: &mut Plan, cut: Cut<'_>) {
-    let Cut { index, group, panels, rows, chunk, part, b_units, a_units } = cut;
+pub(super) fn push_tasks(plan: &mut Plan, cut: Cut<'_>) {
+    let Cut { index, group, panels, rows, chunk, part, b_units, a_units, is_turned } = cut;
     for first_panel in (0..panels.count).step_by(chunk) {
         for first_row in (0..group.rows).step_by(rows) {
             plan.tasks.push(Task {
@@ -222,6 +230,7 @@ fn push_tasks(plan: &mut Plan, cut: Cut<'_>) {
                 part,
                 b_units,
                 a_units,
+                is_turned,
             });
         }
     }

@@ -1,10 +1,10 @@
 //! Transposition of 16 rows by 16 units with AVX-512 registers, for packing weights that run across the depth.
 
 use core::arch::x86_64::{
-    __m128, __m512, _mm_loadu_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512,
-    _mm512_castps128_ps512, _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32,
-    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps,
+    __m128, __m512, _mm_loadu_ps, _mm256_storeu_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd,
+    _mm512_castps_si512, _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_insertf32x4, _mm512_set1_epi32,
+    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use moeworks_tensor::DType;
@@ -56,11 +56,44 @@ pub(super) unsafe fn units<T: Float>(rows: &[&[T]; 16], format: Format, width: u
     num_units
 }
 
+/// Writes unit u of row r to `to[u * width + r]`, of all 16 rows, or of the first eight where the width is eight.
+///
+/// # Safety
+/// The machine must have AVX-512 F and DQ; `num_units` units must be readable from each pointer on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
+pub(super) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usize, to: &mut [u32]) {
+    let lanes = width.min(16);
+    assert!(num_units == 0 || to.len() >= (num_units - 1) * width + lanes, "room for the transposed rows");
+    let blocks = num_units / 16;
+    for block in 0..blocks {
+        let from = rows.map(|row| row.wrapping_add(16 * block).cast());
+        // SAFETY: 16 units of each row are readable by the caller's promise, and each unit's lanes are inside `to`.
+        unsafe {
+            let to = to.as_mut_ptr().add(16 * block * width);
+            for (unit, column) in transpose(&from).into_iter().enumerate() {
+                let to = to.add(unit * width).cast();
+                if lanes == 16 {
+                    _mm512_storeu_ps(to, column);
+                } else {
+                    _mm256_storeu_ps(to, _mm512_castps512_ps256(column));
+                }
+            }
+        }
+    }
+    for unit in 16 * blocks..num_units {
+        for (to, row) in to[unit * width..][..lanes].iter_mut().zip(rows) {
+            // SAFETY: the unit is one of those that the caller promises.
+            *to = unsafe { *row.add(unit) };
+        }
+    }
+}
+
 /// # Safety
 /// 16 elements must be readable at each pointer.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-unsafe fn transpose(from: &[*const f32; 16]) -> [__m512; 16] {
+pub(super) unsafe fn transpose(from: &[*const f32; 16]) -> [__m512; 16] {
     let mut columns = [_mm512_setzero_ps(); 16];
     for quarter in 0..4 {
         // Vector r holds four elements of each of the rows r, r + 4, r + 8 and r + 12, so that a transposition of 4 x 4

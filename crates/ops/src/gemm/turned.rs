@@ -1,0 +1,366 @@
+//! `A B^T` with some tens of rows, turned round: rows of B, which are weights, are read where they lie, and rows of A are
+//! packed, so that lanes are rows of A.
+//!
+//! Packing B takes as long as multiplying it with a few dozen rows. A is small then: a task packs all its rows once, keeps
+//! them in the second-level cache, and streams its rows of B past them, eight at a time. The sums, columns by rows, are turned
+//! back in blocks of 16 by 16 on their way to the epilogue. Each is taken in the same order as elsewhere: the same bits.
+
+use core::arch::x86_64::_mm512_storeu_ps;
+
+use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, TILE_STRIDE, Tile, TileArgs};
+use super::store::Room;
+use super::tasks::{Cut, Panels, Plan, push_tasks};
+use super::transpose::{transpose, words};
+use super::{Epilogue, Form, Group, Place, Product, Work, tile_slice};
+use crate::simd::Level;
+
+/// The most rows of a group for which packing them is better than packing B.
+const MAX_TURNED: usize = 256;
+/// Units of packed rows of A that a task keeps in the second-level cache.
+const A_UNITS: usize = 96 << 10;
+/// Sums that wait there between parts of the depth, at most.
+const WAITING: usize = 64 << 10;
+/// Columns of a task, paired ones counted twice, from which on packing its rows of A is cheap.
+const MIN_COLUMNS: usize = 384;
+/// Lanes of a vector, and of half of one.
+const LANES: usize = 16;
+const HALF: usize = LANES / 2;
+/// Tiles of sums, of [`MAX_ROWS`] columns each, that make the widest panel.
+const TILES: usize = TILE_STRIDE / MAX_ROWS;
+const TILE_UNITS: usize = size_of::<Tile>() / 4;
+
+/// Whether a group is computed here.
+pub(super) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
+    let format = kernels.format(product.compute);
+    let elements = format.elements_of(1);
+    kernels.halves.is_some()
+        && !kernels.are_tiles
+        && product.form == Form::Nt
+        && group.b.is_direct(format)
+        && group.b.indices.is_none()
+        && [group.depth, group.b.stride, group.b.offset].iter().all(|len| len.is_multiple_of(elements))
+        && group.depth > 0
+        && group.rows <= MAX_TURNED
+}
+
+/// Rows as lanes: panels of some vectors, and at the end half a vector where that is enough.
+#[derive(Clone, Copy)]
+struct Lanes {
+    panels: Panels,
+    /// Rows in the panels.
+    whole: usize,
+    has_half: bool,
+}
+
+impl Lanes {
+    fn of(rows: usize) -> Self {
+        let has_half = (1..=HALF).contains(&(rows % LANES));
+        let whole = if has_half { rows / LANES * LANES } else { rows };
+        Self { panels: Panels::of(whole, LANES), whole, has_half }
+    }
+
+    #[inline(always)]
+    fn count(&self) -> usize {
+        self.panels.count + usize::from(self.has_half)
+    }
+
+    /// First row and width of a panel.
+    #[inline(always)]
+    fn panel(&self, index: usize) -> (usize, usize) {
+        if index == self.panels.count {
+            return (self.whole, HALF);
+        }
+        let (first, _, width) = self.panels.panel(index);
+        (first, width)
+    }
+
+    fn width(&self) -> usize {
+        let (first, width) = self.panel(self.count() - 1);
+        first + width
+    }
+}
+
+/// Cuts a group into tasks of all rows and some panels of columns.
+pub(super) fn cut_group(
+    product: &Product<'_>,
+    (index, group): (usize, &Group<'_>),
+    kernels: &Kernels,
+    budget: usize,
+    plan: &mut Plan,
+) {
+    let format = kernels.format(product.compute);
+    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let panels = Panels::of(group.columns, kernels.lanes);
+    let lanes = Lanes::of(group.rows);
+    let units = format.units_of(group.depth);
+    let num_parts = (units * lanes.width()).div_ceil(A_UNITS);
+    let part = units.div_ceil(num_parts).next_multiple_of(LANES);
+    let num_parts = units.div_ceil(part);
+
+    let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
+    let tiles_of_panel = lanes.count() * TILES * num_tiles;
+    let mut chunk = (budget / (group.rows * group.depth * panel_width)).max(MIN_COLUMNS / panel_width);
+    if num_parts > 1 {
+        chunk = chunk.min(WAITING / (tiles_of_panel * TILE_UNITS));
+    }
+    chunk = chunk.clamp(1, panels.count);
+    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
+
+    let (a_units, b_units) = (LANES * part, lanes.width() * part);
+    let held = if num_parts > 1 { chunk } else { 1 };
+    // Before the sums come the tiles of sixteen rows for the epilogue.
+    let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
+    plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
+    let (rows, part) = (group.rows, format.elements_of(part));
+    push_tasks(plan, Cut { index, group, panels, rows, chunk, part, b_units, a_units, is_turned: true });
+}
+
+/// What of the depth is summed at once.
+#[derive(Clone, Copy)]
+struct Part {
+    /// First element and number of elements.
+    start: usize,
+    depth: usize,
+    num_units: usize,
+    is_first: bool,
+}
+
+/// Some rows of B: their panel, which of the pair, and which [`MAX_ROWS`] columns of the panel.
+#[derive(Clone, Copy)]
+struct Rows {
+    panel: usize,
+    pair: usize,
+    block: usize,
+}
+
+impl Work<'_> {
+    /// Computes a task that [`cut_group`] made.
+    #[inline(always)]
+    pub(super) fn run_turned<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+        let Self { product, group, task, .. } = *self;
+        let lanes = Lanes::of(group.rows);
+        let num_tiles = if product.is_paired { 2 } else { 1 };
+        let tiles_of_panel = lanes.count() * TILES * num_tiles;
+        let (packed, rest) = scratch.split_at_mut(task.b_units);
+        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        let (out, sums) = tile_slice(rest).split_at_mut(2 * num_tiles);
+        let mut room = Room::new();
+        let num_parts = group.depth.div_ceil(task.part);
+        for index in 0..num_parts {
+            let start = index * task.part;
+            let depth = (group.depth - start).min(task.part);
+            let part = Part { start, depth, num_units: self.format().units_of(depth), is_first: index == 0 };
+            self.pack_lanes::<S>(&lanes, part, a_room, packed);
+            for offset in 0..task.panels.1 {
+                let held = if num_parts > 1 { offset } else { 0 };
+                let sums = &mut sums[held * tiles_of_panel..][..tiles_of_panel];
+                let panel = task.panels.0 + offset;
+                for (pair, sums) in sums.chunks_exact_mut(lanes.count() * TILES).enumerate() {
+                    self.sum_panel((panel, pair), &lanes, part, packed, sums);
+                }
+                if index + 1 == num_parts {
+                    self.turn_back::<S, E>(panel, &lanes, sums, (out, &mut room), epilogue);
+                }
+            }
+        }
+    }
+
+    /// Packs the rows of A: a panel of lanes after the other, each `[unit][width]`.
+    #[inline(always)]
+    fn pack_lanes<S: Level>(&self, lanes: &Lanes, part: Part, room: &mut [u32], packed: &mut [u32]) {
+        let Part { start, depth, num_units, .. } = part;
+        let (low_room, high_room) = room.split_at_mut(room.len() / 2);
+        for panel in 0..lanes.count() {
+            let (first, width) = lanes.panel(panel);
+            let to = &mut packed[first * num_units..][..width * num_units];
+            for lane in (0..width).step_by(LANES) {
+                let count = (self.group.rows - first).saturating_sub(lane);
+                let rows_of = |half: usize, room| {
+                    let count = count.saturating_sub(half * MAX_ROWS).min(MAX_ROWS);
+                    self.rows_of_a::<S>(first + lane + half * MAX_ROWS, count, (start, depth), room)
+                };
+                let halves = [rows_of(0, &mut *low_room), rows_of(1, &mut *high_room)];
+                let rows = std::array::from_fn(|row| halves[row / MAX_ROWS][row % MAX_ROWS]);
+                // SAFETY: these tasks are made on machines with AVX-512 alone; `num_units` units of each row are readable:
+                // those without a row point at room for one.
+                unsafe { words(&rows, num_units, width, &mut to[lane..]) };
+            }
+        }
+    }
+
+    /// The sums of a panel's columns with all rows: to a tile for each eight columns, and after those of one panel of
+    /// lanes those of the next.
+    #[inline(always)]
+    fn sum_panel(&self, (panel, pair): (usize, usize), lanes: &Lanes, part: Part, packed: &[u32], sums: &mut [Tile]) {
+        let Self { group, ref kernels, .. } = *self;
+        let (_, columns, _) = self.panels().panel(panel);
+        for block in 0..columns.div_ceil(MAX_ROWS) {
+            let rows = Rows { panel, pair, block };
+            let first = self.column_of(rows);
+            let count = (columns - block * MAX_ROWS).min(MAX_ROWS);
+            let a: [_; MAX_ROWS] = std::array::from_fn(|row| {
+                let row = group.b.direct(first + row.min(count - 1), part.start, part.depth, self.format());
+                row.expect("rows of weights in place")
+            });
+            let mut later = Later::of(self, rows, part, lanes.count());
+            for lane in 0..lanes.count() {
+                let (first, width) = lanes.panel(lane);
+                let b = &packed[first * part.num_units..][..width * part.num_units];
+                let tile = sums[lane * TILES + block].0.as_mut_ptr();
+                for (at, len) in later.stretches(part.num_units) {
+                    let args = TileArgs {
+                        depth: len,
+                        a: a.map(|row| row.wrapping_add(at)),
+                        a_step: 1,
+                        b: b[at * width..].as_ptr(),
+                        tile,
+                        is_continued: !part.is_first || at > 0,
+                        ahead: later.next(len),
+                    };
+                    // SAFETY: the kernels fit the context's instruction set; `a` points at rows of `num_units` units, as
+                    // checked where the pointers were made, and `b` is a packed panel.
+                    unsafe { kernels.run_lanes(count, width, &args) };
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn panels(&self) -> Panels {
+        Panels::of(self.group.columns, self.kernels.lanes)
+    }
+
+    /// The first of some rows of B.
+    #[inline(always)]
+    fn column_of(&self, rows: Rows) -> usize {
+        self.panels().panel(rows.panel).0 + rows.pair * self.group.columns + rows.block * MAX_ROWS
+    }
+
+    /// Where the rows of B lie that come after some.
+    #[inline(always)]
+    fn rows_after(&self, rows: Rows, start: usize) -> *const u8 {
+        let Rows { panel, pair, block } = rows;
+        let b = &self.group.b;
+        let (_, columns, _) = self.panels().panel(panel);
+        if (block + 1) * MAX_ROWS < columns {
+            b.address(self.column_of(Rows { block: block + 1, ..rows }), start)
+        } else if self.product.is_paired && pair == 0 {
+            b.address(self.column_of(Rows { panel, pair: 1, block: 0 }), start)
+        } else if panel + 1 < self.task.panels.0 + self.task.panels.1 {
+            b.address(self.column_of(Rows { panel: panel + 1, pair: 0, block: 0 }), start)
+        } else if start + self.task.part < self.group.depth {
+            let first = Rows { panel: self.task.panels.0, pair: 0, block: 0 };
+            b.address(self.column_of(first), start + self.task.part)
+        } else {
+            let Some(next) = self.next else { return b.address(0, 0) };
+            let group = &self.product.groups[next.group];
+            group.b.address(Panels::of(group.columns, self.kernels.lanes).panel(next.panels.0).0, 0)
+        }
+    }
+
+    /// Turns the sums of a panel, of `[pair][panel of lanes][columns / 8]` tiles, and hands them to the epilogue.
+    #[inline(always)]
+    fn turn_back<S: Level, E: Epilogue>(
+        &self,
+        panel: usize,
+        lanes: &Lanes,
+        sums: &[Tile],
+        (out, room): (&mut [Tile], &mut Room),
+        epilogue: &E,
+    ) {
+        let rows = self.group.rows;
+        let (column, columns, _) = self.panels().panel(panel);
+        for lane_panel in 0..lanes.count() {
+            let (first, width) = lanes.panel(lane_panel);
+            for lane in (0..width.min(rows - first)).step_by(LANES) {
+                let (low, high) = out.split_at_mut(out.len() / 2);
+                for (pair, sums) in sums.chunks_exact(lanes.count() * TILES).enumerate() {
+                    let tiles = &sums[lane_panel * TILES..][..columns.div_ceil(MAX_ROWS)];
+                    // SAFETY: these tasks are made on machines with AVX-512 alone.
+                    unsafe { turn(tiles, lane, &mut low[pair], &mut high[pair]) };
+                }
+                let first = first + lane;
+                for (row, tiles) in [(first, low), (first + MAX_ROWS, high)] {
+                    let count = rows.saturating_sub(row).min(MAX_ROWS);
+                    if count > 0 {
+                        let at =
+                            Place { group: self.task.group, rows: (row, count), columns: (column, columns), panel };
+                        let (tile, second) = tiles.split_at_mut(1);
+                        epilogue.tile::<S>(at, &mut tile[0], second.first_mut(), room);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The rows of B that come next, asked for while some are multiplied.
+struct Later {
+    at: *const u8,
+    /// Bytes of a row's part, and to the next row.
+    len: usize,
+    stride: usize,
+    /// Kernel calls in which all of them are asked for, and for each panel of lanes.
+    num_calls: usize,
+    calls_of_panel: usize,
+    call: usize,
+}
+
+impl Later {
+    #[inline(always)]
+    fn of(work: &Work<'_>, rows: Rows, part: Part, num_panels: usize) -> Self {
+        let b = &work.group.b;
+        let (len, stride) = (b.bytes_of(part.depth), b.bytes_of(b.stride));
+        // Rows that lie end to end are one run. Of others each call asks for one.
+        let calls_of_panel = if len == stride { 1 } else { MAX_ROWS.div_ceil(num_panels) };
+        let num_calls = calls_of_panel * num_panels;
+        Self { at: work.rows_after(rows, part.start), len, stride, num_calls, calls_of_panel, call: 0 }
+    }
+
+    /// First unit and number of units of each call of a panel of lanes.
+    #[inline(always)]
+    fn stretches(&self, num_units: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let len = num_units.div_ceil(self.calls_of_panel);
+        (0..num_units).step_by(len).map(move |at| (at, len.min(num_units - at)))
+    }
+
+    /// What the next call, of so many units, asks for: an address and the bytes to go on by with each unit.
+    #[inline(always)]
+    fn next(&mut self, num_units: usize) -> (*const u8, usize) {
+        let call = self.call;
+        self.call += 1;
+        if self.len == self.stride {
+            let share = (MAX_ROWS * self.len).div_ceil(self.num_calls);
+            (self.at.wrapping_add(call * share), share.div_ceil(num_units).min(64))
+        } else {
+            (self.at.wrapping_add(call.min(MAX_ROWS - 1) * self.stride), self.len.div_ceil(num_units).min(64))
+        }
+    }
+}
+
+/// Turns up to 48 columns of 16 lanes from `lane` on: the first eight lanes become the rows of `low`, the others of `high`.
+///
+/// # Safety
+/// The machine must have AVX-512 F, BW, DQ and VL.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
+unsafe fn turn(tiles: &[Tile], lane: usize, low: &mut Tile, high: &mut Tile) {
+    for (block, pair) in tiles.chunks(2).enumerate() {
+        let from: [*const f32; LANES] = std::array::from_fn(|column| {
+            let tile = &pair[(column / MAX_ROWS).min(pair.len() - 1)];
+            tile.0[column % MAX_ROWS * TILE_STRIDE + lane..][..LANES].as_ptr()
+        });
+        // SAFETY: sixteen lanes are readable from each pointer.
+        let rows = unsafe { transpose(&from) };
+        for (row, values) in rows.into_iter().enumerate() {
+            let tile = if row < MAX_ROWS { &mut *low } else { &mut *high };
+            let to = &mut tile.0[row % MAX_ROWS * TILE_STRIDE + block * LANES..][..LANES];
+            // SAFETY: sixteen elements are writable there.
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), values) };
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "turned_tests.rs"]
+mod tests;

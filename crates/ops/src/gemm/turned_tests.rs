@@ -1,0 +1,82 @@
+//! Groups of some tens of rows take another way through memory than groups of many: it must not be seen in the results.
+
+use moeworks_tensor::{DType, Tensor};
+use proptest::prelude::*;
+
+use super::MAX_TURNED;
+use crate::experts::{ExpertRows, ExpertWeights, NO_ROW, experts_forward};
+use crate::test_data::{contexts, numbers, tensor};
+use crate::{Activation, Context};
+
+/// More rows than are ever turned.
+const MANY: usize = MAX_TURNED + 44;
+
+/// A network of one expert, and the type of its weights.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    d: usize,
+    f: usize,
+    activation: Activation,
+    x_type: DType,
+    w_type: DType,
+}
+
+/// What leaves the first and the second product for `count` rows from `first` on.
+fn forward(ctx: &Context, case: Case, x: &Tensor, (first, count): (usize, usize)) -> [Vec<f32>; 2] {
+    let af = case.f * case.activation.num_inputs();
+    let weights =
+        |rows: usize, columns: usize, seed| tensor(ctx, &[rows, columns], &numbers(rows * columns, seed), case.w_type);
+    let (gate_up, down) = (weights(af, case.d, 2), weights(case.d, case.f, 3));
+    let tokens: Vec<u32> = (first as u32..(first + count) as u32).collect();
+    let mut token_rows = vec![NO_ROW; MANY];
+    (first..first + count).for_each(|token| token_rows[token] = (token - first) as u32);
+    let rows = ExpertRows {
+        offsets: &[0, count as u32],
+        tokens: &tokens,
+        weights: &vec![1.0; count],
+        token_rows: &token_rows,
+        num_choices: 1,
+    };
+    let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
+    let (y, saved) = experts_forward(ctx, x, weights, rows);
+    [saved.h.to_f32_vec(), y.to_f32_vec()[first * case.d..(first + count) * case.d].to_vec()]
+}
+
+fn check(case: Case, first: usize, count: usize) {
+    let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for ctx in contexts() {
+        let x = tensor(&ctx, &[MANY, case.d], &numbers(MANY * case.d, 1), case.x_type);
+        let [all_h, all_y] = forward(&ctx, case, &x, (0, MANY));
+        let [h, y] = forward(&ctx, case, &x, (first, count));
+        let af = h.len() / count;
+        let name = format!("rows {first} to {} of {case:?} on {:?}", first + count, ctx.isa());
+        assert!(bits(&h) == bits(&all_h[first * af..(first + count) * af]), "h of {name}");
+        assert!(bits(&y) == bits(&all_y[first * case.d..(first + count) * case.d]), "y of {name}");
+    }
+}
+
+#[test]
+fn rows_give_the_same_bits_in_a_group_of_tens_and_of_hundreds() {
+    let types = [DType::F32, DType::BF16];
+    for (x_type, w_type) in types.into_iter().flat_map(|x| types.map(|w| (x, w))) {
+        // Depths in one part and in several, panels of all widths, half a vector of rows and more than half.
+        check(Case { d: 130, f: 100, activation: Activation::SwiGlu, x_type, w_type }, 3, 40);
+        check(Case { d: 1_300, f: 34, activation: Activation::Gelu, x_type, w_type }, 11, 205);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn rows_give_the_same_bits_in_random_groups(
+        (d, f) in (1_usize..140, 1_usize..140),
+        (first, count) in (0_usize..40, 17_usize..=MAX_TURNED),
+        is_gated: bool,
+        (is_x_f32, is_w_f32) in any::<(bool, bool)>(),
+    ) {
+        let dtype = |is_f32| if is_f32 { DType::F32 } else { DType::BF16 };
+        let activation = if is_gated { Activation::SwiGlu } else { Activation::Gelu };
+        check(Case { d, f, activation, x_type: dtype(is_x_f32), w_type: dtype(is_w_f32) }, first, count);
+    }
+}
