@@ -42,6 +42,9 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
         let share = result.num_targets as f64 / (tokens.len() - 1) as f64;
         (result, Some(tokens.num_text_bytes() as f64 * share))
     };
+    if !result.mean_loss().is_finite() {
+        return Err(model.not_a_number());
+    }
     if args.json {
         println!("{:#}", as_json(&model, &result, bytes));
     } else {

@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use moeworks_model::BatchError;
 use moeworks_model::generation::{
     CachedSequence, GenerateRequest, Sampler, SamplingOptions, StopReason, TextStream, generate_cached,
 };
@@ -90,7 +91,8 @@ pub(crate) fn print_answer(
         }
         flush();
         if is_stopped() || failure.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })?;
+    })
+    .map_err(|error| if error == BatchError::NotANumber { model.not_a_number() } else { error.into() })?;
     if let Some(error) = failure {
         return Err(error.into());
     }

@@ -97,6 +97,17 @@ impl Model {
         self.decoder.config().variant.encoder.is_some()
     }
 
+    /// What is wrong where a result is not a number, with the tensor that is to blame if it is one.
+    pub(crate) fn not_a_number(&self) -> Failure {
+        let line = "the model's result is not a number";
+        match self.weights.first_not_finite(&self.ctx) {
+            Some(name) => {
+                Failure::input(format!("{line}: tensor {name:?} holds NaN or infinity; the file may be damaged"))
+            }
+            None => Failure::input(format!("{line}, though all weights are: they are too large for --precision")),
+        }
+    }
+
     pub(crate) fn of(source: &Source, precision: &str, threads: usize) -> Result<Self, Failure> {
         let dtype = dtype(precision)?;
         let ctx = context(threads);

@@ -7,6 +7,7 @@ mod config;
 mod decoder;
 mod encoder;
 mod files;
+mod finite;
 pub mod generation;
 pub mod gguf;
 pub mod hf;

@@ -237,4 +237,7 @@ pub enum BatchError {
     /// No token at all.
     #[error("no token: at least one is needed")]
     Empty,
+    /// A result that is not a number, as weights that are damaged or too large give.
+    #[error("the model's result is not a number")]
+    NotANumber,
 }

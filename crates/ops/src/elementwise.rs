@@ -134,10 +134,15 @@ pub fn into_type(ctx: &Context, x: Tensor, dtype: DType) -> Tensor {
 pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
     assert_eq!(y.len(), x.len(), "cast_into: y {:?}, x {:?}", y.shape(), x.shape());
     with_float!(x.dtype(), X => with_float!(y.dtype(), Y => {
-        let x = x.slice::<X>();
-        ctx.threads().run_pieces(y.slice_mut::<Y>(), PIECE, |index, y| {
-            cast_kernel::<X, Y>(ctx.isa(), &x[piece_range(index, PIECE, x.len())], y);
-        });
+        let mut to = y.slice_mut::<Y>();
+        for x in x.parts() {
+            let (here, rest) = to.split_at_mut(x.len());
+            let x = x.slice::<X>();
+            ctx.threads().run_pieces(here, PIECE, |index, y| {
+                cast_kernel::<X, Y>(ctx.isa(), &x[piece_range(index, PIECE, x.len())], y);
+            });
+            to = rest;
+        }
     }));
 }
 

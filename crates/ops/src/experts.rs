@@ -26,7 +26,8 @@ use crate::{Activation, Context, quantized};
 use epilogues::{Activate, PullBack, dot};
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken. For
-/// inference they may be [`quantized`].
+/// inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each, is read where
+/// these lie by the forward pass.
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
     /// `[E, A F, D]` with `A = activation.num_inputs()`; with a gated activation the gate's F rows come first.
@@ -138,13 +139,13 @@ fn forward_product<E: Epilogue>(
     experts: &[Expert],
     epilogue: &E,
 ) {
-    let weights_of = |e: usize| e * columns * if is_paired { 2 } else { 1 };
+    let num_weights = columns * if is_paired { 2 } else { 1 };
     if weights.dtype().is_quantized() {
         let group = |(e, range): &Expert| quantized::Group {
             indices: tokens.map(|tokens| &tokens[range.clone()]),
             first: range.start,
             rows: range.len(),
-            first_weight: weights_of(*e),
+            weights: quantized::matrix(weights, *e, (columns, is_paired)),
             columns,
         };
         let groups: Vec<_> = experts.iter().map(group).collect();
@@ -153,7 +154,7 @@ fn forward_product<E: Epilogue>(
     }
     let groups = groups(experts, |e, range| Group {
         a: tokens.map_or_else(|| Source::rows(a, range.start), |tokens| Source::gathered(a, &tokens[range.clone()])),
-        b: Source::rows(weights, weights_of(e)),
+        b: Source::matrix(weights, e, num_weights),
         rows: range.len(),
         columns,
         depth: a.cols(),

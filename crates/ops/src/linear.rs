@@ -32,7 +32,8 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
     let mut y = ctx.empty(&[rows, columns], out);
     if w.dtype().is_quantized() {
-        let groups = &[quantized::Group { indices: None, first: 0, rows, first_weight: 0, columns }];
+        let weights = quantized::matrix(w, 0, (columns, false));
+        let groups = &[quantized::Group { indices: None, first: 0, rows, weights, columns }];
         let product = quantized::Product { a: x, weights: w, groups, is_paired: false };
         with_float!(out, T => {
             let to = Lent::new(y.slice_mut::<T>());

@@ -1,6 +1,6 @@
 //! The ground floor: what a tensor is, where its memory comes from, and random numbers.
 //!
-//! There is no mathematics on tensors here; that is `moeworks-ops`. A [`Tensor`] is contiguous and row-major, its memory
+//! There is no mathematics on tensors here; that is `moeworks-ops`. A [`Tensor`] is row-major, its memory
 //! comes from a [`MemoryPool`] that keeps freed blocks, and random numbers come from [`Random`], whose value depends on
 //! (seed, purpose, step, position) alone.
 

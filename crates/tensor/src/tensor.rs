@@ -1,8 +1,8 @@
-//! The tensor: contiguous, row-major, with shared read-only or unique writable memory.
+//! The tensor: row-major, with shared read-only or unique writable memory, in one piece unless a file has it in several.
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use half::bf16;
 
@@ -16,9 +16,36 @@ pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 enum Storage {
     Pooled(Arc<PooledBytes>),
     Foreign { owner: Bytes, range: Range<usize> },
+    Pieces(Arc<Pieces>),
 }
 
-/// A contiguous row-major array.
+/// Tensors that make one, one behind the other, and that one in memory of its own if somebody has asked for it.
+struct Pieces {
+    list: Vec<Tensor>,
+    whole: OnceLock<Tensor>,
+    pool: MemoryPool,
+}
+
+impl Pieces {
+    fn whole(&self) -> &Tensor {
+        self.whole.get_or_init(|| {
+            let len = self.list.iter().map(Tensor::len).sum();
+            let mut whole = Tensor::empty(&self.pool, &[len], self.list[0].dtype);
+            let mut to = whole.bytes_mut();
+            for piece in &self.list {
+                let (here, rest) = to.split_at_mut(piece.num_bytes());
+                here.copy_from_slice(piece.bytes());
+                to = rest;
+            }
+            whole
+        })
+    }
+}
+
+/// A row-major array.
+///
+/// A file may have the matrices of a stack apart; such a tensor is made [of pieces](Tensor::of_pieces). Whoever goes by
+/// [pieces](Tensor::pieces) takes no copy of it; whoever asks for its elements as one slice gets a copy that it then keeps.
 ///
 /// Cloning shares the memory; a tensor can be written to only while nobody shares it. Element access names the type it
 /// expects: asking for another one than the tensor holds is an error of the program and panics.
@@ -66,6 +93,58 @@ impl Tensor {
             return None;
         }
         Some(Self { storage: Storage::Foreign { owner, range }, shape: shape.to_vec(), dtype })
+    }
+
+    /// The read-only tensor that `pieces` make one behind the other, without a copy. `None` if there is none, or their types
+    /// differ, or their elements are not as many as the shape asks for, or their last dim is another than the shape's.
+    #[must_use]
+    pub fn of_pieces(pool: &MemoryPool, pieces: Vec<Self>, shape: &[usize]) -> Option<Self> {
+        let (dtype, cols) = (pieces.first()?.dtype, shape.last().copied());
+        let is_alike = |piece: &Self| piece.dtype == dtype && piece.shape.last().copied() == cols;
+        let bytes = pieces.iter().try_fold(0_usize, |sum, piece| sum.checked_add(piece.num_bytes()));
+        if !pieces.iter().all(is_alike) || bytes.is_none() || bytes != checked_byte_len(shape, dtype) {
+            return None;
+        }
+        let pieces = Pieces { list: pieces, whole: OnceLock::new(), pool: pool.clone() };
+        Some(Self { storage: Storage::Pieces(Arc::new(pieces)), shape: shape.to_vec(), dtype })
+    }
+
+    /// The tensors that make this one, one behind the other, if it is not in one piece.
+    #[must_use]
+    pub fn pieces(&self) -> Option<&[Self]> {
+        match &self.storage {
+            Storage::Pieces(pieces) => Some(&pieces.list),
+            _ => None,
+        }
+    }
+
+    /// Its [pieces](Tensor::pieces), or itself where it is in one.
+    #[must_use]
+    pub fn parts(&self) -> &[Self] {
+        self.pieces().unwrap_or(std::slice::from_ref(self))
+    }
+
+    /// The elements from the first of either tensor to the last, and where each begins among them; none if they do not lie
+    /// in the same memory, that of one file say. Panics if `E` is not the type of both.
+    #[must_use]
+    pub fn span<'a, E: Element>(&'a self, other: &Self) -> Option<(&'a [E], [usize; 2])> {
+        assert_eq!((self.dtype, other.dtype), (E::DTYPE, E::DTYPE), "element type of a tensor {:?}", self.shape);
+        let (Storage::Foreign { owner, range: a }, Storage::Foreign { owner: theirs, range: b }) =
+            (&self.storage, &other.storage)
+        else {
+            return None;
+        };
+        if !Arc::ptr_eq(owner, theirs) {
+            return None;
+        }
+        let start = a.start.min(b.start);
+        let bytes = (**owner).as_ref().get(start..a.end.max(b.end))?;
+        // Both begin at whole elements, hence so does what lies between; what is behind the last whole element is nobody's.
+        let bytes = &bytes[..bytes.len() / size_of::<E>() * size_of::<E>()];
+        let elements = bytemuck::try_cast_slice(bytes).ok()?;
+        let places = [a.start - start, b.start - start];
+        let is_whole = places.iter().all(|place| place.is_multiple_of(size_of::<E>()));
+        is_whole.then(|| (elements, places.map(|place| place / size_of::<E>())))
     }
 
     /// The sizes of the dims, outermost first.
@@ -133,6 +212,7 @@ impl Tensor {
         match &self.storage {
             Storage::Pooled(block) => &block.bytes()[..bytes],
             Storage::Foreign { owner, range } => &(**owner).as_ref()[range.clone()],
+            Storage::Pieces(pieces) => pieces.whole().bytes(),
         }
     }
 
@@ -144,7 +224,7 @@ impl Tensor {
             Storage::Pooled(block) => {
                 &mut Arc::get_mut(block).expect("a shared tensor is written to").bytes_mut()[..bytes]
             }
-            Storage::Foreign { .. } => panic!("a read-only tensor is written to"),
+            Storage::Foreign { .. } | Storage::Pieces(_) => panic!("a read-only tensor is written to"),
         }
     }
 
@@ -207,6 +287,13 @@ impl Tensor {
             DType::U32 => self.u32s().iter().map(|&x| x as f32).collect(),
             DType::Q8 | DType::Q4 => panic!("a quantized tensor is dequantized by `ops::quantized`"),
         }
+    }
+}
+
+/// So that a tensor can own what others [borrow](Tensor::from_foreign) of it.
+impl AsRef<[u8]> for Tensor {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
     }
 }
 

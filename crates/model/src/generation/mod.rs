@@ -73,7 +73,7 @@ impl CachedSequence {
 /// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit,
 /// or `on_token`, which is called with each id as it is drawn, says so. Returns the new ids. Fails before anything is computed if prompt and new tokens together do not
 /// fit in the model's `max_seq_len`, if that is a limit: the window does not slide, because the keys of a cache carry their
-/// positions.
+/// positions. Fails at the first logits that are not numbers ([`DecoderWeights::first_not_finite`] may say why).
 pub fn generate(
     decoder: &Decoder,
     ctx: &Context,
@@ -101,7 +101,7 @@ pub fn generate_cached(
     let extend = |sequence: &mut CachedSequence, ids: &[u32]| {
         let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
         sequence.ids.extend(ids);
-        Ok(logits)
+        if logits.f32s().iter().any(|x| x.is_nan()) { Err(BatchError::NotANumber) } else { Ok(logits) }
     };
     let config = decoder.config();
     let first = match &config.variant.encoder {

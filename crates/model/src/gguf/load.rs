@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use moeworks_ops::{Context, elementwise};
-use moeworks_tensor::{Bytes, DType, Tensor, bf16};
+use moeworks_tensor::{DType, Tensor, bf16};
 
 use super::blocks::GgmlType;
 use super::config::FREQUENCIES;
@@ -69,18 +70,23 @@ const JOINED: [(&str, [&str; 2]); 4] = [
 
 impl GgufFile {
     /// The configuration and the weights. Matrices of f32, bf16, `Q8_0` and `Q4_0` stay what they are, and are lent from the
-    /// mapped file where they need no joining or reordering; f16 becomes f32 and other blocks become bf16, and so does an
+    /// mapped file, whole or in pieces, where they need no reordering; f16 becomes f32 and other blocks become bf16, and so does an
     /// embedding in blocks. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let config = self.config()?;
         let architecture = self.known_architecture()?;
-        let mut shapes = Vec::new();
+        self.check_layers(&config)?;
+        let (mut shapes, mut state_shapes) = (Vec::new(), Vec::new());
         // First the structure and the shapes, then the tensors: nothing is allocated that the file does not hold.
-        let placeholder = |shape: &[usize]| {
+        let placeholder = |shapes: &mut Vec<Vec<usize>>, shape: &[usize]| {
             shapes.push(shape.to_vec());
             ctx.empty(&[0], DType::F32)
         };
-        let mut weights = weights_with(&config, placeholder, |shape| ctx.zeros(shape, DType::F32));
+        let mut weights = weights_with(
+            &config,
+            |shape| placeholder(&mut shapes, shape),
+            |shape| placeholder(&mut state_shapes, shape),
+        );
         let mut used = BTreeSet::from([FREQUENCIES.to_owned()]);
         if config.tie_embeddings {
             used.insert("output.weight".to_owned());
@@ -98,8 +104,7 @@ impl GgufFile {
             *to = if role == Role::Exact { elementwise::cast(ctx, &tensor, DType::F32) } else { tensor };
         }
         let states: Vec<String> = weights.states().into_iter().map(|(name, _)| name).collect();
-        for (name, to) in states.iter().zip(weights.states_mut()) {
-            let shape = to.shape().to_vec();
+        for ((name, to), shape) in states.iter().zip(weights.states_mut()).zip(state_shapes) {
             let form = Read { shape: &shape, heads: 0, may_be_blocks: false };
             let tensor = self.read(ctx, &self.place(name, &shape), form, &mut used)?;
             *to = elementwise::cast(ctx, &tensor, DType::F32);
@@ -112,6 +117,16 @@ impl GgufFile {
                 architecture: self.architecture()?.to_owned(),
             }),
         }
+    }
+
+    /// Fails if there cannot be a tensor for each layer: then not even the list of their names is made.
+    fn check_layers(&self, config: &ModelConfig) -> Result<(), GgufError> {
+        let (layers, tensors) = (config.num_layers, self.tensors().len());
+        if layers <= tensors {
+            return Ok(());
+        }
+        let key = format!("{}.block_count", self.architecture()?);
+        Err(self.wrong_key(&key, format!("is {layers}: the file has {tensors} tensors in all")))
     }
 
     /// Where our tensor `name` is.
@@ -169,9 +184,8 @@ impl GgufFile {
         }
         let pieces = self.pieces(place, shape, used)?;
         let dtype = form.dtype(&pieces);
-        if let [part] = pieces[..]
-            && form.heads == 0
-            && let Some(tensor) = self.lent(&part, shape, dtype)
+        if form.heads == 0
+            && let Some(tensor) = self.lent(ctx, &pieces, shape, dtype)
         {
             return Ok(tensor);
         }
@@ -273,14 +287,25 @@ impl GgufFile {
             return Err(GgufError::WrongShape { path, tensor: name.to_owned(), found, expected });
         }
         used.insert(name.to_owned());
-        Ok(Part { info, ty: info.ty, bytes: self.bytes(info) })
+        Ok(Part { info, ty: info.ty, start: info.range.start, bytes: self.bytes(info) })
     }
 
-    /// The tensor as the file has it, if it is of the type that it is to have.
-    fn lent(&self, part: &Part<'_>, shape: &[usize], dtype: DType) -> Option<Tensor> {
-        let owner: Bytes = self.map.clone();
-        let is_same = own_dtype(part.ty) == Some(dtype) && (cfg!(target_endian = "little") || dtype.is_quantized());
-        is_same.then(|| Tensor::from_foreign(owner, part.info.range.clone(), shape, dtype)).flatten()
+    /// The tensor as the file has it, if it is of the type that it is to have: whole or in pieces.
+    fn lent(&self, ctx: &Context, parts: &[Part<'_>], shape: &[usize], dtype: DType) -> Option<Tensor> {
+        if cfg!(target_endian = "big") && !dtype.is_quantized() {
+            return None;
+        }
+        let lent = |part: &Part<'_>, shape: &[usize]| {
+            let is_same = own_dtype(part.ty) == Some(dtype);
+            is_same.then(|| Tensor::from_foreign(self.data.clone(), part.range(), shape, dtype)).flatten()
+        };
+        if let [part] = parts {
+            return lent(part, shape);
+        }
+        let (cols, rows) = (*shape.last()?, shape.iter().rev().skip(1).product::<usize>());
+        let piece = [rows / parts.len().max(1), cols];
+        let pieces: Option<Vec<Tensor>> = parts.iter().map(|part| lent(part, &piece)).collect();
+        Tensor::of_pieces(ctx.pool(), pieces?, shape)
     }
 }
 
@@ -338,10 +363,17 @@ impl Read<'_> {
 struct Part<'a> {
     info: &'a GgufTensor,
     ty: GgmlType,
+    /// Where the bytes begin in the file.
+    start: usize,
     bytes: &'a [u8],
 }
 
 impl Part<'_> {
+    /// Where the bytes are in the file.
+    fn range(&self) -> Range<usize> {
+        self.start..self.start + self.bytes.len()
+    }
+
     /// Rows of blocks, those of all matrices together.
     fn rows(self) -> usize {
         let cols = self.info.shape.last().copied().unwrap_or(1);
@@ -351,6 +383,6 @@ impl Part<'_> {
     /// One of `count` equal parts.
     fn nth(self, index: usize, count: usize) -> Self {
         let len = self.bytes.len() / count;
-        Self { bytes: &self.bytes[index * len..(index + 1) * len], ..self }
+        Self { start: self.start + index * len, bytes: &self.bytes[index * len..(index + 1) * len], ..self }
     }
 }

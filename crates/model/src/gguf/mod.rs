@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use moeworks_ops::MappedFile;
+use moeworks_tensor::Bytes;
 
 pub use blocks::GgmlType;
 pub use error::GgufError;
@@ -41,7 +42,7 @@ pub struct GgufTensor {
 /// A GGUF file, mapped, its header read and checked.
 pub struct GgufFile {
     path: PathBuf,
-    map: Arc<MappedFile>,
+    data: Bytes,
     keys: BTreeMap<String, Value>,
     tensors: BTreeMap<String, GgufTensor>,
 }
@@ -57,8 +58,13 @@ impl GgufFile {
     /// Opens the file at `path` and checks its whole header: see [`GgufError`] for what is refused.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
         let map = MappedFile::open(path).map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
-        let header::Header { keys, tensors } = header::read(path, map.as_ref())?;
-        Ok(Self { path: path.to_owned(), map: Arc::new(map), keys, tensors })
+        Self::of_bytes(path, Arc::new(map))
+    }
+
+    /// A file that is in memory, checked as [`open`](Self::open) does; `path` is what errors call it.
+    pub fn of_bytes(path: &Path, data: Bytes) -> Result<Self, GgufError> {
+        let header::Header { keys, tensors } = header::read(path, (*data).as_ref())?;
+        Ok(Self { path: path.to_owned(), data, keys, tensors })
     }
 
     /// The file.
@@ -93,7 +99,7 @@ impl GgufFile {
     /// The bytes of a tensor of this file.
     fn bytes(&self, tensor: &GgufTensor) -> &[u8] {
         // The header's check has seen to it that the range is inside the file.
-        &(*self.map).as_ref()[tensor.range.clone()]
+        &(*self.data).as_ref()[tensor.range.clone()]
     }
 
     /// The value of a key that must be there and of a kind.

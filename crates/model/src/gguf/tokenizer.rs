@@ -13,6 +13,9 @@ use crate::tokenizer::Tokenizer;
 const CONTROL: usize = 3;
 const USER_DEFINED: usize = 4;
 
+/// The longest token of a SentencePiece vocabulary: each is tried to be cut everywhere.
+const MAX_TOKEN_BYTES: usize = 1024;
+
 /// How byte-level tokenizers divide text into words, by `tokenizer.ggml.pre`.
 const WORDS: [(&[&str], &str); 3] = [
     (
@@ -146,6 +149,10 @@ impl GgufFile {
         if scores.len() != tokens.len() {
             let reason = format!("has {} scores: must have one for each of {} tokens", scores.len(), tokens.len());
             return Err(self.wrong_key("tokenizer.ggml.scores", reason));
+        }
+        if let Some(token) = tokens.iter().find(|token| token.len() > MAX_TOKEN_BYTES) {
+            let reason = format!("has a token of {} bytes: must be of at most {MAX_TOKEN_BYTES}", token.len());
+            return Err(self.wrong_key("tokenizer.ggml.tokens", reason));
         }
         let ids: HashMap<&str, usize> = tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
         let mut merges = Vec::new();

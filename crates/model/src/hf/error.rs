@@ -93,6 +93,9 @@ pub enum SaveError {
         /// The folder.
         path: PathBuf,
     },
+    /// The folder that the model came from cannot be read again.
+    #[error(transparent)]
+    Origin(#[from] LoadError),
     /// The tokenizer cannot be written.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),

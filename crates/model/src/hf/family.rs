@@ -53,6 +53,12 @@ impl Family {
         said.is_some_and(|said| said.computed() == config.computed())
     }
 
+    /// Whether a tensor on disk belongs to a layer behind the last of `num_layers`.
+    pub(crate) fn is_further_layer(&self, name: &str, num_layers: usize) -> bool {
+        let layer = name.strip_prefix(self.layers[0]).and_then(|rest| rest.split('.').next()?.parse().ok());
+        self.has_further_layers && layer.is_some_and(|i: usize| i >= num_layers)
+    }
+
     /// Whether `transformers` loads it.
     pub(crate) fn is_known_to_transformers(&self) -> bool {
         self.model_type != OURS.model_type

@@ -5,10 +5,11 @@
 
 use std::cell::RefCell;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use moeworks_ops::{Context, elementwise};
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{Bytes, DType, Tensor, bf16};
 use serde_json::{Map, Value};
 
 use super::blocks;
@@ -27,6 +28,7 @@ const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// A model folder, its `config.json` read.
 pub struct ModelFolder {
+    pub(super) dir: PathBuf,
     pub(super) family: &'static Family,
     pub(super) keys: Map<String, Value>,
     config: ModelConfig,
@@ -47,7 +49,7 @@ impl ModelFolder {
             return Err(bad("vocab_size = 0: must be at least 1".to_owned()));
         }
         let Value::Object(keys) = json else { return Err(bad("not a JSON object".to_owned())) };
-        Ok(Self { family, keys, config })
+        Ok(Self { dir: dir.to_owned(), family, keys, config })
     }
 
     /// What the folder's model is.
@@ -65,14 +67,14 @@ impl ModelFolder {
 
 /// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32 or bf16 (f16 becomes f32,
 /// blocks of eight- and four-bit floats become bf16) or stay in [our own blocks](super::Quantize); norm weights, biases and routers become f32. Matrices that need no joining are
-/// lent from the mapped file and cannot be written to: for training make a [`DecoderWeights::compute_copy`]. Experts
-/// stored one by one are joined, which copies them once; stacked ones are lent.
+/// lent from the mapped file and cannot be written to: for training make a [`DecoderWeights::compute_copy`]. So are experts,
+/// stacked or stored one by one: these make a tensor [of pieces](Tensor::pieces).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, .. } = ModelFolder::open(dir)?;
     let files = ModelFiles::open(dir)?;
-    let loader = Loader { ctx, family, reader: PieceReader { files: &files, used: RefCell::default() } };
+    let loader = Loader { dir, ctx, family, reader: PieceReader { files: &files, used: RefCell::default() } };
     let weights = loader.decoder(&config)?;
-    loader.check_all_used(dir, &config)?;
+    loader.check_all_used(&config)?;
     Ok((config, weights))
 }
 
@@ -88,6 +90,7 @@ pub(super) fn read_json(path: &Path) -> Result<Value, LoadError> {
 }
 
 struct Loader<'a> {
+    dir: &'a Path,
     ctx: &'a Context,
     family: &'static Family,
     reader: PieceReader<'a>,
@@ -96,6 +99,7 @@ struct Loader<'a> {
 impl Loader<'_> {
     fn decoder(&self, config: &ModelConfig) -> Result<DecoderWeights, LoadError> {
         let is_gated = config.moe().activation.num_inputs() == 2;
+        self.check_layers(config)?;
         // First the structure and the shapes, then the tensors: nothing is allocated that the files do not hold.
         let (mut shapes, mut state_shapes) = (Vec::new(), Vec::new());
         let placeholder = |shapes: &mut Vec<Vec<usize>>, shape: &[usize]| {
@@ -115,6 +119,16 @@ impl Loader<'_> {
             *place = self.tensor(name, Role::Exact, &shape, is_gated)?;
         }
         Ok(weights)
+    }
+
+    /// Fails if there cannot be a tensor for each layer: then not even the list of their names is made.
+    fn check_layers(&self, config: &ModelConfig) -> Result<(), LoadError> {
+        let (layers, tensors) = (config.num_layers, self.reader.files.names().count());
+        if layers <= tensors {
+            return Ok(());
+        }
+        let reason = format!("num_hidden_layers = {layers}: the files have {tensors} tensors in all");
+        Err(LoadError::Config { path: self.dir.join("config.json"), reason })
     }
 
     /// The tensor `name` of ours, in the first form of which a piece is there.
@@ -156,6 +170,9 @@ impl Loader<'_> {
         {
             return Ok(tensor.reshaped(shape));
         }
+        if let Some(tensor) = self.in_pieces(pieces, shape)? {
+            return Ok(tensor);
+        }
         let mut tensor = self.ctx.empty(shape, if is_bf16 { DType::BF16 } else { DType::F32 });
         let mut start = 0;
         for piece in pieces {
@@ -170,18 +187,48 @@ impl Loader<'_> {
         Ok(tensor)
     }
 
+    /// A tensor whose pieces, which have been checked, stay where the files have them, if they can. Gate and up of an expert that are in different
+    /// files are brought together, since products read them as one matrix.
+    fn in_pieces(&self, pieces: &[Piece], shape: &[usize]) -> Result<Option<Tensor>, LoadError> {
+        let Some(mut tensors) = self.reader.all_lent(pieces)? else { return Ok(None) };
+        let num_matrices = if let [matrices, _, _] = *shape { matrices } else { 1 };
+        if tensors.len() == 2 * num_matrices {
+            for halves in tensors.as_chunks_mut::<2>().0 {
+                self.bring_together(halves);
+            }
+        }
+        Ok(Tensor::of_pieces(self.ctx.pool(), tensors, shape))
+    }
+
+    fn bring_together(&self, halves: &mut [Tensor; 2]) {
+        let [first, second] = &*halves;
+        let is_one_file = first.dtype() == second.dtype()
+            && match first.dtype() {
+                DType::BF16 => first.span::<bf16>(second).is_some(),
+                _ => first.span::<f32>(second).is_some(),
+            };
+        let shape = [first.rows() + second.rows(), first.cols()];
+        let both = || Tensor::of_pieces(self.ctx.pool(), halves.to_vec(), &shape);
+        if let Some(both) = both().filter(|_| !is_one_file) {
+            let (len, dtype, shape) = (first.num_bytes(), first.dtype(), first.shape().to_vec());
+            let owner: Bytes = Arc::new(both.copied(self.ctx.pool()));
+            let half = |range| Tensor::from_foreign(owner.clone(), range, &shape, dtype);
+            if let (Some(first), Some(second)) = (half(0..len), half(len..2 * len)) {
+                *halves = [first, second];
+            }
+        }
+    }
+
     /// Fails if a tensor has not found its place: to ignore it would change the results.
-    fn check_all_used(&self, dir: &Path, config: &ModelConfig) -> Result<(), LoadError> {
+    fn check_all_used(&self, config: &ModelConfig) -> Result<(), LoadError> {
         let used = self.reader.used.borrow();
         for name in self.reader.files.names() {
             let is_buffer = name.ends_with("rotary_emb.inv_freq")
                 || self.family.ignored.iter().any(|ending| name.ends_with(ending));
-            // Layers beyond the last predict further tokens (DeepSeek-V3's MTP) and take no part.
-            let layer = name.strip_prefix(self.family.layers[0]).and_then(|rest| rest.split('.').next()?.parse().ok());
-            let is_further = self.family.has_further_layers && layer.is_some_and(|i: usize| i >= config.num_layers);
+            let is_further = self.family.is_further_layer(name, config.num_layers);
             let is_tied = config.tie_embeddings && name == "lm_head.weight";
             if !(used.contains(name) || is_buffer || is_further || is_tied) {
-                let (path, tensor) = (dir.to_owned(), name.to_owned());
+                let (path, tensor) = (self.dir.to_owned(), name.to_owned());
                 return Err(LoadError::UnexpectedTensor { path, tensor, model_type: self.family.model_type });
             }
         }

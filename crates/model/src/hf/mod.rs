@@ -13,6 +13,7 @@ mod config_json;
 mod error;
 mod families;
 mod family;
+mod further;
 mod keys;
 mod load;
 mod names;

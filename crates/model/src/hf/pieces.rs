@@ -57,7 +57,7 @@ fn mxfp4_names(name: &str) -> [String; 2] {
 }
 
 /// The tensor of the scales of a matrix in eight-bit floats.
-fn fp8_scales(name: &str) -> String {
+pub(super) fn fp8_scales(name: &str) -> String {
     format!("{name}_scale_inv")
 }
 
@@ -111,6 +111,21 @@ impl PieceReader<'_> {
         let (file, info) = self.files.get(name)?;
         let is_ours = matches!(info.dtype, FileDType::F32 | FileDType::BF16 | FileDType::F16);
         Ok(if is_ours { Some(file.tensor(ctx, name)?) } else { None })
+    }
+
+    /// The tensors of these pieces as the files have them, without a copy; none if one of them has to be converted or moved.
+    pub(super) fn all_lent(&self, pieces: &[Piece]) -> Result<Option<Vec<Tensor>>, LoadError> {
+        let mut tensors = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            if piece.view.is_some() || piece.is_mxfp4 {
+                return Ok(None);
+            }
+            match self.files.get(&piece.name)?.0.lent(&piece.name)? {
+                Some(tensor) => tensors.push(tensor),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(tensors))
     }
 
     /// The tensor `name` in blocks of `dtype`, whose shape on disk is `on_disk`, lent from the file; none if it is not there.

@@ -67,6 +67,8 @@ fn scaling(keys: &Keys<'_>, inner: &Keys<'_>, config: &ModelConfig) -> Result<Ro
             let ratio = config.max_seq_len as f64 / original_len.max(1) as f64;
             let stretch: f64 = inner.optional(&["factor"])?.unwrap_or(ratio);
             let root = (1.0 + stretch.ln() / (original_len as f64).ln()).sqrt();
+            // Of so many digits that it comes back from a file as it was.
+            let root = (root * 1e12).round() / 1e12;
             let amplitude = inner.optional(&["attention_factor"])?.unwrap_or(if stretch <= 1.0 { 1.0 } else { root });
             RopeScaling::LongRope {
                 short_factor: inner.required(&["short_factor"])?,
@@ -116,11 +118,18 @@ pub(super) fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
             }
             json
         }
-        RopeScaling::LongRope { short_factor, long_factor, short_amplitude, long_amplitude, original_len } => json!({
-            "rope_type": "longrope", "short_factor": short_factor, "long_factor": long_factor,
-            "short_mscale": short_amplitude, "long_mscale": long_amplitude,
-            "original_max_position_embeddings": original_len,
-        }),
+        RopeScaling::LongRope { short_factor, long_factor, short_amplitude, long_amplitude, original_len } => {
+            let mut json = json!({
+                "rope_type": "longrope", "short_factor": short_factor, "long_factor": long_factor,
+                "short_mscale": short_amplitude, "long_mscale": long_amplitude,
+                "original_max_position_embeddings": original_len,
+            });
+            // What families with one amplitude call it.
+            if short_amplitude == long_amplitude {
+                json["attention_factor"] = (*short_amplitude).into();
+            }
+            json
+        }
     };
     if config.variant.rotary.dim > 0 {
         parameters["partial_rotary_factor"] = (config.variant.rotary.dim as f64 / config.head_dim as f64).into();

@@ -12,6 +12,7 @@ use super::blocks::{self, METHOD, Quantize};
 use super::config_json;
 use super::error::SaveError;
 use super::family::Family;
+use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
 use super::names::{Piece, View, forms};
 use crate::config::ModelConfig;
@@ -74,10 +75,12 @@ pub fn save_model(
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let is_gated = config.moe().activation.num_inputs() == 2;
-    let (tensors, counts) = tensors(family, weights, is_gated, options);
+    let further = FurtherLayers::of(origin, config)?;
+    let (mut tensors, counts) = tensors(family, weights, is_gated, options);
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
+    tensors.extend(further.tensors()?);
     fs::create_dir_all(dir).map_err(io(dir))?;
     write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
     let dtype = match options.dtype.unwrap_or_else(|| weights.embedding.dtype().into()) {
@@ -90,6 +93,11 @@ pub fn save_model(
     let mut config_json = config_json::write(family, config, dtype, eos_id);
     if counts.in_blocks > 0 {
         config_json["quantization_config"] = blocks_json(options);
+    }
+    if !further.is_empty()
+        && let Some(count) = origin.and_then(|origin| origin.keys.get(COUNT_KEY))
+    {
+        config_json[COUNT_KEY] = count.clone();
     }
     let config_json = with_kept(config_json, origin, options.tokenizer.is_some());
     for (name, json) in [("config.json", config_json), ("generation_config.json", generation)] {
@@ -171,9 +179,9 @@ struct OnDiskList<'a> {
 impl<'a> OnDiskList<'a> {
     /// Adds one of ours, in its pieces, to be written as `dtype` if that is given.
     fn add(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
-        let len = tensor.num_bytes() / pieces.len().max(1);
+        let count = pieces.len();
         for (i, Piece { name, shape, view, .. }) in pieces.into_iter().enumerate() {
-            let part = (&tensor.bytes()[i * len..(i + 1) * len], view);
+            let part = (part_bytes(tensor, i, count), view);
             match self.places.entry(name.clone()) {
                 Entry::Occupied(entry) => self.tensors[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {
@@ -183,6 +191,15 @@ impl<'a> OnDiskList<'a> {
             }
         }
     }
+}
+
+/// The bytes of one of `count` equal parts of a tensor.
+fn part_bytes(tensor: &Tensor, index: usize, count: usize) -> &[u8] {
+    if let Some(pieces) = tensor.pieces().filter(|pieces| pieces.len() == count) {
+        return pieces[index].bytes();
+    }
+    let len = tensor.num_bytes() / count;
+    &tensor.bytes()[index * len..(index + 1) * len]
 }
 
 /// A tensor on disk and the parts of ours that it is made of.

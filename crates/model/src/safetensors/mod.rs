@@ -90,6 +90,11 @@ impl FileDType {
     fn bits(self) -> u64 {
         self.entry().1
     }
+
+    /// The type of ours that it is.
+    fn own(self) -> Option<DType> {
+        [DType::F32, DType::BF16, DType::U32].into_iter().find(|&dtype| Self::from(dtype) == self)
+    }
 }
 
 impl From<DType> for FileDType {
@@ -124,7 +129,7 @@ pub struct TensorInfo {
 /// A safetensors file, mapped, its header read and checked.
 pub struct SafetensorsFile {
     path: PathBuf,
-    map: Arc<MappedFile>,
+    data: Bytes,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
 }
@@ -133,8 +138,13 @@ impl SafetensorsFile {
     /// Opens the file at `path` and checks its whole header: see [`SafetensorsError`] for what is refused.
     pub fn open(path: &Path) -> Result<Self, SafetensorsError> {
         let map = MappedFile::open(path).map_err(|source| SafetensorsError::Io { path: path.to_owned(), source })?;
-        let (tensors, metadata) = header::read(path, map.as_ref())?;
-        Ok(Self { path: path.to_owned(), map: Arc::new(map), tensors, metadata })
+        Self::of_bytes(path, Arc::new(map))
+    }
+
+    /// A file that is in memory, checked as [`open`](Self::open) does; `path` is what errors call it.
+    pub fn of_bytes(path: &Path, data: Bytes) -> Result<Self, SafetensorsError> {
+        let (tensors, metadata) = header::read(path, (*data).as_ref())?;
+        Ok(Self { path: path.to_owned(), data, tensors, metadata })
     }
 
     /// The file.
@@ -166,7 +176,7 @@ impl SafetensorsFile {
     pub fn bytes(&self, name: &str) -> Result<&[u8], SafetensorsError> {
         let range = self.info(name)?.range.clone();
         // The header's check has seen to it that the range is inside the file.
-        Ok(&(*self.map).as_ref()[range])
+        Ok(&(*self.data).as_ref()[range])
     }
 
     /// The tensor `name`: F32, BF16 and U32 as they are, lent from the file where it is aligned and copied otherwise; F16
@@ -174,16 +184,10 @@ impl SafetensorsFile {
     pub fn tensor(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
         let info = self.info(name)?;
         let dtype = match info.dtype {
-            FileDType::F32 => DType::F32,
-            FileDType::BF16 => DType::BF16,
-            FileDType::U32 => DType::U32,
             FileDType::F16 => return self.converted(ctx, name),
-            dtype => return Err(self.unsupported(name, dtype)),
+            dtype => dtype.own().ok_or_else(|| self.unsupported(name, dtype))?,
         };
-        let owner: Bytes = Arc::<MappedFile>::clone(&self.map);
-        if cfg!(target_endian = "little")
-            && let Some(tensor) = Tensor::from_foreign(owner, info.range.clone(), &info.shape, dtype)
-        {
+        if let Some(tensor) = self.lent(name)? {
             return Ok(tensor);
         }
         let mut tensor = ctx.empty(&info.shape, dtype);
@@ -197,11 +201,18 @@ impl SafetensorsFile {
         Ok(tensor)
     }
 
+    /// The tensor `name` lent from the file, if it is of a type of ours and aligned there.
+    pub(crate) fn lent(&self, name: &str) -> Result<Option<Tensor>, SafetensorsError> {
+        let info = self.info(name)?;
+        let owner = self.data.clone();
+        let dtype = info.dtype.own().filter(|_| cfg!(target_endian = "little"));
+        Ok(dtype.and_then(|dtype| Tensor::from_foreign(owner, info.range.clone(), &info.shape, dtype)))
+    }
+
     /// The bytes of `name` as blocks of `dtype`, lent from the file; none if they are not those of this shape. (Blocks are
     /// bytes to the file, in one order on every machine, and need no alignment.)
     pub(crate) fn blocks(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Option<Tensor>, SafetensorsError> {
-        let owner: Bytes = Arc::<MappedFile>::clone(&self.map);
-        Ok(Tensor::from_foreign(owner, self.info(name)?.range.clone(), shape, dtype))
+        Ok(Tensor::from_foreign(self.data.clone(), self.info(name)?.range.clone(), shape, dtype))
     }
 
     /// Writes the elements of `name` to `out` as f32. The number of elements must be that of `out`.

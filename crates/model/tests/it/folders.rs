@@ -3,15 +3,15 @@
 use std::fs;
 use std::path::Path;
 
-use moeworks_model::hf::{LoadError, SaveOptions, load_model, save_model};
-use moeworks_model::safetensors::SafetensorsError;
+use moeworks_model::hf::{LoadError, ModelFolder, SaveOptions, load_model, save_model};
+use moeworks_model::safetensors::{ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, ModelConfig, QkNorm, Tokenizer};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::common::{assert_same_bits, fixture, model, small_config};
+use crate::common::{assert_same_bits, fixture, model, random_ids, small_config};
 
 #[track_caller]
 fn assert_saved_as(config: ModelConfig, model_type: &str) {
@@ -244,4 +244,48 @@ fn a_folder_that_cannot_be_made_is_an_error() {
     let path = dir.path().join("file/model");
     let error = save_model(&path, decoder.config(), &weights, &SaveOptions::default()).unwrap_err();
     assert!(error.to_string().contains("file/model"), "{error}");
+}
+
+/// What is taken from the pool to load and run a model whose experts are stored one by one is less than they are.
+#[test]
+fn experts_stored_one_by_one_stay_in_their_files() {
+    let sizes = ModelConfig { width: 64, num_experts: 8, expert_width: 64, num_layers: 2, ..small_config() };
+    let (decoder, weights) = model(&Context::cpu(2), ModelConfig { moe_every: 1, ..sizes });
+    let ids = random_ids(50, 20, 3);
+    for (dtype, num_shards) in [(DType::F32, 1), (DType::BF16, 1), (DType::F32, 3), (DType::BF16, 5)] {
+        let (ctx, dir) = (Context::cpu(2), tempfile::tempdir().unwrap());
+        let weights = weights.compute_copy(&Context::cpu(1), dtype);
+        let all_bytes: usize = weights.tensors().iter().map(|(_, tensor)| tensor.num_bytes()).sum();
+        let max_shard_bytes = all_bytes / num_shards + 1000;
+        let options = SaveOptions { max_shard_bytes, ..SaveOptions::default() };
+        save_model(dir.path(), decoder.config(), &weights, &options).unwrap();
+        let expected = decoder.logits(&Context::cpu(2), &weights, &ids, 1).unwrap().to_f32_vec();
+        let (_, loaded) = load_model(&ctx, dir.path()).unwrap();
+        let held = ctx.pool().stats().used_bytes;
+        // Where a shard ends between the gate and the up of an expert, these are brought together.
+        let expert_bytes = 3 * 64 * 64 * dtype.size();
+        assert!(held < 30_000 + (num_shards - 1) * expert_bytes, "{held} bytes of {all_bytes}");
+        assert_eq!(decoder.logits(&ctx, &loaded, &ids, 1).unwrap().to_f32_vec(), expected, "{dtype:?}, {num_shards}");
+        assert_eq!(ctx.pool().stats().used_bytes, held, "{dtype:?}, {num_shards}: something was gathered");
+        assert_same_bits(&loaded, &weights);
+    }
+}
+
+#[test]
+fn layers_that_predict_further_tokens_are_kept() {
+    let (ctx, dir, out) = (Context::cpu(1), fixture("deepseek_v3_fp8"), tempfile::tempdir().unwrap());
+    let (config, weights) = load_model(&ctx, &dir).unwrap();
+    let (name, key) = ("model.layers.1.enorm.weight", "num_nextn_predict_layers");
+    let save = |origin| {
+        let options = SaveOptions { origin, ..SaveOptions::default() };
+        save_model(out.path(), &config, &weights, &options).unwrap();
+        (ModelFiles::open(out.path()).unwrap(), read_json(&out.path().join("config.json")))
+    };
+    let (files, json) = save(None);
+    assert!(files.find(name).is_none() && json[key] == 0);
+    let (files, json) = save(Some(&ModelFolder::open(&dir).unwrap()));
+    let there = ModelFiles::open(&dir).unwrap();
+    assert_eq!(files.get(name).unwrap().0.bytes(name).unwrap(), there.get(name).unwrap().0.bytes(name).unwrap());
+    assert_eq!(json[key], 1);
+    assert_same_bits(&load_model(&ctx, out.path()).unwrap().1, &weights);
 }

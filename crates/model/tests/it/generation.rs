@@ -177,3 +177,19 @@ fn broken_text_is_shown_as_replacement_characters_and_does_not_pile_up() {
     assert_eq!(pieces, ["a", "", ""]);
     assert_eq!(stream.finish().unwrap(), "\u{fffd}");
 }
+
+#[test]
+fn weights_that_are_no_numbers_are_named() {
+    let ctx = Context::cpu(1);
+    let (decoder, mut weights) = model(&ctx, small_config());
+    assert_eq!(weights.first_not_finite(&ctx), None);
+    let name = "model.layers.1.mlp.experts.down_proj";
+    let (_, tensor) = weights.tensors_mut().into_iter().find(|(other, _)| other == name).unwrap();
+    tensor.f32s_mut().fill(f32::NAN);
+    let request = GenerateRequest { prompt: &[1, 2], max_new_tokens: 3, stop_ids: &[] };
+    let mut sampler = Sampler::new(SamplingOptions::default()).unwrap();
+    let go_on = |_| ControlFlow::Continue(());
+    let error = generate(&decoder, &ctx, &weights, &request, &mut sampler, go_on).unwrap_err();
+    assert_eq!(error, BatchError::NotANumber);
+    assert_eq!(weights.first_not_finite(&ctx).as_deref(), Some(name));
+}

@@ -2,6 +2,7 @@
 //! (`tests/fixtures/gguf/make.py`), and files that are not what they should be.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use moeworks_model::generation::KvCache;
 use moeworks_model::gguf::{GgufError, GgufFile, is_gguf};
@@ -48,7 +49,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// `Q8_0` and `Q4_0` are what we compute with: nothing is unpacked, and a matrix that lies in one piece is not even copied.
+/// `Q8_0` and `Q4_0` are what we compute with: nothing is unpacked, and nothing copied.
 #[test]
 fn blocks_that_are_ours_stay_blocks() {
     let ctx = Context::cpu(2);
@@ -60,6 +61,7 @@ fn blocks_that_are_ours_stay_blocks() {
             let expected = if is_exact { DType::F32 } else { dtype };
             let expected = if name.contains("embed") { DType::BF16 } else { expected };
             assert_eq!(tensor.dtype(), expected, "{name}");
+            assert_eq!(tensor.pieces().is_some(), name.contains("gate_up"), "{name}: gate and up are two in the file");
         }
         let decoder = Decoder::new(config).unwrap();
         let found = decoder.logits(&ctx, &weights, &prompt, 1).unwrap().to_f32_vec();
@@ -258,6 +260,55 @@ proptest! {
             let _ = file.tokenizer();
         }
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// A file that was good, with bits turned, bytes put in or taken out, and its end cut off: an error or a model, and never
+    /// more memory than the bytes that are there can become (numbers of two bits as f32, and a copy on the way).
+    #[test]
+    fn damage_is_an_error_and_takes_no_more_memory_than_the_file_justifies(
+        name in 0..MODELS.len(),
+        bits in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..8), 0..8),
+        header_bits in prop::collection::vec((0_usize..4000, 0_u8..8), 0..8),
+        moved in prop::option::of((0_usize..4000, any::<u8>(), any::<bool>())),
+        cut in prop::option::of(any::<prop::sample::Index>()),
+    ) {
+        let mut bytes = std::fs::read(path(MODELS[name])).unwrap();
+        for (at, bit) in bits {
+            let at = at.index(bytes.len());
+            bytes[at] ^= 1 << bit;
+        }
+        for (at, bit) in header_bits {
+            let at = at % bytes.len();
+            bytes[at] ^= 1 << bit;
+        }
+        match moved {
+            Some((at, byte, true)) => bytes.insert(at % bytes.len(), byte),
+            Some((at, _, false)) => drop(bytes.remove(at % bytes.len())),
+            None => {}
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        let (ctx, len) = (Context::cpu(1), bytes.len());
+        if let Ok(file) = GgufFile::of_bytes(Path::new("damaged"), Arc::new(bytes)) {
+            let _ = file.load_model(&ctx);
+            let _ = (file.tokenizer(), file.stop_ids(), file.chat_template());
+        }
+        prop_assert!(ctx.pool().stats().peak_bytes <= 32 * len + (64 << 10), "{:?} of {len}", ctx.pool().stats());
+    }
+}
+
+#[test]
+fn more_layers_than_tensors_are_refused_before_their_names_are_made() {
+    let mut bytes = std::fs::read(path("llama")).unwrap();
+    let key = "llama.block_count";
+    let at = bytes.windows(key.len()).position(|window| window == key.as_bytes()).unwrap() + key.len() + 4;
+    bytes[at..at + 4].copy_from_slice(&16_000_u32.to_le_bytes());
+    let error = open(&bytes).unwrap().load_model(&Context::cpu(1)).err().unwrap().to_string();
+    assert!(error.contains("llama.block_count: is 16000"), "{error}");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use moeworks_model::safetensors::{
     FileDType, ModelFiles, Payload, SafetensorsError, SafetensorsFile, TensorBytes, write, write_shards,
@@ -266,6 +267,43 @@ proptest! {
                 let _ = opened.tensor(&Context::cpu(1), name);
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The weights of a published model, with bits turned, bytes put in or taken out, and the end cut off: an error or
+    /// tensors, and never more memory than the bytes that are there can become (f16 as f32, or a copy).
+    #[test]
+    fn damage_is_an_error_and_takes_no_more_memory_than_the_file_justifies(
+        bits in proptest::collection::vec((any::<proptest::sample::Index>(), 0_u8..8), 0..8),
+        header_bits in proptest::collection::vec((0_usize..4000, 0_u8..8), 0..4),
+        moved in proptest::option::of((0_usize..4000, any::<u8>(), any::<bool>())),
+        cut in proptest::option::of(any::<proptest::sample::Index>()),
+    ) {
+        let mut bytes = fs::read(crate::common::fixture("mixtral_sliding").join("model.safetensors")).unwrap();
+        for (at, bit) in bits {
+            let at = at.index(bytes.len());
+            bytes[at] ^= 1 << bit;
+        }
+        header_bits.iter().for_each(|&(at, bit)| bytes[at] ^= 1 << bit);
+        match moved {
+            Some((at, byte, true)) => bytes.insert(at, byte),
+            Some((at, _, false)) => drop(bytes.remove(at)),
+            None => {}
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        let (ctx, len) = (Context::cpu(1), bytes.len());
+        if let Ok(file) = SafetensorsFile::of_bytes(Path::new("damaged"), Arc::new(bytes)) {
+            for (name, info) in file.tensors() {
+                prop_assert!(info.range.end <= len);
+                let _ = file.tensor(&ctx, name);
+            }
+        }
+        prop_assert!(ctx.pool().stats().peak_bytes <= 4 * len + (64 << 10), "{:?} of {len}", ctx.pool().stats());
     }
 }
 

@@ -181,7 +181,7 @@ kernel! {
             let (column, columns, _) = panels.panel(panel);
             if product.form == Form::Nt {
                 for pair in 0..num_tiles {
-                    let first = group.b.offset + (column + pair * group.columns) * group.b.stride;
+                    let first = group.b.start(column + pair * group.columns);
                     let weights = &weights[first..][..columns * group.depth];
                     let (depth, num_rows, next) = (group.depth, group.rows, work.after(&panels, panel, pair));
                     let panel = dot::Panel { weights, depth, a, num_rows, tile_step: num_tiles, next };

@@ -36,6 +36,9 @@ pub(crate) struct Source<'a> {
     pub(crate) offset: usize,
     /// Elements from one row to the next, at least the row's length.
     pub(crate) stride: usize,
+    /// Rows from this one on lie so many elements further (modulo all counts) than the stride says: the second half of a
+    /// matrix whose halves are apart in a file. All rows without.
+    pub(crate) gap: Option<(usize, usize)>,
     /// Which row of the matrix each row is; the same one without.
     pub(crate) indices: Option<&'a [u32]>,
     /// A factor for each row.
@@ -46,7 +49,30 @@ impl<'a> Source<'a> {
     /// The rows of a tensor from row `first` on.
     pub(crate) fn rows(tensor: &'a Tensor, first: usize) -> Self {
         let stride = tensor.cols();
-        Self { elements: Elements::of(tensor), offset: first * stride, stride, indices: None, scales: None }
+        let elements = Elements::of(tensor);
+        Self { elements, offset: first * stride, stride, gap: None, indices: None, scales: None }
+    }
+
+    /// The rows of matrix `index` of a stack whose matrices have `rows` rows each. One of [pieces](Tensor::pieces) has as many
+    /// in every matrix, one or two halves in the same memory, or is gathered.
+    pub(crate) fn matrix(stack: &'a Tensor, index: usize, rows: usize) -> Self {
+        match (matrix_pieces(stack, index, rows), stack.dtype()) {
+            (Some([whole]), _) => Self::rows(whole, 0),
+            (Some([first, second]), DType::F32) if let Some(span) = first.span(second) => {
+                Self::halves(Elements::F32(span.0), span.1, first)
+            }
+            (Some([first, second]), DType::BF16) if let Some(span) = first.span(second) => {
+                Self::halves(Elements::Bf16(span.0), span.1, first)
+            }
+            _ => Self::rows(stack, index * rows),
+        }
+    }
+
+    /// Rows like those of `first`, which begin at one place among the elements, and as many more at another.
+    fn halves(elements: Elements<'a>, [offset, second]: [usize; 2], first: &Tensor) -> Self {
+        let (rows, stride) = (first.rows(), first.cols());
+        let gap = Some((rows, second.wrapping_sub(offset + rows * stride)));
+        Self { elements, offset, stride, gap, indices: None, scales: None }
     }
 
     /// The rows of a tensor that `indices` name.
@@ -62,7 +88,17 @@ impl<'a> Source<'a> {
     #[inline(always)]
     pub(crate) fn start(&self, row: usize) -> usize {
         let row = self.indices.map_or(row, |indices| indices[row] as usize);
-        self.offset + row * self.stride
+        self.place(row)
+    }
+
+    /// Where a row of the matrix begins.
+    #[inline(always)]
+    fn place(&self, row: usize) -> usize {
+        let start = self.offset + row * self.stride;
+        match self.gap {
+            Some((first, gap)) if row >= first => start.wrapping_add(gap),
+            _ => start,
+        }
     }
 
     #[inline(always)]
@@ -108,7 +144,7 @@ impl<'a> Source<'a> {
     pub(crate) fn address_later(&self, row: usize, ahead: usize, at: usize) -> *const u8 {
         let start = match self.indices {
             Some(indices) => indices.get(row + ahead).map_or(0, |&row| row as usize * self.stride) + self.offset,
-            None => self.offset + (row + ahead) * self.stride,
+            None => self.place(row + ahead),
         };
         match self.elements {
             Elements::F32(x) => x.as_ptr().wrapping_add(start + at).cast(),
@@ -139,6 +175,13 @@ impl<'a> Source<'a> {
             Elements::Bf16(x) => load_row(&x[start..start + len], format, to),
         }
     }
+}
+
+/// The pieces of matrix `index` of a stack of matrices of `rows` rows, if it is in such.
+pub(crate) fn matrix_pieces(stack: &Tensor, index: usize, rows: usize) -> Option<&[Tensor]> {
+    let (pieces, per_matrix) = (stack.pieces()?, rows.checked_div(stack.pieces()?.first()?.rows())?);
+    let pieces = pieces.get(index * per_matrix..(index + 1) * per_matrix)?;
+    pieces.iter().all(|piece| piece.rows() * per_matrix == rows).then_some(pieces)
 }
 
 /// What units hold and in which precision products are taken.

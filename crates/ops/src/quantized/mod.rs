@@ -17,6 +17,7 @@
 //! What is not finite in a row of activations makes the row's results NaN; in a weight, its column's.
 
 mod block;
+mod dequantize;
 mod kernel;
 mod product;
 mod rows;
@@ -28,7 +29,7 @@ use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float};
 use block::Block;
 
-pub(crate) use product::{Group, Product, run};
+pub(crate) use product::{Group, Product, matrix, run};
 
 /// Evaluates an expression with a type name bound to the block type of a quantized tensor.
 macro_rules! with_block {
@@ -55,10 +56,15 @@ pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
     let blocks_per_task = PIECE / BLOCK_LEN;
     with_float!(x.dtype(), T => with_block!(dtype, B => {
-        let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;
-        ctx.threads().run_pieces(y.slice_mut::<B>(), blocks_per_task, |task, blocks| {
-            quantize_kernel::<B, T>(ctx.isa(), &x[piece_range(task, blocks_per_task, x.len())], blocks);
-        });
+        let mut to = y.slice_mut::<B>();
+        for x in x.parts() {
+            let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;
+            let (here, rest) = to.split_at_mut(x.len());
+            ctx.threads().run_pieces(here, blocks_per_task, |task, blocks| {
+                quantize_kernel::<B, T>(ctx.isa(), &x[piece_range(task, blocks_per_task, x.len())], blocks);
+            });
+            to = rest;
+        }
     }));
     y
 }
@@ -76,7 +82,12 @@ crate::simd::kernel! {
 pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
     with_float!(dtype, T => with_block!(x.dtype(), B => {
-        dequantize_blocks::<B, T>(ctx, x.slice::<B>(), y.slice_mut::<T>());
+        let mut to = y.slice_mut::<T>();
+        for x in x.parts() {
+            let (here, rest) = to.split_at_mut(x.len());
+            dequantize_blocks::<B, T>(ctx, x.slice::<B>(), here);
+            to = rest;
+        }
     }));
     y
 }

@@ -4,12 +4,14 @@ use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::block::Block;
+use super::dequantize::to_bf16;
 use super::kernel::{Kernel, MAX_FEW, Panel, WeightBlock};
 use super::rows::{Pair, QuantizedRows};
-use super::{dequantize_blocks, kernel, with_block};
+use super::{kernel, with_block};
 use crate::Context;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
-use crate::gemm::source::Source;
+use crate::gemm::source::{Source, matrix_pieces};
 use crate::gemm::store::Room;
 use crate::gemm::{self, Compute, Epilogue, Form, Panels, Place, Slots, tile_slice};
 use crate::parallel::piece_range;
@@ -28,8 +30,8 @@ pub(crate) struct Group<'a> {
     pub(crate) indices: Option<&'a [u32]>,
     pub(crate) first: usize,
     pub(crate) rows: usize,
-    /// The first row of B.
-    pub(crate) first_weight: usize,
+    /// The bytes of its rows of B: one half and, with paired columns, the other. See [`matrix`].
+    pub(crate) weights: [&'a [u8]; 2],
     /// Columns of C; with paired columns half of them.
     pub(crate) columns: usize,
 }
@@ -39,7 +41,7 @@ pub(crate) struct Group<'a> {
 pub(crate) struct Product<'a> {
     /// `[.., K]`, f32 or bf16.
     pub(crate) a: &'a Tensor,
-    /// `[.., K]`, quantized.
+    /// `[.., K]`, quantized: where the groups' weights are.
     pub(crate) weights: &'a Tensor,
     pub(crate) groups: &'a [Group<'a>],
     /// As in [`gemm::Product`].
@@ -52,6 +54,21 @@ impl Product<'_> {
     }
 }
 
+/// The bytes of matrix `index` of a stack of matrices of `columns` rows each, or of twice that if they are paired: those of
+/// the first half and those of the second, where they lie.
+pub(crate) fn matrix(stack: &Tensor, index: usize, (columns, is_paired): (usize, bool)) -> [&[u8]; 2] {
+    let rows = columns * if is_paired { 2 } else { 1 };
+    let bytes = match matrix_pieces(stack, index, rows) {
+        Some([first, second]) if is_paired => return [first.bytes(), second.bytes()],
+        Some([whole]) => whole.bytes(),
+        _ => {
+            let len = rows * stack.num_bytes().checked_div(stack.rows()).unwrap_or(0);
+            &stack.bytes()[index * len..(index + 1) * len]
+        }
+    };
+    if is_paired { bytes.split_at(bytes.len() / 2).into() } else { [bytes, &[]] }
+}
+
 /// Computes all products of the list.
 pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
@@ -60,6 +77,11 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
         run_few::<E, B>(ctx, product, best, epilogue);
         run_many::<E, B>(ctx, product, epilogue);
     });
+}
+
+/// Bytes as blocks, which need no alignment.
+fn blocks_of<B: Block>(bytes: &[u8]) -> &[B] {
+    bytemuck::cast_slice(bytes)
 }
 
 /// Some panels of a group.
@@ -114,7 +136,6 @@ compiled! {
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
         let num_blocks = product.weights.cols() / B::DTYPE.block_len();
-        let blocks = product.weights.slice::<B>();
         let (pairs, per_row) = (rows.pairs(), rows.pairs_per_row());
         let mut a: [&[Pair]; MAX_FEW] = [&[]; MAX_FEW];
         for (r, a) in a.iter_mut().enumerate().take(group.rows) {
@@ -126,8 +147,7 @@ compiled! {
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
             for pair in 0..product.num_tiles() {
-                let first = (group.first_weight + column + pair * group.columns) * num_blocks;
-                let weights = &blocks[first..][..columns * num_blocks];
+                let weights = &blocks_of::<B>(group.weights[pair])[column * num_blocks..][..columns * num_blocks];
                 let next = work.after::<B>(panel, pair);
                 let tile_step = product.num_tiles();
                 let a = &a[..group.rows];
@@ -150,9 +170,8 @@ impl Work<'_> {
         let num_blocks = product.weights.cols() / B::DTYPE.block_len();
         let address = |group: usize, panel: usize, pair: usize| {
             let group = &product.groups[group];
-            let column = Panels::of(group.columns, lanes).panel(panel).0 + pair * group.columns;
-            let block = (group.first_weight + column) * num_blocks;
-            product.weights.bytes().as_ptr().wrapping_add(block * size_of::<B>())
+            let column = Panels::of(group.columns, lanes).panel(panel).0;
+            group.weights[pair].as_ptr().wrapping_add(column * num_blocks * size_of::<B>())
         };
         if pair + 1 < product.num_tiles() {
             return address(task.group, panel, pair + 1);
@@ -190,17 +209,17 @@ fn run_chunk<E: Epilogue, B: WeightBlock>(
     epilogue: &E,
 ) {
     let depth = product.weights.cols();
-    let num_blocks = depth / B::DTYPE.block_len();
     let mut weights = ctx.empty(&[num_rows, depth], DType::BF16);
     let mut firsts = Vec::with_capacity(indices.len());
     let mut at = 0;
     for &index in indices {
         let group = &product.groups[index];
-        let rows = group.columns * product.num_tiles();
-        let blocks = &product.weights.slice::<B>()[group.first_weight * num_blocks..][..rows * num_blocks];
-        dequantize_blocks(ctx, blocks, &mut weights.bf16s_mut()[at * depth..(at + rows) * depth]);
         firsts.push(at);
-        at += rows;
+        for half in &group.weights[..product.num_tiles()] {
+            let to = &mut weights.bf16s_mut()[at * depth..(at + group.columns) * depth];
+            to_bf16(ctx, blocks_of::<B>(half), to);
+            at += group.columns;
+        }
     }
     let group = |(&index, &first): (&usize, &usize)| {
         let group = &product.groups[index];

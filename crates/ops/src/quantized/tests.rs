@@ -129,7 +129,8 @@ fn every_kernel<B: WeightBlock>(ctx: &Context, case: Case, x: &Tensor, weights: 
     for kernel in Kernel::available(ctx.isa()) {
         let mut y = ctx.empty(&[rows, columns], DType::F32);
         y.f32s_mut().fill(f32::NAN);
-        let groups = &[Group { indices: None, first: 0, rows, first_weight: 0, columns }];
+        let halves = product::matrix(weights, 0, (columns, false));
+        let groups = &[Group { indices: None, first: 0, rows, weights: halves, columns }];
         let product = Product { a: x, weights, groups, is_paired: false };
         let to = Lent::new(y.f32s_mut());
         let store = Store { to, offsets: &[0], stride: columns, write: Write::Replace };
@@ -237,5 +238,22 @@ fn bf16_numbers_are_quantized_like_the_floats_they_are() {
     for dtype in TYPES {
         let [a, b] = [DType::F32, DType::BF16].map(|float| quantize(&ctx, &tensor(&ctx, &[2, 32], &x, float), dtype));
         assert_eq!(a.bytes(), b.bytes());
+    }
+}
+
+#[test]
+fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
+    for ctx in contexts() {
+        for dtype in TYPES {
+            for num_blocks in [1, 2, 7, 1025] {
+                let x = numbers(num_blocks * 32, 3);
+                let blocks = quantize(&ctx, &tensor(&ctx, &[num_blocks, 32], &x, DType::F32), dtype);
+                let exact = dequantize(&ctx, &blocks, DType::F32);
+                let mut found = vec![bf16::from_f32(7.0); num_blocks * 32];
+                with_block!(dtype, B => super::dequantize::to_bf16(&ctx, blocks.slice::<B>(), &mut found));
+                let nearest: Vec<bf16> = exact.f32s().iter().map(|&x| bf16::from_f32(x)).collect();
+                assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
+            }
+        }
     }
 }

@@ -12,5 +12,6 @@ mod fixtures;
 mod head_loss;
 mod heads;
 mod layer_norm;
+mod pieces;
 mod rms_norm;
 mod rope;

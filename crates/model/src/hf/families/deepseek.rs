@@ -121,6 +121,6 @@ fn write_v2(config: &ModelConfig, map: &mut Map<String, Value>) {
 
 fn write_v3(config: &ModelConfig, map: &mut Map<String, Value>) {
     write(config, map);
-    // Layers that predict further tokens are not written.
+    // Layers that predict further tokens are not ours; those of the folder that the model came from are added to these keys.
     super::extend(map, json!({"num_nextn_predict_layers": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}));
 }

@@ -1,0 +1,69 @@
+//! Layers behind the last, which predict further tokens (DeepSeek-V3's MTP modules): no part of what we compute, but kept
+//! when the model is saved again.
+
+use std::cell::RefCell;
+
+use moeworks_tensor::bf16;
+
+use super::error::LoadError;
+use super::load::ModelFolder;
+use super::names::Piece;
+use super::pieces::{PieceReader, fp8_scales};
+use crate::config::ModelConfig;
+use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes};
+
+/// The key that says how many they are.
+pub(super) const COUNT_KEY: &str = "num_nextn_predict_layers";
+
+/// The tensors of a folder's further layers.
+#[derive(Default)]
+pub(super) struct FurtherLayers {
+    files: Option<ModelFiles>,
+    names: Vec<String>,
+}
+
+impl FurtherLayers {
+    /// Those of the folder that a model of `config` came from; none where it has none, or other layers.
+    pub(super) fn of(origin: Option<&ModelFolder>, config: &ModelConfig) -> Result<Self, LoadError> {
+        let num_layers = config.num_layers;
+        let may_have =
+            |origin: &&ModelFolder| origin.family.has_further_layers && origin.config().num_layers == num_layers;
+        let Some(origin) = origin.filter(may_have) else { return Ok(Self::default()) };
+        let files = ModelFiles::open(&origin.dir)?;
+        let is_further = |name: &&str| origin.family.is_further_layer(name, num_layers);
+        let names = files.names().filter(is_further).map(str::to_owned).collect();
+        Ok(Self { files: Some(files), names })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    /// The tensors as they are, but eight-bit floats with their scales as the bf16 that the rest of such a model is read as.
+    pub(super) fn tensors(&self) -> Result<Vec<TensorBytes<'_>>, LoadError> {
+        let Some(files) = &self.files else { return Ok(Vec::new()) };
+        let reader = PieceReader { files, used: RefCell::default() };
+        let mut tensors = Vec::new();
+        for name in &self.names {
+            let (file, info) = files.get(name)?;
+            let (mut dtype, shape) = (info.dtype, info.shape.clone());
+            let is_fp8 = dtype == FileDType::F8E4M3 && files.find(&fp8_scales(name)).is_some();
+            let is_scales = name.strip_suffix("_scale_inv").is_some_and(|matrix| files.find(matrix).is_some());
+            let bytes = if is_fp8 {
+                dtype = FileDType::BF16;
+                let piece = Piece { name: name.clone(), shape: shape.clone(), view: None, is_mxfp4: false };
+                reader.check(&piece)?;
+                let mut values = vec![bf16::ZERO; shape.iter().product()];
+                reader.read(&piece, &mut values)?;
+                let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+                Payload::Made { len: bytes.len(), make: Box::new(move || bytes.clone()) }
+            } else if is_scales {
+                continue;
+            } else {
+                Payload::Lent(file.bytes(name)?)
+            };
+            tensors.push(TensorBytes { name: name.clone(), dtype, shape, bytes });
+        }
+        Ok(tensors)
+    }
+}
