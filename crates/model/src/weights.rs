@@ -338,6 +338,16 @@ impl DecoderWeights {
         layers.flat_map(|(i, states)| states.iter().map(move |state| (name(i, state.name), &state.tensor))).collect()
     }
 
+    /// Takes `table [ids, K]` as what ids of tokens go to in every layer whose router has a table; see
+    /// [`balanced_hash`](moeworks_moe::balanced_hash).
+    pub fn set_hash_tables(&mut self, table: &[u32]) {
+        for layer in &mut self.layers {
+            if let FeedForwardWeights::Moe(moe) = &mut layer.feed_forward {
+                moe.set_hash_table(table);
+            }
+        }
+    }
+
     /// The routers' states for writing, in the order of [`DecoderWeights::states`].
     pub(crate) fn states_mut(&mut self) -> Vec<&mut Tensor> {
         let layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {

@@ -51,6 +51,10 @@ pub struct DispatchRule<'a> {
     pub priority: Option<&'a [f32]>,
     /// Rows that every expert may take of a group, whatever `capacity_factor` says.
     pub fixed: Option<u32>,
+    /// `[T, K]`: the choices by which the counters of experts move, where some of them are not used: GShard's second ones
+    /// (2006.16668, algorithm 1, whose counter moves whether the token is dispatched or not; code that masks these choices
+    /// before it counts is left aside). None: the routing's own.
+    pub counted: Option<&'a [u32]>,
 }
 
 impl DispatchRule<'_> {
@@ -58,14 +62,25 @@ impl DispatchRule<'_> {
     #[must_use]
     pub fn of(routing: &Routing, capacity_factor: f32) -> Self {
         let top_k = routing.top_k();
-        Self { capacity_factor, top_k, num_free: 0, free_ratio: 1.0, group_tokens: 0, priority: None, fixed: None }
+        Self {
+            capacity_factor,
+            top_k,
+            num_free: 0,
+            free_ratio: 1.0,
+            group_tokens: 0,
+            priority: None,
+            fixed: None,
+            counted: None,
+        }
     }
 
     fn is_plain(&self, num_tokens: usize) -> bool {
         let is_one_group = self.group_tokens == 0 || self.group_tokens >= num_tokens;
         // A token names an expert at most once.
         let has_room = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
-        self.num_free == 0 && has_room && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none()))
+        self.num_free == 0
+            && has_room
+            && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none() && self.counted.is_none()))
     }
 
     /// Tokens of a group.
@@ -137,8 +152,9 @@ impl Dispatch {
             (sort_choices(ctx, ids, weights, num_experts, limit), None)
         } else {
             let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens) };
-            let is_kept = overflow::kept(ids.u32s(), routing.top_k(), room, rule.priority);
-            let (masked, ruled) = Ruled::of(ctx, routing, &is_kept, num_experts - rule.num_free);
+            let counted = rule.counted.unwrap_or(ids.u32s());
+            let has_room = overflow::with_room(counted, routing.top_k(), room, rule.priority);
+            let (masked, ruled) = Ruled::of(ctx, routing, &has_room, num_experts - rule.num_free);
             (sort_choices(ctx, &masked, weights, num_experts - rule.num_free, None), Some(ruled))
         };
         let computing = ruled.as_ref().map_or(&sorted.counts[..], |ruled| &ruled.counts[..num_experts - rule.num_free]);
@@ -232,16 +248,16 @@ impl Dispatch {
 }
 
 impl Ruled {
-    /// The choices that are kept and name one of the `computing` first experts, as ids for the sort, and the account of
+    /// The choices that have room and name one of the `computing` first experts, as ids for the sort, and the account of
     /// all choices.
-    fn of(ctx: &Context, routing: &Routing, is_kept: &[bool], computing: usize) -> (Tensor, Self) {
+    fn of(ctx: &Context, routing: &Routing, has_room: &[bool], computing: usize) -> (Tensor, Self) {
         let (ids, num_experts) = (routing.tensors().0, routing.num_experts());
         let (mut counts, mut kept) = (vec![0; num_experts], vec![0; num_experts]);
         let mut masked = ctx.empty(ids.shape(), DType::U32);
         let mut free = (computing < num_experts).then(|| ctx.empty(ids.shape(), DType::U32));
-        let choices = masked.u32s_mut().iter_mut().zip(ids.u32s()).zip(is_kept);
-        for (i, ((masked, &id), &is_kept)) in choices.enumerate() {
-            let expert = id as usize;
+        let choices = masked.u32s_mut().iter_mut().zip(ids.u32s()).zip(has_room);
+        for (i, ((masked, &id), &has_room)) in choices.enumerate() {
+            let (expert, is_kept) = (id as usize, has_room && id != NO_EXPERT);
             if id != NO_EXPERT {
                 counts[expert] += 1;
                 kept[expert] += u32::from(is_kept);

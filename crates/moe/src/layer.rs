@@ -23,8 +23,8 @@ use crate::ranks::{RanksSaved, RanksTask};
 use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
 use crate::shared::{SharedSaved, SharedTask};
 use crate::{
-    ConfigError, Dispatch, ExpertRanks, FreeShare, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing,
-    RoutingError,
+    ConfigError, Dispatch, DispatchRule, ExpertRanks, FreeShare, LayerStats, LossGrad, MoeConfig, MoeWeights,
+    RouterInput, Routing, RoutingError,
 };
 
 /// An MoE layer: its configuration, checked. Weights are arguments.
@@ -117,7 +117,8 @@ impl MoeLayer {
         let router = self.router(weights, input);
         let Decision { routing, saved: router_saved, num_rerouted } = router.forward(ctx, x);
         let priority = router.priority(&router_saved);
-        let dispatch = Dispatch::with_rule(ctx, &routing, &router.rule(priority.as_deref()));
+        let rule = DispatchRule { counted: router.counted(&router_saved), ..router.rule(priority.as_deref()) };
+        let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
         let (mut y, experts) = self.experts_forward(ctx, weights, x, (&dispatch, routing.top_k()));
         let exact_x = free::exact(ctx, &self.config, x);
         if let Some(x) = &exact_x {

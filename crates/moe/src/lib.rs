@@ -99,8 +99,8 @@ pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
 pub use ranks::ExpertRanks;
 pub use router::{
-    FixedCapacity, GroupScore, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert, WeightShape,
-    next_state,
+    FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert,
+    WeightShape, balanced_hash, next_state,
 };
 pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{

@@ -39,9 +39,9 @@ impl Room<'_> {
     }
 }
 
-/// Whether each of the choices `ids [T, K]` has a row. `priority [T]`, if given, orders the tokens, highest first, the
+/// Whether each of the choices `ids [T, K]` finds room. `priority [T]`, if given, orders the tokens, highest first, the
 /// lower index at a tie.
-pub(crate) fn kept(ids: &[u32], top_k: usize, room: Room<'_>, priority: Option<&[f32]>) -> Vec<bool> {
+pub(crate) fn with_room(ids: &[u32], top_k: usize, room: Room<'_>, priority: Option<&[f32]>) -> Vec<bool> {
     let mut is_kept = vec![false; ids.len()];
     let mut taken = vec![0_u32; room.capacity.len()];
     for group in room.groups(ids.len() / top_k) {

@@ -5,6 +5,7 @@ use moeworks_tensor::{DType, Random, Tensor};
 use crate::Context;
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
+use crate::random::fill_normals;
 use crate::simd::{Float, LANES, kernel, with_float};
 
 /// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
@@ -192,8 +193,14 @@ pub fn fill_normal(ctx: &Context, random: &Random, std: f32, y: &mut Tensor) {
     let len = y.len() as u64;
     with_float!(y.dtype(), T => {
         ctx.threads().run_pieces(y.slice_mut::<T>(), PIECE, |index, y| {
-            for (position, y) in ((index * PIECE) as u64..).zip(y) {
-                *y = T::store(std * truncated_normal(random, position, len));
+            let mut draws = [0.0; 512];
+            for (y, position) in y.chunks_mut(draws.len()).zip(((index * PIECE) as u64..).step_by(draws.len())) {
+                let draws = &mut draws[..y.len()];
+                fill_normals(ctx.isa(), random, position, draws);
+                for ((y, draw), position) in y.iter_mut().zip(draws).zip(position..) {
+                    let is_near = draw.abs() <= 3.0;
+                    *y = T::store(std * if is_near { *draw } else { truncated_normal(random, position, len) });
+                }
             }
         });
     });

@@ -34,6 +34,7 @@ pub mod quantized;
 pub mod random;
 pub mod rms_norm;
 pub mod rope;
+pub mod router_rows;
 mod simd;
 #[cfg(test)]
 mod test_data;

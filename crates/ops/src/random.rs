@@ -12,11 +12,32 @@ kernel! {
     }
 }
 
+kernel! {
+    /// As [`fill_uniform`] with the standard normal numbers of [`Random::normal`].
+    pub fn fill_normals<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
+        random.fill_normal(first, numbers);
+    }
+}
+
+kernel! {
+    /// As [`fill_uniform`] with the standard Gumbel numbers of [`Random::gumbel`].
+    pub fn fill_gumbels<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
+        random.fill_gumbel(first, numbers);
+    }
+}
+
+kernel! {
+    /// As [`fill_uniform`] with the numbers of [`Random::coarse`].
+    pub fn fill_coarse<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
+        random.fill_coarse(first, numbers);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use moeworks_tensor::{Purpose, Random};
 
-    use super::fill_uniform;
+    use super::{fill_coarse, fill_gumbels, fill_normals, fill_uniform};
 
     #[test]
     fn many_numbers_are_those_of_one_at_a_time() {
@@ -26,9 +47,15 @@ mod tests {
                 [(0, 200), (1, 67), (3, 1), (2, 1), (7, 64), (8, 0), ((1 << 48) + 5, 131), ((1 << 34) - 9, 80)]
             {
                 let mut numbers = vec![0.0; count];
-                fill_uniform(isa, &random, first, &mut numbers);
-                let expected: Vec<f32> = (first..).take(count).map(|position| random.uniform(position)).collect();
-                assert_eq!(numbers, expected, "{isa:?}, {count} from {first}");
+                let mut check = |fill: fn(crate::Isa, &Random, u64, &mut [f32]), one: fn(&Random, u64) -> f32| {
+                    fill(isa, &random, first, &mut numbers);
+                    let expected: Vec<f32> = (first..).take(count).map(|position| one(&random, position)).collect();
+                    assert_eq!(numbers, expected, "{isa:?}, {count} from {first}");
+                };
+                check(fill_uniform, Random::uniform);
+                check(fill_coarse, Random::coarse);
+                check(fill_normals, Random::normal);
+                check(fill_gumbels, Random::gumbel);
             }
         }
     }

@@ -64,6 +64,24 @@ pub(crate) fn sigmoid<S: Level>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<S>(-x))
 }
 
+/// `ln(1 + e^x)` within a few units in the last place.
+#[inline(always)]
+pub(crate) fn softplus<S: Level>(x: f32) -> f32 {
+    // ln(1 + y) = 2 artanh(y / (2 + y)) with y at most 1.
+    let y = exp::<S>(-x.abs());
+    let s = y / (2.0 + y);
+    let z = s * s;
+    let mut p = S::mul_add(z, 1.0 / 15.0, 1.0 / 13.0);
+    p = S::mul_add(p, z, 1.0 / 11.0);
+    p = S::mul_add(p, z, 1.0 / 9.0);
+    p = S::mul_add(p, z, 1.0 / 7.0);
+    p = S::mul_add(p, z, 1.0 / 5.0);
+    p = S::mul_add(p, z, 1.0 / 3.0);
+    let log = 2.0 * s * S::mul_add(p, z, 1.0);
+    // Not `max`, which would lose a NaN.
+    if x < 0.0 { log } else { x + log }
+}
+
 /// The cumulative distribution function and the density of the standard normal distribution at `x`, each within 3e-7:
 /// `x` times the first is GELU in its exact form.
 #[inline(always)]

@@ -70,6 +70,37 @@ impl Random {
         rest.iter_mut().zip(4 * position..).for_each(|(number, position)| *number = self.uniform(position));
     }
 
+    /// A number uniform in [0, 1) at `position`, on a grid of 2^-16: eight share a call of the generator, where of
+    /// [`uniform`](Self::uniform) four do. For noise of which much is needed and little is asked.
+    #[must_use]
+    pub fn coarse(&self, position: u64) -> f32 {
+        let word = self.words(position / 8)[(position % 8 / 2) as usize];
+        coarse_unit(word >> (16 * (position % 2)))
+    }
+
+    /// Fills `numbers` with those of [`coarse`](Self::coarse) at `first` and the positions after it, as
+    /// [`fill_uniform`](Self::fill_uniform) does.
+    #[inline(always)]
+    pub fn fill_coarse(&self, first: u64, numbers: &mut [f32]) {
+        const LANES: usize = 16;
+        let head = (first.wrapping_neg() % 8).min(numbers.len() as u64);
+        let (start, rest) = numbers.split_at_mut(head as usize);
+        start.iter_mut().zip(first..).for_each(|(number, position)| *number = self.coarse(position));
+        let mut position = (first + head) / 8;
+        let mut blocks = rest.chunks_exact_mut(8 * LANES);
+        for block in &mut blocks {
+            let words = self.words_of::<LANES>(position);
+            for (lane, numbers) in block.chunks_exact_mut(8).enumerate() {
+                for (pair, words) in numbers.chunks_exact_mut(2).zip(&words) {
+                    (pair[0], pair[1]) = (coarse_unit(words[lane]), coarse_unit(words[lane] >> 16));
+                }
+            }
+            position += LANES as u64;
+        }
+        let rest = blocks.into_remainder();
+        rest.iter_mut().zip(8 * position..).for_each(|(number, position)| *number = self.coarse(position));
+    }
+
     /// The words at `first` and the positions after it: word w of the i-th is at `[w][i]`.
     #[inline(always)]
     fn words_of<const N: usize>(&self, first: u64) -> [[u32; N]; 4] {
@@ -100,8 +131,48 @@ impl Random {
     pub fn normal(&self, position: u64) -> f32 {
         let words = self.words(position / 2);
         let pair = if position.is_multiple_of(2) { [words[0], words[1]] } else { [words[2], words[3]] };
-        let radius = (-2.0 * f64::from(1.0 - unit(pair[0])).ln()).sqrt();
-        (radius * (std::f64::consts::TAU * f64::from(unit(pair[1]))).cos()) as f32
+        box_muller(pair[0], pair[1])
+    }
+
+    /// Fills `numbers` with those of [`normal`](Self::normal) at `first` and the positions after it, as
+    /// [`fill_uniform`](Self::fill_uniform) does.
+    #[inline(always)]
+    pub fn fill_normal(&self, first: u64, numbers: &mut [f32]) {
+        const LANES: usize = 16;
+        let head = (first % 2).min(numbers.len() as u64);
+        let (start, rest) = numbers.split_at_mut(head as usize);
+        start.iter_mut().zip(first..).for_each(|(number, position)| *number = self.normal(position));
+        let mut position = (first + head) / 2;
+        let mut blocks = rest.chunks_exact_mut(2 * LANES);
+        for block in &mut blocks {
+            let words = self.words_of::<LANES>(position);
+            let mut pairs = [[0.0; LANES]; 2];
+            for (numbers, words) in pairs.iter_mut().zip(words.chunks_exact(2)) {
+                for (lane, number) in numbers.iter_mut().enumerate() {
+                    *number = box_muller(words[0][lane], words[1][lane]);
+                }
+            }
+            for (lane, numbers) in block.chunks_exact_mut(2).enumerate() {
+                numbers.iter_mut().zip(&pairs).for_each(|(number, half)| *number = half[lane]);
+            }
+            position += LANES as u64;
+        }
+        let rest = blocks.into_remainder();
+        rest.iter_mut().zip(2 * position..).for_each(|(number, position)| *number = self.normal(position));
+    }
+
+    /// A standard Gumbel number at `position`: `-ln(-ln u)` of the uniform number there, the number 0 counting as half of the
+    /// next one, so that none is infinite.
+    #[must_use]
+    pub fn gumbel(&self, position: u64) -> f32 {
+        gumbel(self.uniform(position))
+    }
+
+    /// Fills `numbers` with those of [`gumbel`](Self::gumbel), as [`fill_uniform`](Self::fill_uniform) does.
+    #[inline(always)]
+    pub fn fill_gumbel(&self, first: u64, numbers: &mut [f32]) {
+        self.fill_uniform(first, numbers);
+        numbers.iter_mut().for_each(|number| *number = gumbel(*number));
     }
 
     /// A whole number uniform in [0, bound), at `position`. `bound` must not be 0.
@@ -115,6 +186,55 @@ impl Random {
 
 fn unit(word: u32) -> f32 {
     (word >> 8) as f32 * (1.0 / 16_777_216.0)
+}
+
+#[inline(always)]
+fn coarse_unit(word: u32) -> f32 {
+    (word & 0xffff) as f32 * (1.0 / 65_536.0)
+}
+
+/// The normal number of two random words.
+#[inline(always)]
+fn box_muller(radius: u32, angle: u32) -> f32 {
+    ((-2.0 * ln(1.0 - unit(radius))).sqrt() * cos_of_turns(unit(angle))) as f32
+}
+
+#[inline(always)]
+fn gumbel(uniform: f32) -> f32 {
+    const HALF_STEP: f32 = 1.0 / 33_554_432.0;
+    let u = if uniform > HALF_STEP { uniform } else { HALF_STEP };
+    -ln(-ln(u) as f32) as f32
+}
+
+/// The natural logarithm of a normal `x` above 0, within 1e-15 of its size: without branches and calls, so that loops over it
+/// turn into vector code with the same bits.
+#[inline(always)]
+fn ln(x: f32) -> f64 {
+    const ROOT_HALF: u32 = 0x3f35_04f3;
+    // x = 2^k m with m from the root of 1/2 to that of 2.
+    let k = (x.to_bits().wrapping_sub(ROOT_HALF) as i32) >> 23;
+    let m = f64::from(f32::from_bits(x.to_bits().wrapping_sub((k << 23) as u32)));
+    // ln m = 2 artanh((m - 1) / (m + 1)), whose argument is below 0.172.
+    let s = (m - 1.0) / (m + 1.0);
+    let z = s * s;
+    let mut p = 1.0 / 17.0;
+    for power in [15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0] {
+        p = p * z + 1.0 / power;
+    }
+    f64::from(k) * std::f64::consts::LN_2 + 2.0 * s * (p * z + 1.0)
+}
+
+/// `cos(2 pi x)` for x in 0 to 1, within 1e-13.
+#[inline(always)]
+fn cos_of_turns(x: f32) -> f64 {
+    // cos(2 pi x) = -sin(y) with y of at most a quarter turn, by its series.
+    let y = std::f64::consts::TAU * (0.25 - (f64::from(x) - 0.5).abs());
+    let z = y * y;
+    let mut p = 1.0;
+    for n in [16.0, 14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0] {
+        p = 1.0 - p * z * (1.0 / (n * (n + 1.0)));
+    }
+    -y * p
 }
 
 #[inline(always)]

@@ -7,6 +7,7 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use moeworks_ops::Context;
+use moeworks_ops::router_rows::{Offer, best_offers};
 
 use super::blocks;
 
@@ -60,7 +61,10 @@ const MANY_BIDDERS: usize = 512;
 /// the first experts taking what does not divide: an auction for places (Bertsekas), as in BASE layers (2103.16716).
 ///
 /// All tokens without a place bid at once for the expert of highest score less price, so much that they would be as content
-/// with their second best; an expert's places go to the highest bids, and its price is that of its cheapest place. The sum is within `T` times the last increment of the best, that is `T` times 1/5000 of the scores' range.
+/// with their second best; an expert's places go to the highest bids, and its price is that of its cheapest place. A round
+/// begins with no token at any place and with all places of an expert at that price: where they keep their own, tokens push
+/// each other along them, at ten times the bids. The sum is within `T` times the last increment of the best, that is `T`
+/// times 1/5000 of the scores' range, whatever the prices that a round begins with.
 pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<u32> {
     let num_tokens = scores.len() / num_experts;
     let (low, high) = scores.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &s| (l.min(s), h.max(s)));
@@ -73,7 +77,8 @@ pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<
     let mut increment = range / 8.0;
     for _ in 0..AUCTION_ROUNDS {
         for places in &mut experts {
-            *places = places.drain().map(|place| Place { token: None, ..place }).collect();
+            let price = price_of(places);
+            *places = vec![Place { price, token: None }; places.len()].into();
         }
         auction_round(ctx, scores, &mut experts, increment, &mut chosen);
         increment /= 5.0;
@@ -81,25 +86,30 @@ pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<
     chosen
 }
 
+/// The price of an expert's cheapest place; infinite without any.
+fn price_of(places: &BinaryHeap<Place>) -> f32 {
+    places.peek().map_or(f32::INFINITY, |place| place.price)
+}
+
 fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>], increment: f32, chosen: &mut [u32]) {
-    let num_experts = experts.len();
-    let price_of = |places: &BinaryHeap<Place>| places.peek().map_or(f32::INFINITY, |place| place.price);
     let mut prices: Vec<f32> = experts.iter().map(price_of).collect();
     let mut waiting: Vec<u32> = (0..chosen.len() as u32).collect();
     let mut next = Vec::new();
-    let mut bids = vec![Bid::default(); waiting.len()];
+    let mut offers = vec![Offer::default(); waiting.len()];
     while !waiting.is_empty() {
-        bids.truncate(waiting.len());
-        let bid = |token: u32| Bid::of(&scores[token as usize * num_experts..][..num_experts], &prices, increment);
+        offers.truncate(waiting.len());
         if waiting.len() < MANY_BIDDERS {
-            bids.iter_mut().zip(&waiting).for_each(|(to, &token)| *to = bid(token));
+            best_offers(ctx.isa(), scores, &prices, &waiting, &mut offers);
         } else {
-            blocks::for_each(ctx, blocks::of_mut(&mut bids, 1).zip(blocks::of(&waiting, 1)), |_, (bids, tokens)| {
-                bids.iter_mut().zip(tokens).for_each(|(to, &token)| *to = bid(token));
+            let blocks = blocks::of_mut(&mut offers, 1).zip(blocks::of(&waiting, 1));
+            blocks::for_each(ctx, blocks, |_, (offers, tokens)| {
+                best_offers(ctx.isa(), scores, &prices, tokens, offers);
             });
         }
         next.clear();
-        for (&token, &Bid { expert, price }) in waiting.iter().zip(&bids) {
+        for (&token, &Offer { expert, lead }) in waiting.iter().zip(&offers) {
+            let lead = if lead.is_finite() { lead } else { 0.0 };
+            let price = next_price(prices[expert as usize], lead + increment);
             let cheapest = experts[expert as usize].peek_mut();
             // Somebody may have bid more in the meantime.
             if let Some(mut place) = cheapest.filter(|place| price > place.price) {
@@ -110,58 +120,11 @@ fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>
                 next.push(token);
             }
         }
-        for &Bid { expert, .. } in &bids {
+        for &Offer { expert, .. } in &offers {
             prices[expert as usize] = price_of(&experts[expert as usize]);
         }
         std::mem::swap(&mut waiting, &mut next);
     }
-}
-
-/// What a token would pay, and for which expert.
-#[derive(Clone, Copy, Default)]
-struct Bid {
-    expert: u32,
-    price: f32,
-}
-
-impl Bid {
-    /// The bid of a token with these `scores`.
-    fn of(scores: &[f32], prices: &[f32], increment: f32) -> Self {
-        let (first, second) = two_highest(scores, prices);
-        let is_first = |(score, price): (&f32, &f32)| score - price == first;
-        let best = scores.iter().zip(prices).position(is_first).unwrap_or(0);
-        let lead = if second == f32::NEG_INFINITY { 0.0 } else { first - second };
-        Self { expert: best as u32, price: next_price(prices[best], lead + increment) }
-    }
-}
-
-/// The two highest of `scores - prices`, which may be the same.
-fn two_highest(scores: &[f32], prices: &[f32]) -> (f32, f32) {
-    const LANES: usize = 8;
-    let (mut firsts, mut seconds) = ([f32::NEG_INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
-    let mut take = |lane: usize, value: f32| {
-        let first = firsts[lane];
-        let loser = if value > first { first } else { value };
-        firsts[lane] = if value > first { value } else { first };
-        seconds[lane] = if loser > seconds[lane] { loser } else { seconds[lane] };
-    };
-    let (scores, prices) = (scores.chunks_exact(LANES), prices.chunks_exact(LANES));
-    let rest = scores.remainder().iter().zip(prices.remainder());
-    for (scores, prices) in scores.zip(prices) {
-        for lane in 0..LANES {
-            take(lane, scores[lane] - prices[lane]);
-        }
-    }
-    rest.enumerate().for_each(|(lane, (score, price))| take(lane, score - price));
-    let mut highest = (f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for value in firsts.into_iter().chain(seconds) {
-        if value > highest.0 {
-            highest = (value, highest.0);
-        } else if value > highest.1 {
-            highest.1 = value;
-        }
-    }
-    highest
 }
 
 /// A price that has risen, also where the rise is lost in rounding.

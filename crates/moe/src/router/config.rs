@@ -33,7 +33,8 @@ pub enum RouterKind {
     /// The K best of the logits balanced by Sinkhorn's iteration (Clark et al., 2202.01169, as in Megatron-LM). Outside
     /// training tokens choose.
     Sinkhorn,
-    /// Experts by a hash of the token's id, with equal weights (Roller et al., 2106.04426); nothing is learned.
+    /// Experts by a hash of the token's id, with equal weights (Roller et al., 2106.04426), as [`RouterConfig::hash`] says;
+    /// nothing is learned.
     Hash,
     /// The fewest experts whose probabilities add up to [`RouterConfig::top_p`] (Huang et al., 2403.07652).
     TopP,
@@ -58,6 +59,18 @@ pub enum SecondExpert {
     Random,
     /// Where its normalised weight is above the threshold.
     Threshold,
+}
+
+/// Which experts the ids of tokens go to ([`RouterKind::Hash`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HashTable {
+    /// Random ones.
+    #[default]
+    Random,
+    /// Those of a table that a run makes of the frequencies of its training tokens, so that experts get equally many:
+    /// [`balanced_hash`](crate::balanced_hash). Ids that it does not have go to random ones.
+    Balanced,
 }
 
 /// What makes scores of logits.
@@ -123,6 +136,11 @@ pub struct RouterConfig {
     pub second: SecondExpert,
     /// Its threshold, above 0 to 1.
     pub second_threshold: f32,
+    /// Which experts ids go to ([`RouterKind::Hash`]).
+    pub hash: HashTable,
+    /// Ids of the table of [`HashTable::Balanced`], those of a model's vocabulary: no setting, but set by whoever makes a layer.
+    #[serde(skip)]
+    pub hash_ids: usize,
     /// Width of the projection ([`RouterKind::Cosine`]).
     pub cosine_dim: usize,
     /// The temperature that the learned one starts from ([`RouterKind::Cosine`]); it never falls below 0.01.
@@ -182,6 +200,8 @@ impl Default for RouterConfig {
             random_fade: 0.1,
             second: SecondExpert::Random,
             second_threshold: 0.5,
+            hash: HashTable::Random,
+            hash_ids: 0,
             cosine_dim: 256,
             cosine_temperature: 0.5,
             top_p: 0.4,

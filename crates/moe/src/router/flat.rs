@@ -12,9 +12,9 @@ use moeworks_tensor::{DType, Tensor};
 use super::blocks;
 use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
 use super::input::{Draw, RouterInput};
-use super::noise::InputNoise;
+use super::noise::{InputNoise, LogitDraws, LogitNoise};
 use super::scorer::Scorer;
-use super::scores::{Gate, LogitDraws, LogitNoise, LogitRule, Scores};
+use super::scores::{Gate, LogitRule, Scores};
 use super::sparsemixer::Sparsemixer;
 use super::state::EXPERT_BIAS;
 use super::weigh::{WeightRule, is_normalized};
@@ -124,7 +124,7 @@ impl FlatRouter<'_> {
     fn step_by_step(&self, ctx: &Context, logits: Logits, squared_logits: f64) -> Decision {
         let Logits { input_noise, scorer, values, noise } = logits;
         let temperature = self.temperature();
-        let clean = noise.deviation(0).filter(|_| !values.is_empty()).map(|_| values.copied(ctx.pool()));
+        let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
         let reach = self.reach();
         let rule = LogitRule { gate: self.gate(), noise: &noise, temperature, reach: &reach, modalities: &modalities };
@@ -171,20 +171,21 @@ impl FlatRouter<'_> {
         let input_noise =
             self.random().map(|random| InputNoise { eps, dropout, random, first: self.input.first_token * x.cols() });
         let input_noise = input_noise.filter(|_| eps > 0.0 || dropout > 0.0);
-        let noisy = input_noise.map(|noise| noise.apply(ctx, x));
-        let x = noisy.as_ref().unwrap_or(x);
         if self.router().kind == RouterKind::Hash {
             let values = ctx.zeros(&[x.rows(), self.config.num_experts], DType::F32);
             return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None };
         }
-        let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
+        let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, (x, input_noise.as_ref()));
         let first = self.input.first_token * values.cols();
         let draws = self.random().map(|random| LogitDraws { random, first });
         let noise = match (draws, self.router().kind) {
             (None, _) => LogitNoise::None,
             (Some(draws), RouterKind::Gumbel) => LogitNoise::Gumbel(draws),
             (Some(draws), RouterKind::NoisyTopK) => {
-                LogitNoise::Learned(linear(ctx, x, self.weights.extra(NOISE), DType::F32), draws)
+                let weight = self.weights.extra(NOISE);
+                let raw = input_noise
+                    .map_or_else(|| linear(ctx, x, weight, DType::F32), |noise| noise.linear(ctx, x, weight));
+                LogitNoise::Learned(raw, draws)
             }
             (Some(_), _) if self.router().noise_std == 0.0 => LogitNoise::None,
             (Some(draws), _) => LogitNoise::Normal(self.router().noise_std, draws),
@@ -311,7 +312,7 @@ impl FlatRouter<'_> {
                 tensor(choice::compact(rows(e, &scores.probs, &|probs, ids| choice::top_p(probs, p, ids)).u32s(), e))
             }
             RouterKind::Relu => tensor(choice::compact(rows(e, scores.gates(), &choice::positive).u32s(), e)),
-            RouterKind::Hash => tensor((self.hashed(num_tokens), k)),
+            RouterKind::Hash => self.hashed(ctx, num_tokens),
             RouterKind::ExpertChoice if !self.input.is_inference => {
                 let scores: Vec<f32> = scores.probs.f32s().iter().map(finite).collect();
                 tensor(self.expert_choice(ctx, &scores, e))
@@ -367,22 +368,6 @@ impl FlatRouter<'_> {
         choice::invert(&tokens, scores)
     }
 
-    /// K different experts for each token id, by a keyed hash: the first K of a random order of the experts.
-    fn hashed(&self, num_tokens: usize) -> Vec<u32> {
-        let (e, k) = (self.config.num_experts, self.config.top_k);
-        let mut ids = Vec::with_capacity(num_tokens * k);
-        for t in 0..num_tokens {
-            let id = self.input.token_ids.get(t).copied().unwrap_or(0);
-            let random = moeworks_tensor::Random::new(HASH_SEED, moeworks_tensor::Purpose::Router, u64::from(id));
-            let mut order: Vec<u32> = (0..e as u32).collect();
-            for i in 0..k {
-                order.swap(i, i + random.below(i as u64, (e - i) as u64) as usize);
-            }
-            ids.extend_from_slice(&order[..k]);
-        }
-        ids
-    }
-
     /// Moves choices to experts with room, if that is the scheme; returns how many.
     fn reroute(&self, ids: &mut Tensor, ranking: &Tensor) -> usize {
         if !self.reroutes() {
@@ -436,7 +421,13 @@ impl FlatRouter<'_> {
             group_tokens: self.input.capacity.map_or(router.local_group, |capacity| capacity.group_tokens),
             priority,
             fixed: self.input.capacity.map(|capacity| capacity.num_tokens),
+            counted: None,
         }
+    }
+
+    /// `[T, K]`: the choices that counters move by, if some of them are not used.
+    pub(crate) fn counted<'p>(&self, saved: &'p FlatSaved) -> Option<&'p [u32]> {
+        (self.router().kind == RouterKind::Gshard).then(|| saved.ids.u32s())
     }
 
     /// `[T]`: the score of each token's first choice, if that decides who is served first.
@@ -475,9 +466,6 @@ impl FlatRouter<'_> {
         weights
     }
 }
-
-/// The key of the hash of token ids: the same in every layer and run.
-const HASH_SEED: u64 = 0x4d6f_6577_6f72_6b73;
 
 /// What one token ranks experts by: gates and bias; what is out of reach stays so.
 fn rank_row(ranking: &mut [f32], gates: &[f32], logits: &[f32], bias: Option<&[f32]>) {

@@ -9,8 +9,9 @@ use moeworks_tensor::{DType, Tensor};
 use super::blocks::{self, ROWS};
 use super::config::RouterKind;
 use super::flat::{FlatRouter, FlatSaved, NOISE};
+use super::noise::LogitNoise;
 use super::scorer::{Scorer, ScorerGrads};
-use super::scores::{Gate, LogitNoise, Scores};
+use super::scores::{Gate, Scores};
 use super::state::L1_WEIGHT;
 use super::weigh::{WeightRule, is_normalized};
 use super::{load, rows};
@@ -144,8 +145,9 @@ fn noise_grads(ctx: &Context, saved: &FlatSaved, dlogits: &Tensor) -> Tensor {
     let LogitNoise::Learned(raw, draws) = &saved.noise else { return draw };
     let e = raw.cols();
     blocks::for_each(ctx, blocks::of_mut(draw.f32s_mut(), e).zip(blocks::of(raw.f32s(), e)), |block, (draw, raw)| {
-        for (i, (d, &r)) in (block * ROWS * e..).zip(draw.iter_mut().zip(raw)) {
-            *d *= draws.normal(i) / (1.0 + (-r).exp());
+        let normals = draws.normals(ctx.isa(), block * ROWS * e, draw.len());
+        for ((d, &r), normal) in draw.iter_mut().zip(raw).zip(normals) {
+            *d *= normal / (1.0 + (-r).exp());
         }
     });
     draw

@@ -1,14 +1,21 @@
 //! Noise on the router's input: each element times a number uniform in `[1 - eps, 1 + eps]` (Switch, 2101.03961), and
-//! elements left out. It is drawn again where it is needed, not kept.
+//! elements left out. And noise on the logits: normal, of a given or of a learned deviation, or Gumbel. It is drawn again
+//! where it is needed, not kept.
 
-use moeworks_ops::Context;
-use moeworks_ops::random::fill_uniform;
+use std::ops::Range;
+
+use moeworks_ops::linear::linear;
+use moeworks_ops::random::{fill_coarse, fill_gumbels, fill_normals};
+use moeworks_ops::router_rows::softplus;
+use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Random, Tensor, bf16};
 
 use super::input::Draw;
 
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
+/// Rows that are multiplied together.
+const PRODUCT_ROWS: usize = 512;
 /// Elements whose factors are drawn together.
 const BUFFER: usize = 512;
 
@@ -31,11 +38,11 @@ impl InputNoise {
         let draws = &mut draws[..factors.len()];
         factors.fill(1.0);
         if self.eps > 0.0 {
-            fill_uniform(ctx.isa(), &self.random, Draw::Jitter.at(position), draws);
+            fill_coarse(ctx.isa(), &self.random, Draw::Jitter.at(position), draws);
             factors.iter_mut().zip(&*draws).for_each(|(factor, draw)| *factor += self.eps * (2.0 * draw - 1.0));
         }
         if self.dropout > 0.0 {
-            fill_uniform(ctx.isa(), &self.random, Draw::Dropout.at(position), draws);
+            fill_coarse(ctx.isa(), &self.random, Draw::Dropout.at(position), draws);
             let growth = 1.0 / (1.0 - self.dropout);
             for (factor, &draw) in factors.iter_mut().zip(&*draws) {
                 *factor *= if draw >= self.dropout { growth } else { 0.0 };
@@ -55,19 +62,44 @@ impl InputNoise {
 
     /// `x` (f32 or bf16) times the noise, in f32.
     pub(crate) fn apply(&self, ctx: &Context, x: &Tensor) -> Tensor {
-        let mut y = ctx.empty(x.shape(), DType::F32);
+        self.apply_to_rows(ctx, x, 0..x.rows())
+    }
+
+    /// The product of the noisy `x [T, D]` and `w [E, D]`, both in f32: some rows at a time, which stay in the caches from the
+    /// noise to the product.
+    pub(crate) fn linear(&self, ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
+        let (num_tokens, e) = (x.rows(), w.rows());
+        let mut y = ctx.empty(&[num_tokens, e], DType::F32);
+        for (start, y) in (0..num_tokens).step_by(PRODUCT_ROWS).zip(y.f32s_mut().chunks_mut(PRODUCT_ROWS * e)) {
+            let noisy = self.apply_to_rows(ctx, x, start..(start + PRODUCT_ROWS).min(num_tokens));
+            y.copy_from_slice(linear(ctx, &noisy, w, DType::F32).f32s());
+        }
+        y
+    }
+
+    fn apply_to_rows(&self, ctx: &Context, x: &Tensor, rows: Range<usize>) -> Tensor {
+        let d = x.cols();
+        let mut y = ctx.empty(&[rows.len(), d], DType::F32);
+        let (start, range) = (rows.start * d, rows.start * d..rows.end * d);
         match x.dtype() {
-            DType::F32 => self.apply_to(ctx, x.f32s(), |x| x, &mut y),
-            DType::BF16 => self.apply_to(ctx, x.bf16s(), bf16::to_f32, &mut y),
+            DType::F32 => self.apply_to(ctx, (&x.f32s()[range], start), |x| x, &mut y),
+            DType::BF16 => self.apply_to(ctx, (&x.bf16s()[range], start), bf16::to_f32, &mut y),
             dtype => panic!("the input of an MoE layer is {dtype:?}"),
         }
         y
     }
 
-    fn apply_to<T: Copy + Sync>(&self, ctx: &Context, x: &[T], to_f32: impl Fn(T) -> f32 + Sync, y: &mut Tensor) {
+    /// Of `x`, the elements from `first` on.
+    fn apply_to<T: Copy + Sync>(
+        &self,
+        ctx: &Context,
+        (x, first): (&[T], usize),
+        to_f32: impl Fn(T) -> f32 + Sync,
+        y: &mut Tensor,
+    ) {
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |piece, y| {
-            self.each(ctx, piece * PIECE, y, |y, factors, start| {
-                for ((y, &x), factor) in y.iter_mut().zip(&x[start..]).zip(factors) {
+            self.each(ctx, first + piece * PIECE, y, |y, factors, position| {
+                for ((y, &x), factor) in y.iter_mut().zip(&x[position - first..]).zip(factors) {
                     *y = to_f32(x) * factor;
                 }
             });
@@ -81,5 +113,71 @@ impl InputNoise {
                 dx.iter_mut().zip(factors).for_each(|(dx, factor)| *dx *= factor);
             });
         });
+    }
+}
+
+/// The random numbers of the logits of one pass.
+#[derive(Clone, Copy)]
+pub(crate) struct LogitDraws {
+    pub(crate) random: Random,
+    /// The position of the first logit.
+    pub(crate) first: usize,
+}
+
+impl LogitDraws {
+    /// The normal numbers of `count` logits from logit `i` on.
+    pub(crate) fn normals(&self, isa: Isa, i: usize, count: usize) -> Vec<f32> {
+        let mut numbers = vec![0.0; count];
+        fill_normals(isa, &self.random, Draw::Logits.at(self.first + i), &mut numbers);
+        numbers
+    }
+}
+
+/// Random numbers added to the logits.
+pub(crate) enum LogitNoise {
+    None,
+    /// Normal, of this deviation.
+    Normal(f32, LogitDraws),
+    /// Normal, of deviation `softplus` of these, `[T, E]`.
+    Learned(Tensor, LogitDraws),
+    /// Gumbel.
+    Gumbel(LogitDraws),
+}
+
+impl LogitNoise {
+    /// The noise on `count` logits from logit `i` on, if there is any.
+    pub(crate) fn of(&self, isa: Isa, i: usize, count: usize) -> Option<Vec<f32>> {
+        match self {
+            Self::None => None,
+            Self::Gumbel(draws) => {
+                let mut numbers = vec![0.0; count];
+                fill_gumbels(isa, &draws.random, Draw::Logits.at(draws.first + i), &mut numbers);
+                Some(numbers)
+            }
+            Self::Normal(_, draws) | Self::Learned(_, draws) => {
+                let mut numbers = draws.normals(isa, i, count);
+                let deviations = self.deviations(isa, i, count)?;
+                numbers.iter_mut().zip(deviations).for_each(|(number, deviation)| *number *= deviation);
+                Some(numbers)
+            }
+        }
+    }
+
+    /// The deviations of the noise on these logits, where it is normal.
+    pub(crate) fn deviations(&self, isa: Isa, i: usize, count: usize) -> Option<Vec<f32>> {
+        match self {
+            Self::Normal(std, _) => Some(vec![*std; count]),
+            Self::Learned(raw, _) => {
+                let mut deviations = vec![0.0; count];
+                softplus(isa, &raw.f32s()[i..i + count], &mut deviations);
+                Some(deviations)
+            }
+            Self::None | Self::Gumbel(_) => None,
+        }
+    }
+
+    /// Whether there is normal noise.
+    pub(crate) fn is_normal(&self) -> bool {
+        matches!(self, Self::Normal(..) | Self::Learned(..))
     }
 }

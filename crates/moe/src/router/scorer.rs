@@ -4,12 +4,13 @@
 //! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{add_rows, sum_of_squares, sum_rows};
+use moeworks_ops::elementwise::{self, add_rows, cast, scale_assign, sum_rows};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks;
 use super::config::RouterKind;
+use super::noise::InputNoise;
 use super::tree::{TreeGrads, TreeScores};
 use crate::{MoeConfig, MoeWeights};
 
@@ -60,33 +61,43 @@ pub(crate) enum ScorerGrads {
 }
 
 impl Scorer {
-    /// The logits `[T, E]` of `x [T, D]`.
-    pub(crate) fn forward(ctx: &Context, config: &MoeConfig, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
-        if config.router.kind == RouterKind::Hierarchical {
-            let (logits, scores) = TreeScores::forward(ctx, config, weights, x);
-            return (logits, Self::Tree(Box::new(scores)));
-        }
-        if config.router.kind != RouterKind::Cosine {
-            let mut logits = linear(ctx, x, &weights.router, DType::F32);
-            if let Some(bias) = &weights.router_bias {
-                add_rows(ctx, &mut logits, bias);
+    /// The logits `[T, E]` of `x [T, D]` times `noise`.
+    pub(crate) fn forward(
+        ctx: &Context,
+        config: &MoeConfig,
+        weights: &MoeWeights,
+        (x, noise): (&Tensor, Option<&InputNoise>),
+    ) -> (Tensor, Self) {
+        let noisy = || noise.map_or_else(|| x.clone(), |noise| noise.apply(ctx, x));
+        match config.router.kind {
+            RouterKind::Hierarchical => {
+                let (logits, scores) = TreeScores::forward(ctx, config, weights, &noisy());
+                (logits, Self::Tree(Box::new(scores)))
             }
-            return (logits, Self::Linear);
+            RouterKind::Cosine => {
+                let cosine = Cosine::forward(ctx, weights, &noisy());
+                let mut logits = cosine.cosines.copied(ctx.pool());
+                scale_assign(ctx, &mut logits, scale(weights).0);
+                (logits, Self::Cosine(Box::new(cosine)))
+            }
+            _ => {
+                let mut logits = match noise {
+                    Some(noise) => noise.linear(ctx, x, &weights.router),
+                    None => linear(ctx, x, &weights.router, DType::F32),
+                };
+                if let Some(bias) = &weights.router_bias {
+                    add_rows(ctx, &mut logits, bias);
+                }
+                (logits, Self::Linear)
+            }
         }
-        let tokens = Directions::of(ctx, linear(ctx, x, weights.extra(PROJECTION), DType::F32));
-        let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
-        let cosines = linear(ctx, &tokens.units, &experts.units, DType::F32);
-        let mut logits = cosines.copied(ctx.pool());
-        let scale = scale(weights).0;
-        logits.f32s_mut().iter_mut().for_each(|logit| *logit *= scale);
-        (logits, Self::Cosine(Box::new(Cosine { tokens, experts, cosines })))
     }
 
     /// The sum of the squares of its `logits [T, E]`.
     pub(crate) fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> f64 {
         match self {
             Self::Tree(tree) => tree.squared_logits(),
-            _ => sum_of_squares(ctx, logits),
+            _ => elementwise::sum_of_squares(ctx, logits),
         }
     }
 
@@ -128,6 +139,32 @@ impl Scorer {
         let dx = linear_backward_input(ctx, &dq, weights.extra(PROJECTION), DType::F32);
         let log_scale = if is_free { (dscale * f64::from(scale)) as f32 } else { 0.0 };
         (dx, ScorerGrads::Cosine { dq, experts: dexperts, log_scale })
+    }
+}
+
+impl Cosine {
+    /// The cosines of `x [T, D]`. Of a bf16 input the projection, which gives the length that all cosines of a token are
+    /// divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
+    /// experts, `<P x, m> = <x, P^T m>`, is one of f32 numbers with E vectors of length D.
+    fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> Self {
+        let projection = weights.extra(PROJECTION);
+        let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
+        if x.dtype() != DType::BF16 {
+            let tokens = Directions::of(ctx, linear(ctx, x, projection, DType::F32));
+            let cosines = linear(ctx, &tokens.units, &experts.units, DType::F32);
+            return Self { tokens, experts, cosines };
+        }
+        let tokens = Directions::of(ctx, linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32));
+        let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
+        let mut cosines = linear(ctx, x, &back, DType::F32);
+        let e = cosines.cols();
+        let rows = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of(&tokens.norms, 1));
+        blocks::for_each(ctx, rows, |_, (cosines, norms)| {
+            for (cosines, norm) in cosines.chunks_mut(e).zip(norms) {
+                cosines.iter_mut().for_each(|cosine| *cosine /= norm);
+            }
+        });
+        Self { tokens, experts, cosines }
     }
 }
 
@@ -176,6 +213,16 @@ fn scale(weights: &MoeWeights) -> (f32, bool) {
     if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
 }
 
+/// The sum of the squares, in lanes that vectors can hold.
+fn sum_of_squares(row: &[f32]) -> f32 {
+    let mut lanes = [0.0; 16];
+    let (groups, rest) = row.as_chunks::<16>();
+    for group in groups {
+        lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane += x * x);
+    }
+    lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>()
+}
+
 impl Directions {
     fn of(ctx: &Context, mut rows: Tensor) -> Self {
         let width = rows.cols();
@@ -183,8 +230,9 @@ impl Directions {
         let blocks = blocks::of_mut(rows.f32s_mut(), width).zip(blocks::of_mut(&mut norms, 1));
         blocks::for_each(ctx, blocks, |_, (rows, norms)| {
             for (row, norm) in rows.chunks_mut(width).zip(norms) {
-                *norm = row.iter().map(|x| x * x).sum::<f32>().sqrt().max(MIN_NORM);
-                row.iter_mut().for_each(|x| *x /= *norm);
+                *norm = sum_of_squares(row).sqrt().max(MIN_NORM);
+                let scale = 1.0 / *norm;
+                row.iter_mut().for_each(|x| *x *= scale);
             }
         });
         Self { units: rows, norms }

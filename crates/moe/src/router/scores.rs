@@ -1,12 +1,13 @@
 //! Scores of all tokens: noise and temperature on the logits, experts out of reach, then the score function, row by row.
 
-use moeworks_ops::Context;
+use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_ops::top_k::ScoreSums;
-use moeworks_tensor::{DType, Random, Tensor};
+use moeworks_ops::{Context, Isa};
+use moeworks_tensor::{DType, Tensor};
 
 use super::blocks::{self, ROWS};
-use super::input::Draw;
-use super::rows::{self, RowSums};
+use super::noise::LogitNoise;
+use super::rows;
 
 /// What makes gates of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,64 +31,6 @@ pub(crate) struct Scores {
     pub(crate) sums: ScoreSums,
     /// The sum of the squared logits, before noise and temperature.
     pub(crate) squared_logits: f64,
-}
-
-/// The random numbers of the logits of one pass.
-#[derive(Clone, Copy)]
-pub(crate) struct LogitDraws {
-    pub(crate) random: Random,
-    /// The position of the first logit.
-    pub(crate) first: usize,
-}
-
-impl LogitDraws {
-    /// The normal number of logit `i`.
-    pub(crate) fn normal(&self, i: usize) -> f32 {
-        self.random.normal(Draw::Logits.at(self.first + i))
-    }
-
-    /// Its number uniform in 0 to 1.
-    fn uniform(&self, i: usize) -> f32 {
-        self.random.uniform(Draw::Logits.at(self.first + i))
-    }
-}
-
-/// Random numbers added to the logits.
-pub(crate) enum LogitNoise {
-    None,
-    /// Normal, of this deviation.
-    Normal(f32, LogitDraws),
-    /// Normal, of deviation `softplus` of these, `[T, E]`.
-    Learned(Tensor, LogitDraws),
-    /// Gumbel.
-    Gumbel(LogitDraws),
-}
-
-impl LogitNoise {
-    /// The noise at a place, and the deviation it was multiplied by.
-    pub(crate) fn at(&self, i: usize) -> f32 {
-        match self {
-            Self::None => 0.0,
-            Self::Normal(std, draws) => std * draws.normal(i),
-            Self::Learned(raw, draws) => softplus(raw.f32s()[i]) * draws.normal(i),
-            // The grid of uniform numbers holds 0, whose logarithm is none.
-            Self::Gumbel(draws) => -(-(draws.uniform(i) + 2.0_f32.powi(-25)).ln()).ln(),
-        }
-    }
-
-    /// The deviation of the noise at a place, where it is normal.
-    pub(crate) fn deviation(&self, i: usize) -> Option<f32> {
-        match self {
-            Self::Normal(std, _) => Some(*std),
-            Self::Learned(raw, _) => Some(softplus(raw.f32s()[i])),
-            Self::None | Self::Gumbel(_) => None,
-        }
-    }
-}
-
-/// `ln(1 + e^x)`.
-fn softplus(x: f32) -> f32 {
-    if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 
 /// What happens to a token's logits before scores are taken.
@@ -117,12 +60,22 @@ impl Scores {
             .zip(blocks::of_mut(entropy.f32s_mut(), 1));
         let gate_blocks = blocks::of_mut(gates.f32s_mut(), e).map(Some).chain(std::iter::repeat_with(|| None));
         blocks::for_each(ctx, outputs.zip(gate_blocks), |block, ((((logits, probs), lse), entropy), gates)| {
-            let mut gates = gates.map(|gates| gates.chunks_mut(e));
-            let rows = logits.chunks_mut(e).zip(probs.chunks_mut(e)).zip(lse).zip(entropy);
-            for (t, (((logits, probs), lse), entropy)) in (block * ROWS..).zip(rows) {
-                let gates = gates.as_mut().and_then(Iterator::next);
-                let sums = rule.score(t, logits, probs, gates);
+            rule.change(ctx.isa(), block * ROWS, logits, lse.len());
+            let mut sums = [RowSums::default(); ROWS];
+            let sums = &mut sums[..lse.len()];
+            softmax_rows(ctx.isa(), logits, probs, sums);
+            if let Some(gates) = gates {
+                let rows = gates.chunks_mut(e).zip(probs.chunks_mut(e)).zip(logits.chunks(e));
+                for (((gates, probs), logits), sums) in rows.zip(&mut *sums) {
+                    sums.entropy = rule.gate.open(logits, gates, probs);
+                }
+            }
+            lse.iter_mut().zip(entropy).zip(sums).for_each(|((lse, entropy), sums)| {
                 (*lse, *entropy) = (sums.lse, sums.entropy);
+            });
+            for (t, logits) in (block * ROWS..).zip(logits.chunks_mut(e)).filter(|(_, logits)| logits[0].is_nan()) {
+                logits.fill(0.0);
+                rule.mask(t, logits);
             }
         });
         let sums = sums(ctx, &probs, &lse, &entropy);
@@ -137,30 +90,39 @@ impl Scores {
 }
 
 impl LogitRule<'_> {
-    /// Scores of token `t`.
-    fn score(&self, t: usize, logits: &mut [f32], probs: &mut [f32], gates: Option<&mut [f32]>) -> RowSums {
-        let e = logits.len();
-        if !matches!(self.noise, LogitNoise::None) || self.temperature != 1.0 {
-            for (i, logit) in logits.iter_mut().enumerate() {
-                *logit = (*logit + self.noise.at(t * e + i)) / self.temperature;
+    /// Noise, temperature and reach on the `logits` of `num_tokens` tokens from `first` on. A token that is spoilt has NaN
+    /// throughout.
+    fn change(&self, isa: Isa, first: usize, logits: &mut [f32], num_tokens: usize) {
+        let e = logits.len() / num_tokens.max(1);
+        if let Some(noise) = self.noise.of(isa, first * e, logits.len()) {
+            logits.iter_mut().zip(noise).for_each(|(logit, noise)| *logit += noise);
+        }
+        if self.temperature != 1.0 {
+            logits.iter_mut().for_each(|logit| *logit /= self.temperature);
+        }
+        for (t, logits) in (first..).zip(logits.chunks_mut(e)) {
+            if logits.iter().all(|logit| logit.is_finite()) {
+                self.mask(t, logits);
+            } else {
+                logits.fill(f32::NAN);
             }
         }
-        let is_spoilt = logits.iter().any(|logit| !logit.is_finite());
-        if is_spoilt {
-            logits.fill(0.0);
-        }
+    }
+
+    /// Puts what is out of reach of token `t` out of the choice.
+    fn mask(&self, t: usize, logits: &mut [f32]) {
         if let Some(reach) = self.reach.get(self.modalities.get(t).copied().unwrap_or(0) as usize) {
             logits.iter_mut().zip(reach).filter(|(_, is_near)| !**is_near).for_each(|(l, _)| *l = f32::NEG_INFINITY);
         }
-        if is_spoilt {
-            probs.fill(f32::NAN);
-            gates.into_iter().for_each(|gates| gates.fill(f32::NAN));
-            return RowSums { lse: f32::NAN, entropy: f32::NAN };
-        }
-        match (self.gate, gates) {
-            (Gate::Sigmoid, Some(gates)) => rows::sigmoid(logits, gates, probs),
-            (Gate::Relu, Some(gates)) => rows::relu(logits, gates, probs),
-            _ => rows::softmax(logits, probs),
+    }
+}
+
+impl Gate {
+    /// The gates of one token and, in place of the softmax in `probs`, these divided by their sum; returns the entropy.
+    fn open(self, logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> f32 {
+        match self {
+            Self::Relu => rows::relu(logits, gates, probs),
+            _ => rows::sigmoid(logits, gates, probs),
         }
     }
 }

@@ -5,7 +5,7 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::fill_normal;
 use moeworks_tensor::{DType, Random};
 
-use super::config::{RouterConfig, RouterKind};
+use super::config::{HashTable, RouterConfig, RouterKind};
 use super::flat::NOISE;
 use super::scorer::{LOG_SCALE, PROJECTION};
 use super::tree::{TREE, Tree};
@@ -17,6 +17,9 @@ use crate::{LayerStats, MoeConfig};
 pub(crate) const EXPERT_BIAS: &str = "e_score_correction_bias";
 /// In the state of a router: `[1]`, the weight of the L1 loss.
 pub(crate) const L1_WEIGHT: &str = "l1_weight";
+
+/// In the state of a router: `[ids, K]`, the experts of each id of a token as numbers, -1 for none.
+pub(crate) const HASH_TABLE: &str = "hash_table";
 
 /// Moves the state of a router of `config` by what one whole step's tokens did.
 ///
@@ -136,7 +139,10 @@ impl MoeConfig {
     /// The state that the router keeps.
     #[must_use]
     pub fn state_shapes(&self) -> Vec<WeightShape> {
-        let RouterConfig { expert_bias, kind, l1_start, .. } = self.router;
+        let RouterConfig { expert_bias, kind, l1_start, hash, hash_ids, .. } = self.router;
+        if kind == RouterKind::Hash && hash == HashTable::Balanced {
+            return vec![WeightShape::new(HASH_TABLE, &[hash_ids, self.top_k], Init::Constant(-1.0))];
+        }
         let bias = WeightShape::new(EXPERT_BIAS, &[self.num_choosable()], Init::Constant(0.0));
         let l1 = WeightShape::new(L1_WEIGHT, &[1], Init::Constant(l1_start));
         let bias = expert_bias.then_some(bias);

@@ -18,12 +18,12 @@ use moeworks_ops::grouped_linear::{
     GroupedRows, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
 use moeworks_ops::linear::Write;
+use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks::{self, ROWS};
 use super::choice;
 use super::config::RouterConfig;
-use super::rows;
 use crate::{MoeConfig, MoeWeights};
 
 /// The vectors of the clusters, level by level from the top; those of the experts are the router's matrix.
@@ -215,9 +215,10 @@ impl Level {
         let width = raw.cols();
         let outputs = blocks::of_mut(level.probs.f32s_mut(), width).zip(blocks::of_mut(level.lse.f32s_mut(), 1));
         blocks::for_each(ctx, outputs.zip(blocks::of(raw.f32s(), width)), |_, ((probs, lse), raw)| {
-            for ((probs, lse), raw) in probs.chunks_mut(width).zip(lse).zip(raw.chunks(width)) {
-                *lse = rows::softmax(raw, probs).lse;
-            }
+            let mut sums = [RowSums::default(); ROWS];
+            let sums = &mut sums[..lse.len()];
+            softmax_rows(ctx.isa(), raw, probs, sums);
+            lse.iter_mut().zip(sums).for_each(|(lse, sums)| *lse = sums.lse);
         });
         (level, raw)
     }

@@ -108,8 +108,7 @@ fn jitter_is_on_the_routers_input_alone() {
     config.jitter = 0.25;
     let layer = MoeLayer::new(config.clone()).unwrap();
     let random = Random::new(7, Purpose::Router, 3);
-    let noise: Vec<f64> =
-        (0..(t * d) as u64).map(|i| f64::from(1.0 + 0.25 * (2.0 * random.uniform(i) - 1.0))).collect();
+    let noise: Vec<f64> = (0..(t * d) as u64).map(|i| f64::from(1.0 + 0.25 * (2.0 * random.coarse(i) - 1.0))).collect();
     assert!(noise.iter().all(|factor| (0.75..=1.25).contains(factor)));
     let (ref_weights, x, dy) = (weights(&config), values(4, t * d), values(5, t * d));
     let weights = layer_weights(&ctx, &config, &ref_weights);

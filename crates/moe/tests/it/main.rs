@@ -1,6 +1,7 @@
 //! The MoE layer against a plain reference, against fixtures of other implementations, and against published figures.
 
 mod capacity;
+mod decisions;
 mod deepseek;
 mod edges;
 mod fixtures;

@@ -109,10 +109,10 @@ impl Scheme<'_> {
         let factor = |i: usize| {
             let position = t * D + i;
             let jitter = self
-                .random(0, position, Random::uniform)
+                .random(0, position, Random::coarse)
                 .map_or(1.0, |u| 1.0 + f64::from(self.config.jitter) * (2.0 * u - 1.0));
             let p = f64::from(self.config.router.input_dropout);
-            let is_kept = self.random(1, position, Random::uniform).is_none_or(|u| p == 0.0 || u >= p);
+            let is_kept = self.random(1, position, Random::coarse).is_none_or(|u| p == 0.0 || u >= p);
             jitter
                 * if is_kept { if p > 0.0 && self.input.noise.is_some() { 1.0 / (1.0 - p) } else { 1.0 } } else { 0.0 }
         };
@@ -149,7 +149,7 @@ impl Scheme<'_> {
         };
         let noise = |i: usize| match router.kind {
             RouterKind::Gumbel => {
-                self.random(2, t * e + i, Random::uniform).map_or(0.0, |u| -(-(u + 2.0_f64.powi(-25)).ln()).ln())
+                self.random(2, t * e + i, Random::uniform).map_or(0.0, |u| -(-u.max(2.0_f64.powi(-25)).ln()).ln())
             }
             _ => deviations[i] * self.random(2, t * e + i, Random::normal).unwrap_or(0.0),
         };

@@ -63,6 +63,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.random_fade", "Share of the run, after that, over which random choices become rare."),
     ("model.router.second", "When gshard's second expert is used: always, random (by its weight) or threshold."),
     ("model.router.second_threshold", "Its threshold: 0.5 in GShard, 0.2 in ST-MoE."),
+    (
+        "model.router.hash",
+        "Which experts hash sends ids of tokens to: random ones, or balanced by how often ids stand in the training text.",
+    ),
     ("model.router.cosine_dim", "Width of the cosine router's projection."),
     ("model.router.cosine_temperature", "The temperature that the cosine router's learned one starts from."),
     ("model.router.top_p", "top_p takes the fewest experts whose probabilities add up to this."),

@@ -130,6 +130,27 @@ impl Dataset {
         &self.split.validation
     }
 
+    /// How often each id below `vocab_size` stands in the training windows, or in 65,536 of them spread evenly.
+    #[must_use]
+    pub fn token_counts(&self, vocab_size: usize) -> Vec<u64> {
+        const MAX_WINDOWS: u64 = 1 << 16;
+        let train = &self.split.train;
+        let stride = train.len().div_ceil(MAX_WINDOWS).max(1);
+        let (mut counts, mut ids) = (vec![0_u64; vocab_size], Vec::new());
+        for window in (0..train.len()).step_by(stride as usize) {
+            ids.clear();
+            let Range { start, end } = train.tokens(window);
+            // The last token is a target alone, and the first of the next window.
+            self.tokens.read(start..end - 1, &mut ids);
+            for &id in &ids {
+                if let Some(count) = counts.get_mut(id as usize) {
+                    *count += 1;
+                }
+            }
+        }
+        counts
+    }
+
     /// Microbatch `micro` of optimizer step `step`, both from 0.
     #[must_use]
     pub fn train_batch(&self, step: u64, micro: usize) -> Batch {

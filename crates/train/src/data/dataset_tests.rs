@@ -27,6 +27,15 @@ fn targets_follow_their_inputs() {
     }
 }
 
+#[test]
+fn ids_are_counted_in_the_training_windows_alone() {
+    let tokens: Vec<u32> = (0..4000).map(|t| t % 5).collect();
+    let data = Dataset::new(Arc::new(TokenStore::from(tokens)), OPTIONS, "here").unwrap();
+    let counts = data.token_counts(6);
+    assert_eq!(counts.iter().sum::<u64>(), data.train().len() * 7);
+    assert!(counts[..5].iter().all(|n| n.abs_diff(counts[0]) < 100) && counts[5] == 0, "{counts:?}");
+}
+
 proptest! {
     #[test]
     fn each_epoch_passes_every_window_once(num_tokens in 20u32..2000, seed: u64, first in 0u64..4) {

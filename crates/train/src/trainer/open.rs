@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
+use moeworks_moe::{HashTable, RouterKind, balanced_hash};
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::DType;
 
@@ -27,6 +28,17 @@ fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<Decod
         return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
     }
     Ok(weights.compute_copy(ctx, DType::F32))
+}
+
+/// Random weights; routers that send ids to experts by their frequency have that of the training tokens.
+fn first_weights(ctx: &Context, decoder: &Decoder, seed: u64, corpus: &Corpus) -> DecoderWeights {
+    let mut weights = decoder.init(ctx, seed);
+    let model = decoder.config();
+    if model.router.kind == RouterKind::Hash && model.router.hash == HashTable::Balanced {
+        let counts = corpus.dataset.token_counts(model.vocab_size);
+        weights.set_hash_tables(&balanced_hash(&counts, model.num_experts, model.top_k));
+    }
+    weights
 }
 
 fn decoder(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Decoder, TrainError> {
@@ -88,7 +100,7 @@ impl Trainer {
         check_memory(&config, ranks.as_ref())?;
         let weights = match from {
             Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
-            None => decoder.init(&ctx, config.train.seed),
+            None => first_weights(&ctx, &decoder, config.train.seed, &corpus),
         };
         let weights = match &ranks {
             None => weights,

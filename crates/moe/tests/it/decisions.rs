@@ -1,0 +1,235 @@
+//! Decisions of every scheme on logits that are whole numbers, so that ties are many and exact and no product rounds: against
+//! a choice by sorting, on any number of threads, and with the tokens shared out.
+
+use moeworks_moe::{
+    HashTable, MoeConfig, MoeLayer, MoeWeights, NO_EXPERT, RouterConfig, RouterInput, RouterKind, Routing,
+    RoutingError, ScoreFunction, SecondExpert, balanced_hash,
+};
+use moeworks_ops::Context;
+use moeworks_tensor::{Purpose, Random, Tensor};
+use proptest::prelude::*;
+
+use crate::{config, tensor};
+
+const E: usize = 8;
+
+/// Every kind, with experts a token.
+const KINDS: [(RouterKind, usize); 13] = [
+    (RouterKind::TopK, 3),
+    (RouterKind::Switch, 1),
+    (RouterKind::NoisyTopK, 2),
+    (RouterKind::Gshard, 2),
+    (RouterKind::Cosine, 2),
+    (RouterKind::Gumbel, 2),
+    (RouterKind::ExpertChoice, 2),
+    (RouterKind::Base, 1),
+    (RouterKind::Sinkhorn, 2),
+    (RouterKind::Hash, 2),
+    (RouterKind::TopP, 2),
+    (RouterKind::Relu, 2),
+    (RouterKind::Hierarchical, 2),
+];
+
+fn of_kind(kind: RouterKind, top_k: usize) -> MoeConfig {
+    let mut config = config(E, 2, E, top_k);
+    config.router = RouterConfig { kind, cosine_dim: 4, ..RouterConfig::default() };
+    config
+}
+
+/// A router whose logits are its input.
+fn identity(ctx: &Context, config: &MoeConfig) -> MoeWeights {
+    let mut weights = MoeWeights::random(ctx, config, 3, 0.5);
+    if config.router_shape() == [E, E] {
+        let values = weights.router.f32s_mut();
+        values.fill(0.0);
+        (0..E).for_each(|e| values[e * E + e] = 1.0);
+    }
+    weights
+}
+
+/// Whole numbers from `-half` to `half`.
+fn logits(seed: u64, num_tokens: usize, half: u64) -> Vec<f64> {
+    let random = Random::new(seed, Purpose::Test, 40);
+    (0..(num_tokens * E) as u64).map(|i| random.below(i, 2 * half + 1) as f64 - half as f64).collect()
+}
+
+fn route(ctx: &Context, config: &MoeConfig, x: &[f64], input: &RouterInput<'_>) -> Result<Routing, RoutingError> {
+    let x: Tensor = tensor(ctx, &[x.len() / E, E], x);
+    MoeLayer::new(config.clone()).unwrap().route(ctx, &identity(ctx, config), &x, input)
+}
+
+/// The experts of each token.
+fn experts(routing: &Routing) -> Vec<Vec<u32>> {
+    (0..routing.num_tokens()).map(|t| routing.choices(t).map(|(expert, _)| expert).collect()).collect()
+}
+
+/// Experts by falling logit, the lowest index first at a tie.
+fn order(logits: &[f64]) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+    order
+}
+
+fn softmax(logits: &[f64]) -> Vec<f64> {
+    let total: f64 = logits.iter().map(|l| l.exp()).sum();
+    logits.iter().map(|l| l.exp() / total).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn tokens_choose_by_sorting_and_the_lowest_index_wins_a_tie(
+        seed: u64, half in 0_u64..4, num_tokens in 1_usize..200, k in 1_usize..=E, is_sigmoid: bool,
+    ) {
+        let ctx = Context::cpu(2);
+        let x = logits(seed, num_tokens, half);
+        for kind in [RouterKind::TopK, RouterKind::NoisyTopK, RouterKind::Gumbel, RouterKind::Switch, RouterKind::Gshard] {
+            let k = match kind {
+                RouterKind::Switch => 1,
+                RouterKind::Gshard => 2,
+                _ => k,
+            };
+            let mut config = of_kind(kind, k);
+            config.router.second = SecondExpert::Always;
+            if is_sigmoid && kind == RouterKind::TopK {
+                config.router.scores = ScoreFunction::Sigmoid;
+            }
+            let routing = route(&ctx, &config, &x, &RouterInput::default()).unwrap();
+            for (experts, logits) in experts(&routing).iter().zip(x.chunks(E)) {
+                prop_assert_eq!(&experts[..], &order(logits)[..k], "{:?}", kind);
+            }
+        }
+    }
+
+    #[test]
+    fn a_tokens_own_number_of_experts_is_that_of_sorting(seed: u64, half in 0_u64..4, num_tokens in 1_usize..200) {
+        let ctx = Context::cpu(2);
+        let x = logits(seed, num_tokens, half);
+        let relu = route(&ctx, &of_kind(RouterKind::Relu, 2), &x, &RouterInput::default()).unwrap();
+        for (experts, logits) in experts(&relu).iter().zip(x.chunks(E)) {
+            let expected: Vec<u32> = order(logits).into_iter().filter(|&e| logits[e as usize] > 0.0).collect();
+            prop_assert_eq!(experts, &expected);
+        }
+        // No sum of shares of whole logits comes to this number.
+        let p = 0.371_3;
+        let mut config = of_kind(RouterKind::TopP, 2);
+        config.router.top_p = p as f32;
+        let top_p = route(&ctx, &config, &x, &RouterInput::default()).unwrap();
+        for (experts, logits) in experts(&top_p).iter().zip(x.chunks(E)) {
+            let (probs, mut sum) = (softmax(logits), 0.0);
+            let is_needed = |e: &u32| {
+                let is_needed = sum < p;
+                sum += probs[*e as usize];
+                is_needed
+            };
+            let expected: Vec<u32> = order(logits).into_iter().take_while(is_needed).collect();
+            prop_assert_eq!(experts, &expected);
+        }
+    }
+
+    #[test]
+    fn joint_schemes_balance_whatever_the_logits(seed: u64, half in 0_u64..4, num_tokens in 1_usize..200) {
+        let ctx = Context::cpu(2);
+        let mut x = logits(seed, num_tokens, half);
+        // All want the same ones the more, the higher the seed.
+        x.iter_mut().enumerate().for_each(|(i, x)| *x += ((i % E) as u64 * (seed % 5)) as f64);
+        for (kind, k) in [(RouterKind::ExpertChoice, 2), (RouterKind::Base, 1)] {
+            let routing = route(&ctx, &of_kind(kind, k), &x, &RouterInput::default()).unwrap();
+            let mut loads = [0; E];
+            experts(&routing).iter().flatten().for_each(|&e| loads[e as usize] += 1);
+            let expected: Vec<usize> = match kind {
+                RouterKind::Base => (0..E).map(|e| num_tokens / E + usize::from(e < num_tokens % E)).collect(),
+                _ => vec![(k * num_tokens).div_ceil(E).min(num_tokens); E],
+            };
+            prop_assert_eq!(&loads[..], &expected[..], "{:?}", kind);
+        }
+    }
+
+    #[test]
+    fn decisions_do_not_depend_on_threads_or_on_how_tokens_are_shared_out(
+        seed: u64, num_tokens in 2_usize..300, at in 0.0..1.0_f64, progress in 0.0..1.0_f64,
+    ) {
+        let x = logits(seed, num_tokens, 3);
+        let ids: Vec<u32> = (0..num_tokens as u32).map(|t| t % 37).collect();
+        let noise = Random::new(seed, Purpose::Router, 5);
+        let input = RouterInput { token_ids: &ids, progress, ..RouterInput::with_noise(noise) };
+        for (kind, k) in KINDS {
+            let mut config = of_kind(kind, k);
+            if kind != RouterKind::Hierarchical {
+                config.router.noise_std = 0.3;
+            }
+            (config.router.random_share, config.router.random_fade) = (0.2, 0.5);
+            let whole = route(&Context::cpu(1), &config, &x, &input).unwrap();
+            for threads in [2, 3] {
+                prop_assert_eq!(&whole, &route(&Context::cpu(threads), &config, &x, &input).unwrap(), "{:?}", kind);
+            }
+            if matches!(kind, RouterKind::ExpertChoice | RouterKind::Base | RouterKind::Sinkhorn) {
+                continue;
+            }
+            let first = (at * num_tokens as f64) as usize;
+            let mut parts = Vec::new();
+            for (range, first_token) in [(0..first, 0), (first..num_tokens, first)] {
+                let input = RouterInput { token_ids: &ids[range.clone()], first_token, ..input };
+                let part = route(&Context::cpu(2), &config, &x[range.start * E..range.end * E], &input).unwrap();
+                parts.extend(experts(&part));
+            }
+            prop_assert_eq!(experts(&whole), parts, "{:?}", kind);
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_is_refused_by_every_scheme_with_logits() {
+    let ctx = Context::cpu(2);
+    for (kind, k) in KINDS.into_iter().filter(|(kind, _)| *kind != RouterKind::Hash) {
+        for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
+            let mut x = logits(1, 150, 3);
+            x[140 * E + 2] = bad;
+            let error = route(&ctx, &of_kind(kind, k), &x, &RouterInput::default()).unwrap_err();
+            let is_named = matches!(error, RoutingError::NotFinite { token: 140, .. });
+            assert!(is_named && error.to_string().contains("140"), "{kind:?}: {error}");
+        }
+    }
+}
+
+/// Lists with ties, one id alone more than a share, and unused ones.
+#[test]
+fn a_balanced_hash_sends_each_expert_about_as_many_tokens() {
+    let counts: Vec<u64> = (1..=500).map(|rank| 10_000 / rank).collect();
+    for k in [1, 2, 3] {
+        let table = balanced_hash(&counts, E, k);
+        let mut loads = [0; E];
+        for (row, count) in table.chunks(k).zip(&counts) {
+            assert!((1..k).all(|i| !row[..i].contains(&row[i])), "{row:?}");
+            row.iter().for_each(|&e| loads[e as usize] += count);
+        }
+        // The first id alone may be more than a share of those of its experts; all others fill up below it.
+        let (least, most) = (*loads.iter().min().unwrap(), *loads.iter().max().unwrap());
+        assert!(most - least <= 40 || most == counts[0], "{k}: {loads:?}");
+    }
+    assert_eq!(balanced_hash(&[5, 5, 0, 5], 2, 1), [0, 1, 1, 0]);
+}
+
+#[test]
+fn a_layer_follows_its_hash_table_and_hashes_what_the_table_lacks() {
+    let ctx = Context::cpu(2);
+    let mut config = of_kind(RouterKind::Hash, 2);
+    let ids = [3, 0, 3, 2, 9, 1];
+    let input = RouterInput { token_ids: &ids, ..RouterInput::default() };
+    let random = route(&ctx, &config, &logits(1, ids.len(), 1), &input).unwrap();
+    (config.router.hash, config.router.hash_ids) = (HashTable::Balanced, 4);
+    let layer = MoeLayer::new(config.clone()).unwrap();
+    let mut weights = MoeWeights::zeros(&ctx, &config, moeworks_tensor::DType::F32);
+    let x = ctx.zeros(&[ids.len(), E], moeworks_tensor::DType::F32);
+    let empty = layer.route(&ctx, &weights, &x, &input).unwrap();
+    assert_eq!(experts(&empty), experts(&random), "a table without entries is a random hash");
+    weights.set_hash_table(&[7, 6, 5, 4, NO_EXPERT, 2, 1, 0]);
+    let filled = experts(&layer.route(&ctx, &weights, &x, &input).unwrap());
+    let random = experts(&random);
+    assert_eq!(filled[0], [1, 0]);
+    assert_eq!(filled[1], [7, 6]);
+    assert_eq!(filled[5], [5, 4]);
+    // No entry, and beyond the table.
+    assert_eq!((&filled[3], &filled[4]), (&random[3], &random[4]));
+}
