@@ -2,12 +2,13 @@
 
 use moeworks_tensor::{DType, Device, MemoryPool, Tensor};
 
+use crate::cuda::Gpu;
 use crate::{Isa, Threads};
 
 /// The device, its memory and its threads, handed to every operation. Cloning shares the pool and the threads.
 #[derive(Clone)]
 pub struct Context {
-    device: Device,
+    gpu: Option<Gpu>,
     pool: MemoryPool,
     threads: Threads,
     isa: Isa,
@@ -17,7 +18,7 @@ impl Context {
     /// A CPU context with `num_threads` threads (at least one; the calling thread counts) and the best instruction set.
     #[must_use]
     pub fn cpu(num_threads: usize) -> Self {
-        Self { device: Device::Cpu, pool: MemoryPool::new(), threads: Threads::new(num_threads), isa: Isa::detect() }
+        Self { gpu: None, pool: MemoryPool::new(), threads: Threads::new(num_threads), isa: Isa::detect() }
     }
 
     /// A CPU context with one thread for each core that this process may use.
@@ -34,10 +35,23 @@ impl Context {
         self
     }
 
+    /// The same context with a GPU: operations that have kernels run there, the others here.
+    #[must_use]
+    pub fn with_gpu(mut self, gpu: Gpu) -> Self {
+        self.gpu = Some(gpu);
+        self
+    }
+
     /// The device.
     #[must_use]
     pub fn device(&self) -> Device {
-        self.device
+        if self.gpu.is_some() { Device::Cuda } else { Device::Cpu }
+    }
+
+    /// The GPU, if there is one.
+    #[must_use]
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref()
     }
 
     /// The memory pool.

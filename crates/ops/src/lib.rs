@@ -15,6 +15,7 @@ pub mod attention;
 pub mod columns;
 mod context;
 pub mod counting_sort;
+pub mod cuda;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;

@@ -7,6 +7,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
@@ -16,6 +17,9 @@ use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
 #[must_use]
 pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
     let rows = Rows::of(x, weight);
+    if let Some(on) = On::of(ctx) {
+        return cuda::rms_norm::forward(on, x, weight, eps, out);
+    }
     let weight = weight.to_f32_vec();
     let mut y = ctx.empty(x.shape(), out);
     let mut inv_rms = ctx.empty(&[rows.count], DType::F32);
@@ -76,6 +80,9 @@ pub fn rms_norm_backward(
     let rows = Rows::of(x, weight);
     assert_eq!(dy.len(), x.len(), "rms_norm backward: dy {:?}, x {:?}", dy.shape(), x.shape());
     assert_eq!((inv_rms.len(), dweight.len()), (rows.count, rows.width), "rms_norm backward: inv_rms, dweight");
+    if let Some(on) = On::of(ctx) {
+        return cuda::rms_norm::backward(on, dy, x, weight, inv_rms, write, dweight);
+    }
     let weight = weight.to_f32_vec();
     let inv_rms = inv_rms.f32s();
     let mut dx = ctx.empty(x.shape(), DType::F32);

@@ -81,4 +81,6 @@ impl Element for u32 {
 pub enum Device {
     /// The host processor.
     Cpu,
+    /// A GPU of NVIDIA.
+    Cuda,
 }

@@ -6,6 +6,7 @@
 
 mod blocks;
 mod dtype;
+mod mirror;
 mod pool;
 mod random;
 mod tensor;
@@ -13,6 +14,7 @@ mod tensor;
 pub use blocks::{BLOCK_LEN, Q4Block, Q8Block};
 pub use dtype::{DType, Device, Element};
 pub use half::{bf16, f16};
+pub use mirror::{DeviceBlock, DeviceMemory};
 pub use pool::{MemoryPool, PoolStats};
 pub use random::{Purpose, Random};
 pub use tensor::{Bytes, Tensor};

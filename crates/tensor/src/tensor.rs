@@ -7,15 +7,16 @@ use std::sync::{Arc, OnceLock};
 use half::bf16;
 
 use crate::dtype::{DType, Element};
-use crate::pool::{MemoryPool, PooledBytes};
+use crate::mirror::{DeviceBlock, Mirrored};
+use crate::pool::MemoryPool;
 
 /// Memory that somebody else owns, such as a mapped file.
 pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 #[derive(Clone)]
 enum Storage {
-    Pooled(Arc<PooledBytes>),
-    Foreign { owner: Bytes, range: Range<usize> },
+    Pooled(Arc<Mirrored>),
+    Foreign { owner: Bytes, range: Range<usize>, device: Arc<OnceLock<DeviceBlock>> },
     Pieces(Arc<Pieces>),
 }
 
@@ -65,14 +66,26 @@ impl Tensor {
         if !is_fresh {
             block.bytes_mut()[..bytes].fill(0);
         }
-        Self { storage: Storage::Pooled(Arc::new(block)), shape: shape.to_vec(), dtype }
+        Self::over(Mirrored::in_host(pool, bytes, block), shape, dtype)
     }
 
     /// A tensor whose contents are unspecified (what the memory's last owner left): for results that are written whole.
     #[must_use]
     pub fn empty(pool: &MemoryPool, shape: &[usize], dtype: DType) -> Self {
-        let (block, _) = pool.take(byte_len(shape, dtype));
-        Self { storage: Storage::Pooled(Arc::new(block)), shape: shape.to_vec(), dtype }
+        let bytes = byte_len(shape, dtype);
+        let (block, _) = pool.take(bytes);
+        Self::over(Mirrored::in_host(pool, bytes, block), shape, dtype)
+    }
+
+    /// A tensor whose contents are those of `block`, on a device; it must hold as many bytes as the shape asks for. The
+    /// host's copy, made when the host first reads the tensor, comes from `pool`.
+    #[must_use]
+    pub fn from_device(pool: &MemoryPool, shape: &[usize], dtype: DType, block: DeviceBlock) -> Self {
+        Self::over(Mirrored::on_device(pool, byte_len(shape, dtype), block), shape, dtype)
+    }
+
+    fn over(memory: Mirrored, shape: &[usize], dtype: DType) -> Self {
+        Self { storage: Storage::Pooled(Arc::new(memory)), shape: shape.to_vec(), dtype }
     }
 
     /// A tensor with a copy of `values`, whose number must be the product of `shape`.
@@ -92,7 +105,7 @@ impl Tensor {
         if Some(bytes.len()) != checked_byte_len(shape, dtype) || !is_aligned {
             return None;
         }
-        Some(Self { storage: Storage::Foreign { owner, range }, shape: shape.to_vec(), dtype })
+        Some(Self { storage: Storage::Foreign { owner, range, device: Arc::default() }, shape: shape.to_vec(), dtype })
     }
 
     /// The read-only tensor that `pieces` make one behind the other, without a copy. `None` if there is none, or their types
@@ -129,7 +142,7 @@ impl Tensor {
     #[must_use]
     pub fn span<'a, E: Element>(&'a self, other: &Self) -> Option<(&'a [E], [usize; 2])> {
         assert_eq!((self.dtype, other.dtype), (E::DTYPE, E::DTYPE), "element type of a tensor {:?}", self.shape);
-        let (Storage::Foreign { owner, range: a }, Storage::Foreign { owner: theirs, range: b }) =
+        let (Storage::Foreign { owner, range: a, .. }, Storage::Foreign { owner: theirs, range: b, .. }) =
             (&self.storage, &other.storage)
         else {
             return None;
@@ -205,25 +218,50 @@ impl Tensor {
         copy
     }
 
-    /// The elements as bytes, in the machine's byte order.
+    /// The elements as bytes, in the machine's byte order. Copied from the device first, if they are only there.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
-        let bytes = self.num_bytes();
         match &self.storage {
-            Storage::Pooled(block) => &block.bytes()[..bytes],
-            Storage::Foreign { owner, range } => &(**owner).as_ref()[range.clone()],
+            Storage::Pooled(memory) => memory.bytes(),
+            Storage::Foreign { owner, range, .. } => &(**owner).as_ref()[range.clone()],
             Storage::Pieces(pieces) => pieces.whole().bytes(),
+        }
+    }
+
+    /// Whether the host can read the elements without a copy from a device.
+    #[must_use]
+    pub fn is_in_host(&self) -> bool {
+        match &self.storage {
+            Storage::Pooled(memory) => memory.is_in_host(),
+            Storage::Foreign { .. } | Storage::Pieces(_) => true,
+        }
+    }
+
+    /// Where the elements are on a device, for reading. `upload` makes a block with the bytes that it is given; it is called
+    /// if there is none yet. A tensor is used with one device.
+    #[must_use]
+    pub fn device_address(&self, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
+        match &self.storage {
+            Storage::Pooled(memory) => memory.address(upload),
+            Storage::Foreign { device, .. } => device.get_or_init(|| upload(self.bytes())).address(),
+            Storage::Pieces(pieces) => pieces.whole().device_address(upload),
+        }
+    }
+
+    /// As [`device_address`](Self::device_address), for writing: the host's copy is given up. Panics if the memory is shared.
+    #[must_use]
+    pub fn device_address_mut(&mut self, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
+        match &mut self.storage {
+            Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").address_mut(upload),
+            Storage::Foreign { .. } | Storage::Pieces(_) => panic!("a read-only tensor is written to"),
         }
     }
 
     /// The elements as bytes, for writing. Panics if the memory is shared.
     #[must_use]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let bytes = self.num_bytes();
         match &mut self.storage {
-            Storage::Pooled(block) => {
-                &mut Arc::get_mut(block).expect("a shared tensor is written to").bytes_mut()[..bytes]
-            }
+            Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").bytes_mut(),
             Storage::Foreign { .. } | Storage::Pieces(_) => panic!("a read-only tensor is written to"),
         }
     }

@@ -1,13 +1,19 @@
 //! Inputs and comparisons shared by the tests.
 
+use moeworks_ops::cuda::Gpu;
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-/// A context for each instruction set of the machine, and for one, two and three threads.
+/// A context for each instruction set of the machine, for one, two and three threads, and for each GPU or its emulation.
 pub(crate) fn contexts() -> Vec<(String, Context)> {
     let isas = Isa::available().into_iter().map(|isa| (format!("{isa:?}"), Context::cpu(2).with_isa(isa)));
     let threads = [1, 3].map(|threads| (format!("{threads} threads"), Context::cpu(threads)));
-    isas.chain(threads).collect()
+    isas.chain(threads).chain(gpu_contexts()).collect()
+}
+
+/// A context for each GPU or its emulation.
+pub(crate) fn gpu_contexts() -> impl Iterator<Item = (String, Context)> {
+    Gpu::for_tests().into_iter().map(|(name, gpu)| (name.to_string(), Context::cpu(2).with_gpu(gpu)))
 }
 
 /// Contexts that differ in the number of threads alone: results must be the same bits.

@@ -5,6 +5,7 @@ mod attention;
 mod attention_biased;
 mod columns;
 mod common;
+mod cuda;
 mod elementwise;
 mod embedding;
 mod expert_biases;

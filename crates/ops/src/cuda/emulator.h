@@ -1,0 +1,351 @@
+// Runs kernel sources on the host's processor, for tests: a block's threads are fibers of one thread that take turns at barriers
+// and at operations of a warp. Found here: wrong results, threads that do not meet at a barrier or a warp operation, reads of
+// shared memory before it is written (it starts as NaN), missing waits for asynchronous copies (they arrive at the wait), and,
+// by a second order of the threads, most missing barriers. Not found: anything about speed, or about memory ordering.
+#pragma once
+#include <csetjmp>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+#include <ucontext.h>
+
+#define EMULATED 1
+#define DEVICE static inline
+#define DEVICE_MEMBER inline
+#define KERNEL(max_threads) static void
+#define SHARED(name) unsigned char* const name = emulator::running->shared
+#define __shared__ static thread_local
+#define __restrict__
+#define __align__(n) alignas(n)
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+struct Size { u32 x, y, z; };
+
+constexpr int WARP = 32, MAX_THREADS = 1024;
+constexpr size_t STACK = 128 << 10;
+
+enum State { READY, AT_BARRIER, IN_WARP, DONE };
+
+struct Copy { void* to; const void* from; bool is_there; };
+
+struct Fiber {
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    ucontext_t entry;
+    jmp_buf at;
+    bool is_started = false;
+    State state = DONE;
+    std::vector<std::vector<Copy>> copies;
+};
+
+struct Warp {
+    const void* in[WARP];
+    void* out[WARP];
+    int operation, arrived;
+};
+
+struct Call {
+    virtual void run() = 0;
+    virtual ~Call() {}
+};
+
+// What one thread of the host runs at a time.
+struct Machine {
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    Warp warps[MAX_THREADS / WARP];
+    std::vector<unsigned char> memory;
+    unsigned char* shared = nullptr;
+    Size block_index, block_size, grid_size, thread_index;
+    Call* call = nullptr;
+    int current = 0;
+    jmp_buf scheduler;
+    ucontext_t first;
+    std::string error;
+};
+
+inline thread_local std::unique_ptr<Machine> machine;
+inline thread_local Machine* running = nullptr;
+
+inline void leave(State state) {
+    Machine& m = *running;
+    Fiber& fiber = *m.fibers[m.current];
+    fiber.state = state;
+    if (_setjmp(fiber.at) == 0) _longjmp(m.scheduler, 1);
+}
+
+inline void fiber_main() {
+    for (;;) {
+        running->call->run();
+        leave(DONE);
+    }
+}
+
+inline void fail(const std::string& what) {
+    Machine& m = *running;
+    if (m.error.empty()) m.error = what;
+    leave(DONE);
+}
+
+inline void enter(int thread) {
+    Machine& m = *running;
+    Fiber& fiber = *m.fibers[thread];
+    m.current = thread;
+    m.thread_index = {thread % m.block_size.x, thread / m.block_size.x % m.block_size.y, thread / m.block_size.x / m.block_size.y};
+    if (_setjmp(m.scheduler) != 0) return;
+    if (fiber.is_started) _longjmp(fiber.at, 1);
+    fiber.is_started = true;
+    getcontext(&fiber.entry);
+    fiber.entry.uc_stack.ss_sp = fiber.stack.get();
+    fiber.entry.uc_stack.ss_size = STACK;
+    fiber.entry.uc_link = nullptr;
+    makecontext(&fiber.entry, fiber_main, 0);
+    setcontext(&fiber.entry);
+}
+
+// Runs one block; threads take turns from the first or, `reversed`, from the last.
+inline void run_block(int threads, size_t shared_bytes, bool reversed) {
+    Machine& m = *running;
+    memset(m.shared, 0xff, shared_bytes);
+    for (int w = 0; w < threads / WARP; w++) m.warps[w].arrived = 0;
+    for (int t = 0; t < threads; t++) {
+        m.fibers[t]->state = READY;
+        m.fibers[t]->copies.assign(1, {});
+    }
+    for (;;) {
+        bool moved = false;
+        for (int i = 0; i < threads; i++) {
+            int t = reversed ? threads - 1 - i : i;
+            if (m.fibers[t]->state != READY) continue;
+            moved = true;
+            enter(t);
+            if (!m.error.empty()) return;
+        }
+        if (moved) continue;
+        int waiting = 0, done = 0;
+        for (int t = 0; t < threads; t++) {
+            waiting += m.fibers[t]->state == AT_BARRIER;
+            done += m.fibers[t]->state == DONE;
+        }
+        if (done == threads) return;
+        if (waiting != threads) {
+            m.error = "of " + std::to_string(threads) + " threads " + std::to_string(waiting) + " wait at a barrier, " +
+                      std::to_string(done) + " are done and the others wait for lanes of their warp";
+            return;
+        }
+        for (int t = 0; t < threads; t++) m.fibers[t]->state = READY;
+    }
+}
+
+inline const char* run(Call& call, const u32* grid, u32 threads, u32 shared_bytes, bool reversed) {
+    static thread_local std::string error;
+    if (threads % WARP != 0 || threads > MAX_THREADS || threads == 0) return "a block is not of 1 to 32 whole warps";
+    if (!machine) machine.reset(new Machine);
+    Machine& m = *machine;
+    running = &m;
+    while (m.fibers.size() < threads) m.fibers.emplace_back(new Fiber);
+    m.memory.resize(shared_bytes + 2048);
+    m.shared = (unsigned char*)(((uintptr_t)m.memory.data() + 1023) & ~(uintptr_t)1023);
+    m.grid_size = {grid[0], grid[1], grid[2]};
+    m.block_size = {threads, 1, 1};
+    m.call = &call;
+    u64 blocks = (u64)grid[0] * grid[1] * grid[2];
+    for (u64 i = 0; i < blocks && m.error.empty(); i++) {
+        u64 b = reversed ? blocks - 1 - i : i;
+        m.block_index = {(u32)(b % grid[0]), (u32)(b / grid[0] % grid[1]), (u32)(b / grid[0] / grid[1])};
+        run_block(threads, shared_bytes, reversed);
+    }
+    error = m.error;
+    // Fibers that an error left in the middle are of no use any more.
+    if (!error.empty()) machine.reset();
+    return error.empty() ? nullptr : error.c_str();
+}
+
+// The whole warp does `f` once, with what every lane brought and where every lane expects its result.
+template <typename In, typename Out, typename F> inline Out with_warp(int operation, In in, F f) {
+    Machine& m = *running;
+    Warp& warp = m.warps[m.current / WARP];
+    int lane = m.current % WARP;
+    Out out{};
+    warp.in[lane] = &in;
+    warp.out[lane] = &out;
+    if (warp.arrived > 0 && warp.operation != operation) fail("lanes of a warp are at different operations");
+    warp.operation = operation;
+    if (++warp.arrived < WARP) {
+        leave(IN_WARP);
+        return out;
+    }
+    f((const In* const*)warp.in, (Out* const*)warp.out);
+    warp.arrived = 0;
+    for (int i = 0; i < WARP; i++) m.fibers[m.current / WARP * WARP + i]->state = READY;
+    return out;
+}
+
+inline u16 half_at(const void* row, int i) { return ((const u16*)row)[i]; }
+inline float widen(u16 x) {
+    u32 bits = (u32)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// The kernel `f` with the arguments that `args` points to, one each. Kinds: p pointer, u integer of 32 bits, f float.
+template <typename... A> struct KernelCall : Call {
+    void (*f)(A...);
+    void** args;
+    KernelCall(void (*f)(A...), void** args) : f(f), args(args) {}
+    template <size_t... I> void go(std::index_sequence<I...>) { f(*(std::remove_cv_t<A>*)args[I]...); }
+    void run() override { go(std::index_sequence_for<A...>{}); }
+};
+template <typename A> constexpr char kind() { return std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : 'u'; }
+template <typename... A>
+inline const char* launch(void (*f)(A...), const u32* grid, u32 threads, u32 shared_bytes, void** args, const char* kinds, u32 reversed) {
+    static const char expected[] = {kind<A>()..., 0};
+    if (strcmp(expected, kinds) != 0) return "the arguments are of other kinds than the kernel's parameters";
+    KernelCall<A...> call(f, args);
+    return run(call, grid, threads, shared_bytes, reversed != 0);
+}
+
+}  // namespace emulator
+
+#define EMULATED_KERNEL(name)                                                                                                \
+    extern "C" const char* emulated_##name(const u32* grid, u32 threads, u32 shared, void** args, const char* kinds, u32 r) { \
+        return emulator::launch(&name, grid, threads, shared, args, kinds, r);                                               \
+    }
+
+#define threadIdx (emulator::running->thread_index)
+#define blockIdx (emulator::running->block_index)
+#define blockDim (emulator::running->block_size)
+#define gridDim (emulator::running->grid_size)
+
+static inline void __syncthreads() { emulator::leave(emulator::AT_BARRIER); }
+static inline void __syncwarp() {
+    emulator::with_warp<int, int>(1, 0, [](const int* const*, int* const*) {});
+}
+static inline void __threadfence() {}
+
+template <typename T> static inline T from_lane(T x, int lane) {
+    struct In { T x; int lane; };
+    return emulator::with_warp<In, T>(2, In{x, lane}, [](const In* const* in, T* const* out) {
+        for (int i = 0; i < 32; i++) *out[i] = in[in[i]->lane & 31]->x;
+    });
+}
+template <typename T> static inline T from_lane_xor(T x, int mask) {
+    return from_lane(x, (int)(emulator::running->current % 32) ^ mask);
+}
+template <typename T> static inline T from_lane_below(T x, int delta) {
+    int lane = emulator::running->current % 32;
+    return from_lane(x, lane >= delta ? lane - delta : lane);
+}
+static inline u32 lanes_where(bool x) {
+    return emulator::with_warp<bool, u32>(3, x, [](const bool* const* in, u32* const* out) {
+        u32 all = 0;
+        for (int i = 0; i < 32; i++) all |= (u32)*in[i] << i;
+        for (int i = 0; i < 32; i++) *out[i] = all;
+    });
+}
+static inline u32 lanes_like(u32 x) {
+    return emulator::with_warp<u32, u32>(4, x, [](const u32* const* in, u32* const* out) {
+        for (int i = 0; i < 32; i++)
+            for (int j = 0; j < 32; j++) *out[i] |= (u32)(*in[i] == *in[j]) << j;
+    });
+}
+
+static inline u32 float_bits(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
+static inline float bits_float(u32 x) { float f; memcpy(&f, &x, 4); return f; }
+static inline u32 __popc(u32 x) { return __builtin_popcount(x); }
+static inline int __ffs(u32 x) { return __builtin_ffs(x); }
+static inline int __clz(u32 x) { return x == 0 ? 32 : __builtin_clz(x); }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+template <typename T> static inline T __ldg(const T* p) { return *p; }
+static inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+
+// PTX, "Matrix fragments for mma.m16n8k16": group = lane / 4, pair = lane % 4; a's registers are rows (group, group + 8) by
+// columns 2 pair + (0, 1), then the same 8 columns on; b's are rows 2 pair + (0, 1), then 8 rows on, of column group.
+static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    struct In { u32 a[4], b[2]; float c[4]; };
+    struct Out { float c[4]; };
+    In in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
+    Out result = emulator::with_warp<In, Out>(5, in, [](const In* const* in, Out* const* out) {
+        float a[16][16], b[16][8];
+        for (int lane = 0; lane < 32; lane++) {
+            int group = lane / 4, pair = lane % 4;
+            for (int r = 0; r < 4; r++)
+                for (int h = 0; h < 2; h++)
+                    a[group + r % 2 * 8][pair * 2 + h + r / 2 * 8] = emulator::widen((u16)(in[lane]->a[r] >> (16 * h)));
+            for (int r = 0; r < 2; r++)
+                for (int h = 0; h < 2; h++) b[pair * 2 + h + r * 8][group] = emulator::widen((u16)(in[lane]->b[r] >> (16 * h)));
+        }
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+                float sum = in[lane]->c[i];
+                for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
+                out[lane]->c[i] = sum;
+            }
+    });
+    for (int i = 0; i < 4; i++) c[i] = result.c[i];
+}
+
+struct EmulatedMatrices { u32 r[4]; };
+static inline void emulated_load(u32 (&r)[4], const void* row, bool transposed) {
+    struct In { const void* row; bool transposed; };
+    EmulatedMatrices result = emulator::with_warp<In, EmulatedMatrices>(6, In{row, transposed}, [](const In* const* in, EmulatedMatrices* const* out) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                int major = lane / 4, minor = lane % 4 * 2;
+                u32 halves[2];
+                for (int h = 0; h < 2; h++)
+                    halves[h] = in[0]->transposed ? emulator::half_at(in[8 * i + minor + h]->row, major)
+                                                  : emulator::half_at(in[8 * i + major]->row, minor + h);
+                out[lane]->r[i] = halves[0] | (halves[1] << 16);
+            }
+    });
+    for (int i = 0; i < 4; i++) r[i] = result.r[i];
+    if ((uintptr_t)row % 16 != 0) emulator::fail("a row of ldmatrix is not aligned to 16 bytes");
+}
+static inline void load_matrices(u32 (&r)[4], const void* row) { emulated_load(r, row, false); }
+static inline void load_matrices_transposed(u32 (&r)[4], const void* row) { emulated_load(r, row, true); }
+
+// Copies arrive as late as they may: at the wait.
+static inline std::vector<std::vector<emulator::Copy>>& emulator_copies() {
+    return emulator::running->fibers[emulator::running->current]->copies;
+}
+static inline void copy_async(void* to, const void* from, bool is_there) {
+    if ((uintptr_t)to % 16 != 0 || (is_there && (uintptr_t)from % 16 != 0)) emulator::fail("a copy is not aligned to 16 bytes");
+    emulator_copies().back().push_back({to, from, is_there});
+}
+static inline void copy_commit() { emulator_copies().emplace_back(); }
+template <int N> static inline void copy_wait() {
+    auto& groups = emulator_copies();
+    while (groups.size() > N + 1) {
+        for (const auto& copy : groups.front()) {
+            if (copy.is_there) memcpy(copy.to, copy.from, 16);
+            else memset(copy.to, 0, 16);
+        }
+        groups.erase(groups.begin());
+    }
+}

@@ -1,0 +1,69 @@
+//! What can be wrong with a GPU.
+
+use std::path::PathBuf;
+
+/// Why there is no GPU, or why it stopped. Each says in one line what is missing or went wrong.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum GpuError {
+    /// `libcuda` cannot be loaded.
+    #[error("no NVIDIA driver (libcuda.so.1) was found: install the driver of the GPU")]
+    NoDriver,
+    /// The driver sees too few devices.
+    #[error("there is no GPU {index}: the driver sees {count}")]
+    NoDevice {
+        /// The index asked for.
+        index: usize,
+        /// Devices there are.
+        count: usize,
+    },
+    /// A device that the kernels were not written for.
+    #[error("{name} has compute capability {}.{}: must be at least 8.0", capability / 10, capability % 10)]
+    TooOld {
+        /// The device's name.
+        name: String,
+        /// Ten times the major version and the minor one.
+        capability: u32,
+    },
+    /// NVRTC cannot be loaded.
+    #[error(
+        "NVRTC, which compiles the kernels, was not found ({}): `pip install nvidia-cuda-nvrtc` and set {} to its libnvrtc.so.13, or install the CUDA toolkit",
+        tried.join("; "),
+        super::NVRTC_VARIABLE
+    )]
+    NoCompiler {
+        /// What the loader said of each place looked at.
+        tried: Vec<String>,
+    },
+    /// A kernel source does not compile for a device.
+    #[error("the kernels of {source_name}.cu do not compile for {target}: {log}")]
+    Compile {
+        /// The source.
+        source_name: String,
+        /// What it was compiled for.
+        target: String,
+        /// The compiler's words.
+        log: String,
+    },
+    /// A call of the driver failed.
+    #[error("{call} failed on the GPU: {message}")]
+    Driver {
+        /// What was asked.
+        call: String,
+        /// What the driver said.
+        message: String,
+    },
+    /// The emulation cannot be made.
+    #[error("the kernels cannot be compiled for the host: {reason}")]
+    NoEmulation {
+        /// Why.
+        reason: String,
+    },
+    /// A folder of compiled kernels cannot be written.
+    #[error("{}: {reason}", path.display())]
+    Cache {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+}

@@ -1,0 +1,96 @@
+// What every kernel source begins with: types, conversions, and the few instructions that CUDA C++ has no name for. Nothing is
+// included, so that NVRTC needs no header files. The emulator (emulator.h) has a twin of each function in the first half.
+#ifndef EMULATED
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads)
+// The dynamic shared memory of a block, aligned for vectors and tensor copies.
+#define SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+
+template <typename T> DEVICE T from_lane(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+template <typename T> DEVICE T from_lane_xor(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <typename T> DEVICE T from_lane_below(T x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
+DEVICE u32 lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
+DEVICE u32 lanes_like(u32 x) { return __match_any_sync(0xffffffffu, x); }
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// c += a b over a warp: a is 16 x 16 and b is 16 x 8 (bf16, the fragments of PTX's m16n8k16), c is 16 x 8 in f32.
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane 8 i + j names row j of matrix i.
+DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// The same, each matrix transposed.
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// Copies 16 bytes from global to shared memory without waiting; zeros if not `is_there` (`from` is not read then).
+DEVICE void copy_async(void* to, const void* from, bool is_there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most N groups of this thread's copies are under way.
+template <int N> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+#endif
+
+typedef float f32;
+struct bf16 { u16 bits; };
+
+DEVICE float load(float x) { return x; }
+DEVICE float load(bf16 x) { return bits_float((u32)x.bits << 16); }
+
+// To the nearest, ties to even; NaN stays NaN.
+DEVICE u16 round_bf16(float x) {
+    u32 bits = float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)((bits >> 16) | 0x40);
+    return (u16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+DEVICE u32 pack_bf16(float low, float high) { return (u32)round_bf16(low) | ((u32)round_bf16(high) << 16); }
+DEVICE void store(float& to, float x) { to = x; }
+DEVICE void store(bf16& to, float x) { to.bits = round_bf16(x); }
+
+// Sums and maxima over a warp, the same in every lane and in the same order always.
+DEVICE float warp_sum(float x) {
+    for (int mask = 16; mask > 0; mask >>= 1) x += from_lane_xor(x, mask);
+    return x;
+}
+DEVICE float warp_max(float x) {
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        float other = from_lane_xor(x, mask);
+        x = other > x || other != other ? other : x;
+    }
+    return x;
+}
+
+// The sum over a block of whole warps (at most 32), the same in every thread. All threads of the block take part.
+DEVICE float block_sum(float x) {
+    __shared__ float sums[32];
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    float total = 0.0f;
+    for (u32 i = 0; i < blockDim.x / 32; i++) total += sums[i];
+    return total;
+}

@@ -1,0 +1,82 @@
+//! NVRTC's library: where it may be, and the functions of it that are used.
+
+use std::env;
+use std::ffi::{c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+
+use libloading::Library;
+
+use super::GpuError;
+
+/// Set to the path of an NVRTC library to use that one.
+pub const NVRTC_VARIABLE: &str = "MOEWORKS_NVRTC_LIBRARY";
+
+/// Names that the system's loader may know, the newest first.
+const NAMES: [&str; 4] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "/usr/local/cuda/lib64/libnvrtc.so"];
+
+type Status = c_int;
+type Program = *mut c_void;
+
+/// Declares the table of functions and how it is filled.
+macro_rules! functions {
+    ($($field:ident = $name:literal: fn($($arg:ty),*) -> $result:ty;)*) => {
+        /// The functions, as `nvrtc.h` declares them.
+        pub(super) struct Functions {
+            $(pub(super) $field: unsafe extern "C" fn($($arg),*) -> $result,)*
+        }
+
+        impl Functions {
+            fn of(library: &'static Library) -> Result<Self, libloading::Error> {
+                // SAFETY: the types are those of `nvrtc.h`, the same in every version from 11.3 on; the library is never
+                // unloaded.
+                unsafe { Ok(Self { $($field: *library.get(concat!($name, "\0").as_bytes())?,)* }) }
+            }
+        }
+    };
+}
+
+functions! {
+    version = "nvrtcVersion": fn(*mut c_int, *mut c_int) -> Status;
+    num_archs = "nvrtcGetNumSupportedArchs": fn(*mut c_int) -> Status;
+    archs = "nvrtcGetSupportedArchs": fn(*mut c_int) -> Status;
+    create = "nvrtcCreateProgram": fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> Status;
+    compile = "nvrtcCompileProgram": fn(Program, c_int, *const *const c_char) -> Status;
+    log_size = "nvrtcGetProgramLogSize": fn(Program, *mut usize) -> Status;
+    log = "nvrtcGetProgramLog": fn(Program, *mut c_char) -> Status;
+    cubin_size = "nvrtcGetCUBINSize": fn(Program, *mut usize) -> Status;
+    cubin = "nvrtcGetCUBIN": fn(Program, *mut c_char) -> Status;
+    ptx_size = "nvrtcGetPTXSize": fn(Program, *mut usize) -> Status;
+    ptx = "nvrtcGetPTX": fn(Program, *mut c_char) -> Status;
+    destroy = "nvrtcDestroyProgram": fn(*mut Program) -> Status;
+}
+
+impl Functions {
+    /// The library that the environment names, or the first that the system finds.
+    pub(super) fn find() -> Result<Self, GpuError> {
+        let candidates: Vec<PathBuf> = match env::var_os(NVRTC_VARIABLE) {
+            Some(path) => vec![path.into()],
+            None => NAMES.iter().map(PathBuf::from).collect(),
+        };
+        let mut tried = Vec::new();
+        for path in candidates {
+            match Self::open(&path) {
+                Ok(functions) => return Ok(functions),
+                Err(error) => tried.push(error),
+            }
+        }
+        Err(GpuError::NoCompiler { tried })
+    }
+
+    /// The library at `path`, or what the loader says.
+    pub(super) fn open(path: &Path) -> Result<Self, String> {
+        // SAFETY: the initialisers of NVRTC have no preconditions.
+        let library = unsafe { Library::new(path) }.map_err(reason)?;
+        // It stays loaded until the process ends, as the functions are used until then.
+        Self::of(Box::leak(Box::new(library))).map_err(reason)
+    }
+}
+
+/// What the loader says, which is in the error's source.
+pub(super) fn reason(error: libloading::Error) -> String {
+    std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
+}

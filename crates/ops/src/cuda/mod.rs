@@ -1,0 +1,149 @@
+//! One NVIDIA GPU: found at run time, its kernels compiled at first use.
+//!
+//! Nothing of CUDA is needed to build. [`Gpu::open`] looks for the driver and a device, and for NVRTC, which compiles the
+//! sources in `kernels/` for the GPU at hand; what it made is kept on disk. [`Gpu::emulated`] runs the very same sources and
+//! launches on the host's processor, slowly and for tests: that is how kernels are checked where there is no GPU.
+//!
+//! A [`Context`](crate::Context) with a GPU makes every operation that has kernels run there. Tensors are copied to the
+//! device when a kernel first reads them and back when the host does, and stay in both until somebody writes; an operation
+//! without kernels runs on the host and is correct all the same.
+//!
+//! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to
+//! the host. Operations have no error results: a device that fails ends the operation with a panic whose payload is a
+//! [`GpuError`].
+
+mod cache;
+mod emulated;
+mod error;
+mod launch;
+mod library;
+mod nvidia;
+mod nvrtc;
+pub(crate) mod ops;
+mod sources;
+
+use std::panic::panic_any;
+use std::sync::{Arc, Once};
+
+use moeworks_tensor::{DType, DeviceBlock, MemoryPool, Tensor};
+
+pub use error::GpuError;
+pub(crate) use launch::{Arg, Launch};
+pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
+pub use sources::{SOURCES, Source};
+
+/// A GPU, or its emulation. Cloning gives another handle.
+#[derive(Clone)]
+pub struct Gpu {
+    backend: Arc<Backend>,
+}
+
+enum Backend {
+    Nvidia(nvidia::Nvidia),
+    Emulated(emulated::Emulated),
+}
+
+impl Gpu {
+    /// The GPU with this index, or in one line what is missing.
+    pub fn open(index: usize) -> Result<Self, GpuError> {
+        Ok(Self { backend: Arc::new(Backend::Nvidia(nvidia::Nvidia::open(index)?)) })
+    }
+
+    /// The emulation, for tests: needs a C++ compiler (`c++`), which compiles all kernels on the first call in a process, and
+    /// keeps them in the cache.
+    pub fn emulated() -> Result<Self, GpuError> {
+        Ok(Self { backend: Arc::new(Backend::Emulated(emulated::Emulated::open(false)?)) })
+    }
+
+    /// The emulation with the threads of a block taking turns from the last to the first: what differs from
+    /// [`emulated`](Self::emulated) lacks a barrier.
+    pub fn emulated_in_reverse() -> Result<Self, GpuError> {
+        Ok(Self { backend: Arc::new(Backend::Emulated(emulated::Emulated::open(true)?)) })
+    }
+
+    /// What tests of operations run on besides the processor, each with a name: the emulation in both orders, and the first
+    /// GPU. Says once what is not there. `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    #[must_use]
+    pub fn for_tests() -> Vec<(&'static str, Self)> {
+        static SKIPPED: Once = Once::new();
+        let emulations = match std::env::var_os("MOEWORKS_NO_EMULATION") {
+            Some(_) => vec![Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() })],
+            None => vec![Self::emulated(), Self::emulated_in_reverse()],
+        };
+        let names = ["emulated GPU", "emulated GPU in reverse"];
+        let all = names.into_iter().zip(emulations).chain([("GPU", Self::open(0))]);
+        let (there, missing): (Vec<_>, Vec<_>) = all.partition(|(_, gpu)| gpu.is_ok());
+        SKIPPED.call_once(|| {
+            for (name, error) in missing.iter().filter_map(|(name, gpu)| Some((name, gpu.as_ref().err()?))) {
+                eprintln!("SKIPPED: the operations' tests on the {name}: {error}");
+            }
+        });
+        there.into_iter().filter_map(|(name, gpu)| Some((name, gpu.ok()?))).collect()
+    }
+
+    /// What the GPU is called.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        match &*self.backend {
+            Backend::Nvidia(device) => device.name(),
+            Backend::Emulated(_) => "emulation on the host",
+        }
+    }
+
+    /// Waits until everything that was asked of the GPU is done.
+    pub fn synchronize(&self) {
+        if let Backend::Nvidia(device) = &*self.backend {
+            device.synchronize().unwrap_or_else(|error| panic_any(error));
+        }
+    }
+
+    /// A tensor with unspecified contents on the GPU.
+    pub(crate) fn empty(&self, pool: &MemoryPool, shape: &[usize], dtype: DType) -> Tensor {
+        let elements: usize = shape.iter().product();
+        Tensor::from_device(pool, shape, dtype, self.block(elements / dtype.block_len() * dtype.size()))
+    }
+
+    /// The argument of a kernel that reads `tensor`.
+    pub(crate) fn read<'a>(&self, tensor: &'a Tensor) -> Arg<'a> {
+        Arg::pointer(tensor.device_address(|bytes| self.upload(bytes)))
+    }
+
+    /// The argument of a kernel that writes `tensor`, which nobody may share.
+    pub(crate) fn write<'a>(&self, tensor: &'a mut Tensor) -> Arg<'a> {
+        Arg::pointer(tensor.device_address_mut(|bytes| self.upload(bytes)))
+    }
+
+    /// Runs a kernel after what was asked of the GPU before.
+    ///
+    /// # Safety
+    ///
+    /// With these arguments the kernel touches no memory but that of the tensors they were made of, and no tensor that it
+    /// writes is also read by another block through another argument.
+    pub(crate) unsafe fn launch(&self, launch: &Launch<'_>) {
+        if launch.grid.contains(&0) {
+            return;
+        }
+        // SAFETY: the caller's promise.
+        let result = unsafe {
+            match &*self.backend {
+                Backend::Nvidia(device) => device.launch(launch),
+                Backend::Emulated(device) => device.launch(launch),
+            }
+        };
+        result.unwrap_or_else(|error| panic_any(error));
+    }
+
+    fn block(&self, bytes: usize) -> DeviceBlock {
+        match &*self.backend {
+            Backend::Nvidia(device) => device.block(bytes).unwrap_or_else(|error| panic_any(error)),
+            Backend::Emulated(_) => emulated::block(bytes),
+        }
+    }
+
+    fn upload(&self, bytes: &[u8]) -> DeviceBlock {
+        match &*self.backend {
+            Backend::Nvidia(device) => device.upload(bytes).unwrap_or_else(|error| panic_any(error)),
+            Backend::Emulated(_) => emulated::upload(bytes),
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! A device behind NVIDIA's driver, which is loaded at run time (`cudarc`).
+//!
+//! Not run on a GPU yet.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUmemPool_attribute};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use moeworks_tensor::{DeviceBlock, DeviceMemory};
+
+use super::launch::{Launch, pointers};
+use super::nvrtc::{Nvrtc, Target};
+use super::{GpuError, Source};
+
+/// Shared memory beyond this needs a kernel's consent.
+const PLAIN_SHARED_BYTES: usize = 48 << 10;
+/// The oldest generation that has bf16 products and asynchronous copies (Ampere).
+const MIN_CAPABILITY: u32 = 80;
+
+pub(super) struct Nvidia {
+    shared: Arc<Shared>,
+    name: String,
+    target: Target,
+    compiler: &'static Nvrtc,
+    kernels: Mutex<HashMap<String, Kernel>>,
+    modules: Mutex<HashMap<&'static str, Module>>,
+}
+
+/// What blocks of memory keep alive: the context and its only stream.
+struct Shared {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+}
+
+#[derive(Clone, Copy)]
+struct Module(sys::CUmodule);
+// SAFETY: the driver's handles may be used from any thread in whose context they are.
+unsafe impl Send for Module {}
+
+#[derive(Clone, Copy)]
+struct Kernel {
+    function: sys::CUfunction,
+    /// Dynamic shared memory that it may have.
+    shared: usize,
+}
+// SAFETY: as of `Module`.
+unsafe impl Send for Kernel {}
+
+/// A failed call as our error.
+fn failed(call: &str) -> impl FnOnce(DriverError) -> GpuError + '_ {
+    move |error| GpuError::Driver { call: call.into(), message: describe(error) }
+}
+
+fn describe(error: DriverError) -> String {
+    let name = error.error_name().map_or_else(|_| format!("{:?}", error.0), |name| name.to_string_lossy().into_owned());
+    error.error_string().map_or(name.clone(), |text| format!("{} ({name})", text.to_string_lossy()))
+}
+
+impl Nvidia {
+    pub(super) fn open(index: usize) -> Result<Self, GpuError> {
+        // SAFETY: it only tries to load the driver's library.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(GpuError::NoDriver);
+        }
+        result::init().map_err(failed("cuInit"))?;
+        let count = result::device::get_count().map_err(failed("cuDeviceGetCount"))?.max(0) as usize;
+        if index >= count {
+            return Err(GpuError::NoDevice { index, count });
+        }
+        let context = CudaContext::new(index).map_err(failed("making a context"))?;
+        let name = context.name().map_err(failed("cuDeviceGetName"))?;
+        let attribute = |attribute| context.attribute(attribute).map_err(failed("cuDeviceGetAttribute"));
+        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let capability = (major * 10 + minor) as u32;
+        if capability < MIN_CAPABILITY {
+            return Err(GpuError::TooOld { name, capability });
+        }
+        let compiler = Nvrtc::find()?;
+        let stream = context.new_stream().map_err(failed("cuStreamCreate"))?;
+        keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
+        Ok(Self {
+            shared: Arc::new(Shared { context, stream }),
+            name,
+            target: compiler.target_for(capability),
+            compiler,
+            kernels: Mutex::default(),
+            modules: Mutex::default(),
+        })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn synchronize(&self) -> Result<(), GpuError> {
+        self.shared.stream.synchronize().map_err(failed("waiting"))
+    }
+
+    pub(super) fn block(&self, bytes: usize) -> Result<DeviceBlock, GpuError> {
+        Ok(Box::new(self.allocate(bytes)?))
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block, GpuError> {
+        self.bind()?;
+        // SAFETY: the stream is this context's. The driver refuses a size of 0.
+        let address = unsafe { result::malloc_async(self.shared.stream.cu_stream(), bytes.max(1)) };
+        let address = address.map_err(|error| GpuError::Driver {
+            call: format!("allocating {bytes} bytes"),
+            message: describe(error),
+        })?;
+        Ok(Block { shared: Arc::clone(&self.shared), address })
+    }
+
+    pub(super) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
+        let block = self.allocate(bytes.len())?;
+        if !bytes.is_empty() {
+            // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
+            unsafe { result::memcpy_htod_async(block.address, bytes, self.shared.stream.cu_stream()) }
+                .map_err(failed("copying to the GPU"))?;
+        }
+        Ok(Box::new(block))
+    }
+
+    /// # Safety
+    ///
+    /// As of [`Gpu::launch`](super::Gpu::launch).
+    pub(super) unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), GpuError> {
+        self.bind()?;
+        let function = self.kernel(launch)?;
+        let (mut values, [x, y, z]) = (launch.values(), launch.blocks());
+        let mut args = pointers(&mut values);
+        let (threads, shared) = ((launch.threads as u32, 1, 1), launch.shared as u32);
+        let stream = self.shared.stream.cu_stream();
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        unsafe { result::launch_kernel(function, (x, y, z), threads, shared, stream, &mut args) }
+            .map_err(|error| GpuError::Driver { call: format!("kernel {}", launch.kernel), message: describe(error) })
+    }
+
+    /// The kernel, compiled and loaded if this is its first launch, and allowed as much shared memory as it asks for.
+    fn kernel(&self, launch: &Launch<'_>) -> Result<sys::CUfunction, GpuError> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = kernels.get(launch.kernel).filter(|kernel| kernel.shared >= launch.shared) {
+            return Ok(kernel.function);
+        }
+        let module = self.module(launch.source)?;
+        let name = CString::new(launch.kernel).unwrap_or_default();
+        // SAFETY: modules are never unloaded.
+        let function = unsafe { result::module::get_function(module.0, name) }.map_err(|error| GpuError::Driver {
+            call: format!("kernel {}", launch.kernel),
+            message: describe(error),
+        })?;
+        if launch.shared > PLAIN_SHARED_BYTES {
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function was just given by the driver.
+            unsafe { result::function::set_function_attribute(function, attribute, launch.shared as i32) }
+                .map_err(failed("asking for shared memory"))?;
+        }
+        let shared = launch.shared.max(PLAIN_SHARED_BYTES);
+        kernels.insert(launch.kernel.to_string(), Kernel { function, shared });
+        Ok(function)
+    }
+
+    fn module(&self, source: &'static Source) -> Result<Module, GpuError> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(source.name) {
+            return Ok(*module);
+        }
+        let mut code = self.compiler.compile_cached(source, self.target)?;
+        code.push(0); // PTX is text that ends with a zero
+        // SAFETY: the code is a whole cubin or PTX.
+        let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
+        let module = Module(module.map_err(|error| GpuError::Driver {
+            call: format!("loading the kernels of {}.cu", source.name),
+            message: describe(error),
+        })?);
+        modules.insert(source.name, module);
+        Ok(module)
+    }
+
+    fn bind(&self) -> Result<(), GpuError> {
+        self.shared.context.bind_to_thread().map_err(failed("cuCtxSetCurrent"))
+    }
+}
+
+/// Freed memory stays with the process, so that a step in steady state asks the driver for nothing.
+fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
+    let mut threshold = u64::MAX;
+    // SAFETY: the attribute is a 64-bit number, and the driver copies it.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
+        let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+    }
+}
+
+/// Memory that goes back to the stream's pool when dropped, after what was queued before.
+struct Block {
+    shared: Arc<Shared>,
+    address: sys::CUdeviceptr,
+}
+
+impl DeviceMemory for Block {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn download(&self, to: &mut [u8]) {
+        if to.is_empty() {
+            return;
+        }
+        let Shared { context, stream } = &*self.shared;
+        let copied = context.bind_to_thread().and_then(|()| {
+            // SAFETY: the block holds at least as many bytes, and the wait is over before `to` is used again.
+            unsafe { result::memcpy_dtoh_async(to, self.address, stream.cu_stream()) }?;
+            stream.synchronize()
+        });
+        copied.map_err(failed("copying from the GPU")).unwrap_or_else(|error| std::panic::panic_any(error));
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let Shared { context, stream } = &*self.shared;
+        // SAFETY: the block came from this stream's pool and is freed once. A device that failed has nothing to give back.
+        let freed =
+            context.bind_to_thread().and_then(|()| unsafe { result::free_async(self.address, stream.cu_stream()) });
+        _ = freed;
+    }
+}

@@ -1,0 +1,166 @@
+//! Compiling kernels at run time, for the GPU at hand or for any other.
+
+use std::ffi::{CString, c_char, c_int};
+use std::path::Path;
+use std::ptr;
+use std::sync::OnceLock;
+use std::{fmt, fs};
+
+use super::library::Functions;
+pub use super::library::NVRTC_VARIABLE;
+use super::{GpuError, Source, cache};
+
+/// What a source is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Ten times the compute capability: 80, 90, 100.
+    pub capability: u32,
+    /// With the instructions that only this capability has (`sm_90a`); from 90 on.
+    pub is_specific: bool,
+    /// PTX, which the driver compiles further, instead of a cubin: for a device newer than the compiler.
+    pub is_virtual: bool,
+}
+
+impl Target {
+    /// A cubin for exactly this capability.
+    #[must_use]
+    pub fn real(capability: u32) -> Self {
+        Self { capability, is_specific: capability >= 90, is_virtual: false }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.is_virtual { "compute" } else { "sm" };
+        write!(f, "{kind}_{}{}", self.capability, if self.is_specific { "a" } else { "" })
+    }
+}
+
+/// The compiler, found at run time.
+pub struct Nvrtc {
+    functions: Functions,
+    version: (i32, i32),
+    capabilities: Vec<u32>,
+}
+
+impl Nvrtc {
+    /// The library that [`NVRTC_VARIABLE`] names, or the system's; loaded on the first call.
+    pub fn find() -> Result<&'static Self, GpuError> {
+        static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
+        FOUND.get_or_init(|| Self::with(Functions::find()?)).as_ref().map_err(Clone::clone)
+    }
+
+    /// The library at `path`.
+    pub fn open(path: &Path) -> Result<Self, GpuError> {
+        Self::with(Functions::open(path).map_err(|error| GpuError::NoCompiler { tried: vec![error] })?)
+    }
+
+    fn with(functions: Functions) -> Result<Self, GpuError> {
+        let failed = || GpuError::NoCompiler { tried: vec!["it does not say what it compiles for".into()] };
+        let (mut major, mut minor, mut count) = (0, 0, 0);
+        // SAFETY: each call writes one number to each pointer.
+        let status =
+            unsafe { (functions.version)(&raw mut major, &raw mut minor) | (functions.num_archs)(&raw mut count) };
+        let mut archs = vec![0; usize::try_from(count).map_err(|_| failed())?];
+        // SAFETY: the call writes as many numbers as the one before said.
+        let status = status | unsafe { (functions.archs)(archs.as_mut_ptr()) };
+        let capabilities = archs.into_iter().filter_map(|arch| u32::try_from(arch).ok()).collect();
+        if status == 0 { Ok(Self { functions, version: (major, minor), capabilities }) } else { Err(failed()) }
+    }
+
+    /// Major and minor version.
+    #[must_use]
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// What to compile for a device of this capability: a cubin if the compiler knows it, else PTX for the newest that it
+    /// knows.
+    #[must_use]
+    pub fn target_for(&self, capability: u32) -> Target {
+        if self.capabilities.contains(&capability) {
+            return Target::real(capability);
+        }
+        let newest = self.capabilities.iter().copied().filter(|&known| known < capability).max();
+        Target { capability: newest.unwrap_or(80), is_specific: false, is_virtual: true }
+    }
+
+    /// The options of every compilation, besides the target.
+    const OPTIONS: [&'static str; 2] = ["--std=c++17", "-lineinfo"];
+
+    /// The cubin, or for a virtual target the PTX, of a source. Needs no GPU.
+    pub fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
+        let (code, log) = self.compile_text(source.name, &source.cuda_text(), target);
+        code.ok_or_else(|| GpuError::Compile { source_name: source.name.into(), target: target.to_string(), log })
+    }
+
+    /// As [`compile`](Self::compile), from the cache on disk if it is there; otherwise it is put there. A cache that cannot be
+    /// written only costs the next start some time.
+    pub fn compile_cached(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
+        let ((major, minor), text) = (self.version, source.cuda_text());
+        let (target_name, version) = (target.to_string(), format!("{major}.{minor}"));
+        let parts: Vec<&str> = [text.as_str(), &target_name, &version].into_iter().chain(Self::OPTIONS).collect();
+        let path = cache::path(&cache::folder(), &format!("{}-{target_name}", source.name), &parts, "cubin");
+        if let Ok(code) = fs::read(&path) {
+            return Ok(code);
+        }
+        let code = self.compile(source, target)?;
+        let written = cache::put(&path, |beside| {
+            fs::write(beside, &code).map_err(|error| GpuError::Cache { path: beside.into(), reason: error.to_string() })
+        });
+        drop(written);
+        Ok(code)
+    }
+
+    /// The code of a text, and what the compiler said.
+    fn compile_text(&self, name: &str, text: &str, target: Target) -> (Option<Vec<u8>>, String) {
+        let arch = format!("--gpu-architecture={target}");
+        let options = Self::OPTIONS.iter().map(|option| (*option).to_string()).chain([arch]);
+        let Ok(options) = options.map(CString::new).collect::<Result<Vec<_>, _>>() else {
+            return (None, String::new());
+        };
+        let (Ok(text), Ok(name)) = (CString::new(text), CString::new(format!("{name}.cu"))) else {
+            return (None, "the source has a zero byte".into());
+        };
+        let mut program = ptr::null_mut();
+        let f = &self.functions;
+        // SAFETY: strings end with a zero and live through the calls; sizes are those that the library gives; the program is
+        // destroyed once, at the end.
+        unsafe {
+            if (f.create)(&raw mut program, text.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null()) != 0 {
+                return (None, "nvrtcCreateProgram failed".into());
+            }
+            let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+            let status = (f.compile)(program, options.len() as c_int, options.as_ptr());
+            let log = Self::read(program, f.log_size, f.log).unwrap_or_default();
+            let code = (status == 0).then(|| match target.is_virtual {
+                true => Self::read(program, f.ptx_size, f.ptx),
+                false => Self::read(program, f.cubin_size, f.cubin),
+            });
+            (f.destroy)(&raw mut program);
+            let log = String::from_utf8_lossy(&log).trim_matches(['\0', '\n', ' ']).to_string();
+            (code.flatten().filter(|code| !code.is_empty()), log)
+        }
+    }
+
+    /// A result of a program: its size, then its bytes.
+    ///
+    /// # Safety
+    ///
+    /// `program` is one, and the functions are a pair that belongs together.
+    unsafe fn read(
+        program: *mut std::ffi::c_void,
+        size: unsafe extern "C" fn(*mut std::ffi::c_void, *mut usize) -> c_int,
+        get: unsafe extern "C" fn(*mut std::ffi::c_void, *mut c_char) -> c_int,
+    ) -> Option<Vec<u8>> {
+        let mut len = 0;
+        // SAFETY: the caller's promise; the buffer is as large as the first call says.
+        unsafe {
+            if size(program, &raw mut len) != 0 {
+                return None;
+            }
+            let mut bytes = vec![0_u8; len];
+            (get(program, bytes.as_mut_ptr().cast()) == 0).then_some(bytes)
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The operations on a GPU: what each file launches, with the arguments and results of its twin on the CPU.
+//!
+//! The twin has checked shapes before it comes here. Each launch's safety rests on that: kernels stay inside the sizes that
+//! they are given.
+
+pub(crate) mod rms_norm;
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{Arg, Gpu, Launch, Source};
+use crate::Context;
+
+/// Threads of a block where the kernel does not say otherwise.
+const THREADS: usize = 256;
+/// Warps of such a block.
+const WARPS: usize = THREADS / 32;
+
+/// A context's GPU and its memory: what every operation here needs.
+#[derive(Clone, Copy)]
+pub(crate) struct On<'a> {
+    ctx: &'a Context,
+    gpu: &'a Gpu,
+}
+
+impl<'a> On<'a> {
+    /// Of a context that has a GPU.
+    pub(crate) fn of(ctx: &'a Context) -> Option<Self> {
+        ctx.gpu().map(|gpu| Self { ctx, gpu })
+    }
+
+    fn empty(self, shape: &[usize], dtype: DType) -> Tensor {
+        self.gpu.empty(self.ctx.pool(), shape, dtype)
+    }
+
+    /// The tensor as f32; for small ones that the kernels know in this type alone.
+    fn f32s(self, tensor: &Tensor) -> Tensor {
+        match tensor.dtype() {
+            DType::F32 => tensor.clone(),
+            _ => Tensor::from_slice(self.ctx.pool(), tensor.shape(), &tensor.to_f32_vec()),
+        }
+    }
+
+    fn read<'t>(self, tensor: &'t Tensor) -> Arg<'t> {
+        self.gpu.read(tensor)
+    }
+
+    fn write<'t>(self, tensor: &'t mut Tensor) -> Arg<'t> {
+        self.gpu.write(tensor)
+    }
+
+    /// Launches `blocks` blocks of [`THREADS`] threads.
+    ///
+    /// # Safety
+    ///
+    /// As of [`Gpu::launch`].
+    unsafe fn launch(self, source: &'static Source, kernel: &str, blocks: usize, args: &[Arg<'_>]) {
+        let launch = Launch { source, kernel, grid: [blocks, 1, 1], threads: THREADS, shared: 0, args };
+        // SAFETY: the caller's promise.
+        unsafe { self.gpu.launch(&launch) };
+    }
+}
+
+/// How kernels' names call a float type.
+fn name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bf16",
+        _ => "f32",
+    }
+}

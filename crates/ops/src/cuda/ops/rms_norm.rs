@@ -1,0 +1,56 @@
+//! [`rms_norm`](crate::rms_norm) on a GPU. A warp has a row, which is read twice and comes from the cache the second time.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{On, THREADS, WARPS, name};
+use crate::cuda::sources::RMS_NORM;
+use crate::linear::Write;
+
+/// Rows whose part of the weight's gradient one warp adds up.
+const ROWS_EACH: usize = 32;
+
+pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
+    let (width, rows) = (weight.len(), x.len() / weight.len());
+    let (mut y, mut inv_rms) = (on.empty(x.shape(), out), on.empty(&[rows], DType::F32));
+    let kernel = format!("rms_norm_{}_{}", name(x.dtype()), name(out));
+    let weight = on.f32s(weight);
+    let args =
+        [on.read(x), on.read(&weight), eps.into(), on.write(&mut y), on.write(&mut inv_rms), rows.into(), width.into()];
+    // SAFETY: a warp reads and writes its row of `rows` by `width` elements.
+    unsafe { on.launch(&RMS_NORM, &kernel, rows.div_ceil(WARPS), &args) };
+    (y, inv_rms)
+}
+
+pub(crate) fn backward(
+    on: On<'_>,
+    dy: &Tensor,
+    x: &Tensor,
+    weight: &Tensor,
+    inv_rms: &Tensor,
+    write: Write,
+    dweight: &mut Tensor,
+) -> Tensor {
+    let (width, rows) = (weight.len(), x.len() / weight.len());
+    let parts = rows.div_ceil(ROWS_EACH);
+    let (mut dx, mut partials) = (on.empty(x.shape(), DType::F32), on.empty(&[parts, width], DType::F32));
+    let kernel = format!("rms_norm_backward_{}_{}", name(x.dtype()), name(dy.dtype()));
+    let weight = on.f32s(weight);
+    let args = [
+        on.read(dy),
+        on.read(x),
+        on.read(&weight),
+        on.read(inv_rms),
+        on.write(&mut dx),
+        on.write(&mut partials),
+        rows.into(),
+        width.into(),
+        ROWS_EACH.into(),
+    ];
+    // SAFETY: a warp reads and writes its rows and its row of the partial sums.
+    unsafe { on.launch(&RMS_NORM, &kernel, parts.div_ceil(WARPS), &args) };
+    let replace = write == Write::Replace;
+    let args = [on.read(&partials), on.write(dweight), parts.into(), width.into(), replace.into()];
+    // SAFETY: a thread reads its column of the partial sums and writes its element of the total.
+    unsafe { on.launch(&RMS_NORM, "rms_norm_add_partials", width.div_ceil(THREADS), &args) };
+    dx
+}

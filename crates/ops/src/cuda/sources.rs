@@ -1,0 +1,50 @@
+//! The kernels' sources: one table, so that no test can forget one.
+
+/// A file of kernels, compiled as one module.
+#[derive(Debug)]
+pub struct Source {
+    /// The file's name without its ending.
+    pub name: &'static str,
+    /// The kernels it defines.
+    pub kernels: &'static [&'static str],
+    text: &'static str,
+}
+
+/// What every source begins with.
+const COMMON: &str = include_str!("kernels/common.cuh");
+
+/// Declares a source and its place in the table.
+macro_rules! sources {
+    ($($(#[$docs:meta])* $constant:ident = $name:literal: [$($kernel:literal),* $(,)?];)*) => {
+        $($(#[$docs])* pub(crate) static $constant: Source = Source {
+            name: $name,
+            kernels: &[$($kernel),*],
+            text: include_str!(concat!("kernels/", $name, ".cu")),
+        };)*
+        /// Every source.
+        pub static SOURCES: &[&Source] = &[$(&$constant),*];
+    };
+}
+
+sources! {
+    RMS_NORM = "rms_norm": [
+        "rms_norm_f32_f32", "rms_norm_f32_bf16", "rms_norm_bf16_f32", "rms_norm_bf16_bf16",
+        "rms_norm_backward_f32_f32", "rms_norm_backward_f32_bf16", "rms_norm_backward_bf16_f32", "rms_norm_backward_bf16_bf16",
+        "rms_norm_add_partials",
+    ];
+}
+
+impl Source {
+    /// The whole text, for a CUDA compiler.
+    #[must_use]
+    pub fn cuda_text(&self) -> String {
+        format!("{COMMON}\n#line 1 \"{}.cu\"\n{}", self.name, self.text)
+    }
+
+    /// The whole text, for a C++ compiler, with a function for each kernel that the emulation calls.
+    pub(super) fn emulated_text(&self) -> String {
+        let entries: String = self.kernels.iter().map(|kernel| format!("EMULATED_KERNEL({kernel})\n")).collect();
+        let machine = include_str!("emulator.h");
+        format!("{machine}\n{COMMON}\n#line 1 \"{}.cu\"\n{}\n{entries}", self.name, self.text)
+    }
+}
