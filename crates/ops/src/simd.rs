@@ -50,6 +50,11 @@ pub(crate) trait Level: Copy {
     unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2];
     /// The sum of the lanes, halves first.
     fn total(lanes: Self::Vector) -> f32;
+    /// [`total`](Self::total) of each: the same bits, in fewer steps where vectors can be mixed.
+    #[inline(always)]
+    fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
+        vectors.map(Self::total)
+    }
     /// Writes the lanes to `to`, which must be aligned to the vector, past the caches: for what is not read again soon.
     ///
     /// # Safety
@@ -241,6 +246,34 @@ unsafe fn total_of_16(lanes: core::arch::x86_64::__m512) -> f32 {
     unsafe { total_of_8(_mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes))) }
 }
 
+/// [`total_of_16`] of four vectors.
+///
+/// # Safety
+/// The machine must have AVX-512 F and DQ.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn totals_of_16([a, b, c, d]: [core::arch::x86_64::__m512; 4]) -> [f32; 4] {
+    use core::arch::x86_64::{
+        _mm_cvtss_f32, _mm512_add_ps, _mm512_castps512_ps128, _mm512_extractf32x4_ps, _mm512_permute_ps,
+        _mm512_shuffle_f32x4,
+    };
+    // SAFETY: the caller's machine has the instructions.
+    unsafe {
+        let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+        let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
+        // Each quarter is now what is left of one vector.
+        let four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+        let two = _mm512_add_ps(four, _mm512_permute_ps::<0x4e>(four));
+        let one = _mm512_add_ps(two, _mm512_permute_ps::<0xb1>(two));
+        [
+            _mm_cvtss_f32(_mm512_castps512_ps128(one)),
+            _mm_cvtss_f32(_mm512_extractf32x4_ps::<1>(one)),
+            _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(one)),
+            _mm_cvtss_f32(_mm512_extractf32x4_ps::<3>(one)),
+        ]
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX2 with FMA.
@@ -253,7 +286,12 @@ x86_level!(
     /// AVX-512 with F, BW, DQ and VL.
     Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
-    total_of_16
+    total_of_16,
+    #[inline(always)]
+    fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
+        // SAFETY: as in `splat`.
+        unsafe { totals_of_16(vectors) }
+    }
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
@@ -261,6 +299,11 @@ x86_level!(
     Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
     total_of_16,
+    #[inline(always)]
+    fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
+        // SAFETY: as in `splat`.
+        unsafe { totals_of_16(vectors) }
+    },
     const HAS_PAIR_DOT: bool = true;,
     #[inline(always)]
     fn dot_pairs(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {

@@ -7,8 +7,8 @@ use super::rows::{MAX_BLOCK, Weight, partial_block};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
 use crate::simd::{Level, kernel};
 
-/// Rows of A in one pass.
-const MAX_PASS: usize = 6;
+/// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.
+const A_BYTES: usize = 24 << 10;
 
 /// The product of rows of A with a panel of rows of weights.
 #[derive(Clone, Copy)]
@@ -27,82 +27,116 @@ pub(super) struct Panel<'a, T> {
     pub(super) next: *const u8,
 }
 
+/// Vectors of sums that wait between parts of the depth, at most: 32-bit words for so many rows of A.
+pub(super) fn waiting_words(num_rows: usize) -> usize {
+    num_rows * TILE_STRIDE * MAX_LANES
+}
+
+/// Lanes of the widest vector.
+const MAX_LANES: usize = 16;
+
+/// How many rows of A are taken in a pass: at most so many, and all passes alike but the last.
+#[inline(always)]
+fn rows_of_pass<S: Level>(num_rows: usize) -> usize {
+    let most = if S::WIDTH >= 16 { 8 } else { 6 };
+    num_rows.div_ceil(num_rows.div_ceil(most))
+}
+
+/// As many rows of weights as there are registers for their sums, beside the weights and A.
+#[inline(always)]
+fn weights_of_pass<S: Level>(rows: usize) -> usize {
+    match (S::WIDTH >= 16, rows) {
+        (true, ..=3) | (false, 1) => 8,
+        (true, 4..=6) | (false, ..=3) => 4,
+        (true, _) => 3,
+        (false, _) => 2,
+    }
+}
+
 kernel! {
     bf16
-    /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c.
-    pub(super) fn run<S: Level, T: Weight>(panel: Panel<'_, T>, tiles: &mut [Tile]) {
+    /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c. `waiting` has
+    /// [`waiting_words`].
+    pub(super) fn run<S: Level, T: Weight>(panel: Panel<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
         let Panel { depth, num_rows, .. } = panel;
         let columns = panel.weights.len().checked_div(depth).unwrap_or(0);
-        let num_blocks = depth.div_ceil(2 * S::WIDTH);
-        assert!(panel.a.len() >= num_blocks * T::block_words::<S>() * num_rows, "rows of A are filled up to whole blocks");
+        let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
+        let num_blocks = depth.div_ceil(block);
+        assert!(panel.a.len() >= num_blocks * words * num_rows, "rows of A are filled up to whole blocks");
         assert!(columns <= TILE_STRIDE && tiles.len() > (num_rows - 1) / MAX_ROWS * panel.tile_step);
-        let num_passes = num_rows.div_ceil(MAX_PASS);
-        let pass = num_rows.div_ceil(num_passes);
-        // As many sums as registers hold beside the weights and A.
-        let wanted = match (S::WIDTH >= 16, num_rows) {
-            (true, ..=3) | (false, 1) => 8,
-            (true, _) | (false, ..=3) => 4,
-            (false, _) => 2,
-        };
-        let mut column = 0;
-        while column < columns {
-            let count = if column + wanted <= columns { wanted } else { 1 };
-            for first in (0..num_rows).step_by(pass) {
-                let row_bytes = depth * size_of::<T>();
-                // The rows of weights that come next: they are asked for line by line while these are summed up, in as many
-                // streams as there are rows.
-                let ahead = if column + 2 * count <= columns {
-                    panel.weights.as_ptr().cast::<u8>().wrapping_add((column + count) * row_bytes)
-                } else {
-                    panel.next
-                };
-                let part = Part { panel, column, first, ahead, tiles: &mut *tiles };
-                // SAFETY: `count` rows of weights from `column` on and `pass` rows of A from `first` on, or as many as
-                // there are, exist.
-                unsafe { part.run::<S>(count, pass.min(num_rows - first)) };
+        assert!(waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
+        let pass = rows_of_pass::<S>(num_rows);
+        let wanted = weights_of_pass::<S>(pass);
+        // With more rows of A than fit near the registers they are taken in parts of their depth.
+        let num_parts = (4 * num_blocks * words * pass).div_ceil(A_BYTES).max(1);
+        let part = if pass <= 3 { num_blocks } else { num_blocks.div_ceil(num_parts) } * block;
+        for start in (0..depth).step_by(part.max(1)) {
+            let end = (start + part).min(depth);
+            let mut column = 0;
+            while column < columns {
+                let count = if column + wanted <= columns { wanted } else { 1 };
+                for first in (0..num_rows).step_by(pass) {
+                    let ahead = panel.ahead((column, count), columns, (start, end));
+                    let part = Part { panel, column, first, depth: (start, end), pass, ahead };
+                    // SAFETY: `count` rows of weights from `column` on and `pass` rows of A from `first` on, or as many as
+                    // there are, exist.
+                    unsafe { part.run::<S>((count, pass.min(num_rows - first)), waiting, tiles) };
+                }
+                column += count;
             }
-            column += count;
         }
     }
 }
 
-/// Some rows of weights with some rows of A.
+impl<T: Weight> Panel<'_, T> {
+    /// Where element 0 lies of the rows of weights that come after some: they are asked for line by line while those are summed
+    /// up, in as many streams as there are rows.
+    #[inline(always)]
+    fn ahead(&self, (column, count): (usize, usize), columns: usize, (start, end): (usize, usize)) -> *const u8 {
+        let row_bytes = self.depth * size_of::<T>();
+        let first = self.weights.as_ptr().cast::<u8>();
+        if column + 2 * count <= columns {
+            first.wrapping_add((column + count) * row_bytes)
+        } else if end < self.depth {
+            first.wrapping_add((end - start) * size_of::<T>())
+        } else {
+            self.next.wrapping_sub(start * size_of::<T>())
+        }
+    }
+}
+
+/// Some rows of weights with some rows of A, over a part of the depth.
 struct Part<'a, T> {
     panel: Panel<'a, T>,
     column: usize,
     first: usize,
+    depth: (usize, usize),
+    /// Rows of A in a pass.
+    pass: usize,
     ahead: *const u8,
-    tiles: &'a mut [Tile],
+}
+
+/// Calls `sums` with the numbers of rows as constants.
+macro_rules! by_size {
+    ($part:ident, $size:expr, $waiting:ident, $tiles:ident, $($n:literal: $($r:literal)*),*) => {
+        match $size {
+            $($(($n, $r) => $part.sums::<S, $n, $r>($waiting, $tiles),)*)*
+            _ => unreachable!("passes are as `rows_of_pass` and `weights_of_pass` say"),
+        }
+    };
 }
 
 impl<T: Weight> Part<'_, T> {
     /// # Safety
-    /// `count` rows of weights and `rows` rows of A must exist.
+    /// As many rows of weights and of A as `size` says must exist.
     #[inline(always)]
-    unsafe fn run<S: Level>(self, count: usize, rows: usize) {
+    unsafe fn run<S: Level>(self, size: (usize, usize), waiting: &mut [f32], tiles: &mut [Tile]) {
         // SAFETY: the caller's promise is handed on.
         unsafe {
-            match (count, rows) {
-                (8, 1) => self.sums::<S, 8, 1>(),
-                (8, 2) => self.sums::<S, 8, 2>(),
-                (8, 3) => self.sums::<S, 8, 3>(),
-                (4, 2) => self.sums::<S, 4, 2>(),
-                (4, 3) => self.sums::<S, 4, 3>(),
-                (4, 4) => self.sums::<S, 4, 4>(),
-                (4, 5) => self.sums::<S, 4, 5>(),
-                (4, 6) => self.sums::<S, 4, 6>(),
-                (2, 2) => self.sums::<S, 2, 2>(),
-                (2, 3) => self.sums::<S, 2, 3>(),
-                (2, 4) => self.sums::<S, 2, 4>(),
-                (2, 5) => self.sums::<S, 2, 5>(),
-                (2, 6) => self.sums::<S, 2, 6>(),
-                (1, 1) => self.sums::<S, 1, 1>(),
-                (1, 2) => self.sums::<S, 1, 2>(),
-                (1, 3) => self.sums::<S, 1, 3>(),
-                (1, 4) => self.sums::<S, 1, 4>(),
-                (1, 5) => self.sums::<S, 1, 5>(),
-                (1, 6) => self.sums::<S, 1, 6>(),
-                _ => unreachable!("passes are of at most {MAX_PASS} rows, equal but for the last"),
+            if S::WIDTH >= 16 {
+                by_size!(self, size, waiting, tiles, 8: 1 2 3, 4: 2 3 4 5 6, 3: 6 7 8, 1: 1 2 3 4 5 6 7 8);
+            } else {
+                by_size!(self, size, waiting, tiles, 8: 1, 4: 1 2 3, 2: 1 2 3 4 5 6, 1: 1 2 3 4 5 6);
             }
         }
     }
@@ -110,65 +144,108 @@ impl<T: Weight> Part<'_, T> {
     /// # Safety
     /// `N` rows of weights and `R` rows of A must exist.
     #[inline(always)]
-    unsafe fn sums<S: Level, const N: usize, const R: usize>(self) {
-        let Self { panel, column, first, ahead, tiles } = self;
+    unsafe fn sums<S: Level, const N: usize, const R: usize>(self, waiting: &mut [f32], tiles: &mut [Tile]) {
+        let Self { panel, column, first, depth: (start, end), pass, ahead } = self;
         let Panel { weights, depth, a, num_rows, tile_step, .. } = panel;
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
+        let place = |n: usize, r: usize| ((column + n) * num_rows + first + r) * S::WIDTH;
         let mut sums = [[S::splat(0.0); R]; N];
         // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter, is
-        // read from a copy.
+        // read from a copy. `waiting` has a vector for each row of A and column.
         unsafe {
-            let weights = weights.as_ptr().add(column * depth);
-            let mut a = a.as_ptr().add(first * words);
-            let is_first = first == 0;
-            for at in (0..depth / block * block).step_by(block) {
+            if start > 0 {
                 for (n, sums) in sums.iter_mut().enumerate() {
-                    let from = weights.add(n * depth + at);
-                    // Later passes find their weights in a cache.
-                    for line in (0..if is_first { block * size_of::<T>() } else { 0 }).step_by(64) {
-                        prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
+                    for (r, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::load(waiting.as_ptr().add(place(n, r)));
                     }
-                    step::<S, T, R>(sums, from, a);
                 }
+            }
+            let weights = weights.as_ptr().add(column * depth);
+            let mut a = a.as_ptr().add((start / block * num_rows + first) * words);
+            // Each pass asks for its share of the lines.
+            let (turn, num_turns) = (first / pass, num_rows.div_ceil(pass));
+            let mut wait = turn;
+            for at in (start..end / block * block).step_by(block) {
+                let from: [*const T; N] = std::array::from_fn(|n| weights.wrapping_add(n * depth + at));
+                if wait == 0 {
+                    for n in 0..N {
+                        for line in (0..block * size_of::<T>()).step_by(64) {
+                            prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
+                        }
+                    }
+                    wait = num_turns;
+                }
+                wait -= 1;
+                step::<S, T, N, R>(&mut sums, from, a);
                 a = a.add(num_rows * words);
             }
-            let rest = depth % block;
+            let rest = end % block;
             if rest > 0 {
-                for (n, sums) in sums.iter_mut().enumerate() {
-                    let from = weights.add(n * depth + depth - rest);
-                    let last: [T; MAX_BLOCK] = partial_block(std::slice::from_raw_parts(from, rest));
-                    step::<S, T, R>(sums, last.as_ptr(), a);
+                let mut last = [[T::store(0.0); MAX_BLOCK]; N];
+                for (n, last) in last.iter_mut().enumerate() {
+                    *last = partial_block(std::slice::from_raw_parts(weights.add(n * depth + depth - rest), rest));
                 }
+                step::<S, T, N, R>(&mut sums, last.each_ref().map(|last| last.as_ptr()), a);
+            }
+            if end < depth {
+                for (n, sums) in sums.iter().enumerate() {
+                    for (r, &sum) in sums.iter().enumerate() {
+                        S::store(waiting.as_mut_ptr().add(place(n, r)), sum);
+                    }
+                }
+                return;
             }
         }
         for (n, sums) in sums.iter().enumerate() {
-            for (r, &sum) in sums.iter().enumerate() {
+            let mut put = |r: usize, sum: f32| {
                 let row = first + r;
-                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = S::total(sum);
+                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = sum;
+            };
+            let (fours, rest) = sums.as_chunks::<4>();
+            for (index, &four) in fours.iter().enumerate() {
+                (4 * index..).zip(S::totals(four)).for_each(|(r, sum)| put(r, sum));
             }
+            (4 * fours.len()..).zip(rest).for_each(|(r, &sum)| put(r, S::total(sum)));
         }
     }
 }
 
-/// Adds a block's products to the sums of one row of weights.
+/// Adds a block's products to the sums of some rows of weights. Weights stay in registers while each vector of A is loaded once.
 ///
 /// # Safety
-/// A block must be readable at `weights` and `R` blocks at `a`.
+/// A block must be readable at each of `weights` and `R` blocks at `a`.
 #[inline(always)]
-unsafe fn step<S: Level, T: Weight, const R: usize>(sums: &mut [S::Vector; R], weights: *const T, a: *const f32) {
+unsafe fn step<S: Level, T: Weight, const N: usize, const R: usize>(
+    sums: &mut [[S::Vector; R]; N],
+    weights: [*const T; N],
+    a: *const f32,
+) {
     // SAFETY: the caller's promise; a block of pairs is one vector.
     unsafe {
         if T::is_dotted::<S>() {
-            let pairs = S::load(weights.cast());
-            for (r, sum) in sums.iter_mut().enumerate() {
-                *sum = S::dot_pairs(pairs, S::load(a.add(r * S::WIDTH)), *sum);
+            let mut pairs = [S::splat(0.0); N];
+            for (pairs, weights) in pairs.iter_mut().zip(weights) {
+                *pairs = S::load(weights.cast());
+            }
+            for r in 0..R {
+                let x = S::load(a.add(r * S::WIDTH));
+                for (sums, &pairs) in sums.iter_mut().zip(&pairs) {
+                    sums[r] = S::dot_pairs(pairs, x, sums[r]);
+                }
             }
             return;
         }
-        let [low, high] = T::fetch::<S>(weights);
-        for (r, sum) in sums.iter_mut().enumerate() {
-            *sum = S::vector_mul_add(low, S::load(a.add(2 * r * S::WIDTH)), *sum);
-            *sum = S::vector_mul_add(high, S::load(a.add((2 * r + 1) * S::WIDTH)), *sum);
+        let mut vectors = [[S::splat(0.0); 2]; N];
+        for (vectors, weights) in vectors.iter_mut().zip(weights) {
+            *vectors = T::fetch::<S>(weights);
+        }
+        for half in 0..2 {
+            for r in 0..R {
+                let x = S::load(a.add((2 * r + half) * S::WIDTH));
+                for (sums, vectors) in sums.iter_mut().zip(&vectors) {
+                    sums[r] = S::vector_mul_add(vectors[half], x, sums[r]);
+                }
+            }
         }
     }
 }

@@ -94,7 +94,9 @@ fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) ->
     let wanted = if product.form == Form::Nt {
         let x_bytes = 4 * group.rows * group.depth;
         let panel_bytes = group.b.bytes_of(group.depth) * columns * num_tiles(product);
-        TASK_BYTES.max(4 * x_bytes).div_ceil(panel_bytes.max(1))
+        // Each task lays out the rows of A for itself.
+        let all_bytes = panel_bytes * panels.count * product.groups.len();
+        TASK_BYTES.max(4 * x_bytes).max((16 * x_bytes).min(all_bytes / MIN_TASKS)).div_ceil(panel_bytes.max(1))
     } else {
         // A single group, of one token say, is still to be divided.
         let num_groups = product.groups.len().clamp(1, MIN_TASKS);
@@ -114,7 +116,7 @@ fn num_tiles(product: &Product<'_>) -> usize {
 struct Layout {
     /// Rows of A in f32, as the kernel wants them.
     a: usize,
-    /// Sums of the form `A B`, or room for a row of A on its way.
+    /// Sums of the form `A B`, or room for a row of A on its way, and then for sums that wait.
     strip: usize,
     /// Tiles for the epilogue.
     tiles: usize,
@@ -129,7 +131,11 @@ impl Layout {
         let columns = (share * panels.panel(0).2).next_multiple_of(2 * Self::LINE);
         Self {
             a: group.rows * depth,
-            strip: if product.form == Form::Nn { group.rows * columns } else { depth },
+            strip: if product.form == Form::Nn {
+                group.rows * columns
+            } else {
+                depth.max(dot::waiting_words(group.rows))
+            },
             tiles: num_tiles(product) * group.rows.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4),
         }
     }
@@ -185,7 +191,7 @@ kernel! {
                     let weights = &weights[first..][..columns * group.depth];
                     let (depth, num_rows, next) = (group.depth, group.rows, work.after(&panels, panel, pair));
                     let panel = dot::Panel { weights, depth, a, num_rows, tile_step: num_tiles, next };
-                    dot::run::<T>(work.isa, panel, &mut tiles[pair..]);
+                    dot::run::<T>(work.isa, panel, strip, &mut tiles[pair..]);
                 }
             } else {
                 let first = column - panels.panel(range.start).0;
