@@ -439,14 +439,20 @@ impl DecoderWeights {
     }
 
     /// Moves the routers' states by what one whole step did: `layers` are the statistics of the MoE layers, first to last,
-    /// summed over the step. The same is done to `copy`, if there is one.
-    pub fn next_states(&mut self, ctx: &Context, config: &MoeConfig, layers: &[LayerStats], copy: Option<&mut Self>) {
+    /// summed over the step, which ends when `progress`, 0 to 1, of the run is done. The same is done to `copy`, if there is one.
+    pub fn next_states(
+        &mut self,
+        ctx: &Context,
+        config: &MoeConfig,
+        (layers, progress): (&[LayerStats], f64),
+        copy: Option<&mut Self>,
+    ) {
         let moe_layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {
             FeedForwardWeights::Moe(moe) => Some(moe),
             FeedForwardWeights::Dense(_) => None,
         });
         for (moe, stats) in moe_layers.zip(layers) {
-            next_state(config, &mut moe.state, stats);
+            next_state(config, &mut moe.state, stats, progress);
         }
         if let Some(copy) = copy {
             self.update_states(ctx, copy);

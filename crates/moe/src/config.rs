@@ -2,7 +2,7 @@
 
 use moeworks_ops::Activation;
 
-use crate::RouterConfig;
+use crate::{Ramp, RouterConfig};
 
 /// When the softmax is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct MoeConfig {
     /// ceil(|factor| K T / E))`, Tutel's rule.
     pub capacity_factor: f32,
     /// In training the router's input is multiplied by a number uniform in `[1 - jitter, 1 + jitter]` (Switch, 1e-2).
-    pub jitter: f32,
+    pub jitter: Ramp,
     /// Hidden width of the shared experts, which every token passes, all of them together; 0 for none.
     pub shared_width: usize,
     /// How tokens and experts find each other.
@@ -77,7 +77,7 @@ impl MoeConfig {
             score_order: ScoreOrder::SoftmaxThenTopK,
             normalize_weights: true,
             capacity_factor: 0.0,
-            jitter: 0.0,
+            jitter: Ramp::ZERO,
             shared_width: 0,
             router: RouterConfig::default(),
         }
@@ -99,7 +99,7 @@ impl MoeConfig {
         if !self.capacity_factor.is_finite() {
             return Err(ConfigError::new("capacity_factor", self.capacity_factor, "must be a finite number"));
         }
-        if !(0.0..1.0).contains(&self.jitter) {
+        if self.jitter.range().0 < 0.0 || self.jitter.range().1 >= 1.0 {
             return Err(ConfigError::new("jitter", self.jitter, "must be at least 0 and below 1"));
         }
         self.router.validate(self.num_experts, self.top_k)

@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use moeworks_moe::{
-//!     LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreOrder, balance_loss_per_layer, z_loss,
+//!     LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreOrder, balance_loss_per_layer, z_loss,
 //! };
 //! use moeworks_ops::linear::Write;
 //! use moeworks_ops::{Activation, Context};
@@ -27,7 +27,7 @@
 //!     score_order: ScoreOrder::SoftmaxThenTopK,
 //!     normalize_weights: true,
 //!     capacity_factor: 1.25, // an expert takes ceil(1.25 * 2 * T / 8) rows; 0 never drops a token
-//!     jitter: 0.0,
+//!     jitter: Ramp::ZERO,
 //!     shared_width: 24,
 //!     router: RouterConfig::default(), // each token takes its best experts by softmax
 //! })?;

@@ -86,12 +86,12 @@ const SCHEMES: [Scheme; 20] = [
         c.router.modality_boundaries = "5000".to_owned();
         c.router.modality_experts = "16, 16".to_owned();
     }),
-    ("top_k, input dropout 0.1", |c| c.router.input_dropout = 0.1),
+    ("top_k, input dropout 0.1", |c| c.router.input_dropout = Ramp::constant(0.1)),
     ("top_k, random choices", |c| c.router.random_share = 1.0),
 ];
 
 fn set(config: &mut MoeConfig, kind: RouterKind, top_k: usize, jitter: f32) {
-    (config.router.kind, config.top_k, config.jitter) = (kind, config.top_k.min(top_k), jitter);
+    (config.router.kind, config.top_k, config.jitter) = (kind, config.top_k.min(top_k), jitter.into());
     if kind == RouterKind::Gumbel {
         config.router.temperature = Ramp::constant(0.5);
     }

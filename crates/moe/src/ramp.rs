@@ -14,12 +14,14 @@ pub enum RampShape {
     Cosine,
     /// In equal factors; both values must be positive.
     Exponential,
+    /// None: the first value, then at once the second.
+    Step,
 }
 
 /// A number that goes from one value to another over a share of a run and then stays.
 ///
 /// Written as a number where it is constant, otherwise as text, `"linear 0.01 to 0.001 over 0.5"`: the shape (linear,
-/// cosine, exponential), the two values, and the share of the run's steps, 1 if not given.
+/// cosine, exponential, step), the two values, and the share of the run's steps, 1 if not given.
 ///
 /// ```
 /// use moeworks_moe::Ramp;
@@ -41,6 +43,9 @@ pub struct Ramp {
 }
 
 impl Ramp {
+    /// 0 throughout.
+    pub const ZERO: Self = Self::constant(0.0);
+
     /// A number that does not change.
     #[must_use]
     pub const fn constant(value: f64) -> Self {
@@ -70,6 +75,7 @@ impl Ramp {
             RampShape::Linear => self.start + t * (self.end - self.start),
             RampShape::Cosine => self.end + 0.5 * (1.0 + (std::f64::consts::PI * t).cos()) * (self.start - self.end),
             RampShape::Exponential => self.start * (self.end / self.start).powf(t),
+            RampShape::Step => self.start,
         }
     }
 
@@ -89,14 +95,22 @@ impl fmt::Display for Ramp {
             RampShape::Linear => "linear",
             RampShape::Cosine => "cosine",
             RampShape::Exponential => "exponential",
+            RampShape::Step => "step",
         };
         write!(f, "{shape} {} to {} over {}", self.start, self.end, self.share)
     }
 }
 
+/// The decimal number that is written for it, so that 0.1 is the same here and there.
+impl From<f32> for Ramp {
+    fn from(value: f32) -> Self {
+        Self::constant(value.to_string().parse().unwrap_or(f64::from(value)))
+    }
+}
+
 /// Why a text is no [`Ramp`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be a number or a ramp such as \"linear 0.01 to 0.001 over 0.5\" (or cosine, exponential)")]
+#[error("must be a number or a ramp such as \"linear 0.01 to 0.001 over 0.5\" (or cosine, exponential, step)")]
 pub struct RampError;
 
 impl FromStr for Ramp {
@@ -115,6 +129,7 @@ impl FromStr for Ramp {
             "linear" => RampShape::Linear,
             "cosine" => RampShape::Cosine,
             "exponential" => RampShape::Exponential,
+            "step" => RampShape::Step,
             _ => return Err(RampError),
         };
         let ramp = Self { start: number(start)?, end: number(end)?, share: number(share)?, shape };

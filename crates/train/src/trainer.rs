@@ -192,7 +192,8 @@ impl Trainer {
             let scale = clip_scale(norm, self.config.train.clip_norm);
             self.update((lr, scale), slices)?;
             let moe = self.config.model.moe();
-            self.weights.next_states(&self.ctx, &moe, &stats.layers, self.compute.as_mut());
+            let progress = step as f64 / self.config.train.steps as f64;
+            self.weights.next_states(&self.ctx, &moe, (&stats.layers, progress), self.compute.as_mut());
         }
         self.progress.step += 1;
         self.progress.tokens += stats.num_targets as u64;

@@ -3,7 +3,7 @@
 mod rotary;
 mod variant;
 
-use moeworks_moe::{ConfigError, MoeConfig, RouterConfig, ScoreOrder};
+use moeworks_moe::{ConfigError, MoeConfig, Ramp, RouterConfig, ScoreOrder};
 use moeworks_ops::Activation;
 use serde::{Deserialize, Serialize};
 
@@ -94,7 +94,7 @@ pub struct ModelConfig {
     /// See [`MoeConfig::capacity_factor`].
     pub capacity_factor: f32,
     /// See [`MoeConfig::jitter`].
-    pub jitter: f32,
+    pub jitter: Ramp,
     /// Whether the output projection is the embedding.
     pub tie_embeddings: bool,
     /// Base of the rotary embedding.
@@ -133,7 +133,7 @@ impl Default for ModelConfig {
             softmax_before_topk: true,
             normalize_weights: true,
             capacity_factor: 0.0,
-            jitter: 0.0,
+            jitter: Ramp::ZERO,
             tie_embeddings: false,
             rope_theta: 10_000.0,
             norm_eps: 1e-6,
@@ -180,7 +180,7 @@ impl ModelConfig {
     /// without effect, are the default's; where two ways say the same, it is one of them.
     pub(crate) fn computed(&self) -> Self {
         let default = Self::default();
-        let mut c = Self { capacity_factor: 0.0, jitter: 0.0, init_std: default.init_std, ..self.clone() };
+        let mut c = Self { capacity_factor: 0.0, jitter: Ramp::ZERO, init_std: default.init_std, ..self.clone() };
         let RouterConfig { bias_update_rate, overflow, local_group, .. } = RouterConfig::default();
         c.router = RouterConfig { bias_update_rate, overflow, local_group, ..c.router };
         if c.router.top_groups == c.router.num_groups {
@@ -278,7 +278,7 @@ impl ModelConfig {
 
     /// The configuration of the MoE layers of a model that is used: without noise, and no token is dropped for a share.
     pub(crate) fn inference_moe(&self) -> MoeConfig {
-        MoeConfig { capacity_factor: 0.0, jitter: 0.0, ..self.moe() }
+        MoeConfig { capacity_factor: 0.0, jitter: Ramp::ZERO, ..self.moe() }
     }
 
     /// Checks every setting; `vocab_size` may still be 0.

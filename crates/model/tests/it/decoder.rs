@@ -5,7 +5,7 @@ use moeworks_model::{
     ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, QkNorm,
     RouterNoise, Rules, TokenBatch,
 };
-use moeworks_moe::{EntropyRule, LayerStats, RouterConfig, RouterKind};
+use moeworks_moe::{EntropyRule, LayerStats, Ramp, RouterConfig, RouterKind};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
@@ -40,7 +40,7 @@ fn options() -> PassOptions {
 }
 
 fn noisy_config() -> ModelConfig {
-    ModelConfig { jitter: 0.05, capacity_factor: 1.0, shared_width: 8, ..small_config() }
+    ModelConfig { jitter: Ramp::constant(0.05), capacity_factor: 1.0, shared_width: 8, ..small_config() }
 }
 
 #[test]
@@ -334,7 +334,7 @@ fn the_losses_on_routers_are_those_of_their_definitions() {
         step(&ctx, &decoder, &weights, &options()).0.router_losses
     };
     assert_eq!((plain.device, plain.sequence, plain.load, plain.l1), (None, None, None, None));
-    (config.router.num_groups, config.router.noise_std) = (3, 0.3);
+    (config.router.num_groups, config.router.noise_std) = (3, Ramp::constant(0.3));
     let (decoder, weights) = model(&ctx, config.clone());
     let entropy = EntropyRule { min_entropy: 3.0, ..EntropyRule::default() };
     let (stats, _) = step(&ctx, &decoder, &weights, &PassOptions { sequence_coef: 0.1, entropy, ..options() });

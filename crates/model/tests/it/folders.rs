@@ -6,6 +6,7 @@ use std::path::Path;
 use moeworks_model::hf::{LoadError, ModelFolder, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::{ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, ModelConfig, QkNorm, Tokenizer};
+use moeworks_moe::Ramp;
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use serde_json::{Value, json};
@@ -33,14 +34,22 @@ fn assert_saved_as(config: ModelConfig, model_type: &str) {
 fn a_model_is_saved_as_the_family_that_computes_it() {
     let all_moe = ModelConfig { moe_every: 1, ..small_config() };
     assert_saved_as(small_config(), "qwen3_moe");
-    assert_saved_as(ModelConfig { capacity_factor: -1.5, jitter: 0.1, norm_eps: 3e-5, ..small_config() }, "qwen3_moe");
+    assert_saved_as(
+        ModelConfig {
+            capacity_factor: -1.5,
+            jitter: "linear 0.1 to 0 over 0.5".parse().unwrap(),
+            norm_eps: 3e-5,
+            ..small_config()
+        },
+        "qwen3_moe",
+    );
     assert_saved_as(
         ModelConfig { softmax_before_topk: false, normalize_weights: false, ..small_config() },
         "qwen3_moe",
     );
     assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, normalize_weights: false, ..all_moe.clone() }, "olmoe");
     assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, softmax_before_topk: false, ..all_moe.clone() }, "olmoe");
-    assert_saved_as(ModelConfig { qk_norm: QkNorm::None, jitter: 0.25, ..all_moe.clone() }, "mixtral");
+    assert_saved_as(ModelConfig { qk_norm: QkNorm::None, jitter: Ramp::constant(0.25), ..all_moe.clone() }, "mixtral");
     assert_saved_as(ModelConfig { num_experts: 0, ..small_config() }, "qwen3");
     assert_saved_as(
         ModelConfig { num_experts: 0, qk_norm: QkNorm::None, tie_embeddings: true, ..small_config() },

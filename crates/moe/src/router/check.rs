@@ -37,7 +37,7 @@ impl RouterConfig {
         for (setting, value) in
             [("router.bias_update_rate", self.bias_update_rate), ("router.noise_std", self.noise_std)]
         {
-            if !(value >= 0.0 && value.is_finite()) {
+            if value.range().0 < 0.0 {
                 return wrong(setting, &value, "must be a number of at least 0");
             }
         }
@@ -49,7 +49,7 @@ impl RouterConfig {
             let expected = "must be 0 unless a token goes to two experts and kind is top_k";
             return wrong("router.sparsemixer_jitter", &self.sparsemixer_jitter, expected);
         }
-        if !(0.0..1.0).contains(&self.input_dropout) {
+        if self.input_dropout.range().0 < 0.0 || self.input_dropout.range().1 >= 1.0 {
             return wrong("router.input_dropout", &self.input_dropout, "must be at least 0 and below 1");
         }
         if !(self.l1_rate >= 1.0 && self.l1_rate.is_finite()) {
@@ -116,7 +116,7 @@ impl RouterConfig {
         if self.scores != ScoreFunction::Softmax {
             return wrong("router.scores", &"sigmoid", "must be softmax with this router.kind");
         }
-        if self.noise_std > 0.0 {
+        if self.noise_std.range().1 > 0.0 {
             return wrong("router.noise_std", &self.noise_std, "must be 0 with this router.kind");
         }
         if self.sparsemixer_jitter > 0.0 {

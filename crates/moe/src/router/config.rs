@@ -109,7 +109,7 @@ pub struct RouterConfig {
     /// al., 2408.15664).
     pub expert_bias: bool,
     /// Gamma: after each step the bias of an expert below the mean load rises by this, that of one above falls.
-    pub bias_update_rate: f32,
+    pub bias_update_rate: Ramp,
     /// Groups of consecutive experts, such as those of one device; divides E.
     pub num_groups: usize,
     /// Groups that a token's experts may be in.
@@ -123,9 +123,9 @@ pub struct RouterConfig {
     /// (sparsemixer, Liu et al., 2409.12136, PhiMoE). In training they are drawn from it.
     pub sparsemixer_jitter: f32,
     /// Deviation of normal noise on the logits in training (1/E in V-MoE, 2106.05974); 0: none.
-    pub noise_std: f32,
+    pub noise_std: Ramp,
     /// The share of elements of the router's input that training sets to 0, the others growing by as much.
-    pub input_dropout: f32,
+    pub input_dropout: Ramp,
     /// Logits are divided by this before scores are taken; its last value holds outside training.
     pub temperature: Ramp,
     /// The share of a run over which choices are random.
@@ -187,14 +187,14 @@ impl Default for RouterConfig {
             kind: RouterKind::TopK,
             scores: ScoreFunction::Softmax,
             expert_bias: false,
-            bias_update_rate: 1e-3,
+            bias_update_rate: Ramp::constant(1e-3),
             num_groups: 1,
             top_groups: 1,
             group_score: GroupScore::Max,
             routed_scale: 1.0,
             sparsemixer_jitter: 0.0,
-            noise_std: 0.0,
-            input_dropout: 0.0,
+            noise_std: Ramp::ZERO,
+            input_dropout: Ramp::ZERO,
             temperature: Ramp::constant(1.0),
             random_share: 0.0,
             random_fade: 0.1,

@@ -5,7 +5,6 @@
 //! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
-use moeworks_ops::linear::linear;
 use moeworks_ops::top_k::{TopK, softmax_top_k};
 use moeworks_tensor::{DType, Tensor};
 
@@ -13,17 +12,14 @@ use super::blocks;
 use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
 use super::input::{Draw, RouterInput};
 use super::noise::{InputNoise, LogitDraws, LogitNoise};
-use super::scorer::Scorer;
+use super::scorer::{self, Scorer};
 use super::scores::{Gate, LogitRule, Scores};
 use super::sparsemixer::Sparsemixer;
 use super::state::EXPERT_BIAS;
 use super::weigh::{WeightRule, is_normalized};
 use super::{assign, choice, load};
 use crate::overflow::{self, Overflow, Room};
-use crate::{DispatchRule, MoeConfig, MoeWeights, NO_EXPERT, Routing, RoutingError};
-
-/// The weights of the noise's deviations, `[E, D]`, as in files behind the router's own name.
-pub(crate) const NOISE: &str = "noise.weight";
+use crate::{DispatchRule, MoeConfig, MoeWeights, NO_EXPERT, Ramp, Routing, RoutingError};
 
 /// A router at work: what it is, its weights and what it looks at.
 #[derive(Clone, Copy)]
@@ -167,7 +163,7 @@ impl FlatRouter<'_> {
     }
 
     fn logits(&self, ctx: &Context, x: &Tensor) -> Logits {
-        let (eps, dropout) = (self.config.jitter, self.router().input_dropout);
+        let (eps, dropout) = (self.now(self.config.jitter), self.now(self.router().input_dropout));
         let input_noise =
             self.random().map(|random| InputNoise { eps, dropout, random, first: self.input.first_token * x.cols() });
         let input_noise = input_noise.filter(|_| eps > 0.0 || dropout > 0.0);
@@ -175,20 +171,22 @@ impl FlatRouter<'_> {
             let values = ctx.zeros(&[x.rows(), self.config.num_experts], DType::F32);
             return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None };
         }
-        let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, (x, input_noise.as_ref()));
-        let first = self.input.first_token * values.cols();
+        let x = (x, input_noise.as_ref());
+        let first = self.input.first_token * self.config.num_choosable();
         let draws = self.random().map(|random| LogitDraws { random, first });
+        if let (Some(draws), RouterKind::NoisyTopK) = (draws, self.router().kind) {
+            let (values, raw) = scorer::with_deviations(ctx, self.weights, x);
+            let noise = LogitNoise::Learned(raw, draws);
+            return Logits { input_noise, scorer: Scorer::Linear, values, noise };
+        }
+        let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
         let noise = match (draws, self.router().kind) {
             (None, _) => LogitNoise::None,
             (Some(draws), RouterKind::Gumbel) => LogitNoise::Gumbel(draws),
-            (Some(draws), RouterKind::NoisyTopK) => {
-                let weight = self.weights.extra(NOISE);
-                let raw = input_noise
-                    .map_or_else(|| linear(ctx, x, weight, DType::F32), |noise| noise.linear(ctx, x, weight));
-                LogitNoise::Learned(raw, draws)
-            }
-            (Some(_), _) if self.router().noise_std == 0.0 => LogitNoise::None,
-            (Some(draws), _) => LogitNoise::Normal(self.router().noise_std, draws),
+            (Some(draws), _) => match self.now(self.router().noise_std) {
+                0.0 => LogitNoise::None,
+                std => LogitNoise::Normal(std, draws),
+            },
         };
         Logits { input_noise, scorer, values, noise }
     }
@@ -196,10 +194,15 @@ impl FlatRouter<'_> {
     /// Whether the fused operation computes this pass.
     fn is_fused(&self) -> bool {
         let router = self.router();
-        let is_noisy = router.noise_std > 0.0 || router.random_probability(self.input.progress) > 0.0;
+        let is_noisy = self.now(router.noise_std) > 0.0 || router.random_probability(self.input.progress) > 0.0;
         let tokens_choose = self.input.is_inference || !router.is_joint();
         let is_plain = router.is_plain_at_inference() && self.temperature() == 1.0;
         is_plain && tokens_choose && !(is_noisy && self.random().is_some()) && !self.reroutes()
+    }
+
+    /// What a setting of training is at this time of the run.
+    fn now(&self, ramp: Ramp) -> f32 {
+        ramp.at(self.input.progress) as f32
     }
 
     fn temperature(&self) -> f32 {

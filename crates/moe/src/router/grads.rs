@@ -8,9 +8,9 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::blocks::{self, ROWS};
 use super::config::RouterKind;
-use super::flat::{FlatRouter, FlatSaved, NOISE};
+use super::flat::{FlatRouter, FlatSaved};
 use super::noise::LogitNoise;
-use super::scorer::{Scorer, ScorerGrads};
+use super::scorer::{NOISE, Scorer, ScorerGrads};
 use super::scores::{Gate, Scores};
 use super::state::L1_WEIGHT;
 use super::weigh::{WeightRule, is_normalized};

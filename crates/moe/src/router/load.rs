@@ -21,12 +21,17 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn of(saved: &FlatSaved, t: usize, e: usize, top_k: usize) -> Self {
+    /// Room for those of tokens that choose `top_k` of `e` experts.
+    fn new(e: usize, top_k: usize) -> Self {
+        Self { ids: vec![NO_EXPERT; (top_k + 1).min(e)], noisy: vec![0.0; e] }
+    }
+
+    /// Makes them those of token `t`.
+    fn read(&mut self, saved: &FlatSaved, t: usize) {
+        let e = self.noisy.len();
         let logits = saved.scores.logits.as_ref().map_or(&[][..], |logits| &logits.f32s()[t * e..(t + 1) * e]);
-        let noisy: Vec<f32> = logits.iter().map(|logit| logit * saved.temperature).collect();
-        let mut ids = vec![NO_EXPERT; (top_k + 1).min(e)];
-        choice::top_k(&noisy, &mut ids);
-        Self { ids, noisy }
+        self.noisy.iter_mut().zip(logits).for_each(|(noisy, logit)| *noisy = logit * saved.temperature);
+        choice::top_k(&self.noisy, &mut self.ids);
     }
 
     /// What each expert's noisy logit must be above for it to be chosen; negative infinity if there are no more than K.
@@ -49,9 +54,10 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &FlatSaved, clean: &Tensor, top_
     let e = clean.cols();
     let mut partial = vec![0.0; clean.rows().div_ceil(ROWS) * e];
     blocks::for_each(ctx, partial.chunks_mut(e).zip(blocks::of(clean.f32s(), e)), |block, (load, clean)| {
-        let mut thresholds = vec![0.0; clean.len()];
+        let (mut thresholds, mut ranks) = (vec![0.0; clean.len()], Ranks::new(e, top_k));
         for (t, thresholds) in (block * ROWS..).zip(thresholds.chunks_mut(e)) {
-            Ranks::of(saved, t, e, top_k).thresholds(top_k, thresholds);
+            ranks.read(saved, t);
+            ranks.thresholds(top_k, thresholds);
         }
         let deviations = saved.noise.deviations(ctx.isa(), block * ROWS * e, clean.len()).unwrap_or_default();
         let mut above = vec![1.0; clean.len()];
@@ -101,7 +107,8 @@ fn backward_row(
     mut draw: Option<&mut [f32]>,
 ) {
     let e = clean.len();
-    let ranks = Ranks::of(saved, t, e, top_k);
+    let mut ranks = Ranks::new(e, top_k);
+    ranks.read(saved, t);
     let (Some(sigmas), Some(noise)) = (saved.noise.deviations(isa, t * e, e), saved.noise.of(isa, t * e, e)) else {
         return;
     };

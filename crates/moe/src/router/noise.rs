@@ -34,19 +34,40 @@ impl InputNoise {
     /// The factors of the elements from `position` on.
     fn factors(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
         let position = self.first + position;
-        let mut draws = [0.0; BUFFER];
-        let draws = &mut draws[..factors.len()];
-        factors.fill(1.0);
         if self.eps > 0.0 {
-            fill_coarse(ctx.isa(), &self.random, Draw::Jitter.at(position), draws);
-            factors.iter_mut().zip(&*draws).for_each(|(factor, draw)| *factor += self.eps * (2.0 * draw - 1.0));
+            self.jitter(ctx, position, factors);
+        } else {
+            factors.fill(1.0);
         }
         if self.dropout > 0.0 {
+            let mut draws = [0.0; BUFFER];
+            let draws = &mut draws[..factors.len()];
             fill_coarse(ctx.isa(), &self.random, Draw::Dropout.at(position), draws);
             let growth = 1.0 / (1.0 - self.dropout);
             for (factor, &draw) in factors.iter_mut().zip(&*draws) {
                 *factor *= if draw >= self.dropout { growth } else { 0.0 };
             }
+        }
+    }
+
+    /// The factors of jitter alone, `1 + eps (b / 128 - 1)` with b the middles of 256 even steps: two elements share one of the
+    /// generator's numbers of 16 bits, the first taking its upper half.
+    fn jitter(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
+        /// 1.5 times 2^23: a sum with it has no fraction. And what rounds to the nearest below, of a multiple of 1/256.
+        const ROUND: f32 = 12_582_912.0;
+        const LESS_THAN_HALF: f32 = 127.5 / 256.0;
+        let (mut pairs, mut bytes) = ([0.0; BUFFER / 2 + 1], [[0.0_f32; 2]; BUFFER / 2 + 1]);
+        let pairs = &mut pairs[..factors.len() / 2 + 1];
+        fill_coarse(ctx.isa(), &self.random, Draw::Jitter.at(position / 2), pairs);
+        for (bytes, pair) in bytes.iter_mut().zip(pairs) {
+            let scaled = *pair * 256.0;
+            // The whole part, by rounding: a conversion to integers would keep the loop from vectors.
+            let upper = (scaled - LESS_THAN_HALF + ROUND) - ROUND;
+            *bytes = [upper, (scaled - upper) * 256.0];
+        }
+        let (scale, base) = (self.eps / 128.0, 1.0 - self.eps + 0.5 * self.eps / 128.0);
+        for (factor, byte) in factors.iter_mut().zip(&bytes.as_flattened()[position % 2..]) {
+            *factor = base + scale * byte;
         }
     }
 
@@ -83,7 +104,7 @@ impl InputNoise {
         let (start, range) = (rows.start * d, rows.start * d..rows.end * d);
         match x.dtype() {
             DType::F32 => self.apply_to(ctx, (&x.f32s()[range], start), |x| x, &mut y),
-            DType::BF16 => self.apply_to(ctx, (&x.bf16s()[range], start), bf16::to_f32, &mut y),
+            DType::BF16 => self.apply_to(ctx, (&x.bf16s()[range], start), widened, &mut y),
             dtype => panic!("the input of an MoE layer is {dtype:?}"),
         }
         y
@@ -114,6 +135,11 @@ impl InputNoise {
             });
         });
     }
+}
+
+/// The value, exact. Without the branch of the conversion that the type has, which keeps loops from vectors.
+fn widened(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
 /// The random numbers of the logits of one pass.

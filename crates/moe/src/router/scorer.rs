@@ -15,6 +15,9 @@ use super::tree::{TreeGrads, TreeScores};
 use crate::{MoeConfig, MoeWeights};
 
 /// Names of weights that only some routers have, as in files behind the router's own.
+///
+/// `[E, D]`: what the deviations of learned noise are taken of.
+pub(crate) const NOISE: &str = "noise.weight";
 pub(crate) const PROJECTION: &str = "projection.weight";
 /// `[1]`: the logarithm of one over the temperature.
 pub(crate) const LOG_SCALE: &str = "log_scale";
@@ -81,13 +84,8 @@ impl Scorer {
                 (logits, Self::Cosine(Box::new(cosine)))
             }
             _ => {
-                let mut logits = match noise {
-                    Some(noise) => noise.linear(ctx, x, &weights.router),
-                    None => linear(ctx, x, &weights.router, DType::F32),
-                };
-                if let Some(bias) = &weights.router_bias {
-                    add_rows(ctx, &mut logits, bias);
-                }
+                let mut logits = product(ctx, (x, noise), &weights.router);
+                add_bias(ctx, weights, &mut logits);
                 (logits, Self::Linear)
             }
         }
@@ -140,6 +138,42 @@ impl Scorer {
         let log_scale = if is_free { (dscale * f64::from(scale)) as f32 } else { 0.0 };
         (dx, ScorerGrads::Cosine { dq, experts: dexperts, log_scale })
     }
+}
+
+/// The product of `x [T, D]` times `noise` and `w [E, D]`, in f32.
+fn product(ctx: &Context, (x, noise): (&Tensor, Option<&InputNoise>), w: &Tensor) -> Tensor {
+    noise.map_or_else(|| linear(ctx, x, w, DType::F32), |noise| noise.linear(ctx, x, w))
+}
+
+fn add_bias(ctx: &Context, weights: &MoeWeights, logits: &mut Tensor) {
+    if let Some(bias) = &weights.router_bias {
+        add_rows(ctx, logits, bias);
+    }
+}
+
+/// The linear logits of `x [T, D]` times `noise` and what the deviations of learned noise are taken of, `[T, E]` each: one
+/// product, which reads x once.
+pub(crate) fn with_deviations(
+    ctx: &Context,
+    weights: &MoeWeights,
+    x: (&Tensor, Option<&InputNoise>),
+) -> (Tensor, Tensor) {
+    let (router, noise) = (&weights.router, weights.extra(NOISE));
+    let (e, len) = (router.rows(), router.len());
+    let mut both = ctx.empty(&[2 * e, router.cols()], DType::F32);
+    both.f32s_mut()[..len].copy_from_slice(router.f32s());
+    both.f32s_mut()[len..].copy_from_slice(noise.f32s());
+    let both = product(ctx, x, &both);
+    let (mut logits, mut raw) = (ctx.empty(&[both.rows(), e], DType::F32), ctx.empty(&[both.rows(), e], DType::F32));
+    let parts = blocks::of_mut(logits.f32s_mut(), e).zip(blocks::of_mut(raw.f32s_mut(), e));
+    blocks::for_each(ctx, parts.zip(blocks::of(both.f32s(), 2 * e)), |_, ((logits, raw), both)| {
+        for ((logits, raw), both) in logits.chunks_mut(e).zip(raw.chunks_mut(e)).zip(both.chunks(2 * e)) {
+            logits.copy_from_slice(&both[..e]);
+            raw.copy_from_slice(&both[e..]);
+        }
+    });
+    add_bias(ctx, weights, &mut logits);
+    (logits, raw)
 }
 
 impl Cosine {

@@ -6,8 +6,7 @@ use moeworks_ops::elementwise::fill_normal;
 use moeworks_tensor::{DType, Random};
 
 use super::config::{HashTable, RouterConfig, RouterKind};
-use super::flat::NOISE;
-use super::scorer::{LOG_SCALE, PROJECTION};
+use super::scorer::{LOG_SCALE, NOISE, PROJECTION};
 use super::tree::{TREE, Tree};
 use crate::free::{CONSTANT, CONSTANT_MIX};
 use crate::weights::NamedTensor;
@@ -21,20 +20,20 @@ pub(crate) const L1_WEIGHT: &str = "l1_weight";
 /// In the state of a router: `[ids, K]`, the experts of each id of a token as numbers, -1 for none.
 pub(crate) const HASH_TABLE: &str = "hash_table";
 
-/// Moves the state of a router of `config` by what one whole step's tokens did.
+/// Moves the state of a router of `config` by what one whole step's tokens did, when `progress`, 0 to 1, of the run is done.
 ///
 /// The bias of each expert: `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads before any choice
 /// is dropped. The weight of the L1 loss: `lambda *= rate^sign((1 - K/E) - sparsity)`, with the sparsity the share of
 /// experts that a token does not have (ReMoE, 2412.14711, equation 7).
-pub fn next_state(config: &MoeConfig, state: &mut [NamedTensor], stats: &LayerStats) {
+pub fn next_state(config: &MoeConfig, state: &mut [NamedTensor], stats: &LayerStats, progress: f64) {
     for NamedTensor { name, tensor } in state {
         match *name {
             EXPERT_BIAS => {
-                let bias = tensor.f32s_mut();
+                let (bias, rate) = (tensor.f32s_mut(), config.router.bias_update_rate.at(progress) as f32);
                 let total: f64 = stats.tokens_per_expert.iter().map(|&n| f64::from(n)).sum();
                 let mean = total / bias.len() as f64;
                 for (bias, &load) in bias.iter_mut().zip(&stats.tokens_per_expert) {
-                    *bias += config.router.bias_update_rate * sign(mean - f64::from(load));
+                    *bias += rate * sign(mean - f64::from(load));
                 }
             }
             L1_WEIGHT if stats.num_tokens > 0 => {

@@ -2,7 +2,7 @@
 //! a choice by sorting, on any number of threads, and with the tokens shared out.
 
 use moeworks_moe::{
-    HashTable, MoeConfig, MoeLayer, MoeWeights, NO_EXPERT, RouterConfig, RouterInput, RouterKind, Routing,
+    HashTable, MoeConfig, MoeLayer, MoeWeights, NO_EXPERT, Ramp, RouterConfig, RouterInput, RouterKind, Routing,
     RoutingError, ScoreFunction, SecondExpert, balanced_hash,
 };
 use moeworks_ops::Context;
@@ -157,7 +157,7 @@ proptest! {
         for (kind, k) in KINDS {
             let mut config = of_kind(kind, k);
             if kind != RouterKind::Hierarchical {
-                config.router.noise_std = 0.3;
+                config.router.noise_std = Ramp::constant(0.3);
             }
             (config.router.random_share, config.router.random_fade) = (0.2, 0.5);
             let whole = route(&Context::cpu(1), &config, &x, &input).unwrap();

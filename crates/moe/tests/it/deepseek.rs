@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use moeworks_moe::{
-    ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, ScoreFunction,
+    ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreFunction,
     e_max_violation, next_state,
 };
 use moeworks_ops::Context;
@@ -26,7 +26,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
     let ctx = Context::cpu(2);
     let (t, e) = (512, 32);
     let mut config = config(e, 1, e, 4);
-    let (scores, bias_update_rate) = (ScoreFunction::Sigmoid, 0.005);
+    let (scores, bias_update_rate) = (ScoreFunction::Sigmoid, Ramp::constant(0.005));
     config.router = RouterConfig { scores, expert_bias: true, bias_update_rate, ..RouterConfig::default() };
     let (layer, mut weights) = identity(&ctx, &config);
     let skew = Random::new(3, Purpose::Test, 0);
@@ -36,7 +36,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
         let x: Vec<f32> = (0..(t * e) as u64).map(logit).collect();
         let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
         let stats = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats();
-        next_state(&config, &mut weights.state, &stats);
+        next_state(&config, &mut weights.state, &stats, 0.5);
         e_max_violation(&stats.tokens_per_expert)
     };
     assert!(violation(0) > 1.5);
@@ -91,5 +91,25 @@ fn settings_out_of_range_are_refused_by_name() {
         "router.top_groups = 1: must leave a token at least top_k = 3 experts, but leaves 2"
     );
     assert_eq!(error(&|r| r.routed_scale = 0.0), "router.routed_scale = 0: must be a number above 0");
-    assert_eq!(error(&|r| r.bias_update_rate = -1.0), "router.bias_update_rate = -1: must be a number of at least 0");
+    assert_eq!(
+        error(&|r| r.bias_update_rate = Ramp::constant(-1.0)),
+        "router.bias_update_rate = -1: must be a number of at least 0"
+    );
+}
+
+/// As DeepSeek-V3 was trained: gamma 0.001 for 14.3 of 14.8 trillion tokens, then 0.
+#[test]
+fn the_bias_rests_when_its_rate_has_fallen_to_0() {
+    let ctx = Context::cpu(1);
+    let mut config = config(4, 1, 4, 1);
+    let bias_update_rate = "step 0.001 to 0 over 0.966".parse().unwrap();
+    config.router = RouterConfig { expert_bias: true, bias_update_rate, ..RouterConfig::default() };
+    let mut weights = MoeWeights::zeros(&ctx, &config, DType::F32);
+    let stats = moeworks_moe::LayerStats { tokens_per_expert: vec![4, 0, 2, 2], ..moeworks_moe::LayerStats::empty(4) };
+    for (progress, expected) in
+        [(0.0, [-1e-3, 1e-3, 0.0, 0.0]), (0.965, [-2e-3, 2e-3, 0.0, 0.0]), (0.97, [-2e-3, 2e-3, 0.0, 0.0])]
+    {
+        next_state(&config, &mut weights.state, &stats, progress);
+        assert_eq!(weights.state[0].tensor.f32s(), expected, "{progress}");
+    }
 }

@@ -1,12 +1,12 @@
 //! The edges: no token, numbers that are not finite, jitter, gradients that are added, memory in steady state.
 
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, RoutingError};
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterInput, RoutingError};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::reference::{RefLoss, RefWeights, Reference};
-use crate::{assert_close, config, layer_weights, tensor};
+use crate::{assert_close, config, jitter_factor, layer_weights, tensor};
 
 fn values(seed: u64, count: usize) -> Vec<f64> {
     let random = Random::new(seed, Purpose::Test, 0);
@@ -105,10 +105,10 @@ fn jitter_is_on_the_routers_input_alone() {
     let ctx = Context::cpu(2);
     let (t, d) = (9, 4);
     let mut config = config(d, 3, 5, 2);
-    config.jitter = 0.25;
+    config.jitter = Ramp::constant(0.25);
     let layer = MoeLayer::new(config.clone()).unwrap();
     let random = Random::new(7, Purpose::Router, 3);
-    let noise: Vec<f64> = (0..(t * d) as u64).map(|i| f64::from(1.0 + 0.25 * (2.0 * random.coarse(i) - 1.0))).collect();
+    let noise: Vec<f64> = (0..(t * d) as u64).map(|i| jitter_factor(&random, i, 0.25)).collect();
     assert!(noise.iter().all(|factor| (0.75..=1.25).contains(factor)));
     let (ref_weights, x, dy) = (weights(&config), values(4, t * d), values(5, t * d));
     let weights = layer_weights(&ctx, &config, &ref_weights);
@@ -162,7 +162,7 @@ fn a_step_in_steady_state_takes_no_memory_from_the_system() {
     let ctx = Context::cpu(2);
     let mut config = config(16, 8, 6, 2);
     config.shared_width = 8;
-    config.jitter = 0.01;
+    config.jitter = Ramp::constant(0.01);
     let layer = MoeLayer::new(config.clone()).unwrap();
     let weights = MoeWeights::random(&ctx, &config, 3, 0.5);
     let mut grads = MoeWeights::zeros(&ctx, &config, DType::F32);

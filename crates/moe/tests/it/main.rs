@@ -12,13 +12,20 @@ mod reference;
 mod schemes;
 mod values;
 
-use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, RouterConfig, ScoreOrder, SharedWeights};
+use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, Ramp, RouterConfig, ScoreOrder, SharedWeights};
 use moeworks_ops::{Activation, Context};
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::reference::{RefShared, RefWeights};
 
 /// A small SwiGLU layer; tests change what they are about.
+/// The factor of jitter on element `position`: half of a number of 16 bits that it shares with its neighbour.
+fn jitter_factor(random: &Random, position: u64, eps: f64) -> f64 {
+    let number = (random.coarse(position / 2) * 65_536.0) as u32;
+    let byte = if position.is_multiple_of(2) { number >> 8 } else { number & 255 };
+    1.0 + eps * ((f64::from(byte) + 0.5) / 128.0 - 1.0)
+}
+
 fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> MoeConfig {
     MoeConfig {
         width,
@@ -29,7 +36,7 @@ fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -
         score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: false,
         capacity_factor: 0.0,
-        jitter: 0.0,
+        jitter: Ramp::ZERO,
         shared_width: 0,
         router: RouterConfig::default(),
     }

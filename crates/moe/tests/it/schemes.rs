@@ -13,7 +13,7 @@ use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::reference::feed_forward;
-use crate::{config, tensor};
+use crate::{config, jitter_factor, tensor};
 
 const T: usize = 9;
 const D: usize = 5;
@@ -108,10 +108,9 @@ impl Scheme<'_> {
     fn router_x(&self, t: usize, x: &[f64]) -> Vec<f64> {
         let factor = |i: usize| {
             let position = t * D + i;
-            let jitter = self
-                .random(0, position, Random::coarse)
-                .map_or(1.0, |u| 1.0 + f64::from(self.config.jitter) * (2.0 * u - 1.0));
-            let p = f64::from(self.config.router.input_dropout);
+            let eps = self.config.jitter.at(self.input.progress);
+            let jitter = self.input.noise.map_or(1.0, |random| jitter_factor(&random, position as u64, eps));
+            let p = self.config.router.input_dropout.at(self.input.progress);
             let is_kept = self.random(1, position, Random::coarse).is_none_or(|u| p == 0.0 || u >= p);
             jitter
                 * if is_kept { if p > 0.0 && self.input.noise.is_some() { 1.0 / (1.0 - p) } else { 1.0 } } else { 0.0 }
@@ -145,7 +144,7 @@ impl Scheme<'_> {
             RouterKind::NoisyTopK => {
                 product(numbers.extra("noise.weight"), &x).iter().map(|r| r.exp().ln_1p()).collect()
             }
-            _ => vec![f64::from(router.noise_std); e],
+            _ => vec![router.noise_std.at(self.input.progress); e],
         };
         let noise = |i: usize| match router.kind {
             RouterKind::Gumbel => {
@@ -315,7 +314,7 @@ impl Scheme<'_> {
     /// Phi by its definition as an integral, Simpson's rule.
     fn add_load(&self, token: &Token, load: &mut [f64]) {
         let router = &self.config.router;
-        let is_noisy = router.kind == RouterKind::NoisyTopK || router.noise_std > 0.0;
+        let is_noisy = router.kind == RouterKind::NoisyTopK || router.noise_std.at(self.input.progress) > 0.0;
         if self.input.noise.is_none() || !is_noisy {
             return;
         }

@@ -111,7 +111,7 @@ fn switch_like() -> (ModelConfig, TrainConfig, usize) {
         softmax_before_topk: true,
         normalize_weights: false,
         capacity_factor: 1.25,
-        jitter: 1e-2,
+        jitter: Ramp::constant(1e-2),
         tie_embeddings: true,
         max_seq_len: 2048,
         ..ModelConfig::default()

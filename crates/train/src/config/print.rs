@@ -31,7 +31,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
         "Above 0: an expert takes ceil(factor K T / E) tokens, later ones are dropped; 0: none is ever dropped;\n\
          below 0: none is dropped up to |factor| times the even share.",
     ),
-    ("model.jitter", "In training, router inputs are multiplied by a number in [1 - jitter, 1 + jitter]."),
+    (
+        "model.jitter",
+        "In training, router inputs are multiplied by a number in [1 - jitter, 1 + jitter]: a number or a ramp.",
+    ),
     ("model.tie_embeddings", "Whether the output projection is the embedding."),
     ("model.rope_theta", "Base of the rotary embedding."),
     ("model.norm_eps", "Epsilon of the RMS norms."),
@@ -50,14 +53,18 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ),
     (
         "model.router.bias_update_rate",
-        "What the bias of an expert below (above) the mean load rises (falls) by after a step.",
+        "What the bias of an expert below (above) the mean load rises (falls) by after a step: a number or a ramp, such as\n\
+         \"step 0.001 to 0 over 0.965\" (DeepSeek-V3).",
     ),
     ("model.router.num_groups", "Groups of consecutive experts; divides num_experts."),
     ("model.router.top_groups", "Groups that the experts of a token may be in."),
     ("model.router.group_score", "What groups are chosen by: max, or top_two: the sum of the two highest scores."),
     ("model.router.routed_scale", "Multiplies the weights of a token's experts."),
-    ("model.router.noise_std", "Deviation of normal noise on the logits in training; 0: none."),
-    ("model.router.input_dropout", "Share of elements of the router's input that training leaves out."),
+    ("model.router.noise_std", "Deviation of normal noise on the logits in training, a number or a ramp; 0: none."),
+    (
+        "model.router.input_dropout",
+        "Share of elements of the router's input that training leaves out, a number or a ramp.",
+    ),
     ("model.router.temperature", "Logits are divided by this: a number or a ramp, whose end holds outside training."),
     ("model.router.random_share", "Share of the run over which choices are random."),
     ("model.router.random_fade", "Share of the run, after that, over which random choices become rare."),

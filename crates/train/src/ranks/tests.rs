@@ -2,7 +2,7 @@
 
 use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_model::{ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch};
-use moeworks_moe::{EntropyRule, RouterConfig, RouterKind};
+use moeworks_moe::{EntropyRule, Ramp, RouterConfig, RouterKind};
 use moeworks_ops::linear::Write;
 use moeworks_plan::Order;
 use moeworks_tensor::{Purpose, Random};
@@ -44,7 +44,7 @@ fn model() -> ModelConfig {
         top_k: 2,
         expert_width: 12,
         shared_width: 8,
-        jitter: 0.01,
+        jitter: Ramp::constant(0.01),
         max_seq_len: 16,
         init_std: 0.2,
         ..ModelConfig::default()

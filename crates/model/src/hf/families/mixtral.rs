@@ -41,7 +41,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&Defaults { norm_eps: 1e-5, rope_theta: 1e6, ..USUAL })?;
     keys.experts(&mut config, "intermediate_size")?;
     config.normalize_weights = true;
-    config.jitter = keys.optional(&["router_jitter_noise"])?.unwrap_or(0.0);
+    config.jitter = keys.optional::<f32>(&["router_jitter_noise"])?.unwrap_or(0.0).into();
     let window = keys.optional(&["sliding_window"])?;
     keys.window(&mut config, window, |_| true)?;
     Ok(config)
@@ -51,7 +51,7 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
     let window = config.variant.window;
     let json = json!({
         "intermediate_size": config.expert_width,
-        "router_jitter_noise": shortest(config.jitter),
+        "router_jitter_noise": shortest(config.jitter.end as f32),
         "sliding_window": if window > 0 { json!(window) } else { Value::Null },
     });
     super::extend(map, json);

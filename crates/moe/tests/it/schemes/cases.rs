@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn switch_takes_one_expert() {
     let mut config = with(RouterKind::Switch, 1);
-    config.jitter = 0.1;
+    config.jitter = Ramp::constant(0.1);
     check("switch", &config, noisy(), &best(1));
 }
 
@@ -18,8 +18,8 @@ fn noisy_top_k_learns_its_noise() {
         check("noisy, at rest", &config, quiet(), &best(k));
     }
     let mut config = with(RouterKind::TopK, 2);
-    config.router.noise_std = 0.4;
-    let outcome = check("fixed noise", &config, noisy(), &best(2));
+    config.router.noise_std = "linear 0.8 to 0 over 0.5".parse().unwrap();
+    let outcome = check("falling noise", &config, RouterInput { progress: 0.25, ..noisy() }, &best(2));
     let total: f64 = outcome.stats.smooth_load.iter().sum();
     assert!((total - (2 * T) as f64).abs() < 4.0, "a smooth load adds up to about K T: {total}");
 }
@@ -27,7 +27,8 @@ fn noisy_top_k_learns_its_noise() {
 #[test]
 fn the_routers_input_may_lose_elements_and_the_logits_be_warm() {
     let mut config = with(RouterKind::TopK, 2);
-    (config.router.input_dropout, config.jitter, config.normalize_weights) = (0.3, 0.2, true);
+    config.router.input_dropout = "step 0.3 to 0 over 0.5".parse().unwrap();
+    (config.jitter, config.normalize_weights) = ("linear 0.4 to 0 over 0.5".parse().unwrap(), true);
     config.router.temperature = "linear 2 to 0.5 over 0.5".parse().unwrap();
     check("dropout and warmth", &config, RouterInput { progress: 0.25, ..noisy() }, &best(2));
     check("cold", &config, quiet(), &best(2));
@@ -268,7 +269,7 @@ fn relus_loss_holds_the_number_of_experts() {
         let (_, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[t, e], &x), &RouterInput::default());
         let stats = saved.stats();
         active.push(stats.num_choices as f64 / t as f64);
-        moeworks_moe::next_state(&config, &mut weights.state, &stats);
+        moeworks_moe::next_state(&config, &mut weights.state, &stats, 0.5);
         let weight = f64::from(weights.state[0].tensor.f32s()[0]);
         // A pull of the loss against a push of the rest.
         shift += 0.02 * (0.5 - shift) - 0.02 * weight.min(5.0);

@@ -32,7 +32,7 @@ fn a_tree_opens_the_likeliest_clusters() {
         }
     }
     let mut config = tree("3", 2, 2);
-    (config.jitter, config.router.input_dropout) = (0.2, 0.2);
+    (config.jitter, config.router.input_dropout) = (Ramp::constant(0.2), Ramp::constant(0.2));
     check("a tree under noise", &config, noisy(), &best_open(2));
 }
 
@@ -138,6 +138,6 @@ fn a_tree_that_cannot_be_is_refused() {
     refused(|c| (c.router.tree_beam, c.top_k) = (1, 3), "router.tree_beam");
     refused(|c| c.router.scores = ScoreFunction::Sigmoid, "router.scores");
     refused(|c| c.router.expert_bias = true, "router.expert_bias");
-    refused(|c| c.router.noise_std = 0.1, "router.noise_std");
+    refused(|c| c.router.noise_std = Ramp::constant(0.1), "router.noise_std");
     refused(|c| c.router.zero_experts = 1, "router.zero_experts");
 }
