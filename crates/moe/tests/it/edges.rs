@@ -174,6 +174,7 @@ fn a_step_in_steady_state_takes_no_memory_from_the_system() {
         task.run(&ctx, Write::Add, &mut grads);
         ctx.pool().stats().system_allocations
     };
-    let first = step(0);
-    assert_eq!([step(1), step(2), step(3)], [first; 3]);
+    // What products need to pack depends on how many rows an expert has, which differs a little from step to step.
+    let warm = (0..4).map(&mut step).max();
+    assert_eq!([0, 1, 2].map(|number| Some(step(number))), [warm; 3]);
 }
