@@ -2,7 +2,8 @@
 //! token t in group g.
 //!
 //! The weight `[N, D]` holds the matrices of the groups one behind the other, `width` rows each. The plain relative of
-//! [`experts`](crate::experts): one product, no activation, f32 throughout.
+//! [`experts`](crate::experts): one product, no activation. The type of the weight, and for its gradient that of `dy`, decides
+//! in which precision products are taken; results are f32.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -45,7 +46,7 @@ impl GroupedRows<'_> {
     }
 }
 
-/// `y [R, width]` of `x [T, D]` and `w [N, D]`, all f32.
+/// `y [R, width]` (f32) of `x [T, D]` and `w [N, D]`.
 #[must_use]
 pub fn grouped_linear(ctx: &Context, x: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
     groups.check(w);
@@ -56,7 +57,7 @@ pub fn grouped_linear(ctx: &Context, x: &Tensor, w: &Tensor, groups: GroupedRows
         columns: groups.width,
         depth: x.cols(),
     };
-    row_products(ctx, Form::Nt, groups, groups.width, group)
+    row_products(ctx, Form::Nt, (groups, w), groups.width, group)
 }
 
 /// `dx [T, D]`, the sum over each token's rows of `dy_r W_g`, in the order of its choices. `dy` is `[R, width]`.
@@ -71,7 +72,7 @@ pub fn grouped_linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, gro
         columns: w.cols(),
         depth: groups.width,
     };
-    let rows = row_products(ctx, Form::Nn, groups, w.cols(), group);
+    let rows = row_products(ctx, Form::Nn, (groups, w), w.cols(), group);
     let num_tokens = groups.rows.token_rows.len() / groups.rows.num_choices.max(1);
     combine(ctx, &rows, groups.rows, None, &[num_tokens, w.cols()])
 }
@@ -98,7 +99,7 @@ pub fn grouped_linear_backward_weight(
     };
     let list: Vec<Group<'_>> = groups.ranges().map(group).collect();
     let offsets: Vec<usize> = (0..groups.num_groups()).map(|g| (groups.first + g * groups.width) * columns).collect();
-    let product = Product { form: Form::Tn, compute: Compute::F32, groups: &list, is_paired: false };
+    let product = Product { form: Form::Tn, compute: Compute::of(dy.dtype()), groups: &list, is_paired: false };
     let to = Lent::new(dw.f32s_mut());
     weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: columns, write });
 }
@@ -107,7 +108,7 @@ pub fn grouped_linear_backward_weight(
 fn row_products<'a>(
     ctx: &Context,
     form: Form,
-    groups: GroupedRows<'_>,
+    (groups, w): (GroupedRows<'_>, &Tensor),
     columns: usize,
     group: impl Fn((usize, std::ops::Range<usize>)) -> Group<'a>,
 ) -> Tensor {
@@ -115,7 +116,7 @@ fn row_products<'a>(
     let used: Vec<_> = groups.ranges().filter(|(_, range)| !range.is_empty()).collect();
     let offsets: Vec<usize> = used.iter().map(|(_, range)| range.start * columns).collect();
     let list: Vec<Group<'_>> = used.into_iter().map(group).collect();
-    let product = Product { form, compute: Compute::F32, groups: &list, is_paired: false };
+    let product = Product { form, compute: Compute::of(w.dtype()), groups: &list, is_paired: false };
     let to = Lent::new(y.f32s_mut());
     gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: columns, write: Write::Replace });
     y

@@ -5,7 +5,8 @@
 //! tokens, as in a program whose experts' gradients are apart; the others stay zero.
 //!
 //! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
-//! its order, which the layer itself does not make (it gathers while it multiplies).
+//! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "products"` times the grouped products
+//! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
 
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::time::Instant;
@@ -13,6 +14,11 @@ use std::time::Instant;
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
 use moeworks_ops::counting_sort::sort_choices;
 use moeworks_ops::embedding::embedding;
+use moeworks_ops::experts::ExpertRows;
+use moeworks_ops::grouped_linear::{
+    GroupedRows, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
+};
+use moeworks_ops::linear::Write as Writing;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde_json::{Value, json};
@@ -39,6 +45,7 @@ pub(super) struct Shape {
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
     Layer { is_both: bool },
+    Products { is_both: bool },
     Dispatch,
     Sort,
 }
@@ -69,12 +76,15 @@ impl Case {
         };
         let (d, f, e, k) = (number("d")?, number("f")?, number("e")?, number("k")?);
         let shape = Shape { d, f, e, k, activation, dtype };
+        let is_both = value["both"].as_bool().unwrap_or(false);
         let part = match value["part"].as_str() {
-            None | Some("layer") => Part::Layer { is_both: value["both"].as_bool().unwrap_or(false) },
+            None | Some("layer") => Part::Layer { is_both },
+            Some("products") => Part::Products { is_both },
             Some("dispatch") => Part::Dispatch,
             Some("sort") => Part::Sort,
             Some(_) => {
-                return Err(Failure::input(format!("{line}: \"part\" must be \"layer\", \"dispatch\" or \"sort\"")));
+                let names = "\"layer\", \"products\", \"dispatch\" or \"sort\"";
+                return Err(Failure::input(format!("{line}: \"part\" must be {names}")));
             }
         };
         Ok(Self { shape, tokens: number("tokens")?, part })
@@ -146,13 +156,43 @@ fn timed(mut run: impl FnMut()) -> Vec<f64> {
     (0..num_runs).map(|_| run()).collect()
 }
 
+/// Random choices of experts for each token, and weights of one.
+fn random_choices(ctx: &Context, tokens: usize, shape: Shape) -> (Tensor, Tensor) {
+    let random = Random::new(0, Purpose::Test, 2);
+    let (mut ids, mut weights) = (ctx.empty(&[tokens, shape.k], DType::U32), ctx.empty(&[tokens, shape.k], DType::F32));
+    ids.u32s_mut().iter_mut().enumerate().for_each(|(i, id)| *id = random.words(i as u64)[0] % shape.e as u32);
+    weights.f32s_mut().fill(1.0);
+    (ids, weights)
+}
+
+/// Seconds of the grouped products that a layer's experts are made of, and of nothing else.
+fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool) -> Vec<f64> {
+    let Shape { d, f, e, k, activation, dtype } = layer.shape;
+    let af = f * activation.num_inputs();
+    let (ids, weights) = random_choices(ctx, tokens, layer.shape);
+    let sorted = sort_choices(ctx, &ids, &weights, e, None);
+    let by_token = GroupedRows { rows: sorted.rows(), first: 0, width: af };
+    let in_order: Vec<u32> = (0..(tokens * k) as u32).collect();
+    let rows = ExpertRows { tokens: &in_order, token_rows: &in_order, num_choices: 1, ..sorted.rows() };
+    let (to_h, to_y) = (GroupedRows { rows, ..by_token }, GroupedRows { rows, first: 0, width: d });
+    let (x, _) = layer.tokens(ctx, tokens);
+    let [a, h, y] = [f, af, d].map(|columns| ctx.zeros(&[tokens * k, columns], dtype));
+    timed(|| {
+        drop(grouped_linear(ctx, &x, &layer.weights.gate_up, by_token));
+        drop(grouped_linear(ctx, &a, &layer.weights.down, to_y));
+        if is_both {
+            drop(grouped_linear_backward_input(ctx, &y, &layer.weights.down, to_y));
+            drop(grouped_linear_backward_input(ctx, &h, &layer.weights.gate_up, to_h));
+            grouped_linear_backward_weight(ctx, &y, &a, to_y, Writing::Replace, &mut layer.grads.down);
+            grouped_linear_backward_weight(ctx, &h, &x, by_token, Writing::Replace, &mut layer.grads.gate_up);
+        }
+    })
+}
+
 /// Seconds of sorting random choices of experts, and of copying the tokens' rows in that order.
 fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
-    let Shape { d, e, k, dtype, .. } = case.shape;
-    let random = Random::new(0, Purpose::Test, 2);
-    let (mut ids, mut weights) = (ctx.empty(&[case.tokens, k], DType::U32), ctx.empty(&[case.tokens, k], DType::F32));
-    ids.u32s_mut().iter_mut().enumerate().for_each(|(i, id)| *id = random.words(i as u64)[0] % e as u32);
-    weights.f32s_mut().fill(1.0);
+    let Shape { d, e, dtype, .. } = case.shape;
+    let (ids, weights) = random_choices(ctx, case.tokens, case.shape);
     let x = if case.part == Part::Dispatch { ctx.zeros(&[case.tokens, d], dtype) } else { ctx.zeros(&[0, d], dtype) };
     timed(|| {
         let sorted = sort_choices(ctx, &ids, &weights, e, None);
@@ -168,18 +208,18 @@ pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
     for line in stdin().lock().lines() {
         let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
         let case = Case::parse(&line)?;
-        let Part::Layer { is_both } = case.part else {
-            println!("{}", json!({ "seconds": dispatch_times(ctx, &case) }));
-            let _ = stdout().flush();
-            continue;
-        };
-        if layer.as_ref().is_none_or(|layer| layer.shape != case.shape) {
+        let keeps_weights = matches!(case.part, Part::Layer { .. } | Part::Products { .. });
+        if keeps_weights && layer.as_ref().is_none_or(|layer| layer.shape != case.shape) {
             drop(layer.take());
             ctx.pool().trim();
             layer = Some(Layer::new(ctx, case.shape)?);
             ctx.pool().trim();
         }
-        let times = layer.as_mut().map(|layer| layer.times(ctx, case.tokens, is_both)).unwrap_or_default();
+        let times = match (case.part, &mut layer) {
+            (Part::Layer { is_both }, Some(layer)) => layer.times(ctx, case.tokens, is_both),
+            (Part::Products { is_both }, Some(layer)) => product_times(ctx, layer, case.tokens, is_both),
+            _ => dispatch_times(ctx, &case),
+        };
         println!("{}", json!({ "seconds": times }));
         // Whoever asked waits for the answer; one that went away ends the program with its next line.
         let _ = stdout().flush();

@@ -28,7 +28,7 @@ use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::source::Elements;
 use crate::gemm::store::Room;
-use crate::gemm::{Epilogue, Form, Group, Panels, Place, Product, tile_slice};
+use crate::gemm::{Epilogue, Form, Group, Panels, Place, Product, finish, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::{Level, kernel};
 use rows::Weight;
@@ -201,7 +201,7 @@ kernel! {
                 let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
                 let at = Place { group: task.group, rows, columns: (column, columns), panel };
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.tile::<S>(at, &mut first[0], second.first_mut(), &mut room);
+                finish(work.isa, epilogue, at, &mut first[0], second.first_mut(), &mut room);
             }
         }
     }

@@ -30,7 +30,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::parallel::Lent;
 use crate::simd::{Level, kernel as compiled};
-use crate::{Context, few_rows};
+use crate::{Context, Isa, few_rows};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs};
 use source::{Block, Format, Source};
 use store::Room;
@@ -136,9 +136,15 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
         }
         // Tasks are taken in order, so this is about the one that this thread will take next.
         let next = plan.tasks.get(index + num_threads);
-        let work =
-            Work { product, group: &product.groups[plan.tasks[index].group], task: &plan.tasks[index], next, kernels };
-        scratch.with(|scratch| run_task(ctx.isa(), &work, scratch, epilogue));
+        let work = Work {
+            product,
+            group: &product.groups[plan.tasks[index].group],
+            task: &plan.tasks[index],
+            next,
+            kernels,
+            isa: ctx.isa(),
+        };
+        scratch.with(|scratch| work.run(scratch, epilogue));
     });
 }
 
@@ -171,8 +177,17 @@ impl<'a> Slots<'a> {
 }
 
 compiled! {
-    bf16 fn run_task<S: Level, E: Epilogue>(work: &Work<'_>, scratch: &mut [u32], epilogue: &E) {
-        work.run::<S, E>(scratch, epilogue);
+    bf16
+    /// Hands a tile to the epilogue. This and packing are functions of their own, compiled for each instruction set; what is
+    /// between them only calls kernels, and is compiled once for every epilogue.
+    pub(crate) fn finish<S: Level, E: Epilogue>(
+        epilogue: &E,
+        at: Place,
+        tile: &mut Tile,
+        second: Option<&mut Tile>,
+        room: &mut Room,
+    ) {
+        epilogue.tile::<S>(at, tile, second, room);
     }
 }
 
@@ -183,19 +198,19 @@ struct Work<'a> {
     task: &'a Task,
     next: Option<&'a Task>,
     kernels: Kernels,
+    isa: Isa,
 }
 
 impl Work<'_> {
-    #[inline(always)]
-    fn run<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+    fn run<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, ref kernels, .. } = *self;
         #[cfg(target_arch = "x86_64")]
         if task.is_turned {
-            return self.run_turned::<S, E>(scratch, epilogue);
+            return self.run_turned(scratch, epilogue);
         }
         #[cfg(target_arch = "x86_64")]
         if kernels.are_tiles {
-            return self.run_in_tiles::<S, E>(scratch, epilogue);
+            return self.run_in_tiles(scratch, epilogue);
         }
         let format = self.format();
         let panels = Panels::of(group.columns, kernels.lanes);
@@ -212,9 +227,9 @@ impl Work<'_> {
             let start = part * task.part;
             let depth = (group.depth - start).min(task.part);
             let num_units = format.units_of(depth);
-            self.pack_b::<S>(start, depth, b_room);
+            pack_b(self.isa, self, (start, depth), b_room);
             if product.form == Form::Tn {
-                self.pack_a::<S>(start, depth, a_room);
+                pack_a(self.isa, self, (start, depth), a_room);
             }
             let mut next_tile = 0;
             for row in (0..task.rows.1).step_by(kernels.rows) {
@@ -222,7 +237,7 @@ impl Work<'_> {
                 let (a, a_step) = if product.form == Form::Tn {
                     (packed_rows(&a_room[row * num_units..], rows), kernels.rows)
                 } else {
-                    (self.rows_of_a::<S>(task.rows.0 + row, rows, (start, depth), a_room), 1)
+                    (self.rows_of_a(task.rows.0 + row, rows, (start, depth), a_room), 1)
                 };
                 let mut b = &b_room[..];
                 let mut ahead = self.ahead_of(row, start, depth);
@@ -256,7 +271,7 @@ impl Work<'_> {
                     }
                     if part + 1 == num_parts {
                         let (first, second) = tiles.split_at_mut(1);
-                        epilogue.tile::<S>(at, &mut first[0], second.first_mut(), &mut room);
+                        finish(self.isa, epilogue, at, &mut first[0], second.first_mut(), &mut room);
                     }
                     if num_parts > 1 {
                         next_tile += num_tiles;
@@ -271,36 +286,9 @@ impl Work<'_> {
         self.kernels.format(self.product.compute)
     }
 
-    /// Packs the task's panels of B, paired ones next to each other.
-    #[inline(always)]
-    fn pack_b<S: Level>(&self, start: usize, depth: usize, mut to: &mut [u32]) {
-        let panels = Panels::of(self.group.columns, self.kernels.lanes);
-        let range = self.task.panels.0..self.task.panels.0 + self.task.panels.1;
-        if self.product.form != Form::Nt {
-            return source::pack_straight::<S>(&self.group.b, (start, depth), &panels, range, self.format(), to);
-        }
-        for panel in range {
-            let (column, columns, width) = panels.panel(panel);
-            for pair in 0..if self.product.is_paired { 2 } else { 1 } {
-                let (now, later) = to.split_at_mut(self.format().units_of(depth) * width);
-                to = later;
-                let block = Block { rows: (column + pair * self.group.columns, columns), columns: (start, depth) };
-                source::pack_transposed::<S>(&self.group.b, block, self.format(), width, now);
-            }
-        }
-    }
-
-    /// Packs the task's rows of C, which are columns of A, as panels as narrow as a kernel has rows.
-    #[inline(always)]
-    fn pack_a<S: Level>(&self, start: usize, depth: usize, to: &mut [u32]) {
-        let panels = Panels::equal(self.task.rows.0 + self.task.rows.1, self.kernels.rows);
-        let range = self.task.rows.0 / self.kernels.rows..panels.count;
-        source::pack_straight::<S>(&self.group.a, (start, depth), &panels, range, self.format(), to);
-    }
-
     /// Pointers to rows of A, converted into `room` where they cannot be used in place.
     #[inline(always)]
-    fn rows_of_a<S: Level>(
+    fn rows_of_a(
         &self,
         first: usize,
         rows: usize,
@@ -317,11 +305,56 @@ impl Work<'_> {
             let direct = self.group.a.direct(first + row, start, depth, self.format());
             *pointer = direct.unwrap_or_else(|| {
                 let room = rooms.next().expect("room for the rows of a tile");
-                self.group.a.load::<S>(first + row, start, depth, self.format(), room);
+                convert_row(self.isa, &self.group.a, (first + row, start, depth), self.format(), room);
                 room.as_ptr()
             });
         }
         pointers
+    }
+}
+
+compiled! {
+    bf16
+    /// Packs the task's panels of B, paired ones next to each other.
+    fn pack_b<S: Level>(work: &Work<'_>, depth: (usize, usize), to: &mut [u32]) {
+        let Work { product, group, task, .. } = *work;
+        let (format, mut to) = (work.format(), to);
+        let panels = Panels::of(group.columns, work.kernels.lanes);
+        let range = task.panels.0..task.panels.0 + task.panels.1;
+        if product.form != Form::Nt {
+            return source::pack_straight::<S>(&group.b, depth, &panels, range, format, to);
+        }
+        for panel in range {
+            let (column, columns, width) = panels.panel(panel);
+            for pair in 0..if product.is_paired { 2 } else { 1 } {
+                let (now, later) = to.split_at_mut(format.units_of(depth.1) * width);
+                to = later;
+                let block = Block { rows: (column + pair * group.columns, columns), columns: depth };
+                #[cfg(target_arch = "x86_64")]
+                if work.kernels.are_tiles {
+                    amx::transposed_columns(&group.b, block, width, now);
+                    continue;
+                }
+                source::pack_transposed::<S>(&group.b, block, format, width, now);
+            }
+        }
+    }
+}
+
+compiled! {
+    bf16
+    /// Packs the task's rows of C, which are columns of A, as panels as narrow as a kernel has rows.
+    fn pack_a<S: Level>(work: &Work<'_>, depth: (usize, usize), to: &mut [u32]) {
+        let (rows, width) = (work.task.rows, work.kernels.rows);
+        let panels = Panels::equal(rows.0 + rows.1, width);
+        source::pack_straight::<S>(&work.group.a, depth, &panels, rows.0 / width..panels.count, work.format(), to);
+    }
+}
+
+compiled! {
+    bf16
+    fn convert_row<S: Level>(source: &Source<'_>, at: (usize, usize, usize), format: Format, to: &mut [u32]) {
+        source.load::<S>(at.0, at.1, at.2, format, to);
     }
 }
 

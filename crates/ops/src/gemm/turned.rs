@@ -11,8 +11,8 @@ use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, TILE_STRIDE, Tile, TileArgs}
 use super::store::Room;
 use super::tasks::{Cut, Panels, Plan, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Epilogue, Form, Group, Place, Product, Work, tile_slice};
-use crate::simd::Level;
+use super::{Epilogue, Form, Group, Place, Product, Work, finish, tile_slice};
+use crate::simd::kernel;
 
 /// The most rows of a group for which packing them is better than packing B.
 const MAX_TURNED: usize = 256;
@@ -135,8 +135,7 @@ struct Rows {
 
 impl Work<'_> {
     /// Computes a task that [`cut_group`] made.
-    #[inline(always)]
-    pub(super) fn run_turned<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+    pub(super) fn run_turned<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, .. } = *self;
         let lanes = Lanes::of(group.rows);
         let num_tiles = if product.is_paired { 2 } else { 1 };
@@ -150,7 +149,7 @@ impl Work<'_> {
             let start = index * task.part;
             let depth = (group.depth - start).min(task.part);
             let part = Part { start, depth, num_units: self.format().units_of(depth), is_first: index == 0 };
-            self.pack_lanes::<S>(&lanes, part, a_room, packed);
+            pack_lanes(self.isa, self, &lanes, part, a_room, packed);
             for offset in 0..task.panels.1 {
                 let held = if num_parts > 1 { offset } else { 0 };
                 let sums = &mut sums[held * tiles_of_panel..][..tiles_of_panel];
@@ -159,25 +158,27 @@ impl Work<'_> {
                     self.sum_panel((panel, pair), &lanes, part, packed, sums);
                 }
                 if index + 1 == num_parts {
-                    self.turn_back::<S, E>(panel, &lanes, sums, (out, &mut room), epilogue);
+                    self.turn_back(panel, &lanes, sums, (out, &mut room), epilogue);
                 }
             }
         }
     }
+}
 
+kernel! {
+    bf16
     /// Packs the rows of A: a panel of lanes after the other, each `[unit][width]`.
-    #[inline(always)]
-    fn pack_lanes<S: Level>(&self, lanes: &Lanes, part: Part, room: &mut [u32], packed: &mut [u32]) {
+    fn pack_lanes<S: Level>(work: &Work<'_>, lanes: &Lanes, part: Part, room: &mut [u32], packed: &mut [u32]) {
         let Part { start, depth, num_units, .. } = part;
         let (low_room, high_room) = room.split_at_mut(room.len() / 2);
         for panel in 0..lanes.count() {
             let (first, width) = lanes.panel(panel);
             let to = &mut packed[first * num_units..][..width * num_units];
             for lane in (0..width).step_by(LANES) {
-                let count = (self.group.rows - first).saturating_sub(lane);
+                let count = (work.group.rows - first).saturating_sub(lane);
                 let rows_of = |half: usize, room| {
                     let count = count.saturating_sub(half * MAX_ROWS).min(MAX_ROWS);
-                    self.rows_of_a::<S>(first + lane + half * MAX_ROWS, count, (start, depth), room)
+                    work.rows_of_a(first + lane + half * MAX_ROWS, count, (start, depth), room)
                 };
                 let halves = [rows_of(0, &mut *low_room), rows_of(1, &mut *high_room)];
                 let rows = std::array::from_fn(|row| halves[row / MAX_ROWS][row % MAX_ROWS]);
@@ -187,10 +188,11 @@ impl Work<'_> {
             }
         }
     }
+}
 
+impl Work<'_> {
     /// The sums of a panel's columns with all rows: to a tile for each eight columns, and after those of one panel of
     /// lanes those of the next.
-    #[inline(always)]
     fn sum_panel(&self, (panel, pair): (usize, usize), lanes: &Lanes, part: Part, packed: &[u32], sums: &mut [Tile]) {
         let Self { group, ref kernels, .. } = *self;
         let (_, columns, _) = self.panels().panel(panel);
@@ -259,8 +261,7 @@ impl Work<'_> {
     }
 
     /// Turns the sums of a panel, of `[pair][panel of lanes][columns / 8]` tiles, and hands them to the epilogue.
-    #[inline(always)]
-    fn turn_back<S: Level, E: Epilogue>(
+    fn turn_back<E: Epilogue>(
         &self,
         panel: usize,
         lanes: &Lanes,
@@ -286,7 +287,7 @@ impl Work<'_> {
                         let at =
                             Place { group: self.task.group, rows: (row, count), columns: (column, columns), panel };
                         let (tile, second) = tiles.split_at_mut(1);
-                        epilogue.tile::<S>(at, &mut tile[0], second.first_mut(), room);
+                        finish(self.isa, epilogue, at, &mut tile[0], second.first_mut(), room);
                     }
                 }
             }

@@ -15,10 +15,9 @@ mod pack;
 use std::arch::asm;
 
 use super::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
-use super::source::{self, Block};
 use super::tasks::Panels;
 use super::{Epilogue, Form, Place, Work};
-use crate::simd::{Avx512, Level};
+pub(super) use pack::transposed_columns;
 
 /// Rows of a block of A, and units of its depth.
 pub(super) const BLOCK: usize = 16;
@@ -259,8 +258,7 @@ pub(crate) unsafe fn products(steps: usize) {
 impl Work<'_> {
     /// Runs the task in tiles. The levels of the engine are the same as for kernels on vectors: B of the task is packed,
     /// then rows go by, each group of rows against all panels.
-    #[inline(always)]
-    pub(super) fn run_in_tiles<S: Level, E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+    pub(super) fn run_in_tiles<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
@@ -276,7 +274,7 @@ impl Work<'_> {
             let start = part * task.part;
             let depth = (group.depth - start).min(task.part);
             let num_units = self.format().units_of(depth);
-            self.pack_b_for_tiles((start, depth), b_room);
+            super::pack_b(self.isa, self, (start, depth), b_room);
             if product.form == Form::Tn {
                 let columns = (task.rows.0, task.rows.1);
                 pack::transposed_rows(&group.a, columns, (start, depth), a_room);
@@ -307,7 +305,7 @@ impl Work<'_> {
                         multiply((rows, width), num_units, (a, now), (tiles, part > 0));
                     }
                     if part + 1 == num_parts {
-                        finish::<S, E>(epilogue, at, tiles, &mut room);
+                        self.finish_rows(epilogue, at, tiles, &mut room);
                     }
                     if num_parts > 1 {
                         next_tile += TILES * num_tiles;
@@ -316,27 +314,6 @@ impl Work<'_> {
             }
         }
         drop(registers);
-    }
-
-    /// Packs the task's panels of B, paired ones next to each other.
-    #[inline(always)]
-    fn pack_b_for_tiles(&self, (start, depth): (usize, usize), mut to: &mut [u32]) {
-        let Self { product, group, task, .. } = *self;
-        let panels = Panels::of(group.columns, BLOCK);
-        let range = task.panels.0..task.panels.0 + task.panels.1;
-        if product.form != Form::Nt {
-            return source::pack_straight::<Avx512>(&group.b, (start, depth), &panels, range, self.format(), to);
-        }
-        let num_units = self.format().units_of(depth);
-        for panel in range {
-            let (column, columns, width) = panels.panel(panel);
-            for pair in 0..if product.is_paired { 2 } else { 1 } {
-                let (now, later) = to.split_at_mut(num_units * width);
-                to = later;
-                let block = Block { rows: (column + pair * group.columns, columns), columns: (start, depth) };
-                pack::transposed_columns(&group.b, block, width, now);
-            }
-        }
     }
 }
 
@@ -365,13 +342,14 @@ fn multiply(
     unsafe { KERNELS[blocks - 1][width / BLOCK - 1](&args) };
 }
 
-/// Gives the sums to the epilogue, eight rows at a time.
-#[inline(always)]
-fn finish<S: Level, E: Epilogue>(epilogue: &E, at: Place, tiles: &mut [Tile], room: &mut super::Room) {
-    let (first, second) = tiles.split_at_mut(TILES);
-    for (i, tile) in first.iter_mut().enumerate().take(at.rows.1.div_ceil(super::kernel::MAX_ROWS)) {
-        let done = i * super::kernel::MAX_ROWS;
-        let rows = (at.rows.0 + done, (at.rows.1 - done).min(super::kernel::MAX_ROWS));
-        epilogue.tile::<S>(Place { rows, ..at }, tile, second.get_mut(i), room);
+impl Work<'_> {
+    /// Gives the sums to the epilogue, eight rows at a time.
+    fn finish_rows<E: Epilogue>(&self, epilogue: &E, at: Place, tiles: &mut [Tile], room: &mut super::Room) {
+        let (first, second) = tiles.split_at_mut(TILES);
+        for (i, tile) in first.iter_mut().enumerate().take(at.rows.1.div_ceil(super::kernel::MAX_ROWS)) {
+            let done = i * super::kernel::MAX_ROWS;
+            let rows = (at.rows.0 + done, (at.rows.1 - done).min(super::kernel::MAX_ROWS));
+            super::finish(self.isa, epilogue, Place { rows, ..at }, tile, second.get_mut(i), room);
+        }
     }
 }

@@ -34,7 +34,7 @@ pub(super) fn transposed_rows(source: &Source<'_>, columns: (usize, usize), dept
 
 /// Packs a panel of B whose rows run along the depth, as [`Columns`](crate::gemm::pack::Columns) are.
 #[inline(always)]
-pub(super) fn transposed_columns(source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
+pub(in crate::gemm) fn transposed_columns(source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
     // SAFETY: as above.
     unsafe { transposed_columns_in_vectors(source, block, width, to) }
 }
