@@ -15,8 +15,8 @@ use crate::{CommError, Communicator};
 const BETWEEN_NODES: u32 = 32_000;
 
 /// A group of ranks with the nodes that they stand on.
-pub struct Hierarchy<'c> {
-    pub(crate) comm: &'c dyn Communicator,
+pub struct Hierarchy {
+    comm: Box<dyn Communicator>,
     /// The ranks of this node among themselves, in the order that they have in the group.
     pub(crate) node: Box<dyn Communicator>,
     /// The ranks of each node, in order.
@@ -28,8 +28,59 @@ pub struct Hierarchy<'c> {
 /// What comes from the relay of a node.
 type FromNode = (usize, Pending<Vec<u8>>);
 
+/// Messages under way between nodes.
+pub(crate) struct BetweenNodes {
+    arriving: Vec<FromNode>,
+    leaving: Vec<Pending<Vec<u8>>>,
+}
+
+impl BetweenNodes {
+    /// Waits for what comes and puts it in its places.
+    fn finish(self, hierarchy: &Hierarchy, recv: &mut [u8], recvs: &Pieces) -> Result<(), CommError> {
+        for (node, pending) in self.arriving {
+            let message = pending.finish()?;
+            let mut start = 0;
+            for &source in &hierarchy.nodes[node] {
+                let len = recvs.counts[source];
+                recv[recvs.range(source)].copy_from_slice(&message[start..start + len]);
+                start += len;
+            }
+        }
+        self.leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))
+    }
+}
+
+/// An all-to-all of bytes that was started.
+pub(crate) enum Exchanging {
+    Straight(Pending<(Vec<u8>, Vec<u8>)>),
+    ByNodes { started: BetweenNodes, recv: Vec<u8>, recvs: Pieces },
+}
+
+impl Exchanging {
+    /// Waits for the end and gives what was received.
+    pub(crate) fn finish(self, hierarchy: &Hierarchy) -> Result<Vec<u8>, CommError> {
+        match self {
+            Self::Straight(pending) => Ok(pending.finish()?.1),
+            Self::ByNodes { started, mut recv, recvs } => {
+                started.finish(hierarchy, &mut recv, &recvs)?;
+                Ok(recv)
+            }
+        }
+    }
+
+    /// Lets it go on as far as goes without waiting.
+    pub(crate) fn advance(&mut self) -> Result<(), CommError> {
+        match self {
+            Self::Straight(pending) => pending.is_finished().map(drop),
+            Self::ByNodes { started, .. } => {
+                started.arriving.iter_mut().try_for_each(|(_, pending)| pending.is_finished().map(drop))
+            }
+        }
+    }
+}
+
 /// Sizes and places of pieces that lie one after another.
-struct Pieces {
+pub(crate) struct Pieces {
     counts: Vec<usize>,
     starts: Vec<usize>,
 }
@@ -63,13 +114,24 @@ impl Pieces {
     }
 }
 
-impl<'c> Hierarchy<'c> {
+impl Hierarchy {
+    /// Of all ranks of `comm`, as a group of its own: a call that all of them make.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn new(comm: &dyn Communicator) -> Result<Self, CommError> {
+        match comm.split(Some(0), comm.rank())? {
+            Some(all) => Self::of(all),
+            None => Err(comm.abort("a rank with a color is in no group")),
+        }
+    }
+
     /// Of all ranks of a group: a call that all of them make.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
-    pub fn new(comm: &'c dyn Communicator) -> Result<Self, CommError> {
-        let of_rank = comm.nodes();
+    pub fn of(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
+        let of_rank = comm.nodes().to_vec();
         let num_nodes = of_rank.iter().max().map_or(0, |last| last + 1);
         let mut nodes = vec![Vec::new(); num_nodes];
         let mut places = Vec::new();
@@ -85,8 +147,8 @@ impl<'c> Hierarchy<'c> {
 
     /// The group.
     #[must_use]
-    pub fn comm(&self) -> &'c dyn Communicator {
-        self.comm
+    pub fn comm(&self) -> &dyn Communicator {
+        &*self.comm
     }
 
     /// The ranks of each node, in order.
@@ -115,10 +177,37 @@ impl<'c> Hierarchy<'c> {
             // Says what is wrong with them.
             return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
         }
-        self.by_nodes(bytemuck::cast_slice(send), &sends, bytemuck::cast_slice_mut(recv), &recvs)
+        let recv = bytemuck::cast_slice_mut(recv);
+        self.start_by_nodes(bytemuck::cast_slice(send), &sends, recv, &recvs)?.finish(self, recv, &recvs)
     }
 
-    fn by_nodes(&self, send: &[u8], sends: &Pieces, recv: &mut [u8], recvs: &Pieces) -> Result<(), CommError> {
+    /// Starts `all_to_all_v` of bytes; counts are in bytes. What is within a node is done here and now, what goes between
+    /// nodes goes on.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub(crate) fn start_all_to_all_v(
+        &self,
+        algorithm: Algorithm,
+        (send, send_counts): (Vec<u8>, &[usize]),
+        recv_counts: &[usize],
+    ) -> Result<Exchanging, CommError> {
+        let mut recv = vec![0; recv_counts.iter().sum()];
+        if algorithm == Algorithm::Linear || self.nodes.len() == 1 {
+            return Ok(Exchanging::Straight(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
+        }
+        let (sends, recvs) = (Pieces::new(send_counts.to_vec()), Pieces::new(recv_counts.to_vec()));
+        let started = self.start_by_nodes(&send, &sends, &mut recv, &recvs)?;
+        Ok(Exchanging::ByNodes { started, recv, recvs })
+    }
+
+    fn start_by_nodes(
+        &self,
+        send: &[u8],
+        sends: &Pieces,
+        recv: &mut [u8],
+        recvs: &Pieces,
+    ) -> Result<BetweenNodes, CommError> {
         let own = self.node.rank();
         let targets: Vec<Vec<usize>> = (0..self.node.size()).map(|place| self.targets_of(place)).collect();
         let (collected, pieces) = self.inside(send, sends, &targets)?;
@@ -139,16 +228,7 @@ impl<'c> Hierarchy<'c> {
                 leaving.push(self.comm.start_send(message, target, BETWEEN_NODES)?);
             }
         }
-        for (node, pending) in arriving {
-            let message = pending.finish()?;
-            let mut start = 0;
-            for &source in &self.nodes[node] {
-                let len = recvs.counts[source];
-                recv[recvs.range(source)].copy_from_slice(&message[start..start + len]);
-                start += len;
-            }
-        }
-        leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))
+        Ok(BetweenNodes { arriving, leaving })
     }
 
     /// The first step: what this rank has to pass on, for each rank of the node and each of this rank's targets.

@@ -27,12 +27,14 @@ mod error;
 mod hierarchy;
 #[cfg(unix)]
 pub mod measure;
+mod meter;
 #[cfg(unix)]
 pub mod mpi;
 mod number;
 mod operation;
 mod pin;
 mod rows;
+mod shaped;
 mod started;
 mod threads;
 mod under_way;
@@ -42,9 +44,11 @@ pub use buffer::Buffer;
 pub use communicator::Communicator;
 pub use error::CommError;
 pub use hierarchy::Hierarchy;
+pub use meter::{Meter, Metered, Span, Totals};
 pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
 pub use pin::pin;
-pub use rows::RowPlan;
+pub use rows::{Combining, Dispatching, RowPlan};
+pub use shaped::{Lines, Links as ShapedLinks, Shaped};
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, run_ranks, try_run_ranks};

@@ -6,19 +6,28 @@
 //! the order of source rank and then of row, and sums are taken over the ranks of a node first, in their order, then over
 //! nodes in theirs, on every path. Uncompressed they are the same bits.
 //!
+//! Rows may be cut into chunks, each with a plan of its own, so that one chunk is under way while another is worked on.
+//!
 //! Letters: T rows of this rank, D their width, R rows received.
 
-use moeworks_plan::{Algorithm, Wire};
-use moeworks_tensor::{DType, MemoryPool, Tensor, bf16};
+mod form;
+mod moving;
+
+use std::ops::Range;
+
+use moeworks_plan::Algorithm;
+
+pub use moving::{Combining, Dispatching};
 
 use crate::hierarchy::starts;
-use crate::wire::{decode, encode};
-use crate::{CommError, Hierarchy};
+use crate::{CommError, Communicator, Hierarchy};
 
 /// Which rows go where, agreed on by all ranks: good for any number of dispatches and combines, of any width.
 pub struct RowPlan {
     algorithm: Algorithm,
+    /// Rows that there are, and those of them that this plan is for.
     num_rows: usize,
+    rows: Range<usize>,
     /// Rows from each rank, in the order in which they are received.
     recv_counts: Vec<usize>,
     /// What leaves this rank: copies for ranks, or for the relays of nodes.
@@ -37,71 +46,111 @@ struct Leg {
     recv_counts: Vec<usize>,
 }
 
+/// For each chunk, for each target, the rows that go there.
+type Lists = Vec<Vec<Vec<u32>>>;
+
 impl RowPlan {
     /// The plan for `targets.len()` rows, each going to the ranks of its list (ascending, none twice; none at all is
     /// possible). A call that all ranks of the hierarchy make, with the same `algorithm`.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
-    pub fn new(hierarchy: &Hierarchy<'_>, algorithm: Algorithm, targets: &[&[usize]]) -> Result<Self, CommError> {
-        let comm = hierarchy.comm;
+    pub fn new(hierarchy: &Hierarchy, algorithm: Algorithm, targets: &[&[usize]]) -> Result<Self, CommError> {
+        let mut plans = Self::in_chunks(hierarchy, algorithm, targets, &[targets.len()])?;
+        Ok(plans.swap_remove(0))
+    }
+
+    /// As [`new`](Self::new), a plan for each chunk of the rows, agreed on in the messages of one: chunk c begins where the one
+    /// before it ends and ends before row `ends[c]`; the last ends with the rows. All ranks have the same number of chunks, at
+    /// least one.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn in_chunks(
+        hierarchy: &Hierarchy,
+        algorithm: Algorithm,
+        targets: &[&[usize]],
+        ends: &[usize],
+    ) -> Result<Vec<Self>, CommError> {
+        let comm = hierarchy.comm();
         let is_valid =
             |list: &&[usize]| list.windows(2).all(|pair| pair[0] < pair[1]) && list.last() < Some(&comm.size());
         if let Some(row) = targets.iter().position(|list| !list.is_empty() && !is_valid(list)) {
             return Err(comm.abort(&format!("row {row} goes to ranks {:?} of {}", targets[row], comm.size())));
         }
+        if ends.last() != Some(&targets.len()) || ends.windows(2).any(|pair| pair[0] > pair[1]) {
+            return Err(comm.abort(&format!("chunks of {} rows that end at {ends:?}", targets.len())));
+        }
         if algorithm == Algorithm::TwoHop && hierarchy.nodes.len() > 1 {
-            return Self::two_hops(hierarchy, targets);
+            return Self::two_hops(hierarchy, targets, ends);
         }
-        let mut lists = vec![Vec::new(); comm.size()];
-        for (row, list) in targets.iter().enumerate() {
-            list.iter().for_each(|&rank| lists[rank].push(row as u32));
-        }
-        let leaving = Leg::agree(comm, &lists)?;
-        let recv_counts = leaving.recv_counts.clone();
-        Ok(Self { algorithm, num_rows: targets.len(), recv_counts, leaving, inside: None, starts: Vec::new() })
+        let straight =
+            |row: usize, lists: &mut [Vec<u32>]| targets[row].iter().for_each(|&to| lists[to].push(row as u32));
+        let legs = Leg::agree(comm, lists(ends, comm.size(), straight))?;
+        let plan = |(leaving, rows): (Leg, Range<usize>)| {
+            let recv_counts = leaving.recv_counts.clone();
+            let num_rows = targets.len();
+            Self { algorithm, num_rows, rows, recv_counts, leaving, inside: None, starts: Vec::new() }
+        };
+        Ok(legs.into_iter().zip(ranges(ends)).map(plan).collect())
     }
 
-    fn two_hops(hierarchy: &Hierarchy<'_>, targets: &[&[usize]]) -> Result<Self, CommError> {
-        let (comm, node) = (hierarchy.comm, &*hierarchy.node);
+    fn two_hops(hierarchy: &Hierarchy, targets: &[&[usize]], ends: &[usize]) -> Result<Vec<Self>, CommError> {
+        let comm = hierarchy.comm();
         let nodes = comm.nodes();
-        let mut lists = vec![Vec::new(); comm.size()];
-        for (row, list) in targets.iter().enumerate() {
+        let to_relays = |row: usize, lists: &mut [Vec<u32>]| {
+            let list = targets[row];
             for (index, &rank) in list.iter().enumerate() {
-                let relay = hierarchy.relay(nodes[rank], comm.rank());
                 if list[..index].iter().all(|&earlier| nodes[earlier] != nodes[rank]) {
-                    lists[relay].push(row as u32);
+                    lists[hierarchy.relay(nodes[rank], comm.rank())].push(row as u32);
                 }
             }
-        }
-        let leaving = Leg::agree(comm, &lists)?;
-        let passed = Self::passed_on(hierarchy, &leaving, targets)?;
-        let inside = Leg::agree(node, &passed)?;
-        // How many of each source's rows each rank of the node gets: told by the relay.
-        let sources = hierarchy.targets_of(node.rank());
-        let mut first = 0;
-        let ends = sources.iter().map(|&source| {
-            first += leaving.recv_counts[source];
-            first as u32
-        });
-        let ends: Vec<u32> = ends.collect();
-        let per_source = |list: &Vec<u32>| {
-            let within = |end: u32| list.partition_point(|&row| row < end);
-            let upto: Vec<usize> = ends.iter().map(|&end| within(end)).collect();
-            (0..upto.len()).map(|i| (upto[i] - if i > 0 { upto[i - 1] } else { 0 }) as u64).collect::<Vec<u64>>()
         };
-        let told: Vec<u64> = passed.iter().flat_map(per_source).collect();
+        let leaving = Leg::agree(comm, lists(ends, comm.size(), to_relays))?;
+        let passed =
+            leaving.iter().map(|leg| Self::passed_on(hierarchy, leg, targets)).collect::<Result<Lists, _>>()?;
+        let counts = Self::counts_by_source(hierarchy, &leaving, &passed)?;
+        let inside = Leg::agree(&*hierarchy.node, passed)?;
+        let mut plans = Vec::with_capacity(ends.len());
+        for (((leaving, inside), counts), rows) in leaving.into_iter().zip(inside).zip(&counts).zip(ranges(ends)) {
+            let (recv_counts, starts) = Self::by_source(hierarchy, counts);
+            let (algorithm, num_rows) = (Algorithm::TwoHop, targets.len());
+            plans.push(Self { algorithm, num_rows, rows, recv_counts, leaving, inside: Some(inside), starts });
+        }
+        Ok(plans)
+    }
+
+    /// For each chunk how many rows of each source come here, as the relays of the node tell: those of one relay after those
+    /// of another.
+    fn counts_by_source(
+        hierarchy: &Hierarchy,
+        leaving: &[Leg],
+        passed: &[Vec<Vec<u32>>],
+    ) -> Result<Vec<Vec<u64>>, CommError> {
+        let node = &*hierarchy.node;
+        let sources = hierarchy.targets_of(node.rank());
+        let of_chunk = |(leg, passed): (&Leg, &Vec<Vec<u32>>)| {
+            let arriving: Vec<usize> = sources.iter().map(|&source| leg.recv_counts[source]).collect();
+            let firsts = starts(&arriving);
+            let of_place = |list: &Vec<u32>| -> Vec<u64> {
+                let below = |row: usize| list.partition_point(|&other| (other as usize) < row);
+                firsts.iter().zip(&arriving).map(|(&first, &len)| (below(first + len) - below(first)) as u64).collect()
+            };
+            passed.iter().flat_map(of_place).collect::<Vec<u64>>()
+        };
         let lens: Vec<usize> = (0..node.size()).map(|place| hierarchy.targets_of(place).len()).collect();
-        let mut counts = vec![0_u64; comm.size()];
-        node.all_to_all_v(&told, &vec![sources.len(); node.size()], &mut counts, &lens)?;
-        let (recv_counts, starts) = Self::by_source(hierarchy, &counts);
-        let num_rows = targets.len();
-        Ok(Self { algorithm: Algorithm::TwoHop, num_rows, recv_counts, leaving, inside: Some(inside), starts })
+        let told = leaving.iter().zip(passed).map(of_chunk);
+        told.map(|told| {
+            let mut counts = vec![0_u64; hierarchy.comm().size()];
+            node.all_to_all_v(&told, &vec![sources.len(); node.size()], &mut counts, &lens)?;
+            Ok(counts)
+        })
+        .collect()
     }
 
     /// For each rank of the node which of the rows that arrive here it wants.
-    fn passed_on(hierarchy: &Hierarchy<'_>, leaving: &Leg, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
-        let comm = hierarchy.comm;
+    fn passed_on(hierarchy: &Hierarchy, leaving: &Leg, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
+        let comm = hierarchy.comm();
         // Bits for the ranks of the largest node, in words.
         let num_words = hierarchy.nodes.iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
         let mut masks = vec![0_u32; leaving.rows.len() * num_words];
@@ -117,18 +166,18 @@ impl RowPlan {
             }
             sent += count;
         }
-        let in_words = |counts: &[usize]| counts.iter().map(|count| count * num_words).collect::<Vec<_>>();
         let num_arriving: usize = leaving.recv_counts.iter().sum();
         let mut arrived = vec![0_u32; num_arriving * num_words];
-        comm.all_to_all_v(&masks, &in_words(&leaving.send_counts), &mut arrived, &in_words(&leaving.recv_counts))?;
+        let (sends, recvs) = (times(&leaving.send_counts, num_words), times(&leaving.recv_counts, num_words));
+        comm.all_to_all_v(&masks, &sends, &mut arrived, &recvs)?;
         let wants = |row: usize, place: usize| arrived[row * num_words + place / 32] >> (place % 32) & 1 == 1;
         let for_place = |place| (0..num_arriving).filter(|&row| wants(row, place)).map(|row| row as u32).collect();
         Ok((0..hierarchy.node.size()).map(for_place).collect())
     }
 
     /// From the counts that the relays of the node told, in their order: rows from each source, and where they begin.
-    fn by_source(hierarchy: &Hierarchy<'_>, counts: &[u64]) -> (Vec<usize>, Vec<usize>) {
-        let size = hierarchy.comm.size();
+    fn by_source(hierarchy: &Hierarchy, counts: &[u64]) -> (Vec<usize>, Vec<usize>) {
+        let size = hierarchy.comm().size();
         let (mut recv_counts, mut starts) = (vec![0; size], vec![0; size]);
         let sources = (0..hierarchy.node.size()).flat_map(|place| hierarchy.targets_of(place));
         let mut start = 0;
@@ -146,278 +195,58 @@ impl RowPlan {
         &self.recv_counts
     }
 
+    /// R.
+    #[must_use]
+    pub fn num_received(&self) -> usize {
+        self.recv_counts.iter().sum()
+    }
+
+    /// The rows of this rank that the plan is for.
+    #[must_use]
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
     /// How many rows leave this rank, copies counted; on the two-hop path those that are handed on are counted where they
     /// leave the relay.
     #[must_use]
     pub fn num_sent(&self) -> usize {
         self.leaving.rows.len() + self.inside.as_ref().map_or(0, |leg| leg.rows.len())
     }
+}
 
-    /// Sends each row of `rows` (`[T, D]`, f32 or bf16) to its ranks in the form of `wire`. Gives what is received, `[R, D]` in
-    /// the same type.
-    ///
-    /// # Errors
-    /// [`CommError`], as all calls.
-    pub fn dispatch(
-        &self,
-        hierarchy: &Hierarchy<'_>,
-        rows: &Tensor,
-        wire: Wire,
-        pool: &MemoryPool,
-    ) -> Result<Tensor, CommError> {
-        assert_eq!(rows.rows(), self.num_rows, "rows of the plan");
-        let form = Form { wire, width: rows.cols(), bytes: wire.row_bytes(rows.cols()) };
-        let packed = form.pack(rows, &self.leaving.rows);
-        let mut received = self.leaving.carry(hierarchy, self.algorithm, &packed, form.bytes)?;
-        if let Some(inside) = &self.inside {
-            let handed_on = pick(&received, &inside.rows, form.bytes);
-            let unordered = inside.carry_inside(hierarchy, &handed_on, form.bytes)?;
-            received = self.in_order(&unordered, form.bytes);
-        }
-        Ok(form.unpack(&received, rows.dtype(), pool))
-    }
+/// The rows of each chunk.
+fn ranges(ends: &[usize]) -> impl Iterator<Item = Range<usize>> + '_ {
+    let starts = std::iter::once(0).chain(ends.iter().copied());
+    starts.zip(ends).map(|(start, &end)| start..end)
+}
 
-    /// The way back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Gives `[T, D]`: for each row
-    /// the sum, in f32, of what came back for it; zeros where it went nowhere.
-    ///
-    /// # Errors
-    /// [`CommError`], as all calls.
-    pub fn combine(
-        &self,
-        hierarchy: &Hierarchy<'_>,
-        rows: &Tensor,
-        wire: Wire,
-        pool: &MemoryPool,
-    ) -> Result<Tensor, CommError> {
-        let form = Form { wire, width: rows.cols(), bytes: wire.row_bytes(rows.cols()) };
-        let num_received: usize = self.recv_counts.iter().sum();
-        assert_eq!(rows.rows(), num_received, "rows received by the plan");
-        let all: Vec<u32> = (0..num_received as u32).collect();
-        let mut back = form.pack(rows, &all);
-        if let Some(inside) = &self.inside {
-            let unordered = self.out_of_order(&back, form.bytes);
-            let handed_back = inside.carry_back(&*hierarchy.node, &unordered, form.bytes)?;
-            let num_rows = self.leaving.recv_counts.iter().sum();
-            let sums = form.sum(&handed_back, &inside.rows, num_rows);
-            back = form.encode_all(&sums);
-        }
-        let parts = self.leaving.return_by(hierarchy, self.algorithm, &back, form.bytes)?;
-        let sums = self.sum_nodes(hierarchy, &form, &parts);
-        Ok(form.tensor(&sums, self.num_rows, rows.dtype(), pool))
-    }
-
-    /// Sums over the ranks of a node first, then over nodes.
-    fn sum_nodes(&self, hierarchy: &Hierarchy<'_>, form: &Form, parts: &[u8]) -> Vec<f32> {
-        let starts = starts(&self.leaving.send_counts);
-        let mut total: Option<Sums> = None;
-        for ranks in &hierarchy.nodes {
-            let mut of_node = Sums::new(self.num_rows, form.width);
-            let mut row = vec![0.0; form.width];
-            for &rank in ranks {
-                for index in starts[rank]..starts[rank] + self.leaving.send_counts[rank] {
-                    decode(form.wire, &parts[index * form.bytes..(index + 1) * form.bytes], &mut row);
-                    of_node.add(self.leaving.rows[index] as usize, &row);
-                }
-            }
-            match &mut total {
-                None => total = Some(of_node),
-                Some(total) => total.add_all(&of_node),
-            }
-        }
-        total.map_or_else(Vec::new, |total| total.values)
-    }
-
-    /// Rows from inside the node lie in the order of relays; here they get that of sources.
-    fn in_order(&self, unordered: &[u8], bytes: usize) -> Vec<u8> {
-        let piece = |(&start, &count): (&usize, &usize)| &unordered[start * bytes..(start + count) * bytes];
-        self.starts.iter().zip(&self.recv_counts).map(piece).collect::<Vec<_>>().concat()
-    }
-
-    fn out_of_order(&self, ordered: &[u8], bytes: usize) -> Vec<u8> {
-        let mut unordered = vec![0; ordered.len()];
-        let mut from = 0;
-        for (&start, &count) in self.starts.iter().zip(&self.recv_counts) {
-            let len = count * bytes;
-            unordered[start * bytes..start * bytes + len].copy_from_slice(&ordered[from..from + len]);
-            from += len;
-        }
-        unordered
-    }
+/// For each chunk the lists of `size` targets, to which `add` adds a row.
+fn lists(ends: &[usize], size: usize, add: impl Fn(usize, &mut [Vec<u32>])) -> Lists {
+    let of_chunk = |range: Range<usize>| {
+        let mut lists = vec![Vec::new(); size];
+        range.for_each(|row| add(row, &mut lists));
+        lists
+    };
+    ranges(ends).map(of_chunk).collect()
 }
 
 impl Leg {
-    /// Tells each rank how many rows it gets.
-    fn agree(comm: &dyn crate::Communicator, lists: &[Vec<u32>]) -> Result<Self, CommError> {
-        let send_counts: Vec<usize> = lists.iter().map(Vec::len).collect();
-        let told: Vec<u64> = send_counts.iter().map(|&count| count as u64).collect();
+    /// Tells each rank how many rows of each chunk it gets.
+    fn agree(comm: &dyn Communicator, lists: Lists) -> Result<Vec<Self>, CommError> {
+        let (num_chunks, size) = (lists.len(), comm.size());
+        let told: Vec<u64> = (0..size).flat_map(|to| lists.iter().map(move |lists| lists[to].len() as u64)).collect();
         let mut heard = vec![0_u64; told.len()];
         comm.all_to_all(&told, &mut heard)?;
-        let recv_counts = heard.into_iter().map(|count| count as usize).collect();
-        Ok(Self { rows: lists.concat(), send_counts, recv_counts })
-    }
-
-    fn carry(
-        &self,
-        hierarchy: &Hierarchy<'_>,
-        algorithm: Algorithm,
-        packed: &[u8],
-        bytes: usize,
-    ) -> Result<Vec<u8>, CommError> {
-        let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
-        exchange(hierarchy, algorithm, (packed, &sends), &recvs)
-    }
-
-    fn return_by(
-        &self,
-        hierarchy: &Hierarchy<'_>,
-        algorithm: Algorithm,
-        packed: &[u8],
-        bytes: usize,
-    ) -> Result<Vec<u8>, CommError> {
-        let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
-        exchange(hierarchy, algorithm, (packed, &sends), &recvs)
-    }
-
-    fn carry_inside(&self, hierarchy: &Hierarchy<'_>, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
-        let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
-        let mut received = vec![0; recvs.iter().sum()];
-        hierarchy.node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
-        Ok(received)
-    }
-
-    fn carry_back(&self, node: &dyn crate::Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
-        let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
-        let mut received = vec![0; recvs.iter().sum()];
-        node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
-        Ok(received)
+        let of_chunk = |(chunk, lists): (usize, Vec<Vec<u32>>)| Self {
+            rows: lists.concat(),
+            send_counts: lists.iter().map(Vec::len).collect(),
+            recv_counts: (0..size).map(|from| heard[from * num_chunks + chunk] as usize).collect(),
+        };
+        Ok(lists.into_iter().enumerate().map(of_chunk).collect())
     }
 }
 
-fn exchange(
-    hierarchy: &Hierarchy<'_>,
-    algorithm: Algorithm,
-    sent: (&[u8], &[usize]),
-    recvs: &[usize],
-) -> Result<Vec<u8>, CommError> {
-    // Each node has one relay for this rank: there is nothing to collect in the node first.
-    let path = if algorithm == Algorithm::TwoHop { Algorithm::Linear } else { algorithm };
-    let mut received = vec![0; recvs.iter().sum()];
-    hierarchy.all_to_all_v(path, sent, (&mut received, recvs))?;
-    Ok(received)
-}
-
-fn times(counts: &[usize], bytes: usize) -> Vec<usize> {
-    counts.iter().map(|count| count * bytes).collect()
-}
-
-/// The rows with these numbers.
-fn pick(rows: &[u8], numbers: &[u32], bytes: usize) -> Vec<u8> {
-    let mut picked = Vec::with_capacity(numbers.len() * bytes);
-    for &number in numbers {
-        picked.extend_from_slice(&rows[number as usize * bytes..(number as usize + 1) * bytes]);
-    }
-    picked
-}
-
-/// How rows of a width look on the wire.
-struct Form {
-    wire: Wire,
-    width: usize,
-    /// Of a row.
-    bytes: usize,
-}
-
-impl Form {
-    /// The rows with these numbers, in the wire's form.
-    fn pack(&self, rows: &Tensor, numbers: &[u32]) -> Vec<u8> {
-        let is_same = matches!((self.wire, rows.dtype()), (Wire::F32, DType::F32) | (Wire::Bf16, DType::BF16));
-        if is_same {
-            return pick(rows.bytes(), numbers, self.bytes);
-        }
-        let mut packed = vec![0; numbers.len() * self.bytes];
-        let mut row = vec![0.0; self.width];
-        for (&number, out) in numbers.iter().zip(packed.chunks_exact_mut(self.bytes.max(1))) {
-            let range = number as usize * self.width..(number as usize + 1) * self.width;
-            match rows.dtype() {
-                DType::F32 => encode(self.wire, &rows.f32s()[range], out),
-                _ => {
-                    row.iter_mut().zip(&rows.bf16s()[range]).for_each(|(wide, x)| *wide = x.to_f32());
-                    encode(self.wire, &row, out);
-                }
-            }
-        }
-        packed
-    }
-
-    fn unpack(&self, bytes: &[u8], dtype: DType, pool: &MemoryPool) -> Tensor {
-        let num_rows = bytes.len().checked_div(self.bytes).unwrap_or(0);
-        let mut rows = Tensor::empty(pool, &[num_rows, self.width], dtype);
-        if matches!((self.wire, dtype), (Wire::F32, DType::F32) | (Wire::Bf16, DType::BF16)) {
-            rows.bytes_mut().copy_from_slice(bytes);
-            return rows;
-        }
-        let mut values = vec![0.0; num_rows * self.width];
-        for (row, bytes) in values.chunks_exact_mut(self.width.max(1)).zip(bytes.chunks_exact(self.bytes.max(1))) {
-            decode(self.wire, bytes, row);
-        }
-        self.tensor(&values, num_rows, dtype, pool)
-    }
-
-    fn encode_all(&self, values: &[f32]) -> Vec<u8> {
-        let num_rows = values.len().checked_div(self.width).unwrap_or(0);
-        let mut packed = vec![0; num_rows * self.bytes];
-        for (row, out) in values.chunks_exact(self.width.max(1)).zip(packed.chunks_exact_mut(self.bytes.max(1))) {
-            encode(self.wire, row, out);
-        }
-        packed
-    }
-
-    /// `num_rows` sums: row i of `parts` belongs to the sum with number `numbers[i]`.
-    fn sum(&self, parts: &[u8], numbers: &[u32], num_rows: usize) -> Vec<f32> {
-        let mut sums = Sums::new(num_rows, self.width);
-        let mut row = vec![0.0; self.width];
-        for (&number, part) in numbers.iter().zip(parts.chunks_exact(self.bytes.max(1))) {
-            decode(self.wire, part, &mut row);
-            sums.add(number as usize, &row);
-        }
-        sums.values
-    }
-
-    fn tensor(&self, values: &[f32], num_rows: usize, dtype: DType, pool: &MemoryPool) -> Tensor {
-        let mut rows = Tensor::empty(pool, &[num_rows, self.width], dtype);
-        match dtype {
-            DType::F32 => rows.f32s_mut().copy_from_slice(values),
-            _ => rows.bf16s_mut().iter_mut().zip(values).for_each(|(x, &value)| *x = bf16::from_f32(value)),
-        }
-        rows
-    }
-}
-
-/// Sums of rows. The first part of a sum is taken as it is, so that it does not matter in how many steps zeros were added.
-struct Sums {
-    values: Vec<f32>,
-    has_part: Vec<bool>,
-    width: usize,
-}
-
-impl Sums {
-    fn new(num_rows: usize, width: usize) -> Self {
-        Self { values: vec![0.0; num_rows * width], has_part: vec![false; num_rows], width }
-    }
-
-    fn add(&mut self, number: usize, part: &[f32]) {
-        let sum = &mut self.values[number * self.width..(number + 1) * self.width];
-        if self.has_part[number] {
-            sum.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-        } else {
-            sum.copy_from_slice(part);
-        }
-        self.has_part[number] = true;
-    }
-
-    fn add_all(&mut self, other: &Self) {
-        for number in (0..other.has_part.len()).filter(|&number| other.has_part[number]) {
-            self.add(number, &other.values[number * self.width..(number + 1) * self.width]);
-        }
-    }
+fn times(counts: &[usize], factor: usize) -> Vec<usize> {
+    counts.iter().map(|count| count * factor).collect()
 }

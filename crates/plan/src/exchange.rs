@@ -40,6 +40,12 @@ impl Wire {
             Self::Byte { block } => width + 4 * width.div_ceil(block.max(1)),
         }
     }
+
+    /// The form for what is no dispatch of tokens: sums and gradients are not cut to a byte a number but to two.
+    #[must_use]
+    pub fn of_sums(self) -> Self {
+        if matches!(self, Self::Byte { .. }) { Self::Bf16 } else { self }
+    }
 }
 
 /// What moves.
@@ -52,6 +58,24 @@ pub enum Moved {
     Weights,
 }
 
+/// What may move in a layer, chosen for each step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Moving {
+    /// Tokens always.
+    #[default]
+    Tokens,
+    /// Experts always.
+    Weights,
+    /// The experts that it takes less time to bring to all ranks than their tokens to them, by what a rank can do; the tokens of
+    /// the others.
+    Cheapest {
+        /// Bytes a second from or to one rank.
+        bytes_per_s: f64,
+        /// Operations a second of one rank.
+        flops: f64,
+    },
+}
+
 /// How the tokens of a layer and its experts meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchange {
@@ -59,7 +83,7 @@ pub struct Exchange {
     pub moved: Moved,
     /// By which hops tokens go.
     pub algorithm: Algorithm,
-    /// In how many chunks, so that one is computed while another is under way.
+    /// In how many chunks, so that one is computed while another is under way; 0 for the number that is measured to be best.
     pub chunks: usize,
     /// In which form tokens go.
     pub wire: Wire,

@@ -27,9 +27,10 @@ mod shadow;
 mod shape;
 mod simulate;
 mod topology;
+mod tune;
 
 pub use cost::estimate::{Estimate, RankMemory, StepTime, Traffic};
-pub use exchange::{Algorithm, Exchange, ExchangeCosts, Moved, Wire, choose_moved, seconds_of};
+pub use exchange::{Algorithm, Exchange, ExchangeCosts, Moved, Moving, Wire, choose_moved, seconds_of};
 pub use layout::{Group, Layout, LayoutError, Order};
 pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
 pub use placement::{Placement, PlacementError};
@@ -38,3 +39,4 @@ pub use shadow::{ShadowCosts, shadow, shadow_seconds};
 pub use shape::{ModelShape, Precision, Workload};
 pub use simulate::{ScalingRow, weak_scaling};
 pub use topology::{Link, LinkClass, RankSpec, Topology, TopologyError};
+pub use tune::ChunkTuner;

@@ -4,7 +4,9 @@ mod agreement;
 mod collectives;
 mod failures;
 mod measuring;
+mod metering;
 #[cfg(unix)]
 mod mpi;
 mod paths;
+mod shaping;
 mod started;

@@ -49,7 +49,8 @@ proptest! {
         let width = 5;
         let results = on_nodes(&nodes, |comm| {
             let hierarchy = Hierarchy::new(comm)?;
-            ALGORITHMS.iter().map(|&algorithm| there_and_back(&hierarchy, algorithm, &lists, width)).collect::<Result<Vec<_>, _>>()
+            let ways = ALGORITHMS.iter().flat_map(|&algorithm| [1, 2, 3].map(|num_chunks| (algorithm, num_chunks)));
+            ways.map(|way| there_and_back(&hierarchy, way, &lists, width)).collect::<Result<Vec<_>, _>>()
         });
         for (rank, paths) in results.iter().enumerate() {
             let received = rows_for(rank, &lists, width);
@@ -117,7 +118,7 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
         (0..size).map(|from| (0..from * 4 % 7).map(|row| list(from, row)).collect()).collect();
     let hierarchy = Hierarchy::new(comm)?;
     for algorithm in ALGORITHMS {
-        let (there, back) = there_and_back(&hierarchy, algorithm, &lists, 300)?;
+        let (there, back) = there_and_back(&hierarchy, (algorithm, 1 + size % 3), &lists, 300)?;
         assert_eq!(there, rows_for(comm.rank(), &lists, 300), "{algorithm:?}");
         let rows = lists[comm.rank()].iter().enumerate();
         let sums: Vec<f32> = rows.flat_map(|(row, list)| sum(comm.rank(), row, list, nodes, 300)).collect();
@@ -127,24 +128,45 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
 }
 
 fn there_and_back(
-    hierarchy: &Hierarchy<'_>,
-    algorithm: Algorithm,
+    hierarchy: &Hierarchy,
+    (algorithm, num_chunks): (Algorithm, usize),
     lists: &[Vec<Vec<usize>>],
     width: usize,
 ) -> Result<(Vec<f32>, Vec<f32>), CommError> {
     let pool = MemoryPool::new();
     let rank = hierarchy.comm().rank();
     let own: Vec<&[usize]> = lists[rank].iter().map(Vec::as_slice).collect();
-    let plan = RowPlan::new(hierarchy, algorithm, &own)?;
+    let ends: Vec<usize> = (1..=num_chunks).map(|chunk| own.len() * chunk / num_chunks).collect();
+    let plans = RowPlan::in_chunks(hierarchy, algorithm, &own, &ends)?;
     let values: Vec<f32> = (0..own.len()).flat_map(|row| (0..width).map(move |c| value(rank, row, c))).collect();
     let rows = Tensor::from_slice(&pool, &[own.len(), width], &values);
-    let received = plan.dispatch(hierarchy, &rows, Wire::F32, &pool)?;
-    assert_eq!(received.rows(), plan.recv_counts().iter().sum::<usize>());
-    let there = received.f32s().to_vec();
-    let done: Vec<f32> = there.iter().map(|&x| worked(rank, x)).collect();
-    let done = Tensor::from_slice(&pool, received.shape(), &done);
-    let back = plan.combine(hierarchy, &done, Wire::F32, &pool)?;
-    Ok((there, back.f32s().to_vec()))
+    // All are under way before the first is finished; on the way back the last is finished first.
+    let there =
+        plans.iter().map(|plan| plan.start_dispatch(hierarchy, &rows, Wire::F32)).collect::<Result<Vec<_>, _>>()?;
+    let received = plans.iter().zip(there).map(|(plan, started)| plan.finish_dispatch(hierarchy, started, &pool));
+    let received = received.collect::<Result<Vec<_>, _>>()?;
+    let back = plans.iter().zip(&received).map(|(plan, received)| {
+        assert_eq!(received.rows(), plan.num_received());
+        let done: Vec<f32> = received.f32s().iter().map(|&x| worked(rank, x)).collect();
+        plan.start_combine(hierarchy, &Tensor::from_slice(&pool, received.shape(), &done), Wire::F32)
+    });
+    let back = back.collect::<Result<Vec<_>, _>>()?;
+    let mut sums = Vec::new();
+    for (plan, started) in plans.iter().zip(back).rev() {
+        sums.splice(0..0, plan.finish_combine(hierarchy, started, &pool)?.f32s().iter().copied());
+    }
+    Ok((by_source(&plans, &received, width), sums))
+}
+
+/// The rows of all chunks, those of a source together.
+fn by_source(plans: &[RowPlan], received: &[Tensor], width: usize) -> Vec<f32> {
+    let of_source = |source: usize| {
+        plans.iter().zip(received).flat_map(move |(plan, received)| {
+            let first: usize = plan.recv_counts()[..source].iter().sum();
+            received.f32s()[first * width..(first + plan.recv_counts()[source]) * width].to_vec()
+        })
+    };
+    (0..plans[0].recv_counts().len()).flat_map(of_source).collect()
 }
 
 #[test]

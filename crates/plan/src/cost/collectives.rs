@@ -99,6 +99,14 @@ pub fn all_to_all(topology: &Topology, group: Group, algorithm: Algorithm, rows:
     Cost { seconds, node_bytes, cluster_bytes }
 }
 
+/// The path on which the all-to-all of `rows` in `group` takes the least time; the plainest of equal ones.
+#[must_use]
+pub fn fastest_path(topology: &Topology, group: Group, rows: &Rows) -> Algorithm {
+    let paths = [Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop];
+    let seconds = |algorithm: &Algorithm| all_to_all(topology, group, *algorithm, rows).seconds;
+    paths.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or_default()
+}
+
 /// The all-reduce of `bytes` on each rank: `2 (n-1)/n` of them round a ring in one node; between nodes a reduce-scatter in the
 /// node, an all-reduce of the m-th parts between nodes and an all-gather in the node.
 #[must_use]

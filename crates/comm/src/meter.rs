@@ -1,0 +1,246 @@
+//! What a rank does and when: its communications, and the work that it names, as totals and as spans of time.
+//!
+//! [`Metered`] is a communicator that counts what goes through it. A communication is *under way* from its start to its end; the
+//! rank *stands* in it while it can do nothing else. What is under way while the rank does not stand is hidden under work.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::number::Reduce;
+use crate::operation::{Call, Memory, Operation};
+use crate::started::RawPending;
+use crate::{CommError, Communicator};
+
+/// Spans that are kept at most: some hundred bytes each.
+const MAX_SPANS: usize = 1 << 18;
+
+/// A stretch of a rank's time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Span {
+    /// What it was spent on.
+    pub name: &'static str,
+    /// From the meter's beginning.
+    pub start: Duration,
+    /// Its length.
+    pub length: Duration,
+    /// Bytes sent, for a communication.
+    pub bytes: u64,
+    /// Whether the rank may have done something else meanwhile: a communication under way.
+    pub is_under_way: bool,
+}
+
+/// What a rank did since the last time that it was asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Totals {
+    /// Seconds that the rank stood in communications, waiting for others included.
+    pub standing_s: f64,
+    /// Bytes sent to ranks of the same node.
+    pub node_bytes: u64,
+    /// Bytes sent to ranks of other nodes.
+    pub cluster_bytes: u64,
+}
+
+/// A rank's account. Cheap to share; nothing is kept but totals unless spans are asked for.
+#[derive(Debug)]
+pub struct Meter {
+    begin: Instant,
+    keeps_spans: bool,
+    log: Mutex<Log>,
+}
+
+#[derive(Debug, Default)]
+struct Log {
+    totals: Totals,
+    spans: Vec<Span>,
+}
+
+impl Meter {
+    /// An account that begins now. With `keeps_spans` it remembers when everything was, up to 262,144 spans.
+    #[must_use]
+    pub fn new(keeps_spans: bool) -> Self {
+        Self { begin: Instant::now(), keeps_spans, log: Mutex::default() }
+    }
+
+    /// What was done since the last call.
+    pub fn take_totals(&self) -> Totals {
+        std::mem::take(&mut self.log().totals)
+    }
+
+    /// The spans so far, in the order of their ends.
+    pub fn take_spans(&self) -> Vec<Span> {
+        std::mem::take(&mut self.log().spans)
+    }
+
+    /// Does `work`, which is called `name`.
+    pub fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        let start = Instant::now();
+        let result = work();
+        self.record(name, start);
+        result
+    }
+
+    /// Keeps what was done from `start` until now as a span.
+    pub fn record(&self, name: &'static str, start: Instant) {
+        self.add((name, start, Instant::now()), 0, false);
+    }
+
+    fn add(&self, (name, start, end): (&'static str, Instant, Instant), bytes: u64, is_under_way: bool) {
+        if !self.keeps_spans {
+            return;
+        }
+        let mut log = self.log();
+        if log.spans.len() < MAX_SPANS {
+            let (start, length) = (start.saturating_duration_since(self.begin), end.duration_since(start));
+            log.spans.push(Span { name, start, length, bytes, is_under_way });
+        }
+    }
+
+    fn sent(&self, [node_bytes, cluster_bytes]: [u64; 2]) {
+        let totals = &mut self.log().totals;
+        totals.node_bytes += node_bytes;
+        totals.cluster_bytes += cluster_bytes;
+    }
+
+    /// The rank stood from `start` until now.
+    fn stood(&self, start: Instant) {
+        self.log().totals.standing_s += start.elapsed().as_secs_f64();
+    }
+
+    fn log(&self) -> std::sync::MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A communicator that counts what goes through it, and through the parts made of it.
+pub struct Metered {
+    inner: Box<dyn Communicator>,
+    meter: Arc<Meter>,
+}
+
+impl Metered {
+    /// Counts what goes through `inner`.
+    #[must_use]
+    pub fn new(inner: Box<dyn Communicator>, meter: Arc<Meter>) -> Self {
+        Self { inner, meter }
+    }
+
+    /// Bytes that this rank sends in an operation: within the node, and to others.
+    fn bytes_of(&self, operation: &Operation<'_>, memory: &Memory) -> [u64; 2] {
+        let (size, own, nodes) = (self.inner.size(), self.inner.rank(), self.inner.nodes());
+        let mut sent = [0; 2];
+        for rank in (0..size).filter(|&rank| rank != own) {
+            let bytes = operation.bytes_to(rank, (own, size), memory).unwrap_or(0);
+            sent[usize::from(nodes[rank] != nodes[own])] += bytes as u64;
+        }
+        sent
+    }
+}
+
+fn name(call: Call) -> &'static str {
+    match call {
+        Call::Barrier => "barrier",
+        Call::Split => "split",
+        Call::Broadcast { .. } => "broadcast",
+        Call::AllGatherV => "all-gather",
+        Call::AllToAllV => "all-to-all",
+        Call::ReduceScatter { .. } => "reduce-scatter",
+        Call::AllReduce { reduce: Reduce::Sum, .. } => "all-reduce",
+        Call::AllReduce { .. } => "agree",
+        Call::Send { .. } => "send",
+        Call::Receive { .. } => "receive",
+    }
+}
+
+impl Communicator for Metered {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        self.inner.world_ranks()
+    }
+
+    fn nodes(&self) -> &[usize] {
+        self.inner.nodes()
+    }
+
+    unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
+        let sent = self.bytes_of(operation, &memory);
+        let start = Instant::now();
+        // SAFETY: the caller's promise.
+        let raw = unsafe { self.inner.start(operation, memory) }?;
+        self.meter.stood(start);
+        self.meter.sent(sent);
+        let (meter, bytes) = (Arc::clone(&self.meter), sent[0] + sent[1]);
+        Ok(Box::new(MeteredPending { raw, meter, name: name(operation.call), start, bytes, end: None }))
+    }
+
+    unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
+        let sent = self.bytes_of(operation, &memory);
+        let start = Instant::now();
+        // SAFETY: the caller's promise.
+        let result = unsafe { self.inner.run(operation, memory) };
+        self.meter.stood(start);
+        self.meter.sent(sent);
+        self.meter.add((name(operation.call), start, Instant::now()), sent[0] + sent[1], false);
+        result
+    }
+
+    fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
+        let part = self.inner.split(color, key)?;
+        Ok(part.map(|inner| Box::new(Self { inner, meter: Arc::clone(&self.meter) }) as Box<dyn Communicator>))
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.inner.set_timeout(timeout);
+    }
+
+    fn fail(&self, error: CommError) -> CommError {
+        self.inner.fail(error)
+    }
+}
+
+struct MeteredPending {
+    raw: Box<dyn RawPending>,
+    meter: Arc<Meter>,
+    name: &'static str,
+    start: Instant,
+    bytes: u64,
+    /// When it was first seen to be at its end.
+    end: Option<Instant>,
+}
+
+impl MeteredPending {
+    fn note_end(&mut self) {
+        if self.end.is_none() {
+            let end = Instant::now();
+            self.end = Some(end);
+            self.meter.add((self.name, self.start, end), self.bytes, true);
+        }
+    }
+}
+
+impl RawPending for MeteredPending {
+    fn is_finished(&mut self) -> Result<bool, CommError> {
+        let start = Instant::now();
+        let is_finished = self.raw.is_finished()?;
+        self.meter.stood(start);
+        if is_finished {
+            self.note_end();
+        }
+        Ok(is_finished)
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        let start = Instant::now();
+        self.raw.finish()?;
+        self.meter.stood(start);
+        self.meter.add((self.name, start, Instant::now()), self.bytes, false);
+        self.note_end();
+        Ok(())
+    }
+}

@@ -1,0 +1,225 @@
+//! Rows on their way by a plan, there and back: at once, or started now and finished later.
+
+use moeworks_plan::{Algorithm, Wire};
+use moeworks_tensor::{DType, MemoryPool, Tensor};
+
+use super::form::{Form, Sums, pick};
+use super::{Leg, RowPlan, times};
+use crate::hierarchy::{Exchanging, starts};
+use crate::wire::decode;
+use crate::{CommError, Communicator, Hierarchy};
+
+/// Rows that were started on their way there.
+#[must_use = "a started communication is finished, or the other ranks wait for it"]
+pub struct Dispatching {
+    form: Form,
+    dtype: DType,
+    exchanging: Exchanging,
+}
+
+/// Rows that were started on their way back.
+#[must_use = "a started communication is finished, or the other ranks wait for it"]
+pub struct Combining {
+    form: Form,
+    dtype: DType,
+    exchanging: Exchanging,
+}
+
+impl Dispatching {
+    /// Lets the rows go on as far as goes without waiting. An error comes out at the end.
+    pub fn advance(&mut self) {
+        let _ = self.exchanging.advance();
+    }
+}
+
+impl Combining {
+    /// Lets the rows go on as far as goes without waiting. An error comes out at the end.
+    pub fn advance(&mut self) {
+        let _ = self.exchanging.advance();
+    }
+}
+
+impl RowPlan {
+    /// Sends each row of `rows` (`[T, D]`, f32 or bf16) to its ranks in the form of `wire`. Gives what is received, `[R, D]` in
+    /// the same type.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn dispatch(
+        &self,
+        hierarchy: &Hierarchy,
+        rows: &Tensor,
+        wire: Wire,
+        pool: &MemoryPool,
+    ) -> Result<Tensor, CommError> {
+        let started = self.start_dispatch(hierarchy, rows, wire)?;
+        self.finish_dispatch(hierarchy, started, pool)
+    }
+
+    /// Starts [`dispatch`](Self::dispatch). On the two-hop path what goes between nodes goes on, and is handed on when it is
+    /// finished.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn start_dispatch(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<Dispatching, CommError> {
+        assert_eq!(rows.rows(), self.num_rows, "rows of the plan");
+        let form = Form::new(wire, rows.cols());
+        let packed = form.pack(rows, &self.leaving.rows);
+        let exchanging = self.leaving.start(hierarchy, self.algorithm, packed, form.bytes)?;
+        Ok(Dispatching { form, dtype: rows.dtype(), exchanging })
+    }
+
+    /// Finishes what [`start_dispatch`](Self::start_dispatch) of this plan started.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn finish_dispatch(
+        &self,
+        hierarchy: &Hierarchy,
+        started: Dispatching,
+        pool: &MemoryPool,
+    ) -> Result<Tensor, CommError> {
+        let Dispatching { form, dtype, exchanging } = started;
+        let mut received = exchanging.finish(hierarchy)?;
+        if let Some(inside) = &self.inside {
+            let handed_on = pick(&received, &inside.rows, form.bytes);
+            let unordered = inside.carry_inside(&*hierarchy.node, &handed_on, form.bytes)?;
+            received = self.in_order(&unordered, form.bytes);
+        }
+        Ok(form.unpack(&received, dtype, pool))
+    }
+
+    /// The way back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Gives `[T, D]` of the plan's
+    /// [`rows`](Self::rows): for each the sum, in f32, of what came back for it; zeros where it went nowhere.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn combine(
+        &self,
+        hierarchy: &Hierarchy,
+        rows: &Tensor,
+        wire: Wire,
+        pool: &MemoryPool,
+    ) -> Result<Tensor, CommError> {
+        let started = self.start_combine(hierarchy, rows, wire)?;
+        self.finish_combine(hierarchy, started, pool)
+    }
+
+    /// Starts [`combine`](Self::combine). On the two-hop path what goes inside the node is done at once.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<Combining, CommError> {
+        let form = Form::new(wire, rows.cols());
+        let num_received = self.num_received();
+        assert_eq!(rows.rows(), num_received, "rows received by the plan");
+        let all: Vec<u32> = (0..num_received as u32).collect();
+        let mut back = form.pack(rows, &all);
+        if let Some(inside) = &self.inside {
+            let unordered = self.out_of_order(&back, form.bytes);
+            let handed_back = inside.carry_back(&*hierarchy.node, &unordered, form.bytes)?;
+            let num_rows = self.leaving.recv_counts.iter().sum();
+            let sums = form.sum(&handed_back, &inside.rows, num_rows);
+            back = form.encode_all(&sums);
+        }
+        let exchanging = self.leaving.start_back(hierarchy, self.algorithm, back, form.bytes)?;
+        Ok(Combining { form, dtype: rows.dtype(), exchanging })
+    }
+
+    /// Finishes what [`start_combine`](Self::start_combine) of this plan started.
+    ///
+    /// # Errors
+    /// [`CommError`], as all calls.
+    pub fn finish_combine(
+        &self,
+        hierarchy: &Hierarchy,
+        started: Combining,
+        pool: &MemoryPool,
+    ) -> Result<Tensor, CommError> {
+        let Combining { form, dtype, exchanging } = started;
+        let parts = exchanging.finish(hierarchy)?;
+        let sums = self.sum_nodes(hierarchy, &form, &parts);
+        Ok(form.tensor(&sums, self.rows.len(), dtype, pool))
+    }
+
+    /// Sums over the ranks of a node first, then over nodes.
+    fn sum_nodes(&self, hierarchy: &Hierarchy, form: &Form, parts: &[u8]) -> Vec<f32> {
+        let starts = starts(&self.leaving.send_counts);
+        let mut total: Option<Sums> = None;
+        for ranks in &hierarchy.nodes {
+            let mut of_node = Sums::new(self.rows.len(), form.width);
+            let mut row = vec![0.0; form.width];
+            for &rank in ranks {
+                for index in starts[rank]..starts[rank] + self.leaving.send_counts[rank] {
+                    decode(form.wire, &parts[index * form.bytes..(index + 1) * form.bytes], &mut row);
+                    of_node.add(self.leaving.rows[index] as usize - self.rows.start, &row);
+                }
+            }
+            match &mut total {
+                None => total = Some(of_node),
+                Some(total) => total.add_all(&of_node),
+            }
+        }
+        total.map_or_else(Vec::new, |total| total.values)
+    }
+
+    /// Rows from inside the node lie in the order of relays; here they get that of sources.
+    fn in_order(&self, unordered: &[u8], bytes: usize) -> Vec<u8> {
+        let piece = |(&start, &count): (&usize, &usize)| &unordered[start * bytes..(start + count) * bytes];
+        self.starts.iter().zip(&self.recv_counts).map(piece).collect::<Vec<_>>().concat()
+    }
+
+    fn out_of_order(&self, ordered: &[u8], bytes: usize) -> Vec<u8> {
+        let mut unordered = vec![0; ordered.len()];
+        let mut from = 0;
+        for (&start, &count) in self.starts.iter().zip(&self.recv_counts) {
+            let len = count * bytes;
+            unordered[start * bytes..start * bytes + len].copy_from_slice(&ordered[from..from + len]);
+            from += len;
+        }
+        unordered
+    }
+}
+
+impl Leg {
+    fn start(
+        &self,
+        hierarchy: &Hierarchy,
+        algorithm: Algorithm,
+        packed: Vec<u8>,
+        bytes: usize,
+    ) -> Result<Exchanging, CommError> {
+        let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
+        hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
+    }
+
+    fn start_back(
+        &self,
+        hierarchy: &Hierarchy,
+        algorithm: Algorithm,
+        packed: Vec<u8>,
+        bytes: usize,
+    ) -> Result<Exchanging, CommError> {
+        let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
+        hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
+    }
+
+    fn carry_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
+        let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
+        let mut received = vec![0; recvs.iter().sum()];
+        node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
+        Ok(received)
+    }
+
+    fn carry_back(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
+        let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
+        let mut received = vec![0; recvs.iter().sum()];
+        node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
+        Ok(received)
+    }
+}
+
+/// How a hop goes: each node has one relay for this rank, so that there is nothing to collect in the node first.
+fn path(algorithm: Algorithm) -> Algorithm {
+    if algorithm == Algorithm::TwoHop { Algorithm::Linear } else { algorithm }
+}

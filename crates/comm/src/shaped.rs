@@ -1,0 +1,197 @@
+//! Communication as slow as that of another machine: what goes through takes the time that given links would take.
+//!
+//! A rank has a line out and a line in. A message occupies a line for its latency and its bytes, one after the other, as a network
+//! card does it: meanwhile the rank can do something else. This is how choices that are made for clusters can be tried where there
+//! is none.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use moeworks_plan::Link;
+
+use crate::operation::{Call, Memory, Operation};
+use crate::started::RawPending;
+use crate::{CommError, Communicator};
+
+/// The links of a machine that is not there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Links {
+    /// Between ranks of a node.
+    pub node: Link,
+    /// Between ranks of different nodes.
+    pub cluster: Link,
+}
+
+/// A rank's lines out and in.
+#[derive(Debug, Default)]
+pub struct Lines {
+    state: Mutex<[Line; 2]>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    busy_until: Option<Instant>,
+    seconds: f64,
+}
+
+impl Lines {
+    /// Seconds that messages out, and messages in, have occupied so far.
+    #[must_use]
+    pub fn seconds(&self) -> [f64; 2] {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).map(|line| line.seconds)
+    }
+
+    /// Occupies both for so many seconds, from when each is free. Gives the time when both are over.
+    fn occupy(&self, seconds: [f64; 2]) -> Instant {
+        let now = Instant::now();
+        let mut lines = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut end = now;
+        for (line, seconds) in lines.iter_mut().zip(seconds).filter(|(_, seconds)| *seconds > 0.0) {
+            let over = line.busy_until.map_or(now, |busy| busy.max(now)) + Duration::from_secs_f64(seconds);
+            *line = Line { busy_until: Some(over), seconds: line.seconds + seconds };
+            end = end.max(over);
+        }
+        end
+    }
+}
+
+/// A communicator whose operations take at least as long as the links say.
+pub struct Shaped {
+    inner: Box<dyn Communicator>,
+    links: Links,
+    lines: Arc<Lines>,
+}
+
+impl Shaped {
+    /// Slows `inner` down to `links`; also the parts made of it, which share the rank's lines.
+    #[must_use]
+    pub fn new(inner: Box<dyn Communicator>, links: Links) -> Self {
+        Self { inner, links, lines: Arc::default() }
+    }
+
+    /// The rank's lines, for an account of them.
+    #[must_use]
+    pub fn lines(&self) -> Arc<Lines> {
+        Arc::clone(&self.lines)
+    }
+
+    /// When an operation that starts now is over. Occupies the lines until then.
+    fn end_of(&self, operation: &Operation<'_>, memory: &Memory) -> Instant {
+        let (size, own) = (self.inner.size(), self.inner.rank());
+        self.lines.occupy([
+            self.seconds(|rank| operation.bytes_to(rank, (own, size), memory)),
+            self.seconds(|rank| operation.bytes_from(rank, (own, size), memory)),
+        ])
+    }
+
+    /// Seconds of a message to, or from, each other rank.
+    fn seconds(&self, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
+        let (nodes, own) = (self.inner.nodes(), self.inner.rank());
+        let message = |rank: usize| {
+            let link = if nodes[rank] == nodes[own] { self.links.node } else { self.links.cluster };
+            // Nothing is not sent.
+            bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64))
+        };
+        (0..nodes.len()).filter(|&rank| rank != own).map(message).sum()
+    }
+}
+
+/// Waits without work where that is long, and otherwise awake.
+fn wait_until(end: Instant) {
+    const AWAKE: Duration = Duration::from_micros(200);
+    while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+        if left > AWAKE { thread::sleep(left - AWAKE) } else { thread::yield_now() }
+    }
+}
+
+impl Communicator for Shaped {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        self.inner.world_ranks()
+    }
+
+    fn nodes(&self) -> &[usize] {
+        self.inner.nodes()
+    }
+
+    unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
+        let end = self.end_of(operation, &memory);
+        // SAFETY: the caller's promise.
+        let raw = unsafe { self.inner.start(operation, memory) }?;
+        Ok(Box::new(Delayed { raw, end }))
+    }
+
+    unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
+        let end = self.end_of(operation, &memory);
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.run(operation, memory) }?;
+        wait_until(end);
+        Ok(())
+    }
+
+    fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
+        let part = self.inner.split(color, key)?;
+        let shaped = |inner| Self { inner, links: self.links, lines: self.lines() };
+        Ok(part.map(|inner| Box::new(shaped(inner)) as Box<dyn Communicator>))
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.inner.set_timeout(timeout);
+    }
+
+    fn fail(&self, error: CommError) -> CommError {
+        self.inner.fail(error)
+    }
+}
+
+struct Delayed {
+    raw: Box<dyn RawPending>,
+    end: Instant,
+}
+
+impl RawPending for Delayed {
+    fn is_finished(&mut self) -> Result<bool, CommError> {
+        Ok(self.raw.is_finished()? && Instant::now() >= self.end)
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        self.raw.finish()?;
+        wait_until(self.end);
+        Ok(())
+    }
+}
+
+impl Operation<'_> {
+    /// Bytes of the message from rank `own` of `size` to `rank`; none where there is no message. A reduction counts as the pieces
+    /// that a rank has to give and to pass on.
+    pub(crate) fn bytes_to(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
+        match self.call {
+            Call::AllToAllV | Call::ReduceScatter { .. } => self.send_counts.get(rank).copied(),
+            Call::AllGatherV => Some(memory.send_bytes),
+            Call::AllReduce { bytes, .. } => Some(2 * bytes / size),
+            Call::Broadcast { root, bytes } => (root == own).then_some(bytes),
+            Call::Send { to, bytes, .. } => (to == rank).then_some(bytes),
+            Call::Barrier | Call::Split | Call::Receive { .. } => None,
+        }
+    }
+
+    /// As [`bytes_to`](Self::bytes_to) for the message from `rank` to `own`.
+    fn bytes_from(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
+        match self.call {
+            Call::AllToAllV | Call::AllGatherV => self.recv_counts.get(rank).copied(),
+            Call::ReduceScatter { .. } => Some(memory.recv_bytes),
+            Call::AllReduce { bytes, .. } => Some(2 * bytes / size),
+            Call::Broadcast { root, bytes } => (root == rank && root != own).then_some(bytes),
+            Call::Receive { from, bytes, .. } => (from == rank).then_some(bytes),
+            Call::Barrier | Call::Split | Call::Send { .. } => None,
+        }
+    }
+}
