@@ -1,6 +1,6 @@
 //! `moeworks plan`: how to lay a model out on ranks, and what that costs, before any rank starts.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use moeworks_model::account::{shape, training_flops_per_token};
@@ -39,13 +39,17 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
 fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let mut config = resolve_config(&args.config, Vec::new())?;
     config.model.vocab_size = vocabulary(&config);
-    let (topology, place) = match (&args.topology, args.ranks) {
+    let (topology, place) = match (topology_file(args), args.ranks) {
         (Some(file), ranks) => {
-            let topology = read_topology(file)?;
+            let topology = read_topology(&file)?;
             (ranks.map_or(topology.clone(), |ranks| topology.resized(ranks)), file.display().to_string())
         }
         (None, Some(ranks)) => (this_machine(&config, ranks)?, "this machine, shared by its ranks".to_owned()),
-        (None, None) => return Err(Failure::input("plan needs --ranks N or --topology FILE")),
+        (None, None) => {
+            return Err(Failure::input(
+                "plan needs --ranks N or --topology FILE (such as topology.toml, which `moeworks bench comm` writes)",
+            ));
+        }
     };
     let (shape, workload) = (model_shape(&config), workload(&config, topology.num_ranks()));
     let found = propose(&shape, &workload, &topology);
@@ -90,6 +94,12 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
     );
     println!("before it too. Hierarchical: once to each node. Overlap: up to 8 chunks. Compression: a byte a number.");
     Ok(ExitCode::SUCCESS)
+}
+
+/// The file that is given, or what `bench comm` left in this folder.
+fn topology_file(args: &PlanArgs) -> Option<PathBuf> {
+    let measured = RunConfig::default().parallel.topology;
+    args.topology.clone().or_else(|| measured.exists().then_some(measured))
 }
 
 fn read_topology(file: &Path) -> Result<Topology, Failure> {

@@ -19,7 +19,7 @@ use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::free::{self, FreeChoices, FreeGrads};
-use crate::ranks::{RanksSaved, RanksTask};
+use crate::ranks::{Joined, RanksSaved, RanksTask};
 use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
 use crate::shared::{SharedSaved, SharedTask};
 use crate::{
@@ -119,7 +119,8 @@ impl MoeLayer {
         let priority = router.priority(&router_saved);
         let rule = DispatchRule { counted: router.counted(&router_saved), ..router.rule(priority.as_deref()) };
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
-        let (mut y, experts) = self.experts_forward(ctx, weights, x, (&dispatch, routing.top_k()));
+        let choices = (&dispatch, routing.top_k(), !input.is_inference);
+        let (mut y, experts) = self.experts_forward(ctx, weights, x, choices);
         let exact_x = free::exact(ctx, &self.config, x);
         if let Some(x) = &exact_x {
             FreeChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }.forward(&mut y);
@@ -140,11 +141,12 @@ impl MoeLayer {
         ctx: &Context,
         weights: &MoeWeights,
         x: &Tensor,
-        (dispatch, num_choices): (&Dispatch, usize),
+        (dispatch, num_choices, is_training): (&Dispatch, usize, bool),
     ) -> (Tensor, ExpertsPart) {
         let activation = self.config.activation;
         if let Some(ranks) = &self.ranks {
-            let (y, saved) = RanksSaved::forward(ctx, ranks, (weights, activation), x, (dispatch, num_choices));
+            let choices = (dispatch, num_choices, is_training);
+            let (y, saved) = RanksSaved::forward(ctx, ranks, (weights, activation), x, choices);
             return (y, ExpertsPart::Ranks(saved));
         }
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
@@ -163,8 +165,7 @@ impl MoeLayer {
         match &saved.experts {
             ExpertsPart::Ranks(saved) => {
                 let back = saved.backward(ctx, (weights, self.config.activation), dy);
-                let dweights = choice_grads(ctx, saved.sent_rows(), &back.d_row_weights);
-                (back.dx, dweights, ExpertsTask::Ranks(back.task))
+                (back.dx, back.dweights, ExpertsTask::Ranks(back.task))
             }
             ExpertsPart::Here(experts_saved) => {
                 let (rows, experts) = (saved.dispatch.rows(), weights.experts(self.config.activation));
@@ -249,7 +250,7 @@ fn importance(routing: &Routing) -> Vec<f64> {
 }
 
 /// The gradient of each choice's weight from that of each row's; a dropped choice has none.
-fn choice_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &[f32]) -> Tensor {
+pub(crate) fn choice_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &[f32]) -> Tensor {
     const PIECE: usize = 1 << 13;
     let mut grads = ctx.empty(&[rows.token_rows.len()], DType::F32);
     ctx.threads().run_pieces(grads.f32s_mut(), PIECE, |piece, grads| {
@@ -311,38 +312,51 @@ impl MoeGradTask {
     /// expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let (inputs, rows) = self.inputs();
+        let joined = self.joined(ctx);
+        let (inputs, rows) = self.inputs(joined.as_ref());
         experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into);
-        self.run_rest(ctx, write, grads);
+        self.run_rest(ctx, write, joined.as_ref(), grads);
     }
 
     /// As [`run`](Self::run) with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a caller
     /// who keeps them zero.
     pub fn run_for_used_experts(self, ctx: &Context, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let (inputs, rows) = self.inputs();
+        let joined = self.joined(ctx);
+        let (inputs, rows) = self.inputs(joined.as_ref());
         experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into);
-        self.run_rest(ctx, Write::Replace, grads);
+        self.run_rest(ctx, Write::Replace, joined.as_ref(), grads);
+    }
+
+    /// What arrived from all ranks, where experts live on several.
+    fn joined(&self, ctx: &Context) -> Option<Joined> {
+        match (&self.saved.experts, &self.experts) {
+            (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => Some(saved.joined(ctx, task)),
+            _ => None,
+        }
     }
 
     /// What the experts' gradients are computed from, and for which rows.
-    fn inputs(&self) -> (WeightGradInputs<'_>, ExpertRows<'_>) {
+    fn inputs<'a>(&'a self, joined: Option<&'a Joined>) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
         let Saved { x, experts, dispatch, .. } = &*self.saved;
-        match (experts, &self.experts) {
-            (ExpertsPart::Here(saved), ExpertsTask::Here { dh }) => {
+        match (experts, &self.experts, joined) {
+            (ExpertsPart::Here(saved), ExpertsTask::Here { dh }, _) => {
                 (WeightGradInputs { x, dy: &self.dy, saved, dh }, dispatch.rows())
             }
-            (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => saved.task_inputs(task),
+            (_, _, Some(joined)) => joined.inputs(),
             _ => unreachable!("backward makes the task of what forward saved"),
         }
     }
 
     /// All but the experts' matrices.
-    fn run_rest(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
+    fn run_rest(self, ctx: &Context, write: Write, joined: Option<&Joined>, grads: &mut MoeWeights) {
         let Saved { x, router, .. } = &*self.saved;
         if let Some((gate_up, down)) = &mut grads.biases {
-            let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs();
+            let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(joined);
             experts_bias_grad(dy, dh, rows, write, (gate_up, down));
+        }
+        if let (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) = (&self.saved.experts, &self.experts) {
+            saved.shadow_weight_grads(ctx, (x, &self.dy), task, grads);
         }
         if let Some(task) = self.router {
             task.run(ctx, router, x, write, grads);

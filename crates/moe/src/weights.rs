@@ -109,6 +109,12 @@ impl MoeWeights {
         self.extras = shapes.map(|(i, shape)| NamedTensor::first(ctx, &shape, &random(i), std)).collect();
     }
 
+    /// Numbers in the matrices of one expert.
+    pub(crate) fn expert_params(&self) -> usize {
+        let of_one = |tensor: &Tensor| tensor.shape()[1..].iter().product::<usize>();
+        of_one(&self.gate_up) + of_one(&self.down)
+    }
+
     /// The same layer with only these of its experts, in this order, in memory of their own. Everything else is shared.
     #[must_use]
     pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use moeworks_model::ModelConfig;
 use moeworks_moe::Ramp;
-use moeworks_plan::{Layout, Order};
+use moeworks_plan::{Layout, Order, Wire};
 use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
@@ -282,10 +282,75 @@ pub struct ParallelConfig {
     pub apart: bool,
     /// Which ranks of a group hold which experts.
     pub placement: PlacementChoice,
+    /// By which hops tokens go to the ranks of their experts.
+    pub all_to_all: PathChoice,
+    /// In which form they go.
+    pub wire: WireChoice,
+    /// Whether tokens move to experts or experts to tokens.
+    pub moving: MovingChoice,
+    /// In how many chunks, so that one is computed while another is under way; 0 for the number that is measured to be best,
+    /// with which two runs may differ by rounding.
+    pub chunks: usize,
+    /// What `moeworks bench comm` measured, for choices by cost; where the file is not there they go by a described cluster.
+    #[serde(serialize_with = "as_text")]
+    pub topology: PathBuf,
     /// Whether ranks that hold the same weights share their optimizer state out (ZeRO-1).
     pub shard_optimizer: bool,
     /// Seconds after which a rank that the others wait for within a step is taken for hung.
     pub timeout_s: u64,
+}
+
+/// By which hops tokens go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PathChoice {
+    /// The path of the least cost for the nodes that the ranks stand on.
+    Auto,
+    /// From each rank to each other.
+    Linear,
+    /// Inside the node first, then between nodes.
+    Hierarchical,
+    /// Once to each node, and on from there.
+    TwoHop,
+}
+
+/// Whether tokens move to experts or experts to tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MovingChoice {
+    /// Tokens.
+    Tokens,
+    /// Experts: their weights come to all ranks of a group for a pass, and their gradients go home.
+    Weights,
+    /// For each layer and step those experts whose weights cost less to move than their tokens.
+    Auto,
+}
+
+/// In which form tokens go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WireChoice {
+    /// As they are.
+    F32,
+    /// bf16; sums are f32.
+    Bf16,
+    /// IEEE half precision; sums are f32.
+    F16,
+    /// A byte a number and a scale for each 128 when dispatched; back, and in backward, bf16.
+    Int8,
+}
+
+impl WireChoice {
+    /// The form as a value.
+    #[must_use]
+    pub fn wire(self) -> Wire {
+        match self {
+            Self::F32 => Wire::F32,
+            Self::Bf16 => Wire::Bf16,
+            Self::F16 => Wire::F16,
+            Self::Int8 => Wire::Byte { block: 128 },
+        }
+    }
 }
 
 /// Which ranks of a group hold which experts; written as `"sharded"`, `"everywhere"` or a path.
@@ -322,7 +387,19 @@ impl From<PlacementChoice> for String {
 
 impl Default for ParallelConfig {
     fn default() -> Self {
-        Self { dp: 1, ep: 1, apart: false, placement: PlacementChoice::Sharded, shard_optimizer: false, timeout_s: 25 }
+        Self {
+            dp: 1,
+            ep: 1,
+            apart: false,
+            placement: PlacementChoice::Sharded,
+            all_to_all: PathChoice::Auto,
+            wire: WireChoice::F32,
+            moving: MovingChoice::Tokens,
+            chunks: 1,
+            topology: "topology.toml".into(),
+            shard_optimizer: false,
+            timeout_s: 25,
+        }
     }
 }
 

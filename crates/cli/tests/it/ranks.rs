@@ -41,6 +41,9 @@ fn ranks_make_the_losses_of_one() {
         ("everywhere", &["--ep", "3", "--set", "parallel.placement=everywhere"]),
         ("placed", &["--ep", "3", "--dp", "2", "--set", &placement]),
         ("zero", &["--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"]),
+        ("hops", &["--ep", "4", "--set", "parallel.all_to_all=two_hop", "--set", "parallel.chunks=3"]),
+        ("weights", &["--ep", "2", "--dp", "2", "--set", "parallel.moving=weights"]),
+        ("cheapest", &["--ep", "4", "--set", "parallel.moving=auto", "--set", "parallel.chunks=0"]),
     ] {
         train(run, more);
         assert_same_losses(&work, run, "one");

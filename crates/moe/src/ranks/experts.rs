@@ -1,19 +1,30 @@
 //! Forward and backward of experts that live on several ranks.
 
-use moeworks_ops::embedding::embedding;
-use moeworks_ops::experts::{
-    ExpertRows, ExpertsSaved, WeightGradInputs, add_bias_row_weight_grads, combine, experts_backward,
-    experts_forward_biased,
-};
-use moeworks_ops::{Activation, Context};
-use moeworks_tensor::Tensor;
+use std::time::Instant;
 
+use moeworks_ops::elementwise::add_assign;
+use moeworks_ops::experts::{ExpertsSaved, add_bias_row_weight_grads, experts_backward, experts_forward_biased};
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::{DType, Tensor};
+
+use super::join::Joined;
+use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
 use super::{ExpertRanks, Travel};
+use crate::layer::choice_grads;
 use crate::{Dispatch, MoeWeights};
 
-/// What backward needs of forward: the rows that arrived, and what the experts held here saved of them.
+/// What backward needs of forward: the tokens that arrived, and what the experts held here saved of them.
 pub(crate) struct RanksSaved {
+    ranks: ExpertRanks,
     travel: Travel,
+    /// Of each chunk.
+    parts: Vec<SavedPart>,
+    /// Experts that came here, with their part of forward.
+    shadows: Option<ShadowsSaved>,
+    width: usize,
+}
+
+struct SavedPart {
     /// `[A, D]`
     x: Tensor,
     experts: ExpertsSaved,
@@ -23,42 +34,65 @@ pub(crate) struct RanksSaved {
 pub(crate) struct RanksBackward {
     /// `[T, D]` f32: the gradient of the input.
     pub(crate) dx: Tensor,
-    /// `[R]`: the gradient of each sent row's weight.
-    pub(crate) d_row_weights: Vec<f32>,
+    /// `[T K]` f32: the gradient of each choice's weight.
+    pub(crate) dweights: Tensor,
     /// What the gradients of the weights held here are computed of.
     pub(crate) task: RanksTask,
 }
 
-/// The gradients of the experts held here, still to be computed.
+/// The gradients of the experts held here, still to be computed: of each chunk.
 pub(crate) struct RanksTask {
+    parts: Vec<TaskPart>,
+    shadows: Option<ShadowTask>,
+}
+
+struct TaskPart {
     /// `[A, D]`
-    pub(crate) dy: Tensor,
-    pub(crate) dh: Tensor,
-    row_weights: Vec<f32>,
+    dy: Tensor,
+    dh: Tensor,
 }
 
 impl RanksSaved {
-    /// `y [T, D]` f32 of `x [T, D]`: its rows through their experts wherever these are.
+    /// `y [T, D]` f32 of `x [T, D]`: its tokens through their experts wherever these are.
     pub(crate) fn forward(
         ctx: &Context,
         ranks: &ExpertRanks,
         (weights, activation): (&MoeWeights, Activation),
         x: &Tensor,
-        (dispatch, num_choices): (&Dispatch, usize),
+        (dispatch, num_choices, is_training): (&Dispatch, usize, bool),
     ) -> (Tensor, Self) {
-        let travel = Travel::of(ranks, dispatch, num_choices);
-        let arrived = travel.there(ctx, &embedding(ctx, travel.tokens(), x, x.dtype()));
-        let ones = vec![1.0; travel.num_arrived()];
+        let start = Instant::now();
+        let wire = ranks.exchange().wire;
+        let fetched = shadow::choose(ranks, dispatch, wire.row_bytes(x.cols()), weights.expert_params());
+        // Where every expert is here no token moves.
+        let num_chunks = if fetched.len() == ranks.placement().num_experts() { 0 } else { ranks.num_chunks() };
+        let has_fetched = !fetched.is_empty();
+        let fetch = || Shadows::fetch(ctx, ranks, (weights, activation), fetched, dispatch, num_choices);
+        let shadows = has_fetched.then(fetch);
+        let is_fetched = |expert| shadows.as_ref().is_some_and(|shadows| shadows.has(expert));
+        let travel = Travel::of(ctx, ranks, dispatch, (num_choices, num_chunks), is_fetched);
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
-        let (y, experts) = experts_forward_biased(ctx, &arrived, experts, biases, travel.arrived_rows(&ones));
-        let outputs = travel.back(ctx, &y);
-        let y = combine(ctx, &outputs, travel.sent_rows(), Some(travel.weights()), &[x.rows(), x.cols()]);
-        (y, Self { travel, x: arrived, experts })
-    }
-
-    /// The rows sent, in whose order the gradients of their weights are.
-    pub(crate) fn sent_rows(&self) -> ExpertRows<'_> {
-        self.travel.sent_rows()
+        let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
+        let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
+        travel.there_and_back(
+            ctx,
+            (x, wire),
+            || here = shadows.map(|shadows| shadows.forward(ctx, x)),
+            |_, chunk, x| {
+                let rows = chunk.arrived().rows();
+                let forward = || experts_forward_biased(ctx, &x, experts, biases, rows);
+                let (y, saved) = ranks.time("experts", forward);
+                parts.push(SavedPart { x, experts: saved });
+                vec![(y, wire.of_sums())]
+            },
+            |tokens, sums| put(&mut y, tokens.start, &sums[0]),
+        );
+        let shadows = here.map(|(own, shadows)| {
+            add_assign(ctx, &mut y, &own);
+            shadows
+        });
+        ranks.count_forward(start.elapsed(), is_training);
+        (y, Self { ranks: ranks.clone(), travel, parts, shadows, width: x.cols() })
     }
 
     /// From `dy [T, D]`, f32 or bf16, the gradient of the output.
@@ -68,26 +102,70 @@ impl RanksSaved {
         (weights, activation): (&MoeWeights, Activation),
         dy: &Tensor,
     ) -> RanksBackward {
-        let travel = &self.travel;
-        let arrived = travel.there(ctx, &embedding(ctx, travel.tokens(), dy, dy.dtype()));
-        let column = |values: &[f32]| Tensor::from_slice(ctx.pool(), &[values.len(), 1], values);
-        let row_weights = travel.sorted(travel.there(ctx, &column(travel.weights())).f32s());
-        let rows = travel.arrived_rows(&row_weights);
-        let mut backward = experts_backward(ctx, &arrived, weights.experts(activation), rows, &self.experts);
-        if let Some((_, down)) = &weights.biases {
-            add_bias_row_weight_grads(&arrived, down, rows, &mut backward.d_row_weights);
-        }
-        let d_row_weights = column(&travel.unsorted(backward.d_row_weights.f32s()));
-        let d_row_weights = travel.back(ctx, &d_row_weights).f32s().to_vec();
-        let dx = travel.back(ctx, &backward.dx);
-        let dx = combine(ctx, &dx, travel.sent_rows(), None, &[dy.rows(), dy.cols()]);
-        let task = RanksTask { dy: arrived, dh: backward.dh, row_weights };
-        RanksBackward { dx, d_row_weights, task }
+        let start = Instant::now();
+        let num_choices = self.travel.num_choices();
+        let wire = self.ranks.exchange().wire.of_sums();
+        let mut dx = ctx.zeros(&[dy.rows(), dy.cols()], DType::F32);
+        let mut dweights = ctx.zeros(&[dy.rows() * num_choices], DType::F32);
+        let (mut parts, mut here) = (Vec::with_capacity(self.parts.len()), None);
+        self.travel.there_and_back(
+            ctx,
+            (dy, wire),
+            || here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy)),
+            |index, chunk, dy| {
+                let rows = chunk.arrived().rows();
+                let saved = &self.parts[index].experts;
+                let backward = || experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
+                let mut backward = self.ranks.time("experts, backward", backward);
+                if let Some((_, down)) = &weights.biases {
+                    add_bias_row_weight_grads(&dy, down, rows, &mut backward.d_row_weights);
+                }
+                let of_choices = choice_grads(ctx, rows, backward.d_row_weights.f32s());
+                let of_choices = of_choices.reshaped(&[chunk.num_arrived(), num_choices]);
+                parts.push(TaskPart { dy, dh: backward.dh });
+                vec![(backward.dx, wire), (of_choices, moeworks_plan::Wire::F32)]
+            },
+            |tokens, sums| {
+                put(&mut dx, tokens.start, &sums[0]);
+                put(&mut dweights, tokens.start * num_choices, &sums[1]);
+            },
+        );
+        let shadows = here.map(|back| {
+            add_assign(ctx, &mut dx, &back.dx);
+            add_assign(ctx, &mut dweights, &back.dweights);
+            back.task
+        });
+        self.ranks.count_backward(start.elapsed());
+        RanksBackward { dx, dweights, task: RanksTask { parts, shadows } }
     }
 
-    /// What the weight gradients are computed from, and for which rows.
-    pub(crate) fn task_inputs<'a>(&'a self, task: &'a RanksTask) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
-        let inputs = WeightGradInputs { x: &self.x, dy: &task.dy, saved: &self.experts, dh: &task.dh };
-        (inputs, self.travel.arrived_rows(&task.row_weights))
+    /// What the weight gradients are computed from: all chunks as one, so that each expert's weights are read and written once.
+    pub(crate) fn joined(&self, ctx: &Context, task: &RanksTask) -> Joined {
+        let of = |saved: &SavedPart, task: &TaskPart| {
+            [saved.x.clone(), task.dy.clone(), saved.experts.h.clone(), task.dh.clone()]
+        };
+        let parts: Vec<_> = self.parts.iter().zip(&task.parts).map(|(saved, task)| of(saved, task)).collect();
+        Joined::of(ctx, &self.travel, (self.ranks.held().len(), self.width), parts)
     }
+}
+
+impl RanksSaved {
+    /// Adds to `grads` the gradients of experts that were fetched, each on the rank that gave it. `x` and `dy` are this rank's.
+    pub(crate) fn shadow_weight_grads(
+        &self,
+        ctx: &Context,
+        (x, dy): (&Tensor, &Tensor),
+        task: &RanksTask,
+        grads: &mut MoeWeights,
+    ) {
+        if let (Some(shadows), Some(task)) = (&self.shadows, &task.shadows) {
+            shadows.weight_grads(ctx, (x, dy), task, grads);
+        }
+    }
+}
+
+/// Writes the rows of `part` over those of `whole` from row `first` on. (Elements, where `whole` has one dimension.)
+fn put(whole: &mut Tensor, first: usize, part: &Tensor) {
+    let start = first * if whole.shape().len() > 1 { whole.cols() } else { 1 };
+    whole.f32s_mut()[start..start + part.len()].copy_from_slice(part.f32s());
 }

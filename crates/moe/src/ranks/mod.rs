@@ -1,27 +1,35 @@
 //! An MoE layer whose experts live on several ranks.
 //!
-//! Each rank has tokens of its own and decides for them alone. The rows of its dispatch then travel to the ranks that hold
-//! their experts ([`Travel`]), are computed there together with those of other ranks, and come back to be weighed and summed
-//! where they started. Backward takes the same ways: gradients of outputs go there, those of inputs and of the weights of
-//! choices come back.
+//! Each rank has tokens of its own and decides for them alone. They then travel to the ranks that hold their experts
+//! ([`Travel`]), are computed there together with those of other ranks, weighed and summed, and the sums come back to where the
+//! tokens started, to be summed over ranks. Backward takes the same ways: gradients of outputs go there, those of inputs and of
+//! the weights of choices come back. By which hops, in which form and in how many chunks is an [`Exchange`]. The hops change no
+//! bit of the result, the number of chunks its rounding (products of few rows and of many sum in different orders).
 //!
 //! The routing is that of one rank with all tokens, up to two things that look at many tokens at once: a capacity, and
 //! schemes in which experts choose, hold for the tokens of each rank by themselves (GShard's local groups). What losses say
 //! looks at all tokens: [`ExpertRanks::merge_stats`].
 
 mod experts;
+mod join;
+mod shadow;
 mod stats;
 mod travel;
+mod tuning;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use moeworks_comm::{CommError, Communicator, Reduce};
-use moeworks_plan::Placement;
+use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Meter, Reduce, RowPlan};
+use moeworks_ops::Context;
+use moeworks_plan::{Exchange, Moving, Placement, Wire};
+use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
 pub(crate) use experts::{RanksSaved, RanksTask};
+pub(crate) use join::Joined;
 use travel::Travel;
+use tuning::Tuning;
 
 /// One rank's part in layers whose experts live on several ranks. Cloning shares it.
 ///
@@ -34,20 +42,58 @@ pub struct ExpertRanks {
 
 struct Inner {
     world: Box<dyn Communicator>,
-    group: Box<dyn Communicator>,
+    /// Of the ranks that hold the experts between them.
+    hierarchy: Hierarchy,
     placement: Placement,
     held: Vec<usize>,
+    exchange: Exchange,
+    moving: OnceLock<Moving>,
+    tuning: Mutex<Tuning>,
+    meter: OnceLock<Arc<Meter>>,
     failure: Mutex<Option<CommError>>,
 }
 
 impl ExpertRanks {
-    /// `world` are all ranks that have tokens, `group` those that hold the experts between them, as `placement` says. Panics
-    /// if the placement is of another number of ranks.
-    #[must_use]
-    pub fn new(world: Box<dyn Communicator>, group: Box<dyn Communicator>, placement: Placement) -> Self {
+    /// `world` are all ranks that have tokens, `group` those that hold the experts between them, as `placement` says; tokens go
+    /// as `exchange` says. A call that all ranks of the group make. Panics if the placement is of another number of ranks.
+    ///
+    /// # Errors
+    /// [`CommError`]: a rank died, hangs, or called something else.
+    pub fn new(
+        world: Box<dyn Communicator>,
+        group: Box<dyn Communicator>,
+        placement: Placement,
+        exchange: Exchange,
+    ) -> Result<Self, CommError> {
         assert_eq!(placement.num_ranks(), group.size(), "ranks of a placement");
         let held = placement.experts_of(group.rank());
-        Self { inner: Arc::new(Inner { world, group, placement, held, failure: Mutex::default() }) }
+        let (hierarchy, tuning, failure) = (Hierarchy::of(group)?, Mutex::default(), Mutex::default());
+        let (meter, moving) = (OnceLock::new(), OnceLock::new());
+        let inner = Inner { world, hierarchy, placement, held, exchange, moving, tuning, meter, failure };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Lets experts move to their tokens as `moving` says, the same on all ranks of the group; without this call tokens move. Only
+    /// the first call counts.
+    pub fn let_move(&self, moving: Moving) {
+        let _ = self.inner.moving.set(moving);
+    }
+
+    pub(crate) fn moving(&self) -> Moving {
+        self.inner.moving.get().copied().unwrap_or_default()
+    }
+
+    /// Lets `meter` know of the work of experts from now on. Only the first call counts.
+    pub fn measure_with(&self, meter: &Arc<Meter>) {
+        let _ = self.inner.meter.set(Arc::clone(meter));
+    }
+
+    /// Does `work`, which a meter that listens calls `name`.
+    pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        match self.inner.meter.get() {
+            Some(meter) => meter.time(name, work),
+            None => work(),
+        }
     }
 
     /// Which ranks of the group hold which expert.
@@ -71,7 +117,17 @@ impl ExpertRanks {
     /// The ranks that hold the experts between them.
     #[must_use]
     pub fn group(&self) -> &dyn Communicator {
-        &*self.inner.group
+        self.inner.hierarchy.comm()
+    }
+
+    /// How tokens go.
+    #[must_use]
+    pub fn exchange(&self) -> &Exchange {
+        &self.inner.exchange
+    }
+
+    pub(crate) fn hierarchy(&self) -> &Hierarchy {
+        &self.inner.hierarchy
     }
 
     /// The first communication that failed.
@@ -83,11 +139,37 @@ impl ExpertRanks {
     /// Makes of the statistics of this rank's tokens those of all ranks' tokens, the same bits on all ranks.
     pub fn merge_stats(&self, layers: &mut [LayerStats]) {
         self.attempt((), || stats::merge(self.world(), layers));
+        self.tune(layers);
     }
 
     /// Sums `values` over all ranks.
     pub fn sum(&self, values: &mut [f64]) {
         self.attempt((), || self.world().all_reduce(values, Reduce::Sum));
+    }
+
+    pub(crate) fn start_dispatch(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Dispatching> {
+        // What is of two bytes a number already is not made longer.
+        let wire = if rows.dtype() == moeworks_tensor::DType::BF16 && wire == Wire::F32 { Wire::Bf16 } else { wire };
+        self.attempt(None, || plan.start_dispatch(self.hierarchy(), rows, wire).map(Some))
+    }
+
+    pub(crate) fn finish_dispatch(
+        &self,
+        ctx: &Context,
+        plan: &RowPlan,
+        started: Option<Dispatching>,
+    ) -> Option<Tensor> {
+        let started = started?;
+        self.attempt(None, || plan.finish_dispatch(self.hierarchy(), started, ctx.pool()).map(Some))
+    }
+
+    pub(crate) fn start_combine(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Combining> {
+        self.attempt(None, || plan.start_combine(self.hierarchy(), rows, wire).map(Some))
+    }
+
+    pub(crate) fn finish_combine(&self, ctx: &Context, plan: &RowPlan, started: Option<Combining>) -> Option<Tensor> {
+        let started = started?;
+        self.attempt(None, || plan.finish_combine(self.hierarchy(), started, ctx.pool()).map(Some))
     }
 
     /// What `call` gives; `otherwise` if it fails, or anything failed before.

@@ -1,178 +1,228 @@
-//! The way of one dispatch's rows to the ranks of their experts and back.
+//! The way of one dispatch's tokens to the ranks of their experts and back, in chunks.
+//!
+//! A token goes once to each rank that has experts for it, together with its choices; there its rows through these experts are
+//! weighed and summed, and the sum comes back. A chunk is a run of tokens. All chunks are dispatched before the first comes back,
+//! each while another is computed.
 
+use std::ops::Range;
+
+use moeworks_comm::RowPlan;
 use moeworks_ops::Context;
-use moeworks_ops::experts::{ExpertRows, NO_ROW};
-use moeworks_tensor::Tensor;
+use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
+use moeworks_ops::experts::NO_ROW;
+use moeworks_plan::Wire;
+use moeworks_tensor::{DType, Tensor};
 
 use super::ExpertRanks;
-use crate::Dispatch;
+use crate::{Dispatch, NO_EXPERT};
 
-/// Which rows go to which rank, and which come from where: R sent, A arrived.
+/// Which tokens go to which rank, and which come from where.
 pub(crate) struct Travel {
     ranks: ExpertRanks,
-    sent: Sent,
-    arrived: Arrived,
-}
-
-/// This rank's rows, those for one rank after those for another, and for one rank by expert.
-struct Sent {
-    /// Rows for each rank.
-    counts: Vec<usize>,
-    /// `[R]`: the token of each row.
-    tokens: Vec<u32>,
-    /// `[R]`: its weight.
-    weights: Vec<f32>,
-    /// `[T, K]`: the row of each choice of each token, [`NO_ROW`] where it has none.
-    token_rows: Vec<u32>,
+    /// None where the ranks could not agree.
+    chunks: Vec<Chunk>,
     num_choices: usize,
 }
 
-/// The rows that others sent, as they lie behind one another, and the same by expert.
-struct Arrived {
-    /// Rows from each rank.
-    counts: Vec<usize>,
-    /// `[held + 1]`: expert i of those held has rows `offsets[i]..offsets[i + 1]` of the sorted ones.
-    offsets: Vec<u32>,
-    /// `[A]`: where each sorted row lies.
-    rows: Vec<u32>,
-    /// `[A]`: which sorted row lies there.
-    sorted: Vec<u32>,
+/// A run of this rank's tokens, and what arrives of those of others: A tokens.
+pub(crate) struct Chunk {
+    plan: RowPlan,
+    /// The choices `[A, K]` of what arrived that are experts held here: others have no row.
+    arrived: SortedChoices,
 }
 
-impl Travel {
-    /// The way of the rows of `dispatch`, whose tokens have `num_choices` choices each. The ranks tell each other how many
-    /// rows they send.
-    pub(crate) fn of(ranks: &ExpertRanks, dispatch: &Dispatch, num_choices: usize) -> Self {
-        let (sent, expert_counts) = Sent::of(ranks, dispatch, num_choices);
-        let placement = ranks.placement();
-        let n = placement.num_ranks();
-        let told: Vec<usize> = (0..n).map(|rank| placement.experts_of(rank).len()).collect();
-        let heard = vec![ranks.held().len(); n];
-        let silence = vec![0_u32; ranks.held().len() * n];
-        let counts = ranks.attempt(silence.clone(), || {
-            let mut counts = silence;
-            ranks.group().all_to_all_v(&expert_counts, &told, &mut counts, &heard)?;
-            Ok(counts)
-        });
-        Self { ranks: ranks.clone(), sent, arrived: Arrived::of(&counts, ranks.held().len(), n) }
-    }
+/// What a chunk's work gives back, and in which form it goes.
+pub(crate) type Outcome = Vec<(Tensor, Wire)>;
 
-    /// Takes one row of `rows` `[R, ..]` for each row sent to its expert's rank: `[A, ..]`.
-    pub(crate) fn there(&self, ctx: &Context, rows: &Tensor) -> Tensor {
-        self.carry(ctx, rows, &self.sent.counts, &self.arrived.counts)
-    }
+/// A token's choices as it takes them along: the experts' numbers, then the weights; [`NOWHERE`] for a choice without row.
+const NOWHERE: f32 = -1.0;
 
-    /// Takes rows `[A, ..]` back to where they came from: `[R, ..]`.
-    pub(crate) fn back(&self, ctx: &Context, rows: &Tensor) -> Tensor {
-        self.carry(ctx, rows, &self.arrived.counts, &self.sent.counts)
-    }
-
-    fn carry(&self, ctx: &Context, rows: &Tensor, from: &[usize], to: &[usize]) -> Tensor {
-        let row_bytes = rows.cols() * rows.dtype().size();
-        let in_bytes = |counts: &[usize]| counts.iter().map(|count| count * row_bytes).collect::<Vec<usize>>();
-        let shape = [to.iter().sum::<usize>(), rows.cols()];
-        let zeros = || ctx.zeros(&shape, rows.dtype());
-        let carried = self.ranks.attempt(None, || {
-            let mut carried = ctx.empty(&shape, rows.dtype());
-            let (from, to) = (in_bytes(from), in_bytes(to));
-            self.ranks.group().all_to_all_v(rows.bytes(), &from, carried.bytes_mut(), &to)?;
-            Ok(Some(carried))
-        });
-        carried.unwrap_or_else(zeros)
-    }
-
-    /// `[R]`: the token of each row sent.
-    pub(crate) fn tokens(&self) -> &[u32] {
-        &self.sent.tokens
-    }
-
-    /// `[R]`: the weight of each row sent.
-    pub(crate) fn weights(&self) -> &[f32] {
-        &self.sent.weights
-    }
-
-    /// The rows sent, for what operations do by token; by expert they do not lie.
-    pub(crate) fn sent_rows(&self) -> ExpertRows<'_> {
-        let Sent { tokens, weights, token_rows, num_choices, .. } = &self.sent;
-        ExpertRows { offsets: &[0], tokens, weights, token_rows, num_choices: *num_choices }
-    }
-
-    /// The arrived rows by expert, each its own token, with `weights` in the order of [`sorted`](Self::sorted).
-    pub(crate) fn arrived_rows<'a>(&'a self, weights: &'a [f32]) -> ExpertRows<'a> {
-        let Arrived { offsets, rows, sorted, .. } = &self.arrived;
-        ExpertRows { offsets, tokens: rows, weights, token_rows: sorted, num_choices: 1 }
+impl Chunk {
+    /// What operations on the experts held here take.
+    pub(crate) fn arrived(&self) -> &SortedChoices {
+        &self.arrived
     }
 
     /// A.
     pub(crate) fn num_arrived(&self) -> usize {
-        self.arrived.rows.len()
-    }
-
-    /// Values of the arrived rows in the order in which rows lie by expert.
-    pub(crate) fn sorted(&self, values: &[f32]) -> Vec<f32> {
-        self.arrived.rows.iter().map(|&row| values[row as usize]).collect()
-    }
-
-    /// Values in the order of experts in the order in which the rows arrived.
-    pub(crate) fn unsorted(&self, values: &[f32]) -> Vec<f32> {
-        self.arrived.sorted.iter().map(|&row| values[row as usize]).collect()
+        self.plan.num_received()
     }
 }
 
-impl Sent {
-    /// The rows in the order in which they are sent, and for each rank the rows for each of its experts.
-    fn of(ranks: &ExpertRanks, dispatch: &Dispatch, num_choices: usize) -> (Self, Vec<u32>) {
-        let (placement, own) = (ranks.placement(), ranks.group().rank());
-        let offsets = dispatch.offsets();
-        let mut expert_counts = Vec::new();
-        let mut counts = Vec::with_capacity(placement.num_ranks());
-        let mut order: Vec<u32> = Vec::with_capacity(dispatch.num_rows());
-        for rank in 0..placement.num_ranks() {
-            let before = order.len();
-            for expert in placement.experts_of(rank) {
-                let is_served = placement.serving_rank(own, expert) == rank;
-                let rows = if is_served { offsets[expert]..offsets[expert + 1] } else { 0..0 };
-                expert_counts.push(rows.len() as u32);
-                order.extend(rows);
-            }
-            counts.push(order.len() - before);
+impl Travel {
+    /// The way of the tokens of `dispatch`, which have `num_choices` choices each, in `num_chunks` chunks, to all experts but those
+    /// that `is_fetched` says are here. The ranks tell each other how many tokens they send, and their choices.
+    pub(crate) fn of(
+        ctx: &Context,
+        ranks: &ExpertRanks,
+        dispatch: &Dispatch,
+        (num_choices, num_chunks): (usize, usize),
+        is_fetched: impl Fn(usize) -> bool,
+    ) -> Self {
+        if num_chunks == 0 {
+            return Self { ranks: ranks.clone(), chunks: Vec::new(), num_choices };
         }
-        let mut places = vec![NO_ROW; order.len()];
-        order.iter().zip(0..).for_each(|(&row, place)| places[row as usize] = place);
-        let place = |&row: &u32| if row == NO_ROW { NO_ROW } else { places[row as usize] };
-        let sent = Self {
-            counts,
-            tokens: order.iter().map(|&row| dispatch.row_tokens()[row as usize]).collect(),
-            weights: order.iter().map(|&row| dispatch.row_weights()[row as usize]).collect(),
-            token_rows: dispatch.token_rows().iter().map(place).collect(),
-            num_choices,
+        let choices = choices(ctx, dispatch, num_choices, is_fetched);
+        let num_tokens = choices.rows();
+        let ends: Vec<usize> = (1..=num_chunks).map(|chunk| num_tokens * chunk / num_chunks).collect();
+        let targets = Targets::of(ranks, &choices);
+        let lists: Vec<&[usize]> = (0..num_tokens).map(|token| targets.of_token(token)).collect();
+        let algorithm = ranks.exchange().algorithm;
+        let plans = ranks.attempt(Vec::new(), || RowPlan::in_chunks(ranks.hierarchy(), algorithm, &lists, &ends));
+        let started: Vec<_> = plans.iter().map(|plan| ranks.start_dispatch(plan, &choices, Wire::F32)).collect();
+        let told = plans.iter().zip(started).map(|(plan, started)| {
+            let nothing = || {
+                let mut nothing = ctx.empty(&[plan.num_received(), 2 * num_choices], DType::F32);
+                nothing.f32s_mut().fill(NOWHERE);
+                nothing
+            };
+            ranks.finish_dispatch(ctx, plan, started).unwrap_or_else(nothing)
+        });
+        let told: Vec<Tensor> = told.collect();
+        let chunk = |(plan, told): (RowPlan, Tensor)| {
+            let arrived = own_choices(ctx, ranks, plan.recv_counts(), &told);
+            Chunk { plan, arrived }
         };
-        (sent, expert_counts)
+        Self { ranks: ranks.clone(), chunks: plans.into_iter().zip(told).map(chunk).collect(), num_choices }
+    }
+
+    /// The chunks, in the order of tokens.
+    pub(crate) fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    /// Takes `rows` `[T, D]` there in the form of `wire`; `meanwhile` is done while the first are under way. `work` makes of the rows `[A, D]` that arrive of a chunk what goes back;
+    /// `home` gets the chunk's tokens and for each part the sums of what came back, `[tokens, ..]`.
+    pub(crate) fn there_and_back(
+        &self,
+        ctx: &Context,
+        (rows, wire): (&Tensor, Wire),
+        meanwhile: impl FnOnce(),
+        mut work: impl FnMut(usize, &Chunk, Tensor) -> Outcome,
+        mut home: impl FnMut(Range<usize>, Vec<Tensor>),
+    ) {
+        let ranks = &self.ranks;
+        let mut next = self.chunks.first().map(|first| ranks.start_dispatch(&first.plan, rows, wire));
+        meanwhile();
+        let mut returning = Vec::with_capacity(self.chunks.len());
+        for (index, chunk) in self.chunks.iter().enumerate() {
+            let started = next.take().flatten();
+            next = self.chunks.get(index + 1).map(|next| ranks.start_dispatch(&next.plan, rows, wire));
+            let zeros = || ctx.zeros(&[chunk.num_arrived(), rows.cols()], rows.dtype());
+            let arrived = ranks.finish_dispatch(ctx, &chunk.plan, started).unwrap_or_else(zeros);
+            let done = work(index, chunk, arrived);
+            let started = done.into_iter().map(|(part, wire)| {
+                let shape = [chunk.plan.rows().len(), part.cols()];
+                (ranks.start_combine(&chunk.plan, &part, wire), shape, part.dtype())
+            });
+            returning.push((&chunk.plan, started.collect::<Vec<_>>()));
+        }
+        for (plan, parts) in returning {
+            let sum = |(started, shape, dtype): (_, [usize; 2], DType)| {
+                ranks.finish_combine(ctx, plan, started).unwrap_or_else(|| ctx.zeros(&shape, dtype))
+            };
+            home(plan.rows(), parts.into_iter().map(sum).collect());
+        }
+    }
+
+    /// K.
+    pub(crate) fn num_choices(&self) -> usize {
+        self.num_choices
+    }
+
+    /// Of each chunk, where what arrived lies when all chunks are one: by source rank, then by token.
+    pub(crate) fn places(&self) -> Vec<Vec<u32>> {
+        let num_sources = self.ranks.group().size();
+        let mut places: Vec<Vec<u32>> =
+            self.chunks.iter().map(|chunk| Vec::with_capacity(chunk.num_arrived())).collect();
+        let mut next = 0;
+        for source in 0..num_sources {
+            for (chunk, places) in self.chunks.iter().zip(&mut places) {
+                let count = chunk.plan.recv_counts()[source] as u32;
+                places.extend(next..next + count);
+                next += count;
+            }
+        }
+        places
     }
 }
 
-impl Arrived {
-    /// From `counts[rank][expert]`, the rows that each rank sends for each expert that is held here.
-    fn of(counts: &[u32], num_held: usize, num_ranks: usize) -> Self {
-        let of_rank = |rank: usize| &counts[rank * num_held..(rank + 1) * num_held];
-        let mut firsts = vec![0; counts.len()];
-        let mut next = 0;
-        for (first, &count) in firsts.iter_mut().zip(counts) {
-            *first = next;
-            next += count;
-        }
-        let mut offsets = vec![0];
-        let mut rows: Vec<u32> = Vec::with_capacity(next as usize);
-        for expert in 0..num_held {
-            for rank in 0..num_ranks {
-                let at = rank * num_held + expert;
-                rows.extend(firsts[at]..firsts[at] + counts[at]);
+/// The ranks that each token goes to.
+struct Targets {
+    ranks: Vec<usize>,
+    /// Where those of each token begin; one more for the end.
+    starts: Vec<usize>,
+}
+
+impl Targets {
+    fn of(ranks: &ExpertRanks, choices: &Tensor) -> Self {
+        let (placement, own) = (ranks.placement(), ranks.group().rank());
+        let mut targets = Self { ranks: Vec::with_capacity(choices.rows()), starts: vec![0] };
+        for token in choices.f32s().chunks_exact(choices.cols()) {
+            let start = targets.ranks.len();
+            for &expert in token[..token.len() / 2].iter().filter(|&&expert| expert != NOWHERE) {
+                let rank = placement.serving_rank(own, expert as usize);
+                if !targets.ranks[start..].contains(&rank) {
+                    targets.ranks.push(rank);
+                }
             }
-            offsets.push(rows.len() as u32);
+            targets.ranks[start..].sort_unstable();
+            targets.starts.push(targets.ranks.len());
         }
-        let mut sorted = vec![0; rows.len()];
-        rows.iter().zip(0..).for_each(|(&row, place)| sorted[row as usize] = place);
-        let counts = (0..num_ranks).map(|rank| of_rank(rank).iter().map(|&n| n as usize).sum()).collect();
-        Self { counts, offsets, rows, sorted }
+        targets
     }
+
+    fn of_token(&self, token: usize) -> &[usize] {
+        &self.ranks[self.starts[token]..self.starts[token + 1]]
+    }
+}
+
+/// `[T, 2 K]`: what each token takes along. Numbers of experts are exact in f32: there are at most 2^24.
+fn choices(ctx: &Context, dispatch: &Dispatch, num_choices: usize, is_fetched: impl Fn(usize) -> bool) -> Tensor {
+    let token_rows = dispatch.token_rows();
+    let mut experts = vec![NOWHERE; dispatch.num_rows()];
+    for (expert, pair) in dispatch.offsets().windows(2).enumerate().filter(|(expert, _)| !is_fetched(*expert)) {
+        experts[pair[0] as usize..pair[1] as usize].fill(expert as f32);
+    }
+    let num_tokens = token_rows.len() / num_choices.max(1);
+    let mut choices = ctx.empty(&[num_tokens, 2 * num_choices], DType::F32);
+    let tokens = choices.f32s_mut().chunks_exact_mut(2 * num_choices.max(1));
+    for (choices, rows) in tokens.zip(token_rows.chunks_exact(num_choices.max(1))) {
+        let (ids, weights) = choices.split_at_mut(num_choices);
+        for ((id, weight), &row) in ids.iter_mut().zip(weights).zip(rows) {
+            let row = (row != NO_ROW).then_some(row as usize);
+            (*id, *weight) = row.map_or((NOWHERE, 0.0), |row| (experts[row], dispatch.row_weights()[row]));
+        }
+    }
+    choices
+}
+
+/// Of the choices `told` `[A, 2 K]` of tokens from each rank, those that are for this one.
+fn own_choices(ctx: &Context, ranks: &ExpertRanks, recv_counts: &[usize], told: &Tensor) -> SortedChoices {
+    let (num_choices, num_held) = (told.cols() / 2, ranks.held().len());
+    let shape = [told.rows(), num_choices];
+    let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.empty(&shape, DType::F32));
+    let sources = recv_counts.iter().enumerate().flat_map(|(source, &count)| std::iter::repeat_n(source, count));
+    let (placement, own) = (ranks.placement(), ranks.group().rank());
+    let mut slots = ids.u32s_mut().iter_mut().zip(weights.f32s_mut());
+    for (source, told) in sources.zip(told.f32s().chunks_exact(2 * num_choices.max(1))) {
+        let (experts, of_token) = told.split_at(num_choices);
+        for ((&expert, &weight), (id, slot)) in experts.iter().zip(of_token).zip(&mut slots) {
+            let is_here = expert != NOWHERE && placement.serving_rank(source, expert as usize) == own;
+            let place = is_here.then(|| ranks.held().binary_search(&(expert as usize)).ok()).flatten();
+            (*id, *slot) = (place.map_or(NO_EXPERT, |place| place as u32), weight);
+        }
+    }
+    if num_held == 0 {
+        return without_experts(ctx, &shape);
+    }
+    sort_choices(ctx, &ids, &weights, num_held, None)
+}
+
+/// The choices of a rank that holds no expert.
+fn without_experts(ctx: &Context, shape: &[usize; 2]) -> SortedChoices {
+    let mut token_rows = ctx.empty(shape, DType::U32);
+    token_rows.u32s_mut().fill(NO_ROW);
+    let (tokens, weights) = (ctx.empty(&[0], DType::U32), ctx.empty(&[0], DType::F32));
+    SortedChoices { counts: Vec::new(), offsets: vec![0], tokens, weights, token_rows }
 }

@@ -7,7 +7,7 @@ use moeworks_moe::{
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
-use moeworks_plan::Placement;
+use moeworks_plan::{Algorithm, Exchange, Moving, Placement, Wire};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use proptest::prelude::*;
 
@@ -16,14 +16,37 @@ use crate::config;
 /// Of the largest value of a tensor.
 const TOLERANCE: f32 = 1e-5;
 
+const ALGORITHMS: [Algorithm; 3] = [Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop];
+
 #[derive(Clone, Debug)]
 struct Case {
     config: MoeConfig,
     /// Tokens of each rank.
     tokens: Vec<usize>,
     placement: Placement,
+    exchange: Exchange,
+    moving: Moving,
+    /// Which node each rank stands on.
+    nodes: Vec<usize>,
     has_biases: bool,
     seed: u64,
+}
+
+impl Case {
+    /// Experts spread over ranks of one node, tokens in one piece.
+    fn plain(config: MoeConfig, tokens: Vec<usize>, seed: u64) -> Self {
+        let (placement, nodes) = (Placement::sharded(config.num_experts, tokens.len()), vec![0; tokens.len()]);
+        let (exchange, moving) = (Exchange::plain(Wire::F32), Moving::Tokens);
+        Self { config, tokens, placement, exchange, moving, nodes, has_biases: true, seed }
+    }
+}
+
+/// Of rank `comm`, with tokens in its group and everywhere.
+fn part_of(case: &Case, comm: &dyn Communicator) -> Result<ExpertRanks, CommError> {
+    let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
+    let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone(), case.exchange)?;
+    ranks.let_move(case.moving);
+    Ok(ranks)
 }
 
 /// What a step of a layer gives: over all tokens, in their order.
@@ -114,10 +137,8 @@ fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&ExpertRanks>)
 
 /// The same step on the ranks of the case, put together.
 fn step_on_ranks(case: &Case) -> Result<Step, CommError> {
-    let n = case.tokens.len();
-    let steps = try_run_ranks(&RankOptions::new(n), |comm: &dyn Communicator| {
-        let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
-        let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone());
+    let steps = try_run_ranks(&RankOptions::new(0).with_nodes(&case.nodes), |comm: &dyn Communicator| {
+        let ranks = part_of(case, comm)?;
         let start = case.tokens[..comm.rank()].iter().sum();
         let step = step(case, start..start + case.tokens[comm.rank()], Some(&ranks));
         ranks.failure().map_or(Ok(step), Err)
@@ -175,8 +196,16 @@ fn cases() -> impl Strategy<Value = Case> {
     let ranks = prop::sample::select(vec![1_usize, 2, 3, 4, 8]);
     let tokens = ranks.prop_flat_map(|n| prop::collection::vec(prop_oneof![Just(0_usize), 1..9_usize], n));
     let replicas = prop::collection::vec((0..64_usize, 0..64_usize), 0..6);
-    (sizes, tokens, replicas, any::<(bool, bool)>(), any::<u64>()).prop_map(
-        |((d, f, e, k, shared), tokens, replicas, (has_biases, is_everywhere), seed)| {
+    let ways = (prop::sample::select(ALGORITHMS.to_vec()), 0..6_usize, prop::collection::vec(0..3_usize, 8), moving());
+    (sizes, tokens, replicas, ways, any::<(bool, bool)>(), any::<u64>()).prop_map(
+        |(
+            (d, f, e, k, shared),
+            tokens,
+            replicas,
+            (algorithm, chunks, mut nodes, moving),
+            (has_biases, is_everywhere),
+            seed,
+        )| {
             let mut config = config(d, f, e, 1 + k.min(e - 1));
             config.shared_width = shared;
             config.activation = if seed.is_multiple_of(3) { Activation::Gelu } else { Activation::SwiGlu };
@@ -187,13 +216,21 @@ fn cases() -> impl Strategy<Value = Case> {
             if is_everywhere && seed.is_multiple_of(5) {
                 placement = Placement::everywhere(e, n);
             }
-            Case { config, tokens, placement, has_biases, seed }
+            nodes.truncate(n);
+            let exchange = Exchange { algorithm, chunks, ..Exchange::plain(Wire::F32) };
+            Case { config, tokens, placement, exchange, moving, nodes, has_biases, seed }
         },
     )
 }
 
+/// With links of which some experts are worth their way in these small layers, and some not.
+fn moving() -> impl Strategy<Value = Moving> {
+    let cheapest = |bytes_per_s| Moving::Cheapest { bytes_per_s, flops: 1e9 };
+    prop_oneof![Just(Moving::Tokens), Just(Moving::Weights), (1e5..1e9).prop_map(cheapest)]
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
     fn ranks_give_what_one_gives(case in cases()) {
@@ -207,23 +244,63 @@ fn every_number_of_ranks_gives_what_one_gives() {
         let mut config = config(16, 12, 6, 2);
         config.router = RouterConfig { num_groups: 2, top_groups: 1, ..RouterConfig::default() };
         let tokens = (0..n).map(|rank| 24 / n + usize::from(rank < 24 % n)).collect();
-        let case = Case { config, tokens, placement: Placement::sharded(6, n), has_biases: true, seed: 7 };
-        check(&case);
+        check(&Case::plain(config, tokens, 7));
+    }
+}
+
+#[test]
+fn the_path_changes_no_bit() {
+    let mut case = Case::plain(config(24, 20, 7, 3), vec![37, 0, 64, 5], 11);
+    case.nodes = vec![0, 1, 1, 0];
+    for chunks in [1, 3, 100] {
+        let step = |algorithm| {
+            let exchange = Exchange { algorithm, chunks, ..case.exchange };
+            step_on_ranks(&Case { exchange, ..case.clone() }).expect("the ranks talk")
+        };
+        let linear = step(Algorithm::Linear);
+        for algorithm in [Algorithm::Hierarchical, Algorithm::TwoHop] {
+            let step = step(algorithm);
+            assert!(step.y == linear.y && step.dx == linear.dx, "{algorithm:?}, {chunks} chunks");
+            assert!(step.grads == linear.grads, "{algorithm:?}, {chunks} chunks: gradients");
+        }
+    }
+}
+
+#[test]
+fn the_weights_of_experts_come_to_their_tokens() {
+    let mut case = Case::plain(config(12, 10, 7, 3), vec![30, 0, 25], 3);
+    case.placement.replicate(1, &[2]);
+    case.placement.replicate(5, &[0, 1, 2]);
+    // All of them, the popular ones on a link that makes this worth it, and none.
+    for moving in [Moving::Weights, Moving::Cheapest { bytes_per_s: 1e6, flops: 1e9 }, Moving::Tokens] {
+        for chunks in [1, 2] {
+            let exchange = Exchange { chunks, ..case.exchange };
+            check(&Case { moving, exchange, ..case.clone() });
+        }
+    }
+}
+
+#[test]
+fn compressed_tokens_make_nearly_the_same_step() {
+    let plain = Case::plain(config(64, 32, 6, 2), vec![20, 33, 7], 5);
+    let expected = step_on_ranks(&plain).expect("the ranks talk");
+    let largest = |values: &[f32]| values.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    for (wire, near) in [(Wire::Bf16, 0.02), (Wire::F16, 0.002), (Wire::Byte { block: 32 }, 0.03)] {
+        let case = Case { exchange: Exchange { wire, chunks: 2, ..plain.exchange }, ..plain.clone() };
+        let step = step_on_ranks(&case).expect("the ranks talk");
+        for (name, values, expected) in [("y", &step.y, &expected.y), ("dx", &step.dx, &expected.dx)] {
+            let error: Vec<f32> = values.iter().zip(expected).map(|(a, b)| a - b).collect();
+            let error = largest(&error) / largest(expected);
+            assert!(error > 0.0 && error < near, "{wire:?}, {name}: {error}");
+        }
     }
 }
 
 #[test]
 fn a_rank_that_dies_leaves_the_others_with_an_error_that_names_it() {
-    let case = Case {
-        config: config(4, 4, 4, 2),
-        tokens: vec![3; 4],
-        placement: Placement::sharded(4, 4),
-        has_biases: false,
-        seed: 1,
-    };
+    let case = Case::plain(config(4, 4, 4, 2), vec![3; 4], 1);
     let results = moeworks_comm::run_ranks(&RankOptions::new(4), |comm: &dyn Communicator| {
-        let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
-        let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone());
+        let ranks = part_of(&case, comm)?;
         if comm.rank() == 2 {
             return Err(comm.abort("the power failed"));
         }

@@ -11,6 +11,9 @@ const MAX_TOKENS: usize = 1 << 31;
 /// No run has more ranks.
 const MAX_RANKS: usize = 1 << 12;
 
+/// Chunks that a layer is cut into at most.
+const MAX_CHUNKS: usize = 64;
+
 fn wrong(setting: &str, value: impl std::fmt::Display, expected: impl Into<String>) -> ConfigError {
     ConfigError::Value {
         origin: String::new(),
@@ -96,6 +99,10 @@ impl RunConfig {
         if parallel.shard_optimizer && parallel.placement != PlacementChoice::Sharded {
             let expected = "must be false unless parallel.placement is \"sharded\"";
             return Err(wrong("parallel.shard_optimizer", true, expected));
+        }
+        if parallel.chunks > MAX_CHUNKS {
+            let expected = format!("must be at most {MAX_CHUNKS}; 0 for the number that is measured to be best");
+            return Err(wrong("parallel.chunks", parallel.chunks, expected));
         }
         if parallel.ep > 1 && self.model.num_experts == 0 {
             return Err(wrong("parallel.ep", parallel.ep, "must be 1: the model has no experts; use parallel.dp"));

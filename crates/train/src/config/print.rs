@@ -167,6 +167,25 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
          for each expert, under \"placement experts=E ranks=R\".",
     ),
     (
+        "parallel.all_to_all",
+        "By which hops tokens go: linear, hierarchical (in the node first), two_hop (once to each node), or auto, by cost.",
+    ),
+    ("parallel.wire", "In which form tokens go: f32, bf16, f16 or int8 (dispatch alone; the rest as bf16)."),
+    (
+        "parallel.moving",
+        "tokens (to their experts), weights (of all experts to the tokens), or auto: for each layer and step the experts whose\n\
+         weights cost less to move than their tokens.",
+    ),
+    (
+        "parallel.chunks",
+        "Chunks that a layer's tokens go in, one under way while another is computed; 0: as measured, which makes the rounding\n\
+         of a run depend on the machine.",
+    ),
+    (
+        "parallel.topology",
+        "What moeworks bench comm measured, for choices by cost; without the file they go by a described cluster.",
+    ),
+    (
         "parallel.shard_optimizer",
         "Whether ranks that hold the same weights share their optimizer state out (ZeRO-1): less memory for the same traffic.",
     ),

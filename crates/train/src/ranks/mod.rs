@@ -3,6 +3,7 @@
 //! Rank 0 is the root: it alone reads what only one may (a fresh token cache), writes (checkpoints, records, the report) and
 //! shows. A checkpoint is that of one rank: the root puts the experts together, so that any layout goes on from it.
 
+mod exchange;
 mod gather;
 mod gradients;
 mod slices;
@@ -14,7 +15,7 @@ use std::time::Duration;
 
 use moeworks_comm::{CommError, Communicator, Reduce};
 use moeworks_moe::ExpertRanks;
-use moeworks_plan::{Layout, Placement, PlacementError};
+use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 
 use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
@@ -40,8 +41,13 @@ pub struct Ranks {
 
 impl Ranks {
     /// The place of the rank of `comm`, whose ranks lie as `layout` says; `placement` says which rank of a group holds which
-    /// expert. All ranks call this.
-    pub fn new(comm: &dyn Communicator, layout: Layout, placement: Placement) -> Result<Self, CommError> {
+    /// expert, `exchange` how tokens go to them. All ranks call this.
+    pub fn new(
+        comm: &dyn Communicator,
+        layout: Layout,
+        placement: Placement,
+        exchange: Exchange,
+    ) -> Result<Self, CommError> {
         comm.set_timeout(PATIENCE);
         let rank = comm.rank();
         let (dp, ep, _) = layout.place(rank);
@@ -51,7 +57,7 @@ impl Ranks {
         };
         let (world, of_experts) = (part(0, rank)?, part(0, rank)?);
         let (copies, group) = (part(ep, dp)?, part(dp, ep)?);
-        let experts = ExpertRanks::new(of_experts, group, placement);
+        let experts = ExpertRanks::new(of_experts, group, placement, exchange)?;
         Ok(Self { layout, world, copies, experts, step_timeout: STEP_TIMEOUT, shards_optimizer: false })
     }
 
@@ -61,7 +67,9 @@ impl Ranks {
         if parallel.num_ranks() != comm.size() {
             return Err(TrainError::Ranks { dp: parallel.dp, ep: parallel.ep, num_ranks: comm.size() });
         }
-        let ranks = Self::new(comm, parallel.layout(), placement(config)?)?;
+        let exchange = exchange::of_config(comm, config)?;
+        let ranks = Self::new(comm, parallel.layout(), placement(config)?, exchange)?;
+        ranks.experts.let_move(exchange::moving(comm, config)?);
         let ranks = ranks.with_timeout(Duration::from_secs(parallel.timeout_s));
         Ok(ranks.with_sharded_optimizer(parallel.shard_optimizer))
     }

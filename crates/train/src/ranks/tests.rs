@@ -4,7 +4,7 @@ use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_model::{ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch};
 use moeworks_moe::{EntropyRule, Ramp, RouterConfig, RouterKind};
 use moeworks_ops::linear::Write;
-use moeworks_plan::Order;
+use moeworks_plan::{Algorithm, Order, Wire};
 use moeworks_tensor::{Purpose, Random};
 
 use super::*;
@@ -22,6 +22,9 @@ struct Case {
     num_sequences: usize,
     layout: Layout,
     placement: Placement,
+    exchange: Exchange,
+    /// Which node each rank stands on.
+    nodes: Vec<usize>,
     checkpoint_layers: bool,
 }
 
@@ -54,7 +57,8 @@ fn model() -> ModelConfig {
 fn case(dp: usize, ep: usize) -> Case {
     let (model, layout) = (model(), Layout::new(dp, ep, 1));
     let placement = Placement::sharded(model.num_experts, ep);
-    Case { model, num_sequences: 5, layout, placement, checkpoint_layers: false }
+    let (exchange, nodes) = (Exchange::plain(Wire::F32), vec![0; dp * ep]);
+    Case { model, num_sequences: 5, layout, placement, exchange, nodes, checkpoint_layers: false }
 }
 
 fn options(case: &Case, first_token: usize) -> PassOptions {
@@ -106,8 +110,8 @@ fn step_on_one(case: &Case) -> Step {
 }
 
 fn step_on_ranks(case: &Case) -> Step {
-    let steps = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, case.layout, case.placement.clone())?;
+    let steps = try_run_ranks(&RankOptions::new(0).with_nodes(&case.nodes), |comm: &dyn Communicator| {
+        let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?;
         let ctx = Context::cpu(1);
         let decoder = Decoder::over_ranks(case.model.clone(), ranks.experts().clone()).unwrap();
         let weights = ranks.part(&ctx, &decoder.init(&ctx, 7));
@@ -156,6 +160,18 @@ fn every_layout_gives_the_step_of_one_rank() {
 }
 
 #[test]
+fn every_path_and_number_of_chunks_gives_the_step_of_one_rank() {
+    for ((dp, ep), nodes) in
+        [((1, 4), vec![0, 1, 0, 1]), ((2, 3), vec![0, 0, 1, 1, 2, 2]), ((1, 8), vec![0, 0, 0, 0, 0, 1, 1, 1])]
+    {
+        for (algorithm, chunks) in [(Algorithm::Linear, 3), (Algorithm::Hierarchical, 2), (Algorithm::TwoHop, 0)] {
+            let exchange = Exchange { algorithm, chunks, ..Exchange::plain(Wire::F32) };
+            check(&Case { exchange, nodes: nodes.clone(), checkpoint_layers: chunks == 2, ..case(dp, ep) });
+        }
+    }
+}
+
+#[test]
 fn groups_that_lie_apart_give_the_step_of_one_rank() {
     let mut case = case(2, 3);
     case.layout.order = Order::Apart;
@@ -184,7 +200,7 @@ fn layers_that_are_computed_again_and_other_routers_give_the_step_of_one_rank() 
 #[test]
 fn shares_of_sequences_are_neighbours_and_cover_all() {
     let shares = try_run_ranks(&RankOptions::new(3), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, Layout::new(3, 1, 1), Placement::sharded(1, 1))?;
+        let ranks = Ranks::new(comm, Layout::new(3, 1, 1), Placement::sharded(1, 1), Exchange::plain(Wire::F32))?;
         Ok::<_, TrainError>([7, 2, 0].map(|num| ranks.share(num)))
     })
     .unwrap();
@@ -194,7 +210,7 @@ fn shares_of_sequences_are_neighbours_and_cover_all() {
 #[test]
 fn ranks_with_other_settings_are_refused() {
     let results = moeworks_comm::run_ranks(&RankOptions::new(3), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, Layout::new(3, 1, 1), Placement::sharded(1, 1))?;
+        let ranks = Ranks::new(comm, Layout::new(3, 1, 1), Placement::sharded(1, 1), Exchange::plain(Wire::F32))?;
         ranks.check_same("configuration", if ranks.world.rank() == 1 { "lr = 1" } else { "lr = 2" })
     });
     for result in results {

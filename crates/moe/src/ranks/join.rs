@@ -1,0 +1,105 @@
+//! The chunks of a layer put together again, in the order of one chunk: what the gradients of weights are computed from.
+
+use moeworks_ops::Context;
+use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
+use moeworks_ops::experts::{ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs};
+use moeworks_tensor::{DType, Tensor};
+
+use super::Travel;
+use crate::NO_EXPERT;
+
+/// Of all that arrived: inputs and gradients of outputs `[A, D]` by source and token, and what forward and backward left
+/// `[R, A F]` by expert.
+pub(crate) struct Joined {
+    x: Tensor,
+    dy: Tensor,
+    saved: ExpertsSaved,
+    dh: Tensor,
+    rows: SortedChoices,
+}
+
+/// x, dy, h and dh of a chunk.
+type Part = [Tensor; 4];
+
+impl Joined {
+    /// What weight gradients take.
+    pub(crate) fn inputs(&self) -> (WeightGradInputs<'_>, ExpertRows<'_>) {
+        let inputs = WeightGradInputs { x: &self.x, dy: &self.dy, saved: &self.saved, dh: &self.dh };
+        (inputs, self.rows.rows())
+    }
+
+    /// Of the chunks of `travel`, each with its part; without any there is nothing for the experts held here.
+    pub(super) fn of(ctx: &Context, travel: &Travel, (num_held, width): (usize, usize), parts: Vec<Part>) -> Self {
+        let mut parts = parts;
+        if parts.len() == 1 {
+            let [x, dy, h, dh] = parts.swap_remove(0);
+            return Self { x, dy, saved: ExpertsSaved { h }, dh, rows: travel.chunks()[0].arrived().clone() };
+        }
+        let Some([x, dy, h, dh]) = parts.first() else { return Self::empty(ctx, travel, num_held, width) };
+        let places = travel.places();
+        let rows = Self::sorted(ctx, travel, &places, num_held);
+        let moved: Vec<Vec<u32>> =
+            travel.chunks().iter().zip(&places).map(|(c, at)| moves(c.arrived(), at, &rows)).collect();
+        let num_rows = rows.tokens.len();
+        let num_arrived: usize = places.iter().map(Vec::len).sum();
+        let join = |which: usize, like: &Tensor, num_rows: usize, to: &[Vec<u32>]| {
+            let mut whole = ctx.empty(&[num_rows, like.cols()], like.dtype());
+            let bytes = like.cols() * like.dtype().size();
+            for (part, to) in parts.iter().zip(to) {
+                for (row, &place) in part[which].bytes().chunks_exact(bytes.max(1)).zip(to) {
+                    whole.bytes_mut()[place as usize * bytes..][..bytes].copy_from_slice(row);
+                }
+            }
+            whole
+        };
+        let saved = ExpertsSaved { h: join(2, h, num_rows, &moved) };
+        let (x, dy) = (join(0, x, num_arrived, &places), join(1, dy, num_arrived, &places));
+        Self { x, dy, saved, dh: join(3, dh, num_rows, &moved), rows }
+    }
+
+    /// The choices of all chunks, sorted as if they had been one.
+    fn sorted(ctx: &Context, travel: &Travel, places: &[Vec<u32>], num_held: usize) -> SortedChoices {
+        let k = travel.num_choices();
+        let shape = [places.iter().map(Vec::len).sum::<usize>(), k];
+        let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.empty(&shape, DType::F32));
+        ids.u32s_mut().fill(NO_EXPERT);
+        for (chunk, places) in travel.chunks().iter().zip(places) {
+            let arrived = chunk.arrived();
+            let experts = arrived.offsets.windows(2).zip(0..).flat_map(|(pair, e)| (pair[0]..pair[1]).map(move |_| e));
+            let experts: Vec<u32> = experts.collect();
+            for (slot, &row) in arrived.token_rows.u32s().iter().enumerate().filter(|(_, row)| **row != NO_ROW) {
+                let at = places[slot / k] as usize * k + slot % k;
+                ids.u32s_mut()[at] = experts[row as usize];
+                weights.f32s_mut()[at] = arrived.weights.f32s()[row as usize];
+            }
+        }
+        if num_held == 0 {
+            return travel.chunks()[0].arrived().clone();
+        }
+        sort_choices(ctx, &ids, &weights, num_held, None)
+    }
+
+    fn empty(ctx: &Context, travel: &Travel, num_held: usize, width: usize) -> Self {
+        let nothing = |cols: usize, dtype| ctx.empty(&[0, cols], dtype);
+        let rows = SortedChoices {
+            counts: vec![0; num_held],
+            offsets: vec![0; num_held + 1],
+            tokens: ctx.empty(&[0], DType::U32),
+            weights: ctx.empty(&[0], DType::F32),
+            token_rows: nothing(travel.num_choices(), DType::U32),
+        };
+        let none = nothing(width, DType::F32);
+        let saved = ExpertsSaved { h: nothing(1, DType::F32) };
+        Self { x: none.clone(), dy: none, dh: saved.h.clone(), saved, rows }
+    }
+}
+
+/// Where each row of a chunk lies among all rows.
+fn moves(chunk: &SortedChoices, places: &[u32], all: &SortedChoices) -> Vec<u32> {
+    let k = chunk.token_rows.cols();
+    let mut to = vec![0; chunk.tokens.len()];
+    for (slot, &row) in chunk.token_rows.u32s().iter().enumerate().filter(|(_, row)| **row != NO_ROW) {
+        to[row as usize] = all.token_rows.u32s()[places[slot / k] as usize * k + slot % k];
+    }
+    to
+}

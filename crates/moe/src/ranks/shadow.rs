@@ -1,0 +1,212 @@
+//! Experts whose weights come to the tokens: for the length of a pass every rank has them, computes its own tokens for them, and
+//! their gradients go home (adaptive parallelism, Tutel 2206.03382, section 3.1; shadowing of popular experts, FasterMoE, PPoPP
+//! 2022, section 4.2). None of them is expert parallelism, all of them data parallelism; which of them is chosen for each layer
+//! and step, from the counts that the router made.
+
+use moeworks_comm::{CommError, Reduce};
+use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
+use moeworks_ops::experts::{
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads,
+    experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad,
+};
+use moeworks_ops::linear::Write;
+use moeworks_ops::{Activation, Context};
+use moeworks_plan::{Moving, ShadowCosts, shadow};
+use moeworks_tensor::{DType, Tensor};
+
+use super::ExpertRanks;
+use crate::layer::choice_grads;
+use crate::{Dispatch, MoeWeights, NO_EXPERT};
+
+/// S experts that are here for a pass, and this rank's tokens for them.
+pub(crate) struct Shadows {
+    ranks: ExpertRanks,
+    /// S of them, those of one owner after those of another.
+    experts: Vec<usize>,
+    /// `[S, ..]`
+    gate_up: Tensor,
+    down: Tensor,
+    biases: Option<(Tensor, Tensor)>,
+    activation: Activation,
+    rows: SortedChoices,
+}
+
+/// They, and what forward left.
+pub(crate) struct ShadowsSaved {
+    shadows: Shadows,
+    saved: ExpertsSaved,
+}
+
+/// What backward of this rank's tokens through them gives.
+pub(crate) struct ShadowsBackward {
+    /// `[T, D]`
+    pub(crate) dx: Tensor,
+    /// `[T K]`
+    pub(crate) dweights: Tensor,
+    pub(crate) task: ShadowTask,
+}
+
+/// What backward leaves for the weights' gradients.
+pub(crate) struct ShadowTask {
+    dh: Tensor,
+}
+
+/// The experts to fetch for a pass of `dispatch`, whose rows `row_bytes` and whose experts `expert_params` say the size of; in
+/// the order of owners. All ranks of the group call this and get the same.
+pub(crate) fn choose(ranks: &ExpertRanks, dispatch: &Dispatch, row_bytes: usize, expert_params: usize) -> Vec<usize> {
+    let placement = ranks.placement();
+    let is_everywhere = |expert: &usize| placement.ranks_of(*expert).len() == placement.num_ranks();
+    let mut chosen: Vec<usize> = match ranks.moving() {
+        Moving::Tokens => Vec::new(),
+        Moving::Weights => (0..placement.num_experts()).filter(|expert| !is_everywhere(expert)).collect(),
+        Moving::Cheapest { bytes_per_s, flops } => {
+            let own: Vec<u32> = dispatch.rows_per_expert().collect();
+            let mut all = vec![0; own.len() * placement.num_ranks()];
+            ranks.attempt((), || ranks.group().all_gather(&own, &mut all));
+            let counts: Vec<Vec<u32>> = all.chunks(own.len().max(1)).map(<[u32]>::to_vec).collect();
+            let costs = ShadowCosts {
+                // A product forward and two backward; there and back, forward and backward; weights and gradients.
+                row_compute_s: 6.0 * expert_params as f64 / flops,
+                row_move_s: 4.0 * row_bytes as f64 / bytes_per_s,
+                expert_move_s: 2.0 * 4.0 * expert_params as f64 / bytes_per_s,
+            };
+            shadow(&counts, placement, &costs)
+        }
+    };
+    chosen.sort_by_key(|&expert| (placement.ranks_of(expert)[0], expert));
+    chosen
+}
+
+impl Shadows {
+    /// Fetches `experts` and takes the choices for them out of `choices` `[T, 2 K]` (see [`Travel`](super::Travel)).
+    pub(crate) fn fetch(
+        ctx: &Context,
+        ranks: &ExpertRanks,
+        (weights, activation): (&MoeWeights, Activation),
+        experts: Vec<usize>,
+        dispatch: &Dispatch,
+        num_choices: usize,
+    ) -> Self {
+        let gather = |tensor: &Tensor| {
+            let mut shape = tensor.shape().to_vec();
+            shape[0] = experts.len();
+            let mut whole = ctx.zeros(&shape, tensor.dtype());
+            ranks.attempt((), || gather(ranks, &experts, tensor, &mut whole));
+            whole
+        };
+        let (gate_up, down) = (gather(&weights.gate_up), gather(&weights.down));
+        let biases = weights.biases.as_ref().map(|(gate_up, down)| (gather(gate_up), gather(down)));
+        let rows = own_rows(ctx, &experts, dispatch, num_choices);
+        Self { ranks: ranks.clone(), experts, gate_up, down, biases, activation, rows }
+    }
+
+    /// Whether `expert` is one of them.
+    pub(crate) fn has(&self, expert: usize) -> bool {
+        self.experts.contains(&expert)
+    }
+
+    /// What they make of `x [T, D]`: `[T, D]`.
+    pub(crate) fn forward(self, ctx: &Context, x: &Tensor) -> (Tensor, ShadowsSaved) {
+        let biases = self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
+        let forward = || experts_forward_biased(ctx, x, self.weights(), biases, self.rows.rows());
+        let (y, saved) = self.ranks.time("fetched experts", forward);
+        (y, ShadowsSaved { shadows: self, saved })
+    }
+
+    /// Sums `[S, ..]` over ranks; each owner adds the sums of its experts to `held` `[held, ..]`.
+    fn bring_home(&self, grads: &Tensor, held: &mut Tensor) {
+        let size = grads.len() / self.experts.len().max(1);
+        let counts: Vec<usize> = owned(&self.ranks, &self.experts).iter().map(|owned| owned.len() * size).collect();
+        let own = &owned(&self.ranks, &self.experts)[self.ranks.group().rank()];
+        let mut sums = vec![0.0; own.len() * size];
+        self.ranks.attempt((), || self.ranks.group().reduce_scatter(grads.f32s(), &counts, &mut sums, Reduce::Sum));
+        for (sum, expert) in sums.chunks(size.max(1)).zip(own) {
+            if let Ok(place) = self.ranks.held().binary_search(expert) {
+                let to = &mut held.f32s_mut()[place * size..(place + 1) * size];
+                to.iter_mut().zip(sum).for_each(|(to, x)| *to += x);
+            }
+        }
+    }
+
+    fn weights(&self) -> ExpertWeights<'_> {
+        ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation: self.activation }
+    }
+}
+
+impl ShadowsSaved {
+    /// From `dy [T, D]`, the gradient of the output.
+    pub(crate) fn backward(&self, ctx: &Context, dy: &Tensor) -> ShadowsBackward {
+        let Self { shadows, saved } = self;
+        let rows = shadows.rows.rows();
+        let backward = || experts_backward(ctx, dy, shadows.weights(), rows, saved);
+        let mut back = shadows.ranks.time("fetched experts, backward", backward);
+        if let Some((_, down)) = &shadows.biases {
+            add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
+        }
+        let dweights = choice_grads(ctx, rows, back.d_row_weights.f32s());
+        ShadowsBackward { dx: back.dx, dweights, task: ShadowTask { dh: back.dh } }
+    }
+
+    /// Computes the gradients of their weights from this rank's tokens `x` and gradients `dy`, sums them over the ranks and adds
+    /// them to those of their owners.
+    pub(crate) fn weight_grads(
+        &self,
+        ctx: &Context,
+        (x, dy): (&Tensor, &Tensor),
+        task: &ShadowTask,
+        grads: &mut MoeWeights,
+    ) {
+        let Self { shadows, saved } = self;
+        let (inputs, rows) = (WeightGradInputs { x, dy, saved, dh: &task.dh }, shadows.rows.rows());
+        let like = |tensor: &Tensor| ctx.zeros(tensor.shape(), DType::F32);
+        let (mut gate_up, mut down) = (like(&shadows.gate_up), like(&shadows.down));
+        let into = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
+        experts_weight_grad(ctx, inputs, shadows.activation, rows, Write::Replace, into);
+        shadows.bring_home(&gate_up, &mut grads.gate_up);
+        shadows.bring_home(&down, &mut grads.down);
+        if let (Some((gate_up, down)), Some(to)) = (&shadows.biases, &mut grads.biases) {
+            let mut found = (like(gate_up), like(down));
+            experts_bias_grad(dy, &task.dh, rows, Write::Replace, (&mut found.0, &mut found.1));
+            shadows.bring_home(&found.0, &mut to.0);
+            shadows.bring_home(&found.1, &mut to.1);
+        }
+    }
+}
+
+/// Of each rank, the experts that it gives to the others: each comes from the first that holds it.
+fn owned(ranks: &ExpertRanks, experts: &[usize]) -> Vec<Vec<usize>> {
+    let placement = ranks.placement();
+    let of_rank = |rank| experts.iter().copied().filter(|&e| placement.ranks_of(e)[0] == rank).collect();
+    (0..placement.num_ranks()).map(of_rank).collect()
+}
+
+/// Puts the rows of `experts` in everybody's `[held, ..]` together.
+fn gather(ranks: &ExpertRanks, experts: &[usize], held: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
+    let bytes = whole.num_bytes() / experts.len().max(1);
+    let owned = owned(ranks, experts);
+    let counts: Vec<usize> = owned.iter().map(|experts| experts.len() * bytes).collect();
+    let mut own = Vec::with_capacity(counts[ranks.group().rank()]);
+    for expert in &owned[ranks.group().rank()] {
+        if let Ok(place) = ranks.held().binary_search(expert) {
+            own.extend_from_slice(&held.bytes()[place * bytes..(place + 1) * bytes]);
+        }
+    }
+    ranks.group().all_gather_v(&own, whole.bytes_mut(), &counts)
+}
+
+/// This rank's choices of `experts`, sorted by them.
+fn own_rows(ctx: &Context, experts: &[usize], dispatch: &Dispatch, num_choices: usize) -> SortedChoices {
+    let mut of_rows = vec![NO_EXPERT; dispatch.num_rows()];
+    for (place, &expert) in experts.iter().enumerate() {
+        let rows = dispatch.offsets()[expert] as usize..dispatch.offsets()[expert + 1] as usize;
+        of_rows[rows].fill(place as u32);
+    }
+    let shape = [dispatch.token_rows().len() / num_choices.max(1), num_choices];
+    let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.zeros(&shape, DType::F32));
+    let slots = ids.u32s_mut().iter_mut().zip(weights.f32s_mut());
+    for ((id, weight), &row) in slots.zip(dispatch.token_rows()) {
+        let row = (row != NO_ROW).then_some(row as usize);
+        (*id, *weight) = row.map_or((NO_EXPERT, 0.0), |row| (of_rows[row], dispatch.row_weights()[row]));
+    }
+    sort_choices(ctx, &ids, &weights, experts.len(), None)
+}

@@ -1,0 +1,79 @@
+//! In how many chunks tokens go: as told, or as measured.
+
+use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
+
+use moeworks_comm::Reduce;
+use moeworks_plan::ChunkTuner;
+
+use super::ExpertRanks;
+use crate::LayerStats;
+
+/// What is known of the passes so far.
+#[derive(Debug, Default)]
+pub(super) struct Tuning {
+    tuner: ChunkTuner,
+    /// Seconds of this rank in layers since the last statistics were merged: backward of one pass, and forward of the next.
+    seconds: f64,
+    /// Backward passes of layers in that time.
+    num_backward: usize,
+    /// Whether a pass that is no training had its part in it.
+    is_disturbed: bool,
+}
+
+impl ExpertRanks {
+    /// The number of chunks for a layer's next pass.
+    pub(crate) fn num_chunks(&self) -> usize {
+        match self.exchange().chunks {
+            0 => self.tuning().tuner.chunks(),
+            chunks => chunks,
+        }
+    }
+
+    pub(crate) fn count_forward(&self, time: Duration, is_training: bool) {
+        let mut tuning = self.tuning();
+        tuning.seconds += time.as_secs_f64();
+        tuning.is_disturbed |= !is_training;
+    }
+
+    pub(crate) fn count_backward(&self, time: Duration) {
+        let mut tuning = self.tuning();
+        tuning.seconds += time.as_secs_f64();
+        tuning.num_backward += 1;
+    }
+
+    /// Tells the tuner what a pass took on the slowest rank, and what is to be expected of the next. `layers` are the merged
+    /// statistics, so that all ranks do the same.
+    pub(super) fn tune(&self, layers: &[LayerStats]) {
+        let mut tuning = self.tuning();
+        let tuning = &mut *tuning;
+        if self.exchange().chunks != 0 {
+            return;
+        }
+        let is_whole = tuning.num_backward > 0 && !tuning.is_disturbed;
+        let seconds = tuning.tuner.is_trying().then(|| {
+            let mut slowest = [if is_whole { tuning.seconds } else { f64::INFINITY }];
+            self.attempt((), || self.world().all_reduce(&mut slowest, Reduce::Max));
+            slowest[0]
+        });
+        let load = layers.iter().map(|layer| self.largest_load(layer)).sum::<f64>() / layers.len().max(1) as f64;
+        let tuner = std::mem::take(&mut tuning.tuner);
+        *tuning = Tuning { tuner, ..Tuning::default() };
+        tuning.tuner.observe(load, seconds.filter(|seconds| seconds.is_finite()));
+    }
+
+    /// The rows of the fullest rank of a group, if ranks that hold the same expert share its rows evenly.
+    fn largest_load(&self, layer: &LayerStats) -> f64 {
+        let placement = self.placement();
+        let mut loads = vec![0.0; placement.num_ranks()];
+        for (expert, &rows) in layer.kept_per_expert.iter().take(placement.num_experts()).enumerate() {
+            let ranks = placement.ranks_of(expert);
+            ranks.iter().for_each(|&rank| loads[rank] += f64::from(rows) / ranks.len() as f64);
+        }
+        loads.into_iter().fold(0.0, f64::max)
+    }
+
+    fn tuning(&self) -> MutexGuard<'_, Tuning> {
+        self.inner.tuning.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
