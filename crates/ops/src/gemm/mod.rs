@@ -22,7 +22,7 @@ mod tasks;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 #[cfg(target_arch = "x86_64")]
-mod turned;
+pub(crate) mod turned;
 
 use std::sync::{Mutex, PoisonError};
 

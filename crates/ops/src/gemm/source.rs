@@ -9,6 +9,7 @@ use moeworks_tensor::{DType, Tensor, bf16};
 
 use super::Compute;
 use super::tasks::Panels;
+use crate::quantized::Blocks;
 use crate::simd::{Float, Level};
 
 /// The elements of a tensor, by type.
@@ -43,6 +44,9 @@ pub(crate) struct Source<'a> {
     pub(crate) indices: Option<&'a [u32]>,
     /// A factor for each row.
     pub(crate) scales: Option<&'a [f32]>,
+    /// Rows in blocks of small integers instead of the elements, of which there are none then: what products with `turned`
+    /// weights alone take.
+    pub(crate) blocks: Option<Blocks<'a>>,
 }
 
 impl<'a> Source<'a> {
@@ -50,7 +54,7 @@ impl<'a> Source<'a> {
     pub(crate) fn rows(tensor: &'a Tensor, first: usize) -> Self {
         let stride = tensor.cols();
         let elements = Elements::of(tensor);
-        Self { elements, offset: first * stride, stride, gap: None, indices: None, scales: None }
+        Self { elements, offset: first * stride, stride, gap: None, indices: None, scales: None, blocks: None }
     }
 
     /// The rows of matrix `index` of a stack whose matrices have `rows` rows each. One of [pieces](Tensor::pieces) has as many
@@ -68,11 +72,17 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Rows of weights in blocks.
+    pub(crate) fn blocks(blocks: Blocks<'a>, depth: usize) -> Self {
+        let elements = Elements::Bf16(&[]);
+        Self { elements, offset: 0, stride: depth, gap: None, indices: None, scales: None, blocks: Some(blocks) }
+    }
+
     /// Rows like those of `first`, which begin at one place among the elements, and as many more at another.
     fn halves(elements: Elements<'a>, [offset, second]: [usize; 2], first: &Tensor) -> Self {
         let (rows, stride) = (first.rows(), first.cols());
         let gap = Some((rows, second.wrapping_sub(offset + rows * stride)));
-        Self { elements, offset, stride, gap, indices: None, scales: None }
+        Self { elements, offset, stride, gap, indices: None, scales: None, blocks: None }
     }
 
     /// The rows of a tensor that `indices` name.
@@ -131,6 +141,9 @@ impl<'a> Source<'a> {
     /// Where the elements of a row from `at` on lie, in bytes from anywhere.
     #[inline(always)]
     pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
+        if let Some(blocks) = &self.blocks {
+            return blocks.address(row, at);
+        }
         let start = self.start(row) + at;
         match self.elements {
             Elements::F32(x) => x.as_ptr().wrapping_add(start).cast(),
@@ -155,6 +168,9 @@ impl<'a> Source<'a> {
     /// Bytes that so many elements take.
     #[inline(always)]
     pub(crate) fn bytes_of(&self, len: usize) -> usize {
+        if let Some(blocks) = &self.blocks {
+            return blocks.bytes_of(len);
+        }
         match self.elements {
             Elements::F32(_) => 4 * len,
             Elements::Bf16(_) => 2 * len,

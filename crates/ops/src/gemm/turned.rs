@@ -11,7 +11,7 @@ use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, TILE_STRIDE, Tile, TileArgs}
 use super::store::Room;
 use super::tasks::{Cut, Panels, Plan, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Epilogue, Form, Group, Place, Product, Work, finish, tile_slice};
+use super::{Compute, Epilogue, Form, Group, Place, Product, Work, finish, tile_slice};
 use crate::simd::kernel;
 
 /// The most rows of a group for which packing them is better than packing B.
@@ -33,14 +33,23 @@ const TILE_UNITS: usize = size_of::<Tile>() / 4;
 pub(super) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     let format = kernels.format(product.compute);
     let elements = format.elements_of(1);
-    kernels.halves.is_some()
-        && !kernels.are_tiles
+    are_there(kernels)
         && product.form == Form::Nt
         && group.b.is_direct(format)
         && group.b.indices.is_none()
         && [group.depth, group.b.stride, group.b.offset].iter().all(|len| len.is_multiple_of(elements))
+        && group.b.gap.is_none_or(|(_, gap)| gap.is_multiple_of(elements))
         && group.depth > 0
         && group.rows <= MAX_TURNED
+}
+
+fn are_there(kernels: &Kernels) -> bool {
+    kernels.halves.is_some() && !kernels.are_tiles
+}
+
+/// Whether groups of so many rows with bf16 weights are computed here: then the weights may be in blocks.
+pub(crate) fn takes_blocks(kernels: &Kernels, rows: usize) -> bool {
+    are_there(kernels) && kernels.compute == Compute::Bf16 && (1..=MAX_TURNED).contains(&rows)
 }
 
 /// Rows as lanes: panels of some vectors, and at the end half a vector where that is enough.
@@ -155,7 +164,7 @@ impl Work<'_> {
                 let sums = &mut sums[held * tiles_of_panel..][..tiles_of_panel];
                 let panel = task.panels.0 + offset;
                 for (pair, sums) in sums.chunks_exact_mut(lanes.count() * TILES).enumerate() {
-                    self.sum_panel((panel, pair), &lanes, part, packed, sums);
+                    self.sum_panel((panel, pair), &lanes, part, (packed, &mut *a_room), sums);
                 }
                 if index + 1 == num_parts {
                     self.turn_back(panel, &lanes, sums, (out, &mut room), epilogue);
@@ -192,16 +201,32 @@ kernel! {
 
 impl Work<'_> {
     /// The sums of a panel's columns with all rows: to a tile for each eight columns, and after those of one panel of
-    /// lanes those of the next.
-    fn sum_panel(&self, (panel, pair): (usize, usize), lanes: &Lanes, part: Part, packed: &[u32], sums: &mut [Tile]) {
+    /// lanes those of the next. Rows of B in blocks become bf16 in `room`.
+    fn sum_panel(
+        &self,
+        (panel, pair): (usize, usize),
+        lanes: &Lanes,
+        part: Part,
+        (packed, room): (&[u32], &mut [u32]),
+        sums: &mut [Tile],
+    ) {
         let Self { group, ref kernels, .. } = *self;
         let (_, columns, _) = self.panels().panel(panel);
         for block in 0..columns.div_ceil(MAX_ROWS) {
             let rows = Rows { panel, pair, block };
             let first = self.column_of(rows);
             let count = (columns - block * MAX_ROWS).min(MAX_ROWS);
+            if let Some(blocks) = &group.b.blocks {
+                for (row, to) in room.chunks_exact_mut(part.num_units).enumerate().take(count) {
+                    blocks.to_bf16(first + row, part.start, bytemuck::cast_slice_mut(to));
+                }
+            }
             let a: [_; MAX_ROWS] = std::array::from_fn(|row| {
-                let row = group.b.direct(first + row.min(count - 1), part.start, part.depth, self.format());
+                let row = row.min(count - 1);
+                if group.b.blocks.is_some() {
+                    return room[row * part.num_units..][..part.num_units].as_ptr();
+                }
+                let row = group.b.direct(first + row, part.start, part.depth, self.format());
                 row.expect("rows of weights in place")
             });
             let mut later = Later::of(self, rows, part, lanes.count());

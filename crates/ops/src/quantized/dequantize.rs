@@ -1,9 +1,11 @@
 //! Blocks turned into the bf16 numbers nearest to what they stand for, for products of many rows.
 
-use moeworks_tensor::{BLOCK_LEN, bf16};
+use moeworks_tensor::{BLOCK_LEN, DType, bf16};
 
-use super::block_kernel;
 use super::kernel::{Kernel, WeightBlock};
+use super::{block_kernel, blocks_of, with_block};
+use crate::gemm::Compute;
+use crate::gemm::kernel::Kernels;
 use crate::parallel::{PIECE, piece_range};
 use crate::{Context, Isa};
 
@@ -27,6 +29,62 @@ fn is_fast(isa: Isa) -> bool {
     return isa >= Isa::Avx512Bf16 && Kernel::available(isa).contains(&Kernel::Vnni);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
+}
+
+/// Whether a product of so many rows turns blocks of weights into bf16 by itself, some rows at a time.
+pub(super) fn is_in_product(isa: Isa, rows: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_fast(isa) && crate::gemm::turned::takes_blocks(&Kernels::select(isa, Compute::Bf16), rows);
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// Rows of weights in blocks for a product that [turns them](is_in_product) into bf16 itself.
+#[derive(Clone, Copy)]
+pub(crate) struct Blocks<'a> {
+    /// The bytes of one half of the rows and of the other, which may be none.
+    halves: [&'a [u8]; 2],
+    row_bytes: usize,
+    dtype: DType,
+}
+
+impl<'a> Blocks<'a> {
+    /// Rows of `depth` weights. Only where [`is_in_product`] says so.
+    pub(super) fn new(isa: Isa, halves: [&'a [u8]; 2], depth: usize, dtype: DType) -> Self {
+        assert!(is_fast(isa), "blocks in a product");
+        Self { halves, row_bytes: depth / dtype.block_len() * dtype.size(), dtype }
+    }
+
+    /// The half that has a row, and the row's place in it.
+    #[inline(always)]
+    fn place(&self, row: usize) -> (&'a [u8], usize) {
+        let [first, second] = self.halves;
+        let start = row * self.row_bytes;
+        if start < first.len() { (first, start) } else { (second, start - first.len()) }
+    }
+
+    /// Where the blocks of a row from element `at` on lie: any address where there are none.
+    #[inline(always)]
+    pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
+        let (half, start) = self.place(row);
+        half.as_ptr().wrapping_add(start + self.bytes_of(at))
+    }
+
+    /// Bytes that so many elements take.
+    #[inline(always)]
+    pub(crate) fn bytes_of(&self, len: usize) -> usize {
+        len / BLOCK_LEN * self.dtype.size()
+    }
+
+    /// Writes a row's numbers from element `at`, the first of a block, on to `to`: as many as there is room for.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) fn to_bf16(self, row: usize, at: usize, to: &mut [bf16]) {
+        let (half, start) = self.place(row);
+        let bytes = &half[start + self.bytes_of(at)..][..self.bytes_of(to.len())];
+        // SAFETY: `new` has found the instructions.
+        with_block!(self.dtype, B => unsafe { vectors::run(blocks_of::<B>(bytes), to) });
+    }
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -29,6 +29,7 @@ use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float};
 use block::Block;
 
+pub(crate) use dequantize::Blocks;
 pub(crate) use product::{Group, Product, matrix, run};
 
 /// Evaluates an expression with a type name bound to the block type of a quantized tensor.
@@ -48,6 +49,11 @@ macro_rules! with_block {
     };
 }
 pub(crate) use with_block;
+
+/// Bytes as blocks, which need no alignment.
+fn blocks_of<B: Block>(bytes: &[u8]) -> &[B] {
+    bytemuck::cast_slice(bytes)
+}
 
 /// The nearest tensor of `dtype` ([`DType::Q8`] or [`DType::Q4`]) to `x` (f32 or bf16), whose last dim must be a multiple of
 /// 32. Panics if it is not.

@@ -4,11 +4,10 @@ use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::block::Block;
-use super::dequantize::to_bf16;
+use super::dequantize::{Blocks, is_in_product, to_bf16};
 use super::kernel::{Kernel, MAX_FEW, Panel, WeightBlock};
 use super::rows::{Pair, QuantizedRows};
-use super::{kernel, with_block};
+use super::{blocks_of, kernel, with_block};
 use crate::Context;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
 use crate::gemm::source::{Source, matrix_pieces};
@@ -75,13 +74,9 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
     let best = Kernel::available(ctx.isa()).pop().expect("a kernel for every instruction set");
     with_block!(product.weights.dtype(), B => {
         run_few::<E, B>(ctx, product, best, epilogue);
+        run_some(ctx, product, epilogue);
         run_many::<E, B>(ctx, product, epilogue);
     });
-}
-
-/// Bytes as blocks, which need no alignment.
-fn blocks_of<B: Block>(bytes: &[u8]) -> &[B] {
-    bytemuck::cast_slice(bytes)
 }
 
 /// Some panels of a group.
@@ -183,11 +178,33 @@ impl Work<'_> {
     }
 }
 
-/// The groups of more rows: their weights become bf16, as many at a time as memory is meant for.
+/// The groups of some more rows, whose product turns blocks into bf16 itself.
+fn run_some<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+    let depth = product.weights.cols();
+    let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && is_in_product(ctx.isa(), group.rows);
+    let indices: Vec<usize> = (0..product.groups.len()).filter(|&index| is_meant(&product.groups[index])).collect();
+    let group = |&index: &usize| {
+        let group = &product.groups[index];
+        let blocks = Blocks::new(ctx.isa(), group.weights, depth, product.weights.dtype());
+        float_group(product.a, group, Source::blocks(blocks, depth))
+    };
+    let groups: Vec<_> = indices.iter().map(group).collect();
+    let list = gemm::Product { form: Form::Nt, compute: Compute::Bf16, groups: &groups, is_paired: product.is_paired };
+    gemm::run(ctx, &list, &Renumbered { inner: epilogue, groups: &indices });
+}
+
+/// A group with weights from elsewhere.
+fn float_group<'a>(a: &'a Tensor, group: &Group<'a>, b: Source<'a>) -> gemm::Group<'a> {
+    let rows = group.indices.map_or_else(|| Source::rows(a, group.first), |indices| Source::gathered(a, indices));
+    gemm::Group { a: rows, b, rows: group.rows, columns: group.columns, depth: a.cols() }
+}
+
+/// The groups of many rows: their weights become bf16, as many at a time as memory is meant for.
 fn run_many<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     let depth = product.weights.cols();
     let num_weights = |index: usize| product.groups[index].columns * product.num_tiles();
-    let many: Vec<usize> = (0..product.groups.len()).filter(|&index| product.groups[index].rows > MAX_FEW).collect();
+    let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && !is_in_product(ctx.isa(), group.rows);
+    let many: Vec<usize> = (0..product.groups.len()).filter(|&index| is_meant(&product.groups[index])).collect();
     let mut start = 0;
     while start < many.len() {
         let mut end = start + 1;
@@ -222,12 +239,7 @@ fn run_chunk<E: Epilogue, B: WeightBlock>(
         }
     }
     let group = |(&index, &first): (&usize, &usize)| {
-        let group = &product.groups[index];
-        let a = group
-            .indices
-            .map_or_else(|| Source::rows(product.a, group.first), |indices| Source::gathered(product.a, indices));
-        let b = Source::rows(&weights, first);
-        gemm::Group { a, b, rows: group.rows, columns: group.columns, depth }
+        float_group(product.a, &product.groups[index], Source::rows(&weights, first))
     };
     let groups: Vec<_> = indices.iter().zip(&firsts).map(group).collect();
     let list = gemm::Product { form: Form::Nt, compute: Compute::Bf16, groups: &groups, is_paired: product.is_paired };

@@ -25,8 +25,10 @@ fn in_pieces(pool: &MemoryPool, stack: &Tensor, count: usize) -> Tensor {
     let num_pieces = EXPERTS * count;
     // A file puts the matrix "10" before "2", and down before up.
     let order = |piece: usize| (piece * 5 + 2) % num_pieces;
-    let mut file = vec![0xff; 64 + num_pieces * (len + 64)];
-    let place = |piece: usize| 64 + order(piece) * (len + 64);
+    // An odd number of bf16 between them: pairs of the one half are no pairs of the other.
+    let between = if stack.dtype() == DType::BF16 { 66 } else { 64 };
+    let mut file = vec![0xff; (64 + num_pieces * (len + between)).next_multiple_of(4)];
+    let place = |piece: usize| 64 + order(piece) * (len + between);
     for (piece, bytes) in stack.bytes().chunks_exact(len).enumerate() {
         file[place(piece)..][..len].copy_from_slice(bytes);
     }
