@@ -8,6 +8,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::experts::{ExpertRows, NO_ROW};
 use crate::parallel::{Lent, piece_range};
 
@@ -57,8 +58,11 @@ pub fn sort_choices(
     let (num_tokens, k) = (ids.rows(), ids.cols());
     assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
     assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
-    let (ids, weights) = (ids.u32s(), weights.f32s());
     let limit = limit.unwrap_or(NO_ROW);
+    if let Some(on) = On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
+        return cuda::router::sort_choices(on, ids, weights, num_experts, limit);
+    }
+    let (ids, weights) = (ids.u32s(), weights.f32s());
     let block_tokens = MIN_TOKENS.max(num_experts);
     let num_blocks = num_tokens.div_ceil(block_tokens);
 

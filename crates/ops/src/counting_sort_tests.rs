@@ -1,11 +1,24 @@
 use super::*;
+use crate::test_data::gpus;
 
+/// The sort by some threads; every GPU must find the same.
 fn sort(ids: &[u32], k: usize, num_experts: usize, limit: Option<u32>, num_threads: usize) -> SortedChoices {
-    let ctx = Context::cpu(num_threads);
+    let sorted = sort_on(&Context::cpu(num_threads), ids, k, num_experts, limit);
+    for ctx in gpus() {
+        let other = sort_on(&ctx, ids, k, num_experts, limit);
+        assert_eq!((&other.counts, &other.offsets), (&sorted.counts, &sorted.offsets));
+        assert_eq!(other.tokens.u32s(), sorted.tokens.u32s());
+        assert_eq!(other.weights.f32s(), sorted.weights.f32s());
+        assert_eq!(other.token_rows.u32s(), sorted.token_rows.u32s());
+    }
+    sorted
+}
+
+fn sort_on(ctx: &Context, ids: &[u32], k: usize, num_experts: usize, limit: Option<u32>) -> SortedChoices {
     let shape = [ids.len() / k, k];
     let weights: Vec<f32> = (0..ids.len()).map(|i| i as f32).collect();
     let ids = Tensor::from_slice(ctx.pool(), &shape, ids);
-    sort_choices(&ctx, &ids, &Tensor::from_slice(ctx.pool(), &shape, &weights), num_experts, limit)
+    sort_choices(ctx, &ids, &Tensor::from_slice(ctx.pool(), &shape, &weights), num_experts, limit)
 }
 
 #[test]

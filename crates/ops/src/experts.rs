@@ -15,6 +15,7 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::activation::activate;
+use crate::cuda::ops::{self as cuda, On};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -107,6 +108,9 @@ pub fn experts_forward_biased(
         let num_experts = rows.offsets.len() - 1;
         let lens = (biases.gate_up.len(), biases.down.len());
         assert_eq!(lens, (num_experts * s.af, num_experts * s.d), "biases of experts");
+    }
+    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights.gate_up.dtype())) {
+        return cuda::experts::forward(on, x, weights, biases, rows);
     }
     let dtype = weights.gate_up.dtype().of_activations();
     let experts = used_experts(rows);
@@ -230,6 +234,9 @@ pub fn experts_backward(
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
     let s = Sizes::of(dy, weights, rows);
+    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights.gate_up.dtype())) {
+        return cuda::experts::backward(on, dy, weights, rows, saved);
+    }
     let dtype = weights.gate_up.dtype();
     let experts = used_experts(rows);
     let num_panels = gemm::num_panels(ctx, Compute::of(dtype), s.f);
@@ -337,6 +344,10 @@ fn weight_grad(
     let af = f * activation.num_inputs();
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
+    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(dtype)) {
+        let keeps_unused = experts.len() + 1 < rows.offsets.len();
+        return cuda::experts::weight_grad(on, inputs, activation, (rows, keeps_unused), write, grads);
+    }
     let compute = Compute::of(dtype);
     let mut a = ctx.empty(&[r, f], dtype);
     let second = |a: &Tensor, down: &mut Tensor| {
@@ -442,6 +453,10 @@ pub fn combine(
     shape: &[usize; 2],
 ) -> Tensor {
     let (d, k) = (shape[1], rows.num_choices);
+    if let Some(on) = On::of(ctx) {
+        let weights = weights.map(|weights| Tensor::from_slice(ctx.pool(), &[weights.len()], weights));
+        return cuda::experts::combine(on, outputs, rows, weights.as_ref(), shape);
+    }
     let mut y = ctx.empty(shape, DType::F32);
     if y.is_empty() {
         return y;

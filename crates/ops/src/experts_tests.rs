@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::test_data::{contexts, is_close, numbers, rounded, tensor};
+use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
 /// A layer's shape, who goes where, and how. A choice is an expert, or `None` for a dropped one.
 #[derive(Clone, Debug)]
@@ -265,19 +265,19 @@ fn check(case: &Case) {
         down: numbers(case.e * case.d * case.f, 4),
     };
     for (x_type, w_type) in [DType::F32, DType::BF16].into_iter().flat_map(|x| [(x, DType::F32), (x, DType::BF16)]) {
-        let mut first: Option<(crate::Isa, Vec<f32>)> = None;
+        let mut first: Option<((crate::Isa, moeworks_tensor::Device), Vec<f32>)> = None;
         for ctx in contexts() {
             let run = run(&ctx, case, &inputs, x_type, w_type);
             let all = [&run.y, &run.backward.dx, &run.backward.d_row_weights, &run.replaced[0], &run.replaced[1]];
             let bits: Vec<f32> = all.iter().flat_map(|tensor| tensor.to_f32_vec()).collect();
             match &first {
-                Some((isa, first)) if *isa == ctx.isa() => {
+                Some((same, first)) if *same == kind(&ctx) => {
                     let is_same = first.iter().zip(&bits).all(|(a, b)| a.to_bits() == b.to_bits());
                     assert!(is_same, "bits of {case:?} depend on the number of threads");
                 }
                 _ => {
                     compare(case, &inputs, &run, x_type, w_type);
-                    first = Some((ctx.isa(), bits));
+                    first = Some((kind(&ctx), bits));
                 }
             }
         }

@@ -6,6 +6,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use crate::cuda::ops::{self as cuda, On};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -30,6 +31,9 @@ pub enum Write {
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
     assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
+    if let Some(on) = On::of(ctx).filter(|_| !w.dtype().is_quantized()) {
+        return cuda::linear::forward(on, x, w, out);
+    }
     let mut y = ctx.empty(&[rows, columns], out);
     if w.dtype().is_quantized() {
         let weights = quantized::matrix(w, 0, (columns, false));
@@ -51,6 +55,9 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
 pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (dy.rows(), dy.cols(), w.cols());
     assert_eq!(w.rows(), depth, "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
+    if let Some(on) = On::of(ctx) {
+        return cuda::linear::backward_input(on, dy, w, out);
+    }
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut dx = ctx.empty(&[rows, columns], out);
     product(ctx, Form::Nn, Compute::of(w.dtype()), group, &mut dx);
@@ -67,6 +74,9 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
         dy.shape(),
         x.shape()
     );
+    if let Some(on) = On::of(ctx) {
+        return cuda::linear::backward_weight(on, dy, x, compute, write, dw);
+    }
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
     let product = Product { form: Form::Tn, compute: Compute::of(compute), groups: &[group], is_paired: false };
     let to = Lent::new(dw.f32s_mut());

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::test_data::{contexts, is_close, numbers, rounded, tensor};
+use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
 const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -53,12 +53,12 @@ fn check(s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
         let dw = reference((s.o, s.i, s.t), |o, t| dy_at(t, o), |i, t| x_at(t, i));
         let dw_added: Vec<_> = dw.iter().map(|&(sum, size)| (sum + 3.0, size + 3.0)).collect();
         let mut bits: [Option<Vec<f32>>; 3] = [const { None }; 3];
-        let mut last_isa = None;
+        let mut last_kind = None;
         for ctx in contexts() {
-            if last_isa.replace(ctx.isa()) != Some(ctx.isa()) {
+            if last_kind.replace(kind(&ctx)) != Some(kind(&ctx)) {
                 bits = [const { None }; 3];
             }
-            let name = |what: &str| format!("{what} of {s:?}, x {x_type:?}, w {w_type:?}, {:?}", ctx.isa());
+            let name = |what: &str| format!("{what} of {s:?}, x {x_type:?}, w {w_type:?}, {:?}", kind(&ctx));
             let xs = tensor(&ctx, &[s.t, s.i], x, x_type);
             let ws = tensor(&ctx, &[s.o, s.i], w, w_type);
             let dys = tensor(&ctx, &[s.t, s.o], dy, x_type);

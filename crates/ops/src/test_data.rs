@@ -1,13 +1,29 @@
 //! Inputs and comparisons for the tests of products.
 
-use moeworks_tensor::{DType, Tensor, bf16};
+use moeworks_tensor::{DType, Device, Tensor, bf16};
 
 use crate::Context;
+use crate::cuda::Gpu;
 
-/// Contexts of every instruction set with one, two and three threads.
+/// Contexts of every instruction set with one, two and three threads, and of every GPU or its emulation.
 pub(crate) fn contexts() -> impl Iterator<Item = Context> {
     let threads = [Context::cpu(1), Context::cpu(2), Context::cpu(3)];
-    crate::Isa::available().into_iter().flat_map(move |isa| threads.clone().map(|ctx| ctx.with_isa(isa)))
+    crate::Isa::available().into_iter().flat_map(move |isa| threads.clone().map(|ctx| ctx.with_isa(isa))).chain(gpus())
+}
+
+/// A context of every instruction set, and of every GPU or its emulation.
+pub(crate) fn kinds() -> impl Iterator<Item = Context> {
+    crate::Isa::available().into_iter().map(|isa| Context::cpu(2).with_isa(isa)).chain(gpus())
+}
+
+/// A context of every GPU or its emulation.
+pub(crate) fn gpus() -> impl Iterator<Item = Context> {
+    Gpu::for_tests().into_iter().map(|(_, gpu)| Context::cpu(2).with_gpu(gpu))
+}
+
+/// What decides the bits of a result: contexts of one kind must agree.
+pub(crate) fn kind(ctx: &Context) -> (crate::Isa, Device) {
+    (ctx.isa(), ctx.device())
 }
 
 /// Reproducible numbers in -1..1 without a pattern that sums could hide.

@@ -13,6 +13,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath::exp;
@@ -57,6 +58,9 @@ pub struct ScoreSums {
 pub fn softmax_top_k(ctx: &Context, mut logits: Tensor, k: usize, normalize: bool) -> TopK {
     let (rows, width) = (logits.rows(), logits.cols());
     assert!((1..=width).contains(&k), "top {k} of {width}");
+    if let Some(on) = On::of(ctx) {
+        return cuda::router::softmax_top_k(on, logits, k, normalize);
+    }
     let mut ids = ctx.empty(&[rows, k], DType::U32);
     let mut weights = ctx.empty(&[rows, k], DType::F32);
     let mut lse = ctx.empty(&[rows], DType::F32);
@@ -86,7 +90,7 @@ pub fn softmax_top_k(ctx: &Context, mut logits: Tensor, k: usize, normalize: boo
     TopK { probs: logits, ids, weights, lse, sums }
 }
 
-fn add_up(partial: &[f32], width: usize) -> ScoreSums {
+pub(crate) fn add_up(partial: &[f32], width: usize) -> ScoreSums {
     let mut sums = ScoreSums { probs: vec![0.0; width], entropy: 0.0, lse_squared: 0.0 };
     for task in partial.chunks_exact(width + 2) {
         sums.probs.iter_mut().zip(task).for_each(|(sum, &x)| *sum += f64::from(x));
@@ -216,6 +220,9 @@ pub fn softmax_top_k_backward(ctx: &Context, scores: &TopK, normalize: bool, gra
     let (rows, width, k) = (scores.probs.rows(), scores.probs.cols(), scores.ids.cols());
     assert_eq!(grads.weights.len(), rows * k, "top_k backward: gradient of the weights");
     assert!([0, width].contains(&grads.probs.len()), "top_k backward: gradient of the probabilities");
+    if let Some(on) = On::of(ctx) {
+        return cuda::router::softmax_top_k_backward(on, scores, normalize, grads);
+    }
     let mut dlogits = ctx.empty(&[rows, width], DType::F32);
     ctx.threads().run_pieces(dlogits.f32s_mut(), ROWS * width, |task, dlogits| {
         let range = piece_range(task, ROWS, rows);

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::Isa;
+use crate::test_data::kinds;
 
 fn top_k(ctx: &Context, logits: &[f32], width: usize, k: usize, normalize: bool) -> TopK {
     let logits = Tensor::from_slice(ctx.pool(), &[logits.len() / width, width], logits);
@@ -21,7 +21,6 @@ fn sorted_ids(row: &[f32], k: usize) -> Vec<u32> {
 
 #[test]
 fn ties_go_to_the_lowest_index_and_nan_comes_last() {
-    let ctx = Context::cpu(1);
     let cases: [(&[f32], &[u32]); 5] = [
         (&[1.0, 3.0, 3.0, 2.0], &[1, 2, 3, 0]),
         (&[0.0, -0.0, 0.0, -0.0], &[0, 1, 2, 3]),
@@ -31,7 +30,9 @@ fn ties_go_to_the_lowest_index_and_nan_comes_last() {
     ];
     for (logits, expected) in cases {
         for k in 1..=4 {
-            assert_eq!(top_k(&ctx, logits, 4, k, false).ids.u32s(), &expected[..k], "{logits:?}");
+            for ctx in kinds() {
+                assert_eq!(top_k(&ctx, logits, 4, k, false).ids.u32s(), &expected[..k], "{logits:?}");
+            }
         }
     }
 }
@@ -56,8 +57,7 @@ proptest! {
         }),
         normalize: bool,
     ) {
-        for isa in Isa::available() {
-            let ctx = Context::cpu(1).with_isa(isa);
+        for ctx in kinds() {
             let scores = top_k(&ctx, &logits, width, k, normalize);
             for (t, row) in logits.chunks(width).enumerate() {
                 prop_assert_eq!(&scores.ids.u32s()[t * k..][..k], &sorted_ids(row, k)[..]);
@@ -120,8 +120,7 @@ fn gradients_match_finite_differences() {
             loss
         };
         let exact: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
-        for isa in Isa::available() {
-            let ctx = Context::cpu(2).with_isa(isa);
+        for ctx in kinds() {
             let scores = top_k(&ctx, &logits, width, k, normalize);
             let grads = ScoreGrads { weights: &g, probs: &b, lse_squared: c };
             let dlogits = softmax_top_k_backward(&ctx, &scores, normalize, grads);

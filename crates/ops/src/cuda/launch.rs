@@ -18,6 +18,11 @@ impl Arg<'_> {
     pub(super) fn pointer(address: u64) -> Self {
         Self { bits: address, kind: b'p', tensor: PhantomData }
     }
+
+    /// The null pointer, where a kernel has a choice.
+    pub(crate) fn none() -> Self {
+        Self::pointer(0)
+    }
 }
 
 impl From<u32> for Arg<'_> {

@@ -32,6 +32,9 @@ sources! {
         "rms_norm_backward_f32_f32", "rms_norm_backward_f32_bf16", "rms_norm_backward_bf16_f32", "rms_norm_backward_bf16_bf16",
         "rms_norm_add_partials",
     ];
+    GROUPED = "grouped": ["rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "up_paired", "up_single", "plain_up_paired", "plain_up_single", "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "add_row_biases", "combine_rows", "add_row_parts"];
+    ROUTER = "router": ["softmax_top_k", "sum_scores", "softmax_top_k_backward", "count_choices", "scan_cells", "place_choices"];
+    ELEMENTWISE = "elementwise": ["cast_elements"];
 }
 
 impl Source {

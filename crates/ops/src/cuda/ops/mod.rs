@@ -3,7 +3,12 @@
 //! The twin has checked shapes before it comes here. Each launch's safety rests on that: kernels stay inside the sizes that
 //! they are given.
 
+mod elementwise;
+pub(crate) mod experts;
+mod grouped;
+pub(crate) mod linear;
 pub(crate) mod rms_norm;
+pub(crate) mod router;
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -38,6 +43,20 @@ impl<'a> On<'a> {
             DType::F32 => tensor.clone(),
             _ => Tensor::from_slice(self.ctx.pool(), tensor.shape(), &tensor.to_f32_vec()),
         }
+    }
+
+    /// A list of whole numbers on the GPU.
+    fn u32s(self, values: &[u32]) -> Tensor {
+        Tensor::from_slice(self.ctx.pool(), &[values.len()], values)
+    }
+
+    /// A list of floats on the GPU.
+    fn floats(self, values: &[f32]) -> Tensor {
+        Tensor::from_slice(self.ctx.pool(), &[values.len()], values)
+    }
+
+    fn read_or_none<'t>(self, tensor: Option<&'t Tensor>) -> Arg<'t> {
+        tensor.map_or(Arg::none(), |tensor| self.gpu.read(tensor))
     }
 
     fn read<'t>(self, tensor: &'t Tensor) -> Arg<'t> {

@@ -1,0 +1,499 @@
+// Products of groups of rows with matrices of their own (experts), and plain products as one group.
+//
+// Three forms, named as on the CPU: nt is A [rows, depth] B [columns, depth]^T, nn is A [rows, depth] B [depth, columns], tn is
+// A [depth, rows]^T B [depth, columns]. Rows of A (nt, nn) or of either operand along the depth (tn) may be gathered.
+//
+// Each form has a kernel for tensor cores (bf16, sizes in whole vectors of 8) and a plain one (any type and size). What becomes
+// of a sum is an epilogue, the same for both.
+
+// ---- activations ----
+
+enum Activation { SWIGLU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
+
+DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + expf(-x)); }
+// Not fminf, which would lose a NaN.
+DEVICE f32 cut_above(f32 x, f32 limit) { return x > limit ? limit : x; }
+DEVICE f32 cut(f32 x, f32 limit) { return x < -limit ? -limit : cut_above(x, limit); }
+DEVICE f32 tanh_argument(f32 x) { return 0.7978846f * (x + 0.044715f * x * x * x); }
+
+struct Shape {
+    u32 kind;
+    f32 alpha, limit;
+};
+
+DEVICE f32 activate(Shape s, f32 gate, f32 up) {
+    switch (s.kind) {
+        case SWIGLU: return gate * sigmoid(gate) * up;
+        case GELU: return gate * (0.5f * erfcf(-0.70710678f * gate));
+        case GELU_TANH: return gate * sigmoid(2.0f * tanh_argument(gate));
+        case RELU: return gate < 0.0f ? 0.0f : gate;
+        default: {
+            f32 g = cut_above(gate, s.limit);
+            return g * sigmoid(s.alpha * g) * (cut(up, s.limit) + 1.0f);
+        }
+    }
+}
+
+// The activation, and with da its own gradient the gradients of gate and up in their place.
+DEVICE f32 pull_back(Shape s, f32 da, f32& gate, f32& up) {
+    f32 h = gate;
+    switch (s.kind) {
+        case SWIGLU: {
+            f32 sig = sigmoid(h), silu = h * sig, u = up;
+            gate = da * u * (sig + silu * (1.0f - sig));
+            up = da * silu;
+            return silu * u;
+        }
+        case GELU: {
+            f32 cdf = 0.5f * erfcf(-0.70710678f * h), pdf = 0.3989423f * expf(-0.5f * h * h);
+            gate = da * (cdf + h * pdf);
+            return h * cdf;
+        }
+        case GELU_TANH: {
+            f32 sig = sigmoid(2.0f * tanh_argument(h)), a = h * sig;
+            gate = da * (sig + 2.0f * a * (1.0f - sig) * 0.7978846f * (1.0f + 3.0f * 0.044715f * h * h));
+            return a;
+        }
+        case RELU: {
+            gate = h <= 0.0f ? 0.0f : da;
+            return h < 0.0f ? 0.0f : h;
+        }
+        default: {
+            f32 g = cut_above(h, s.limit), raised = cut(up, s.limit) + 1.0f, sig = sigmoid(s.alpha * g), a = g * sig;
+            gate = h > s.limit ? 0.0f : da * raised * (sig + s.alpha * a * (1.0f - sig));
+            up = fabsf(up) > s.limit ? 0.0f : da * a;
+            return a * raised;
+        }
+    }
+}
+
+DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
+
+// Any float type, known at run time.
+DEVICE f32 load_any(const void* p, u32 is_bf16, u64 i) { return is_bf16 ? load(((const bf16*)p)[i]) : ((const f32*)p)[i]; }
+DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
+    if (is_bf16) store(((bf16*)p)[i], x);
+    else ((f32*)p)[i] = x;
+}
+
+// ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row ----
+
+struct Store {
+    void* to;
+    u32 is_bf16, stride, add;
+    static const bool HAS_PARTS = false;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32) const {
+        u64 at = row * stride + column;
+        store_any(to, is_bf16, at, add ? load_any(to, is_bf16, at) + x : x);
+        return 0.0f;
+    }
+};
+
+// h [R, A F] and its activation a [R, F].
+struct Activate {
+    void *h, *a;
+    const f32* bias;
+    u32 is_bf16, width;
+    Shape shape;
+    static const bool HAS_PARTS = false;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 gate, f32 up) const {
+        u32 inputs = is_gated(shape) ? 2 : 1;
+        if (bias) {
+            const f32* own = bias + (u64)group * inputs * width + column;
+            gate += own[0];
+            if (inputs == 2) up += own[width];
+        }
+        u64 at = row * inputs * width + column;
+        store_any(h, is_bf16, at, gate);
+        if (inputs == 2) store_any(h, is_bf16, at + width, up);
+        store_any(a, is_bf16, row * width + column, activate(shape, gate, up));
+        return 0.0f;
+    }
+};
+
+// From u, the gradient of the activation before the row's weight: dh [R, A F]; the sums over rows of u a are parts.
+struct PullBack {
+    const void* h;
+    void* dh;
+    const f32* row_weights;
+    u32 is_bf16, width;
+    Shape shape;
+    static const bool HAS_PARTS = true;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 u, f32) const {
+        u32 inputs = is_gated(shape) ? 2 : 1;
+        u64 at = row * inputs * width + column;
+        f32 gate = load_any(h, is_bf16, at), up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
+        f32 a = pull_back(shape, row_weights[row] * u, gate, up);
+        store_any(dh, is_bf16, at, gate);
+        if (inputs == 2) store_any(dh, is_bf16, at + width, up);
+        return u * a;
+    }
+};
+
+// ---- what a block computes ----
+
+// Rows of the list of tiles: which group, its first row, and how many rows there are from it on, at most a tile's.
+struct Tile {
+    u32 group, first, rows;
+};
+
+// An operand: row i is row `gather[first + i]` or `first + i` of `data`.
+struct Operand {
+    const void* data;
+    const u32* gather;
+    u64 first;
+    u32 stride, is_bf16;
+    DEVICE_MEMBER u64 row(u32 i) const { return (gather ? (u64)gather[first + i] : first + i) * stride; }
+};
+
+struct Problem {
+    Operand a, b;
+    u32 rows, columns, depth;  // of this tile, of all columns, of the sum
+    u32 group, column;         // the tile's first column
+    u64 row;                   // the tile's first row in the output
+    u64 pair;                  // rows of B from a column's to its second
+};
+
+// ---- tensor cores: tiles of 128 x 128, steps of 32 in depth, 8 warps of 64 x 32, four stages of asynchronous copies ----
+
+const u32 TILE = 128, DEPTH = 32, STAGES = 4, OPERAND_BYTES = TILE * DEPTH * 2;
+
+// Where 8 elements lie in a tile of 128 rows of 32 elements along the depth (is_major) or of 32 rows of 128: so that the
+// addresses of one matrix load fall into different banks.
+DEVICE u32 place(bool is_major, u32 row, u32 chunk) {
+    return is_major ? (row * 4 + (chunk ^ (row >> 1 & 3))) * 16 : (row * 16 + (chunk ^ (row & 7))) * 16;
+}
+
+// Starts copying a stage of an operand. `edge` is how many of the tile's rows (is_major) or columns there are.
+template <bool IS_MAJOR, bool IS_PAIRED>
+DEVICE void copy_tile(unsigned char* to, const Operand& o, u32 first, u32 edge, u32 k, u32 depth, u64 pair) {
+    for (u32 i = threadIdx.x; i < 512; i += 256) {
+        u32 row = IS_MAJOR ? i / 4 : i / 16, chunk = IS_MAJOR ? i % 4 : i % 16;
+        bool is_there;
+        u64 at = 0;
+        if (IS_MAJOR) {
+            // A pair's two columns lie 8 apart in the tile, so that one thread has both sums.
+            u32 column = IS_PAIRED ? row / 16 * 8 + row % 8 : row;
+            is_there = column < edge && k + chunk * 8 < depth;
+            if (is_there) at = o.row(first + column) + (IS_PAIRED && (row / 8 & 1) ? pair * o.stride : 0) + k + chunk * 8;
+        } else {
+            is_there = k + row < depth && chunk * 8 < edge;
+            if (is_there) at = o.row(k + row) + first + chunk * 8;
+        }
+        copy_async(to + place(IS_MAJOR, row, chunk), (const bf16*)o.data + at, is_there);
+    }
+    (void)pair;
+}
+
+// The fragments of a warp's 16 rows of A from `row`, 16 deep from `k`.
+template <bool IS_MAJOR> DEVICE void load_a(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    if (IS_MAJOR) load_matrices(r, tile + place(true, row + lane % 16, k / 8 + lane / 16));
+    else load_matrices_transposed(r, tile + place(false, k + lane % 8 + lane / 16 * 8, row / 8 + (lane / 8 & 1)));
+}
+
+// Those of 16 columns of B from `column`: two pairs of registers.
+template <bool IS_MAJOR> DEVICE void load_b(u32 (&r)[4], const unsigned char* tile, u32 column, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    if (IS_MAJOR) load_matrices(r, tile + place(true, column + lane % 8 + lane / 16 * 8, k / 8 + (lane / 8 & 1)));
+    else load_matrices_transposed(r, tile + place(false, k + lane % 16, column / 8 + lane / 16));
+}
+
+template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED>
+DEVICE void multiply(const Problem& p, unsigned char* shared, f32 (&sums)[4][4][4]) {
+    u32 warp = threadIdx.x / 32, row = warp / 4 * 64, column = warp % 4 * 32;
+    u32 edge = IS_PAIRED ? min(p.columns - p.column, TILE / 2) : min(p.columns - p.column, TILE);
+    u32 first_row = A_MAJOR ? 0 : (u32)p.row;
+    u32 steps = (p.depth + DEPTH - 1) / DEPTH;
+    auto copy = [&](u32 step) {
+        if (step < steps) {
+            unsigned char* to = shared + step % STAGES * 2 * OPERAND_BYTES;
+            copy_tile<A_MAJOR, false>(to, p.a, first_row, p.rows, step * DEPTH, p.depth, 0);
+            copy_tile<B_MAJOR, IS_PAIRED>(to + OPERAND_BYTES, p.b, p.column, edge, step * DEPTH, p.depth, p.pair);
+        }
+        copy_commit();
+    };
+    for (u32 step = 0; step < STAGES - 1; step++) copy(step);
+    for (u32 step = 0; step < steps; step++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();
+        copy(step + STAGES - 1);
+        const unsigned char* a_tile = shared + step % STAGES * 2 * OPERAND_BYTES;
+        const unsigned char* b_tile = a_tile + OPERAND_BYTES;
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; k += 16) {
+            u32 a[4][4], b[2][4];
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) load_a<A_MAJOR>(a[i], a_tile, row + i * 16, k);
+#pragma unroll
+            for (u32 j = 0; j < 2; j++) load_b<B_MAJOR>(b[j], b_tile, column + j * 16, k);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++)
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) mma_bf16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+    }
+    copy_wait<0>();
+    __syncthreads();
+}
+
+// Hands each sum to the epilogue; where that has parts, adds them up over the tile's columns in a fixed order and writes them.
+template <bool IS_PAIRED, typename Epilogue>
+DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[4][4][4], f32* parts, u32 num_parts,
+                   unsigned char* shared) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    f32* rows = (f32*)shared;  // [4 warps of columns, 128]
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u32 row = warp / 4 * 64 + i * 16 + half * 8 + lane / 4;
+            f32 part = 0.0f;
+#pragma unroll
+            for (u32 j = 0; j < 4; j += IS_PAIRED ? 2 : 1)
+#pragma unroll
+                for (u32 c = 0; c < 2; c++) {
+                    u32 inside = warp % 4 * 32 + j * 8 + lane % 4 * 2 + c;
+                    u32 column = p.column + (IS_PAIRED ? inside / 16 * 8 + inside % 8 : inside);
+                    if (row >= p.rows || column >= p.columns) continue;
+                    f32 second = IS_PAIRED ? sums[i][j + 1][half * 2 + c] : 0.0f;
+                    part += epilogue.take(p.group, p.row + row, column, sums[i][j][half * 2 + c], second);
+                }
+            if (Epilogue::HAS_PARTS) {
+                part += from_lane_xor(part, 1);
+                part += from_lane_xor(part, 2);
+                if (lane % 4 == 0) rows[warp % 4 * TILE + row] = part;
+            }
+        }
+    if (!Epilogue::HAS_PARTS) return;
+    __syncthreads();
+    u32 row = threadIdx.x;
+    if (row < p.rows && row < TILE) {
+        f32 sum = rows[row] + rows[TILE + row] + rows[2 * TILE + row] + rows[3 * TILE + row];
+        parts[(p.row + row) * num_parts + blockIdx.x] = sum;
+    }
+}
+
+template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Epilogue>
+DEVICE void with_tensor_cores(const Problem& p, const Epilogue& epilogue, f32* parts, u32 num_parts) {
+    SHARED(shared);
+    f32 sums[4][4][4] = {};
+    multiply<A_MAJOR, B_MAJOR, IS_PAIRED>(p, shared, sums);
+    finish<IS_PAIRED>(p, epilogue, sums, parts, num_parts, shared);
+}
+
+// ---- plain: tiles of 64 x 64, steps of 16, a thread has 4 x 4 sums (and as many second ones) ----
+
+const u32 PLAIN = 64, PLAIN_DEPTH = 16;
+
+DEVICE f32 rounded(f32 x, u32 is_rounded) {
+    if (!is_rounded) return x;
+    bf16 y;
+    store(y, x);
+    return load(y);
+}
+
+template <bool IS_MAJOR>
+DEVICE void fill_plain(f32* to, const Operand& o, u32 first, u32 edge, u32 k, u32 depth, u32 is_rounded, u64 pair) {
+    for (u32 i = threadIdx.x; i < PLAIN * PLAIN_DEPTH; i += 256) {
+        u32 outer = IS_MAJOR ? i / PLAIN_DEPTH : i % PLAIN, inner = IS_MAJOR ? i % PLAIN_DEPTH : i / PLAIN;
+        f32 x = 0.0f;
+        if (outer < edge && k + inner < depth) {
+            u64 at = IS_MAJOR ? o.row(first + outer) + pair * o.stride + k + inner : o.row(k + inner) + first + outer;
+            x = rounded(load_any(o.data, o.is_bf16, at), is_rounded);
+        }
+        to[inner * (PLAIN + 4) + outer] = x;
+    }
+}
+
+template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Epilogue>
+DEVICE void plainly(const Problem& p, const Epilogue& epilogue, f32* parts, u32 num_parts, u32 is_rounded) {
+    __shared__ f32 a[PLAIN_DEPTH * (PLAIN + 4)], b[(IS_PAIRED ? 2 : 1) * PLAIN_DEPTH * (PLAIN + 4)];
+    __shared__ f32 row_parts[PLAIN * 16];
+    const u32 SECOND = PLAIN_DEPTH * (PLAIN + 4);
+    u32 y = threadIdx.x / 16 * 4, x = threadIdx.x % 16 * 4;
+    u32 edge = min(p.columns - p.column, PLAIN), first_row = A_MAJOR ? 0 : (u32)p.row;
+    f32 sums[4][4] = {}, seconds[4][4] = {};
+    for (u32 k = 0; k < p.depth; k += PLAIN_DEPTH) {
+        __syncthreads();
+        fill_plain<A_MAJOR>(a, p.a, first_row, p.rows, k, p.depth, is_rounded, 0);
+        fill_plain<B_MAJOR>(b, p.b, p.column, edge, k, p.depth, is_rounded, 0);
+        if (IS_PAIRED) fill_plain<B_MAJOR>(b + SECOND, p.b, p.column, edge, k, p.depth, is_rounded, p.pair);
+        __syncthreads();
+        for (u32 d = 0; d < PLAIN_DEPTH; d++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++)
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+                    f32 left = a[d * (PLAIN + 4) + y + i];
+                    sums[i][j] = fmaf(left, b[d * (PLAIN + 4) + x + j], sums[i][j]);
+                    if (IS_PAIRED) seconds[i][j] = fmaf(left, b[SECOND + d * (PLAIN + 4) + x + j], seconds[i][j]);
+                }
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        f32 part = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++)
+            if (y + i < p.rows && x + j < edge)
+                part += epilogue.take(p.group, p.row + y + i, p.column + x + j, sums[i][j], seconds[i][j]);
+        if (Epilogue::HAS_PARTS) row_parts[(y + i) * 16 + threadIdx.x % 16] = part;
+    }
+    if (!Epilogue::HAS_PARTS) return;
+    __syncthreads();
+    u32 row = threadIdx.x;
+    if (row < p.rows && row < PLAIN) {
+        f32 sum = 0.0f;
+        for (u32 i = 0; i < 16; i++) sum += row_parts[row * 16 + i];
+        parts[(p.row + row) * num_parts + blockIdx.x] = sum;
+    }
+}
+
+// ---- kernels ----
+
+// Products of rows: blockIdx.y names a tile of the list, blockIdx.x columns. `tiles` are triples (group, first row, rows); group g's
+// matrix begins at row g * group_rows of B.
+struct Rows {
+    const void* a;
+    const u32* gather;
+    const void* b;
+    const u32* tiles;
+    u32 a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair;
+};
+
+DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) {
+    const u32* tile = r.tiles + 3 * blockIdx.y;
+    Problem p;
+    p.a = Operand{r.a, r.gather, tile[1], r.a_stride, r.a_bf16};
+    p.b = Operand{r.b, nullptr, (u64)tile[0] * r.group_rows, r.b_stride, r.b_bf16};
+    p.rows = tile[2];
+    p.columns = r.columns;
+    p.depth = r.depth;
+    p.group = tile[0];
+    p.column = blockIdx.x * tile_columns;
+    p.row = tile[1];
+    p.pair = r.pair;
+    return p;
+}
+
+#define ROWS const void *a, const u32 *gather, const void *b, const u32 *tiles, u32 a_bf16, u32 b_bf16, u32 a_stride, u32 b_stride, \
+             u32 group_rows, u32 columns, u32 depth, u32 pair
+#define THE_ROWS Rows{a, gather, b, tiles, a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair}
+
+#define STORE void *to, u32 to_bf16, u32 stride, u32 add
+#define THE_STORE Store{to, to_bf16, stride, add}
+
+KERNEL(256) rows_nt(ROWS, STORE) { with_tensor_cores<true, true, false>(rows_problem(THE_ROWS, TILE), THE_STORE, nullptr, 0); }
+KERNEL(256) rows_nn(ROWS, STORE) { with_tensor_cores<true, false, false>(rows_problem(THE_ROWS, TILE), THE_STORE, nullptr, 0); }
+KERNEL(256) plain_rows_nt(ROWS, STORE, u32 is_rounded) {
+    plainly<true, true, false>(rows_problem(THE_ROWS, PLAIN), THE_STORE, nullptr, 0, is_rounded);
+}
+KERNEL(256) plain_rows_nn(ROWS, STORE, u32 is_rounded) {
+    plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_STORE, nullptr, 0, is_rounded);
+}
+
+#define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
+#define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}
+
+KERNEL(256) up_paired(ROWS, ACTIVATE) { with_tensor_cores<true, true, true>(rows_problem(THE_ROWS, TILE / 2), THE_ACTIVATE, nullptr, 0); }
+KERNEL(256) up_single(ROWS, ACTIVATE) { with_tensor_cores<true, true, false>(rows_problem(THE_ROWS, TILE), THE_ACTIVATE, nullptr, 0); }
+KERNEL(256) plain_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
+    plainly<true, true, true>(rows_problem(THE_ROWS, PLAIN), THE_ACTIVATE, nullptr, 0, is_rounded);
+}
+KERNEL(256) plain_up_single(ROWS, ACTIVATE, u32 is_rounded) {
+    plainly<true, true, false>(rows_problem(THE_ROWS, PLAIN), THE_ACTIVATE, nullptr, 0, is_rounded);
+}
+
+#define PULL_BACK const void *h, void *dh, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts
+#define THE_PULL_BACK PullBack{h, dh, row_weights, h_bf16, width, Shape{kind, alpha, limit}}, parts, gridDim.x
+
+KERNEL(256) pull_back_rows(ROWS, PULL_BACK) { with_tensor_cores<true, false, false>(rows_problem(THE_ROWS, TILE), THE_PULL_BACK); }
+KERNEL(256) plain_pull_back_rows(ROWS, PULL_BACK, u32 is_rounded) {
+    plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_PULL_BACK, is_rounded);
+}
+
+// Gradients of weights: group blockIdx.z has the rows offsets[g]..offsets[g + 1] of both operands as its depth, and the matrix
+// [rows, columns] at g * rows * columns of the output. A group without rows is left alone, or is zeros.
+struct Depths {
+    const void *a, *b;
+    const u32 *a_gather, *b_gather, *offsets;
+    u32 a_bf16, b_bf16, rows, columns, keeps_unused;
+};
+
+DEVICE bool depths_problem(const Depths& d, u32 tile, Problem& p) {
+    u32 group = blockIdx.z, first = d.offsets[group], end = d.offsets[group + 1];
+    p.a = Operand{d.a, d.a_gather, first, d.rows, d.a_bf16};
+    p.b = Operand{d.b, d.b_gather, first, d.columns, d.b_bf16};
+    p.row = blockIdx.y * tile;
+    p.rows = min(d.rows - (u32)p.row, tile);
+    p.columns = d.columns;
+    p.depth = end - first;
+    p.group = group;
+    p.column = blockIdx.x * tile;
+    p.pair = 0;
+    return end > first || !d.keeps_unused;
+}
+
+#define DEPTHS const void *a, const u32 *a_gather, const void *b, const u32 *b_gather, const u32 *offsets, u32 a_bf16, u32 b_bf16, \
+               u32 rows, u32 columns, u32 keeps_unused, f32 *to, u32 add
+#define DEPTHS_PROBLEM(tile)                                                                                        \
+    Problem p;                                                                                                      \
+    Depths d = {a, b, a_gather, b_gather, offsets, a_bf16, b_bf16, rows, columns, keeps_unused};                    \
+    if (!depths_problem(d, tile, p)) return;                                                                        \
+    Store store = {to + (u64)blockIdx.z * rows * columns, 0, columns, add}
+
+KERNEL(256) depths_tn(DEPTHS) {
+    DEPTHS_PROBLEM(TILE);
+    with_tensor_cores<false, false, false>(p, store, nullptr, 0);
+}
+KERNEL(256) plain_depths_tn(DEPTHS, u32 is_rounded) {
+    DEPTHS_PROBLEM(PLAIN);
+    plainly<false, false, false>(p, store, nullptr, 0, is_rounded);
+}
+
+// a [R, F] = weight of the row, if there are weights, times the activation of h [R, A F].
+KERNEL(256) activate_rows(const void* h, const f32* row_weights, void* a, u32 is_bf16, u32 rows, u32 width, u32 kind, f32 alpha, f32 limit) {
+    Shape shape = {kind, alpha, limit};
+    u32 inputs = is_gated(shape) ? 2 : 1;
+    u64 total = (u64)rows * width;
+    for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < total; i += (u64)gridDim.x * 256) {
+        u64 row = i / width, at = row * inputs * width + i % width;
+        f32 up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
+        f32 x = activate(shape, load_any(h, is_bf16, at), up);
+        store_any(a, is_bf16, i, row_weights ? row_weights[row] * x : x);
+    }
+}
+
+// outputs [R, D] += the row's expert's bias [E, D].
+KERNEL(256) add_row_biases(f32* outputs, const f32* bias, const u32* offsets, u32 groups, u32 width) {
+    u32 row = blockIdx.x, low = 0, high = groups;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (offsets[middle] <= row) low = middle;
+        else high = middle;
+    }
+    for (u32 i = threadIdx.x; i < width; i += 256) outputs[(u64)row * width + i] += bias[(u64)low * width + i];
+}
+
+// y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any.
+KERNEL(256) combine_rows(const f32* outputs, const u32* token_rows, const f32* row_weights, f32* y, u32 choices, u32 width) {
+    u32 token = blockIdx.x;
+    for (u32 i = threadIdx.x; i < width; i += 256) {
+        f32 sum = 0.0f;
+        for (u32 c = 0; c < choices; c++) {
+            u32 row = token_rows[(u64)token * choices + c];
+            if (row == 0xffffffffu) continue;
+            sum = fmaf(row_weights ? row_weights[row] : 1.0f, outputs[(u64)row * width + i], sum);
+        }
+        y[(u64)token * width + i] = sum;
+    }
+}
+
+// The sum of a row's parts, in order.
+KERNEL(256) add_row_parts(const f32* parts, f32* sums, u32 rows, u32 num_parts) {
+    u32 row = blockIdx.x * 256 + threadIdx.x;
+    if (row >= rows) return;
+    f32 sum = 0.0f;
+    for (u32 i = 0; i < num_parts; i++) sum += parts[(u64)row * num_parts + i];
+    sums[row] = sum;
+}

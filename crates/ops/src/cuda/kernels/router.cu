@@ -1,0 +1,184 @@
+// A router's scores, and the counting sort of its choices by expert.
+
+// A whole number in the order of the float, the same for both zeros; NaN gets 0, the least.
+DEVICE u32 ordered(f32 x) {
+    if (x != x) return 0;
+    u32 bits = float_bits(x + 0.0f);
+    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+
+DEVICE u64 warp_max_key(u64 key) {
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        u64 other = from_lane_xor(key, mask);
+        key = other > key ? other : key;
+    }
+    return key;
+}
+
+// Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on entry; entropy and
+// lse are [rows].
+KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* entropy, u32 rows, u32 width, u32 k, u32 normalize) {
+    u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    probs += (u64)row * width;
+    ids += (u64)row * k;
+    weights += (u64)row * k;
+    u64 last = ~0ull;
+    for (u32 choice = 0; choice < k; choice++) {
+        u64 best = 0;
+        for (u32 i = lane; i < width; i += 32) {
+            u64 key = (u64)ordered(probs[i]) << 32 | (u32)~i;
+            if (key < last && key > best) best = key;
+        }
+        last = warp_max_key(best);
+        if (lane == 0) ids[choice] = ~(u32)last;
+    }
+    f32 top = bits_float(0xff800000u);
+    for (u32 i = lane; i < width; i += 32) top = probs[i] > top ? probs[i] : top;
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        f32 other = from_lane_xor(top, mask);
+        top = other > top ? other : top;
+    }
+    f32 total = 0.0f, moment = 0.0f;
+    for (u32 i = lane; i < width; i += 32) {
+        f32 distance = probs[i] - top, e = expf(distance);
+        probs[i] = e;
+        total += e;
+        // e^x is 0 below: bounds the distance where 0 times infinity would be NaN.
+        moment = fmaf(e, distance < -104.0f ? -104.0f : distance, moment);
+    }
+    total = warp_sum(total);
+    moment = warp_sum(moment);
+    f32 scale = 1.0f / total;
+    for (u32 i = lane; i < width; i += 32) probs[i] *= scale;
+    if (lane == 0) {
+        lse[row] = top + logf(total);
+        entropy[row] = logf(total) - moment * scale;
+    }
+    __syncwarp();
+    f32 sum = 0.0f;
+    for (u32 choice = 0; choice < k; choice++) sum += probs[ids[choice]];
+    for (u32 choice = lane; choice < k; choice += 32) weights[choice] = probs[ids[choice]] * (normalize ? 1.0f / sum : 1.0f);
+}
+
+// Sums over blocks of `rows_each` rows: of the probabilities, the entropy and the squared lse, [blocks, width + 2].
+KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, f32* sums, u32 rows, u32 width, u32 rows_each) {
+    u32 first = blockIdx.x * rows_each, end = min(first + rows_each, rows);
+    for (u32 i = threadIdx.x; i < width + 2; i += blockDim.x) {
+        f32 sum = 0.0f;
+        for (u32 row = first; row < end; row++)
+            sum += i < width ? probs[(u64)row * width + i] : i == width ? entropy[row] : lse[row] * lse[row];
+        sums[(u64)blockIdx.x * (width + 2) + i] = sum;
+    }
+}
+
+// The gradient of the logits, a warp a row: see top_k.rs. `d_probs` [width] may be null; `centered` lists no row twice.
+KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* weights, const f32* lse, const f32* d_weights,
+                                   const f32* d_probs, f32* d_logits, f32 d_lse_squared, u32 rows, u32 width, u32 k, u32 normalize) {
+    u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    probs += (u64)row * width;
+    d_logits += (u64)row * width;
+    ids += (u64)row * k;
+    weights += (u64)row * k;
+    d_weights += (u64)row * k;
+    for (u32 i = lane; i < width; i += 32) d_logits[i] = d_probs ? d_probs[i] : 0.0f;
+    __syncwarp();
+    if (!normalize)
+        for (u32 choice = lane; choice < k; choice += 32) d_logits[ids[choice]] += d_weights[choice];
+    __syncwarp();
+    // Differences from the likeliest expert lose no digit where its probability is nearly 1.
+    f32 base = d_logits[ids[0]], mean = 0.0f;
+    for (u32 i = lane; i < width; i += 32) mean = fmaf(probs[i], d_logits[i] - base, mean);
+    f32 shift = 2.0f * lse[row] * d_lse_squared - warp_sum(mean);
+    __syncwarp();
+    for (u32 i = lane; i < width; i += 32) d_logits[i] = probs[i] * ((d_logits[i] - base) + shift);
+    __syncwarp();
+    if (!normalize) return;
+    for (u32 choice = lane; choice < k; choice += 32) {
+        // g - <w, g> as a sum of differences, which loses no digit where one weight is nearly 1.
+        f32 centered = 0.0f;
+        for (u32 other = 0; other < k; other++) centered += weights[other] * (d_weights[choice] - d_weights[other]);
+        d_logits[ids[choice]] += weights[choice] * centered;
+    }
+}
+
+// ---- counting sort: choices by expert, then by rank, then by token ----
+//
+// Tokens come in blocks of 256. Cells [E, K, blocks] hold the choices of each (expert, rank, block), then their first position.
+
+const u32 SORT_TOKENS = 256;
+
+KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts) {
+    SHARED(shared);
+    u32* counts = (u32*)shared;  // [E]
+    u32 token = blockIdx.x * SORT_TOKENS + threadIdx.x;
+    for (u32 rank = 0; rank < k; rank++) {
+        for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) counts[e] = 0;
+        __syncthreads();
+        u32 expert = token < tokens ? ids[(u64)token * k + rank] : 0xffffffffu;
+        if (expert < experts) atomicAdd(&counts[expert], 1u);
+        __syncthreads();
+        for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) cells[((u64)e * k + rank) * gridDim.x + blockIdx.x] = counts[e];
+        __syncthreads();
+    }
+}
+
+// Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert.
+KERNEL(256) scan_cells(u32* cells, u32* counts, u32 num_cells) {
+    __shared__ u32 warps[8];
+    cells += (u64)blockIdx.x * num_cells;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = 0;
+    for (u32 first = 0; first < num_cells; first += 256) {
+        u32 i = first + threadIdx.x, own = i < num_cells ? cells[i] : 0, sum = own;
+        for (int delta = 1; delta < 32; delta *= 2) {
+            u32 other = from_lane_below(sum, delta);
+            if (lane >= (u32)delta) sum += other;
+        }
+        if (lane == 31) warps[warp] = sum;
+        __syncthreads();
+        u32 below = before, all = 0;
+        for (u32 w = 0; w < 8; w++) {
+            if (w < warp) below += warps[w];
+            all += warps[w];
+        }
+        if (i < num_cells) cells[i] = below + sum - own;
+        before += all;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) counts[blockIdx.x] = before;
+}
+
+// Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.
+KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, const u32* offsets, u32* row_tokens,
+                          f32* row_weights, u32* token_rows, u32 tokens, u32 k, u32 experts, u32 limit) {
+    SHARED(shared);
+    u32* counts = (u32*)shared;  // [8 warps, E]: choices of a warp's tokens
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * SORT_TOKENS + threadIdx.x;
+    for (u32 i = threadIdx.x; i < 8 * experts; i += SORT_TOKENS) counts[i] = 0;
+    __syncthreads();
+    for (u32 rank = 0; rank < k; rank++) {
+        u64 choice = (u64)token * k + rank;
+        u32 expert = token < tokens ? ids[choice] : 0xffffffffu;
+        u32 same = lanes_like(expert);
+        u32 earlier = __popc(same & ((1u << lane) - 1));
+        bool is_choice = expert < experts;
+        if (is_choice && earlier == 0) counts[warp * experts + expert] = __popc(same);
+        __syncthreads();
+        if (is_choice) {
+            u32 position = cells[((u64)expert * k + rank) * gridDim.x + blockIdx.x] + earlier;
+            for (u32 w = 0; w < warp; w++) position += counts[w * experts + expert];
+            u32 row = position < limit ? offsets[expert] + position : 0xffffffffu;
+            if (position < limit) {
+                row_tokens[row] = token;
+                row_weights[row] = weights[choice];
+            }
+            token_rows[choice] = row;
+        } else if (token < tokens) {
+            token_rows[choice] = 0xffffffffu;
+        }
+        __syncthreads();
+        if (is_choice && earlier == 0) counts[warp * experts + expert] = 0;
+        __syncthreads();
+    }
+}

@@ -1,0 +1,206 @@
+//! [`experts`](crate::experts) on a GPU: the same phases in the same order, each product with its epilogue as one launch, and the
+//! rows of a token added up by the one block that has the token.
+
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::grouped::{DepthsProduct, Epilogue, RowsProduct};
+use super::{On, THREADS};
+use crate::Activation;
+use crate::cuda::sources::GROUPED;
+use crate::cuda::{Arg, Launch};
+use crate::experts::{
+    ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,
+};
+use crate::gemm::Form;
+use crate::linear::Write;
+
+/// Whether the experts' phases run here. With bf16 weights the kernels round in other places than the CPU (the activation is
+/// taken before its input is rounded, the row's weight goes to the activation instead of dy); until they do not, the host has them.
+pub(crate) fn takes(dtype: DType) -> bool {
+    dtype == DType::F32
+}
+
+/// How kernels call an activation, with its two settings.
+fn shape(activation: Activation) -> [Arg<'static>; 3] {
+    let (kind, alpha, limit) = match activation {
+        Activation::SwiGlu => (0, 0.0, 0.0),
+        Activation::Gelu => (1, 0.0, 0.0),
+        Activation::GeluTanh => (2, 0.0, 0.0),
+        Activation::Relu => (3, 0.0, 0.0),
+        Activation::ClampedSwiGlu { alpha, limit } => (4, alpha, limit),
+    };
+    [Arg::from(kind as u32), alpha.into(), limit.into()]
+}
+
+/// The rows on the GPU, and where each expert's are.
+struct Rows {
+    offsets: Tensor,
+    tokens: Tensor,
+    weights: Tensor,
+    groups: Vec<(usize, Range<usize>)>,
+}
+
+impl Rows {
+    fn of(on: On<'_>, rows: ExpertRows<'_>) -> Self {
+        let ranges = rows.offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
+        Self {
+            offsets: on.u32s(rows.offsets),
+            tokens: on.u32s(rows.tokens),
+            weights: on.floats(rows.weights),
+            groups: ranges.enumerate().filter(|(_, range)| !range.is_empty()).collect(),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.tokens.len()
+    }
+}
+
+pub(crate) fn forward(
+    on: On<'_>,
+    x: &Tensor,
+    weights: ExpertWeights<'_>,
+    biases: Option<ExpertBiases<'_>>,
+    rows: ExpertRows<'_>,
+) -> (Tensor, ExpertsSaved) {
+    let map = Rows::of(on, rows);
+    let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype());
+    let inputs = weights.activation.num_inputs();
+    let (mut h, mut a) = (on.empty(&[r, inputs * f], dtype), on.empty(&[r, f], dtype));
+    let up = RowsProduct {
+        form: Form::Nt,
+        a: x,
+        gather: Some(&map.tokens),
+        b: weights.gate_up,
+        group_rows: inputs * f,
+        columns: f,
+        depth: d,
+        pair: (inputs == 2).then_some(f),
+        compute: dtype,
+        groups: &map.groups,
+    };
+    let kernels = if inputs == 2 { ["up_paired", "plain_up_paired"] } else { ["up_single", "plain_up_single"] };
+    let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
+    let mut args = vec![on.write(&mut h), on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
+    args.extend(shape(weights.activation));
+    // SAFETY: `h` and `a` have a row for each row, the bias one for each expert.
+    unsafe { up.run(on, &Epilogue { kernels, args }) };
+    let down =
+        RowsProduct { a: &a, gather: None, b: weights.down, group_rows: d, columns: d, depth: f, pair: None, ..up };
+    let mut outputs = down.store(on, r, DType::F32);
+    if let Some(biases) = biases {
+        let experts = rows.offsets.len() - 1;
+        let args = [on.write(&mut outputs), on.read(biases.down), on.read(&map.offsets), experts.into(), d.into()];
+        // SAFETY: a block adds its row's bias, of an expert that the offsets name.
+        unsafe { on.launch(&GROUPED, "add_row_biases", r, &args) };
+    }
+    let y = combine(on, &outputs, rows, Some(&map.weights), &[x.rows(), d]);
+    (y, ExpertsSaved { h })
+}
+
+pub(crate) fn combine(
+    on: On<'_>,
+    outputs: &Tensor,
+    rows: ExpertRows<'_>,
+    weights: Option<&Tensor>,
+    shape: &[usize; 2],
+) -> Tensor {
+    let (mut y, token_rows) = (on.empty(shape, DType::F32), on.u32s(rows.token_rows));
+    let args = [
+        on.read(outputs),
+        on.read(&token_rows),
+        on.read_or_none(weights),
+        on.write(&mut y),
+        rows.num_choices.into(),
+        shape[1].into(),
+    ];
+    // SAFETY: a block writes its token's row from rows of `outputs` that the map names.
+    unsafe { on.launch(&GROUPED, "combine_rows", shape[0], &args) };
+    y
+}
+
+pub(crate) fn backward(
+    on: On<'_>,
+    dy: &Tensor,
+    weights: ExpertWeights<'_>,
+    rows: ExpertRows<'_>,
+    saved: &ExpertsSaved,
+) -> ExpertsBackward {
+    let map = Rows::of(on, rows);
+    let (r, d, f, dtype) = (map.len(), dy.cols(), weights.down.cols(), weights.gate_up.dtype());
+    let af = f * weights.activation.num_inputs();
+    let first = RowsProduct {
+        form: Form::Nn,
+        a: dy,
+        gather: Some(&map.tokens),
+        b: weights.down,
+        group_rows: d,
+        columns: f,
+        depth: d,
+        pair: None,
+        compute: dtype,
+        groups: &map.groups,
+    };
+    let num_parts = first.column_tiles();
+    let (mut dh, mut parts) = (on.empty(&[r, af], dtype), on.empty(&[r, num_parts], DType::F32));
+    let mut args =
+        vec![on.read(&saved.h), on.write(&mut dh), on.read(&map.weights), (dtype == DType::BF16).into(), f.into()];
+    args.extend(shape(weights.activation));
+    args.push(on.write(&mut parts));
+    // SAFETY: `h`, `dh` and `parts` have a row for each row, `parts` a column for each tile of columns.
+    unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows"], args }) };
+    let mut d_row_weights = on.empty(&[r], DType::F32);
+    let args = [on.read(&parts), on.write(&mut d_row_weights), r.into(), num_parts.into()];
+    // SAFETY: a thread adds up its row's parts.
+    unsafe { on.launch(&GROUPED, "add_row_parts", r.div_ceil(THREADS), &args) };
+    let second =
+        RowsProduct { a: &dh, gather: None, b: weights.gate_up, group_rows: af, columns: d, depth: af, ..first };
+    let outputs = second.store(on, r, DType::F32);
+    let dx = combine(on, &outputs, rows, None, &[dy.rows(), d]);
+    ExpertsBackward { dx, d_row_weights, dh }
+}
+
+/// The gradients of the weights; `keeps_unused` leaves those of experts without rows as they are.
+pub(crate) fn weight_grad(
+    on: On<'_>,
+    inputs: WeightGradInputs<'_>,
+    activation: Activation,
+    (rows, keeps_unused): (ExpertRows<'_>, bool),
+    write: Write,
+    grads: ExpertGrads<'_>,
+) {
+    let WeightGradInputs { x, dy, saved, dh } = inputs;
+    let map = Rows::of(on, rows);
+    let (r, d, f, dtype) = (map.len(), x.cols(), grads.down.cols(), dh.dtype());
+    // The row's weight goes with the activation, which is computed anyway, and not with dy, which is gathered.
+    let mut a = on.empty(&[r, f], dtype);
+    let mut args = vec![
+        on.read(&saved.h),
+        on.read(&map.weights),
+        on.write(&mut a),
+        (dtype == DType::BF16).into(),
+        r.into(),
+        f.into(),
+    ];
+    args.extend(shape(activation));
+    let launch = Launch {
+        source: &GROUPED,
+        kernel: "activate_rows",
+        grid: [(r * f).div_ceil(4 * THREADS), 1, 1],
+        threads: THREADS,
+        shared: 0,
+        args: &args,
+    };
+    // SAFETY: a thread reads its elements' row of `h` and weight and writes its elements of `a`.
+    unsafe { on.gpu.launch(&launch) };
+    drop(args);
+    let tokens = Some(&map.tokens);
+    let (offsets, compute) = (&map.offsets, dtype);
+    let down = DepthsProduct { a: (dy, tokens), b: (&a, None), rows: d, columns: f, offsets, compute, keeps_unused };
+    down.run(on, write, grads.down);
+    let rows = f * activation.num_inputs();
+    let up = DepthsProduct { a: (dh, None), b: (x, tokens), rows, columns: d, offsets, compute, keeps_unused };
+    up.run(on, write, grads.gate_up);
+}

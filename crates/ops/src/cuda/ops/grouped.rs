@@ -1,0 +1,183 @@
+//! Products on a GPU: of groups of rows with matrices of their own, and plain ones as one group.
+//!
+//! bf16 products whose sizes are whole vectors of 8 go to the tensor cores (`mma.sync`, asynchronous copies in four stages); all
+//! others to a plain kernel. Which one is taken depends on sizes and types alone.
+
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{On, elementwise};
+use crate::cuda::sources::GROUPED;
+use crate::cuda::{Arg, Launch};
+use crate::gemm::Form;
+use crate::linear::Write;
+
+/// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
+const TILE: usize = 128;
+const SHARED: usize = 4 * 2 * TILE * 32 * 2;
+/// Rows and columns of a plain block's tile.
+const PLAIN_TILE: usize = 64;
+
+/// Products of rows: `A B_g^T` ([`Form::Nt`]) or `A B_g` ([`Form::Nn`]) for the rows of each group g.
+pub(super) struct RowsProduct<'a> {
+    pub(super) form: Form,
+    /// The rows of A, in order or as `gather` says.
+    pub(super) a: &'a Tensor,
+    /// `[R]` u32: the row of A for each row.
+    pub(super) gather: Option<&'a Tensor>,
+    /// The matrices, `group_rows` rows each.
+    pub(super) b: &'a Tensor,
+    pub(super) group_rows: usize,
+    /// Rows of B (nt) or columns (nn) that are multiplied with; with pairs the first of each pair.
+    pub(super) columns: usize,
+    pub(super) depth: usize,
+    /// Rows from a column's row of B to its second, if sums come in pairs.
+    pub(super) pair: Option<usize>,
+    /// f32 or bf16: what elements are multiplied as.
+    pub(super) compute: DType,
+    /// Groups that have rows, and which.
+    pub(super) groups: &'a [(usize, Range<usize>)],
+}
+
+/// Names of an epilogue's kernels on tensor cores and elsewhere, and its arguments.
+pub(super) struct Epilogue<'a> {
+    pub(super) kernels: [&'static str; 2],
+    pub(super) args: Vec<Arg<'a>>,
+}
+
+impl RowsProduct<'_> {
+    /// Whether tensor cores take it: 16 bytes at a time must be within one row of each operand.
+    fn is_tensor(&self) -> bool {
+        let is_whole = self.depth.is_multiple_of(8) && (self.form == Form::Nt || self.columns.is_multiple_of(8));
+        self.compute == DType::BF16 && self.b.dtype() == DType::BF16 && is_whole && self.depth > 0
+    }
+
+    /// Columns of a block's tile.
+    fn tile_columns(&self) -> usize {
+        match (self.is_tensor(), self.pair) {
+            (true, Some(_)) => TILE / 2,
+            (true, None) => TILE,
+            (false, _) => PLAIN_TILE,
+        }
+    }
+
+    /// Tiles that the columns are cut into.
+    pub(super) fn column_tiles(&self) -> usize {
+        self.columns.div_ceil(self.tile_columns())
+    }
+
+    /// `(group, first row, rows)` of each tile.
+    fn tiles(&self) -> Vec<u32> {
+        let height = if self.is_tensor() { TILE } else { PLAIN_TILE };
+        let mut tiles = Vec::new();
+        for (group, rows) in self.groups {
+            for first in rows.clone().step_by(height) {
+                tiles.extend([*group as u32, first as u32, height.min(rows.end - first) as u32]);
+            }
+        }
+        tiles
+    }
+
+    /// Computes all sums and hands them to the epilogue.
+    ///
+    /// # Safety
+    ///
+    /// The epilogue's arguments are those of its kernels for R rows of `columns` columns.
+    pub(super) unsafe fn run(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
+        let (is_tensor, tiles) = (self.is_tensor(), self.tiles());
+        let grid = [self.column_tiles(), tiles.len() / 3, 1];
+        let tiles = Tensor::from_slice(on.ctx.pool(), &[tiles.len()], &tiles);
+        let rounded = (is_tensor && self.a.dtype() != DType::BF16).then(|| elementwise::cast(on, self.a, DType::BF16));
+        let a = rounded.as_ref().unwrap_or(self.a);
+        let b_stride = if self.form == Form::Nt { self.depth } else { self.columns };
+        let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
+        let mut args = vec![
+            on.read(a),
+            on.read_or_none(self.gather),
+            on.read(self.b),
+            on.read(&tiles),
+            is_bf16(a),
+            is_bf16(self.b),
+            self.depth.into(),
+            b_stride.into(),
+            self.group_rows.into(),
+            self.columns.into(),
+            self.depth.into(),
+            self.pair.unwrap_or(0).into(),
+        ];
+        args.extend_from_slice(&epilogue.args);
+        let kernel = epilogue.kernels[usize::from(!is_tensor)];
+        let shared = if is_tensor { SHARED } else { 0 };
+        if !is_tensor {
+            args.push((self.compute == DType::BF16).into());
+        }
+        let launch = Launch { source: &GROUPED, kernel, grid, threads: 256, shared, args: &args };
+        // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
+        // checks say; the epilogue is the caller's promise.
+        unsafe { on.gpu.launch(&launch) };
+    }
+
+    /// The sums as `[rows, columns]` of a type.
+    pub(super) fn store(&self, on: On<'_>, rows: usize, out: DType) -> Tensor {
+        let mut y = on.empty(&[rows, self.columns], out);
+        let kernels = if self.form == Form::Nt { ["rows_nt", "plain_rows_nt"] } else { ["rows_nn", "plain_rows_nn"] };
+        let is_bf16 = out == DType::BF16;
+        let args = vec![on.write(&mut y), is_bf16.into(), self.columns.into(), false.into()];
+        // SAFETY: the output has a row for each row of the groups.
+        unsafe { self.run(on, &Epilogue { kernels, args }) };
+        y
+    }
+}
+
+/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32.
+pub(super) struct DepthsProduct<'a> {
+    /// `[.., rows]`, and which of its rows.
+    pub(super) a: (&'a Tensor, Option<&'a Tensor>),
+    /// `[.., columns]`, and which of its rows.
+    pub(super) b: (&'a Tensor, Option<&'a Tensor>),
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    /// `[E + 1]` u32: where each group's rows begin.
+    pub(super) offsets: &'a Tensor,
+    pub(super) compute: DType,
+    /// Matrices of groups without rows stay as they are.
+    pub(super) keeps_unused: bool,
+}
+
+impl DepthsProduct<'_> {
+    /// Writes or adds the gradients to `to`.
+    pub(super) fn run(&self, on: On<'_>, write: Write, to: &mut Tensor) {
+        let is_whole = self.rows.is_multiple_of(8) && self.columns.is_multiple_of(8);
+        let is_tensor = self.compute == DType::BF16 && is_whole;
+        let rounded =
+            |x: &Tensor| (is_tensor && x.dtype() != DType::BF16).then(|| elementwise::cast(on, x, DType::BF16));
+        let (rounded_a, rounded_b) = (rounded(self.a.0), rounded(self.b.0));
+        let (a, b) = (rounded_a.as_ref().unwrap_or(self.a.0), rounded_b.as_ref().unwrap_or(self.b.0));
+        let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
+        let mut args = vec![
+            on.read(a),
+            on.read_or_none(self.a.1),
+            on.read(b),
+            on.read_or_none(self.b.1),
+            on.read(self.offsets),
+            is_bf16(a),
+            is_bf16(b),
+            self.rows.into(),
+            self.columns.into(),
+            self.keeps_unused.into(),
+            on.write(to),
+            (write == Write::Add).into(),
+        ];
+        let tile = if is_tensor { TILE } else { PLAIN_TILE };
+        let grid = [self.columns.div_ceil(tile), self.rows.div_ceil(tile), self.offsets.len() - 1];
+        let (kernel, shared) = if is_tensor { ("depths_tn", SHARED) } else { ("plain_depths_tn", 0) };
+        if !is_tensor {
+            args.push((self.compute == DType::BF16).into());
+        }
+        let launch = Launch { source: &GROUPED, kernel, grid, threads: 256, shared, args: &args };
+        // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
+        // tile of its group's matrix.
+        unsafe { on.gpu.launch(&launch) };
+    }
+}

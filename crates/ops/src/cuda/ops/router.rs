@@ -1,0 +1,138 @@
+//! [`top_k`](crate::top_k) and [`counting_sort`](crate::counting_sort) on a GPU.
+//!
+//! A warp has a row of scores. The sort counts choices by (expert, rank, block of 256 tokens), scans each expert's counts by a
+//! block, and gives rows out by warps that compare their lanes' experts: the order is that of the CPU, without atomics that
+//! could change it.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{On, THREADS, WARPS};
+use crate::counting_sort::SortedChoices;
+use crate::cuda::sources::ROUTER;
+use crate::cuda::{Arg, Launch};
+use crate::experts::NO_ROW;
+use crate::top_k::{ScoreGrads, TopK, add_up};
+
+/// Rows that one block adds up, as on the CPU.
+const ROWS_EACH: usize = 128;
+/// Tokens of a block of the sort.
+const SORT_TOKENS: usize = 256;
+/// With more experts the sort's counts do not fit into a block's shared memory.
+const MAX_SORTED_EXPERTS: usize = 1024;
+
+pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize: bool) -> TopK {
+    let (rows, width) = (logits.rows(), logits.cols());
+    let (mut ids, mut weights) = (on.empty(&[rows, k], DType::U32), on.empty(&[rows, k], DType::F32));
+    let (mut lse, mut entropy) = (on.empty(&[rows], DType::F32), on.empty(&[rows], DType::F32));
+    let args = [
+        on.write(&mut logits),
+        on.write(&mut ids),
+        on.write(&mut weights),
+        on.write(&mut lse),
+        on.write(&mut entropy),
+        rows.into(),
+        width.into(),
+        k.into(),
+        normalize.into(),
+    ];
+    // SAFETY: a warp reads and writes its row of each.
+    unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
+    let blocks = rows.div_ceil(ROWS_EACH);
+    let mut partial = on.empty(&[blocks, width + 2], DType::F32);
+    let args = [
+        on.read(&logits),
+        on.read(&lse),
+        on.read(&entropy),
+        on.write(&mut partial),
+        rows.into(),
+        width.into(),
+        ROWS_EACH.into(),
+    ];
+    // SAFETY: a block writes its row of sums.
+    unsafe { on.launch(&ROUTER, "sum_scores", blocks, &args) };
+    let sums = add_up(partial.f32s(), width);
+    TopK { probs: logits, ids, weights, lse, sums }
+}
+
+pub(crate) fn softmax_top_k_backward(on: On<'_>, scores: &TopK, normalize: bool, grads: ScoreGrads<'_>) -> Tensor {
+    let (rows, width, k) = (scores.probs.rows(), scores.probs.cols(), scores.ids.cols());
+    let mut dlogits = on.empty(&[rows, width], DType::F32);
+    let weights = on.floats(grads.weights);
+    let probs = (!grads.probs.is_empty()).then(|| on.floats(grads.probs));
+    let args = [
+        on.read(&scores.probs),
+        on.read(&scores.ids),
+        on.read(&scores.weights),
+        on.read(&scores.lse),
+        on.read(&weights),
+        on.read_or_none(probs.as_ref()),
+        on.write(&mut dlogits),
+        grads.lse_squared.into(),
+        rows.into(),
+        width.into(),
+        k.into(),
+        normalize.into(),
+    ];
+    // SAFETY: a warp reads its row of each and writes its row of the gradient.
+    unsafe { on.launch(&ROUTER, "softmax_top_k_backward", rows.div_ceil(WARPS), &args) };
+    dlogits
+}
+
+/// Whether the sort can be done here.
+pub(crate) fn sorts(num_experts: usize) -> bool {
+    num_experts <= MAX_SORTED_EXPERTS
+}
+
+pub(crate) fn sort_choices(
+    on: On<'_>,
+    ids: &Tensor,
+    weights: &Tensor,
+    num_experts: usize,
+    limit: u32,
+) -> SortedChoices {
+    let (num_tokens, k) = (ids.rows(), ids.cols());
+    let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
+    let (mut cells, mut counts) =
+        (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
+    let args = [on.read(ids), on.write(&mut cells), num_tokens.into(), k.into(), num_experts.into()];
+    let launch = |kernel: &str, shared: usize, args: &[Arg<'_>]| {
+        let launch = Launch { source: &ROUTER, kernel, grid: [num_blocks, 1, 1], threads: THREADS, shared, args };
+        // SAFETY: a block reads its tokens' choices and writes its own cells, and the rows that they count.
+        unsafe { on.gpu.launch(&launch) };
+    };
+    launch("count_choices", num_experts * 4, &args[..]);
+    let args = [on.write(&mut cells), on.write(&mut counts), (k * num_blocks).into()];
+    // SAFETY: a block scans its expert's cells.
+    unsafe { on.launch(&ROUTER, "scan_cells", num_experts, &args) };
+    // The number of rows decides sizes: the one thing that the host waits for.
+    let counts = counts.u32s().to_vec();
+    let mut offsets = vec![0; num_experts + 1];
+    for (e, &count) in counts.iter().enumerate() {
+        offsets[e + 1] = offsets[e] + count.min(limit);
+    }
+    let num_rows = offsets[num_experts] as usize;
+    let first_rows = on.u32s(&offsets);
+    let mut sorted = SortedChoices {
+        counts,
+        offsets,
+        tokens: on.empty(&[num_rows], DType::U32),
+        weights: on.empty(&[num_rows], DType::F32),
+        token_rows: on.empty(&[num_tokens, k], DType::U32),
+    };
+    debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
+    let args = [
+        on.read(ids),
+        on.read(weights),
+        on.read(&cells),
+        on.read(&first_rows),
+        on.write(&mut sorted.tokens),
+        on.write(&mut sorted.weights),
+        on.write(&mut sorted.token_rows),
+        num_tokens.into(),
+        k.into(),
+        num_experts.into(),
+        limit.into(),
+    ];
+    launch("place_choices", WARPS * num_experts * 4, &args[..]);
+    sorted
+}
