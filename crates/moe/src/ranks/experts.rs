@@ -22,6 +22,8 @@ pub(crate) struct RanksSaved {
     /// Experts that came here, with their part of forward.
     shadows: Option<ShadowsSaved>,
     width: usize,
+    /// Choices of a token of this rank.
+    num_own: usize,
 }
 
 struct SavedPart {
@@ -92,7 +94,7 @@ impl RanksSaved {
             shadows
         });
         ranks.count_forward(start.elapsed(), is_training);
-        (y, Self { ranks: ranks.clone(), travel, parts, shadows, width: x.cols() })
+        (y, Self { ranks: ranks.clone(), travel, parts, shadows, width: x.cols(), num_own: num_choices })
     }
 
     /// From `dy [T, D]`, f32 or bf16, the gradient of the output.
@@ -130,6 +132,7 @@ impl RanksSaved {
                 put(&mut dweights, tokens.start * num_choices, &sums[1]);
             },
         );
+        let mut dweights = self.own_choices(ctx, dweights);
         let shadows = here.map(|back| {
             add_assign(ctx, &mut dx, &back.dx);
             add_assign(ctx, &mut dweights, &back.dweights);
@@ -137,6 +140,19 @@ impl RanksSaved {
         });
         self.ranks.count_backward(start.elapsed());
         RanksBackward { dx, dweights, task: RanksTask { parts, shadows } }
+    }
+
+    /// `[T K]` of this rank's K choices from that of as many as travelled.
+    fn own_choices(&self, ctx: &Context, travelled: Tensor) -> Tensor {
+        let (most, own) = (self.travel.num_choices(), self.num_own);
+        if most == own {
+            return travelled;
+        }
+        let mut choices = ctx.empty(&[travelled.len() / most * own], DType::F32);
+        for (to, from) in choices.f32s_mut().chunks_exact_mut(own.max(1)).zip(travelled.f32s().chunks_exact(most)) {
+            to.copy_from_slice(&from[..own]);
+        }
+        choices
     }
 
     /// What the weight gradients are computed from: all chunks as one, so that each expert's weights are read and written once.

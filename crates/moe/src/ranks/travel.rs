@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use moeworks_comm::RowPlan;
+use moeworks_comm::{Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::NO_ROW;
@@ -62,7 +62,11 @@ impl Travel {
         if num_chunks == 0 {
             return Self { ranks: ranks.clone(), chunks: Vec::new(), num_choices };
         }
-        let choices = choices(ctx, dispatch, num_choices, is_fetched);
+        // Some routers choose as many experts as the tokens at hand ask for: ranks make room for the most of any of them.
+        let mut widest = [num_choices as u32];
+        ranks.attempt((), || ranks.group().all_reduce(&mut widest, Reduce::Max));
+        let (num_own, num_choices) = (num_choices, widest[0] as usize);
+        let choices = choices(ctx, dispatch, (num_own, num_choices), is_fetched);
         let num_tokens = choices.rows();
         let ends: Vec<usize> = (1..=num_chunks).map(|chunk| num_tokens * chunk / num_chunks).collect();
         let targets = Targets::of(ranks, &choices);
@@ -125,7 +129,7 @@ impl Travel {
         }
     }
 
-    /// K.
+    /// K: the most choices that a token of any rank has.
     pub(crate) fn num_choices(&self) -> usize {
         self.num_choices
     }
@@ -177,18 +181,26 @@ impl Targets {
     }
 }
 
-/// `[T, 2 K]`: what each token takes along. Numbers of experts are exact in f32: there are at most 2^24.
-fn choices(ctx: &Context, dispatch: &Dispatch, num_choices: usize, is_fetched: impl Fn(usize) -> bool) -> Tensor {
+/// `[T, 2 K]`: what each token, which has `num_own` choices here, takes along. Numbers of experts are exact in f32: there are at
+/// most 2^24.
+fn choices(
+    ctx: &Context,
+    dispatch: &Dispatch,
+    (num_own, num_choices): (usize, usize),
+    is_fetched: impl Fn(usize) -> bool,
+) -> Tensor {
     let token_rows = dispatch.token_rows();
     let mut experts = vec![NOWHERE; dispatch.num_rows()];
     for (expert, pair) in dispatch.offsets().windows(2).enumerate().filter(|(expert, _)| !is_fetched(*expert)) {
         experts[pair[0] as usize..pair[1] as usize].fill(expert as f32);
     }
-    let num_tokens = token_rows.len() / num_choices.max(1);
+    let num_tokens = token_rows.len() / num_own.max(1);
     let mut choices = ctx.empty(&[num_tokens, 2 * num_choices], DType::F32);
     let tokens = choices.f32s_mut().chunks_exact_mut(2 * num_choices.max(1));
-    for (choices, rows) in tokens.zip(token_rows.chunks_exact(num_choices.max(1))) {
+    for (choices, rows) in tokens.zip(token_rows.chunks_exact(num_own.max(1))) {
         let (ids, weights) = choices.split_at_mut(num_choices);
+        ids[num_own..].fill(NOWHERE);
+        weights[num_own..].fill(0.0);
         for ((id, weight), &row) in ids.iter_mut().zip(weights).zip(rows) {
             let row = (row != NO_ROW).then_some(row as usize);
             (*id, *weight) = row.map_or((NOWHERE, 0.0), |row| (experts[row], dispatch.row_weights()[row]));
