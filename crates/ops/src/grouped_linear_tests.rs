@@ -1,6 +1,6 @@
 use super::*;
 use crate::counting_sort::sort_choices;
-use crate::test_data::{contexts, is_close, numbers, tensor};
+use crate::test_data::{contexts, is_close, kind, numbers, tensor};
 
 /// All three products against sums in f64, on every instruction set and number of threads; groups without rows, with one
 /// and with many.
@@ -16,10 +16,10 @@ fn every_row_meets_the_matrix_of_its_group() {
         // The last group gets nothing, and the first token's last choice is none.
         let id = |t: usize, i: usize| if (t, i) == (0, 1) { u32::MAX } else { ((t * t + i) % (num_groups - 1)) as u32 };
         let ids: Vec<u32> = (0..t * k).map(|at| id(at / k, at % k)).collect();
-        let mut last_isa = None;
+        let mut last_kind = None;
         let mut bits: Vec<Vec<f32>> = Vec::new();
         for ctx in contexts() {
-            if last_isa.replace(ctx.isa()) != Some(ctx.isa()) {
+            if last_kind.replace(kind(&ctx)) != Some(kind(&ctx)) {
                 bits.clear();
             }
             let make = |shape: &[usize], values: &[f32]| tensor(&ctx, shape, values, DType::F32);

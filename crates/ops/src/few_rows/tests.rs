@@ -1,9 +1,9 @@
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
 
+use crate::Context;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use crate::test_data::{contexts, is_close, numbers, rounded, tensor};
-use crate::{Context, Isa};
+use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
 /// Rows, depth and columns of a product, and the type of its weights.
 #[derive(Clone, Copy, Debug)]
@@ -36,19 +36,19 @@ fn check(case: Case) {
     let (a, w) = (numbers(rows * depth, 1), numbers(depth * columns, 2));
     let forward = exact(case, &a, |k, c| w[c * depth + k]);
     let backward = exact(case, &a, |k, c| w[k * columns + c]);
-    let mut last: Option<(Isa, Tensor, Tensor)> = None;
+    let mut last: Option<(_, Tensor, Tensor)> = None;
     for ctx in contexts() {
         let x = tensor(&ctx, &[rows, depth], &a, DType::F32);
         let y = linear(&ctx, &x, &tensor(&ctx, &[columns, depth], &w, dtype), DType::F32);
         let dx = linear_backward_input(&ctx, &x, &tensor(&ctx, &[depth, columns], &w, dtype), DType::F32);
         assert_close("A B^T", case, &y, &forward);
         assert_close("A B", case, &dx, &backward);
-        if let Some((isa, last_y, last_dx)) = &last
-            && *isa == ctx.isa()
+        if let Some((last_kind, last_y, last_dx)) = &last
+            && *last_kind == kind(&ctx)
         {
             assert!(last_y.bytes() == y.bytes() && last_dx.bytes() == dx.bytes(), "{case:?}: bits depend on threads");
         }
-        last = Some((ctx.isa(), y, dx));
+        last = Some((kind(&ctx), y, dx));
     }
 }
 

@@ -5,12 +5,12 @@ use proptest::prelude::*;
 
 use super::kernel::{Kernel, WeightBlock};
 use super::*;
+use crate::Activation;
 use crate::experts::{ExpertRows, ExpertWeights, experts_forward};
 use crate::gemm::store::Store;
 use crate::linear::{Write, linear};
 use crate::parallel::Lent;
-use crate::test_data::{contexts, numbers, tensor};
-use crate::{Activation, Isa};
+use crate::test_data::{contexts, kind, numbers, tensor};
 
 const TYPES: [DType; 2] = [DType::Q8, DType::Q4];
 
@@ -104,7 +104,7 @@ impl Case {
 fn check(case: Case) {
     let Case { rows, depth, columns, dtype } = case;
     let (x, w) = case.inputs();
-    let mut last: Option<(Isa, Tensor)> = None;
+    let mut last: Option<(_, Tensor)> = None;
     for ctx in contexts() {
         let x_tensor = tensor(&ctx, &[rows, depth], &x, DType::F32);
         let weights = quantize(&ctx, &tensor(&ctx, &[columns, depth], &w, DType::F32), dtype);
@@ -112,12 +112,12 @@ fn check(case: Case) {
         let y = linear(&ctx, &x_tensor, &weights, DType::F32);
         case.assert_close(&format!("{:?}", ctx.isa()), y.f32s(), &x, exact.f32s());
         with_block!(dtype, B => every_kernel::<B>(&ctx, case, &x_tensor, &weights, (&x, exact.f32s())));
-        if let Some((isa, last)) = &last
-            && *isa == ctx.isa()
+        if let Some((last_kind, last)) = &last
+            && *last_kind == kind(&ctx)
         {
             assert_eq!(last.bytes(), y.bytes(), "{case:?}: bits depend on the number of threads");
         }
-        last = Some((ctx.isa(), y));
+        last = Some((kind(&ctx), y));
     }
 }
 
