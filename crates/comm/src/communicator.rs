@@ -264,3 +264,33 @@ impl dyn Communicator + '_ {
 fn in_bytes(counts: &[usize], element_size: usize) -> Vec<usize> {
     counts.iter().map(|&count| count.saturating_mul(element_size)).collect()
 }
+
+/// The functions of a [`Communicator`] that wraps another, its field `inner`, and leaves these to it.
+macro_rules! forward_to_inner {
+    () => {
+        fn rank(&self) -> usize {
+            self.inner.rank()
+        }
+
+        fn size(&self) -> usize {
+            self.inner.size()
+        }
+
+        fn world_ranks(&self) -> &[usize] {
+            self.inner.world_ranks()
+        }
+
+        fn nodes(&self) -> &[usize] {
+            self.inner.nodes()
+        }
+
+        fn set_timeout(&self, timeout: std::time::Duration) {
+            self.inner.set_timeout(timeout);
+        }
+
+        fn fail(&self, error: $crate::CommError) -> $crate::CommError {
+            self.inner.fail(error)
+        }
+    };
+}
+pub(crate) use forward_to_inner;

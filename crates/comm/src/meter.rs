@@ -6,6 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::communicator::forward_to_inner;
 use crate::number::Reduce;
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
@@ -152,21 +153,7 @@ fn name(call: Call) -> &'static str {
 }
 
 impl Communicator for Metered {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner.world_ranks()
-    }
-
-    fn nodes(&self) -> &[usize] {
-        self.inner.nodes()
-    }
+    forward_to_inner!();
 
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
         let sent = self.bytes_of(operation, &memory);
@@ -193,14 +180,6 @@ impl Communicator for Metered {
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let part = self.inner.split(color, key)?;
         Ok(part.map(|inner| Box::new(Self { inner, meter: Arc::clone(&self.meter) }) as Box<dyn Communicator>))
-    }
-
-    fn set_timeout(&self, timeout: Duration) {
-        self.inner.set_timeout(timeout);
-    }
-
-    fn fail(&self, error: CommError) -> CommError {
-        self.inner.fail(error)
     }
 }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use moeworks_plan::Link;
 
+use crate::communicator::forward_to_inner;
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
 use crate::{CommError, Communicator};
@@ -106,21 +107,7 @@ fn wait_until(end: Instant) {
 }
 
 impl Communicator for Shaped {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner.world_ranks()
-    }
-
-    fn nodes(&self) -> &[usize] {
-        self.inner.nodes()
-    }
+    forward_to_inner!();
 
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
         let end = self.end_of(operation, &memory);
@@ -141,14 +128,6 @@ impl Communicator for Shaped {
         let part = self.inner.split(color, key)?;
         let shaped = |inner| Self { inner, links: self.links, lines: self.lines() };
         Ok(part.map(|inner| Box::new(shaped(inner)) as Box<dyn Communicator>))
-    }
-
-    fn set_timeout(&self, timeout: Duration) {
-        self.inner.set_timeout(timeout);
-    }
-
-    fn fail(&self, error: CommError) -> CommError {
-        self.inner.fail(error)
     }
 }
 

@@ -66,18 +66,7 @@ pub fn sort_choices(
     let block_tokens = MIN_TOKENS.max(num_experts);
     let num_blocks = num_tokens.div_ceil(block_tokens);
 
-    let mut cells = ctx.zeros(&[num_blocks, k, num_experts], DType::U32);
-    ctx.threads().run_pieces(cells.u32s_mut(), k * num_experts, |block, cells| {
-        let tokens = piece_range(block, block_tokens, num_tokens);
-        for ids in ids[tokens.start * k..tokens.end * k].chunks_exact(k) {
-            for (&id, cells) in ids.iter().zip(cells.chunks_exact_mut(num_experts)) {
-                if let Some(cell) = cells.get_mut(id as usize) {
-                    *cell += 1;
-                }
-            }
-        }
-    });
-
+    let mut cells = count_cells(ctx, ids, (num_tokens, k, num_experts), block_tokens);
     let counts = first_positions(cells.u32s_mut(), num_blocks, k, num_experts);
     let mut offsets = vec![0; num_experts + 1];
     for (e, &count) in counts.iter().enumerate() {
@@ -119,6 +108,27 @@ pub fn sort_choices(
         }
     });
     sorted
+}
+
+/// `[blocks, K, E]`: how often each expert is the choice of each rank in each block of tokens.
+fn count_cells(
+    ctx: &Context,
+    ids: &[u32],
+    (num_tokens, k, num_experts): (usize, usize, usize),
+    block_tokens: usize,
+) -> Tensor {
+    let mut cells = ctx.zeros(&[num_tokens.div_ceil(block_tokens), k, num_experts], DType::U32);
+    ctx.threads().run_pieces(cells.u32s_mut(), k * num_experts, |block, cells| {
+        let tokens = piece_range(block, block_tokens, num_tokens);
+        for ids in ids[tokens.start * k..tokens.end * k].chunks_exact(k) {
+            for (&id, cells) in ids.iter().zip(cells.chunks_exact_mut(num_experts)) {
+                if let Some(cell) = cells.get_mut(id as usize) {
+                    *cell += 1;
+                }
+            }
+        }
+    });
+    cells
 }
 
 /// Replaces the counts of the cells `[blocks, K, E]` by the position among the expert's choices of the cell's first one:

@@ -187,8 +187,8 @@ impl Loader<'_> {
         Ok(tensor)
     }
 
-    /// A tensor whose pieces, which have been checked, stay where the files have them, if they can. Gate and up of an expert that are in different
-    /// files are brought together, since products read them as one matrix.
+    /// A tensor whose pieces, which have been checked, stay where the files have them, if they can. Gate and up of an expert that
+    /// are in different files are brought together, since products read them as one matrix.
     fn in_pieces(&self, pieces: &[Piece], shape: &[usize]) -> Result<Option<Tensor>, LoadError> {
         let Some(mut tensors) = self.reader.all_lent(pieces)? else { return Ok(None) };
         let num_matrices = if let [matrices, _, _] = *shape { matrices } else { 1 };

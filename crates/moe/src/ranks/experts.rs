@@ -81,9 +81,7 @@ impl RanksSaved {
             (x, wire),
             || here = shadows.map(|shadows| shadows.forward(ctx, x)),
             |_, chunk, x| {
-                let rows = chunk.arrived().rows();
-                let forward = || experts_forward_biased(ctx, &x, experts, biases, rows);
-                let (y, saved) = ranks.time("experts", forward);
+                let (y, saved) = experts_forward_biased(ctx, &x, experts, biases, chunk.arrived().rows());
                 parts.push(SavedPart { x, experts: saved });
                 vec![(y, wire.of_sums())]
             },
@@ -117,8 +115,7 @@ impl RanksSaved {
             |index, chunk, dy| {
                 let rows = chunk.arrived().rows();
                 let saved = &self.parts[index].experts;
-                let backward = || experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
-                let mut backward = self.ranks.time("experts, backward", backward);
+                let mut backward = experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(&dy, down, rows, &mut backward.d_row_weights);
                 }

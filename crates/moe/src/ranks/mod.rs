@@ -20,7 +20,7 @@ mod tuning;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Meter, Reduce, RowPlan};
+use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_plan::{Exchange, Moving, Placement, Wire};
 use moeworks_tensor::Tensor;
@@ -49,7 +49,6 @@ struct Inner {
     exchange: Exchange,
     moving: OnceLock<Moving>,
     tuning: Mutex<Tuning>,
-    meter: OnceLock<Arc<Meter>>,
     failure: Mutex<Option<CommError>>,
 }
 
@@ -68,8 +67,7 @@ impl ExpertRanks {
         assert_eq!(placement.num_ranks(), group.size(), "ranks of a placement");
         let held = placement.experts_of(group.rank());
         let (hierarchy, tuning, failure) = (Hierarchy::of(group)?, Mutex::default(), Mutex::default());
-        let (meter, moving) = (OnceLock::new(), OnceLock::new());
-        let inner = Inner { world, hierarchy, placement, held, exchange, moving, tuning, meter, failure };
+        let inner = Inner { world, hierarchy, placement, held, exchange, moving: OnceLock::new(), tuning, failure };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -81,19 +79,6 @@ impl ExpertRanks {
 
     pub(crate) fn moving(&self) -> Moving {
         self.inner.moving.get().copied().unwrap_or_default()
-    }
-
-    /// Lets `meter` know of the work of experts from now on. Only the first call counts.
-    pub fn measure_with(&self, meter: &Arc<Meter>) {
-        let _ = self.inner.meter.set(Arc::clone(meter));
-    }
-
-    /// Does `work`, which a meter that listens calls `name`.
-    pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
-        match self.inner.meter.get() {
-            Some(meter) => meter.time(name, work),
-            None => work(),
-        }
     }
 
     /// Which ranks of the group hold which expert.

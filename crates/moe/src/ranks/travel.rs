@@ -95,8 +95,9 @@ impl Travel {
         &self.chunks
     }
 
-    /// Takes `rows` `[T, D]` there in the form of `wire`; `meanwhile` is done while the first are under way. `work` makes of the rows `[A, D]` that arrive of a chunk what goes back;
-    /// `home` gets the chunk's tokens and for each part the sums of what came back, `[tokens, ..]`.
+    /// Takes `rows` `[T, D]` there in the form of `wire`; `meanwhile` is done while the first are under way. `work` makes of the
+    /// rows `[A, D]` that arrive of a chunk what goes back; `home` gets the chunk's tokens and for each part the sums of what
+    /// came back, `[tokens, ..]`.
     pub(crate) fn there_and_back(
         &self,
         ctx: &Context,

@@ -9,26 +9,9 @@ use moeworks_ops::Context;
 use moeworks_tensor::{Purpose, Random, Tensor};
 use proptest::prelude::*;
 
-use crate::{config, tensor};
+use crate::{KINDS, config, tensor};
 
 const E: usize = 8;
-
-/// Every kind, with experts a token.
-const KINDS: [(RouterKind, usize); 13] = [
-    (RouterKind::TopK, 3),
-    (RouterKind::Switch, 1),
-    (RouterKind::NoisyTopK, 2),
-    (RouterKind::Gshard, 2),
-    (RouterKind::Cosine, 2),
-    (RouterKind::Gumbel, 2),
-    (RouterKind::ExpertChoice, 2),
-    (RouterKind::Base, 1),
-    (RouterKind::Sinkhorn, 2),
-    (RouterKind::Hash, 2),
-    (RouterKind::TopP, 2),
-    (RouterKind::Relu, 2),
-    (RouterKind::Hierarchical, 2),
-];
 
 fn of_kind(kind: RouterKind, top_k: usize) -> MoeConfig {
     let mut config = config(E, 2, E, top_k);

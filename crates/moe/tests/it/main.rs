@@ -12,13 +12,12 @@ mod reference;
 mod schemes;
 mod values;
 
-use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, Ramp, RouterConfig, ScoreOrder, SharedWeights};
-use moeworks_ops::{Activation, Context};
+use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, RouterKind, SharedWeights};
+use moeworks_ops::Context;
 use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::reference::{RefShared, RefWeights};
 
-/// A small SwiGLU layer; tests change what they are about.
 /// The factor of jitter on element `position`: half of a number of 16 bits that it shares with its neighbour.
 fn jitter_factor(random: &Random, position: u64, eps: f64) -> f64 {
     let number = (random.coarse(position / 2) * 65_536.0) as u32;
@@ -26,20 +25,26 @@ fn jitter_factor(random: &Random, position: u64, eps: f64) -> f64 {
     1.0 + eps * ((f64::from(byte) + 0.5) / 128.0 - 1.0)
 }
 
+/// Every kind, with experts a token.
+const KINDS: [(RouterKind, usize); 13] = [
+    (RouterKind::TopK, 3),
+    (RouterKind::Switch, 1),
+    (RouterKind::NoisyTopK, 2),
+    (RouterKind::Gshard, 2),
+    (RouterKind::Cosine, 2),
+    (RouterKind::Gumbel, 2),
+    (RouterKind::ExpertChoice, 2),
+    (RouterKind::Base, 1),
+    (RouterKind::Sinkhorn, 2),
+    (RouterKind::Hash, 2),
+    (RouterKind::TopP, 2),
+    (RouterKind::Relu, 2),
+    (RouterKind::Hierarchical, 2),
+];
+
+/// A small SwiGLU layer; tests change what they are about.
 fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> MoeConfig {
-    MoeConfig {
-        width,
-        num_experts,
-        top_k,
-        expert_width,
-        activation: Activation::SwiGlu,
-        score_order: ScoreOrder::SoftmaxThenTopK,
-        normalize_weights: false,
-        capacity_factor: 0.0,
-        jitter: Ramp::ZERO,
-        shared_width: 0,
-        router: RouterConfig::default(),
-    }
+    MoeConfig { normalize_weights: false, ..MoeConfig::plain(width, expert_width, num_experts, top_k) }
 }
 
 fn tensor(ctx: &Context, shape: &[usize], values: &[f64]) -> Tensor {

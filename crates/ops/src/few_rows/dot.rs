@@ -145,13 +145,10 @@ impl<T: Weight> Part<'_, T> {
     /// `N` rows of weights and `R` rows of A must exist.
     #[inline(always)]
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self, waiting: &mut [f32], tiles: &mut [Tile]) {
-        let Self { panel, column, first, depth: (start, end), pass, ahead } = self;
-        let Panel { weights, depth, a, num_rows, tile_step, .. } = panel;
-        let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
-        let place = |n: usize, r: usize| ((column + n) * num_rows + first + r) * S::WIDTH;
+        let Self { panel, column, first, depth: (start, end), .. } = self;
+        let place = |n: usize, r: usize| ((column + n) * panel.num_rows + first + r) * S::WIDTH;
         let mut sums = [[S::splat(0.0); R]; N];
-        // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter, is
-        // read from a copy. `waiting` has a vector for each row of A and column.
+        // SAFETY: the caller's promise; `waiting` has a vector for each row of A and column.
         unsafe {
             if start > 0 {
                 for (n, sums) in sums.iter_mut().enumerate() {
@@ -160,34 +157,8 @@ impl<T: Weight> Part<'_, T> {
                     }
                 }
             }
-            let weights = weights.as_ptr().add(column * depth);
-            let mut a = a.as_ptr().add((start / block * num_rows + first) * words);
-            // Each pass asks for its share of the lines.
-            let (turn, num_turns) = (first / pass, num_rows.div_ceil(pass));
-            let mut wait = turn;
-            for at in (start..end / block * block).step_by(block) {
-                let from: [*const T; N] = std::array::from_fn(|n| weights.wrapping_add(n * depth + at));
-                if wait == 0 {
-                    for n in 0..N {
-                        for line in (0..block * size_of::<T>()).step_by(64) {
-                            prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
-                        }
-                    }
-                    wait = num_turns;
-                }
-                wait -= 1;
-                step::<S, T, N, R>(&mut sums, from, a);
-                a = a.add(num_rows * words);
-            }
-            let rest = end % block;
-            if rest > 0 {
-                let mut last = [[T::store(0.0); MAX_BLOCK]; N];
-                for (n, last) in last.iter_mut().enumerate() {
-                    *last = partial_block(std::slice::from_raw_parts(weights.add(n * depth + depth - rest), rest));
-                }
-                step::<S, T, N, R>(&mut sums, last.each_ref().map(|last| last.as_ptr()), a);
-            }
-            if end < depth {
+            self.add_blocks::<S, N, R>(&mut sums);
+            if end < panel.depth {
                 for (n, sums) in sums.iter().enumerate() {
                     for (r, &sum) in sums.iter().enumerate() {
                         S::store(waiting.as_mut_ptr().add(place(n, r)), sum);
@@ -199,13 +170,55 @@ impl<T: Weight> Part<'_, T> {
         for (n, sums) in sums.iter().enumerate() {
             let mut put = |r: usize, sum: f32| {
                 let row = first + r;
-                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = sum;
+                tiles[row / MAX_ROWS * panel.tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = sum;
             };
             let (fours, rest) = sums.as_chunks::<4>();
             for (index, &four) in fours.iter().enumerate() {
                 (4 * index..).zip(S::totals(four)).for_each(|(r, sum)| put(r, sum));
             }
             (4 * fours.len()..).zip(rest).for_each(|(r, &sum)| put(r, S::total(sum)));
+        }
+    }
+
+    /// Adds the products of this part of the depth, block by block.
+    ///
+    /// # Safety
+    /// As for [`sums`](Self::sums).
+    #[inline(always)]
+    unsafe fn add_blocks<S: Level, const N: usize, const R: usize>(&self, sums: &mut [[S::Vector; R]; N]) {
+        let Self { panel, column, first, depth: (start, end), pass, ahead } = *self;
+        let Panel { weights, depth, a, num_rows, .. } = panel;
+        let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
+        // Each pass asks for its share of the lines.
+        let num_turns = num_rows.div_ceil(pass);
+        let mut wait = first / pass;
+        // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter, is
+        // read from a copy.
+        unsafe {
+            let weights = weights.as_ptr().add(column * depth);
+            let mut a = a.as_ptr().add((start / block * num_rows + first) * words);
+            for at in (start..end / block * block).step_by(block) {
+                let from: [*const T; N] = std::array::from_fn(|n| weights.wrapping_add(n * depth + at));
+                if wait == 0 {
+                    for n in 0..N {
+                        for line in (0..block * size_of::<T>()).step_by(64) {
+                            prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
+                        }
+                    }
+                    wait = num_turns;
+                }
+                wait -= 1;
+                step::<S, T, N, R>(sums, from, a);
+                a = a.add(num_rows * words);
+            }
+            let rest = end % block;
+            if rest > 0 {
+                let mut last = [[T::store(0.0); MAX_BLOCK]; N];
+                for (n, last) in last.iter_mut().enumerate() {
+                    *last = partial_block(std::slice::from_raw_parts(weights.add(n * depth + depth - rest), rest));
+                }
+                step::<S, T, N, R>(sums, last.each_ref().map(|last| last.as_ptr()), a);
+            }
         }
     }
 }

@@ -93,7 +93,7 @@ fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) ->
     let columns = columns.max(1);
     let wanted = if product.form == Form::Nt {
         let x_bytes = 4 * group.rows * group.depth;
-        let panel_bytes = group.b.bytes_of(group.depth) * columns * num_tiles(product);
+        let panel_bytes = group.b.bytes_of(group.depth) * columns * product.num_tiles();
         // Each task lays out the rows of A for itself.
         let all_bytes = panel_bytes * panels.count * product.groups.len();
         TASK_BYTES.max(4 * x_bytes).max((16 * x_bytes).min(all_bytes / MIN_TASKS)).div_ceil(panel_bytes.max(1))
@@ -105,10 +105,6 @@ fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) ->
         STRETCH_BYTES.div_ceil(group.b.bytes_of(columns)).min(even.max(least))
     };
     wanted.clamp(1, panels.count)
-}
-
-fn num_tiles(product: &Product<'_>) -> usize {
-    if product.is_paired { 2 } else { 1 }
 }
 
 /// The parts of a task's scratch, in 32-bit words.
@@ -136,7 +132,7 @@ impl Layout {
             } else {
                 depth.max(dot::waiting_words(group.rows))
             },
-            tiles: num_tiles(product) * group.rows.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4),
+            tiles: product.num_tiles() * group.rows.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4),
         }
     }
 
@@ -176,7 +172,7 @@ kernel! {
         let (strip, tiles) = rest.split_at_mut(layout.strip);
         let tiles = tile_slice(bytemuck::cast_slice_mut(tiles));
         let range = task.panels.0..task.panels.0 + task.panels.1;
-        let num_tiles = num_tiles(product);
+        let num_tiles = product.num_tiles();
         let mut room = Room::new();
         if product.form == Form::Nt {
             work.spread_rows::<T>(group, strip, a);
@@ -213,7 +209,7 @@ impl Work<'_> {
         let Self { product, task, lanes, .. } = *self;
         let first = |group: &Group<'_>, panels: &Panels, panel: usize| group.b.address(panels.panel(panel).0, 0);
         let group = &product.groups[task.group];
-        if pair + 1 < num_tiles(product) {
+        if pair + 1 < product.num_tiles() {
             return group.b.address(panels.panel(panel).0 + group.columns, 0);
         }
         if panel + 1 < task.panels.0 + task.panels.1 {

@@ -91,6 +91,14 @@ pub(crate) struct Product<'a> {
     pub(crate) is_paired: bool,
 }
 
+impl Product<'_> {
+    /// Tiles that the epilogue gets at once.
+    #[inline(always)]
+    pub(crate) fn num_tiles(&self) -> usize {
+        if self.is_paired { 2 } else { 1 }
+    }
+}
+
 /// Where a tile is.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
@@ -201,6 +209,32 @@ struct Work<'a> {
     isa: Isa,
 }
 
+/// What of the depth is summed at once.
+#[derive(Clone, Copy)]
+struct Part {
+    /// First element and number of elements.
+    start: usize,
+    depth: usize,
+    num_units: usize,
+    is_first: bool,
+    is_last: bool,
+}
+
+/// Some rows of C of a task: the first, counted from the task's, their number, and where their rows of A are.
+struct Rows {
+    first: usize,
+    count: usize,
+    a: [*const u32; MAX_ROWS],
+    a_step: usize,
+}
+
+/// How far a task is with what it asks for ahead, and room for its epilogue.
+struct Progress {
+    stream: ahead::Stream,
+    num_calls: usize,
+    room: Room,
+}
+
 impl Work<'_> {
     fn run<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, ref kernels, .. } = *self;
@@ -212,71 +246,90 @@ impl Work<'_> {
         if kernels.are_tiles {
             return self.run_in_tiles(scratch, epilogue);
         }
-        let format = self.format();
-        let panels = Panels::of(group.columns, kernels.lanes);
-        let num_tiles = if product.is_paired { 2 } else { 1 };
         let (b_room, rest) = scratch.split_at_mut(task.b_units);
         let (a_room, rest) = rest.split_at_mut(task.a_units);
         // Sums wait here between parts of the depth; with one part a single place serves all tiles.
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
-        let mut room = Room::new();
+        let held = if num_parts > 1 { task.panels.1 * product.num_tiles() } else { 0 };
         let stream = self.stream_of_next(b_room.as_ptr().cast());
-        let mut num_calls = 0;
-        for part in 0..num_parts {
-            let start = part * task.part;
-            let depth = (group.depth - start).min(task.part);
-            let num_units = format.units_of(depth);
-            pack_b(self.isa, self, (start, depth), b_room);
+        let mut progress = Progress { stream, num_calls: 0, room: Room::new() };
+        for index in 0..num_parts {
+            let part = self.part(index, num_parts);
+            let depth = (part.start, part.depth);
+            pack_b(self.isa, self, depth, b_room);
             if product.form == Form::Tn {
-                pack_a(self.isa, self, (start, depth), a_room);
+                pack_a(self.isa, self, depth, a_room);
             }
-            let mut next_tile = 0;
-            for row in (0..task.rows.1).step_by(kernels.rows) {
-                let rows = (task.rows.1 - row).min(kernels.rows);
+            for (block, first) in (0..task.rows.1).step_by(kernels.rows).enumerate() {
+                let count = (task.rows.1 - first).min(kernels.rows);
                 let (a, a_step) = if product.form == Form::Tn {
-                    (packed_rows(&a_room[row * num_units..], rows), kernels.rows)
+                    (packed_rows(&a_room[first * part.num_units..], count), kernels.rows)
                 } else {
-                    (self.rows_of_a(task.rows.0 + row, rows, (start, depth), a_room), 1)
+                    (self.rows_of_a(task.rows.0 + first, count, depth, a_room), 1)
                 };
-                let mut b = &b_room[..];
-                let mut ahead = self.ahead_of(row, start, depth);
-                for panel in task.panels.0..task.panels.0 + task.panels.1 {
-                    let (column, columns, width) = panels.panel(panel);
-                    let rows_of_tile = (task.rows.0 + row, rows);
-                    let at = Place { group: task.group, rows: rows_of_tile, columns: (column, columns), panel };
-                    if part + 1 == num_parts {
-                        epilogue.prefetch(at);
-                    }
-                    ahead.advance();
-                    let tiles = &mut tiles[next_tile..next_tile + num_tiles];
-                    for tile in tiles.iter_mut() {
-                        let (now, later) = b.split_at(num_units * width);
-                        b = later;
-                        let tile = tile.0.as_mut_ptr();
-                        let ahead = stream.at_call(num_calls, num_units);
-                        num_calls += 1;
-                        let args = TileArgs {
-                            depth: num_units,
-                            a,
-                            a_step,
-                            b: now.as_ptr(),
-                            tile,
-                            is_continued: part > 0,
-                            ahead,
-                        };
-                        // SAFETY: the kernels fit the context's instruction set; `a` points at `rows` rows of
-                        // `num_units` units, checked where the pointers were made, and `b` is a packed panel.
-                        unsafe { kernels.run(rows, width / kernels.lanes, &args) };
-                    }
-                    if part + 1 == num_parts {
-                        let (first, second) = tiles.split_at_mut(1);
-                        finish(self.isa, epilogue, at, &mut first[0], second.first_mut(), &mut room);
-                    }
-                    if num_parts > 1 {
-                        next_tile += num_tiles;
-                    }
-                }
+                let rows = Rows { first, count, a, a_step };
+                self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], &mut progress, epilogue);
+            }
+        }
+    }
+
+    /// A part of the depth of a task.
+    #[inline(always)]
+    fn part(&self, index: usize, num_parts: usize) -> Part {
+        let start = index * self.task.part;
+        let depth = (self.group.depth - start).min(self.task.part);
+        let num_units = self.format().units_of(depth);
+        Part { start, depth, num_units, is_first: index == 0, is_last: index + 1 == num_parts }
+    }
+
+    /// The tiles of some rows with all packed panels of B. Sums that wait have a tile each in `tiles`.
+    #[inline(always)]
+    fn multiply_rows<E: Epilogue>(
+        &self,
+        rows: &Rows,
+        part: Part,
+        mut b: &[u32],
+        tiles: &mut [Tile],
+        progress: &mut Progress,
+        epilogue: &E,
+    ) {
+        let Self { product, group, task, ref kernels, .. } = *self;
+        let (panels, num_tiles) = (Panels::of(group.columns, kernels.lanes), product.num_tiles());
+        let Part { num_units, is_first, is_last, .. } = part;
+        let mut ahead = self.ahead_of(rows.first, part.start, part.depth);
+        for offset in 0..task.panels.1 {
+            let panel = task.panels.0 + offset;
+            let (column, columns, width) = panels.panel(panel);
+            let rows_of_tile = (task.rows.0 + rows.first, rows.count);
+            let at = Place { group: task.group, rows: rows_of_tile, columns: (column, columns), panel };
+            if is_last {
+                epilogue.prefetch(at);
+            }
+            ahead.advance();
+            let first_tile = if is_first && is_last { 0 } else { offset * num_tiles };
+            let tiles = &mut tiles[first_tile..first_tile + num_tiles];
+            for tile in tiles.iter_mut() {
+                let (now, later) = b.split_at(num_units * width);
+                b = later;
+                let ahead = progress.stream.at_call(progress.num_calls, num_units);
+                progress.num_calls += 1;
+                let args = TileArgs {
+                    depth: num_units,
+                    a: rows.a,
+                    a_step: rows.a_step,
+                    b: now.as_ptr(),
+                    tile: tile.0.as_mut_ptr(),
+                    is_continued: !is_first,
+                    ahead,
+                };
+                // SAFETY: the kernels fit the context's instruction set; `a` points at as many rows of `num_units` units,
+                // checked where the pointers were made, and `b` is a packed panel.
+                unsafe { kernels.run(rows.count, width / kernels.lanes, &args) };
+            }
+            if is_last {
+                let (first, second) = tiles.split_at_mut(1);
+                finish(self.isa, epilogue, at, &mut first[0], second.first_mut(), &mut progress.room);
             }
         }
     }
@@ -326,7 +379,7 @@ compiled! {
         }
         for panel in range {
             let (column, columns, width) = panels.panel(panel);
-            for pair in 0..if product.is_paired { 2 } else { 1 } {
+            for pair in 0..product.num_tiles() {
                 let (now, later) = to.split_at_mut(format.units_of(depth.1) * width);
                 to = later;
                 let block = Block { rows: (column + pair * group.columns, columns), columns: depth };

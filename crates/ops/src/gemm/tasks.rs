@@ -97,7 +97,7 @@ impl Panels {
 }
 
 pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, num_threads: usize) -> Plan {
-    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let num_tiles = product.num_tiles();
     let work = |group: &Group<'_>| group.rows * group.columns * num_tiles * group.depth;
     let total: usize = product.groups.iter().map(work).sum();
     let budget = if num_threads == 1 { usize::MAX } else { total / (num_threads * TASKS_PER_THREAD) + 1 };
@@ -125,7 +125,7 @@ fn cut_group(
         return cut_group_for_tiles(product, (index, group), kernels, budget, plan);
     }
     let format = kernels.format(product.compute);
-    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
     // Narrow pieces of long rows, far apart, are slow to fetch and fall on few sets of a cache: with few rows to make
     // up for it, take wider ones of a part of the depth.
@@ -167,7 +167,9 @@ fn cut_group(
     let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
-    push_tasks(plan, Cut { index, group, panels, rows, chunk, part: part.max(2), b_units, a_units, is_turned: false });
+    let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
+    push_tasks(plan, group, &panels, size);
 }
 
 /// Tiles multiply so fast that packing is what counts: an operand is packed as few times as the second-level cache, which
@@ -180,7 +182,7 @@ fn cut_group_for_tiles(
     plan: &mut Plan,
 ) {
     let format = kernels.format(product.compute);
-    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
     let is_a_packed_whole = product.form == Form::Tn;
     let num_parts = group.depth.div_ceil(TILES_PART).max(1);
@@ -202,35 +204,20 @@ fn cut_group_for_tiles(
     let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
     let part = part.max(2 * format.multiple);
-    push_tasks(plan, Cut { index, group, panels, rows, chunk, part, b_units, a_units, is_turned: false });
+    let (rows, chunk) = ((0, rows), (0, chunk));
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
+    push_tasks(plan, group, &panels, size);
 }
 
-/// How a group is cut.
-pub(super) struct Cut<'a> {
-    pub(super) index: usize,
-    pub(super) group: &'a Group<'a>,
-    pub(super) panels: Panels,
-    /// Rows and panels of a task.
-    pub(super) rows: usize,
-    pub(super) chunk: usize,
-    pub(super) part: usize,
-    pub(super) b_units: usize,
-    pub(super) a_units: usize,
-    pub(super) is_turned: bool,
-}
-
-pub(super) fn push_tasks(plan: &mut Plan, cut: Cut<'_>) {
-    let Cut { index, group, panels, rows, chunk, part, b_units, a_units, is_turned } = cut;
+/// Tasks of a group as large as `size`, which begins at the first row and panel, but for those at its ends.
+pub(super) fn push_tasks(plan: &mut Plan, group: &Group<'_>, panels: &Panels, size: Task) {
+    let (rows, chunk) = (size.rows.1, size.panels.1);
     for first_panel in (0..panels.count).step_by(chunk) {
         for first_row in (0..group.rows).step_by(rows) {
             plan.tasks.push(Task {
-                group: index,
                 rows: (first_row, rows.min(group.rows - first_row)),
                 panels: (first_panel, chunk.min(panels.count - first_panel)),
-                part,
-                b_units,
-                a_units,
-                is_turned,
+                ..size
             });
         }
     }

@@ -9,9 +9,9 @@ use core::arch::x86_64::_mm512_storeu_ps;
 
 use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, TILE_STRIDE, Tile, TileArgs};
 use super::store::Room;
-use super::tasks::{Cut, Panels, Plan, push_tasks};
+use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Compute, Epilogue, Form, Group, Place, Product, Work, finish, tile_slice};
+use super::{Compute, Epilogue, Form, Group, Part, Place, Product, Work, finish, tile_slice};
 use crate::simd::kernel;
 
 /// The most rows of a group for which packing them is better than packing B.
@@ -98,7 +98,7 @@ pub(super) fn cut_group(
     plan: &mut Plan,
 ) {
     let format = kernels.format(product.compute);
-    let num_tiles = if product.is_paired { 2 } else { 1 };
+    let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
     let lanes = Lanes::of(group.rows);
     let units = format.units_of(group.depth);
@@ -120,18 +120,9 @@ pub(super) fn cut_group(
     // Before the sums come the tiles of sixteen rows for the epilogue.
     let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
     plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
-    let (rows, part) = (group.rows, format.elements_of(part));
-    push_tasks(plan, Cut { index, group, panels, rows, chunk, part, b_units, a_units, is_turned: true });
-}
-
-/// What of the depth is summed at once.
-#[derive(Clone, Copy)]
-struct Part {
-    /// First element and number of elements.
-    start: usize,
-    depth: usize,
-    num_units: usize,
-    is_first: bool,
+    let (rows, chunk, part) = ((0, group.rows), (0, chunk), format.elements_of(part));
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: true };
+    push_tasks(plan, group, &panels, size);
 }
 
 /// Some rows of B: their panel, which of the pair, and which [`MAX_ROWS`] columns of the panel.
@@ -147,7 +138,7 @@ impl Work<'_> {
     pub(super) fn run_turned<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
         let Self { product, group, task, .. } = *self;
         let lanes = Lanes::of(group.rows);
-        let num_tiles = if product.is_paired { 2 } else { 1 };
+        let num_tiles = product.num_tiles();
         let tiles_of_panel = lanes.count() * TILES * num_tiles;
         let (packed, rest) = scratch.split_at_mut(task.b_units);
         let (a_room, rest) = rest.split_at_mut(task.a_units);
@@ -155,9 +146,7 @@ impl Work<'_> {
         let mut room = Room::new();
         let num_parts = group.depth.div_ceil(task.part);
         for index in 0..num_parts {
-            let start = index * task.part;
-            let depth = (group.depth - start).min(task.part);
-            let part = Part { start, depth, num_units: self.format().units_of(depth), is_first: index == 0 };
+            let part = self.part(index, num_parts);
             pack_lanes(self.isa, self, &lanes, part, a_room, packed);
             for offset in 0..task.panels.1 {
                 let held = if num_parts > 1 { offset } else { 0 };
@@ -166,7 +155,7 @@ impl Work<'_> {
                 for (pair, sums) in sums.chunks_exact_mut(lanes.count() * TILES).enumerate() {
                     self.sum_panel((panel, pair), &lanes, part, (packed, &mut *a_room), sums);
                 }
-                if index + 1 == num_parts {
+                if part.is_last {
                     self.turn_back(panel, &lanes, sums, (out, &mut room), epilogue);
                 }
             }

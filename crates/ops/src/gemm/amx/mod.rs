@@ -263,7 +263,7 @@ impl Work<'_> {
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
         let panels = Panels::of(group.columns, BLOCK);
-        let num_tiles = if product.is_paired { 2 } else { 1 };
+        let num_tiles = product.num_tiles();
         let (b_room, rest) = scratch.split_at_mut(task.b_units);
         let (a_room, rest) = rest.split_at_mut(task.a_units);
         // The sums of the two halves of a pair lie one after the other, each as four tiles of the epilogue.
