@@ -18,12 +18,13 @@ pub(super) fn none(_: &GgufFile, _: &mut Keys) -> Result<(), GgufError> {
     Ok(())
 }
 
-/// GPT-OSS: the bounds of YaRN's ramp are not rounded.
+/// GPT-OSS: the bounds of YaRN's ramp are not rounded; a file without scaling means none.
 pub(super) fn gpt_oss(_: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
     if let Some(width) = keys.get("moe_intermediate_size").cloned() {
         keys.insert("intermediate_size".to_owned(), width);
     }
-    if let Some(scaling) = keys.get_mut("rope_scaling").filter(|scaling| scaling["rope_type"] == "yarn") {
+    let scaling = keys.entry("rope_scaling").or_insert_with(|| json!({ "rope_type": "default" }));
+    if scaling["rope_type"] == "yarn" {
         scaling["truncate"] = json!(false);
     }
     Ok(())

@@ -159,9 +159,9 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    /// Whether anything is said about the rotary embedding.
+    /// Whether anything but the base is said about the rotary embedding.
     pub(crate) fn has_rope(&self) -> bool {
-        self.find(&["rope_parameters", "rope_scaling", "rope_theta"]).is_some()
+        self.find(&["rope_parameters", "rope_scaling"]).is_some()
     }
 
     /// Fails if the weights are quantized in another way than `known` and ours.

@@ -33,7 +33,7 @@ pub(crate) enum Form {
         /// Whether gate and up alternate.
         is_interleaved: bool,
     },
-    /// The rows of several tensors, one behind the other: gate and up. Without a gate the last alone.
+    /// The rows, or elements, of several tensors, one behind the other: gate and up. Without a gate the last alone.
     Joined(&'static [&'static str]),
     /// As `Joined` for each expert, whose number stands for `{e}`.
     PerExpert(&'static [&'static str]),
@@ -199,10 +199,13 @@ fn pieces(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<Piec
             let shape = vec![matrices, rows, cols];
             vec![Piece { name: on_disk(name), shape, view: Some(view), is_mxfp4: true }]
         }
-        Form::Joined(names) => joined(names, is_gated)
-            .iter()
-            .map(|name| whole(on_disk(name), &[rows / joined(names, is_gated).len(), cols]))
-            .collect(),
+        Form::Joined(names) => {
+            let names = joined(names, is_gated);
+            let part = [rows / names.len(), cols];
+            // The parts of a vector are vectors.
+            let part = &part[..shape.len().min(2)];
+            names.iter().map(|name| whole(on_disk(name), part)).collect()
+        }
         Form::PerExpert(names) => {
             let names = joined(names, is_gated);
             let one = |e: usize, name: &str| {

@@ -5,7 +5,8 @@ use serde_json::{Map, Value, json};
 use super::keys::{Keys, abridged};
 use crate::config::{ModelConfig, RopeScaling};
 
-/// Reads base, scaling and the part of a head that is rotated.
+/// Reads base and scaling. No family rotates a part of a head: `transformers` does not look at `partial_rotary_factor` where
+/// nothing is scaled, and fails otherwise.
 pub(super) fn read(keys: &Keys<'_>, default_theta: f64, config: &mut ModelConfig) -> Result<(), String> {
     let new: Map<String, Value> = keys.optional(&["rope_parameters"])?.unwrap_or_default();
     let old: Map<String, Value> = keys.optional(&["rope_scaling"])?.unwrap_or_default();
@@ -14,11 +15,11 @@ pub(super) fn read(keys: &Keys<'_>, default_theta: f64, config: &mut ModelConfig
     let (name, map) =
         if is_scaled(&new) || !is_scaled(&old) { ("rope_parameters", new) } else { ("rope_scaling", old) };
     let inner = Keys::new(&map);
-    let part: Option<f64> = inner.optional(&["partial_rotary_factor"])?;
-    if let Some(part) = part.or(keys.optional(&["partial_rotary_factor"])?).filter(|&part| part != 1.0) {
-        config.variant.rotary.dim = (config.head_dim as f64 * part) as usize;
-    }
     let scaling = scaling(keys, &inner, config).map_err(|reason| format!("{name}: {reason}"))?;
+    let part: Option<f64> = inner.optional(&["partial_rotary_factor"])?.or(keys.optional(&["partial_rotary_factor"])?);
+    if let Some(part) = part.filter(|&part| part != 1.0 && scaling != RopeScaling::None) {
+        return Err(format!("{name}: partial_rotary_factor = {part}: must be 1 where the rotary embedding is scaled"));
+    }
     config.variant.rotary.scaling = scaling;
     Ok(())
 }
@@ -36,7 +37,7 @@ fn scaling(keys: &Keys<'_>, inner: &Keys<'_>, config: &ModelConfig) -> Result<Ro
     let factor = || inner.required::<f64>(&["factor"]);
     let original_len = || -> Result<usize, String> {
         let key = ["original_max_position_embeddings"];
-        Ok(inner.optional(&key)?.or(keys.optional(&key)?).unwrap_or(config.max_seq_len))
+        Ok(keys.optional(&key)?.or(inner.optional(&key)?).unwrap_or(config.max_seq_len))
     };
     Ok(match kind.as_str() {
         Some("default") => RopeScaling::None,

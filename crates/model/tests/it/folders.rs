@@ -173,6 +173,7 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("rope_parameters", json!({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
         ("rope_parameters", json!({"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0})),
         ("rope_scaling", json!({"type": "linear"})),
+        ("rope_scaling", json!({"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5})),
         ("mlp_only_layers", json!("1")),
         ("shared_expert_intermediate_size", json!(64)),
     ] {
@@ -190,7 +191,6 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("rms_norm_eps", "norm_eps", json!(-1.0)),
         ("decoder_sparse_step", "moe_every", json!(0)),
         ("rope_parameters", "variant.rotary.scaling", json!({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0})),
-        ("partial_rotary_factor", "variant.rotary.dim", json!(0.5)),
     ] {
         let error = Copy::of("qwen3_moe").set(key, value).fault();
         assert!(matches!(&error, LoadError::Setting { source, .. } if source.setting == setting), "{key}: {error}");

@@ -14,7 +14,9 @@ use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use serde_json::{Value, json};
 
-use crate::common::{assert_close, model, random_ids, small_config};
+use crate::common::{assert_close, fixture, model, random_ids, small_config};
+use crate::fixtures::compare_with_transformers;
+use crate::switch::Case;
 
 /// Loads each folder, and prints its logits and its tokenizer's ids as JSON.
 const SCRIPT: &str = r#"
@@ -56,6 +58,12 @@ fn python() -> Result<PathBuf, String> {
     }
 }
 
+/// The interpreter; without one says so and returns none. Not by `eprintln!`, which the test harness keeps to itself when a
+/// test passes.
+fn python_or_skip() -> Option<PathBuf> {
+    python().map_err(|reason| writeln!(std::io::stderr(), "SKIPPED: the comparison with transformers: {reason}")).ok()
+}
+
 fn run(python: &Path, cases: &[Value]) -> Vec<Value> {
     let dir = tempfile::tempdir().unwrap();
     let (script, input) = (dir.path().join("load.py"), dir.path().join("cases.jsonl"));
@@ -68,14 +76,7 @@ fn run(python: &Path, cases: &[Value]) -> Vec<Value> {
 
 #[test]
 fn folders_written_here_load_in_transformers_with_the_same_logits_and_ids() {
-    let python = match python() {
-        Ok(python) => python,
-        Err(reason) => {
-            // Not eprintln!, which the test harness keeps to itself when a test passes.
-            let _ = writeln!(std::io::stderr(), "SKIPPED: the comparison with transformers: {reason}");
-            return;
-        }
-    };
+    let Some(python) = python_or_skip() else { return };
     let all_moe = ModelConfig { moe_every: 1, ..small_config() };
     let configs = [
         ("qwen3_moe", small_config()),
@@ -123,5 +124,38 @@ fn folders_written_here_load_in_transformers_with_the_same_logits_and_ids() {
         assert_eq!(result["text_ids"], json!(ids), "{what}");
         assert_eq!(result["texts"], json!(TEXTS), "{what}");
         assert_eq!(result["eos"], json!(tokenizer.eos_id()), "{what}");
+    }
+}
+
+/// One of each family, or as many as `MOEWORKS_SWEEP` says, drawn anew with another `MOEWORKS_SWEEP_SEED`. All that differ
+/// are named.
+#[test]
+fn random_checkpoints_of_every_family_compute_as_in_transformers() {
+    let Some(python) = python_or_skip() else { return };
+    let setting = |name: &str, default: &str| std::env::var(name).unwrap_or_else(|_| default.to_owned());
+    let dir = tempfile::tempdir().unwrap();
+    let made = Command::new(&python)
+        .arg(fixture("sweep.py"))
+        .arg(dir.path())
+        .args([setting("MOEWORKS_SWEEP_SEED", "1"), setting("MOEWORKS_SWEEP", "1")])
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let folders: Vec<PathBuf> = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let differs = |folder: &&PathBuf| std::panic::catch_unwind(|| compare_one(folder)).is_err();
+    let differing: Vec<&PathBuf> = folders.iter().filter(differs).collect();
+    if !differing.is_empty() {
+        panic!("{differing:?} of {} folders, kept in {:?}", folders.len(), dir.keep());
+    }
+    assert!(folders.len() >= 13);
+}
+
+fn compare_one(folder: &Path) {
+    let name = folder.file_name().unwrap().to_str().unwrap();
+    match name.rsplit_once('-').unwrap().0 {
+        "switch_transformers" => {
+            Case::of(folder.to_owned()).compare();
+        }
+        model_type => compare_with_transformers(folder, model_type),
     }
 }

@@ -39,7 +39,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&Defaults { norm_eps: 1e-5, rope_theta: 150_000.0, head_dim: Some(64) })?;
     keys.quantized("mxfp4")?;
     if !keys.has_rope() {
-        // What a file without any word on the rotary embedding means in this family.
+        // What a file without a word on scaling means in this family.
         config.variant.rotary.scaling = RopeScaling::Yarn {
             factor: 32.0,
             beta_fast: 32.0,

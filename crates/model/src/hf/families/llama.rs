@@ -6,13 +6,17 @@ use crate::config::ModelConfig;
 use crate::hf::config_json::Keys;
 use crate::hf::family::Family;
 use crate::hf::keys::USUAL;
+use crate::hf::names::{Form, Rule};
 
 pub(crate) const FAMILY: Family = Family {
     model_type: "llama",
     architecture: "LlamaForCausalLM",
     layers: &["model.layers."],
     encoder_layers: "",
-    rules: &[],
+    rules: &[
+        Rule { ours: "mlp.gate_up_proj_bias", form: Form::Joined(&["mlp.gate_proj.bias", "mlp.up_proj.bias"]) },
+        Rule { ours: "mlp.down_proj_bias", form: Form::Whole("mlp.down_proj.bias") },
+    ],
     ignored: &[],
     has_further_layers: false,
     read,
@@ -23,9 +27,11 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&USUAL)?;
     config.variant.qkv_bias = keys.flag("attention_bias")?;
     config.variant.output_bias = config.variant.qkv_bias;
+    config.variant.feed_forward_bias = keys.flag("mlp_bias")?;
     Ok(config)
 }
 
 fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
-    super::extend(map, json!({"attention_bias": config.variant.qkv_bias, "mlp_bias": false}));
+    let variant = &config.variant;
+    super::extend(map, json!({"attention_bias": variant.qkv_bias, "mlp_bias": variant.feed_forward_bias}));
 }
