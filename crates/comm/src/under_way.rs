@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::CommError;
+use crate::operation::Call;
 use crate::started::RawPending;
 
 /// An operation as the steps of one rank.
@@ -26,11 +27,18 @@ type Shared = Arc<Mutex<dyn Steps>>;
 pub(crate) struct UnderWay {
     list: Mutex<Vec<Shared>>,
     len: AtomicUsize,
+    num_collectives: AtomicUsize,
 }
 
 impl UnderWay {
     pub(crate) fn is_empty(&self) -> bool {
         self.len.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether calls of several ranks are under way: the same on all ranks of a group, unlike messages, which some ranks send and
+    /// others do not.
+    pub(crate) fn has_collectives(&self) -> bool {
+        self.num_collectives.load(Ordering::Relaxed) > 0
     }
 
     /// Makes all go on. An error is the whole run's: it comes out where an operation is finished.
@@ -53,16 +61,18 @@ impl UnderWay {
         if self.is_empty() { Vec::new() } else { locked(&self.list).clone() }
     }
 
-    fn add(&self, operation: Shared) {
+    fn add(&self, operation: Shared, is_collective: bool) {
         locked(&self.list).push(operation);
         self.len.fetch_add(1, Ordering::Relaxed);
+        self.num_collectives.fetch_add(usize::from(is_collective), Ordering::Relaxed);
     }
 
-    fn remove(&self, operation: &Shared) {
+    fn remove(&self, operation: &Shared, is_collective: bool) {
         let mut list = locked(&self.list);
         if let Some(index) = list.iter().position(|other| Arc::ptr_eq(other, operation)) {
             list.remove(index);
             self.len.fetch_sub(1, Ordering::Relaxed);
+            self.num_collectives.fetch_sub(usize::from(is_collective), Ordering::Relaxed);
         }
     }
 }
@@ -71,15 +81,18 @@ impl UnderWay {
 pub(crate) struct Handle {
     started: Shared,
     under_way: Arc<UnderWay>,
+    is_collective: bool,
 }
 
 impl Handle {
-    pub(crate) fn new(mut started: impl Steps + 'static, under_way: &Arc<UnderWay>) -> Self {
+    /// Of a `call` that was started.
+    pub(crate) fn new(call: Call, mut started: impl Steps + 'static, under_way: &Arc<UnderWay>) -> Self {
         // What is there already need not be waited for. An error comes out at the end.
         let _ = started.advance();
         let started: Shared = Arc::new(Mutex::new(started));
-        under_way.add(Arc::clone(&started));
-        Self { started, under_way: Arc::clone(under_way) }
+        let is_collective = !matches!(call, Call::Send { .. } | Call::Receive { .. });
+        under_way.add(Arc::clone(&started), is_collective);
+        Self { started, under_way: Arc::clone(under_way), is_collective }
     }
 }
 
@@ -90,14 +103,14 @@ impl RawPending for Handle {
     }
 
     fn finish(&mut self) -> Result<(), CommError> {
-        self.under_way.remove(&self.started);
+        self.under_way.remove(&self.started, self.is_collective);
         locked(&self.started).finish()
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.under_way.remove(&self.started);
+        self.under_way.remove(&self.started, self.is_collective);
         // Another thread of this rank may still hold it, to make it go on: the memory must not be needed after this.
         locked(&self.started).close();
     }

@@ -100,14 +100,15 @@ impl Communicator for MpiComm {
         let memory = self.admit(operation, memory)?;
         // SAFETY: the caller's promise.
         let started = unsafe { Started::start(&self.group, operation, memory) }?;
-        Ok(Box::new(Handle::new(started, &self.group.process.under_way)))
+        Ok(Box::new(Handle::new(operation.call, started, &self.group.process.under_way)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
         let memory = self.admit(operation, memory)?;
         let process = &self.group.process;
-        if process.is_checked || !process.under_way.is_empty() {
-            // What is under way must go on meanwhile, and the comparison comes first.
+        if process.is_checked || process.under_way.has_collectives() {
+            // What is under way must go on meanwhile, and the comparison comes first. All ranks come here or none: the library does
+            // not match a collective that blocks with one that does not. (Messages go on in any call of the library.)
             // SAFETY: the caller's promise.
             return unsafe { Started::start(&self.group, operation, memory) }?.finish();
         }

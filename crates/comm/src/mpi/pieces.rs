@@ -58,8 +58,13 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
+    /// One byte.
+    pub(crate) fn byte(mpi: &'static Mpi) -> Self {
+        Self { mpi, handle: mpi.constants.byte, is_own: false }
+    }
+
     pub(crate) fn new(mpi: &'static Mpi, bytes: usize) -> Result<Self, c_int> {
-        let mut unit = Self { mpi, handle: mpi.constants.byte, is_own: false };
+        let mut unit = Self::byte(mpi);
         if bytes == 1 {
             return Ok(unit);
         }

@@ -117,6 +117,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         return Err(CommError::Start("MPI can be started once in a process".to_owned()));
     }
     let mpi = library::load()?;
+    outlive_notices();
     initialise(mpi)?;
     let world = mpi.constants.comm_world;
     let (rank, size) = rank_and_size(mpi, world)?;
@@ -143,6 +144,20 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     let nodes = gather(mpi, world, own_node, size)?;
     let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })
+}
+
+/// MPICH's launcher tells the others by SIGUSR1 that a process has failed. Where nobody listens the signal would end them before
+/// they can say which.
+fn outlive_notices() {
+    // SAFETY: a `sigaction` may be all zeros; it is valid for writing, and nothing is changed by this call.
+    let is_default = unsafe {
+        let mut now: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(libc::SIGUSR1, ptr::null(), &raw mut now) == 0 && now.sa_sigaction == libc::SIG_DFL
+    };
+    if is_default {
+        // SAFETY: no handler is installed: the signal is ignored.
+        unsafe { libc::signal(libc::SIGUSR1, libc::SIG_IGN) };
+    }
 }
 
 fn initialise(mpi: &Mpi) -> Result<(), CommError> {

@@ -7,8 +7,8 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,6 @@ use memmap2::MmapRaw;
 use super::obituary::Obituary;
 use crate::CommError;
 use crate::operation::Call;
-use crate::under_way::locked;
 
 /// How often a watchdog looks.
 const TICK: Duration = Duration::from_millis(100);
@@ -81,7 +80,8 @@ pub(crate) struct Watch {
     ranks: Vec<usize>,
     /// Ranks on other nodes.
     others: Vec<usize>,
-    call: Mutex<Call>,
+    /// The call that this rank is in, in words: writing them costs less than a lock, and the watchdog looks long after.
+    call: [AtomicU64; 4],
     timeout_ns: AtomicU64,
     is_over: AtomicBool,
 }
@@ -91,8 +91,13 @@ pub(crate) struct InOperation<'a>(&'a AtomicU64);
 
 impl Drop for InOperation<'_> {
     fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        count_up(self.0);
     }
+}
+
+/// Only this rank writes its state, and one thread at a time does.
+fn count_up(state: &AtomicU64) {
+    state.store(state.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
 }
 
 impl Watch {
@@ -103,7 +108,7 @@ impl Watch {
             own,
             ranks,
             others,
-            call: Mutex::new(Call::Barrier),
+            call: Default::default(),
             timeout_ns: AtomicU64::new(0),
             is_over: AtomicBool::new(false),
         };
@@ -116,9 +121,11 @@ impl Watch {
     }
 
     pub(crate) fn enter(&self, call: Call) -> InOperation<'_> {
-        *locked(&self.call) = call;
+        for (to, word) in self.call.iter().zip(call.to_words()) {
+            to.store(word, Ordering::Relaxed);
+        }
         let state = &self.page.slots()[self.own].state;
-        state.fetch_add(1, Ordering::Relaxed);
+        count_up(state);
         InOperation(state)
     }
 
@@ -161,7 +168,8 @@ impl Watch {
             } else if since.elapsed() >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
                 let ranks = self.absent();
                 if own.state.load(Ordering::Relaxed) == seen {
-                    let (waiting, call) = (self.ranks[self.own], *locked(&self.call));
+                    let words = self.call.each_ref().map(|word| word.load(Ordering::Relaxed));
+                    let (waiting, call) = (self.ranks[self.own], Call::from_words(words).unwrap_or(Call::Barrier));
                     bark(CommError::Hung { ranks, waiting, call, waited: since.elapsed() });
                 }
             }

@@ -116,7 +116,7 @@ impl Communicator for ThreadComm {
         // SAFETY: the caller's promise.
         let started = unsafe { self.start_here(operation, memory) }?;
         let under_way = self.group.world.under_way(started.world_rank());
-        Ok(Box::new(Handle::new(started, under_way)))
+        Ok(Box::new(Handle::new(operation.call, started, under_way)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {

@@ -3,6 +3,8 @@
 mod agreement;
 mod collectives;
 mod failures;
+#[cfg(target_os = "linux")]
+mod hosts;
 mod measuring;
 mod metering;
 #[cfg(unix)]

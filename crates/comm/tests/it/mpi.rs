@@ -3,6 +3,7 @@
 //!
 //! A launcher starts this very test program again, with the one ignored test below, which plays the case that it is told.
 
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,8 @@ use moeworks_comm::mpi::{LIBRARY_VARIABLE, MpiOptions, run_mpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
 
 use crate::collectives::{column, received_by, sent_by, word};
+#[cfg(target_os = "linux")]
+use crate::hosts;
 use crate::paths::check_paths;
 
 const CASE: &str = "MOEWORKS_TEST_CASE";
@@ -22,14 +25,17 @@ const CASE: &str = "MOEWORKS_TEST_CASE";
 const LOG: &str = "MOEWORKS_TEST_LOG";
 
 /// A way to start processes, with the library that they load.
-struct Launcher {
-    program: PathBuf,
-    library: Option<PathBuf>,
-    is_open_mpi: bool,
-    flags: &'static [&'static str],
+#[derive(Clone)]
+pub(crate) struct Launcher {
+    /// What comes before the launcher's name on the command line.
+    pub(crate) before: Vec<String>,
+    pub(crate) program: PathBuf,
+    pub(crate) library: Option<PathBuf>,
+    pub(crate) is_open_mpi: bool,
+    pub(crate) flags: Vec<String>,
 }
 
-fn launchers() -> Vec<Launcher> {
+pub(crate) fn launchers() -> Vec<Launcher> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let kept = fs::read_dir(root.join(".venv-mpi")).into_iter().flatten().flatten();
     let mut programs: Vec<PathBuf> = kept.map(|entry| entry.path().join("bin/mpirun")).filter(|p| p.exists()).collect();
@@ -52,13 +58,18 @@ fn with_libraries(program: PathBuf) -> Vec<Launcher> {
     let standard = program.with_file_name("../lib/libmpi_abi.so.1");
     let libraries = [None, Some(standard).filter(|path| path.exists())];
     let own = libraries.into_iter().enumerate().filter(|(index, library)| *index == 0 || library.is_some());
-    own.map(|(_, library)| Launcher { program: program.clone(), library, is_open_mpi, flags }).collect()
+    let flags: Vec<String> = flags.iter().map(|&flag| flag.to_owned()).collect();
+    let launcher =
+        |library| Launcher { before: Vec::new(), program: program.clone(), library, is_open_mpi, flags: flags.clone() };
+    own.map(|(_, library)| launcher(library)).collect()
 }
 
 impl Launcher {
-    fn run(&self, num_ranks: usize, case: &str, log: &Path) -> Output {
-        let mut command = Command::new(&self.program);
-        command.args(self.flags);
+    pub(crate) fn run(&self, num_ranks: usize, case: &str, log: &Path) -> Output {
+        let program = self.program.clone().into_os_string();
+        let mut line = self.before.iter().map(OsString::from).chain([program]);
+        let mut command = Command::new(line.next().expect("a program"));
+        command.args(line).args(&self.flags);
         command.arg("-n").arg(num_ranks.to_string()).arg(env::current_exe().expect("this program has a path"));
         command.args(["mpi::plays_a_rank", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
         let folder = self.program.parent().expect("a program has a folder");
@@ -99,7 +110,7 @@ impl Launcher {
     }
 }
 
-fn text(output: &Output) -> String {
+pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
@@ -111,6 +122,7 @@ fn collectives_give_among_processes_what_they_give_among_threads() {
         }
         launcher.expect_success(8, "collectives without checks");
         launcher.expect_success(5, "paths over nodes of two ranks");
+        launcher.expect_success(5, "paths over nodes of two ranks without checks");
         launcher.expect_success(3, "collectives beyond the limit of an int");
     }
 }
@@ -141,7 +153,7 @@ fn when_a_process_is_killed_all_end_with_a_line_that_names_it() {
         }
         // MPICH's launcher knows the process, not the rank, and most often ends the others before they can say it.
         launcher.expect_failure(4, "kill", "EXIT CODE: 9");
-        let left_alone = Launcher { flags: &["-disable-auto-cleanup"], ..launcher };
+        let left_alone = Launcher { flags: vec!["-disable-auto-cleanup".to_owned()], ..launcher };
         left_alone.expect_failure(4, "kill", "rank 2 died: its process ended in the middle of the run");
     }
 }
@@ -164,6 +176,9 @@ fn plays_a_rank() {
         "collectives without checks" => options = options.with_checks(false),
         "collectives beyond the limit of an int" => options = options.with_limit(1000),
         "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
+        "paths over nodes of two ranks without checks" => options = options.with_ranks_per_node(2).with_checks(false),
+        #[cfg(target_os = "linux")]
+        "hosts" => options = options.with_timeout(hosts::PATIENCE),
         _ => {}
     }
     let log = fs::OpenOptions::new().append(true).open(env::var_os(LOG).expect("a file")).expect("a file for reports");
@@ -194,7 +209,9 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
             comm.all_reduce(&mut [1.0_f32; 3000], Reduce::Max)?;
             comm.barrier()?;
         },
-        ("paths over nodes of two ranks", _) => check_paths(comm),
+        ("paths over nodes of two ranks" | "paths over nodes of two ranks without checks", _) => check_paths(comm),
+        #[cfg(target_os = "linux")]
+        ("hosts", _) => hosts::play(comm),
         _ => collectives(comm),
     }
 }
