@@ -76,6 +76,15 @@ pub(crate) struct TrainArgs {
     /// Groups of ranks with all experts each (same as --set parallel.dp=N)
     #[arg(long, value_name = "N")]
     pub(crate) dp: Option<u64>,
+    /// Ranks that share each layer between them: only 1, tensor parallelism is not there yet
+    #[arg(long, value_name = "N", default_value_t = 1, hide = true)]
+    pub(crate) tp: u64,
+    /// Let the ranks' threads run on any core (same as --set parallel.pin=false)
+    #[arg(long)]
+    pub(crate) no_pin: bool,
+    /// Write what each rank did and when, as a trace for Chrome (chrome://tracing) or ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     /// Folder of this run (default: a new one under runs/)
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
@@ -304,7 +313,8 @@ pub(crate) struct ConvertArgs {
 pub(crate) struct BenchArgs {
     /// Only cases whose name contains this, such as "experts forward" or "training"; `decode` times decoding and prefill of
     /// a model of OLMoE's shape instead; `comm` times the collectives between ranks and
-    /// their links; `moe` times the MoE layers that lines of standard input name, such as
+    /// their links; `overlap` states how much of a layer's communication between ranks is hidden under its computation, by the
+    /// number of chunks; `moe` times the MoE layers that lines of standard input name, such as
     /// `{"d": 1024, "f": 384, "e": 128, "k": 8, "activation": "swiglu", "dtype": "bf16", "tokens": 16, "both": true}`;
     /// `routing` times every scheme of routing beside a layer's forward pass
     #[arg(default_value = "")]
@@ -318,9 +328,12 @@ pub(crate) struct BenchArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// For `comm`: ranks, as threads (0: one for each core); under mpirun its processes are the ranks
+    /// For `comm` and `overlap`: ranks, as threads (0: one for each core); under mpirun its processes are the ranks
     #[arg(long, default_value_t = 0)]
     pub(crate) ranks: usize,
+    /// For `overlap`: let messages take as long as over this link, such as 1000,125 for 1 ms and 1 Gbit/s
+    #[arg(long, value_name = "LATENCY_US,MB_PER_S")]
+    pub(crate) link: Option<String>,
     /// For `comm`: the most bytes that a rank holds in a case
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_bytes: usize,

@@ -3,6 +3,7 @@
 mod comm;
 mod decode;
 mod moe;
+mod overlap;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -28,8 +29,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     if args.model.is_some() && args.filter != "decode" {
         return Err(Failure::input("--model is for `bench decode`"));
     }
-    if args.filter == "comm" {
-        return comm::run(args);
+    match args.filter.as_str() {
+        "comm" => return comm::run(args),
+        "overlap" => return overlap::run(args),
+        _ if args.link.is_some() => return Err(Failure::input("--link is for `bench overlap`")),
+        _ => {}
     }
     let ctx = crate::model::context(args.threads);
     if args.filter == "moe" {

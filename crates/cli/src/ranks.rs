@@ -13,17 +13,21 @@ const GRACE: Duration = Duration::from_secs(5);
 const FAILED: i32 = 2;
 
 /// Runs `work` on every rank that `config` asks for and gives what that of rank 0, or of this process, returned. A run of one
-/// rank has no `Ranks`.
+/// rank has no `Ranks`. `is_traced` says whether a trace will be written.
 pub(crate) fn on_ranks<R: Send>(
-    config: &RunConfig,
+    (config, is_traced): (&RunConfig, bool),
     work: impl Fn(Option<Ranks>) -> Result<R, TrainError> + Sync,
 ) -> Result<R, TrainError> {
     let num_ranks = config.parallel.num_ranks();
-    let as_rank = |comm: &dyn Communicator| work(Some(Ranks::of_config(comm, config)?));
+    let as_rank = |comm: &dyn Communicator| work(Some(Ranks::of_config(comm, config, is_traced)?));
     #[cfg(unix)]
     if is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
-        return run_mpi(&MpiOptions::default(), |rank, error| eprintln!("error: rank {rank}: {error}"), as_rank);
+        let report = |rank, error: &dyn std::fmt::Display| eprintln!("error: rank {rank}: {error}");
+        return run_mpi(&MpiOptions::default(), report, |comm| {
+            Ranks::check_program(comm)?;
+            as_rank(comm)
+        });
     }
     if num_ranks == 1 {
         return work(None);

@@ -27,7 +27,11 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
     let requests = requests()?;
     let started = std::time::Instant::now();
     let start = Start::of(&args, flags)?;
-    let end = on_ranks(start.config(), |ranks| one_rank(&start, ranks, &requests))?;
+    let trace = args.trace.as_deref();
+    if trace.is_some() && start.config().parallel.num_ranks() == 1 {
+        return Err(Failure::input("--trace shows what ranks do: it needs --ep or --dp above 1"));
+    }
+    let end = on_ranks((start.config(), trace.is_some()), |ranks| one_rank(&start, ranks, (&requests, trace)))?;
     match end {
         Some(end) => end.show(started.elapsed().as_secs_f64()),
         None => Ok(ExitCode::SUCCESS),
@@ -67,14 +71,21 @@ impl Start {
 }
 
 /// Trains as one rank, or as the only one; what there is to say at the end, where this rank says it.
-fn one_rank(start: &Start, ranks: Option<Ranks>, requests: &Requests) -> Result<Option<End>, TrainError> {
+fn one_rank(
+    start: &Start,
+    ranks: Option<Ranks>,
+    (requests, trace): (&Requests, Option<&Path>),
+) -> Result<Option<End>, TrainError> {
+    let write_trace = |trainer: &Trainer| trace.map_or(Ok(()), |path| trainer.write_trace(path));
     if ranks.as_ref().is_some_and(|ranks| !ranks.is_root()) {
-        start.trainer(ranks)?.run(requests, &mut |_| ())?;
+        let mut trainer = start.trainer(ranks)?;
+        trainer.run(requests, &mut |_| ())?;
+        write_trace(&trainer)?;
         return Ok(None);
     }
     let mut trainer = start.trainer(ranks)?;
     announce(&trainer);
-    let outcome = watch(&mut trainer, requests);
+    let outcome = watch(&mut trainer, requests).and_then(|outcome| write_trace(&trainer).map(|()| outcome));
     // The report is also wanted of a run that failed.
     let report = write_report(trainer.run_dir());
     let outcome = outcome?;
@@ -184,6 +195,13 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
     let mut flags = Vec::new();
     if !args.data.is_empty() {
         flags.push(Override::new("data.paths", args.data.clone()));
+    }
+    if args.tp != 1 {
+        let problem = "layers are not cut across ranks; --ep shares the experts out and --dp the sequences";
+        return Err(Failure::input(format!("--tp {}: must be 1: {problem}", args.tp)));
+    }
+    if args.no_pin {
+        flags.push(Override::parse("parallel.pin=false")?);
     }
     let numbers = [("train.steps", args.steps), ("parallel.ep", args.ep), ("parallel.dp", args.dp)];
     for (setting, number) in numbers.into_iter().filter_map(|(setting, number)| Some((setting, number?))) {

@@ -1,33 +1,88 @@
-//! Keeping a rank on its share of a machine's cores.
+//! Keeping ranks on cores of their own.
+//!
+//! The cores of a machine are shared out in the order of where they are, so that the cores of a rank are neighbours, and on one NUMA
+//! node where that is possible. The system gives a thread memory near the core that first writes to it, so that memory follows.
 
-/// Keeps this thread, and those that it starts from now on, on the share of the machine's cores that falls to rank `place` of
-/// `num_ranks` on this machine: a run of neighbouring cores, which share caches and memory, taken from those that this process
-/// may use. Where there are fewer cores than ranks, or on systems other than Linux, nothing is pinned. Gives the number of
-/// cores for the rank's threads, at least one.
-pub fn pin(place: usize, num_ranks: usize) -> usize {
-    let cores = allowed();
-    let num_ranks = num_ranks.max(1);
-    if cores.len() < num_ranks {
+use std::path::Path;
+
+use crate::{CommError, Communicator};
+
+/// Words of a set of cores.
+const WORDS: usize = 16;
+
+/// A set of cores: bit c of the whole for core c.
+type Cores = [u64; WORDS];
+
+/// Where Linux describes its cores.
+const SYSTEM: &str = "/sys/devices/system/cpu";
+
+/// Shares the cores that the ranks of a machine may use out among them, and gives how many fall to this one: less than one where
+/// there are more ranks than cores. With `pins` this thread, and those that it starts from now on, keep to them; not so where there
+/// are more ranks than cores, where the launcher has given ranks cores of their own already, and on systems other than Linux. A
+/// call of all ranks.
+///
+/// # Errors
+/// [`CommError`], as all calls.
+pub fn share_cores(comm: &dyn Communicator, pins: bool) -> Result<f64, CommError> {
+    let own = allowed();
+    let mut all = vec![[0; WORDS]; comm.size()];
+    comm.all_gather(&[own], &mut all)?;
+    let (nodes, rank) = (comm.nodes(), comm.rank());
+    let neighbours: Vec<usize> = (0..comm.size()).filter(|&other| nodes[other] == nodes[rank]).collect();
+    let place = neighbours.iter().position(|&other| other == rank).unwrap_or(0);
+    let cores = list(&own);
+    if cores.is_empty() {
         let machine = std::thread::available_parallelism().map_or(1, usize::from);
-        return (machine / num_ranks).max(1);
+        return Ok(machine as f64 / neighbours.len() as f64);
     }
-    let share = &cores[cores.len() * place / num_ranks..cores.len() * (place + 1) / num_ranks];
+    if neighbours.iter().any(|&other| all[other] != own) {
+        return Ok(cores.len() as f64);
+    }
+    if !pins || cores.len() < neighbours.len() {
+        return Ok(cores.len() as f64 / neighbours.len() as f64);
+    }
+    let cores = by_place(cores, Path::new(SYSTEM));
+    let end = |place: usize| cores.len() * place / neighbours.len();
+    let share = &cores[end(place)..end(place + 1)];
     restrict(share);
-    share.len().max(1)
+    Ok(share.len() as f64)
 }
 
-/// The cores that this thread may use, in order; empty where that is not known.
+/// The cores of a set, ascending.
+fn list(set: &Cores) -> Vec<usize> {
+    (0..64 * WORDS).filter(|core| set[core / 64] >> (core % 64) & 1 == 1).collect()
+}
+
+/// The cores in the order of NUMA nodes, sockets and physical cores, as far as the system in the folder `system` tells.
+fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
+    cores.sort_by_cached_key(|core| {
+        let folder = system.join(format!("cpu{core}"));
+        let names = std::fs::read_dir(&folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let numa = names.filter_map(|name| name.to_str()?.strip_prefix("node")?.parse::<usize>().ok()).min();
+        let number = |name: &str| {
+            let text = std::fs::read_to_string(folder.join("topology").join(name)).ok()?;
+            text.trim().parse::<usize>().ok()
+        };
+        (numa, number("physical_package_id"), number("core_id"), *core)
+    });
+    cores
+}
+
+/// The cores that this thread may use; none where that is not known.
 #[cfg(target_os = "linux")]
-fn allowed() -> Vec<usize> {
+fn allowed() -> Cores {
+    let mut cores = [0; WORDS];
     // SAFETY: a set of cores is plain bits, all of which may be zero.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     // SAFETY: `set` is valid for writing as many bytes as are said. 0 is this thread.
-    let code = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
-    if code != 0 {
-        return Vec::new();
+    if unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) } != 0 {
+        return cores;
     }
-    // SAFETY: numbers below the size of the set.
-    (0..libc::CPU_SETSIZE as usize).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
+    for core in 0..(64 * WORDS).min(libc::CPU_SETSIZE as usize) {
+        // SAFETY: a number below the size of the set.
+        cores[core / 64] |= u64::from(unsafe { libc::CPU_ISSET(core, &set) }) << (core % 64);
+    }
+    cores
 }
 
 #[cfg(target_os = "linux")]
@@ -43,8 +98,8 @@ fn restrict(cores: &[usize]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn allowed() -> Vec<usize> {
-    Vec::new()
+fn allowed() -> Cores {
+    [0; WORDS]
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -53,23 +108,56 @@ fn restrict(_cores: &[usize]) {}
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
+    use crate::{RankOptions, try_run_ranks};
+
+    /// For each rank how many cores it was told, and those that a thread which it starts may use.
+    fn shares(num_ranks: usize, pins: bool, before: impl Fn(usize) + Sync) -> Vec<(f64, Vec<usize>)> {
+        try_run_ranks(&RankOptions::new(num_ranks), |comm| {
+            before(comm.rank());
+            let share = share_cores(comm, pins)?;
+            Ok::<_, CommError>((share, std::thread::spawn(|| list(&allowed())).join().unwrap()))
+        })
+        .unwrap()
+    }
 
     #[test]
     fn ranks_share_the_cores_without_overlap() {
-        let all = allowed();
-        let share_of = |place, num_ranks| {
-            std::thread::spawn(move || {
-                let count = pin(place, num_ranks);
-                (count, std::thread::spawn(allowed).join().unwrap())
-            })
-            .join()
-            .unwrap()
-        };
+        let all = list(&allowed());
         let num_ranks = all.len().min(2);
-        let shares: Vec<_> = (0..num_ranks).map(|place| share_of(place, num_ranks)).collect();
-        assert!(shares.iter().all(|(count, cores)| *count == cores.len()), "threads started later stay there, too");
-        assert_eq!(shares.iter().flat_map(|(_, cores)| cores.clone()).collect::<Vec<_>>(), all);
-        assert_eq!(share_of(0, 10 * all.len()), (1, all.clone()), "more ranks than cores: none is pinned");
-        assert_eq!(allowed(), all, "this thread is where it was");
+        let pinned = shares(num_ranks, true, |_| ());
+        assert!(
+            pinned.iter().all(|(share, cores)| *share == cores.len() as f64),
+            "threads started later stay there, too"
+        );
+        let mut together: Vec<usize> = pinned.into_iter().flat_map(|(_, cores)| cores).collect();
+        together.sort_unstable();
+        assert_eq!(together, all);
+        assert_eq!(list(&allowed()), all, "this thread is where it was");
+    }
+
+    #[test]
+    fn ranks_are_left_where_they_are_if_told_so_or_too_many_or_placed_by_the_launcher() {
+        let all = list(&allowed());
+        assert_eq!(shares(2, false, |_| ())[1], (all.len() as f64 / 2.0, all.clone()));
+        assert_eq!(shares(2 * all.len(), true, |_| ())[0], (0.5, all.clone()));
+        if all.len() > 1 {
+            let placed = shares(2, true, |rank| restrict(&all[rank..=rank]));
+            assert_eq!(placed, [(1.0, vec![all[0]]), (1.0, vec![all[1]])]);
+        }
+    }
+
+    #[test]
+    fn neighbouring_ranks_get_cores_of_one_numa_node_and_both_threads_of_a_core() {
+        // Two nodes of two cores with two threads each, numbered as Linux does: all first threads come first.
+        let system = tempfile::tempdir().unwrap();
+        for core in 0..8_usize {
+            let folder = system.path().join(format!("cpu{core}"));
+            std::fs::create_dir_all(folder.join("topology")).unwrap();
+            std::fs::create_dir(folder.join(format!("node{}", core % 2))).unwrap();
+            std::fs::write(folder.join("topology/core_id"), format!("{}\n", core / 2 % 2)).unwrap();
+            std::fs::write(folder.join("topology/physical_package_id"), "0\n").unwrap();
+        }
+        assert_eq!(by_place((0..8).collect(), system.path()), [0, 4, 2, 6, 1, 5, 3, 7]);
+        assert_eq!(by_place(vec![3, 1, 2], Path::new("/nowhere")), [1, 2, 3], "by number where nothing is told");
     }
 }

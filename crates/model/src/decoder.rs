@@ -47,6 +47,9 @@ pub struct Decoder {
     pub(crate) ranks: Option<ExpertRanks>,
 }
 
+/// Who is told that the gradients of a layer are whole.
+pub type LayerDone<'a> = &'a mut dyn FnMut(usize, &mut DecoderWeights);
+
 struct LayerSaved {
     attention: AttentionSaved,
     /// The residual stream between the two blocks.
@@ -138,10 +141,24 @@ impl Decoder {
         write: Write,
         grads: &mut DecoderWeights,
     ) -> Result<PassStats, BatchError> {
+        self.forward_backward_watched(ctx, weights, batch, options, (write, &mut |_, _| ()), grads)
+    }
+
+    /// As [`forward_backward`](Self::forward_backward), telling `done` when the gradients of a layer (its index) are whole, last
+    /// layer first: what it does with them goes before the backward pass of the layers below.
+    pub fn forward_backward_watched(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        batch: &TokenBatch<'_>,
+        options: &PassOptions,
+        (write, done): (Write, LayerDone<'_>),
+        grads: &mut DecoderWeights,
+    ) -> Result<PassStats, BatchError> {
         self.check_trainable()?;
         self.check_batch(batch)?;
         if batch.inputs.is_empty() {
-            return Ok(self.serve_training(ctx, weights, options, write, grads));
+            return Ok(self.serve_training(ctx, weights, options, (write, done), grads));
         }
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), None);
         let mut x = self.embed(&pass, weights, batch.inputs);
@@ -165,6 +182,7 @@ impl Decoder {
             let loss_grad = self.config.is_moe_layer(i).then(|| loss_grads.pop()).flatten();
             let (w, g) = (&weights.layers[i], &mut grads.layers[i]);
             dx = self.layer_backward(&pass, w, (&input, saved), (&dx, loss_grad.as_ref()), (write, i), g);
+            done(i, grads);
         }
         if let Some(d_positions) = &mut grads.positions {
             if write == Write::Replace {

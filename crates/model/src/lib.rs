@@ -26,7 +26,7 @@ pub use config::{
     ActivationKind, EncoderConfig, LatentAttention, ModelConfig, NormKind, PositionKind, QkNorm, RopeScaling, Rotary,
     Variant,
 };
-pub use decoder::Decoder;
+pub use decoder::{Decoder, LayerDone};
 pub use encoder::SourceBatch;
 pub use hf::LoadError;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};

@@ -7,7 +7,7 @@ use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::config::ModelConfig;
-use crate::decoder::Decoder;
+use crate::decoder::{Decoder, LayerDone};
 use crate::losses::{LossValues, router_losses};
 use crate::pass::{PassOptions, PassStats, Rules};
 use crate::weights::{DecoderWeights, FeedForwardWeights};
@@ -57,7 +57,7 @@ impl Decoder {
         ctx: &Context,
         weights: &DecoderWeights,
         options: &PassOptions,
-        write: Write,
+        (write, done): (Write, LayerDone<'_>),
         grads: &mut DecoderWeights,
     ) -> PassStats {
         if write == Write::Replace {
@@ -68,8 +68,12 @@ impl Decoder {
         self.merge_stats(&mut layers);
         let (losses, mut loss_grads) = router_losses(&layers, &self.config().router, options);
         self.take_share(0, &layers, &mut loss_grads);
+        // Layers without experts are done as the others come to them: after those with experts above.
+        let mut undone = weights.layers.len();
         for (idle, loss_grad) in saved.iter_mut().zip(&loss_grads).rev() {
-            let (FeedForwardWeights::Moe(weights), FeedForwardWeights::Moe(grads)) =
+            (idle.index + 1..undone).rev().for_each(|layer| done(layer, grads));
+            undone = idle.index;
+            let (FeedForwardWeights::Moe(weights), FeedForwardWeights::Moe(moe_grads)) =
                 (&weights.layers[idle.index].feed_forward, &mut grads.layers[idle.index].feed_forward)
             else {
                 continue;
@@ -79,8 +83,10 @@ impl Decoder {
                 idle.saved = idle.layer.forward(ctx, weights, &idle.x, &RouterInput::default()).1;
             }
             let dy = ctx.zeros(&[0, self.config().width], DType::F32);
-            idle.layer.backward(ctx, weights, &idle.saved, &dy, loss_grad).1.run(ctx, Write::Add, grads);
+            idle.layer.backward(ctx, weights, &idle.saved, &dy, loss_grad).1.run(ctx, Write::Add, moe_grads);
+            done(idle.index, grads);
         }
+        (0..undone).rev().for_each(|layer| done(layer, grads));
         self.pass_stats(NO_LOSS, losses, layers)
     }
 

@@ -115,7 +115,7 @@ impl MoeLayer {
         weights.check(&self.config, num_held);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let router = self.router(weights, input);
-        let Decision { routing, saved: router_saved, num_rerouted } = router.forward(ctx, x);
+        let Decision { routing, saved: router_saved, num_rerouted } = self.timed("router", || router.forward(ctx, x));
         let priority = router.priority(&router_saved);
         let rule = DispatchRule { counted: router.counted(&router_saved), ..router.rule(priority.as_deref()) };
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
@@ -193,6 +193,14 @@ impl MoeLayer {
         Ok(self.router(weights, input).checked(ctx, x)?.routing)
     }
 
+    /// Does `work`; where ranks have a meter it learns how long it took.
+    fn timed<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        match &self.ranks {
+            Some(ranks) => ranks.time(name, work),
+            None => work(),
+        }
+    }
+
     fn router<'a>(&'a self, weights: &'a MoeWeights, input: &'a RouterInput<'a>) -> FlatRouter<'a> {
         FlatRouter { config: &self.config, weights, input }
     }
@@ -221,7 +229,8 @@ impl MoeLayer {
         });
         let input = RouterInput::default();
         let grads = (&dweights, saved.routing.expert_ids());
-        let router = self.router(weights, &input).backward(ctx, &saved.router, grads, losses);
+        let router = self.router(weights, &input);
+        let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, losses));
         let router = router.map(|(router_dx, task)| {
             add_assign(ctx, &mut dx, &router_dx);
             task
@@ -312,9 +321,12 @@ impl MoeGradTask {
     /// expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let joined = self.joined(ctx);
-        let (inputs, rows) = self.inputs(joined.as_ref());
-        experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into);
+        let joined = self.timed(|| {
+            let joined = self.joined(ctx);
+            let (inputs, rows) = self.inputs(joined.as_ref());
+            experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into);
+            joined
+        });
         self.run_rest(ctx, write, joined.as_ref(), grads);
     }
 
@@ -322,10 +334,21 @@ impl MoeGradTask {
     /// who keeps them zero.
     pub fn run_for_used_experts(self, ctx: &Context, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let joined = self.joined(ctx);
-        let (inputs, rows) = self.inputs(joined.as_ref());
-        experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into);
+        let joined = self.timed(|| {
+            let joined = self.joined(ctx);
+            let (inputs, rows) = self.inputs(joined.as_ref());
+            experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into);
+            joined
+        });
         self.run_rest(ctx, Write::Replace, joined.as_ref(), grads);
+    }
+
+    /// Does the products of experts; where ranks have a meter it learns how long they took.
+    fn timed<R>(&self, work: impl FnOnce() -> R) -> R {
+        match &self.saved.experts {
+            ExpertsPart::Ranks(saved) => saved.time("experts, weights", work),
+            ExpertsPart::Here(_) => work(),
+        }
     }
 
     /// What arrived from all ranks, where experts live on several.

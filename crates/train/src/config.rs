@@ -294,6 +294,8 @@ pub struct ParallelConfig {
     /// What `moeworks bench comm` measured, for choices by cost; where the file is not there they go by a described cluster.
     #[serde(serialize_with = "as_text")]
     pub topology: PathBuf,
+    /// Whether ranks and their threads keep to cores of their own, near their memory.
+    pub pin: bool,
     /// Whether ranks that hold the same weights share their optimizer state out (ZeRO-1).
     pub shard_optimizer: bool,
     /// Seconds after which a rank that the others wait for within a step is taken for hung.
@@ -397,6 +399,7 @@ impl Default for ParallelConfig {
             moving: MovingChoice::Tokens,
             chunks: 1,
             topology: "topology.toml".into(),
+            pin: true,
             shard_optimizer: false,
             timeout_s: 25,
         }

@@ -16,6 +16,7 @@ mod setup;
 mod state;
 pub mod store;
 pub mod study;
+pub mod trace;
 mod trainer;
 
 pub use error::TrainError;

@@ -5,6 +5,7 @@
 //! `tokens_per_expert` and are never stored beside it, so that they cannot contradict it.
 
 mod lines;
+mod ranks;
 mod writer;
 
 use moeworks_model::RouterLosses;
@@ -13,6 +14,7 @@ use moeworks_moe::{self as moe, LayerStats};
 use crate::routing::Specialization;
 
 pub use lines::{MetricsError, ReadRecords, read_records};
+pub use ranks::{RankRecord, RanksRecord};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
 
 /// File of the records in a run folder: one JSON object a line.
@@ -55,6 +57,8 @@ pub struct Record {
     pub val_loss: Option<f64>,
     /// Whether the update was skipped because the loss or the gradient was not finite.
     pub is_skipped: bool,
+    /// What the ranks spent the step on, where there are several.
+    pub ranks: Option<RanksRecord>,
     /// The MoE layers, in order; empty for a dense model.
     pub layers: Vec<LayerRecord>,
 }
@@ -224,7 +228,9 @@ impl Record {
         let layers = self.layers.iter().flat_map(|layer| {
             layer.scalars().into_iter().map(|(name, value)| (format!("moe/layer_{}/{name}", layer.layer), value))
         });
-        run.chain(losses).chain(layers).collect()
+        let ranks = self.ranks.as_ref().map_or([f64::NAN; 5], RanksRecord::scalars);
+        let ranks = RanksRecord::SCALARS.into_iter().zip(ranks).map(|(name, value)| (format!("ranks/{name}"), value));
+        run.chain(losses).chain(ranks).chain(layers).collect()
     }
 }
 

@@ -157,6 +157,7 @@ proptest! {
         let written = Record {
             step, tokens, loss, balance_loss, z_loss, router_losses, routing_flops_saved: mfu, lr, grad_norm, tokens_per_s, mfu, step_ms: loss,
             memory_peak_bytes: 1 << 40, val_loss: val_loss.map(finite), is_skipped: step % 2 == 0, layers,
+            ranks: (step % 3 == 0).then(|| RanksRecord { ranks: vec![RankRecord { work_ms: 3.5, node_bytes: 7, ..RankRecord::default() }; 2] }),
         };
         prop_assert_eq!(parse_record(json_line(&written).as_bytes()).unwrap(), written);
     }

@@ -8,6 +8,7 @@ mod data;
 mod heat;
 mod numbers;
 mod page;
+mod ranks;
 
 use std::fs;
 use std::io;

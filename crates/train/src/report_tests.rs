@@ -3,7 +3,7 @@ use std::path::Path;
 
 use super::numbers::{Unit, bytes, duration, grouped, short, tick_labels, ticks};
 use super::*;
-use crate::metrics::{LayerRecord, MetricsWriter, Record, SAMPLES_JSONL, Sample};
+use crate::metrics::{LayerRecord, MetricsWriter, RankRecord, RanksRecord, Record, SAMPLES_JSONL, Sample};
 use crate::routing::Specialization;
 
 /// A run of `num_steps` steps with `num_layers` MoE layers of `num_experts` experts.
@@ -66,6 +66,26 @@ fn assert_is_self_contained(html: &str) {
         assert!(!html.contains(foreign), "{foreign}");
     }
     assert!(html.len() < 2_000_000, "{} bytes", html.len());
+}
+
+#[test]
+fn a_run_on_ranks_shows_each_of_them() {
+    let run = tempfile::tempdir().unwrap();
+    let mut writer = MetricsWriter::create(run.path(), &[]).unwrap();
+    for step in 1..=3 {
+        let rank = |work_ms| RankRecord { work_ms, standing_ms: 12.25, node_bytes: 5_000_000, ..RankRecord::default() };
+        let ranks = Some(RanksRecord { ranks: vec![rank(10.0), rank(30.0)] });
+        writer.write(&Record { step, ranks, ..Record::default() }).unwrap();
+    }
+    let html = report_of(run.path());
+    assert_tags_balance(&html);
+    assert_is_self_contained(&html);
+    for shown in ["<h2>Ranks</h2>", "<td>1</td><td>30", "<td>12.25</td><td>4.77 MiB", "busiest over mean"] {
+        assert!(html.contains(shown), "{shown}");
+    }
+    let alone = tempfile::tempdir().unwrap();
+    write_run(alone.path(), 2, 1, 4);
+    assert!(!report_of(alone.path()).contains("<h2>Ranks</h2>"));
 }
 
 #[test]

@@ -55,14 +55,9 @@ pub fn machine_bytes() -> Option<u64> {
 pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Context {
     match (config.train.threads, ranks) {
         (0, None) => Context::cpu_all_cores(),
-        (0, Some(ranks)) => Context::cpu((num_cores() / ranks.num_neighbours()).max(1)),
+        (0, Some(ranks)) => Context::cpu((ranks.num_cores() as usize).max(1)),
         (threads, _) => Context::cpu(threads),
     }
-}
-
-/// Cores that this process may use.
-pub(crate) fn num_cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
 pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {

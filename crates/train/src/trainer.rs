@@ -6,6 +6,7 @@
 mod keep;
 mod observe;
 mod open;
+mod phases;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,8 +15,8 @@ use std::time::Instant;
 
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_token};
 use moeworks_model::{
-    BalanceKind, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise, TokenBatch,
-    Tokenizer,
+    BalanceKind, Decoder, DecoderWeights, LayerDone, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise,
+    TokenBatch, Tokenizer,
 };
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_ops::Context;
@@ -26,12 +27,13 @@ use crate::data::{Batch, Dataset};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
 use crate::optimizer::{Optimizer, clip_scale, global_norm};
-use crate::ranks::Ranks;
+use crate::ranks::{Ranks, SumsUnderWay};
 use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
 use crate::setup::moe_layers;
 use crate::state::Progress;
 use crate::store::Store;
+use phases::Phases;
 
 /// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
 #[derive(Clone, Debug, Default)]
@@ -100,7 +102,7 @@ pub struct Trainer {
     output: Option<Output>,
     peak_flops: f64,
     /// This rank's place, if there are several.
-    ranks: Option<Ranks>,
+    ranks: Option<Arc<Ranks>>,
 }
 
 /// What a run leaves on disk.
@@ -111,6 +113,12 @@ struct Output {
 }
 
 impl Trainer {
+    /// Writes what the ranks did so far, and when, to `path` as a trace for Chrome or Perfetto; the root does, and all ranks call
+    /// this. A run of one rank has nothing to show.
+    pub fn write_trace(&self, path: &Path) -> Result<(), TrainError> {
+        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.write_trace(path))
+    }
+
     /// The newest checkpoint of the run.
     #[must_use]
     pub fn last_checkpoint(&self) -> Option<&Path> {
@@ -161,7 +169,9 @@ impl Trainer {
             }
             let [is_stopped, is_asked] = self.agreed(requests)?;
             if is_asked || is_stopped || is_planned_checkpoint {
+                let start = Instant::now();
                 self.save(on_event)?;
+                self.spent("checkpoint", start);
             }
             if is_stopped && !is_last {
                 return Ok(Outcome::Stopped);
@@ -180,8 +190,12 @@ impl Trainer {
     fn step(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Record, TrainError> {
         let start = Instant::now();
         let step = self.progress.step;
-        let stats = self.accumulate(step)?;
-        let (norm, slices) = self.sum_gradients()?;
+        let ranks = self.ranks.clone();
+        let mut phases = Phases::begin(ranks.as_deref());
+        let (stats, sums) = self.accumulate(step)?;
+        phases.passed();
+        let (norm, slices) = self.sum_gradients(sums)?;
+        phases.summed();
         let loss = stats.loss_sum / stats.num_targets as f64;
         let lr = self.schedule.at(step);
         let is_skipped = !(loss.is_finite() && norm.is_finite());
@@ -195,13 +209,22 @@ impl Trainer {
             let progress = step as f64 / self.config.train.steps as f64;
             self.weights.next_states(&self.ctx, &moe, (&stats.layers, progress), self.compute.as_mut());
         }
+        phases.updated();
+        let ranks = phases.join()?;
         self.progress.step += 1;
         self.progress.tokens += stats.num_targets as u64;
         let seconds = start.elapsed().as_secs_f64();
         let tokens_per_s = stats.num_targets as f64 / seconds;
         let mut layers = layer_records(&self.config, &stats);
         let is_evaluated = is_due(step + 1, self.config.train.eval_every) || step + 1 == self.config.train.steps;
-        let val_loss = if is_evaluated { self.validate(&mut layers)? } else { None };
+        let val_loss = if is_evaluated {
+            let start = Instant::now();
+            let loss = self.validate(&mut layers)?;
+            self.spent("evaluation", start);
+            loss
+        } else {
+            None
+        };
         if val_loss.is_some() {
             self.progress.val_loss = val_loss;
         }
@@ -222,20 +245,21 @@ impl Trainer {
             memory_peak_bytes: self.ctx.pool().stats().peak_bytes as u64,
             val_loss,
             is_skipped,
+            ranks,
             layers,
         })
     }
 
     /// Makes of the gradients of this rank's sequences those of all: their norm, and this rank's slices of them where that is all
     /// that it updates.
-    fn sum_gradients(&mut self) -> Result<(f64, Option<DecoderWeights>), TrainError> {
+    fn sum_gradients(&mut self, under_way: SumsUnderWay) -> Result<(f64, Option<DecoderWeights>), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok((global_norm(&self.ctx, &self.grads), None)) };
         ranks.check()?;
         if ranks.shards_optimizer() {
             let slices = ranks.sum_to_slices(&self.ctx, &self.grads)?;
             return Ok((ranks.norm_of_slices(&self.ctx, &slices)?, Some(slices)));
         }
-        ranks.sum_gradients(&mut self.grads)?;
+        ranks.sum_gradients(&mut self.grads, under_way)?;
         Ok((ranks.global_norm(&self.ctx, &self.grads)?, None))
     }
 
@@ -254,19 +278,31 @@ impl Trainer {
         Ok(())
     }
 
-    /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets.
-    fn accumulate(&mut self, step: u64) -> Result<PassStats, TrainError> {
+    /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets. On several ranks
+    /// the sums of a layer's gradients over them begin in the last micro-batch, as soon as the layer is done.
+    fn accumulate(&mut self, step: u64) -> Result<(PassStats, SumsUnderWay), TrainError> {
         let train = &self.config.train;
         let num_micro = train.grad_accumulation;
         let mut sum: Option<PassStats> = None;
+        let mut sums = SumsUnderWay::default();
         for micro in 0..num_micro {
+            let start = Instant::now();
             let batch = self.dataset.train_batch(step, micro);
+            self.spent("data", start);
             let mut options = self.pass_options(step, micro);
             let batch = self.own_share(batch, &mut options.first_token);
             let write = if micro == 0 { Write::Replace } else { Write::Add };
             let weights = self.compute.as_ref().unwrap_or(&self.weights);
             let tokens = token_batch(&batch);
-            let stats = self.decoder.forward_backward(&self.ctx, weights, &tokens, &options, write, &mut self.grads)?;
+            let ranks = self.ranks.as_ref().filter(|ranks| micro + 1 == num_micro && !ranks.shards_optimizer());
+            let mut done = |layer, grads: &mut DecoderWeights| {
+                if let Some(ranks) = ranks {
+                    ranks.start_sums(&self.ctx, layer, grads, &mut sums);
+                }
+            };
+            let (ctx, write) = (&self.ctx, (write, &mut done as LayerDone<'_>));
+            let grads = &mut self.grads;
+            let stats = self.decoder.forward_backward_watched(ctx, weights, &tokens, &options, write, grads)?;
             match &mut sum {
                 Some(sum) => add(sum, &stats),
                 None => sum = Some(stats),
@@ -277,7 +313,7 @@ impl Trainer {
         stats.z_loss /= num_micro as f64;
         let sum = std::mem::replace(&mut stats.router_losses, RouterLosses::from_names(|_| Some(0.0)));
         stats.router_losses.add(&sum, 1.0 / num_micro as f64);
-        Ok(stats)
+        Ok((stats, sums))
     }
 
     /// The sequences of `batch` that this rank passes, and the position of their first token among all.
@@ -321,6 +357,13 @@ impl Trainer {
             noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
             checkpoint_layers: train.checkpoint_layers,
             grad_scale: 1.0 / (train.batch_size * train.seq_len * num_micro) as f32,
+        }
+    }
+
+    /// Tells the account of ranks what was done from `start` until now.
+    fn spent(&self, what: &'static str, start: Instant) {
+        if let Some(ranks) = &self.ranks {
+            ranks.meter().record(what, start);
         }
     }
 

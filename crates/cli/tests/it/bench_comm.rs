@@ -2,6 +2,7 @@
 
 use moeworks_plan::Topology;
 
+use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stdout};
 
 #[test]
@@ -23,4 +24,26 @@ fn bench_comm_times_collectives_and_writes_a_topology_that_plan_reads() {
     assert_eq!(topology.node_sizes, [3]);
     let latency_s = value["node_link"][0].as_f64().expect("a latency");
     assert!((topology.node_link.latency_s / latency_s - 1.0).abs() < 1e-9);
+}
+
+#[test]
+fn bench_overlap_states_what_chunks_hide() {
+    let workplace = Workplace::new();
+    let output = workplace.run(&["bench", "overlap", "--ranks", "2", "--link", "2000,500", "--json"]);
+    assert_success(&output);
+    let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    let rows = value["rows"].as_array().expect("rows");
+    let number = |row: &serde_json::Value, name: &str| row[name].as_f64().expect("a number");
+    assert_eq!(rows.iter().map(|row| number(row, "chunks")).collect::<Vec<_>>(), [1.0, 2.0, 4.0, 8.0]);
+    assert_eq!(number(&rows[0], "hidden"), 0.0, "in one piece nothing is hidden");
+    // Eight times 2 ms at least, in one piece: there and back, forward and backward.
+    assert!(rows.iter().all(|row| number(row, "seconds") > 8e-3 && number(row, "standing_s") < number(row, "seconds")));
+}
+
+#[test]
+fn bench_options_that_mean_nothing_are_refused() {
+    let workplace = Workplace::new();
+    refused(&workplace, &["bench", "overlap", "--link", "fast"], &["--link fast", "LATENCY_US,MB_PER_S"]);
+    refused(&workplace, &["bench", "overlap", "--link", "1,0"], &["--link 1,0"]);
+    refused(&workplace, &["bench", "comm-like", "--link", "1,1"], &["--link", "bench overlap"]);
 }

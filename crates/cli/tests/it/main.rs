@@ -7,6 +7,7 @@ mod layers;
 mod models;
 mod plan;
 mod program;
+mod rank_failures;
 mod ranks;
 mod routing;
 mod schemes;

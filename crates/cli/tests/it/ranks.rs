@@ -11,7 +11,7 @@ use crate::program::{Workplace, assert_success, losses, routing_records, stderr}
 const TOLERANCE: f64 = 1e-5;
 
 /// The same steps however many there are to be in all.
-const CONSTANT: [&str; 4] = ["--set", "train.schedule=constant", "--set", "model.jitter=0.01"];
+pub(crate) const CONSTANT: [&str; 4] = ["--set", "train.schedule=constant", "--set", "model.jitter=0.01"];
 
 fn numbers(work: &Workplace, run: &str) -> Vec<(u64, f64)> {
     losses(&work.path(run)).into_iter().map(|(step, loss)| (step, loss.parse().expect("a number"))).collect()
@@ -41,7 +41,7 @@ fn ranks_make_the_losses_of_one() {
         ("everywhere", &["--ep", "3", "--set", "parallel.placement=everywhere"]),
         ("placed", &["--ep", "3", "--dp", "2", "--set", &placement]),
         ("zero", &["--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"]),
-        ("hops", &["--ep", "4", "--set", "parallel.all_to_all=two_hop", "--set", "parallel.chunks=3"]),
+        ("hops", &["--ep", "4", "--no-pin", "--set", "parallel.all_to_all=two_hop", "--set", "parallel.chunks=3"]),
         ("weights", &["--ep", "2", "--dp", "2", "--set", "parallel.moving=weights"]),
         ("cheapest", &["--ep", "4", "--set", "parallel.moving=auto", "--set", "parallel.chunks=0"]),
     ] {
@@ -85,6 +85,43 @@ fn bf16_and_accumulated_batches_train_on_ranks() {
 }
 
 #[test]
+fn ranks_tell_what_they_did() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 3, &["--ep", "2", "--trace", "trace.json"]));
+    let text = fs::read_to_string(work.path("trace.json")).expect("the trace");
+    let trace: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let events = trace["traceEvents"].as_array().expect("events");
+    let phases = ["data", "router", "dispatch", "experts", "combine", "all-to-all", "all-reduce", "optimizer"];
+    for (rank, name) in [0, 1].into_iter().flat_map(|rank| phases.map(|name| (rank, name))) {
+        let is_it = |event: &&serde_json::Value| event["pid"] == rank && event["name"] == name;
+        let spans = events.iter().filter(is_it).count();
+        assert!(spans >= 3, "{spans} spans of rank {rank}: {name}");
+    }
+    let records = fs::read_to_string(work.path("run").join("metrics.jsonl")).expect("records");
+    for line in records.lines() {
+        let record: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        let of_ranks = |name: &str| record[format!("ranks/{name}")].as_array().map(Vec::len);
+        assert_eq!((of_ranks("work_ms"), of_ranks("node_bytes")), (Some(2), Some(2)), "{line}");
+        assert!(record["ranks/node_mb"].as_f64() > Some(0.0) && record["ranks/cluster_mb"] == 0, "{line}");
+        assert!(record["ranks/imbalance"].as_f64() >= Some(1.0), "{line}");
+    }
+    refused(&work, &["train", "--data", "text.txt", "--trace", "trace.json"], &["--trace", "--ep"]);
+}
+
+#[test]
+fn tokens_train_in_every_form_on_the_wire() {
+    let work = Workplace::new();
+    assert_success(&work.train("f32", 8, &CONSTANT));
+    for wire in ["bf16", "f16", "int8"] {
+        let setting = format!("parallel.wire={wire}");
+        assert_success(&work.train(wire, 8, &[&CONSTANT[..], &["--ep", "2", "--set", &setting]].concat()));
+        for ((step, loss), (_, expected)) in numbers(&work, wire).into_iter().zip(numbers(&work, "f32")) {
+            assert!((loss - expected).abs() < 0.02 * expected, "{wire}, step {step}: {loss}, not {expected}");
+        }
+    }
+}
+
+#[test]
 fn layouts_that_cannot_be_are_named() {
     let work = Workplace::new();
     let train = |more: &[&str], parts: &[&str]| {
@@ -100,13 +137,20 @@ fn layouts_that_cannot_be_are_named() {
     let broken = work.file("broken.placement", "placement experts=8 ranks=2\n0: 2\n");
     let placement = format!("parallel.placement={broken}");
     train(&["--ep", "2", "--set", &placement], &["broken.placement", "line 2"]);
+    train(&["--tp", "2"], &["--tp 2: must be 1", "--ep"]);
+    train(&["--ep", "2", "--set", "parallel.chunks=65"], &["parallel.chunks = 65", "at most 64"]);
+    train(&["--ep", "2", "--set", "parallel.wire=int4"], &["parallel.wire", "int4"]);
+    let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");
+    train(&["--ep", "2", "--set", &format!("parallel.topology={measured}")], &["topology.toml"]);
+    fs::remove_file(measured).expect("it is there");
     let sharded = "parallel.shard_optimizer=true";
     train(&["--ep", "2", "--set", &placement, "--set", sharded], &["parallel.shard_optimizer", "sharded"]);
     assert!(!work.path("runs").exists());
 }
 
-/// What starts ranks as processes here: the launchers in `.venv-mpi/*`, where `./test` puts them, and the one on the path.
-fn launchers() -> Vec<PathBuf> {
+/// What starts ranks as processes here, and whether it is Open MPI's: the launchers in `.venv-mpi/*`, where `./test` puts them, and
+/// the one on the path.
+pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
     let kept = fs::read_dir(kept).into_iter().flatten().flatten().map(|entry| entry.path().join("bin/mpirun"));
     let path = env::var_os("PATH").unwrap_or_default();
@@ -115,36 +159,49 @@ fn launchers() -> Vec<PathBuf> {
     if found.is_empty() {
         println!("SKIPPED: there is no mpirun, neither in .venv-mpi nor on the path");
     }
-    found
+    let is_open_mpi = |mpirun: &Path| {
+        let version = Command::new(mpirun).arg("--version").output().expect("mpirun runs");
+        String::from_utf8_lossy(&version.stdout).contains("Open MPI")
+    };
+    found.into_iter().map(|mpirun| (mpirun.clone(), is_open_mpi(&mpirun))).collect()
 }
 
-/// `train` by the launcher `mpirun`, on four ranks.
-fn train_processes(mpirun: &Path, train: &Command) -> Output {
+/// The command `train` by the launcher `mpirun`, on `num_ranks` ranks.
+pub(crate) fn process_command(mpirun: &Path, num_ranks: usize, train: &Command) -> Command {
     let version = Command::new(mpirun).arg("--version").output().expect("mpirun runs");
-    let is_open_mpi = String::from_utf8_lossy(&version.stdout).contains("Open MPI");
     let mut command = Command::new(mpirun);
-    if is_open_mpi {
+    if String::from_utf8_lossy(&version.stdout).contains("Open MPI") {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
     }
     let folders = [mpirun.parent().expect("a folder").to_path_buf()];
     let path = env::var_os("PATH").unwrap_or_default();
     let path = env::join_paths(folders.into_iter().chain(env::split_paths(&path))).expect("folders without colons");
-    command.args(["-n", "4"]).arg(train.get_program()).args(train.get_args());
+    command.args(["-n", &num_ranks.to_string()]).arg(train.get_program()).args(train.get_args());
     command.envs(train.get_envs().filter_map(|(name, value)| Some((name, value?)))).env("PATH", path);
-    command.current_dir(train.get_current_dir().expect("a folder")).output().expect("mpirun runs")
+    command.current_dir(train.get_current_dir().expect("a folder"));
+    command
+}
+
+/// `train` on four ranks.
+fn train_processes(mpirun: &Path, train: &Command) -> Output {
+    process_command(mpirun, 4, train).output().expect("mpirun runs")
 }
 
 #[test]
 fn processes_make_the_losses_of_one() {
     let settings = [&CONSTANT[..], &["--set", "train.threads=1"]].concat();
-    for mpirun in launchers() {
+    for (mpirun, _) in launchers() {
         let work = Workplace::new();
         assert_success(&work.train("one", 4, &settings));
-        let train = work.train_command("mpi", 4, &[&settings[..], &["--ep", "2", "--dp", "2"]].concat());
-        let output = train_processes(&mpirun, &train);
-        assert_success(&output);
-        assert_same_losses(&work, "mpi", "one");
-        assert_eq!(stderr(&output).matches("Done:").count(), 1, "one rank speaks");
+        for (run, more) in [
+            ("mpi", &["--ep", "2", "--dp", "2"][..]),
+            ("chunks", &["--ep", "4", "--set", "parallel.chunks=2", "--set", "parallel.moving=auto"]),
+        ] {
+            let output = train_processes(&mpirun, &work.train_command(run, 4, &[&settings[..], more].concat()));
+            assert_success(&output);
+            assert_same_losses(&work, run, "one");
+            assert_eq!(stderr(&output).matches("Done:").count(), 1, "one rank speaks");
+        }
         // Another number of ranks than the settings say.
         let output =
             train_processes(&mpirun, &work.train_command("three", 4, &[&settings[..], &["--ep", "3"]].concat()));

@@ -72,7 +72,8 @@ impl RanksSaved {
         let fetch = || Shadows::fetch(ctx, ranks, (weights, activation), fetched, dispatch, num_choices);
         let shadows = has_fetched.then(fetch);
         let is_fetched = |expert| shadows.as_ref().is_some_and(|shadows| shadows.has(expert));
-        let travel = Travel::of(ctx, ranks, dispatch, (num_choices, num_chunks), is_fetched);
+        let plan = || Travel::of(ctx, ranks, dispatch, (num_choices, num_chunks), is_fetched);
+        let travel = ranks.time("who goes where", plan);
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
@@ -81,7 +82,9 @@ impl RanksSaved {
             (x, wire),
             || here = shadows.map(|shadows| shadows.forward(ctx, x)),
             |_, chunk, x| {
-                let (y, saved) = experts_forward_biased(ctx, &x, experts, biases, chunk.arrived().rows());
+                let rows = chunk.arrived().rows();
+                let forward = || experts_forward_biased(ctx, &x, experts, biases, rows);
+                let (y, saved) = ranks.time("experts", forward);
                 parts.push(SavedPart { x, experts: saved });
                 vec![(y, wire.of_sums())]
             },
@@ -115,7 +118,8 @@ impl RanksSaved {
             |index, chunk, dy| {
                 let rows = chunk.arrived().rows();
                 let saved = &self.parts[index].experts;
-                let mut backward = experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
+                let backward = || experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
+                let mut backward = self.ranks.time("experts, backward", backward);
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(&dy, down, rows, &mut backward.d_row_weights);
                 }
@@ -137,6 +141,11 @@ impl RanksSaved {
         });
         self.ranks.count_backward(start.elapsed());
         RanksBackward { dx, dweights, task: RanksTask { parts, shadows } }
+    }
+
+    /// Does `work`, which a meter that listens calls `name`.
+    pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        self.ranks.time(name, work)
     }
 
     /// `[T K]` of this rank's K choices from that of as many as travelled.

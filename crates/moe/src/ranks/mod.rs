@@ -20,7 +20,7 @@ mod tuning;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Reduce, RowPlan};
+use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Meter, Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_plan::{Exchange, Moving, Placement, Wire};
 use moeworks_tensor::Tensor;
@@ -49,6 +49,7 @@ struct Inner {
     exchange: Exchange,
     moving: OnceLock<Moving>,
     tuning: Mutex<Tuning>,
+    meter: OnceLock<Arc<Meter>>,
     failure: Mutex<Option<CommError>>,
 }
 
@@ -67,7 +68,8 @@ impl ExpertRanks {
         assert_eq!(placement.num_ranks(), group.size(), "ranks of a placement");
         let held = placement.experts_of(group.rank());
         let (hierarchy, tuning, failure) = (Hierarchy::of(group)?, Mutex::default(), Mutex::default());
-        let inner = Inner { world, hierarchy, placement, held, exchange, moving: OnceLock::new(), tuning, failure };
+        let (meter, moving) = (OnceLock::new(), OnceLock::new());
+        let inner = Inner { world, hierarchy, placement, held, exchange, moving, tuning, meter, failure };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -79,6 +81,19 @@ impl ExpertRanks {
 
     pub(crate) fn moving(&self) -> Moving {
         self.inner.moving.get().copied().unwrap_or_default()
+    }
+
+    /// Lets `meter` know of the work of layers with experts from now on. Only the first call counts.
+    pub fn measure_with(&self, meter: &Arc<Meter>) {
+        let _ = self.inner.meter.set(Arc::clone(meter));
+    }
+
+    /// Does `work`, which a meter that listens calls `name`.
+    pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        match self.inner.meter.get() {
+            Some(meter) => meter.time(name, work),
+            None => work(),
+        }
     }
 
     /// Which ranks of the group hold which expert.
@@ -135,7 +150,7 @@ impl ExpertRanks {
     pub(crate) fn start_dispatch(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Dispatching> {
         // What is of two bytes a number already is not made longer.
         let wire = if rows.dtype() == moeworks_tensor::DType::BF16 && wire == Wire::F32 { Wire::Bf16 } else { wire };
-        self.attempt(None, || plan.start_dispatch(self.hierarchy(), rows, wire).map(Some))
+        self.time("dispatch", || self.attempt(None, || plan.start_dispatch(self.hierarchy(), rows, wire).map(Some)))
     }
 
     pub(crate) fn finish_dispatch(
@@ -145,16 +160,18 @@ impl ExpertRanks {
         started: Option<Dispatching>,
     ) -> Option<Tensor> {
         let started = started?;
-        self.attempt(None, || plan.finish_dispatch(self.hierarchy(), started, ctx.pool()).map(Some))
+        let finish = || plan.finish_dispatch(self.hierarchy(), started, ctx.pool()).map(Some);
+        self.time("dispatch", || self.attempt(None, finish))
     }
 
     pub(crate) fn start_combine(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Combining> {
-        self.attempt(None, || plan.start_combine(self.hierarchy(), rows, wire).map(Some))
+        self.time("combine", || self.attempt(None, || plan.start_combine(self.hierarchy(), rows, wire).map(Some)))
     }
 
     pub(crate) fn finish_combine(&self, ctx: &Context, plan: &RowPlan, started: Option<Combining>) -> Option<Tensor> {
         let started = started?;
-        self.attempt(None, || plan.finish_combine(self.hierarchy(), started, ctx.pool()).map(Some))
+        let finish = || plan.finish_combine(self.hierarchy(), started, ctx.pool()).map(Some);
+        self.time("combine", || self.attempt(None, finish))
     }
 
     /// What `call` gives; `otherwise` if it fails, or anything failed before.

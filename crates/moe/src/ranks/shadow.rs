@@ -108,7 +108,8 @@ impl Shadows {
     /// What they make of `x [T, D]`: `[T, D]`.
     pub(crate) fn forward(self, ctx: &Context, x: &Tensor) -> (Tensor, ShadowsSaved) {
         let biases = self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
-        let (y, saved) = experts_forward_biased(ctx, x, self.weights(), biases, self.rows.rows());
+        let forward = || experts_forward_biased(ctx, x, self.weights(), biases, self.rows.rows());
+        let (y, saved) = self.ranks.time("fetched experts", forward);
         (y, ShadowsSaved { shadows: self, saved })
     }
 
@@ -137,7 +138,8 @@ impl ShadowsSaved {
     pub(crate) fn backward(&self, ctx: &Context, dy: &Tensor) -> ShadowsBackward {
         let Self { shadows, saved } = self;
         let rows = shadows.rows.rows();
-        let mut back = experts_backward(ctx, dy, shadows.weights(), rows, saved);
+        let backward = || experts_backward(ctx, dy, shadows.weights(), rows, saved);
+        let mut back = shadows.ranks.time("fetched experts, backward", backward);
         if let Some((_, down)) = &shadows.biases {
             add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
         }

@@ -185,6 +185,7 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
         "parallel.topology",
         "What moeworks bench comm measured, for choices by cost; without the file they go by a described cluster.",
     ),
+    ("parallel.pin", "Whether ranks and their threads keep to cores of their own, near their memory."),
     (
         "parallel.shard_optimizer",
         "Whether ranks that hold the same weights share their optimizer state out (ZeRO-1): less memory for the same traffic.",

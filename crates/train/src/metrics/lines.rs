@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use moeworks_model::RouterLosses;
 
-use super::{LayerRecord, OCCASIONAL, Record, router_loss_name};
+use super::{LayerRecord, OCCASIONAL, RanksRecord, Record, router_loss_name};
 use crate::routing::Specialization;
 
 /// A file of records that cannot be written or read.
@@ -33,7 +33,7 @@ impl MetricsError {
 }
 
 /// A number as JSON and CSV write it: the shortest text that reads back as the same bits.
-fn number(value: f64) -> String {
+pub(super) fn number(value: f64) -> String {
     let text = format!("{value:?}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
 }
@@ -43,6 +43,7 @@ fn is_absent(record: &Record, name: &str, value: f64) -> bool {
     let in_layer = name.strip_prefix("moe/layer_").and_then(|rest| rest.split('/').nth(1));
     let is_router_loss = name.starts_with("moe/") && name.ends_with("_loss") && in_layer.is_none();
     (name == "val/loss" && record.val_loss.is_none())
+        || (record.ranks.is_none() && name.starts_with("ranks/"))
         || (value.is_nan() && is_router_loss)
         || (value.is_nan() && in_layer.is_some_and(|name| OCCASIONAL.contains(&name)))
 }
@@ -64,6 +65,9 @@ pub(super) fn json_line(record: &Record) -> String {
         let _ = write!(line, ",\"moe/layer_{index}/num_dropped\":{}", layer.num_dropped);
         let _ = write!(line, ",\"moe/layer_{index}/num_rerouted\":{}", layer.num_rerouted);
         let _ = write!(line, ",\"moe/layer_{index}/tokens_per_expert\":[{counts}]");
+    }
+    if let Some(ranks) = &record.ranks {
+        line.push_str(&ranks.json());
     }
     line.push_str("}\n");
     line
@@ -129,6 +133,7 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
         memory_peak_bytes: count("perf/memory_peak_bytes").unwrap_or(0),
         val_loss: fields.get("val/loss").map(|value| value.as_f64().unwrap_or(f64::NAN)),
         is_skipped: number("train/is_skipped") == 1.0,
+        ranks: RanksRecord::parse(&fields),
         layers,
     })
 }

@@ -1,19 +1,72 @@
 //! Gradients over all ranks: sums, and their norm.
 
-use moeworks_comm::{CommError, Reduce};
+use std::collections::HashMap;
+
+use moeworks_comm::{CommError, Pending, Reduce};
 use moeworks_model::{DecoderWeights, is_of_experts};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
-use moeworks_tensor::Tensor;
+use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
 use crate::error::TrainError;
 
+/// Sums of gradients that were started, by the names of the tensors, and why one could not be.
+#[derive(Default)]
+pub(crate) struct SumsUnderWay {
+    pending: Vec<(String, Pending<Tensor>)>,
+    failure: Option<CommError>,
+}
+
 impl Ranks {
-    /// Makes of this rank's gradients those of all tokens: what is no expert is summed over all ranks, an expert over those that
-    /// hold it. All ranks then have the same bits of what they share.
-    pub(crate) fn sum_gradients(&self, grads: &mut DecoderWeights) -> Result<(), TrainError> {
+    /// Starts to sum the gradients of a layer up, which [`sum_gradients`](Self::sum_gradients) finishes: until then they are not in
+    /// `grads`. All ranks start those of the same layers in the same order.
+    pub(crate) fn start_sums(
+        &self,
+        ctx: &Context,
+        layer: usize,
+        grads: &mut DecoderWeights,
+        under_way: &mut SumsUnderWay,
+    ) {
+        let prefix = format!("model.layers.{layer}.");
+        let has_replicas = self.experts.placement().has_replicas();
         for (name, tensor) in grads.tensors_mut() {
+            let is_waiting = is_of_experts(&name) && has_replicas;
+            let holders = self.holders(&name);
+            if !name.starts_with(&prefix) || is_waiting || holders.size() == 1 || under_way.failure.is_some() {
+                continue;
+            }
+            let own = std::mem::replace(tensor, ctx.empty(&[0], DType::F32));
+            match holders.start_all_reduce(own, Reduce::Sum) {
+                Ok(pending) => under_way.pending.push((name, pending)),
+                Err(error) => under_way.failure = Some(error),
+            }
+        }
+    }
+
+    /// Puts the sums that were started in their places.
+    fn finish_sums(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<Vec<String>, TrainError> {
+        under_way.failure.map_or(Ok(()), Err)?;
+        let finished = under_way.pending.into_iter().map(|(name, pending)| Ok((name, pending.finish()?)));
+        let mut sums = finished.collect::<Result<HashMap<_, _>, CommError>>()?;
+        let mut done = Vec::with_capacity(sums.len());
+        for (name, tensor) in grads.tensors_mut() {
+            if let Some(sum) = sums.remove(&name) {
+                *tensor = sum;
+                done.push(name);
+            }
+        }
+        Ok(done)
+    }
+
+    /// Makes of this rank's gradients those of all tokens: what is no expert is summed over all ranks, an expert over those that
+    /// hold it. All ranks then have the same bits of what they share. Sums `under_way` are finished.
+    pub(crate) fn sum_gradients(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<(), TrainError> {
+        let done = self.finish_sums(grads, under_way)?;
+        for (name, tensor) in grads.tensors_mut() {
+            if done.contains(&name) {
+                continue;
+            }
             if is_of_experts(&name) {
                 self.copies.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
                 self.sum_replicas(tensor)?;

@@ -3,6 +3,7 @@
 //! Rank 0 is the root: it alone reads what only one may (a fresh token cache), writes (checkpoints, records, the report) and
 //! shows. A checkpoint is that of one rank: the root puts the experts together, so that any layout goes on from it.
 
+mod account;
 mod exchange;
 mod gather;
 mod gradients;
@@ -11,14 +12,17 @@ mod slices;
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use moeworks_comm::{CommError, Communicator, Reduce};
+use bytemuck::Pod;
+use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, share_cores};
 use moeworks_moe::ExpertRanks;
 use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 
 use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
+pub(crate) use gradients::SumsUnderWay;
 
 /// How long ranks wait for one that reads data or writes a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
@@ -33,6 +37,10 @@ pub struct Ranks {
     /// Those that hold the same experts.
     copies: Box<dyn Communicator>,
     experts: ExpertRanks,
+    /// What goes through all of these.
+    meter: Arc<Meter>,
+    /// How many cores of its node are this rank's; less than one where it shares them.
+    cores: f64,
     /// How long ranks wait for one within a step before they take it for hung.
     step_timeout: Duration,
     /// Whether ranks that hold the same weights share their optimizer state out.
@@ -58,20 +66,48 @@ impl Ranks {
         let (world, of_experts) = (part(0, rank)?, part(0, rank)?);
         let (copies, group) = (part(ep, dp)?, part(dp, ep)?);
         let experts = ExpertRanks::new(of_experts, group, placement, exchange)?;
-        Ok(Self { layout, world, copies, experts, step_timeout: STEP_TIMEOUT, shards_optimizer: false })
+        let (meter, cores, step_timeout) = (Arc::new(Meter::new(false)), 1.0, STEP_TIMEOUT);
+        Ok(Self { layout, world, copies, experts, meter, cores, step_timeout, shards_optimizer: false })
     }
 
-    /// The place of the rank of `comm` that `config` gives it. All ranks call this.
-    pub fn of_config(comm: &dyn Communicator, config: &RunConfig) -> Result<Self, TrainError> {
+    /// As [`new`](Self::new), with an account of what goes through the communicators; a trace of it can be written where it keeps
+    /// spans.
+    fn metered(
+        comm: &dyn Communicator,
+        layout: Layout,
+        placement: Placement,
+        (exchange, keeps_spans): (Exchange, bool),
+    ) -> Result<Self, CommError> {
+        let all = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
+        // Clocks of different machines begin together.
+        comm.barrier()?;
+        let meter = Arc::new(Meter::new(keeps_spans));
+        let metered = Metered::new(all, Arc::clone(&meter));
+        let ranks = Self::new(&metered, layout, placement, exchange)?;
+        ranks.experts.measure_with(&meter);
+        Ok(Self { meter, ..ranks })
+    }
+
+    /// The place of the rank of `comm` that `config` gives it; `is_traced` says whether a trace will be written. All ranks call
+    /// this.
+    pub fn of_config(comm: &dyn Communicator, config: &RunConfig, is_traced: bool) -> Result<Self, TrainError> {
         let parallel = &config.parallel;
         if parallel.num_ranks() != comm.size() {
             return Err(TrainError::Ranks { dp: parallel.dp, ep: parallel.ep, num_ranks: comm.size() });
         }
+        let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
-        let ranks = Self::new(comm, parallel.layout(), placement(config)?, exchange)?;
+        let ranks = Self::metered(comm, parallel.layout(), placement(config)?, (exchange, is_traced))?;
         ranks.experts.let_move(exchange::moving(comm, config)?);
-        let ranks = ranks.with_timeout(Duration::from_secs(parallel.timeout_s));
+        let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
         Ok(ranks.with_sharded_optimizer(parallel.shard_optimizer))
+    }
+
+    /// Refuses processes that run another program than that of rank 0. All ranks call this.
+    pub fn check_program(comm: &dyn Communicator) -> Result<(), TrainError> {
+        let program = std::env::current_exe().and_then(|path| fs::read(&path));
+        let program = program.map_err(|error| comm.abort(&format!("its program cannot be read: {error}")))?;
+        Ok(comm.check_same("program", &fingerprint(&program))?)
     }
 
     /// Sets how long ranks wait for one within a step before they take it for hung.
@@ -113,6 +149,11 @@ impl Ranks {
         nodes.iter().filter(|&&node| node == nodes[self.world.rank()]).count()
     }
 
+    /// How many cores of its node are this rank's; less than one where it shares them.
+    pub(crate) fn num_cores(&self) -> f64 {
+        self.cores
+    }
+
     /// What the layers with experts take.
     pub(crate) fn experts(&self) -> &ExpertRanks {
         &self.experts
@@ -143,9 +184,7 @@ impl Ranks {
 
     /// Refuses ranks that were started with other settings: `text` is what all must have alike.
     pub(crate) fn check_same(&self, what: &str, text: &str) -> Result<(), TrainError> {
-        let mut fingerprint = [0; 32];
-        fingerprint[..16].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(text.as_bytes()).to_le_bytes());
-        Ok(self.world.check_same(what, &fingerprint)?)
+        Ok(self.world.check_same(what, &fingerprint(text.as_bytes()))?)
     }
 
     /// Waits for all ranks, as long as it takes, and from then on no longer than a step may take.
@@ -170,15 +209,27 @@ impl Ranks {
         Ok(numbers.map(|number| number > 0))
     }
 
+    /// This rank's account.
+    pub(crate) fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
     /// Everybody's `values`, in the order of ranks.
-    pub(crate) fn all_values(&self, values: &[u32]) -> Result<Vec<u32>, TrainError> {
+    pub(crate) fn all_values<T: Pod>(&self, values: &[T]) -> Result<Vec<T>, TrainError> {
         let mut lens = vec![0_u64; self.world.size()];
         self.world.all_gather(&[values.len() as u64], &mut lens)?;
         let lens: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
-        let mut all = vec![0; lens.iter().sum()];
+        let mut all = vec![T::zeroed(); lens.iter().sum()];
         self.world.all_gather_v(values, &mut all, &lens)?;
         Ok(all)
     }
+}
+
+/// What stands for `bytes` when ranks compare them.
+fn fingerprint(bytes: &[u8]) -> [u8; 32] {
+    let mut fingerprint = [0; 32];
+    fingerprint[..16].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(bytes).to_le_bytes());
+    fingerprint
 }
 
 /// The placement that `config` asks for.

@@ -24,7 +24,7 @@ fn slice_of(ctx: &Context, tensor: &Tensor, len: usize) -> Tensor {
 
 impl Ranks {
     /// The ranks that hold the tensor `name` as this one does.
-    fn holders(&self, name: &str) -> &dyn Communicator {
+    pub(super) fn holders(&self, name: &str) -> &dyn Communicator {
         if is_of_experts(name) { &*self.copies } else { &*self.world }
     }
 

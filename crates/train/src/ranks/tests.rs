@@ -1,7 +1,7 @@
 //! A step on several ranks is that of one: losses, statistics and the gradient of every weight.
 
 use moeworks_comm::{RankOptions, try_run_ranks};
-use moeworks_model::{ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch};
+use moeworks_model::{LayerDone, ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch};
 use moeworks_moe::{EntropyRule, Ramp, RouterConfig, RouterKind};
 use moeworks_ops::linear::Write;
 use moeworks_plan::{Algorithm, Order, Wire};
@@ -26,6 +26,8 @@ struct Case {
     /// Which node each rank stands on.
     nodes: Vec<usize>,
     checkpoint_layers: bool,
+    /// Whether the gradients of a layer are summed while those below are computed.
+    is_overlapped: bool,
 }
 
 /// What a step gives: the account, the norm, and every gradient by name.
@@ -58,7 +60,7 @@ fn case(dp: usize, ep: usize) -> Case {
     let (model, layout) = (model(), Layout::new(dp, ep, 1));
     let placement = Placement::sharded(model.num_experts, ep);
     let (exchange, nodes) = (Exchange::plain(Wire::F32), vec![0; dp * ep]);
-    Case { model, num_sequences: 5, layout, placement, exchange, nodes, checkpoint_layers: false }
+    Case { model, num_sequences: 5, layout, placement, exchange, nodes, checkpoint_layers: false, is_overlapped: true }
 }
 
 fn options(case: &Case, first_token: usize) -> PassOptions {
@@ -88,12 +90,14 @@ fn pass(
     case: &Case,
     (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
     sequences: Range<usize>,
+    done: LayerDone<'_>,
 ) -> (PassStats, DecoderWeights) {
     let (inputs, targets) = (ids(case, 0, sequences.clone()), ids(case, 1, sequences.clone()));
     let batch = TokenBatch { inputs: &inputs, targets: &targets, num_sequences: sequences.len(), seq_len: SEQ_LEN };
     let mut grads = weights.zeros_like(ctx);
     let options = options(case, sequences.start * SEQ_LEN);
-    let stats = decoder.forward_backward(ctx, weights, &batch, &options, Write::Replace, &mut grads).unwrap();
+    let write = (Write::Replace, done);
+    let stats = decoder.forward_backward_watched(ctx, weights, &batch, &options, write, &mut grads).unwrap();
     (stats, grads)
 }
 
@@ -105,7 +109,7 @@ fn step_on_one(case: &Case) -> Step {
     let ctx = Context::cpu(1);
     let decoder = Decoder::new(case.model.clone()).unwrap();
     let weights = decoder.init(&ctx, 7);
-    let (stats, grads) = pass(case, (&ctx, &decoder, &weights), 0..case.num_sequences);
+    let (stats, grads) = pass(case, (&ctx, &decoder, &weights), 0..case.num_sequences, &mut |_, _| ());
     Step { stats, norm: global_norm(&ctx, &grads), grads: named(&grads) }
 }
 
@@ -115,9 +119,16 @@ fn step_on_ranks(case: &Case) -> Step {
         let ctx = Context::cpu(1);
         let decoder = Decoder::over_ranks(case.model.clone(), ranks.experts().clone()).unwrap();
         let weights = ranks.part(&ctx, &decoder.init(&ctx, 7));
-        let (stats, mut grads) = pass(case, (&ctx, &decoder, &weights), ranks.share(case.num_sequences));
+        let mut sums = SumsUnderWay::default();
+        let mut done = |layer, grads: &mut DecoderWeights| {
+            if case.is_overlapped {
+                ranks.start_sums(&ctx, layer, grads, &mut sums);
+            }
+        };
+        let share = ranks.share(case.num_sequences);
+        let (stats, mut grads) = pass(case, (&ctx, &decoder, &weights), share, &mut done);
         ranks.check()?;
-        ranks.sum_gradients(&mut grads)?;
+        ranks.sum_gradients(&mut grads, sums)?;
         let norm = ranks.global_norm(&ctx, &grads)?;
         let grads = ranks.whole(&ctx, &decoder, &grads)?.map(|grads| named(&grads));
         Ok::<_, TrainError>((stats, norm, grads))
@@ -168,6 +179,17 @@ fn every_path_and_number_of_chunks_gives_the_step_of_one_rank() {
             let exchange = Exchange { algorithm, chunks, ..Exchange::plain(Wire::F32) };
             check(&Case { exchange, nodes: nodes.clone(), checkpoint_layers: chunks == 2, ..case(dp, ep) });
         }
+    }
+}
+
+#[test]
+fn sums_that_run_under_backward_are_those_that_come_after_it() {
+    let mut model = model();
+    (model.num_layers, model.moe_every, model.dense_width) = (4, 2, 20);
+    for num_sequences in [5, 2] {
+        let one = Case { model: model.clone(), num_sequences, is_overlapped: false, ..case(2, 2) };
+        let (after, under) = (step_on_ranks(&one), step_on_ranks(&Case { is_overlapped: true, ..one }));
+        assert!(after.grads == under.grads && after.norm == under.norm, "the same bits");
     }
 }
 

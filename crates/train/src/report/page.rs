@@ -17,10 +17,10 @@ const MAX_SAMPLES: usize = 8;
 /// Letters of a sample shown at most.
 const MAX_SAMPLE_CHARS: usize = 1_500;
 
-const BLUE: &str = "var(--c1)";
-const ORANGE: &str = "var(--c2)";
-const GREEN: &str = "var(--c3)";
-const VIOLET: &str = "var(--c4)";
+pub(super) const BLUE: &str = "var(--c1)";
+pub(super) const ORANGE: &str = "var(--c2)";
+pub(super) const GREEN: &str = "var(--c3)";
+pub(super) const VIOLET: &str = "var(--c4)";
 
 /// A chart with a line for each MoE layer.
 struct LayerFigure {
@@ -153,6 +153,7 @@ impl Page<'_> {
         if self.data.has_experts() {
             html += &self.experts();
         }
+        html += &self.ranks();
         html += &self.sampled_texts();
         html += &self.settings_table();
         html + "<footer>Made by <b>moeworks</b> from metrics.jsonl of this run.</footer></main></body></html>\n"
@@ -211,7 +212,7 @@ impl Page<'_> {
         tiles + "</section>"
     }
 
-    fn chart(&self, title: &'static str, lines: Vec<Line>) -> Chart {
+    pub(super) fn chart(&self, title: &'static str, lines: Vec<Line>) -> Chart {
         Chart {
             title,
             note: String::new(),

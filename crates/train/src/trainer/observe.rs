@@ -7,7 +7,6 @@ use moeworks_model::{Decoder, DecoderWeights, Rules};
 use super::{Trainer, token_batch};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, Record};
-use crate::ranks::Ranks;
 use crate::routing::{RoutingSample, specialization};
 
 /// Tokens that specialisation is measured on at most, in each layer.
@@ -29,7 +28,7 @@ impl Trainer {
                 let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
                 pairs.extend(batch.inputs.iter().enumerate().filter_map(first).take(room));
             })?;
-            self.ranks.as_ref().map_or(Ok(()), Ranks::check)?;
+            self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check())?;
             loss += stats.loss_sum;
             targets += stats.num_targets;
         }

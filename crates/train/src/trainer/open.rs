@@ -1,6 +1,7 @@
 //! How a trainer begins: a new run, or one that goes on, on one rank or on several.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
@@ -16,7 +17,7 @@ use crate::metrics::MetricsWriter;
 use crate::optimizer::Optimizer;
 use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
-use crate::setup::{adamw_config, check_memory, context, moe_layers, num_cores, schedule, vocab_size};
+use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
 use crate::state::{self, Progress};
 use crate::store::{CONFIG_FILE, Checkpoint, Store};
 
@@ -179,9 +180,9 @@ impl Trainer {
             routing,
             output,
             peak_flops,
-            ranks,
+            ranks: ranks.map(Arc::new),
         };
-        trainer.ranks.as_ref().map_or(Ok(()), Ranks::begin_steps)?;
+        trainer.ranks.as_ref().map_or(Ok(()), |ranks| ranks.begin_steps())?;
         Ok(trainer)
     }
 }
@@ -203,8 +204,7 @@ fn newest(run_dir: &Path, is_root: bool) -> Result<(Option<Store>, Checkpoint), 
 fn peak_flops(ctx: &Context, is_bf16: bool, ranks: Option<&Ranks>) -> f64 {
     let own = peak::measure(ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
     ranks.map_or(own, |ranks| {
-        let threads = ctx.threads().count() * ranks.num_neighbours();
-        own * ranks.num_ranks() as f64 * (num_cores() as f64 / threads as f64).min(1.0)
+        own * ranks.num_ranks() as f64 * (ranks.num_cores() / ctx.threads().count() as f64).min(1.0)
     })
 }
 

@@ -1,0 +1,149 @@
+//! What becomes of a training run when one of its ranks is killed, hangs, or is not like the others: as processes of `mpirun`.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::program::{Workplace, assert_success, losses, stderr};
+use crate::ranks::{CONSTANT, launchers, process_command};
+
+/// Until the others have ended.
+const PROMPTLY: Duration = Duration::from_secs(30);
+/// Until the run makes its first steps, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Waits until `what` is there.
+fn wait_for<T>(patience: Duration, what: &str, found: impl Fn() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(start.elapsed() < patience, "no {what} for {patience:?}");
+        sleep(Duration::from_millis(50));
+    }
+}
+
+/// The process of rank `rank` of the run in `folder`.
+fn process_of(folder: &Path, rank: usize) -> Option<u32> {
+    let folder = folder.canonicalize().ok()?;
+    let names = [format!("OMPI_COMM_WORLD_RANK={rank}"), format!("PMI_RANK={rank}")];
+    let is_it = |pid: &u32| {
+        let of_process = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let environment = of_process("environ");
+        fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd == folder)
+            && environment.split(|byte| *byte == 0).any(|entry| names.iter().any(|name| entry == name.as_bytes()))
+    };
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).find(is_it)
+}
+
+/// A run of three ranks that is past its first checkpoint, and has more steps to make than anyone waits for.
+fn under_way(work: &Workplace, mpirun: &Path, more: &[&str]) -> Child {
+    let settings = [&CONSTANT[..], &["--set", "train.threads=1", "--ep", "3"], more].concat();
+    let mut command = process_command(mpirun, 3, &work.train_command("run", 1_000_000, &settings));
+    let log = fs::File::create(work.path("stderr.txt")).expect("a file");
+    // MPICH's launcher says how a process ended on standard output.
+    let both = log.try_clone().expect("the same file");
+    let child = command.stdout(both).stderr(log).spawn().expect("mpirun starts");
+    wait_for(PATIENCE, "checkpoint", || work.path("run/checkpoints/step-00000002").exists().then_some(()));
+    child
+}
+
+fn signal(name: &str, pid: u32) {
+    let sent = Command::new("kill").args([name, &pid.to_string()]).status().expect("kill runs");
+    assert!(sent.success(), "{name} for process {pid}");
+}
+
+/// Sends a signal to rank 2 and gives what the run says until its end, which must come promptly.
+fn end_by(work: &Workplace, mut run: Child, name: &str) -> String {
+    let pid = wait_for(PATIENCE, "process of rank 2", || process_of(&work.path(""), 2));
+    signal(name, pid);
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = run.try_wait().expect("mpirun is our child") {
+            break status;
+        }
+        if start.elapsed() > PROMPTLY {
+            let _ = run.kill();
+            panic!("the others still run after {PROMPTLY:?}");
+        }
+        sleep(Duration::from_millis(50));
+    };
+    assert!(!status.success(), "a run that lost a rank has failed");
+    fs::read_to_string(work.path("stderr.txt")).expect("what it said")
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_rank_that_is_killed_in_a_step_is_named_and_nothing_is_lost() {
+    for (mpirun, is_open_mpi) in launchers() {
+        let work = Workplace::new();
+        let said = end_by(&work, under_way(&work, &mpirun, &[]), "-KILL");
+        // MPICH's launcher ends the others before they can say anything, and tells itself how the rank ended.
+        assert!(if is_open_mpi { said.contains("rank 2") } else { said.contains("EXIT CODE: 9") }, "{said}");
+        // What it had done by its last checkpoint counts; it goes on as if nothing had been.
+        let (last, _) = losses(&work.path("run")).pop().expect("steps");
+        let steps = (last + 4).to_string();
+        let resumed =
+            work.run(&["train", "--resume", "run", "--steps", &steps, "--ep", "1", "--set", "train.threads=2"]);
+        assert_success(&resumed);
+        assert_success(&work.train("whole", last + 4, &CONSTANT));
+        let (run, whole) = (losses(&work.path("run")), losses(&work.path("whole")));
+        assert_eq!(run.len(), whole.len(), "every step once");
+        for ((step, loss), (_, expected)) in run.iter().zip(&whole) {
+            let (loss, expected): (f64, f64) = (loss.parse().unwrap(), expected.parse().unwrap());
+            assert!((loss - expected).abs() <= 1e-4 * expected, "step {step}: {loss}, not {expected}");
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_rank_that_hangs_in_a_step_is_named_by_the_watchdog() {
+    for (mpirun, is_open_mpi) in launchers() {
+        let work = Workplace::new();
+        let run = under_way(&work, &mpirun, &["--set", "parallel.timeout_s=4"]);
+        let said = end_by(&work, run, "-STOP");
+        assert!(!is_open_mpi || said.contains("rank 2 hung: nothing from it for"), "{said}");
+    }
+}
+
+#[test]
+fn processes_that_are_not_like_rank_0_are_refused_at_the_start() {
+    for (mpirun, _) in launchers() {
+        let work = Workplace::new();
+        let like_rank_0 = work.train_command("run", 2, &["--ep", "2", "--set", "train.threads=1"]);
+        // Another configuration for rank 1, and then another program: one byte more behind its end.
+        let program = Path::new(env!("CARGO_BIN_EXE_moeworks"));
+        let other_program = work.path("moeworks");
+        let mut bytes = fs::read(program).expect("the program");
+        bytes.push(0);
+        fs::write(&other_program, bytes).expect("written");
+        make_executable(&other_program);
+        let other_settings =
+            work.train_command("run", 2, &["--ep", "2", "--set", "train.threads=1", "--set", "train.lr=1"]);
+        for (program, arguments, what) in
+            [(program, &other_settings, "configuration"), (&*other_program, &like_rank_0, "program")]
+        {
+            let mut command = process_command(&mpirun, 1, &like_rank_0);
+            command.args([":", "-n", "1"]).arg(program).args(arguments.get_args());
+            let output = command.output().expect("mpirun runs");
+            assert!(!output.status.success());
+            let said = stderr(&output);
+            assert!(said.contains(&format!("rank 1 has another {what} than rank 0")), "{said}");
+            assert!(!work.path("run").exists(), "nothing was begun");
+        }
+    }
+}
+
+/// Lets everybody run a file.
+fn make_executable(path: &Path) {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("its owner may");
+    }
+}

@@ -1,0 +1,140 @@
+//! What the ranks of a run spent a step on.
+
+use serde_json::{Map, Value};
+
+/// One rank in one step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankRecord {
+    /// Milliseconds of forward and backward, without what it stood in communications.
+    pub work_ms: f64,
+    /// Milliseconds that it stood in communications, in all phases, waiting for others included.
+    pub standing_ms: f64,
+    /// Milliseconds of summing gradients up.
+    pub gradients_ms: f64,
+    /// Milliseconds of the update.
+    pub update_ms: f64,
+    /// Bytes sent to ranks of the same node.
+    pub node_bytes: u64,
+    /// Bytes sent to ranks of other nodes.
+    pub cluster_bytes: u64,
+}
+
+/// All ranks in one step, in their order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RanksRecord {
+    /// Of each.
+    pub ranks: Vec<RankRecord>,
+}
+
+/// The figures of a rank, as their names in JSON go on after `ranks/`.
+const FIGURES: [&str; 6] = ["work_ms", "standing_ms", "gradients_ms", "update_ms", "node_bytes", "cluster_bytes"];
+
+impl RankRecord {
+    /// The figures in a fixed order; bytes are exact up to 2^53.
+    #[must_use]
+    pub fn to_numbers(&self) -> [f64; 6] {
+        let Self { work_ms, standing_ms, gradients_ms, update_ms, node_bytes, cluster_bytes } = *self;
+        [work_ms, standing_ms, gradients_ms, update_ms, node_bytes as f64, cluster_bytes as f64]
+    }
+
+    /// What [`to_numbers`](Self::to_numbers) made numbers of.
+    #[must_use]
+    pub fn from_numbers([work_ms, standing_ms, gradients_ms, update_ms, node, cluster]: [f64; 6]) -> Self {
+        let (node_bytes, cluster_bytes) = (node as u64, cluster as u64);
+        Self { work_ms, standing_ms, gradients_ms, update_ms, node_bytes, cluster_bytes }
+    }
+}
+
+impl RanksRecord {
+    /// Names of [`scalars`](Self::scalars), after `ranks/`.
+    pub(super) const SCALARS: [&str; 5] = ["imbalance", "waiting_ms", "standing_ms_mean", "node_mb", "cluster_mb"];
+
+    /// How far the busiest rank is above the mean: its work over the mean work, 1 when even.
+    #[must_use]
+    pub fn imbalance(&self) -> f64 {
+        let mean = self.mean(|rank| rank.work_ms);
+        if mean > 0.0 { self.most_work() / mean } else { 1.0 }
+    }
+
+    /// Milliseconds that a rank waits for the one with the most work, in the mean.
+    #[must_use]
+    pub fn waiting_ms(&self) -> f64 {
+        self.mean(|rank| self.most_work() - rank.work_ms)
+    }
+
+    fn most_work(&self) -> f64 {
+        self.ranks.iter().map(|rank| rank.work_ms).fold(0.0, f64::max)
+    }
+
+    fn mean(&self, figure: impl Fn(&RankRecord) -> f64) -> f64 {
+        self.ranks.iter().map(figure).sum::<f64>() / self.ranks.len().max(1) as f64
+    }
+
+    /// The figures of all ranks together; bytes are sums, in millions.
+    pub(super) fn scalars(&self) -> [f64; 5] {
+        let megabytes = |bytes: fn(&RankRecord) -> u64| self.ranks.iter().map(bytes).sum::<u64>() as f64 / 1e6;
+        [
+            self.imbalance(),
+            self.waiting_ms(),
+            self.mean(|rank| rank.standing_ms),
+            megabytes(|rank| rank.node_bytes),
+            megabytes(|rank| rank.cluster_bytes),
+        ]
+    }
+
+    /// One of the figures of all ranks together, by its name after `ranks/`; NaN where there is none of this name.
+    pub(crate) fn scalar(&self, name: &str) -> f64 {
+        let found = Self::SCALARS.iter().zip(self.scalars()).find(|(known, _)| **known == name);
+        found.map_or(f64::NAN, |(_, value)| value)
+    }
+
+    /// The figures of each rank, for a JSON line: `"ranks/work_ms":[1,2]`.
+    pub(super) fn json(&self) -> String {
+        let list = |(index, name): (usize, &&str)| {
+            let numbers = self.ranks.iter().map(|rank| super::lines::number(rank.to_numbers()[index]));
+            format!(",\"ranks/{name}\":[{}]", numbers.collect::<Vec<_>>().join(","))
+        };
+        FIGURES.iter().enumerate().map(list).collect()
+    }
+
+    /// Of the fields of a JSON line; `None` if it has none of ranks.
+    pub(super) fn parse(fields: &Map<String, Value>) -> Option<Self> {
+        let list = |name: &str| fields.get(&format!("ranks/{name}"))?.as_array();
+        let lists = FIGURES.iter().map(|name| list(name)).collect::<Option<Vec<_>>>()?;
+        let of_rank = |rank: usize| {
+            let mut numbers = [0.0; 6];
+            for (number, list) in numbers.iter_mut().zip(&lists) {
+                *number = list.get(rank).and_then(Value::as_f64).unwrap_or(f64::NAN);
+            }
+            RankRecord::from_numbers(numbers)
+        };
+        Some(Self { ranks: (0..lists[0].len()).map(of_rank).collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(work: &[f64]) -> RanksRecord {
+        let rank = |&work_ms: &f64| RankRecord { work_ms, node_bytes: 2_000_000, ..RankRecord::default() };
+        RanksRecord { ranks: work.iter().map(rank).collect() }
+    }
+
+    #[test]
+    fn the_slowest_rank_makes_the_others_wait() {
+        let record = record(&[1.0, 2.0, 6.0]);
+        assert_eq!((record.imbalance(), record.waiting_ms()), (2.0, 3.0));
+        assert_eq!(record.scalars()[3], 6.0, "the megabytes of all");
+        assert_eq!(RanksRecord::default().imbalance(), 1.0);
+    }
+
+    #[test]
+    fn what_is_written_of_each_rank_reads_back() {
+        let record = record(&[0.125, 7.0]);
+        let line = format!("{{\"step\":1{}}}", record.json());
+        let Value::Object(fields) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+        assert_eq!(RanksRecord::parse(&fields), Some(record));
+        assert_eq!(RanksRecord::parse(&Map::new()), None);
+    }
+}

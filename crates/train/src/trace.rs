@@ -1,0 +1,87 @@
+//! A trace of what the ranks did and when, in the form of Chrome and Perfetto: a process for each rank, with its work and the
+//! communications that it stood in on one track, and those under way meanwhile beside it.
+//!
+//! (The Trace Event Format: complete events, and nestable asynchronous ones for what was under way. Times are microseconds.)
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::{fs, io};
+
+use moeworks_comm::Span;
+
+/// The events of rank `rank`, one JSON object a line, commas between and none at the end.
+#[must_use]
+pub fn events(rank: usize, spans: &[Span]) -> String {
+    let mut text = format!(
+        "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},\"tid\":0,\"args\":{{\"name\":\"rank {rank}\"}}}}"
+    );
+    for (index, span) in spans.iter().enumerate() {
+        let (start, end) = (micros(span.start), micros(span.start + span.length));
+        let name = span.name;
+        let args = if span.bytes > 0 { format!(",\"args\":{{\"bytes\":{}}}", span.bytes) } else { String::new() };
+        // Writing to a String cannot fail.
+        let _ = if span.is_under_way {
+            let head = format!("\"cat\":\"under way\",\"name\":\"{name}\",\"pid\":{rank},\"tid\":0");
+            let id = format!("\"id\":\"{rank}.{index}\"");
+            write!(
+                text,
+                ",\n{{\"ph\":\"b\",{head},{id},\"ts\":{start}{args}}},\n{{\"ph\":\"e\",{head},{id},\"ts\":{end}}}"
+            )
+        } else {
+            let length = micros(span.length);
+            write!(
+                text,
+                ",\n{{\"ph\":\"X\",\"cat\":\"rank\",\"name\":\"{name}\",\"pid\":{rank},\"tid\":0,\"ts\":{start},\"dur\":{length}{args}}}"
+            )
+        };
+    }
+    text
+}
+
+fn micros(time: std::time::Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}
+
+/// Writes the events of all ranks to `path`: beside it first, then renamed.
+///
+/// # Errors
+/// What the system says.
+pub fn write(path: &Path, events: &[String]) -> io::Result<()> {
+    let text = format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"));
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(".part");
+    fs::write(&beside, text)?;
+    fs::rename(&beside, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn a_trace_has_a_process_for_each_rank_and_its_spans_in_microseconds() {
+        let span = |name, is_under_way| Span {
+            name,
+            start: Duration::from_micros(1500),
+            length: Duration::from_nanos(2500),
+            bytes: if is_under_way { 64 } else { 0 },
+            is_under_way,
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace.json");
+        let ranks = [events(0, &[span("experts", false), span("all-to-all", true)]), events(1, &[])];
+        write(&path, &ranks).unwrap();
+        let trace: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let phases: Vec<_> = events.iter().map(|event| event["ph"].as_str().unwrap()).collect();
+        assert_eq!(phases, ["M", "X", "b", "e", "M"]);
+        assert_eq!((events[1]["ts"].as_f64(), events[1]["dur"].as_f64()), (Some(1500.0), Some(2.5)));
+        assert_eq!((&events[2]["args"]["bytes"], &events[2]["id"]), (&Value::from(64), &events[3]["id"]));
+        assert_eq!(events[4]["args"]["name"], "rank 1");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing half-written is left");
+    }
+}

@@ -1,0 +1,67 @@
+//! What the ranks spend a step on: each measures itself, and all learn what all measured.
+
+use std::time::Instant;
+
+use moeworks_comm::Totals;
+
+use crate::error::TrainError;
+use crate::metrics::{RankRecord, RanksRecord};
+use crate::ranks::Ranks;
+
+/// One rank's times of a step under way; nothing where there is only one.
+pub(super) struct Phases<'a> {
+    ranks: Option<&'a Ranks>,
+    start: Instant,
+    record: RankRecord,
+}
+
+impl<'a> Phases<'a> {
+    pub(super) fn begin(ranks: Option<&'a Ranks>) -> Self {
+        if let Some(ranks) = ranks {
+            // What was before belongs to no step.
+            ranks.meter().take_totals();
+        }
+        Self { ranks, start: Instant::now(), record: RankRecord::default() }
+    }
+
+    /// Forward and backward are done.
+    pub(super) fn passed(&mut self) {
+        let standing_ms = self.account("forward and backward").standing_s * 1e3;
+        self.record.work_ms = (self.lap() - standing_ms).max(0.0);
+    }
+
+    /// Gradients are summed.
+    pub(super) fn summed(&mut self) {
+        self.account("sum of gradients");
+        self.record.gradients_ms = self.lap();
+    }
+
+    /// Weights are updated.
+    pub(super) fn updated(&mut self) {
+        self.account("optimizer");
+        self.record.update_ms = self.lap();
+    }
+
+    /// The records of all ranks, on all of them.
+    pub(super) fn join(self) -> Result<Option<RanksRecord>, TrainError> {
+        let Some(ranks) = self.ranks else { return Ok(None) };
+        Ok(Some(RanksRecord { ranks: ranks.all_records(&self.record)? }))
+    }
+
+    /// Ends a phase.
+    fn account(&mut self, name: &'static str) -> Totals {
+        let Some(ranks) = self.ranks else { return Totals::default() };
+        ranks.meter().record(name, self.start);
+        let totals = ranks.meter().take_totals();
+        self.record.standing_ms += totals.standing_s * 1e3;
+        self.record.node_bytes += totals.node_bytes;
+        self.record.cluster_bytes += totals.cluster_bytes;
+        totals
+    }
+
+    /// Milliseconds since the last lap.
+    fn lap(&mut self) -> f64 {
+        let start = std::mem::replace(&mut self.start, Instant::now());
+        self.start.duration_since(start).as_secs_f64() * 1e3
+    }
+}
