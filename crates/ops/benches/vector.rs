@@ -1,7 +1,7 @@
 //! Speed of the operations other than matrix products: `cargo bench -p moeworks-ops --bench vector [-- NAME]`.
 //!
 //! Memory-bound operations print bytes read and written a second, and the share that this is of the rate of reading
-//! memory; attention and the head print floating-point operations a second and the share of the multiply-add peak.
+//! memory; attention and the head print floating-point operations a second and the share of their type's peak.
 //! Attention counts what the causal mask leaves.
 
 use std::time::Instant;
@@ -52,7 +52,7 @@ impl Bench {
         }
         let (count, peak, label) = match unit {
             Unit::Bytes(count) => (count, self.peaks.read_bytes_per_s, "GB/s"),
-            Unit::Flops(count) => (count, self.peaks.f32_flops, "GFLOP/s"),
+            Unit::Flops(count, dtype) => (count, self.peaks.flops(dtype), "GFLOP/s"),
         };
         let rate = count / best;
         println!("{name:44} {:10.3} ms {:8.1} {label:8} {:5.0}%", best * 1e3, rate / 1e9, 100.0 * rate / peak);
@@ -180,10 +180,10 @@ impl Bench {
                 let pairs = batch * num_heads * seq_len * (2 * kv_len - seq_len + 1) / 2;
                 let flops = (4 * pairs * head_dim) as f64;
                 let (o, lse) = attention(ctx, &q, &k, &v, &shape);
-                self.run(&format!("attention {name} {label}"), Unit::Flops(flops), || {
+                self.run(&format!("attention {name} {label}"), Unit::Flops(flops, dtype), || {
                     _ = attention(ctx, &q, &k, &v, &shape);
                 });
-                self.run(&format!("attention_backward {name} {label}"), Unit::Flops(2.5 * flops), || {
+                self.run(&format!("attention_backward {name} {label}"), Unit::Flops(2.5 * flops, dtype), || {
                     _ = attention_backward(ctx, &d_o, (&q, &k, &v), (&o, &lse), &shape);
                 });
             }
@@ -199,8 +199,8 @@ impl Bench {
                 let targets: Vec<u32> = (0..tokens as u32).map(|i| i % vocabulary as u32).collect();
                 let flops = (2 * tokens * width * vocabulary) as f64;
                 let name = |what: &str| format!("{what} {label} {tokens}x{width}, {vocabulary} classes");
-                self.run(&name("head_loss"), Unit::Flops(flops), || _ = head_loss(ctx, &x, &w, &targets));
-                self.run(&name("head_loss_backward"), Unit::Flops(3.0 * flops), || {
+                self.run(&name("head_loss"), Unit::Flops(flops, dtype), || _ = head_loss(ctx, &x, &w, &targets));
+                self.run(&name("head_loss_backward"), Unit::Flops(3.0 * flops, dtype), || {
                     _ = head_loss_backward(ctx, &x, &w, &targets, 1e-3, Write::Replace, &mut dw);
                 });
             }
@@ -211,5 +211,5 @@ impl Bench {
 #[derive(Clone, Copy)]
 enum Unit {
     Bytes(f64),
-    Flops(f64),
+    Flops(f64, DType),
 }

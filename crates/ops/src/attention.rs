@@ -6,10 +6,12 @@
 //! cache alike.
 //!
 //! All queries that share a key head, ordered by position and then by head, form the rows of one matrix, cut into blocks
-//! of 64: so keys and values are read once for a whole group of heads. A single
-//! query, a step of decoding, has code of its own. Scores are held transposed, keys by rows: then neither keys nor values need a transposed
-//! copy, and the softmax runs down columns without sums across lanes. Products, softmax and sums are f32 whatever the
-//! tensors' types. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end.
+//! of 64: so keys and values are read once for a whole group of heads, and copied once for the several blocks of a task. A
+//! single query, a step of decoding, has code of its own. Scores are held transposed, keys by rows: then neither keys nor
+//! values need a transposed copy, and the softmax runs down columns without sums across lanes. Softmax and sums are f32
+//! whatever the tensors' types. Products of bf16 tensors are bf16 where the machine has that product in vectors: then the
+//! softmax's weights and the gradient of the scores are rounded before they are multiplied, as Dao et al. do; elsewhere
+//! products are f32. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end.
 
 mod backward;
 mod biased;
@@ -117,8 +119,9 @@ pub fn attention_backward(
         dk: ctx.zeros(k.shape(), DType::F32),
         dv: ctx.zeros(v.shape(), DType::F32),
     };
-    let inputs =
-        backward::Inputs { d_o: d_o.into(), q: q.into(), k: k.into(), v: v.into(), o: o.into(), lse: lse.f32s() };
+    let words = blocks::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
+    let (d_o, o, lse) = (d_o.into(), o.into(), lse.f32s());
+    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, words };
     backward::run(ctx, &inputs, shape, &mut grads);
     (grads.dq, grads.dk, grads.dv)
 }

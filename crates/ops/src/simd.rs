@@ -67,6 +67,11 @@ pub(crate) trait Level: Copy {
     fn dot_pairs(_a: Self::Vector, _b: Self::Vector, _c: Self::Vector) -> Self::Vector {
         unreachable!("a level without products of pairs")
     }
+    /// The bf16 pairs of lanes of `low`, which come first, and `high`; rounds as [`round_all`](Self::round_all).
+    #[inline(always)]
+    fn pair(_low: Self::Vector, _high: Self::Vector) -> Self::Vector {
+        unreachable!("a level without products of pairs")
+    }
     /// Rounds as [`Float::store`] does, one for one. A level with an instruction for it may turn subnormals into zeros.
     #[inline(always)]
     fn round_all(from: &[f32], to: &mut [bf16]) {
@@ -312,6 +317,17 @@ x86_level!(
         unsafe {
             let pairs = |x| std::mem::transmute::<__m512, __m512bh>(x);
             _mm512_dpbf16_ps(c, pairs(a), pairs(b))
+        }
+    },
+    #[inline(always)]
+    fn pair(low: Self::Vector, high: Self::Vector) -> Self::Vector {
+        use core::arch::x86_64::{
+            __m256bh, __m256i, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_or_si512, _mm512_slli_epi32,
+        };
+        // SAFETY: as in `splat`; the transmute renames 256 bits.
+        unsafe {
+            let rounded = |x| _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x)));
+            _mm512_castsi512_ps(_mm512_or_si512(rounded(low), _mm512_slli_epi32::<16>(rounded(high))))
         }
     },
     #[inline(always)]

@@ -1,13 +1,14 @@
 //! Attention backward: a task owns a range of keys and passes over all query rows that see them.
 
-use std::f32::consts::{LN_2, LOG2_E};
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, key_elements, product, transpose,
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, key_elements, pair_rows, product,
+    round_in_place, round_rows, transposed_words,
 };
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, kernel, sum_lanes};
@@ -23,6 +24,7 @@ pub(super) struct Inputs<'a> {
     pub(super) v: Values<'a>,
     pub(super) o: Values<'a>,
     pub(super) lse: &'a [f32],
+    pub(super) words: Words,
 }
 
 pub(super) struct Grads {
@@ -94,33 +96,29 @@ impl Task<'_> {
         let mut sums = ctx.zeros(&[padded_keys, width + value_width], DType::F32);
         let (dk, dv) = sums.f32s_mut().split_at_mut(padded_keys * width);
         let mut scratch = Scratch::new(ctx, width, value_width);
-        let mut state = scratch.split(width, value_width);
+        let mut state = scratch.split(inputs.words, width, value_width);
+        let mut copies = ctx.empty(&[self.keys.len().div_ceil(KEYS), KEYS * (width + value_width)], DType::F32);
+        for (keys, copy) in self.blocks().zip(copies.f32s_mut().chunks_exact_mut(KEYS * (width + value_width))) {
+            self.load_keys(isa, inputs, &keys, (state.copy, copy));
+        }
         for block in 0..RowBlock::count(shape) {
             let rows = RowBlock::new(shape, self.batch, self.kv_head, block);
-            if rows.visible(rows.len - 1) <= self.keys.start || rows.first_visible(0) >= self.keys.end {
+            if !rows.sees_any(&self.keys) {
                 self.clear_share(rows, outputs);
                 continue;
             }
             state.load_rows(isa, shape, inputs, rows);
-            for first in self.keys.clone().step_by(KEYS) {
-                let keys = first..(first + KEYS).min(self.keys.end);
-                if rows.visible_in(rows.len - 1, &keys) == 0 {
-                    break;
+            for (keys, copy) in self.blocks().zip(copies.f32s().chunks_exact(KEYS * (width + value_width))) {
+                if rows.sees_any(&keys) {
+                    let row = keys.start - self.keys.start;
+                    let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
+                    let block = Keys::new(inputs.words, width, &keys, copy);
+                    state.add_block(isa, shape, rows, block, (dk, dv));
                 }
-                if rows.first_visible(0) >= keys.end {
-                    continue;
-                }
-                let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
-                inputs.k.copy_rows(isa, &key_elements[..keys.len()], shape.head_dim, 1.0, state.k, width);
-                inputs.v.copy_rows(isa, &value_elements[..keys.len()], shape.value_dim, 1.0, state.v, value_width);
-                let row = first - self.keys.start;
-                let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
-                state.add_block(isa, shape, rows, &keys, (dk, dv));
             }
             self.store_dq(isa, rows, state.dq, outputs);
         }
-        for first in self.keys.clone().step_by(KEYS) {
-            let keys = first..(first + KEYS).min(self.keys.end);
+        for keys in self.blocks() {
             let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
             for (key, (start, value_start)) in keys.clone().zip(key_elements.into_iter().zip(value_elements)) {
                 let row = key - self.keys.start;
@@ -129,9 +127,37 @@ impl Task<'_> {
                     let dk = outputs.dk.range(start..start + shape.head_dim);
                     (dk, outputs.dv.range(value_start..value_start + shape.value_dim))
                 };
-                // `q` was kept times the scale and log2(e).
-                scale_kernel(isa, &dk[row * width..][..shape.head_dim], LN_2, to_dk);
+                scale_kernel(isa, &dk[row * width..][..shape.head_dim], shape.scale, to_dk);
                 to_dv.copy_from_slice(&dv[row * value_width..][..shape.value_dim]);
+            }
+        }
+    }
+
+    /// The keys in blocks.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let Range { start, end } = self.keys;
+        (start..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
+    }
+
+    /// Copies a block of keys and values for [`Keys::new`].
+    fn load_keys(&self, isa: Isa, inputs: &Inputs<'_>, keys: &Range<usize>, (copy, to): (&mut [f32], &mut [f32])) {
+        let (head_dim, value_dim, num_keys) = (self.shape.head_dim, self.shape.value_dim, keys.len());
+        let [width, value_width] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
+        let (starts, value_starts) = key_elements(self.shape, self.batch, self.kv_head, keys);
+        let (starts, value_starts) = (&starts[..num_keys], &value_starts[..num_keys]);
+        let (k, v) = to.split_at_mut(KEYS * width);
+        match inputs.words {
+            Words::Singles => {
+                inputs.k.copy_rows(isa, starts, head_dim, k, width);
+                inputs.v.copy_rows(isa, value_starts, value_dim, v, value_width);
+            }
+            Words::Pairs => {
+                let (rows, pairs) = k.split_at_mut(KEYS * width / 2);
+                inputs.k.copy_rows(isa, starts, head_dim, copy, width);
+                round_rows(isa, &copy[..num_keys * width], rows);
+                pair_rows(isa, copy, width, (num_keys, width), pairs);
+                inputs.v.copy_rows(isa, value_starts, value_dim, copy, value_width);
+                round_rows(isa, &copy[..num_keys * value_width], v);
             }
         }
     }
@@ -175,59 +201,121 @@ kernel! {
     }
 }
 
+/// A block of keys and values in words.
+struct Keys<'a> {
+    keys: &'a Range<usize>,
+    /// `[KEYS, width]` elements, words along the rows.
+    k: &'a [f32],
+    /// `[KEYS, width]` elements, words along the keys.
+    k_right: &'a [f32],
+    /// `[KEYS, value_width]` elements, words along the rows.
+    v: &'a [f32],
+}
+
+impl<'a> Keys<'a> {
+    fn new(words: Words, width: usize, keys: &'a Range<usize>, copy: &'a [f32]) -> Self {
+        let (k, v) = copy.split_at(KEYS * width);
+        let (k, k_right) = match words {
+            Words::Singles => (k, k),
+            Words::Pairs => k.split_at(KEYS * width / 2),
+        };
+        Self { keys, k, k_right, v }
+    }
+}
+
 struct Scratch {
     memory: Tensor,
 }
 
 impl Scratch {
     fn new(ctx: &Context, width: usize, value_width: usize) -> Self {
-        let elements = ROWS * (3 * width + 3 * value_width) + KEYS * (width + value_width) + 2 * KEYS * ROWS;
+        let elements = ROWS * 3 * (width + value_width)
+            + (KEYS + ROWS / 2) * width.max(value_width)
+            + (2 * KEYS + 3 * KEYS / 2) * ROWS;
         Self { memory: ctx.empty(&[elements], DType::F32) }
     }
 
-    fn split(&mut self, width: usize, value_width: usize) -> State<'_> {
+    fn split(&mut self, words: Words, width: usize, value_width: usize) -> State<'_> {
         let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
         let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
         let (dq, memory) = memory.split_at_mut(ROWS * width);
         let (o, memory) = memory.split_at_mut(ROWS * value_width);
         let (d_o, memory) = memory.split_at_mut(ROWS * value_width);
         let (d_o_transposed, memory) = memory.split_at_mut(ROWS * value_width);
-        let (k, memory) = memory.split_at_mut(KEYS * width);
-        let (v, memory) = memory.split_at_mut(KEYS * value_width);
-        let (p, ds) = memory.split_at_mut(KEYS * ROWS);
+        let (copy, memory) = memory.split_at_mut(KEYS * width.max(value_width));
+        let (rounded, memory) = memory.split_at_mut(ROWS / 2 * width.max(value_width));
+        let (p, memory) = memory.split_at_mut(KEYS * ROWS);
+        let (ds, memory) = memory.split_at_mut(KEYS * ROWS);
+        let (p_words, memory) = memory.split_at_mut(KEYS / 2 * ROWS);
+        let (ds_words, ds_pairs) = memory.split_at_mut(KEYS / 2 * ROWS);
         let (lse, delta, seen_from, visible) = ([0.0; ROWS], [0.0; ROWS], [0; ROWS], [0; ROWS]);
         let statistics = Statistics { lse, delta, seen_from, visible };
-        State { width, value_width, q, q_transposed, dq, o, d_o, d_o_transposed, k, v, p, ds, statistics }
+        let scores = Scores { p, ds, p_words, ds_words, ds_pairs };
+        State {
+            words,
+            width,
+            value_width,
+            q,
+            q_transposed,
+            dq,
+            o,
+            d_o,
+            d_o_transposed,
+            copy,
+            rounded,
+            scores,
+            statistics,
+        }
     }
 }
 
-/// A block of query rows and the block of keys at hand.
+/// A block of query rows, and room for what it makes of a block of keys.
 struct State<'a> {
+    words: Words,
     /// Head elements, rounded up to whole vectors.
     width: usize,
     /// Elements of a head of values, rounded up likewise.
     value_width: usize,
-    /// `[ROWS, width]`, times the scale and log2(e).
+    /// `[ROWS, width]` elements, words along the rows of queries.
     q: &'a mut [f32],
-    /// `[h, ROWS]`
+    /// `[h, ROWS]` elements, words along h.
     q_transposed: &'a mut [f32],
     /// `[ROWS, width]`: the gradient of the rows, without the scale.
     dq: &'a mut [f32],
     /// `[ROWS, value_width]`
     o: &'a mut [f32],
-    /// `[ROWS, value_width]`
+    /// `[ROWS, value_width]` elements, words along the rows of queries.
     d_o: &'a mut [f32],
-    /// `[value_dim, ROWS]`
+    /// `[value_dim, ROWS]` elements, words along `value_dim`.
     d_o_transposed: &'a mut [f32],
-    /// `[KEYS, width]`
-    k: &'a mut [f32],
-    /// `[KEYS, value_width]`
-    v: &'a mut [f32],
+    /// Rows on their way to words.
+    copy: &'a mut [f32],
+    rounded: &'a mut [f32],
+    scores: Scores<'a>,
+    statistics: Statistics,
+}
+
+/// What the rows and a block of keys are to each other.
+struct Scores<'a> {
     /// `[KEYS, ROWS]`: scores, then the softmax.
     p: &'a mut [f32],
     /// `[KEYS, ROWS]`: gradient of the softmax, then of the scores.
     ds: &'a mut [f32],
-    statistics: Statistics,
+    /// Both as pairs along the rows of queries, and the second as pairs along the keys.
+    p_words: &'a mut [f32],
+    ds_words: &'a mut [f32],
+    ds_pairs: &'a mut [f32],
+}
+
+impl Scores<'_> {
+    /// The softmax and the gradient of the scores as left operands with the inner dimension along the rows of queries, and
+    /// the latter with the inner dimension along the keys.
+    fn operands(&self, words: Words) -> [&[f32]; 3] {
+        match words {
+            Words::Singles => [self.p, self.ds, self.ds],
+            Words::Pairs => [self.p_words, self.ds_words, self.ds_pairs],
+        }
+    }
 }
 
 /// One number for each query row.
@@ -247,14 +335,20 @@ impl State<'_> {
         let (head_dim, width) = (shape.head_dim, self.width);
         let (value_dim, value_width) = (shape.value_dim, self.value_width);
         let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
-        inputs.o.copy_rows(isa, value_elements, value_dim, 1.0, self.o, value_width);
-        inputs.d_o.copy_rows(isa, value_elements, value_dim, 1.0, self.d_o, value_width);
-        inputs.q.copy_rows(isa, elements, head_dim, shape.scale * LOG2_E, self.q, width);
-        transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
-        transpose(isa, self.d_o, rows.len, value_width, value_dim, self.d_o_transposed);
+        inputs.q.copy_rows(isa, elements, head_dim, self.copy, width);
+        transposed_words(isa, self.words, (self.copy, rows.len), head_dim, self.rounded, self.q_transposed);
+        self.words.along_rows(isa, self.copy, (rows.len, width), self.q);
+        inputs.o.copy_rows(isa, value_elements, value_dim, self.o, value_width);
+        inputs.d_o.copy_rows(isa, value_elements, value_dim, self.copy, value_width);
+        if self.words == Words::Pairs {
+            // So that what cancels in `d_o v^T - rowsum(d_o o)` is rounded alike.
+            round_in_place(isa, &mut self.copy[..rows.len * value_width]);
+        }
+        transposed_words(isa, self.words, (self.copy, rows.len), value_dim, self.rounded, self.d_o_transposed);
+        self.words.along_rows(isa, self.copy, (rows.len, value_width), self.d_o);
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
-        row_dots(isa, &self.o[..rows.len * value_width], self.d_o, value_width, &mut statistics.delta);
+        row_dots(isa, &self.o[..rows.len * value_width], self.copy, value_width, &mut statistics.delta);
         self.dq.fill(0.0);
         (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
         statistics.lse =
@@ -267,43 +361,58 @@ impl State<'_> {
         isa: Isa,
         shape: &AttentionShape,
         rows: RowBlock<'_>,
-        keys: &Range<usize>,
+        block: Keys<'_>,
         (dk, dv): (&mut [f32], &mut [f32]),
     ) {
-        let (width, value_width) = (self.width, self.value_width);
+        let (words, width, value_width) = (self.words, self.width, self.value_width);
+        let keys = block.keys;
         for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
             let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
             let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
-            let size = Size { rows: num_keys, cols, inner: shape.head_dim };
-            let left = Left::Rows { values: self.k, stride: width };
+            let size = Size { rows: num_keys, cols, inner: words.count(shape.head_dim), words };
+            let left = Left::rows(block.k, words.count(width));
             let right = Right { values: &self.q_transposed[col..], stride: ROWS };
-            product(isa, size, left, right, false, &mut self.p[col..], ROWS);
-            let size = Size { inner: shape.value_dim, ..size };
-            let left = Left::Rows { values: self.v, stride: value_width };
+            product(isa, size, left, right, false, &mut self.scores.p[col..], ROWS);
+            let size = Size { inner: words.count(shape.value_dim), ..size };
+            let left = Left::rows(block.v, words.count(value_width));
             let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
-            product(isa, size, left, right, false, &mut self.ds[col..], ROWS);
-            let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys };
-            score_grads(isa, columns, self.p, self.ds, &self.statistics);
+            product(isa, size, left, right, false, &mut self.scores.ds[col..], ROWS);
+            let scale = shape.scale * LOG2_E;
+            let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys, scale };
+            score_grads(isa, columns, self.scores.p, self.scores.ds, &self.statistics);
+            if words == Words::Pairs {
+                pair_rows(isa, &self.scores.ds[col..], ROWS, (num_keys, cols), &mut self.scores.ds_pairs[col..]);
+            }
         }
+        if words == Words::Pairs {
+            let len = keys.len().next_multiple_of(ROW_UNIT) * ROWS;
+            round_rows(isa, &self.scores.p[..len], self.scores.p_words);
+            round_rows(isa, &self.scores.ds[..len], self.scores.ds_words);
+        }
+        let [p, ds, ds_along_keys] = self.scores.operands(words);
         for key in (0..keys.len()).step_by(ROW_UNIT) {
             // Rows before the first that sees the panel contribute nothing; their scores were not computed.
             let first =
                 self.statistics.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
-            let size = Size { rows: ROW_UNIT, cols: value_width, inner: rows.len - first };
-            let at = key * ROWS + first;
-            let left = Left::Rows { values: &self.p[at..], stride: ROWS };
+            if first == rows.len {
+                break;
+            }
+            // The word that this row is in: the other row of a pair has scores, too, which are zero.
+            let first = words.count(first + 1) - 1;
+            let size = Size { rows: ROW_UNIT, cols: value_width, inner: words.count(rows.len) - first, words };
+            let at = key * words.count(ROWS) + first;
             let right = Right { values: &self.d_o[first * value_width..], stride: value_width };
-            product(isa, size, left, right, true, &mut dv[key * value_width..], value_width);
+            let left = |values| Left::rows(values, words.count(ROWS));
+            product(isa, size, left(&p[at..]), right, true, &mut dv[key * value_width..], value_width);
             let size = Size { cols: width, ..size };
-            let left = Left::Rows { values: &self.ds[at..], stride: ROWS };
             let right = Right { values: &self.q[first * width..], stride: width };
-            product(isa, size, left, right, true, &mut dk[key * width..], width);
+            product(isa, size, left(&ds[at..]), right, true, &mut dk[key * width..], width);
         }
         for row in (0..rows.len).step_by(ROW_UNIT) {
-            let inner = rows.visible_in(row + ROW_UNIT - 1, keys);
-            let size = Size { rows: ROW_UNIT, cols: width, inner };
-            let left = Left::Columns { values: &self.ds[row..], stride: ROWS };
-            let right = Right { values: self.k, stride: width };
+            let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
+            let size = Size { rows: ROW_UNIT, cols: width, inner, words };
+            let left = Left::columns(&ds_along_keys[row..], ROWS);
+            let right = Right { values: block.k_right, stride: width };
             product(isa, size, left, right, true, &mut self.dq[row * width..], width);
         }
     }
@@ -331,6 +440,8 @@ struct Columns {
     num_cols: usize,
     first_key: usize,
     num_keys: usize,
+    /// What scores are to be multiplied by.
+    scale: f32,
 }
 
 kernel! {
@@ -341,7 +452,7 @@ kernel! {
         ds: &mut [f32],
         statistics: &Statistics,
     ) {
-        let Columns { first_col, num_cols, first_key, num_keys } = columns;
+        let Columns { first_col, num_cols, first_key, num_keys, scale } = columns;
         let cols = first_col..first_col + num_cols;
         let (lse, delta) = (&statistics.lse[cols.clone()], &statistics.delta[cols.clone()]);
         let (seen_from, visible) = (&statistics.seen_from[cols.clone()], &statistics.visible[cols.clone()]);
@@ -349,8 +460,8 @@ kernel! {
         for (key, (p, ds)) in (first_key as i32..).zip(keys) {
             let (p, ds) = (&mut p[cols.clone()], &mut ds[cols.clone()]);
             for i in 0..num_cols {
-                let is_seen = key < visible[i] && key >= seen_from[i];
-                let weight = vmath::exp2_falling::<S>(p[i] - lse[i]);
+                let is_seen = (key < visible[i]) & (key >= seen_from[i]);
+                let weight = vmath::exp2_falling::<S>(p[i] * scale - lse[i]);
                 let grad = weight * (ds[i] - delta[i]);
                 p[i] = if is_seen { weight } else { 0.0 };
                 ds[i] = if is_seen { grad } else { 0.0 };

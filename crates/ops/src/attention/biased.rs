@@ -10,7 +10,9 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, Values, key_elements, product, transpose};
+use super::blocks::{
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, Values, Words, key_elements, product, transpose,
+};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
@@ -76,30 +78,36 @@ impl Block<'_> {
     /// The weighted sums of values, a row for each query, and the width of a row.
     fn attend(&self, ctx: &Context, (q, k, v): (Values<'_>, Values<'_>, Values<'_>)) -> (Tensor, usize) {
         let (isa, shape, rows) = (ctx.isa(), self.shape, self.queries.len());
+        let words = Words::Singles;
         let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
         let mut q_rows = ctx.empty(&[ROWS, width], DType::F32);
         let mut q_transposed = ctx.empty(&[width, ROWS], DType::F32);
         let starts: [usize; ROWS] = std::array::from_fn(|i| self.row(i.min(rows - 1)) * shape.head_dim);
-        q.copy_rows(isa, &starts[..rows], shape.head_dim, shape.scale * LOG2_E, q_rows.f32s_mut(), width);
+        q.copy_rows(isa, &starts[..rows], shape.head_dim, q_rows.f32s_mut(), width);
         transpose(isa, q_rows.f32s(), rows, width, shape.head_dim, q_transposed.f32s_mut());
         let mut scores = ctx.empty(&[shape.kv_len.next_multiple_of(KEYS), ROWS], DType::F32);
         let mut copy = ctx.empty(&[KEYS, width.max(value_width)], DType::F32);
         for (keys, scores) in self.key_blocks().zip(scores.f32s_mut().chunks_mut(KEYS * ROWS)) {
             let (starts, _) = self.key_starts(&keys);
-            k.copy_rows(isa, &starts[..keys.len()], shape.head_dim, 1.0, copy.f32s_mut(), width);
+            k.copy_rows(isa, &starts[..keys.len()], shape.head_dim, copy.f32s_mut(), width);
             let cols = rows.next_multiple_of(COL_UNIT);
-            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: shape.head_dim };
+            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: shape.head_dim, words };
             let right = Right { values: q_transposed.f32s(), stride: ROWS };
-            product(isa, size, Left::Rows { values: copy.f32s(), stride: width }, right, false, scores, ROWS);
+            product(isa, size, Left::rows(copy.f32s(), width), right, false, scores, ROWS);
         }
-        softmax(isa, self.bias(), self.visible(), &mut scores.f32s_mut()[..shape.kv_len * ROWS]);
+        softmax(
+            isa,
+            (self.bias(), shape.scale * LOG2_E),
+            self.visible(),
+            &mut scores.f32s_mut()[..shape.kv_len * ROWS],
+        );
         let mut o = ctx.zeros(&[ROWS, value_width], DType::F32);
         for (keys, scores) in self.key_blocks().zip(scores.f32s().chunks(KEYS * ROWS)) {
             let (_, starts) = self.key_starts(&keys);
-            v.copy_rows(isa, &starts[..keys.len()], shape.value_dim, 1.0, copy.f32s_mut(), value_width);
-            let size = Size { rows: rows.next_multiple_of(ROW_UNIT), cols: value_width, inner: keys.len() };
+            v.copy_rows(isa, &starts[..keys.len()], shape.value_dim, copy.f32s_mut(), value_width);
+            let size = Size { rows: rows.next_multiple_of(ROW_UNIT), cols: value_width, inner: keys.len(), words };
             let right = Right { values: copy.f32s(), stride: value_width };
-            let left = Left::Columns { values: scores, stride: ROWS };
+            let left = Left::columns(scores, ROWS);
             product(isa, size, left, right, true, o.f32s_mut(), value_width);
         }
         (o, value_width)
@@ -133,11 +141,13 @@ impl Block<'_> {
 }
 
 kernel! {
-    /// Turns `scores [keys, ROWS]` (times log2 e, without bias) into weights that add up to 1 down each column; what a query
+    /// Turns `scores [keys, ROWS]` (without bias; `scale` makes them the exponents of 2) into weights that add up to 1 down each column; what a query
     /// does not see becomes 0.
-    fn softmax<S: Level>(bias: Option<(&[f32], usize)>, visible: [usize; ROWS], scores: &mut [f32]) {
+    fn softmax<S: Level>(rule: (Option<(&[f32], usize)>, f32), visible: [usize; ROWS], scores: &mut [f32]) {
+        let (bias, scale) = rule;
         let mut max = [f32::NEG_INFINITY; ROWS];
         for (key, scores) in scores.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
+            scores.iter_mut().for_each(|score| *score *= scale);
             if let Some((bias, count)) = bias {
                 // The last of the queries has the first of these.
                 let bias = &bias[key..=key + count];

@@ -1,4 +1,7 @@
-//! What both passes of attention are made of: blocks of query rows, f32 copies of blocks, and small matrix products.
+//! What both passes of attention are made of: blocks of query rows, copies of blocks, and small matrix products.
+//!
+//! Products step along their inner dimension by words of 32 bits: an f32, or two bf16 that are multiplied and added up at
+//! once where the machine does that faster. Words of both kinds lie in memory of f32; nothing computes with a pair as if it were one.
 
 use std::ops::Range;
 
@@ -16,6 +19,40 @@ pub(super) const KEYS: usize = 128;
 pub(super) const ROW_UNIT: usize = 8;
 /// Columns of products come in multiples of this.
 pub(super) const COL_UNIT: usize = 16;
+
+/// What the words of a product are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Words {
+    /// An f32.
+    Singles,
+    /// Two bf16 that follow each other along the inner dimension.
+    Pairs,
+}
+
+impl Words {
+    /// What is best for tensors of these types.
+    pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
+        // With AMX the product of pairs in vectors is slower than multiply-adds of f32.
+        let pairs = isa == Isa::Avx512Bf16 && dtypes.iter().all(|&dtype| dtype == DType::BF16);
+        if pairs { Self::Pairs } else { Self::Singles }
+    }
+
+    /// Words that so many elements make; the last may have to be filled up.
+    pub(super) fn count(self, elements: usize) -> usize {
+        match self {
+            Self::Singles => elements,
+            Self::Pairs => elements.div_ceil(2),
+        }
+    }
+
+    /// Turns `from`, `[rows, cols]` elements, into words along the rows' index, `[count(rows), cols]`.
+    pub(super) fn along_rows(self, isa: Isa, from: &[f32], (rows, cols): (usize, usize), to: &mut [f32]) {
+        match self {
+            Self::Singles => to[..rows * cols].copy_from_slice(&from[..rows * cols]),
+            Self::Pairs => pair_rows(isa, from, cols, (rows, cols), to),
+        }
+    }
+}
 
 /// The elements of a float tensor.
 #[derive(Clone, Copy)]
@@ -35,12 +72,12 @@ impl<'a> From<&'a Tensor> for Values<'a> {
 }
 
 impl Values<'_> {
-    /// Copies the rows of `cols` elements that start at `starts`, times `scale`, into the rows of `to`, which are
-    /// `to_cols` wide and are filled up with zeros.
-    pub(super) fn copy_rows(self, isa: Isa, starts: &[usize], cols: usize, scale: f32, to: &mut [f32], to_cols: usize) {
+    /// Copies the rows of `cols` elements that start at `starts` into the rows of `to`, which are `to_cols` wide and are
+    /// filled up with zeros.
+    pub(super) fn copy_rows(self, isa: Isa, starts: &[usize], cols: usize, to: &mut [f32], to_cols: usize) {
         match self {
-            Self::F32(values) => copy_kernel::<f32>(isa, values, starts, cols, scale, to, to_cols),
-            Self::Bf16(values) => copy_kernel::<bf16>(isa, values, starts, cols, scale, to, to_cols),
+            Self::F32(values) => copy_kernel::<f32>(isa, values, starts, cols, to, to_cols),
+            Self::Bf16(values) => copy_kernel::<bf16>(isa, values, starts, cols, to, to_cols),
         }
     }
 }
@@ -50,7 +87,6 @@ kernel! {
         values: &[T],
         starts: &[usize],
         cols: usize,
-        scale: f32,
         to: &mut [f32],
         to_cols: usize,
     ) {
@@ -60,14 +96,72 @@ kernel! {
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
             for (to, from) in to.iter_mut().zip(from) {
                 for i in 0..COL_UNIT {
-                    to[i] = from[i].load() * scale;
+                    to[i] = from[i].load();
                 }
             }
             if let Some(to) = to.get_mut(from.len()) {
                 for (i, to) in to.iter_mut().enumerate() {
-                    *to = last.get(i).map_or(0.0, |value| value.load() * scale);
+                    *to = last.get(i).map_or(0.0, |value| value.load());
                 }
             }
+        }
+    }
+}
+
+kernel! {
+    bf16
+    /// `from`, rows of an even number of elements one after the other, as pairs along the rows.
+    pub(super) fn round_rows<S: Level>(from: &[f32], to: &mut [f32]) {
+        S::round_all(from, &mut bytemuck::cast_slice_mut(to)[..from.len()]);
+    }
+}
+
+kernel! {
+    /// Puts the nearest bf16 in the place of each value.
+    pub(super) fn round_in_place<S: Level>(values: &mut [f32]) {
+        values.iter_mut().for_each(|value| *value = bf16::store(*value).load());
+    }
+}
+
+kernel! {
+    bf16
+    /// `to [rows / 2, cols]`: pairs down the columns of `from`, whose rows and those of `to` lie `stride` apart. A row
+    /// that is missing at the end counts as zeros. `cols` is a multiple of [`COL_UNIT`].
+    pub(super) fn pair_rows<S: Level>(from: &[f32], stride: usize, size: (usize, usize), to: &mut [f32]) {
+        let (rows, cols) = size;
+        assert!(S::HAS_PAIR_DOT && cols.is_multiple_of(COL_UNIT) && cols <= stride);
+        assert!(rows == 0 || from.len() >= (rows - 1) * stride + cols);
+        assert!(rows == 0 || to.len() >= (rows - 1) / 2 * stride + cols);
+        for row in (0..rows).step_by(2) {
+            for col in (0..cols).step_by(COL_UNIT) {
+                // SAFETY: the assertions above; vectors have COL_UNIT lanes where pairs are multiplied.
+                unsafe {
+                    let at = from.as_ptr().add(row * stride + col);
+                    let low = S::load(at);
+                    let high = if row + 1 < rows { S::load(at.add(stride)) } else { S::splat(0.0) };
+                    S::store(to.as_mut_ptr().add(row / 2 * stride + col), S::pair(low, high));
+                }
+            }
+        }
+    }
+}
+
+/// A block of rows as the right operand of products along its columns, `transposed`: `[dim, ROWS]` elements in words.
+/// `rounded` has room for the block.
+pub(super) fn transposed_words(
+    isa: Isa,
+    words: Words,
+    (from, num_rows): (&[f32], usize),
+    dim: usize,
+    rounded: &mut [f32],
+    transposed: &mut [f32],
+) {
+    let width = dim.next_multiple_of(COL_UNIT);
+    match words {
+        Words::Singles => transpose(isa, from, num_rows, width, dim, transposed),
+        Words::Pairs => {
+            round_rows(isa, &from[..num_rows * width], rounded);
+            transpose(isa, rounded, num_rows, words.count(width), words.count(dim), transposed);
         }
     }
 }
@@ -110,12 +204,6 @@ impl<'a> RowBlock<'a> {
     pub(super) fn new(shape: &'a AttentionShape, batch: usize, kv_head: usize, index: usize) -> Self {
         let start = index * ROWS;
         Self { shape, batch, kv_head, start, len: ROWS.min(shape.seq_len * group(shape) - start) }
-    }
-
-    /// The blocks of all sequences and key heads in order.
-    pub(super) fn nth(shape: &'a AttentionShape, index: usize) -> Self {
-        let (pair, index) = (index / Self::count(shape), index % Self::count(shape));
-        Self::new(shape, pair / shape.num_kv_heads, pair % shape.num_kv_heads, index)
     }
 
     /// Where the rows of `keys` (at most [`KEYS`]) start in `k` and in `v`.
@@ -180,6 +268,11 @@ impl<'a> RowBlock<'a> {
         std::array::from_fn(|row| i32::try_from(self.first_visible(row)).unwrap_or(i32::MAX))
     }
 
+    /// Whether any of the rows sees any of the keys.
+    pub(super) fn sees_any(&self, keys: &Range<usize>) -> bool {
+        self.visible(self.len - 1) > keys.start && self.first_visible(0) < keys.end
+    }
+
     /// Of the keys from `first` to `end`, how many are not behind row `row`.
     pub(super) fn visible_in(&self, row: usize, keys: &Range<usize>) -> usize {
         self.visible(row).clamp(keys.start, keys.end) - keys.start
@@ -203,13 +296,30 @@ pub(super) fn key_elements(
     (starts(shape.head_dim), starts(shape.value_dim))
 }
 
-/// The left operand of a product.
+/// The left operand of a product, in words: a matrix with rows `stride` apart, or its transpose.
 #[derive(Clone, Copy)]
-pub(super) enum Left<'a> {
-    /// Row-major, rows `stride` apart.
-    Rows { values: &'a [f32], stride: usize },
-    /// Column-major: the transpose of a matrix with rows `stride` apart.
-    Columns { values: &'a [f32], stride: usize },
+pub(super) struct Left<'a> {
+    values: &'a [f32],
+    stride: usize,
+    is_transposed: bool,
+}
+
+impl<'a> Left<'a> {
+    /// The matrix as it lies.
+    pub(super) fn rows(values: &'a [f32], stride: usize) -> Self {
+        Self { values, stride, is_transposed: false }
+    }
+
+    /// The transpose of what lies there.
+    pub(super) fn columns(values: &'a [f32], stride: usize) -> Self {
+        Self { values, stride, is_transposed: true }
+    }
+
+    /// Where a part of so many rows and words ends.
+    fn end(&self, rows: usize, inner: usize) -> usize {
+        let (last, len) = if self.is_transposed { (inner - 1, rows) } else { (rows - 1, inner) };
+        last * self.stride + len
+    }
 }
 
 /// A row-major matrix, possibly a part of a wider one.
@@ -219,15 +329,17 @@ pub(super) struct Right<'a> {
     pub(super) stride: usize,
 }
 
-/// The sizes of a product: `rows` a multiple of [`ROW_UNIT`], `cols` of [`COL_UNIT`].
+/// The sizes of a product: `rows` a multiple of [`ROW_UNIT`], `cols` of [`COL_UNIT`], `inner` in words.
 #[derive(Clone, Copy)]
 pub(super) struct Size {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) inner: usize,
+    pub(super) words: Words,
 }
 
 kernel! {
+    bf16
     /// `c = a b`, or `c += a b` with `add`, where `c` is row-major with rows `c_stride` apart.
     pub(super) fn product<S: Level>(
         size: Size,
@@ -237,24 +349,22 @@ kernel! {
         c: &mut [f32],
         c_stride: usize,
     ) {
-        let Size { rows, cols, inner } = size;
+        let Size { rows, cols, inner, words } = size;
         if rows == 0 || cols == 0 {
             return;
         }
         assert!(rows.is_multiple_of(ROW_UNIT) && cols.is_multiple_of(COL_UNIT));
         assert!(c.len() >= (rows - 1) * c_stride + cols);
         assert!(inner == 0 || b.values.len() >= (inner - 1) * b.stride + cols);
-        // SAFETY: the assertions above and in the arms keep every element of the product inside the three slices.
+        assert!(words == Words::Singles || S::HAS_PAIR_DOT);
+        assert!(inner == 0 || a.values.len() >= a.end(rows, inner));
+        // SAFETY: the assertions keep every element of the product inside the three slices.
         unsafe {
-            match a {
-                Left::Rows { values, stride } => {
-                    assert!(inner == 0 || values.len() >= (rows - 1) * stride + inner);
-                    tiles::<S, false>(size, (values.as_ptr(), stride), b, add, c, c_stride);
-                }
-                Left::Columns { values, stride } => {
-                    assert!(inner == 0 || values.len() >= (inner - 1) * stride + rows);
-                    tiles::<S, true>(size, (values.as_ptr(), stride), b, add, c, c_stride);
-                }
+            match (a.is_transposed, words) {
+                (false, Words::Singles) => tiles::<S, false, false>(size, a, b, add, c, c_stride),
+                (true, Words::Singles) => tiles::<S, true, false>(size, a, b, add, c, c_stride),
+                (false, Words::Pairs) => tiles::<S, false, true>(size, a, b, add, c, c_stride),
+                (true, Words::Pairs) => tiles::<S, true, true>(size, a, b, add, c, c_stride),
             }
         }
     }
@@ -264,12 +374,11 @@ kernel! {
 /// elements, 4 x 16, 4 x 8.
 ///
 /// # Safety
-/// The sizes must fit the slices; `a` is a pointer to a matrix of `rows` by `inner`, or the transpose with `COLUMNS`,
-/// and its stride.
+/// The sizes must fit the slices; `COLUMNS` says whether `a` is transposed, `PAIRS` which words there are.
 #[inline(always)]
-unsafe fn tiles<S: Level, const COLUMNS: bool>(
+unsafe fn tiles<S: Level, const COLUMNS: bool, const PAIRS: bool>(
     size: Size,
-    (a, a_stride): (*const f32, usize),
+    a: Left<'_>,
     b: Right<'_>,
     add: bool,
     c: &mut [f32],
@@ -282,8 +391,8 @@ unsafe fn tiles<S: Level, const COLUMNS: bool>(
         for row in (0..size.rows).step_by(if has_wide_vectors { 8 } else { 4 }) {
             let tile = Tile {
                 inner: size.inner,
-                a: a.wrapping_add(if COLUMNS { row } else { row * a_stride }),
-                a_stride,
+                a: a.values.as_ptr().wrapping_add(if COLUMNS { row } else { row * a.stride }),
+                a_stride: a.stride,
                 b: b.values.as_ptr().wrapping_add(col),
                 b_stride: b.stride,
                 c: c.as_mut_ptr().wrapping_add(row * c_stride + col),
@@ -292,9 +401,9 @@ unsafe fn tiles<S: Level, const COLUMNS: bool>(
             // SAFETY: the caller's promise.
             unsafe {
                 match (has_wide_vectors, is_pair) {
-                    (true, true) => tile_product::<S, COLUMNS, 8, 2>(tile, add),
-                    (true, false) => tile_product::<S, COLUMNS, 8, 1>(tile, add),
-                    (false, _) => tile_product::<S, COLUMNS, 4, 2>(tile, add),
+                    (true, true) => tile_product::<S, COLUMNS, PAIRS, 8, 2>(tile, add),
+                    (true, false) => tile_product::<S, COLUMNS, PAIRS, 8, 1>(tile, add),
+                    (false, _) => tile_product::<S, COLUMNS, PAIRS, 4, 2>(tile, add),
                 }
             }
         }
@@ -318,7 +427,10 @@ struct Tile {
 /// # Safety
 /// The operands' elements must be readable and the result's writable.
 #[inline(always)]
-unsafe fn tile_product<S: Level, const COLUMNS: bool, const M: usize, const N: usize>(tile: Tile, add: bool) {
+unsafe fn tile_product<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: usize, const N: usize>(
+    tile: Tile,
+    add: bool,
+) {
     /// Steps taken together, so that the addresses of rows are computed once for all.
     const STEPS: usize = 4;
     let Tile { inner, mut a, a_stride, mut b, b_stride, c, c_stride } = tile;
@@ -327,13 +439,13 @@ unsafe fn tile_product<S: Level, const COLUMNS: bool, const M: usize, const N: u
     unsafe {
         for _ in 0..inner / STEPS {
             for step in 0..STEPS {
-                tile_step::<S, COLUMNS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
+                tile_step::<S, COLUMNS, PAIRS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
             }
             a = a.wrapping_add(if COLUMNS { STEPS * a_stride } else { STEPS });
             b = b.wrapping_add(STEPS * b_stride);
         }
         for step in 0..inner % STEPS {
-            tile_step::<S, COLUMNS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
+            tile_step::<S, COLUMNS, PAIRS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
         }
         for (m, sums) in sums.iter().enumerate() {
             for (n, &sum) in sums.iter().enumerate() {
@@ -350,7 +462,7 @@ unsafe fn tile_product<S: Level, const COLUMNS: bool, const M: usize, const N: u
 /// # Safety
 /// As for [`tile_product`].
 #[inline(always)]
-unsafe fn tile_step<S: Level, const COLUMNS: bool, const M: usize, const N: usize>(
+unsafe fn tile_step<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: usize, const N: usize>(
     sums: &mut [[S::Vector; N]; M],
     a: *const f32,
     a_stride: usize,
@@ -366,7 +478,11 @@ unsafe fn tile_step<S: Level, const COLUMNS: bool, const M: usize, const N: usiz
         for (m, sums) in sums.iter_mut().enumerate() {
             let factor = S::splat(*a.add(if COLUMNS { step * a_stride + m } else { m * a_stride + step }));
             for n in 0..N {
-                sums[n] = S::vector_mul_add(factor, row_of_b[n], sums[n]);
+                sums[n] = if PAIRS {
+                    S::dot_pairs(factor, row_of_b[n], sums[n])
+                } else {
+                    S::vector_mul_add(factor, row_of_b[n], sums[n])
+                };
             }
         }
     }

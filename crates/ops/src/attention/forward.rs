@@ -3,17 +3,24 @@
 //! Scores are kept times log2(e), so that the softmax needs powers of two only.
 
 use std::f32::consts::{LN_2, LOG2_E};
+use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, product, transpose};
+use super::blocks::{
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, pair_rows, product, round_rows,
+    transposed_words,
+};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
 
-/// Computes `o` and `lse`. A task takes several blocks of query rows in a row where there are many, so that the keys and
-/// values that they share stay in its core's cache.
+/// Blocks of rows that a task takes at most: they share its copies of keys and values, and what it holds of them should
+/// stay in a core's cache.
+const MAX_BLOCKS: usize = 8;
+
+/// Computes `o` and `lse`. A task takes several blocks of query rows of one sequence and key head where there are many.
 pub(super) fn run(
     ctx: &Context,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
@@ -21,25 +28,28 @@ pub(super) fn run(
     o: &mut Tensor,
     lse: &mut Tensor,
 ) {
-    let num_blocks = shape.batch * shape.num_kv_heads * RowBlock::count(shape);
-    let blocks_per_task = (num_blocks / (8 * ctx.threads().count())).clamp(1, RowBlock::count(shape).max(1));
+    let (num_blocks, pairs) = (RowBlock::count(shape), shape.batch * shape.num_kv_heads);
+    let blocks_per_task = (pairs * num_blocks / (8 * ctx.threads().count())).clamp(1, MAX_BLOCKS);
+    let tasks_per_pair = num_blocks.div_ceil(blocks_per_task);
+    let words = Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
     let inputs: (Values<'_>, Values<'_>, Values<'_>) = (q.into(), k.into(), v.into());
     let lse = Lent::new(lse.f32s_mut());
     with_float!(o.dtype(), T => {
         let o = Lent::new(o.slice_mut::<T>());
-        ctx.threads().run(num_blocks.div_ceil(blocks_per_task), |task| {
-            let mut scratch = Scratch::new(ctx, shape);
-            for block in piece_range(task, blocks_per_task, num_blocks) {
-                let rows = RowBlock::nth(shape, block);
-                let mut state = scratch.split(rows, sinks);
-                state.attend(ctx, shape, rows, inputs);
+        ctx.threads().run(pairs * tasks_per_pair, |task| {
+            let blocks = piece_range(task % tasks_per_pair, blocks_per_task, num_blocks);
+            let task = Task { ctx, shape, words, sinks, pair: task / tasks_per_pair, blocks };
+            let mut scratch = Scratch::new(ctx, shape, task.blocks.len());
+            task.attend(&mut scratch, inputs);
+            for (rows, state) in task.rows().zip(scratch.states()) {
                 for (row, start) in rows.value_elements().into_iter().take(rows.len).enumerate() {
                     let statistic = rows.statistic(row);
                     // SAFETY: each row belongs to one block, and each block to one task.
                     let (o, lse) =
                         unsafe { (o.range(start..start + shape.value_dim), lse.range(statistic..statistic + 1)) };
                     let sum = state.sum[row];
-                    scale_kernel::<T>(ctx.isa(), &state.o[row * state.value_width..][..shape.value_dim], 1.0 / sum, o);
+                    let from = &state.o[row * state.o.len() / ROWS..][..shape.value_dim];
+                    scale_kernel::<T>(ctx.isa(), from, 1.0 / sum, o);
                     lse[0] = state.max[row] * LN_2 + sum.ln();
                 }
             }
@@ -60,100 +70,184 @@ const LEAST: f32 = -f32::MAX;
 
 /// The memory of a task.
 struct Scratch {
-    memory: Tensor,
+    shared: Tensor,
+    states: Tensor,
     width: usize,
     value_width: usize,
 }
 
 impl Scratch {
-    fn new(ctx: &Context, shape: &AttentionShape) -> Self {
+    fn new(ctx: &Context, shape: &AttentionShape, num_blocks: usize) -> Self {
         let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
-        let elements = 2 * ROWS * width + ROWS * value_width + KEYS * (width + value_width) + KEYS * ROWS;
-        Self { memory: ctx.empty(&[elements], DType::F32), width, value_width }
+        let shared = KEYS * (width + value_width + width.max(value_width) + ROWS + ROWS / 2);
+        Self {
+            shared: ctx.empty(&[shared], DType::F32),
+            states: ctx.empty(&[num_blocks, ROWS * (width + value_width + 2)], DType::F32),
+            width,
+            value_width,
+        }
     }
 
-    fn split(&mut self, rows: RowBlock<'_>, sinks: Option<&[f32]>) -> State<'_> {
+    /// What all blocks use, and what is known of each.
+    fn split(&mut self) -> (Shared<'_>, impl Iterator<Item = State<'_>>) {
         let (width, value_width) = (self.width, self.value_width);
-        let memory = self.memory.f32s_mut();
-        let (q, memory) = memory.split_at_mut(ROWS * width);
-        let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
-        let (o, memory) = memory.split_at_mut(ROWS * value_width);
-        let (k, memory) = memory.split_at_mut(KEYS * width);
-        let (v, scores) = memory.split_at_mut(KEYS * value_width);
-        // A sink is a key that was already seen and has no value.
-        let (max, sum) = match sinks {
-            Some(sinks) => (std::array::from_fn(|row| sinks[rows.head(row)] * LOG2_E), [1.0; ROWS]),
-            None => ([LEAST; ROWS], [0.0; ROWS]),
-        };
-        State { width, value_width, q, q_transposed, o, k, v, scores, max, sum }
+        let (k, memory) = self.shared.f32s_mut().split_at_mut(KEYS * width);
+        let (v, memory) = memory.split_at_mut(KEYS * value_width);
+        let (copy, memory) = memory.split_at_mut(KEYS * width.max(value_width));
+        let (scores, weights) = memory.split_at_mut(KEYS * ROWS);
+        (Shared { width, value_width, k, v, copy, scores, weights }, states(&mut self.states, width, value_width))
+    }
+
+    fn states(&mut self) -> impl Iterator<Item = State<'_>> {
+        states(&mut self.states, self.width, self.value_width)
     }
 }
 
-/// A block of rows under way.
-struct State<'a> {
+fn states(memory: &mut Tensor, width: usize, value_width: usize) -> impl Iterator<Item = State<'_>> {
+    memory.f32s_mut().chunks_exact_mut(ROWS * (width + value_width + 2)).map(move |memory| {
+        let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
+        let (o, memory) = memory.split_at_mut(ROWS * value_width);
+        let (max, sum) = memory.split_at_mut(ROWS);
+        let row = |memory| <&mut [f32; ROWS]>::try_from(memory).expect("a number for each row");
+        State { q_transposed, o, max: row(max), sum: row(sum) }
+    })
+}
+
+/// Memory that the blocks of a task use in turn.
+struct Shared<'a> {
     /// Head elements, rounded up to whole vectors.
     width: usize,
     /// Elements of a head of values, rounded up likewise.
     value_width: usize,
-    /// `[ROWS, width]`
-    q: &'a mut [f32],
-    /// `[h, ROWS]`
+    /// `[KEYS, width]` elements in words: the keys at hand.
+    k: &'a mut [f32],
+    /// `[KEYS, value_width]` elements in words along the keys: their values.
+    v: &'a mut [f32],
+    /// Rows on their way to words.
+    copy: &'a mut [f32],
+    /// `[KEYS, ROWS]`
+    scores: &'a mut [f32],
+    /// `[KEYS / 2, ROWS]`: what scores become, as pairs.
+    weights: &'a mut [f32],
+}
+
+/// A block of rows under way.
+struct State<'a> {
+    /// `[h, ROWS]` elements in words.
     q_transposed: &'a mut [f32],
     /// `[ROWS, value_width]`: sum over keys of `2^(score - max) v`.
     o: &'a mut [f32],
-    /// `[KEYS, width]`
-    k: &'a mut [f32],
-    /// `[KEYS, value_width]`
-    v: &'a mut [f32],
-    /// `[KEYS, ROWS]`
-    scores: &'a mut [f32],
     /// Largest score of each row so far.
-    max: [f32; ROWS],
+    max: &'a mut [f32; ROWS],
     /// Sum over keys of `2^(score - max)`.
-    sum: [f32; ROWS],
+    sum: &'a mut [f32; ROWS],
 }
 
-impl State<'_> {
+/// Some blocks of the rows of one sequence and key head.
+struct Task<'a> {
+    ctx: &'a Context,
+    shape: &'a AttentionShape,
+    words: Words,
+    sinks: Option<&'a [f32]>,
+    /// Sequence and key head.
+    pair: usize,
+    blocks: Range<usize>,
+}
+
+impl<'a> Task<'a> {
+    fn rows(&self) -> impl Iterator<Item = RowBlock<'a>> + use<'a> {
+        let (shape, pair) = (self.shape, self.pair);
+        let (batch, kv_head) = (pair / shape.num_kv_heads, pair % shape.num_kv_heads);
+        self.blocks.clone().map(move |block| RowBlock::new(shape, batch, kv_head, block))
+    }
+
     /// Passes over all keys that the rows see.
-    fn attend(
-        &mut self,
-        ctx: &Context,
-        shape: &AttentionShape,
+    fn attend(&self, scratch: &mut Scratch, (q, k, v): (Values<'_>, Values<'_>, Values<'_>)) {
+        let (mut shared, states) = scratch.split();
+        for (rows, state) in self.rows().zip(states) {
+            self.begin(rows, q, &mut shared, state);
+        }
+        let (Some(first), Some(last)) = (self.rows().next(), self.rows().last()) else { return };
+        // Blocks of keys lie where they lie for all tasks, so that sums do not depend on how blocks of rows are dealt out.
+        let start = first.first_visible(0) / KEYS * KEYS;
+        let end = last.visible(last.len - 1);
+        for start in (start..end).step_by(KEYS) {
+            let keys = start..(start + KEYS).min(end);
+            let (mut shared, states) = scratch.split();
+            self.load_keys(first, &keys, (k, v), &mut shared);
+            for (rows, state) in self.rows().zip(states) {
+                if rows.sees_any(&keys) {
+                    self.add_keys(rows, &keys, &mut shared, state);
+                }
+            }
+        }
+    }
+
+    fn begin(&self, rows: RowBlock<'_>, q: Values<'_>, shared: &mut Shared<'_>, state: State<'_>) {
+        let (isa, dim) = (self.ctx.isa(), self.shape.head_dim);
+        q.copy_rows(isa, &rows.elements()[..rows.len], dim, shared.copy, shared.width);
+        transposed_words(isa, self.words, (shared.copy, rows.len), dim, shared.k, state.q_transposed);
+        state.o.fill(0.0);
+        // A sink is a key that was already seen and has no value.
+        (*state.max, *state.sum) = match self.sinks {
+            Some(sinks) => (std::array::from_fn(|row| sinks[rows.head(row)] * LOG2_E), [1.0; ROWS]),
+            None => ([LEAST; ROWS], [0.0; ROWS]),
+        };
+    }
+
+    fn load_keys(
+        &self,
         rows: RowBlock<'_>,
-        (q, k, v): (Values<'_>, Values<'_>, Values<'_>),
+        keys: &Range<usize>,
+        (k, v): (Values<'_>, Values<'_>),
+        shared: &mut Shared<'_>,
     ) {
-        let (isa, head_dim, width) = (ctx.isa(), shape.head_dim, self.width);
-        let value_width = self.value_width;
-        q.copy_rows(isa, &rows.elements()[..rows.len], head_dim, shape.scale * LOG2_E, self.q, width);
-        transpose(isa, self.q, rows.len, width, head_dim, self.q_transposed);
-        self.o.fill(0.0);
+        let (isa, width, value_width) = (self.ctx.isa(), shared.width, shared.value_width);
+        let (starts, value_starts) = rows.key_elements(keys);
+        let (starts, value_starts) = (&starts[..keys.len()], &value_starts[..keys.len()]);
+        match self.words {
+            Words::Singles => {
+                k.copy_rows(isa, starts, self.shape.head_dim, shared.k, width);
+                v.copy_rows(isa, value_starts, self.shape.value_dim, shared.v, value_width);
+            }
+            Words::Pairs => {
+                k.copy_rows(isa, starts, self.shape.head_dim, shared.copy, width);
+                round_rows(isa, &shared.copy[..keys.len() * width], shared.k);
+                v.copy_rows(isa, value_starts, self.shape.value_dim, shared.copy, value_width);
+                pair_rows(isa, shared.copy, value_width, (keys.len(), value_width), shared.v);
+            }
+        }
+    }
+
+    /// Takes the keys at hand into the sums of a block of rows.
+    fn add_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, shared: &mut Shared<'_>, state: State<'_>) {
+        let (isa, words) = (self.ctx.isa(), self.words);
+        let value_width = shared.value_width;
+        let k = Left::rows(shared.k, words.count(shared.width));
+        for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
+            let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
+            let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
+            let size = Size { rows: num_keys, cols, inner: words.count(self.shape.head_dim), words };
+            let right = Right { values: &state.q_transposed[col..], stride: ROWS };
+            product(isa, size, k, right, false, &mut shared.scores[col..], ROWS);
+        }
         let visible = (rows.first_visible_counts(), rows.visible_counts());
-        let end = rows.visible(rows.len - 1);
-        for first in (rows.first_visible(0)..end).step_by(KEYS) {
-            let keys = first..(first + KEYS).min(end);
-            let (key_elements, value_elements) = rows.key_elements(&keys);
-            k.copy_rows(isa, &key_elements[..keys.len()], head_dim, 1.0, self.k, width);
-            v.copy_rows(isa, &value_elements[..keys.len()], shape.value_dim, 1.0, self.v, value_width);
-            for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
-                let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
-                let num_keys = rows.visible_in(col + cols - 1, &keys).next_multiple_of(ROW_UNIT);
-                let size = Size { rows: num_keys, cols, inner: head_dim };
-                let left = Left::Rows { values: self.k, stride: width };
-                let right = Right { values: &self.q_transposed[col..], stride: ROWS };
-                product(isa, size, left, right, false, &mut self.scores[col..], ROWS);
+        let scale = self.shape.scale * LOG2_E;
+        for col in (0..rows.padded_len()).step_by(COL_UNIT) {
+            let num_keys = rows.visible_in(col + COL_UNIT - 1, keys);
+            let columns = Columns { first_col: col, first_key: keys.start, num_keys, scale };
+            softmax(isa, columns, shared.scores, &visible, state.max, state.sum, state.o);
+            if words == Words::Pairs {
+                pair_rows(isa, &shared.scores[col..], ROWS, (num_keys, COL_UNIT), &mut shared.weights[col..]);
             }
-            for col in (0..rows.padded_len()).step_by(COL_UNIT) {
-                let num_keys = rows.visible_in(col + COL_UNIT - 1, &keys);
-                let columns = Columns { first_col: col, first_key: first, num_keys };
-                softmax(isa, columns, self.scores, &visible, &mut self.max, &mut self.sum, self.o);
-            }
-            for row in (0..rows.len).step_by(ROW_UNIT) {
-                let inner = rows.visible_in(row + ROW_UNIT - 1, &keys);
-                let size = Size { rows: ROW_UNIT, cols: value_width, inner };
-                let left = Left::Columns { values: &self.scores[row..], stride: ROWS };
-                let right = Right { values: self.v, stride: value_width };
-                product(isa, size, left, right, true, &mut self.o[row * value_width..], value_width);
-            }
+        }
+        let weights = if words == Words::Pairs { &*shared.weights } else { &*shared.scores };
+        for row in (0..rows.len).step_by(ROW_UNIT) {
+            let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
+            let size = Size { rows: ROW_UNIT, cols: value_width, inner, words };
+            let left = Left::columns(&weights[row..], ROWS);
+            let right = Right { values: shared.v, stride: value_width };
+            product(isa, size, left, right, true, &mut state.o[row * value_width..], value_width);
         }
     }
 }
@@ -164,6 +258,8 @@ struct Columns {
     first_col: usize,
     first_key: usize,
     num_keys: usize,
+    /// What scores are to be multiplied by.
+    scale: f32,
 }
 
 kernel! {
@@ -177,7 +273,7 @@ kernel! {
         sum: &mut [f32; ROWS],
         o: &mut [f32],
     ) {
-        let Columns { first_col, first_key, num_keys } = columns;
+        let Columns { first_col, first_key, num_keys, scale } = columns;
         if num_keys == 0 {
             return;
         }
@@ -187,9 +283,10 @@ kernel! {
         for (key, scores) in scores.chunks_exact_mut(ROWS).take(num_keys).enumerate() {
             let key = (first_key + key) as i32;
             let scores = lanes_of_mut(scores, first_col);
-            let mut masked = *scores;
+            let mut masked = scores.map(|score| score * scale);
             for i in 0..COL_UNIT {
-                masked[i] = if key < visible[i] && key >= seen_from[i] { masked[i] } else { f32::NEG_INFINITY };
+                let is_seen = (key < visible[i]) & (key >= seen_from[i]);
+                masked[i] = if is_seen { masked[i] } else { f32::NEG_INFINITY };
             }
             for i in 0..COL_UNIT {
                 new_max[i] = if masked[i] > new_max[i] { masked[i] } else { new_max[i] };

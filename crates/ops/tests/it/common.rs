@@ -52,10 +52,16 @@ pub(crate) fn doubles(tensor: &Tensor) -> Vec<f64> {
 /// Holds `actual` to within `tolerance` of `expected`, relative to the larger of 1 and the expected size.
 #[track_caller]
 pub(crate) fn assert_close(what: &str, actual: &[f64], expected: &[f64], tolerance: f64) {
+    assert_within(what, actual, expected, tolerance, &vec![0.0; expected.len()]);
+}
+
+/// [`assert_close`] with a further absolute tolerance for each element.
+#[track_caller]
+pub(crate) fn assert_within(what: &str, actual: &[f64], expected: &[f64], tolerance: f64, further: &[f64]) {
     assert_eq!(actual.len(), expected.len(), "{what}: number of elements");
-    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
-        let is_close =
-            if e.is_finite() { (a - e).abs() <= tolerance * e.abs().max(1.0) } else { a.to_bits() == e.to_bits() };
+    for (i, ((&a, &e), further)) in actual.iter().zip(expected).zip(further).enumerate() {
+        let bound = tolerance * e.abs().max(1.0) + further;
+        let is_close = if e.is_finite() { (a - e).abs() <= bound } else { a.to_bits() == e.to_bits() };
         assert!(is_close, "{what}: element {i} is {a}, should be {e}");
     }
 }
