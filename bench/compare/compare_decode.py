@@ -23,7 +23,8 @@ PROGRAM = os.environ.get("MOEWORKS", HERE.parent.parent.parent / "target/release
 PROMPT, DECODED, PREFILL, VOCABULARY = 32, 41, 512, 8192
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
              intermediate_size=1024, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, max_position_embeddings=4096,
-             tie_word_embeddings=False, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
+             tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+             rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
 
 
 def ids(count: int) -> list[int]:
@@ -210,11 +211,11 @@ def main() -> None:
             medians = {who: {part: statistics.median(run[part] for run in runs) for part in ["prefill", "decode"]}
                        for who, runs in results.items()}
             for who, speeds in medians.items():
-                print(f"  {who:52} {speeds['prefill']:10.0f} {speeds['decode']:10.1f}")
+                print(f"  {who:52} {speeds['prefill']:10.0f} {speeds['decode']:10.1f}", flush=True)
             others = [speeds for who, speeds in medians.items() if who != "moeworks"]
             if others:
                 ratios = [medians["moeworks"][part] / max(speeds[part] for speeds in others) for part in ["prefill", "decode"]]
-                print(f"  {'ratio to the best alternative':52} {ratios[0]:10.2f} {ratios[1]:10.2f}")
+                print(f"  {'ratio to the best alternative':52} {ratios[0]:10.2f} {ratios[1]:10.2f}", flush=True)
 
 
 if __name__ == "__main__":

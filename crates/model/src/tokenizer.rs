@@ -54,8 +54,8 @@ pub enum TokenizerError {
         /// Its size.
         bytes: u64,
     },
-    /// The text is not a `tokenizer.json` that can be used.
-    #[error("{origin}: not a usable tokenizer.json: {reason}")]
+    /// The text is no tokenizer that can be used.
+    #[error("{origin}: not a usable tokenizer: {reason}")]
     Invalid {
         /// The file, or what else the text came from.
         origin: String,
@@ -128,11 +128,17 @@ impl Tokenizer {
         Self::from_text(byte_level_json(&vocab, &merges, 0, true), None, "the trained BPE")
     }
 
-    /// The tokenizer of a `tokenizer.json`, with the `tokenizer_config.json` beside it if there is one.
+    /// The tokenizer of a `tokenizer.json`, with the `tokenizer_config.json` beside it if there is one. Where it is not there
+    /// but GPT-2's older files are, `vocab.json` and `merges.txt`, that of these.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
-        let json = read_text(path)?;
         let config_path = path.with_file_name("tokenizer_config.json");
         let config = if config_path.exists() { Some(read_text(&config_path)?) } else { None };
+        let older = ["vocab.json", "merges.txt"].map(|name| path.with_file_name(name));
+        let json = if !path.exists() && older.iter().all(|path| path.exists()) {
+            json_of_older(&older, config.as_deref())?
+        } else {
+            read_text(path)?
+        };
         Self::from_text(json, config, &path.display().to_string())
     }
 
@@ -419,6 +425,31 @@ fn byte_level_json(
             "merges": merges,
         },
     }))
+}
+
+/// The `tokenizer.json` of a vocabulary and its merges, which are GPT-2's unless the configuration beside them says otherwise:
+/// how text is divided into words is not in these files.
+fn json_of_older([vocab_path, merges_path]: &[PathBuf; 2], config: Option<&str>) -> Result<String, TokenizerError> {
+    let invalid = |path: &Path, reason: String| TokenizerError::Invalid { origin: path.display().to_string(), reason };
+    let config: Value = config.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
+    let class = config["tokenizer_class"].as_str().unwrap_or("GPT2Tokenizer");
+    if !["GPT2Tokenizer", "GPT2TokenizerFast"].contains(&class) {
+        return Err(invalid(
+            vocab_path,
+            format!("a {class} needs its tokenizer.json; this file does for GPT-2's alone"),
+        ));
+    }
+    let vocab: BTreeMap<String, u32> =
+        serde_json::from_str(&read_text(vocab_path)?).map_err(|error| invalid(vocab_path, error.to_string()))?;
+    let end = vocab.get(END_OF_TEXT).copied().filter(|&id| u64::from(id) < MAX_ID);
+    let end =
+        end.ok_or_else(|| invalid(vocab_path, format!("it must have {END_OF_TEXT:?}, with an id below {MAX_ID}")))?;
+    let text = read_text(merges_path)?;
+    let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with("#version"));
+    let merges: Option<Vec<_>> =
+        lines.map(|line| line.split_once(' ').map(|(left, right)| (left.to_owned(), right.to_owned()))).collect();
+    let merges = merges.ok_or_else(|| invalid(merges_path, "a line must be two tokens and a space".to_owned()))?;
+    Ok(byte_level_json(&vocab, &merges, end, true))
 }
 
 /// Whether each id below 256 is that byte and nothing else decides: then encoding needs no machinery.

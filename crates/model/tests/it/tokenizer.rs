@@ -201,3 +201,31 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_vocabulary_and_its_merges_are_a_tokenizer_where_there_is_no_other() {
+    let (dir, tokenizer) = (tempfile::tempdir().unwrap(), trained());
+    let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+    let error = || Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
+    let json: Value = serde_json::from_str(tokenizer.json()).unwrap();
+    let merge = |merge: &Value| format!("{} {}\n", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());
+    let merges: String = json["model"]["merges"].as_array().unwrap().iter().map(merge).collect();
+    write("vocab.json", &json["model"]["vocab"].to_string());
+    assert!(error().contains("tokenizer.json"), "{}", error());
+    write("merges.txt", &format!("#version: 0.2\n{merges}"));
+    assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().json(), tokenizer.json());
+    write("tokenizer_config.json", r#"{"tokenizer_class": "Qwen2Tokenizer"}"#);
+    assert!(error().contains("a Qwen2Tokenizer needs its tokenizer.json"), "{}", error());
+    write("tokenizer_config.json", r#"{"tokenizer_class": "GPT2Tokenizer"}"#);
+    for (name, bad) in [
+        ("merges.txt", "no_space\n"),
+        ("merges.txt", "never seen\n"),
+        ("vocab.json", "{}"),
+        ("vocab.json", "[1]"),
+        ("vocab.json", r#"{"<|endoftext|>": -1}"#),
+        ("vocab.json", r#"{"<|endoftext|>": 4294967295}"#),
+    ] {
+        write(name, bad);
+        assert!(matches!(Tokenizer::from_dir(dir.path()), Err(TokenizerError::Invalid { .. })), "{name}: {bad}");
+    }
+}
