@@ -60,6 +60,8 @@ struct LayerSaved {
 /// What a layer leaves for backward: its input, and the rest unless it is to be computed again.
 struct LayerRecord {
     input: Tensor,
+    /// The logits of the MoE layer before, with gating residuals.
+    previous: Option<Tensor>,
     saved: Option<LayerSaved>,
 }
 
@@ -164,24 +166,29 @@ impl Decoder {
         let mut x = self.embed(&pass, weights, batch.inputs);
         let mut records = Vec::with_capacity(weights.layers.len());
         let mut layer_stats = Vec::new();
+        let mut previous: Option<Tensor> = None;
         for i in 0..weights.layers.len() {
-            let (y, saved) = self.training_layer(&pass, weights, i, &x, (batch.inputs, options));
+            let (y, saved) = self.training_layer(&pass, weights, i, (&x, previous.as_ref()), (batch.inputs, options));
             layer_stats.extend(saved.feed_forward.stats());
             let input = std::mem::replace(&mut x, y);
-            records.push(LayerRecord { input, saved: (!options.checkpoint_layers).then_some(saved) });
+            let logits = saved.feed_forward.moe().map_or_else(|| previous.clone(), |saved| saved.logits().cloned());
+            let previous = std::mem::replace(&mut previous, logits);
+            records.push(LayerRecord { input, previous, saved: (!options.checkpoint_layers).then_some(saved) });
         }
         self.merge_stats(&mut layer_stats);
         let (router, mut loss_grads) = router_losses(&layer_stats, &self.config.router, options);
         self.take_share(batch.inputs.len(), &layer_stats, &mut loss_grads);
         let (loss, mut dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
         drop(x);
+        let mut dnext = None;
         for (i, record) in records.into_iter().enumerate().rev() {
-            let LayerRecord { input, saved } = record;
-            let saved =
-                saved.unwrap_or_else(|| self.training_layer(&pass, weights, i, &input, (batch.inputs, options)).1);
+            let LayerRecord { input, previous, saved } = record;
+            let again =
+                || self.training_layer(&pass, weights, i, (&input, previous.as_ref()), (batch.inputs, options)).1;
+            let saved = saved.unwrap_or_else(again);
             let loss_grad = self.config.is_moe_layer(i).then(|| loss_grads.pop()).flatten();
             let (w, g) = (&weights.layers[i], &mut grads.layers[i]);
-            dx = self.layer_backward(&pass, w, (&input, saved), (&dx, loss_grad.as_ref()), (write, i), g);
+            dx = self.layer_backward(&pass, w, (&input, saved), (&dx, &mut dnext, loss_grad.as_ref()), (write, i), g);
             done(i, grads);
         }
         if let Some(d_positions) = &mut grads.positions {
@@ -398,7 +405,7 @@ impl Decoder {
         pass: &Pass<'_>,
         weights: &DecoderWeights,
         i: usize,
-        x: &Tensor,
+        (x, previous): (&Tensor, Option<&Tensor>),
         (token_ids, options): (&[u32], &PassOptions),
     ) -> (Tensor, LayerSaved) {
         let w = &weights.layers[i];
@@ -409,7 +416,8 @@ impl Decoder {
         let (middle, attention) = self.attention[i].forward(pass, w, x);
         let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
         let PassOptions { progress, first_token, .. } = *options;
-        let input = RouterInput { noise, token_ids, seq_len, progress, first_token, ..RouterInput::default() };
+        let input =
+            RouterInput { noise, token_ids, seq_len, progress, first_token, previous, ..RouterInput::default() };
         let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
         (y, LayerSaved { attention, middle, feed_forward })
     }
@@ -419,14 +427,16 @@ impl Decoder {
         pass: &Pass<'_>,
         weights: &LayerWeights,
         (input, saved): (&Tensor, LayerSaved),
-        (dy, loss_grad): (&Tensor, Option<&LossGrad>),
+        (dy, dnext, loss_grad): (&Tensor, &mut Option<Tensor>, Option<&LossGrad>),
         (write, i): (Write, usize),
         grads: &mut LayerWeights,
     ) -> Tensor {
         let LayerSaved { attention, middle, feed_forward } = saved;
         let d_norm = &mut grads.feed_forward_norm;
         let saved = (&middle, feed_forward);
-        let (d_middle, task) = self.training[i].backward(pass, weights, saved, (dy, loss_grad), write, d_norm);
+        let dy = (dy, dnext.as_ref(), loss_grad);
+        let (d_middle, task) = self.training[i].backward(pass, weights, saved, dy, write, d_norm);
+        task.replace_dnext(dnext);
         task.run(pass, write, &mut grads.feed_forward);
         let (dx, task) = self.attention[i].backward(pass, weights, (input, attention), &d_middle, write, grads);
         task.run(pass.ctx, write, &mut grads.attention);

@@ -216,6 +216,20 @@ impl MoeLayer {
         dy: &Tensor,
         losses: &LossGrad,
     ) -> (Tensor, MoeGradTask) {
+        self.backward_with_next(ctx, weights, saved, (dy, None), losses)
+    }
+
+    /// As [`backward`](Self::backward) in a model with [gating residuals](crate::RouterConfig::gate_residual): `dnext [T, E]` is what
+    /// the task of the next MoE layer says of this one's logits, [`MoeGradTask::d_previous_logits`].
+    #[must_use]
+    pub fn backward_with_next(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        saved: &MoeSaved,
+        (dy, dnext): (&Tensor, Option<&Tensor>),
+        losses: &LossGrad,
+    ) -> (Tensor, MoeGradTask) {
         let saved = &saved.inner;
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
         // Every product with it would round it again, row by row.
@@ -230,7 +244,7 @@ impl MoeLayer {
         let input = RouterInput::default();
         let grads = (&dweights, saved.routing.expert_ids());
         let router = self.router(weights, &input);
-        let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, losses));
+        let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, (losses, dnext)));
         let router = router.map(|(router_dx, task)| {
             add_assign(ctx, &mut dx, &router_dx);
             task
@@ -289,6 +303,13 @@ impl MoeSaved {
         self.inner.router.scores.probs.f32s()
     }
 
+    /// `[T, E]` f32: the router's logits before noise and temperature, which the next MoE layer looks at; kept with
+    /// [gating residuals](crate::RouterConfig::gate_residual) alone.
+    #[must_use]
+    pub fn logits(&self) -> Option<&Tensor> {
+        Some(&self.inner.router.residual.as_ref()?.logits)
+    }
+
     /// What the routing looked like.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
@@ -317,6 +338,12 @@ impl MoeSaved {
 }
 
 impl MoeGradTask {
+    /// `[T, E]` f32: the gradient of the logits of the MoE layer before; none if this one does not look at them.
+    #[must_use]
+    pub fn d_previous_logits(&self) -> Option<&Tensor> {
+        self.router.as_ref()?.dprevious.as_ref()
+    }
+
     /// Computes the gradients of all weights of the layer and writes or adds them to `grads`, which is f32 throughout. An
     /// expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {

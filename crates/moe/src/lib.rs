@@ -100,7 +100,7 @@ pub use ramp::{Ramp, RampError, RampShape};
 pub use ranks::ExpertRanks;
 pub use router::{
     FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert,
-    WeightShape, balanced_hash, next_state,
+    WeightShape, balanced_hash, clustered_hash, next_state,
 };
 pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{

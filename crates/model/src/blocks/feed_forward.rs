@@ -93,13 +93,13 @@ impl FeedForwardBlock {
     }
 
     /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The norm weight's gradient is
-    /// written to `d_norm` as `write` says.
+    /// written to `d_norm` as `write` says. `dnext` is the gradient of the router's logits by the next MoE layer.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
         (x, saved): (&Tensor, FeedForwardSaved),
-        (dy, loss_grad): (&Tensor, Option<&LossGrad>),
+        (dy, dnext, loss_grad): (&Tensor, Option<&Tensor>, Option<&LossGrad>),
         write: Write,
         d_norm: &mut NormWeights,
     ) -> (Tensor, FeedForwardGradTask) {
@@ -108,7 +108,7 @@ impl FeedForwardBlock {
         let d_block = scaled(ctx, dy, self.residual_multiplier);
         let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, loss_grad) {
             (InnerSaved::Moe(saved), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
-                let (dx, task) = moe.backward(ctx, w, &saved, &d_block, loss_grad);
+                let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&d_block, dnext), loss_grad);
                 (dx, FeedForwardGradTask::Moe(task))
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
@@ -137,6 +137,14 @@ fn all_rows<'a>(pass: &'a Pass<'_>, offsets: &'a [u32; 2]) -> ExpertRows<'a> {
 }
 
 impl FeedForwardGradTask {
+    /// Makes of the gradient of this router's logits by the next one's that of the logits of the MoE layer before; a dense layer
+    /// hands it on.
+    pub(crate) fn replace_dnext(&self, dnext: &mut Option<Tensor>) {
+        if let Self::Moe(task) = self {
+            *dnext = task.d_previous_logits().cloned();
+        }
+    }
+
     /// Writes the gradients of the block's matrices.
     pub(crate) fn run(self, pass: &Pass<'_>, write: Write, grads: &mut FeedForwardWeights) {
         match (self, grads) {

@@ -35,6 +35,7 @@ impl Stack<'_> {
         let capacity = (self.expert_capacity > 0)
             .then_some(FixedCapacity { num_tokens: self.expert_capacity as u32, group_tokens: pass.seq_len });
         let input = RouterInput { capacity, ..*input };
+        let mut previous: Option<Tensor> = None;
         let mut caches = caches.map(|caches| caches.iter_mut());
         for (i, ((attention, block), w)) in self.attention.iter().zip(self.feed_forward).zip(weights).enumerate() {
             let mut middle = match caches.as_mut().and_then(Iterator::next) {
@@ -45,9 +46,11 @@ impl Stack<'_> {
                 let (Some(w), Some(memory)) = (&w.cross, pass.memory) else { panic!("{WRONG_KIND}") };
                 middle = cross.forward(pass, w, &middle, (memory, i));
             }
+            let input = RouterInput { previous: previous.as_ref(), ..input };
             let (y, saved) = block.forward(pass, w, &middle, &input);
             if let Some(saved) = saved.moe() {
                 watch(i, saved);
+                previous = saved.logits().cloned();
             }
             x = y;
         }

@@ -43,15 +43,32 @@ fn noisy_config() -> ModelConfig {
     ModelConfig { jitter: Ramp::constant(0.05), capacity_factor: 1.0, shared_width: 8, ..small_config() }
 }
 
+/// Gives what layers take of the logits before them, nothing at first, a share in the result.
+fn fill_residuals(weights: &mut DecoderWeights) {
+    for (name, tensor) in weights.tensors_mut() {
+        if name.ends_with("residual.weight") {
+            tensor.f32s_mut().iter_mut().enumerate().for_each(|(i, w)| *w = 0.2 * ((i % 7) as f32 - 3.0));
+        }
+    }
+}
+
 #[test]
 fn checkpointing_gives_the_same_bits() {
     let ctx = Context::cpu(2);
-    let (decoder, weights) = model(&ctx, noisy_config());
-    let (stats, grads) = step(&ctx, &decoder, &weights, &options());
-    let options = PassOptions { checkpoint_layers: true, ..options() };
-    let (again, same) = step(&ctx, &decoder, &weights, &options);
-    assert_eq!((stats.loss_sum, stats.layers), (again.loss_sum, again.layers));
-    assert_same_bits(&grads, &same);
+    for gate_residual in [false, true] {
+        let config = noisy_config();
+        let router = RouterConfig { gate_residual, ..config.router };
+        let (decoder, mut weights) = model(&ctx, ModelConfig { router, ..config });
+        fill_residuals(&mut weights);
+        let (stats, grads) = step(&ctx, &decoder, &weights, &options());
+        let options = PassOptions { checkpoint_layers: true, ..options() };
+        let (again, same) = step(&ctx, &decoder, &weights, &options);
+        assert_eq!((stats.loss_sum, stats.layers), (again.loss_sum, again.layers));
+        assert_same_bits(&grads, &same);
+        let is_residual = |name: &str| name.ends_with("residual.weight");
+        let learned = grads.tensors().iter().filter(|(name, _)| is_residual(name)).count();
+        assert_eq!(learned > 0, gate_residual);
+    }
 }
 
 #[test]
@@ -108,12 +125,16 @@ fn gradients_add_up_over_batches() {
 #[test]
 fn a_step_against_the_gradient_lowers_the_loss_by_what_the_gradient_says() {
     let ctx = Context::cpu(2);
-    for (balance, activation) in
-        [(BalanceKind::Layer, ActivationKind::Gelu), (BalanceKind::Pooled, ActivationKind::Swiglu)]
-    {
+    for (balance, activation, gate_residual) in [
+        (BalanceKind::Layer, ActivationKind::Gelu, false),
+        (BalanceKind::Pooled, ActivationKind::Swiglu, false),
+        (BalanceKind::Layer, ActivationKind::Swiglu, true),
+    ] {
         // All experts for every token, so that the loss has no jumps.
         let config = ModelConfig { top_k: 5, activation, shared_width: 8, qk_norm: QkNorm::Whole, ..small_config() };
-        let (decoder, mut weights) = model(&ctx, config);
+        let router = RouterConfig { gate_residual, ..config.router };
+        let (decoder, mut weights) = model(&ctx, ModelConfig { router, ..config });
+        fill_residuals(&mut weights);
         let options =
             PassOptions { balance, noise: None, grad_scale: 1.0, balance_coef: 3.0, z_coef: 0.5, ..options() };
         let total = |stats: &PassStats| stats.loss_sum + 3.0 * stats.balance_loss + 0.5 * stats.z_loss;

@@ -98,6 +98,9 @@ impl RouterConfig {
             let expected = "must be router.num_groups with this router.kind";
             return wrong("router.top_groups", &self.top_groups, expected);
         }
+        if self.gate_residual && (is_tree || self.kind == RouterKind::Hash) {
+            return wrong("router.gate_residual", &true, "must be false with this router.kind");
+        }
         if self.num_free() > 0 && (is_tree || is_other) {
             return wrong(
                 "router.zero_experts",

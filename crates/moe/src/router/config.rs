@@ -71,6 +71,9 @@ pub enum HashTable {
     /// Those of a table that a run makes of the frequencies of its training tokens, so that experts get equally many:
     /// [`balanced_hash`](crate::balanced_hash). Ids that it does not have go to random ones.
     Balanced,
+    /// Those of a table that a run makes of the embeddings of a trained model, so that ids with near embeddings go to the same
+    /// ones: [`clustered_hash`](crate::clustered_hash).
+    Clustered,
 }
 
 /// What makes scores of logits.
@@ -138,7 +141,7 @@ pub struct RouterConfig {
     pub second_threshold: f32,
     /// Which experts ids go to ([`RouterKind::Hash`]).
     pub hash: HashTable,
-    /// Ids of the table of [`HashTable::Balanced`], those of a model's vocabulary: no setting, but set by whoever makes a layer.
+    /// Ids of the table of [`HashTable::Balanced`] and [`HashTable::Clustered`], those of a model's vocabulary: no setting, but set by whoever makes a layer.
     #[serde(skip)]
     pub hash_ids: usize,
     /// Width of the projection ([`RouterKind::Cosine`]).
@@ -166,6 +169,8 @@ pub struct RouterConfig {
     /// Experts that give nothing and do not count in the normalisation of weights; the balance loss takes their mean load
     /// for each (Zeng et al., "AdaMoE", 2406.13233).
     pub null_experts: usize,
+    /// Whether the logits of the MoE layer before, times a learned matrix, are added to this one's (MoE++, section 3.3).
+    pub gate_residual: bool,
     /// Tau: the share in the balance loss and in the capacity of an expert without computation is this (in the loss) and
     /// one over this (in the capacity) of that of others (MoE++).
     pub free_ratio: f32,
@@ -213,6 +218,7 @@ impl Default for RouterConfig {
             copy_experts: 0,
             constant_experts: 0,
             null_experts: 0,
+            gate_residual: false,
             free_ratio: 0.75,
             modality_boundaries: String::new(),
             modality_experts: String::new(),
@@ -234,6 +240,7 @@ impl RouterConfig {
             && self.sparsemixer_jitter == 0.0
             && self.temperature.end == 1.0
             && self.num_free() == 0
+            && !self.gate_residual
             && self.modality_experts.is_empty()
     }
 

@@ -12,6 +12,7 @@ use super::blocks;
 use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
 use super::input::{Draw, RouterInput};
 use super::noise::{InputNoise, LogitDraws, LogitNoise};
+use super::residual::Residual;
 use super::scorer::{self, Scorer};
 use super::scores::{Gate, LogitRule, Scores};
 use super::sparsemixer::Sparsemixer;
@@ -58,6 +59,7 @@ pub(crate) struct FlatSaved {
     /// `[E]`: the smooth load under noise; empty without.
     pub(crate) smooth_load: Vec<f64>,
     pub(crate) is_fused: bool,
+    pub(crate) residual: Option<Residual>,
 }
 
 /// The logits and how they came about.
@@ -66,6 +68,7 @@ struct Logits {
     scorer: Scorer,
     values: Tensor,
     noise: LogitNoise,
+    residual: Option<Residual>,
 }
 
 impl FlatRouter<'_> {
@@ -111,6 +114,7 @@ impl FlatRouter<'_> {
                 group_len: self.router().local_group,
                 smooth_load: Vec::new(),
                 is_fused: true,
+                residual: None,
             };
             return Decision { routing, saved, num_rerouted: 0 };
         }
@@ -118,7 +122,7 @@ impl FlatRouter<'_> {
     }
 
     fn step_by_step(&self, ctx: &Context, logits: Logits, squared_logits: f64) -> Decision {
-        let Logits { input_noise, scorer, values, noise } = logits;
+        let Logits { input_noise, scorer, values, noise, residual } = logits;
         let temperature = self.temperature();
         let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
@@ -146,6 +150,7 @@ impl FlatRouter<'_> {
             group_len: self.router().local_group,
             smooth_load: Vec::new(),
             is_fused: false,
+            residual,
         };
         if let Some(clean) = &saved.clean {
             saved.smooth_load = load::smooth_load(ctx, &saved, clean, self.config.top_k);
@@ -163,13 +168,22 @@ impl FlatRouter<'_> {
     }
 
     fn logits(&self, ctx: &Context, x: &Tensor) -> Logits {
+        let mut logits = self.own_logits(ctx, x);
+        if self.router().gate_residual {
+            logits.residual = Some(Residual::forward(ctx, self.weights, self.input.previous, &mut logits.values));
+        }
+        logits
+    }
+
+    /// The logits without those of the layer before.
+    fn own_logits(&self, ctx: &Context, x: &Tensor) -> Logits {
         let (eps, dropout) = (self.now(self.config.jitter), self.now(self.router().input_dropout));
         let input_noise =
             self.random().map(|random| InputNoise { eps, dropout, random, first: self.input.first_token * x.cols() });
         let input_noise = input_noise.filter(|_| eps > 0.0 || dropout > 0.0);
         if self.router().kind == RouterKind::Hash {
             let values = ctx.zeros(&[x.rows(), self.config.num_experts], DType::F32);
-            return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None };
+            return Logits { input_noise: None, scorer: Scorer::None, values, noise: LogitNoise::None, residual: None };
         }
         let x = (x, input_noise.as_ref());
         let first = self.input.first_token * self.config.num_choosable();
@@ -177,7 +191,7 @@ impl FlatRouter<'_> {
         if let (Some(draws), RouterKind::NoisyTopK) = (draws, self.router().kind) {
             let (values, raw) = scorer::with_deviations(ctx, self.weights, x);
             let noise = LogitNoise::Learned(raw, draws);
-            return Logits { input_noise, scorer: Scorer::Linear, values, noise };
+            return Logits { input_noise, scorer: Scorer::Linear, values, noise, residual: None };
         }
         let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
         let noise = match (draws, self.router().kind) {
@@ -188,7 +202,7 @@ impl FlatRouter<'_> {
                 std => LogitNoise::Normal(std, draws),
             },
         };
-        Logits { input_noise, scorer, values, noise }
+        Logits { input_noise, scorer, values, noise, residual: None }
     }
 
     /// Whether the fused operation computes this pass.

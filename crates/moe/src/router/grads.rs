@@ -22,18 +22,22 @@ pub(crate) struct RouterGradTask {
     dlogits: Tensor,
     /// Gradient of what the learned noise's deviations are taken of.
     draw: Option<Tensor>,
+    /// Gradient of the logits of the layer before.
+    pub(crate) dprevious: Option<Tensor>,
     scorer: ScorerGrads,
 }
 
 impl FlatRouter<'_> {
     /// The gradient of `x` through the router, and what is left to do for its weights; none for a router without weights.
-    /// `dweights [T, K]` is the gradient of the weights, `used [T, K]` the experts that they have been used for.
+    /// `dweights [T, K]` is the gradient of the weights, `used [T, K]` the experts that they have been used for, `dnext [T, E]`
+    /// the gradient of the logits by the next layer's, if these look at them; the gradient of those of the layer before comes
+    /// back in the task.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
         saved: &FlatSaved,
         (dweights, used): (&Tensor, &[u32]),
-        losses: &LossGrad,
+        (losses, dnext): (&LossGrad, Option<&Tensor>),
     ) -> Option<(Tensor, RouterGradTask)> {
         if matches!(saved.scorer, Scorer::None) {
             return None;
@@ -53,6 +57,10 @@ impl FlatRouter<'_> {
             let top_k = self.config.top_k;
             load::backward(ctx, saved, clean, top_k, &losses.load, &mut dlogits, draw.as_mut());
         }
+        if let Some(dnext) = dnext {
+            add_assign(ctx, &mut dlogits, dnext);
+        }
+        let dprevious = saved.residual.as_ref().and_then(|residual| residual.backward(ctx, self.weights, &dlogits));
         let z = losses.z / saved.ids.rows().max(1) as f32;
         let (mut dx, scorer) = saved.scorer.backward(ctx, self.weights, &dlogits, z);
         if let Some(draw) = &draw {
@@ -62,7 +70,7 @@ impl FlatRouter<'_> {
         if let Some(noise) = saved.input_noise {
             noise.apply_assign(ctx, &mut dx);
         }
-        Some((dx, RouterGradTask { dlogits, draw, scorer }))
+        Some((dx, RouterGradTask { dlogits, draw, dprevious, scorer }))
     }
 
     fn fused_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
@@ -126,6 +134,9 @@ impl RouterGradTask {
         let x = noisy.as_ref().unwrap_or(x);
         if let Some(draw) = &self.draw {
             linear_backward_weight(ctx, draw, x, DType::F32, write, grads.extra_mut(NOISE));
+        }
+        if let Some(residual) = &saved.residual {
+            residual.run(ctx, &self.dlogits, write, grads);
         }
         self.scorer.run(ctx, (&saved.scorer, &self.dlogits), x, write, grads);
     }

@@ -41,8 +41,8 @@ impl FlatRouter<'_> {
     pub(super) fn hashed(&self, ctx: &Context, num_tokens: usize) -> Tensor {
         let (e, k) = (self.config.num_experts, self.config.top_k);
         let table = match self.router().hash {
-            HashTable::Balanced => self.weights.state(HASH_TABLE).f32s(),
             HashTable::Random => &[],
+            HashTable::Balanced | HashTable::Clustered => self.weights.state(HASH_TABLE).f32s(),
         };
         let mut ids = Vec::with_capacity(num_tokens * k);
         let mut order: Vec<u32> = Vec::new();
@@ -73,7 +73,7 @@ fn is_entry(row: &[f32], num_experts: usize) -> bool {
 
 impl MoeWeights {
     /// Takes `table [ids, K]` as what ids of tokens go to, where the router is one that has a table; see
-    /// [`balanced_hash`].
+    /// [`balanced_hash`] and [`clustered_hash`](super::clustered_hash).
     pub fn set_hash_table(&mut self, table: &[u32]) {
         for state in self.state.iter_mut().filter(|state| state.name == HASH_TABLE) {
             state.tensor.f32s_mut().iter_mut().zip(table).for_each(|(to, &expert)| *to = expert as f32);

@@ -1,6 +1,6 @@
 //! What a router looks at besides the layer's input.
 
-use moeworks_tensor::Random;
+use moeworks_tensor::{Random, Tensor};
 
 /// A capacity that a model has in every pass, in use as in training (`expert_capacity` in Switch Transformers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +29,9 @@ pub struct RouterInput<'a> {
     /// Whether the model is used rather than trained: tokens choose by themselves, whatever the scheme of training, so that
     /// a token's experts do not depend on other tokens, and nothing is random.
     pub is_inference: bool,
+    /// `[T, E]` f32: the logits of the MoE layer before ([`MoeSaved::logits`](crate::MoeSaved::logits)), for
+    /// [`RouterConfig::gate_residual`](crate::RouterConfig::gate_residual); none in the first, and others look at none.
+    pub previous: Option<&'a Tensor>,
     /// Holds in place of the configuration's capacity, in training and in use.
     pub capacity: Option<FixedCapacity>,
 }
@@ -42,6 +45,7 @@ impl Default for RouterInput<'_> {
             progress: 1.0,
             first_token: 0,
             is_inference: false,
+            previous: None,
             capacity: None,
         }
     }

@@ -6,6 +6,7 @@ use moeworks_ops::elementwise::fill_normal;
 use moeworks_tensor::{DType, Random};
 
 use super::config::{HashTable, RouterConfig, RouterKind};
+use super::residual::RESIDUAL;
 use super::scorer::{LOG_SCALE, NOISE, PROJECTION};
 use super::tree::{TREE, Tree};
 use crate::free::{CONSTANT, CONSTANT_MIX};
@@ -99,14 +100,18 @@ impl MoeConfig {
     #[must_use]
     pub fn router_products(&self) -> usize {
         let all = self.num_choosable();
-        match self.router.kind {
-            RouterKind::Hierarchical => Tree::of(self).products(),
-            RouterKind::Hash => 0,
-            RouterKind::NoisyTopK => 2 * all,
-            // The projection, and cosines of its width, in products of length D.
-            RouterKind::Cosine => self.router.cosine_dim + (all * self.router.cosine_dim).div_ceil(self.width.max(1)),
-            _ => all,
-        }
+        let residual = if self.router.gate_residual { (all * all).div_ceil(self.width.max(1)) } else { 0 };
+        residual
+            + match self.router.kind {
+                RouterKind::Hierarchical => Tree::of(self).products(),
+                RouterKind::Hash => 0,
+                RouterKind::NoisyTopK => 2 * all,
+                // The projection, and cosines of its width, in products of length D.
+                RouterKind::Cosine => {
+                    self.router.cosine_dim + (all * self.router.cosine_dim).div_ceil(self.width.max(1))
+                }
+                _ => all,
+            }
     }
 
     /// The weights that the router has besides its matrix.
@@ -132,6 +137,9 @@ impl MoeConfig {
             shapes.push(WeightShape::new(CONSTANT, &[router.constant_experts, d], Init::Normal));
             shapes.push(WeightShape::new(CONSTANT_MIX, &[2 * router.constant_experts, d], Init::Normal));
         }
+        if router.gate_residual {
+            shapes.push(WeightShape::new(RESIDUAL, &[e, e], Init::Constant(0.0)));
+        }
         shapes
     }
 
@@ -139,7 +147,7 @@ impl MoeConfig {
     #[must_use]
     pub fn state_shapes(&self) -> Vec<WeightShape> {
         let RouterConfig { expert_bias, kind, l1_start, hash, hash_ids, .. } = self.router;
-        if kind == RouterKind::Hash && hash == HashTable::Balanced {
+        if kind == RouterKind::Hash && hash != HashTable::Random {
             return vec![WeightShape::new(HASH_TABLE, &[hash_ids, self.top_k], Init::Constant(-1.0))];
         }
         let bias = WeightShape::new(EXPERT_BIAS, &[self.num_choosable()], Init::Constant(0.0));

@@ -3,7 +3,7 @@
 
 use moeworks_moe::{
     HashTable, MoeConfig, MoeLayer, MoeWeights, NO_EXPERT, Ramp, RouterConfig, RouterInput, RouterKind, Routing,
-    RoutingError, ScoreFunction, SecondExpert, balanced_hash,
+    RoutingError, ScoreFunction, SecondExpert, balanced_hash, clustered_hash,
 };
 use moeworks_ops::Context;
 use moeworks_tensor::{Purpose, Random, Tensor};
@@ -192,6 +192,44 @@ fn a_balanced_hash_sends_each_expert_about_as_many_tokens() {
         assert!(most - least <= 40 || most == counts[0], "{k}: {loads:?}");
     }
     assert_eq!(balanced_hash(&[5, 5, 0, 5], 2, 1), [0, 1, 1, 0]);
+}
+
+#[test]
+fn a_clustered_hash_sends_near_embeddings_to_one_expert_and_to_the_nearest_centre() {
+    let ctx = Context::cpu(2);
+    let random = Random::new(4, Purpose::Test, 0);
+    // Four heaps of 25 points around corners of a square, far from each other.
+    let corner = |id: u64| [(id % 4 % 2) as f32 * 50.0, (id % 4 / 2) as f32 * 50.0];
+    let points: Vec<f32> = (0..100)
+        .flat_map(|id| corner(id).into_iter().zip(0..).map(move |(x, i)| x + random.normal(2 * id + i)))
+        .collect();
+    for seed in 0..5 {
+        let table = clustered_hash(&ctx, (&points, 2), 4, 1, seed);
+        assert!((0..100).all(|id| table[id] == table[id % 4]), "seed {seed}: {table:?}");
+        assert!((1..4).all(|id| !table[..id].contains(&table[id])), "seed {seed}: {table:?}");
+        assert_eq!(table, clustered_hash(&Context::cpu(1), (&points, 2), 4, 1, seed), "any number of threads");
+    }
+    // At the end every id is nearest to the mean of its own cluster, and its second expert is the next one.
+    let scattered: Vec<f32> = (0..300).map(|i| random.normal(1000 + i)).collect();
+    let table = clustered_hash(&ctx, (&scattered, 3), 5, 2, 1);
+    let mut centres = vec![([0.0_f64; 3], 0.0); 5];
+    for (row, point) in table.chunks(2).zip(scattered.chunks(3)) {
+        let (sum, count) = &mut centres[row[0] as usize];
+        (0..3).for_each(|i| sum[i] += f64::from(point[i]));
+        *count += 1.0;
+    }
+    for (row, point) in table.chunks(2).zip(scattered.chunks(3)) {
+        let distance = |(sum, count): &([f64; 3], f64)| -> f64 {
+            (0..3).map(|i| (sum[i] / count - f64::from(point[i])).powi(2)).sum()
+        };
+        let mut order: Vec<u32> = (0..5).collect();
+        order.sort_by(|&a, &b| distance(&centres[a as usize]).total_cmp(&distance(&centres[b as usize])));
+        assert_eq!(row, &order[..2]);
+    }
+    // Fewer different points than clusters, and no point at all.
+    let table = clustered_hash(&ctx, (&[1.0, 1.0, 2.0], 1), 5, 3, 0);
+    assert!(table[..3] == table[3..6] && table[6] != table[0], "{table:?}");
+    assert!(clustered_hash(&ctx, (&[], 4), 3, 2, 0).is_empty());
 }
 
 #[test]

@@ -36,12 +36,15 @@ struct Numbers {
     gate_up: Vec<f64>,
     down: Vec<f64>,
     extras: Vec<(&'static str, Vec<f64>)>,
+    /// The logits of the layer before, where the router looks at them.
+    previous: Vec<f64>,
 }
 
 impl Numbers {
     fn lists(&mut self) -> Vec<&mut Vec<f64>> {
         let fixed = [&mut self.x, &mut self.router, &mut self.gate_up, &mut self.down];
-        fixed.into_iter().chain(self.extras.iter_mut().map(|(_, list)| list)).collect()
+        let extras = self.extras.iter_mut().map(|(_, list)| list);
+        fixed.into_iter().chain(extras).chain([&mut self.previous]).collect()
     }
 
     fn extra(&self, name: &str) -> &[f64] {
@@ -67,6 +70,7 @@ fn numbers(config: &MoeConfig) -> Numbers {
         gate_up: draw(3, E * 2 * F * D),
         down: draw(4, E * D * F),
         extras: config.extra_shapes().into_iter().enumerate().map(extra).collect(),
+        previous: draw(5, if config.router.gate_residual { T * config.num_choosable() } else { 0 }),
     }
 }
 
@@ -125,7 +129,7 @@ impl Scheme<'_> {
         let product =
             |matrix: &[f64], x: &[f64]| -> Vec<f64> { matrix.chunks(x.len()).map(|row| dot(row, x)).collect() };
         let (mut open, mut lower_z) = (vec![true; e], 0.0);
-        let clean = match router.kind {
+        let mut clean = match router.kind {
             RouterKind::Hierarchical => {
                 let logits;
                 (logits, open, lower_z) = self.tree(numbers, &x);
@@ -140,6 +144,10 @@ impl Scheme<'_> {
             RouterKind::Hash => vec![0.0; e],
             _ => product(&numbers.router, &x),
         };
+        if router.gate_residual {
+            let before = product(numbers.extra("residual.weight"), &numbers.previous[t * e..(t + 1) * e]);
+            clean.iter_mut().zip(before).for_each(|(clean, before)| *clean += before);
+        }
         let deviations: Vec<f64> = match router.kind {
             RouterKind::NoisyTopK => {
                 product(numbers.extra("noise.weight"), &x).iter().map(|r| r.exp().ln_1p()).collect()
@@ -268,6 +276,9 @@ impl Scheme<'_> {
                 importance[id as usize] += weights[i];
             }
             loss += dot(&token.probs, &held.balance);
+            if self.config.router.gate_residual {
+                loss += dot(&token.clean, &d_next(e)[t * e..(t + 1) * e]);
+            }
             let lse = token.logits.iter().map(|l| l.exp()).sum::<f64>().ln();
             loss += Z * (lse * lse + token.lower_z) / T as f64;
             if self.config.router.kind == RouterKind::Relu {
@@ -342,6 +353,11 @@ struct Held {
     balance: Vec<f64>,
 }
 
+/// The gradient of the logits by a next layer's, in the test's loss.
+fn d_next(e: usize) -> Vec<f64> {
+    draw(10, T * e).iter().map(|x| 0.3 * x).collect()
+}
+
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
@@ -372,7 +388,11 @@ fn run(num_threads: usize, config: &MoeConfig, input: &RouterInput<'_>, numbers:
     let ctx = Context::cpu(num_threads);
     let layer = MoeLayer::new(config.clone()).unwrap();
     let weights = layer_weights(&ctx, config, numbers);
-    let (y, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[T, D], &numbers.x), input);
+    let e = config.num_choosable();
+    let logits = |values: &[f64]| config.router.gate_residual.then(|| tensor(&ctx, &[T, e], values));
+    let (previous, d_next) = (logits(&numbers.previous), logits(&d_next(e)));
+    let input = RouterInput { previous: previous.as_ref(), ..*input };
+    let (y, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[T, D], &numbers.x), &input);
     let stats = saved.stats();
     let balance = balance_loss_per_layer(&[&stats], BALANCE).gradients.remove(0);
     let entropy = entropy_loss(&stats, &ENTROPY);
@@ -387,11 +407,13 @@ fn run(num_threads: usize, config: &MoeConfig, input: &RouterInput<'_>, numbers:
         modality_balance: entropy.modality_balance,
         ..LossGrad::default()
     };
-    let (dx, task) = layer.backward(&ctx, &weights, &saved, &tensor(&ctx, &[T, D], dy), &losses);
+    let dy = tensor(&ctx, &[T, D], dy);
+    let (dx, task) = layer.backward_with_next(&ctx, &weights, &saved, (&dy, d_next.as_ref()), &losses);
+    let d_previous = task.d_previous_logits().map(|grad| grad.f32s().to_vec());
     let mut grads = MoeWeights::zeros(&ctx, config, DType::F32);
     task.run(&ctx, Write::Replace, &mut grads);
-    let lists = std::iter::once(dx.f32s().to_vec()).chain(grads.tensors().iter().map(|g| g.f32s().to_vec())).collect();
-    Outcome { y, saved, stats, grads: lists }
+    let lists = std::iter::once(dx.f32s().to_vec()).chain(grads.tensors().into_iter().map(|g| g.f32s().to_vec()));
+    Outcome { y, saved, stats, grads: lists.chain(d_previous).collect() }
 }
 
 /// Runs `config`, checks that the experts of each token are those that `choose` gives, and everything else.

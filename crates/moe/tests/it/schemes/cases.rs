@@ -297,6 +297,40 @@ fn experts_without_computation_are_nothing_a_copy_or_a_mixture() {
 }
 
 #[test]
+fn logits_of_the_layer_before_add_to_those_of_this_one() {
+    for kind in [RouterKind::TopK, RouterKind::NoisyTopK, RouterKind::Cosine] {
+        let mut config = with(kind, 2);
+        (config.router.gate_residual, config.router.zero_experts, config.router.constant_experts) = (true, 1, 1);
+        config.router.temperature = Ramp::constant(0.7);
+        let outcome = check("residual", &config, noisy(), &best(2));
+        let (logits, e) = (outcome.saved.logits().unwrap(), config.num_choosable());
+        assert_eq!(logits.shape(), [T, e]);
+        let (numbers, input) = (numbers(&config), noisy());
+        let scheme = Scheme { config: &config, input, l1: 0.0 };
+        for (t, logits) in logits.f32s().chunks(e).enumerate() {
+            let clean = scheme.token(&numbers, t).clean;
+            assert!(logits.iter().zip(clean).all(|(&a, b)| (f64::from(a) - b).abs() < 1e-4), "{kind:?}, token {t}");
+        }
+    }
+    let ctx = Context::cpu(1);
+    let mut config = with(RouterKind::TopK, 2);
+    config.router.gate_residual = true;
+    let numbers = numbers(&config);
+    let (layer, weights) = (MoeLayer::new(config.clone()).unwrap(), layer_weights(&ctx, &config, &numbers));
+    let x = tensor(&ctx, &[T, D], &numbers.x);
+    // The first layer has none before it: its matrix learns nothing, and what stood in the gradient goes.
+    let (_, saved) = layer.forward(&ctx, &weights, &x, &quiet());
+    let (_, task) = layer.backward(&ctx, &weights, &saved, &x, &LossGrad::default());
+    assert!(task.d_previous_logits().is_none());
+    let mut grads = MoeWeights::zeros(&ctx, &config, DType::F32);
+    grads.extras[0].tensor.f32s_mut().fill(7.0);
+    task.run(&ctx, Write::Replace, &mut grads);
+    assert!(grads.extras[0].tensor.f32s().iter().all(|&grad| grad == 0.0));
+    config.router.kind = RouterKind::Hash;
+    assert!(MoeLayer::new(config).unwrap_err().to_string().contains("router.gate_residual"));
+}
+
+#[test]
 fn modalities_keep_to_their_experts_and_have_losses_of_their_own() {
     let mut config = with(RouterKind::TopK, 2);
     config.router.modality_boundaries = "100".to_owned();
