@@ -61,8 +61,13 @@ pub struct DataConfig {
     pub bpe_vocab_size: usize,
     /// Share of the tokens held out for validation, 0 to 0.5.
     pub validation_fraction: f64,
+    /// Which tokens those are: the same text and sequence length give the same ones whatever the seed of training is.
+    pub validation_seed: u64,
     /// Field of a JSON line and column of a Parquet file that holds the text.
     pub text_field: String,
+    /// The run or model folder whose embeddings `router.hash = "clustered"` clusters; empty for none.
+    #[serde(serialize_with = "as_text")]
+    pub hash_embeddings: PathBuf,
     /// Folder of tokenised data; empty for the user's cache folder.
     #[serde(serialize_with = "as_text")]
     pub cache_dir: PathBuf,
@@ -75,7 +80,9 @@ impl Default for DataConfig {
             tokenizer: TokenizerChoice::Bytes,
             bpe_vocab_size: 8192,
             validation_fraction: 0.05,
+            validation_seed: 1,
             text_field: "text".into(),
+            hash_embeddings: PathBuf::new(),
             cache_dir: PathBuf::new(),
         }
     }

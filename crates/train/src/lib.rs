@@ -8,6 +8,7 @@ pub mod events;
 pub mod measure;
 pub mod metrics;
 pub mod optimizer;
+mod processor;
 mod ranks;
 pub mod report;
 pub mod routing;

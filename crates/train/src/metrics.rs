@@ -51,6 +51,8 @@ pub struct Record {
     pub mfu: f64,
     /// Time of the step in milliseconds.
     pub step_ms: f64,
+    /// Milliseconds that the process computed in the step, all of its threads together.
+    pub processor_ms: f64,
     /// The largest memory held so far, in bytes.
     pub memory_peak_bytes: u64,
     /// Mean cross-entropy of the validation tokens in nats a token, on steps that were followed by an evaluation.
@@ -217,6 +219,7 @@ impl Record {
             ("perf/tokens_per_s", self.tokens_per_s),
             ("perf/mfu", self.mfu),
             ("perf/step_ms", self.step_ms),
+            ("perf/processor_ms", self.processor_ms),
             ("perf/memory_peak_bytes", self.memory_peak_bytes as f64),
             ("moe/drop_rate", self.drop_rate()),
             ("moe/reroute_rate", self.reroute_rate()),

@@ -155,7 +155,7 @@ proptest! {
         let layers = counts.iter().enumerate().map(to_layer).collect();
         let router_losses = RouterLosses { load: Some(lr), l1: Some(z_loss), ..RouterLosses::default() };
         let written = Record {
-            step, tokens, loss, balance_loss, z_loss, router_losses, routing_flops_saved: mfu, lr, grad_norm, tokens_per_s, mfu, step_ms: loss,
+            step, tokens, loss, balance_loss, z_loss, router_losses, routing_flops_saved: mfu, lr, grad_norm, tokens_per_s, mfu, step_ms: loss, processor_ms: mfu,
             memory_peak_bytes: 1 << 40, val_loss: val_loss.map(finite), is_skipped: step % 2 == 0, layers,
             ranks: (step % 3 == 0).then(|| RanksRecord { ranks: vec![RankRecord { work_ms: 3.5, node_bytes: 7, ..RankRecord::default() }; 2] }),
         };

@@ -124,6 +124,9 @@ pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
     for path in &mut config.data.paths {
         *path = absolute(Path::new(path))?.display().to_string();
     }
+    if !config.data.hash_embeddings.as_os_str().is_empty() {
+        config.data.hash_embeddings = absolute(&config.data.hash_embeddings)?;
+    }
     if let TokenizerChoice::File(path) = &mut config.data.tokenizer {
         *path = absolute(path.as_ref())?.display().to_string();
     }
@@ -149,7 +152,14 @@ pub(crate) fn read_config(run_dir: &Path) -> Result<RunConfig, TrainError> {
         let problem = format!("is not a run: it has no {CONFIG_FILE}");
         return Err(TrainError::State { path: run_dir.to_owned(), problem });
     }
-    Ok(ConfigLayers { file: Some(path), ..ConfigLayers::default() }.resolve()?)
+    let mut config = ConfigLayers { file: Some(path.clone()), ..ConfigLayers::default() }.resolve()?;
+    let text = fs::read_to_string(&path).map_err(TrainError::io(&path))?;
+    let table: toml::Table = text.parse().unwrap_or_default();
+    if table.get("data").and_then(|data| data.get("validation_seed")).is_none() {
+        // A run from before that setting held out what its own seed said: going on with other tokens would train on them.
+        config.data.validation_seed = config.train.seed;
+    }
+    Ok(config)
 }
 
 /// The configuration that the run in `run_dir` goes on with: its own, changed by `change`, which may change settings but not
@@ -181,6 +191,7 @@ pub(crate) fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunCon
         let mut settings = Vec::new();
         flatten("model", serde_json::to_value(&config.model)?, &mut settings);
         settings.push(("data.tokenizer".to_owned(), String::from(config.data.tokenizer.clone())));
+        settings.push(("data.validation_seed".to_owned(), config.data.validation_seed.to_string()));
         settings.push(("train.seed".to_owned(), config.train.seed.to_string()));
         settings.push(("train.seq_len".to_owned(), config.train.seq_len.to_string()));
         Ok(settings)

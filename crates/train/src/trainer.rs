@@ -27,6 +27,7 @@ use crate::data::{Batch, Dataset};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
 use crate::optimizer::{Optimizer, clip_scale, global_norm};
+use crate::processor;
 use crate::ranks::{Ranks, SumsUnderWay};
 use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
@@ -188,7 +189,7 @@ impl Trainer {
 
     /// One optimizer step and, where one is due, an evaluation.
     fn step(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Record, TrainError> {
-        let start = Instant::now();
+        let (start, processor_start) = (Instant::now(), processor::seconds());
         let step = self.progress.step;
         let ranks = self.ranks.clone();
         let mut phases = Phases::begin(ranks.as_deref());
@@ -213,7 +214,7 @@ impl Trainer {
         let ranks = phases.join()?;
         self.progress.step += 1;
         self.progress.tokens += stats.num_targets as u64;
-        let seconds = start.elapsed().as_secs_f64();
+        let (seconds, processor_seconds) = (start.elapsed().as_secs_f64(), processor::seconds() - processor_start);
         let tokens_per_s = stats.num_targets as f64 / seconds;
         let mut layers = layer_records(&self.config, &stats);
         let is_evaluated = is_due(step + 1, self.config.train.eval_every) || step + 1 == self.config.train.steps;
@@ -242,6 +243,7 @@ impl Trainer {
             mfu: tokens_per_s * training_flops_per_token(&self.config.model, self.config.train.seq_len)
                 / self.peak_flops,
             step_ms: seconds * 1e3,
+            processor_ms: processor_seconds * 1e3,
             memory_peak_bytes: self.ctx.pool().stats().peak_bytes as u64,
             val_loss,
             is_skipped,

@@ -1,5 +1,7 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
+use moeworks_moe::{HashTable, RouterKind};
+
 use super::{BalanceChoice, ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 
 /// No size of a model or a batch is larger: above it, products of sizes would no longer fit.
@@ -37,6 +39,14 @@ fn within(setting: &str, value: f64, low: f64, high: f64) -> Result<(), ConfigEr
         return Ok(());
     }
     Err(wrong(setting, value, format!("must be a number from {low} to {high}")))
+}
+
+/// TOML, in which a run keeps its settings, has no greater numbers.
+fn within_toml(setting: &str, seed: u64) -> Result<(), ConfigError> {
+    if i64::try_from(seed).is_ok() {
+        return Ok(());
+    }
+    Err(wrong(setting, seed, format!("must be at most {}", i64::MAX)))
 }
 
 impl RunConfig {
@@ -113,8 +123,14 @@ impl RunConfig {
     fn check_data(&self) -> Result<(), ConfigError> {
         let data = &self.data;
         within("data.validation_fraction", data.validation_fraction, 0.0, 0.5)?;
+        within_toml("data.validation_seed", data.validation_seed)?;
         if data.paths.iter().any(String::is_empty) {
             return Err(wrong("data.paths", format!("{:?}", data.paths), "must not hold an empty path"));
+        }
+        let is_clustered = self.model.router.kind == RouterKind::Hash && self.model.router.hash == HashTable::Clustered;
+        if is_clustered && data.hash_embeddings.as_os_str().is_empty() {
+            let expected = "must be the run or model whose embeddings model.router.hash = \"clustered\" clusters";
+            return Err(wrong("data.hash_embeddings", "\"\"", expected));
         }
         if data.text_field.is_empty() {
             return Err(wrong("data.text_field", "\"\"", "must be the name of the field that holds the text"));
@@ -175,10 +191,7 @@ impl TrainConfig {
         if self.threads > 1024 {
             return Err(wrong("train.threads", self.threads, "must be at most 1024; 0 for one on each core"));
         }
-        if i64::try_from(self.seed).is_err() {
-            return Err(wrong("train.seed", self.seed, format!("must be at most {}", i64::MAX)));
-        }
-        Ok(())
+        within_toml("train.seed", self.seed)
     }
 
     fn check_numbers(&self) -> Result<(), ConfigError> {

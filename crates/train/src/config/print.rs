@@ -72,7 +72,8 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.second_threshold", "Its threshold: 0.5 in GShard, 0.2 in ST-MoE."),
     (
         "model.router.hash",
-        "Which experts hash sends ids of tokens to: random ones, or balanced by how often ids stand in the training text.",
+        "Which experts hash sends ids of tokens to: random ones, balanced by how often ids stand in the\n\
+         training text, or clustered: those of ids with near embeddings (data.hash_embeddings) are the same.",
     ),
     ("model.router.cosine_dim", "Width of the cosine router's projection."),
     ("model.router.cosine_temperature", "The temperature that the cosine router's learned one starts from."),
@@ -89,6 +90,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.copy_experts", "Experts that give the token itself."),
     ("model.router.constant_experts", "Experts that give a mixture of the token and a learned vector."),
     ("model.router.null_experts", "Experts that give nothing and do not count in a token's weights."),
+    (
+        "model.router.gate_residual",
+        "Whether the logits of the MoE layer before, times a learned matrix, are added (MoE++).",
+    ),
     ("model.router.free_ratio", "What an expert without computation counts in the balance loss (tau of MoE++)."),
     (
         "model.router.modality_boundaries",
@@ -109,6 +114,8 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("data.tokenizer", "bytes, bpe (trained on the data) or the path of a tokenizer.json."),
     ("data.bpe_vocab_size", "Tokens of a tokenizer trained on the data."),
     ("data.validation_fraction", "Share of the tokens held out for validation, 0 to 0.5."),
+    ("data.validation_seed", "Which tokens those are; training's own seed has no part in it."),
+    ("data.hash_embeddings", "Run or model whose embeddings model.router.hash = \"clustered\" clusters."),
     ("data.text_field", "Field of JSON lines and column of Parquet files that holds the text."),
     ("data.cache_dir", "Folder of tokenised data; \"\": moeworks in the user's cache folder."),
     ("train", "How the model is trained."),
@@ -199,7 +206,7 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
 /// `config` as TOML, each setting under its comment. Reading it back gives the same value.
 ///
 /// # Panics
-/// If `train.seed` is above `i64::MAX`, which no TOML can say and [`RunConfig::validate`] refuses.
+/// If a seed is above `i64::MAX`, which no TOML can say and [`RunConfig::validate`] refuses.
 #[must_use]
 pub fn print_config(config: &RunConfig) -> String {
     let mut text = String::new();

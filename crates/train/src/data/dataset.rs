@@ -66,7 +66,9 @@ pub struct DatasetOptions {
     pub grad_accumulation: usize,
     /// Share of the tokens held out, 0 to 0.5.
     pub validation_fraction: f64,
-    /// Decides what is held out and the order of training.
+    /// Decides what is held out, and the order in which it is looked at.
+    pub validation_seed: u64,
+    /// Decides the order of training.
     pub seed: u64,
 }
 
@@ -79,6 +81,7 @@ impl DatasetOptions {
             batch_size: config.train.batch_size,
             grad_accumulation: config.train.grad_accumulation,
             validation_fraction: config.data.validation_fraction,
+            validation_seed: config.data.validation_seed,
             seed: config.train.seed,
         }
     }
@@ -101,7 +104,8 @@ impl Dataset {
 
     /// Batches of `tokens`. `place` names the data where it is too short for one sequence.
     pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DataError> {
-        let split = Split::new(tokens.len(), options.seq_len as u64, options.validation_fraction, options.seed);
+        let DatasetOptions { seq_len, validation_fraction, validation_seed, .. } = options;
+        let split = Split::new(tokens.len(), seq_len as u64, validation_fraction, validation_seed);
         if split.train.is_empty() {
             let needed = options.seq_len as u64 + 1;
             return Err(DataError::TooShort { place: place.into(), tokens: tokens.len(), needed });
@@ -188,7 +192,7 @@ impl Dataset {
     /// that a few are like the whole; the last may have fewer sequences; none come if nothing is held out.
     pub fn validation_batches(&self, max_batches: usize) -> impl Iterator<Item = Batch> + '_ {
         let windows = &self.split.validation;
-        let order = Permutation::new(windows.len(), self.options.seed, VALIDATION_STREAM);
+        let order = Permutation::new(windows.len(), self.options.validation_seed, VALIDATION_STREAM);
         let size = self.options.batch_size as u64;
         let num_batches = windows.len().div_ceil(size);
         let num_batches = if max_batches == 0 { num_batches } else { num_batches.min(max_batches as u64) };

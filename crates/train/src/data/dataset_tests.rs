@@ -4,8 +4,14 @@ use proptest::prelude::*;
 
 use super::*;
 
-const OPTIONS: DatasetOptions =
-    DatasetOptions { seq_len: 7, batch_size: 3, grad_accumulation: 2, validation_fraction: 0.1, seed: 4 };
+const OPTIONS: DatasetOptions = DatasetOptions {
+    seq_len: 7,
+    batch_size: 3,
+    grad_accumulation: 2,
+    validation_fraction: 0.1,
+    validation_seed: 3,
+    seed: 4,
+};
 
 /// The tokens 0, 1, 2, ...: a sequence is told by its first token.
 fn dataset(num_tokens: u32, options: DatasetOptions) -> Dataset {
@@ -95,6 +101,15 @@ fn held_out_batches_are_the_held_out_windows() {
     assert_eq!(data.validation_batches(2).collect::<Vec<_>>(), batches[..2]);
     assert_eq!(data.validation_batches(1000).count(), batches.len());
     assert_eq!(dataset(2000, DatasetOptions { validation_fraction: 0.0, ..OPTIONS }).validation_batches(0).count(), 0);
+}
+
+#[test]
+fn the_seed_of_training_changes_its_order_and_nothing_that_is_held_out() {
+    let (data, other) = (dataset(2000, OPTIONS), dataset(2000, DatasetOptions { seed: 5, ..OPTIONS }));
+    assert_eq!(data.validation_batches(0).collect::<Vec<_>>(), other.validation_batches(0).collect::<Vec<_>>());
+    assert_ne!(data.train_batch(0, 0), other.train_batch(0, 0));
+    let elsewhere = dataset(2000, DatasetOptions { validation_seed: 5, ..OPTIONS });
+    assert_ne!(data.validation(), elsewhere.validation());
 }
 
 proptest! {

@@ -72,6 +72,7 @@ pub struct Split {
 
 impl Split {
     /// Holds out about `fraction` (0 to 0.5) of `num_tokens`, at least one window if two fit and the fraction is not 0.
+    /// Which ones they are is decided by `seed`.
     #[must_use]
     pub fn new(num_tokens: u64, seq_len: u64, fraction: f64, seed: u64) -> Self {
         let window = seq_len + 1;

@@ -130,6 +130,7 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
         tokens_per_s: number("perf/tokens_per_s"),
         mfu: number("perf/mfu"),
         step_ms: number("perf/step_ms"),
+        processor_ms: number("perf/processor_ms"),
         memory_peak_bytes: count("perf/memory_peak_bytes").unwrap_or(0),
         val_loss: fields.get("val/loss").map(|value| value.as_f64().unwrap_or(f64::NAN)),
         is_skipped: number("train/is_skipped") == 1.0,

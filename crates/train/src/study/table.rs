@@ -17,8 +17,8 @@ pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &st
          the balance loss times {} unless its line says otherwise. The dense model is as wide as the experts that a token \
          passes. Validation loss is in nats a token on the same {} tokens for all{}. Balance and drops are means over the \
          layers and the last tenth of the steps. Where a scheme decides how many experts a token has, its operations are \
-         counted as if it had the base's number. Seconds are those of the training steps on the machine that made this page; \
-         they tell of the cost only where it had nothing else to do.\n\n![validation loss]({plot_file})\n\n",
+         counted as if it had the base's number. Seconds are processor time of the training steps, all threads together, on \
+         the machine that made this page.\n\n![validation loss]({plot_file})\n\n",
         model.num_layers,
         model.width,
         short(flops / size, Unit::Plain),
@@ -32,14 +32,15 @@ pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &st
             grouped((train.eval_batches * train.microbatch_tokens()) as u64)
         },
         if study.num_seeds > 1 {
-            format!("; it is the mean of {} seeds, and half their range", study.num_seeds)
+            let pairs = "; so is what it is against the dense model of the same seed";
+            format!("; it is the mean of {} seeds, with half their range{pairs}", study.num_seeds)
         } else {
             String::new()
         },
     );
     page += "| scheme | validation loss | against dense | experts a token | CV | max / mean | dropped | rerouted | specialisation | seconds | \
              steps | parameters, active |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n";
-    let dense = findings.iter().find(|finding| finding.balance.is_none()).map(Finding::val_loss);
+    let dense = findings.iter().find(|finding| finding.balance.is_none());
     let mut order: Vec<&Finding> = findings.iter().collect();
     order.sort_by(|a, b| a.val_loss().total_cmp(&b.val_loss()));
     for finding in order {
@@ -52,15 +53,13 @@ pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &st
     page
 }
 
-fn line(finding: &Finding, dense: Option<f64>) -> String {
-    let loss = if finding.val_losses.len() > 1 {
-        format!("{:.4} ± {:.4}", finding.val_loss(), finding.spread())
-    } else {
-        format!("{:.4}", finding.val_loss())
-    };
-    let against = dense
-        .filter(|_| finding.balance.is_some())
-        .map_or_else(String::new, |dense| format!("{:+.4}", finding.val_loss() - dense));
+fn line(finding: &Finding, dense: Option<&Finding>) -> String {
+    let spread = |half: f64| if finding.val_losses.len() > 1 { format!(" ± {half:.4}") } else { String::new() };
+    let loss = format!("{:.4}{}", finding.val_loss(), spread(finding.spread()));
+    let against = dense.filter(|_| finding.balance.is_some()).map_or_else(String::new, |dense| {
+        let (mean, half) = finding.above(dense);
+        format!("{mean:+.4}{}", spread(half))
+    });
     let balance = finding.balance.map_or_else(
         || " | | | | | ".to_owned(),
         |Balance { experts_per_token, cv, max_over_mean, drop_rate, reroute_rate, specialization }| {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::config::RunConfig;
+use crate::config::{ConfigLayers, Override, RunConfig};
 
 fn base() -> RunConfig {
     let mut config = RunConfig::default();
@@ -78,19 +78,19 @@ fn the_page_lists_the_best_first_and_compares_with_dense() {
         specialization: 0.5,
     };
     let findings = [
-        finding("dense", &[2.0], None),
+        finding("dense", &[2.0, 2.25], None),
         finding("top-k", &[1.75, 1.85], Some(balance)),
-        finding("worse", &[2.25], Some(balance)),
+        finding("worse", &[2.25, 2.5], Some(balance)),
     ];
     let page = report(&Study { num_seeds: 2, ..study(&[]) }, &findings, "plot.svg", "moeworks study");
     let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| ")).skip(2).collect();
     assert!(
-        rows[0].starts_with("| top-k | 1.8000 ± 0.0500 | -0.2000 | 2 | 0.250 | 1.50 | 2% | 0% | 50% | 12 |"),
+        rows[0].starts_with("| top-k | 1.8000 ± 0.0500 | -0.3250 ± 0.0750 | 2 | 0.250 | 1.50 | 2% | 0% | 50% | 12 |"),
         "{}",
         rows[0]
     );
-    assert!(rows[1].starts_with("| dense | 2.0000 |  | "), "{}", rows[1]);
-    assert!(rows[2].starts_with("| worse | 2.2500 | +0.2500"), "{}", rows[2]);
+    assert!(rows[1].starts_with("| dense | 2.1250 ± 0.1250 |  | "), "{}", rows[1]);
+    assert!(rows[2].starts_with("| worse | 2.3750 ± 0.1250 | +0.2500 ± 0.0000"), "{}", rows[2]);
     let cells = |row: &str| row.matches('|').count();
     assert!(rows.iter().all(|row| cells(row) == cells(rows[0])), "{page}");
     assert!(page.contains("![validation loss](plot.svg)") && page.contains("- `worse`: what worse is"));
@@ -113,15 +113,31 @@ fn the_plot_has_a_line_and_a_dot_for_each_and_no_number_that_is_none() {
 }
 
 #[test]
-fn every_kind_of_router_that_the_program_knows_is_in_the_study() {
+fn every_kind_of_router_that_the_program_knows_is_in_the_study_and_every_scheme_is_possible_in_it() {
+    let overrides = BASE.iter().map(|setting| Override::parse(setting).unwrap()).collect();
+    let base = ConfigLayers { overrides, ..ConfigLayers::default() }.resolve().unwrap();
+    let possible = variants::variants(&base);
+    for (name, variant) in &possible {
+        assert!(variant.is_ok(), "{name}: {variant:?}");
+    }
     let kinds = variants::router_kinds();
     assert!(kinds.contains(&"top_k"), "{kinds:?}");
-    let variants = study(&[]).variants().unwrap();
-    for kind in kinds.iter().filter(|kind| variants::of_kind(&base(), kind).is_ok()) {
-        let is_this =
-            |variant: &&Variant| variant.config.model.num_experts > 0 && variants::kind_of(&variant.config) == *kind;
-        assert!(variants.iter().any(|variant| is_this(&variant)), "{kind}");
+    for kind in kinds {
+        assert!(
+            possible.iter().flat_map(|(_, variant)| variant).any(|of| variants::kind_of(&of.config) == *kind),
+            "{kind}"
+        );
     }
+}
+
+#[test]
+fn what_a_base_does_not_allow_is_left_out_or_refused_where_it_is_asked_for() {
+    let mut odd = study(&[]);
+    odd.base.model.num_experts = 6;
+    let names: Vec<&str> = odd.variants().unwrap().iter().map(|variant| variant.name).collect();
+    assert!(names.contains(&"top-k") && !names.contains(&"device-limited"), "{names:?}");
+    odd.only = vec!["device-limited".to_owned()];
+    assert!(odd.variants().unwrap_err().to_string().contains("num_groups"));
 }
 
 #[test]

@@ -25,51 +25,109 @@ const SCHEMES: &[Scheme] = &[
     ("unnormalised", "weights not divided by their sum", &["model.normalize_weights=false"]),
     ("capacity-1.25", "an expert takes 1.25 even shares, later tokens are dropped", &["model.capacity_factor=1.25"]),
     (
+        "priority",
+        "as capacity-1.25, but the tokens with the highest scores are served first (V-MoE)",
+        &["model.capacity_factor=1.25", "model.router.overflow=priority"],
+    ),
+    (
         "reroute",
         "as capacity-1.25, but a token whose expert is full goes to its next one with room",
         &["model.capacity_factor=1.25", "model.router.overflow=reroute"],
     ),
+    (
+        "local-groups",
+        "as capacity-1.25, each 512 tokens by themselves (GShard)",
+        &["model.capacity_factor=1.25", "model.router.local_group=512"],
+    ),
     ("capacity-1.0", "an expert takes an even share, later tokens are dropped", &["model.capacity_factor=1.0"]),
     ("jitter", "router inputs times a number in [0.99, 1.01] (Switch)", &["model.jitter=0.01"]),
+    (
+        "noise",
+        "normal noise of a deviation of 0.06 on the logits, losses on importance and load (V-MoE)",
+        &["model.router.noise_std=0.06", "train.balance=none", "train.importance_coef=0.005", "train.load_coef=0.005"],
+    ),
+    ("input-dropout", "a tenth of the router's input left out", &["model.router.input_dropout=0.1"]),
+    (
+        "temperature",
+        "logits divided by a temperature that falls from 2 to 1 in the first half",
+        &["model.router.temperature=linear 2 to 1 over 0.5"],
+    ),
+    (
+        "random-start",
+        "random choices in the first tenth of the steps, fewer and fewer in the second",
+        &["model.router.random_share=0.1"],
+    ),
+    ("sparsemixer", "two experts drawn from those near the best (PhiMoE)", &["model.router.sparsemixer_jitter=0.01"]),
     ("pooled-balance", "balance loss over all layers together (transformers)", &["train.balance=pooled"]),
     ("sigmoid", "sigmoid scores in place of softmax", &["model.router.scores=sigmoid"]),
     (
         "expert-bias",
-        "sigmoid scores and a bias on each expert in place of the balance loss (DeepSeek-V3)",
-        &["model.router.scores=sigmoid", "model.router.expert_bias=true", "train.balance=none"],
+        "sigmoid scores, a bias on each expert and the sequence-wise loss in place of the balance loss (DeepSeek-V3)",
+        &[
+            "model.router.scores=sigmoid",
+            "model.router.expert_bias=true",
+            "train.balance=none",
+            "train.sequence_coef=1e-4",
+        ],
     ),
     (
         "device-limited",
-        "a token's experts are in half of the groups of two (DeepSeek-V2)",
+        "a token's experts are in half of four groups (DeepSeek-V2)",
         &["model.router.num_groups=4", "model.router.top_groups=2"],
+    ),
+    (
+        "device-balance",
+        "as device-limited, with the balance loss over groups besides none over experts (DeepSeek-V2)",
+        &["model.router.num_groups=4", "model.router.top_groups=2", "train.balance=groups"],
+    ),
+    (
+        "moe++",
+        "a zero, a copy and two constant experts besides, gating residuals, capacity 1.1 (MoE++)",
+        &[
+            "model.router.zero_experts=1",
+            "model.router.copy_experts=1",
+            "model.router.constant_experts=2",
+            "model.router.gate_residual=true",
+            "model.capacity_factor=1.1",
+        ],
+    ),
+    ("null-experts", "four experts that give nothing besides (AdaMoE)", &["model.router.null_experts=4"]),
+    (
+        "modality",
+        "ids below 65 are a modality with experts of its own, the others another; losses on entropies (LIMoE)",
+        &[
+            "model.router.modality_boundaries=65",
+            "model.router.modality_experts=4, 8",
+            "train.local_entropy_coef=0.01",
+            "train.global_entropy_coef=0.01",
+        ],
     ),
     ("no-balance", "no balance loss", &["train.balance=none"]),
 ];
 
+/// Kinds of router with settings that are not their own defaults.
+const KINDS: &[(&str, &str, &[&str])] = &[("hash-balanced", "hash", &["model.router.hash=balanced"])];
+
+/// A name, and its model or why the base allows none.
+pub(super) type Possible = (&'static str, Result<Variant, ConfigError>);
+
 /// The dense model, the base, one expert a token of twice the width, a shared expert, more and finer experts, and every
 /// other scheme, all with the floating-point operations that `base` takes over its steps and with the active size of its
 /// layers.
-pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
+pub(super) fn variants(base: &RunConfig) -> Vec<Possible> {
     let model = &base.model;
     let (k, f, shared) = (model.top_k, model.expert_width, model.shared_width);
-    let active = k * f + shared;
-    let mut variants = vec![
-        variant(
-            base,
-            "dense",
-            "no experts; as wide as those a token passes",
-            &["model.num_experts=0".to_owned(), format!("model.dense_width={active}")],
-        )?,
-        variant(base, "top-k", &format!("{k} of {} experts of width {f}", model.num_experts), &[])?,
-    ];
+    let mut variants = Vec::new();
+    let mut add = |name, what: &str, settings: &[String]| variants.push((name, variant(base, name, what, settings)));
+    let dense = ["model.num_experts=0".to_owned(), format!("model.dense_width={}", k * f + shared)];
+    add("dense", "no experts; as wide as those a token passes", &dense);
+    add("top-k", &format!("{k} of {} experts of width {f}", model.num_experts), &[]);
     if k > 1 {
-        let settings = one_wide(base);
         let experts = (model.num_experts / k).max(2);
-        variants.push(variant(base, "top-1", &format!("1 of {experts} experts of width {}", k * f), &settings)?);
+        add("top-1", &format!("1 of {experts} experts of width {}", k * f), &one_wide(base));
         let settings =
             [format!("model.top_k={}", k - 1), format!("model.shared_width={}", shared + f), scale_for(base, k - 1)];
-        let what = format!("{} of {} experts, and one that all tokens pass", k - 1, model.num_experts);
-        variants.push(variant(base, "shared", &what, &settings)?);
+        add("shared", &format!("{} of {} experts, and one that all tokens pass", k - 1, model.num_experts), &settings);
     }
     if f.is_multiple_of(4) {
         let (experts, top_k, width) = (model.num_experts * 4, k * 4, f / 4);
@@ -79,36 +137,33 @@ pub(super) fn variants(base: &RunConfig) -> Result<Vec<Variant>, ConfigError> {
             format!("model.expert_width={width}"),
             scale_for(base, top_k),
         ];
-        variants.push(variant(base, "fine", &format!("{top_k} of {experts} experts of width {width}"), &settings)?);
+        add("fine", &format!("{top_k} of {experts} experts of width {width}"), &settings);
     }
     for (name, what, settings) in SCHEMES {
-        let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
-        variants.push(variant(base, name, what, &settings)?);
+        add(name, what, &settings.iter().map(|&setting| setting.to_owned()).collect::<Vec<_>>());
     }
-    // Kinds of router that no scheme above sets, with their own defaults.
-    for kind in router_kinds() {
-        if variants.iter().any(|variant| kind_of(&variant.config) == *kind) {
-            continue;
-        }
-        match of_kind(base, kind) {
-            Ok(variant) => variants.push(variant),
-            Err(error) => tracing::warn!("router {kind} is left out of the study: {error}"),
-        }
+    // Every kind of router that no scheme above sets, with its own defaults, and those with other ones.
+    let plain = kind_of(base);
+    let kinds = router_kinds().iter().filter(|kind| **kind != plain).map(|kind| (*kind, *kind, &[][..]));
+    for (name, kind, settings) in kinds.chain(KINDS.iter().copied()) {
+        variants.push((name, of_kind(base, name, kind, settings)));
     }
-    Ok(variants)
+    variants
 }
 
-/// The base with another kind of router; with one wide expert a token where the kind takes no more than one.
-pub(super) fn of_kind(base: &RunConfig, kind: &'static str) -> Result<Variant, ConfigError> {
-    let setting = format!("model.router.kind={kind}");
-    let plain = variant(base, kind, &setting, std::slice::from_ref(&setting));
+/// The base with another kind of router and `more` settings; with one wide expert a token where the kind takes no more than
+/// one.
+fn of_kind(base: &RunConfig, name: &'static str, kind: &str, more: &[&str]) -> Result<Variant, ConfigError> {
+    let settings: Vec<String> =
+        [&[&*format!("model.router.kind={kind}")], more].concat().into_iter().map(str::to_owned).collect();
+    let plain = variant(base, name, &settings.join(", "), &settings);
     // A kind for one expert is refused or sets K itself, and then computes less than the base.
     let has_k = plain.as_ref().is_ok_and(|variant| variant.config.model.top_k == base.model.top_k);
     if has_k || base.model.top_k == 1 {
         return plain;
     }
-    let settings = [&one_wide(base)[..], &[setting]].concat();
-    variant(base, kind, &settings.join(", "), &settings).or(plain)
+    let settings = [&one_wide(base)[..], &settings].concat();
+    variant(base, name, &settings.join(", "), &settings).or(plain)
 }
 
 /// One expert a token, as wide as the K of the base together, and as many parameters. Its weight is its probability: a

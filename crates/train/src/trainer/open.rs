@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
-use moeworks_moe::{HashTable, RouterKind, balanced_hash};
+use moeworks_moe::{HashTable, RouterKind, balanced_hash, clustered_hash};
+use moeworks_ops::elementwise::cast;
 use moeworks_ops::{Context, peak};
-use moeworks_tensor::DType;
+use moeworks_tensor::{DType, Tensor};
 
 use super::{Output, Trainer};
 use crate::config::{ConfigError, Precision, RunConfig, print_config};
@@ -19,7 +20,7 @@ use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
 use crate::state::{self, Progress};
-use crate::store::{CONFIG_FILE, Checkpoint, Store};
+use crate::store::{CONFIG_FILE, Checkpoint, Pick, Store, resolve_run};
 
 /// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`.
 fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<DecoderWeights, TrainError> {
@@ -31,15 +32,39 @@ fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<Decod
     Ok(weights.compute_copy(ctx, DType::F32))
 }
 
-/// Random weights; routers that send ids to experts by their frequency have that of the training tokens.
-fn first_weights(ctx: &Context, decoder: &Decoder, seed: u64, corpus: &Corpus) -> DecoderWeights {
-    let mut weights = decoder.init(ctx, seed);
+/// Random weights; routers that send ids to experts by a table have that of the training tokens or of a model's embeddings.
+fn first_weights(
+    ctx: &Context,
+    decoder: &Decoder,
+    config: &RunConfig,
+    corpus: &Corpus,
+) -> Result<DecoderWeights, TrainError> {
+    let mut weights = decoder.init(ctx, config.train.seed);
     let model = decoder.config();
-    if model.router.kind == RouterKind::Hash && model.router.hash == HashTable::Balanced {
-        let counts = corpus.dataset.token_counts(model.vocab_size);
-        weights.set_hash_tables(&balanced_hash(&counts, model.num_experts, model.top_k));
+    let (num_experts, top_k) = (model.num_experts, model.top_k);
+    match (model.router.kind, model.router.hash) {
+        (RouterKind::Hash, HashTable::Balanced) => {
+            let counts = corpus.dataset.token_counts(model.vocab_size);
+            weights.set_hash_tables(&balanced_hash(&counts, num_experts, top_k));
+        }
+        (RouterKind::Hash, HashTable::Clustered) => {
+            let embedding = embedding_of(ctx, &config.data.hash_embeddings, model.vocab_size)?;
+            let points = (embedding.f32s(), embedding.cols());
+            weights.set_hash_tables(&clustered_hash(ctx, points, num_experts, top_k, config.train.seed));
+        }
+        _ => {}
     }
-    weights
+    Ok(weights)
+}
+
+/// The embeddings, in f32, of the run or model at `path`, which must have `vocab_size` tokens.
+fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor, TrainError> {
+    let (stored, weights) = load_model(ctx, &resolve_run(path, Pick::Latest)?.model_dir)?;
+    if stored.vocab_size != vocab_size {
+        let problem = format!("has embeddings of {} tokens, but this model knows {vocab_size}", stored.vocab_size);
+        return Err(TrainError::State { path: path.to_owned(), problem });
+    }
+    Ok(cast(ctx, &weights.embedding, DType::F32))
 }
 
 fn decoder(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Decoder, TrainError> {
@@ -101,7 +126,7 @@ impl Trainer {
         check_memory(&config, ranks.as_ref())?;
         let weights = match from {
             Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
-            None => first_weights(&ctx, &decoder, config.train.seed, &corpus),
+            None => first_weights(&ctx, &decoder, &config, &corpus)?,
         };
         let weights = match &ranks {
             None => weights,

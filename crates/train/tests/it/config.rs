@@ -4,6 +4,7 @@ use std::fs;
 
 use moeworks_model::{ActivationKind, LatentAttention, RopeScaling, Rotary, Variant};
 use moeworks_train::config::{ConfigLayers, Override, PRESETS, Precision, RunConfig, TokenizerChoice, print_config};
+use moeworks_train::resumed_config;
 use proptest::prelude::*;
 
 fn resolve(preset: Option<&str>, file: Option<&str>, overrides: &[&str]) -> Result<RunConfig, String> {
@@ -27,6 +28,22 @@ fn later_layers_win() {
     assert_eq!((config.model.top_k, config.model.moe_every), (1, 2));
     assert_eq!((config.model.width, config.model.num_experts), (128, 32));
     assert_eq!((config.train.lr, config.train.seed, config.train.precision), (1.0, 9, Precision::F32));
+}
+
+#[test]
+fn a_run_from_before_the_seed_of_what_is_held_out_keeps_what_its_own_seed_held_out() {
+    let run = tempfile::tempdir().unwrap();
+    let held_out_by = |data: &str| {
+        fs::write(run.path().join("config.toml"), format!("[data]\n{data}\n[train]\nseed = 7\n")).unwrap();
+        resumed_config(run.path(), Ok).unwrap().data.validation_seed
+    };
+    assert_eq!((held_out_by(""), held_out_by("validation_seed = 2")), (7, 2));
+    let change = |mut config: RunConfig| {
+        config.data.validation_seed = 3;
+        Ok(config)
+    };
+    let error = resumed_config(run.path(), change).unwrap_err().to_string();
+    assert!(error.contains("data.validation_seed"), "{error}");
 }
 
 #[test]
