@@ -176,7 +176,7 @@ impl Decoder {
             records.push(LayerRecord { input, previous, saved: (!options.checkpoint_layers).then_some(saved) });
         }
         self.merge_stats(&mut layer_stats);
-        let (router, mut loss_grads) = router_losses(&layer_stats, &self.config.router, options);
+        let (router, mut loss_grads) = router_losses(&layer_stats, (&self.config.router, self.config.top_k), options);
         self.take_share(batch.inputs.len(), &layer_stats, &mut loss_grads);
         let (loss, mut dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
         drop(x);
@@ -252,7 +252,7 @@ impl Decoder {
         let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
         let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
         self.merge_stats(&mut layers);
-        let (router, _) = router_losses(&layers, &self.config.router, &PassOptions::default());
+        let (router, _) = router_losses(&layers, (&self.config.router, self.config.top_k), &PassOptions::default());
         self.pass_stats(loss, router, layers)
     }
 

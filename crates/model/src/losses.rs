@@ -2,7 +2,7 @@
 
 use moeworks_moe::{
     EntropyRule, LayerStats, LossGrad, RouterConfig, RouterKind, balance_loss_gshard, balance_loss_of_groups,
-    balance_loss_per_layer, balance_loss_pooled, cv_squared, entropy_loss, z_loss,
+    balance_loss_per_layer, balance_loss_pooled, cv_squared, entropy_loss, l1_loads, z_loss,
 };
 
 use crate::pass::{BalanceKind, PassOptions, RouterLosses};
@@ -18,7 +18,7 @@ pub(crate) struct LossValues {
 /// The losses of the MoE layers, and each layer's gradient (multiplied by the coefficients).
 pub(crate) fn router_losses(
     layers: &[LayerStats],
-    router: &RouterConfig,
+    (router, top_k): (&RouterConfig, usize),
     options: &PassOptions,
 ) -> (LossValues, Vec<LossGrad>) {
     let all: Vec<&LayerStats> = layers.iter().collect();
@@ -37,15 +37,23 @@ pub(crate) fn router_losses(
         add_layer_losses(layer, options, &mut grad);
         if router.kind == RouterKind::Relu {
             grad.l1 = options.l1_scale;
+            grad.l1_loads = if router.l1_balanced { l1_loads(layer, top_k) } else { Vec::new() };
         }
         grad
     });
     let grads = grads.collect();
-    (LossValues { balance: balance.value, z: z_loss(&all), others: other_losses(&all, router, options) }, grads)
+    (
+        LossValues { balance: balance.value, z: z_loss(&all), others: other_losses(&all, (router, top_k), options) },
+        grads,
+    )
 }
 
 /// The losses besides balance and z-loss, added up over the layers.
-fn other_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOptions) -> RouterLosses {
+fn other_losses(
+    layers: &[&LayerStats],
+    (router, top_k): (&RouterConfig, usize),
+    options: &PassOptions,
+) -> RouterLosses {
     if layers.is_empty() {
         return RouterLosses::default();
     }
@@ -54,7 +62,8 @@ fn other_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOpt
     // Each expert's importance is the sum of its weights: all of a token's gates, but for the scale.
     let l1 = |layer: &LayerStats| {
         let scale = f64::from(router.routed_scale) * layer.num_tokens.max(1) as f64;
-        layer.importance.iter().sum::<f64>() / scale
+        let loads = if router.l1_balanced { l1_loads(layer, top_k) } else { vec![1.0; layer.importance.len()] };
+        layer.importance.iter().zip(loads).map(|(sum, load)| sum * f64::from(load)).sum::<f64>() / scale
     };
     RouterLosses {
         device: (router.num_groups > 1).then(|| balance_loss_of_groups(layers, router.num_groups, 0.0).value),

@@ -66,7 +66,7 @@ impl Decoder {
         let mut saved = self.serve(ctx, weights, Rules::Training);
         let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
-        let (losses, mut loss_grads) = router_losses(&layers, &self.config().router, options);
+        let (losses, mut loss_grads) = router_losses(&layers, (&self.config().router, self.config().top_k), options);
         self.take_share(0, &layers, &mut loss_grads);
         // Layers without experts are done as the others come to them: after those with experts above.
         let mut undone = weights.layers.len();
@@ -95,7 +95,7 @@ impl Decoder {
         let saved = self.serve(ctx, weights, Rules::Inference);
         let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
-        let (losses, _) = router_losses(&layers, &self.config().router, &PassOptions::default());
+        let (losses, _) = router_losses(&layers, (&self.config().router, self.config().top_k), &PassOptions::default());
         self.pass_stats(NO_LOSS, losses, layers)
     }
 

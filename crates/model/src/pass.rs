@@ -122,7 +122,8 @@ pub struct RouterLosses {
     pub local_entropy: Option<f64>,
     /// What the entropy of the mean distribution lacks, the sum of the modalities' (LIMoE's global loss).
     pub global_entropy: Option<f64>,
-    /// The mean over the tokens of the sum of their gates, with ReLU routing.
+    /// The mean over the tokens of the sum of their gates, each as often as [`l1_loads`](moeworks_moe::l1_loads) says, with ReLU
+    /// routing.
     pub l1: Option<f64>,
 }
 

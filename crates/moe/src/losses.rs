@@ -25,6 +25,8 @@ pub struct LossGrad {
     /// Gradient of the L1 loss of [`RouterKind::Relu`](crate::RouterKind::Relu) times its weight, which is state: what the
     /// whole loss is scaled by.
     pub l1: f32,
+    /// `[E]`: what a gate of each expert counts in it, [`l1_loads`]. Empty for one each.
+    pub l1_loads: Vec<f32>,
     /// `[M]`: gradient of the entropy of each token's distribution, by the token's modality. Empty for none.
     pub entropy: Vec<f32>,
     /// `[M, E]`: as `balance`, by the token's modality. Empty for none.
@@ -51,6 +53,15 @@ impl LossGrad {
             && self.entropy.is_empty()
             && self.modality_balance.is_empty()
     }
+}
+
+/// `[E]`: what a gate of each expert counts in the L1 loss of ReLU routing that balances, too: its tokens over its share of
+/// them, `E / (K T) n_e` (Wang et al., "ReMoE", 2412.14711, section 3.4). Counts have no gradient.
+#[must_use]
+pub fn l1_loads(stats: &LayerStats, top_k: usize) -> Vec<f32> {
+    let counts = &stats.tokens_per_expert;
+    let scale = counts.len() as f64 / (top_k * stats.num_tokens).max(1) as f64;
+    counts.iter().map(|&count| (f64::from(count) * scale) as f32).collect()
 }
 
 /// A balance loss over the layers of a model.

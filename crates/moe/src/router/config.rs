@@ -160,6 +160,9 @@ pub struct RouterConfig {
     pub l1_start: f32,
     /// The factor by which it changes in a step.
     pub l1_rate: f32,
+    /// Whether that loss counts an expert's gates as often as it has more than its share of the tokens, so that it balances
+    /// them too (ReMoE, section 3.4): [`l1_loads`](crate::l1_loads).
+    pub l1_balanced: bool,
     /// Experts that give nothing (Jin et al., "MoE++", 2410.07348).
     pub zero_experts: usize,
     /// Experts that give the token itself (MoE++).
@@ -214,6 +217,7 @@ impl Default for RouterConfig {
             tree_beam: 0,
             l1_start: 1e-8,
             l1_rate: 1.2,
+            l1_balanced: true,
             zero_experts: 0,
             copy_experts: 0,
             constant_experts: 0,

@@ -100,7 +100,7 @@ impl FlatRouter<'_> {
             for (t, dlogits) in (block * ROWS..).zip(dlogits.chunks_mut(e)) {
                 let row = saved.row(t);
                 dprobs.fill(t, row.probs, &mut dprob);
-                dgate.fill(l1);
+                dgate.iter_mut().enumerate().for_each(|(e, d)| *d = l1 * losses.l1_loads.get(e).unwrap_or(&1.0));
                 let dweights = &dweights.f32s()[t * row.ids.len()..(t + 1) * row.ids.len()];
                 if mixer.is_none() {
                     rule.backward((row.ids, row.weights), row.gates.unwrap_or(row.probs), dweights, &mut dgate);

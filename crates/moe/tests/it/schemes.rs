@@ -6,7 +6,7 @@ mod trees;
 
 use moeworks_moe::{
     EntropyRule, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, NO_EXPERT, Ramp, RouterConfig,
-    RouterInput, RouterKind, ScoreFunction, SecondExpert, balance_loss_per_layer, cv_squared, entropy_loss,
+    RouterInput, RouterKind, ScoreFunction, SecondExpert, balance_loss_per_layer, cv_squared, entropy_loss, l1_loads,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -182,41 +182,6 @@ impl Scheme<'_> {
         Token { clean, noisy, deviations, logits, gates, probs, open, lower_z }
     }
 
-    /// The logits of a tree of clusters, node by node: the first level's as they are, below that the parent's plus the
-    /// logarithm of the share; a closed node's are spread evenly.
-    fn tree(&self, numbers: &Numbers, x: &[f64]) -> (Vec<f64>, Vec<bool>, f64) {
-        let router = &self.config.router;
-        let mut arities: Vec<usize> = router.tree.split(", ").map(|n| n.parse().unwrap()).collect();
-        arities.push(E / arities.iter().product::<usize>());
-        let beam = if router.tree_beam == 0 { self.config.top_k } else { router.tree_beam };
-        let (mut logits, mut lower_z, mut row, mut nodes) = (vec![0.0; E], 0.0, 0, 1);
-        let mut open: Vec<(usize, f64)> = vec![(0, 0.0)];
-        for (level, &arity) in arities.iter().enumerate() {
-            let is_last = level + 1 == arities.len();
-            let vectors = if is_last { &numbers.router[..] } else { &numbers.extra("tree.weight")[row * D..] };
-            (row, nodes) = (row + nodes * arity, nodes * arity);
-            let mut children: Vec<(usize, f64)> = Vec::new();
-            for &(parent, above) in &open {
-                let scores: Vec<f64> = (0..arity).map(|c| dot(&vectors[(parent * arity + c) * D..][..D], x)).collect();
-                let lse = if level == 0 { 0.0 } else { scores.iter().map(|s| s.exp()).sum::<f64>().ln() };
-                lower_z += if arity > 1 { lse * lse } else { 0.0 };
-                children.extend(scores.iter().enumerate().map(|(c, s)| (parent * arity + c, above + s - lse)));
-            }
-            let size = E / nodes;
-            for &(node, score) in &children {
-                logits[node * size..(node + 1) * size].fill(score - (size as f64).ln());
-            }
-            if is_last {
-                let open: Vec<usize> = children.iter().map(|child| child.0).collect();
-                return (logits, (0..E).map(|e| open.contains(&e)).collect(), lower_z);
-            }
-            children.sort_by(|a, b| b.1.total_cmp(&a.1));
-            children.truncate(beam);
-            open = children;
-        }
-        unreachable!("the last level returns")
-    }
-
     /// The weights of the experts `ids` (the one that is none included, as 0).
     fn weights(&self, token: &Token, ids: &[u32]) -> Vec<f64> {
         let router = &self.config.router;
@@ -282,7 +247,12 @@ impl Scheme<'_> {
             let lse = token.logits.iter().map(|l| l.exp()).sum::<f64>().ln();
             loss += Z * (lse * lse + token.lower_z) / T as f64;
             if self.config.router.kind == RouterKind::Relu {
-                loss += self.l1 * token.gates.iter().sum::<f64>() / T as f64;
+                let count = |e: usize| held.used.iter().flatten().filter(|&&id| id == e as u32).count();
+                let load = |e: usize| (E * count(e)) as f64 / (self.config.top_k * T) as f64;
+                let is_balanced = self.config.router.l1_balanced;
+                let gates = token.gates.iter().enumerate();
+                loss +=
+                    self.l1 * gates.map(|(e, g)| if is_balanced { load(e) * g } else { *g }).sum::<f64>() / T as f64;
             }
             let sum = &mut sums[modality(t)];
             sum.0 += 1.0;
@@ -403,6 +373,7 @@ fn run(num_threads: usize, config: &MoeConfig, input: &RouterInput<'_>, numbers:
         importance: cv_squared(&stats.importance, IMPORTANCE).1,
         load: if stats.smooth_load.is_empty() { Vec::new() } else { cv_squared(&stats.smooth_load, LOAD).1 },
         l1: 1.0,
+        l1_loads: if config.router.l1_balanced { l1_loads(&stats, config.top_k) } else { Vec::new() },
         entropy: entropy.entropy,
         modality_balance: entropy.modality_balance,
         ..LossGrad::default()

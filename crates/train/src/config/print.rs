@@ -85,6 +85,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ),
     ("model.router.tree_beam", "Clusters that a token opens at each level; 0: top_k."),
     ("model.router.l1_start", "The weight of relu's L1 loss at the beginning."),
+    (
+        "model.router.l1_balanced",
+        "Whether the L1 loss of relu weighs an expert's gates by its load, which balances it.",
+    ),
     ("model.router.l1_rate", "The factor by which it changes in a step, to hold the mean number of experts at top_k."),
     ("model.router.zero_experts", "Experts that give nothing."),
     ("model.router.copy_experts", "Experts that give the token itself."),

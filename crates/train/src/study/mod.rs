@@ -244,7 +244,6 @@ fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {
     };
     let last_loss = |records: &Vec<Record>| evaluated(records).last().map_or(f64::NAN, |point| point.1);
     let parameters = Parameters::of(&stored.model);
-    let num_runs = all.len() as f64;
     let curve = evaluated(&all[0]);
     Ok(Finding {
         parameters: (parameters.total(), parameters.active()),
@@ -252,14 +251,20 @@ fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {
         val_losses: all.iter().map(last_loss).collect(),
         curve,
         balance: balance(&all, stored.train.step_tokens()),
-        seconds: all.iter().flatten().map(seconds).sum::<f64>() / num_runs,
+        seconds: seconds(&all),
         variant,
     })
 }
 
-/// Processor time of a step.
-fn seconds(record: &Record) -> f64 {
-    if record.processor_ms.is_finite() { record.processor_ms / 1e3 } else { record.step_ms / 1e3 }
+/// The mean processor time of the runs that have recorded it; if none has, of the time that passed.
+fn seconds(runs: &[Vec<Record>]) -> f64 {
+    let mean = |of: fn(&Record) -> f64| {
+        let sums = runs.iter().map(|records| records.iter().map(of).sum::<f64>() / 1e3);
+        let known: Vec<f64> = sums.filter(|seconds| seconds.is_finite()).collect();
+        known.iter().sum::<f64>() / known.len() as f64
+    };
+    let processor = mean(|record| record.processor_ms);
+    if processor.is_finite() { processor } else { mean(|record| record.step_ms) }
 }
 
 /// Means over runs, layers and the last steps.

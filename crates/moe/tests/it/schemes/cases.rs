@@ -242,13 +242,15 @@ fn top_p_takes_as_many_experts_as_it_needs() {
 
 #[test]
 fn relu_takes_every_expert_with_a_positive_logit() {
-    let mut config = with(RouterKind::Relu, 2);
-    config.router.l1_start = 0.3;
-    check("relu", &config, quiet(), &|tokens| {
-        let positive =
-            |token: &Token| sorted(&token.gates).into_iter().filter(|&e| token.gates[e as usize] > 0.0).collect();
-        tokens.iter().map(positive).collect()
-    });
+    for is_balanced in [false, true] {
+        let mut config = with(RouterKind::Relu, 2);
+        (config.router.l1_start, config.router.l1_balanced) = (0.3, is_balanced);
+        check("relu", &config, quiet(), &|tokens| {
+            let positive =
+                |token: &Token| sorted(&token.gates).into_iter().filter(|&e| token.gates[e as usize] > 0.0).collect();
+            tokens.iter().map(positive).collect()
+        });
+    }
 }
 
 /// The weight of the L1 loss holds the mean number of experts at K.

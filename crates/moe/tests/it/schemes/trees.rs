@@ -2,6 +2,43 @@
 
 use super::*;
 
+impl Scheme<'_> {
+    /// The logits of a tree of clusters, node by node: the first level's as they are, below that the parent's plus the
+    /// logarithm of the share; a closed node's are spread evenly.
+    pub(super) fn tree(&self, numbers: &Numbers, x: &[f64]) -> (Vec<f64>, Vec<bool>, f64) {
+        let router = &self.config.router;
+        let mut arities: Vec<usize> = router.tree.split(", ").map(|n| n.parse().unwrap()).collect();
+        arities.push(E / arities.iter().product::<usize>());
+        let beam = if router.tree_beam == 0 { self.config.top_k } else { router.tree_beam };
+        let (mut logits, mut lower_z, mut row, mut nodes) = (vec![0.0; E], 0.0, 0, 1);
+        let mut open: Vec<(usize, f64)> = vec![(0, 0.0)];
+        for (level, &arity) in arities.iter().enumerate() {
+            let is_last = level + 1 == arities.len();
+            let vectors = if is_last { &numbers.router[..] } else { &numbers.extra("tree.weight")[row * D..] };
+            (row, nodes) = (row + nodes * arity, nodes * arity);
+            let mut children: Vec<(usize, f64)> = Vec::new();
+            for &(parent, above) in &open {
+                let scores: Vec<f64> = (0..arity).map(|c| dot(&vectors[(parent * arity + c) * D..][..D], x)).collect();
+                let lse = if level == 0 { 0.0 } else { scores.iter().map(|s| s.exp()).sum::<f64>().ln() };
+                lower_z += if arity > 1 { lse * lse } else { 0.0 };
+                children.extend(scores.iter().enumerate().map(|(c, s)| (parent * arity + c, above + s - lse)));
+            }
+            let size = E / nodes;
+            for &(node, score) in &children {
+                logits[node * size..(node + 1) * size].fill(score - (size as f64).ln());
+            }
+            if is_last {
+                let open: Vec<usize> = children.iter().map(|child| child.0).collect();
+                return (logits, (0..E).map(|e| open.contains(&e)).collect(), lower_z);
+            }
+            children.sort_by(|a, b| b.1.total_cmp(&a.1));
+            children.truncate(beam);
+            open = children;
+        }
+        unreachable!("the last level returns")
+    }
+}
+
 fn tree(shape: &str, beam: usize, top_k: usize) -> MoeConfig {
     let mut config = with(RouterKind::Hierarchical, top_k);
     (config.router.tree, config.router.tree_beam) = (shape.to_owned(), beam);
