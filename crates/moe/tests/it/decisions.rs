@@ -212,7 +212,7 @@ fn a_clustered_hash_sends_near_embeddings_to_one_expert_and_to_the_nearest_centr
     // At the end every id is nearest to the mean of its own cluster, and its second expert is the next one.
     let scattered: Vec<f32> = (0..300).map(|i| random.normal(1000 + i)).collect();
     let table = clustered_hash(&ctx, (&scattered, 3), 5, 2, 1);
-    let mut centres = vec![([0.0_f64; 3], 0.0); 5];
+    let mut centres = [([0.0_f64; 3], 0.0); 5];
     for (row, point) in table.chunks(2).zip(scattered.chunks(3)) {
         let (sum, count) = &mut centres[row[0] as usize];
         (0..3).for_each(|i| sum[i] += f64::from(point[i]));
