@@ -2,7 +2,8 @@
 
 A cell is a shape (D, F, E, K), a type, a number of tokens and forward alone or forward and backward. Both programs keep the
 weights of a shape and take turns within a cell, several rounds; each side's time is the median of all its runs, after one
-that warms up. Moeworks is compared with the best PyTorch way of the cell. The ways:
+that warms up. Moeworks is compared with the best PyTorch way of the cell; ways that take half as long again as the best in
+the first round are not run in further ones. The ways:
 
 - transformers' sparse MoE block of Mixtral with its eager and its grouped_mm experts (gated shapes only),
 - a loop over the experts that got tokens, each with linear layers of its own,
@@ -128,11 +129,17 @@ def timed(function, module, x, dy, both):
 
 def torch_times(function, module, x, dy, both, seconds):
     timed(function, module, x, dy, both)
-    first = timed(function, module, x, dy, both)
-    count = max(2, min(20, int(seconds / first)))
-    times = [timed(function, module, x, dy, both) for _ in range(count)]
+    times = [timed(function, module, x, dy, both)]
+    count = min(20, int(seconds / times[0]))
+    times += [timed(function, module, x, dy, both) for _ in range(count)]
     module.zero_grad(set_to_none=True)
     return times
+
+
+def near_best(contenders, times):
+    """The contenders whose median is within half as much again of the best's."""
+    medians = {way: statistics.median(times[way]) for way, _, _ in contenders if way in times}
+    return [c for c in contenders if c[0] in medians and medians[c[0]] <= 1.5 * min(medians.values())]
 
 
 def main():
@@ -161,9 +168,10 @@ def main():
                 for both in [p == "both" for p in args.passes]:
                     x = torch.randn(tokens, shape[0]).to(DTYPES[dtype]).requires_grad_(both)
                     dy, times = torch.randn(tokens, shape[0]).to(DTYPES[dtype]), {}
-                    for _ in range(args.rounds):
+                    for round in range(args.rounds):
                         times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=both))
-                        for way, function, module in contenders:
+                        running = contenders if round == 0 else near_best(contenders, times)
+                        for way, function, module in running:
                             try:
                                 found = torch_times(function, module, x, dy, both, 0.1 if args.quick else 0.3)
                             except (RuntimeError, NotImplementedError) as error:
