@@ -191,22 +191,33 @@ impl Decoder {
             dx = self.layer_backward(&pass, w, (&input, saved), (&dx, &mut dnext, loss_grad.as_ref()), (write, i), g);
             done(i, grads);
         }
+        self.embed_backward(&pass, weights.head.is_none(), (batch.inputs, dx), write, grads);
+        Ok(self.pass_stats(loss, router, layer_stats))
+    }
+
+    /// The gradients of embedding and positions, of which `dx` is the gradient; where the head is the embedding, its share is there.
+    fn embed_backward(
+        &self,
+        pass: &Pass<'_>,
+        is_tied: bool,
+        (ids, mut dx): (&[u32], Tensor),
+        write: Write,
+        grads: &mut DecoderWeights,
+    ) {
         if let Some(d_positions) = &mut grads.positions {
             if write == Write::Replace {
                 d_positions.f32s_mut().fill(0.0);
             }
-            embedding_backward(ctx, pass.positions.u32s(), &dx, d_positions);
+            embedding_backward(pass.ctx, pass.positions.u32s(), &dx, d_positions);
         }
-        let d_embedding = &mut grads.embedding;
-        if write == Write::Replace && weights.head.is_some() {
-            d_embedding.f32s_mut().fill(0.0);
+        if write == Write::Replace && !is_tied {
+            grads.embedding.f32s_mut().fill(0.0);
         }
         let multiplier = self.config.variant.embedding_multiplier;
         if multiplier != 1.0 {
-            elementwise::scale_assign(ctx, &mut dx, multiplier);
+            elementwise::scale_assign(pass.ctx, &mut dx, multiplier);
         }
-        embedding_backward(ctx, batch.inputs, &dx, d_embedding);
-        Ok(self.pass_stats(loss, router, layer_stats))
+        embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding);
     }
 
     /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones.

@@ -203,12 +203,7 @@ impl Trainer {
         if is_skipped {
             self.skip(step, on_event)?;
         } else {
-            self.progress.bad_in_a_row = 0;
-            let scale = clip_scale(norm, self.config.train.clip_norm);
-            self.update((lr, scale), slices)?;
-            let moe = self.config.model.moe();
-            let progress = step as f64 / self.config.train.steps as f64;
-            self.weights.next_states(&self.ctx, &moe, (&stats.layers, progress), self.compute.as_mut());
+            self.learn(&stats, (lr, norm), slices)?;
         }
         phases.updated();
         let ranks = phases.join()?;
@@ -217,18 +212,7 @@ impl Trainer {
         let (seconds, processor_seconds) = (start.elapsed().as_secs_f64(), processor::seconds() - processor_start);
         let tokens_per_s = stats.num_targets as f64 / seconds;
         let mut layers = layer_records(&self.config, &stats);
-        let is_evaluated = is_due(step + 1, self.config.train.eval_every) || step + 1 == self.config.train.steps;
-        let val_loss = if is_evaluated {
-            let start = Instant::now();
-            let loss = self.validate(&mut layers)?;
-            self.spent("evaluation", start);
-            loss
-        } else {
-            None
-        };
-        if val_loss.is_some() {
-            self.progress.val_loss = val_loss;
-        }
+        let val_loss = self.evaluate_if_due(&mut layers)?;
         Ok(Record {
             step: step + 1,
             tokens: self.progress.tokens,
@@ -250,6 +234,37 @@ impl Trainer {
             ranks,
             layers,
         })
+    }
+
+    /// Moves the weights against their gradients, and the routers' states on, after a step that is not skipped.
+    fn learn(
+        &mut self,
+        stats: &PassStats,
+        (lr, norm): (f64, f64),
+        slices: Option<DecoderWeights>,
+    ) -> Result<(), TrainError> {
+        self.progress.bad_in_a_row = 0;
+        let scale = clip_scale(norm, self.config.train.clip_norm);
+        self.update((lr, scale), slices)?;
+        let moe = self.config.model.moe();
+        let progress = self.progress.step as f64 / self.config.train.steps as f64;
+        self.weights.next_states(&self.ctx, &moe, (&stats.layers, progress), self.compute.as_mut());
+        Ok(())
+    }
+
+    /// The validation loss, where one is due after the steps made so far.
+    fn evaluate_if_due(&mut self, layers: &mut [LayerRecord]) -> Result<Option<f64>, TrainError> {
+        let steps = self.progress.step;
+        if !is_due(steps, self.config.train.eval_every) && steps != self.config.train.steps {
+            return Ok(None);
+        }
+        let start = Instant::now();
+        let loss = self.validate(layers)?;
+        self.spent("evaluation", start);
+        if loss.is_some() {
+            self.progress.val_loss = loss;
+        }
+        Ok(loss)
     }
 
     /// Makes of the gradients of this rank's sequences those of all: their norm, and this rank's slices of them where that is all

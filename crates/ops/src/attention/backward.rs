@@ -364,31 +364,8 @@ impl State<'_> {
         block: Keys<'_>,
         (dk, dv): (&mut [f32], &mut [f32]),
     ) {
-        let (words, width, value_width) = (self.words, self.width, self.value_width);
-        let keys = block.keys;
-        for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
-            let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
-            let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
-            let size = Size { rows: num_keys, cols, inner: words.count(shape.head_dim), words };
-            let left = Left::rows(block.k, words.count(width));
-            let right = Right { values: &self.q_transposed[col..], stride: ROWS };
-            product(isa, size, left, right, false, &mut self.scores.p[col..], ROWS);
-            let size = Size { inner: words.count(shape.value_dim), ..size };
-            let left = Left::rows(block.v, words.count(value_width));
-            let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
-            product(isa, size, left, right, false, &mut self.scores.ds[col..], ROWS);
-            let scale = shape.scale * LOG2_E;
-            let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys, scale };
-            score_grads(isa, columns, self.scores.p, self.scores.ds, &self.statistics);
-            if words == Words::Pairs {
-                pair_rows(isa, &self.scores.ds[col..], ROWS, (num_keys, cols), &mut self.scores.ds_pairs[col..]);
-            }
-        }
-        if words == Words::Pairs {
-            let len = keys.len().next_multiple_of(ROW_UNIT) * ROWS;
-            round_rows(isa, &self.scores.p[..len], self.scores.p_words);
-            round_rows(isa, &self.scores.ds[..len], self.scores.ds_words);
-        }
+        self.compute_scores(isa, shape, rows, &block);
+        let (words, width, value_width, keys) = (self.words, self.width, self.value_width, block.keys);
         let [p, ds, ds_along_keys] = self.scores.operands(words);
         for key in (0..keys.len()).step_by(ROW_UNIT) {
             // Rows before the first that sees the panel contribute nothing; their scores were not computed.
@@ -414,6 +391,34 @@ impl State<'_> {
             let left = Left::columns(&ds_along_keys[row..], ROWS);
             let right = Right { values: block.k_right, stride: width };
             product(isa, size, left, right, true, &mut self.dq[row * width..], width);
+        }
+    }
+
+    /// The softmax of the rows and the keys at hand, and the gradient of their scores.
+    fn compute_scores(&mut self, isa: Isa, shape: &AttentionShape, rows: RowBlock<'_>, block: &Keys<'_>) {
+        let (words, width, value_width, keys) = (self.words, self.width, self.value_width, block.keys);
+        for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
+            let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
+            let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
+            let size = Size { rows: num_keys, cols, inner: words.count(shape.head_dim), words };
+            let left = Left::rows(block.k, words.count(width));
+            let right = Right { values: &self.q_transposed[col..], stride: ROWS };
+            product(isa, size, left, right, false, &mut self.scores.p[col..], ROWS);
+            let size = Size { inner: words.count(shape.value_dim), ..size };
+            let left = Left::rows(block.v, words.count(value_width));
+            let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
+            product(isa, size, left, right, false, &mut self.scores.ds[col..], ROWS);
+            let scale = shape.scale * LOG2_E;
+            let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys, scale };
+            score_grads(isa, columns, self.scores.p, self.scores.ds, &self.statistics);
+            if words == Words::Pairs {
+                pair_rows(isa, &self.scores.ds[col..], ROWS, (num_keys, cols), &mut self.scores.ds_pairs[col..]);
+            }
+        }
+        if words == Words::Pairs {
+            let len = keys.len().next_multiple_of(ROW_UNIT) * ROWS;
+            round_rows(isa, &self.scores.p[..len], self.scores.p_words);
+            round_rows(isa, &self.scores.ds[..len], self.scores.ds_words);
         }
     }
 }
