@@ -141,8 +141,8 @@ impl Block<'_> {
 }
 
 kernel! {
-    /// Turns `scores [keys, ROWS]` (without bias; `scale` makes them the exponents of 2) into weights that add up to 1 down each column; what a query
-    /// does not see becomes 0.
+    /// Turns `scores [keys, ROWS]` into weights that add up to 1 down each column; what a query does not see becomes 0. `rule` is
+    /// the bias and the factor that makes scores, which come without bias, exponents of 2.
     fn softmax<S: Level>(rule: (Option<(&[f32], usize)>, f32), visible: [usize; ROWS], scores: &mut [f32]) {
         let (bias, scale) = rule;
         let mut max = [f32::NEG_INFINITY; ROWS];
