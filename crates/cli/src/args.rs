@@ -328,7 +328,7 @@ pub(crate) struct BenchArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// For `comm` and `overlap`: ranks, as threads (0: one for each core); under mpirun its processes are the ranks
+    /// For `comm` and `overlap`: ranks, as threads (0: one for each core, at least two); under mpirun its processes are the ranks
     #[arg(long, default_value_t = 0)]
     pub(crate) ranks: usize,
     /// For `overlap`: let messages take as long as over this link, such as 1000,125 for 1 ms and 1 Gbit/s

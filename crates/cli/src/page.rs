@@ -1,7 +1,8 @@
 //! Pages that a command writes: where they may be, and all or nothing.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use moeworks_model::files;
 
 use crate::failure::Failure;
 
@@ -17,15 +18,8 @@ pub(crate) fn check_place(out: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes beside and renames, so that there is a whole page or none.
+/// Writes a whole page or none.
 pub(crate) fn write_whole(out: &Path, page: &str) -> Result<(), Failure> {
-    let mut name = std::ffi::OsString::from(".");
-    name.push(out.file_name().unwrap_or_default());
-    name.push(".new");
-    let beside: PathBuf = out.with_file_name(name);
-    fs::write(&beside, page).and_then(|()| fs::rename(&beside, out)).map_err(|error| {
-        // The page is of no use where it cannot get its name.
-        let _ = fs::remove_file(&beside);
-        Failure::input(format!("cannot write {}: {error}", out.display()))
-    })
+    files::write_whole(out, page.as_bytes())
+        .map_err(|error| Failure::input(format!("cannot write {}: {error}", out.display())))
 }

@@ -23,7 +23,10 @@ fn fill(tmp: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) 
     file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// [`write_through`] with all bytes at hand.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+/// Writes `path` with these bytes, synced, or leaves it as it was.
+///
+/// # Errors
+/// What the system says.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_through(path, |file| file.write_all(bytes))
 }

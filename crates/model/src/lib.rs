@@ -6,7 +6,7 @@ pub mod chat;
 mod config;
 mod decoder;
 mod encoder;
-mod files;
+pub mod files;
 mod finite;
 pub mod generation;
 pub mod gguf;

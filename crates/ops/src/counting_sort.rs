@@ -32,6 +32,27 @@ pub struct SortedChoices {
 }
 
 impl SortedChoices {
+    /// Room for the rows of `choices` `[T, K]` that are kept of `counts`, at most `limit` of each; `empty` makes tensors.
+    pub(crate) fn with_room(
+        counts: Vec<u32>,
+        limit: u32,
+        choices: (usize, usize),
+        empty: impl Fn(&[usize], DType) -> Tensor,
+    ) -> Self {
+        let mut offsets = vec![0; counts.len() + 1];
+        for (e, &count) in counts.iter().enumerate() {
+            offsets[e + 1] = offsets[e] + count.min(limit);
+        }
+        let num_rows = offsets[counts.len()] as usize;
+        Self {
+            counts,
+            offsets,
+            tokens: empty(&[num_rows], DType::U32),
+            weights: empty(&[num_rows], DType::F32),
+            token_rows: empty(&[choices.0, choices.1], DType::U32),
+        }
+    }
+
     /// What the operations on experts take.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
@@ -68,19 +89,7 @@ pub fn sort_choices(
 
     let mut cells = count_cells(ctx, ids, (num_tokens, k, num_experts), block_tokens);
     let counts = first_positions(cells.u32s_mut(), num_blocks, k, num_experts);
-    let mut offsets = vec![0; num_experts + 1];
-    for (e, &count) in counts.iter().enumerate() {
-        offsets[e + 1] = offsets[e] + count.min(limit);
-    }
-
-    let num_rows = offsets[num_experts] as usize;
-    let mut sorted = SortedChoices {
-        counts,
-        offsets,
-        tokens: ctx.empty(&[num_rows], DType::U32),
-        weights: ctx.empty(&[num_rows], DType::F32),
-        token_rows: ctx.empty(&[num_tokens, k], DType::U32),
-    };
+    let mut sorted = SortedChoices::with_room(counts, limit, (num_tokens, k), |shape, dtype| ctx.empty(shape, dtype));
     let (offsets, cells) = (&sorted.offsets, Lent::new(cells.u32s_mut()));
     let (row_tokens, row_weights) = (Lent::new(sorted.tokens.u32s_mut()), Lent::new(sorted.weights.f32s_mut()));
     ctx.threads().run_pieces(sorted.token_rows.u32s_mut(), block_tokens * k, |block, token_rows| {

@@ -14,6 +14,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use moeworks_model::files::write_whole;
+
 use crate::metrics::{METRICS_JSONL, MetricsError, read_samples};
 use crate::store::CONFIG_FILE;
 use data::RunData;
@@ -67,10 +69,7 @@ pub fn write_report(run_dir: &Path) -> Result<PathBuf, ReportError> {
     let settings = settings_of(&run_dir.join(CONFIG_FILE));
     let html = Page { name: &name, data: &data, samples: &samples, settings: &settings }.html();
     let path = run_dir.join(REPORT_HTML);
-    let beside = run_dir.join(format!(".{REPORT_HTML}.new"));
-    fs::write(&beside, html)
-        .and_then(|()| fs::rename(&beside, &path))
-        .map_err(|source| ReportError::Write { path: path.clone(), source })?;
+    write_whole(&path, html.as_bytes()).map_err(|source| ReportError::Write { path: path.clone(), source })?;
     Ok(path)
 }
 

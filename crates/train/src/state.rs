@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use moeworks_model::files::write_whole;
 use moeworks_model::hf::{self, SaveOptions};
 use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
 use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer};
@@ -139,10 +140,8 @@ pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
 /// Writes the run's effective configuration, replacing an older one at once.
 pub(crate) fn write_config(run_dir: &Path, config: &RunConfig) -> Result<(), TrainError> {
     let path = run_dir.join(CONFIG_FILE);
-    let beside = run_dir.join(format!(".{CONFIG_FILE}.tmp"));
     fs::create_dir_all(run_dir).map_err(TrainError::io(run_dir))?;
-    fs::write(&beside, config::print_config(config)).map_err(TrainError::io(&beside))?;
-    fs::rename(&beside, &path).map_err(TrainError::io(&path))
+    write_whole(&path, config::print_config(config).as_bytes()).map_err(TrainError::io(&path))
 }
 
 /// Reads the configuration that a run was started with.

@@ -4,10 +4,11 @@
 //! (The Trace Event Format: complete events, and nestable asynchronous ones for what was under way. Times are microseconds.)
 
 use std::fmt::Write as _;
+use std::io;
 use std::path::Path;
-use std::{fs, io};
 
 use moeworks_comm::Span;
+use moeworks_model::files::write_whole;
 
 /// The events of rank `rank`, one JSON object a line, commas between and none at the end.
 #[must_use]
@@ -42,20 +43,18 @@ fn micros(time: std::time::Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// Writes the events of all ranks to `path`: beside it first, then renamed.
+/// Writes the events of all ranks to `path`, all or nothing.
 ///
 /// # Errors
 /// What the system says.
 pub fn write(path: &Path, events: &[String]) -> io::Result<()> {
     let text = format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"));
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".part");
-    fs::write(&beside, text)?;
-    fs::rename(&beside, path)
+    write_whole(path, text.as_bytes())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::time::Duration;
 
     use serde_json::Value;

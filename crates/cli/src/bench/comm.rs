@@ -35,21 +35,10 @@ struct Measured {
 }
 
 pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
-    let measured = if is_launched() {
-        let report = |rank: usize, error: &dyn std::fmt::Display| eprintln!("moeworks: rank {rank}: {error}");
-        // As it is used where speed counts, also in a debug build: without comparing calls first.
-        run_mpi(&MpiOptions::default().with_checks(false).with_timeout(PATIENCE), report, |comm| {
-            let raw = RawMpi::of_run().map_err(CommError::from)?;
-            measure_all(comm, Some(&raw), args.max_bytes)
-        })?
-    } else {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let num_ranks = if args.ranks == 0 { cores } else { args.ranks };
-        let results: Vec<_> = try_run_ranks(&RankOptions::new(num_ranks).with_timeout(PATIENCE), |comm| {
-            measure_all(comm, None, args.max_bytes)
-        })?;
-        results.into_iter().flatten().next()
-    };
+    let measured = on_ranks(args.ranks, |comm| {
+        let raw = is_launched().then(RawMpi::of_run).transpose().map_err(CommError::from)?;
+        measure_all(comm, raw.as_ref(), args.max_bytes)
+    })?;
     let Some(measured) = measured else { return Ok(ExitCode::SUCCESS) };
     std::fs::write(&args.topology, topology_file(&measured))
         .map_err(|error| Failure::input(format!("{}: {error}", args.topology.display())))?;
@@ -60,6 +49,28 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         println!("\nwritten: {}", args.topology.display());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What rank 0 makes of `work`, which all ranks do: the processes of an MPI launcher, or so many threads, with 0 one for each core
+/// and at least two.
+pub(super) fn on_ranks<T: Send>(
+    num_ranks: usize,
+    work: impl Fn(&dyn Communicator) -> Result<Option<T>, CommError> + Sync,
+) -> Result<Option<T>, Failure> {
+    if is_launched() {
+        let report = |rank: usize, error: &dyn std::fmt::Display| eprintln!("moeworks: rank {rank}: {error}");
+        // As it is used where speed counts, also in a debug build: without comparing calls first.
+        let options = MpiOptions::default().with_checks(false).with_timeout(PATIENCE);
+        return Ok(run_mpi(&options, report, work)?);
+    }
+    let num_ranks = if num_ranks == 0 { num_cores().max(2) } else { num_ranks };
+    let results = try_run_ranks(&RankOptions::new(num_ranks).with_timeout(PATIENCE), work)?;
+    Ok(results.into_iter().flatten().next())
+}
+
+/// The cores that this process may use.
+pub(super) fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn measure_all(comm: &dyn Communicator, raw: Option<&RawMpi>, max_bytes: usize) -> Result<Option<Measured>, CommError> {
@@ -82,7 +93,7 @@ fn topology(comm: &dyn Communicator, links: &Links) -> Result<Topology, CommErro
     let size_of = |node: usize| nodes.iter().filter(|&&other| other == node).count();
     let node_sizes: Vec<usize> = (0..num_nodes).map(size_of).collect();
     let largest = node_sizes.iter().copied().max().unwrap_or(1);
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = num_cores();
     let ctx = Context::cpu((cores / largest).max(1));
     comm.barrier()?;
     let mut rates = [product_rate(&ctx), peak::measure(&ctx).read_bytes_per_s, memory_bytes() / largest as f64];

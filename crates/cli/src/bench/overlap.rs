@@ -7,9 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use moeworks_comm::{
-    CommError, Communicator, Meter, Metered, RankOptions, Reduce, Shaped, ShapedLinks, mpi, try_run_ranks,
-};
+use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, Shaped, ShapedLinks};
 use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -17,6 +15,7 @@ use moeworks_plan::{Exchange, Link, Placement, Wire};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde_json::json;
 
+use super::comm::{num_cores, on_ranks};
 use crate::args::BenchArgs;
 use crate::failure::Failure;
 use crate::tables;
@@ -39,17 +38,8 @@ struct Row {
 
 pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let link = args.link.as_deref().map(parse_link).transpose()?;
-    let (rows, num_ranks) = if mpi::is_launched() {
-        let report = |rank: usize, error: &dyn std::fmt::Display| eprintln!("moeworks: rank {rank}: {error}");
-        let options = mpi::MpiOptions::default().with_checks(false);
-        mpi::run_mpi(&options, report, |comm| Ok::<_, CommError>((measure(comm, link)?, comm.size())))?
-    } else {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let num_ranks = if args.ranks == 0 { cores.max(2) } else { args.ranks };
-        let mut all = try_run_ranks(&RankOptions::new(num_ranks), |comm| measure(comm, link))?;
-        (all.swap_remove(0), num_ranks)
-    };
-    if let Some(rows) = rows {
+    let measured = on_ranks(args.ranks, |comm| Ok(measure(comm, link)?.map(|rows| (rows, comm.size()))))?;
+    if let Some((rows, num_ranks)) = measured {
         print(&rows, num_ranks, args.json);
     }
     Ok(ExitCode::SUCCESS)
@@ -104,8 +94,7 @@ fn time(
     ranks: &ExpertRanks,
     meter: &Meter,
 ) -> Result<(f64, f64), CommError> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let ctx = Context::cpu((cores / comm.size()).max(1));
+    let ctx = Context::cpu((num_cores() / comm.size()).max(1));
     let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).of_experts(&ctx, ranks.held());
     let mut grads = weights.clone();
     grads.tensors_mut().into_iter().for_each(|tensor| *tensor = ctx.zeros(tensor.shape(), DType::F32));

@@ -29,7 +29,7 @@ fn a_text_becomes_a_page_in_the_runs_folder_or_where_it_is_asked_for() {
     let checkpoint = "run/checkpoints/step-00000002";
     assert_success(&work.run(&["routing", checkpoint, "--data", &story, "--out", "my page.html"]));
     assert!(fs::read_to_string(work.path("my page.html")).expect("the page").contains("step-00000002"));
-    assert!(!files(&work, "run").iter().any(|name| name.ends_with(".new")), "{:?}", files(&work, "run"));
+    assert!(!files(&work, "run").iter().any(|name| name.ends_with(".tmp")), "{:?}", files(&work, "run"));
 }
 
 #[test]

@@ -7,8 +7,8 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, key_elements, pair_rows, product,
-    round_in_place, round_rows, transposed_words,
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, add_of_keys, key_elements, pair_rows,
+    product, round_in_place, round_rows, transposed_words,
 };
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, kernel, sum_lanes};
@@ -385,13 +385,8 @@ impl State<'_> {
             let right = Right { values: &self.q[first * width..], stride: width };
             product(isa, size, left(&ds[at..]), right, true, &mut dk[key * width..], width);
         }
-        for row in (0..rows.len).step_by(ROW_UNIT) {
-            let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
-            let size = Size { rows: ROW_UNIT, cols: width, inner, words };
-            let left = Left::columns(&ds_along_keys[row..], ROWS);
-            let right = Right { values: block.k_right, stride: width };
-            product(isa, size, left, right, true, &mut self.dq[row * width..], width);
-        }
+        let right = Right { values: block.k_right, stride: width };
+        add_of_keys(isa, words, (rows, keys), ds_along_keys, right, self.dq);
     }
 
     /// The softmax of the rows and the keys at hand, and the gradient of their scores.

@@ -370,6 +370,24 @@ kernel! {
     }
 }
 
+/// Adds to the rows `to` of a block of queries what the keys that they see give them: `weights`, with the keys along its
+/// columns, times the rows of `right`, both in words along the keys.
+pub(super) fn add_of_keys(
+    isa: Isa,
+    words: Words,
+    (rows, keys): (RowBlock<'_>, &Range<usize>),
+    weights: &[f32],
+    right: Right<'_>,
+    to: &mut [f32],
+) {
+    let cols = right.stride;
+    for row in (0..rows.len).step_by(ROW_UNIT) {
+        let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
+        let size = Size { rows: ROW_UNIT, cols, inner, words };
+        product(isa, size, Left::columns(&weights[row..], ROWS), right, true, &mut to[row * cols..], cols);
+    }
+}
+
 /// A product cut into tiles that fit registers. They divide the units whatever the width of vectors: 8 x 32 or 8 x 16
 /// elements, 4 x 16, 4 x 8.
 ///

@@ -9,8 +9,8 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, pair_rows, product, round_rows,
-    transposed_words,
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, add_of_keys, pair_rows, product,
+    round_rows, transposed_words,
 };
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
@@ -222,7 +222,6 @@ impl<'a> Task<'a> {
     /// Takes the keys at hand into the sums of a block of rows.
     fn add_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, shared: &mut Shared<'_>, state: State<'_>) {
         let (isa, words) = (self.ctx.isa(), self.words);
-        let value_width = shared.value_width;
         let k = Left::rows(shared.k, words.count(shared.width));
         for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
             let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
@@ -242,13 +241,8 @@ impl<'a> Task<'a> {
             }
         }
         let weights = if words == Words::Pairs { &*shared.weights } else { &*shared.scores };
-        for row in (0..rows.len).step_by(ROW_UNIT) {
-            let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
-            let size = Size { rows: ROW_UNIT, cols: value_width, inner, words };
-            let left = Left::columns(&weights[row..], ROWS);
-            let right = Right { values: shared.v, stride: value_width };
-            product(isa, size, left, right, true, &mut state.o[row * value_width..], value_width);
-        }
+        let right = Right { values: shared.v, stride: shared.value_width };
+        add_of_keys(isa, words, (rows, keys), weights, right, state.o);
     }
 }
 

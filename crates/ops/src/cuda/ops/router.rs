@@ -106,19 +106,8 @@ pub(crate) fn sort_choices(
     unsafe { on.launch(&ROUTER, "scan_cells", num_experts, &args) };
     // The number of rows decides sizes: the one thing that the host waits for.
     let counts = counts.u32s().to_vec();
-    let mut offsets = vec![0; num_experts + 1];
-    for (e, &count) in counts.iter().enumerate() {
-        offsets[e + 1] = offsets[e] + count.min(limit);
-    }
-    let num_rows = offsets[num_experts] as usize;
-    let first_rows = on.u32s(&offsets);
-    let mut sorted = SortedChoices {
-        counts,
-        offsets,
-        tokens: on.empty(&[num_rows], DType::U32),
-        weights: on.empty(&[num_rows], DType::F32),
-        token_rows: on.empty(&[num_tokens, k], DType::U32),
-    };
+    let mut sorted = SortedChoices::with_room(counts, limit, (num_tokens, k), |shape, dtype| on.empty(shape, dtype));
+    let first_rows = on.u32s(&sorted.offsets);
     debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
     let args = [
         on.read(ids),
