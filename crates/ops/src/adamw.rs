@@ -6,6 +6,7 @@
 use moeworks_tensor::{Tensor, bf16};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, kernel};
 
@@ -44,14 +45,19 @@ pub struct AdamWTensors<'a> {
 
 /// One AdamW step on one parameter.
 pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
+    let len = tensors.param.len();
+    let lens = (tensors.grad.len(), tensors.m.len(), tensors.v.len());
+    assert_eq!(lens, (len, len, len), "adamw: tensors for a parameter {:?}", tensors.param.shape());
+    let has_room = tensors.compute.as_ref().is_none_or(|compute| compute.len() == len);
+    assert!(has_room, "adamw: the copy of a parameter {:?}", tensors.param.shape());
+    let factors = Factors::of(step);
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::adamw(on, &factors, tensors);
+    }
     let AdamWTensors { param, grad, m, v, compute } = tensors;
-    let len = param.len();
-    assert_eq!((grad.len(), m.len(), v.len()), (len, len, len), "adamw: tensors for a parameter {:?}", param.shape());
     let has_copy = compute.is_some();
     let mut empty: [bf16; 0] = [];
     let compute = compute.map_or(&mut empty[..], |compute| compute.bf16s_mut());
-    assert!(!has_copy || compute.len() == len, "adamw: the copy of a parameter {:?}", param.shape());
-    let factors = Factors::of(step);
     let grad = grad.f32s();
     let (param, m, v) = (Lent::new(param.f32s_mut()), Lent::new(m.f32s_mut()), Lent::new(v.f32s_mut()));
     let compute = Lent::new(compute);
@@ -69,16 +75,16 @@ pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
 }
 
 /// The numbers of a step, computed once in f64.
-struct Factors {
-    grad_scale: f32,
-    keep: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    inv_root_correction2: f32,
-    eps: f32,
-    step_size: f32,
+pub(crate) struct Factors {
+    pub(crate) grad_scale: f32,
+    pub(crate) keep: f32,
+    pub(crate) beta1: f32,
+    pub(crate) one_minus_beta1: f32,
+    pub(crate) beta2: f32,
+    pub(crate) one_minus_beta2: f32,
+    pub(crate) inv_root_correction2: f32,
+    pub(crate) eps: f32,
+    pub(crate) step_size: f32,
 }
 
 impl Factors {

@@ -22,6 +22,7 @@ mod forward;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 
 pub use biased::{ScoreRule, attention_biased};
 
@@ -70,6 +71,9 @@ pub fn attention_with_sinks(
 ) -> (Tensor, Tensor) {
     shape.check(q, k, v);
     assert!(sinks.is_none_or(|sinks| sinks.len() == shape.num_heads), "attention: sinks, {shape:?}");
+    if let Some(on) = On::of(ctx).filter(|_| cuda::attention::takes(shape)) {
+        return cuda::attention::forward(on, (q, k, v), sinks, shape);
+    }
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
     if shape.seq_len == 1 && !o.is_empty() {
@@ -114,6 +118,9 @@ pub fn attention_backward(
     let num_rows = shape.batch * shape.num_heads * shape.seq_len;
     let num_outputs = num_rows * shape.value_dim;
     assert_eq!((d_o.len(), o.len(), lse.len()), (num_outputs, num_outputs, num_rows), "attention backward: {shape:?}");
+    if let Some(on) = On::of(ctx).filter(|_| cuda::attention::takes(shape)) {
+        return cuda::attention::backward(on, d_o, (q, k, v), (o, lse), shape);
+    }
     let mut grads = backward::Grads {
         dq: ctx.empty(q.shape(), DType::F32),
         dk: ctx.zeros(k.shape(), DType::F32),

@@ -3,6 +3,7 @@
 use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
 use crate::random::fill_normals;
@@ -11,6 +12,9 @@ use crate::simd::{Float, LANES, kernel, with_float};
 /// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     assert_eq!(y.len(), x.len(), "add_assign: y {:?}, x {:?}", y.shape(), x.shape());
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::add_assign(on, y, x);
+    }
     with_float!(x.dtype(), T => {
         let x = x.slice::<T>();
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |index, y| {
@@ -29,6 +33,9 @@ kernel! {
 
 /// `y *= s`, with `y` f32 or bf16.
 pub fn scale_assign(ctx: &Context, y: &mut Tensor, s: f32) {
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::scale_assign(on, y, s);
+    }
     with_float!(y.dtype(), T => {
         ctx.threads().run_pieces(y.slice_mut::<T>(), PIECE, |_, y| scale_kernel::<T>(ctx.isa(), y, s));
     });
@@ -48,6 +55,9 @@ pub fn add_rows(ctx: &Context, y: &mut Tensor, bias: &Tensor) {
     assert_eq!(bias.len(), cols, "add_rows: y {:?}, bias {:?}", y.shape(), bias.shape());
     if y.is_empty() {
         return;
+    }
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::add_rows(on, y, bias);
     }
     let bias = bias.to_f32_vec();
     with_float!(y.dtype(), T => {
@@ -120,6 +130,9 @@ pub fn clip_backward_assign(ctx: &Context, dy: &mut Tensor, y: &Tensor, limit: f
 /// A copy of `x` (f32 or bf16) as `dtype` (f32 or bf16), rounded to the nearest, ties to even.
 #[must_use]
 pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::cast(on, x, dtype);
+    }
     let mut y = ctx.empty(x.shape(), dtype);
     cast_into(ctx, x, &mut y);
     y
@@ -134,6 +147,9 @@ pub fn into_type(ctx: &Context, x: Tensor, dtype: DType) -> Tensor {
 /// Writes `x` into `y`, which has as many elements and its own float type.
 pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
     assert_eq!(y.len(), x.len(), "cast_into: y {:?}, x {:?}", y.shape(), x.shape());
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::cast_into(on, x, y);
+    }
     with_float!(x.dtype(), X => with_float!(y.dtype(), Y => {
         let mut to = y.slice_mut::<Y>();
         for x in x.parts() {
@@ -159,6 +175,9 @@ kernel! {
 /// if an element is not.
 #[must_use]
 pub fn sum_of_squares(ctx: &Context, x: &Tensor) -> f64 {
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::sum_of_squares(on, x);
+    }
     let mut partial = vec![0.0; x.len().div_ceil(PIECE)];
     with_float!(x.dtype(), T => {
         let x = x.slice::<T>();

@@ -3,6 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 
@@ -11,6 +12,9 @@ use crate::simd::{Float, kernel, with_float};
 pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
     let cols = table.cols();
     check_ids(ids, table);
+    if let Some(on) = On::of(ctx).filter(|_| !table.dtype().is_quantized()) {
+        return cuda::elementwise::embedding(on, ids, table, out);
+    }
     let mut y = ctx.empty(&[ids.len(), cols], out);
     if cols == 0 {
         return y;
@@ -44,6 +48,9 @@ pub fn embedding_backward(ctx: &Context, ids: &[u32], dy: &Tensor, dtable: &mut 
     let cols = dtable.cols();
     check_ids(ids, dtable);
     assert_eq!((dy.len(), dy.cols()), (ids.len() * cols, cols), "embedding backward: dy {:?}", dy.shape());
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::embedding_backward(on, ids, dy, dtable);
+    }
     with_float!(dy.dtype(), T => {
         let dy = dy.slice::<T>();
         let dtable = Lent::new(dtable.f32s_mut());

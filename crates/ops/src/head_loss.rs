@@ -5,6 +5,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::{add_rows, sum_rows};
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::parallel::{Lent, PIECE, piece_range};
@@ -117,6 +118,29 @@ pub fn head_loss_backward_biased(
 /// The loss of a chunk; with a scale, the logits are replaced by their gradient. Losses are added up in the order of the
 /// tokens, in f64.
 fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> HeadLoss {
+    let losses = match On::of(ctx) {
+        Some(on) => {
+            let rows = cuda::head_loss::softmax_rows(on, logits, targets, grad_scale);
+            rows.iter()
+                .map(|row| RowLoss {
+                    nats: f64::from(row.sum).ln() - f64::from(row.distance),
+                    is_correct: row.is_correct,
+                })
+                .collect()
+        }
+        None => row_losses(ctx, logits, targets, grad_scale),
+    };
+    let mut total = HeadLoss::default();
+    for (loss, _) in losses.iter().zip(targets).filter(|(_, target)| **target != IGNORE) {
+        total.loss_sum += loss.nats;
+        total.num_targets += 1;
+        total.num_correct += usize::from(loss.is_correct);
+    }
+    total
+}
+
+/// What each row of logits gives, nothing for one that is ignored.
+fn row_losses(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> Vec<RowLoss> {
     let cols = logits.cols();
     let rows_per_task = (PIECE / cols).max(1);
     let mut losses = vec![RowLoss::default(); targets.len()];
@@ -136,13 +160,7 @@ fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale:
             *loss = row_kernel(ctx.isa(), row, target as usize, grad_scale);
         }
     });
-    let mut total = HeadLoss::default();
-    for (loss, _) in losses.iter().zip(targets).filter(|(_, target)| **target != IGNORE) {
-        total.loss_sum += loss.nats;
-        total.num_targets += 1;
-        total.num_correct += usize::from(loss.is_correct);
-    }
-    total
+    losses
 }
 
 #[derive(Clone, Copy, Default)]

@@ -5,9 +5,12 @@
 //! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction. A table
 //! with an amplitude also scales; then backward scales too, as the transposed map does.
 
-use moeworks_tensor::Tensor;
+use std::sync::OnceLock;
+
+use moeworks_tensor::{MemoryPool, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 
@@ -30,6 +33,8 @@ pub struct RopeTable {
     max_len: usize,
     /// `[max_len, 2, half]`: the cosines of a position, then its sines.
     values: Vec<f32>,
+    /// The same as a tensor, for a GPU, once one has asked.
+    tensor: OnceLock<Tensor>,
 }
 
 impl RopeTable {
@@ -53,7 +58,7 @@ impl RopeTable {
             values.extend(frequencies.iter().map(|frequency| (amplitude * angle(frequency).cos()) as f32));
             values.extend(frequencies.iter().map(|frequency| (amplitude * angle(frequency).sin()) as f32));
         }
-        Self { layout, half, max_len, values }
+        Self { layout, half, max_len, values, tensor: OnceLock::new() }
     }
 
     /// Positions that the table has.
@@ -66,6 +71,10 @@ impl RopeTable {
     #[must_use]
     pub fn head_dim(&self) -> usize {
         self.layout.head_dim
+    }
+
+    fn tensor(&self, pool: &MemoryPool) -> &Tensor {
+        self.tensor.get_or_init(|| Tensor::from_slice(pool, &[self.values.len()], &self.values))
     }
 
     /// The same angles for other heads.
@@ -107,8 +116,14 @@ pub fn rope(ctx: &Context, x: &mut Tensor, table: &RopeTable, positions: &[u32],
     if cols == 0 {
         return;
     }
-    let rows_per_task = (PIECE / cols).max(1);
     let sign = if direction == Rotation::Forward { 1.0 } else { -1.0 };
+    if let Some(on) = On::of(ctx) {
+        let RopeLayout { head_dim, start, is_interleaved } = table.layout;
+        let (angles, half) = (table.tensor(ctx.pool()), table.half);
+        let rotation = cuda::elementwise::Rotation { angles, head_dim, start, half, is_interleaved, sign };
+        return cuda::elementwise::rope(on, x, &rotation, positions);
+    }
+    let rows_per_task = (PIECE / cols).max(1);
     with_float!(x.dtype(), T => {
         ctx.threads().run_pieces(x.slice_mut::<T>(), rows_per_task * cols, |task, x| {
             let positions = &positions[piece_range(task, rows_per_task, rows)];

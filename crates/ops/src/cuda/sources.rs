@@ -32,9 +32,25 @@ sources! {
         "rms_norm_backward_f32_f32", "rms_norm_backward_f32_bf16", "rms_norm_backward_bf16_f32", "rms_norm_backward_bf16_bf16",
         "rms_norm_add_partials",
     ];
-    GROUPED = "grouped": ["rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "up_paired", "up_single", "plain_up_paired", "plain_up_single", "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "add_row_biases", "combine_rows", "add_row_parts"];
-    ROUTER = "router": ["softmax_top_k", "sum_scores", "softmax_top_k_backward", "count_choices", "scan_cells", "place_choices"];
-    ELEMENTWISE = "elementwise": ["cast_elements"];
+    GROUPED = "grouped": [
+        "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
+        "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "add_row_biases",
+        "combine_rows", "add_row_parts",
+    ];
+    ROUTER = "router": [
+        "softmax_top_k", "sum_scores", "softmax_top_k_backward", "count_choices", "scan_cells", "place_choices",
+    ];
+    ATTENTION = "attention": [
+        "attention_delta",
+        "attention_64", "attention_backward_queries_64", "attention_backward_keys_64",
+        "attention_128", "attention_backward_queries_128", "attention_backward_keys_128",
+        "attention_256", "attention_backward_queries_256", "attention_backward_keys_256",
+    ];
+    ELEMENTWISE = "elementwise": [
+        "cast_elements", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
+        "add_rows_of_ids", "rotate",
+    ];
+    HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 
 impl Source {

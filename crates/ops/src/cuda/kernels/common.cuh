@@ -69,6 +69,12 @@ DEVICE u16 round_bf16(float x) {
 DEVICE u32 pack_bf16(float low, float high) { return (u32)round_bf16(low) | ((u32)round_bf16(high) << 16); }
 DEVICE void store(float& to, float x) { to = x; }
 DEVICE void store(bf16& to, float x) { to.bits = round_bf16(x); }
+// Any float type, known at run time.
+DEVICE f32 load_any(const void* p, u32 is_bf16, u64 i) { return is_bf16 ? load(((const bf16*)p)[i]) : ((const f32*)p)[i]; }
+DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
+    if (is_bf16) store(((bf16*)p)[i], x);
+    else ((f32*)p)[i] = x;
+}
 
 // Sums and maxima over a warp, the same in every lane and in the same order always.
 DEVICE float warp_sum(float x) {

@@ -1,13 +1,83 @@
-// Operations that treat every element alike.
-
-DEVICE f32 load_any(const void* p, u32 is_bf16, u64 i) { return is_bf16 ? load(((const bf16*)p)[i]) : ((const f32*)p)[i]; }
-DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
-    if (is_bf16) store(((bf16*)p)[i], x);
-    else ((f32*)p)[i] = x;
-}
+// Operations that treat every element alike, and lookups of rows.
 
 #define FOR_EACH(i, len) for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (len); i += (u64)gridDim.x * blockDim.x)
 
 KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u32 len) {
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(x, x_bf16, i));
+}
+
+KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u32 len) {
+    FOR_EACH(i, len) y[i] += load_any(x, x_bf16, i);
+}
+
+KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u32 len) {
+    FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor);
+}
+
+// y [rows, columns] += bias [columns].
+KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u32 len, u32 columns) {
+    FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);
+}
+
+// One sum of squares for each block, of the elements that are its own, added up in f64 in an order that the length fixes.
+KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 len) {
+    __shared__ double all[256];
+    double sum = 0.0;
+    FOR_EACH(i, len) {
+        double value = load_any(x, x_bf16, i);
+        sum += value * value;
+    }
+    all[threadIdx.x] = sum;
+    for (u32 half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) all[threadIdx.x] += all[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = all[0];
+}
+
+// One step of AdamW; see adamw.rs for the formulas. `compute` may be null.
+KERNEL(256) adamw_step(f32* param, const f32* grad, f32* m, f32* v, bf16* compute, u32 len, f32 grad_scale, f32 keep, f32 beta1,
+                       f32 one_minus_beta1, f32 beta2, f32 one_minus_beta2, f32 inv_root_correction2, f32 eps, f32 step_size) {
+    FOR_EACH(i, len) {
+        f32 g = grad[i] * grad_scale;
+        m[i] = fmaf(m[i], beta1, g * one_minus_beta1);
+        v[i] = fmaf(v[i], beta2, g * g * one_minus_beta2);
+        f32 root = fmaf(sqrtf(v[i]), inv_root_correction2, eps);
+        f32 p = param[i] * keep - step_size * (m[i] / root);
+        param[i] = p;
+        if (compute) store(compute[i], p);
+    }
+}
+
+// y [rows, width] = the rows of `table` that `ids` name.
+KERNEL(256) gather_rows(const u32* ids, const void* table, u32 table_bf16, void* y, u32 y_bf16, u32 width) {
+    u64 from = (u64)ids[blockIdx.x] * width, to = (u64)blockIdx.x * width;
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) store_any(y, y_bf16, to + i, load_any(table, table_bf16, from + i));
+}
+
+// Row `ids[b]` of `table` += the rows of dy that `rows[starts[b]..starts[b + 1]]` name, in this order.
+KERNEL(256) add_rows_of_ids(const u32* ids, const u32* starts, const u32* rows, const void* dy, u32 dy_bf16, f32* table, u32 width) {
+    u32 first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+    f32* to = table + (u64)ids[blockIdx.x] * width;
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
+        f32 sum = to[i];
+        for (u32 row = first; row < end; row++) sum += load_any(dy, dy_bf16, (u64)rows[row] * width + i);
+        to[i] = sum;
+    }
+}
+
+// Rotates the pairs of every head of row blockIdx.x of x by the angle of its position. `angles` [positions, 2, half] are
+// cosines, then sines.
+KERNEL(256) rotate(void* x, u32 x_bf16, const f32* angles, const u32* positions, u32 columns, u32 head_dim, u32 start, u32 half,
+                   u32 is_interleaved, f32 sign) {
+    const f32* cosines = angles + (u64)positions[blockIdx.x] * 2 * half;
+    u32 pairs = columns / head_dim * half;
+    for (u32 i = threadIdx.x; i < pairs; i += blockDim.x) {
+        u32 pair = i % half;
+        u64 head = (u64)blockIdx.x * columns + i / half * head_dim + start;
+        u64 low = head + (is_interleaved ? 2 * pair : pair), high = head + (is_interleaved ? 2 * pair + 1 : pair + half);
+        f32 a = load_any(x, x_bf16, low), b = load_any(x, x_bf16, high), cosine = cosines[pair], sine = cosines[half + pair] * sign;
+        store_any(x, x_bf16, low, fmaf(a, cosine, -(b * sine)));
+        store_any(x, x_bf16, high, fmaf(b, cosine, a * sine));
+    }
 }

@@ -69,13 +69,6 @@ DEVICE f32 pull_back(Shape s, f32 da, f32& gate, f32& up) {
 
 DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
 
-// Any float type, known at run time.
-DEVICE f32 load_any(const void* p, u32 is_bf16, u64 i) { return is_bf16 ? load(((const bf16*)p)[i]) : ((const f32*)p)[i]; }
-DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
-    if (is_bf16) store(((bf16*)p)[i], x);
-    else ((f32*)p)[i] = x;
-}
-
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row ----
 
 struct Store {

@@ -1,16 +1,153 @@
-//! Conversions of elements on a GPU.
+//! [`elementwise`](crate::elementwise), [`adamw`](crate::adamw), [`embedding`](crate::embedding) and [`rope`](crate::rope) on a GPU.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS};
+use crate::adamw::{AdamWTensors, Factors};
 use crate::cuda::sources::ELEMENTWISE;
 
-/// A copy of `x` (f32 or bf16) as `dtype` (f32 or bf16), rounded to the nearest, ties to even.
-pub(super) fn cast(on: On<'_>, x: &Tensor, dtype: DType) -> Tensor {
+/// Blocks for `len` elements: each thread takes some, so that launches of any length are of moderate size.
+fn blocks(len: usize) -> usize {
+    len.div_ceil(THREADS * 4)
+}
+
+fn is_bf16(tensor: &Tensor) -> bool {
+    tensor.dtype() == DType::BF16
+}
+
+pub(crate) fn cast(on: On<'_>, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = on.empty(x.shape(), dtype);
-    let is_bf16 = |dtype: DType| (dtype == DType::BF16).into();
-    let args = [on.read(x), is_bf16(x.dtype()), on.write(&mut y), is_bf16(dtype), x.len().into()];
-    // SAFETY: a thread reads and writes its elements, of as many as both have.
-    unsafe { on.launch(&ELEMENTWISE, "cast_elements", x.len().div_ceil(4 * THREADS), &args) };
+    cast_into(on, x, &mut y);
     y
+}
+
+pub(crate) fn cast_into(on: On<'_>, x: &Tensor, y: &mut Tensor) {
+    let (len, y_bf16) = (x.len(), is_bf16(y));
+    let args = [on.read(x), is_bf16(x).into(), on.write(y), y_bf16.into(), len.into()];
+    // SAFETY: a thread reads and writes its elements, of as many as both have.
+    unsafe { on.launch(&ELEMENTWISE, "cast_elements", blocks(len), &args) };
+}
+
+pub(crate) fn add_assign(on: On<'_>, y: &mut Tensor, x: &Tensor) {
+    let len = x.len();
+    let args = [on.write(y), on.read(x), is_bf16(x).into(), len.into()];
+    // SAFETY: as above.
+    unsafe { on.launch(&ELEMENTWISE, "add_elements", blocks(len), &args) };
+}
+
+pub(crate) fn scale_assign(on: On<'_>, y: &mut Tensor, factor: f32) {
+    let (len, y_bf16) = (y.len(), is_bf16(y));
+    let args = [on.write(y), y_bf16.into(), factor.into(), len.into()];
+    // SAFETY: a thread reads and writes its elements.
+    unsafe { on.launch(&ELEMENTWISE, "scale_elements", blocks(len), &args) };
+}
+
+pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
+    let (len, columns, y_bf16, bias) = (y.len(), y.cols(), is_bf16(y), on.f32s(bias));
+    let args = [on.write(y), y_bf16.into(), on.read(&bias), len.into(), columns.into()];
+    // SAFETY: as above; the bias is as long as a row.
+    unsafe { on.launch(&ELEMENTWISE, "add_bias", blocks(len), &args) };
+}
+
+/// The partial sums are added up here, in order.
+pub(crate) fn sum_of_squares(on: On<'_>, x: &Tensor) -> f64 {
+    let num_sums = blocks(x.len());
+    // An f64 has the place of two 32-bit numbers.
+    let mut sums = on.empty(&[num_sums, 2], DType::U32);
+    let args = [on.read(x), is_bf16(x).into(), on.write(&mut sums), x.len().into()];
+    // SAFETY: a block writes its sum.
+    unsafe { on.launch(&ELEMENTWISE, "sums_of_squares", num_sums, &args) };
+    let halves = sums.u32s().as_chunks::<2>().0;
+    halves.iter().map(|[low, high]| f64::from_bits(u64::from(*low) | u64::from(*high) << 32)).sum()
+}
+
+pub(crate) fn adamw(on: On<'_>, factors: &Factors, tensors: AdamWTensors<'_>) {
+    let AdamWTensors { param, grad, m, v, compute } = tensors;
+    let len = param.len();
+    let compute = compute.map_or(crate::cuda::Arg::none(), |compute| on.write(compute));
+    let args = [
+        on.write(param),
+        on.read(grad),
+        on.write(m),
+        on.write(v),
+        compute,
+        len.into(),
+        factors.grad_scale.into(),
+        factors.keep.into(),
+        factors.beta1.into(),
+        factors.one_minus_beta1.into(),
+        factors.beta2.into(),
+        factors.one_minus_beta2.into(),
+        factors.inv_root_correction2.into(),
+        factors.eps.into(),
+        factors.step_size.into(),
+    ];
+    // SAFETY: a thread reads and writes its elements of tensors that have as many.
+    unsafe { on.launch(&ELEMENTWISE, "adamw_step", blocks(len), &args) };
+}
+
+pub(crate) fn embedding(on: On<'_>, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
+    let (mut y, list) = (on.empty(&[ids.len(), table.cols()], out), on.u32s(ids));
+    let y_bf16 = is_bf16(&y);
+    let args =
+        [on.read(&list), on.read(table), is_bf16(table).into(), on.write(&mut y), y_bf16.into(), table.cols().into()];
+    // SAFETY: the ids are rows of the table, and a block writes its row.
+    unsafe { on.launch(&ELEMENTWISE, "gather_rows", ids.len(), &args) };
+    y
+}
+
+/// Tokens are put in the order of their ids first, so that one block has all rows of an id.
+pub(crate) fn embedding_backward(on: On<'_>, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    order.sort_by_key(|&token| ids[token as usize]);
+    let (mut used, mut starts) = (Vec::new(), Vec::new());
+    for (i, &token) in order.iter().enumerate() {
+        if used.last() != Some(&ids[token as usize]) {
+            used.push(ids[token as usize]);
+            starts.push(i as u32);
+        }
+    }
+    starts.push(ids.len() as u32);
+    let (used, starts, order) = (on.u32s(&used), on.u32s(&starts), on.u32s(&order));
+    let width = dtable.cols();
+    let args = [
+        on.read(&used),
+        on.read(&starts),
+        on.read(&order),
+        on.read(dy),
+        is_bf16(dy).into(),
+        on.write(dtable),
+        width.into(),
+    ];
+    // SAFETY: a block adds to the row of its id, which no other block has.
+    unsafe { on.launch(&ELEMENTWISE, "add_rows_of_ids", used.len(), &args) };
+}
+
+/// What a rotation needs besides the tensor and the positions.
+pub(crate) struct Rotation<'a> {
+    /// `[positions, 2, half]`: cosines, then sines.
+    pub(crate) angles: &'a Tensor,
+    pub(crate) head_dim: usize,
+    pub(crate) start: usize,
+    pub(crate) half: usize,
+    pub(crate) is_interleaved: bool,
+    pub(crate) sign: f32,
+}
+
+pub(crate) fn rope(on: On<'_>, x: &mut Tensor, rotation: &Rotation<'_>, positions: &[u32]) {
+    let (columns, x_bf16, list) = (x.cols(), is_bf16(x), on.u32s(positions));
+    let args = [
+        on.write(x),
+        x_bf16.into(),
+        on.read(rotation.angles),
+        on.read(&list),
+        columns.into(),
+        rotation.head_dim.into(),
+        rotation.start.into(),
+        rotation.half.into(),
+        rotation.is_interleaved.into(),
+        rotation.sign.into(),
+    ];
+    // SAFETY: a block rotates its row; positions are those of the table.
+    unsafe { on.launch(&ELEMENTWISE, "rotate", positions.len(), &args) };
 }

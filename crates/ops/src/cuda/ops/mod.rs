@@ -3,9 +3,11 @@
 //! The twin has checked shapes before it comes here. Each launch's safety rests on that: kernels stay inside the sizes that
 //! they are given.
 
-mod elementwise;
+pub(crate) mod attention;
+pub(crate) mod elementwise;
 pub(crate) mod experts;
 mod grouped;
+pub(crate) mod head_loss;
 pub(crate) mod linear;
 pub(crate) mod rms_norm;
 pub(crate) mod router;

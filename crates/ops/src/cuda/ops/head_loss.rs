@@ -1,0 +1,34 @@
+//! The loss of rows of logits on a GPU: see [`head_loss`](crate::head_loss). A block has a row.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::On;
+use crate::cuda::sources::HEAD_LOSS;
+
+/// What a row's loss is computed from, with the target's place among the others.
+pub(crate) struct Row {
+    /// The sum of exponentials relative to the largest logit.
+    pub(crate) sum: f32,
+    /// The target's logit less the largest one.
+    pub(crate) distance: f32,
+    /// Whether the target is the first of the largest.
+    pub(crate) is_correct: bool,
+}
+
+/// What each row gives; with a scale, the logits are replaced by their gradient. Of a row without a target nothing is said.
+pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> Vec<Row> {
+    let (columns, list) = (logits.cols(), on.u32s(targets));
+    let mut results = on.empty(&[targets.len(), 3], DType::F32);
+    let args = [
+        on.write(logits),
+        on.read(&list),
+        on.write(&mut results),
+        columns.into(),
+        grad_scale.is_some().into(),
+        grad_scale.unwrap_or(0.0).into(),
+    ];
+    // SAFETY: a block reads and writes its row; targets are columns, or none.
+    unsafe { on.launch(&HEAD_LOSS, "cross_entropy", targets.len(), &args) };
+    let rows = results.f32s().as_chunks::<3>().0;
+    rows.iter().map(|&[sum, distance, is_correct]| Row { sum, distance, is_correct: is_correct == 1.0 }).collect()
+}
