@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use moeworks_ops::cuda::DeviceChoice;
 
 /// Train, balance and serve Mixture-of-Experts models.
 #[derive(Debug, Parser)]
@@ -79,6 +80,9 @@ pub(crate) struct TrainArgs {
     /// Ranks that share each layer between them: only 1, tensor parallelism is not there yet
     #[arg(long, value_name = "N", default_value_t = 1, hide = true)]
     pub(crate) tp: u64,
+    /// What computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set train.device=NAME)
+    #[arg(long, value_name = "NAME")]
+    pub(crate) device: Option<DeviceChoice>,
     /// Let the ranks' threads run on any core (same as --set parallel.pin=false)
     #[arg(long)]
     pub(crate) no_pin: bool,
@@ -125,9 +129,19 @@ pub(crate) struct ComputeArgs {
     /// Precision of the products: that of the weights as they are stored, f32 or bf16
     #[arg(long, default_value = "stored")]
     pub(crate) precision: String,
+    #[command(flatten)]
+    pub(crate) machine: MachineArgs,
+}
+
+/// What computes.
+#[derive(Debug, Args)]
+pub(crate) struct MachineArgs {
     /// Threads (0: one for each core)
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,
+    /// cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto: a GPU if there is one
+    #[arg(long, default_value_t)]
+    pub(crate) device: DeviceChoice,
 }
 
 #[derive(Debug, Args)]
@@ -178,12 +192,8 @@ pub(crate) struct EvaluateArgs {
     /// Sequences at most (0: all of the text)
     #[arg(long, default_value_t = 0)]
     pub(crate) max_sequences: usize,
-    /// Precision of the products: that of the weights as they are stored, f32 or bf16
-    #[arg(long, default_value = "stored")]
-    pub(crate) precision: String,
-    /// Threads (0: one for each core)
-    #[arg(long, default_value_t = 0)]
-    pub(crate) threads: usize,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -239,12 +249,8 @@ pub(crate) struct RoutingArgs {
     /// How much of the text is shown, from its beginning
     #[arg(long, value_name = "N", default_value_t = 2000)]
     pub(crate) max_tokens: usize,
-    /// Precision of the products: that of the weights as they are stored, f32 or bf16
-    #[arg(long, default_value = "stored")]
-    pub(crate) precision: String,
-    /// Threads (0: one for each core)
-    #[arg(long, default_value_t = 0)]
-    pub(crate) threads: usize,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
 }
 
 #[derive(Debug, Args)]
@@ -322,9 +328,8 @@ pub(crate) struct BenchArgs {
     /// For `decode`: this model instead (a run, a checkpoint, a model folder or a GGUF file)
     #[arg(long)]
     pub(crate) model: Option<PathBuf>,
-    /// Threads (0: one for each core)
-    #[arg(long, default_value_t = 0)]
-    pub(crate) threads: usize,
+    #[command(flatten)]
+    pub(crate) machine: MachineArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

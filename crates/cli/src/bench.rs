@@ -35,7 +35,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         _ if args.link.is_some() => return Err(Failure::input("--link is for `bench overlap`")),
         _ => {}
     }
-    let ctx = crate::model::context(args.threads);
+    let ctx = crate::model::context(&args.machine)?;
     if args.filter == "moe" {
         moe::answer(&ctx)?;
         return Ok(ExitCode::SUCCESS);
@@ -75,7 +75,7 @@ impl Output {
         if self.is_json {
             return;
         }
-        println!("{} threads, {:?} kernels", ctx.threads().count(), ctx.isa());
+        println!("{}", ctx.describe());
         println!("peaks measured now, on registers alone and reading memory:");
         println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
         if let Some(flops) = peaks.bf16_flops {
@@ -105,7 +105,8 @@ impl Output {
         }
         let mut config = RunConfig::default();
         config.model.vocab_size = BYTE_VOCABULARY;
-        config.train.threads = args.threads;
+        config.train.threads = args.machine.threads;
+        config.train.device = args.machine.device;
         config.train.precision = precision;
         let speed = tokens_per_second(&config)?;
         self.cases.push(json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "share_of_peak": speed.mfu }));
@@ -134,12 +135,7 @@ impl Output {
             }
         }
         if !self.is_json {
-            println!(
-                "{} threads, {:?} kernels, memory {:.1} GB/s",
-                ctx.threads().count(),
-                ctx.isa(),
-                peaks.read_bytes_per_s / 1e9
-            );
+            println!("{}, memory {:.1} GB/s", ctx.describe(), peaks.read_bytes_per_s / 1e9);
             tables::print(&decode::HEADER, &rows);
         }
         Ok(())
@@ -165,7 +161,7 @@ impl Output {
             })?;
         }
         if !self.is_json {
-            println!("{} threads, {:?} kernels, {shape:?}", ctx.threads().count(), ctx.isa());
+            println!("{}, {shape:?}", ctx.describe());
             tables::print(&["routing", "ms", "layer's forward, ms", "share", "experts a token"], &rows);
         }
         Ok(())
@@ -180,6 +176,7 @@ impl Output {
         let value = json!({
             "threads": ctx.threads().count(),
             "kernels": format!("{:?}", ctx.isa()),
+            "device": ctx.describe(),
             "f32_flops_per_s": peaks.f32_flops,
             "bf16_flops_per_s": peaks.bf16_flops,
             "read_bytes_per_s": peaks.read_bytes_per_s,

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use moeworks_model::hf::{self, ModelFolder, Quantize, SaveOptions, Saved, copy_companions};
 use moeworks_model::safetensors::FileDType;
 use moeworks_model::{ModelConfig, UpcycleOptions};
+use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType};
 use moeworks_train::store::{Pick, resolve_run};
 
@@ -19,7 +20,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let only_experts = only_experts(args.only.as_deref())?;
     let source = Source::open(&args.model)?;
     check_target(source.path(), &args.out)?;
-    let ctx = crate::model::context(0);
+    let ctx = Context::cpu_all_cores();
     let (config, mut weights) = source.load(&ctx)?;
     if let Some(dtype) = dtype.filter(|_| weights.has_blocks()) {
         weights = weights.compute_copy(&ctx, if dtype == FileDType::BF16 { DType::BF16 } else { DType::F32 });
@@ -45,7 +46,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
 pub(crate) fn upcycle(args: &UpcycleArgs) -> Result<ExitCode, Failure> {
     let from = resolve_run(&args.dense, Pick::Latest)?.model_dir;
     check_target(&from, &args.out)?;
-    let ctx = crate::model::context(0);
+    let ctx = Context::cpu_all_cores();
     let (config, mut weights) = hf::load_model(&ctx, &from)?;
     if weights.has_blocks() {
         weights = weights.compute_copy(&ctx, DType::F32);

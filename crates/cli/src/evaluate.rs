@@ -22,7 +22,7 @@ const BATCH_TOKENS: usize = 4096;
 const DEFAULT_SEQ_LEN: usize = 1024;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
-    let model = Model::load(&args.model, &args.precision, args.threads)?;
+    let model = Model::load(&args.model, &args.compute)?;
     let config = model.decoder.config();
     let (longest, has_encoder) = (config.max_seq_len, config.variant.encoder.is_some());
     let seq_len = args.seq_len.unwrap_or(DEFAULT_SEQ_LEN.min(longest));

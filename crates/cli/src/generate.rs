@@ -20,7 +20,7 @@ const DEFAULT_TOKENS: usize = 200;
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let mut sampler = sampler(&args.sampling)?;
     let text = if args.prompt == "-" { prompt_of_stdin()? } else { args.prompt.clone() };
-    let model = Model::load(&args.model, &args.compute.precision, args.compute.threads)?;
+    let model = Model::load(&args.model, &args.compute)?;
     let mut prompt =
         if model.has_encoder() { model.tokenizer.encode_source(&text)? } else { model.tokenizer.encode(&text)? };
     if prompt.is_empty() {

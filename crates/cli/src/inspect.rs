@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use moeworks_model::{DecoderWeights, ModelConfig};
+use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use moeworks_train::metrics::{Record, read_last_record};
 use serde_json::{Value, json};
@@ -20,7 +21,7 @@ const DEFAULT_TOKENS: usize = 4096;
 
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
-    let ctx = crate::model::context(0);
+    let ctx = Context::cpu_all_cores();
     // Loading checks every tensor; weights are mapped, not read.
     let (config, weights) = source.load(&ctx)?;
     let run_dir = source.run().and_then(|run| run.run_dir.as_deref());

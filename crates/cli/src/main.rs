@@ -25,9 +25,11 @@ mod study;
 mod tables;
 mod train;
 
+use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 
 use clap::Parser;
+use moeworks_ops::cuda::GpuError;
 
 use crate::args::{Cli, Command};
 use crate::failure::Failure;
@@ -36,7 +38,18 @@ fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    match or_device_failure(|| run(command)) {
+        Ok(code) => code,
+        Err(Failure { message, code }) => {
+            eprintln!("error: {message}");
+            ExitCode::from(code)
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode, Failure> {
+    match command {
         Command::Train(args) => train::run(args),
         Command::Generate(args) => generate::run(&args),
         Command::Chat(args) => chat::run(&args),
@@ -51,12 +64,19 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
         Command::RenderTemplate => chat::render::serve(),
-    };
-    match result {
-        Ok(code) => code,
-        Err(Failure { message, code }) => {
-            eprintln!("error: {message}");
-            ExitCode::from(code)
-        }
     }
+}
+
+/// What `work` returns, or, where a GPU failed in it, what the GPU said: operations have no error results, and end with a panic then.
+fn or_device_failure(work: impl FnOnce() -> Result<ExitCode, Failure>) -> Result<ExitCode, Failure> {
+    let usual = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        if !info.payload().is::<GpuError>() {
+            usual(info);
+        }
+    }));
+    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| match payload.downcast::<GpuError>() {
+        Ok(error) => Err(Failure::from(*error)),
+        Err(payload) => panic::resume_unwind(payload),
+    })
 }

@@ -9,6 +9,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use moeworks_train::store::{Pick, Resolved, resolve_run};
 
+use crate::args::{ComputeArgs, MachineArgs};
 use crate::failure::Failure;
 
 /// What a path means.
@@ -88,8 +89,8 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn load(path: &Path, precision: &str, threads: usize) -> Result<Self, Failure> {
-        Self::of(&Source::open(path)?, precision, threads)
+    pub(crate) fn load(path: &Path, compute: &ComputeArgs) -> Result<Self, Failure> {
+        Self::of(&Source::open(path)?, compute)
     }
 
     /// Whether it answers a text instead of continuing it.
@@ -108,9 +109,9 @@ impl Model {
         }
     }
 
-    pub(crate) fn of(source: &Source, precision: &str, threads: usize) -> Result<Self, Failure> {
-        let dtype = dtype(precision)?;
-        let ctx = context(threads);
+    pub(crate) fn of(source: &Source, compute: &ComputeArgs) -> Result<Self, Failure> {
+        let dtype = dtype(&compute.precision)?;
+        let ctx = context(&compute.machine)?;
         let (config, weights) = source.load(&ctx)?;
         let tokenizer = source.tokenizer()?;
         let weights = match dtype {
@@ -123,9 +124,15 @@ impl Model {
     }
 }
 
-/// A context with `threads` threads, 0 for one a core.
-pub(crate) fn context(threads: usize) -> Context {
-    if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) }
+/// What computes, as asked for.
+pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
+    let MachineArgs { threads, device } = *machine;
+    let ctx = if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) };
+    let (ctx, missing) = ctx.on_device(device)?;
+    if let Some(missing) = missing {
+        eprintln!("--device auto computes on the processor: {missing}");
+    }
+    Ok(ctx)
 }
 
 /// The type of the weights to compute with; none for that of the file.

@@ -114,7 +114,7 @@ fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failur
     let whole = RankSpec {
         flops: speed.tokens_per_s * training_flops_per_token(&config.model, config.train.seq_len),
         memory_bytes: machine_bytes().unwrap_or(UNKNOWN_MEMORY) as f64,
-        memory_bytes_per_s: memory_bytes_per_s(config),
+        memory_bytes_per_s: memory_bytes_per_s(config)?,
     };
     Ok(Topology::one_machine(num_ranks, whole))
 }

@@ -31,7 +31,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     let out = args.out.clone().unwrap_or(default_out);
     check_place(&out)?;
     let sources = Sources::find(&DataConfig { paths: args.data.clone(), ..DataConfig::default() })?;
-    let model = Model::load(&args.model, &args.precision, args.threads)?;
+    let model = Model::load(&args.model, &args.compute)?;
     let config = model.decoder.config();
     if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {
         return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", args.model.display())));

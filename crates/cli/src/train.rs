@@ -200,6 +200,9 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
         let problem = "layers are not cut across ranks; --ep shares the experts out and --dp the sequences";
         return Err(Failure::input(format!("--tp {}: must be 1: {problem}", args.tp)));
     }
+    if let Some(device) = args.device {
+        flags.push(Override::new("train.device", device.to_string()));
+    }
     if args.no_pin {
         flags.push(Override::parse("parallel.pin=false")?);
     }

@@ -2,7 +2,7 @@
 
 use moeworks_tensor::{DType, Device, MemoryPool, Tensor};
 
-use crate::cuda::Gpu;
+use crate::cuda::{DeviceChoice, Gpu, GpuError};
 use crate::{Isa, Threads};
 
 /// The device, its memory and its threads, handed to every operation. Cloning shares the pool and the threads.
@@ -40,6 +40,32 @@ impl Context {
     pub fn with_gpu(mut self, gpu: Gpu) -> Self {
         self.gpu = Some(gpu);
         self
+    }
+
+    /// The same context with the chosen device, and why there is none where `auto` found no GPU.
+    ///
+    /// # Errors
+    ///
+    /// What is missing for a GPU that was asked for.
+    pub fn on_device(self, choice: DeviceChoice) -> Result<(Self, Option<GpuError>), GpuError> {
+        let chosen = choice.open()?;
+        Ok((Self { gpu: chosen.gpu, ..self }, chosen.missing))
+    }
+
+    /// Waits until everything that was asked of the device is done; the processor's operations are when they return.
+    pub fn wait(&self) {
+        if let Some(gpu) = &self.gpu {
+            gpu.synchronize();
+        }
+    }
+
+    /// What computes, for people.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        match &self.gpu {
+            Some(gpu) => gpu.name().to_owned(),
+            None => format!("{} threads, {:?} kernels", self.threads.count(), self.isa),
+        }
     }
 
     /// The device.

@@ -7,6 +7,7 @@ use std::hint::black_box;
 
 use moeworks_tensor::DType;
 
+use crate::cuda::ops::{self as cuda, On};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::amx;
 use crate::measure::best_seconds;
@@ -45,9 +46,12 @@ const STEPS: usize = 2_000_000;
 /// Bytes read by each pass of the memory measurement, more than most caches hold.
 const READ_BYTES: usize = 256 << 20;
 
-/// Measures a context. Takes about a third of a second, and 256 MiB of memory for that time.
+/// Measures a context. Takes about a third of a second, and 256 MiB of memory for that time; on a GPU 2 GiB of its own.
 #[must_use]
 pub fn measure(ctx: &Context) -> Peaks {
+    if let Some(on) = On::of(ctx) {
+        return cuda::peak::measure(on);
+    }
     let lanes = match ctx.isa() {
         Isa::Portable => crate::simd::Baseline::WIDTH,
         Isa::Avx2 => 8,

@@ -2,6 +2,10 @@ use super::*;
 
 #[test]
 fn every_rate_is_measured_on_every_instruction_set() {
+    for ctx in crate::test_data::gpus() {
+        let peaks = measure(&ctx);
+        assert!(peaks.f32_flops > 0.0 && peaks.bf16_flops > Some(0.0) && peaks.read_bytes_per_s > 0.0, "{peaks:?}");
+    }
     for isa in Isa::available() {
         let peaks = measure(&Context::cpu(2).with_isa(isa));
         assert!(peaks.f32_flops > 1e8 && peaks.read_bytes_per_s > 1e7, "{isa:?}: {peaks:?}");

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use moeworks_model::ModelConfig;
 use moeworks_moe::Ramp;
+use moeworks_ops::cuda::DeviceChoice;
 use moeworks_plan::{Layout, Order, Wire};
 use serde::{Deserialize, Serialize};
 
@@ -233,6 +234,23 @@ pub struct TrainConfig {
     pub seed: u64,
     /// Threads that compute; 0 for one on each core.
     pub threads: usize,
+    /// What computes.
+    #[serde(with = "device_name")]
+    pub device: DeviceChoice,
+}
+
+/// A device as its name.
+mod device_name {
+    use moeworks_ops::cuda::DeviceChoice;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(choice: &DeviceChoice, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(choice)
+    }
+
+    pub(super) fn deserialize<'d, D: Deserializer<'d>>(deserializer: D) -> Result<DeviceChoice, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
 }
 
 impl Default for TrainConfig {
@@ -273,6 +291,7 @@ impl Default for TrainConfig {
             max_bad_steps: 10,
             seed: 1,
             threads: 0,
+            device: DeviceChoice::Cpu,
         }
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use moeworks_comm::CommError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
+use moeworks_ops::cuda::GpuError;
 
 use crate::config::ConfigError;
 use crate::data::DataError;
@@ -36,6 +37,9 @@ pub enum TrainError {
     /// The tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
+    /// The device that was asked for is not there.
+    #[error("train.device: {0}")]
+    Device(#[from] GpuError),
     /// A rank failed, hangs or disagrees.
     #[error(transparent)]
     Comm(#[from] CommError),

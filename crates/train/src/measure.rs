@@ -9,6 +9,7 @@ use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Purpose, Random};
 
 use crate::config::{ConfigError, Precision, RunConfig};
+use crate::error::TrainError;
 use crate::optimizer::{AdamWConfig, Optimizer};
 use crate::setup::context;
 
@@ -34,8 +35,8 @@ pub struct Speed {
 
 /// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short measurement is
 /// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
-pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
-    let ctx = context(config, None);
+pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
+    let ctx = context(config, None)?;
     let is_bf16 = config.train.precision == Precision::Bf16;
     let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
     let seq_len = config.train.seq_len;
@@ -56,9 +57,8 @@ pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, ConfigError> {
 }
 
 /// Bytes a second that the threads of `config` read from memory together, measured.
-#[must_use]
-pub fn memory_bytes_per_s(config: &RunConfig) -> f64 {
-    peak::measure(&context(config, None)).read_bytes_per_s
+pub fn memory_bytes_per_s(config: &RunConfig) -> Result<f64, TrainError> {
+    Ok(peak::measure(&context(config, None)?).read_bytes_per_s)
 }
 
 /// The largest model of the same layer shape, and the number of sequences, that fit the bounds.
@@ -113,6 +113,7 @@ fn time_steps(
             unreachable!("{error}");
         }
         optimizer.update(ctx, (1e-4, 1.0), &mut weights, &grads, compute.as_mut());
+        ctx.wait();
         times.push(start.elapsed().as_secs_f64());
     }
     let mut timed = times.split_off(1);

@@ -3,6 +3,7 @@
 use moeworks_model::Tokenizer;
 use moeworks_model::account::{TrainingMemory, shape};
 use moeworks_ops::Context;
+use moeworks_ops::cuda::GpuError;
 
 use crate::config::{ConfigError, Precision, RunConfig, ScheduleKind};
 use crate::error::TrainError;
@@ -51,13 +52,18 @@ pub fn machine_bytes() -> Option<u64> {
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// A context with the threads that the configuration asks for: of all cores a rank takes its share of those of its node.
-pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Context {
-    match (config.train.threads, ranks) {
+/// A context with the device and the threads that the configuration asks for: of all cores a rank takes its share of those of its node.
+pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Context, GpuError> {
+    let ctx = match (config.train.threads, ranks) {
         (0, None) => Context::cpu_all_cores(),
         (0, Some(ranks)) => Context::cpu((ranks.num_cores() as usize).max(1)),
         (threads, _) => Context::cpu(threads),
+    };
+    let (ctx, missing) = ctx.on_device(config.train.device)?;
+    if let Some(missing) = missing {
+        tracing::warn!("train.device = auto computes on the processor: {missing}");
     }
+    Ok(ctx)
 }
 
 pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {

@@ -22,7 +22,7 @@ const INTERRUPTED: u8 = 130;
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let sampler = sampler(&args.sampling)?;
     let source = Source::open(&args.model)?;
-    let model = Model::of(&source, &args.compute.precision, args.compute.threads)?;
+    let model = Model::of(&source, &args.compute)?;
     let template = match &args.template {
         Some(path) => ChatTemplate::from_file(path, &model.tokenizer)?,
         None => source.chat_template(&model.tokenizer)?.ok_or_else(|| {

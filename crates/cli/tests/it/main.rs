@@ -3,6 +3,7 @@
 mod bad_input;
 mod bench_comm;
 mod chat;
+mod device;
 mod layers;
 mod models;
 mod plan;

@@ -1,8 +1,8 @@
 //! Runs the program as a user does, on a model so small that a step takes milliseconds.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::{env, fs};
 
 /// A folder of its own for one test, with a text to train on.
 pub(crate) struct Workplace {
@@ -30,6 +30,16 @@ pub(crate) const TINY: [&str; 17] = [
     "train.threads=2",
 ];
 
+/// Kernels take long to compile: those that other tests have compiled are used.
+const KERNEL_CACHE: &str = "MOEWORKS_KERNEL_CACHE";
+
+fn kernel_cache() -> PathBuf {
+    let folder = |variable: &str| env::var_os(variable).map(PathBuf::from);
+    let of_user = || folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
+    let in_user = || Some(of_user()?.join("moeworks/kernels"));
+    folder(KERNEL_CACHE).or_else(in_user).unwrap_or_else(|| env!("CARGO_TARGET_TMPDIR").into())
+}
+
 impl Workplace {
     pub(crate) fn new() -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
@@ -55,6 +65,7 @@ impl Workplace {
             .args(args)
             .current_dir(self.dir.path())
             .env("XDG_CACHE_HOME", self.path("cache"))
+            .env(KERNEL_CACHE, kernel_cache())
             .env_remove("RUST_LOG")
             .stdin(Stdio::null());
         command

@@ -8,14 +8,16 @@
 //! device when a kernel first reads them and back when the host does, and stay in both until somebody writes; an operation
 //! without kernels runs on the host and is correct all the same.
 //!
-//! Kernels there are for: linear maps, experts with f32 weights, the router's scores, the counting sort, RMS norms. None has
-//! run on a GPU yet; all are compiled for three generations of them and checked on the emulation.
+//! Kernels there are for: linear maps, experts with f32 weights, the router's scores, the counting sort, RMS norms, attention,
+//! rotary positions, embeddings, the loss of the last projection, AdamW, sums and conversions of elements. None has run on a GPU
+//! yet; all are compiled for three generations of them and checked on the emulation.
 //!
 //! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to
 //! the host. Operations have no error results: a device that fails ends the operation with a panic whose payload is a
 //! [`GpuError`].
 
 mod cache;
+mod choice;
 mod emulated;
 mod error;
 mod launch;
@@ -30,6 +32,7 @@ use std::sync::{Arc, Once};
 
 use moeworks_tensor::{DType, DeviceBlock, MemoryPool, Tensor};
 
+pub use choice::{DeviceChoice, UnknownDevice};
 pub use error::GpuError;
 pub(crate) use launch::{Arg, Launch};
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
@@ -91,6 +94,10 @@ impl Gpu {
             Backend::Nvidia(device) => device.name(),
             Backend::Emulated(_) => "emulation on the host",
         }
+    }
+
+    pub(crate) fn is_emulated(&self) -> bool {
+        matches!(&*self.backend, Backend::Emulated(_))
     }
 
     /// Waits until everything that was asked of the GPU is done.

@@ -50,6 +50,7 @@ sources! {
         "cast_elements", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate",
     ];
+    PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

@@ -168,6 +168,7 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.max_bad_steps", "Steps in a row with a non-finite loss or gradient that end the run."),
     ("train.seed", "Of initial weights, order of data, routing noise and samples."),
     ("train.threads", "Threads that compute; 0: one on each core."),
+    ("train.device", "What computes: cpu, cuda (an NVIDIA GPU), cuda:N, or auto: a GPU if there is one."),
     ("parallel", "How the model lies on ranks. Each trains on its share of the sequences of a microbatch."),
     ("parallel.dp", "Groups of ranks, each with all experts."),
     ("parallel.ep", "Ranks of a group, which hold the experts between them."),

@@ -118,7 +118,7 @@ impl Trainer {
         }
         state::make_absolute(&mut config)?;
         check_ranks(&config, ranks.as_ref())?;
-        let ctx = context(&config, ranks.as_ref());
+        let ctx = context(&config, ranks.as_ref())?;
         let corpus = root_first(ranks.as_ref(), || Corpus::open(&config, None))?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = decoder(&config, ranks.as_ref())?;
@@ -161,7 +161,7 @@ impl Trainer {
             let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
             Ok((store, checkpoint, corpus))
         })?;
-        let ctx = context(&config, ranks.as_ref());
+        let ctx = context(&config, ranks.as_ref())?;
         let decoder = decoder(&config, ranks.as_ref())?;
         let (mut weights, mut optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
         if let Some(ranks) = &ranks {

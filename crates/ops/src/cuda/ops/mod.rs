@@ -9,6 +9,7 @@ pub(crate) mod experts;
 mod grouped;
 pub(crate) mod head_loss;
 pub(crate) mod linear;
+pub(crate) mod peak;
 pub(crate) mod rms_norm;
 pub(crate) mod router;
 

@@ -1,0 +1,68 @@
+//! What `--device` does: the same results wherever they are computed, and one line where there is no GPU.
+
+use moeworks_ops::cuda::Gpu;
+
+use crate::bad_input::refused;
+use crate::program::{Workplace, assert_success, losses, stderr, stdout};
+
+#[test]
+fn a_device_that_is_not_there_is_named_and_auto_goes_on_without() {
+    let work = Workplace::new();
+    refused(&work, &["train", "--data", "text.txt", "--device", "cuda:999"], &["train.device", "GPU"]);
+    refused(&work, &["train", "--data", "text.txt", "--set", "train.device=gpu"], &["train.device", "cuda:N"]);
+    let typed = work.run(&["generate", "run", "--device", "gpu"]);
+    assert_eq!(typed.status.code(), Some(2));
+    assert!(stderr(&typed).contains("must be cpu, cuda, cuda:N or auto"), "{}", stderr(&typed));
+    let trained = work.train("run", 2, &["--device", "auto"]);
+    assert_success(&trained);
+    refused(&work, &["generate", "run", "--device", "cuda:999"], &["GPU"]);
+    let generated = work.run(&["generate", "run", "--max-tokens", "2", "--device", "auto"]);
+    assert_success(&generated);
+    if Gpu::open(0).is_err() {
+        for said in [stderr(&trained), stderr(&generated)] {
+            assert!(said.contains("auto computes on the processor: "), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_gpu_trains_evaluates_and_generates_what_the_processor_does() {
+    let devices = [Gpu::emulated().map(|_| "emulated"), Gpu::open(0).map(|_| "cuda")];
+    let work = Workplace::new();
+    for precision in ["f32", "bf16"] {
+        let precision = format!("train.precision={precision}");
+        let train = |run: &str, device: &str| {
+            let more = ["--set", &precision, "--set", "train.seq_len=16", "--device", device];
+            assert_success(&work.train(run, 3, &more));
+            losses(&work.path(run)).into_iter().map(|(_, loss)| loss.parse::<f64>().expect("a number"))
+        };
+        let cpu = format!("cpu-{precision}");
+        let expected: Vec<f64> = train(&cpu, "cpu").collect();
+        for device in &devices {
+            let Ok(device) = device.as_ref().inspect_err(|missing| println!("SKIPPED: training on it: {missing}"))
+            else {
+                continue;
+            };
+            let tolerance = if precision.ends_with("f32") { 1e-5 } else { 1e-3 };
+            for (loss, expected) in train(&format!("{device}-{precision}"), device).zip(&expected) {
+                assert!((loss - expected).abs() <= tolerance * expected, "{device}: {loss}, not {expected}");
+            }
+            let texts = ["cpu", device].map(|device| {
+                let args = ["generate", &cpu, "--temperature", "0", "--max-tokens", "6", "--device", device];
+                let output = work.run(&[&args[..], &["--prompt", "Line 1"]].concat());
+                assert_success(&output);
+                stdout(&output)
+            });
+            assert_eq!(texts[0], texts[1], "{device}");
+            let evaluated = ["cpu", device].map(|device| {
+                let args =
+                    ["evaluate", &cpu, "--data", "text.txt", "--max-sequences", "2", "--device", device, "--json"];
+                let output = work.run(&args);
+                assert_success(&output);
+                let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+                value["loss"].as_f64().expect("a loss")
+            });
+            assert!((evaluated[0] - evaluated[1]).abs() <= 1e-4 * evaluated[0], "{device}: {evaluated:?}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Which device to compute with, as a person says it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::{Gpu, GpuError};
+
+/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// The GPU with this index.
+    Cuda(usize),
+    /// The first GPU, or the processor where there is none.
+    Auto,
+    /// The emulation of a GPU: slow, for tests.
+    Emulated,
+}
+
+/// A name that is none of a device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no device: must be cpu, cuda, cuda:N or auto")]
+pub struct UnknownDevice(String);
+
+impl FromStr for DeviceChoice {
+    type Err = UnknownDevice;
+
+    fn from_str(name: &str) -> Result<Self, UnknownDevice> {
+        let unknown = || UnknownDevice(name.to_string());
+        match name {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            "auto" => Ok(Self::Auto),
+            "emulated" => Ok(Self::Emulated),
+            _ => {
+                let index = name.strip_prefix("cuda:").ok_or_else(unknown)?;
+                index.parse().map(Self::Cuda).map_err(|_| unknown())
+            }
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(0) => f.write_str("cuda"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+            Self::Auto => f.write_str("auto"),
+            Self::Emulated => f.write_str("emulated"),
+        }
+    }
+}
+
+/// The GPU that was chosen, if it is one.
+pub(crate) struct Chosen {
+    pub(crate) gpu: Option<Gpu>,
+    /// Why `auto` is the processor.
+    pub(crate) missing: Option<GpuError>,
+}
+
+impl DeviceChoice {
+    pub(crate) fn open(self) -> Result<Chosen, GpuError> {
+        let gpu = match self {
+            Self::Cpu => return Ok(Chosen { gpu: None, missing: None }),
+            Self::Cuda(index) => Gpu::open(index)?,
+            Self::Emulated => Gpu::emulated()?,
+            Self::Auto => match Gpu::open(0) {
+                Ok(gpu) => gpu,
+                Err(error) => return Ok(Chosen { gpu: None, missing: Some(error) }),
+            },
+        };
+        Ok(Chosen { gpu: Some(gpu), missing: None })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_devices_are_read_as_they_are_written() {
+        for name in ["cpu", "cuda", "cuda:3", "auto", "emulated"] {
+            assert_eq!(name.parse::<DeviceChoice>().map(|choice| choice.to_string()), Ok(name.to_string()));
+        }
+        assert_eq!("cuda:0".parse(), Ok(DeviceChoice::Cuda(0)));
+        for name in ["", "gpu", "cuda:", "cuda:-1", "CPU", "cuda:1x"] {
+            let error = name.parse::<DeviceChoice>().expect_err("no device");
+            assert!(error.to_string().contains("must be cpu, cuda, cuda:N or auto"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of `mma.sync`, which the kernels use.
+
+use moeworks_tensor::DType;
+
+use super::{On, THREADS, WARPS};
+use crate::cuda::Arg;
+use crate::cuda::sources::PEAK;
+use crate::measure::best_seconds;
+use crate::peak::Peaks;
+
+/// Independent sums of a thread or a warp, as in the kernels.
+const SUMS: usize = 8;
+/// Multiply-adds of a product by `mma.sync`.
+const PRODUCT: usize = 16 * 8 * 16;
+
+/// How much is done: enough to fill any GPU for about a millisecond, or little, where the emulation would take minutes.
+struct Amount {
+    blocks: usize,
+    steps: usize,
+    bytes: usize,
+}
+
+pub(crate) fn measure(on: On<'_>) -> Peaks {
+    let amount = match on.gpu.is_emulated() {
+        true => Amount { blocks: 2, steps: 4, bytes: 1 << 16 },
+        false => Amount { blocks: 2112, steps: 4096, bytes: 2 << 30 },
+    };
+    Peaks {
+        f32_flops: rate(on, &amount, "multiply_adds", amount.blocks * THREADS * SUMS * 2),
+        bf16_flops: Some(rate(on, &amount, "matrix_products", amount.blocks * WARPS * SUMS * 2 * PRODUCT)),
+        read_bytes_per_s: read_rate(on, &amount),
+    }
+}
+
+/// Operations a second of a kernel that does `flops` in each of its steps; the best of a few tries.
+fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
+    let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
+    let mut args = vec![on.write(&mut results), amount.steps.into()];
+    match kernel {
+        "multiply_adds" => args.extend([0.5_f32, 1.0].map(Arg::from)),
+        // Pairs of 1 and 0: the sums grow slowly.
+        _ => args.push(0x3f80_u32.into()),
+    }
+    let seconds = timed(on, || {
+        // SAFETY: a thread writes its result.
+        unsafe { on.launch(&PEAK, kernel, amount.blocks, &args) };
+    });
+    (flops * amount.steps) as f64 / seconds
+}
+
+fn read_rate(on: On<'_>, amount: &Amount) -> f64 {
+    let data = on.empty(&[amount.bytes / 4], DType::U32);
+    let mut results = on.empty(&[amount.blocks * THREADS], DType::U32);
+    let args = [on.read(&data), on.write(&mut results), (amount.bytes / 16).into()];
+    let seconds = timed(on, || {
+        // SAFETY: the vectors lie within the data, and a thread writes its result.
+        unsafe { on.launch(&PEAK, "read_memory", amount.blocks, &args) };
+    });
+    amount.bytes as f64 / seconds
+}
+
+/// The shortest of a few runs after one that is not timed, in which kernels are compiled.
+fn timed(on: On<'_>, mut run: impl FnMut()) -> f64 {
+    let mut run = || {
+        run();
+        on.gpu.synchronize();
+    };
+    run();
+    best_seconds(4, run)
+}
