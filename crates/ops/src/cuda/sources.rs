@@ -34,7 +34,7 @@ sources! {
     ];
     GROUPED = "grouped": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
-        "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "add_row_biases",
+        "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "weigh_rows", "add_row_biases",
         "combine_rows", "add_row_parts",
     ];
     ROUTER = "router": [

@@ -69,6 +69,13 @@ DEVICE f32 pull_back(Shape s, f32 da, f32& gate, f32& up) {
 
 DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
 
+DEVICE f32 rounded(f32 x, u32 is_rounded) {
+    if (!is_rounded) return x;
+    bf16 y;
+    store(y, x);
+    return load(y);
+}
+
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row ----
 
 struct Store {
@@ -99,7 +106,8 @@ struct Activate {
         u64 at = row * inputs * width + column;
         store_any(h, is_bf16, at, gate);
         if (inputs == 2) store_any(h, is_bf16, at + width, up);
-        store_any(a, is_bf16, row * width + column, activate(shape, gate, up));
+        // What is saved is what the activation is taken of, so that backward sees the same function.
+        store_any(a, is_bf16, row * width + column, activate(shape, rounded(gate, is_bf16), rounded(up, is_bf16)));
         return 0.0f;
     }
 };
@@ -279,13 +287,6 @@ DEVICE void with_tensor_cores(const Problem& p, const Epilogue& epilogue, f32* p
 
 const u32 PLAIN = 64, PLAIN_DEPTH = 16;
 
-DEVICE f32 rounded(f32 x, u32 is_rounded) {
-    if (!is_rounded) return x;
-    bf16 y;
-    store(y, x);
-    return load(y);
-}
-
 template <bool IS_MAJOR>
 DEVICE void fill_plain(f32* to, const Operand& o, u32 first, u32 edge, u32 k, u32 depth, u32 is_rounded, u64 pair) {
     for (u32 i = threadIdx.x; i < PLAIN * PLAIN_DEPTH; i += 256) {
@@ -444,17 +445,23 @@ KERNEL(256) plain_depths_tn(DEPTHS, u32 is_rounded) {
     plainly<false, false, false>(p, store, nullptr, 0, is_rounded);
 }
 
-// a [R, F] = weight of the row, if there are weights, times the activation of h [R, A F].
-KERNEL(256) activate_rows(const void* h, const f32* row_weights, void* a, u32 is_bf16, u32 rows, u32 width, u32 kind, f32 alpha, f32 limit) {
+// a [R, F] = the activation of h [R, A F].
+KERNEL(256) activate_rows(const void* h, void* a, u32 is_bf16, u32 rows, u32 width, u32 kind, f32 alpha, f32 limit) {
     Shape shape = {kind, alpha, limit};
     u32 inputs = is_gated(shape) ? 2 : 1;
     u64 total = (u64)rows * width;
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < total; i += (u64)gridDim.x * 256) {
         u64 row = i / width, at = row * inputs * width + i % width;
         f32 up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
-        f32 x = activate(shape, load_any(h, is_bf16, at), up);
-        store_any(a, is_bf16, i, row_weights ? row_weights[row] * x : x);
+        store_any(a, is_bf16, i, activate(shape, load_any(h, is_bf16, at), up));
     }
+}
+
+// to [R, D] = the row's weight times its token's row of dy.
+KERNEL(256) weigh_rows(const void* dy, u32 dy_bf16, const u32* tokens, const f32* row_weights, void* to, u32 to_bf16, u32 width) {
+    u64 row = blockIdx.x, from = (u64)tokens[row] * width;
+    f32 weight = row_weights[row];
+    for (u32 i = threadIdx.x; i < width; i += 256) store_any(to, to_bf16, row * width + i, weight * load_any(dy, dy_bf16, from + i));
 }
 
 // outputs [R, D] += the row's expert's bias [E, D].

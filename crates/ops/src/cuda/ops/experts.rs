@@ -16,10 +16,9 @@ use crate::experts::{
 use crate::gemm::Form;
 use crate::linear::Write;
 
-/// Whether the experts' phases run here. With bf16 weights the kernels round in other places than the CPU (the activation is
-/// taken before its input is rounded, the row's weight goes to the activation instead of dy); until they do not, the host has them.
+/// Whether the experts' phases run here: with weights in blocks the host has them.
 pub(crate) fn takes(dtype: DType) -> bool {
-    dtype == DType::F32
+    matches!(dtype, DType::F32 | DType::BF16)
 }
 
 /// How kernels call an activation, with its two settings.
@@ -162,6 +161,24 @@ pub(crate) fn backward(
     ExpertsBackward { dx, d_row_weights, dh }
 }
 
+/// `[R, D]`: each row's weight times its token's row of `dy`, rounded as the products take it.
+fn weighed(on: On<'_>, dy: &Tensor, map: &Rows, dtype: DType) -> Tensor {
+    let mut rows = on.empty(&[map.len(), dy.cols()], dtype);
+    let is_bf16 = |dtype: DType| Arg::from(dtype == DType::BF16);
+    let args = [
+        on.read(dy),
+        is_bf16(dy.dtype()),
+        on.read(&map.tokens),
+        on.read(&map.weights),
+        on.write(&mut rows),
+        is_bf16(dtype),
+        dy.cols().into(),
+    ];
+    // SAFETY: a block reads its token's row and writes its own.
+    unsafe { on.launch(&GROUPED, "weigh_rows", map.len(), &args) };
+    rows
+}
+
 /// The gradients of the weights; `keeps_unused` leaves those of experts without rows as they are.
 pub(crate) fn weight_grad(
     on: On<'_>,
@@ -174,16 +191,9 @@ pub(crate) fn weight_grad(
     let WeightGradInputs { x, dy, saved, dh } = inputs;
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), grads.down.cols(), dh.dtype());
-    // The row's weight goes with the activation, which is computed anyway, and not with dy, which is gathered.
     let mut a = on.empty(&[r, f], dtype);
-    let mut args = vec![
-        on.read(&saved.h),
-        on.read(&map.weights),
-        on.write(&mut a),
-        (dtype == DType::BF16).into(),
-        r.into(),
-        f.into(),
-    ];
+    let is_bf16 = dtype == DType::BF16;
+    let mut args = vec![on.read(&saved.h), on.write(&mut a), is_bf16.into(), r.into(), f.into()];
     args.extend(shape(activation));
     let launch = Launch {
         source: &GROUPED,
@@ -193,12 +203,14 @@ pub(crate) fn weight_grad(
         shared: 0,
         args: &args,
     };
-    // SAFETY: a thread reads its elements' row of `h` and weight and writes its elements of `a`.
+    // SAFETY: a thread reads its elements' row of `h` and writes its elements of `a`.
     unsafe { on.gpu.launch(&launch) };
     drop(args);
+    let weighed = weighed(on, dy, &map, dtype);
     let tokens = Some(&map.tokens);
     let (offsets, compute) = (&map.offsets, dtype);
-    let down = DepthsProduct { a: (dy, tokens), b: (&a, None), rows: d, columns: f, offsets, compute, keeps_unused };
+    let down =
+        DepthsProduct { a: (&weighed, None), b: (&a, None), rows: d, columns: f, offsets, compute, keeps_unused };
     down.run(on, write, grads.down);
     let rows = f * activation.num_inputs();
     let up = DepthsProduct { a: (dh, None), b: (x, tokens), rows, columns: d, offsets, compute, keeps_unused };
