@@ -198,7 +198,7 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
     let mut made = moe::Layer::new(ctx, shape)?;
     let (x, dy) = made.tokens(ctx, t);
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
-    let seconds = best_seconds_of_many(|| {
+    let seconds = best_seconds_of_many(ctx, || {
         let (_, saved) = made.layer().forward(ctx, &made.weights, &x, &RouterInput::default());
         let (_, task) = made.layer().backward(ctx, &made.weights, &saved, &dy, &losses);
         task.run(ctx, Write::Replace, &mut made.grads);

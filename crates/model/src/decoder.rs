@@ -333,8 +333,8 @@ impl Decoder {
         }
         let pass = self.pass(ctx, weights, (1, ids.len(), start), memory);
         let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
-        let last = &x.f32s()[(ids.len() - 1) * self.config.width..];
-        let last = Tensor::from_slice(ctx.pool(), &[1, self.config.width], last);
+        let mut last = ctx.empty(&[1, self.config.width], DType::F32);
+        elementwise::copy_rows(ctx, (&x, ids.len() - 1), (&mut last, 0), 1);
         Ok(self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size]))
     }
 

@@ -144,7 +144,7 @@ impl RoutingShape {
         for experts in [&mut weights.gate_up, &mut weights.down] {
             *experts = cast(ctx, experts, x.dtype());
         }
-        let seconds = best_seconds_of_many(|| drop(layer.forward(ctx, &weights, x, &RouterInput::default())));
+        let seconds = best_seconds_of_many(ctx, || drop(layer.forward(ctx, &weights, x, &RouterInput::default())));
         drop(weights);
         ctx.pool().trim();
         Ok(seconds)
@@ -167,7 +167,7 @@ impl RoutingShape {
         let input = RouterInput { token_ids: &ids, progress: 0.5, ..RouterInput::with_noise(noise) };
         let routing = layer.route(ctx, &weights, x, &input)?;
         let num_choices = routing.expert_ids().iter().filter(|id| **id != crate::NO_EXPERT).count();
-        let seconds = best_seconds_of_many(|| drop(layer.route(ctx, &weights, x, &input)));
+        let seconds = best_seconds_of_many(ctx, || drop(layer.route(ctx, &weights, x, &input)));
         Ok((seconds, num_choices as f64 / self.num_tokens.max(1) as f64))
     }
 }

@@ -9,6 +9,18 @@ use crate::parallel::{PIECE, piece_range};
 use crate::random::fill_normals;
 use crate::simd::{Float, LANES, kernel, with_float};
 
+/// Copies rows `from.1..from.1 + count` of a tensor to rows `to.1..` of another of the same type and row length.
+pub fn copy_rows(ctx: &Context, from: (&Tensor, usize), to: (&mut Tensor, usize), count: usize) {
+    let ((x, first), (y, start)) = (from, to);
+    assert_eq!((x.cols(), x.dtype()), (y.cols(), y.dtype()), "copy_rows: {:?} to {:?}", x.shape(), y.shape());
+    assert!(first + count <= x.rows() && start + count <= y.rows(), "copy_rows: {count} rows from {first} to {start}");
+    let row = x.cols() * x.dtype().size();
+    if let Some(on) = On::of(ctx).filter(|_| row.is_multiple_of(2)) {
+        return cuda::elementwise::copy_rows(on, (x, first), (y, start), count);
+    }
+    y.bytes_mut()[start * row..][..count * row].copy_from_slice(&x.bytes()[first * row..][..count * row]);
+}
+
 /// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     assert_eq!(y.len(), x.len(), "add_assign: y {:?}, x {:?}", y.shape(), x.shape());

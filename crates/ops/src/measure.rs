@@ -21,8 +21,12 @@ pub fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
     times.fold(f64::INFINITY, f64::min)
 }
 
-/// The shortest of as many runs as take a quarter of a second, at least three, in seconds.
-pub fn best_seconds_of_many(mut run: impl FnMut()) -> f64 {
+/// The shortest of as many runs as take a quarter of a second, at least three, in seconds; a run is over when the device is done.
+pub fn best_seconds_of_many(ctx: &Context, mut run: impl FnMut()) -> f64 {
+    let mut run = || {
+        run();
+        ctx.wait();
+    };
     let start = Instant::now();
     let mut best = best_seconds(3, &mut run);
     while start.elapsed().as_secs_f64() < 0.25 {
@@ -81,7 +85,7 @@ const EXPERTS_CASES: [ExpertsCase; 3] = [
 /// Times products of linear layers and experts with weights of a type and hands each result to `report` as it comes: the
 /// three forms of dense products, and the experts forward, backward, and all phases. Only cases whose name contains `filter` are run. Takes some seconds.
 pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&BenchResult)) {
-    let mut timing = Timing { peak: peaks.flops(dtype), filter, report: &mut report };
+    let mut timing = Timing { ctx, peak: peaks.flops(dtype), filter, report: &mut report };
     for sizes in LINEAR_CASES {
         bench_linear(ctx, dtype, sizes, &mut timing);
     }
@@ -92,6 +96,7 @@ pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut
 
 /// What is done with each case.
 struct Timing<'a> {
+    ctx: &'a Context,
     peak: f64,
     filter: &'a str,
     report: &'a mut dyn FnMut(&BenchResult),
@@ -100,7 +105,7 @@ struct Timing<'a> {
 impl Timing<'_> {
     fn case(&mut self, name: String, flops: f64, run: impl FnMut()) {
         if name.contains(self.filter) {
-            let seconds = best_seconds_of_many(run);
+            let seconds = best_seconds_of_many(self.ctx, run);
             (self.report)(&BenchResult { name, flops, seconds, peak: self.peak });
         }
     }

@@ -110,7 +110,7 @@ fn product_rate(ctx: &Context) -> f64 {
     let (rows, width) = (512, 512);
     let x = Tensor::zeros(ctx.pool(), &[rows, width], DType::F32);
     let w = Tensor::zeros(ctx.pool(), &[width, width], DType::F32);
-    let seconds = best_seconds_of_many(|| drop(linear(ctx, &x, &w, DType::F32)));
+    let seconds = best_seconds_of_many(ctx, || drop(linear(ctx, &x, &w, DType::F32)));
     2.0 * (rows * width * width) as f64 / seconds
 }
 

@@ -219,5 +219,9 @@ fn product_rate(ctx: &Context, dtype: DType) -> f64 {
     let n = 2048;
     let dtype = if dtype.is_quantized() { DType::BF16 } else { dtype };
     let (x, w) = (random_tensor(ctx, &[n, n], dtype, 1), random_tensor(ctx, &[n, n], dtype, 2));
-    2.0 * (n * n * n) as f64 / best_seconds(5, || drop(linear(ctx, &x, &w, dtype)))
+    2.0 * (n * n * n) as f64
+        / best_seconds(5, || {
+            drop(linear(ctx, &x, &w, dtype));
+            ctx.wait();
+        })
 }

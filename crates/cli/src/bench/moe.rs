@@ -132,7 +132,7 @@ impl Layer {
     fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
         let (x, dy) = self.tokens(ctx, tokens);
         let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
-        timed(|| {
+        timed(ctx, || {
             let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &RouterInput::default());
             if is_both {
                 let (_, task) = self.layer.backward(ctx, &self.weights, &saved, &dy, &losses);
@@ -143,11 +143,12 @@ impl Layer {
     }
 }
 
-/// Seconds of each of some runs, after one that warms up.
-fn timed(mut run: impl FnMut()) -> Vec<f64> {
+/// Seconds of each of some runs, after one that warms up; a run is over when the device is done.
+fn timed(ctx: &Context, mut run: impl FnMut()) -> Vec<f64> {
     let mut run = || {
         let start = Instant::now();
         run();
+        ctx.wait();
         start.elapsed().as_secs_f64()
     };
     run();
@@ -177,7 +178,7 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
     let (to_h, to_y) = (GroupedRows { rows, ..by_token }, GroupedRows { rows, first: 0, width: d });
     let (x, _) = layer.tokens(ctx, tokens);
     let [a, h, y] = [f, af, d].map(|columns| ctx.zeros(&[tokens * k, columns], dtype));
-    timed(|| {
+    timed(ctx, || {
         drop(grouped_linear(ctx, &x, &layer.weights.gate_up, by_token));
         drop(grouped_linear(ctx, &a, &layer.weights.down, to_y));
         if is_both {
@@ -194,7 +195,7 @@ fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
     let Shape { d, e, dtype, .. } = case.shape;
     let (ids, weights) = random_choices(ctx, case.tokens, case.shape);
     let x = if case.part == Part::Dispatch { ctx.zeros(&[case.tokens, d], dtype) } else { ctx.zeros(&[0, d], dtype) };
-    timed(|| {
+    timed(ctx, || {
         let sorted = sort_choices(ctx, &ids, &weights, e, None);
         if case.part == Part::Dispatch {
             drop(embedding(ctx, sorted.rows().tokens, &x, dtype));

@@ -5,6 +5,7 @@
 //! once in so many steps.
 
 use moeworks_ops::Context;
+use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::Tensor;
 
 use crate::blocks::Memory;
@@ -130,8 +131,7 @@ impl LayerCache {
             self.move_last(ctx, seen, wanted, new);
         }
         for (all, new) in self.kept.iter_mut().zip(new) {
-            let start = self.held * new.cols() * new.dtype().size();
-            all.bytes_mut()[start..start + new.num_bytes()].copy_from_slice(new.bytes());
+            copy_rows(ctx, (new, 0), (all, self.held), count);
         }
         self.held += count;
     }
@@ -142,9 +142,7 @@ impl LayerCache {
         let moved = |(i, new): (usize, &&Tensor)| {
             let mut tensor = ctx.zeros(&[capacity, new.cols()], new.dtype());
             if let Some(old) = old.get(i) {
-                let row = new.cols() * new.dtype().size();
-                let last = (self.held - count) * row..self.held * row;
-                tensor.bytes_mut()[..last.len()].copy_from_slice(&old.bytes()[last]);
+                copy_rows(ctx, (old, self.held - count), (&mut tensor, 0), count);
             }
             tensor
         };

@@ -1,7 +1,7 @@
 //! Elementwise operations: exact where they can be.
 
 use moeworks_ops::elementwise::{
-    add_assign, add_rows, cast, cast_into, clip_assign, clip_backward_assign, fill_normal, scale_assign,
+    add_assign, add_rows, cast, cast_into, clip_assign, clip_backward_assign, copy_rows, fill_normal, scale_assign,
     sum_of_squares, sum_rows,
 };
 use moeworks_ops::linear::Write;
@@ -26,6 +26,21 @@ fn sums_and_scales_are_those_of_scalar_code() {
                 scale_assign(&ctx, &mut y, 0.3);
                 assert_eq!(y.f32s(), expected, "{name}, {len}");
             }
+        }
+    }
+}
+
+#[test]
+fn copied_rows_are_the_same_bits_where_they_are_put_and_leave_the_others() {
+    for (name, ctx) in contexts() {
+        for (cols, dtype) in [(1, DType::F32), (7, DType::BF16), (16, DType::BF16), (300, DType::F32)] {
+            let (x, mut y) = (normal_tensor(&ctx, 1, &[9, cols], dtype), normal_tensor(&ctx, 2, &[6, cols], dtype));
+            let mut expected = y.to_f32_vec();
+            expected[2 * cols..5 * cols].copy_from_slice(&x.to_f32_vec()[4 * cols..7 * cols]);
+            copy_rows(&ctx, (&x, 4), (&mut y, 2), 3);
+            assert_eq!(y.to_f32_vec(), expected, "{name}, {cols} columns");
+            copy_rows(&ctx, (&x, 9), (&mut y, 6), 0);
+            assert_eq!(y.to_f32_vec(), expected, "{name}, no rows");
         }
     }
 }

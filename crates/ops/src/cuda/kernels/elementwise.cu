@@ -6,6 +6,10 @@ KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u32 le
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(x, x_bf16, i));
 }
 
+KERNEL(256) copy_words(const u16* from, u16* to, u32 first, u32 start, u32 len) {
+    FOR_EACH(i, len) to[start + i] = from[first + i];
+}
+
 KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u32 len) {
     FOR_EACH(i, len) y[i] += load_any(x, x_bf16, i);
 }

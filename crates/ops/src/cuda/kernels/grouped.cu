@@ -3,8 +3,8 @@
 // Three forms, named as on the CPU: nt is A [rows, depth] B [columns, depth]^T, nn is A [rows, depth] B [depth, columns], tn is
 // A [depth, rows]^T B [depth, columns]. Rows of A (nt, nn) or of either operand along the depth (tn) may be gathered.
 //
-// Each form has a kernel for tensor cores (bf16, sizes in whole vectors of 8) and a plain one (any type and size). What becomes
-// of a sum is an epilogue, the same for both.
+// Each form has a kernel for tensor cores (bf16, sizes in whole vectors of 8) and a plain one (any type and size); nt also one for
+// few rows. What becomes of a sum is an epilogue, the same for all.
 
 // ---- activations ----
 
@@ -343,6 +343,65 @@ DEVICE void plainly(const Problem& p, const Epilogue& epilogue, f32* parts, u32 
     }
 }
 
+// ---- few rows: a warp has a column (or a pair), whose row of B it reads once from end to end ----
+
+const u32 FEW = 8, FEW_COLUMNS = 8;
+
+// 8 elements from `at` on, a multiple of 8.
+DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
+    if (is_bf16) {
+        uint4 words = *(const uint4*)((const bf16*)data + at);
+        u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            x[2 * i] = bits_float(pairs[i] << 16);
+            x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
+        }
+        return;
+    }
+    const float4* from = (const float4*)((const f32*)data + at);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        float4 four = from[i];
+        x[4 * i] = four.x;
+        x[4 * i + 1] = four.y;
+        x[4 * i + 2] = four.z;
+        x[4 * i + 3] = four.w;
+    }
+}
+
+template <bool IS_PAIRED, typename Epilogue> DEVICE void by_columns(const Problem& p, const Epilogue& epilogue, u32 is_rounded) {
+    u32 column = p.column + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (column >= p.columns) return;
+    f32 sums[FEW] = {}, seconds[FEW] = {};
+    u64 rows[FEW], first = p.b.row(column), second = first + p.pair * p.b.stride;
+#pragma unroll
+    for (u32 r = 0; r < FEW; r++) rows[r] = r < p.rows ? p.a.row(r) : 0;
+#pragma unroll 2
+    for (u32 k = lane * 8; k < p.depth; k += 256) {
+        f32 w[8], v[8], a[8];
+        load_vector(w, p.b.data, p.b.is_bf16, first + k);
+        if (IS_PAIRED) load_vector(v, p.b.data, p.b.is_bf16, second + k);
+#pragma unroll
+        for (u32 r = 0; r < FEW; r++) {
+            if (r >= p.rows) continue;
+            load_vector(a, p.a.data, p.a.is_bf16, rows[r] + k);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                f32 x = rounded(a[i], is_rounded);
+                sums[r] = fmaf(x, w[i], sums[r]);
+                if (IS_PAIRED) seconds[r] = fmaf(x, v[i], seconds[r]);
+            }
+        }
+    }
+#pragma unroll
+    for (u32 r = 0; r < FEW; r++) {
+        if (r >= p.rows) continue;
+        f32 sum = warp_sum(sums[r]), other = IS_PAIRED ? warp_sum(seconds[r]) : 0.0f;
+        if (lane == 0) epilogue.take(p.group, p.row + r, column, sum, other);
+    }
+}
+
 // ---- kernels ----
 
 // Products of rows: blockIdx.y names a tile of the list, blockIdx.x columns. `tiles` are triples (group, first row, rows); group g's
@@ -386,6 +445,10 @@ KERNEL(256) plain_rows_nn(ROWS, STORE, u32 is_rounded) {
     plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_STORE, nullptr, 0, is_rounded);
 }
 
+KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
+    by_columns<false>(rows_problem(THE_ROWS, FEW_COLUMNS), THE_STORE, is_rounded);
+}
+
 #define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
 #define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}
 
@@ -396,6 +459,12 @@ KERNEL(256) plain_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
 }
 KERNEL(256) plain_up_single(ROWS, ACTIVATE, u32 is_rounded) {
     plainly<true, true, false>(rows_problem(THE_ROWS, PLAIN), THE_ACTIVATE, nullptr, 0, is_rounded);
+}
+KERNEL(256) few_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
+    by_columns<true>(rows_problem(THE_ROWS, FEW_COLUMNS), THE_ACTIVATE, is_rounded);
+}
+KERNEL(256) few_up_single(ROWS, ACTIVATE, u32 is_rounded) {
+    by_columns<false>(rows_problem(THE_ROWS, FEW_COLUMNS), THE_ACTIVATE, is_rounded);
 }
 
 #define PULL_BACK const void *h, void *dh, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts

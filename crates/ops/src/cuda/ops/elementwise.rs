@@ -28,6 +28,14 @@ pub(crate) fn cast_into(on: On<'_>, x: &Tensor, y: &mut Tensor) {
     unsafe { on.launch(&ELEMENTWISE, "cast_elements", blocks(len), &args) };
 }
 
+/// Rows of whole 16-bit words.
+pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&mut Tensor, usize), count: usize) {
+    let words = x.cols() * x.dtype().size() / 2;
+    let args = [on.read(x), on.write(y), (first * words).into(), (start * words).into(), (count * words).into()];
+    // SAFETY: the rows lie within both, and a thread copies its words.
+    unsafe { on.launch(&ELEMENTWISE, "copy_words", blocks(count * words), &args) };
+}
+
 pub(crate) fn add_assign(on: On<'_>, y: &mut Tensor, x: &Tensor) {
     let len = x.len();
     let args = [on.write(y), on.read(x), is_bf16(x).into(), len.into()];

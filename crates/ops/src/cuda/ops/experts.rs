@@ -80,7 +80,10 @@ pub(crate) fn forward(
         compute: dtype,
         groups: &map.groups,
     };
-    let kernels = if inputs == 2 { ["up_paired", "plain_up_paired"] } else { ["up_single", "plain_up_single"] };
+    let kernels = match inputs {
+        2 => ["up_paired", "plain_up_paired", "few_up_paired"],
+        _ => ["up_single", "plain_up_single", "few_up_single"],
+    };
     let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
     let mut args = vec![on.write(&mut h), on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
     args.extend(shape(weights.activation));
@@ -149,7 +152,7 @@ pub(crate) fn backward(
     args.extend(shape(weights.activation));
     args.push(on.write(&mut parts));
     // SAFETY: `h`, `dh` and `parts` have a row for each row, `parts` a column for each tile of columns.
-    unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows"], args }) };
+    unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows", ""], args }) };
     let mut d_row_weights = on.empty(&[r], DType::F32);
     let args = [on.read(&parts), on.write(&mut d_row_weights), r.into(), num_parts.into()];
     // SAFETY: a thread adds up its row's parts.

@@ -1,7 +1,8 @@
 //! Products on a GPU: of groups of rows with matrices of their own, and plain ones as one group.
 //!
-//! bf16 products whose sizes are whole vectors of 8 go to the tensor cores (`mma.sync`, asynchronous copies in four stages); all
-//! others to a plain kernel. Which one is taken depends on sizes and types alone.
+//! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once. Other bf16 products whose sizes are
+//! whole vectors of 8 go to the tensor cores (`mma.sync`, asynchronous copies in four stages); all others to a plain kernel. Which
+//! one is taken depends on sizes and types alone.
 
 use std::ops::Range;
 
@@ -18,6 +19,17 @@ const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 /// Rows and columns of a plain block's tile.
 const PLAIN_TILE: usize = 64;
+/// Rows that are few, and columns of their blocks: one for each warp.
+const FEW_ROWS: usize = 8;
+const FEW_COLUMNS: usize = 8;
+
+/// Which kernel takes a product.
+#[derive(Clone, Copy, PartialEq)]
+enum Kernel {
+    Tensor,
+    Plain,
+    Few,
+}
 
 /// Products of rows: `A B_g^T` ([`Form::Nt`]) or `A B_g` ([`Form::Nn`]) for the rows of each group g.
 pub(super) struct RowsProduct<'a> {
@@ -40,25 +52,33 @@ pub(super) struct RowsProduct<'a> {
     pub(super) groups: &'a [(usize, Range<usize>)],
 }
 
-/// Names of an epilogue's kernels on tensor cores and elsewhere, and its arguments.
+/// Names of an epilogue's kernels on tensor cores, elsewhere, and for few rows (of `A B^T` alone), and its arguments.
 pub(super) struct Epilogue<'a> {
-    pub(super) kernels: [&'static str; 2],
+    pub(super) kernels: [&'static str; 3],
     pub(super) args: Vec<Arg<'a>>,
 }
 
 impl RowsProduct<'_> {
-    /// Whether tensor cores take it: 16 bytes at a time must be within one row of each operand.
-    fn is_tensor(&self) -> bool {
-        let is_whole = self.depth.is_multiple_of(8) && (self.form == Form::Nt || self.columns.is_multiple_of(8));
-        self.compute == DType::BF16 && self.b.dtype() == DType::BF16 && is_whole && self.depth > 0
+    /// But for the plain one, kernels take vectors of 8, which must be within one row of each operand.
+    fn kernel(&self) -> Kernel {
+        let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
+        let has_few_rows = self.groups.iter().all(|(_, rows)| rows.len() <= FEW_ROWS);
+        let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
+        match self.form {
+            Form::Nt if is_whole && has_few_rows => Kernel::Few,
+            Form::Nt if is_whole && is_bf16 => Kernel::Tensor,
+            Form::Nn if is_whole && is_bf16 && self.columns.is_multiple_of(8) => Kernel::Tensor,
+            _ => Kernel::Plain,
+        }
     }
 
     /// Columns of a block's tile.
     fn tile_columns(&self) -> usize {
-        match (self.is_tensor(), self.pair) {
-            (true, Some(_)) => TILE / 2,
-            (true, None) => TILE,
-            (false, _) => PLAIN_TILE,
+        match (self.kernel(), self.pair) {
+            (Kernel::Tensor, Some(_)) => TILE / 2,
+            (Kernel::Tensor, None) => TILE,
+            (Kernel::Plain, _) => PLAIN_TILE,
+            (Kernel::Few, _) => FEW_COLUMNS,
         }
     }
 
@@ -69,7 +89,11 @@ impl RowsProduct<'_> {
 
     /// `(group, first row, rows)` of each tile.
     fn tiles(&self) -> Vec<u32> {
-        let height = if self.is_tensor() { TILE } else { PLAIN_TILE };
+        let height = match self.kernel() {
+            Kernel::Tensor => TILE,
+            Kernel::Plain => PLAIN_TILE,
+            Kernel::Few => FEW_ROWS,
+        };
         let mut tiles = Vec::new();
         for (group, rows) in self.groups {
             for first in rows.clone().step_by(height) {
@@ -85,7 +109,8 @@ impl RowsProduct<'_> {
     ///
     /// The epilogue's arguments are those of its kernels for R rows of `columns` columns.
     pub(super) unsafe fn run(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
-        let (is_tensor, tiles) = (self.is_tensor(), self.tiles());
+        let (kernel, tiles) = (self.kernel(), self.tiles());
+        let is_tensor = kernel == Kernel::Tensor;
         let grid = [self.column_tiles(), tiles.len() / 3, 1];
         let tiles = Tensor::from_slice(on.ctx.pool(), &[tiles.len()], &tiles);
         let rounded = (is_tensor && self.a.dtype() != DType::BF16).then(|| elementwise::cast(on, self.a, DType::BF16));
@@ -107,7 +132,7 @@ impl RowsProduct<'_> {
             self.pair.unwrap_or(0).into(),
         ];
         args.extend_from_slice(&epilogue.args);
-        let kernel = epilogue.kernels[usize::from(!is_tensor)];
+        let kernel = epilogue.kernels[kernel as usize];
         let shared = if is_tensor { SHARED } else { 0 };
         if !is_tensor {
             args.push((self.compute == DType::BF16).into());
@@ -121,7 +146,10 @@ impl RowsProduct<'_> {
     /// The sums as `[rows, columns]` of a type.
     pub(super) fn store(&self, on: On<'_>, rows: usize, out: DType) -> Tensor {
         let mut y = on.empty(&[rows, self.columns], out);
-        let kernels = if self.form == Form::Nt { ["rows_nt", "plain_rows_nt"] } else { ["rows_nn", "plain_rows_nn"] };
+        let kernels = match self.form {
+            Form::Nt => ["rows_nt", "plain_rows_nt", "few_rows_nt"],
+            _ => ["rows_nn", "plain_rows_nn", ""],
+        };
         let is_bf16 = out == DType::BF16;
         let args = vec![on.write(&mut y), is_bf16.into(), self.columns.into(), false.into()];
         // SAFETY: the output has a row for each row of the groups.
