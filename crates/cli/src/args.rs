@@ -77,9 +77,10 @@ pub(crate) struct TrainArgs {
     /// Groups of ranks with all experts each (same as --set parallel.dp=N)
     #[arg(long, value_name = "N")]
     pub(crate) dp: Option<u64>,
-    /// Ranks that share each layer between them: only 1, tensor parallelism is not there yet
-    #[arg(long, value_name = "N", default_value_t = 1, hide = true)]
-    pub(crate) tp: u64,
+    /// Ranks that hold attention, dense layers and vocabulary between them and pass the same sequences (same as --set
+    /// parallel.tp=N)
+    #[arg(long, value_name = "N")]
+    pub(crate) tp: Option<u64>,
     /// What computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set train.device=NAME)
     #[arg(long, value_name = "NAME")]
     pub(crate) device: Option<DeviceChoice>,

@@ -196,17 +196,14 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
     if !args.data.is_empty() {
         flags.push(Override::new("data.paths", args.data.clone()));
     }
-    if args.tp != 1 {
-        let problem = "layers are not cut across ranks; --ep shares the experts out and --dp the sequences";
-        return Err(Failure::input(format!("--tp {}: must be 1: {problem}", args.tp)));
-    }
     if let Some(device) = args.device {
         flags.push(Override::new("train.device", device.to_string()));
     }
     if args.no_pin {
         flags.push(Override::parse("parallel.pin=false")?);
     }
-    let numbers = [("train.steps", args.steps), ("parallel.ep", args.ep), ("parallel.dp", args.dp)];
+    let numbers =
+        [("train.steps", args.steps), ("parallel.ep", args.ep), ("parallel.dp", args.dp), ("parallel.tp", args.tp)];
     for (setting, number) in numbers.into_iter().filter_map(|(setting, number)| Some((setting, number?))) {
         flags.push(Override::parse(&format!("{setting}={number}"))?);
     }

@@ -6,7 +6,10 @@
 
 use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::embedding::{embedding, embedding_backward};
-use moeworks_ops::head_loss::{HeadGrads, HeadLoss, IGNORE, head_loss_backward_biased, head_loss_biased};
+use moeworks_ops::head_loss::{
+    HeadGrads, HeadLoss, IGNORE, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part,
+    head_loss_biased, head_loss_of_part,
+};
 use moeworks_ops::linear::{Write, linear};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -25,6 +28,7 @@ use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;
 use crate::shapes::weights_with;
+use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
@@ -45,6 +49,8 @@ pub struct Decoder {
     rope: RopeTables,
     /// Where the experts are, if not all here.
     pub(crate) ranks: Option<ExpertRanks>,
+    /// The ranks that hold the matrices between them, if not all here.
+    pub(crate) tensor: Option<TensorRanks>,
 }
 
 /// Who is told that the gradients of a layer are whole.
@@ -68,10 +74,14 @@ struct LayerRecord {
 impl Decoder {
     /// A decoder of `config`, whose `vocab_size` must be set. Fails if a setting is out of range.
     pub fn new(config: ModelConfig) -> Result<Self, ConfigError> {
-        Self::build(config, None)
+        Self::build(config, None, None)
     }
 
-    pub(crate) fn build(config: ModelConfig, ranks: Option<ExpertRanks>) -> Result<Self, ConfigError> {
+    pub(crate) fn build(
+        config: ModelConfig,
+        ranks: Option<ExpertRanks>,
+        tensor: Option<TensorRanks>,
+    ) -> Result<Self, ConfigError> {
         config.validate()?;
         if config.vocab_size == 0 {
             return Err(ConfigError::new("vocab_size", 0, "must be at least 1"));
@@ -80,8 +90,10 @@ impl Decoder {
         let inference = feed_forwards(&config, &config.inference_moe(), ranks.as_ref())?;
         let encoder = config.of_encoder().map(Encoder::new).transpose()?;
         let cross = encoder.is_some().then(|| CrossBlock::new(&config));
-        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i)).collect();
-        Ok(Self { attention, training, inference, cross, encoder, rope: RopeTables::default(), config, ranks })
+        let split = tensor.as_ref().map(TensorRanks::split);
+        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, split)).collect();
+        let rope = RopeTables::default();
+        Ok(Self { config, attention, training, inference, cross, encoder, rope, ranks, tensor })
     }
 
     /// The configuration.
@@ -177,7 +189,7 @@ impl Decoder {
         }
         self.merge_stats(&mut layer_stats);
         let (router, mut loss_grads) = router_losses(&layer_stats, (&self.config.router, self.config.top_k), options);
-        self.take_share(batch.inputs.len(), &layer_stats, &mut loss_grads);
+        self.take_share(self.routed_tokens(batch, options.sequence_coef != 0.0).len(), &layer_stats, &mut loss_grads);
         let (loss, mut dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
         drop(x);
         let mut dnext = None;
@@ -217,7 +229,10 @@ impl Decoder {
         if multiplier != 1.0 {
             elementwise::scale_assign(pass.ctx, &mut dx, multiplier);
         }
-        embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding);
+        match &self.tensor {
+            None => embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding),
+            Some(ranks) => ranks.embed_backward(pass.ctx, ids, &dx, &mut grads.embedding),
+        }
     }
 
     /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones.
@@ -261,7 +276,11 @@ impl Decoder {
         });
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
-        let loss = head_loss_biased(ctx, &normed, (head, weights.head_bias.as_ref()), batch.targets);
+        let head = (head, weights.head_bias.as_ref());
+        let loss = match &self.tensor {
+            None => head_loss_biased(ctx, &normed, head, batch.targets),
+            Some(ranks) => ranks.with_vocabulary(|part| head_loss_of_part(ctx, &normed, head, batch.targets, part)),
+        };
         self.merge_stats(&mut layers);
         let (router, _) = router_losses(&layers, (&self.config.router, self.config.top_k), &PassOptions::default());
         self.pass_stats(loss, router, layers)
@@ -362,7 +381,7 @@ impl Decoder {
 
     /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
     fn pass<'a>(
-        &self,
+        &'a self,
         ctx: &'a Context,
         weights: &DecoderWeights,
         (num_sequences, seq_len, start): (usize, usize, usize),
@@ -370,7 +389,8 @@ impl Decoder {
     ) -> Pass<'a> {
         let len = start + seq_len;
         let relative = Relative::of(&self.config, weights.relative.as_ref(), true, [seq_len, len]);
-        Pass { relative, memory, ..Pass::new(ctx, self.rope.get(&self.config, len), num_sequences, seq_len, start) }
+        let pass = Pass::new(ctx, self.rope.get(&self.config, len), num_sequences, seq_len, start);
+        Pass { relative, memory, tensor: self.tensor.as_ref(), ..pass }
     }
 
     fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
@@ -399,7 +419,10 @@ impl Decoder {
 
     /// The embedded tokens `[T, D]` f32.
     fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: &[u32]) -> Tensor {
-        let mut x = embedding(pass.ctx, ids, &weights.embedding, DType::F32);
+        let mut x = match &self.tensor {
+            None => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
+            Some(ranks) => ranks.embed(pass.ctx, ids, &weights.embedding),
+        };
         let multiplier = self.config.variant.embedding_multiplier;
         if multiplier != 1.0 {
             elementwise::scale_assign(pass.ctx, &mut x, multiplier);
@@ -471,8 +494,18 @@ impl Decoder {
         let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
         let bias = weights.head_bias.as_ref();
         let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
-        let (loss, mut d_normed) =
-            head_loss_backward_biased(ctx, &normed, (head, bias), targets, (grad_scale, write), into);
+        let (head, how) = ((head, bias), (grad_scale, write));
+        let (loss, mut d_normed) = match &self.tensor {
+            None => head_loss_backward_biased(ctx, &normed, head, targets, how, into),
+            Some(ranks) => {
+                let backward = |part: &mut VocabularyPart<'_>| {
+                    head_loss_backward_of_part(ctx, &normed, head, targets, (how, part), into)
+                };
+                let (loss, mut d_normed) = ranks.with_vocabulary(backward);
+                ranks.sum(&mut d_normed);
+                (loss, d_normed)
+            }
+        };
         let divisor = self.config.variant.logits_divisor;
         if divisor != 1.0 {
             elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);

@@ -37,7 +37,7 @@ pub struct SourceBatch<'a> {
 impl Encoder {
     /// The encoder of `config`, the configuration of its layers.
     pub(crate) fn new(config: ModelConfig) -> Result<Self, ConfigError> {
-        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i)).collect();
+        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, None)).collect();
         Ok(Self { attention, feed_forward: feed_forwards(&config, &config.inference_moe(), None)?, config })
     }
 

@@ -17,6 +17,8 @@ mod pass;
 mod rope_tables;
 pub mod safetensors;
 mod shapes;
+mod split;
+mod tensor_ranks;
 mod tokenizer;
 mod upcycle;
 mod weights;
@@ -30,6 +32,8 @@ pub use decoder::{Decoder, LayerDone};
 pub use encoder::SourceBatch;
 pub use hf::LoadError;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
+pub use split::{Cut, TensorShare, TensorSplit};
+pub use tensor_ranks::TensorRanks;
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{

@@ -1,5 +1,7 @@
 //! A decoder whose experts live on several ranks: each rank passes sequences of its own, and accounts are of all of them.
 
+use std::ops::Range;
+
 use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::head_loss::HeadLoss;
@@ -9,7 +11,8 @@ use moeworks_tensor::{DType, Tensor};
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, LayerDone};
 use crate::losses::{LossValues, router_losses};
-use crate::pass::{PassOptions, PassStats, Rules};
+use crate::pass::{PassOptions, PassStats, Rules, TokenBatch};
+use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, FeedForwardWeights};
 
 /// The loss of no token.
@@ -31,7 +34,23 @@ impl Decoder {
     /// all sequences; gradients are what this rank's sequences, and rows of others in the experts here, give. After each pass
     /// [`ExpertRanks::failure`] says whether it counts.
     pub fn over_ranks(config: ModelConfig, ranks: ExpertRanks) -> Result<Self, ConfigError> {
-        Self::build(config, Some(ranks))
+        Self::build(config, Some(ranks), None)
+    }
+
+    /// As [`over_ranks`](Self::over_ranks) where the ranks of `ranks` hold the matrices of the other layers between them, too, and make
+    /// the same passes over the same sequences. Weights are those that [`TensorSplit::part`](crate::TensorSplit::part) leaves.
+    pub fn over_tensor_ranks(config: ModelConfig, ranks: TensorRanks) -> Result<Self, ConfigError> {
+        Self::build(config, Some(ranks.experts().clone()), Some(ranks))
+    }
+
+    /// The tokens of `batch` that this rank takes through layers with experts, of whose routers it knows: all of them, but where
+    /// others make the same pass; whole sequences where losses on routers look at these.
+    #[must_use]
+    pub fn routed_tokens(&self, batch: &TokenBatch<'_>, are_whole: bool) -> Range<usize> {
+        let TokenBatch { num_sequences, seq_len, .. } = *batch;
+        let split = self.tensor.as_ref().map(TensorRanks::split);
+        split
+            .map_or(0..num_sequences * seq_len, |split| split.run_of(split.rank(), (num_sequences, seq_len), are_whole))
     }
 
     /// Makes of the statistics of these sequences those of all ranks' sequences.
@@ -117,6 +136,9 @@ impl Decoder {
 
     /// The account of a pass: over all ranks, if there are several.
     pub(crate) fn pass_stats(&self, loss: HeadLoss, router: LossValues, layers: Vec<LayerStats>) -> PassStats {
+        // Ranks that make the same pass have found the same.
+        let is_counted = self.tensor.as_ref().is_none_or(|ranks| ranks.split().rank() == 0);
+        let loss = if is_counted { loss } else { NO_LOSS };
         let mut sums = [loss.loss_sum, loss.num_targets as f64, loss.num_correct as f64];
         if let Some(ranks) = &self.ranks {
             ranks.sum(&mut sums);

@@ -3,14 +3,18 @@
 //! Logits exist for a chunk of tokens at a time, never for all, so memory stays bounded for large vocabularies. The
 //! gradient of the logits overwrites them.
 
+mod part;
+
 use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::{add_rows, sum_rows};
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{LANES, kernel, sum_lanes};
+use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::{Context, vmath};
+
+pub use part::{VocabularyPart, head_loss_backward_of_part, head_loss_of_part};
 
 /// The target of a token that does not count.
 pub const IGNORE: u32 = u32::MAX;
@@ -35,12 +39,25 @@ pub fn head_loss(ctx: &Context, x: &Tensor, w: &Tensor, targets: &[u32]) -> Head
 
 /// As [`head_loss`] with a bias `[V]` on the logits.
 #[must_use]
-pub fn head_loss_biased(ctx: &Context, x: &Tensor, (w, bias): (&Tensor, Option<&Tensor>), targets: &[u32]) -> HeadLoss {
-    check(x, w, targets);
+pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: (&Tensor, Option<&Tensor>), targets: &[u32]) -> HeadLoss {
+    check(x, weights.0, targets);
+    forward(ctx, x, weights, targets, &mut |logits, targets| softmax_rows(ctx, logits, targets, None))
+}
+
+/// What makes of a chunk's logits and targets its loss and, where they are asked for, the logits' gradients in their place.
+type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> HeadLoss;
+
+fn forward(
+    ctx: &Context,
+    x: &Tensor,
+    (w, bias): (&Tensor, Option<&Tensor>),
+    targets: &[u32],
+    softmax: Softmax<'_>,
+) -> HeadLoss {
     let mut total = HeadLoss::default();
     for chunk in Chunk::all(x.rows(), w.rows()) {
         let mut logits = biased_logits(ctx, &chunk.rows_of(ctx, x), w, bias);
-        total.add(softmax_rows(ctx, &mut logits, &targets[chunk.range()], None));
+        total.add(softmax(&mut logits, &targets[chunk.range()]));
     }
     total
 }
@@ -82,13 +99,25 @@ pub fn head_loss_backward(
 pub fn head_loss_backward_biased(
     ctx: &Context,
     x: &Tensor,
-    (w, bias): (&Tensor, Option<&Tensor>),
+    weights: (&Tensor, Option<&Tensor>),
     targets: &[u32],
     (grad_scale, write): (f32, Write),
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
+    check(x, weights.0, targets);
+    let softmax: Softmax<'_> = &mut |logits, targets| softmax_rows(ctx, logits, targets, Some(grad_scale));
+    backward(ctx, x, weights, targets, (write, softmax), grads)
+}
+
+fn backward(
+    ctx: &Context,
+    x: &Tensor,
+    (w, bias): (&Tensor, Option<&Tensor>),
+    targets: &[u32],
+    (write, softmax): (Write, Softmax<'_>),
+    grads: HeadGrads<'_>,
+) -> (HeadLoss, Tensor) {
     let HeadGrads { weight: dw, bias: mut d_bias } = grads;
-    check(x, w, targets);
     let mut total = HeadLoss::default();
     let mut dx = ctx.empty(&[x.rows(), x.cols()], DType::F32);
     if write == Write::Replace && x.rows() == 0 {
@@ -99,7 +128,7 @@ pub fn head_loss_backward_biased(
     for chunk in Chunk::all(x.rows(), w.rows()) {
         let part = chunk.rows_of(ctx, x);
         let mut logits = biased_logits(ctx, &part, w, bias);
-        total.add(softmax_rows(ctx, &mut logits, &targets[chunk.range()], Some(grad_scale)));
+        total.add(softmax(&mut logits, &targets[chunk.range()]));
         let part_dx = linear_backward_input(ctx, &logits, w, DType::F32);
         if chunk.end - chunk.start == x.rows() {
             dx = part_dx;
@@ -172,31 +201,10 @@ struct RowLoss {
 kernel! {
     /// The loss of one row of logits; with a scale, the row is replaced by its gradient.
     fn row_kernel<S: Level>(row: &mut [f32], target: usize, grad_scale: Option<f32>) -> RowLoss {
-        let mut lanes = [f32::NEG_INFINITY; LANES];
-        let (groups, rest) = row.as_chunks::<LANES>();
-        for group in groups {
-            for i in 0..LANES {
-                lanes[i] = if group[i] > lanes[i] { group[i] } else { lanes[i] };
-            }
-        }
-        let max = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
         let logit = row[target];
+        let max = largest(row);
         let is_correct = logit == max && !row[..target].contains(&max);
-        let mut lanes = [0.0; LANES];
-        let (groups, rest) = row.as_chunks_mut::<LANES>();
-        for group in groups {
-            for x in group.iter_mut() {
-                *x = vmath::exp::<S>(*x - max);
-            }
-            for (lane, x) in lanes.iter_mut().zip(group) {
-                *lane += *x;
-            }
-        }
-        for (x, lane) in rest.iter_mut().zip(&mut lanes) {
-            *x = vmath::exp::<S>(*x - max);
-            *lane += *x;
-        }
-        let sum = sum_lanes(lanes);
+        let sum = exponentials::<S>(row, max);
         if let Some(scale) = grad_scale {
             let factor = scale / sum;
             row.iter_mut().for_each(|x| *x *= factor);
@@ -204,6 +212,39 @@ kernel! {
         }
         RowLoss { nats: f64::from(sum).ln() - (f64::from(logit) - f64::from(max)), is_correct }
     }
+}
+
+/// The largest number of a row.
+#[inline(always)]
+fn largest(row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (groups, rest) = row.as_chunks::<LANES>();
+    for group in groups {
+        for i in 0..LANES {
+            lanes[i] = if group[i] > lanes[i] { group[i] } else { lanes[i] };
+        }
+    }
+    lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// Replaces each x of a row by `exp(x - max)` and gives their sum.
+#[inline(always)]
+fn exponentials<S: Level>(row: &mut [f32], max: f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (groups, rest) = row.as_chunks_mut::<LANES>();
+    for group in groups {
+        for x in group.iter_mut() {
+            *x = vmath::exp::<S>(*x - max);
+        }
+        for (lane, x) in lanes.iter_mut().zip(group) {
+            *lane += *x;
+        }
+    }
+    for (x, lane) in rest.iter_mut().zip(&mut lanes) {
+        *x = vmath::exp::<S>(*x - max);
+        *lane += *x;
+    }
+    sum_lanes(lanes)
 }
 
 impl HeadLoss {

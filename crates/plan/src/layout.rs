@@ -1,8 +1,9 @@
 //! How the ranks are cut into groups.
 //!
-//! Every rank has tokens of its own. The ranks of an expert-parallel group hold the experts between them and send tokens to
-//! each other; data-parallel groups hold copies of the same experts. Everything that is not an expert is the same on all
-//! ranks, up to a tensor-parallel group, whose ranks hold slices of each matrix and the same tokens.
+//! The ranks of a tensor-parallel group hold slices of each matrix and have the same tokens; of different groups each has tokens
+//! of its own. The ranks of an expert-parallel group hold the experts between them and send tokens to each other: all ranks of its
+//! tensor-parallel groups, each with a share of the tokens. Data-parallel groups hold copies of the same experts. Everything else
+//! is the same on all ranks.
 
 use std::fmt;
 
@@ -23,7 +24,7 @@ pub enum Order {
 pub struct Layout {
     /// Copies of each expert.
     pub dp: usize,
-    /// Ranks that hold the experts between them.
+    /// Tensor-parallel groups whose ranks hold the experts between them.
     pub ep: usize,
     /// Ranks that hold each matrix between them; always neighbours.
     pub tp: usize,
@@ -96,11 +97,17 @@ impl Layout {
         outer * self.tp + tp
     }
 
+    /// How many ranks hold the experts between them.
+    #[must_use]
+    pub fn num_expert_ranks(&self) -> usize {
+        self.ep * self.tp
+    }
+
     /// The ranks that hold the experts between them, `rank` among them, in the order of their places.
     #[must_use]
     pub fn ep_group(&self, rank: usize) -> Vec<usize> {
-        let (dp, _, tp) = self.place(rank);
-        (0..self.ep).map(|ep| self.rank(dp, ep, tp)).collect()
+        let (dp, ..) = self.place(rank);
+        (0..self.ep).flat_map(|ep| (0..self.tp).map(move |tp| self.rank(dp, ep, tp))).collect()
     }
 
     /// The ranks that hold the same experts as `rank`.

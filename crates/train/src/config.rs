@@ -302,8 +302,10 @@ impl Default for TrainConfig {
 pub struct ParallelConfig {
     /// Groups of ranks, each with all experts.
     pub dp: usize,
-    /// Ranks of a group, which hold the experts between them.
+    /// Ranks of a group, which hold the experts between them; each of them is `tp` ranks.
     pub ep: usize,
+    /// Ranks that hold what is no expert between them and pass the same sequences.
+    pub tp: usize,
     /// Whether the ranks of a group are those at the same place of neighbouring ranks, not neighbours themselves.
     pub apart: bool,
     /// Which ranks of a group hold which experts.
@@ -418,6 +420,7 @@ impl Default for ParallelConfig {
         Self {
             dp: 1,
             ep: 1,
+            tp: 1,
             apart: false,
             placement: PlacementChoice::Sharded,
             all_to_all: PathChoice::Auto,
@@ -436,14 +439,14 @@ impl ParallelConfig {
     /// Ranks in all.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
-        self.dp.saturating_mul(self.ep)
+        self.dp.saturating_mul(self.ep).saturating_mul(self.tp)
     }
 
     /// The groups as a value.
     #[must_use]
     pub fn layout(&self) -> Layout {
         let order = if self.apart { Order::Apart } else { Order::Together };
-        Layout { order, ..Layout::new(self.dp, self.ep, 1) }
+        Layout { order, ..Layout::new(self.dp, self.ep, self.tp) }
     }
 }
 

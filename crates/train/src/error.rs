@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use moeworks_comm::CommError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_ops::cuda::GpuError;
+use moeworks_plan::Layout;
 
 use crate::config::ConfigError;
 use crate::data::DataError;
@@ -45,14 +46,12 @@ pub enum TrainError {
     Comm(#[from] CommError),
     /// The settings ask for another number of ranks than there are.
     #[error(
-        "parallel.dp = {dp} times parallel.ep = {ep} is {} ranks, but there are {num_ranks}",
-        dp.saturating_mul(*ep)
+        "parallel.dp = {} times parallel.ep = {} times parallel.tp = {} is {} ranks, but there are {num_ranks}",
+        layout.dp, layout.ep, layout.tp, layout.num_ranks()
     )]
     Ranks {
-        /// Groups of ranks.
-        dp: usize,
-        /// Ranks of a group.
-        ep: usize,
+        /// What they ask for.
+        layout: Layout,
         /// Ranks there are.
         num_ranks: usize,
     },

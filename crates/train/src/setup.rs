@@ -33,8 +33,10 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let is_bf16 = config.train.precision == Precision::Bf16;
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
-    let held = shape.num_experts.div_ceil(config.parallel.ep) * shape.num_moe_layers;
-    let part = (shape.dense_params + held as u64 * shape.expert_params) as f64 / shape.params().max(1) as f64;
+    let layout = config.parallel.layout();
+    let held = shape.num_experts.div_ceil(layout.num_expert_ranks()) * shape.num_moe_layers;
+    let dense = shape.dense_params as f64 / layout.tp as f64;
+    let part = (dense + (held as u64 * shape.expert_params) as f64) / shape.params().max(1) as f64;
     let num_parts = ranks.map_or(1, Ranks::num_neighbours);
     let whole = TrainingMemory::of(&config.model, 0, is_bf16, false).total_bytes() as f64;
     let needed_bytes = (whole * part * num_parts as f64) as u64;

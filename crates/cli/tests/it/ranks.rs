@@ -43,6 +43,8 @@ fn ranks_make_the_losses_of_one() {
         ("zero", &["--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"]),
         ("hops", &["--ep", "4", "--no-pin", "--set", "parallel.all_to_all=two_hop", "--set", "parallel.chunks=3"]),
         ("weights", &["--ep", "2", "--dp", "2", "--set", "parallel.moving=weights"]),
+        ("tp2", &["--tp", "2", "--ep", "2", "--trace", "tp2.json"]),
+        ("tp2-zero", &["--tp", "2", "--dp", "3", "--set", "parallel.shard_optimizer=true"]),
         ("cheapest", &["--ep", "4", "--set", "parallel.moving=auto", "--set", "parallel.chunks=0"]),
     ] {
         train(run, more);
@@ -62,10 +64,10 @@ fn a_checkpoint_of_any_layout_goes_on_in_any_other() {
     let work = Workplace::new();
     assert_success(&work.train("whole", 8, &CONSTANT));
     assert_success(&work.train("moved", 2, &[&CONSTANT[..], &["--ep", "4"]].concat()));
-    let sharded = ["--steps", "3", "--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"];
+    let sharded = ["--steps", "3", "--tp", "2", "--dp", "2", "--ep", "1", "--set", "parallel.shard_optimizer=true"];
     assert_success(&work.run(&[&["train", "--resume", "moved"][..], &sharded].concat()));
     for (steps, more) in
-        [("4", ["--ep", "1", "--dp", "1"]), ("6", ["--ep", "2", "--dp", "3"]), ("8", ["--ep", "1", "--dp", "2"])]
+        [("4", ["--tp", "2", "--ep", "3"]), ("6", ["--tp", "1", "--dp", "1"]), ("8", ["--ep", "4", "--dp", "1"])]
     {
         let output = work.run(&[&["train", "--resume", "moved", "--steps", steps][..], &more].concat());
         assert_success(&output);
@@ -79,7 +81,7 @@ fn a_checkpoint_of_any_layout_goes_on_in_any_other() {
 fn bf16_and_accumulated_batches_train_on_ranks() {
     let work = Workplace::new();
     let settings = ["--set", "train.precision=bf16", "--set", "train.grad_accumulation=2", "--set", "train.lr=1e-2"];
-    assert_success(&work.train("run", 30, &[&settings[..], &["--ep", "2"]].concat()));
+    assert_success(&work.train("run", 30, &[&settings[..], &["--ep", "2", "--tp", "2"]].concat()));
     let losses = numbers(&work, "run");
     assert!(losses[29].1 < 0.8 * losses[0].1, "{losses:?}");
 }
@@ -137,7 +139,9 @@ fn layouts_that_cannot_be_are_named() {
     let broken = work.file("broken.placement", "placement experts=8 ranks=2\n0: 2\n");
     let placement = format!("parallel.placement={broken}");
     train(&["--ep", "2", "--set", &placement], &["broken.placement", "line 2"]);
-    train(&["--tp", "2"], &["--tp 2: must be 1", "--ep"]);
+    train(&["--tp", "0"], &["parallel.tp = 0", "at least 1"]);
+    train(&["--tp", "100"], &["model.num_heads", "at least parallel.tp, 100"]);
+    train(&["--tp", "2", "--set", "model.qk_norm=whole"], &["parallel.tp = 2", "must be 1", "qk_norm"]);
     train(&["--ep", "2", "--set", "parallel.chunks=65"], &["parallel.chunks = 65", "at most 64"]);
     train(&["--ep", "2", "--set", "parallel.wire=int4"], &["parallel.wire", "int4"]);
     let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");
@@ -196,6 +200,7 @@ fn processes_make_the_losses_of_one() {
         for (run, more) in [
             ("mpi", &["--ep", "2", "--dp", "2"][..]),
             ("chunks", &["--ep", "4", "--set", "parallel.chunks=2", "--set", "parallel.moving=auto"]),
+            ("slices", &["--tp", "2", "--ep", "2"]),
         ] {
             let output = train_processes(&mpirun, &work.train_command(run, 4, &[&settings[..], more].concat()));
             assert_success(&output);

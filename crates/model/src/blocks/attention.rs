@@ -14,9 +14,10 @@ use super::Pass;
 use super::heads::{Heads, HeadsGradTask, HeadsSaved};
 use super::latent::{Latent, LatentGradTask, LatentSaved};
 use super::norm::Norm;
-use super::projection::{project, project_grads};
+use super::projection::{project_grads, project_summed};
 use crate::config::ModelConfig;
 use crate::generation::LayerCache;
+use crate::split::TensorSplit;
 use crate::weights::{AttentionInputs, AttentionWeights, LayerWeights};
 
 /// Epsilon of the norms inside latent attention, whatever the others have (DeepSeek's code).
@@ -73,9 +74,10 @@ pub(crate) struct AttentionGradTask {
 }
 
 impl AttentionBlock {
-    /// The block of layer `i`.
-    pub(crate) fn new(config: &ModelConfig, i: usize) -> Self {
-        let ModelConfig { num_heads, num_kv_heads, head_dim, norm_eps: eps, .. } = *config;
+    /// The block of layer `i`, or its part for a rank that has some heads alone.
+    pub(crate) fn new(config: &ModelConfig, i: usize, split: Option<&TensorSplit>) -> Self {
+        let ModelConfig { head_dim, norm_eps: eps, .. } = *config;
+        let (num_heads, num_kv_heads) = split.map_or((config.num_heads, config.num_kv_heads), TensorSplit::num_heads);
         let (value_dim, variant) = (config.value_dim(), &config.variant);
         let inputs = match variant.latent {
             None => Inputs::Heads(Heads { eps, clip: variant.clip_qkv }),
@@ -153,7 +155,7 @@ impl AttentionBlock {
 
     /// What heads found, brought back to the residual stream.
     fn output(&self, pass: &Pass<'_>, w: &AttentionWeights, o: &Tensor, x: &Tensor) -> Tensor {
-        let mut y = project(pass.ctx, o, &w.o, DType::F32);
+        let mut y = project_summed(pass, o, &w.o);
         add_residual(pass.ctx, &mut y, self.residual_multiplier, x);
         y
     }
@@ -184,7 +186,10 @@ impl AttentionBlock {
         let (dq, dk, dv) = attention_backward(ctx, &d_o, (q, k, v), (&o, &lse), &shape);
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;
-        let (d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), [dq, dk, dv], write, inputs_grads);
+        let (mut d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), [dq, dk, dv], write, inputs_grads);
+        if let Some(ranks) = pass.tensor {
+            ranks.sum(&mut d_normed);
+        }
         let d_norm = &mut grads.attention_norm;
         let mut dx = self.norm.backward(ctx, &weights.attention_norm, (x, &norm), &d_normed, write, d_norm);
         elementwise::add_assign(ctx, &mut dx, dy);

@@ -7,11 +7,12 @@ use moeworks_ops::experts::{
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, elementwise};
-use moeworks_tensor::Tensor;
+use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::attention::{WRONG_KIND, add_residual, scaled};
 use super::norm::Norm;
+use crate::tensor_ranks::Run;
 use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights, NormWeights};
 
 /// A feed-forward block.
@@ -34,15 +35,18 @@ pub(crate) struct FeedForwardSaved {
 
 enum InnerSaved {
     Dense(ExpertsSaved),
-    Moe(MoeSaved),
+    Moe(MoeSaved, IsWhole),
 }
+
+/// Whether the ranks of a tensor-parallel group took whole sequences through a layer with experts.
+type IsWhole = bool;
 
 impl FeedForwardSaved {
     /// What the router decided; none in a dense layer.
     pub(crate) fn moe(&self) -> Option<&MoeSaved> {
         match &self.inner {
             InnerSaved::Dense(_) => None,
-            InnerSaved::Moe(saved) => Some(saved),
+            InnerSaved::Moe(saved, _) => Some(saved),
         }
     }
 
@@ -76,14 +80,29 @@ impl FeedForwardBlock {
         let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
-                let (y, saved) = moe.forward(ctx, w, &normed, input);
-                (y, InnerSaved::Moe(saved))
+                let is_whole = input.seq_len > 0;
+                let (y, saved) = match Run::of(pass, is_whole) {
+                    None => moe.forward(ctx, w, &normed, input),
+                    Some(run) => {
+                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &run.of_input(input));
+                        (run.whole(ctx, &y), saved)
+                    }
+                };
+                (y, InnerSaved::Moe(saved, is_whole))
             }
             (FeedForwardWeights::Dense(w), None) => {
                 let offsets = [0, normed.rows() as u32];
                 let rows = all_rows(pass, &offsets);
-                let biases = w.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
-                let (y, saved) = experts_forward_biased(ctx, &normed, dense(w, self.activation), biases, rows);
+                // The bias behind a sum over ranks is added once.
+                let zeros = pass.tensor.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
+                let biases = w.biases.as_ref();
+                let of_part =
+                    biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
+                let (mut y, saved) = experts_forward_biased(ctx, &normed, dense(w, self.activation), of_part, rows);
+                if let Some(ranks) = pass.tensor {
+                    let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
+                    ranks.sum_biased(ctx, &mut y, bias.as_ref());
+                }
                 (y, InnerSaved::Dense(saved))
             }
             _ => panic!("{WRONG_KIND}"),
@@ -107,13 +126,20 @@ impl FeedForwardBlock {
         let FeedForwardSaved { norm, normed, inner } = saved;
         let d_block = scaled(ctx, dy, self.residual_multiplier);
         let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, loss_grad) {
-            (InnerSaved::Moe(saved), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
-                let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&d_block, dnext), loss_grad);
+            (InnerSaved::Moe(saved, is_whole), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
+                let run = Run::of(pass, is_whole);
+                let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
+                let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad);
+                let dx = run.map_or_else(|| dx.clone(), |run| run.whole(ctx, &dx));
                 (dx, FeedForwardGradTask::Moe(task))
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
                 let offsets = [0, normed.rows() as u32];
-                let back = experts_backward(ctx, &d_block, dense(w, self.activation), all_rows(pass, &offsets), &saved);
+                let rows = all_rows(pass, &offsets);
+                let mut back = experts_backward(ctx, &d_block, dense(w, self.activation), rows, &saved);
+                if let Some(ranks) = pass.tensor {
+                    ranks.sum(&mut back.dx);
+                }
                 let activation = self.activation;
                 let task = FeedForwardGradTask::Dense { normed, dy: d_block, saved, dh: back.dh, activation };
                 (back.dx, task)

@@ -22,6 +22,8 @@ use moeworks_tensor::{DType, Tensor};
 pub use cross::Memory;
 use relative::Relative;
 
+use crate::tensor_ranks::TensorRanks;
+
 /// What all layers of one pass share.
 pub(crate) struct Pass<'a> {
     pub(crate) ctx: &'a Context,
@@ -35,6 +37,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) positions: Tensor,
     pub(crate) num_sequences: usize,
     pub(crate) seq_len: usize,
+    /// The ranks that hold the matrices between them and make the same pass, if there are several.
+    pub(crate) tensor: Option<&'a TensorRanks>,
     /// `[T]` u32 0, 1, 2, ... and `[T]` f32 ones: a dense feed-forward as one expert that takes every row.
     pub(crate) all_rows: (Tensor, Tensor),
 }
@@ -58,6 +62,7 @@ impl<'a> Pass<'a> {
         let mut ones = ctx.empty(&[tokens], DType::F32);
         ones.f32s_mut().fill(1.0);
         let all_rows = (rows, ones);
-        Self { ctx, rope, relative: None, memory: None, positions, num_sequences, seq_len, all_rows }
+        let tensor = None;
+        Self { ctx, rope, relative: None, memory: None, positions, num_sequences, seq_len, tensor, all_rows }
     }
 }

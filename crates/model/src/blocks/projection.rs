@@ -4,6 +4,7 @@ use moeworks_ops::linear::{Write, linear, linear_backward_weight};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
+use super::Pass;
 use crate::weights::LinearWeights;
 
 /// `x w^T + b` as `out`.
@@ -12,6 +13,15 @@ pub(crate) fn project(ctx: &Context, x: &Tensor, w: &LinearWeights, out: DType) 
     if let Some(bias) = &w.bias {
         elementwise::add_rows(ctx, &mut y, bias);
     }
+    y
+}
+
+/// As [`project`] to f32 where each rank of a tensor-parallel group has some columns of `x` and of the matrix: the sum of what they
+/// give.
+pub(crate) fn project_summed(pass: &Pass<'_>, x: &Tensor, w: &LinearWeights) -> Tensor {
+    let Some(ranks) = pass.tensor else { return project(pass.ctx, x, w, DType::F32) };
+    let mut y = linear(pass.ctx, x, &w.weight, DType::F32);
+    ranks.sum_biased(pass.ctx, &mut y, w.bias.as_ref());
     y
 }
 

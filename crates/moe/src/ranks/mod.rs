@@ -89,7 +89,7 @@ impl ExpertRanks {
     }
 
     /// Does `work`, which a meter that listens calls `name`.
-    pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+    pub fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
         match self.inner.meter.get() {
             Some(meter) => meter.time(name, work),
             None => work(),
@@ -175,7 +175,7 @@ impl ExpertRanks {
     }
 
     /// What `call` gives; `otherwise` if it fails, or anything failed before.
-    pub(crate) fn attempt<R>(&self, otherwise: R, call: impl FnOnce() -> Result<R, CommError>) -> R {
+    pub fn attempt<R>(&self, otherwise: R, call: impl FnOnce() -> Result<R, CommError>) -> R {
         if self.failure().is_some() {
             return otherwise;
         }

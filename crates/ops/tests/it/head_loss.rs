@@ -1,7 +1,12 @@
 //! The head and its loss against their definition in f64.
 
+use std::sync::{Barrier, Mutex};
+
 use moeworks_ops::Context;
-use moeworks_ops::head_loss::{HeadLoss, IGNORE, head_loss, head_loss_backward};
+use moeworks_ops::head_loss::{
+    HeadGrads, HeadLoss, IGNORE, VocabularyPart, head_loss, head_loss_backward, head_loss_backward_of_part,
+    head_loss_of_part,
+};
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
@@ -165,5 +170,64 @@ proptest! {
     #[test]
     fn agrees_with_the_definition_on_random_shapes(tokens in 0..60_usize, cols in 1..40_usize, vocabulary in 1..90_usize) {
         check("random", &Context::cpu(2), tokens, cols, vocabulary, DType::F32);
+    }
+}
+
+/// The loss and both gradients by `num_parts` ranks that hold the classes between them.
+fn run_in_parts(tokens: usize, cols: usize, vocabulary: usize, num_parts: usize) -> (HeadLoss, [Vec<f32>; 2]) {
+    let starts: Vec<usize> = (0..=num_parts).map(|part| (vocabulary * part).div_ceil(num_parts)).collect();
+    let (barrier, told) = (Barrier::new(num_parts), Mutex::new(vec![Vec::new(); num_parts]));
+    let targets = targets(tokens, vocabulary);
+    let rank = |rank: usize| {
+        let ctx = Context::cpu(1);
+        let x = normal_tensor(&ctx, 1, &[tokens, cols], DType::F32);
+        let whole = normal_tensor(&ctx, 2, &[vocabulary, cols], DType::F32);
+        let rows = &whole.f32s()[starts[rank] * cols..starts[rank + 1] * cols];
+        let w = Tensor::from_slice(ctx.pool(), &[rows.len() / cols, cols], rows);
+        let mut gather = |own: &[f32]| {
+            told.lock().unwrap()[rank] = own.to_vec();
+            barrier.wait();
+            let all = told.lock().unwrap().concat();
+            barrier.wait();
+            all
+        };
+        let mut part = VocabularyPart { starts: &starts, rank, gather: &mut gather };
+        let forward = head_loss_of_part(&ctx, &x, (&w, None), &targets, &mut part);
+        let mut dw = ctx.zeros(w.shape(), DType::F32);
+        let grads = HeadGrads { weight: &mut dw, bias: None };
+        let how = ((0.5, Write::Add), &mut part);
+        let (loss, dx) = head_loss_backward_of_part(&ctx, &x, (&w, None), &targets, how, grads);
+        assert_eq!(loss, forward);
+        (loss, dx.f32s().to_vec(), dw.f32s().to_vec())
+    };
+    let parts: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..num_parts).map(|r| scope.spawn(move || rank(r))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(parts.iter().all(|part| part.0 == parts[0].0), "all ranks know the same");
+    let dx = (0..tokens * cols).map(|i| parts.iter().map(|part| part.1[i]).sum()).collect();
+    (parts[0].0, [dx, parts.iter().flat_map(|part| part.2.clone()).collect()])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn parts_of_the_vocabulary_give_the_loss_of_the_whole(
+        tokens in 1..400_usize,
+        cols in 1..12_usize,
+        vocabulary in 5..90_usize,
+        num_parts in 1..5_usize,
+    ) {
+        let (expected, [.., dx, dw]) = run(&Context::cpu(1), tokens, cols, vocabulary, DType::F32);
+        let (loss, [dx_of_parts, dw_of_parts]) = run_in_parts(tokens, cols, vocabulary, num_parts);
+        prop_assert_eq!((loss.num_targets, loss.num_correct), (expected.num_targets, expected.num_correct));
+        prop_assert!((loss.loss_sum - expected.loss_sum).abs() <= 1e-6 * expected.loss_sum.max(1.0));
+        for (found, expected) in [(dx_of_parts, dx), (dw_of_parts, dw)] {
+            let scale = expected.f32s().iter().fold(1e-6_f32, |max, x| max.max(x.abs()));
+            for (found, expected) in found.iter().zip(expected.f32s()) {
+                prop_assert!((found - expected).abs() <= 1e-5 * scale, "{found}, not {expected}");
+            }
+        }
     }
 }

@@ -43,7 +43,7 @@ proptest! {
         for rank in 0..layout.num_ranks() {
             let (at_dp, at_ep, at_tp) = layout.place(rank);
             prop_assert_eq!(layout.dp_group(rank)[at_dp], rank);
-            prop_assert_eq!(layout.ep_group(rank)[at_ep], rank);
+            prop_assert_eq!(layout.ep_group(rank)[at_ep * tp + at_tp], rank);
             prop_assert_eq!(layout.tp_group(rank)[at_tp], rank);
             for &other in &layout.ep_group(rank) {
                 prop_assert_eq!(layout.ep_group(other), layout.ep_group(rank));

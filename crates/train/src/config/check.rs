@@ -1,5 +1,6 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
+use moeworks_model::{QkNorm, TensorSplit};
 use moeworks_moe::{HashTable, RouterKind};
 
 use super::{BalanceChoice, ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
@@ -100,10 +101,14 @@ impl RunConfig {
         at_least_one(&[
             ("parallel.dp", parallel.dp as u64),
             ("parallel.ep", parallel.ep as u64),
+            ("parallel.tp", parallel.tp as u64),
             ("parallel.timeout_s", parallel.timeout_s),
         ])?;
         if parallel.num_ranks() > MAX_RANKS {
-            let expected = format!("times parallel.ep, {}, must be at most {MAX_RANKS} ranks", parallel.ep);
+            let expected = format!(
+                "times parallel.ep, {}, times parallel.tp, {}, must be at most {MAX_RANKS} ranks",
+                parallel.ep, parallel.tp
+            );
             return Err(wrong("parallel.dp", parallel.dp, expected));
         }
         if parallel.shard_optimizer && parallel.placement != PlacementChoice::Sharded {
@@ -114,10 +119,23 @@ impl RunConfig {
             let expected = format!("must be at most {MAX_CHUNKS}; 0 for the number that is measured to be best");
             return Err(wrong("parallel.chunks", parallel.chunks, expected));
         }
+        self.check_tensor_parallel()?;
         if parallel.ep > 1 && self.model.num_experts == 0 {
             return Err(wrong("parallel.ep", parallel.ep, "must be 1: the model has no experts; use parallel.dp"));
         }
         Ok(())
+    }
+
+    fn check_tensor_parallel(&self) -> Result<(), ConfigError> {
+        let tp = self.parallel.tp;
+        if tp == 1 {
+            return Ok(());
+        }
+        if self.model.qk_norm == QkNorm::Whole {
+            let expected = "must be 1: a norm over all heads (model.qk_norm) is not cut across ranks";
+            return Err(wrong("parallel.tp", tp, expected));
+        }
+        Ok(TensorSplit::check(&self.model, tp)?)
     }
 
     fn check_data(&self) -> Result<(), ConfigError> {

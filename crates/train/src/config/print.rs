@@ -171,7 +171,8 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.device", "What computes: cpu, cuda (an NVIDIA GPU), cuda:N, or auto: a GPU if there is one."),
     ("parallel", "How the model lies on ranks. Each trains on its share of the sequences of a microbatch."),
     ("parallel.dp", "Groups of ranks, each with all experts."),
-    ("parallel.ep", "Ranks of a group, which hold the experts between them."),
+    ("parallel.ep", "Ranks of a group, which hold the experts between them; each of them is tp ranks."),
+    ("parallel.tp", "Ranks that hold what is no expert between them and pass the same sequences."),
     ("parallel.apart", "Whether neighbouring ranks are in different groups."),
     (
         "parallel.placement",

@@ -59,7 +59,7 @@ impl Ranks {
         Ok(done)
     }
 
-    /// Makes of this rank's gradients those of all tokens: what is no expert is summed over all ranks, an expert over those that
+    /// Makes of this rank's gradients those of all tokens: each tensor is summed over the ranks that
     /// hold it. All ranks then have the same bits of what they share. Sums `under_way` are finished.
     pub(crate) fn sum_gradients(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<(), TrainError> {
         let done = self.finish_sums(grads, under_way)?;
@@ -71,7 +71,7 @@ impl Ranks {
                 self.copies.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
                 self.sum_replicas(tensor)?;
             } else {
-                self.world.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
+                self.holders(&name).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
             }
         }
         Ok(())
@@ -104,17 +104,20 @@ impl Ranks {
 
     /// The norm of the summed gradients of the whole model as one vector, each expert counted once: the same bits on all ranks.
     pub(crate) fn global_norm(&self, ctx: &Context, grads: &DecoderWeights) -> Result<f64, TrainError> {
-        let mut dense = 0.0;
+        let mut dense = [0.0];
         let mut experts = [0.0];
         for (name, tensor) in grads.tensors() {
             if is_of_experts(&name) {
                 experts[0] += self.squares_of_own(ctx, tensor);
-            } else {
-                dense += sum_of_squares(ctx, tensor);
+            } else if self.is_first_holder(&name) {
+                dense[0] += sum_of_squares(ctx, tensor);
             }
         }
+        if let Some(ranks) = self.tensor_ranks() {
+            ranks.group().all_reduce(&mut dense, Reduce::Sum)?;
+        }
         self.experts.group().all_reduce(&mut experts, Reduce::Sum)?;
-        Ok((dense + experts[0]).sqrt())
+        Ok((dense[0] + experts[0]).sqrt())
     }
 
     /// The sum of squares of `[held, ..]` for those experts whose first rank this is.

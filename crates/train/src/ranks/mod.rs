@@ -8,11 +8,12 @@ mod exchange;
 mod gather;
 mod gradients;
 mod slices;
+mod tensor;
 
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytemuck::Pod;
@@ -23,6 +24,7 @@ use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
+use tensor::{TensorGroups, TensorPart};
 
 /// How long ranks wait for one that reads data or writes a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
@@ -37,6 +39,10 @@ pub struct Ranks {
     /// Those that hold the same experts.
     copies: Box<dyn Communicator>,
     experts: ExpertRanks,
+    /// Where several ranks hold what is no expert between them.
+    tensor: Option<TensorGroups>,
+    /// And what they hold, once the model is known.
+    tensor_part: OnceLock<TensorPart>,
     /// What goes through all of these.
     meter: Arc<Meter>,
     /// How many cores of its node are this rank's; less than one where it shares them.
@@ -58,16 +64,25 @@ impl Ranks {
     ) -> Result<Self, CommError> {
         comm.set_timeout(PATIENCE);
         let rank = comm.rank();
-        let (dp, ep, _) = layout.place(rank);
-        let part = |color: usize, key: usize| -> Result<Box<dyn Communicator>, CommError> {
-            let part = comm.split(Some(color as u32), key)?;
-            Ok(part.expect("a rank with a color is in a group"))
-        };
-        let (world, of_experts) = (part(0, rank)?, part(0, rank)?);
-        let (copies, group) = (part(ep, dp)?, part(dp, ep)?);
+        let (dp, ep, tp) = layout.place(rank);
+        let place = ep * layout.tp + tp;
+        let (world, of_experts) = (part(comm, 0, rank)?, part(comm, 0, rank)?);
+        let (copies, group) = (part(comm, place, dp)?, part(comm, dp, place)?);
         let experts = ExpertRanks::new(of_experts, group, placement, exchange)?;
-        let (meter, cores, step_timeout) = (Arc::new(Meter::new(false)), 1.0, STEP_TIMEOUT);
-        Ok(Self { layout, world, copies, experts, meter, cores, step_timeout, shards_optimizer: false })
+        let tensor = || TensorGroups::new(comm, (rank / layout.tp, tp));
+        let tensor = (layout.tp > 1).then(tensor).transpose()?;
+        Ok(Self {
+            layout,
+            world,
+            copies,
+            experts,
+            tensor,
+            tensor_part: OnceLock::new(),
+            meter: Arc::new(Meter::new(false)),
+            cores: 1.0,
+            step_timeout: STEP_TIMEOUT,
+            shards_optimizer: false,
+        })
     }
 
     /// As [`new`](Self::new), with an account of what goes through the communicators; a trace of it can be written where it keeps
@@ -93,7 +108,7 @@ impl Ranks {
     pub fn of_config(comm: &dyn Communicator, config: &RunConfig, is_traced: bool) -> Result<Self, TrainError> {
         let parallel = &config.parallel;
         if parallel.num_ranks() != comm.size() {
-            return Err(TrainError::Ranks { dp: parallel.dp, ep: parallel.ep, num_ranks: comm.size() });
+            return Err(TrainError::Ranks { layout: parallel.layout(), num_ranks: comm.size() });
         }
         let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
@@ -159,9 +174,11 @@ impl Ranks {
         &self.experts
     }
 
-    /// This rank's sequences of `num`: neighbouring ones, the first ranks have one more where they do not divide.
+    /// This rank's sequences of `num`: neighbouring ones, the first ranks have one more where they do not divide. Those that hold what
+    /// is no expert between them have the same.
     pub(crate) fn share(&self, num: usize) -> Range<usize> {
-        let (n, rank) = (self.world.size(), self.world.rank());
+        let tp = self.layout.tp;
+        let (n, rank) = (self.world.size() / tp, self.world.rank() / tp);
         let start = |rank: usize| num / n * rank + rank.min(num % n);
         start(rank)..start(rank + 1)
     }
@@ -225,6 +242,12 @@ impl Ranks {
     }
 }
 
+/// The ranks of `comm` that give the same `color`, in the order of `key`.
+fn part(comm: &dyn Communicator, color: usize, key: usize) -> Result<Box<dyn Communicator>, CommError> {
+    let part = comm.split(Some(color as u32), key)?;
+    Ok(part.expect("a rank with a color is in a group"))
+}
+
 /// What stands for `bytes` when ranks compare them.
 fn fingerprint(bytes: &[u8]) -> [u8; 32] {
     let mut fingerprint = [0; 32];
@@ -234,7 +257,7 @@ fn fingerprint(bytes: &[u8]) -> [u8; 32] {
 
 /// The placement that `config` asks for.
 fn placement(config: &RunConfig) -> Result<Placement, TrainError> {
-    let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.ep);
+    let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.layout().num_expert_ranks());
     let path = match &config.parallel.placement {
         PlacementChoice::Sharded => return Ok(Placement::sharded(num_experts, num_ranks)),
         PlacementChoice::Everywhere => return Ok(Placement::everywhere(num_experts, num_ranks)),
@@ -246,7 +269,7 @@ fn placement(config: &RunConfig) -> Result<Placement, TrainError> {
     let sizes = (placement.num_experts(), placement.num_ranks());
     if sizes != (num_experts, num_ranks) {
         let problem = format!(
-            "places {} experts on {} ranks, but model.num_experts is {num_experts} and parallel.ep {num_ranks}",
+            "places {} experts on {} ranks, but model.num_experts is {num_experts} and parallel.ep times parallel.tp {num_ranks}",
             sizes.0, sizes.1
         );
         return Err(wrong(problem));

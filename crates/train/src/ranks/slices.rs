@@ -1,8 +1,8 @@
 //! Optimizer state shared out among the ranks that hold the same weights (ZeRO-1, Rajbhandari et al., 1910.02054): each keeps
 //! the moments of its slice of every tensor, sums only the gradients of that slice, and tells the others what came of it.
 
-use moeworks_comm::{CommError, Communicator, Reduce};
-use moeworks_model::{DecoderWeights, is_of_experts};
+use moeworks_comm::{CommError, Reduce};
+use moeworks_model::DecoderWeights;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
@@ -23,11 +23,6 @@ fn slice_of(ctx: &Context, tensor: &Tensor, len: usize) -> Tensor {
 }
 
 impl Ranks {
-    /// The ranks that hold the tensor `name` as this one does.
-    pub(super) fn holders(&self, name: &str) -> &dyn Communicator {
-        if is_of_experts(name) { &*self.copies } else { &*self.world }
-    }
-
     /// This rank's slice of every tensor.
     pub(crate) fn slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
         tensors.map_named(|name, tensor| {
@@ -58,7 +53,8 @@ impl Ranks {
 
     /// The norm of all gradients as one vector, from everybody's slices: the same bits on all ranks.
     pub(crate) fn norm_of_slices(&self, ctx: &Context, slices: &DecoderWeights) -> Result<f64, TrainError> {
-        let mut sum = [slices.tensors().into_iter().map(|(_, slice)| sum_of_squares(ctx, slice)).sum::<f64>()];
+        let only = slices.tensors().into_iter().filter(|(name, _)| self.is_only_slice(name));
+        let mut sum = [only.map(|(_, slice)| sum_of_squares(ctx, slice)).sum::<f64>()];
         self.world.all_reduce(&mut sum, Reduce::Sum)?;
         Ok(sum[0].sqrt())
     }

@@ -1,7 +1,9 @@
 //! A step on several ranks is that of one: losses, statistics and the gradient of every weight.
 
 use moeworks_comm::{RankOptions, try_run_ranks};
-use moeworks_model::{LayerDone, ModelConfig, PassOptions, PassStats, RouterNoise, TokenBatch};
+use moeworks_model::{
+    LatentAttention, LayerDone, ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch, Variant,
+};
 use moeworks_moe::{EntropyRule, Ramp, RouterConfig, RouterKind};
 use moeworks_ops::linear::Write;
 use moeworks_plan::{Algorithm, Order, Wire};
@@ -57,9 +59,14 @@ fn model() -> ModelConfig {
 }
 
 fn case(dp: usize, ep: usize) -> Case {
-    let (model, layout) = (model(), Layout::new(dp, ep, 1));
-    let placement = Placement::sharded(model.num_experts, ep);
-    let (exchange, nodes) = (Exchange::plain(Wire::F32), vec![0; dp * ep]);
+    sliced((dp, ep, 1), model())
+}
+
+/// The step of `model` on dp x ep x tp ranks.
+fn sliced((dp, ep, tp): (usize, usize, usize), model: ModelConfig) -> Case {
+    let layout = Layout::new(dp, ep, tp);
+    let placement = Placement::sharded(model.num_experts, layout.num_expert_ranks());
+    let (exchange, nodes) = (Exchange::plain(Wire::F32), vec![0; layout.num_ranks()]);
     Case { model, num_sequences: 5, layout, placement, exchange, nodes, checkpoint_layers: false, is_overlapped: true }
 }
 
@@ -117,7 +124,7 @@ fn step_on_ranks(case: &Case) -> Step {
     let steps = try_run_ranks(&RankOptions::new(0).with_nodes(&case.nodes), |comm: &dyn Communicator| {
         let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?;
         let ctx = Context::cpu(1);
-        let decoder = Decoder::over_ranks(case.model.clone(), ranks.experts().clone()).unwrap();
+        let decoder = ranks.decoder(case.model.clone())?;
         let weights = ranks.part(&ctx, &decoder.init(&ctx, 7));
         let mut sums = SumsUnderWay::default();
         let mut done = |layer, grads: &mut DecoderWeights| {
@@ -168,6 +175,71 @@ fn every_layout_gives_the_step_of_one_rank() {
     for (dp, ep) in [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (8, 1)] {
         check(&case(dp, ep));
     }
+}
+
+#[test]
+fn matrices_cut_across_ranks_give_the_step_of_one_rank() {
+    // Two heads of keys and values: fewer than three or four ranks, which then share them.
+    let dense = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 21, num_heads: 4, num_kv_heads: 2, ..model() };
+    for (dp, ep, tp) in
+        [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2), (3, 1, 2), (1, 3, 2), (2, 2, 2), (1, 2, 3), (2, 1, 4)]
+    {
+        check(&sliced((dp, ep, tp), dense.clone()));
+    }
+}
+
+#[test]
+fn every_kind_of_weight_is_cut_right() {
+    let variant = Variant {
+        qkv_bias: true,
+        output_bias: true,
+        feed_forward_bias: true,
+        sinks: true,
+        head_bias: true,
+        shared_gate: true,
+        router_bias: true,
+        ..Variant::default()
+    };
+    let model = ModelConfig {
+        variant,
+        num_layers: 2,
+        moe_every: 2,
+        dense_width: 7,
+        num_heads: 5,
+        qk_norm: QkNorm::Head,
+        tie_embeddings: false,
+        ..model()
+    };
+    check(&sliced((1, 2, 2), model.clone()));
+    check(&sliced((1, 1, 4), ModelConfig { tie_embeddings: true, num_kv_heads: 5, ..model }));
+}
+
+#[test]
+fn latent_attention_is_cut_by_heads() {
+    let sizes = LatentAttention { query_rank: 10, kv_rank: 6, plain_dim: 4, rotary_dim: 4 };
+    for query_rank in [10, 0] {
+        let latent = Some(LatentAttention { query_rank, ..sizes });
+        let variant = Variant { latent, value_dim: 6, ..Variant::default() };
+        let model = ModelConfig { variant, num_heads: 3, num_kv_heads: 3, head_dim: 8, ..model() };
+        check(&sliced((1, 1, 3), model.clone()));
+        check(&sliced((2, 1, 2), model));
+    }
+}
+
+#[test]
+fn tokens_of_a_group_go_to_experts_in_runs_of_any_length() {
+    for num_sequences in [1, 2] {
+        check(&Case { num_sequences, ..sliced((3, 1, 2), model()) });
+        check(&Case { num_sequences, checkpoint_layers: true, ..sliced((1, 2, 2), model()) });
+    }
+    let mut apart = sliced((2, 2, 2), model());
+    apart.layout.order = Order::Apart;
+    check(&apart);
+    for kind in [RouterKind::NoisyTopK, RouterKind::Hash] {
+        check(&sliced((1, 1, 2), ModelConfig { router: RouterConfig { kind, ..RouterConfig::default() }, ..model() }));
+    }
+    let router = RouterConfig { gate_residual: true, ..RouterConfig::default() };
+    check(&sliced((1, 2, 2), ModelConfig { router, num_layers: 3, ..model() }));
 }
 
 #[test]

@@ -22,11 +22,13 @@ impl Trainer {
         let mut first_choices: BTreeMap<usize, Vec<(u32, u32)>> = BTreeMap::new();
         for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
             let batch = self.own_share(batch, &mut 0);
-            let stats = self.decoder.evaluate_watched(&self.ctx, weights, &token_batch(&batch), |layer, saved| {
+            let tokens = token_batch(&batch);
+            let routed = &batch.inputs[self.decoder.routed_tokens(&tokens, false)];
+            let stats = self.decoder.evaluate_watched(&self.ctx, weights, &tokens, |layer, saved| {
                 let pairs = first_choices.entry(layer).or_default();
                 let room = SPECIALIZATION_TOKENS - pairs.len();
                 let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
-                pairs.extend(batch.inputs.iter().enumerate().filter_map(first).take(room));
+                pairs.extend(routed.iter().enumerate().filter_map(first).take(room));
             })?;
             self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check())?;
             loss += stats.loss_sum;

@@ -69,11 +69,10 @@ fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor,
 
 fn decoder(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Decoder, TrainError> {
     let model = config.model.clone();
-    let decoder = match ranks {
-        None => Decoder::new(model),
-        Some(ranks) => Decoder::over_ranks(model, ranks.experts().clone()),
-    };
-    Ok(decoder.map_err(ConfigError::from)?)
+    match ranks {
+        None => Ok(Decoder::new(model).map_err(ConfigError::from)?),
+        Some(ranks) => ranks.decoder(model),
+    }
 }
 
 /// Does `work`, on several ranks on the root first and then on the others.
@@ -92,7 +91,7 @@ fn is_root(ranks: Option<&Ranks>) -> bool {
 fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let (asked, num_ranks) = (config.parallel.num_ranks(), ranks.map_or(1, Ranks::num_ranks));
     if asked != num_ranks {
-        return Err(TrainError::Ranks { dp: config.parallel.dp, ep: config.parallel.ep, num_ranks });
+        return Err(TrainError::Ranks { layout: config.parallel.layout(), num_ranks });
     }
     ranks.map_or(Ok(()), |ranks| ranks.check_same("configuration", &print_config(config)))
 }

@@ -1,0 +1,268 @@
+//! Which part of each tensor a rank of a tensor-parallel group has (Megatron-LM, Shoeybi et al., 1909.08053, section 3).
+//!
+//! Matrices that make heads, hidden numbers or logits are cut by rows, those that take heads or hidden numbers up by columns: a block
+//! then needs one sum over the group forward and one backward. Heads stay with the keys and values that they look at; where there
+//! are more ranks than heads of keys and values, several ranks have the same of these. Numbers that do not divide are shared out
+//! with one more for the first ranks.
+//!
+//! Layers with experts are not cut. There the ranks of a group, which have the same tokens, take a run of them each and are further
+//! ranks with experts (MoE parallel folding, Liu et al., 2504.14960; dropped duplicates of tokens, DeepSpeed-TED, 2303.06318): whole
+//! experts make larger products than slices of all, and no token is computed twice. Routers and shared experts pass that run alone.
+
+use std::ops::Range;
+
+use moeworks_moe::ConfigError;
+use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
+
+use crate::config::{ModelConfig, QkNorm};
+use crate::weights::{DecoderWeights, is_of_experts};
+
+/// What a rank of a tensor-parallel group has of the tensors of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSplit {
+    rank: usize,
+    size: usize,
+    /// Query heads.
+    heads: Range<usize>,
+    kv_heads: Range<usize>,
+    /// The ranks that have the same heads of keys and values.
+    kv_ranks: Range<usize>,
+    /// Of the hidden numbers of a dense feed-forward.
+    hidden: Range<usize>,
+    /// All of them.
+    dense_width: usize,
+    /// Whether their activation is gated.
+    is_gated: bool,
+    /// Where each rank's part of the vocabulary begins, and the end of the last.
+    vocabulary: Vec<usize>,
+    head_dim: usize,
+    value_dim: usize,
+    /// Of a head, what is made of the narrow vector in latent attention.
+    wide_dim: usize,
+    has_whole_norms: bool,
+}
+
+/// What a rank has of a tensor, and of its gradient.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorShare {
+    /// None: the whole tensor.
+    pub cut: Option<Cut>,
+    /// The ranks of the group that have the same.
+    pub ranks: Range<usize>,
+    /// Whether their gradients add up to that of what they have; otherwise each finds it whole.
+    pub is_summed: bool,
+}
+
+/// Some of a tensor in one dimension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// The dimension.
+    pub dim: usize,
+    /// The places in it, in the order in which they lie one after another in the part.
+    pub pieces: Vec<Range<usize>>,
+}
+
+/// The share of `index` of `num` in `len` things: the first have one more where they do not divide.
+pub(crate) fn even_share(len: usize, num: usize, index: usize) -> Range<usize> {
+    let start = |index: usize| len / num * index + index.min(len % num);
+    start(index)..start(index + 1)
+}
+
+fn times(range: &Range<usize>, size: usize) -> Range<usize> {
+    range.start * size..range.end * size
+}
+
+impl TensorSplit {
+    /// The part of rank `rank` of `size` in a model of `config`. Fails where there are more ranks than things to share out.
+    pub fn new(config: &ModelConfig, (rank, size): (usize, usize)) -> Result<Self, ConfigError> {
+        Self::check(config, size)?;
+        let (kv_heads, heads, kv_ranks) = heads_of(config, (rank, size));
+        Ok(Self {
+            rank,
+            size,
+            heads,
+            kv_heads,
+            kv_ranks,
+            hidden: even_share(config.dense_width, size, rank),
+            dense_width: config.dense_width,
+            is_gated: config.moe().activation.num_inputs() > 1,
+            vocabulary: (0..=size).map(|rank| even_share(config.vocab_size, size, rank).start).collect(),
+            head_dim: config.head_dim,
+            value_dim: config.value_dim(),
+            wide_dim: config.variant.latent.map_or(0, |latent| latent.plain_dim + config.value_dim()),
+            has_whole_norms: config.qk_norm == QkNorm::Whole,
+        })
+    }
+
+    /// Fails where a model of `config` has less of something than `size` ranks: the error names it. A vocabulary that is not set yet
+    /// is not looked at.
+    pub fn check(config: &ModelConfig, size: usize) -> Result<(), ConfigError> {
+        let has_dense = (0..config.num_layers).any(|i| !config.is_moe_layer(i));
+        let dense_width = if has_dense { config.dense_width } else { usize::MAX };
+        let vocab_size = if config.vocab_size == 0 { usize::MAX } else { config.vocab_size };
+        let limits = [("num_heads", config.num_heads), ("dense_width", dense_width), ("vocab_size", vocab_size)];
+        match limits.into_iter().find(|(_, len)| *len < size) {
+            Some((name, len)) => Err(ConfigError::new(name, len, format!("must be at least parallel.tp, {size}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Query heads here, and heads of keys and values.
+    pub(crate) fn num_heads(&self) -> (usize, usize) {
+        (self.heads.len(), self.kv_heads.len())
+    }
+
+    /// Where each rank's part of the vocabulary begins, and the end of the last.
+    pub(crate) fn vocabulary(&self) -> &[usize] {
+        &self.vocabulary
+    }
+
+    /// This rank's number in the group.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Ranks of the group.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// The tokens, of `num_sequences` sequences of `seq_len`, that a rank of the group takes through layers with experts: whole
+    /// sequences where losses look at these.
+    #[must_use]
+    pub fn run_of(&self, rank: usize, (num_sequences, seq_len): (usize, usize), are_whole: bool) -> Range<usize> {
+        if are_whole {
+            return times(&even_share(num_sequences, self.size, rank), seq_len);
+        }
+        even_share(num_sequences * seq_len, self.size, rank)
+    }
+
+    /// What this rank has of the tensor that [`DecoderWeights::tensors`] names so. Of those of routed experts a placement says more.
+    #[must_use]
+    pub fn of(&self, name: &str) -> TensorShare {
+        let last = |part: &str| name.ends_with(part);
+        let of_kv = |dim: usize, size: usize| {
+            let is_summed = self.kv_ranks.len() > 1;
+            TensorShare { is_summed, ranks: self.kv_ranks.clone(), ..self.own(dim, times(&self.kv_heads, size)) }
+        };
+        let heads = |dim: usize, size: usize| self.own(dim, times(&self.heads, size));
+        match () {
+            () if last("embed_tokens.weight") || name.starts_with("lm_head.") => {
+                self.own(0, self.vocabulary[self.rank]..self.vocabulary[self.rank + 1])
+            }
+            () if last("self_attn.q_norm.weight") && self.has_whole_norms => heads(0, self.head_dim),
+            () if last("self_attn.k_norm.weight") && self.has_whole_norms => of_kv(0, self.head_dim),
+            () if last("q_proj.weight") || last("q_proj.bias") || last("q_b_proj.weight") => heads(0, self.head_dim),
+            () if last("k_proj.weight") || last("k_proj.bias") => of_kv(0, self.head_dim),
+            () if last("v_proj.weight") || last("v_proj.bias") => of_kv(0, self.value_dim),
+            () if last("kv_b_proj.weight") => heads(0, self.wide_dim),
+            () if last("o_proj.weight") => heads(1, self.value_dim),
+            () if last("self_attn.sinks") => heads(0, 1),
+            () if last(".mlp.gate_up_proj") || last(".mlp.gate_up_proj_bias") => self.own_pieces(1, self.gate_up()),
+            () if last(".mlp.down_proj") => self.own(2, self.hidden.clone()),
+            () => TensorShare { cut: None, ranks: 0..self.size, is_summed: is_partly_passed(name) },
+        }
+    }
+
+    fn own(&self, dim: usize, piece: Range<usize>) -> TensorShare {
+        self.own_pieces(dim, Vec::from([piece]))
+    }
+
+    fn own_pieces(&self, dim: usize, pieces: Vec<Range<usize>>) -> TensorShare {
+        TensorShare { cut: Some(Cut { dim, pieces }), ranks: self.rank..self.rank + 1, is_summed: false }
+    }
+
+    fn gate_up(&self) -> Vec<Range<usize>> {
+        let Range { start, end } = self.hidden;
+        let up = self.is_gated.then(|| self.dense_width + start..self.dense_width + end);
+        [Some(start..end), up].into_iter().flatten().collect()
+    }
+
+    /// This rank's part of `whole`, in memory of its own where it is cut.
+    #[must_use]
+    pub fn part(&self, ctx: &Context, whole: &DecoderWeights) -> DecoderWeights {
+        whole.map_named(|name, tensor| match self.of(name).cut {
+            Some(cut) if !is_of_experts(name) => cut.part(ctx, tensor),
+            _ => tensor.clone(),
+        })
+    }
+}
+
+/// Heads of keys and values, the query heads that look at them, and the ranks that have the same of the former.
+fn heads_of(config: &ModelConfig, (rank, size): (usize, usize)) -> (Range<usize>, Range<usize>, Range<usize>) {
+    let per_kv = config.num_heads / config.num_kv_heads;
+    if size <= config.num_kv_heads {
+        let kv_heads = even_share(config.num_kv_heads, size, rank);
+        return (kv_heads.clone(), times(&kv_heads, per_kv), rank..rank + 1);
+    }
+    let ranks_of = |kv_head| even_share(size, config.num_kv_heads, kv_head);
+    let kv_head = (0..config.num_kv_heads).find(|&kv_head| ranks_of(kv_head).contains(&rank)).unwrap_or(0);
+    let ranks = ranks_of(kv_head);
+    let own = even_share(per_kv, ranks.len(), rank - ranks.start);
+    let heads = kv_head * per_kv + own.start..kv_head * per_kv + own.end;
+    (kv_head..kv_head + 1, heads, ranks)
+}
+
+/// Whether what passes a whole tensor on a rank is a part of the tokens, or what comes back to it is of a part of the heads: its
+/// gradient is then one of several that add up.
+fn is_partly_passed(name: &str) -> bool {
+    let of_runs = [".mlp.gate.", ".mlp.shared_expert"];
+    let of_heads = ["self_attn.q_norm", "self_attn.k_norm", "self_attn.q_a_", "self_attn.kv_a_"];
+    of_runs.into_iter().chain(of_heads).any(|part| name.contains(part))
+}
+
+impl Cut {
+    /// What is cut out of `whole`.
+    #[must_use]
+    pub fn part(&self, ctx: &Context, whole: &Tensor) -> Tensor {
+        let mut shape = whole.shape().to_vec();
+        shape[self.dim] = self.pieces.iter().map(Range::len).sum();
+        let mut part = ctx.empty(&shape, whole.dtype());
+        let size = whole.dtype().size();
+        let to = part.bytes_mut();
+        self.each(whole.shape(), size, |from, at| to[at..at + from.len()].copy_from_slice(&whole.bytes()[from]));
+        part
+    }
+
+    /// Puts the values of a part, f32, into `whole`.
+    pub fn put(&self, part: &[f32], whole: &mut Tensor) {
+        let shape = whole.shape().to_vec();
+        let to = whole.f32s_mut();
+        self.each(&shape, 1, |into, at| to[into.clone()].copy_from_slice(&part[at..at + into.len()]));
+    }
+
+    /// How many elements the part of a tensor of `shape` has.
+    #[must_use]
+    pub fn len(&self, shape: &[usize]) -> usize {
+        let others: usize = shape.iter().enumerate().filter(|(dim, _)| *dim != self.dim).map(|(_, len)| len).product();
+        others * self.pieces.iter().map(Range::len).sum::<usize>()
+    }
+
+    /// Whether nothing is cut out.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.pieces.iter().all(Range::is_empty)
+    }
+
+    /// Calls `copy` with each run of the whole, of elements of `size`, and where it begins in the part.
+    fn each(&self, shape: &[usize], size: usize, mut copy: impl FnMut(Range<usize>, usize)) {
+        let inner = shape[self.dim + 1..].iter().product::<usize>() * size;
+        let outer: usize = shape[..self.dim].iter().product();
+        let mut at = 0;
+        for first in (0..outer).map(|index| index * shape[self.dim]) {
+            for piece in &self.pieces {
+                let run = (first + piece.start) * inner..(first + piece.end) * inner;
+                let len = run.len();
+                copy(run, at);
+                at += len;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "split_tests.rs"]
+mod tests;

@@ -1,0 +1,138 @@
+//! The loss where several ranks hold the output layer's rows between them (Megatron-LM, 1909.08053, section 3).
+//!
+//! Each rank has the logits of its part of the vocabulary. Of a token it tells the others the largest, the sum of exponentials
+//! against it, and the target's logit if it has it; from all ranks' it finds the same loss as they, and the gradients of its own
+//! logits. One collective a chunk of tokens carries this: the sums are brought to the common largest logit afterwards.
+
+use moeworks_tensor::Tensor;
+
+use super::{HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest};
+use crate::Context;
+use crate::linear::Write;
+use crate::parallel::{Lent, PIECE, piece_range};
+use crate::simd::kernel;
+
+/// A rank's part of a vocabulary whose parts lie one after another in the order of ranks.
+pub struct VocabularyPart<'a> {
+    /// The first class of each rank's part, and the end of the last.
+    pub starts: &'a [usize],
+    /// This rank's number.
+    pub rank: usize,
+    /// Gives everybody's numbers, of which all ranks have as many, in the order of ranks. All ranks call it as often.
+    pub gather: &'a mut dyn FnMut(&[f32]) -> Vec<f32>,
+}
+
+/// What a rank tells of a token: its largest logit, the sum of `exp(logit - largest)`, the target's logit if it is here, and
+/// whether that is the first of the largest.
+type Told = [f32; 4];
+
+/// As [`head_loss_biased`](super::head_loss_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's `part`, and `targets`
+/// among all ranks' classes: the loss of the whole vocabulary, on every rank.
+pub fn head_loss_of_part(
+    ctx: &Context,
+    x: &Tensor,
+    weights: (&Tensor, Option<&Tensor>),
+    targets: &[u32],
+    part: &mut VocabularyPart<'_>,
+) -> HeadLoss {
+    forward(ctx, x, weights, targets, &mut |logits, targets| softmax_rows(ctx, logits, targets, (None, part)))
+}
+
+/// As [`head_loss_backward_biased`](super::head_loss_backward_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's
+/// `part`, and `targets` among all ranks' classes. The loss is that of the whole vocabulary; the gradient of `x` is this rank's
+/// share, to be summed over the ranks; those of the weights are of this rank's rows.
+pub fn head_loss_backward_of_part(
+    ctx: &Context,
+    x: &Tensor,
+    weights: (&Tensor, Option<&Tensor>),
+    targets: &[u32],
+    ((grad_scale, write), part): ((f32, Write), &mut VocabularyPart<'_>),
+    grads: HeadGrads<'_>,
+) -> (HeadLoss, Tensor) {
+    let softmax: Softmax<'_> =
+        &mut |logits, targets| softmax_rows(ctx, logits, targets, (Some(grad_scale), &mut *part));
+    backward(ctx, x, weights, targets, (write, softmax), grads)
+}
+
+/// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient.
+fn softmax_rows(
+    ctx: &Context,
+    logits: &mut Tensor,
+    targets: &[u32],
+    (grad_scale, part): (Option<f32>, &mut VocabularyPart<'_>),
+) -> HeadLoss {
+    let own = part.starts[part.rank]..part.starts[part.rank + 1];
+    let place = |target: u32| own.contains(&(target as usize)).then(|| target as usize - own.start);
+    let told = tell(ctx, logits, targets, &place);
+    let all = (part.gather)(told.as_flattened());
+    let all: Vec<&[Told]> = all.as_chunks().0.chunks(targets.len()).collect();
+    let (loss, factors) = combine(&all, targets, part);
+    let Some(scale) = grad_scale else { return loss };
+    let cols = logits.cols();
+    let rows_per_task = (PIECE / cols).max(1);
+    ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
+        let range = piece_range(task, rows_per_task, targets.len());
+        for ((row, factor), &target) in rows.chunks_exact_mut(cols).zip(&factors[range.clone()]).zip(&targets[range]) {
+            row.iter_mut().for_each(|x| *x *= scale * factor);
+            if let Some(place) = place(target) {
+                row[place] -= scale;
+            }
+        }
+    });
+    loss
+}
+
+/// The loss of a chunk by what all ranks told, and of each token what makes probabilities of this rank's exponentials.
+fn combine(all: &[&[Told]], targets: &[u32], part: &VocabularyPart<'_>) -> (HeadLoss, Vec<f32>) {
+    let mut loss = HeadLoss::default();
+    let mut factors = vec![0.0; targets.len()];
+    for (token, &target) in targets.iter().enumerate().filter(|(_, target)| **target != IGNORE) {
+        let told: Vec<Told> = all.iter().map(|told| told[token]).collect();
+        let max = told.iter().fold(f32::NEG_INFINITY, |max, told| max.max(told[0]));
+        let shrunk = |largest: f32| f64::from(largest - max).exp();
+        let sum: f64 = told.iter().map(|&[largest, sum, ..]| f64::from(sum) * shrunk(largest)).sum();
+        let home = part.starts.partition_point(|&start| start <= target as usize) - 1;
+        let [largest, _, logit, is_first] = told[home];
+        let is_correct = is_first > 0.0 && largest == max && told[..home].iter().all(|told| told[0] < max);
+        loss.loss_sum += sum.ln() - (f64::from(logit) - f64::from(max));
+        loss.num_targets += 1;
+        loss.num_correct += usize::from(is_correct);
+        factors[token] = (shrunk(told[part.rank][0]) / sum) as f32;
+    }
+    (loss, factors)
+}
+
+/// What this rank tells of each token; its logits become their exponentials. Zeros of tokens that do not count.
+fn tell(
+    ctx: &Context,
+    logits: &mut Tensor,
+    targets: &[u32],
+    place: &(dyn Fn(u32) -> Option<usize> + Sync),
+) -> Vec<Told> {
+    let cols = logits.cols();
+    let rows_per_task = (PIECE / cols).max(1);
+    let mut told = vec![Told::default(); targets.len()];
+    let lent = Lent::new(&mut told);
+    ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
+        let range = piece_range(task, rows_per_task, targets.len());
+        // SAFETY: the tasks' rows do not overlap.
+        let told = unsafe { lent.range(range.clone()) };
+        for ((row, &target), told) in rows.chunks_exact_mut(cols).zip(&targets[range]).zip(told) {
+            if target == IGNORE {
+                row.fill(0.0);
+            } else {
+                *told = tell_kernel(ctx.isa(), row, place(target));
+            }
+        }
+    });
+    told
+}
+
+kernel! {
+    fn tell_kernel<S: Level>(row: &mut [f32], target: Option<usize>) -> Told {
+        let max = largest(row);
+        let logit = target.map_or(0.0, |target| row[target]);
+        let is_first = target.is_some_and(|target| logit == max && !row[..target].contains(&max));
+        [max, exponentials::<S>(row, max), logit, f32::from(u8::from(is_first))]
+    }
+}

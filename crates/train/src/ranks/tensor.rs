@@ -1,0 +1,79 @@
+//! A rank's place where several hold what is no expert between them, and who holds the same as it.
+
+use std::sync::Arc;
+
+use moeworks_comm::{CommError, Communicator};
+use moeworks_model::{Decoder, ModelConfig, TensorRanks, is_of_experts};
+
+use super::Ranks;
+use crate::config::ConfigError;
+use crate::error::TrainError;
+
+/// The groups of a rank that passes the same sequences as others.
+pub(super) struct TensorGroups {
+    /// Those others.
+    group: Arc<dyn Communicator>,
+    /// The ranks at the same place of such groups.
+    peers: Box<dyn Communicator>,
+}
+
+/// What they hold between them of a model.
+pub(super) struct TensorPart {
+    ranks: TensorRanks,
+    /// The ranks of the whole run that have the same heads of keys and values.
+    kv_holders: Box<dyn Communicator>,
+}
+
+impl TensorGroups {
+    /// Those of the rank at place `at` of group `number` among those of `comm`. All ranks call this.
+    pub(super) fn new(comm: &dyn Communicator, (number, at): (usize, usize)) -> Result<Self, CommError> {
+        let (group, peers) = (super::part(comm, number, at)?, super::part(comm, at, number)?);
+        Ok(Self { group: Arc::from(group), peers })
+    }
+}
+
+impl Ranks {
+    /// The decoder of `config`, whose vocabulary is set, of which this rank has its part. All ranks call this, once.
+    pub(crate) fn decoder(&self, config: ModelConfig) -> Result<Decoder, TrainError> {
+        let experts = self.experts().clone();
+        let Some(TensorGroups { group, .. }) = &self.tensor else {
+            return Ok(Decoder::over_ranks(config, experts).map_err(ConfigError::from)?);
+        };
+        let ranks = TensorRanks::new(&config, Arc::clone(group), experts).map_err(ConfigError::from)?;
+        let of_keys = ranks.split().of("self_attn.k_proj.weight").ranks.start;
+        let kv_holders = super::part(&*self.world, of_keys, self.world.rank())?;
+        // A second decoder of the same model shares the first one's groups.
+        let part = self.tensor_part.get_or_init(|| TensorPart { ranks, kv_holders });
+        Ok(Decoder::over_tensor_ranks(config, part.ranks.clone()).map_err(ConfigError::from)?)
+    }
+
+    /// What this rank holds with others, if it does so.
+    pub(super) fn tensor_ranks(&self) -> Option<&TensorRanks> {
+        self.tensor_part.get().map(|part| &part.ranks)
+    }
+
+    /// The ranks that hold the tensor `name` as this one does, and over which its gradient is summed.
+    pub(super) fn holders(&self, name: &str) -> &dyn Communicator {
+        if is_of_experts(name) {
+            return &*self.copies;
+        }
+        let (Some(part), Some(groups)) = (self.tensor_part.get(), &self.tensor) else { return &*self.world };
+        let share = part.ranks.split().of(name);
+        match (share.is_summed, share.cut) {
+            (false, _) => &*groups.peers,
+            (true, None) => &*self.world,
+            (true, Some(_)) => &*part.kv_holders,
+        }
+    }
+
+    /// Whether this is the first of the ranks with the same sequences that have the tensor `name`, which is of no expert, as it does.
+    pub(super) fn is_first_holder(&self, name: &str) -> bool {
+        self.tensor_ranks().is_none_or(|ranks| ranks.split().of(name).ranks.start == ranks.split().rank())
+    }
+
+    /// Whether this rank's slice of the tensor `name` is on no other rank.
+    pub(super) fn is_only_slice(&self, name: &str) -> bool {
+        let is_summed = || self.tensor_ranks().is_some_and(|ranks| ranks.split().of(name).is_summed);
+        is_of_experts(name) || self.is_first_holder(name) || is_summed()
+    }
+}
