@@ -450,8 +450,9 @@ impl Decoder {
         let (middle, attention) = self.attention[i].forward(pass, w, x);
         let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
         let PassOptions { progress, first_token, .. } = *options;
-        let input =
-            RouterInput { noise, token_ids, seq_len, progress, first_token, previous, ..RouterInput::default() };
+        let has_gshard_loss = options.has_gshard_loss();
+        let input = RouterInput { noise, token_ids, seq_len, progress, first_token, ..RouterInput::default() };
+        let input = RouterInput { previous, has_gshard_loss, ..input };
         let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
         (y, LayerSaved { attention, middle, feed_forward })
     }

@@ -11,7 +11,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, LayerDone};
 use crate::losses::{LossValues, router_losses};
-use crate::pass::{PassOptions, PassStats, Rules, TokenBatch};
+use crate::pass::{PassOptions, PassStats, TokenBatch};
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, FeedForwardWeights};
 
@@ -82,7 +82,8 @@ impl Decoder {
         if write == Write::Replace {
             grads.tensors_mut().into_iter().for_each(|(_, tensor)| tensor.f32s_mut().fill(0.0));
         }
-        let mut saved = self.serve(ctx, weights, Rules::Training);
+        let input = RouterInput { has_gshard_loss: options.has_gshard_loss(), ..RouterInput::default() };
+        let mut saved = self.serve(ctx, weights, &input);
         let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
         let (losses, mut loss_grads) = router_losses(&layers, (&self.config().router, self.config().top_k), options);
@@ -99,7 +100,7 @@ impl Decoder {
             };
             if options.checkpoint_layers {
                 // The others compute the layer again, and its rows come again.
-                idle.saved = idle.layer.forward(ctx, weights, &idle.x, &RouterInput::default()).1;
+                idle.saved = idle.layer.forward(ctx, weights, &idle.x, &input).1;
             }
             let dy = ctx.zeros(&[0, self.config().width], DType::F32);
             idle.layer.backward(ctx, weights, &idle.saved, &dy, loss_grad).1.run(ctx, Write::Add, moe_grads);
@@ -111,7 +112,8 @@ impl Decoder {
 
     /// The evaluation of a rank without sequences.
     pub(crate) fn serve_evaluation(&self, ctx: &Context, weights: &DecoderWeights) -> PassStats {
-        let saved = self.serve(ctx, weights, Rules::Inference);
+        let input = RouterInput { is_inference: true, ..RouterInput::default() };
+        let saved = self.serve(ctx, weights, &input);
         let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
         let (losses, _) = router_losses(&layers, (&self.config().router, self.config().top_k), &PassOptions::default());
@@ -119,15 +121,13 @@ impl Decoder {
     }
 
     /// Passes no token through the layers with experts, first to last.
-    fn serve(&self, ctx: &Context, weights: &DecoderWeights, rules: Rules) -> Vec<Idle<'_>> {
-        let is_inference = rules == Rules::Inference;
-        let blocks = if is_inference { &self.inference } else { &self.training };
-        let input = RouterInput { is_inference, ..RouterInput::default() };
+    fn serve(&self, ctx: &Context, weights: &DecoderWeights, input: &RouterInput<'_>) -> Vec<Idle<'_>> {
+        let blocks = if input.is_inference { &self.inference } else { &self.training };
         let mut idle = Vec::new();
         for (index, (block, weights)) in blocks.iter().zip(&weights.layers).enumerate() {
             if let (FeedForwardWeights::Moe(weights), Some(layer)) = (&weights.feed_forward, &block.moe) {
                 let x = ctx.zeros(&[0, self.config().width], weights.gate_up.dtype().of_activations());
-                let (_, saved) = layer.forward(ctx, weights, &x, &input);
+                let (_, saved) = layer.forward(ctx, weights, &x, input);
                 idle.push(Idle { index, layer, x, saved });
             }
         }

@@ -86,6 +86,13 @@ pub struct PassOptions {
     pub grad_scale: f32,
 }
 
+impl PassOptions {
+    /// Whether GShard's balance loss counts.
+    pub(crate) fn has_gshard_loss(&self) -> bool {
+        self.balance == BalanceKind::Gshard && self.balance_coef != 0.0
+    }
+}
+
 impl Default for PassOptions {
     fn default() -> Self {
         Self {

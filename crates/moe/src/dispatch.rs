@@ -5,6 +5,7 @@
 //! of service are in [`DispatchRule`]; the rows of an expert then still stand rank by rank in the order of the tokens. A
 //! dropped choice has no row and contributes exactly zero; the weights of the token's other choices stay as they were.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use moeworks_ops::Context;
@@ -13,7 +14,7 @@ use moeworks_ops::experts::{ExpertRows, NO_ROW};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::overflow::{self, Room};
-use crate::{NO_EXPERT, Routing};
+use crate::{NO_EXPERT, Routing, SharedRoom};
 
 /// The rows that an expert may take, as [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor) says:
 /// `ceil(|factor| K T / E)`, or `None` for factor 0: as many as there are.
@@ -55,6 +56,8 @@ pub struct DispatchRule<'a> {
     /// (2006.16668, algorithm 1, whose counter moves whether the token is dispatched or not; code that masks these choices
     /// before it counts is left aside). None: the routing's own.
     pub counted: Option<&'a [u32]>,
+    /// What has room, where that was decided with the tokens of other ranks.
+    pub shared: Option<&'a SharedRoom>,
 }
 
 impl DispatchRule<'_> {
@@ -71,7 +74,13 @@ impl DispatchRule<'_> {
             priority: None,
             fixed: None,
             counted: None,
+            shared: None,
         }
+    }
+
+    /// Whether all ranks' tokens share the capacity.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.capacity_factor != 0.0 && self.fixed.is_none()
     }
 
     fn is_plain(&self, num_tokens: usize) -> bool {
@@ -79,6 +88,7 @@ impl DispatchRule<'_> {
         // A token names an expert at most once.
         let has_room = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
         self.num_free == 0
+            && self.shared.is_none()
             && has_room
             && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none() && self.counted.is_none()))
     }
@@ -144,16 +154,18 @@ impl Dispatch {
     #[must_use]
     pub fn with_rule(ctx: &Context, routing: &Routing, rule: &DispatchRule<'_>) -> Self {
         let (num_tokens, num_experts) = (routing.num_tokens(), routing.num_experts());
-        let limits = rule.capacities(num_tokens, num_experts);
+        let sharing = rule.shared.map_or(num_tokens, |shared| shared.num_tokens);
+        let limits = rule.capacities(sharing, num_experts);
         let limit = limits.first().copied().unwrap_or(0);
         let (ids, weights) = routing.tensors();
         let (sorted, ruled) = if rule.is_plain(num_tokens) {
             let limit = (rule.capacity_factor != 0.0 && rule.fixed.is_none()).then_some(limit);
             (sort_choices(ctx, ids, weights, num_experts, limit), None)
         } else {
-            let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens) };
+            let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens), before: None };
             let counted = rule.counted.unwrap_or(ids.u32s());
-            let has_room = overflow::with_room(counted, routing.top_k(), room, rule.priority);
+            let alone = || Cow::Owned(overflow::with_room(counted, routing.top_k(), room, rule.priority));
+            let has_room = rule.shared.map_or_else(alone, |shared| Cow::Borrowed(&shared.has_room));
             let (masked, ruled) = Ruled::of(ctx, routing, &has_room, num_experts - rule.num_free);
             (sort_choices(ctx, &masked, weights, num_experts - rule.num_free, None), Some(ruled))
         };

@@ -19,7 +19,7 @@ use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::free::{self, FreeChoices, FreeGrads};
-use crate::ranks::{Joined, RanksSaved, RanksTask};
+use crate::ranks::{Joined, RanksSaved, RanksTask, Together};
 use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
 use crate::shared::{SharedSaved, SharedTask};
 use crate::{
@@ -115,9 +115,16 @@ impl MoeLayer {
         weights.check(&self.config, num_held);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let router = self.router(weights, input);
+        let ranks = self.ranks.as_ref().filter(|_| router.decides_together());
+        let together = ranks.map(|ranks| Together::of(ranks, x.rows()));
+        let together = together.as_ref();
+        let router = FlatRouter { together, ..router };
         let Decision { routing, saved: router_saved, num_rerouted } = self.timed("router", || router.forward(ctx, x));
         let priority = router.priority(&router_saved);
         let rule = DispatchRule { counted: router.counted(&router_saved), ..router.rule(priority.as_deref()) };
+        let (counted, sizes) = (rule.counted.unwrap_or(routing.expert_ids()), (routing.top_k(), routing.num_experts()));
+        let shared = together.filter(|_| rule.is_shared()).map(|together| together.room(&rule, counted, sizes));
+        let rule = DispatchRule { shared: shared.as_ref(), ..rule };
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
         let choices = (&dispatch, routing.top_k(), !input.is_inference);
         let (mut y, experts) = self.experts_forward(ctx, weights, x, choices);
@@ -202,7 +209,7 @@ impl MoeLayer {
     }
 
     fn router<'a>(&'a self, weights: &'a MoeWeights, input: &'a RouterInput<'a>) -> FlatRouter<'a> {
-        FlatRouter { config: &self.config, weights, input }
+        FlatRouter { config: &self.config, weights, input, together: None }
     }
 
     /// The gradient of the input `[T, D]` (f32), and the weights' gradients as a task. `dy` is `[T, D]`, f32 or bf16, the

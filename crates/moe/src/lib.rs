@@ -97,7 +97,7 @@ pub use losses::{
 };
 pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
-pub use ranks::ExpertRanks;
+pub use ranks::{ExpertRanks, SharedRoom};
 pub use router::{
     FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert,
     WeightShape, balanced_hash, clustered_hash, next_state,

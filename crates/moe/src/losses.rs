@@ -16,7 +16,8 @@ pub struct LossGrad {
     /// Gradient of the mean over the sequences of the sequence-wise loss, [`LayerStats::sequence_loss`]. The forward pass
     /// must have been told the sequences' length.
     pub sequence: f32,
-    /// Gradient of GShard's loss, [`LayerStats::gshard_loss`], the mean over the local groups.
+    /// Gradient of GShard's loss, [`LayerStats::gshard_loss`], the mean over the local groups of all ranks. The forward pass must have
+    /// been told that it counts, if there are several.
     pub gshard: f32,
     /// `[E]`: gradient of each expert's importance, [`LayerStats::importance`]. Empty for none.
     pub importance: Vec<f32>,
@@ -39,7 +40,6 @@ impl LossGrad {
     pub fn of_share(&mut self, share: f32) {
         self.z *= share;
         self.sequence *= share;
-        self.gshard *= share;
         self.l1 *= share;
     }
 

@@ -29,6 +29,8 @@ pub(crate) struct Room<'a> {
     pub(crate) capacity: &'a [u32],
     /// Tokens of a group, each with counters of its own; the last group may be smaller.
     pub(crate) group_tokens: usize,
+    /// `[K, E]`: where the counters stand when the choices of a place (first, second ..) begin; none where they go on.
+    pub(crate) before: Option<&'a [u32]>,
 }
 
 impl Room<'_> {
@@ -51,6 +53,9 @@ pub(crate) fn with_room(ids: &[u32], top_k: usize, room: Room<'_>, priority: Opt
             order.sort_by(|&a, &b| priority[b].total_cmp(&priority[a]));
         }
         for rank in 0..top_k {
+            if let Some(before) = room.before {
+                taken.copy_from_slice(&before[rank * room.capacity.len()..][..room.capacity.len()]);
+            }
             for &token in &order {
                 let choice = token * top_k + rank;
                 let expert = ids[choice] as usize;

@@ -6,14 +6,14 @@
 //! the weights of choices come back. By which hops, in which form and in how many chunks is an [`Exchange`]. The hops change no
 //! bit of the result, the number of chunks its rounding (products of few rows and of many sum in different orders).
 //!
-//! The routing is that of one rank with all tokens, up to two things that look at many tokens at once: a capacity, and
-//! schemes in which experts choose, hold for the tokens of each rank by themselves (GShard's local groups). What losses say
-//! looks at all tokens: [`ExpertRanks::merge_stats`].
+//! The routing is that of one rank with all tokens: what looks at many tokens at once is decided over those of all ranks
+//! ([`Together`]), and so is what losses say ([`ExpertRanks::merge_stats`]).
 
 mod experts;
 mod join;
 mod shadow;
 mod stats;
+mod together;
 mod travel;
 mod tuning;
 
@@ -28,6 +28,8 @@ use moeworks_tensor::Tensor;
 use crate::LayerStats;
 pub(crate) use experts::{RanksSaved, RanksTask};
 pub(crate) use join::Joined;
+pub use together::SharedRoom;
+pub(crate) use together::Together;
 use travel::Travel;
 use tuning::Tuning;
 

@@ -185,7 +185,7 @@ pub struct RouterConfig {
     pub modality_experts: String,
     /// What becomes of a choice whose expert has no room.
     pub overflow: Overflow,
-    /// Tokens that share a capacity (GShard's local groups); 0: all tokens of a microbatch.
+    /// Tokens that share a capacity (GShard's local groups); 0: all tokens of a microbatch, those of all ranks.
     pub local_group: usize,
 }
 

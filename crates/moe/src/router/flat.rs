@@ -12,14 +12,16 @@ use super::blocks;
 use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
 use super::input::{Draw, RouterInput};
 use super::noise::{InputNoise, LogitDraws, LogitNoise};
+use super::parts::Parts;
 use super::residual::Residual;
 use super::scorer::{self, Scorer};
 use super::scores::{Gate, LogitRule, Scores};
 use super::sparsemixer::Sparsemixer;
 use super::state::EXPERT_BIAS;
 use super::weigh::{WeightRule, is_normalized};
-use super::{assign, choice, load};
-use crate::overflow::{self, Overflow, Room};
+use super::{choice, load};
+use crate::overflow::Overflow;
+use crate::ranks::Together;
 use crate::{DispatchRule, MoeConfig, MoeWeights, NO_EXPERT, Ramp, Routing, RoutingError};
 
 /// A router at work: what it is, its weights and what it looks at.
@@ -28,6 +30,8 @@ pub(crate) struct FlatRouter<'a> {
     pub(crate) config: &'a MoeConfig,
     pub(crate) weights: &'a MoeWeights,
     pub(crate) input: &'a RouterInput<'a>,
+    /// The tokens of other ranks, where what is decided depends on them.
+    pub(crate) together: Option<&'a Together<'a>>,
 }
 
 /// What a router decided, and what its backward needs.
@@ -56,6 +60,8 @@ pub(crate) struct FlatSaved {
     pub(crate) seq_len: usize,
     /// Tokens of each local group; 0: all.
     pub(crate) group_len: usize,
+    /// The first choices in local groups that are shared with other ranks.
+    pub(crate) shared_groups: Option<Parts>,
     /// `[E]`: the smooth load under noise; empty without.
     pub(crate) smooth_load: Vec<f64>,
     pub(crate) is_fused: bool,
@@ -100,6 +106,7 @@ impl FlatRouter<'_> {
                 softmax_top_k(ctx, logits.values, top_k, is_normalized(self.config));
             let scores = Scores { probs, gates: None, logits: None, lse, sums, squared_logits };
             let routing = self.routing(ids.clone(), weights.clone());
+            let shared_groups = self.shared_groups(&ids);
             let saved = FlatSaved {
                 input_noise: logits.input_noise,
                 scorer: logits.scorer,
@@ -112,6 +119,7 @@ impl FlatRouter<'_> {
                 modalities: self.modalities(),
                 seq_len: self.input.seq_len,
                 group_len: self.router().local_group,
+                shared_groups,
                 smooth_load: Vec::new(),
                 is_fused: true,
                 residual: None,
@@ -135,7 +143,7 @@ impl FlatRouter<'_> {
         let num_rerouted = self.reroute(&mut ids, &ranking);
         let weights = self.weigh(ctx, &scores, &ids);
         let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone());
-        let seq_len = self.input.seq_len;
+        let (seq_len, shared_groups) = (self.input.seq_len, self.shared_groups(&ids));
         let mut saved = FlatSaved {
             input_noise,
             scorer,
@@ -148,6 +156,7 @@ impl FlatRouter<'_> {
             modalities,
             seq_len,
             group_len: self.router().local_group,
+            shared_groups,
             smooth_load: Vec::new(),
             is_fused: false,
             residual,
@@ -222,10 +231,6 @@ impl FlatRouter<'_> {
     fn temperature(&self) -> f32 {
         let progress = if self.input.is_inference { 1.0 } else { self.input.progress };
         self.router().temperature.at(progress) as f32
-    }
-
-    fn reroutes(&self) -> bool {
-        self.router().overflow == Overflow::Reroute && self.config.capacity_factor != 0.0 && !self.input.is_inference
     }
 
     fn gate(&self) -> Gate {
@@ -322,7 +327,6 @@ impl FlatRouter<'_> {
             ids
         };
         let tensor = |(ids, k): (Vec<u32>, usize)| Tensor::from_slice(ctx.pool(), &[num_tokens, k], &ids);
-        let finite = |score: &f32| if score.is_nan() { 0.0 } else { *score };
         match self.router().kind {
             RouterKind::TopP => {
                 let p = self.router().top_p;
@@ -330,19 +334,9 @@ impl FlatRouter<'_> {
             }
             RouterKind::Relu => tensor(choice::compact(rows(e, scores.gates(), &choice::positive).u32s(), e)),
             RouterKind::Hash => self.hashed(ctx, num_tokens),
-            RouterKind::ExpertChoice if !self.input.is_inference => {
-                let scores: Vec<f32> = scores.probs.f32s().iter().map(finite).collect();
-                tensor(self.expert_choice(ctx, &scores, e))
-            }
-            RouterKind::Base if !self.input.is_inference => tensor((assign::auction(ctx, ranking.f32s(), e), 1)),
-            RouterKind::Sinkhorn if !self.input.is_inference => {
-                let factors = assign::sinkhorn(ctx, ranking.f32s(), e);
-                let mut balanced = ranking.copied(ctx.pool());
-                for row in balanced.f32s_mut().chunks_mut(e) {
-                    row.iter_mut().zip(&factors).for_each(|(logit, factor)| *logit += factor);
-                }
-                rows(k, &balanced, &choice::top_k)
-            }
+            RouterKind::ExpertChoice if !self.input.is_inference => tensor(self.expert_choice(ctx, scores)),
+            RouterKind::Base if !self.input.is_inference => tensor((self.auctioned(ctx, ranking), 1)),
+            RouterKind::Sinkhorn if !self.input.is_inference => rows(k, &self.balanced(ctx, ranking), &choice::top_k),
             _ if self.sparsemixer().is_some_and(|mixer| mixer.random.is_some()) => self.drawn(ctx, ranking),
             _ => rows(k, ranking, &choice::top_k),
         }
@@ -368,33 +362,6 @@ impl FlatRouter<'_> {
             }
         });
         ids
-    }
-
-    /// The experts that chose each token, group by group.
-    fn expert_choice(&self, ctx: &Context, scores: &[f32], e: usize) -> (Vec<u32>, usize) {
-        let num_tokens = scores.len() / e;
-        let factor = if self.config.capacity_factor == 0.0 { 1.0 } else { self.config.capacity_factor };
-        let size = self.rule(None).group_size(num_tokens).max(1);
-        let mut tokens = vec![Vec::new(); e];
-        for (group, scores) in scores.chunks(size * e).enumerate() {
-            let count = crate::capacity(factor, scores.len() / e, self.config.top_k, e).unwrap_or(0);
-            for (all, chosen) in tokens.iter_mut().zip(assign::expert_choice(ctx, scores, e, count)) {
-                all.extend(chosen.iter().map(|t| t + (group * size) as u32));
-            }
-        }
-        choice::invert(&tokens, scores)
-    }
-
-    /// Moves choices to experts with room, if that is the scheme; returns how many.
-    fn reroute(&self, ids: &mut Tensor, ranking: &Tensor) -> usize {
-        if !self.reroutes() {
-            return 0;
-        }
-        let (num_tokens, top_k) = (ids.rows(), ids.cols());
-        let rule = self.rule(None);
-        let capacity = rule.capacities(num_tokens, ranking.cols());
-        let room = Room { capacity: &capacity, group_tokens: rule.group_size(num_tokens) };
-        overflow::reroute(ids.u32s_mut(), top_k, room, ranking.f32s())
     }
 
     /// The choices without the second experts that are not used this time.
@@ -424,6 +391,13 @@ impl FlatRouter<'_> {
         used
     }
 
+    /// The first choices `ids [T, K]` in local groups of all ranks' tokens, where GShard's loss wants them.
+    fn shared_groups(&self, ids: &Tensor) -> Option<Parts> {
+        let together = self.together.filter(|_| self.input.has_gshard_loss)?;
+        let (ids, len) = ((ids.u32s(), ids.cols()), self.router().local_group);
+        Some(Parts::of(ids, 1, self.config.num_choosable(), len, Some(together)))
+    }
+
     /// How this router's choices become rows.
     pub(crate) fn rule<'p>(&self, priority: Option<&'p [f32]>) -> DispatchRule<'p> {
         let router = self.router();
@@ -439,6 +413,7 @@ impl FlatRouter<'_> {
             priority,
             fixed: self.input.capacity.map(|capacity| capacity.num_tokens),
             counted: None,
+            shared: None,
         }
     }
 

@@ -10,6 +10,7 @@ use super::blocks::{self, ROWS};
 use super::config::RouterKind;
 use super::flat::{FlatRouter, FlatSaved};
 use super::noise::LogitNoise;
+use super::parts::{PartGrads, Parts};
 use super::scorer::{NOISE, Scorer, ScorerGrads};
 use super::scores::{Gate, Scores};
 use super::state::L1_WEIGHT;
@@ -182,31 +183,32 @@ impl FlatSaved {
     /// The sequence-wise balance loss (DeepSeek-V3), the mean of the sequences' `sum_i f_i P_i`, with `f_i` expert i's share
     /// of the sequence's choices times E and `P_i` its mean probability there.
     pub(crate) fn sequence_loss(&self) -> f64 {
-        self.mean_of_parts(&self.sequence_loads(), self.seq_len)
+        let e = self.scores.probs.cols();
+        e as f64 * self.sequences().loss(self.scores.probs.f32s(), e)
     }
 
     /// The auxiliary loss of GShard (2006.16668, algorithm 1), the mean of the local groups' `(1/E) sum_i c_i m_i`, with
     /// `c_i` the share of the group's tokens whose first choice is expert i and `m_i` its mean probability there.
     pub(crate) fn gshard_loss(&self) -> f64 {
-        self.mean_of_parts(&self.first_choice_loads(), self.group_tokens()) / self.scores.probs.cols() as f64
+        let e = self.scores.probs.cols();
+        self.of_groups(|groups| groups.loss(self.scores.probs.f32s(), e)) / e as f64
     }
 
-    /// The mean over parts of `len` tokens of `sum_i loads_i P_i`, `loads [parts, E]`.
-    fn mean_of_parts(&self, loads: &[f32], len: usize) -> f64 {
-        let e = self.scores.probs.cols();
-        let mut value = 0.0;
-        for (loads, probs) in loads.chunks(e).zip(self.scores.probs.f32s().chunks(len.max(1) * e)) {
-            let num_tokens = (probs.len() / e) as f64;
-            for probs in probs.chunks(e) {
-                value += loads.iter().zip(probs).map(|(&f, &p)| f64::from(f) * f64::from(p)).sum::<f64>() / num_tokens;
+    /// The choices of each sequence.
+    fn sequences(&self) -> Parts {
+        let (ids, k) = (self.ids.u32s(), self.ids.cols());
+        Parts::of((ids, k), k, self.scores.probs.cols(), self.seq_len, None)
+    }
+
+    /// What `get` gives for the first choices of each local group.
+    fn of_groups<R>(&self, get: impl FnOnce(&Parts) -> R) -> R {
+        match &self.shared_groups {
+            Some(groups) => get(groups),
+            None => {
+                let ids = (self.ids.u32s(), self.ids.cols());
+                get(&Parts::of(ids, 1, self.scores.probs.cols(), self.group_len, None))
             }
         }
-        value / (loads.len() / e).max(1) as f64
-    }
-
-    /// Tokens of a local group.
-    fn group_tokens(&self) -> usize {
-        if self.group_len == 0 { self.ids.rows() } else { self.group_len }
     }
 
     /// What the tokens of each modality did; empty where there is one.
@@ -228,42 +230,6 @@ impl FlatSaved {
             ModalityStats { num_tokens, mean_prob, mean_entropy: entropy * per_token }
         };
         sums.into_iter().map(mean).collect()
-    }
-
-    /// `[sequences, E]`: E times each expert's share of the choices of each sequence.
-    fn sequence_loads(&self) -> Vec<f32> {
-        let e = self.scores.probs.cols() as f64;
-        self.shares(self.seq_len, self.ids.cols()).into_iter().map(|share| (share * e) as f32).collect()
-    }
-
-    /// `[groups, E]`: each expert's share of the first choices of each local group.
-    fn first_choice_loads(&self) -> Vec<f32> {
-        self.shares(self.group_tokens(), 1).into_iter().map(|share| share as f32).collect()
-    }
-
-    /// The gradient of each token's distribution by a mean over parts of `len` tokens of `sum_i loads_i P_i` times `scale`.
-    fn part_grads(&self, mut loads: Vec<f32>, len: usize, scale: f32) -> (Vec<f32>, usize) {
-        let (num_tokens, e) = (self.ids.rows(), self.scores.probs.cols());
-        let num_parts = num_tokens.div_ceil(len.max(1));
-        for (i, loads) in loads.chunks_mut(e).enumerate() {
-            let len = len.min(num_tokens - i * len);
-            loads.iter_mut().for_each(|load| *load *= scale / (num_parts * len) as f32);
-        }
-        (loads, len.max(1))
-    }
-
-    /// `[parts, E]`: each expert's share of the first `top_k` choices of the tokens of each part of `len` tokens.
-    fn shares(&self, len: usize, top_k: usize) -> Vec<f64> {
-        let (e, k) = (self.scores.probs.cols(), self.ids.cols());
-        let mut shares = Vec::new();
-        for ids in self.ids.u32s().chunks(len.max(1) * k) {
-            let mut counts = vec![0_u32; e];
-            let chosen = ids.chunks(k).flat_map(|ids| &ids[..top_k]).filter(|&&id| id != NO_EXPERT);
-            chosen.for_each(|&id| counts[id as usize] += 1);
-            let total: u32 = counts.iter().sum();
-            shares.extend(counts.iter().map(|&n| f64::from(n) / f64::from(total.max(1))));
-        }
-        shares
     }
 }
 
@@ -317,8 +283,8 @@ impl Row<'_> {
 /// What the losses say of the distributions.
 struct ProbGrads<'a> {
     balance: &'a [f32],
-    /// By the tokens of a part: `[parts, E]`, the gradients of those of each sequence and of each local group.
-    parts: Vec<(Vec<f32>, usize)>,
+    /// Those of each sequence and of each local group.
+    parts: Vec<PartGrads>,
     modalities: &'a [u32],
     /// `[M, E]`, or empty.
     modality_balance: &'a [f32],
@@ -328,13 +294,13 @@ struct ProbGrads<'a> {
 
 impl<'a> ProbGrads<'a> {
     fn of(saved: &'a FlatSaved, losses: &'a LossGrad) -> Self {
+        let e = saved.scores.probs.cols();
         let mut parts = Vec::new();
         if losses.sequence != 0.0 && saved.seq_len > 0 {
-            parts.push(saved.part_grads(saved.sequence_loads(), saved.seq_len, losses.sequence));
+            parts.push(saved.sequences().grads(e, f64::from(losses.sequence) * e as f64));
         }
         if losses.gshard != 0.0 {
-            let scale = losses.gshard / saved.scores.probs.cols() as f32;
-            parts.push(saved.part_grads(saved.first_choice_loads(), saved.group_tokens(), scale));
+            parts.push(saved.of_groups(|groups| groups.grads(e, f64::from(losses.gshard) / e as f64)));
         }
         let LossGrad { balance, modality_balance, entropy, .. } = losses;
         Self { balance, parts, modalities: &saved.modalities, modality_balance, entropy }
@@ -348,8 +314,8 @@ impl<'a> ProbGrads<'a> {
         } else {
             dprobs.copy_from_slice(self.balance);
         }
-        for (grads, len) in &self.parts {
-            add(dprobs, &grads[t / len * e..]);
+        for grads in &self.parts {
+            add(dprobs, grads.of(t, e));
         }
         let modality = self.modalities.get(t).copied().unwrap_or(0) as usize;
         if !self.modality_balance.is_empty() {

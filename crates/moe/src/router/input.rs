@@ -32,6 +32,9 @@ pub struct RouterInput<'a> {
     /// `[T, E]` f32: the logits of the MoE layer before ([`MoeSaved::logits`](crate::MoeSaved::logits)), for
     /// [`RouterConfig::gate_residual`](crate::RouterConfig::gate_residual); none in the first, and others look at none.
     pub previous: Option<&'a Tensor>,
+    /// Whether GShard's loss counts: ranks then tell each other of the first choices in local groups, which without it are each
+    /// rank's own.
+    pub has_gshard_loss: bool,
     /// Holds in place of the configuration's capacity, in training and in use.
     pub capacity: Option<FixedCapacity>,
 }
@@ -46,6 +49,7 @@ impl Default for RouterInput<'_> {
             first_token: 0,
             is_inference: false,
             previous: None,
+            has_gshard_loss: false,
             capacity: None,
         }
     }

@@ -2,8 +2,8 @@
 
 use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 use moeworks_moe::{
-    ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput,
-    balance_loss_per_layer,
+    ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig, RouterInput,
+    RouterKind, balance_loss_per_layer,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -102,7 +102,7 @@ fn named(grads: &MoeWeights) -> Vec<(&'static str, Vec<f32>)> {
 /// What the losses say; `share` of all tokens are those of the pass.
 fn losses(stats: &LayerStats, share: f32) -> LossGrad {
     let balance = balance_loss_per_layer(&[stats], 0.3).gradients[0].clone();
-    LossGrad { balance, z: 0.2 * share, ..LossGrad::default() }
+    LossGrad { balance, z: 0.2 * share, gshard: 0.4, ..LossGrad::default() }
 }
 
 /// A training step of the tokens `range` of the case.
@@ -122,7 +122,8 @@ fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&ExpertRanks>)
             (layer, whole.of_experts(&ctx, ranks.held()))
         }
     };
-    let (y, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
+    let input = RouterInput { has_gshard_loss: true, ..RouterInput::default() };
+    let (y, saved) = layer.forward(&ctx, &weights, &x, &input);
     let mut stats = [saved.stats()];
     if let Some(ranks) = ranks {
         ranks.merge_stats(&mut stats);
@@ -187,6 +188,9 @@ fn check(case: &Case) {
     }
     assert_eq!(many.stats.num_tokens, one.stats.num_tokens);
     assert_eq!(many.stats.tokens_per_expert, one.stats.tokens_per_expert);
+    assert_eq!(many.stats.kept_per_expert, one.stats.kept_per_expert);
+    assert_eq!(many.stats.num_rerouted, one.stats.num_rerouted);
+    assert!((many.stats.gshard_loss - one.stats.gshard_loss).abs() <= 1e-6 * one.stats.gshard_loss.max(1e-3));
     assert_close("mean probabilities", &many.stats.mean_prob, &one.stats.mean_prob);
     assert!((many.stats.z - one.stats.z).abs() <= 1e-5 * one.stats.z.max(1.0));
 }
@@ -229,8 +233,34 @@ fn moving() -> impl Strategy<Value = Moving> {
     prop_oneof![Just(Moving::Tokens), Just(Moving::Weights), (1e5..1e9).prop_map(cheapest)]
 }
 
+/// Routers whose decisions look at many tokens, with capacities of each sign.
+fn routers() -> impl Strategy<Value = (RouterConfig, f32)> {
+    use RouterKind::*;
+    let kinds = prop::sample::select(vec![TopK, Gshard, TopP, ExpertChoice, Base, Sinkhorn]);
+    let overflow = prop::sample::select(vec![Overflow::Drop, Overflow::Priority, Overflow::Reroute]);
+    let capacities = prop::sample::select(vec![0.0_f32, 0.5, -0.5, 1.0, 1.5]);
+    (kinds, overflow, 0..12_usize, capacities).prop_map(|(kind, overflow, local_group, capacity)| {
+        let joint = matches!(kind, ExpertChoice | Base | Sinkhorn);
+        let overflow = if joint { Overflow::Drop } else { overflow };
+        (RouterConfig { kind, overflow, local_group, ..RouterConfig::default() }, capacity)
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn ranks_decide_what_one_decides(mut case in cases(), (mut router, capacity) in routers()) {
+        match router.kind {
+            RouterKind::Base => case.config.top_k = 1,
+            // There is no second one.
+            RouterKind::Gshard if case.config.num_experts == 1 => router.kind = RouterKind::TopK,
+            RouterKind::Gshard => case.config.top_k = 2,
+            _ => {}
+        }
+        (case.config.router, case.config.capacity_factor) = (router, capacity);
+        check(&case);
+    }
 
     #[test]
     fn ranks_give_what_one_gives(case in cases()) {

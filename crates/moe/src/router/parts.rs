@@ -1,0 +1,99 @@
+//! Losses that take their means over parts of the tokens: the sequence-wise one over sequences, GShard's over local groups.
+
+use crate::NO_EXPERT;
+use crate::ranks::Together;
+
+/// What the tokens of each part chose: `sum_i shares_i P_i` is a part's loss, with `P_i` the mean probability of expert i there.
+pub(crate) struct Parts {
+    /// `[parts that these tokens are in, E]`: each expert's share of the choices of the whole part.
+    shares: Vec<f64>,
+    /// Tokens of each of these parts, those of other ranks included.
+    sizes: Vec<usize>,
+    /// Tokens of a part; the last of all may have fewer.
+    len: usize,
+    /// Tokens of the first of these parts that come before these tokens.
+    before: usize,
+    /// All parts that the mean is taken over, and these tokens' share of all tokens.
+    num_parts: usize,
+    share: f64,
+}
+
+impl Parts {
+    /// Parts of `len` tokens, 0 for all, by the first `first_k` of the choices `ids [T, top_k]`. With `together` the parts are those
+    /// of the tokens of all ranks.
+    pub(crate) fn of(
+        (ids, top_k): (&[u32], usize),
+        first_k: usize,
+        num_experts: usize,
+        len: usize,
+        together: Option<&Together<'_>>,
+    ) -> Self {
+        let own = together.map_or(0..ids.len() / top_k, Together::own);
+        let num_tokens = together.map_or(own.len(), Together::num_tokens);
+        let len = if len == 0 { num_tokens } else { len }.max(1);
+        let first = own.start / len;
+        let parts = first..if own.is_empty() { first } else { own.end.div_ceil(len) };
+        let mut counts = vec![0_u32; parts.len() * num_experts];
+        for (token, ids) in own.clone().zip(ids.chunks(top_k)) {
+            let counts = &mut counts[(token / len - first) * num_experts..];
+            ids[..first_k].iter().filter(|id| **id != NO_EXPERT).for_each(|&id| counts[id as usize] += 1);
+        }
+        if let Some(together) = together {
+            together.join_counts(&mut counts, first, num_experts);
+        }
+        let sizes = parts.map(|part| len.min(num_tokens - part * len)).collect();
+        let share = own.len() as f64 / num_tokens.max(1) as f64;
+        let num_parts = num_tokens.div_ceil(len);
+        Self { shares: shares(&counts, num_experts), sizes, len, before: own.start % len, num_parts, share }
+    }
+
+    /// The mean of the parts' losses for tokens of distributions `probs [T, E]`. Of several ranks it is what these tokens add, so
+    /// that the mean over ranks by their tokens is the whole.
+    pub(crate) fn loss(&self, probs: &[f32], num_experts: usize) -> f64 {
+        let token_loss = |(token, probs): (usize, &[f32])| {
+            let part = self.part_of(token);
+            let shares = &self.shares[part * num_experts..];
+            shares.iter().zip(probs).map(|(&f, &p)| f * f64::from(p)).sum::<f64>() / self.sizes[part] as f64
+        };
+        let sum: f64 = probs.chunks(num_experts).enumerate().map(token_loss).sum();
+        if self.share == 0.0 { 0.0 } else { sum / (self.num_parts as f64 * self.share) }
+    }
+
+    /// The gradients of the tokens' distributions by this loss times `scale`.
+    pub(crate) fn grads(&self, num_experts: usize, scale: f64) -> PartGrads {
+        let scaled = |(shares, &size): (&[f64], &usize)| {
+            let scale = scale / (self.num_parts * size) as f64;
+            shares.iter().map(|share| (share * scale) as f32).collect::<Vec<_>>()
+        };
+        let rows = self.shares.chunks(num_experts).zip(&self.sizes).flat_map(scaled).collect();
+        PartGrads { rows, len: self.len, before: self.before }
+    }
+
+    fn part_of(&self, token: usize) -> usize {
+        (self.before + token) / self.len
+    }
+}
+
+/// The gradients of the tokens' distributions, the same for all tokens of a part.
+pub(crate) struct PartGrads {
+    /// `[parts, E]`
+    rows: Vec<f32>,
+    len: usize,
+    before: usize,
+}
+
+impl PartGrads {
+    /// Those of `token`, of at least E elements.
+    pub(crate) fn of(&self, token: usize, num_experts: usize) -> &[f32] {
+        &self.rows[(self.before + token) / self.len * num_experts..]
+    }
+}
+
+/// Each expert's share of `counts [parts, E]` in its part.
+fn shares(counts: &[u32], num_experts: usize) -> Vec<f64> {
+    let share = |counts: &[u32]| {
+        let total: u32 = counts.iter().sum();
+        counts.iter().map(|&n| f64::from(n) / f64::from(total.max(1))).collect::<Vec<_>>()
+    };
+    counts.chunks(num_experts).flat_map(share).collect()
+}
