@@ -36,7 +36,7 @@ pub(crate) fn router_losses(
         }
         add_layer_losses(layer, options, &mut grad);
         if router.kind == RouterKind::Relu {
-            grad.l1 = options.l1_scale;
+            grad.l1 = options.l1_scale / layers.len() as f32;
             grad.l1_loads = if router.l1_balanced { l1_loads(layer, top_k) } else { Vec::new() };
         }
         grad
@@ -72,7 +72,7 @@ fn other_losses(
         load: if has_noise { sum(&|layer| cv_squared(&layer.smooth_load, 0.0).0) } else { None },
         local_entropy: sum(&|layer| entropy_loss(layer, &options.entropy).local),
         global_entropy: sum(&|layer| entropy_loss(layer, &options.entropy).global),
-        l1: if router.kind == RouterKind::Relu { sum(&l1) } else { None },
+        l1: if router.kind == RouterKind::Relu { sum(&l1).map(|sum| sum / layers.len() as f64) } else { None },
     }
 }
 

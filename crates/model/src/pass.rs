@@ -113,8 +113,8 @@ impl Default for PassOptions {
     }
 }
 
-/// The losses on routers besides balance and z-loss, each the sum of the MoE layers' and not multiplied by its
-/// coefficient; none where a loss is not computed or has no meaning.
+/// The losses on routers besides balance and z-loss, each the sum of the MoE layers' unless it says otherwise, not multiplied by
+/// its coefficient; none where a loss is not computed or has no meaning.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RouterLosses {
     /// The device-level balance loss (DeepSeek-V2), with groups of experts: 1 a layer when balanced.
@@ -129,8 +129,8 @@ pub struct RouterLosses {
     pub local_entropy: Option<f64>,
     /// What the entropy of the mean distribution lacks, the sum of the modalities' (LIMoE's global loss).
     pub global_entropy: Option<f64>,
-    /// The mean over the tokens of the sum of their gates, each as often as [`l1_loads`](moeworks_moe::l1_loads) says, with ReLU
-    /// routing.
+    /// The mean over tokens and layers of the sum of a token's gates, each as often as [`l1_loads`](moeworks_moe::l1_loads) says,
+    /// with ReLU routing (ReMoE, 2412.14711, equation 10).
     pub l1: Option<f64>,
 }
 

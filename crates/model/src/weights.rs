@@ -451,8 +451,8 @@ impl DecoderWeights {
             FeedForwardWeights::Moe(moe) => Some(moe),
             FeedForwardWeights::Dense(_) => None,
         });
-        for (moe, stats) in moe_layers.zip(layers) {
-            next_state(config, &mut moe.state, stats, progress);
+        for (index, moe) in moe_layers.enumerate().take(layers.len()) {
+            next_state(config, &mut moe.state, (layers, index), progress);
         }
         if let Some(copy) = copy {
             self.update_states(ctx, copy);

@@ -99,7 +99,8 @@ impl DispatchRule<'_> {
     }
 
     /// `[E]`: the rows that each expert may take of one group. With Z free experts and N computing ones a computing expert
-    /// has `ceil(factor tau K S / (tau N + Z))` and a free one `ceil(factor K S / (tau N + Z))` (MoE++, 2410.07348).
+    /// has `ceil(factor tau K S / (tau N + Z))` and a free one `ceil(factor K S / (tau N + Z))` (MoE++, 2410.07348, equation 8,
+    /// whose tokens T are here a token's K choices, as in every other capacity).
     pub(crate) fn capacities(&self, num_tokens: usize, num_experts: usize) -> Vec<u32> {
         if let Some(rows) = self.fixed {
             return vec![rows; num_experts];

@@ -56,7 +56,7 @@ impl LossGrad {
 }
 
 /// `[E]`: what a gate of each expert counts in the L1 loss of ReLU routing that balances, too: its tokens over its share of
-/// them, `E / (K T) n_e` (Wang et al., "ReMoE", 2412.14711, section 3.4). Counts have no gradient.
+/// them, `E / (K T) n_e` (Wang et al., "ReMoE", 2412.14711, equation 11). Counts have no gradient.
 #[must_use]
 pub fn l1_loads(stats: &LayerStats, top_k: usize) -> Vec<f32> {
     let counts = &stats.tokens_per_expert;

@@ -21,6 +21,14 @@ pub enum Purpose {
     Spans = 6,
 }
 
+/// Calls of the generator that are computed together.
+const LANES: usize = 16;
+
+/// Numbers of `bits` bits in the words of [`LANES`] calls.
+const fn group_len(bits: u32) -> usize {
+    LANES * 4 * 32 / bits as usize
+}
+
 /// A stream of random numbers addressed by position.
 #[derive(Clone, Copy, Debug)]
 pub struct Random {
@@ -53,7 +61,6 @@ impl Random {
     /// into a caller for vector instructions it takes a tenth of the time.
     #[inline(always)]
     pub fn fill_uniform(&self, first: u64, numbers: &mut [f32]) {
-        const LANES: usize = 16;
         let head = (first.wrapping_neg() % 4).min(numbers.len() as u64);
         let (start, rest) = numbers.split_at_mut(head as usize);
         start.iter_mut().zip(first..).for_each(|(number, position)| *number = self.uniform(position));
@@ -74,31 +81,58 @@ impl Random {
     /// [`uniform`](Self::uniform) four do. For noise of which much is needed and little is asked.
     #[must_use]
     pub fn coarse(&self, position: u64) -> f32 {
-        let word = self.words(position / 8)[(position % 8 / 2) as usize];
-        coarse_unit(word >> (16 * (position % 2)))
+        self.part::<16>(position)
+    }
+
+    /// As [`coarse`](Self::coarse) on a grid of 2^-8, of which sixteen share a call.
+    #[must_use]
+    pub fn byte(&self, position: u64) -> f32 {
+        self.part::<8>(position)
     }
 
     /// Fills `numbers` with those of [`coarse`](Self::coarse) at `first` and the positions after it, as
     /// [`fill_uniform`](Self::fill_uniform) does.
     #[inline(always)]
     pub fn fill_coarse(&self, first: u64, numbers: &mut [f32]) {
-        const LANES: usize = 16;
-        let head = (first.wrapping_neg() % 8).min(numbers.len() as u64);
-        let (start, rest) = numbers.split_at_mut(head as usize);
-        start.iter_mut().zip(first..).for_each(|(number, position)| *number = self.coarse(position));
-        let mut position = (first + head) / 8;
-        let mut blocks = rest.chunks_exact_mut(8 * LANES);
-        for block in &mut blocks {
-            let words = self.words_of::<LANES>(position);
-            for (lane, numbers) in block.chunks_exact_mut(8).enumerate() {
-                for (pair, words) in numbers.chunks_exact_mut(2).zip(&words) {
-                    (pair[0], pair[1]) = (coarse_unit(words[lane]), coarse_unit(words[lane] >> 16));
+        self.fill_parts::<16>(first, numbers);
+    }
+
+    /// As [`fill_coarse`](Self::fill_coarse) with the numbers of [`byte`](Self::byte).
+    #[inline(always)]
+    pub fn fill_bytes(&self, first: u64, numbers: &mut [f32]) {
+        self.fill_parts::<8>(first, numbers);
+    }
+
+    /// The number at `position` that is `BITS` bits of a word over `2^BITS`. Sixteen calls of the generator make a group of
+    /// numbers: the lowest bits of the first words of all, the next ones of these, and so on, so that sixteen numbers in a row
+    /// are one operation on a vector of words.
+    fn part<const BITS: u32>(&self, position: u64) -> f32 {
+        let group = const { group_len(BITS) as u64 };
+        let (part, lane) = (position % group / LANES as u64, position % LANES as u64);
+        let word = self.words(position / group * LANES as u64 + lane)[(part * u64::from(BITS) / 32) as usize];
+        part_unit::<BITS>(word >> (part as u32 * BITS % 32))
+    }
+
+    #[inline(always)]
+    fn fill_parts<const BITS: u32>(&self, first: u64, numbers: &mut [f32]) {
+        let group = const { group_len(BITS) };
+        let mut position = first;
+        let mut left = numbers;
+        while !left.is_empty() {
+            let skipped = (position % group as u64) as usize;
+            let (now, later) = left.split_at_mut((group - skipped).min(left.len()));
+            let mut drawn = [[0.0; LANES]; group_len(8) / LANES];
+            let words = self.words_of::<LANES>(position / group as u64 * LANES as u64);
+            for (part, numbers) in drawn[..group / LANES].iter_mut().enumerate() {
+                let shift = part as u32 * BITS % 32;
+                for (number, word) in numbers.iter_mut().zip(&words[part * BITS as usize / 32]) {
+                    *number = part_unit::<BITS>(word >> shift);
                 }
             }
-            position += LANES as u64;
+            now.copy_from_slice(&drawn.as_flattened()[skipped..skipped + now.len()]);
+            position += now.len() as u64;
+            left = later;
         }
-        let rest = blocks.into_remainder();
-        rest.iter_mut().zip(8 * position..).for_each(|(number, position)| *number = self.coarse(position));
     }
 
     /// The words at `first` and the positions after it: word w of the i-th is at `[w][i]`.
@@ -138,7 +172,6 @@ impl Random {
     /// [`fill_uniform`](Self::fill_uniform) does.
     #[inline(always)]
     pub fn fill_normal(&self, first: u64, numbers: &mut [f32]) {
-        const LANES: usize = 16;
         let head = (first % 2).min(numbers.len() as u64);
         let (start, rest) = numbers.split_at_mut(head as usize);
         start.iter_mut().zip(first..).for_each(|(number, position)| *number = self.normal(position));
@@ -189,8 +222,8 @@ fn unit(word: u32) -> f32 {
 }
 
 #[inline(always)]
-fn coarse_unit(word: u32) -> f32 {
-    (word & 0xffff) as f32 * (1.0 / 65_536.0)
+fn part_unit<const BITS: u32>(word: u32) -> f32 {
+    (word & ((1 << BITS) - 1)) as i32 as f32 * const { 1.0 / (1_u32 << BITS) as f32 }
 }
 
 /// The normal number of two random words.

@@ -28,6 +28,8 @@ fn moments_are_those_of_the_distribution() {
     assert!((mean(&|i| f64::from(random.uniform(i))) - 0.5).abs() < 0.005);
     assert!((mean(&|i| f64::from(random.coarse(i))) - 0.5).abs() < 0.005);
     assert!((mean(&|i| f64::from(random.coarse(i) * random.coarse(i + 1))) - 0.25).abs() < 0.005);
+    assert!((mean(&|i| f64::from(random.byte(i))) - 127.5 / 256.0).abs() < 0.005);
+    assert!((mean(&|i| f64::from(random.byte(i) * random.byte(i + 16))) - (127.5_f64 / 256.0).powi(2)).abs() < 0.005);
     assert!(mean(&|i| f64::from(random.normal(i))).abs() < 0.015);
     assert!((mean(&|i| f64::from(random.normal(i)).powi(2)) - 1.0).abs() < 0.02);
     assert!((0..count).all(|i| random.below(i, 10) < 10 && random.normal(i).is_finite()));

@@ -34,6 +34,13 @@ fn a_study_trains_compares_and_goes_on_where_it_was() {
     assert_success(&output);
     assert_eq!(records, fs::read(work.path("runs/study/top-k-seed1/metrics.jsonl")).expect("the records"));
     assert!(fs::read_to_string(work.path("second.md")).expect("the page").contains("| jitter | "));
+    // The clustered hash takes the embeddings of the dense model of its seed, which is trained with it.
+    let output = study(&work, &["--only", "hash-clustered", "--seeds", "2", "--runs", "other"]);
+    assert_success(&output);
+    let page = fs::read_to_string(work.path("routing-study.md")).expect("the page");
+    assert!(page.contains("| hash-clustered | ") && page.contains("| dense | "), "{page}");
+    let config = fs::read_to_string(work.path("other/hash-clustered-seed2/config.toml")).expect("its configuration");
+    assert!(config.contains("other/dense-seed2"), "{config}");
 }
 
 #[test]

@@ -320,7 +320,12 @@ impl ModelConfig {
         if !(self.init_std >= 0.0 && self.init_std.is_finite()) {
             return Err(ConfigError::new("init_std", self.init_std, "must be a number of at least 0"));
         }
-        if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }
+        if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }?;
+        if !self.router.modality_experts.is_empty() && self.router.modality_boundaries.is_empty() {
+            let expected = "must be the token ids at which modalities begin, as router.modality_experts reserves experts";
+            return Err(ConfigError::new("router.modality_boundaries", "\"\"", expected));
+        }
+        Ok(())
     }
 
     /// Checks what the encoder needs of the rest.

@@ -1,6 +1,6 @@
 //! What settings a router may have, each with the one line that says what would be right.
 
-use super::config::{RouterConfig, RouterKind, ScoreFunction};
+use super::config::{RouterConfig, RouterKind, ScoreFunction, num_modalities};
 use super::tree::Tree;
 use crate::config::ConfigError;
 use crate::overflow::Overflow;
@@ -61,9 +61,6 @@ impl RouterConfig {
             if !(value > 0.0 && value <= 1.0) {
                 return wrong(setting, &value, "must be above 0 and at most 1");
             }
-        }
-        if self.kind == RouterKind::Cosine && self.cosine_dim == 0 {
-            return wrong("router.cosine_dim", &self.cosine_dim, "must be at least 1");
         }
         let limits =
             [("router.cosine_dim", self.cosine_dim, 1 << 16), ("router.zero_experts", self.num_free(), 1 << 16)];
@@ -160,15 +157,16 @@ impl RouterConfig {
     fn check_modalities(&self, num_experts: usize, top_k: usize) -> Check {
         let (boundaries, reserved) = self.modalities()?;
         let shown = format!("{:?}", self.modality_experts);
-        if reserved.len() > boundaries.len() + 1 {
-            let expected = format!("must be a number for each of the {} modalities", boundaries.len() + 1);
+        let num_modalities = num_modalities(&boundaries, &reserved);
+        if reserved.len() > num_modalities {
+            let expected = format!("must be a number for each of the {num_modalities} modalities");
             return wrong("router.modality_experts", &shown, expected);
         }
         let total = reserved.iter().fold(0_usize, |sum, &n| sum.saturating_add(n));
         if total > num_experts {
             return wrong("router.modality_experts", &shown, format!("must add up to at most {num_experts} experts"));
         }
-        let least = (0..=boundaries.len()).map(|m| num_experts - total + reserved.get(m).copied().unwrap_or(0)).min();
+        let least = (0..num_modalities).map(|m| num_experts - total + reserved.get(m).copied().unwrap_or(0)).min();
         if !reserved.is_empty() && least.is_some_and(|least| least < top_k) {
             let expected = format!("must leave every modality at least top_k = {top_k} experts");
             return wrong("router.modality_experts", &shown, expected);

@@ -144,7 +144,7 @@ pub struct RouterConfig {
     /// Ids of the table of [`HashTable::Balanced`] and [`HashTable::Clustered`], those of a model's vocabulary: no setting, but set by whoever makes a layer.
     #[serde(skip)]
     pub hash_ids: usize,
-    /// Width of the projection ([`RouterKind::Cosine`]).
+    /// Width of the projection; 0: 256 as in Tutel, or D where that is less ([`RouterKind::Cosine`]).
     pub cosine_dim: usize,
     /// The temperature that the learned one starts from ([`RouterKind::Cosine`]); it never falls below 0.01.
     pub cosine_temperature: f32,
@@ -161,24 +161,25 @@ pub struct RouterConfig {
     /// The factor by which it changes in a step.
     pub l1_rate: f32,
     /// Whether that loss counts an expert's gates as often as it has more than its share of the tokens, so that it balances
-    /// them too (ReMoE, section 3.4): [`l1_loads`](crate::l1_loads).
+    /// them too (ReMoE, section 3.4, equations 10 and 11): [`l1_loads`](crate::l1_loads).
     pub l1_balanced: bool,
-    /// Experts that give nothing (Jin et al., "MoE++", 2410.07348).
+    /// Experts that give nothing (Jin et al., "MoE++", 2410.07348, equation 3). Where weights are divided by their sum theirs count;
+    /// in the authors' program they do not: null experts are like that.
     pub zero_experts: usize,
-    /// Experts that give the token itself (MoE++).
+    /// Experts that give the token itself (MoE++, equation 4).
     pub copy_experts: usize,
-    /// Experts that give a mixture of the token and a learned vector (MoE++).
+    /// Experts that give a mixture of the token and a learned vector (MoE++, equation 5).
     pub constant_experts: usize,
     /// Experts that give nothing and do not count in the normalisation of weights; the balance loss takes their mean load
     /// for each (Zeng et al., "AdaMoE", 2406.13233).
     pub null_experts: usize,
-    /// Whether the logits of the MoE layer before, times a learned matrix, are added to this one's (MoE++, section 3.3).
+    /// Whether the logits of the MoE layer before, times a learned matrix, are added to this one's (MoE++, equation 6).
     pub gate_residual: bool,
     /// Tau: the share in the balance loss and in the capacity of an expert without computation is this (in the loss) and
-    /// one over this (in the capacity) of that of others (MoE++).
+    /// one over this (in the capacity) of that of others (MoE++, equations 7 and 8; 0.75 in most of its experiments).
     pub free_ratio: f32,
     /// Token ids at which a new modality begins, such as "1000, 2000": ids below 1000 are modality 0, and so on. Empty: one
-    /// modality.
+    /// modality, or those of [`RouterInput::modalities`](crate::RouterInput::modalities).
     pub modality_boundaries: String,
     /// How many experts are reserved for each modality, such as "4, 2": the first four for modality 0, the next two for
     /// modality 1; the others are shared. Empty: all are shared.
@@ -210,7 +211,7 @@ impl Default for RouterConfig {
             second_threshold: 0.5,
             hash: HashTable::Random,
             hash_ids: 0,
-            cosine_dim: 256,
+            cosine_dim: 0,
             cosine_temperature: 0.5,
             top_p: 0.4,
             tree: String::new(),
@@ -301,6 +302,11 @@ impl RouterConfig {
         }
         Ok((boundaries, numbers("router.modality_experts", &self.modality_experts)?))
     }
+}
+
+/// How many modalities there are, by where they begin and by the experts reserved for them.
+pub(crate) fn num_modalities(boundaries: &[u32], reserved: &[usize]) -> usize {
+    if boundaries.is_empty() { reserved.len().max(1) } else { boundaries.len() + 1 }
 }
 
 fn numbers<T: std::str::FromStr>(setting: &'static str, text: &str) -> Result<Vec<T>, ConfigError> {

@@ -9,7 +9,7 @@ use moeworks_ops::top_k::{TopK, softmax_top_k};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks;
-use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert};
+use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert, num_modalities};
 use super::input::{Draw, RouterInput};
 use super::noise::{InputNoise, LogitDraws, LogitNoise};
 use super::parts::Parts;
@@ -245,7 +245,13 @@ impl FlatRouter<'_> {
 
     /// The modality of each token, where there are several.
     fn modalities(&self) -> Vec<u32> {
-        let (boundaries, _) = self.router().modalities().unwrap_or_default();
+        let (boundaries, reserved) = self.router().modalities().unwrap_or_default();
+        if !self.input.modalities.is_empty() {
+            let count = num_modalities(&boundaries, &reserved);
+            let is_known = |&modality: &u32| reserved.is_empty() || (modality as usize) < count;
+            assert!(self.input.modalities.iter().all(is_known), "a modality of a token that is not below {count}");
+            return self.input.modalities.to_vec();
+        }
         if boundaries.is_empty() {
             return Vec::new();
         }
@@ -261,7 +267,7 @@ impl FlatRouter<'_> {
         }
         let owner: Vec<usize> = reserved.iter().enumerate().flat_map(|(m, &count)| vec![m; count]).collect();
         let is_near = |m: usize, expert: usize| owner.get(expert).is_none_or(|&owner| owner == m);
-        (0..=boundaries.len()).map(|m| (0..self.config.num_choosable()).map(|e| is_near(m, e)).collect()).collect()
+        (0..num_modalities(&boundaries, &reserved)).map(|m| (0..self.config.num_choosable()).map(|e| is_near(m, e)).collect()).collect()
     }
 
     /// `[T, E]`: what experts are chosen by, negative infinity for those out of reach.

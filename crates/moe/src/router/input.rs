@@ -19,6 +19,10 @@ pub struct RouterInput<'a> {
     pub noise: Option<Random>,
     /// `[T]`: the tokens' ids, for schemes that look at them; others take an empty list too.
     pub token_ids: &'a [u32],
+    /// `[T]`: the tokens' modalities, from 0. Empty: by their ids, as
+    /// [`RouterConfig::modality_boundaries`](crate::RouterConfig::modality_boundaries) says. Where experts are reserved, a modality
+    /// that the configuration does not have makes the layer panic.
+    pub modalities: &'a [u32],
     /// Tokens of each sequence, for the sequence-wise loss; 0: that loss is not computed.
     pub seq_len: usize,
     /// The share of the run that is done, 0 to 1, for what changes over a run.
@@ -44,6 +48,7 @@ impl Default for RouterInput<'_> {
         Self {
             noise: None,
             token_ids: &[],
+            modalities: &[],
             seq_len: 0,
             progress: 1.0,
             first_token: 0,

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use moeworks_ops::linear::linear;
-use moeworks_ops::random::{fill_coarse, fill_gumbels, fill_normals};
+use moeworks_ops::random::{fill_coarse, fill_factors, fill_gumbels, fill_normals};
 use moeworks_ops::router_rows::softplus;
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Random, Tensor, bf16};
@@ -35,7 +35,7 @@ impl InputNoise {
     fn factors(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
         let position = self.first + position;
         if self.eps > 0.0 {
-            self.jitter(ctx, position, factors);
+            fill_factors(ctx.isa(), &self.random, Draw::Jitter.at(position), self.eps, factors);
         } else {
             factors.fill(1.0);
         }
@@ -47,27 +47,6 @@ impl InputNoise {
             for (factor, &draw) in factors.iter_mut().zip(&*draws) {
                 *factor *= if draw >= self.dropout { growth } else { 0.0 };
             }
-        }
-    }
-
-    /// The factors of jitter alone, `1 + eps (b / 128 - 1)` with b the middles of 256 even steps: two elements share one of the
-    /// generator's numbers of 16 bits, the first taking its upper half.
-    fn jitter(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
-        /// 1.5 times 2^23: a sum with it has no fraction. And what rounds to the nearest below, of a multiple of 1/256.
-        const ROUND: f32 = 12_582_912.0;
-        const LESS_THAN_HALF: f32 = 127.5 / 256.0;
-        let (mut pairs, mut bytes) = ([0.0; BUFFER / 2 + 1], [[0.0_f32; 2]; BUFFER / 2 + 1]);
-        let pairs = &mut pairs[..factors.len() / 2 + 1];
-        fill_coarse(ctx.isa(), &self.random, Draw::Jitter.at(position / 2), pairs);
-        for (bytes, pair) in bytes.iter_mut().zip(pairs) {
-            let scaled = *pair * 256.0;
-            // The whole part, by rounding: a conversion to integers would keep the loop from vectors.
-            let upper = (scaled - LESS_THAN_HALF + ROUND) - ROUND;
-            *bytes = [upper, (scaled - upper) * 256.0];
-        }
-        let (scale, base) = (self.eps / 128.0, 1.0 - self.eps + 0.5 * self.eps / 128.0);
-        for (factor, byte) in factors.iter_mut().zip(&bytes.as_flattened()[position % 2..]) {
-            *factor = base + scale * byte;
         }
     }
 

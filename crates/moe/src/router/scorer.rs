@@ -4,7 +4,7 @@
 //! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{self, add_rows, cast, scale_assign, sum_rows};
+use moeworks_ops::elementwise::{self, add_rows, cast, sum_rows};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_tensor::{DType, Tensor};
 
@@ -38,7 +38,8 @@ pub(crate) enum Scorer {
 
 /// The parts of cosines.
 pub(crate) struct Cosine {
-    tokens: Directions,
+    /// `[T, P]`: the projection of the tokens.
+    projected: Tensor,
     experts: Directions,
     cosines: Tensor,
 }
@@ -78,9 +79,7 @@ impl Scorer {
                 (logits, Self::Tree(Box::new(scores)))
             }
             RouterKind::Cosine => {
-                let cosine = Cosine::forward(ctx, weights, &noisy());
-                let mut logits = cosine.cosines.copied(ctx.pool());
-                scale_assign(ctx, &mut logits, scale(weights).0);
+                let (logits, cosine) = Cosine::forward(ctx, weights, &noisy());
                 (logits, Self::Cosine(Box::new(cosine)))
             }
             _ => {
@@ -123,7 +122,8 @@ impl Scorer {
                 return (linear_backward_input(ctx, dlogits, &weights.router, DType::F32), ScorerGrads::Linear);
             }
         };
-        let Cosine { tokens, experts, cosines } = &**cosine;
+        let Cosine { projected, experts, cosines } = &**cosine;
+        let tokens = Directions::of(ctx, projected.copied(ctx.pool()));
         let (scale, is_free) = scale(weights);
         let products = dlogits.f32s().iter().zip(cosines.f32s()).map(|(&d, &c)| f64::from(d) * f64::from(c));
         let dscale = products.sum::<f64>();
@@ -177,28 +177,34 @@ pub(crate) fn with_deviations(
 }
 
 impl Cosine {
-    /// The cosines of `x [T, D]`. Of a bf16 input the projection, which gives the length that all cosines of a token are
-    /// divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
+    /// The logits of `x [T, D]` and their parts. Of a bf16 input the projection, which gives the length that all cosines of a
+    /// token are divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
     /// experts, `<P x, m> = <x, P^T m>`, is one of f32 numbers with E vectors of length D.
-    fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> Self {
+    fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let projection = weights.extra(PROJECTION);
         let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
-        if x.dtype() != DType::BF16 {
-            let tokens = Directions::of(ctx, linear(ctx, x, projection, DType::F32));
-            let cosines = linear(ctx, &tokens.units, &experts.units, DType::F32);
-            return Self { tokens, experts, cosines };
-        }
-        let tokens = Directions::of(ctx, linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32));
-        let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
-        let mut cosines = linear(ctx, x, &back, DType::F32);
-        let e = cosines.cols();
-        let rows = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of(&tokens.norms, 1));
-        blocks::for_each(ctx, rows, |_, (cosines, norms)| {
-            for (cosines, norm) in cosines.chunks_mut(e).zip(norms) {
-                cosines.iter_mut().for_each(|cosine| *cosine /= norm);
+        let (projected, mut cosines) = if x.dtype() == DType::BF16 {
+            let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
+            (linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32), linear(ctx, x, &back, DType::F32))
+        } else {
+            let projected = linear(ctx, x, projection, DType::F32);
+            let products = linear(ctx, &projected, &experts.units, DType::F32);
+            (projected, products)
+        };
+        let mut logits = ctx.empty(cosines.shape(), DType::F32);
+        let (e, width, scale) = (cosines.cols(), projected.cols(), scale(weights).0);
+        let outputs = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of_mut(logits.f32s_mut(), e));
+        blocks::for_each(ctx, outputs.zip(blocks::of(projected.f32s(), width)), |_, ((cosines, logits), rows)| {
+            let rows = cosines.chunks_mut(e).zip(logits.chunks_mut(e)).zip(rows.chunks(width));
+            for ((cosines, logits), row) in rows {
+                let share = 1.0 / norm(row);
+                for (cosine, logit) in cosines.iter_mut().zip(logits) {
+                    *cosine *= share;
+                    *logit = *cosine * scale;
+                }
             }
         });
-        Self { tokens, experts, cosines }
+        (logits, Self { projected, experts, cosines })
     }
 }
 
@@ -247,14 +253,14 @@ fn scale(weights: &MoeWeights) -> (f32, bool) {
     if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
 }
 
-/// The sum of the squares, in lanes that vectors can hold.
-fn sum_of_squares(row: &[f32]) -> f32 {
+/// The norm, by lanes that vectors can hold; at least [`MIN_NORM`].
+fn norm(row: &[f32]) -> f32 {
     let mut lanes = [0.0; 16];
     let (groups, rest) = row.as_chunks::<16>();
     for group in groups {
         lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane += x * x);
     }
-    lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>()
+    (lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>()).sqrt().max(MIN_NORM)
 }
 
 impl Directions {
@@ -263,9 +269,9 @@ impl Directions {
         let mut norms = vec![0.0; rows.rows()];
         let blocks = blocks::of_mut(rows.f32s_mut(), width).zip(blocks::of_mut(&mut norms, 1));
         blocks::for_each(ctx, blocks, |_, (rows, norms)| {
-            for (row, norm) in rows.chunks_mut(width).zip(norms) {
-                *norm = sum_of_squares(row).sqrt().max(MIN_NORM);
-                let scale = 1.0 / *norm;
+            for (row, of_row) in rows.chunks_mut(width).zip(norms) {
+                *of_row = norm(row);
+                let scale = 1.0 / *of_row;
                 row.iter_mut().for_each(|x| *x *= scale);
             }
         });

@@ -21,12 +21,21 @@ pub(crate) const L1_WEIGHT: &str = "l1_weight";
 /// In the state of a router: `[ids, K]`, the experts of each id of a token as numbers, -1 for none.
 pub(crate) const HASH_TABLE: &str = "hash_table";
 
-/// Moves the state of a router of `config` by what one whole step's tokens did, when `progress`, 0 to 1, of the run is done.
+/// Moves the state of the router of layer `index` by what one whole step's tokens did in `layers`, all MoE layers of a model of
+/// `config`, when `progress`, 0 to 1, of the run is done.
 ///
-/// The bias of each expert: `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads before any choice
-/// is dropped. The weight of the L1 loss: `lambda *= rate^sign((1 - K/E) - sparsity)`, with the sparsity the share of
-/// experts that a token does not have (ReMoE, 2412.14711, equation 7).
-pub fn next_state(config: &MoeConfig, state: &mut [NamedTensor], stats: &LayerStats, progress: f64) {
+/// The bias of each expert: `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads of its layer before any
+/// choice is dropped. The weight of the L1 loss: `lambda *= rate^sign((1 - K/E) - sparsity)`, with the sparsity the share of experts
+/// that a token does not have, the mean over all layers, so that they share one weight (ReMoE, 2412.14711, equations 7 and 8).
+///
+/// Panics if there is no layer `index`.
+pub fn next_state(
+    config: &MoeConfig,
+    state: &mut [NamedTensor],
+    (layers, index): (&[LayerStats], usize),
+    progress: f64,
+) {
+    let stats = &layers[index];
     for NamedTensor { name, tensor } in state {
         match *name {
             EXPERT_BIAS => {
@@ -38,7 +47,8 @@ pub fn next_state(config: &MoeConfig, state: &mut [NamedTensor], stats: &LayerSt
                 }
             }
             L1_WEIGHT if stats.num_tokens > 0 => {
-                let mean_active = stats.num_choices as f64 / stats.num_tokens as f64;
+                let sum = |count: fn(&LayerStats) -> usize| layers.iter().map(count).sum::<usize>() as f64;
+                let mean_active = sum(|layer| layer.num_choices) / sum(|layer| layer.num_tokens);
                 let weight = &mut tensor.f32s_mut()[0];
                 // More experts than K: less sparse than wanted.
                 *weight *= config.router.l1_rate.powf(sign(mean_active - config.top_k as f64));
@@ -90,9 +100,17 @@ impl MoeConfig {
     #[must_use]
     pub fn router_shape(&self) -> [usize; 2] {
         match self.router.kind {
-            RouterKind::Cosine => [self.num_choosable(), self.router.cosine_dim],
+            RouterKind::Cosine => [self.num_choosable(), self.cosine_dim()],
             RouterKind::Hash => [0, self.width],
             _ => [self.num_choosable(), self.width],
+        }
+    }
+
+    /// The width of the cosine router's projection.
+    fn cosine_dim(&self) -> usize {
+        match self.router.cosine_dim {
+            0 => self.width.min(256),
+            width => width,
         }
     }
 
@@ -107,9 +125,7 @@ impl MoeConfig {
                 RouterKind::Hash => 0,
                 RouterKind::NoisyTopK => 2 * all,
                 // The projection, and cosines of its width, in products of length D.
-                RouterKind::Cosine => {
-                    self.router.cosine_dim + (all * self.router.cosine_dim).div_ceil(self.width.max(1))
-                }
+                RouterKind::Cosine => self.cosine_dim() + (all * self.cosine_dim()).div_ceil(self.width.max(1)),
                 _ => all,
             }
     }
@@ -123,7 +139,7 @@ impl MoeConfig {
             RouterKind::NoisyTopK => shapes.push(WeightShape::new(NOISE, &[e, d], Init::Constant(0.0))),
             RouterKind::Cosine => {
                 let log_scale = -router.cosine_temperature.ln();
-                shapes.push(WeightShape::new(PROJECTION, &[router.cosine_dim, d], Init::Normal));
+                shapes.push(WeightShape::new(PROJECTION, &[self.cosine_dim(), d], Init::Normal));
                 shapes.push(WeightShape::new(LOG_SCALE, &[1], Init::Constant(log_scale)));
             }
             RouterKind::Hierarchical => {

@@ -36,7 +36,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
         let x: Vec<f32> = (0..(t * e) as u64).map(logit).collect();
         let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
         let stats = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats();
-        next_state(&config, &mut weights.state, &stats, 0.5);
+        next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), 0.5);
         e_max_violation(&stats.tokens_per_expert)
     };
     assert!(violation(0) > 1.5);
@@ -109,7 +109,7 @@ fn the_bias_rests_when_its_rate_has_fallen_to_0() {
     for (progress, expected) in
         [(0.0, [-1e-3, 1e-3, 0.0, 0.0]), (0.965, [-2e-3, 2e-3, 0.0, 0.0]), (0.97, [-2e-3, 2e-3, 0.0, 0.0])]
     {
-        next_state(&config, &mut weights.state, &stats, progress);
+        next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), progress);
         assert_eq!(weights.state[0].tensor.f32s(), expected, "{progress}");
     }
 }

@@ -18,11 +18,10 @@ use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::reference::{RefShared, RefWeights};
 
-/// The factor of jitter on element `position`: half of a number of 16 bits that it shares with its neighbour.
+/// The factor of jitter on element `position`.
 fn jitter_factor(random: &Random, position: u64, eps: f64) -> f64 {
-    let number = (random.coarse(position / 2) * 65_536.0) as u32;
-    let byte = if position.is_multiple_of(2) { number >> 8 } else { number & 255 };
-    1.0 + eps * ((f64::from(byte) + 0.5) / 128.0 - 1.0)
+    let byte = f64::from(random.byte(position) * 256.0);
+    1.0 + eps * ((byte + 0.5) / 128.0 - 1.0)
 }
 
 /// Every kind, with experts a token.

@@ -75,7 +75,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
         "Which experts hash sends ids of tokens to: random ones, balanced by how often ids stand in the\n\
          training text, or clustered: those of ids with near embeddings (data.hash_embeddings) are the same.",
     ),
-    ("model.router.cosine_dim", "Width of the cosine router's projection."),
+    (
+        "model.router.cosine_dim",
+        "Width of the cosine router's projection; 0: 256, or the width of the model if that is less.",
+    ),
     ("model.router.cosine_temperature", "The temperature that the cosine router's learned one starts from."),
     ("model.router.top_p", "top_p takes the fewest experts whose probabilities add up to this."),
     (

@@ -22,7 +22,8 @@ pub(super) fn companions(kind: &str) -> Vec<(&'static str, Value)> {
         ],
         // 2006.16668: room for twice the tokens over the experts.
         "gshard" => &[("model.top_k", "2"), ("model.normalize_weights", "true"), ("model.capacity_factor", "1.0")],
-        "gumbel" => &[("model.router.temperature", "'linear 0.5 to 0.1'")],
+        // The z-loss of noisy logits over a low temperature would outweigh all else.
+        "gumbel" => &[("model.router.temperature", "'linear 0.5 to 0.1'"), ("train.z_coef", "0.0")],
         "expert_choice" => &[("model.normalize_weights", "false"), ("train.balance", "'none'")],
         "base" => &[("model.top_k", "1"), ("train.balance", "'none'")],
         "sinkhorn" => &[("model.normalize_weights", "false"), ("train.balance", "'none'")],

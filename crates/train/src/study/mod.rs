@@ -22,6 +22,7 @@ use crate::trainer::{Event, Outcome, Requests, Trainer};
 
 pub use plot::plot;
 pub use table::report;
+use variants::DENSE;
 pub use variants::Variant;
 
 /// Share of the steps, at the end, over which balance and drops are averaged.
@@ -160,11 +161,14 @@ impl Study {
     /// If `only` names one that there is not, or whose configuration cannot be with this base. Without `only` such a one is left
     /// out, with a warning.
     pub fn variants(&self) -> Result<Vec<Variant>, TrainError> {
-        let possible = variants::variants(&self.base);
+        let possible = variants::variants(&self.base, &self.run_dir(DENSE, self.base.train.seed));
         if let Some(name) = self.only.iter().find(|name| possible.iter().all(|(known, _)| known != *name)) {
             let known: Vec<&str> = possible.iter().map(|(name, _)| *name).collect();
             return Err(TrainError::Variant { name: name.clone(), known: known.join(", ") });
         }
+        // The clustered hash takes its embeddings from the dense model, which is trained first.
+        let is_asked =
+            |name| self.only.iter().any(|only| only == name || (name == DENSE && only == variants::CLUSTERED));
         let mut variants = Vec::new();
         for (name, variant) in possible {
             match variant {
@@ -172,11 +176,16 @@ impl Study {
                 Err(error) if self.only.is_empty() => {
                     tracing::warn!("{name} is left out of the study: {error}");
                 }
-                variant if self.only.iter().any(|only| only == name) => variants.push(variant?),
+                variant if is_asked(name) => variants.push(variant?),
                 _ => {}
             }
         }
         Ok(variants)
+    }
+
+    /// The folder of the run of a variant with a seed.
+    fn run_dir(&self, name: &str, seed: u64) -> PathBuf {
+        self.runs_dir.join(format!("{name}-seed{seed}"))
     }
 
     /// Trains what is not trained yet, and reads what came of it. `on_event` sees the name of a run and its events.
@@ -192,8 +201,11 @@ impl Study {
             for seed in self.base.train.seed..self.base.train.seed + self.num_seeds {
                 let mut config = variant.config.clone();
                 config.train.seed = seed;
-                let name = format!("{}-seed{seed}", variant.name);
-                let run_dir = self.runs_dir.join(&name);
+                if variant.name == variants::CLUSTERED && self.base.data.hash_embeddings.as_os_str().is_empty() {
+                    config.data.hash_embeddings = self.run_dir(DENSE, seed);
+                }
+                let run_dir = self.run_dir(variant.name, seed);
+                let name = run_dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 let mut on_event = |event: Event<'_>| on_event(&name, event);
                 if train(config, &run_dir, requests, &mut on_event)? == Outcome::Stopped {
                     return Ok(None);

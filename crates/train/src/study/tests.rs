@@ -35,7 +35,7 @@ fn every_variant_has_the_floating_point_operations_of_the_base() {
         assert!((flops / budget - 1.0).abs() < 1e-3, "{}: {flops} of {budget}", variant.name);
     }
     let names: Vec<&str> = variants.iter().map(|variant| variant.name).collect();
-    assert_eq!(names[..5], ["dense", "top-k", "top-1", "shared", "fine"]);
+    assert_eq!(names[..6], ["dense", "top-k", "top-1", "top-1-sigmoid", "shared", "fine"]);
     let mut unique = names.clone();
     unique.sort_unstable();
     unique.dedup();
@@ -116,7 +116,7 @@ fn the_plot_has_a_line_and_a_dot_for_each_and_no_number_that_is_none() {
 fn every_kind_of_router_that_the_program_knows_is_in_the_study_and_every_scheme_is_possible_in_it() {
     let overrides = BASE.iter().map(|setting| Override::parse(setting).unwrap()).collect();
     let base = ConfigLayers { overrides, ..ConfigLayers::default() }.resolve().unwrap();
-    let possible = variants::variants(&base);
+    let possible = variants::variants(&base, Path::new("dense"));
     for (name, variant) in &possible {
         assert!(variant.is_ok(), "{name}: {variant:?}");
     }

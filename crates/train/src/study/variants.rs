@@ -1,6 +1,8 @@
 //! What a routing study compares: the one list of schemes.
 
 use moeworks_moe::RouterKind;
+use std::path::Path;
+
 use serde::de::{DeserializeOwned, Deserializer, Visitor};
 
 use crate::config::{ConfigError, ConfigLayers, Override, RunConfig};
@@ -72,13 +74,13 @@ const SCHEMES: &[Scheme] = &[
     ),
     (
         "device-limited",
-        "a token's experts are in half of four groups (DeepSeek-V2)",
-        &["model.router.num_groups=4", "model.router.top_groups=2"],
+        "all experts of a token are in one of four groups (DeepSeek-V2)",
+        &["model.router.num_groups=4", "model.router.top_groups=1"],
     ),
     (
         "device-balance",
-        "as device-limited, with the balance loss over groups besides none over experts (DeepSeek-V2)",
-        &["model.router.num_groups=4", "model.router.top_groups=2", "train.balance=groups"],
+        "as device-limited, with the balance loss over groups and none over experts (DeepSeek-V2)",
+        &["model.router.num_groups=4", "model.router.top_groups=1", "train.balance=groups"],
     ),
     (
         "moe++",
@@ -106,27 +108,44 @@ const SCHEMES: &[Scheme] = &[
 ];
 
 /// Kinds of router with settings that are not their own defaults.
-const KINDS: &[(&str, &str, &[&str])] = &[("hash-balanced", "hash", &["model.router.hash=balanced"])];
+const KINDS: &[(&str, &str, &[&str])] = &[
+    ("hash-balanced", "hash", &["model.router.hash=balanced"]),
+    (CLUSTERED, "hash", &["model.router.hash=clustered"]),
+];
+
+/// The model without experts.
+pub(super) const DENSE: &str = "dense";
+
+/// The variant that hashes by the embeddings of a trained model.
+pub(super) const CLUSTERED: &str = "hash-clustered";
 
 /// A name, and its model or why the base allows none.
 pub(super) type Possible = (&'static str, Result<Variant, ConfigError>);
 
 /// The dense model, the base, one expert a token of twice the width, a shared expert, more and finer experts, and every
 /// other scheme, all with the floating-point operations that `base` takes over its steps and with the active size of its
-/// layers.
-pub(super) fn variants(base: &RunConfig) -> Vec<Possible> {
+/// layers. `embeddings` is the model whose embeddings a clustered hash takes, unless the base names one.
+pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
     let model = &base.model;
     let (k, f, shared) = (model.top_k, model.expert_width, model.shared_width);
     let mut variants = Vec::new();
     let mut add = |name, what: &str, settings: &[String]| variants.push((name, variant(base, name, what, settings)));
     let dense = ["model.num_experts=0".to_owned(), format!("model.dense_width={}", k * f + shared)];
-    add("dense", "no experts; as wide as those a token passes", &dense);
+    add(DENSE, "no experts; as wide as those a token passes", &dense);
     add("top-k", &format!("{k} of {} experts of width {f}", model.num_experts), &[]);
     if k > 1 {
-        let experts = (model.num_experts / k).max(2);
-        add("top-1", &format!("1 of {experts} experts of width {}", k * f), &one_wide(base));
-        let settings =
-            [format!("model.top_k={}", k - 1), format!("model.shared_width={}", shared + f), scale_for(base, k - 1)];
+        let (experts, width) = one_of(base);
+        add("top-1", &format!("1 of {experts} experts of width {width}"), &one_wide(base));
+        let sigmoid = ["model.router.scores=sigmoid".to_owned(), scale_for(base, 2)];
+        add("top-1-sigmoid", "as top-1, weighed by twice the sigmoid of the logit", &[&one_wide(base)[..], &sigmoid].concat());
+        // The one weight of a token that is divided by its sum would be 1, and the router would learn nothing from the task.
+        let is_normalized = model.normalize_weights && k > 2;
+        let settings = [
+            format!("model.top_k={}", k - 1),
+            format!("model.shared_width={}", shared + f),
+            format!("model.normalize_weights={is_normalized}"),
+            scale_for(base, k - 1),
+        ];
         add("shared", &format!("{} of {} experts, and one that all tokens pass", k - 1, model.num_experts), &settings);
     }
     if f.is_multiple_of(4) {
@@ -146,7 +165,11 @@ pub(super) fn variants(base: &RunConfig) -> Vec<Possible> {
     let plain = kind_of(base);
     let kinds = router_kinds().iter().filter(|kind| **kind != plain).map(|kind| (*kind, *kind, &[][..]));
     for (name, kind, settings) in kinds.chain(KINDS.iter().copied()) {
-        variants.push((name, of_kind(base, name, kind, settings)));
+        let mut base = base.clone();
+        if name == CLUSTERED && base.data.hash_embeddings.as_os_str().is_empty() {
+            base.data.hash_embeddings = embeddings.to_owned();
+        }
+        variants.push((name, of_kind(&base, name, kind, settings)));
     }
     variants
 }
@@ -156,24 +179,31 @@ pub(super) fn variants(base: &RunConfig) -> Vec<Possible> {
 fn of_kind(base: &RunConfig, name: &'static str, kind: &str, more: &[&str]) -> Result<Variant, ConfigError> {
     let settings: Vec<String> =
         [&[&*format!("model.router.kind={kind}")], more].concat().into_iter().map(str::to_owned).collect();
-    let plain = variant(base, name, &settings.join(", "), &settings);
+    let what = settings.join(", ");
+    let plain = variant(base, name, &what, &settings);
     // A kind for one expert is refused or sets K itself, and then computes less than the base.
     let has_k = plain.as_ref().is_ok_and(|variant| variant.config.model.top_k == base.model.top_k);
     if has_k || base.model.top_k == 1 {
         return plain;
     }
-    let settings = [&one_wide(base)[..], &settings].concat();
-    variant(base, name, &settings.join(", "), &settings).or(plain)
+    let (experts, width) = one_of(base);
+    let what = format!("1 of {experts} experts of width {width}, {what}");
+    variant(base, name, &what, &[&one_wide(base)[..], &settings].concat()).or(plain)
+}
+
+/// The number of experts that have the parameters of the base and are as wide as the K of a token together, and their width.
+fn one_of(base: &RunConfig) -> (usize, usize) {
+    let (k, f) = (base.model.top_k, base.model.expert_width);
+    ((base.model.num_experts / k).max(2), k * f)
 }
 
 /// One expert a token, as wide as the K of the base together, and as many parameters. Its weight is its probability: a
 /// normalised one would be 1, and the router would learn nothing from the task.
 fn one_wide(base: &RunConfig) -> [String; 5] {
-    let (k, f) = (base.model.top_k, base.model.expert_width);
-    let experts = (base.model.num_experts / k).max(2);
+    let (experts, width) = one_of(base);
     [
         "model.top_k=1".to_owned(),
-        format!("model.expert_width={}", k * f),
+        format!("model.expert_width={width}"),
         format!("model.num_experts={experts}"),
         "model.normalize_weights=false".to_owned(),
         scale_for(base, 1),

@@ -271,7 +271,7 @@ fn relus_loss_holds_the_number_of_experts() {
         let (_, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[t, e], &x), &RouterInput::default());
         let stats = saved.stats();
         active.push(stats.num_choices as f64 / t as f64);
-        moeworks_moe::next_state(&config, &mut weights.state, &stats, 0.5);
+        moeworks_moe::next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), 0.5);
         let weight = f64::from(weights.state[0].tensor.f32s()[0]);
         // A pull of the loss against a push of the rest.
         shift += 0.02 * (0.5 - shift) - 0.02 * weight.min(5.0);
@@ -347,6 +347,23 @@ fn modalities_keep_to_their_experts_and_have_losses_of_their_own() {
         }
         assert_eq!(outcome.stats.modalities.iter().map(|m| m.num_tokens).collect::<Vec<_>>(), [5, 4]);
     }
+}
+
+#[test]
+fn modalities_may_be_given_in_place_of_ids() {
+    let ctx = Context::cpu(2);
+    let mut by_id = with(RouterKind::TopK, 2);
+    by_id.router.modality_experts = "2, 1".to_owned();
+    let given = by_id.clone();
+    by_id.router.modality_boundaries = "100".to_owned();
+    let numbers = numbers(&given);
+    let (weights, x) = (layer_weights(&ctx, &given, &numbers), tensor(&ctx, &[T, D], &numbers.x));
+    let modalities = TOKEN_IDS.map(|id| u32::from(id >= 100));
+    let route = |config: &MoeConfig, input: &RouterInput<'_>| {
+        MoeLayer::new(config.clone()).unwrap().route(&ctx, &weights, &x, input).unwrap()
+    };
+    let expected = route(&by_id, &RouterInput { token_ids: &TOKEN_IDS, ..RouterInput::default() });
+    assert_eq!(route(&given, &RouterInput { modalities: &modalities, ..RouterInput::default() }), expected);
 }
 
 #[test]
