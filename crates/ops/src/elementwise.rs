@@ -2,12 +2,12 @@
 
 use moeworks_tensor::{DType, Random, Tensor};
 
-use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
 use crate::random::fill_normals;
 use crate::simd::{Float, LANES, kernel, with_float};
+use crate::{Context, Isa};
 
 /// Copies rows `from.1..from.1 + count` of a tensor to rows `to.1..` of another of the same type and row length.
 pub fn copy_rows(ctx: &Context, from: (&Tensor, usize), to: (&mut Tensor, usize), count: usize) {
@@ -57,6 +57,20 @@ kernel! {
     fn scale_kernel<S: Level, T: Float>(y: &mut [T], s: f32) {
         for y in y {
             *y = T::store(y.load() * s);
+        }
+    }
+}
+
+/// Writes the elements of `x` (f32 or bf16) from `first` on, as many as there are `factors`, times these to `y`.
+pub fn multiply_into(isa: Isa, (x, first): (&Tensor, usize), factors: &[f32], y: &mut [f32]) {
+    let range = first..first + factors.len();
+    with_float!(x.dtype(), T => multiply_kernel::<T>(isa, &x.slice::<T>()[range], factors, y));
+}
+
+kernel! {
+    fn multiply_kernel<S: Level, X: Float>(x: &[X], factors: &[f32], y: &mut [f32]) {
+        for ((y, &x), factor) in y.iter_mut().zip(x).zip(factors) {
+            *y = x.load() * factor;
         }
     }
 }

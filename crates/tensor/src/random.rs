@@ -104,13 +104,13 @@ impl Random {
     }
 
     /// The number at `position` that is `BITS` bits of a word over `2^BITS`. Sixteen calls of the generator make a group of
-    /// numbers: the lowest bits of the first words of all, the next ones of these, and so on, so that sixteen numbers in a row
-    /// are one operation on a vector of words.
+    /// numbers: the lowest bits of all their words, first words first, then the next ones, so that numbers in a row are one
+    /// operation on a vector of words.
     fn part<const BITS: u32>(&self, position: u64) -> f32 {
         let group = const { group_len(BITS) as u64 };
-        let (part, lane) = (position % group / LANES as u64, position % LANES as u64);
-        let word = self.words(position / group * LANES as u64 + lane)[(part * u64::from(BITS) / 32) as usize];
-        part_unit::<BITS>(word >> (part as u32 * BITS % 32))
+        let (part, at) = (position % group / (4 * LANES as u64), position / LANES as u64 % 4);
+        let words = self.words(position / group * LANES as u64 + position % LANES as u64);
+        part_unit::<BITS>(words[at as usize] >> (part as u32 * BITS))
     }
 
     #[inline(always)]
@@ -121,15 +121,16 @@ impl Random {
         while !left.is_empty() {
             let skipped = (position % group as u64) as usize;
             let (now, later) = left.split_at_mut((group - skipped).min(left.len()));
-            let mut drawn = [[0.0; LANES]; group_len(8) / LANES];
-            let words = self.words_of::<LANES>(position / group as u64 * LANES as u64);
-            for (part, numbers) in drawn[..group / LANES].iter_mut().enumerate() {
-                let shift = part as u32 * BITS % 32;
-                for (number, word) in numbers.iter_mut().zip(&words[part * BITS as usize / 32]) {
-                    *number = part_unit::<BITS>(word >> shift);
+            let mut drawn = [0.0; group_len(8)];
+            let mut words = self.words_of::<LANES>(position / group as u64 * LANES as u64);
+            let words = words.as_flattened_mut();
+            for numbers in drawn[..group].chunks_exact_mut(words.len()) {
+                for (number, word) in numbers.iter_mut().zip(words.iter_mut()) {
+                    *number = part_unit::<BITS>(*word);
+                    *word >>= BITS;
                 }
             }
-            now.copy_from_slice(&drawn.as_flattened()[skipped..skipped + now.len()]);
+            now.copy_from_slice(&drawn[skipped..skipped + now.len()]);
             position += now.len() as u64;
             left = later;
         }

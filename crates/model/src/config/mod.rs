@@ -322,7 +322,8 @@ impl ModelConfig {
         }
         if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }?;
         if !self.router.modality_experts.is_empty() && self.router.modality_boundaries.is_empty() {
-            let expected = "must be the token ids at which modalities begin, as router.modality_experts reserves experts";
+            let expected =
+                "must be the token ids at which modalities begin, as router.modality_experts reserves experts";
             return Err(ConfigError::new("router.modality_boundaries", "\"\"", expected));
         }
         Ok(())

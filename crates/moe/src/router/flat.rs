@@ -267,7 +267,9 @@ impl FlatRouter<'_> {
         }
         let owner: Vec<usize> = reserved.iter().enumerate().flat_map(|(m, &count)| vec![m; count]).collect();
         let is_near = |m: usize, expert: usize| owner.get(expert).is_none_or(|&owner| owner == m);
-        (0..num_modalities(&boundaries, &reserved)).map(|m| (0..self.config.num_choosable()).map(|e| is_near(m, e)).collect()).collect()
+        (0..num_modalities(&boundaries, &reserved))
+            .map(|m| (0..self.config.num_choosable()).map(|e| is_near(m, e)).collect())
+            .collect()
     }
 
     /// `[T, E]`: what experts are chosen by, negative infinity for those out of reach.

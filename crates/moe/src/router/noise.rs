@@ -4,18 +4,19 @@
 
 use std::ops::Range;
 
+use moeworks_ops::elementwise::multiply_into;
 use moeworks_ops::linear::linear;
 use moeworks_ops::random::{fill_coarse, fill_factors, fill_gumbels, fill_normals};
 use moeworks_ops::router_rows::softplus;
 use moeworks_ops::{Context, Isa};
-use moeworks_tensor::{DType, Random, Tensor, bf16};
+use moeworks_tensor::{DType, Random, Tensor};
 
 use super::input::Draw;
 
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
 /// Rows that are multiplied together.
-const PRODUCT_ROWS: usize = 512;
+const PRODUCT_ROWS: usize = 256;
 /// Elements whose factors are drawn together.
 const BUFFER: usize = 512;
 
@@ -78,32 +79,14 @@ impl InputNoise {
     }
 
     fn apply_to_rows(&self, ctx: &Context, x: &Tensor, rows: Range<usize>) -> Tensor {
-        let d = x.cols();
-        let mut y = ctx.empty(&[rows.len(), d], DType::F32);
-        let (start, range) = (rows.start * d, rows.start * d..rows.end * d);
-        match x.dtype() {
-            DType::F32 => self.apply_to(ctx, (&x.f32s()[range], start), |x| x, &mut y),
-            DType::BF16 => self.apply_to(ctx, (&x.bf16s()[range], start), widened, &mut y),
-            dtype => panic!("the input of an MoE layer is {dtype:?}"),
-        }
-        y
-    }
-
-    /// Of `x`, the elements from `first` on.
-    fn apply_to<T: Copy + Sync>(
-        &self,
-        ctx: &Context,
-        (x, first): (&[T], usize),
-        to_f32: impl Fn(T) -> f32 + Sync,
-        y: &mut Tensor,
-    ) {
+        let first = rows.start * x.cols();
+        let mut y = ctx.empty(&[rows.len(), x.cols()], DType::F32);
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |piece, y| {
             self.each(ctx, first + piece * PIECE, y, |y, factors, position| {
-                for ((y, &x), factor) in y.iter_mut().zip(&x[position - first..]).zip(factors) {
-                    *y = to_f32(x) * factor;
-                }
+                multiply_into(ctx.isa(), (x, position), factors, y);
             });
         });
+        y
     }
 
     /// Multiplies the gradient of the noisy input by the noise, which makes it that of the input.
@@ -114,11 +97,6 @@ impl InputNoise {
             });
         });
     }
-}
-
-/// The value, exact. Without the branch of the conversion that the type has, which keeps loops from vectors.
-fn widened(x: bf16) -> f32 {
-    f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
 /// The random numbers of the logits of one pass.

@@ -137,7 +137,11 @@ pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
         let (experts, width) = one_of(base);
         add("top-1", &format!("1 of {experts} experts of width {width}"), &one_wide(base));
         let sigmoid = ["model.router.scores=sigmoid".to_owned(), scale_for(base, 2)];
-        add("top-1-sigmoid", "as top-1, weighed by twice the sigmoid of the logit", &[&one_wide(base)[..], &sigmoid].concat());
+        add(
+            "top-1-sigmoid",
+            "as top-1, weighed by twice the sigmoid of the logit",
+            &[&one_wide(base)[..], &sigmoid].concat(),
+        );
         // The one weight of a token that is divided by its sum would be 1, and the router would learn nothing from the task.
         let is_normalized = model.normalize_weights && k > 2;
         let settings = [
