@@ -2,6 +2,7 @@
 
 mod comm;
 mod decode;
+mod gradients;
 mod moe;
 mod overlap;
 

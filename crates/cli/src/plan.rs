@@ -5,7 +5,8 @@ use std::process::ExitCode;
 
 use moeworks_model::account::{shape, training_flops_per_token};
 use moeworks_plan::{
-    Algorithm, Estimate, ModelShape, Order, Precision, RankSpec, ScalingRow, Topology, Workload, propose, weak_scaling,
+    Algorithm, Estimate, ModelShape, Order, Precision, RankSpec, ScalingRow, Tokens, Topology, Workload, propose,
+    weak_scaling,
 };
 use moeworks_train::config::{self, RunConfig};
 use moeworks_train::measure::{machine_bytes, memory_bytes_per_s, tokens_per_second};
@@ -51,7 +52,8 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
             ));
         }
     };
-    let (shape, workload) = (model_shape(&config), workload(&config, topology.num_ranks()));
+    let tokens = Tokens::Sequences { num: config.train.batch_size, len: config.train.seq_len };
+    let (shape, workload) = (model_shape(&config), workload(&config, tokens));
     let found = propose(&shape, &workload, &topology);
     if args.json {
         println!("{:#}", json!({ "topology": place, "proposals": found.iter().map(as_json).collect::<Vec<_>>() }));
@@ -72,10 +74,14 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let (shape, workload) = if is_own_model {
         let mut config = resolve_config(&args.config, Vec::new())?;
         config.model.vocab_size = vocabulary(&config);
-        (model_shape(&config), workload(&config, 1))
+        let tokens = Tokens::OfEachRank(config.train.batch_size * config.train.seq_len);
+        (model_shape(&config), workload(&config, tokens))
     } else {
         let precision = Precision::Bf16;
-        (ModelShape::example(), Workload { tokens_per_rank: SIMULATED_TOKENS, precision, shards_optimizer: true })
+        (
+            ModelShape::example(),
+            Workload { tokens: Tokens::OfEachRank(SIMULATED_TOKENS), precision, shards_optimizer: true },
+        )
     };
     let (cluster, place) = match &args.topology {
         Some(file) => (read_topology(file)?, file.display().to_string()),
@@ -93,6 +99,9 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
         "Share: of the step that tokens are under way while nothing is computed; each next column is with what stands"
     );
     println!("before it too. Hierarchical: once to each node. Overlap: up to 8 chunks. Compression: a byte a number.");
+    println!(
+        "Matrices cut: all of that with the best of --tp 2, 4, .. in a node, and the share of its sums over cut matrices."
+    );
     Ok(ExitCode::SUCCESS)
 }
 
@@ -123,18 +132,13 @@ fn model_shape(config: &RunConfig) -> ModelShape {
     shape(&config.model, config.train.seq_len, config.train.precision == config::Precision::Bf16)
 }
 
-/// What the fullest of `num_ranks` ranks has to do: the sequences of a micro-batch are shared out among them.
-fn workload(config: &RunConfig, num_ranks: usize) -> Workload {
+/// What a step of `config` does.
+fn workload(config: &RunConfig, tokens: Tokens) -> Workload {
     let precision = match config.train.precision {
         config::Precision::F32 => Precision::F32,
         config::Precision::Bf16 => Precision::Bf16,
     };
-    let sequences = config.train.batch_size.div_ceil(num_ranks);
-    Workload {
-        tokens_per_rank: sequences * config.train.seq_len,
-        precision,
-        shards_optimizer: config.parallel.shard_optimizer,
-    }
+    Workload { tokens, precision, shards_optimizer: config.parallel.shard_optimizer }
 }
 
 fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place: &str) {
@@ -149,12 +153,12 @@ fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place:
         shape.num_experts,
         shape.num_moe_layers,
         shape.top_k,
-        thousands(workload.tokens_per_rank as u64),
+        thousands(workload.tokens.of_group(topology.num_ranks(), 1) as u64),
     );
     println!();
 }
 
-const HEADER: [&str; 9] = [
+const HEADER: [&str; 10] = [
     "layout",
     "memory of a rank",
     "sent in the node",
@@ -162,6 +166,7 @@ const HEADER: [&str; 9] = [
     "compute",
     "all-to-all",
     "all-reduce",
+    "tp sums",
     "update",
     "step",
 ];
@@ -177,6 +182,7 @@ fn table_row(estimate: &Estimate) -> Vec<String> {
         milliseconds(time.compute),
         milliseconds(time.all_to_all),
         milliseconds(time.all_reduce),
+        milliseconds(time.tensor_parallel),
         milliseconds(time.optimizer),
         milliseconds(time.total()),
     ]
@@ -186,9 +192,10 @@ fn layout_name(estimate: &Estimate) -> String {
     let layout = &estimate.layout;
     let apart = if layout.order == Order::Apart { ", apart" } else { "" };
     format!(
-        "dp {}, ep {}{apart}{}",
+        "dp {}, ep {}, tp {}{apart}{}",
         layout.dp,
         layout.ep,
+        layout.tp,
         match estimate.exchange.algorithm {
             Algorithm::Linear => "",
             Algorithm::Hierarchical => ", hierarchical",
@@ -215,7 +222,7 @@ fn explain(found: &[Estimate], topology: &Topology) {
         return;
     }
     let apart = if best.layout.order == Order::Apart { " --set parallel.apart=true" } else { "" };
-    println!("Proposed: --dp {} --ep {}{apart}", best.layout.dp, best.layout.ep);
+    println!("Proposed: --dp {} --ep {} --tp {}{apart}", best.layout.dp, best.layout.ep, best.layout.tp);
     println!(
         "  memory   {} weights, {} gradients, {} optimizer, {} activations, {} received rows; a rank has {}",
         bytes(memory.weights as u64),
@@ -225,6 +232,12 @@ fn explain(found: &[Estimate], topology: &Topology) {
         bytes(memory.received as u64),
         bytes(topology.rank.memory_bytes as u64),
     );
+    println!(
+        "  links    {} sent in the node and {} to other nodes by each rank in a step",
+        bytes(best.traffic.node_bytes as u64),
+        bytes(best.traffic.cluster_bytes as u64),
+    );
+    explain_cut(best, found);
     match found.get(1) {
         Some(next) if next.fits => println!(
             "  time     {} a step, against {} for {}",
@@ -234,6 +247,27 @@ fn explain(found: &[Estimate], topology: &Topology) {
         ),
         Some(_) => println!("  time     {} a step; no other layout fits in memory", milliseconds(best.time.total())),
         None => println!("  time     {} a step", milliseconds(best.time.total())),
+    }
+}
+
+/// What cutting matrices gives, or would cost.
+fn explain_cut(best: &Estimate, found: &[Estimate]) {
+    let sums = |estimate: &Estimate| milliseconds(estimate.time.tensor_parallel);
+    let is_other = |estimate: &&Estimate| (estimate.layout.tp > 1) != (best.layout.tp > 1);
+    match found.iter().find(is_other) {
+        Some(whole) if best.layout.tp > 1 => println!(
+            "  tp       sums over cut matrices take {}; whole matrices ask for {} a rank and {} a step",
+            sums(best),
+            bytes(whole.memory.total() as u64),
+            milliseconds(whole.time.total()),
+        ),
+        Some(cut) => println!(
+            "  tp       matrices stay whole: with --tp {} sums over them take {}, and a rank needs {}",
+            cut.layout.tp,
+            sums(cut),
+            bytes(cut.memory.total() as u64),
+        ),
+        None => {}
     }
 }
 
@@ -260,13 +294,15 @@ fn as_json(estimate: &Estimate) -> Value {
             "compute": time.compute,
             "all_to_all": time.all_to_all,
             "all_reduce": time.all_reduce,
+            "tensor_parallel": time.tensor_parallel,
             "optimizer": time.optimizer,
             "total": time.total(),
         },
     })
 }
 
-const SCALING_HEADER: [&str; 7] = ["ranks", "layout", "step", "share", "hierarchical", "+ overlap", "+ compression"];
+const SCALING_HEADER: [&str; 8] =
+    ["ranks", "layout", "step", "share", "hierarchical", "+ overlap", "+ compression", "matrices cut"];
 
 fn share(estimate: &Estimate) -> f64 {
     100.0 * estimate.time.all_to_all / estimate.time.total()
@@ -274,6 +310,11 @@ fn share(estimate: &Estimate) -> f64 {
 
 fn scaling_row(row: &ScalingRow) -> Vec<String> {
     let after = |estimate: &Estimate| format!("{} {:.0}%", milliseconds(estimate.time.total()), share(estimate));
+    let cut = |estimate: &Estimate| {
+        let time = &estimate.time;
+        let share = 100.0 * time.tensor_parallel / time.total();
+        format!("tp {}: {} {share:.0}%", estimate.layout.tp, milliseconds(time.total()))
+    };
     let layout = &row.linear.layout;
     vec![
         thousands(row.num_ranks as u64),
@@ -283,6 +324,7 @@ fn scaling_row(row: &ScalingRow) -> Vec<String> {
         after(&row.hierarchical),
         after(&row.overlapped),
         after(&row.compressed),
+        row.cut.as_ref().map_or_else(String::new, cut),
     ]
 }
 
@@ -293,5 +335,6 @@ fn scaling_json(row: &ScalingRow) -> Value {
         "hierarchical": as_json(&row.hierarchical),
         "overlapped": as_json(&row.overlapped),
         "compressed": as_json(&row.compressed),
+        "cut": row.cut.as_ref().map(as_json),
     })
 }

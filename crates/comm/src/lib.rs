@@ -47,7 +47,7 @@ pub use hierarchy::Hierarchy;
 pub use meter::{Meter, Metered, Span, Totals};
 pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
-pub use pin::share_cores;
+pub use pin::{cores_by_numa_node, share_cores};
 pub use rows::{Combining, Dispatching, RowPlan};
 pub use shaped::{Lines, Links as ShapedLinks, Shaped};
 pub use started::{Pending, RawPending};

@@ -53,6 +53,8 @@ pub struct Meter {
 struct Log {
     totals: Totals,
     spans: Vec<Span>,
+    /// What came when there were as many as are kept.
+    num_left_out: u64,
 }
 
 impl Meter {
@@ -70,6 +72,11 @@ impl Meter {
     /// The spans so far, in the order of their ends.
     pub fn take_spans(&self) -> Vec<Span> {
         std::mem::take(&mut self.log().spans)
+    }
+
+    /// How many spans since the last of those that were kept.
+    pub fn num_left_out(&self) -> u64 {
+        self.log().num_left_out
     }
 
     /// Does `work`, which is called `name`.
@@ -93,6 +100,8 @@ impl Meter {
         if log.spans.len() < MAX_SPANS {
             let (start, length) = (start.saturating_duration_since(self.begin), end.duration_since(start));
             log.spans.push(Span { name, start, length, bytes, is_under_way });
+        } else {
+            log.num_left_out += 1;
         }
     }
 

@@ -2,6 +2,9 @@
 //!
 //! The cores of a machine are shared out in the order of where they are, so that the cores of a rank are neighbours, and on one NUMA
 //! node where that is possible. The system gives a thread memory near the core that first writes to it, so that memory follows.
+//!
+//! Where cores are is read from Linux's own files. hwloc would say the same, for other systems too, but its crate (`hwlocality`) needs
+//! that C library, or the tools to make it, when it is built, which this program must not.
 
 use std::path::Path;
 
@@ -57,8 +60,7 @@ fn list(set: &Cores) -> Vec<usize> {
 fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
     cores.sort_by_cached_key(|core| {
         let folder = system.join(format!("cpu{core}"));
-        let names = std::fs::read_dir(&folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
-        let numa = names.filter_map(|name| name.to_str()?.strip_prefix("node")?.parse::<usize>().ok()).min();
+        let numa = numa_node(&folder);
         let number = |name: &str| {
             let text = std::fs::read_to_string(folder.join("topology").join(name)).ok()?;
             text.trim().parse::<usize>().ok()
@@ -66,6 +68,28 @@ fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
         (numa, number("physical_package_id"), number("core_id"), *core)
     });
     cores
+}
+
+/// The NUMA node of the core that `folder` describes.
+fn numa_node(folder: &Path) -> Option<usize> {
+    let names = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.filter_map(|name| name.to_str()?.strip_prefix("node")?.parse::<usize>().ok()).min()
+}
+
+/// Of each NUMA node of this machine that has any, how many of the cores that this thread may use are on it; nothing where the
+/// system does not say.
+#[must_use]
+pub fn cores_by_numa_node() -> Vec<usize> {
+    by_numa_node(&list(&allowed()), Path::new(SYSTEM))
+}
+
+fn by_numa_node(cores: &[usize], system: &Path) -> Vec<usize> {
+    let mut counts = std::collections::BTreeMap::new();
+    for core in cores {
+        let Some(node) = numa_node(&system.join(format!("cpu{core}"))) else { return Vec::new() };
+        *counts.entry(node).or_insert(0) += 1;
+    }
+    counts.into_values().collect()
 }
 
 /// The cores that this thread may use; none where that is not known.
@@ -159,5 +183,7 @@ mod tests {
         }
         assert_eq!(by_place((0..8).collect(), system.path()), [0, 4, 2, 6, 1, 5, 3, 7]);
         assert_eq!(by_place(vec![3, 1, 2], Path::new("/nowhere")), [1, 2, 3], "by number where nothing is told");
+        assert_eq!(by_numa_node(&[0, 2, 3, 4], system.path()), [3, 1]);
+        assert_eq!(by_numa_node(&[0, 1], Path::new("/nowhere")), [0; 0]);
     }
 }

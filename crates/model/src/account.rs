@@ -5,6 +5,8 @@ use moeworks_plan::ModelShape;
 
 use crate::config::ModelConfig;
 use crate::shapes::shapes_by_name;
+use crate::split::TensorSplit;
+use crate::weights::is_of_experts;
 
 /// Parameters of one kind of part, over all layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -193,7 +195,14 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
     let parameters = Parameters::of(config);
     let experts = parameters.parts.iter().find(|part| part.name == EXPERTS).map_or((0, 0), |p| (p.total, p.active));
     let num_moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
+    let whole = |split: TensorSplit| {
+        let is_whole = |name: &str| !is_of_experts(name) && split.of(name).cut.is_none();
+        let shapes = shapes_by_name(config).into_iter().filter(|(name, _)| is_whole(name));
+        shapes.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum()
+    };
     ModelShape {
+        whole_params: TensorSplit::new(config, (0, 1)).map_or(0, whole),
+        max_tp: TensorSplit::most(config),
         width: config.width,
         num_layers: config.num_layers,
         num_moe_layers,

@@ -98,14 +98,16 @@ impl TensorSplit {
     /// Fails where a model of `config` has less of something than `size` ranks: the error names it. A vocabulary that is not set yet
     /// is not looked at.
     pub fn check(config: &ModelConfig, size: usize) -> Result<(), ConfigError> {
-        let has_dense = (0..config.num_layers).any(|i| !config.is_moe_layer(i));
-        let dense_width = if has_dense { config.dense_width } else { usize::MAX };
-        let vocab_size = if config.vocab_size == 0 { usize::MAX } else { config.vocab_size };
-        let limits = [("num_heads", config.num_heads), ("dense_width", dense_width), ("vocab_size", vocab_size)];
-        match limits.into_iter().find(|(_, len)| *len < size) {
+        match limits(config).into_iter().find(|(_, len)| *len < size) {
             Some((name, len)) => Err(ConfigError::new(name, len, format!("must be at least parallel.tp, {size}"))),
             None => Ok(()),
         }
+    }
+
+    /// The most ranks that a model of `config` can be cut across.
+    #[must_use]
+    pub fn most(config: &ModelConfig) -> usize {
+        limits(config).into_iter().map(|(_, len)| len).fold(usize::MAX, usize::min)
     }
 
     /// Query heads here, and heads of keys and values.
@@ -189,6 +191,14 @@ impl TensorSplit {
             _ => tensor.clone(),
         })
     }
+}
+
+/// What is shared out, of each at least one for every rank.
+fn limits(config: &ModelConfig) -> [(&'static str, usize); 3] {
+    let has_dense = (0..config.num_layers).any(|i| !config.is_moe_layer(i));
+    let dense_width = if has_dense { config.dense_width } else { usize::MAX };
+    let vocab_size = if config.vocab_size == 0 { usize::MAX } else { config.vocab_size };
+    [("num_heads", config.num_heads), ("dense_width", dense_width), ("vocab_size", vocab_size)]
 }
 
 /// Heads of keys and values, the query heads that look at them, and the ranks that have the same of the former.

@@ -6,11 +6,11 @@
 //! [`weak_scaling`] draws the table of a cluster that grows.
 //!
 //! ```
-//! use moeworks_plan::{ModelShape, Precision, Topology, Workload, propose};
+//! use moeworks_plan::{ModelShape, Precision, Tokens, Topology, Workload, propose};
 //!
 //! let topology = Topology::example_cluster(4); // four nodes of eight ranks
 //! let shape = ModelShape::example();
-//! let workload = Workload { tokens_per_rank: 8192, precision: Precision::Bf16, shards_optimizer: false };
+//! let workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, shards_optimizer: false };
 //! let proposals = propose(&shape, &workload, &topology);
 //! assert!(proposals.iter().any(|estimate| estimate.fits));
 //! ```
@@ -36,7 +36,7 @@ pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
 pub use placement::{Placement, PlacementError};
 pub use propose::propose;
 pub use shadow::{ShadowCosts, shadow, shadow_seconds};
-pub use shape::{ModelShape, Precision, Workload};
+pub use shape::{ModelShape, Precision, Tokens, Workload};
 pub use simulate::{ScalingRow, weak_scaling};
 pub use topology::{Link, LinkClass, RankSpec, Topology, TopologyError};
 pub use tune::ChunkTuner;

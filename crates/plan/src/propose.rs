@@ -6,17 +6,25 @@ use crate::{Algorithm, Estimate, Exchange, Group, Layout, ModelShape, Order, Pre
 /// All layouts of the ranks of `topology` for `shape`, those that fit in memory first and each part by the seconds of a step,
 /// with the path of the all-to-all that is fastest for it. Of equal layouts the one with fewer groups that talk.
 ///
-/// Matrices are not cut (`tp` is 1), and an expert-parallel group has no more ranks than there are experts.
+/// Matrices are cut across no more ranks than the model allows, and an expert-parallel group has no more ranks than there are experts.
 #[must_use]
 pub fn propose(shape: &ModelShape, workload: &Workload, topology: &Topology) -> Vec<Estimate> {
     let n = topology.num_ranks();
-    let mut found: Vec<Estimate> = (1..=n.min(shape.num_experts.max(1)))
-        .filter(|ep| n.is_multiple_of(*ep))
-        .flat_map(|ep| orders(topology, n / ep, ep).map(move |order| Layout { order, ..Layout::new(n / ep, ep, 1) }))
+    let sizes = divisors(n, shape.max_tp.max(1)).flat_map(|tp| {
+        let most_ep = (shape.num_experts / tp).max(1);
+        divisors(n / tp, most_ep).map(move |ep| (n / tp / ep, ep, tp))
+    });
+    let mut found: Vec<Estimate> = sizes
+        .flat_map(|(dp, ep, tp)| orders(topology, dp, ep).map(move |order| Layout { order, ..Layout::new(dp, ep, tp) }))
         .map(|layout| best_path(shape, workload, topology, &layout))
         .collect();
     found.sort_by(|a, b| b.fits.cmp(&a.fits).then(a.time.total().total_cmp(&b.time.total())));
     found
+}
+
+/// The divisors of `n` up to `most`.
+fn divisors(n: usize, most: usize) -> impl Iterator<Item = usize> {
+    (1..=n.min(most)).filter(move |divisor| n.is_multiple_of(*divisor))
 }
 
 /// The orders that differ.

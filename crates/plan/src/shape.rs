@@ -17,6 +17,10 @@ pub struct ModelShape {
     pub expert_params: u64,
     /// Parameters that are in no routed expert.
     pub dense_params: u64,
+    /// Those of them that ranks which cut matrices between them have whole: norms, routers, shared experts.
+    pub whole_params: u64,
+    /// The most ranks that matrices can be cut across.
+    pub max_tp: usize,
     /// Operations of a forward pass for a token, without routed experts.
     pub dense_flops: f64,
     /// Bytes that one token keeps for backward.
@@ -57,6 +61,8 @@ impl ModelShape {
             top_k: 6,
             expert_params: (3 * width * expert_width) as u64,
             dense_params,
+            whole_params: (num_layers * 64 * width) as u64,
+            max_tp: 16,
             dense_flops: 2.0 * (num_layers * attention + head) as f64 + (num_layers * 4096 * 2 * width) as f64,
             activation_bytes: (num_layers * 2 * (8 * width + 6 * 2 * expert_width)) as f64,
         }
@@ -92,11 +98,36 @@ impl Precision {
     }
 }
 
+/// The tokens of a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tokens {
+    /// So many for each rank, however many there are.
+    OfEachRank(usize),
+    /// Sequences that are shared out.
+    Sequences {
+        /// How many.
+        num: usize,
+        /// Tokens of each.
+        len: usize,
+    },
+}
+
+impl Tokens {
+    /// The tokens of the fullest of the groups of `tp` ranks with the same tokens that `num_ranks` ranks make.
+    #[must_use]
+    pub fn of_group(self, num_ranks: usize, tp: usize) -> usize {
+        match self {
+            Self::OfEachRank(tokens) => tokens * tp,
+            Self::Sequences { num, len } => num.div_ceil((num_ranks / tp.max(1)).max(1)) * len,
+        }
+    }
+}
+
 /// What one step does on each rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workload {
-    /// T: tokens of a rank in a micro-batch.
-    pub tokens_per_rank: usize,
+    /// The tokens of a micro-batch.
+    pub tokens: Tokens,
     /// Number format of matrices.
     pub precision: Precision,
     /// Whether copies of a weight share its optimizer state between them (ZeRO-1).

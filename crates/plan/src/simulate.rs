@@ -16,6 +16,8 @@ pub struct ScalingRow {
     pub overlapped: Estimate,
     /// Dispatched and combined as bytes with a scale for each 128 numbers.
     pub compressed: Estimate,
+    /// The same with matrices cut across ranks of a node, in the way that takes the least time; none where they cannot be.
+    pub cut: Option<Estimate>,
 }
 
 /// Chunks that a layer is cut into at most.
@@ -50,5 +52,20 @@ fn row(shape: &ModelShape, workload: &Workload, topology: &Topology) -> ScalingR
     let overlapped = best(&chunked(hierarchical.exchange));
     let bytes = Exchange { wire: Wire::Byte { block: 128 }, ..hierarchical.exchange };
     let compressed = best(&chunked(bytes));
-    ScalingRow { num_ranks, linear: of(&plain), hierarchical, overlapped, compressed }
+    let cut = cut(shape, workload, topology, &compressed);
+    ScalingRow { num_ranks, linear: of(&plain), hierarchical, overlapped, compressed, cut }
+}
+
+/// `whole` with matrices cut across 2, 4, .. ranks of a node, whichever takes the least time.
+fn cut(shape: &ModelShape, workload: &Workload, topology: &Topology, whole: &Estimate) -> Option<Estimate> {
+    let num_ranks = topology.num_ranks();
+    let most = shape.max_tp.min(topology.node_sizes[0]);
+    let sizes = (1..usize::BITS).map(|power| 1 << power).take_while(|&tp: &usize| tp <= most);
+    let layouts = sizes.filter(|tp| num_ranks.is_multiple_of(*tp)).map(|tp| {
+        let ep = (whole.layout.ep / tp).max(1);
+        Layout::new(num_ranks / tp / ep, ep, tp)
+    });
+    let estimates = layouts.filter(|layout| layout.check(num_ranks).is_ok());
+    let estimates = estimates.map(|layout| estimate(shape, workload, topology, &layout, &whole.exchange));
+    estimates.min_by(|a, b| a.time.total().total_cmp(&b.time.total()))
 }

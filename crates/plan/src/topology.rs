@@ -31,6 +31,8 @@ pub struct Topology {
     pub node_link: Link,
     /// Between ranks of two nodes: what one rank gets while all ranks of its node send.
     pub cluster_link: Link,
+    /// Cores on each NUMA node of a machine; nothing where that is not known.
+    pub numa_cores: Vec<usize>,
 }
 
 /// What one rank can do.
@@ -105,6 +107,8 @@ struct Raw {
     rank: RankSpec,
     node_link: Link,
     cluster_link: Link,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    numa_cores: Vec<usize>,
 }
 
 /// Ranks that a topology may have.
@@ -125,8 +129,8 @@ impl TryFrom<Raw> for Topology {
                 return Err(TopologyError::Form(problem.to_owned()));
             }
         };
-        let Raw { rank, node_link, cluster_link, .. } = raw;
-        let topology = Self { node_sizes, rank, node_link, cluster_link };
+        let Raw { rank, node_link, cluster_link, numa_cores, .. } = raw;
+        let topology = Self { node_sizes, rank, node_link, cluster_link, numa_cores };
         topology.validate()?;
         Ok(topology)
     }
@@ -134,7 +138,7 @@ impl TryFrom<Raw> for Topology {
 
 impl From<Topology> for Raw {
     fn from(topology: Topology) -> Self {
-        let Topology { node_sizes, rank, node_link, cluster_link } = topology;
+        let Topology { node_sizes, rank, node_link, cluster_link, numa_cores } = topology;
         let first = node_sizes[0];
         let is_even = node_sizes.iter().all(|&size| size == first);
         Self {
@@ -144,6 +148,7 @@ impl From<Topology> for Raw {
             rank,
             node_link,
             cluster_link,
+            numa_cores,
         }
     }
 }
@@ -208,7 +213,8 @@ impl Topology {
         };
         // A copy reads and writes.
         let link = Link { latency_s: 5e-6, bytes_per_s: rank.memory_bytes_per_s / 2.0 };
-        Self { node_sizes: vec![num_ranks.max(1)], rank, node_link: link, cluster_link: link }
+        let node_sizes = vec![num_ranks.max(1)];
+        Self { node_sizes, rank, node_link: link, cluster_link: link, numa_cores: Vec::new() }
     }
 
     /// A described cluster for tables on paper: nodes of eight ranks with 80 GB each, 40% of 312 TFLOP/s, 300 GB/s between
@@ -220,6 +226,7 @@ impl Topology {
             rank: RankSpec { flops: 0.4 * 312e12, memory_bytes: 80e9, memory_bytes_per_s: 2e12 },
             node_link: Link { latency_s: 3e-6, bytes_per_s: 300e9 },
             cluster_link: Link { latency_s: 10e-6, bytes_per_s: 25e9 },
+            numa_cores: Vec::new(),
         }
     }
 

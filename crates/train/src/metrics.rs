@@ -14,6 +14,7 @@ use moeworks_moe::{self as moe, LayerStats};
 use crate::routing::Specialization;
 
 pub use lines::{MetricsError, ReadRecords, read_records};
+pub(crate) use ranks::NUM_FIGURES;
 pub use ranks::{RankRecord, RanksRecord};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
 
@@ -231,7 +232,7 @@ impl Record {
         let layers = self.layers.iter().flat_map(|layer| {
             layer.scalars().into_iter().map(|(name, value)| (format!("moe/layer_{}/{name}", layer.layer), value))
         });
-        let ranks = self.ranks.as_ref().map_or([f64::NAN; 5], RanksRecord::scalars);
+        let ranks = self.ranks.as_ref().map_or([f64::NAN; RanksRecord::SCALARS.len()], RanksRecord::scalars);
         let ranks = RanksRecord::SCALARS.into_iter().zip(ranks).map(|(name, value)| (format!("ranks/{name}"), value));
         run.chain(losses).chain(ranks).chain(layers).collect()
     }

@@ -10,9 +10,10 @@ use std::path::Path;
 use moeworks_comm::Span;
 use moeworks_model::files::write_whole;
 
-/// The events of rank `rank`, one JSON object a line, commas between and none at the end.
+/// The events of rank `rank`, one JSON object a line, commas between and none at the end; behind them, if any, how many spans came
+/// later and are left out.
 #[must_use]
-pub fn events(rank: usize, spans: &[Span]) -> String {
+pub fn events(rank: usize, spans: &[Span], num_left_out: u64) -> String {
     let mut text = format!(
         "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},\"tid\":0,\"args\":{{\"name\":\"rank {rank}\"}}}}"
     );
@@ -35,6 +36,14 @@ pub fn events(rank: usize, spans: &[Span]) -> String {
                 ",\n{{\"ph\":\"X\",\"cat\":\"rank\",\"name\":\"{name}\",\"pid\":{rank},\"tid\":0,\"ts\":{start},\"dur\":{length}{args}}}"
             )
         };
+    }
+    if num_left_out > 0 {
+        let end = spans.iter().map(|span| span.start + span.length).max().unwrap_or_default();
+        let _ = write!(
+            text,
+            ",\n{{\"ph\":\"I\",\"s\":\"p\",\"name\":\"the trace ends here, {num_left_out} later spans are left out\",\"pid\":{rank},\"tid\":0,\"ts\":{}}}",
+            micros(end)
+        );
     }
     text
 }
@@ -72,15 +81,16 @@ mod tests {
         };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace.json");
-        let ranks = [events(0, &[span("experts", false), span("all-to-all", true)]), events(1, &[])];
+        let ranks = [events(0, &[span("experts", false), span("all-to-all", true)], 0), events(1, &[], 7)];
         write(&path, &ranks).unwrap();
         let trace: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
         let phases: Vec<_> = events.iter().map(|event| event["ph"].as_str().unwrap()).collect();
-        assert_eq!(phases, ["M", "X", "b", "e", "M"]);
+        assert_eq!(phases, ["M", "X", "b", "e", "M", "I"]);
         assert_eq!((events[1]["ts"].as_f64(), events[1]["dur"].as_f64()), (Some(1500.0), Some(2.5)));
         assert_eq!((&events[2]["args"]["bytes"], &events[2]["id"]), (&Value::from(64), &events[3]["id"]));
         assert_eq!(events[4]["args"]["name"], "rank 1");
+        assert!(events[5]["name"].as_str().unwrap().contains("7 later spans"), "{}", events[5]);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing half-written is left");
     }
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use moeworks_comm::measure::{self, Collective, Links, Timing};
 use moeworks_comm::mpi::{MpiOptions, RawMpi, is_launched, run_mpi};
-use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, try_run_ranks};
+use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, cores_by_numa_node, try_run_ranks};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds_of_many;
 use moeworks_ops::{Context, peak};
@@ -102,7 +102,7 @@ fn topology(comm: &dyn Communicator, links: &Links) -> Result<Topology, CommErro
     // What there is none of costs as much as the other.
     let any = links.node.or(links.cluster).unwrap_or(Link { latency_s: 1e-6, bytes_per_s: rates[1] / 2.0 });
     let (node_link, cluster_link) = (links.node.unwrap_or(any), links.cluster.unwrap_or(any));
-    Ok(Topology { node_sizes, rank, node_link, cluster_link })
+    Ok(Topology { node_sizes, rank, node_link, cluster_link, numa_cores: cores_by_numa_node() })
 }
 
 /// Floating-point operations a second of a product such as a model's.

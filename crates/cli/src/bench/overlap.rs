@@ -1,7 +1,7 @@
 //! `moeworks bench overlap`: how much of a layer's communication runs under its computation, by the number of chunks.
 //!
 //! A rank stands in communication while it can do nothing else; in one piece it does so for all of it. What it stands less in
-//! chunks is hidden.
+//! chunks is hidden. The same of the sum of gradients: behind backward, and as soon as each is there.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde_json::json;
 
 use super::comm::{num_cores, on_ranks};
+use super::gradients::{self, Sums};
 use crate::args::BenchArgs;
 use crate::failure::Failure;
 use crate::tables;
@@ -38,9 +39,14 @@ struct Row {
 
 pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let link = args.link.as_deref().map(parse_link).transpose()?;
-    let measured = on_ranks(args.ranks, |comm| Ok(measure(comm, link)?.map(|rows| (rows, comm.size()))))?;
-    if let Some((rows, num_ranks)) = measured {
-        print(&rows, num_ranks, args.json);
+    let measured = on_ranks(args.ranks, |comm| {
+        let rows = measure(comm, link)?;
+        let ctx = Context::cpu((num_cores() / comm.size()).max(1));
+        let sums = gradients::measure(comm, part(comm, link)?, &ctx, (TOKENS, PASSES))?;
+        Ok(rows.map(|rows| (rows, sums, comm.size())))
+    })?;
+    if let Some((rows, sums, num_ranks)) = measured {
+        print((&rows, sums), num_ranks, args.json);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -57,23 +63,25 @@ fn parse_link(text: &str) -> Result<Link, Failure> {
     Ok(Link { latency_s: latency_us * 1e-6, bytes_per_s: rate * 1e6 })
 }
 
+/// All ranks as a group of their own, by `link` where one is given.
+fn part(comm: &dyn Communicator, link: Option<Link>) -> Result<Box<dyn Communicator>, CommError> {
+    let part = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
+    Ok(match link {
+        Some(link) => Box::new(Shaped::new(part, ShapedLinks { node: link, cluster: link })),
+        None => part,
+    })
+}
+
 /// The rows, on rank 0.
 fn measure(comm: &dyn Communicator, link: Option<Link>) -> Result<Option<Vec<Row>>, CommError> {
-    let part = || -> Result<Box<dyn Communicator>, CommError> {
-        let part = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
-        Ok(match link {
-            Some(link) => Box::new(Shaped::new(part, ShapedLinks { node: link, cluster: link })),
-            None => part,
-        })
-    };
     let mut rows = Vec::new();
     for chunks in CHUNKS {
         let meter = Arc::new(Meter::new(false));
-        let group = Box::new(Metered::new(part()?, Arc::clone(&meter)));
+        let group = Box::new(Metered::new(part(comm, link)?, Arc::clone(&meter)));
         let exchange = Exchange { chunks, ..Exchange::plain(Wire::F32) };
         let config = config(comm.size());
         let placement = Placement::sharded(config.num_experts, comm.size());
-        let ranks = ExpertRanks::new(part()?, group, placement, exchange)?;
+        let ranks = ExpertRanks::new(part(comm, link)?, group, placement, exchange)?;
         let (seconds, standing_s) = time(comm, config, &ranks, &meter)?;
         ranks.failure().map_or(Ok(()), Err)?;
         rows.push(Row { chunks, seconds, standing_s });
@@ -118,20 +126,37 @@ fn time(
     Ok(times[PASSES / 2])
 }
 
-fn print(rows: &[Row], num_ranks: usize, is_json: bool) {
-    let whole = rows[0].standing_s;
-    let hidden = |row: &Row| if whole > 0.0 { 1.0 - row.standing_s / whole } else { 0.0 };
+/// The share of `whole` seconds that is not stood in.
+fn hidden(standing_s: f64, whole: f64) -> f64 {
+    if whole > 0.0 { 1.0 - standing_s / whole } else { 0.0 }
+}
+
+fn print((rows, [behind, under]): (&[Row], [Sums; 2]), num_ranks: usize, is_json: bool) {
+    let of_layer = |row: &Row| hidden(row.standing_s, rows[0].standing_s);
+    let of_sums = hidden(under.standing_s, behind.standing_s);
     if is_json {
-        let row = |row: &Row| json!({ "chunks": row.chunks, "seconds": row.seconds, "standing_s": row.standing_s, "hidden": hidden(row) });
-        println!("{:#}", json!({ "ranks": num_ranks, "rows": rows.iter().map(row).collect::<Vec<_>>() }));
+        let row = |row: &Row| json!({ "chunks": row.chunks, "seconds": row.seconds, "standing_s": row.standing_s, "hidden": of_layer(row) });
+        let sums = |sums: Sums| json!({ "seconds": sums.seconds, "standing_s": sums.standing_s });
+        let gradients = json!({ "behind": sums(behind), "under": sums(under), "hidden": of_sums });
+        let rows: Vec<_> = rows.iter().map(row).collect();
+        println!("{:#}", json!({ "ranks": num_ranks, "rows": rows, "gradients": gradients }));
         return;
     }
     println!("{num_ranks} ranks, {TOKENS} tokens each: forward, backward and the weights' gradients of a layer");
+    let milliseconds = |seconds: f64| format!("{:.2}", 1e3 * seconds);
     let cells = |row: &Row| {
-        let milliseconds = |seconds: f64| format!("{:.2}", 1e3 * seconds);
-        let hidden = format!("{:.0}%", 100.0 * hidden(row));
+        let hidden = format!("{:.0}%", 100.0 * of_layer(row));
         vec![row.chunks.to_string(), milliseconds(row.seconds), milliseconds(row.standing_s), hidden]
     };
     let header = ["chunks", "ms", "ms in communication", "of it hidden"];
     tables::print(&header, &rows.iter().map(cells).collect::<Vec<_>>());
+    println!(
+        "\nsums of the gradients of dense matrices: behind backward {} ms, {} of them in communication; under it {} and {}: \
+         {:.0}% hidden",
+        milliseconds(behind.seconds),
+        milliseconds(behind.standing_s),
+        milliseconds(under.seconds),
+        milliseconds(under.standing_s),
+        100.0 * of_sums,
+    );
 }

@@ -38,6 +38,8 @@ fn bench_overlap_states_what_chunks_hide() {
     assert_eq!(number(&rows[0], "hidden"), 0.0, "in one piece nothing is hidden");
     // Eight times 2 ms at least, in one piece: there and back, forward and backward.
     assert!(rows.iter().all(|row| number(row, "seconds") > 8e-3 && number(row, "standing_s") < number(row, "seconds")));
+    let gradients = &value["gradients"];
+    assert!(number(gradients, "hidden") > 0.1 && number(&gradients["behind"], "standing_s") > 8e-3, "{gradients}");
 }
 
 #[test]

@@ -21,9 +21,11 @@ fn a_layout_is_proposed_for_a_described_cluster() {
     assert_success(&output);
     let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let proposals = value["proposals"].as_array().expect("proposals");
-    assert_eq!(proposals.len(), 3, "1, 2 and 4 ranks for the experts");
+    assert_eq!(proposals.len(), 6, "1, 2 and 4 ranks for the experts, matrices whole or cut");
     for proposal in proposals {
-        assert_eq!(proposal["dp"].as_u64().unwrap() * proposal["ep"].as_u64().unwrap(), 4);
+        let size = |name: &str| proposal[name].as_u64().unwrap();
+        assert_eq!(size("dp") * size("ep") * size("tp"), 4);
+        assert_eq!(proposal["seconds"]["tensor_parallel"].as_f64() > Some(0.0), size("tp") > 1);
         assert_eq!(proposal["sent_bytes"]["cluster"], 0.0, "one node is enough");
     }
 }

@@ -108,6 +108,8 @@ fn ranks_tell_what_they_did() {
         assert!(record["ranks/imbalance"].as_f64() >= Some(1.0), "{line}");
     }
     refused(&work, &["train", "--data", "text.txt", "--trace", "trace.json"], &["--trace", "--ep"]);
+    let of_tp2 = fs::read_to_string(work.path("run").join("metrics.jsonl")).expect("records");
+    assert!(of_tp2.contains("\"ranks/tensor_bytes\":[0,0]"), "no matrix is cut");
 }
 
 #[test]

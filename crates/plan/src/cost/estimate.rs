@@ -46,8 +46,10 @@ pub struct StepTime {
     pub compute: f64,
     /// Tokens under way while nothing is computed.
     pub all_to_all: f64,
-    /// Sums of gradients, and of slices of matrices.
+    /// Sums of gradients.
     pub all_reduce: f64,
+    /// Sums over ranks that cut matrices between them.
+    pub tensor_parallel: f64,
     /// The update of the weights.
     pub optimizer: f64,
 }
@@ -56,7 +58,7 @@ impl StepTime {
     /// The sum.
     #[must_use]
     pub fn total(&self) -> f64 {
-        self.compute + self.all_to_all + self.all_reduce + self.optimizer
+        self.compute + self.all_to_all + self.all_reduce + self.tensor_parallel + self.optimizer
     }
 }
 
@@ -89,14 +91,15 @@ pub fn estimate(
     let step = Step { shape, workload, topology, layout, exchange };
     let memory = step.memory();
     let (dispatch, all_to_all) = step.all_to_all();
-    let sums = step.all_reduce();
+    let (sums, of_parts) = (step.all_reduce(), step.tensor_parallel());
     let time = StepTime {
         compute: step.compute(shape.training_flops()),
         all_to_all,
         all_reduce: sums.seconds,
+        tensor_parallel: of_parts.seconds,
         optimizer: step.updated_params() * UPDATE_BYTES / topology.rank.memory_bytes_per_s,
     };
-    let all = dispatch + sums;
+    let all = dispatch + sums + of_parts;
     Estimate {
         layout: *layout,
         exchange: *exchange,
@@ -116,8 +119,9 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
+    /// T: tokens of a group of ranks that cut matrices between them.
     fn tokens(&self) -> f64 {
-        self.workload.tokens_per_rank as f64
+        self.workload.tokens.of_group(self.layout.num_ranks(), self.layout.tp) as f64
     }
 
     /// Seconds of `flops` operations for each token.
@@ -127,9 +131,15 @@ impl Step<'_> {
 
     /// Parameters of a rank: outside the experts, and in them.
     fn params(&self) -> (f64, f64) {
-        let tp = self.layout.tp as f64;
-        let held = self.shape.num_experts.div_ceil(self.layout.ep) * self.shape.num_moe_layers;
-        (self.shape.dense_params as f64 / tp, held as f64 * self.shape.expert_params as f64 / tp)
+        let (cut, whole) = self.dense_params();
+        let held = self.shape.num_experts.div_ceil(self.layout.num_expert_ranks()) * self.shape.num_moe_layers;
+        (cut + whole, held as f64 * self.shape.expert_params as f64)
+    }
+
+    /// Those outside the experts: its part of what is cut, and the rest.
+    fn dense_params(&self) -> (f64, f64) {
+        let whole = self.shape.whole_params.min(self.shape.dense_params) as f64;
+        ((self.shape.dense_params as f64 - whole) / self.layout.tp as f64, whole)
     }
 
     /// Parameters whose optimizer state a rank keeps.
@@ -145,15 +155,23 @@ impl Step<'_> {
     fn memory(&self) -> RankMemory {
         let (dense, experts) = self.params();
         let precision = self.workload.precision;
-        let rows = self.tokens() * (self.shape.top_k * self.shape.num_moe_layers) as f64;
-        let is_sent = if self.layout.ep > 1 { 1.0 } else { 0.0 };
+        let rows = self.tokens() / self.layout.tp as f64 * (self.shape.top_k * self.shape.num_moe_layers) as f64;
+        let is_sent = if self.layout.num_expert_ranks() > 1 { 1.0 } else { 0.0 };
         RankMemory {
             weights: (dense + experts) * precision.weight_bytes() as f64,
             gradients: (dense + experts) * 4.0,
             optimizer: self.updated_params() * 8.0,
-            activations: self.tokens() * self.shape.activation_bytes / self.layout.tp as f64,
+            activations: self.tokens() * self.activation_bytes(),
             received: is_sent * rows * (self.shape.width * precision.bytes()) as f64,
         }
+    }
+
+    /// Bytes that a rank keeps of a token for backward: the residual stream and what was normed of it whole.
+    fn activation_bytes(&self) -> f64 {
+        let elements = (self.shape.num_layers * self.shape.width) as f64;
+        let whole = elements * (8 + 2 * self.workload.precision.bytes()) as f64;
+        let whole = whole.min(self.shape.activation_bytes);
+        whole + (self.shape.activation_bytes - whole) / self.layout.tp as f64
     }
 
     /// The all-to-alls of a step as they are, and the seconds of them that no expert hides: dispatch and combine of each
@@ -161,7 +179,7 @@ impl Step<'_> {
     fn all_to_all(&self) -> (Cost, f64) {
         let (shape, exchange) = (self.shape, self.exchange);
         let rows = Rows {
-            tokens: self.workload.tokens_per_rank,
+            tokens: (self.tokens() / self.layout.tp as f64).ceil() as usize,
             top_k: shape.top_k,
             num_experts: shape.num_experts,
             row_bytes: exchange.wire.row_bytes(shape.width),
@@ -178,15 +196,25 @@ impl Step<'_> {
         (one.times(4.0 * layers), layers * (exposed(forward) + exposed(2.0 * forward)))
     }
 
-    /// Gradients over the ranks that hold the same weights; with slices of matrices two sums of a layer's tokens forward and
-    /// two backward.
+    /// Gradients over the ranks that hold the same weights.
     fn all_reduce(&self) -> Cost {
-        let (dense, experts) = self.params();
-        let group = |ranks: Vec<usize>| Group::of(self.topology, &ranks);
-        let tokens = self.tokens() * (self.shape.width * self.workload.precision.bytes()) as f64;
-        let slices = all_reduce(self.topology, group(self.layout.tp_group(0)), tokens);
-        all_reduce(self.topology, group(self.layout.dense_group(0)), 4.0 * dense)
-            + all_reduce(self.topology, group(self.layout.dp_group(0)), 4.0 * experts)
-            + slices.times(4.0 * self.shape.num_layers as f64)
+        let (_, experts) = self.params();
+        let (cut, whole) = self.dense_params();
+        let of =
+            |ranks: Vec<usize>, params: f64| all_reduce(self.topology, Group::of(self.topology, &ranks), 4.0 * params);
+        if self.layout.tp == 1 {
+            return of(self.layout.dense_group(0), cut + whole) + of(self.layout.dp_group(0), experts);
+        }
+        let all = (0..self.layout.num_ranks()).collect();
+        of(self.layout.dense_group(0), cut) + of(all, whole) + of(self.layout.dp_group(0), experts)
+    }
+
+    /// Where matrices are cut: of the f32 rows of a group's tokens, forward and backward, a sum for each attention and each dense
+    /// feed-forward, a gather, which is half of one, for each layer with experts, and sums for embedding and output projection.
+    fn tensor_parallel(&self) -> Cost {
+        let group = Group::of(self.topology, &self.layout.tp_group(0));
+        let sum = all_reduce(self.topology, group, self.tokens() * (4 * self.shape.width) as f64);
+        let (layers, with_experts) = (self.shape.num_layers as f64, self.shape.num_moe_layers as f64);
+        sum.times(2.0 * (layers + (layers - with_experts) + 0.5 * with_experts) + 2.0)
     }
 }

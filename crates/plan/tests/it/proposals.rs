@@ -1,9 +1,12 @@
 //! What is proposed, and how it goes with the size of the cluster.
 
 use moeworks_plan::cost::estimate::estimate;
-use moeworks_plan::{Exchange, Layout, ModelShape, Order, Precision, Topology, Wire, Workload, propose, weak_scaling};
+use moeworks_plan::{
+    Exchange, Layout, ModelShape, Order, Precision, Tokens, Topology, Wire, Workload, propose, weak_scaling,
+};
 
-const WORKLOAD: Workload = Workload { tokens_per_rank: 8192, precision: Precision::Bf16, shards_optimizer: false };
+const WORKLOAD: Workload =
+    Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, shards_optimizer: false };
 
 #[test]
 fn tokens_stay_in_the_node_where_that_is_possible() {
@@ -51,10 +54,12 @@ fn the_memory_of_a_rank_is_that_of_its_parameters() {
         top_k: 2,
         expert_params: 100,
         dense_params: 1000,
+        whole_params: 100,
+        max_tp: 2,
         dense_flops: 0.0,
         activation_bytes: 10.0,
     };
-    let workload = Workload { tokens_per_rank: 5, precision: Precision::F32, shards_optimizer: true };
+    let workload = Workload { tokens: Tokens::OfEachRank(5), precision: Precision::F32, shards_optimizer: true };
     let topology = Topology::example_cluster(1).resized(6);
     let exchange = Exchange::plain(Wire::F32);
     let memory = estimate(&shape, &workload, &topology, &Layout::new(2, 3, 1), &exchange).memory;
@@ -63,7 +68,41 @@ fn the_memory_of_a_rank_is_that_of_its_parameters() {
     assert_eq!(memory.gradients, 1600.0 * 4.0);
     assert_eq!(memory.optimizer, 8.0 * (1000.0 / 6.0 + 600.0 / 2.0));
     assert_eq!(memory.activations, 50.0);
+    // Cut in two, with the experts on six ranks, two of seven on the first; ten tokens of two ranks.
+    let cut = estimate(&shape, &workload, &topology, &Layout::new(1, 3, 2), &exchange).memory;
+    assert_eq!(cut.weights, 4.0 * (900.0 / 2.0 + 100.0 + 400.0));
+    assert_eq!((cut.activations, cut.received), (100.0, memory.received));
     assert_eq!(memory.received, f64::from(5 * 2 * 2 * 4 * 4));
+}
+
+#[test]
+fn matrices_are_cut_where_there_are_fewer_sequences_than_ranks() {
+    let topology = Topology::example_cluster(1);
+    let shape = ModelShape { num_experts: 8, ..ModelShape::example() };
+    let best = |num| {
+        let workload = Workload { tokens: Tokens::Sequences { num, len: 4096 }, ..WORKLOAD };
+        propose(&shape, &workload, &topology)[0]
+    };
+    assert_eq!(best(64).layout.tp, 1, "sums of tokens cost more than they give");
+    let few = best(2);
+    assert!(few.layout.tp >= 4 && few.time.tensor_parallel > 0.0, "{few:?}");
+}
+
+#[test]
+fn sums_over_cut_matrices_cost_what_megatron_says() {
+    let topology = Topology::example_cluster(1).resized(4);
+    let shape = ModelShape { num_moe_layers: 0, num_experts: 0, ..ModelShape::example() };
+    let of = |tp| {
+        let workload = Workload { tokens: Tokens::OfEachRank(1000), ..WORKLOAD };
+        estimate(&shape, &workload, &topology, &Layout::new(4 / tp, 1, tp), &Exchange::plain(Wire::Bf16))
+    };
+    // Two sums a layer forward and two backward (1909.08053, section 3), each sending 2 (n - 1) / n of the group's f32 rows, and two
+    // for embedding and output projection; the gradients of what is not cut.
+    let rows = 4.0 * 1000.0 * 2048.0 * 4.0;
+    let bytes = f64::from(4 * 24 + 2) * 1.5 * rows + 1.5 * 4.0 * shape.whole_params as f64;
+    assert!((of(4).traffic.node_bytes / bytes - 1.0).abs() < 1e-9);
+    assert_eq!(of(1).time.tensor_parallel, 0.0);
+    assert!(of(4).memory.weights < 0.3 * of(1).memory.weights);
 }
 
 #[test]

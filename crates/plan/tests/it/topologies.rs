@@ -10,6 +10,7 @@ fn cluster() -> Topology {
         rank: RankSpec { flops: 1e12, memory_bytes: 16e9, memory_bytes_per_s: 50e9 },
         node_link: Link { latency_s: 2e-6, bytes_per_s: 10e9 },
         cluster_link: Link { latency_s: 1e-3, bytes_per_s: 125e6 },
+        numa_cores: Vec::new(),
     }
 }
 
@@ -18,6 +19,8 @@ fn the_toml_form_is_that_of_the_golden_file() {
     assert_eq!(Topology::parse(CLUSTER), Ok(cluster()));
     assert_eq!(Topology::parse(&cluster().to_toml()), Ok(cluster()));
     assert_eq!(cluster().to_toml(), CLUSTER);
+    let of_two_sockets = Topology { numa_cores: vec![16, 16], ..cluster() };
+    assert_eq!(Topology::parse(&of_two_sockets.to_toml()), Ok(of_two_sockets));
 }
 
 #[test]

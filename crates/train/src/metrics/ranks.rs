@@ -17,6 +17,10 @@ pub struct RankRecord {
     pub node_bytes: u64,
     /// Bytes sent to ranks of other nodes.
     pub cluster_bytes: u64,
+    /// Milliseconds, of `standing_ms`, of sums and gathers among ranks that hold matrices between them.
+    pub tensor_ms: f64,
+    /// Bytes sent in these.
+    pub tensor_bytes: u64,
 }
 
 /// All ranks in one step, in their order.
@@ -27,27 +31,35 @@ pub struct RanksRecord {
 }
 
 /// The figures of a rank, as their names in JSON go on after `ranks/`.
-const FIGURES: [&str; 6] = ["work_ms", "standing_ms", "gradients_ms", "update_ms", "node_bytes", "cluster_bytes"];
+const FIGURES: [&str; NUM_FIGURES] =
+    ["work_ms", "standing_ms", "gradients_ms", "update_ms", "node_bytes", "cluster_bytes", "tensor_ms", "tensor_bytes"];
+
+/// How many they are.
+pub(crate) const NUM_FIGURES: usize = 8;
 
 impl RankRecord {
     /// The figures in a fixed order; bytes are exact up to 2^53.
     #[must_use]
-    pub fn to_numbers(&self) -> [f64; 6] {
-        let Self { work_ms, standing_ms, gradients_ms, update_ms, node_bytes, cluster_bytes } = *self;
-        [work_ms, standing_ms, gradients_ms, update_ms, node_bytes as f64, cluster_bytes as f64]
+    pub fn to_numbers(&self) -> [f64; NUM_FIGURES] {
+        let Self { work_ms, standing_ms, gradients_ms, update_ms, tensor_ms, .. } = *self;
+        let [node, cluster, tensor] =
+            [self.node_bytes, self.cluster_bytes, self.tensor_bytes].map(|bytes| bytes as f64);
+        [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor]
     }
 
     /// What [`to_numbers`](Self::to_numbers) made numbers of.
     #[must_use]
-    pub fn from_numbers([work_ms, standing_ms, gradients_ms, update_ms, node, cluster]: [f64; 6]) -> Self {
-        let (node_bytes, cluster_bytes) = (node as u64, cluster as u64);
-        Self { work_ms, standing_ms, gradients_ms, update_ms, node_bytes, cluster_bytes }
+    pub fn from_numbers(numbers: [f64; NUM_FIGURES]) -> Self {
+        let [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor] = numbers;
+        let [node_bytes, cluster_bytes, tensor_bytes] = [node, cluster, tensor].map(|bytes| bytes as u64);
+        Self { work_ms, standing_ms, gradients_ms, update_ms, node_bytes, cluster_bytes, tensor_ms, tensor_bytes }
     }
 }
 
 impl RanksRecord {
     /// Names of [`scalars`](Self::scalars), after `ranks/`.
-    pub(super) const SCALARS: [&str; 5] = ["imbalance", "waiting_ms", "standing_ms_mean", "node_mb", "cluster_mb"];
+    pub(super) const SCALARS: [&str; 7] =
+        ["imbalance", "waiting_ms", "standing_ms_mean", "node_mb", "cluster_mb", "tensor_ms_mean", "tensor_mb"];
 
     /// How far the busiest rank is above the mean: its work over the mean work, 1 when even.
     #[must_use]
@@ -71,7 +83,7 @@ impl RanksRecord {
     }
 
     /// The figures of all ranks together; bytes are sums, in millions.
-    pub(super) fn scalars(&self) -> [f64; 5] {
+    pub(super) fn scalars(&self) -> [f64; 7] {
         let megabytes = |bytes: fn(&RankRecord) -> u64| self.ranks.iter().map(bytes).sum::<u64>() as f64 / 1e6;
         [
             self.imbalance(),
@@ -79,6 +91,8 @@ impl RanksRecord {
             self.mean(|rank| rank.standing_ms),
             megabytes(|rank| rank.node_bytes),
             megabytes(|rank| rank.cluster_bytes),
+            self.mean(|rank| rank.tensor_ms),
+            megabytes(|rank| rank.tensor_bytes),
         ]
     }
 
@@ -97,18 +111,16 @@ impl RanksRecord {
         FIGURES.iter().enumerate().map(list).collect()
     }
 
-    /// Of the fields of a JSON line; `None` if it has none of ranks.
+    /// Of the fields of a JSON line; `None` if it has none of ranks. A figure that an older run did not write is 0.
     pub(super) fn parse(fields: &Map<String, Value>) -> Option<Self> {
         let list = |name: &str| fields.get(&format!("ranks/{name}"))?.as_array();
-        let lists = FIGURES.iter().map(|name| list(name)).collect::<Option<Vec<_>>>()?;
+        let num_ranks = list(FIGURES[0])?.len();
+        let lists = FIGURES.map(list);
         let of_rank = |rank: usize| {
-            let mut numbers = [0.0; 6];
-            for (number, list) in numbers.iter_mut().zip(&lists) {
-                *number = list.get(rank).and_then(Value::as_f64).unwrap_or(f64::NAN);
-            }
-            RankRecord::from_numbers(numbers)
+            let number = |list: &Value| list.as_f64().unwrap_or(f64::NAN);
+            RankRecord::from_numbers(lists.map(|list| list.map_or(0.0, |list| list.get(rank).map_or(f64::NAN, number))))
         };
-        Some(Self { ranks: (0..lists[0].len()).map(of_rank).collect() })
+        Some(Self { ranks: (0..num_ranks).map(of_rank).collect() })
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::Ranks;
 use crate::error::TrainError;
-use crate::metrics::RankRecord;
+use crate::metrics::{NUM_FIGURES, RankRecord};
 use crate::trace;
 
 /// The tag of traces on their way to the root.
@@ -14,13 +14,20 @@ impl Ranks {
     /// Everybody's record of a step, in the order of ranks.
     pub(crate) fn all_records(&self, own: &RankRecord) -> Result<Vec<RankRecord>, TrainError> {
         let all = self.all_values(&own.to_numbers())?;
-        let record = |numbers: &[f64; 6]| RankRecord::from_numbers(*numbers);
-        Ok(all.as_chunks::<6>().0.iter().map(record).collect())
+        let record = |numbers: &[f64; NUM_FIGURES]| RankRecord::from_numbers(*numbers);
+        Ok(all.as_chunks::<NUM_FIGURES>().0.iter().map(record).collect())
     }
 
     /// Brings the events of all ranks to the root, which writes them.
     pub(crate) fn write_trace(&self, path: &Path) -> Result<(), TrainError> {
-        let own = trace::events(self.world.rank(), &self.meter.take_spans());
+        let num_left_out = self.meter.num_left_out();
+        let own = trace::events(self.world.rank(), &self.meter.take_spans(), num_left_out);
+        let left_out = self.all_values(&[num_left_out])?.into_iter().sum::<u64>();
+        if self.is_root() && left_out > 0 {
+            tracing::warn!(
+                "the trace ends before the run: {left_out} later spans of time are not in it; fewer steps would fit"
+            );
+        }
         let lens = self.all_values(&[own.len() as u64])?;
         if !self.is_root() {
             return Ok(self.world.send(own.as_bytes(), 0, TAG)?);

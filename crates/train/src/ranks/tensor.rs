@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use moeworks_comm::{CommError, Communicator};
+use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
 use moeworks_model::{Decoder, ModelConfig, TensorRanks, is_of_experts};
 
 use super::Ranks;
@@ -15,6 +15,8 @@ pub(super) struct TensorGroups {
     group: Arc<dyn Communicator>,
     /// The ranks at the same place of such groups.
     peers: Box<dyn Communicator>,
+    /// What goes through the group.
+    meter: Arc<Meter>,
 }
 
 /// What they hold between them of a model.
@@ -28,7 +30,8 @@ impl TensorGroups {
     /// Those of the rank at place `at` of group `number` among those of `comm`. All ranks call this.
     pub(super) fn new(comm: &dyn Communicator, (number, at): (usize, usize)) -> Result<Self, CommError> {
         let (group, peers) = (super::part(comm, number, at)?, super::part(comm, at, number)?);
-        Ok(Self { group: Arc::from(group), peers })
+        let meter = Arc::new(Meter::new(false));
+        Ok(Self { group: Arc::new(Metered::new(group, Arc::clone(&meter))), peers, meter })
     }
 }
 
@@ -50,6 +53,11 @@ impl Ranks {
     /// What this rank holds with others, if it does so.
     pub(super) fn tensor_ranks(&self) -> Option<&TensorRanks> {
         self.tensor_part.get().map(|part| &part.ranks)
+    }
+
+    /// What went through the group of ranks with the same sequences since the last call.
+    pub(crate) fn take_tensor_totals(&self) -> Totals {
+        self.tensor.as_ref().map_or_else(Totals::default, |groups| groups.meter.take_totals())
     }
 
     /// The ranks that hold the tensor `name` as this one does, and over which its gradient is summed.

@@ -29,7 +29,11 @@ impl Page<'_> {
         };
         let mut waiting = self.chart(
             "Waiting of ranks",
-            vec![line("for the slowest", "waiting_ms", ORANGE), line("in communication", "standing_ms_mean", VIOLET)],
+            vec![
+                line("for the slowest", "waiting_ms", ORANGE),
+                line("in communication", "standing_ms_mean", VIOLET),
+                line("of that, over cut matrices", "tensor_ms_mean", BLUE),
+            ],
         );
         waiting.note = "Milliseconds of a step, in the mean over ranks.".to_owned();
         let mut imbalance = self.chart("Imbalance of ranks", vec![line("busiest over mean", "imbalance", BLUE)]);
@@ -50,12 +54,12 @@ fn table(ranks: &RanksRecord, step: u64) -> String {
     let mut html = format!(
         "<div class=\"card wide\"><h3>Rank by rank</h3><p>Step {}, in milliseconds.</p><div class=\"scroll\"><table><thead>\
          <tr><th>Rank</th><th>Forward and backward</th><th>Sum of gradients</th><th>Optimizer</th><th>In communication</th>\
-         <th>Sent inside its node</th><th>Sent to others</th></tr></thead><tbody>",
+         <th>Of it over cut matrices</th><th>Sent inside its node</th><th>Sent to others</th></tr></thead><tbody>",
         grouped(step)
     );
     for (rank, record) in ranks.ranks.iter().enumerate().take(MAX_ROWS) {
         let _ = write!(html, "<tr><td>{rank}</td>");
-        for time in [record.work_ms, record.gradients_ms, record.update_ms, record.standing_ms] {
+        for time in [record.work_ms, record.gradients_ms, record.update_ms, record.standing_ms, record.tensor_ms] {
             let _ = write!(html, "<td>{}</td>", short(time, Unit::Plain));
         }
         let _ = write!(html, "<td>{}</td><td>{}</td></tr>", bytes(record.node_bytes), bytes(record.cluster_bytes));

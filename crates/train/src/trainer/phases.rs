@@ -20,6 +20,7 @@ impl<'a> Phases<'a> {
         if let Some(ranks) = ranks {
             // What was before belongs to no step.
             ranks.meter().take_totals();
+            ranks.take_tensor_totals();
         }
         Self { ranks, start: Instant::now(), record: RankRecord::default() }
     }
@@ -56,6 +57,9 @@ impl<'a> Phases<'a> {
         self.record.standing_ms += totals.standing_s * 1e3;
         self.record.node_bytes += totals.node_bytes;
         self.record.cluster_bytes += totals.cluster_bytes;
+        let of_matrices = ranks.take_tensor_totals();
+        self.record.tensor_ms += of_matrices.standing_s * 1e3;
+        self.record.tensor_bytes += of_matrices.node_bytes + of_matrices.cluster_bytes;
         totals
     }
 
