@@ -1,20 +1,24 @@
 //! Attention of a single query to each sequence, which is a step of decoding: the keys are divided as well (Dao et al.,
 //! "Flash-Decoding", 2023), since the time is that of reading them.
 //!
-//! A task takes a range of keys for all heads, so that keys and values are read from one end to the other as they lie, and
-//! leaves for each head the maximum of its scores, the sum of their exponentials and the weighted sum of values. These are
-//! joined in the order of the ranges. The ranges are cut by the number of keys alone. Scores are times log2(e).
+//! A task takes a range of keys for all heads, so that keys and values are read from one end to the other as they lie, some at a
+//! time: few queries meet each, as in [products of few rows](crate::few_rows). It leaves for each head the maximum of its scores, the
+//! sum of their exponentials and the weighted sum of values. These are joined in the order of the ranges. The ranges are cut by the
+//! number of keys alone. Scores are times log2(e).
 
 use std::f32::consts::{LN_2, LOG2_E};
-use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use crate::Context;
+use crate::few_rows::axpy;
+use crate::few_rows::dot::dots;
+use crate::few_rows::rows::{Weight, block_len, spread};
+use crate::gemm::kernel::prefetch_far;
 use crate::parallel::{Lent, piece_range};
-use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
+use crate::simd::{Float, LANES, Level, kernel, sum_lanes, with_float};
 use crate::vmath::exp2_falling;
+use crate::{Context, Isa};
 
 /// Keys of the shortest range.
 const MIN_KEYS: usize = 32;
@@ -37,16 +41,17 @@ pub(super) fn run(
     let keys_per_range = seen.len().div_ceil(MAX_RANGES).next_multiple_of(MIN_KEYS);
     let num_ranges = seen.len().div_ceil(keys_per_range);
     let (heads, part) = (shape.num_heads, VALUES + shape.value_dim);
-    let q = scaled(q, shape.scale * LOG2_E);
     let mut parts = ctx.empty(&[shape.batch * num_ranges, heads * part], DType::F32);
     with_float!(k.dtype(), K => with_float!(v.dtype(), V => {
+        let isa = isa_for(ctx.isa(), q.dtype());
+        let queries = Queries::of::<K>(isa, q, shape);
         let (k, v) = (k.slice::<K>(), v.slice::<V>());
         ctx.threads().run_pieces(parts.f32s_mut(), heads * part, |task, parts| {
             let (batch, range) = (task / num_ranges, piece_range(task % num_ranges, keys_per_range, seen.len()));
-            let keys = batch * shape.kv_capacity + seen.start + range.start;
-            let keys = keys..keys + range.len();
-            let q = &q[batch * heads * shape.head_dim..][..heads * shape.head_dim];
-            range_kernel::<K, V>(ctx.isa(), shape, q, k, v, keys, parts);
+            let first = batch * shape.kv_capacity + seen.start + range.start;
+            let rows = |width: usize| first * shape.num_kv_heads * width..(first + range.len()) * shape.num_kv_heads * width;
+            let (k, v) = (&k[rows(shape.head_dim)], &v[rows(shape.value_dim)]);
+            range_kernel::<K, V>(isa, shape, queries.of_sequence(batch), k, v, parts);
         });
     }));
     let (parts, lse) = (parts.f32s(), Lent::new(lse.f32s_mut()));
@@ -64,65 +69,160 @@ pub(super) fn run(
     });
 }
 
-/// The queries in f32, scaled.
-fn scaled(q: &Tensor, scale: f32) -> Vec<f32> {
-    let mut q = q.to_f32_vec();
-    q.iter_mut().for_each(|x| *x *= scale);
-    q
+/// Queries that are not bf16 are not to be rounded: then pairs are not multiplied.
+fn isa_for(isa: Isa, queries: DType) -> Isa {
+    if queries == DType::BF16 { isa } else { isa.min(Isa::Avx512) }
+}
+
+/// The queries of all sequences, those that share a key head as [`spread`] lays them out.
+struct Queries {
+    values: Vec<f32>,
+    per_sequence: usize,
+}
+
+impl Queries {
+    fn of<K: Weight>(isa: Isa, q: &Tensor, shape: &AttentionShape) -> Self {
+        let (h, group) = (shape.head_dim, shape.num_heads / shape.num_kv_heads);
+        let padded = h.next_multiple_of(block_len(isa));
+        let mut room = vec![0.0; padded];
+        let mut values = vec![0.0; q.len() / h * padded];
+        for (q, values) in q.to_f32_vec().chunks_exact(group * h).zip(values.chunks_exact_mut(group * padded)) {
+            for (row, q) in q.chunks_exact(h).enumerate() {
+                room[..h].copy_from_slice(q);
+                spread::<K>(isa, &room, row, group, values);
+            }
+        }
+        Self { values, per_sequence: shape.num_heads * padded }
+    }
+
+    fn of_sequence(&self, index: usize) -> &[f32] {
+        &self.values[index * self.per_sequence..][..self.per_sequence]
+    }
 }
 
 kernel! {
-    /// What the keys `keys` (rows of `k` and `v`) leave of each head.
-    fn range_kernel<S: Level, K: Float, V: Float>(
+    bf16
+    /// What the keys `k` and values `v` of some tokens leave of each head, in `parts`.
+    fn range_kernel<S: Level, K: Weight, V: Weight>(
         shape: &AttentionShape,
-        q: &[f32],
+        queries: &[f32],
         k: &[K],
         v: &[V],
-        keys: Range<usize>,
         parts: &mut [f32],
     ) {
-        let AttentionShape { num_heads, num_kv_heads, head_dim, value_dim, .. } = *shape;
-        let (group, part) = (num_heads / num_kv_heads, VALUES + value_dim);
-        let mut scores = vec![0.0_f32; keys.len() * num_heads];
-        let rows = k[keys.start * num_kv_heads * head_dim..].chunks_exact(num_kv_heads * head_dim);
-        for (scores, row) in scores.chunks_exact_mut(num_heads).zip(rows) {
-            for (head, score) in scores.iter_mut().enumerate() {
-                let key = &row[head / group * head_dim..][..head_dim];
-                *score = dot::<S, K>(&q[head * head_dim..][..head_dim], key);
-            }
+        let AttentionShape { num_heads, num_kv_heads, value_dim, scale, .. } = *shape;
+        let num_keys = k.len() / (num_kv_heads * shape.head_dim);
+        let mut scores = vec![0.0_f32; num_heads * num_keys];
+        scores_of::<S, K>(shape, queries, k, &mut scores);
+        let block = 2 * S::WIDTH;
+        let mut sums = vec![0.0_f32; num_heads * value_dim.next_multiple_of(block)];
+        let stride = sums.len() / num_heads;
+        let of_heads = parts.chunks_exact_mut(VALUES + value_dim);
+        for (scores, part) in scores.chunks_exact_mut(num_keys).zip(of_heads) {
+            (part[0], part[1]) = exponentials::<S>(scores, scale * LOG2_E);
         }
-        for (head, part) in parts.chunks_exact_mut(part).enumerate() {
-            let scores = scores[head..].iter().step_by(num_heads);
-            part[0] = scores.fold(LEAST, |max, &score| if score > max { score } else { max });
-            part[1..].fill(0.0);
-        }
-        let rows = v[keys.start * num_kv_heads * value_dim..].chunks_exact(num_kv_heads * value_dim);
-        for (scores, row) in scores.chunks_exact(num_heads).zip(rows) {
-            for (head, (&score, part)) in scores.iter().zip(parts.chunks_exact_mut(part)).enumerate() {
-                let weight = exp2_falling::<S>(score - part[0]);
-                part[1] += weight;
-                let values = &row[head / group * value_dim..][..value_dim];
-                for (sum, value) in part[VALUES..].iter_mut().zip(values) {
-                    *sum = S::mul_add(weight, value.load(), *sum);
-                }
+        weigh_values::<S, V>(shape, &scores, v, &mut sums);
+        let of_heads = parts.chunks_exact_mut(VALUES + value_dim);
+        for (sums, part) in sums.chunks_exact(stride).zip(of_heads) {
+            for (i, to) in part[VALUES..].iter_mut().enumerate() {
+                *to = sums[i / block * block + V::place(i % block, S::WIDTH)];
             }
         }
     }
 }
 
-#[inline(always)]
-fn dot<S: crate::simd::Level, T: Float>(a: &[f32], b: &[T]) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (a, b) in a.iter().zip(b) {
-        for i in 0..LANES {
-            lanes[i] = S::mul_add(a[i], b[i].load(), lanes[i]);
+/// Keys that are asked for before they are needed.
+const KEYS_AHEAD: usize = 8;
+
+/// Calls [`dots`] with the numbers of keys and of queries as constants.
+macro_rules! by_size {
+    ($size:expr, $K:ident, $keys:expr, $depth:expr, $a:expr, $put:expr, $($n:literal: $($r:literal)*),*) => {
+        match $size {
+            $($(($n, $r) => dots::<S, $K, $n, $r>(std::array::from_fn($keys), $depth, $a, $put),)*)*
+            _ => unreachable!("keys and queries are taken by fours, twos and ones"),
         }
+    };
+}
+
+/// `scores [H, keys]`, the products of queries and keys. Some keys at a time, as they lie, meet the queries that share them.
+#[inline(always)]
+fn scores_of<S: Level, K: Weight>(shape: &AttentionShape, queries: &[f32], k: &[K], scores: &mut [f32]) {
+    let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = *shape;
+    let (group, row, words) = (num_heads / num_kv_heads, num_kv_heads * head_dim, K::block_words::<S>());
+    let (num_keys, padded) = (scores.len() / num_heads, queries.len() / num_heads);
+    assert!(k.len() >= num_keys * row && padded >= head_dim.div_ceil(2 * S::WIDTH) * words, "queries and keys");
+    let most = if S::WIDTH >= 16 { 4 } else { 2 };
+    let mut first = 0;
+    while first < num_keys {
+        let count = if first + most <= num_keys { most } else { 1 };
+        for kv_head in 0..num_kv_heads {
+            let keys = k[first * row + kv_head * head_dim..].as_ptr();
+            for key in KEYS_AHEAD..KEYS_AHEAD + count {
+                for line in (0..head_dim).step_by(64 / size_of::<K>()) {
+                    prefetch_far(keys.wrapping_add(key * row + line).cast());
+                }
+            }
+            for head in (0..group).step_by(most) {
+                let a = queries[kv_head * group * padded + head * words..].as_ptr();
+                let to = (kv_head * group + head) * num_keys + first;
+                let put = |n: usize, r: usize, score| scores[to + r * num_keys + n] = score;
+                let keys = |n: usize| keys.wrapping_add(n * row);
+                let size = (count, (group - head).min(most));
+                // SAFETY: `count` keys from `first` on exist, and the group's queries are blocks that alternate, as asserted.
+                unsafe {
+                    by_size!(size, K, keys, head_dim, (a, group), put, 4: 1 2 3 4, 2: 1 2, 1: 1 2 3 4);
+                }
+            }
+        }
+        first += count;
     }
-    for ((lane, a), b) in lanes.iter_mut().zip(a_rest).zip(b_rest) {
-        *lane = S::mul_add(*a, b.load(), *lane);
+}
+
+/// Scales scores and replaces them by powers of two relative to the largest; that one, and their sum.
+#[inline(always)]
+fn exponentials<S: Level>(scores: &mut [f32], scale: f32) -> (f32, f32) {
+    scores.iter_mut().for_each(|score| *score *= scale);
+    let max = scores.iter().fold(LEAST, |max, &score| if score > max { score } else { max });
+    scores.iter_mut().for_each(|score| *score = exp2_falling::<S>(*score - max));
+    let mut lanes = [0.0; LANES];
+    let (whole, rest) = scores.as_chunks::<LANES>();
+    whole.iter().for_each(|scores| lanes.iter_mut().zip(scores).for_each(|(lane, score)| *lane += score));
+    (max, sum_lanes(lanes) + rest.iter().sum::<f32>())
+}
+
+/// Adds the values, times their weights `[H, keys]`, to `sums`, a row of whole blocks for each head.
+#[inline(always)]
+fn weigh_values<S: Level, V: Weight>(shape: &AttentionShape, weights: &[f32], v: &[V], sums: &mut [f32]) {
+    let AttentionShape { num_heads, num_kv_heads, value_dim, .. } = *shape;
+    let (group, row) = (num_heads / num_kv_heads, num_kv_heads * value_dim);
+    let (num_keys, stride) = (weights.len() / num_heads, sums.len() / num_heads);
+    assert!(v.len() >= num_keys * row && stride >= value_dim.next_multiple_of(2 * S::WIDTH), "values and their sums");
+    // With one query a key the sums are read and written as often as the values: fewer streams are faster.
+    let most = if S::WIDTH >= 16 && group > 1 { 8 } else { 4 };
+    let mut first = 0;
+    while first < num_keys {
+        let count = if first + most <= num_keys { most } else { 1 };
+        for kv_head in 0..num_kv_heads {
+            let head = kv_head * group;
+            let rows = axpy::Rows {
+                weights: v[kv_head * value_dim..].as_ptr(),
+                stride: row,
+                columns: value_dim,
+                a: weights[head * num_keys..].as_ptr(),
+                a_stride: num_keys,
+            };
+            let to = (sums[head * stride..].as_mut_ptr(), stride, group);
+            // SAFETY: `count` values from `first` on, their weights and whole blocks of the heads' sums exist, as asserted.
+            unsafe {
+                match count {
+                    8 => rows.add::<S, 8>(first, to),
+                    4 => rows.add::<S, 4>(first, to),
+                    _ => rows.add::<S, 1>(first, to),
+                }
+            }
+        }
+        first += count;
     }
-    sum_lanes(lanes)
 }
 
 kernel! {

@@ -57,12 +57,13 @@ kernel! {
     }
 }
 
-struct Rows<T> {
-    weights: *const T,
-    stride: usize,
-    columns: usize,
-    a: *const f32,
-    a_stride: usize,
+/// Rows of weights, and the factors of each row of the result.
+pub(crate) struct Rows<T> {
+    pub(crate) weights: *const T,
+    pub(crate) stride: usize,
+    pub(crate) columns: usize,
+    pub(crate) a: *const f32,
+    pub(crate) a_stride: usize,
 }
 
 impl<T: Weight> Rows<T> {
@@ -71,7 +72,11 @@ impl<T: Weight> Rows<T> {
     /// # Safety
     /// The rows, their factors and whole blocks of the result's rows must exist.
     #[inline(always)]
-    unsafe fn add<S: Level, const N: usize>(&self, k: usize, (to, to_stride, num_rows): (*mut f32, usize, usize)) {
+    pub(crate) unsafe fn add<S: Level, const N: usize>(
+        &self,
+        k: usize,
+        (to, to_stride, num_rows): (*mut f32, usize, usize),
+    ) {
         let block = 2 * S::WIDTH;
         // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy.
         unsafe {

@@ -167,17 +167,10 @@ impl<T: Weight> Part<'_, T> {
                 return;
             }
         }
-        for (n, sums) in sums.iter().enumerate() {
-            let mut put = |r: usize, sum: f32| {
-                let row = first + r;
-                tiles[row / MAX_ROWS * panel.tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = sum;
-            };
-            let (fours, rest) = sums.as_chunks::<4>();
-            for (index, &four) in fours.iter().enumerate() {
-                (4 * index..).zip(S::totals(four)).for_each(|(r, sum)| put(r, sum));
-            }
-            (4 * fours.len()..).zip(rest).for_each(|(r, &sum)| put(r, S::total(sum)));
-        }
+        totals::<S, N, R>(&sums, |n, r, sum| {
+            let row = first + r;
+            tiles[row / MAX_ROWS * panel.tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = sum;
+        });
     }
 
     /// Adds the products of this part of the depth, block by block.
@@ -221,6 +214,62 @@ impl<T: Weight> Part<'_, T> {
             }
         }
     }
+}
+
+/// `put(n, r, sum)` with the sum of row n of weights and row r of A, each over the lanes: four at a time, of rows of A, or of rows of
+/// weights where there are more of these.
+#[inline(always)]
+fn totals<S: Level, const N: usize, const R: usize>(
+    sums: &[[S::Vector; R]; N],
+    mut put: impl FnMut(usize, usize, f32),
+) {
+    let by_weights = R < 4 && N.is_multiple_of(4);
+    let (outer, inner) = if by_weights { (R, N) } else { (N, R) };
+    let place = |o: usize, i: usize| if by_weights { (i, o) } else { (o, i) };
+    let sum_at = |(n, r): (usize, usize)| sums[n][r];
+    for o in 0..outer {
+        let whole = inner / 4 * 4;
+        for i in (0..whole).step_by(4) {
+            let four = S::totals(std::array::from_fn(|lane| sum_at(place(o, i + lane))));
+            for (lane, sum) in four.into_iter().enumerate() {
+                let (n, r) = place(o, i + lane);
+                put(n, r, sum);
+            }
+        }
+        for i in whole..inner {
+            let (n, r) = place(o, i);
+            put(n, r, S::total(sum_at((n, r))));
+        }
+    }
+}
+
+/// `put(n, r, sum)` with the products of `N` rows of `depth` weights with `R` rows of A, which [`spread`](super::rows::spread) laid
+/// out among `num_rows`.
+///
+/// # Safety
+/// The rows of weights must be readable, and at `a` the blocks of the rows of A from the first of these on.
+#[inline(always)]
+pub(crate) unsafe fn dots<S: Level, T: Weight, const N: usize, const R: usize>(
+    weights: [*const T; N],
+    depth: usize,
+    (mut a, num_rows): (*const f32, usize),
+    put: impl FnMut(usize, usize, f32),
+) {
+    let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
+    let mut sums = [[S::splat(0.0); R]; N];
+    let whole = depth / block * block;
+    // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy.
+    unsafe {
+        for at in (0..whole).step_by(block) {
+            step::<S, T, N, R>(&mut sums, weights.map(|row| row.add(at)), a);
+            a = a.add(num_rows * words);
+        }
+        if whole < depth {
+            let last = weights.map(|row| partial_block(std::slice::from_raw_parts(row.add(whole), depth - whole)));
+            step::<S, T, N, R>(&mut sums, last.each_ref().map(|last| last.as_ptr()), a);
+        }
+    }
+    totals::<S, N, R>(&sums, put);
 }
 
 /// Adds a block's products to the sums of some rows of weights. Weights stay in registers while each vector of A is loaded once.

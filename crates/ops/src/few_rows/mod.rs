@@ -15,10 +15,10 @@
 //! Which groups come here depends on their rows alone ([`takes`]). A row's result can therefore differ in the last bits
 //! between a group of few rows and one of many, as it does between instruction sets.
 
-mod axpy;
-mod dot;
+pub(crate) mod axpy;
+pub(crate) mod dot;
 mod outer;
-mod rows;
+pub(crate) mod rows;
 
 use std::ops::Range;
 

@@ -7,7 +7,7 @@ use crate::gemm::source::{Elements, Source};
 use crate::simd::{Float, Level, kernel};
 
 /// An element type of weights. Weights are fetched in blocks of two vectors.
-pub(super) trait Weight: Float {
+pub(crate) trait Weight: Float {
     /// The elements of a block, widened. Where the type is narrower than f32 they come in another order, which
     /// [`place`](Self::place) tells.
     ///
@@ -104,7 +104,7 @@ kernel! {
     bf16
     /// Spreads a row of whole blocks over `to`, where blocks of `num_rows` rows alternate: block b of row `row` comes at
     /// place `b * num_rows + row`, its elements in the order of the weights' vectors, or as pairs.
-    pub(super) fn spread<S: Level, T: Weight>(from: &[f32], row: usize, num_rows: usize, to: &mut [f32]) {
+    pub(crate) fn spread<S: Level, T: Weight>(from: &[f32], row: usize, num_rows: usize, to: &mut [f32]) {
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         for (from, to) in from.chunks_exact(block).zip(to.chunks_exact_mut(num_rows * words)) {
             let to = &mut to[row * words..][..words];
@@ -120,7 +120,7 @@ kernel! {
 }
 
 /// Elements of a block on an instruction set.
-pub(super) fn block_len(isa: crate::Isa) -> usize {
+pub(crate) fn block_len(isa: crate::Isa) -> usize {
     width_kernel(isa)
 }
 
