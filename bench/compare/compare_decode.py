@@ -2,10 +2,10 @@
 the same weights, in turn, in one run.
 
 The weights are drawn once, saved in bf16 as a model folder, and written to GGUF files in bf16, Q8_0 and Q4_0 by llama.cpp's
-own package. Every contender runs in a process of its own: 512 tokens of prefill (the best of 3), then 41 tokens decoded
+own package, and in Q4_K_M by llama.cpp itself. Every contender runs in a process of its own: 512 tokens of prefill (the best of 3), then 41 tokens decoded
 behind 32 others (the median). llama.cpp comes from the package `cyllama`, whose wheel says which instruction sets it uses.
 
-    compare_decode.py [--rounds N] [--threads N] [--types bf16 q8_0 q4_0]
+    compare_decode.py [--rounds N] [--threads N] [--types bf16 q8_0 q4_0 q4_k_m]
 """
 
 import argparse
@@ -83,6 +83,31 @@ def make_gguf(folder: pathlib.Path, file: pathlib.Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def make_mixture(source: pathlib.Path, file: pathlib.Path, kind: str) -> None:
+    """Has llama.cpp write a file in one of its mixtures of types."""
+    from cyllama.llama import llama_cpp as lib
+
+    params = lib.LlamaModelQuantizeParams()
+    params.ftype = {"q4_k_m": 15}[kind]
+    lib.model_quantize(str(source), str(file), params)
+
+
+def make_file(folder: pathlib.Path, file: pathlib.Path, kind: str) -> bool:
+    """Writes the GGUF file of a kind; false if that takes llama.cpp and it is not there."""
+    if not kind.endswith("_m"):
+        make_gguf(folder, file, kind)
+        return True
+    source = file.with_name("bf16.gguf")
+    if not source.exists():
+        make_gguf(folder, source, "bf16")
+    try:
+        make_mixture(source, file, kind)
+    except ImportError:
+        print(f"{kind}: llama.cpp, which writes such files, is not there", file=sys.stderr)
+        return False
+    return True
 
 
 def timed(prefill, decode) -> dict:
@@ -176,7 +201,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--types", nargs="*", default=["bf16", "q8_0", "q4_0"])
+    parser.add_argument("--types", nargs="*", default=["bf16", "q8_0", "q4_0", "q4_k_m"])
     parser.add_argument("--work", help="folder for the models, which are kept there (default: one that is removed)")
     args = parser.parse_args()
     if args.one:
@@ -194,8 +219,8 @@ def main() -> None:
         threads = str(args.threads)
         for kind in args.types:
             file = work / f"{kind}.gguf"
-            if not file.exists():
-                make_gguf(folder, file, kind)
+            if not file.exists() and not make_file(folder, file, kind):
+                continue
             contenders = {"moeworks": lambda: moeworks_times(file, args.threads),
                           "llama.cpp": lambda: apart("llama.cpp", str(file), threads)}
             if kind == "bf16":

@@ -6,8 +6,11 @@
 
 use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::embedding::{embedding, embedding_backward};
-use moeworks_ops::head_loss::IGNORE;
-use moeworks_ops::linear::Write;
+use moeworks_ops::head_loss::{
+    HeadGrads, HeadLoss, IGNORE, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part,
+    head_loss_biased, head_loss_of_part,
+};
+use moeworks_ops::linear::{Write, linear};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -271,7 +274,13 @@ impl Decoder {
             watch(i, saved);
             layers.push(saved.stats());
         });
-        let loss = self.head_loss(ctx, weights, &x, batch.targets);
+        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+        let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
+        let head = (head, weights.head_bias.as_ref());
+        let loss = match &self.tensor {
+            None => head_loss_biased(ctx, &normed, head, batch.targets),
+            Some(ranks) => ranks.with_vocabulary(|part| head_loss_of_part(ctx, &normed, head, batch.targets, part)),
+        };
         self.merge_stats(&mut layers);
         let (router, _) = router_losses(&layers, (&self.config.router, self.config.top_k), &PassOptions::default());
         self.pass_stats(loss, router, layers)
@@ -384,6 +393,30 @@ impl Decoder {
         Pass { relative, memory, tensor: self.tensor.as_ref(), ..pass }
     }
 
+    fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
+        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+        let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
+        let mut logits = linear(ctx, &normed, head, DType::F32);
+        if let Some(bias) = &weights.head_bias {
+            elementwise::add_rows(ctx, &mut logits, bias);
+        }
+        logits
+    }
+
+    /// What the output projection multiplies: the last norm's result over the logits' divisor, and the norm's statistics.
+    fn head_input(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
+        let (mut normed, statistics) = self.final_norm().forward(ctx, &weights.final_norm, x, dtype);
+        let divisor = self.config.variant.logits_divisor;
+        if divisor != 1.0 {
+            elementwise::scale_assign(ctx, &mut normed, 1.0 / divisor);
+        }
+        (normed, statistics)
+    }
+
+    fn final_norm(&self) -> Norm {
+        Norm { eps: self.config.norm_eps }
+    }
+
     /// The embedded tokens `[T, D]` f32.
     fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: &[u32]) -> Tensor {
         let mut x = match &self.tensor {
@@ -443,6 +476,44 @@ impl Decoder {
         let (dx, task) = self.attention[i].backward(pass, weights, (input, attention), &d_middle, write, grads);
         task.run(pass.ctx, write, &mut grads.attention);
         dx
+    }
+
+    /// The loss and the gradient of the residual stream after the last layer.
+    fn head_backward(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        x: &Tensor,
+        targets: &[u32],
+        (grad_scale, write): (f32, Write),
+        grads: &mut DecoderWeights,
+    ) -> (HeadLoss, Tensor) {
+        let (head, d_head) = match (&weights.head, &mut grads.head) {
+            (Some(head), Some(d_head)) => (head, d_head),
+            _ => (&weights.embedding, &mut grads.embedding),
+        };
+        let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
+        let bias = weights.head_bias.as_ref();
+        let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
+        let (head, how) = ((head, bias), (grad_scale, write));
+        let (loss, mut d_normed) = match &self.tensor {
+            None => head_loss_backward_biased(ctx, &normed, head, targets, how, into),
+            Some(ranks) => {
+                let backward = |part: &mut VocabularyPart<'_>| {
+                    head_loss_backward_of_part(ctx, &normed, head, targets, (how, part), into)
+                };
+                let (loss, mut d_normed) = ranks.with_vocabulary(backward);
+                ranks.sum(&mut d_normed);
+                (loss, d_normed)
+            }
+        };
+        let divisor = self.config.variant.logits_divisor;
+        if divisor != 1.0 {
+            elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);
+        }
+        let (norm, d_norm) = (&weights.final_norm, &mut grads.final_norm);
+        let dx = self.final_norm().backward(ctx, norm, (x, &statistics), &d_normed, write, d_norm);
+        (loss, dx)
     }
 
     /// Fails if the model is one that can be used but not trained.

@@ -5,10 +5,6 @@
 //! are more ranks than heads of keys and values, several ranks have the same of these. Numbers that do not divide are shared out
 //! with one more for the first ranks.
 //!
-//! The vocabulary is cut, too: a table of 50,000 rows of 2,048 takes 1.8 GB of every rank in mixed precision (18 bytes a weight with
-//! gradient and moments), and what it costs to cut it are a sum of the embeddings, one of the projection's gradient, and four numbers
-//! of each rank for each token.
-//!
 //! Layers with experts are not cut. There the ranks of a group, which have the same tokens, take a run of them each and are further
 //! ranks with experts (MoE parallel folding, Liu et al., 2504.14960; dropped duplicates of tokens, DeepSpeed-TED, 2303.06318): whole
 //! experts make larger products than slices of all, and no token is computed twice. Routers and shared experts pass that run alone.
@@ -68,8 +64,7 @@ pub struct Cut {
 }
 
 /// The share of `index` of `num` in `len` things: the first have one more where they do not divide.
-#[must_use]
-pub fn even_share(len: usize, num: usize, index: usize) -> Range<usize> {
+pub(crate) fn even_share(len: usize, num: usize, index: usize) -> Range<usize> {
     let start = |index: usize| len / num * index + index.min(len % num);
     start(index)..start(index + 1)
 }

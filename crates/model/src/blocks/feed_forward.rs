@@ -1,6 +1,6 @@
 //! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
 
-use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, MoeWeights, RouterInput};
+use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward,
     experts_bias_grad, experts_forward_biased, experts_weight_grad,
@@ -79,8 +79,32 @@ impl FeedForwardBlock {
         };
         let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
-            (FeedForwardWeights::Moe(w), Some(moe)) => moe_forward(pass, moe, w, &normed, input),
-            (FeedForwardWeights::Dense(w), None) => dense_forward(pass, w, self.activation, &normed),
+            (FeedForwardWeights::Moe(w), Some(moe)) => {
+                let is_whole = input.seq_len > 0;
+                let (y, saved) = match Run::of(pass, is_whole) {
+                    None => moe.forward(ctx, w, &normed, input),
+                    Some(run) => {
+                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &run.of_input(input));
+                        (run.whole(ctx, &y), saved)
+                    }
+                };
+                (y, InnerSaved::Moe(saved, is_whole))
+            }
+            (FeedForwardWeights::Dense(w), None) => {
+                let offsets = [0, normed.rows() as u32];
+                let rows = all_rows(pass, &offsets);
+                // The bias behind a sum over ranks is added once.
+                let zeros = pass.tensor.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
+                let biases = w.biases.as_ref();
+                let of_part =
+                    biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
+                let (mut y, saved) = experts_forward_biased(ctx, &normed, dense(w, self.activation), of_part, rows);
+                if let Some(ranks) = pass.tensor {
+                    let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
+                    ranks.sum_biased(ctx, &mut y, bias.as_ref());
+                }
+                (y, InnerSaved::Dense(saved))
+            }
             _ => panic!("{WRONG_KIND}"),
         };
         add_residual(ctx, &mut y, self.residual_multiplier, x);
@@ -106,7 +130,8 @@ impl FeedForwardBlock {
                 let run = Run::of(pass, is_whole);
                 let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
                 let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad);
-                (run.map_or(dx.clone(), |run| run.whole(ctx, &dx)), FeedForwardGradTask::Moe(task))
+                let dx = run.map_or_else(|| dx.clone(), |run| run.whole(ctx, &dx));
+                (dx, FeedForwardGradTask::Moe(task))
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
                 let offsets = [0, normed.rows() as u32];
@@ -125,41 +150,6 @@ impl FeedForwardBlock {
         elementwise::add_assign(ctx, &mut dx, dy);
         (dx, task)
     }
-}
-
-/// What experts make of `normed [T, D]`: all of it, or this rank's run where others have the same tokens.
-fn moe_forward(
-    pass: &Pass<'_>,
-    moe: &MoeLayer,
-    w: &MoeWeights,
-    normed: &Tensor,
-    input: &RouterInput<'_>,
-) -> (Tensor, InnerSaved) {
-    let (ctx, is_whole) = (pass.ctx, input.seq_len > 0);
-    let (y, saved) = match Run::of(pass, is_whole) {
-        None => moe.forward(ctx, w, normed, input),
-        Some(run) => {
-            let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, normed), &run.of_input(input));
-            (run.whole(ctx, &y), saved)
-        }
-    };
-    (y, InnerSaved::Moe(saved, is_whole))
-}
-
-/// What a dense network makes of `normed [T, D]`, whose hidden numbers may be on several ranks.
-fn dense_forward(pass: &Pass<'_>, w: &DenseWeights, activation: Activation, normed: &Tensor) -> (Tensor, InnerSaved) {
-    let (ctx, offsets) = (pass.ctx, [0, normed.rows() as u32]);
-    let rows = all_rows(pass, &offsets);
-    // The bias behind a sum over ranks is added once.
-    let zeros = pass.tensor.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
-    let biases = w.biases.as_ref();
-    let of_part = biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
-    let (mut y, saved) = experts_forward_biased(ctx, normed, dense(w, activation), of_part, rows);
-    if let Some(ranks) = pass.tensor {
-        let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
-        ranks.sum_biased(ctx, &mut y, bias.as_ref());
-    }
-    (y, InnerSaved::Dense(saved))
 }
 
 fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {

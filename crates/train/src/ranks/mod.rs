@@ -18,7 +18,6 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, share_cores};
-use moeworks_model::even_share;
 use moeworks_moe::ExpertRanks;
 use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 
@@ -179,7 +178,9 @@ impl Ranks {
     /// is no expert between them have the same.
     pub(crate) fn share(&self, num: usize) -> Range<usize> {
         let tp = self.layout.tp;
-        even_share(num, self.world.size() / tp, self.world.rank() / tp)
+        let (n, rank) = (self.world.size() / tp, self.world.rank() / tp);
+        let start = |rank: usize| num / n * rank + rank.min(num % n);
+        start(rank)..start(rank + 1)
     }
 
     /// Fails if a communication of the layers failed.
