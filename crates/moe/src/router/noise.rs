@@ -16,7 +16,7 @@ use super::input::Draw;
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
 /// Rows that are multiplied together.
-const PRODUCT_ROWS: usize = 256;
+const PRODUCT_ROWS: usize = 512;
 /// Elements whose factors are drawn together.
 const BUFFER: usize = 512;
 
