@@ -73,14 +73,20 @@ fn a_run_on_ranks_shows_each_of_them() {
     let run = tempfile::tempdir().unwrap();
     let mut writer = MetricsWriter::create(run.path(), &[]).unwrap();
     for step in 1..=3 {
-        let rank = |work_ms| RankRecord { work_ms, standing_ms: 12.25, node_bytes: 5_000_000, ..RankRecord::default() };
+        let rank = |work_ms| RankRecord {
+            work_ms,
+            standing_ms: 12.25,
+            tensor_ms: 3.5,
+            node_bytes: 5_000_000,
+            ..RankRecord::default()
+        };
         let ranks = Some(RanksRecord { ranks: vec![rank(10.0), rank(30.0)] });
         writer.write(&Record { step, ranks, ..Record::default() }).unwrap();
     }
     let html = report_of(run.path());
     assert_tags_balance(&html);
     assert_is_self_contained(&html);
-    for shown in ["<h2>Ranks</h2>", "<td>1</td><td>30", "<td>12.25</td><td>4.77 MiB", "busiest over mean"] {
+    for shown in ["<h2>Ranks</h2>", "<td>1</td><td>30", "<td>12.25</td><td>3.5</td><td>4.77 MiB", "busiest over mean"] {
         assert!(html.contains(shown), "{shown}");
     }
     let alone = tempfile::tempdir().unwrap();
