@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
+use moeworks_model::gguf::block_types;
 use moeworks_model::{DecoderWeights, ModelConfig};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
@@ -72,6 +73,7 @@ fn stored_bytes(weights: &DecoderWeights) -> BTreeMap<&'static str, u64> {
             DType::U32 => "u32",
             DType::Q8 => "int8",
             DType::Q4 => "int4",
+            other => block_types().find(|(known, _)| *known == other).map_or("blocks", |(_, name)| name),
         };
         *sums.entry(name).or_default() += tensor.num_bytes() as u64;
     }

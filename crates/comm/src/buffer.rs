@@ -78,7 +78,7 @@ unsafe impl Buffer for Tensor {
             DType::F32 => Some(NumberKind::F32),
             DType::BF16 => Some(NumberKind::BF16),
             DType::U32 => Some(NumberKind::U32),
-            DType::Q8 | DType::Q4 => None,
+            _ => None,
         }
     }
 }

@@ -2,12 +2,12 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
+use crate::{Context, quantized};
 
-/// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32 or bf16) as `out`. Every id is below V.
+/// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16 or in blocks) as `out`. Every id is below V.
 #[must_use]
 pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
     let cols = table.cols();
@@ -19,6 +19,10 @@ pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tens
     if cols == 0 {
         return y;
     }
+    if table.dtype().is_quantized() {
+        with_float!(out, Y => rows_of_blocks(ids, table, y.slice_mut::<Y>()));
+        return y;
+    }
     let rows_per_task = (PIECE / cols).max(1);
     with_float!(table.dtype(), X => with_float!(out, Y => {
         let table = table.slice::<X>();
@@ -27,6 +31,16 @@ pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tens
         });
     }));
     y
+}
+
+/// The rows of a table in blocks: for inference, where they are few beside the rest of the work.
+fn rows_of_blocks<Y: Float>(ids: &[u32], table: &Tensor, y: &mut [Y]) {
+    let row_bytes = table.num_bytes() / table.rows();
+    let mut row = vec![0.0; table.cols()];
+    for (y, &id) in y.chunks_exact_mut(row.len()).zip(ids) {
+        quantized::decode(table.dtype(), &table.bytes()[id as usize * row_bytes..][..row_bytes], &mut row);
+        y.iter_mut().zip(&row).for_each(|(y, &x)| *y = Y::store(x));
+    }
 }
 
 kernel! {

@@ -1,13 +1,17 @@
-//! Blocks of quantized weights: 32 neighbours of a row with one scale. The layouts are GGUF's `Q8_0` and `Q4_0`
-//! (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>), so that mapped files are used as they are.
+//! Blocks of quantized weights: neighbours of a row with a scale. The layouts are those of GGUF files
+//! (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>), so that mapped files are used as they are. `Q8_0` and `Q4_0`
+//! are also what we quantize to ourselves; the others are read alone.
 
 use bytemuck::{Pod, Zeroable};
 use half::f16;
 
 use crate::dtype::{DType, Element};
 
-/// Elements of a block.
+/// Elements of a block of the simple types.
 pub const BLOCK_LEN: usize = 32;
+
+/// Elements of a block of the types whose names end in K.
+pub const LONG_BLOCK_LEN: usize = 256;
 
 /// 32 weights of 8 bits: weight i is `scale * values[i]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -54,4 +58,51 @@ impl Element for Q8Block {
 
 impl Element for Q4Block {
     const DTYPE: DType = DType::Q4;
+}
+
+/// Defines blocks as the bytes that they are in files.
+macro_rules! blocks_of_bytes {
+    ($($(#[$doc:meta])+ $name:ident($dtype:ident): $bytes:literal;)*) => {
+        $(
+            $(#[$doc])+
+            #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+            #[repr(C)]
+            pub struct $name(
+                /// As in the file.
+                pub [u8; $bytes],
+            );
+
+            impl Element for $name {
+                const DTYPE: DType = DType::$dtype;
+            }
+        )*
+    };
+}
+
+blocks_of_bytes! {
+    /// 32 weights `scale * n + least`: two f16, then `n` of 4 bits each as in [`Q4Block`].
+    Q4_1Block(Q4_1): 20;
+    /// 32 weights `scale * (n - 16)`: an f16, the 32 fifth bits, then the lower four as in [`Q4Block`].
+    Q5_0Block(Q5_0): 22;
+    /// 32 weights `scale * n + least`: two f16, then `n` as in [`Q5_0Block`].
+    Q5_1Block(Q5_1): 24;
+    /// 256 weights `scale * n - least` with a scale and a least value of four bits for each 16: these, `n` of two bits, and the
+    /// f16 factors of scales and of least values.
+    Q2KBlock(Q2K): 84;
+    /// 256 weights `scale * (n - 4)` with a scale of six bits for each 16: the 256 third bits, the lower two of each, the scales,
+    /// and their f16 factor.
+    Q3KBlock(Q3K): 110;
+    /// 256 weights `scale * n - least` with a scale and a least value of six bits for each 32: the f16 factors of both, these, and
+    /// `n` of four bits.
+    Q4KBlock(Q4K): 144;
+    /// As [`Q4KBlock`], with the 256 fifth bits before the lower four.
+    Q5KBlock(Q5K): 176;
+    /// 256 weights `scale * (n - 32)` with a signed byte as the scale of each 16: the lower four bits of `n`, the upper two, the
+    /// scales, and their f16 factor.
+    Q6KBlock(Q6K): 210;
+    /// 32 weights `scale * level`: an f16 and numbers of 16 levels as in [`Q4Block`].
+    Iq4NlBlock(Iq4Nl): 18;
+    /// 32 floats of four bits with a power of two: its exponent in a byte, the floats as in [`Q4Block`] (OCP Microscaling Formats
+    /// 1.0).
+    Mxfp4Block(Mxfp4): 17;
 }

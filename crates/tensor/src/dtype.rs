@@ -2,7 +2,10 @@
 
 use half::bf16;
 
-use crate::blocks::{BLOCK_LEN, Q4Block, Q8Block};
+use crate::blocks::{
+    BLOCK_LEN, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block,
+    Q5_1Block, Q5KBlock, Q6KBlock, Q8Block,
+};
 
 /// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,6 +20,26 @@ pub enum DType {
     Q8,
     /// The same with 4 bits each: [`Q4Block`](crate::Q4Block).
     Q4,
+    /// [`Q4_1Block`](crate::Q4_1Block).
+    Q4_1,
+    /// [`Q5_0Block`](crate::Q5_0Block).
+    Q5_0,
+    /// [`Q5_1Block`](crate::Q5_1Block).
+    Q5_1,
+    /// [`Q2KBlock`](crate::Q2KBlock).
+    Q2K,
+    /// [`Q3KBlock`](crate::Q3KBlock).
+    Q3K,
+    /// [`Q4KBlock`](crate::Q4KBlock).
+    Q4K,
+    /// [`Q5KBlock`](crate::Q5KBlock).
+    Q5K,
+    /// [`Q6KBlock`](crate::Q6KBlock).
+    Q6K,
+    /// [`Iq4NlBlock`](crate::Iq4NlBlock).
+    Iq4Nl,
+    /// [`Mxfp4Block`](crate::Mxfp4Block).
+    Mxfp4,
 }
 
 impl DType {
@@ -28,6 +51,16 @@ impl DType {
             Self::BF16 => 2,
             Self::Q8 => size_of::<Q8Block>(),
             Self::Q4 => size_of::<Q4Block>(),
+            Self::Q4_1 => size_of::<Q4_1Block>(),
+            Self::Q5_0 => size_of::<Q5_0Block>(),
+            Self::Q5_1 => size_of::<Q5_1Block>(),
+            Self::Q2K => size_of::<Q2KBlock>(),
+            Self::Q3K => size_of::<Q3KBlock>(),
+            Self::Q4K => size_of::<Q4KBlock>(),
+            Self::Q5K => size_of::<Q5KBlock>(),
+            Self::Q6K => size_of::<Q6KBlock>(),
+            Self::Iq4Nl => size_of::<Iq4NlBlock>(),
+            Self::Mxfp4 => size_of::<Mxfp4Block>(),
         }
     }
 
@@ -36,7 +69,8 @@ impl DType {
     pub const fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::BF16 | Self::U32 => 1,
-            Self::Q8 | Self::Q4 => BLOCK_LEN,
+            Self::Q8 | Self::Q4 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Iq4Nl | Self::Mxfp4 => BLOCK_LEN,
+            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => LONG_BLOCK_LEN,
         }
     }
 

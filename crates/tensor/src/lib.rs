@@ -11,7 +11,10 @@ mod pool;
 mod random;
 mod tensor;
 
-pub use blocks::{BLOCK_LEN, Q4Block, Q8Block};
+pub use blocks::{
+    BLOCK_LEN, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block,
+    Q5_1Block, Q5KBlock, Q6KBlock, Q8Block,
+};
 pub use dtype::{DType, Device, Element};
 pub use half::{bf16, f16};
 pub use mirror::{DeviceBlock, DeviceMemory};

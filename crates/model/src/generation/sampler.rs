@@ -72,38 +72,53 @@ impl Sampler {
         candidates.last().map_or_else(|| most_likely(logits), |c| c.0)
     }
 
-    /// The tokens that may be drawn, most likely first, with weights relative to the first's.
+    /// The tokens that may be drawn, with weights relative to the most likely one's.
     fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
         let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
-        let mut sorted: Vec<(u32, f32)> =
+        let mut possible: Vec<(u32, f32)> =
             (0..).zip(logits.iter().copied()).filter(|l| l.1 > f32::NEG_INFINITY).collect();
-        let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-        if top_k > 0 && top_k < sorted.len() {
-            sorted.select_nth_unstable_by(top_k - 1, order);
-            sorted.truncate(top_k);
+        if top_k > 0 && top_k < possible.len() {
+            possible.select_nth_unstable_by(top_k - 1, |a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+            possible.truncate(top_k);
         }
-        sorted.sort_unstable_by(order);
-        let Some(&(_, max)) = sorted.first() else { return Vec::new() };
+        let max = possible.iter().fold(f32::NEG_INFINITY, |max, l| max.max(l.1));
         if max == f32::INFINITY {
-            sorted.truncate(1);
+            return possible.into_iter().find(|l| l.1 == max).map(|(id, _)| (id, 1.0)).into_iter().collect();
         }
-        let weight = |logit: f32| {
-            if logit == max { 1.0 } else { ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp() }
-        };
-        let mut weights: Vec<(u32, f64)> = sorted.into_iter().map(|(id, logit)| (id, weight(logit))).collect();
+        let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp();
+        let mut weights: Vec<(u32, f64)> = possible.into_iter().map(|(id, logit)| (id, weight(logit))).collect();
         if top_p < 1.0 {
-            let enough = f64::from(top_p) * weights.iter().map(|w| w.1).sum::<f64>();
-            let mut sum = 0.0;
-            let before = weights.iter().take_while(|w| {
-                let is_wanted = sum < enough;
-                sum += w.1;
-                is_wanted
-            });
-            let count = before.count();
-            weights.truncate(count.max(1));
+            keep_nucleus(&mut weights, f64::from(top_p));
         }
         weights.retain(|w| w.1 >= f64::from(min_p));
         weights
+    }
+}
+
+/// Keeps the fewest of the likeliest tokens that have at least this share of all weights. A vocabulary is large and a nucleus
+/// small: no more is put in order than it takes.
+fn keep_nucleus(weights: &mut Vec<(u32, f64)>, share: f64) {
+    let enough = share * weights.iter().map(|w| w.1).sum::<f64>();
+    let order = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+    let mut len = 64;
+    loop {
+        len = len.min(weights.len());
+        if len < weights.len() {
+            weights.select_nth_unstable_by(len, order);
+        }
+        weights[..len].sort_unstable_by(order);
+        let mut sum = 0.0;
+        let before = weights[..len].iter().take_while(|w| {
+            let is_wanted = sum < enough;
+            sum += w.1;
+            is_wanted
+        });
+        let count = before.count();
+        if sum >= enough || len == weights.len() {
+            weights.truncate(count.max(1));
+            return;
+        }
+        len *= 8;
     }
 }
 

@@ -1,10 +1,11 @@
 //! What single architectures of llama.cpp say in keys of their own, in the words of the family that they came from.
 //!
-//! The keys are those of llama.cpp's converters (`conversion/gpt_oss.py`, `granite.py`, `deepseek.py`).
+//! The keys are those of llama.cpp's converters (`conversion/gpt_oss.py`, `granite.py`, `phi.py`, `deepseek.py`).
 
 use serde_json::{Map, Value as Json, json};
 
 use super::GgufFile;
+use super::config::FREQUENCIES_BY_LENGTH;
 use super::error::GgufError;
 use super::value::Value;
 
@@ -43,6 +44,25 @@ pub(super) fn granite_moe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufEr
             keys.insert(theirs.to_owned(), json!(shortest(x)));
         }
     }
+    Ok(())
+}
+
+/// PhiMoE: biases, and LongRoPE's divisors as tensors, with one amplitude for both.
+pub(super) fn phimoe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
+    let name = |key: &str| format!("phimoe.rope.scaling.{key}");
+    keys.insert("lm_head_bias".to_owned(), json!(file.tensors().contains_key("output.bias")));
+    let [Some(short), Some(long)] = FREQUENCIES_BY_LENGTH.map(|name| file.tensors().get(name)) else { return Ok(()) };
+    let amplitude = shortest(file.optional(&name("attn_factor"), Value::as_f64, "a number")?.unwrap_or(1.0));
+    let original = file.key(&name("original_context_length"), Value::as_usize, "a whole number")?;
+    let scaling = json!({
+        "rope_type": "longrope",
+        "short_factor": file.numbers(short),
+        "long_factor": file.numbers(long),
+        "short_mscale": amplitude,
+        "long_mscale": amplitude,
+        "original_max_position_embeddings": original,
+    });
+    keys.insert("rope_scaling".to_owned(), scaling);
     Ok(())
 }
 

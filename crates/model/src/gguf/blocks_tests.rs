@@ -16,7 +16,7 @@ fn blocks_of_every_type_hold_the_numbers_that_their_makers_find() {
         let bytes: Vec<u8> = case["bytes"].as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u8).collect();
         let values: Vec<f32> = case["values"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect();
         let mut found = vec![f32::NAN; values.len()];
-        entry.ty.decode(&bytes, &mut found);
+        GgmlType(entry).decode(&bytes, &mut found);
         for (i, (a, b)) in found.iter().zip(&values).enumerate() {
             // A scale times an integer less a least value, perhaps rounded in another order.
             assert!((a - b).abs() <= 1e-6 * b.abs().max(1.0), "{name}[{i}]: {a}, expected {b}");

@@ -4,7 +4,7 @@
 use moeworks_moe::ConfigError;
 use serde_json::{Map, Value as Json, json};
 
-use super::adjust::{Adjust, deepseek, gpt_oss, granite_moe, none, shortest};
+use super::adjust::{Adjust, deepseek, gpt_oss, granite_moe, none, phimoe, shortest};
 use super::error::GgufError;
 use super::value::Value;
 use super::{GgufFile, GgufTensor};
@@ -26,7 +26,7 @@ pub(super) struct Architecture {
     adjust: Adjust,
 }
 
-const ARCHITECTURES: [Architecture; 8] = [
+const ARCHITECTURES: [Architecture; 9] = [
     Architecture {
         name: "llama",
         dense: Some("llama"),
@@ -90,6 +90,14 @@ const ARCHITECTURES: [Architecture; 8] = [
         has_rotary_neighbours: false,
         normalizes: false,
         adjust: deepseek,
+    },
+    Architecture {
+        name: "phimoe",
+        dense: None,
+        moe: Some("phimoe"),
+        has_rotary_neighbours: false,
+        normalizes: false,
+        adjust: phimoe,
     },
 ];
 
@@ -196,7 +204,8 @@ impl GgufFile {
         let factor = number("factor")?.unwrap_or(1.0);
         let original = number("original_context_length")?;
         Ok(match kind {
-            "none" => None,
+            // The architecture has the divisors as tensors.
+            "none" | "longrope" => None,
             "linear" => Some(json!({ "rope_type": "linear", "factor": factor })),
             "yarn" => {
                 let mut scaling = json!({ "rope_type": "yarn", "factor": factor });
@@ -225,9 +234,7 @@ impl GgufFile {
             let (path, found) = (self.path().to_owned(), tensor.shape.clone());
             return Err(GgufError::WrongShape { path, tensor: FREQUENCIES.to_owned(), found, expected });
         }
-        let mut factors = vec![0.0; config.head_dim / 2];
-        tensor.ty.decode(self.bytes(tensor), &mut factors);
-        let factors: Vec<f64> = factors.into_iter().map(f64::from).collect();
+        let factors = self.numbers(tensor);
         config.variant.rotary.scaling = RopeScaling::LongRope {
             short_factor: factors.clone(),
             long_factor: factors,
@@ -236,6 +243,13 @@ impl GgufFile {
             original_len: config.max_seq_len,
         };
         Ok(())
+    }
+
+    /// A small tensor's numbers.
+    pub(super) fn numbers(&self, tensor: &GgufTensor) -> Vec<f64> {
+        let mut numbers = vec![0.0; tensor.shape.iter().product()];
+        tensor.ty.decode(self.bytes(tensor), &mut numbers);
+        numbers.into_iter().map(f64::from).collect()
     }
 
     pub(super) fn tensor_info(&self, name: &str) -> Result<&GgufTensor, GgufError> {
@@ -247,3 +261,6 @@ impl GgufFile {
 
 /// The divisors of rotary frequencies.
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";
+
+/// The same for short and for long contexts.
+pub(super) const FREQUENCIES_BY_LENGTH: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];

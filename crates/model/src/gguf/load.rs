@@ -8,7 +8,7 @@ use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor, bf16};
 
 use super::blocks::GgmlType;
-use super::config::FREQUENCIES;
+use super::config::{FREQUENCIES, FREQUENCIES_BY_LENGTH};
 use super::error::GgufError;
 use super::{GgufFile, GgufTensor};
 use crate::config::ModelConfig;
@@ -30,8 +30,9 @@ enum Place {
 }
 
 /// Our names inside a layer and theirs.
-const LAYER_NAMES: [(&str, &str); 27] = [
+const LAYER_NAMES: [(&str, &str); 29] = [
     ("input_layernorm.weight", "attn_norm.weight"),
+    ("input_layernorm.bias", "attn_norm.bias"),
     ("self_attn.q_proj.weight", "attn_q.weight"),
     ("self_attn.k_proj.weight", "attn_k.weight"),
     ("self_attn.v_proj.weight", "attn_v.weight"),
@@ -50,6 +51,7 @@ const LAYER_NAMES: [(&str, &str); 27] = [
     ("self_attn.q_norm.weight", "attn_q_norm.weight"),
     ("self_attn.k_norm.weight", "attn_k_norm.weight"),
     ("post_attention_layernorm.weight", "ffn_norm.weight"),
+    ("post_attention_layernorm.bias", "ffn_norm.bias"),
     ("mlp.gate.weight", "ffn_gate_inp.weight"),
     ("mlp.gate.bias", "ffn_gate_inp.bias"),
     ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
@@ -69,9 +71,8 @@ const JOINED: [(&str, [&str; 2]); 4] = [
 ];
 
 impl GgufFile {
-    /// The configuration and the weights. Matrices of f32, bf16, `Q8_0` and `Q4_0` stay what they are, and are lent from the
-    /// mapped file, whole or in pieces, where they need no reordering; f16 becomes f32 and other blocks become bf16, and so does an
-    /// embedding in blocks. Norm weights, biases and routers are f32.
+    /// The configuration and the weights. Matrices of f32, of bf16 and in blocks stay what they are, and are lent from the
+    /// mapped file, whole or in pieces, where they need no reordering; f16 becomes f32. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let config = self.config()?;
         let architecture = self.known_architecture()?;
@@ -87,7 +88,8 @@ impl GgufFile {
             |shape| placeholder(&mut shapes, shape),
             |shape| placeholder(&mut state_shapes, shape),
         );
-        let mut used = BTreeSet::from([FREQUENCIES.to_owned()]);
+        let mut used: BTreeSet<String> =
+            FREQUENCIES_BY_LENGTH.into_iter().chain([FREQUENCIES]).map(str::to_owned).collect();
         if config.tie_embeddings {
             used.insert("output.weight".to_owned());
         }
@@ -98,8 +100,7 @@ impl GgufFile {
                 _ => 0,
             };
             let heads = if architecture.has_rotary_neighbours { heads } else { 0 };
-            let may_be_blocks = role == Role::Product && !name.contains("embed_tokens");
-            let form = Read { shape: &shape, heads, may_be_blocks };
+            let form = Read { shape: &shape, heads, may_be_blocks: role == Role::Product };
             let tensor = self.read(ctx, &self.place(&name, &shape), form, &mut used)?;
             *to = if role == Role::Exact { elementwise::cast(ctx, &tensor, DType::F32) } else { tensor };
         }
@@ -135,7 +136,9 @@ impl GgufFile {
             return Place::Whole(match name {
                 "model.embed_tokens.weight" => "token_embd.weight".to_owned(),
                 "model.norm.weight" => "output_norm.weight".to_owned(),
+                "model.norm.bias" => "output_norm.bias".to_owned(),
                 "lm_head.weight" => "output.weight".to_owned(),
+                "lm_head.bias" => "output.bias".to_owned(),
                 other => other.to_owned(),
             });
         };
@@ -296,7 +299,7 @@ impl GgufFile {
             return None;
         }
         let lent = |part: &Part<'_>, shape: &[usize]| {
-            let is_same = own_dtype(part.ty) == Some(dtype);
+            let is_same = part.ty.own() == Some(dtype);
             is_same.then(|| Tensor::from_foreign(self.data.clone(), part.range(), shape, dtype)).flatten()
         };
         if let [part] = parts {
@@ -306,17 +309,6 @@ impl GgufFile {
         let piece = [rows / parts.len().max(1), cols];
         let pieces: Option<Vec<Tensor>> = parts.iter().map(|part| lent(part, &piece)).collect();
         Tensor::of_pieces(ctx.pool(), pieces?, shape)
-    }
-}
-
-/// The type of ours that a type of theirs is.
-fn own_dtype(ty: GgmlType) -> Option<DType> {
-    match ty {
-        GgmlType::F32 => Some(DType::F32),
-        GgmlType::Bf16 => Some(DType::BF16),
-        GgmlType::Q8_0 => Some(DType::Q8),
-        GgmlType::Q4_0 => Some(DType::Q4),
-        _ => None,
     }
 }
 
@@ -333,11 +325,11 @@ struct Read<'a> {
 impl Read<'_> {
     /// The type that pieces become: blocks if they are all of the same, otherwise a float that holds them all.
     fn dtype(self, pieces: &[Part<'_>]) -> DType {
-        let first = pieces.first().and_then(|part| own_dtype(part.ty));
-        let is_same = pieces.iter().all(|part| own_dtype(part.ty) == first);
+        let first = pieces.first().and_then(|part| part.ty.own());
+        let is_same = pieces.iter().all(|part| part.ty.own() == first);
         match first {
             Some(dtype) if is_same && self.may_be_blocks && dtype.is_quantized() => dtype,
-            _ if pieces.iter().any(|part| matches!(part.ty, GgmlType::F32 | GgmlType::F16)) => DType::F32,
+            _ if pieces.iter().any(|part| matches!(part.ty.own(), Some(DType::F32) | None)) => DType::F32,
             _ => DType::BF16,
         }
     }

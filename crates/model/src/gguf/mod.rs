@@ -1,9 +1,9 @@
 //! GGUF, llama.cpp's format: one file with configuration, tokenizer and weights.
 //!
 //! The reader treats the file as hostile, like that of safetensors: every number is checked before it is used, and nothing
-//! is allocated beyond what the file's own size justifies. Tensors of f32 and bf16 are lent from the mapped file, and
-//! so are `Q8_0` and `Q4_0`, which are multiplied as they are; other blocks of small integers become bf16, which is finer than
-//! any of them.
+//! is allocated beyond what the file's own size justifies. Tensors are lent from the mapped file and multiplied as they are:
+//! f32, bf16, and blocks of small integers, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, `Q2_K` to `Q6_K`, `IQ4_NL` and `MXFP4`.
+//! Those of f16 become f32.
 
 mod adjust;
 mod blocks;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use moeworks_ops::MappedFile;
 use moeworks_tensor::Bytes;
 
-pub use blocks::GgmlType;
+pub use blocks::{GgmlType, block_types};
 pub use error::GgufError;
 pub use value::{Numbers, Value};
 

@@ -1,10 +1,11 @@
-//! Matrices in blocks of 32 small integers with a scale: a form of model folder that is ours alone.
+//! Matrices in blocks of small integers with a scale: a form of model folder that is ours alone.
 //!
 //! A folder of any family can have some of its matrices in blocks. Such a matrix is a tensor of type U8 named as ours is
 //! (experts stacked, gate and up joined: `model.layers.N.mlp.experts.gate_up_proj`) with the name of the layout behind,
 //! `.q8_0` or `.q4_0`: a row is its blocks one behind the other, so the last dim is `in / 32 * 34` or `in / 32 * 18` bytes
 //! instead of `in` elements. The layouts are those of GGUF of the same names ([`Q8Block`](moeworks_tensor::Q8Block),
-//! [`Q4Block`](moeworks_tensor::Q4Block)), and the file is used as it lies. All other tensors are as the family has them.
+//! [`Q4Block`](moeworks_tensor::Q4Block)), and the file is used as it lies. Matrices that come from a GGUF file in another of
+//! its layouts keep that, `.q4_k` for instance. All other tensors are as the family has them.
 //! `config.json` says so under `quantization_config`:
 //! `{"quant_method": "moeworks", "bits": 8, "block_size": 32, "only": "experts"}`, where `only` is null if all matrices are
 //! in blocks. Programs that do not know the method refuse the folder; ours goes by the names of the tensors.
@@ -13,14 +14,12 @@ use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
 use serde_json::{Value, json};
 
+use crate::gguf::block_types;
 use crate::safetensors::{FileDType, Payload, TensorBytes};
 use crate::weights::Role;
 
 /// `quant_method` in `config.json`.
 pub(crate) const METHOD: &str = "moeworks";
-
-/// The types of blocks and what stands behind a tensor's name.
-pub(super) const LAYOUTS: [(DType, &str); 2] = [(DType::Q8, ".q8_0"), (DType::Q4, ".q4_0")];
 
 /// Which matrices are written in blocks. Embeddings, norms, biases and routers never are, and neither are matrices whose
 /// rows are no whole blocks.
@@ -65,8 +64,8 @@ pub(super) fn target(
 
 /// A tensor's name on disk.
 pub(super) fn name_on_disk(name: &str, dtype: DType) -> String {
-    let layout = LAYOUTS.iter().find(|(known, _)| *known == dtype).map_or("", |(_, layout)| layout);
-    format!("{name}{layout}")
+    let layout = block_types().find(|(known, _)| *known == dtype).map_or("", |(_, layout)| layout);
+    format!("{name}.{}", layout.to_ascii_lowercase())
 }
 
 /// The shape on disk, whose last dim is bytes; none if rows are no whole blocks.

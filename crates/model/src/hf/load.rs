@@ -19,6 +19,7 @@ use super::family::Family;
 use super::names::{Piece, forms};
 use super::pieces::{PieceReader, ReadDType};
 use crate::config::ModelConfig;
+use crate::gguf::block_types;
 use crate::safetensors::ModelFiles;
 use crate::shapes::weights_with;
 use crate::weights::{DecoderWeights, Role};
@@ -150,7 +151,7 @@ impl Loader<'_> {
 
     /// The tensor `name` of ours in blocks, lent from the file, if it is there in such.
     fn blocks(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>, LoadError> {
-        for (dtype, _) in blocks::LAYOUTS {
+        for (dtype, _) in block_types() {
             if let Some(on_disk) = blocks::shape_on_disk(shape, dtype)
                 && let Some(tensor) = self.reader.blocks(&blocks::name_on_disk(name, dtype), &on_disk, shape, dtype)?
             {

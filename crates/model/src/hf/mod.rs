@@ -29,5 +29,4 @@ pub(crate) use config_json::config_of_keys;
 pub use error::{LoadError, SaveError};
 pub use load::{ModelFolder, load_model};
 pub use save::{SaveOptions, Saved, save_model};
-pub(crate) use small_floats::fp4_value;
 pub use stop_ids::stop_ids;

@@ -18,7 +18,7 @@ pub(super) fn fp8_value(byte: u8) -> f32 {
 const FP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
 /// The value of an E2M1 float in the low four bits.
-pub(crate) fn fp4_value(bits: u8) -> f32 {
+fn fp4_value(bits: u8) -> f32 {
     let value = FP4[usize::from(bits & 7)];
     if bits & 8 == 0 { value } else { -value }
 }

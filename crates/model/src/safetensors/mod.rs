@@ -104,7 +104,7 @@ impl From<DType> for FileDType {
             DType::BF16 => Self::BF16,
             DType::U32 => Self::U32,
             // The format knows no blocks: they are bytes there.
-            DType::Q8 | DType::Q4 => Self::U8,
+            _ => Self::U8,
         }
     }
 }
@@ -196,7 +196,7 @@ impl SafetensorsFile {
             DType::BF16 => decode_into(bytes, tensor.bf16s_mut(), |b| bf16::from_bits(u16::from_le_bytes(b))),
             DType::F32 => decode_into(bytes, tensor.f32s_mut(), f32::from_le_bytes),
             DType::U32 => decode_into(bytes, tensor.u32s_mut(), u32::from_le_bytes),
-            DType::Q8 | DType::Q4 => tensor.bytes_mut().copy_from_slice(bytes),
+            _ => tensor.bytes_mut().copy_from_slice(bytes),
         }
         Ok(tensor)
     }

@@ -61,6 +61,27 @@ fn filters_leave_the_tokens_that_they_should() {
 }
 
 #[test]
+fn a_nucleus_of_hundreds_is_the_fewest_tokens_with_their_share() {
+    let logits: Vec<f32> = (0..1500).map(|i| -((i * 7919 % 1500) as f32) / 200.0).collect();
+    let total: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
+    let mut order: Vec<usize> = (0..1500).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    let mut sum = 0.0;
+    let is_before = |i: &&usize| {
+        let is_needed = sum < 0.9 * total;
+        sum += f64::from(logits[**i]).exp();
+        is_needed
+    };
+    let nucleus: Vec<usize> = order.iter().take_while(is_before).copied().collect();
+    assert!((300..700).contains(&nucleus.len()), "{} tokens", nucleus.len());
+    let counts = draw(SamplingOptions { top_p: 0.9, ..SamplingOptions::default() }, &logits, 20_000);
+    let drawn: Vec<usize> = (0..1500).filter(|&i| counts[i] > 0).collect();
+    assert!(drawn.iter().all(|i| nucleus.contains(i)), "one outside the nucleus");
+    // Even the least likely one is expected ten times.
+    assert_eq!(drawn.len(), nucleus.len());
+}
+
+#[test]
 fn the_seed_decides_what_is_drawn() {
     let ids = |seed| {
         let mut sampler = Sampler::new(SamplingOptions { seed, ..SamplingOptions::default() }).unwrap();

@@ -103,7 +103,9 @@ pub(super) fn cut_group(
     let lanes = Lanes::of(group.rows);
     let units = format.units_of(group.depth);
     let num_parts = (units * lanes.width()).div_ceil(A_UNITS);
-    let part = units.div_ceil(num_parts).next_multiple_of(LANES);
+    // Parts are whole blocks, if rows of B are in blocks.
+    let step = LANES.max(group.b.blocks.map_or(0, |blocks| format.units_of(blocks.block_len())));
+    let part = units.div_ceil(num_parts).next_multiple_of(step);
     let num_parts = units.div_ceil(part);
 
     let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;

@@ -1,17 +1,13 @@
-//! Blocks of weights: from numbers and back.
+//! Blocks of weights from numbers.
 
-use moeworks_tensor::{BLOCK_LEN, Element, Q4Block, Q8Block, f16};
+use moeworks_tensor::{BLOCK_LEN, Q4Block, Q8Block, f16};
 
-/// A block of quantized weights: element i is `scale * ints[i]`.
-pub(super) trait Block: Element {
+use super::layouts::Block;
+
+/// A block that numbers can be turned into.
+pub(super) trait FromNumbers: Block {
     /// The block nearest to the numbers, or nearly so. A number that is not finite makes the scale NaN, hence all elements.
     fn quantize(x: &[f32; BLOCK_LEN]) -> Self;
-
-    /// The scale.
-    fn scale(&self) -> f32;
-
-    /// The whole numbers.
-    fn ints(&self) -> [i8; BLOCK_LEN];
 }
 
 /// The f16 nearest to a scale, as stored and as computed with; the largest if it would overflow.
@@ -39,26 +35,16 @@ fn nearest(x: f32) -> f32 {
     (x + 12_582_912.0) - 12_582_912.0
 }
 
-impl Block for Q8Block {
+impl FromNumbers for Q8Block {
     #[inline(always)]
     fn quantize(x: &[f32; BLOCK_LEN]) -> Self {
         let (scale, value) = stored_scale(largest(x).abs() / 127.0);
         let inverse = inverse(value);
         Self { scale, values: x.map(|x| nearest(x * inverse).clamp(-127.0, 127.0) as i8) }
     }
-
-    #[inline(always)]
-    fn scale(&self) -> f32 {
-        self.scale()
-    }
-
-    #[inline(always)]
-    fn ints(&self) -> [i8; BLOCK_LEN] {
-        self.values
-    }
 }
 
-impl Block for Q4Block {
+impl FromNumbers for Q4Block {
     /// The scale is the best in squares of some about the one that maps the largest magnitude to -8.
     #[inline(always)]
     fn quantize(x: &[f32; BLOCK_LEN]) -> Self {
@@ -74,18 +60,5 @@ impl Block for Q4Block {
         let (_, scale, ints) = best.expect("there are candidates");
         let nibble = |i: usize| (ints[i] + 8.0) as u8;
         Self { scale, values: std::array::from_fn(|i| nibble(i) | (nibble(i + BLOCK_LEN / 2) << 4)) }
-    }
-
-    #[inline(always)]
-    fn scale(&self) -> f32 {
-        self.scale()
-    }
-
-    #[inline(always)]
-    fn ints(&self) -> [i8; BLOCK_LEN] {
-        std::array::from_fn(|i| {
-            let byte = self.values[i % (BLOCK_LEN / 2)];
-            (if i < BLOCK_LEN / 2 { byte & 15 } else { byte >> 4 }) as i8 - 8
-        })
     }
 }

@@ -1,25 +1,29 @@
 //! Blocks turned into the bf16 numbers nearest to what they stand for, for products of many rows.
 
-use moeworks_tensor::{BLOCK_LEN, DType, bf16};
+use moeworks_tensor::{DType, bf16};
 
-use super::kernel::{Kernel, WeightBlock};
+use super::kernel::Kernel;
 use super::{block_kernel, blocks_of, with_block};
 use crate::gemm::Compute;
 use crate::gemm::kernel::Kernels;
 use crate::parallel::{PIECE, piece_range};
 use crate::{Context, Isa};
 
-/// Writes the numbers of `blocks` to `to`. Those too small for a normal bf16 may become zero.
-pub(super) fn to_bf16<B: WeightBlock>(ctx: &Context, blocks: &[B], to: &mut [bf16]) {
+/// Writes the numbers of blocks, whose bytes these are, to `to`. Those too small for a normal bf16 may become zero.
+pub(super) fn to_bf16(ctx: &Context, (dtype, bytes): (DType, &[u8]), to: &mut [bf16]) {
     let is_fast = is_fast(ctx.isa());
+    let piece_bytes = PIECE / dtype.block_len() * dtype.size();
     ctx.threads().run_pieces(to, PIECE, |task, to| {
-        let blocks = &blocks[piece_range(task, PIECE / BLOCK_LEN, blocks.len())];
-        #[cfg(target_arch = "x86_64")]
-        if is_fast {
-            // SAFETY: `is_fast` has found the instructions.
-            return unsafe { vectors::run(blocks, to) };
-        }
-        block_kernel::<B, bf16>(ctx.isa(), blocks, to);
+        let bytes = &bytes[piece_range(task, piece_bytes, bytes.len())];
+        with_block!(dtype, B => {
+            let blocks = blocks_of::<B>(bytes);
+            #[cfg(target_arch = "x86_64")]
+            if is_fast {
+                // SAFETY: `is_fast` has found the instructions.
+                return unsafe { vectors::run(blocks, to) };
+            }
+            block_kernel::<B, bf16>(ctx.isa(), blocks, to);
+        });
     });
 }
 
@@ -70,10 +74,15 @@ impl<'a> Blocks<'a> {
         half.as_ptr().wrapping_add(start + self.bytes_of(at))
     }
 
+    /// Elements of a block.
+    pub(crate) fn block_len(&self) -> usize {
+        self.dtype.block_len()
+    }
+
     /// Bytes that so many elements take.
     #[inline(always)]
     pub(crate) fn bytes_of(&self, len: usize) -> usize {
-        len / BLOCK_LEN * self.dtype.size()
+        len / self.dtype.block_len() * self.dtype.size()
     }
 
     /// Writes a row's numbers from element `at`, the first of a block, on to `to`: as many as there is room for.
@@ -90,51 +99,58 @@ impl<'a> Blocks<'a> {
 #[cfg(target_arch = "x86_64")]
 mod vectors {
     use core::arch::x86_64::{
-        __m512i, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_movehdup_ps, _mm256_castsi256_si128, _mm256_extracti128_si256,
-        _mm512_broadcastss_ps, _mm512_castsi512_si256, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh,
-        _mm512_extracti64x4_epi64, _mm512_mul_ps, _mm512_set1_epi8, _mm512_storeu_si512, _mm512_sub_epi8,
+        __m512, __m512i, _mm256_castsi256_si128, _mm256_extracti128_si256, _mm512_castsi512_si256,
+        _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_extracti64x4_epi64, _mm512_mul_ps,
+        _mm512_permutexvar_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_storeu_si512, _mm512_sub_epi8,
+        _mm512_sub_ps,
     };
 
-    use super::{BLOCK_LEN, WeightBlock, bf16};
+    use super::bf16;
+    use crate::quantized::lanes::{Lanes, PAIR};
 
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ, VL, VNNI and BF16, AVX2, FMA and F16C.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    pub(super) unsafe fn run<B: WeightBlock>(blocks: &[B], to: &mut [bf16]) {
-        let (pairs, last) = blocks.as_chunks::<2>();
-        let (to, to_last) = to.as_chunks_mut::<{ 2 * BLOCK_LEN }>();
-        for ([first, second], to) in pairs.iter().zip(to) {
+    pub(super) unsafe fn run<B: Lanes>(blocks: &[B], to: &mut [bf16]) {
+        let units = blocks.chunks(B::BLOCKS);
+        for (unit, to) in units.zip(to.chunks_mut(B::PAIRS * PAIR)) {
+            let last = [&raw const unit[0], &raw const unit[unit.len() - 1]];
             // SAFETY: the caller's promise.
-            unsafe { pair(first, second, to) };
-        }
-        if let [last] = last {
-            let mut room = [bf16::ZERO; 2 * BLOCK_LEN];
-            // SAFETY: the caller's promise.
-            unsafe { pair(last, last, &mut room) };
-            to_last.copy_from_slice(&room[..BLOCK_LEN]);
+            let scales = unsafe { B::scales(last) };
+            for (pair, to) in to.chunks_mut(PAIR).enumerate() {
+                let mut room = [bf16::ZERO; PAIR];
+                let is_whole = to.len() == PAIR;
+                let whole = to.as_mut_array().unwrap_or(&mut room);
+                // SAFETY: the caller's promise.
+                unsafe { write_pair::<B>((last, pair), scales, whole) };
+                if !is_whole {
+                    to.copy_from_slice(&room[..to.len()]);
+                }
+            }
         }
     }
 
     /// # Safety
-    /// As for [`run`].
+    /// As for [`run`]; the unit's blocks must be readable.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    unsafe fn pair<B: WeightBlock>(first: &B, second: &B, to: &mut [bf16; 2 * BLOCK_LEN]) {
-        // SAFETY: both blocks are there, and the machine has the instructions.
-        let unsigned = unsafe { B::pair(first, second) };
-        let bytes = _mm512_sub_epi8(unsigned, _mm512_set1_epi8(B::OFFSET));
-        let bits = u32::from(first.scale_bits()) | (u32::from(second.scale_bits()) << 16);
-        let scales = _mm_cvtph_ps(_mm_cvtsi32_si128(bits.cast_signed()));
-        let halves = [
-            (_mm512_castsi512_si256(bytes), _mm512_broadcastss_ps(scales)),
-            (_mm512_extracti64x4_epi64::<1>(bytes), _mm512_broadcastss_ps(_mm_movehdup_ps(scales))),
-        ];
-        for ((bytes, scale), to) in halves.into_iter().zip(to.as_chunks_mut::<BLOCK_LEN>().0) {
-            let [low, high] = [_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes)]
-                .map(|bytes| _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), scale));
-            // SAFETY: the transmute renames 512 bits, and a block of bf16 has as many.
+    unsafe fn write_pair<B: Lanes>((unit, pair): ([*const B; 2], usize), scales: [__m512; 2], to: &mut [bf16; PAIR]) {
+        // SAFETY: the caller's promise.
+        let bytes = _mm512_sub_epi8(unsafe { B::bytes(unit, pair) }, _mm512_set1_epi8(B::OFFSET));
+        let halves = [_mm512_castsi512_si256(bytes), _mm512_extracti64x4_epi64::<1>(bytes)];
+        for (half, (bytes, to)) in halves.into_iter().zip(to.as_chunks_mut::<{ PAIR / 2 }>().0).enumerate() {
+            let quarters = [_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes)];
+            let mut floats = quarters.map(|bytes| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+            for (quarter, floats) in floats.iter_mut().enumerate() {
+                let lane = _mm512_set1_epi32(B::SCALE_LANES[pair][8 * half + 4 * quarter]);
+                *floats = _mm512_mul_ps(*floats, _mm512_permutexvar_ps(lane, scales[0]));
+                if B::HAS_LEAST {
+                    *floats = _mm512_sub_ps(*floats, _mm512_permutexvar_ps(lane, scales[1]));
+                }
+            }
+            // SAFETY: the transmute renames 512 bits, and half of a pair of bf16 has as many.
             unsafe {
-                let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(floats[1], floats[0]));
                 _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
             }
         }

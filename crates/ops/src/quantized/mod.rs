@@ -1,4 +1,5 @@
-//! Weights for inference of 8 or 4 bits, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`].
+//! Weights for inference of 8 or 4 bits, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`]; and all others that
+//! GGUF files have blocks of, which are read and multiplied as they lie but never made here.
 //!
 //! [`linear`](crate::linear::linear) and [`experts_forward`](crate::experts::experts_forward) take such weights where they
 //! take floats; there is no backward. Activations are f32.
@@ -19,32 +20,39 @@
 mod block;
 mod dequantize;
 mod kernel;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
+mod layouts;
 mod product;
 mod rows;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
-use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
+use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Tensor};
 
 use crate::Context;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float};
-use block::Block;
+use block::FromNumbers;
+use layouts::Block;
 
 pub(crate) use dequantize::Blocks;
 pub(crate) use product::{Group, Product, matrix, run};
 
-/// Evaluates an expression with a type name bound to the block type of a quantized tensor.
+/// Evaluates an expression with a type name bound to the block type of a quantized tensor; of some types alone, if they are
+/// named.
 macro_rules! with_block {
     ($dtype:expr, $B:ident => $body:expr) => {
+        with_block!($dtype, $B => $body, Q8 Q8Block, Q4 Q4Block, Q4_1 Q4_1Block, Q5_0 Q5_0Block, Q5_1 Q5_1Block, Q2K Q2KBlock,
+            Q3K Q3KBlock, Q4K Q4KBlock, Q5K Q5KBlock, Q6K Q6KBlock, Iq4Nl Iq4NlBlock, Mxfp4 Mxfp4Block)
+    };
+    ($dtype:expr, $B:ident => $body:expr, $($ty:ident $block:ident),*) => {
         match $dtype {
-            moeworks_tensor::DType::Q8 => {
-                type $B = moeworks_tensor::Q8Block;
+            $(moeworks_tensor::DType::$ty => {
+                type $B = moeworks_tensor::$block;
                 $body
-            }
-            moeworks_tensor::DType::Q4 => {
-                type $B = moeworks_tensor::Q4Block;
-                $body
-            }
-            dtype => panic!("{dtype:?} is no type of quantized weights"),
+            })*
+            dtype => panic!("{dtype:?} is no type of blocks for this"),
         }
     };
 }
@@ -71,12 +79,12 @@ pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
             });
             to = rest;
         }
-    }));
+    }, Q8 Q8Block, Q4 Q4Block));
     y
 }
 
 crate::simd::kernel! {
-    fn quantize_kernel<S: Level, B: Block, T: Float>(x: &[[T; BLOCK_LEN]], blocks: &mut [B]) {
+    fn quantize_kernel<S: Level, B: FromNumbers, T: Float>(x: &[[T; BLOCK_LEN]], blocks: &mut [B]) {
         for (block, x) in blocks.iter_mut().zip(x) {
             *block = B::quantize(&x.map(Float::load));
         }
@@ -98,20 +106,30 @@ pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     y
 }
 
+/// Writes the numbers that the bytes of whole blocks of `dtype` stand for to `to`, which is as long as they are.
+pub fn decode(dtype: DType, bytes: &[u8], to: &mut [f32]) {
+    assert_eq!(bytes.len() / dtype.size() * dtype.block_len(), to.len(), "numbers of blocks");
+    with_block!(dtype, B => {
+        for (block, to) in blocks_of::<B>(bytes).iter().zip(to.chunks_exact_mut(dtype.block_len())) {
+            layouts::decode(block, to);
+        }
+    });
+}
+
 fn dequantize_blocks<B: Block, T: Float>(ctx: &Context, blocks: &[B], to: &mut [T]) {
     ctx.threads().run_pieces(to, PIECE, |task, to| {
-        let blocks = &blocks[piece_range(task, PIECE / BLOCK_LEN, blocks.len())];
+        let blocks = &blocks[piece_range(task, PIECE / B::DTYPE.block_len(), blocks.len())];
         block_kernel::<B, T>(ctx.isa(), blocks, to);
     });
 }
 
 crate::simd::kernel! {
     fn block_kernel<S: Level, B: Block, T: Float>(blocks: &[B], to: &mut [T]) {
-        for (block, to) in blocks.iter().zip(to.as_chunks_mut::<BLOCK_LEN>().0) {
-            let (ints, scale) = (block.ints(), block.scale());
-            for i in 0..BLOCK_LEN {
-                to[i] = T::store(f32::from(ints[i]) * scale);
-            }
+        let mut values = [0.0; LONG_BLOCK_LEN];
+        let values = &mut values[..B::DTYPE.block_len()];
+        for (block, to) in blocks.iter().zip(to.chunks_exact_mut(B::DTYPE.block_len())) {
+            layouts::decode(block, values);
+            to.iter_mut().zip(&*values).for_each(|(to, &x)| *to = T::store(x));
         }
     }
 }

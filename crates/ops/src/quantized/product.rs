@@ -5,10 +5,11 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::dequantize::{Blocks, is_in_product, to_bf16};
-use super::kernel::{Kernel, MAX_FEW, Panel, WeightBlock};
+use super::kernel;
+use super::kernel::{Kernel, MAX_FEW, Panel};
 use super::rows::{Pair, QuantizedRows};
-use super::{blocks_of, kernel, with_block};
 use crate::Context;
+use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
 use crate::gemm::source::{Source, matrix_pieces};
 use crate::gemm::store::Room;
@@ -51,6 +52,12 @@ impl Product<'_> {
     fn num_tiles(&self) -> usize {
         if self.is_paired { 2 } else { 1 }
     }
+
+    /// Bytes of a row of weights.
+    fn row_bytes(&self) -> usize {
+        let dtype = self.weights.dtype();
+        self.weights.cols() / dtype.block_len() * dtype.size()
+    }
 }
 
 /// The bytes of matrix `index` of a stack of matrices of `columns` rows each, or of twice that if they are paired: those of
@@ -72,11 +79,15 @@ pub(crate) fn matrix(stack: &Tensor, index: usize, (columns, is_paired): (usize,
 pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
     let best = Kernel::available(ctx.isa()).pop().expect("a kernel for every instruction set");
-    with_block!(product.weights.dtype(), B => {
-        run_few::<E, B>(ctx, product, best, epilogue);
-        run_some(ctx, product, epilogue);
-        run_many::<E, B>(ctx, product, epilogue);
-    });
+    run_few(ctx, product, best, epilogue);
+    if product.groups.iter().all(|group| group.rows <= MAX_FEW) {
+        return;
+    }
+    // Rounded once here instead of by each task that packs them.
+    let rounded = (product.a.dtype() != DType::BF16).then(|| cast(ctx, product.a, DType::BF16));
+    let product = &Product { a: rounded.as_ref().unwrap_or(product.a), ..*product };
+    run_some(ctx, product, epilogue);
+    run_many(ctx, product, epilogue);
 }
 
 /// Some panels of a group.
@@ -86,9 +97,9 @@ struct Task {
 }
 
 /// The groups of few rows, in whole numbers.
-pub(super) fn run_few<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &E) {
+pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &E) {
     let lanes = Kernels::select(ctx.isa(), Compute::F32).lanes;
-    let row_bytes = product.weights.cols() / B::DTYPE.block_len() * size_of::<B>();
+    let row_bytes = product.row_bytes();
     let mut tasks = Vec::new();
     for (index, group) in product.groups.iter().enumerate() {
         if !(1..=MAX_FEW).contains(&group.rows) || group.columns == 0 {
@@ -111,7 +122,7 @@ pub(super) fn run_few<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Prod
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let work = Work { product, tasks: (&tasks[index], tasks.get(index + num_threads)), rows: &rows, best, lanes };
-        scratch.with(|scratch| task_kernel::<E, B>(ctx.isa(), work, tile_slice(scratch), epilogue));
+        scratch.with(|scratch| task_kernel::<E>(ctx.isa(), work, tile_slice(scratch), epilogue));
     });
 }
 
@@ -126,11 +137,11 @@ struct Work<'a> {
 }
 
 compiled! {
-    fn task_kernel<S: Level, E: Epilogue, B: WeightBlock>(work: Work<'_>, tiles: &mut [Tile], epilogue: &E) {
+    fn task_kernel<S: Level, E: Epilogue>(work: Work<'_>, tiles: &mut [Tile], epilogue: &E) {
         let Work { product, tasks: (task, _), rows, best, lanes } = work;
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
-        let num_blocks = product.weights.cols() / B::DTYPE.block_len();
+        let (depth, dtype, row_bytes) = (product.weights.cols(), product.weights.dtype(), product.row_bytes());
         let (pairs, per_row) = (rows.pairs(), rows.pairs_per_row());
         let mut a: [&[Pair]; MAX_FEW] = [&[]; MAX_FEW];
         for (r, a) in a.iter_mut().enumerate().take(group.rows) {
@@ -142,11 +153,11 @@ compiled! {
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
             for pair in 0..product.num_tiles() {
-                let weights = &blocks_of::<B>(group.weights[pair])[column * num_blocks..][..columns * num_blocks];
-                let next = work.after::<B>(panel, pair);
+                let weights = &group.weights[pair][column * row_bytes..][..columns * row_bytes];
+                let next = work.after(panel, pair);
                 let tile_step = product.num_tiles();
                 let a = &a[..group.rows];
-                kernel::run::<B>(best, Panel { weights, num_blocks, a, tile_step, next }, &mut tiles[pair..]);
+                kernel::run(best, Panel { weights, dtype, depth, a, tile_step, next }, &mut tiles[pair..]);
             }
             for (block, tiles) in tiles.chunks_exact_mut(product.num_tiles()).enumerate() {
                 let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
@@ -160,13 +171,13 @@ compiled! {
 
 impl Work<'_> {
     /// Where the weights are that are read after a panel.
-    fn after<B: WeightBlock>(&self, panel: usize, pair: usize) -> *const u8 {
+    fn after(&self, panel: usize, pair: usize) -> *const u8 {
         let Self { product, tasks: (task, next), lanes, .. } = *self;
-        let num_blocks = product.weights.cols() / B::DTYPE.block_len();
+        let row_bytes = product.row_bytes();
         let address = |group: usize, panel: usize, pair: usize| {
             let group = &product.groups[group];
             let column = Panels::of(group.columns, lanes).panel(panel).0;
-            group.weights[pair].as_ptr().wrapping_add(column * num_blocks * size_of::<B>())
+            group.weights[pair].as_ptr().wrapping_add(column * row_bytes)
         };
         if pair + 1 < product.num_tiles() {
             return address(task.group, panel, pair + 1);
@@ -200,7 +211,7 @@ fn float_group<'a>(a: &'a Tensor, group: &Group<'a>, b: Source<'a>) -> gemm::Gro
 }
 
 /// The groups of many rows: their weights become bf16, as many at a time as memory is meant for.
-fn run_many<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+fn run_many<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     let depth = product.weights.cols();
     let num_weights = |index: usize| product.groups[index].columns * product.num_tiles();
     let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && !is_in_product(ctx.isa(), group.rows);
@@ -213,18 +224,12 @@ fn run_many<E: Epilogue, B: WeightBlock>(ctx: &Context, product: &Product<'_>, e
             num_rows += num_weights(many[end]);
             end += 1;
         }
-        run_chunk::<E, B>(ctx, product, &many[start..end], num_rows, epilogue);
+        run_chunk(ctx, product, &many[start..end], num_rows, epilogue);
         start = end;
     }
 }
 
-fn run_chunk<E: Epilogue, B: WeightBlock>(
-    ctx: &Context,
-    product: &Product<'_>,
-    indices: &[usize],
-    num_rows: usize,
-    epilogue: &E,
-) {
+fn run_chunk<E: Epilogue>(ctx: &Context, product: &Product<'_>, indices: &[usize], num_rows: usize, epilogue: &E) {
     let depth = product.weights.cols();
     let mut weights = ctx.empty(&[num_rows, depth], DType::BF16);
     let mut firsts = Vec::with_capacity(indices.len());
@@ -234,7 +239,7 @@ fn run_chunk<E: Epilogue, B: WeightBlock>(
         firsts.push(at);
         for half in &group.weights[..product.num_tiles()] {
             let to = &mut weights.bf16s_mut()[at * depth..(at + group.columns) * depth];
-            to_bf16(ctx, blocks_of::<B>(half), to);
+            to_bf16(ctx, (product.weights.dtype(), half), to);
             at += group.columns;
         }
     }

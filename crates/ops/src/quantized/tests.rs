@@ -3,7 +3,8 @@ use std::sync::Arc;
 use moeworks_tensor::{Bytes, Q4Block, Q8Block, bf16};
 use proptest::prelude::*;
 
-use super::kernel::{Kernel, WeightBlock};
+use super::block::FromNumbers;
+use super::kernel::Kernel;
 use super::*;
 use crate::Activation;
 use crate::experts::{ExpertRows, ExpertWeights, experts_forward};
@@ -12,24 +13,62 @@ use crate::linear::{Write, linear};
 use crate::parallel::Lent;
 use crate::test_data::{contexts, kind, numbers, tensor};
 
+/// The types that numbers can be turned into.
 const TYPES: [DType; 2] = [DType::Q8, DType::Q4];
+
+/// The types of blocks of files alone, with where in a block an f16 stands.
+const FOREIGN: [(DType, &[usize]); 10] = [
+    (DType::Q4_1, &[0, 2]),
+    (DType::Q5_0, &[0]),
+    (DType::Q5_1, &[0, 2]),
+    (DType::Q2K, &[80, 82]),
+    (DType::Q3K, &[108]),
+    (DType::Q4K, &[0, 2]),
+    (DType::Q5K, &[0, 2]),
+    (DType::Q6K, &[208]),
+    (DType::Iq4Nl, &[0]),
+    (DType::Mxfp4, &[]),
+];
+
+fn all_types() -> impl Iterator<Item = DType> {
+    TYPES.into_iter().chain(FOREIGN.map(|(dtype, _)| dtype))
+}
+
+/// A matrix in blocks: of random numbers, or for the types of files of random bytes with scales of either sign.
+fn blocks(ctx: &Context, shape: [usize; 2], dtype: DType, seed: u64) -> Tensor {
+    let Some((_, halves)) = FOREIGN.iter().find(|(foreign, _)| *foreign == dtype) else {
+        return quantize(ctx, &tensor(ctx, &shape, &numbers(shape[0] * shape[1], seed), DType::F32), dtype);
+    };
+    let mut y = ctx.empty(&shape, dtype);
+    let random = numbers(y.num_bytes(), seed);
+    for (block, random) in y.bytes_mut().chunks_exact_mut(dtype.size()).zip(random.chunks_exact(dtype.size())) {
+        block.iter_mut().zip(random).for_each(|(byte, x)| *byte = (x.abs() * 1e6) as u32 as u8);
+        if dtype == DType::Mxfp4 {
+            block[0] = 110 + block[0] % 16;
+        }
+        for &at in *halves {
+            block[at..at + 2].copy_from_slice(&moeworks_tensor::f16::from_f32(0.1 * random[at]).to_le_bytes());
+        }
+    }
+    y
+}
 
 #[test]
 fn blocks_are_those_of_gguf() {
     // scale 0.5 is 0x3800 as an f16.
     let block = Q8Block { scale: [0x00, 0x38], values: std::array::from_fn(|i| i as i8 - 16) };
-    assert_eq!(block.ints().map(|n| f32::from(n) * block.scale()), std::array::from_fn(|i| (i as f32 - 16.0) * 0.5));
+    assert_eq!(block.ints(0).map(|n| f32::from(n) * block.scale()), std::array::from_fn(|i| (i as f32 - 16.0) * 0.5));
     // The first 16 weights are the low halves.
     let block = Q4Block { scale: [0x00, 0x38], values: std::array::from_fn(|i| i as u8 | ((15 - i as u8) << 4)) };
     let exact = |i: usize| if i < 16 { i as i8 - 8 } else { 7 - (i as i8 - 16) };
-    assert_eq!(block.ints(), std::array::from_fn(exact));
+    assert_eq!(block.ints(0), std::array::from_fn(exact));
 }
 
 /// The largest error of a block's numbers, and the most that it may be: `steps` scales, and what the largest of its integers
 /// makes of the scale's rounding to f16 (whose subnormals are multiples of 2^-24).
-fn error_and_bound<B: Block>(x: &[f32; BLOCK_LEN], steps: f32, largest: f32) -> (f32, f32) {
+fn error_and_bound<B: FromNumbers>(x: &[f32; BLOCK_LEN], steps: f32, largest: f32) -> (f32, f32) {
     let block = B::quantize(x);
-    let (ints, scale) = (block.ints(), block.scale());
+    let (ints, (scale, _)) = (block.ints(0), block.scale(0));
     let error = x.iter().zip(ints).map(|(x, n)| (x - scale * f32::from(n)).abs()).fold(0.0, f32::max);
     let rounding = scale.abs() * 2.0_f32.powi(-11) + 2.0_f32.powi(-25);
     (error, 1.001 * (steps * scale.abs() + largest * rounding))
@@ -74,8 +113,13 @@ struct Case {
 }
 
 impl Case {
-    fn inputs(&self) -> (Vec<f32>, Vec<f32>) {
-        (numbers(self.rows * self.depth, 1), numbers(self.columns * self.depth, 2))
+    /// The depth is that or the next that rows of the type can have.
+    fn new(rows: usize, depth: usize, columns: usize, dtype: DType) -> Self {
+        Self { rows, depth: depth.next_multiple_of(dtype.block_len()), columns, dtype }
+    }
+
+    fn x(&self) -> Vec<f32> {
+        numbers(self.rows * self.depth, 1)
     }
 
     /// Holds `y` to the bound that the documentation states, around the sums in f64 of the weights that the blocks stand for.
@@ -103,15 +147,15 @@ impl Case {
 /// On every instruction set, with one to three threads, and with every kernel of each.
 fn check(case: Case) {
     let Case { rows, depth, columns, dtype } = case;
-    let (x, w) = case.inputs();
+    let x = case.x();
     let mut last: Option<(_, Tensor)> = None;
     for ctx in contexts() {
         let x_tensor = tensor(&ctx, &[rows, depth], &x, DType::F32);
-        let weights = quantize(&ctx, &tensor(&ctx, &[columns, depth], &w, DType::F32), dtype);
+        let weights = blocks(&ctx, [columns, depth], dtype, 2);
         let exact = dequantize(&ctx, &weights, DType::F32);
         let y = linear(&ctx, &x_tensor, &weights, DType::F32);
         case.assert_close(&format!("{:?}", ctx.isa()), y.f32s(), &x, exact.f32s());
-        with_block!(dtype, B => every_kernel::<B>(&ctx, case, &x_tensor, &weights, (&x, exact.f32s())));
+        every_kernel(&ctx, case, &x_tensor, &weights, (&x, exact.f32s()));
         if let Some((last_kind, last)) = &last
             && *last_kind == kind(&ctx)
         {
@@ -121,7 +165,7 @@ fn check(case: Case) {
     }
 }
 
-fn every_kernel<B: WeightBlock>(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, values: (&[f32], &[f32])) {
+fn every_kernel(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, values: (&[f32], &[f32])) {
     let Case { rows, columns, .. } = case;
     if rows > 16 {
         return;
@@ -134,7 +178,7 @@ fn every_kernel<B: WeightBlock>(ctx: &Context, case: Case, x: &Tensor, weights: 
         let product = Product { a: x, weights, groups, is_paired: false };
         let to = Lent::new(y.f32s_mut());
         let store = Store { to, offsets: &[0], stride: columns, write: Write::Replace };
-        product::run_few::<_, B>(ctx, &product, kernel, &store);
+        product::run_few(ctx, &product, kernel, &store);
         case.assert_close(&format!("{kernel:?}"), y.f32s(), values.0, values.1);
     }
 }
@@ -142,8 +186,8 @@ fn every_kernel<B: WeightBlock>(ctx: &Context, case: Case, x: &Tensor, weights: 
 #[test]
 fn every_number_of_rows_is_within_the_bound() {
     for rows in 1..=18 {
-        for dtype in TYPES {
-            check(Case { rows, depth: 96, columns: 53, dtype });
+        for dtype in all_types() {
+            check(Case::new(rows, 96, 53, dtype));
         }
     }
 }
@@ -151,9 +195,9 @@ fn every_number_of_rows_is_within_the_bound() {
 #[test]
 fn odd_and_even_numbers_of_blocks_and_partial_panels_are_within_the_bound() {
     for (depth, columns) in [(32, 1), (64, 48), (96, 7), (160, 49), (544, 97), (1024, 12)] {
-        for dtype in TYPES {
+        for dtype in all_types() {
             for rows in [1, 5, 40] {
-                check(Case { rows, depth, columns, dtype });
+                check(Case::new(rows, depth, columns, dtype));
             }
         }
     }
@@ -162,16 +206,16 @@ fn odd_and_even_numbers_of_blocks_and_partial_panels_are_within_the_bound() {
 #[test]
 fn weights_at_any_address_are_read_right() {
     let ctx = Context::cpu(2);
-    for dtype in TYPES {
-        let case = Case { rows: 3, depth: 96, columns: 50, dtype };
-        let (x, w) = case.inputs();
-        let weights = quantize(&ctx, &tensor(&ctx, &[50, 96], &w, DType::F32), dtype);
+    for dtype in all_types() {
+        let case = Case::new(3, 96, 50, dtype);
+        let (x, depth) = (case.x(), case.depth);
+        let weights = blocks(&ctx, [50, depth], dtype, 2);
         for shift in 0..5 {
             let mut bytes = vec![0; shift];
             bytes.extend_from_slice(weights.bytes());
             let (owner, end): (Bytes, usize) = (Arc::new(bytes.clone()), bytes.len());
-            let foreign = Tensor::from_foreign(owner, shift..end, &[50, 96], dtype).expect("bytes of any alignment");
-            let y = linear(&ctx, &tensor(&ctx, &[3, 96], &x, DType::F32), &foreign, DType::F32);
+            let foreign = Tensor::from_foreign(owner, shift..end, &[50, depth], dtype).expect("bytes of any alignment");
+            let y = linear(&ctx, &tensor(&ctx, &[3, depth], &x, DType::F32), &foreign, DType::F32);
             case.assert_close("shifted", y.f32s(), &x, dequantize(&ctx, &weights, DType::F32).f32s());
         }
     }
@@ -244,13 +288,12 @@ fn bf16_numbers_are_quantized_like_the_floats_they_are() {
 #[test]
 fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
     for ctx in contexts() {
-        for dtype in TYPES {
+        for dtype in all_types() {
             for num_blocks in [1, 2, 7, 1025] {
-                let x = numbers(num_blocks * 32, 3);
-                let blocks = quantize(&ctx, &tensor(&ctx, &[num_blocks, 32], &x, DType::F32), dtype);
+                let blocks = blocks(&ctx, [num_blocks, dtype.block_len()], dtype, 3);
                 let exact = dequantize(&ctx, &blocks, DType::F32);
-                let mut found = vec![bf16::from_f32(7.0); num_blocks * 32];
-                with_block!(dtype, B => super::dequantize::to_bf16(&ctx, blocks.slice::<B>(), &mut found));
+                let mut found = vec![bf16::from_f32(7.0); num_blocks * dtype.block_len()];
+                super::dequantize::to_bf16(&ctx, (dtype, blocks.bytes()), &mut found);
                 let nearest: Vec<bf16> = exact.f32s().iter().map(|&x| bf16::from_f32(x)).collect();
                 assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
             }

@@ -1,0 +1,275 @@
+//! What the bytes of each type of block mean.
+//!
+//! The layouts are those of ggml's reference quantisation (`ggml-common.h`, `ggml-quants.c`); integers are little-endian.
+
+use moeworks_tensor::{
+    BLOCK_LEN, Element, Iq4NlBlock, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block, Q5_1Block,
+    Q5KBlock, Q6KBlock, Q8Block, f16,
+};
+
+/// Elements whose whole numbers are taken at a time.
+pub(super) const PART: usize = BLOCK_LEN;
+
+/// A block of quantized weights: element i is `scale * ints[i] - least`, with a scale and a least value for some neighbours.
+pub(super) trait Block: Element {
+    /// How many neighbours share a scale: 32 or 16.
+    const SHARED: usize = PART;
+
+    /// Whether there are least values other than 0.
+    const HAS_LEAST: bool = false;
+
+    /// The whole numbers of the 32 elements from `32 * part` on.
+    fn ints(&self, part: usize) -> [i8; PART];
+
+    /// Scale and least value of the elements from [`SHARED`](Self::SHARED) times `index` on.
+    fn scale(&self, index: usize) -> (f32, f32);
+}
+
+/// Turns a block into its elements.
+#[inline(always)]
+pub(super) fn decode<B: Block>(block: &B, to: &mut [f32]) {
+    for (part, to) in to.as_chunks_mut::<PART>().0.iter_mut().enumerate() {
+        let ints = block.ints(part);
+        for at in 0..PART / B::SHARED {
+            let (scale, least) = block.scale(PART / B::SHARED * part + at);
+            for i in at * B::SHARED..(at + 1) * B::SHARED {
+                to[i] = scale * f32::from(ints[i]) - least;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn half_at(bytes: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
+}
+
+/// Element i of 32 in 16 bytes: the low halves are the first 16, the high ones the others.
+#[inline(always)]
+fn nibble(bytes: &[u8], i: usize) -> u8 {
+    let byte = bytes[i % (PART / 2)];
+    if i < PART / 2 { byte & 15 } else { byte >> 4 }
+}
+
+/// Bit i of 32, times 16.
+#[inline(always)]
+fn fifth_bit(bytes: &[u8], i: usize) -> u8 {
+    (bytes[i / 8] >> (i % 8) & 1) << 4
+}
+
+#[inline(always)]
+fn ints(of: impl Fn(usize) -> u8, zero: u8) -> [i8; PART] {
+    std::array::from_fn(|i| of(i).wrapping_sub(zero).cast_signed())
+}
+
+impl Block for Q8Block {
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        self.values
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (self.scale(), 0.0)
+    }
+}
+
+impl Block for Q4Block {
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        ints(|i| nibble(&self.values, i), 8)
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (self.scale(), 0.0)
+    }
+}
+
+impl Block for Q4_1Block {
+    const HAS_LEAST: bool = true;
+
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        ints(|i| nibble(&self.0[4..], i), 0)
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (half_at(&self.0, 0), -half_at(&self.0, 2))
+    }
+}
+
+impl Block for Q5_0Block {
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        ints(|i| nibble(&self.0[6..], i) | fifth_bit(&self.0[2..], i), 16)
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (half_at(&self.0, 0), 0.0)
+    }
+}
+
+impl Block for Q5_1Block {
+    const HAS_LEAST: bool = true;
+
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        ints(|i| nibble(&self.0[8..], i) | fifth_bit(&self.0[4..], i), 0)
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (half_at(&self.0, 0), -half_at(&self.0, 2))
+    }
+}
+
+/// The elements of 128 are in 32 bytes, by pairs of bits.
+#[inline(always)]
+fn two_bits(bytes: &[u8], part: usize, i: usize) -> u8 {
+    bytes[part / 4 * 32 + i] >> (2 * (part % 4)) & 3
+}
+
+impl Block for Q2KBlock {
+    const SHARED: usize = 16;
+    const HAS_LEAST: bool = true;
+
+    #[inline(always)]
+    fn ints(&self, part: usize) -> [i8; PART] {
+        ints(|i| two_bits(&self.0[16..80], part, i), 0)
+    }
+
+    #[inline(always)]
+    fn scale(&self, index: usize) -> (f32, f32) {
+        let both = self.0[index];
+        (half_at(&self.0, 80) * f32::from(both & 15), half_at(&self.0, 82) * f32::from(both >> 4))
+    }
+}
+
+impl Block for Q3KBlock {
+    const SHARED: usize = 16;
+
+    #[inline(always)]
+    fn ints(&self, part: usize) -> [i8; PART] {
+        ints(|i| two_bits(&self.0[32..96], part, i) | (self.0[i] >> part & 1) << 2, 4)
+    }
+
+    /// Four low bits of the scales 0 to 7 and 8 to 15 are in bytes 0 to 7, two high bits in bytes 8 to 11.
+    #[inline(always)]
+    fn scale(&self, index: usize) -> (f32, f32) {
+        let bytes = &self.0[96..108];
+        let low = bytes[index % 8] >> (4 * (index / 8)) & 15;
+        let high = bytes[8 + index % 4] >> (2 * (index / 4)) & 3;
+        (half_at(&self.0, 108) * (f32::from(low | high << 4) - 32.0), 0.0)
+    }
+}
+
+/// Scale and least value of the 32 elements `index` of a `Q4_K` or `Q5_K`: the f16 factors of both, then twelve bytes with
+/// eight of each in six bits.
+#[inline(always)]
+fn scale_and_least(block: &[u8], index: usize) -> (f32, f32) {
+    let bytes = &block[4..16];
+    let (scale, least) = if index < 4 {
+        (bytes[index] & 63, bytes[index + 4] & 63)
+    } else {
+        let both = bytes[index + 4];
+        (both & 15 | bytes[index - 4] >> 2 & 48, both >> 4 | bytes[index] >> 2 & 48)
+    };
+    (half_at(block, 0) * f32::from(scale), half_at(block, 2) * f32::from(least))
+}
+
+/// Of 64 elements the first 32 are in the low halves of 32 bytes, the others in the high ones.
+#[inline(always)]
+fn long_nibble(bytes: &[u8], part: usize, i: usize) -> u8 {
+    bytes[32 * (part / 2) + i] >> (4 * (part % 2)) & 15
+}
+
+impl Block for Q4KBlock {
+    const HAS_LEAST: bool = true;
+
+    #[inline(always)]
+    fn ints(&self, part: usize) -> [i8; PART] {
+        ints(|i| long_nibble(&self.0[16..], part, i), 0)
+    }
+
+    #[inline(always)]
+    fn scale(&self, index: usize) -> (f32, f32) {
+        scale_and_least(&self.0, index)
+    }
+}
+
+impl Block for Q5KBlock {
+    const HAS_LEAST: bool = true;
+
+    /// Bit `part` of 32 bytes is the fifth one.
+    #[inline(always)]
+    fn ints(&self, part: usize) -> [i8; PART] {
+        ints(|i| long_nibble(&self.0[48..], part, i) | (self.0[16 + i] >> part & 1) << 4, 0)
+    }
+
+    #[inline(always)]
+    fn scale(&self, index: usize) -> (f32, f32) {
+        scale_and_least(&self.0, index)
+    }
+}
+
+impl Block for Q6KBlock {
+    const SHARED: usize = 16;
+
+    /// Of 128 elements the quarters take turns: low halves of 64 bytes, then their high halves.
+    #[inline(always)]
+    fn ints(&self, part: usize) -> [i8; PART] {
+        let (half, quarter) = (part / 4, part % 4);
+        let low = &self.0[64 * half + 32 * (quarter % 2)..][..PART];
+        ints(|i| low[i] >> (4 * (quarter / 2)) & 15 | two_bits(&self.0[128..192], part, i) << 4, 32)
+    }
+
+    #[inline(always)]
+    fn scale(&self, index: usize) -> (f32, f32) {
+        (half_at(&self.0, 208) * f32::from(self.0[192 + index].cast_signed()), 0.0)
+    }
+}
+
+/// The sixteen levels of `IQ4_NL`, close together around zero.
+pub(super) const IQ4_LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+impl Block for Iq4NlBlock {
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        std::array::from_fn(|i| IQ4_LEVELS[usize::from(nibble(&self.0[2..], i))])
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (half_at(&self.0, 0), 0.0)
+    }
+}
+
+/// The values of E2M1 floats, twice.
+pub(super) const FP4_LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// Half of two to the power of `exponent` less 127; all ones stand for NaN.
+#[inline(always)]
+pub(super) fn half_power(exponent: u8) -> f32 {
+    f32::from_bits(match exponent {
+        // The last two are too small for an exponent of their own.
+        0 => 0x0020_0000,
+        1 => 0x0040_0000,
+        255 => 0x7fc0_0000,
+        _ => u32::from(exponent - 1) << 23,
+    })
+}
+
+impl Block for Mxfp4Block {
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        std::array::from_fn(|i| FP4_LEVELS[usize::from(nibble(&self.0[1..], i))])
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize) -> (f32, f32) {
+        (half_power(self.0[0]), 0.0)
+    }
+}

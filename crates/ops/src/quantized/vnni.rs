@@ -1,0 +1,181 @@
+//! Products of quantized rows with blocks by the byte dot product of AVX-512 VNNI.
+
+use core::arch::x86_64::{
+    __m512, __m512i, _mm_castsi128_ps, _mm_loadl_epi64, _mm512_castps128_ps512, _mm512_cvtepi32_ps,
+    _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mul_ps,
+    _mm512_permutexvar_ps, _mm512_set_epi32, _mm512_set1_epi8, _mm512_setzero_ps, _mm512_setzero_si512,
+    _mm512_sub_epi32,
+};
+
+use super::blocks_of;
+use super::kernel::Panel;
+use super::lanes::Lanes;
+use super::rows::Pair;
+use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
+use crate::simd::{Avx512, Level};
+
+/// # Safety
+/// The machine must have AVX-512 F, BW, DQ, VL and VNNI, AVX2, FMA and F16C; rows of activations must have as many pairs as hold
+/// a row of weights.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+pub(super) unsafe fn run<B: Lanes>(panel: Panel<'_>, tiles: &mut [Tile]) {
+    let num_blocks = panel.depth / B::DTYPE.block_len();
+    let weights = blocks_of::<B>(panel.weights);
+    let columns = weights.len().checked_div(num_blocks).unwrap_or(0);
+    let num_passes = panel.a.len().div_ceil(4).max(1);
+    let pass = panel.a.len().div_ceil(num_passes);
+    let mut column = 0;
+    while column < columns {
+        // As many rows of weights as registers hold sums of.
+        let count = if column + 4 <= columns { 4 } else { 1 };
+        let ahead = if column + 2 * count <= columns {
+            weights.as_ptr().wrapping_add((column + count) * num_blocks).cast()
+        } else {
+            panel.next
+        };
+        for first in (0..panel.a.len()).step_by(pass) {
+            let part = Part { panel, weights, num_blocks, column, first, ahead, tiles: &mut *tiles };
+            // SAFETY: `count` rows of weights and as many rows of activations as are named exist.
+            unsafe {
+                match (count, pass.min(panel.a.len() - first)) {
+                    (4, 1) => part.sums::<4, 1>(),
+                    (4, 2) => part.sums::<4, 2>(),
+                    (4, 3) => part.sums::<4, 3>(),
+                    (4, _) => part.sums::<4, 4>(),
+                    (_, 1) => part.sums::<1, 1>(),
+                    (_, 2) => part.sums::<1, 2>(),
+                    (_, 3) => part.sums::<1, 3>(),
+                    (_, _) => part.sums::<1, 4>(),
+                }
+            }
+        }
+        column += count;
+    }
+}
+
+/// Some rows of weights with some rows of activations.
+struct Part<'a, B> {
+    panel: Panel<'a>,
+    weights: &'a [B],
+    /// Blocks of a row of weights.
+    num_blocks: usize,
+    column: usize,
+    first: usize,
+    ahead: *const u8,
+    tiles: &'a mut [Tile],
+}
+
+/// Sums of `N` rows of weights with `R` rows of activations.
+type Sums<const N: usize, const R: usize> = [[__m512; R]; N];
+
+impl<B: Lanes> Part<'_, B> {
+    /// # Safety
+    /// As for [`run`]; `N` rows of weights and `R` rows of activations must exist.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+    unsafe fn sums<const N: usize, const R: usize>(self) {
+        let Self { panel, weights, num_blocks, column, first, ahead, tiles } = self;
+        let a: [&[Pair]; R] = std::array::from_fn(|r| panel.a[first + r]);
+        let weights = weights[column * num_blocks..][..N * num_blocks].as_ptr();
+        let mut sums: Sums<N, R> = [[_mm512_setzero_ps(); R]; N];
+        for block in (0..num_blocks).step_by(B::BLOCKS) {
+            // The last short block of an odd number counts once: the activations beside its repetition are zeros of scale 0.
+            let second = (block + B::BLOCKS - 1).min(num_blocks - 1);
+            let units: [[*const B; 2]; N] =
+                std::array::from_fn(|n| [block, second].map(|at| weights.wrapping_add(n * num_blocks + at)));
+            let mut scales = [[_mm512_setzero_ps(); 2]; N];
+            for (scales, &unit) in scales.iter_mut().zip(&units) {
+                // SAFETY: blocks of the rows taken above.
+                *scales = unsafe { B::scales(unit) };
+            }
+            for pair in 0..B::PAIRS {
+                for n in 0..N {
+                    let at = (n * num_blocks + block) * size_of::<B>() + pair * bytes_of_pair::<B>();
+                    prefetch_far(ahead.wrapping_add(at));
+                    // What is longer than a cache line may lie on three: then its last byte is asked for as well.
+                    if bytes_of_pair::<B>() > 64 {
+                        prefetch_far(ahead.wrapping_add(at + bytes_of_pair::<B>() - 1));
+                    }
+                }
+                let x = a.map(|a| &a[block / B::BLOCKS * B::PAIRS + pair]);
+                // SAFETY: the blocks are there.
+                unsafe { add_pair::<B, N, R>((&units, pair), &scales, x, &mut sums) };
+            }
+        }
+        for (n, sums) in sums.iter().enumerate() {
+            for (r, &sum) in sums.iter().enumerate() {
+                let row = first + r;
+                let place = row % MAX_ROWS * TILE_STRIDE + column + n;
+                tiles[row / MAX_ROWS * panel.tile_step].0[place] = Avx512::total(sum);
+            }
+        }
+    }
+}
+
+const fn bytes_of_pair<B: Lanes>() -> usize {
+    B::BLOCKS * size_of::<B>() / B::PAIRS
+}
+
+/// A row's numbers, minus the [offset](Lanes::OFFSET) times their sums, their sums times their scale, and their scales.
+struct Row {
+    x: __m512i,
+    correction: __m512i,
+    sum: __m512,
+    scales: __m512,
+}
+
+impl Row {
+    /// # Safety
+    /// As for [`run`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+    unsafe fn of<B: Lanes>(pair: &Pair) -> Self {
+        let zero = _mm512_setzero_si512();
+        // SAFETY: a pair is aligned to a cache line and begins with 64 bytes of numbers; two scales are eight bytes.
+        let (x, scales) = unsafe {
+            let scales = _mm_castsi128_ps(_mm_loadl_epi64(pair.scales.as_ptr().cast()));
+            (_mm512_load_si512(pair.values.as_ptr().cast()), _mm512_castps128_ps512(scales))
+        };
+        // The scale of the first 32 numbers for the lower eight lanes, of the others for the upper ones.
+        let scales = _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), scales);
+        let mut row = Self { x, correction: zero, sum: _mm512_setzero_ps(), scales };
+        if B::OFFSET != 0 {
+            row.correction = _mm512_sub_epi32(zero, _mm512_dpbusd_epi32(zero, _mm512_set1_epi8(B::OFFSET), x));
+        }
+        if B::HAS_LEAST {
+            let sum = _mm512_dpbusd_epi32(zero, _mm512_set1_epi8(1), x);
+            row.sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales);
+        }
+        row
+    }
+}
+
+/// Adds the products of 64 weights of each row.
+///
+/// # Safety
+/// As for [`run`]; the units' blocks must be readable.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+unsafe fn add_pair<B: Lanes, const N: usize, const R: usize>(
+    (units, pair): (&[[*const B; 2]; N], usize),
+    scales: &[[__m512; 2]; N],
+    x: [&Pair; R],
+    sums: &mut Sums<N, R>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let lanes = _mm512_loadu_si512(B::SCALE_LANES[pair].as_ptr().cast());
+        let rows: [Row; R] = std::array::from_fn(|r| Row::of::<B>(x[r]));
+        for ((&unit, scales), sums) in units.iter().zip(scales).zip(sums) {
+            let bytes = B::bytes(unit, pair);
+            let [scale, least] = scales.map(|scales| _mm512_permutexvar_ps(lanes, scales));
+            for (row, sum) in rows.iter().zip(sums) {
+                let totals = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(row.correction, bytes, row.x));
+                *sum = _mm512_fmadd_ps(totals, _mm512_mul_ps(scale, row.scales), *sum);
+                if B::HAS_LEAST {
+                    *sum = _mm512_fnmadd_ps(least, row.sum, *sum);
+                }
+            }
+        }
+    }
+}
