@@ -62,15 +62,24 @@ impl Element for Q4Block {
 
 /// Defines blocks as the bytes that they are in files.
 macro_rules! blocks_of_bytes {
-    ($($(#[$doc:meta])+ $name:ident($dtype:ident): $bytes:literal;)*) => {
+    ($($(#[$doc:meta])+ $name:ident($dtype:ident): $rows:literal x $cols:literal;)*) => {
         $(
             $(#[$doc])+
             #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
             #[repr(C)]
             pub struct $name(
-                /// As in the file.
-                pub [u8; $bytes],
+                /// As in the file, as rows of bytes for the sake of a length that `bytemuck` knows.
+                pub [[u8; $cols]; $rows],
             );
+
+            impl $name {
+                /// The bytes as in the file.
+                #[inline(always)]
+                #[must_use]
+                pub const fn bytes(&self) -> &[u8] {
+                    self.0.as_flattened()
+                }
+            }
 
             impl Element for $name {
                 const DTYPE: DType = DType::$dtype;
@@ -81,28 +90,28 @@ macro_rules! blocks_of_bytes {
 
 blocks_of_bytes! {
     /// 32 weights `scale * n + least`: two f16, then `n` of 4 bits each as in [`Q4Block`].
-    Q4_1Block(Q4_1): 20;
+    Q4_1Block(Q4_1): 1 x 20;
     /// 32 weights `scale * (n - 16)`: an f16, the 32 fifth bits, then the lower four as in [`Q4Block`].
-    Q5_0Block(Q5_0): 22;
+    Q5_0Block(Q5_0): 1 x 22;
     /// 32 weights `scale * n + least`: two f16, then `n` as in [`Q5_0Block`].
-    Q5_1Block(Q5_1): 24;
+    Q5_1Block(Q5_1): 1 x 24;
     /// 256 weights `scale * n - least` with a scale and a least value of four bits for each 16: these, `n` of two bits, and the
     /// f16 factors of scales and of least values.
-    Q2KBlock(Q2K): 84;
+    Q2KBlock(Q2K): 4 x 21;
     /// 256 weights `scale * (n - 4)` with a scale of six bits for each 16: the 256 third bits, the lower two of each, the scales,
     /// and their f16 factor.
-    Q3KBlock(Q3K): 110;
+    Q3KBlock(Q3K): 5 x 22;
     /// 256 weights `scale * n - least` with a scale and a least value of six bits for each 32: the f16 factors of both, these, and
     /// `n` of four bits.
-    Q4KBlock(Q4K): 144;
+    Q4KBlock(Q4K): 9 x 16;
     /// As [`Q4KBlock`], with the 256 fifth bits before the lower four.
-    Q5KBlock(Q5K): 176;
+    Q5KBlock(Q5K): 11 x 16;
     /// 256 weights `scale * (n - 32)` with a signed byte as the scale of each 16: the lower four bits of `n`, the upper two, the
     /// scales, and their f16 factor.
-    Q6KBlock(Q6K): 210;
+    Q6KBlock(Q6K): 10 x 21;
     /// 32 weights `scale * level`: an f16 and numbers of 16 levels as in [`Q4Block`].
-    Iq4NlBlock(Iq4Nl): 18;
+    Iq4NlBlock(Iq4Nl): 1 x 18;
     /// 32 floats of four bits with a power of two: its exponent in a byte, the floats as in [`Q4Block`] (OCP Microscaling Formats
     /// 1.0).
-    Mxfp4Block(Mxfp4): 17;
+    Mxfp4Block(Mxfp4): 1 x 17;
 }

@@ -259,7 +259,7 @@ lanes! {
 unsafe fn powers(unit: [*const Mxfp4Block; 2]) -> [__m512; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        let [first, second] = unit.map(|block| half_power((*block).0[0]).to_bits().cast_signed());
+        let [first, second] = unit.map(|block| half_power((*block).bytes()[0]).to_bits().cast_signed());
         let both = core::arch::x86_64::_mm_castsi128_ps(_mm_set_epi32(0, 0, second, first));
         [_mm512_castps128_ps512(both), _mm512_setzero_ps()]
     }

@@ -91,24 +91,24 @@ impl Block for Q4_1Block {
 
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
-        ints(|i| nibble(&self.0[4..], i), 0)
+        ints(|i| nibble(&self.bytes()[4..], i), 0)
     }
 
     #[inline(always)]
     fn scale(&self, _: usize) -> (f32, f32) {
-        (half_at(&self.0, 0), -half_at(&self.0, 2))
+        (half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
     }
 }
 
 impl Block for Q5_0Block {
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
-        ints(|i| nibble(&self.0[6..], i) | fifth_bit(&self.0[2..], i), 16)
+        ints(|i| nibble(&self.bytes()[6..], i) | fifth_bit(&self.bytes()[2..], i), 16)
     }
 
     #[inline(always)]
     fn scale(&self, _: usize) -> (f32, f32) {
-        (half_at(&self.0, 0), 0.0)
+        (half_at(self.bytes(), 0), 0.0)
     }
 }
 
@@ -117,12 +117,12 @@ impl Block for Q5_1Block {
 
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
-        ints(|i| nibble(&self.0[8..], i) | fifth_bit(&self.0[4..], i), 0)
+        ints(|i| nibble(&self.bytes()[8..], i) | fifth_bit(&self.bytes()[4..], i), 0)
     }
 
     #[inline(always)]
     fn scale(&self, _: usize) -> (f32, f32) {
-        (half_at(&self.0, 0), -half_at(&self.0, 2))
+        (half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
     }
 }
 
@@ -138,13 +138,13 @@ impl Block for Q2KBlock {
 
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
-        ints(|i| two_bits(&self.0[16..80], part, i), 0)
+        ints(|i| two_bits(&self.bytes()[16..80], part, i), 0)
     }
 
     #[inline(always)]
     fn scale(&self, index: usize) -> (f32, f32) {
-        let both = self.0[index];
-        (half_at(&self.0, 80) * f32::from(both & 15), half_at(&self.0, 82) * f32::from(both >> 4))
+        let both = self.bytes()[index];
+        (half_at(self.bytes(), 80) * f32::from(both & 15), half_at(self.bytes(), 82) * f32::from(both >> 4))
     }
 }
 
@@ -153,16 +153,16 @@ impl Block for Q3KBlock {
 
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
-        ints(|i| two_bits(&self.0[32..96], part, i) | (self.0[i] >> part & 1) << 2, 4)
+        ints(|i| two_bits(&self.bytes()[32..96], part, i) | (self.bytes()[i] >> part & 1) << 2, 4)
     }
 
     /// Four low bits of the scales 0 to 7 and 8 to 15 are in bytes 0 to 7, two high bits in bytes 8 to 11.
     #[inline(always)]
     fn scale(&self, index: usize) -> (f32, f32) {
-        let bytes = &self.0[96..108];
+        let bytes = &self.bytes()[96..108];
         let low = bytes[index % 8] >> (4 * (index / 8)) & 15;
         let high = bytes[8 + index % 4] >> (2 * (index / 4)) & 3;
-        (half_at(&self.0, 108) * (f32::from(low | high << 4) - 32.0), 0.0)
+        (half_at(self.bytes(), 108) * (f32::from(low | high << 4) - 32.0), 0.0)
     }
 }
 
@@ -191,12 +191,12 @@ impl Block for Q4KBlock {
 
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
-        ints(|i| long_nibble(&self.0[16..], part, i), 0)
+        ints(|i| long_nibble(&self.bytes()[16..], part, i), 0)
     }
 
     #[inline(always)]
     fn scale(&self, index: usize) -> (f32, f32) {
-        scale_and_least(&self.0, index)
+        scale_and_least(self.bytes(), index)
     }
 }
 
@@ -206,12 +206,12 @@ impl Block for Q5KBlock {
     /// Bit `part` of 32 bytes is the fifth one.
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
-        ints(|i| long_nibble(&self.0[48..], part, i) | (self.0[16 + i] >> part & 1) << 4, 0)
+        ints(|i| long_nibble(&self.bytes()[48..], part, i) | (self.bytes()[16 + i] >> part & 1) << 4, 0)
     }
 
     #[inline(always)]
     fn scale(&self, index: usize) -> (f32, f32) {
-        scale_and_least(&self.0, index)
+        scale_and_least(self.bytes(), index)
     }
 }
 
@@ -222,13 +222,13 @@ impl Block for Q6KBlock {
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
         let (half, quarter) = (part / 4, part % 4);
-        let low = &self.0[64 * half + 32 * (quarter % 2)..][..PART];
-        ints(|i| low[i] >> (4 * (quarter / 2)) & 15 | two_bits(&self.0[128..192], part, i) << 4, 32)
+        let low = &self.bytes()[64 * half + 32 * (quarter % 2)..][..PART];
+        ints(|i| low[i] >> (4 * (quarter / 2)) & 15 | two_bits(&self.bytes()[128..192], part, i) << 4, 32)
     }
 
     #[inline(always)]
     fn scale(&self, index: usize) -> (f32, f32) {
-        (half_at(&self.0, 208) * f32::from(self.0[192 + index].cast_signed()), 0.0)
+        (half_at(self.bytes(), 208) * f32::from(self.bytes()[192 + index].cast_signed()), 0.0)
     }
 }
 
@@ -238,12 +238,12 @@ pub(super) const IQ4_LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -1
 impl Block for Iq4NlBlock {
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
-        std::array::from_fn(|i| IQ4_LEVELS[usize::from(nibble(&self.0[2..], i))])
+        std::array::from_fn(|i| IQ4_LEVELS[usize::from(nibble(&self.bytes()[2..], i))])
     }
 
     #[inline(always)]
     fn scale(&self, _: usize) -> (f32, f32) {
-        (half_at(&self.0, 0), 0.0)
+        (half_at(self.bytes(), 0), 0.0)
     }
 }
 
@@ -265,11 +265,11 @@ pub(super) fn half_power(exponent: u8) -> f32 {
 impl Block for Mxfp4Block {
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
-        std::array::from_fn(|i| FP4_LEVELS[usize::from(nibble(&self.0[1..], i))])
+        std::array::from_fn(|i| FP4_LEVELS[usize::from(nibble(&self.bytes()[1..], i))])
     }
 
     #[inline(always)]
     fn scale(&self, _: usize) -> (f32, f32) {
-        (half_power(self.0[0]), 0.0)
+        (half_power(self.bytes()[0]), 0.0)
     }
 }
