@@ -109,7 +109,7 @@ pub fn experts_forward_biased(
         let lens = (biases.gate_up.len(), biases.down.len());
         assert_eq!(lens, (num_experts * s.af, num_experts * s.d), "biases of experts");
     }
-    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights.gate_up.dtype())) {
+    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
         return cuda::experts::forward(on, x, weights, biases, rows);
     }
     let dtype = weights.gate_up.dtype().of_activations();
@@ -233,8 +233,9 @@ pub fn experts_backward(
     rows: ExpertRows<'_>,
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
+    assert_eq!(weights.gate_up.dtype(), weights.down.dtype(), "backward of experts whose matrices differ in type");
     let s = Sizes::of(dy, weights, rows);
-    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights.gate_up.dtype())) {
+    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
         return cuda::experts::backward(on, dy, weights, rows, saved);
     }
     let dtype = weights.gate_up.dtype();
@@ -344,7 +345,7 @@ fn weight_grad(
     let af = f * activation.num_inputs();
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
-    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(dtype)) {
+    if let Some(on) = On::of(ctx) {
         let keeps_unused = experts.len() + 1 < rows.offsets.len();
         return cuda::experts::weight_grad(on, inputs, activation, (rows, keeps_unused), write, grads);
     }
@@ -403,7 +404,6 @@ impl Sizes {
         let num_experts = rows.offsets.len() - 1;
         assert_eq!(weights.gate_up.len(), num_experts * s.af * s.d, "gate_up {:?}", weights.gate_up.shape());
         assert_eq!(weights.down.len(), num_experts * s.d * s.f, "down {:?}", weights.down.shape());
-        assert_eq!(weights.gate_up.dtype(), weights.down.dtype(), "types of the experts' weights");
         assert_eq!(rows.token_rows.len(), s.t * rows.num_choices, "token_rows");
         s
     }

@@ -16,9 +16,10 @@ use crate::experts::{
 use crate::gemm::Form;
 use crate::linear::Write;
 
-/// Whether the experts' phases run here: with weights in blocks the host has them.
-pub(crate) fn takes(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::BF16)
+/// Whether the experts' phases run here: with weights in blocks, or of two types, the host has them.
+pub(crate) fn takes(weights: ExpertWeights<'_>) -> bool {
+    let dtype = weights.gate_up.dtype();
+    matches!(dtype, DType::F32 | DType::BF16) && dtype == weights.down.dtype()
 }
 
 /// How kernels call an activation, with its two settings.
