@@ -170,26 +170,38 @@ fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale:
 
 /// What each row of logits gives, nothing for one that is ignored.
 fn row_losses(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> Vec<RowLoss> {
+    map_rows(ctx, logits, targets, |_, row, target| {
+        if target != IGNORE {
+            return row_kernel(ctx.isa(), row, target as usize, grad_scale);
+        }
+        // Only a gradient is read again.
+        if grad_scale.is_some() {
+            row.fill(0.0);
+        }
+        RowLoss::default()
+    })
+}
+
+/// `work(token, row, target)` of every row of logits, some rows a task.
+fn map_rows<R: Clone + Default + Send + Sync>(
+    ctx: &Context,
+    logits: &mut Tensor,
+    targets: &[u32],
+    work: impl Fn(usize, &mut [f32], u32) -> R + Sync,
+) -> Vec<R> {
     let cols = logits.cols();
     let rows_per_task = (PIECE / cols).max(1);
-    let mut losses = vec![RowLoss::default(); targets.len()];
-    let lent_losses = Lent::new(&mut losses);
+    let mut results = vec![R::default(); targets.len()];
+    let lent = Lent::new(&mut results);
     ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
         let range = piece_range(task, rows_per_task, targets.len());
         // SAFETY: the tasks' rows do not overlap.
-        let losses = unsafe { lent_losses.range(range.clone()) };
-        for ((row, &target), loss) in rows.chunks_exact_mut(cols).zip(&targets[range]).zip(losses) {
-            if target == IGNORE {
-                // Only a gradient is read again.
-                if grad_scale.is_some() {
-                    row.fill(0.0);
-                }
-                continue;
-            }
-            *loss = row_kernel(ctx.isa(), row, target as usize, grad_scale);
+        let results = unsafe { lent.range(range.clone()) };
+        for ((token, row), result) in range.zip(rows.chunks_exact_mut(cols)).zip(results) {
+            *result = work(token, row, targets[token]);
         }
     });
-    losses
+    results
 }
 
 #[derive(Clone, Copy, Default)]

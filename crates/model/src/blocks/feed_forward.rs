@@ -130,7 +130,10 @@ impl FeedForwardBlock {
                 let run = Run::of(pass, is_whole);
                 let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
                 let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad);
-                let dx = run.map_or_else(|| dx.clone(), |run| run.whole(ctx, &dx));
+                let dx = match run {
+                    None => dx,
+                    Some(run) => run.whole(ctx, &dx),
+                };
                 (dx, FeedForwardGradTask::Moe(task))
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {

@@ -6,10 +6,9 @@
 
 use moeworks_tensor::Tensor;
 
-use super::{HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest};
+use super::{HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest, map_rows};
 use crate::Context;
 use crate::linear::Write;
-use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::kernel;
 
 /// A rank's part of a vocabulary whose parts lie one after another in the order of ranks.
@@ -68,15 +67,10 @@ fn softmax_rows(
     let all: Vec<&[Told]> = all.as_chunks().0.chunks(targets.len()).collect();
     let (loss, factors) = combine(&all, targets, part);
     let Some(scale) = grad_scale else { return loss };
-    let cols = logits.cols();
-    let rows_per_task = (PIECE / cols).max(1);
-    ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
-        let range = piece_range(task, rows_per_task, targets.len());
-        for ((row, factor), &target) in rows.chunks_exact_mut(cols).zip(&factors[range.clone()]).zip(&targets[range]) {
-            row.iter_mut().for_each(|x| *x *= scale * factor);
-            if let Some(place) = place(target) {
-                row[place] -= scale;
-            }
+    map_rows(ctx, logits, targets, |token, row, target| {
+        row.iter_mut().for_each(|x| *x *= scale * factors[token]);
+        if let Some(place) = place(target) {
+            row[place] -= scale;
         }
     });
     loss
@@ -109,23 +103,13 @@ fn tell(
     targets: &[u32],
     place: &(dyn Fn(u32) -> Option<usize> + Sync),
 ) -> Vec<Told> {
-    let cols = logits.cols();
-    let rows_per_task = (PIECE / cols).max(1);
-    let mut told = vec![Told::default(); targets.len()];
-    let lent = Lent::new(&mut told);
-    ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
-        let range = piece_range(task, rows_per_task, targets.len());
-        // SAFETY: the tasks' rows do not overlap.
-        let told = unsafe { lent.range(range.clone()) };
-        for ((row, &target), told) in rows.chunks_exact_mut(cols).zip(&targets[range]).zip(told) {
-            if target == IGNORE {
-                row.fill(0.0);
-            } else {
-                *told = tell_kernel(ctx.isa(), row, place(target));
-            }
+    map_rows(ctx, logits, targets, |_, row, target| {
+        if target == IGNORE {
+            row.fill(0.0);
+            return Told::default();
         }
-    });
-    told
+        tell_kernel(ctx.isa(), row, place(target))
+    })
 }
 
 kernel! {

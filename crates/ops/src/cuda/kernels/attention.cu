@@ -47,6 +47,14 @@ DEVICE void load_keys(f32* to, Values from, const Sizes& s, u32 batch, u32 g, u3
     }
 }
 
+// The next keys and their values in place of those before, which no thread needs any more after that.
+DEVICE void next_keys(f32* k_tile, Values k, f32* v_tile, Values v, const Sizes& s, u32 batch, u32 g, u32 first) {
+    __syncthreads();
+    load_keys(k_tile, k, s, batch, g, first, s.head_dim);
+    load_keys(v_tile, v, s, batch, g, first, s.value_dim);
+    __syncthreads();
+}
+
 DEVICE f32 dot(const f32* a, const f32* b, u32 len) {
     f32 sum = 0.0f;
 #pragma unroll 4
@@ -95,10 +103,7 @@ DEVICE void forward(Values q, Values k, Values v, const f32* sinks, void* o, u32
     u32 low, high;
     key_range(s, first, end, low, high);
     for (u32 key = low; key < high; key += KEYS) {
-        __syncthreads();
-        load_keys(k_tile, k, s, batch, g, key, s.head_dim);
-        load_keys(v_tile, v, s, batch, g, key, s.value_dim);
-        __syncthreads();
+        next_keys(k_tile, k, v_tile, v, s, batch, g, key);
         f32 best = bits_float(0xff800000u);
 #pragma unroll 1
         for (u32 j = 0; j < KEYS / 4; j++) {
@@ -186,10 +191,7 @@ DEVICE void backward_queries(Values d_o, Values q, Values k, Values v, const f32
     u32 low, high;
     key_range(s, first, end, low, high);
     for (u32 key = low; key < high; key += KEYS) {
-        __syncthreads();
-        load_keys(k_tile, k, s, batch, g, key, s.head_dim);
-        load_keys(v_tile, v, s, batch, g, key, s.value_dim);
-        __syncthreads();
+        next_keys(k_tile, k, v_tile, v, s, batch, g, key);
 #pragma unroll 1
         for (u32 c = lane; c < KEYS; c += 4) {
             bool is_seen = r < end && key + c < s.kv_len && s.sees(r, key + c);
