@@ -182,7 +182,7 @@ pub(crate) struct ChatArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct EvaluateArgs {
-    /// A run, a checkpoint or a model folder
+    /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     /// Texts to evaluate on, as for `train --data`
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
@@ -202,7 +202,7 @@ pub(crate) struct EvaluateArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// A run, a checkpoint or a model folder
+    /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     /// Print JSON
     #[arg(long)]
@@ -239,7 +239,7 @@ pub(crate) struct PlanArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct RoutingArgs {
-    /// A run, a checkpoint or a model folder
+    /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     /// The text, as for `train --data`
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
@@ -305,7 +305,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) model: PathBuf,
     /// The folder that is written
     pub(crate) out: PathBuf,
-    /// Type of the matrices: f32, bf16 or f16 (default: as they are; blocks of small floats become bf16)
+    /// Type of the matrices: f32, bf16 or f16 (default: as they are; eight-bit floats become bf16)
     #[arg(long)]
     pub(crate) dtype: Option<String>,
     /// Write matrices as blocks of 32 small integers with a scale: int8 or int4. Embeddings, norms, biases and routers stay

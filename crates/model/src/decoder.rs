@@ -4,13 +4,11 @@
 //! the balance losses, which look at all layers, are known before backward starts; backward goes through the layers from
 //! the last to the first and runs each block's weight-gradient task as soon as the block's input gradient is known.
 
+mod checks;
+mod ends;
+
 use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
-use moeworks_ops::embedding::{embedding, embedding_backward};
-use moeworks_ops::head_loss::{
-    HeadGrads, HeadLoss, IGNORE, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part,
-    head_loss_biased, head_loss_of_part,
-};
-use moeworks_ops::linear::{Write, linear};
+use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -21,7 +19,7 @@ use crate::blocks::norm::Norm;
 use crate::blocks::relative::Relative;
 use crate::blocks::stack::Stack;
 use crate::blocks::{Memory, Pass};
-use crate::config::{ModelConfig, PositionKind};
+use crate::config::ModelConfig;
 use crate::encoder::Encoder;
 use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
@@ -207,34 +205,6 @@ impl Decoder {
         Ok(self.pass_stats(loss, router, layer_stats))
     }
 
-    /// The gradients of embedding and positions, of which `dx` is the gradient; where the head is the embedding, its share is there.
-    fn embed_backward(
-        &self,
-        pass: &Pass<'_>,
-        is_tied: bool,
-        (ids, mut dx): (&[u32], Tensor),
-        write: Write,
-        grads: &mut DecoderWeights,
-    ) {
-        if let Some(d_positions) = &mut grads.positions {
-            if write == Write::Replace {
-                d_positions.f32s_mut().fill(0.0);
-            }
-            embedding_backward(pass.ctx, pass.positions.u32s(), &dx, d_positions);
-        }
-        if write == Write::Replace && !is_tied {
-            grads.embedding.f32s_mut().fill(0.0);
-        }
-        let multiplier = self.config.variant.embedding_multiplier;
-        if multiplier != 1.0 {
-            elementwise::scale_assign(pass.ctx, &mut dx, multiplier);
-        }
-        match &self.tensor {
-            None => embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding),
-            Some(ranks) => ranks.embed_backward(pass.ctx, ids, &dx, &mut grads.embedding),
-        }
-    }
-
     /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones.
     pub fn evaluate(
         &self,
@@ -274,13 +244,7 @@ impl Decoder {
             watch(i, saved);
             layers.push(saved.stats());
         });
-        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let (normed, _) = self.head_input(ctx, weights, &x, head.dtype().of_activations());
-        let head = (head, weights.head_bias.as_ref());
-        let loss = match &self.tensor {
-            None => head_loss_biased(ctx, &normed, head, batch.targets),
-            Some(ranks) => ranks.with_vocabulary(|part| head_loss_of_part(ctx, &normed, head, batch.targets, part)),
-        };
+        let loss = self.head_loss(ctx, weights, &x, batch.targets);
         self.merge_stats(&mut layers);
         let (router, _) = router_losses(&layers, (&self.config.router, self.config.top_k), &PassOptions::default());
         self.pass_stats(loss, router, layers)
@@ -393,47 +357,6 @@ impl Decoder {
         Pass { relative, memory, tensor: self.tensor.as_ref(), ..pass }
     }
 
-    fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
-        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
-        let mut logits = linear(ctx, &normed, head, DType::F32);
-        if let Some(bias) = &weights.head_bias {
-            elementwise::add_rows(ctx, &mut logits, bias);
-        }
-        logits
-    }
-
-    /// What the output projection multiplies: the last norm's result over the logits' divisor, and the norm's statistics.
-    fn head_input(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
-        let (mut normed, statistics) = self.final_norm().forward(ctx, &weights.final_norm, x, dtype);
-        let divisor = self.config.variant.logits_divisor;
-        if divisor != 1.0 {
-            elementwise::scale_assign(ctx, &mut normed, 1.0 / divisor);
-        }
-        (normed, statistics)
-    }
-
-    fn final_norm(&self) -> Norm {
-        Norm { eps: self.config.norm_eps }
-    }
-
-    /// The embedded tokens `[T, D]` f32.
-    fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: &[u32]) -> Tensor {
-        let mut x = match &self.tensor {
-            None => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
-            Some(ranks) => ranks.embed(pass.ctx, ids, &weights.embedding),
-        };
-        let multiplier = self.config.variant.embedding_multiplier;
-        if multiplier != 1.0 {
-            elementwise::scale_assign(pass.ctx, &mut x, multiplier);
-        }
-        if let Some(positions) = &weights.positions {
-            let positions = embedding(pass.ctx, pass.positions.u32s(), positions, DType::F32);
-            elementwise::add_assign(pass.ctx, &mut x, &positions);
-        }
-        x
-    }
-
     fn training_layer(
         &self,
         pass: &Pass<'_>,
@@ -476,97 +399,6 @@ impl Decoder {
         let (dx, task) = self.attention[i].backward(pass, weights, (input, attention), &d_middle, write, grads);
         task.run(pass.ctx, write, &mut grads.attention);
         dx
-    }
-
-    /// The loss and the gradient of the residual stream after the last layer.
-    fn head_backward(
-        &self,
-        ctx: &Context,
-        weights: &DecoderWeights,
-        x: &Tensor,
-        targets: &[u32],
-        (grad_scale, write): (f32, Write),
-        grads: &mut DecoderWeights,
-    ) -> (HeadLoss, Tensor) {
-        let (head, d_head) = match (&weights.head, &mut grads.head) {
-            (Some(head), Some(d_head)) => (head, d_head),
-            _ => (&weights.embedding, &mut grads.embedding),
-        };
-        let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
-        let bias = weights.head_bias.as_ref();
-        let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
-        let (head, how) = ((head, bias), (grad_scale, write));
-        let (loss, mut d_normed) = match &self.tensor {
-            None => head_loss_backward_biased(ctx, &normed, head, targets, how, into),
-            Some(ranks) => {
-                let backward = |part: &mut VocabularyPart<'_>| {
-                    head_loss_backward_of_part(ctx, &normed, head, targets, (how, part), into)
-                };
-                let (loss, mut d_normed) = ranks.with_vocabulary(backward);
-                ranks.sum(&mut d_normed);
-                (loss, d_normed)
-            }
-        };
-        let divisor = self.config.variant.logits_divisor;
-        if divisor != 1.0 {
-            elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);
-        }
-        let (norm, d_norm) = (&weights.final_norm, &mut grads.final_norm);
-        let dx = self.final_norm().backward(ctx, norm, (x, &statistics), &d_normed, write, d_norm);
-        (loss, dx)
-    }
-
-    /// Fails if the model is one that can be used but not trained.
-    pub fn check_trainable(&self) -> Result<(), BatchError> {
-        if self.encoder.is_some() || matches!(self.config.variant.positions, PositionKind::Relative { .. }) {
-            return Err(BatchError::NotTrainable("models with an encoder or relative positions are used, not trained"));
-        }
-        Ok(())
-    }
-
-    /// Checks a batch that comes without sources.
-    fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
-        if self.encoder.is_some() { Err(BatchError::NoSource) } else { self.check_shape(batch) }
-    }
-
-    pub(crate) fn check_shape(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
-        let TokenBatch { inputs, targets, num_sequences, seq_len } = *batch;
-        for (what, len) in [("inputs", inputs.len()), ("targets", targets.len())] {
-            if num_sequences.checked_mul(seq_len) != Some(len) {
-                return Err(BatchError::Length { what, len, num_sequences, seq_len });
-            }
-        }
-        if inputs.is_empty() && self.ranks.is_none() {
-            return Err(BatchError::Empty);
-        }
-        self.check_len(seq_len)?;
-        self.check_ids("inputs", inputs)?;
-        let vocab_size = self.config.vocab_size;
-        match targets.iter().position(|&id| id != IGNORE && id as usize >= vocab_size) {
-            Some(index) => Err(BatchError::Id { what: "targets", index, id: targets[index], vocab_size }),
-            None => Ok(()),
-        }
-    }
-
-    /// How many tokens a sequence of `len` can still get; [`usize::MAX`] where positions have no end.
-    #[must_use]
-    pub fn room(&self, len: usize) -> usize {
-        let is_limited = !matches!(self.config.variant.positions, PositionKind::Relative { .. });
-        if is_limited { self.config.max_seq_len.saturating_sub(len) } else { usize::MAX }
-    }
-
-    pub(crate) fn check_len(&self, len: usize) -> Result<(), BatchError> {
-        let max_seq_len = self.config.max_seq_len;
-        let is_limited = !matches!(self.config.variant.positions, PositionKind::Relative { .. });
-        if is_limited && len > max_seq_len { Err(BatchError::TooLong { len, max_seq_len }) } else { Ok(()) }
-    }
-
-    fn check_ids(&self, what: &'static str, ids: &[u32]) -> Result<(), BatchError> {
-        let vocab_size = self.config.vocab_size;
-        match ids.iter().position(|&id| id as usize >= vocab_size) {
-            Some(index) => Err(BatchError::Id { what, index, id: ids[index], vocab_size }),
-            None => Ok(()),
-        }
     }
 }
 

@@ -60,6 +60,16 @@ pub enum LoadError {
         /// The shape it should have.
         expected: Vec<usize>,
     },
+    /// Blocks that hold more than a row, or not all of it.
+    #[error("{}: tensor {tensor:?} has rows of {cols} values, but blocks of {BLOCK_LEN} make only multiples of that", path.display())]
+    PartOfBlock {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The length of its rows by the configuration.
+        cols: usize,
+    },
     /// A tensor that the configured model does not have, so that ignoring it would change the results.
     #[error("{}: tensor {tensor:?} has no place in a {model_type} model", path.display())]
     UnexpectedTensor {

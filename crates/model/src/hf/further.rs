@@ -17,22 +17,21 @@ pub(super) const COUNT_KEY: &str = "num_nextn_predict_layers";
 
 /// The tensors of a folder's further layers.
 #[derive(Default)]
-pub(super) struct FurtherLayers {
-    files: Option<ModelFiles>,
+pub(super) struct FurtherLayers<'a> {
+    files: Option<&'a ModelFiles>,
     names: Vec<String>,
 }
 
-impl FurtherLayers {
-    /// Those of the folder that a model of `config` came from; none where it has none, or other layers.
-    pub(super) fn of(origin: Option<&ModelFolder>, config: &ModelConfig) -> Result<Self, LoadError> {
+impl<'a> FurtherLayers<'a> {
+    /// Those of the folder that a model of `config` came from, and whose files these are; none where it has none, or other
+    /// layers.
+    pub(super) fn of(origin: Option<(&ModelFolder, &'a ModelFiles)>, config: &ModelConfig) -> Self {
         let num_layers = config.num_layers;
         let may_have =
-            |origin: &&ModelFolder| origin.family.has_further_layers && origin.config().num_layers == num_layers;
-        let Some(origin) = origin.filter(may_have) else { return Ok(Self::default()) };
-        let files = ModelFiles::open(&origin.dir)?;
+            |origin: &ModelFolder| origin.family.has_further_layers && origin.config().num_layers == num_layers;
+        let Some((origin, files)) = origin.filter(|(origin, _)| may_have(origin)) else { return Self::default() };
         let is_further = |name: &&str| origin.family.is_further_layer(name, num_layers);
-        let names = files.names().filter(is_further).map(str::to_owned).collect();
-        Ok(Self { files: Some(files), names })
+        Self { files: Some(files), names: files.names().filter(is_further).map(str::to_owned).collect() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -40,8 +39,8 @@ impl FurtherLayers {
     }
 
     /// The tensors as they are, but eight-bit floats with their scales as the bf16 that the rest of such a model is read as.
-    pub(super) fn tensors(&self) -> Result<Vec<TensorBytes<'_>>, LoadError> {
-        let Some(files) = &self.files else { return Ok(Vec::new()) };
+    pub(super) fn tensors(&self) -> Result<Vec<TensorBytes<'a>>, LoadError> {
+        let Some(files) = self.files else { return Ok(Vec::new()) };
         let reader = PieceReader { files, used: RefCell::default() };
         let mut tensors = Vec::new();
         for name in &self.names {

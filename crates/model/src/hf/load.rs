@@ -16,6 +16,7 @@ use super::blocks;
 use super::config_json::{self, Fault};
 use super::error::LoadError;
 use super::family::Family;
+use super::mxfp4;
 use super::names::{Piece, forms};
 use super::pieces::{PieceReader, ReadDType};
 use crate::config::ModelConfig;
@@ -67,9 +68,10 @@ impl ModelFolder {
 }
 
 /// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32 or bf16 (f16 becomes f32,
-/// blocks of eight- and four-bit floats become bf16) or stay in [our own blocks](super::Quantize); norm weights, biases and routers become f32. Matrices that need no joining are
-/// lent from the mapped file and cannot be written to: for training make a [`DecoderWeights::compute_copy`]. So are experts,
-/// stacked or stored one by one: these make a tensor [of pieces](Tensor::pieces).
+/// eight-bit floats become bf16) or stay in blocks, [ours](super::Quantize) or MXFP4's; norm weights, biases and routers become
+/// f32. Matrices that need no joining are lent from the mapped file and cannot be written to: for training make a
+/// [`DecoderWeights::compute_copy`]. So are experts, stacked or stored one by one: these make a tensor [of
+/// pieces](Tensor::pieces). Those in MXFP4 are copied, block by block.
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, .. } = ModelFolder::open(dir)?;
     let files = ModelFiles::open(dir)?;
@@ -162,6 +164,9 @@ impl Loader<'_> {
     }
 
     fn read(&self, pieces: &[Piece], shape: &[usize]) -> Result<Tensor, LoadError> {
+        if let Some(piece) = pieces.first().and_then(Piece::as_mxfp4) {
+            return mxfp4::read(self.ctx, &self.reader, piece);
+        }
         let mut is_bf16 = true;
         for piece in pieces {
             is_bf16 &= self.reader.check(piece)? == ReadDType::Bf16;

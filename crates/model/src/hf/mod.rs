@@ -16,6 +16,7 @@ mod family;
 mod further;
 mod keys;
 mod load;
+mod mxfp4;
 mod names;
 mod pieces;
 mod rope_json;

@@ -80,6 +80,13 @@ pub(crate) struct Piece {
     pub(crate) is_mxfp4: bool,
 }
 
+impl Piece {
+    /// The piece and its view, if it is in blocks of four-bit floats.
+    pub(crate) fn as_mxfp4(&self) -> Option<(&Self, View)> {
+        self.view.filter(|_| self.is_mxfp4).map(|view| (self, view))
+    }
+}
+
 /// Elements of a tensor on disk: those of `matrices` matrices of `rows` rows of `cols` elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View {
@@ -95,14 +102,18 @@ pub(crate) struct View {
 }
 
 impl View {
+    /// Which row of a matrix there is row `row` of ours.
+    pub(crate) fn row_there(&self, row: usize) -> usize {
+        let half = self.rows / 2;
+        if self.is_interleaved { 2 * (row % half) + row / half } else { row }
+    }
+
     /// Calls `f` with the positions of our elements, in order, and theirs.
     pub(crate) fn for_each(&self, mut f: impl FnMut(usize, usize)) {
         let mut ours = 0;
-        let half = self.rows / 2;
         for matrix in 0..self.matrices {
             for row in 0..self.rows {
-                let there = if self.is_interleaved { 2 * (row % half) + row / half } else { row };
-                let start = self.start + matrix * self.strides[0] + there * self.strides[1];
+                let start = self.start + matrix * self.strides[0] + self.row_there(row) * self.strides[1];
                 for col in 0..self.cols {
                     f(ours, start + col * self.strides[2]);
                     ours += 1;

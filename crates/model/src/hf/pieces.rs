@@ -1,4 +1,4 @@
-//! Reading and writing pieces of tensors: as they are, seen through strides, or from blocks of small floats.
+//! Reading and writing pieces of tensors: as they are, seen through strides, or from eight-bit floats.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -8,8 +8,9 @@ use moeworks_ops::Context;
 use moeworks_tensor::{DType, Element, Tensor, bf16};
 
 use super::error::LoadError;
+use super::mxfp4;
 use super::names::Piece;
-use super::small_floats::{FP8_BLOCK, fp8_value, mxfp4_row};
+use super::small_floats::{FP8_BLOCK, fp8_value};
 use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFile};
 
 /// The type that a piece's values are read as.
@@ -51,11 +52,6 @@ pub(super) struct PieceReader<'a> {
     pub(super) used: RefCell<BTreeSet<String>>,
 }
 
-/// The two tensors of a matrix in blocks of four-bit floats.
-fn mxfp4_names(name: &str) -> [String; 2] {
-    [format!("{name}_blocks"), format!("{name}_scales")]
-}
-
 /// The tensor of the scales of a matrix in eight-bit floats.
 pub(super) fn fp8_scales(name: &str) -> String {
     format!("{name}_scale_inv")
@@ -64,22 +60,12 @@ pub(super) fn fp8_scales(name: &str) -> String {
 impl PieceReader<'_> {
     /// Whether the piece's tensor is there.
     pub(super) fn has(&self, piece: &Piece) -> bool {
-        if piece.is_mxfp4 {
-            self.files.find(&mxfp4_names(&piece.name)[0]).is_some()
-        } else {
-            self.files.find(&piece.name).is_some()
-        }
+        let [blocks, _] = mxfp4::names(&piece.name);
+        self.files.find(if piece.is_mxfp4 { &blocks } else { &piece.name }).is_some()
     }
 
     /// The type of a piece, which must be there, of its shape and of a type that weights can have.
     pub(super) fn check(&self, piece: &Piece) -> Result<ReadDType, LoadError> {
-        if piece.is_mxfp4 {
-            let [blocks, scales] = mxfp4_names(&piece.name);
-            let [e, rows, cols] = piece.shape[..] else { return Ok(ReadDType::Bf16) };
-            self.check_one(&blocks, &[e, rows, cols.div_ceil(32), 16], &[FileDType::U8])?;
-            self.check_one(&scales, &[e, rows, cols.div_ceil(32)], &[FileDType::U8])?;
-            return Ok(ReadDType::Bf16);
-        }
         let known = [FileDType::F32, FileDType::BF16, FileDType::F16, FileDType::F8E4M3];
         match self.check_one(&piece.name, &piece.shape, &known)? {
             FileDType::BF16 => Ok(ReadDType::Bf16),
@@ -92,7 +78,8 @@ impl PieceReader<'_> {
         }
     }
 
-    fn check_one(&self, name: &str, shape: &[usize], known: &[FileDType]) -> Result<FileDType, LoadError> {
+    /// The type of the tensor `name`, which must be there, of this shape and of one of the `known` types.
+    pub(super) fn check_one(&self, name: &str, shape: &[usize], known: &[FileDType]) -> Result<FileDType, LoadError> {
         let (file, info) = self.files.get(name)?;
         let (path, tensor): (PathBuf, String) = (file.path().to_owned(), name.to_owned());
         if info.shape != shape {
@@ -117,7 +104,7 @@ impl PieceReader<'_> {
     pub(super) fn all_lent(&self, pieces: &[Piece]) -> Result<Option<Vec<Tensor>>, LoadError> {
         let mut tensors = Vec::with_capacity(pieces.len());
         for piece in pieces {
-            if piece.view.is_some() || piece.is_mxfp4 {
+            if piece.view.is_some() {
                 return Ok(None);
             }
             match self.files.get(&piece.name)?.0.lent(&piece.name)? {
@@ -154,28 +141,11 @@ impl PieceReader<'_> {
     }
 
     fn read_whole<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
-        if piece.is_mxfp4 {
-            return self.read_mxfp4(piece, out);
-        }
         let (file, info) = self.files.get(&piece.name)?;
         if info.dtype == FileDType::F8E4M3 {
             return self.read_fp8(piece, out);
         }
         Ok(T::read(file, &piece.name, out)?)
-    }
-
-    fn read_mxfp4<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
-        let [blocks, scales] = mxfp4_names(&piece.name);
-        let (blocks, scales) = (self.files.get(&blocks)?.0.bytes(&blocks)?, self.files.get(&scales)?.0.bytes(&scales)?);
-        let cols = piece.shape.last().copied().unwrap_or(1).max(1);
-        let blocks_per_row = cols.div_ceil(32);
-        let rows = blocks.chunks_exact(16 * blocks_per_row).zip(scales.chunks_exact(blocks_per_row));
-        let mut row = vec![0.0; 32 * blocks_per_row];
-        for (out, (blocks, scales)) in out.chunks_exact_mut(cols).zip(rows) {
-            mxfp4_row(blocks, scales, &mut row);
-            out.iter_mut().zip(&row).for_each(|(out, &x)| *out = T::of(x));
-        }
-        Ok(())
     }
 
     fn read_fp8<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {

@@ -5,19 +5,20 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use moeworks_tensor::{Tensor, bf16};
+use moeworks_tensor::{DType, Tensor, bf16};
 use serde_json::{Value, json};
 
 use super::blocks::{self, METHOD, Quantize};
 use super::config_json;
-use super::error::SaveError;
+use super::error::{LoadError, SaveError};
 use super::family::Family;
 use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
+use super::mxfp4;
 use super::names::{Piece, View, forms};
 use crate::config::ModelConfig;
 use crate::files::write_whole;
-use crate::safetensors::{FileDType, Payload, TensorBytes, write_shards};
+use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
 use crate::tokenizer::Tokenizer;
 use crate::weights::{DecoderWeights, Role};
 
@@ -29,11 +30,12 @@ pub struct SaveOptions<'a> {
     /// Weights of more bytes than this are written as several files with an index.
     pub max_shard_bytes: usize,
     /// The folder that the model came from: its family is kept if it still computes the same, and those of its
-    /// configuration's keys that we do not write ourselves.
+    /// configuration's keys that we do not write ourselves. Matrices that it has in f16, which are read as f32, are f16 again.
     pub origin: Option<&'a ModelFolder>,
     /// The type of matrices in the file, F32, BF16 or F16; none: the one they have. Norms, biases and routers stay f32.
     pub dtype: Option<FileDType>,
-    /// Which matrices are written in blocks of small integers. Those that are in blocks already stay so in any case.
+    /// Which matrices are written in blocks of small integers. Those that are in blocks already stay so in any case; in MXFP4 as
+    /// the family has it, if it does.
     pub quantize: Option<Quantize<'a>>,
 }
 
@@ -75,28 +77,28 @@ pub fn save_model(
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let is_gated = config.moe().activation.num_inputs() == 2;
-    let further = FurtherLayers::of(origin, config)?;
-    let (mut tensors, counts) = tensors(family, weights, is_gated, options);
+    let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
+    let further = FurtherLayers::of(origin.zip(files.as_ref()), config);
+    let (mut tensors, counts) = tensors((family, files.as_ref()), weights, is_gated, options);
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
     tensors.extend(further.tensors()?);
     fs::create_dir_all(dir).map_err(io(dir))?;
     write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
-    let dtype = match options.dtype.unwrap_or_else(|| weights.embedding.dtype().into()) {
-        FileDType::BF16 => "bfloat16",
-        FileDType::F16 => "float16",
-        _ => "float32",
-    };
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
     let generation = json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true});
-    let mut config_json = config_json::write(family, config, dtype, eos_id);
+    let stored = options
+        .dtype
+        .unwrap_or_else(|| if counts.half_floats > 0 { FileDType::F16 } else { weights.embedding.dtype().into() });
+    let mut config_json = config_json::write(family, config, dtype_name(stored), eos_id);
     if counts.in_blocks > 0 {
         config_json["quantization_config"] = blocks_json(options);
+    } else if counts.four_bit_floats > 0 {
+        config_json["quantization_config"] =
+            mxfp4::json(origin.and_then(|origin| origin.keys.get("quantization_config")));
     }
-    if !further.is_empty()
-        && let Some(count) = origin.and_then(|origin| origin.keys.get(COUNT_KEY))
-    {
+    if let Some(count) = origin.filter(|_| !further.is_empty()).and_then(|origin| origin.keys.get(COUNT_KEY)) {
         config_json[COUNT_KEY] = count.clone();
     }
     let config_json = with_kept(config_json, origin, options.tokenizer.is_some());
@@ -113,6 +115,15 @@ pub fn save_model(
         num_in_blocks: counts.in_blocks,
         num_not_in_blocks: counts.not_in_blocks,
     })
+}
+
+/// What `config.json` calls a type.
+fn dtype_name(dtype: FileDType) -> &'static str {
+    match dtype {
+        FileDType::BF16 => "bfloat16",
+        FileDType::F16 => "float16",
+        _ => "float32",
+    }
 }
 
 /// `quantization_config`: what was asked for, or what the folder that was read says.
@@ -138,35 +149,50 @@ fn pretty(json: &Value) -> String {
     format!("{json:#}\n")
 }
 
-/// Matrices that are in blocks, and that were meant to be but are not.
+/// Matrices in blocks of our own form, those that were meant to be but are not, and tensors of matrices in the family's blocks.
 #[derive(Default)]
 struct Counts {
     in_blocks: usize,
     not_in_blocks: usize,
+    four_bit_floats: usize,
+    /// Matrices that are in f16 again.
+    half_floats: usize,
 }
 
 /// Every tensor as it stands on disk; those that are parts of ours are borrowed.
 fn tensors<'a>(
-    family: &Family,
+    (family, files): (&Family, Option<&ModelFiles>),
     weights: &'a DecoderWeights,
     is_gated: bool,
     options: &SaveOptions<'a>,
 ) -> (Vec<TensorBytes<'a>>, Counts) {
     let (mut list, mut counts) = (OnDiskList::default(), Counts::default());
-    let mut in_blocks = Vec::new();
+    let (mut in_blocks, mut four_bit_floats) = (Vec::new(), Vec::new());
     let roles = weights.roles().into_iter().map(Some).chain(std::iter::repeat(None));
     for ((name, tensor), role) in weights.tensors().into_iter().chain(weights.states()).zip(roles) {
         let (target, is_odd) = blocks::target(options.quantize, &name, role, tensor);
         counts.not_in_blocks += usize::from(is_odd);
-        if let Some(dtype) = target {
+        let mut forms = forms(family, &name, tensor.shape(), is_gated);
+        if let (Some(DType::Mxfp4), Some((piece, view))) = (target, forms.iter().flatten().find_map(Piece::as_mxfp4)) {
+            four_bit_floats.extend(mxfp4::on_disk(tensor, piece, view));
+        } else if let Some(dtype) = target {
             in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
         } else {
-            let dtype = options.dtype.filter(|_| role == Some(Role::Product));
-            list.add(tensor, dtype, forms(family, &name, tensor.shape(), is_gated).swap_remove(0));
+            let is_half = options.dtype.is_none() && files.is_some_and(|files| is_half(files, &forms));
+            counts.half_floats += usize::from(is_half && role == Some(Role::Product));
+            let dtype = options.dtype.or(is_half.then_some(FileDType::F16)).filter(|_| role == Some(Role::Product));
+            list.add(tensor, dtype, forms.swap_remove(0));
         }
     }
     counts.in_blocks = in_blocks.len();
-    (list.tensors.into_iter().map(OnDisk::into_bytes).chain(in_blocks).collect(), counts)
+    counts.four_bit_floats = four_bit_floats.len();
+    (list.tensors.into_iter().map(OnDisk::into_bytes).chain(in_blocks).chain(four_bit_floats).collect(), counts)
+}
+
+/// Whether the first of a tensor's pieces is there in f16, in whichever form the files have it.
+fn is_half(files: &ModelFiles, forms: &[Vec<Piece>]) -> bool {
+    let there = forms.iter().filter_map(|pieces| files.find(&pieces.first()?.name)).next();
+    there.is_some_and(|(_, info)| info.dtype == FileDType::F16)
 }
 
 /// Tensors on disk and where they are in the list.

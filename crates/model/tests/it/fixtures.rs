@@ -5,7 +5,7 @@ use std::path::Path;
 
 use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, generate};
 use moeworks_model::hf::{ModelFolder, SaveOptions, load_model, save_model};
-use moeworks_model::safetensors::SafetensorsFile;
+use moeworks_model::safetensors::{ModelFiles, SafetensorsFile};
 use moeworks_model::{BalanceKind, Decoder, DecoderWeights, PassOptions};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -192,6 +192,30 @@ fn gpt_oss_matches_transformers() {
 #[test]
 fn gpt_oss_with_experts_in_blocks_of_four_bit_floats_matches_transformers() {
     compare_inference(&fixture("gpt_oss_mxfp4"), "gpt_oss");
+}
+
+#[test]
+fn four_bit_floats_are_multiplied_in_blocks_and_written_as_they_were() {
+    let (ctx, from, to) = (Context::cpu(2), fixture("gpt_oss_mxfp4"), tempfile::tempdir().unwrap());
+    let (config, weights) = load_model(&ctx, &from).unwrap();
+    let blocks = weights.tensors().into_iter().filter(|(_, tensor)| tensor.dtype() == DType::Mxfp4);
+    let names: Vec<String> = blocks.map(|(name, _)| name).collect();
+    assert_eq!(names, ["gate_up_proj", "down_proj"].map(|name| format!("model.layers.0.mlp.experts.{name}")));
+    let (ids, seq_len) = input_ids(&expected_json(&from));
+    let decoder = Decoder::new(config).unwrap();
+    let logits = |weights| decoder.logits(&ctx, weights, &ids, ids.len() / seq_len).unwrap();
+    // Activations are rounded to eight bits.
+    let exact = weights.compute_copy(&ctx, DType::F32);
+    assert_close("logits", logits(&weights).f32s(), logits(&exact).f32s(), 0.02);
+
+    let origin = ModelFolder::open(&from).unwrap();
+    let options = SaveOptions { origin: Some(&origin), ..SaveOptions::default() };
+    save_model(to.path(), decoder.config(), &weights, &options).unwrap();
+    let [before, after] = [&*from, to.path()].map(|dir| ModelFiles::open(dir).unwrap());
+    for name in names.iter().flat_map(|name| ["blocks", "scales"].map(|part| format!("{name}_{part}"))) {
+        let of = |files: &ModelFiles| files.get(&name).unwrap().0.bytes(&name).unwrap().to_vec();
+        assert_eq!(of(&before), of(&after), "{name}");
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use moeworks_model::hf::{LoadError, ModelFolder, SaveOptions, load_model, save_model};
-use moeworks_model::safetensors::{ModelFiles, SafetensorsError};
+use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, ModelConfig, QkNorm, Tokenizer};
 use moeworks_moe::Ramp;
 use moeworks_ops::Context;
@@ -278,6 +278,33 @@ fn experts_stored_one_by_one_stay_in_their_files() {
         assert_eq!(ctx.pool().stats().used_bytes, held, "{dtype:?}, {num_shards}: something was gathered");
         assert_same_bits(&loaded, &weights);
     }
+}
+
+#[test]
+fn a_folder_in_f16_is_written_in_f16_again() {
+    let (ctx, dir) = (Context::cpu(1), tempfile::tempdir().unwrap());
+    for name in ["qwen3_moe", "granitemoe", "mixtral"] {
+        let (config, weights) = load_model(&ctx, &fixture(name)).unwrap();
+        let [first, second] = ["first", "second"].map(|which| dir.path().join(name).join(which));
+        let half = SaveOptions { dtype: Some(FileDType::F16), ..SaveOptions::default() };
+        save_model(&first, &config, &weights, &half).unwrap();
+        let (_, weights) = load_model(&ctx, &first).unwrap();
+        let origin = Some(&ModelFolder::open(&first).unwrap());
+        save_model(&second, &config, &weights, &SaveOptions { origin, ..SaveOptions::default() }).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            assert!(fs::read(first.join(file)).unwrap() == fs::read(second.join(file)).unwrap(), "{name}: {file}");
+        }
+    }
+}
+
+#[test]
+fn four_bit_floats_of_another_form_are_refused() {
+    let dir = Copy::of("gpt_oss_mxfp4");
+    let error = dir.set("intermediate_size", json!(48)).fault();
+    assert!(
+        matches!(&error, LoadError::WrongShape { tensor, .. } if tensor.ends_with("gate_up_proj_blocks")),
+        "{error}"
+    );
 }
 
 #[test]

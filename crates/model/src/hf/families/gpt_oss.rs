@@ -7,6 +7,7 @@ use crate::config::{ActivationKind, ModelConfig, RopeScaling};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
 use crate::hf::keys::{Defaults, layer_types};
+use crate::hf::mxfp4;
 use crate::hf::names::{Form, Rule};
 
 pub(crate) const FAMILY: Family = Family {
@@ -37,7 +38,7 @@ pub(crate) const FAMILY: Family = Family {
 
 fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&Defaults { norm_eps: 1e-5, rope_theta: 150_000.0, head_dim: Some(64) })?;
-    keys.quantized("mxfp4")?;
+    keys.quantized(mxfp4::METHOD)?;
     if !keys.has_rope() {
         // What a file without a word on scaling means in this family.
         config.variant.rotary.scaling = RopeScaling::Yarn {

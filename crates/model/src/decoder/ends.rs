@@ -1,0 +1,136 @@
+//! The two ends of a decoder: embedded tokens, and the output projection with its loss.
+
+use moeworks_ops::embedding::{embedding, embedding_backward};
+use moeworks_ops::head_loss::{
+    HeadGrads, HeadLoss, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part, head_loss_biased,
+    head_loss_of_part,
+};
+use moeworks_ops::linear::{Write, linear};
+use moeworks_ops::{Context, elementwise};
+use moeworks_tensor::{DType, Tensor};
+
+use super::Decoder;
+use crate::blocks::Pass;
+use crate::blocks::norm::Norm;
+use crate::weights::DecoderWeights;
+
+impl Decoder {
+    /// The embedded tokens `[T, D]` f32.
+    pub(super) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: &[u32]) -> Tensor {
+        let mut x = match &self.tensor {
+            None => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
+            Some(ranks) => ranks.embed(pass.ctx, ids, &weights.embedding),
+        };
+        let multiplier = self.config.variant.embedding_multiplier;
+        if multiplier != 1.0 {
+            elementwise::scale_assign(pass.ctx, &mut x, multiplier);
+        }
+        if let Some(positions) = &weights.positions {
+            let positions = embedding(pass.ctx, pass.positions.u32s(), positions, DType::F32);
+            elementwise::add_assign(pass.ctx, &mut x, &positions);
+        }
+        x
+    }
+
+    /// The gradients of embedding and positions, of which `dx` is the gradient; where the head is the embedding, its share is there.
+    pub(super) fn embed_backward(
+        &self,
+        pass: &Pass<'_>,
+        is_tied: bool,
+        (ids, mut dx): (&[u32], Tensor),
+        write: Write,
+        grads: &mut DecoderWeights,
+    ) {
+        if let Some(d_positions) = &mut grads.positions {
+            if write == Write::Replace {
+                d_positions.f32s_mut().fill(0.0);
+            }
+            embedding_backward(pass.ctx, pass.positions.u32s(), &dx, d_positions);
+        }
+        if write == Write::Replace && !is_tied {
+            grads.embedding.f32s_mut().fill(0.0);
+        }
+        let multiplier = self.config.variant.embedding_multiplier;
+        if multiplier != 1.0 {
+            elementwise::scale_assign(pass.ctx, &mut dx, multiplier);
+        }
+        match &self.tensor {
+            None => embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding),
+            Some(ranks) => ranks.embed_backward(pass.ctx, ids, &dx, &mut grads.embedding),
+        }
+    }
+
+    /// The logits `[T, V]` f32 of the residual stream after the last layer.
+    pub(super) fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
+        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+        let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
+        let mut logits = linear(ctx, &normed, head, DType::F32);
+        if let Some(bias) = &weights.head_bias {
+            elementwise::add_rows(ctx, &mut logits, bias);
+        }
+        logits
+    }
+
+    /// The loss of the residual stream after the last layer.
+    pub(super) fn head_loss(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, targets: &[u32]) -> HeadLoss {
+        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+        let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
+        let head = (head, weights.head_bias.as_ref());
+        match &self.tensor {
+            None => head_loss_biased(ctx, &normed, head, targets),
+            Some(ranks) => ranks.with_vocabulary(|part| head_loss_of_part(ctx, &normed, head, targets, part)),
+        }
+    }
+
+    /// What the output projection multiplies: the last norm's result over the logits' divisor, and the norm's statistics.
+    fn head_input(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
+        let (mut normed, statistics) = self.final_norm().forward(ctx, &weights.final_norm, x, dtype);
+        let divisor = self.config.variant.logits_divisor;
+        if divisor != 1.0 {
+            elementwise::scale_assign(ctx, &mut normed, 1.0 / divisor);
+        }
+        (normed, statistics)
+    }
+
+    fn final_norm(&self) -> Norm {
+        Norm { eps: self.config.norm_eps }
+    }
+
+    /// The loss and the gradient of the residual stream after the last layer.
+    pub(super) fn head_backward(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        x: &Tensor,
+        targets: &[u32],
+        (grad_scale, write): (f32, Write),
+        grads: &mut DecoderWeights,
+    ) -> (HeadLoss, Tensor) {
+        let (head, d_head) = match (&weights.head, &mut grads.head) {
+            (Some(head), Some(d_head)) => (head, d_head),
+            _ => (&weights.embedding, &mut grads.embedding),
+        };
+        let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
+        let bias = weights.head_bias.as_ref();
+        let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
+        let (head, how) = ((head, bias), (grad_scale, write));
+        let (loss, mut d_normed) = match &self.tensor {
+            None => head_loss_backward_biased(ctx, &normed, head, targets, how, into),
+            Some(ranks) => {
+                let backward = |part: &mut VocabularyPart<'_>| {
+                    head_loss_backward_of_part(ctx, &normed, head, targets, (how, part), into)
+                };
+                let (loss, mut d_normed) = ranks.with_vocabulary(backward);
+                ranks.sum(&mut d_normed);
+                (loss, d_normed)
+            }
+        };
+        let divisor = self.config.variant.logits_divisor;
+        if divisor != 1.0 {
+            elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);
+        }
+        let (norm, d_norm) = (&weights.final_norm, &mut grads.final_norm);
+        let dx = self.final_norm().backward(ctx, norm, (x, &statistics), &d_normed, write, d_norm);
+        (loss, dx)
+    }
+}
