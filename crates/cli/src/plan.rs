@@ -27,6 +27,8 @@ const SIMULATED_RANKS: usize = 2048;
 const SIMULATED_TOKENS: usize = 8192;
 /// Ranks that a plan is made for at most.
 const MAX_RANKS: usize = 1 << 16;
+/// The last stage of ZeRO.
+const MAX_ZERO: u8 = 3;
 /// Memory of a machine that does not say.
 const UNKNOWN_MEMORY: u64 = 16 << 30;
 
@@ -53,10 +55,11 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
         }
     };
     let tokens = Tokens::Sequences { num: config.train.batch_size, len: config.train.seq_len };
-    let (shape, workload) = (model_shape(&config), workload(&config, tokens));
-    let found = propose(&shape, &workload, &topology);
+    let shape = model_shape(&config);
+    let (found, workload) = find(&shape, workload(&config, tokens), &topology);
     if args.json {
-        println!("{:#}", json!({ "topology": place, "proposals": found.iter().map(as_json).collect::<Vec<_>>() }));
+        let proposals: Vec<Value> = found.iter().map(as_json).collect();
+        println!("{:#}", json!({ "topology": place, "zero": workload.zero, "proposals": proposals }));
         return Ok(ExitCode::SUCCESS);
     }
     describe(&shape, &workload, &topology, &place);
@@ -65,8 +68,18 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
         println!("  and {} more", found.len() - SHOWN);
     }
     println!();
-    explain(&found, &topology);
+    explain(&found, workload.zero, &topology);
     Ok(ExitCode::SUCCESS)
+}
+
+/// The layouts, best first, with as much shared out among copies as the configuration says, or more if nothing fits otherwise.
+fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Estimate>, Workload) {
+    let with = |zero| {
+        let workload = Workload { zero, ..workload };
+        (propose(shape, &workload, topology), workload)
+    };
+    let mut all = (workload.zero..=MAX_ZERO).map(with);
+    all.find(|(found, _)| found.first().is_some_and(|best| best.fits)).unwrap_or_else(|| with(MAX_ZERO))
 }
 
 fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
@@ -78,10 +91,7 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
         (model_shape(&config), workload(&config, tokens))
     } else {
         let precision = Precision::Bf16;
-        (
-            ModelShape::example(),
-            Workload { tokens: Tokens::OfEachRank(SIMULATED_TOKENS), precision, shards_optimizer: true },
-        )
+        (ModelShape::example(), Workload { tokens: Tokens::OfEachRank(SIMULATED_TOKENS), precision, zero: 1 })
     };
     let (cluster, place) = match &args.topology {
         Some(file) => (read_topology(file)?, file.display().to_string()),
@@ -138,7 +148,7 @@ fn workload(config: &RunConfig, tokens: Tokens) -> Workload {
         config::Precision::F32 => Precision::F32,
         config::Precision::Bf16 => Precision::Bf16,
     };
-    Workload { tokens, precision, shards_optimizer: config.parallel.shard_optimizer }
+    Workload { tokens, precision, zero: config.parallel.zero }
 }
 
 fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place: &str) {
@@ -209,20 +219,21 @@ fn milliseconds(seconds: f64) -> String {
 }
 
 /// Why the first layout is proposed.
-fn explain(found: &[Estimate], topology: &Topology) {
+fn explain(found: &[Estimate], zero: u8, topology: &Topology) {
     let Some(best) = found.first() else { return };
     let memory = &best.memory;
     if !best.fits {
         println!(
-            "No layout fits: a rank has {}, and the smallest asks for {}. More ranks, fewer tokens or sharded optimizer state \
-             would help.",
+            "No layout fits: a rank has {}, and the smallest asks for {}, with weights, gradients and optimizer state shared out \
+             among copies. More ranks or fewer tokens would help.",
             bytes(topology.rank.memory_bytes as u64),
             bytes(found.iter().map(|e| e.memory.total()).fold(f64::INFINITY, f64::min) as u64),
         );
         return;
     }
     let apart = if best.layout.order == Order::Apart { " --set parallel.apart=true" } else { "" };
-    println!("Proposed: --dp {} --ep {} --tp {}{apart}", best.layout.dp, best.layout.ep, best.layout.tp);
+    let shared = if zero > 0 { format!(" --set parallel.zero={zero}") } else { String::new() };
+    println!("Proposed: --dp {} --ep {} --tp {}{apart}{shared}", best.layout.dp, best.layout.ep, best.layout.tp);
     println!(
         "  memory   {} weights, {} gradients, {} optimizer, {} activations, {} received rows; a rank has {}",
         bytes(memory.weights as u64),

@@ -202,6 +202,7 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
     };
     ModelShape {
         whole_params: TensorSplit::new(config, (0, 1)).map_or(0, whole),
+        outside_params: outside_params(config),
         max_tp: TensorSplit::most(config),
         width: config.width,
         num_layers: config.num_layers,
@@ -213,6 +214,12 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
         dense_flops: forward_flops_per_token(config, seq_len) - 2.0 * experts.1 as f64,
         activation_bytes: TrainingMemory::of(config, 1, is_bf16, false).activations_bytes as f64,
     }
+}
+
+/// Parameters that belong to no layer.
+fn outside_params(config: &ModelConfig) -> u64 {
+    let outside = shapes_by_name(config).into_iter().filter(|(name, _)| !name.contains(".layers."));
+    outside.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum()
 }
 
 /// Bytes of what is kept of a sequence of `len` tokens from one step of decoding to the next, in f32: keys and values, of a

@@ -7,6 +7,8 @@
 mod checks;
 mod ends;
 
+use std::sync::Arc;
+
 use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, elementwise};
@@ -21,6 +23,7 @@ use crate::blocks::stack::Stack;
 use crate::blocks::{Memory, Pass};
 use crate::config::ModelConfig;
 use crate::encoder::Encoder;
+use crate::gather::{Gather, after};
 use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
@@ -49,6 +52,8 @@ pub struct Decoder {
     pub(crate) ranks: Option<ExpertRanks>,
     /// The ranks that hold the matrices between them, if not all here.
     pub(crate) tensor: Option<TensorRanks>,
+    /// What makes weights whole, if ranks keep parts of them.
+    pub(crate) gather: Option<Arc<dyn Gather>>,
 }
 
 /// Who is told that the gradients of a layer are whole.
@@ -91,7 +96,7 @@ impl Decoder {
         let split = tensor.as_ref().map(TensorRanks::split);
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, split)).collect();
         let rope = RopeTables::default();
-        Ok(Self { config, attention, training, inference, cross, encoder, rope, ranks, tensor })
+        Ok(Self { config, attention, training, inference, cross, encoder, rope, ranks, tensor, gather: None })
     }
 
     /// The configuration.
@@ -172,13 +177,17 @@ impl Decoder {
         if batch.inputs.is_empty() {
             return Ok(self.serve_training(ctx, weights, options, (write, done), grads));
         }
+        let gathered = self.gathered(ctx, weights);
+        let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), None);
         let mut x = self.embed(&pass, weights, batch.inputs);
-        let mut records = Vec::with_capacity(weights.layers.len());
+        let num_layers = weights.layers.len();
+        let mut records = Vec::with_capacity(num_layers);
         let mut layer_stats = Vec::new();
         let mut previous: Option<Tensor> = None;
-        for i in 0..weights.layers.len() {
-            let (y, saved) = self.training_layer(&pass, weights, i, (&x, previous.as_ref()), (batch.inputs, options));
+        for i in 0..num_layers {
+            let w = self.layer(ctx, weights, (i, after(i, num_layers)));
+            let (y, saved) = self.training_layer(&pass, &w, i, (&x, previous.as_ref()), (batch.inputs, options));
             layer_stats.extend(saved.feed_forward.stats());
             let input = std::mem::replace(&mut x, y);
             let logits = saved.feed_forward.moe().map_or_else(|| previous.clone(), |saved| saved.logits().cloned());
@@ -193,12 +202,12 @@ impl Decoder {
         let mut dnext = None;
         for (i, record) in records.into_iter().enumerate().rev() {
             let LayerRecord { input, previous, saved } = record;
-            let again =
-                || self.training_layer(&pass, weights, i, (&input, previous.as_ref()), (batch.inputs, options)).1;
+            let w = self.layer(ctx, weights, (i, i.checked_sub(1)));
+            let again = || self.training_layer(&pass, &w, i, (&input, previous.as_ref()), (batch.inputs, options)).1;
             let saved = saved.unwrap_or_else(again);
             let loss_grad = self.config.is_moe_layer(i).then(|| loss_grads.pop()).flatten();
-            let (w, g) = (&weights.layers[i], &mut grads.layers[i]);
-            dx = self.layer_backward(&pass, w, (&input, saved), (&dx, &mut dnext, loss_grad.as_ref()), (write, i), g);
+            let g = &mut grads.layers[i];
+            dx = self.layer_backward(&pass, &w, (&input, saved), (&dx, &mut dnext, loss_grad.as_ref()), (write, i), g);
             done(i, grads);
         }
         self.embed_backward(&pass, weights.head.is_none(), (batch.inputs, dx), write, grads);
@@ -239,6 +248,8 @@ impl Decoder {
         if batch.inputs.is_empty() {
             return self.serve_evaluation(ctx, weights);
         }
+        let gathered = self.gathered(ctx, weights);
+        let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory);
         let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| {
             watch(i, saved);
@@ -340,7 +351,9 @@ impl Decoder {
             expert_capacity: self.config.variant.expert_capacity,
         };
         let input = RouterInput { token_ids: ids, is_inference, ..RouterInput::default() };
-        stack.forward(pass, &weights.layers, x, &input, caches, watch)
+        let num_layers = weights.layers.len();
+        let layer = |i| self.layer(pass.ctx, weights, (i, after(i, num_layers)));
+        stack.forward(pass, layer, x, &input, caches, watch)
     }
 
     /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
@@ -360,12 +373,11 @@ impl Decoder {
     fn training_layer(
         &self,
         pass: &Pass<'_>,
-        weights: &DecoderWeights,
+        w: &LayerWeights,
         i: usize,
         (x, previous): (&Tensor, Option<&Tensor>),
         (token_ids, options): (&[u32], &PassOptions),
     ) -> (Tensor, LayerSaved) {
-        let w = &weights.layers[i];
         // Each pass has as many consecutive streams as there are layers.
         let noise = options.noise.map(|RouterNoise { seed, step }| {
             Random::new(seed, Purpose::Router, step.wrapping_mul(self.config.num_layers as u64).wrapping_add(i as u64))

@@ -1,6 +1,8 @@
 //! Models with an encoder: the encoder reads a source once, the decoder writes a text and attends to what was read (T5,
 //! 1910.10683; Switch Transformers, 2101.03961). They are used here and not trained.
 
+use std::borrow::Cow;
+
 use moeworks_moe::{ConfigError, MoeSaved, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::embedding::embedding;
@@ -61,7 +63,7 @@ impl Encoder {
             expert_capacity: self.config.variant.expert_capacity,
         };
         let input = RouterInput { token_ids: ids, is_inference: true, ..RouterInput::default() };
-        let x = stack.forward(&pass, &encoder.layers, x, &input, None, watch);
+        let x = stack.forward(&pass, |i| Cow::Borrowed(&encoder.layers[i]), x, &input, None, watch);
         let dtype = weights.compute_dtype().of_activations();
         Norm { eps: self.config.norm_eps }.forward(ctx, &encoder.final_norm, &x, dtype).0
     }

@@ -8,6 +8,7 @@ mod decoder;
 mod encoder;
 pub mod files;
 mod finite;
+mod gather;
 pub mod generation;
 pub mod gguf;
 pub mod hf;
@@ -30,6 +31,7 @@ pub use config::{
 };
 pub use decoder::{Decoder, LayerDone};
 pub use encoder::SourceBatch;
+pub use gather::Gather;
 pub use hf::LoadError;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
 pub use split::{Cut, TensorShare, TensorSplit};

@@ -8,8 +8,10 @@ use moeworks_ops::head_loss::HeadLoss;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
+use crate::blocks::feed_forward::FeedForwardBlock;
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, LayerDone};
+use crate::gather::after;
 use crate::losses::{LossValues, router_losses};
 use crate::pass::{PassOptions, PassStats, TokenBatch};
 use crate::tensor_ranks::TensorRanks;
@@ -20,7 +22,6 @@ const NO_LOSS: HeadLoss = HeadLoss { loss_sum: 0.0, num_targets: 0, num_correct:
 
 /// A layer that was passed without tokens.
 struct Idle<'a> {
-    index: usize,
     layer: &'a MoeLayer,
     x: Tensor,
     saved: MoeSaved,
@@ -83,55 +84,53 @@ impl Decoder {
             grads.tensors_mut().into_iter().for_each(|(_, tensor)| tensor.f32s_mut().fill(0.0));
         }
         let input = RouterInput { has_gshard_loss: options.has_gshard_loss(), ..RouterInput::default() };
+        let gathered = self.gathered(ctx, weights);
+        let weights = gathered.as_ref().unwrap_or(weights);
         let mut saved = self.serve(ctx, weights, &input);
-        let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
+        let mut layers: Vec<LayerStats> = saved.iter().flatten().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
         let (losses, mut loss_grads) = router_losses(&layers, (&self.config().router, self.config().top_k), options);
         self.take_share(0, &layers, &mut loss_grads);
-        // Layers without experts are done as the others come to them: after those with experts above.
-        let mut undone = weights.layers.len();
-        for (idle, loss_grad) in saved.iter_mut().zip(&loss_grads).rev() {
-            (idle.index + 1..undone).rev().for_each(|layer| done(layer, grads));
-            undone = idle.index;
-            let (FeedForwardWeights::Moe(weights), FeedForwardWeights::Moe(moe_grads)) =
-                (&weights.layers[idle.index].feed_forward, &mut grads.layers[idle.index].feed_forward)
-            else {
-                continue;
-            };
-            if options.checkpoint_layers {
-                // The others compute the layer again, and its rows come again.
-                idle.saved = idle.layer.forward(ctx, weights, &idle.x, &input).1;
+        for (index, idle) in saved.iter_mut().enumerate().rev() {
+            let w = self.layer(ctx, weights, (index, index.checked_sub(1)));
+            if let (Some(idle), FeedForwardWeights::Moe(w), FeedForwardWeights::Moe(moe_grads)) =
+                (idle, &w.feed_forward, &mut grads.layers[index].feed_forward)
+            {
+                if options.checkpoint_layers {
+                    // The others compute the layer again, and its rows come again.
+                    idle.saved = idle.layer.forward(ctx, w, &idle.x, &input).1;
+                }
+                let dy = ctx.zeros(&[0, self.config().width], DType::F32);
+                let loss_grad = loss_grads.pop().unwrap_or_default();
+                idle.layer.backward(ctx, w, &idle.saved, &dy, &loss_grad).1.run(ctx, Write::Add, moe_grads);
             }
-            let dy = ctx.zeros(&[0, self.config().width], DType::F32);
-            idle.layer.backward(ctx, weights, &idle.saved, &dy, loss_grad).1.run(ctx, Write::Add, moe_grads);
-            done(idle.index, grads);
+            done(index, grads);
         }
-        (0..undone).rev().for_each(|layer| done(layer, grads));
         self.pass_stats(NO_LOSS, losses, layers)
     }
 
     /// The evaluation of a rank without sequences.
     pub(crate) fn serve_evaluation(&self, ctx: &Context, weights: &DecoderWeights) -> PassStats {
         let input = RouterInput { is_inference: true, ..RouterInput::default() };
-        let saved = self.serve(ctx, weights, &input);
-        let mut layers: Vec<LayerStats> = saved.iter().map(|idle| idle.saved.stats()).collect();
+        let gathered = self.gathered(ctx, weights);
+        let saved = self.serve(ctx, gathered.as_ref().unwrap_or(weights), &input);
+        let mut layers: Vec<LayerStats> = saved.iter().flatten().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
         let (losses, _) = router_losses(&layers, (&self.config().router, self.config().top_k), &PassOptions::default());
         self.pass_stats(NO_LOSS, losses, layers)
     }
 
-    /// Passes no token through the layers with experts, first to last.
-    fn serve(&self, ctx: &Context, weights: &DecoderWeights, input: &RouterInput<'_>) -> Vec<Idle<'_>> {
+    /// Passes no token through the layers with experts, first to last; there is nothing of those without.
+    fn serve<'a>(&'a self, ctx: &Context, weights: &DecoderWeights, input: &RouterInput<'_>) -> Vec<Option<Idle<'a>>> {
         let blocks = if input.is_inference { &self.inference } else { &self.training };
-        let mut idle = Vec::new();
-        for (index, (block, weights)) in blocks.iter().zip(&weights.layers).enumerate() {
-            if let (FeedForwardWeights::Moe(weights), Some(layer)) = (&weights.feed_forward, &block.moe) {
-                let x = ctx.zeros(&[0, self.config().width], weights.gate_up.dtype().of_activations());
-                let (_, saved) = layer.forward(ctx, weights, &x, input);
-                idle.push(Idle { index, layer, x, saved });
-            }
-        }
-        idle
+        let serve = |(index, block): (usize, &'a FeedForwardBlock)| {
+            let w = self.layer(ctx, weights, (index, after(index, blocks.len())));
+            let (FeedForwardWeights::Moe(w), Some(layer)) = (&w.feed_forward, &block.moe) else { return None };
+            let x = ctx.zeros(&[0, self.config().width], w.gate_up.dtype().of_activations());
+            let (_, saved) = layer.forward(ctx, w, &x, input);
+            Some(Idle { layer, x, saved })
+        };
+        blocks.iter().enumerate().map(serve).collect()
     }
 
     /// The account of a pass: over all ranks, if there are several.

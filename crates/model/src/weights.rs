@@ -305,6 +305,17 @@ pub fn is_of_experts(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
+impl LayerWeights {
+    /// The tensors for writing, in the order in which [`DecoderWeights::tensors`] has them.
+    #[must_use]
+    pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
+        let mut list = Vec::new();
+        let layers = std::slice::from_mut(self);
+        list_layers!(list, "", layers, iter_mut, as_mut, mut);
+        list.into_iter().map(|(_, _, tensor)| tensor).collect()
+    }
+}
+
 impl DecoderWeights {
     /// Every tensor with its name. Names are `transformers`' in-memory names where it has one; the order is that of the
     /// computation and never changes for a configuration.

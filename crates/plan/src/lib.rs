@@ -10,7 +10,7 @@
 //!
 //! let topology = Topology::example_cluster(4); // four nodes of eight ranks
 //! let shape = ModelShape::example();
-//! let workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, shards_optimizer: false };
+//! let workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0 };
 //! let proposals = propose(&shape, &workload, &topology);
 //! assert!(proposals.iter().any(|estimate| estimate.fits));
 //! ```
@@ -29,7 +29,8 @@ mod simulate;
 mod topology;
 mod tune;
 
-pub use cost::estimate::{Estimate, RankMemory, StepTime, Traffic};
+pub use cost::estimate::{Estimate, StepTime, Traffic};
+pub use cost::memory::{RankMemory, rank_memory};
 pub use exchange::{Algorithm, Exchange, ExchangeCosts, Moved, Moving, Wire, choose_moved, seconds_of};
 pub use layout::{Group, Layout, LayoutError, Order};
 pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};

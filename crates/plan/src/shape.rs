@@ -19,6 +19,8 @@ pub struct ModelShape {
     pub dense_params: u64,
     /// Those of them that ranks which cut matrices between them have whole: norms, routers, shared experts.
     pub whole_params: u64,
+    /// Those of `dense_params` that belong to no layer: embedding, last norm, head.
+    pub outside_params: u64,
     /// The most ranks that matrices can be cut across.
     pub max_tp: usize,
     /// Operations of a forward pass for a token, without routed experts.
@@ -62,6 +64,7 @@ impl ModelShape {
             expert_params: (3 * width * expert_width) as u64,
             dense_params,
             whole_params: (num_layers * 64 * width) as u64,
+            outside_params: 2 * head as u64,
             max_tp: 16,
             dense_flops: 2.0 * (num_layers * attention + head) as f64 + (num_layers * 4096 * 2 * width) as f64,
             activation_bytes: (num_layers * 2 * (8 * width + 6 * 2 * expert_width)) as f64,
@@ -130,6 +133,7 @@ pub struct Workload {
     pub tokens: Tokens,
     /// Number format of matrices.
     pub precision: Precision,
-    /// Whether copies of a weight share its optimizer state between them (ZeRO-1).
-    pub shards_optimizer: bool,
+    /// What copies of a weight share between them: 0 nothing, 1 its optimizer state, 2 its gradient, too, 3 and the weight itself (the
+    /// stages of ZeRO).
+    pub zero: u8,
 }

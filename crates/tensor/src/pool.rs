@@ -56,7 +56,7 @@ impl Block {
 pub struct PoolStats {
     /// Bytes in blocks that are in use now.
     pub used_bytes: usize,
-    /// The largest `used_bytes` there has been.
+    /// The largest `used_bytes` there has been, or has been since [`MemoryPool::restart`].
     pub peak_bytes: usize,
     /// Bytes obtained from the system and not given back: in use and kept.
     pub held_bytes: usize,
@@ -95,6 +95,13 @@ impl MemoryPool {
         let freed: usize = inner.free.iter().map(|(bytes, blocks)| bytes * blocks.len()).sum();
         inner.free.clear();
         inner.stats.held_bytes -= freed;
+    }
+
+    /// Gives kept blocks back, and counts the peak from what is in use now: for what comes after a beginning that took more.
+    pub fn restart(&self) {
+        self.trim();
+        let mut inner = self.lock();
+        inner.stats.peak_bytes = inner.stats.used_bytes;
     }
 
     /// A block of at least `bytes` bytes. A fresh block is zero; a recycled one holds what its last owner left.

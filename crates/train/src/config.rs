@@ -324,8 +324,9 @@ pub struct ParallelConfig {
     pub topology: PathBuf,
     /// Whether ranks and their threads keep to cores of their own, near their memory.
     pub pin: bool,
-    /// Whether ranks that hold the same weights share their optimizer state out (ZeRO-1).
-    pub shard_optimizer: bool,
+    /// What ranks that hold the same weights share out: 0 nothing, 1 their optimizer state, 2 gradients, too, 3 and the weights
+    /// themselves (the stages of ZeRO).
+    pub zero: u8,
     /// Seconds after which a rank that the others wait for within a step is taken for hung.
     pub timeout_s: u64,
 }
@@ -429,7 +430,7 @@ impl Default for ParallelConfig {
             chunks: 1,
             topology: "topology.toml".into(),
             pin: true,
-            shard_optimizer: false,
+            zero: 0,
             timeout_s: 25,
         }
     }

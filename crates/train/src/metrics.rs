@@ -54,7 +54,7 @@ pub struct Record {
     pub step_ms: f64,
     /// Milliseconds that the process computed in the step, all of its threads together.
     pub processor_ms: f64,
-    /// The largest memory held so far, in bytes.
+    /// The largest memory in use since the steps began, in bytes.
     pub memory_peak_bytes: u64,
     /// Mean cross-entropy of the validation tokens in nats a token, on steps that were followed by an evaluation.
     pub val_loss: Option<f64>,

@@ -1,9 +1,10 @@
 //! What a run is set up with, as functions of its configuration.
 
 use moeworks_model::Tokenizer;
-use moeworks_model::account::{TrainingMemory, shape};
+use moeworks_model::account::shape;
 use moeworks_ops::Context;
 use moeworks_ops::cuda::GpuError;
+use moeworks_plan::{Tokens, Workload, rank_memory};
 
 use crate::config::{ConfigError, Precision, RunConfig, ScheduleKind};
 use crate::error::TrainError;
@@ -32,14 +33,11 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 /// they are an estimate, and checkpointing bounds them.
 pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let is_bf16 = config.train.precision == Precision::Bf16;
+    let precision = if is_bf16 { moeworks_plan::Precision::Bf16 } else { moeworks_plan::Precision::F32 };
+    let workload = Workload { tokens: Tokens::OfEachRank(0), precision, zero: config.parallel.zero };
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
-    let layout = config.parallel.layout();
-    let held = shape.num_experts.div_ceil(layout.num_expert_ranks()) * shape.num_moe_layers;
-    let dense = shape.dense_params as f64 / layout.tp as f64;
-    let part = (dense + (held as u64 * shape.expert_params) as f64) / shape.params().max(1) as f64;
-    let num_parts = ranks.map_or(1, Ranks::num_neighbours);
-    let whole = TrainingMemory::of(&config.model, 0, is_bf16, false).total_bytes() as f64;
-    let needed_bytes = (whole * part * num_parts as f64) as u64;
+    let of_rank = rank_memory(&shape, &workload, &config.parallel.layout()).state();
+    let needed_bytes = (of_rank * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64;
     match machine_bytes() {
         Some(machine_bytes) if needed_bytes > machine_bytes => Err(TrainError::Memory { needed_bytes, machine_bytes }),
         _ => Ok(()),

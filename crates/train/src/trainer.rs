@@ -273,7 +273,7 @@ impl Trainer {
         let Some(ranks) = &self.ranks else { return Ok((global_norm(&self.ctx, &self.grads), None)) };
         ranks.check()?;
         if ranks.shards_optimizer() {
-            let slices = ranks.sum_to_slices(&self.ctx, &self.grads)?;
+            let slices = ranks.sum_to_slices(&self.ctx, &self.grads, under_way)?;
             return Ok((ranks.norm_of_slices(&self.ctx, &slices)?, Some(slices)));
         }
         ranks.sum_gradients(&mut self.grads, under_way)?;
@@ -286,6 +286,10 @@ impl Trainer {
             self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
             return Ok(());
         };
+        if ranks.shards_weights() {
+            self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &grads, self.compute.as_mut());
+            return Ok(());
+        }
         let mut params = ranks.slices(&self.ctx, &self.weights);
         self.optimizer.update(&self.ctx, (lr, scale), &mut params, &grads, None);
         ranks.join_slices(&params, &mut self.weights)?;
@@ -296,30 +300,15 @@ impl Trainer {
     }
 
     /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets. On several ranks
-    /// the sums of a layer's gradients over them begin in the last micro-batch, as soon as the layer is done.
+    /// the sums of a layer's gradients over them begin in the last micro-batch, as soon as the layer is done; where ranks share
+    /// gradients out, in each.
     fn accumulate(&mut self, step: u64) -> Result<(PassStats, SumsUnderWay), TrainError> {
-        let train = &self.config.train;
-        let num_micro = train.grad_accumulation;
+        let num_micro = self.config.train.grad_accumulation;
         let mut sum: Option<PassStats> = None;
-        let mut sums = SumsUnderWay::default();
+        let begin = |ranks: &Arc<Ranks>| ranks.begin_sums(&self.ctx, &self.weights);
+        let mut sums = self.ranks.as_ref().map_or_else(SumsUnderWay::default, begin);
         for micro in 0..num_micro {
-            let start = Instant::now();
-            let batch = self.dataset.train_batch(step, micro);
-            self.spent("data", start);
-            let mut options = self.pass_options(step, micro);
-            let batch = self.own_share(batch, &mut options.first_token);
-            let write = if micro == 0 { Write::Replace } else { Write::Add };
-            let weights = self.compute.as_ref().unwrap_or(&self.weights);
-            let tokens = token_batch(&batch);
-            let ranks = self.ranks.as_ref().filter(|ranks| micro + 1 == num_micro && !ranks.shards_optimizer());
-            let mut done = |layer, grads: &mut DecoderWeights| {
-                if let Some(ranks) = ranks {
-                    ranks.start_sums(&self.ctx, layer, grads, &mut sums);
-                }
-            };
-            let (ctx, write) = (&self.ctx, (write, &mut done as LayerDone<'_>));
-            let grads = &mut self.grads;
-            let stats = self.decoder.forward_backward_watched(ctx, weights, &tokens, &options, write, grads)?;
+            let stats = self.pass(step, micro, &mut sums)?;
             match &mut sum {
                 Some(sum) => add(sum, &stats),
                 None => sum = Some(stats),
@@ -331,6 +320,36 @@ impl Trainer {
         let sum = std::mem::replace(&mut stats.router_losses, RouterLosses::from_names(|_| Some(0.0)));
         stats.router_losses.add(&sum, 1.0 / num_micro as f64);
         Ok((stats, sums))
+    }
+
+    /// One micro-batch of `step`.
+    fn pass(&mut self, step: u64, micro: usize, sums: &mut SumsUnderWay) -> Result<PassStats, TrainError> {
+        let is_last = micro + 1 == self.config.train.grad_accumulation;
+        let start = Instant::now();
+        let batch = self.dataset.train_batch(step, micro);
+        self.spent("data", start);
+        let mut options = self.pass_options(step, micro);
+        let batch = self.own_share(batch, &mut options.first_token);
+        // Gradients that are shared out are added up elsewhere.
+        let write = if micro == 0 || sums.slices.is_some() { Write::Replace } else { Write::Add };
+        let ranks = self.ranks.as_deref();
+        if let (Some(ranks), Some(slices)) = (ranks, &sums.slices) {
+            slices.begin_pass(ranks, &self.ctx, &mut self.grads);
+        }
+        let is_whole = |ranks: &&Ranks| ranks.shards_gradients() || (is_last && !ranks.shards_optimizer());
+        let summing = ranks.filter(is_whole);
+        let mut done = |layer, grads: &mut DecoderWeights| {
+            if let Some(ranks) = summing {
+                ranks.start_sums(&self.ctx, layer, grads, sums);
+            }
+        };
+        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        let (ctx, tokens, write) = (&self.ctx, token_batch(&batch), (write, &mut done as LayerDone<'_>));
+        let stats = self.decoder.forward_backward_watched(ctx, weights, &tokens, &options, write, &mut self.grads)?;
+        if let (Some(ranks), Some(slices)) = (ranks, &mut sums.slices) {
+            slices.end_pass(ranks, &self.ctx, &self.grads);
+        }
+        Ok(stats)
     }
 
     /// The sequences of `batch` that this rank passes, and the position of their first token among all.

@@ -40,11 +40,17 @@ fn ranks_make_the_losses_of_one() {
         ("dp3", &["--dp", "3"]),
         ("everywhere", &["--ep", "3", "--set", "parallel.placement=everywhere"]),
         ("placed", &["--ep", "3", "--dp", "2", "--set", &placement]),
-        ("zero", &["--dp", "2", "--ep", "2", "--set", "parallel.shard_optimizer=true"]),
+        ("zero-1", &["--dp", "2", "--ep", "2", "--set", "parallel.zero=1"]),
+        ("zero-2", &["--dp", "2", "--ep", "2", "--set", "parallel.zero=2"]),
+        ("zero-3", &["--dp", "2", "--ep", "2", "--set", "parallel.zero=3", "--set", "parallel.moving=auto"]),
         ("hops", &["--ep", "4", "--no-pin", "--set", "parallel.all_to_all=two_hop", "--set", "parallel.chunks=3"]),
         ("weights", &["--ep", "2", "--dp", "2", "--set", "parallel.moving=weights"]),
         ("tp2", &["--tp", "2", "--ep", "2", "--trace", "tp2.json"]),
-        ("tp2-zero", &["--tp", "2", "--dp", "3", "--set", "parallel.shard_optimizer=true"]),
+        ("tp2-zero", &["--tp", "2", "--dp", "3", "--set", "parallel.zero=1"]),
+        (
+            "tp2-zero-3",
+            &["--tp", "2", "--dp", "3", "--set", "parallel.zero=3", "--set", "train.checkpoint_layers=true"],
+        ),
         ("cheapest", &["--ep", "4", "--set", "parallel.moving=auto", "--set", "parallel.chunks=0"]),
     ] {
         train(run, more);
@@ -64,17 +70,50 @@ fn a_checkpoint_of_any_layout_goes_on_in_any_other() {
     let work = Workplace::new();
     assert_success(&work.train("whole", 8, &CONSTANT));
     assert_success(&work.train("moved", 2, &[&CONSTANT[..], &["--ep", "4"]].concat()));
-    let sharded = ["--steps", "3", "--tp", "2", "--dp", "2", "--ep", "1", "--set", "parallel.shard_optimizer=true"];
+    let sharded = ["--steps", "3", "--tp", "2", "--dp", "2", "--ep", "1", "--set", "parallel.zero=2"];
     assert_success(&work.run(&[&["train", "--resume", "moved"][..], &sharded].concat()));
-    for (steps, more) in
-        [("4", ["--tp", "2", "--ep", "3"]), ("6", ["--tp", "1", "--dp", "1"]), ("8", ["--ep", "4", "--dp", "1"])]
-    {
+    for (steps, more) in [
+        ("4", ["--tp", "2", "--ep", "3", "--set", "parallel.zero=3"]),
+        ("6", ["--tp", "1", "--dp", "1", "--set", "parallel.zero=0"]),
+        ("7", ["--ep", "1", "--dp", "5", "--set", "parallel.zero=3"]),
+        ("8", ["--ep", "4", "--dp", "1", "--set", "parallel.zero=0"]),
+    ] {
         let output = work.run(&[&["train", "--resume", "moved", "--steps", steps][..], &more].concat());
         assert_success(&output);
     }
     assert_same_losses(&work, "moved", "whole");
     // What ranks wrote is a model folder like any other.
     assert_success(&work.run(&["generate", "moved", "--max-tokens", "3"]));
+}
+
+#[test]
+fn gradients_that_ranks_share_add_up_over_micro_batches() {
+    let work = Workplace::new();
+    let settings = [&CONSTANT[..], &["--set", "train.grad_accumulation=3"]].concat();
+    assert_success(&work.train("one", 4, &settings));
+    for zero in ["2", "3"] {
+        let sharded = ["--dp", "3", "--set", &format!("parallel.zero={zero}")];
+        assert_success(&work.train(zero, 4, &[&settings[..], &sharded].concat()));
+        assert_same_losses(&work, zero, "one");
+    }
+}
+
+#[test]
+fn what_ranks_share_out_is_memory_saved() {
+    let work = Workplace::new();
+    // Nearly all of it in layers; no checkpoint, for which the root puts the whole model together, before the last step.
+    let model = ["--set", "model.num_layers=12", "--set", "model.expert_width=96", "--dp", "4", "--set"];
+    let peak = |zero: u8| {
+        let setting = format!("parallel.zero={zero}");
+        let run = format!("zero-{zero}");
+        assert_success(&work.train(&run, 2, &[&model[..], &[&setting]].concat()));
+        let records = fs::read_to_string(work.path(&run).join("metrics.jsonl")).expect("records");
+        let first = records.lines().next().expect("a step");
+        let record: serde_json::Value = serde_json::from_str(first).expect("JSON");
+        record["perf/memory_peak_bytes"].as_f64().expect("a number")
+    };
+    let peaks = [0, 1, 2, 3].map(peak);
+    assert!(peaks.windows(2).all(|pair| pair[1] < 0.9 * pair[0]), "{peaks:?}");
 }
 
 #[test]
@@ -149,8 +188,8 @@ fn layouts_that_cannot_be_are_named() {
     let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");
     train(&["--ep", "2", "--set", &format!("parallel.topology={measured}")], &["topology.toml"]);
     fs::remove_file(measured).expect("it is there");
-    let sharded = "parallel.shard_optimizer=true";
-    train(&["--ep", "2", "--set", &placement, "--set", sharded], &["parallel.shard_optimizer", "sharded"]);
+    train(&["--ep", "2", "--set", &placement, "--set", "parallel.zero=2"], &["parallel.zero", "sharded"]);
+    train(&["--ep", "2", "--set", "parallel.zero=4"], &["parallel.zero = 4", "0, 1, 2 or 3"]);
     assert!(!work.path("runs").exists());
 }
 

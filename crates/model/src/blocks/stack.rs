@@ -1,5 +1,7 @@
 //! Layers one behind the other, without a way back: how encoders and decoders are used.
 
+use std::borrow::Cow;
+
 use moeworks_moe::{FixedCapacity, MoeSaved, RouterInput};
 use moeworks_tensor::Tensor;
 
@@ -22,11 +24,11 @@ pub(crate) struct Stack<'a> {
 }
 
 impl Stack<'_> {
-    /// The residual stream `[T, D]` behind the last layer. Shows `watch` what each MoE layer decided.
-    pub(crate) fn forward(
+    /// The residual stream `[T, D]` behind the last layer; `layer` has the weights of each. Shows `watch` what each MoE layer decided.
+    pub(crate) fn forward<'w>(
         &self,
         pass: &Pass<'_>,
-        weights: &[LayerWeights],
+        layer: impl Fn(usize) -> Cow<'w, LayerWeights>,
         mut x: Tensor,
         input: &RouterInput<'_>,
         caches: Option<&mut [LayerCache]>,
@@ -37,17 +39,18 @@ impl Stack<'_> {
         let input = RouterInput { capacity, ..*input };
         let mut previous: Option<Tensor> = None;
         let mut caches = caches.map(|caches| caches.iter_mut());
-        for (i, ((attention, block), w)) in self.attention.iter().zip(self.feed_forward).zip(weights).enumerate() {
+        for (i, (attention, block)) in self.attention.iter().zip(self.feed_forward).enumerate() {
+            let w = layer(i);
             let mut middle = match caches.as_mut().and_then(Iterator::next) {
-                Some(cache) => attention.forward_cached(pass, w, &x, cache),
-                None => attention.forward(pass, w, &x).0,
+                Some(cache) => attention.forward_cached(pass, &w, &x, cache),
+                None => attention.forward(pass, &w, &x).0,
             };
             if let Some(cross) = self.cross {
                 let (Some(w), Some(memory)) = (&w.cross, pass.memory) else { panic!("{WRONG_KIND}") };
                 middle = cross.forward(pass, w, &middle, (memory, i));
             }
             let input = RouterInput { previous: previous.as_ref(), ..input };
-            let (y, saved) = block.forward(pass, w, &middle, &input);
+            let (y, saved) = block.forward(pass, &w, &middle, &input);
             if let Some(saved) = saved.moe() {
                 watch(i, saved);
                 previous = saved.logits().cloned();

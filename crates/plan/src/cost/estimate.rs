@@ -1,34 +1,12 @@
 //! What a training step costs a rank under a layout: memory, bytes and seconds.
 
 use super::collectives::{Cost, Rows, all_reduce, all_to_all};
+use super::memory::{RankMemory, Share, rank_memory};
 use super::pipeline::overlapped_seconds;
 use crate::{Exchange, Group, Layout, ModelShape, Topology, Workload};
 
 /// Bytes that the update of a weight reads and writes: weight, gradient and two moments in, weight and moments out.
 const UPDATE_BYTES: f64 = 28.0;
-
-/// Memory of the rank that holds the most, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RankMemory {
-    /// Weights, and the copy that products read.
-    pub weights: f64,
-    /// f32 gradients.
-    pub gradients: f64,
-    /// Two f32 moments.
-    pub optimizer: f64,
-    /// What backward needs of forward.
-    pub activations: f64,
-    /// Rows received from other ranks, which backward needs too.
-    pub received: f64,
-}
-
-impl RankMemory {
-    /// The sum.
-    #[must_use]
-    pub fn total(&self) -> f64 {
-        self.weights + self.gradients + self.optimizer + self.activations + self.received
-    }
-}
 
 /// Bytes that a rank sends in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -46,7 +24,7 @@ pub struct StepTime {
     pub compute: f64,
     /// Tokens under way while nothing is computed.
     pub all_to_all: f64,
-    /// Sums of gradients.
+    /// Sums of gradients, and weights that are put together.
     pub all_reduce: f64,
     /// Sums over ranks that cut matrices between them.
     pub tensor_parallel: f64,
@@ -88,8 +66,8 @@ pub fn estimate(
     layout: &Layout,
     exchange: &Exchange,
 ) -> Estimate {
-    let step = Step { shape, workload, topology, layout, exchange };
-    let memory = step.memory();
+    let step = Step { share: Share { shape, workload, layout }, shape, topology, layout, exchange };
+    let memory = rank_memory(shape, workload, layout);
     let (dispatch, all_to_all) = step.all_to_all();
     let (sums, of_parts) = (step.all_reduce(), step.tensor_parallel());
     let time = StepTime {
@@ -97,7 +75,7 @@ pub fn estimate(
         all_to_all,
         all_reduce: sums.seconds,
         tensor_parallel: of_parts.seconds,
-        optimizer: step.updated_params() * UPDATE_BYTES / topology.rank.memory_bytes_per_s,
+        optimizer: step.share.updated_params() * UPDATE_BYTES / topology.rank.memory_bytes_per_s,
     };
     let all = dispatch + sums + of_parts;
     Estimate {
@@ -111,67 +89,17 @@ pub fn estimate(
 }
 
 struct Step<'a> {
+    share: Share<'a>,
     shape: &'a ModelShape,
-    workload: &'a Workload,
     topology: &'a Topology,
     layout: &'a Layout,
     exchange: &'a Exchange,
 }
 
 impl Step<'_> {
-    /// T: tokens of a group of ranks that cut matrices between them.
-    fn tokens(&self) -> f64 {
-        self.workload.tokens.of_group(self.layout.num_ranks(), self.layout.tp) as f64
-    }
-
     /// Seconds of `flops` operations for each token.
     fn compute(&self, flops: f64) -> f64 {
-        self.tokens() * flops / self.layout.tp as f64 / self.topology.rank.flops
-    }
-
-    /// Parameters of a rank: outside the experts, and in them.
-    fn params(&self) -> (f64, f64) {
-        let (cut, whole) = self.dense_params();
-        let held = self.shape.num_experts.div_ceil(self.layout.num_expert_ranks()) * self.shape.num_moe_layers;
-        (cut + whole, held as f64 * self.shape.expert_params as f64)
-    }
-
-    /// Those outside the experts: its part of what is cut, and the rest.
-    fn dense_params(&self) -> (f64, f64) {
-        let whole = self.shape.whole_params.min(self.shape.dense_params) as f64;
-        ((self.shape.dense_params as f64 - whole) / self.layout.tp as f64, whole)
-    }
-
-    /// Parameters whose optimizer state a rank keeps.
-    fn updated_params(&self) -> f64 {
-        let (dense, experts) = self.params();
-        if self.workload.shards_optimizer {
-            dense / (self.layout.dp * self.layout.ep) as f64 + experts / self.layout.dp as f64
-        } else {
-            dense + experts
-        }
-    }
-
-    fn memory(&self) -> RankMemory {
-        let (dense, experts) = self.params();
-        let precision = self.workload.precision;
-        let rows = self.tokens() / self.layout.tp as f64 * (self.shape.top_k * self.shape.num_moe_layers) as f64;
-        let is_sent = if self.layout.num_expert_ranks() > 1 { 1.0 } else { 0.0 };
-        RankMemory {
-            weights: (dense + experts) * precision.weight_bytes() as f64,
-            gradients: (dense + experts) * 4.0,
-            optimizer: self.updated_params() * 8.0,
-            activations: self.tokens() * self.activation_bytes(),
-            received: is_sent * rows * (self.shape.width * precision.bytes()) as f64,
-        }
-    }
-
-    /// Bytes that a rank keeps of a token for backward: the residual stream and what was normed of it whole.
-    fn activation_bytes(&self) -> f64 {
-        let elements = (self.shape.num_layers * self.shape.width) as f64;
-        let whole = elements * (8 + 2 * self.workload.precision.bytes()) as f64;
-        let whole = whole.min(self.shape.activation_bytes);
-        whole + (self.shape.activation_bytes - whole) / self.layout.tp as f64
+        self.share.tokens() * flops / self.layout.tp as f64 / self.topology.rank.flops
     }
 
     /// The all-to-alls of a step as they are, and the seconds of them that no expert hides: dispatch and combine of each
@@ -179,7 +107,7 @@ impl Step<'_> {
     fn all_to_all(&self) -> (Cost, f64) {
         let (shape, exchange) = (self.shape, self.exchange);
         let rows = Rows {
-            tokens: (self.tokens() / self.layout.tp as f64).ceil() as usize,
+            tokens: (self.share.tokens() / self.layout.tp as f64).ceil() as usize,
             top_k: shape.top_k,
             num_experts: shape.num_experts,
             row_bytes: exchange.wire.row_bytes(shape.width),
@@ -196,10 +124,18 @@ impl Step<'_> {
         (one.times(4.0 * layers), layers * (exposed(forward) + exposed(2.0 * forward)))
     }
 
-    /// Gradients over the ranks that hold the same weights.
+    /// Gradients over the ranks that hold the same weights: a reduce-scatter and an all-gather, which are half of an all-reduce each.
+    /// Where ranks share the weights out, these are put together twice instead, as products take them.
     fn all_reduce(&self) -> Cost {
-        let (_, experts) = self.params();
-        let (cut, whole) = self.dense_params();
+        let workload = self.share.workload;
+        let gathers = if workload.zero >= 3 { 2.0 * workload.precision.bytes() as f64 / 4.0 } else { 1.0 };
+        self.sums().times(0.5 * (1.0 + gathers))
+    }
+
+    /// An all-reduce of all gradients.
+    fn sums(&self) -> Cost {
+        let (_, experts) = self.share.params();
+        let (cut, whole) = self.share.dense_params();
         let of =
             |ranks: Vec<usize>, params: f64| all_reduce(self.topology, Group::of(self.topology, &ranks), 4.0 * params);
         if self.layout.tp == 1 {
@@ -213,7 +149,7 @@ impl Step<'_> {
     /// feed-forward, a gather, which is half of one, for each layer with experts, and sums for embedding and output projection.
     fn tensor_parallel(&self) -> Cost {
         let group = Group::of(self.topology, &self.layout.tp_group(0));
-        let sum = all_reduce(self.topology, group, self.tokens() * (4 * self.shape.width) as f64);
+        let sum = all_reduce(self.topology, group, self.share.tokens() * (4 * self.shape.width) as f64);
         let (layers, with_experts) = (self.shape.num_layers as f64, self.shape.num_moe_layers as f64);
         sum.times(2.0 * (layers + (layers - with_experts) + 0.5 * with_experts) + 2.0)
     }

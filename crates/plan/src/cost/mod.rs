@@ -2,5 +2,6 @@
 
 pub mod collectives;
 pub mod estimate;
+pub mod memory;
 pub mod pipeline;
 pub mod tutel;

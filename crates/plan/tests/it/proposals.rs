@@ -5,8 +5,7 @@ use moeworks_plan::{
     Exchange, Layout, ModelShape, Order, Precision, Tokens, Topology, Wire, Workload, propose, weak_scaling,
 };
 
-const WORKLOAD: Workload =
-    Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, shards_optimizer: false };
+const WORKLOAD: Workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0 };
 
 #[test]
 fn tokens_stay_in_the_node_where_that_is_possible() {
@@ -55,11 +54,12 @@ fn the_memory_of_a_rank_is_that_of_its_parameters() {
         expert_params: 100,
         dense_params: 1000,
         whole_params: 100,
+        outside_params: 200,
         max_tp: 2,
         dense_flops: 0.0,
         activation_bytes: 10.0,
     };
-    let workload = Workload { tokens: Tokens::OfEachRank(5), precision: Precision::F32, shards_optimizer: true };
+    let workload = Workload { tokens: Tokens::OfEachRank(5), precision: Precision::F32, zero: 1 };
     let topology = Topology::example_cluster(1).resized(6);
     let exchange = Exchange::plain(Wire::F32);
     let memory = estimate(&shape, &workload, &topology, &Layout::new(2, 3, 1), &exchange).memory;
@@ -73,6 +73,34 @@ fn the_memory_of_a_rank_is_that_of_its_parameters() {
     assert_eq!(cut.weights, 4.0 * (900.0 / 2.0 + 100.0 + 400.0));
     assert_eq!((cut.activations, cut.received), (100.0, memory.received));
     assert_eq!(memory.received, f64::from(5 * 2 * 2 * 4 * 4));
+}
+
+#[test]
+fn what_copies_share_out_is_there_in_slices_and_two_layers_at_a_time() {
+    let shape = ModelShape {
+        num_layers: 20,
+        num_moe_layers: 20,
+        num_experts: 6,
+        expert_params: 100,
+        dense_params: 1000,
+        outside_params: 200,
+        ..ModelShape::example()
+    };
+    let topology = Topology::example_cluster(1).resized(6);
+    let of = |zero, precision| {
+        let workload = Workload { zero, precision, ..WORKLOAD };
+        estimate(&shape, &workload, &topology, &Layout::new(2, 3, 1), &Exchange::plain(Wire::F32))
+    };
+    let (slices, passing) = (1000.0 / 6.0 + 4000.0 / 2.0, 200.0 + 800.0 / 10.0 + 4000.0 / 10.0);
+    let [none, gradients, weights] = [0, 2, 3].map(|zero| of(zero, Precision::F32));
+    assert_eq!((none.memory.weights, none.memory.gradients), (20_000.0, 20_000.0));
+    assert_eq!(gradients.memory.weights, 20_000.0);
+    assert_eq!(gradients.memory.gradients, 4.0 * (slices + passing));
+    assert_eq!(weights.memory.weights, 4.0 * (slices + passing));
+    assert_eq!(of(3, Precision::Bf16).memory.weights, 6.0 * slices + 2.0 * passing);
+    // Put together twice in place of once, in bf16 with half the bytes.
+    assert!((weights.time.all_reduce / none.time.all_reduce - 1.5).abs() < 1e-9);
+    assert!((of(3, Precision::Bf16).time.all_reduce / none.time.all_reduce - 1.0).abs() < 1e-9);
 }
 
 #[test]

@@ -111,9 +111,12 @@ impl RunConfig {
             );
             return Err(wrong("parallel.dp", parallel.dp, expected));
         }
-        if parallel.shard_optimizer && parallel.placement != PlacementChoice::Sharded {
-            let expected = "must be false unless parallel.placement is \"sharded\"";
-            return Err(wrong("parallel.shard_optimizer", true, expected));
+        if parallel.zero > 3 {
+            return Err(wrong("parallel.zero", parallel.zero, "must be 0, 1, 2 or 3"));
+        }
+        if parallel.zero > 0 && parallel.placement != PlacementChoice::Sharded {
+            let expected = "must be 0 unless parallel.placement is \"sharded\"";
+            return Err(wrong("parallel.zero", parallel.zero, expected));
         }
         if parallel.chunks > MAX_CHUNKS {
             let expected = format!("must be at most {MAX_CHUNKS}; 0 for the number that is measured to be best");

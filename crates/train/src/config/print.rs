@@ -203,8 +203,9 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ),
     ("parallel.pin", "Whether ranks and their threads keep to cores of their own, near their memory."),
     (
-        "parallel.shard_optimizer",
-        "Whether ranks that hold the same weights share their optimizer state out (ZeRO-1): less memory for the same traffic.",
+        "parallel.zero",
+        "What ranks that hold the same weights share out (the stages of ZeRO): 0 nothing, 1 their optimizer state, 2 gradients, too:\n\
+         less memory for the same traffic; 3 the weights themselves, each layer put together for forward and again for backward.",
     ),
     ("parallel.timeout_s", "Seconds after which a rank that others wait for in a step is taken for hung."),
     ("run", "Where the results go."),

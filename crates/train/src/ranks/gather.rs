@@ -6,6 +6,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
 use super::Ranks;
+use super::table::TensorTable;
 use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
@@ -13,46 +14,81 @@ use crate::optimizer::Optimizer;
 /// The tag of tensors on their way to the root.
 const TAG: u32 = 1;
 
+/// What a rank has of the weights or the moments of its part of a model.
+#[derive(Clone, Copy)]
+pub(crate) enum Held<'a> {
+    /// All of it.
+    Part(&'a DecoderWeights),
+    /// A slice of every tensor.
+    Slices(&'a DecoderWeights),
+}
+
 impl Ranks {
-    /// The part of a whole model (weights or moments) that this rank keeps.
+    /// The part of a whole model (weights or moments) that this rank keeps, or keeps slices of.
     pub(crate) fn part(&self, ctx: &Context, whole: &DecoderWeights) -> DecoderWeights {
         let part = whole.of_experts(ctx, self.experts.held());
-        match self.tensor_ranks() {
+        let part = match self.tensor_ranks() {
             Some(ranks) => ranks.split().part(ctx, &part),
             None => part,
-        }
+        };
+        self.table.get_or_init(|| TensorTable::of(&part));
+        part
     }
 
-    /// The whole of the parts of all ranks, on the root; `None` elsewhere. All ranks call this.
+    /// The weights as this rank has them.
+    pub(crate) fn held_weights<'a>(&self, weights: &'a DecoderWeights) -> Held<'a> {
+        if self.shards_weights() { Held::Slices(weights) } else { Held::Part(weights) }
+    }
+
+    /// The whole of what all ranks hold, on the root; `None` elsewhere. All ranks call this. Slices are put together tensor by tensor.
     pub(crate) fn whole(
         &self,
         ctx: &Context,
         decoder: &Decoder,
-        part: &DecoderWeights,
+        held: Held<'_>,
     ) -> Result<Option<DecoderWeights>, TrainError> {
-        // The root's group has all experts.
-        if self.layout.place(self.world.rank()).0 != 0 {
-            return Ok(None);
-        }
-        let Some(mut whole) = self.is_root().then(|| decoder.zero_weights(ctx)) else {
-            for (name, tensor) in part.tensors() {
-                if is_of_experts(&name) {
-                    self.experts.group().send(tensor.f32s(), 0, TAG)?;
-                } else {
-                    self.give_part(&name, tensor)?;
-                }
-            }
-            return Ok(None);
+        let (tensors, are_slices) = match held {
+            Held::Part(part) => (part, false),
+            Held::Slices(slices) => (slices, true),
         };
-        for ((name, part), (_, to)) in part.tensors().into_iter().zip(whole.tensors_mut()) {
-            if is_of_experts(&name) {
-                self.collect(part, to)?;
-            } else {
-                self.collect_parts(decoder, (&name, part), to)?;
+        // The root's group has all experts.
+        let is_near_root = self.layout.place(self.world.rank()).0 == 0;
+        if !is_near_root && !are_slices {
+            return Ok(None);
+        }
+        let mut whole = self.is_root().then(|| decoder.zero_weights(ctx));
+        let mut places = whole.as_mut().map(|whole| whole.tensors_mut().into_iter());
+        for (place, (name, tensor)) in tensors.tensors().into_iter().enumerate() {
+            let joined = are_slices.then(|| self.start_joining(ctx, place, tensor)?.finish()).transpose()?;
+            let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
+            match places.as_mut().and_then(Iterator::next) {
+                Some((_, to)) => self.collect_tensor(decoder, (&name, part), to)?,
+                None if is_near_root => self.give_tensor(&name, part)?,
+                None => {}
             }
         }
-        part.update_states(ctx, &mut whole);
-        Ok(Some(whole))
+        if let Some(whole) = &mut whole {
+            tensors.update_states(ctx, whole);
+        }
+        Ok(whole)
+    }
+
+    /// Gives the root this rank's part of a tensor.
+    fn give_tensor(&self, name: &str, part: &Tensor) -> Result<(), CommError> {
+        if is_of_experts(name) { self.experts.group().send(part.f32s(), 0, TAG) } else { self.give_part(name, part) }
+    }
+
+    /// A tensor of which others have parts into `whole`; the root's part is `own`.
+    fn collect_tensor(
+        &self,
+        decoder: &Decoder,
+        (name, own): (&str, &Tensor),
+        whole: &mut Tensor,
+    ) -> Result<(), TrainError> {
+        if is_of_experts(name) {
+            return Ok(self.collect(own, whole)?);
+        }
+        self.collect_parts(decoder, (name, own), whole)
     }
 
     /// Gives the root this rank's part of a tensor, if it is of those that the root takes one of.
@@ -118,8 +154,9 @@ impl Ranks {
         decoder: &Decoder,
         optimizer: &Optimizer,
     ) -> Result<Option<Optimizer>, TrainError> {
-        let first = self.whole(ctx, decoder, &optimizer.first)?;
-        let second = self.whole(ctx, decoder, &optimizer.second)?;
+        let held = if self.shards_optimizer() { Held::Slices } else { Held::Part };
+        let first = self.whole(ctx, decoder, held(&optimizer.first))?;
+        let second = self.whole(ctx, decoder, held(&optimizer.second))?;
         Ok(first.zip(second).map(|(first, second)| optimizer.with_moments(first, second)))
     }
 }

@@ -9,6 +9,7 @@ use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
+use super::zero::GradSlices;
 use crate::error::TrainError;
 
 /// Sums of gradients that were started, by the names of the tensors, and why one could not be.
@@ -16,9 +17,17 @@ use crate::error::TrainError;
 pub(crate) struct SumsUnderWay {
     pending: Vec<(String, Pending<Tensor>)>,
     failure: Option<CommError>,
+    /// Where ranks share gradients out: what becomes of them instead.
+    pub(crate) slices: Option<GradSlices>,
 }
 
 impl Ranks {
+    /// The sums of a step's gradients, of which none is under way; `weights` are this rank's, or its slices of them.
+    pub(crate) fn begin_sums(&self, ctx: &Context, weights: &DecoderWeights) -> SumsUnderWay {
+        let slices = self.shards_gradients().then(|| GradSlices::new(self, ctx, weights));
+        SumsUnderWay { slices, ..SumsUnderWay::default() }
+    }
+
     /// Starts to sum the gradients of a layer up, which [`sum_gradients`](Self::sum_gradients) finishes: until then they are not in
     /// `grads`. All ranks start those of the same layers in the same order.
     pub(crate) fn start_sums(
@@ -28,6 +37,9 @@ impl Ranks {
         grads: &mut DecoderWeights,
         under_way: &mut SumsUnderWay,
     ) {
+        if let Some(slices) = &mut under_way.slices {
+            return slices.layer_done(self, ctx, layer, grads);
+        }
         let prefix = format!("model.layers.{layer}.");
         let has_replicas = self.experts.placement().has_replicas();
         for (name, tensor) in grads.tensors_mut() {

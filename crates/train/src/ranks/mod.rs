@@ -8,7 +8,10 @@ mod exchange;
 mod gather;
 mod gradients;
 mod slices;
+mod table;
 mod tensor;
+mod whole_layers;
+mod zero;
 
 use std::fs;
 use std::ops::Range;
@@ -24,6 +27,7 @@ use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
+use table::TensorTable;
 use tensor::{TensorGroups, TensorPart};
 
 /// How long ranks wait for one that reads data or writes a checkpoint.
@@ -49,8 +53,11 @@ pub struct Ranks {
     cores: f64,
     /// How long ranks wait for one within a step before they take it for hung.
     step_timeout: Duration,
-    /// Whether ranks that hold the same weights share their optimizer state out.
-    shards_optimizer: bool,
+    /// What ranks that hold the same weights share out: from 1 on their optimizer state, from 2 on gradients, from 3 on the weights
+    /// themselves (ZeRO's stages).
+    zero: u8,
+    /// The tensors of this rank's part of the model, once it is known.
+    table: OnceLock<TensorTable>,
 }
 
 impl Ranks {
@@ -81,7 +88,8 @@ impl Ranks {
             meter: Arc::new(Meter::new(false)),
             cores: 1.0,
             step_timeout: STEP_TIMEOUT,
-            shards_optimizer: false,
+            zero: 0,
+            table: OnceLock::new(),
         })
     }
 
@@ -115,7 +123,7 @@ impl Ranks {
         let ranks = Self::metered(comm, parallel.layout(), placement(config)?, (exchange, is_traced))?;
         ranks.experts.let_move(exchange::moving(comm, config)?);
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
-        Ok(ranks.with_sharded_optimizer(parallel.shard_optimizer))
+        Ok(ranks.with_zero(parallel.zero))
     }
 
     /// Refuses processes that run another program than that of rank 0. All ranks call this.
@@ -132,18 +140,38 @@ impl Ranks {
         self
     }
 
-    /// Sets whether ranks that hold the same weights share their optimizer state out (ZeRO-1). Panics where a group holds an
-    /// expert more than once.
+    /// Sets what ranks that hold the same weights share out: 0 nothing, 1 their optimizer state, 2 gradients, too, 3 and the weights
+    /// (the stages of ZeRO). Panics where a group holds an expert more than once.
     #[must_use]
-    pub fn with_sharded_optimizer(mut self, shards_optimizer: bool) -> Self {
-        assert!(!(shards_optimizer && self.experts.placement().has_replicas()), "replicas have whole optimizer states");
-        self.shards_optimizer = shards_optimizer;
+    pub fn with_zero(mut self, zero: u8) -> Self {
+        assert!(zero == 0 || !self.experts.placement().has_replicas(), "replicas have whole optimizer states");
+        self.zero = zero;
         self
     }
 
     /// Whether ranks that hold the same weights share their optimizer state out.
     pub(crate) fn shards_optimizer(&self) -> bool {
-        self.shards_optimizer
+        self.zero >= 1
+    }
+
+    /// Whether they share gradients out, too.
+    pub(crate) fn shards_gradients(&self) -> bool {
+        self.zero >= 2
+    }
+
+    /// Whether they share the weights themselves out.
+    pub(crate) fn shards_weights(&self) -> bool {
+        self.zero >= 3
+    }
+
+    /// The tensors of this rank's part of the model, which [`part`](Self::part) has made.
+    fn table(&self) -> &TensorTable {
+        self.table.get().expect("the part is made before it is shared out")
+    }
+
+    /// The ranks that hold tensor `place` as this one does.
+    fn holders_of(&self, place: usize) -> &dyn Communicator {
+        self.holders(self.table().name(place))
     }
 
     /// Whether this is the rank that writes and shows.

@@ -1,54 +1,89 @@
-//! Optimizer state shared out among the ranks that hold the same weights (ZeRO-1, Rajbhandari et al., 1910.02054): each keeps
-//! the moments of its slice of every tensor, sums only the gradients of that slice, and tells the others what came of it.
+//! Tensors shared out among the ranks that hold the same weights (ZeRO, Rajbhandari et al., 1910.02054): each has a slice of every
+//! tensor. Of optimizer state alone (stage 1) a rank sums only the gradients of its slice, and tells the others what came of it.
 
-use moeworks_comm::{CommError, Reduce};
+use moeworks_comm::{CommError, Pending, Reduce};
 use moeworks_model::DecoderWeights;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
 
-use super::Ranks;
+use super::{Ranks, SumsUnderWay};
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
+
+/// A slice that was sent, and the whole tensor that comes.
+pub(super) type PendingWhole = Pending<(Tensor, Tensor)>;
 
 /// Elements of each of `n` ranks' slices of `len` elements.
 fn counts(len: usize, n: usize) -> Vec<usize> {
     (0..n).map(|rank| len / n + usize::from(rank < len % n)).collect()
 }
 
-/// An empty slice of `len` elements of a tensor; it has as many dimensions as far as it matters: vectors are not decayed.
-fn slice_of(ctx: &Context, tensor: &Tensor, len: usize) -> Tensor {
-    let shape: &[usize] = if tensor.shape().len() > 1 { &[1, len] } else { &[len] };
-    ctx.empty(shape, DType::F32)
-}
-
 impl Ranks {
-    /// This rank's slice of every tensor.
-    pub(crate) fn slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
-        tensors.map_named(|name, tensor| {
-            let holders = self.holders(name);
-            let counts = counts(tensor.len(), holders.size());
-            let start = counts[..holders.rank()].iter().sum::<usize>();
-            let mut slice = slice_of(ctx, tensor, counts[holders.rank()]);
-            let values = &tensor.f32s()[start..start + slice.len()];
-            slice.f32s_mut().copy_from_slice(values);
-            slice
-        })
+    /// Elements of each holder's slice of tensor `place`.
+    pub(super) fn slice_counts(&self, place: usize) -> Vec<usize> {
+        counts(self.table().shape(place).iter().product(), self.holders_of(place).size())
     }
 
-    /// This rank's slice of every gradient, summed over the ranks that hold the tensor.
-    pub(crate) fn sum_to_slices(&self, ctx: &Context, grads: &DecoderWeights) -> Result<DecoderWeights, TrainError> {
-        let mut failure = None;
-        let slices = grads.map_named(|name, tensor| {
-            let holders = self.holders(name);
-            let counts = counts(tensor.len(), holders.size());
-            let mut slice = slice_of(ctx, tensor, counts[holders.rank()]);
-            if failure.is_none() {
-                failure = holders.reduce_scatter(tensor.f32s(), &counts, slice.f32s_mut(), Reduce::Sum).err();
+    /// Room for this rank's slice of tensor `place`; it has as many dimensions as far as it matters: vectors are not decayed.
+    pub(super) fn empty_slice(&self, ctx: &Context, place: usize) -> Tensor {
+        let len = self.slice_counts(place)[self.holders_of(place).rank()];
+        let shape: &[usize] = if self.table().shape(place).len() > 1 { &[1, len] } else { &[len] };
+        ctx.empty(shape, DType::F32)
+    }
+
+    /// `f` of the number of each tensor of `tensors` and it, in their places.
+    pub(super) fn map_places<E>(
+        tensors: &DecoderWeights,
+        mut f: impl FnMut(usize, &Tensor) -> Result<Tensor, E>,
+    ) -> Result<DecoderWeights, E> {
+        let (mut failure, mut places) = (None, 0..);
+        let mapped = tensors.map_named(|_, tensor| {
+            let place = places.next().unwrap_or_default();
+            if failure.is_some() {
+                return tensor.clone();
             }
-            slice
+            f(place, tensor).unwrap_or_else(|error| {
+                failure = Some(error);
+                tensor.clone()
+            })
         });
-        failure.map_or(Ok(slices), |error: CommError| Err(error.into()))
+        failure.map_or(Ok(mapped), Err)
+    }
+
+    /// This rank's slice of every tensor.
+    pub(crate) fn slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
+        let slice_of = |place: usize, tensor: &Tensor| {
+            let start = self.slice_counts(place)[..self.holders_of(place).rank()].iter().sum::<usize>();
+            let mut slice = self.empty_slice(ctx, place);
+            let values = &tensor.f32s()[start..start + slice.len()];
+            slice.f32s_mut().copy_from_slice(values);
+            Ok::<_, std::convert::Infallible>(slice)
+        };
+        let Ok(slices) = Self::map_places(tensors, slice_of);
+        slices
+    }
+
+    /// This rank's slice of every gradient, summed over the ranks that hold the tensor: what `under_way` has, or else of `grads`.
+    pub(crate) fn sum_to_slices(
+        &self,
+        ctx: &Context,
+        grads: &DecoderWeights,
+        under_way: SumsUnderWay,
+    ) -> Result<DecoderWeights, TrainError> {
+        let slices = match under_way.slices {
+            Some(slices) => slices.finish(),
+            None => Self::map_places(grads, |place, tensor| self.summed_slice(ctx, place, tensor)),
+        };
+        Ok(slices?)
+    }
+
+    /// This rank's slice of the sum of a tensor over the ranks that hold it.
+    pub(super) fn summed_slice(&self, ctx: &Context, place: usize, tensor: &Tensor) -> Result<Tensor, CommError> {
+        let mut slice = self.empty_slice(ctx, place);
+        let counts = self.slice_counts(place);
+        self.holders_of(place).reduce_scatter(tensor.f32s(), &counts, slice.f32s_mut(), Reduce::Sum)?;
+        Ok(slice)
     }
 
     /// The norm of all gradients as one vector, from everybody's slices: the same bits on all ranks.
@@ -61,29 +96,29 @@ impl Ranks {
 
     /// Puts everybody's slices together in `whole`.
     pub(crate) fn join_slices(&self, slices: &DecoderWeights, whole: &mut DecoderWeights) -> Result<(), TrainError> {
-        for ((name, slice), (_, whole)) in slices.tensors().into_iter().zip(whole.tensors_mut()) {
-            let holders = self.holders(&name);
-            let counts = counts(whole.len(), holders.size());
-            holders.all_gather_v(slice.f32s(), whole.f32s_mut(), &counts)?;
+        for (place, ((_, slice), (_, whole))) in slices.tensors().into_iter().zip(whole.tensors_mut()).enumerate() {
+            self.holders_of(place).all_gather_v(slice.f32s(), whole.f32s_mut(), &self.slice_counts(place))?;
         }
         Ok(())
     }
 
-    /// The state of all of this rank's weights, from everybody's slices of it. `like` has their shapes.
-    pub(crate) fn join_optimizer(
+    /// Starts to put everybody's slices of tensor `place` together.
+    pub(super) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
+        let whole = ctx.empty(self.table().shape(place), slice.dtype());
+        self.holders_of(place).start_all_gather_v(slice.clone(), whole, &self.slice_counts(place))
+    }
+    /// What this rank keeps of its part of the weights and of the optimizer's state.
+    pub(crate) fn kept(
         &self,
         ctx: &Context,
-        optimizer: &Optimizer,
-        like: &DecoderWeights,
-    ) -> Result<Optimizer, TrainError> {
-        let (mut first, mut second) = (like.zeros_like(ctx), like.zeros_like(ctx));
-        self.join_slices(&optimizer.first, &mut first)?;
-        self.join_slices(&optimizer.second, &mut second)?;
-        Ok(optimizer.with_moments(first, second))
-    }
-
-    /// The slices of a state of all of this rank's weights.
-    pub(crate) fn slice_optimizer(&self, ctx: &Context, optimizer: &Optimizer) -> Optimizer {
-        optimizer.with_moments(self.slices(ctx, &optimizer.first), self.slices(ctx, &optimizer.second))
+        weights: DecoderWeights,
+        optimizer: Optimizer,
+    ) -> (DecoderWeights, Optimizer) {
+        let slices = |tensors: &DecoderWeights| self.slices(ctx, tensors);
+        let optimizer = match self.shards_optimizer() {
+            true => optimizer.with_moments(slices(&optimizer.first), slices(&optimizer.second)),
+            false => optimizer,
+        };
+        (if self.shards_weights() { slices(&weights) } else { weights }, optimizer)
     }
 }

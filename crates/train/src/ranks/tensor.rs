@@ -6,6 +6,7 @@ use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
 use moeworks_model::{Decoder, ModelConfig, TensorRanks, is_of_experts};
 
 use super::Ranks;
+use super::whole_layers::WholeLayers;
 use crate::config::ConfigError;
 use crate::error::TrainError;
 
@@ -36,8 +37,14 @@ impl TensorGroups {
 }
 
 impl Ranks {
-    /// The decoder of `config`, whose vocabulary is set, of which this rank has its part. All ranks call this, once.
-    pub(crate) fn decoder(&self, config: ModelConfig) -> Result<Decoder, TrainError> {
+    /// The decoder of `config`, whose vocabulary is set, of which this rank has its part, or slices of it. All ranks call this, once.
+    pub(crate) fn decoder(self: &Arc<Self>, config: ModelConfig) -> Result<Decoder, TrainError> {
+        let decoder = self.decoder_of_parts(config)?;
+        let gather = || Arc::new(WholeLayers::new(Arc::clone(self)));
+        Ok(if self.shards_weights() { decoder.gathering(gather()) } else { decoder })
+    }
+
+    fn decoder_of_parts(&self, config: ModelConfig) -> Result<Decoder, TrainError> {
         let experts = self.experts().clone();
         let Some(TensorGroups { group, .. }) = &self.tensor else {
             return Ok(Decoder::over_ranks(config, experts).map_err(ConfigError::from)?);

@@ -2,13 +2,15 @@
 
 use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_model::{
-    LatentAttention, LayerDone, ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch, Variant,
+    BalanceKind, LatentAttention, LayerDone, ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch,
+    Variant,
 };
-use moeworks_moe::{EntropyRule, Ramp, RouterConfig, RouterKind};
+use moeworks_moe::{EntropyRule, Overflow, Ramp, RouterConfig, RouterKind, ScoreFunction};
 use moeworks_ops::linear::Write;
 use moeworks_plan::{Algorithm, Order, Wire};
-use moeworks_tensor::{Purpose, Random};
+use moeworks_tensor::{DType, Purpose, Random};
 
+use super::gather::Held;
 use super::*;
 use crate::optimizer::global_norm;
 use moeworks_model::{Decoder, DecoderWeights};
@@ -30,6 +32,9 @@ struct Case {
     checkpoint_layers: bool,
     /// Whether the gradients of a layer are summed while those below are computed.
     is_overlapped: bool,
+    balance: BalanceKind,
+    /// What ranks share out.
+    zero: u8,
 }
 
 /// What a step gives: the account, the norm, and every gradient by name.
@@ -67,12 +72,27 @@ fn sliced((dp, ep, tp): (usize, usize, usize), model: ModelConfig) -> Case {
     let layout = Layout::new(dp, ep, tp);
     let placement = Placement::sharded(model.num_experts, layout.num_expert_ranks());
     let (exchange, nodes) = (Exchange::plain(Wire::F32), vec![0; layout.num_ranks()]);
-    Case { model, num_sequences: 5, layout, placement, exchange, nodes, checkpoint_layers: false, is_overlapped: true }
+    Case {
+        model,
+        num_sequences: 5,
+        layout,
+        placement,
+        exchange,
+        nodes,
+        checkpoint_layers: false,
+        is_overlapped: true,
+        balance: BalanceKind::Pooled,
+        zero: 0,
+    }
 }
 
 fn options(case: &Case, first_token: usize) -> PassOptions {
     PassOptions {
+        balance: case.balance,
         balance_coef: 0.1,
+        load_coef: 0.1,
+        l1_scale: 1.0,
+        progress: 0.3,
         z_coef: 0.05,
         sequence_coef: 0.1,
         importance_coef: 0.1,
@@ -81,7 +101,6 @@ fn options(case: &Case, first_token: usize) -> PassOptions {
         first_token,
         checkpoint_layers: case.checkpoint_layers,
         grad_scale: 1.0 / (case.num_sequences * SEQ_LEN) as f32,
-        ..PassOptions::default()
     }
 }
 
@@ -92,20 +111,19 @@ fn ids(case: &Case, stream: u64, sequences: Range<usize>) -> Vec<u32> {
     all[sequences.start * SEQ_LEN..sequences.end * SEQ_LEN].to_vec()
 }
 
-/// The pass of some sequences: the account and the gradients of it alone.
+/// The pass of some sequences: the account, and the gradients of it alone.
 fn pass(
     case: &Case,
     (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
     sequences: Range<usize>,
     done: LayerDone<'_>,
-) -> (PassStats, DecoderWeights) {
+    grads: &mut DecoderWeights,
+) -> PassStats {
     let (inputs, targets) = (ids(case, 0, sequences.clone()), ids(case, 1, sequences.clone()));
     let batch = TokenBatch { inputs: &inputs, targets: &targets, num_sequences: sequences.len(), seq_len: SEQ_LEN };
-    let mut grads = weights.zeros_like(ctx);
     let options = options(case, sequences.start * SEQ_LEN);
     let write = (Write::Replace, done);
-    let stats = decoder.forward_backward_watched(ctx, weights, &batch, &options, write, &mut grads).unwrap();
-    (stats, grads)
+    decoder.forward_backward_watched(ctx, weights, &batch, &options, write, grads).unwrap()
 }
 
 fn named(grads: &DecoderWeights) -> Vec<(String, Vec<f32>)> {
@@ -116,28 +134,55 @@ fn step_on_one(case: &Case) -> Step {
     let ctx = Context::cpu(1);
     let decoder = Decoder::new(case.model.clone()).unwrap();
     let weights = decoder.init(&ctx, 7);
-    let (stats, grads) = pass(case, (&ctx, &decoder, &weights), 0..case.num_sequences, &mut |_, _| ());
+    let mut grads = weights.zeros_like(&ctx);
+    let stats = pass(case, (&ctx, &decoder, &weights), 0..case.num_sequences, &mut |_, _| (), &mut grads);
     Step { stats, norm: global_norm(&ctx, &grads), grads: named(&grads) }
+}
+
+/// The norm of the gradients, which are then whole.
+fn finish_sums(
+    ranks: &Ranks,
+    ctx: &Context,
+    weights: &DecoderWeights,
+    grads: &mut DecoderWeights,
+    mut sums: SumsUnderWay,
+) -> Result<f64, TrainError> {
+    let Some(slices) = &mut sums.slices else {
+        ranks.sum_gradients(grads, sums)?;
+        return ranks.global_norm(ctx, grads);
+    };
+    slices.end_pass(ranks, ctx, grads);
+    let of_layers = grads.tensors().into_iter().filter(|(name, _)| name.starts_with("model.layers."));
+    assert_eq!(of_layers.map(|(_, tensor)| tensor.len()).sum::<usize>(), 0, "no layer's gradients are left");
+    let own = ranks.sum_to_slices(ctx, grads, sums)?;
+    let norm = ranks.norm_of_slices(ctx, &own)?;
+    *grads = weights.zeros_like(ctx);
+    ranks.join_slices(&own, grads)?;
+    Ok(norm)
 }
 
 fn step_on_ranks(case: &Case) -> Step {
     let steps = try_run_ranks(&RankOptions::new(0).with_nodes(&case.nodes), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?;
+        let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
+        let ranks = Arc::new(ranks);
         let ctx = Context::cpu(1);
         let decoder = ranks.decoder(case.model.clone())?;
-        let weights = ranks.part(&ctx, &decoder.init(&ctx, 7));
-        let mut sums = SumsUnderWay::default();
+        let part = ranks.part(&ctx, &decoder.init(&ctx, 7));
+        let weights = if case.zero == 3 { ranks.slices(&ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
+        let (mut sums, mut grads) = (ranks.begin_sums(&ctx, &weights), ranks.first_grads(&ctx, &weights));
+        if let Some(slices) = &sums.slices {
+            slices.begin_pass(&ranks, &ctx, &mut grads);
+        }
         let mut done = |layer, grads: &mut DecoderWeights| {
             if case.is_overlapped {
                 ranks.start_sums(&ctx, layer, grads, &mut sums);
             }
         };
         let share = ranks.share(case.num_sequences);
-        let (stats, mut grads) = pass(case, (&ctx, &decoder, &weights), share, &mut done);
+        let stats = pass(case, (&ctx, &decoder, &weights), share, &mut done, &mut grads);
         ranks.check()?;
-        ranks.sum_gradients(&mut grads, sums)?;
-        let norm = ranks.global_norm(&ctx, &grads)?;
-        let grads = ranks.whole(&ctx, &decoder, &grads)?.map(|grads| named(&grads));
+        let norm = finish_sums(&ranks, &ctx, &part, &mut grads, sums)?;
+        let grads = ranks.whole(&ctx, &decoder, Held::Part(&grads))?.map(|grads| named(&grads));
         Ok::<_, TrainError>((stats, norm, grads))
     })
     .expect("the ranks talk");
@@ -160,6 +205,9 @@ fn check(case: &Case) {
     assert_eq!(many.stats.num_targets, one.stats.num_targets);
     for (many, one) in many.stats.layers.iter().zip(&one.stats.layers) {
         assert_eq!(many.tokens_per_expert, one.tokens_per_expert);
+        assert_eq!(many.kept_per_expert, one.kept_per_expert);
+        assert_eq!(many.num_rerouted, one.num_rerouted);
+        assert_eq!(many.num_choices, one.num_choices);
         near("sequence loss", many.sequence_loss, one.sequence_loss);
     }
     for ((name, many), (_, one)) in many.grads.iter().zip(&one.grads) {
@@ -266,6 +314,26 @@ fn sums_that_run_under_backward_are_those_that_come_after_it() {
 }
 
 #[test]
+fn gradients_and_weights_that_ranks_share_out_are_those_of_one_rank() {
+    let model = ModelConfig { num_layers: 4, moe_every: 2, dense_width: 20, ..model() };
+    for zero in [2, 3] {
+        for (dp, ep, num_sequences) in [(1, 1, 5), (2, 1, 5), (1, 3, 5), (2, 2, 5), (8, 1, 5), (3, 2, 2)] {
+            check(&Case { model: model.clone(), num_sequences, zero, ..case(dp, ep) });
+        }
+        for num_sequences in [5, 1] {
+            check(&Case { zero, num_sequences, checkpoint_layers: true, ..sliced((2, 1, 2), model.clone()) });
+        }
+        // What moves and by which way has nothing to do with it.
+        for (algorithm, chunks) in [(Algorithm::Hierarchical, 2), (Algorithm::TwoHop, 3)] {
+            let exchange = Exchange { algorithm, chunks, ..Exchange::plain(Wire::F32) };
+            check(&Case { exchange, zero, nodes: vec![0, 1, 0, 1, 0, 1], ..case(2, 3) });
+        }
+        let tied = ModelConfig { tie_embeddings: true, qk_norm: QkNorm::Head, ..model.clone() };
+        check(&Case { zero, ..sliced((3, 1, 1), tied) });
+    }
+}
+
+#[test]
 fn groups_that_lie_apart_give_the_step_of_one_rank() {
     let mut case = case(2, 3);
     case.layout.order = Order::Apart;
@@ -279,6 +347,78 @@ fn experts_on_some_or_all_ranks_give_the_step_of_one_rank() {
     replicated.placement.replicate(4, &[0, 1, 2]);
     check(&replicated);
     check(&Case { placement: Placement::everywhere(6, 4), ..case(1, 4) });
+}
+
+/// A model with a router and a capacity.
+fn of_router(router: RouterConfig, capacity_factor: f32) -> ModelConfig {
+    let top_k = match router.kind {
+        RouterKind::Switch | RouterKind::Base => 1,
+        _ => 2,
+    };
+    ModelConfig { router, capacity_factor, top_k, ..model() }
+}
+
+/// Every kind of router, and every other setting that decides which tokens an expert gets, with capacities of each sign.
+fn schemes() -> Vec<ModelConfig> {
+    use RouterKind::*;
+    let plain = RouterConfig::default();
+    let kinds =
+        [TopK, Switch, NoisyTopK, Gshard, Cosine, Gumbel, ExpertChoice, Base, Sinkhorn, Hash, TopP, Relu, Hierarchical];
+    let mut schemes = Vec::new();
+    for capacity_factor in [0.0, 0.6, -0.6] {
+        let of_kind = |kind| of_router(RouterConfig { kind, cosine_dim: 8, ..plain.clone() }, capacity_factor);
+        schemes.extend(kinds.map(of_kind));
+        for (overflow, local_group) in [
+            (Overflow::Priority, 0),
+            (Overflow::Reroute, 0),
+            (Overflow::Drop, 7),
+            (Overflow::Reroute, 10),
+            (Overflow::Priority, 50),
+        ] {
+            // Experts that choose send nobody on.
+            let kinds =
+                if overflow == Overflow::Reroute { &[TopK, TopP, Gshard][..] } else { &[TopK, ExpertChoice, Relu] };
+            schemes.extend(kinds.iter().map(|&kind| {
+                of_router(RouterConfig { kind, overflow, local_group, ..plain.clone() }, capacity_factor)
+            }));
+        }
+    }
+    schemes.extend([
+        of_router(RouterConfig { expert_bias: true, scores: ScoreFunction::Sigmoid, ..plain.clone() }, 0.7),
+        of_router(RouterConfig { num_groups: 3, top_groups: 2, ..plain.clone() }, 0.7),
+        of_router(RouterConfig { noise_std: Ramp::constant(0.3), ..plain.clone() }, 0.7),
+        of_router(RouterConfig { random_share: 0.2, random_fade: 0.5, ..plain.clone() }, 0.7),
+        of_router(RouterConfig { sparsemixer_jitter: 0.1, ..plain.clone() }, 0.7),
+        of_router(RouterConfig { zero_experts: 1, copy_experts: 1, constant_experts: 1, ..plain.clone() }, 0.7),
+        of_router(RouterConfig { null_experts: 2, gate_residual: true, ..plain.clone() }, 0.7),
+        of_router(RouterConfig { modality_boundaries: "11".into(), modality_experts: "2, 2".into(), ..plain }, 0.7),
+    ]);
+    schemes
+}
+
+#[test]
+fn every_scheme_decides_on_ranks_what_it_decides_on_one() {
+    for (index, model) in schemes().into_iter().enumerate() {
+        // Each with two of the layouts, each layout with many.
+        let layouts = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (1, 8), (8, 1), (2, 4)];
+        let balances = [BalanceKind::Layer, BalanceKind::Gshard, BalanceKind::Groups];
+        for (turn, &(dp, ep)) in layouts.iter().cycle().skip(index * 2).take(2).enumerate() {
+            let checkpoint_layers = (index + turn).is_multiple_of(3);
+            let balance = balances[(index + turn) % 3];
+            check(&Case { model: model.clone(), checkpoint_layers, balance, ..case(dp, ep) });
+        }
+    }
+}
+
+#[test]
+fn gshards_loss_is_that_of_all_tokens() {
+    for (local_group, num_sequences) in [(0, 5), (7, 5), (6, 3), (13, 4), (100, 2)] {
+        for (dp, ep) in [(1, 2), (2, 1), (1, 3), (2, 2), (2, 4)] {
+            let router = RouterConfig { local_group, ..RouterConfig::default() };
+            let model = of_router(router, 0.0);
+            check(&Case { model, num_sequences, balance: BalanceKind::Gshard, ..case(dp, ep) });
+        }
+    }
 }
 
 #[test]

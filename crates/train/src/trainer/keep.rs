@@ -13,7 +13,6 @@ use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::metrics::Sample;
 use crate::optimizer::Optimizer;
-use crate::ranks::Ranks;
 use crate::state;
 use crate::store::Keep;
 
@@ -24,34 +23,35 @@ impl Trainer {
         let Some(mut output) = self.output.take() else { return self.help_to_save() };
         let result = self.save_to(&mut output);
         self.output = Some(output);
+        self.give_back();
         on_event(Event::Saved(&result?));
         Ok(())
+    }
+
+    /// Gives memory back that a checkpoint took and no step does.
+    fn give_back(&self) {
+        if self.ranks.as_ref().is_some_and(|ranks| ranks.shards_optimizer()) {
+            self.ctx.pool().trim();
+        }
     }
 
     /// Gives the root this rank's part of the model.
     fn help_to_save(&self) -> Result<(), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
         ranks.patiently(|| {
-            ranks.whole(&self.ctx, &self.decoder, &self.weights)?;
-            self.whole_optimizer(ranks).map(|_| ())
+            ranks.whole(&self.ctx, &self.decoder, ranks.held_weights(&self.weights))?;
+            ranks.whole_optimizer(&self.ctx, &self.decoder, &self.optimizer).map(|_| ())
         })
     }
 
     fn save_to(&self, output: &mut Output) -> Result<PathBuf, TrainError> {
         let Some(ranks) = &self.ranks else { return self.write_checkpoint(output, &self.weights, &self.optimizer) };
         ranks.patiently(|| {
-            let weights = ranks.whole(&self.ctx, &self.decoder, &self.weights)?;
-            let optimizer = self.whole_optimizer(ranks)?;
+            let weights = ranks.whole(&self.ctx, &self.decoder, ranks.held_weights(&self.weights))?;
+            let optimizer = ranks.whole_optimizer(&self.ctx, &self.decoder, &self.optimizer)?;
             let (weights, optimizer) = weights.zip(optimizer).expect("the root has the whole model");
             self.write_checkpoint(output, &weights, &optimizer)
         })
-    }
-
-    /// The optimizer's state of the whole model, on the root.
-    fn whole_optimizer(&self, ranks: &Ranks) -> Result<Option<Optimizer>, TrainError> {
-        let joined = ranks.shards_optimizer().then(|| ranks.join_optimizer(&self.ctx, &self.optimizer, &self.weights));
-        let joined = joined.transpose()?;
-        ranks.whole_optimizer(&self.ctx, &self.decoder, joined.as_ref().unwrap_or(&self.optimizer))
     }
 
     fn write_checkpoint(
@@ -88,7 +88,8 @@ impl Trainer {
             return look(&self.decoder, self.compute.as_ref().unwrap_or(&self.weights)).map(Some);
         };
         ranks.patiently(|| {
-            let Some(weights) = ranks.whole(&self.ctx, &self.decoder, &self.weights)? else { return Ok(None) };
+            let held = ranks.held_weights(&self.weights);
+            let Some(weights) = ranks.whole(&self.ctx, &self.decoder, held)? else { return Ok(None) };
             let decoder = Decoder::new(self.config.model.clone()).map_err(ConfigError::from)?;
             let compute = self.compute.is_some().then(|| weights.compute_copy(&self.ctx, DType::BF16));
             look(&decoder, compute.as_ref().unwrap_or(&weights)).map(Some)

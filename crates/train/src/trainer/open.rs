@@ -67,7 +67,7 @@ fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor,
     Ok(cast(ctx, &weights.embedding, DType::F32))
 }
 
-fn decoder(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Decoder, TrainError> {
+fn decoder(config: &RunConfig, ranks: Option<&Arc<Ranks>>) -> Result<Decoder, TrainError> {
     let model = config.model.clone();
     match ranks {
         None => Ok(Decoder::new(model).map_err(ConfigError::from)?),
@@ -96,6 +96,31 @@ fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainErr
     ranks.map_or(Ok(()), |ranks| ranks.check_same("configuration", &print_config(config)))
 }
 
+/// What a rank keeps of the whole model's first `weights`, and the optimizer's state before the first update.
+fn first_state(
+    ctx: &Context,
+    config: &RunConfig,
+    ranks: Option<&Ranks>,
+    weights: DecoderWeights,
+) -> (DecoderWeights, Optimizer) {
+    let optimizer = |weights: &DecoderWeights| Optimizer::new(ctx, adamw_config(config), weights);
+    let part = match ranks {
+        None => weights,
+        Some(ranks) => {
+            let part = ranks.part(ctx, &weights);
+            drop(weights);
+            part
+        }
+    };
+    let Some(ranks) = ranks.filter(|ranks| ranks.shards_optimizer()) else {
+        let optimizer = optimizer(&part);
+        return (part, optimizer);
+    };
+    let slices = ranks.slices(ctx, &part);
+    let optimizer = optimizer(&slices);
+    (if ranks.shards_weights() { slices } else { part }, optimizer)
+}
+
 impl Trainer {
     /// Starts a new run in the folder `run_dir`, in which there must be no run yet. Nothing is written before the whole
     /// configuration and the data have proved usable.
@@ -115,27 +140,21 @@ impl Trainer {
             let problem = "holds a run already; go on with it by --resume, or choose another folder".to_owned();
             return Err(TrainError::State { path: run_dir, problem });
         }
+        let ranks = ranks.map(Arc::new);
         state::make_absolute(&mut config)?;
-        check_ranks(&config, ranks.as_ref())?;
-        let ctx = context(&config, ranks.as_ref())?;
-        let corpus = root_first(ranks.as_ref(), || Corpus::open(&config, None))?;
+        check_ranks(&config, ranks.as_deref())?;
+        let ctx = context(&config, ranks.as_deref())?;
+        let corpus = root_first(ranks.as_deref(), || Corpus::open(&config, None))?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = decoder(&config, ranks.as_ref())?;
         decoder.check_trainable()?;
-        check_memory(&config, ranks.as_ref())?;
+        check_memory(&config, ranks.as_deref())?;
         let weights = match from {
             Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
             None => first_weights(&ctx, &decoder, &config, &corpus)?,
         };
-        let weights = match &ranks {
-            None => weights,
-            Some(ranks) => ranks.part(&ctx, &weights),
-        };
-        let optimizer = match ranks.as_ref().filter(|ranks| ranks.shards_optimizer()) {
-            None => Optimizer::new(&ctx, adamw_config(&config), &weights),
-            Some(ranks) => Optimizer::new(&ctx, adamw_config(&config), &ranks.slices(&ctx, &weights)),
-        };
-        let output = is_root(ranks.as_ref()).then(|| Output::create(&run_dir, &config)).transpose()?;
+        let (weights, optimizer) = first_state(&ctx, &config, ranks.as_deref(), weights);
+        let output = is_root(ranks.as_deref()).then(|| Output::create(&run_dir, &config)).transpose()?;
         let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
         let routing = None;
         Self::new(Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks })
@@ -154,22 +173,21 @@ impl Trainer {
     /// As [`Trainer::resume`], with the settings of [`resumed_config`](crate::resumed_config), as one of several `ranks`, all of
     /// which call this. The checkpoint may be one of any number of ranks.
     pub fn resume_over(run_dir: PathBuf, config: RunConfig, ranks: Option<Ranks>) -> Result<Self, TrainError> {
-        check_ranks(&config, ranks.as_ref())?;
-        let (store, checkpoint, corpus) = root_first(ranks.as_ref(), || {
-            let (store, checkpoint) = newest(&run_dir, is_root(ranks.as_ref()))?;
+        let ranks = ranks.map(Arc::new);
+        check_ranks(&config, ranks.as_deref())?;
+        let (store, checkpoint, corpus) = root_first(ranks.as_deref(), || {
+            let (store, checkpoint) = newest(&run_dir, is_root(ranks.as_deref()))?;
             let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
             Ok((store, checkpoint, corpus))
         })?;
-        let ctx = context(&config, ranks.as_ref())?;
+        let ctx = context(&config, ranks.as_deref())?;
         let decoder = decoder(&config, ranks.as_ref())?;
         let (mut weights, mut optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
         if let Some(ranks) = &ranks {
             weights = ranks.part(&ctx, &weights);
             let (first, second) = (ranks.part(&ctx, &optimizer.first), ranks.part(&ctx, &optimizer.second));
             optimizer = optimizer.with_moments(first, second);
-            if ranks.shards_optimizer() {
-                optimizer = ranks.slice_optimizer(&ctx, &optimizer);
-            }
+            (weights, optimizer) = ranks.kept(&ctx, weights, optimizer);
         }
         let routing = RoutingSample::load(&checkpoint.path)?;
         if progress.data_hash != corpus.hash {
@@ -187,9 +205,10 @@ impl Trainer {
             parts;
         let is_bf16 = config.train.precision == Precision::Bf16;
         let compute = is_bf16.then(|| weights.compute_copy(&ctx, DType::BF16));
-        let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_ref()) } else { 1.0 };
+        let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_deref()) } else { 1.0 };
+        let grads = ranks.as_ref().map_or_else(|| weights.zeros_like(&ctx), |ranks| ranks.first_grads(&ctx, &weights));
         let trainer = Self {
-            grads: weights.zeros_like(&ctx),
+            grads,
             schedule: schedule(&config),
             ctx,
             config,
@@ -204,8 +223,9 @@ impl Trainer {
             routing,
             output,
             peak_flops,
-            ranks: ranks.map(Arc::new),
+            ranks,
         };
+        trainer.ctx.pool().restart();
         trainer.ranks.as_ref().map_or(Ok(()), |ranks| ranks.begin_steps())?;
         Ok(trainer)
     }
@@ -262,5 +282,5 @@ struct Parts {
     progress: Progress,
     routing: Option<RoutingSample>,
     output: Option<Output>,
-    ranks: Option<Ranks>,
+    ranks: Option<Arc<Ranks>>,
 }

@@ -1,0 +1,84 @@
+//! Weights shared out among the ranks that hold the same (ZeRO-3, Rajbhandari et al., 1910.02054, section 5.3): a layer is whole
+//! while a pass is in it, and the next one on its way meanwhile. What belongs to no layer is whole during a pass.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use moeworks_model::{DecoderWeights, Gather, LayerWeights};
+use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
+
+use super::Ranks;
+use super::slices::PendingWhole;
+
+/// Puts the slices of all ranks together where a pass needs them.
+pub(super) struct WholeLayers {
+    ranks: Arc<Ranks>,
+    /// The layer that is on its way.
+    next: Mutex<Option<OnItsWay>>,
+}
+
+/// A layer whose tensors come, but for those that cannot.
+struct OnItsWay {
+    index: usize,
+    tensors: Vec<Option<PendingWhole>>,
+}
+
+impl WholeLayers {
+    pub(super) fn new(ranks: Arc<Ranks>) -> Self {
+        Self { ranks, next: Mutex::default() }
+    }
+
+    fn start(&self, ctx: &Context, place: usize, slice: &Tensor) -> Option<PendingWhole> {
+        let start = || self.ranks.start_joining(ctx, place, slice).map(Some);
+        self.ranks.experts.attempt(None, start)
+    }
+
+    /// What has come; zeros if nothing can.
+    fn finish(&self, ctx: &Context, place: usize, slice: &Tensor, pending: Option<PendingWhole>) -> Tensor {
+        let experts = &self.ranks.experts;
+        let whole =
+            pending.and_then(|pending| experts.attempt(None, || pending.finish().map(|(_, whole)| Some(whole))));
+        whole.unwrap_or_else(|| ctx.zeros(self.ranks.table().shape(place), slice.dtype()))
+    }
+
+    fn start_layer(&self, ctx: &Context, parts: &DecoderWeights, index: usize) -> OnItsWay {
+        let mut layer = parts.layers[index].clone();
+        let slices = self.ranks.table().layer(index).zip(layer.tensors_mut());
+        OnItsWay { index, tensors: slices.map(|(place, slice)| self.start(ctx, place, slice)).collect() }
+    }
+}
+
+impl Gather for WholeLayers {
+    fn outside(&self, ctx: &Context, parts: &DecoderWeights) -> DecoderWeights {
+        let outside: Vec<usize> = self.ranks.table().outside().collect();
+        let join = |place: usize, slice: &Tensor| match outside.contains(&place) {
+            true => self.finish(ctx, place, slice, self.start(ctx, place, slice)),
+            false => slice.clone(),
+        };
+        let join = || Ranks::map_places(parts, |place, slice| Ok::<_, std::convert::Infallible>(join(place, slice)));
+        let Ok(whole) = self.ranks.experts.time("weights: gather", join);
+        whole
+    }
+
+    fn layer(&self, ctx: &Context, parts: &DecoderWeights, index: usize, next: Option<usize>) -> LayerWeights {
+        let mut on_its_way = self.next.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let now = on_its_way.take().filter(|layer| layer.index == index);
+        let now = now.unwrap_or_else(|| self.start_layer(ctx, parts, index));
+        *on_its_way = next.map(|next| self.start_layer(ctx, parts, next));
+        let mut layer = parts.layers[index].clone();
+        let tensors = self.ranks.table().layer(index).zip(layer.tensors_mut()).zip(now.tensors);
+        self.ranks.experts.time("weights: gather", || {
+            for ((place, tensor), pending) in tensors {
+                *tensor = self.finish(ctx, place, tensor, pending);
+            }
+        });
+        layer
+    }
+}
+
+impl fmt::Debug for WholeLayers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "slices of rank {} of {}", self.ranks.world.rank(), self.ranks.world.size())
+    }
+}

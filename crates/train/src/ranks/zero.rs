@@ -1,0 +1,118 @@
+//! Gradients shared out among the ranks that hold the same weights (ZeRO-2, Rajbhandari et al., 1910.02054, section 5.2): as soon
+//! as those of a layer are whole, each rank keeps the sum over ranks of its slice of them and frees the rest.
+//!
+//! Two layers' gradients are there at a time: those that are being summed, and those that are being computed. What belongs to no
+//! layer (embedding, last norm, head) is there throughout, and summed after each pass.
+
+use moeworks_comm::{CommError, Reduce};
+use moeworks_model::DecoderWeights;
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::add_assign;
+use moeworks_tensor::{DType, Tensor};
+
+use super::Ranks;
+use super::slices::PendingWhole;
+
+/// This rank's slices of the gradients, summed over ranks and passes so far.
+pub(crate) struct GradSlices {
+    sums: DecoderWeights,
+    /// By the number of the tensor: what was sent, and the slice that comes.
+    under_way: Vec<(usize, PendingWhole)>,
+    failure: Option<CommError>,
+}
+
+impl GradSlices {
+    /// Zeros, for the gradients of `weights` or of slices of them.
+    pub(super) fn new(ranks: &Ranks, ctx: &Context, weights: &DecoderWeights) -> Self {
+        let Ok(sums) = Ranks::map_places(weights, |place, _| {
+            let mut slice = ranks.empty_slice(ctx, place);
+            slice.f32s_mut().fill(0.0);
+            Ok::<_, std::convert::Infallible>(slice)
+        });
+        Self { sums, under_way: Vec::new(), failure: None }
+    }
+
+    /// Before a pass, which writes gradients anew: room for those of the last layer.
+    pub(crate) fn begin_pass(&self, ranks: &Ranks, ctx: &Context, grads: &mut DecoderWeights) {
+        if let Some(last) = grads.layers.len().checked_sub(1) {
+            make_room(ranks, ctx, last, grads);
+        }
+    }
+
+    /// The gradients of a layer are whole: they are summed from now on, and there is room for those of the layer below.
+    pub(super) fn layer_done(&mut self, ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut DecoderWeights) {
+        self.settle(ctx);
+        for (place, tensor) in ranks.table().layer(layer).zip(grads.layers[layer].tensors_mut()) {
+            let whole = std::mem::replace(tensor, ctx.empty(&[0], DType::F32));
+            self.start(ranks, ctx, place, whole);
+        }
+        if layer > 0 {
+            make_room(ranks, ctx, layer - 1, grads);
+        }
+    }
+
+    /// After a pass: what belongs to no layer is summed, and all that is under way waited for.
+    pub(crate) fn end_pass(&mut self, ranks: &Ranks, ctx: &Context, grads: &DecoderWeights) {
+        self.settle(ctx);
+        let (grads, mut sums) = (grads.tensors(), self.sums.tensors_mut());
+        for place in ranks.table().outside() {
+            if self.failure.is_some() {
+                return;
+            }
+            match ranks.summed_slice(ctx, place, grads[place].1) {
+                Ok(slice) => add_assign(ctx, sums[place].1, &slice),
+                Err(error) => self.failure = Some(error),
+            }
+        }
+    }
+
+    /// The sums.
+    pub(super) fn finish(self) -> Result<DecoderWeights, CommError> {
+        self.failure.map_or(Ok(self.sums), Err)
+    }
+
+    fn start(&mut self, ranks: &Ranks, ctx: &Context, place: usize, whole: Tensor) {
+        if self.failure.is_some() {
+            return;
+        }
+        let (slice, counts) = (ranks.empty_slice(ctx, place), ranks.slice_counts(place));
+        match ranks.holders_of(place).start_reduce_scatter(whole, &counts, slice, Reduce::Sum) {
+            Ok(pending) => self.under_way.push((place, pending)),
+            Err(error) => self.failure = Some(error),
+        }
+    }
+
+    /// Waits for what is under way.
+    fn settle(&mut self, ctx: &Context) {
+        let mut sums = self.sums.tensors_mut();
+        for (place, pending) in self.under_way.drain(..) {
+            match pending.finish() {
+                Ok((_, slice)) => add_assign(ctx, sums[place].1, &slice),
+                Err(error) => self.failure = self.failure.take().or(Some(error)),
+            }
+        }
+    }
+}
+
+/// Room for the gradients of a layer.
+fn make_room(ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut DecoderWeights) {
+    for (place, tensor) in ranks.table().layer(layer).zip(grads.layers[layer].tensors_mut()) {
+        *tensor = ctx.zeros(ranks.table().shape(place), DType::F32);
+    }
+}
+
+impl Ranks {
+    /// Zeros for the gradients of `weights` or of slices of them; where ranks share gradients out, there is room for those of layers
+    /// when they are computed.
+    pub(crate) fn first_grads(&self, ctx: &Context, weights: &DecoderWeights) -> DecoderWeights {
+        if !self.shards_gradients() {
+            return weights.zeros_like(ctx);
+        }
+        let outside: Vec<usize> = self.table().outside().collect();
+        let Ok(grads) = Self::map_places(weights, |place, _| {
+            let shape = if outside.contains(&place) { self.table().shape(place) } else { &[0] };
+            Ok::<_, std::convert::Infallible>(ctx.zeros(shape, DType::F32))
+        });
+        grads
+    }
+}
