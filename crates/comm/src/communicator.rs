@@ -80,20 +80,23 @@ impl dyn Communicator + '_ {
 
     /// Gives everybody everybody's `send`, of the same length on all ranks: `recv` has `size` times as many elements.
     pub fn all_gather<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.all_gather_v(send, recv, &vec![send.len(); self.size()])
+        self.all_gather_bytes(send, recv, &Counts::equal(self.size(), size_of_val(send)))
     }
 
     /// Gives everybody everybody's `send`: `recv_counts[r]` elements from rank r, the same counts on all ranks.
     pub fn all_gather_v<T: Pod>(&self, send: &[T], recv: &mut [T], recv_counts: &[usize]) -> Result<(), CommError> {
-        let counts = in_bytes(recv_counts, size_of::<T>());
-        let operation = Operation { call: Call::AllGatherV, send_counts: &[], recv_counts: &counts };
+        self.all_gather_bytes(send, recv, &in_bytes(recv_counts, size_of::<T>()))
+    }
+
+    fn all_gather_bytes<T: Pod>(&self, send: &[T], recv: &mut [T], recv_counts: &[usize]) -> Result<(), CommError> {
+        let operation = Operation { call: Call::AllGatherV, send_counts: &[], recv_counts };
         self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
     }
 
     /// Sends piece r of `send` to rank r, all pieces of the same length everywhere.
     pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        let counts = vec![send.len() / self.size(); self.size()];
-        self.all_to_all_v(send, &counts, recv, &counts)
+        let counts = Counts::equal(self.size(), send.len() / self.size() * size_of::<T>());
+        self.all_to_all_bytes((send, &counts), (recv, &counts))
     }
 
     /// Sends `send_counts[r]` elements to rank r and gets `recv_counts[r]` from it, which is what rank r sends here.
@@ -105,7 +108,15 @@ impl dyn Communicator + '_ {
         recv_counts: &[usize],
     ) -> Result<(), CommError> {
         let (sent, received) = (in_bytes(send_counts, size_of::<T>()), in_bytes(recv_counts, size_of::<T>()));
-        let operation = Operation { call: Call::AllToAllV, send_counts: &sent, recv_counts: &received };
+        self.all_to_all_bytes((send, &sent), (recv, &received))
+    }
+
+    fn all_to_all_bytes<T: Pod>(
+        &self,
+        (send, send_counts): (&[T], &[usize]),
+        (recv, recv_counts): (&mut [T], &[usize]),
+    ) -> Result<(), CommError> {
+        let operation = Operation { call: Call::AllToAllV, send_counts, recv_counts };
         self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
     }
 
@@ -261,8 +272,44 @@ impl dyn Communicator + '_ {
 
 /// Counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates into a
 /// sum that fits no memory.
-fn in_bytes(counts: &[usize], element_size: usize) -> Vec<usize> {
-    counts.iter().map(|&count| count.saturating_mul(element_size)).collect()
+fn in_bytes(counts: &[usize], element_size: usize) -> Counts {
+    Counts::new(counts.iter().map(|&count| count.saturating_mul(element_size)))
+}
+
+/// Ranks whose counts need no memory of the heap, which would take a part of a short call's time.
+const FEW: usize = 16;
+
+/// A count for each rank.
+enum Counts {
+    Few { counts: [usize; FEW], len: usize },
+    Many(Vec<usize>),
+}
+
+impl Counts {
+    fn new(counts: impl ExactSizeIterator<Item = usize>) -> Self {
+        let len = counts.len();
+        if len > FEW {
+            return Self::Many(counts.collect());
+        }
+        let mut few = [0; FEW];
+        few.iter_mut().zip(counts).for_each(|(to, count)| *to = count);
+        Self::Few { counts: few, len }
+    }
+
+    fn equal(num_ranks: usize, count: usize) -> Self {
+        Self::new(std::iter::repeat_n(count, num_ranks))
+    }
+}
+
+impl std::ops::Deref for Counts {
+    type Target = [usize];
+
+    fn deref(&self) -> &[usize] {
+        match self {
+            Self::Few { counts, len } => &counts[..*len],
+            Self::Many(counts) => counts,
+        }
+    }
 }
 
 /// The functions of a [`Communicator`] that wraps another, its field `inner`, and leaves these to it.

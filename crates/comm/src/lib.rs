@@ -32,6 +32,7 @@ mod meter;
 pub mod mpi;
 mod number;
 mod operation;
+mod patience;
 mod pin;
 mod rows;
 mod shaped;

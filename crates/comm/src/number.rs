@@ -45,22 +45,22 @@ impl NumberKind {
         }
     }
 
-    /// Reduces `sources` (one region of `bytes` bytes a rank, in the order of ranks) into `target`, which may be one of
-    /// them.
+    /// Reduces `sources` (one region of `bytes` bytes a rank, in the order of ranks) into each of `targets`, which may be
+    /// some of them.
     ///
     /// # Safety
     /// All regions are valid for `bytes` bytes and aligned for the type; nobody else writes to any of them or reads from
-    /// `target` meanwhile. `target` overlaps a source entirely or not at all.
-    pub(crate) unsafe fn reduce(self, reduce: Reduce, sources: &[*const u8], target: *mut u8, bytes: usize) {
+    /// `targets` meanwhile. A target overlaps a source entirely or not at all, and no other target.
+    pub(crate) unsafe fn reduce(self, reduce: Reduce, sources: &[*const u8], targets: &[*mut u8], bytes: usize) {
         let len = bytes / self.size();
         // SAFETY: the caller's promise, for the type that this kind stands for.
         unsafe {
             match self {
-                Self::F32 => reduce_as::<f32>(reduce, sources, target, len),
-                Self::BF16 => reduce_as::<bf16>(reduce, sources, target, len),
-                Self::F64 => reduce_as::<f64>(reduce, sources, target, len),
-                Self::U32 => reduce_as::<u32>(reduce, sources, target, len),
-                Self::U64 => reduce_as::<u64>(reduce, sources, target, len),
+                Self::F32 => reduce_as::<f32>(reduce, sources, targets, len),
+                Self::BF16 => reduce_as::<bf16>(reduce, sources, targets, len),
+                Self::F64 => reduce_as::<f64>(reduce, sources, targets, len),
+                Self::U32 => reduce_as::<u32>(reduce, sources, targets, len),
+                Self::U64 => reduce_as::<u64>(reduce, sources, targets, len),
             }
         }
     }
@@ -110,23 +110,25 @@ const BLOCK: usize = 1024;
 
 /// # Safety
 /// As [`NumberKind::reduce`], with `len` elements of `N`.
-unsafe fn reduce_as<N: Number>(reduce: Reduce, sources: &[*const u8], target: *mut u8, len: usize) {
+unsafe fn reduce_as<N: Number>(reduce: Reduce, sources: &[*const u8], targets: &[*mut u8], len: usize) {
     let Some((&first, rest)) = sources.split_first() else { return };
     let mut sums = Vec::with_capacity(BLOCK);
     for start in (0..len).step_by(BLOCK) {
         let count = BLOCK.min(len - start);
-        // SAFETY: `start + count <= len` elements of a source are valid and aligned; the block is read before the target,
-        // which may be the same memory, is written.
+        // SAFETY: `start + count <= len` elements of a source are valid and aligned; the block is read before the targets,
+        // which may be the same memory, are written.
         let block = |source: *const u8| unsafe { std::slice::from_raw_parts(source.cast::<N>().add(start), count) };
         sums.clear();
         sums.extend(block(first).iter().map(|x| x.widen()));
         for &source in rest {
             fold::<N>(reduce, &mut sums, block(source));
         }
-        // SAFETY: as above for the target; no slice of a source is alive.
-        let out = unsafe { std::slice::from_raw_parts_mut(target.cast::<N>().add(start), count) };
-        for (out, &sum) in out.iter_mut().zip(&sums) {
-            *out = N::narrow(sum);
+        for &target in targets {
+            // SAFETY: as above for the target; no slice of a source or of another target is alive.
+            let out = unsafe { std::slice::from_raw_parts_mut(target.cast::<N>().add(start), count) };
+            for (out, &sum) in out.iter_mut().zip(&sums) {
+                *out = N::narrow(sum);
+            }
         }
     }
 }

@@ -132,6 +132,11 @@ impl Group {
                 Call::ReduceScatter { number, reduce } => {
                     self.reduce_scatter(call, operation.send_counts, memory, (number, reduce))
                 }
+                Call::AllReduce { number: NumberKind::F32, reduce: Reduce::Sum, bytes }
+                    if self.size() == 2 && bytes <= self.process.limit =>
+                {
+                    self.sum_of_two(call, memory)
+                }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
                     self.all_reduce_at_once(call, memory, (number, reduce))
                 }
@@ -239,6 +244,15 @@ impl Group {
             versions.reduce(how, memory.recv);
         }
         Ok(())
+    }
+
+    /// Two numbers give the same sum in either order: the library may add them up as it likes.
+    unsafe fn sum_of_two(&self, call: Call, memory: &Memory) -> Result<(), CommError> {
+        let constants = &self.process.mpi.constants;
+        let in_place = std::ptr::without_provenance(constants.in_place);
+        let (count, float, sum) = ((memory.recv_bytes / size_of::<f32>()) as c_int, constants.float, constants.sum);
+        // SAFETY: the caller's promise; `count` numbers are `recv_bytes` bytes.
+        self.check(call, unsafe { (self.functions().allreduce)(in_place, memory.recv, count, float, sum, self.comm) })
     }
 
     unsafe fn all_reduce_at_once(
@@ -351,7 +365,7 @@ impl Versions {
         let start = self.words.as_ptr().cast::<u8>();
         let sources: Vec<*const u8> = (0..self.num_ranks).map(|rank| start.wrapping_add(rank * self.bytes)).collect();
         // SAFETY: the versions lie one after another, each a whole number of numbers.
-        unsafe { number.reduce(reduce, &sources, target, self.bytes) };
+        unsafe { number.reduce(reduce, &sources, &[target], self.bytes) };
     }
 }
 

@@ -1,8 +1,9 @@
 //! Finding the MPI library that belongs to the launcher that started this process.
 
-use std::env;
+use std::iter::successors;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::{env, fs, process};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
@@ -14,6 +15,9 @@ pub const LIBRARY_VARIABLE: &str = "MOEWORKS_MPI_LIBRARY";
 
 /// Variables that launchers set for each rank, with the number of ranks.
 const SIZE_VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"];
+
+/// Between a rank and its launcher there are a proxy and perhaps a shell or a profiler.
+const MOST_ANCESTORS: usize = 6;
 
 /// File names: Open MPI (4 and 5), MPICH and what keeps its ABI, the standard ABI.
 const OPEN_MPI: [&str; 1] = ["libmpi.so.40"];
@@ -56,7 +60,17 @@ fn open_first() -> Result<Mpi, MpiError> {
     Err(MpiError::NotFound { failures })
 }
 
-/// Where to look, in turn: what the user says; beside the launcher on the path; where the system looks.
+/// Fails where the launcher started several processes and the library knows this one alone: it is another one's.
+pub(crate) fn check_size(size: usize) -> Result<(), MpiError> {
+    let launched = SIZE_VARIABLES[..2].iter().find_map(|name| env::var(name).ok()?.parse::<usize>().ok());
+    match launched {
+        Some(num_launched) if num_launched > 1 && size == 1 => Err(MpiError::OfAnother { num_launched }),
+        _ => Ok(()),
+    }
+}
+
+/// Where to look, in turn: what the user says; beside the launcher, which is this process's parent or one of its; beside one on the
+/// path; where the system looks.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = env::var_os(LIBRARY_VARIABLE) {
         return vec![PathBuf::from(path)];
@@ -77,10 +91,24 @@ fn candidates() -> Vec<PathBuf> {
 
 fn library_folders() -> Vec<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let prefixes = env::split_paths(&path)
+    let prefixes = folders_of_ancestors()
+        .into_iter()
+        .chain(env::split_paths(&path))
         .filter(|folder| ["mpirun", "mpiexec"].iter().any(|name| folder.join(name).exists()))
         .filter_map(|folder| folder.parent().map(Path::to_path_buf));
     // Not the system's own: its loader knows better where they are.
     let own = prefixes.filter(|prefix| prefix != Path::new("/usr") && prefix != Path::new("/"));
-    own.flat_map(|prefix| [prefix.join("lib"), prefix.join("lib64")]).collect()
+    own.flat_map(|prefix| ["lib", "lib64", "lib/release"].map(|folder| prefix.join(folder))).collect()
+}
+
+/// The folders of the programs that started this process, the nearest first, where the system says.
+fn folders_of_ancestors() -> Vec<PathBuf> {
+    let parent_of = |pid: &u32| {
+        let state = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // Behind the program's name, in brackets, and the state of the process.
+        state.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+    };
+    let ancestors = successors(parent_of(&process::id()), parent_of).take(MOST_ANCESTORS);
+    let program = |pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    ancestors.filter_map(program).filter_map(|program| program.parent().map(Path::to_path_buf)).collect()
 }

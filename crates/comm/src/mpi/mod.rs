@@ -42,6 +42,15 @@ pub enum MpiError {
     /// The library lacks a function.
     #[error("the MPI library has no {0}: Open MPI 4 or MPICH 3 or newer is needed")]
     Incomplete(String),
+    /// The library is not the launcher's.
+    #[error(
+        "the launcher started {num_launched} processes, but the MPI library that was found knows one: it is of another MPI; set \
+             {LIBRARY_VARIABLE} to the path of the launcher's libmpi.so"
+    )]
+    OfAnother {
+        /// Processes that there are.
+        num_launched: usize,
+    },
     /// The library is none of those whose constants are known.
     #[error("the MPI library \"{0}\" is neither Open MPI nor of MPICH's ABI nor of the standard one")]
     Unknown(String),

@@ -121,6 +121,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     initialise(mpi)?;
     let world = mpi.constants.comm_world;
     let (rank, size) = rank_and_size(mpi, world)?;
+    library::check_size(size)?;
     let node = Node::find(mpi, world, rank)?;
     let (page, own) = node.page(mpi)?;
     let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));

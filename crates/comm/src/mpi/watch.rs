@@ -10,13 +10,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memmap2::MmapRaw;
 
 use super::obituary::Obituary;
 use crate::CommError;
 use crate::operation::Call;
+use crate::patience::Patience;
 
 /// How often a watchdog looks.
 const TICK: Duration = Duration::from_millis(100);
@@ -154,7 +155,7 @@ impl Watch {
     fn run(&self, mut obituary: Obituary, bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
-        let mut since = Instant::now();
+        let mut patience = Patience::new();
         while !self.is_over.load(Ordering::Relaxed) {
             let dead = obituary.wait(TICK);
             if let Some(index) = dead.filter(|&index| self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED) {
@@ -163,14 +164,15 @@ impl Watch {
             }
             own.heartbeat.fetch_add(1, Ordering::Relaxed);
             let state = own.state.load(Ordering::Relaxed);
+            let waited = patience.look();
             if state != seen || state.is_multiple_of(2) {
-                (seen, since) = (state, Instant::now());
-            } else if since.elapsed() >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
+                (seen, patience) = (state, Patience::new());
+            } else if waited >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
                 let ranks = self.absent();
                 if own.state.load(Ordering::Relaxed) == seen {
                     let words = self.call.each_ref().map(|word| word.load(Ordering::Relaxed));
                     let (waiting, call) = (self.ranks[self.own], Call::from_words(words).unwrap_or(Call::Barrier));
-                    bark(CommError::Hung { ranks, waiting, call, waited: since.elapsed() });
+                    bark(CommError::Hung { ranks, waiting, call, waited });
                 }
             }
         }

@@ -4,7 +4,7 @@
 //! they are done. If the run fails it gets up at once, but first sees the last reader off.
 
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::thread;
 
 use crate::operation::{Call, Memory, Operation};
@@ -12,9 +12,6 @@ use crate::operation::{Call, Memory, Operation};
 const EMPTY: u8 = 0;
 const POSTED: u8 = 1;
 const REVOKED: u8 = 2;
-
-const HALFWAY: u8 = 1;
-const DONE: u8 = 2;
 
 /// What a rank calls, with which memory.
 pub(crate) struct Post {
@@ -37,8 +34,7 @@ impl Post {
 #[repr(align(128))] // Two cache lines: neighbours are fetched in pairs.
 struct Seat {
     state: AtomicU8,
-    /// How far its rank is: 1 halfway, 2 done.
-    progress: AtomicU8,
+    is_done: AtomicBool,
     num_readers: AtomicUsize,
     post: UnsafeCell<Option<Post>>,
 }
@@ -47,7 +43,6 @@ struct Seat {
 pub(crate) struct Meeting {
     seats: Box<[Seat]>,
     num_posted: AtomicUsize,
-    num_halfway: AtomicUsize,
     num_done: AtomicUsize,
 }
 
@@ -62,7 +57,6 @@ impl Meeting {
         Self {
             seats: (0..num_seats).map(|_| Seat::default()).collect(),
             num_posted: AtomicUsize::new(0),
-            num_halfway: AtomicUsize::new(0),
             num_done: AtomicUsize::new(0),
         }
     }
@@ -91,20 +85,10 @@ impl Meeting {
         self.num_posted.load(Ordering::Acquire) == self.seats.len()
     }
 
-    /// Says that a rank has reduced its share of an all-reduce; how many have.
-    pub(crate) fn set_halfway(&self, seat: usize) -> usize {
-        self.seats[seat].progress.store(HALFWAY, Ordering::SeqCst);
-        self.num_halfway.fetch_add(1, Ordering::SeqCst) + 1
-    }
-
-    /// Says that a rank reads from no other any more; how many do not.
+    /// Says that a rank uses nobody's memory any more; how many do not.
     pub(crate) fn set_done(&self, seat: usize) -> usize {
-        self.seats[seat].progress.store(DONE, Ordering::SeqCst);
+        self.seats[seat].is_done.store(true, Ordering::SeqCst);
         self.num_done.fetch_add(1, Ordering::SeqCst) + 1
-    }
-
-    pub(crate) fn num_halfway(&self) -> usize {
-        self.num_halfway.load(Ordering::SeqCst)
     }
 
     pub(crate) fn num_done(&self) -> usize {
@@ -112,22 +96,15 @@ impl Meeting {
     }
 
     fn unfinished_seats(&self) -> Vec<usize> {
-        (0..self.seats.len()).filter(|&seat| self.seats[seat].progress.load(Ordering::SeqCst) != DONE).collect()
+        (0..self.seats.len()).filter(|&seat| !self.seats[seat].is_done.load(Ordering::SeqCst)).collect()
     }
 
-    /// Of the seats of those who are not done those that nobody has taken, or if there are none those of ranks that are
-    /// not even halfway where others are: the ranks that the others wait for.
+    /// Of the seats of those who are not done those that nobody has taken, if there are any: the ranks that the others wait for.
     pub(crate) fn awaited_seats(&self) -> Vec<usize> {
         let unfinished = self.unfinished_seats();
-        let with = |want: &dyn Fn(&Seat) -> bool| -> Vec<usize> {
-            unfinished.iter().copied().filter(|&seat| want(&self.seats[seat])).collect()
-        };
-        let empty = with(&|seat| seat.state.load(Ordering::SeqCst) == EMPTY);
-        if !empty.is_empty() {
-            return empty;
-        }
-        let early = with(&|seat| seat.progress.load(Ordering::SeqCst) != HALFWAY);
-        if early.is_empty() { unfinished } else { early }
+        let is_empty = |seat: &usize| self.seats[*seat].state.load(Ordering::SeqCst) == EMPTY;
+        let empty: Vec<usize> = unfinished.iter().copied().filter(is_empty).collect();
+        if empty.is_empty() { unfinished } else { empty }
     }
 
     /// What was put down on a seat, also after its rank got up; `None` if nothing yet. The memory it names may be gone.

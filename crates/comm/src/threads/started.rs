@@ -39,8 +39,6 @@ pub(crate) enum Seats {
 pub(crate) enum Phase {
     /// It reads what others sent.
     Reading,
-    /// Its share of an all-reduce is reduced; it reads the others' shares.
-    Sharing,
     /// Everything is reduced, here, and is written when nobody reads the memory any more.
     Writing(Vec<u64>),
     /// It waits until so many ranks are done, so that nobody reads its memory any more.
@@ -54,7 +52,6 @@ pub(super) enum Until {
     Posted(usize),
     AnyPosted,
     AllPosted,
-    AllHalfway,
     Done(usize),
 }
 
@@ -98,7 +95,6 @@ impl Started {
             self.until = None;
             let until = match &self.phase {
                 Phase::Reading => self.read()?,
-                Phase::Sharing => self.share(),
                 Phase::Writing(_) => self.write(),
                 Phase::Leaving(num_done) => self.leave(*num_done),
                 Phase::Finished => return Ok(None),
@@ -218,7 +214,7 @@ impl Started {
         let memory = self.memory();
         // SAFETY: the sources stay valid while `readings` live and are only read by all; `recv` is this rank's alone.
         // Sizes were agreed on; typed calls gave aligned memory.
-        unsafe { number.reduce(reduce, &sources, memory.recv, memory.recv_bytes) };
+        unsafe { number.reduce(reduce, &sources, &[memory.recv], memory.recv_bytes) };
         drop(readings);
         self.done(Phase::Leaving(self.num_seats()));
     }
@@ -229,47 +225,30 @@ impl Started {
         // In words of eight bytes, so that it is aligned for every number.
         let mut sums = vec![0_u64; bytes.div_ceil(8)];
         // SAFETY: as above; nobody writes to the memory before all have read it (`write`).
-        unsafe { number.reduce(reduce, &sources, sums.as_mut_ptr().cast(), bytes) };
+        unsafe { number.reduce(reduce, &sources, &[sums.as_mut_ptr().cast()], bytes) };
         drop(readings);
         self.done(Phase::Writing(sums));
     }
 
+    /// Reduces this rank's share into everybody's memory: what was read to be added up is near when it is written, and each byte
+    /// goes to and fro once, as in a copy.
     fn reduce_share(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
-        let (start, bytes) = self.share_of(self.seat);
-        let sources: Vec<*const u8> = readings.iter().map(|r| r.in_place().wrapping_add(start)).collect();
-        // SAFETY: as above; this share of everybody's memory is read by this rank alone until it is halfway, and its own
-        // is written by nobody else.
-        unsafe { number.reduce(reduce, &sources, self.memory().recv.add(start), bytes) };
+        let (start, bytes) = self.share();
+        let targets: Vec<*mut u8> = readings.iter().map(|r| r.in_place().cast_mut().wrapping_add(start)).collect();
+        let sources: Vec<*const u8> = targets.iter().map(|target| target.cast_const()).collect();
+        // SAFETY: as above; this share of everybody's memory, which each has given to be written, is this rank's alone: the
+        // shares do not overlap, and nobody leaves before all are done.
+        unsafe { number.reduce(reduce, &sources, &targets, bytes) };
         drop(readings);
-        self.phase = Phase::Sharing;
-        if self.meeting.set_halfway(self.seat) == self.num_seats() {
-            self.ring();
-        }
+        self.done(Phase::Leaving(self.num_seats()));
     }
 
-    /// The share of an all-reduce that a rank reduces: its start and its bytes, in whole cache lines.
-    fn share_of(&self, seat: usize) -> (usize, usize) {
+    /// The share of an all-reduce that this rank reduces: its start and its bytes, in whole cache lines.
+    fn share(&self) -> (usize, usize) {
         let total = self.memory().recv_bytes;
         let share = total.div_ceil(self.num_seats()).next_multiple_of(64);
-        let start = (share * seat).min(total);
+        let start = (share * self.seat).min(total);
         (start, share.min(total - start))
-    }
-
-    fn share(&mut self) -> Option<Until> {
-        let all = self.num_seats();
-        if self.meeting.num_halfway() < all {
-            return Some(Until::AllHalfway);
-        }
-        let meeting = Arc::clone(&self.meeting);
-        for step in 1..all {
-            let from = (self.seat + step) % all;
-            let (start, bytes) = self.share_of(from);
-            let Some(reading) = meeting.read(from) else { return Some(Until::AllHalfway) };
-            // All are halfway: the share's owner writes it no more, and nobody reads this rank's version of it any more.
-            self.copy_in(reading.in_place().wrapping_add(start), start, bytes);
-        }
-        self.done(Phase::Leaving(all));
-        None
     }
 
     fn write(&mut self) -> Option<Until> {
@@ -311,7 +290,6 @@ impl Started {
             Until::Posted(seat) => meeting.is_posted(seat),
             Until::AnyPosted => (0..self.num_seats()).any(|seat| !self.copied[seat] && meeting.is_posted(seat)),
             Until::AllPosted => meeting.are_all_posted(),
-            Until::AllHalfway => meeting.num_halfway() == self.num_seats(),
             Until::Done(num_done) => meeting.num_done() >= num_done,
         }
     }

@@ -7,6 +7,7 @@ use std::{hint, thread};
 
 use crate::CommError;
 use crate::operation::Call;
+use crate::patience::Patience;
 use crate::under_way::{UnderWay, locked};
 
 /// How long a rank looks for the others before it sleeps, where every rank has a core of its own.
@@ -115,11 +116,12 @@ impl World {
         if self.spin(start, is_ready) {
             return Ok(());
         }
+        let mut patience = Patience::new();
         while !is_ready() {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            self.check_missing(waiter, start, missing)?;
+            self.check_missing(waiter, patience.look(), missing)?;
             under_way.advance();
             self.sleep(waiter.rank, &|| is_ready() || under_way.can_advance());
         }
@@ -164,7 +166,12 @@ impl World {
     }
 
     /// Ends the run if those that are waited for have left, or have not come for too long.
-    fn check_missing(&self, waiter: Waiter, start: Instant, missing: &dyn Fn() -> Vec<usize>) -> Result<(), CommError> {
+    fn check_missing(
+        &self,
+        waiter: Waiter,
+        waited: Duration,
+        missing: &dyn Fn() -> Vec<usize>,
+    ) -> Result<(), CommError> {
         let ranks = missing();
         if let Some(&rank) = ranks.iter().find(|&&rank| self.bells[rank].has_left.load(Ordering::SeqCst)) {
             // It may have left between its last word and this look: only who is still missing has not said it.
@@ -172,7 +179,6 @@ impl World {
                 return Err(self.fail(CommError::Left { rank, call: waiter.call }));
             }
         }
-        let waited = start.elapsed();
         if nanoseconds(waited) < self.timeout_ns.load(Ordering::Relaxed) || ranks.is_empty() {
             return Ok(());
         }

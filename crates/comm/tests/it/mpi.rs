@@ -33,6 +33,8 @@ pub(crate) struct Launcher {
     pub(crate) library: Option<PathBuf>,
     pub(crate) is_open_mpi: bool,
     pub(crate) flags: Vec<String>,
+    /// Whether its folder is the first of the path.
+    pub(crate) is_on_path: bool,
 }
 
 pub(crate) fn launchers() -> Vec<Launcher> {
@@ -59,8 +61,14 @@ fn with_libraries(program: PathBuf) -> Vec<Launcher> {
     let libraries = [None, Some(standard).filter(|path| path.exists())];
     let own = libraries.into_iter().enumerate().filter(|(index, library)| *index == 0 || library.is_some());
     let flags: Vec<String> = flags.iter().map(|&flag| flag.to_owned()).collect();
-    let launcher =
-        |library| Launcher { before: Vec::new(), program: program.clone(), library, is_open_mpi, flags: flags.clone() };
+    let launcher = |library| Launcher {
+        before: Vec::new(),
+        program: program.clone(),
+        library,
+        is_open_mpi,
+        flags: flags.clone(),
+        is_on_path: true,
+    };
     own.map(|(_, library)| launcher(library)).collect()
 }
 
@@ -73,9 +81,9 @@ impl Launcher {
         command.arg("-n").arg(num_ranks.to_string()).arg(env::current_exe().expect("this program has a path"));
         command.args(["mpi::plays_a_rank", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
         let folder = self.program.parent().expect("a program has a folder");
-        let path = env::join_paths(
-            std::iter::once(folder.to_path_buf()).chain(env::split_paths(&env::var_os("PATH").unwrap_or_default())),
-        );
+        let folder = self.is_on_path.then(|| folder.to_path_buf());
+        let others = env::var_os("PATH").unwrap_or_default();
+        let path = env::join_paths(folder.into_iter().chain(env::split_paths(&others)));
         command
             .env("PATH", path.expect("folders without colons"))
             .env(CASE, case)
@@ -124,6 +132,22 @@ fn collectives_give_among_processes_what_they_give_among_threads() {
         launcher.expect_success(5, "paths over nodes of two ranks");
         launcher.expect_success(5, "paths over nodes of two ranks without checks");
         launcher.expect_success(3, "collectives beyond the limit of an int");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn the_library_is_the_launchers_wherever_that_lies() {
+    let launchers = launchers();
+    for launcher in launchers.iter().filter(|launcher| launcher.library.is_none()) {
+        Launcher { is_on_path: false, ..launcher.clone() }.expect_success(2, "collectives");
+    }
+    // Open MPI's library knows one process under another launcher; MPICH's ends with a word of its own.
+    let library = |launcher: &Launcher| launcher.program.with_file_name("../lib/libmpi.so.40");
+    let library = launchers.iter().filter(|launcher| launcher.is_open_mpi).map(library).find(|path| path.exists());
+    if let (Some(launcher), Some(_)) = (launchers.iter().find(|launcher| !launcher.is_open_mpi), &library) {
+        let mixed = Launcher { library, ..launcher.clone() };
+        mixed.expect_failure(2, "collectives", "it is of another MPI");
     }
 }
 
