@@ -1,8 +1,9 @@
 //! The losses on the routers of all layers, from what the layers say about themselves.
 
 use moeworks_moe::{
-    EntropyRule, LayerStats, LossGrad, RouterConfig, RouterKind, balance_loss_gshard, balance_loss_of_groups,
-    balance_loss_per_layer, balance_loss_pooled, cv_squared, entropy_loss, l1_loads, z_loss,
+    BalanceLoss, EntropyRule, LayerStats, LossGrad, RouterConfig, RouterKind, balance_loss_gshard,
+    balance_loss_of_groups, balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss,
+    l1_loads, z_loss,
 };
 
 use crate::pass::{BalanceKind, PassOptions, RouterLosses};
@@ -27,8 +28,12 @@ pub(crate) fn router_losses(
         BalanceKind::Layer => balance_loss_per_layer(&all, coef),
         BalanceKind::Pooled => balance_loss_pooled(&all, coef),
         BalanceKind::Gshard => balance_loss_gshard(&all),
-        BalanceKind::Groups => balance_loss_of_groups(&all, router.num_groups, coef),
     };
+    let groups = group_losses(&all, router, options);
+    let mut others = other_losses(&all, (router, top_k), options);
+    [others.device, others.communication] = groups.each_ref().map(|loss| Some(loss.as_ref()?.value));
+    let value = balance.value;
+    let balance = groups.into_iter().flatten().fold(balance, plus);
     let grads = balance.gradients.into_iter().zip(layers).map(|(balance, layer)| {
         let mut grad = LossGrad { balance, z: options.z_coef, sequence: options.sequence_coef, ..LossGrad::default() };
         if options.balance == BalanceKind::Gshard {
@@ -42,13 +47,29 @@ pub(crate) fn router_losses(
         grad
     });
     let grads = grads.collect();
-    (
-        LossValues { balance: balance.value, z: z_loss(&all), others: other_losses(&all, (router, top_k), options) },
-        grads,
-    )
+    (LossValues { balance: value, z: z_loss(&all), others }, grads)
 }
 
-/// The losses besides balance and z-loss, added up over the layers.
+/// The device-level loss and that of communication, where experts are in groups.
+fn group_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOptions) -> [Option<BalanceLoss>; 2] {
+    if router.num_groups < 2 || layers.is_empty() {
+        return [None, None];
+    }
+    let device = balance_loss_of_groups(layers, router.num_groups, options.device_coef);
+    let groups = (router.num_groups, router.top_groups);
+    [Some(device), Some(communication_loss(layers, groups, options.communication_coef))]
+}
+
+/// The gradients of both.
+fn plus(mut sum: BalanceLoss, other: BalanceLoss) -> BalanceLoss {
+    for (sum, other) in sum.gradients.iter_mut().zip(other.gradients) {
+        sum.resize(other.len(), 0.0);
+        sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
+    }
+    sum
+}
+
+/// The losses besides those of balance and the z-loss, added up over the layers.
 fn other_losses(
     layers: &[&LayerStats],
     (router, top_k): (&RouterConfig, usize),
@@ -66,7 +87,8 @@ fn other_losses(
         layer.importance.iter().zip(loads).map(|(sum, load)| sum * f64::from(load)).sum::<f64>() / scale
     };
     RouterLosses {
-        device: (router.num_groups > 1).then(|| balance_loss_of_groups(layers, router.num_groups, 0.0).value),
+        device: None,
+        communication: None,
         sequence: if options.sequence_coef == 0.0 { None } else { sum(&|layer| layer.sequence_loss) },
         importance: sum(&|layer| cv_squared(&layer.importance, 0.0).0),
         load: if has_noise { sum(&|layer| cv_squared(&layer.smooth_load, 0.0).0) } else { None },

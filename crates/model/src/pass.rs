@@ -28,9 +28,6 @@ pub enum BalanceKind {
     Pooled,
     /// Each layer by itself by the tokens' first choices, added up (GShard): `1/E^2` a layer when balanced.
     Gshard,
-    /// Each layer by itself over the router's groups of experts, added up (DeepSeek-V2's device-level loss): 1 a layer when
-    /// balanced.
-    Groups,
 }
 
 /// The stream of the noise on router inputs. Each layer draws from a stream of its own.
@@ -61,6 +58,11 @@ pub struct PassOptions {
     pub balance: BalanceKind,
     /// Multiplies the gradient of the router z-loss; as `balance_coef`.
     pub z_coef: f32,
+    /// Multiplies the gradient of the device-level balance loss (DeepSeek-V2) over the router's groups of experts, the sum of the
+    /// layers'; as `balance_coef`. Without groups there is none.
+    pub device_coef: f32,
+    /// The same of the communication balance loss (DeepSeek-V2).
+    pub communication_coef: f32,
     /// Multiplies the gradient of the sequence-wise balance loss (DeepSeek-V3), the sum of the layers'; as `balance_coef`.
     /// 0: that loss is not computed.
     pub sequence_coef: f32,
@@ -99,6 +101,8 @@ impl Default for PassOptions {
             balance_coef: 0.0,
             balance: BalanceKind::Pooled,
             z_coef: 0.0,
+            device_coef: 0.0,
+            communication_coef: 0.0,
             sequence_coef: 0.0,
             importance_coef: 0.0,
             load_coef: 0.0,
@@ -119,6 +123,9 @@ impl Default for PassOptions {
 pub struct RouterLosses {
     /// The device-level balance loss (DeepSeek-V2), with groups of experts: 1 a layer when balanced.
     pub device: Option<f64>,
+    /// The communication balance loss (DeepSeek-V2), with groups of experts: 1 a layer when balanced and each token goes to as
+    /// many groups as it may.
+    pub communication: Option<f64>,
     /// The sequence-wise balance loss (DeepSeek-V3), where it has a coefficient: 1 a layer when balanced.
     pub sequence: Option<f64>,
     /// The squared coefficient of variation of the experts' importance (Shazeer).
@@ -137,9 +144,10 @@ pub struct RouterLosses {
 impl RouterLosses {
     /// The losses with their names.
     #[must_use]
-    pub fn named(&self) -> [(&'static str, Option<f64>); 7] {
+    pub fn named(&self) -> [(&'static str, Option<f64>); 8] {
         [
             ("device", self.device),
+            ("communication", self.communication),
             ("sequence", self.sequence),
             ("importance", self.importance),
             ("load", self.load),
@@ -154,6 +162,7 @@ impl RouterLosses {
     pub fn from_names(mut value: impl FnMut(&str) -> Option<f64>) -> Self {
         Self {
             device: value("device"),
+            communication: value("communication"),
             sequence: value("sequence"),
             importance: value("importance"),
             load: value("load"),

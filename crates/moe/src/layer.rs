@@ -48,6 +48,8 @@ struct Saved {
     router: FlatSaved,
     routing: Routing,
     free: FreeShare,
+    /// Groups of experts.
+    num_groups: usize,
     num_rerouted: usize,
     dispatch: Dispatch,
     experts: ExpertsPart,
@@ -138,8 +140,8 @@ impl MoeLayer {
             saved
         });
         let (x, router) = (x.clone(), router_saved);
-        let free = FreeShare::of(&self.config);
-        let saved = Saved { x, exact_x, router, routing, free, num_rerouted, dispatch, experts, shared };
+        let (free, num_groups) = (FreeShare::of(&self.config), self.config.router.num_groups);
+        let saved = Saved { x, exact_x, router, routing, free, num_groups, num_rerouted, dispatch, experts, shared };
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
@@ -330,6 +332,7 @@ impl MoeSaved {
             num_rerouted: *num_rerouted,
             tokens_per_expert: dispatch.tokens_per_expert().to_vec(),
             kept_per_expert: dispatch.kept_per_expert(),
+            tokens_per_group: self.tokens_per_group(),
             mean_prob: scores.sums.probs.iter().map(|sum| (sum * per_token) as f32).collect(),
             mean_entropy: scores.sums.entropy * per_token,
             z: scores.sums.lse_squared * per_token,
@@ -341,6 +344,25 @@ impl MoeSaved {
             modalities: router.modality_stats(),
             free: self.inner.free,
         }
+    }
+
+    /// `[G]`: the tokens of each group of experts; empty where there is one group.
+    fn tokens_per_group(&self) -> Vec<u32> {
+        let Saved { routing, free, num_groups, .. } = &*self.inner;
+        if *num_groups < 2 {
+            return Vec::new();
+        }
+        let computing = routing.num_experts() - free.num_free - free.num_null;
+        let size = computing / num_groups;
+        let mut counts = vec![0; *num_groups];
+        let mut last = vec![usize::MAX; *num_groups];
+        for (t, ids) in routing.expert_ids().chunks(routing.top_k()).enumerate() {
+            for group in ids.iter().filter(|id| (**id as usize) < computing).map(|id| *id as usize / size) {
+                counts[group] += u32::from(last[group] != t);
+                last[group] = t;
+            }
+        }
+        counts
     }
 }
 

@@ -4,6 +4,8 @@
 //! gradient. Values are without their coefficient, so that runs with different coefficients can be compared; gradients
 //! are multiplied by the `scale` given, which is the coefficient times whatever else the whole loss is scaled by.
 
+use std::ops::Range;
+
 use crate::{LayerStats, ModalityStats};
 
 /// What the losses say of one layer's router, for [`MoeLayer::backward`](crate::MoeLayer::backward).
@@ -111,15 +113,43 @@ pub fn balance_loss_gshard(layers: &[&LayerStats]) -> BalanceLoss {
 /// probabilities. Experts are in `num_groups` groups of consecutive ones. A balanced layer adds 1.
 #[must_use]
 pub fn balance_loss_of_groups(layers: &[&LayerStats], num_groups: usize, scale: f32) -> BalanceLoss {
+    loss_of_groups(layers, num_groups, scale, |layer, _, group| {
+        let sum = |loads: &[u32]| loads.iter().map(|&n| f64::from(n)).sum::<f64>();
+        let computing = &layer.tokens_per_expert[..layer.num_computing()];
+        let even = sum(computing).max(1.0) / computing.len() as f64;
+        sum(&computing[group.clone()]) / (even * group.len() as f64)
+    })
+}
+
+/// The communication balance loss of DeepSeek-V2 (2405.04434, equations 29 to 31) for each layer, added up: `sum over groups of
+/// f_g P_g`, with `f_g` the tokens that at least one expert of the group has, [`LayerStats::tokens_per_group`], times
+/// `num_groups / (top_groups T)`, and `P_g` as in [`balance_loss_of_groups`]. A balanced layer whose tokens each go to
+/// `top_groups` groups adds 1.
+#[must_use]
+pub fn communication_loss(layers: &[&LayerStats], (num_groups, top_groups): (usize, usize), scale: f32) -> BalanceLoss {
+    loss_of_groups(layers, num_groups, scale, |layer, index, _| {
+        let sent = f64::from(layer.tokens_per_group.get(index).copied().unwrap_or(0));
+        sent * num_groups as f64 / (top_groups.max(1) * layer.num_tokens.max(1)) as f64
+    })
+}
+
+/// For each layer `sum over groups of load P_g`, with `load` of a layer, a group's index and its experts. Experts without
+/// computation are in no group.
+fn loss_of_groups(
+    layers: &[&LayerStats],
+    num_groups: usize,
+    scale: f32,
+    load: impl Fn(&LayerStats, usize, Range<usize>) -> f64,
+) -> BalanceLoss {
     let mut loss = BalanceLoss { value: 0.0, gradients: Vec::with_capacity(layers.len()) };
     for layer in layers {
-        let per_choice = layer.num_experts() as f64 / layer.num_choices.max(1) as f64;
-        let size = layer.num_experts().div_ceil(num_groups.max(1)).max(1);
-        let of_group = |loads: &[u32]| {
-            let mean = loads.iter().map(|&n| f64::from(n)).sum::<f64>() * per_choice / loads.len() as f64;
-            vec![mean; loads.len()]
-        };
-        let weights: Vec<f64> = layer.tokens_per_expert.chunks(size).flat_map(of_group).collect();
+        let computing = layer.num_computing();
+        let size = computing.div_ceil(num_groups.max(1)).max(1);
+        let mut weights = vec![0.0; layer.num_experts()];
+        for (index, start) in (0..computing).step_by(size).enumerate() {
+            let group = start..(start + size).min(computing);
+            weights[group.clone()].fill(load(layer, index, group));
+        }
         loss.add(layer, &weights, scale);
     }
     loss

@@ -17,6 +17,9 @@ pub struct LayerStats {
     pub tokens_per_expert: Vec<u32>,
     /// `[E]`: rows of each expert, after dropping.
     pub kept_per_expert: Vec<u32>,
+    /// `[G]`: tokens that at least one expert of each of the router's groups has, before any choice is dropped; empty where there
+    /// is one group.
+    pub tokens_per_group: Vec<u32>,
     /// `[E]`: mean over the tokens of their distribution over the experts.
     pub mean_prob: Vec<f32>,
     /// Mean over the tokens of the entropy of that distribution, in nats.
@@ -95,6 +98,7 @@ impl LayerStats {
             num_rerouted: 0,
             tokens_per_expert: vec![0; num_experts],
             kept_per_expert: vec![0; num_experts],
+            tokens_per_group: Vec::new(),
             mean_prob: vec![0.0; num_experts],
             mean_entropy: 0.0,
             z: 0.0,
@@ -121,8 +125,14 @@ impl LayerStats {
         self.num_choices += other.num_choices;
         self.num_dropped += other.num_dropped;
         self.num_rerouted += other.num_rerouted;
-        self.tokens_per_expert.iter_mut().zip(&other.tokens_per_expert).for_each(|(a, b)| *a = a.saturating_add(*b));
-        self.kept_per_expert.iter_mut().zip(&other.kept_per_expert).for_each(|(a, b)| *a = a.saturating_add(*b));
+        self.tokens_per_group.resize(self.tokens_per_group.len().max(other.tokens_per_group.len()), 0);
+        for (counts, others) in [
+            (&mut self.tokens_per_expert, &other.tokens_per_expert),
+            (&mut self.kept_per_expert, &other.kept_per_expert),
+            (&mut self.tokens_per_group, &other.tokens_per_group),
+        ] {
+            counts.iter_mut().zip(others).for_each(|(a, b)| *a = a.saturating_add(*b));
+        }
         for (a, &b) in self.mean_prob.iter_mut().zip(&other.mean_prob) {
             *a = mean(f64::from(*a), f64::from(b)) as f32;
         }
@@ -162,6 +172,12 @@ impl LayerStats {
     #[must_use]
     pub fn num_experts(&self) -> usize {
         self.tokens_per_expert.len()
+    }
+
+    /// Of these, those that compute; they come first.
+    #[must_use]
+    pub fn num_computing(&self) -> usize {
+        self.num_experts().saturating_sub(self.free.num_free + self.free.num_null)
     }
 
     /// Share of the choices that were dropped, 0 to 1.

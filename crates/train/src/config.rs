@@ -156,8 +156,6 @@ pub enum BalanceChoice {
     Pooled,
     /// Each layer by itself, by the tokens' first choices (GShard).
     Gshard,
-    /// Each layer by itself over the router's groups of experts (DeepSeek-V2's device-level loss).
-    Groups,
 }
 
 /// How the model is trained.
@@ -200,6 +198,10 @@ pub struct TrainConfig {
     pub balance: BalanceChoice,
     /// Weight of the balance loss.
     pub balance_coef: Ramp,
+    /// Weight of the balance loss over the router's groups of experts (DeepSeek-V2's device-level loss).
+    pub device_coef: Ramp,
+    /// Weight of the balance loss over the tokens that each group gets (DeepSeek-V2's communication balance loss).
+    pub communication_coef: Ramp,
     /// Weight of the sequence-wise balance loss of DeepSeek-V3.
     pub sequence_coef: Ramp,
     /// Weight of the squared coefficient of variation of the experts' importance (Shazeer).
@@ -274,11 +276,13 @@ impl Default for TrainConfig {
             checkpoint_layers: false,
             balance: BalanceChoice::Layer,
             balance_coef: Ramp::constant(0.01),
-            sequence_coef: Ramp::constant(0.0),
-            importance_coef: Ramp::constant(0.0),
-            load_coef: Ramp::constant(0.0),
-            local_entropy_coef: Ramp::constant(0.0),
-            global_entropy_coef: Ramp::constant(0.0),
+            device_coef: Ramp::ZERO,
+            communication_coef: Ramp::ZERO,
+            sequence_coef: Ramp::ZERO,
+            importance_coef: Ramp::ZERO,
+            load_coef: Ramp::ZERO,
+            local_entropy_coef: Ramp::ZERO,
+            global_entropy_coef: Ramp::ZERO,
             min_entropy: 0.0,
             z_coef: Ramp::constant(0.001),
             eval_every: 50,

@@ -372,12 +372,13 @@ impl Trainer {
             BalanceChoice::Layer => BalanceKind::Layer,
             BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
             BalanceChoice::Gshard => BalanceKind::Gshard,
-            BalanceChoice::Groups => BalanceKind::Groups,
         };
         let most = (self.config.model.moe().num_choosable().max(1) as f64).ln();
         PassOptions {
             balance,
             balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(&train.balance_coef) },
+            device_coef: share(&train.device_coef),
+            communication_coef: share(&train.communication_coef),
             sequence_coef: share(&train.sequence_coef),
             importance_coef: share(&train.importance_coef),
             load_coef: share(&train.load_coef),

@@ -23,7 +23,8 @@ const SCHEMES: [&[&str]; 18] = [
     &[
         "model.router.num_groups=2",
         "model.router.top_groups=1",
-        "train.balance=groups",
+        "train.device_coef=0.05",
+        "train.communication_coef='linear 0.02 to 0 over 0.5'",
         "model.router.routed_scale=2.5",
     ],
     &[
@@ -133,7 +134,9 @@ fn a_wrong_setting_of_the_router_is_one_line() {
         ("model.router.tree='3,x'", "model.router.tree = \"3,x\": must be whole numbers"),
         ("train.z_coef=linear", "train.z_coef = \"linear\": must be a number or a ramp"),
         ("train.z_coef=-1", "train.z_coef = -1: must be a number of at least 0"),
-        ("train.balance=groups", "train.balance = \"groups\": needs model.router.num_groups"),
+        ("train.device_coef=0.1", "train.device_coef = 0.1: needs model.router.num_groups"),
+        ("train.load_coef=0.1", "train.load_coef = 0.1: must be 0 without noise on the logits"),
+        ("train.communication_coef=step 0 to 1 over 0.5", "needs model.router.num_groups"),
     ] {
         let output = work.train("run", 1, &["--set", setting]);
         let shown = stderr(&output);

@@ -2,8 +2,8 @@
 
 use moeworks_model::generation::KvCache;
 use moeworks_model::{
-    ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, QkNorm,
-    RouterNoise, Rules, TokenBatch,
+    ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, PassOptions,
+    PassStats, QkNorm, RouterNoise, Rules, TokenBatch,
 };
 use moeworks_moe::{EntropyRule, LayerStats, Ramp, RouterConfig, RouterKind};
 use moeworks_ops::Context;
@@ -345,6 +345,30 @@ fn absurd_configurations_are_refused() {
     }
 }
 
+/// Balance over experts, over groups and of what groups get, each with a weight of its own: DeepSeek-V2's three.
+#[test]
+fn losses_over_experts_and_over_groups_add_up() {
+    let ctx = Context::cpu(2);
+    let mut config = ModelConfig { num_experts: 6, ..small_config() };
+    (config.router.num_groups, config.router.top_groups) = (3, 2);
+    let (decoder, weights) = model(&ctx, config);
+    let router = |balance, [balance_coef, device_coef, communication_coef]: [f32; 3]| {
+        let options = PassOptions { balance, balance_coef, device_coef, communication_coef, ..options() };
+        let (_, grads) = step(&ctx, &decoder, &weights, &options);
+        let FeedForwardWeights::Moe(moe) = &grads.layers[1].feed_forward else { panic!("layer 1 has experts") };
+        moe.router.f32s().to_vec()
+    };
+    for balance in [BalanceKind::Layer, BalanceKind::Gshard] {
+        let none = router(balance, [0.0; 3]);
+        let parts = [[3.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 2.0]].map(|coefs| router(balance, coefs));
+        for (i, whole) in router(balance, [3.0, 5.0, 2.0]).into_iter().enumerate() {
+            let expected = parts.iter().fold(none[i], |sum, part| sum + part[i] - none[i]);
+            assert!((whole - expected).abs() < 1e-5, "{balance:?}, {i}: {whole}, expected {expected}");
+        }
+        assert!(parts.iter().all(|part| *part != none), "{balance:?}: each counts");
+    }
+}
+
 /// Every loss on routers is reported, from its definition over the layers' statistics, or left out where it has no meaning.
 #[test]
 fn the_losses_on_routers_are_those_of_their_definitions() {
@@ -374,6 +398,11 @@ fn the_losses_on_routers_are_those_of_their_definitions() {
         let pairs = layer.tokens_per_expert.chunks(2).zip(layer.mean_prob.chunks(2));
         // Three groups of two experts: their share of the choices times three, times their probability.
         pairs.map(|(n, p)| f64::from(n[0] + n[1]) / choices * 3.0 * f64::from(p[0] + p[1])).sum()
+    });
+    close(losses.communication, &|layer| {
+        let pairs = layer.tokens_per_group.iter().zip(layer.mean_prob.chunks(2));
+        // Three groups, of which a token may be in one.
+        pairs.map(|(&n, p)| 3.0 * f64::from(n) / layer.num_tokens as f64 * f64::from(p[0] + p[1])).sum()
     });
     close(losses.sequence, &|layer| layer.sequence_loss);
     close(losses.importance, &|layer| cv_squared(&layer.importance));

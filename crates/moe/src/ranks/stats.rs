@@ -41,9 +41,11 @@ fn to_numbers(layer: &LayerStats) -> Vec<f64> {
         layer.gshard_loss,
         layer.smooth_load.len() as f64,
         layer.modalities.len() as f64,
+        layer.tokens_per_group.len() as f64,
     ];
     numbers.extend(counts(&layer.tokens_per_expert));
     numbers.extend(counts(&layer.kept_per_expert));
+    numbers.extend(counts(&layer.tokens_per_group));
     numbers.extend(floats(&layer.mean_prob));
     numbers.extend(&layer.importance);
     numbers.extend(&layer.smooth_load);
@@ -68,7 +70,8 @@ fn from_numbers(e: usize, free: FreeShare, numbers: &mut impl Iterator<Item = f6
     stats.sequence_loss = number();
     stats.gshard_loss = number();
     let (num_smooth, num_modalities) = (number() as usize, number() as usize);
-    for counts in [&mut stats.tokens_per_expert, &mut stats.kept_per_expert] {
+    stats.tokens_per_group = vec![0; number() as usize];
+    for counts in [&mut stats.tokens_per_expert, &mut stats.kept_per_expert, &mut stats.tokens_per_group] {
         counts.iter_mut().for_each(|n| *n = number() as u32);
     }
     stats.mean_prob.iter_mut().for_each(|p| *p = number() as f32);

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use moeworks_moe::{
-    ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreFunction,
-    e_max_violation, next_state,
+    BalanceLoss, ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput,
+    ScoreFunction, balance_loss_of_groups, communication_loss, e_max_violation, next_state,
 };
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -73,6 +73,45 @@ fn groups_limit_the_nodes_that_a_token_goes_to() {
     }
     let (mean, most) = mean_groups(8, 4);
     assert!(most <= 4 && mean > 3.0, "{mean}, at most {most}");
+}
+
+/// Equations 26 to 31 of DeepSeek-V2 (2405.04434), from the routing itself. Experts without computation are in no group.
+#[test]
+fn the_losses_over_groups_are_those_of_their_equations() {
+    let ctx = Context::cpu(1);
+    let (t, d, e, g) = (40, 8, 6, 3);
+    let random = Random::new(6, Purpose::Test, 0);
+    let x: Vec<f32> = (0..(t * d) as u64).map(|i| random.normal(i)).collect();
+    let x = Tensor::from_slice(ctx.pool(), &[t, d], &x);
+    for (top_groups, zero_experts) in [(1, 0), (2, 0), (3, 0), (3, 2)] {
+        let mut config = config(d, 4, e, 2);
+        config.router = RouterConfig { num_groups: g, top_groups, zero_experts, ..RouterConfig::default() };
+        let weights = MoeWeights::random(&ctx, &config, 3, 1.0);
+        let (_, saved) = MoeLayer::new(config.clone()).unwrap().forward(&ctx, &weights, &x, &RouterInput::default());
+        let (mut chosen, mut sent, mut probs) = ([0.0; 3], [0.0; 3], [0.0; 3]);
+        for (token, of_token) in saved.probs().chunks(config.num_choosable()).enumerate() {
+            let ids: Vec<u32> = saved.routing().choices(token).map(|(id, _)| id).collect();
+            for group in 0..g {
+                let count = ids.iter().filter(|id| **id as usize / 2 == group).count();
+                chosen[group] += count as f64;
+                sent[group] += f64::from(u8::from(count > 0));
+                probs[group] += f64::from(of_token[2 * group] + of_token[2 * group + 1]) / t as f64;
+            }
+        }
+        let stats = saved.stats();
+        let check = |name: &str, loss: &BalanceLoss, loads: [f64; 3]| {
+            let expected: f64 = loads.iter().zip(probs).map(|(load, p)| load * p).sum();
+            assert!((loss.value - expected).abs() < 1e-6, "{name}: {}, expected {expected}", loss.value);
+            for (i, gradient) in loss.gradients[0].iter().enumerate() {
+                let expected = loads.get(i / 2).unwrap_or(&0.0) * 0.5 / t as f64;
+                assert!((f64::from(*gradient) - expected).abs() < 1e-7, "{name}, expert {i}: {gradient}, {expected}");
+            }
+        };
+        let all: f64 = chosen.iter().sum();
+        check("devices", &balance_loss_of_groups(&[&stats], g, 0.5), chosen.map(|n| n * g as f64 / all));
+        let share = g as f64 / (top_groups * t) as f64;
+        check("communication", &communication_loss(&[&stats], (g, top_groups), 0.5), sent.map(|n| n * share));
+    }
 }
 
 #[test]

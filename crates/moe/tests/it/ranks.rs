@@ -189,6 +189,7 @@ fn check(case: &Case) {
     assert_eq!(many.stats.num_tokens, one.stats.num_tokens);
     assert_eq!(many.stats.tokens_per_expert, one.stats.tokens_per_expert);
     assert_eq!(many.stats.kept_per_expert, one.stats.kept_per_expert);
+    assert_eq!(many.stats.tokens_per_group, one.stats.tokens_per_group);
     assert_eq!(many.stats.num_rerouted, one.stats.num_rerouted);
     assert!((many.stats.gshard_loss - one.stats.gshard_loss).abs() <= 1e-6 * one.stats.gshard_loss.max(1e-3));
     assert_close("mean probabilities", &many.stats.mean_prob, &one.stats.mean_prob);

@@ -162,6 +162,7 @@ fn merged_statistics_are_those_of_all_tokens() {
         num_rerouted: 3,
         tokens_per_expert: vec![count, 1],
         kept_per_expert: vec![count - 1, 1],
+        tokens_per_group: vec![count, 0],
         mean_prob: vec![p, 1.0 - p],
         mean_entropy: z / 2.0,
         z,
@@ -180,6 +181,7 @@ fn merged_statistics_are_those_of_all_tokens() {
     assert_eq!(total, part(3, 2, 0.5, 1.0));
     total.merge(&part(9, 8, 1.0, 5.0));
     assert_eq!((total.num_tokens, total.num_dropped, &total.tokens_per_expert[..]), (12, 2, &[10, 2][..]));
+    assert_eq!(total.tokens_per_group, [10, 0]);
     assert_eq!((total.mean_prob[0], total.z, total.mean_entropy), (0.875, 4.0, 2.0));
     assert!((total.drop_rate() - 1.0 / 6.0).abs() < 1e-12);
     assert_eq!((total.reroute_rate(), total.logit_rms()), (0.5, 6.0));

@@ -3,7 +3,7 @@
 use moeworks_model::{QkNorm, TensorSplit};
 use moeworks_moe::{HashTable, RouterKind};
 
-use super::{BalanceChoice, ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
+use super::{ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 
 /// No size of a model or a batch is larger: above it, products of sizes would no longer fit.
 const MAX_SIZE: usize = 1 << 24;
@@ -57,6 +57,7 @@ impl RunConfig {
         self.check_data()?;
         self.train.check_counts()?;
         self.train.check_numbers()?;
+        self.check_router_losses()?;
         self.check_parallel()?;
         if self.train.seq_len > self.model.max_seq_len {
             let expected = format!("must be at most model.max_seq_len, {}", self.model.max_seq_len);
@@ -90,10 +91,25 @@ impl RunConfig {
                 return Err(wrong(setting, value, format!("must be at most {MAX_SIZE}")));
             }
         }
-        if self.train.balance == BalanceChoice::Groups && model.router.num_groups < 2 {
-            return Err(wrong("train.balance", "\"groups\"", "needs model.router.num_groups of at least 2"));
-        }
         model.validate().map_err(|error| wrong(&format!("model.{}", error.setting), error.value, error.expected))
+    }
+
+    /// Losses of what the router does not have.
+    fn check_router_losses(&self) -> Result<(), ConfigError> {
+        let router = &self.model.router;
+        for (setting, ramp) in
+            [("train.device_coef", self.train.device_coef), ("train.communication_coef", self.train.communication_coef)]
+        {
+            if ramp.range().1 > 0.0 && router.num_groups < 2 {
+                return Err(wrong(setting, ramp, "needs model.router.num_groups of at least 2"));
+            }
+        }
+        let has_noise = router.kind == RouterKind::NoisyTopK || router.noise_std.range().1 > 0.0;
+        if self.train.load_coef.range().1 > 0.0 && !has_noise {
+            let expected = "must be 0 without noise on the logits (model.router.noise_std, or the kind noisy_top_k)";
+            return Err(wrong("train.load_coef", self.train.load_coef, expected));
+        }
+        Ok(())
     }
 
     fn check_parallel(&self) -> Result<(), ConfigError> {
@@ -225,6 +241,8 @@ impl TrainConfig {
             ("train.weight_decay", self.weight_decay),
             ("train.clip_norm", self.clip_norm),
             ("train.balance_coef", self.balance_coef.range().0),
+            ("train.device_coef", self.device_coef.range().0),
+            ("train.communication_coef", self.communication_coef.range().0),
             ("train.sequence_coef", self.sequence_coef.range().0),
             ("train.importance_coef", self.importance_coef.range().0),
             ("train.load_coef", self.load_coef.range().0),

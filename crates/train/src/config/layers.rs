@@ -17,13 +17,15 @@ use super::{ConfigError, RunConfig, TokenizerChoice, presets, schemes};
 const SCHEME: &str = "model.router.kind";
 
 /// Settings that are a number or the text of a ramp.
-const RAMPS: [&str; 12] = [
+const RAMPS: [&str; 14] = [
     "model.jitter",
     "model.router.bias_update_rate",
     "model.router.noise_std",
     "model.router.input_dropout",
     "model.router.temperature",
     "train.balance_coef",
+    "train.device_coef",
+    "train.communication_coef",
     "train.sequence_coef",
     "train.importance_coef",
     "train.load_coef",

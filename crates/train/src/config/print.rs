@@ -144,13 +144,17 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.checkpoint_layers", "Whether layers keep only their input for backward and compute the rest again."),
     (
         "train.balance",
-        "Balance loss: none, layer (each by itself), pooled (over all layers), gshard (by first choices) or\n\
-         groups (over the router's groups).",
+        "Balance loss over experts: none, layer (each by itself), pooled (over all layers) or gshard (by first choices).",
     ),
     (
         "train.balance_coef",
         "Weight of the balance loss: a number, or a ramp such as \"linear 0.01 to 0.001 over 0.5\".",
     ),
+    (
+        "train.device_coef",
+        "Weight of the balance loss over the router's groups of experts, as balance_coef; none without groups.",
+    ),
+    ("train.communication_coef", "Weight of the balance loss over the tokens that each group gets, as device_coef."),
     ("train.sequence_coef", "Weight of the sequence-wise balance loss, as balance_coef."),
     ("train.importance_coef", "Weight of the squared variation of the experts' summed weights, as balance_coef."),
     ("train.load_coef", "Weight of the squared variation of the experts' load under noise, as balance_coef."),

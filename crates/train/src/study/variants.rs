@@ -79,8 +79,14 @@ const SCHEMES: &[Scheme] = &[
     ),
     (
         "device-balance",
-        "as device-limited, with the balance loss over groups and none over experts (DeepSeek-V2)",
-        &["model.router.num_groups=4", "model.router.top_groups=1", "train.balance=groups"],
+        "as device-limited, with balance losses over groups, their experts and their tokens (DeepSeek-V2)",
+        &[
+            "model.router.num_groups=4",
+            "model.router.top_groups=1",
+            "train.balance_coef=0.003",
+            "train.device_coef=0.05",
+            "train.communication_coef=0.02",
+        ],
     ),
     (
         "moe++",
