@@ -68,6 +68,11 @@ const MANY_BIDDERS: usize = 512;
 pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<u32> {
     let num_tokens = scores.len() / num_experts;
     let (low, high) = scores.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &s| (l.min(s), h.max(s)));
+    // Prices are some ranges high, which must be numbers.
+    if high.max(-low) > f32::MAX / 1024.0 {
+        let smaller: Vec<f32> = scores.iter().map(|score| score / 1024.0).collect();
+        return auction(ctx, &smaller, num_experts);
+    }
     let range = (high - low).max(f32::MIN_POSITIVE);
     let mut experts: Vec<BinaryHeap<Place>> = (0..num_experts)
         .map(|e| num_tokens / num_experts + usize::from(e < num_tokens % num_experts))
@@ -160,8 +165,10 @@ pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec
         for part in partial.chunks(num_experts) {
             sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
         }
-        // The sum of r over all tokens would grow without bound where a column is nearly 0.
-        let next: Vec<f64> = sums.iter().map(|sum| 1.0 / (num_experts as f64 * sum.max(1e-30))).collect();
+        // The sum of r over all tokens would grow without bound where a column is nearly 0; where all others are, its factor
+        // would fall to 0.
+        let factor = |sum: &f64| (1.0 / (num_experts as f64 * sum.max(1e-30))).max(1e-200);
+        let next: Vec<f64> = sums.iter().map(factor).collect();
         let change: f64 = next.iter().zip(&factors).map(|(a, b)| (a / b - 1.0).abs()).sum::<f64>();
         factors = next;
         if change / (num_experts as f64) < SINKHORN_TOLERANCE {

@@ -95,6 +95,12 @@ impl RouterConfig {
             let expected = "must be router.num_groups with this router.kind";
             return wrong("router.top_groups", &self.top_groups, expected);
         }
+        // In these no token takes the highest K of a ranking.
+        let has_ranking =
+            !matches!(self.kind, RouterKind::ExpertChoice | RouterKind::Hash) && (is_own_choice || is_other);
+        if self.random_share > 0.0 && !has_ranking {
+            return wrong("router.random_share", &self.random_share, "must be 0 with this router.kind");
+        }
         if self.gate_residual && (is_tree || self.kind == RouterKind::Hash) {
             return wrong("router.gate_residual", &true, "must be false with this router.kind");
         }

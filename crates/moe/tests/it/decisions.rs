@@ -1,6 +1,8 @@
 //! Decisions of every scheme on logits that are whole numbers, so that ties are many and exact and no product rounds: against
 //! a choice by sorting, on any number of threads, and with the tokens shared out.
 
+use std::collections::BTreeSet;
+
 use moeworks_moe::{
     HashTable, MoeConfig, MoeLayer, MoeWeights, NO_EXPERT, Ramp, RouterConfig, RouterInput, RouterKind, Routing,
     RoutingError, ScoreFunction, SecondExpert, balanced_hash, clustered_hash,
@@ -142,7 +144,11 @@ proptest! {
             if kind != RouterKind::Hierarchical {
                 config.router.noise_std = Ramp::constant(0.3);
             }
-            (config.router.random_share, config.router.random_fade) = (0.2, 0.5);
+            let has_ranking =
+                !matches!(kind, RouterKind::ExpertChoice | RouterKind::Hash | RouterKind::TopP | RouterKind::Relu);
+            if has_ranking {
+                (config.router.random_share, config.router.random_fade) = (0.2, 0.5);
+            }
             let whole = route(&Context::cpu(1), &config, &x, &input).unwrap();
             for threads in [2, 3] {
                 prop_assert_eq!(&whole, &route(&Context::cpu(threads), &config, &x, &input).unwrap(), "{:?}", kind);
@@ -160,6 +166,35 @@ proptest! {
             prop_assert_eq!(experts(&whole), parts, "{:?}", kind);
         }
     }
+}
+
+/// Numbers at both ends of what f32 holds, of which differences and exponentials are infinite.
+#[test]
+fn the_largest_logits_are_decided() {
+    let ctx = Context::cpu(2);
+    let extremes = [3e38, -3e38, 1e30, -1e30, 0.0, 1e-40, f64::from(f32::MAX), f64::from(f32::MIN)];
+    for seed in 0..20 {
+        let random = Random::new(seed, Purpose::Test, 41);
+        // Every other seed: all tokens want the first experts.
+        let pick = |i: usize| random.below(if seed % 2 == 0 { i } else { i % E } as u64, 8) as usize;
+        let x: Vec<f64> = (0..150 * E).map(|i| extremes[pick(i)]).collect();
+        for (kind, k) in
+            KINDS.into_iter().filter(|(kind, _)| !matches!(kind, RouterKind::Cosine | RouterKind::Hierarchical))
+        {
+            let config = of_kind(kind, k);
+            let routing = route(&ctx, &config, &x, &RouterInput::default()).unwrap();
+            assert!(routing.expert_weights().iter().all(|w| w.is_finite()), "{kind:?}, seed {seed}");
+            for chosen in experts(&routing) {
+                let distinct: BTreeSet<u32> = chosen.iter().copied().filter(|e| (*e as usize) < E).collect();
+                assert_eq!(distinct.len(), chosen.len(), "{kind:?}, seed {seed}: {chosen:?}");
+            }
+        }
+    }
+    // A temperature takes them over the end.
+    let mut config = of_kind(RouterKind::TopK, 2);
+    config.router.temperature = Ramp::constant(0.5);
+    let error = route(&ctx, &config, &[3e38; E], &RouterInput::default()).unwrap_err();
+    assert!(matches!(error, RoutingError::NotFinite { token: 0, expert: 0, .. }), "{error}");
 }
 
 #[test]

@@ -58,7 +58,7 @@ impl LayerFigure {
 /// What is drawn of each MoE layer.
 const LAYER_FIGURES: [LayerFigure; 10] = [
     LayerFigure::new("Load imbalance", "cv", Unit::Plain, "Standard deviation of the load over its mean; 0 is even."),
-    LayerFigure::new("Busiest expert", "e_max_violation", Unit::Percent, "How far it is above the even share."),
+    LayerFigure::new("Busiest expert", "max_over_mean", Unit::Plain, "Its load over the mean load; 1 is even."),
     LayerFigure::new(
         "Router entropy",
         "router_entropy",
@@ -294,8 +294,9 @@ impl Page<'_> {
                 continue;
             }
             chart.note = note.replace("{ln E}", &short(ln_experts, Unit::Plain));
-            (chart.unit, chart.from_zero) = (unit, !matches!(key, "expert_diversity" | "mean_prob_entropy"));
-            chart.cuts_peaks = matches!(key, "cv" | "e_max_violation");
+            (chart.unit, chart.from_zero) =
+                (unit, !matches!(key, "expert_diversity" | "mean_prob_entropy" | "max_over_mean"));
+            chart.cuts_peaks = matches!(key, "cv" | "max_over_mean");
             html += &chart.card(false, 10 + index);
         }
         let last = &self.data.last;
