@@ -48,8 +48,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         output.finish(&ctx, &peaks);
         return Ok(ExitCode::SUCCESS);
     }
-    if args.filter == "routing" {
-        output.routing(&ctx)?;
+    if let Some(schemes) = args.filter.strip_prefix("routing") {
+        output.routing(&ctx, schemes.trim())?;
         output.finish(&ctx, &peaks);
         return Ok(ExitCode::SUCCESS);
     }
@@ -142,12 +142,12 @@ impl Output {
         Ok(())
     }
 
-    /// What every scheme's routing costs beside the layer's forward pass.
-    fn routing(&mut self, ctx: &Context) -> Result<(), Failure> {
+    /// What the routing of every scheme whose name has `schemes` in it costs beside the layer's forward pass.
+    fn routing(&mut self, ctx: &Context, schemes: &str) -> Result<(), Failure> {
         let shape = RoutingShape { num_tokens: 4096, width: 1024, expert_width: 2048, num_experts: 64, top_k: 2 };
         let mut rows = Vec::new();
         for dtype in [DType::F32, DType::BF16] {
-            shape.measure(ctx, dtype, |cost, share| {
+            shape.measure(ctx, (dtype, schemes), |cost, share| {
                 self.cases.push(json!({
                     "name": cost.name, "dtype": format!("{dtype:?}"), "seconds": cost.seconds,
                     "layer_seconds": cost.layer_seconds, "share": share, "experts_per_token": cost.experts_per_token,

@@ -102,15 +102,15 @@ impl RoutingShape {
         MoeConfig::plain(self.width, self.expert_width, self.num_experts, self.top_k)
     }
 
-    /// Measures every scheme with tokens and experts of type `dtype`, and shows `found` each cost and the share that it is
-    /// of the layer's forward pass.
+    /// Measures every scheme whose name has `schemes` in it with tokens and experts of type `dtype`, and shows `found` each cost
+    /// and the share that it is of the layer's forward pass.
     ///
     /// Logits have a deviation of 2, as those of trained routers, and lie so low for ReLU routing that a token has about
     /// [`top_k`](Self::top_k) experts.
     pub fn measure(
         &self,
         ctx: &Context,
-        dtype: DType,
+        (dtype, schemes): (DType, &str),
         mut found: impl FnMut(&RoutingCost, f64),
     ) -> Result<(), MeasureError> {
         let plain = self.config();
@@ -125,7 +125,7 @@ impl RoutingShape {
             let times = (self.layer_seconds(ctx, &config, &x)?, self.routing(ctx, &config, &x)?.0);
             plain_times.push((top_k, times));
         }
-        for (name, change) in SCHEMES {
+        for (name, change) in SCHEMES.into_iter().filter(|(name, _)| name.contains(schemes)) {
             let mut config = plain.clone();
             change(&mut config);
             let (seconds, experts_per_token) = self.routing(ctx, &config, &x)?;

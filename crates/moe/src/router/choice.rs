@@ -6,19 +6,23 @@ use crate::NO_EXPERT;
 /// Writes the experts with the highest `scores` to `ids`, highest first; the lower index wins a tie. Negative infinity is
 /// never chosen: what is left over is [`NO_EXPERT`].
 pub(crate) fn top_k(scores: &[f32], ids: &mut [u32]) {
-    let mut count = 0;
+    let (mut count, mut least) = (0, f32::NEG_INFINITY);
     for (expert, &score) in scores.iter().enumerate() {
-        let is_better = |count: usize, ids: &[u32]| count == 0 || score > scores[ids[count - 1] as usize];
-        if score == f32::NEG_INFINITY || (count == ids.len() && !is_better(count, ids)) {
+        // What is no number takes a place that is left, and nobody else's.
+        let is_wanted = if count < ids.len() { score != f32::NEG_INFINITY } else { score > least };
+        if !is_wanted {
             continue;
         }
-        let mut at = if count < ids.len() { count } else { count - 1 };
-        while at > 0 && is_better(at, ids) {
+        let mut at = count.min(ids.len() - 1);
+        while at > 0 && score > scores[ids[at - 1] as usize] {
             ids[at] = ids[at - 1];
             at -= 1;
         }
         ids[at] = expert as u32;
         count = (count + 1).min(ids.len());
+        if count == ids.len() {
+            least = scores[ids[count - 1] as usize];
+        }
     }
     ids[count..].fill(NO_EXPERT);
 }

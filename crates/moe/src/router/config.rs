@@ -238,12 +238,19 @@ impl RouterConfig {
     #[must_use]
     pub fn is_plain_at_inference(&self) -> bool {
         matches!(self.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::ExpertChoice)
+            && self.temperature.end == 1.0
+            && self.is_softmax_top_k()
+    }
+
+    /// Whether tokens, where they choose, take the highest K by softmax over logits, whatever these are, and weigh them by it.
+    pub(crate) fn is_softmax_top_k(&self) -> bool {
+        use RouterKind::{Cosine, ExpertChoice, Gshard, NoisyTopK, Switch, TopK};
+        matches!(self.kind, TopK | Switch | ExpertChoice | Gshard | NoisyTopK | Cosine)
             && self.scores == ScoreFunction::Softmax
             && !self.expert_bias
             && self.top_groups == self.num_groups
             && self.routed_scale == 1.0
             && self.sparsemixer_jitter == 0.0
-            && self.temperature.end == 1.0
             && self.num_free() == 0
             && !self.gate_residual
             && self.modality_experts.is_empty()

@@ -1,6 +1,7 @@
 //! Routers that score every expert for every token: logits, scores, choice, weights, each a step over rows.
 //!
-//! The plain scheme, softmax over linear logits, has one fused operation in `ops`; all others take the steps one by one.
+//! Softmax over logits and the highest K have one fused operation in `ops`, wherever the logits come from; all else is taken step
+//! by step.
 //! Backward (in `grads`) goes from the weights to the gates they were taken from, adds what the losses say of the
 //! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
@@ -68,6 +69,16 @@ pub(crate) struct FlatSaved {
     pub(crate) residual: Option<Residual>,
 }
 
+/// What is chosen of logits.
+struct Choice {
+    scores: Scores,
+    /// `[T, K]`
+    ids: Tensor,
+    /// `[T, K]`
+    weights: Tensor,
+    num_rerouted: usize,
+}
+
 /// The logits and how they came about.
 struct Logits {
     input_noise: Option<InputNoise>,
@@ -90,81 +101,75 @@ impl FlatRouter<'_> {
     /// The decision for `x [T, D]`; fails if a logit is not finite.
     pub(crate) fn checked(&self, ctx: &Context, x: &Tensor) -> Result<Decision, RoutingError> {
         let logits = self.logits(ctx, x);
-        let values = &logits.values;
-        if let Some(at) = values.f32s().iter().position(|logit| !logit.is_finite()) {
+        let (values, temperature) = (&logits.values, self.temperature());
+        if let Some(at) = values.f32s().iter().position(|logit| !(logit / temperature).is_finite()) {
             let (token, expert) = (at / values.cols(), at % values.cols());
-            return Err(RoutingError::NotFinite { token, expert, logit: values.f32s()[at] });
+            return Err(RoutingError::NotFinite { token, expert, logit: values.f32s()[at] / temperature });
         }
         Ok(self.decide(ctx, logits))
     }
 
     fn decide(&self, ctx: &Context, logits: Logits) -> Decision {
-        let squared_logits = logits.scorer.squared_logits(ctx, &logits.values);
-        if self.is_fused() {
-            let top_k = self.config.top_k;
-            let TopK { probs, ids, weights, lse, sums } =
-                softmax_top_k(ctx, logits.values, top_k, is_normalized(self.config));
-            let scores = Scores { probs, gates: None, logits: None, lse, sums, squared_logits };
-            let routing = self.routing(ids.clone(), weights.clone());
-            let shared_groups = self.shared_groups(&ids);
-            let saved = FlatSaved {
-                input_noise: logits.input_noise,
-                scorer: logits.scorer,
-                noise: LogitNoise::None,
-                temperature: 1.0,
-                clean: None,
-                scores,
-                ids,
-                weights,
-                modalities: self.modalities(),
-                seq_len: self.input.seq_len,
-                group_len: self.router().local_group,
-                shared_groups,
-                smooth_load: Vec::new(),
-                is_fused: true,
-                residual: None,
-            };
-            return Decision { routing, saved, num_rerouted: 0 };
-        }
-        self.step_by_step(ctx, logits, squared_logits)
-    }
-
-    fn step_by_step(&self, ctx: &Context, logits: Logits, squared_logits: f64) -> Decision {
         let Logits { input_noise, scorer, values, noise, residual } = logits;
-        let temperature = self.temperature();
+        let squared_logits = scorer.squared_logits(ctx, &values);
         let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
-        let reach = self.reach();
-        let rule = LogitRule { gate: self.gate(), noise: &noise, temperature, reach: &reach, modalities: &modalities };
-        let mut scores = Scores { squared_logits, ..Scores::of(ctx, values, &rule) };
-        scores.sums.lse_squared += scorer.lower_lse_squared();
-        let ranking = self.ranking(ctx, &scores, &scorer);
-        let mut ids = self.choose(ctx, &scores, &ranking);
-        let num_rerouted = self.reroute(&mut ids, &ranking);
-        let weights = self.weigh(ctx, &scores, &ids);
+        let is_fused = self.is_fused();
+        let Choice { scores, ids, weights, num_rerouted } = if is_fused {
+            self.fused(ctx, values, &noise)
+        } else {
+            self.step_by_step(ctx, values, (&noise, &scorer), &modalities)
+        };
         let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone());
-        let (seq_len, shared_groups) = (self.input.seq_len, self.shared_groups(&ids));
         let mut saved = FlatSaved {
             input_noise,
             scorer,
             noise,
-            temperature,
+            temperature: self.temperature(),
             clean,
-            scores,
+            scores: Scores { squared_logits, ..scores },
+            modalities,
+            seq_len: self.input.seq_len,
+            group_len: self.router().local_group,
+            shared_groups: self.shared_groups(&ids),
             ids,
             weights,
-            modalities,
-            seq_len,
-            group_len: self.router().local_group,
-            shared_groups,
             smooth_load: Vec::new(),
-            is_fused: false,
+            is_fused,
             residual,
         };
         if let Some(clean) = &saved.clean {
             saved.smooth_load = load::smooth_load(ctx, &saved, clean, self.config.top_k);
         }
         Decision { routing, saved, num_rerouted }
+    }
+
+    /// The choice by the fused operation of `values` with `noise`.
+    fn fused(&self, ctx: &Context, mut values: Tensor, noise: &LogitNoise) -> Choice {
+        noise.add(ctx, &mut values);
+        let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
+        let TopK { probs, ids, weights, lse, sums } =
+            softmax_top_k(ctx, values, self.config.top_k, is_normalized(self.config));
+        let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits: 0.0 };
+        Choice { scores, ids, weights, num_rerouted: 0 }
+    }
+
+    fn step_by_step(
+        &self,
+        ctx: &Context,
+        values: Tensor,
+        (noise, scorer): (&LogitNoise, &Scorer),
+        modalities: &[u32],
+    ) -> Choice {
+        let (temperature, reach) = (self.temperature(), self.reach());
+        let rule = LogitRule { gate: self.gate(), noise, temperature, reach: &reach, modalities };
+        let mut scores = Scores::of(ctx, values, &rule);
+        scores.sums.lse_squared += scorer.lower_lse_squared();
+        let ranking = self.ranking(ctx, &scores, scorer);
+        let mut ids = self.choose(ctx, &scores, &ranking);
+        let num_rerouted = self.reroute(&mut ids, &ranking);
+        let weights = self.weigh(ctx, &scores, &ids);
+        Choice { scores, ids, weights, num_rerouted }
     }
 
     fn routing(&self, ids: Tensor, weights: Tensor) -> Routing {
@@ -198,8 +203,8 @@ impl FlatRouter<'_> {
         let first = self.input.first_token * self.config.num_choosable();
         let draws = self.random().map(|random| LogitDraws { random, first });
         if let (Some(draws), RouterKind::NoisyTopK) = (draws, self.router().kind) {
-            let (values, raw) = scorer::with_deviations(ctx, self.weights, x);
-            let noise = LogitNoise::Learned(raw, draws);
+            let (values, deviations) = scorer::with_deviations(ctx, self.weights, x);
+            let noise = LogitNoise::Learned(deviations, draws);
             return Logits { input_noise, scorer: Scorer::Linear, values, noise, residual: None };
         }
         let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
@@ -217,10 +222,9 @@ impl FlatRouter<'_> {
     /// Whether the fused operation computes this pass.
     fn is_fused(&self) -> bool {
         let router = self.router();
-        let is_noisy = self.now(router.noise_std) > 0.0 || router.random_probability(self.input.progress) > 0.0;
+        let is_random = self.random().is_some() && router.random_probability(self.input.progress) > 0.0;
         let tokens_choose = self.input.is_inference || !router.is_joint();
-        let is_plain = router.is_plain_at_inference() && self.temperature() == 1.0;
-        is_plain && tokens_choose && !(is_noisy && self.random().is_some()) && !self.reroutes()
+        router.is_softmax_top_k() && self.temperature() == 1.0 && tokens_choose && !is_random && !self.reroutes()
     }
 
     /// What a setting of training is at this time of the run.

@@ -154,12 +154,13 @@ fn add_importance(dweights: &mut Tensor, used: &[u32], importance: &[f32]) {
 /// The gradient of what the noise's deviations `softplus(r)` are taken of: `dlogit n sigmoid(r)`.
 fn noise_grads(ctx: &Context, saved: &FlatSaved, dlogits: &Tensor) -> Tensor {
     let mut draw = dlogits.copied(ctx.pool());
-    let LogitNoise::Learned(raw, draws) = &saved.noise else { return draw };
-    let e = raw.cols();
-    blocks::for_each(ctx, blocks::of_mut(draw.f32s_mut(), e).zip(blocks::of(raw.f32s(), e)), |block, (draw, raw)| {
+    let LogitNoise::Learned(deviations, draws) = &saved.noise else { return draw };
+    let e = deviations.cols();
+    let rows = blocks::of_mut(draw.f32s_mut(), e).zip(blocks::of(deviations.f32s(), e));
+    blocks::for_each(ctx, rows, |block, (draw, deviations)| {
         let normals = draws.normals(ctx.isa(), block * ROWS * e, draw.len());
-        for ((d, &r), normal) in draw.iter_mut().zip(raw).zip(normals) {
-            *d *= normal / (1.0 + (-r).exp());
+        for ((d, &deviation), normal) in draw.iter_mut().zip(deviations).zip(normals) {
+            *d *= normal * LogitNoise::slope(deviation);
         }
     });
     draw

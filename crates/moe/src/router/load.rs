@@ -59,7 +59,7 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &FlatSaved, clean: &Tensor, top_
             ranks.read(saved, t);
             ranks.thresholds(top_k, thresholds);
         }
-        let deviations = saved.noise.deviations(ctx.isa(), block * ROWS * e, clean.len()).unwrap_or_default();
+        let deviations = saved.noise.deviations(block * ROWS * e, clean.len()).unwrap_or_default();
         let mut above = vec![1.0; clean.len()];
         normal_above(ctx.isa(), clean, &deviations, &thresholds, &mut above);
         for above in above.chunks(e) {
@@ -109,22 +109,19 @@ fn backward_row(
     let e = clean.len();
     let mut ranks = Ranks::new(e, top_k);
     ranks.read(saved, t);
-    let (Some(sigmas), Some(noise)) = (saved.noise.deviations(isa, t * e, e), saved.noise.of(isa, t * e, e)) else {
+    let (Some(sigmas), Some(noise)) = (saved.noise.deviations(t * e, e), saved.noise.of(isa, t * e, e)) else {
         return;
     };
     for (i, &sigma) in sigmas.iter().enumerate() {
-        let at = t * e + i;
         let Some(rival) = ranks.rival(i, top_k) else { continue };
         let u = f64::from(clean[i] - ranks.noisy[rival]) / f64::from(sigma);
         let slope = (f64::from(dload[i]) * (-0.5 * u * u).exp() / (2.0 * std::f64::consts::PI).sqrt()) as f32 / sigma;
         dlogits[i] += slope;
         dlogits[rival] -= slope;
-        if let (Some(draw), LogitNoise::Learned(raw, _)) = (draw.as_deref_mut(), &saved.noise) {
-            let sigmoid = |r: f32| 1.0 / (1.0 + (-r).exp());
-            draw[i] -= slope * u as f32 * sigmoid(raw.f32s()[at]);
+        if let Some(draw) = draw.as_deref_mut() {
+            draw[i] -= slope * u as f32 * LogitNoise::slope(sigma);
             // The rival's noisy logit moves with its own deviation.
-            let rival_at = t * e + rival;
-            draw[rival] -= slope * noise[rival] / sigmas[rival] * sigmoid(raw.f32s()[rival_at]);
+            draw[rival] -= slope * noise[rival] / sigmas[rival] * LogitNoise::slope(sigmas[rival]);
         }
     }
 }

@@ -2,12 +2,12 @@
 //! elements left out. And noise on the logits: normal, of a given or of a learned deviation, or Gumbel. It is drawn again
 //! where it is needed, not kept.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use moeworks_ops::elementwise::multiply_into;
 use moeworks_ops::linear::linear;
 use moeworks_ops::random::{fill_coarse, fill_factors, fill_gumbels, fill_normals};
-use moeworks_ops::router_rows::softplus;
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Random, Tensor};
 
@@ -15,8 +15,8 @@ use super::input::Draw;
 
 /// Elements of one task.
 const PIECE: usize = 1 << 14;
-/// Rows that are multiplied together.
-const PRODUCT_ROWS: usize = 512;
+/// Rows that are multiplied together: those of a task.
+const PRODUCT_ROWS: usize = 256;
 /// Elements whose factors are drawn together.
 const BUFFER: usize = 512;
 
@@ -66,15 +66,19 @@ impl InputNoise {
         self.apply_to_rows(ctx, x, 0..x.rows())
     }
 
-    /// The product of the noisy `x [T, D]` and `w [E, D]`, both in f32: some rows at a time, which stay in the caches from the
-    /// noise to the product.
+    /// The product of the noisy `x [T, D]` and `w [E, D]`, both in f32: some rows at a time, which stay in the caches of one thread
+    /// from the noise to the product.
     pub(crate) fn linear(&self, ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
+        if ctx.gpu().is_some() {
+            return linear(ctx, &self.apply(ctx, x), w, DType::F32);
+        }
         let (num_tokens, e) = (x.rows(), w.rows());
         let mut y = ctx.empty(&[num_tokens, e], DType::F32);
-        for (start, y) in (0..num_tokens).step_by(PRODUCT_ROWS).zip(y.f32s_mut().chunks_mut(PRODUCT_ROWS * e)) {
+        ctx.threads().run_pieces(y.f32s_mut(), PRODUCT_ROWS * e, |piece, y| {
+            let start = piece * PRODUCT_ROWS;
             let noisy = self.apply_to_rows(ctx, x, start..(start + PRODUCT_ROWS).min(num_tokens));
             y.copy_from_slice(linear(ctx, &noisy, w, DType::F32).f32s());
-        }
+        });
         y
     }
 
@@ -121,7 +125,7 @@ pub(crate) enum LogitNoise {
     None,
     /// Normal, of this deviation.
     Normal(f32, LogitDraws),
-    /// Normal, of deviation `softplus` of these, `[T, E]`.
+    /// Normal, of these deviations, `[T, E]`: `softplus` of what is learned.
     Learned(Tensor, LogitDraws),
     /// Gumbel.
     Gumbel(LogitDraws),
@@ -139,24 +143,37 @@ impl LogitNoise {
             }
             Self::Normal(_, draws) | Self::Learned(_, draws) => {
                 let mut numbers = draws.normals(isa, i, count);
-                let deviations = self.deviations(isa, i, count)?;
-                numbers.iter_mut().zip(deviations).for_each(|(number, deviation)| *number *= deviation);
+                let deviations = self.deviations(i, count)?;
+                numbers.iter_mut().zip(&*deviations).for_each(|(number, deviation)| *number *= deviation);
                 Some(numbers)
             }
         }
     }
 
-    /// The deviations of the noise on these logits, where it is normal.
-    pub(crate) fn deviations(&self, isa: Isa, i: usize, count: usize) -> Option<Vec<f32>> {
-        match self {
-            Self::Normal(std, _) => Some(vec![*std; count]),
-            Self::Learned(raw, _) => {
-                let mut deviations = vec![0.0; count];
-                softplus(isa, &raw.f32s()[i..i + count], &mut deviations);
-                Some(deviations)
+    /// Adds the noise to `logits [T, E]`.
+    pub(crate) fn add(&self, ctx: &Context, logits: &mut Tensor) {
+        if matches!(self, Self::None) {
+            return;
+        }
+        ctx.threads().run_pieces(logits.f32s_mut(), PIECE, |piece, logits| {
+            if let Some(noise) = self.of(ctx.isa(), piece * PIECE, logits.len()) {
+                logits.iter_mut().zip(noise).for_each(|(logit, noise)| *logit += noise);
             }
+        });
+    }
+
+    /// The deviations of the noise on these logits, where it is normal.
+    pub(crate) fn deviations(&self, i: usize, count: usize) -> Option<Cow<'_, [f32]>> {
+        match self {
+            Self::Normal(std, _) => Some(vec![*std; count].into()),
+            Self::Learned(deviations, _) => Some(deviations.f32s()[i..i + count].into()),
             Self::None | Self::Gumbel(_) => None,
         }
+    }
+
+    /// The slope of `softplus` where it is `deviation`.
+    pub(crate) fn slope(deviation: f32) -> f32 {
+        -(-deviation).exp_m1()
     }
 
     /// Whether there is normal noise.

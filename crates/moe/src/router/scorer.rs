@@ -4,8 +4,9 @@
 //! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{self, add_rows, cast, sum_rows};
+use moeworks_ops::elementwise::{self, add_assign, add_rows, cast, sum_rows};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_ops::router_rows::softplus;
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks;
@@ -151,41 +152,32 @@ fn add_bias(ctx: &Context, weights: &MoeWeights, logits: &mut Tensor) {
     }
 }
 
-/// The linear logits of `x [T, D]` times `noise` and what the deviations of learned noise are taken of, `[T, E]` each: one
-/// product, which reads x once.
+/// The linear logits of `x [T, D]` times `noise` and the deviations of learned noise, `[T, E]` each.
 pub(crate) fn with_deviations(
     ctx: &Context,
     weights: &MoeWeights,
-    x: (&Tensor, Option<&InputNoise>),
+    (x, noise): (&Tensor, Option<&InputNoise>),
 ) -> (Tensor, Tensor) {
-    let (router, noise) = (&weights.router, weights.extra(NOISE));
-    let (e, len) = (router.rows(), router.len());
-    let mut both = ctx.empty(&[2 * e, router.cols()], DType::F32);
-    both.f32s_mut()[..len].copy_from_slice(router.f32s());
-    both.f32s_mut()[len..].copy_from_slice(noise.f32s());
-    let both = product(ctx, x, &both);
-    let (mut logits, mut raw) = (ctx.empty(&[both.rows(), e], DType::F32), ctx.empty(&[both.rows(), e], DType::F32));
-    let parts = blocks::of_mut(logits.f32s_mut(), e).zip(blocks::of_mut(raw.f32s_mut(), e));
-    blocks::for_each(ctx, parts.zip(blocks::of(both.f32s(), 2 * e)), |_, ((logits, raw), both)| {
-        for ((logits, raw), both) in logits.chunks_mut(e).zip(raw.chunks_mut(e)).zip(both.chunks(2 * e)) {
-            logits.copy_from_slice(&both[..e]);
-            raw.copy_from_slice(&both[e..]);
-        }
-    });
+    let noisy = noise.map(|noise| noise.apply(ctx, x));
+    let x = noisy.as_ref().unwrap_or(x);
+    let mut logits = linear(ctx, x, &weights.router, DType::F32);
     add_bias(ctx, weights, &mut logits);
-    (logits, raw)
+    let mut deviations = linear(ctx, x, weights.extra(NOISE), DType::F32);
+    let e = deviations.cols();
+    blocks::for_each(ctx, blocks::of_mut(deviations.f32s_mut(), e), |_, deviations| {
+        let raw = deviations.to_vec();
+        softplus(ctx.isa(), &raw, deviations);
+    });
+    (logits, deviations)
 }
 
 impl Cosine {
-    /// The logits of `x [T, D]` and their parts. Of a bf16 input the projection, which gives the length that all cosines of a
-    /// token are divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
-    /// experts, `<P x, m> = <x, P^T m>`, is one of f32 numbers with E vectors of length D.
+    /// The logits of `x [T, D]` and their parts.
     fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let projection = weights.extra(PROJECTION);
         let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
         let (projected, mut cosines) = if x.dtype() == DType::BF16 {
-            let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
-            (linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32), linear(ctx, x, &back, DType::F32))
+            products_in_halves(ctx, x, projection, &experts.units)
         } else {
             let projected = linear(ctx, x, projection, DType::F32);
             let products = linear(ctx, &projected, &experts.units, DType::F32);
@@ -253,6 +245,23 @@ fn scale(weights: &MoeWeights) -> (f32, bool) {
     if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
 }
 
+/// Of a bf16 `x [T, D]` its product with the projection rounded to bf16, `[T, P]`, and with the `units [E, P]` of the whole
+/// projection, `[T, E]`.
+///
+/// With `P = H + L`, H rounded to bf16, what decides between experts is `<P x, m> = <H x, m> + <x, L^T m>`. The second term is at
+/// most 2^-8 of the first; `L^T m` rounded to bf16 leaves an error of 2^-17, what sums in f32 have themselves. So both products
+/// with x are of bf16 numbers, at half the time. Lengths and gradients are taken of H x.
+fn products_in_halves(ctx: &Context, x: &Tensor, projection: &Tensor, units: &Tensor) -> (Tensor, Tensor) {
+    let high = cast(ctx, projection, DType::BF16);
+    let mut low = projection.copied(ctx.pool());
+    low.f32s_mut().iter_mut().zip(high.bf16s()).for_each(|(low, high)| *low -= high.to_f32());
+    let rest = linear_backward_input(ctx, units, &low, DType::BF16);
+    let projected = linear(ctx, x, &high, DType::F32);
+    let mut products = linear(ctx, &projected, units, DType::F32);
+    add_assign(ctx, &mut products, &linear(ctx, x, &rest, DType::F32));
+    (projected, products)
+}
+
 /// The norm, by lanes that vectors can hold; at least [`MIN_NORM`].
 fn norm(row: &[f32]) -> f32 {
     let mut lanes = [0.0; 16];
@@ -260,7 +269,11 @@ fn norm(row: &[f32]) -> f32 {
     for group in groups {
         lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane += x * x);
     }
-    (lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>()).sqrt().max(MIN_NORM)
+    let squares = lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>();
+    if squares == f32::INFINITY {
+        return row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt() as f32;
+    }
+    squares.sqrt().max(MIN_NORM)
 }
 
 impl Directions {

@@ -99,6 +99,36 @@ fn the_cosine_router_learns_directions_and_a_temperature() {
     assert!(saved.stats().logit_rms() <= 100.0);
 }
 
+/// Of bf16 tokens the products with the projection are of bf16 numbers: the decision is that of the projection in f64, and only the
+/// length of a token's projection, which all of its logits share, is that of the rounded one.
+#[test]
+fn the_cosine_router_decides_about_bf16_tokens_as_in_f64() {
+    let ctx = Context::cpu(2);
+    let (t, d, e, p) = (300, 96, 24, 40);
+    let mut config = config(d, 2, e, 2);
+    config.router = RouterConfig { kind: RouterKind::Cosine, cosine_dim: p, ..RouterConfig::default() };
+    let weights = MoeWeights::random(&ctx, &config, 9, 0.3);
+    let x = moeworks_ops::elementwise::cast(&ctx, &tensor(&ctx, &[t, d], &draw(7, t * d)), DType::BF16);
+    let (_, saved) = MoeLayer::new(config).unwrap().forward(&ctx, &weights, &x, &RouterInput::default());
+    let f64s = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+    let (router, projection) = (f64s(weights.router.f32s()), f64s(weights.extras[0].tensor.f32s()));
+    let x: Vec<f64> = x.bf16s().iter().map(|x| f64::from(x.to_f32())).collect();
+    for (t, x) in x.chunks(d).enumerate() {
+        let q: Vec<f64> = projection.chunks(d).map(|row| dot(row, x)).collect();
+        let cosines: Vec<f64> = router.chunks(p).map(|m| dot(m, &q) / (dot(m, m) * dot(&q, &q)).sqrt()).collect();
+        let order = sorted(&cosines);
+        let chosen: Vec<u32> = saved.routing().choices(t).map(|(id, _)| id).collect();
+        let lead = cosines[order[1] as usize] - cosines[order[2] as usize];
+        let between = cosines[order[0] as usize] - cosines[order[1] as usize];
+        assert!(chosen == order[..2] || lead.min(between) < 3e-6, "token {t}: {chosen:?}, {order:?}, lead {lead}");
+        // The temperature is 0.5 at first.
+        let expected = softmax(&cosines.iter().map(|c| 2.0 * c).collect::<Vec<_>>());
+        for (p, expected) in saved.probs()[t * e..(t + 1) * e].iter().zip(expected) {
+            assert!((f64::from(*p) / expected - 1.0).abs() < 3e-3, "token {t}: {p}, {expected}");
+        }
+    }
+}
+
 #[test]
 fn gumbel_routing_is_straight_through() {
     let mut config = with(RouterKind::Gumbel, 1);
