@@ -102,9 +102,14 @@ impl FlatRouter<'_> {
     pub(crate) fn checked(&self, ctx: &Context, x: &Tensor) -> Result<Decision, RoutingError> {
         let logits = self.logits(ctx, x);
         let (values, temperature) = (&logits.values, self.temperature());
-        if let Some(at) = values.f32s().iter().position(|logit| !(logit / temperature).is_finite()) {
-            let (token, expert) = (at / values.cols(), at % values.cols());
-            return Err(RoutingError::NotFinite { token, expert, logit: values.f32s()[at] / temperature });
+        let is_finite = |logit: &f32| (logit / temperature).is_finite();
+        // All of a row at once, which vectors can do.
+        let rows = values.f32s().chunks(values.cols()).enumerate();
+        for (token, row) in rows.filter(|(_, row)| !row.iter().fold(true, |all, logit| all & is_finite(logit))) {
+            let bad = row.iter().enumerate().find(|(_, logit)| !is_finite(logit));
+            if let Some((expert, logit)) = bad {
+                return Err(RoutingError::NotFinite { token, expert, logit: logit / temperature });
+            }
         }
         Ok(self.decide(ctx, logits))
     }

@@ -4,7 +4,7 @@
 //! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{self, add_assign, add_rows, cast, sum_rows};
+use moeworks_ops::elementwise::{self, add_rows, cast, sum_rows};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::router_rows::softplus;
 use moeworks_tensor::{DType, Tensor};
@@ -176,14 +176,13 @@ impl Cosine {
     fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let projection = weights.extra(PROJECTION);
         let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
-        let (projected, mut cosines) = if x.dtype() == DType::BF16 {
+        // What the products lack goes where the logits come.
+        let (projected, mut logits) = if x.dtype() == DType::BF16 {
             products_in_halves(ctx, x, projection, &experts.units)
         } else {
-            let projected = linear(ctx, x, projection, DType::F32);
-            let products = linear(ctx, &projected, &experts.units, DType::F32);
-            (projected, products)
+            (linear(ctx, x, projection, DType::F32), ctx.zeros(&[x.rows(), experts.units.rows()], DType::F32))
         };
-        let mut logits = ctx.empty(cosines.shape(), DType::F32);
+        let mut cosines = linear(ctx, &projected, &experts.units, DType::F32);
         let (e, width, scale) = (cosines.cols(), projected.cols(), scale(weights).0);
         let outputs = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of_mut(logits.f32s_mut(), e));
         blocks::for_each(ctx, outputs.zip(blocks::of(projected.f32s(), width)), |_, ((cosines, logits), rows)| {
@@ -191,7 +190,7 @@ impl Cosine {
             for ((cosines, logits), row) in rows {
                 let share = 1.0 / norm(row);
                 for (cosine, logit) in cosines.iter_mut().zip(logits) {
-                    *cosine *= share;
+                    *cosine = (*cosine + *logit) * share;
                     *logit = *cosine * scale;
                 }
             }
@@ -245,8 +244,8 @@ fn scale(weights: &MoeWeights) -> (f32, bool) {
     if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
 }
 
-/// Of a bf16 `x [T, D]` its product with the projection rounded to bf16, `[T, P]`, and with the `units [E, P]` of the whole
-/// projection, `[T, E]`.
+/// Of a bf16 `x [T, D]` its product with the projection rounded to bf16, `[T, P]`, and what the products of that and `units [E, P]`
+/// lack, `[T, E]`.
 ///
 /// With `P = H + L`, H rounded to bf16, what decides between experts is `<P x, m> = <H x, m> + <x, L^T m>`. The second term is at
 /// most 2^-8 of the first; `L^T m` rounded to bf16 leaves an error of 2^-17, what sums in f32 have themselves. So both products
@@ -256,10 +255,7 @@ fn products_in_halves(ctx: &Context, x: &Tensor, projection: &Tensor, units: &Te
     let mut low = projection.copied(ctx.pool());
     low.f32s_mut().iter_mut().zip(high.bf16s()).for_each(|(low, high)| *low -= high.to_f32());
     let rest = linear_backward_input(ctx, units, &low, DType::BF16);
-    let projected = linear(ctx, x, &high, DType::F32);
-    let mut products = linear(ctx, &projected, units, DType::F32);
-    add_assign(ctx, &mut products, &linear(ctx, x, &rest, DType::F32));
-    (projected, products)
+    (linear(ctx, x, &high, DType::F32), linear(ctx, x, &rest, DType::F32))
 }
 
 /// The norm, by lanes that vectors can hold; at least [`MIN_NORM`].
