@@ -90,6 +90,8 @@ fn options(case: &Case, first_token: usize) -> PassOptions {
     PassOptions {
         balance: case.balance,
         balance_coef: 0.1,
+        device_coef: 0.2,
+        communication_coef: 0.3,
         load_coef: 0.1,
         l1_scale: 1.0,
         progress: 0.3,
@@ -401,7 +403,7 @@ fn every_scheme_decides_on_ranks_what_it_decides_on_one() {
     for (index, model) in schemes().into_iter().enumerate() {
         // Each with two of the layouts, each layout with many.
         let layouts = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (1, 8), (8, 1), (2, 4)];
-        let balances = [BalanceKind::Layer, BalanceKind::Gshard, BalanceKind::Groups];
+        let balances = [BalanceKind::Layer, BalanceKind::Gshard, BalanceKind::Pooled];
         for (turn, &(dp, ep)) in layouts.iter().cycle().skip(index * 2).take(2).enumerate() {
             let checkpoint_layers = (index + turn).is_multiple_of(3);
             let balance = balances[(index + turn) % 3];
