@@ -73,7 +73,7 @@ pub fn time(
         Collective::AllGather => comm.all_gather(&send[..share], &mut recv),
         Collective::AllToAll => comm.all_to_all(&send, &mut recv),
         Collective::ReduceScatter => comm.reduce_scatter(&send, &vec![share; size], &mut recv[..share], Reduce::Sum),
-        Collective::AllReduce => comm.all_reduce(&mut recv, Reduce::Max),
+        Collective::AllReduce => comm.all_reduce(&mut recv, Reduce::Sum),
     };
     let mut copy = || {
         copied.copy_from_slice(&send);
