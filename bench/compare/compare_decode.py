@@ -1,11 +1,11 @@
 """Decoding and prefill of one model of OLMoE's shape (2 layers, vocabulary 8,192): Moeworks, transformers and llama.cpp on
 the same weights, in turn, in one run.
 
-The weights are drawn once, saved in bf16 as a model folder, and written to GGUF files in bf16, Q8_0 and Q4_0 by llama.cpp's
+The weights are drawn once, saved in bf16 as a model folder, and written to GGUF files in f32, bf16, Q8_0 and Q4_0 by llama.cpp's
 own package, and in Q4_K_M by llama.cpp itself. Every contender runs in a process of its own: 512 tokens of prefill (the best of 3), then 41 tokens decoded
 behind 32 others (the median). llama.cpp comes from the package `cyllama`, whose wheel says which instruction sets it uses.
 
-    compare_decode.py [--rounds N] [--threads N] [--types bf16 q8_0 q4_0 q4_k_m]
+    compare_decode.py [--rounds N] [--threads N] [--types f32 bf16 q8_0 q4_0 q4_k_m]
 """
 
 import argparse
@@ -124,12 +124,13 @@ def elapsed(work) -> float:
     return time.perf_counter() - start
 
 
-def transformers_times(folder: str, threads: int, way: str) -> dict:
+def transformers_times(folder: str, threads: int, way: str, kind: str) -> dict:
     import torch
     import transformers
 
     torch.set_num_threads(threads)
-    net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation=way).eval()
+    net = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype={"f32": torch.float32, "bf16": torch.bfloat16}[kind], experts_implementation=way).eval()
 
     @torch.inference_mode()
     def prefill() -> None:
@@ -184,7 +185,8 @@ def llama_cpp_times(file: str, threads: int) -> dict:
 def moeworks_times(model: str, threads: int) -> dict:
     command = [PROGRAM, "bench", "decode", "--model", model, "--threads", str(threads), "--json"]
     case = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["cases"][0]
-    return {"prefill": case["prefill_tokens_per_s"], "decode": case["tokens_per_s"]}
+    return {"prefill": case["prefill_tokens_per_s"], "decode": case["tokens_per_s"],
+            "of product": case["prefill_share_of_product"], "of memory": case["share_of_bandwidth"]}
 
 
 def apart(*arguments: str) -> dict | None:
@@ -201,7 +203,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--types", nargs="*", default=["bf16", "q8_0", "q4_0", "q4_k_m"])
+    parser.add_argument("--types", nargs="*", default=["f32", "bf16", "q8_0", "q4_0", "q4_k_m"])
     parser.add_argument("--work", help="folder for the models, which are kept there (default: one that is removed)")
     args = parser.parse_args()
     if args.one:
@@ -209,7 +211,8 @@ def main() -> None:
         if who == "llama.cpp":
             print(json.dumps(llama_cpp_times(model, int(threads))))
         else:
-            print(json.dumps(transformers_times(model, int(threads), who.split()[1])))
+            _, way, kind = who.split()
+            print(json.dumps(transformers_times(model, int(threads), way, kind)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         work = pathlib.Path(args.work or temporary)
@@ -223,9 +226,9 @@ def main() -> None:
                 continue
             contenders = {"moeworks": lambda: moeworks_times(file, args.threads),
                           "llama.cpp": lambda: apart("llama.cpp", str(file), threads)}
-            if kind == "bf16":
-                for way in ["eager", "grouped_mm"]:
-                    contenders[f"transformers {way}"] = lambda way=way: apart(f"transformers {way}", str(folder), threads)
+            if kind in ["f32", "bf16"]:
+                for who in [f"transformers {way} {kind}" for way in ["eager", "grouped_mm"]]:
+                    contenders[who] = lambda who=who: apart(who, str(folder), threads)
             results: dict[str, list[dict]] = {}
             for _ in range(args.rounds):
                 for who, run in contenders.items():
@@ -233,10 +236,12 @@ def main() -> None:
                     if times:
                         results.setdefault(who, []).append(times)
             print(f"\n{kind}, {args.threads} threads, {args.rounds} rounds (median tokens/s)      prefill     decode")
-            medians = {who: {part: statistics.median(run[part] for run in runs) for part in ["prefill", "decode"]}
+            medians = {who: {part: statistics.median(run[part] for run in runs) for part in runs[0]}
                        for who, runs in results.items()}
             for who, speeds in medians.items():
                 print(f"  {who:52} {speeds['prefill']:10.0f} {speeds['decode']:10.1f}", flush=True)
+            shares = [f"{medians['moeworks'][part]:10.0%}" for part in ["of product", "of memory"]]
+            print(f"  {'moeworks, share of the rates of a product and of memory':52}", *shares, flush=True)
             others = [speeds for who, speeds in medians.items() if who != "moeworks"]
             if others:
                 ratios = [medians["moeworks"][part] / max(speeds[part] for speeds in others) for part in ["prefill", "decode"]]

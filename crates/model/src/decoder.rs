@@ -180,20 +180,7 @@ impl Decoder {
         let gathered = self.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), None);
-        let mut x = self.embed(&pass, weights, batch.inputs);
-        let num_layers = weights.layers.len();
-        let mut records = Vec::with_capacity(num_layers);
-        let mut layer_stats = Vec::new();
-        let mut previous: Option<Tensor> = None;
-        for i in 0..num_layers {
-            let w = self.layer(ctx, weights, (i, after(i, num_layers)));
-            let (y, saved) = self.training_layer(&pass, &w, i, (&x, previous.as_ref()), (batch.inputs, options));
-            layer_stats.extend(saved.feed_forward.stats());
-            let input = std::mem::replace(&mut x, y);
-            let logits = saved.feed_forward.moe().map_or_else(|| previous.clone(), |saved| saved.logits().cloned());
-            let previous = std::mem::replace(&mut previous, logits);
-            records.push(LayerRecord { input, previous, saved: (!options.checkpoint_layers).then_some(saved) });
-        }
+        let (x, records, mut layer_stats) = self.training_forward(&pass, weights, batch.inputs, options);
         self.merge_stats(&mut layer_stats);
         let (router, mut loss_grads) = router_losses(&layer_stats, (&self.config.router, self.config.top_k), options);
         self.take_share(self.routed_tokens(batch, options.sequence_coef != 0.0).len(), &layer_stats, &mut loss_grads);
@@ -368,6 +355,31 @@ impl Decoder {
         let relative = Relative::of(&self.config, weights.relative.as_ref(), true, [seq_len, len]);
         let pass = Pass::new(ctx, self.rope.get(&self.config, len), num_sequences, seq_len, start);
         Pass { relative, memory, tensor: self.tensor.as_ref(), ..pass }
+    }
+
+    /// The residual stream after the last layer, what each layer leaves for backward, and the statistics of the MoE layers.
+    fn training_forward(
+        &self,
+        pass: &Pass<'_>,
+        weights: &DecoderWeights,
+        inputs: &[u32],
+        options: &PassOptions,
+    ) -> (Tensor, Vec<LayerRecord>, Vec<LayerStats>) {
+        let mut x = self.embed(pass, weights, inputs);
+        let num_layers = weights.layers.len();
+        let mut records = Vec::with_capacity(num_layers);
+        let mut layer_stats = Vec::new();
+        let mut previous: Option<Tensor> = None;
+        for i in 0..num_layers {
+            let w = self.layer(pass.ctx, weights, (i, after(i, num_layers)));
+            let (y, saved) = self.training_layer(pass, &w, i, (&x, previous.as_ref()), (inputs, options));
+            layer_stats.extend(saved.feed_forward.stats());
+            let input = std::mem::replace(&mut x, y);
+            let logits = saved.feed_forward.moe().map_or_else(|| previous.clone(), |saved| saved.logits().cloned());
+            let previous = std::mem::replace(&mut previous, logits);
+            records.push(LayerRecord { input, previous, saved: (!options.checkpoint_layers).then_some(saved) });
+        }
+        (x, records, layer_stats)
     }
 
     fn training_layer(

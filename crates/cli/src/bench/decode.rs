@@ -2,8 +2,9 @@
 //!
 //! Two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192,
 //! with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
-//! projection once; the share is that of the measured rate of reading memory. Prefill is compared with a square product
-//! in the same type (in bf16 for quantized weights, which prefill multiplies in bf16).
+//! projection once; the share is that of the rate of reading memory, which is measured between the tokens, since on a machine
+//! with neighbours it changes within seconds: both are medians. Prefill is compared with a square product in the same type (in
+//! bf16 for quantized weights, which prefill multiplies in bf16), in turn with it: both are the best of three.
 
 use std::path::Path;
 use std::time::Instant;
@@ -13,9 +14,9 @@ use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
 use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, QkNorm, Role};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
-use moeworks_ops::peak::Peaks;
+use moeworks_ops::peak::{Peaks, ReadMemory};
 use moeworks_ops::{Context, quantized};
-use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
+use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -25,27 +26,36 @@ use crate::model::Source;
 const PROMPT: usize = 32;
 /// Tokens that are decoded; the median counts.
 const DECODED: usize = 41;
+/// Tokens after which memory is read.
+const TOKENS_PER_READ: usize = 4;
 /// Tokens of a prefill.
 const PREFILL: usize = 512;
+/// Times that a prefill and a product take turns.
+const PREFILLS: usize = 3;
 
 /// What was measured with one type of weights.
 pub(super) struct Measured {
     dtype: DType,
     bytes_per_token: f64,
     seconds_per_token: f64,
-    share_of_bandwidth: f64,
+    read_bytes_per_s: f64,
     prefill_tokens_per_s: f64,
     share_of_product: f64,
 }
 
 impl Measured {
+    fn share_of_bandwidth(&self) -> f64 {
+        self.bytes_per_token / self.seconds_per_token / self.read_bytes_per_s
+    }
+
     pub(super) fn json(&self) -> Value {
         json!({
             "name": format!("decode, {:?}", self.dtype),
             "bytes_per_token": self.bytes_per_token,
             "seconds_per_token": self.seconds_per_token,
             "tokens_per_s": 1.0 / self.seconds_per_token,
-            "share_of_bandwidth": self.share_of_bandwidth,
+            "read_bytes_per_s": self.read_bytes_per_s,
+            "share_of_bandwidth": self.share_of_bandwidth(),
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "prefill_share_of_product": self.share_of_product,
         })
@@ -58,7 +68,7 @@ impl Measured {
             format!("{:.1}", self.bytes_per_token / 1e6),
             format!("{:.3}", self.seconds_per_token * 1e3),
             format!("{:.1}", 1.0 / self.seconds_per_token),
-            format!("{:.1}%", 100.0 * self.share_of_bandwidth),
+            format!("{:.1}%", 100.0 * self.share_of_bandwidth()),
             format!("{:.0}", self.prefill_tokens_per_s),
             format!("{:.1}%", 100.0 * self.share_of_product),
         ]
@@ -110,44 +120,70 @@ pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Resul
     timed(ctx, peaks, (&Decoder::new(config)?, &weights), dtype)
 }
 
-fn timed(
+fn timed(ctx: &Context, peaks: &Peaks, model: (&Decoder, &DecoderWeights), dtype: DType) -> Result<Measured, Failure> {
+    let config = model.0.config();
+    let (seconds_per_token, read_bytes_per_s) = decoding(ctx, peaks, model)?;
+    let (prefill, product_rate) = prefilling(ctx, model, dtype)?;
+    Ok(Measured {
+        dtype,
+        bytes_per_token: bytes_per_token(config, model.1),
+        seconds_per_token,
+        read_bytes_per_s,
+        prefill_tokens_per_s: PREFILL as f64 / prefill,
+        share_of_product: prefill_flops(config) / prefill / product_rate,
+    })
+}
+
+/// Ids of a prompt.
+fn ids(config: &ModelConfig, count: usize) -> Vec<u32> {
+    (0..count).map(|i| (i * 7919 % config.vocab_size) as u32).collect()
+}
+
+/// Seconds a token, and bytes a second that were read from memory meanwhile: medians.
+fn decoding(
     ctx: &Context,
     peaks: &Peaks,
     (decoder, weights): (&Decoder, &DecoderWeights),
-    dtype: DType,
-) -> Result<Measured, Failure> {
-    let config = decoder.config();
-    let bytes_per_token = bytes_per_token(config, weights);
-    let ids = |count: usize| -> Vec<u32> { (0..count).map(|i| (i * 7919 % config.vocab_size) as u32).collect() };
-    let mut cache = KvCache::new(config);
-    let mut logits = decoder.extend(ctx, weights, &mut cache, &ids(PROMPT))?;
+) -> Result<(f64, f64), Failure> {
+    let mut cache = KvCache::new(decoder.config());
+    let mut logits = decoder.extend(ctx, weights, &mut cache, &ids(decoder.config(), PROMPT))?;
     let mut sampler = Sampler::new(SamplingOptions::default())?;
-    let mut times = Vec::with_capacity(DECODED);
-    for _ in 0..DECODED {
+    let memory = (ctx.device() == Device::Cpu).then(|| ReadMemory::new(ctx));
+    let (mut times, mut rates) = (Vec::new(), Vec::new());
+    for token in 0..DECODED {
         let start = Instant::now();
         let id = sampler.sample(logits.f32s());
         logits = decoder.extend(ctx, weights, &mut cache, &[id])?;
         times.push(start.elapsed().as_secs_f64());
+        if token % TOKENS_PER_READ == 0 {
+            rates.push(memory.as_ref().map_or(peaks.read_bytes_per_s, |memory| memory.read(ctx)));
+        }
     }
-    times.sort_by(f64::total_cmp);
-    let seconds_per_token = times[DECODED / 2];
+    Ok((median(times), median(rates)))
+}
 
-    let prompt = ids(PREFILL);
-    let mut prefill = f64::INFINITY;
-    for _ in 0..3 {
-        let mut cache = KvCache::new(config);
+/// Seconds of a prefill, and operations a second of products in turn with it: the best.
+fn prefilling(
+    ctx: &Context,
+    (decoder, weights): (&Decoder, &DecoderWeights),
+    dtype: DType,
+) -> Result<(f64, f64), Failure> {
+    let prompt = ids(decoder.config(), PREFILL);
+    let product = Square::new(ctx, dtype);
+    let (mut prefill, mut product_rate) = (f64::INFINITY, 0.0_f64);
+    for _ in 0..PREFILLS {
+        let mut cache = KvCache::new(decoder.config());
         let start = Instant::now();
         decoder.extend(ctx, weights, &mut cache, &prompt)?;
         prefill = prefill.min(start.elapsed().as_secs_f64());
+        product_rate = product_rate.max(product.rate(ctx));
     }
-    Ok(Measured {
-        dtype,
-        bytes_per_token,
-        seconds_per_token,
-        share_of_bandwidth: bytes_per_token / seconds_per_token / peaks.read_bytes_per_s,
-        prefill_tokens_per_s: PREFILL as f64 / prefill,
-        share_of_product: prefill_flops(config) / prefill / product_rate(ctx, dtype),
-    })
+    Ok((prefill, product_rate))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 /// Weights in their types, made where they stay: the matrices of `dtype`, the embedding a float.
@@ -214,14 +250,27 @@ fn prefill_flops(config: &ModelConfig) -> f64 {
     (2 * PREFILL * weights + config.num_layers * attention + 2 * head) as f64
 }
 
-/// Operations a second of a square product of the size of a prefill's.
-fn product_rate(ctx: &Context, dtype: DType) -> f64 {
-    let n = 2048;
-    let dtype = if dtype.is_quantized() { DType::BF16 } else { dtype };
-    let (x, w) = (random_tensor(ctx, &[n, n], dtype, 1), random_tensor(ctx, &[n, n], dtype, 2));
-    2.0 * (n * n * n) as f64
-        / best_seconds(5, || {
-            drop(linear(ctx, &x, &w, dtype));
+/// A square product of the size of a prefill's.
+struct Square {
+    x: Tensor,
+    w: Tensor,
+}
+
+impl Square {
+    const SIZE: usize = 2048;
+
+    fn new(ctx: &Context, dtype: DType) -> Self {
+        let dtype = if dtype.is_quantized() { DType::BF16 } else { dtype };
+        let [x, w] = [1, 2].map(|stream| random_tensor(ctx, &[Self::SIZE; 2], dtype, stream));
+        Self { x, w }
+    }
+
+    /// Operations a second, the best of two tries.
+    fn rate(&self, ctx: &Context) -> f64 {
+        let seconds = best_seconds(2, || {
+            drop(linear(ctx, &self.x, &self.w, self.x.dtype()));
             ctx.wait();
-        })
+        });
+        2.0 * (Self::SIZE * Self::SIZE * Self::SIZE) as f64 / seconds
+    }
 }

@@ -10,6 +10,13 @@ use crate::simd::{Level, kernel};
 /// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.
 const A_BYTES: usize = 24 << 10;
 
+/// Bytes of a row of weights from which on a single row of A meets one at a time, so that memory is read in one stream: nothing is
+/// shared between rows then, and a row's sum has time to be added up beside the next.
+const STREAM_BYTES: usize = 2 << 10;
+
+/// Bytes by which such a stream is asked for ahead of its use.
+const STREAM_AHEAD: usize = 1 << 10;
+
 /// The product of rows of A with a panel of rows of weights.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a, T> {
@@ -66,7 +73,8 @@ kernel! {
         assert!(columns <= TILE_STRIDE && tiles.len() > (num_rows - 1) / MAX_ROWS * panel.tile_step);
         assert!(waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
         let pass = rows_of_pass::<S>(num_rows);
-        let wanted = weights_of_pass::<S>(pass);
+        let is_stream = num_rows == 1 && S::WIDTH >= 16 && depth * size_of::<T>() >= STREAM_BYTES;
+        let wanted = if is_stream { 1 } else { weights_of_pass::<S>(pass) };
         // With more rows of A than fit near the registers they are taken in parts of their depth.
         let num_parts = (4 * num_blocks * words * pass).div_ceil(A_BYTES).max(1);
         let part = if pass <= 3 { num_blocks } else { num_blocks.div_ceil(num_parts) } * block;
@@ -76,7 +84,10 @@ kernel! {
             while column < columns {
                 let count = if column + wanted <= columns { wanted } else { 1 };
                 for first in (0..num_rows).step_by(pass) {
-                    let ahead = panel.ahead((column, count), columns, (start, end));
+                    let ahead = match is_stream {
+                        true => panel.row(column).wrapping_add(STREAM_AHEAD),
+                        false => panel.ahead((column, count), columns, (start, end)),
+                    };
                     let part = Part { panel, column, first, depth: (start, end), pass, ahead };
                     // SAFETY: `count` rows of weights from `column` on and `pass` rows of A from `first` on, or as many as
                     // there are, exist.
@@ -89,16 +100,20 @@ kernel! {
 }
 
 impl<T: Weight> Panel<'_, T> {
+    /// Where a row of weights lies.
+    #[inline(always)]
+    fn row(&self, column: usize) -> *const u8 {
+        self.weights.as_ptr().cast::<u8>().wrapping_add(column * self.depth * size_of::<T>())
+    }
+
     /// Where element 0 lies of the rows of weights that come after some: they are asked for line by line while those are summed
     /// up, in as many streams as there are rows.
     #[inline(always)]
     fn ahead(&self, (column, count): (usize, usize), columns: usize, (start, end): (usize, usize)) -> *const u8 {
-        let row_bytes = self.depth * size_of::<T>();
-        let first = self.weights.as_ptr().cast::<u8>();
         if column + 2 * count <= columns {
-            first.wrapping_add((column + count) * row_bytes)
+            self.row(column + count)
         } else if end < self.depth {
-            first.wrapping_add((end - start) * size_of::<T>())
+            self.row(0).wrapping_add((end - start) * size_of::<T>())
         } else {
             self.next.wrapping_sub(start * size_of::<T>())
         }

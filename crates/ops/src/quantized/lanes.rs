@@ -1,13 +1,14 @@
 //! Blocks as vectors of unsigned bytes with their scales, for AVX-512.
 
 use core::arch::x86_64::{
-    __m128, __m128i, __m512, __m512i, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_movehdup_ps,
-    _mm_permute_ps, _mm_set_epi32, _mm_set_epi64x, _mm256_broadcastsi128_si256, _mm256_loadu_si256, _mm512_and_si512,
+    __m128, __m128i, __m512, __m512i, _mm_castsi128_ps, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_fmadd_ps, _mm_loadu_si128,
+    _mm_max_epi32, _mm_movehdup_ps, _mm_permute_ps, _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi32, _mm_set1_ps,
+    _mm_slli_epi32, _mm_sub_ps, _mm256_broadcastsi128_si256, _mm256_loadu_si256, _mm512_and_si512,
     _mm512_broadcast_i32x4, _mm512_broadcast_i64x4, _mm512_broadcastss_ps, _mm512_castps128_ps512,
-    _mm512_castsi256_si512, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32, _mm512_inserti64x4,
-    _mm512_loadu_si512, _mm512_maskz_set1_epi8, _mm512_mul_ps, _mm512_or_si512, _mm512_set_epi64, _mm512_set1_epi8,
-    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_epi8, _mm512_shuffle_f32x4, _mm512_slli_epi16,
-    _mm512_srli_epi16, _mm512_srlv_epi64, _mm512_sub_epi32, _mm512_xor_si512,
+    _mm512_castsi128_si512, _mm512_castsi256_si512, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32,
+    _mm512_inserti64x4, _mm512_loadu_si512, _mm512_mask_broadcast_i32x4, _mm512_maskz_set1_epi8, _mm512_mul_ps,
+    _mm512_or_si512, _mm512_set_epi64, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_epi8,
+    _mm512_shuffle_f32x4, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_srlv_epi64, _mm512_sub_epi32, _mm512_xor_si512,
 };
 
 use moeworks_tensor::{
@@ -15,7 +16,7 @@ use moeworks_tensor::{
     Q8Block,
 };
 
-use super::layouts::{Block, FP4_LEVELS, IQ4_LEVELS, half_power};
+use super::layouts::{Block, FP4_LEVELS, IQ4_LEVELS};
 
 /// Elements of a vector of bytes.
 pub(super) const PAIR: usize = 64;
@@ -32,6 +33,9 @@ pub(super) trait Lanes: Block {
     /// See [`BLOCKS`](Self::BLOCKS).
     const PAIRS: usize = Self::DTYPE.block_len().div_ceil(PAIR);
 
+    /// Of types whose blocks are 32 numbers of four bits: how they lie.
+    const NIBBLES: Option<Nibbles> = None;
+
     /// For each of a unit's vectors, whose scale four neighbours each take.
     const SCALE_LANES: [[i32; 16]; 4] = scale_lanes(Self::SHARED);
 
@@ -46,6 +50,58 @@ pub(super) trait Lanes: Block {
     /// # Safety
     /// As the trait says; `pair` is below [`PAIRS`](Self::PAIRS).
     unsafe fn bytes(unit: [*const Self; 2], pair: usize) -> __m512i;
+}
+
+/// 32 numbers of four bits: the low halves of 16 bytes, then the high ones.
+#[derive(Clone, Copy)]
+pub(super) struct Nibbles {
+    /// The first of the bytes.
+    at: usize,
+    /// What the numbers stand for, as unsigned bytes larger by the type's offset; none where that is themselves.
+    levels: Option<&'static [i8; 16]>,
+}
+
+const fn raised(levels: &[i8; 16], by: i8) -> [i8; 16] {
+    let mut raised = *levels;
+    let mut i = 0;
+    while i < 16 {
+        raised[i] = raised[i].wrapping_add(by);
+        i += 1;
+    }
+    raised
+}
+
+impl Nibbles {
+    /// What four-bit numbers stand for.
+    ///
+    /// # Safety
+    /// As [`Lanes`] says.
+    #[inline(always)]
+    unsafe fn levels(self, numbers: __m512i) -> __m512i {
+        let Some(levels) = self.levels else { return numbers };
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(levels.as_ptr().cast())), numbers) }
+    }
+
+    /// The first 16 numbers of each of four blocks, then the others.
+    ///
+    /// # Safety
+    /// As [`Lanes`] says.
+    #[inline(always)]
+    pub(super) unsafe fn of_four<B>(self, blocks: [*const B; 4]) -> [__m512i; 2] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [first, second, third, fourth] = blocks.map(|block| block.cast::<u8>().wrapping_add(self.at).cast());
+            let all = _mm512_castsi128_si512(_mm_loadu_si128(first));
+            let all = _mm512_mask_broadcast_i32x4(all, 0x00f0, _mm_loadu_si128(second));
+            let all = _mm512_mask_broadcast_i32x4(all, 0x0f00, _mm_loadu_si128(third));
+            let all = _mm512_mask_broadcast_i32x4(all, 0xf000, _mm_loadu_si128(fourth));
+            let mask = _mm512_set1_epi8(15);
+            let low = _mm512_and_si512(all, mask);
+            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(all), mask);
+            [self.levels(low), self.levels(high)]
+        }
+    }
 }
 
 const fn scale_lanes(shared: usize) -> [[i32; 16]; 4] {
@@ -172,17 +228,6 @@ unsafe fn shifted<B>(block: *const B, at: usize, (low, high): (usize, usize), ma
     }
 }
 
-/// A table's entries, larger by `offset`, for numbers of four bits.
-///
-/// # Safety
-/// As [`Lanes`] says.
-#[inline(always)]
-unsafe fn looked_up(table: &[i8; 16], offset: i8, numbers: __m512i) -> __m512i {
-    let table: [i8; 16] = std::array::from_fn(|i| table[i].wrapping_add(offset));
-    // SAFETY: the caller's promise.
-    unsafe { _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), numbers) }
-}
-
 impl Lanes for Q8Block {
     const OFFSET: i8 = i8::MIN; // 128 as an unsigned byte
 
@@ -228,12 +273,9 @@ macro_rules! lanes {
 }
 
 lanes! {
-    Q4Block, 8, |unit| halves_of_both(unit, 0), |unit, _| nibbles(unit, 2);
     Q4_1Block, 0, |unit| scale_and_sum_of_both(unit), |unit, _| nibbles(unit, 4);
     Q5_0Block, 16, |unit| halves_of_both(unit, 0), |unit, _| _mm512_or_si512(nibbles(unit, 6), fifth_bits(unit, 2));
     Q5_1Block, 0, |unit| scale_and_sum_of_both(unit), |unit, _| _mm512_or_si512(nibbles(unit, 8), fifth_bits(unit, 4));
-    Iq4NlBlock, i8::MIN, |unit| halves_of_both(unit, 0), |unit, _| looked_up(&IQ4_LEVELS, i8::MIN, nibbles(unit, 2));
-    Mxfp4Block, 12, |unit| powers(unit), |unit, _| looked_up(&FP4_LEVELS, 12, nibbles(unit, 1));
     Q2KBlock, 0, |unit| q2_scales(unit[0]),
         |[block, _], pair| shifted(block, 16 + pair / 2 * 32, (pair % 2 * 4, pair % 2 * 4 + 2), 3);
     Q3KBlock, 4, |unit| q3_scales(unit[0]), |[block, _], pair| {
@@ -253,15 +295,48 @@ lanes! {
     };
 }
 
+/// Types of four-bit numbers that nothing but a scale comes with.
+macro_rules! nibble_lanes {
+    ($($block:ty, $offset:expr, $at:expr, $levels:expr, |$unit:ident| $scales:expr;)*) => {
+        $(
+            impl Lanes for $block {
+                const OFFSET: i8 = $offset;
+                const NIBBLES: Option<Nibbles> = Some(Nibbles { at: $at, levels: $levels });
+
+                #[inline(always)]
+                unsafe fn scales($unit: [*const Self; 2]) -> [__m512; 2] {
+                    // SAFETY: the caller's promise.
+                    unsafe { $scales }
+                }
+
+                #[inline(always)]
+                unsafe fn bytes(unit: [*const Self; 2], _: usize) -> __m512i {
+                    // SAFETY: the caller's promise.
+                    unsafe { Nibbles { at: $at, levels: $levels }.levels(nibbles(unit, $at)) }
+                }
+            }
+        )*
+    };
+}
+
+nibble_lanes! {
+    Q4Block, 8, 2, None, |unit| halves_of_both(unit, 0);
+    Iq4NlBlock, i8::MIN, 2, Some(const { &raised(&IQ4_LEVELS, i8::MIN) }), |unit| halves_of_both(unit, 0);
+    Mxfp4Block, 12, 1, Some(const { &raised(&FP4_LEVELS, 12) }), |unit| powers(unit);
+}
+
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
 unsafe fn powers(unit: [*const Mxfp4Block; 2]) -> [__m512; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        let [first, second] = unit.map(|block| half_power((*block).bytes()[0]).to_bits().cast_signed());
-        let both = core::arch::x86_64::_mm_castsi128_ps(_mm_set_epi32(0, 0, second, first));
-        [_mm512_castps128_ps512(both), _mm512_setzero_ps()]
+        let [first, second] = unit.map(|block| i32::from((*block).bytes()[0]));
+        // Exponent 0 is too small for a float's own exponent; all ones, which would be infinite, become NaN.
+        let powers = _mm_slli_epi32::<23>(_mm_set_epi32(0, 0, second, first));
+        let powers = _mm_castsi128_ps(_mm_max_epi32(powers, _mm_set1_epi32(0x0040_0000)));
+        let halves = _mm_fmadd_ps(powers, _mm_set1_ps(0.5), _mm_sub_ps(powers, powers));
+        [_mm512_castps128_ps512(halves), _mm512_setzero_ps()]
     }
 }
 

@@ -15,6 +15,11 @@ pub(super) struct Pair {
     fill: [u32; 14],
 }
 
+impl Pair {
+    /// What stands beside blocks that are not there.
+    pub(super) const ZERO: Self = Self { values: [0; 2 * BLOCK_LEN], scales: [0.0; 2], fill: [0; 14] };
+}
+
 /// Quantized rows: element i of a block is about `scale * values[i]`, off by half a scale at most, where the scale is the
 /// block's largest magnitude over 127. A block in which something is not finite has scale NaN.
 pub(super) struct QuantizedRows {
