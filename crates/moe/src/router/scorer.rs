@@ -172,17 +172,21 @@ pub(crate) fn with_deviations(
 }
 
 impl Cosine {
-    /// The logits of `x [T, D]` and their parts.
+    /// The logits of `x [T, D]` and their parts. Of a bf16 input the projection, which gives the length that all cosines of a
+    /// token are divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
+    /// experts, `<P x, m> = <x, P^T m>`, is one of f32 numbers with E vectors of length D.
     fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let projection = weights.extra(PROJECTION);
         let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
-        // What the products lack goes where the logits come.
-        let (projected, mut logits) = if x.dtype() == DType::BF16 {
-            products_in_halves(ctx, x, projection, &experts.units)
+        let (projected, mut cosines) = if x.dtype() == DType::BF16 {
+            let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
+            (linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32), linear(ctx, x, &back, DType::F32))
         } else {
-            (linear(ctx, x, projection, DType::F32), ctx.zeros(&[x.rows(), experts.units.rows()], DType::F32))
+            let projected = linear(ctx, x, projection, DType::F32);
+            let products = linear(ctx, &projected, &experts.units, DType::F32);
+            (projected, products)
         };
-        let mut cosines = linear(ctx, &projected, &experts.units, DType::F32);
+        let mut logits = ctx.empty(cosines.shape(), DType::F32);
         let (e, width, scale) = (cosines.cols(), projected.cols(), scale(weights).0);
         let outputs = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of_mut(logits.f32s_mut(), e));
         blocks::for_each(ctx, outputs.zip(blocks::of(projected.f32s(), width)), |_, ((cosines, logits), rows)| {
@@ -190,7 +194,7 @@ impl Cosine {
             for ((cosines, logits), row) in rows {
                 let share = 1.0 / norm(row);
                 for (cosine, logit) in cosines.iter_mut().zip(logits) {
-                    *cosine = (*cosine + *logit) * share;
+                    *cosine *= share;
                     *logit = *cosine * scale;
                 }
             }
@@ -242,20 +246,6 @@ fn scale(weights: &MoeWeights) -> (f32, bool) {
     let log_scale = weights.extra(LOG_SCALE).f32s()[0];
     // Not `min`, which would lose a NaN.
     if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
-}
-
-/// Of a bf16 `x [T, D]` its product with the projection rounded to bf16, `[T, P]`, and what the products of that and `units [E, P]`
-/// lack, `[T, E]`.
-///
-/// With `P = H + L`, H rounded to bf16, what decides between experts is `<P x, m> = <H x, m> + <x, L^T m>`. The second term is at
-/// most 2^-8 of the first; `L^T m` rounded to bf16 leaves an error of 2^-17, what sums in f32 have themselves. So both products
-/// with x are of bf16 numbers, at half the time. Lengths and gradients are taken of H x.
-fn products_in_halves(ctx: &Context, x: &Tensor, projection: &Tensor, units: &Tensor) -> (Tensor, Tensor) {
-    let high = cast(ctx, projection, DType::BF16);
-    let mut low = projection.copied(ctx.pool());
-    low.f32s_mut().iter_mut().zip(high.bf16s()).for_each(|(low, high)| *low -= high.to_f32());
-    let rest = linear_backward_input(ctx, units, &low, DType::BF16);
-    (linear(ctx, x, &high, DType::F32), linear(ctx, x, &rest, DType::F32))
 }
 
 /// The norm, by lanes that vectors can hold; at least [`MIN_NORM`].

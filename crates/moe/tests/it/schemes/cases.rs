@@ -99,8 +99,8 @@ fn the_cosine_router_learns_directions_and_a_temperature() {
     assert!(saved.stats().logit_rms() <= 100.0);
 }
 
-/// Of bf16 tokens the products with the projection are of bf16 numbers: the decision is that of the projection in f64, and only the
-/// length of a token's projection, which all of its logits share, is that of the rounded one.
+/// The decision about bf16 tokens is that of the projection in f64; the length of a token's projection, which all of its logits
+/// share, is that of one rounded to bf16.
 #[test]
 fn the_cosine_router_decides_about_bf16_tokens_as_in_f64() {
     let ctx = Context::cpu(2);
