@@ -38,7 +38,7 @@ fn main() {
 
 impl Bench {
     fn run(&self, name: &str, unit: Unit, mut operation: impl FnMut()) {
-        if self.filter.as_ref().is_some_and(|filter| !name.contains(filter.as_str())) {
+        if !self.wants(name) {
             return;
         }
         let start = Instant::now();
@@ -56,6 +56,10 @@ impl Bench {
         };
         let rate = count / best;
         println!("{name:44} {:10.3} ms {:8.1} {label:8} {:5.0}%", best * 1e3, rate / 1e9, 100.0 * rate / peak);
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.filter.as_ref().is_none_or(|filter| name.contains(filter.as_str()))
     }
 
     fn normal(&self, shape: &[usize], dtype: DType) -> Tensor {
@@ -151,6 +155,11 @@ impl Bench {
         ];
         for (name, batch, (seq_len, kv_len), (num_heads, num_kv_heads), head_dim) in cases {
             for (label, dtype) in [("f32", DType::F32), ("bf16", DType::BF16)] {
+                let (forward, backward) =
+                    (format!("attention {name} {label}"), format!("attention_backward {name} {label}"));
+                if !self.wants(&forward) && !self.wants(&backward) {
+                    continue;
+                }
                 let ctx = &self.ctx;
                 let scale = 1.0 / (head_dim as f32).sqrt();
                 let kv_capacity = kv_len;
@@ -171,7 +180,7 @@ impl Bench {
                 let v = self.normal(&[batch * kv_len, num_kv_heads * head_dim], dtype);
                 if seq_len == 1 {
                     let bytes = (2 * k.num_bytes()) as f64;
-                    self.run(&format!("attention {name} {label}"), Unit::Bytes(bytes), || {
+                    self.run(&forward, Unit::Bytes(bytes), || {
                         _ = attention(ctx, &q, &k, &v, &shape);
                     });
                     continue;
@@ -180,10 +189,10 @@ impl Bench {
                 let pairs = batch * num_heads * seq_len * (2 * kv_len - seq_len + 1) / 2;
                 let flops = (4 * pairs * head_dim) as f64;
                 let (o, lse) = attention(ctx, &q, &k, &v, &shape);
-                self.run(&format!("attention {name} {label}"), Unit::Flops(flops, dtype), || {
+                self.run(&forward, Unit::Flops(flops, dtype), || {
                     _ = attention(ctx, &q, &k, &v, &shape);
                 });
-                self.run(&format!("attention_backward {name} {label}"), Unit::Flops(2.5 * flops, dtype), || {
+                self.run(&backward, Unit::Flops(2.5 * flops, dtype), || {
                     _ = attention_backward(ctx, &d_o, (&q, &k, &v), (&o, &lse), &shape);
                 });
             }

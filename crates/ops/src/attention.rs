@@ -18,6 +18,8 @@ mod biased;
 mod blocks;
 mod decode;
 mod forward;
+mod softmax;
+mod words;
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -121,12 +123,13 @@ pub fn attention_backward(
     if let Some(on) = On::of(ctx).filter(|_| cuda::attention::takes(shape)) {
         return cuda::attention::backward(on, d_o, (q, k, v), (o, lse), shape);
     }
-    let mut grads = backward::Grads {
-        dq: ctx.empty(q.shape(), DType::F32),
-        dk: ctx.zeros(k.shape(), DType::F32),
-        dv: ctx.zeros(v.shape(), DType::F32),
+    let has_queries = shape.seq_len > 0 && shape.head_dim > 0;
+    let of_keys = |x: &Tensor| match has_queries && shape.kv_len == shape.kv_capacity {
+        true => ctx.empty(x.shape(), DType::F32),
+        false => ctx.zeros(x.shape(), DType::F32),
     };
-    let words = blocks::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
+    let mut grads = backward::Grads { dq: ctx.empty(q.shape(), DType::F32), dk: of_keys(k), dv: of_keys(v) };
+    let words = words::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
     let (d_o, o, lse) = (d_o.into(), o.into(), lse.f32s());
     let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, words };
     backward::run(ctx, &inputs, shape, &mut grads);

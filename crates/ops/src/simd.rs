@@ -322,12 +322,23 @@ x86_level!(
     #[inline(always)]
     fn pair(low: Self::Vector, high: Self::Vector) -> Self::Vector {
         use core::arch::x86_64::{
-            __m256bh, __m256i, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_or_si512, _mm512_slli_epi32,
+            __m512bh, __m512i, _mm512_castsi512_ps, _mm512_cvtne2ps_pbh, _mm512_loadu_si512, _mm512_permutexvar_epi16,
         };
-        // SAFETY: as in `splat`; the transmute renames 256 bits.
+        /// An element of the lower half and one of the upper half in turn.
+        const TURNS: [u16; 32] = {
+            let mut turns = [0; 32];
+            let mut i = 0;
+            while i < 32 {
+                turns[i] = i as u16 / 2 + if i % 2 == 0 { 0 } else { 16 };
+                i += 1;
+            }
+            turns
+        };
+        // SAFETY: as in `splat`; the transmute renames 512 bits, and there are as many at `TURNS`.
         unsafe {
-            let rounded = |x| _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x)));
-            _mm512_castsi512_ps(_mm512_or_si512(rounded(low), _mm512_slli_epi32::<16>(rounded(high))))
+            let rounded: __m512i = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(turns, rounded))
         }
     },
     #[inline(always)]

@@ -7,9 +7,9 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, add_of_keys, key_elements, pair_rows,
-    product, round_in_place, round_rows, transposed_words,
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, add_of_keys, key_elements, product, seen_by_all,
 };
+use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, transpose};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, kernel, sum_lanes};
 use crate::{Context, Isa, vmath};
@@ -33,7 +33,7 @@ pub(super) struct Grads {
     pub(super) dv: Tensor,
 }
 
-/// Computes the three gradients. `dk` and `dv` come in as zeros.
+/// Computes the three gradients. Rows of `dk` and `dv` beyond the keys are left as they are.
 ///
 /// The keys are cut into parts by the shape alone. With several parts each has its own share of `dq`, and these are added up
 /// in the order of the keys at the end.
@@ -99,7 +99,7 @@ impl Task<'_> {
         let mut state = scratch.split(inputs.words, width, value_width);
         let mut copies = ctx.empty(&[self.keys.len().div_ceil(KEYS), KEYS * (width + value_width)], DType::F32);
         for (keys, copy) in self.blocks().zip(copies.f32s_mut().chunks_exact_mut(KEYS * (width + value_width))) {
-            self.load_keys(isa, inputs, &keys, (state.copy, copy));
+            self.load_keys(isa, inputs, &keys, copy);
         }
         for block in 0..RowBlock::count(shape) {
             let rows = RowBlock::new(shape, self.batch, self.kv_head, block);
@@ -140,26 +140,22 @@ impl Task<'_> {
     }
 
     /// Copies a block of keys and values for [`Keys::new`].
-    fn load_keys(&self, isa: Isa, inputs: &Inputs<'_>, keys: &Range<usize>, (copy, to): (&mut [f32], &mut [f32])) {
-        let (head_dim, value_dim, num_keys) = (self.shape.head_dim, self.shape.value_dim, keys.len());
-        let [width, value_width] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
+    fn load_keys(&self, isa: Isa, inputs: &Inputs<'_>, keys: &Range<usize>, to: &mut [f32]) {
+        let (head_dim, value_dim, words) = (self.shape.head_dim, self.shape.value_dim, inputs.words);
+        let width = head_dim.next_multiple_of(COL_UNIT);
         let (starts, value_starts) = key_elements(self.shape, self.batch, self.kv_head, keys);
-        let (starts, value_starts) = (&starts[..num_keys], &value_starts[..num_keys]);
+        let rows = Rows { starts: &starts[..keys.len()], cols: head_dim };
         let (k, v) = to.split_at_mut(KEYS * width);
-        match inputs.words {
-            Words::Singles => {
-                inputs.k.copy_rows(isa, starts, head_dim, k, width);
-                inputs.v.copy_rows(isa, value_starts, value_dim, v, value_width);
-            }
+        match words {
+            Words::Singles => inputs.k.copy_rows(isa, rows, k),
             Words::Pairs => {
-                let (rows, pairs) = k.split_at_mut(KEYS * width / 2);
-                inputs.k.copy_rows(isa, starts, head_dim, copy, width);
-                round_rows(isa, &copy[..num_keys * width], rows);
-                pair_rows(isa, copy, width, (num_keys, width), pairs);
-                inputs.v.copy_rows(isa, value_starts, value_dim, copy, value_width);
-                round_rows(isa, &copy[..num_keys * value_width], v);
+                let (along, down) = k.split_at_mut(KEYS * width / 2);
+                inputs.k.copy_words(isa, words, rows, along);
+                inputs.k.copy_words_down(isa, words, rows, down);
             }
         }
+        let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim };
+        inputs.v.copy_words(isa, words, values, v);
     }
 
     /// The place for this part's share of the gradient of one query row.
@@ -332,20 +328,17 @@ struct Statistics {
 
 impl State<'_> {
     fn load_rows(&mut self, isa: Isa, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
-        let (head_dim, width) = (shape.head_dim, self.width);
-        let (value_dim, value_width) = (shape.value_dim, self.value_width);
+        let (words, width, value_width) = (self.words, self.width, self.value_width);
         let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
-        inputs.q.copy_rows(isa, elements, head_dim, self.copy, width);
-        transposed_words(isa, self.words, (self.copy, rows.len), head_dim, self.rounded, self.q_transposed);
-        self.words.along_rows(isa, self.copy, (rows.len, width), self.q);
-        inputs.o.copy_rows(isa, value_elements, value_dim, self.o, value_width);
-        inputs.d_o.copy_rows(isa, value_elements, value_dim, self.copy, value_width);
-        if self.words == Words::Pairs {
-            // So that what cancels in `d_o v^T - rowsum(d_o o)` is rounded alike.
-            round_in_place(isa, &mut self.copy[..rows.len * value_width]);
-        }
-        transposed_words(isa, self.words, (self.copy, rows.len), value_dim, self.rounded, self.d_o_transposed);
-        self.words.along_rows(isa, self.copy, (rows.len, value_width), self.d_o);
+        let copied = Rows { starts: elements, cols: shape.head_dim };
+        inputs.q.copy_words(isa, words, copied, self.copy);
+        let size = (rows.len, words.count(width));
+        transpose(isa, self.copy, size, words.count(shape.head_dim), self.q_transposed);
+        inputs.q.copy_words_down(isa, words, copied, self.q);
+        let copied = Rows { starts: value_elements, cols: shape.value_dim };
+        inputs.o.copy_rows(isa, copied, self.o);
+        inputs.d_o.copy_rows(isa, copied, self.copy);
+        self.spread_d_o(isa, (rows.len, shape.value_dim));
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
         row_dots(isa, &self.o[..rows.len * value_width], self.copy, value_width, &mut statistics.delta);
@@ -353,6 +346,23 @@ impl State<'_> {
         (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
         statistics.lse =
             std::array::from_fn(|row| if row < rows.len { inputs.lse[rows.statistic(row)] * LOG2_E } else { 0.0 });
+    }
+
+    /// Makes both operands of the rows of `d_o` in `copy`.
+    fn spread_d_o(&mut self, isa: Isa, (num_rows, value_dim): (usize, usize)) {
+        let (words, width) = (self.words, self.value_width);
+        let rows = &mut self.copy[..num_rows * width];
+        let size = (num_rows, words.count(width));
+        if words == Words::Singles {
+            transpose(isa, rows, size, value_dim, self.d_o_transposed);
+            self.d_o[..rows.len()].copy_from_slice(rows);
+            return;
+        }
+        // So that what cancels in `d_o v^T - rowsum(d_o o)` is rounded alike.
+        round_in_place(isa, rows);
+        round_rows(isa, rows, self.rounded);
+        transpose(isa, self.rounded, size, words.count(value_dim), self.d_o_transposed);
+        pair_rows(isa, rows, width, (num_rows, width), self.d_o);
     }
 
     /// Adds what the rows and the keys at hand contribute to the three gradients.
@@ -456,9 +466,18 @@ kernel! {
         let cols = first_col..first_col + num_cols;
         let (lse, delta) = (&statistics.lse[cols.clone()], &statistics.delta[cols.clone()]);
         let (seen_from, visible) = (&statistics.seen_from[cols.clone()], &statistics.visible[cols.clone()]);
+        let num_open = seen_by_all(first_key, num_keys, (seen_from, visible));
         let keys = p.chunks_exact_mut(ROWS).zip(ds.chunks_exact_mut(ROWS)).take(num_keys);
-        for (key, (p, ds)) in (first_key as i32..).zip(keys) {
+        for (key, (p, ds)) in keys.enumerate() {
             let (p, ds) = (&mut p[cols.clone()], &mut ds[cols.clone()]);
+            if key < num_open {
+                for i in 0..num_cols {
+                    p[i] = vmath::exp2_falling::<S>(p[i] * scale - lse[i]);
+                    ds[i] = p[i] * (ds[i] - delta[i]);
+                }
+                continue;
+            }
+            let key = (first_key + key) as i32;
             for i in 0..num_cols {
                 let is_seen = (key < visible[i]) & (key >= seen_from[i]);
                 let weight = vmath::exp2_falling::<S>(p[i] * scale - lse[i]);

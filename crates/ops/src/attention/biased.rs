@@ -10,9 +10,8 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, Values, Words, key_elements, product, transpose,
-};
+use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, key_elements, product};
+use super::words::{Rows, Values, Words, transpose};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
@@ -83,13 +82,13 @@ impl Block<'_> {
         let mut q_rows = ctx.empty(&[ROWS, width], DType::F32);
         let mut q_transposed = ctx.empty(&[width, ROWS], DType::F32);
         let starts: [usize; ROWS] = std::array::from_fn(|i| self.row(i.min(rows - 1)) * shape.head_dim);
-        q.copy_rows(isa, &starts[..rows], shape.head_dim, q_rows.f32s_mut(), width);
-        transpose(isa, q_rows.f32s(), rows, width, shape.head_dim, q_transposed.f32s_mut());
+        q.copy_rows(isa, Rows { starts: &starts[..rows], cols: shape.head_dim }, q_rows.f32s_mut());
+        transpose(isa, q_rows.f32s(), (rows, width), shape.head_dim, q_transposed.f32s_mut());
         let mut scores = ctx.empty(&[shape.kv_len.next_multiple_of(KEYS), ROWS], DType::F32);
         let mut copy = ctx.empty(&[KEYS, width.max(value_width)], DType::F32);
         for (keys, scores) in self.key_blocks().zip(scores.f32s_mut().chunks_mut(KEYS * ROWS)) {
             let (starts, _) = self.key_starts(&keys);
-            k.copy_rows(isa, &starts[..keys.len()], shape.head_dim, copy.f32s_mut(), width);
+            k.copy_rows(isa, Rows { starts: &starts[..keys.len()], cols: shape.head_dim }, copy.f32s_mut());
             let cols = rows.next_multiple_of(COL_UNIT);
             let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: shape.head_dim, words };
             let right = Right { values: q_transposed.f32s(), stride: ROWS };
@@ -104,7 +103,7 @@ impl Block<'_> {
         let mut o = ctx.zeros(&[ROWS, value_width], DType::F32);
         for (keys, scores) in self.key_blocks().zip(scores.f32s().chunks(KEYS * ROWS)) {
             let (_, starts) = self.key_starts(&keys);
-            v.copy_rows(isa, &starts[..keys.len()], shape.value_dim, copy.f32s_mut(), value_width);
+            v.copy_rows(isa, Rows { starts: &starts[..keys.len()], cols: shape.value_dim }, copy.f32s_mut());
             let size = Size { rows: rows.next_multiple_of(ROW_UNIT), cols: value_width, inner: keys.len(), words };
             let right = Right { values: copy.f32s(), stride: value_width };
             let left = Left::columns(scores, ROWS);

@@ -1,15 +1,11 @@
-//! What both passes of attention are made of: blocks of query rows, copies of blocks, and small matrix products.
-//!
-//! Products step along their inner dimension by words of 32 bits: an f32, or two bf16 that are multiplied and added up at
-//! once where the machine does that faster. Words of both kinds lie in memory of f32; nothing computes with a pair as if it were one.
+//! What both passes of attention are made of: blocks of query rows, and small matrix products.
 
 use std::ops::Range;
 
-use moeworks_tensor::{DType, Tensor, bf16};
-
 use super::AttentionShape;
+use super::words::Words;
 use crate::Isa;
-use crate::simd::{Float, Level, kernel};
+use crate::simd::{Level, kernel};
 
 /// Query rows of a block.
 pub(super) const ROWS: usize = 64;
@@ -19,171 +15,6 @@ pub(super) const KEYS: usize = 128;
 pub(super) const ROW_UNIT: usize = 8;
 /// Columns of products come in multiples of this.
 pub(super) const COL_UNIT: usize = 16;
-
-/// What the words of a product are.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Words {
-    /// An f32.
-    Singles,
-    /// Two bf16 that follow each other along the inner dimension.
-    Pairs,
-}
-
-impl Words {
-    /// What is best for tensors of these types.
-    pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
-        // With AMX the product of pairs in vectors is slower than multiply-adds of f32.
-        let pairs = isa == Isa::Avx512Bf16 && dtypes.iter().all(|&dtype| dtype == DType::BF16);
-        if pairs { Self::Pairs } else { Self::Singles }
-    }
-
-    /// Words that so many elements make; the last may have to be filled up.
-    pub(super) fn count(self, elements: usize) -> usize {
-        match self {
-            Self::Singles => elements,
-            Self::Pairs => elements.div_ceil(2),
-        }
-    }
-
-    /// Turns `from`, `[rows, cols]` elements, into words along the rows' index, `[count(rows), cols]`.
-    pub(super) fn along_rows(self, isa: Isa, from: &[f32], (rows, cols): (usize, usize), to: &mut [f32]) {
-        match self {
-            Self::Singles => to[..rows * cols].copy_from_slice(&from[..rows * cols]),
-            Self::Pairs => pair_rows(isa, from, cols, (rows, cols), to),
-        }
-    }
-}
-
-/// The elements of a float tensor.
-#[derive(Clone, Copy)]
-pub(super) enum Values<'a> {
-    F32(&'a [f32]),
-    Bf16(&'a [bf16]),
-}
-
-impl<'a> From<&'a Tensor> for Values<'a> {
-    fn from(tensor: &'a Tensor) -> Self {
-        match tensor.dtype() {
-            DType::F32 => Self::F32(tensor.f32s()),
-            DType::BF16 => Self::Bf16(tensor.bf16s()),
-            dtype => panic!("attention over {dtype:?}"),
-        }
-    }
-}
-
-impl Values<'_> {
-    /// Copies the rows of `cols` elements that start at `starts` into the rows of `to`, which are `to_cols` wide and are
-    /// filled up with zeros.
-    pub(super) fn copy_rows(self, isa: Isa, starts: &[usize], cols: usize, to: &mut [f32], to_cols: usize) {
-        match self {
-            Self::F32(values) => copy_kernel::<f32>(isa, values, starts, cols, to, to_cols),
-            Self::Bf16(values) => copy_kernel::<bf16>(isa, values, starts, cols, to, to_cols),
-        }
-    }
-}
-
-kernel! {
-    fn copy_kernel<S: Level, T: Float>(
-        values: &[T],
-        starts: &[usize],
-        cols: usize,
-        to: &mut [f32],
-        to_cols: usize,
-    ) {
-        for (&start, to) in starts.iter().zip(to.chunks_exact_mut(to_cols)) {
-            let from = &values[start..start + cols];
-            let (from, last) = from.as_chunks::<COL_UNIT>();
-            let (to, _) = to.as_chunks_mut::<COL_UNIT>();
-            for (to, from) in to.iter_mut().zip(from) {
-                for i in 0..COL_UNIT {
-                    to[i] = from[i].load();
-                }
-            }
-            if let Some(to) = to.get_mut(from.len()) {
-                for (i, to) in to.iter_mut().enumerate() {
-                    *to = last.get(i).map_or(0.0, |value| value.load());
-                }
-            }
-        }
-    }
-}
-
-kernel! {
-    bf16
-    /// `from`, rows of an even number of elements one after the other, as pairs along the rows.
-    pub(super) fn round_rows<S: Level>(from: &[f32], to: &mut [f32]) {
-        S::round_all(from, &mut bytemuck::cast_slice_mut(to)[..from.len()]);
-    }
-}
-
-kernel! {
-    /// Puts the nearest bf16 in the place of each value.
-    pub(super) fn round_in_place<S: Level>(values: &mut [f32]) {
-        values.iter_mut().for_each(|value| *value = bf16::store(*value).load());
-    }
-}
-
-kernel! {
-    bf16
-    /// `to [rows / 2, cols]`: pairs down the columns of `from`, whose rows and those of `to` lie `stride` apart. A row
-    /// that is missing at the end counts as zeros. `cols` is a multiple of [`COL_UNIT`].
-    pub(super) fn pair_rows<S: Level>(from: &[f32], stride: usize, size: (usize, usize), to: &mut [f32]) {
-        let (rows, cols) = size;
-        assert!(S::HAS_PAIR_DOT && cols.is_multiple_of(COL_UNIT) && cols <= stride);
-        assert!(rows == 0 || from.len() >= (rows - 1) * stride + cols);
-        assert!(rows == 0 || to.len() >= (rows - 1) / 2 * stride + cols);
-        for row in (0..rows).step_by(2) {
-            for col in (0..cols).step_by(COL_UNIT) {
-                // SAFETY: the assertions above; vectors have COL_UNIT lanes where pairs are multiplied.
-                unsafe {
-                    let at = from.as_ptr().add(row * stride + col);
-                    let low = S::load(at);
-                    let high = if row + 1 < rows { S::load(at.add(stride)) } else { S::splat(0.0) };
-                    S::store(to.as_mut_ptr().add(row / 2 * stride + col), S::pair(low, high));
-                }
-            }
-        }
-    }
-}
-
-/// A block of rows as the right operand of products along its columns, `transposed`: `[dim, ROWS]` elements in words.
-/// `rounded` has room for the block.
-pub(super) fn transposed_words(
-    isa: Isa,
-    words: Words,
-    (from, num_rows): (&[f32], usize),
-    dim: usize,
-    rounded: &mut [f32],
-    transposed: &mut [f32],
-) {
-    let width = dim.next_multiple_of(COL_UNIT);
-    match words {
-        Words::Singles => transpose(isa, from, num_rows, width, dim, transposed),
-        Words::Pairs => {
-            round_rows(isa, &from[..num_rows * width], rounded);
-            transpose(isa, rounded, num_rows, words.count(width), words.count(dim), transposed);
-        }
-    }
-}
-
-kernel! {
-    /// `to [cols, ROWS] = from [num_rows, from_cols]^T`, the first `cols` columns of it; the rest of `to` becomes zero.
-    pub(super) fn transpose<S: Level>(from: &[f32], num_rows: usize, from_cols: usize, cols: usize, to: &mut [f32]) {
-        const TILE: usize = 16;
-        assert!(num_rows <= ROWS);
-        for first in (0..num_rows.next_multiple_of(TILE)).step_by(TILE) {
-            let count = TILE.min(num_rows - first);
-            for (col, to) in to.chunks_exact_mut(ROWS).take(cols).enumerate() {
-                let to = &mut to[first..first + TILE];
-                let (to, rest) = to.split_at_mut(count);
-                for (row, to) in to.iter_mut().enumerate() {
-                    *to = from[(first + row) * from_cols + col];
-                }
-                rest.fill(0.0);
-            }
-        }
-    }
-}
 
 /// A block of query rows: all queries and query heads of one sequence that use one key head, by query and then by head.
 #[derive(Clone, Copy)]
@@ -503,5 +334,15 @@ unsafe fn tile_step<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: u
                 };
             }
         }
+    }
+}
+
+/// Of `num_keys` keys from `first` on, how many at the start are seen by all of some rows, of which each sees the keys
+/// from its `seen_from` to before its `visible`; neither falls from one row to the next.
+#[inline(always)]
+pub(super) fn seen_by_all(first: usize, num_keys: usize, (seen_from, visible): (&[i32], &[i32])) -> usize {
+    match (seen_from.last(), visible.first()) {
+        (Some(&from), Some(&end)) if from as usize <= first => (end as usize).saturating_sub(first).min(num_keys),
+        _ => 0,
     }
 }

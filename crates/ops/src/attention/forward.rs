@@ -8,13 +8,12 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, Values, Words, add_of_keys, pair_rows, product,
-    round_rows, transposed_words,
-};
+use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, add_of_keys, product};
+use super::softmax::{Columns, softmax};
+use super::words::{Rows, Values, Words, transpose};
+use crate::Context;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
-use crate::{Context, vmath};
 
 /// Blocks of rows that a task takes at most: they share its copies of keys and values, and what it holds of them should
 /// stay in a core's cache.
@@ -79,7 +78,7 @@ struct Scratch {
 impl Scratch {
     fn new(ctx: &Context, shape: &AttentionShape, num_blocks: usize) -> Self {
         let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
-        let shared = KEYS * (width + value_width + width.max(value_width) + ROWS + ROWS / 2);
+        let shared = KEYS * (width + value_width + ROWS + ROWS / 2);
         Self {
             shared: ctx.empty(&[shared], DType::F32),
             states: ctx.empty(&[num_blocks, ROWS * (width + value_width + 2)], DType::F32),
@@ -93,9 +92,8 @@ impl Scratch {
         let (width, value_width) = (self.width, self.value_width);
         let (k, memory) = self.shared.f32s_mut().split_at_mut(KEYS * width);
         let (v, memory) = memory.split_at_mut(KEYS * value_width);
-        let (copy, memory) = memory.split_at_mut(KEYS * width.max(value_width));
         let (scores, weights) = memory.split_at_mut(KEYS * ROWS);
-        (Shared { width, value_width, k, v, copy, scores, weights }, states(&mut self.states, width, value_width))
+        (Shared { width, value_width, k, v, scores, weights }, states(&mut self.states, width, value_width))
     }
 
     fn states(&mut self) -> impl Iterator<Item = State<'_>> {
@@ -123,8 +121,6 @@ struct Shared<'a> {
     k: &'a mut [f32],
     /// `[KEYS, value_width]` elements in words along the keys: their values.
     v: &'a mut [f32],
-    /// Rows on their way to words.
-    copy: &'a mut [f32],
     /// `[KEYS, ROWS]`
     scores: &'a mut [f32],
     /// `[KEYS / 2, ROWS]`: what scores become, as pairs.
@@ -184,9 +180,11 @@ impl<'a> Task<'a> {
     }
 
     fn begin(&self, rows: RowBlock<'_>, q: Values<'_>, shared: &mut Shared<'_>, state: State<'_>) {
-        let (isa, dim) = (self.ctx.isa(), self.shape.head_dim);
-        q.copy_rows(isa, &rows.elements()[..rows.len], dim, shared.copy, shared.width);
-        transposed_words(isa, self.words, (shared.copy, rows.len), dim, shared.k, state.q_transposed);
+        let (isa, words, dim) = (self.ctx.isa(), self.words, self.shape.head_dim);
+        // There are no keys yet.
+        let copied = Rows { starts: &rows.elements()[..rows.len], cols: dim };
+        q.copy_words(isa, words, copied, shared.k);
+        transpose(isa, shared.k, (rows.len, words.count(shared.width)), words.count(dim), state.q_transposed);
         state.o.fill(0.0);
         // A sink is a key that was already seen and has no value.
         (*state.max, *state.sum) = match self.sinks {
@@ -202,21 +200,11 @@ impl<'a> Task<'a> {
         (k, v): (Values<'_>, Values<'_>),
         shared: &mut Shared<'_>,
     ) {
-        let (isa, width, value_width) = (self.ctx.isa(), shared.width, shared.value_width);
+        let (isa, words) = (self.ctx.isa(), self.words);
         let (starts, value_starts) = rows.key_elements(keys);
-        let (starts, value_starts) = (&starts[..keys.len()], &value_starts[..keys.len()]);
-        match self.words {
-            Words::Singles => {
-                k.copy_rows(isa, starts, self.shape.head_dim, shared.k, width);
-                v.copy_rows(isa, value_starts, self.shape.value_dim, shared.v, value_width);
-            }
-            Words::Pairs => {
-                k.copy_rows(isa, starts, self.shape.head_dim, shared.copy, width);
-                round_rows(isa, &shared.copy[..keys.len() * width], shared.k);
-                v.copy_rows(isa, value_starts, self.shape.value_dim, shared.copy, value_width);
-                pair_rows(isa, shared.copy, value_width, (keys.len(), value_width), shared.v);
-            }
-        }
+        let values = Rows { starts: &value_starts[..keys.len()], cols: self.shape.value_dim };
+        k.copy_words(isa, words, Rows { starts: &starts[..keys.len()], cols: self.shape.head_dim }, shared.k);
+        v.copy_words_down(isa, words, values, shared.v);
     }
 
     /// Takes the keys at hand into the sums of a block of rows.
@@ -234,95 +222,11 @@ impl<'a> Task<'a> {
         let scale = self.shape.scale * LOG2_E;
         for col in (0..rows.padded_len()).step_by(COL_UNIT) {
             let num_keys = rows.visible_in(col + COL_UNIT - 1, keys);
-            let columns = Columns { first_col: col, first_key: keys.start, num_keys, scale };
-            softmax(isa, columns, shared.scores, &visible, state.max, state.sum, state.o);
-            if words == Words::Pairs {
-                pair_rows(isa, &shared.scores[col..], ROWS, (num_keys, COL_UNIT), &mut shared.weights[col..]);
-            }
+            let columns = Columns { first_col: col, first_key: keys.start, num_keys, scale, words };
+            softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), state.o);
         }
         let weights = if words == Words::Pairs { &*shared.weights } else { &*shared.scores };
         let right = Right { values: shared.v, stride: shared.value_width };
         add_of_keys(isa, words, (rows, keys), weights, right, state.o);
     }
-}
-
-/// Which scores [`softmax`] turns into weights: [`COL_UNIT`] query rows and a number of keys.
-#[derive(Clone, Copy)]
-struct Columns {
-    first_col: usize,
-    first_key: usize,
-    num_keys: usize,
-    /// What scores are to be multiplied by.
-    scale: f32,
-}
-
-kernel! {
-    /// Turns scores into `2^(score - max)`, zero where a row does not see the key, after raising the rows' maxima; scales what the
-    /// rows have summed up so far accordingly.
-    fn softmax<S: Level>(
-        columns: Columns,
-        scores: &mut [f32],
-        visible: &([i32; ROWS], [i32; ROWS]),
-        max: &mut [f32; ROWS],
-        sum: &mut [f32; ROWS],
-        o: &mut [f32],
-    ) {
-        let Columns { first_col, first_key, num_keys, scale } = columns;
-        if num_keys == 0 {
-            return;
-        }
-        let (seen_from, visible) = (lanes_of(&visible.0, first_col), lanes_of(&visible.1, first_col));
-        let (max, sum) = (lanes_of_mut(max, first_col), lanes_of_mut(sum, first_col));
-        let mut new_max = *max;
-        for (key, scores) in scores.chunks_exact_mut(ROWS).take(num_keys).enumerate() {
-            let key = (first_key + key) as i32;
-            let scores = lanes_of_mut(scores, first_col);
-            let mut masked = scores.map(|score| score * scale);
-            for i in 0..COL_UNIT {
-                let is_seen = (key < visible[i]) & (key >= seen_from[i]);
-                masked[i] = if is_seen { masked[i] } else { f32::NEG_INFINITY };
-            }
-            for i in 0..COL_UNIT {
-                new_max[i] = if masked[i] > new_max[i] { masked[i] } else { new_max[i] };
-            }
-            *scores = masked;
-        }
-        let mut new_sum = [0.0_f32; COL_UNIT];
-        for scores in scores.chunks_exact_mut(ROWS).take(num_keys) {
-            let scores = lanes_of_mut(scores, first_col);
-            let mut weights = *scores;
-            for i in 0..COL_UNIT {
-                weights[i] = vmath::exp2_falling::<S>(weights[i] - new_max[i]);
-            }
-            for i in 0..COL_UNIT {
-                new_sum[i] += weights[i];
-            }
-            *scores = weights;
-        }
-        let mut factors = [0.0_f32; COL_UNIT];
-        for i in 0..COL_UNIT {
-            factors[i] = vmath::exp2_falling::<S>(max[i] - new_max[i]);
-            sum[i] = S::mul_add(sum[i], factors[i], new_sum[i]);
-        }
-        *max = new_max;
-        let width = o.len() / ROWS;
-        for (row, factor) in o.chunks_exact_mut(width).skip(first_col).zip(factors) {
-            // A later block rarely raises the maximum.
-            if factor != 1.0 {
-                row.iter_mut().for_each(|o| *o *= factor);
-            }
-        }
-    }
-}
-
-/// [`COL_UNIT`] elements of a row of statistics or scores.
-#[inline(always)]
-fn lanes_of<T>(row: &[T], first: usize) -> &[T; COL_UNIT] {
-    row[first..].first_chunk().expect("rows are whole vectors")
-}
-
-/// [`lanes_of`] for writing.
-#[inline(always)]
-fn lanes_of_mut<T>(row: &mut [T], first: usize) -> &mut [T; COL_UNIT] {
-    row[first..].first_chunk_mut().expect("rows are whole vectors")
 }

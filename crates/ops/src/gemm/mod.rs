@@ -20,7 +20,7 @@ pub(crate) mod source;
 pub(crate) mod store;
 mod tasks;
 #[cfg(target_arch = "x86_64")]
-mod transpose;
+pub(crate) mod transpose;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod turned;
 

@@ -62,7 +62,7 @@ pub(super) unsafe fn units<T: Float>(rows: &[&[T]; 16], format: Format, width: u
 /// The machine must have AVX-512 F and DQ; `num_units` units must be readable from each pointer on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-pub(super) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usize, to: &mut [u32]) {
+pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usize, to: &mut [u32]) {
     let lanes = width.min(16);
     assert!(num_units == 0 || to.len() >= (num_units - 1) * width + lanes, "room for the transposed rows");
     let blocks = num_units / 16;

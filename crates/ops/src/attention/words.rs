@@ -1,0 +1,240 @@
+//! The operands of attention's products, as they are copied out of tensors.
+//!
+//! Products step along their inner dimension by words of 32 bits: an f32, or two bf16 that are multiplied and added up at
+//! once where the machine does that faster. Words of both kinds lie in memory of f32; nothing computes with a pair as if it were one.
+
+use moeworks_tensor::{DType, Tensor, bf16};
+
+use super::blocks::{COL_UNIT, ROWS};
+use crate::Isa;
+use crate::simd::{Float, kernel};
+
+/// What the words of a product are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Words {
+    /// An f32.
+    Singles,
+    /// Two bf16 that follow each other along the inner dimension.
+    Pairs,
+}
+
+impl Words {
+    /// What is best for tensors of these types.
+    pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
+        // With AMX the product of pairs in vectors is slower than multiply-adds of f32.
+        let pairs = isa == Isa::Avx512Bf16 && dtypes.iter().all(|&dtype| dtype == DType::BF16);
+        if pairs { Self::Pairs } else { Self::Singles }
+    }
+
+    /// Words that so many elements make; the last may have to be filled up.
+    pub(super) fn count(self, elements: usize) -> usize {
+        match self {
+            Self::Singles => elements,
+            Self::Pairs => elements.div_ceil(2),
+        }
+    }
+}
+
+/// The elements of a float tensor.
+#[derive(Clone, Copy)]
+pub(super) enum Values<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> From<&'a Tensor> for Values<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        match tensor.dtype() {
+            DType::F32 => Self::F32(tensor.f32s()),
+            DType::BF16 => Self::Bf16(tensor.bf16s()),
+            dtype => panic!("attention over {dtype:?}"),
+        }
+    }
+}
+
+/// Rows of a tensor that are copied: where each starts, and its elements.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    pub(super) starts: &'a [usize],
+    pub(super) cols: usize,
+}
+
+impl Rows<'_> {
+    /// Elements of a copied row, which is filled up with zeros.
+    #[inline(always)]
+    fn width(&self) -> usize {
+        self.cols.next_multiple_of(COL_UNIT)
+    }
+}
+
+impl Values<'_> {
+    /// Copies rows as f32: `to [rows, width]`.
+    pub(super) fn copy_rows(self, isa: Isa, rows: Rows<'_>, to: &mut [f32]) {
+        match self {
+            Self::F32(values) => copy_kernel::<f32>(isa, values, rows, to),
+            Self::Bf16(values) => copy_kernel::<bf16>(isa, values, rows, to),
+        }
+    }
+
+    /// Copies rows as words along their elements: `to [rows, count(width)]`.
+    pub(super) fn copy_words(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
+        match (words, self) {
+            (Words::Pairs, Self::Bf16(values)) => copy_pairs_kernel(isa, values, rows, to),
+            (Words::Pairs, Self::F32(_)) => panic!("pairs of f32"),
+            (Words::Singles, _) => self.copy_rows(isa, rows, to),
+        }
+    }
+
+    /// Copies rows as words along the rows' index: `to [count(rows), width]`.
+    pub(super) fn copy_words_down(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
+        match (words, self) {
+            (Words::Pairs, Self::Bf16(values)) => pair_down_kernel(isa, values, rows, to),
+            (Words::Pairs, Self::F32(_)) => panic!("pairs of f32"),
+            (Words::Singles, _) => self.copy_rows(isa, rows, to),
+        }
+    }
+}
+
+kernel! {
+    fn copy_kernel<S: Level, T: Float>(values: &[T], rows: Rows<'_>, to: &mut [f32]) {
+        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width())) {
+            let from = &values[start..start + rows.cols];
+            let (from, last) = from.as_chunks::<COL_UNIT>();
+            let (to, _) = to.as_chunks_mut::<COL_UNIT>();
+            for (to, from) in to.iter_mut().zip(from) {
+                for i in 0..COL_UNIT {
+                    to[i] = from[i].load();
+                }
+            }
+            if let Some(to) = to.get_mut(from.len()) {
+                for (i, to) in to.iter_mut().enumerate() {
+                    *to = last.get(i).map_or(0.0, |value| value.load());
+                }
+            }
+        }
+    }
+}
+
+kernel! {
+    fn copy_pairs_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
+        let to: &mut [bf16] = bytemuck::cast_slice_mut(to);
+        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width())) {
+            let (from, last) = values[start..start + rows.cols].as_chunks::<COL_UNIT>();
+            let (to, _) = to.as_chunks_mut::<COL_UNIT>();
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+            if let Some(to) = to.get_mut(from.len()) {
+                *to = padded(last);
+            }
+        }
+    }
+}
+
+kernel! {
+    fn pair_down_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
+        let to: &mut [u32] = bytemuck::cast_slice_mut(to);
+        for (starts, to) in rows.starts.chunks(2).zip(to.chunks_exact_mut(rows.width())) {
+            // The last row may have none to pair with.
+            let (high, mask) = starts.get(1).map_or((starts[0], 0), |&start| (start, u32::MAX << 16));
+            let row = |start: usize| values[start..start + rows.cols].as_chunks::<COL_UNIT>();
+            let ((low, low_rest), (high, high_rest)) = (row(starts[0]), row(high));
+            let (to, _) = to.as_chunks_mut::<COL_UNIT>();
+            for ((to, low), high) in to.iter_mut().zip(low).zip(high) {
+                *to = paired(low, high, mask);
+            }
+            if let Some(to) = to.get_mut(low.len()) {
+                *to = paired(&padded(low_rest), &padded(high_rest), mask);
+            }
+        }
+    }
+}
+
+/// Words of two rows' elements, of which the second is kept where `mask` says so.
+#[inline(always)]
+fn paired(low: &[bf16; COL_UNIT], high: &[bf16; COL_UNIT], mask: u32) -> [u32; COL_UNIT] {
+    let mut words = [0; COL_UNIT];
+    for i in 0..COL_UNIT {
+        words[i] = u32::from(low[i].to_bits()) | (u32::from(high[i].to_bits()) << 16) & mask;
+    }
+    words
+}
+
+/// Fewer elements than [`COL_UNIT`], filled up with zeros.
+#[inline(always)]
+fn padded(last: &[bf16]) -> [bf16; COL_UNIT] {
+    std::array::from_fn(|i| last.get(i).copied().unwrap_or(bf16::from_bits(0)))
+}
+
+kernel! {
+    bf16
+    /// `from`, rows of an even number of elements one after the other, as pairs along the rows.
+    pub(super) fn round_rows<S: Level>(from: &[f32], to: &mut [f32]) {
+        S::round_all(from, &mut bytemuck::cast_slice_mut(to)[..from.len()]);
+    }
+}
+
+kernel! {
+    /// Puts the nearest bf16 in the place of each value.
+    pub(super) fn round_in_place<S: Level>(values: &mut [f32]) {
+        values.iter_mut().for_each(|value| *value = bf16::store(*value).load());
+    }
+}
+
+kernel! {
+    bf16
+    /// `to [rows / 2, cols]`: pairs down the columns of `from`, whose rows and those of `to` lie `stride` apart. A row
+    /// that is missing at the end counts as zeros. `cols` is a multiple of [`COL_UNIT`].
+    pub(super) fn pair_rows<S: Level>(from: &[f32], stride: usize, size: (usize, usize), to: &mut [f32]) {
+        let (rows, cols) = size;
+        assert!(S::HAS_PAIR_DOT && cols.is_multiple_of(COL_UNIT) && cols <= stride);
+        assert!(rows == 0 || from.len() >= (rows - 1) * stride + cols);
+        assert!(rows == 0 || to.len() >= (rows - 1) / 2 * stride + cols);
+        for row in (0..rows).step_by(2) {
+            for col in (0..cols).step_by(COL_UNIT) {
+                // SAFETY: the assertions above; vectors have COL_UNIT lanes where pairs are multiplied.
+                unsafe {
+                    let at = from.as_ptr().add(row * stride + col);
+                    let low = S::load(at);
+                    let high = if row + 1 < rows { S::load(at.add(stride)) } else { S::splat(0.0) };
+                    S::store(to.as_mut_ptr().add(row / 2 * stride + col), S::pair(low, high));
+                }
+            }
+        }
+    }
+}
+
+/// `to [cols, ROWS] = from [num_rows, width]^T` of words, the first `cols` columns of it; the rest of `to` becomes zero.
+pub(super) fn transpose(isa: Isa, from: &[f32], (num_rows, width): (usize, usize), cols: usize, to: &mut [f32]) {
+    let mut first = 0;
+    #[cfg(target_arch = "x86_64")]
+    if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx) {
+        let units: &[u32] = bytemuck::cast_slice(from);
+        let to: &mut [u32] = bytemuck::cast_slice_mut(to);
+        while first + 16 <= num_rows {
+            let rows = std::array::from_fn(|row| units[(first + row) * width..][..cols].as_ptr());
+            // SAFETY: the instruction set is there, and each row has `cols` units.
+            unsafe { crate::gemm::transpose::words(&rows, cols, ROWS, &mut to[first..]) };
+            first += 16;
+        }
+    }
+    transpose_from(isa, from, (first, num_rows), width, cols, to);
+}
+
+kernel! {
+    /// [`transpose`] of the rows from `rows.0` on.
+    fn transpose_from<S: Level>(from: &[f32], rows: (usize, usize), width: usize, cols: usize, to: &mut [f32]) {
+        const TILE: usize = 16;
+        let (first, num_rows) = rows;
+        assert!(num_rows <= ROWS);
+        for first in (first..num_rows.next_multiple_of(TILE)).step_by(TILE) {
+            let count = TILE.min(num_rows - first);
+            for (col, to) in to.chunks_exact_mut(ROWS).take(cols).enumerate() {
+                let to = &mut to[first..first + TILE];
+                let (to, rest) = to.split_at_mut(count);
+                for (row, to) in to.iter_mut().enumerate() {
+                    *to = from[(first + row) * width + col];
+                }
+                rest.fill(0.0);
+            }
+        }
+    }
+}
