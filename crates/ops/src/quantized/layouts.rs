@@ -252,7 +252,7 @@ pub(super) const FP4_LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3,
 
 /// Half of two to the power of `exponent` less 127; all ones stand for NaN.
 #[inline(always)]
-pub(super) fn half_power(exponent: u8) -> f32 {
+fn half_power(exponent: u8) -> f32 {
     f32::from_bits(match exponent {
         // The last two are too small for an exponent of their own.
         0 => 0x0020_0000,
