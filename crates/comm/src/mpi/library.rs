@@ -76,17 +76,18 @@ fn candidates() -> Vec<PathBuf> {
         return vec![PathBuf::from(path)];
     }
     let is_open_mpi = env::vars_os().any(|(name, _)| name.to_string_lossy().starts_with("OMPI_"));
-    let names: Vec<&str> = if is_open_mpi {
-        OPEN_MPI.iter().chain(&STANDARD).copied().collect()
+    // Under Open MPI's launcher another MPI's library of the standard ABI may lie nearer than its own.
+    let families: Vec<Vec<&str>> = if is_open_mpi {
+        vec![OPEN_MPI.to_vec(), STANDARD.to_vec()]
     } else {
-        MPICH.iter().chain(&STANDARD).chain(&OPEN_MPI).copied().collect()
+        vec![MPICH.iter().chain(&STANDARD).chain(&OPEN_MPI).copied().collect()]
     };
-    let mut paths = Vec::new();
-    for folder in library_folders() {
-        paths.extend(names.iter().map(|name| folder.join(name)).filter(|path| path.exists()));
-    }
-    paths.extend(names.iter().map(PathBuf::from));
-    paths
+    let folders = library_folders();
+    let of_family = |names: &Vec<&str>| {
+        let in_folders = folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name)));
+        in_folders.filter(|path| path.exists()).chain(names.iter().map(PathBuf::from)).collect::<Vec<_>>()
+    };
+    families.iter().flat_map(of_family).collect()
 }
 
 fn library_folders() -> Vec<PathBuf> {

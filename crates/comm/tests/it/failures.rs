@@ -59,7 +59,7 @@ fn a_rank_that_ends_while_it_is_needed_is_named() {
 
 #[test]
 fn a_rank_that_hangs_is_named_by_the_watchdog() {
-    let is_over = AtomicBool::new(false);
+    let (has_started, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     let options = RankOptions::new(3).with_timeout(Duration::from_millis(300));
     let seen = Arc::new(Mutex::new(None));
     let seen_there = Arc::clone(&seen);
@@ -67,9 +67,13 @@ fn a_rank_that_hangs_is_named_by_the_watchdog() {
         *seen_there.lock().unwrap() = Some(error.to_string());
     });
     let results = run_ranks(&options, |comm| {
-        // It has started its part, so that its memory is there, and then does not go on.
+        // It has started its part, before there was anything to add up, so that its memory is there, and then does not go on.
+        while comm.rank() != 2 && !has_started.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(1));
+        }
         let pending = comm.start_all_reduce(vec![1.0_f32; 50_000], Reduce::Sum)?;
         if comm.rank() == 2 {
+            has_started.store(true, Ordering::SeqCst);
             while !is_over.load(Ordering::SeqCst) {
                 is_over.store(seen.lock().unwrap().is_some(), Ordering::SeqCst);
                 thread::sleep(Duration::from_millis(5));

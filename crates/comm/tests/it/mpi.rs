@@ -33,8 +33,8 @@ pub(crate) struct Launcher {
     pub(crate) library: Option<PathBuf>,
     pub(crate) is_open_mpi: bool,
     pub(crate) flags: Vec<String>,
-    /// Whether its folder is the first of the path.
-    pub(crate) is_on_path: bool,
+    /// The first folder of the path, if not that of the program.
+    pub(crate) first_on_path: Option<PathBuf>,
 }
 
 pub(crate) fn launchers() -> Vec<Launcher> {
@@ -67,7 +67,7 @@ fn with_libraries(program: PathBuf) -> Vec<Launcher> {
         library,
         is_open_mpi,
         flags: flags.clone(),
-        is_on_path: true,
+        first_on_path: None,
     };
     own.map(|(_, library)| launcher(library)).collect()
 }
@@ -81,9 +81,9 @@ impl Launcher {
         command.arg("-n").arg(num_ranks.to_string()).arg(env::current_exe().expect("this program has a path"));
         command.args(["mpi::plays_a_rank", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
         let folder = self.program.parent().expect("a program has a folder");
-        let folder = self.is_on_path.then(|| folder.to_path_buf());
+        let first = self.first_on_path.clone().unwrap_or_else(|| folder.to_path_buf());
         let others = env::var_os("PATH").unwrap_or_default();
-        let path = env::join_paths(folder.into_iter().chain(env::split_paths(&others)));
+        let path = env::join_paths(std::iter::once(first).chain(env::split_paths(&others)));
         command
             .env("PATH", path.expect("folders without colons"))
             .env(CASE, case)
@@ -139,8 +139,10 @@ fn collectives_give_among_processes_what_they_give_among_threads() {
 #[test]
 fn the_library_is_the_launchers_wherever_that_lies() {
     let launchers = launchers();
-    for launcher in launchers.iter().filter(|launcher| launcher.library.is_none()) {
-        Launcher { is_on_path: false, ..launcher.clone() }.expect_success(2, "collectives");
+    let own: Vec<&Launcher> = launchers.iter().filter(|launcher| launcher.library.is_none()).collect();
+    for (launcher, other) in own.iter().flat_map(|a| own.iter().map(move |b| (*a, b))) {
+        let folder = other.program.parent().map(Path::to_path_buf);
+        Launcher { first_on_path: folder, ..launcher.clone() }.expect_success(2, "collectives");
     }
     // Open MPI's library knows one process under another launcher; MPICH's ends with a word of its own.
     let library = |launcher: &Launcher| launcher.program.with_file_name("../lib/libmpi.so.40");
