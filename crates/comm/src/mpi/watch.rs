@@ -2,7 +2,8 @@
 //!
 //! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether it is
 //! in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node that are not
-//! in one, or do not even show a sign of life, are who it waits for.
+//! in one, or do not even show a sign of life, are who it waits for. A process that stands still is found in the time of a
+//! step even where ranks may take long, as while one writes a checkpoint.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -84,7 +85,15 @@ pub(crate) struct Watch {
     /// The call that this rank is in, in words: writing them costs less than a lock, and the watchdog looks long after.
     call: [AtomicU64; 4],
     timeout_ns: AtomicU64,
+    /// The shortest timeout so far: a process without a sign of life for so long stands still.
+    shortest_ns: AtomicU64,
     is_over: AtomicBool,
+}
+
+/// The last sign of life of a rank.
+struct Sign {
+    heartbeat: u64,
+    since: Patience,
 }
 
 /// In an operation, until it is dropped.
@@ -111,14 +120,19 @@ impl Watch {
             others,
             call: Default::default(),
             timeout_ns: AtomicU64::new(0),
+            shortest_ns: AtomicU64::new(u64::MAX),
             is_over: AtomicBool::new(false),
         };
         watch.set_timeout(timeout);
+        // The first sign of life: the process may be stopped before its watchdog looks.
+        watch.page.slots()[own].heartbeat.fetch_add(1, Ordering::Relaxed);
         watch
     }
 
     pub(crate) fn set_timeout(&self, timeout: Duration) {
-        self.timeout_ns.store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        self.timeout_ns.store(timeout_ns, Ordering::Relaxed);
+        self.shortest_ns.fetch_min(timeout_ns, Ordering::Relaxed);
     }
 
     pub(crate) fn enter(&self, call: Call) -> InOperation<'_> {
@@ -156,6 +170,8 @@ impl Watch {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
         let mut patience = Patience::new();
+        let mut signs: Vec<Sign> =
+            self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: Patience::new() }).collect();
         while !self.is_over.load(Ordering::Relaxed) {
             let dead = obituary.wait(TICK);
             if let Some(index) = dead.filter(|&index| self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED) {
@@ -165,17 +181,37 @@ impl Watch {
             own.heartbeat.fetch_add(1, Ordering::Relaxed);
             let state = own.state.load(Ordering::Relaxed);
             let waited = patience.look();
+            let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
+            let still = self.still(&mut signs, shortest);
             if state != seen || state.is_multiple_of(2) {
                 (seen, patience) = (state, Patience::new());
-            } else if waited >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
-                let ranks = self.absent();
-                if own.state.load(Ordering::Relaxed) == seen {
-                    let words = self.call.each_ref().map(|word| word.load(Ordering::Relaxed));
-                    let (waiting, call) = (self.ranks[self.own], Call::from_words(words).unwrap_or(Call::Barrier));
-                    bark(CommError::Hung { ranks, waiting, call, waited });
-                }
+                continue;
+            }
+            let (ranks, waited) = if waited >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
+                (self.absent(), waited)
+            } else {
+                (still, shortest)
+            };
+            if !ranks.is_empty() && own.state.load(Ordering::Relaxed) == seen {
+                let words = self.call.each_ref().map(|word| word.load(Ordering::Relaxed));
+                let (waiting, call) = (self.ranks[self.own], Call::from_words(words).unwrap_or(Call::Barrier));
+                bark(CommError::Hung { ranks, waiting, call, waited });
             }
         }
+    }
+
+    /// Ranks of this node whose processes have shown signs of life and then none for so long.
+    fn still(&self, signs: &mut [Sign], most: Duration) -> Vec<usize> {
+        let mut still = Vec::new();
+        for (index, (slot, sign)) in self.page.slots().iter().zip(signs).enumerate() {
+            let heartbeat = slot.heartbeat.load(Ordering::Relaxed);
+            if heartbeat != sign.heartbeat || heartbeat == 0 || slot.state.load(Ordering::Relaxed) == ENDED {
+                *sign = Sign { heartbeat, since: Patience::new() };
+            } else if sign.since.look() >= most {
+                still.push(self.ranks[index]);
+            }
+        }
+        still
     }
 
     /// Who does not take part: ranks of this node that are in no operation or whose process stands still; else those of

@@ -189,6 +189,7 @@ fn a_process_that_hangs_or_is_stopped_is_named_by_the_watchdog() {
     for launcher in launchers() {
         launcher.expect_failure(3, "hang", "rank 1 hung: nothing from it for");
         launcher.expect_failure(3, "stop", "rank 1 hung: nothing from it for");
+        launcher.expect_failure(3, "stop while others may wait long", "rank 1 hung: nothing from it for");
     }
 }
 
@@ -198,7 +199,7 @@ fn plays_a_rank() {
     let case = env::var(CASE).expect("the launcher says the case");
     let mut options = MpiOptions::default().with_timeout(Duration::from_secs(20));
     match case.as_str() {
-        "hang" | "stop" => options = options.with_timeout(Duration::from_secs(1)),
+        "hang" | "stop" | "stop while others may wait long" => options = options.with_timeout(Duration::from_secs(1)),
         "collectives without checks" => options = options.with_checks(false),
         "collectives beyond the limit of an int" => options = options.with_limit(1000),
         "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
@@ -228,6 +229,11 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
         ("error", 1) => Err(CommError::Start("no such file".into())),
         ("kill", 2) => end_by_signal("KILL"),
         ("stop", 1) => end_by_signal("STOP"),
+        ("stop while others may wait long", rank) => {
+            comm.barrier()?;
+            comm.set_timeout(Duration::from_secs(3600));
+            if rank == 1 { end_by_signal("STOP") } else { comm.barrier() }
+        }
         ("hang", 1) => loop {
             thread::sleep(Duration::from_secs(1));
         },
