@@ -105,8 +105,10 @@ fn weights_of<S: Level>(
 ) -> [f32; COL_UNIT] {
     let mut weights = *lanes_of(&scores[key * ROWS..], columns.first_col);
     if key < num_open {
+        // Rounded before the subtraction, as the maximum and backward's scores are: fused, what the two make of a large
+        // score would differ.
         for i in 0..COL_UNIT {
-            weights[i] = vmath::exp2_falling::<S>(S::mul_add(weights[i], columns.scale, -max[i]));
+            weights[i] = vmath::exp2_falling::<S>(weights[i] * columns.scale - max[i]);
         }
     } else {
         for i in 0..COL_UNIT {
