@@ -6,7 +6,7 @@
 //! node and to one of each other node, instead of to all.
 
 use bytemuck::Pod;
-use moeworks_plan::Algorithm;
+use moeworks_plan::{Algorithm, Nodes};
 
 use crate::started::Pending;
 use crate::{CommError, Communicator};
@@ -19,10 +19,8 @@ pub struct Hierarchy {
     comm: Box<dyn Communicator>,
     /// The ranks of this node among themselves, in the order that they have in the group.
     pub(crate) node: Box<dyn Communicator>,
-    /// The ranks of each node, in order.
-    pub(crate) nodes: Vec<Vec<usize>>,
-    /// Each rank's place in its node.
-    pub(crate) places: Vec<usize>,
+    /// Who stands where.
+    pub(crate) grid: Nodes,
 }
 
 /// What comes from the relay of a node.
@@ -40,7 +38,7 @@ impl BetweenNodes {
         for (node, pending) in self.arriving {
             let message = pending.finish()?;
             let mut start = 0;
-            for &source in &hierarchy.nodes[node] {
+            for &source in &hierarchy.grid.ranks()[node] {
                 let len = recvs.counts[source];
                 recv[recvs.range(source)].copy_from_slice(&message[start..start + len]);
                 start += len;
@@ -131,18 +129,11 @@ impl Hierarchy {
     /// # Errors
     /// [`CommError`], as all calls.
     pub fn of(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
-        let of_rank = comm.nodes().to_vec();
-        let num_nodes = of_rank.iter().max().map_or(0, |last| last + 1);
-        let mut nodes = vec![Vec::new(); num_nodes];
-        let mut places = Vec::new();
-        for (rank, &node) in of_rank.iter().enumerate() {
-            places.push(nodes[node].len());
-            nodes[node].push(rank);
-        }
-        let Some(node) = comm.split(u32::try_from(of_rank[comm.rank()]).ok(), comm.rank())? else {
+        let grid = Nodes::new(comm.nodes());
+        let Some(node) = comm.split(u32::try_from(grid.of(comm.rank())).ok(), comm.rank())? else {
             return Err(comm.abort("more nodes than can be numbered"));
         };
-        Ok(Self { comm, node, nodes, places })
+        Ok(Self { comm, node, grid })
     }
 
     /// The group.
@@ -151,10 +142,10 @@ impl Hierarchy {
         &*self.comm
     }
 
-    /// The ranks of each node, in order.
+    /// The nodes that its ranks stand on.
     #[must_use]
-    pub fn nodes(&self) -> &[Vec<usize>] {
-        &self.nodes
+    pub fn nodes(&self) -> &Nodes {
+        &self.grid
     }
 
     /// `Communicator::all_to_all_v` by the given path: the same result, in other messages. A plain all-to-all has nothing that
@@ -168,7 +159,7 @@ impl Hierarchy {
         (send, send_counts): (&[T], &[usize]),
         (recv, recv_counts): (&mut [T], &[usize]),
     ) -> Result<(), CommError> {
-        if algorithm == Algorithm::Linear || self.nodes.len() == 1 {
+        if algorithm == Algorithm::Linear || self.grid.num() == 1 {
             return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
         }
         let (sends, recvs) = (Pieces::of::<T>(send_counts), Pieces::of::<T>(recv_counts));
@@ -193,7 +184,7 @@ impl Hierarchy {
         recv_counts: &[usize],
     ) -> Result<Exchanging, CommError> {
         let mut recv = vec![0; recv_counts.iter().sum()];
-        if algorithm == Algorithm::Linear || self.nodes.len() == 1 {
+        if algorithm == Algorithm::Linear || self.grid.num() == 1 {
             return Ok(Exchanging::Straight(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
         }
         let (sends, recvs) = (Pieces::new(send_counts.to_vec()), Pieces::new(recv_counts.to_vec()));
@@ -218,7 +209,7 @@ impl Hierarchy {
             if self.is_here(target) {
                 // Only this rank itself: from each of the node, what was for this one.
                 for (from, piece) in from_all.enumerate() {
-                    let source = self.nodes[self.own_node()][from];
+                    let source = self.grid.ranks()[self.own_node()][from];
                     recv[recvs.range(source)].copy_from_slice(&collected[pieces.range(piece)]);
                 }
                 continue;
@@ -253,10 +244,10 @@ impl Hierarchy {
     /// What other nodes send here, each through one of its ranks.
     fn start_arriving(&self, recvs: &Pieces) -> Result<Vec<FromNode>, CommError> {
         let mut arriving = Vec::new();
-        for node in (0..self.nodes.len()).filter(|&node| node != self.own_node()) {
-            let bytes: usize = self.nodes[node].iter().map(|&source| recvs.counts[source]).sum();
+        for node in (0..self.grid.num()).filter(|&node| node != self.own_node()) {
+            let bytes: usize = self.grid.ranks()[node].iter().map(|&source| recvs.counts[source]).sum();
             if bytes > 0 {
-                let from = self.relay(node, self.comm.rank());
+                let from = self.grid.relay(node, self.comm.rank());
                 arriving.push((node, self.comm.start_receive(vec![0; bytes], from, BETWEEN_NODES)?));
             }
         }
@@ -264,22 +255,15 @@ impl Hierarchy {
     }
 
     pub(crate) fn own_node(&self) -> usize {
-        self.comm.nodes()[self.comm.rank()]
+        self.grid.of(self.comm.rank())
     }
 
     fn is_here(&self, rank: usize) -> bool {
-        self.comm.nodes()[rank] == self.own_node()
-    }
-
-    /// The rank of a node that speaks with a rank of another one.
-    pub(crate) fn relay(&self, node: usize, rank: usize) -> usize {
-        let ranks = &self.nodes[node];
-        ranks[self.places[rank] % ranks.len()]
+        self.grid.of(rank) == self.own_node()
     }
 
     /// The ranks that the rank at this place of this node passes pieces on to, itself among them.
     pub(crate) fn targets_of(&self, place: usize) -> Vec<usize> {
-        let relay = self.nodes[self.own_node()][place];
-        (0..self.comm.size()).filter(|&rank| self.relay(self.own_node(), rank) == relay).collect()
+        self.grid.served_by(self.grid.ranks()[self.own_node()][place]).collect()
     }
 }

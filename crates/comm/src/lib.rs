@@ -31,6 +31,7 @@ mod meter;
 #[cfg(unix)]
 pub mod mpi;
 mod number;
+mod once;
 mod operation;
 mod patience;
 mod pin;
@@ -50,6 +51,6 @@ pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
 pub use pin::{cores_by_numa_node, share_cores};
 pub use rows::{Combining, Dispatching, RowPlan};
-pub use shaped::{Lines, Links as ShapedLinks, Shaped};
+pub use shaped::{Lines, Shaped};
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, run_ranks, try_run_ranks};

@@ -81,7 +81,7 @@ impl RowPlan {
         if ends.last() != Some(&targets.len()) || ends.windows(2).any(|pair| pair[0] > pair[1]) {
             return Err(comm.abort(&format!("chunks of {} rows that end at {ends:?}", targets.len())));
         }
-        if algorithm == Algorithm::TwoHop && hierarchy.nodes.len() > 1 {
+        if algorithm == Algorithm::TwoHop && hierarchy.grid.num() > 1 {
             return Self::two_hops(hierarchy, targets, ends);
         }
         let straight =
@@ -102,7 +102,7 @@ impl RowPlan {
             let list = targets[row];
             for (index, &rank) in list.iter().enumerate() {
                 if list[..index].iter().all(|&earlier| nodes[earlier] != nodes[rank]) {
-                    lists[hierarchy.relay(nodes[rank], comm.rank())].push(row as u32);
+                    lists[hierarchy.grid.relay(nodes[rank], comm.rank())].push(row as u32);
                 }
             }
         };
@@ -152,14 +152,14 @@ impl RowPlan {
     fn passed_on(hierarchy: &Hierarchy, leaving: &Leg, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
         let comm = hierarchy.comm();
         // Bits for the ranks of the largest node, in words.
-        let num_words = hierarchy.nodes.iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
+        let num_words = hierarchy.grid.ranks().iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
         let mut masks = vec![0_u32; leaving.rows.len() * num_words];
         let mut sent = 0;
         for (relay, &count) in leaving.send_counts.iter().enumerate() {
             for index in sent..sent + count {
                 for &rank in targets[leaving.rows[index] as usize] {
                     if comm.nodes()[rank] == comm.nodes()[relay] {
-                        let place = hierarchy.places[rank];
+                        let place = hierarchy.grid.place(rank);
                         masks[index * num_words + place / 32] |= 1 << (place % 32);
                     }
                 }

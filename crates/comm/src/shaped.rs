@@ -8,21 +8,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use moeworks_plan::Link;
+use moeworks_plan::{LinkClass, Links};
 
 use crate::communicator::forward_to_inner;
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
 use crate::{CommError, Communicator};
-
-/// The links of a machine that is not there.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Links {
-    /// Between ranks of a node.
-    pub node: Link,
-    /// Between ranks of different nodes.
-    pub cluster: Link,
-}
 
 /// A rank's lines out and in.
 #[derive(Debug, Default)]
@@ -90,7 +81,7 @@ impl Shaped {
     fn seconds(&self, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
         let (nodes, own) = (self.inner.nodes(), self.inner.rank());
         let message = |rank: usize| {
-            let link = if nodes[rank] == nodes[own] { self.links.node } else { self.links.cluster };
+            let link = self.links.of(if nodes[rank] == nodes[own] { LinkClass::Node } else { LinkClass::Cluster });
             // Nothing is not sent.
             bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64))
         };

@@ -6,6 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::Nodes;
+
 /// The ranks that hold each expert, numbered within a group of ranks. Each expert is on at least one.
 ///
 /// The text form has a line with the sizes and a line for each expert, `*` for all ranks:
@@ -96,11 +98,20 @@ impl Placement {
     }
 
     /// The rank that computes `expert` for the tokens of rank `source`: itself where it can, otherwise one of those that
-    /// hold the expert, each for its share of the sources.
+    /// hold the expert, where there are such those of its node, each for its share of the sources.
     #[must_use]
-    pub fn serving_rank(&self, source: usize, expert: usize) -> usize {
+    pub fn serving_rank(&self, nodes: &Nodes, source: usize, expert: usize) -> usize {
         let held = &self.ranks[expert];
-        if held.binary_search(&source).is_ok() { source } else { held[source % held.len()] }
+        match held[..] {
+            [only] => return only,
+            _ if held.binary_search(&source).is_ok() => return source,
+            _ => {}
+        }
+        let is_near = |rank: &&usize| nodes.of(**rank) == nodes.of(source);
+        match held.iter().filter(is_near).count() {
+            0 => held[source % held.len()],
+            num_near => *held.iter().filter(is_near).nth(source % num_near).unwrap_or(&held[0]),
+        }
     }
 
     /// The most experts that a rank holds.

@@ -65,6 +65,23 @@ impl Link {
     }
 }
 
+/// Those of a rank, by what they lead to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Links {
+    /// Between ranks of a node.
+    pub node: Link,
+    /// Between ranks of different nodes.
+    pub cluster: Link,
+}
+
+impl Links {
+    /// The link of a class; within a rank that of the node.
+    #[must_use]
+    pub fn of(&self, class: LinkClass) -> Link {
+        if class == LinkClass::Cluster { self.cluster } else { self.node }
+    }
+}
+
 /// What a message between two ranks goes over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkClass {
@@ -242,6 +259,12 @@ impl Topology {
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.node_sizes.iter().sum()
+    }
+
+    /// What leads from a rank to others.
+    #[must_use]
+    pub fn links(&self) -> Links {
+        Links { node: self.node_link, cluster: self.cluster_link }
     }
 
     /// The node that `rank` stands in.

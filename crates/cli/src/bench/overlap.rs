@@ -7,11 +7,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, Shaped, ShapedLinks};
+use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, Shaped};
 use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
-use moeworks_plan::{Exchange, Link, Placement, Wire};
+use moeworks_plan::{Exchange, Link, Links, Placement, Wire};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde_json::json;
 
@@ -67,7 +67,7 @@ fn parse_link(text: &str) -> Result<Link, Failure> {
 fn part(comm: &dyn Communicator, link: Option<Link>) -> Result<Box<dyn Communicator>, CommError> {
     let part = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
     Ok(match link {
-        Some(link) => Box::new(Shaped::new(part, ShapedLinks { node: link, cluster: link })),
+        Some(link) => Box::new(Shaped::new(part, Links { node: link, cluster: link })),
         None => part,
     })
 }

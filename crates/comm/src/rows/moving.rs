@@ -146,7 +146,7 @@ impl RowPlan {
     fn sum_nodes(&self, hierarchy: &Hierarchy, form: &Form, parts: &[u8]) -> Vec<f32> {
         let starts = starts(&self.leaving.send_counts);
         let mut total: Option<Sums> = None;
-        for ranks in &hierarchy.nodes {
+        for ranks in hierarchy.grid.ranks() {
             let mut of_node = Sums::new(self.rows.len(), form.width);
             let mut row = vec![0.0; form.width];
             for &rank in ranks {

@@ -5,10 +5,14 @@ mod collectives;
 mod failures;
 #[cfg(target_os = "linux")]
 mod hosts;
+#[cfg(unix)]
+mod launcher;
 mod measuring;
 mod metering;
 #[cfg(unix)]
 mod mpi;
+#[cfg(target_os = "linux")]
+mod namespaces;
 mod paths;
 mod shaping;
 mod started;

@@ -1,100 +1,28 @@
-//! Ranks as processes, under every MPI launcher that is there: those in `.venv-mpi/*` at the root of the checkout, where
-//! `./test` puts them, and the one on the path. Where there is none these tests say so and pass.
+//! Ranks as processes, under every MPI launcher that is there. Where there is none these tests say so and pass.
 //!
 //! A launcher starts this very test program again, with the one ignored test below, which plays the case that it is told.
 
-use std::ffi::OsString;
 use std::fmt::Display;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
-use moeworks_comm::mpi::{LIBRARY_VARIABLE, MpiOptions, run_mpi};
+use moeworks_comm::mpi::{MpiOptions, run_mpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
 
 use crate::collectives::{column, received_by, sent_by, word};
 #[cfg(target_os = "linux")]
 use crate::hosts;
+use crate::launcher::{self, CASE, LOG, Launcher, text};
 use crate::paths::check_paths;
 
-const CASE: &str = "MOEWORKS_TEST_CASE";
-
-/// A file for reports: once a process is killed MPICH's launcher passes on nothing of what the others print.
-const LOG: &str = "MOEWORKS_TEST_LOG";
-
-/// A way to start processes, with the library that they load.
-#[derive(Clone)]
-pub(crate) struct Launcher {
-    /// What comes before the launcher's name on the command line.
-    pub(crate) before: Vec<String>,
-    pub(crate) program: PathBuf,
-    pub(crate) library: Option<PathBuf>,
-    pub(crate) is_open_mpi: bool,
-    pub(crate) flags: Vec<String>,
-    /// The first folder of the path, if not that of the program.
-    pub(crate) first_on_path: Option<PathBuf>,
-}
-
-pub(crate) fn launchers() -> Vec<Launcher> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let kept = fs::read_dir(root.join(".venv-mpi")).into_iter().flatten().flatten();
-    let mut programs: Vec<PathBuf> = kept.map(|entry| entry.path().join("bin/mpirun")).filter(|p| p.exists()).collect();
-    programs.sort();
-    let path = env::var_os("PATH").unwrap_or_default();
-    programs.extend(env::split_paths(&path).map(|folder| folder.join("mpirun")).find(|program| program.exists()));
-    let launchers: Vec<Launcher> = programs.into_iter().flat_map(with_libraries).collect();
-    if launchers.is_empty() {
-        println!("SKIPPED: there is no mpirun, neither in .venv-mpi nor on the path");
-    }
-    launchers
-}
-
-fn with_libraries(program: PathBuf) -> Vec<Launcher> {
-    let version = Command::new(&program).arg("--version").output().expect("mpirun runs");
-    let is_open_mpi = String::from_utf8_lossy(&version.stdout).contains("Open MPI");
-    // As root; more ranks than cores.
-    let flags: &[&str] =
-        if is_open_mpi { &["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] } else { &[] };
-    let standard = program.with_file_name("../lib/libmpi_abi.so.1");
-    let libraries = [None, Some(standard).filter(|path| path.exists())];
-    let own = libraries.into_iter().enumerate().filter(|(index, library)| *index == 0 || library.is_some());
-    let flags: Vec<String> = flags.iter().map(|&flag| flag.to_owned()).collect();
-    let launcher = |library| Launcher {
-        before: Vec::new(),
-        program: program.clone(),
-        library,
-        is_open_mpi,
-        flags: flags.clone(),
-        first_on_path: None,
-    };
-    own.map(|(_, library)| launcher(library)).collect()
+fn launchers() -> Vec<Launcher> {
+    launcher::launchers("mpi::plays_a_rank")
 }
 
 impl Launcher {
-    pub(crate) fn run(&self, num_ranks: usize, case: &str, log: &Path) -> Output {
-        let program = self.program.clone().into_os_string();
-        let mut line = self.before.iter().map(OsString::from).chain([program]);
-        let mut command = Command::new(line.next().expect("a program"));
-        command.args(line).args(&self.flags);
-        command.arg("-n").arg(num_ranks.to_string()).arg(env::current_exe().expect("this program has a path"));
-        command.args(["mpi::plays_a_rank", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
-        let folder = self.program.parent().expect("a program has a folder");
-        let first = self.first_on_path.clone().unwrap_or_else(|| folder.to_path_buf());
-        let others = env::var_os("PATH").unwrap_or_default();
-        let path = env::join_paths(std::iter::once(first).chain(env::split_paths(&others)));
-        command
-            .env("PATH", path.expect("folders without colons"))
-            .env(CASE, case)
-            .env(LOG, log)
-            .env("RUST_BACKTRACE", "0");
-        if let Some(library) = &self.library {
-            command.env(LIBRARY_VARIABLE, library);
-        }
-        command.output().expect("mpirun runs")
-    }
-
     fn expect_success(&self, num_ranks: usize, case: &str) {
         let output = self.run(num_ranks, case, Path::new("/dev/null"));
         assert!(output.status.success(), "{case} on {num_ranks} ranks, {}: {}", self.name(), text(&output));
@@ -116,10 +44,6 @@ impl Launcher {
         let library = self.library.as_ref().map_or(String::new(), |path| format!(" with {}", path.display()));
         format!("{}{library}", self.program.display())
     }
-}
-
-pub(crate) fn text(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 #[test]

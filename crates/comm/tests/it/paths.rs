@@ -43,6 +43,13 @@ proptest! {
     }
 
     #[test]
+    fn what_crosses_to_a_node_once_is_gathered_and_summed_as_ever(
+        (counts, nodes) in (1..9_usize).prop_flat_map(|n| (prop::collection::vec(0..6_usize, n), nodes(n))),
+    ) {
+        on_nodes(&nodes, |comm| check_once(comm, &counts));
+    }
+
+    #[test]
     fn rows_arrive_and_come_back_as_the_same_bits_on_every_path(
         (nodes, lists) in (1..9_usize).prop_flat_map(|n| (nodes(n), lists(n))),
     ) {
@@ -109,6 +116,25 @@ fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -
     (0..width).map(of_column).collect()
 }
 
+/// Pieces of `counts` numbers of each rank, gathered; and sums of as many from each, taken in the order of ranks and nodes.
+fn check_once(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
+    let (hierarchy, rank, nodes) = (Hierarchy::new(comm)?, comm.rank(), comm.nodes());
+    let piece = |rank: usize| (0..counts[rank]).map(move |i| value(rank, i, 0));
+    let mut all = vec![0.0; counts.iter().sum()];
+    hierarchy.all_gather_v(&piece(rank).collect::<Vec<_>>(), &mut all, counts)?;
+    assert_eq!(all, (0..comm.size()).flat_map(piece).collect::<Vec<_>>());
+    let send: Vec<f32> = (0..all.len()).map(|i| value(rank, i, 1)).collect();
+    let mut share = vec![0.0; counts[rank]];
+    hierarchy.sum_scatter(&send, counts, &mut share)?;
+    let first: usize = counts[..rank].iter().sum();
+    let sum = |i: usize| {
+        let of_node = |node| (0..comm.size()).filter(|&from| nodes[from] == node).map(|from| value(from, i, 1)).reduce(|a, b| a + b);
+        (0..comm.size()).filter_map(of_node).reduce(|a, b| a + b).unwrap_or(0.0)
+    };
+    assert_eq!(share, (first..first + counts[rank]).map(sum).collect::<Vec<_>>());
+    Ok(())
+}
+
 /// The same among processes: rows that go to many, few and no ranks.
 pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
     let (size, nodes) = (comm.size(), comm.nodes());
@@ -124,7 +150,7 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
         let sums: Vec<f32> = rows.flat_map(|(row, list)| sum(comm.rank(), row, list, nodes, 300)).collect();
         assert_eq!(back, sums, "{algorithm:?}");
     }
-    Ok(())
+    check_once(comm, &(0..size).map(|rank| rank * 900 % 4000).collect::<Vec<_>>())
 }
 
 fn there_and_back(

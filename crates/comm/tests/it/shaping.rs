@@ -3,23 +3,23 @@
 use std::time::Instant;
 
 use moeworks_comm::{
-    CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Shaped, ShapedLinks, run_ranks,
+    CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Shaped, run_ranks,
 };
 use moeworks_plan::cost::collectives::{Rows, all_to_all, fastest_path};
-use moeworks_plan::{Algorithm, Group, Link, Topology, Wire};
+use moeworks_plan::{Algorithm, Group, Link, Links, Topology, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
 /// Eight ranks on four nodes.
 const NODES: [usize; 8] = [0, 0, 1, 1, 2, 2, 3, 3];
 
 /// Links as between hosts: 1 Gbit/s, and slow to begin.
-fn links() -> ShapedLinks {
+fn links() -> Links {
     let node = Link { latency_s: 20e-6, bytes_per_s: 5e9 };
-    ShapedLinks { node, cluster: Link { latency_s: 4e-3, bytes_per_s: 125e6 } }
+    Links { node, cluster: Link { latency_s: 4e-3, bytes_per_s: 125e6 } }
 }
 
 fn topology() -> Topology {
-    let ShapedLinks { node, cluster } = links();
+    let Links { node, cluster } = links();
     Topology { node_sizes: vec![2; 4], node_link: node, cluster_link: cluster, ..Topology::example_cluster(1) }
 }
 
@@ -74,7 +74,7 @@ fn work_under_a_slow_message_hides_it() {
             let meter = std::sync::Arc::new(Meter::new(false));
             let shaped = Shaped::new(
                 comm.split(Some(0), comm.rank())?.expect("a part"),
-                ShapedLinks { node: link, cluster: link },
+                Links { node: link, cluster: link },
             );
             let comm: Box<dyn Communicator> = Box::new(Metered::new(Box::new(shaped), meter.clone()));
             let exchange = || comm.start_all_to_all_v(vec![0_u8; 8], &[4, 4], vec![0_u8; 8], &[4, 4]);

@@ -65,7 +65,7 @@ impl RanksSaved {
     ) -> (Tensor, Self) {
         let start = Instant::now();
         let wire = ranks.exchange().wire;
-        let fetched = shadow::choose(ranks, dispatch, wire.row_bytes(x.cols()), weights.expert_params());
+        let fetched = shadow::choose(ranks, (dispatch, x.rows()), x.cols(), weights);
         // Where every expert is here no token moves.
         let num_chunks = if fetched.len() == ranks.placement().num_experts() { 0 } else { ranks.num_chunks() };
         let has_fetched = !fetched.is_empty();

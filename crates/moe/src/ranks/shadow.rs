@@ -3,7 +3,7 @@
 //! 2022, section 4.2). None of them is expert parallelism, all of them data parallelism; which of them is chosen for each layer
 //! and step, from the counts that the router made.
 
-use moeworks_comm::{CommError, Reduce};
+use moeworks_comm::CommError;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads,
@@ -11,7 +11,7 @@ use moeworks_ops::experts::{
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
-use moeworks_plan::{Moving, ShadowCosts, shadow};
+use moeworks_plan::{Exchange, LayerLoad, Links, MoveCosts, Moving, Wire, experts_to_fetch};
 use moeworks_tensor::{DType, Tensor};
 
 use super::ExpertRanks;
@@ -51,30 +51,47 @@ pub(crate) struct ShadowTask {
     dh: Tensor,
 }
 
-/// The experts to fetch for a pass of `dispatch`, whose rows `row_bytes` and whose experts `expert_params` say the size of; in
-/// the order of owners. All ranks of the group call this and get the same.
-pub(crate) fn choose(ranks: &ExpertRanks, dispatch: &Dispatch, row_bytes: usize, expert_params: usize) -> Vec<usize> {
+/// The experts to fetch for a pass of `dispatch`, whose `num_tokens` tokens have rows of `width`; in the order of owners. All ranks
+/// of the group call this and get the same.
+pub(crate) fn choose(
+    ranks: &ExpertRanks,
+    (dispatch, num_tokens): (&Dispatch, usize),
+    width: usize,
+    weights: &MoeWeights,
+) -> Vec<usize> {
     let placement = ranks.placement();
     let is_everywhere = |expert: &usize| placement.ranks_of(*expert).len() == placement.num_ranks();
     let mut chosen: Vec<usize> = match ranks.moving() {
         Moving::Tokens => Vec::new(),
         Moving::Weights => (0..placement.num_experts()).filter(|expert| !is_everywhere(expert)).collect(),
-        Moving::Cheapest { bytes_per_s, flops } => {
-            let own: Vec<u32> = dispatch.rows_per_expert().collect();
+        Moving::Cheapest { links, flops } => {
+            let own: Vec<u32> = dispatch.rows_per_expert().chain([num_tokens as u32]).collect();
             let mut all = vec![0; own.len() * placement.num_ranks()];
             ranks.attempt((), || ranks.group().all_gather(&own, &mut all));
-            let counts: Vec<Vec<u32>> = all.chunks(own.len().max(1)).map(<[u32]>::to_vec).collect();
-            let costs = ShadowCosts {
-                // A product forward and two backward; there and back, forward and backward; weights and gradients.
-                row_compute_s: 6.0 * expert_params as f64 / flops,
-                row_move_s: 4.0 * row_bytes as f64 / bytes_per_s,
-                expert_move_s: 2.0 * 4.0 * expert_params as f64 / bytes_per_s,
-            };
-            shadow(&counts, placement, &costs)
+            let of_ranks = all.chunks(own.len()).filter_map(<[u32]>::split_last);
+            let (tokens, rows): (Vec<u32>, Vec<Vec<u32>>) = of_ranks.map(|(&num, rows)| (num, rows.to_vec())).unzip();
+            let load = LayerLoad { nodes: ranks.hierarchy().nodes(), placement, tokens: &tokens, rows: &rows };
+            experts_to_fetch(&load, &costs(ranks, width, weights, (links, flops)))
         }
     };
     chosen.sort_by_key(|&expert| (placement.ranks_of(expert)[0], expert));
     chosen
+}
+
+/// What the choice weighs, where rows of `width` go to experts like `weights`.
+fn costs(ranks: &ExpertRanks, width: usize, weights: &MoeWeights, (links, flops): (Links, f64)) -> MoveCosts {
+    let &Exchange { algorithm, wire, .. } = ranks.exchange();
+    let bytes = |wire: Wire| wire.row_bytes(width) as f64;
+    let params = weights.expert_params() as f64;
+    MoveCosts {
+        algorithm,
+        links,
+        // Only forward do rows go there in the form of a dispatch.
+        row_bytes: (bytes(wire) + 3.0 * bytes(wire.of_sums())) / 4.0,
+        expert_bytes: [params * weights.gate_up.dtype().size() as f64, 4.0 * params],
+        // A product forward and two backward.
+        row_compute_s: 6.0 * params / flops,
+    }
 }
 
 impl Shadows {
@@ -119,7 +136,7 @@ impl Shadows {
         let counts: Vec<usize> = owned(&self.ranks, &self.experts).iter().map(|owned| owned.len() * size).collect();
         let own = &owned(&self.ranks, &self.experts)[self.ranks.group().rank()];
         let mut sums = vec![0.0; own.len() * size];
-        self.ranks.attempt((), || self.ranks.group().reduce_scatter(grads.f32s(), &counts, &mut sums, Reduce::Sum));
+        self.ranks.attempt((), || self.ranks.hierarchy().sum_scatter(grads.f32s(), &counts, &mut sums));
         for (sum, expert) in sums.chunks(size.max(1)).zip(own) {
             if let Ok(place) = self.ranks.held().binary_search(expert) {
                 let to = &mut held.f32s_mut()[place * size..(place + 1) * size];
@@ -191,7 +208,7 @@ fn gather(ranks: &ExpertRanks, experts: &[usize], held: &Tensor, whole: &mut Ten
             own.extend_from_slice(&held.bytes()[place * bytes..(place + 1) * bytes]);
         }
     }
-    ranks.group().all_gather_v(&own, whole.bytes_mut(), &counts)
+    ranks.hierarchy().all_gather_v(&own, whole.bytes_mut(), &counts)
 }
 
 /// This rank's choices of `experts`, sorted by them.

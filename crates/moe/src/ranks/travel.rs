@@ -166,7 +166,7 @@ impl Targets {
         for token in choices.f32s().chunks_exact(choices.cols()) {
             let start = targets.ranks.len();
             for &expert in token[..token.len() / 2].iter().filter(|&&expert| expert != NOWHERE) {
-                let rank = placement.serving_rank(own, expert as usize);
+                let rank = placement.serving_rank(ranks.hierarchy().nodes(), own, expert as usize);
                 if !targets.ranks[start..].contains(&rank) {
                     targets.ranks.push(rank);
                 }
@@ -216,12 +216,12 @@ fn own_choices(ctx: &Context, ranks: &ExpertRanks, recv_counts: &[usize], told: 
     let shape = [told.rows(), num_choices];
     let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.empty(&shape, DType::F32));
     let sources = recv_counts.iter().enumerate().flat_map(|(source, &count)| std::iter::repeat_n(source, count));
-    let (placement, own) = (ranks.placement(), ranks.group().rank());
+    let (placement, nodes, own) = (ranks.placement(), ranks.hierarchy().nodes(), ranks.group().rank());
     let mut slots = ids.u32s_mut().iter_mut().zip(weights.f32s_mut());
     for (source, told) in sources.zip(told.f32s().chunks_exact(2 * num_choices.max(1))) {
         let (experts, of_token) = told.split_at(num_choices);
         for ((&expert, &weight), (id, slot)) in experts.iter().zip(of_token).zip(&mut slots) {
-            let is_here = expert != NOWHERE && placement.serving_rank(source, expert as usize) == own;
+            let is_here = expert != NOWHERE && placement.serving_rank(nodes, source, expert as usize) == own;
             let place = is_here.then(|| ranks.held().binary_search(&(expert as usize)).ok()).flatten();
             (*id, *slot) = (place.map_or(NO_EXPERT, |place| place as u32), weight);
         }

@@ -7,7 +7,7 @@ use moeworks_moe::{
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
-use moeworks_plan::{Algorithm, Exchange, Moving, Placement, Wire};
+use moeworks_plan::{Algorithm, Exchange, Link, Links, Moving, Placement, Wire};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use proptest::prelude::*;
 
@@ -230,8 +230,14 @@ fn cases() -> impl Strategy<Value = Case> {
 
 /// With links of which some experts are worth their way in these small layers, and some not.
 fn moving() -> impl Strategy<Value = Moving> {
-    let cheapest = |bytes_per_s| Moving::Cheapest { bytes_per_s, flops: 1e9 };
     prop_oneof![Just(Moving::Tokens), Just(Moving::Weights), (1e5..1e9).prop_map(cheapest)]
+}
+
+/// By links of so many bytes a second in a node and a fifth of it between nodes.
+fn cheapest(bytes_per_s: f64) -> Moving {
+    let node = Link { latency_s: 1e-6, bytes_per_s };
+    let cluster = Link { latency_s: 1e-5, bytes_per_s: bytes_per_s / 5.0 };
+    Moving::Cheapest { links: Links { node, cluster }, flops: 1e9 }
 }
 
 /// Routers whose decisions look at many tokens, with capacities of each sign.
@@ -303,7 +309,7 @@ fn the_weights_of_experts_come_to_their_tokens() {
     case.placement.replicate(1, &[2]);
     case.placement.replicate(5, &[0, 1, 2]);
     // All of them, the popular ones on a link that makes this worth it, and none.
-    for moving in [Moving::Weights, Moving::Cheapest { bytes_per_s: 1e6, flops: 1e9 }, Moving::Tokens] {
+    for moving in [Moving::Weights, cheapest(1e6), Moving::Tokens] {
         for chunks in [1, 2] {
             let exchange = Exchange { chunks, ..case.exchange };
             check(&Case { moving, exchange, ..case.clone() });

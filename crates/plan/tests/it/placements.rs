@@ -1,7 +1,7 @@
 //! Placements: what they say, and their text.
 
 use moeworks_plan::{
-    ExchangeCosts, Moved, Placement, PlacementError, ShadowCosts, choose_moved, shadow, shadow_seconds,
+    Algorithm, LayerLoad, Link, Links, MoveCosts, Nodes, Placement, PlacementError, experts_to_fetch, pass_seconds,
 };
 use proptest::prelude::*;
 
@@ -32,10 +32,14 @@ fn experts_that_do_not_divide_go_to_the_first_ranks() {
 #[test]
 fn a_rank_that_holds_an_expert_serves_itself_and_others_share_the_replicas() {
     let placement = mixed();
-    assert_eq!(placement.serving_rank(3, 2), 3);
-    assert_eq!(placement.serving_rank(0, 2), 1);
-    assert_eq!(placement.serving_rank(2, 2), 1);
-    assert_eq!((0..4).map(|rank| placement.serving_rank(rank, 3)).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    let node = Nodes::new(&[0; 4]);
+    assert_eq!(placement.serving_rank(&node, 3, 2), 3);
+    assert_eq!(placement.serving_rank(&node, 0, 2), 1);
+    assert_eq!(placement.serving_rank(&node, 2, 2), 1);
+    assert_eq!((0..4).map(|rank| placement.serving_rank(&node, rank, 3)).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    // The near one of two.
+    let nodes = Nodes::new(&[0, 1, 1, 0]);
+    assert_eq!([0, 2].map(|rank| placement.serving_rank(&nodes, rank, 2)), [3, 1]);
 }
 
 #[test]
@@ -82,50 +86,91 @@ proptest! {
     fn every_expert_is_served_by_a_rank_that_holds_it(placement in any_placement()) {
         for expert in 0..placement.num_experts() {
             for source in 0..placement.num_ranks() {
-                prop_assert!(placement.holds(placement.serving_rank(source, expert), expert));
+                let nodes = Nodes::new(&(0..placement.num_ranks()).map(|rank| rank % 2).collect::<Vec<_>>());
+                prop_assert!(placement.holds(placement.serving_rank(&nodes, source, expert), expert));
             }
         }
     }
 
     /// With one expert a rank and the same rows from each rank the greedy choice is the best of all subsets.
     #[test]
-    fn shadowing_is_as_good_as_brute_force(
-        loads in prop::collection::vec(0..40_u32, 2..=10),
-        row in 0.1..3.0_f64,
-        moved in 0.0..3.0_f64,
-        expert in 0.1..60.0_f64,
+    fn what_is_fetched_is_as_good_as_brute_force(
+        loads in prop::collection::vec(0..40_u32, 2..=8),
+        (row, moved, expert) in (0.1..3.0_f64, 0.0..3.0_f64, 0.1..60.0_f64),
     ) {
         let n = loads.len();
-        let placement = Placement::sharded(n, n);
-        let counts = vec![loads; n];
-        let costs = ShadowCosts { row_compute_s: row, row_move_s: moved, expert_move_s: expert };
-        let seconds = |set: &[usize]| shadow_seconds(&counts, &placement, set, &costs);
+        let (nodes, placement) = (Nodes::new(&vec![0; n]), Placement::sharded(n, n));
+        let (tokens, rows) = (vec![loads.iter().sum(); n], vec![loads; n]);
+        let load = LayerLoad { nodes: &nodes, placement: &placement, tokens: &tokens, rows: &rows };
+        let costs = costs(Algorithm::Linear, moved, expert, row);
+        let seconds = |set: &[usize]| pass_seconds(&load, set, &costs);
         let best = (0..1_usize << n)
             .map(|bits| seconds(&(0..n).filter(|i| bits >> i & 1 == 1).collect::<Vec<_>>()))
             .fold(f64::INFINITY, f64::min);
-        let chosen = seconds(&shadow(&counts, &placement, &costs));
-        prop_assert!((chosen - best).abs() <= 1e-9 * best.max(1.0), "{} against {}", chosen, best);
+        let chosen = seconds(&experts_to_fetch(&load, &costs));
+        prop_assert!((chosen - best).abs() <= 1e-6 * best.max(1.0), "{} against {}", chosen, best);
     }
 
+    /// On any nodes and paths the choice takes no longer than all tokens moving, or all experts.
     #[test]
-    fn shadowing_never_costs(
-        counts in prop::collection::vec(prop::collection::vec(0..50_u32, 7), 3),
-        expert in 0.1..90.0_f64,
+    fn what_is_chosen_never_takes_longer_than_all_or_none(
+        rows in prop::collection::vec(prop::collection::vec(0..50_u32, 7), 5),
+        of_rank in prop::collection::vec(0..3_usize, 5),
+        algorithm in prop::sample::select(vec![Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop]),
+        (moved, expert) in (0.0..3.0_f64, 0.1..300.0_f64),
     ) {
-        let placement = Placement::sharded(7, 3);
-        let costs = ShadowCosts { row_compute_s: 1.0, row_move_s: 0.5, expert_move_s: expert };
-        let with = shadow_seconds(&counts, &placement, &shadow(&counts, &placement, &costs), &costs);
-        prop_assert!(with <= shadow_seconds(&counts, &placement, &[], &costs));
+        let (nodes, placement) = (Nodes::new(&of_rank), Placement::sharded(7, 5));
+        prop_assume!(nodes.ranks().iter().all(|ranks| !ranks.is_empty()));
+        // Two choices a token.
+        let tokens: Vec<u32> = rows.iter().map(|rows| rows.iter().sum::<u32>().div_ceil(2)).collect();
+        let load = LayerLoad { nodes: &nodes, placement: &placement, tokens: &tokens, rows: &rows };
+        let costs = costs(algorithm, moved, expert, 0.5);
+        let of = |set: &[usize]| pass_seconds(&load, set, &costs);
+        let chosen = of(&experts_to_fetch(&load, &costs));
+        let all: Vec<usize> = (0..7).collect();
+        prop_assert!(chosen <= of(&[]) && chosen <= of(&all), "{} of {} and {}", chosen, of(&[]), of(&all));
     }
 }
 
+/// Of rows of so many bytes, experts of as many there and back, and a byte a second inside a node, a tenth of it between nodes.
+fn costs(algorithm: Algorithm, row_bytes: f64, expert: f64, row_compute_s: f64) -> MoveCosts {
+    let link = |latency_s, bytes_per_s| Link { latency_s, bytes_per_s };
+    let links = Links { node: link(0.0, 1.0), cluster: link(0.5, 0.1) };
+    MoveCosts { algorithm, links, row_bytes, expert_bytes: [expert; 2], row_compute_s }
+}
+
+/// Four ranks on two nodes, an expert on each; every rank has `rows` tokens for each expert.
+fn seconds_on_two_nodes(algorithm: Algorithm, rows: u32, fetched: &[usize]) -> f64 {
+    let (nodes, placement) = (Nodes::new(&[0, 0, 1, 1]), Placement::sharded(4, 4));
+    let (tokens, rows) = ([4 * rows; 4], vec![vec![rows; 4]; 4]);
+    let load = LayerLoad { nodes: &nodes, placement: &placement, tokens: &tokens, rows: &rows };
+    pass_seconds(&load, fetched, &costs(algorithm, 2.0, 100.0, 0.0))
+}
+
 #[test]
-fn many_tokens_for_small_experts_let_the_weights_move() {
-    let costs = ExchangeCosts { row_bytes: 4096.0, expert_bytes: 1e6, bytes_per_s: 1e9, row_seconds: 0.0 };
-    let placement = Placement::sharded(4, 4);
-    let few = vec![vec![10; 4]; 4];
-    let many = vec![vec![1000; 4]; 4];
-    assert_eq!(choose_moved(&few, &placement, &costs), Moved::Tokens);
-    assert_eq!(choose_moved(&many, &placement, &costs), Moved::Weights);
-    assert_eq!(choose_moved(&many, &Placement::everywhere(4, 4), &costs), Moved::Tokens, "nothing moves at all");
+fn seconds_are_those_of_what_goes_over_each_link() {
+    // Ten tokens of two bytes to one near rank and to each of two far ones, four times.
+    let linear = seconds_on_two_nodes(Algorithm::Linear, 10, &[]);
+    assert!((linear - 4.0 * (20.0 + 2.0 * (0.5 + 200.0))).abs() < 1e-3, "{linear}");
+    // Handed to the near one first, with what is for its partner; then one message.
+    let hierarchical = seconds_on_two_nodes(Algorithm::Hierarchical, 10, &[]);
+    assert!((hierarchical - 4.0 * (40.0 + 0.5 + 400.0)).abs() < 1e-3, "{hierarchical}");
+    // All experts: each to one rank of the other node, and two of them to the neighbour, there and back.
+    let weights = seconds_on_two_nodes(Algorithm::Linear, 10, &[0, 1, 2, 3]);
+    assert!((weights - 2.0 * (0.5 + 1000.0 + 200.0)).abs() < 1e-3, "{weights}");
+}
+
+#[test]
+fn many_tokens_for_small_experts_let_the_weights_move_between_nodes() {
+    let (nodes, placement) = (Nodes::new(&[0, 0, 1, 1]), Placement::sharded(8, 4));
+    // One expert of each rank is wanted by nearly all.
+    let rows = |hot: u32| vec![(0..8).map(|expert| if expert % 2 == 0 { hot } else { 1 }).collect::<Vec<u32>>(); 4];
+    let chosen = |hot: u32, placement: &Placement| {
+        let (rows, tokens) = (rows(hot), [4 * hot + 4; 4]);
+        let load = LayerLoad { nodes: &nodes, placement, tokens: &tokens, rows: &rows };
+        experts_to_fetch(&load, &costs(Algorithm::TwoHop, 2.0, 100.0, 0.0))
+    };
+    assert_eq!(chosen(2, &placement), [] as [usize; 0]);
+    assert_eq!(chosen(1000, &placement), [0, 2, 4, 6], "the tokens of the others travel");
+    assert_eq!(chosen(1000, &Placement::everywhere(8, 4)), [] as [usize; 0], "nothing moves at all");
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use moeworks_comm::Communicator;
 use moeworks_plan::cost::collectives::{Rows, fastest_path};
-use moeworks_plan::{Algorithm, Exchange, Group, Moved, Moving, Topology};
+use moeworks_plan::{Algorithm, Exchange, Group, Link, Links, Moving, Topology};
 
 use crate::config::{MovingChoice, PathChoice, RunConfig};
 use crate::error::TrainError;
@@ -30,7 +30,7 @@ pub(super) fn of_config(comm: &dyn Communicator, config: &RunConfig) -> Result<E
             PATHS.get(chosen[0] as usize).copied().unwrap_or_default()
         }
     };
-    Ok(Exchange { moved: Moved::Tokens, algorithm, chunks: parallel.chunks, wire: parallel.wire.wire() })
+    Ok(Exchange { algorithm, chunks: parallel.chunks, wire: parallel.wire.wire() })
 }
 
 /// What may move, by the costs that the root knows. All ranks call this.
@@ -40,15 +40,14 @@ pub(super) fn moving(comm: &dyn Communicator, config: &RunConfig) -> Result<Movi
         MovingChoice::Weights => return Ok(Moving::Weights),
         MovingChoice::Auto => {}
     }
-    let mut rates = [0.0; 2];
+    let mut rates = [0.0; 5];
     if comm.rank() == 0 {
-        let topology = measured(&config.parallel.topology)?.unwrap_or_else(|| Topology::example_cluster(1));
-        let is_one_node = comm.nodes().iter().all(|&node| node == 0);
-        let link = if is_one_node { topology.node_link } else { topology.cluster_link };
-        rates = [link.bytes_per_s, topology.rank.flops];
+        let Topology { node_link: node, cluster_link: cluster, rank, .. } = topology(config)?;
+        rates = [node.latency_s, node.bytes_per_s, cluster.latency_s, cluster.bytes_per_s, rank.flops];
     }
     comm.broadcast(&mut rates, 0)?;
-    Ok(Moving::Cheapest { bytes_per_s: rates[0], flops: rates[1] })
+    let link = |at: usize| Link { latency_s: rates[at], bytes_per_s: rates[at + 1] };
+    Ok(Moving::Cheapest { links: Links { node: link(0), cluster: link(2) }, flops: rates[4] })
 }
 
 fn by_cost(comm: &dyn Communicator, config: &RunConfig) -> Result<Algorithm, TrainError> {
@@ -58,14 +57,18 @@ fn by_cost(comm: &dyn Communicator, config: &RunConfig) -> Result<Algorithm, Tra
     let mut in_node = vec![0; num_nodes];
     layout.ep_group(0).into_iter().for_each(|rank| in_node[nodes[rank]] += 1);
     let group = Group { ranks: layout.ep, per_node: in_node.into_iter().max().unwrap_or(1).max(1) };
-    let topology = measured(&config.parallel.topology)?.unwrap_or_else(|| Topology::example_cluster(1));
     let rows = Rows {
         tokens: config.train.batch_size.div_ceil(comm.size()) * config.train.seq_len,
         top_k: config.model.top_k,
         num_experts: config.model.num_experts,
         row_bytes: config.parallel.wire.wire().row_bytes(config.model.width),
     };
-    Ok(fastest_path(&topology, group, &rows))
+    Ok(fastest_path(&topology(config)?, group, &rows))
+}
+
+/// What costs are taken from: the topology in the file, or else a described one.
+fn topology(config: &RunConfig) -> Result<Topology, TrainError> {
+    Ok(measured(&config.parallel.topology)?.unwrap_or_else(|| Topology::example_cluster(1)))
 }
 
 /// The topology in the file, if there is one.

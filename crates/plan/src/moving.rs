@@ -1,0 +1,212 @@
+//! What moves in a layer so that tokens and experts meet: tokens go to their experts, or for the length of a pass experts come to
+//! their tokens, or some of each.
+//!
+//! An expert that moves is fetched by all ranks, its tokens stay where they are, and its gradients are summed back. None of them is
+//! expert parallelism, all of them data parallelism; how many do is chosen for each layer and step from the rows that the router
+//! gave each expert and from what the links cost (adaptive parallelism, Tutel 2206.03382, section 3.1; shadowing of popular
+//! experts, FasterMoE, He et al., PPoPP 2022, section 4.2). Other than FasterMoE's estimate ours also counts the tokens that still
+//! travel once some experts are fetched. Weights cross to each node once and are handed on there.
+
+use crate::{Algorithm, LinkClass, Links, Nodes, Placement};
+
+/// A group of ranks, and what its routers gave to do.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerLoad<'a> {
+    /// Where the ranks stand.
+    pub nodes: &'a Nodes,
+    /// Who holds which expert.
+    pub placement: &'a Placement,
+    /// Tokens of each rank.
+    pub tokens: &'a [u32],
+    /// `rows[rank][expert]`: rows of each rank for each expert, of a token one for each expert that it chose.
+    pub rows: &'a [Vec<u32>],
+}
+
+/// What a choice of what moves weighs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MoveCosts {
+    /// By which hops tokens go.
+    pub algorithm: Algorithm,
+    /// What a rank's links do.
+    pub links: Links,
+    /// Bytes of a token's row on its four ways (there and back, forward and backward), the mean of them.
+    pub row_bytes: f64,
+    /// Bytes of an expert's weights, and of its gradients.
+    pub expert_bytes: [f64; 2],
+    /// Seconds of an expert's computation of a row, forward and backward.
+    pub row_compute_s: f64,
+}
+
+/// Bytes that go from each rank to each other at a time.
+struct Leg<'a> {
+    nodes: &'a Nodes,
+    /// By sender, then by receiver.
+    bytes: Vec<f64>,
+}
+
+impl<'a> Leg<'a> {
+    fn new(nodes: &'a Nodes) -> Self {
+        Self { nodes, bytes: vec![0.0; nodes.num_ranks() * nodes.num_ranks()] }
+    }
+
+    fn send(&mut self, from: usize, to: usize, bytes: f64) {
+        if from != to {
+            self.bytes[from * self.nodes.num_ranks() + to] += bytes;
+        }
+    }
+
+    /// Seconds of the busiest line: what a rank sends goes one after the other, and so does what it receives.
+    fn seconds(&self, links: &Links) -> f64 {
+        let n = self.nodes.num_ranks();
+        let mut lines = vec![0.0; 2 * n];
+        for (index, &bytes) in self.bytes.iter().enumerate().filter(|(_, bytes)| **bytes > 0.0) {
+            let (from, to) = (index / n, index % n);
+            let is_near = self.nodes.of(from) == self.nodes.of(to);
+            let seconds = links.of(if is_near { LinkClass::Node } else { LinkClass::Cluster }).seconds(1, bytes);
+            lines[from] += seconds;
+            lines[n + to] += seconds;
+        }
+        lines.into_iter().fold(0.0, f64::max)
+    }
+}
+
+/// A layer while experts are fetched one after the other.
+struct Pass<'a> {
+    load: LayerLoad<'a>,
+    /// Rows that each rank computes.
+    computed: Vec<u64>,
+    /// By source, then by the rank that serves it: rows that are to go there.
+    rows: Vec<u64>,
+    /// And the logarithm of the share of the source's tokens of which none goes there, if choices were made one by one.
+    missed: Vec<f64>,
+    /// Fetched experts that each rank gives.
+    given: Vec<usize>,
+}
+
+impl<'a> Pass<'a> {
+    fn new(load: LayerLoad<'a>) -> Self {
+        let n = load.placement.num_ranks();
+        let (rows, missed) = (vec![0; n * n], vec![0.0; n * n]);
+        let mut pass = Self { load, computed: vec![0; n], rows, missed, given: vec![0; n] };
+        for source in 0..n {
+            for expert in 0..load.placement.num_experts() {
+                pass.travel(source, expert, 1.0);
+            }
+        }
+        pass
+    }
+
+    /// Lets the rows of `source` for `expert` travel (`sign` 1) or stay (-1).
+    fn travel(&mut self, source: usize, expert: usize, sign: f64) {
+        let LayerLoad { nodes, placement, tokens, rows } = self.load;
+        let (server, rows) = (placement.serving_rank(nodes, source, expert), u64::from(rows[source][expert]));
+        let pair = source * placement.num_ranks() + server;
+        let missed = (1.0 - rows as f64 / f64::from(tokens[source].max(1))).max(f64::EPSILON).ln();
+        self.missed[pair] += sign * missed;
+        if sign > 0.0 {
+            self.rows[pair] += rows;
+            self.computed[server] += rows;
+        } else {
+            self.rows[pair] -= rows;
+            self.computed[server] -= rows;
+            self.computed[source] += rows;
+        }
+    }
+
+    fn fetch(&mut self, expert: usize) {
+        (0..self.load.placement.num_ranks()).for_each(|source| self.travel(source, expert, -1.0));
+        self.given[self.load.placement.ranks_of(expert)[0]] += 1;
+    }
+
+    /// Tokens of `source` that go to any of `ranks`: each goes once however many experts it has there.
+    fn tokens_to(&self, source: usize, ranks: &[usize]) -> f64 {
+        let pairs = || ranks.iter().map(|rank| source * self.load.placement.num_ranks() + rank);
+        let rows: u64 = pairs().map(|pair| self.rows[pair]).sum();
+        let missed: f64 = pairs().map(|pair| self.missed[pair]).sum();
+        if rows == 0 { 0.0 } else { (f64::from(self.load.tokens[source]) * (1.0 - missed.exp())).min(rows as f64) }
+    }
+
+    /// Seconds of tokens on one of their ways.
+    fn token_seconds(&self, costs: &MoveCosts) -> f64 {
+        let nodes = self.load.nodes;
+        let n = nodes.num_ranks();
+        let (mut first, mut second) = (Leg::new(nodes), Leg::new(nodes));
+        for source in 0..n {
+            for target in 0..n {
+                let bytes = self.tokens_to(source, &[target]) * costs.row_bytes;
+                match costs.algorithm {
+                    Algorithm::Linear => first.send(source, target, bytes),
+                    Algorithm::Hierarchical => {
+                        let relay = nodes.relay(nodes.of(source), target);
+                        first.send(source, relay, bytes);
+                        second.send(relay, target, bytes);
+                    }
+                    Algorithm::TwoHop => second.send(nodes.relay(nodes.of(target), source), target, bytes),
+                }
+            }
+            for (node, ranks) in nodes.ranks().iter().enumerate().filter(|_| costs.algorithm == Algorithm::TwoHop) {
+                let bytes = self.tokens_to(source, ranks) * costs.row_bytes;
+                first.send(source, nodes.relay(node, source), bytes);
+            }
+        }
+        first.seconds(&costs.links) + second.seconds(&costs.links)
+    }
+
+    /// Seconds of the fetched experts on their way to all ranks, or of their gradients on the way back, where each has so many bytes.
+    fn expert_seconds(&self, bytes: f64, links: &Links) -> f64 {
+        let nodes = self.load.nodes;
+        let given = |rank: usize| self.given[rank] as f64 * bytes;
+        let (mut between, mut inside) = (Leg::new(nodes), Leg::new(nodes));
+        for rank in 0..nodes.num_ranks() {
+            (0..nodes.num()).for_each(|node| between.send(rank, nodes.relay(node, rank), given(rank)));
+            let collected: f64 = nodes.served_by(rank).map(given).sum();
+            nodes.ranks()[nodes.of(rank)].iter().for_each(|&near| inside.send(rank, near, collected));
+        }
+        between.seconds(links) + inside.seconds(links)
+    }
+
+    fn seconds(&self, costs: &MoveCosts) -> f64 {
+        let most_computed = self.computed.iter().copied().max().unwrap_or(0) as f64;
+        let experts: f64 = costs.expert_bytes.iter().map(|&bytes| self.expert_seconds(bytes, &costs.links)).sum();
+        most_computed * costs.row_compute_s + 4.0 * self.token_seconds(costs) + experts
+    }
+}
+
+/// Seconds of a layer, forward and backward, whose experts `fetched` come to all ranks.
+#[must_use]
+pub fn pass_seconds(load: &LayerLoad<'_>, fetched: &[usize], costs: &MoveCosts) -> f64 {
+    let mut pass = Pass::new(*load);
+    fetched.iter().for_each(|&expert| pass.fetch(expert));
+    pass.seconds(costs)
+}
+
+/// The experts to be fetched, those first whose rows would take longest on their way: the best number of them (ties to the lower
+/// number, both times). With one expert a rank and rows from everywhere alike this is the best of all sets.
+#[must_use]
+pub fn experts_to_fetch(load: &LayerLoad<'_>, costs: &MoveCosts) -> Vec<usize> {
+    let LayerLoad { nodes, placement, rows, .. } = *load;
+    let saved = |expert: usize| -> f64 {
+        let of_source = |(source, rows): (usize, &Vec<u32>)| {
+            let server = placement.serving_rank(nodes, source, expert);
+            let is_near = nodes.of(server) == nodes.of(source);
+            let link = costs.links.of(if is_near { LinkClass::Node } else { LinkClass::Cluster });
+            let row = 4.0 * link.seconds(0, costs.row_bytes) + costs.row_compute_s;
+            if server == source { 0.0 } else { f64::from(rows[expert]) * row }
+        };
+        rows.iter().enumerate().map(of_source).sum()
+    };
+    let is_everywhere = |expert: usize| placement.ranks_of(expert).len() == placement.num_ranks();
+    let experts = (0..placement.num_experts()).filter(|&expert| !is_everywhere(expert));
+    let mut order: Vec<(f64, usize)> = experts.map(|expert| (saved(expert), expert)).collect();
+    order.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    let mut pass = Pass::new(*load);
+    let (mut best, mut best_seconds) = (0, pass.seconds(costs));
+    for (i, &(_, expert)) in order.iter().enumerate() {
+        pass.fetch(expert);
+        let seconds = pass.seconds(costs);
+        if seconds < best_seconds {
+            (best, best_seconds) = (i + 1, seconds);
+        }
+    }
+    order[..best].iter().map(|&(_, expert)| expert).collect()
+}
