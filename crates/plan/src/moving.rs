@@ -77,8 +77,6 @@ struct Pass<'a> {
     computed: Vec<u64>,
     /// By source, then by the rank that serves it: rows that are to go there.
     rows: Vec<u64>,
-    /// And the logarithm of the share of the source's tokens of which none goes there, if choices were made one by one.
-    missed: Vec<f64>,
     /// Fetched experts that each rank gives.
     given: Vec<usize>,
 }
@@ -86,44 +84,42 @@ struct Pass<'a> {
 impl<'a> Pass<'a> {
     fn new(load: LayerLoad<'a>) -> Self {
         let n = load.placement.num_ranks();
-        let (rows, missed) = (vec![0; n * n], vec![0.0; n * n]);
-        let mut pass = Self { load, computed: vec![0; n], rows, missed, given: vec![0; n] };
+        let mut pass = Self { load, computed: vec![0; n], rows: vec![0; n * n], given: vec![0; n] };
         for source in 0..n {
             for expert in 0..load.placement.num_experts() {
-                pass.travel(source, expert, 1.0);
+                let (server, rows) = pass.rows_of(source, expert);
+                pass.rows[source * n + server] += rows;
+                pass.computed[server] += rows;
             }
         }
         pass
     }
 
-    /// Lets the rows of `source` for `expert` travel (`sign` 1) or stay (-1).
-    fn travel(&mut self, source: usize, expert: usize, sign: f64) {
-        let LayerLoad { nodes, placement, tokens, rows } = self.load;
-        let (server, rows) = (placement.serving_rank(nodes, source, expert), u64::from(rows[source][expert]));
-        let pair = source * placement.num_ranks() + server;
-        let missed = (1.0 - rows as f64 / f64::from(tokens[source].max(1))).max(f64::EPSILON).ln();
-        self.missed[pair] += sign * missed;
-        if sign > 0.0 {
-            self.rows[pair] += rows;
-            self.computed[server] += rows;
-        } else {
-            self.rows[pair] -= rows;
-            self.computed[server] -= rows;
-            self.computed[source] += rows;
-        }
+    /// Who serves `source` with `expert`, and with how many rows.
+    fn rows_of(&self, source: usize, expert: usize) -> (usize, u64) {
+        let LayerLoad { nodes, placement, rows, .. } = self.load;
+        (placement.serving_rank(nodes, source, expert), u64::from(rows[source][expert]))
     }
 
     fn fetch(&mut self, expert: usize) {
-        (0..self.load.placement.num_ranks()).for_each(|source| self.travel(source, expert, -1.0));
+        let n = self.load.placement.num_ranks();
+        for source in 0..n {
+            let (server, rows) = self.rows_of(source, expert);
+            self.rows[source * n + server] -= rows;
+            self.computed[server] -= rows;
+            self.computed[source] += rows;
+        }
         self.given[self.load.placement.ranks_of(expert)[0]] += 1;
     }
 
-    /// Tokens of `source` that go to any of `ranks`: each goes once however many experts it has there.
+    /// Tokens of `source` that go to any of `ranks`, each once however many of its K choices are there: as if each choice were there
+    /// as often as those of all tokens are, one by one.
     fn tokens_to(&self, source: usize, ranks: &[usize]) -> f64 {
-        let pairs = || ranks.iter().map(|rank| source * self.load.placement.num_ranks() + rank);
-        let rows: u64 = pairs().map(|pair| self.rows[pair]).sum();
-        let missed: f64 = pairs().map(|pair| self.missed[pair]).sum();
-        if rows == 0 { 0.0 } else { (f64::from(self.load.tokens[source]) * (1.0 - missed.exp())).min(rows as f64) }
+        let rows: u64 = ranks.iter().map(|rank| self.rows[source * self.load.placement.num_ranks() + rank]).sum();
+        let all: u64 = self.load.rows[source].iter().map(|&rows| u64::from(rows)).sum();
+        let (tokens, share) = (f64::from(self.load.tokens[source]), rows as f64 / all.max(1) as f64);
+        let num_choices = (all as f64 / tokens.max(1.0)).max(1.0);
+        tokens * (1.0 - (1.0 - share).powf(num_choices))
     }
 
     /// Seconds of tokens on one of their ways.

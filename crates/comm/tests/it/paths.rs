@@ -128,7 +128,9 @@ fn check_once(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError
     hierarchy.sum_scatter(&send, counts, &mut share)?;
     let first: usize = counts[..rank].iter().sum();
     let sum = |i: usize| {
-        let of_node = |node| (0..comm.size()).filter(|&from| nodes[from] == node).map(|from| value(from, i, 1)).reduce(|a, b| a + b);
+        let of_node = |node| {
+            (0..comm.size()).filter(|&from| nodes[from] == node).map(|from| value(from, i, 1)).reduce(|a, b| a + b)
+        };
         (0..comm.size()).filter_map(of_node).reduce(|a, b| a + b).unwrap_or(0.0)
     };
     assert_eq!(share, (first..first + counts[rank]).map(sum).collect::<Vec<_>>());

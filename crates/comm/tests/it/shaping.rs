@@ -2,9 +2,7 @@
 
 use std::time::Instant;
 
-use moeworks_comm::{
-    CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Shaped, run_ranks,
-};
+use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Shaped, run_ranks};
 use moeworks_plan::cost::collectives::{Rows, all_to_all, fastest_path};
 use moeworks_plan::{Algorithm, Group, Link, Links, Topology, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
@@ -72,10 +70,8 @@ fn work_under_a_slow_message_hides_it() {
     let attempt = |_| {
         let stood = run_ranks(&RankOptions::new(2), |comm| {
             let meter = std::sync::Arc::new(Meter::new(false));
-            let shaped = Shaped::new(
-                comm.split(Some(0), comm.rank())?.expect("a part"),
-                Links { node: link, cluster: link },
-            );
+            let shaped =
+                Shaped::new(comm.split(Some(0), comm.rank())?.expect("a part"), Links { node: link, cluster: link });
             let comm: Box<dyn Communicator> = Box::new(Metered::new(Box::new(shaped), meter.clone()));
             let exchange = || comm.start_all_to_all_v(vec![0_u8; 8], &[4, 4], vec![0_u8; 8], &[4, 4]);
             let pending = exchange()?;

@@ -5,6 +5,13 @@ mod decisions;
 mod deepseek;
 mod edges;
 mod fixtures;
+#[cfg(target_os = "linux")]
+#[path = "../../../comm/tests/it/launcher.rs"]
+mod launcher;
+mod moving;
+#[cfg(target_os = "linux")]
+#[path = "../../../comm/tests/it/namespaces.rs"]
+mod namespaces;
 mod properties;
 mod published;
 mod ranks;
