@@ -4,10 +4,10 @@
 
 use std::process::ExitCode;
 
-use moeworks_model::{PassStats, SourceBatch, TokenBatch};
+use moeworks_model::PassStats;
 use moeworks_moe::LayerStats;
 use moeworks_train::config::{DataConfig, RunConfig};
-use moeworks_train::data::{CachePlace, Sources, SpanRule, TokenStore, evaluation_batches, span_batches};
+use moeworks_train::data::{Batch, CachePlace, Sources, SpanRule, TokenStore, evaluation_batches, span_batches};
 use serde_json::{Value, json};
 
 use crate::args::EvaluateArgs;
@@ -33,15 +33,11 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::input(message));
     }
     let tokens = tokens_of(&model, args)?;
-    let (result, bytes) = if has_encoder {
-        (evaluate_spans(&model, &tokens, seq_len, args.max_sequences)?, None)
-    } else {
-        let result = evaluate(&model, &tokens, seq_len, args.max_sequences)?;
-        // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens
-        // evaluated.
-        let share = result.num_targets as f64 / (tokens.len() - 1) as f64;
-        (result, Some(tokens.num_text_bytes() as f64 * share))
-    };
+    let spans = SpanRule::of(config, &model.tokenizer)?;
+    let result = evaluate(&model, (&tokens, spans.as_ref()), seq_len, args.max_sequences)?;
+    // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens evaluated.
+    let share = result.num_targets as f64 / (tokens.len() - 1) as f64;
+    let bytes = (!has_encoder).then(|| tokens.num_text_bytes() as f64 * share);
     if !result.mean_loss().is_finite() {
         return Err(model.not_a_number());
     }
@@ -112,49 +108,24 @@ fn tokens_of(model: &Model, args: &EvaluateArgs) -> Result<TokenStore, Failure> 
     Ok(tokens)
 }
 
-/// Goes through the text in windows that follow each other; the last one is filled up and the filling not counted.
-fn evaluate(model: &Model, tokens: &TokenStore, seq_len: usize, max_sequences: usize) -> Result<PassStats, Failure> {
-    let (batch_size, max_batches) = batches(seq_len, max_sequences);
-    let mut sum = PassStats::default();
-    for batch in evaluation_batches(tokens, seq_len, batch_size).take(max_batches) {
-        let batch =
-            TokenBatch { inputs: &batch.inputs, targets: &batch.targets, num_sequences: batch.num_sequences, seq_len };
-        add(&mut sum, model.decoder.evaluate(&model.ctx, &model.weights, &batch)?);
-    }
-    Ok(sum)
-}
-
-/// Goes through the text in windows that follow each other and has the model find the spans that are left out of each.
-fn evaluate_spans(
+/// Goes through the text in windows that follow each other: the last one is filled up and the filling not counted, or a model
+/// with an encoder is to find the spans that are left out of each by `spans`.
+fn evaluate(
     model: &Model,
-    tokens: &TokenStore,
+    (tokens, spans): (&TokenStore, Option<&SpanRule>),
     seq_len: usize,
     max_sequences: usize,
 ) -> Result<PassStats, Failure> {
     let (batch_size, max_batches) = batches(seq_len, max_sequences);
+    let batches: Box<dyn Iterator<Item = Batch>> = match spans {
+        None => Box::new(evaluation_batches(tokens, seq_len, batch_size)),
+        Some(rule) => Box::new(span_batches(tokens, seq_len, batch_size, rule)),
+    };
     let mut sum = PassStats::default();
-    for batch in span_batches(tokens, seq_len, batch_size, span_rule(model)?).take(max_batches) {
-        let num_sequences = batch.num_sequences;
-        let seq_len = batch.inputs.len() / num_sequences;
-        let answers = TokenBatch { inputs: &batch.inputs, targets: &batch.targets, num_sequences, seq_len };
-        let sources = SourceBatch { ids: &batch.sources, num_sequences };
-        add(&mut sum, model.decoder.evaluate_given(&model.ctx, &model.weights, &sources, &answers)?);
+    for batch in batches.take(max_batches) {
+        add(&mut sum, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens())?);
     }
     Ok(sum)
-}
-
-/// How spans are marked for a model with an encoder, if its tokenizer can.
-fn span_rule(model: &Model) -> Result<SpanRule<'_>, Failure> {
-    let start = model.decoder.config().variant.encoder.as_ref().map_or(0, |encoder| encoder.start_id);
-    let sentinels = model.tokenizer.sentinels();
-    if sentinels.is_empty() {
-        let what = "no <extra_id_0>, <extra_id_1>, ..., which stand for what is left out of a text";
-        return Err(Failure::input(format!("the tokenizer has {what}: it must be T5's")));
-    }
-    match model.tokenizer.eos_id() {
-        Some(eos) => Ok(SpanRule { sentinels, eos, start }),
-        None => Err(Failure::input("the tokenizer has no token that ends a text, such as </s>")),
-    }
 }
 
 /// Sequences of a batch, and batches at most. With a limit, batches of one sequence end exactly there.

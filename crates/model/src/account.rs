@@ -63,6 +63,16 @@ fn is_table(name: &str) -> bool {
     name.contains("embed_") || name.contains("relative_bias")
 }
 
+/// The parameters of a tensor: in all, those that a token passes, and of these those in products.
+fn counts(config: &ModelConfig, name: &str, shape: &[usize]) -> [u64; 3] {
+    let total = shape.iter().map(|&dim| dim as u64).product::<u64>();
+    let is_expert = name.contains("mlp.experts.");
+    let active = if is_expert { total / config.num_experts.max(1) as u64 * config.top_k as u64 } else { total };
+    // Biases of stacked experts have two dims, but multiply nothing.
+    let is_matrix = shape.len() > 1 && !name.ends_with("bias") && !is_table(name);
+    [total, active, if is_matrix { active } else { 0 }]
+}
+
 /// Of a tree of clusters a token passes the open ones alone.
 fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
     let moe = config.moe();
@@ -83,15 +93,11 @@ impl Parameters {
         let mut parts: Vec<Part> =
             PARTS.iter().map(|(name, _)| Part { name, total: 0, active: 0, in_products: 0 }).collect();
         for (name, shape) in shapes_by_name(config) {
-            let total = shape.iter().map(|&dim| dim as u64).product::<u64>();
-            let is_expert = name.contains("mlp.experts.");
-            let active = if is_expert { total / config.num_experts.max(1) as u64 * config.top_k as u64 } else { total };
-            // Biases of stacked experts have two dims, but multiply nothing.
-            let is_matrix = shape.len() > 1 && !name.ends_with("bias") && !is_table(&name);
+            let [total, active, in_products] = counts(config, &name, &shape);
             let part = &mut parts[part_of(&name)];
             part.total += total;
             part.active += active;
-            part.in_products += if is_matrix { active } else { 0 };
+            part.in_products += in_products;
         }
         narrow_routers(config, &mut parts);
         if config.tie_embeddings {
@@ -134,6 +140,25 @@ pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
 #[must_use]
 pub fn training_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
     3.0 * forward_flops_per_token(config, seq_len)
+}
+
+/// As [`training_flops_per_token`] of a model with an encoder, for one token of an answer of `answer_len` to a source of
+/// `source_len`: those of the source are shared out among the answer's tokens.
+#[must_use]
+pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer_len): (usize, usize)) -> f64 {
+    let (source, answer) = (source_len as f64, answer_len as f64);
+    // Keys and values of the decoder's attention to the source are made of the source.
+    let is_of_source = |name: &str| {
+        name.starts_with("model.encoder.") || name.contains("cross_attn.k_proj") || name.contains("cross_attn.v_proj")
+    };
+    let tensors = shapes_by_name(config);
+    let of_source = tensors.iter().filter(|(name, _)| is_of_source(name));
+    let of_source: u64 = of_source.map(|(name, shape)| counts(config, name, shape)[2]).sum();
+    let of_answer = Parameters::of(config).in_products() - of_source;
+    let pairs = config.num_encoder_layers() as f64 * source * source
+        + config.num_layers as f64 * answer * (answer / 2.0 + source);
+    let elements = (config.num_heads * (config.head_dim + config.value_dim())) as f64;
+    3.0 * 2.0 * (of_source as f64 * source + of_answer as f64 * answer + pairs * elements) / answer
 }
 
 /// Bytes of a training process by kind.

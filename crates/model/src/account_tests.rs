@@ -1,5 +1,5 @@
 use super::*;
-use crate::config::{ActivationKind, LatentAttention, QkNorm, Variant};
+use crate::config::{ActivationKind, EncoderConfig, LatentAttention, PositionKind, QkNorm, Variant};
 
 /// OLMoE-1B-7B: 6.92 B parameters, 1.28 B active (2409.02060, table 1 and its checkpoint's index).
 #[test]
@@ -179,4 +179,33 @@ fn what_is_kept_of_a_sequence_depends_on_windows_and_narrow_vectors() {
     let mut latent = plain;
     latent.variant.latent = Some(LatentAttention { query_rank: 0, kv_rank: 6, plain_dim: 4, rotary_dim: 4 });
     assert_eq!(kv_cache_bytes(&latent, 100), 4 * 3 * 100 * (6 + 4));
+}
+
+/// An encoder of 1 layer and a decoder of 2, all dense, by hand.
+#[test]
+fn a_source_passes_the_encoder_and_an_answer_the_decoder() {
+    let positions = PositionKind::Relative { num_buckets: 8, max_distance: 12 };
+    let encoder = EncoderConfig { num_layers: 1, dense_layers: vec![0], start_id: 0 };
+    let config = ModelConfig {
+        vocab_size: 10,
+        width: 4,
+        num_layers: 2,
+        num_heads: 2,
+        num_kv_heads: 2,
+        head_dim: 3,
+        qk_norm: QkNorm::None,
+        num_experts: 0,
+        dense_width: 5,
+        activation: ActivationKind::Relu,
+        tie_embeddings: true,
+        variant: Variant { positions, encoder: Some(encoder), ..Variant::default() },
+        ..ModelConfig::default()
+    };
+    let (attention, hidden) = (4 * 4 * 6, 2 * 4 * 5);
+    let of_source = attention + hidden + 2 * attention / 2;
+    let of_answer = 2 * (attention + attention / 2 + hidden) + 10 * 4;
+    let pairs = 7 * 7 + 2 * (3 * 3) / 2 + 2 * 3 * 7;
+    let flops = 6 * (7 * of_source + 3 * of_answer + pairs * 2 * (3 + 3));
+    let found = training_flops_per_answer_token(&config, (7, 3));
+    assert!((3.0 * found - f64::from(flops)).abs() < 1e-6, "{found}, {flops}");
 }

@@ -9,28 +9,29 @@ mod ends;
 
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-use crate::blocks::attention::{AttentionBlock, AttentionSaved};
+use crate::blocks::attention::AttentionBlock;
 use crate::blocks::cross::CrossBlock;
-use crate::blocks::feed_forward::{FeedForwardBlock, FeedForwardSaved};
+use crate::blocks::feed_forward::FeedForwardBlock;
 use crate::blocks::norm::Norm;
 use crate::blocks::relative::Relative;
 use crate::blocks::stack::Stack;
+use crate::blocks::training::{Flow, LayerRecord, Training};
 use crate::blocks::{Memory, Pass};
 use crate::config::ModelConfig;
 use crate::encoder::Encoder;
 use crate::gather::{Gather, after};
 use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
-use crate::pass::{BatchError, PassOptions, PassStats, RouterNoise, Rules, TokenBatch};
+use crate::pass::{BatchError, PassOptions, PassStats, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;
 use crate::shapes::weights_with;
 use crate::tensor_ranks::TensorRanks;
-use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights};
+use crate::weights::{DecoderWeights, FeedForwardWeights};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
 ///
@@ -59,21 +60,6 @@ pub struct Decoder {
 /// Who is told that the gradients of a layer are whole.
 pub type LayerDone<'a> = &'a mut dyn FnMut(usize, &mut DecoderWeights);
 
-struct LayerSaved {
-    attention: AttentionSaved,
-    /// The residual stream between the two blocks.
-    middle: Tensor,
-    feed_forward: FeedForwardSaved,
-}
-
-/// What a layer leaves for backward: its input, and the rest unless it is to be computed again.
-struct LayerRecord {
-    input: Tensor,
-    /// The logits of the MoE layer before, with gating residuals.
-    previous: Option<Tensor>,
-    saved: Option<LayerSaved>,
-}
-
 impl Decoder {
     /// A decoder of `config`, whose `vocab_size` must be set. Fails if a setting is out of range.
     pub fn new(config: ModelConfig) -> Result<Self, ConfigError> {
@@ -91,7 +77,7 @@ impl Decoder {
         }
         let training = feed_forwards(&config, &config.moe(), ranks.as_ref())?;
         let inference = feed_forwards(&config, &config.inference_moe(), ranks.as_ref())?;
-        let encoder = config.of_encoder().map(Encoder::new).transpose()?;
+        let encoder = config.of_encoder().map(|of_encoder| Encoder::new(of_encoder, config.num_layers)).transpose()?;
         let cross = encoder.is_some().then(|| CrossBlock::new(&config));
         let split = tensor.as_ref().map(TensorRanks::split);
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, split)).collect();
@@ -179,29 +165,47 @@ impl Decoder {
         }
         let gathered = self.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
-        let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), None);
-        let (x, records, mut layer_stats) = self.training_forward(&pass, weights, batch.inputs, options);
+        Ok(self.training_pass(ctx, weights, batch, options, (write, done), grads))
+    }
+
+    /// The training pass of a checked batch that is not empty, by whole weights outside the layers.
+    fn training_pass(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        batch: &TokenBatch<'_>,
+        options: &PassOptions,
+        (write, done): (Write, LayerDone<'_>),
+        grads: &mut DecoderWeights,
+    ) -> PassStats {
+        let encoded = self.encoder.as_ref().map(|encoder| encoder.training_forward(ctx, weights, batch, options));
+        let memory = encoded.as_ref().map(|encoded| encoded.memory(weights));
+        let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory.as_ref());
+        let training = self.training(&pass, batch.inputs, options);
+        let mut layer_stats = encoded.as_ref().map_or_else(Vec::new, |encoded| encoded.stats.clone());
+        let (x, records) = self.training_forward(&training, weights, &mut layer_stats);
         self.merge_stats(&mut layer_stats);
         let (router, mut loss_grads) = router_losses(&layer_stats, (&self.config.router, self.config.top_k), options);
         self.take_share(self.routed_tokens(batch, options.sequence_coef != 0.0).len(), &layer_stats, &mut loss_grads);
-        let (loss, mut dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
+        let (loss, dx) = self.head_backward(ctx, weights, &x, batch.targets, (options.grad_scale, write), grads);
         drop(x);
-        let mut dnext = None;
+        let mut flow = Flow::new(ctx, dx, encoded.as_ref().map(|encoded| &encoded.result));
         for (i, record) in records.into_iter().enumerate().rev() {
-            let LayerRecord { input, previous, saved } = record;
             let w = self.layer(ctx, weights, (i, i.checked_sub(1)));
-            let again = || self.training_layer(&pass, &w, i, (&input, previous.as_ref()), (batch.inputs, options)).1;
-            let saved = saved.unwrap_or_else(again);
-            let loss_grad = self.config.is_moe_layer(i).then(|| loss_grads.pop()).flatten();
-            let g = &mut grads.layers[i];
-            dx = self.layer_backward(&pass, &w, (&input, saved), (&dx, &mut dnext, loss_grad.as_ref()), (write, i), g);
+            training.backward((i, &w), record, (&mut flow, &mut loss_grads), write, &mut grads.layers[i]);
             done(i, grads);
         }
+        pass.relative_backward(&flow, write, grads.relative.as_mut());
+        let Flow { dx, encoded: of_encoded, .. } = flow;
         self.embed_backward(&pass, weights.head.is_none(), (batch.inputs, dx), write, grads);
-        Ok(self.pass_stats(loss, router, layer_stats))
+        if let (Some(encoder), Some(encoded), Some((_, d_encoded))) = (&self.encoder, encoded, of_encoded) {
+            encoder.backward(weights, (encoded, &d_encoded), loss_grads, write, grads);
+        }
+        self.pass_stats(loss, router, layer_stats)
     }
 
-    /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones.
+    /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones. In a model with an encoder
+    /// its MoE layers come first, as in [`ModelConfig::moe_layers`].
     pub fn evaluate(
         &self,
         ctx: &Context,
@@ -211,41 +215,36 @@ impl Decoder {
         self.evaluate_watched(ctx, weights, batch, |_, _| ())
     }
 
-    /// As [`evaluate`](Self::evaluate), showing `watch` what each MoE layer decided, with the layer's index.
+    /// As [`evaluate`](Self::evaluate), showing `watch` what each MoE layer decided, with the layer's index; the layers of an
+    /// encoder come before the decoder's.
     pub fn evaluate_watched(
         &self,
         ctx: &Context,
         weights: &DecoderWeights,
         batch: &TokenBatch<'_>,
-        watch: impl FnMut(usize, &MoeSaved),
+        mut watch: impl FnMut(usize, &MoeSaved),
     ) -> Result<PassStats, BatchError> {
         self.check_batch(batch)?;
-        Ok(self.evaluate_pass(ctx, weights, batch, (None, Vec::new()), watch))
-    }
-
-    /// Evaluates a checked batch; `layers` are the statistics of MoE layers before the decoder's.
-    pub(crate) fn evaluate_pass(
-        &self,
-        ctx: &Context,
-        weights: &DecoderWeights,
-        batch: &TokenBatch<'_>,
-        (memory, mut layers): (Option<&Memory>, Vec<LayerStats>),
-        mut watch: impl FnMut(usize, &MoeSaved),
-    ) -> PassStats {
         if batch.inputs.is_empty() {
-            return self.serve_evaluation(ctx, weights);
+            return Ok(self.serve_evaluation(ctx, weights));
         }
         let gathered = self.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
-        let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory);
-        let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| {
+        let mut layers = Vec::new();
+        let mut watch = |i: usize, saved: &MoeSaved| {
             watch(i, saved);
             layers.push(saved.stats());
-        });
+        };
+        let sources = batch.source_batch();
+        let memory =
+            self.encoder.as_ref().map(|_| self.encode_watched(ctx, weights, &sources, &mut watch)).transpose()?;
+        let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory.as_ref());
+        let before = self.config.num_encoder_layers();
+        let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| watch(before + i, saved));
         let loss = self.head_loss(ctx, weights, &x, batch.targets);
         self.merge_stats(&mut layers);
         let (router, _) = router_losses(&layers, (&self.config.router, self.config.top_k), &PassOptions::default());
-        self.pass_stats(loss, router, layers)
+        Ok(self.pass_stats(loss, router, layers))
     }
 
     /// Shows `watch` what each MoE layer decides for `num_sequences` sequences of `inputs`, by the rules of training (the
@@ -259,7 +258,7 @@ impl Decoder {
         watch: impl FnMut(usize, &MoeSaved),
     ) -> Result<(), BatchError> {
         let seq_len = inputs.len() / num_sequences.max(1);
-        self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
+        self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len, ..TokenBatch::default() })?;
         let pass = self.pass(ctx, weights, (num_sequences, seq_len, 0), None);
         self.hidden(&pass, weights, inputs, rules, None, watch);
         Ok(())
@@ -275,7 +274,7 @@ impl Decoder {
         num_sequences: usize,
     ) -> Result<Tensor, BatchError> {
         let seq_len = inputs.len() / num_sequences.max(1);
-        self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
+        self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len, ..TokenBatch::default() })?;
         Ok(self.all_logits(ctx, weights, None, inputs, num_sequences))
     }
 
@@ -331,16 +330,42 @@ impl Decoder {
     ) -> Tensor {
         let x = self.embed(pass, weights, ids);
         let is_inference = rules == Rules::Inference;
-        let stack = Stack {
-            attention: &self.attention,
-            cross: self.cross.as_ref(),
-            feed_forward: if is_inference { &self.inference } else { &self.training },
-            expert_capacity: self.config.variant.expert_capacity,
-        };
+        let stack = self.stack(if is_inference { &self.inference } else { &self.training });
         let input = RouterInput { token_ids: ids, is_inference, ..RouterInput::default() };
         let num_layers = weights.layers.len();
         let layer = |i| self.layer(pass.ctx, weights, (i, after(i, num_layers)));
         stack.forward(pass, layer, x, &input, caches, watch)
+    }
+
+    fn stack<'a>(&'a self, feed_forward: &'a [FeedForwardBlock]) -> Stack<'a> {
+        let expert_capacity = self.config.variant.expert_capacity;
+        Stack { attention: &self.attention, cross: self.cross.as_ref(), feed_forward, expert_capacity }
+    }
+
+    fn training<'a>(&'a self, pass: &'a Pass<'a>, token_ids: &'a [u32], options: &'a PassOptions) -> Training<'a> {
+        let layers_before = self.config.num_encoder_layers();
+        let num_layers = layers_before + self.config.num_layers;
+        Training { stack: self.stack(&self.training), pass, token_ids, options, layers_before, num_layers }
+    }
+
+    /// The residual stream after the last layer and what each layer leaves for backward; statistics of MoE layers go to `stats`.
+    fn training_forward(
+        &self,
+        training: &Training<'_>,
+        weights: &DecoderWeights,
+        stats: &mut Vec<LayerStats>,
+    ) -> (Tensor, Vec<LayerRecord>) {
+        let mut x = self.embed(training.pass, weights, training.token_ids);
+        let num_layers = weights.layers.len();
+        let mut previous = None;
+        let layer = |i| {
+            let w = self.layer(training.pass.ctx, weights, (i, after(i, num_layers)));
+            let (y, record) = training.forward((i, &w), x.clone(), &mut previous, stats);
+            x = y;
+            record
+        };
+        let records = (0..num_layers).map(layer).collect();
+        (x, records)
     }
 
     /// A pass over `num_sequences` sequences of `seq_len` tokens, the first of which is at position `start`.
@@ -355,74 +380,6 @@ impl Decoder {
         let relative = Relative::of(&self.config, weights.relative.as_ref(), true, [seq_len, len]);
         let pass = Pass::new(ctx, self.rope.get(&self.config, len), num_sequences, seq_len, start);
         Pass { relative, memory, tensor: self.tensor.as_ref(), ..pass }
-    }
-
-    /// The residual stream after the last layer, what each layer leaves for backward, and the statistics of the MoE layers.
-    fn training_forward(
-        &self,
-        pass: &Pass<'_>,
-        weights: &DecoderWeights,
-        inputs: &[u32],
-        options: &PassOptions,
-    ) -> (Tensor, Vec<LayerRecord>, Vec<LayerStats>) {
-        let mut x = self.embed(pass, weights, inputs);
-        let num_layers = weights.layers.len();
-        let mut records = Vec::with_capacity(num_layers);
-        let mut layer_stats = Vec::new();
-        let mut previous: Option<Tensor> = None;
-        for i in 0..num_layers {
-            let w = self.layer(pass.ctx, weights, (i, after(i, num_layers)));
-            let (y, saved) = self.training_layer(pass, &w, i, (&x, previous.as_ref()), (inputs, options));
-            layer_stats.extend(saved.feed_forward.stats());
-            let input = std::mem::replace(&mut x, y);
-            let logits = saved.feed_forward.moe().map_or_else(|| previous.clone(), |saved| saved.logits().cloned());
-            let previous = std::mem::replace(&mut previous, logits);
-            records.push(LayerRecord { input, previous, saved: (!options.checkpoint_layers).then_some(saved) });
-        }
-        (x, records, layer_stats)
-    }
-
-    fn training_layer(
-        &self,
-        pass: &Pass<'_>,
-        w: &LayerWeights,
-        i: usize,
-        (x, previous): (&Tensor, Option<&Tensor>),
-        (token_ids, options): (&[u32], &PassOptions),
-    ) -> (Tensor, LayerSaved) {
-        // Each pass has as many consecutive streams as there are layers.
-        let noise = options.noise.map(|RouterNoise { seed, step }| {
-            Random::new(seed, Purpose::Router, step.wrapping_mul(self.config.num_layers as u64).wrapping_add(i as u64))
-        });
-        let (middle, attention) = self.attention[i].forward(pass, w, x);
-        let seq_len = if options.sequence_coef == 0.0 { 0 } else { pass.seq_len };
-        let PassOptions { progress, first_token, .. } = *options;
-        let has_gshard_loss = options.has_gshard_loss();
-        let input = RouterInput { noise, token_ids, seq_len, progress, first_token, ..RouterInput::default() };
-        let input = RouterInput { previous, has_gshard_loss, ..input };
-        let (y, feed_forward) = self.training[i].forward(pass, w, &middle, &input);
-        (y, LayerSaved { attention, middle, feed_forward })
-    }
-
-    fn layer_backward(
-        &self,
-        pass: &Pass<'_>,
-        weights: &LayerWeights,
-        (input, saved): (&Tensor, LayerSaved),
-        (dy, dnext, loss_grad): (&Tensor, &mut Option<Tensor>, Option<&LossGrad>),
-        (write, i): (Write, usize),
-        grads: &mut LayerWeights,
-    ) -> Tensor {
-        let LayerSaved { attention, middle, feed_forward } = saved;
-        let d_norm = &mut grads.feed_forward_norm;
-        let saved = (&middle, feed_forward);
-        let dy = (dy, dnext.as_ref(), loss_grad);
-        let (d_middle, task) = self.training[i].backward(pass, weights, saved, dy, write, d_norm);
-        task.replace_dnext(dnext);
-        task.run(pass, write, &mut grads.feed_forward);
-        let (dx, task) = self.attention[i].backward(pass, weights, (input, attention), &d_middle, write, grads);
-        task.run(pass.ctx, write, &mut grads.attention);
-        dx
     }
 }
 

@@ -1,30 +1,48 @@
 //! Models with an encoder: the encoder reads a source once, the decoder writes a text and attends to what was read (T5,
-//! 1910.10683; Switch Transformers, 2101.03961). They are used here and not trained.
+//! 1910.10683; Switch Transformers, 2101.03961).
 
 use std::borrow::Cow;
 
-use moeworks_moe::{ConfigError, MoeSaved, RouterInput};
+use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeSaved, RouterInput};
 use moeworks_ops::Context;
-use moeworks_ops::embedding::embedding;
+use moeworks_ops::embedding::{embedding, embedding_backward};
+use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
-use crate::blocks::attention::AttentionBlock;
+use crate::blocks::attention::{AttentionBlock, WRONG_KIND};
 use crate::blocks::feed_forward::FeedForwardBlock;
 use crate::blocks::norm::Norm;
 use crate::blocks::relative::Relative;
 use crate::blocks::stack::Stack;
+use crate::blocks::training::{Flow, LayerRecord, Training};
 use crate::blocks::{Memory, Pass};
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, feed_forwards};
-use crate::pass::{BatchError, PassStats, TokenBatch};
-use crate::weights::DecoderWeights;
+use crate::pass::{BatchError, PassOptions, TokenBatch};
+use crate::weights::{DecoderWeights, EncoderWeights};
 
 /// An encoder: layers that see the whole source, and a norm.
 #[derive(Debug)]
 pub(crate) struct Encoder {
     config: ModelConfig,
+    num_decoder_layers: usize,
     attention: Vec<AttentionBlock>,
-    feed_forward: Vec<FeedForwardBlock>,
+    training: Vec<FeedForwardBlock>,
+    inference: Vec<FeedForwardBlock>,
+}
+
+/// What an encoder made of the sources of a training pass, and what its backward needs.
+pub(crate) struct Encoded<'a> {
+    pass: Pass<'a>,
+    batch: &'a TokenBatch<'a>,
+    options: &'a PassOptions,
+    records: Vec<LayerRecord>,
+    /// The statistics of the MoE layers.
+    pub(crate) stats: Vec<LayerStats>,
+    /// The residual stream behind the last layer, and the statistics of its norm.
+    last: (Tensor, Tensor),
+    /// `[T, D]` in the type of the weights' products.
+    pub(crate) result: Tensor,
 }
 
 /// Sources of equal length.
@@ -37,10 +55,38 @@ pub struct SourceBatch<'a> {
 }
 
 impl Encoder {
-    /// The encoder of `config`, the configuration of its layers.
-    pub(crate) fn new(config: ModelConfig) -> Result<Self, ConfigError> {
+    /// The encoder of `config`, the configuration of its layers, before so many of a decoder.
+    pub(crate) fn new(config: ModelConfig, num_decoder_layers: usize) -> Result<Self, ConfigError> {
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, None)).collect();
-        Ok(Self { attention, feed_forward: feed_forwards(&config, &config.inference_moe(), None)?, config })
+        let training = feed_forwards(&config, &config.moe(), None)?;
+        let inference = feed_forwards(&config, &config.inference_moe(), None)?;
+        Ok(Self { config, num_decoder_layers, attention, training, inference })
+    }
+
+    fn stack<'a>(&'a self, feed_forward: &'a [FeedForwardBlock]) -> Stack<'a> {
+        let expert_capacity = self.config.variant.expert_capacity;
+        Stack { attention: &self.attention, cross: None, feed_forward, expert_capacity }
+    }
+
+    /// A pass over `num_sequences` sources in `ids`, and the embedded ids.
+    fn begin<'a>(
+        &self,
+        ctx: &'a Context,
+        weights: &DecoderWeights,
+        SourceBatch { ids, num_sequences }: SourceBatch<'_>,
+    ) -> (Pass<'a>, Tensor) {
+        let encoder = of(weights);
+        let seq_len = ids.len() / num_sequences;
+        let relative = Relative::of(&self.config, encoder.relative.as_ref(), false, [seq_len; 2]);
+        let pass = Pass { relative, ..Pass::new(ctx, None, num_sequences, seq_len, 0) };
+        let x = embedding(ctx, ids, encoder.embedding.as_ref().unwrap_or(&weights.embedding), DType::F32);
+        (pass, x)
+    }
+
+    /// The norm behind the last layer of `x`, and its statistics.
+    fn end(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> (Tensor, Tensor) {
+        let dtype = weights.compute_dtype().of_activations();
+        Norm { eps: self.config.norm_eps }.forward(ctx, &of(weights).final_norm, x, dtype)
     }
 
     /// What the encoder makes of `ids`, `[T, D]` in the type of the weights' products.
@@ -48,24 +94,92 @@ impl Encoder {
         &self,
         ctx: &Context,
         weights: &DecoderWeights,
-        (ids, num_sequences): (&[u32], usize),
+        sources: SourceBatch<'_>,
         watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
-        let encoder = weights.encoder.as_ref().expect("the weights are of another configuration than the model");
-        let seq_len = ids.len() / num_sequences;
-        let relative = Relative::of(&self.config, encoder.relative.as_ref(), false, [seq_len; 2]);
-        let pass = Pass { relative, ..Pass::new(ctx, None, num_sequences, seq_len, 0) };
-        let x = embedding(ctx, ids, encoder.embedding.as_ref().unwrap_or(&weights.embedding), DType::F32);
-        let stack = Stack {
-            attention: &self.attention,
-            cross: None,
-            feed_forward: &self.feed_forward,
-            expert_capacity: self.config.variant.expert_capacity,
-        };
-        let input = RouterInput { token_ids: ids, is_inference: true, ..RouterInput::default() };
-        let x = stack.forward(&pass, |i| Cow::Borrowed(&encoder.layers[i]), x, &input, None, watch);
-        let dtype = weights.compute_dtype().of_activations();
-        Norm { eps: self.config.norm_eps }.forward(ctx, &encoder.final_norm, &x, dtype).0
+        let (pass, x) = self.begin(ctx, weights, sources);
+        let input = RouterInput { token_ids: sources.ids, is_inference: true, ..RouterInput::default() };
+        let layer = |i: usize| Cow::Borrowed(&of(weights).layers[i]);
+        let x = self.stack(&self.inference).forward(&pass, layer, x, &input, None, watch);
+        self.end(ctx, weights, &x).0
+    }
+
+    /// As [`forward`](Self::forward) of a batch's sources by the rules of training.
+    pub(crate) fn training_forward<'a>(
+        &self,
+        ctx: &'a Context,
+        weights: &DecoderWeights,
+        batch: &'a TokenBatch<'a>,
+        options: &'a PassOptions,
+    ) -> Encoded<'a> {
+        let (pass, mut x) = self.begin(ctx, weights, batch.source_batch());
+        let training = self.training(&pass, (batch, options));
+        let (mut records, mut stats, mut previous) = (Vec::new(), Vec::new(), None);
+        for layer in of(weights).layers.iter().enumerate() {
+            let (y, record) = training.forward(layer, x, &mut previous, &mut stats);
+            records.push(record);
+            x = y;
+        }
+        let (result, statistics) = self.end(ctx, weights, &x);
+        Encoded { pass, batch, options, records, stats, last: (x, statistics), result }
+    }
+
+    fn training<'a>(
+        &'a self,
+        pass: &'a Pass<'a>,
+        (batch, options): (&'a TokenBatch<'a>, &'a PassOptions),
+    ) -> Training<'a> {
+        let num_layers = self.attention.len() + self.num_decoder_layers;
+        let (stack, token_ids) = (self.stack(&self.training), batch.sources);
+        Training { stack, pass, token_ids, options, layers_before: 0, num_layers }
+    }
+
+    /// Writes the gradients of the encoder's weights, from that of its result; `loss_grads` are those of its routers. Where its
+    /// embedding is the decoder's, it is added to what is there.
+    pub(crate) fn backward(
+        &self,
+        weights: &DecoderWeights,
+        (encoded, d_result): (Encoded<'_>, &Tensor),
+        mut loss_grads: Vec<LossGrad>,
+        write: Write,
+        grads: &mut DecoderWeights,
+    ) {
+        let Encoded { pass, batch, options, records, last: (x, statistics), .. } = encoded;
+        let (ctx, encoder) = (pass.ctx, of(weights));
+        let DecoderWeights { encoder: Some(into), embedding: shared, .. } = grads else { panic!("{WRONG_KIND}") };
+        let (norm, d_norm) = (&encoder.final_norm, &mut into.final_norm);
+        let norm_of = Norm { eps: self.config.norm_eps };
+        let mut flow = Flow::new(ctx, norm_of.backward(ctx, norm, (&x, &statistics), d_result, write, d_norm), None);
+        let training = self.training(&pass, (batch, options));
+        for (i, record) in records.into_iter().enumerate().rev() {
+            let layer = (i, &encoder.layers[i]);
+            training.backward(layer, record, (&mut flow, &mut loss_grads), write, &mut into.layers[i]);
+        }
+        pass.relative_backward(&flow, write, into.relative.as_mut());
+        if let (Some(own), Write::Replace) = (&mut into.embedding, write) {
+            own.f32s_mut().fill(0.0);
+        }
+        embedding_backward(ctx, batch.sources, &flow.dx, into.embedding.as_mut().unwrap_or(shared));
+    }
+}
+
+impl Encoded<'_> {
+    /// The result as the decoder's layers need it.
+    pub(crate) fn memory(&self, weights: &DecoderWeights) -> Memory {
+        let Pass { ctx, num_sequences, seq_len, .. } = self.pass;
+        Memory::new(ctx, &weights.layers, &self.result, (num_sequences, seq_len))
+    }
+}
+
+/// The encoder's weights.
+fn of(weights: &DecoderWeights) -> &EncoderWeights {
+    weights.encoder.as_ref().expect(WRONG_KIND)
+}
+
+impl<'a> TokenBatch<'a> {
+    /// The sources.
+    pub(crate) fn source_batch(&self) -> SourceBatch<'a> {
+        SourceBatch { ids: self.sources, num_sequences: self.num_sequences }
     }
 }
 
@@ -89,11 +203,10 @@ impl Decoder {
         watch: impl FnMut(usize, &MoeSaved),
     ) -> Result<Memory, BatchError> {
         let encoder = self.encoder().ok_or(BatchError::NoEncoder)?;
+        self.check_sources(sources)?;
+        let encoded = encoder.forward(ctx, weights, *sources, watch);
         let SourceBatch { ids, num_sequences } = *sources;
-        let seq_len = ids.len() / num_sequences.max(1);
-        self.check_shape(&TokenBatch { inputs: ids, targets: ids, num_sequences, seq_len })?;
-        let encoded = encoder.forward(ctx, weights, (ids, num_sequences), watch);
-        Ok(Memory::new(ctx, &weights.layers, &encoded, (num_sequences, seq_len)))
+        Ok(Memory::new(ctx, &weights.layers, &encoded, (num_sequences, ids.len() / num_sequences)))
     }
 
     /// As [`logits`](Self::logits), for texts that answer the sources in `memory`, in their order. Every text begins with
@@ -107,26 +220,7 @@ impl Decoder {
     ) -> Result<Tensor, BatchError> {
         let num_sequences = memory.num_sequences;
         let seq_len = inputs.len() / num_sequences.max(1);
-        self.check_shape(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len })?;
+        self.check_shape(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len, ..TokenBatch::default() })?;
         Ok(self.all_logits(ctx, weights, Some(memory), inputs, num_sequences))
-    }
-
-    /// As [`evaluate`](Self::evaluate), for texts that answer `sources`, in their order: the loss of the answers. The MoE
-    /// layers of the encoder come first, as in [`ModelConfig::moe_layers`].
-    pub fn evaluate_given(
-        &self,
-        ctx: &Context,
-        weights: &DecoderWeights,
-        sources: &SourceBatch<'_>,
-        batch: &TokenBatch<'_>,
-    ) -> Result<PassStats, BatchError> {
-        let mut layers = Vec::new();
-        let memory = self.encode_watched(ctx, weights, sources, |_, saved| layers.push(saved.stats()))?;
-        if memory.num_sequences != batch.num_sequences {
-            let (len, num_sequences, seq_len) = (sources.ids.len(), batch.num_sequences, memory.seq_len);
-            return Err(BatchError::Length { what: "sources", len, num_sequences, seq_len });
-        }
-        self.check_shape(batch)?;
-        Ok(self.evaluate_pass(ctx, weights, batch, (Some(&memory), layers), |_, _| ()))
     }
 }

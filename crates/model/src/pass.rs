@@ -4,8 +4,11 @@ use moeworks_moe::{EntropyRule, LayerStats};
 use serde::{Deserialize, Serialize};
 
 /// Sequences of tokens with the token to be predicted at each position.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct TokenBatch<'a> {
+    /// `[num_sequences, source_len]`: what the encoder reads, to which the sequences are answers; each of these begins with the
+    /// encoder's `start_id`. Empty in a model without one.
+    pub sources: &'a [u32],
     /// `[num_sequences, seq_len]`: token ids.
     pub inputs: &'a [u32],
     /// `[num_sequences, seq_len]`: the id to be predicted at each position, `moeworks_ops::head_loss::IGNORE` where there

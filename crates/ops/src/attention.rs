@@ -26,7 +26,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
 
-pub use biased::{ScoreRule, attention_biased};
+pub use biased::{BiasedGrads, ScoreRule, attention_biased, attention_biased_backward};
 
 /// The sizes of an attention. H query heads share G key and value heads, h elements each.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,7 +4,7 @@ use moeworks_model::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::config::{RunConfig, TokenizerChoice};
-use crate::data::{Dataset, Encode, Sources};
+use crate::data::{Dataset, Encode, Sources, SpanRule};
 use crate::error::TrainError;
 
 /// A BPE tokenizer learns from at most this much text: more changes few merges and takes long.
@@ -46,7 +46,8 @@ impl Corpus {
             Some(tokenizer) => tokenizer,
             None => choose_tokenizer(config, &sources)?,
         };
-        let dataset = Dataset::open(config, &sources, &tokenizer)?;
+        let spans = SpanRule::of(&config.model, &tokenizer)?;
+        let dataset = Dataset::open(config, &sources, &tokenizer)?.with_spans(spans);
         Ok(Self { dataset, tokenizer, hash: format!("{:032x}", sources.hash()) })
     }
 }

@@ -25,7 +25,7 @@ pub use dataset::{Batch, Dataset, DatasetOptions, IGNORE, evaluation_batches};
 pub use error::DataError;
 pub use order::Permutation;
 pub use sources::{Piece, Sources};
-pub use spans::{SpanBatch, SpanPair, SpanRule, leave_out_spans, span_batches};
+pub use spans::{SpanLengths, SpanPair, SpanRule, leave_out_spans, span_batches};
 pub use windows::{Split, Windows};
 
 /// What the data needs of a tokenizer.

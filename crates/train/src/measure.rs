@@ -102,7 +102,9 @@ fn time_steps(
     let random = Random::new(0, Purpose::Test, 0);
     let ids: Vec<u32> =
         (0..(num_sequences * seq_len) as u64).map(|i| random.below(i, model.vocab_size as u64) as u32).collect();
-    let batch = TokenBatch { inputs: &ids, targets: &ids, num_sequences, seq_len };
+    // An encoder reads as much as is answered.
+    let sources = if model.variant.encoder.is_some() { &ids[..] } else { &[] };
+    let batch = TokenBatch { sources, inputs: &ids, targets: &ids, num_sequences, seq_len };
     let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, balance_coef: 0.01, ..PassOptions::default() };
     let mut times = Vec::new();
     for _ in 0..=TIMED_STEPS {

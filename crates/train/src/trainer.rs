@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use moeworks_model::account::{routing_flops_per_token, training_flops_per_token};
+use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::{
     BalanceKind, Decoder, DecoderWeights, LayerDone, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise,
-    TokenBatch, Tokenizer,
+    Tokenizer,
 };
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_ops::Context;
@@ -224,8 +224,7 @@ impl Trainer {
             lr,
             grad_norm: norm,
             tokens_per_s,
-            mfu: tokens_per_s * training_flops_per_token(&self.config.model, self.config.train.seq_len)
-                / self.peak_flops,
+            mfu: tokens_per_s * self.flops_per_target() / self.peak_flops,
             step_ms: seconds * 1e3,
             processor_ms: processor_seconds * 1e3,
             memory_peak_bytes: self.ctx.pool().stats().peak_bytes as u64,
@@ -234,6 +233,15 @@ impl Trainer {
             ranks,
             layers,
         })
+    }
+
+    /// Operations of a step for each token that has a loss.
+    fn flops_per_target(&self) -> f64 {
+        let model = &self.config.model;
+        match self.dataset.span_lengths() {
+            None => training_flops_per_token(model, self.config.train.seq_len),
+            Some(lengths) => training_flops_per_answer_token(model, (lengths.source, lengths.answer)),
+        }
     }
 
     /// Moves the weights against their gradients, and the routers' states on, after a step that is not skipped.
@@ -344,7 +352,7 @@ impl Trainer {
             }
         };
         let weights = self.compute.as_ref().unwrap_or(&self.weights);
-        let (ctx, tokens, write) = (&self.ctx, token_batch(&batch), (write, &mut done as LayerDone<'_>));
+        let (ctx, tokens, write) = (&self.ctx, batch.tokens(), (write, &mut done as LayerDone<'_>));
         let stats = self.decoder.forward_backward_watched(ctx, weights, &tokens, &options, write, &mut self.grads)?;
         if let (Some(ranks), Some(slices)) = (ranks, &mut sums.slices) {
             slices.end_pass(ranks, &self.ctx, &self.grads);
@@ -393,7 +401,7 @@ impl Trainer {
             first_token: 0,
             noise: Some(RouterNoise { seed: train.seed, step: step * num_micro as u64 + micro as u64 }),
             checkpoint_layers: train.checkpoint_layers,
-            grad_scale: 1.0 / (train.batch_size * train.seq_len * num_micro) as f32,
+            grad_scale: 1.0 / (train.batch_size * self.dataset.targets_per_sequence() * num_micro) as f32,
         }
     }
 
@@ -441,13 +449,4 @@ fn layer_records(config: &RunConfig, stats: &PassStats) -> Vec<LayerRecord> {
 fn routing_flops_saved(config: &ModelConfig) -> f64 {
     let (taken, flat) = routing_flops_per_token(config);
     if flat == 0 { 0.0 } else { 1.0 - taken.min(flat) as f64 / flat as f64 }
-}
-
-fn token_batch(batch: &Batch) -> TokenBatch<'_> {
-    TokenBatch {
-        inputs: &batch.inputs,
-        targets: &batch.targets,
-        num_sequences: batch.num_sequences,
-        seq_len: batch.seq_len,
-    }
 }

@@ -5,15 +5,15 @@ use std::fs;
 use serde_json::Value;
 
 use crate::bad_input::refused;
-use crate::program::{Workplace, assert_success, stdout};
+use crate::program::{Workplace, assert_success, losses, state, stdout};
 
 /// A copy of the fixture, `switch` in the workplace.
 fn workplace() -> Workplace {
     let work = Workplace::new();
     let from = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/switch");
     fs::create_dir(work.path("switch")).expect("made");
-    for entry in fs::read_dir(from).expect("the fixture") {
-        let path = entry.expect("an entry").path();
+    let paths = fs::read_dir(from).expect("the fixture").map(|entry| entry.expect("an entry").path());
+    for path in paths.filter(|path| path.is_file()) {
         fs::copy(&path, work.path("switch").join(path.file_name().expect("a name"))).expect("copied");
     }
     work
@@ -73,10 +73,34 @@ fn a_model_with_an_encoder_is_inspected_and_converted() {
 }
 
 #[test]
+fn a_model_with_an_encoder_learns_to_find_what_is_left_out_and_a_resumed_run_makes_the_same_steps() {
+    let work = workplace();
+    let settings = ["lr=0.01", "seq_len=24", "batch_size=4", "steps=40", "checkpoint_every=20", "balance=layer"];
+    let settings: Vec<String> = settings.iter().map(|setting| format!("--set=train.{setting}")).collect();
+    for out in ["whole", "cut"] {
+        let args = ["train", "--from", "switch", "--data", "text.txt", "--out", out];
+        let args = args.into_iter().chain(settings.iter().map(String::as_str));
+        assert_success(&work.run(&args.collect::<Vec<_>>()));
+    }
+    // As if it had been killed before the end.
+    fs::remove_dir_all(work.path("cut/checkpoints/step-00000040")).expect("removed");
+    assert_success(&work.run(&["train", "--resume", "cut"]));
+    assert_eq!(losses(&work.path("whole")), losses(&work.path("cut")));
+    assert_eq!(state(&work.path("whole"), 40), state(&work.path("cut"), 40));
+    let loss = |model: &str| evaluate(&work, model)["loss"].as_f64().expect("a loss");
+    assert!(loss("whole") < loss("switch") - 0.3, "{} from {}", loss("whole"), loss("switch"));
+    refused(&work, &["train", "--resume", "cut", "--steps", "50", "--ep", "2"], &["encoder", "one rank"]);
+}
+
+#[test]
 fn what_a_model_with_an_encoder_cannot_do_is_said_in_one_line() {
     let work = workplace();
-    let train = ["train", "--from", "switch", "--data", "text.txt", "--out", "run", "--set", "train.seq_len=16"];
-    refused(&work, &train, &["cannot be trained", "encoder"]);
+    let train = |more: &[&'static str]| {
+        [&["train", "--from", "switch", "--data", "text.txt", "--out", "run", "--set", "train.seq_len=16"], more]
+            .concat()
+    };
+    refused(&work, &train(&["--ep", "2"]), &["encoder", "one rank"]);
+    refused(&work, &train(&["--set", "train.seq_len=1"]), &["train.seq_len", "at least 2"]);
     assert!(!work.path("run").exists());
     refused(&work, &["routing", "switch", "--data", "text.txt"], &["encoder"]);
     refused(&work, &["upcycle", "switch", "out"], &["dense"]);
@@ -85,4 +109,6 @@ fn what_a_model_with_an_encoder_cannot_do_is_said_in_one_line() {
     let text = fs::read_to_string(work.path("switch/tokenizer.json")).expect("text");
     fs::write(work.path("switch/tokenizer.json"), text.replace("<extra_id_", "<other_")).expect("written");
     refused(&work, &["evaluate", "switch", "--data", "text.txt"], &["<extra_id_0>"]);
+    refused(&work, &train(&[]), &["<extra_id_0>"]);
+    assert!(!work.path("run").exists());
 }

@@ -4,7 +4,8 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{
-    AttentionShape, attention_backward, attention_biased, attention_with_sinks, sinks_backward,
+    AttentionShape, attention_backward, attention_biased, attention_biased_backward, attention_with_sinks,
+    sinks_backward,
 };
 use moeworks_ops::elementwise::{self, into_type};
 use moeworks_ops::linear::{Write, linear_backward_input};
@@ -71,6 +72,7 @@ pub(crate) struct AttentionGradTask {
     o: Tensor,
     dy: Tensor,
     compute: DType,
+    bias: Option<Vec<f32>>,
 }
 
 impl AttentionBlock {
@@ -183,21 +185,21 @@ impl AttentionBlock {
             let keep = if write == Write::Add { 1.0 } else { 0.0 };
             d_sinks.f32s_mut().iter_mut().zip(found).for_each(|(sum, d)| *sum = keep * *sum + d);
         }
-        let (dq, dk, dv) = attention_backward(ctx, &d_o, (q, k, v), (&o, &lse), &shape);
+        let (d_qkv, bias) = attend_backward(pass, &d_o, (q, k, v), (&o, &lse), &shape);
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;
-        let (mut d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), [dq, dk, dv], write, inputs_grads);
+        let (mut d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), d_qkv, write, inputs_grads);
         if let Some(ranks) = pass.tensor {
             ranks.sum(&mut d_normed);
         }
         let d_norm = &mut grads.attention_norm;
         let mut dx = self.norm.backward(ctx, &weights.attention_norm, (x, &norm), &d_normed, write, d_norm);
         elementwise::add_assign(ctx, &mut dx, dy);
-        (dx, AttentionGradTask { inputs, o, dy: d_block, compute: w.o.weight.dtype() })
+        (dx, AttentionGradTask { inputs, o, dy: d_block, compute: w.o.weight.dtype(), bias })
     }
 }
 
-/// Attention by the rules of the pass, and the log-sums that backward needs; with relative positions there is no backward.
+/// Attention by the rules of the pass, and the log-sums that backward needs; none with relative positions.
 pub(super) fn attend(
     pass: &Pass<'_>,
     qkv: (&Tensor, &Tensor, &Tensor),
@@ -207,6 +209,23 @@ pub(super) fn attend(
     match &pass.relative {
         None => attention_with_sinks(pass.ctx, qkv, sinks.map(Tensor::f32s), shape),
         Some(relative) => (attention_biased(pass.ctx, qkv, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32)),
+    }
+}
+
+/// The gradients of queries, keys and values by [`attend`], and of what relative positions add to scores.
+fn attend_backward(
+    pass: &Pass<'_>,
+    d_o: &Tensor,
+    qkv: (&Tensor, &Tensor, &Tensor),
+    (o, lse): (&Tensor, &Tensor),
+    shape: &AttentionShape,
+) -> ([Tensor; 3], Option<Vec<f32>>) {
+    match &pass.relative {
+        None => (attention_backward(pass.ctx, d_o, qkv, (o, lse), shape).into(), None),
+        Some(relative) => {
+            let grads = attention_biased_backward(pass.ctx, d_o, qkv, &relative.rule(), shape);
+            (grads.qkv, grads.bias)
+        }
     }
 }
 
@@ -229,7 +248,7 @@ pub(super) fn scaled(ctx: &Context, x: &Tensor, multiplier: f32) -> Tensor {
 }
 
 /// What a part of a model says to weights of another kind than its configuration has.
-pub(super) const WRONG_KIND: &str = "the weights are of another configuration than the model";
+pub(crate) const WRONG_KIND: &str = "the weights are of another configuration than the model";
 
 impl Inputs {
     fn forward(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor) -> ([Tensor; 3], InputsSaved) {
@@ -275,9 +294,14 @@ impl Inputs {
 }
 
 impl AttentionGradTask {
+    /// The gradient of what relative positions add to scores, `[H, 2 seq_len - 1]`.
+    pub(crate) fn take_bias(&mut self) -> Option<Vec<f32>> {
+        self.bias.take()
+    }
+
     /// Writes the gradients of the matrices and their biases.
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut AttentionWeights) {
-        let Self { inputs, o, dy, compute } = self;
+        let Self { inputs, o, dy, compute, .. } = self;
         project_grads(ctx, (&dy, &o), compute, write, &mut grads.o);
         match (inputs, &mut grads.inputs) {
             (InputsGradTask::Heads(task), AttentionInputs::Heads(grads)) => task.run(ctx, write, grads),

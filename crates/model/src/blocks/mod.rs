@@ -12,15 +12,18 @@ pub(crate) mod norm;
 mod projection;
 pub(crate) mod relative;
 pub(crate) mod stack;
+pub(crate) mod training;
 
 use std::sync::Arc;
 
 use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
 use moeworks_ops::rope::RopeTable;
 use moeworks_tensor::{DType, Tensor};
 
 pub use cross::Memory;
 use relative::Relative;
+use training::Flow;
 
 use crate::tensor_ranks::TensorRanks;
 
@@ -64,5 +67,12 @@ impl<'a> Pass<'a> {
         let all_rows = (rows, ones);
         let tensor = None;
         Self { ctx, rope, relative: None, memory: None, positions, num_sequences, seq_len, tensor, all_rows }
+    }
+
+    /// The gradient of the weights of relative positions, where there are such, from what went back through the layers.
+    pub(crate) fn relative_backward(&self, flow: &Flow, write: Write, grads: Option<&mut Tensor>) {
+        if let (Some(relative), Some(d_bias), Some(grads)) = (&self.relative, &flow.d_bias, grads) {
+            relative.backward(d_bias, write, grads);
+        }
     }
 }

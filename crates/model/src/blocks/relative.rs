@@ -4,6 +4,7 @@
 //! is that of `_relative_position_bucket` in transformers 5.23, f32 throughout, so that edges of ranges fall alike.
 
 use moeworks_ops::attention::ScoreRule;
+use moeworks_ops::linear::Write;
 use moeworks_tensor::Tensor;
 
 use crate::config::{ModelConfig, PositionKind};
@@ -12,6 +13,8 @@ use crate::config::{ModelConfig, PositionKind};
 pub(crate) struct Relative {
     /// `[H, seq_len + kv_len - 1]`, as [`ScoreRule`] wants it.
     bias: Vec<f32>,
+    /// For each distance the range that it falls into.
+    ranges: Vec<usize>,
     is_causal: bool,
 }
 
@@ -58,9 +61,22 @@ impl Relative {
     pub(crate) fn new(weights: &Tensor, buckets: Buckets, [seq_len, kv_len]: [usize; 2]) -> Self {
         let (values, num_heads) = (weights.f32s(), weights.cols());
         let distances = 1 - kv_len as isize..seq_len as isize;
-        let rows: Vec<usize> = distances.map(|distance| buckets.of(distance) * num_heads).collect();
-        let bias = (0..num_heads).flat_map(|head| rows.iter().map(move |row| values[row + head])).collect();
-        Self { bias, is_causal: buckets.is_causal }
+        let ranges: Vec<usize> = distances.map(|distance| buckets.of(distance)).collect();
+        let of_head = |head: usize| ranges.iter().map(move |range| values[range * num_heads + head]);
+        let bias = (0..num_heads).flat_map(of_head).collect();
+        Self { bias, ranges, is_causal: buckets.is_causal }
+    }
+
+    /// The gradient of the weights from that of what was added, `[H, seq_len + kv_len - 1]`.
+    pub(crate) fn backward(&self, d_bias: &[f32], write: Write, grads: &mut Tensor) {
+        let num_heads = grads.cols();
+        let grads = grads.f32s_mut();
+        if write == Write::Replace {
+            grads.fill(0.0);
+        }
+        for (head, d_bias) in d_bias.chunks_exact(self.ranges.len()).enumerate() {
+            self.ranges.iter().zip(d_bias).for_each(|(range, d)| grads[range * num_heads + head] += d);
+        }
     }
 
     pub(crate) fn rule(&self) -> ScoreRule<'_> {

@@ -24,6 +24,12 @@ pub(crate) struct Stack<'a> {
 }
 
 impl Stack<'_> {
+    /// What routers are told of the capacity of an expert.
+    pub(super) fn capacity(&self, pass: &Pass<'_>) -> Option<FixedCapacity> {
+        (self.expert_capacity > 0)
+            .then_some(FixedCapacity { num_tokens: self.expert_capacity as u32, group_tokens: pass.seq_len })
+    }
+
     /// The residual stream `[T, D]` behind the last layer; `layer` has the weights of each. Shows `watch` what each MoE layer decided.
     pub(crate) fn forward<'w>(
         &self,
@@ -34,9 +40,7 @@ impl Stack<'_> {
         caches: Option<&mut [LayerCache]>,
         mut watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
-        let capacity = (self.expert_capacity > 0)
-            .then_some(FixedCapacity { num_tokens: self.expert_capacity as u32, group_tokens: pass.seq_len });
-        let input = RouterInput { capacity, ..*input };
+        let input = RouterInput { capacity: self.capacity(pass), ..*input };
         let mut previous: Option<Tensor> = None;
         let mut caches = caches.map(|caches| caches.iter_mut());
         for (i, (attention, block)) in self.attention.iter().zip(self.feed_forward).enumerate() {
@@ -47,7 +51,7 @@ impl Stack<'_> {
             };
             if let Some(cross) = self.cross {
                 let (Some(w), Some(memory)) = (&w.cross, pass.memory) else { panic!("{WRONG_KIND}") };
-                middle = cross.forward(pass, w, &middle, (memory, i));
+                middle = cross.forward(pass, w, &middle, (memory, i)).0;
             }
             let input = RouterInput { previous: previous.as_ref(), ..input };
             let (y, saved) = block.forward(pass, &w, &middle, &input);

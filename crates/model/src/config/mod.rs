@@ -160,6 +160,12 @@ impl ModelConfig {
         Some(Self { num_layers, variant, ..self.clone() })
     }
 
+    /// Layers of the encoder; 0 without one.
+    #[must_use]
+    pub fn num_encoder_layers(&self) -> usize {
+        self.variant.encoder.as_ref().map_or(0, |encoder| encoder.num_layers)
+    }
+
     /// The MoE layers in the order in which a token meets them: whether one is the encoder's, and its number there.
     #[must_use]
     pub fn moe_layers(&self) -> Vec<(bool, usize)> {

@@ -4,24 +4,44 @@ use moeworks_ops::head_loss::IGNORE;
 
 use super::Decoder;
 use crate::config::PositionKind;
+use crate::encoder::SourceBatch;
 use crate::pass::{BatchError, TokenBatch};
 
 impl Decoder {
-    /// Fails if the model is one that can be used but not trained.
+    /// Fails if the model is one that can be used but not trained as it lies on ranks.
     pub fn check_trainable(&self) -> Result<(), BatchError> {
-        if self.encoder.is_some() || matches!(self.config.variant.positions, PositionKind::Relative { .. }) {
-            return Err(BatchError::NotTrainable("models with an encoder or relative positions are used, not trained"));
+        let has_more = self.encoder.is_some() || matches!(self.config.variant.positions, PositionKind::Relative { .. });
+        if has_more && self.ranks.is_some() {
+            let what =
+                "a model with an encoder or relative positions is trained on one rank alone (--ep 1 --dp 1 --tp 1)";
+            return Err(BatchError::NotTrainable(what));
         }
         Ok(())
     }
 
-    /// Checks a batch that comes without sources.
+    /// Checks a batch, with sources where there is an encoder to read them.
     pub(super) fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
-        if self.encoder.is_some() { Err(BatchError::NoSource) } else { self.check_shape(batch) }
+        match (&self.encoder, batch.sources) {
+            (Some(_), []) => return Err(BatchError::NoSource),
+            (None, [_, ..]) => return Err(BatchError::NoEncoder),
+            (None, []) => {}
+            (Some(_), _) => self.check_sources(&batch.source_batch())?,
+        }
+        self.check_shape(batch)
+    }
+
+    pub(crate) fn check_sources(&self, sources: &SourceBatch<'_>) -> Result<(), BatchError> {
+        let SourceBatch { ids, num_sequences } = *sources;
+        let seq_len = ids.len() / num_sequences.max(1);
+        match num_sequences.checked_mul(seq_len) {
+            Some(len) if len == ids.len() && len > 0 => self.check_ids("sources", ids),
+            _ if ids.is_empty() => Err(BatchError::Empty),
+            _ => Err(BatchError::Length { what: "sources", len: ids.len(), num_sequences, seq_len }),
+        }
     }
 
     pub(crate) fn check_shape(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
-        let TokenBatch { inputs, targets, num_sequences, seq_len } = *batch;
+        let TokenBatch { inputs, targets, num_sequences, seq_len, .. } = *batch;
         for (what, len) in [("inputs", inputs.len()), ("targets", targets.len())] {
             if num_sequences.checked_mul(seq_len) != Some(len) {
                 return Err(BatchError::Length { what, len, num_sequences, seq_len });

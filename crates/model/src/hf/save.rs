@@ -16,7 +16,7 @@ use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
 use super::mxfp4;
 use super::names::{Piece, View, forms};
-use crate::config::ModelConfig;
+use crate::config::{EncoderConfig, ModelConfig};
 use crate::files::write_whole;
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
 use crate::tokenizer::Tokenizer;
@@ -87,7 +87,7 @@ pub fn save_model(
     fs::create_dir_all(dir).map_err(io(dir))?;
     write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
-    let generation = json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true});
+    let generation = generation_json(config, eos_id);
     let stored = options
         .dtype
         .unwrap_or_else(|| if counts.half_floats > 0 { FileDType::F16 } else { weights.embedding.dtype().into() });
@@ -115,6 +115,16 @@ pub fn save_model(
         num_in_blocks: counts.in_blocks,
         num_not_in_blocks: counts.not_in_blocks,
     })
+}
+
+/// `generation_config.json`: where texts begin and end. An answer to what an encoder read begins with an id of its own.
+fn generation_json(config: &ModelConfig, eos_id: Option<u32>) -> Value {
+    match &config.variant.encoder {
+        None => json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true}),
+        Some(EncoderConfig { start_id, .. }) => {
+            json!({"decoder_start_token_id": start_id, "pad_token_id": start_id, "eos_token_id": eos_id, "do_sample": true})
+        }
+    }
 }
 
 /// What `config.json` calls a type.

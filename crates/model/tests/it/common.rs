@@ -46,7 +46,7 @@ pub(crate) fn next_ids(inputs: &[u32], seq_len: usize) -> Vec<u32> {
 }
 
 pub(crate) fn batch<'a>(inputs: &'a [u32], targets: &'a [u32], seq_len: usize) -> TokenBatch<'a> {
-    TokenBatch { inputs, targets, num_sequences: inputs.len() / seq_len, seq_len }
+    TokenBatch { inputs, targets, num_sequences: inputs.len() / seq_len, seq_len, ..TokenBatch::default() }
 }
 
 pub(crate) fn fixture(name: &str) -> PathBuf {

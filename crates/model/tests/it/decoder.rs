@@ -316,7 +316,9 @@ fn a_batch_that_the_model_cannot_take_is_refused() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let evaluate = |inputs: &[u32], targets: &[u32], num_sequences, seq_len| {
-        decoder.evaluate(&ctx, &weights, &TokenBatch { inputs, targets, num_sequences, seq_len }).unwrap_err()
+        decoder
+            .evaluate(&ctx, &weights, &TokenBatch { inputs, targets, num_sequences, seq_len, ..TokenBatch::default() })
+            .unwrap_err()
     };
     assert!(matches!(evaluate(&[1, 2], &[1], 1, 2), BatchError::Length { what: "targets", len: 1, .. }));
     assert!(matches!(evaluate(&[1, 2], &[1, 2], 2, usize::MAX), BatchError::Length { .. }));

@@ -75,10 +75,7 @@ pub(crate) fn compare_with_transformers(dir: &Path, model_type: &str) {
     let step = batch(&ids, &targets, seq_len);
     let stats = decoder.forward_backward(&ctx, &weights, &step, &options, Write::Replace, &mut grads).unwrap();
     assert_eq!(stats.num_targets, num_targets);
-    let close = |what: &str, found: f64| {
-        let wanted = expected[what].as_f64().unwrap();
-        assert!((found - wanted).abs() < 1e-4 * wanted.abs().max(1e-3), "{what}: {found}, expected {wanted}");
-    };
+    let close = |what: &str, found: f64| assert_as_expected(&expected, what, found);
     close("cross_entropy", stats.mean_loss());
     if options.balance_coef > 0.0 {
         close("aux_loss", stats.balance_loss);
@@ -87,8 +84,15 @@ pub(crate) fn compare_with_transformers(dir: &Path, model_type: &str) {
     compare_gradients(&ctx, &grads, &dir.join("grads"));
 }
 
+/// A figure that `transformers` found.
+#[track_caller]
+pub(crate) fn assert_as_expected(expected: &Value, what: &str, found: f64) {
+    let wanted = expected[what].as_f64().unwrap();
+    assert!((found - wanted).abs() < 1e-4 * wanted.abs().max(1e-3), "{what}: {found}, expected {wanted}");
+}
+
 /// Every gradient; one far smaller than the largest of all, as near as a thirtieth of that one has to be.
-fn compare_gradients(ctx: &Context, grads: &DecoderWeights, expected: &Path) {
+pub(crate) fn compare_gradients(ctx: &Context, grads: &DecoderWeights, expected: &Path) {
     let (_, wanted) = load_model(ctx, expected).unwrap();
     let largest_of = |tensor: &Tensor| tensor.f32s().iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let largest = wanted.tensors().iter().map(|(_, tensor)| largest_of(tensor)).fold(0.0, f32::max);

@@ -1,5 +1,5 @@
 //! Attention whose scores get something added that depends on the distance of query and key, over the keys up to the
-//! query's own or over all of them: what T5 needs (Raffel et al., 1910.10683, section 2.1). Forward only.
+//! query's own or over all of them: what T5 needs (Raffel et al., 1910.10683, section 2.1), forward and backward.
 //!
 //! A task takes 64 queries of one head and holds their scores over all keys at once, so that there is no running maximum.
 //! Scores stand keys by queries, as in the pass over blocks, whose products are used here.
@@ -10,11 +10,14 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, key_elements, product};
+use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, key_starts, product};
 use super::words::{Rows, Values, Words, transpose};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
+
+/// Scores and their gradients are sums over few elements: f32, whatever the tensors' types.
+const WORDS: Words = Words::Singles;
 
 /// What is added to scores, and which keys there are for a query. Query i stands at position `i + kv_len - seq_len`.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +27,14 @@ pub struct ScoreRule<'a> {
     pub bias: Option<&'a [f32]>,
     /// Whether a query sees keys up to its own position only, or all.
     pub is_causal: bool,
+}
+
+impl ScoreRule<'_> {
+    fn check(&self, shape: &AttentionShape) {
+        let AttentionShape { seq_len, kv_len, num_heads, .. } = *shape;
+        assert!(shape.window.is_none() && kv_len > 0 && (!self.is_causal || seq_len <= kv_len), "{self:?}, {shape:?}");
+        assert!(self.bias.is_none_or(|bias| bias.len() == num_heads * (seq_len + kv_len - 1)), "bias, {shape:?}");
+    }
 }
 
 /// `softmax(scale q k^T + bias) v` over the keys that `rule` says; arguments as in [`attention`](super::attention), no
@@ -36,27 +47,144 @@ pub fn attention_biased(
     shape: &AttentionShape,
 ) -> Tensor {
     shape.check_sizes(q, k, v);
-    let AttentionShape { batch, seq_len, kv_len, num_heads, value_dim, .. } = *shape;
-    assert!(shape.window.is_none() && kv_len > 0 && (!rule.is_causal || seq_len <= kv_len), "{rule:?}, {shape:?}");
-    assert!(rule.bias.is_none_or(|bias| bias.len() == num_heads * (seq_len + kv_len - 1)), "bias, {shape:?}");
+    rule.check(shape);
+    let AttentionShape { batch, seq_len, num_heads, head_dim, value_dim, .. } = *shape;
     let mut o = ctx.empty(&[batch * seq_len, num_heads * value_dim], q.dtype());
     let blocks = seq_len.div_ceil(ROWS);
-    let inputs = (Values::from(q), Values::from(k), Values::from(v));
-    with_float!(q.dtype(), T => {
+    let [q, k, v] = [(q, head_dim), (k, head_dim), (v, value_dim)].map(Heads::of);
+    with_float!(o.dtype(), T => {
         let o = Lent::new(o.slice_mut::<T>());
         ctx.threads().run(batch * num_heads * blocks, |task| {
-            let (pair, queries) = (task / blocks, piece_range(task % blocks, ROWS, seq_len));
-            let block = Block { shape, rule, batch: pair / num_heads, head: pair % num_heads, queries };
-            let (sums, width) = block.attend(ctx, inputs);
-            for (i, row) in sums.f32s().chunks_exact(width).take(block.queries.len()).enumerate() {
-                let start = block.row(i) * value_dim;
+            let (pair, index) = (task / blocks, task % blocks);
+            let block = Block::new((shape, rule), (pair / num_heads, pair % num_heads), index);
+            let weights = block.weights(ctx, &block.rows_of(ctx, q), k);
+            for (row, sum) in block.sums(ctx, &weights, v).f32s().chunks_exact(v.width()).take(block.queries.len()).enumerate() {
                 // SAFETY: each row of a head belongs to one block, and each block to one task.
-                let o = unsafe { o.range(start..start + value_dim) };
-                o.iter_mut().zip(row).for_each(|(o, &x)| *o = T::store(x));
+                let o = unsafe { o.range(block.elements(row, value_dim)) };
+                o.iter_mut().zip(sum).for_each(|(o, &x)| *o = T::store(x));
             }
         });
     });
     o
+}
+
+/// The gradients of [`attention_biased`].
+pub struct BiasedGrads {
+    /// Of queries, keys and values, f32 in their shapes; rows of keys and values beyond `kv_len` are zeros.
+    pub qkv: [Tensor; 3],
+    /// `[H, seq_len + kv_len - 1]`: of the bias; none without.
+    pub bias: Option<Vec<f32>>,
+}
+
+/// The gradients of [`attention_biased`], with `d_o` that of its result, f32 or bf16.
+///
+/// With `p` the softmax, computed again: `dv = p^T d_o`, `ds = p (d_o v^T - rowsum(p d_o v^T))`, `dq = scale ds k`,
+/// `dk = scale ds^T q`, and the bias takes the sum of `ds` over all pairs at a distance. A task owns a key head of a
+/// sequence; the gradient of the bias is summed in the order of the sequences.
+#[must_use]
+pub fn attention_biased_backward(
+    ctx: &Context,
+    d_o: &Tensor,
+    (q, k, v): (&Tensor, &Tensor, &Tensor),
+    rule: &ScoreRule<'_>,
+    shape: &AttentionShape,
+) -> BiasedGrads {
+    shape.check_sizes(q, k, v);
+    rule.check(shape);
+    let AttentionShape { batch, seq_len, kv_len, num_heads, num_kv_heads, head_dim, value_dim, .. } = *shape;
+    assert_eq!(d_o.len(), batch * seq_len * num_heads * value_dim, "attention backward: {shape:?}");
+    let distances = num_heads * (seq_len + kv_len - 1);
+    let mut qkv = [q, k, v].map(|x| ctx.zeros(x.shape(), DType::F32));
+    let mut bias = ctx.zeros(&[batch, distances], DType::F32);
+    let [dq, dk, dv] = qkv.each_mut().map(|d| Lent::new(d.f32s_mut()));
+    let outputs = Outputs { dq, dk, dv, bias: Lent::new(bias.f32s_mut()) };
+    let inputs = [(q, head_dim), (d_o, value_dim), (k, head_dim), (v, value_dim)].map(Heads::of);
+    ctx.threads().run(batch * num_kv_heads, |task| {
+        let task = KeyHead { shape, rule, batch: task / num_kv_heads, kv_head: task % num_kv_heads };
+        task.backward(ctx, inputs, &outputs);
+    });
+    let of_sequences = || bias.f32s().chunks_exact(distances.max(1));
+    let bias = rule.bias.map(|_| (0..distances).map(|i| of_sequences().map(|bias| bias[i]).sum()).collect());
+    BiasedGrads { qkv, bias }
+}
+
+/// Where gradients go; those of the bias `[batch, H, seq_len + kv_len - 1]`.
+struct Outputs<'a> {
+    dq: Lent<'a, f32>,
+    dk: Lent<'a, f32>,
+    dv: Lent<'a, f32>,
+    bias: Lent<'a, f32>,
+}
+
+/// A key head of a sequence, with all queries that look at it.
+struct KeyHead<'a> {
+    shape: &'a AttentionShape,
+    rule: &'a ScoreRule<'a>,
+    batch: usize,
+    kv_head: usize,
+}
+
+impl KeyHead<'_> {
+    fn backward(&self, ctx: &Context, [q, d_o, k, v]: [Heads<'_>; 4], outputs: &Outputs<'_>) {
+        let shape = self.shape;
+        let (group, distances) = (shape.num_heads / shape.num_kv_heads, shape.seq_len + shape.kv_len - 1);
+        let padded_keys = shape.kv_len.next_multiple_of(ROW_UNIT);
+        let [mut dk, mut dv] = [k, v].map(|of| ctx.zeros(&[padded_keys, of.width()], DType::F32));
+        for head in self.kv_head * group..(self.kv_head + 1) * group {
+            let start = (self.batch * shape.num_heads + head) * distances;
+            // SAFETY: each head of a sequence belongs to one task.
+            let d_bias = unsafe { outputs.bias.range(start..start + distances) };
+            for index in 0..shape.seq_len.div_ceil(ROWS) {
+                let block = Block::new((shape, self.rule), (self.batch, head), index);
+                let (q, d_o) = (block.rows_of(ctx, q), block.rows_of(ctx, d_o));
+                let weights = block.weights(ctx, &q, k);
+                let mut d_scores = block.products(ctx, v, &d_o);
+                let len = shape.kv_len * ROWS;
+                softmax_backward(ctx.isa(), &weights.f32s()[..len], &mut d_scores.f32s_mut()[..len]);
+                block.add_to_keys(ctx, &weights, &d_o, &mut dv);
+                block.add_to_keys(ctx, &d_scores, &q, &mut dk);
+                block.add_to_bias(&d_scores, d_bias);
+                block.store_dq(&block.sums(ctx, &d_scores, k), &outputs.dq);
+            }
+        }
+        self.store(&dk, shape.head_dim, shape.scale, &outputs.dk);
+        self.store(&dv, shape.value_dim, 1.0, &outputs.dv);
+    }
+
+    /// Writes `scale` times the rows of `from` to those of the keys in `to`, which has `dim` elements a head.
+    fn store(&self, from: &Tensor, dim: usize, scale: f32, to: &Lent<'_, f32>) {
+        let keys = 0..self.shape.kv_len;
+        for (key, from) in keys.zip(from.f32s().chunks_exact(from.cols())) {
+            let start = key_starts(self.shape, (self.batch, self.kv_head), &(key..key + 1), dim)[0];
+            // SAFETY: each key of a sequence and head belongs to one task.
+            let to = unsafe { to.range(start..start + dim) };
+            to.iter_mut().zip(from).for_each(|(to, x)| *to = scale * x);
+        }
+    }
+}
+
+/// A tensor whose rows are heads of `dim` elements, one behind the other.
+#[derive(Clone, Copy)]
+struct Heads<'a> {
+    values: Values<'a>,
+    dim: usize,
+}
+
+impl<'a> Heads<'a> {
+    fn of((tensor, dim): (&'a Tensor, usize)) -> Self {
+        Self { values: tensor.into(), dim }
+    }
+
+    /// Elements of a copied row, which is filled up with zeros.
+    fn width(&self) -> usize {
+        self.dim.next_multiple_of(COL_UNIT)
+    }
+}
+
+/// The rows of a block's queries, `[ROWS, width]`, and their transpose.
+struct BlockRows {
+    rows: Tensor,
+    transposed: Tensor,
 }
 
 /// At most [`ROWS`] queries of one head of a sequence.
@@ -68,58 +196,103 @@ struct Block<'a> {
     queries: Range<usize>,
 }
 
-impl Block<'_> {
-    /// The number of query i's row among all rows of all heads.
-    fn row(&self, i: usize) -> usize {
-        (self.batch * self.shape.seq_len + self.queries.start + i) * self.shape.num_heads + self.head
+impl<'a> Block<'a> {
+    fn new(
+        (shape, rule): (&'a AttentionShape, &'a ScoreRule<'a>),
+        (batch, head): (usize, usize),
+        index: usize,
+    ) -> Self {
+        Self { shape, rule, batch, head, queries: piece_range(index, ROWS, shape.seq_len) }
     }
 
-    /// The weighted sums of values, a row for each query, and the width of a row.
-    fn attend(&self, ctx: &Context, (q, k, v): (Values<'_>, Values<'_>, Values<'_>)) -> (Tensor, usize) {
-        let (isa, shape, rows) = (ctx.isa(), self.shape, self.queries.len());
-        let words = Words::Singles;
-        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
-        let mut q_rows = ctx.empty(&[ROWS, width], DType::F32);
-        let mut q_transposed = ctx.empty(&[width, ROWS], DType::F32);
-        let starts: [usize; ROWS] = std::array::from_fn(|i| self.row(i.min(rows - 1)) * shape.head_dim);
-        q.copy_rows(isa, Rows { starts: &starts[..rows], cols: shape.head_dim }, q_rows.f32s_mut());
-        transpose(isa, q_rows.f32s(), (rows, width), shape.head_dim, q_transposed.f32s_mut());
-        let mut scores = ctx.empty(&[shape.kv_len.next_multiple_of(KEYS), ROWS], DType::F32);
-        let mut copy = ctx.empty(&[KEYS, width.max(value_width)], DType::F32);
-        for (keys, scores) in self.key_blocks().zip(scores.f32s_mut().chunks_mut(KEYS * ROWS)) {
-            let (starts, _) = self.key_starts(&keys);
-            k.copy_rows(isa, Rows { starts: &starts[..keys.len()], cols: shape.head_dim }, copy.f32s_mut());
-            let cols = rows.next_multiple_of(COL_UNIT);
-            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: shape.head_dim, words };
-            let right = Right { values: q_transposed.f32s(), stride: ROWS };
-            product(isa, size, Left::rows(copy.f32s(), width), right, false, scores, ROWS);
+    /// Where query i is in a tensor with `dim` elements a head.
+    fn elements(&self, i: usize, dim: usize) -> Range<usize> {
+        let row = (self.batch * self.shape.seq_len + self.queries.start + i) * self.shape.num_heads + self.head;
+        row * dim..(row + 1) * dim
+    }
+
+    fn rows_of(&self, ctx: &Context, of: Heads<'_>) -> BlockRows {
+        let (isa, len) = (ctx.isa(), self.queries.len());
+        let starts: [usize; ROWS] = std::array::from_fn(|i| self.elements(i.min(len - 1), of.dim).start);
+        let mut rows = ctx.empty(&[ROWS, of.width()], DType::F32);
+        let mut transposed = ctx.empty(&[of.width(), ROWS], DType::F32);
+        of.values.copy_rows(isa, Rows { starts: &starts[..len], cols: of.dim }, rows.f32s_mut());
+        transpose(isa, rows.f32s(), (len, of.width()), of.dim, transposed.f32s_mut());
+        BlockRows { rows, transposed }
+    }
+
+    /// The softmax of all keys for the queries `q`, `[kv_len, ROWS]`.
+    fn weights(&self, ctx: &Context, q: &BlockRows, k: Heads<'_>) -> Tensor {
+        let mut scores = self.products(ctx, k, q);
+        let rule = (self.bias(), self.shape.scale * LOG2_E);
+        softmax(ctx.isa(), rule, self.visible(), &mut scores.f32s_mut()[..self.shape.kv_len * ROWS]);
+        scores
+    }
+
+    /// The products of all keys (or values) with the block's rows, `[kv_len, ROWS]`; what is beyond the last query means nothing.
+    fn products(&self, ctx: &Context, keys_of: Heads<'_>, rows: &BlockRows) -> Tensor {
+        let cols = self.queries.len().next_multiple_of(COL_UNIT);
+        // Units of rows at the end are whole.
+        let mut products = ctx.empty(&[self.shape.kv_len.next_multiple_of(ROW_UNIT), ROWS], DType::F32);
+        self.with_keys(ctx, keys_of, |keys, copy| {
+            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: keys_of.dim, words: WORDS };
+            let right = Right { values: rows.transposed.f32s(), stride: ROWS };
+            let to = &mut products.f32s_mut()[keys.start * ROWS..];
+            product(ctx.isa(), size, Left::rows(copy, keys_of.width()), right, false, to, ROWS);
+        });
+        products
+    }
+
+    /// The sums of keys (or values) times `weights [kv_len, ROWS]`, a row for each query.
+    fn sums(&self, ctx: &Context, weights: &Tensor, keys_of: Heads<'_>) -> Tensor {
+        let mut sums = ctx.zeros(&[ROWS, keys_of.width()], DType::F32);
+        let rows = self.queries.len().next_multiple_of(ROW_UNIT);
+        self.with_keys(ctx, keys_of, |keys, copy| {
+            let size = Size { rows, cols: keys_of.width(), inner: keys.len(), words: WORDS };
+            let right = Right { values: copy, stride: keys_of.width() };
+            let left = Left::columns(&weights.f32s()[keys.start * ROWS..], ROWS);
+            product(ctx.isa(), size, left, right, true, sums.f32s_mut(), keys_of.width());
+        });
+        sums
+    }
+
+    /// Adds to the rows of keys `to [kv_len, width]` what the block's rows give them, by `weights [kv_len, ROWS]`.
+    fn add_to_keys(&self, ctx: &Context, weights: &Tensor, rows: &BlockRows, to: &mut Tensor) {
+        let width = to.cols();
+        let size = Size { rows: to.rows(), cols: width, inner: self.queries.len(), words: WORDS };
+        let right = Right { values: rows.rows.f32s(), stride: width };
+        product(ctx.isa(), size, Left::rows(weights.f32s(), ROWS), right, true, to.f32s_mut(), width);
+    }
+
+    /// Adds the gradients of the scores to those of a head's bias.
+    fn add_to_bias(&self, d_scores: &Tensor, to: &mut [f32]) {
+        let len = self.queries.len();
+        let first = self.shape.seq_len - self.queries.end;
+        for (key, d_scores) in d_scores.f32s().chunks_exact(ROWS).take(self.shape.kv_len).enumerate() {
+            // The last query has the first of these.
+            let to = &mut to[first + key..][..len];
+            to.iter_mut().rev().zip(d_scores).for_each(|(to, d)| *to += d);
         }
-        softmax(
-            isa,
-            (self.bias(), shape.scale * LOG2_E),
-            self.visible(),
-            &mut scores.f32s_mut()[..shape.kv_len * ROWS],
-        );
-        let mut o = ctx.zeros(&[ROWS, value_width], DType::F32);
-        for (keys, scores) in self.key_blocks().zip(scores.f32s().chunks(KEYS * ROWS)) {
-            let (_, starts) = self.key_starts(&keys);
-            v.copy_rows(isa, Rows { starts: &starts[..keys.len()], cols: shape.value_dim }, copy.f32s_mut());
-            let size = Size { rows: rows.next_multiple_of(ROW_UNIT), cols: value_width, inner: keys.len(), words };
-            let right = Right { values: copy.f32s(), stride: value_width };
-            let left = Left::columns(scores, ROWS);
-            product(isa, size, left, right, true, o.f32s_mut(), value_width);
+    }
+
+    fn store_dq(&self, sums: &Tensor, to: &Lent<'_, f32>) {
+        for (i, row) in sums.f32s().chunks_exact(sums.cols()).take(self.queries.len()).enumerate() {
+            // SAFETY: each row of a head belongs to one block, and all blocks of a head to one task.
+            let to = unsafe { to.range(self.elements(i, self.shape.head_dim)) };
+            to.iter_mut().zip(row).for_each(|(to, x)| *to = self.shape.scale * x);
         }
-        (o, value_width)
     }
 
-    fn key_blocks(&self) -> impl Iterator<Item = Range<usize>> {
-        let len = self.shape.kv_len;
-        (0..len.div_ceil(KEYS)).map(move |block| piece_range(block, KEYS, len))
-    }
-
-    fn key_starts(&self, keys: &Range<usize>) -> ([usize; KEYS], [usize; KEYS]) {
-        let group = self.shape.num_heads / self.shape.num_kv_heads;
-        key_elements(self.shape, self.batch, self.head / group, keys)
+    /// Shows `look` the keys (or values), block by block, with their rows.
+    fn with_keys(&self, ctx: &Context, of: Heads<'_>, mut look: impl FnMut(Range<usize>, &[f32])) {
+        let kv_head = self.head / (self.shape.num_heads / self.shape.num_kv_heads);
+        let mut copy = ctx.empty(&[KEYS, of.width()], DType::F32);
+        for block in 0..self.shape.kv_len.div_ceil(KEYS) {
+            let keys = piece_range(block, KEYS, self.shape.kv_len);
+            let starts = key_starts(self.shape, (self.batch, kv_head), &keys, of.dim);
+            of.values.copy_rows(ctx.isa(), Rows { starts: &starts[..keys.len()], cols: of.dim }, copy.f32s_mut());
+            look(keys, copy.f32s());
+        }
     }
 
     /// What is added to the scores of the first query, key by key, and how many elements before that the last query's begin:
@@ -168,6 +341,23 @@ kernel! {
         for scores in scores.as_chunks_mut::<ROWS>().0 {
             for i in 0..ROWS {
                 scores[i] *= scale[i];
+            }
+        }
+    }
+}
+
+kernel! {
+    /// Makes of `grads [keys, ROWS]`, the gradients of the softmax's `weights`, those of the scores.
+    fn softmax_backward<S: Level>(weights: &[f32], grads: &mut [f32]) {
+        let mut sum = [0.0; ROWS];
+        for (weights, grads) in weights.as_chunks::<ROWS>().0.iter().zip(grads.as_chunks::<ROWS>().0) {
+            for i in 0..ROWS {
+                sum[i] += weights[i] * grads[i];
+            }
+        }
+        for (weights, grads) in weights.as_chunks::<ROWS>().0.iter().zip(grads.as_chunks_mut::<ROWS>().0) {
+            for i in 0..ROWS {
+                grads[i] = weights[i] * (grads[i] - sum[i]);
             }
         }
     }

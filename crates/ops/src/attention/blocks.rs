@@ -122,9 +122,19 @@ pub(super) fn key_elements(
     kv_head: usize,
     keys: &Range<usize>,
 ) -> ([usize; KEYS], [usize; KEYS]) {
-    let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
-    let starts = |dim: usize| std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * dim);
+    let starts = |dim: usize| key_starts(shape, (batch, kv_head), keys, dim);
     (starts(shape.head_dim), starts(shape.value_dim))
+}
+
+/// Where the rows of `keys` (at most [`KEYS`]) of a sequence and key head start in a tensor with `dim` elements a head.
+pub(super) fn key_starts(
+    shape: &AttentionShape,
+    (batch, kv_head): (usize, usize),
+    keys: &Range<usize>,
+    dim: usize,
+) -> [usize; KEYS] {
+    let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
+    std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * dim)
 }
 
 /// The left operand of a product, in words: a matrix with rows `stride` apart, or its transpose.

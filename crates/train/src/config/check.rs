@@ -59,6 +59,10 @@ impl RunConfig {
         self.train.check_numbers()?;
         self.check_router_losses()?;
         self.check_parallel()?;
+        if self.model.variant.encoder.is_some() && self.train.seq_len < 2 {
+            let expected = "must be at least 2 with an encoder: a part of each text is left out, the rest is read";
+            return Err(wrong("train.seq_len", self.train.seq_len, expected));
+        }
         if self.train.seq_len > self.model.max_seq_len {
             let expected = format!("must be at most model.max_seq_len, {}", self.model.max_seq_len);
             return Err(wrong("train.seq_len", self.train.seq_len, expected));

@@ -3,8 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use moeworks_model::TokenBatch;
+use moeworks_tensor::{Purpose, Random};
+
 use super::windows::Split;
-use super::{CachePlace, DataError, Encode, Permutation, Sources, TokenStore, Windows};
+use super::{CachePlace, DataError, Encode, Permutation, Sources, SpanLengths, SpanRule, TokenStore, Windows};
 use crate::config::RunConfig;
 
 /// A target that has no loss.
@@ -16,6 +19,8 @@ const VALIDATION_STREAM: u64 = (1 << 56) - 2;
 /// Sequences of equal length and, for each token, the one that follows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
+    /// What an encoder reads, `[num_sequences * source_len]`, to which the sequences are answers; empty where there is none.
+    pub sources: Vec<u32>,
     /// Token ids `[num_sequences * seq_len]`.
     pub inputs: Vec<u32>,
     /// The following token of each, or [`IGNORE`].
@@ -27,7 +32,15 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// The batch as a model takes it.
+    #[must_use]
+    pub fn tokens(&self) -> TokenBatch<'_> {
+        let Self { sources, inputs, targets, num_sequences, seq_len } = self;
+        TokenBatch { sources, inputs, targets, num_sequences: *num_sequences, seq_len: *seq_len }
+    }
+
     fn clear(&mut self, seq_len: usize) {
+        self.sources.clear();
         self.inputs.clear();
         self.targets.clear();
         self.num_sequences = 0;
@@ -36,10 +49,10 @@ impl Batch {
 
     /// Keeps only these of its sequences.
     pub fn keep(&mut self, sequences: Range<usize>) {
-        let tokens = sequences.start * self.seq_len..sequences.end * self.seq_len;
-        for ids in [&mut self.inputs, &mut self.targets] {
-            ids.truncate(tokens.end);
-            ids.drain(..tokens.start);
+        for ids in [&mut self.sources, &mut self.inputs, &mut self.targets] {
+            let len = ids.len() / self.num_sequences.max(1);
+            ids.truncate(sequences.end * len);
+            ids.drain(..sequences.start * len);
         }
         self.num_sequences = sequences.len();
     }
@@ -93,6 +106,7 @@ pub struct Dataset {
     tokens: Arc<TokenStore>,
     options: DatasetOptions,
     split: Split,
+    spans: Option<SpanRule>,
 }
 
 impl Dataset {
@@ -113,7 +127,33 @@ impl Dataset {
         if split.validation.is_empty() && options.validation_fraction > 0.0 {
             tracing::warn!("{place}: too short to hold anything out for validation");
         }
-        Ok(Self { tokens, options, split })
+        Ok(Self { tokens, options, split, spans: None })
+    }
+
+    /// The same texts with spans left out by `rule`, for models with an encoder: of a sequence in other places each time.
+    #[must_use]
+    pub fn with_spans(self, rule: Option<SpanRule>) -> Self {
+        Self { spans: rule, ..self }
+    }
+
+    /// What a sequence becomes where spans are left out.
+    #[must_use]
+    pub fn span_lengths(&self) -> Option<SpanLengths> {
+        self.spans.as_ref().map(|rule| rule.lengths(self.options.seq_len))
+    }
+
+    /// Tokens of a sequence that have a loss.
+    #[must_use]
+    pub fn targets_per_sequence(&self) -> usize {
+        self.span_lengths().map_or(self.options.seq_len, |lengths| lengths.answer)
+    }
+
+    /// Adds the window that begins at token `start`; `random` says what is left out.
+    fn push(&self, start: u64, random: &Random, batch: &mut Batch) {
+        let Some(rule) = &self.spans else { return batch.push(&self.tokens, start) };
+        let mut window = Vec::new();
+        self.tokens.read(start..start + self.options.seq_len as u64, &mut window);
+        batch.push_spans(&window, rule, random);
     }
 
     /// The tokens that the batches are made of.
@@ -184,7 +224,8 @@ impl Dataset {
             };
             order = Some((epoch, permutation));
             let window = permutation.at(position % per_epoch);
-            batch.push(&self.tokens, self.split.train.tokens(window).start);
+            let random = Random::new(self.options.seed, Purpose::Spans, position);
+            self.push(self.split.train.tokens(window).start, &random, batch);
         }
     }
 
@@ -200,7 +241,8 @@ impl Dataset {
             let mut batch = Batch::default();
             batch.clear(self.options.seq_len);
             for position in i * size..((i + 1) * size).min(windows.len()) {
-                batch.push(&self.tokens, windows.tokens(order.at(position)).start);
+                let random = Random::new(self.options.validation_seed, Purpose::Spans, VALIDATION_STREAM - position);
+                self.push(windows.tokens(order.at(position)).start, &random, &mut batch);
             }
             batch
         })

@@ -82,6 +82,12 @@ pub enum DataError {
         /// What was passed over, as ` (3 files skipped ...)`, or nothing.
         skipped: String,
     },
+    /// A tokenizer without the tokens that a model with an encoder is trained by.
+    #[error("the tokenizer has no {missing}: it must be T5's")]
+    NoSpans {
+        /// What it has not.
+        missing: &'static str,
+    },
     /// Fewer tokens than a sequence has.
     #[error(
         "{place}: {tokens} tokens, but a sequence needs {needed} (train.seq_len + 1); \

@@ -6,7 +6,11 @@ use super::{SpanPair, SpanRule, leave_out_spans, random_lengths};
 const EOS: u32 = 1;
 
 fn pair(tokens: &[u32], sentinels: &[u32], seed: u64) -> SpanPair {
-    leave_out_spans(tokens, SpanRule { sentinels, eos: EOS, start: 0 }, &random(seed))
+    let rule = SpanRule { sentinels: sentinels.to_vec(), eos: EOS, start: 0 };
+    let pair = leave_out_spans(tokens, &rule, &random(seed));
+    let lengths = rule.lengths(tokens.len());
+    assert_eq!((pair.source.len(), pair.answer.len()), (lengths.source, lengths.answer));
+    pair
 }
 
 /// Sentinels as T5 numbers them, from the end of the vocabulary down.

@@ -122,7 +122,13 @@ fn pass(
     grads: &mut DecoderWeights,
 ) -> PassStats {
     let (inputs, targets) = (ids(case, 0, sequences.clone()), ids(case, 1, sequences.clone()));
-    let batch = TokenBatch { inputs: &inputs, targets: &targets, num_sequences: sequences.len(), seq_len: SEQ_LEN };
+    let batch = TokenBatch {
+        inputs: &inputs,
+        targets: &targets,
+        num_sequences: sequences.len(),
+        seq_len: SEQ_LEN,
+        ..TokenBatch::default()
+    };
     let options = options(case, sequences.start * SEQ_LEN);
     let write = (Write::Replace, done);
     decoder.forward_backward_watched(ctx, weights, &batch, &options, write, grads).unwrap()

@@ -101,17 +101,18 @@ impl Trainer {
         let train = &self.config.train;
         let options = SamplingOptions { temperature: 0.8, top_p: 0.95, seed: train.seed, ..SamplingOptions::default() };
         let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
-        let mut prompt = self.tokenizer.encode(&train.sample_prompt)?;
+        let (tokenizer, has_encoder) = (&self.tokenizer, self.config.model.variant.encoder.is_some());
+        let text = &train.sample_prompt;
+        let mut prompt = if has_encoder { tokenizer.encode_source(text)? } else { tokenizer.encode(text)? };
         if prompt.is_empty() {
-            prompt.extend(self.tokenizer.eos_id());
+            prompt.extend(tokenizer.eos_id());
         }
-        let room = self.config.model.max_seq_len;
-        prompt.truncate(room / 2);
-        let stop_ids: Vec<u32> = self.tokenizer.eos_id().into_iter().collect();
-        let max_new_tokens = train.sample_tokens.min(room - prompt.len());
+        prompt.truncate(decoder.room(0) / 2);
+        let stop_ids: Vec<u32> = tokenizer.eos_id().into_iter().collect();
+        let max_new_tokens = train.sample_tokens.min(decoder.room(prompt.len()));
         let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
         let (ids, _) = generate(decoder, &self.ctx, weights, &request, &mut sampler, |_| ControlFlow::Continue(()))?;
-        let mut stream = TextStream::new(&self.tokenizer);
+        let mut stream = if has_encoder { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
         let mut text = String::new();
         for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {
             text += &stream.push(id)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use moeworks_model::{Decoder, DecoderWeights, Rules};
 
-use super::{Trainer, token_batch};
+use super::Trainer;
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, Record};
 use crate::routing::{RoutingSample, specialization};
@@ -18,16 +18,18 @@ impl Trainer {
     /// Mean loss on the validation windows, `None` where there are none. The specialisation of each layer goes to `layers`.
     pub(super) fn validate(&self, layers: &mut [LayerRecord]) -> Result<Option<f64>, TrainError> {
         let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        let num_encoder_layers = self.config.model.num_encoder_layers();
         let (mut loss, mut targets) = (0.0, 0);
         let mut first_choices: BTreeMap<usize, Vec<(u32, u32)>> = BTreeMap::new();
         for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
             let batch = self.own_share(batch, &mut 0);
-            let tokens = token_batch(&batch);
+            let tokens = batch.tokens();
             let routed = &batch.inputs[self.decoder.routed_tokens(&tokens, false)];
             let stats = self.decoder.evaluate_watched(&self.ctx, weights, &tokens, |layer, saved| {
                 let pairs = first_choices.entry(layer).or_default();
                 let room = SPECIALIZATION_TOKENS - pairs.len();
                 let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
+                let routed = if layer < num_encoder_layers { &batch.sources } else { routed };
                 pairs.extend(routed.iter().enumerate().filter_map(first).take(room));
             })?;
             self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check())?;
@@ -61,8 +63,12 @@ impl Trainer {
         Ok(())
     }
 
-    /// What the routers choose for the first validation sequences. `None` for a dense model or without validation data.
+    /// What the routers choose for the first validation sequences. `None` for a dense model, one with an encoder, and without
+    /// validation data.
     fn sample_routing(&self, decoder: &Decoder, weights: &DecoderWeights) -> Result<Option<RoutingSample>, TrainError> {
+        if self.config.model.variant.encoder.is_some() {
+            return Ok(None);
+        }
         let Some(mut batch) = self.dataset.validation_batches(1).next() else { return Ok(None) };
         batch.num_sequences = batch.num_sequences.min((SAMPLE_TOKENS / batch.seq_len).max(1));
         batch.inputs.truncate(batch.num_sequences * batch.seq_len);

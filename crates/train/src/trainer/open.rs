@@ -69,10 +69,12 @@ fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor,
 
 fn decoder(config: &RunConfig, ranks: Option<&Arc<Ranks>>) -> Result<Decoder, TrainError> {
     let model = config.model.clone();
-    match ranks {
-        None => Ok(Decoder::new(model).map_err(ConfigError::from)?),
-        Some(ranks) => ranks.decoder(model),
-    }
+    let decoder = match ranks {
+        None => Decoder::new(model).map_err(ConfigError::from)?,
+        Some(ranks) => ranks.decoder(model)?,
+    };
+    decoder.check_trainable()?;
+    Ok(decoder)
 }
 
 /// Does `work`, on several ranks on the root first and then on the others.
@@ -147,7 +149,6 @@ impl Trainer {
         let corpus = root_first(ranks.as_deref(), || Corpus::open(&config, None))?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = decoder(&config, ranks.as_ref())?;
-        decoder.check_trainable()?;
         check_memory(&config, ranks.as_deref())?;
         let weights = match from {
             Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
