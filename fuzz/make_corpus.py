@@ -1,4 +1,4 @@
-"""Writes the corpus that fuzzing starts from: fuzz/corpus/{safetensors,gguf}, small files of every kind of content.
+"""Writes the corpus that fuzzing starts from: fuzz/corpus/{safetensors,gguf,folder}, small files of every kind of content.
 
     python fuzz/make_corpus.py          needs numpy, safetensors and gguf
 """
@@ -12,7 +12,9 @@ import numpy as np
 from safetensors.numpy import save
 
 HERE = pathlib.Path(__file__).parent / "corpus"
-MODELS = pathlib.Path(__file__).parent.parent / "crates/model/tests/fixtures/gguf"
+MODELS = pathlib.Path(__file__).parent.parent / "crates/model/tests/fixtures"
+# What fuzz/run takes at most.
+MAX_BYTES = 1 << 17
 
 
 def safetensors_files():
@@ -57,23 +59,71 @@ def every_value(writer):
     writer.add_array("k.flags", [True, False])
 
 
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "BF16", "F16", "F32"]
+
+
+def add_blocks(writer, name, kind, shape):
+    """A tensor of small random blocks, of types, too, that the package does not make from numbers."""
+    kind = gguf.GGMLQuantizationType[kind]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(1).integers(0, 8, (*shape[:-1], shape[-1] // elements * size), dtype=np.uint8)
+    writer.add_tensor(name, data, raw_dtype=kind)
+
+
 def every_type(writer):
-    for kind in ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "F32"]:
-        kind = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(f"t.{kind.name}", gguf.quants.quantize(np.ones((2, 32), np.float32), kind), raw_dtype=kind)
+    for kind in TYPES:
+        add_blocks(writer, f"t.{kind}", kind, (2, 256))
+
+
+def model_of_every_type(writer):
+    """A model of one layer, each matrix of which is of another type."""
+    reader = gguf.GGUFReader(MODELS / "gguf/llama.gguf")
+    other = {"block_count": 1, "embedding_length": 256, "attention.key_length": 8, "attention.value_length": 8,
+             "attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 8, "feed_forward_length": 32}
+    for name, field in reader.fields.items():
+        if name.split(".", 1)[-1] not in other and not name.startswith("GGUF.") and name != "general.architecture":
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    for name, value in other.items():
+        writer.add_uint32(f"llama.{name}", value)
+    vocabulary = len(reader.fields["tokenizer.ggml.tokens"].contents())
+    matrices = {"token_embd": ("Q2_K", vocabulary, 256), "output": ("Q3_K", vocabulary, 256)}
+    layer = {"attn_q": ("Q4_K", 32, 256), "attn_k": ("Q5_K", 16, 256), "attn_v": ("Q6_K", 16, 256), "attn_output": ("IQ4_NL", 256, 32),
+             "ffn_gate": ("Q8_0", 32, 256), "ffn_up": ("Q8_0", 32, 256), "ffn_down": ("MXFP4", 256, 32)}
+    matrices |= {f"blk.0.{name}": value for name, value in layer.items()}
+    for name, (kind, rows, cols) in matrices.items():
+        add_blocks(writer, f"{name}.weight", kind, (rows, cols))
+    for name in ["output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"]:
+        writer.add_tensor(f"{name}.weight", np.ones(256, np.float32))
+
+
+# One of each way in which experts lie in files; one of these has matrices as MXFP4, another as eight-bit floats.
+FOLDERS = ["deepseek_v3_fp8", "gpt_oss", "gpt_oss_mxfp4", "granitemoe", "llama", "mixtral", "qwen2_moe"]
+
+
+def folders():
+    """Folders that the model's tests have: a line of configuration, then the tensors."""
+    for folder in FOLDERS:
+        config = json.loads((MODELS / folder / "config.json").read_text())
+        yield folder, json.dumps(config).encode() + b"\n" + (MODELS / folder / "model.safetensors").read_bytes()
+
+
+def gguf_files():
+    for name, fill in [("values", every_value), ("types", every_type), ("blocks", model_of_every_type)]:
+        path = HERE / "gguf" / name
+        gguf_file(path, "llama", fill)
+        yield name, path.read_bytes()
+    for model in sorted((MODELS / "gguf").glob("*.gguf")):
+        yield model.stem, model.read_bytes()
 
 
 def main():
-    for target in ["safetensors", "gguf"]:
+    for target, files in [("safetensors", safetensors_files), ("gguf", gguf_files), ("folder", folders)]:
         (HERE / target).mkdir(parents=True, exist_ok=True)
-    for name, data in safetensors_files():
-        (HERE / "safetensors" / name).write_bytes(data)
-    gguf_file(HERE / "gguf" / "values", "llama", every_value)
-    gguf_file(HERE / "gguf" / "types", "llama", every_type)
-    for model in MODELS.glob("*.gguf"):
-        (HERE / "gguf" / model.stem).write_bytes(model.read_bytes())
-    for target in ["safetensors", "gguf"]:
-        print(target, len(list((HERE / target).iterdir())), "files")
+        kept = [(name, data) for name, data in files() if len(data) <= MAX_BYTES]
+        for name, data in kept:
+            (HERE / target / name).write_bytes(data)
+        print(target, len(kept), "files")
 
 
 if __name__ == "__main__":
