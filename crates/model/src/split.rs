@@ -40,7 +40,8 @@ pub struct TensorSplit {
     value_dim: usize,
     /// Of a head, what is made of the narrow vector in latent attention.
     wide_dim: usize,
-    has_whole_norms: bool,
+    /// Where a norm goes over all heads: how wide queries and keys are in all.
+    normed_widths: Option<[usize; 2]>,
 }
 
 /// What a rank has of a tensor, and of its gradient.
@@ -91,7 +92,8 @@ impl TensorSplit {
             head_dim: config.head_dim,
             value_dim: config.value_dim(),
             wide_dim: config.variant.latent.map_or(0, |latent| latent.plain_dim + config.value_dim()),
-            has_whole_norms: config.qk_norm == QkNorm::Whole,
+            normed_widths: (config.qk_norm == QkNorm::Whole)
+                .then(|| [config.num_heads, config.num_kv_heads].map(|heads| heads * config.head_dim)),
         })
     }
 
@@ -118,6 +120,16 @@ impl TensorSplit {
     /// Where each rank's part of the vocabulary begins, and the end of the last.
     pub(crate) fn vocabulary(&self) -> &[usize] {
         &self.vocabulary
+    }
+
+    /// Where a norm goes over all heads: how wide queries and keys are in all.
+    pub(crate) fn normed_widths(&self) -> Option<[usize; 2]> {
+        self.normed_widths
+    }
+
+    /// Whether no rank before this one has the same heads of keys and values.
+    pub(crate) fn is_first_with_keys(&self) -> bool {
+        self.kv_ranks.start == self.rank
     }
 
     /// This rank's number in the group.
@@ -155,8 +167,8 @@ impl TensorSplit {
             () if last("embed_tokens.weight") || name.starts_with("lm_head.") => {
                 self.own(0, self.vocabulary[self.rank]..self.vocabulary[self.rank + 1])
             }
-            () if last("self_attn.q_norm.weight") && self.has_whole_norms => heads(0, self.head_dim),
-            () if last("self_attn.k_norm.weight") && self.has_whole_norms => of_kv(0, self.head_dim),
+            () if last("self_attn.q_norm.weight") && self.normed_widths.is_some() => heads(0, self.head_dim),
+            () if last("self_attn.k_norm.weight") && self.normed_widths.is_some() => of_kv(0, self.head_dim),
             () if last("q_proj.weight") || last("q_proj.bias") || last("q_b_proj.weight") => heads(0, self.head_dim),
             () if last("k_proj.weight") || last("k_proj.bias") => of_kv(0, self.head_dim),
             () if last("v_proj.weight") || last("v_proj.bias") => of_kv(0, self.value_dim),

@@ -10,6 +10,8 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise;
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::VocabularyPart;
+use moeworks_ops::linear::Write;
+use moeworks_ops::rms_norm::{rms_norm_part, rms_norm_part_backward, row_products};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::blocks::Pass;
@@ -71,6 +73,42 @@ impl TensorRanks {
         if let Some(bias) = bias {
             elementwise::add_rows(ctx, x, bias);
         }
+    }
+
+    /// Norms rows of which each rank has a part, `width` wide in all (a norm over the heads of all ranks): `y` and 1/rms. Of a part that
+    /// is on several ranks the first alone is `counted`.
+    pub(crate) fn norm_part(
+        &self,
+        ctx: &Context,
+        (x, weight): (&Tensor, &Tensor),
+        (width, is_counted): (usize, bool),
+        (eps, out): (f32, DType),
+    ) -> (Tensor, Tensor) {
+        let mut sums = row_products(ctx, (x, x), weight.len(), None);
+        if !is_counted {
+            sums.f32s_mut().fill(0.0);
+        }
+        self.sum(&mut sums);
+        let inv_rms = |sum: &mut f32| *sum = 1.0 / (*sum / width as f32 + eps).sqrt();
+        sums.f32s_mut().iter_mut().for_each(inv_rms);
+        (rms_norm_part(ctx, x, weight, &sums, out), sums)
+    }
+
+    /// The gradient of `x` from `dy`, that of what [`norm_part`](Self::norm_part) made of it with the same `inv_rms`; where several ranks
+    /// have the part, theirs add up. That of the weight is written as `write` says.
+    pub(crate) fn norm_part_backward(
+        &self,
+        ctx: &Context,
+        dy: &Tensor,
+        (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+        (width, is_counted): (usize, bool),
+        (write, d_weight): (Write, &mut Tensor),
+    ) -> Tensor {
+        let mut means = row_products(ctx, (dy, x), weight.len(), Some(weight));
+        self.sum(&mut means);
+        let factor = if is_counted { 1.0 / width as f32 } else { 0.0 };
+        elementwise::scale_assign(ctx, &mut means, factor);
+        rms_norm_part_backward(ctx, dy, (x, weight), (inv_rms, &means), write, d_weight)
     }
 
     /// The rows `[T, D]` f32 of all ranks, each of which has those of its run of tokens, `run` on this one.

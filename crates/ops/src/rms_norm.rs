@@ -4,6 +4,8 @@
 //! whatever the types. Backward, with `r = 1 / rms` and `g = weight dy`: `dx = r (g - x r^2 mean(g x))`, and
 //! `dweight = sum over rows of dy x r`.
 
+mod parts;
+
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
@@ -11,6 +13,7 @@ use crate::cuda::ops::{self as cuda, On};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
+pub use parts::{rms_norm_part, rms_norm_part_backward, row_products};
 
 /// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out` is
 /// the type of `y`. Returns `y` in the shape of `x`, and `1 / rms` of each row, f32.
@@ -153,8 +156,11 @@ struct Rows {
 
 impl Rows {
     fn of(x: &Tensor, weight: &Tensor) -> Self {
-        let width = weight.len();
-        assert!(width > 0 && x.len().is_multiple_of(width), "rms_norm: x {:?}, weight {:?}", x.shape(), weight.shape());
+        Self::wide(x, weight.len())
+    }
+
+    fn wide(x: &Tensor, width: usize) -> Self {
+        assert!(width > 0 && x.len().is_multiple_of(width), "rms_norm: x {:?}, weight [{width}]", x.shape());
         Self { width, count: x.len() / width, per_task: (PIECE / width).max(1) }
     }
 

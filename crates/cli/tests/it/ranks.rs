@@ -182,7 +182,6 @@ fn layouts_that_cannot_be_are_named() {
     train(&["--ep", "2", "--set", &placement], &["broken.placement", "line 2"]);
     train(&["--tp", "0"], &["parallel.tp = 0", "at least 1"]);
     train(&["--tp", "100"], &["model.num_heads", "at least parallel.tp, 100"]);
-    train(&["--tp", "2", "--set", "model.qk_norm=whole"], &["parallel.tp = 2", "must be 1", "qk_norm"]);
     train(&["--ep", "2", "--set", "parallel.chunks=65"], &["parallel.chunks = 65", "at most 64"]);
     train(&["--ep", "2", "--set", "parallel.wire=int4"], &["parallel.wire", "int4"]);
     let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");

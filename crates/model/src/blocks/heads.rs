@@ -8,6 +8,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::projection::{project, project_grads};
+use crate::tensor_ranks::TensorRanks;
 use crate::weights::{HeadWeights, LinearWeights};
 
 /// Makes queries, keys and values.
@@ -44,14 +45,34 @@ pub(crate) struct HeadsGradTask {
     compute: DType,
 }
 
+/// What is normed.
+#[derive(Clone, Copy)]
+enum Made {
+    Queries,
+    Keys,
+}
+
+impl Made {
+    /// Where the norm goes over heads of several ranks: these, how wide it is in all, and whether this rank's part counts.
+    fn parts<'a>(self, pass: &Pass<'a>) -> Option<(&'a TensorRanks, (usize, bool))> {
+        let ranks = pass.tensor?;
+        let [queries, keys] = ranks.split().normed_widths()?;
+        let part = match self {
+            Self::Queries => (queries, true),
+            Self::Keys => (keys, ranks.split().is_first_with_keys()),
+        };
+        Some((ranks, part))
+    }
+}
+
 impl Heads {
     /// Queries, keys and values of `normed [T, D]`.
     pub(crate) fn forward(&self, pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> ([Tensor; 3], HeadsSaved) {
         // Files with blocks of small integers have some of the three in other types.
         let matrices = [&w.q, &w.k, &w.v].map(|w| w.weight.dtype().of_activations());
         let dtype = if matrices.contains(&DType::F32) { DType::F32 } else { matrices[0] };
-        let (q, q_saved) = self.rotated(pass, normed, (&w.q, w.q_norm.as_ref()), dtype);
-        let (k, k_saved) = self.rotated(pass, normed, (&w.k, w.k_norm.as_ref()), dtype);
+        let (q, q_saved) = self.rotated(pass, normed, (&w.q, w.q_norm.as_ref()), (Made::Queries, dtype));
+        let (k, k_saved) = self.rotated(pass, normed, (&w.k, w.k_norm.as_ref()), (Made::Keys, dtype));
         let mut v = project(pass.ctx, normed, &w.v, dtype);
         let clipped_v = self.clip(pass.ctx, &mut v);
         ([q, k, v], HeadsSaved { q: q_saved, k: k_saved, clipped_v })
@@ -63,12 +84,15 @@ impl Heads {
         pass: &Pass<'_>,
         normed: &Tensor,
         (w, norm): (&LinearWeights, Option<&Tensor>),
-        dtype: DType,
+        (made, dtype): (Made, DType),
     ) -> (Tensor, Saved) {
         let mut x = project(pass.ctx, normed, w, dtype);
         let mut saved = Saved::default();
         if let Some(norm) = norm {
-            let (y, inv_rms) = rms_norm(pass.ctx, &x, norm, self.eps, dtype);
+            let (y, inv_rms) = match made.parts(pass) {
+                Some((ranks, part)) => ranks.norm_part(pass.ctx, (&x, norm), part, (self.eps, dtype)),
+                None => rms_norm(pass.ctx, &x, norm, self.eps, dtype),
+            };
             saved.before_norm = Some((std::mem::replace(&mut x, y), inv_rms));
         }
         saved.clipped = self.clip(pass.ctx, &mut x);
@@ -98,8 +122,10 @@ impl Heads {
         grads: &mut HeadWeights,
     ) -> (Tensor, HeadsGradTask) {
         let ctx = pass.ctx;
-        let dq = self.rotated_backward(pass, dq, saved.q, w.q_norm.as_ref(), write, grads.q_norm.as_mut());
-        let dk = self.rotated_backward(pass, dk, saved.k, w.k_norm.as_ref(), write, grads.k_norm.as_mut());
+        let dq =
+            self.rotated_backward(pass, dq, (Made::Queries, saved.q), w.q_norm.as_ref(), write, grads.q_norm.as_mut());
+        let dk =
+            self.rotated_backward(pass, dk, (Made::Keys, saved.k), w.k_norm.as_ref(), write, grads.k_norm.as_mut());
         if let Some(clipped) = &saved.clipped_v {
             elementwise::clip_backward_assign(ctx, &mut dv, clipped, self.clip);
         }
@@ -116,7 +142,7 @@ impl Heads {
         &self,
         pass: &Pass<'_>,
         mut d: Tensor,
-        saved: Saved,
+        (made, saved): (Made, Saved),
         norm: Option<&Tensor>,
         write: Write,
         d_norm: Option<&mut Tensor>,
@@ -128,9 +154,12 @@ impl Heads {
             elementwise::clip_backward_assign(pass.ctx, &mut d, clipped, self.clip);
         }
         match (saved.before_norm, norm, d_norm) {
-            (Some((x, inv_rms)), Some(norm), Some(d_norm)) => {
-                rms_norm_backward(pass.ctx, &d, &x, norm, &inv_rms, write, d_norm)
-            }
+            (Some((x, inv_rms)), Some(norm), Some(d_norm)) => match made.parts(pass) {
+                Some((ranks, part)) => {
+                    ranks.norm_part_backward(pass.ctx, &d, (&x, norm, &inv_rms), part, (write, d_norm))
+                }
+                None => rms_norm_backward(pass.ctx, &d, &x, norm, &inv_rms, write, d_norm),
+            },
             _ => d,
         }
     }

@@ -2,7 +2,7 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
+use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward, rms_norm_part, rms_norm_part_backward, row_products};
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -103,6 +103,47 @@ fn a_nan_spoils_its_row_alone() {
         let (y, _) = rms_norm(&ctx, &x, &normal_tensor(&ctx, 2, &[20], DType::F32), EPS, DType::F32);
         for (i, y) in y.f32s().iter().enumerate() {
             assert_eq!(y.is_nan(), i / 20 == 1, "{name}: element {i}");
+        }
+    }
+}
+
+/// Columns `range` of `[rows, width]`.
+fn columns(ctx: &Context, tensor: &Tensor, width: usize, range: std::ops::Range<usize>) -> Tensor {
+    let values: Vec<f32> =
+        tensor.to_f32_vec().chunks_exact(width).flat_map(|row| row[range.clone()].to_vec()).collect();
+    Tensor::from_slice(ctx.pool(), &[values.len() / range.len(), range.len()], &values)
+}
+
+#[test]
+fn parts_of_rows_that_know_each_others_sums_are_normed_as_the_whole() {
+    for (name, ctx) in contexts() {
+        let (rows, width) = (9, 53);
+        let [x, weight, dy, y, inv_rms, dx, dweight] = run(&ctx, 4, &[rows, width], width, DType::F32);
+        let part = |tensor: &Tensor, range| columns(&ctx, tensor, width, range);
+        let sums = |of: &dyn Fn(std::ops::Range<usize>) -> Tensor| {
+            let (a, b) = (of(0..20), of(20..width));
+            let sums: Vec<f32> = a.f32s().iter().zip(b.f32s()).map(|(a, b)| a + b).collect();
+            Tensor::from_slice(ctx.pool(), &[rows], &sums)
+        };
+        let squares =
+            sums(&|range| row_products(&ctx, (&part(&x, range.clone()), &part(&x, range.clone())), range.len(), None));
+        let found: Vec<f64> =
+            doubles(&squares).iter().map(|sum| 1.0 / (sum / width as f64 + f64::from(EPS)).sqrt()).collect();
+        assert_close(&name, &doubles(&inv_rms), &found, 2e-6);
+        let mut means = sums(&|range| {
+            let of_part = (&part(&dy, range.clone()), &part(&x, range.clone()));
+            row_products(&ctx, of_part, range.len(), Some(&part(&weight, range.clone())))
+        });
+        means.f32s_mut().iter_mut().for_each(|mean| *mean /= width as f32);
+        for range in [0..20, 20..width] {
+            let (x, weight, dy) = (part(&x, range.clone()), part(&weight, range.clone()), part(&dy, range.clone()));
+            let weight = weight.reshaped(&[range.len()]);
+            let expected = |tensor: &Tensor| doubles(&part(tensor, range.clone()));
+            assert_close(&name, &doubles(&rms_norm_part(&ctx, &x, &weight, &inv_rms, DType::F32)), &expected(&y), 2e-6);
+            let mut d_weight = ctx.zeros(&[range.len()], DType::F32);
+            let d_x = rms_norm_part_backward(&ctx, &dy, (&x, &weight), (&inv_rms, &means), Write::Add, &mut d_weight);
+            assert_close(&name, &doubles(&d_x), &expected(&dx), 5e-6);
+            assert_close(&name, &doubles(&d_weight), &expected(&dweight), 5e-6);
         }
     }
 }

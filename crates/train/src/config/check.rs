@@ -1,6 +1,6 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
-use moeworks_model::{QkNorm, TensorSplit};
+use moeworks_model::TensorSplit;
 use moeworks_moe::{HashTable, RouterKind};
 
 use super::{ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
@@ -153,10 +153,6 @@ impl RunConfig {
         let tp = self.parallel.tp;
         if tp == 1 {
             return Ok(());
-        }
-        if self.model.qk_norm == QkNorm::Whole {
-            let expected = "must be 1: a norm over all heads (model.qk_norm) is not cut across ranks";
-            return Err(wrong("parallel.tp", tp, expected));
         }
         Ok(TensorSplit::check(&self.model, tp)?)
     }

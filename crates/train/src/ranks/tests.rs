@@ -271,6 +271,16 @@ fn every_kind_of_weight_is_cut_right() {
 }
 
 #[test]
+fn a_norm_over_all_heads_is_that_of_one_rank() {
+    let model = ModelConfig { qk_norm: QkNorm::Whole, num_heads: 4, num_kv_heads: 2, ..model() };
+    // Where there are more ranks than heads of keys and values, several norm the same of these.
+    for (layout, num_kv_heads) in [((1, 1, 2), 2), ((2, 1, 2), 1), ((1, 1, 3), 4), ((1, 2, 4), 2), ((1, 1, 4), 1)] {
+        check(&sliced(layout, ModelConfig { num_kv_heads, ..model.clone() }));
+    }
+    check(&Case { zero: 3, checkpoint_layers: true, ..sliced((2, 1, 2), model) });
+}
+
+#[test]
 fn latent_attention_is_cut_by_heads() {
     let sizes = LatentAttention { query_rank: 10, kv_rank: 6, plain_dim: 4, rotary_dim: 4 };
     for query_rank in [10, 0] {
