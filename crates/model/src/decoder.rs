@@ -29,7 +29,7 @@ use crate::generation::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;
-use crate::shapes::weights_with;
+use crate::shapes::{shapes_by_name, weights_with};
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, FeedForwardWeights};
 
@@ -99,31 +99,50 @@ impl Decoder {
     /// the residual stream are smaller by sqrt(2 L), norm weights are 1.
     #[must_use]
     pub fn init(&self, ctx: &Context, seed: u64) -> DecoderWeights {
-        let mut weights = self.zero_weights(ctx);
-        let std = self.config.init_std;
-        let residual_std = std / (2.0 * self.config.num_layers as f32).sqrt();
-        for ((name, tensor), stream) in weights.tensors_mut().into_iter().zip(0..) {
-            let random = Random::new(seed, Purpose::Init, stream);
-            if name.contains(".mlp.gate.") && !name.ends_with("gate.weight") && !name.ends_with("gate.bias") {
-                continue; // filled below
-            }
-            if name.ends_with("norm.weight") {
-                tensor.f32s_mut().fill(1.0);
-            } else if name.ends_with("bias") {
-                tensor.f32s_mut().fill(0.0);
-            } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj") {
-                elementwise::fill_normal(ctx, &random, residual_std, tensor);
-            } else {
-                elementwise::fill_normal(ctx, &random, std, tensor);
-            }
-        }
+        self.init_kept(ctx, seed, |_, tensor| tensor)
+    }
+
+    /// As [`init`](Self::init), of each tensor what `keep` makes of its name and it, such as a part of it: never are all of them there
+    /// whole at a time.
+    #[must_use]
+    pub fn init_kept(&self, ctx: &Context, seed: u64, mut keep: impl FnMut(&str, Tensor) -> Tensor) -> DecoderWeights {
+        let empty = |_: &[usize]| ctx.empty(&[0], DType::F32);
+        let (mut weights, std) = (weights_with(&self.config, empty, empty), self.config.init_std);
         for (i, layer) in weights.layers.iter_mut().enumerate() {
             if let FeedForwardWeights::Moe(moe) = &mut layer.feed_forward {
                 moe.init_extras(ctx, &self.config.moe(), (seed, (1 << 32) + 16 * i as u64), std);
                 moe.state = self.config.moe().first_state(ctx);
             }
         }
+        let places = weights.places().into_iter().zip(self.tensor_shapes()).zip(0..);
+        for (((name, _, place), (_, shape)), stream) in places {
+            let is_extra =
+                name.contains(".mlp.gate.") && !name.ends_with("gate.weight") && !name.ends_with("gate.bias");
+            let tensor = if is_extra { place.clone() } else { self.first_tensor(ctx, (seed, stream), &name, &shape) };
+            *place = keep(&name, tensor);
+        }
         weights
+    }
+
+    /// The first values of the tensor `name`, which is no router's extra, drawn from `stream` of `seed`.
+    fn first_tensor(&self, ctx: &Context, (seed, stream): (u64, u64), name: &str, shape: &[usize]) -> Tensor {
+        let (mut tensor, random) = (ctx.zeros(shape, DType::F32), Random::new(seed, Purpose::Init, stream));
+        let std = self.config.init_std;
+        if name.ends_with("norm.weight") {
+            tensor.f32s_mut().fill(1.0);
+        } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj") {
+            let residual_std = std / (2.0 * self.config.num_layers as f32).sqrt();
+            elementwise::fill_normal(ctx, &random, residual_std, &mut tensor);
+        } else if !name.ends_with("bias") {
+            elementwise::fill_normal(ctx, &random, std, &mut tensor);
+        }
+        tensor
+    }
+
+    /// The name and shape of every tensor, in the order of [`DecoderWeights::tensors`].
+    #[must_use]
+    pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
+        shapes_by_name(&self.config)
     }
 
     /// f32 weights of zeros.

@@ -16,7 +16,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
 use crate::config::{ModelConfig, QkNorm};
-use crate::weights::{DecoderWeights, is_of_experts};
+use crate::weights::is_of_experts;
 
 /// What a rank of a tensor-parallel group has of the tensors of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,6 +181,15 @@ impl TensorSplit {
         }
     }
 
+    /// The shape of [`part`](Self::part) of a tensor of `shape`.
+    #[must_use]
+    pub fn part_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
+        match self.of(name).cut {
+            Some(cut) if !is_of_experts(name) => cut.shape(shape),
+            _ => shape.to_vec(),
+        }
+    }
+
     fn own(&self, dim: usize, piece: Range<usize>) -> TensorShare {
         self.own_pieces(dim, Vec::from([piece]))
     }
@@ -195,13 +204,13 @@ impl TensorSplit {
         [Some(start..end), up].into_iter().flatten().collect()
     }
 
-    /// This rank's part of `whole`, in memory of its own where it is cut.
+    /// This rank's part of the tensor `name`, in memory of its own where it is cut. Of those of routed experts it is all.
     #[must_use]
-    pub fn part(&self, ctx: &Context, whole: &DecoderWeights) -> DecoderWeights {
-        whole.map_named(|name, tensor| match self.of(name).cut {
-            Some(cut) if !is_of_experts(name) => cut.part(ctx, tensor),
-            _ => tensor.clone(),
-        })
+    pub fn part(&self, ctx: &Context, name: &str, whole: &Tensor) -> Tensor {
+        match self.of(name).cut {
+            Some(cut) if !is_of_experts(name) => cut.part(ctx, whole),
+            _ => whole.clone(),
+        }
     }
 }
 
@@ -240,12 +249,10 @@ impl Cut {
     /// What is cut out of `whole`.
     #[must_use]
     pub fn part(&self, ctx: &Context, whole: &Tensor) -> Tensor {
-        let mut shape = whole.shape().to_vec();
-        shape[self.dim] = self.pieces.iter().map(Range::len).sum();
-        let mut part = ctx.empty(&shape, whole.dtype());
+        let mut part = ctx.empty(&self.shape(whole.shape()), whole.dtype());
         let size = whole.dtype().size();
         let to = part.bytes_mut();
-        self.each(whole.shape(), size, |from, at| to[at..at + from.len()].copy_from_slice(&whole.bytes()[from]));
+        self.each(whole.shape(), size, |from, at| whole.read_bytes(from.start, &mut to[at..at + from.len()]));
         part
     }
 
@@ -256,11 +263,17 @@ impl Cut {
         self.each(&shape, 1, |into, at| to[into.clone()].copy_from_slice(&part[at..at + into.len()]));
     }
 
+    /// The shape of the part of a tensor of `shape`.
+    fn shape(&self, shape: &[usize]) -> Vec<usize> {
+        let mut shape = shape.to_vec();
+        shape[self.dim] = self.pieces.iter().map(Range::len).sum();
+        shape
+    }
+
     /// How many elements the part of a tensor of `shape` has.
     #[must_use]
     pub fn len(&self, shape: &[usize]) -> usize {
-        let others: usize = shape.iter().enumerate().filter(|(dim, _)| *dim != self.dim).map(|(_, len)| len).product();
-        others * self.pieces.iter().map(Range::len).sum::<usize>()
+        self.shape(shape).iter().product()
     }
 
     /// Whether nothing is cut out.

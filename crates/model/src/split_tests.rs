@@ -34,7 +34,8 @@ fn check(config: &ModelConfig, size: usize) {
         tensor.f32s_mut().iter_mut().zip(0..).for_each(|(x, at)| *x = 1.0 + random.below(at, 1000) as f32);
     }
     let splits: Vec<_> = (0..size).map(|rank| TensorSplit::new(config, (rank, size)).unwrap()).collect();
-    let parts: Vec<_> = splits.iter().map(|split| split.part(&ctx, &whole)).collect();
+    let parts: Vec<_> =
+        splits.iter().map(|split| whole.map_named(|name, tensor| split.part(&ctx, name, tensor))).collect();
     for (index, (name, tensor)) in whole.tensors().into_iter().enumerate() {
         let mut joined = ctx.zeros(tensor.shape(), DType::F32);
         let mut num_elements = 0;

@@ -368,16 +368,17 @@ impl DecoderWeights {
         layers.flat_map(|states| states.iter_mut().map(|state| &mut state.tensor)).collect()
     }
 
-    /// The same model with only these experts in each MoE layer, in memory of its own for them; the rest is shared.
+    /// f32 weights, in memory of their own, of what `keep` gives for the name of each tensor and it, such as a part of it.
     #[must_use]
-    pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
-        let mut part = self.shared();
-        for layer in &mut part.layers {
-            if let FeedForwardWeights::Moe(moe) = &mut layer.feed_forward {
-                *moe = moe.of_experts(ctx, experts);
-            }
+    pub fn kept(&self, ctx: &Context, mut keep: impl FnMut(&str, &Tensor) -> Tensor) -> Self {
+        let mut kept = self.map_named(|name, tensor| match keep(name, tensor) {
+            kept if kept.dtype().is_quantized() => quantized::dequantize(ctx, &kept, DType::F32),
+            kept => elementwise::cast(ctx, &kept, DType::F32),
+        });
+        for state in kept.states_mut() {
+            *state = elementwise::cast(ctx, state, DType::F32);
         }
-        part
+        kept
     }
 
     /// The number of parameters.

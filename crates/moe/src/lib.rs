@@ -107,4 +107,4 @@ pub use stats::{
     FreeShare, LayerStats, Load, ModalityStats, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy,
     max_over_mean, num_dead_experts, share,
 };
-pub use weights::{MoeWeights, NamedTensor, SharedWeights};
+pub use weights::{MoeWeights, NamedTensor, SharedWeights, select_experts};

@@ -58,13 +58,14 @@ pub struct SharedWeights {
 }
 
 /// `[experts, ..]`: these rows of a tensor `[E, ..]`.
-fn select_experts(ctx: &Context, tensor: &Tensor, experts: &[usize]) -> Tensor {
+#[must_use]
+pub fn select_experts(ctx: &Context, tensor: &Tensor, experts: &[usize]) -> Tensor {
     let mut shape = tensor.shape().to_vec();
     let bytes = tensor.num_bytes() / shape[0].max(1);
     shape[0] = experts.len();
     let mut selected = ctx.empty(&shape, tensor.dtype());
     for (to, &expert) in selected.bytes_mut().chunks_exact_mut(bytes.max(1)).zip(experts) {
-        to.copy_from_slice(&tensor.bytes()[expert * bytes..(expert + 1) * bytes]);
+        tensor.read_bytes(expert * bytes, to);
     }
     selected
 }

@@ -131,6 +131,21 @@ impl Tensor {
         }
     }
 
+    /// Copies its bytes from `start` on to `out`, without gathering its [pieces](Tensor::pieces). Panics if there are fewer.
+    pub fn read_bytes(&self, start: usize, out: &mut [u8]) {
+        let (mut skipped, mut rest) = (start, out);
+        for part in self.parts() {
+            let len = part.num_bytes().saturating_sub(skipped).min(rest.len());
+            if len > 0 {
+                let (filled, others) = rest.split_at_mut(len);
+                filled.copy_from_slice(&part.bytes()[skipped..skipped + len]);
+                rest = others;
+            }
+            skipped = skipped.saturating_sub(part.num_bytes());
+        }
+        assert!(rest.is_empty(), "bytes of a tensor {:?}", self.shape);
+    }
+
     /// Its [pieces](Tensor::pieces), or itself where it is in one.
     #[must_use]
     pub fn parts(&self) -> &[Self] {

@@ -45,6 +45,9 @@ fn a_tensor_of_pieces_is_gathered_only_when_it_is_asked_for_as_one() {
     assert_eq!((tensor.shape(), tensor.rows(), tensor.num_bytes()), (&[2, 2, 2][..], 4, 32));
     assert!(tensor.pieces().unwrap()[1].bytes().as_ptr() == (*owner).as_ref().as_ptr());
     assert_eq!(tensor.parts().len(), 2);
+    let mut middle = [0_u8; 16];
+    tensor.read_bytes(8, &mut middle);
+    assert_eq!(bytemuck::cast_slice::<u8, f32>(&middle), [10.0, 11.0, 0.0, 1.0]);
     assert_eq!(pool.stats().used_bytes, held);
     assert_eq!(tensor.clone().reshaped(&[4, 2]).f32s(), [8.0, 9.0, 10.0, 11.0, 0.0, 1.0, 2.0, 3.0]);
     let (elements, places) = first.span::<f32>(&last).unwrap();

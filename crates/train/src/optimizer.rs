@@ -37,6 +37,12 @@ impl Optimizer {
         Self { config, first: weights.zeros_like(ctx), second: weights.zeros_like(ctx), updates: 0 }
     }
 
+    /// The state after `updates` updates that left these moments, first and second.
+    #[must_use]
+    pub fn of_moments(config: AdamWConfig, [first, second]: [DecoderWeights; 2], updates: u64) -> Self {
+        Self { config, first, second, updates }
+    }
+
     /// The same state with other moments: those of a part of the model, or of the whole.
     #[must_use]
     pub fn with_moments(&self, first: DecoderWeights, second: DecoderWeights) -> Self {

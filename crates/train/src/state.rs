@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
-use crate::optimizer::{AdamWConfig, Optimizer};
+use crate::optimizer::Optimizer;
 use crate::routing::RoutingSample;
 use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
 
@@ -79,13 +79,19 @@ pub(crate) fn metadata(progress: &Progress) -> Metadata {
     metadata
 }
 
-/// Reads a checkpoint of a model of `decoder`'s shape.
-pub(crate) fn load(
-    ctx: &Context,
-    decoder: &Decoder,
-    adamw: AdamWConfig,
-    checkpoint: &Checkpoint,
-) -> Result<(DecoderWeights, Optimizer, Progress), TrainError> {
+/// What is kept of a tensor of a whole model, given its name and it.
+pub(crate) type Keep<'a> = dyn FnMut(&str, &Tensor) -> Tensor + 'a;
+
+/// A checkpoint to train on from: tensors lie in its files, and only what is asked for is read.
+pub(crate) struct Stored {
+    /// Lent from the files.
+    pub(crate) weights: DecoderWeights,
+    pub(crate) progress: Progress,
+    optimizer: SafetensorsFile,
+}
+
+/// Opens a checkpoint of a model of `decoder`'s shape.
+pub(crate) fn load(ctx: &Context, decoder: &Decoder, checkpoint: &Checkpoint) -> Result<Stored, TrainError> {
     let damaged = |problem: String| TrainError::State { path: checkpoint.path.clone(), problem };
     let value = checkpoint.metadata.extra.get(PROGRESS_KEY).cloned();
     let value =
@@ -95,28 +101,39 @@ pub(crate) fn load(
     if config != *decoder.config() {
         return Err(damaged("the model's shape is not that of the run's config.toml".into()));
     }
-    // Loaded tensors may be lent from the file: training writes to its own.
-    let weights = weights.compute_copy(ctx, DType::F32);
-    let mut optimizer = Optimizer::new(ctx, adamw, &weights);
-    let path = checkpoint.path.join(OPTIMIZER_FILE);
-    let file = SafetensorsFile::open(&path).map_err(LoadError::from)?;
-    for (moment, tensors) in [("first", &mut optimizer.first), ("second", &mut optimizer.second)] {
-        for (name, tensor) in tensors.tensors_mut() {
-            read_moment(ctx, &file, &format!("{moment}.{name}"), tensor)?;
-        }
-    }
-    optimizer.updates = progress.updates;
-    Ok((weights, optimizer, progress))
+    let optimizer = SafetensorsFile::open(&checkpoint.path.join(OPTIMIZER_FILE)).map_err(LoadError::from)?;
+    Ok(Stored { weights, progress, optimizer })
 }
 
-fn read_moment(ctx: &Context, file: &SafetensorsFile, name: &str, to: &mut Tensor) -> Result<(), TrainError> {
-    let from = file.tensor(ctx, name).map_err(LoadError::from)?;
-    if from.shape() != to.shape() || from.dtype() != DType::F32 {
-        let problem = format!("{name} is {from:?}, but {to:?} is needed");
-        return Err(TrainError::State { path: file.path().to_owned(), problem });
+impl Stored {
+    /// What `keep` keeps of a moment, `first` or `second`.
+    pub(crate) fn moment(
+        &self,
+        ctx: &Context,
+        moment: &str,
+        mut keep: Box<Keep<'_>>,
+    ) -> Result<DecoderWeights, TrainError> {
+        let mut failure = None;
+        let moments =
+            self.weights.kept(ctx, |name, like| match self.tensor(ctx, &format!("{moment}.{name}"), like.shape()) {
+                _ if failure.is_some() => ctx.empty(&[0], DType::F32),
+                Ok(tensor) => keep(name, &tensor),
+                Err(error) => {
+                    failure = Some(error);
+                    ctx.empty(&[0], DType::F32)
+                }
+            });
+        failure.map_or(Ok(moments), Err)
     }
-    to.bytes_mut().copy_from_slice(from.bytes());
-    Ok(())
+
+    fn tensor(&self, ctx: &Context, name: &str, shape: &[usize]) -> Result<Tensor, TrainError> {
+        let tensor = self.optimizer.tensor(ctx, name).map_err(LoadError::from)?;
+        if tensor.shape() != shape || tensor.dtype() != DType::F32 {
+            let problem = format!("{name} is {tensor:?}, but f32 of shape {shape:?} is needed");
+            return Err(TrainError::State { path: self.optimizer.path().to_owned(), problem });
+        }
+        Ok(tensor)
+    }
 }
 
 /// Makes the paths of the data absolute, so that the run can be resumed from any folder.

@@ -1,7 +1,7 @@
 //! What becomes of a training run when one of its ranks is killed, hangs, or is not like the others: as processes of `mpirun`.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use crate::program::{Workplace, assert_success, losses, stderr};
 use crate::ranks::{CONSTANT, launchers, process_command};
 
+/// Ways to lie on three ranks: experts on each, or everything in slices that are put together layer by layer.
+const LAYOUTS: [&[&str]; 2] = [&["--ep", "3"], &["--dp", "3", "--set", "parallel.zero=3"]];
 /// Until the others have ended: twice what is promised, as a machine that tests may be busy.
 const PROMPTLY: Duration = Duration::from_secs(60);
 /// Until the run makes its first steps, on a busy machine.
@@ -24,6 +26,11 @@ fn wait_for<T>(patience: Duration, what: &str, found: impl Fn() -> Option<T>) ->
         assert!(start.elapsed() < patience, "no {what} for {patience:?}");
         sleep(Duration::from_millis(50));
     }
+}
+
+/// Every launcher with every layout.
+fn cases() -> impl Iterator<Item = ((PathBuf, bool), &'static [&'static str])> {
+    launchers().into_iter().flat_map(|launcher| LAYOUTS.map(|layout| (launcher.clone(), layout)))
 }
 
 /// The process of rank `rank` of the run in `folder`.
@@ -50,9 +57,9 @@ impl Drop for Run {
     }
 }
 
-/// A run of three ranks that is past its first checkpoint, and has more steps to make than anyone waits for.
-fn under_way(work: &Workplace, mpirun: &Path, more: &[&str]) -> Run {
-    let settings = [&CONSTANT[..], &["--set", "train.threads=1", "--ep", "3"], more].concat();
+/// A run of three ranks, which lie as `layout` says, that is past its first checkpoint, and has more steps to make than anyone waits for.
+fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run {
+    let settings = [&CONSTANT[..], &["--set", "train.threads=1"], layout].concat();
     let mut command = process_command(mpirun, 3, &work.train_command("run", 1_000_000, &settings));
     let log = fs::File::create(work.path("stderr.txt")).expect("a file");
     // MPICH's launcher says how a process ended on standard output.
@@ -90,16 +97,16 @@ fn end_by(work: &Workplace, mut run: Run, name: &str) -> String {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_rank_that_is_killed_in_a_step_is_named_and_nothing_is_lost() {
-    for (mpirun, is_open_mpi) in launchers() {
+    for ((mpirun, is_open_mpi), layout) in cases() {
         let work = Workplace::new();
-        let said = end_by(&work, under_way(&work, &mpirun, &[]), "-KILL");
+        let said = end_by(&work, under_way(&work, &mpirun, layout), "-KILL");
         // MPICH's launcher ends the others before they can say anything, and tells itself how the rank ended.
         assert!(if is_open_mpi { said.contains("rank 2") } else { said.contains("EXIT CODE: 9") }, "{said}");
         // What it had done by its last checkpoint counts; it goes on as if nothing had been.
         let (last, _) = losses(&work.path("run")).pop().expect("steps");
         let steps = (last + 4).to_string();
-        let resumed =
-            work.run(&["train", "--resume", "run", "--steps", &steps, "--ep", "1", "--set", "train.threads=2"]);
+        let on_one = ["--ep", "1", "--dp", "1", "--set", "parallel.zero=0", "--set", "train.threads=2"];
+        let resumed = work.run(&[&["train", "--resume", "run", "--steps", &steps][..], &on_one].concat());
         assert_success(&resumed);
         assert_success(&work.train("whole", last + 4, &CONSTANT));
         let (run, whole) = (losses(&work.path("run")), losses(&work.path("whole")));
@@ -114,9 +121,9 @@ fn a_rank_that_is_killed_in_a_step_is_named_and_nothing_is_lost() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_rank_that_hangs_in_a_step_is_named_by_the_watchdog() {
-    for (mpirun, is_open_mpi) in launchers() {
+    for ((mpirun, is_open_mpi), layout) in cases() {
         let work = Workplace::new();
-        let run = under_way(&work, &mpirun, &["--set", "parallel.timeout_s=4"]);
+        let run = under_way(&work, &mpirun, &[layout, &["--set", "parallel.timeout_s=4"]].concat());
         let said = end_by(&work, run, "-STOP");
         assert!(!is_open_mpi || said.contains("rank 2 hung: nothing from it for"), "{said}");
     }

@@ -168,21 +168,21 @@ impl Group {
     }
 
     unsafe fn all_gather_v(&self, call: Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
+        let own = counts[self.rank];
+        if memory.recv_bytes <= self.process.limit && counts.iter().all(|&count| count == own) {
+            // The library is faster where it need not look at counts.
+            // SAFETY: as below.
+            return self.check(call, unsafe {
+                let (functions, byte, own) = (self.functions(), self.byte(), own as c_int);
+                (functions.allgather)(memory.send, own, byte, memory.recv, own, byte, self.comm)
+            });
+        }
         let mut scratch = locked(&self.scratch);
         let [pieces, _] = &mut *scratch;
         if !pieces.set(counts, self.process.limit) {
             return Err(self.too_long(call));
         }
-        let unit = self.unit(call, pieces)?;
-        let own = pieces.counts[self.rank];
-        if pieces.counts.iter().all(|&count| count == own) {
-            // The library is faster where it need not look at counts.
-            // SAFETY: as below.
-            return self.check(call, unsafe {
-                let (functions, unit) = (self.functions(), unit.handle);
-                (functions.allgather)(memory.send, own, unit, memory.recv, own, unit, self.comm)
-            });
-        }
+        let (unit, own) = (self.unit(call, pieces)?, pieces.counts[self.rank]);
         // SAFETY: the caller's promise; the pieces are those of `counts`, which were held against the memory.
         self.check(call, unsafe {
             (self.functions().allgatherv)(

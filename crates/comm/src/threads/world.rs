@@ -10,8 +10,9 @@ use crate::operation::Call;
 use crate::patience::Patience;
 use crate::under_way::{UnderWay, locked};
 
-/// How long a rank looks for the others before it sleeps, where every rank has a core of its own.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long a rank looks for the others before it sleeps, where every rank has a core of its own: longer than it takes to wake one
+/// that sleeps, or two would wake each other by turns in each of many short calls.
+const SPIN: Duration = Duration::from_micros(200);
 
 /// How long a sleeping rank sleeps before it looks whether it is still worth waiting.
 const NAP: Duration = Duration::from_millis(50);

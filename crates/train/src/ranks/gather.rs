@@ -2,11 +2,13 @@
 
 use moeworks_comm::CommError;
 use moeworks_model::{Decoder, DecoderWeights, TensorShare, TensorSplit, is_of_experts};
+use moeworks_moe::select_experts;
 use moeworks_ops::Context;
-use moeworks_tensor::Tensor;
+use moeworks_ops::elementwise::into_type;
+use moeworks_ops::quantized::dequantize;
+use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
-use super::table::TensorTable;
 use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
@@ -24,15 +26,34 @@ pub(crate) enum Held<'a> {
 }
 
 impl Ranks {
-    /// The part of a whole model (weights or moments) that this rank keeps, or keeps slices of.
-    pub(crate) fn part(&self, ctx: &Context, whole: &DecoderWeights) -> DecoderWeights {
-        let part = whole.of_experts(ctx, self.experts.held());
-        let part = match self.tensor_ranks() {
-            Some(ranks) => ranks.split().part(ctx, &part),
-            None => part,
-        };
-        self.table.get_or_init(|| TensorTable::of(&part));
-        part
+    /// The part of the tensor `name` of a whole model (weights or moments) that this rank keeps, or keeps slices of.
+    pub(crate) fn part(&self, ctx: &Context, name: &str, whole: &Tensor) -> Tensor {
+        if is_of_experts(name) {
+            return select_experts(ctx, whole, self.experts.held());
+        }
+        self.tensor_ranks().map_or_else(|| whole.clone(), |ranks| ranks.split().part(ctx, name, whole))
+    }
+
+    /// The shape of [`part`](Self::part) of a tensor of `shape`.
+    pub(super) fn part_shape(&self, name: &str, mut shape: Vec<usize>) -> Vec<usize> {
+        if is_of_experts(name) {
+            shape[0] = self.experts.held().len();
+            return shape;
+        }
+        self.tensor_ranks().map_or_else(|| shape.clone(), |ranks| ranks.split().part_shape(name, &shape))
+    }
+
+    /// What this rank keeps, in f32, of the tensors of a whole model, each by its name, in their order: of its part a slice where
+    /// `are_shared`.
+    pub(crate) fn keeper(&self, ctx: &Context, are_shared: bool) -> impl FnMut(&str, &Tensor) -> Tensor {
+        let mut places = 0..;
+        move |name, whole| {
+            let place = places.next().unwrap_or_default();
+            let is_packed = whole.dtype().is_quantized();
+            let unpacked = is_packed.then(|| dequantize(ctx, whole, DType::F32));
+            let part = into_type(ctx, self.part(ctx, name, unpacked.as_ref().unwrap_or(whole)), DType::F32);
+            if are_shared { self.slice(ctx, place, &part) } else { part }
+        }
     }
 
     /// The weights as this rank has them.

@@ -164,9 +164,9 @@ impl Ranks {
         self.zero >= 3
     }
 
-    /// The tensors of this rank's part of the model, which [`part`](Self::part) has made.
+    /// The tensors of this rank's part of the model, known with its [`decoder`](Self::decoder).
     fn table(&self) -> &TensorTable {
-        self.table.get().expect("the part is made before it is shared out")
+        self.table.get().expect("the decoder is made before its tensors are shared out")
     }
 
     /// The ranks that hold tensor `place` as this one does.

@@ -9,7 +9,6 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{Ranks, SumsUnderWay};
 use crate::error::TrainError;
-use crate::optimizer::Optimizer;
 
 /// A slice that was sent, and the whole tensor that comes.
 pub(super) type PendingWhole = Pending<(Tensor, Tensor)>;
@@ -51,15 +50,19 @@ impl Ranks {
         failure.map_or(Ok(mapped), Err)
     }
 
+    /// This rank's slice of tensor `place`.
+    pub(super) fn slice(&self, ctx: &Context, place: usize, tensor: &Tensor) -> Tensor {
+        let start = self.slice_counts(place)[..self.holders_of(place).rank()].iter().sum::<usize>();
+        let mut slice = self.empty_slice(ctx, place);
+        let values = &tensor.f32s()[start..start + slice.len()];
+        slice.f32s_mut().copy_from_slice(values);
+        slice
+    }
+
     /// This rank's slice of every tensor.
     pub(crate) fn slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
-        let slice_of = |place: usize, tensor: &Tensor| {
-            let start = self.slice_counts(place)[..self.holders_of(place).rank()].iter().sum::<usize>();
-            let mut slice = self.empty_slice(ctx, place);
-            let values = &tensor.f32s()[start..start + slice.len()];
-            slice.f32s_mut().copy_from_slice(values);
-            Ok::<_, std::convert::Infallible>(slice)
-        };
+        let slice_of =
+            |place: usize, tensor: &Tensor| Ok::<_, std::convert::Infallible>(self.slice(ctx, place, tensor));
         let Ok(slices) = Self::map_places(tensors, slice_of);
         slices
     }
@@ -106,19 +109,5 @@ impl Ranks {
     pub(super) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
         let whole = ctx.empty(self.table().shape(place), slice.dtype());
         self.holders_of(place).start_all_gather_v(slice.clone(), whole, &self.slice_counts(place))
-    }
-    /// What this rank keeps of its part of the weights and of the optimizer's state.
-    pub(crate) fn kept(
-        &self,
-        ctx: &Context,
-        weights: DecoderWeights,
-        optimizer: Optimizer,
-    ) -> (DecoderWeights, Optimizer) {
-        let slices = |tensors: &DecoderWeights| self.slices(ctx, tensors);
-        let optimizer = match self.shards_optimizer() {
-            true => optimizer.with_moments(slices(&optimizer.first), slices(&optimizer.second)),
-            false => optimizer,
-        };
-        (if self.shards_weights() { slices(&weights) } else { weights }, optimizer)
     }
 }

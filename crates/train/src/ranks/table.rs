@@ -2,9 +2,7 @@
 
 use std::ops::Range;
 
-use moeworks_model::DecoderWeights;
-
-/// Names and shapes of the tensors of a model, in the order of [`DecoderWeights::tensors`].
+/// Names and shapes of the tensors of a model, in their order.
 pub(super) struct TensorTable {
     names: Vec<String>,
     shapes: Vec<Vec<usize>>,
@@ -13,15 +11,15 @@ pub(super) struct TensorTable {
 }
 
 impl TensorTable {
-    pub(super) fn of(weights: &DecoderWeights) -> Self {
-        let (names, shapes): (Vec<_>, Vec<_>) =
-            weights.tensors().into_iter().map(|(name, tensor)| (name, tensor.shape().to_vec())).unzip();
+    /// Of a model of so many layers.
+    pub(super) fn new(tensors: impl Iterator<Item = (String, Vec<usize>)>, num_layers: usize) -> Self {
+        let (names, shapes): (Vec<String>, Vec<_>) = tensors.unzip();
         let of_layer = |layer: usize| {
             let prefix = format!("model.layers.{layer}.");
             let start = names.iter().take_while(|name| !name.starts_with(&prefix)).count();
             start..start + names[start..].iter().take_while(|name| name.starts_with(&prefix)).count()
         };
-        let layers = (0..weights.layers.len()).map(of_layer).collect();
+        let layers = (0..num_layers).map(of_layer).collect();
         Self { names, shapes, layers }
     }
 

@@ -6,6 +6,7 @@ use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
 use moeworks_model::{Decoder, ModelConfig, TensorRanks, is_of_experts};
 
 use super::Ranks;
+use super::table::TensorTable;
 use super::whole_layers::WholeLayers;
 use crate::config::ConfigError;
 use crate::error::TrainError;
@@ -40,6 +41,9 @@ impl Ranks {
     /// The decoder of `config`, whose vocabulary is set, of which this rank has its part, or slices of it. All ranks call this, once.
     pub(crate) fn decoder(self: &Arc<Self>, config: ModelConfig) -> Result<Decoder, TrainError> {
         let decoder = self.decoder_of_parts(config)?;
+        let parts =
+            || decoder.tensor_shapes().into_iter().map(|(name, shape)| (name.clone(), self.part_shape(&name, shape)));
+        self.table.get_or_init(|| TensorTable::new(parts(), decoder.config().num_layers));
         let gather = || Arc::new(WholeLayers::new(Arc::clone(self)));
         Ok(if self.shards_weights() { decoder.gathering(gather()) } else { decoder })
     }

@@ -175,7 +175,7 @@ fn step_on_ranks(case: &Case) -> Step {
         let ranks = Arc::new(ranks);
         let ctx = Context::cpu(1);
         let decoder = ranks.decoder(case.model.clone())?;
-        let part = ranks.part(&ctx, &decoder.init(&ctx, 7));
+        let part = decoder.init_kept(&ctx, 7, |name, tensor| ranks.part(&ctx, name, &tensor));
         let weights = if case.zero == 3 { ranks.slices(&ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
         let (mut sums, mut grads) = (ranks.begin_sums(&ctx, &weights), ranks.first_grads(&ctx, &weights));
         if let Some(slices) = &sums.slices {
@@ -316,6 +316,40 @@ fn every_path_and_number_of_chunks_gives_the_step_of_one_rank() {
         for (algorithm, chunks) in [(Algorithm::Linear, 3), (Algorithm::Hierarchical, 2), (Algorithm::TwoHop, 0)] {
             let exchange = Exchange { algorithm, chunks, ..Exchange::plain(Wire::F32) };
             check(&Case { exchange, nodes: nodes.clone(), checkpoint_layers: chunks == 2, ..case(dp, ep) });
+        }
+    }
+}
+
+/// Bytes of the pool of each rank of `layout` when it has its first weights, and the most that there were until then; with those of
+/// the largest tensor of the whole model.
+fn memory_at_the_start(layout: Layout, zero: u8) -> (Vec<[usize; 2]>, usize) {
+    let model = ModelConfig { num_layers: 6, num_experts: 8, expert_width: 64, ..model() };
+    let placement = Placement::sharded(model.num_experts, layout.num_expert_ranks());
+    let ranks = try_run_ranks(&RankOptions::new(layout.num_ranks()), |comm: &dyn Communicator| {
+        let ranks = Ranks::new(comm, layout, placement.clone(), Exchange::plain(Wire::F32))?.with_zero(zero);
+        let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
+        let decoder = ranks.decoder(model.clone())?;
+        let largest = decoder.tensor_shapes().iter().map(|(_, shape)| 4 * shape.iter().product::<usize>()).max();
+        let mut keep = ranks.keeper(&ctx, ranks.shards_weights());
+        let _weights = decoder.init_kept(&ctx, 7, |name, tensor| keep(name, &tensor));
+        let stats = ctx.pool().stats();
+        Ok::<_, TrainError>(([stats.used_bytes, stats.peak_bytes], largest))
+    });
+    let ranks = ranks.expect("the ranks talk");
+    let largest = ranks[0].1.expect("a tensor");
+    (ranks.into_iter().map(|(stats, _)| stats).collect(), largest)
+}
+
+#[test]
+fn a_rank_begins_with_its_part_and_a_tensor_at_a_time() {
+    let whole = memory_at_the_start(Layout::new(1, 1, 1), 0).0[0][0];
+    for (layout, zero) in
+        [(Layout::new(1, 4, 1), 0), (Layout::new(1, 1, 2), 0), (Layout::new(4, 1, 1), 3), (Layout::new(2, 2, 1), 3)]
+    {
+        let (ranks, largest) = memory_at_the_start(layout, zero);
+        for [kept, peak] in ranks {
+            assert!(kept < whole * 2 / 3, "{layout}: {kept} of {whole}");
+            assert!(peak <= kept + 2 * largest, "{layout}: {peak}, {kept} kept, {largest} a tensor");
         }
     }
 }

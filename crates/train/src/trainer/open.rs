@@ -19,27 +19,42 @@ use crate::optimizer::Optimizer;
 use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
-use crate::state::{self, Progress};
+use crate::state::{self, Keep, Progress};
 use crate::store::{CONFIG_FILE, Checkpoint, Pick, Store, resolve_run};
 
-/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`.
-fn weights_from(ctx: &Context, config: &ModelConfig, dir: &Path) -> Result<DecoderWeights, TrainError> {
+/// What this rank keeps of the tensors of a whole model, each by its name, in their order: all of it, its part, or where `are_shared`
+/// says that ranks share these out a slice of that.
+fn keeper<'a>(ctx: &'a Context, ranks: Option<&'a Ranks>, are_shared: impl Fn(&Ranks) -> bool) -> Box<Keep<'a>> {
+    match ranks {
+        None => Box::new(|_, tensor| tensor.clone()),
+        Some(ranks) => Box::new(ranks.keeper(ctx, are_shared(ranks))),
+    }
+}
+
+/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`: what `keep` keeps of them.
+fn weights_from(
+    ctx: &Context,
+    config: &ModelConfig,
+    dir: &Path,
+    keep: &mut Keep<'_>,
+) -> Result<DecoderWeights, TrainError> {
     let (stored, weights) = load_model(ctx, dir)?;
     if !stored.computes_as(config) {
         let problem = "its weights are of another model than the settings under model.* describe; leave those to it";
         return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
     }
-    Ok(weights.compute_copy(ctx, DType::F32))
+    Ok(weights.kept(ctx, keep))
 }
 
-/// Random weights; routers that send ids to experts by a table have that of the training tokens or of a model's embeddings.
+/// What `keep` keeps of random weights; routers that send ids to experts by a table have that of the training tokens or of a model's embeddings.
 fn first_weights(
     ctx: &Context,
     decoder: &Decoder,
     config: &RunConfig,
     corpus: &Corpus,
+    keep: &mut Keep<'_>,
 ) -> Result<DecoderWeights, TrainError> {
-    let mut weights = decoder.init(ctx, config.train.seed);
+    let mut weights = decoder.init_kept(ctx, config.train.seed, |name, tensor| keep(name, &tensor));
     let model = decoder.config();
     let (num_experts, top_k) = (model.num_experts, model.top_k);
     match (model.router.kind, model.router.hash) {
@@ -98,29 +113,11 @@ fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainErr
     ranks.map_or(Ok(()), |ranks| ranks.check_same("configuration", &print_config(config)))
 }
 
-/// What a rank keeps of the whole model's first `weights`, and the optimizer's state before the first update.
-fn first_state(
-    ctx: &Context,
-    config: &RunConfig,
-    ranks: Option<&Ranks>,
-    weights: DecoderWeights,
-) -> (DecoderWeights, Optimizer) {
-    let optimizer = |weights: &DecoderWeights| Optimizer::new(ctx, adamw_config(config), weights);
-    let part = match ranks {
-        None => weights,
-        Some(ranks) => {
-            let part = ranks.part(ctx, &weights);
-            drop(weights);
-            part
-        }
-    };
-    let Some(ranks) = ranks.filter(|ranks| ranks.shards_optimizer()) else {
-        let optimizer = optimizer(&part);
-        return (part, optimizer);
-    };
-    let slices = ranks.slices(ctx, &part);
-    let optimizer = optimizer(&slices);
-    (if ranks.shards_weights() { slices } else { part }, optimizer)
+/// The optimizer's state before the first update of the `weights` that a rank keeps.
+fn first_optimizer(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>, weights: &DecoderWeights) -> Optimizer {
+    let slices = ranks.filter(|ranks| ranks.shards_optimizer() && !ranks.shards_weights());
+    let slices = slices.map(|ranks| ranks.slices(ctx, weights));
+    Optimizer::new(ctx, adamw_config(config), slices.as_ref().unwrap_or(weights))
 }
 
 impl Trainer {
@@ -150,11 +147,13 @@ impl Trainer {
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = decoder(&config, ranks.as_ref())?;
         check_memory(&config, ranks.as_deref())?;
+        let mut keep = keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);
         let weights = match from {
-            Some(dir) => weights_from(&ctx, decoder.config(), dir)?,
-            None => first_weights(&ctx, &decoder, &config, &corpus)?,
+            Some(dir) => weights_from(&ctx, decoder.config(), dir, &mut keep)?,
+            None => first_weights(&ctx, &decoder, &config, &corpus, &mut keep)?,
         };
-        let (weights, optimizer) = first_state(&ctx, &config, ranks.as_deref(), weights);
+        drop(keep);
+        let optimizer = first_optimizer(&ctx, &config, ranks.as_deref(), &weights);
         let output = is_root(ranks.as_deref()).then(|| Output::create(&run_dir, &config)).transpose()?;
         let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
         let routing = None;
@@ -183,13 +182,13 @@ impl Trainer {
         })?;
         let ctx = context(&config, ranks.as_deref())?;
         let decoder = decoder(&config, ranks.as_ref())?;
-        let (mut weights, mut optimizer, progress) = state::load(&ctx, &decoder, adamw_config(&config), &checkpoint)?;
-        if let Some(ranks) = &ranks {
-            weights = ranks.part(&ctx, &weights);
-            let (first, second) = (ranks.part(&ctx, &optimizer.first), ranks.part(&ctx, &optimizer.second));
-            optimizer = optimizer.with_moments(first, second);
-            (weights, optimizer) = ranks.kept(&ctx, weights, optimizer);
-        }
+        let of_weights = || keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);
+        let of_moments = || keeper(&ctx, ranks.as_deref(), Ranks::shards_optimizer);
+        let stored = state::load(&ctx, &decoder, &checkpoint)?;
+        let weights = stored.weights.kept(&ctx, of_weights());
+        let moments = [stored.moment(&ctx, "first", of_moments())?, stored.moment(&ctx, "second", of_moments())?];
+        let optimizer = Optimizer::of_moments(adamw_config(&config), moments, stored.progress.updates);
+        let progress = stored.progress;
         let routing = RoutingSample::load(&checkpoint.path)?;
         if progress.data_hash != corpus.hash {
             tracing::warn!("the data is not what this run began with: its steps will not be those of an unbroken run");
