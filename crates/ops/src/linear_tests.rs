@@ -1,3 +1,6 @@
+use std::sync::Arc;
+
+use moeworks_tensor::{Bytes, bf16};
 use proptest::prelude::*;
 
 use super::*;
@@ -111,6 +114,30 @@ fn the_three_products_match_f64_over_a_long_depth() {
 fn the_three_products_match_f64_over_many_tasks() {
     check_sizes(401, 64, 113);
     check_sizes(130, 61, 300);
+}
+
+/// `values` as bf16 in memory that begins at an address between two multiples of four, as a tensor of a mapped file may.
+fn between_multiples_of_four(shape: &[usize], values: &[f32]) -> Tensor {
+    let values: Vec<u8> = values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
+    let mut memory = vec![0; values.len() + 4];
+    let start = (2 + 4 - memory.as_ptr().addr() % 4) % 4;
+    memory[start..start + values.len()].copy_from_slice(&values);
+    let owner: Bytes = Arc::new(memory);
+    Tensor::from_foreign(owner, start..start + values.len(), shape, DType::BF16).unwrap()
+}
+
+#[test]
+fn a_matrix_may_begin_at_any_even_address() {
+    for (t, i, o) in [1, 5, 9, 17, 70].into_iter().flat_map(|t| [(t, 6, 5), (t, 34, 33), (t, 64, 80)]) {
+        let (x, w) = (numbers(t * i, 1), numbers(o * i, 2));
+        for ctx in contexts() {
+            let (xs, ws) = (tensor(&ctx, &[t, i], &x, DType::BF16), tensor(&ctx, &[o, i], &w, DType::BF16));
+            let expected = linear(&ctx, &xs, &ws, DType::F32);
+            let (xs, ws) = (between_multiples_of_four(&[t, i], &x), between_multiples_of_four(&[o, i], &w));
+            let mut bits = Some(expected.to_f32_vec());
+            assert_same_bits("an odd address", &linear(&ctx, &xs, &ws, DType::F32), &mut bits);
+        }
+    }
 }
 
 #[test]

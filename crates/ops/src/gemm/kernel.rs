@@ -336,8 +336,8 @@ mod x86 {
 
                 #[inline(always)]
                 unsafe fn splat(from: *const u32) -> $vector {
-                    // SAFETY: see above; the caller promises a readable unit.
-                    unsafe { $splat(*from.cast::<f32>()) }
+                    // SAFETY: see above; the caller promises a readable unit. Pairs of a file's bf16 begin at any even address.
+                    unsafe { $splat(from.cast::<f32>().read_unaligned()) }
                 }
 
                 #[inline(always)]
