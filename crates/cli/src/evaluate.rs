@@ -5,7 +5,6 @@
 use std::process::ExitCode;
 
 use moeworks_model::PassStats;
-use moeworks_moe::LayerStats;
 use moeworks_train::config::{DataConfig, RunConfig};
 use moeworks_train::data::{Batch, CachePlace, Sources, SpanRule, TokenStore, evaluation_batches, span_batches};
 use serde_json::{Value, json};
@@ -59,7 +58,9 @@ fn accuracy(result: &PassStats) -> f64 {
 
 fn as_json(model: &Model, result: &PassStats, bytes: Option<f64>) -> Value {
     let has_encoder = model.decoder.config().variant.encoder.is_some();
-    let layers: Vec<Value> = moe_layers(model, result)
+    // The MoE layers, with whether they are the encoder's.
+    let layers = model.decoder.config().moe_layers().into_iter().zip(&result.layers);
+    let layers: Vec<Value> = layers
         .map(|((is_encoder, i), layer)| {
             let mut value = json!({ "layer": i, "tokens_per_expert": layer.tokens_per_expert, "cv": layer.cv() });
             if has_encoder {
@@ -148,14 +149,13 @@ fn add(sum: &mut PassStats, stats: PassStats) {
     }
 }
 
-/// The MoE layers with whether they are the encoder's, their numbers and what they did.
-fn moe_layers<'a>(model: &'a Model, stats: &'a PassStats) -> impl Iterator<Item = ((bool, usize), &'a LayerStats)> {
-    model.decoder.config().moe_layers().into_iter().zip(&stats.layers)
-}
-
 fn print_load(model: &Model, stats: &PassStats) {
-    let rows: Vec<Vec<String>> = moe_layers(model, stats)
-        .map(|((is_encoder, i), layer)| {
+    let config = model.decoder.config();
+    let rows: Vec<Vec<String>> = config
+        .moe_layer_numbers()
+        .into_iter()
+        .zip(&stats.layers)
+        .map(|(number, layer)| {
             let total = layer.num_choices.max(1) as f64;
             let shares: Vec<String> = layer
                 .tokens_per_expert
@@ -164,8 +164,7 @@ fn print_load(model: &Model, stats: &PassStats) {
                 .map(|&n| format!("{:.1}", 100.0 * f64::from(n) / total))
                 .collect();
             let more = if layer.tokens_per_expert.len() > 16 { " ..." } else { "" };
-            let name = if is_encoder { format!("encoder layer {i}") } else { format!("layer {i}") };
-            vec![name, format!("{:.3}", layer.cv()), format!("{}{more}", shares.join(" "))]
+            vec![config.layer_name(number), format!("{:.3}", layer.cv()), format!("{}{more}", shares.join(" "))]
         })
         .collect();
     tables::print(&["expert load", "cv", "% of choices, expert by expert"], &rows);

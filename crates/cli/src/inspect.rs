@@ -51,14 +51,12 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     println!();
     account::print_parameters(&config);
     println!();
-    if config.variant.encoder.is_none() {
-        account::print_training_memory(&config, DEFAULT_TOKENS);
-        println!();
-    }
+    account::print_training_memory(&config, DEFAULT_TOKENS);
+    println!();
     account::print_inference_memory(&config, seq_len);
     if let Some(record) = record.filter(|record| !record.layers.is_empty()) {
         println!();
-        print_load(&record);
+        print_load(&config, &record);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -102,7 +100,7 @@ fn describe(config: &ModelConfig) -> String {
     )
 }
 
-fn print_load(record: &Record) {
+fn print_load(config: &ModelConfig, record: &Record) {
     let rows: Vec<Vec<String>> = record
         .layers
         .iter()
@@ -119,7 +117,7 @@ fn print_load(record: &Record) {
                 format!("{} ({:.2}x)", best.0, best.1 / even)
             };
             vec![
-                format!("layer {}", layer.layer),
+                config.layer_name(layer.layer),
                 extreme(|a, b| a > b),
                 extreme(|a, b| a < b),
                 format!("{:.3}", layer.cv()),

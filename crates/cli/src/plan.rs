@@ -40,8 +40,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
 }
 
 fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
-    let mut config = resolve_config(&args.config, Vec::new())?;
-    config.model.vocab_size = vocabulary(&config);
+    let config = config_to_lay_out(args)?;
     let (topology, place) = match (topology_file(args), args.ranks) {
         (Some(file), ranks) => {
             let topology = read_topology(&file)?;
@@ -72,6 +71,18 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The configuration, its vocabulary set, of a model that can be on several ranks.
+fn config_to_lay_out(args: &PlanArgs) -> Result<RunConfig, Failure> {
+    let mut config = resolve_config(&args.config, Vec::new())?;
+    if config.model.variant.encoder.is_some() {
+        return Err(Failure::input(
+            "a model with an encoder is trained on one rank alone: there is nothing to lay out",
+        ));
+    }
+    config.model.vocab_size = vocabulary(&config);
+    Ok(config)
+}
+
 /// The layouts, best first, with as much shared out among copies as the configuration says, or more if nothing fits otherwise.
 fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Estimate>, Workload) {
     let with = |zero| {
@@ -85,8 +96,7 @@ fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Est
 fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let is_own_model = args.config.config.is_some() || args.config.preset.is_some() || !args.config.settings.is_empty();
     let (shape, workload) = if is_own_model {
-        let mut config = resolve_config(&args.config, Vec::new())?;
-        config.model.vocab_size = vocabulary(&config);
+        let config = config_to_lay_out(args)?;
         let tokens = Tokens::OfEachRank(config.train.batch_size * config.train.seq_len);
         (model_shape(&config), workload(&config, tokens))
     } else {

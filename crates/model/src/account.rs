@@ -176,29 +176,12 @@ pub struct TrainingMemory {
 
 impl TrainingMemory {
     /// The memory of training with `tokens` tokens a micro-batch, with products in bf16 or f32, with or without
-    /// activation checkpointing.
+    /// activation checkpointing. With an encoder as many are read and written each.
     #[must_use]
     pub fn of(config: &ModelConfig, tokens: usize, is_bf16: bool, checkpoint_layers: bool) -> Self {
         let parameters = Parameters::of(config).total();
-        let product_bytes = if is_bf16 { 2 } else { 4 };
-        let residual = 4 * config.width;
-        let narrow = config.variant.latent.map_or(0, |latent| 2 * (latent.query_rank + latent.kv_rank));
-        let heads = config.num_heads * config.head_dim + kv_elements(config) + narrow;
-        let layer = |i: usize| {
-            let hidden = if config.is_moe_layer(i) {
-                config.top_k * config.expert_width + config.shared_width
-            } else {
-                config.dense_width
-            } * config.moe().activation.num_inputs();
-            let inputs = 2 * config.width + config.num_heads * config.value_dim() + hidden;
-            2 * residual + product_bytes * (inputs + heads)
-        };
-        let layers: Vec<usize> = (0..config.num_layers).map(layer).collect();
-        let kept = if checkpoint_layers {
-            config.num_layers * residual + layers.iter().max().copied().unwrap_or(0)
-        } else {
-            layers.iter().sum()
-        };
+        let kept = |config: &ModelConfig| kept_bytes_per_token(config, is_bf16, checkpoint_layers);
+        let kept = kept(config) + config.of_encoder().as_ref().map_or(0, kept);
         Self {
             weights_bytes: parameters * if is_bf16 { 6 } else { 4 },
             gradients_bytes: parameters * 4,
@@ -211,6 +194,28 @@ impl TrainingMemory {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+    }
+}
+
+/// What a stack of layers keeps of a token for backward.
+fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: bool) -> usize {
+    let product_bytes = if is_bf16 { 2 } else { 4 };
+    let residual = 4 * config.width;
+    let narrow = config.variant.latent.map_or(0, |latent| 2 * (latent.query_rank + latent.kv_rank));
+    let heads = config.num_heads * config.head_dim + kv_elements(config) + narrow;
+    let layer = |i: usize| {
+        let hidden = if config.is_moe_layer(i) {
+            config.top_k * config.expert_width + config.shared_width
+        } else {
+            config.dense_width
+        } * config.moe().activation.num_inputs();
+        let inputs = 2 * config.width + config.num_heads * config.value_dim() + hidden;
+        2 * residual + product_bytes * (inputs + heads)
+    };
+    let layers: Vec<usize> = (0..config.num_layers).map(layer).collect();
+    match checkpoint_layers {
+        true => config.num_layers * residual + layers.iter().max().copied().unwrap_or(0),
+        false => layers.iter().sum(),
     }
 }
 

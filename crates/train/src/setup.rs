@@ -85,10 +85,3 @@ pub(crate) fn schedule(config: &RunConfig) -> Schedule {
         },
     }
 }
-
-/// The numbers of the MoE layers; those of an encoder come before the decoder's.
-pub(crate) fn moe_layers(config: &RunConfig) -> Vec<usize> {
-    let before = config.model.num_encoder_layers();
-    let number = |(is_encoder, i): (bool, usize)| if is_encoder { i } else { before + i };
-    config.model.moe_layers().into_iter().map(number).collect()
-}

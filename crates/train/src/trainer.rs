@@ -31,7 +31,6 @@ use crate::processor;
 use crate::ranks::{Ranks, SumsUnderWay};
 use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
-use crate::setup::moe_layers;
 use crate::state::Progress;
 use crate::store::Store;
 use phases::Phases;
@@ -442,7 +441,8 @@ fn add(sum: &mut PassStats, other: &PassStats) {
 }
 
 fn layer_records(config: &RunConfig, stats: &PassStats) -> Vec<LayerRecord> {
-    moe_layers(config).into_iter().zip(&stats.layers).map(|(layer, stats)| LayerRecord::of(layer, stats)).collect()
+    let numbers = config.model.moe_layer_numbers().into_iter();
+    numbers.zip(&stats.layers).map(|(layer, stats)| LayerRecord::of(layer, stats)).collect()
 }
 
 /// The share of the routing's operations that a router takes less than one that scores every expert.

@@ -176,6 +176,23 @@ impl ModelConfig {
         encoder.into_iter().chain(of(self, false)).collect()
     }
 
+    /// The numbers of the MoE layers where an encoder's layers are counted before the decoder's.
+    #[must_use]
+    pub fn moe_layer_numbers(&self) -> Vec<usize> {
+        let before = self.num_encoder_layers();
+        let number = |(is_encoder, i): (bool, usize)| if is_encoder { i } else { before + i };
+        self.moe_layers().into_iter().map(number).collect()
+    }
+
+    /// What the layer of this number is called: each stack counts its own.
+    #[must_use]
+    pub fn layer_name(&self, number: usize) -> String {
+        match number.checked_sub(self.num_encoder_layers()) {
+            Some(i) => format!("layer {i}"),
+            None => format!("encoder layer {number}"),
+        }
+    }
+
     /// Whether a trained model of `other` computes what one of this configuration does, from the same weights.
     #[must_use]
     pub fn computes_as(&self, other: &Self) -> bool {

@@ -81,7 +81,7 @@ impl Case {
     }
 
     /// The losses of one step, and every gradient.
-    fn compare_step(&self) {
+    pub(crate) fn compare_step(&self) {
         let (stats, grads) = self.step(&self.options());
         assert_eq!(stats.num_targets, self.answers[1].len());
         assert_as_expected(&self.expected, "cross_entropy", stats.mean_loss());

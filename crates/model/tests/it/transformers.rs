@@ -154,7 +154,9 @@ fn compare_one(folder: &Path) {
     let name = folder.file_name().unwrap().to_str().unwrap();
     match name.rsplit_once('-').unwrap().0 {
         "switch_transformers" => {
-            Case::of(folder.to_owned()).compare();
+            let case = Case::of(folder.to_owned());
+            case.compare();
+            case.compare_step();
         }
         model_type => compare_with_transformers(folder, model_type),
     }

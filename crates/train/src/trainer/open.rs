@@ -18,7 +18,7 @@ use crate::metrics::MetricsWriter;
 use crate::optimizer::Optimizer;
 use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
-use crate::setup::{adamw_config, check_memory, context, moe_layers, schedule, vocab_size};
+use crate::setup::{adamw_config, check_memory, context, schedule, vocab_size};
 use crate::state::{self, Keep, Progress};
 use crate::store::{CONFIG_FILE, Checkpoint, Pick, Store, resolve_run};
 
@@ -256,7 +256,7 @@ impl Output {
     /// That of a new run.
     fn create(run_dir: &Path, config: &RunConfig) -> Result<Self, TrainError> {
         let store = Store::open_to_write(run_dir)?;
-        let metrics = MetricsWriter::create(run_dir, &moe_layers(config))?;
+        let metrics = MetricsWriter::create(run_dir, &config.model.moe_layer_numbers())?;
         state::write_config(run_dir, config)?;
         Ok(Self { store, metrics, last_checkpoint: None })
     }
@@ -265,7 +265,7 @@ impl Output {
     fn go_on(store: Store, run_dir: &Path, config: &RunConfig, checkpoint: Checkpoint) -> Result<Self, TrainError> {
         store.discard_after(checkpoint.metadata.step)?;
         state::write_config(run_dir, config)?;
-        let metrics = MetricsWriter::resume(run_dir, &moe_layers(config), checkpoint.metadata.step)?;
+        let metrics = MetricsWriter::resume(run_dir, &config.model.moe_layer_numbers(), checkpoint.metadata.step)?;
         Ok(Self { store, metrics, last_checkpoint: Some(checkpoint.path) })
     }
 }
