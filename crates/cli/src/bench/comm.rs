@@ -9,7 +9,7 @@ use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, cores_by_numa_
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds_of_many;
 use moeworks_ops::{Context, peak};
-use moeworks_plan::{Link, RankSpec, Topology};
+use moeworks_plan::{Link, Nodes, RankSpec, Topology};
 use moeworks_tensor::{DType, Tensor};
 use serde_json::{Value, json};
 
@@ -25,11 +25,34 @@ const PATIENCE: std::time::Duration = std::time::Duration::from_secs(300);
 
 const HEADER: [&str; 7] = ["collective", "bytes", "µs", "GB/s", "of a copy", "MPI's own, µs", "of MPI's own"];
 
+/// Ranks that are measured together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Among {
+    /// All of them.
+    All,
+    /// Those of a node, on all nodes at the same time.
+    Node,
+    /// One of each node, and at the same time all the others so.
+    Nodes,
+}
+
+impl Among {
+    const EVERY: [Self; 3] = [Self::All, Self::Node, Self::Nodes];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::All => "all ranks",
+            Self::Node => "the ranks of a node",
+            Self::Nodes => "a rank of each node",
+        }
+    }
+}
+
 /// What rank 0 has learnt.
 struct Measured {
     kind: String,
     num_ranks: usize,
-    timings: Vec<Timing>,
+    timings: Vec<(Among, Timing)>,
     links: Links,
     topology: Topology,
 }
@@ -74,16 +97,36 @@ pub(super) fn num_cores() -> usize {
 }
 
 fn measure_all(comm: &dyn Communicator, raw: Option<&RawMpi>, max_bytes: usize) -> Result<Option<Measured>, CommError> {
-    let mut timings = vec![measure::time(comm, raw, Collective::Barrier, 0)?];
-    for &collective in &Collective::ALL[1..] {
-        for bytes in SIZES.into_iter().filter(|&bytes| bytes <= max_bytes) {
-            timings.push(measure::time(comm, raw, collective, bytes)?);
+    let mut timings = of_sizes((comm, Among::All), raw, max_bytes)?;
+    let grid = Nodes::new(comm.nodes());
+    let (node, place) = (grid.of(comm.rank()), grid.place(comm.rank()));
+    if grid.num() > 1 && grid.num() < comm.size() {
+        for (among, color) in [(Among::Node, node), (Among::Nodes, place)] {
+            if let Some(part) = comm.split(u32::try_from(color).ok(), comm.rank())? {
+                timings.extend(of_sizes((&*part, among), None, max_bytes)?);
+            }
+            comm.barrier()?;
         }
     }
     let links = measure::links(comm)?;
     let topology = topology(comm, &links)?;
     let kind = raw.map_or_else(|| "threads".to_owned(), RawMpi::version);
     Ok((comm.rank() == 0).then_some(Measured { kind, num_ranks: comm.size(), timings, links, topology }))
+}
+
+/// Every collective with every size among the ranks of `comm`.
+fn of_sizes(
+    (comm, among): (&dyn Communicator, Among),
+    raw: Option<&RawMpi>,
+    max_bytes: usize,
+) -> Result<Vec<(Among, Timing)>, CommError> {
+    let mut timings = vec![(among, measure::time(comm, raw, Collective::Barrier, 0)?)];
+    for &collective in &Collective::ALL[1..] {
+        for bytes in SIZES.into_iter().filter(|&bytes| bytes <= max_bytes) {
+            timings.push((among, measure::time(comm, raw, collective, bytes)?));
+        }
+    }
+    Ok(timings)
 }
 
 /// What all ranks do at the same time says what each can.
@@ -137,8 +180,14 @@ fn topology_file(measured: &Measured) -> String {
 impl Measured {
     fn print(&self) {
         println!("{} ranks, {}", self.num_ranks, self.kind);
-        let rows: Vec<Vec<String>> = self.timings.iter().map(cells).collect();
-        tables::print(&HEADER, &rows);
+        for among in Among::EVERY {
+            let timings = self.timings.iter().filter(|(of, _)| *of == among);
+            let rows: Vec<Vec<String>> = timings.map(|(_, timing)| cells(timing)).collect();
+            if !rows.is_empty() {
+                println!("among {}:", among.name());
+                tables::print(&HEADER, &rows);
+            }
+        }
         for (name, link) in [("inside a node", self.links.node), ("between nodes", self.links.cluster)] {
             if let Some(link) = link {
                 println!("{name}: {:.1} µs, {:.2} GB/s", link.latency_s * 1e6, link.bytes_per_s / 1e9);
@@ -151,9 +200,9 @@ impl Measured {
         let cases: Vec<Value> = self
             .timings
             .iter()
-            .map(|timing| {
+            .map(|(among, timing)| {
                 json!({
-                    "collective": format!("{:?}", timing.collective), "bytes": timing.bytes, "seconds": timing.seconds,
+                    "among": among.name(), "collective": format!("{:?}", timing.collective), "bytes": timing.bytes, "seconds": timing.seconds,
                     "raw_seconds": timing.raw_seconds, "copy_seconds": timing.copy_seconds,
                 })
             })
@@ -177,4 +226,22 @@ fn cells(timing: &Timing) -> Vec<String> {
         timing.raw_seconds.map_or_else(String::new, |seconds| format!("{:.1}", seconds * 1e6)),
         timing.raw_seconds.map_or_else(String::new, ratio),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_there_are_nodes_each_is_measured_and_what_is_between_them() {
+        let options = RankOptions::new(0).with_nodes(&[0, 0, 1, 1, 1]).with_timeout(PATIENCE);
+        let measured = try_run_ranks(&options, |comm| measure_all(comm, None, 64)).expect("ranks talk");
+        let measured = measured.into_iter().flatten().next().expect("rank 0 knows");
+        for among in Among::EVERY {
+            let timings = measured.timings.iter().filter(|(of, _)| *of == among);
+            assert_eq!(timings.count(), Collective::ALL.len(), "{}", among.name());
+        }
+        assert!(measured.links.cluster.is_some());
+        assert_eq!(measured.topology.node_sizes, [2, 3]);
+    }
 }

@@ -12,6 +12,8 @@ mod moving;
 #[cfg(target_os = "linux")]
 #[path = "../../../comm/tests/it/namespaces.rs"]
 mod namespaces;
+#[cfg(target_os = "linux")]
+mod processes;
 mod properties;
 mod published;
 mod ranks;

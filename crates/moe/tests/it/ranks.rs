@@ -19,11 +19,11 @@ const TOLERANCE: f32 = 1e-5;
 const ALGORITHMS: [Algorithm; 3] = [Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop];
 
 #[derive(Clone, Debug)]
-struct Case {
-    config: MoeConfig,
+pub(crate) struct Case {
+    pub(crate) config: MoeConfig,
     /// Tokens of each rank.
-    tokens: Vec<usize>,
-    placement: Placement,
+    pub(crate) tokens: Vec<usize>,
+    pub(crate) placement: Placement,
     exchange: Exchange,
     moving: Moving,
     /// Which node each rank stands on.
@@ -42,7 +42,7 @@ impl Case {
 }
 
 /// Of rank `comm`, with tokens in its group and everywhere.
-fn part_of(case: &Case, comm: &dyn Communicator) -> Result<ExpertRanks, CommError> {
+pub(crate) fn part_of(case: &Case, comm: &dyn Communicator) -> Result<ExpertRanks, CommError> {
     let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
     let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone(), case.exchange)?;
     ranks.let_move(case.moving);
@@ -50,12 +50,12 @@ fn part_of(case: &Case, comm: &dyn Communicator) -> Result<ExpertRanks, CommErro
 }
 
 /// What a step of a layer gives: over all tokens, in their order.
-struct Step {
-    y: Vec<f32>,
-    dx: Vec<f32>,
-    stats: LayerStats,
+pub(crate) struct Step {
+    pub(crate) y: Vec<f32>,
+    pub(crate) dx: Vec<f32>,
+    pub(crate) stats: LayerStats,
     /// With the names of the tensors, those of experts whole.
-    grads: Vec<(&'static str, Vec<f32>)>,
+    pub(crate) grads: Vec<(&'static str, Vec<f32>)>,
 }
 
 fn random(ctx: &Context, shape: &[usize], stream: u64, seed: u64) -> Tensor {
@@ -106,7 +106,7 @@ fn losses(stats: &LayerStats, share: f32) -> LossGrad {
 }
 
 /// A training step of the tokens `range` of the case.
-fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&ExpertRanks>) -> Step {
+pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&ExpertRanks>) -> Step {
     let ctx = Context::cpu(1);
     let (d, total) = (case.config.width, case.tokens.iter().sum::<usize>());
     let of = |stream| {
@@ -170,7 +170,7 @@ fn join_grads(case: &Case, steps: &[Step], i: usize) -> (&'static str, Vec<f32>)
     (name, sum)
 }
 
-fn assert_close(name: &str, values: &[f32], expected: &[f32]) {
+pub(crate) fn assert_close(name: &str, values: &[f32], expected: &[f32]) {
     assert_eq!(values.len(), expected.len(), "{name}");
     let scale = expected.iter().fold(1e-3_f32, |max, x| max.max(x.abs()));
     for (i, (value, expected)) in values.iter().zip(expected).enumerate() {
@@ -197,9 +197,13 @@ fn check(case: &Case) {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
+    prop::sample::select(vec![1_usize, 2, 3, 4, 8]).prop_flat_map(cases_of)
+}
+
+/// Of so many ranks.
+pub(crate) fn cases_of(num_ranks: usize) -> impl Strategy<Value = Case> {
     let sizes = (2..10_usize, 1..8_usize, 1..9_usize, 0..3_usize, 0..3_usize);
-    let ranks = prop::sample::select(vec![1_usize, 2, 3, 4, 8]);
-    let tokens = ranks.prop_flat_map(|n| prop::collection::vec(prop_oneof![Just(0_usize), 1..9_usize], n));
+    let tokens = prop::collection::vec(prop_oneof![Just(0_usize), 1..9_usize], num_ranks);
     let replicas = prop::collection::vec((0..64_usize, 0..64_usize), 0..6);
     let ways = (prop::sample::select(ALGORITHMS.to_vec()), 0..6_usize, prop::collection::vec(0..3_usize, 8), moving());
     (sizes, tokens, replicas, ways, any::<(bool, bool)>(), any::<u64>()).prop_map(
