@@ -83,8 +83,8 @@ pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usi
     }
     for unit in 16 * blocks..num_units {
         for (to, row) in to[unit * width..][..lanes].iter_mut().zip(rows) {
-            // SAFETY: the unit is one of those that the caller promises.
-            *to = unsafe { *row.add(unit) };
+            // SAFETY: the unit is one of those that the caller promises; pairs of a file's bf16 begin at any even address.
+            *to = unsafe { row.add(unit).read_unaligned() };
         }
     }
 }
