@@ -60,6 +60,7 @@ pub(crate) fn sampler(args: &SamplingArgs) -> Result<Sampler, Failure> {
 
 /// What was generated and printed.
 pub(crate) struct Printed {
+    /// With special tokens where they say what follows.
     pub(crate) text: String,
     /// Tokens, with the one that ended it.
     pub(crate) count: usize,
@@ -75,7 +76,9 @@ pub(crate) fn print_answer(
     is_stopped: impl Fn() -> bool,
 ) -> Result<Printed, Failure> {
     let tokenizer = &model.tokenizer;
-    let mut stream = if model.has_encoder() { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
+    // Which span follows, or which channel, special tokens say.
+    let shows_special = model.has_encoder() || tokenizer.has_channels();
+    let mut stream = if shows_special { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
     let (mut answer, mut failure) = (String::new(), None);
     let (compute, decoder) = ((&model.ctx, &model.weights), &model.decoder);
     let (ids, reason) = generate_cached(decoder, compute, sequence, request, sampler, |id| {

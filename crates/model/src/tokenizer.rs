@@ -16,6 +16,8 @@ use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer, PreTokeni
 use tokenizers::trainers::BpeTrainer;
 use tokenizers::vocab::bucket_added_vocabulary::AddedToken;
 
+use crate::chat::CHANNEL;
+
 /// The special token of the tokenizers made here: it begins and ends texts.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
@@ -193,6 +195,12 @@ impl Tokenizer {
     #[must_use]
     pub fn sentinels(&self) -> &[u32] {
         &self.sentinels
+    }
+
+    /// Whether answers come in channels, as GPT-OSS gives them: see [`final_message`](crate::chat::final_message).
+    #[must_use]
+    pub fn has_channels(&self) -> bool {
+        self.special_tokens.iter().any(|token| token == CHANNEL)
     }
 
     /// Whether an id is a byte.

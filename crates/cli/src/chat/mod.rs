@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moeworks_model::BatchError;
-use moeworks_model::chat::{ChatTemplate, Message};
+use moeworks_model::chat::{ChatTemplate, Message, final_message};
 use moeworks_model::generation::{CachedSequence, GenerateRequest, Sampler, StopReason};
 
 use crate::args::ChatArgs;
@@ -126,7 +126,8 @@ impl Chat<'_> {
         })?;
         self.interrupts.set_answering(false);
         println!();
-        self.messages.push(Message::new("assistant", tokenizer.guard(&answer.text)));
+        let kept = if tokenizer.has_channels() { final_message(&answer.text) } else { &answer.text };
+        self.messages.push(Message::new("assistant", tokenizer.guard(kept)));
         Ok(answer.reason)
     }
 }

@@ -10,6 +10,7 @@
 //! What people write never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
 //! template sees them, [`Tokenizer::encode_rendered`] divides the text there.
 
+mod channels;
 mod clock;
 mod environment;
 
@@ -18,6 +19,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+pub(crate) use channels::CHANNEL;
+pub use channels::final_message;
 
 use crate::tokenizer::Tokenizer;
 

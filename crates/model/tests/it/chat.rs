@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use moeworks_model::Tokenizer;
-use moeworks_model::chat::{ChatError, ChatTemplate, Message};
+use moeworks_model::chat::{ChatError, ChatTemplate, Message, final_message};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -111,6 +111,28 @@ fn templates_are_found_where_models_have_them() {
     assert_eq!(source(&dir, &many).as_deref(), Some("b"));
     let (dir, wrong) = tokenizer(&json!({ "chat_template": 7 }));
     assert!(matches!(ChatTemplate::find(Some(dir.path()), &wrong), Err(ChatError::NoTemplate { .. })));
+}
+
+#[test]
+fn of_an_answer_in_channels_what_was_said_is_kept() {
+    let thought = "<|channel|>analysis<|message|>They greet <|x|>.<|end|><|start|>assistant";
+    let cases = [
+        (format!("{thought}<|channel|>final<|message|>Hello <|x|>!<|return|>"), "Hello <|x|>!"),
+        (format!("{thought}<|channel|>final <|constrain|>json<|message|>{{}}"), "{}"),
+        (format!("{thought}<|channel|>commentary to=f<|message|>{{}}<|call|>"), ""),
+        (format!("<|channel|>final<|message|>One.<|end|>{thought}<|channel|>final<|message|>Two."), "Two."),
+        ("no channel".to_owned(), ""),
+        ("<|channel|>final".to_owned(), ""),
+    ];
+    for (answer, said) in cases {
+        assert_eq!(final_message(&answer), said, "{answer}");
+    }
+    assert!(!Tokenizer::bytes().has_channels());
+    let (dir, _) = tokenizer(&json!({}));
+    let path = dir.path().join("tokenizer.json");
+    let text = fs::read_to_string(&path).unwrap().replace("<|endoftext|>", "<|channel|>");
+    fs::write(path, text).unwrap();
+    assert!(Tokenizer::from_dir(dir.path()).unwrap().has_channels());
 }
 
 #[test]

@@ -127,7 +127,7 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("data.cache_dir", "Folder of tokenised data; \"\": moeworks in the user's cache folder."),
     ("train", "How the model is trained."),
     ("train.steps", "Optimizer steps in total."),
-    ("train.seq_len", "Tokens of a sequence (S)."),
+    ("train.seq_len", "Tokens of a sequence (S); with an encoder those of a text before some are left out."),
     ("train.batch_size", "Sequences of a microbatch."),
     ("train.grad_accumulation", "Microbatches of a step."),
     ("train.lr", "Highest learning rate."),
