@@ -21,37 +21,42 @@ impl Hierarchy {
             // Says what is wrong, if anything is.
             return self.comm().all_gather_v(send, recv, counts);
         }
-        let bytes: &[u8] = bytemuck::cast_slice(send);
-        let mut leaving = Vec::new();
-        for node in self.other_nodes().filter(|_| !bytes.is_empty()) {
-            leaving.push(self.comm().start_send(bytes.to_vec(), self.grid.relay(node, own), PIECES)?);
-        }
-        let arrive = |&rank: &usize| match counts[rank] * size_of::<T>() {
-            0 => Ok(None),
-            _ if rank == own => Ok(None),
-            len => self.comm().start_receive(vec![0_u8; len], rank, PIECES).map(Some),
-        };
-        let served: Vec<usize> = self.grid.served_by(own).collect();
-        let arriving: Vec<_> = served.iter().map(arrive).collect::<Result<_, _>>()?;
-        let mut collected = Vec::new();
-        for (&rank, arriving) in served.iter().zip(arriving) {
-            match arriving {
-                Some(pending) => collected.extend(pending.finish()?),
-                None if rank == own => collected.extend_from_slice(bytes),
-                None => {}
-            }
-        }
-        let (order, lens) = self.order_in_node(counts, size_of::<T>());
+        let counts: Vec<usize> = counts.iter().map(|count| count * size_of::<T>()).collect();
+        let collected = self.collect(bytemuck::cast_slice(send), &counts)?;
+        let (order, lens) = self.order_in_node(&counts);
         let mut unordered = vec![0_u8; size_of_val(recv)];
         self.node.all_gather_v(&collected, &mut unordered, &lens)?;
-        let (recv, starts) = (bytemuck::cast_slice_mut::<T, u8>(recv), starts(counts));
+        let (recv, starts) = (bytemuck::cast_slice_mut::<T, u8>(recv), starts(&counts));
         let mut rest = &unordered[..];
         for rank in order {
-            let (piece, others) = rest.split_at(counts[rank] * size_of::<T>());
-            recv[starts[rank] * size_of::<T>()..][..piece.len()].copy_from_slice(piece);
+            let (piece, others) = rest.split_at(counts[rank]);
+            recv[starts[rank]..][..piece.len()].copy_from_slice(piece);
             rest = others;
         }
-        leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))
+        Ok(())
+    }
+
+    /// Gives `piece` to one rank of each other node, and collects those of `counts` bytes that this rank is given, its own among them.
+    fn collect(&self, piece: &[u8], counts: &[usize]) -> Result<Vec<u8>, CommError> {
+        let (comm, own) = (self.comm(), self.comm().rank());
+        let mut leaving = Vec::new();
+        for node in self.other_nodes().filter(|_| !piece.is_empty()) {
+            leaving.push(comm.start_send(piece.to_vec(), self.grid.relay(node, own), PIECES)?);
+        }
+        let mut arriving = Vec::new();
+        for rank in self.grid.served_by(own).filter(|&rank| counts[rank] > 0) {
+            let start = || comm.start_receive(vec![0_u8; counts[rank]], rank, PIECES);
+            arriving.push((rank != own).then(start).transpose()?);
+        }
+        let mut collected = Vec::new();
+        for pending in arriving {
+            match pending {
+                Some(pending) => collected.extend(pending.finish()?),
+                None => collected.extend_from_slice(piece),
+            }
+        }
+        leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))?;
+        Ok(collected)
     }
 
     /// `Communicator::reduce_scatter` of sums of f32, taken over the ranks of a node first, in their order, then over nodes in
@@ -65,18 +70,14 @@ impl Hierarchy {
         if self.grid.num() == 1 || counts.len() != self.comm().size() || !is_fitting {
             return self.comm().reduce_scatter(send, counts, recv, Reduce::Sum);
         }
-        let (order, lens) = self.order_in_node(counts, 1);
-        let starts = starts(counts);
-        let ordered: Vec<f32> = order.iter().flat_map(|&rank| &send[starts[rank]..][..counts[rank]]).copied().collect();
-        let mut sums = vec![0.0; lens[self.node.rank()]];
-        self.node.reduce_scatter(&ordered, &lens, &mut sums, Reduce::Sum)?;
-        let (mut leaving, mut of_node, mut rest) = (Vec::new(), &[][..], &sums[..]);
+        let sums = self.sums_of_node(send, counts)?;
+        let (mut parts, mut leaving, mut rest) = (vec![Vec::new(); self.grid.num()], Vec::new(), &sums[..]);
         for rank in self.grid.served_by(own) {
             let (piece, others) = rest.split_at(counts[rank]);
-            match rank {
-                _ if rank == own => of_node = piece,
-                _ if piece.is_empty() => {}
-                _ => leaving.push(self.comm().start_send(piece.to_vec(), rank, PIECES)?),
+            if rank == own {
+                parts[self.grid.of(own)] = piece.to_vec();
+            } else if !piece.is_empty() {
+                leaving.push(self.comm().start_send(piece.to_vec(), rank, PIECES)?);
             }
             rest = others;
         }
@@ -85,17 +86,21 @@ impl Hierarchy {
             let from = self.grid.relay(node, own);
             arriving.push((node, self.comm().start_receive(vec![0.0_f32; recv.len()], from, PIECES)?));
         }
-        let here = self.grid.of(own);
-        let mut parts: Vec<(usize, Vec<f32>)> = vec![(here, of_node.to_vec())];
         for (node, pending) in arriving {
-            parts.push((node, pending.finish()?));
+            parts[node] = pending.finish()?;
         }
-        parts.sort_by_key(|&(node, _)| node);
-        recv.copy_from_slice(&parts[0].1);
-        for (_, part) in &parts[1..] {
-            recv.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-        }
+        recv.copy_from_slice(&parts[0]);
+        parts[1..].iter().for_each(|part| recv.iter_mut().zip(part).for_each(|(sum, x)| *sum += x));
         leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))
+    }
+
+    /// The sums over the ranks of the node of what this rank passes on, for each rank that it serves.
+    fn sums_of_node(&self, send: &[f32], counts: &[usize]) -> Result<Vec<f32>, CommError> {
+        let ((order, lens), starts) = (self.order_in_node(counts), starts(counts));
+        let ordered: Vec<f32> = order.iter().flat_map(|&rank| &send[starts[rank]..][..counts[rank]]).copied().collect();
+        let mut sums = vec![0.0; lens[self.node.rank()]];
+        self.node.reduce_scatter(&ordered, &lens, &mut sums, Reduce::Sum)?;
+        Ok(sums)
     }
 
     fn other_nodes(&self) -> impl Iterator<Item = usize> + '_ {
@@ -103,13 +108,12 @@ impl Hierarchy {
         (0..self.grid.num()).filter(move |&node| node != here)
     }
 
-    /// The ranks of the group in the order in which the node's ranks collect pieces for them, and how many units, of `size` for each
-    /// of `counts`, each of these collects.
-    fn order_in_node(&self, counts: &[usize], size: usize) -> (Vec<usize>, Vec<usize>) {
+    /// The ranks of the group in the order in which the node's ranks collect pieces for them, and how much, by `counts`, each of these
+    /// collects.
+    fn order_in_node(&self, counts: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let near = &self.grid.ranks()[self.grid.of(self.comm().rank())];
         let served: Vec<Vec<usize>> = near.iter().map(|&rank| self.grid.served_by(rank).collect()).collect();
-        let units = |ranks: &Vec<usize>| ranks.iter().map(|&rank| counts[rank] * size).sum();
-        let lens = served.iter().map(units).collect();
+        let lens = served.iter().map(|ranks| ranks.iter().map(|&rank| counts[rank]).sum()).collect();
         (served.concat(), lens)
     }
 }

@@ -139,7 +139,7 @@ mod hosts {
     use crate::namespaces::{run_on_hosts, topology};
 
     /// How often each step is timed; the least counts: what else the machine does only adds.
-    const REPEATS: usize = 2;
+    const REPEATS: usize = 3;
     /// How long ranks wait for each other on links as slow as these.
     const PATIENCE: Duration = Duration::from_secs(60);
 
