@@ -99,60 +99,84 @@ impl<'a> Blocks<'a> {
 #[cfg(target_arch = "x86_64")]
 mod vectors {
     use core::arch::x86_64::{
-        __m512, __m512i, _mm256_castsi256_si128, _mm256_extracti128_si256, _mm512_castsi512_si256,
-        _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_extracti64x4_epi64, _mm512_mul_ps,
-        _mm512_permutexvar_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_storeu_si512, _mm512_sub_epi8,
-        _mm512_sub_ps,
+        __m128i, __m512, __m512i, _mm512_castsi512_si128, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
+        _mm512_cvtne2ps_pbh, _mm512_extracti32x4_epi32, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_epi8,
+        _mm512_set1_epi32, _mm512_storeu_si512, _mm512_sub_epi8, _mm512_sub_ps,
     };
 
     use super::bf16;
-    use crate::quantized::lanes::{Lanes, PAIR};
+    use crate::quantized::lanes::{Lanes, PARTS};
+    use crate::quantized::layouts::PART;
 
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ, VL, VNNI and BF16, AVX2, FMA and F16C.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
     pub(super) unsafe fn run<B: Lanes>(blocks: &[B], to: &mut [bf16]) {
         let units = blocks.chunks(B::BLOCKS);
-        for (unit, to) in units.zip(to.chunks_mut(B::PAIRS * PAIR)) {
-            let last = [&raw const unit[0], &raw const unit[unit.len() - 1]];
-            // SAFETY: the caller's promise.
-            let scales = unsafe { B::scales(last) };
-            for (pair, to) in to.chunks_mut(PAIR).enumerate() {
-                let mut room = [bf16::ZERO; PAIR];
-                let is_whole = to.len() == PAIR;
-                let whole = to.as_mut_array().unwrap_or(&mut room);
+        for (unit, to) in units.zip(to.chunks_mut(B::BLOCKS * B::DTYPE.block_len())) {
+            if unit.len() == B::BLOCKS {
                 // SAFETY: the caller's promise.
-                unsafe { write_pair::<B>((last, pair), scales, whole) };
-                if !is_whole {
-                    to.copy_from_slice(&room[..to.len()]);
-                }
+                unsafe { write_unit(unit.as_ptr(), to) };
+                continue;
+            }
+            let mut whole = [B::zeroed(); PARTS];
+            whole[..unit.len()].copy_from_slice(unit);
+            // SAFETY: as above; short blocks have units of `PARTS`.
+            unsafe { write_unit(whole.as_ptr(), to) };
+        }
+    }
+
+    /// Writes as many numbers of a unit as there is room for.
+    ///
+    /// # Safety
+    /// As for [`run`]; the unit must be readable.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
+    unsafe fn write_unit<B: Lanes>(unit: *const B, to: &mut [bf16]) {
+        // SAFETY: the caller's promise.
+        let scales = unsafe { B::scales(unit) };
+        for (quad, to) in to.chunks_mut(PARTS * PART).enumerate() {
+            // SAFETY: as above.
+            let numbers = unsafe { B::numbers(unit, quad) };
+            let [first, second] = [quarters::<B>(numbers[0]), quarters::<B>(numbers[1])];
+            for (part, to) in to.as_chunks_mut().0.iter_mut().enumerate() {
+                let lanes = B::SCALE_LANES[quad].map(|lanes| lanes[4 * part]);
+                write_part::<B>([first[part], second[part]], (scales, lanes), to);
             }
         }
     }
 
-    /// # Safety
-    /// As for [`run`]; the unit's blocks must be readable.
+    /// The numbers without their offset, 16 by 16.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    unsafe fn write_pair<B: Lanes>((unit, pair): ([*const B; 2], usize), scales: [__m512; 2], to: &mut [bf16; PAIR]) {
-        // SAFETY: the caller's promise.
-        let bytes = _mm512_sub_epi8(unsafe { B::bytes(unit, pair) }, _mm512_set1_epi8(B::OFFSET));
-        let halves = [_mm512_castsi512_si256(bytes), _mm512_extracti64x4_epi64::<1>(bytes)];
-        for (half, (bytes, to)) in halves.into_iter().zip(to.as_chunks_mut::<{ PAIR / 2 }>().0).enumerate() {
-            let quarters = [_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes)];
-            let mut floats = quarters.map(|bytes| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
-            for (quarter, floats) in floats.iter_mut().enumerate() {
-                let lane = _mm512_set1_epi32(B::SCALE_LANES[pair][8 * half + 4 * quarter]);
-                *floats = _mm512_mul_ps(*floats, _mm512_permutexvar_ps(lane, scales[0]));
-                if B::HAS_LEAST {
-                    *floats = _mm512_sub_ps(*floats, _mm512_permutexvar_ps(lane, scales[1]));
-                }
+    fn quarters<B: Lanes>(numbers: __m512i) -> [__m128i; PARTS] {
+        let numbers = _mm512_sub_epi8(numbers, _mm512_set1_epi8(B::OFFSET));
+        [
+            _mm512_castsi512_si128(numbers),
+            _mm512_extracti32x4_epi32::<1>(numbers),
+            _mm512_extracti32x4_epi32::<2>(numbers),
+            _mm512_extracti32x4_epi32::<3>(numbers),
+        ]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
+    fn write_part<B: Lanes>(numbers: [__m128i; 2], (scales, lanes): ([__m512; 2], [i32; 2]), to: &mut [bf16; PART]) {
+        // No `map`, which has not the instructions, so that its closure would stay a call.
+        let [first, second] = numbers;
+        let mut floats =
+            [_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second))];
+        for (floats, lane) in floats.iter_mut().zip(lanes) {
+            *floats = _mm512_mul_ps(*floats, _mm512_permutexvar_ps(_mm512_set1_epi32(lane), scales[0]));
+            if B::HAS_LEAST {
+                let lane = _mm512_set1_epi32(lane + B::FIRST_LEAST);
+                *floats = _mm512_sub_ps(*floats, _mm512_permutexvar_ps(lane, scales[1]));
             }
-            // SAFETY: the transmute renames 512 bits, and half of a pair of bf16 has as many.
-            unsafe {
-                let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(floats[1], floats[0]));
-                _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
-            }
+        }
+        // SAFETY: the transmute renames 512 bits, and 32 bf16 have as many.
+        unsafe {
+            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(floats[1], floats[0]));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
         }
     }
 }

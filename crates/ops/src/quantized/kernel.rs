@@ -3,7 +3,7 @@
 use moeworks_tensor::DType;
 
 use super::layouts::{Block, PART};
-use super::rows::Pair;
+use super::rows::{Beside, QUAD, Quad};
 use super::{blocks_of, with_block};
 use crate::Isa;
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
@@ -20,8 +20,8 @@ pub(super) struct Panel<'a> {
     pub(super) dtype: DType,
     /// Elements of a row of weights.
     pub(super) depth: usize,
-    /// The rows of activations, each of as many pairs of 32 as hold `depth`; at most [`MAX_FEW`].
-    pub(super) a: &'a [&'a [Pair]],
+    /// The rows of activations, each of as many quads as hold `depth`; at most [`MAX_FEW`].
+    pub(super) a: &'a [&'a [Quad]],
     /// Every how many tiles the sums of the next [`MAX_ROWS`] rows go.
     pub(super) tile_step: usize,
     /// What will be read after this panel.
@@ -48,12 +48,21 @@ impl Kernel {
         }
         kernels
     }
+
+    /// What this kernel wants beside activations for a type of weights.
+    pub(super) fn beside(self, dtype: DType) -> Beside {
+        match self {
+            Self::Plain(_) => Beside::Offset(0),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vnni => with_block!(dtype, B => super::vnni::beside::<B>()),
+        }
+    }
 }
 
 /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c.
 pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
-    let num_pairs = panel.depth.div_ceil(2 * PART);
-    assert!(panel.a.len() <= MAX_FEW && panel.a.iter().all(|row| row.len() == num_pairs), "rows of a panel");
+    let num_quads = panel.depth.div_ceil(QUAD);
+    assert!(panel.a.len() <= MAX_FEW && panel.a.iter().all(|row| row.len() == num_quads), "rows of a panel");
     with_block!(panel.dtype, B => match kernel {
         Kernel::Plain(isa) => plain::<B>(isa, panel, tiles),
         // SAFETY: `Kernel::available` names this kernel only where the machine has its instructions; rows and weights are
@@ -82,11 +91,14 @@ kernel! {
     }
 }
 
+/// Half of a part.
+const HALF: usize = PART / 2;
+
 /// Adds the products of 32 weights with those numbers `at` of each row of activations.
 #[inline(always)]
 fn add_part<S: crate::simd::Level, B: Block>(
     (block, part): (&B, usize),
-    (a, at): (&[&[Pair]], usize),
+    (a, at): (&[&[Quad]], usize),
     sums: &mut [f32; MAX_FEW],
 ) {
     let ints = block.ints(part);
@@ -94,15 +106,17 @@ fn add_part<S: crate::simd::Level, B: Block>(
         let (scale, least) = block.scale(PART / B::SHARED * part + shared);
         let range = shared * B::SHARED..(shared + 1) * B::SHARED;
         for (sum, a) in sums.iter_mut().zip(a) {
-            let pair = &a[at / 2];
+            let quad = &a[at / 4];
             let (mut total, mut plain) = (0_i32, 0_i32);
-            for (w, x) in ints[range.clone()].iter().zip(&pair.values[at % 2 * PART..][range.clone()]) {
-                total += i32::from(*w) * i32::from(*x);
-                plain += i32::from(*x);
+            for i in range.clone() {
+                let x = i32::from(quad.halves[i / HALF][at % 4 * HALF + i % HALF]);
+                total += i32::from(ints[i]) * x;
+                plain += x;
             }
-            *sum = S::mul_add(total as f32, scale * pair.scales[at % 2], *sum);
+            let x_scale = quad.beside[0][at % 4 * 4];
+            *sum = S::mul_add(total as f32, scale * x_scale, *sum);
             if B::HAS_LEAST {
-                *sum = S::mul_add(plain as f32, -least * pair.scales[at % 2], *sum);
+                *sum = S::mul_add(plain as f32, -least * x_scale, *sum);
             }
         }
     }

@@ -1,14 +1,16 @@
 //! Blocks as vectors of unsigned bytes with their scales, for AVX-512.
 
 use core::arch::x86_64::{
-    __m128, __m128i, __m512, __m512i, _mm_castsi128_ps, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_fmadd_ps, _mm_loadu_si128,
-    _mm_max_epi32, _mm_movehdup_ps, _mm_permute_ps, _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi32, _mm_set1_ps,
-    _mm_slli_epi32, _mm_sub_ps, _mm256_broadcastsi128_si256, _mm256_loadu_si256, _mm512_and_si512,
-    _mm512_broadcast_i32x4, _mm512_broadcast_i64x4, _mm512_broadcastss_ps, _mm512_castps128_ps512,
-    _mm512_castsi128_si512, _mm512_castsi256_si512, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32,
-    _mm512_inserti64x4, _mm512_loadu_si512, _mm512_mask_broadcast_i32x4, _mm512_maskz_set1_epi8, _mm512_mul_ps,
-    _mm512_or_si512, _mm512_set_epi64, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_epi8,
-    _mm512_shuffle_f32x4, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_srlv_epi64, _mm512_sub_epi32, _mm512_xor_si512,
+    __m128i, __m512, __m512i, _mm_and_si128, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_max_epi32,
+    _mm_or_si128, _mm_set_epi8, _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi8, _mm_set1_epi32, _mm_shuffle_epi8,
+    _mm_slli_epi32, _mm_srli_epi32, _mm_srlv_epi32, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512,
+    _mm512_broadcast_i32x4, _mm512_broadcastss_ps, _mm512_castps128_ps512, _mm512_castsi128_si512,
+    _mm512_castsi256_si512, _mm512_castsi512_si128, _mm512_castsi512_si256, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
+    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_inserti64x4, _mm512_loadu_si512, _mm512_mask_broadcast_i32x4,
+    _mm512_maskz_set1_epi8, _mm512_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_permutexvar_ps,
+    _mm512_set_epi32, _mm512_set_epi64, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_epi8,
+    _mm512_shuffle_i64x2, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_srlv_epi64, _mm512_sub_epi32,
+    _mm512_sub_ps, _mm512_xor_si512,
 };
 
 use moeworks_tensor::{
@@ -16,49 +18,188 @@ use moeworks_tensor::{
     Q8Block,
 };
 
-use super::layouts::{Block, FP4_LEVELS, IQ4_LEVELS};
+use super::layouts::{Block, FP4_LEVELS, IQ4_LEVELS, PART};
 
-/// Elements of a vector of bytes.
-pub(super) const PAIR: usize = 64;
+/// The parts of a quad.
+pub(super) const PARTS: usize = 4;
 
-/// A type of blocks as vectors. A unit is two neighbouring short blocks, or a long one twice.
+/// A type of blocks as vectors, 128 elements or four parts at a time: a quad. Two vectors hold its numbers, the first 16 of each
+/// part and the other 16 of each, so that four neighbouring lanes of their products belong to one part. A unit is what scales are
+/// made of: four neighbouring short blocks, or a long one, which has two quads.
 ///
-/// All functions ask for readable blocks, and for a machine with AVX-512 F, BW, DQ and VL, AVX2 and F16C.
+/// All functions ask for readable units, and for a machine with AVX-512 F, BW, DQ and VL, AVX2 and F16C.
 pub(super) trait Lanes: Block {
     /// What is added to the whole numbers to make them unsigned.
     const OFFSET: i8;
 
-    /// Blocks of a unit, and its vectors of bytes.
-    const BLOCKS: usize = PAIR.div_ceil(Self::DTYPE.block_len());
-    /// See [`BLOCKS`](Self::BLOCKS).
-    const PAIRS: usize = Self::DTYPE.block_len().div_ceil(PAIR);
+    /// Whether a unit is one block.
+    const IS_LONG: bool = Self::DTYPE.block_len() > PART;
+    /// Blocks of a unit.
+    const BLOCKS: usize = if Self::IS_LONG { 1 } else { PARTS };
+    /// Quads of a unit.
+    const QUADS: usize = Self::DTYPE.block_len().div_ceil(PARTS * PART);
 
-    /// Of types whose blocks are 32 numbers of four bits: how they lie.
-    const NIBBLES: Option<Nibbles> = None;
+    /// For each quad of a unit, and for the first and the second halves of its parts, which lane of [`scales`](Self::scales) each
+    /// lane of products takes.
+    const SCALE_LANES: [[[i32; 16]; 2]; 2] = scale_lanes(Self::IS_LONG, Self::SHARED);
 
-    /// For each of a unit's vectors, whose scale four neighbours each take.
-    const SCALE_LANES: [[i32; 16]; 4] = scale_lanes(Self::SHARED);
+    /// The lane of the first least value.
+    const FIRST_LEAST: i32 = if Self::IS_LONG && Self::SHARED == PART { 8 } else { 0 };
 
-    /// Scales and least values of a unit, in the order of its elements.
+    /// Scales and least values of a unit: of short blocks four times each, of a long one in the order of its elements, and where there
+    /// are eight of each all in one vector, twice.
     ///
     /// # Safety
     /// As the trait says.
-    unsafe fn scales(unit: [*const Self; 2]) -> [__m512; 2];
+    unsafe fn scales(unit: *const Self) -> [__m512; 2];
 
-    /// 64 elements of a unit from `64 * pair` on.
+    /// The numbers of quad `quad` of a unit.
     ///
     /// # Safety
-    /// As the trait says; `pair` is below [`PAIRS`](Self::PAIRS).
-    unsafe fn bytes(unit: [*const Self; 2], pair: usize) -> __m512i;
+    /// As the trait says; `quad` is below [`QUADS`](Self::QUADS).
+    unsafe fn numbers(unit: *const Self, quad: usize) -> [__m512i; 2];
 }
 
-/// 32 numbers of four bits: the low halves of 16 bytes, then the high ones.
-#[derive(Clone, Copy)]
-pub(super) struct Nibbles {
-    /// The first of the bytes.
-    at: usize,
-    /// What the numbers stand for, as unsigned bytes larger by the type's offset; none where that is themselves.
-    levels: Option<&'static [i8; 16]>,
+const fn scale_lanes(is_long: bool, shared: usize) -> [[[i32; 16]; 2]; 2] {
+    let mut lanes = [[[0; 16]; 2]; 2];
+    let mut i = 0;
+    while i < 64 {
+        let (quad, half, part) = (i / 32, i / 16 % 2, i % 16 / 4);
+        lanes[quad][half][i % 16] = match (is_long, shared) {
+            (false, _) => 4 * part,
+            (true, PART) => 4 * quad + part,
+            (true, _) => 8 * quad + 2 * part + half,
+        } as i32;
+        i += 1;
+    }
+    lanes
+}
+
+/// The words of 16 bits that make a vector out of four neighbouring short blocks, in two overlapping loads.
+type Words = [u16; 32];
+
+/// Where the second load begins, in words.
+const fn second_load(block_bytes: usize) -> usize {
+    if PARTS * block_bytes <= 128 { (PARTS * block_bytes - 64) / 2 } else { 20 }
+}
+
+/// For each lane of `words_each` neighbouring ones, a word of each block in turn: those from byte `at` on if `is_run`, or else
+/// always that one.
+const fn words_of_each(block_bytes: usize, at: usize, words_each: usize, is_run: bool) -> Words {
+    let mut words = [0; 32];
+    let mut i = 0;
+    while i < PARTS * words_each {
+        let word = i / words_each * block_bytes / 2 + at / 2 + if is_run { i % words_each } else { 0 };
+        words[i] = if word < 32 { word } else { 32 + word - second_load(block_bytes) } as u16;
+        i += 1;
+    }
+    words
+}
+
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn chosen<B: Block>(unit: *const B, words: &Words) -> __m512i {
+    // SAFETY: the caller's promise; both loads end within four blocks.
+    unsafe {
+        let first = _mm512_loadu_si512(unit.cast());
+        let second = _mm512_loadu_si512(unit.cast::<u16>().add(second_load(size_of::<B>())).cast());
+        _mm512_permutex2var_epi16(first, _mm512_loadu_si512(words.as_ptr().cast()), second)
+    }
+}
+
+/// The f16 at byte `AT` of each of four blocks, four times.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m512 {
+    let words = const { &words_of_each(size_of::<B>(), AT, 4, false) };
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_cvtph_ps(_mm512_castsi512_si256(chosen(unit, words))) }
+}
+
+/// The scale at the beginning of each of four blocks and what its type adds instead of taking it away.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn scale_and_sum<B: Block>(unit: *const B) -> [__m512; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { [half_of_each::<B, 0>(unit), _mm512_sub_ps(_mm512_setzero_ps(), half_of_each::<B, 2>(unit))] }
+}
+
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m512; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { [half_of_each::<B, 0>(unit), _mm512_setzero_ps()] }
+}
+
+/// The low halves of bytes and the high ones.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn halves_of_bytes(bytes: __m512i) -> [__m512i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mask = _mm512_set1_epi8(15);
+        [_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask)]
+    }
+}
+
+/// The four-bit numbers in the 16 bytes from byte `AT` of each of four blocks on.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m512i; 2] {
+    let words = const { &words_of_each(size_of::<B>(), AT, PART / 4, true) };
+    // SAFETY: the caller's promise.
+    unsafe { halves_of_bytes(chosen(unit, words)) }
+}
+
+/// As [`nibbles`], of blocks of five-bit numbers whose fifth bits are the four bytes before.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const B) -> [__m512i; 2] {
+    const fn of_both(block_bytes: usize, at: usize) -> Words {
+        let (mut words, second) =
+            (words_of_each(block_bytes, at, 1, false), words_of_each(block_bytes, at + 2, 1, false));
+        let mut i = 0;
+        while i < PARTS {
+            words[PARTS + i] = second[i];
+            i += 1;
+        }
+        words
+    }
+    let words = const { &of_both(size_of::<B>(), FIFTH) };
+    // SAFETY: the caller's promise; 128 bits are two numbers of 64.
+    unsafe {
+        let bits: [u64; 2] = std::mem::transmute(_mm512_castsi512_si128(chosen(unit, words)));
+        let [first, second] = nibbles::<B, AT>(unit);
+        [
+            _mm512_or_si512(first, _mm512_maskz_set1_epi8(bits[0], 16)),
+            _mm512_or_si512(second, _mm512_maskz_set1_epi8(bits[1], 16)),
+        ]
+    }
+}
+
+/// What four-bit numbers stand for: these, as unsigned bytes larger by the type's offset.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn levels([first, second]: [__m512i; 2], levels: &[i8; 16]) -> [__m512i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let levels = _mm512_broadcast_i32x4(_mm_loadu_si128(levels.as_ptr().cast()));
+        [_mm512_shuffle_epi8(levels, first), _mm512_shuffle_epi8(levels, second)]
+    }
 }
 
 const fn raised(levels: &[i8; 16], by: i8) -> [i8; 16] {
@@ -71,79 +212,162 @@ const fn raised(levels: &[i8; 16], by: i8) -> [i8; 16] {
     raised
 }
 
-impl Nibbles {
-    /// What four-bit numbers stand for.
-    ///
-    /// # Safety
-    /// As [`Lanes`] says.
-    #[inline(always)]
-    unsafe fn levels(self, numbers: __m512i) -> __m512i {
-        let Some(levels) = self.levels else { return numbers };
-        // SAFETY: the caller's promise.
-        unsafe { _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(levels.as_ptr().cast())), numbers) }
-    }
-
-    /// The first 16 numbers of each of four blocks, then the others.
-    ///
-    /// # Safety
-    /// As [`Lanes`] says.
-    #[inline(always)]
-    pub(super) unsafe fn of_four<B>(self, blocks: [*const B; 4]) -> [__m512i; 2] {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let [first, second, third, fourth] = blocks.map(|block| block.cast::<u8>().wrapping_add(self.at).cast());
-            let all = _mm512_castsi128_si512(_mm_loadu_si128(first));
-            let all = _mm512_mask_broadcast_i32x4(all, 0x00f0, _mm_loadu_si128(second));
-            let all = _mm512_mask_broadcast_i32x4(all, 0x0f00, _mm_loadu_si128(third));
-            let all = _mm512_mask_broadcast_i32x4(all, 0xf000, _mm_loadu_si128(fourth));
-            let mask = _mm512_set1_epi8(15);
-            let low = _mm512_and_si512(all, mask);
-            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(all), mask);
-            [self.levels(low), self.levels(high)]
-        }
-    }
-}
-
-const fn scale_lanes(shared: usize) -> [[i32; 16]; 4] {
-    let mut lanes = [[0; 16]; 4];
-    let mut i = 0;
-    while i < 64 {
-        lanes[i / 16][i % 16] = (4 * i / shared) as i32;
-        i += 1;
-    }
-    lanes
-}
-
-/// Bytes `at` to `at + 2` of two blocks as the f16 that they are: in lanes 0 and 1.
+/// The 16 bytes from `at` on in each quarter of a vector, shifted to the right by `first`, `first + step` and so on, of which the
+/// bits of `mask` stay; then the same of the next 16.
 ///
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
-unsafe fn halves_of_both<B: Block>([first, second]: [*const B; 2], at: usize) -> [__m512; 2] {
+unsafe fn shifted<B>(block: *const B, at: usize, (first, step): (usize, usize), mask: i8) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        let bits = |block: *const B| u32::from(block.cast::<u8>().add(at).cast::<u16>().read_unaligned());
-        let halves = _mm_cvtph_ps(_mm_cvtsi32_si128((bits(first) | bits(second) << 16).cast_signed()));
-        [_mm512_castps128_ps512(halves), _mm512_setzero_ps()]
+        let by = |part: usize| (first + part * step) as i64;
+        let by = _mm512_set_epi64(by(3), by(3), by(2), by(2), by(1), by(1), by(0), by(0));
+        let mask = _mm512_set1_epi8(mask);
+        let bytes = block.cast::<u8>().add(at);
+        let halves = [_mm_loadu_si128(bytes.cast()), _mm_loadu_si128(bytes.add(16).cast())];
+        [
+            _mm512_and_si512(_mm512_srlv_epi64(_mm512_broadcast_i32x4(halves[0]), by), mask),
+            _mm512_and_si512(_mm512_srlv_epi64(_mm512_broadcast_i32x4(halves[1]), by), mask),
+        ]
     }
 }
 
-/// Scale and least value of two blocks that begin with an f16 for each, the latter to be added.
+/// 64 bytes from `at` on: the low halves of 32 are a part and the high ones the next.
 ///
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
-unsafe fn scale_and_sum_of_both<B: Block>([first, second]: [*const B; 2]) -> [__m512; 2] {
+unsafe fn nibbles_of_parts<B>(block: *const B, at: usize) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        let bits = |block: *const B| block.cast::<u64>().read_unaligned() & 0xffff_ffff;
-        let both = bits(first) | bits(second) << 32;
-        let all: __m128 = _mm_cvtph_ps(_mm_set_epi64x(0, both.cast_signed()));
-        let least = _mm512_mul_ps(
-            _mm512_castps128_ps512(_mm_permute_ps::<0b1101>(all)),
-            core::arch::x86_64::_mm512_set1_ps(-1.0),
-        );
-        [_mm512_castps128_ps512(_mm_permute_ps::<0b1000>(all)), least]
+        let bytes = _mm512_loadu_si512(block.cast::<u8>().add(at).cast());
+        let by = _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0);
+        let mask = _mm512_set1_epi8(15);
+        let first = _mm512_shuffle_i64x2::<0b10_10_00_00>(bytes, bytes);
+        let second = _mm512_shuffle_i64x2::<0b11_11_01_01>(bytes, bytes);
+        [_mm512_and_si512(_mm512_srlv_epi64(first, by), mask), _mm512_and_si512(_mm512_srlv_epi64(second, by), mask)]
+    }
+}
+
+/// The parts of two vectors one after the other, as quads have them.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn from_parts([low, high]: [__m512i; 2]) -> [__m512i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { [_mm512_shuffle_i64x2::<0b10_00_10_00>(low, high), _mm512_shuffle_i64x2::<0b11_01_11_01>(low, high)] }
+}
+
+/// Numbers with further bits above their lower `BITS`.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn with_high<const BITS: u32>(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        [
+            _mm512_or_si512(low[0], _mm512_slli_epi16::<BITS>(high[0])),
+            _mm512_or_si512(low[1], _mm512_slli_epi16::<BITS>(high[1])),
+        ]
+    }
+}
+
+/// Types of which scales and numbers are an expression each.
+macro_rules! lanes {
+    ($($block:ty, $offset:expr, |$unit:ident| $scales:expr, |$of:pat_param, $quad:pat_param| $numbers:expr;)*) => {
+        $(
+            impl Lanes for $block {
+                const OFFSET: i8 = $offset;
+
+                #[inline(always)]
+                unsafe fn scales($unit: *const Self) -> [__m512; 2] {
+                    // SAFETY: the caller's promise.
+                    unsafe { $scales }
+                }
+
+                #[inline(always)]
+                unsafe fn numbers($of: *const Self, $quad: usize) -> [__m512i; 2] {
+                    // SAFETY: the caller's promise.
+                    unsafe { $numbers }
+                }
+            }
+        )*
+    };
+}
+
+lanes! {
+    Q8Block, i8::MIN, |unit| scale_alone(unit), |unit, _| bytes_of_blocks(unit);
+    Q4Block, 8, |unit| scale_alone(unit), |unit, _| nibbles::<Self, 2>(unit);
+    Q4_1Block, 0, |unit| scale_and_sum(unit), |unit, _| nibbles::<Self, 4>(unit);
+    Q5_0Block, 16, |unit| scale_alone(unit), |unit, _| five_bits::<Self, 6, 2>(unit);
+    Q5_1Block, 0, |unit| scale_and_sum(unit), |unit, _| five_bits::<Self, 8, 4>(unit);
+    Q2KBlock, 0, |block| q2_scales(block), |block, quad| shifted(block, 16 + 32 * quad, (0, 2), 3);
+    Q3KBlock, 4, |block| q3_scales(block), |block, quad| {
+        with_high::<2>(shifted(block, 32 + 32 * quad, (0, 2), 3), shifted(block, 0, (4 * quad, 1), 1))
+    };
+    Q4KBlock, 0, |block| six_bit_scales(block), |block, quad| nibbles_of_parts(block, 16 + 64 * quad);
+    Q5KBlock, 0, |block| six_bit_scales(block), |block, quad| {
+        with_high::<4>(nibbles_of_parts(block, 48 + 64 * quad), shifted(block, 16, (4 * quad, 1), 1))
+    };
+    Q6KBlock, 32, |block| q6_scales(block), |block, quad| {
+        let low = halves_of_bytes(_mm512_loadu_si512(block.cast::<u8>().add(64 * quad).cast()));
+        with_high::<4>(from_parts(low), shifted(block, 128 + 32 * quad, (0, 2), 3))
+    };
+    Iq4NlBlock, i8::MIN, |unit| scale_alone(unit),
+        |unit, _| levels(nibbles::<Self, 2>(unit), const { &raised(&IQ4_LEVELS, i8::MIN) });
+    Mxfp4Block, 12, |unit| powers(unit), |unit, _| levels(odd_nibbles(unit), const { &raised(&FP4_LEVELS, 12) });
+}
+
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m512i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let values = |index: usize| (&raw const (*unit.add(index)).values).cast();
+        let low = _mm512_castsi256_si512(_mm256_loadu_si256(values(0)));
+        let low = _mm512_inserti64x4::<1>(low, _mm256_loadu_si256(values(1)));
+        let high = _mm512_castsi256_si512(_mm256_loadu_si256(values(2)));
+        let high = _mm512_inserti64x4::<1>(high, _mm256_loadu_si256(values(3)));
+        let [first, second] = from_parts([low, high]);
+        let offset = _mm512_set1_epi8(Q8Block::OFFSET);
+        [_mm512_xor_si512(first, offset), _mm512_xor_si512(second, offset)]
+    }
+}
+
+/// The four-bit numbers of blocks that begin with one byte.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn odd_nibbles(unit: *const Mxfp4Block) -> [__m512i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let numbers = |index: usize| unit.add(index).cast::<u8>().add(1).cast();
+        let all = _mm512_castsi128_si512(_mm_loadu_si128(numbers(0)));
+        let all = _mm512_mask_broadcast_i32x4(all, 0x00f0, _mm_loadu_si128(numbers(1)));
+        let all = _mm512_mask_broadcast_i32x4(all, 0x0f00, _mm_loadu_si128(numbers(2)));
+        halves_of_bytes(_mm512_mask_broadcast_i32x4(all, 0xf000, _mm_loadu_si128(numbers(3))))
+    }
+}
+
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn powers(unit: *const Mxfp4Block) -> [__m512; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let exponent = |index: usize| i32::from((*unit.add(index)).bytes()[0]);
+        // Exponent 0 is too small for a float's own exponent; all ones, which would be infinite, become NaN.
+        let powers = _mm_slli_epi32::<23>(_mm_set_epi32(exponent(3), exponent(2), exponent(1), exponent(0)));
+        let powers = _mm512_castsi128_si512(_mm_max_epi32(powers, _mm_set1_epi32(0x0040_0000)));
+        let lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        let powers = _mm512_permutexvar_ps(lanes, std::mem::transmute::<__m512i, __m512>(powers));
+        let nothing = _mm512_sub_ps(powers, powers);
+        [_mm512_add_ps(_mm512_mul_ps(powers, core::arch::x86_64::_mm512_set1_ps(0.5)), nothing), _mm512_setzero_ps()]
     }
 }
 
@@ -154,10 +378,7 @@ unsafe fn scale_and_sum_of_both<B: Block>([first, second]: [*const B; 2]) -> [__
 #[inline(always)]
 unsafe fn two_halves<B>(block: *const B, at: usize) -> [__m512; 2] {
     // SAFETY: the caller's promise.
-    unsafe {
-        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(block.cast::<u8>().add(at).cast::<i32>().read_unaligned()));
-        [_mm512_broadcastss_ps(both), _mm512_broadcastss_ps(_mm_movehdup_ps(both))]
-    }
+    unsafe { [half(block, at), half(block, at + 2)] }
 }
 
 /// The f16 at `at` in all lanes.
@@ -183,163 +404,6 @@ unsafe fn floats(bytes: __m128i) -> __m512 {
     unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)) }
 }
 
-/// The 64 four-bit numbers that begin at byte `at` of two short blocks.
-///
-/// # Safety
-/// As [`Lanes`] says.
-#[inline(always)]
-unsafe fn nibbles<B: Block>([first, second]: [*const B; 2], at: usize) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let twice = |block: *const B| _mm256_broadcastsi128_si256(_mm_loadu_si128(block.cast::<u8>().add(at).cast()));
-        let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(twice(first)), twice(second));
-        // The low halves of the bytes are the first 16 weights of a block, the high ones the others.
-        let halves = _mm512_srlv_epi64(both, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0));
-        _mm512_and_si512(halves, _mm512_set1_epi8(15))
-    }
-}
-
-/// 16 where one of the 64 bits is set that begin at byte `at` of two short blocks.
-///
-/// # Safety
-/// As [`Lanes`] says.
-#[inline(always)]
-unsafe fn fifth_bits<B: Block>([first, second]: [*const B; 2], at: usize) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let bits = |block: *const B| u64::from(block.cast::<u8>().add(at).cast::<u32>().read_unaligned());
-        _mm512_maskz_set1_epi8(bits(first) | bits(second) << 32, 16)
-    }
-}
-
-/// 32 bytes from `at` on, twice: the first time shifted to the right by `low`, the second by `high` bits, and of each the bits
-/// of `mask`.
-///
-/// # Safety
-/// As [`Lanes`] says.
-#[inline(always)]
-unsafe fn shifted<B>(block: *const B, at: usize, (low, high): (usize, usize), mask: i8) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.cast::<u8>().add(at).cast()));
-        let (low, high) = (low as i64, high as i64);
-        let shifted = _mm512_srlv_epi64(twice, _mm512_set_epi64(high, high, high, high, low, low, low, low));
-        _mm512_and_si512(shifted, _mm512_set1_epi8(mask))
-    }
-}
-
-impl Lanes for Q8Block {
-    const OFFSET: i8 = i8::MIN; // 128 as an unsigned byte
-
-    #[inline(always)]
-    unsafe fn scales(unit: [*const Self; 2]) -> [__m512; 2] {
-        // SAFETY: the caller's promise.
-        unsafe { halves_of_both(unit, 0) }
-    }
-
-    #[inline(always)]
-    unsafe fn bytes([first, second]: [*const Self; 2], _: usize) -> __m512i {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let first = _mm256_loadu_si256((&raw const (*first).values).cast());
-            let second = _mm256_loadu_si256((&raw const (*second).values).cast());
-            let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), second);
-            _mm512_xor_si512(both, _mm512_set1_epi8(Self::OFFSET))
-        }
-    }
-}
-
-/// Types of which scales and bytes are an expression each.
-macro_rules! lanes {
-    ($($block:ty, $offset:expr, |$unit:ident| $scales:expr, |$of:pat_param, $pair:pat_param| $bytes:expr;)*) => {
-        $(
-            impl Lanes for $block {
-                const OFFSET: i8 = $offset;
-
-                #[inline(always)]
-                unsafe fn scales($unit: [*const Self; 2]) -> [__m512; 2] {
-                    // SAFETY: the caller's promise.
-                    unsafe { $scales }
-                }
-
-                #[inline(always)]
-                unsafe fn bytes($of: [*const Self; 2], $pair: usize) -> __m512i {
-                    // SAFETY: the caller's promise.
-                    unsafe { $bytes }
-                }
-            }
-        )*
-    };
-}
-
-lanes! {
-    Q4_1Block, 0, |unit| scale_and_sum_of_both(unit), |unit, _| nibbles(unit, 4);
-    Q5_0Block, 16, |unit| halves_of_both(unit, 0), |unit, _| _mm512_or_si512(nibbles(unit, 6), fifth_bits(unit, 2));
-    Q5_1Block, 0, |unit| scale_and_sum_of_both(unit), |unit, _| _mm512_or_si512(nibbles(unit, 8), fifth_bits(unit, 4));
-    Q2KBlock, 0, |unit| q2_scales(unit[0]),
-        |[block, _], pair| shifted(block, 16 + pair / 2 * 32, (pair % 2 * 4, pair % 2 * 4 + 2), 3);
-    Q3KBlock, 4, |unit| q3_scales(unit[0]), |[block, _], pair| {
-        let low = shifted(block, 32 + pair / 2 * 32, (pair % 2 * 4, pair % 2 * 4 + 2), 3);
-        _mm512_or_si512(low, _mm512_slli_epi16::<2>(shifted(block, 0, (2 * pair, 2 * pair + 1), 1)))
-    };
-    Q4KBlock, 0, |unit| six_bit_scales(unit[0]), |[block, _], pair| shifted(block, 16 + 32 * pair, (0, 4), 15);
-    Q5KBlock, 0, |unit| six_bit_scales(unit[0]), |[block, _], pair| {
-        let fifth = shifted(block, 16, (2 * pair, 2 * pair + 1), 1);
-        _mm512_or_si512(shifted(block, 48 + 32 * pair, (0, 4), 15), _mm512_slli_epi16::<4>(fifth))
-    };
-    Q6KBlock, 32, |unit| q6_scales(unit[0]), |[block, _], pair| {
-        let both = _mm512_loadu_si512(block.cast::<u8>().add(pair / 2 * 64).cast());
-        let half = if pair.is_multiple_of(2) { both } else { _mm512_srli_epi16::<4>(both) };
-        let high = shifted(block, 128 + pair / 2 * 32, (pair % 2 * 4, pair % 2 * 4 + 2), 3);
-        _mm512_or_si512(_mm512_and_si512(half, _mm512_set1_epi8(15)), _mm512_slli_epi16::<4>(high))
-    };
-}
-
-/// Types of four-bit numbers that nothing but a scale comes with.
-macro_rules! nibble_lanes {
-    ($($block:ty, $offset:expr, $at:expr, $levels:expr, |$unit:ident| $scales:expr;)*) => {
-        $(
-            impl Lanes for $block {
-                const OFFSET: i8 = $offset;
-                const NIBBLES: Option<Nibbles> = Some(Nibbles { at: $at, levels: $levels });
-
-                #[inline(always)]
-                unsafe fn scales($unit: [*const Self; 2]) -> [__m512; 2] {
-                    // SAFETY: the caller's promise.
-                    unsafe { $scales }
-                }
-
-                #[inline(always)]
-                unsafe fn bytes(unit: [*const Self; 2], _: usize) -> __m512i {
-                    // SAFETY: the caller's promise.
-                    unsafe { Nibbles { at: $at, levels: $levels }.levels(nibbles(unit, $at)) }
-                }
-            }
-        )*
-    };
-}
-
-nibble_lanes! {
-    Q4Block, 8, 2, None, |unit| halves_of_both(unit, 0);
-    Iq4NlBlock, i8::MIN, 2, Some(const { &raised(&IQ4_LEVELS, i8::MIN) }), |unit| halves_of_both(unit, 0);
-    Mxfp4Block, 12, 1, Some(const { &raised(&FP4_LEVELS, 12) }), |unit| powers(unit);
-}
-
-/// # Safety
-/// As [`Lanes`] says.
-#[inline(always)]
-unsafe fn powers(unit: [*const Mxfp4Block; 2]) -> [__m512; 2] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let [first, second] = unit.map(|block| i32::from((*block).bytes()[0]));
-        // Exponent 0 is too small for a float's own exponent; all ones, which would be infinite, become NaN.
-        let powers = _mm_slli_epi32::<23>(_mm_set_epi32(0, 0, second, first));
-        let powers = _mm_castsi128_ps(_mm_max_epi32(powers, _mm_set1_epi32(0x0040_0000)));
-        let halves = _mm_fmadd_ps(powers, _mm_set1_ps(0.5), _mm_sub_ps(powers, powers));
-        [_mm512_castps128_ps512(halves), _mm512_setzero_ps()]
-    }
-}
-
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
@@ -349,7 +413,7 @@ unsafe fn q2_scales(block: *const Q2KBlock) -> [__m512; 2] {
         let [scale, least] = two_halves(block, 80);
         let both = _mm512_cvtepu8_epi32(_mm_loadu_si128(block.cast()));
         let low = _mm512_and_si512(both, _mm512_set1_epi32(15));
-        let high = core::arch::x86_64::_mm512_srli_epi32::<4>(both);
+        let high = _mm512_srli_epi32::<4>(both);
         [_mm512_mul_ps(_mm512_cvtepi32_ps(low), scale), _mm512_mul_ps(_mm512_cvtepi32_ps(high), least)]
     }
 }
@@ -379,16 +443,20 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m512; 2] {
 /// As [`Lanes`] says.
 #[inline(always)]
 unsafe fn six_bit_scales<B>(block: *const B) -> [__m512; 2] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's promise: a block has more than 20 bytes.
     unsafe {
-        let word = |index: usize| block.cast::<u32>().add(1 + index).read_unaligned();
-        let (six, four, two) = (0x3f3f_3f3f, 0x0f0f_0f0f, 0x0303_0303);
-        let (first, second, third) = (word(0), word(1), word(2));
-        let late = |low: u32, high: u32| (low & four | (high >> 6 & two) << 4).cast_signed();
-        let early = |word: u32| (word & six).cast_signed();
-        let all = floats(_mm_set_epi32(late(third >> 4, second), early(second), late(third, first), early(first)));
-        let [scale, least] = two_halves(block, 0);
-        [_mm512_mul_ps(all, scale), _mm512_mul_ps(_mm512_shuffle_f32x4::<0b01_00_11_10>(all, all), least)]
+        let bytes = _mm_loadu_si128(block.cast::<u8>().add(4).cast());
+        // Four scales and four least values are the low six bits of a byte; of the later four each the low and the high halves of four
+        // bytes are the lower bits, and the highest two of the early ones the upper bits.
+        let low = _mm_shuffle_epi8(bytes, _mm_set_epi8(11, 10, 9, 8, 7, 6, 5, 4, 11, 10, 9, 8, 3, 2, 1, 0));
+        let low = _mm_srlv_epi32(low, _mm_set_epi32(4, 0, 0, 0));
+        let low = _mm_and_si128(low, _mm_set_epi32(0x0f0f_0f0f, 0x3f3f_3f3f, 0x0f0f_0f0f, 0x3f3f_3f3f));
+        let high = _mm_shuffle_epi8(bytes, _mm_set_epi8(7, 6, 5, 4, -1, -1, -1, -1, 3, 2, 1, 0, -1, -1, -1, -1));
+        let high = _mm_and_si128(_mm_srli_epi32::<2>(high), _mm_set1_epi8(0x30));
+        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(block.cast::<i32>().read_unaligned()));
+        let lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+        let factors = _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(both));
+        [_mm512_mul_ps(floats(_mm_or_si128(low, high)), factors); 2]
     }
 }
 

@@ -7,7 +7,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::dequantize::{Blocks, is_in_product, to_bf16};
 use super::kernel;
 use super::kernel::{Kernel, MAX_FEW, Panel};
-use super::rows::{Pair, QuantizedRows};
+use super::rows::{Quad, QuantizedRows};
 use crate::Context;
 use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
@@ -115,7 +115,7 @@ pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: K
     if tasks.is_empty() {
         return;
     }
-    let rows = QuantizedRows::of(ctx, product.a);
+    let rows = QuantizedRows::of(ctx, product.a, best.beside(product.weights.dtype()));
     let num_threads = ctx.threads().count().min(tasks.len());
     let units = product.num_tiles() * MAX_FEW.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4);
     let mut scratch = ctx.empty(&[num_threads, units], DType::U32);
@@ -142,11 +142,9 @@ compiled! {
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
         let (depth, dtype, row_bytes) = (product.weights.cols(), product.weights.dtype(), product.row_bytes());
-        let (pairs, per_row) = (rows.pairs(), rows.pairs_per_row());
-        let mut a: [&[Pair]; MAX_FEW] = [&[]; MAX_FEW];
+        let mut a: [&[Quad]; MAX_FEW] = [&[]; MAX_FEW];
         for (r, a) in a.iter_mut().enumerate().take(group.rows) {
-            let row = group.indices.map_or(group.first + r, |indices| indices[r] as usize);
-            *a = &pairs[row * per_row..][..per_row];
+            *a = rows.row(group.indices.map_or(group.first + r, |indices| indices[r] as usize));
         }
         let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
         let mut room = Room::new();

@@ -6,85 +6,140 @@ use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
 use crate::Context;
 use crate::simd::{Float, LANES, kernel, with_float};
 
-/// Two neighbouring blocks of a row. A row with an odd number of them ends with a block of zeros and scale 0.
+/// Four neighbouring blocks of a row; of those that are not there, zeros. What kernels want to know of them is worked out once here
+/// instead of for each row of weights.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
-pub(super) struct Pair {
-    pub(super) values: [i8; 2 * BLOCK_LEN],
-    pub(super) scales: [f32; 2],
-    fill: [u32; 14],
+pub(super) struct Quad {
+    /// The first 16 numbers of each block, and then the other 16 of each.
+    pub(super) halves: [[i8; 2 * BLOCK_LEN]; 2],
+    /// What stands beside scales and what beside least values or offsets, as the [`Beside`] says.
+    pub(super) beside: [[f32; 16]; 2],
 }
 
-impl Pair {
-    /// What stands beside blocks that are not there.
-    pub(super) const ZERO: Self = Self { values: [0; 2 * BLOCK_LEN], scales: [0.0; 2], fill: [0; 14] };
+/// What a kernel has beside the numbers of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Beside {
+    /// For weights in short blocks, of each quad: the blocks' scales, each four times; and the bits of whole numbers, which sums of four
+    /// neighbours of the first halves and four of the second are to be given for weights that are larger than they should be by this.
+    Offset(u8),
+    /// The same, but the scale times the sum of the first half of each block, the same of the second, and two zeros.
+    Least,
+    /// For weights in blocks of 256, of every other quad: scales of the 8 parts and their sums times their scales less than zero; and zeros.
+    Parts,
+    /// The same with scales twice, for halves of parts; and sums of the halves, times their scales and this.
+    Halves(u8),
 }
 
-/// Quantized rows: element i of a block is about `scale * values[i]`, off by half a scale at most, where the scale is the
+/// Elements of a [`Quad`].
+pub(super) const QUAD: usize = 4 * BLOCK_LEN;
+
+/// Quantized rows: element i of a block is about `scale` times its number, off by half a scale at most, where the scale is the
 /// block's largest magnitude over 127. A block in which something is not finite has scale NaN.
 pub(super) struct QuantizedRows {
     memory: Tensor,
-    pairs_per_row: usize,
+    quads_per_row: usize,
 }
 
 impl QuantizedRows {
     /// The rows of `x [R, K]`, f32 or bf16.
-    pub(super) fn of(ctx: &Context, x: &Tensor) -> Self {
+    pub(super) fn of(ctx: &Context, x: &Tensor, beside: Beside) -> Self {
         let (rows, cols) = (x.rows(), x.cols());
-        let pairs_per_row = cols.div_ceil(2 * BLOCK_LEN);
-        let mut memory = ctx.empty(&[rows * pairs_per_row, size_of::<Pair>() / 4], DType::U32);
+        let quads_per_row = cols.div_ceil(QUAD);
+        let mut memory = ctx.empty(&[rows * quads_per_row, size_of::<Quad>() / 4], DType::U32);
         let rows_per_task = (1 << 14) / cols.max(1) + 1;
         with_float!(x.dtype(), T => {
             let x = x.slice::<T>();
-            let pairs: &mut [Pair] = bytemuck::cast_slice_mut(memory.u32s_mut());
-            ctx.threads().run_pieces(pairs, (rows_per_task * pairs_per_row).max(1), |task, pairs| {
+            let quads: &mut [Quad] = bytemuck::cast_slice_mut(memory.u32s_mut());
+            ctx.threads().run_pieces(quads, (rows_per_task * quads_per_row).max(1), |task, quads| {
                 let x = x[task * rows_per_task * cols..].chunks_exact(cols.max(1));
-                for (x, pairs) in x.zip(pairs.chunks_exact_mut(pairs_per_row.max(1))) {
-                    quantize_row::<T>(ctx.isa(), x, pairs);
+                for (x, quads) in x.zip(quads.chunks_exact_mut(quads_per_row.max(1))) {
+                    quantize_row::<T>(ctx.isa(), x, beside, quads);
                 }
             });
         });
-        Self { memory, pairs_per_row }
+        Self { memory, quads_per_row }
     }
 
-    /// All pairs, row by row.
-    pub(super) fn pairs(&self) -> &[Pair] {
-        bytemuck::cast_slice(self.memory.u32s())
-    }
-
-    pub(super) fn pairs_per_row(&self) -> usize {
-        self.pairs_per_row
+    /// Row `index`.
+    pub(super) fn row(&self, index: usize) -> &[Quad] {
+        &bytemuck::cast_slice(self.memory.u32s())[index * self.quads_per_row..][..self.quads_per_row]
     }
 }
 
 kernel! {
-    fn quantize_row<S: Level, T: Float>(x: &[T], to: &mut [Pair]) {
-        for (pair, to) in to.iter_mut().enumerate() {
-            for half in 0..2 {
-                let start = (2 * pair + half) * BLOCK_LEN;
-                let values = &mut to.values[half * BLOCK_LEN..][..BLOCK_LEN];
-                let Some(x) = x.get(start..start + BLOCK_LEN) else {
-                    values.fill(0);
-                    to.scales[half] = 0.0;
-                    continue;
-                };
-                let (mut largest, mut not_finite) = ([0.0_f32; LANES], [0.0_f32; LANES]);
-                for x in x.as_chunks::<LANES>().0 {
-                    for i in 0..LANES {
-                        let size = x[i].load().abs();
-                        largest[i] = if size > largest[i] { size } else { largest[i] };
-                        // Zero times what is not finite is NaN.
-                        not_finite[i] += size * 0.0;
-                    }
+    fn quantize_row<S: Level, T: Float>(x: &[T], beside: Beside, to: &mut [Quad]) {
+        to.fill(Quad::zeroed());
+        for (index, x) in x.as_chunks().0.iter().enumerate() {
+            let (scale, numbers) = quantize_block(x);
+            let (first, second) = numbers.split_at(HALF);
+            let (quad, part) = (index / 4, index % 4);
+            to[quad].halves[0][part * HALF..][..HALF].copy_from_slice(first);
+            to[quad].halves[1][part * HALF..][..HALF].copy_from_slice(second);
+            let fours = |half: &[i8]| -> [i32; 4] {
+                std::array::from_fn(|i| half[4 * i..][..4].iter().map(|&x| i32::from(x)).sum())
+            };
+            beside.put(to, index, scale, [fours(first), fours(second)]);
+        }
+    }
+}
+
+/// Half of a block.
+const HALF: usize = BLOCK_LEN / 2;
+
+impl Beside {
+    /// Puts it beside block `index`, of whose halves these are the sums of four neighbours each.
+    #[inline(always)]
+    fn put(self, to: &mut [Quad], index: usize, scale: f32, fours: [[i32; 4]; 2]) {
+        let sums = fours.map(|fours| scale * fours.iter().sum::<i32>() as f32);
+        // Of eight blocks the first quad has all.
+        let ([scales, others], part) = match self {
+            Self::Offset(_) | Self::Least => (&mut to[index / 4].beside, 4 * (index % 4)),
+            Self::Parts => (&mut to[index / 8 * 2].beside, index % 8),
+            Self::Halves(_) => (&mut to[index / 8 * 2].beside, 2 * (index % 8)),
+        };
+        match self {
+            Self::Offset(offset) => {
+                scales[part..][..4].fill(scale);
+                for (i, to) in others[part..][..4].iter_mut().enumerate() {
+                    *to = f32::from_bits((-i32::from(offset) * (fours[0][i] + fours[1][i])).cast_unsigned());
                 }
-                let largest = largest.iter().fold(0.0_f32, |a, &b| if b > a { b } else { a });
-                to.scales[half] = largest / 127.0 + not_finite.iter().sum::<f32>();
-                let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
-                for (value, x) in values.iter_mut().zip(x) {
-                    // Adding 1.5 * 2^23 rounds to a whole number, ties to even, and leaves it in the low bits.
-                    *value = (x.load() * inverse + 12_582_912.0).to_bits() as i8;
-                }
+            }
+            Self::Least => {
+                scales[part..][..4].fill(scale);
+                others[part..][..2].copy_from_slice(&sums);
+            }
+            Self::Parts => {
+                scales[part] = scale;
+                scales[8 + part] = -(sums[0] + sums[1]);
+            }
+            Self::Halves(factor) => {
+                scales[part..][..2].fill(scale);
+                others[part..][..2].copy_from_slice(&sums.map(|sum| f32::from(factor) * sum));
             }
         }
     }
+}
+
+/// A block's scale and numbers.
+#[inline(always)]
+fn quantize_block<T: Float>(x: &[T; BLOCK_LEN]) -> (f32, [i8; BLOCK_LEN]) {
+    let (mut largest, mut not_finite) = ([0.0_f32; LANES], [0.0_f32; LANES]);
+    for x in x.as_chunks::<LANES>().0 {
+        for i in 0..LANES {
+            let size = x[i].load().abs();
+            largest[i] = if size > largest[i] { size } else { largest[i] };
+            // Zero times what is not finite is NaN.
+            not_finite[i] += size * 0.0;
+        }
+    }
+    let largest = largest.iter().fold(0.0_f32, |a, &b| if b > a { b } else { a });
+    let scale = largest / 127.0 + not_finite.iter().sum::<f32>();
+    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+    let mut numbers = [0; BLOCK_LEN];
+    for (number, x) in numbers.iter_mut().zip(x) {
+        // Adding 1.5 * 2^23 rounds to a whole number, ties to even, and leaves it in the low bits.
+        *number = (x.load() * inverse + 12_582_912.0).to_bits() as i8;
+    }
+    (scale, numbers)
 }

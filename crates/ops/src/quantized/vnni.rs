@@ -1,21 +1,38 @@
 //! Products of quantized rows with blocks by the byte dot product of AVX-512 VNNI.
 
 use core::arch::x86_64::{
-    __m128, __m512, __m512i, _mm_castsi128_ps, _mm_loadl_epi64, _mm_movelh_ps, _mm_mul_ps, _mm512_castps128_ps512,
-    _mm512_castps512_ps128, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps,
-    _mm512_load_si512, _mm512_loadu_si512, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set_epi32, _mm512_set1_epi8,
-    _mm512_setzero_ps, _mm512_setzero_si512, _mm512_shuffle_i64x2, _mm512_sub_epi32,
+    __m512, __m512i, _mm512_castps_si512, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps,
+    _mm512_load_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mask_add_ps, _mm512_mul_ps, _mm512_permutexvar_ps,
+    _mm512_setzero_ps, _mm512_setzero_si512,
 };
 
 use super::blocks_of;
 use super::kernel::Panel;
-use super::lanes::Lanes;
-use super::rows::Pair;
+use super::lanes::{Lanes, PARTS};
+use super::layouts::PART;
+use super::rows::{Beside, Quad};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
 use crate::simd::{Avx512, Level};
 
+/// Bytes by which weights are asked for ahead of their use, at least. Less, and memory and products take turns.
+const AHEAD_BYTES: usize = 8 << 10;
+
+/// The most bytes of a unit of several blocks.
+const MAX_UNIT_BYTES: usize = PARTS * 34;
+
+/// What stands beside activations for a type of weights.
+pub(super) const fn beside<B: Lanes>() -> Beside {
+    match (B::IS_LONG, B::SHARED == PART) {
+        (false, _) if B::HAS_LEAST => Beside::Least,
+        (false, _) => Beside::Offset(B::OFFSET.cast_unsigned()),
+        (true, true) => Beside::Parts,
+        // What is larger than it should be by an offset has a least value of so many scales.
+        (true, false) => Beside::Halves(if B::HAS_LEAST { 1 } else { B::OFFSET.cast_unsigned() }),
+    }
+}
+
 /// # Safety
-/// The machine must have AVX-512 F, BW, DQ, VL and VNNI, AVX2, FMA and F16C; rows of activations must have as many pairs as hold
+/// The machine must have AVX-512 F, BW, DQ, VL and VNNI, AVX2, FMA and F16C; rows of activations must have as many quads as hold
 /// a row of weights.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
 pub(super) unsafe fn run<B: Lanes>(panel: Panel<'_>, tiles: &mut [Tile]) {
@@ -24,14 +41,15 @@ pub(super) unsafe fn run<B: Lanes>(panel: Panel<'_>, tiles: &mut [Tile]) {
     let columns = weights.len().checked_div(num_blocks).unwrap_or(0);
     let num_passes = panel.a.len().div_ceil(4).max(1);
     let pass = panel.a.len().div_ceil(num_passes);
+    let rows_ahead = AHEAD_BYTES.div_ceil((num_blocks * size_of::<B>()).max(1)).next_multiple_of(4);
     let mut column = 0;
     while column < columns {
         // As many rows of weights as registers hold sums of.
         let count = if column + 4 <= columns { 4 } else { 1 };
-        let ahead = if column + 2 * count <= columns {
-            weights.as_ptr().wrapping_add((column + count) * num_blocks).cast()
+        let ahead = if column + rows_ahead < columns {
+            weights.as_ptr().wrapping_add((column + rows_ahead) * num_blocks)
         } else {
-            panel.next
+            panel.next.cast::<B>().wrapping_add((column + rows_ahead - columns) * num_blocks)
         };
         for first in (0..panel.a.len()).step_by(pass) {
             let part = Part { panel, weights, num_blocks, column, first, ahead, tiles: &mut *tiles };
@@ -61,7 +79,8 @@ struct Part<'a, B> {
     num_blocks: usize,
     column: usize,
     first: usize,
-    ahead: *const u8,
+    /// What will be read some rows later.
+    ahead: *const B,
     tiles: &'a mut [Tile],
 }
 
@@ -75,14 +94,30 @@ impl<B: Lanes> Part<'_, B> {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
     unsafe fn sums<const N: usize, const R: usize>(self) {
         let Self { panel, weights, num_blocks, column, first, ahead, tiles } = self;
-        let a: [&[Pair]; R] = std::array::from_fn(|r| panel.a[first + r]);
+        // Lengths that the compiler knows keep sums in registers.
+        let mut a: [&[Quad]; R] = [&[]; R];
+        a.copy_from_slice(&panel.a[first..first + R]);
         let weights = weights[column * num_blocks..][..N * num_blocks].as_ptr();
         let mut sums: Sums<N, R> = [[_mm512_setzero_ps(); R]; N];
-        // SAFETY: the caller's promise.
-        unsafe {
-            match B::NIBBLES {
-                Some(_) => add_fours(weights, num_blocks, a, ahead, &mut sums),
-                None => add_units(weights, num_blocks, a, ahead, &mut sums),
+        let whole = num_blocks / B::BLOCKS * B::BLOCKS;
+        for block in (0..whole).step_by(B::BLOCKS) {
+            for (n, sums) in sums.iter_mut().enumerate() {
+                prefetch_bytes(ahead.wrapping_add(n * num_blocks + block).cast(), B::BLOCKS * size_of::<B>());
+                // SAFETY: the unit is part of a row, and activations have as many quads as the row.
+                unsafe { add_unit(weights.add(n * num_blocks + block), (a, block / B::BLOCKS * B::QUADS), sums) };
+            }
+        }
+        if whole < num_blocks {
+            for (n, sums) in sums.iter_mut().enumerate() {
+                // What is not there counts as blocks of zeros.
+                let mut unit = [0_u8; MAX_UNIT_BYTES];
+                let len = (num_blocks - whole) * size_of::<B>();
+                // SAFETY: the rest of a row is shorter than a unit of several blocks, which has room, and is readable.
+                unsafe {
+                    let rest = weights.add(n * num_blocks + whole).cast::<u8>();
+                    unit.as_mut_ptr().copy_from_nonoverlapping(rest, len);
+                    add_unit(unit.as_ptr().cast::<B>(), (a, whole / B::BLOCKS * B::QUADS), sums);
+                }
             }
         }
         for (n, sums) in sums.iter().enumerate() {
@@ -95,205 +130,106 @@ impl<B: Lanes> Part<'_, B> {
     }
 }
 
-/// Adds the products of whole rows, unit by unit.
-///
-/// # Safety
-/// As for [`run`]; `N` rows of `num_blocks` blocks must be readable from `weights` on.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_units<B: Lanes, const N: usize, const R: usize>(
-    weights: *const B,
-    num_blocks: usize,
-    a: [&[Pair]; R],
-    ahead: *const u8,
-    sums: &mut Sums<N, R>,
-) {
-    for block in (0..num_blocks).step_by(B::BLOCKS) {
-        // The last short block of an odd number counts once: the activations beside its repetition are zeros of scale 0.
-        let second = (block + B::BLOCKS - 1).min(num_blocks - 1);
-        // No closures where vectors are about: what calls them has not the instructions, so that they would stay calls.
-        let mut units = [[weights; 2]; N];
-        for (n, unit) in units.iter_mut().enumerate() {
-            *unit = [weights.wrapping_add(n * num_blocks + block), weights.wrapping_add(n * num_blocks + second)];
-        }
-        let mut scales = [[_mm512_setzero_ps(); 2]; N];
-        for (scales, &unit) in scales.iter_mut().zip(&units) {
-            // SAFETY: blocks of the rows taken above.
-            *scales = unsafe { B::scales(unit) };
-        }
-        for pair in 0..B::PAIRS {
-            for n in 0..N {
-                let at = (n * num_blocks + block) * size_of::<B>() + pair * bytes_of_pair::<B>();
-                prefetch_bytes(ahead.wrapping_add(at), bytes_of_pair::<B>());
-            }
-            let at = block / B::BLOCKS * B::PAIRS + pair;
-            // SAFETY: the blocks are there.
-            unsafe { add_pair::<B, N, R>((&units, pair), &scales, (a, at), sums) };
-        }
-    }
-}
-
-/// What is longer than a cache line may lie on three: then its last byte is asked for as well as its first.
+/// Asks for all cache lines that bytes lie on.
 #[inline(always)]
 fn prefetch_bytes(at: *const u8, len: usize) {
-    prefetch_far(at);
-    if len > 64 {
-        prefetch_far(at.wrapping_add(len - 1));
+    for line in 0..len / 64 {
+        prefetch_far(at.wrapping_add(64 * line));
     }
+    prefetch_far(at.wrapping_add(len - 1));
 }
 
-/// As [`add_units`], four blocks of four-bit numbers at a time: the first 16 numbers of each make one vector and the others a second,
-/// so that 128 products become floats at once and take their scales together.
+/// Adds the products of a unit of weights with the quads from `at` on of `R` rows.
 ///
 /// # Safety
-/// As for [`add_units`].
+/// As for [`run`]; the unit must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_fours<B: Lanes, const N: usize, const R: usize>(
-    weights: *const B,
-    num_blocks: usize,
-    a: [&[Pair]; R],
-    ahead: *const u8,
-    sums: &mut Sums<N, R>,
-) {
-    let Some(nibbles) = B::NIBBLES else { return };
-    let lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    let last = num_blocks - 1;
-    for block in (0..num_blocks).step_by(4) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut rows = [FourRow::ZERO; R];
-            for (row, a) in rows.iter_mut().zip(a) {
-                *row = FourRow::of::<B>(&a[block / 2..]);
-            }
-            for (n, sums) in sums.iter_mut().enumerate() {
-                let row = weights.wrapping_add(n * num_blocks);
-                prefetch_bytes(ahead.wrapping_add((n * num_blocks + block) * size_of::<B>()), 4 * size_of::<B>());
-                // What is not there counts as the last block: the activations beside it are zeros of scale 0.
-                let (first, second) = (row.wrapping_add(block), row.wrapping_add((block + 1).min(last)));
-                let (third, fourth) =
-                    (row.wrapping_add((block + 2).min(last)), row.wrapping_add((block + 3).min(last)));
-                let [low, high] = nibbles.of_four([first, second, third, fourth]);
-                let [of_first, _] = B::scales([first, second]);
-                let [of_third, _] = B::scales([third, fourth]);
-                let scales = _mm_movelh_ps(_mm512_castps512_ps128(of_first), _mm512_castps512_ps128(of_third));
-                for (row, sum) in rows.iter().zip(sums) {
-                    let totals = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(row.correction, low, row.low), high, row.high);
-                    let scales = _mm512_castps128_ps512(_mm_mul_ps(scales, row.scales));
-                    *sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), _mm512_permutexvar_ps(lanes, scales), *sum);
-                }
-            }
-        }
-    }
-}
-
-/// Four blocks of a row's numbers as [`Nibbles::of_four`] has those of weights, minus the [offset](Lanes::OFFSET) times their sums,
-/// and their scales.
-#[derive(Clone, Copy)]
-struct FourRow {
-    low: __m512i,
-    high: __m512i,
-    correction: __m512i,
-    scales: __m128,
-}
-
-impl FourRow {
-    // SAFETY: any bits are numbers.
-    const ZERO: Self = unsafe { std::mem::zeroed() };
-
-    /// # Safety
-    /// As for [`run`]; there must be a pair.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn of<B: Lanes>(pairs: &[Pair]) -> Self {
-        let (first, second) = (&pairs[0], pairs.get(1).unwrap_or(&Pair::ZERO));
-        // SAFETY: a pair is aligned to a cache line and begins with 64 bytes of numbers; two scales are eight bytes.
-        let (values, scales) = unsafe {
-            let of_first = _mm_castsi128_ps(_mm_loadl_epi64(first.scales.as_ptr().cast()));
-            let of_second = _mm_castsi128_ps(_mm_loadl_epi64(second.scales.as_ptr().cast()));
-            let values = [first.values.as_ptr(), second.values.as_ptr()];
-            let values = [_mm512_load_si512(values[0].cast()), _mm512_load_si512(values[1].cast())];
-            (values, _mm_movelh_ps(of_first, of_second))
-        };
-        let low = _mm512_shuffle_i64x2::<0b10_00_10_00>(values[0], values[1]);
-        let high = _mm512_shuffle_i64x2::<0b11_01_11_01>(values[0], values[1]);
-        let (zero, offset) = (_mm512_setzero_si512(), _mm512_set1_epi8(B::OFFSET));
-        let sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, offset, low), offset, high);
-        Self { low, high, correction: _mm512_sub_epi32(zero, sum), scales }
-    }
-}
-
-const fn bytes_of_pair<B: Lanes>() -> usize {
-    B::BLOCKS * size_of::<B>() / B::PAIRS
-}
-
-/// A row's numbers, minus the [offset](Lanes::OFFSET) times their sums, their sums times their scale, and their scales.
-#[derive(Clone, Copy)]
-struct Row {
-    x: __m512i,
-    correction: __m512i,
-    sum: __m512,
-    scales: __m512,
-}
-
-impl Row {
-    // SAFETY: any bits are numbers.
-    const ZERO: Self = unsafe { std::mem::zeroed() };
-
-    /// # Safety
-    /// As for [`run`].
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn of<B: Lanes>(pair: &Pair) -> Self {
-        let zero = _mm512_setzero_si512();
-        // SAFETY: a pair is aligned to a cache line and begins with 64 bytes of numbers; two scales are eight bytes.
-        let (x, scales) = unsafe {
-            let scales = _mm_castsi128_ps(_mm_loadl_epi64(pair.scales.as_ptr().cast()));
-            (_mm512_load_si512(pair.values.as_ptr().cast()), _mm512_castps128_ps512(scales))
-        };
-        // The scale of the first 32 numbers for the lower eight lanes, of the others for the upper ones.
-        let scales = _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), scales);
-        let mut row = Self { x, correction: zero, sum: _mm512_setzero_ps(), scales };
-        if B::OFFSET != 0 {
-            row.correction = _mm512_sub_epi32(zero, _mm512_dpbusd_epi32(zero, _mm512_set1_epi8(B::OFFSET), x));
-        }
-        if B::HAS_LEAST {
-            let sum = _mm512_dpbusd_epi32(zero, _mm512_set1_epi8(1), x);
-            row.sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales);
-        }
-        row
-    }
-}
-
-/// Adds the products of 64 weights of each row.
-///
-/// # Safety
-/// As for [`run`]; the units' blocks must be readable.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_pair<B: Lanes, const N: usize, const R: usize>(
-    (units, pair): (&[[*const B; 2]; N], usize),
-    scales: &[[__m512; 2]; N],
-    (a, at): ([&[Pair]; R], usize),
-    sums: &mut Sums<N, R>,
-) {
+unsafe fn add_unit<B: Lanes, const R: usize>(unit: *const B, (a, at): ([&[Quad]; R], usize), sums: &mut [__m512; R]) {
     // SAFETY: the caller's promise.
     unsafe {
-        let lanes = _mm512_loadu_si512(B::SCALE_LANES[pair].as_ptr().cast());
-        let mut rows = [Row::ZERO; R];
-        for (row, a) in rows.iter_mut().zip(a) {
-            *row = Row::of::<B>(&a[at]);
-        }
-        for ((&unit, scales), sums) in units.iter().zip(scales).zip(sums) {
-            let bytes = B::bytes(unit, pair);
-            let (scale, least) = (_mm512_permutexvar_ps(lanes, scales[0]), _mm512_permutexvar_ps(lanes, scales[1]));
-            for (row, sum) in rows.iter().zip(sums) {
-                let totals = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(row.correction, bytes, row.x));
-                *sum = _mm512_fmadd_ps(totals, _mm512_mul_ps(scale, row.scales), *sum);
-                if B::HAS_LEAST {
-                    *sum = _mm512_fnmadd_ps(least, row.sum, *sum);
-                }
+        let scales = B::scales(unit);
+        if !B::IS_LONG {
+            let numbers = B::numbers(unit, 0);
+            for (sum, a) in sums.iter_mut().zip(a) {
+                *sum = with_short::<B>((numbers, scales), a.get_unchecked(at), *sum);
             }
+            return;
+        }
+        let numbers = [B::numbers(unit, 0), B::numbers(unit, 1)];
+        for (sum, a) in sums.iter_mut().zip(a) {
+            *sum = with_long::<B>((numbers, scales), [a.get_unchecked(at), a.get_unchecked(at + 1)], *sum);
         }
     }
+}
+
+/// The sum and the products of four short blocks with a quad of activations.
+///
+/// # Safety
+/// As for [`run`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+unsafe fn with_short<B: Lanes>((numbers, scales): ([__m512i; 2], [__m512; 2]), a: &Quad, mut sum: __m512) -> __m512 {
+    // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
+    unsafe {
+        let others = _mm512_load_ps(a.beside[1].as_ptr());
+        let start = if B::HAS_LEAST { _mm512_setzero_si512() } else { _mm512_castps_si512(others) };
+        let totals = _mm512_cvtepi32_ps(dots(dots(start, numbers[0], &a.halves[0]), numbers[1], &a.halves[1]));
+        sum = _mm512_fmadd_ps(totals, _mm512_mul_ps(scales[0], _mm512_load_ps(a.beside[0].as_ptr())), sum);
+        if B::HAS_LEAST {
+            sum = _mm512_fnmadd_ps(scales[1], others, sum);
+        }
+        sum
+    }
+}
+
+/// The sum and the products of a long block with two quads of activations.
+///
+/// # Safety
+/// As for [`run`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+unsafe fn with_long<B: Lanes>(
+    (numbers, [scales, least]): ([[__m512i; 2]; 2], [__m512; 2]),
+    a: [&Quad; 2],
+    mut sum: __m512,
+) -> __m512 {
+    // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each, as lanes are.
+    unsafe {
+        let factors = _mm512_mul_ps(scales, _mm512_load_ps(a[0].beside[0].as_ptr()));
+        let zero = _mm512_setzero_si512();
+        if B::SHARED == PART {
+            // The upper lanes are products of least values and sums already.
+            sum = _mm512_mask_add_ps(sum, 0xff00, sum, factors);
+        } else {
+            let least = if B::HAS_LEAST { least } else { scales };
+            sum = _mm512_fnmadd_ps(least, _mm512_load_ps(a[0].beside[1].as_ptr()), sum);
+        }
+        for quad in 0..2 {
+            let lanes = [0, 1].map(|half| B::SCALE_LANES[quad][half].as_ptr().cast());
+            let first = _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[0]), factors);
+            let products = dots(zero, numbers[quad][0], &a[quad].halves[0]);
+            if B::SHARED == PART {
+                let totals = dots(products, numbers[quad][1], &a[quad].halves[1]);
+                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), first, sum);
+            } else {
+                let second = _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[1]), factors);
+                let totals = dots(zero, numbers[quad][1], &a[quad].halves[1]);
+                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), first, sum);
+                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), second, sum);
+            }
+        }
+        sum
+    }
+}
+
+/// Sums of four products each of weights and activations, added to `start`.
+///
+/// # Safety
+/// As for [`run`]; activations must be aligned to a cache line.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+unsafe fn dots(start: __m512i, weights: __m512i, a: &[i8; 64]) -> __m512i {
+    // SAFETY: the caller's promise.
+    _mm512_dpbusd_epi32(start, weights, unsafe { _mm512_load_si512(a.as_ptr().cast()) })
 }
