@@ -8,9 +8,9 @@ use core::arch::x86_64::{
     _mm512_castsi256_si512, _mm512_castsi512_si128, _mm512_castsi512_si256, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
     _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_inserti64x4, _mm512_loadu_si512, _mm512_mask_broadcast_i32x4,
     _mm512_maskz_set1_epi8, _mm512_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_permutexvar_ps,
-    _mm512_set_epi32, _mm512_set_epi64, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_epi8,
-    _mm512_shuffle_i64x2, _mm512_slli_epi16, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_srlv_epi64, _mm512_sub_epi32,
-    _mm512_sub_ps, _mm512_xor_si512,
+    _mm512_rorv_epi64, _mm512_set_epi32, _mm512_set_epi64, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_shuffle_epi8, _mm512_shuffle_i64x2, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_srlv_epi64,
+    _mm512_sub_epi32, _mm512_sub_ps, _mm512_xor_si512,
 };
 
 use moeworks_tensor::{
@@ -212,23 +212,24 @@ const fn raised(levels: &[i8; 16], by: i8) -> [i8; 16] {
     raised
 }
 
-/// The 16 bytes from `at` on in each quarter of a vector, shifted to the right by `first`, `first + step` and so on, of which the
-/// bits of `mask` stay; then the same of the next 16.
+/// The 16 bytes from `at` on in each quarter of a vector, moved to the right by `first`, `first + step` and so on (to the left if that
+/// is negative), of which the bits of `mask` stay; then the same of the next 16.
 ///
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
-unsafe fn shifted<B>(block: *const B, at: usize, (first, step): (usize, usize), mask: i8) -> [__m512i; 2] {
+unsafe fn moved<B>(block: *const B, at: usize, (first, step): (i64, i64), mask: i8) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        let by = |part: usize| (first + part * step) as i64;
+        let by = |part: i64| first + part * step;
+        // What is turned out of a byte into the next one is outside the mask.
         let by = _mm512_set_epi64(by(3), by(3), by(2), by(2), by(1), by(1), by(0), by(0));
         let mask = _mm512_set1_epi8(mask);
         let bytes = block.cast::<u8>().add(at);
         let halves = [_mm_loadu_si128(bytes.cast()), _mm_loadu_si128(bytes.add(16).cast())];
         [
-            _mm512_and_si512(_mm512_srlv_epi64(_mm512_broadcast_i32x4(halves[0]), by), mask),
-            _mm512_and_si512(_mm512_srlv_epi64(_mm512_broadcast_i32x4(halves[1]), by), mask),
+            _mm512_and_si512(_mm512_rorv_epi64(_mm512_broadcast_i32x4(halves[0]), by), mask),
+            _mm512_and_si512(_mm512_rorv_epi64(_mm512_broadcast_i32x4(halves[1]), by), mask),
         ]
     }
 }
@@ -260,19 +261,12 @@ unsafe fn from_parts([low, high]: [__m512i; 2]) -> [__m512i; 2] {
     unsafe { [_mm512_shuffle_i64x2::<0b10_00_10_00>(low, high), _mm512_shuffle_i64x2::<0b11_01_11_01>(low, high)] }
 }
 
-/// Numbers with further bits above their lower `BITS`.
-///
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
-unsafe fn with_high<const BITS: u32>(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2] {
+unsafe fn or(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
-    unsafe {
-        [
-            _mm512_or_si512(low[0], _mm512_slli_epi16::<BITS>(high[0])),
-            _mm512_or_si512(low[1], _mm512_slli_epi16::<BITS>(high[1])),
-        ]
-    }
+    unsafe { [_mm512_or_si512(low[0], high[0]), _mm512_or_si512(low[1], high[1])] }
 }
 
 /// Types of which scales and numbers are an expression each.
@@ -304,17 +298,20 @@ lanes! {
     Q4_1Block, 0, |unit| scale_and_sum(unit), |unit, _| nibbles::<Self, 4>(unit);
     Q5_0Block, 16, |unit| scale_alone(unit), |unit, _| five_bits::<Self, 6, 2>(unit);
     Q5_1Block, 0, |unit| scale_and_sum(unit), |unit, _| five_bits::<Self, 8, 4>(unit);
-    Q2KBlock, 0, |block| q2_scales(block), |block, quad| shifted(block, 16 + 32 * quad, (0, 2), 3);
+    Q2KBlock, 0, |block| q2_scales(block), |block, quad| moved(block, 16 + 32 * quad, (0, 2), 3);
     Q3KBlock, 4, |block| q3_scales(block), |block, quad| {
-        with_high::<2>(shifted(block, 32 + 32 * quad, (0, 2), 3), shifted(block, 0, (4 * quad, 1), 1))
+        or(moved(block, 32 + 32 * quad, (0, 2), 3), moved(block, 0, (4 * quad as i64 - 2, 1), 1 << 2))
     };
     Q4KBlock, 0, |block| six_bit_scales(block), |block, quad| nibbles_of_parts(block, 16 + 64 * quad);
     Q5KBlock, 0, |block| six_bit_scales(block), |block, quad| {
-        with_high::<4>(nibbles_of_parts(block, 48 + 64 * quad), shifted(block, 16, (4 * quad, 1), 1))
+        or(nibbles_of_parts(block, 48 + 64 * quad), moved(block, 16, (4 * quad as i64 - 4, 1), 1 << 4))
     };
     Q6KBlock, 32, |block| q6_scales(block), |block, quad| {
-        let low = halves_of_bytes(_mm512_loadu_si512(block.cast::<u8>().add(64 * quad).cast()));
-        with_high::<4>(from_parts(low), shifted(block, 128 + 32 * quad, (0, 2), 3))
+        let all = _mm512_loadu_si512(block.cast::<u8>().add(64 * quad).cast());
+        let [first, second] = from_parts([all, _mm512_srli_epi16::<4>(all)]);
+        let mask = _mm512_set1_epi8(15);
+        let low = [_mm512_and_si512(first, mask), _mm512_and_si512(second, mask)];
+        or(low, moved(block, 128 + 32 * quad, (-4, 2), 3 << 4))
     };
     Iq4NlBlock, i8::MIN, |unit| scale_alone(unit),
         |unit, _| levels(nibbles::<Self, 2>(unit), const { &raised(&IQ4_LEVELS, i8::MIN) });

@@ -14,11 +14,8 @@ use super::rows::{Beside, Quad};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
 use crate::simd::{Avx512, Level};
 
-/// Bytes by which weights are asked for ahead of their use, at least. Less, and memory and products take turns.
+/// Bytes by which weights are asked for ahead of their use, at least. With less, or if a line is left out, memory and products take turns.
 const AHEAD_BYTES: usize = 8 << 10;
-
-/// The most bytes of a unit of several blocks.
-const MAX_UNIT_BYTES: usize = PARTS * 34;
 
 /// What stands beside activations for a type of weights.
 pub(super) const fn beside<B: Lanes>() -> Beside {
@@ -39,93 +36,71 @@ pub(super) unsafe fn run<B: Lanes>(panel: Panel<'_>, tiles: &mut [Tile]) {
     let num_blocks = panel.depth / B::DTYPE.block_len();
     let weights = blocks_of::<B>(panel.weights);
     let columns = weights.len().checked_div(num_blocks).unwrap_or(0);
-    let num_passes = panel.a.len().div_ceil(4).max(1);
-    let pass = panel.a.len().div_ceil(num_passes);
-    let rows_ahead = AHEAD_BYTES.div_ceil((num_blocks * size_of::<B>()).max(1)).next_multiple_of(4);
-    let mut column = 0;
-    while column < columns {
-        // As many rows of weights as registers hold sums of.
-        let count = if column + 4 <= columns { 4 } else { 1 };
+    let num_passes = panel.a.len().div_ceil(MAX_PASS).max(1);
+    let pass = panel.a.len().div_ceil(num_passes).max(1);
+    let rows_ahead = AHEAD_BYTES.div_ceil((num_blocks * size_of::<B>()).max(1));
+    for (column, weights) in weights.chunks_exact(num_blocks.max(1)).enumerate() {
         let ahead = if column + rows_ahead < columns {
-            weights.as_ptr().wrapping_add((column + rows_ahead) * num_blocks)
+            weights.as_ptr().wrapping_add(rows_ahead * num_blocks)
         } else {
             panel.next.cast::<B>().wrapping_add((column + rows_ahead - columns) * num_blocks)
         };
-        for first in (0..panel.a.len()).step_by(pass) {
-            let part = Part { panel, weights, num_blocks, column, first, ahead, tiles: &mut *tiles };
-            // SAFETY: `count` rows of weights and as many rows of activations as are named exist.
+        for (index, a) in panel.a.chunks(pass).enumerate() {
+            let row = Row { weights, ahead, to: (index * pass, column, panel.tile_step) };
+            // SAFETY: the caller's promise.
             unsafe {
-                match (count, pass.min(panel.a.len() - first)) {
-                    (4, 1) => part.sums::<4, 1>(),
-                    (4, 2) => part.sums::<4, 2>(),
-                    (4, 3) => part.sums::<4, 3>(),
-                    (4, _) => part.sums::<4, 4>(),
-                    (_, 1) => part.sums::<1, 1>(),
-                    (_, 2) => part.sums::<1, 2>(),
-                    (_, 3) => part.sums::<1, 3>(),
-                    (_, _) => part.sums::<1, 4>(),
+                match *a {
+                    [a] => row.sums([a], tiles),
+                    [a, b] => row.sums([a, b], tiles),
+                    [a, b, c] => row.sums([a, b, c], tiles),
+                    [a, b, c, d] => row.sums([a, b, c, d], tiles),
+                    _ => {}
                 }
             }
         }
-        column += count;
     }
 }
 
-/// Some rows of weights with some rows of activations.
-struct Part<'a, B> {
-    panel: Panel<'a>,
+/// The most rows of activations that a row of weights meets at once: so many that registers hold all that goes with them.
+const MAX_PASS: usize = 4;
+
+/// A row of weights: they are taken one by one, so that memory is read in one stream.
+struct Row<'a, B> {
     weights: &'a [B],
-    /// Blocks of a row of weights.
-    num_blocks: usize,
-    column: usize,
-    first: usize,
     /// What will be read some rows later.
     ahead: *const B,
-    tiles: &'a mut [Tile],
+    /// The first row of the sums and their column, and every how many tiles the next [`MAX_ROWS`] rows go.
+    to: (usize, usize, usize),
 }
 
-/// Sums of `N` rows of weights with `R` rows of activations.
-type Sums<const N: usize, const R: usize> = [[__m512; R]; N];
-
-impl<B: Lanes> Part<'_, B> {
+impl<B: Lanes> Row<'_, B> {
+    /// Writes the sums with some rows of activations.
+    ///
     /// # Safety
-    /// As for [`run`]; `N` rows of weights and `R` rows of activations must exist.
+    /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn sums<const N: usize, const R: usize>(self) {
-        let Self { panel, weights, num_blocks, column, first, ahead, tiles } = self;
-        // Lengths that the compiler knows keep sums in registers.
-        let mut a: [&[Quad]; R] = [&[]; R];
-        a.copy_from_slice(&panel.a[first..first + R]);
-        let weights = weights[column * num_blocks..][..N * num_blocks].as_ptr();
-        let mut sums: Sums<N, R> = [[_mm512_setzero_ps(); R]; N];
-        let whole = num_blocks / B::BLOCKS * B::BLOCKS;
-        for block in (0..whole).step_by(B::BLOCKS) {
-            for (n, sums) in sums.iter_mut().enumerate() {
-                prefetch_bytes(ahead.wrapping_add(n * num_blocks + block).cast(), B::BLOCKS * size_of::<B>());
-                // SAFETY: the unit is part of a row, and activations have as many quads as the row.
-                unsafe { add_unit(weights.add(n * num_blocks + block), (a, block / B::BLOCKS * B::QUADS), sums) };
-            }
+    unsafe fn sums<const R: usize>(&self, a: [&[Quad]; R], tiles: &mut [Tile]) {
+        let mut sums = [_mm512_setzero_ps(); R];
+        let units = self.weights.chunks_exact(B::BLOCKS);
+        let rest = units.remainder();
+        let mut at = 0;
+        for unit in units {
+            prefetch_bytes(self.ahead.wrapping_add(at * B::BLOCKS).cast(), B::BLOCKS * size_of::<B>());
+            // SAFETY: the unit is whole, and activations have as many quads as the row.
+            unsafe { add_unit(unit.as_ptr(), (a, at * B::QUADS), &mut sums) };
+            at += 1;
         }
-        if whole < num_blocks {
-            for (n, sums) in sums.iter_mut().enumerate() {
-                // What is not there counts as blocks of zeros.
-                let mut unit = [0_u8; MAX_UNIT_BYTES];
-                let len = (num_blocks - whole) * size_of::<B>();
-                // SAFETY: the rest of a row is shorter than a unit of several blocks, which has room, and is readable.
-                unsafe {
-                    let rest = weights.add(n * num_blocks + whole).cast::<u8>();
-                    unit.as_mut_ptr().copy_from_nonoverlapping(rest, len);
-                    add_unit(unit.as_ptr().cast::<B>(), (a, whole / B::BLOCKS * B::QUADS), sums);
-                }
-            }
+        if !rest.is_empty() {
+            // What is not there counts as blocks of zeros.
+            let mut unit = [B::zeroed(); PARTS];
+            unit[..rest.len()].copy_from_slice(rest);
+            // SAFETY: as above; units of several blocks have `PARTS`.
+            unsafe { add_unit(unit.as_ptr(), (a, at * B::QUADS), &mut sums) };
         }
-        for (n, sums) in sums.iter().enumerate() {
-            for (r, &sum) in sums.iter().enumerate() {
-                let row = first + r;
-                let place = row % MAX_ROWS * TILE_STRIDE + column + n;
-                tiles[row / MAX_ROWS * panel.tile_step].0[place] = Avx512::total(sum);
-            }
+        let (first, column, tile_step) = self.to;
+        for (row, &sum) in (first..).zip(&sums) {
+            tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = Avx512::total(sum);
         }
     }
 }
@@ -133,8 +108,8 @@ impl<B: Lanes> Part<'_, B> {
 /// Asks for all cache lines that bytes lie on.
 #[inline(always)]
 fn prefetch_bytes(at: *const u8, len: usize) {
-    for line in 0..len / 64 {
-        prefetch_far(at.wrapping_add(64 * line));
+    for line in (0..len).step_by(64) {
+        prefetch_far(at.wrapping_add(line));
     }
     prefetch_far(at.wrapping_add(len - 1));
 }
