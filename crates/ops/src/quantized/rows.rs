@@ -76,12 +76,20 @@ kernel! {
             let (quad, part) = (index / 4, index % 4);
             to[quad].halves[0][part * HALF..][..HALF].copy_from_slice(first);
             to[quad].halves[1][part * HALF..][..HALF].copy_from_slice(second);
-            let fours = |half: &[i8]| -> [i32; 4] {
-                std::array::from_fn(|i| half[4 * i..][..4].iter().map(|&x| i32::from(x)).sum())
-            };
-            beside.put(to, index, scale, [fours(first), fours(second)]);
+            beside.put(to, index, scale, bytemuck::cast(sums_of_fours(&numbers)));
         }
     }
+}
+
+/// The sums of four neighbours each: of words, since vectors have those.
+#[inline(always)]
+fn sums_of_fours(numbers: &[i8; BLOCK_LEN]) -> [i32; BLOCK_LEN / 4] {
+    let words: [i32; BLOCK_LEN / 4] = bytemuck::cast(*numbers);
+    let mut sums = [0; BLOCK_LEN / 4];
+    for (sum, word) in sums.iter_mut().zip(words) {
+        *sum = (word >> 24) + (word << 8 >> 24) + (word << 16 >> 24) + (word << 24 >> 24);
+    }
+    sums
 }
 
 /// Half of a block.
@@ -133,8 +141,17 @@ fn quantize_block<T: Float>(x: &[T; BLOCK_LEN]) -> (f32, [i8; BLOCK_LEN]) {
             not_finite[i] += size * 0.0;
         }
     }
-    let largest = largest.iter().fold(0.0_f32, |a, &b| if b > a { b } else { a });
-    let scale = largest / 127.0 + not_finite.iter().sum::<f32>();
+    // By halves, which stay vectors.
+    let mut len = LANES / 2;
+    while len > 0 {
+        for i in 0..len {
+            largest[i] = if largest[len + i] > largest[i] { largest[len + i] } else { largest[i] };
+            not_finite[i] += not_finite[len + i];
+        }
+        len /= 2;
+    }
+    let largest = largest[0];
+    let scale = largest / 127.0 + not_finite[0];
     let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
     let mut numbers = [0; BLOCK_LEN];
     for (number, x) in numbers.iter_mut().zip(x) {
