@@ -12,7 +12,7 @@
 //! Work is cut by bytes of weights and not by group, and by shape alone. Every element is one sum whose order depends on
 //! the depth and the instruction set only.
 //!
-//! Which groups come here depends on their rows alone ([`takes`]). A row's result can therefore differ in the last bits
+//! Which groups come here depends on their shape and type alone ([`takes`]). A row's result can therefore differ in the last bits
 //! between a group of few rows and one of many, as it does between instruction sets.
 
 pub(crate) mod axpy;
@@ -28,7 +28,9 @@ use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::source::Elements;
 use crate::gemm::store::Room;
-use crate::gemm::{Epilogue, Form, Group, Panels, Place, Product, finish, tile_slice};
+#[cfg(target_arch = "x86_64")]
+use crate::gemm::turned;
+use crate::gemm::{Compute, Epilogue, Form, Group, Panels, Place, Product, finish, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::{Level, kernel};
 use rows::Weight;
@@ -37,6 +39,12 @@ pub(crate) use outer::{Gradients, weight_gradients};
 
 /// The most rows of a group that these kernels take.
 const MAX_FEW: usize = 16;
+
+/// The most that they take where packing them as lanes is there, too, and f32 is multiplied.
+const MAX_UNTURNED: usize = 4;
+
+/// Bytes of a group's weights from which on they hardly lie in a cache.
+const MEMORY_BYTES: usize = 1 << 20;
 
 /// Bytes of weights that a task of the form `A B^T` streams, at least: some ten microseconds.
 const TASK_BYTES: usize = 192 << 10;
@@ -51,8 +59,20 @@ const MIN_STRETCH_BYTES: usize = 1 << 10;
 const MIN_TASKS: usize = 8;
 
 /// Whether a group of these products is computed here.
-pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>) -> bool {
-    product.form != Form::Tn && (1..=MAX_FEW).contains(&group.rows) && group.columns > 0 && group.depth > 0
+pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
+    let most = if is_better_turned(product, group, kernels) { MAX_UNTURNED } else { MAX_FEW };
+    product.form != Form::Tn && (1..=most).contains(&group.rows) && group.columns > 0 && group.depth > 0
+}
+
+/// Whether rows of f32 had better be packed as lanes: from some rows on that is faster than loading vectors of each of them for every
+/// vector of weights, where these come from memory. What lies in caches stays with sums in many lanes, which round less.
+fn is_better_turned(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return product.compute == Compute::F32
+        && group.b.bytes_of(group.depth) * group.columns * product.num_tiles() >= MEMORY_BYTES
+        && turned::takes(product, group, kernels);
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
 }
 
 /// Some panels of a group's columns, for all its rows.
@@ -73,7 +93,7 @@ impl Plan {
     pub(crate) fn of(product: &Product<'_>, kernels: &Kernels) -> Self {
         let mut plan = Self { tasks: Vec::new(), scratch_units: 0 };
         let groups = product.groups.iter().enumerate();
-        for (index, group) in groups.filter(|(_, group)| takes(product, group)) {
+        for (index, group) in groups.filter(|(_, group)| takes(product, group, kernels)) {
             let panels = Panels::of(group.columns, kernels.lanes);
             let share = panels_per_task(product, group, &panels);
             let num_tasks = panels.count.div_ceil(share);

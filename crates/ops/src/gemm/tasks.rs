@@ -103,7 +103,7 @@ pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, num_threads: usize)
     let budget = if num_threads == 1 { usize::MAX } else { total / (num_threads * TASKS_PER_THREAD) + 1 };
     let mut plan = Plan { tasks: Vec::new(), scratch_units: 0 };
     for (index, group) in product.groups.iter().enumerate() {
-        if group.rows > 0 && group.columns > 0 && !crate::few_rows::takes(product, group) {
+        if group.rows > 0 && group.columns > 0 && !crate::few_rows::takes(product, group, kernels) {
             cut_group(product, (index, group), kernels, budget, &mut plan);
         }
     }

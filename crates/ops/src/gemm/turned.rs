@@ -1,4 +1,4 @@
-//! `A B^T` with some tens of rows, turned round: rows of B, which are weights, are read where they lie, and rows of A are
+//! `A B^T` with a few to some hundred rows, turned round: rows of B, which are weights, are read where they lie, and rows of A are
 //! packed, so that lanes are rows of A.
 //!
 //! Packing B takes as long as multiplying it with a few dozen rows. A is small then: a task packs all its rows once, keeps
@@ -30,7 +30,7 @@ const TILES: usize = TILE_STRIDE / MAX_ROWS;
 const TILE_UNITS: usize = size_of::<Tile>() / 4;
 
 /// Whether a group is computed here.
-pub(super) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
+pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     let format = kernels.format(product.compute);
     let elements = format.elements_of(1);
     are_there(kernels)

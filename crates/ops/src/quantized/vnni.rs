@@ -1,9 +1,9 @@
 //! Products of quantized rows with blocks by the byte dot product of AVX-512 VNNI.
 
 use core::arch::x86_64::{
-    __m512, __m512i, _mm512_castps_si512, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps,
-    _mm512_load_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mask_add_ps, _mm512_mul_ps, _mm512_permutexvar_ps,
-    _mm512_setzero_ps, _mm512_setzero_si512,
+    __m512, __m512i, _mm512_add_ps, _mm512_castps_si512, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps,
+    _mm512_fnmadd_ps, _mm512_load_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mask_add_ps, _mm512_mul_ps,
+    _mm512_permutexvar_ps, _mm512_setzero_ps, _mm512_setzero_si512,
 };
 
 use super::blocks_of;
@@ -73,6 +73,10 @@ struct Row<'a, B> {
     to: (usize, usize, usize),
 }
 
+/// Two vectors of sums, so that additions need not wait for each other.
+#[derive(Clone, Copy)]
+struct Sums([__m512; 2]);
+
 impl<B: Lanes> Row<'_, B> {
     /// Writes the sums with some rows of activations.
     ///
@@ -81,7 +85,7 @@ impl<B: Lanes> Row<'_, B> {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
     unsafe fn sums<const R: usize>(&self, a: [&[Quad]; R], tiles: &mut [Tile]) {
-        let mut sums = [_mm512_setzero_ps(); R];
+        let mut sums = [Sums([_mm512_setzero_ps(); 2]); R];
         let units = self.weights.chunks_exact(B::BLOCKS);
         let rest = units.remainder();
         let mut at = 0;
@@ -99,7 +103,10 @@ impl<B: Lanes> Row<'_, B> {
             unsafe { add_unit(unit.as_ptr(), (a, at * B::QUADS), &mut sums) };
         }
         let (first, column, tile_step) = self.to;
-        for (row, &sum) in (first..).zip(&sums) {
+        for (row, Sums([products, others])) in (first..).zip(sums) {
+            // Of products with scales and least values in one vector the upper lanes alone are sums.
+            let lanes = if B::IS_LONG && B::SHARED == PART { 0xff00 } else { 0xffff };
+            let sum = _mm512_mask_add_ps(products, lanes, products, others);
             tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = Avx512::total(sum);
         }
     }
@@ -120,81 +127,84 @@ fn prefetch_bytes(at: *const u8, len: usize) {
 /// As for [`run`]; the unit must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_unit<B: Lanes, const R: usize>(unit: *const B, (a, at): ([&[Quad]; R], usize), sums: &mut [__m512; R]) {
+unsafe fn add_unit<B: Lanes, const R: usize>(unit: *const B, (a, at): ([&[Quad]; R], usize), sums: &mut [Sums; R]) {
     // SAFETY: the caller's promise.
     unsafe {
         let scales = B::scales(unit);
         if !B::IS_LONG {
             let numbers = B::numbers(unit, 0);
-            for (sum, a) in sums.iter_mut().zip(a) {
-                *sum = with_short::<B>((numbers, scales), a.get_unchecked(at), *sum);
+            for (sums, a) in sums.iter_mut().zip(a) {
+                sums.add_short::<B>((numbers, scales), a.get_unchecked(at));
             }
             return;
         }
         let numbers = [B::numbers(unit, 0), B::numbers(unit, 1)];
-        for (sum, a) in sums.iter_mut().zip(a) {
-            *sum = with_long::<B>((numbers, scales), [a.get_unchecked(at), a.get_unchecked(at + 1)], *sum);
+        for (sums, a) in sums.iter_mut().zip(a) {
+            sums.add_long::<B>((numbers, scales), [a.get_unchecked(at), a.get_unchecked(at + 1)]);
         }
     }
 }
 
-/// The sum and the products of four short blocks with a quad of activations.
-///
-/// # Safety
-/// As for [`run`].
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn with_short<B: Lanes>((numbers, scales): ([__m512i; 2], [__m512; 2]), a: &Quad, mut sum: __m512) -> __m512 {
-    // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
-    unsafe {
-        let others = _mm512_load_ps(a.beside[1].as_ptr());
-        let start = if B::HAS_LEAST { _mm512_setzero_si512() } else { _mm512_castps_si512(others) };
-        let totals = _mm512_cvtepi32_ps(dots(dots(start, numbers[0], &a.halves[0]), numbers[1], &a.halves[1]));
-        sum = _mm512_fmadd_ps(totals, _mm512_mul_ps(scales[0], _mm512_load_ps(a.beside[0].as_ptr())), sum);
-        if B::HAS_LEAST {
-            sum = _mm512_fnmadd_ps(scales[1], others, sum);
-        }
-        sum
-    }
-}
-
-/// The sum and the products of a long block with two quads of activations.
-///
-/// # Safety
-/// As for [`run`].
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn with_long<B: Lanes>(
-    (numbers, [scales, least]): ([[__m512i; 2]; 2], [__m512; 2]),
-    a: [&Quad; 2],
-    mut sum: __m512,
-) -> __m512 {
-    // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each, as lanes are.
-    unsafe {
-        let factors = _mm512_mul_ps(scales, _mm512_load_ps(a[0].beside[0].as_ptr()));
-        let zero = _mm512_setzero_si512();
-        if B::SHARED == PART {
-            // The upper lanes are products of least values and sums already.
-            sum = _mm512_mask_add_ps(sum, 0xff00, sum, factors);
-        } else {
-            let least = if B::HAS_LEAST { least } else { scales };
-            sum = _mm512_fnmadd_ps(least, _mm512_load_ps(a[0].beside[1].as_ptr()), sum);
-        }
-        for quad in 0..2 {
-            let lanes = [0, 1].map(|half| B::SCALE_LANES[quad][half].as_ptr().cast());
-            let first = _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[0]), factors);
-            let products = dots(zero, numbers[quad][0], &a[quad].halves[0]);
-            if B::SHARED == PART {
-                let totals = dots(products, numbers[quad][1], &a[quad].halves[1]);
-                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), first, sum);
-            } else {
-                let second = _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[1]), factors);
-                let totals = dots(zero, numbers[quad][1], &a[quad].halves[1]);
-                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), first, sum);
-                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), second, sum);
+impl Sums {
+    /// Adds the products of four short blocks with a quad of activations.
+    ///
+    /// # Safety
+    /// As for [`run`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+    unsafe fn add_short<B: Lanes>(&mut self, (numbers, scales): ([__m512i; 2], [__m512; 2]), a: &Quad) {
+        let Self([products, others]) = self;
+        // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
+        unsafe {
+            let beside = _mm512_load_ps(a.beside[1].as_ptr());
+            let start = if B::HAS_LEAST { _mm512_setzero_si512() } else { _mm512_castps_si512(beside) };
+            let totals = _mm512_cvtepi32_ps(dots(dots(start, numbers[0], &a.halves[0]), numbers[1], &a.halves[1]));
+            let factors = _mm512_mul_ps(scales[0], _mm512_load_ps(a.beside[0].as_ptr()));
+            *products = _mm512_fmadd_ps(totals, factors, *products);
+            if B::HAS_LEAST {
+                *others = _mm512_fnmadd_ps(scales[1], beside, *others);
             }
         }
-        sum
+    }
+
+    /// Adds the products of a long block with two quads of activations.
+    ///
+    /// # Safety
+    /// As for [`run`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
+    unsafe fn add_long<B: Lanes>(
+        &mut self,
+        (numbers, [scales, least]): ([[__m512i; 2]; 2], [__m512; 2]),
+        a: [&Quad; 2],
+    ) {
+        let Self([products, others]) = self;
+        // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each, as lanes are.
+        unsafe {
+            let factors = _mm512_mul_ps(scales, _mm512_load_ps(a[0].beside[0].as_ptr()));
+            let zero = _mm512_setzero_si512();
+            if B::SHARED == PART {
+                // The upper lanes are products of least values and sums already.
+                *others = _mm512_add_ps(*others, factors);
+            } else {
+                let least = if B::HAS_LEAST { least } else { scales };
+                *others = _mm512_fnmadd_ps(least, _mm512_load_ps(a[0].beside[1].as_ptr()), *others);
+            }
+            for quad in 0..2 {
+                let lanes = [0, 1].map(|half| B::SCALE_LANES[quad][half].as_ptr().cast());
+                let first = _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[0]), factors);
+                let totals = dots(zero, numbers[quad][0], &a[quad].halves[0]);
+                if B::SHARED == PART {
+                    let totals = dots(totals, numbers[quad][1], &a[quad].halves[1]);
+                    *products = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), first, *products);
+                } else {
+                    let second = _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[1]), factors);
+                    *products = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), first, *products);
+                    let totals = dots(zero, numbers[quad][1], &a[quad].halves[1]);
+                    *others = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals), second, *others);
+                }
+            }
+        }
     }
 }
 
