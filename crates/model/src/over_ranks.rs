@@ -28,8 +28,7 @@ struct Idle<'a> {
 }
 
 impl Decoder {
-    /// A decoder whose experts live on the ranks of `ranks`. Weights are those of
-    /// [`DecoderWeights::of_experts`](crate::DecoderWeights::of_experts) held here.
+    /// A decoder whose experts live on the ranks of `ranks`. Of the experts, weights are those that are held here.
     ///
     /// All ranks that have tokens make the same passes, each over sequences of its own, or none. Statistics and losses are those of
     /// all sequences; gradients are what this rank's sequences, and rows of others in the experts here, give. After each pass

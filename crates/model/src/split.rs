@@ -154,7 +154,8 @@ impl TensorSplit {
         even_share(num_sequences * seq_len, self.size, rank)
     }
 
-    /// What this rank has of the tensor that [`DecoderWeights::tensors`] names so. Of those of routed experts a placement says more.
+    /// What this rank has of the tensor that [`DecoderWeights::tensors`](crate::DecoderWeights::tensors) names so. Of those of
+    /// routed experts a placement says more.
     #[must_use]
     pub fn of(&self, name: &str) -> TensorShare {
         let last = |part: &str| name.ends_with(part);
