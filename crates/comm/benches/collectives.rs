@@ -1,4 +1,4 @@
-//! Times of collectives and links: `cargo bench -p moeworks-comm -- RANKS`, or the built program under mpirun.
+//! Times of collectives and links: `cargo bench -p moeworks-comm -- RANKS [MOST_BYTES]`, or the built program under mpirun.
 
 use std::fmt::Display;
 
@@ -7,24 +7,26 @@ use moeworks_comm::mpi::{MpiOptions, RawMpi, is_launched, run_mpi};
 use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 
 fn main() -> Result<(), CommError> {
+    let mut numbers = std::env::args().filter_map(|argument| argument.parse().ok());
+    let (num_ranks, most_bytes) = (numbers.next().unwrap_or(2), numbers.next().unwrap_or(64 << 20));
     if is_launched() {
         let report = |rank: usize, error: &dyn Display| eprintln!("rank {rank}: {error}");
         return run_mpi(&MpiOptions::default().with_checks(false), report, |comm| {
             let raw = RawMpi::of_run().map_err(CommError::from)?;
-            print_all(comm, Some(&raw))
+            print_all((comm, most_bytes), Some(&raw))
         });
     }
-    let num_ranks = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(2);
-    try_run_ranks(&RankOptions::new(num_ranks), |comm| print_all(comm, None)).map(drop)
+    try_run_ranks(&RankOptions::new(num_ranks), |comm| print_all((comm, most_bytes), None)).map(drop)
 }
 
-fn print_all(comm: &dyn Communicator, raw: Option<&RawMpi>) -> Result<(), CommError> {
+fn print_all((comm, most_bytes): (&dyn Communicator, usize), raw: Option<&RawMpi>) -> Result<(), CommError> {
     let is_first = comm.rank() == 0;
     if is_first {
         println!("{} ranks, {}", comm.size(), raw.map_or_else(|| "threads".to_owned(), RawMpi::version));
     }
     for collective in Collective::ALL {
-        for bytes in [64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20] {
+        let sizes = [64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20];
+        for bytes in sizes.into_iter().filter(|&bytes| bytes <= most_bytes) {
             let timing = time(comm, raw, collective, bytes)?;
             if is_first {
                 let of_raw = timing.raw_seconds.map_or_else(String::new, |own| format!("{:.2}", timing.seconds / own));

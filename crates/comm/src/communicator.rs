@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 
+use crate::few::Few;
 use crate::number::{Number, Reduce};
 use crate::operation::{Call, Memory, Operation};
 use crate::started::{Pending, RawPending};
@@ -80,7 +81,7 @@ impl dyn Communicator + '_ {
 
     /// Gives everybody everybody's `send`, of the same length on all ranks: `recv` has `size` times as many elements.
     pub fn all_gather<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.all_gather_bytes(send, recv, &Counts::equal(self.size(), size_of_val(send)))
+        self.all_gather_bytes(send, recv, &Few::of(self.size(), |_| size_of_val(send)))
     }
 
     /// Gives everybody everybody's `send`: `recv_counts[r]` elements from rank r, the same counts on all ranks.
@@ -95,7 +96,9 @@ impl dyn Communicator + '_ {
 
     /// Sends piece r of `send` to rank r, all pieces of the same length everywhere.
     pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        let counts = Counts::equal(self.size(), send.len() / self.size() * size_of::<T>());
+        let size = self.size();
+        let piece = send.len() / size * size_of::<T>();
+        let counts = Few::of(size, |_| piece);
         self.all_to_all_bytes((send, &counts), (recv, &counts))
     }
 
@@ -272,44 +275,8 @@ impl dyn Communicator + '_ {
 
 /// Counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates into a
 /// sum that fits no memory.
-fn in_bytes(counts: &[usize], element_size: usize) -> Counts {
-    Counts::new(counts.iter().map(|&count| count.saturating_mul(element_size)))
-}
-
-/// Ranks whose counts need no memory of the heap, which would take a part of a short call's time.
-const FEW: usize = 16;
-
-/// A count for each rank.
-enum Counts {
-    Few { counts: [usize; FEW], len: usize },
-    Many(Vec<usize>),
-}
-
-impl Counts {
-    fn new(counts: impl ExactSizeIterator<Item = usize>) -> Self {
-        let len = counts.len();
-        if len > FEW {
-            return Self::Many(counts.collect());
-        }
-        let mut few = [0; FEW];
-        few.iter_mut().zip(counts).for_each(|(to, count)| *to = count);
-        Self::Few { counts: few, len }
-    }
-
-    fn equal(num_ranks: usize, count: usize) -> Self {
-        Self::new(std::iter::repeat_n(count, num_ranks))
-    }
-}
-
-impl std::ops::Deref for Counts {
-    type Target = [usize];
-
-    fn deref(&self) -> &[usize] {
-        match self {
-            Self::Few { counts, len } => &counts[..*len],
-            Self::Many(counts) => counts,
-        }
-    }
+fn in_bytes(counts: &[usize], element_size: usize) -> Few<usize> {
+    Few::of(counts.len(), |rank| counts[rank].saturating_mul(element_size))
 }
 
 /// The functions of a [`Communicator`] that wraps another, its field `inner`, and leaves these to it.

@@ -24,6 +24,7 @@
 mod buffer;
 mod communicator;
 mod error;
+mod few;
 mod hierarchy;
 #[cfg(unix)]
 pub mod measure;

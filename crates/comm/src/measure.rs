@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use moeworks_plan::Link;
 
-use crate::mpi::RawMpi;
+use crate::mpi::{EqualPieces, RawMpi};
 use crate::{CommError, Communicator, Reduce};
 
 /// What is timed.
@@ -13,6 +13,8 @@ use crate::{CommError, Communicator, Reduce};
 pub enum Collective {
     /// Nothing moves.
     Barrier,
+    /// No collective: ranks in pairs send the bytes to and fro, and half of that counts. A rank without another does nothing.
+    Message,
     /// Everybody gets the bytes of rank 0.
     Broadcast,
     /// Everybody gets a share of the bytes from each.
@@ -27,8 +29,20 @@ pub enum Collective {
 
 impl Collective {
     /// All, in the order of a table.
-    pub const ALL: [Self; 6] =
-        [Self::Barrier, Self::Broadcast, Self::AllGather, Self::AllToAll, Self::ReduceScatter, Self::AllReduce];
+    pub const ALL: [Self; 7] = [
+        Self::Barrier,
+        Self::Message,
+        Self::Broadcast,
+        Self::AllGather,
+        Self::AllToAll,
+        Self::ReduceScatter,
+        Self::AllReduce,
+    ];
+
+    /// How many of it one run is.
+    fn per_run(self) -> f64 {
+        if self == Self::Message { 2.0 } else { 1.0 }
+    }
 }
 
 /// The time of a collective, as the slowest rank sees it.
@@ -40,7 +54,7 @@ pub struct Timing {
     pub bytes: usize,
     /// The median of many.
     pub seconds: f64,
-    /// The MPI library's own call, where there is one of the kind.
+    /// The MPI library's own call, where ranks are processes.
     pub raw_seconds: Option<f64>,
     /// All ranks copying as many bytes in their memory at the same time.
     pub copy_seconds: f64,
@@ -49,8 +63,29 @@ pub struct Timing {
 /// Seconds to spend on each case.
 const CASE_SECONDS: f64 = 0.3;
 
-/// One way to do something. Ways that are compared take turns, so that what else the machine does meets all of them.
-type Way<'a> = &'a mut dyn FnMut() -> Result<(), CommError>;
+/// What is compared. The ways take turns on the same memory, so that what else the machine does, and where the memory lies, meets all
+/// of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Ours,
+    Copy,
+    Raw,
+}
+
+/// What a case works with.
+struct Case<'a> {
+    comm: &'a dyn Communicator,
+    raw: Option<&'a RawMpi>,
+    collective: Collective,
+    send: Vec<f32>,
+    recv: Vec<f32>,
+    /// For each rank its numbers of `send`.
+    shares: Vec<usize>,
+    /// The same as the library wants them: of numbers to add up, of bytes to send.
+    pieces: EqualPieces,
+    /// Who sends to whom in [`Collective::Message`].
+    pairs: Vec<(usize, usize)>,
+}
 
 /// Times a collective with `bytes` bytes (rounded up to whole shares) on all ranks: a call that all of them make.
 ///
@@ -62,62 +97,128 @@ pub fn time(
     collective: Collective,
     bytes: usize,
 ) -> Result<Timing, CommError> {
-    let size = comm.size();
-    let share = bytes.div_ceil(4 * size);
-    let len = share * size;
-    let (send, mut recv) = (vec![1.0_f32; len], vec![1.0_f32; len]);
-    let (mut raw_recv, mut copied) = (recv.clone(), recv.clone());
-    let mut run = || match collective {
-        Collective::Barrier => comm.barrier(),
-        Collective::Broadcast => comm.broadcast(&mut recv, 0),
-        Collective::AllGather => comm.all_gather(&send[..share], &mut recv),
-        Collective::AllToAll => comm.all_to_all(&send, &mut recv),
-        Collective::ReduceScatter => comm.reduce_scatter(&send, &vec![share; size], &mut recv[..share], Reduce::Sum),
-        Collective::AllReduce => comm.all_reduce(&mut recv, Reduce::Sum),
-    };
-    let mut copy = || {
-        copied.copy_from_slice(&send);
-        std::hint::black_box(&mut copied);
+    let mut case = Case::new((comm, raw), collective, bytes);
+    let ways: &[Way] = if raw.is_some() { &[Way::Ours, Way::Copy, Way::Raw] } else { &[Way::Ours, Way::Copy] };
+    let seconds = medians(comm, ways.len(), &mut |index| case.run(ways[index]))?;
+    let per_run = collective.per_run();
+    Ok(Timing {
+        collective,
+        bytes: size_of_val(&*case.send),
+        seconds: seconds[0] / per_run,
+        raw_seconds: seconds.get(2).map(|seconds| seconds / per_run),
+        copy_seconds: seconds[1],
+    })
+}
+
+impl<'a> Case<'a> {
+    fn new((comm, raw): (&'a dyn Communicator, Option<&'a RawMpi>), collective: Collective, bytes: usize) -> Self {
+        let size = comm.size();
+        let share = bytes.div_ceil(4 * size);
+        let data = vec![1.0_f32; share * size];
+        let piece = if collective == Collective::AllToAll { size_of::<f32>() * share } else { share };
+        Self {
+            comm,
+            raw,
+            collective,
+            send: data.clone(),
+            recv: data,
+            shares: vec![share; size],
+            pieces: EqualPieces::new(size, piece),
+            pairs: (1..size).step_by(2).map(|rank| (rank - 1, rank)).collect(),
+        }
+    }
+
+    fn run(&mut self, way: Way) -> Result<(), CommError> {
+        match way {
+            Way::Ours => return self.run_ours(),
+            Way::Copy => {
+                self.recv.copy_from_slice(&self.send);
+                std::hint::black_box(&mut self.recv);
+            }
+            Way::Raw => self.run_raw(),
+        }
         Ok(())
-    };
-    let mut ways: Vec<Way<'_>> = vec![&mut run, &mut copy];
-    let mut raw_run;
-    if let Some(raw) = raw.filter(|_| collective != Collective::ReduceScatter) {
-        raw_run = || {
-            run_raw(raw, collective, &send[..], &mut raw_recv, share);
-            Ok(())
-        };
-        ways.push(&mut raw_run);
     }
-    let seconds = medians(comm, &mut ways)?;
-    let raw_seconds = seconds.get(2).copied();
-    Ok(Timing { collective, bytes: 4 * len, seconds: seconds[0], raw_seconds, copy_seconds: seconds[1] })
+
+    fn run_ours(&mut self) -> Result<(), CommError> {
+        let (comm, share) = (self.comm, self.shares[0]);
+        let (send, recv) = (&self.send, &mut self.recv);
+        match self.collective {
+            Collective::Barrier => comm.barrier(),
+            Collective::Message => to_and_fro(comm, recv, &self.pairs),
+            Collective::Broadcast => comm.broadcast(recv, 0),
+            Collective::AllGather => comm.all_gather(&send[..share], recv),
+            Collective::AllToAll => comm.all_to_all(send, recv),
+            Collective::ReduceScatter => comm.reduce_scatter(send, &self.shares, &mut recv[..share], Reduce::Sum),
+            Collective::AllReduce => comm.all_reduce(recv, Reduce::Sum),
+        }
+    }
+
+    fn run_raw(&mut self) {
+        let Some(raw) = self.raw else { return };
+        let (size, share) = (self.comm.size(), self.shares[0]);
+        let sent: &[u8] = bytemuck::cast_slice(&self.send);
+        let received: &mut [u8] = bytemuck::cast_slice_mut(&mut self.recv);
+        match self.collective {
+            Collective::Barrier => raw.barrier(),
+            Collective::Message => raw_to_and_fro(raw, received, (self.comm.rank(), &self.pairs)),
+            Collective::Broadcast => raw.broadcast(received, 0),
+            Collective::AllGather => raw.all_gather(&sent[..4 * share], received, size),
+            Collective::AllToAll => raw.all_to_all(sent, received, &self.pieces),
+            Collective::ReduceScatter => raw.reduce_scatter(&self.send, &mut self.recv[..share], &self.pieces),
+            Collective::AllReduce => raw.all_reduce(&mut self.recv),
+        }
+    }
 }
 
-fn run_raw(raw: &RawMpi, collective: Collective, send: &[f32], recv: &mut [f32], share: usize) {
-    let num_ranks = send.len().checked_div(share).unwrap_or(1);
-    let bytes: &[u8] = bytemuck::cast_slice(send);
-    match collective {
-        Collective::Barrier | Collective::ReduceScatter => raw.barrier(),
-        Collective::Broadcast => raw.broadcast(bytemuck::cast_slice_mut(recv), 0),
-        Collective::AllGather => raw.all_gather(&bytes[..4 * share], bytemuck::cast_slice_mut(recv), num_ranks),
-        Collective::AllToAll => raw.all_to_all(bytes, bytemuck::cast_slice_mut(recv), num_ranks),
-        Collective::AllReduce => raw.all_reduce(recv),
+/// Each pair's first rank sends, and gets it back.
+fn to_and_fro<T: bytemuck::Pod>(
+    comm: &dyn Communicator,
+    data: &mut [T],
+    pairs: &[(usize, usize)],
+) -> Result<(), CommError> {
+    let rank = comm.rank();
+    for &(a, b) in pairs {
+        if rank == a {
+            comm.send(data, b, 0)?;
+            comm.receive(data, b, 0)?;
+        } else if rank == b {
+            comm.receive(data, a, 0)?;
+            comm.send(data, a, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// The same by the library's own calls.
+fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize, usize)])) {
+    for &(a, b) in pairs {
+        if rank == a {
+            raw.send(data, b);
+            raw.receive(data, b);
+        } else if rank == b {
+            raw.receive(data, a);
+            raw.send(data, a);
+        }
     }
 }
 
-/// For each way the median of many batches, each as long as on the slowest rank.
-fn medians(comm: &dyn Communicator, ways: &mut [Way<'_>]) -> Result<Vec<f64>, CommError> {
-    let one_batch = |way: &mut Way<'_>, num_runs: usize| -> Result<f64, CommError> {
+/// For each of `num_ways` ways the median of many batches, each as long as on the slowest rank. `run` is told which one.
+fn medians(
+    comm: &dyn Communicator,
+    num_ways: usize,
+    run: &mut dyn FnMut(usize) -> Result<(), CommError>,
+) -> Result<Vec<f64>, CommError> {
+    let mut one_batch = |way: usize, num_runs: usize| -> Result<f64, CommError> {
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..num_runs {
-            way()?;
+            run(way)?;
         }
         Ok(start.elapsed().as_secs_f64() / num_runs as f64)
     };
     let mut slowest = 0.0_f64;
-    for way in &mut *ways {
+    for way in 0..num_ways {
         one_batch(way, 2)?;
         slowest = slowest.max(one_batch(way, 3)?);
     }
@@ -125,12 +226,12 @@ fn medians(comm: &dyn Communicator, ways: &mut [Way<'_>]) -> Result<Vec<f64>, Co
     let mut agreed = [slowest];
     comm.all_reduce(&mut agreed, Reduce::Max)?;
     let num_runs = (300e-6 / agreed[0]).clamp(1.0, 1000.0) as usize;
-    let batch_seconds = agreed[0] * (num_runs * ways.len()) as f64;
+    let batch_seconds = agreed[0] * (num_runs * num_ways) as f64;
     let num_batches = (CASE_SECONDS / batch_seconds).clamp(5.0, 101.0) as usize;
-    let mut times = vec![0.0; num_batches * ways.len()];
+    let mut times = vec![0.0; num_batches * num_ways];
     for batch in 0..num_batches {
-        for (index, way) in ways.iter_mut().enumerate() {
-            times[index * num_batches + batch] = one_batch(way, num_runs)?;
+        for way in 0..num_ways {
+            times[way * num_batches + batch] = one_batch(way, num_runs)?;
         }
     }
     comm.all_reduce(&mut times, Reduce::Max)?;
@@ -177,19 +278,6 @@ fn link(comm: &dyn Communicator, pairs: &[(usize, usize)]) -> Result<Option<Link
 }
 
 fn half_round_trip(comm: &dyn Communicator, pairs: &[(usize, usize)], bytes: usize) -> Result<f64, CommError> {
-    let rank = comm.rank();
     let mut data = vec![0_u8; bytes];
-    let mut run = || {
-        for &(a, b) in pairs {
-            if rank == a {
-                comm.send(&data, b, 0)?;
-                comm.receive(&mut data, b, 1)?;
-            } else if rank == b {
-                comm.receive(&mut data, a, 0)?;
-                comm.send(&data, a, 1)?;
-            }
-        }
-        Ok(())
-    };
-    Ok(medians(comm, &mut [&mut run])?[0] / 2.0)
+    Ok(medians(comm, 1, &mut |_| to_and_fro(comm, &mut data, pairs))?[0] / 2.0)
 }

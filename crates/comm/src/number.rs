@@ -105,40 +105,76 @@ number!(f64, F64, f64, |x| x, |x| x, |a, b| a + b);
 number!(u32, U32, u32, |x| x, |x| x, u32::wrapping_add);
 number!(u64, U64, u64, |x| x, |x| x, u64::wrapping_add);
 
-/// Elements that are reduced at a time: the sums stay in the first-level cache while the sources stream by.
-const BLOCK: usize = 1024;
+/// Elements that are reduced at a time: they stay in registers while each source gives its own, and memory is passed once.
+const BLOCK: usize = 32;
 
 /// # Safety
 /// As [`NumberKind::reduce`], with `len` elements of `N`.
 unsafe fn reduce_as<N: Number>(reduce: Reduce, sources: &[*const u8], targets: &[*mut u8], len: usize) {
-    let Some((&first, rest)) = sources.split_first() else { return };
-    let mut sums = Vec::with_capacity(BLOCK);
-    for start in (0..len).step_by(BLOCK) {
-        let count = BLOCK.min(len - start);
-        // SAFETY: `start + count <= len` elements of a source are valid and aligned; the block is read before the targets,
-        // which may be the same memory, are written.
-        let block = |source: *const u8| unsafe { std::slice::from_raw_parts(source.cast::<N>().add(start), count) };
-        sums.clear();
-        sums.extend(block(first).iter().map(|x| x.widen()));
-        for &source in rest {
-            fold::<N>(reduce, &mut sums, block(source));
-        }
-        for &target in targets {
-            // SAFETY: as above for the target; no slice of a source or of another target is alive.
-            let out = unsafe { std::slice::from_raw_parts_mut(target.cast::<N>().add(start), count) };
-            for (out, &sum) in out.iter_mut().zip(&sums) {
-                *out = N::narrow(sum);
-            }
+    let greater = |best: N::Wide, x: N::Wide| if best < x || is_nan(x) { x } else { best };
+    let less = |best: N::Wide, x: N::Wide| if best > x || is_nan(x) { x } else { best };
+    // SAFETY: the caller's promise.
+    unsafe {
+        match reduce {
+            Reduce::Sum => reduce_by::<N>(sources, targets, len, N::add),
+            Reduce::Max => reduce_by::<N>(sources, targets, len, greater),
+            Reduce::Min => reduce_by::<N>(sources, targets, len, less),
         }
     }
 }
 
-fn fold<N: Number>(reduce: Reduce, sums: &mut [N::Wide], values: &[N]) {
-    let pairs = sums.iter_mut().zip(values.iter().map(|x| x.widen()));
-    match reduce {
-        Reduce::Sum => pairs.for_each(|(sum, x)| *sum = N::add(*sum, x)),
-        Reduce::Max => pairs.filter(|(best, x)| **best < *x || is_nan(*x)).for_each(|(best, x)| *best = x),
-        Reduce::Min => pairs.filter(|(best, x)| **best > *x || is_nan(*x)).for_each(|(best, x)| *best = x),
+/// # Safety
+/// As [`reduce_as`].
+unsafe fn reduce_by<N: Number>(
+    sources: &[*const u8],
+    targets: &[*mut u8],
+    len: usize,
+    combine: impl Fn(N::Wide, N::Wide) -> N::Wide + Copy,
+) {
+    let whole = len - len % BLOCK;
+    // SAFETY: blocks of `BLOCK` elements up to `whole`, and single ones from there to `len`, lie within all regions.
+    unsafe {
+        for start in (0..whole).step_by(BLOCK) {
+            reduce_block::<N, BLOCK>(sources, targets, start, combine);
+        }
+        for start in whole..len {
+            reduce_block::<N, 1>(sources, targets, start, combine);
+        }
+    }
+}
+
+/// Reduces the `B` elements from `start` on. They are read before any target, which may be the same memory, is written.
+///
+/// # Safety
+/// As [`reduce_as`], with at least `start + B` elements.
+#[inline(always)]
+unsafe fn reduce_block<N: Number, const B: usize>(
+    sources: &[*const u8],
+    targets: &[*mut u8],
+    start: usize,
+    combine: impl Fn(N::Wide, N::Wide) -> N::Wide,
+) {
+    // SAFETY: the caller's promise; an array of numbers is aligned as one of them.
+    let load = |source: *const u8| unsafe { source.cast::<N>().add(start).cast::<[N; B]>().read() };
+    let Some((&first, rest)) = sources.split_first() else { return };
+    // Plain loops over arrays, which the compiler keeps in registers (`map` it does not).
+    let mut values = load(first);
+    let mut results = [values[0].widen(); B];
+    for i in 0..B {
+        results[i] = values[i].widen();
+    }
+    for &source in rest {
+        values = load(source);
+        for i in 0..B {
+            results[i] = combine(results[i], values[i].widen());
+        }
+    }
+    for i in 0..B {
+        values[i] = N::narrow(results[i]);
+    }
+    for &target in targets {
+        // SAFETY: as above; nothing that was read is referred to any more.
+        unsafe { target.cast::<N>().add(start).cast::<[N; B]>().write(values) };
     }
 }
 

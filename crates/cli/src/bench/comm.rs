@@ -102,8 +102,10 @@ fn measure_all(comm: &dyn Communicator, raw: Option<&RawMpi>, max_bytes: usize) 
     let (node, place) = (grid.of(comm.rank()), grid.place(comm.rank()));
     if grid.num() > 1 && grid.num() < comm.size() {
         for (among, color) in [(Among::Node, node), (Among::Nodes, place)] {
-            if let Some(part) = comm.split(u32::try_from(color).ok(), comm.rank())? {
-                timings.extend(of_sizes((&*part, among), None, max_bytes)?);
+            let color = u32::try_from(color).expect("fewer nodes and ranks than 2^32");
+            let raw = raw.map(|raw| raw.split(color, comm.rank()));
+            if let Some(part) = comm.split(Some(color), comm.rank())? {
+                timings.extend(of_sizes((&*part, among), raw.as_ref(), max_bytes)?);
             }
             comm.barrier()?;
         }
@@ -214,16 +216,22 @@ impl Measured {
     }
 }
 
+/// With as many digits as tell short calls apart.
+fn microseconds(seconds: f64) -> String {
+    let us = seconds * 1e6;
+    if us < 100.0 { format!("{us:.2}") } else { format!("{us:.0}") }
+}
+
 fn cells(timing: &Timing) -> Vec<String> {
     let ratio = |of: f64| format!("{:.2}", timing.seconds / of);
     let moves = timing.bytes > 0;
     vec![
         format!("{:?}", timing.collective),
         timing.bytes.to_string(),
-        format!("{:.1}", timing.seconds * 1e6),
+        microseconds(timing.seconds),
         if moves { format!("{:.2}", timing.bytes as f64 / timing.seconds / 1e9) } else { String::new() },
         if moves { ratio(timing.copy_seconds) } else { String::new() },
-        timing.raw_seconds.map_or_else(String::new, |seconds| format!("{:.1}", seconds * 1e6)),
+        timing.raw_seconds.map_or_else(String::new, microseconds),
         timing.raw_seconds.map_or_else(String::new, ratio),
     ]
 }

@@ -16,7 +16,7 @@ fn bench_comm_times_collectives_and_writes_a_topology_that_plan_reads() {
     let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
     assert_eq!((value["ranks"].as_u64(), value["kind"].as_str()), (Some(3), Some("threads")));
     let cases = value["cases"].as_array().expect("cases");
-    assert_eq!(cases.len(), 1 + 5 * 2, "the barrier, and two sizes of each other collective");
+    assert_eq!(cases.len(), 1 + 6 * 2, "the barrier, and two sizes of each other");
     assert!(cases.iter().all(|case| case["seconds"].as_f64().is_some_and(|seconds| seconds > 0.0)));
     let text = std::fs::read_to_string(&path).expect("the topology");
     assert!(text.contains("cluster_link is a copy of node_link"), "what was not measured is said: {text}");

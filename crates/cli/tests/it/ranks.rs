@@ -192,11 +192,11 @@ fn layouts_that_cannot_be_are_named() {
     assert!(!work.path("runs").exists());
 }
 
-/// What starts ranks as processes here, and whether it is Open MPI's: the launchers in `.venv-mpi/*`, where `./test` puts them, and
-/// the one on the path.
+/// What starts ranks as processes here, and whether it is Open MPI's: the newest of each family in `.venv-mpi`, where `./test` puts
+/// them (the tests of `comm` take all), and the one on the path.
 pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
-    let kept = fs::read_dir(kept).into_iter().flatten().flatten().map(|entry| entry.path().join("bin/mpirun"));
+    let kept = ["openmpi", "mpich"].map(|name| kept.join(name).join("bin/mpirun")).into_iter();
     let path = env::var_os("PATH").unwrap_or_default();
     let on_path = env::split_paths(&path).map(|folder| folder.join("mpirun"));
     let found: Vec<PathBuf> = kept.chain(on_path).filter(|program| program.exists()).collect();

@@ -70,6 +70,7 @@ functions! {
         *const u8, *const c_int, *const c_int, Handle, *mut u8, *const c_int, *const c_int, Handle, Handle,
         *mut Handle);
     allreduce = b"MPI_Allreduce" (*const u8, *mut u8, c_int, Handle, Handle, Handle);
+    reduce_scatter = b"MPI_Reduce_scatter" (*const u8, *mut u8, *const c_int, Handle, Handle, Handle);
     send = b"MPI_Send" (*const u8, c_int, Handle, c_int, c_int, Handle);
     isend = b"MPI_Isend" (*const u8, c_int, Handle, c_int, c_int, Handle, *mut Handle);
     recv = b"MPI_Recv" (*mut u8, c_int, Handle, c_int, c_int, Handle, *mut Status);

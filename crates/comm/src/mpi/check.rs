@@ -60,12 +60,12 @@ impl Check {
         unsafe {
             let (own, all) = (self.own.as_ptr().cast(), self.all.as_mut_ptr().cast());
             group.check(
-                call,
+                &call,
                 (functions.iallgather)(own, words, byte, all, words, byte, group.beside, &raw mut gather),
             )?;
             let (sent, announced) = (self.sent.as_ptr().cast(), self.announced.as_mut_ptr().cast());
             group.check(
-                call,
+                &call,
                 (functions.ialltoall)(sent, 8, byte, announced, 8, byte, group.beside, &raw mut exchange),
             )?;
         }

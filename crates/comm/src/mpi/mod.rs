@@ -5,13 +5,16 @@
 //! are fetched with all-to-all and summed here in the order of ranks, so that they are the same bits as among threads.
 
 mod api;
+mod blocking;
 mod check;
 mod group;
 mod library;
 mod obituary;
 mod pieces;
+mod raw;
 mod run;
 mod started;
+mod versions;
 mod watch;
 
 use std::ffi::c_int;
@@ -21,7 +24,9 @@ use std::time::Duration;
 use api::UNDEFINED;
 use group::Group;
 pub use library::{LIBRARY_VARIABLE, is_launched};
-pub use run::{MpiOptions, RawMpi, run_mpi};
+pub(crate) use raw::EqualPieces;
+pub use raw::RawMpi;
+pub use run::{MpiOptions, run_mpi};
 use started::Started;
 
 use crate::operation::{Call, Memory, Operation};
@@ -71,12 +76,13 @@ struct MpiComm {
 }
 
 impl MpiComm {
-    /// Whether the call is one; its memory as the library wants it.
-    fn admit(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<Memory, CommError> {
+    /// Whether the call is one. Makes its memory such as the library wants it.
+    #[inline]
+    fn admit(&self, operation: &Operation<'_>, memory: &mut Memory) -> Result<(), CommError> {
         let group = &self.group;
         group.still_going()?;
         let world_rank = group.members[group.rank];
-        operation.check(&memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))?;
+        operation.check(memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))?;
         // An empty slice may stand anywhere, also at the address 1, which to most libraries means "in place".
         if memory.send_bytes == 0 {
             memory.send = std::ptr::from_ref(&NOWHERE).cast();
@@ -84,7 +90,7 @@ impl MpiComm {
         if memory.recv_bytes == 0 {
             memory.recv = std::ptr::from_ref(&NOWHERE).cast_mut().cast();
         }
-        Ok(memory)
+        Ok(())
     }
 }
 
@@ -105,15 +111,15 @@ impl Communicator for MpiComm {
         &self.group.nodes
     }
 
-    unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
-        let memory = self.admit(operation, memory)?;
+    unsafe fn start(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
+        self.admit(operation, &mut memory)?;
         // SAFETY: the caller's promise.
         let started = unsafe { Started::start(&self.group, operation, memory) }?;
         Ok(Box::new(Handle::new(operation.call, started, &self.group.process.under_way)))
     }
 
-    unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
-        let memory = self.admit(operation, memory)?;
+    unsafe fn run(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<(), CommError> {
+        self.admit(operation, &mut memory)?;
         let process = &self.group.process;
         if process.is_checked || process.under_way.has_collectives() {
             // What is under way must go on meanwhile, and the comparison comes first. All ranks come here or none: the library does
@@ -128,13 +134,13 @@ impl Communicator for MpiComm {
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let group = &self.group;
         group.still_going()?;
-        let _in_operation = group.enter(Call::Split);
+        let _in_operation = group.enter(&Call::Split);
         let color = color.map_or(UNDEFINED, |color| (color & 0x7fff_ffff) as c_int);
         let mut comm = 0;
         let code =
             // SAFETY: a call of all ranks of the group; `comm` is valid for writing.
             unsafe { (group.functions().comm_split)(group.comm, color, key as c_int, &raw mut comm) };
-        group.check(Call::Split, code)?;
+        group.check(&Call::Split, code)?;
         if comm == group.process.mpi.constants.comm_null {
             return Ok(None);
         }

@@ -19,16 +19,24 @@ impl Pieces {
     /// `limit`.
     pub(crate) fn set(&mut self, counts: &[usize], limit: usize) -> bool {
         let total: usize = counts.iter().sum();
-        self.unit = if total <= limit { 1 } else { unit_for(counts, limit) };
         self.counts.clear();
         self.starts.clear();
-        let mut start = 0;
-        for &count in counts {
-            self.counts.push((count / self.unit) as c_int);
-            self.starts.push((start / self.unit) as c_int);
-            start += count;
+        if total <= limit {
+            self.unit = 1;
+            self.lay_out(counts, |bytes| bytes);
+            return true;
         }
-        total / self.unit <= limit
+        let unit = unit_for(counts, limit);
+        self.unit = unit;
+        self.lay_out(counts, |bytes| bytes / unit);
+        total / unit <= limit
+    }
+
+    /// One piece after the other, `units` being how many units so many bytes are. (A division takes longer than the rest.)
+    fn lay_out(&mut self, counts: &[usize], units: impl Fn(usize) -> usize) {
+        self.counts.extend(counts.iter().map(|&count| units(count) as c_int));
+        let starts = counts.iter().scan(0, |end, &count| Some(std::mem::replace(end, *end + count)));
+        self.starts.extend(starts.map(|start| units(start) as c_int));
     }
 
     pub(crate) fn of(counts: &[usize], limit: usize) -> Option<Self> {

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use std::{env, fs, process, ptr, thread};
 
+use super::MpiComm;
 use super::api::Handle;
 use super::group::{Group, Process, Report};
 use super::library::{self, Mpi};
 use super::watch::{Page, Watch};
-use super::{MpiComm, MpiError};
 use crate::threads::{message, numbered_by_appearance};
 use crate::{CommError, Communicator};
 
@@ -325,90 +325,5 @@ impl Process {
         // SAFETY: MPI is initialised as long as a `Process` is in use.
         unsafe { (self.mpi.functions.abort)(self.mpi.constants.comm_world, FAILED) };
         process::abort()
-    }
-}
-
-/// The library's own calls, for measuring what this crate adds to them.
-#[doc(hidden)]
-pub struct RawMpi(&'static Mpi);
-
-impl RawMpi {
-    /// The library of the run that this process takes part in.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn of_run() -> Result<Self, MpiError> {
-        library::load().map(Self)
-    }
-
-    /// What the library says of itself.
-    #[must_use]
-    pub fn version(&self) -> String {
-        self.0.functions.version()
-    }
-
-    /// `MPI_Alltoallv` among all ranks, of equal pieces.
-    pub fn all_to_all(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
-        let piece = send.len() / num_ranks;
-        let counts = vec![piece as c_int; num_ranks];
-        let starts: Vec<c_int> = (0..num_ranks).map(|rank| (rank * piece) as c_int).collect();
-        assert!(piece * num_ranks <= recv.len(), "room for all pieces");
-        let (functions, constants) = (&self.0.functions, &self.0.constants);
-        let (byte, world) = (constants.byte, constants.comm_world);
-        // SAFETY: all pieces lie within both regions, which are borrowed until the call returns.
-        let code = unsafe {
-            (functions.alltoallv)(
-                send.as_ptr(),
-                counts.as_ptr(),
-                starts.as_ptr(),
-                byte,
-                recv.as_mut_ptr(),
-                counts.as_ptr(),
-                starts.as_ptr(),
-                byte,
-                world,
-            )
-        };
-        assert_eq!(code, 0, "MPI_Alltoallv");
-    }
-
-    /// `MPI_Allgather` among all ranks.
-    pub fn all_gather(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
-        assert!(send.len() * num_ranks <= recv.len(), "room for all pieces");
-        let (functions, constants) = (&self.0.functions, &self.0.constants);
-        let (byte, len) = (constants.byte, send.len() as c_int);
-        // SAFETY: as above.
-        let code = unsafe {
-            (functions.allgather)(send.as_ptr(), len, byte, recv.as_mut_ptr(), len, byte, constants.comm_world)
-        };
-        assert_eq!(code, 0, "MPI_Allgather");
-    }
-
-    /// `MPI_Allreduce` among all ranks, the sum of f32.
-    pub fn all_reduce(&self, data: &mut [f32]) {
-        let (functions, constants) = (&self.0.functions, &self.0.constants);
-        let in_place = ptr::without_provenance(constants.in_place);
-        let (float, sum, world) = (constants.float, constants.sum, constants.comm_world);
-        // SAFETY: in place; `data` is borrowed until the call returns.
-        let code = unsafe {
-            (functions.allreduce)(in_place, data.as_mut_ptr().cast(), data.len() as c_int, float, sum, world)
-        };
-        assert_eq!(code, 0, "MPI_Allreduce");
-    }
-
-    /// `MPI_Bcast` among all ranks.
-    pub fn broadcast(&self, data: &mut [u8], root: usize) {
-        let (functions, constants) = (&self.0.functions, &self.0.constants);
-        let (byte, world) = (constants.byte, constants.comm_world);
-        // SAFETY: `data` is borrowed until the call returns.
-        let code = unsafe { (functions.bcast)(data.as_mut_ptr(), data.len() as c_int, byte, root as c_int, world) };
-        assert_eq!(code, 0, "MPI_Bcast");
-    }
-
-    /// `MPI_Barrier` among all ranks.
-    pub fn barrier(&self) {
-        // SAFETY: a call of all ranks.
-        let code = unsafe { (self.0.functions.barrier)(self.0.constants.comm_world) };
-        assert_eq!(code, 0, "MPI_Barrier");
     }
 }

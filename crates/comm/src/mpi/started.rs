@@ -6,8 +6,9 @@ use std::thread;
 
 use super::api::{Handle, Status};
 use super::check::Check;
-use super::group::{Group, ONE_STEP_BYTES, Versions, shares};
+use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::{Pieces, Unit};
+use super::versions::{Taken, Versions};
 use crate::CommError;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory, Operation};
@@ -17,9 +18,9 @@ use crate::under_way::Steps;
 enum Then {
     Nothing,
     /// Sum up, into this memory.
-    Reduce(Versions, (NumberKind, Reduce), Target),
+    Reduce(Versions<Taken>, (NumberKind, Reduce), Target),
     /// Sum up this rank's share of an all-reduce, then exchange the shares.
-    Share(Versions, (NumberKind, Reduce)),
+    Share(Versions<Taken>, (NumberKind, Reduce)),
     /// See whether the whole message has come.
     Count(c_int, Unit),
     Finished,
@@ -43,6 +44,8 @@ pub(crate) struct Started {
     then: Then,
     /// What the shares of an all-reduce are sent with.
     tag: c_int,
+    /// A byte that goes from here to here, where nothing else does.
+    byte: Box<[u8; 2]>,
 }
 
 impl Started {
@@ -63,6 +66,7 @@ impl Started {
             then: Then::Nothing,
             // Not for messages: not all ranks send the same ones.
             tag: if matches!(operation.call, Call::AllReduce { .. }) { group.next_tag() } else { 0 },
+            byte: Box::default(),
         };
         // SAFETY: the caller's promise.
         unsafe { started.post(operation) }?;
@@ -101,7 +105,7 @@ impl Started {
                 }
                 Call::Receive { from, tag, bytes } => {
                     self.receive(memory.recv, bytes, from, tag as c_int, self.group.comm)?;
-                    let (count, unit) = self.group.whole(self.call, bytes)?;
+                    let (count, unit) = self.group.whole(&self.call, bytes)?;
                     self.then = Then::Count(count, unit);
                     Ok(())
                 }
@@ -112,7 +116,7 @@ impl Started {
     /// Starts something of the library.
     fn request(&mut self, start: impl FnOnce(*mut Handle) -> c_int) -> Result<(), CommError> {
         let mut request = 0;
-        self.group.check(self.call, start(&raw mut request))?;
+        self.group.check(&self.call, start(&raw mut request))?;
         self.requests.push(request);
         Ok(())
     }
@@ -120,7 +124,7 @@ impl Started {
     unsafe fn broadcast(&mut self, root: usize) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let memory = self.memory;
-        let (count, unit) = group.whole(self.call, memory.recv_bytes)?;
+        let (count, unit) = group.whole(&self.call, memory.recv_bytes)?;
         // SAFETY: the caller's promise.
         self.request(|request| unsafe {
             (group.functions().ibcast)(memory.recv, count, unit.handle, root as c_int, group.comm, request)
@@ -128,8 +132,8 @@ impl Started {
     }
 
     fn keep(&mut self, counts: &[usize]) -> Result<(*const c_int, *const c_int, Unit), CommError> {
-        let pieces = Pieces::of(counts, self.group.process.limit).ok_or_else(|| self.group.too_long(self.call))?;
-        let unit = self.group.unit(self.call, &pieces)?;
+        let pieces = Pieces::of(counts, self.group.process.limit).ok_or_else(|| self.group.too_long(&self.call))?;
+        let unit = self.group.unit(&self.call, &pieces)?;
         let addresses = (pieces.counts.as_ptr(), pieces.starts.as_ptr());
         self.pieces.push(pieces);
         Ok((addresses.0, addresses.1, unit))
@@ -165,6 +169,7 @@ impl Started {
         let group = Arc::clone(&self.group);
         let (sends, send_starts, send_unit) = self.keep(send_counts)?;
         let (recvs, recv_starts, recv_unit) = self.keep(recv_counts)?;
+        let memory = if memory.send_bytes + memory.recv_bytes == 0 { self.say_something() } else { memory };
         // SAFETY: the caller's promise; the pieces' arrays are kept, and do not move.
         self.request(|request| unsafe {
             (group.functions().ialltoallv)(
@@ -182,10 +187,20 @@ impl Started {
         })
     }
 
+    /// Makes of an all-to-all in which nothing goes to or from this rank one in which a byte goes from it to itself. Open MPI 4 does not
+    /// number a non-blocking call in which a rank has nothing to do, and then matches its later calls with the wrong ones of others.
+    fn say_something(&mut self) -> Memory {
+        for pieces in &mut self.pieces {
+            pieces.counts[self.group.rank] = 1;
+        }
+        let [from, to] = &mut *self.byte;
+        Memory { send: from, send_bytes: 1, recv: to, recv_bytes: 1 }
+    }
+
     /// Starts to fetch all versions of this rank's share of what `memory` sends.
-    unsafe fn versions(&mut self, counts: &[usize], memory: Memory) -> Result<Versions, CommError> {
+    unsafe fn versions(&mut self, counts: &[usize], memory: Memory) -> Result<Versions<Taken>, CommError> {
         let own = counts[self.group.rank];
-        let mut versions = Versions::new(&self.group, own);
+        let mut versions = Versions::new(Taken::from(&self.group), own, self.group.size());
         let there = Memory { recv: versions.start(), recv_bytes: own * self.group.size(), ..memory };
         // SAFETY: the caller's promise; the versions' memory is kept with them, and does not move.
         unsafe { self.all_to_all_v(counts, &vec![own; self.group.size()], there) }?;
@@ -195,7 +210,7 @@ impl Started {
     unsafe fn gather_versions(&mut self, how: (NumberKind, Reduce)) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let memory = self.memory;
-        let mut versions = Versions::new(&group, memory.recv_bytes);
+        let mut versions = Versions::new(Taken::from(&group), memory.recv_bytes, group.size());
         let (count, byte, there) = (memory.recv_bytes as c_int, group.byte(), versions.start());
         // SAFETY: the caller's promise; the versions' memory is kept with them.
         self.request(|request| unsafe {
@@ -214,7 +229,7 @@ impl Started {
         comm: Handle,
     ) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
-        let (count, unit) = group.whole(self.call, bytes)?;
+        let (count, unit) = group.whole(&self.call, bytes)?;
         // SAFETY: the caller's promise.
         self.request(|request| unsafe {
             (group.functions().isend)(start, count, unit.handle, to as c_int, tag, comm, request)
@@ -230,7 +245,7 @@ impl Started {
         comm: Handle,
     ) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
-        let (count, unit) = group.whole(self.call, bytes)?;
+        let (count, unit) = group.whole(&self.call, bytes)?;
         // SAFETY: the caller's promise.
         self.request(|request| unsafe {
             (group.functions().irecv)(start, count, unit.handle, from as c_int, tag, comm, request)
@@ -259,7 +274,7 @@ impl Started {
     fn go_on(&mut self, status: &Status) -> Result<(), CommError> {
         match std::mem::replace(&mut self.then, Then::Finished) {
             Then::Nothing | Then::Finished => {}
-            Then::Count(count, unit) => self.group.check_received(self.call, status, count, &unit)?,
+            Then::Count(count, unit) => self.group.check_received(&self.call, status, count, unit.handle)?,
             // SAFETY: the target is this operation's memory, which the requests use no more.
             Then::Reduce(versions, how, target) => unsafe { versions.reduce(how, target.0) },
             Then::Share(versions, how) => {
@@ -287,7 +302,7 @@ impl Started {
                 (functions.test)(&raw mut request, &raw mut is_done, std::ptr::from_mut(status))
             }
         };
-        self.group.check(self.call, code)?;
+        self.group.check(&self.call, code)?;
         Ok((is_done == 0).then_some(request))
     }
 
@@ -342,7 +357,7 @@ impl Steps for Started {
 
     fn finish(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
-        let _in_operation = group.enter(self.call);
+        let _in_operation = group.enter(&self.call);
         if group.process.under_way.is_empty() {
             return self.step(true).map(drop);
         }

@@ -135,7 +135,7 @@ impl Watch {
         self.shortest_ns.fetch_min(timeout_ns, Ordering::Relaxed);
     }
 
-    pub(crate) fn enter(&self, call: Call) -> InOperation<'_> {
+    pub(crate) fn enter(&self, call: &Call) -> InOperation<'_> {
         for (to, word) in self.call.iter().zip(call.to_words()) {
             to.store(word, Ordering::Relaxed);
         }

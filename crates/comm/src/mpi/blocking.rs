@@ -1,0 +1,228 @@
+//! The calls of a group of processes that block: the library's own, with as little around them as can be. A short call takes 0.1 to
+//! 0.5 µs, of which the watchdog's note and the checks must not be a tenth.
+
+use std::ffi::c_int;
+use std::ptr;
+
+use super::api::{Handle, Status};
+use super::group::{Group, ONE_STEP_BYTES, shares};
+use super::pieces::Pieces;
+use super::versions::Versions;
+use crate::CommError;
+use crate::few::Few;
+use crate::number::{NumberKind, Reduce};
+use crate::operation::{Call, Memory, Operation};
+use crate::under_way::locked;
+
+impl Group {
+    /// # Safety
+    /// As `Communicator::run`.
+    pub(crate) unsafe fn run(&self, operation: &Operation<'_>, memory: &Memory) -> Result<(), CommError> {
+        let call = &operation.call;
+        let _in_operation = self.enter(call);
+        // SAFETY: the caller's promise, for each.
+        unsafe {
+            match *call {
+                Call::Barrier | Call::Split => self.check(call, (self.functions().barrier)(self.comm)),
+                Call::Broadcast { root, .. } => self.broadcast(call, memory, root),
+                Call::AllGatherV => self.all_gather_v(call, operation.recv_counts, memory),
+                Call::AllToAllV => self.all_to_all_v(call, (operation.send_counts, operation.recv_counts), memory),
+                Call::ReduceScatter { number, reduce } if self.may_reduce((number, reduce), memory.send_bytes) => {
+                    self.shares_of_two(call, operation.send_counts, memory)
+                }
+                Call::ReduceScatter { number, reduce } => {
+                    self.reduce_scatter(call, operation.send_counts, memory, (number, reduce))
+                }
+                Call::AllReduce { number, reduce, bytes } if self.may_reduce((number, reduce), bytes) => {
+                    self.sum_of_two(call, memory)
+                }
+                Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
+                    self.all_reduce_at_once(call, memory, (number, reduce))
+                }
+                Call::AllReduce { number, reduce, .. } => self.all_reduce(call, memory, (number, reduce)),
+                Call::Send { to, tag, .. } => self.send(call, memory, to, tag),
+                Call::Receive { from, tag, .. } => self.receive(call, memory, from, tag),
+            }
+        }
+    }
+
+    /// Calls `work` with a region of so many bytes as the library wants it: how many of which type.
+    #[inline]
+    fn as_whole(
+        &self,
+        call: &Call,
+        bytes: usize,
+        work: impl FnOnce(c_int, Handle) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        if bytes <= self.process.limit {
+            return work(bytes as c_int, self.byte());
+        }
+        let (count, unit) = self.whole(call, bytes)?;
+        work(count, unit.handle)
+    }
+
+    unsafe fn broadcast(&self, call: &Call, memory: &Memory, root: usize) -> Result<(), CommError> {
+        self.as_whole(call, memory.recv_bytes, |count, unit| {
+            // SAFETY: the caller's promise; `count` units are `recv_bytes` bytes.
+            self.check(call, unsafe { (self.functions().bcast)(memory.recv, count, unit, root as c_int, self.comm) })
+        })
+    }
+
+    unsafe fn all_gather_v(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
+        let own = counts[self.rank];
+        if memory.recv_bytes <= self.process.limit && counts.iter().all(|&count| count == own) {
+            // The library is faster where it need not look at counts.
+            // SAFETY: as below.
+            return self.check(call, unsafe {
+                let (functions, byte, own) = (self.functions(), self.byte(), own as c_int);
+                (functions.allgather)(memory.send, own, byte, memory.recv, own, byte, self.comm)
+            });
+        }
+        let mut scratch = locked(&self.scratch);
+        let [pieces, _] = &mut *scratch;
+        self.set(pieces, call, counts)?;
+        let (unit, own) = (self.unit(call, pieces)?, pieces.counts[self.rank]);
+        // SAFETY: the caller's promise; the pieces are those of `counts`, which were held against the memory.
+        self.check(call, unsafe {
+            (self.functions().allgatherv)(
+                memory.send,
+                own,
+                unit.handle,
+                memory.recv,
+                pieces.counts.as_ptr(),
+                pieces.starts.as_ptr(),
+                unit.handle,
+                self.comm,
+            )
+        })
+    }
+
+    fn set(&self, pieces: &mut Pieces, call: &Call, counts: &[usize]) -> Result<(), CommError> {
+        if pieces.set(counts, self.process.limit) { Ok(()) } else { Err(self.too_long(call)) }
+    }
+
+    unsafe fn all_to_all_v(
+        &self,
+        call: &Call,
+        (send_counts, recv_counts): (&[usize], &[usize]),
+        memory: &Memory,
+    ) -> Result<(), CommError> {
+        let mut scratch = locked(&self.scratch);
+        let [send, recv] = &mut *scratch;
+        self.set(send, call, send_counts)?;
+        self.set(recv, call, recv_counts)?;
+        let (send_unit, recv_unit) = (self.unit(call, send)?, self.unit(call, recv)?);
+        // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
+        self.check(call, unsafe {
+            (self.functions().alltoallv)(
+                memory.send,
+                send.counts.as_ptr(),
+                send.starts.as_ptr(),
+                send_unit.handle,
+                memory.recv,
+                recv.counts.as_ptr(),
+                recv.starts.as_ptr(),
+                recv_unit.handle,
+                self.comm,
+            )
+        })
+    }
+
+    /// Everybody gets all versions of its share and sums them in the order of ranks.
+    unsafe fn reduce_scatter(
+        &self,
+        call: &Call,
+        counts: &[usize],
+        memory: &Memory,
+        how: (NumberKind, Reduce),
+    ) -> Result<(), CommError> {
+        let (own, size) = (memory.recv_bytes, self.size());
+        let mut versions = Versions::new(locked(&self.process.spare), own, size);
+        let there = Memory { recv: versions.start(), recv_bytes: own * size, ..*memory };
+        // SAFETY: the caller's promise; the versions have room for one share from each rank.
+        unsafe {
+            self.all_to_all_v(call, (counts, &Few::of(size, |_| own)), &there)?;
+            versions.reduce(how, memory.recv);
+        }
+        Ok(())
+    }
+
+    /// Whether the library may reduce as it likes: two numbers give the same sum in either order.
+    fn may_reduce(&self, how: (NumberKind, Reduce), bytes: usize) -> bool {
+        how == (NumberKind::F32, Reduce::Sum) && self.size() == 2 && bytes <= self.process.limit
+    }
+
+    unsafe fn shares_of_two(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
+        let (float, sum) = (self.process.mpi.constants.float, self.process.mpi.constants.sum);
+        let counts = [counts[0], counts[1]].map(|bytes| (bytes / size_of::<f32>()) as c_int);
+        // SAFETY: the caller's promise; the counts were held against the memory.
+        self.check(call, unsafe {
+            (self.functions().reduce_scatter)(memory.send, memory.recv, counts.as_ptr(), float, sum, self.comm)
+        })
+    }
+
+    unsafe fn sum_of_two(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
+        let constants = &self.process.mpi.constants;
+        let in_place = ptr::without_provenance(constants.in_place);
+        let (count, float, sum) = ((memory.recv_bytes / size_of::<f32>()) as c_int, constants.float, constants.sum);
+        // SAFETY: the caller's promise; `count` numbers are `recv_bytes` bytes.
+        self.check(call, unsafe { (self.functions().allreduce)(in_place, memory.recv, count, float, sum, self.comm) })
+    }
+
+    unsafe fn all_reduce_at_once(
+        &self,
+        call: &Call,
+        memory: &Memory,
+        how: (NumberKind, Reduce),
+    ) -> Result<(), CommError> {
+        let mut versions = Versions::new(locked(&self.process.spare), memory.recv_bytes, self.size());
+        let (count, byte, there) = (memory.recv_bytes as c_int, self.byte(), versions.start());
+        // SAFETY: the caller's promise; the versions have room for `count` bytes from each rank.
+        self.check(call, unsafe {
+            (self.functions().allgather)(memory.recv, count, byte, there, count, byte, self.comm)
+        })?;
+        // SAFETY: as above.
+        unsafe { versions.reduce(how, memory.recv) };
+        Ok(())
+    }
+
+    unsafe fn all_reduce(&self, call: &Call, memory: &Memory, how: (NumberKind, Reduce)) -> Result<(), CommError> {
+        let shares = shares(memory.recv_bytes, self.size());
+        let own = shares[self.rank];
+        let start: usize = shares[..self.rank].iter().sum();
+        let there = Memory {
+            send: memory.recv,
+            send_bytes: memory.recv_bytes,
+            // SAFETY: the own share lies within the memory.
+            recv: unsafe { memory.recv.add(start) },
+            recv_bytes: own,
+        };
+        // SAFETY: the caller's promise. The own share is written after all versions of it have come.
+        unsafe { self.reduce_scatter(call, &shares, &there, how)? };
+        // In place: MPI takes the own share from where it is to be.
+        let in_place = Memory { send: ptr::without_provenance(self.process.mpi.constants.in_place), ..*memory };
+        // SAFETY: as above.
+        unsafe { self.all_gather_v(call, &shares, &in_place) }
+    }
+
+    unsafe fn send(&self, call: &Call, memory: &Memory, to: usize, tag: u32) -> Result<(), CommError> {
+        self.as_whole(call, memory.send_bytes, |count, unit| {
+            let functions = self.functions();
+            // SAFETY: the caller's promise; `count` units are `send_bytes` bytes.
+            let code = unsafe { (functions.send)(memory.send, count, unit, to as c_int, tag as c_int, self.comm) };
+            self.check(call, code)
+        })
+    }
+
+    unsafe fn receive(&self, call: &Call, memory: &Memory, from: usize, tag: u32) -> Result<(), CommError> {
+        let mut status: Status = Status::default();
+        self.as_whole(call, memory.recv_bytes, |count, unit| {
+            let (functions, from, tag) = (self.functions(), from as c_int, tag as c_int);
+            // SAFETY: the caller's promise; `status` has room for any library's.
+            self.check(call, unsafe {
+                (functions.recv)(memory.recv, count, unit, from, tag, self.comm, &raw mut status)
+            })?;
+            self.check_received(call, &status, count, unit)
+        })
+    }
+}
