@@ -11,6 +11,7 @@ mod group;
 mod library;
 mod obituary;
 mod pieces;
+mod pulse;
 mod raw;
 mod run;
 mod started;

@@ -14,6 +14,7 @@ use super::MpiComm;
 use super::api::Handle;
 use super::group::{Group, Process, Report};
 use super::library::{self, Mpi};
+use super::pulse::{Mouth, NO_CARD, Pulse};
 use super::watch::{Page, Watch};
 use crate::threads::{message, numbered_by_appearance};
 use crate::{CommError, Communicator};
@@ -122,8 +123,11 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     let world = mpi.constants.comm_world;
     let (rank, size) = rank_and_size(mpi, world)?;
     library::check_size(size)?;
-    let node = Node::find(mpi, world, rank)?;
+    let node = Node::find(mpi, (world, rank), options.ranks_per_node)?;
     let (page, own) = node.page(mpi)?;
+    // A node is named by its first rank.
+    let nodes = gather(mpi, world, node.ranks[0], size)?;
+    let pulse = pulse(mpi, (world, rank), &nodes)?;
     let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));
     let process = Arc::new(Process {
         rank,
@@ -138,11 +142,8 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     });
     let barking = Arc::clone(&process);
     watch
-        .spawn(&node.pids(mpi)?, move |error| barking.abort(&error))
+        .spawn(&node.pids(mpi)?, pulse, move |error| barking.abort(&error))
         .map_err(|error| CommError::Start(format!("no thread for the watchdog: {error}")))?;
-    // A node is named by its first rank until all are known.
-    let own_node = options.ranks_per_node.map_or(node.ranks[0], |ranks| rank / ranks);
-    let nodes = gather(mpi, world, own_node, size)?;
     let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })
 }
@@ -198,15 +199,41 @@ fn rank_and_size(mpi: &Mpi, comm: Handle) -> Result<(usize, usize), CommError> {
 
 /// Everybody's number.
 fn gather(mpi: &Mpi, comm: Handle, own: usize, size: usize) -> Result<Vec<usize>, CommError> {
-    let own = own as u64;
-    let mut all = vec![0_u64; size];
-    let byte = mpi.constants.byte;
-    // SAFETY: eight bytes from each of `size` ranks.
+    Ok(gather_words(mpi, comm, &[own as u64], size)?.into_iter().map(|[number]| number as usize).collect())
+}
+
+fn gather_words<const N: usize>(
+    mpi: &Mpi,
+    comm: Handle,
+    own: &[u64; N],
+    size: usize,
+) -> Result<Vec<[u64; N]>, CommError> {
+    let mut all = vec![[0_u64; N]; size];
+    let (byte, count) = (mpi.constants.byte, size_of_val(own) as c_int);
+    // SAFETY: so many bytes from each of `size` ranks.
     let code = unsafe {
-        (mpi.functions.allgather)(ptr::from_ref(&own).cast(), 8, byte, all.as_mut_ptr().cast(), 8, byte, comm)
+        (mpi.functions.allgather)(own.as_ptr().cast(), count, byte, all.as_mut_ptr().cast(), count, byte, comm)
     };
     checked(mpi, code)?;
-    Ok(all.into_iter().map(|number| number as usize).collect())
+    Ok(all)
+}
+
+/// The signs of life of a node's first rank, where there are several nodes. `nodes` has the first rank of each rank's node.
+fn pulse(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<Option<Pulse>, CommError> {
+    let firsts: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == rank).collect();
+    if firsts.len() < 2 {
+        return Ok(None);
+    }
+    let place = firsts.iter().position(|&first| first == rank);
+    let mouth = place.and_then(|_| {
+        let mouth = Mouth::open();
+        mouth.inspect_err(|error| tracing::info!("no datagrams to other nodes: {error}")).ok()
+    });
+    let cards = gather_words(mpi, world, mouth.as_ref().map_or(&NO_CARD, Mouth::card), nodes.len())?;
+    let (Some(place), Some(mouth)) = (place, mouth) else { return Ok(None) };
+    let of_place = |place: usize| firsts[place % firsts.len()];
+    let (next, previous) = (of_place(place + 1), of_place(place + firsts.len() - 1));
+    Ok(Some(mouth.pulse(&cards[next], previous, &cards[previous])))
 }
 
 /// The ranks that share memory with this one.
@@ -218,13 +245,18 @@ struct Node {
 }
 
 impl Node {
-    fn find(mpi: &Mpi, world: Handle, rank: usize) -> Result<Self, CommError> {
+    fn find(mpi: &Mpi, (world, rank): (Handle, usize), supposed: Option<usize>) -> Result<Self, CommError> {
         let constants = &mpi.constants;
         let mut comm = 0;
         // SAFETY: a call of all ranks; `comm` is valid for writing.
         checked(mpi, unsafe {
             (mpi.functions.comm_split_type)(world, constants.type_shared, 0, constants.info_null, &raw mut comm)
         })?;
+        if let Some(ranks_per_node) = supposed {
+            let (of_machine, color) = (comm, (rank / ranks_per_node) as c_int);
+            // SAFETY: as above.
+            checked(mpi, unsafe { (mpi.functions.comm_split)(of_machine, color, rank as c_int, &raw mut comm) })?;
+        }
         let (own, size) = rank_and_size(mpi, comm)?;
         Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)? })
     }

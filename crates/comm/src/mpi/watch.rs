@@ -3,7 +3,7 @@
 //! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether it is
 //! in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node that are not
 //! in one, or do not even show a sign of life, are who it waits for. A process that stands still is found in the time of a
-//! step even where ranks may take long, as while one writes a checkpoint.
+//! step even where ranks may take long, as while one writes a checkpoint; between nodes by its [`Pulse`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,6 +16,7 @@ use std::time::Duration;
 use memmap2::MmapRaw;
 
 use super::obituary::Obituary;
+use super::pulse::Pulse;
 use crate::CommError;
 use crate::operation::Call;
 use crate::patience::Patience;
@@ -144,15 +145,17 @@ impl Watch {
         InOperation(state)
     }
 
-    /// The thread that looks after this rank, and at the processes of the node's ranks (none where they are not known).
+    /// The thread that looks after this rank, at the processes of the node's ranks (none where they are not known), and, with a `pulse`,
+    /// after another node.
     pub(crate) fn spawn(
         self: &Arc<Self>,
         pids: &[usize],
+        pulse: Option<Pulse>,
         bark: impl Fn(CommError) + Send + Sync + 'static,
     ) -> io::Result<JoinHandle<()>> {
         let watch = Arc::clone(self);
         let obituary = Obituary::of(pids);
-        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run(obituary, &bark))
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((obituary, pulse), &bark))
     }
 
     /// Says that this rank ends as it should, and ends the thread.
@@ -166,23 +169,25 @@ impl Watch {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
 
-    fn run(&self, mut obituary: Obituary, bark: &Bark) {
+    fn run(&self, (mut obituary, mut pulse): (Obituary, Option<Pulse>), bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
         let mut patience = Patience::new();
         let mut signs: Vec<Sign> =
             self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: Patience::new() }).collect();
         while !self.is_over.load(Ordering::Relaxed) {
-            let dead = obituary.wait(TICK);
-            if let Some(index) = dead.filter(|&index| self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED) {
+            if let Some(rank) = self.wait_for_a_death(&mut obituary) {
                 let reason = "its process ended in the middle of the run (killed?)".to_owned();
-                bark(CommError::Died { rank: self.ranks[index], reason });
+                bark(CommError::Died { rank, reason });
             }
             own.heartbeat.fetch_add(1, Ordering::Relaxed);
             let state = own.state.load(Ordering::Relaxed);
             let waited = patience.look();
             let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
-            let still = self.still(&mut signs, shortest);
+            let mut still = self.still(&mut signs, shortest);
+            let elsewhere = pulse.as_mut().and_then(Pulse::beat);
+            // Datagrams may get lost for a while: they alone are no reason.
+            still.extend(elsewhere.filter(|(_, silence)| waited.min(*silence) >= shortest).map(|(rank, _)| rank));
             if state != seen || state.is_multiple_of(2) {
                 (seen, patience) = (state, Patience::new());
                 continue;
@@ -198,6 +203,12 @@ impl Watch {
                 bark(CommError::Hung { ranks, waiting, call, waited });
             }
         }
+    }
+
+    /// Waits for a tick, or until the process of a rank of this node ends before its run does: that rank.
+    fn wait_for_a_death(&self, obituary: &mut Obituary) -> Option<usize> {
+        let index = obituary.wait(TICK)?;
+        (self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED).then(|| self.ranks[index])
     }
 
     /// Ranks of this node whose processes have shown signs of life and then none for so long.

@@ -8,7 +8,8 @@ use moeworks_plan::cost::collectives::{Rows, all_to_all, fastest_path};
 use moeworks_plan::{Algorithm, Group, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
-use crate::namespaces::{run_on_hosts, topology};
+use crate::launcher::text;
+use crate::namespaces::{run_on_hosts, succeed_on_hosts, topology};
 
 /// Tokens of a rank, each of which wants experts of all four ranks.
 const TOKENS: usize = 256;
@@ -18,7 +19,15 @@ const REPEATS: usize = 3;
 
 #[test]
 fn between_hosts_paths_differ_by_the_factor_that_their_costs_say() {
-    run_on_hosts("mpi::plays_a_rank", "hosts");
+    succeed_on_hosts("mpi::plays_a_rank", "hosts");
+}
+
+#[test]
+fn a_host_that_stands_still_is_missed_by_the_next() {
+    if let Some(output) = run_on_hosts("mpi::plays_a_rank", "stop of a host") {
+        let said = text(&output);
+        assert!(!output.status.success() && said.contains("rank 2 hung: nothing from it for 5.0 s"), "{said}");
+    }
 }
 
 /// What a rank does: times each path and compares with the costs.

@@ -114,6 +114,7 @@ fn a_process_that_hangs_or_is_stopped_is_named_by_the_watchdog() {
         launcher.expect_failure(3, "hang", "rank 1 hung: nothing from it for");
         launcher.expect_failure(3, "stop", "rank 1 hung: nothing from it for");
         launcher.expect_failure(3, "stop while others may wait long", "rank 1 hung: nothing from it for");
+        launcher.expect_failure(3, "stop alone on a node", "rank 1 hung: nothing from it for");
     }
 }
 
@@ -124,12 +125,14 @@ fn plays_a_rank() {
     let mut options = MpiOptions::default().with_timeout(Duration::from_secs(20));
     match case.as_str() {
         "hang" | "stop" | "stop while others may wait long" => options = options.with_timeout(Duration::from_secs(1)),
+        "stop alone on a node" => options = options.with_timeout(Duration::from_secs(2)).with_ranks_per_node(1),
         "collectives without checks" => options = options.with_checks(false),
         "collectives beyond the limit of an int" => options = options.with_limit(1000),
         "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
         "paths over nodes of two ranks without checks" => options = options.with_ranks_per_node(2).with_checks(false),
         #[cfg(target_os = "linux")]
         "hosts" => options = options.with_timeout(hosts::PATIENCE),
+        "stop of a host" => options = options.with_timeout(Duration::from_secs(5)),
         _ => {}
     }
     let log = fs::OpenOptions::new().append(true).open(env::var_os(LOG).expect("a file")).expect("a file for reports");
@@ -153,11 +156,13 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
         ("error", 1) => Err(CommError::Start("no such file".into())),
         ("kill", 2) => end_by_signal("KILL"),
         ("stop", 1) => end_by_signal("STOP"),
-        ("stop while others may wait long", rank) => {
-            comm.barrier()?;
-            comm.set_timeout(Duration::from_secs(3600));
-            if rank == 1 { end_by_signal("STOP") } else { comm.barrier() }
+        ("stop while others may wait long", rank) => stop_while_others_wait(comm, rank == 1),
+        ("stop alone on a node", rank) => {
+            assert_eq!(comm.nodes(), [0, 1, 2]);
+            stop_while_others_wait(comm, rank == 1)
         }
+        #[cfg(target_os = "linux")]
+        ("stop of a host", rank) => stop_while_others_wait(comm, comm.nodes()[rank] == 1),
         ("hang", 1) => loop {
             thread::sleep(Duration::from_secs(1));
         },
@@ -170,6 +175,14 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
         ("hosts", _) => hosts::play(comm),
         _ => collectives(comm),
     }
+}
+
+fn stop_while_others_wait(comm: &dyn Communicator, stops: bool) -> Result<(), CommError> {
+    comm.barrier()?;
+    // Signs of life have gone to and fro.
+    thread::sleep(Duration::from_secs(1));
+    comm.set_timeout(Duration::from_secs(3600));
+    if stops { end_by_signal("STOP") } else { comm.barrier() }
 }
 
 fn end_by_signal(signal: &str) -> Result<(), CommError> {

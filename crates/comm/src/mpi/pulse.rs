@@ -1,0 +1,218 @@
+//! Signs of life between nodes. What the ranks of a node write into their page nobody sees elsewhere: a rank that is alone on its
+//! node could stand still for as long as the others may wait. The first rank of each node therefore sends datagrams to that of the next
+//! one, around a ring of nodes, which misses them when they stop.
+//!
+//! They are a help and no condition: where a network does not let them through nobody is missed, and the log says so.
+
+use std::io;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::ptr;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::patience::Patience;
+
+/// How often a sign is sent.
+const BEAT: Duration = Duration::from_millis(500);
+
+/// Until a rank of which nothing was ever heard is taken for one that cannot be heard.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Addresses of a rank that are tried, all of them each time: which of them leads to whom nobody has to know.
+const MOST_ADDRESSES: usize = 8;
+
+/// What ranks tell each other at the start: the number that their signs carry, the port, and addresses in two words each.
+pub(crate) type Card = [u64; 2 + 2 * MOST_ADDRESSES];
+
+/// The card of a rank that sends nothing.
+pub(crate) const NO_CARD: Card = [0; 2 + 2 * MOST_ADDRESSES];
+
+/// What signs go through, before it is known where.
+pub(crate) struct Mouth {
+    socket: UdpSocket,
+    card: Card,
+}
+
+impl Mouth {
+    pub(crate) fn open() -> io::Result<Self> {
+        let any = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::from([0, 0, 0, 0])].map(|ip| SocketAddr::new(ip, 0));
+        let socket = UdpSocket::bind(&any[..])?;
+        socket.set_nonblocking(true)?;
+        let mut card = NO_CARD;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        card[0] = (now.as_nanos() as u64) ^ (u64::from(std::process::id()) << 40);
+        card[1] = socket.local_addr()?.port().into();
+        for (words, address) in card[2..].chunks_exact_mut(2).zip(addresses()) {
+            let bits = address.to_bits();
+            (words[0], words[1]) = ((bits >> 64) as u64, bits as u64);
+        }
+        Ok(Self { socket, card })
+    }
+
+    pub(crate) fn card(&self) -> &Card {
+        &self.card
+    }
+
+    /// Signs for the rank with the card `next`, and from `rank` with the card `previous`.
+    pub(crate) fn pulse(self, next: &Card, rank: usize, previous: &Card) -> Pulse {
+        let is_v6 = self.socket.local_addr().is_ok_and(|address| address.is_ipv6());
+        let targets = next[2..].chunks_exact(2).map(|words| u128::from(words[0]) << 64 | u128::from(words[1]));
+        let targets = targets.filter(|&bits| bits != 0).map(|bits| {
+            let address = Ipv6Addr::from_bits(bits);
+            let ip = if is_v6 { IpAddr::V6(address) } else { address.to_canonical() };
+            SocketAddr::new(ip, next[1] as u16)
+        });
+        Pulse {
+            targets: targets.collect(),
+            socket: self.socket,
+            own: self.card[0],
+            rank,
+            expected: previous[0],
+            sent: None,
+            since: Patience::new(),
+            is_heard: false,
+            is_given_up: false,
+        }
+    }
+}
+
+/// The signs that a rank sends and those that it waits for.
+pub(crate) struct Pulse {
+    socket: UdpSocket,
+    own: u64,
+    targets: Vec<SocketAddr>,
+    /// Whom it waits for, and the number on that rank's signs.
+    rank: usize,
+    expected: u64,
+    sent: Option<Instant>,
+    /// Since the last sign, or the beginning.
+    since: Patience,
+    is_heard: bool,
+    is_given_up: bool,
+}
+
+impl Pulse {
+    /// Sends a sign when it is time and takes what has come; to be called several times a second. The rank that is waited for and how long
+    /// it has been silent, if it was ever heard.
+    pub(crate) fn beat(&mut self) -> Option<(usize, Duration)> {
+        if self.sent.is_none_or(|sent| sent.elapsed() >= BEAT) {
+            self.sent = Some(Instant::now());
+            for target in &self.targets {
+                // One address or another may lead nowhere.
+                let _ = self.socket.send_to(&self.own.to_le_bytes(), target);
+            }
+        }
+        if self.hears() {
+            (self.since, self.is_heard) = (Patience::new(), true);
+        }
+        let silence = self.since.look();
+        if !self.is_heard && !self.is_given_up && silence >= GRACE {
+            self.is_given_up = true;
+            let rank = self.rank;
+            tracing::info!(
+                "no datagrams come from rank {rank} on another node (a firewall?): if its process stands still while ranks may wait \
+                 long, as for a checkpoint, it is found only then"
+            );
+        }
+        self.is_heard.then_some((self.rank, silence))
+    }
+
+    /// Whether a sign from the rank that is waited for is among what has come.
+    fn hears(&self) -> bool {
+        let mut sign = [0; 8];
+        let mut is_heard = false;
+        while let Ok((len, _)) = self.socket.recv_from(&mut sign) {
+            is_heard |= len == sign.len() && u64::from_le_bytes(sign) == self.expected;
+        }
+        is_heard
+    }
+}
+
+/// This machine's addresses, as IPv6 addresses all; those that lead out of it first.
+fn addresses() -> Vec<Ipv6Addr> {
+    let mut list = ptr::null_mut();
+    // SAFETY: `list` is valid for writing; freed below.
+    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    let mut next = list;
+    // SAFETY: the entries of the list, which is not freed yet.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        // SAFETY: the entry's address, null or as long as its family says.
+        found.extend(unsafe { address(entry.ifa_addr) });
+        next = entry.ifa_next;
+    }
+    // SAFETY: the list that was made above.
+    unsafe { libc::freeifaddrs(list) };
+    // An address of one link means nothing without the name of that link.
+    found.retain(|address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()));
+    found.sort_by_key(IpAddr::is_loopback);
+    let as_v6 = |address| match address {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+        IpAddr::V6(v6) => v6,
+    };
+    found.into_iter().map(as_v6).take(MOST_ADDRESSES).collect()
+}
+
+/// # Safety
+/// `address` is null or valid for reading as the structure of its family.
+unsafe fn address(address: *const libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: the caller's promise, for each.
+    unsafe {
+        match i32::from(address.as_ref()?.sa_family) {
+            libc::AF_INET => {
+                let v4 = address.cast::<libc::sockaddr_in>().read_unaligned();
+                Some(IpAddr::from(v4.sin_addr.s_addr.to_ne_bytes()))
+            }
+            libc::AF_INET6 => {
+                let v6 = address.cast::<libc::sockaddr_in6>().read_unaligned();
+                Some(IpAddr::from(v6.sin6_addr.s6_addr))
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> [Pulse; 2] {
+        let mouths = [(); 2].map(|()| Mouth::open().expect("a socket"));
+        let [a, b] = [*mouths[0].card(), *mouths[1].card()];
+        let [first, second] = mouths;
+        [first.pulse(&b, 1, &b), second.pulse(&a, 0, &a)]
+    }
+
+    fn within_a_second(mut is_so: impl FnMut() -> bool) -> bool {
+        (0..100).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            is_so()
+        })
+    }
+
+    #[test]
+    fn who_is_heard_and_then_silent_is_missed() {
+        let [mut a, mut b] = pair();
+        assert_eq!(a.beat(), None, "nothing was ever heard");
+        assert!(within_a_second(|| b.beat().is_some() && a.beat().is_some()));
+        assert!(within_a_second(|| a.beat().is_some_and(|(rank, silence)| rank == 1 && silence.as_millis() > 100)));
+        b.sent = None;
+        assert!(within_a_second(|| {
+            b.beat();
+            a.beat().is_some_and(|(_, silence)| silence.as_millis() < 50)
+        }));
+    }
+
+    #[test]
+    fn signs_of_others_are_none() {
+        let [mut a, _b] = pair();
+        let [mut stranger, _] = pair();
+        stranger.targets = vec![SocketAddr::new(IpAddr::from([127, 0, 0, 1]), a.socket.local_addr().unwrap().port())];
+        assert!(!within_a_second(|| {
+            stranger.sent = None;
+            stranger.beat();
+            a.beat().is_some()
+        }));
+    }
+}
