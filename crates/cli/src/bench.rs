@@ -5,6 +5,7 @@ mod decode;
 mod gradients;
 mod moe;
 mod overlap;
+mod pass;
 
 use std::path::Path;
 use std::process::ExitCode;

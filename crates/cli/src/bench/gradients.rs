@@ -1,33 +1,27 @@
 //! How much of the sum of gradients over ranks is hidden under backward, of matrices that every rank has.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce};
 use moeworks_ops::Context;
 use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_weight};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
+use super::pass::Pass;
+
 /// Matrices one behind the other, each of `WIDTH` by `WIDTH`.
 const LAYERS: usize = 8;
 const WIDTH: usize = 512;
 
-/// Backward with the sums of its gradients, as the slowest rank sees it: seconds, and seconds of standing in communication.
-#[derive(Clone, Copy)]
-pub(super) struct Sums {
-    pub(super) seconds: f64,
-    pub(super) standing_s: f64,
-}
-
-/// Sums that begin behind backward, and those that begin as soon as a matrix has its gradient; the medians of `passes` passes with
-/// `tokens` tokens. `group` are the ranks of `comm` by the links that are measured.
+/// Sums that begin behind backward, and those that begin as soon as a matrix has its gradient: the medians of `passes` passes with
+/// `tokens` tokens, which take turns. `group` are the ranks of `comm` by the links that are measured.
 pub(super) fn measure(
     comm: &dyn Communicator,
     group: Box<dyn Communicator>,
     ctx: &Context,
     (tokens, passes): (usize, usize),
-) -> Result<[Sums; 2], CommError> {
-    let meter = Arc::new(Meter::new(false));
+) -> Result<[Pass; 2], CommError> {
+    let meter = Arc::new(Meter::new(true));
     let group = Metered::new(group, Arc::clone(&meter));
     let random = Random::new(1, Purpose::Test, comm.rank() as u64);
     let normal = |rows: usize| {
@@ -35,21 +29,13 @@ pub(super) fn measure(
         Tensor::from_slice(ctx.pool(), &[rows, WIDTH], &values)
     };
     let (x, w) = (normal(tokens), normal(WIDTH));
-    let pass = |is_under: bool| -> Result<Sums, CommError> {
-        comm.barrier()?;
-        meter.take_totals();
-        let start = Instant::now();
-        backward(&group, ctx, (&x, &w), is_under)?;
-        let mut slowest = [start.elapsed().as_secs_f64(), meter.take_totals().standing_s];
-        comm.all_reduce(&mut slowest, Reduce::Max)?;
-        Ok(Sums { seconds: slowest[0], standing_s: slowest[1] })
-    };
-    let median = |is_under: bool| -> Result<Sums, CommError> {
-        let mut sums = (0..passes).map(|_| pass(is_under)).collect::<Result<Vec<_>, _>>()?;
-        sums.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-        Ok(sums[passes / 2])
-    };
-    Ok([median(false)?, median(true)?])
+    let mut both = [Vec::new(), Vec::new()];
+    for _ in 0..passes {
+        for (passes, is_under) in both.iter_mut().zip([false, true]) {
+            passes.push(Pass::of(comm, &meter, || backward(&group, ctx, (&x, &w), is_under))?);
+        }
+    }
+    Ok(both.map(|passes| Pass::median(&passes)))
 }
 
 fn backward(

@@ -37,9 +37,23 @@ fn bench_overlap_states_what_chunks_hide() {
     assert_eq!(rows.iter().map(|row| number(row, "chunks")).collect::<Vec<_>>(), [1.0, 2.0, 4.0, 8.0]);
     assert_eq!(number(&rows[0], "hidden"), 0.0, "in one piece nothing is hidden");
     // Eight times 2 ms at least, in one piece: there and back, forward and backward.
-    assert!(rows.iter().all(|row| number(row, "seconds") > 8e-3 && number(row, "standing_s") < number(row, "seconds")));
+    let communication = |row: &serde_json::Value| number(row, "communication_s");
+    assert!(rows.iter().all(|row| number(row, "seconds") > 8e-3 && communication(row) < number(row, "seconds")));
+    assert!(communication(&rows[0]) > 8e-3 && rows.iter().all(|row| number(row, "waiting_s") >= 0.0), "{rows:?}");
     let gradients = &value["gradients"];
-    assert!(number(gradients, "hidden") > 0.1 && number(&gradients["behind"], "standing_s") > 8e-3, "{gradients}");
+    assert!(number(gradients, "hidden") > 0.1 && communication(&gradients["behind"]) > 8e-3, "{gradients}");
+}
+
+#[test]
+fn bench_overlap_says_in_words_that_there_is_nothing_to_hide() {
+    let workplace = Workplace::new();
+    // A rank alone communicates with nobody.
+    let output = workplace.run(&["bench", "overlap", "--ranks", "1"]);
+    assert_success(&output);
+    let said = stdout(&output);
+    assert_eq!(said.matches("(There is next to nothing to hide: communication takes 0.").count(), 2, "{said}");
+    let is_negative = |rest: &str| rest.starts_with(|c: char| c.is_ascii_digit());
+    assert!(!said.split('-').skip(1).any(is_negative), "no share is negative: {said}");
 }
 
 #[test]
