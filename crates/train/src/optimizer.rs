@@ -43,12 +43,6 @@ impl Optimizer {
         Self { config, first, second, updates }
     }
 
-    /// The same state with other moments: those of a part of the model, or of the whole.
-    #[must_use]
-    pub fn with_moments(&self, first: DecoderWeights, second: DecoderWeights) -> Self {
-        Self { config: self.config, first, second, updates: self.updates }
-    }
-
     /// Moves `weights` by one update with gradients `grads` times `grad_scale` at rate `lr`, and brings `compute`, the
     /// copy that products read, up to date.
     pub fn update(

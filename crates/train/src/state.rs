@@ -15,11 +15,12 @@ use serde::{Deserialize, Serialize};
 use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
-use crate::routing::RoutingSample;
 use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
 
 /// The optimizer's moments, in a checkpoint.
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+/// The whole weights of several ranks, while a checkpoint is written.
+const GATHERED_FILE: &str = "gathered.tmp";
 /// The key of [`Progress`] in a checkpoint's metadata.
 const PROGRESS_KEY: &str = "progress";
 
@@ -40,33 +41,65 @@ pub struct Progress {
     pub data_hash: String,
 }
 
-/// Writes the content of a checkpoint into `dir`.
-pub(crate) fn save(
+/// Why a part of a checkpoint cannot be written.
+pub(crate) type WriteError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Writes the model of a checkpoint into `dir`.
+pub(crate) fn save_model(
     dir: &Path,
     decoder: &Decoder,
     weights: &DecoderWeights,
     tokenizer: &Tokenizer,
-    optimizer: &Optimizer,
-    routing: Option<&RoutingSample>,
-) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+) -> Result<(), WriteError> {
     let options = SaveOptions { tokenizer: Some(tokenizer), ..SaveOptions::default() };
-    hf::save_model(dir, decoder.config(), weights, &options)?;
-    let moments: Vec<TensorBytes<'_>> =
-        moment("first", &optimizer.first).chain(moment("second", &optimizer.second)).collect();
-    safetensors::write(&dir.join(OPTIMIZER_FILE), &moments, &BTreeMap::new())?;
-    if let Some(sample) = routing {
-        sample.save(dir)?;
-    }
-    Ok(())
+    Ok(hf::save_model(dir, decoder.config(), weights, &options).map(drop)?)
 }
 
-fn moment<'a>(name: &'static str, tensors: &'a DecoderWeights) -> impl Iterator<Item = TensorBytes<'a>> {
-    tensors.tensors().into_iter().map(move |(of, tensor)| TensorBytes {
-        name: format!("{name}.{of}"),
-        dtype: FileDType::F32,
-        shape: tensor.shape().to_vec(),
-        bytes: tensor.bytes().into(),
-    })
+/// Makes a file of `tensors`, which may be more than there is memory, and gives weights like `part`, of which they are the whole, that
+/// lie in that file: they stay for as long as they are used, though the file is gone.
+pub(crate) fn by_way_of_a_file(
+    ctx: &Context,
+    dir: &Path,
+    tensors: &[TensorBytes<'_>],
+    part: &DecoderWeights,
+) -> Result<DecoderWeights, WriteError> {
+    let path = dir.join(GATHERED_FILE);
+    safetensors::write(&path, tensors, &BTreeMap::new())?;
+    let file = SafetensorsFile::open(&path)?;
+    let mut failure = None;
+    let whole = part.map_named(|name, _| {
+        file.tensor(ctx, name).unwrap_or_else(|error| {
+            failure.get_or_insert(error);
+            ctx.empty(&[0], DType::F32)
+        })
+    });
+    fs::remove_file(&path)?;
+    failure.map_or(Ok(whole), |error| Err(error.into()))
+}
+
+/// Writes the optimizer's moments into `dir`.
+pub(crate) fn save_moments(dir: &Path, moments: &[TensorBytes<'_>]) -> std::io::Result<()> {
+    safetensors::write(&dir.join(OPTIMIZER_FILE), moments, &BTreeMap::new())
+}
+
+/// The moments of an optimizer, with what their tensors' names begin with in a checkpoint.
+pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &DecoderWeights); 2] {
+    [("first.", &optimizer.first), ("second.", &optimizer.second)]
+}
+
+/// The moments of an optimizer that has all of them, as a checkpoint has them.
+pub(crate) fn lent_moments(optimizer: &Optimizer) -> Vec<TensorBytes<'_>> {
+    let mut list = Vec::new();
+    for (prefix, tensors) in moments(optimizer) {
+        let lent = tensors.tensors().into_iter().map(|(name, tensor)| TensorBytes {
+            name: format!("{prefix}{name}"),
+            dtype: FileDType::F32,
+            shape: tensor.shape().to_vec(),
+            bytes: tensor.bytes().into(),
+        });
+        list.extend(lent);
+    }
+    list
 }
 
 /// The metadata of a checkpoint: the step, and the whole progress beside it.

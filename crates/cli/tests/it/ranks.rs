@@ -98,22 +98,34 @@ fn gradients_that_ranks_share_add_up_over_micro_batches() {
     }
 }
 
+/// The most memory of rank 0, in bytes, until the end of each of two steps of a run of four ranks of a model that lies nearly all in layers.
+fn peaks(work: &Workplace, run: &str, more: &[&str]) -> Vec<f64> {
+    let model = ["--set", "model.num_layers=12", "--set", "model.expert_width=96", "--dp", "4"];
+    assert_success(&work.train(run, 2, &[&model[..], more].concat()));
+    let records = fs::read_to_string(work.path(run).join("metrics.jsonl")).expect("records");
+    let peak = |line: &str| {
+        let record: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        record["perf/memory_peak_bytes"].as_f64().expect("a number")
+    };
+    records.lines().map(peak).collect()
+}
+
 #[test]
 fn what_ranks_share_out_is_memory_saved() {
     let work = Workplace::new();
-    // Nearly all of it in layers; no checkpoint, for which the root puts the whole model together, before the last step.
-    let model = ["--set", "model.num_layers=12", "--set", "model.expert_width=96", "--dp", "4", "--set"];
-    let peak = |zero: u8| {
+    let peaks = [0, 1, 2, 3].map(|zero| {
         let setting = format!("parallel.zero={zero}");
-        let run = format!("zero-{zero}");
-        assert_success(&work.train(&run, 2, &[&model[..], &[&setting]].concat()));
-        let records = fs::read_to_string(work.path(&run).join("metrics.jsonl")).expect("records");
-        let first = records.lines().next().expect("a step");
-        let record: serde_json::Value = serde_json::from_str(first).expect("JSON");
-        record["perf/memory_peak_bytes"].as_f64().expect("a number")
-    };
-    let peaks = [0, 1, 2, 3].map(peak);
+        peaks(&work, &format!("zero-{zero}"), &["--set", &setting])[0]
+    });
     assert!(peaks.windows(2).all(|pair| pair[1] < 0.9 * pair[0]), "{peaks:?}");
+}
+
+#[test]
+fn a_checkpoint_needs_no_more_memory_on_the_root_than_a_step() {
+    let work = Workplace::new();
+    let settings = ["--set", "parallel.zero=3", "--set", "train.checkpoint_every=1"];
+    let peaks = peaks(&work, "run", &settings);
+    assert!(peaks[1] < 1.05 * peaks[0], "the first checkpoint lies between these: {peaks:?}");
 }
 
 #[test]

@@ -90,7 +90,7 @@ pub(super) fn on_disk<'a>(
                 false => quantized::quantize(ctx, tensor, dtype),
             };
             let len = shape.iter().product();
-            Payload::Made { len, make: Box::new(move || make().bytes().to_vec()) }
+            Payload::Made { len, make: Box::new(move || Ok(make().bytes().to_vec())) }
         }
         _ => Payload::Lent(tensor.bytes()),
     };

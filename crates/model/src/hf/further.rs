@@ -55,7 +55,7 @@ impl<'a> FurtherLayers<'a> {
                 let mut values = vec![bf16::ZERO; shape.iter().product()];
                 reader.read(&piece, &mut values)?;
                 let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-                Payload::Made { len: bytes.len(), make: Box::new(move || bytes.clone()) }
+                Payload::Made { len: bytes.len(), make: Box::new(move || Ok(bytes.clone())) }
             } else if is_scales {
                 continue;
             } else {

@@ -78,7 +78,7 @@ pub(super) fn on_disk<'a>(tensor: &'a Tensor, piece: &Piece, view: View) -> [Ten
 }
 
 fn tensor_bytes<'a>(name: String, shape: Vec<usize>, make: impl Fn() -> Vec<u8> + 'a) -> TensorBytes<'a> {
-    let bytes = Payload::Made { len: shape.iter().product(), make: Box::new(make) };
+    let bytes = Payload::Made { len: shape.iter().product(), make: Box::new(move || Ok(make())) };
     TensorBytes { name, dtype: FileDType::U8, shape, bytes }
 }
 

@@ -259,8 +259,8 @@ impl<'a> OnDisk<'a> {
             let elements: usize = shape.iter().product();
             let len = elements * if to == FileDType::F32 { 4 } else { 2 };
             let make = move || match parts[..] {
-                [(bytes, None)] => converted(bytes, from, to),
-                _ => converted(&woven(&parts, size, elements * size), from, to),
+                [(bytes, None)] => Ok(converted(bytes, from, to)),
+                _ => Ok(converted(&woven(&parts, size, elements * size), from, to)),
             };
             return TensorBytes { name, dtype: to, shape, bytes: Payload::Made { len, make: Box::new(make) } };
         }
@@ -268,7 +268,7 @@ impl<'a> OnDisk<'a> {
             [(bytes, None)] => Payload::Lent(bytes),
             _ => {
                 let len = size * shape.iter().product::<usize>();
-                Payload::Made { len, make: Box::new(move || woven(&parts, size, len)) }
+                Payload::Made { len, make: Box::new(move || Ok(woven(&parts, size, len))) }
             }
         };
         TensorBytes { name, dtype: tensor.dtype().into(), shape, bytes }

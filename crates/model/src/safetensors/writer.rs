@@ -30,8 +30,8 @@ pub enum Payload<'a> {
     Made {
         /// How many they will be.
         len: usize,
-        /// Makes them.
-        make: Box<dyn Fn() -> Vec<u8> + 'a>,
+        /// Makes them, if it can.
+        make: Box<dyn Fn() -> io::Result<Vec<u8>> + 'a>,
     },
 }
 
@@ -52,7 +52,7 @@ impl Payload<'_> {
     fn write_to(&self, file: &mut impl Write) -> io::Result<()> {
         match self {
             Self::Lent(bytes) => file.write_all(bytes),
-            Self::Made { make, .. } => file.write_all(&make()),
+            Self::Made { make, .. } => file.write_all(&make()?),
         }
     }
 }

@@ -1,6 +1,9 @@
 //! The whole model put together on the root, and the part of it that a rank keeps.
 
+use std::io;
+
 use moeworks_comm::CommError;
+use moeworks_model::safetensors::{FileDType, Payload, TensorBytes};
 use moeworks_model::{Decoder, DecoderWeights, TensorShare, TensorSplit, is_of_experts};
 use moeworks_moe::select_experts;
 use moeworks_ops::Context;
@@ -11,7 +14,6 @@ use moeworks_tensor::{DType, Tensor};
 use super::Ranks;
 use crate::config::ConfigError;
 use crate::error::TrainError;
-use crate::optimizer::Optimizer;
 
 /// The tag of tensors on their way to the root.
 const TAG: u32 = 1;
@@ -23,6 +25,26 @@ pub(crate) enum Held<'a> {
     Part(&'a DecoderWeights),
     /// A slice of every tensor.
     Slices(&'a DecoderWeights),
+}
+
+impl<'a> Held<'a> {
+    /// One tensor after another.
+    fn tensors(self) -> impl Iterator<Item = HeldTensor<'a>> {
+        let (tensors, is_slice) = match self {
+            Held::Part(part) => (part, false),
+            Held::Slices(slices) => (slices, true),
+        };
+        let tensors = tensors.tensors().into_iter().enumerate();
+        tensors.map(move |(place, (name, tensor))| HeldTensor { place, name, tensor, is_slice })
+    }
+}
+
+/// What a rank has of one of a model's tensors: its place among them, its name, and its part or a slice of that.
+struct HeldTensor<'a> {
+    place: usize,
+    name: String,
+    tensor: &'a Tensor,
+    is_slice: bool,
 }
 
 impl Ranks {
@@ -61,6 +83,11 @@ impl Ranks {
         if self.shards_weights() { Held::Slices(weights) } else { Held::Part(weights) }
     }
 
+    /// The moments as this rank has them.
+    pub(crate) fn held_moments<'a>(&self, moments: &'a DecoderWeights) -> Held<'a> {
+        if self.shards_optimizer() { Held::Slices(moments) } else { Held::Part(moments) }
+    }
+
     /// The whole of what all ranks hold, on the root; `None` elsewhere. All ranks call this. Slices are put together tensor by tensor.
     pub(crate) fn whole(
         &self,
@@ -68,30 +95,39 @@ impl Ranks {
         decoder: &Decoder,
         held: Held<'_>,
     ) -> Result<Option<DecoderWeights>, TrainError> {
-        let (tensors, are_slices) = match held {
-            Held::Part(part) => (part, false),
-            Held::Slices(slices) => (slices, true),
-        };
-        // The root's group has all experts.
-        let is_near_root = self.layout.place(self.world.rank()).0 == 0;
-        if !is_near_root && !are_slices {
-            return Ok(None);
+        if !self.is_root() {
+            return self.give_tensors((ctx, decoder), held).map(|()| None);
         }
-        let mut whole = self.is_root().then(|| decoder.zero_weights(ctx));
-        let mut places = whole.as_mut().map(|whole| whole.tensors_mut().into_iter());
-        for (place, (name, tensor)) in tensors.tensors().into_iter().enumerate() {
-            let joined = are_slices.then(|| self.start_joining(ctx, place, tensor)?.finish()).transpose()?;
-            let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
-            match places.as_mut().and_then(Iterator::next) {
-                Some((_, to)) => self.collect_tensor(decoder, (&name, part), to)?,
-                None if is_near_root => self.give_tensor(&name, part)?,
-                None => {}
-            }
+        let mut whole = decoder.zero_weights(ctx);
+        for (held, (_, to)) in held.tensors().zip(whole.tensors_mut()) {
+            self.whole_tensor((ctx, decoder), &held, Some(to))?;
         }
-        if let Some(whole) = &mut whole {
-            tensors.update_states(ctx, whole);
+        let (Held::Part(own) | Held::Slices(own)) = held;
+        own.update_states(ctx, &mut whole);
+        Ok(Some(whole))
+    }
+
+    /// Whether this rank is of the root's group, which has all experts.
+    fn is_near_root(&self) -> bool {
+        self.layout.place(self.world.rank()).0 == 0
+    }
+
+    /// The whole of a tensor into `whole`, which the root gives. All ranks call this: those whose group has slices put these together
+    /// first.
+    fn whole_tensor(
+        &self,
+        (ctx, decoder): (&Context, &Decoder),
+        held: &HeldTensor<'_>,
+        whole: Option<&mut Tensor>,
+    ) -> Result<(), TrainError> {
+        let &HeldTensor { place, ref name, tensor, is_slice } = held;
+        let joined = is_slice.then(|| self.start_joining(ctx, place, tensor)?.finish()).transpose()?;
+        let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
+        match whole {
+            Some(to) => self.collect_tensor(decoder, (name, part), to),
+            None if self.is_near_root() => Ok(self.give_tensor(name, part)?),
+            None => Ok(()),
         }
-        Ok(whole)
     }
 
     /// Gives the root this rank's part of a tensor.
@@ -168,16 +204,30 @@ impl Ranks {
         Ok(())
     }
 
-    /// The optimizer's state of the whole model, on the root.
-    pub(crate) fn whole_optimizer(
-        &self,
-        ctx: &Context,
-        decoder: &Decoder,
-        optimizer: &Optimizer,
-    ) -> Result<Option<Optimizer>, TrainError> {
-        let held = if self.shards_optimizer() { Held::Slices } else { Held::Part };
-        let first = self.whole(ctx, decoder, held(&optimizer.first))?;
-        let second = self.whole(ctx, decoder, held(&optimizer.second))?;
-        Ok(first.zip(second).map(|(first, second)| optimizer.with_moments(first, second)))
+    /// What all ranks hold, as a file has it, on the root: each tensor is put together when it is written, while the other ranks
+    /// [give](Self::give_tensors) theirs. Names begin with `prefix`.
+    pub(crate) fn whole_tensors<'a>(
+        &'a self,
+        (ctx, decoder): (&'a Context, &'a Decoder),
+        held: Held<'a>,
+        prefix: &str,
+    ) -> Vec<TensorBytes<'a>> {
+        let shapes = decoder.tensor_shapes().into_iter().map(|(_, shape)| shape);
+        let in_file = |(held, shape): (HeldTensor<'a>, Vec<usize>)| {
+            let (name, len) = (format!("{prefix}{}", held.name), size_of::<f32>() * shape.iter().product::<usize>());
+            let of_whole = shape.clone();
+            let make = move || {
+                let mut whole = ctx.zeros(&of_whole, DType::F32);
+                self.whole_tensor((ctx, decoder), &held, Some(&mut whole)).map_err(io::Error::other)?;
+                Ok(whole.bytes().to_vec())
+            };
+            TensorBytes { name, dtype: FileDType::F32, shape, bytes: Payload::Made { len, make: Box::new(make) } }
+        };
+        held.tensors().zip(shapes).map(in_file).collect()
+    }
+
+    /// Gives the root this rank's part of all tensors, one after another.
+    pub(crate) fn give_tensors(&self, (ctx, decoder): (&Context, &Decoder), held: Held<'_>) -> Result<(), TrainError> {
+        held.tensors().try_for_each(|held| self.whole_tensor((ctx, decoder), &held, None))
     }
 }

@@ -1,10 +1,11 @@
 //! What a run leaves behind while it goes: checkpoints and samples. Both need the whole model, which of several ranks only the
-//! root puts together.
+//! root puts together: for a checkpoint tensor by tensor, so that it may be more than one rank has memory for, for a sample at once.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
+use moeworks_model::safetensors::TensorBytes;
 use moeworks_model::{Decoder, DecoderWeights};
 use moeworks_tensor::DType;
 
@@ -12,8 +13,7 @@ use super::{Event, Output, Trainer};
 use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::metrics::Sample;
-use crate::optimizer::Optimizer;
-use crate::state;
+use crate::state::{self, WriteError};
 use crate::store::Keep;
 
 impl Trainer {
@@ -35,35 +35,49 @@ impl Trainer {
         }
     }
 
-    /// Gives the root this rank's part of the model.
+    /// Gives the root this rank's part of the model, and then of the moments.
     fn help_to_save(&self) -> Result<(), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
         ranks.patiently(|| {
-            ranks.whole(&self.ctx, &self.decoder, ranks.held_weights(&self.weights))?;
-            ranks.whole_optimizer(&self.ctx, &self.decoder, &self.optimizer).map(|_| ())
+            ranks.give_tensors((&self.ctx, &self.decoder), ranks.held_weights(&self.weights))?;
+            state::moments(&self.optimizer).into_iter().try_for_each(|(_, moments)| {
+                ranks.give_tensors((&self.ctx, &self.decoder), ranks.held_moments(moments))
+            })
         })
     }
 
     fn save_to(&self, output: &mut Output) -> Result<PathBuf, TrainError> {
-        let Some(ranks) = &self.ranks else { return self.write_checkpoint(output, &self.weights, &self.optimizer) };
+        let Some(ranks) = &self.ranks else {
+            let moments = state::lent_moments(&self.optimizer);
+            let write = |dir: &Path| state::save_model(dir, &self.decoder, &self.weights, &self.tokenizer);
+            return self.write_checkpoint(output, &moments, write);
+        };
+        let whole = |held, prefix| ranks.whole_tensors((&self.ctx, &self.decoder), held, prefix);
+        let weights = whole(ranks.held_weights(&self.weights), "");
+        let moments = state::moments(&self.optimizer).into_iter();
+        let moments: Vec<_> =
+            moments.flat_map(|(prefix, moments)| whole(ranks.held_moments(moments), prefix)).collect();
         ranks.patiently(|| {
-            let weights = ranks.whole(&self.ctx, &self.decoder, ranks.held_weights(&self.weights))?;
-            let optimizer = ranks.whole_optimizer(&self.ctx, &self.decoder, &self.optimizer)?;
-            let (weights, optimizer) = weights.zip(optimizer).expect("the root has the whole model");
-            self.write_checkpoint(output, &weights, &optimizer)
+            self.write_checkpoint(output, &moments, |dir| {
+                let weights = state::by_way_of_a_file(&self.ctx, dir, &weights, &self.weights)?;
+                state::save_model(dir, &self.decoder, &weights, &self.tokenizer)
+            })
         })
     }
 
+    /// Writes a checkpoint: what `write_model` makes of its folder, `moments`, and what is known of routing.
     fn write_checkpoint(
         &self,
         output: &mut Output,
-        weights: &DecoderWeights,
-        optimizer: &Optimizer,
+        moments: &[TensorBytes<'_>],
+        write_model: impl FnOnce(&Path) -> Result<(), WriteError>,
     ) -> Result<PathBuf, TrainError> {
         output.metrics.sync()?;
         let keep = Keep { last: self.config.train.keep_last, best: true };
         let checkpoint = output.store.save(&state::metadata(&self.progress), keep, |dir| {
-            state::save(dir, &self.decoder, weights, &self.tokenizer, optimizer, self.routing.as_ref())
+            write_model(dir)?;
+            state::save_moments(dir, moments)?;
+            self.routing.as_ref().map_or(Ok(()), |sample| sample.save(dir)).map_err(WriteError::from)
         })?;
         output.last_checkpoint = Some(checkpoint.path.clone());
         Ok(checkpoint.path)
