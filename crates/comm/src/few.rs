@@ -13,13 +13,13 @@ pub(crate) enum Few<T> {
 
 impl<T: Copy> Few<T> {
     /// `len` items: `item(0)`, `item(1)` and so on.
-    #[inline]
-    pub(crate) fn of(len: usize, item: impl Fn(usize) -> T) -> Self {
+    #[inline(always)] // Made where it stays: to move it would take as long as the rest of a short call.
+    pub(crate) fn of(len: usize, mut item: impl FnMut(usize) -> T) -> Self {
         if len == 0 || len > FEW {
             return Self::OnHeap((0..len).map(item).collect());
         }
         let mut items = [item(0); FEW];
-        for (index, place) in items[..len].iter_mut().enumerate() {
+        for (index, place) in items[..len].iter_mut().enumerate().skip(1) {
             *place = item(index);
         }
         Self::OnStack { items, len }

@@ -6,13 +6,16 @@ use std::ptr;
 
 use super::api::{Handle, Status};
 use super::group::{Group, ONE_STEP_BYTES, shares};
-use super::pieces::Pieces;
+use super::pieces::starts;
 use super::versions::Versions;
 use crate::CommError;
 use crate::few::Few;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory, Operation};
 use crate::under_way::locked;
+
+/// Ranks whose counts need no memory of the heap.
+const SHORT: usize = 16;
 
 impl Group {
     /// # Safety
@@ -78,27 +81,36 @@ impl Group {
                 (functions.allgather)(memory.send, own, byte, memory.recv, own, byte, self.comm)
             });
         }
-        let mut scratch = locked(&self.scratch);
-        let [pieces, _] = &mut *scratch;
-        self.set(pieces, call, counts)?;
-        let (unit, own) = (self.unit(call, pieces)?, pieces.counts[self.rank]);
-        // SAFETY: the caller's promise; the pieces are those of `counts`, which were held against the memory.
-        self.check(call, unsafe {
-            (self.functions().allgatherv)(
-                memory.send,
-                own,
-                unit.handle,
-                memory.recv,
-                pieces.counts.as_ptr(),
-                pieces.starts.as_ptr(),
-                unit.handle,
-                self.comm,
-            )
+        self.as_pieces(call, counts, |counts, starts, unit| {
+            let (functions, comm) = (self.functions(), self.comm);
+            // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
+            unsafe {
+                let own = *counts.add(self.rank);
+                (functions.allgatherv)(memory.send, own, unit, memory.recv, counts, starts, unit, comm)
+            }
         })
     }
 
-    fn set(&self, pieces: &mut Pieces, call: &Call, counts: &[usize]) -> Result<(), CommError> {
-        if pieces.set(counts, self.process.limit) { Ok(()) } else { Err(self.too_long(call)) }
+    /// Calls `work` with pieces of a region as the library wants them: how long each is, where it begins, and of which type. (Written
+    /// once where they stay: to hand them on would take as long as the rest of a short call.)
+    #[inline]
+    fn as_pieces(
+        &self,
+        call: &Call,
+        counts: &[usize],
+        work: impl FnOnce(*const c_int, *const c_int, Handle) -> c_int,
+    ) -> Result<(), CommError> {
+        if counts.len() > SHORT || counts.iter().sum::<usize>() > self.process.limit {
+            let pieces = self.pieces(call, counts)?;
+            let unit = self.unit(call, &pieces)?;
+            return self.check(call, work(pieces.counts.as_ptr(), pieces.starts.as_ptr(), unit.handle));
+        }
+        let mut pieces = [[0; SHORT]; 2];
+        let [lens, begins] = &mut pieces;
+        for (((len, begin), &count), start) in lens.iter_mut().zip(begins).zip(counts).zip(starts(counts)) {
+            (*len, *begin) = (count as c_int, start as c_int);
+        }
+        self.check(call, work(pieces[0].as_ptr(), pieces[1].as_ptr(), self.byte()))
     }
 
     unsafe fn all_to_all_v(
@@ -107,25 +119,19 @@ impl Group {
         (send_counts, recv_counts): (&[usize], &[usize]),
         memory: &Memory,
     ) -> Result<(), CommError> {
-        let mut scratch = locked(&self.scratch);
-        let [send, recv] = &mut *scratch;
-        self.set(send, call, send_counts)?;
-        self.set(recv, call, recv_counts)?;
-        let (send_unit, recv_unit) = (self.unit(call, send)?, self.unit(call, recv)?);
-        // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
-        self.check(call, unsafe {
-            (self.functions().alltoallv)(
-                memory.send,
-                send.counts.as_ptr(),
-                send.starts.as_ptr(),
-                send_unit.handle,
-                memory.recv,
-                recv.counts.as_ptr(),
-                recv.starts.as_ptr(),
-                recv_unit.handle,
-                self.comm,
-            )
-        })
+        let (functions, comm) = (self.functions(), self.comm);
+        let mut result = Ok(());
+        self.as_pieces(call, send_counts, |sends, send_starts, send_unit| {
+            result = self.as_pieces(call, recv_counts, |recvs, recv_starts, recv_unit| {
+                let (from, to) = (memory.send, memory.recv);
+                // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
+                unsafe {
+                    (functions.alltoallv)(from, sends, send_starts, send_unit, to, recvs, recv_starts, recv_unit, comm)
+                }
+            });
+            0
+        })?;
+        result
     }
 
     /// Everybody gets all versions of its share and sums them in the order of ranks.

@@ -50,7 +50,6 @@ pub(crate) struct Group {
     /// Each rank's node.
     pub(crate) nodes: Vec<usize>,
     pub(crate) num_calls: AtomicU32,
-    pub(crate) scratch: Mutex<[Pieces; 2]>,
 }
 
 impl Group {
@@ -62,7 +61,7 @@ impl Group {
         rank: usize,
     ) -> Result<Self, CommError> {
         let num_calls = AtomicU32::new(0);
-        let mut group = Self { process, comm, beside: 0, rank, members, nodes, num_calls, scratch: Mutex::default() };
+        let mut group = Self { process, comm, beside: 0, rank, members, nodes, num_calls };
         let mut beside = 0;
         // SAFETY: a call of all ranks of the group, as is making it.
         group.check(&Call::Split, unsafe { (group.functions().comm_dup)(comm, &raw mut beside) })?;
@@ -124,8 +123,13 @@ impl Group {
         if bytes <= self.process.limit {
             return Ok((bytes as c_int, Unit::byte(self.process.mpi)));
         }
-        let pieces = Pieces::of(&[bytes], self.process.limit).ok_or_else(|| self.too_long(call))?;
+        let pieces = self.pieces(call, &[bytes])?;
         Ok((pieces.counts[0], self.unit(call, &pieces)?))
+    }
+
+    #[inline]
+    pub(crate) fn pieces(&self, call: &Call, counts: &[usize]) -> Result<Pieces, CommError> {
+        Pieces::of(counts, self.process.limit).ok_or_else(|| self.too_long(call))
     }
 
     pub(crate) fn unit(&self, call: &Call, pieces: &Pieces) -> Result<Unit, CommError> {

@@ -6,7 +6,6 @@ use super::api::Handle;
 use super::library::Mpi;
 
 /// Pieces of a region: how long each is and where it begins, in units of a type.
-#[derive(Default)]
 pub(crate) struct Pieces {
     pub(crate) counts: Vec<c_int>,
     pub(crate) starts: Vec<c_int>,
@@ -15,34 +14,25 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// Sets the pieces to these counts of bytes, which lie one after another. `false` if they cannot be said in `int`s up to
-    /// `limit`.
-    pub(crate) fn set(&mut self, counts: &[usize], limit: usize) -> bool {
-        let total: usize = counts.iter().sum();
-        self.counts.clear();
-        self.starts.clear();
-        if total <= limit {
-            self.unit = 1;
-            self.lay_out(counts, |bytes| bytes);
-            return true;
-        }
-        let unit = unit_for(counts, limit);
-        self.unit = unit;
-        self.lay_out(counts, |bytes| bytes / unit);
-        total / unit <= limit
-    }
-
-    /// One piece after the other, `units` being how many units so many bytes are. (A division takes longer than the rest.)
-    fn lay_out(&mut self, counts: &[usize], units: impl Fn(usize) -> usize) {
-        self.counts.extend(counts.iter().map(|&count| units(count) as c_int));
-        let starts = counts.iter().scan(0, |end, &count| Some(std::mem::replace(end, *end + count)));
-        self.starts.extend(starts.map(|start| units(start) as c_int));
-    }
-
+    /// Pieces of these counts of bytes, which lie one after another. `None` if they cannot be said in `int`s up to `limit`.
     pub(crate) fn of(counts: &[usize], limit: usize) -> Option<Self> {
-        let mut pieces = Self::default();
-        pieces.set(counts, limit).then_some(pieces)
+        let total: usize = counts.iter().sum();
+        let unit = if total <= limit { 1 } else { unit_for(counts, limit) };
+        let units = |bytes: usize| (bytes / unit) as c_int;
+        let (counts, starts) =
+            (counts.iter().map(|&count| units(count)).collect(), starts(counts).map(units).collect());
+        (total / unit <= limit).then_some(Self { counts, starts, unit })
     }
+}
+
+/// Where each of several pieces begins that lie one after another.
+#[inline]
+pub(crate) fn starts(counts: &[usize]) -> impl Iterator<Item = usize> {
+    counts.iter().scan(0, |end, &count| {
+        let start = *end;
+        *end += count;
+        Some(start)
+    })
 }
 
 /// The greatest divisor of all counts, made smaller by halves where it is above the limit itself.
@@ -109,15 +99,15 @@ mod tests {
     #[test]
     fn counts_within_the_limit_are_bytes() {
         let pieces = Pieces::of(&[3, 0, 7], 10).unwrap();
-        assert_eq!((pieces.unit, pieces.counts, pieces.starts), (1, vec![3, 0, 7], vec![0, 3, 3]));
+        assert_eq!((pieces.unit, &*pieces.counts, &*pieces.starts), (1, &[3, 0, 7][..], &[0, 3, 3][..]));
     }
 
     #[test]
     fn beyond_it_they_are_multiples_of_a_divisor() {
         let pieces = Pieces::of(&[24, 0, 36], 10).unwrap();
-        assert_eq!((pieces.unit, pieces.counts, pieces.starts), (6, vec![4, 0, 6], vec![0, 4, 4]));
+        assert_eq!((pieces.unit, &*pieces.counts, &*pieces.starts), (6, &[4, 0, 6][..], &[0, 4, 4][..]));
         assert!(Pieces::of(&[23, 36], 10).is_none(), "no common divisor");
         let whole = Pieces::of(&[64], 10).unwrap();
-        assert_eq!((whole.unit, whole.counts), (8, vec![8]));
+        assert_eq!((whole.unit, &*whole.counts), (8, &[8][..]));
     }
 }

@@ -132,7 +132,7 @@ impl Started {
     }
 
     fn keep(&mut self, counts: &[usize]) -> Result<(*const c_int, *const c_int, Unit), CommError> {
-        let pieces = Pieces::of(counts, self.group.process.limit).ok_or_else(|| self.group.too_long(&self.call))?;
+        let pieces = self.group.pieces(&self.call, counts)?;
         let unit = self.group.unit(&self.call, &pieces)?;
         let addresses = (pieces.counts.as_ptr(), pieces.starts.as_ptr());
         self.pieces.push(pieces);
