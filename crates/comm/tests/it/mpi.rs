@@ -9,7 +9,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
-use moeworks_comm::mpi::{MpiOptions, run_mpi};
+use moeworks_comm::measure::{Collective, time};
+use moeworks_comm::mpi::{MpiOptions, RawMpi, run_mpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
 
 use crate::collectives::{column, received_by, sent_by, word};
@@ -78,6 +79,13 @@ fn the_library_is_the_launchers_wherever_that_lies() {
 }
 
 #[test]
+fn parts_of_a_run_are_timed_beside_the_librarys_own_calls() {
+    for launcher in launchers() {
+        launcher.expect_success(3, "raw calls");
+    }
+}
+
+#[test]
 fn processes_that_disagree_are_named() {
     for launcher in launchers() {
         launcher.expect_failure(4, "another call", "rank 2 disagrees with the others");
@@ -126,7 +134,7 @@ fn plays_a_rank() {
     match case.as_str() {
         "hang" | "stop" | "stop while others may wait long" => options = options.with_timeout(Duration::from_secs(1)),
         "stop alone on a node" => options = options.with_timeout(Duration::from_secs(2)).with_ranks_per_node(1),
-        "collectives without checks" => options = options.with_checks(false),
+        "collectives without checks" | "raw calls" => options = options.with_checks(false),
         "collectives beyond the limit of an int" => options = options.with_limit(1000),
         "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
         "paths over nodes of two ranks without checks" => options = options.with_ranks_per_node(2).with_checks(false),
@@ -173,8 +181,20 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
         ("paths over nodes of two ranks" | "paths over nodes of two ranks without checks", _) => check_paths(comm),
         #[cfg(target_os = "linux")]
         ("hosts", _) => hosts::play(comm),
+        ("raw calls", rank) => raw_calls(comm, rank as u32 % 2),
         _ => collectives(comm),
     }
+}
+
+/// Times every collective in the part of the ranks that give the same color.
+fn raw_calls(comm: &dyn Communicator, color: u32) -> Result<(), CommError> {
+    let raw = RawMpi::of_run().map_err(CommError::from)?.split(color, comm.rank());
+    let part = comm.split(Some(color), comm.rank())?.expect("a colour was given");
+    for collective in Collective::ALL {
+        let timing = time(&*part, Some(&raw), collective, 64)?;
+        assert!(timing.raw_seconds.is_some_and(|seconds| seconds > 0.0 && seconds < 1.0), "{timing:?}");
+    }
+    comm.barrier()
 }
 
 fn stop_while_others_wait(comm: &dyn Communicator, stops: bool) -> Result<(), CommError> {
