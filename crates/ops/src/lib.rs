@@ -42,6 +42,7 @@ pub mod random;
 pub mod rms_norm;
 pub mod rope;
 pub mod router_rows;
+pub mod sampling;
 mod simd;
 #[cfg(test)]
 mod test_data;

@@ -147,7 +147,8 @@ fn decoding(
 ) -> Result<(f64, f64), Failure> {
     let mut cache = KvCache::new(decoder.config());
     let mut logits = decoder.extend(ctx, weights, &mut cache, &ids(decoder.config(), PROMPT))?;
-    let mut sampler = Sampler::new(SamplingOptions::default())?;
+    // The most likely token, as what it is compared with takes.
+    let mut sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() })?;
     let memory = (ctx.device() == Device::Cpu).then(|| ReadMemory::new(ctx));
     let (mut times, mut rates) = (Vec::new(), Vec::new());
     for token in 0..DECODED {
