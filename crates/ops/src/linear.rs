@@ -4,15 +4,16 @@
 //! exact, and sums are f32 in an order that depends on the instruction set; results of two instruction sets therefore
 //! differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of magnitudes.
 
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
 use crate::few_rows::{Gradients, weight_gradients};
+use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
-use crate::gemm::store::Store;
-use crate::gemm::{Compute, Form, Group, Product, run};
+use crate::gemm::store::{Room, Store};
+use crate::gemm::{Compute, Epilogue, Form, Group, Place, Product, run};
 use crate::parallel::Lent;
-use crate::simd::with_float;
+use crate::simd::{Float, Level, with_float};
 use crate::{Context, quantized};
 
 /// Whether a gradient replaces what is in its buffer or is added to it.
@@ -35,19 +36,73 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
         return cuda::linear::forward(on, x, w, out);
     }
     let mut y = ctx.empty(&[rows, columns], out);
-    if w.dtype().is_quantized() {
-        let weights = quantized::matrix(w, 0, (columns, false));
-        let groups = &[quantized::Group { indices: None, first: 0, rows, weights, columns }];
-        let product = quantized::Product { a: x, weights: w, groups, is_paired: false };
-        with_float!(out, T => {
-            let to = Lent::new(y.slice_mut::<T>());
-            quantized::run(ctx, &product, &Store { to, offsets: &[0], stride: columns, write: Write::Replace });
-        });
-        return y;
-    }
-    let group = Group { a: Source::rows(x, 0), b: Source::rows(w, 0), rows, columns, depth };
-    product(ctx, Form::Nt, Compute::of(w.dtype()), group, &mut y);
+    products_of_a_type(ctx, x, &[w], std::slice::from_mut(&mut y));
     y
+}
+
+/// `x w^T` as [`linear`] for several matrices: those next to each other that are of one type are multiplied in one go, which with
+/// few rows saves the time between one product and the next.
+#[must_use]
+pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
+    if ctx.device() != Device::Cpu {
+        return ws.map(|w| linear(ctx, x, w, out));
+    }
+    let mut ys = ws.map(|w| {
+        assert_eq!(w.cols(), x.cols(), "linear: x {:?}, w {:?}", x.shape(), w.shape());
+        ctx.empty(&[x.rows(), w.rows()], out)
+    });
+    let mut rest = &mut ys[..];
+    for ws in ws.chunk_by(|a, b| a.dtype() == b.dtype()) {
+        let (ys, later) = rest.split_at_mut(ws.len());
+        products_of_a_type(ctx, x, ws, ys);
+        rest = later;
+    }
+    ys
+}
+
+/// `y = x w^T` for matrices of one type.
+fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tensor]) {
+    let (rows, depth, dtype) = (x.rows(), x.cols(), ws[0].dtype());
+    with_float!(ys[0].dtype(), T => {
+        let each = Each(ys.iter_mut().map(replaced::<T>).collect());
+        if dtype.is_quantized() {
+            let groups: Vec<_> = ws.iter().map(|&w| quantized::Group {
+                indices: None,
+                first: 0,
+                rows,
+                weights: quantized::matrix(w, 0, (w.rows(), false)),
+                columns: w.rows(),
+            }).collect();
+            quantized::run(ctx, &quantized::Product { a: x, weights: ws[0], groups: &groups, is_paired: false }, &each);
+        } else {
+            let a = Source::rows(x, 0);
+            let groups: Vec<_> =
+                ws.iter().map(|&w| Group { a, b: Source::rows(w, 0), rows, columns: w.rows(), depth }).collect();
+            let product = Product { form: Form::Nt, compute: Compute::of(dtype), groups: &groups, is_paired: false };
+            run(ctx, &product, &each);
+        }
+    });
+}
+
+/// Sums to all of a matrix.
+fn replaced<T: Float>(y: &mut Tensor) -> Store<'_, T> {
+    let stride = y.cols();
+    Store { to: Lent::new(y.slice_mut::<T>()), offsets: &[0], stride, write: Write::Replace }
+}
+
+/// A matrix for each group.
+struct Each<'a, T>(Vec<Store<'a, T>>);
+
+impl<T: Float> Epilogue for Each<'_, T> {
+    #[inline(always)]
+    fn prefetch(&self, at: Place) {
+        self.0[at.group].prefetch(Place { group: 0, ..at });
+    }
+
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+        self.0[at.group].tile::<S>(Place { group: 0, ..at }, tile, second, room);
+    }
 }
 
 /// `dx [T, in] = dy [T, out] w`, types as in [`linear`].
@@ -86,8 +141,7 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
 fn product(ctx: &Context, form: Form, compute: Compute, group: Group<'_>, to: &mut Tensor) {
     let product = Product { form, compute, groups: &[group], is_paired: false };
     with_float!(to.dtype(), T => {
-        let to = Lent::new(to.slice_mut::<T>());
-        run(ctx, &product, &Store { to, offsets: &[0], stride: group.columns, write: Write::Replace });
+        run(ctx, &product, &replaced::<T>(to));
     });
 }
 

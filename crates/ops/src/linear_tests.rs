@@ -141,6 +141,26 @@ fn a_matrix_may_begin_at_any_even_address() {
 }
 
 #[test]
+fn several_matrices_at_once_give_what_each_gives_alone() {
+    let on_cpu = contexts().filter(|ctx| ctx.device() == Device::Cpu);
+    for (ctx, rows) in on_cpu.flat_map(|ctx| [1, 5, 17, 40].map(|rows| (ctx.clone(), rows))) {
+        let x = tensor(&ctx, &[rows, 96], &numbers(rows * 96, 1), DType::F32);
+        let w = |rows: usize, seed| tensor(&ctx, &[rows, 96], &numbers(rows * 96, seed), DType::F32);
+        let (a, b) = (w(50, 2), w(7, 3));
+        let bf16 = [&a, &b].map(|w| crate::elementwise::cast(&ctx, w, DType::BF16));
+        let blocks = [&a, &b].map(|w| quantized::quantize(&ctx, w, DType::Q4));
+        for ws in [[&a, &b, &a], [&bf16[0], &bf16[1], &b], [&blocks[0], &blocks[1], &bf16[1]], [&a, &blocks[0], &a]] {
+            for out in FLOATS {
+                for (y, w) in linear_each(&ctx, &x, ws, out).iter().zip(ws) {
+                    let alone = linear(&ctx, &x, w, out).to_f32_vec();
+                    assert_eq!(y.to_f32_vec(), alone, "{rows} rows, {:?}, {:?}", w.dtype(), ctx.isa());
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn nan_and_infinity_reach_the_sums_they_belong_to_and_no_other() {
     let s = Sizes { t: 19, i: 37, o: 53 };
     let (mut x, mut w, mut dy) = (numbers(s.t * s.i, 1), numbers(s.o * s.i, 2), numbers(s.t * s.o, 3));

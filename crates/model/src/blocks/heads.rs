@@ -7,9 +7,9 @@ use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
-use super::projection::{project, project_grads};
+use super::projection::{project_each, project_grads};
 use crate::tensor_ranks::TensorRanks;
-use crate::weights::{HeadWeights, LinearWeights};
+use crate::weights::HeadWeights;
 
 /// Makes queries, keys and values.
 #[derive(Clone, Copy, Debug)]
@@ -71,22 +71,16 @@ impl Heads {
         // Files with blocks of small integers have some of the three in other types.
         let matrices = [&w.q, &w.k, &w.v].map(|w| w.weight.dtype().of_activations());
         let dtype = if matrices.contains(&DType::F32) { DType::F32 } else { matrices[0] };
-        let (q, q_saved) = self.rotated(pass, normed, (&w.q, w.q_norm.as_ref()), (Made::Queries, dtype));
-        let (k, k_saved) = self.rotated(pass, normed, (&w.k, w.k_norm.as_ref()), (Made::Keys, dtype));
-        let mut v = project(pass.ctx, normed, &w.v, dtype);
+        let [q, k, mut v] = project_each(pass.ctx, normed, [&w.q, &w.k, &w.v], dtype);
+        let (q, q_saved) = self.rotated(pass, q, w.q_norm.as_ref(), Made::Queries);
+        let (k, k_saved) = self.rotated(pass, k, w.k_norm.as_ref(), Made::Keys);
         let clipped_v = self.clip(pass.ctx, &mut v);
         ([q, k, v], HeadsSaved { q: q_saved, k: k_saved, clipped_v })
     }
 
     /// A projection, normed, cut and rotated.
-    fn rotated(
-        &self,
-        pass: &Pass<'_>,
-        normed: &Tensor,
-        (w, norm): (&LinearWeights, Option<&Tensor>),
-        (made, dtype): (Made, DType),
-    ) -> (Tensor, Saved) {
-        let mut x = project(pass.ctx, normed, w, dtype);
+    fn rotated(&self, pass: &Pass<'_>, mut x: Tensor, norm: Option<&Tensor>, made: Made) -> (Tensor, Saved) {
+        let dtype = x.dtype();
         let mut saved = Saved::default();
         if let Some(norm) = norm {
             let (y, inv_rms) = match made.parts(pass) {

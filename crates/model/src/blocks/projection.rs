@@ -1,6 +1,6 @@
 //! A linear map with an optional bias.
 
-use moeworks_ops::linear::{Write, linear, linear_backward_weight};
+use moeworks_ops::linear::{Write, linear, linear_backward_weight, linear_each};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
@@ -9,11 +9,24 @@ use crate::weights::LinearWeights;
 
 /// `x w^T + b` as `out`.
 pub(crate) fn project(ctx: &Context, x: &Tensor, w: &LinearWeights, out: DType) -> Tensor {
-    let mut y = linear(ctx, x, &w.weight, out);
-    if let Some(bias) = &w.bias {
-        elementwise::add_rows(ctx, &mut y, bias);
-    }
+    let [y] = project_each(ctx, x, [w], out);
     y
+}
+
+/// As [`project`] by several matrices.
+pub(crate) fn project_each<const N: usize>(
+    ctx: &Context,
+    x: &Tensor,
+    ws: [&LinearWeights; N],
+    out: DType,
+) -> [Tensor; N] {
+    let mut ys = linear_each(ctx, x, ws.map(|w| &w.weight), out);
+    for (y, w) in ys.iter_mut().zip(ws) {
+        if let Some(bias) = &w.bias {
+            elementwise::add_rows(ctx, y, bias);
+        }
+    }
+    ys
 }
 
 /// As [`project`] to f32 where each rank of a tensor-parallel group has some columns of `x` and of the matrix: the sum of what they
