@@ -24,6 +24,17 @@ pub(super) struct Activate<'a, T> {
 
 impl<T: Float> Epilogue for Activate<'_, T> {
     #[inline(always)]
+    fn prefetch(&self, at: Place) {
+        let (first, num_inputs) = (self.experts[at.group].1.start + at.rows.0, self.activation.num_inputs());
+        for row in first..first + at.rows.1 {
+            for input in 0..num_inputs {
+                self.h.prefetch((row * num_inputs + input) * self.f + at.columns.0, at.columns.1);
+            }
+            self.a.prefetch(row * self.f + at.columns.0, at.columns.1);
+        }
+    }
+
+    #[inline(always)]
     fn tile<S: Level>(&self, at: Place, h: &mut Tile, mut up: Option<&mut Tile>, room: &mut Room) {
         let (column, columns) = at.columns;
         let first = self.experts[at.group].1.start + at.rows.0;

@@ -10,11 +10,14 @@ use crate::simd::{Level, kernel};
 /// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.
 const A_BYTES: usize = 24 << 10;
 
-/// Bytes of a row of weights from which on a single row of A meets one at a time, so that memory is read in one stream: nothing is
-/// shared between rows then, and a row's sum has time to be added up beside the next.
+/// Bytes of a row of weights from which on a single row of A meets rows from as many parts of the panel as there are [`STREAMS`].
 const STREAM_BYTES: usize = 2 << 10;
 
-/// Bytes by which such a stream is asked for ahead of its use.
+/// Streams in which memory is then read, far enough apart that the waits at the starts of pages (for a translation of the address, and
+/// for the processor's own fetching to set in) of one are spent on the others.
+const STREAMS: usize = 4;
+
+/// Bytes by which such a stream is asked for ahead of its use, and of the next panel's at the end of a panel.
 const STREAM_AHEAD: usize = 1 << 10;
 
 /// The product of rows of A with a panel of rows of weights.
@@ -74,29 +77,45 @@ kernel! {
         assert!(waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
         let pass = rows_of_pass::<S>(num_rows);
         let is_stream = num_rows == 1 && S::WIDTH >= 16 && depth * size_of::<T>() >= STREAM_BYTES;
-        let wanted = if is_stream { 1 } else { weights_of_pass::<S>(pass) };
+        let wanted = weights_of_pass::<S>(pass);
+        // Rows of weights of a stream.
+        let len = if is_stream { columns / STREAMS } else { 0 };
         // With more rows of A than fit near the registers they are taken in parts of their depth.
         let num_parts = (4 * num_blocks * words * pass).div_ceil(A_BYTES).max(1);
         let part = if pass <= 3 { num_blocks } else { num_blocks.div_ceil(num_parts) } * block;
         for start in (0..depth).step_by(part.max(1)) {
             let end = (start + part).min(depth);
-            let mut column = 0;
-            while column < columns {
-                let count = if column + wanted <= columns { wanted } else { 1 };
+            for (column, count, apart) in turns(columns, len, wanted) {
                 for first in (0..num_rows).step_by(pass) {
-                    let ahead = match is_stream {
-                        true => panel.row(column).wrapping_add(STREAM_AHEAD),
-                        false => panel.ahead((column, count), columns, (start, end)),
+                    let ahead = match len {
+                        0 => panel.ahead((column, count), columns, (start, end)),
+                        _ => panel.row(column).wrapping_add(STREAM_AHEAD),
                     };
-                    let part = Part { panel, column, first, depth: (start, end), pass, ahead };
-                    // SAFETY: `count` rows of weights from `column` on and `pass` rows of A from `first` on, or as many as
-                    // there are, exist.
+                    let part = Part { panel, column, apart, first, depth: (start, end), pass, ahead };
+                    // SAFETY: `count` rows of weights from `column` on, so far apart, and `pass` rows of A from `first` on, or as
+                    // many as there are, exist.
                     unsafe { part.run::<S>((count, pass.min(num_rows - first)), waiting, tiles) };
                 }
-                column += count;
+            }
+        }
+        if len > 0 {
+            // While the sums are put to use.
+            for stream in 0..STREAMS {
+                let first = panel.next.wrapping_add(stream * len * depth * size_of::<T>());
+                (0..STREAM_AHEAD).step_by(64).for_each(|line| prefetch_far(first.wrapping_add(line)));
             }
         }
     }
+}
+
+/// Which rows of weights are taken at once: the first, how many, and how far apart. If streams have a length, there are as many of
+/// them, and what is left is taken one by one.
+#[inline(always)]
+fn turns(columns: usize, len: usize, wanted: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+    let whole = if len > 0 { 0 } else { columns / wanted };
+    let left = STREAMS * len + whole * wanted..columns;
+    let of_streams = (0..len).map(move |column| (column, STREAMS, len));
+    of_streams.chain((0..whole).map(move |i| (i * wanted, wanted, 1))).chain(left.map(|column| (column, 1, 1)))
 }
 
 impl<T: Weight> Panel<'_, T> {
@@ -124,6 +143,8 @@ impl<T: Weight> Panel<'_, T> {
 struct Part<'a, T> {
     panel: Panel<'a, T>,
     column: usize,
+    /// From one row of weights to the next.
+    apart: usize,
     first: usize,
     depth: (usize, usize),
     /// Rows of A in a pass.
@@ -149,7 +170,7 @@ impl<T: Weight> Part<'_, T> {
         // SAFETY: the caller's promise is handed on.
         unsafe {
             if S::WIDTH >= 16 {
-                by_size!(self, size, waiting, tiles, 8: 1 2 3, 4: 2 3 4 5 6, 3: 6 7 8, 1: 1 2 3 4 5 6 7 8);
+                by_size!(self, size, waiting, tiles, 8: 1 2 3, 4: 1 2 3 4 5 6, 3: 6 7 8, 1: 1 2 3 4 5 6 7 8);
             } else {
                 by_size!(self, size, waiting, tiles, 8: 1, 4: 1 2 3, 2: 1 2 3 4 5 6, 1: 1 2 3 4 5 6);
             }
@@ -160,8 +181,8 @@ impl<T: Weight> Part<'_, T> {
     /// `N` rows of weights and `R` rows of A must exist.
     #[inline(always)]
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self, waiting: &mut [f32], tiles: &mut [Tile]) {
-        let Self { panel, column, first, depth: (start, end), .. } = self;
-        let place = |n: usize, r: usize| ((column + n) * panel.num_rows + first + r) * S::WIDTH;
+        let Self { panel, column, apart, first, depth: (start, end), .. } = self;
+        let place = |n: usize, r: usize| ((column + n * apart) * panel.num_rows + first + r) * S::WIDTH;
         let mut sums = [[S::splat(0.0); R]; N];
         // SAFETY: the caller's promise; `waiting` has a vector for each row of A and column.
         unsafe {
@@ -184,7 +205,7 @@ impl<T: Weight> Part<'_, T> {
         }
         totals::<S, N, R>(&sums, |n, r, sum| {
             let row = first + r;
-            tiles[row / MAX_ROWS * panel.tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n] = sum;
+            tiles[row / MAX_ROWS * panel.tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n * apart] = sum;
         });
     }
 
@@ -194,7 +215,7 @@ impl<T: Weight> Part<'_, T> {
     /// As for [`sums`](Self::sums).
     #[inline(always)]
     unsafe fn add_blocks<S: Level, const N: usize, const R: usize>(&self, sums: &mut [[S::Vector; R]; N]) {
-        let Self { panel, column, first, depth: (start, end), pass, ahead } = *self;
+        let Self { panel, column, apart, first, depth: (start, end), pass, ahead } = *self;
         let Panel { weights, depth, a, num_rows, .. } = panel;
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         // Each pass asks for its share of the lines.
@@ -204,13 +225,14 @@ impl<T: Weight> Part<'_, T> {
         // read from a copy.
         unsafe {
             let weights = weights.as_ptr().add(column * depth);
+            let apart = apart * depth;
             let mut a = a.as_ptr().add((start / block * num_rows + first) * words);
             for at in (start..end / block * block).step_by(block) {
-                let from: [*const T; N] = std::array::from_fn(|n| weights.wrapping_add(n * depth + at));
+                let from: [*const T; N] = std::array::from_fn(|n| weights.wrapping_add(n * apart + at));
                 if wait == 0 {
                     for n in 0..N {
                         for line in (0..block * size_of::<T>()).step_by(64) {
-                            prefetch_far(ahead.wrapping_add((n * depth + at) * size_of::<T>() + line));
+                            prefetch_far(ahead.wrapping_add((n * apart + at) * size_of::<T>() + line));
                         }
                     }
                     wait = num_turns;
@@ -223,7 +245,7 @@ impl<T: Weight> Part<'_, T> {
             if rest > 0 {
                 let mut last = [[T::store(0.0); MAX_BLOCK]; N];
                 for (n, last) in last.iter_mut().enumerate() {
-                    *last = partial_block(std::slice::from_raw_parts(weights.add(n * depth + depth - rest), rest));
+                    *last = partial_block(std::slice::from_raw_parts(weights.add(n * apart + depth - rest), rest));
                 }
                 step::<S, T, N, R>(sums, last.each_ref().map(|last| last.as_ptr()), a);
             }

@@ -27,10 +27,9 @@ use moeworks_tensor::bf16;
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::source::Elements;
-use crate::gemm::store::Room;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::turned;
-use crate::gemm::{Compute, Epilogue, Form, Group, Panels, Place, Product, finish, tile_slice};
+use crate::gemm::{Compute, Epilogue, Form, Group, Held, Panels, Place, Product, finish, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::{Level, kernel};
 use rows::Weight;
@@ -174,16 +173,22 @@ pub(crate) struct Work<'a> {
 }
 
 /// Computes a task and hands its tiles to the epilogue.
-pub(crate) fn run_task<E: Epilogue>(work: Work<'_>, scratch: &mut [u32], epilogue: &E) {
+pub(crate) fn run_task<E: Epilogue>(work: Work<'_>, scratch: &mut [u32], held: &mut Held, epilogue: &E) {
     let group = &work.product.groups[work.task.group];
     match group.b.elements {
-        Elements::F32(weights) => task_kernel::<E, f32>(work.isa, work, weights, scratch, epilogue),
-        Elements::Bf16(weights) => task_kernel::<E, bf16>(work.isa, work, weights, scratch, epilogue),
+        Elements::F32(weights) => task_kernel::<E, f32>(work.isa, work, weights, (scratch, held), epilogue),
+        Elements::Bf16(weights) => task_kernel::<E, bf16>(work.isa, work, weights, (scratch, held), epilogue),
     }
 }
 
 kernel! {
-    fn task_kernel<S: Level, E: Epilogue, T: Weight>(work: Work<'_>, weights: &[T], scratch: &mut [u32], epilogue: &E) {
+    fn task_kernel<S: Level, E: Epilogue, T: Weight>(
+        work: Work<'_>,
+        weights: &[T],
+        memory: (&mut [u32], &mut Held),
+        epilogue: &E,
+    ) {
+        let (scratch, held) = memory;
         let Work { product, task, lanes, .. } = work;
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
@@ -193,14 +198,21 @@ kernel! {
         let tiles = tile_slice(bytemuck::cast_slice_mut(tiles));
         let range = task.panels.0..task.panels.0 + task.panels.1;
         let num_tiles = product.num_tiles();
-        let mut room = Room::new();
         if product.form == Form::Nt {
-            work.spread_rows::<T>(group, strip, a);
+            // The thread's last task may have left them.
+            if held.rows_of.replace(task.group) != Some(task.group) {
+                work.spread_rows::<T>(group, strip, a);
+            }
         } else {
             work.sum_strip(group, weights, (&panels, range.clone()), a, strip);
         }
         for panel in range.clone() {
             let (column, columns, _) = panels.panel(panel);
+            let place = |block: usize| {
+                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
+                Place { group: task.group, rows, columns: (column, columns), panel }
+            };
+            (0..group.rows.div_ceil(MAX_ROWS)).for_each(|block| epilogue.prefetch(place(block)));
             if product.form == Form::Nt {
                 for pair in 0..num_tiles {
                     let first = group.b.start(column + pair * group.columns);
@@ -214,10 +226,8 @@ kernel! {
                 strip_to_tiles::<S, T>(strip, group.rows, (first, columns), tiles);
             }
             for (block, tiles) in tiles.chunks_exact_mut(num_tiles).enumerate() {
-                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
-                let at = Place { group: task.group, rows, columns: (column, columns), panel };
                 let (first, second) = tiles.split_at_mut(1);
-                finish(work.isa, epilogue, at, &mut first[0], second.first_mut(), &mut room);
+                finish(work.isa, epilogue, place(block), &mut first[0], second.first_mut(), held.room());
             }
         }
     }

@@ -84,7 +84,7 @@ fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, ta
     ctx.threads().run(tasks.len(), |index| {
         let task = &tasks[index];
         let group = &product.groups[task.group];
-        scratch.with(|scratch| {
+        scratch.with(|scratch, _| {
             let (b, a) = bytemuck::cast_slice_mut(scratch).split_at_mut(group.depth * row_room(group.columns));
             let (b_stride, a_stride) = (row_room(group.columns), row_room(task.rows.len()));
             for row in 0..group.depth {

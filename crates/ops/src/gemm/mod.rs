@@ -139,7 +139,7 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
             let (next, lanes) = (few.tasks.get(task + num_threads), kernels.lanes);
             let work = few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, lanes };
-            scratch.with(|scratch| few_rows::run_task(work, scratch, epilogue));
+            scratch.with(|scratch, held| few_rows::run_task(work, scratch, held, epilogue));
             return;
         }
         // Tasks are taken in order, so this is about the one that this thread will take next.
@@ -152,7 +152,10 @@ pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &
             kernels,
             isa: ctx.isa(),
         };
-        scratch.with(|scratch| work.run(scratch, epilogue));
+        scratch.with(|scratch, held| {
+            held.rows_of = None;
+            work.run(scratch, epilogue);
+        });
     });
 }
 
@@ -165,22 +168,40 @@ pub(crate) fn num_panels(ctx: &Context, compute: Compute, columns: usize) -> usi
 pub(crate) struct Slots<'a> {
     memory: Lent<'a, u32>,
     len: usize,
-    free: Mutex<Vec<usize>>,
+    free: Mutex<Vec<Held>>,
+}
+
+/// What a slot holds besides memory, from one task of a product to the next.
+#[derive(Default)]
+pub(crate) struct Held {
+    slot: usize,
+    room: Option<Box<Room>>,
+    /// The group whose rows of A are laid out in the slot's memory.
+    pub(crate) rows_of: Option<usize>,
+}
+
+impl Held {
+    /// Room for epilogues.
+    pub(crate) fn room(&mut self) -> &mut Room {
+        self.room.get_or_insert_with(|| Box::new(Room::new()))
+    }
 }
 
 impl<'a> Slots<'a> {
     pub(crate) fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
         let memory = tensor.slice_mut::<u32>();
         let len = memory.len() / num_slots;
-        Self { memory: Lent::new(memory), len, free: Mutex::new((0..num_slots).collect()) }
+        let free = (0..num_slots).map(|slot| Held { slot, ..Held::default() });
+        Self { memory: Lent::new(memory), len, free: Mutex::new(free.collect()) }
     }
 
-    pub(crate) fn with(&self, run: impl FnOnce(&mut [u32])) {
+    pub(crate) fn with(&self, run: impl FnOnce(&mut [u32], &mut Held)) {
         let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let slot = lock().pop().expect("a slot for each thread");
+        let mut held = lock().pop().expect("a slot for each thread");
+        let slot = held.slot;
         // SAFETY: a slot is in the list once, so nobody else has it until it is put back below.
-        run(unsafe { self.memory.range(slot * self.len..(slot + 1) * self.len) });
-        lock().push(slot);
+        run(unsafe { self.memory.range(slot * self.len..(slot + 1) * self.len) }, &mut held);
+        lock().push(held);
     }
 }
 

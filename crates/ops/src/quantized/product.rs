@@ -13,7 +13,7 @@ use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
 use crate::gemm::source::{Source, matrix_pieces};
 use crate::gemm::store::Room;
-use crate::gemm::{self, Compute, Epilogue, Form, Panels, Place, Slots, tile_slice};
+use crate::gemm::{self, Compute, Epilogue, Form, Held, Panels, Place, Slots, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::{Level, kernel as compiled};
 
@@ -122,7 +122,7 @@ pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: K
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let work = Work { product, tasks: (&tasks[index], tasks.get(index + num_threads)), rows: &rows, best, lanes };
-        scratch.with(|scratch| task_kernel::<E>(ctx.isa(), work, tile_slice(scratch), epilogue));
+        scratch.with(|scratch, held| task_kernel::<E>(ctx.isa(), work, (tile_slice(scratch), held), epilogue));
     });
 }
 
@@ -137,7 +137,8 @@ struct Work<'a> {
 }
 
 compiled! {
-    fn task_kernel<S: Level, E: Epilogue>(work: Work<'_>, tiles: &mut [Tile], epilogue: &E) {
+    fn task_kernel<S: Level, E: Epilogue>(work: Work<'_>, memory: (&mut [Tile], &mut Held), epilogue: &E) {
+        let (tiles, held) = memory;
         let Work { product, tasks: (task, _), rows, best, lanes } = work;
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
@@ -147,9 +148,13 @@ compiled! {
             *a = rows.row(group.indices.map_or(group.first + r, |indices| indices[r] as usize));
         }
         let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
-        let mut room = Room::new();
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
+            let place = |block: usize| {
+                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
+                Place { group: task.group, rows, columns: (column, columns), panel }
+            };
+            (0..group.rows.div_ceil(MAX_ROWS)).for_each(|block| epilogue.prefetch(place(block)));
             for pair in 0..product.num_tiles() {
                 let weights = &group.weights[pair][column * row_bytes..][..columns * row_bytes];
                 let next = work.after(panel, pair);
@@ -158,10 +163,8 @@ compiled! {
                 kernel::run(best, Panel { weights, dtype, depth, a, tile_step, next }, &mut tiles[pair..]);
             }
             for (block, tiles) in tiles.chunks_exact_mut(product.num_tiles()).enumerate() {
-                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
-                let at = Place { group: task.group, rows, columns: (column, columns), panel };
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.tile::<S>(at, &mut first[0], second.first_mut(), &mut room);
+                epilogue.tile::<S>(place(block), &mut first[0], second.first_mut(), held.room());
             }
         }
     }
