@@ -68,6 +68,7 @@ fn stored_bytes(weights: &DecoderWeights) -> BTreeMap<&'static str, u64> {
         let name = match tensor.dtype() {
             DType::F32 => "f32",
             DType::BF16 => "bf16",
+            DType::F16 => "f16",
             DType::U32 => "u32",
             DType::Q8 => "int8",
             DType::Q4 => "int4",

@@ -6,7 +6,7 @@ use moeworks_model::chat::ChatTemplate;
 use moeworks_model::gguf::{self, GgufFile};
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, hf};
 use moeworks_ops::Context;
-use moeworks_tensor::DType;
+use moeworks_tensor::{DType, Device};
 use moeworks_train::store::{Pick, Resolved, resolve_run};
 
 use crate::args::{ComputeArgs, MachineArgs};
@@ -114,7 +114,9 @@ impl Model {
         let ctx = context(&compute.machine)?;
         let (config, weights) = source.load(&ctx)?;
         let tokenizer = source.tokenizer()?;
-        let weights = match dtype {
+        // A GPU's kernels know no f16.
+        let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
+        let weights = match dtype.or(is_half.then_some(DType::F32)) {
             Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx, dtype),
             _ => weights,
         };

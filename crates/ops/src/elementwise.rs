@@ -6,7 +6,7 @@ use crate::cuda::ops::{self as cuda, On};
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
 use crate::random::fill_normals;
-use crate::simd::{Float, LANES, kernel, with_float};
+use crate::simd::{Float, LANES, kernel, with_float, with_stored};
 use crate::{Context, Isa};
 
 /// Copies rows `from.1..from.1 + count` of a tensor to rows `to.1..` of another of the same type and row length.
@@ -153,10 +153,10 @@ pub fn clip_backward_assign(ctx: &Context, dy: &mut Tensor, y: &Tensor, limit: f
     });
 }
 
-/// A copy of `x` (f32 or bf16) as `dtype` (f32 or bf16), rounded to the nearest, ties to even.
+/// A copy of `x` (f32, bf16 or f16) as `dtype` (one of these), rounded to the nearest, ties to even.
 #[must_use]
 pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
-    if let Some(on) = On::of(ctx) {
+    if let Some(on) = On::taking(ctx, &[x.dtype(), dtype]) {
         return cuda::elementwise::cast(on, x, dtype);
     }
     let mut y = ctx.empty(x.shape(), dtype);
@@ -173,10 +173,10 @@ pub fn into_type(ctx: &Context, x: Tensor, dtype: DType) -> Tensor {
 /// Writes `x` into `y`, which has as many elements and its own float type.
 pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
     assert_eq!(y.len(), x.len(), "cast_into: y {:?}, x {:?}", y.shape(), x.shape());
-    if let Some(on) = On::of(ctx) {
+    if let Some(on) = On::taking(ctx, &[x.dtype(), y.dtype()]) {
         return cuda::elementwise::cast_into(on, x, y);
     }
-    with_float!(x.dtype(), X => with_float!(y.dtype(), Y => {
+    with_stored!(x.dtype(), X => with_stored!(y.dtype(), Y => {
         let mut to = y.slice_mut::<Y>();
         for x in x.parts() {
             let (here, rest) = to.split_at_mut(x.len());
@@ -197,15 +197,15 @@ kernel! {
     }
 }
 
-/// The sum of the squares of `x` (f32 or bf16), added up in f64 in an order that depends on the length alone. Not finite
+/// The sum of the squares of `x` (f32, bf16 or f16), added up in f64 in an order that depends on the length alone. Not finite
 /// if an element is not.
 #[must_use]
 pub fn sum_of_squares(ctx: &Context, x: &Tensor) -> f64 {
-    if let Some(on) = On::of(ctx) {
+    if let Some(on) = On::taking(ctx, &[x.dtype()]) {
         return cuda::elementwise::sum_of_squares(on, x);
     }
     let mut partial = vec![0.0; x.len().div_ceil(PIECE)];
-    with_float!(x.dtype(), T => {
+    with_stored!(x.dtype(), T => {
         let x = x.slice::<T>();
         ctx.threads().run_pieces(&mut partial, 1, |index, sum| {
             sum[0] = squares_kernel::<T>(ctx.isa(), &x[piece_range(index, PIECE, x.len())]);

@@ -4,15 +4,15 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{Float, kernel, with_float};
+use crate::simd::{Float, kernel, with_float, with_stored};
 use crate::{Context, quantized};
 
-/// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16 or in blocks) as `out`. Every id is below V.
+/// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16, f16 or in blocks) as `out`. Every id is below V.
 #[must_use]
 pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
     let cols = table.cols();
     check_ids(ids, table);
-    if let Some(on) = On::of(ctx).filter(|_| !table.dtype().is_quantized()) {
+    if let Some(on) = On::taking(ctx, &[table.dtype()]) {
         return cuda::elementwise::embedding(on, ids, table, out);
     }
     let mut y = ctx.empty(&[ids.len(), cols], out);
@@ -24,7 +24,7 @@ pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tens
         return y;
     }
     let rows_per_task = (PIECE / cols).max(1);
-    with_float!(table.dtype(), X => with_float!(out, Y => {
+    with_stored!(table.dtype(), X => with_float!(out, Y => {
         let table = table.slice::<X>();
         ctx.threads().run_pieces(y.slice_mut::<Y>(), rows_per_task * cols, |task, y| {
             gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, cols, y);

@@ -25,6 +25,8 @@ pub mod cuda;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;
+#[cfg(test)]
+mod f16_tests;
 mod few_rows;
 mod gemm;
 pub mod grouped_linear;

@@ -1,6 +1,6 @@
 //! Matrix products of a linear map `y = x w^T`: forward, gradient of the input, gradient of the weight.
 //!
-//! All three are one call of the engine in `gemm`. With bf16 weights products are those of bf16 numbers,
+//! All three are one call of the engine in `gemm`. Weights of f16 are multiplied as the f32 that they are. With bf16 weights products are those of bf16 numbers,
 //! exact, and sums are f32 in an order that depends on the instruction set; results of two instruction sets therefore
 //! differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of magnitudes.
 
@@ -26,13 +26,13 @@ pub enum Write {
 }
 
 /// `y [T, out] = x [T, in] w^T` with `w [out, in]`. Both may be f32 or bf16; products are taken in bf16 with f32 sums if
-/// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `w` may be quantized, too: see [`quantized`]. `out` is the
-/// type of `y`.
+/// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `w` may be f16 or quantized, too: see [`quantized`]. `out` is
+/// the type of `y`.
 #[must_use]
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
     assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
-    if let Some(on) = On::of(ctx).filter(|_| !w.dtype().is_quantized()) {
+    if let Some(on) = On::taking(ctx, &[w.dtype()]) {
         return cuda::linear::forward(on, x, w, out);
     }
     let mut y = ctx.empty(&[rows, columns], out);
@@ -110,7 +110,7 @@ impl<T: Float> Epilogue for Each<'_, T> {
 pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (dy.rows(), dy.cols(), w.cols());
     assert_eq!(w.rows(), depth, "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
-    if let Some(on) = On::of(ctx) {
+    if let Some(on) = On::taking(ctx, &[w.dtype()]) {
         return cuda::linear::backward_input(on, dy, w, out);
     }
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };

@@ -5,7 +5,7 @@
 //! data and of calls that are not inlined; sums keep [`LANES`] partial sums, so that every instruction set adds in the
 //! same order and results differ by fused rounding at most.
 
-use moeworks_tensor::{DType, Element, bf16};
+use moeworks_tensor::{DType, Element, bf16, f16};
 
 /// Partial sums of a reduction: one AVX-512 register of f32, or two AVX2 ones.
 pub(crate) const LANES: usize = 16;
@@ -48,6 +48,11 @@ pub(crate) trait Level: Copy {
     /// # Safety
     /// Twice `WIDTH` elements must be readable there.
     unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2];
+    /// The f16 elements at `from`, widened.
+    ///
+    /// # Safety
+    /// `WIDTH` elements must be readable there.
+    unsafe fn load_halves(from: *const f16) -> Self::Vector;
     /// The sum of the lanes, halves first.
     fn total(lanes: Self::Vector) -> f32;
     /// [`total`](Self::total) of each: the same bits, in fewer steps where vectors can be mixed.
@@ -141,6 +146,12 @@ impl Level for Baseline {
     }
 
     #[inline(always)]
+    unsafe fn load_halves(from: *const f16) -> [f32; 4] {
+        // SAFETY: the caller promises four readable elements.
+        unsafe { from.cast::<[f16; 4]>().read_unaligned() }.map(f16::load)
+    }
+
+    #[inline(always)]
     fn total([a, b, c, d]: [f32; 4]) -> f32 {
         (a + c) + (b + d)
     }
@@ -157,7 +168,8 @@ impl Level for Baseline {
 macro_rules! x86_level {
     (
         $(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident,
-        $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident, $total:path
+        $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident, $load_half:ident,
+        $widen:ident, $total:path
         $(, $own:item)*
     ) => {
         $(#[$meta])*
@@ -201,6 +213,13 @@ macro_rules! x86_level {
                     let pairs = $load_int(from.cast());
                     [$cast($shift::<16>(pairs)), $cast($and(pairs, $splat_int(0xffff_0000_u32 as i32)))]
                 }
+            }
+
+            #[inline(always)]
+            unsafe fn load_halves(from: *const f16) -> Self::Vector {
+                use core::arch::x86_64::{$load_half, $widen};
+                // SAFETY: as above, and the caller promises as many readable elements as a vector has lanes.
+                unsafe { $widen($load_half(from.cast())) }
             }
 
             #[inline(always)]
@@ -284,14 +303,14 @@ x86_level!(
     /// AVX2 with FMA.
     Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps,
     _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps,
-    total_of_8
+    _mm_loadu_si128, _mm256_cvtph_ps, total_of_8
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX-512 with F, BW, DQ and VL.
     Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
-    total_of_16,
+    _mm256_loadu_si256, _mm512_cvtph_ps, total_of_16,
     #[inline(always)]
     fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
         // SAFETY: as in `splat`.
@@ -303,7 +322,7 @@ x86_level!(
     /// The same with the conversion and the product of AVX-512 BF16.
     Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
-    total_of_16,
+    _mm256_loadu_si256, _mm512_cvtph_ps, total_of_16,
     #[inline(always)]
     fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
         // SAFETY: as in `splat`.
@@ -425,6 +444,30 @@ impl Float for f32 {
     }
 }
 
+impl Float for f16 {
+    /// As the processors' conversion, but that a signalling NaN stays what it is.
+    #[inline(always)]
+    fn load(self) -> f32 {
+        /// What the exponents of f16 and f32 are apart, and the bits of an f16's exponent where f32 has them.
+        const APART: u32 = 112 << 23;
+        const EXPONENT: u32 = 0x1f << 23;
+        let bits = u32::from(self.to_bits());
+        let (sign, rest) = ((bits & 0x8000) << 16, (bits & 0x7fff) << 13);
+        let widened = match rest & EXPONENT {
+            // The least exponent is that of the smallest normal numbers, without their leading one.
+            0 => (f32::from_bits(rest + APART + (1 << 23)) - f32::from_bits(APART + (1 << 23))).to_bits(),
+            EXPONENT => rest + 2 * APART,
+            _ => rest + APART,
+        };
+        f32::from_bits(sign | widened)
+    }
+
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
 // Written without branches, unlike the conversions of the `half` crate, so that loops over them vectorise.
 impl Float for bf16 {
     #[inline(always)]
@@ -458,6 +501,20 @@ macro_rules! with_float {
     };
 }
 pub(crate) use with_float;
+
+/// As [`with_float!`], for what is read alone and thus may be f16, too.
+macro_rules! with_stored {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            moeworks_tensor::DType::F16 => {
+                type $T = moeworks_tensor::f16;
+                $body
+            }
+            dtype => $crate::simd::with_float!(dtype, $T => $body),
+        }
+    };
+}
+pub(crate) use with_stored;
 
 /// Adds up the lanes of a reduction, halves first, in one order for every instruction set.
 #[inline(always)]

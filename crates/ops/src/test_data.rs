@@ -1,6 +1,6 @@
 //! Inputs and comparisons for the tests of products.
 
-use moeworks_tensor::{DType, Device, Tensor, bf16};
+use moeworks_tensor::{DType, Device, Tensor, bf16, f16};
 
 use crate::Context;
 use crate::cuda::Gpu;
@@ -43,6 +43,10 @@ pub(crate) fn tensor(ctx: &Context, shape: &[usize], values: &[f32], dtype: DTyp
     match dtype {
         DType::BF16 => {
             let values: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_slice(ctx.pool(), shape, &values)
+        }
+        DType::F16 => {
+            let values: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
             Tensor::from_slice(ctx.pool(), shape, &values)
         }
         _ => Tensor::from_slice(ctx.pool(), shape, values),

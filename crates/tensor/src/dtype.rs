@@ -1,6 +1,6 @@
 //! Element types and devices.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::blocks::{
     BLOCK_LEN, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block,
@@ -14,6 +14,8 @@ pub enum DType {
     F32,
     /// bfloat16: f32 with a 7-bit mantissa.
     BF16,
+    /// IEEE half precision: weights for inference as many files have them, multiplied as the f32 that they are.
+    F16,
     /// Unsigned 32-bit integers: token ids, expert ids, row maps.
     U32,
     /// Weights for inference in blocks of 32 with one scale, 8 bits each: [`Q8Block`](crate::Q8Block).
@@ -48,7 +50,7 @@ impl DType {
     pub const fn size(self) -> usize {
         match self {
             Self::F32 | Self::U32 => 4,
-            Self::BF16 => 2,
+            Self::BF16 | Self::F16 => 2,
             Self::Q8 => size_of::<Q8Block>(),
             Self::Q4 => size_of::<Q4Block>(),
             Self::Q4_1 => size_of::<Q4_1Block>(),
@@ -68,7 +70,7 @@ impl DType {
     #[must_use]
     pub const fn block_len(self) -> usize {
         match self {
-            Self::F32 | Self::BF16 | Self::U32 => 1,
+            Self::F32 | Self::BF16 | Self::F16 | Self::U32 => 1,
             Self::Q8 | Self::Q4 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Iq4Nl | Self::Mxfp4 => BLOCK_LEN,
             Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => LONG_BLOCK_LEN,
         }
@@ -80,10 +82,10 @@ impl DType {
         self.block_len() > 1
     }
 
-    /// The type of activations beside weights of this type: that of the weights, f32 beside quantized ones.
+    /// The type of activations beside weights of this type: bf16 beside bf16, f32 beside all others.
     #[must_use]
     pub const fn of_activations(self) -> Self {
-        if self.is_quantized() { Self::F32 } else { self }
+        if matches!(self, Self::BF16) { self } else { Self::F32 }
     }
 
     /// What the address of the memory must be a multiple of.
@@ -104,6 +106,10 @@ impl Element for f32 {
 
 impl Element for bf16 {
     const DTYPE: DType = DType::BF16;
+}
+
+impl Element for f16 {
+    const DTYPE: DType = DType::F16;
 }
 
 impl Element for u32 {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::dtype::{DType, Element};
 use crate::mirror::{DeviceBlock, Mirrored};
@@ -153,26 +153,38 @@ impl Tensor {
     }
 
     /// The elements from the first of either tensor to the last, and where each begins among them; none if they do not lie
-    /// in the same memory, that of one file say. Panics if `E` is not the type of both.
+    /// in the same memory, that of one file say, at whole elements. Panics if `E` is not the type of both.
     #[must_use]
     pub fn span<'a, E: Element>(&'a self, other: &Self) -> Option<(&'a [E], [usize; 2])> {
         assert_eq!((self.dtype, other.dtype), (E::DTYPE, E::DTYPE), "element type of a tensor {:?}", self.shape);
+        let (bytes, places) = self.span_of_bytes(other)?;
+        Some((bytemuck::try_cast_slice(bytes).ok()?, places))
+    }
+
+    /// Whether there is a [`span`](Self::span) of two tensors of one type.
+    #[must_use]
+    pub fn has_span(&self, other: &Self) -> bool {
+        self.dtype == other.dtype && self.span_of_bytes(other).is_some()
+    }
+
+    /// The bytes of whole elements of a span.
+    fn span_of_bytes(&self, other: &Self) -> Option<(&[u8], [usize; 2])> {
         let (Storage::Foreign { owner, range: a, .. }, Storage::Foreign { owner: theirs, range: b, .. }) =
             (&self.storage, &other.storage)
         else {
             return None;
         };
+        let size = self.dtype.size();
         if !Arc::ptr_eq(owner, theirs) {
             return None;
         }
         let start = a.start.min(b.start);
         let bytes = (**owner).as_ref().get(start..a.end.max(b.end))?;
         // Both begin at whole elements, hence so does what lies between; what is behind the last whole element is nobody's.
-        let bytes = &bytes[..bytes.len() / size_of::<E>() * size_of::<E>()];
-        let elements = bytemuck::try_cast_slice(bytes).ok()?;
+        let bytes = &bytes[..bytes.len() / size * size];
         let places = [a.start - start, b.start - start];
-        let is_whole = places.iter().all(|place| place.is_multiple_of(size_of::<E>()));
-        is_whole.then(|| (elements, places.map(|place| place / size_of::<E>())))
+        let is_whole = places.iter().all(|place| place.is_multiple_of(size));
+        is_whole.then(|| (bytes, places.map(|place| place / size)))
     }
 
     /// The sizes of the dims, outermost first.
@@ -337,6 +349,7 @@ impl Tensor {
         match self.dtype {
             DType::F32 => self.f32s().to_vec(),
             DType::BF16 => self.bf16s().iter().map(|x| x.to_f32()).collect(),
+            DType::F16 => self.slice::<f16>().iter().map(|x| x.to_f32()).collect(),
             DType::U32 => self.u32s().iter().map(|&x| x as f32).collect(),
             _ => panic!("a quantized tensor is dequantized by `ops::quantized`"),
         }

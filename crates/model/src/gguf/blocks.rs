@@ -1,8 +1,7 @@
 //! The element types of GGUF tensors: plain numbers, and blocks of small integers with scales.
 
-use half::f16;
 use moeworks_ops::quantized;
-use moeworks_tensor::{DType, bf16};
+use moeworks_tensor::{DType, bf16, f16};
 
 /// How the elements of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,17 +13,17 @@ struct Entry {
     name: &'static str,
     /// Its number in files.
     number: u32,
-    /// What it is in memory; none: f16, which becomes f32.
-    own: Option<DType>,
+    /// The type of ours whose bytes are the same.
+    own: DType,
 }
 
 const fn entry(name: &'static str, number: u32, own: DType) -> Entry {
-    Entry { name, number, own: Some(own) }
+    Entry { name, number, own }
 }
 
 static TYPES: [Entry; 15] = [
     entry("F32", 0, DType::F32),
-    Entry { name: "F16", number: 1, own: None },
+    entry("F16", 1, DType::F16),
     entry("Q4_0", 2, DType::Q4),
     entry("Q4_1", 3, DType::Q4_1),
     entry("Q5_0", 6, DType::Q5_0),
@@ -42,7 +41,7 @@ static TYPES: [Entry; 15] = [
 
 /// The types of blocks and ggml's names of them.
 pub fn block_types() -> impl Iterator<Item = (DType, &'static str)> {
-    TYPES.iter().filter_map(|entry| Some((entry.own.filter(|own| own.is_quantized())?, entry.name)))
+    TYPES.iter().filter(|entry| entry.own.is_quantized()).map(|entry| (entry.own, entry.name))
 }
 
 impl GgmlType {
@@ -62,22 +61,22 @@ impl GgmlType {
         self.0.name
     }
 
-    /// The type of ours whose bytes are the same; f16 has none.
+    /// The type of ours whose bytes are the same.
     #[must_use]
-    pub fn own(self) -> Option<DType> {
+    pub fn own(self) -> DType {
         self.0.own
     }
 
     /// Elements of a block: rows are whole blocks.
     #[must_use]
     pub fn block_len(self) -> usize {
-        self.own().map_or(1, DType::block_len)
+        self.own().block_len()
     }
 
     /// The bytes of a block.
     #[must_use]
     pub fn block_bytes(self) -> usize {
-        self.own().map_or(size_of::<f16>(), DType::size)
+        self.own().size()
     }
 
     /// Turns whole blocks into f32; `to` must be as long as the blocks have elements.
@@ -85,10 +84,10 @@ impl GgmlType {
         assert_eq!(bytes.len() / self.block_bytes() * self.block_len(), to.len(), "elements of a tensor");
         let pairs = || bytes.as_chunks::<2>().0.iter();
         match self.own() {
-            None => to.iter_mut().zip(pairs()).for_each(|(to, x)| *to = f16::from_le_bytes(*x).to_f32()),
-            Some(DType::BF16) => to.iter_mut().zip(pairs()).for_each(|(to, x)| *to = bf16::from_le_bytes(*x).to_f32()),
-            Some(dtype) if dtype.is_quantized() => quantized::decode(dtype, bytes, to),
-            Some(_) => to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, x)| *to = f32::from_le_bytes(*x)),
+            DType::F16 => to.iter_mut().zip(pairs()).for_each(|(to, x)| *to = f16::from_le_bytes(*x).to_f32()),
+            DType::BF16 => to.iter_mut().zip(pairs()).for_each(|(to, x)| *to = bf16::from_le_bytes(*x).to_f32()),
+            dtype if dtype.is_quantized() => quantized::decode(dtype, bytes, to),
+            _ => to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, x)| *to = f32::from_le_bytes(*x)),
         }
     }
 }

@@ -7,10 +7,10 @@ use std::ops::Range;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor, bf16};
 
+use super::GgufFile;
 use super::blocks::GgmlType;
 use super::config::{FREQUENCIES, FREQUENCIES_BY_LENGTH};
 use super::error::GgufError;
-use super::{GgufFile, GgufTensor};
 use crate::config::ModelConfig;
 use crate::shapes::weights_with;
 use crate::weights::{DecoderWeights, Role};
@@ -71,8 +71,8 @@ const JOINED: [(&str, [&str; 2]); 4] = [
 ];
 
 impl GgufFile {
-    /// The configuration and the weights. Matrices of f32, of bf16 and in blocks stay what they are, and are lent from the
-    /// mapped file, whole or in pieces, where they need no reordering; f16 becomes f32. Norm weights, biases and routers are f32.
+    /// The configuration and the weights. Matrices of floats and in blocks stay what they are, and are lent from the mapped
+    /// file, whole or in pieces, where they need no reordering. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let config = self.config()?;
         let architecture = self.known_architecture()?;
@@ -193,11 +193,11 @@ impl GgufFile {
             return Ok(tensor);
         }
         let mut tensor = ctx.empty(shape, dtype);
-        if dtype.is_quantized() {
+        if pieces.iter().all(|part| part.is_stored_as(dtype)) {
             let mut to = tensor.bytes_mut();
             for part in &pieces {
                 let (here, rest) = to.split_at_mut(part.bytes.len());
-                here.copy_from_slice(&form.in_halves(part.bytes, part.bytes.len() / part.rows().max(1)));
+                here.copy_from_slice(&form.in_halves(part.bytes, part.bytes.len() / shape[0].max(1)));
                 to = rest;
             }
             return Ok(tensor);
@@ -290,17 +290,14 @@ impl GgufFile {
             return Err(GgufError::WrongShape { path, tensor: name.to_owned(), found, expected });
         }
         used.insert(name.to_owned());
-        Ok(Part { info, ty: info.ty, start: info.range.start, bytes: self.bytes(info) })
+        Ok(Part { ty: info.ty, start: info.range.start, bytes: self.bytes(info) })
     }
 
     /// The tensor as the file has it, if it is of the type that it is to have: whole or in pieces.
     fn lent(&self, ctx: &Context, parts: &[Part<'_>], shape: &[usize], dtype: DType) -> Option<Tensor> {
-        if cfg!(target_endian = "big") && !dtype.is_quantized() {
-            return None;
-        }
         let lent = |part: &Part<'_>, shape: &[usize]| {
-            let is_same = part.ty.own() == Some(dtype);
-            is_same.then(|| Tensor::from_foreign(self.data.clone(), part.range(), shape, dtype)).flatten()
+            let lent = || Tensor::from_foreign(self.data.clone(), part.range(), shape, dtype);
+            part.is_stored_as(dtype).then(lent).flatten()
         };
         if let [part] = parts {
             return lent(part, shape);
@@ -323,13 +320,13 @@ struct Read<'a> {
 }
 
 impl Read<'_> {
-    /// The type that pieces become: blocks if they are all of the same, otherwise a float that holds them all.
+    /// The type that pieces become: that of all, if it is one, otherwise a float that holds them all.
     fn dtype(self, pieces: &[Part<'_>]) -> DType {
-        let first = pieces.first().and_then(|part| part.ty.own());
+        let first = pieces.first().map_or(DType::F32, |part| part.ty.own());
         let is_same = pieces.iter().all(|part| part.ty.own() == first);
         match first {
-            Some(dtype) if is_same && self.may_be_blocks && dtype.is_quantized() => dtype,
-            _ if pieces.iter().any(|part| matches!(part.ty.own(), Some(DType::F32) | None)) => DType::F32,
+            dtype if is_same && (self.may_be_blocks || !dtype.is_quantized()) => dtype,
+            _ if pieces.iter().any(|part| matches!(part.ty.own(), DType::F32 | DType::F16)) => DType::F32,
             _ => DType::BF16,
         }
     }
@@ -353,7 +350,6 @@ impl Read<'_> {
 /// Some elements of the file.
 #[derive(Clone, Copy)]
 struct Part<'a> {
-    info: &'a GgufTensor,
     ty: GgmlType,
     /// Where the bytes begin in the file.
     start: usize,
@@ -366,10 +362,9 @@ impl Part<'_> {
         self.start..self.start + self.bytes.len()
     }
 
-    /// Rows of blocks, those of all matrices together.
-    fn rows(self) -> usize {
-        let cols = self.info.shape.last().copied().unwrap_or(1);
-        self.bytes.len() / self.ty.block_bytes() * self.ty.block_len() / cols.max(1)
+    /// Whether its bytes are those of a tensor of `dtype` on this machine.
+    fn is_stored_as(&self, dtype: DType) -> bool {
+        self.ty.own() == dtype && (cfg!(target_endian = "little") || dtype.is_quantized())
     }
 
     /// One of `count` equal parts.

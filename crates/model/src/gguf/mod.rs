@@ -2,8 +2,7 @@
 //!
 //! The reader treats the file as hostile, like that of safetensors: every number is checked before it is used, and nothing
 //! is allocated beyond what the file's own size justifies. Tensors are lent from the mapped file and multiplied as they are:
-//! f32, bf16, and blocks of small integers, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, `Q2_K` to `Q6_K`, `IQ4_NL` and `MXFP4`.
-//! Those of f16 become f32.
+//! f32, bf16, f16, and blocks of small integers, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, `Q2_K` to `Q6_K`, `IQ4_NL` and `MXFP4`.
 
 mod adjust;
 mod blocks;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use moeworks_ops::{Context, elementwise};
-use moeworks_tensor::{Bytes, DType, Tensor, bf16};
+use moeworks_tensor::{Bytes, DType, Tensor, bf16, f16};
 use serde_json::{Map, Value};
 
 use super::blocks;
@@ -18,7 +18,7 @@ use super::error::LoadError;
 use super::family::Family;
 use super::mxfp4;
 use super::names::{Piece, forms};
-use super::pieces::{PieceReader, ReadDType};
+use super::pieces::{PieceReader, ReadElement};
 use crate::config::ModelConfig;
 use crate::gguf::block_types;
 use crate::safetensors::ModelFiles;
@@ -67,9 +67,8 @@ impl ModelFolder {
     }
 }
 
-/// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32 or bf16 (f16 becomes f32,
-/// eight-bit floats become bf16) or stay in blocks, [ours](super::Quantize) or MXFP4's; norm weights, biases and routers become
-/// f32. Matrices that need no joining are lent from the mapped file and cannot be written to: for training make a
+/// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32, bf16 or f16 (eight-bit floats
+/// become bf16) or stay in blocks, [ours](super::Quantize) or MXFP4's; norm weights, biases and routers become f32. Matrices that need no joining are lent from the mapped file and cannot be written to: for training make a
 /// [`DecoderWeights::compute_copy`]. So are experts, stacked or stored one by one: these make a tensor [of
 /// pieces](Tensor::pieces). Those in MXFP4 are copied, block by block.
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
@@ -167,10 +166,7 @@ impl Loader<'_> {
         if let Some(piece) = pieces.first().and_then(Piece::as_mxfp4) {
             return mxfp4::read(self.ctx, &self.reader, piece);
         }
-        let mut is_bf16 = true;
-        for piece in pieces {
-            is_bf16 &= self.reader.check(piece)? == ReadDType::Bf16;
-        }
+        let dtypes = pieces.iter().map(|piece| self.reader.check(piece)).collect::<Result<Vec<_>, _>>()?;
         if let [Piece { name, view: None, .. }] = pieces
             && let Some(tensor) = self.reader.lent(self.ctx, name)?
         {
@@ -179,16 +175,20 @@ impl Loader<'_> {
         if let Some(tensor) = self.in_pieces(pieces, shape)? {
             return Ok(tensor);
         }
-        let mut tensor = self.ctx.empty(shape, if is_bf16 { DType::BF16 } else { DType::F32 });
-        let mut start = 0;
-        for piece in pieces {
-            let end = start + tensor.len() / pieces.len();
-            if is_bf16 {
-                self.reader.read(piece, &mut tensor.bf16s_mut()[start..end])?;
-            } else {
-                self.reader.read(piece, &mut tensor.f32s_mut()[start..end])?;
-            }
-            start = end;
+        let one_type = dtypes.first().filter(|first| dtypes.iter().all(|dtype| dtype == *first));
+        match one_type {
+            Some(DType::BF16) => self.joined::<bf16>(pieces, shape),
+            Some(DType::F16) => self.joined::<f16>(pieces, shape),
+            _ => self.joined::<f32>(pieces, shape),
+        }
+    }
+
+    /// A tensor into which its pieces, which have been checked, are read.
+    fn joined<T: ReadElement>(&self, pieces: &[Piece], shape: &[usize]) -> Result<Tensor, LoadError> {
+        let mut tensor = self.ctx.empty(shape, T::DTYPE);
+        let len = tensor.len() / pieces.len().max(1);
+        for (index, piece) in pieces.iter().enumerate() {
+            self.reader.read(piece, &mut tensor.slice_mut::<T>()[index * len..(index + 1) * len])?;
         }
         Ok(tensor)
     }
@@ -208,14 +208,9 @@ impl Loader<'_> {
 
     fn bring_together(&self, halves: &mut [Tensor; 2]) {
         let [first, second] = &*halves;
-        let is_one_file = first.dtype() == second.dtype()
-            && match first.dtype() {
-                DType::BF16 => first.span::<bf16>(second).is_some(),
-                _ => first.span::<f32>(second).is_some(),
-            };
         let shape = [first.rows() + second.rows(), first.cols()];
         let both = || Tensor::of_pieces(self.ctx.pool(), halves.to_vec(), &shape);
-        if let Some(both) = both().filter(|_| !is_one_file) {
+        if let Some(both) = both().filter(|_| !first.has_span(second)) {
             let (len, dtype, shape) = (first.num_bytes(), first.dtype(), first.shape().to_vec());
             let owner: Bytes = Arc::new(both.copied(self.ctx.pool()));
             let half = |range| Tensor::from_foreign(owner.clone(), range, &shape, dtype);

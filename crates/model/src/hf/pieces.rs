@@ -5,20 +5,13 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use moeworks_ops::Context;
-use moeworks_tensor::{DType, Element, Tensor, bf16};
+use moeworks_tensor::{DType, Element, Tensor, bf16, f16};
 
 use super::error::LoadError;
 use super::mxfp4;
 use super::names::Piece;
 use super::small_floats::{FP8_BLOCK, fp8_value};
 use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFile};
-
-/// The type that a piece's values are read as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ReadDType {
-    F32,
-    Bf16,
-}
 
 /// An element that pieces are read into.
 pub(super) trait ReadElement: Element {
@@ -46,6 +39,16 @@ impl ReadElement for bf16 {
     }
 }
 
+impl ReadElement for f16 {
+    fn read(file: &SafetensorsFile, name: &str, out: &mut [Self]) -> Result<(), SafetensorsError> {
+        file.read_f16(name, out)
+    }
+
+    fn of(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+}
+
 /// Reads pieces from a folder's files and remembers which tensors were used.
 pub(super) struct PieceReader<'a> {
     pub(super) files: &'a ModelFiles,
@@ -64,17 +67,18 @@ impl PieceReader<'_> {
         self.files.find(if piece.is_mxfp4 { &blocks } else { &piece.name }).is_some()
     }
 
-    /// The type of a piece, which must be there, of its shape and of a type that weights can have.
-    pub(super) fn check(&self, piece: &Piece) -> Result<ReadDType, LoadError> {
+    /// The type that a piece is read as, which must be there, of its shape and of a type that weights can have.
+    pub(super) fn check(&self, piece: &Piece) -> Result<DType, LoadError> {
         let known = [FileDType::F32, FileDType::BF16, FileDType::F16, FileDType::F8E4M3];
         match self.check_one(&piece.name, &piece.shape, &known)? {
-            FileDType::BF16 => Ok(ReadDType::Bf16),
+            FileDType::BF16 => Ok(DType::BF16),
+            FileDType::F16 => Ok(DType::F16),
             FileDType::F8E4M3 => {
                 let scales: Vec<usize> = piece.shape.iter().map(|dim| dim.div_ceil(FP8_BLOCK)).collect();
                 self.check_one(&fp8_scales(&piece.name), &scales, &[FileDType::F32])?;
-                Ok(ReadDType::Bf16)
+                Ok(DType::BF16)
             }
-            _ => Ok(ReadDType::F32),
+            _ => Ok(DType::F32),
         }
     }
 

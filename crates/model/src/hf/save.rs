@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use moeworks_tensor::{DType, Tensor, bf16};
+use moeworks_tensor::{DType, Tensor, bf16, f16};
 use serde_json::{Value, json};
 
 use super::blocks::{self, METHOD, Quantize};
@@ -30,7 +30,7 @@ pub struct SaveOptions<'a> {
     /// Weights of more bytes than this are written as several files with an index.
     pub max_shard_bytes: usize,
     /// The folder that the model came from: its family is kept if it still computes the same, and those of its
-    /// configuration's keys that we do not write ourselves. Matrices that it has in f16, which are read as f32, are f16 again.
+    /// configuration's keys that we do not write ourselves.
     pub origin: Option<&'a ModelFolder>,
     /// The type of matrices in the file, F32, BF16 or F16; none: the one they have. Norms, biases and routers stay f32.
     pub dtype: Option<FileDType>,
@@ -62,7 +62,7 @@ pub struct Saved {
 const NOT_KEPT: [&str; 2] = ["quantization_config", "transformers_version"];
 
 /// Writes a model of `config` to the folder `dir`, which is made if need be. Each file is written beside its place, synced
-/// and renamed. Tensors are written in the type they have, f32 or bf16.
+/// and renamed. Tensors are written in the type they have.
 pub fn save_model(
     dir: &Path,
     config: &ModelConfig,
@@ -79,7 +79,7 @@ pub fn save_model(
     let is_gated = config.moe().activation.num_inputs() == 2;
     let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
     let further = FurtherLayers::of(origin.zip(files.as_ref()), config);
-    let (mut tensors, counts) = tensors((family, files.as_ref()), weights, is_gated, options);
+    let (mut tensors, counts) = tensors(family, weights, is_gated, options);
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
@@ -88,9 +88,7 @@ pub fn save_model(
     write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
     let generation = generation_json(config, eos_id);
-    let stored = options
-        .dtype
-        .unwrap_or_else(|| if counts.half_floats > 0 { FileDType::F16 } else { weights.embedding.dtype().into() });
+    let stored = options.dtype.unwrap_or_else(|| weights.embedding.dtype().into());
     let mut config_json = config_json::write(family, config, dtype_name(stored), eos_id);
     if counts.in_blocks > 0 {
         config_json["quantization_config"] = blocks_json(options);
@@ -165,13 +163,11 @@ struct Counts {
     in_blocks: usize,
     not_in_blocks: usize,
     four_bit_floats: usize,
-    /// Matrices that are in f16 again.
-    half_floats: usize,
 }
 
 /// Every tensor as it stands on disk; those that are parts of ours are borrowed.
 fn tensors<'a>(
-    (family, files): (&Family, Option<&ModelFiles>),
+    family: &Family,
     weights: &'a DecoderWeights,
     is_gated: bool,
     options: &SaveOptions<'a>,
@@ -188,21 +184,13 @@ fn tensors<'a>(
         } else if let Some(dtype) = target {
             in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
         } else {
-            let is_half = options.dtype.is_none() && files.is_some_and(|files| is_half(files, &forms));
-            counts.half_floats += usize::from(is_half && role == Some(Role::Product));
-            let dtype = options.dtype.or(is_half.then_some(FileDType::F16)).filter(|_| role == Some(Role::Product));
+            let dtype = options.dtype.filter(|_| role == Some(Role::Product));
             list.add(tensor, dtype, forms.swap_remove(0));
         }
     }
     counts.in_blocks = in_blocks.len();
     counts.four_bit_floats = four_bit_floats.len();
     (list.tensors.into_iter().map(OnDisk::into_bytes).chain(in_blocks).chain(four_bit_floats).collect(), counts)
-}
-
-/// Whether the first of a tensor's pieces is there in f16, in whichever form the files have it.
-fn is_half(files: &ModelFiles, forms: &[Vec<Piece>]) -> bool {
-    let there = forms.iter().filter_map(|pieces| files.find(&pieces.first()?.name)).next();
-    there.is_some_and(|(_, info)| info.dtype == FileDType::F16)
 }
 
 /// Tensors on disk and where they are in the list.
@@ -275,15 +263,16 @@ impl<'a> OnDisk<'a> {
     }
 }
 
-/// Little-endian elements of one type, f32 or bf16, as those of another, f32, bf16 or f16, rounded to the nearest.
+/// Little-endian elements of one type, f32, bf16 or f16, as those of another, rounded to the nearest.
 fn converted(bytes: &[u8], from: FileDType, to: FileDType) -> Vec<u8> {
     let values: Box<dyn Iterator<Item = f32> + '_> = match from {
+        FileDType::F16 => Box::new(bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b).to_f32())),
         FileDType::BF16 => Box::new(bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32())),
         _ => Box::new(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
     };
     match to {
         FileDType::BF16 => values.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
-        FileDType::F16 => values.flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect(),
+        FileDType::F16 => values.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
         _ => values.flat_map(f32::to_le_bytes).collect(),
     }
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use moeworks_ops::{Context, MappedFile};
-use moeworks_tensor::{Bytes, DType, Tensor, bf16};
+use moeworks_tensor::{Bytes, DType, Tensor, bf16, f16};
 
 pub use error::SafetensorsError;
 pub use files::ModelFiles;
@@ -93,7 +93,7 @@ impl FileDType {
 
     /// The type of ours that it is.
     fn own(self) -> Option<DType> {
-        [DType::F32, DType::BF16, DType::U32].into_iter().find(|&dtype| Self::from(dtype) == self)
+        [DType::F32, DType::BF16, DType::F16, DType::U32].into_iter().find(|&dtype| Self::from(dtype) == self)
     }
 }
 
@@ -102,6 +102,7 @@ impl From<DType> for FileDType {
         match dtype {
             DType::F32 => Self::F32,
             DType::BF16 => Self::BF16,
+            DType::F16 => Self::F16,
             DType::U32 => Self::U32,
             // The format knows no blocks: they are bytes there.
             _ => Self::U8,
@@ -179,21 +180,19 @@ impl SafetensorsFile {
         Ok(&(*self.data).as_ref()[range])
     }
 
-    /// The tensor `name`: F32, BF16 and U32 as they are, lent from the file where it is aligned and copied otherwise; F16
-    /// converted to f32. Other types are refused.
+    /// The tensor `name`: F32, BF16, F16 and U32 as they are, lent from the file where it is aligned and copied otherwise. Other
+    /// types are refused.
     pub fn tensor(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
         let info = self.info(name)?;
-        let dtype = match info.dtype {
-            FileDType::F16 => return self.converted(ctx, name),
-            dtype => dtype.own().ok_or_else(|| self.unsupported(name, dtype))?,
-        };
+        let dtype = info.dtype.own().ok_or_else(|| self.unsupported(name, info.dtype))?;
         if let Some(tensor) = self.lent(name)? {
             return Ok(tensor);
         }
         let mut tensor = ctx.empty(&info.shape, dtype);
         let bytes = self.bytes(name)?;
         match dtype {
-            DType::BF16 => decode_into(bytes, tensor.bf16s_mut(), |b| bf16::from_bits(u16::from_le_bytes(b))),
+            DType::BF16 => decode_into(bytes, tensor.bf16s_mut(), bf16::from_le_bytes),
+            DType::F16 => decode_into(bytes, tensor.slice_mut(), f16::from_le_bytes),
             DType::F32 => decode_into(bytes, tensor.f32s_mut(), f32::from_le_bytes),
             DType::U32 => decode_into(bytes, tensor.u32s_mut(), u32::from_le_bytes),
             _ => tensor.bytes_mut().copy_from_slice(bytes),
@@ -220,8 +219,8 @@ impl SafetensorsFile {
         let (info, bytes) = (self.info(name)?, self.bytes(name)?);
         match info.dtype {
             FileDType::F32 => decode_into(bytes, out, f32::from_le_bytes),
-            FileDType::BF16 => decode_into(bytes, out, |b| bf16::from_bits(u16::from_le_bytes(b)).to_f32()),
-            FileDType::F16 => decode_into(bytes, out, |b| half::f16::from_bits(u16::from_le_bytes(b)).to_f32()),
+            FileDType::BF16 => decode_into(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
+            FileDType::F16 => decode_into(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
             dtype => return Err(self.unsupported(name, dtype)),
         }
         Ok(())
@@ -229,18 +228,27 @@ impl SafetensorsFile {
 
     /// Writes the elements of `name`, which must be BF16, to `out`, whose length must be theirs.
     pub(crate) fn read_bf16(&self, name: &str, out: &mut [bf16]) -> Result<(), SafetensorsError> {
-        let (info, bytes) = (self.info(name)?, self.bytes(name)?);
-        if info.dtype != FileDType::BF16 {
-            return Err(self.unsupported(name, info.dtype));
-        }
-        decode_into(bytes, out, |b| bf16::from_bits(u16::from_le_bytes(b)));
-        Ok(())
+        self.read_halves(name, FileDType::BF16, out, bf16::from_le_bytes)
     }
 
-    fn converted(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
-        let mut tensor = ctx.empty(&self.info(name)?.shape, DType::F32);
-        self.read_f32(name, tensor.f32s_mut())?;
-        Ok(tensor)
+    /// The same for F16.
+    pub(crate) fn read_f16(&self, name: &str, out: &mut [f16]) -> Result<(), SafetensorsError> {
+        self.read_halves(name, FileDType::F16, out, f16::from_le_bytes)
+    }
+
+    fn read_halves<T>(
+        &self,
+        name: &str,
+        dtype: FileDType,
+        out: &mut [T],
+        decode: impl Fn([u8; 2]) -> T,
+    ) -> Result<(), SafetensorsError> {
+        let (info, bytes) = (self.info(name)?, self.bytes(name)?);
+        if info.dtype != dtype {
+            return Err(self.unsupported(name, info.dtype));
+        }
+        decode_into(bytes, out, decode);
+        Ok(())
     }
 
     fn unsupported(&self, name: &str, dtype: FileDType) -> SafetensorsError {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use moeworks_model::hf::{LoadError, ModelFolder, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
-use moeworks_model::{ActivationKind, ModelConfig, QkNorm, Tokenizer};
+use moeworks_model::{ActivationKind, Decoder, ModelConfig, QkNorm, Tokenizer};
 use moeworks_moe::Ramp;
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
@@ -19,7 +19,7 @@ fn assert_saved_as(config: ModelConfig, model_type: &str) {
     let ctx = Context::cpu(2);
     let dir = tempfile::tempdir().unwrap();
     let (decoder, weights) = model(&ctx, config);
-    for (dtype, max_shard_bytes) in [(DType::F32, 5_000_000_000), (DType::BF16, 10_000)] {
+    for (dtype, max_shard_bytes) in [(DType::F32, 5_000_000_000), (DType::BF16, 10_000), (DType::F16, 10_000)] {
         let weights = weights.compute_copy(&ctx, dtype);
         let options = SaveOptions { max_shard_bytes, ..SaveOptions::default() };
         let saved = save_model(dir.path(), decoder.config(), &weights, &options).unwrap();
@@ -261,7 +261,9 @@ fn experts_stored_one_by_one_stay_in_their_files() {
     let sizes = ModelConfig { width: 64, num_experts: 8, expert_width: 64, num_layers: 2, ..small_config() };
     let (decoder, weights) = model(&Context::cpu(2), ModelConfig { moe_every: 1, ..sizes });
     let ids = random_ids(50, 20, 3);
-    for (dtype, num_shards) in [(DType::F32, 1), (DType::BF16, 1), (DType::F32, 3), (DType::BF16, 5)] {
+    for (dtype, num_shards) in
+        [(DType::F32, 1), (DType::BF16, 1), (DType::F16, 1), (DType::F32, 3), (DType::BF16, 5), (DType::F16, 5)]
+    {
         let (ctx, dir) = (Context::cpu(2), tempfile::tempdir().unwrap());
         let weights = weights.compute_copy(&Context::cpu(1), dtype);
         let all_bytes: usize = weights.tensors().iter().map(|(_, tensor)| tensor.num_bytes()).sum();
@@ -281,7 +283,7 @@ fn experts_stored_one_by_one_stay_in_their_files() {
 }
 
 #[test]
-fn a_folder_in_f16_is_written_in_f16_again() {
+fn a_folder_in_f16_is_computed_with_as_it_is_and_written_in_f16_again() {
     let (ctx, dir) = (Context::cpu(1), tempfile::tempdir().unwrap());
     for name in ["qwen3_moe", "granitemoe", "mixtral"] {
         let (config, weights) = load_model(&ctx, &fixture(name)).unwrap();
@@ -289,6 +291,10 @@ fn a_folder_in_f16_is_written_in_f16_again() {
         let half = SaveOptions { dtype: Some(FileDType::F16), ..SaveOptions::default() };
         save_model(&first, &config, &weights, &half).unwrap();
         let (_, weights) = load_model(&ctx, &first).unwrap();
+        assert!(weights.are_all(DType::F16), "{name}");
+        let (decoder, ids) = (Decoder::new(config.clone()).unwrap(), random_ids(config.vocab_size, 9, 3));
+        let logits = |weights| decoder.logits(&ctx, weights, &ids, 1).unwrap().to_f32_vec();
+        assert_eq!(logits(&weights), logits(&weights.compute_copy(&ctx, DType::F32)), "{name}");
         let origin = Some(&ModelFolder::open(&first).unwrap());
         save_model(&second, &config, &weights, &SaveOptions { origin, ..SaveOptions::default() }).unwrap();
         for file in ["config.json", "model.safetensors"] {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use moeworks_model::generation::KvCache;
 use moeworks_model::gguf::{GgufError, GgufFile, is_gguf};
 use moeworks_model::hf::{SaveOptions, load_model, save_model};
-use moeworks_model::{Decoder, ModelConfig};
+use moeworks_model::{Decoder, ModelConfig, is_of_experts};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use proptest::prelude::*;
@@ -87,6 +87,27 @@ fn matrices_in_blocks_stay_in_blocks() {
         let largest = logits.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
         let mean = found.iter().zip(&logits).map(|(a, b)| (a - b).abs()).sum::<f32>() / logits.len() as f32;
         assert!(mean < 0.05 * largest, "{name}: {mean} of {largest}");
+    }
+}
+
+/// f16 is multiplied where the file has it: experts take no memory, and no sum is another than in f32.
+#[test]
+fn matrices_in_f16_stay_where_the_file_has_them() {
+    for name in ["mixtral", "deepseek2"] {
+        let (prompt, _, _) = expected(name);
+        let ctx = Context::cpu(2);
+        let (config, weights) = GgufFile::open(&path(name)).unwrap().load_model(&ctx).unwrap();
+        let held = ctx.pool().stats().used_bytes;
+        let tensors = weights.tensors();
+        let experts: Vec<_> = tensors.iter().filter(|(name, _)| is_of_experts(name)).collect();
+        assert!(experts.iter().all(|(_, tensor)| tensor.dtype() == DType::F16), "{name}");
+        let expert_bytes: usize = experts.iter().map(|(_, tensor)| tensor.num_bytes()).sum();
+        assert!(held < expert_bytes, "{name}: {held} bytes, {expert_bytes} of experts");
+        let decoder = Decoder::new(config).unwrap();
+        let logits = |weights| decoder.logits(&ctx, weights, &prompt, 1).unwrap().to_f32_vec();
+        let found = logits(&weights);
+        assert_eq!(ctx.pool().stats().used_bytes, held, "{name}: something was gathered");
+        assert_eq!(found, logits(&weights.compute_copy(&ctx, DType::F32)), "{name}");
     }
 }
 

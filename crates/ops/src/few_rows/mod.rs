@@ -22,11 +22,9 @@ pub(crate) mod rows;
 
 use std::ops::Range;
 
-use moeworks_tensor::bf16;
-
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
-use crate::gemm::source::Elements;
+use crate::gemm::source::{Elements, with_elements};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::turned;
 use crate::gemm::{Compute, Epilogue, Form, Group, Held, Panels, Place, Product, finish, tile_slice};
@@ -175,10 +173,7 @@ pub(crate) struct Work<'a> {
 /// Computes a task and hands its tiles to the epilogue.
 pub(crate) fn run_task<E: Epilogue>(work: Work<'_>, scratch: &mut [u32], held: &mut Held, epilogue: &E) {
     let group = &work.product.groups[work.task.group];
-    match group.b.elements {
-        Elements::F32(weights) => task_kernel::<E, f32>(work.isa, work, weights, (scratch, held), epilogue),
-        Elements::Bf16(weights) => task_kernel::<E, bf16>(work.isa, work, weights, (scratch, held), epilogue),
-    }
+    with_elements!(group.b.elements, weights => task_kernel::<E, _>(work.isa, work, weights, (scratch, held), epilogue));
 }
 
 kernel! {

@@ -1,22 +1,25 @@
 //! Elements of few rows in f32, in the order in which the kernels of this module meet them with weights.
 
-use moeworks_tensor::{DType, bf16};
+use moeworks_tensor::{DType, bf16, f16};
 
 use crate::gemm::Compute;
-use crate::gemm::source::{Elements, Source};
+use crate::gemm::source::{Elements, Source, with_elements};
 use crate::simd::{Float, Level, kernel};
 
 /// An element type of weights. Weights are fetched in blocks of two vectors.
 pub(crate) trait Weight: Float {
-    /// The elements of a block, widened. Where the type is narrower than f32 they come in another order, which
-    /// [`place`](Self::place) tells.
+    /// The elements of a block, widened. Those of bf16 come in another order, which [`place`](Self::place) tells.
     ///
     /// # Safety
     /// Twice `S::WIDTH` elements must be readable at `from`.
     unsafe fn fetch<S: Level>(from: *const Self) -> [S::Vector; 2];
 
     /// Where in the two vectors element `i` of a block is, for vectors of `width` lanes.
-    fn place(i: usize, width: usize) -> usize;
+    #[inline(always)]
+    fn place(i: usize, width: usize) -> usize {
+        let _ = width;
+        i
+    }
 
     /// Whether a block is one vector of pairs, which meets those of a row of A in one instruction.
     #[inline(always)]
@@ -37,10 +40,13 @@ impl Weight for f32 {
         // SAFETY: the caller promises two readable vectors.
         unsafe { [S::load(from), S::load(from.add(S::WIDTH))] }
     }
+}
 
+impl Weight for f16 {
     #[inline(always)]
-    fn place(i: usize, _width: usize) -> usize {
-        i
+    unsafe fn fetch<S: Level>(from: *const Self) -> [S::Vector; 2] {
+        // SAFETY: as above.
+        unsafe { [S::load_halves(from), S::load_halves(from.add(S::WIDTH))] }
     }
 }
 
@@ -80,10 +86,7 @@ pub(super) fn load_row(
     let index = source.indices.map_or(row, |indices| indices[row] as usize);
     let start = source.offset + index * source.stride + first;
     let scale = source.scales.map_or(1.0, |scales| scales[row]);
-    match source.elements {
-        Elements::F32(x) => load_kernel::<f32>(isa, &x[start..start + len], scale, precision, to),
-        Elements::Bf16(x) => load_kernel::<bf16>(isa, &x[start..start + len], scale, precision, to),
-    }
+    with_elements!(source.elements, x => load_kernel(isa, &x[start..start + len], scale, precision, to));
 }
 
 kernel! {

@@ -5,9 +5,9 @@
 
 use core::arch::x86_64::{
     __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_maskz_loadu_epi16, _mm512_castps_si512, _mm512_castsi512_ps,
-    _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_maskz_loadu_epi16,
-    _mm512_maskz_loadu_ps, _mm512_maskz_mul_ps, _mm512_or_si512, _mm512_set1_ps, _mm512_shuffle_i64x2,
-    _mm512_slli_epi32, _mm512_storeu_si512,
+    _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_cvtph_ps,
+    _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps, _mm512_maskz_mul_ps, _mm512_or_si512, _mm512_set1_ps,
+    _mm512_shuffle_i64x2, _mm512_slli_epi32, _mm512_storeu_si512,
 };
 
 use std::ops::Range;
@@ -49,6 +49,7 @@ impl Columns<'_> {
                 (Elements::F32(x), Compute::Bf16, _) => pack_pairs(self, x, to),
                 (Elements::Bf16(x), Compute::Bf16, _) => pack_pairs(self, x, to),
                 (Elements::F32(x), Compute::F32, Compute::F32) => pack_singles(self, x, to),
+                (Elements::F16(x), Compute::F32, Compute::F32) => pack_singles(self, x, to),
                 (Elements::Bf16(x), Compute::F32, _) if self.source.scales.is_none() => pack_singles(self, x, to),
                 _ => return false,
             }
@@ -187,6 +188,7 @@ in_vectors! {
         let values = match T::DTYPE {
             // SAFETY: the mask keeps the load to the elements of the slice.
             DType::F32 => unsafe { _mm512_maskz_loadu_ps(mask, x.as_ptr().cast()) },
+            DType::F16 => _mm512_cvtph_ps(loaded_halves(x)),
             _ => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(stored_halves(x))),
         };
         match row.factor {
@@ -201,8 +203,17 @@ in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
     /// Sixteen bf16 elements, zeros beyond the end, in the low halves of 16 lanes.
     fn stored_halves[T: Float](x: &[T]) -> __m512i {
+        _mm512_cvtepu16_epi32(loaded_halves(x))
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    /// Sixteen elements of 16 bits, zeros beyond the end.
+    fn loaded_halves[T: Float](x: &[T]) -> __m256i {
+        assert!(size_of::<T>() == 2, "elements of 16 bits");
         // SAFETY: the mask keeps the load to the elements of the slice, which are of 16 bits.
-        _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(mask_of(x.len()), x.as_ptr().cast()) })
+        unsafe { _mm256_maskz_loadu_epi16(mask_of(x.len()), x.as_ptr().cast()) }
     }
 }
 
@@ -240,6 +251,7 @@ in_vectors! {
         match source.elements {
             Elements::F32(x) => pair(&[0, 1].map(|r| row_of(source, x, (first + r, r < rows), at, len)), 0),
             Elements::Bf16(x) => pair(&[0, 1].map(|r| row_of(source, x, (first + r, r < rows), at, len)), 0),
+            Elements::F16(_) => unreachable!("f16 is multiplied in f32"),
         }
     }
 }
@@ -289,6 +301,7 @@ in_vectors! {
                 // SAFETY: as above.
                 unsafe { _mm512_maskz_loadu_epi16(mask, x.as_ptr().cast()) }
             }
+            Elements::F16(_) => unreachable!("f16 is multiplied in f32"),
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Where a product finds its elements, and how they are brought into the form that kernels take.
 //!
 //! A unit is one f32 or a pair of bf16 that are neighbours along the depth (see [`kernel`](super::kernel)). Packing turns
-//! elements of either type into units of either kind; a matrix whose precision is bf16 has its f32 elements rounded here.
+//! elements of any type into units of either kind; a matrix whose precision is bf16 has its f32 elements rounded here.
 
 use std::ops::Range;
 
-use moeworks_tensor::{DType, Tensor, bf16};
+use moeworks_tensor::{DType, Element, Tensor, bf16, f16};
 
 use super::Compute;
 use super::tasks::Panels;
@@ -17,15 +17,59 @@ use crate::simd::{Float, Level};
 pub(crate) enum Elements<'a> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
+    F16(&'a [f16]),
 }
+
+/// Evaluates an expression with a name bound to the slice of [`Elements`].
+macro_rules! with_elements {
+    ($elements:expr, $x:ident => $body:expr) => {
+        match $elements {
+            Elements::F32($x) => $body,
+            Elements::Bf16($x) => $body,
+            Elements::F16($x) => $body,
+        }
+    };
+}
+pub(crate) use with_elements;
 
 impl<'a> Elements<'a> {
     pub(crate) fn of(tensor: &'a Tensor) -> Self {
         match tensor.dtype() {
             DType::F32 => Self::F32(tensor.f32s()),
             DType::BF16 => Self::Bf16(tensor.bf16s()),
+            DType::F16 => Self::F16(tensor.slice()),
             dtype => panic!("a product of {dtype:?}"),
         }
+    }
+
+    /// The span of two tensors of one type, and where each begins.
+    fn span(first: &'a Tensor, second: &Tensor) -> Option<(Self, [usize; 2])> {
+        fn of<'a, T: Element>(
+            tensors: (&'a Tensor, &Tensor),
+            make: impl Fn(&'a [T]) -> Elements<'a>,
+        ) -> Option<(Elements<'a>, [usize; 2])> {
+            tensors.0.span(tensors.1).map(|(elements, places)| (make(elements), places))
+        }
+        match first.dtype() {
+            DType::F32 => of((first, second), Self::F32),
+            DType::BF16 => of((first, second), Self::Bf16),
+            _ => of((first, second), Self::F16),
+        }
+    }
+
+    /// Bytes of an element.
+    #[inline(always)]
+    fn size(self) -> usize {
+        match self {
+            Self::F32(_) => 4,
+            Self::Bf16(_) | Self::F16(_) => 2,
+        }
+    }
+
+    /// Where element `at` would lie, in bytes from anywhere.
+    #[inline(always)]
+    fn address(self, at: usize) -> *const u8 {
+        with_elements!(self, x => x.as_ptr().wrapping_add(at).cast())
     }
 }
 
@@ -60,13 +104,10 @@ impl<'a> Source<'a> {
     /// The rows of matrix `index` of a stack whose matrices have `rows` rows each. One of [pieces](Tensor::pieces) has as many
     /// in every matrix, one or two halves in the same memory, or is gathered.
     pub(crate) fn matrix(stack: &'a Tensor, index: usize, rows: usize) -> Self {
-        match (matrix_pieces(stack, index, rows), stack.dtype()) {
-            (Some([whole]), _) => Self::rows(whole, 0),
-            (Some([first, second]), DType::F32) if let Some(span) = first.span(second) => {
-                Self::halves(Elements::F32(span.0), span.1, first)
-            }
-            (Some([first, second]), DType::BF16) if let Some(span) = first.span(second) => {
-                Self::halves(Elements::Bf16(span.0), span.1, first)
+        match matrix_pieces(stack, index, rows) {
+            Some([whole]) => Self::rows(whole, 0),
+            Some([first, second]) if let Some((elements, places)) = Elements::span(first, second) => {
+                Self::halves(elements, places, first)
             }
             _ => Self::rows(stack, index * rows),
         }
@@ -135,6 +176,7 @@ impl<'a> Source<'a> {
         match self.elements {
             Elements::F32(_) => format.units == Compute::F32 && format.precision == Compute::F32,
             Elements::Bf16(_) => format.units == Compute::Bf16,
+            Elements::F16(_) => false,
         }
     }
 
@@ -144,11 +186,7 @@ impl<'a> Source<'a> {
         if let Some(blocks) = &self.blocks {
             return blocks.address(row, at);
         }
-        let start = self.start(row) + at;
-        match self.elements {
-            Elements::F32(x) => x.as_ptr().wrapping_add(start).cast(),
-            Elements::Bf16(x) => x.as_ptr().wrapping_add(start).cast(),
-        }
+        self.elements.address(self.start(row) + at)
     }
 
     /// Where element `at` lies of the row that comes `ahead` rows later: any address, not to be read. Behind the last row of
@@ -159,10 +197,7 @@ impl<'a> Source<'a> {
             Some(indices) => indices.get(row + ahead).map_or(0, |&row| row as usize * self.stride) + self.offset,
             None => self.place(row + ahead),
         };
-        match self.elements {
-            Elements::F32(x) => x.as_ptr().wrapping_add(start + at).cast(),
-            Elements::Bf16(x) => x.as_ptr().wrapping_add(start + at).cast(),
-        }
+        self.elements.address(start + at)
     }
 
     /// Bytes that so many elements take.
@@ -171,10 +206,7 @@ impl<'a> Source<'a> {
         if let Some(blocks) = &self.blocks {
             return blocks.bytes_of(len);
         }
-        match self.elements {
-            Elements::F32(_) => 4 * len,
-            Elements::Bf16(_) => 2 * len,
-        }
+        self.elements.size() * len
     }
 
     /// Brings `len` elements of a row from `at` on into units, without the row's factor.
@@ -186,10 +218,7 @@ impl<'a> Source<'a> {
             return unsafe { super::pack::convert(self, row, at, len, to) };
         }
         let start = self.start(row) + at;
-        match self.elements {
-            Elements::F32(x) => load_row(&x[start..start + len], format, to),
-            Elements::Bf16(x) => load_row(&x[start..start + len], format, to),
-        }
+        with_elements!(self.elements, x => load_row(&x[start..start + len], format, to));
     }
 }
 
@@ -292,10 +321,7 @@ pub(crate) fn pack_straight<S: Level>(
             return;
         }
     }
-    match source.elements {
-        Elements::F32(x) => straight(source, x, depth, panels, range, format, to),
-        Elements::Bf16(x) => straight(source, x, depth, panels, range, format, to),
-    }
+    with_elements!(source.elements, x => straight(source, x, depth, panels, range, format, to));
 }
 
 #[inline(always)]
@@ -393,10 +419,7 @@ pub(crate) fn pack_transposed<S: Level>(
     width: usize,
     to: &mut [u32],
 ) {
-    match source.elements {
-        Elements::F32(x) => transposed::<S, f32>(source, x, block, format, width, to),
-        Elements::Bf16(x) => transposed::<S, bf16>(source, x, block, format, width, to),
-    }
+    with_elements!(source.elements, x => transposed::<S, _>(source, x, block, format, width, to));
 }
 
 #[inline(always)]

@@ -1,10 +1,10 @@
 //! Transposition of 16 rows by 16 units with AVX-512 registers, for packing weights that run across the depth.
 
 use core::arch::x86_64::{
-    __m128, __m512, _mm_loadu_ps, _mm256_storeu_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd,
-    _mm512_castps_si512, _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_insertf32x4, _mm512_set1_epi32,
-    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_pd,
-    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    __m128, __m512, __m512i, _mm_loadu_ps, _mm256_storeu_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd,
+    _mm512_castps_si512, _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cvtepi32_epi16,
+    _mm512_cvtph_ps, _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_srli_epi32,
+    _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use moeworks_tensor::DType;
@@ -21,11 +21,12 @@ use crate::simd::Float;
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
 pub(super) unsafe fn units<T: Float>(rows: &[&[T]; 16], format: Format, width: usize, to: &mut [u32]) -> usize {
     let depth = rows.iter().map(|row| row.len()).min().unwrap_or(0);
-    // In 32-bit steps: elements of f32, pairs of bf16.
+    // In 32-bit steps: elements of f32, pairs of the others.
     let (elements_per_step, is_widened) = match (T::DTYPE, format.units) {
         (DType::F32, Compute::F32) if format.precision == Compute::F32 => (1, false),
         (DType::BF16, Compute::Bf16) => (2, false),
         (DType::BF16, Compute::F32) => (2, true),
+        (DType::F16, Compute::F32) if format.precision == Compute::F32 => (2, true),
         _ => return 0,
     };
     let units_per_step = if is_widened { 2 } else { 1 };
@@ -43,10 +44,9 @@ pub(super) unsafe fn units<T: Float>(rows: &[&[T]; 16], format: Format, width: u
             let to = to.as_mut_ptr().add(block * 16 * units_per_step * width);
             for (i, &column) in columns.iter().enumerate() {
                 if is_widened {
-                    let pairs = _mm512_castps_si512(column);
-                    let high = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-                    _mm512_storeu_si512(to.add(2 * i * width).cast(), _mm512_slli_epi32::<16>(pairs));
-                    _mm512_storeu_si512(to.add((2 * i + 1) * width).cast(), high);
+                    let [low, high] = widened::<T>(_mm512_castps_si512(column));
+                    _mm512_storeu_ps(to.add(2 * i * width).cast(), low);
+                    _mm512_storeu_ps(to.add((2 * i + 1) * width).cast(), high);
                 } else {
                     _mm512_storeu_ps(to.add(i * width).cast(), column);
                 }
@@ -54,6 +54,17 @@ pub(super) unsafe fn units<T: Float>(rows: &[&[T]; 16], format: Format, width: u
         }
     }
     num_units
+}
+
+/// The first elements of 16 pairs of f16 or bf16, and the second ones.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
+fn widened<T: Float>(pairs: __m512i) -> [__m512; 2] {
+    if T::DTYPE == DType::F16 {
+        return [pairs, _mm512_srli_epi32::<16>(pairs)].map(|half| _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)));
+    }
+    let high = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+    [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(high)]
 }
 
 /// Writes unit u of row r to `to[u * width + r]`, of all 16 rows, or of the first eight where the width is eight.

@@ -32,7 +32,7 @@ use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Tensor};
 
 use crate::Context;
 use crate::parallel::{PIECE, piece_range};
-use crate::simd::{Float, with_float};
+use crate::simd::{Float, with_float, with_stored};
 use block::FromNumbers;
 use layouts::Block;
 
@@ -63,13 +63,13 @@ fn blocks_of<B: Block>(bytes: &[u8]) -> &[B] {
     bytemuck::cast_slice(bytes)
 }
 
-/// The nearest tensor of `dtype` ([`DType::Q8`] or [`DType::Q4`]) to `x` (f32 or bf16), whose last dim must be a multiple of
+/// The nearest tensor of `dtype` ([`DType::Q8`] or [`DType::Q4`]) to `x` (f32, bf16 or f16), whose last dim must be a multiple of
 /// 32. Panics if it is not.
 #[must_use]
 pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
     let blocks_per_task = PIECE / BLOCK_LEN;
-    with_float!(x.dtype(), T => with_block!(dtype, B => {
+    with_stored!(x.dtype(), T => with_block!(dtype, B => {
         let mut to = y.slice_mut::<B>();
         for x in x.parts() {
             let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;

@@ -10,7 +10,7 @@ use moeworks_tensor::{Bytes, DType, MemoryPool, Purpose, Random, Tensor};
 const EXPERTS: usize = 3;
 const WIDTH: usize = 64;
 const HIDDEN: usize = 96;
-const TYPES: [DType; 4] = [DType::F32, DType::BF16, DType::Q8, DType::Q4];
+const TYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::Q8, DType::Q4];
 
 fn random(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     let mut x = ctx.empty(shape, DType::F32);
@@ -25,8 +25,8 @@ fn in_pieces(pool: &MemoryPool, stack: &Tensor, count: usize) -> Tensor {
     let num_pieces = EXPERTS * count;
     // A file puts the matrix "10" before "2", and down before up.
     let order = |piece: usize| (piece * 5 + 2) % num_pieces;
-    // An odd number of bf16 between them: pairs of the one half are no pairs of the other.
-    let between = if stack.dtype() == DType::BF16 { 66 } else { 64 };
+    // An odd number of 16 bits between them: pairs of the one half are no pairs of the other.
+    let between = if stack.dtype().size() == 2 { 66 } else { 64 };
     let mut file = vec![0xff; (64 + num_pieces * (len + between)).next_multiple_of(4)];
     let place = |piece: usize| 64 + order(piece) * (len + between);
     for (piece, bytes) in stack.bytes().chunks_exact(len).enumerate() {

@@ -36,6 +36,11 @@ impl<'a> On<'a> {
         ctx.gpu().map(|gpu| Self { ctx, gpu })
     }
 
+    /// The same, if its kernels take all of these types; what is of another type is computed with on the host.
+    pub(crate) fn taking(ctx: &'a Context, dtypes: &[DType]) -> Option<Self> {
+        Self::of(ctx).filter(|_| dtypes.iter().all(|dtype| matches!(dtype, DType::F32 | DType::BF16)))
+    }
+
     fn empty(self, shape: &[usize], dtype: DType) -> Tensor {
         self.gpu.empty(self.ctx.pool(), shape, dtype)
     }
