@@ -21,13 +21,13 @@ pub fn copy_rows(ctx: &Context, from: (&Tensor, usize), to: (&mut Tensor, usize)
     y.bytes_mut()[start * row..][..count * row].copy_from_slice(&x.bytes()[first * row..][..count * row]);
 }
 
-/// `y += x`, with `y` f32 and `x` f32 or bf16 of as many elements.
+/// `y += x`, with `y` f32 and `x` f32, bf16 or f16 of as many elements.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     assert_eq!(y.len(), x.len(), "add_assign: y {:?}, x {:?}", y.shape(), x.shape());
-    if let Some(on) = On::of(ctx) {
+    if let Some(on) = On::taking(ctx, &[x.dtype()]) {
         return cuda::elementwise::add_assign(on, y, x);
     }
-    with_float!(x.dtype(), T => {
+    with_stored!(x.dtype(), T => {
         let x = x.slice::<T>();
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |index, y| {
             add_kernel::<T>(ctx.isa(), y, &x[piece_range(index, PIECE, x.len())]);

@@ -4,7 +4,7 @@
 //! with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
 //! projection once; the share is that of the rate of reading memory, which is measured between the tokens, since on a machine
 //! with neighbours it changes within seconds: both are medians. Prefill is compared with a square product in the same type (in
-//! bf16 for quantized weights, which prefill multiplies in bf16), in turn with it: both are the best of three.
+//! bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16), in turn with it: both are the best of three.
 
 use std::path::Path;
 use std::time::Instant;
@@ -261,7 +261,11 @@ impl Square {
     const SIZE: usize = 2048;
 
     fn new(ctx: &Context, dtype: DType) -> Self {
-        let dtype = if dtype.is_quantized() { DType::BF16 } else { dtype };
+        let dtype = match dtype {
+            DType::F16 => DType::F32,
+            dtype if dtype.is_quantized() => DType::BF16,
+            dtype => dtype,
+        };
         let [x, w] = [1, 2].map(|stream| random_tensor(ctx, &[Self::SIZE; 2], dtype, stream));
         Self { x, w }
     }

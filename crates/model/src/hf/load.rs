@@ -228,7 +228,9 @@ impl Loader<'_> {
                 || self.family.ignored.iter().any(|ending| name.ends_with(ending));
             let is_further = self.family.is_further_layer(name, config.num_layers);
             let is_tied = config.tie_embeddings && name == "lm_head.weight";
-            if !(used.contains(name) || is_buffer || is_further || is_tied) {
+            // DeepSeek's shared experts, where there are none.
+            let is_empty = self.reader.files.find(name).is_some_and(|(_, info)| info.shape.contains(&0));
+            if !(used.contains(name) || is_buffer || is_further || is_tied || is_empty) {
                 let (path, tensor) = (self.dir.to_owned(), name.to_owned());
                 return Err(LoadError::UnexpectedTensor { path, tensor, model_type: self.family.model_type });
             }

@@ -3,6 +3,7 @@
 use moeworks_model::hf::{SaveOptions, load_model, save_model};
 use moeworks_model::{Decoder, UpcycleOptions, upcycle};
 use moeworks_ops::Context;
+use moeworks_tensor::DType;
 
 use crate::common::{assert_close, batch, fixture, next_ids, random_ids};
 
@@ -37,25 +38,34 @@ fn the_first_loss_is_that_of_the_dense_model() {
 
 #[test]
 fn noise_makes_experts_differ_by_its_share() {
+    for dtype in [DType::F32, DType::F16] {
+        check_noise(dtype);
+    }
+}
+
+fn check_noise(dtype: DType) {
     let ctx = Context::cpu(2);
     let (config, weights) = load_model(&ctx, &fixture("qwen3")).unwrap();
+    let weights = weights.compute_copy(&ctx, dtype);
     let options = UpcycleOptions { noise: 0.01, ..OPTIONS };
     let (_, noisy) = upcycle(&ctx, &config, &weights, &options).unwrap();
     let (_, exact) = upcycle(&ctx, &config, &weights, &OPTIONS).unwrap();
     for ((name, a), (_, b)) in noisy.tensors().into_iter().zip(exact.tensors()) {
-        let (a, b) = (a.f32s(), b.f32s());
+        let (a, b) = (a.to_f32_vec(), b.to_f32_vec());
         let norm = |x: &[f32]| x.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
-        let distance = norm(&a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<_>>()) / norm(b);
+        let distance = norm(&a.iter().zip(&b).map(|(a, b)| a - b).collect::<Vec<_>>()) / norm(&b);
         let expected = if name.contains("experts") { 0.01 } else { 0.0 };
         assert!((distance - expected).abs() < 0.001, "{name}: {distance}");
     }
     let experts = noisy.tensors().into_iter().find(|(name, _)| name.ends_with("experts.down_proj")).unwrap().1;
-    let (first, rest) = experts.f32s().split_at(experts.len() / 4);
+    assert_eq!(experts.dtype(), dtype);
+    let values = experts.to_f32_vec();
+    let (first, rest) = values.split_at(experts.len() / 4);
     assert_ne!(first, &rest[..first.len()]);
     assert_close(
         "twice the same",
-        noisy.tensors()[5].1.f32s(),
-        upcycle(&ctx, &config, &weights, &options).unwrap().1.tensors()[5].1.f32s(),
+        &noisy.tensors()[5].1.to_f32_vec(),
+        &upcycle(&ctx, &config, &weights, &options).unwrap().1.tensors()[5].1.to_f32_vec(),
         0.0,
     );
 }

@@ -180,6 +180,12 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Whether rows are to be widened before they can be used.
+    #[inline(always)]
+    pub(crate) fn is_widened(&self) -> bool {
+        matches!(self.elements, Elements::F16(_))
+    }
+
     /// Where the elements of a row from `at` on lie, in bytes from anywhere.
     #[inline(always)]
     pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
@@ -218,7 +224,10 @@ impl<'a> Source<'a> {
             return unsafe { super::pack::convert(self, row, at, len, to) };
         }
         let start = self.start(row) + at;
-        with_elements!(self.elements, x => load_row(&x[start..start + len], format, to));
+        match self.elements {
+            Elements::F16(x) if format.units == Compute::F32 => widen_row::<S>(&x[start..start + len], to),
+            elements => with_elements!(elements, x => load_row(&x[start..start + len], format, to)),
+        }
     }
 }
 
@@ -270,6 +279,16 @@ impl Format {
 #[inline(always)]
 fn half<T: Float>(x: T) -> u32 {
     u32::from(bf16::store(x.load()).to_bits())
+}
+
+#[inline(always)]
+fn widen_row<S: Level>(from: &[f16], to: &mut [u32]) {
+    let (whole, to) = (from.len() / S::WIDTH * S::WIDTH, &mut to[..from.len()]);
+    for at in (0..whole).step_by(S::WIDTH) {
+        // SAFETY: a vector of elements is there, and room for as many words.
+        unsafe { S::store(to.as_mut_ptr().add(at).cast(), S::load_halves(from.as_ptr().add(at))) };
+    }
+    to[whole..].iter_mut().zip(&from[whole..]).for_each(|(to, &x)| *to = x.load().to_bits());
 }
 
 #[inline(always)]

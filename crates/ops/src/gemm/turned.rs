@@ -11,7 +11,7 @@ use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, TILE_STRIDE, Tile, TileArgs}
 use super::store::Room;
 use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Compute, Epilogue, Form, Group, Part, Place, Product, Work, finish, tile_slice};
+use super::{Compute, Epilogue, Form, Group, Part, Place, Product, Work, convert_row, finish, tile_slice};
 use crate::simd::kernel;
 
 /// The most rows of a group for which packing them is better than packing B.
@@ -35,7 +35,7 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
     let elements = format.elements_of(1);
     are_there(kernels)
         && product.form == Form::Nt
-        && group.b.is_direct(format)
+        && (group.b.is_direct(format) || group.b.is_widened())
         && group.b.indices.is_none()
         && [group.depth, group.b.stride, group.b.offset].iter().all(|len| len.is_multiple_of(elements))
         && group.b.gap.is_none_or(|(_, gap)| gap.is_multiple_of(elements))
@@ -192,7 +192,7 @@ kernel! {
 
 impl Work<'_> {
     /// The sums of a panel's columns with all rows: to a tile for each eight columns, and after those of one panel of
-    /// lanes those of the next. Rows of B in blocks become bf16 in `room`.
+    /// lanes those of the next. Rows of B in blocks become bf16 in `room`, those in f16 f32.
     fn sum_panel(
         &self,
         (panel, pair): (usize, usize),
@@ -207,14 +207,14 @@ impl Work<'_> {
             let rows = Rows { panel, pair, block };
             let first = self.column_of(rows);
             let count = (columns - block * MAX_ROWS).min(MAX_ROWS);
-            if let Some(blocks) = &group.b.blocks {
-                for (row, to) in room.chunks_exact_mut(part.num_units).enumerate().take(count) {
-                    blocks.to_bf16(first + row, part.start, bytemuck::cast_slice_mut(to));
-                }
+            let is_made = group.b.blocks.is_some() || group.b.is_widened();
+            if is_made {
+                let rooms = room.chunks_exact_mut(part.num_units).take(count);
+                rooms.zip(first..).for_each(|(to, row)| self.make_row(row, part, to));
             }
             let a: [_; MAX_ROWS] = std::array::from_fn(|row| {
                 let row = row.min(count - 1);
-                if group.b.blocks.is_some() {
+                if is_made {
                     return room[row * part.num_units..][..part.num_units].as_ptr();
                 }
                 let row = group.b.direct(first + row, part.start, part.depth, self.format());
@@ -240,6 +240,14 @@ impl Work<'_> {
                     unsafe { kernels.run_lanes(count, width, &args) };
                 }
             }
+        }
+    }
+
+    /// Brings a row of B into units where it cannot be read as it lies.
+    fn make_row(&self, row: usize, part: Part, to: &mut [u32]) {
+        match &self.group.b.blocks {
+            Some(blocks) => blocks.to_bf16(row, part.start, bytemuck::cast_slice_mut(to)),
+            None => convert_row(self.isa, &self.group.b, (row, part.start, part.depth), self.format(), to),
         }
     }
 
