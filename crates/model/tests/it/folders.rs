@@ -207,6 +207,21 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
     assert!(matches!(dir.fault(), LoadError::Io { .. }));
 }
 
+/// `transformers` writes the shared experts of a DeepSeek that has none.
+#[test]
+fn tensors_without_elements_need_no_place() {
+    let (ctx, dir) = (Context::cpu(1), Copy::of("mixtral"));
+    let path = dir.0.path().join("model.safetensors");
+    let mut file = fs::read(&path).unwrap();
+    let header_len = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let empty = br#"{"nothing":{"dtype":"F32","shape":[0,16],"data_offsets":[0,0]},"#;
+    file.splice(8..9, *empty);
+    file[..8].copy_from_slice(&((header_len + empty.len() - 1) as u64).to_le_bytes());
+    fs::write(&path, file).unwrap();
+    let (_, weights) = load_model(&ctx, dir.0.path()).unwrap();
+    assert_same_bits(&weights, &load_model(&ctx, &fixture("mixtral")).unwrap().1);
+}
+
 /// Whether an error is the one expected.
 type Check<'a> = &'a dyn Fn(&LoadError) -> bool;
 
