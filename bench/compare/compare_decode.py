@@ -5,22 +5,28 @@ The weights are drawn once, saved in bf16 as a model folder, and written to GGUF
 own package, and in Q4_K_M by llama.cpp itself. Every contender runs in a process of its own: 512 tokens of prefill (the best of 3), then 41 tokens decoded
 behind 32 others (the median). llama.cpp comes from the package `cyllama`, whose wheel says which instruction sets it uses.
 
-    compare_decode.py [--rounds N] [--threads N] [--types f32 bf16 q8_0 q4_0 q4_k_m]
+With `--windows`, decoding with GGUF files is compared once more, this time with llama.cpp alone: both programs stay loaded and go
+on and off by quarters of a second, so that what changes from one second to the next on a machine with neighbours changes for both.
+
+    compare_decode.py [--rounds N] [--windows SECONDS] [--threads N] [--types f32 bf16 q8_0 q4_0 q4_k_m]
 """
 
 import argparse
 import json
 import os
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 HERE = pathlib.Path(__file__)
 PROGRAM = os.environ.get("MOEWORKS", HERE.parent.parent.parent / "target/release/moeworks")
 PROMPT, DECODED, PREFILL, VOCABULARY = 32, 41, 512, 8192
+WINDOW = 0.25
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
              intermediate_size=1024, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, max_position_embeddings=4096,
              tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -110,8 +116,12 @@ def make_file(folder: pathlib.Path, file: pathlib.Path, kind: str) -> bool:
     return True
 
 
-def timed(prefill, decode) -> dict:
+def timed(prefill, decode, endless: bool = False) -> dict:
     """`prefill()` takes 512 tokens anew; `decode()` makes one token behind 32 others and yields for ever."""
+    while endless:
+        steps = decode()
+        for _ in range(DECODED):
+            print(elapsed(lambda: next(steps)), flush=True)
     best = min(elapsed(prefill) for _ in range(3))
     steps = decode()
     times = [elapsed(lambda: next(steps)) for _ in range(DECODED)]
@@ -146,7 +156,7 @@ def transformers_times(folder: str, threads: int, way: str, kind: str) -> dict:
     return timed(prefill, decode)
 
 
-def llama_cpp_times(file: str, threads: int) -> dict:
+def llama_cpp_times(file: str, threads: int, endless: bool = False) -> dict:
     from cyllama.llama import llama_cpp as lib
 
     lib.disable_logging()
@@ -179,7 +189,7 @@ def llama_cpp_times(file: str, threads: int) -> dict:
             at += 1
             yield
 
-    return timed(prefill, decode)
+    return timed(prefill, decode, endless)
 
 
 def moeworks_times(model: str, threads: int) -> dict:
@@ -198,10 +208,65 @@ def apart(*arguments: str) -> dict | None:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+class Endless:
+    """A program that decodes for ever, when it is let."""
+
+    def __init__(self, name: str, command: list):
+        self.name, self.lines, self.rates = name, [], []
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        threading.Thread(target=self.read, daemon=True).start()
+        while len(self.lines) < 2 * DECODED:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{name} does not run")
+            time.sleep(0.05)
+        self.process.send_signal(signal.SIGSTOP)
+
+    def read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), float(line)))
+
+    def window(self) -> None:
+        """Runs for a while; the median of the tokens that were begun and ended in it counts."""
+        begin = time.monotonic()
+        self.process.send_signal(signal.SIGCONT)
+        time.sleep(WINDOW)
+        self.process.send_signal(signal.SIGSTOP)
+        end = time.monotonic()
+        time.sleep(WINDOW / 10)
+        whole = [seconds for at, seconds in list(self.lines) if at < end and at - seconds > begin]
+        self.rates.append(1 / statistics.median(whole) if whole else 0.0)
+
+
+def windows(file: pathlib.Path, threads: str, seconds: float) -> None:
+    commands = {"llama.cpp": [sys.executable, HERE, "--one", "llama.cpp", str(file), threads, "--endless"],
+                "moeworks": [PROGRAM, "bench", "decode", "--model", str(file), "--threads", threads, "--endless"]}
+    running: list[Endless] = []
+    try:
+        for name, command in commands.items():
+            running.append(Endless(name, command))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for one in running:
+                one.window()
+    except RuntimeError as error:
+        print(f"  {error}", file=sys.stderr)
+        return
+    finally:
+        for one in running:
+            one.process.kill()
+    other, ours = running
+    ratios = [b / a for a, b in zip(other.rates, ours.rates) if a > 0]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    print(f"{file.stem}: {len(ratios)} windows each of {WINDOW} s: tokens/s {statistics.median(ours.rates):.1f}, "
+          f"llama.cpp {statistics.median(other.rates):.1f}; ratio {ratio:.2f} (quartiles {low:.2f}, {high:.2f})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--endless", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--windows", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--types", nargs="*", default=["f32", "bf16", "q8_0", "q4_0", "q4_k_m"])
     parser.add_argument("--work", help="folder for the models, which are kept there (default: one that is removed)")
@@ -209,7 +274,7 @@ def main() -> None:
     if args.one:
         who, model, threads = args.one
         if who == "llama.cpp":
-            print(json.dumps(llama_cpp_times(model, int(threads))))
+            print(json.dumps(llama_cpp_times(model, int(threads), args.endless)))
         else:
             _, way, kind = who.split()
             print(json.dumps(transformers_times(model, int(threads), way, kind)))
@@ -246,6 +311,8 @@ def main() -> None:
             if others:
                 ratios = [medians["moeworks"][part] / max(speeds[part] for speeds in others) for part in ["prefill", "decode"]]
                 print(f"  {'ratio to the best alternative':52} {ratios[0]:10.2f} {ratios[1]:10.2f}", flush=True)
+            if args.windows > 0:
+                windows(file, threads, args.windows)
 
 
 if __name__ == "__main__":

@@ -329,6 +329,9 @@ pub(crate) struct BenchArgs {
     /// For `decode`: this model instead (a run, a checkpoint, a model folder or a GGUF file)
     #[arg(long)]
     pub(crate) model: Option<PathBuf>,
+    /// For `decode` with `--model`: print the seconds of each token as it comes, until stopped
+    #[arg(long, requires = "model", conflicts_with = "json")]
+    pub(crate) endless: bool,
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
     /// Print JSON

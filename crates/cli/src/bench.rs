@@ -42,6 +42,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         moe::answer(&ctx)?;
         return Ok(ExitCode::SUCCESS);
     }
+    if let (true, Some(model)) = (args.endless, &args.model) {
+        return decode::endless(&ctx, model);
+    }
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     if args.filter == "decode" {

@@ -6,7 +6,9 @@
 //! with neighbours it changes within seconds: both are medians. Prefill is compared with a square product in the same type (in
 //! bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16), in turn with it: both are the best of three.
 
+use std::io::Write;
 use std::path::Path;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use moeworks_model::account::Parameters;
@@ -145,22 +147,59 @@ fn decoding(
     peaks: &Peaks,
     (decoder, weights): (&Decoder, &DecoderWeights),
 ) -> Result<(f64, f64), Failure> {
-    let mut cache = KvCache::new(decoder.config());
-    let mut logits = decoder.extend(ctx, weights, &mut cache, &ids(decoder.config(), PROMPT))?;
-    // The most likely token, as what it is compared with takes.
-    let mut sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() })?;
+    let mut text = Text::new(ctx, (decoder, weights))?;
     let memory = (ctx.device() == Device::Cpu).then(|| ReadMemory::new(ctx));
     let (mut times, mut rates) = (Vec::new(), Vec::new());
     for token in 0..DECODED {
-        let start = Instant::now();
-        let id = sampler.sample(logits.f32s());
-        logits = decoder.extend(ctx, weights, &mut cache, &[id])?;
-        times.push(start.elapsed().as_secs_f64());
+        times.push(text.next()?);
         if token % TOKENS_PER_READ == 0 {
             rates.push(memory.as_ref().map_or(peaks.read_bytes_per_s, |memory| memory.read(ctx)));
         }
     }
     Ok((median(times), median(rates)))
+}
+
+/// A text that goes on behind a prompt.
+struct Text<'a> {
+    ctx: &'a Context,
+    model: (&'a Decoder, &'a DecoderWeights),
+    cache: KvCache,
+    logits: Tensor,
+    sampler: Sampler,
+}
+
+impl<'a> Text<'a> {
+    fn new(ctx: &'a Context, model: (&'a Decoder, &'a DecoderWeights)) -> Result<Self, Failure> {
+        let config = model.0.config();
+        let mut cache = KvCache::new(config);
+        let logits = model.0.extend(ctx, model.1, &mut cache, &ids(config, PROMPT))?;
+        // The most likely token, as what it is compared with takes.
+        let sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() })?;
+        Ok(Self { ctx, model, cache, logits, sampler })
+    }
+
+    /// Makes a token; its seconds.
+    fn next(&mut self) -> Result<f64, Failure> {
+        let start = Instant::now();
+        let id = self.sampler.sample(self.logits.f32s());
+        self.logits = self.model.0.extend(self.ctx, self.model.1, &mut self.cache, &[id])?;
+        Ok(start.elapsed().as_secs_f64())
+    }
+}
+
+/// Prints the seconds of each token as it comes, text after text, until the process is stopped or nobody reads on.
+pub(super) fn endless(ctx: &Context, model: &Path) -> Result<ExitCode, Failure> {
+    let (config, weights) = Source::open(model)?.load(ctx)?;
+    let decoder = Decoder::new(config)?;
+    loop {
+        let mut text = Text::new(ctx, (&decoder, &weights))?;
+        for _ in 0..DECODED {
+            let seconds = text.next()?;
+            if writeln!(std::io::stdout(), "{seconds:.7}").is_err() {
+                return Ok(ExitCode::SUCCESS);
+            }
+        }
+    }
 }
 
 /// Seconds of a prefill, and operations a second of products in turn with it: the best.

@@ -150,7 +150,7 @@ fn print((passes, [behind, under]): (&[Pass], [Pass; 2]), num_ranks: usize, is_j
     };
     let header = ["chunks", "ms", "ms in communication", "of it hidden", "ms waiting for a slower rank"];
     tables::print(&header, &CHUNKS.into_iter().zip(passes).map(cells).collect::<Vec<_>>());
-    say_of_little(&passes[0]);
+    said_of_little(&passes[0]).iter().for_each(|said| println!("{said}"));
     println!(
         "\nsums of the gradients of dense matrices: behind backward {} ms, {} of them in communication; under it {} and {}: \
          {:.0}% hidden",
@@ -160,20 +160,33 @@ fn print((passes, [behind, under]): (&[Pass], [Pass; 2]), num_ranks: usize, is_j
         milliseconds(under.communication_s),
         100.0 * of_sums,
     );
-    say_of_little(&behind);
+    said_of_little(&behind).iter().for_each(|said| println!("{said}"));
 }
 
 fn milliseconds(seconds: f64) -> String {
     format!("{:.2}", 1e3 * seconds)
 }
 
-/// Says so where a pass that hides nothing communicates so little that shares of it mean nothing.
-fn say_of_little(whole: &Pass) {
+/// What is said of a pass that hides nothing where it communicates so little that shares of it mean nothing.
+fn said_of_little(whole: &Pass) -> Option<String> {
     let share = whole.communication_s / whole.seconds;
-    if share < LITTLE {
-        println!(
+    (share < LITTLE).then(|| {
+        format!(
             "(There is next to nothing to hide: communication takes {:.1}% of the time here. --link tries the pace of a network.)",
             100.0 * share
-        );
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn that_there_is_next_to_nothing_to_hide_is_said_in_words() {
+        let of = |communication_s: f64| said_of_little(&Pass { seconds: 2.0, communication_s, waiting_s: 0.5 });
+        assert!(of(0.0).is_some_and(|said| said.contains("communication takes 0.0% of the time")));
+        assert!(of(0.03).is_some_and(|said| said.contains("communication takes 1.5% of the time")));
+        assert_eq!(of(0.05), None);
     }
 }
