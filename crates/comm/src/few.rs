@@ -3,7 +3,7 @@
 use std::ops::Deref;
 
 /// The longest list without.
-const FEW: usize = 16;
+pub(crate) const FEW: usize = 16;
 
 /// A list that does not grow.
 pub(crate) enum Few<T> {

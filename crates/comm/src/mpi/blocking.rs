@@ -9,13 +9,10 @@ use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::starts;
 use super::versions::Versions;
 use crate::CommError;
-use crate::few::Few;
+use crate::few::{FEW, Few};
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory, Operation};
 use crate::under_way::locked;
-
-/// Ranks whose counts need no memory of the heap.
-const SHORT: usize = 16;
 
 impl Group {
     /// # Safety
@@ -100,12 +97,12 @@ impl Group {
         counts: &[usize],
         work: impl FnOnce(*const c_int, *const c_int, Handle) -> c_int,
     ) -> Result<(), CommError> {
-        if counts.len() > SHORT || counts.iter().sum::<usize>() > self.process.limit {
+        if counts.len() > FEW || counts.iter().sum::<usize>() > self.process.limit {
             let pieces = self.pieces(call, counts)?;
             let unit = self.unit(call, &pieces)?;
             return self.check(call, work(pieces.counts.as_ptr(), pieces.starts.as_ptr(), unit.handle));
         }
-        let mut pieces = [[0; SHORT]; 2];
+        let mut pieces = [[0; FEW]; 2];
         let [lens, begins] = &mut pieces;
         for (((len, begin), &count), start) in lens.iter_mut().zip(begins).zip(counts).zip(starts(counts)) {
             (*len, *begin) = (count as c_int, start as c_int);
