@@ -69,6 +69,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The middle one of some values, of two the greater.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
 /// Prints as it goes, or keeps everything for one JSON value.
 struct Output {
     is_json: bool,

@@ -142,8 +142,8 @@ pub struct EncoderWeights {
 /// All weights of a decoder. The same struct holds gradients and optimizer moments, all f32 then.
 ///
 /// Norm weights, biases, sinks and routers are f32; the matrices are f32 or bf16, and their type is the precision of the
-/// products; for inference they may be f16 or in blocks of small integers. Cloning shares no memory by accident: there is no `Clone`, copies are made with
-/// [`DecoderWeights::compute_copy`].
+/// products; for inference they may be f16 or in blocks of small integers. Cloning shares no memory by accident: there is no
+/// `Clone`, copies are made with [`DecoderWeights::compute_copy`].
 pub struct DecoderWeights {
     /// The encoder, if there is one.
     pub encoder: Option<EncoderWeights>,

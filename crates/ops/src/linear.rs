@@ -1,8 +1,9 @@
 //! Matrix products of a linear map `y = x w^T`: forward, gradient of the input, gradient of the weight.
 //!
-//! All three are one call of the engine in `gemm`. Weights of f16 are multiplied as the f32 that they are. With bf16 weights products are those of bf16 numbers,
-//! exact, and sums are f32 in an order that depends on the instruction set; results of two instruction sets therefore
-//! differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of magnitudes.
+//! All three are one call of the engine in `gemm`. Weights of f16 are multiplied as the f32 that they are. With bf16 weights
+//! products are those of bf16 numbers, exact, and sums are f32 in an order that depends on the instruction set; results of two
+//! instruction sets therefore differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of
+//! magnitudes.
 
 use moeworks_tensor::{DType, Device, Tensor};
 

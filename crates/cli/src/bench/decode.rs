@@ -21,6 +21,7 @@ use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
 
+use super::median;
 use crate::failure::Failure;
 use crate::model::Source;
 
@@ -219,11 +220,6 @@ fn prefilling(
         product_rate = product_rate.max(product.rate(ctx));
     }
     Ok((prefill, product_rate))
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 /// Weights in their types, made where they stay: the matrices of `dtype`, the embedding a float.

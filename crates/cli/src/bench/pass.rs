@@ -44,11 +44,7 @@ impl Pass {
 
     /// The medians of several passes.
     pub(super) fn median(passes: &[Self]) -> Self {
-        let median = |of: fn(&Self) -> f64| {
-            let mut values: Vec<f64> = passes.iter().map(of).collect();
-            values.sort_by(f64::total_cmp);
-            values[values.len() / 2]
-        };
+        let median = |of: fn(&Self) -> f64| super::median(passes.iter().map(of).collect());
         Self {
             seconds: median(|pass| pass.seconds),
             communication_s: median(|pass| pass.communication_s),

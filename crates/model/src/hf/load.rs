@@ -68,7 +68,8 @@ impl ModelFolder {
 }
 
 /// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32, bf16 or f16 (eight-bit floats
-/// become bf16) or stay in blocks, [ours](super::Quantize) or MXFP4's; norm weights, biases and routers become f32. Matrices that need no joining are lent from the mapped file and cannot be written to: for training make a
+/// become bf16) or stay in blocks, [ours](super::Quantize) or MXFP4's; norm weights, biases and routers become f32. Matrices
+/// that need no joining are lent from the mapped file and cannot be written to: for training make a
 /// [`DecoderWeights::compute_copy`]. So are experts, stacked or stored one by one: these make a tensor [of
 /// pieces](Tensor::pieces). Those in MXFP4 are copied, block by block.
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {

@@ -203,11 +203,8 @@ kernel! {
         }
         for panel in range.clone() {
             let (column, columns, _) = panels.panel(panel);
-            let place = |block: usize| {
-                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
-                Place { group: task.group, rows, columns: (column, columns), panel }
-            };
-            (0..group.rows.div_ceil(MAX_ROWS)).for_each(|block| epilogue.prefetch(place(block)));
+            let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
+            places.clone().for_each(|at| epilogue.prefetch(at));
             if product.form == Form::Nt {
                 for pair in 0..num_tiles {
                     let first = group.b.start(column + pair * group.columns);
@@ -220,9 +217,9 @@ kernel! {
                 let first = column - panels.panel(range.start).0;
                 strip_to_tiles::<S, T>(strip, group.rows, (first, columns), tiles);
             }
-            for (block, tiles) in tiles.chunks_exact_mut(num_tiles).enumerate() {
+            for (at, tiles) in places.zip(tiles.chunks_exact_mut(num_tiles)) {
                 let (first, second) = tiles.split_at_mut(1);
-                finish(work.isa, epilogue, place(block), &mut first[0], second.first_mut(), held.room());
+                finish(work.isa, epilogue, at, &mut first[0], second.first_mut(), held.room());
             }
         }
     }

@@ -111,6 +111,18 @@ pub(crate) struct Place {
     pub(crate) panel: usize,
 }
 
+impl Place {
+    /// Where the tiles of all `rows` rows of a panel of a group are, from the first on.
+    pub(crate) fn of_panel(
+        (group, rows): (usize, usize),
+        columns: (usize, usize),
+        panel: usize,
+    ) -> impl Iterator<Item = Self> + Clone {
+        let of_tile = move |first: usize| Self { group, rows: (first, (rows - first).min(MAX_ROWS)), columns, panel };
+        (0..rows).step_by(MAX_ROWS).map(of_tile)
+    }
+}
+
 /// What is done with the sums. Called once for each tile; tiles do not overlap.
 pub(crate) trait Epilogue: Sync {
     /// `tile` has at most eight rows, and so has `second`, which is there for paired columns; both may be written to.

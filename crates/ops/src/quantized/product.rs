@@ -150,11 +150,8 @@ compiled! {
         let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
-            let place = |block: usize| {
-                let rows = (block * MAX_ROWS, (group.rows - block * MAX_ROWS).min(MAX_ROWS));
-                Place { group: task.group, rows, columns: (column, columns), panel }
-            };
-            (0..group.rows.div_ceil(MAX_ROWS)).for_each(|block| epilogue.prefetch(place(block)));
+            let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
+            places.clone().for_each(|at| epilogue.prefetch(at));
             for pair in 0..product.num_tiles() {
                 let weights = &group.weights[pair][column * row_bytes..][..columns * row_bytes];
                 let next = work.after(panel, pair);
@@ -162,9 +159,9 @@ compiled! {
                 let a = &a[..group.rows];
                 kernel::run(best, Panel { weights, dtype, depth, a, tile_step, next }, &mut tiles[pair..]);
             }
-            for (block, tiles) in tiles.chunks_exact_mut(product.num_tiles()).enumerate() {
+            for (at, tiles) in places.zip(tiles.chunks_exact_mut(product.num_tiles())) {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.tile::<S>(place(block), &mut first[0], second.first_mut(), held.room());
+                epilogue.tile::<S>(at, &mut first[0], second.first_mut(), held.room());
             }
         }
     }
