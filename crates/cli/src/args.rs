@@ -305,7 +305,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) model: PathBuf,
     /// The folder that is written
     pub(crate) out: PathBuf,
-    /// Type of the matrices: f32, bf16 or f16 (default: as they are; eight-bit floats become bf16)
+    /// Type of the matrices: f32, bf16 or f16 (default: as they are)
     #[arg(long)]
     pub(crate) dtype: Option<String>,
     /// Write matrices as blocks of 32 small integers with a scale: int8 or int4. Embeddings, norms, biases and routers stay

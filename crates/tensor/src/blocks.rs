@@ -10,6 +10,9 @@ use crate::dtype::{DType, Element};
 /// Elements of a block of the simple types.
 pub const BLOCK_LEN: usize = 32;
 
+/// Elements of a block of eight-bit floats.
+pub const F8_BLOCK_LEN: usize = 128;
+
 /// Elements of a block of the types whose names end in K.
 pub const LONG_BLOCK_LEN: usize = 256;
 
@@ -49,6 +52,62 @@ impl Q4Block {
     #[must_use]
     pub fn scale(&self) -> f32 {
         f16::from_le_bytes(self.scale).to_f32()
+    }
+}
+
+/// 128 floats of eight bits (E4M3 of OCP 8-bit Floating Point 1.0) and what they are multiplied by: weights of DeepSeek-V3, which has
+/// a scale for 128 rows of 128.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct F8Block {
+    /// An f32, little-endian.
+    pub scale: [u8; 4],
+    /// The floats.
+    pub values: [[u8; BLOCK_LEN]; F8_BLOCK_LEN / BLOCK_LEN],
+}
+
+impl F8Block {
+    /// The block of some floats and of their scale.
+    #[must_use]
+    pub fn joined(values: &[u8; F8_BLOCK_LEN], scale: &[u8; 4]) -> Self {
+        Self { scale: *scale, values: bytemuck::cast(*values) }
+    }
+}
+
+/// The value of an E4M3 float without infinities (OCP 8-bit Floating Point 1.0): bias 7, NaN is all ones.
+#[must_use]
+pub const fn f8_value(byte: u8) -> f32 {
+    let (sign, exponent, mantissa) = ((byte as u32 & 0x80) << 24, (byte >> 3 & 15) as u32, byte & 7);
+    match (exponent, mantissa) {
+        (15, 7) => f32::NAN,
+        // Multiples of 2^-9.
+        (0, _) => f32::from_bits(sign | (mantissa as f32 / 512.0).to_bits()),
+        _ => f32::from_bits(sign | (exponent + 120) << 23 | (mantissa as u32) << 20),
+    }
+}
+
+impl Element for F8Block {
+    const DTYPE: DType = DType::F8;
+}
+
+impl Mxfp4Block {
+    /// The block of floats two a byte, the first in its low half, and of the exponent of their scale: the two tensors that GPT-OSS
+    /// has of a matrix.
+    #[must_use]
+    pub fn joined(values: &[u8; BLOCK_LEN / 2], &[scale]: &[u8; 1]) -> Self {
+        let value = |i: usize| values[i / 2] >> (4 * (i % 2)) & 15;
+        let mut block = [scale; 1 + BLOCK_LEN / 2];
+        for (i, to) in block[1..].iter_mut().enumerate() {
+            *to = value(i) | value(i + BLOCK_LEN / 2) << 4;
+        }
+        Self([block])
+    }
+
+    /// What [`joined`](Self::joined) makes this block of.
+    #[must_use]
+    pub fn parted(&self) -> ([u8; BLOCK_LEN / 2], u8) {
+        let value = |i: usize| self.bytes()[1 + i % (BLOCK_LEN / 2)] >> (4 * (i / (BLOCK_LEN / 2))) & 15;
+        (std::array::from_fn(|i| value(2 * i) | value(2 * i + 1) << 4), self.bytes()[0])
     }
 }
 
@@ -114,4 +173,19 @@ blocks_of_bytes! {
     /// 32 floats of four bits with a power of two: its exponent in a byte, the floats as in [`Q4Block`] (OCP Microscaling Formats
     /// 1.0).
     Mxfp4Block(Mxfp4): 1 x 17;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn eight_bit_floats_have_the_values_of_the_standard() {
+        for (byte, value) in
+            [(0x00, 0.0), (0x38, 1.0), (0xb8, -1.0), (0x7e, 448.0), (0x01, 2.0_f32.powi(-9)), (0x3c, 1.5)]
+        {
+            assert_eq!(f8_value(byte), value, "{byte:#x}");
+        }
+        assert!(f8_value(0x7f).is_nan() && f8_value(0xff).is_nan());
+    }
 }

@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 
 use crate::blocks::{
-    BLOCK_LEN, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block,
-    Q5_1Block, Q5KBlock, Q6KBlock, Q8Block,
+    BLOCK_LEN, F8_BLOCK_LEN, F8Block, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block,
+    Q4KBlock, Q5_0Block, Q5_1Block, Q5KBlock, Q6KBlock, Q8Block,
 };
 
 /// The type of a tensor's elements.
@@ -42,6 +42,8 @@ pub enum DType {
     Iq4Nl,
     /// [`Mxfp4Block`](crate::Mxfp4Block).
     Mxfp4,
+    /// [`F8Block`](crate::F8Block).
+    F8,
 }
 
 impl DType {
@@ -63,6 +65,7 @@ impl DType {
             Self::Q6K => size_of::<Q6KBlock>(),
             Self::Iq4Nl => size_of::<Iq4NlBlock>(),
             Self::Mxfp4 => size_of::<Mxfp4Block>(),
+            Self::F8 => size_of::<F8Block>(),
         }
     }
 
@@ -72,6 +75,7 @@ impl DType {
         match self {
             Self::F32 | Self::BF16 | Self::F16 | Self::U32 => 1,
             Self::Q8 | Self::Q4 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Iq4Nl | Self::Mxfp4 => BLOCK_LEN,
+            Self::F8 => F8_BLOCK_LEN,
             Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => LONG_BLOCK_LEN,
         }
     }

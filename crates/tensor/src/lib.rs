@@ -4,6 +4,7 @@
 //! comes from a [`MemoryPool`] that keeps freed blocks, and random numbers come from [`Random`], whose value depends on
 //! (seed, purpose, step, position) alone.
 
+mod apart;
 mod blocks;
 mod dtype;
 mod mirror;
@@ -11,9 +12,10 @@ mod pool;
 mod random;
 mod tensor;
 
+pub use apart::{Lines, Place};
 pub use blocks::{
-    BLOCK_LEN, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block,
-    Q5_1Block, Q5KBlock, Q6KBlock, Q8Block,
+    BLOCK_LEN, F8_BLOCK_LEN, F8Block, Iq4NlBlock, LONG_BLOCK_LEN, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block,
+    Q4KBlock, Q5_0Block, Q5_1Block, Q5KBlock, Q6KBlock, Q8Block, f8_value,
 };
 pub use dtype::{DType, Device, Element};
 pub use half::{bf16, f16};

@@ -1,4 +1,5 @@
-//! The tensor: row-major, with shared read-only or unique writable memory, in one piece unless a file has it in several.
+//! The tensor: row-major, with shared read-only or unique writable memory, in one piece unless a file has it in several, or its
+//! scales apart.
 
 use std::fmt;
 use std::ops::Range;
@@ -6,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use half::{bf16, f16};
 
+use crate::apart::{Apart, Lines, Place};
 use crate::dtype::{DType, Element};
 use crate::mirror::{DeviceBlock, Mirrored};
 use crate::pool::MemoryPool;
@@ -18,6 +20,7 @@ enum Storage {
     Pooled(Arc<Mirrored>),
     Foreign { owner: Bytes, range: Range<usize>, device: Arc<OnceLock<DeviceBlock>> },
     Pieces(Arc<Pieces>),
+    Apart(Arc<Apart>),
 }
 
 /// Tensors that make one, one behind the other, and that one in memory of its own if somebody has asked for it.
@@ -120,6 +123,27 @@ impl Tensor {
         }
         let pieces = Pieces { list: pieces, whole: OnceLock::new(), pool: pool.clone() };
         Some(Self { storage: Storage::Pieces(Arc::new(pieces)), shape: shape.to_vec(), dtype })
+    }
+
+    /// A read-only tensor in blocks (of [`DType::Mxfp4`] or [`DType::F8`]) whose numbers and scales lie in these places, without a
+    /// copy. Numbers of four bits are two a byte, the first in its low half. `None` for another type, or if not all rows are there.
+    ///
+    /// Whoever goes by [lines](Self::lines) takes no copy; whoever asks for blocks gets one that is then kept.
+    #[must_use]
+    pub fn apart(pool: &MemoryPool, shape: &[usize], dtype: DType, [numbers, scales]: [Place; 2]) -> Option<Self> {
+        checked_byte_len(shape, dtype)?;
+        let (&cols, outer) = shape.split_last()?;
+        let apart = Apart::new(pool, (outer.iter().product(), cols), dtype, [numbers, scales])?;
+        Some(Self { storage: Storage::Apart(Arc::new(apart)), shape: shape.to_vec(), dtype })
+    }
+
+    /// The numbers and the scales of its rows, if they are apart.
+    #[must_use]
+    pub fn lines(&self) -> Option<[Lines<'_>; 2]> {
+        match &self.storage {
+            Storage::Apart(apart) => Some(apart.lines(self.cols(), self.dtype)),
+            _ => None,
+        }
     }
 
     /// The tensors that make this one, one behind the other, if it is not in one piece.
@@ -233,6 +257,8 @@ impl Tensor {
     #[must_use]
     pub fn reshaped(mut self, shape: &[usize]) -> Self {
         assert_eq!(self.len(), shape.iter().product::<usize>(), "reshape {:?} to {shape:?}", self.shape);
+        let keeps_rows = !matches!(self.storage, Storage::Apart(_)) || shape.last().copied() == Some(self.cols());
+        assert!(keeps_rows, "rows whose scales are apart: reshape {:?} to {shape:?}", self.shape);
         self.shape = shape.to_vec();
         self
     }
@@ -252,6 +278,7 @@ impl Tensor {
             Storage::Pooled(memory) => memory.bytes(),
             Storage::Foreign { owner, range, .. } => &(**owner).as_ref()[range.clone()],
             Storage::Pieces(pieces) => pieces.whole().bytes(),
+            Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).bytes(),
         }
     }
 
@@ -260,7 +287,7 @@ impl Tensor {
     pub fn is_in_host(&self) -> bool {
         match &self.storage {
             Storage::Pooled(memory) => memory.is_in_host(),
-            Storage::Foreign { .. } | Storage::Pieces(_) => true,
+            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) => true,
         }
     }
 
@@ -272,6 +299,7 @@ impl Tensor {
             Storage::Pooled(memory) => memory.address(upload),
             Storage::Foreign { device, .. } => device.get_or_init(|| upload(self.bytes())).address(),
             Storage::Pieces(pieces) => pieces.whole().device_address(upload),
+            Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).device_address(upload),
         }
     }
 
@@ -280,7 +308,9 @@ impl Tensor {
     pub fn device_address_mut(&mut self, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
         match &mut self.storage {
             Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").address_mut(upload),
-            Storage::Foreign { .. } | Storage::Pieces(_) => panic!("a read-only tensor is written to"),
+            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) => {
+                panic!("a read-only tensor is written to")
+            }
         }
     }
 
@@ -289,7 +319,9 @@ impl Tensor {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.storage {
             Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").bytes_mut(),
-            Storage::Foreign { .. } | Storage::Pieces(_) => panic!("a read-only tensor is written to"),
+            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) => {
+                panic!("a read-only tensor is written to")
+            }
         }
     }
 

@@ -6,9 +6,10 @@ use std::cell::RefCell;
 use moeworks_tensor::bf16;
 
 use super::error::LoadError;
+use super::fp8::scales_name;
 use super::load::ModelFolder;
 use super::names::Piece;
-use super::pieces::{PieceReader, fp8_scales};
+use super::pieces::PieceReader;
 use crate::config::ModelConfig;
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes};
 
@@ -38,15 +39,15 @@ impl<'a> FurtherLayers<'a> {
         self.names.is_empty()
     }
 
-    /// The tensors as they are, but eight-bit floats with their scales as the bf16 that the rest of such a model is read as.
-    pub(super) fn tensors(&self) -> Result<Vec<TensorBytes<'a>>, LoadError> {
+    /// The tensors as they are; eight-bit floats with their scales as bf16 if the rest of the model has become that.
+    pub(super) fn tensors(&self, keeps_fp8: bool) -> Result<Vec<TensorBytes<'a>>, LoadError> {
         let Some(files) = self.files else { return Ok(Vec::new()) };
         let reader = PieceReader { files, used: RefCell::default() };
         let mut tensors = Vec::new();
         for name in &self.names {
             let (file, info) = files.get(name)?;
             let (mut dtype, shape) = (info.dtype, info.shape.clone());
-            let is_fp8 = dtype == FileDType::F8E4M3 && files.find(&fp8_scales(name)).is_some();
+            let is_fp8 = !keeps_fp8 && dtype == FileDType::F8E4M3 && files.find(&scales_name(name)).is_some();
             let is_scales = name.strip_suffix("_scale_inv").is_some_and(|matrix| files.find(matrix).is_some());
             let bytes = if is_fp8 {
                 dtype = FileDType::BF16;
@@ -56,7 +57,7 @@ impl<'a> FurtherLayers<'a> {
                 reader.read(&piece, &mut values)?;
                 let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
                 Payload::Made { len: bytes.len(), make: Box::new(move || Ok(bytes.clone())) }
-            } else if is_scales {
+            } else if is_scales && !keeps_fp8 {
                 continue;
             } else {
                 Payload::Lent(file.bytes(name)?)

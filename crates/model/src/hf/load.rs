@@ -68,10 +68,11 @@ impl ModelFolder {
 }
 
 /// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32, bf16 or f16 (eight-bit floats
-/// become bf16) or stay in blocks, [ours](super::Quantize) or MXFP4's; norm weights, biases and routers become f32. Matrices
+/// whose rows are no whole blocks become bf16) or stay in blocks, [ours](super::Quantize), MXFP4's or those of eight-bit floats; norm
+/// weights, biases and routers become f32. Matrices
 /// that need no joining are lent from the mapped file and cannot be written to: for training make a
 /// [`DecoderWeights::compute_copy`]. So are experts, stacked or stored one by one: these make a tensor [of
-/// pieces](Tensor::pieces). Those in MXFP4 are copied, block by block.
+/// pieces](Tensor::pieces). Of matrices in MXFP4 and in eight-bit floats numbers and scales stay [where they are](Tensor::apart).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, .. } = ModelFolder::open(dir)?;
     let files = ModelFiles::open(dir)?;
@@ -144,7 +145,7 @@ impl Loader<'_> {
         let mut forms = forms(self.family, name, shape, is_gated);
         let found = forms.iter().position(|pieces| pieces.first().is_some_and(|piece| self.reader.has(piece)));
         let pieces = forms.swap_remove(found.unwrap_or(0));
-        let tensor = self.read(&pieces, shape)?;
+        let tensor = self.read(&pieces, shape, role)?;
         match role {
             Role::Product => Ok(tensor),
             Role::Exact => Ok(elementwise::cast(self.ctx, &tensor, DType::F32)),
@@ -163,7 +164,7 @@ impl Loader<'_> {
         Ok(None)
     }
 
-    fn read(&self, pieces: &[Piece], shape: &[usize]) -> Result<Tensor, LoadError> {
+    fn read(&self, pieces: &[Piece], shape: &[usize], role: Role) -> Result<Tensor, LoadError> {
         if let Some(piece) = pieces.first().and_then(Piece::as_mxfp4) {
             return mxfp4::read(self.ctx, &self.reader, piece);
         }
@@ -173,7 +174,7 @@ impl Loader<'_> {
         {
             return Ok(tensor.reshaped(shape));
         }
-        if let Some(tensor) = self.in_pieces(pieces, shape)? {
+        if let Some(tensor) = self.in_pieces(pieces, shape, role)? {
             return Ok(tensor);
         }
         let one_type = dtypes.first().filter(|first| dtypes.iter().all(|dtype| dtype == *first));
@@ -195,9 +196,13 @@ impl Loader<'_> {
     }
 
     /// A tensor whose pieces, which have been checked, stay where the files have them, if they can. Gate and up of an expert that
-    /// are in different files are brought together, since products read them as one matrix.
-    fn in_pieces(&self, pieces: &[Piece], shape: &[usize]) -> Result<Option<Tensor>, LoadError> {
-        let Some(mut tensors) = self.reader.all_lent(pieces)? else { return Ok(None) };
+    /// are in different files are brought together, since products read them as one matrix, but of blocks.
+    fn in_pieces(&self, pieces: &[Piece], shape: &[usize], role: Role) -> Result<Option<Tensor>, LoadError> {
+        let lent = self.reader.all_lent(self.ctx, pieces, role == Role::Product)?;
+        let Some(mut tensors) = lent else { return Ok(None) };
+        if let ([tensor], [Piece { .. }]) = (&*tensors, pieces) {
+            return Ok(Some(tensor.clone().reshaped(shape)));
+        }
         let num_matrices = if let [matrices, _, _] = *shape { matrices } else { 1 };
         if tensors.len() == 2 * num_matrices {
             for halves in tensors.as_chunks_mut::<2>().0 {
@@ -211,7 +216,7 @@ impl Loader<'_> {
         let [first, second] = &*halves;
         let shape = [first.rows() + second.rows(), first.cols()];
         let both = || Tensor::of_pieces(self.ctx.pool(), halves.to_vec(), &shape);
-        if let Some(both) = both().filter(|_| !first.has_span(second)) {
+        if let Some(both) = both().filter(|_| !first.dtype().is_quantized() && !first.has_span(second)) {
             let (len, dtype, shape) = (first.num_bytes(), first.dtype(), first.shape().to_vec());
             let owner: Bytes = Arc::new(both.copied(self.ctx.pool()));
             let half = |range| Tensor::from_foreign(owner.clone(), range, &shape, dtype);

@@ -13,6 +13,7 @@ mod config_json;
 mod error;
 mod families;
 mod family;
+mod fp8;
 mod further;
 mod keys;
 mod load;
@@ -21,7 +22,6 @@ mod names;
 mod pieces;
 mod rope_json;
 mod save;
-mod small_floats;
 mod stop_ids;
 
 pub use blocks::Quantize;

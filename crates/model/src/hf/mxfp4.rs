@@ -1,12 +1,10 @@
 //! Matrices in blocks of 32 four-bit floats (OCP Microscaling Formats 1.0), as GPT-OSS was published: `NAME_blocks` U8
 //! `[E, rows, blocks, 16]` with two neighbours a byte, the first in its low half, and `NAME_scales` U8 `[E, rows, blocks]`.
 //!
-//! Products take such blocks as GGUF files have them ([`Mxfp4Block`]): the scale in front, the first 16 values in the low halves.
-//! So the bytes are put into that order once when a folder is loaded, and back when it is saved. That copy has the size that the
-//! file has, 4.25 bits a weight.
+//! Products take both [where they are](Tensor::apart), and rows of gate and up in turn as two matrices of every other row.
 
 use moeworks_ops::Context;
-use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Tensor};
+use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Place, Tensor};
 use serde_json::{Value, json};
 
 use super::error::LoadError;
@@ -49,22 +47,35 @@ pub(super) fn read(
     for (name, shape) in names.iter().zip(shapes(&piece.shape)) {
         reader.check_one(name, &shape, &[FileDType::U8])?;
     }
-    let bytes = |name: &str| -> Result<&[u8], LoadError> { Ok(reader.files.get(name)?.0.bytes(name)?) };
-    let (blocks, scales) = (bytes(&names[0])?.as_chunks::<BYTES>().0, bytes(&names[1])?);
     if !view.cols.is_multiple_of(BLOCK_LEN) {
         let path = reader.files.get(&names[0])?.0.path().to_owned();
         let [tensor, _] = names;
         return Err(LoadError::PartOfBlock { path, tensor, cols: view.cols });
     }
-    let mut tensor = ctx.empty(&piece.shape, DType::Mxfp4);
-    let blocks_per_row = view.cols / BLOCK_LEN;
-    ctx.threads().run_pieces(tensor.slice_mut::<Mxfp4Block>(), view.rows * blocks_per_row, |matrix, to| {
-        for (row, to) in to.chunks_exact_mut(blocks_per_row).enumerate() {
-            let from = (matrix * view.rows + view.row_there(row)) * blocks_per_row;
-            to.iter_mut().zip(from..).for_each(|(to, from)| *to = joined(scales[from], &blocks[from]));
-        }
-    });
-    Ok(tensor)
+    let steps = [view.cols / 2, view.cols / BLOCK_LEN];
+    let lines =
+        |which: usize| Ok::<_, LoadError>(reader.files.get(&names[which])?.0.lines(&names[which], steps[which])?);
+    let places = [lines(0)?, lines(1)?];
+    let tensor = if view.is_interleaved {
+        in_turn(ctx, &piece.shape, view, &places)
+    } else {
+        Tensor::apart(ctx.pool(), &piece.shape, DType::Mxfp4, places)
+    };
+    Ok(tensor.expect("tensors whose shapes have been checked"))
+}
+
+/// A stack of matrices whose rows take turns, as two matrices each.
+fn in_turn(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> Option<Tensor> {
+    let half = |first_row: usize| {
+        let every_other = |place: &Place| {
+            let start = place.start + first_row * place.step;
+            Place { owner: place.owner.clone(), start, step: 2 * place.step, ..*place }
+        };
+        Tensor::apart(ctx.pool(), &[view.rows / 2, view.cols], DType::Mxfp4, [&places[0], &places[1]].map(every_other))
+    };
+    let halves: Option<Vec<Tensor>> =
+        (0..view.matrices).flat_map(|matrix| [0, 1].map(|turn| half(matrix * view.rows + turn))).collect();
+    Tensor::of_pieces(ctx.pool(), halves?, shape)
 }
 
 /// A stack of matrices as the two tensors that they are on disk.
@@ -72,8 +83,8 @@ pub(super) fn on_disk<'a>(tensor: &'a Tensor, piece: &Piece, view: View) -> [Ten
     let [blocks, scales] = names(&piece.name);
     let [blocks_shape, scales_shape] = shapes(&piece.shape);
     [
-        tensor_bytes(blocks, blocks_shape, move || laid_out(tensor, view, values)),
-        tensor_bytes(scales, scales_shape, move || laid_out(tensor, view, |block| [block.bytes()[0]])),
+        tensor_bytes(blocks, blocks_shape, move || laid_out(tensor, view, 0)),
+        tensor_bytes(scales, scales_shape, move || laid_out(tensor, view, 1)),
     ]
 }
 
@@ -82,41 +93,32 @@ fn tensor_bytes<'a>(name: String, shape: Vec<usize>, make: impl Fn() -> Vec<u8> 
     TensorBytes { name, dtype: FileDType::U8, shape, bytes }
 }
 
-/// Bytes of each block, in the order of the file.
-fn laid_out<const N: usize>(tensor: &Tensor, view: View, of: impl Fn(&Mxfp4Block) -> [u8; N]) -> Vec<u8> {
+/// The values, or the scales, in the order of the file.
+fn laid_out(tensor: &Tensor, view: View, which: usize) -> Vec<u8> {
     let blocks_per_row = view.cols / BLOCK_LEN;
-    let mut bytes = vec![[0; N]; view.matrices * view.rows * blocks_per_row];
-    let rows = tensor.parts().iter().flat_map(|part| part.slice::<Mxfp4Block>().chunks_exact(blocks_per_row));
-    for (row, blocks) in rows.enumerate() {
-        let there = row / view.rows * view.rows + view.row_there(row % view.rows);
-        let to = &mut bytes[there * blocks_per_row..][..blocks_per_row];
-        to.iter_mut().zip(blocks).for_each(|(to, block)| *to = of(block));
+    let row_bytes = blocks_per_row * [BYTES, 1][which];
+    let mut bytes = vec![0; view.matrices * view.rows * row_bytes];
+    let rows = tensor.parts().iter().flat_map(|part| (0..part.rows()).map(move |row| (part, row)));
+    for (index, (part, row)) in rows.enumerate() {
+        let there = index / view.rows * view.rows + view.row_there(index % view.rows);
+        let to = &mut bytes[there * row_bytes..][..row_bytes];
+        if let Some(lines) = part.lines() {
+            to.copy_from_slice(lines[which].row(row));
+            continue;
+        }
+        let blocks = &part.slice::<Mxfp4Block>()[row * blocks_per_row..][..blocks_per_row];
+        for (to, block) in to.chunks_exact_mut([BYTES, 1][which]).zip(blocks) {
+            let (values, scale) = block.parted();
+            to.copy_from_slice(if which == 0 { &values } else { std::slice::from_ref(&scale) });
+        }
     }
-    bytes.into_flattened()
-}
-
-/// A block from its scale and from its values as neighbours.
-fn joined(scale: u8, values: &[u8; BYTES]) -> Mxfp4Block {
-    let value = |i: usize| values[i / 2] >> (4 * (i % 2)) & 15;
-    let mut block = [scale; 1 + BYTES];
-    for (i, to) in block[1..].iter_mut().enumerate() {
-        *to = value(i) | value(i + BYTES) << 4;
-    }
-    Mxfp4Block([block])
-}
-
-/// A block's values as neighbours.
-fn values(block: &Mxfp4Block) -> [u8; BYTES] {
-    let value = |i: usize| block.bytes()[1 + i % BYTES] >> (4 * (i / BYTES)) & 15;
-    std::array::from_fn(|i| value(2 * i) | value(2 * i + 1) << 4)
+    bytes
 }
 
 #[cfg(test)]
 mod tests {
     use std::cell::RefCell;
     use std::collections::BTreeMap;
-
-    use moeworks_ops::quantized::decode;
 
     use super::*;
     use crate::safetensors::{ModelFiles, write_shards};
@@ -138,17 +140,5 @@ mod tests {
         let piece = Piece { name: "a".to_owned(), shape: shape.to_vec(), view: Some(view), is_mxfp4: true };
         let error = read(&Context::cpu(1), &reader, (&piece, view)).unwrap_err();
         assert!(matches!(error, LoadError::PartOfBlock { cols: 33, .. }), "{error}");
-    }
-
-    #[test]
-    fn values_come_low_half_first_times_their_block_s_power_of_two_and_go_back_as_they_were() {
-        let mut bytes = [0; BYTES];
-        (bytes[0], bytes[8], bytes[15]) = (0x7a, 0x01, 0x90);
-        let block = joined(128, &bytes);
-        let mut numbers = [9.0; BLOCK_LEN];
-        decode(DType::Mxfp4, block.bytes(), &mut numbers);
-        assert_eq!((numbers[0], numbers[1], numbers[2]), (-2.0, 12.0, 0.0));
-        assert_eq!((numbers[16], numbers[17], numbers[31]), (1.0, 0.0, -1.0));
-        assert_eq!(values(&block), bytes);
     }
 }

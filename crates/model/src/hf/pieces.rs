@@ -8,9 +8,9 @@ use moeworks_ops::Context;
 use moeworks_tensor::{DType, Element, Tensor, bf16, f16};
 
 use super::error::LoadError;
+use super::fp8;
 use super::mxfp4;
 use super::names::Piece;
-use super::small_floats::{FP8_BLOCK, fp8_value};
 use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFile};
 
 /// An element that pieces are read into.
@@ -55,11 +55,6 @@ pub(super) struct PieceReader<'a> {
     pub(super) used: RefCell<BTreeSet<String>>,
 }
 
-/// The tensor of the scales of a matrix in eight-bit floats.
-pub(super) fn fp8_scales(name: &str) -> String {
-    format!("{name}_scale_inv")
-}
-
 impl PieceReader<'_> {
     /// Whether the piece's tensor is there.
     pub(super) fn has(&self, piece: &Piece) -> bool {
@@ -74,8 +69,7 @@ impl PieceReader<'_> {
             FileDType::BF16 => Ok(DType::BF16),
             FileDType::F16 => Ok(DType::F16),
             FileDType::F8E4M3 => {
-                let scales: Vec<usize> = piece.shape.iter().map(|dim| dim.div_ceil(FP8_BLOCK)).collect();
-                self.check_one(&fp8_scales(&piece.name), &scales, &[FileDType::F32])?;
+                fp8::check_scales(self, piece)?;
                 Ok(DType::BF16)
             }
             _ => Ok(DType::F32),
@@ -104,14 +98,25 @@ impl PieceReader<'_> {
         Ok(if is_ours { Some(file.tensor(ctx, name)?) } else { None })
     }
 
-    /// The tensors of these pieces as the files have them, without a copy; none if one of them has to be converted or moved.
-    pub(super) fn all_lent(&self, pieces: &[Piece]) -> Result<Option<Vec<Tensor>>, LoadError> {
+    /// The tensors of these pieces, which have been checked, as the files have them, without a copy; none if one of them has to be
+    /// converted or moved. Those in eight-bit floats are if `may_be_blocks`.
+    pub(super) fn all_lent(
+        &self,
+        ctx: &Context,
+        pieces: &[Piece],
+        may_be_blocks: bool,
+    ) -> Result<Option<Vec<Tensor>>, LoadError> {
         let mut tensors = Vec::with_capacity(pieces.len());
         for piece in pieces {
             if piece.view.is_some() {
                 return Ok(None);
             }
-            match self.files.get(&piece.name)?.0.lent(&piece.name)? {
+            let (file, info) = self.files.get(&piece.name)?;
+            let lent = match info.dtype {
+                FileDType::F8E4M3 if may_be_blocks => fp8::lent(ctx, self, piece)?,
+                _ => file.lent(&piece.name)?,
+            };
+            match lent {
                 Some(tensor) => tensors.push(tensor),
                 None => return Ok(None),
             }
@@ -147,25 +152,8 @@ impl PieceReader<'_> {
     fn read_whole<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
         let (file, info) = self.files.get(&piece.name)?;
         if info.dtype == FileDType::F8E4M3 {
-            return self.read_fp8(piece, out);
+            return fp8::read(self, piece, out);
         }
         Ok(T::read(file, &piece.name, out)?)
-    }
-
-    fn read_fp8<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
-        let bytes = self.files.get(&piece.name)?.0.bytes(&piece.name)?;
-        let name = fp8_scales(&piece.name);
-        let (file, info) = self.files.get(&name)?;
-        let mut scales = vec![0.0_f32; info.shape.iter().product()];
-        file.read_f32(&name, &mut scales)?;
-        let cols = piece.shape.last().copied().unwrap_or(1).max(1);
-        let blocks_per_row = cols.div_ceil(FP8_BLOCK);
-        for (row, (out, bytes)) in out.chunks_exact_mut(cols).zip(bytes.chunks_exact(cols)).enumerate() {
-            let scales = &scales[row / FP8_BLOCK * blocks_per_row..];
-            for (col, (out, &byte)) in out.iter_mut().zip(bytes).enumerate() {
-                *out = T::of(fp8_value(byte) * scales[col / FP8_BLOCK]);
-            }
-        }
-        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, btree_map::Entry};
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 
 use moeworks_tensor::{DType, Tensor, bf16, f16};
@@ -12,6 +13,7 @@ use super::blocks::{self, METHOD, Quantize};
 use super::config_json;
 use super::error::{LoadError, SaveError};
 use super::family::Family;
+use super::fp8;
 use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
 use super::mxfp4;
@@ -35,7 +37,7 @@ pub struct SaveOptions<'a> {
     /// The type of matrices in the file, F32, BF16 or F16; none: the one they have. Norms, biases and routers stay f32.
     pub dtype: Option<FileDType>,
     /// Which matrices are written in blocks of small integers. Those that are in blocks already stay so in any case; in MXFP4 as
-    /// the family has it, if it does.
+    /// the family has it, if it does, and eight-bit floats as they are.
     pub quantize: Option<Quantize<'a>>,
 }
 
@@ -83,7 +85,7 @@ pub fn save_model(
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
-    tensors.extend(further.tensors()?);
+    tensors.extend(further.tensors(counts.eight_bit_floats > 0)?);
     fs::create_dir_all(dir).map_err(io(dir))?;
     write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
     let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
@@ -92,9 +94,8 @@ pub fn save_model(
     let mut config_json = config_json::write(family, config, dtype_name(stored), eos_id);
     if counts.in_blocks > 0 {
         config_json["quantization_config"] = blocks_json(options);
-    } else if counts.four_bit_floats > 0 {
-        config_json["quantization_config"] =
-            mxfp4::json(origin.and_then(|origin| origin.keys.get("quantization_config")));
+    } else if let Some(json) = floats_json(&tensors, &counts, origin) {
+        config_json["quantization_config"] = json;
     }
     if let Some(count) = origin.filter(|_| !further.is_empty()).and_then(|origin| origin.keys.get(COUNT_KEY)) {
         config_json[COUNT_KEY] = count.clone();
@@ -134,6 +135,18 @@ fn dtype_name(dtype: FileDType) -> &'static str {
     }
 }
 
+/// `quantization_config` of a folder with floats of few bits.
+fn floats_json(tensors: &[TensorBytes<'_>], counts: &Counts, origin: Option<&ModelFolder>) -> Option<Value> {
+    let before = origin.and_then(|origin| origin.keys.get("quantization_config"));
+    if counts.four_bit_floats > 0 {
+        return Some(mxfp4::json(before));
+    }
+    let matrices = tensors.iter().filter(|tensor| tensor.shape.len() == 2 && tensor.dtype != FileDType::F8E4M3);
+    let modules = matrices.filter_map(|tensor| tensor.name.strip_suffix(".weight").map(str::to_owned));
+    let floats: Vec<String> = modules.filter(|name| !name.contains("embed_tokens")).collect();
+    (counts.eight_bit_floats > 0).then(|| fp8::json(before, &floats))
+}
+
 /// `quantization_config`: what was asked for, or what the folder that was read says.
 fn blocks_json(options: &SaveOptions<'_>) -> Value {
     let stored = || options.origin.and_then(|origin| origin.keys.get("quantization_config").cloned());
@@ -157,12 +170,13 @@ fn pretty(json: &Value) -> String {
     format!("{json:#}\n")
 }
 
-/// Matrices in blocks of our own form, those that were meant to be but are not, and tensors of matrices in the family's blocks.
+/// Matrices in blocks of our own form, those that were meant to be but are not, and tensors of matrices in forms of others.
 #[derive(Default)]
 struct Counts {
     in_blocks: usize,
     not_in_blocks: usize,
     four_bit_floats: usize,
+    eight_bit_floats: usize,
 }
 
 /// Every tensor as it stands on disk; those that are parts of ours are borrowed.
@@ -173,7 +187,7 @@ fn tensors<'a>(
     options: &SaveOptions<'a>,
 ) -> (Vec<TensorBytes<'a>>, Counts) {
     let (mut list, mut counts) = (OnDiskList::default(), Counts::default());
-    let (mut in_blocks, mut four_bit_floats) = (Vec::new(), Vec::new());
+    let (mut in_blocks, mut four_bit_floats, mut eight_bit_floats) = (Vec::new(), Vec::new(), Vec::new());
     let roles = weights.roles().into_iter().map(Some).chain(std::iter::repeat(None));
     for ((name, tensor), role) in weights.tensors().into_iter().chain(weights.states()).zip(roles) {
         let (target, is_odd) = blocks::target(options.quantize, &name, role, tensor);
@@ -181,6 +195,11 @@ fn tensors<'a>(
         let mut forms = forms(family, &name, tensor.shape(), is_gated);
         if let (Some(DType::Mxfp4), Some((piece, view))) = (target, forms.iter().flatten().find_map(Piece::as_mxfp4)) {
             four_bit_floats.extend(mxfp4::on_disk(tensor, piece, view));
+        } else if target == Some(DType::F8) {
+            let pieces = forms.swap_remove(0);
+            let count = pieces.len();
+            let parts = pieces.iter().enumerate().map(|(index, piece)| (part_rows(tensor, index, count), piece));
+            eight_bit_floats.extend(parts.flat_map(|(part, piece)| fp8::on_disk(part, piece)));
         } else if let Some(dtype) = target {
             in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
         } else {
@@ -190,7 +209,9 @@ fn tensors<'a>(
     }
     counts.in_blocks = in_blocks.len();
     counts.four_bit_floats = four_bit_floats.len();
-    (list.tensors.into_iter().map(OnDisk::into_bytes).chain(in_blocks).chain(four_bit_floats).collect(), counts)
+    counts.eight_bit_floats = eight_bit_floats.len();
+    let others = in_blocks.into_iter().chain(four_bit_floats).chain(eight_bit_floats);
+    (list.tensors.into_iter().map(OnDisk::into_bytes).chain(others).collect(), counts)
 }
 
 /// Tensors on disk and where they are in the list.
@@ -215,6 +236,15 @@ impl<'a> OnDiskList<'a> {
             }
         }
     }
+}
+
+/// The rows of one of `count` equal parts of a tensor.
+fn part_rows(tensor: &Tensor, index: usize, count: usize) -> (&Tensor, Range<usize>) {
+    if let Some(pieces) = tensor.pieces().filter(|pieces| pieces.len() == count) {
+        return (&pieces[index], 0..pieces[index].rows());
+    }
+    let rows = tensor.rows() / count;
+    (tensor, index * rows..(index + 1) * rows)
 }
 
 /// The bytes of one of `count` equal parts of a tensor.

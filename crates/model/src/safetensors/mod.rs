@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use moeworks_ops::{Context, MappedFile};
-use moeworks_tensor::{Bytes, DType, Tensor, bf16, f16};
+use moeworks_tensor::{Bytes, DType, Place, Tensor, bf16, f16};
 
 pub use error::SafetensorsError;
 pub use files::ModelFiles;
@@ -212,6 +212,11 @@ impl SafetensorsFile {
     /// bytes to the file, in one order on every machine, and need no alignment.)
     pub(crate) fn blocks(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Option<Tensor>, SafetensorsError> {
         Ok(Tensor::from_foreign(self.data.clone(), self.info(name)?.range.clone(), shape, dtype))
+    }
+
+    /// Where rows of `step` bytes of `name` lie.
+    pub(crate) fn lines(&self, name: &str, step: usize) -> Result<Place, SafetensorsError> {
+        Ok(Place { owner: self.data.clone(), start: self.info(name)?.range.start, step, rows_each: 1 })
     }
 
     /// Writes the elements of `name` to `out` as f32. The number of elements must be that of `out`.

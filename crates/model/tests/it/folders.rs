@@ -164,7 +164,7 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("hidden_size", Value::Null),
         ("hidden_size", json!(-16)),
         ("hidden_size", json!("16")),
-        ("quantization_config", json!({"quant_method": "fp8"})),
+        ("quantization_config", json!({"quant_method": "gptq"})),
         ("hidden_act", json!("gelu")),
         ("clip_qkv", json!(3.0)),
         ("sliding_window", json!(-1)),

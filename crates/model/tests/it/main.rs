@@ -5,6 +5,7 @@ mod cache;
 mod chat;
 mod common;
 mod decoder;
+mod few_bits;
 mod fixtures;
 mod folders;
 mod generation;

@@ -215,6 +215,11 @@ impl<'a> Source<'a> {
         self.elements.size() * len
     }
 
+    /// Bytes from one row to the next.
+    pub(crate) fn row_step(&self) -> usize {
+        self.blocks.map_or_else(|| self.bytes_of(self.stride), |blocks| blocks.row_step())
+    }
+
     /// Brings `len` elements of a row from `at` on into units, without the row's factor.
     #[inline(always)]
     pub(crate) fn load<S: Level>(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {

@@ -335,7 +335,7 @@ impl Later {
     #[inline(always)]
     fn of(work: &Work<'_>, rows: Rows, part: Part, num_panels: usize) -> Self {
         let b = &work.group.b;
-        let (len, stride) = (b.bytes_of(part.depth), b.bytes_of(b.stride));
+        let (len, stride) = (b.bytes_of(part.depth), b.row_step());
         // Rows that lie end to end are one run. Of others each call asks for one.
         let calls_of_panel = if len == stride { 1 } else { MAX_ROWS.div_ceil(num_panels) };
         let num_calls = calls_of_panel * num_panels;

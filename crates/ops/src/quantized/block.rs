@@ -1,11 +1,11 @@
 //! Blocks of weights from numbers.
 
-use moeworks_tensor::{BLOCK_LEN, Q4Block, Q8Block, f16};
+use moeworks_tensor::{BLOCK_LEN, Element, Q4Block, Q8Block, f16};
 
 use super::layouts::Block;
 
 /// A block that numbers can be turned into.
-pub(super) trait FromNumbers: Block {
+pub(super) trait FromNumbers: Block + Element {
     /// The block nearest to the numbers, or nearly so. A number that is not finite makes the scale NaN, hence all elements.
     fn quantize(x: &[f32; BLOCK_LEN]) -> Self;
 }

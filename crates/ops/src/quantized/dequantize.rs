@@ -2,35 +2,38 @@
 
 use moeworks_tensor::{DType, bf16};
 
-use super::kernel::Kernel;
-use super::{block_kernel, blocks_of, with_block};
+use super::kernel::has_vnni;
+use super::weights::Weights;
+use super::{blocks_of, row_kernel, with_values};
 use crate::gemm::Compute;
 use crate::gemm::kernel::Kernels;
-use crate::parallel::{PIECE, piece_range};
+use crate::parallel::PIECE;
 use crate::{Context, Isa};
 
-/// Writes the numbers of blocks, whose bytes these are, to `to`. Those too small for a normal bf16 may become zero.
-pub(super) fn to_bf16(ctx: &Context, (dtype, bytes): (DType, &[u8]), to: &mut [bf16]) {
+/// Writes the numbers of so many rows of so many weights to `to`. Those too small for a normal bf16 may become zero.
+pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, (rows, depth): (usize, usize), to: &mut [bf16]) {
     let is_fast = is_fast(ctx.isa());
-    let piece_bytes = PIECE / dtype.block_len() * dtype.size();
-    ctx.threads().run_pieces(to, PIECE, |task, to| {
-        let bytes = &bytes[piece_range(task, piece_bytes, bytes.len())];
-        with_block!(dtype, B => {
-            let blocks = blocks_of::<B>(bytes);
+    assert_eq!(rows * depth, to.len(), "room for rows of weights");
+    let rows_per_task = (PIECE / depth.max(1)).max(1);
+    ctx.threads().run_pieces(to, rows_per_task * depth.max(1), |task, to| {
+        for (row, to) in to.chunks_exact_mut(depth.max(1)).enumerate() {
+            let row = task * rows_per_task + row;
+            let (numbers, scales) = (weights.numbers.row(row), weights.scales.row(row));
             #[cfg(target_arch = "x86_64")]
             if is_fast {
                 // SAFETY: `is_fast` has found the instructions.
-                return unsafe { vectors::run(blocks, to) };
+                unsafe { vectors::row((numbers, scales), weights.layout, to) };
+                continue;
             }
-            block_kernel::<B, bf16>(ctx.isa(), blocks, to);
-        });
+            with_values!(weights.layout, B => row_kernel::<B, bf16>(ctx.isa(), blocks_of::<B>(numbers), scales, to));
+        }
     });
 }
 
 /// Whether the machine has the byte kernels' instructions and rounds to bf16 by itself.
 fn is_fast(isa: Isa) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return isa >= Isa::Avx512Bf16 && Kernel::available(isa).contains(&Kernel::Vnni);
+    return isa >= Isa::Avx512Bf16 && has_vnni(isa);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }
@@ -46,53 +49,61 @@ pub(super) fn is_in_product(isa: Isa, rows: usize) -> bool {
 /// Rows of weights in blocks for a product that [turns them](is_in_product) into bf16 itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Blocks<'a> {
-    /// The bytes of one half of the rows and of the other, which may be none.
-    halves: [&'a [u8]; 2],
-    row_bytes: usize,
-    dtype: DType,
+    /// One half of the rows and the other, which may be none.
+    halves: [Weights<'a>; 2],
+    /// The rows of a half.
+    columns: usize,
+    depth: usize,
 }
 
 impl<'a> Blocks<'a> {
-    /// Rows of `depth` weights. Only where [`is_in_product`] says so.
-    pub(super) fn new(isa: Isa, halves: [&'a [u8]; 2], depth: usize, dtype: DType) -> Self {
+    /// Two halves of `columns` rows of `depth` weights. Only where [`is_in_product`] says so.
+    pub(super) fn new(isa: Isa, halves: [Weights<'a>; 2], (columns, depth): (usize, usize)) -> Self {
         assert!(is_fast(isa), "blocks in a product");
-        Self { halves, row_bytes: depth / dtype.block_len() * dtype.size(), dtype }
+        Self { halves, columns, depth }
     }
 
-    /// The half that has a row, and the row's place in it.
+    /// The half that has a row, and the row's number in it.
     #[inline(always)]
-    fn place(&self, row: usize) -> (&'a [u8], usize) {
+    fn place(&self, row: usize) -> (Weights<'a>, usize) {
         let [first, second] = self.halves;
-        let start = row * self.row_bytes;
-        if start < first.len() { (first, start) } else { (second, start - first.len()) }
+        if row < self.columns { (first, row) } else { (second, row - self.columns) }
     }
 
-    /// Where the blocks of a row from element `at` on lie: any address where there are none.
+    /// Where the numbers of a row from element `at` on lie: any address where there are none.
     #[inline(always)]
     pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
-        let (half, start) = self.place(row);
-        half.as_ptr().wrapping_add(start + self.bytes_of(at))
+        let (half, row) = self.place(row);
+        half.numbers.address(row).wrapping_add(self.bytes_of(at))
+    }
+
+    /// Bytes from one row of a half to the next.
+    pub(crate) fn row_step(&self) -> usize {
+        let numbers = self.halves[0].numbers;
+        numbers.address(1).addr().wrapping_sub(numbers.address(0).addr())
     }
 
     /// Elements of a block.
     pub(crate) fn block_len(&self) -> usize {
-        self.dtype.block_len()
+        self.halves[0].layout.dtype.block_len()
     }
 
-    /// Bytes that so many elements take.
+    /// Bytes that so many numbers take.
     #[inline(always)]
     pub(crate) fn bytes_of(&self, len: usize) -> usize {
-        len / self.dtype.block_len() * self.dtype.size()
+        len * self.halves[0].numbers.row_bytes() / self.depth
     }
 
     /// Writes a row's numbers from element `at`, the first of a block, on to `to`: as many as there is room for.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) fn to_bf16(self, row: usize, at: usize, to: &mut [bf16]) {
-        let (half, start) = self.place(row);
-        let bytes = &half[start + self.bytes_of(at)..][..self.bytes_of(to.len())];
+        let (half, row) = self.place(row);
+        let numbers = &half.numbers.row(row)[self.bytes_of(at)..][..self.bytes_of(to.len())];
+        let scales = half.scales.row(row);
+        let scales = &scales[at * scales.len() / self.depth..];
         // SAFETY: `new` has found the instructions.
-        with_block!(self.dtype, B => unsafe { vectors::run(blocks_of::<B>(bytes), to) });
+        unsafe { vectors::row((numbers, scales), half.layout, to) };
     }
 }
 
@@ -100,41 +111,66 @@ impl<'a> Blocks<'a> {
 mod vectors {
     use core::arch::x86_64::{
         __m128i, __m512, __m512i, _mm512_castsi512_si128, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
-        _mm512_cvtne2ps_pbh, _mm512_extracti32x4_epi32, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_epi8,
-        _mm512_set1_epi32, _mm512_storeu_si512, _mm512_sub_epi8, _mm512_sub_ps,
+        _mm512_cvtne2ps_pbh, _mm512_extracti32x4_epi32, _mm512_loadu_si512, _mm512_mul_ps, _mm512_permutexvar_epi16,
+        _mm512_permutexvar_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_storeu_si512, _mm512_sub_epi8,
+        _mm512_sub_ps,
     };
 
+    use moeworks_tensor::DType;
+
     use super::bf16;
+    use crate::quantized::float8::{self, with_floats};
     use crate::quantized::lanes::{Lanes, PARTS};
     use crate::quantized::layouts::PART;
+    use crate::quantized::vnni::unit_of_scales;
+    use crate::quantized::weights::Layout;
+    use crate::quantized::{blocks_of, with_ints};
 
+    /// Writes as many numbers of a row of whole blocks, or of its part, as there is room for.
+    ///
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ, VL, VNNI and BF16, AVX2, FMA and F16C.
+    #[inline(always)]
+    pub(super) unsafe fn row((numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if layout.dtype == DType::F8 {
+                with_floats!(layout, B => float8::to_bf16(blocks_of::<B>(numbers), scales, to));
+            } else {
+                with_ints!(layout, B => run(blocks_of::<B>(numbers), scales, to));
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`row`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    pub(super) unsafe fn run<B: Lanes>(blocks: &[B], to: &mut [bf16]) {
+    unsafe fn run<B: Lanes>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
+        assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
         let units = blocks.chunks(B::BLOCKS);
-        for (unit, to) in units.zip(to.chunks_mut(B::BLOCKS * B::DTYPE.block_len())) {
+        for (index, (unit, to)) in units.zip(to.chunks_mut(B::BLOCKS * B::LEN)).enumerate() {
+            let scales = &scales[index * B::BLOCKS * B::APART..];
             if unit.len() == B::BLOCKS {
                 // SAFETY: the caller's promise.
-                unsafe { write_unit(unit.as_ptr(), to) };
+                unsafe { write_unit((unit.as_ptr(), scales.as_ptr()), to) };
                 continue;
             }
             let mut whole = [B::zeroed(); PARTS];
             whole[..unit.len()].copy_from_slice(unit);
             // SAFETY: as above; short blocks have units of `PARTS`.
-            unsafe { write_unit(whole.as_ptr(), to) };
+            unsafe { write_unit((whole.as_ptr(), unit_of_scales::<B>(scales).as_ptr()), to) };
         }
     }
 
     /// Writes as many numbers of a unit as there is room for.
     ///
     /// # Safety
-    /// As for [`run`]; the unit must be readable.
+    /// As for [`row`]; the unit and its scales must be readable.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    unsafe fn write_unit<B: Lanes>(unit: *const B, to: &mut [bf16]) {
+    unsafe fn write_unit<B: Lanes>((unit, scales): (*const B, *const u8), to: &mut [bf16]) {
         // SAFETY: the caller's promise.
-        let scales = unsafe { B::scales(unit) };
+        let scales = unsafe { B::scales(unit, scales) };
         for (quad, to) in to.chunks_mut(PARTS * PART).enumerate() {
             // SAFETY: as above.
             let numbers = unsafe { B::numbers(unit, quad) };
@@ -159,6 +195,17 @@ mod vectors {
         ]
     }
 
+    /// Numbers in turn of both halves.
+    const fn woven() -> [u16; PART] {
+        let mut order = [0; PART];
+        let mut i = 0;
+        while i < PART {
+            order[i] = (i / 2 + i % 2 * (PART / 2)) as u16;
+            i += 1;
+        }
+        order
+    }
+
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
     fn write_part<B: Lanes>(numbers: [__m128i; 2], (scales, lanes): ([__m512; 2], [i32; 2]), to: &mut [bf16; PART]) {
@@ -175,7 +222,11 @@ mod vectors {
         }
         // SAFETY: the transmute renames 512 bits, and 32 bf16 have as many.
         unsafe {
-            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(floats[1], floats[0]));
+            let mut rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(floats[1], floats[0]));
+            if B::IS_PAIRED {
+                let order = const { &woven() };
+                rounded = _mm512_permutexvar_epi16(_mm512_loadu_si512(order.as_ptr().cast()), rounded);
+            }
             _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
         }
     }

@@ -2,9 +2,11 @@
 
 use moeworks_tensor::DType;
 
+use super::float8;
 use super::layouts::{Block, PART};
 use super::rows::{Beside, QUAD, Quad};
-use super::{blocks_of, with_block};
+use super::weights::{Layout, Weights};
+use super::{blocks_of, with_ints};
 use crate::Isa;
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::simd::kernel;
@@ -15,17 +17,17 @@ pub(super) const MAX_FEW: usize = 16;
 /// Some rows of activations with a panel of rows of weights.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
-    /// The rows of weights, one after the other, and the type of their blocks.
-    pub(super) weights: &'a [u8],
-    pub(super) dtype: DType,
+    /// The rows of weights, and how many they are.
+    pub(super) weights: Weights<'a>,
+    pub(super) columns: usize,
     /// Elements of a row of weights.
     pub(super) depth: usize,
     /// The rows of activations, each of as many quads as hold `depth`; at most [`MAX_FEW`].
     pub(super) a: &'a [&'a [Quad]],
     /// Every how many tiles the sums of the next [`MAX_ROWS`] rows go.
     pub(super) tile_step: usize,
-    /// What will be read after this panel.
-    pub(super) next: *const u8,
+    /// The rows that will be read after this panel.
+    pub(super) next: Weights<'a>,
 }
 
 /// How whole numbers are multiplied.
@@ -36,58 +38,84 @@ pub(super) enum Kernel {
     /// The byte dot product of AVX-512 VNNI.
     #[cfg(target_arch = "x86_64")]
     Vnni,
+    /// The dot product of bf16 pairs, of eight-bit floats that AVX-512 VBMI looks up.
+    #[cfg(target_arch = "x86_64")]
+    Floats,
 }
 
 impl Kernel {
-    /// The kernels that can run with an instruction set, the best last.
-    pub(super) fn available(isa: Isa) -> Vec<Self> {
+    /// The kernels for weights of a type that can run with an instruction set, the best last.
+    pub(super) fn available(isa: Isa, dtype: DType) -> Vec<Self> {
         let mut kernels = vec![Self::Plain(isa)];
         #[cfg(target_arch = "x86_64")]
-        if isa >= Isa::Avx512 && std::arch::is_x86_feature_detected!("avx512vnni") {
-            kernels.push(Self::Vnni);
+        if dtype == DType::F8 {
+            kernels.extend(float8::is_fast(isa).then_some(Self::Floats));
+        } else {
+            kernels.extend(has_vnni(isa).then_some(Self::Vnni));
         }
         kernels
     }
 
-    /// What this kernel wants beside activations for a type of weights.
-    pub(super) fn beside(self, dtype: DType) -> Beside {
+    /// How this kernel wants activations for weights of a layout.
+    pub(super) fn beside(self, layout: Layout) -> Beside {
         match self {
+            Self::Plain(_) if layout.dtype == DType::F8 => Beside::Floats,
             Self::Plain(_) => Beside::Offset(0),
             #[cfg(target_arch = "x86_64")]
-            Self::Vnni => with_block!(dtype, B => super::vnni::beside::<B>()),
+            Self::Vnni => with_ints!(layout, B => super::vnni::beside::<B>()),
+            #[cfg(target_arch = "x86_64")]
+            Self::Floats => Beside::WovenFloats,
         }
     }
+}
+
+/// Whether the machine multiplies bytes.
+pub(super) fn has_vnni(isa: Isa) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return isa >= Isa::Avx512 && std::arch::is_x86_feature_detected!("avx512vnni");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
 }
 
 /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c.
 pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
     let num_quads = panel.depth.div_ceil(QUAD);
     assert!(panel.a.len() <= MAX_FEW && panel.a.iter().all(|row| row.len() == num_quads), "rows of a panel");
-    with_block!(panel.dtype, B => match kernel {
-        Kernel::Plain(isa) => plain::<B>(isa, panel, tiles),
-        // SAFETY: `Kernel::available` names this kernel only where the machine has its instructions; rows and weights are
-        // as long as asserted.
+    match kernel {
+        Kernel::Plain(isa) if panel.weights.layout.dtype == DType::F8 => float8::plain(isa, panel, tiles),
+        Kernel::Plain(isa) => with_ints!(panel.weights.layout, B => plain::<B>(isa, panel, tiles)),
+        // SAFETY: `Kernel::available` names these kernels only where the machine has their instructions; rows are as long as
+        // asserted.
         #[cfg(target_arch = "x86_64")]
-        Kernel::Vnni => unsafe { super::vnni::run::<B>(panel, tiles) },
-    });
+        Kernel::Vnni => with_ints!(panel.weights.layout, B => unsafe { super::vnni::run::<B>(panel, tiles) }),
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Kernel::Floats => unsafe { float8::run(panel, tiles) },
+    }
 }
 
 kernel! {
     fn plain<S: Level, B: Block>(panel: Panel<'_>, tiles: &mut [Tile]) {
-        let Panel { weights, depth, a, tile_step, .. } = panel;
-        let row_len = (depth / B::DTYPE.block_len()).max(1);
-        for (column, weights) in blocks_of::<B>(weights).chunks_exact(row_len).enumerate() {
+        let Panel { weights, columns, a, tile_step, .. } = panel;
+        for column in 0..columns {
+            let scales = weights.scales.row(column);
             let mut sums = [0.0_f32; MAX_FEW];
-            for (index, block) in weights.iter().enumerate() {
-                for part in 0..B::DTYPE.block_len() / PART {
-                    let at = index * (B::DTYPE.block_len() / PART) + part;
-                    add_part::<S, B>((block, part), (a, at), &mut sums);
+            for (index, block) in blocks_of::<B>(weights.numbers.row(column)).iter().enumerate() {
+                for part in 0..B::LEN / PART {
+                    let at = index * (B::LEN / PART) + part;
+                    add_part::<S, B>((block, part, &scales[index * B::APART..]), (a, at), &mut sums);
                 }
             }
-            for (row, &sum) in sums.iter().enumerate().take(a.len()) {
-                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = sum;
-            }
+            write_column(&sums[..a.len()], column, tile_step, tiles);
         }
+    }
+}
+
+/// Puts the sums of some rows into their column.
+#[inline(always)]
+pub(super) fn write_column(sums: &[f32], column: usize, tile_step: usize, tiles: &mut [Tile]) {
+    for (row, &sum) in sums.iter().enumerate() {
+        tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = sum;
     }
 }
 
@@ -97,13 +125,13 @@ const HALF: usize = PART / 2;
 /// Adds the products of 32 weights with those numbers `at` of each row of activations.
 #[inline(always)]
 fn add_part<S: crate::simd::Level, B: Block>(
-    (block, part): (&B, usize),
+    (block, part, apart): (&B, usize, &[u8]),
     (a, at): (&[&[Quad]], usize),
     sums: &mut [f32; MAX_FEW],
 ) {
     let ints = block.ints(part);
     for shared in 0..PART / B::SHARED {
-        let (scale, least) = block.scale(PART / B::SHARED * part + shared);
+        let (scale, least) = block.scale(PART / B::SHARED * part + shared, apart);
         let range = shared * B::SHARED..(shared + 1) * B::SHARED;
         for (sum, a) in sums.iter_mut().zip(a) {
             let quad = &a[at / 4];

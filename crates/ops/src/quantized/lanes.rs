@@ -1,10 +1,10 @@
 //! Blocks as vectors of unsigned bytes with their scales, for AVX-512.
 
 use core::arch::x86_64::{
-    __m128i, __m512, __m512i, _mm_and_si128, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_max_epi32,
-    _mm_or_si128, _mm_set_epi8, _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi8, _mm_set1_epi32, _mm_shuffle_epi8,
-    _mm_slli_epi32, _mm_srli_epi32, _mm_srlv_epi32, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512,
-    _mm512_broadcast_i32x4, _mm512_broadcastss_ps, _mm512_castps128_ps512, _mm512_castsi128_si512,
+    __m128i, __m512, __m512i, _mm_and_si128, _mm_cvtepu8_epi32, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_loadu_si128,
+    _mm_max_epi32, _mm_or_si128, _mm_set_epi8, _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi8, _mm_set1_epi32,
+    _mm_shuffle_epi8, _mm_slli_epi32, _mm_srli_epi32, _mm_srlv_epi32, _mm256_loadu_si256, _mm512_add_ps,
+    _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_broadcastss_ps, _mm512_castps128_ps512, _mm512_castsi128_si512,
     _mm512_castsi256_si512, _mm512_castsi512_si128, _mm512_castsi512_si256, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
     _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_inserti64x4, _mm512_loadu_si512, _mm512_mask_broadcast_i32x4,
     _mm512_maskz_set1_epi8, _mm512_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_permutexvar_ps,
@@ -18,7 +18,7 @@ use moeworks_tensor::{
     Q8Block,
 };
 
-use super::layouts::{Block, FP4_LEVELS, IQ4_LEVELS, PART};
+use super::layouts::{Block, FP4_LEVELS, Fp4Pairs, IQ4_LEVELS, PART};
 
 /// The parts of a quad.
 pub(super) const PARTS: usize = 4;
@@ -32,12 +32,15 @@ pub(super) trait Lanes: Block {
     /// What is added to the whole numbers to make them unsigned.
     const OFFSET: i8;
 
+    /// Whether what is said of the first 16 numbers of parts holds of their numbers 0, 2, 4 and so on, and of the others of 1, 3, 5.
+    const IS_PAIRED: bool = false;
+
     /// Whether a unit is one block.
-    const IS_LONG: bool = Self::DTYPE.block_len() > PART;
+    const IS_LONG: bool = Self::LEN > PART;
     /// Blocks of a unit.
     const BLOCKS: usize = if Self::IS_LONG { 1 } else { PARTS };
     /// Quads of a unit.
-    const QUADS: usize = Self::DTYPE.block_len().div_ceil(PARTS * PART);
+    const QUADS: usize = Self::LEN.div_ceil(PARTS * PART);
 
     /// For each quad of a unit, and for the first and the second halves of its parts, which lane of [`scales`](Self::scales) each
     /// lane of products takes.
@@ -47,11 +50,11 @@ pub(super) trait Lanes: Block {
     const FIRST_LEAST: i32 = if Self::IS_LONG && Self::SHARED == PART { 8 } else { 0 };
 
     /// Scales and least values of a unit: of short blocks four times each, of a long one in the order of its elements, and where there
-    /// are eight of each all in one vector, twice.
+    /// are eight of each all in one vector, twice. `apart` is where the unit's scales are if they are elsewhere.
     ///
     /// # Safety
-    /// As the trait says.
-    unsafe fn scales(unit: *const Self) -> [__m512; 2];
+    /// As the trait says, also of `apart`.
+    unsafe fn scales(unit: *const Self, apart: *const u8) -> [__m512; 2];
 
     /// The numbers of quad `quad` of a unit.
     ///
@@ -277,7 +280,7 @@ macro_rules! lanes {
                 const OFFSET: i8 = $offset;
 
                 #[inline(always)]
-                unsafe fn scales($unit: *const Self) -> [__m512; 2] {
+                unsafe fn scales($unit: *const Self, _: *const u8) -> [__m512; 2] {
                     // SAFETY: the caller's promise.
                     unsafe { $scales }
                 }
@@ -315,7 +318,7 @@ lanes! {
     };
     Iq4NlBlock, i8::MIN, |unit| scale_alone(unit),
         |unit, _| levels(nibbles::<Self, 2>(unit), const { &raised(&IQ4_LEVELS, i8::MIN) });
-    Mxfp4Block, 12, |unit| powers(unit), |unit, _| levels(odd_nibbles(unit), const { &raised(&FP4_LEVELS, 12) });
+    Mxfp4Block, 12, |unit| powers(exponents(unit)), |unit, _| levels(odd_nibbles(unit), const { &raised(&FP4_LEVELS, 12) });
 }
 
 /// # Safety
@@ -351,18 +354,51 @@ unsafe fn odd_nibbles(unit: *const Mxfp4Block) -> [__m512i; 2] {
     }
 }
 
+impl Lanes for Fp4Pairs {
+    const OFFSET: i8 = Mxfp4Block::OFFSET;
+    const IS_PAIRED: bool = true;
+
+    #[inline(always)]
+    unsafe fn scales(_: *const Self, apart: *const u8) -> [__m512; 2] {
+        // SAFETY: the caller's promise: a unit has four exponents.
+        unsafe { powers(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(apart.cast::<i32>().read_unaligned()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn numbers(unit: *const Self, _: usize) -> [__m512i; 2] {
+        // SAFETY: the caller's promise: a unit has 64 bytes.
+        unsafe {
+            levels(halves_of_bytes(_mm512_loadu_si512(unit.cast())), const { &raised(&FP4_LEVELS, Self::OFFSET) })
+        }
+    }
+}
+
+/// The exponents of blocks that begin with them.
+///
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
-unsafe fn powers(unit: *const Mxfp4Block) -> [__m512; 2] {
+unsafe fn exponents(unit: *const Mxfp4Block) -> __m128i {
     // SAFETY: the caller's promise.
     unsafe {
         let exponent = |index: usize| i32::from((*unit.add(index)).bytes()[0]);
+        _mm_set_epi32(exponent(3), exponent(2), exponent(1), exponent(0))
+    }
+}
+
+/// Half of two to the power of each exponent less 127, four times.
+///
+/// # Safety
+/// As [`Lanes`] says.
+#[inline(always)]
+unsafe fn powers(exponents: __m128i) -> [__m512; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
         // Exponent 0 is too small for a float's own exponent; all ones, which would be infinite, become NaN.
-        let powers = _mm_slli_epi32::<23>(_mm_set_epi32(exponent(3), exponent(2), exponent(1), exponent(0)));
-        let powers = _mm512_castsi128_si512(_mm_max_epi32(powers, _mm_set1_epi32(0x0040_0000)));
+        let powers = _mm_max_epi32(_mm_slli_epi32::<23>(exponents), _mm_set1_epi32(0x0040_0000));
         let lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-        let powers = _mm512_permutexvar_ps(lanes, std::mem::transmute::<__m512i, __m512>(powers));
+        let powers = std::mem::transmute::<__m512i, __m512>(_mm512_castsi128_si512(powers));
+        let powers = _mm512_permutexvar_ps(lanes, powers);
         let nothing = _mm512_sub_ps(powers, powers);
         [_mm512_add_ps(_mm512_mul_ps(powers, core::arch::x86_64::_mm512_set1_ps(0.5)), nothing), _mm512_setzero_ps()]
     }

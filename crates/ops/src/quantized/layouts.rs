@@ -2,16 +2,38 @@
 //!
 //! The layouts are those of ggml's reference quantisation (`ggml-common.h`, `ggml-quants.c`); integers are little-endian.
 
-use moeworks_tensor::{
-    BLOCK_LEN, Element, Iq4NlBlock, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block, Q5_1Block,
-    Q5KBlock, Q6KBlock, Q8Block, f16,
+use bytemuck::{Pod, Zeroable};
+use moeworks_tensor::{BLOCK_LEN, LONG_BLOCK_LEN, f16};
+pub(super) use moeworks_tensor::{
+    F8Block, Iq4NlBlock, Mxfp4Block, Q2KBlock, Q3KBlock, Q4_1Block, Q4Block, Q4KBlock, Q5_0Block, Q5_1Block, Q5KBlock,
+    Q6KBlock, Q8Block,
 };
+
+pub(super) use super::float8::F8Values;
 
 /// Elements whose whole numbers are taken at a time.
 pub(super) const PART: usize = BLOCK_LEN;
 
-/// A block of quantized weights: element i is `scale * ints[i] - least`, with a scale and a least value for some neighbours.
-pub(super) trait Block: Element {
+/// A block of weights, whole numbers or floats of few bits, whose scale may be elsewhere.
+pub(super) trait Values: Pod + Send + Sync {
+    /// Elements.
+    const LEN: usize;
+
+    /// Bytes of the scale that is elsewhere.
+    const APART: usize;
+
+    /// Turns the block, with its scale if that is elsewhere, into its elements.
+    fn decode(&self, apart: &[u8], to: &mut [f32]);
+}
+
+/// A block of whole numbers: element i is `scale * ints[i] - least`, with a scale and a least value for some neighbours.
+pub(super) trait Block: Pod + Send + Sync {
+    /// Elements.
+    const LEN: usize = PART;
+
+    /// Bytes of the scale that is elsewhere.
+    const APART: usize = 0;
+
     /// How many neighbours share a scale: 32 or 16.
     const SHARED: usize = PART;
 
@@ -21,19 +43,23 @@ pub(super) trait Block: Element {
     /// The whole numbers of the 32 elements from `32 * part` on.
     fn ints(&self, part: usize) -> [i8; PART];
 
-    /// Scale and least value of the elements from [`SHARED`](Self::SHARED) times `index` on.
-    fn scale(&self, index: usize) -> (f32, f32);
+    /// Scale and least value of the elements from [`SHARED`](Self::SHARED) times `index` on; of what is elsewhere, the bytes.
+    fn scale(&self, index: usize, apart: &[u8]) -> (f32, f32);
 }
 
-/// Turns a block into its elements.
-#[inline(always)]
-pub(super) fn decode<B: Block>(block: &B, to: &mut [f32]) {
-    for (part, to) in to.as_chunks_mut::<PART>().0.iter_mut().enumerate() {
-        let ints = block.ints(part);
-        for at in 0..PART / B::SHARED {
-            let (scale, least) = block.scale(PART / B::SHARED * part + at);
-            for i in at * B::SHARED..(at + 1) * B::SHARED {
-                to[i] = scale * f32::from(ints[i]) - least;
+impl<B: Block> Values for B {
+    const LEN: usize = B::LEN;
+    const APART: usize = B::APART;
+
+    #[inline(always)]
+    fn decode(&self, apart: &[u8], to: &mut [f32]) {
+        for (part, to) in to.as_chunks_mut::<PART>().0.iter_mut().enumerate() {
+            let ints = self.ints(part);
+            for at in 0..PART / B::SHARED {
+                let (scale, least) = self.scale(PART / B::SHARED * part + at, apart);
+                for i in at * B::SHARED..(at + 1) * B::SHARED {
+                    to[i] = scale * f32::from(ints[i]) - least;
+                }
             }
         }
     }
@@ -69,7 +95,7 @@ impl Block for Q8Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (self.scale(), 0.0)
     }
 }
@@ -81,7 +107,7 @@ impl Block for Q4Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (self.scale(), 0.0)
     }
 }
@@ -95,7 +121,7 @@ impl Block for Q4_1Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
     }
 }
@@ -107,7 +133,7 @@ impl Block for Q5_0Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (half_at(self.bytes(), 0), 0.0)
     }
 }
@@ -121,7 +147,7 @@ impl Block for Q5_1Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
     }
 }
@@ -133,6 +159,7 @@ fn two_bits(bytes: &[u8], part: usize, i: usize) -> u8 {
 }
 
 impl Block for Q2KBlock {
+    const LEN: usize = LONG_BLOCK_LEN;
     const SHARED: usize = 16;
     const HAS_LEAST: bool = true;
 
@@ -142,13 +169,14 @@ impl Block for Q2KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
         let both = self.bytes()[index];
         (half_at(self.bytes(), 80) * f32::from(both & 15), half_at(self.bytes(), 82) * f32::from(both >> 4))
     }
 }
 
 impl Block for Q3KBlock {
+    const LEN: usize = LONG_BLOCK_LEN;
     const SHARED: usize = 16;
 
     #[inline(always)]
@@ -158,7 +186,7 @@ impl Block for Q3KBlock {
 
     /// Four low bits of the scales 0 to 7 and 8 to 15 are in bytes 0 to 7, two high bits in bytes 8 to 11.
     #[inline(always)]
-    fn scale(&self, index: usize) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
         let bytes = &self.bytes()[96..108];
         let low = bytes[index % 8] >> (4 * (index / 8)) & 15;
         let high = bytes[8 + index % 4] >> (2 * (index / 4)) & 3;
@@ -187,6 +215,7 @@ fn long_nibble(bytes: &[u8], part: usize, i: usize) -> u8 {
 }
 
 impl Block for Q4KBlock {
+    const LEN: usize = LONG_BLOCK_LEN;
     const HAS_LEAST: bool = true;
 
     #[inline(always)]
@@ -195,12 +224,13 @@ impl Block for Q4KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
         scale_and_least(self.bytes(), index)
     }
 }
 
 impl Block for Q5KBlock {
+    const LEN: usize = LONG_BLOCK_LEN;
     const HAS_LEAST: bool = true;
 
     /// Bit `part` of 32 bytes is the fifth one.
@@ -210,12 +240,13 @@ impl Block for Q5KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
         scale_and_least(self.bytes(), index)
     }
 }
 
 impl Block for Q6KBlock {
+    const LEN: usize = LONG_BLOCK_LEN;
     const SHARED: usize = 16;
 
     /// Of 128 elements the quarters take turns: low halves of 64 bytes, then their high halves.
@@ -227,7 +258,7 @@ impl Block for Q6KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
         (half_at(self.bytes(), 208) * f32::from(self.bytes()[192 + index].cast_signed()), 0.0)
     }
 }
@@ -242,7 +273,7 @@ impl Block for Iq4NlBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (half_at(self.bytes(), 0), 0.0)
     }
 }
@@ -269,7 +300,26 @@ impl Block for Mxfp4Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize) -> (f32, f32) {
+    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
         (half_power(self.bytes()[0]), 0.0)
+    }
+}
+
+/// The floats of an [`Mxfp4Block`] whose exponent is elsewhere, two neighbours a byte, the first in its low half.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(transparent)]
+pub(super) struct Fp4Pairs([u8; PART / 2]);
+
+impl Block for Fp4Pairs {
+    const APART: usize = 1;
+
+    #[inline(always)]
+    fn ints(&self, _: usize) -> [i8; PART] {
+        std::array::from_fn(|i| FP4_LEVELS[usize::from(self.0[i / 2] >> (4 * (i % 2)) & 15)])
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: usize, apart: &[u8]) -> (f32, f32) {
+        (half_power(apart[0]), 0.0)
     }
 }

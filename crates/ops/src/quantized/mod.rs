@@ -19,6 +19,7 @@
 
 mod block;
 mod dequantize;
+mod float8;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
@@ -27,39 +28,61 @@ mod product;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+mod weights;
 
-use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Tensor};
+use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Q4Block, Q8Block, Tensor};
 
 use crate::Context;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float, with_stored};
 use block::FromNumbers;
-use layouts::Block;
+use layouts::Values;
+use weights::Weights;
 
 pub(crate) use dequantize::Blocks;
-pub(crate) use product::{Group, Product, matrix, run};
+pub(crate) use product::{Group, Product, run};
+pub(crate) use weights::matrix;
 
-/// Evaluates an expression with a type name bound to the block type of a quantized tensor; of some types alone, if they are
-/// named.
-macro_rules! with_block {
-    ($dtype:expr, $B:ident => $body:expr) => {
-        with_block!($dtype, $B => $body, Q8 Q8Block, Q4 Q4Block, Q4_1 Q4_1Block, Q5_0 Q5_0Block, Q5_1 Q5_1Block, Q2K Q2KBlock,
-            Q3K Q3KBlock, Q4K Q4KBlock, Q5K Q5KBlock, Q6K Q6KBlock, Iq4Nl Iq4NlBlock, Mxfp4 Mxfp4Block)
+/// Evaluates an expression with a type name bound to the blocks of a layout, all of which have whole numbers.
+macro_rules! with_ints {
+    ($layout:expr, $B:ident => $body:expr) => {
+        $crate::quantized::with_block!($layout, $B => $body, (Mxfp4 true Fp4Pairs, Q8 false Q8Block, Q4 false Q4Block,
+            Q4_1 false Q4_1Block, Q5_0 false Q5_0Block, Q5_1 false Q5_1Block, Q2K false Q2KBlock, Q3K false Q3KBlock,
+            Q4K false Q4KBlock, Q5K false Q5KBlock, Q6K false Q6KBlock, Iq4Nl false Iq4NlBlock, Mxfp4 false Mxfp4Block))
     };
-    ($dtype:expr, $B:ident => $body:expr, $($ty:ident $block:ident),*) => {
-        match $dtype {
-            $(moeworks_tensor::DType::$ty => {
-                type $B = moeworks_tensor::$block;
+}
+pub(crate) use with_ints;
+
+/// Evaluates an expression with a type name bound to the blocks of a layout, of those that are named.
+macro_rules! with_block {
+    ($layout:expr, $B:ident => $body:expr, ($($dtype:ident $is_apart:literal $block:ident),*)) => {{
+        let $crate::quantized::weights::Layout { dtype, is_apart } = $layout;
+        match (dtype, is_apart) {
+            $((moeworks_tensor::DType::$dtype, $is_apart) => {
+                type $B = $crate::quantized::layouts::$block;
                 $body
             })*
-            dtype => panic!("{dtype:?} is no type of blocks for this"),
+            (dtype, _) => panic!("{dtype:?} is no type of blocks for this"),
         }
-    };
+    }};
 }
 pub(crate) use with_block;
 
+/// As [`with_ints`], or to blocks of floats.
+macro_rules! with_values {
+    ($layout:expr, $B:ident => $body:expr) => {
+        match $layout {
+            layout if layout.dtype == DType::F8 => {
+                $crate::quantized::float8::with_floats!(layout, $B => $body)
+            }
+            layout => $crate::quantized::with_ints!(layout, $B => $body),
+        }
+    };
+}
+pub(crate) use with_values;
+
 /// Bytes as blocks, which need no alignment.
-fn blocks_of<B: Block>(bytes: &[u8]) -> &[B] {
+fn blocks_of<B: bytemuck::Pod>(bytes: &[u8]) -> &[B] {
     bytemuck::cast_slice(bytes)
 }
 
@@ -68,19 +91,24 @@ fn blocks_of<B: Block>(bytes: &[u8]) -> &[B] {
 #[must_use]
 pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
-    let blocks_per_task = PIECE / BLOCK_LEN;
-    with_stored!(x.dtype(), T => with_block!(dtype, B => {
-        let mut to = y.slice_mut::<B>();
-        for x in x.parts() {
-            let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;
-            let (here, rest) = to.split_at_mut(x.len());
-            ctx.threads().run_pieces(here, blocks_per_task, |task, blocks| {
-                quantize_kernel::<B, T>(ctx.isa(), &x[piece_range(task, blocks_per_task, x.len())], blocks);
-            });
-            to = rest;
-        }
-    }, Q8 Q8Block, Q4 Q4Block));
+    with_stored!(x.dtype(), T => match dtype {
+        DType::Q8 => quantize_parts::<Q8Block, T>(ctx, x, y.slice_mut()),
+        DType::Q4 => quantize_parts::<Q4Block, T>(ctx, x, y.slice_mut()),
+        dtype => panic!("numbers are not turned into {dtype:?}"),
+    });
     y
+}
+
+fn quantize_parts<B: FromNumbers, T: Float>(ctx: &Context, x: &Tensor, mut to: &mut [B]) {
+    let blocks_per_task = PIECE / BLOCK_LEN;
+    for x in x.parts() {
+        let x = x.slice::<T>().as_chunks::<BLOCK_LEN>().0;
+        let (here, rest) = to.split_at_mut(x.len());
+        ctx.threads().run_pieces(here, blocks_per_task, |task, blocks| {
+            quantize_kernel::<B, T>(ctx.isa(), &x[piece_range(task, blocks_per_task, x.len())], blocks);
+        });
+        to = rest;
+    }
 }
 
 crate::simd::kernel! {
@@ -95,40 +123,46 @@ crate::simd::kernel! {
 #[must_use]
 pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
-    with_float!(dtype, T => with_block!(x.dtype(), B => {
+    with_float!(dtype, T => {
         let mut to = y.slice_mut::<T>();
         for x in x.parts() {
             let (here, rest) = to.split_at_mut(x.len());
-            dequantize_blocks::<B, T>(ctx, x.slice::<B>(), here);
+            dequantize_rows::<T>(ctx, Weights::of(x), x.cols(), here);
             to = rest;
         }
-    }));
+    });
     y
 }
 
-/// Writes the numbers that the bytes of whole blocks of `dtype` stand for to `to`, which is as long as they are.
+/// Writes the numbers that the bytes of whole blocks of `dtype`, which have their scales, stand for to `to`, which is as long as they
+/// are.
 pub fn decode(dtype: DType, bytes: &[u8], to: &mut [f32]) {
-    assert_eq!(bytes.len() / dtype.size() * dtype.block_len(), to.len(), "numbers of blocks");
-    with_block!(dtype, B => {
+    let weights = Weights::packed(bytes, (dtype, to.len()));
+    assert_eq!(weights.numbers.row_bytes(), bytes.len(), "numbers of blocks");
+    with_values!(weights.layout, B => {
         for (block, to) in blocks_of::<B>(bytes).iter().zip(to.chunks_exact_mut(dtype.block_len())) {
-            layouts::decode(block, to);
+            block.decode(&[], to);
         }
     });
 }
 
-fn dequantize_blocks<B: Block, T: Float>(ctx: &Context, blocks: &[B], to: &mut [T]) {
-    ctx.threads().run_pieces(to, PIECE, |task, to| {
-        let blocks = &blocks[piece_range(task, PIECE / B::DTYPE.block_len(), blocks.len())];
-        block_kernel::<B, T>(ctx.isa(), blocks, to);
+fn dequantize_rows<T: Float>(ctx: &Context, weights: Weights<'_>, cols: usize, to: &mut [T]) {
+    let rows_per_task = (PIECE / cols.max(1)).max(1);
+    ctx.threads().run_pieces(to, rows_per_task * cols.max(1), |task, to| {
+        for (row, to) in to.chunks_exact_mut(cols.max(1)).enumerate() {
+            let row = task * rows_per_task + row;
+            let (numbers, scales) = (weights.numbers.row(row), weights.scales.row(row));
+            with_values!(weights.layout, B => row_kernel::<B, T>(ctx.isa(), blocks_of::<B>(numbers), scales, to));
+        }
     });
 }
 
 crate::simd::kernel! {
-    fn block_kernel<S: Level, B: Block, T: Float>(blocks: &[B], to: &mut [T]) {
+    fn row_kernel<S: Level, B: Values, T: Float>(blocks: &[B], scales: &[u8], to: &mut [T]) {
         let mut values = [0.0; LONG_BLOCK_LEN];
-        let values = &mut values[..B::DTYPE.block_len()];
-        for (block, to) in blocks.iter().zip(to.chunks_exact_mut(B::DTYPE.block_len())) {
-            layouts::decode(block, values);
+        let values = &mut values[..B::LEN];
+        for (index, (block, to)) in blocks.iter().zip(to.chunks_exact_mut(B::LEN)).enumerate() {
+            block.decode(&scales[index * B::APART..], values);
             to.iter_mut().zip(&*values).for_each(|(to, &x)| *to = T::store(x));
         }
     }

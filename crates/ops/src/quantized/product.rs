@@ -8,10 +8,11 @@ use super::dequantize::{Blocks, is_in_product, to_bf16};
 use super::kernel;
 use super::kernel::{Kernel, MAX_FEW, Panel};
 use super::rows::{Quad, QuantizedRows};
+use super::weights::Weights;
 use crate::Context;
 use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
-use crate::gemm::source::{Source, matrix_pieces};
+use crate::gemm::source::Source;
 use crate::gemm::store::Room;
 use crate::gemm::{self, Compute, Epilogue, Form, Held, Panels, Place, Slots, tile_slice};
 use crate::parallel::piece_range;
@@ -30,8 +31,8 @@ pub(crate) struct Group<'a> {
     pub(crate) indices: Option<&'a [u32]>,
     pub(crate) first: usize,
     pub(crate) rows: usize,
-    /// The bytes of its rows of B: one half and, with paired columns, the other. See [`matrix`].
-    pub(crate) weights: [&'a [u8]; 2],
+    /// Its rows of B: one half and, with paired columns, the other. See [`matrix`](super::matrix).
+    pub(crate) weights: [Weights<'a>; 2],
     /// Columns of C; with paired columns half of them.
     pub(crate) columns: usize,
 }
@@ -52,33 +53,12 @@ impl Product<'_> {
     fn num_tiles(&self) -> usize {
         if self.is_paired { 2 } else { 1 }
     }
-
-    /// Bytes of a row of weights.
-    fn row_bytes(&self) -> usize {
-        let dtype = self.weights.dtype();
-        self.weights.cols() / dtype.block_len() * dtype.size()
-    }
-}
-
-/// The bytes of matrix `index` of a stack of matrices of `columns` rows each, or of twice that if they are paired: those of
-/// the first half and those of the second, where they lie.
-pub(crate) fn matrix(stack: &Tensor, index: usize, (columns, is_paired): (usize, bool)) -> [&[u8]; 2] {
-    let rows = columns * if is_paired { 2 } else { 1 };
-    let bytes = match matrix_pieces(stack, index, rows) {
-        Some([first, second]) if is_paired => return [first.bytes(), second.bytes()],
-        Some([whole]) => whole.bytes(),
-        _ => {
-            let len = rows * stack.num_bytes().checked_div(stack.rows()).unwrap_or(0);
-            &stack.bytes()[index * len..(index + 1) * len]
-        }
-    };
-    if is_paired { bytes.split_at(bytes.len() / 2).into() } else { [bytes, &[]] }
 }
 
 /// Computes all products of the list.
 pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
-    let best = Kernel::available(ctx.isa()).pop().expect("a kernel for every instruction set");
+    let best = Kernel::available(ctx.isa(), product.weights.dtype()).pop().expect("a kernel for every instruction set");
     run_few(ctx, product, best, epilogue);
     if product.groups.iter().all(|group| group.rows <= MAX_FEW) {
         return;
@@ -99,14 +79,15 @@ struct Task {
 /// The groups of few rows, in whole numbers.
 pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &E) {
     let lanes = Kernels::select(ctx.isa(), Compute::F32).lanes;
-    let row_bytes = product.row_bytes();
+    let Some(layout) = product.groups.first().map(|group| group.weights[0].layout) else { return };
+    assert!(product.groups.iter().all(|group| group.weights[0].layout == layout), "weights of one layout");
     let mut tasks = Vec::new();
     for (index, group) in product.groups.iter().enumerate() {
         if !(1..=MAX_FEW).contains(&group.rows) || group.columns == 0 {
             continue;
         }
         let panels = Panels::of(group.columns, lanes);
-        let panel_bytes = row_bytes * panels.panel(0).1 * product.num_tiles();
+        let panel_bytes = group.weights[0].numbers.row_bytes() * panels.panel(0).1 * product.num_tiles();
         let share = TASK_BYTES.div_ceil(panel_bytes.max(1)).clamp(1, panels.count);
         let num_tasks = panels.count.div_ceil(share);
         let even = panels.count.div_ceil(num_tasks);
@@ -115,7 +96,7 @@ pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: K
     if tasks.is_empty() {
         return;
     }
-    let rows = QuantizedRows::of(ctx, product.a, best.beside(product.weights.dtype()));
+    let rows = QuantizedRows::of(ctx, product.a, best.beside(layout));
     let num_threads = ctx.threads().count().min(tasks.len());
     let units = product.num_tiles() * MAX_FEW.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4);
     let mut scratch = ctx.empty(&[num_threads, units], DType::U32);
@@ -142,7 +123,7 @@ compiled! {
         let Work { product, tasks: (task, _), rows, best, lanes } = work;
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
-        let (depth, dtype, row_bytes) = (product.weights.cols(), product.weights.dtype(), product.row_bytes());
+        let depth = product.weights.cols();
         let mut a: [&[Quad]; MAX_FEW] = [&[]; MAX_FEW];
         for (r, a) in a.iter_mut().enumerate().take(group.rows) {
             *a = rows.row(group.indices.map_or(group.first + r, |indices| indices[r] as usize));
@@ -153,11 +134,11 @@ compiled! {
             let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
             places.clone().for_each(|at| epilogue.prefetch(at));
             for pair in 0..product.num_tiles() {
-                let weights = &group.weights[pair][column * row_bytes..][..columns * row_bytes];
+                let weights = group.weights[pair].starting_at(column);
                 let next = work.after(panel, pair);
                 let tile_step = product.num_tiles();
                 let a = &a[..group.rows];
-                kernel::run(best, Panel { weights, dtype, depth, a, tile_step, next }, &mut tiles[pair..]);
+                kernel::run(best, Panel { weights, columns, depth, a, tile_step, next }, &mut tiles[pair..]);
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(product.num_tiles())) {
                 let (first, second) = tiles.split_at_mut(1);
@@ -167,23 +148,21 @@ compiled! {
     }
 }
 
-impl Work<'_> {
-    /// Where the weights are that are read after a panel.
-    fn after(&self, panel: usize, pair: usize) -> *const u8 {
+impl<'a> Work<'a> {
+    /// The weights that are read after a panel.
+    fn after(&self, panel: usize, pair: usize) -> Weights<'a> {
         let Self { product, tasks: (task, next), lanes, .. } = *self;
-        let row_bytes = product.row_bytes();
-        let address = |group: usize, panel: usize, pair: usize| {
+        let rows = |group: usize, panel: usize, pair: usize| {
             let group = &product.groups[group];
-            let column = Panels::of(group.columns, lanes).panel(panel).0;
-            group.weights[pair].as_ptr().wrapping_add(column * row_bytes)
+            group.weights[pair].starting_at(Panels::of(group.columns, lanes).panel(panel).0)
         };
         if pair + 1 < product.num_tiles() {
-            return address(task.group, panel, pair + 1);
+            return rows(task.group, panel, pair + 1);
         }
         if panel + 1 < task.panels.end {
-            return address(task.group, panel + 1, 0);
+            return rows(task.group, panel + 1, 0);
         }
-        next.map_or_else(|| address(task.group, panel, 0), |next| address(next.group, next.panels.start, 0))
+        next.map_or_else(|| rows(task.group, panel, 0), |next| rows(next.group, next.panels.start, 0))
     }
 }
 
@@ -194,7 +173,7 @@ fn run_some<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     let indices: Vec<usize> = (0..product.groups.len()).filter(|&index| is_meant(&product.groups[index])).collect();
     let group = |&index: &usize| {
         let group = &product.groups[index];
-        let blocks = Blocks::new(ctx.isa(), group.weights, depth, product.weights.dtype());
+        let blocks = Blocks::new(ctx.isa(), group.weights, (group.columns, depth));
         float_group(product.a, group, Source::blocks(blocks, depth))
     };
     let groups: Vec<_> = indices.iter().map(group).collect();
@@ -237,7 +216,7 @@ fn run_chunk<E: Epilogue>(ctx: &Context, product: &Product<'_>, indices: &[usize
         firsts.push(at);
         for half in &group.weights[..product.num_tiles()] {
             let to = &mut weights.bf16s_mut()[at * depth..(at + group.columns) * depth];
-            to_bf16(ctx, (product.weights.dtype(), half), to);
+            to_bf16(ctx, *half, (group.columns, depth), to);
             at += group.columns;
         }
     }

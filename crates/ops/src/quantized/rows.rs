@@ -1,7 +1,7 @@
 //! Rows of activations as 8-bit numbers, with a scale for each block of 32.
 
 use bytemuck::{Pod, Zeroable};
-use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
+use moeworks_tensor::{BLOCK_LEN, DType, Tensor, bf16};
 
 use crate::Context;
 use crate::simd::{Float, LANES, kernel, with_float};
@@ -17,18 +17,36 @@ pub(super) struct Quad {
     pub(super) beside: [[f32; 16]; 2],
 }
 
+impl Quad {
+    /// What it holds for weights that are floats.
+    #[inline(always)]
+    pub(super) fn floats(&self) -> &[bf16; QUAD] {
+        bytemuck::cast_ref(self)
+    }
+
+    fn floats_mut(&mut self) -> &mut [bf16; QUAD] {
+        bytemuck::cast_mut(self)
+    }
+}
+
 /// What a kernel has beside the numbers of activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Beside {
     /// For weights in short blocks, of each quad: the blocks' scales, each four times; and the bits of whole numbers, which sums of four
     /// neighbours of the first halves and four of the second are to be given for weights that are larger than they should be by this.
     Offset(u8),
-    /// The same, but the scale times the sum of the first half of each block, the same of the second, and two zeros.
+    /// The same; but the halves of a block are its numbers 0, 2, 4 and so on, and 1, 3, 5.
+    Pairs(u8),
+    /// The same as for an offset, but the scale times the sum of the first half of each block, the same of the second, and two zeros.
     Least,
     /// For weights in blocks of 256, of every other quad: scales of the 8 parts and their sums times their scales less than zero; and zeros.
     Parts,
     /// The same with scales twice, for halves of parts; and sums of the halves, times their scales and this.
     Halves(u8),
+    /// For floats: in place of numbers and all beside them 128 bf16.
+    Floats,
+    /// The same, of each 64 the first eight of each 16 and then the others.
+    WovenFloats,
 }
 
 /// Elements of a [`Quad`].
@@ -70,8 +88,14 @@ impl QuantizedRows {
 kernel! {
     fn quantize_row<S: Level, T: Float>(x: &[T], beside: Beside, to: &mut [Quad]) {
         to.fill(Quad::zeroed());
+        if let Beside::Floats | Beside::WovenFloats = beside {
+            return write_floats(x, beside == Beside::WovenFloats, to);
+        }
         for (index, x) in x.as_chunks().0.iter().enumerate() {
-            let (scale, numbers) = quantize_block(x);
+            let (scale, mut numbers) = quantize_block(x);
+            if let Beside::Pairs(_) = beside {
+                numbers = parted(&numbers);
+            }
             let (first, second) = numbers.split_at(HALF);
             let (quad, part) = (index / 4, index % 4);
             to[quad].halves[0][part * HALF..][..HALF].copy_from_slice(first);
@@ -79,6 +103,24 @@ kernel! {
             beside.put(to, index, scale, bytemuck::cast(sums_of_fours(&numbers)));
         }
     }
+}
+
+/// Rounds a row to bf16.
+#[inline(always)]
+fn write_floats<T: Float>(x: &[T], are_woven: bool, to: &mut [Quad]) {
+    for (x, to) in x.chunks(QUAD).zip(to) {
+        let to = to.floats_mut();
+        for (i, x) in x.iter().enumerate() {
+            let place = i / 64 * 64 + i / 8 % 2 * 32 + i % 64 / 16 * 8 + i % 8;
+            to[if are_woven { place } else { i }] = bf16::from_f32(x.load());
+        }
+    }
+}
+
+/// Every other number from the first on, and then the rest.
+#[inline(always)]
+fn parted(numbers: &[i8; BLOCK_LEN]) -> [i8; BLOCK_LEN] {
+    std::array::from_fn(|i| numbers[i % HALF * 2 + i / HALF])
 }
 
 /// The sums of four neighbours each: of words, since vectors have those.
@@ -102,12 +144,13 @@ impl Beside {
         let sums = fours.map(|fours| scale * fours.iter().sum::<i32>() as f32);
         // Of eight blocks the first quad has all.
         let ([scales, others], part) = match self {
-            Self::Offset(_) | Self::Least => (&mut to[index / 4].beside, 4 * (index % 4)),
+            Self::Offset(_) | Self::Pairs(_) | Self::Least => (&mut to[index / 4].beside, 4 * (index % 4)),
             Self::Parts => (&mut to[index / 8 * 2].beside, index % 8),
+            Self::Floats | Self::WovenFloats => return,
             Self::Halves(_) => (&mut to[index / 8 * 2].beside, 2 * (index % 8)),
         };
         match self {
-            Self::Offset(offset) => {
+            Self::Offset(offset) | Self::Pairs(offset) => {
                 scales[part..][..4].fill(scale);
                 for (i, to) in others[part..][..4].iter_mut().enumerate() {
                     *to = f32::from_bits((-i32::from(offset) * (fours[0][i] + fours[1][i])).cast_unsigned());
@@ -125,6 +168,7 @@ impl Beside {
                 scales[part..][..2].fill(scale);
                 others[part..][..2].copy_from_slice(&sums.map(|sum| f32::from(factor) * sum));
             }
+            Self::Floats | Self::WovenFloats => {}
         }
     }
 }

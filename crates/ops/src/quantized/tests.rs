@@ -1,10 +1,11 @@
 use std::sync::Arc;
 
-use moeworks_tensor::{Bytes, Q4Block, Q8Block, bf16};
+use moeworks_tensor::{Bytes, F8Block, Mxfp4Block, Place, Q4Block, Q8Block, bf16};
 use proptest::prelude::*;
 
 use super::block::FromNumbers;
 use super::kernel::Kernel;
+use super::layouts::Block;
 use super::*;
 use crate::Activation;
 use crate::experts::{ExpertRows, ExpertWeights, experts_forward};
@@ -17,7 +18,7 @@ use crate::test_data::{contexts, kind, numbers, tensor};
 const TYPES: [DType; 2] = [DType::Q8, DType::Q4];
 
 /// The types of blocks of files alone, with where in a block an f16 stands.
-const FOREIGN: [(DType, &[usize]); 10] = [
+const FOREIGN: [(DType, &[usize]); 11] = [
     (DType::Q4_1, &[0, 2]),
     (DType::Q5_0, &[0]),
     (DType::Q5_1, &[0, 2]),
@@ -28,6 +29,7 @@ const FOREIGN: [(DType, &[usize]); 10] = [
     (DType::Q6K, &[208]),
     (DType::Iq4Nl, &[0]),
     (DType::Mxfp4, &[]),
+    (DType::F8, &[]),
 ];
 
 fn all_types() -> impl Iterator<Item = DType> {
@@ -46,11 +48,45 @@ fn blocks(ctx: &Context, shape: [usize; 2], dtype: DType, seed: u64) -> Tensor {
         if dtype == DType::Mxfp4 {
             block[0] = 110 + block[0] % 16;
         }
+        if dtype == DType::F8 {
+            block[..4].copy_from_slice(&(0.1 * random[0]).to_le_bytes());
+            // NaN is for other tests.
+            block[4..].iter_mut().filter(|byte| **byte & 0x7f == 0x7f).for_each(|byte| *byte = 0);
+        }
         for &at in *halves {
             block[at..at + 2].copy_from_slice(&moeworks_tensor::f16::from_f32(0.1 * random[at]).to_le_bytes());
         }
     }
     y
+}
+
+/// The same matrix with its scales elsewhere, and room between its rows; none of a type that has its scales with its numbers.
+fn parted(ctx: &Context, blocks: &Tensor) -> Option<Tensor> {
+    const GAP: usize = 5;
+    let (mut numbers, mut scales) = (vec![0xa5; 3], vec![0x5a; 1]);
+    let mut steps = [0; 2];
+    for row in 0..blocks.rows() {
+        let starts = [numbers.len(), scales.len()];
+        let blocks_per_row = blocks.cols() / blocks.dtype().block_len();
+        let range = row * blocks_per_row..(row + 1) * blocks_per_row;
+        match blocks.dtype() {
+            DType::Mxfp4 => blocks.slice::<Mxfp4Block>()[range].iter().for_each(|block| {
+                let (values, scale) = block.parted();
+                numbers.extend(values);
+                scales.push(scale);
+            }),
+            DType::F8 => blocks.slice::<F8Block>()[range].iter().for_each(|block| {
+                numbers.extend(block.values.as_flattened());
+                scales.extend(block.scale);
+            }),
+            _ => return None,
+        }
+        numbers.extend([0x77; GAP]);
+        steps = [numbers.len() - starts[0], scales.len() - starts[1]];
+    }
+    let place = |bytes: Vec<u8>, start, step| Place { owner: Arc::new(bytes), start, step, rows_each: 1 };
+    let places = [place(numbers, 3, steps[0]), place(scales, 1, steps[1])];
+    Some(Tensor::apart(ctx.pool(), blocks.shape(), blocks.dtype(), places).expect("rows that are there"))
 }
 
 #[test]
@@ -68,7 +104,7 @@ fn blocks_are_those_of_gguf() {
 /// makes of the scale's rounding to f16 (whose subnormals are multiples of 2^-24).
 fn error_and_bound<B: FromNumbers>(x: &[f32; BLOCK_LEN], steps: f32, largest: f32) -> (f32, f32) {
     let block = B::quantize(x);
-    let (ints, (scale, _)) = (block.ints(0), block.scale(0));
+    let (ints, (scale, _)) = (block.ints(0), Block::scale(&block, 0, &[]));
     let error = x.iter().zip(ints).map(|(x, n)| (x - scale * f32::from(n)).abs()).fold(0.0, f32::max);
     let rounding = scale.abs() * 2.0_f32.powi(-11) + 2.0_f32.powi(-25);
     (error, 1.001 * (steps * scale.abs() + largest * rounding))
@@ -144,36 +180,43 @@ impl Case {
     }
 }
 
-/// On every instruction set, with one to three threads, and with every kernel of each.
+/// On every instruction set, with one to three threads, and with every kernel of each; with the scales elsewhere, too.
 fn check(case: Case) {
     let Case { rows, depth, columns, dtype } = case;
     let x = case.x();
-    let mut last: Option<(_, Tensor)> = None;
+    let mut last: Option<(_, Vec<Tensor>)> = None;
     for ctx in contexts() {
         let x_tensor = tensor(&ctx, &[rows, depth], &x, DType::F32);
         let weights = blocks(&ctx, [columns, depth], dtype, 2);
         let exact = dequantize(&ctx, &weights, DType::F32);
-        let y = linear(&ctx, &x_tensor, &weights, DType::F32);
-        case.assert_close(&format!("{:?}", ctx.isa()), y.f32s(), &x, exact.f32s());
-        every_kernel(&ctx, case, &x_tensor, &weights, (&x, exact.f32s()));
+        let mut ys = Vec::new();
+        for weights in parted(&ctx, &weights).into_iter().chain([weights]) {
+            assert_eq!(dequantize(&ctx, &weights, DType::F32).bytes(), exact.bytes(), "{case:?}");
+            let y = linear(&ctx, &x_tensor, &weights, DType::F32);
+            case.assert_close(&format!("{:?}", ctx.isa()), y.f32s(), &x, exact.f32s());
+            every_kernel(&ctx, case, &x_tensor, &weights, (&x, exact.f32s()));
+            ys.push(y);
+        }
         if let Some((last_kind, last)) = &last
             && *last_kind == kind(&ctx)
         {
-            assert_eq!(last.bytes(), y.bytes(), "{case:?}: bits depend on the number of threads");
+            for (last, y) in last.iter().zip(&ys) {
+                assert_eq!(last.bytes(), y.bytes(), "{case:?}: bits depend on the number of threads");
+            }
         }
-        last = Some((kind(&ctx), y));
+        last = Some((kind(&ctx), ys));
     }
 }
 
 fn every_kernel(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, values: (&[f32], &[f32])) {
-    let Case { rows, columns, .. } = case;
+    let Case { rows, columns, dtype, .. } = case;
     if rows > 16 {
         return;
     }
-    for kernel in Kernel::available(ctx.isa()) {
+    for kernel in Kernel::available(ctx.isa(), dtype) {
         let mut y = ctx.empty(&[rows, columns], DType::F32);
         y.f32s_mut().fill(f32::NAN);
-        let halves = product::matrix(weights, 0, (columns, false));
+        let halves = matrix(weights, 0, (columns, false));
         let groups = &[Group { indices: None, first: 0, rows, weights: halves, columns }];
         let product = Product { a: x, weights, groups, is_paired: false };
         let to = Lent::new(y.f32s_mut());
@@ -289,13 +332,16 @@ fn bf16_numbers_are_quantized_like_the_floats_they_are() {
 fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
     for ctx in contexts() {
         for dtype in all_types() {
-            for num_blocks in [1, 2, 7, 1025] {
-                let blocks = blocks(&ctx, [num_blocks, dtype.block_len()], dtype, 3);
+            for num_blocks in [1_usize, 2, 7, 1025] {
+                let shape = [num_blocks.div_ceil(7), num_blocks.min(7) * dtype.block_len()];
+                let blocks = blocks(&ctx, shape, dtype, 3);
                 let exact = dequantize(&ctx, &blocks, DType::F32);
-                let mut found = vec![bf16::from_f32(7.0); num_blocks * dtype.block_len()];
-                super::dequantize::to_bf16(&ctx, (dtype, blocks.bytes()), &mut found);
                 let nearest: Vec<bf16> = exact.f32s().iter().map(|&x| bf16::from_f32(x)).collect();
-                assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
+                for blocks in parted(&ctx, &blocks).into_iter().chain([blocks]) {
+                    let mut found = vec![bf16::from_f32(7.0); exact.len()];
+                    super::dequantize::to_bf16(&ctx, Weights::of(&blocks), shape.into(), &mut found);
+                    assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
+                }
             }
         }
     }

@@ -21,6 +21,7 @@ const AHEAD_BYTES: usize = 8 << 10;
 pub(super) const fn beside<B: Lanes>() -> Beside {
     match (B::IS_LONG, B::SHARED == PART) {
         (false, _) if B::HAS_LEAST => Beside::Least,
+        (false, _) if B::IS_PAIRED => Beside::Pairs(B::OFFSET.cast_unsigned()),
         (false, _) => Beside::Offset(B::OFFSET.cast_unsigned()),
         (true, true) => Beside::Parts,
         // What is larger than it should be by an offset has a least value of so many scales.
@@ -33,20 +34,20 @@ pub(super) const fn beside<B: Lanes>() -> Beside {
 /// a row of weights.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
 pub(super) unsafe fn run<B: Lanes>(panel: Panel<'_>, tiles: &mut [Tile]) {
-    let num_blocks = panel.depth / B::DTYPE.block_len();
-    let weights = blocks_of::<B>(panel.weights);
-    let columns = weights.len().checked_div(num_blocks).unwrap_or(0);
+    let Panel { weights, columns, next, .. } = panel;
     let num_passes = panel.a.len().div_ceil(MAX_PASS).max(1);
     let pass = panel.a.len().div_ceil(num_passes).max(1);
-    let rows_ahead = AHEAD_BYTES.div_ceil((num_blocks * size_of::<B>()).max(1));
-    for (column, weights) in weights.chunks_exact(num_blocks.max(1)).enumerate() {
-        let ahead = if column + rows_ahead < columns {
-            weights.as_ptr().wrapping_add(rows_ahead * num_blocks)
-        } else {
-            panel.next.cast::<B>().wrapping_add((column + rows_ahead - columns) * num_blocks)
-        };
+    let rows_ahead = AHEAD_BYTES.div_ceil(weights.numbers.row_bytes().max(1));
+    for column in 0..columns {
+        let later = column + rows_ahead;
+        let (ahead, row) = if later < columns { (weights, later) } else { (next, later - columns) };
+        if B::APART > 0 {
+            prefetch_bytes(ahead.scales.address(row), ahead.scales.row_bytes().max(1));
+        }
+        let ahead: *const B = ahead.numbers.address(row).cast();
+        let (blocks, scales) = (blocks_of(weights.numbers.row(column)), weights.scales.row(column));
         for (index, a) in panel.a.chunks(pass).enumerate() {
-            let row = Row { weights, ahead, to: (index * pass, column, panel.tile_step) };
+            let row = Row { blocks, scales, ahead, to: (index * pass, column, panel.tile_step) };
             // SAFETY: the caller's promise.
             unsafe {
                 match *a {
@@ -66,7 +67,9 @@ const MAX_PASS: usize = 4;
 
 /// A row of weights: they are taken one by one, so that memory is read in one stream.
 struct Row<'a, B> {
-    weights: &'a [B],
+    blocks: &'a [B],
+    /// Its scales, if they are elsewhere.
+    scales: &'a [u8],
     /// What will be read some rows later.
     ahead: *const B,
     /// The first row of the sums and their column, and every how many tiles the next [`MAX_ROWS`] rows go.
@@ -86,21 +89,27 @@ impl<B: Lanes> Row<'_, B> {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
     unsafe fn sums<const R: usize>(&self, a: [&[Quad]; R], tiles: &mut [Tile]) {
         let mut sums = [Sums([_mm512_setzero_ps(); 2]); R];
-        let units = self.weights.chunks_exact(B::BLOCKS);
+        let units = self.blocks.chunks_exact(B::BLOCKS);
+        let unit_scales = B::BLOCKS * B::APART;
+        assert!(self.scales.len() >= self.blocks.len() * B::APART, "scales of a row");
         let rest = units.remainder();
         let mut at = 0;
         for unit in units {
             prefetch_bytes(self.ahead.wrapping_add(at * B::BLOCKS).cast(), B::BLOCKS * size_of::<B>());
-            // SAFETY: the unit is whole, and activations have as many quads as the row.
-            unsafe { add_unit(unit.as_ptr(), (a, at * B::QUADS), &mut sums) };
+            // SAFETY: the unit and its scales are whole, and activations have as many quads as the row.
+            unsafe {
+                let scales = self.scales.as_ptr().add(at * unit_scales);
+                add_unit((unit.as_ptr(), scales), (a, at * B::QUADS), &mut sums);
+            }
             at += 1;
         }
         if !rest.is_empty() {
             // What is not there counts as blocks of zeros.
             let mut unit = [B::zeroed(); PARTS];
             unit[..rest.len()].copy_from_slice(rest);
+            let scales = unit_of_scales::<B>(&self.scales[at * unit_scales..]);
             // SAFETY: as above; units of several blocks have `PARTS`.
-            unsafe { add_unit(unit.as_ptr(), (a, at * B::QUADS), &mut sums) };
+            unsafe { add_unit((unit.as_ptr(), scales.as_ptr()), (a, at * B::QUADS), &mut sums) };
         }
         let (first, column, tile_step) = self.to;
         for (row, Sums([products, others])) in (first..).zip(sums) {
@@ -110,6 +119,15 @@ impl<B: Lanes> Row<'_, B> {
             tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = Avx512::total(sum);
         }
     }
+}
+
+/// The scales of fewer blocks than a unit has, where they are elsewhere, and zeros for the others.
+pub(super) fn unit_of_scales<B: Lanes>(scales: &[u8]) -> [u8; PARTS] {
+    const { assert!(B::BLOCKS * B::APART <= PARTS) };
+    let mut all = [0; PARTS];
+    let len = scales.len().min(B::BLOCKS * B::APART);
+    all[..len].copy_from_slice(&scales[..len]);
+    all
 }
 
 /// Asks for all cache lines that bytes lie on.
@@ -124,13 +142,17 @@ fn prefetch_bytes(at: *const u8, len: usize) {
 /// Adds the products of a unit of weights with the quads from `at` on of `R` rows.
 ///
 /// # Safety
-/// As for [`run`]; the unit must be readable, and the rows must have its quads.
+/// As for [`run`]; the unit and its scales must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_unit<B: Lanes, const R: usize>(unit: *const B, (a, at): ([&[Quad]; R], usize), sums: &mut [Sums; R]) {
+unsafe fn add_unit<B: Lanes, const R: usize>(
+    (unit, scales): (*const B, *const u8),
+    (a, at): ([&[Quad]; R], usize),
+    sums: &mut [Sums; R],
+) {
     // SAFETY: the caller's promise.
     unsafe {
-        let scales = B::scales(unit);
+        let scales = B::scales(unit, scales);
         if !B::IS_LONG {
             let numbers = B::numbers(unit, 0);
             for (sums, a) in sums.iter_mut().zip(a) {

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{LatentAttention, ModelConfig};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::fp8;
 use crate::hf::keys::USUAL;
 
 pub(crate) const V2: Family = Family {
@@ -33,7 +34,7 @@ pub(crate) const V3: Family = Family {
 /// What both versions share; `groups` and `scale` are the defaults of the keys about routing.
 fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&USUAL)?;
-    keys.quantized("fp8")?;
+    keys.quantized(fp8::METHOD)?;
     let latent = LatentAttention {
         query_rank: keys.optional_or_null("q_lora_rank", 1536)?.unwrap_or(0),
         kv_rank: keys.optional(&["kv_lora_rank"])?.unwrap_or(512),

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{ModelConfig, QkNorm};
 use crate::hf::config_json::Keys;
 use crate::hf::family::Family;
+use crate::hf::fp8;
 use crate::hf::keys::{Defaults, USUAL, layer_types};
 
 pub(crate) const FAMILY: Family = Family {
@@ -21,6 +22,7 @@ pub(crate) const FAMILY: Family = Family {
 
 fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&Defaults { head_dim: Some(128), ..USUAL })?;
+    keys.quantized(fp8::METHOD)?;
     config.qk_norm = QkNorm::Head;
     config.variant.qkv_bias = keys.flag("attention_bias")?;
     config.variant.output_bias = config.variant.qkv_bias;

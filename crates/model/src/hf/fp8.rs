@@ -1,0 +1,122 @@
+//! Matrices in eight-bit floats with a scale for each 128 x 128 of them, as DeepSeek-V3 was published: `NAME` F8_E4M3 `[rows, cols]`
+//! and `NAME_scale_inv` `[rows / 128, cols / 128]`, both rounded up. (Scales are what weights are multiplied by.)
+
+use std::iter::StepBy;
+use std::ops::Range;
+use std::sync::Arc;
+
+use moeworks_ops::Context;
+use moeworks_tensor::{Bytes, DType, F8_BLOCK_LEN, F8Block, Place, Tensor, f8_value};
+use serde_json::{Value, json};
+
+use super::error::LoadError;
+use super::names::Piece;
+use super::pieces::{PieceReader, ReadElement};
+use crate::safetensors::{FileDType, Payload, TensorBytes};
+
+/// `quant_method` in `config.json`.
+pub(crate) const METHOD: &str = "fp8";
+
+/// The tensor of the scales of a matrix.
+pub(super) fn scales_name(name: &str) -> String {
+    format!("{name}_scale_inv")
+}
+
+/// What `config.json` says about a folder of such matrices, of which those of these names are not: what it said before, if it was
+/// such a folder.
+pub(super) fn json(before: Option<&Value>, floats: &[String]) -> Value {
+    let known = before.filter(|before| before["quant_method"] == METHOD);
+    let mut json = known.cloned().unwrap_or_else(|| {
+        json!({ "quant_method": METHOD, "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [F8_BLOCK_LEN, F8_BLOCK_LEN] })
+    });
+    if !floats.is_empty() {
+        json["modules_to_not_convert"] = json!(floats);
+    }
+    json
+}
+
+/// Fails if the scales of a piece are not there or of another shape or type.
+pub(super) fn check_scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<(), LoadError> {
+    let known = [FileDType::F32, FileDType::BF16];
+    reader.check_one(&scales_name(&piece.name), &scales_shape(&piece.shape), &known)?;
+    Ok(())
+}
+
+fn scales_shape(shape: &[usize]) -> Vec<usize> {
+    shape.iter().map(|dim| dim.div_ceil(F8_BLOCK_LEN)).collect()
+}
+
+/// The scales of a checked piece.
+fn scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<Vec<f32>, LoadError> {
+    let name = scales_name(&piece.name);
+    let (file, info) = reader.files.get(&name)?;
+    let mut scales = vec![0.0_f32; info.shape.iter().product()];
+    file.read_f32(&name, &mut scales)?;
+    Ok(scales)
+}
+
+/// A checked piece as the file has it, with its scales in memory; none if its rows are no whole blocks.
+pub(super) fn lent(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece) -> Result<Option<Tensor>, LoadError> {
+    let [_, cols] = *piece.shape else { return Ok(None) };
+    if !cols.is_multiple_of(F8_BLOCK_LEN) {
+        return Ok(None);
+    }
+    let scales: Vec<u8> = scales(reader, piece)?.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    let owner: Bytes = Arc::new(scales);
+    let scales = Place { owner, start: 0, step: cols / F8_BLOCK_LEN * 4, rows_each: F8_BLOCK_LEN };
+    let numbers = reader.files.get(&piece.name)?.0.lines(&piece.name, cols)?;
+    Ok(Tensor::apart(ctx.pool(), &piece.shape, DType::F8, [numbers, scales]))
+}
+
+/// Writes the numbers of a checked piece to `out`.
+pub(super) fn read<T: ReadElement>(reader: &PieceReader<'_>, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
+    let bytes = reader.files.get(&piece.name)?.0.bytes(&piece.name)?;
+    let scales = scales(reader, piece)?;
+    let cols = piece.shape.last().copied().unwrap_or(1).max(1);
+    let blocks_per_row = cols.div_ceil(F8_BLOCK_LEN);
+    for (row, (out, bytes)) in out.chunks_exact_mut(cols).zip(bytes.chunks_exact(cols)).enumerate() {
+        let scales = &scales[row / F8_BLOCK_LEN * blocks_per_row..];
+        for (col, (out, &byte)) in out.iter_mut().zip(bytes).enumerate() {
+            *out = T::of(f8_value(byte) * scales[col / F8_BLOCK_LEN]);
+        }
+    }
+    Ok(())
+}
+
+/// Some rows of a matrix of ours as the two tensors that they are on disk.
+pub(super) fn on_disk<'a>((matrix, rows): (&'a Tensor, Range<usize>), piece: &Piece) -> [TensorBytes<'a>; 2] {
+    let scales = scales_shape(&piece.shape);
+    let made = |len: usize, rows: StepBy<Range<usize>>, which: usize| Payload::Made {
+        len,
+        make: Box::new(move || Ok(row_bytes(matrix, rows.clone(), which))),
+    };
+    [
+        TensorBytes {
+            name: piece.name.clone(),
+            dtype: FileDType::F8E4M3,
+            shape: piece.shape.clone(),
+            bytes: made(piece.shape.iter().product(), rows.clone().step_by(1), 0),
+        },
+        TensorBytes {
+            name: scales_name(&piece.name),
+            dtype: FileDType::F32,
+            bytes: made(4 * scales.iter().product::<usize>(), rows.step_by(F8_BLOCK_LEN), 1),
+            shape: scales,
+        },
+    ]
+}
+
+/// The numbers, or the scales, of some rows one behind the other.
+fn row_bytes(matrix: &Tensor, rows: impl Iterator<Item = usize>, which: usize) -> Vec<u8> {
+    let blocks = |row: usize| {
+        let blocks_per_row = matrix.cols() / F8_BLOCK_LEN;
+        &matrix.slice::<F8Block>()[row * blocks_per_row..][..blocks_per_row]
+    };
+    rows.flat_map(|row| match matrix.lines() {
+        Some(lines) => lines[which].row(row).to_vec(),
+        None if which == 0 => blocks(row).iter().flat_map(|block| block.values.as_flattened()).copied().collect(),
+        None => blocks(row).iter().flat_map(|block| block.scale).collect(),
+    })
+    .collect()
+}

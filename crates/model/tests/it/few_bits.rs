@@ -1,0 +1,133 @@
+//! Folders whose matrices are floats of few bits, with their scales in tensors of their own.
+
+use moeworks_model::hf::{ModelFolder, SaveOptions, load_model, save_model};
+use moeworks_model::safetensors::ModelFiles;
+use moeworks_model::{Decoder, DecoderWeights, LatentAttention, ModelConfig};
+use moeworks_ops::Context;
+use moeworks_tensor::{BLOCK_LEN, DType, F8_BLOCK_LEN, F8Block, Mxfp4Block, Tensor};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::common::{assert_close, assert_same_bits, fixture, random_ids};
+
+/// Bytes without an order.
+fn bytes(len: usize, seed: u64) -> impl Iterator<Item = u8> {
+    random_ids(256, len, seed).into_iter().map(|id| id as u8)
+}
+
+/// A matrix, or a stack, in blocks of four-bit floats.
+fn four_bits(ctx: &Context, shape: &[usize], seed: u64) -> Tensor {
+    let mut tensor = ctx.empty(shape, DType::Mxfp4);
+    let blocks = tensor.slice_mut::<Mxfp4Block>();
+    let mut random = bytes(blocks.len() * (BLOCK_LEN / 2 + 1), seed);
+    let mut next = || random.next().expect("as many as were asked for");
+    blocks.fill_with(|| {
+        let scale = [120 + next() % 4];
+        Mxfp4Block::joined(&std::array::from_fn(|_| next()), &scale)
+    });
+    tensor
+}
+
+/// A matrix, or a stack, in eight-bit floats: a scale for 128 rows of 128, of gate and up each.
+fn eight_bits(ctx: &Context, shape: &[usize], rows_of_a_tensor: usize, seed: u64) -> Tensor {
+    let mut tensor = ctx.empty(shape, DType::F8);
+    let blocks_per_row = tensor.cols() / F8_BLOCK_LEN;
+    let mut random = bytes(tensor.len(), seed);
+    for (index, block) in tensor.slice_mut::<F8Block>().iter_mut().enumerate() {
+        let (row, column) = (index / blocks_per_row, index % blocks_per_row);
+        let (matrix, row) = (row / rows_of_a_tensor, row % rows_of_a_tensor);
+        let scale = 1e-4 * (1.0 + (matrix + 3 * (row / F8_BLOCK_LEN) + 5 * column) as f32);
+        // All but the largest and NaN.
+        *block = F8Block::joined(&std::array::from_fn(|_| random.next().unwrap() & 0xbf), &scale.to_le_bytes());
+    }
+    tensor
+}
+
+/// GPT-OSS with experts in four bits.
+fn gpt_oss(ctx: &Context) -> (Decoder, DecoderWeights) {
+    let (config, _) = load_model(ctx, &fixture("gpt_oss")).unwrap();
+    let config = ModelConfig { width: 64, expert_width: 96, num_experts: 5, ..config };
+    let decoder = Decoder::new(config).unwrap();
+    let mut seed = 0;
+    let weights = decoder.init(ctx, 7).map_named(|name, tensor| {
+        seed += 1;
+        let is_expert = name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj");
+        if is_expert { four_bits(ctx, tensor.shape(), seed) } else { tensor.clone() }
+    });
+    (decoder, weights)
+}
+
+/// DeepSeek-V3 in eight bits.
+fn deepseek(ctx: &Context) -> (Decoder, DecoderWeights) {
+    let (mut config, _) = load_model(ctx, &fixture("deepseek_v3")).unwrap();
+    let latent = config.variant.latent.unwrap();
+    config.variant.latent = Some(LatentAttention { query_rank: 128, kv_rank: 128, ..latent });
+    config.variant.value_dim = 32;
+    let config =
+        ModelConfig { width: 256, num_experts: 8, expert_width: 128, shared_width: 128, dense_width: 384, ..config };
+    let decoder = Decoder::new(config).unwrap();
+    let mut seed = 0;
+    let weights = decoder.init(ctx, 7).map_named(|name, tensor| {
+        seed += 1;
+        let is_joined = name.contains("gate_up_proj");
+        let is_matrix = name.contains("_proj") || name.contains("_mqa");
+        let rows =
+            tensor.rows() / tensor.shape().split_last_chunk::<2>().map_or(1, |(outer, _)| outer.iter().product());
+        let rows = rows / if is_joined { 2 } else { 1 };
+        if is_matrix { eight_bits(ctx, tensor.shape(), rows, seed) } else { tensor.clone() }
+    });
+    (decoder, weights)
+}
+
+/// Saves a model, and loads it into a context of its own: nothing but what is small is copied, then or when it computes; results are
+/// those of the blocks in memory, and nearly those of the floats they stand for; and saved again it has the same bytes.
+fn check((decoder, weights): (Decoder, DecoderWeights), dtype: DType, method: &str) {
+    let (ctx, [first, second]) = (Context::cpu(2), [(); 2].map(|()| TempDir::new().unwrap()));
+    save_model(first.path(), decoder.config(), &weights, &SaveOptions::default()).unwrap();
+    let (config, loaded) = load_model(&ctx, first.path()).unwrap();
+    let held = ctx.pool().stats().used_bytes;
+    let num_bytes = |dtype: DType| -> usize {
+        weights
+            .tensors()
+            .iter()
+            .filter(|(_, tensor)| tensor.dtype() == dtype)
+            .map(|(_, tensor)| tensor.num_bytes())
+            .sum()
+    };
+    assert!(held < num_bytes(DType::F32) && num_bytes(dtype) > 90_000, "{held} of {}", num_bytes(DType::F32));
+    let floats = loaded.compute_copy(&ctx, DType::F32);
+    let before = ctx.pool().stats().used_bytes;
+    for num_tokens in [1, 9, 40] {
+        let ids = random_ids(config.vocab_size, num_tokens, 3);
+        let logits = |weights: &DecoderWeights| decoder.logits(&ctx, weights, &ids, 1).unwrap().to_f32_vec();
+        let found = logits(&loaded);
+        assert_close("blocks in memory", &found, &logits(&weights), 1e-5);
+        assert_close("floats", &found, &logits(&floats), 0.05);
+    }
+    assert_eq!(ctx.pool().stats().used_bytes, before, "something was gathered");
+
+    let origin = Some(&ModelFolder::open(first.path()).unwrap());
+    save_model(second.path(), &config, &loaded, &SaveOptions { origin, ..SaveOptions::default() }).unwrap();
+    let json = |dir: &TempDir| -> Value {
+        serde_json::from_str(&std::fs::read_to_string(dir.path().join("config.json")).unwrap()).unwrap()
+    };
+    assert_eq!(json(&first)["quantization_config"]["quant_method"], method);
+    assert_eq!(json(&second), json(&first));
+    let [before, after] = [&first, &second].map(|dir| ModelFiles::open(dir.path()).unwrap());
+    for name in before.names() {
+        let of = |files: &ModelFiles| files.get(name).unwrap().0.bytes(name).unwrap().to_vec();
+        assert_eq!(of(&before), of(&after), "{name}");
+    }
+    // Last, since it makes blocks of them.
+    assert_same_bits(&loaded, &weights);
+}
+
+#[test]
+fn experts_in_four_bit_floats_are_multiplied_where_the_file_has_them() {
+    check(gpt_oss(&Context::cpu(2)), DType::Mxfp4, "mxfp4");
+}
+
+#[test]
+fn matrices_in_eight_bit_floats_are_multiplied_where_the_file_has_them() {
+    check(deepseek(&Context::cpu(2)), DType::F8, "fp8");
+}

@@ -1,0 +1,332 @@
+//! Weights in eight-bit floats (E4M3) with a scale for 128 of them, as DeepSeek-V3 was published: products with few rows of
+//! activations, which are rounded to bf16, and the bf16 numbers nearest to what such weights stand for.
+//!
+//! A float of four bits of mantissa is a bf16 as it is, so within a block products are those of bf16 numbers; scales are f32.
+
+use bytemuck::{Pod, Zeroable};
+use moeworks_tensor::{F8_BLOCK_LEN, F8Block, f8_value};
+
+use super::blocks_of;
+use super::kernel::{MAX_FEW, Panel, write_column};
+use super::layouts::Values;
+use super::rows::Quad;
+use crate::Isa;
+use crate::gemm::kernel::Tile;
+use crate::simd::{Float, LANES, kernel};
+
+/// A block of floats.
+pub(super) trait Floats: Pod + Send + Sync {
+    /// Bytes of the scale that is elsewhere.
+    const APART: usize;
+
+    fn values(&self) -> &[u8; F8_BLOCK_LEN];
+
+    /// The scale; of what is elsewhere, the bytes.
+    fn scale(&self, apart: &[u8]) -> f32;
+}
+
+/// The floats of an [`F8Block`] whose scale is elsewhere.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(transparent)]
+pub(super) struct F8Values([[u8; 32]; F8_BLOCK_LEN / 32]);
+
+impl Floats for F8Values {
+    const APART: usize = 4;
+
+    #[inline(always)]
+    fn values(&self) -> &[u8; F8_BLOCK_LEN] {
+        bytemuck::cast_ref(&self.0)
+    }
+
+    #[inline(always)]
+    fn scale(&self, apart: &[u8]) -> f32 {
+        f32::from_le_bytes([apart[0], apart[1], apart[2], apart[3]])
+    }
+}
+
+impl Floats for F8Block {
+    const APART: usize = 0;
+
+    #[inline(always)]
+    fn values(&self) -> &[u8; F8_BLOCK_LEN] {
+        bytemuck::cast_ref(&self.values)
+    }
+
+    #[inline(always)]
+    fn scale(&self, _: &[u8]) -> f32 {
+        f32::from_le_bytes(self.scale)
+    }
+}
+
+macro_rules! values {
+    ($($block:ty),*) => {$(
+        impl Values for $block {
+            const LEN: usize = F8_BLOCK_LEN;
+            const APART: usize = <Self as Floats>::APART;
+
+            #[inline(always)]
+            fn decode(&self, apart: &[u8], to: &mut [f32]) {
+                let scale = self.scale(apart);
+                to.iter_mut().zip(self.values()).for_each(|(to, &value)| *to = scale * VALUES[usize::from(value)]);
+            }
+        }
+    )*};
+}
+
+values!(F8Values, F8Block);
+
+/// What each byte stands for.
+const VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        values[byte] = f8_value(byte as u8);
+        byte += 1;
+    }
+    values
+};
+
+/// Whether the machine looks bytes up among 128 and multiplies pairs of bf16.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn is_fast(isa: Isa) -> bool {
+    isa >= Isa::Avx512Bf16 && std::arch::is_x86_feature_detected!("avx512vbmi")
+}
+
+/// Evaluates an expression with a type name bound to the blocks of floats of a layout.
+macro_rules! with_floats {
+    ($layout:expr, $B:ident => $body:expr) => {
+        $crate::quantized::with_block!($layout, $B => $body, (F8 true F8Values, F8 false F8Block))
+    };
+}
+pub(super) use with_floats;
+
+/// Writes sums to tiles as [`kernel::run`](super::kernel::run) does.
+pub(super) fn plain(isa: Isa, panel: Panel<'_>, tiles: &mut [Tile]) {
+    with_floats!(panel.weights.layout, B => plain_kernel::<B>(isa, panel, tiles));
+}
+
+kernel! {
+    fn plain_kernel<S: Level, B: Floats>(panel: Panel<'_>, tiles: &mut [Tile]) {
+        let Panel { weights, columns, a, tile_step, .. } = panel;
+        for column in 0..columns {
+            let scales = weights.scales.row(column);
+            let mut sums = [0.0_f32; MAX_FEW];
+            for (index, block) in blocks_of::<B>(weights.numbers.row(column)).iter().enumerate() {
+                let scale = block.scale(&scales[index * B::APART..]);
+                let values = block.values().map(|byte| VALUES[usize::from(byte)]);
+                for (sum, a) in sums.iter_mut().zip(a) {
+                    let mut parts = [0.0_f32; LANES];
+                    for (values, a) in values.as_chunks::<LANES>().0.iter().zip(a[index].floats().as_chunks::<LANES>().0) {
+                        for ((part, &value), a) in parts.iter_mut().zip(values).zip(a) {
+                            *part = S::mul_add(value, a.load(), *part);
+                        }
+                    }
+                    *sum = S::mul_add(scale, parts.iter().sum(), *sum);
+                }
+            }
+            write_column(&sums[..a.len()], column, tile_step, tiles);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use vectors::{run, to_bf16};
+
+#[cfg(target_arch = "x86_64")]
+mod vectors {
+    use core::arch::x86_64::{
+        __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_si256,
+        _mm512_cmpeq_epi16_mask, _mm512_cvtepu8_epi16, _mm512_cvtne2ps_pbh, _mm512_cvtph_ps, _mm512_dpbf16_ps,
+        _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mask_mov_epi16,
+        _mm512_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi8, _mm512_set1_epi8, _mm512_set1_epi16, _mm512_set1_ps,
+        _mm512_setzero_ps, _mm512_slli_epi16, _mm512_storeu_si512, _mm512_unpackhi_epi8, _mm512_unpacklo_epi8,
+    };
+    use std::mem::transmute;
+
+    use moeworks_tensor::{F8_BLOCK_LEN, bf16};
+
+    use super::{Floats, Panel, Quad, Tile, VALUES, blocks_of};
+    use crate::gemm::kernel::prefetch_far;
+    use crate::quantized::kernel::write_column;
+    use crate::simd::{Avx512, Level};
+
+    /// Bytes by which weights are asked for ahead of their use, at least.
+    const AHEAD_BYTES: usize = 8 << 10;
+
+    /// The most rows of activations that a row of weights meets at once.
+    const MAX_PASS: usize = 4;
+
+    /// The low or the high bytes of the bf16 numbers that the first 128 floats are; the others are less than zero.
+    const fn bytes(byte: usize) -> [u8; 128] {
+        let mut bytes = [0; 128];
+        let mut i = 0;
+        while i < 128 {
+            bytes[i] = VALUES[i].to_le_bytes()[2 + byte];
+            i += 1;
+        }
+        bytes
+    }
+
+    static LOW: [u8; 128] = bytes(0);
+    static HIGH: [u8; 128] = bytes(1);
+
+    /// The tables in registers.
+    #[derive(Clone, Copy)]
+    struct Tables([[__m512i; 2]; 2]);
+
+    impl Tables {
+        #[inline]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+        fn new() -> Self {
+            // SAFETY: tables of 128 bytes.
+            let halves = |table: &[u8; 128]| unsafe {
+                [_mm512_loadu_si512(table.as_ptr().cast()), _mm512_loadu_si512(table.as_ptr().add(64).cast())]
+            };
+            Self([halves(&LOW), halves(&HIGH)])
+        }
+
+        /// 64 floats as bf16: of each 16 the first eight, and the others.
+        #[inline]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512bf16")]
+        fn numbers(&self, floats: __m512i) -> [__m512bh; 2] {
+            let Self([low, high]) = self;
+            let low = _mm512_permutex2var_epi8(low[0], floats, low[1]);
+            let high = _mm512_permutex2var_epi8(high[0], floats, high[1]);
+            let high = _mm512_or_si512(high, _mm512_and_si512(floats, _mm512_set1_epi8(i8::MIN)));
+            // SAFETY: these rename 512 bits.
+            unsafe {
+                [
+                    transmute::<__m512i, __m512bh>(_mm512_unpacklo_epi8(low, high)),
+                    transmute::<__m512i, __m512bh>(_mm512_unpackhi_epi8(low, high)),
+                ]
+            }
+        }
+    }
+
+    /// Writes sums to tiles as [`kernel::run`](crate::quantized::kernel::run) does.
+    ///
+    /// # Safety
+    /// The machine must have what [`is_fast`](super::is_fast) looks for; rows of activations must be woven, of as many quads as a row
+    /// of weights has blocks.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
+    pub(in crate::quantized) unsafe fn run(panel: Panel<'_>, tiles: &mut [Tile]) {
+        // SAFETY: the caller's promise.
+        with_floats!(panel.weights.layout, B => unsafe { columns::<B>(panel, tiles) });
+    }
+
+    /// # Safety
+    /// As for [`run`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
+    unsafe fn columns<B: Floats>(panel: Panel<'_>, tiles: &mut [Tile]) {
+        let Panel { weights, columns, a, tile_step, next, .. } = panel;
+        let tables = Tables::new();
+        let rows_ahead = AHEAD_BYTES.div_ceil(weights.numbers.row_bytes().max(1));
+        for column in 0..columns {
+            let later = column + rows_ahead;
+            let (ahead, row) = if later < columns { (weights, later) } else { (next, later - columns) };
+            let row = Row {
+                tables: &tables,
+                blocks: blocks_of::<B>(weights.numbers.row(column)),
+                scales: weights.scales.row(column),
+                ahead: ahead.numbers.address(row),
+            };
+            let mut all = [0.0; super::MAX_FEW];
+            for (a, sums) in a.chunks(MAX_PASS).zip(all.chunks_mut(MAX_PASS)) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    match *a {
+                        [a] => row.sums([a], sums),
+                        [a, b] => row.sums([a, b], sums),
+                        [a, b, c] => row.sums([a, b, c], sums),
+                        [a, b, c, d] => row.sums([a, b, c, d], sums),
+                        _ => {}
+                    }
+                }
+            }
+            write_column(&all[..a.len()], column, tile_step, tiles);
+        }
+    }
+
+    /// A row of weights.
+    struct Row<'a, B> {
+        tables: &'a Tables,
+        blocks: &'a [B],
+        /// Its scales, if they are elsewhere.
+        scales: &'a [u8],
+        /// What will be read some rows later.
+        ahead: *const u8,
+    }
+
+    impl<B: Floats> Row<'_, B> {
+        /// Writes the sums with some rows of activations.
+        ///
+        /// # Safety
+        /// As for [`run`].
+        #[inline]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
+        unsafe fn sums<const R: usize>(&self, a: [&[Quad]; R], to: &mut [f32]) {
+            let mut totals = [_mm512_setzero_ps(); R];
+            for (index, block) in self.blocks.iter().enumerate() {
+                for line in (0..size_of::<B>()).step_by(64) {
+                    prefetch_far(self.ahead.wrapping_add(index * size_of::<B>() + line));
+                }
+                let scale = _mm512_set1_ps(block.scale(&self.scales[index * B::APART..]));
+                let at = block.values().as_ptr();
+                // SAFETY: a block has 128 floats.
+                let (first, second) = unsafe { (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())) };
+                let numbers = [self.tables.numbers(first), self.tables.numbers(second)];
+                for (total, a) in totals.iter_mut().zip(a) {
+                    *total = _mm512_fmadd_ps(products(&numbers, &a[index]), scale, *total);
+                }
+            }
+            to.iter_mut().zip(totals).for_each(|(to, total)| *to = Avx512::total(total));
+        }
+    }
+
+    /// Sums of the products of 128 woven numbers.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
+    fn products(numbers: &[[__m512bh; 2]; 2], a: &Quad) -> __m512 {
+        let a = |at: usize| -> __m512bh {
+            // SAFETY: a quad is aligned to a cache line and has four; the transmute renames 512 bits.
+            unsafe { transmute::<__m512i, __m512bh>(_mm512_load_si512(a.floats().as_ptr().add(32 * at).cast())) }
+        };
+        let zero = _mm512_setzero_ps();
+        let first = _mm512_dpbf16_ps(_mm512_dpbf16_ps(zero, numbers[0][0], a(0)), numbers[0][1], a(1));
+        let second = _mm512_dpbf16_ps(_mm512_dpbf16_ps(zero, numbers[1][0], a(2)), numbers[1][1], a(3));
+        _mm512_add_ps(first, second)
+    }
+
+    /// Writes as many numbers of some blocks as there is room for, a multiple of 32.
+    ///
+    /// # Safety
+    /// The machine must have AVX-512 F, BW, DQ, VL and BF16, AVX2, FMA and F16C.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    pub(in crate::quantized) unsafe fn to_bf16<B: Floats>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
+        for (index, (block, to)) in blocks.iter().zip(to.chunks_mut(F8_BLOCK_LEN)).enumerate() {
+            // As f16 the same bits are 256 times smaller; both factors together are exact.
+            let scale = _mm512_set1_ps(256.0 * block.scale(&scales[index * B::APART..]));
+            for (values, to) in block.values().as_chunks::<32>().0.iter().zip(to.as_chunks_mut::<32>().0) {
+                // SAFETY: 32 bytes are read, and as many bf16 written; the transmute renames 512 bits.
+                unsafe {
+                    let [first, second] = as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(values.as_ptr().cast())));
+                    let rounded = _mm512_cvtne2ps_pbh(_mm512_mul_ps(second, scale), _mm512_mul_ps(first, scale));
+                    _mm512_storeu_si512(to.as_mut_ptr().cast(), transmute::<__m512bh, __m512i>(rounded));
+                }
+            }
+        }
+    }
+
+    /// 32 floats, in words, read as f16 where their sign and the rest of their bits belong.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+    fn as_halves(words: __m512i) -> [__m512; 2] {
+        let size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
+        let sign = _mm512_slli_epi16::<8>(_mm512_and_si512(words, _mm512_set1_epi16(0x80)));
+        let halves = _mm512_or_si512(_mm512_slli_epi16::<7>(size), sign);
+        let is_nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f));
+        let halves = _mm512_mask_mov_epi16(halves, is_nan, _mm512_set1_epi16(0x7e00));
+        [_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(halves))]
+    }
+}

@@ -1,0 +1,148 @@
+//! Matrices in blocks whose numbers and whose scales a file has in two places.
+
+use std::sync::OnceLock;
+
+use crate::blocks::{F8Block, Mxfp4Block};
+use crate::dtype::{DType, Element};
+use crate::pool::MemoryPool;
+use crate::tensor::{Bytes, Tensor};
+
+/// The bytes of each row of a matrix, or of some neighbouring ones that share theirs.
+#[derive(Clone, Copy, Debug)]
+pub struct Lines<'a> {
+    bytes: &'a [u8],
+    first: usize,
+    len: usize,
+    step: usize,
+    rows_each: usize,
+}
+
+impl<'a> Lines<'a> {
+    /// Of `len` bytes each, one behind the other.
+    #[must_use]
+    pub const fn packed(bytes: &'a [u8], len: usize) -> Self {
+        Self { bytes, first: 0, len, step: len, rows_each: 1 }
+    }
+
+    /// The bytes of a row. Panics if there are none.
+    #[inline(always)]
+    #[must_use]
+    pub fn row(self, row: usize) -> &'a [u8] {
+        &self.bytes[self.start(row)..][..self.len]
+    }
+
+    /// Those of the rows from one on.
+    #[inline(always)]
+    #[must_use]
+    pub const fn starting_at(self, row: usize) -> Self {
+        Self { first: self.first + row, ..self }
+    }
+
+    /// Where the bytes of a row are, or would be if it were there.
+    #[inline(always)]
+    #[must_use]
+    pub fn address(self, row: usize) -> *const u8 {
+        self.bytes.as_ptr().wrapping_add(self.start(row))
+    }
+
+    /// Bytes of a row; none if all that there is to know is elsewhere.
+    #[inline(always)]
+    #[must_use]
+    pub const fn row_bytes(self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    const fn start(self, row: usize) -> usize {
+        (self.first + row) / self.rows_each * self.step
+    }
+}
+
+/// Where lines are in memory that somebody else owns.
+#[derive(Clone)]
+pub struct Place {
+    /// Whose memory it is.
+    pub owner: Bytes,
+    /// Its first byte of them.
+    pub start: usize,
+    /// Bytes from one line to the next.
+    pub step: usize,
+    /// How many neighbouring rows share a line.
+    pub rows_each: usize,
+}
+
+impl Place {
+    fn lines(&self, len: usize) -> Lines<'_> {
+        let bytes = &(*self.owner).as_ref()[self.start..];
+        Lines { bytes, first: 0, len, step: self.step, rows_each: self.rows_each }
+    }
+
+    /// Whether the lines of `rows` rows are all there.
+    fn holds(&self, rows: usize, len: usize) -> bool {
+        let steps =
+            rows.checked_sub(1).map_or(Some(0), |last| (last.checked_div(self.rows_each)?).checked_mul(self.step));
+        let end = steps.and_then(|steps| self.start.checked_add(steps)?.checked_add(len));
+        end.is_some_and(|end| end <= (*self.owner).as_ref().len())
+    }
+}
+
+/// The memory of a tensor whose numbers and scales are apart, and of all in blocks if somebody has asked for that.
+pub(crate) struct Apart {
+    places: [Place; 2],
+    pool: MemoryPool,
+    joined: OnceLock<Tensor>,
+}
+
+impl Apart {
+    /// None if a line of a row is not there, or if the type is not one that can be apart.
+    pub(crate) fn new(
+        pool: &MemoryPool,
+        (rows, cols): (usize, usize),
+        dtype: DType,
+        places: [Place; 2],
+    ) -> Option<Self> {
+        let lens = line_lens(dtype, cols)?;
+        let are_there = places.iter().zip(lens).all(|(place, len)| place.holds(rows, len));
+        are_there.then(|| Self { places, pool: pool.clone(), joined: OnceLock::new() })
+    }
+
+    pub(crate) fn lines(&self, cols: usize, dtype: DType) -> [Lines<'_>; 2] {
+        let lens = line_lens(dtype, cols).expect("types that can be apart");
+        [self.places[0].lines(lens[0]), self.places[1].lines(lens[1])]
+    }
+
+    pub(crate) fn joined(&self, shape: &[usize], dtype: DType) -> &Tensor {
+        self.joined.get_or_init(|| {
+            let mut joined = Tensor::empty(&self.pool, shape, dtype);
+            let (cols, rows) = (joined.cols(), joined.rows());
+            let [numbers, scales] = self.lines(cols, dtype);
+            match dtype {
+                DType::Mxfp4 => join(rows, (numbers, scales), joined.slice_mut(), Mxfp4Block::joined),
+                _ => join(rows, (numbers, scales), joined.slice_mut(), F8Block::joined),
+            }
+            joined
+        })
+    }
+}
+
+/// Bytes of a row's numbers and of its scales.
+fn line_lens(dtype: DType, cols: usize) -> Option<[usize; 2]> {
+    let blocks = cols / dtype.block_len();
+    match dtype {
+        DType::Mxfp4 => Some([cols / 2, blocks]),
+        DType::F8 => Some([cols, 4 * blocks]),
+        _ => None,
+    }
+}
+
+fn join<B: Element, const NUMBERS: usize, const SCALE: usize>(
+    rows: usize,
+    (numbers, scales): (Lines<'_>, Lines<'_>),
+    to: &mut [B],
+    joined: impl Fn(&[u8; NUMBERS], &[u8; SCALE]) -> B,
+) {
+    for (row, to) in to.chunks_exact_mut((to.len() / rows.max(1)).max(1)).enumerate() {
+        let blocks = numbers.row(row).as_chunks().0.iter().zip(scales.row(row).as_chunks().0);
+        to.iter_mut().zip(blocks).for_each(|(to, (numbers, scale))| *to = joined(numbers, scale));
+    }
+}
