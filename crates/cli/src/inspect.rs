@@ -72,9 +72,10 @@ fn stored_bytes(weights: &DecoderWeights) -> BTreeMap<&'static str, u64> {
             DType::U32 => "u32",
             DType::Q8 => "int8",
             DType::Q4 => "int4",
+            DType::F8 => "fp8",
             other => block_types().find(|(known, _)| *known == other).map_or("blocks", |(_, name)| name),
         };
-        *sums.entry(name).or_default() += tensor.num_bytes() as u64;
+        *sums.entry(name).or_default() += tensor.stored_bytes() as u64;
     }
     sums
 }

@@ -111,6 +111,11 @@ impl Apart {
         [self.places[0].lines(lens[0]), self.places[1].lines(lens[1])]
     }
 
+    pub(crate) fn stored_bytes(&self, rows: usize, cols: usize, dtype: DType) -> usize {
+        let lens = line_lens(dtype, cols).expect("types that can be apart");
+        self.places.iter().zip(lens).map(|(place, len)| rows.div_ceil(place.rows_each) * len).sum()
+    }
+
     pub(crate) fn joined(&self, shape: &[usize], dtype: DType) -> &Tensor {
         self.joined.get_or_init(|| {
             let mut joined = Tensor::empty(&self.pool, shape, dtype);

@@ -241,6 +241,16 @@ impl Tensor {
         byte_len(&self.shape, self.dtype)
     }
 
+    /// Bytes of all elements as they lie: fewer than [`num_bytes`](Self::num_bytes) where rows share scales.
+    #[must_use]
+    pub fn stored_bytes(&self) -> usize {
+        match &self.storage {
+            Storage::Pieces(pieces) => pieces.list.iter().map(Self::stored_bytes).sum(),
+            Storage::Apart(apart) => apart.stored_bytes(self.rows(), self.cols(), self.dtype),
+            Storage::Pooled(_) | Storage::Foreign { .. } => self.num_bytes(),
+        }
+    }
+
     /// The size of the last dim; 1 for a tensor without dims.
     #[must_use]
     pub fn cols(&self) -> usize {

@@ -1,4 +1,5 @@
 use super::*;
+use crate::{F8Block, Mxfp4Block};
 
 #[test]
 fn zeros_are_zero_also_in_recycled_memory() {
@@ -65,4 +66,51 @@ fn pieces_must_make_the_shape() {
     assert!(of(vec![piece(&[2, 2], DType::F32)], &[2, 2, 2]).is_none());
     assert!(of(vec![piece(&[2, 2], DType::F32)], &[4]).is_none());
     assert!(of(vec![piece(&[1, 2], DType::F32), piece(&[1, 2], DType::BF16)], &[2, 2]).is_none());
+}
+
+/// Rows of 256 eight-bit floats from byte 3 on with two bytes between them, and scales for two rows each.
+fn eight_bits(rows: usize) -> Option<Tensor> {
+    let numbers: Bytes = Arc::new((0..3 + 258 * 3 + 256).map(|i| (i % 251) as u8).collect::<Vec<u8>>());
+    let scales: Bytes =
+        Arc::new([1.0_f32, 2.0, 3.0, 4.0].iter().flat_map(|scale| scale.to_le_bytes()).collect::<Vec<u8>>());
+    let places = [
+        Place { owner: numbers, start: 3, step: 258, rows_each: 1 },
+        Place { owner: scales, start: 0, step: 8, rows_each: 2 },
+    ];
+    Tensor::apart(&MemoryPool::new(), &[rows, 256], DType::F8, places)
+}
+
+#[test]
+fn numbers_and_scales_are_where_they_were_said_to_be_and_are_joined_only_when_asked_for() {
+    let tensor = eight_bits(4).unwrap();
+    let [numbers, scales] = tensor.lines().unwrap();
+    assert_eq!((numbers.row(2)[0], numbers.starting_at(1).row(1).len()), (((3 + 2 * 258) % 251) as u8, 256));
+    assert_eq!((scales.row(1), scales.row(3)), (scales.row(0), scales.starting_at(2).row(0)));
+    assert_eq!(tensor.stored_bytes(), 4 * 256 + 2 * 8);
+    let blocks = tensor.slice::<F8Block>();
+    assert_eq!(
+        blocks.iter().map(|block| f32::from_le_bytes(block.scale)).collect::<Vec<_>>(),
+        [1.0, 2.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0]
+    );
+    assert_eq!(blocks[5].values.as_flattened(), &numbers.row(2)[128..]);
+}
+
+#[test]
+fn rows_that_are_not_there_make_no_tensor() {
+    assert!(eight_bits(5).is_none());
+    let place = |len: usize, step: usize| Place { owner: Arc::new(vec![0_u8; len]), start: 0, step, rows_each: 1 };
+    let tensor = |numbers: Place, dtype| Tensor::apart(&MemoryPool::new(), &[2, 128], dtype, [numbers, place(8, 4)]);
+    assert!(tensor(place(256, 128), DType::F8).is_some());
+    assert!(tensor(place(255, 128), DType::F8).is_none());
+    assert!(tensor(place(256, usize::MAX), DType::F8).is_none());
+    assert!(tensor(place(1 << 12, 128), DType::Q8).is_none());
+}
+
+#[test]
+fn the_two_tensors_of_four_bit_floats_are_made_one_and_two_again() {
+    let values = std::array::from_fn(|i| (17 * i) as u8);
+    let block = Mxfp4Block::joined(&values, &[99]);
+    // The first 16 in the low halves.
+    assert_eq!(block.bytes()[..3], [99, values[0] & 15 | values[8] << 4, values[0] >> 4 | values[8] & 0xf0]);
+    assert_eq!(block.parted(), (values, 99));
 }

@@ -273,7 +273,7 @@ fn bytes_per_token(config: &ModelConfig, weights: &DecoderWeights) -> f64 {
         } else {
             1.0
         };
-        share * tensor.num_bytes() as f64
+        share * tensor.stored_bytes() as f64
     };
     weights.tensors().into_iter().map(bytes).sum()
 }
