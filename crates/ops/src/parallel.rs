@@ -34,10 +34,15 @@ impl<'a, T: Send> Lent<'a, T> {
     /// Asks for the cache lines of elements that will be written to.
     #[inline(always)]
     pub(crate) fn prefetch(&self, start: usize, len: usize) {
-        let first = self.start.get().wrapping_add(start).cast::<u8>();
-        for byte in (0..len * size_of::<T>()).step_by(64) {
-            crate::gemm::kernel::prefetch(first.wrapping_add(byte).cast());
-        }
+        prefetch_elements(self.start.get().wrapping_add(start), len);
+    }
+}
+
+/// Asks for the cache lines of elements, of which nothing is read yet.
+#[inline(always)]
+pub(crate) fn prefetch_elements<T>(first: *const T, len: usize) {
+    for byte in (0..len * size_of::<T>()).step_by(64) {
+        crate::gemm::kernel::prefetch(first.cast::<u8>().wrapping_add(byte).cast());
     }
 }
 

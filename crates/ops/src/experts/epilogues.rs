@@ -8,7 +8,7 @@ use crate::activation::{activate, pull_back};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::store::{Room, read_rows, write_rows};
 use crate::gemm::{Epilogue, Place};
-use crate::parallel::Lent;
+use crate::parallel::{Lent, prefetch_elements};
 use crate::simd::{Float, Level};
 
 /// What becomes of the first product's sums: `h` and its activation.
@@ -89,6 +89,16 @@ pub(super) struct PullBack<'a, T> {
 }
 
 impl<T: Float> Epilogue for PullBack<'_, T> {
+    #[inline(always)]
+    fn prefetch(&self, at: Place) {
+        let (first, num_inputs) = (self.experts[at.group].1.start + at.rows.0, self.activation.num_inputs());
+        for row in first * num_inputs..(first + at.rows.1) * num_inputs {
+            let start = row * self.f + at.columns.0;
+            prefetch_elements(self.h.as_ptr().wrapping_add(start), at.columns.1);
+            self.dh.prefetch(start, at.columns.1);
+        }
+    }
+
     #[inline(always)]
     fn tile<S: Level>(&self, at: Place, u: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
         let (column, columns) = at.columns;

@@ -1,5 +1,7 @@
 //! Memory that is asked for before it is needed: the next rows of A, and the B of the task after this one.
 
+use std::ops::Range;
+
 use super::kernel::prefetch_far;
 use super::source::Source;
 use super::{Form, Work};
@@ -13,7 +15,17 @@ impl Work<'_> {
         let end = self.task.rows.0 + end.min(next + self.kernels.rows);
         let bytes = self.group.a.bytes_of(depth);
         let share = (bytes * self.kernels.rows).div_ceil(64 * self.task.panels.1);
-        Ahead { source: &self.group.a, row: self.task.rows.0 + next, end, start, bytes, at: 0, share }
+        let mut ahead = Ahead {
+            source: &self.group.a,
+            rows: self.task.rows.0 + next..end,
+            start,
+            bytes,
+            share,
+            left: 0,
+            at: std::ptr::null(),
+        };
+        ahead.next_row();
+        ahead
     }
 
     /// The B of the next task, to be asked for during this one's products; `idle` is what is asked for if there is none.
@@ -51,29 +63,37 @@ impl Work<'_> {
 /// up the loads of the kernel.
 pub(super) struct Ahead<'a> {
     source: &'a Source<'a>,
-    row: usize,
-    end: usize,
+    /// Rows that have not been begun.
+    rows: Range<usize>,
     /// First element of a row, and bytes from there on.
     start: usize,
     bytes: usize,
-    /// Bytes of the row that have been asked for.
-    at: usize,
     /// Cache lines in a share.
     share: usize,
+    /// What comes next of the row that has been begun, and the cache lines from there on.
+    at: *const u8,
+    left: usize,
 }
 
 impl Ahead<'_> {
     #[inline(always)]
     pub(super) fn advance(&mut self) {
-        for _ in 0..self.share {
-            if self.row >= self.end {
-                return;
+        let mut share = self.share;
+        while self.left > 0 && share > 0 {
+            let lines = self.left.min(share);
+            (0..lines).for_each(|line| prefetch_far(self.at.wrapping_add(64 * line)));
+            self.at = self.at.wrapping_add(64 * lines);
+            (self.left, share) = (self.left - lines, share - lines);
+            if self.left == 0 {
+                self.next_row();
             }
-            prefetch_far(self.source.address(self.row, self.start).wrapping_add(self.at));
-            self.at += 64;
-            if self.at >= self.bytes {
-                (self.row, self.at) = (self.row + 1, 0);
-            }
+        }
+    }
+
+    #[inline(always)]
+    fn next_row(&mut self) {
+        if let Some(row) = self.rows.next() {
+            (self.at, self.left) = (self.source.address(row, self.start), self.bytes.div_ceil(64));
         }
     }
 }
@@ -92,19 +112,32 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// What kernel call number `call` asks for: an address and the bytes to go on by with each unit.
+    /// Bytes from what a kernel asks for with one of its `num_units` units to what it asks for with the next, of a run.
     #[inline(always)]
-    pub(super) fn at_call(&self, call: usize, num_units: usize) -> (*const u8, usize) {
+    pub(super) fn step(&self, num_units: usize) -> usize {
+        self.len.div_ceil((self.calls_of_run() * num_units).max(1)).min(64)
+    }
+
+    /// Kernel calls for each run of bytes.
+    #[inline(always)]
+    fn calls_of_run(&self) -> usize {
+        if self.is_one_run() { self.num_calls } else { self.num_calls.div_ceil(2) }
+    }
+
+    #[inline(always)]
+    fn is_one_run(&self) -> bool {
+        self.starts[0] == self.starts[1]
+    }
+
+    /// What kernel call number `call` of `num_units` units asks for: an address and the bytes to go on by with each unit, which
+    /// are those that [`step`](Self::step) gave if rows are one run.
+    #[inline(always)]
+    pub(super) fn at_call(&self, call: usize, num_units: usize, step: usize) -> (*const u8, usize) {
         if let Some(row) = self.row {
             let at = (64 * call).min(self.len);
             return (self.starts[0].wrapping_add(at), if at < self.len { row } else { 0 });
         }
-        let (half, calls) = if self.starts[0] == self.starts[1] {
-            (0, self.num_calls)
-        } else {
-            (usize::from(2 * call >= self.num_calls), self.num_calls.div_ceil(2))
-        };
-        let step = self.len.div_ceil((calls * num_units).max(1)).min(64);
+        let half = usize::from(!self.is_one_run() && 2 * call >= self.num_calls);
         let at = ((call - half * (self.num_calls / 2)) * num_units * step).min(self.len);
         (self.starts[half].wrapping_add(at), if at < self.len { step } else { 0 })
     }

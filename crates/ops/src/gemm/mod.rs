@@ -331,6 +331,7 @@ impl Work<'_> {
         let (panels, num_tiles) = (Panels::of(group.columns, kernels.lanes), product.num_tiles());
         let Part { num_units, is_first, is_last, .. } = part;
         let mut ahead = self.ahead_of(rows.first, part.start, part.depth);
+        let step = progress.stream.step(num_units);
         for offset in 0..task.panels.1 {
             let panel = task.panels.0 + offset;
             let (column, columns, width) = panels.panel(panel);
@@ -345,7 +346,7 @@ impl Work<'_> {
             for tile in tiles.iter_mut() {
                 let (now, later) = b.split_at(num_units * width);
                 b = later;
-                let ahead = progress.stream.at_call(progress.num_calls, num_units);
+                let ahead = progress.stream.at_call(progress.num_calls, num_units, step);
                 progress.num_calls += 1;
                 let args = TileArgs {
                     depth: num_units,

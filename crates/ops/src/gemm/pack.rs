@@ -59,12 +59,14 @@ impl Columns<'_> {
 
     /// The rows of `x` that lie `unit` units of `SIZE` rows into the depth, from the first packed column to the last.
     #[inline(always)]
-    fn rows<'x, T, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [Row<'x, T>; SIZE] {
+    fn rows<'x, T: Copy, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [Row<'x, T>; SIZE] {
         let (first, end) = self.span();
-        std::array::from_fn(|r| {
-            let row = SIZE * unit + r;
-            row_of(self.source, x, (self.depth.0 + row, row < self.depth.1), first, end - first)
-        })
+        // A loop: closures of the library's functions on arrays stay calls here.
+        let mut rows = [Row { x: &[], factor: None }; SIZE];
+        for (row, to) in (SIZE * unit..).zip(&mut rows) {
+            *to = row_of(self.source, x, (self.depth.0 + row, row < self.depth.1), first, end - first);
+        }
+        rows
     }
 
     /// The first column, and the one after the last.
@@ -87,7 +89,8 @@ impl Columns<'_> {
 }
 
 /// A row of the depth, and what its elements are multiplied by. A row beyond the end of the depth is empty.
-struct Row<'a, T> {
+#[derive(Clone, Copy)]
+struct Row<'a, T: Copy> {
     x: &'a [T],
     factor: Option<f32>,
 }
@@ -257,7 +260,13 @@ in_vectors! {
 }
 
 #[inline(always)]
-fn row_of<'x, T>(source: &Source<'_>, x: &'x [T], (row, is_there): (usize, bool), at: usize, len: usize) -> Row<'x, T> {
+fn row_of<'x, T: Copy>(
+    source: &Source<'_>,
+    x: &'x [T],
+    (row, is_there): (usize, bool),
+    at: usize,
+    len: usize,
+) -> Row<'x, T> {
     if !is_there {
         return Row { x: &[], factor: None };
     }
