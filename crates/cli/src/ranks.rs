@@ -24,7 +24,8 @@ pub(crate) fn on_ranks<R: Send>(
     if is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
         let report = |rank, error: &dyn std::fmt::Display| eprintln!("error: rank {rank}: {error}");
-        return run_mpi(&MpiOptions::default(), report, |comm| {
+        let options = MpiOptions::default().with_order(config.parallel.ordered_sums);
+        return run_mpi(&options, report, |comm| {
             Ranks::check_program(comm)?;
             as_rank(comm)
         });

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 
-use crate::few::Few;
+use crate::few::with_few;
 use crate::number::{Number, Reduce};
 use crate::operation::{Call, Memory, Operation};
 use crate::started::{Pending, RawPending};
@@ -81,12 +81,12 @@ impl dyn Communicator + '_ {
 
     /// Gives everybody everybody's `send`, of the same length on all ranks: `recv` has `size` times as many elements.
     pub fn all_gather<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.all_gather_bytes(send, recv, &Few::of(self.size(), |_| size_of_val(send)))
+        with_few(self.size(), |_| size_of_val(send), |counts| self.all_gather_bytes(send, recv, counts))
     }
 
     /// Gives everybody everybody's `send`: `recv_counts[r]` elements from rank r, the same counts on all ranks.
     pub fn all_gather_v<T: Pod>(&self, send: &[T], recv: &mut [T], recv_counts: &[usize]) -> Result<(), CommError> {
-        self.all_gather_bytes(send, recv, &in_bytes(recv_counts, size_of::<T>()))
+        in_bytes(recv_counts, size_of::<T>(), |counts| self.all_gather_bytes(send, recv, counts))
     }
 
     fn all_gather_bytes<T: Pod>(&self, send: &[T], recv: &mut [T], recv_counts: &[usize]) -> Result<(), CommError> {
@@ -98,8 +98,7 @@ impl dyn Communicator + '_ {
     pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         let size = self.size();
         let piece = send.len() / size * size_of::<T>();
-        let counts = Few::of(size, |_| piece);
-        self.all_to_all_bytes((send, &counts), (recv, &counts))
+        with_few(size, |_| piece, |counts| self.all_to_all_bytes((send, counts), (recv, counts)))
     }
 
     /// Sends `send_counts[r]` elements to rank r and gets `recv_counts[r]` from it, which is what rank r sends here.
@@ -110,8 +109,9 @@ impl dyn Communicator + '_ {
         recv: &mut [T],
         recv_counts: &[usize],
     ) -> Result<(), CommError> {
-        let (sent, received) = (in_bytes(send_counts, size_of::<T>()), in_bytes(recv_counts, size_of::<T>()));
-        self.all_to_all_bytes((send, &sent), (recv, &received))
+        in_bytes(send_counts, size_of::<T>(), |sent| {
+            in_bytes(recv_counts, size_of::<T>(), |received| self.all_to_all_bytes((send, sent), (recv, received)))
+        })
     }
 
     fn all_to_all_bytes<T: Pod>(
@@ -131,10 +131,11 @@ impl dyn Communicator + '_ {
         recv: &mut [T],
         reduce: Reduce,
     ) -> Result<(), CommError> {
-        let counts = in_bytes(counts, size_of::<T>());
         let call = Call::ReduceScatter { number: T::KIND, reduce };
-        let operation = Operation { call, send_counts: &counts, recv_counts: &[] };
-        self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
+        in_bytes(counts, size_of::<T>(), |send_counts| {
+            let operation = Operation { call, send_counts, recv_counts: &[] };
+            self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
+        })
     }
 
     /// Reduces everybody's `data` in place: all ranks get the same bits.
@@ -157,12 +158,17 @@ impl dyn Communicator + '_ {
 
     /// Refuses a rank that runs something else than rank 0: `fingerprint` stands for `what`, such as "configuration".
     pub fn check_same(&self, what: &str, fingerprint: &[u8; 32]) -> Result<(), CommError> {
-        let mut all = vec![[0; 32]; self.size()];
-        self.all_gather(std::slice::from_ref(fingerprint), &mut all)?;
-        match all.iter().position(|other| *other != all[0]) {
-            Some(rank) => Err(self.fail(CommError::Refused { rank: self.world_ranks()[rank], what: what.to_owned() })),
+        match self.first_other(fingerprint)? {
+            Some(rank) => Err(self.fail(CommError::Refused { rank, what: what.to_owned() })),
             None => Ok(()),
         }
+    }
+
+    /// The first rank, by its number in the whole run, whose `fingerprint` is not that of this group's rank 0.
+    pub fn first_other(&self, fingerprint: &[u8; 32]) -> Result<Option<usize>, CommError> {
+        let mut all = vec![[0; 32]; self.size()];
+        self.all_gather(std::slice::from_ref(fingerprint), &mut all)?;
+        Ok(all.iter().position(|other| *other != all[0]).map(|rank| self.world_ranks()[rank]))
     }
 
     /// Ends the whole run: all ranks get an error that names this one and the reason.
@@ -170,6 +176,7 @@ impl dyn Communicator + '_ {
         self.fail(CommError::Died { rank: self.world_ranks()[self.rank()], reason: reason.to_owned() })
     }
 
+    #[inline(always)] // As all up to the library's call: short calls have no time for it.
     fn run_on(&self, operation: &Operation<'_>, send: &[u8], recv: &mut [u8]) -> Result<(), CommError> {
         // SAFETY: both regions are borrowed until `run` returns; the typed calls cast them from slices of their numbers.
         unsafe { self.run(operation, Memory::new(send, recv)) }
@@ -192,9 +199,9 @@ impl dyn Communicator + '_ {
         recv: R,
         recv_counts: &[usize],
     ) -> Result<Pending<(S, R)>, CommError> {
-        let counts = in_bytes(recv_counts, recv.element_size());
-        let operation = Operation { call: Call::AllGatherV, send_counts: &[], recv_counts: &counts };
-        self.start_on(&operation, send, recv)
+        in_bytes(recv_counts, recv.element_size(), |recv_counts| {
+            self.start_on(&Operation { call: Call::AllGatherV, send_counts: &[], recv_counts }, send, recv)
+        })
     }
 
     /// Starts `all_to_all_v`.
@@ -205,9 +212,11 @@ impl dyn Communicator + '_ {
         recv: R,
         recv_counts: &[usize],
     ) -> Result<Pending<(S, R)>, CommError> {
-        let (sent, received) = (in_bytes(send_counts, send.element_size()), in_bytes(recv_counts, recv.element_size()));
-        let operation = Operation { call: Call::AllToAllV, send_counts: &sent, recv_counts: &received };
-        self.start_on(&operation, send, recv)
+        in_bytes(send_counts, send.element_size(), |send_counts| {
+            in_bytes(recv_counts, recv.element_size(), |recv_counts| {
+                self.start_on(&Operation { call: Call::AllToAllV, send_counts, recv_counts }, send, recv)
+            })
+        })
     }
 
     /// Starts `reduce_scatter`. Panics where the elements of `send` are no numbers.
@@ -218,11 +227,11 @@ impl dyn Communicator + '_ {
         recv: R,
         reduce: Reduce,
     ) -> Result<Pending<(S, R)>, CommError> {
-        let counts = in_bytes(counts, send.element_size());
         let number = send.number().expect("numbers are reduced");
         let call = Call::ReduceScatter { number, reduce };
-        let operation = Operation { call, send_counts: &counts, recv_counts: &[] };
-        self.start_on(&operation, send, recv)
+        in_bytes(counts, send.element_size(), |send_counts| {
+            self.start_on(&Operation { call, send_counts, recv_counts: &[] }, send, recv)
+        })
     }
 
     /// Starts `all_reduce`. Panics where the elements are no numbers.
@@ -273,10 +282,11 @@ impl dyn Communicator + '_ {
     }
 }
 
-/// Counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates into a
-/// sum that fits no memory.
-fn in_bytes(counts: &[usize], element_size: usize) -> Few<usize> {
-    Few::of(counts.len(), |rank| counts[rank].saturating_mul(element_size))
+/// What `work` makes of counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates
+/// into a sum that fits no memory.
+#[inline(always)] // Else what it makes would be moved.
+fn in_bytes<R>(counts: &[usize], element_size: usize, work: impl FnOnce(&[usize]) -> R) -> R {
+    with_few(counts.len(), |rank| counts[rank].saturating_mul(element_size), work)
 }
 
 /// The functions of a [`Communicator`] that wraps another, its field `inner`, and leaves these to it.

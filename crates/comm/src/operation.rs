@@ -133,31 +133,34 @@ impl Operation<'_> {
 
     /// Whether the call fits the memory it comes with, in a group of `size` ranks. `rank` is this rank there, `world_rank`
     /// its name in errors.
+    #[inline(always)]
     pub(crate) fn check(&self, memory: &Memory, rank: usize, size: usize, world_rank: usize) -> Result<(), CommError> {
+        match self.misfit(memory, rank, size) {
+            None => Ok(()),
+            Some(misfit) => Err(CommError::BadCall { rank: world_rank, call: self.call, text: misfit.to_string() }),
+        }
+    }
+
+    #[inline(always)]
+    fn misfit(&self, memory: &Memory, rank: usize, size: usize) -> Option<Misfit> {
         let (send, recv) = (memory.send_bytes, memory.recv_bytes);
-        let problem = match self.call {
-            Call::Barrier | Call::Split => None,
+        match self.call {
+            Call::Barrier | Call::Split | Call::AllReduce { .. } => None,
             Call::Broadcast { root, .. } => unknown(root, size),
             Call::AllGatherV => total("receive", self.recv_counts, size, recv).or_else(|| {
-                (self.recv_counts[rank] != send)
-                    .then(|| format!("this rank gives {send} bytes, but its count is {}", self.recv_counts[rank]))
+                let count = self.recv_counts[rank];
+                (count != send).then_some(Misfit::Given { bytes: send, count })
             }),
             Call::AllToAllV => {
                 total("send", self.send_counts, size, send).or_else(|| total("receive", self.recv_counts, size, recv))
             }
             Call::ReduceScatter { .. } => total("send", self.send_counts, size, send).or_else(|| {
-                (self.send_counts[rank] != recv).then(|| {
-                    format!("this rank's share is {} bytes, but its memory has {recv}", self.send_counts[rank])
-                })
+                let share = self.send_counts[rank];
+                (share != recv).then_some(Misfit::Share { share, bytes: recv })
             }),
-            Call::AllReduce { .. } => None,
             Call::Send { to: peer, tag, .. } | Call::Receive { from: peer, tag, .. } => {
-                unknown(peer, size).or_else(|| (tag > MAX_TAG).then(|| format!("tags go up to {MAX_TAG}")))
+                unknown(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag))
             }
-        };
-        match problem {
-            Some(text) => Err(CommError::BadCall { rank: world_rank, call: self.call, text }),
-            None => Ok(()),
         }
     }
 }
@@ -165,19 +168,40 @@ impl Operation<'_> {
 /// What every MPI library allows.
 const MAX_TAG: u32 = 32_767;
 
-fn unknown(rank: usize, size: usize) -> Option<String> {
-    (rank >= size).then(|| format!("there is no rank {rank} among {size}"))
+/// Why a call does not fit its memory or its group: said only where there is something wrong, which short calls have no time for.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+enum Misfit {
+    #[error("there is no rank {rank} among {size}")]
+    Rank { rank: usize, size: usize },
+    #[error("tags go up to {MAX_TAG}")]
+    Tag,
+    #[error("this rank gives {bytes} bytes, but its count is {count}")]
+    Given { bytes: usize, count: usize },
+    #[error("this rank's share is {share} bytes, but its memory has {bytes}")]
+    Share { share: usize, bytes: usize },
+    #[error("{num} {what} counts for {size} ranks")]
+    Counts { num: usize, what: &'static str, size: usize },
+    #[error("the {what} counts add up to {sum} bytes, but the memory has {bytes}")]
+    Sum { what: &'static str, sum: usize, bytes: usize },
+    #[error("the sum of the {what} counts overflows")]
+    Overflow { what: &'static str },
 }
 
-fn total(what: &str, counts: &[usize], size: usize, bytes: usize) -> Option<String> {
+#[inline]
+fn unknown(rank: usize, size: usize) -> Option<Misfit> {
+    (rank >= size).then_some(Misfit::Rank { rank, size })
+}
+
+#[inline(always)]
+fn total(what: &'static str, counts: &[usize], size: usize, bytes: usize) -> Option<Misfit> {
     if counts.len() != size {
-        return Some(format!("{} {what} counts for {size} ranks", counts.len()));
+        return Some(Misfit::Counts { num: counts.len(), what, size });
     }
-    let sum = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
-    (sum != Some(bytes)).then(|| match sum {
-        Some(sum) => format!("the {what} counts add up to {sum} bytes, but the memory has {bytes}"),
-        None => format!("the sum of the {what} counts overflows"),
-    })
+    match counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count)) {
+        Some(sum) if sum == bytes => None,
+        Some(sum) => Some(Misfit::Sum { what, sum, bytes }),
+        None => Some(Misfit::Overflow { what }),
+    }
 }
 
 /// The memory of an operation: what is read and what is written. In-place calls (broadcast, all-reduce) use `recv` alone.

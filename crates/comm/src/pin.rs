@@ -14,7 +14,7 @@ use crate::{CommError, Communicator};
 const WORDS: usize = 16;
 
 /// A set of cores: bit c of the whole for core c.
-type Cores = [u64; WORDS];
+pub(crate) type Cores = [u64; WORDS];
 
 /// Where Linux describes its cores.
 const SYSTEM: &str = "/sys/devices/system/cpu";
@@ -49,6 +49,12 @@ pub fn share_cores(comm: &dyn Communicator, pins: bool) -> Result<f64, CommError
     let share = &cores[end(place)..end(place + 1)];
     restrict(share);
     Ok(share.len() as f64)
+}
+
+/// How many cores there are in any of several sets; 0 where that is not known.
+pub(crate) fn num_cores(sets: &[Cores]) -> usize {
+    let of_word = |word: usize| sets.iter().fold(0, |all, set| all | set[word]).count_ones() as usize;
+    (0..WORDS).map(of_word).sum()
 }
 
 /// The cores of a set, ascending.
@@ -94,7 +100,7 @@ fn by_numa_node(cores: &[usize], system: &Path) -> Vec<usize> {
 
 /// The cores that this thread may use; none where that is not known.
 #[cfg(target_os = "linux")]
-fn allowed() -> Cores {
+pub(crate) fn allowed() -> Cores {
     let mut cores = [0; WORDS];
     // SAFETY: a set of cores is plain bits, all of which may be zero.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -122,7 +128,7 @@ fn restrict(cores: &[usize]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn allowed() -> Cores {
+pub(crate) fn allowed() -> Cores {
     [0; WORDS]
 }
 

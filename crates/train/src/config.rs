@@ -331,6 +331,8 @@ pub struct ParallelConfig {
     /// What ranks that hold the same weights share out: 0 nothing, 1 their optimizer state, 2 gradients, too, 3 and the weights
     /// themselves (the stages of ZeRO).
     pub zero: u8,
+    /// Whether sums over ranks are taken in the order of ranks also where an MPI library takes them sooner.
+    pub ordered_sums: bool,
     /// Seconds after which a rank that the others wait for within a step is taken for hung.
     pub timeout_s: u64,
 }
@@ -435,6 +437,7 @@ impl Default for ParallelConfig {
             topology: "topology.toml".into(),
             pin: true,
             zero: 0,
+            ordered_sums: false,
             timeout_s: 25,
         }
     }

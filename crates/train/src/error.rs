@@ -55,6 +55,19 @@ pub enum TrainError {
         /// Ranks there are.
         num_ranks: usize,
     },
+    /// Ranks that hold the same weights have other bits.
+    #[error(
+        "rank {rank} has other bits than rank {of} of {tensor}, which both hold: sums gave ranks different results, and the run ends \
+         before a checkpoint is made of that; go on with --resume and --set parallel.ordered_sums=true"
+    )]
+    Drifted {
+        /// A rank.
+        rank: usize,
+        /// The rank whose bits it should have.
+        of: usize,
+        /// The tensor.
+        tensor: String,
+    },
     /// A batch does not fit the model.
     #[error(transparent)]
     Batch(#[from] BatchError),

@@ -70,7 +70,9 @@ functions! {
         *const u8, *const c_int, *const c_int, Handle, *mut u8, *const c_int, *const c_int, Handle, Handle,
         *mut Handle);
     allreduce = b"MPI_Allreduce" (*const u8, *mut u8, c_int, Handle, Handle, Handle);
+    iallreduce = b"MPI_Iallreduce" (*const u8, *mut u8, c_int, Handle, Handle, Handle, *mut Handle);
     reduce_scatter = b"MPI_Reduce_scatter" (*const u8, *mut u8, *const c_int, Handle, Handle, Handle);
+    ireduce_scatter = b"MPI_Ireduce_scatter" (*const u8, *mut u8, *const c_int, Handle, Handle, Handle, *mut Handle);
     send = b"MPI_Send" (*const u8, c_int, Handle, c_int, c_int, Handle);
     isend = b"MPI_Isend" (*const u8, c_int, Handle, c_int, c_int, Handle, *mut Handle);
     recv = b"MPI_Recv" (*mut u8, c_int, Handle, c_int, c_int, Handle, *mut Status);
@@ -94,6 +96,7 @@ pub(crate) struct Constants {
     pub(crate) in_place: usize,
     pub(crate) type_shared: c_int,
     pub(crate) thread_serialized: c_int,
+    pub(crate) is_open_mpi: bool,
 }
 
 /// "Of no colour", in all libraries.
@@ -111,6 +114,7 @@ const ABI: Constants = Constants {
     in_place: 1,
     type_shared: 221,
     thread_serialized: 2048,
+    is_open_mpi: false,
 };
 
 /// The values of MPICH and what is built from it (its ABI of 2014).
@@ -125,6 +129,7 @@ const MPICH: Constants = Constants {
     in_place: usize::MAX,
     type_shared: 1,
     thread_serialized: 2,
+    is_open_mpi: false,
 };
 
 impl Constants {
@@ -165,6 +170,7 @@ impl Constants {
             in_place: 1,
             type_shared: 0,
             thread_serialized: 2,
+            is_open_mpi: true,
         })
     }
 }

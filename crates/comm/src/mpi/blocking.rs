@@ -9,7 +9,7 @@ use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::starts;
 use super::versions::Versions;
 use crate::CommError;
-use crate::few::{FEW, Few};
+use crate::few::{FEW, with_few};
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory, Operation};
 use crate::under_way::locked;
@@ -27,14 +27,14 @@ impl Group {
                 Call::Broadcast { root, .. } => self.broadcast(call, memory, root),
                 Call::AllGatherV => self.all_gather_v(call, operation.recv_counts, memory),
                 Call::AllToAllV => self.all_to_all_v(call, (operation.send_counts, operation.recv_counts), memory),
-                Call::ReduceScatter { number, reduce } if self.may_reduce((number, reduce), memory.send_bytes) => {
-                    self.shares_of_two(call, operation.send_counts, memory)
+                Call::ReduceScatter { .. } if self.is_of_library(call, memory.send_bytes, false) => {
+                    self.library_share(call, operation.send_counts, memory)
                 }
                 Call::ReduceScatter { number, reduce } => {
                     self.reduce_scatter(call, operation.send_counts, memory, (number, reduce))
                 }
-                Call::AllReduce { number, reduce, bytes } if self.may_reduce((number, reduce), bytes) => {
-                    self.sum_of_two(call, memory)
+                Call::AllReduce { bytes, .. } if self.is_of_library(call, bytes, false) => {
+                    self.library_sum(call, memory)
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
                     self.all_reduce_at_once(call, memory, (number, reduce))
@@ -68,6 +68,7 @@ impl Group {
         })
     }
 
+    #[inline(always)]
     unsafe fn all_gather_v(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let own = counts[self.rank];
         if memory.recv_bytes <= self.process.limit && counts.iter().all(|&count| count == own) {
@@ -78,38 +79,39 @@ impl Group {
                 (functions.allgather)(memory.send, own, byte, memory.recv, own, byte, self.comm)
             });
         }
-        self.as_pieces(call, counts, |counts, starts, unit| {
+        self.as_pieces(call, (counts, memory.recv_bytes), |counts, starts, unit| {
             let (functions, comm) = (self.functions(), self.comm);
             // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
-            unsafe {
+            self.check(call, unsafe {
                 let own = *counts.add(self.rank);
                 (functions.allgatherv)(memory.send, own, unit, memory.recv, counts, starts, unit, comm)
-            }
+            })
         })
     }
 
-    /// Calls `work` with pieces of a region as the library wants them: how long each is, where it begins, and of which type. (Written
-    /// once where they stay: to hand them on would take as long as the rest of a short call.)
-    #[inline]
+    /// Calls `work` with the pieces of a region of `bytes` bytes as the library wants them: how long each is, where it begins, and of
+    /// which type. (Written once where they stay: to hand them on would take as long as the rest of a short call.)
+    #[inline(always)]
     fn as_pieces(
         &self,
         call: &Call,
-        counts: &[usize],
-        work: impl FnOnce(*const c_int, *const c_int, Handle) -> c_int,
+        (counts, bytes): (&[usize], usize),
+        work: impl FnOnce(*const c_int, *const c_int, Handle) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        if counts.len() > FEW || counts.iter().sum::<usize>() > self.process.limit {
+        if counts.len() > FEW || bytes > self.process.limit {
             let pieces = self.pieces(call, counts)?;
             let unit = self.unit(call, &pieces)?;
-            return self.check(call, work(pieces.counts.as_ptr(), pieces.starts.as_ptr(), unit.handle));
+            return work(pieces.counts.as_ptr(), pieces.starts.as_ptr(), unit.handle);
         }
         let mut pieces = [[0; FEW]; 2];
         let [lens, begins] = &mut pieces;
         for (((len, begin), &count), start) in lens.iter_mut().zip(begins).zip(counts).zip(starts(counts)) {
             (*len, *begin) = (count as c_int, start as c_int);
         }
-        self.check(call, work(pieces[0].as_ptr(), pieces[1].as_ptr(), self.byte()))
+        work(pieces[0].as_ptr(), pieces[1].as_ptr(), self.byte())
     }
 
+    #[inline(always)]
     unsafe fn all_to_all_v(
         &self,
         call: &Call,
@@ -117,18 +119,15 @@ impl Group {
         memory: &Memory,
     ) -> Result<(), CommError> {
         let (functions, comm) = (self.functions(), self.comm);
-        let mut result = Ok(());
-        self.as_pieces(call, send_counts, |sends, send_starts, send_unit| {
-            result = self.as_pieces(call, recv_counts, |recvs, recv_starts, recv_unit| {
+        self.as_pieces(call, (send_counts, memory.send_bytes), |sends, send_starts, send_unit| {
+            self.as_pieces(call, (recv_counts, memory.recv_bytes), |recvs, recv_starts, recv_unit| {
                 let (from, to) = (memory.send, memory.recv);
                 // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
-                unsafe {
+                self.check(call, unsafe {
                     (functions.alltoallv)(from, sends, send_starts, send_unit, to, recvs, recv_starts, recv_unit, comm)
-                }
-            });
-            0
-        })?;
-        result
+                })
+            })
+        })
     }
 
     /// Everybody gets all versions of its share and sums them in the order of ranks.
@@ -144,27 +143,26 @@ impl Group {
         let there = Memory { recv: versions.start(), recv_bytes: own * size, ..*memory };
         // SAFETY: the caller's promise; the versions have room for one share from each rank.
         unsafe {
-            self.all_to_all_v(call, (counts, &Few::of(size, |_| own)), &there)?;
+            with_few(size, |_| own, |owns| self.all_to_all_v(call, (counts, owns), &there))?;
             versions.reduce(how, memory.recv);
         }
         Ok(())
     }
 
-    /// Whether the library may reduce as it likes: two numbers give the same sum in either order.
-    fn may_reduce(&self, how: (NumberKind, Reduce), bytes: usize) -> bool {
-        how == (NumberKind::F32, Reduce::Sum) && self.size() == 2 && bytes <= self.process.limit
-    }
-
-    unsafe fn shares_of_two(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
+    /// The share of a sum that the library takes.
+    unsafe fn library_share(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let (float, sum) = (self.process.mpi.constants.float, self.process.mpi.constants.sum);
-        let counts = [counts[0], counts[1]].map(|bytes| (bytes / size_of::<f32>()) as c_int);
-        // SAFETY: the caller's promise; the counts were held against the memory.
-        self.check(call, unsafe {
-            (self.functions().reduce_scatter)(memory.send, memory.recv, counts.as_ptr(), float, sum, self.comm)
+        let (functions, number) = (self.functions(), |rank: usize| (counts[rank] / size_of::<f32>()) as c_int);
+        with_few(counts.len(), number, |numbers| {
+            // SAFETY: the caller's promise; the counts were held against the memory.
+            self.check(call, unsafe {
+                (functions.reduce_scatter)(memory.send, memory.recv, numbers.as_ptr(), float, sum, self.comm)
+            })
         })
     }
 
-    unsafe fn sum_of_two(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
+    /// A sum that the library takes.
+    unsafe fn library_sum(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
         let constants = &self.process.mpi.constants;
         let in_place = ptr::without_provenance(constants.in_place);
         let (count, float, sum) = ((memory.recv_bytes / size_of::<f32>()) as c_int, constants.float, constants.sum);

@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::api::{Functions, Handle, Status};
 use super::library::Mpi;
+use super::linger::Linger;
 use super::pieces::{Pieces, Unit};
+use super::sums::LibrarySums;
 use super::watch::{InOperation, Watch};
 use crate::CommError;
 use crate::operation::Call;
@@ -36,6 +38,9 @@ pub(crate) struct Process {
     pub(crate) limit: usize,
     /// Whether calls are compared before they are made.
     pub(crate) is_checked: bool,
+    pub(crate) sums: LibrarySums,
+    /// Who outlives this process if it ends too early.
+    pub(crate) linger: Option<Linger>,
 }
 
 /// A communicator of the library. It lives until MPI is finalised: freeing it would be a call of all its ranks.
@@ -84,6 +89,12 @@ impl Group {
     /// In the call, for the watchdog.
     pub(crate) fn enter(&self, call: &Call) -> InOperation<'_> {
         self.process.watch.enter(call)
+    }
+
+    /// Whether the library takes a sum, of `bytes` bytes of each rank.
+    #[inline]
+    pub(crate) fn is_of_library(&self, call: &Call, bytes: usize, is_started: bool) -> bool {
+        bytes / size_of::<f32>() <= self.process.limit && self.process.sums.takes(call, bytes, self.size(), is_started)
     }
 
     /// A number for what belongs to this call alone, the same on all ranks.

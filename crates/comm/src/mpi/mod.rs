@@ -1,20 +1,22 @@
 //! Ranks as processes that an MPI launcher has started, on this machine or on many.
 //!
 //! The MPI library is loaded at run time: the program is built without one and works with Open MPI 4 and 5, MPICH and its
-//! relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except reductions, which
-//! are fetched with all-to-all and summed here in the order of ranks, so that they are the same bits as among threads.
+//! relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except reductions other than its
+//! quick sums (`sums.rs`): these are fetched with all-to-all and taken here in the order of ranks, the same bits as among threads.
 
 mod api;
 mod blocking;
 mod check;
 mod group;
 mod library;
+mod linger;
 mod obituary;
 mod pieces;
 mod pulse;
 mod raw;
 mod run;
 mod started;
+mod sums;
 mod versions;
 mod watch;
 
@@ -78,7 +80,7 @@ struct MpiComm {
 
 impl MpiComm {
     /// Whether the call is one. Makes its memory such as the library wants it.
-    #[inline]
+    #[inline(always)]
     fn admit(&self, operation: &Operation<'_>, memory: &mut Memory) -> Result<(), CommError> {
         let group = &self.group;
         group.still_going()?;

@@ -14,8 +14,11 @@ use super::MpiComm;
 use super::api::Handle;
 use super::group::{Group, Process, Report};
 use super::library::{self, Mpi};
+use super::linger::Linger;
 use super::pulse::{Mouth, NO_CARD, Pulse};
+use super::sums::LibrarySums;
 use super::watch::{Page, Watch};
+use crate::pin;
 use crate::threads::{message, numbered_by_appearance};
 use crate::{CommError, Communicator};
 
@@ -32,13 +35,20 @@ pub struct MpiOptions {
     ranks_per_node: Option<usize>,
     limit: usize,
     is_checked: bool,
+    keeps_order: bool,
 }
 
 impl Default for MpiOptions {
-    /// Nodes are found out; a rank that does not come for 25 seconds is taken for hung; in debug builds calls are compared.
+    /// Nodes are found out; a rank that does not come for 25 seconds is taken for hung; in debug builds calls are compared; the library
+    /// takes sums as it likes.
     fn default() -> Self {
-        let limit = c_int::MAX as usize;
-        Self { timeout: Duration::from_secs(25), ranks_per_node: None, limit, is_checked: cfg!(debug_assertions) }
+        Self {
+            timeout: Duration::from_secs(25),
+            ranks_per_node: None,
+            limit: c_int::MAX as usize,
+            is_checked: cfg!(debug_assertions),
+            keeps_order: false,
+        }
     }
 }
 
@@ -64,6 +74,14 @@ impl MpiOptions {
         self
     }
 
+    /// Whether sums of f32 are taken in the order of ranks, as among threads, and never by the library. Its sums are as good (the MPI
+    /// standard requires that all ranks get identical results), but other bits than those of threads and perhaps of another library.
+    #[must_use]
+    pub fn with_order(mut self, keeps_order: bool) -> Self {
+        self.keeps_order = keeps_order;
+        self
+    }
+
     /// The greatest count to say as one `int`: to try what happens beyond 2 GiB with less.
     #[doc(hidden)]
     #[must_use]
@@ -77,8 +95,7 @@ impl MpiOptions {
 ///
 /// Where it fails or panics, or another rank hangs, `report` is told the rank and the error and then all processes of the
 /// run are ended by `MPI_Abort`, with exit code 2: this function returns an error only if there is no run, or one of a single
-/// rank. A rank whose process dies is named by the others of its node. (MPICH's launcher passes on nothing that they print
-/// then, and ends them at once unless it is started with `-disable-auto-cleanup`: `report` should write to a file first.)
+/// rank. A rank whose process dies is named by the others of its node.
 ///
 /// # Errors
 /// The error of `rank`, or that MPI cannot be started.
@@ -118,6 +135,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         return Err(CommError::Start("MPI can be started once in a process".to_owned()));
     }
     let mpi = library::load()?;
+    let linger = Linger::begin();
     outlive_notices();
     initialise(mpi)?;
     let world = mpi.constants.comm_world;
@@ -127,6 +145,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     let (page, own) = node.page(mpi)?;
     // A node is named by its first rank.
     let nodes = gather(mpi, world, node.ranks[0], size)?;
+    let is_crowded = gather(mpi, world, usize::from(node.is_crowded), size)?.contains(&1);
     let pulse = pulse(mpi, (world, rank), &nodes)?;
     let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));
     let process = Arc::new(Process {
@@ -139,6 +158,8 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         spare: Mutex::default(),
         limit: options.limit,
         is_checked: options.is_checked,
+        sums: LibrarySums::of(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
+        linger,
     });
     let barking = Arc::clone(&process);
     watch
@@ -236,12 +257,21 @@ fn pulse(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<O
     Ok(Some(mouth.pulse(&cards[next], previous, &cards[previous])))
 }
 
+/// Whether more ranks share the machine of `comm` than the cores that they may use.
+fn is_crowded(mpi: &Mpi, comm: Handle) -> Result<bool, CommError> {
+    let (_, size) = rank_and_size(mpi, comm)?;
+    let num_cores = pin::num_cores(&gather_words(mpi, comm, &pin::allowed(), size)?);
+    Ok((1..size).contains(&num_cores))
+}
+
 /// The ranks that share memory with this one.
 struct Node {
     comm: Handle,
     own: usize,
     /// Their numbers in the whole run.
     ranks: Vec<usize>,
+    /// Whether there are more ranks on this machine than cores that they may use.
+    is_crowded: bool,
 }
 
 impl Node {
@@ -252,13 +282,14 @@ impl Node {
         checked(mpi, unsafe {
             (mpi.functions.comm_split_type)(world, constants.type_shared, 0, constants.info_null, &raw mut comm)
         })?;
+        let is_crowded = is_crowded(mpi, comm)?;
         if let Some(ranks_per_node) = supposed {
             let (of_machine, color) = (comm, (rank / ranks_per_node) as c_int);
             // SAFETY: as above.
             checked(mpi, unsafe { (mpi.functions.comm_split)(of_machine, color, rank as c_int, &raw mut comm) })?;
         }
         let (own, size) = rank_and_size(mpi, comm)?;
-        Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)? })
+        Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)?, is_crowded })
     }
 
     /// The numbers of the ranks' processes; none where they are in worlds of their own, in which numbers mean nothing.
@@ -336,6 +367,7 @@ impl Process {
         // SAFETY: a call of all ranks, after which nothing of the library is called: calls look for a failure first.
         let code = unsafe { (self.mpi.functions.finalize)() };
         self.watch.end();
+        self.linger.iter().for_each(Linger::end);
         if code == 0 { Ok(()) } else { Err(CommError::Start(format!("the end of MPI: error {code}"))) }
     }
 

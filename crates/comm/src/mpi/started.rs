@@ -2,9 +2,9 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
-use std::thread;
+use std::{ptr, thread};
 
-use super::api::{Handle, Status};
+use super::api::{Constants, Handle, Status};
 use super::check::Check;
 use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::{Pieces, Unit};
@@ -86,10 +86,16 @@ impl Started {
                 Call::Broadcast { root, .. } => self.broadcast(root),
                 Call::AllGatherV => self.all_gather_v(operation.recv_counts),
                 Call::AllToAllV => self.all_to_all_v(operation.send_counts, operation.recv_counts, memory),
+                Call::ReduceScatter { .. } if self.group.is_of_library(&self.call, memory.send_bytes, true) => {
+                    self.library_share(operation.send_counts)
+                }
                 Call::ReduceScatter { number, reduce } => {
                     let versions = self.versions(operation.send_counts, memory)?;
                     self.then = Then::Reduce(versions, (number, reduce), Target(memory.recv));
                     Ok(())
+                }
+                Call::AllReduce { bytes, .. } if self.group.is_of_library(&self.call, bytes, true) => {
+                    self.library_sum()
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
                     self.gather_versions((number, reduce))
@@ -205,6 +211,29 @@ impl Started {
         // SAFETY: the caller's promise; the versions' memory is kept with them, and does not move.
         unsafe { self.all_to_all_v(counts, &vec![own; self.group.size()], there) }?;
         Ok(versions)
+    }
+
+    /// Starts a sum that the library takes.
+    unsafe fn library_sum(&mut self) -> Result<(), CommError> {
+        let (group, memory) = (Arc::clone(&self.group), self.memory);
+        let Constants { in_place, float, sum, .. } = group.process.mpi.constants;
+        let (in_place, count) = (ptr::without_provenance(in_place), (memory.recv_bytes / size_of::<f32>()) as c_int);
+        // SAFETY: the caller's promise; `count` numbers are `recv_bytes` bytes.
+        self.request(|request| unsafe {
+            (group.functions().iallreduce)(in_place, memory.recv, count, float, sum, group.comm, request)
+        })
+    }
+
+    /// Starts one of which each rank gets a share.
+    unsafe fn library_share(&mut self, counts: &[usize]) -> Result<(), CommError> {
+        let (group, memory) = (Arc::clone(&self.group), self.memory);
+        let numbers: Vec<usize> = counts.iter().map(|bytes| bytes / size_of::<f32>()).collect();
+        let (numbers, ..) = self.keep(&numbers)?;
+        let Constants { float, sum, .. } = group.process.mpi.constants;
+        // SAFETY: the caller's promise; the counts were held against the memory, and their array is kept.
+        self.request(|request| unsafe {
+            (group.functions().ireduce_scatter)(memory.send, memory.recv, numbers, float, sum, group.comm, request)
+        })
     }
 
     unsafe fn gather_versions(&mut self, how: (NumberKind, Reduce)) -> Result<(), CommError> {

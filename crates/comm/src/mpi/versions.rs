@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::group::{Group, Process};
-use crate::few::Few;
+use crate::few::with_few;
 use crate::number::{NumberKind, Reduce};
 use crate::under_way::locked;
 
@@ -34,9 +34,9 @@ impl<W: DerefMut<Target = Vec<u64>>> Versions<W> {
     /// `target` is valid for writing the bytes of one version, and aligned for the number.
     pub(crate) unsafe fn reduce(&self, (number, reduce): (NumberKind, Reduce), target: *mut u8) {
         let start = self.words.as_ptr().cast::<u8>();
-        let sources = Few::of(self.num_ranks, |rank| start.wrapping_add(rank * self.bytes));
+        let source = |rank: usize| start.wrapping_add(rank * self.bytes);
         // SAFETY: the versions lie one after another, each a whole number of numbers.
-        unsafe { number.reduce(reduce, &sources, &[target], self.bytes) };
+        with_few(self.num_ranks, source, |sources| unsafe { number.reduce(reduce, sources, &[target], self.bytes) });
     }
 }
 

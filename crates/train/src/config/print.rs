@@ -211,6 +211,11 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
         "What ranks that hold the same weights share out (the stages of ZeRO): 0 nothing, 1 their optimizer state, 2 gradients, too:\n\
          less memory for the same traffic; 3 the weights themselves, each layer put together for forward and again for backward.",
     ),
+    (
+        "parallel.ordered_sums",
+        "Whether sums over ranks are taken in the order of ranks, the bits of ranks that are threads, also where the MPI library takes\n\
+         them sooner; all ranks have the same bits either way.",
+    ),
     ("parallel.timeout_s", "Seconds after which a rank that others wait for in a step is taken for hung."),
     ("run", "Where the results go."),
     ("run.out", "Folder of all runs."),

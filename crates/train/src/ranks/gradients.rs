@@ -8,8 +8,8 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
 
-use super::Ranks;
 use super::zero::GradSlices;
+use super::{Ranks, fingerprint};
 use crate::error::TrainError;
 
 /// Sums of gradients that were started, by the names of the tensors, and why one could not be.
@@ -84,6 +84,21 @@ impl Ranks {
                 self.sum_replicas(tensor)?;
             } else {
                 self.holders(&name).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses ranks whose `weights` have drifted apart: those that hold the same have the same bits, as sums that a library took may
+    /// only be if it keeps to the standard. All ranks call this.
+    pub(crate) fn check_copies(&self, weights: &DecoderWeights) -> Result<(), TrainError> {
+        if self.shards_weights() {
+            return Ok(());
+        }
+        for (name, tensor) in weights.tensors() {
+            let holders = self.holders(&name);
+            if let Some(rank) = holders.first_other(&fingerprint(tensor.bytes()))? {
+                return Err(TrainError::Drifted { rank, of: holders.world_ranks()[0], tensor: name });
             }
         }
         Ok(())

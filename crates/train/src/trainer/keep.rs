@@ -20,6 +20,7 @@ impl Trainer {
     /// Writes a checkpoint.
     pub(super) fn save(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
         self.progress.updates = self.optimizer.updates;
+        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check_copies(&self.weights))?;
         let Some(mut output) = self.output.take() else { return self.help_to_save() };
         let result = self.save_to(&mut output);
         self.output = Some(output);

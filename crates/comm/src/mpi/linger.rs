@@ -1,0 +1,72 @@
+//! A process beside each rank, under MPICH's launcher (Hydra).
+//!
+//! That launcher ends all ranks within a millisecond when the pipes that it has to one of them close, and then says the number of a
+//! process, not the rank. The process beside holds the same pipes, and lets go of them only some time after a rank has ended in the
+//! middle of its run: until then the other ranks, which learn of it from the system, have said which it was.
+
+use std::env;
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+
+/// How long it holds on to a rank that is gone: longer than it takes the others to say so.
+const MOMENT_MS: i32 = 3000;
+
+/// What Hydra tells the processes that it starts.
+const SIGN_OF_HYDRA: &str = "HYDI_CONTROL_FD";
+
+/// Tells the process beside that the run has ended as it should.
+pub(crate) struct Linger {
+    goodbye: File,
+}
+
+impl Linger {
+    /// Starts the process where it is of use. To be called before MPI is initialised, which makes forking a delicate matter.
+    pub(crate) fn begin() -> Option<Self> {
+        env::var_os(SIGN_OF_HYDRA)?;
+        let begun = Self::fork();
+        begun.inspect_err(|error| tracing::info!("no process that outlives this one: {error}")).ok()
+    }
+
+    fn fork() -> io::Result<Self> {
+        let mut ends = [0; 2];
+        // SAFETY: room for two descriptors.
+        if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptors are new, and owned here alone.
+        let [listen, goodbye] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
+        // SAFETY: the child calls nothing but what a signal handler may call, whatever other threads held when it was made.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            // SAFETY: as above; these are the pipe's two ends.
+            0 => unsafe { outlive(listen.as_raw_fd(), goodbye.as_raw_fd()) },
+            _ => Ok(Self { goodbye: File::from(goodbye) }),
+        }
+    }
+
+    pub(crate) fn end(&self) {
+        // Where it is gone there is nobody to tell.
+        let _ = (&self.goodbye).write(&[1]);
+    }
+}
+
+/// The life of the process: it waits until the rank says goodbye or is gone without.
+///
+/// # Safety
+/// To be called in a new process with the ends of a pipe, of which the rank alone has the other `goodbye`.
+unsafe fn outlive(listen: i32, goodbye: i32) -> ! {
+    let mut byte = 0_u8;
+    // SAFETY: calls that are allowed after a fork; `byte` is valid for writing.
+    unsafe {
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+            libc::signal(signal, libc::SIG_DFL);
+        }
+        libc::signal(libc::SIGUSR1, libc::SIG_IGN);
+        libc::close(goodbye);
+        if libc::read(listen, (&raw mut byte).cast(), 1) != 1 {
+            libc::poll(std::ptr::null_mut(), 0, MOMENT_MS);
+        }
+        libc::_exit(0)
+    }
+}
