@@ -11,7 +11,10 @@ impl DecoderWeights {
     pub fn first_not_finite(&self, ctx: &Context) -> Option<String> {
         let is_finite = |part: &Tensor| match part.dtype().is_quantized() {
             true => elementwise::sum_of_squares(ctx, &quantized::dequantize(ctx, part, DType::F32)).is_finite(),
-            false => elementwise::sum_of_squares(ctx, part).is_finite(),
+            false => {
+                let base = part.as_turned().map_or(part, |(base, _)| base);
+                elementwise::sum_of_squares(ctx, base).is_finite()
+            }
         };
         let tensors = self.tensors().into_iter().chain(self.states());
         tensors.into_iter().find(|(_, tensor)| !tensor.parts().iter().all(is_finite)).map(|(name, _)| name)

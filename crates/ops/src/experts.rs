@@ -9,6 +9,7 @@
 //! the token's choices, so that no two threads ever write the same element.
 
 mod epilogues;
+mod turned;
 
 use std::ops::Range;
 
@@ -28,7 +29,7 @@ use epilogues::{Activate, PullBack, dot};
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken. For
 /// inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each, is read where
-/// these lie by the forward pass.
+/// these lie by the forward pass, and so are stacks that are [turned](Tensor::turned), of gate and up in turn.
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
     /// `[E, A F, D]` with `A = activation.num_inputs()`; with a gated activation the gate's F rows come first.
@@ -116,11 +117,14 @@ pub fn experts_forward_biased(
     let experts = used_experts(rows);
     let mut h = ctx.empty(&[s.r, s.af], dtype);
     let mut a = ctx.empty(&[s.r, s.f], dtype);
-    with_float!(dtype, T => {
+    let (bias, activation) = (biases.map(|biases| biases.gate_up.f32s()), weights.activation);
+    let is_paired = activation.num_inputs() == 2;
+    with_float!(dtype, T => if let Some((base, true)) = weights.gate_up.as_turned().filter(|_| is_paired) {
+        let between = turned::Between { activation, bias, experts: &experts };
+        turned::activate_in_turn::<T>(ctx, (x, Some(rows.tokens)), base, &between, (&mut h, &mut a));
+    } else {
         let (h, a) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()));
-        let bias = biases.map(|biases| biases.gate_up.f32s());
-        let epilogue = Activate { activation: weights.activation, f: s.f, experts: &experts, bias, h, a };
-        let is_paired = weights.activation.num_inputs() == 2;
+        let epilogue = Activate { activation, f: s.f, experts: &experts, bias, h, a };
         forward_product(ctx, (x, Some(rows.tokens)), (weights.gate_up, s.f, is_paired), &experts, &epilogue);
     });
     let mut outputs = ctx.empty(&[s.r, s.d], DType::F32);
@@ -144,6 +148,9 @@ fn forward_product<E: Epilogue>(
     epilogue: &E,
 ) {
     let num_weights = columns * if is_paired { 2 } else { 1 };
+    if let Some((base, false)) = weights.as_turned().filter(|_| !is_paired) {
+        return turned::product(ctx, (a, tokens), base, experts, epilogue);
+    }
     if weights.dtype().is_quantized() {
         let group = |(e, range): &Expert| quantized::Group {
             indices: tokens.map(|tokens| &tokens[range.clone()]),

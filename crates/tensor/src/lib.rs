@@ -11,6 +11,7 @@ mod mirror;
 mod pool;
 mod random;
 mod tensor;
+mod turned;
 
 pub use apart::{Lines, Place};
 pub use blocks::{

@@ -1,5 +1,5 @@
 //! The tensor: row-major, with shared read-only or unique writable memory, in one piece unless a file has it in several, or its
-//! scales apart.
+//! scales apart, or its matrices transposed.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,6 +11,7 @@ use crate::apart::{Apart, Lines, Place};
 use crate::dtype::{DType, Element};
 use crate::mirror::{DeviceBlock, Mirrored};
 use crate::pool::MemoryPool;
+use crate::turned::Turned;
 
 /// Memory that somebody else owns, such as a mapped file.
 pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
@@ -21,6 +22,7 @@ enum Storage {
     Foreign { owner: Bytes, range: Range<usize>, device: Arc<OnceLock<DeviceBlock>> },
     Pieces(Arc<Pieces>),
     Apart(Arc<Apart>),
+    Turned(Arc<Turned>),
 }
 
 /// Tensors that make one, one behind the other, and that one in memory of its own if somebody has asked for it.
@@ -146,6 +148,32 @@ impl Tensor {
         }
     }
 
+    /// The read-only tensor `[E, N, K]` whose matrices are those of `base`, `[E, K, N]` of floats, transposed, without a copy. With
+    /// `is_in_turn` the columns there of its first and of its second half of rows take turns. `None` if `base` is of another shape or
+    /// type.
+    ///
+    /// Whoever goes by [`as_turned`](Self::as_turned) takes no copy; whoever asks for elements gets one that is then kept.
+    #[must_use]
+    pub fn turned(pool: &MemoryPool, base: Self, is_in_turn: bool) -> Option<Self> {
+        let &[matrices, depth, columns] = base.shape() else { return None };
+        let is_meant = !base.dtype.is_quantized() && depth > 0 && (!is_in_turn || columns.is_multiple_of(2));
+        let dtype = base.dtype;
+        is_meant.then(|| Self {
+            storage: Storage::Turned(Arc::new(Turned::new(pool, base, is_in_turn))),
+            shape: vec![matrices, columns, depth],
+            dtype,
+        })
+    }
+
+    /// The `base` that this one was [turned](Self::turned) from, and whether columns there take turns.
+    #[must_use]
+    pub fn as_turned(&self) -> Option<(&Self, bool)> {
+        match &self.storage {
+            Storage::Turned(turned) => Some((&turned.base, turned.is_in_turn)),
+            _ => None,
+        }
+    }
+
     /// The tensors that make this one, one behind the other, if it is not in one piece.
     #[must_use]
     pub fn pieces(&self) -> Option<&[Self]> {
@@ -247,7 +275,7 @@ impl Tensor {
         match &self.storage {
             Storage::Pieces(pieces) => pieces.list.iter().map(Self::stored_bytes).sum(),
             Storage::Apart(apart) => apart.stored_bytes(self.rows(), self.cols(), self.dtype),
-            Storage::Pooled(_) | Storage::Foreign { .. } => self.num_bytes(),
+            Storage::Pooled(_) | Storage::Foreign { .. } | Storage::Turned(_) => self.num_bytes(),
         }
     }
 
@@ -267,8 +295,12 @@ impl Tensor {
     #[must_use]
     pub fn reshaped(mut self, shape: &[usize]) -> Self {
         assert_eq!(self.len(), shape.iter().product::<usize>(), "reshape {:?} to {shape:?}", self.shape);
-        let keeps_rows = !matches!(self.storage, Storage::Apart(_)) || shape.last().copied() == Some(self.cols());
-        assert!(keeps_rows, "rows whose scales are apart: reshape {:?} to {shape:?}", self.shape);
+        let is_free = match self.storage {
+            Storage::Pooled(_) | Storage::Foreign { .. } | Storage::Pieces(_) => true,
+            Storage::Apart(_) => shape.last().copied() == Some(self.cols()),
+            Storage::Turned(_) => shape == self.shape,
+        };
+        assert!(is_free, "rows that lie otherwise in a file: reshape {:?} to {shape:?}", self.shape);
         self.shape = shape.to_vec();
         self
     }
@@ -289,6 +321,7 @@ impl Tensor {
             Storage::Foreign { owner, range, .. } => &(**owner).as_ref()[range.clone()],
             Storage::Pieces(pieces) => pieces.whole().bytes(),
             Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).bytes(),
+            Storage::Turned(turned) => turned.whole().bytes(),
         }
     }
 
@@ -297,7 +330,7 @@ impl Tensor {
     pub fn is_in_host(&self) -> bool {
         match &self.storage {
             Storage::Pooled(memory) => memory.is_in_host(),
-            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) => true,
+            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) | Storage::Turned(_) => true,
         }
     }
 
@@ -310,6 +343,7 @@ impl Tensor {
             Storage::Foreign { device, .. } => device.get_or_init(|| upload(self.bytes())).address(),
             Storage::Pieces(pieces) => pieces.whole().device_address(upload),
             Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).device_address(upload),
+            Storage::Turned(turned) => turned.whole().device_address(upload),
         }
     }
 
@@ -318,9 +352,7 @@ impl Tensor {
     pub fn device_address_mut(&mut self, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
         match &mut self.storage {
             Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").address_mut(upload),
-            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) => {
-                panic!("a read-only tensor is written to")
-            }
+            _ => panic!("a read-only tensor is written to"),
         }
     }
 
@@ -329,9 +361,7 @@ impl Tensor {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.storage {
             Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").bytes_mut(),
-            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) => {
-                panic!("a read-only tensor is written to")
-            }
+            _ => panic!("a read-only tensor is written to"),
         }
     }
 

@@ -114,3 +114,18 @@ fn the_two_tensors_of_four_bit_floats_are_made_one_and_two_again() {
     assert_eq!(block.bytes()[..3], [99, values[0] & 15 | values[8] << 4, values[0] >> 4 | values[8] & 0xf0]);
     assert_eq!(block.parted(), (values, 99));
 }
+
+#[test]
+fn a_transposed_stack_is_turned_only_when_it_is_asked_for() {
+    let pool = MemoryPool::new();
+    // Two matrices of 3 x 4.
+    let base = Tensor::from_slice(&pool, &[2, 3, 4], &(0..24).map(|x| x as f32).collect::<Vec<_>>());
+    let plain = Tensor::turned(&pool, base.clone(), false).unwrap();
+    assert_eq!((plain.shape(), plain.as_turned().unwrap().0.shape()), (&[2, 4, 3][..], &[2, 3, 4][..]));
+    assert_eq!(plain.f32s()[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
+    assert_eq!(plain.f32s()[21..], [15.0, 19.0, 23.0]);
+    let in_turn = Tensor::turned(&pool, base.clone(), true).unwrap();
+    assert_eq!(in_turn.f32s()[..9], [0.0, 4.0, 8.0, 2.0, 6.0, 10.0, 1.0, 5.0, 9.0]);
+    assert!(Tensor::turned(&pool, base.clone().reshaped(&[8, 3]), false).is_none());
+    assert!(Tensor::turned(&pool, base.reshaped(&[2, 4, 3]), true).is_none());
+}

@@ -72,7 +72,8 @@ impl ModelFolder {
 /// weights, biases and routers become f32. Matrices
 /// that need no joining are lent from the mapped file and cannot be written to: for training make a
 /// [`DecoderWeights::compute_copy`]. So are experts, stacked or stored one by one: these make a tensor [of
-/// pieces](Tensor::pieces). Of matrices in MXFP4 and in eight-bit floats numbers and scales stay [where they are](Tensor::apart).
+/// pieces](Tensor::pieces). Of matrices in MXFP4 and in eight-bit floats numbers and scales stay [where they are](Tensor::apart), and
+/// stacks that are transposed on disk [stay so](Tensor::turned).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, .. } = ModelFolder::open(dir)?;
     let files = ModelFiles::open(dir)?;
@@ -174,6 +175,11 @@ impl Loader<'_> {
         {
             return Ok(tensor.reshaped(shape));
         }
+        if role == Role::Product
+            && let Some(tensor) = self.turned(pieces)?
+        {
+            return Ok(tensor);
+        }
         if let Some(tensor) = self.in_pieces(pieces, shape, role)? {
             return Ok(tensor);
         }
@@ -210,6 +216,16 @@ impl Loader<'_> {
             }
         }
         Ok(Tensor::of_pieces(self.ctx.pool(), tensors, shape))
+    }
+
+    /// A stack that is transposed on disk, lent from there.
+    fn turned(&self, pieces: &[Piece]) -> Result<Option<Tensor>, LoadError> {
+        let [Piece { name, view: Some(view), shape, .. }] = pieces else { return Ok(None) };
+        if shape.len() != 3 || !view.is_transposed() {
+            return Ok(None);
+        }
+        let base = self.reader.lent(self.ctx, name)?;
+        Ok(base.and_then(|base| Tensor::turned(self.ctx.pool(), base, view.is_interleaved)))
     }
 
     fn bring_together(&self, halves: &mut [Tensor; 2]) {

@@ -108,6 +108,11 @@ impl View {
         if self.is_interleaved { 2 * (row % half) + row / half } else { row }
     }
 
+    /// Whether it is all of a stack, each matrix transposed.
+    pub(crate) fn is_transposed(&self) -> bool {
+        self.start == 0 && self.strides == [self.rows * self.cols, 1, self.rows]
+    }
+
     /// Calls `f` with the positions of our elements, in order, and theirs.
     pub(crate) fn for_each(&self, mut f: impl FnMut(usize, usize)) {
         let mut ours = 0;

@@ -226,7 +226,14 @@ impl<'a> OnDiskList<'a> {
     fn add(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
         let count = pieces.len();
         for (i, Piece { name, shape, view, .. }) in pieces.into_iter().enumerate() {
-            let part = (part_bytes(tensor, i, count), view);
+            let part = match (tensor.as_turned(), view) {
+                (Some((base, is_in_turn)), Some(view))
+                    if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == shape =>
+                {
+                    (base.bytes(), None)
+                }
+                _ => (part_bytes(tensor, i, count), view),
+            };
             match self.places.entry(name.clone()) {
                 Entry::Occupied(entry) => self.tensors[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {

@@ -5,11 +5,12 @@ mod cache;
 mod chat;
 mod common;
 mod decoder;
-mod few_bits;
+
 mod fixtures;
 mod folders;
 mod generation;
 mod gguf;
+mod layouts;
 mod safetensors;
 mod switch;
 mod tokenizer;
