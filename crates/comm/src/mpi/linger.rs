@@ -5,9 +5,8 @@
 //! middle of its run: until then the other ranks, which learn of it from the system, have said which it was.
 
 use std::env;
-use std::fs::File;
-use std::io::{self, Write as _};
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::io::{self, PipeWriter, Write as _};
+use std::os::fd::AsRawFd as _;
 
 /// How long it holds on to a rank that is gone: longer than it takes the others to say so.
 const MOMENT_MS: i32 = 3000;
@@ -17,7 +16,7 @@ const SIGN_OF_HYDRA: &str = "HYDI_CONTROL_FD";
 
 /// Tells the process beside that the run has ended as it should.
 pub(crate) struct Linger {
-    goodbye: File,
+    goodbye: PipeWriter,
 }
 
 impl Linger {
@@ -29,19 +28,13 @@ impl Linger {
     }
 
     fn fork() -> io::Result<Self> {
-        let mut ends = [0; 2];
-        // SAFETY: room for two descriptors.
-        if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptors are new, and owned here alone.
-        let [listen, goodbye] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
+        let (listen, goodbye) = io::pipe()?;
         // SAFETY: the child calls nothing but what a signal handler may call, whatever other threads held when it was made.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             // SAFETY: as above; these are the pipe's two ends.
             0 => unsafe { outlive(listen.as_raw_fd(), goodbye.as_raw_fd()) },
-            _ => Ok(Self { goodbye: File::from(goodbye) }),
+            _ => Ok(Self { goodbye }),
         }
     }
 
