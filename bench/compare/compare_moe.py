@@ -12,6 +12,7 @@ the first round are not run in further ones. The ways:
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,8 @@ SHAPES = {
     "c": (768, 3072, 64, 1, "gelu"),
     "d": (1024, 384, 128, 8, "swiglu"),
 }
+# What names a cell.
+KEY = ["shape", "dtype", "tokens", "pass"]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -142,7 +145,47 @@ def near_best(contenders, times):
     return [c for c in contenders if c[0] in medians and medians[c[0]] <= 1.5 * min(medians.values())]
 
 
-def main():
+def measured(args, ours, contenders, case, tokens, is_both):
+    """Each side's times of a cell of one shape."""
+    shape, dtype = SHAPES[case[0]], case[1]
+    x = torch.randn(tokens, shape[0]).to(DTYPES[dtype]).requires_grad_(is_both)
+    dy, times = torch.randn(tokens, shape[0]).to(DTYPES[dtype]), {}
+    for round in range(args.rounds):
+        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=is_both))
+        running = contenders if round == 0 else near_best(contenders, times)
+        for way, function, module in running:
+            try:
+                found = torch_times(function, module, x, dy, is_both, 0.1 if args.quick else 0.3)
+            except (RuntimeError, NotImplementedError) as error:
+                if way not in times:
+                    print(f"  {way}: {str(error).splitlines()[0]}")
+                continue
+            times.setdefault(way, []).extend(found)
+            time.sleep(0.02)  # PyTorch's threads look for work for a while
+    return times
+
+
+def cell_of(key, times):
+    """What a cell's times say."""
+    medians = {way: statistics.median(found) for way, found in times.items()}
+    mine = medians.pop("moeworks")
+    best = min(medians, key=medians.get)
+    return dict(zip(KEY, key), moeworks_s=mine, pytorch_s=medians, best=best, ratio=medians[best] / mine)
+
+
+def line_of(cell):
+    times = f"{cell['moeworks_s'] * 1e3:11.3f}{cell['pytorch_s'][cell['best']] * 1e3:11.3f}{cell['ratio']:8.2f}"
+    return f"{cell['shape']:6}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
+
+
+def summary(cells):
+    mean = math.exp(statistics.mean(math.log(cell["ratio"]) for cell in cells))
+    worst = min(cells, key=lambda cell: cell["ratio"])
+    where = f"{worst['shape']} {worst['dtype']} {worst['pass']} T={worst['tokens']}"
+    return mean, f"geometric mean of {len(cells)} ratios {mean:.2f}, least {worst['ratio']:.2f} ({where})"
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
@@ -151,52 +194,37 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="one round, shape d, up to 512 tokens")
-    parser.add_argument("--json", help="write the cells to this file")
+    parser.add_argument("--json", type=pathlib.Path, help="write each cell to this file; those already there are not run again")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.shapes, args.tokens = 1, ["d"], [1, 16, 512]
+    return args
+
+
+def main():
+    args = arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    ours, cells = Moeworks(args.threads), []
+    cells = json.loads(args.json.read_text())["cells"] if args.json and args.json.exists() else []
+    done = {tuple(cell[name] for name in KEY) for cell in cells}
+    ours = Moeworks(args.threads)
     print(f"{args.threads} threads, PyTorch {torch.__version__}; milliseconds, medians")
     print(f"{'shape':6}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}  best way")
-    for name in args.shapes:
-        shape = SHAPES[name]
-        for dtype in args.dtypes:
-            contenders = list(ways(shape, DTYPES[dtype]))
-            for tokens in args.tokens:
-                for both in [p == "both" for p in args.passes]:
-                    x = torch.randn(tokens, shape[0]).to(DTYPES[dtype]).requires_grad_(both)
-                    dy, times = torch.randn(tokens, shape[0]).to(DTYPES[dtype]), {}
-                    for round in range(args.rounds):
-                        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=both))
-                        running = contenders if round == 0 else near_best(contenders, times)
-                        for way, function, module in running:
-                            try:
-                                found = torch_times(function, module, x, dy, both, 0.1 if args.quick else 0.3)
-                            except (RuntimeError, NotImplementedError) as error:
-                                if way not in times:
-                                    print(f"  {way}: {str(error).splitlines()[0]}")
-                                continue
-                            times.setdefault(way, []).extend(found)
-                            time.sleep(0.02)  # PyTorch's threads look for work for a while
-                    medians = {way: statistics.median(found) for way, found in times.items()}
-                    mine = medians.pop("moeworks")
-                    best = min(medians, key=medians.get)
-                    ratio = medians[best] / mine
-                    cell = {"shape": name, "dtype": dtype, "pass": "both" if both else "forward", "tokens": tokens,
-                            "moeworks_s": mine, "pytorch_s": medians, "best": best, "ratio": ratio}
-                    cells.append(cell)
-                    print(f"{name:6}{dtype:6}{cell['pass']:9}{tokens:6}{mine * 1e3:11.3f}{medians[best] * 1e3:11.3f}"
-                          f"{ratio:8.2f}  {best}", flush=True)
-            del contenders
+    for cell in cells:
+        print(line_of(cell))
+    for name, dtype in itertools.product(args.shapes, args.dtypes):
+        keys = itertools.product([name], [dtype], args.tokens, args.passes)
+        # The weights of a shape take gigabytes: those of one at a time, and of none that has no cell left.
+        contenders = None
+        for key in (key for key in keys if key not in done):
+            contenders = contenders or list(ways(SHAPES[name], DTYPES[dtype]))
+            _, _, tokens, which = key
+            cells.append(cell_of(key, measured(args, ours, contenders, (name, dtype), tokens, which == "both")))
+            print(line_of(cells[-1]), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps({"geometric_mean": summary(cells)[0], "cells": cells}, indent=1))
     ours.close()
-    mean = math.exp(statistics.mean(math.log(cell["ratio"]) for cell in cells))
-    worst = min(cells, key=lambda cell: cell["ratio"])
-    print(f"geometric mean of {len(cells)} ratios {mean:.2f}, least {worst['ratio']:.2f} "
-          f"({worst['shape']} {worst['dtype']} {worst['pass']} T={worst['tokens']})")
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"geometric_mean": mean, "cells": cells}, indent=1))
+    print(summary(cells)[1])
 
 
 if __name__ == "__main__":

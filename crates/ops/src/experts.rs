@@ -23,7 +23,7 @@ use crate::gemm::store::Store;
 use crate::gemm::{self, Compute, Epilogue, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
-use crate::simd::{Float, kernel, with_float};
+use crate::simd::{Float, kernel, store_all, with_float};
 use crate::{Activation, Context, quantized};
 use epilogues::{Activate, PullBack, dot};
 
@@ -495,6 +495,7 @@ kernel! {
 }
 
 kernel! {
+    bf16
     fn activate_row<S: Level, T: Float>(activation: Activation, h: &[T], a: &mut [T]) {
         const BLOCK: usize = 256;
         let (mut gate, mut up) = ([0.0; BLOCK], [0.0; BLOCK]);
@@ -506,7 +507,7 @@ kernel! {
                 up.iter_mut().zip(&h[f + start..][..a.len()]).for_each(|(to, x)| *to = x.load());
             }
             activate::<S>(activation, &mut gate, &up);
-            a.iter_mut().zip(&gate).for_each(|(to, &x)| *to = T::store(x));
+            store_all::<S, T>(&gate[..a.len()], a);
         }
     }
 }

@@ -36,14 +36,30 @@ impl<'a, T: Send> Lent<'a, T> {
     pub(crate) fn prefetch(&self, start: usize, len: usize) {
         prefetch_elements(self.start.get().wrapping_add(start), len);
     }
+
+    /// Asks for the cache lines of elements that will be written to after a while.
+    #[inline(always)]
+    pub(crate) fn prefetch_far(&self, start: usize, len: usize) {
+        prefetch_elements_far(self.start.get().wrapping_add(start), len);
+    }
 }
 
 /// Asks for the cache lines of elements, of which nothing is read yet.
 #[inline(always)]
 pub(crate) fn prefetch_elements<T>(first: *const T, len: usize) {
-    for byte in (0..len * size_of::<T>()).step_by(64) {
-        crate::gemm::kernel::prefetch(first.cast::<u8>().wrapping_add(byte).cast());
-    }
+    lines(first, len).for_each(|line| crate::gemm::kernel::prefetch(line.cast()));
+}
+
+/// As [`prefetch_elements`], into the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch_elements_far<T>(first: *const T, len: usize) {
+    lines(first, len).for_each(crate::gemm::kernel::prefetch_far);
+}
+
+/// An address in each cache line of elements.
+#[inline(always)]
+fn lines<T>(first: *const T, len: usize) -> impl Iterator<Item = *const u8> {
+    (0..len * size_of::<T>()).step_by(64).map(move |byte| first.cast::<u8>().wrapping_add(byte))
 }
 
 /// The range of piece `index` when `len` elements are cut into pieces of `piece`.

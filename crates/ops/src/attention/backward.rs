@@ -108,6 +108,7 @@ impl Task<'_> {
                 continue;
             }
             state.load_rows(isa, shape, inputs, rows);
+            self.prefetch(block, inputs, outputs);
             for (keys, copy) in self.blocks().zip(copies.f32s().chunks_exact(KEYS * (width + value_width))) {
                 if rows.sees_any(&keys) {
                     let row = keys.start - self.keys.start;
@@ -120,6 +121,10 @@ impl Task<'_> {
         }
         for keys in self.blocks() {
             let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
+            for (&start, &value_start) in key_elements.iter().zip(&value_elements).take(keys.len()) {
+                outputs.dk.prefetch_far(start, shape.head_dim);
+                outputs.dv.prefetch_far(value_start, shape.value_dim);
+            }
             for (key, (start, value_start)) in keys.clone().zip(key_elements.into_iter().zip(value_elements)) {
                 let row = key - self.keys.start;
                 // SAFETY: each key of a sequence and head belongs to one task.
@@ -130,6 +135,26 @@ impl Task<'_> {
                 scale_kernel(isa, &dk[row * width..][..shape.head_dim], shape.scale, to_dk);
                 to_dv.copy_from_slice(&dv[row * value_width..][..shape.value_dim]);
             }
+        }
+    }
+
+    /// Asks for what a block of rows writes and for what the next one reads: short rows, far apart.
+    fn prefetch(&self, block: usize, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
+        let shape = self.shape;
+        let rows_of = |block| RowBlock::new(shape, self.batch, self.kv_head, block);
+        if self.part == 0 {
+            let rows = rows_of(block);
+            let starts = &rows.elements()[..rows.len];
+            starts.iter().for_each(|&start| outputs.dq.prefetch_far(start, shape.head_dim));
+        }
+        if block + 1 < RowBlock::count(shape) {
+            let next = rows_of(block + 1);
+            let (elements, value_elements) = (next.elements(), next.value_elements());
+            let rows = Rows { starts: &elements[..next.len], cols: shape.head_dim };
+            let value_rows = Rows { starts: &value_elements[..next.len], cols: shape.value_dim };
+            inputs.q.prefetch(rows);
+            inputs.o.prefetch(value_rows);
+            inputs.d_o.prefetch(value_rows);
         }
     }
 

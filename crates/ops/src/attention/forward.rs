@@ -41,6 +41,7 @@ pub(super) fn run(
             let mut scratch = Scratch::new(ctx, shape, task.blocks.len());
             task.attend(&mut scratch, inputs);
             for (rows, state) in task.rows().zip(scratch.states()) {
+                rows.value_elements()[..rows.len].iter().for_each(|&start| o.prefetch_far(start, shape.value_dim));
                 for (row, start) in rows.value_elements().into_iter().take(rows.len).enumerate() {
                     let statistic = rows.statistic(row);
                     // SAFETY: each row belongs to one block, and each block to one task.

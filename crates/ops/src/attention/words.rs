@@ -7,6 +7,7 @@ use moeworks_tensor::{DType, Tensor, bf16};
 
 use super::blocks::{COL_UNIT, ROWS};
 use crate::Isa;
+use crate::parallel::prefetch_elements_far;
 use crate::simd::{Float, kernel};
 
 /// What the words of a product are.
@@ -68,6 +69,16 @@ impl Rows<'_> {
 }
 
 impl Values<'_> {
+    /// Asks for rows that will be copied.
+    pub(super) fn prefetch(self, rows: Rows<'_>) {
+        for &start in rows.starts {
+            match self {
+                Self::F32(values) => prefetch_elements_far(values.as_ptr().wrapping_add(start), rows.cols),
+                Self::Bf16(values) => prefetch_elements_far(values.as_ptr().wrapping_add(start), rows.cols),
+            }
+        }
+    }
+
     /// Copies rows as f32: `to [rows, width]`.
     pub(super) fn copy_rows(self, isa: Isa, rows: Rows<'_>, to: &mut [f32]) {
         match self {

@@ -4,10 +4,10 @@
 //! vector of 16 units. Rows are read from end to end, and all panels grow at once.
 
 use core::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_maskz_loadu_epi16, _mm512_castps_si512, _mm512_castsi512_ps,
-    _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_cvtph_ps,
-    _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps, _mm512_maskz_mul_ps, _mm512_or_si512, _mm512_set1_ps,
-    _mm512_shuffle_i64x2, _mm512_slli_epi32, _mm512_storeu_si512,
+    __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm256_maskz_loadu_epi16, _mm512_castps_si512,
+    _mm512_castsi512_ps, _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh,
+    _mm512_cvtph_ps, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps, _mm512_maskz_mul_ps, _mm512_or_si512,
+    _mm512_set1_ps, _mm512_shuffle_i64x2, _mm512_slli_epi32, _mm512_storeu_si512,
 };
 
 use std::ops::Range;
@@ -112,24 +112,21 @@ macro_rules! packing {
             $features,
             fn $name[T: Float](columns: &Columns<'_>, x: &[T], to: &mut [u32]) {
                 let num_units = columns.format.units_of(columns.depth.1);
-                let first = columns.span().0;
                 // Two units of a narrow panel fill a cache line.
                 for unit in (0..num_units).step_by(2) {
                     let rows: [[Row<'_, T>; $size]; 2] = [columns.rows(x, unit), columns.rows(x, unit + 1)];
                     columns.prefetch(unit, $size);
                     columns.prefetch(unit + 1, $size);
                     let num_rows = (num_units - unit).min(2);
-                    let (mut start, mut panel) = (0, columns.range.start);
+                    let (mut start, mut at, mut panel) = (0, 0, columns.range.start);
                     while panel < columns.range.end {
-                        let (column, _, width) = columns.panels.panel(panel);
-                        let at = column - first;
+                        let width = columns.panels.width(panel);
                         if width == LANES / 2 {
                             let (low, high) = ($fetch(&rows[0], at), $fetch(&rows[1], at));
                             let places = [start + unit * width, start + (num_units + unit) * width];
                             let num_panels = (columns.range.end - panel).min(2);
                             store_halves(low, high, num_rows, &places[..num_panels], to);
-                            start += 2 * num_units * width;
-                            panel += 2;
+                            (start, at, panel) = (start + 2 * num_units * width, at + 2 * width, panel + 2);
                         } else {
                             for (unit, rows) in (unit..).zip(&rows).take(num_rows) {
                                 let to = &mut to[start + unit * width..][..width];
@@ -137,8 +134,7 @@ macro_rules! packing {
                                     store($fetch(rows, column), to);
                                 }
                             }
-                            start += num_units * width;
-                            panel += 1;
+                            (start, at, panel) = (start + num_units * width, at + width, panel + 1);
                         }
                     }
                 }
@@ -215,6 +211,10 @@ in_vectors! {
     /// Sixteen elements of 16 bits, zeros beyond the end.
     fn loaded_halves[T: Float](x: &[T]) -> __m256i {
         assert!(size_of::<T>() == 2, "elements of 16 bits");
+        if x.len() >= LANES {
+            // SAFETY: sixteen elements of 16 bits are there. Making a mask takes longer than the load.
+            return unsafe { _mm256_loadu_si256(x.as_ptr().cast()) };
+        }
         // SAFETY: the mask keeps the load to the elements of the slice, which are of 16 bits.
         unsafe { _mm256_maskz_loadu_epi16(mask_of(x.len()), x.as_ptr().cast()) }
     }

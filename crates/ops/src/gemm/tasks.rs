@@ -91,8 +91,13 @@ impl Panels {
     #[inline(always)]
     pub(crate) fn panel(&self, index: usize) -> (usize, usize, usize) {
         let start = index.min(self.num_wide) * self.wide + index.saturating_sub(self.num_wide) * self.narrow;
-        let width = if index < self.num_wide { self.wide } else { self.narrow };
+        let width = self.width(index);
         (start, (self.columns - start).min(width), width)
+    }
+
+    #[inline(always)]
+    pub(crate) fn width(&self, index: usize) -> usize {
+        if index < self.num_wide { self.wide } else { self.narrow }
     }
 }
 
