@@ -97,8 +97,8 @@ def model_of_every_type(writer):
         writer.add_tensor(f"{name}.weight", np.ones(256, np.float32))
 
 
-# One of each way in which experts lie in files; one of these has matrices as MXFP4, another as eight-bit floats.
-FOLDERS = ["deepseek_v3_fp8", "gpt_oss", "gpt_oss_mxfp4", "granitemoe", "llama", "mixtral", "qwen2_moe"]
+# One of each way in which experts lie in files; one of these has matrices as MXFP4, two as eight-bit floats.
+FOLDERS = ["deepseek_v3_fp8", "gpt_oss", "gpt_oss_mxfp4", "granitemoe", "llama", "mixtral", "qwen2_moe", "qwen3_moe_fp8"]
 
 
 def folders():

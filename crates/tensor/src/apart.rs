@@ -73,14 +73,14 @@ pub struct Place {
 
 impl Place {
     fn lines(&self, len: usize) -> Lines<'_> {
-        let bytes = &(*self.owner).as_ref()[self.start..];
+        let bytes = (*self.owner).as_ref().get(self.start..).unwrap_or_default();
         Lines { bytes, first: 0, len, step: self.step, rows_each: self.rows_each }
     }
 
     /// Whether the lines of `rows` rows are all there.
     fn holds(&self, rows: usize, len: usize) -> bool {
-        let steps =
-            rows.checked_sub(1).map_or(Some(0), |last| (last.checked_div(self.rows_each)?).checked_mul(self.step));
+        let Some(last) = rows.checked_sub(1) else { return true };
+        let steps = last.checked_div(self.rows_each).and_then(|lines| lines.checked_mul(self.step));
         let end = steps.and_then(|steps| self.start.checked_add(steps)?.checked_add(len));
         end.is_some_and(|end| end <= (*self.owner).as_ref().len())
     }

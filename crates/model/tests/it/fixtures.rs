@@ -238,6 +238,11 @@ fn deepseek_v3_in_eight_bit_blocks_matches_transformers() {
 }
 
 #[test]
+fn qwen3_moe_in_eight_bit_blocks_matches_transformers() {
+    compare_inference(&fixture("qwen3_moe_fp8"), "qwen3_moe");
+}
+
+#[test]
 fn phimoe_matches_transformers() {
     compare_with_transformers(&fixture("phimoe"), "phimoe");
 }

@@ -34,7 +34,8 @@ pub(super) const fn beside<B: Lanes>() -> Beside {
 /// a row of weights.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
 pub(super) unsafe fn run<B: Lanes>(panel: Panel<'_>, tiles: &mut [Tile]) {
-    let Panel { weights, columns, next, .. } = panel;
+    let Panel { weights, columns, next, depth, .. } = panel;
+    assert_eq!(weights.numbers.row_bytes(), depth / B::LEN * size_of::<B>(), "bytes of a row of weights");
     let num_passes = panel.a.len().div_ceil(MAX_PASS).max(1);
     let pass = panel.a.len().div_ceil(num_passes).max(1);
     let rows_ahead = AHEAD_BYTES.div_ceil(weights.numbers.row_bytes().max(1));
