@@ -14,14 +14,15 @@ pub struct Lines<'a> {
     first: usize,
     len: usize,
     step: usize,
-    rows_each: usize,
+    /// The logarithm of the rows that share a line: a division for each row would show.
+    shift: u32,
 }
 
 impl<'a> Lines<'a> {
     /// Of `len` bytes each, one behind the other.
     #[must_use]
     pub const fn packed(bytes: &'a [u8], len: usize) -> Self {
-        Self { bytes, first: 0, len, step: len, rows_each: 1 }
+        Self { bytes, first: 0, len, step: len, shift: 0 }
     }
 
     /// The bytes of a row. Panics if there are none.
@@ -54,7 +55,7 @@ impl<'a> Lines<'a> {
 
     #[inline(always)]
     const fn start(self, row: usize) -> usize {
-        (self.first + row) / self.rows_each * self.step
+        ((self.first + row) >> self.shift) * self.step
     }
 }
 
@@ -67,20 +68,23 @@ pub struct Place {
     pub start: usize,
     /// Bytes from one line to the next.
     pub step: usize,
-    /// How many neighbouring rows share a line.
+    /// How many neighbouring rows share a line: a power of two.
     pub rows_each: usize,
 }
 
 impl Place {
     fn lines(&self, len: usize) -> Lines<'_> {
         let bytes = (*self.owner).as_ref().get(self.start..).unwrap_or_default();
-        Lines { bytes, first: 0, len, step: self.step, rows_each: self.rows_each }
+        Lines { bytes, first: 0, len, step: self.step, shift: self.rows_each.trailing_zeros() }
     }
 
     /// Whether the lines of `rows` rows are all there.
     fn holds(&self, rows: usize, len: usize) -> bool {
+        if !self.rows_each.is_power_of_two() {
+            return false;
+        }
         let Some(last) = rows.checked_sub(1) else { return true };
-        let steps = last.checked_div(self.rows_each).and_then(|lines| lines.checked_mul(self.step));
+        let steps = (last / self.rows_each).checked_mul(self.step);
         let end = steps.and_then(|steps| self.start.checked_add(steps)?.checked_add(len));
         end.is_some_and(|end| end <= (*self.owner).as_ref().len())
     }
