@@ -1,5 +1,6 @@
 //! Weights for inference of 8 or 4 bits, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`]; and all others that
-//! GGUF files have blocks of, which are read and multiplied as they lie but never made here.
+//! GGUF files have blocks of, and floats of four and eight bits with [scales of their own tensors](Tensor::apart), which are read and
+//! multiplied as they lie but never made here.
 //!
 //! [`linear`](crate::linear::linear) and [`experts_forward`](crate::experts::experts_forward) take such weights where they
 //! take floats; there is no backward. Activations are f32.
@@ -12,10 +13,12 @@
 //! - Up to 16 rows of a group are themselves quantized to 8 bits, block by block, and multiplied in whole numbers: exact
 //!   within a block, f32 between blocks. An activation is off by at most half its block's scale, so a sum by at most the
 //!   sum of `|w| * scale / 2`, and by the rounding of f32.
+//! - Beside eight-bit floats ([`DType::F8`]) they are rounded to bf16 instead: off by at most 2^-9 of themselves.
 //! - More rows are multiplied with the weights turned into bf16, in whatever way is the fastest for bf16: both operands
 //!   are off by at most 2^-9 of themselves.
 //!
-//! What is not finite in a row of activations makes the row's results NaN; in a weight, its column's.
+//! What is not finite in a row of activations makes the row's results NaN, or infinite beside eight-bit floats; in a weight, its
+//! column's.
 
 mod block;
 mod dequantize;
