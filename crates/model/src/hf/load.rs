@@ -206,7 +206,7 @@ impl Loader<'_> {
     fn in_pieces(&self, pieces: &[Piece], shape: &[usize], role: Role) -> Result<Option<Tensor>, LoadError> {
         let lent = self.reader.all_lent(self.ctx, pieces, role == Role::Product)?;
         let Some(mut tensors) = lent else { return Ok(None) };
-        if let ([tensor], [Piece { .. }]) = (&*tensors, pieces) {
+        if let [tensor] = &*tensors {
             return Ok(Some(tensor.clone().reshaped(shape)));
         }
         let num_matrices = if let [matrices, _, _] = *shape { matrices } else { 1 };

@@ -122,7 +122,7 @@ mod vectors {
     use crate::quantized::float8::{self, with_floats};
     use crate::quantized::lanes::{Lanes, PARTS};
     use crate::quantized::layouts::PART;
-    use crate::quantized::vnni::unit_of_scales;
+    use crate::quantized::stream::unit_of_scales;
     use crate::quantized::weights::Layout;
     use crate::quantized::{blocks_of, with_ints};
 
@@ -158,7 +158,7 @@ mod vectors {
             let mut whole = [B::zeroed(); PARTS];
             whole[..unit.len()].copy_from_slice(unit);
             // SAFETY: as above; short blocks have units of `PARTS`.
-            unsafe { write_unit((whole.as_ptr(), unit_of_scales::<B>(scales).as_ptr()), to) };
+            unsafe { write_unit((whole.as_ptr(), unit_of_scales(scales).as_ptr()), to) };
         }
     }
 

@@ -147,14 +147,8 @@ mod vectors {
 
     use super::{Floats, Panel, Quad, Tile, VALUES, blocks_of};
     use crate::gemm::kernel::prefetch_far;
-    use crate::quantized::kernel::write_column;
+    use crate::quantized::kernel::{with_rows, write_column};
     use crate::simd::{Avx512, Level};
-
-    /// Bytes by which weights are asked for ahead of their use, at least.
-    const AHEAD_BYTES: usize = 8 << 10;
-
-    /// The most rows of activations that a row of weights meets at once.
-    const MAX_PASS: usize = 4;
 
     /// The low or the high bytes of the bf16 numbers that the first 128 floats are; the others are less than zero.
     const fn bytes(byte: usize) -> [u8; 128] {
@@ -219,30 +213,19 @@ mod vectors {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
     unsafe fn columns<B: Floats>(panel: Panel<'_>, tiles: &mut [Tile]) {
-        let Panel { weights, columns, a, tile_step, next, .. } = panel;
-        let tables = Tables::new();
-        let rows_ahead = AHEAD_BYTES.div_ceil(weights.numbers.row_bytes().max(1));
+        let Panel { weights, columns, a, tile_step, .. } = panel;
+        let (tables, pass, rows_ahead) = (Tables::new(), panel.pass(), panel.rows_ahead());
         for column in 0..columns {
-            let later = column + rows_ahead;
-            let (ahead, row) = if later < columns { (weights, later) } else { (next, later - columns) };
             let row = Row {
                 tables: &tables,
                 blocks: blocks_of::<B>(weights.numbers.row(column)),
                 scales: weights.scales.row(column),
-                ahead: ahead.numbers.address(row),
+                ahead: panel.ahead(column, rows_ahead).numbers.address(0),
             };
             let mut all = [0.0; super::MAX_FEW];
-            for (a, sums) in a.chunks(MAX_PASS).zip(all.chunks_mut(MAX_PASS)) {
+            for (a, sums) in a.chunks(pass).zip(all.chunks_mut(pass)) {
                 // SAFETY: the caller's promise.
-                unsafe {
-                    match *a {
-                        [a] => row.sums([a], sums),
-                        [a, b] => row.sums([a, b], sums),
-                        [a, b, c] => row.sums([a, b, c], sums),
-                        [a, b, c, d] => row.sums([a, b, c, d], sums),
-                        _ => {}
-                    }
-                }
+                with_rows!(a, rows => unsafe { row.sums(rows, sums) });
             }
             write_column(&all[..a.len()], column, tile_step, tiles);
         }

@@ -30,11 +30,70 @@ pub(super) struct Panel<'a> {
     pub(super) next: Weights<'a>,
 }
 
+/// Bytes of weights that are asked for ahead of their use, at least. With less, or if a line is left out, memory and products take turns.
+#[cfg(target_arch = "x86_64")]
+const AHEAD_BYTES: usize = 8 << 10;
+
+/// The most rows of activations that a row of weights meets at once: so many that registers hold all that goes with them.
+#[cfg(target_arch = "x86_64")]
+const MAX_PASS: usize = 4;
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Panel<'a> {
+    /// How many rows of weights are asked for ahead of their use.
+    pub(super) fn rows_ahead(&self) -> usize {
+        AHEAD_BYTES.div_ceil(self.weights.numbers.row_bytes().max(1))
+    }
+
+    /// What is `rows_ahead` rows behind a row of weights, be it in this panel or the next: the first row of these.
+    #[inline(always)]
+    pub(super) fn ahead(&self, column: usize, rows_ahead: usize) -> Weights<'a> {
+        let later = column + rows_ahead;
+        if later < self.columns { self.weights.starting_at(later) } else { self.next.starting_at(later - self.columns) }
+    }
+
+    /// How many rows of activations meet a row of weights at once, at most.
+    pub(super) fn pass(&self) -> usize {
+        self.a.len().div_ceil(self.a.len().div_ceil(MAX_PASS).max(1)).max(1)
+    }
+}
+
+/// Evaluates an expression with a name bound to the rows of a [pass](Panel::pass) as an array.
+#[cfg(target_arch = "x86_64")]
+macro_rules! with_rows {
+    ($pass:expr, $rows:ident => $body:expr) => {
+        match *$pass {
+            [a] => {
+                let $rows = [a];
+                $body
+            }
+            [a, b] => {
+                let $rows = [a, b];
+                $body
+            }
+            [a, b, c] => {
+                let $rows = [a, b, c];
+                $body
+            }
+            [a, b, c, d] => {
+                let $rows = [a, b, c, d];
+                $body
+            }
+            _ => {}
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use with_rows;
+
 /// How whole numbers are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     /// Loops that the compiler turns into vector code for the instruction set.
     Plain(Isa),
+    /// The byte products of AVX2.
+    #[cfg(target_arch = "x86_64")]
+    Maddubs,
     /// The byte dot product of AVX-512 VNNI.
     #[cfg(target_arch = "x86_64")]
     Vnni,
@@ -51,6 +110,7 @@ impl Kernel {
         if dtype == DType::F8 {
             kernels.extend(float8::is_fast(isa).then_some(Self::Floats));
         } else {
+            kernels.extend((isa >= Isa::Avx2).then_some(Self::Maddubs));
             kernels.extend(has_vnni(isa).then_some(Self::Vnni));
         }
         kernels
@@ -61,6 +121,8 @@ impl Kernel {
         match self {
             Self::Plain(_) if layout.dtype == DType::F8 => Beside::Floats,
             Self::Plain(_) => Beside::Offset(0),
+            #[cfg(target_arch = "x86_64")]
+            Self::Maddubs => with_ints!(layout, B => super::maddubs::beside::<B>()),
             #[cfg(target_arch = "x86_64")]
             Self::Vnni => with_ints!(layout, B => super::vnni::beside::<B>()),
             #[cfg(target_arch = "x86_64")]
@@ -86,6 +148,9 @@ pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
         Kernel::Plain(isa) => with_ints!(panel.weights.layout, B => plain::<B>(isa, panel, tiles)),
         // SAFETY: `Kernel::available` names these kernels only where the machine has their instructions; rows are as long as
         // asserted.
+        #[cfg(target_arch = "x86_64")]
+        Kernel::Maddubs => with_ints!(panel.weights.layout, B => unsafe { super::maddubs::run::<B>(panel, tiles) }),
+        // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kernel::Vnni => with_ints!(panel.weights.layout, B => unsafe { super::vnni::run::<B>(panel, tiles) }),
         // SAFETY: as above.

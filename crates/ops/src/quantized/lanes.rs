@@ -1,10 +1,9 @@
 //! Blocks as vectors of unsigned bytes with their scales, for AVX-512.
 
 use core::arch::x86_64::{
-    __m128i, __m512, __m512i, _mm_and_si128, _mm_cvtepu8_epi32, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_loadu_si128,
-    _mm_max_epi32, _mm_or_si128, _mm_set_epi8, _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi8, _mm_set1_epi32,
-    _mm_shuffle_epi8, _mm_slli_epi32, _mm_srli_epi32, _mm_srlv_epi32, _mm256_loadu_si256, _mm512_add_ps,
-    _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_broadcastss_ps, _mm512_castps128_ps512, _mm512_castsi128_si512,
+    __m128i, __m512, __m512i, _mm_cvtepu8_epi32, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_max_epi32,
+    _mm_set_epi32, _mm_set_epi64x, _mm_set1_epi32, _mm_slli_epi32, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512,
+    _mm512_broadcast_i32x4, _mm512_broadcastss_ps, _mm512_castps128_ps512, _mm512_castsi128_si512,
     _mm512_castsi256_si512, _mm512_castsi512_si128, _mm512_castsi512_si256, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
     _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_inserti64x4, _mm512_loadu_si512, _mm512_mask_broadcast_i32x4,
     _mm512_maskz_set1_epi8, _mm512_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_permutexvar_ps,
@@ -19,6 +18,7 @@ use moeworks_tensor::{
 };
 
 use super::layouts::{Block, FP4_LEVELS, Fp4Pairs, IQ4_LEVELS, PART};
+use super::octets::six_bits;
 
 /// The parts of a quad.
 pub(super) const PARTS: usize = 4;
@@ -478,18 +478,11 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m512; 2] {
 unsafe fn six_bit_scales<B>(block: *const B) -> [__m512; 2] {
     // SAFETY: the caller's promise: a block has more than 20 bytes.
     unsafe {
-        let bytes = _mm_loadu_si128(block.cast::<u8>().add(4).cast());
-        // Four scales and four least values are the low six bits of a byte; of the later four each the low and the high halves of four
-        // bytes are the lower bits, and the highest two of the early ones the upper bits.
-        let low = _mm_shuffle_epi8(bytes, _mm_set_epi8(11, 10, 9, 8, 7, 6, 5, 4, 11, 10, 9, 8, 3, 2, 1, 0));
-        let low = _mm_srlv_epi32(low, _mm_set_epi32(4, 0, 0, 0));
-        let low = _mm_and_si128(low, _mm_set_epi32(0x0f0f_0f0f, 0x3f3f_3f3f, 0x0f0f_0f0f, 0x3f3f_3f3f));
-        let high = _mm_shuffle_epi8(bytes, _mm_set_epi8(7, 6, 5, 4, -1, -1, -1, -1, 3, 2, 1, 0, -1, -1, -1, -1));
-        let high = _mm_and_si128(_mm_srli_epi32::<2>(high), _mm_set1_epi8(0x30));
+        let numbers = six_bits(_mm_loadu_si128(block.cast::<u8>().add(4).cast()));
         let both = _mm_cvtph_ps(_mm_cvtsi32_si128(block.cast::<i32>().read_unaligned()));
         let lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
         let factors = _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(both));
-        [_mm512_mul_ps(floats(_mm_or_si128(low, high)), factors); 2]
+        [_mm512_mul_ps(floats(numbers), factors); 2]
     }
 }
 

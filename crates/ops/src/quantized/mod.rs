@@ -27,8 +27,14 @@ mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
 mod layouts;
+#[cfg(target_arch = "x86_64")]
+mod maddubs;
+#[cfg(target_arch = "x86_64")]
+mod octets;
 mod product;
 mod rows;
+#[cfg(target_arch = "x86_64")]
+mod stream;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 mod weights;

@@ -100,6 +100,24 @@ fn blocks_are_those_of_gguf() {
     assert_eq!(block.ints(0), std::array::from_fn(exact));
 }
 
+#[test]
+fn floats_of_few_bits_have_the_values_of_their_standards() {
+    // Low half first, times a power of two.
+    let mut values = [0; BLOCK_LEN / 2];
+    (values[0], values[8], values[15]) = (0x7a, 0x01, 0x90);
+    let mut numbers = [9.0; BLOCK_LEN];
+    decode(DType::Mxfp4, Mxfp4Block::joined(&values, &[128]).bytes(), &mut numbers);
+    assert_eq!((numbers[0], numbers[1], numbers[2]), (-2.0, 12.0, 0.0));
+    assert_eq!((numbers[16], numbers[17], numbers[31]), (1.0, 0.0, -1.0));
+
+    let mut values = [0; 128];
+    (values[0], values[1], values[64], values[127]) = (0x38, 0xb9, 0x01, 0x7e);
+    let mut numbers = [9.0; 128];
+    decode(DType::F8, bytemuck::bytes_of(&F8Block::joined(&values, &2.0_f32.to_le_bytes())), &mut numbers);
+    assert_eq!((numbers[0], numbers[1], numbers[2]), (2.0, -2.25, 0.0));
+    assert_eq!((numbers[64], numbers[127]), (2.0_f32.powi(-8), 896.0));
+}
+
 /// The largest error of a block's numbers, and the most that it may be: `steps` scales, and what the largest of its integers
 /// makes of the scale's rounding to f16 (whose subnormals are multiples of 2^-24).
 fn error_and_bound<B: FromNumbers>(x: &[f32; BLOCK_LEN], steps: f32, largest: f32) -> (f32, f32) {

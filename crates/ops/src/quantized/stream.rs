@@ -1,0 +1,127 @@
+//! Rows of weights in blocks, one by one, so that memory is read in one stream: what the kernels of each instruction set have in common.
+
+use super::kernel::Panel;
+use super::layouts::{Block, PART};
+use super::rows::Beside;
+use crate::gemm::kernel::prefetch_far;
+
+/// The most blocks of a unit, which is what a kernel takes at a time.
+pub(super) const MAX_BLOCKS: usize = 4;
+
+/// What stands beside activations for a type of weights, whose whole numbers are made larger by `offset`, and if they are paired are
+/// those of even places first.
+pub(super) const fn beside<B: Block>(offset: u8, is_paired: bool) -> Beside {
+    match (B::LEN > PART, B::SHARED == PART) {
+        (false, _) if B::HAS_LEAST => Beside::Least,
+        (false, _) if is_paired => Beside::Pairs(offset),
+        (false, _) => Beside::Offset(offset),
+        (true, true) => Beside::Parts,
+        // What is larger than it should be by an offset has a least value of so many scales.
+        (true, false) => Beside::Halves(if B::HAS_LEAST { 1 } else { offset }),
+    }
+}
+
+/// A row of weights.
+pub(super) struct Row<'a, B> {
+    pub(super) blocks: &'a [B],
+    /// Its scales, if they are elsewhere.
+    pub(super) scales: &'a [u8],
+    /// What will be read some rows later.
+    pub(super) ahead: *const B,
+    /// The first row of the sums and their column, and every how many tiles the next [`MAX_ROWS`](crate::gemm::kernel::MAX_ROWS) rows go.
+    pub(super) to: (usize, usize, usize),
+}
+
+impl<'a, B: Block> Row<'a, B> {
+    /// Row `column` of a panel, with what comes `rows_ahead` rows later, of which the scales are asked for at once.
+    #[inline(always)]
+    pub(super) fn of(panel: &Panel<'a>, column: usize, rows_ahead: usize) -> Self {
+        let ahead = panel.ahead(column, rows_ahead);
+        if B::APART > 0 {
+            prefetch_bytes(ahead.scales.address(0), ahead.scales.row_bytes().max(1));
+        }
+        let scales = panel.weights.scales.row(column);
+        let blocks: &[B] = super::blocks_of(panel.weights.numbers.row(column));
+        assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
+        Self { blocks, scales, ahead: ahead.numbers.address(0).cast(), to: (0, column, panel.tile_step) }
+    }
+}
+
+/// The scales of fewer blocks than a unit has, where they are elsewhere, and zeros for the others.
+pub(super) fn unit_of_scales(scales: &[u8]) -> [u8; MAX_BLOCKS] {
+    let mut all = [0; MAX_BLOCKS];
+    let len = scales.len().min(MAX_BLOCKS);
+    all[..len].copy_from_slice(&scales[..len]);
+    all
+}
+
+/// Asks for all cache lines that bytes lie on.
+#[inline(always)]
+pub(super) fn prefetch_bytes(at: *const u8, len: usize) {
+    for line in (0..len).step_by(64) {
+        prefetch_far(at.wrapping_add(line));
+    }
+    prefetch_far(at.wrapping_add(len - 1));
+}
+
+/// `run` for a machine with `$features`, and the sums of a row of weights with some rows of activations: `$Units` gives the number of
+/// blocks of a unit, `add_unit` adds the products of a unit to the `Sums` of each row.
+macro_rules! streamed {
+    ($features:literal, $Units:ident) => {
+        /// Writes sum `[r][c]` as [`kernel::run`](super::kernel::run) says.
+        ///
+        /// # Safety
+        /// The machine must have the features that the function names; rows of activations must have as many quads as hold a row of
+        /// weights.
+        #[target_feature(enable = $features)]
+        pub(super) unsafe fn run<B: $Units>(panel: Panel<'_>, tiles: &mut [Tile]) {
+            let bytes = panel.depth / B::LEN * size_of::<B>();
+            assert_eq!(panel.weights.numbers.row_bytes(), bytes, "bytes of a row of weights");
+            let (pass, rows_ahead) = (panel.pass(), panel.rows_ahead());
+            for column in 0..panel.columns {
+                let mut row = Row::<B>::of(&panel, column, rows_ahead);
+                for a in panel.a.chunks(pass) {
+                    // SAFETY: the caller's promise.
+                    with_rows!(a, rows => unsafe { sums(&row, rows, tiles) });
+                    row.to.0 += pass;
+                }
+            }
+        }
+
+        /// Writes the sums of a row of weights with some rows of activations.
+        ///
+        /// # Safety
+        /// As for [`run`].
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn sums<B: $Units, const R: usize>(row: &Row<'_, B>, a: [&[Quad]; R], tiles: &mut [Tile]) {
+            const { assert!(B::BLOCKS <= MAX_BLOCKS) };
+            let mut sums = [Sums::zero(); R];
+            let units = row.blocks.chunks_exact(B::BLOCKS);
+            let rest = units.remainder();
+            let mut at = 0;
+            for unit in units {
+                prefetch_bytes(row.ahead.wrapping_add(at * B::BLOCKS).cast(), B::BLOCKS * size_of::<B>());
+                // SAFETY: the unit and its scales are whole, and activations have as many quads as the row.
+                unsafe {
+                    let scales = row.scales.as_ptr().add(at * B::BLOCKS * B::APART);
+                    add_unit((unit.as_ptr(), scales), (a, at), &mut sums);
+                }
+                at += 1;
+            }
+            if !rest.is_empty() {
+                // What is not there counts as blocks of zeros.
+                let mut unit = [B::zeroed(); MAX_BLOCKS];
+                unit[..rest.len()].copy_from_slice(rest);
+                let scales = unit_of_scales(&row.scales[at * B::BLOCKS * B::APART..]);
+                // SAFETY: as above.
+                unsafe { add_unit((unit.as_ptr(), scales.as_ptr()), (a, at), &mut sums) };
+            }
+            let (first, column, tile_step) = row.to;
+            for (row, sums) in (first..).zip(sums) {
+                tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = sums.total::<B>();
+            }
+        }
+    };
+}
+pub(super) use streamed;
