@@ -427,7 +427,14 @@ fn copy(from: &[u32], to: &mut [u32]) {
         }
     }
     // A copy of a length known to the compiler is a few moves; others are a call.
-    if !(whole::<48>(from, to) || whole::<8>(from, to) || whole::<32>(from, to) || whole::<24>(from, to)) {
+    let is_copied = whole::<48>(from, to)
+        || whole::<16>(from, to)
+        || whole::<8>(from, to)
+        || whole::<6>(from, to)
+        || whole::<32>(from, to)
+        || whole::<12>(from, to)
+        || whole::<4>(from, to);
+    if !is_copied {
         let (whole, rest) = to.split_at_mut(from.len());
         whole.copy_from_slice(from);
         rest.fill(0);
@@ -458,15 +465,23 @@ fn transposed<S: Level, T: Float>(
     let ((first, rows), (column, depth)) = (block.rows, block.columns);
     let num_units = format.units_of(depth);
     let to = &mut to[..num_units * width];
-    for tile in (0..width).step_by(16) {
-        let tile_rows = rows.saturating_sub(tile).min(16);
-        let tile_width = (width - tile).min(16);
+    let lanes = S::WIDTH.max(8);
+    for tile in (0..width).step_by(lanes) {
+        let tile_rows = rows.saturating_sub(tile).min(lanes);
+        let tile_width = (width - tile).min(lanes);
         let mut done = 0;
         #[cfg(target_arch = "x86_64")]
-        if S::WIDTH == 16 && tile_rows == 16 && num_units > 0 {
-            let starts: [&[T]; 16] = std::array::from_fn(|r| &x[source.start(first + tile + r) + column..][..depth]);
-            // SAFETY: this level is in use only on machines with AVX-512.
-            done = unsafe { super::transpose::units(&starts, format, width, &mut to[tile..]) };
+        if tile_rows == lanes && num_units > 0 {
+            let row = |r: usize| &x[source.start(first + tile + r) + column..][..depth];
+            let to = &mut to[tile..];
+            // SAFETY: these levels are in use only on machines with AVX-512 and AVX2.
+            done = unsafe {
+                match S::WIDTH {
+                    16 => super::transpose::units(&std::array::from_fn::<_, 16, _>(row), format, width, to),
+                    8 => super::transpose::units_of_8(&std::array::from_fn::<_, 8, _>(row), format, width, to),
+                    _ => 0,
+                }
+            };
         }
         for unit in done..num_units {
             let to = &mut to[unit * width + tile..][..tile_width];

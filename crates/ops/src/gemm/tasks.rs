@@ -1,6 +1,6 @@
 //! How a list of products is cut into tasks.
 
-use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, Tile};
+use super::kernel::{Kernels, MAX_ROWS, Tile, widest};
 use super::{Form, Group, Product};
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
@@ -70,14 +70,14 @@ impl Panels {
     /// The panels of B for vectors of so many lanes.
     #[inline(always)]
     pub(crate) fn of(columns: usize, lanes: usize) -> Self {
-        let vectors = columns.div_ceil(lanes);
-        let (num_wide, narrow, num_narrow) = match (vectors / MAX_VECTORS, vectors % MAX_VECTORS) {
+        let (vectors, widest) = (columns.div_ceil(lanes), widest(lanes));
+        let (num_wide, narrow, num_narrow) = match (vectors / widest, vectors % widest) {
             (num_wide, 0) => (num_wide, 0, 0),
             (0, rest) => (0, rest, 1),
-            (num_wide, 1) => (num_wide - 1, 2, 2),
-            (num_wide, _) => (num_wide, 2, 1),
+            (num_wide, 1) if widest == 3 => (num_wide - 1, 2, 2),
+            (num_wide, rest) => (num_wide, rest, 1),
         };
-        Self { columns, wide: MAX_VECTORS * lanes, num_wide, narrow: narrow * lanes, count: num_wide + num_narrow }
+        Self { columns, wide: widest * lanes, num_wide, narrow: narrow * lanes, count: num_wide + num_narrow }
     }
 
     /// Panels of one width, the last as wide though columns end inside it.
@@ -146,7 +146,7 @@ fn cut_group(
     let num_parts = group.depth.div_ceil(longest).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
-    let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
+    let panel_width = widest(kernels.lanes) * kernels.lanes * num_tiles;
 
     let max_rows = if num_parts > 1 || product.form == Form::Tn { MAX_WAITING_ROWS } else { usize::MAX };
     let mut rows = group.rows.min(max_rows);
@@ -196,7 +196,7 @@ fn cut_group_for_tiles(
     let num_parts = group.depth.div_ceil(TILES_PART).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
-    let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
+    let panel_width = widest(kernels.lanes) * kernels.lanes * num_tiles;
 
     let mut chunk = (TILES_B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
     chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));

@@ -7,7 +7,7 @@
 
 use core::arch::x86_64::_mm512_storeu_ps;
 
-use super::kernel::{Kernels, MAX_ROWS, MAX_VECTORS, TILE_STRIDE, Tile, TileArgs};
+use super::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile, TileArgs, widest};
 use super::store::Room;
 use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
@@ -108,7 +108,7 @@ pub(super) fn cut_group(
     let part = units.div_ceil(num_parts).next_multiple_of(step);
     let num_parts = units.div_ceil(part);
 
-    let panel_width = MAX_VECTORS * kernels.lanes * num_tiles;
+    let panel_width = widest(kernels.lanes) * kernels.lanes * num_tiles;
     let tiles_of_panel = lanes.count() * TILES * num_tiles;
     let mut chunk = (budget / (group.rows * group.depth * panel_width)).max(MIN_COLUMNS / panel_width);
     if num_parts > 1 {
