@@ -378,10 +378,12 @@ x86_level!(
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body
 /// compiled for `isa`; inside the body `S` is the [`Level`]. With `bf16` before it the body is compiled once more for
-/// machines with AVX-512 BF16: for kernels that round much, or multiply pairs.
+/// machines with AVX-512 BF16: for kernels that round much, or multiply pairs. With `bf16 if condition;` only for those types of
+/// which the condition, a constant, holds.
 macro_rules! kernel {
-    (bf16 $($rest:tt)*) => { $crate::simd::kernel! { @define avx512_bf16 $($rest)* } };
-    (@define $native:ident $(#[$meta:meta])* $vis:vis fn $name:ident<$S:ident: Level $(, $T:ident: $bound:path)*>(
+    (bf16 if $has_own:expr; $($rest:tt)*) => { $crate::simd::kernel! { @define $has_own; $($rest)* } };
+    (bf16 $($rest:tt)*) => { $crate::simd::kernel! { @define true; $($rest)* } };
+    (@define $has_own:expr; $(#[$meta:meta])* $vis:vis fn $name:ident<$S:ident: Level $(, $T:ident: $bound:path)*>(
         $($arg:ident: $type:ty),* $(,)?
     ) $(-> $result:ty)? $body:block) => {
         $(#[$meta])*
@@ -399,7 +401,6 @@ macro_rules! kernel {
                 body::<$crate::simd::Avx512 $(, $T)*>($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
-            #[allow(dead_code)] // unless asked for
             #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
             fn avx512_bf16<$($T: $bound),*>($($arg: $type),*) $(-> $result)? {
                 body::<$crate::simd::Avx512Bf16 $(, $T)*>($($arg),*)
@@ -409,18 +410,22 @@ macro_rules! kernel {
                 // SAFETY: a context holds only instruction sets that the machine has.
                 #[cfg(target_arch = "x86_64")]
                 $crate::Isa::Avx2 => unsafe { avx2::<$($T),*>($($arg),*) },
+                // SAFETY: as above. A branch that a constant rules out is not compiled, nor is what it calls.
+                #[cfg(target_arch = "x86_64")]
+                $crate::Isa::Avx512Bf16 | $crate::Isa::Amx if const { $has_own } => unsafe {
+                    avx512_bf16::<$($T),*>($($arg),*)
+                },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::Isa::Avx512 => unsafe { avx512::<$($T),*>($($arg),*) },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => unsafe { $native::<$($T),*>($($arg),*) },
+                $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => unsafe {
+                    avx512::<$($T),*>($($arg),*)
+                },
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
             }
         }
     };
-    ($($rest:tt)*) => { $crate::simd::kernel! { @define avx512 $($rest)* } };
+    ($($rest:tt)*) => { $crate::simd::kernel! { @define false; $($rest)* } };
 }
 pub(crate) use kernel;
 

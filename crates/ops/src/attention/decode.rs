@@ -101,7 +101,7 @@ impl Queries {
 }
 
 kernel! {
-    bf16
+    bf16 if matches!(K::DTYPE, DType::BF16) || matches!(V::DTYPE, DType::BF16);
     /// What the keys `k` and values `v` of some tokens leave of each head, in `parts`.
     fn range_kernel<S: Level, K: Weight, V: Weight>(
         shape: &AttentionShape,

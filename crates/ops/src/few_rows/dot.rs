@@ -3,6 +3,8 @@
 //! The sums of some rows of weights with some rows of A fill the registers. More rows of A than fit are taken in several
 //! passes over the same rows of weights, which the caches then hold.
 
+use moeworks_tensor::DType;
+
 use super::rows::{MAX_BLOCK, Weight, partial_block};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
 use crate::simd::{Level, kernel};
@@ -48,23 +50,27 @@ const MAX_LANES: usize = 16;
 /// How many rows of A are taken in a pass: at most so many, and all passes alike but the last.
 #[inline(always)]
 fn rows_of_pass<S: Level>(num_rows: usize) -> usize {
-    let most = if S::WIDTH >= 16 { 8 } else { 6 };
+    let most = match S::WIDTH {
+        16.. => 8,
+        8.. => 6,
+        _ => 4,
+    };
     num_rows.div_ceil(num_rows.div_ceil(most))
 }
 
 /// As many rows of weights as there are registers for their sums, beside the weights and A.
 #[inline(always)]
 fn weights_of_pass<S: Level>(rows: usize) -> usize {
-    match (S::WIDTH >= 16, rows) {
-        (true, ..=3) | (false, 1) => 8,
-        (true, 4..=6) | (false, ..=3) => 4,
-        (true, _) => 3,
-        (false, _) => 2,
+    match (S::WIDTH, rows) {
+        (16.., ..=3) | (8.., 1) => 8,
+        (16.., 4..=6) | (8.., ..=3) | (_, 1) => 4,
+        (16.., _) => 3,
+        _ => 2,
     }
 }
 
 kernel! {
-    bf16
+    bf16 if matches!(T::DTYPE, DType::BF16);
     /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c. `waiting` has
     /// [`waiting_words`].
     pub(super) fn run<S: Level, T: Weight>(panel: Panel<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
@@ -171,8 +177,10 @@ impl<T: Weight> Part<'_, T> {
         unsafe {
             if S::WIDTH >= 16 {
                 by_size!(self, size, waiting, tiles, 8: 1 2 3, 4: 1 2 3 4 5 6, 3: 6 7 8, 1: 1 2 3 4 5 6 7 8);
+            } else if S::WIDTH >= 8 {
+                by_size!(self, size, waiting, tiles, 8: 1, 4: 2 3, 2: 1 2 3 4 5 6, 1: 1 2 3 4 5 6);
             } else {
-                by_size!(self, size, waiting, tiles, 8: 1, 4: 1 2 3, 2: 1 2 3 4 5 6, 1: 1 2 3 4 5 6);
+                by_size!(self, size, waiting, tiles, 4: 1, 2: 1 2 3 4, 1: 1 2 3 4);
             }
         }
     }
