@@ -97,6 +97,32 @@ pub(crate) struct Constants {
     pub(crate) type_shared: c_int,
     pub(crate) thread_serialized: c_int,
     pub(crate) is_open_mpi: bool,
+    pub(crate) status: StatusLayout,
+}
+
+/// Where a status has the bytes of what was received. Headers lay it open, since programs make statuses themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StatusLayout {
+    /// `{ int MPI_SOURCE, MPI_TAG, MPI_ERROR, _cancelled; size_t _ucount; }`, from Open MPI 1.7 on.
+    OpenMpi,
+    /// `{ int count_lo, count_hi_and_cancelled, MPI_SOURCE, MPI_TAG, MPI_ERROR; }`, in MPICH's ABI of 2014.
+    Mpich,
+    /// Not said: the library is to be asked.
+    Hidden,
+}
+
+impl StatusLayout {
+    /// Whether a status tells that `bytes` bytes came; if not, the library is to be asked, too.
+    #[inline]
+    pub(crate) fn tells(self, status: &Status, bytes: usize) -> bool {
+        let bytes = bytes as u64;
+        match self {
+            Self::OpenMpi => status[2] == bytes,
+            // The high half above the bit that says whether it was cancelled.
+            Self::Mpich => status[0] == (bytes & 0xffff_ffff) | (bytes >> 32 << 33),
+            Self::Hidden => false,
+        }
+    }
 }
 
 /// "Of no colour", in all libraries.
@@ -115,6 +141,7 @@ const ABI: Constants = Constants {
     type_shared: 221,
     thread_serialized: 2048,
     is_open_mpi: false,
+    status: StatusLayout::Hidden,
 };
 
 /// The values of MPICH and what is built from it (its ABI of 2014).
@@ -130,6 +157,7 @@ const MPICH: Constants = Constants {
     type_shared: 1,
     thread_serialized: 2,
     is_open_mpi: false,
+    status: StatusLayout::Mpich,
 };
 
 impl Constants {
@@ -171,6 +199,7 @@ impl Constants {
             type_shared: 0,
             thread_serialized: 2,
             is_open_mpi: true,
+            status: StatusLayout::OpenMpi,
         })
     }
 }
@@ -204,4 +233,24 @@ impl Functions {
 fn first_line(text: &[u8]) -> String {
     let end = text.iter().position(|&c| c == 0 || c == b'\n').unwrap_or(text.len());
     String::from_utf8_lossy(&text[..end]).split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_tells_of_the_bytes_that_came_and_of_no_others() {
+        let (short, long) = (1_000, (5 << 32) + 7);
+        // As the headers have them: source 3, tag 9, no error; of MPICH the count's high half above a bit.
+        let open_mpi = |bytes: u64| [3 | 9 << 32, 0, bytes, 0, 0, 0, 0, 0];
+        let mpich = |bytes: u64| [(bytes & 0xffff_ffff) | ((bytes >> 32) << 1) << 32, 3 | 9 << 32, 0, 0, 0, 0, 0, 0];
+        for bytes in [0, short, long] {
+            assert!(StatusLayout::OpenMpi.tells(&open_mpi(bytes), bytes as usize));
+            assert!(StatusLayout::Mpich.tells(&mpich(bytes), bytes as usize));
+            assert!(!StatusLayout::OpenMpi.tells(&open_mpi(bytes), bytes as usize + 1));
+            assert!(!StatusLayout::Mpich.tells(&mpich(bytes), bytes as usize + 1));
+            assert!(!StatusLayout::Hidden.tells(&open_mpi(bytes), bytes as usize));
+        }
+    }
 }
