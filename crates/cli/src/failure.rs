@@ -1,6 +1,14 @@
 //! How a command fails: one line for the user and an exit code.
 
 use std::fmt::Display;
+use std::io::Write as _;
+
+/// Says what is wrong on a line of standard error, in one write: other ranks write there, too, and a launcher may end this process at
+/// any moment.
+pub(crate) fn say_error(message: impl Display) {
+    // Where nobody listens nothing can be said.
+    let _ = std::io::stderr().write_all(format!("error: {message}\n").as_bytes());
+}
 
 /// A failed command.
 #[derive(Debug)]

@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     match or_device_failure(|| run(command)) {
         Ok(code) => code,
         Err(Failure { message, code }) => {
-            eprintln!("error: {message}");
+            failure::say_error(message);
             ExitCode::from(code)
         }
     }

@@ -6,6 +6,8 @@ use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 use moeworks_train::config::RunConfig;
 use moeworks_train::{Ranks, TrainError};
 
+use crate::failure::say_error;
+
 /// How long a rank that hangs may keep the program after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -23,7 +25,7 @@ pub(crate) fn on_ranks<R: Send>(
     #[cfg(unix)]
     if is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
-        let report = |rank, error: &dyn std::fmt::Display| eprintln!("error: rank {rank}: {error}");
+        let report = |rank, error: &dyn std::fmt::Display| say_error(format_args!("rank {rank}: {error}"));
         let options = MpiOptions::default().with_order(config.parallel.ordered_sums);
         return run_mpi(&options, report, |comm| {
             Ranks::check_program(comm)?;
@@ -34,7 +36,7 @@ pub(crate) fn on_ranks<R: Send>(
         return work(None);
     }
     let stuck = |error: &CommError| {
-        eprintln!("error: {error}");
+        say_error(error);
         std::process::exit(FAILED);
     };
     let mut results = try_run_ranks(&RankOptions::new(num_ranks).on_stuck(GRACE, stuck), as_rank)?;

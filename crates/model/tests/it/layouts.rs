@@ -100,7 +100,8 @@ fn check((decoder, weights): (Decoder, DecoderWeights), method: Option<&str>) {
         let ids = random_ids(config.vocab_size, num_tokens, 3);
         let logits = |weights: &DecoderWeights| decoder.logits(&ctx, weights, &ids, 1).unwrap().to_f32_vec();
         let found = logits(&loaded);
-        assert_close("in memory", &found, &logits(&weights), 1e-5);
+        // Products of two layouts add up in other orders, and of activations in small integers one or the other rounds another way.
+        assert_close("in memory", &found, &logits(&weights), 1e-3);
         assert_close("floats", &found, &logits(&floats), 0.05);
     }
     assert_eq!(ctx.pool().stats().used_bytes, before, "something was gathered");
