@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
 use std::path::Path;
 
 use moeworks_model::files::write_whole;
-use moeworks_model::hf::{self, SaveOptions};
+use moeworks_model::hf::{self, ComingWeights, SaveOptions};
 use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
 use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer};
 use moeworks_ops::Context;
@@ -19,8 +20,6 @@ use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
 
 /// The optimizer's moments, in a checkpoint.
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
-/// The whole weights of several ranks, while a checkpoint is written.
-const GATHERED_FILE: &str = "gathered.tmp";
 /// The key of [`Progress`] in a checkpoint's metadata.
 const PROGRESS_KEY: &str = "progress";
 
@@ -55,26 +54,16 @@ pub(crate) fn save_model(
     Ok(hf::save_model(dir, decoder.config(), weights, &options).map(drop)?)
 }
 
-/// Makes a file of `tensors`, which may be more than there is memory, and gives weights like `part`, of which they are the whole, that
-/// lie in that file: they stay for as long as they are used, though the file is gone.
-pub(crate) fn by_way_of_a_file(
-    ctx: &Context,
+/// Writes the model of a checkpoint into `dir` while its tensors come: `next` gives one after another, and `part` is what this rank
+/// has of them.
+pub(crate) fn save_coming(
     dir: &Path,
-    tensors: &[TensorBytes<'_>],
-    part: &DecoderWeights,
-) -> Result<DecoderWeights, WriteError> {
-    let path = dir.join(GATHERED_FILE);
-    safetensors::write(&path, tensors, &BTreeMap::new())?;
-    let file = SafetensorsFile::open(&path)?;
-    let mut failure = None;
-    let whole = part.map_named(|name, _| {
-        file.tensor(ctx, name).unwrap_or_else(|error| {
-            failure.get_or_insert(error);
-            ctx.empty(&[0], DType::F32)
-        })
-    });
-    fs::remove_file(&path)?;
-    failure.map_or(Ok(whole), |error| Err(error.into()))
+    decoder: &Decoder,
+    (part, next): (&DecoderWeights, &dyn Fn() -> io::Result<Tensor>),
+    tokenizer: &Tokenizer,
+) -> Result<(), WriteError> {
+    let weights = ComingWeights { shapes: decoder.tensor_shapes(), states: part.states(), next };
+    Ok(hf::save_coming(dir, decoder.config(), &weights, Some(tokenizer)).map(drop)?)
 }
 
 /// Writes the optimizer's moments into `dir`.

@@ -8,6 +8,7 @@
 //! (capacity, jitter, ...) survive; it counts only while it agrees with the other keys.
 
 mod blocks;
+mod coming;
 mod companions;
 mod config_json;
 mod error;
@@ -25,9 +26,10 @@ mod save;
 mod stop_ids;
 
 pub use blocks::Quantize;
+pub use coming::ComingWeights;
 pub use companions::copy_companions;
 pub(crate) use config_json::config_of_keys;
 pub use error::{LoadError, SaveError};
 pub use load::{ModelFolder, load_model};
-pub use save::{SaveOptions, Saved, save_model};
+pub use save::{SaveOptions, Saved, save_coming, save_model};
 pub use stop_ids::stop_ids;

@@ -1,5 +1,6 @@
 //! Writing a model folder.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, btree_map::Entry};
 use std::fs;
 use std::io;
@@ -10,6 +11,7 @@ use moeworks_tensor::{DType, Tensor, bf16, f16};
 use serde_json::{Value, json};
 
 use super::blocks::{self, METHOD, Quantize};
+use super::coming::{Arrivals, ComingWeights, PartBytes};
 use super::config_json;
 use super::error::{LoadError, SaveError};
 use super::family::Family;
@@ -71,49 +73,108 @@ pub fn save_model(
     weights: &DecoderWeights,
     options: &SaveOptions<'_>,
 ) -> Result<Saved, SaveError> {
-    let io = |path: &Path| {
-        let path = path.to_owned();
-        move |source: io::Error| SaveError::Io { path, source }
-    };
     let origin = options.origin.filter(|origin| origin.family.can_say(config));
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
-    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    let is_gated = config.moe().activation.num_inputs() == 2;
     let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
     let further = FurtherLayers::of(origin.zip(files.as_ref()), config);
-    let (mut tensors, counts) = tensors(family, weights, is_gated, options);
+    let (mut tensors, counts) = tensors(family, weights, is_gated(config), options);
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
     tensors.extend(further.tensors(counts.eight_bit_floats > 0)?);
-    fs::create_dir_all(dir).map_err(io(dir))?;
-    write_shards(dir, &tensors, &metadata, options.max_shard_bytes).map_err(io(dir))?;
-    let eos_id = options.tokenizer.and_then(Tokenizer::eos_id);
-    let generation = generation_json(config, eos_id);
     let stored = options.dtype.unwrap_or_else(|| weights.embedding.dtype().into());
-    let mut config_json = config_json::write(family, config, dtype_name(stored), eos_id);
-    if counts.in_blocks > 0 {
-        config_json["quantization_config"] = blocks_json(options);
-    } else if let Some(json) = floats_json(&tensors, &counts, origin) {
-        config_json["quantization_config"] = json;
+    let num_further = origin.filter(|_| !further.is_empty()).and_then(|origin| origin.keys.get(COUNT_KEY));
+    Folder { config, family, origin, stored, num_further, options }.write(dir, &tensors, &counts)
+}
+
+/// [`save_model`] of f32 weights that come one after another while they are written. The files are the same; in memory are the tensors of
+/// ours that one on disk is made of.
+pub fn save_coming(
+    dir: &Path,
+    config: &ModelConfig,
+    weights: &ComingWeights<'_>,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Saved, SaveError> {
+    let family = Family::of(config);
+    let options = SaveOptions { tokenizer, ..SaveOptions::default() };
+    let mut list = OnDiskList::default();
+    let mut num_parts = Vec::new();
+    let arrivals = Arrivals::new(weights);
+    for (index, (name, shape)) in weights.shapes.iter().enumerate() {
+        let pieces = forms(family, name, shape, is_gated(config)).swap_remove(0);
+        num_parts.push(pieces.len());
+        let len = arrivals.num_bytes(index) / pieces.len();
+        list.add((FileDType::F32, None), pieces, |part, _| {
+            (PartBytes::Coming { from: &arrivals, index, range: part * len..(part + 1) * len }, Seen::AsThePiece)
+        });
     }
-    if let Some(count) = origin.filter(|_| !further.is_empty()).and_then(|origin| origin.keys.get(COUNT_KEY)) {
-        config_json[COUNT_KEY] = count.clone();
+    arrivals.expect(num_parts);
+    for (name, tensor) in &weights.states {
+        let pieces = forms(family, name, tensor.shape(), is_gated(config)).swap_remove(0);
+        list.add_lent(tensor, None, pieces);
     }
-    let config_json = with_kept(config_json, origin, options.tokenizer.is_some());
-    for (name, json) in [("config.json", config_json), ("generation_config.json", generation)] {
-        let path = dir.join(name);
-        write_whole(&path, pretty(&json).as_bytes()).map_err(io(&path))?;
+    let folder = Folder { config, family, origin: None, stored: FileDType::F32, num_further: None, options: &options };
+    folder.write(dir, &list.into_bytes(), &Counts::default())
+}
+
+/// Whether gate and up are joined.
+fn is_gated(config: &ModelConfig) -> bool {
+    config.moe().activation.num_inputs() == 2
+}
+
+/// What a folder says besides its tensors.
+struct Folder<'a> {
+    config: &'a ModelConfig,
+    family: &'static Family,
+    origin: Option<&'a ModelFolder>,
+    /// The type of most matrices.
+    stored: FileDType,
+    /// How many layers behind the last are kept.
+    num_further: Option<&'a Value>,
+    options: &'a SaveOptions<'a>,
+}
+
+impl Folder<'_> {
+    fn write(&self, dir: &Path, tensors: &[TensorBytes<'_>], counts: &Counts) -> Result<Saved, SaveError> {
+        let io = |path: &Path| {
+            let path = path.to_owned();
+            move |source: io::Error| SaveError::Io { path, source }
+        };
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        fs::create_dir_all(dir).map_err(io(dir))?;
+        write_shards(dir, tensors, &metadata, self.options.max_shard_bytes).map_err(io(dir))?;
+        let eos_id = self.options.tokenizer.and_then(Tokenizer::eos_id);
+        let generation = generation_json(self.config, eos_id);
+        for (name, json) in [("config.json", self.config_json(tensors, counts)), ("generation_config.json", generation)]
+        {
+            let path = dir.join(name);
+            write_whole(&path, pretty(&json).as_bytes()).map_err(io(&path))?;
+        }
+        if let Some(tokenizer) = self.options.tokenizer {
+            tokenizer.save(dir)?;
+        }
+        Ok(Saved {
+            model_type: self.family.model_type,
+            loads_in_transformers: self.family.is_known_to_transformers() && counts.in_blocks == 0,
+            num_in_blocks: counts.in_blocks,
+            num_not_in_blocks: counts.not_in_blocks,
+        })
     }
-    if let Some(tokenizer) = options.tokenizer {
-        tokenizer.save(dir)?;
+
+    fn config_json(&self, tensors: &[TensorBytes<'_>], counts: &Counts) -> Value {
+        let tokenizer = self.options.tokenizer;
+        let eos_id = tokenizer.and_then(Tokenizer::eos_id);
+        let mut json = config_json::write(self.family, self.config, dtype_name(self.stored), eos_id);
+        if counts.in_blocks > 0 {
+            json["quantization_config"] = blocks_json(self.options);
+        } else if let Some(floats) = floats_json(tensors, counts, self.origin) {
+            json["quantization_config"] = floats;
+        }
+        if let Some(count) = self.num_further {
+            json[COUNT_KEY] = count.clone();
+        }
+        with_kept(json, self.origin, tokenizer.is_some())
     }
-    Ok(Saved {
-        model_type: family.model_type,
-        loads_in_transformers: family.is_known_to_transformers() && counts.in_blocks == 0,
-        num_in_blocks: counts.in_blocks,
-        num_not_in_blocks: counts.not_in_blocks,
-    })
 }
 
 /// `generation_config.json`: where texts begin and end. An answer to what an encoder read begins with an id of its own.
@@ -204,14 +265,14 @@ fn tensors<'a>(
             in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
         } else {
             let dtype = options.dtype.filter(|_| role == Some(Role::Product));
-            list.add(tensor, dtype, forms.swap_remove(0));
+            list.add_lent(tensor, dtype, forms.swap_remove(0));
         }
     }
     counts.in_blocks = in_blocks.len();
     counts.four_bit_floats = four_bit_floats.len();
     counts.eight_bit_floats = eight_bit_floats.len();
     let others = in_blocks.into_iter().chain(four_bit_floats).chain(eight_bit_floats);
-    (list.tensors.into_iter().map(OnDisk::into_bytes).chain(others).collect(), counts)
+    (list.into_bytes().into_iter().chain(others).collect(), counts)
 }
 
 /// Tensors on disk and where they are in the list.
@@ -223,26 +284,52 @@ struct OnDiskList<'a> {
 
 impl<'a> OnDiskList<'a> {
     /// Adds one of ours, in its pieces, to be written as `dtype` if that is given.
-    fn add(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
+    fn add_lent(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
         let count = pieces.len();
-        for (i, Piece { name, shape, view, .. }) in pieces.into_iter().enumerate() {
-            let part = match (tensor.as_turned(), view) {
-                (Some((base, is_in_turn)), Some(view))
-                    if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == shape =>
-                {
-                    (base.bytes(), None)
-                }
-                _ => (part_bytes(tensor, i, count), view),
-            };
+        self.add((tensor.dtype().into(), dtype), pieces, |part, piece| match (tensor.as_turned(), piece.view) {
+            (Some((base, is_in_turn)), Some(view))
+                if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == piece.shape =>
+            {
+                (PartBytes::Lent(base.bytes()), Seen::AsItLies)
+            }
+            _ => (PartBytes::Lent(part_bytes(tensor, part, count)), Seen::AsThePiece),
+        });
+    }
+
+    /// Adds one of ours of the type `from`, in its pieces, to be written as `dtype` if that is given. `bytes` says of each part where
+    /// its bytes are.
+    fn add(
+        &mut self,
+        (from, dtype): (FileDType, Option<FileDType>),
+        pieces: Vec<Piece>,
+        bytes: impl Fn(usize, &Piece) -> (PartBytes<'a>, Seen),
+    ) {
+        for (i, piece) in pieces.into_iter().enumerate() {
+            let (bytes, seen) = bytes(i, &piece);
+            let Piece { name, shape, view, .. } = piece;
+            let part = (bytes, view.filter(|_| seen == Seen::AsThePiece));
             match self.places.entry(name.clone()) {
                 Entry::Occupied(entry) => self.tensors[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {
                     entry.insert(self.tensors.len());
-                    self.tensors.push(OnDisk { name, shape, tensor, dtype, parts: vec![part] });
+                    self.tensors.push(OnDisk { name, shape, from, dtype, parts: vec![part] });
                 }
             }
         }
     }
+
+    fn into_bytes(self) -> Vec<TensorBytes<'a>> {
+        self.tensors.into_iter().map(OnDisk::into_bytes).collect()
+    }
+}
+
+/// How the bytes of a part are to be looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    /// In the order in which they lie.
+    AsItLies,
+    /// By the view of the piece.
+    AsThePiece,
 }
 
 /// The rows of one of `count` equal parts of a tensor.
@@ -267,37 +354,47 @@ fn part_bytes(tensor: &Tensor, index: usize, count: usize) -> &[u8] {
 struct OnDisk<'a> {
     name: String,
     shape: Vec<usize>,
-    /// One of ours, for the type.
-    tensor: &'a Tensor,
+    /// The type of ours.
+    from: FileDType,
     /// The type on disk, if another.
     dtype: Option<FileDType>,
-    parts: Vec<(&'a [u8], Option<View>)>,
+    parts: Vec<(PartBytes<'a>, Option<View>)>,
 }
 
 impl<'a> OnDisk<'a> {
     fn into_bytes(self) -> TensorBytes<'a> {
-        let Self { name, shape, tensor, dtype, parts } = self;
-        let size = tensor.dtype().size();
-        let from = FileDType::from(tensor.dtype());
+        let Self { name, shape, from, dtype, parts } = self;
         let to = dtype.unwrap_or(from);
-        if to != from {
-            let elements: usize = shape.iter().product();
-            let len = elements * if to == FileDType::F32 { 4 } else { 2 };
-            let make = move || match parts[..] {
-                [(bytes, None)] => Ok(converted(bytes, from, to)),
-                _ => Ok(converted(&woven(&parts, size, elements * size), from, to)),
-            };
-            return TensorBytes { name, dtype: to, shape, bytes: Payload::Made { len, make: Box::new(make) } };
-        }
         let bytes = match parts[..] {
-            [(bytes, None)] => Payload::Lent(bytes),
+            [(PartBytes::Lent(bytes), None)] if to == from => Payload::Lent(bytes),
             _ => {
-                let len = size * shape.iter().product::<usize>();
-                Payload::Made { len, make: Box::new(move || Ok(woven(&parts, size, len))) }
+                let num_elements = shape.iter().product::<usize>();
+                let make = move || made(&parts, (from, to), num_elements);
+                Payload::Made { len: num_elements * size(to), make: Box::new(make) }
             }
         };
-        TensorBytes { name, dtype: tensor.dtype().into(), shape, bytes }
+        TensorBytes { name, dtype: to, shape, bytes }
     }
+}
+
+/// Bytes of an element.
+fn size(dtype: FileDType) -> usize {
+    dtype.bits() as usize / 8
+}
+
+/// The bytes of a tensor on disk, of the type `to`, that is made of parts of the type `from`.
+fn made(
+    parts: &[(PartBytes<'_>, Option<View>)],
+    (from, to): (FileDType, FileDType),
+    num_elements: usize,
+) -> io::Result<Vec<u8>> {
+    let parts = parts.iter().map(|(part, view)| Ok((part.arrived()?, *view))).collect::<io::Result<Vec<_>>>()?;
+    let parts: Vec<(&[u8], Option<View>)> = parts.iter().map(|(bytes, view)| (bytes.bytes(), *view)).collect();
+    let bytes = match parts[..] {
+        [(bytes, None)] => Cow::Borrowed(bytes),
+        _ => Cow::Owned(woven(&parts, size(from), num_elements * size(from))),
+    };
+    Ok(if to == from { bytes.into_owned() } else { converted(&bytes, from, to) })
 }
 
 /// Little-endian elements of one type, f32, bf16 or f16, as those of another, rounded to the nearest.

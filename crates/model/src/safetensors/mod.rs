@@ -87,7 +87,7 @@ impl FileDType {
         DTYPES.iter().find(|entry| entry.1 == name).map(|entry| entry.0)
     }
 
-    fn bits(self) -> u64 {
+    pub(crate) fn bits(self) -> u64 {
         self.entry().1
     }
 

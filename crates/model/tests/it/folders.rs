@@ -1,14 +1,16 @@
 //! Model folders: every shape survives a round trip, and folders that are not what they say are refused.
 
+use std::cell::Cell;
 use std::fs;
+use std::io;
 use std::path::Path;
 
-use moeworks_model::hf::{LoadError, ModelFolder, SaveOptions, load_model, save_model};
+use moeworks_model::hf::{ComingWeights, LoadError, ModelFolder, SaveOptions, load_model, save_coming, save_model};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, Decoder, ModelConfig, QkNorm, Tokenizer};
 use moeworks_moe::Ramp;
 use moeworks_ops::Context;
-use moeworks_tensor::DType;
+use moeworks_tensor::{DType, Tensor};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -257,6 +259,64 @@ fn a_damaged_shard_is_refused() {
     assert!(matches!(error, LoadError::Safetensors(SafetensorsError::OffsetsOutOfRange { .. })));
     fs::remove_file(&shard).unwrap();
     assert!(matches!(dir.fault(), LoadError::Safetensors(SafetensorsError::Io { .. })));
+}
+
+/// Writes the f32 weights of a fixture both ways. Those that come must not stay: of a tensor on disk there may be three that it is made
+/// of.
+#[track_caller]
+fn assert_written_as_they_come(name: &str) {
+    let (ctx, arriving) = (Context::cpu(2), Context::cpu(1));
+    let (config, weights) = load_model(&ctx, &fixture(name)).unwrap();
+    let weights = weights.kept(&ctx, |_, tensor| tensor.clone());
+    let tensors = weights.tensors();
+    let largest = tensors.iter().map(|(_, tensor)| tensor.num_bytes()).max().unwrap();
+    let (num_come, most_kept) = (Cell::new(0), Cell::new(0));
+    let next = || {
+        most_kept.set(arriving.pool().stats().used_bytes.max(most_kept.get()));
+        let (_, from) = &tensors[num_come.replace(num_come.get() + 1)];
+        let mut tensor = arriving.zeros(from.shape(), DType::F32);
+        tensor.f32s_mut().copy_from_slice(&from.to_f32_vec());
+        Ok(tensor)
+    };
+    let shapes = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape().to_vec())).collect();
+    let coming = ComingWeights { shapes, states: weights.states(), next: &next };
+    let (there, came) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let saved = save_model(there.path(), &config, &weights, &SaveOptions::default()).unwrap();
+    assert_eq!(save_coming(came.path(), &config, &coming, None).unwrap(), saved, "{name}");
+    for file in ["config.json", "generation_config.json", "model.safetensors"] {
+        let read = |dir: &TempDir| fs::read(dir.path().join(file)).unwrap();
+        assert!(read(&there) == read(&came), "{name}: {file}");
+    }
+    assert_eq!(num_come.get(), tensors.len(), "{name}");
+    assert!(most_kept.get() <= 2 * largest.next_multiple_of(4096), "{name}: {} of {largest}", most_kept.get());
+    assert_eq!(arriving.pool().stats().used_bytes, 0, "{name}");
+}
+
+#[test]
+fn weights_are_written_while_they_come_as_those_that_are_there() {
+    for name in ["deepseek_v2", "deepseek_v3", "gpt2", "gpt_oss", "granitemoe", "llama", "mixtral", "olmoe"] {
+        assert_written_as_they_come(name);
+    }
+    for name in ["phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "switch", "switch_untied"] {
+        assert_written_as_they_come(name);
+    }
+}
+
+#[test]
+fn weights_that_do_not_come_or_are_others_are_an_error() {
+    let ctx = Context::cpu(1);
+    let (decoder, weights) = model(&ctx, small_config());
+    let save = |next: &dyn Fn() -> io::Result<Tensor>| {
+        let coming = ComingWeights { shapes: decoder.tensor_shapes(), states: weights.states(), next };
+        let dir = tempfile::tempdir().unwrap();
+        let error = save_coming(dir.path(), decoder.config(), &coming, None).unwrap_err();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");
+        error.to_string()
+    };
+    let lost = save(&|| Err(io::Error::other("rank 3 is gone")));
+    assert!(lost.contains("rank 3 is gone"), "{lost}");
+    let other = save(&|| Ok(ctx.zeros(&[2, 3], DType::F32)));
+    assert!(other.contains("model.embed_tokens"), "{other}");
 }
 
 #[test]

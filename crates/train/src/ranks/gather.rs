@@ -204,8 +204,30 @@ impl Ranks {
         Ok(())
     }
 
-    /// What all ranks hold, as a file has it, on the root: each tensor is put together when it is written, while the other ranks
-    /// [give](Self::give_tensors) theirs. Names begin with `prefix`.
+    /// What all ranks hold, on the root, one tensor after another in memory: each is put together when it is asked for, while the other
+    /// ranks [give](Self::give_tensors) theirs.
+    pub(crate) fn whole_one_by_one<'a>(
+        &'a self,
+        (ctx, decoder): (&'a Context, &'a Decoder),
+        held: Held<'a>,
+    ) -> impl Iterator<Item = io::Result<Tensor>> + 'a {
+        let shapes = decoder.tensor_shapes().into_iter();
+        held.tensors().zip(shapes).map(move |(held, (_, shape))| self.made_whole((ctx, decoder), &held, &shape))
+    }
+
+    /// The whole, of `shape`, of a tensor on the root.
+    fn made_whole(
+        &self,
+        (ctx, decoder): (&Context, &Decoder),
+        held: &HeldTensor<'_>,
+        shape: &[usize],
+    ) -> io::Result<Tensor> {
+        let mut whole = ctx.zeros(shape, DType::F32);
+        self.whole_tensor((ctx, decoder), held, Some(&mut whole)).map_err(io::Error::other)?;
+        Ok(whole)
+    }
+
+    /// [The same](Self::whole_one_by_one) as a file has it. Names begin with `prefix`.
     pub(crate) fn whole_tensors<'a>(
         &'a self,
         (ctx, decoder): (&'a Context, &'a Decoder),
@@ -216,11 +238,7 @@ impl Ranks {
         let in_file = |(held, shape): (HeldTensor<'a>, Vec<usize>)| {
             let (name, len) = (format!("{prefix}{}", held.name), size_of::<f32>() * shape.iter().product::<usize>());
             let of_whole = shape.clone();
-            let make = move || {
-                let mut whole = ctx.zeros(&of_whole, DType::F32);
-                self.whole_tensor((ctx, decoder), &held, Some(&mut whole)).map_err(io::Error::other)?;
-                Ok(whole.bytes().to_vec())
-            };
+            let make = move || Ok(self.made_whole((ctx, decoder), &held, &of_whole)?.bytes().to_vec());
             TensorBytes { name, dtype: FileDType::F32, shape, bytes: Payload::Made { len, make: Box::new(make) } }
         };
         held.tensors().zip(shapes).map(in_file).collect()

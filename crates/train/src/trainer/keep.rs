@@ -1,6 +1,8 @@
 //! What a run leaves behind while it goes: checkpoints and samples. Both need the whole model, which of several ranks only the
 //! root puts together: for a checkpoint tensor by tensor, so that it may be more than one rank has memory for, for a sample at once.
 
+use std::cell::RefCell;
+use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -54,14 +56,15 @@ impl Trainer {
             return self.write_checkpoint(output, &moments, write);
         };
         let whole = |held, prefix| ranks.whole_tensors((&self.ctx, &self.decoder), held, prefix);
-        let weights = whole(ranks.held_weights(&self.weights), "");
         let moments = state::moments(&self.optimizer).into_iter();
         let moments: Vec<_> =
             moments.flat_map(|(prefix, moments)| whole(ranks.held_moments(moments), prefix)).collect();
         ranks.patiently(|| {
             self.write_checkpoint(output, &moments, |dir| {
-                let weights = state::by_way_of_a_file(&self.ctx, dir, &weights, &self.weights)?;
-                state::save_model(dir, &self.decoder, &weights, &self.tokenizer)
+                let weights = ranks.whole_one_by_one((&self.ctx, &self.decoder), ranks.held_weights(&self.weights));
+                let weights = RefCell::new(weights);
+                let next = || weights.borrow_mut().next().unwrap_or_else(|| Err(io::Error::other("no more tensors")));
+                state::save_coming(dir, &self.decoder, (&self.weights, &next), &self.tokenizer)
             })
         })
     }
