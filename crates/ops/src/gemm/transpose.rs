@@ -2,13 +2,14 @@
 //! across the depth.
 
 use core::arch::x86_64::{
-    __m128, __m256, __m256i, __m512, __m512i, _mm_loadu_ps, _mm256_and_si256, _mm256_castpd_ps, _mm256_castps_pd,
-    _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_cvtph_ps, _mm256_insertf128_ps,
-    _mm256_set1_epi32, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
-    _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512,
-    _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cvtepi32_epi16, _mm512_cvtph_ps,
-    _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
-    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    __m128, __m128i, __m256, __m256i, __m512, __m512i, _mm_loadu_ps, _mm256_and_si256, _mm256_castpd_ps,
+    _mm256_castps_pd, _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_cvtph_ps,
+    _mm256_insertf128_ps, _mm256_set1_epi32, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+    _mm256_unpackhi_pd, _mm256_unpackhi_ps, _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_and_si512, _mm512_castpd_ps,
+    _mm512_castps_pd, _mm512_castps_si512, _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps,
+    _mm512_cvtepi32_epi16, _mm512_cvtph_ps, _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps,
 };
 
 use moeworks_tensor::DType;
@@ -184,13 +185,14 @@ pub(super) unsafe fn units_of_8<T: Float>(rows: &[&[T]; 8], format: Format, widt
 fn widened_8<T: Float>(pairs: __m256i) -> [__m256; 2] {
     if T::DTYPE == DType::F16 {
         // SAFETY: the transmute renames 256 bits.
-        let halves: [u16; 16] = unsafe { std::mem::transmute(pairs) };
+        let halves = unsafe { std::mem::transmute::<__m256i, [u16; 16]>(pairs) };
         let (mut low, mut high) = ([0_u16; 8], [0_u16; 8]);
         for (i, pair) in halves.as_chunks::<2>().0.iter().enumerate() {
             (low[i], high[i]) = (pair[0], pair[1]);
         }
-        // SAFETY: the transmutes rename 128 bits.
-        return unsafe { [_mm256_cvtph_ps(std::mem::transmute(low)), _mm256_cvtph_ps(std::mem::transmute(high))] };
+        // SAFETY: the transmute renames 128 bits.
+        let widened = |half| _mm256_cvtph_ps(unsafe { std::mem::transmute::<[u16; 8], __m128i>(half) });
+        return [widened(low), widened(high)];
     }
     let high = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32 as i32));
     [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)), _mm256_castsi256_ps(high)]
