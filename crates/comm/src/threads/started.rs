@@ -110,7 +110,11 @@ impl Started {
     fn read(&mut self) -> Result<Option<Until>, CommError> {
         match self.call() {
             Call::Barrier | Call::Split if !self.meeting.are_all_posted() => return Ok(Some(Until::AllPosted)),
-            Call::Barrier | Call::Split => self.phase = Phase::Finished,
+            Call::Barrier | Call::Split => {
+                // The last to come has not found yet whether it calls the same.
+                agreement::check_all(&self.group, &self.meeting, self.seat)?;
+                self.phase = Phase::Finished;
+            }
             Call::Broadcast { root, .. } if root == self.seat => self.phase = Phase::Leaving(self.num_seats() - 1),
             Call::Broadcast { root, .. } => return self.copy_whole(root, |reading| reading.in_place()),
             Call::Send { .. } => self.phase = Phase::Leaving(1),
