@@ -267,7 +267,7 @@ impl Decoder {
     }
 
     /// Shows `watch` what each MoE layer decides for `num_sequences` sequences of `inputs`, by the rules of training (the
-    /// capacity over all these tokens, without noise) or of inference. Nothing is predicted.
+    /// capacity over all these tokens, without noise) or of inference. Nothing is predicted. Over ranks as [`extend`](Self::extend).
     pub fn route(
         &self,
         ctx: &Context,
@@ -278,6 +278,8 @@ impl Decoder {
     ) -> Result<(), BatchError> {
         let seq_len = inputs.len() / num_sequences.max(1);
         self.check_batch(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len, ..TokenBatch::default() })?;
+        let gathered = self.gathered(ctx, weights);
+        let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (num_sequences, seq_len, 0), None);
         self.hidden(&pass, weights, inputs, rules, None, watch);
         Ok(())
@@ -313,6 +315,9 @@ impl Decoder {
 
     /// Appends `ids` to the sequence in `cache` and returns the logits `[V]` f32 after the last of them. Many ids at once
     /// are a prefill, a single one is a step of decoding.
+    ///
+    /// Where experts live on several ranks, the others [serve](Self::serve_inference); ranks that hold the matrices of other layers
+    /// between them pass the same ids.
     pub fn extend(
         &self,
         ctx: &Context,
@@ -330,6 +335,8 @@ impl Decoder {
         if self.encoder.is_some() && memory.is_none() {
             return Err(BatchError::NoSource);
         }
+        let gathered = self.gathered(ctx, weights);
+        let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (1, ids.len(), start), memory);
         let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
         let mut last = ctx.empty(&[1, self.config.width], DType::F32);

@@ -108,11 +108,20 @@ impl Decoder {
         self.pass_stats(NO_LOSS, losses, layers)
     }
 
-    /// The evaluation of a rank without sequences.
-    pub(crate) fn serve_evaluation(&self, ctx: &Context, weights: &DecoderWeights) -> PassStats {
+    /// The part of a rank without tokens in a pass of inference that others make: the experts here serve their rows.
+    pub fn serve_inference(&self, ctx: &Context, weights: &DecoderWeights) {
+        self.serve_rows(ctx, weights);
+    }
+
+    fn serve_rows(&self, ctx: &Context, weights: &DecoderWeights) -> Vec<Option<Idle<'_>>> {
         let input = RouterInput { is_inference: true, ..RouterInput::default() };
         let gathered = self.gathered(ctx, weights);
-        let saved = self.serve(ctx, gathered.as_ref().unwrap_or(weights), &input);
+        self.serve(ctx, gathered.as_ref().unwrap_or(weights), &input)
+    }
+
+    /// The evaluation of a rank without sequences.
+    pub(crate) fn serve_evaluation(&self, ctx: &Context, weights: &DecoderWeights) -> PassStats {
+        let saved = self.serve_rows(ctx, weights);
         let mut layers: Vec<LayerStats> = saved.iter().flatten().map(|idle| idle.saved.stats()).collect();
         self.merge_stats(&mut layers);
         let (losses, _) = router_losses(&layers, (&self.config().router, self.config().top_k), &PassOptions::default());

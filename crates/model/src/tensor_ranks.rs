@@ -152,6 +152,24 @@ impl TensorRanks {
         ids.iter().zip(0..).filter(|(id, _)| own.contains(id)).map(|(id, place)| (id - own.start, place)).unzip()
     }
 
+    /// The logits `[T, V]` f32 of the whole vocabulary from those `own` `[T, ..]` of this rank's part.
+    pub(crate) fn whole_logits(&self, ctx: &Context, own: &Tensor) -> Tensor {
+        let (num_tokens, starts) = (own.rows(), self.split().vocabulary());
+        let vocab_size = starts[self.split().size()];
+        let counts: Vec<usize> = starts.windows(2).map(|part| (part[1] - part[0]) * num_tokens).collect();
+        let (experts, mut parts) = (self.experts(), vec![0.0; vocab_size * num_tokens]);
+        let gather = || self.group().all_gather_v(own.f32s(), &mut parts, &counts);
+        experts.time("tensor parallel: gather", || experts.attempt((), gather));
+        let mut whole = ctx.empty(&[num_tokens, vocab_size], DType::F32);
+        for part in starts.windows(2) {
+            let (rows, width) = (&parts[part[0] * num_tokens..part[1] * num_tokens], part[1] - part[0]);
+            for (row, into) in rows.chunks_exact(width).zip(whole.f32s_mut().chunks_exact_mut(vocab_size)) {
+                into[part[0]..part[1]].copy_from_slice(row);
+            }
+        }
+        whole
+    }
+
     /// Lets `head` use this rank's part of the vocabulary.
     pub(crate) fn with_vocabulary<R>(&self, head: impl FnOnce(&mut VocabularyPart<'_>) -> R) -> R {
         let experts = self.experts();

@@ -438,7 +438,7 @@ impl DecoderWeights {
     }
 
     /// Writes the routers' states into those of `copy`.
-    pub fn update_states(&self, ctx: &Context, copy: &mut Self) {
+    fn update_states(&self, ctx: &Context, copy: &mut Self) {
         for (from, to) in self.layers.iter().zip(&mut copy.layers) {
             if let (FeedForwardWeights::Moe(from), FeedForwardWeights::Moe(to)) =
                 (&from.feed_forward, &mut to.feed_forward)

@@ -62,6 +62,10 @@ fn ranks_make_the_losses_of_one() {
         for file in ["config.toml", "metrics.csv", "report.html"] {
             assert!(work.path(run).join(file).exists(), "{run}: {file}");
         }
+        for file in ["samples.jsonl", "checkpoints/step-00000006/routing.safetensors"] {
+            let read = |run: &str| fs::read(work.path(run).join(file)).expect("what ranks found together");
+            assert_eq!(read(run), read("one"), "{run}: {file}");
+        }
     }
 }
 

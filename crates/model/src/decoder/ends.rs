@@ -68,7 +68,10 @@ impl Decoder {
         if let Some(bias) = &weights.head_bias {
             elementwise::add_rows(ctx, &mut logits, bias);
         }
-        logits
+        match &self.tensor {
+            None => logits,
+            Some(ranks) => ranks.whole_logits(ctx, &logits),
+        }
     }
 
     /// The loss of the residual stream after the last layer.

@@ -7,6 +7,7 @@ mod stream;
 use std::ops::ControlFlow;
 
 use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
 
 pub use cache::KvCache;
 pub(crate) use cache::LayerCache;
@@ -94,15 +95,10 @@ pub fn generate_cached(
     sequence: &mut CachedSequence,
     request: &GenerateRequest<'_>,
     sampler: &mut Sampler,
-    mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+    on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<(Vec<u32>, StopReason), BatchError> {
-    let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
-    decoder.check_len(prompt.len().saturating_add(max_new_tokens))?;
-    let extend = |sequence: &mut CachedSequence, ids: &[u32]| {
-        let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
-        sequence.ids.extend(ids);
-        if logits.f32s().iter().any(|x| x.is_nan()) { Err(BatchError::NotANumber) } else { Ok(logits) }
-    };
+    let prompt = request.prompt;
+    decoder.check_len(prompt.len().saturating_add(request.max_new_tokens))?;
     let config = decoder.config();
     let first = match &config.variant.encoder {
         None => &prompt[sequence.keep(prompt)..],
@@ -112,8 +108,29 @@ pub fn generate_cached(
             &[encoder.start_id][..]
         }
     };
+    let next = |ids: &[u32]| {
+        let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
+        sequence.ids.extend(ids);
+        Ok(logits)
+    };
+    generate_by(next, &GenerateRequest { prompt: first, ..*request }, sampler, on_token)
+}
+
+/// As [`generate`] with logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before.
+/// These are first the prompt's, whose length nothing here limits, then one at a time.
+pub fn generate_by<E: From<BatchError>>(
+    mut next: impl FnMut(&[u32]) -> Result<Tensor, E>,
+    request: &GenerateRequest<'_>,
+    sampler: &mut Sampler,
+    mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+) -> Result<(Vec<u32>, StopReason), E> {
+    let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
+    let mut numbers_after = |ids: &[u32]| {
+        let logits = next(ids)?;
+        if logits.f32s().iter().any(|x| x.is_nan()) { Err(E::from(BatchError::NotANumber)) } else { Ok(logits) }
+    };
     let mut ids = Vec::new();
-    let mut logits = extend(sequence, first)?;
+    let mut logits = numbers_after(prompt)?;
     while ids.len() < max_new_tokens {
         let id = sampler.sample(logits.f32s());
         ids.push(id);
@@ -124,7 +141,7 @@ pub fn generate_cached(
             return Ok((ids, StopReason::StopId));
         }
         if ids.len() < max_new_tokens {
-            logits = extend(sequence, &[id])?;
+            logits = numbers_after(&[id])?;
         }
     }
     Ok((ids, StopReason::MaxTokens))

@@ -88,25 +88,6 @@ impl Ranks {
         if self.shards_optimizer() { Held::Slices(moments) } else { Held::Part(moments) }
     }
 
-    /// The whole of what all ranks hold, on the root; `None` elsewhere. All ranks call this. Slices are put together tensor by tensor.
-    pub(crate) fn whole(
-        &self,
-        ctx: &Context,
-        decoder: &Decoder,
-        held: Held<'_>,
-    ) -> Result<Option<DecoderWeights>, TrainError> {
-        if !self.is_root() {
-            return self.give_tensors((ctx, decoder), held).map(|()| None);
-        }
-        let mut whole = decoder.zero_weights(ctx);
-        for (held, (_, to)) in held.tensors().zip(whole.tensors_mut()) {
-            self.whole_tensor((ctx, decoder), &held, Some(to))?;
-        }
-        let (Held::Part(own) | Held::Slices(own)) = held;
-        own.update_states(ctx, &mut whole);
-        Ok(Some(whole))
-    }
-
     /// Whether this rank is of the root's group, which has all experts.
     fn is_near_root(&self) -> bool {
         self.layout.place(self.world.rank()).0 == 0

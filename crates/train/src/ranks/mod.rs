@@ -10,6 +10,7 @@ mod gradients;
 mod slices;
 mod table;
 mod tensor;
+mod together;
 mod whole_layers;
 mod zero;
 

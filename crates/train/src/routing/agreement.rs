@@ -47,6 +47,28 @@ impl RoutingSample {
         self.layers.entry(layer).or_default().extend(choices);
     }
 
+    /// The sample of all ranks, of which each has a run of the tokens, or none: `join` puts what they give in the order of ranks.
+    pub(crate) fn joined<E>(
+        &self,
+        layers: impl IntoIterator<Item = usize>,
+        mut join: impl FnMut(&[u32]) -> Result<Vec<u32>, E>,
+    ) -> Result<Self, E> {
+        let mut whole = Self::new(self.token_ids.clone());
+        for layer in layers {
+            // Of each token how many choices it has, and these.
+            let own = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
+            let own = own.iter().flat_map(|token| [token.len() as u32].into_iter().chain(token.iter().copied()));
+            let all = join(&own.collect::<Vec<u32>>())?;
+            let (mut rest, choices) = (&all[..], whole.layers.entry(layer).or_default());
+            while let Some((&count, after)) = rest.split_first() {
+                let (token, after) = after.split_at(count as usize);
+                choices.push(token.to_vec());
+                rest = after;
+            }
+        }
+        Ok(whole)
+    }
+
     /// The share of this sample's choices in layer `layer`, 0 to 1, that `previous` has for the same token, whatever their
     /// order. `None` if the samples are not of the same tokens, or there is no choice.
     #[must_use]

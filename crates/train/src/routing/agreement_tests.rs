@@ -79,3 +79,21 @@ fn a_damaged_sample_is_named() {
     safetensors::write(&path, &flat, &BTreeMap::new()).unwrap();
     assert!(RoutingSample::load(dir.path()).unwrap_err().to_string().contains("two dims"));
 }
+
+#[test]
+fn runs_of_several_ranks_join_to_one_sample() {
+    let whole = sample(&[[0, 1], [2, 3], [4, 5], [6, 7]]);
+    let of_tokens = |range: std::ops::Range<usize>| {
+        let mut part = whole.clone();
+        part.layers.get_mut(&3).unwrap().drain(range);
+        part
+    };
+    // The first rank has one token, the second none, the third the rest.
+    let parts = [of_tokens(1..4), of_tokens(0..4), of_tokens(0..1)];
+    let given = std::cell::RefCell::new(Vec::new());
+    for part in &parts {
+        part.joined([3], |own| Ok::<_, ()>(given.borrow_mut().extend(own)).map(|()| own.to_vec())).unwrap();
+    }
+    assert_eq!(parts[1].joined([3], |_| Ok::<_, ()>(given.borrow().clone())).unwrap(), whole);
+    assert_eq!(parts[0].joined([3], |_| Err("gone")), Err("gone"));
+}

@@ -1,15 +1,18 @@
-//! What a run leaves behind while it goes: checkpoints and samples. Both need the whole model, which of several ranks only the
-//! root puts together: for a checkpoint tensor by tensor, so that it may be more than one rank has memory for, for a sample at once.
+//! What a run leaves behind while it goes: checkpoints and samples of text. Of several ranks the root writes both. For a checkpoint it
+//! puts the model together tensor by tensor, since the whole may be more than one rank has memory for; a text is written by all ranks,
+//! each with its part of the model.
 
 use std::cell::RefCell;
 use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, TextStream, generate};
+use moeworks_model::generation::{
+    GenerateRequest, KvCache, Sampler, SamplingOptions, TextStream, generate, generate_by,
+};
 use moeworks_model::safetensors::TensorBytes;
 use moeworks_model::{Decoder, DecoderWeights};
-use moeworks_tensor::DType;
+use moeworks_ops::Context;
 
 use super::{Event, Output, Trainer};
 use crate::config::ConfigError;
@@ -89,33 +92,40 @@ impl Trainer {
 
     /// Lets the model write a text and records it.
     pub(super) fn write_sample(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
-        let sample = self.with_whole_model(|decoder, weights| self.sample(decoder, weights))?;
-        if let (Some(output), Some(sample)) = (&mut self.output, sample) {
+        let sample = match &self.ranks {
+            Some(ranks) if !ranks.is_root() => return ranks.follow_text(self.model_for_products()),
+            Some(ranks) => {
+                let mut cache = KvCache::new(&self.config.model);
+                let model = self.model_for_products();
+                let sample = self.sample(|request, sampler| {
+                    let next = |ids: &[u32]| ranks.extend_together(model, &mut cache, ids);
+                    Ok(generate_by(next, request, sampler, |_| ControlFlow::Continue(()))?.0)
+                })?;
+                ranks.end_text()?;
+                sample
+            }
+            None => self.sample(|request, sampler| {
+                let (ctx, decoder, weights) = self.model_for_products();
+                Ok(generate(decoder, ctx, weights, request, sampler, |_| ControlFlow::Continue(()))?.0)
+            })?,
+        };
+        if let Some(output) = &mut self.output {
             output.metrics.write_sample(&sample)?;
             on_event(Event::Sample(&sample));
         }
         Ok(())
     }
 
-    /// What `look` sees in the whole model as products take it; `None` on ranks that are not the root.
-    pub(super) fn with_whole_model<R>(
-        &self,
-        look: impl FnOnce(&Decoder, &DecoderWeights) -> Result<R, TrainError>,
-    ) -> Result<Option<R>, TrainError> {
-        let Some(ranks) = &self.ranks else {
-            return look(&self.decoder, self.compute.as_ref().unwrap_or(&self.weights)).map(Some);
-        };
-        ranks.patiently(|| {
-            let held = ranks.held_weights(&self.weights);
-            let Some(weights) = ranks.whole(&self.ctx, &self.decoder, held)? else { return Ok(None) };
-            let decoder = Decoder::new(self.config.model.clone()).map_err(ConfigError::from)?;
-            let compute = self.compute.is_some().then(|| weights.compute_copy(&self.ctx, DType::BF16));
-            look(&decoder, compute.as_ref().unwrap_or(&weights)).map(Some)
-        })
+    /// The model with its weights as products take them.
+    pub(super) fn model_for_products(&self) -> (&Context, &Decoder, &DecoderWeights) {
+        (&self.ctx, &self.decoder, self.compute.as_ref().unwrap_or(&self.weights))
     }
 
-    /// A text that the model writes.
-    fn sample(&self, decoder: &Decoder, weights: &DecoderWeights) -> Result<Sample, TrainError> {
+    /// A text of which `write` finds the ids.
+    fn sample(
+        &self,
+        write: impl FnOnce(&GenerateRequest<'_>, &mut Sampler) -> Result<Vec<u32>, TrainError>,
+    ) -> Result<Sample, TrainError> {
         let train = &self.config.train;
         let options = SamplingOptions { temperature: 0.8, top_p: 0.95, seed: train.seed, ..SamplingOptions::default() };
         let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
@@ -125,11 +135,11 @@ impl Trainer {
         if prompt.is_empty() {
             prompt.extend(tokenizer.eos_id());
         }
-        prompt.truncate(decoder.room(0) / 2);
+        prompt.truncate(self.decoder.room(0) / 2);
         let stop_ids: Vec<u32> = tokenizer.eos_id().into_iter().collect();
-        let max_new_tokens = train.sample_tokens.min(decoder.room(prompt.len()));
+        let max_new_tokens = train.sample_tokens.min(self.decoder.room(prompt.len()));
         let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
-        let (ids, _) = generate(decoder, &self.ctx, weights, &request, &mut sampler, |_| ControlFlow::Continue(()))?;
+        let ids = write(&request, &mut sampler)?;
         let mut stream = if has_encoder { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
         let mut text = String::new();
         for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {

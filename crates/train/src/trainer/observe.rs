@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use moeworks_model::{Decoder, DecoderWeights, Rules};
+use moeworks_model::Rules;
 
 use super::Trainer;
 use crate::error::TrainError;
@@ -53,7 +53,7 @@ impl Trainer {
     /// Routes the sample of validation tokens, records in `record` how much of it the planned checkpoint before shares, and
     /// keeps it for the next one.
     pub(super) fn compare_routing(&mut self, record: &mut Record) -> Result<(), TrainError> {
-        let sample = self.with_whole_model(|decoder, weights| self.sample_routing(decoder, weights))?.flatten();
+        let sample = self.sample_routing()?;
         if let (Some(now), Some(before)) = (&sample, &self.routing) {
             for layer in &mut record.layers {
                 layer.checkpoint_agreement = now.agreement(layer.layer, before);
@@ -63,9 +63,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// What the routers choose for the first validation sequences. `None` for a dense model, one with an encoder, and without
-    /// validation data.
-    fn sample_routing(&self, decoder: &Decoder, weights: &DecoderWeights) -> Result<Option<RoutingSample>, TrainError> {
+    /// What the routers choose for the first validation sequences, on all ranks. `None` for a dense model, one with an encoder, and
+    /// without validation data.
+    fn sample_routing(&self) -> Result<Option<RoutingSample>, TrainError> {
         if self.config.model.variant.encoder.is_some() {
             return Ok(None);
         }
@@ -73,10 +73,18 @@ impl Trainer {
         batch.num_sequences = batch.num_sequences.min((SAMPLE_TOKENS / batch.seq_len).max(1));
         batch.inputs.truncate(batch.num_sequences * batch.seq_len);
         let mut sample = RoutingSample::new(batch.inputs.clone());
-        let inputs = (&batch.inputs[..], batch.num_sequences);
-        decoder.route(&self.ctx, weights, inputs, Rules::Inference, |layer, saved| {
-            sample.add(layer, saved.routing());
-        })?;
+        let (ctx, decoder, weights) = self.model_for_products();
+        if self.ranks.as_ref().is_none_or(|ranks| ranks.passes_with_root()) {
+            let inputs = (&batch.inputs[..], batch.num_sequences);
+            decoder.route(ctx, weights, inputs, Rules::Inference, |layer, saved| sample.add(layer, saved.routing()))?;
+        } else {
+            decoder.serve_inference(ctx, weights);
+        }
+        if let Some(ranks) = &self.ranks {
+            ranks.check()?;
+            let layers = self.config.model.moe_layers().into_iter().map(|(_, layer)| layer);
+            sample = sample.joined(layers, |own| ranks.all_values(own))?;
+        }
         Ok((!sample.is_empty()).then_some(sample))
     }
 }

@@ -1,0 +1,71 @@
+//! Passes of inference that all ranks make together, over tokens of the root: a text that the model writes, and what its routers choose
+//! for some tokens. Nowhere is more of the model than there always is.
+
+use moeworks_model::Decoder;
+use moeworks_model::DecoderWeights;
+use moeworks_model::generation::KvCache;
+use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
+
+use super::Ranks;
+use crate::error::TrainError;
+
+impl Ranks {
+    /// Whether this rank passes the root's tokens: the root, and those that hold what is no expert with it. The others serve rows of
+    /// theirs.
+    pub(crate) fn passes_with_root(&self) -> bool {
+        let (dp, ep, _) = self.layout.place(self.world.rank());
+        (dp, ep) == (0, 0)
+    }
+
+    /// The root's: tells the others which ids come next in the text, and finds the logits after them.
+    pub(crate) fn extend_together(
+        &self,
+        (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
+        cache: &mut KvCache,
+        ids: &[u32],
+    ) -> Result<Tensor, TrainError> {
+        self.tell(ids)?;
+        let logits = decoder.extend(ctx, weights, cache, ids)?;
+        self.check()?;
+        Ok(logits)
+    }
+
+    /// The others': takes part in the text until the root [ends](Self::end_text) it.
+    pub(crate) fn follow_text(
+        &self,
+        (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
+    ) -> Result<(), TrainError> {
+        let mut cache = KvCache::new(decoder.config());
+        loop {
+            let ids = self.told()?;
+            if ids.is_empty() {
+                return Ok(());
+            }
+            if self.passes_with_root() {
+                decoder.extend(ctx, weights, &mut cache, &ids)?;
+            } else {
+                decoder.serve_inference(ctx, weights);
+            }
+            self.check()?;
+        }
+    }
+
+    /// The root's: no more ids come.
+    pub(crate) fn end_text(&self) -> Result<(), TrainError> {
+        self.tell(&[])
+    }
+
+    fn tell(&self, ids: &[u32]) -> Result<(), TrainError> {
+        self.world.broadcast(&mut [ids.len() as u64], 0)?;
+        Ok(self.world.broadcast(&mut ids.to_vec(), 0)?)
+    }
+
+    fn told(&self) -> Result<Vec<u32>, TrainError> {
+        let mut len = [0_u64];
+        self.world.broadcast(&mut len, 0)?;
+        let mut ids = vec![0; len[0] as usize];
+        self.world.broadcast(&mut ids, 0)?;
+        Ok(ids)
+    }
+}
