@@ -260,7 +260,7 @@ impl Default for TrainConfig {
         Self {
             steps: 400,
             seq_len: 256,
-            batch_size: 16,
+            batch_size: 8,
             grad_accumulation: 1,
             lr: 1.5e-3,
             min_lr_ratio: 0.1,
@@ -286,7 +286,7 @@ impl Default for TrainConfig {
             min_entropy: 0.0,
             z_coef: Ramp::constant(0.001),
             eval_every: 50,
-            eval_batches: 4,
+            eval_batches: 8,
             sample_every: 100,
             sample_tokens: 120,
             sample_prompt: "The ".into(),

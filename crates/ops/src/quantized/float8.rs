@@ -67,7 +67,7 @@ macro_rules! values {
             #[inline(always)]
             fn decode(&self, apart: &[u8], to: &mut [f32]) {
                 let scale = self.scale(apart);
-                to.iter_mut().zip(self.values()).for_each(|(to, &value)| *to = scale * VALUES[usize::from(value)]);
+                to.iter_mut().zip(self.values()).for_each(|(to, &byte)| *to = scale * value(byte));
             }
         }
     )*};
@@ -75,7 +75,17 @@ macro_rules! values {
 
 values!(F8Values, F8Block);
 
+/// What a byte stands for, by what vectors have too: as the first bits of an f32 it is 2^120 times too small.
+#[inline(always)]
+fn value(byte: u8) -> f32 {
+    const TWO_TO_120: f32 = f32::from_bits((127 + 120) << 23);
+    let (sign, size) = (u32::from(byte & 0x80) << 24, u32::from(byte & 0x7f));
+    let size = if size == 0x7f { f32::NAN.to_bits() } else { size << 20 };
+    TWO_TO_120 * f32::from_bits(sign | size)
+}
+
 /// What each byte stands for.
+#[cfg(target_arch = "x86_64")]
 const VALUES: [f32; 256] = {
     let mut values = [0.0; 256];
     let mut byte = 0;
@@ -110,10 +120,11 @@ kernel! {
         let Panel { weights, columns, a, tile_step, .. } = panel;
         for column in 0..columns {
             let scales = weights.scales.row(column);
-            let mut sums = [0.0_f32; MAX_FEW];
+            let mut sums = [[0.0_f32; LANES]; MAX_FEW];
             for (index, block) in blocks_of::<B>(weights.numbers.row(column)).iter().enumerate() {
                 let scale = block.scale(&scales[index * B::APART..]);
-                let values = block.values().map(|byte| VALUES[usize::from(byte)]);
+                let mut values = [0.0_f32; F8_BLOCK_LEN];
+                values.iter_mut().zip(block.values()).for_each(|(to, &byte)| *to = value(byte));
                 for (sum, a) in sums.iter_mut().zip(a) {
                     let mut parts = [0.0_f32; LANES];
                     for (values, a) in values.as_chunks::<LANES>().0.iter().zip(a[index].floats().as_chunks::<LANES>().0) {
@@ -121,9 +132,10 @@ kernel! {
                             *part = S::mul_add(value, a.load(), *part);
                         }
                     }
-                    *sum = S::mul_add(scale, parts.iter().sum(), *sum);
+                    sum.iter_mut().zip(parts).for_each(|(sum, part)| *sum = S::mul_add(scale, part, *sum));
                 }
             }
+            let sums = sums.map(|parts| parts.iter().sum::<f32>());
             write_column(&sums[..a.len()], column, tile_step, tiles);
         }
     }

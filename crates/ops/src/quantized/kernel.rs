@@ -97,6 +97,9 @@ pub(super) enum Kernel {
     /// The byte dot product of AVX-512 VNNI.
     #[cfg(target_arch = "x86_64")]
     Vnni,
+    /// Multiply-adds of eight-bit floats that F16C makes f32.
+    #[cfg(target_arch = "x86_64")]
+    Halves,
     /// The dot product of bf16 pairs, of eight-bit floats that AVX-512 VBMI looks up.
     #[cfg(target_arch = "x86_64")]
     Floats,
@@ -108,6 +111,7 @@ impl Kernel {
         let mut kernels = vec![Self::Plain(isa)];
         #[cfg(target_arch = "x86_64")]
         if dtype == DType::F8 {
+            kernels.extend((isa >= Isa::Avx2).then_some(Self::Halves));
             kernels.extend(float8::is_fast(isa).then_some(Self::Floats));
         } else {
             kernels.extend((isa >= Isa::Avx2).then_some(Self::Maddubs));
@@ -125,6 +129,8 @@ impl Kernel {
             Self::Maddubs => with_ints!(layout, B => super::maddubs::beside::<B>()),
             #[cfg(target_arch = "x86_64")]
             Self::Vnni => with_ints!(layout, B => super::vnni::beside::<B>()),
+            #[cfg(target_arch = "x86_64")]
+            Self::Halves => Beside::Floats,
             #[cfg(target_arch = "x86_64")]
             Self::Floats => Beside::WovenFloats,
         }
@@ -153,6 +159,9 @@ pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kernel::Vnni => with_ints!(panel.weights.layout, B => unsafe { super::vnni::run::<B>(panel, tiles) }),
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Kernel::Halves => unsafe { super::halves::run(panel, tiles) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kernel::Floats => unsafe { float8::run(panel, tiles) },

@@ -23,6 +23,8 @@
 mod block;
 mod dequantize;
 mod float8;
+#[cfg(target_arch = "x86_64")]
+mod halves;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod lanes;

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use moeworks_tensor::{Bytes, F8Block, Mxfp4Block, Place, Q4Block, Q8Block, bf16};
+use moeworks_tensor::{Bytes, F8Block, Mxfp4Block, Place, Q4Block, Q8Block, bf16, f8_value};
 use proptest::prelude::*;
 
 use super::block::FromNumbers;
@@ -116,6 +116,14 @@ fn floats_of_few_bits_have_the_values_of_their_standards() {
     decode(DType::F8, bytemuck::bytes_of(&F8Block::joined(&values, &2.0_f32.to_le_bytes())), &mut numbers);
     assert_eq!((numbers[0], numbers[1], numbers[2]), (2.0, -2.25, 0.0));
     assert_eq!((numbers[64], numbers[127]), (2.0_f32.powi(-8), 896.0));
+    for half in [0, 128_u8] {
+        let values: [u8; 128] = std::array::from_fn(|i| half + i as u8);
+        decode(DType::F8, bytemuck::bytes_of(&F8Block::joined(&values, &1.0_f32.to_le_bytes())), &mut numbers);
+        for (number, byte) in numbers.into_iter().zip(values) {
+            let expected = f8_value(byte);
+            assert!(number.to_bits() == expected.to_bits() || number.is_nan() && expected.is_nan(), "byte {byte}");
+        }
+    }
 }
 
 /// The largest error of a block's numbers, and the most that it may be: `steps` scales, and what the largest of its integers
@@ -278,6 +286,24 @@ fn weights_at_any_address_are_read_right() {
             let foreign = Tensor::from_foreign(owner, shift..end, &[50, depth], dtype).expect("bytes of any alignment");
             let y = linear(&ctx, &tensor(&ctx, &[3, depth], &x, DType::F32), &foreign, DType::F32);
             case.assert_close("shifted", y.f32s(), &x, dequantize(&ctx, &weights, DType::F32).f32s());
+        }
+    }
+}
+
+#[test]
+fn a_float_of_eight_bits_that_is_nan_makes_its_column_nan_and_no_other() {
+    for byte in [0x7f, 0xff] {
+        for ctx in contexts() {
+            let mut weights = blocks(&ctx, [50, 256], DType::F8, 2);
+            let row_bytes = weights.num_bytes() / 50;
+            weights.bytes_mut()[7 * row_bytes + 4 + 77] = byte;
+            for rows in [1, 3, 40] {
+                let x = tensor(&ctx, &[rows, 256], &numbers(rows * 256, 1), DType::F32);
+                let y = linear(&ctx, &x, &weights, DType::F32);
+                for (at, y) in y.f32s().iter().enumerate() {
+                    assert_eq!(y.is_nan(), at % 50 == 7, "{byte:#x}, {rows} rows, {at}");
+                }
+            }
         }
     }
 }
