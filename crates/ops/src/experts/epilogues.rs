@@ -1,12 +1,14 @@
 //! What becomes of sums where they leave the kernel: the activation forward, its derivative backward.
 
+use std::ops::Range;
+
 use moeworks_tensor::DType;
 
 use super::Expert;
 use crate::Activation;
 use crate::activation::{activate, pull_back};
-use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
-use crate::gemm::store::{Room, read_rows, write_rows};
+use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, tile_lanes};
+use crate::gemm::store::{Room, filled, load_stored, read_rows, write_rows};
 use crate::gemm::{Epilogue, Place};
 use crate::parallel::{Lent, prefetch_elements};
 use crate::simd::{Float, Level};
@@ -55,16 +57,16 @@ impl<T: Float> Epilogue for Activate<'_, T> {
             });
             // What is saved is what the activation is taken of, so that backward sees the same function.
             if T::DTYPE != DType::F32 {
-                let stored: &[T] = bytemuck::cast_slice(&room.stored.0);
-                tile.0.iter_mut().zip(stored).for_each(|(x, stored)| *x = stored.load());
+                load_stored::<S, T>(tile, &room.stored, at.rows.1);
             }
         }
-        let (h_rows, up_rows) = (h.0.as_chunks_mut::<TILE_STRIDE>().0, up.map(|up| &up.0));
-        if at.rows.1 > MAX_ROWS / 2 {
-            activate::<S>(self.activation, h_rows.as_flattened_mut(), up_rows.map_or(&[], |up| up));
+        let (up, lanes) = (up.map(|up| &up.0), tile_lanes::<S>());
+        let of_up = |part: Range<usize>| up.map_or(&[][..], |up| &up[part]);
+        if lanes == TILE_STRIDE && at.rows.1 > MAX_ROWS / 2 {
+            activate::<S>(self.activation, &mut h.0, of_up(0..MAX_ROWS * TILE_STRIDE));
         } else {
-            for (row, h) in h_rows.iter_mut().enumerate().take(at.rows.1) {
-                activate::<S>(self.activation, h, up_rows.map_or(&[], |up| &up[row * TILE_STRIDE..][..TILE_STRIDE]));
+            for start in (0..at.rows.1).map(|row| row * TILE_STRIDE) {
+                activate::<S>(self.activation, &mut h.0[start..start + lanes], of_up(start..start + lanes));
             }
         }
         write_rows::<S, T>(h, &mut room.stored, size, |row| {
@@ -113,10 +115,13 @@ impl<T: Float> Epilogue for PullBack<'_, T> {
         }
         for row in 0..at.rows.1 {
             let weight = self.row_weights[first + row];
-            let of_row = row * TILE_STRIDE..(row + 1) * TILE_STRIDE;
+            let of_row = row * TILE_STRIDE..row * TILE_STRIDE + tile_lanes::<S>();
             a.0[of_row.clone()].iter_mut().zip(&u[of_row]).for_each(|(da, u)| *da = weight * u);
         }
-        pull_back::<S>(self.activation, &mut a.0, &mut h.0, &mut up.0);
+        filled::<S>(at.rows.1, |part| {
+            let (a, h, up) = (&mut a.0[part.clone()], &mut h.0[part.clone()], &mut up.0[part]);
+            pull_back::<S>(self.activation, a, h, up);
+        });
         for row in 0..at.rows.1 {
             let of_row = row * TILE_STRIDE..row * TILE_STRIDE + columns;
             let start = (first + row) * self.num_panels + at.panel;

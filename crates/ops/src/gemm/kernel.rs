@@ -19,8 +19,14 @@ pub(crate) const TILE_STRIDE: usize = 16 * MAX_VECTORS;
 /// Vectors of the widest tile of vectors of so many lanes. Sixteen registers hold 6 rows by 2 vectors or 4 by 3; the former load
 /// fewer bytes for each product.
 #[inline(always)]
-pub(crate) fn widest(lanes: usize) -> usize {
+pub(crate) const fn widest(lanes: usize) -> usize {
     if lanes == 8 { 2 } else { MAX_VECTORS }
+}
+
+/// Columns of the widest tile of a level's vectors: what lies behind them in the rows of a [`Tile`] nobody fills.
+#[inline(always)]
+pub(crate) const fn tile_lanes<S: Level>() -> usize {
+    S::WIDTH * widest(S::WIDTH)
 }
 
 /// Where a kernel leaves its sums.

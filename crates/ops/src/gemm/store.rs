@@ -1,12 +1,14 @@
 //! The plain epilogue, sums to a matrix, and how any epilogue moves rows between tiles and matrices.
 //!
 //! Arithmetic in an epilogue goes over all elements of a tile as one array, also those beyond its last row or column: a
-//! loop of a length that the compiler knows becomes straight vector code. Only the copies from and to matrices know the
-//! tile's true size.
+//! loop of a length that the compiler knows becomes straight vector code. Where the level's vectors leave most of a tile unused
+//! it goes row by row over as many as they fill. Only the copies from and to matrices know the tile's true size.
+
+use std::ops::Range;
 
 use moeworks_tensor::DType;
 
-use super::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
+use super::kernel::{MAX_ROWS, TILE_STRIDE, Tile, tile_lanes};
 use super::{Epilogue, Place};
 use crate::linear::Write;
 use crate::parallel::Lent;
@@ -27,6 +29,18 @@ impl Room {
     }
 }
 
+/// Calls `work` with the places of all elements of a tile that may be filled in `rows` rows: at once, or row by row.
+#[inline(always)]
+pub(crate) fn filled<S: Level>(rows: usize, mut work: impl FnMut(Range<usize>)) {
+    let lanes = tile_lanes::<S>();
+    if lanes == TILE_STRIDE {
+        return work(0..MAX_ROWS * TILE_STRIDE);
+    }
+    for row in 0..rows {
+        work(row * TILE_STRIDE..row * TILE_STRIDE + lanes);
+    }
+}
+
 /// Writes the rows of a tile out: `to(row)` is where the row belongs.
 #[inline(always)]
 pub(crate) fn write_rows<'a, S: Level, T: Float>(
@@ -39,7 +53,7 @@ pub(crate) fn write_rows<'a, S: Level, T: Float>(
         bytemuck::cast_slice(&tile.0)
     } else {
         let values: &mut [T] = bytemuck::cast_slice_mut(&mut stored.0);
-        store_all::<S, T>(&tile.0, values);
+        filled::<S>(rows, |part| store_all::<S, T>(&tile.0[part.clone()], &mut values[part]));
         values
     };
     for row in 0..rows {
@@ -61,9 +75,17 @@ pub(crate) fn read_rows<'a, S: Level, T: Float>(
         copy::<S, T>(from(row), &mut values[row * TILE_STRIDE..][..columns]);
     }
     if !is_f32 {
-        let values: &[T] = bytemuck::cast_slice(&stored.0);
-        tile.0.iter_mut().zip(values).for_each(|(to, x)| *to = x.load());
+        load_stored::<S, T>(tile, stored, rows);
     }
+}
+
+/// Makes the elements of a tile those that are stored.
+#[inline(always)]
+pub(crate) fn load_stored<S: Level, T: Float>(tile: &mut Tile, stored: &Tile, rows: usize) {
+    let stored: &[T] = bytemuck::cast_slice(&stored.0);
+    filled::<S>(rows, |part| {
+        tile.0[part.clone()].iter_mut().zip(&stored[part]).for_each(|(x, stored)| *x = stored.load());
+    });
 }
 
 /// Copies up to three vectors, or as many bytes as fit in them. Written out, since a copy of a length that the compiler does
@@ -126,7 +148,9 @@ impl<T: Float> Epilogue for Store<'_, T> {
         if self.write == Write::Add {
             let old = &mut room.tiles[0];
             read_rows::<S, T>(old, &mut room.stored, size, |row| &*row_of(row));
-            tile.0.iter_mut().zip(&old.0).for_each(|(sum, old)| *sum += old);
+            filled::<S>(at.rows.1, |part| {
+                tile.0[part.clone()].iter_mut().zip(&old.0[part]).for_each(|(sum, old)| *sum += old);
+            });
         }
         write_rows::<S, T>(tile, &mut room.stored, size, row_of);
     }

@@ -113,9 +113,8 @@ fn are_nan(floats: __m256i) -> __m256i {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn numbers(floats: __m256i) -> [[__m256; 2]; 2] {
     // In a word's upper byte all but the sign goes one place down.
-    let as_halves = |words: __m256i| {
-        _mm256_and_si256(_mm256_srai_epi16::<1>(words), _mm256_set1_epi16(0xbf80_u16.cast_signed()))
-    };
+    let as_halves =
+        |words: __m256i| _mm256_and_si256(_mm256_srai_epi16::<1>(words), _mm256_set1_epi16(0xbf80_u16.cast_signed()));
     let (even, odd) = (as_halves(_mm256_slli_epi16::<8>(floats)), as_halves(floats));
     let first = |words: __m256i| _mm256_cvtph_ps(_mm256_castsi256_si128(words));
     let second = |words: __m256i| _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(words));
