@@ -42,8 +42,11 @@ struct Case {
 struct Step {
     stats: PassStats,
     norm: f64,
-    grads: Vec<(String, Vec<f32>)>,
+    grads: Named,
 }
+
+/// Tensors by name.
+type Named = Vec<(String, Vec<f32>)>;
 
 fn model() -> ModelConfig {
     ModelConfig {
@@ -135,7 +138,7 @@ fn pass(
     decoder.forward_backward_watched(ctx, weights, &batch, &options, write, grads).unwrap()
 }
 
-fn named(grads: &DecoderWeights) -> Vec<(String, Vec<f32>)> {
+fn named(grads: &DecoderWeights) -> Named {
     grads.tensors().into_iter().map(|(name, tensor)| (name, tensor.f32s().to_vec())).collect()
 }
 
@@ -175,7 +178,7 @@ fn whole_on_root(
     ranks: &Ranks,
     model: (&Context, &Decoder),
     part: &DecoderWeights,
-) -> Result<Option<Vec<(String, Vec<f32>)>>, TrainError> {
+) -> Result<Option<Named>, TrainError> {
     if !ranks.is_root() {
         return ranks.give_tensors(model, Held::Part(part)).map(|()| None);
     }

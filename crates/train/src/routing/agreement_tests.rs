@@ -90,10 +90,14 @@ fn runs_of_several_ranks_join_to_one_sample() {
     };
     // The first rank has one token, the second none, the third the rest.
     let parts = [of_tokens(1..4), of_tokens(0..4), of_tokens(0..1)];
-    let given = std::cell::RefCell::new(Vec::new());
+    let mut given = Vec::new();
     for part in &parts {
-        part.joined([3], |own| Ok::<_, ()>(given.borrow_mut().extend(own)).map(|()| own.to_vec())).unwrap();
+        let give = |own: &[u32]| {
+            given.extend(own);
+            Ok::<_, ()>(own.to_vec())
+        };
+        part.joined([3], give).unwrap();
     }
-    assert_eq!(parts[1].joined([3], |_| Ok::<_, ()>(given.borrow().clone())).unwrap(), whole);
+    assert_eq!(parts[1].joined([3], |_| Ok::<_, ()>(given.clone())).unwrap(), whole);
     assert_eq!(parts[0].joined([3], |_| Err("gone")), Err("gone"));
 }
