@@ -1,6 +1,6 @@
 //! How a command fails: one line for the user and an exit code.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::io::Write as _;
 
 /// Says what is wrong on a line of standard error, in one write: other ranks write there, too, and a launcher may end this process at
@@ -25,6 +25,12 @@ impl Failure {
         // Messages may quote file names with line breaks in them: the line stays one line.
         let message = message.to_string().replace(['\n', '\r'], " ");
         Self { message, code: 2 }
+    }
+}
+
+impl Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
     }
 }
 

@@ -38,14 +38,26 @@ fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
-    let command = Cli::parse().command;
+    let command = Cli::try_parse().unwrap_or_else(|error| refuse(&error)).command;
     match or_device_failure(|| run(command)) {
         Ok(code) => code,
         Err(Failure { message, code }) => {
+            ranks::fail_together(&message);
             failure::say_error(message);
             ExitCode::from(code)
         }
     }
+}
+
+/// Says what is wrong with the arguments, or what was asked about them.
+fn refuse(error: &clap::Error) -> ! {
+    if error.use_stderr() {
+        let text = error.to_string();
+        // The rest is how the command is used.
+        let line = text.lines().next().unwrap_or_default();
+        ranks::fail_together(line.strip_prefix("error: ").unwrap_or(line));
+    }
+    error.exit()
 }
 
 fn run(command: Command) -> Result<ExitCode, Failure> {

@@ -6,7 +6,7 @@ use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 use moeworks_train::config::RunConfig;
 use moeworks_train::{Ranks, TrainError};
 
-use crate::failure::say_error;
+use crate::failure::{Failure, say_error};
 
 /// How long a rank that hangs may keep the program after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
@@ -25,9 +25,8 @@ pub(crate) fn on_ranks<R: Send>(
     #[cfg(unix)]
     if is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
-        let report = |rank, error: &dyn std::fmt::Display| say_error(format_args!("rank {rank}: {error}"));
         let options = MpiOptions::default().with_order(config.parallel.ordered_sums);
-        return run_mpi(&options, report, |comm| {
+        return run_mpi(&options, say_of_rank, |comm| {
             Ranks::check_program(comm)?;
             as_rank(comm)
         });
@@ -41,6 +40,23 @@ pub(crate) fn on_ranks<R: Send>(
     };
     let mut results = try_run_ranks(&RankOptions::new(num_ranks).on_stuck(GRACE, stuck), as_rank)?;
     Ok(results.swap_remove(0))
+}
+
+/// Where a launcher started this process beside others that train, ends them all, and lets one of each node say what is wrong. Returns
+/// where there are no others, or where they have met and it was said.
+pub(crate) fn fail_together(message: &str) {
+    #[cfg(unix)]
+    if std::env::args().nth(1).is_some_and(|command| command == "train") && is_one_of_many() {
+        use moeworks_comm::mpi::{MpiOptions, run_mpi};
+        let failed = |_: &dyn Communicator| Err::<(), _>(Failure::input(message));
+        // What comes back is that the ranks cannot meet, or have done so before.
+        let _ = run_mpi(&MpiOptions::default(), say_of_rank, failed);
+    }
+}
+
+#[cfg(unix)]
+fn say_of_rank(rank: usize, error: &dyn std::fmt::Display) {
+    say_error(format_args!("rank {rank}: {error}"));
 }
 
 /// Whether a launcher started this process beside others.

@@ -129,6 +129,26 @@ fn a_rank_that_hangs_in_a_step_is_named_by_the_watchdog() {
 }
 
 #[test]
+fn what_all_ranks_were_given_wrong_is_said_once() {
+    for (mpirun, _) in launchers() {
+        let work = Workplace::new();
+        for (wrong, line) in [
+            (&["--set", "train.lr=fast"][..], "train.lr = \"fast\": must be a number"),
+            (&["--fast"], "unexpected argument '--fast' found"),
+            (&["--config", "none.toml"], "none.toml: the configuration cannot be read"),
+        ] {
+            let output =
+                process_command(&mpirun, 3, &work.train_command("run", 1, wrong)).output().expect("mpirun starts");
+            let said = stderr(&output);
+            assert!(!output.status.success(), "{said}");
+            let lines: Vec<&str> = said.lines().filter(|said| said.starts_with("error: ")).collect();
+            assert!(matches!(lines[..], [one] if one.contains(line)), "{line} in {said}");
+            assert!(!work.path("run").exists(), "nothing is begun");
+        }
+    }
+}
+
+#[test]
 fn processes_that_are_not_like_rank_0_are_refused_at_the_start() {
     for (mpirun, _) in launchers() {
         let work = Workplace::new();
