@@ -31,7 +31,8 @@ impl Work<'_> {
     /// The B of the next task, to be asked for during this one's products; `idle` is what is asked for if there is none.
     #[inline(always)]
     pub(super) fn stream_of_next(&self, idle: *const u8) -> Stream {
-        let mut stream = Stream { starts: [idle; 2], num_calls: 1, len: 0, row: None };
+        let at_once = self.kernels.at_once;
+        let mut stream = Stream { starts: [idle; 2], num_calls: 1, len: 0, row: None, at_once };
         let Some(next) = self.next else { return stream };
         let group = &self.product.groups[next.group];
         if self.product.form == Form::Tn || group.depth > next.part {
@@ -98,7 +99,7 @@ impl Ahead<'_> {
     }
 }
 
-/// What kernels ask for on behalf of the next task, a cache line with each unit of depth. Matrices of weights lie in
+/// What kernels ask for on behalf of the next task, a cache line with each unit of depth or each few. Matrices of weights lie in
 /// memory as a whole: rows along the depth are one run of bytes, rows across it are runs a row apart.
 pub(super) struct Stream {
     /// First byte; with paired columns, of each half.
@@ -109,13 +110,15 @@ pub(super) struct Stream {
     len: usize,
     /// Bytes from one row to the next, if runs are short.
     row: Option<usize>,
+    /// Units of depth for each line that is asked for.
+    at_once: usize,
 }
 
 impl Stream {
-    /// Bytes from what a kernel asks for with one of its `num_units` units to what it asks for with the next, of a run.
+    /// Bytes from one line that a kernel with `num_units` units asks for to the next, of a run.
     #[inline(always)]
     pub(super) fn step(&self, num_units: usize) -> usize {
-        self.len.div_ceil((self.calls_of_run() * num_units).max(1)).min(64)
+        self.len.div_ceil((self.calls_of_run() * (num_units / self.at_once)).max(1)).min(64)
     }
 
     /// Kernel calls for each run of bytes.
@@ -129,16 +132,22 @@ impl Stream {
         self.starts[0] == self.starts[1]
     }
 
-    /// What kernel call number `call` of `num_units` units asks for: an address and the bytes to go on by with each unit, which
-    /// are those that [`step`](Self::step) gave if rows are one run.
+    /// What kernel call number `call` of `num_units` units asks for: an address and the bytes to go on by, which are those
+    /// that [`step`](Self::step) gave if rows are one run. Of many runs a call asks for a line of each, or of each few of them.
     #[inline(always)]
     pub(super) fn at_call(&self, call: usize, num_units: usize, step: usize) -> (*const u8, usize) {
         if let Some(row) = self.row {
-            let at = (64 * call).min(self.len);
-            return (self.starts[0].wrapping_add(at), if at < self.len { row } else { 0 });
+            let at = (64 * (call / self.at_once)).min(self.len);
+            let first = self.starts[0].wrapping_add(at);
+            let is_inside = at < self.len;
+            return if is_inside {
+                (first.wrapping_add(call % self.at_once * row), self.at_once * row)
+            } else {
+                (first, 0)
+            };
         }
         let half = usize::from(!self.is_one_run() && 2 * call >= self.num_calls);
-        let at = ((call - half * (self.num_calls / 2)) * num_units * step).min(self.len);
+        let at = ((call - half * (self.num_calls / 2)) * (num_units / self.at_once) * step).min(self.len);
         (self.starts[half].wrapping_add(at), if at < self.len { step } else { 0 })
     }
 }

@@ -6,11 +6,17 @@
 //! vectors for each unit. The sums go to a small buffer from which the caller's epilogue takes them while it is in the
 //! first-level cache; that costs about 1% and keeps epilogues out of the kernels.
 
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
 use crate::simd::{Baseline, Level};
 use crate::{Isa, gemm::Compute, gemm::source::Format};
 
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 8;
+/// Rows of the largest tile of vectors of 8 lanes.
+#[cfg(target_arch = "x86_64")]
+const AVX2_ROWS: usize = 6;
 /// Vectors of the widest tile.
 pub(crate) const MAX_VECTORS: usize = 3;
 /// Columns of the widest tile of the widest vectors; rows of a [`Tile`] are this far apart.
@@ -34,6 +40,16 @@ pub(crate) const fn tile_lanes<S: Level>() -> usize {
 #[repr(align(64))]
 pub(crate) struct Tile(pub(crate) [f32; MAX_ROWS * TILE_STRIDE]);
 
+impl Tile {
+    /// Asks for so many rows and columns to be brought close.
+    #[inline(always)]
+    pub(crate) fn ask_for(&self, rows: usize, columns: usize) {
+        for row in self.0.chunks_exact(TILE_STRIDE).take(rows) {
+            row[..columns].iter().step_by(LINE).for_each(|at| prefetch(std::ptr::from_ref(at).cast()));
+        }
+    }
+}
+
 /// What a kernel is called with.
 pub(crate) struct TileArgs {
     /// Units of depth.
@@ -49,7 +65,7 @@ pub(crate) struct TileArgs {
     /// Whether to go on from the sums that are in `tile`.
     pub(crate) is_continued: bool,
     /// Memory that a later task will read, to be brought closer meanwhile: any address, and bytes from the one asked for
-    /// with one unit to that with the next.
+    /// with one unit, or with [`Kernels::at_once`] of them, to the next.
     pub(crate) ahead: (*const u8, usize),
 }
 
@@ -108,6 +124,8 @@ pub(crate) struct Kernels {
     pub(crate) halves: Option<[Kernel; MAX_ROWS]>,
     /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
     pub(crate) are_tiles: bool,
+    /// Units of depth for each line that kernels ask for ahead.
+    pub(crate) at_once: usize,
 }
 
 impl Kernels {
@@ -131,13 +149,16 @@ impl Kernels {
                 Self { halves: table!(halves x86::half), ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, _) => Self::vectors(table!(up to 6, x86::avx2), 6, 8, Compute::F32),
+            (Isa::Avx2, _) => {
+                let table = table!(up to 6, x86::avx2);
+                Self { at_once: AT_ONCE, ..Self::vectors(table, AVX2_ROWS, 8, Compute::F32) }
+            }
             _ => Self::vectors(table!(up to 4, portable), 4, Baseline::WIDTH, Compute::F32),
         }
     }
 
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
-        Self { table, rows, lanes, compute, halves: None, are_tiles: false }
+        Self { table, rows, lanes, compute, halves: None, are_tiles: false, at_once: 1 }
     }
 
     /// What these kernels take of operands in `precision`.
@@ -270,20 +291,21 @@ const LINE: usize = 16;
 /// Bytes of B by which a kernel reads ahead of itself, so that panels stream from the second-level cache.
 const B_AHEAD: usize = 768;
 
+/// Units of depth in one round of a loop of kernels with 8 lanes. They ask for little beyond their operands, at one constant
+/// distance after another, so that few instructions besides products are left: where another program has the core's other
+/// thread, a kernel gets half of the places for instructions, and twelve products of 8 lanes are soon outnumbered.
+pub(crate) const AT_ONCE: usize = 4;
+
+/// Sums of a tile, in registers.
+type Sums<M, const ROWS: usize, const VECTORS: usize> = [[<M as Math>::Sums; VECTORS]; ROWS];
+
 /// # Safety
 /// As for [`Kernel`].
 #[inline(always)]
 unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: rows, units of the panel and places in the tile are inside what the caller promises.
     unsafe {
-        let mut sums = [[M::zero(); VECTORS]; ROWS];
-        if args.is_continued {
-            for (r, sums) in sums.iter_mut().enumerate() {
-                for (v, sum) in sums.iter_mut().enumerate() {
-                    *sum = M::load(args.tile.add(r * TILE_STRIDE + v * M::WIDTH));
-                }
-            }
-        }
+        let mut sums = begin::<M, ROWS, VECTORS>(args);
         let mut b = args.b;
         let mut at = 0;
         let (mut ahead, ahead_step) = args.ahead;
@@ -293,23 +315,114 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
             }
             prefetch_far(ahead);
             ahead = ahead.wrapping_add(ahead_step);
-            let mut columns = [M::units(b); VECTORS];
-            for (v, column) in columns.iter_mut().enumerate() {
-                *column = M::units(b.add(v * M::WIDTH));
-            }
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let row = M::splat(args.a[r].add(at));
-                for (sum, &column) in sums.iter_mut().zip(&columns) {
-                    *sum = M::add_product(*sum, row, column);
-                }
-            }
+            add_unit::<M, ROWS, VECTORS>(&mut sums, &args.a, at, b);
             b = b.add(VECTORS * M::WIDTH);
             at += args.a_step;
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (v, &sum) in sums.iter().enumerate() {
-                M::store(args.tile.add(r * TILE_STRIDE + v * M::WIDTH), sum);
+        end::<M, ROWS, VECTORS>(args, &sums);
+    }
+}
+
+/// As [`tile`], [`AT_ONCE`] units at a time, of rows of A whose units follow each other or lie as far apart as packed rows
+/// do. What is asked for ahead is a line for each round.
+///
+/// # Safety
+/// As for [`Kernel`].
+#[inline(always)]
+unsafe fn tile_in_rounds<M: Math, const ROWS: usize, const VECTORS: usize, const PACKED: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe {
+        if args.a_step == 1 {
+            rounds::<M, ROWS, VECTORS, 1>(args);
+        } else {
+            debug_assert_eq!(args.a_step, PACKED, "rows of A are in place or packed");
+            rounds::<M, ROWS, VECTORS, PACKED>(args);
+        }
+    }
+}
+
+/// # Safety
+/// As for [`Kernel`], with units of A that are `STEP` apart.
+#[inline(always)]
+unsafe fn rounds<M: Math, const ROWS: usize, const VECTORS: usize, const STEP: usize>(args: &TileArgs) {
+    // SAFETY: rows, units of the panel and places in the tile are inside what the caller promises.
+    unsafe {
+        let mut sums = begin::<M, ROWS, VECTORS>(args);
+        let mut b = args.b;
+        let mut at = 0;
+        let (mut ahead, ahead_step) = args.ahead;
+        for _ in 0..args.depth / AT_ONCE {
+            prefetch_far(ahead);
+            ahead = ahead.wrapping_add(ahead_step);
+            for unit in 0..AT_ONCE {
+                add_unit::<M, ROWS, VECTORS>(&mut sums, &args.a, at + unit * STEP, b.add(unit * VECTORS * M::WIDTH));
             }
+            b = b.add(AT_ONCE * VECTORS * M::WIDTH);
+            at += AT_ONCE * STEP;
+        }
+        for _ in 0..args.depth % AT_ONCE {
+            add_unit::<M, ROWS, VECTORS>(&mut sums, &args.a, at, b);
+            b = b.add(VECTORS * M::WIDTH);
+            at += STEP;
+        }
+        end::<M, ROWS, VECTORS>(args, &sums);
+    }
+}
+
+/// The sums to begin with.
+///
+/// # Safety
+/// As for [`Kernel`].
+#[inline(always)]
+unsafe fn begin<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) -> Sums<M, ROWS, VECTORS> {
+    let mut sums = [[M::zero(); VECTORS]; ROWS];
+    if args.is_continued {
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (v, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the place is inside the tile.
+                *sum = unsafe { M::load(args.tile.add(r * TILE_STRIDE + v * M::WIDTH)) };
+            }
+        }
+    }
+    sums
+}
+
+/// Adds the products of the units of A's rows that are `at` units behind their first with the units of a panel's columns.
+///
+/// # Safety
+/// They must be readable.
+#[inline(always)]
+unsafe fn add_unit<M: Math, const ROWS: usize, const VECTORS: usize>(
+    sums: &mut Sums<M, ROWS, VECTORS>,
+    a: &[*const u32; MAX_ROWS],
+    at: usize,
+    b: *const u32,
+) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe {
+        let mut columns = [M::units(b); VECTORS];
+        for (v, column) in columns.iter_mut().enumerate() {
+            *column = M::units(b.add(v * M::WIDTH));
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let row = M::splat(a[r].add(at));
+            for (sum, &column) in sums.iter_mut().zip(&columns) {
+                *sum = M::add_product(*sum, row, column);
+            }
+        }
+    }
+}
+
+/// Leaves the sums in the tile.
+///
+/// # Safety
+/// As for [`Kernel`].
+#[inline(always)]
+unsafe fn end<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs, sums: &Sums<M, ROWS, VECTORS>) {
+    for (r, sums) in sums.iter().enumerate() {
+        for (v, &sum) in sums.iter().enumerate() {
+            // SAFETY: the place is inside the tile.
+            unsafe { M::store(args.tile.add(r * TILE_STRIDE + v * M::WIDTH), sum) };
         }
     }
 }
@@ -319,135 +432,4 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
 unsafe fn portable<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: the caller's promise is handed on.
     unsafe { tile::<F32<Baseline>, ROWS, VECTORS>(args) }
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use core::arch::x86_64::{
-        __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps,
-        _mm256_storeu_ps, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
-    };
-
-    use super::{F32, Math, TileArgs, tile};
-    use crate::simd::{Avx2, Avx512};
-
-    /// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
-    macro_rules! pairs {
-        ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $splat:ident, $dot:ident) => {
-            struct $name;
-
-            impl Math for $name {
-                type Sums = $vector;
-                type Units = $vector;
-                const WIDTH: usize = $width;
-
-                #[inline(always)]
-                fn zero() -> $vector {
-                    // SAFETY: see above.
-                    unsafe { $zero() }
-                }
-
-                #[inline(always)]
-                unsafe fn load(from: *const f32) -> $vector {
-                    // SAFETY: see above; the caller promises readable memory.
-                    unsafe { $load(from) }
-                }
-
-                #[inline(always)]
-                unsafe fn store(to: *mut f32, sums: $vector) {
-                    // SAFETY: see above; the caller promises writable memory.
-                    unsafe { $store(to, sums) }
-                }
-
-                #[inline(always)]
-                unsafe fn units(from: *const u32) -> $vector {
-                    // SAFETY: see above; the caller promises readable memory.
-                    unsafe { $load(from.cast()) }
-                }
-
-                #[inline(always)]
-                unsafe fn splat(from: *const u32) -> $vector {
-                    // SAFETY: see above; the caller promises a readable unit. Pairs of a file's bf16 begin at any even address.
-                    unsafe { $splat(from.cast::<f32>().read_unaligned()) }
-                }
-
-                #[inline(always)]
-                fn add_product(sums: $vector, a: $vector, b: $vector) -> $vector {
-                    let pairs = |x| {
-                        // SAFETY: renames the bits of a vector.
-                        unsafe { std::mem::transmute::<$vector, $pairs>(x) }
-                    };
-                    // SAFETY: see above.
-                    unsafe { $dot(sums, pairs(a), pairs(b)) }
-                }
-
-                #[inline(always)]
-                fn prefetch(at: *const u32) {
-                    super::prefetch(at);
-                }
-            }
-        };
-    }
-    pairs!(
-        Bf16Dot,
-        __m512,
-        __m512bh,
-        16,
-        _mm512_setzero_ps,
-        _mm512_loadu_ps,
-        _mm512_storeu_ps,
-        _mm512_set1_ps,
-        _mm512_dpbf16_ps
-    );
-    pairs!(
-        HalfBf16Dot,
-        __m256,
-        __m256bh,
-        8,
-        _mm256_setzero_ps,
-        _mm256_loadu_ps,
-        _mm256_storeu_ps,
-        _mm256_set1_ps,
-        _mm256_dpbf16_ps
-    );
-
-    /// # Safety
-    /// As for [`super::Kernel`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-    pub(super) unsafe fn avx512_bf16<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
-        // SAFETY: the caller's promise is handed on.
-        unsafe { tile::<Bf16Dot, ROWS, VECTORS>(args) }
-    }
-
-    /// # Safety
-    /// As for [`super::Kernel`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
-        // SAFETY: the caller's promise is handed on.
-        unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
-    }
-
-    /// # Safety
-    /// As for [`super::Kernel`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-    pub(super) unsafe fn half_bf16<const ROWS: usize>(args: &TileArgs) {
-        // SAFETY: the caller's promise is handed on.
-        unsafe { tile::<HalfBf16Dot, ROWS, 1>(args) }
-    }
-
-    /// # Safety
-    /// As for [`super::Kernel`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) unsafe fn half<const ROWS: usize>(args: &TileArgs) {
-        // SAFETY: the caller's promise is handed on.
-        unsafe { tile::<F32<Avx2>, ROWS, 1>(args) }
-    }
-
-    /// # Safety
-    /// As for [`super::Kernel`].
-    #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    pub(super) unsafe fn avx2<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
-        // SAFETY: the caller's promise is handed on.
-        unsafe { tile::<F32<Avx2>, ROWS, VECTORS>(args) }
-    }
 }

@@ -342,6 +342,9 @@ impl Work<'_> {
             }
             ahead.advance();
             let first_tile = if is_first && is_last { 0 } else { offset * num_tiles };
+            if !is_first && offset + 1 < task.panels.1 {
+                tiles[first_tile + num_tiles..][..num_tiles].iter().for_each(|tile| tile.ask_for(rows.count, width));
+            }
             let tiles = &mut tiles[first_tile..first_tile + num_tiles];
             for tile in tiles.iter_mut() {
                 let (now, later) = b.split_at(num_units * width);

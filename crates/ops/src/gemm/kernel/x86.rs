@@ -1,0 +1,129 @@
+//! The kernels for the vectors of x86-64.
+
+use core::arch::x86_64::{
+    __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps,
+    _mm256_storeu_ps, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+};
+
+use super::{AVX2_ROWS, F32, Math, TileArgs, tile, tile_in_rounds};
+use crate::simd::{Avx2, Avx512};
+
+/// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
+macro_rules! pairs {
+    ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $splat:ident, $dot:ident) => {
+        struct $name;
+
+        impl Math for $name {
+            type Sums = $vector;
+            type Units = $vector;
+            const WIDTH: usize = $width;
+
+            #[inline(always)]
+            fn zero() -> $vector {
+                // SAFETY: see above.
+                unsafe { $zero() }
+            }
+
+            #[inline(always)]
+            unsafe fn load(from: *const f32) -> $vector {
+                // SAFETY: see above; the caller promises readable memory.
+                unsafe { $load(from) }
+            }
+
+            #[inline(always)]
+            unsafe fn store(to: *mut f32, sums: $vector) {
+                // SAFETY: see above; the caller promises writable memory.
+                unsafe { $store(to, sums) }
+            }
+
+            #[inline(always)]
+            unsafe fn units(from: *const u32) -> $vector {
+                // SAFETY: see above; the caller promises readable memory.
+                unsafe { $load(from.cast()) }
+            }
+
+            #[inline(always)]
+            unsafe fn splat(from: *const u32) -> $vector {
+                // SAFETY: see above; the caller promises a readable unit. Pairs of a file's bf16 begin at any even address.
+                unsafe { $splat(from.cast::<f32>().read_unaligned()) }
+            }
+
+            #[inline(always)]
+            fn add_product(sums: $vector, a: $vector, b: $vector) -> $vector {
+                let pairs = |x| {
+                    // SAFETY: renames the bits of a vector.
+                    unsafe { std::mem::transmute::<$vector, $pairs>(x) }
+                };
+                // SAFETY: see above.
+                unsafe { $dot(sums, pairs(a), pairs(b)) }
+            }
+
+            #[inline(always)]
+            fn prefetch(at: *const u32) {
+                super::prefetch(at);
+            }
+        }
+    };
+}
+pairs!(
+    Bf16Dot,
+    __m512,
+    __m512bh,
+    16,
+    _mm512_setzero_ps,
+    _mm512_loadu_ps,
+    _mm512_storeu_ps,
+    _mm512_set1_ps,
+    _mm512_dpbf16_ps
+);
+pairs!(
+    HalfBf16Dot,
+    __m256,
+    __m256bh,
+    8,
+    _mm256_setzero_ps,
+    _mm256_loadu_ps,
+    _mm256_storeu_ps,
+    _mm256_set1_ps,
+    _mm256_dpbf16_ps
+);
+
+/// # Safety
+/// As for [`super::Kernel`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+pub(super) unsafe fn avx512_bf16<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile::<Bf16Dot, ROWS, VECTORS>(args) }
+}
+
+/// # Safety
+/// As for [`super::Kernel`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
+}
+
+/// # Safety
+/// As for [`super::Kernel`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+pub(super) unsafe fn half_bf16<const ROWS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile::<HalfBf16Dot, ROWS, 1>(args) }
+}
+
+/// # Safety
+/// As for [`super::Kernel`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) unsafe fn half<const ROWS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile::<F32<Avx2>, ROWS, 1>(args) }
+}
+
+/// # Safety
+/// As for [`super::Kernel`].
+#[target_feature(enable = "avx2,fma,f16c,bmi2")]
+pub(super) unsafe fn avx2<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile_in_rounds::<F32<Avx2>, ROWS, VECTORS, AVX2_ROWS>(args) }
+}
