@@ -20,7 +20,7 @@ use crate::cuda::ops::{self as cuda, On};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
-use crate::gemm::{self, Compute, Epilogue, Form, Group, Product};
+use crate::gemm::{self, Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, kernel, store_all, with_float};
@@ -140,12 +140,12 @@ pub fn experts_forward_biased(
 
 /// `A W^T` for each expert's rows of A (those of its tokens, or as they stand) and its rows of the stacked weights, as many
 /// as there are columns, or twice that.
-fn forward_product<E: Epilogue>(
+fn forward_product(
     ctx: &Context,
     (a, tokens): (&Tensor, Option<&[u32]>),
     (weights, columns, is_paired): (&Tensor, usize, bool),
     experts: &[Expert],
-    epilogue: &E,
+    epilogue: &dyn Finish,
 ) {
     let num_weights = columns * if is_paired { 2 } else { 1 };
     if let Some((base, false)) = weights.as_turned().filter(|_| !is_paired) {

@@ -7,19 +7,19 @@ use super::{Expert, groups};
 use crate::activation::activate;
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
-use crate::gemm::{self, Compute, Epilogue, Form, Group, Product};
+use crate::gemm::{self, Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel};
 use crate::{Activation, Context};
 
 /// `A W` for each expert's rows of A (those of its tokens, or as they stand) and its matrix of a transposed stack `[E, K, N]`.
-pub(super) fn product<E: Epilogue>(
+pub(super) fn product(
     ctx: &Context,
     (a, tokens): (&Tensor, Option<&[u32]>),
     base: &Tensor,
     experts: &[Expert],
-    epilogue: &E,
+    epilogue: &dyn Finish,
 ) {
     let (depth, columns) = (a.cols(), base.cols());
     let groups = groups(experts, |e, range| Group {

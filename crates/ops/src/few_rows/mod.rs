@@ -27,9 +27,9 @@ use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::source::{Elements, with_elements};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::turned;
-use crate::gemm::{Compute, Epilogue, Form, Group, Held, Panels, Place, Product, finish, tile_slice};
+use crate::gemm::{Compute, Finish, Form, Group, Held, Panels, Place, Product, tile_slice};
 use crate::parallel::piece_range;
-use crate::simd::{Level, kernel};
+use crate::simd::kernel;
 use rows::Weight;
 
 pub(crate) use outer::{Gradients, weight_gradients};
@@ -171,20 +171,15 @@ pub(crate) struct Work<'a> {
 }
 
 /// Computes a task and hands its tiles to the epilogue.
-pub(crate) fn run_task<E: Epilogue>(work: Work<'_>, scratch: &mut [u32], held: &mut Held, epilogue: &E) {
+pub(crate) fn run_task(work: Work<'_>, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
     let group = &work.product.groups[work.task.group];
-    with_elements!(group.b.elements, weights => task_kernel::<E, _>(work.isa, work, weights, (scratch, held), epilogue));
+    with_elements!(group.b.elements, weights => work.run(weights, (scratch, held), epilogue));
 }
 
-kernel! {
-    fn task_kernel<S: Level, E: Epilogue, T: Weight>(
-        work: Work<'_>,
-        weights: &[T],
-        memory: (&mut [u32], &mut Held),
-        epilogue: &E,
-    ) {
+impl Work<'_> {
+    fn run<T: Weight>(&self, weights: &[T], memory: (&mut [u32], &mut Held), epilogue: &dyn Finish) {
         let (scratch, held) = memory;
-        let Work { product, task, lanes, .. } = work;
+        let Self { isa, product, task, lanes, .. } = *self;
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
         let layout = Layout::of(product, group, &panels, task.panels.1);
@@ -196,36 +191,34 @@ kernel! {
         if product.form == Form::Nt {
             // The thread's last task may have left them.
             if held.rows_of.replace(task.group) != Some(task.group) {
-                work.spread_rows::<T>(group, strip, a);
+                self.spread_rows::<T>(group, strip, a);
             }
         } else {
-            work.sum_strip(group, weights, (&panels, range.clone()), a, strip);
+            self.sum_strip(group, weights, (&panels, range.clone()), a, strip);
         }
         for panel in range.clone() {
             let (column, columns, _) = panels.panel(panel);
             let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
-            places.clone().for_each(|at| epilogue.prefetch(at));
+            places.clone().for_each(|at| epilogue.ask_ahead(at));
             if product.form == Form::Nt {
                 for pair in 0..num_tiles {
                     let first = group.b.start(column + pair * group.columns);
                     let weights = &weights[first..][..columns * group.depth];
-                    let (depth, num_rows, next) = (group.depth, group.rows, work.after(&panels, panel, pair));
+                    let (depth, num_rows, next) = (group.depth, group.rows, self.after(&panels, panel, pair));
                     let panel = dot::Panel { weights, depth, a, num_rows, tile_step: num_tiles, next };
-                    dot::run::<T>(work.isa, panel, strip, &mut tiles[pair..]);
+                    dot::run::<T>(isa, panel, strip, &mut tiles[pair..]);
                 }
             } else {
                 let first = column - panels.panel(range.start).0;
-                strip_to_tiles::<S, T>(strip, group.rows, (first, columns), tiles);
+                strip_to_tiles::<T>(isa, strip, group.rows, (first, columns), tiles);
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(num_tiles)) {
                 let (first, second) = tiles.split_at_mut(1);
-                finish(work.isa, epilogue, at, &mut first[0], second.first_mut(), held.room());
+                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.room());
             }
         }
     }
-}
 
-impl Work<'_> {
     /// Where the weights are that are read after a panel.
     fn after(&self, panels: &Panels, panel: usize, pair: usize) -> *const u8 {
         let Self { product, task, lanes, .. } = *self;
@@ -281,19 +274,20 @@ impl Work<'_> {
     }
 }
 
-/// Copies columns of a strip to tiles, in their own order.
-#[inline(always)]
-fn strip_to_tiles<S: Level, T: Weight>(
-    strip: &[f32],
-    num_rows: usize,
-    (first, columns): (usize, usize),
-    tiles: &mut [Tile],
-) {
-    let block = 2 * S::WIDTH;
-    for (row, strip) in strip.chunks_exact(strip.len() / num_rows).enumerate() {
-        let to = &mut tiles[row / MAX_ROWS].0[row % MAX_ROWS * TILE_STRIDE..][..columns];
-        for (column, to) in (first..).zip(to) {
-            *to = strip[column / block * block + T::place(column % block, S::WIDTH)];
+kernel! {
+    /// Copies columns of a strip to tiles, in their own order.
+    fn strip_to_tiles<S: Level, T: Weight>(
+        strip: &[f32],
+        num_rows: usize,
+        range: (usize, usize),
+        tiles: &mut [Tile],
+    ) {
+        let (block, (first, columns)) = (2 * S::WIDTH, range);
+        for (row, strip) in strip.chunks_exact(strip.len() / num_rows).enumerate() {
+            let to = &mut tiles[row / MAX_ROWS].0[row % MAX_ROWS * TILE_STRIDE..][..columns];
+            for (column, to) in (first..).zip(to) {
+                *to = strip[column / block * block + T::place(column % block, S::WIDTH)];
+            }
         }
     }
 }

@@ -135,8 +135,28 @@ pub(crate) trait Epilogue: Sync {
     }
 }
 
+/// An [`Epilogue`] as it is called by what goes through tiles, which is compiled once for all of them. A tile is thousands of
+/// products, so a call through a pointer costs nothing.
+pub(crate) trait Finish: Sync {
+    /// [`Epilogue::tile`], compiled for `isa`.
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room);
+
+    /// [`Epilogue::prefetch`].
+    fn ask_ahead(&self, at: Place);
+}
+
+impl<E: Epilogue> Finish for E {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+        finish(isa, self, at, tile, second, room);
+    }
+
+    fn ask_ahead(&self, at: Place) {
+        self.prefetch(at);
+    }
+}
+
 /// Computes all products of the list.
-pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let plan = tasks::plan(product, &kernels, ctx.threads().count());
     let few = few_rows::Plan::of(product, &kernels);
@@ -220,8 +240,8 @@ impl<'a> Slots<'a> {
 compiled! {
     bf16
     /// Hands a tile to the epilogue. This and packing are functions of their own, compiled for each instruction set; what is
-    /// between them only calls kernels, and is compiled once for every epilogue.
-    pub(crate) fn finish<S: Level, E: Epilogue>(
+    /// between them only calls kernels, and is compiled once.
+    fn finish<S: Level, E: Epilogue>(
         epilogue: &E,
         at: Place,
         tile: &mut Tile,
@@ -269,7 +289,7 @@ struct Progress {
 }
 
 impl Work<'_> {
-    fn run<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+    fn run(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
         let Self { product, group, task, ref kernels, .. } = *self;
         #[cfg(target_arch = "x86_64")]
         if task.is_turned {
@@ -318,14 +338,14 @@ impl Work<'_> {
 
     /// The tiles of some rows with all packed panels of B. Sums that wait have a tile each in `tiles`.
     #[inline(always)]
-    fn multiply_rows<E: Epilogue>(
+    fn multiply_rows(
         &self,
         rows: &Rows,
         part: Part,
         mut b: &[u32],
         tiles: &mut [Tile],
         progress: &mut Progress,
-        epilogue: &E,
+        epilogue: &dyn Finish,
     ) {
         let Self { product, group, task, ref kernels, .. } = *self;
         let (panels, num_tiles) = (Panels::of(group.columns, kernels.lanes), product.num_tiles());
@@ -338,7 +358,7 @@ impl Work<'_> {
             let rows_of_tile = (task.rows.0 + rows.first, rows.count);
             let at = Place { group: task.group, rows: rows_of_tile, columns: (column, columns), panel };
             if is_last {
-                epilogue.prefetch(at);
+                epilogue.ask_ahead(at);
             }
             ahead.advance();
             let first_tile = if is_first && is_last { 0 } else { offset * num_tiles };
@@ -366,7 +386,7 @@ impl Work<'_> {
             }
             if is_last {
                 let (first, second) = tiles.split_at_mut(1);
-                finish(self.isa, epilogue, at, &mut first[0], second.first_mut(), &mut progress.room);
+                epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), &mut progress.room);
             }
         }
     }

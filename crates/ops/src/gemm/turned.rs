@@ -11,7 +11,7 @@ use super::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile, TileArgs, widest};
 use super::store::Room;
 use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Compute, Epilogue, Form, Group, Part, Place, Product, Work, convert_row, finish, tile_slice};
+use super::{Compute, Finish, Form, Group, Part, Place, Product, Work, convert_row, tile_slice};
 use crate::simd::kernel;
 
 /// The most rows of a group for which packing them is better than packing B.
@@ -137,7 +137,7 @@ struct Rows {
 
 impl Work<'_> {
     /// Computes a task that [`cut_group`] made.
-    pub(super) fn run_turned<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+    pub(super) fn run_turned(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         let lanes = Lanes::of(group.rows);
         let num_tiles = product.num_tiles();
@@ -285,13 +285,13 @@ impl Work<'_> {
     }
 
     /// Turns the sums of a panel, of `[pair][panel of lanes][columns / 8]` tiles, and hands them to the epilogue.
-    fn turn_back<E: Epilogue>(
+    fn turn_back(
         &self,
         panel: usize,
         lanes: &Lanes,
         sums: &[Tile],
         (out, room): (&mut [Tile], &mut Room),
-        epilogue: &E,
+        epilogue: &dyn Finish,
     ) {
         let rows = self.group.rows;
         let (column, columns, _) = self.panels().panel(panel);
@@ -311,7 +311,7 @@ impl Work<'_> {
                         let at =
                             Place { group: self.task.group, rows: (row, count), columns: (column, columns), panel };
                         let (tile, second) = tiles.split_at_mut(1);
-                        finish(self.isa, epilogue, at, &mut tile[0], second.first_mut(), room);
+                        epilogue.finish(self.isa, at, &mut tile[0], second.first_mut(), room);
                     }
                 }
             }

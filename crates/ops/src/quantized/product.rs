@@ -9,14 +9,13 @@ use super::kernel;
 use super::kernel::{Kernel, MAX_FEW, Panel};
 use super::rows::{Quad, QuantizedRows};
 use super::weights::Weights;
-use crate::Context;
 use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
 use crate::gemm::source::Source;
 use crate::gemm::store::Room;
-use crate::gemm::{self, Compute, Epilogue, Form, Held, Panels, Place, Slots, tile_slice};
+use crate::gemm::{self, Compute, Finish, Form, Held, Panels, Place, Slots, tile_slice};
 use crate::parallel::piece_range;
-use crate::simd::{Level, kernel as compiled};
+use crate::{Context, Isa};
 
 /// Bytes of weights that a task streams, at least.
 const TASK_BYTES: usize = 96 << 10;
@@ -56,7 +55,7 @@ impl Product<'_> {
 }
 
 /// Computes all products of the list.
-pub(crate) fn run<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
     let best = Kernel::available(ctx.isa(), product.weights.dtype()).pop().expect("a kernel for every instruction set");
     run_few(ctx, product, best, epilogue);
@@ -77,7 +76,7 @@ struct Task {
 }
 
 /// The groups of few rows, in whole numbers.
-pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &E) {
+pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &dyn Finish) {
     let lanes = Kernels::select(ctx.isa(), Compute::F32).lanes;
     let Some(layout) = product.groups.first().map(|group| group.weights[0].layout) else { return };
     assert!(product.groups.iter().all(|group| group.weights[0].layout == layout), "weights of one layout");
@@ -103,7 +102,7 @@ pub(super) fn run_few<E: Epilogue>(ctx: &Context, product: &Product<'_>, best: K
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let work = Work { product, tasks: (&tasks[index], tasks.get(index + num_threads)), rows: &rows, best, lanes };
-        scratch.with(|scratch, held| task_kernel::<E>(ctx.isa(), work, (tile_slice(scratch), held), epilogue));
+        scratch.with(|scratch, held| work.run(ctx.isa(), (tile_slice(scratch), held), epilogue));
     });
 }
 
@@ -117,10 +116,11 @@ struct Work<'a> {
     lanes: usize,
 }
 
-compiled! {
-    fn task_kernel<S: Level, E: Epilogue>(work: Work<'_>, memory: (&mut [Tile], &mut Held), epilogue: &E) {
+impl<'a> Work<'a> {
+    /// Computes the task and hands its tiles to the epilogue.
+    fn run(&self, isa: Isa, memory: (&mut [Tile], &mut Held), epilogue: &dyn Finish) {
         let (tiles, held) = memory;
-        let Work { product, tasks: (task, _), rows, best, lanes } = work;
+        let Work { product, tasks: (task, _), rows, best, lanes } = *self;
         let group = &product.groups[task.group];
         let panels = Panels::of(group.columns, lanes);
         let depth = product.weights.cols();
@@ -132,23 +132,21 @@ compiled! {
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
             let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
-            places.clone().for_each(|at| epilogue.prefetch(at));
+            places.clone().for_each(|at| epilogue.ask_ahead(at));
             for pair in 0..product.num_tiles() {
                 let weights = group.weights[pair].starting_at(column);
-                let next = work.after(panel, pair);
+                let next = self.after(panel, pair);
                 let tile_step = product.num_tiles();
                 let a = &a[..group.rows];
                 kernel::run(best, Panel { weights, columns, depth, a, tile_step, next }, &mut tiles[pair..]);
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(product.num_tiles())) {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.tile::<S>(at, &mut first[0], second.first_mut(), held.room());
+                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.room());
             }
         }
     }
-}
 
-impl<'a> Work<'a> {
     /// The weights that are read after a panel.
     fn after(&self, panel: usize, pair: usize) -> Weights<'a> {
         let Self { product, tasks: (task, next), lanes, .. } = *self;
@@ -167,7 +165,7 @@ impl<'a> Work<'a> {
 }
 
 /// The groups of some more rows, whose product turns blocks into bf16 itself.
-fn run_some<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+fn run_some(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     let depth = product.weights.cols();
     let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && is_in_product(ctx.isa(), group.rows);
     let indices: Vec<usize> = (0..product.groups.len()).filter(|&index| is_meant(&product.groups[index])).collect();
@@ -188,7 +186,7 @@ fn float_group<'a>(a: &'a Tensor, group: &Group<'a>, b: Source<'a>) -> gemm::Gro
 }
 
 /// The groups of many rows: their weights become bf16, as many at a time as memory is meant for.
-fn run_many<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
+fn run_many(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     let depth = product.weights.cols();
     let num_weights = |index: usize| product.groups[index].columns * product.num_tiles();
     let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && !is_in_product(ctx.isa(), group.rows);
@@ -206,7 +204,7 @@ fn run_many<E: Epilogue>(ctx: &Context, product: &Product<'_>, epilogue: &E) {
     }
 }
 
-fn run_chunk<E: Epilogue>(ctx: &Context, product: &Product<'_>, indices: &[usize], num_rows: usize, epilogue: &E) {
+fn run_chunk(ctx: &Context, product: &Product<'_>, indices: &[usize], num_rows: usize, epilogue: &dyn Finish) {
     let depth = product.weights.cols();
     let mut weights = ctx.empty(&[num_rows, depth], DType::BF16);
     let mut firsts = Vec::with_capacity(indices.len());
@@ -229,19 +227,17 @@ fn run_chunk<E: Epilogue>(ctx: &Context, product: &Product<'_>, indices: &[usize
 }
 
 /// An epilogue whose groups are some of another list.
-struct Renumbered<'a, E> {
-    inner: &'a E,
+struct Renumbered<'a> {
+    inner: &'a dyn Finish,
     groups: &'a [usize],
 }
 
-impl<E: Epilogue> Epilogue for Renumbered<'_, E> {
-    #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        self.inner.tile::<S>(Place { group: self.groups[at.group], ..at }, tile, second, room);
+impl Finish for Renumbered<'_> {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+        self.inner.finish(isa, Place { group: self.groups[at.group], ..at }, tile, second, room);
     }
 
-    #[inline(always)]
-    fn prefetch(&self, at: Place) {
-        self.inner.prefetch(Place { group: self.groups[at.group], ..at });
+    fn ask_ahead(&self, at: Place) {
+        self.inner.ask_ahead(Place { group: self.groups[at.group], ..at });
     }
 }

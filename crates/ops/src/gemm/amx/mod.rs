@@ -16,7 +16,7 @@ use std::arch::asm;
 
 use super::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
 use super::tasks::Panels;
-use super::{Epilogue, Form, Place, Work};
+use super::{Finish, Form, Place, Work};
 pub(super) use pack::transposed_columns;
 
 /// Rows of a block of A, and units of its depth.
@@ -258,7 +258,7 @@ pub(crate) unsafe fn products(steps: usize) {
 impl Work<'_> {
     /// Runs the task in tiles. The levels of the engine are the same as for kernels on vectors: B of the task is packed,
     /// then rows go by, each group of rows against all panels.
-    pub(super) fn run_in_tiles<E: Epilogue>(&self, scratch: &mut [u32], epilogue: &E) {
+    pub(super) fn run_in_tiles(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
@@ -295,7 +295,7 @@ impl Work<'_> {
                     let at =
                         Place { group: task.group, rows: (task.rows.0 + row, rows), columns: (column, columns), panel };
                     if part + 1 == num_parts {
-                        epilogue.prefetch(at);
+                        epilogue.ask_ahead(at);
                     }
                     ahead.advance();
                     let tiles = &mut tiles[next_tile..next_tile + TILES * num_tiles];
@@ -344,12 +344,12 @@ fn multiply(
 
 impl Work<'_> {
     /// Gives the sums to the epilogue, eight rows at a time.
-    fn finish_rows<E: Epilogue>(&self, epilogue: &E, at: Place, tiles: &mut [Tile], room: &mut super::Room) {
+    fn finish_rows(&self, epilogue: &dyn Finish, at: Place, tiles: &mut [Tile], room: &mut super::Room) {
         let (first, second) = tiles.split_at_mut(TILES);
         for (i, tile) in first.iter_mut().enumerate().take(at.rows.1.div_ceil(super::kernel::MAX_ROWS)) {
             let done = i * super::kernel::MAX_ROWS;
             let rows = (at.rows.0 + done, (at.rows.1 - done).min(super::kernel::MAX_ROWS));
-            super::finish(self.isa, epilogue, Place { rows, ..at }, tile, second.get_mut(i), room);
+            epilogue.finish(self.isa, Place { rows, ..at }, tile, second.get_mut(i), room);
         }
     }
 }
