@@ -56,7 +56,7 @@ pub(crate) struct TileArgs {
     pub(crate) depth: usize,
     /// The first unit of each row of A.
     pub(crate) a: [*const u32; MAX_ROWS],
-    /// Units from one unit of a row of A to the next.
+    /// Units from one unit of a row of A to the next: 1, or [`Kernels::rows`] where rows are packed.
     pub(crate) a_step: usize,
     /// The packed panel of B.
     pub(crate) b: *const u32,
