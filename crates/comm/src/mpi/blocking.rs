@@ -139,7 +139,8 @@ impl Group {
         how: (NumberKind, Reduce),
     ) -> Result<(), CommError> {
         let (own, size) = (memory.recv_bytes, self.size());
-        let mut versions = Versions::new(locked(&self.process.spare), own, size);
+        let share = memory.send.wrapping_add(counts[..self.rank].iter().sum());
+        let mut versions = Versions::new(locked(&self.process.spare), own, size, share);
         let there = Memory { recv: versions.start(), recv_bytes: own * size, ..*memory };
         // SAFETY: the caller's promise; the versions have room for one share from each rank.
         unsafe {
@@ -176,7 +177,7 @@ impl Group {
         memory: &Memory,
         how: (NumberKind, Reduce),
     ) -> Result<(), CommError> {
-        let mut versions = Versions::new(locked(&self.process.spare), memory.recv_bytes, self.size());
+        let mut versions = Versions::new(locked(&self.process.spare), memory.recv_bytes, self.size(), memory.recv);
         let (count, byte, there) = (memory.recv_bytes as c_int, self.byte(), versions.start());
         // SAFETY: the caller's promise; the versions have room for `count` bytes from each rank.
         self.check(call, unsafe {

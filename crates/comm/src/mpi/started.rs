@@ -206,7 +206,8 @@ impl Started {
     /// Starts to fetch all versions of this rank's share of what `memory` sends.
     unsafe fn versions(&mut self, counts: &[usize], memory: Memory) -> Result<Versions<Taken>, CommError> {
         let own = counts[self.group.rank];
-        let mut versions = Versions::new(Taken::from(&self.group), own, self.group.size());
+        let share = memory.send.wrapping_add(counts[..self.group.rank].iter().sum());
+        let mut versions = Versions::new(Taken::from(&self.group), own, self.group.size(), share);
         let there = Memory { recv: versions.start(), recv_bytes: own * self.group.size(), ..memory };
         // SAFETY: the caller's promise; the versions' memory is kept with them, and does not move.
         unsafe { self.all_to_all_v(counts, &vec![own; self.group.size()], there) }?;
@@ -239,7 +240,7 @@ impl Started {
     unsafe fn gather_versions(&mut self, how: (NumberKind, Reduce)) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let memory = self.memory;
-        let mut versions = Versions::new(Taken::from(&group), memory.recv_bytes, group.size());
+        let mut versions = Versions::new(Taken::from(&group), memory.recv_bytes, group.size(), memory.recv);
         let (count, byte, there) = (memory.recv_bytes as c_int, group.byte(), versions.start());
         // SAFETY: the caller's promise; the versions' memory is kept with them.
         self.request(|request| unsafe {

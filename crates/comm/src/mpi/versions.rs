@@ -8,42 +8,57 @@ use crate::few::with_few;
 use crate::number::{NumberKind, Reduce};
 use crate::under_way::locked;
 
-/// Memory in whole cache lines. Libraries and systems copy with `rep movsb`, which takes up to twenty times as long on some processors
-/// (Zen 3) where what is written lies 16 bytes further in its page than what is read. Of two blocks as an allocator gives them that
-/// may be so; of a line's beginning and an allocator's usual 16 bytes behind one it is not.
+/// Memory in whole cache lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line([u8; 64]);
 
+const LINE: usize = size_of::<Line>();
+
+/// How far from the versions that a rank reads, within their page, its own memory begins: any distance would do but 16 bytes. Libraries
+/// and systems copy with `rep movsb`, which takes up to twenty times as long on some processors (Zen 3) where what is written lies
+/// exactly so much further in its page than what is read, as it may of two blocks from an allocator. Ranks mostly lay out their
+/// memory alike, so that far from this rank's is far from the others', too.
+const APART: usize = 1024;
+const PAGE: usize = 4096;
+
 /// Versions in memory that is used again and again, one after another: aligned for every number.
 pub(crate) struct Versions<W> {
     lines: W,
+    /// Lines before the first version.
+    skipped: usize,
     bytes: usize,
     num_ranks: usize,
 }
 
 impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
-    /// Room in `lines` for `bytes` bytes from each rank, with what was there before.
-    pub(crate) fn new(mut lines: W, bytes: usize, num_ranks: usize) -> Self {
-        let len = (bytes * num_ranks).div_ceil(size_of::<Line>());
+    /// Room in `lines` for `bytes` bytes from each rank, which are copied from `source` and the like, with what was there before.
+    pub(crate) fn new(mut lines: W, bytes: usize, num_ranks: usize, source: *const u8) -> Self {
+        let len = (bytes * num_ranks).div_ceil(LINE) + PAGE / LINE;
         if lines.len() < len {
-            lines.resize(len, Line([0; 64]));
+            lines.resize(len, Line([0; LINE]));
         }
-        Self { lines, bytes, num_ranks }
+        let skipped = lines_to_skip(lines.as_ptr().addr(), source.addr());
+        Self { lines, skipped, bytes, num_ranks }
     }
 
     pub(crate) fn start(&mut self) -> *mut u8 {
-        self.lines.as_mut_ptr().cast()
+        self.lines[self.skipped..].as_mut_ptr().cast()
     }
 
     /// # Safety
     /// `target` is valid for writing the bytes of one version, and aligned for the number.
     pub(crate) unsafe fn reduce(&self, (number, reduce): (NumberKind, Reduce), target: *mut u8) {
-        let start = self.lines.as_ptr().cast::<u8>();
+        let start = self.lines[self.skipped..].as_ptr().cast::<u8>();
         let source = |rank: usize| start.wrapping_add(rank * self.bytes);
         // SAFETY: the versions lie one after another, each a whole number of numbers.
         with_few(self.num_ranks, source, |sources| unsafe { number.reduce(reduce, sources, &[target], self.bytes) });
     }
+}
+
+/// Lines after which memory from `start` on lies [`APART`], or up to a line more, further in its page than `source`.
+fn lines_to_skip(start: usize, source: usize) -> usize {
+    (source.wrapping_add(APART).wrapping_sub(start) % PAGE).div_ceil(LINE)
 }
 
 /// The spare memory of a process, taken for an operation that ends later.
@@ -79,6 +94,25 @@ impl Drop for Taken {
         let mut spare = locked(&self.process.spare);
         if spare.len() < self.lines.len() {
             std::mem::swap(&mut *spare, &mut self.lines);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn versions_lie_far_from_16_bytes_further_in_their_page_than_what_they_are_copied_from(
+            source in any::<usize>(), line in 0..usize::MAX / LINE - PAGE,
+        ) {
+            let start = line * LINE;
+            let skipped = lines_to_skip(start, source);
+            let further = (start + skipped * LINE).wrapping_sub(source) % PAGE;
+            prop_assert!(skipped <= PAGE / LINE && (APART..APART + LINE).contains(&further), "{further}");
         }
     }
 }
