@@ -339,8 +339,13 @@ impl Decoder {
         let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (1, ids.len(), start), memory);
         let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
-        let mut last = ctx.empty(&[1, self.config.width], DType::F32);
-        elementwise::copy_rows(ctx, (&x, ids.len() - 1), (&mut last, 0), 1);
+        let last = if ids.len() == 1 {
+            x
+        } else {
+            let mut last = ctx.empty(&[1, self.config.width], DType::F32);
+            elementwise::copy_rows(ctx, (&x, ids.len() - 1), (&mut last, 0), 1);
+            last
+        };
         Ok(self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size]))
     }
 

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use moeworks_ops::Context;
-use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
+use moeworks_ops::counting_sort::{SortedChoices, sort_all_choices, sort_choices};
 use moeworks_ops::experts::{ExpertRows, NO_ROW};
 use moeworks_tensor::{DType, Tensor};
 
@@ -129,7 +129,12 @@ fn rows_limit(limit: Option<usize>) -> u32 {
 #[derive(Clone)]
 pub struct Dispatch {
     sorted: SortedChoices,
-    capacity: usize,
+    /// The rows that an expert may take of a group.
+    limit: u32,
+    /// Whether these are C, whatever is needed.
+    is_fixed: bool,
+    /// Experts that compute.
+    num_computing: usize,
     /// What differs from the sorted choices where the rule is not the plain one.
     ruled: Option<Ruled>,
 }
@@ -161,7 +166,11 @@ impl Dispatch {
         let (ids, weights) = routing.tensors();
         let (sorted, ruled) = if rule.is_plain(num_tokens) {
             let limit = (rule.capacity_factor != 0.0 && rule.fixed.is_none()).then_some(limit);
-            (sort_choices(ctx, ids, weights, num_experts, limit), None)
+            let sorted = match limit {
+                None if routing.is_whole() => sort_all_choices(ctx, ids, weights, num_experts),
+                _ => sort_choices(ctx, ids, weights, num_experts, limit),
+            };
+            (sorted, None)
         } else {
             let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens), before: None };
             let counted = rule.counted.unwrap_or(ids.u32s());
@@ -170,33 +179,37 @@ impl Dispatch {
             let (masked, ruled) = Ruled::of(ctx, routing, &has_room, num_experts - rule.num_free);
             (sort_choices(ctx, &masked, weights, num_experts - rule.num_free, None), Some(ruled))
         };
-        let computing = ruled.as_ref().map_or(&sorted.counts[..], |ruled| &ruled.counts[..num_experts - rule.num_free]);
-        let needed = computing.iter().max().copied().unwrap_or(0);
         let is_fixed = rule.capacity_factor > 0.0 || rule.fixed.is_some();
-        let capacity = match limit {
-            u32::MAX if is_fixed => usize::MAX,
-            limit if is_fixed => limit as usize,
-            limit => limit.min(needed) as usize,
-        };
-        Self { sorted, capacity, ruled }
+        let num_computing = num_experts - rule.num_free;
+        Self { sorted, limit, is_fixed, num_computing, ruled }
     }
 
     /// C: the rows an expert may take of a group. Without a positive capacity factor no more than the fullest expert needs.
     #[must_use]
     pub fn capacity(&self) -> usize {
-        self.capacity
+        let needed = || self.tokens_per_expert()[..self.num_computing].iter().max().copied().unwrap_or(0);
+        match self.limit {
+            u32::MAX if self.is_fixed => usize::MAX,
+            limit if self.is_fixed => limit as usize,
+            limit => limit.min(needed()) as usize,
+        }
     }
 
     /// `[E]`: how many choices name each expert, before any is dropped; experts that compute nothing included.
     #[must_use]
     pub fn tokens_per_expert(&self) -> &[u32] {
-        self.ruled.as_ref().map_or(&self.sorted.counts, |ruled| &ruled.counts)
+        self.ruled.as_ref().map_or_else(|| self.sorted.counts.u32s(), |ruled| &ruled.counts)
     }
 
     /// `[E]`: how many choices each expert keeps; experts that compute nothing included.
     #[must_use]
     pub fn kept_per_expert(&self) -> Vec<u32> {
-        self.ruled.as_ref().map_or_else(|| self.rows_per_expert().collect(), |ruled| ruled.kept.clone())
+        match &self.ruled {
+            Some(ruled) => ruled.kept.clone(),
+            // Every choice has a row; the counts, which are looked at anyway, say how many.
+            None if self.num_rows() == self.sorted.token_rows.len() => self.sorted.counts.u32s().to_vec(),
+            None => self.rows_per_expert().collect(),
+        }
     }
 
     /// `[T, K]`: the number, from 0, of the expert without computation that each kept choice names, [`NO_EXPERT`]
@@ -209,7 +222,7 @@ impl Dispatch {
     /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R, the number of rows.
     #[must_use]
     pub fn offsets(&self) -> &[u32] {
-        &self.sorted.offsets
+        self.sorted.offsets.u32s()
     }
 
     /// `[R]`: the token of each row.
@@ -233,7 +246,7 @@ impl Dispatch {
     /// R.
     #[must_use]
     pub fn num_rows(&self) -> usize {
-        self.row_tokens().len()
+        self.sorted.tokens.len()
     }
 
     /// Choices, dropped ones included.
@@ -286,7 +299,7 @@ impl Ruled {
 
 impl PartialEq for Dispatch {
     fn eq(&self, other: &Self) -> bool {
-        self.capacity == other.capacity
+        self.capacity() == other.capacity()
             && self.tokens_per_expert() == other.tokens_per_expert()
             && self.offsets() == other.offsets()
             && self.sorted.token_rows.shape() == other.sorted.token_rows.shape()
@@ -306,7 +319,7 @@ impl fmt::Debug for Dispatch {
             .map(|rows| rows.iter().map(row).collect())
             .collect();
         f.debug_struct("Dispatch")
-            .field("capacity", &self.capacity)
+            .field("capacity", &self.capacity())
             .field("tokens_per_expert", &self.tokens_per_expert())
             .field("offsets", &self.offsets())
             .field("row_tokens", &self.row_tokens())

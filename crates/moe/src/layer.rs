@@ -12,11 +12,13 @@ use std::sync::Arc;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
-    ExpertGrads, ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads, experts_backward,
-    experts_bias_grad, experts_forward_biased, experts_weight_grad, experts_weight_grad_of_used,
+    ExpertGrads, ExpertRows, ExpertsSaved, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads,
+    experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad, experts_weight_grad_of_used,
 };
+use moeworks_ops::late::Late;
 use moeworks_ops::linear::Write;
-use moeworks_tensor::{DType, Tensor};
+use moeworks_ops::top_k::{ChoiceSums, choice_sums, choice_sums_in_host};
+use moeworks_tensor::Tensor;
 
 use crate::free::{self, FreeChoices, FreeGrads};
 use crate::ranks::{Joined, RanksSaved, RanksTask, Together};
@@ -47,6 +49,7 @@ struct Saved {
     exact_x: Option<Tensor>,
     router: FlatSaved,
     routing: Routing,
+    choice_sums: Late<ChoiceSums>,
     free: FreeShare,
     /// Groups of experts.
     num_groups: usize,
@@ -124,10 +127,12 @@ impl MoeLayer {
         let Decision { routing, saved: router_saved, num_rerouted } = self.timed("router", || router.forward(ctx, x));
         let priority = router.priority(&router_saved);
         let rule = DispatchRule { counted: router.counted(&router_saved), ..router.rule(priority.as_deref()) };
-        let (counted, sizes) = (rule.counted.unwrap_or(routing.expert_ids()), (routing.top_k(), routing.num_experts()));
-        let shared = together.filter(|_| rule.is_shared()).map(|together| together.room(&rule, counted, sizes));
+        let sizes = (routing.top_k(), routing.num_experts());
+        let counted = || rule.counted.unwrap_or_else(|| routing.expert_ids());
+        let shared = together.filter(|_| rule.is_shared()).map(|together| together.room(&rule, counted(), sizes));
         let rule = DispatchRule { shared: shared.as_ref(), ..rule };
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
+        let choice_sums = choice_sums_of(ctx, &routing, !input.is_inference);
         let choices = (&dispatch, routing.top_k(), !input.is_inference);
         let (mut y, experts) = self.experts_forward(ctx, weights, x, choices);
         let exact_x = free::exact(ctx, &self.config, x);
@@ -141,7 +146,19 @@ impl MoeLayer {
         });
         let (x, router) = (x.clone(), router_saved);
         let (free, num_groups) = (FreeShare::of(&self.config), self.config.router.num_groups);
-        let saved = Saved { x, exact_x, router, routing, free, num_groups, num_rerouted, dispatch, experts, shared };
+        let saved = Saved {
+            x,
+            exact_x,
+            router,
+            routing,
+            choice_sums,
+            free,
+            num_groups,
+            num_rerouted,
+            dispatch,
+            experts,
+            shared,
+        };
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
@@ -182,7 +199,7 @@ impl MoeLayer {
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
                 }
-                let dweights = choice_grads(ctx, rows, back.d_row_weights.f32s());
+                let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
                 (back.dx, dweights, ExpertsTask::Here { dh: back.dh })
             }
         }
@@ -251,7 +268,7 @@ impl MoeLayer {
             choices.backward(dy.as_ref().unwrap_or(x), &mut dx, &mut dweights)
         });
         let input = RouterInput::default();
-        let grads = (&dweights, saved.routing.expert_ids());
+        let grads = (&dweights, saved.routing.tensors().0);
         let router = self.router(weights, &input);
         let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, (losses, dnext)));
         let router = router.map(|(router_dx, task)| {
@@ -270,27 +287,14 @@ impl MoeLayer {
     }
 }
 
-/// `[E]`: the sum of the weights of each expert's choices.
-fn importance(routing: &Routing) -> Vec<f64> {
-    let mut sums = vec![0.0; routing.num_experts()];
-    for (&id, &weight) in routing.expert_ids().iter().zip(routing.expert_weights()) {
-        if let Some(sum) = sums.get_mut(id as usize) {
-            *sum += f64::from(weight);
-        }
+/// The sums of a routing's choices; `are_wanted` where they will surely be looked at.
+fn choice_sums_of(ctx: &Context, routing: &Routing, are_wanted: bool) -> Late<ChoiceSums> {
+    let ((ids, weights), num_experts) = (routing.tensors(), routing.num_experts());
+    if are_wanted {
+        choice_sums(ctx, ids, weights, num_experts)
+    } else {
+        choice_sums_in_host(ids, weights, num_experts)
     }
-    sums
-}
-
-/// The gradient of each choice's weight from that of each row's; a dropped choice has none.
-pub(crate) fn choice_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &[f32]) -> Tensor {
-    const PIECE: usize = 1 << 13;
-    let mut grads = ctx.empty(&[rows.token_rows.len()], DType::F32);
-    ctx.threads().run_pieces(grads.f32s_mut(), PIECE, |piece, grads| {
-        for (grad, &row) in grads.iter_mut().zip(&rows.token_rows[piece * PIECE..]) {
-            *grad = if row == NO_ROW { 0.0 } else { d_row_weights[row as usize] };
-        }
-    });
-    grads
 }
 
 impl MoeSaved {
@@ -322,7 +326,7 @@ impl MoeSaved {
     /// What the routing looked like.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
-        let Saved { x, router, routing, num_rerouted, dispatch, .. } = &*self.inner;
+        let Saved { x, router, choice_sums, num_rerouted, dispatch, .. } = &*self.inner;
         let scores = &router.scores;
         let per_token = 1.0 / x.rows().max(1) as f64;
         LayerStats {
@@ -336,10 +340,10 @@ impl MoeSaved {
             mean_prob: scores.sums.probs.iter().map(|sum| (sum * per_token) as f32).collect(),
             mean_entropy: scores.sums.entropy * per_token,
             z: scores.sums.lse_squared * per_token,
-            mean_squared_logit: scores.squared_logits * per_token / scores.probs.cols() as f64,
+            mean_squared_logit: scores.squared_logits[0] * per_token / scores.probs.cols() as f64,
             sequence_loss: if router.seq_len > 0 { router.sequence_loss() } else { 0.0 },
-            gshard_loss: router.gshard_loss(),
-            importance: importance(routing),
+            gshard_loss: router.gshard_loss(&choice_sums.firsts),
+            importance: choice_sums.weights.clone(),
             smooth_load: router.smooth_load.clone(),
             modalities: router.modality_stats(),
             free: self.inner.free,

@@ -14,6 +14,8 @@ pub struct Routing {
     num_experts: usize,
     expert_ids: Tensor,
     expert_weights: Tensor,
+    /// Whether it is known that no choice is [`NO_EXPERT`].
+    is_whole: bool,
 }
 
 /// Why a list of choices is no routing.
@@ -90,12 +92,23 @@ impl Routing {
             num_experts,
             expert_ids: Tensor::from_slice(ctx.pool(), &shape, expert_ids),
             expert_weights: Tensor::from_slice(ctx.pool(), &shape, expert_weights),
+            is_whole: false,
         })
     }
 
     /// From the router's own tensors, `[T, K]` each.
     pub(crate) fn from_tensors(num_experts: usize, expert_ids: Tensor, expert_weights: Tensor) -> Self {
-        Self { num_experts, expert_ids, expert_weights }
+        Self { num_experts, expert_ids, expert_weights, is_whole: false }
+    }
+
+    /// The same, if `is_whole` with the promise that no choice is [`NO_EXPERT`].
+    pub(crate) fn whole(self, is_whole: bool) -> Self {
+        Self { is_whole, ..self }
+    }
+
+    /// Whether it is known that no choice is [`NO_EXPERT`].
+    pub(crate) fn is_whole(&self) -> bool {
+        self.is_whole
     }
 
     /// E.

@@ -145,10 +145,10 @@ impl IdentityRows {
 
     fn rows(&self) -> ExpertRows<'_> {
         ExpertRows {
-            offsets: &self.offsets,
-            tokens: self.tokens.u32s(),
-            weights: self.weights.f32s(),
-            token_rows: self.tokens.u32s(),
+            offsets: (&self.offsets).into(),
+            tokens: (&self.tokens).into(),
+            weights: (&self.weights).into(),
+            token_rows: (&self.tokens).into(),
             num_choices: 1,
         }
     }

@@ -19,10 +19,10 @@ const MIN_TOKENS: usize = 256;
 /// Choices sorted by expert. R is the number of choices that were kept.
 #[derive(Clone)]
 pub struct SortedChoices {
-    /// `[E]`: choices of each expert, before any is dropped.
-    pub counts: Vec<u32>,
-    /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
-    pub offsets: Vec<u32>,
+    /// `[E]` u32: choices of each expert, before any is dropped.
+    pub counts: Tensor,
+    /// `[E + 1]` u32: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
+    pub offsets: Tensor,
     /// `[R]` u32: the token of each row.
     pub tokens: Tensor,
     /// `[R]` f32: the weight of each row.
@@ -32,23 +32,25 @@ pub struct SortedChoices {
 }
 
 impl SortedChoices {
-    /// Room for the rows of `choices` `[T, K]` that are kept of `counts`, at most `limit` of each; `empty` makes tensors.
+    /// Room for the rows of `choices` `[T, K]` that are kept of `counts` `[E]`, at most `limit` of each; `empty` makes tensors.
     pub(crate) fn with_room(
-        counts: Vec<u32>,
+        ctx: &Context,
+        counts: Tensor,
         limit: u32,
         choices: (usize, usize),
         empty: impl Fn(&[usize], DType) -> Tensor,
     ) -> Self {
-        let mut offsets = vec![0; counts.len() + 1];
-        for (e, &count) in counts.iter().enumerate() {
-            offsets[e + 1] = offsets[e] + count.min(limit);
+        let mut offsets = ctx.zeros(&[counts.len() + 1], DType::U32);
+        let mut num_rows = 0;
+        for (&count, offset) in counts.u32s().iter().zip(&mut offsets.u32s_mut()[1..]) {
+            num_rows += count.min(limit);
+            *offset = num_rows;
         }
-        let num_rows = offsets[counts.len()] as usize;
         Self {
             counts,
             offsets,
-            tokens: empty(&[num_rows], DType::U32),
-            weights: empty(&[num_rows], DType::F32),
+            tokens: empty(&[num_rows as usize], DType::U32),
+            weights: empty(&[num_rows as usize], DType::F32),
             token_rows: empty(&[choices.0, choices.1], DType::U32),
         }
     }
@@ -57,10 +59,10 @@ impl SortedChoices {
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
         ExpertRows {
-            offsets: &self.offsets,
-            tokens: self.tokens.u32s(),
-            weights: self.weights.f32s(),
-            token_rows: self.token_rows.u32s(),
+            offsets: (&self.offsets).into(),
+            tokens: (&self.tokens).into(),
+            weights: (&self.weights).into(),
+            token_rows: (&self.token_rows).into(),
             num_choices: self.token_rows.cols(),
         }
     }
@@ -76,21 +78,39 @@ pub fn sort_choices(
     num_experts: usize,
     limit: Option<u32>,
 ) -> SortedChoices {
-    let (num_tokens, k) = (ids.rows(), ids.cols());
     assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
     assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
     let limit = limit.unwrap_or(NO_ROW);
     if let Some(on) = On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
-        return cuda::router::sort_choices(on, ids, weights, num_experts, limit);
+        return cuda::router::sort_choices(on, (ids, weights), num_experts, Some(limit));
     }
+    sort_in_host(ctx, (ids, weights), num_experts, limit)
+}
+
+/// As [`sort_choices`] without a limit where every id is below `num_experts`, as a top-k's are: that there are T K rows is then known
+/// beforehand, and nothing waits for a GPU. (There, any other id is taken for the last expert's.)
+#[must_use]
+pub fn sort_all_choices(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> SortedChoices {
+    assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
+    assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
+    match On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
+        Some(on) => cuda::router::sort_choices(on, (ids, weights), num_experts, None),
+        None => sort_in_host(ctx, (ids, weights), num_experts, NO_ROW),
+    }
+}
+
+fn sort_in_host(ctx: &Context, (ids, weights): (&Tensor, &Tensor), num_experts: usize, limit: u32) -> SortedChoices {
+    let (num_tokens, k) = (ids.rows(), ids.cols());
     let (ids, weights) = (ids.u32s(), weights.f32s());
     let block_tokens = MIN_TOKENS.max(num_experts);
     let num_blocks = num_tokens.div_ceil(block_tokens);
 
     let mut cells = count_cells(ctx, ids, (num_tokens, k, num_experts), block_tokens);
     let counts = first_positions(cells.u32s_mut(), num_blocks, k, num_experts);
-    let mut sorted = SortedChoices::with_room(counts, limit, (num_tokens, k), |shape, dtype| ctx.empty(shape, dtype));
-    let (offsets, cells) = (&sorted.offsets, Lent::new(cells.u32s_mut()));
+    let counts = Tensor::from_slice(ctx.pool(), &[num_experts], &counts);
+    let empty = |shape: &[usize], dtype| ctx.empty(shape, dtype);
+    let mut sorted = SortedChoices::with_room(ctx, counts, limit, (num_tokens, k), empty);
+    let (offsets, cells) = (sorted.offsets.u32s(), Lent::new(cells.u32s_mut()));
     let (row_tokens, row_weights) = (Lent::new(sorted.tokens.u32s_mut()), Lent::new(sorted.weights.f32s_mut()));
     ctx.threads().run_pieces(sorted.token_rows.u32s_mut(), block_tokens * k, |block, token_rows| {
         let tokens = piece_range(block, block_tokens, num_tokens);

@@ -3,6 +3,7 @@
 use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
+use crate::late::Late;
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
 use crate::random::fill_normals;
@@ -197,13 +198,32 @@ kernel! {
     }
 }
 
+/// Makes every element of `y` (f32) `value`.
+pub fn fill(ctx: &Context, y: &mut Tensor, value: f32) {
+    match On::of(ctx) {
+        Some(on) => cuda::elementwise::fill(on, y, value),
+        None => y.f32s_mut().fill(value),
+    }
+}
+
 /// The sum of the squares of `x` (f32, bf16 or f16), added up in f64 in an order that depends on the length alone. Not finite
 /// if an element is not.
 #[must_use]
 pub fn sum_of_squares(ctx: &Context, x: &Tensor) -> f64 {
-    if let Some(on) = On::taking(ctx, &[x.dtype()]) {
-        return cuda::elementwise::sum_of_squares(on, x);
+    sums_of_squares(ctx, &[x])[0]
+}
+
+/// As [`sum_of_squares`] of each of several tensors.
+#[must_use]
+pub fn sums_of_squares(ctx: &Context, tensors: &[&Tensor]) -> Late<Vec<f64>> {
+    let dtypes: Vec<_> = tensors.iter().map(|x| x.dtype()).collect();
+    match On::taking(ctx, &dtypes) {
+        Some(on) => cuda::elementwise::sums_of_squares(on, tensors),
+        None => Late::now(tensors.iter().map(|x| squares_in_host(ctx, x)).collect()),
     }
+}
+
+fn squares_in_host(ctx: &Context, x: &Tensor) -> f64 {
     let mut partial = vec![0.0; x.len().div_ceil(PIECE)];
     with_stored!(x.dtype(), T => {
         let x = x.slice::<T>();

@@ -21,6 +21,7 @@ use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{self, Compute, Finish, Form, Group, Product};
+use crate::late::List;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, kernel, store_all, with_float};
@@ -53,13 +54,13 @@ pub struct ExpertBiases<'a> {
 #[derive(Clone, Copy)]
 pub struct ExpertRows<'a> {
     /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
-    pub offsets: &'a [u32],
+    pub offsets: List<'a, u32>,
     /// `[R]`: the token of each row.
-    pub tokens: &'a [u32],
+    pub tokens: List<'a, u32>,
     /// `[R]`: the weight of each row in its token's sum.
-    pub weights: &'a [f32],
+    pub weights: List<'a, f32>,
     /// `[T, K]`: the row of each choice of each token, [`NO_ROW`] where the choice was dropped.
-    pub token_rows: &'a [u32],
+    pub token_rows: List<'a, u32>,
     /// K, the choices a token has.
     pub num_choices: usize,
 }
@@ -121,11 +122,11 @@ pub fn experts_forward_biased(
     let is_paired = activation.num_inputs() == 2;
     with_float!(dtype, T => if let Some((base, true)) = weights.gate_up.as_turned().filter(|_| is_paired) {
         let between = turned::Between { activation, bias, experts: &experts };
-        turned::activate_in_turn::<T>(ctx, (x, Some(rows.tokens)), base, &between, (&mut h, &mut a));
+        turned::activate_in_turn::<T>(ctx, (x, Some(&rows.tokens)), base, &between, (&mut h, &mut a));
     } else {
         let (h, a) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()));
         let epilogue = Activate { activation, f: s.f, experts: &experts, bias, h, a };
-        forward_product(ctx, (x, Some(rows.tokens)), (weights.gate_up, s.f, is_paired), &experts, &epilogue);
+        forward_product(ctx, (x, Some(&rows.tokens)), (weights.gate_up, s.f, is_paired), &experts, &epilogue);
     });
     let mut outputs = ctx.empty(&[s.r, s.d], DType::F32);
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
@@ -194,13 +195,29 @@ fn expert_of(rows: ExpertRows<'_>, row: usize) -> usize {
     rows.offsets.partition_point(|&offset| offset as usize <= row) - 1
 }
 
+/// `[T K]` (f32): the gradient of each choice's weight from that of each row's, `[R]` (f32); a dropped choice has none.
+#[must_use]
+pub fn choice_weight_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &Tensor) -> Tensor {
+    if let Some(on) = On::of(ctx) {
+        return cuda::experts::choice_weight_grads(on, rows, d_row_weights);
+    }
+    let mut grads = ctx.empty(&[rows.token_rows.len()], DType::F32);
+    let (token_rows, of_rows) = (&*rows.token_rows, d_row_weights.f32s());
+    ctx.threads().run_pieces(grads.f32s_mut(), PIECE, |piece, grads| {
+        for (grad, &row) in grads.iter_mut().zip(&token_rows[piece * PIECE..]) {
+            *grad = if row == NO_ROW { 0.0 } else { of_rows[row as usize] };
+        }
+    });
+    grads
+}
+
 /// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make: `<dy, b2>`
 /// is added. `dy` is `[T, D]`, f32 or bf16.
 pub fn add_bias_row_weight_grads(dy: &Tensor, down: &Tensor, rows: ExpertRows<'_>, d_row_weights: &mut Tensor) {
-    let (d, bias) = (down.cols(), down.f32s());
+    let (d, bias, tokens) = (down.cols(), down.f32s(), &*rows.tokens);
     let dy = dy.to_f32_vec();
     for (row, grad) in d_row_weights.f32s_mut().iter_mut().enumerate() {
-        let (token, expert) = (rows.tokens[row] as usize, expert_of(rows, row));
+        let (token, expert) = (tokens[row] as usize, expert_of(rows, row));
         *grad += dot(&dy[token * d..][..d], &bias[expert * d..][..d]);
     }
 }
@@ -222,7 +239,7 @@ pub fn experts_bias_grad(
         gate_up.fill(0.0);
         down.fill(0.0);
     }
-    for (row, (&token, &weight)) in rows.tokens.iter().zip(rows.weights).enumerate() {
+    for (row, (&token, &weight)) in rows.tokens.iter().zip(&*rows.weights).enumerate() {
         let (token, expert) = (token as usize, expert_of(rows, row));
         let dh = &dh[row * af..(row + 1) * af];
         gate_up[expert * af..].iter_mut().zip(dh).for_each(|(sum, x)| *sum += x);
@@ -262,7 +279,7 @@ pub fn experts_backward(
             activation: weights.activation,
             f: s.f,
             experts: &experts,
-            row_weights: rows.weights,
+            row_weights: &rows.weights,
             h: saved.h.slice::<T>(),
             dh: Lent::new(dh.slice_mut::<T>()),
             parts: Lent::new(parts.f32s_mut()),
@@ -317,12 +334,7 @@ pub fn experts_weight_grad(
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
-    // An expert without rows is a product without depth: zeros.
-    let experts = match write {
-        Write::Replace => all_experts(rows),
-        Write::Add => used_experts(rows),
-    };
-    weight_grad(ctx, inputs, activation, (rows, &experts), write, grads);
+    weight_grad(ctx, inputs, activation, (rows, write == Write::Add), write, grads);
 }
 
 /// As [`experts_weight_grad`] with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a
@@ -335,15 +347,15 @@ pub fn experts_weight_grad_of_used(
     rows: ExpertRows<'_>,
     grads: ExpertGrads<'_>,
 ) {
-    weight_grad(ctx, inputs, activation, (rows, &used_experts(rows)), Write::Replace, grads);
+    weight_grad(ctx, inputs, activation, (rows, true), Write::Replace, grads);
 }
 
-/// The gradients of the weights of some experts, at least all that have rows.
+/// The gradients of the weights; with `keeps_unused` those of experts without rows stay as they are.
 fn weight_grad(
     ctx: &Context,
     inputs: WeightGradInputs<'_>,
     activation: Activation,
-    (rows, experts): (ExpertRows<'_>, &[Expert]),
+    (rows, keeps_unused): (ExpertRows<'_>, bool),
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
@@ -353,9 +365,10 @@ fn weight_grad(
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     if let Some(on) = On::of(ctx) {
-        let keeps_unused = experts.len() + 1 < rows.offsets.len();
         return cuda::experts::weight_grad(on, inputs, activation, (rows, keeps_unused), write, grads);
     }
+    // An expert without rows is a product without depth: zeros.
+    let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
     let compute = Compute::of(dtype);
     let mut a = ctx.empty(&[r, f], dtype);
     let second = |a: &Tensor, down: &mut Tensor| {
@@ -456,23 +469,23 @@ pub fn combine(
     ctx: &Context,
     outputs: &Tensor,
     rows: ExpertRows<'_>,
-    weights: Option<&[f32]>,
+    weights: Option<List<'_, f32>>,
     shape: &[usize; 2],
 ) -> Tensor {
     let (d, k) = (shape[1], rows.num_choices);
     if let Some(on) = On::of(ctx) {
-        let weights = weights.map(|weights| Tensor::from_slice(ctx.pool(), &[weights.len()], weights));
-        return cuda::experts::combine(on, outputs, rows, weights.as_ref(), shape);
+        return cuda::experts::combine(on, outputs, rows, weights, shape);
     }
     let mut y = ctx.empty(shape, DType::F32);
     if y.is_empty() {
         return y;
     }
-    let (isa, outputs) = (ctx.isa(), outputs.f32s());
+    let (isa, outputs, token_rows) = (ctx.isa(), outputs.f32s(), &*rows.token_rows);
+    let weights = weights.as_deref();
     let tokens_per_piece = (PIECE / (d * k.max(1))).max(1);
     ctx.threads().run_pieces(y.f32s_mut(), tokens_per_piece * d, |index, y| {
         for (t, y) in (index * tokens_per_piece..).zip(y.chunks_exact_mut(d)) {
-            combine_token(isa, outputs, &rows.token_rows[t * k..][..k], weights, y);
+            combine_token(isa, outputs, &token_rows[t * k..][..k], weights, y);
         }
     });
     y

@@ -151,10 +151,10 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
     let down = tensor(ctx, &[case.e, case.d, case.f], &inputs.down, w_type);
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
     let rows = ExpertRows {
-        offsets: &routing.offsets,
-        tokens: &routing.tokens,
-        weights: &routing.weights,
-        token_rows: &routing.token_rows,
+        offsets: (&routing.offsets).into(),
+        tokens: (&routing.tokens).into(),
+        weights: (&routing.weights).into(),
+        token_rows: (&routing.token_rows).into(),
         num_choices: case.num_choices(),
     };
     let (y, saved) = experts_forward(ctx, &x, weights, rows);
@@ -337,10 +337,10 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
     };
     let routing = case.routing();
     let rows = ExpertRows {
-        offsets: &routing.offsets,
-        tokens: &routing.tokens,
-        weights: &routing.weights,
-        token_rows: &routing.token_rows,
+        offsets: (&routing.offsets).into(),
+        tokens: (&routing.tokens).into(),
+        weights: (&routing.weights).into(),
+        token_rows: (&routing.token_rows).into(),
         num_choices: 1,
     };
     let of = |shape: &[usize], seed| tensor(&ctx, shape, &numbers(shape.iter().product(), seed), DType::F32);

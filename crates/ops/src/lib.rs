@@ -33,6 +33,7 @@ pub mod grouped_linear;
 pub mod head_loss;
 pub mod heads;
 mod isa;
+pub mod late;
 pub mod layer_norm;
 pub mod linear;
 mod mapped;

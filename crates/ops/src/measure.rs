@@ -163,10 +163,10 @@ impl Choices {
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
         ExpertRows {
-            offsets: &self.offsets,
-            tokens: &self.tokens,
-            weights: &self.weights,
-            token_rows: &self.token_rows,
+            offsets: (&self.offsets).into(),
+            tokens: (&self.tokens).into(),
+            weights: (&self.weights).into(),
+            token_rows: (&self.token_rows).into(),
             num_choices: self.num_choices,
         }
     }

@@ -11,6 +11,7 @@ use moeworks_tensor::{MemoryPool, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::late::List;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 
@@ -102,7 +103,14 @@ pub enum Rotation {
 
 /// Rotates every head of every row of `x` `[T, H h]` (f32 or bf16) in place by the row's position. `positions` `[T]` are
 /// below the table's length.
-pub fn rope(ctx: &Context, x: &mut Tensor, table: &RopeTable, positions: &[u32], direction: Rotation) {
+pub fn rope<'p>(
+    ctx: &Context,
+    x: &mut Tensor,
+    table: &RopeTable,
+    positions: impl Into<List<'p, u32>>,
+    direction: Rotation,
+) {
+    let positions = positions.into();
     let (rows, cols) = (x.rows(), x.cols());
     assert_eq!(positions.len(), rows, "rope: positions for x {:?}", x.shape());
     assert!(
@@ -123,7 +131,7 @@ pub fn rope(ctx: &Context, x: &mut Tensor, table: &RopeTable, positions: &[u32],
         let rotation = cuda::elementwise::Rotation { angles, head_dim, start, half, is_interleaved, sign };
         return cuda::elementwise::rope(on, x, &rotation, positions);
     }
-    let rows_per_task = (PIECE / cols).max(1);
+    let (rows_per_task, positions) = ((PIECE / cols).max(1), &*positions);
     with_float!(x.dtype(), T => {
         ctx.threads().run_pieces(x.slice_mut::<T>(), rows_per_task * cols, |task, x| {
             let positions = &positions[piece_range(task, rows_per_task, rows)];

@@ -14,6 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::late::{Late, List};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath::exp;
@@ -35,7 +36,7 @@ pub struct TopK {
     /// `[T]` f32: logarithm of the sum of exponentials of each row.
     pub lse: Tensor,
     /// Sums over the rows.
-    pub sums: ScoreSums,
+    pub sums: Late<ScoreSums>,
 }
 
 /// Sums over all rows of a router's scores.
@@ -86,7 +87,7 @@ pub fn softmax_top_k(ctx: &Context, mut logits: Tensor, k: usize, normalize: boo
             forward_kernel(ctx.isa(), block, width, normalize);
         });
     }
-    let sums = add_up(partial.f32s(), width);
+    let sums = Late::now(add_up(partial.f32s(), width));
     TopK { probs: logits, ids, weights, lse, sums }
 }
 
@@ -194,6 +195,42 @@ fn choose(row: &[f32], keys: &mut [u64], ids: &mut [u32]) {
     }
 }
 
+/// What choices say of each expert.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChoiceSums {
+    /// `[E]`: the tokens whose first choice it is.
+    pub firsts: Vec<u32>,
+    /// `[E]`: the sum of the weights of its choices.
+    pub weights: Vec<f64>,
+}
+
+/// The sums of the choices `ids [T, K]` (u32) of `num_experts` experts with their `weights [T, K]` (f32). An id that is no expert's is
+/// no choice.
+#[must_use]
+pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+    assert_eq!(weights.shape(), ids.shape(), "choice_sums: weights {:?}, ids {:?}", weights.shape(), ids.shape());
+    match On::of(ctx) {
+        Some(on) => cuda::router::choice_sums(on, ids, weights, num_experts),
+        None => choice_sums_in_host(ids, weights, num_experts),
+    }
+}
+
+/// As [`choice_sums`], added up by the host when they are looked at, if ever.
+#[must_use]
+pub fn choice_sums_in_host(ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+    let (ids, weights) = (ids.clone(), weights.clone());
+    Late::new(move || {
+        let mut sums = ChoiceSums { firsts: vec![0; num_experts], weights: vec![0.0; num_experts] };
+        for (i, (&id, &weight)) in ids.u32s().iter().zip(weights.f32s()).enumerate() {
+            if let Some(sum) = sums.weights.get_mut(id as usize) {
+                *sum += f64::from(weight);
+                sums.firsts[id as usize] += u32::from(i % ids.cols() == 0);
+            }
+        }
+        sums
+    })
+}
+
 /// A whole number in the order of the float, the same for both zeros; NaN gets 0, the least.
 #[inline(always)]
 fn ordered(x: f32) -> u32 {
@@ -207,7 +244,7 @@ fn ordered(x: f32) -> u32 {
 #[derive(Clone, Copy)]
 pub struct ScoreGrads<'a> {
     /// `[T, K]`: gradient of the weights.
-    pub weights: &'a [f32],
+    pub weights: List<'a, f32>,
     /// `[E]`: gradient of the probabilities, the same in each row; empty for none.
     pub probs: &'a [f32],
     /// Gradient of the sum of the squared log-sum-exps.
@@ -223,7 +260,7 @@ pub fn softmax_top_k_backward(ctx: &Context, scores: &TopK, normalize: bool, gra
     if let Some(on) = On::of(ctx) {
         return cuda::router::softmax_top_k_backward(on, scores, normalize, grads);
     }
-    let mut dlogits = ctx.empty(&[rows, width], DType::F32);
+    let (mut dlogits, dweights) = (ctx.empty(&[rows, width], DType::F32), &*grads.weights);
     ctx.threads().run_pieces(dlogits.f32s_mut(), ROWS * width, |task, dlogits| {
         let range = piece_range(task, ROWS, rows);
         let choices = range.start * k..range.end * k;
@@ -232,7 +269,7 @@ pub fn softmax_top_k_backward(ctx: &Context, scores: &TopK, normalize: bool, gra
             ids: &scores.ids.u32s()[choices.clone()],
             weights: &scores.weights.f32s()[choices.clone()],
             lse: &scores.lse.f32s()[range],
-            grads: ScoreGrads { weights: &grads.weights[choices], ..grads },
+            grads: ScoreGrads { weights: List::Host(&dweights[choices]), ..grads },
         };
         backward_kernel(ctx.isa(), inputs, normalize, dlogits);
     });

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::test_data::kinds;
+use crate::test_data::{gpus, kinds};
 
 fn top_k(ctx: &Context, logits: &[f32], width: usize, k: usize, normalize: bool) -> TopK {
     let logits = Tensor::from_slice(ctx.pool(), &[logits.len() / width, width], logits);
@@ -89,9 +89,9 @@ fn threads_do_not_change_a_bit() {
         let ctx = Context::cpu(num_threads);
         let scores = top_k(&ctx, &logits, width, k, true);
         let dweights: Vec<f32> = logits[..rows * k].to_vec();
-        let grads = ScoreGrads { weights: &dweights, probs: &logits[..width], lse_squared: 0.1 };
+        let grads = ScoreGrads { weights: (&dweights).into(), probs: &logits[..width], lse_squared: 0.1 };
         let dlogits = softmax_top_k_backward(&ctx, &scores, true, grads);
-        (scores.sums.clone(), scores.probs.f32s().to_vec(), dlogits.f32s().to_vec())
+        ((*scores.sums).clone(), scores.probs.f32s().to_vec(), dlogits.f32s().to_vec())
     };
     assert!((2..=3).all(|num_threads| run(num_threads) == run(1)));
 }
@@ -122,7 +122,7 @@ fn gradients_match_finite_differences() {
         let exact: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
         for ctx in kinds() {
             let scores = top_k(&ctx, &logits, width, k, normalize);
-            let grads = ScoreGrads { weights: &g, probs: &b, lse_squared: c };
+            let grads = ScoreGrads { weights: (&g).into(), probs: &b, lse_squared: c };
             let dlogits = softmax_top_k_backward(&ctx, &scores, normalize, grads);
             for i in 0..exact.len() {
                 let moved = |step: f64| {
@@ -133,6 +133,35 @@ fn gradients_match_finite_differences() {
                 let expected = (moved(1e-5) - moved(-1e-5)) / 2e-5;
                 assert!((f64::from(dlogits.f32s()[i]) - expected).abs() < 2e-5, "k {k}, normalize {normalize}, {i}");
             }
+        }
+    }
+}
+
+/// What is no expert's id is no choice; sums are those of doubles wherever they are taken.
+#[test]
+fn sums_of_choices_count_first_ones_and_add_all_weights_up() {
+    let (num_tokens, k, num_experts) = (700, 3, 5);
+    let ids: Vec<u32> =
+        (0..num_tokens * k).map(|i| if i % 11 == 0 { u32::MAX } else { (i * 7 / 3 % 5) as u32 }).collect();
+    let weights: Vec<f32> = (0..num_tokens * k).map(|i| (i % 97) as f32 / 97.0).collect();
+    let choices = || ids.iter().zip(&weights).enumerate();
+    for ctx in gpus().chain([Context::cpu(2)]) {
+        let tensors = [
+            Tensor::from_slice(ctx.pool(), &[num_tokens, k], &ids),
+            Tensor::from_slice(ctx.pool(), &[num_tokens, k], &weights),
+        ];
+        let sums = choice_sums(&ctx, &tensors[0], &tensors[1], num_experts);
+        for e in 0..num_experts {
+            let own = |&(_, (&id, _)): &(usize, (&u32, &f32))| id == e as u32;
+            let firsts = choices().filter(own).filter(|(i, _)| i % k == 0).count();
+            let weight: f64 = choices().filter(own).map(|(_, (_, &weight))| f64::from(weight)).sum();
+            assert_eq!(sums.firsts[e] as usize, firsts);
+            assert!(
+                (sums.weights[e] - weight).abs() <= 1e-12 * weight,
+                "{}: {}, not {weight}",
+                ctx.describe(),
+                sums.weights[e]
+            );
         }
     }
 }

@@ -3,7 +3,7 @@
 use moeworks_model::DecoderWeights;
 use moeworks_ops::Context;
 use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
-use moeworks_ops::elementwise::{cast_into, sum_of_squares};
+use moeworks_ops::elementwise::{cast_into, sums_of_squares};
 use moeworks_tensor::Tensor;
 
 /// The constants of AdamW (Loshchilov & Hutter, 1711.05101).
@@ -101,7 +101,8 @@ fn is_decayed(param: &Tensor) -> bool {
 /// The norm of all gradients as one vector. Not finite if any gradient is not.
 #[must_use]
 pub fn global_norm(ctx: &Context, grads: &DecoderWeights) -> f64 {
-    grads.tensors().into_iter().map(|(_, tensor)| sum_of_squares(ctx, tensor)).sum::<f64>().sqrt()
+    let tensors: Vec<_> = grads.tensors().into_iter().map(|(_, tensor)| tensor).collect();
+    sums_of_squares(ctx, &tensors).iter().sum::<f64>().sqrt()
 }
 
 /// What gradients of norm `norm` are multiplied by so that their norm is at most `clip_norm` (0: never clipped).

@@ -174,7 +174,8 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
     let sorted = sort_choices(ctx, &ids, &weights, e, None);
     let by_token = GroupedRows { rows: sorted.rows(), first: 0, width: af };
     let in_order: Vec<u32> = (0..(tokens * k) as u32).collect();
-    let rows = ExpertRows { tokens: &in_order, token_rows: &in_order, num_choices: 1, ..sorted.rows() };
+    let rows =
+        ExpertRows { tokens: (&in_order).into(), token_rows: (&in_order).into(), num_choices: 1, ..sorted.rows() };
     let (to_h, to_y) = (GroupedRows { rows, ..by_token }, GroupedRows { rows, first: 0, width: d });
     let (x, _) = layer.tokens(ctx, tokens);
     let [a, h, y] = [f, af, d].map(|columns| ctx.zeros(&[tokens * k, columns], dtype));
@@ -198,7 +199,7 @@ fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
     timed(ctx, || {
         let sorted = sort_choices(ctx, &ids, &weights, e, None);
         if case.part == Part::Dispatch {
-            drop(embedding(ctx, sorted.rows().tokens, &x, dtype));
+            drop(embedding(ctx, &sorted.rows().tokens, &x, dtype));
         }
     })
 }

@@ -161,8 +161,14 @@ fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {
 
 /// Every row through the one expert.
 fn all_rows<'a>(pass: &'a Pass<'_>, offsets: &'a [u32; 2]) -> ExpertRows<'a> {
-    let (rows, ones) = (pass.all_rows.0.u32s(), pass.all_rows.1.f32s());
-    ExpertRows { offsets, tokens: rows, weights: ones, token_rows: rows, num_choices: 1 }
+    let (rows, ones) = (&pass.all_rows.0, &pass.all_rows.1);
+    ExpertRows {
+        offsets: offsets.into(),
+        tokens: rows.into(),
+        weights: ones.into(),
+        token_rows: rows.into(),
+        num_choices: 1,
+    }
 }
 
 impl FeedForwardGradTask {

@@ -91,7 +91,7 @@ impl Heads {
         }
         saved.clipped = self.clip(pass.ctx, &mut x);
         if let Some(table) = &pass.rope {
-            rope(pass.ctx, &mut x, table, pass.positions.u32s(), Rotation::Forward);
+            rope(pass.ctx, &mut x, table, &pass.positions, Rotation::Forward);
         }
         (x, saved)
     }
@@ -142,7 +142,7 @@ impl Heads {
         d_norm: Option<&mut Tensor>,
     ) -> Tensor {
         if let Some(table) = &pass.rope {
-            rope(pass.ctx, &mut d, table, pass.positions.u32s(), Rotation::Inverse);
+            rope(pass.ctx, &mut d, table, &pass.positions, Rotation::Inverse);
         }
         if let Some(clipped) = &saved.clipped {
             elementwise::clip_backward_assign(pass.ctx, &mut d, clipped, self.clip);

@@ -78,7 +78,7 @@ impl Latent {
 
     fn turn(pass: &Pass<'_>, x: &mut Tensor, direction: Rotation) {
         if let Some(table) = &pass.rope {
-            rope(pass.ctx, x, table, pass.positions.u32s(), direction);
+            rope(pass.ctx, x, table, &pass.positions, direction);
         }
     }
 

@@ -43,12 +43,12 @@ impl Decoder {
     ) {
         if let Some(d_positions) = &mut grads.positions {
             if write == Write::Replace {
-                d_positions.f32s_mut().fill(0.0);
+                elementwise::fill(pass.ctx, d_positions, 0.0);
             }
             embedding_backward(pass.ctx, pass.positions.u32s(), &dx, d_positions);
         }
         if write == Write::Replace && !is_tied {
-            grads.embedding.f32s_mut().fill(0.0);
+            elementwise::fill(pass.ctx, &mut grads.embedding, 0.0);
         }
         let multiplier = self.config.variant.embedding_multiplier;
         if multiplier != 1.0 {

@@ -10,6 +10,7 @@ mod fixtures;
 mod folders;
 mod generation;
 mod gguf;
+mod gpu;
 mod layouts;
 mod safetensors;
 mod switch;

@@ -3,14 +3,15 @@
 use std::time::Instant;
 
 use moeworks_ops::elementwise::add_assign;
-use moeworks_ops::experts::{ExpertsSaved, add_bias_row_weight_grads, experts_backward, experts_forward_biased};
+use moeworks_ops::experts::{
+    ExpertsSaved, add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_forward_biased,
+};
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
 use super::join::Joined;
 use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
 use super::{ExpertRanks, Travel};
-use crate::layer::choice_grads;
 use crate::{Dispatch, MoeWeights};
 
 /// What backward needs of forward: the tokens that arrived, and what the experts held here saved of them.
@@ -123,7 +124,7 @@ impl RanksSaved {
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(&dy, down, rows, &mut backward.d_row_weights);
                 }
-                let of_choices = choice_grads(ctx, rows, backward.d_row_weights.f32s());
+                let of_choices = choice_weight_grads(ctx, rows, &backward.d_row_weights);
                 let of_choices = of_choices.reshaped(&[chunk.num_arrived(), num_choices]);
                 parts.push(TaskPart { dy, dh: backward.dh });
                 vec![(backward.dx, wire), (of_choices, moeworks_plan::Wire::F32)]

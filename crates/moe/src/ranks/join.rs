@@ -65,7 +65,8 @@ impl Joined {
         ids.u32s_mut().fill(NO_EXPERT);
         for (chunk, places) in travel.chunks().iter().zip(places) {
             let arrived = chunk.arrived();
-            let experts = arrived.offsets.windows(2).zip(0..).flat_map(|(pair, e)| (pair[0]..pair[1]).map(move |_| e));
+            let experts =
+                arrived.offsets.u32s().windows(2).zip(0..).flat_map(|(pair, e)| (pair[0]..pair[1]).map(move |_| e));
             let experts: Vec<u32> = experts.collect();
             for (slot, &row) in arrived.token_rows.u32s().iter().enumerate().filter(|(_, row)| **row != NO_ROW) {
                 let at = places[slot / k] as usize * k + slot % k;
@@ -82,8 +83,8 @@ impl Joined {
     fn empty(ctx: &Context, travel: &Travel, num_held: usize, width: usize) -> Self {
         let nothing = |cols: usize, dtype| ctx.empty(&[0, cols], dtype);
         let rows = SortedChoices {
-            counts: vec![0; num_held],
-            offsets: vec![0; num_held + 1],
+            counts: ctx.zeros(&[num_held], DType::U32),
+            offsets: ctx.zeros(&[num_held + 1], DType::U32),
             tokens: ctx.empty(&[0], DType::U32),
             weights: ctx.empty(&[0], DType::F32),
             token_rows: nothing(travel.num_choices(), DType::U32),

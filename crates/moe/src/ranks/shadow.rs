@@ -7,7 +7,7 @@ use moeworks_comm::CommError;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads,
-    experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad,
+    choice_weight_grads, experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -15,7 +15,6 @@ use moeworks_plan::{Exchange, LayerLoad, Links, MoveCosts, Moving, Wire, experts
 use moeworks_tensor::{DType, Tensor};
 
 use super::ExpertRanks;
-use crate::layer::choice_grads;
 use crate::{Dispatch, MoeWeights, NO_EXPERT};
 
 /// S experts that are here for a pass, and this rank's tokens for them.
@@ -160,7 +159,7 @@ impl ShadowsSaved {
         if let Some((_, down)) = &shadows.biases {
             add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
         }
-        let dweights = choice_grads(ctx, rows, back.d_row_weights.f32s());
+        let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
         ShadowsBackward { dx: back.dx, dweights, task: ShadowTask { dh: back.dh } }
     }
 

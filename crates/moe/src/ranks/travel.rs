@@ -237,5 +237,6 @@ fn without_experts(ctx: &Context, shape: &[usize; 2]) -> SortedChoices {
     let mut token_rows = ctx.empty(shape, DType::U32);
     token_rows.u32s_mut().fill(NO_ROW);
     let (tokens, weights) = (ctx.empty(&[0], DType::U32), ctx.empty(&[0], DType::F32));
-    SortedChoices { counts: Vec::new(), offsets: vec![0], tokens, weights, token_rows }
+    let (counts, offsets) = (ctx.empty(&[0], DType::U32), ctx.zeros(&[1], DType::U32));
+    SortedChoices { counts, offsets, tokens, weights, token_rows }
 }

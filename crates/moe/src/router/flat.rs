@@ -6,6 +6,7 @@
 //! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
+use moeworks_ops::late::Late;
 use moeworks_ops::top_k::{TopK, softmax_top_k};
 use moeworks_tensor::{DType, Tensor};
 
@@ -125,7 +126,8 @@ impl FlatRouter<'_> {
         } else {
             self.step_by_step(ctx, values, (&noise, &scorer), &modalities)
         };
-        let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone());
+        let has_all = is_fused && !self.may_leave_second();
+        let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone()).whole(has_all);
         let mut saved = FlatSaved {
             input_noise,
             scorer,
@@ -155,7 +157,7 @@ impl FlatRouter<'_> {
         let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
         let TopK { probs, ids, weights, lse, sums } =
             softmax_top_k(ctx, values, self.config.top_k, is_normalized(self.config));
-        let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits: 0.0 };
+        let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits: Late::now(vec![0.0]) };
         Choice { scores, ids, weights, num_rerouted: 0 }
     }
 
@@ -167,9 +169,9 @@ impl FlatRouter<'_> {
         modalities: &[u32],
     ) -> Choice {
         let (temperature, reach) = (self.temperature(), self.reach());
-        let rule = LogitRule { gate: self.gate(), noise, temperature, reach: &reach, modalities };
-        let mut scores = Scores::of(ctx, values, &rule);
-        scores.sums.lse_squared += scorer.lower_lse_squared();
+        let lower_lse_squared = scorer.lower_lse_squared();
+        let rule = LogitRule { gate: self.gate(), noise, temperature, reach: &reach, modalities, lower_lse_squared };
+        let scores = Scores::of(ctx, values, &rule);
         let ranking = self.ranking(ctx, &scores, scorer);
         let mut ids = self.choose(ctx, &scores, &ranking);
         let num_rerouted = self.reroute(&mut ids, &ranking);
@@ -381,12 +383,17 @@ impl FlatRouter<'_> {
         ids
     }
 
+    /// Whether some tokens go without their second choice.
+    fn may_leave_second(&self) -> bool {
+        self.router().kind == RouterKind::Gshard && self.router().second != SecondExpert::Always
+    }
+
     /// The choices without the second experts that are not used this time.
     fn with_second(&self, ctx: &Context, ids: &Tensor, weights: &Tensor) -> Tensor {
-        let router = self.router();
-        if router.kind != RouterKind::Gshard || router.second == SecondExpert::Always {
+        if !self.may_leave_second() {
             return ids.clone();
         }
+        let router = self.router();
         let threshold = router.second_threshold;
         let random = self.random();
         let mut used = ids.copied(ctx.pool());

@@ -37,7 +37,7 @@ impl FlatRouter<'_> {
         &self,
         ctx: &Context,
         saved: &FlatSaved,
-        (dweights, used): (&Tensor, &[u32]),
+        (dweights, used): (&Tensor, &Tensor),
         (losses, dnext): (&LossGrad, Option<&Tensor>),
     ) -> Option<(Tensor, RouterGradTask)> {
         if matches!(saved.scorer, Scorer::None) {
@@ -47,7 +47,7 @@ impl FlatRouter<'_> {
             self.fused_grads(ctx, saved, dweights, losses)
         } else {
             let mut dweights = dweights.copied(ctx.pool());
-            add_importance(&mut dweights, used, &losses.importance);
+            add_importance(&mut dweights, used.u32s(), &losses.importance);
             self.logit_grads(ctx, saved, &dweights, losses)
         };
         let mut draw = None;
@@ -76,7 +76,7 @@ impl FlatRouter<'_> {
 
     fn fused_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let grads = ScoreGrads {
-            weights: dweights.f32s(),
+            weights: dweights.into(),
             probs: &losses.balance,
             lse_squared: losses.z / saved.ids.rows().max(1) as f32,
         };
@@ -190,9 +190,18 @@ impl FlatSaved {
 
     /// The auxiliary loss of GShard (2006.16668, algorithm 1), the mean of the local groups' `(1/E) sum_i c_i m_i`, with
     /// `c_i` the share of the group's tokens whose first choice is expert i and `m_i` its mean probability there.
-    pub(crate) fn gshard_loss(&self) -> f64 {
-        let e = self.scores.probs.cols();
-        self.of_groups(|groups| groups.loss(self.scores.probs.f32s(), e)) / e as f64
+    /// `firsts [E]` are the first choices of all tokens.
+    pub(crate) fn gshard_loss(&self, firsts: &[u32]) -> f64 {
+        let (num_tokens, e) = (self.scores.probs.rows(), self.scores.probs.cols());
+        let is_one_group = self.shared_groups.is_none() && (self.group_len == 0 || self.group_len >= num_tokens);
+        let sum = if is_one_group {
+            let total = firsts.iter().sum::<u32>().max(1);
+            let shares = firsts.iter().map(|&n| f64::from(n) / f64::from(total));
+            shares.zip(&self.scores.sums.probs).map(|(share, p)| share * p).sum::<f64>() / num_tokens.max(1) as f64
+        } else {
+            self.of_groups(|groups| groups.loss(self.scores.probs.f32s(), e))
+        };
+        sum / e as f64
     }
 
     /// The choices of each sequence.
@@ -214,6 +223,9 @@ impl FlatSaved {
 
     /// What the tokens of each modality did; empty where there is one.
     pub(crate) fn modality_stats(&self) -> Vec<ModalityStats> {
+        if self.modalities.is_empty() {
+            return Vec::new();
+        }
         let e = self.scores.probs.cols();
         let count = self.modalities.iter().max().map_or(0, |&m| m as usize + 1);
         let mut sums = vec![(0_usize, vec![0.0_f64; e], 0.0_f64); count];

@@ -5,6 +5,7 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{self, add_rows, cast, sum_rows};
+use moeworks_ops::late::Late;
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::router_rows::softplus;
 use moeworks_tensor::{DType, Tensor};
@@ -92,10 +93,10 @@ impl Scorer {
     }
 
     /// The sum of the squares of its `logits [T, E]`.
-    pub(crate) fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> f64 {
+    pub(crate) fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> Late<Vec<f64>> {
         match self {
-            Self::Tree(tree) => tree.squared_logits(),
-            _ => elementwise::sum_of_squares(ctx, logits),
+            Self::Tree(tree) => Late::now(vec![tree.squared_logits()]),
+            _ => elementwise::sums_of_squares(ctx, &[logits]),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Scores of all tokens: noise and temperature on the logits, experts out of reach, then the score function, row by row.
 
+use moeworks_ops::late::Late;
 use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_ops::top_k::ScoreSums;
 use moeworks_ops::{Context, Isa};
@@ -28,9 +29,9 @@ pub(crate) struct Scores {
     pub(crate) logits: Option<Tensor>,
     /// `[T]`.
     pub(crate) lse: Tensor,
-    pub(crate) sums: ScoreSums,
+    pub(crate) sums: Late<ScoreSums>,
     /// The sum of the squared logits, before noise and temperature.
-    pub(crate) squared_logits: f64,
+    pub(crate) squared_logits: Late<Vec<f64>>,
 }
 
 /// What happens to a token's logits before scores are taken.
@@ -42,6 +43,8 @@ pub(crate) struct LogitRule<'a> {
     pub(crate) reach: &'a [Vec<bool>],
     /// `[T]`: the modality of each token; empty where there is one.
     pub(crate) modalities: &'a [u32],
+    /// Squared log-sum-exps besides those of the logits, which are added to theirs.
+    pub(crate) lower_lse_squared: f64,
 }
 
 impl Scores {
@@ -78,9 +81,11 @@ impl Scores {
                 rule.mask(t, logits);
             }
         });
-        let sums = sums(ctx, &probs, &lse, &entropy);
+        let mut sums = sums(ctx, &probs, &lse, &entropy);
+        sums.lse_squared += rule.lower_lse_squared;
+        let sums = Late::now(sums);
         let gates = has_gates.then_some(gates);
-        Self { probs, gates, logits: Some(logits), lse, sums, squared_logits: 0.0 }
+        Self { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) }
     }
 
     /// What weights are taken from.

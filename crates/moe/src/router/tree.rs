@@ -280,7 +280,7 @@ impl Level {
         blocks::for_each(ctx, inputs, |block, (grads, probs)| {
             for (row, (grads, probs)) in (block * ROWS..).zip(grads.chunks_mut(children).zip(probs.chunks(children))) {
                 let token = self.sorted.tokens.u32s()[row] as usize;
-                let parent = self.sorted.offsets.partition_point(|&offset| offset as usize <= row) - 1;
+                let parent = self.sorted.offsets.u32s().partition_point(|&offset| offset as usize <= row) - 1;
                 let below = &dlogits.f32s()[token * e + parent * children * leaves..][..children * leaves];
                 for (grad, below) in grads.iter_mut().zip(below.chunks(leaves)) {
                     *grad = below.iter().sum();

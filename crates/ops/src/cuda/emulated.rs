@@ -12,6 +12,7 @@ use moeworks_tensor::{DeviceBlock, DeviceMemory};
 use super::launch::{Launch, pointers};
 use super::library::reason;
 use super::sources::{SOURCES, Source};
+use super::traffic::Meter;
 use super::{GpuError, cache};
 
 /// Memory is aligned as a GPU's is for vectors and tensor copies.
@@ -27,6 +28,7 @@ const OPTIONS: [&str; 7] = ["-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-pth
 pub(super) struct Emulated {
     library: &'static Library,
     is_reversed: bool,
+    meter: Meter,
 }
 
 type Entry = unsafe extern "C" fn(*const u32, u32, u32, *mut *mut c_void, *const c_char, u32) -> *const c_char;
@@ -35,7 +37,25 @@ impl Emulated {
     pub(super) fn open(is_reversed: bool) -> Result<Self, GpuError> {
         static LIBRARY: OnceLock<Result<Library, GpuError>> = OnceLock::new();
         let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
-        Ok(Self { library, is_reversed })
+        Ok(Self { library, is_reversed, meter: Meter::default() })
+    }
+
+    pub(super) fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    /// Fresh memory, of NaN.
+    pub(super) fn block(&self, bytes: usize) -> DeviceBlock {
+        Box::new(Block::new(bytes, &self.meter))
+    }
+
+    /// A copy of `bytes`.
+    pub(super) fn upload(&self, bytes: &[u8]) -> DeviceBlock {
+        self.meter.uploaded(bytes.len());
+        let mut block = Block::new(bytes.len(), &self.meter);
+        let start = block.start;
+        block.memory[start..start + bytes.len()].copy_from_slice(bytes);
+        Box::new(block)
     }
 
     /// # Safety
@@ -92,29 +112,17 @@ fn compile(sources: &[&Source], texts: &[String], to: &Path) -> Result<(), GpuEr
 
 /// A block of the host's memory between two guards.
 struct Block {
+    meter: Meter,
     memory: Vec<u8>,
     start: usize,
     bytes: usize,
 }
 
-/// Fresh memory, of NaN.
-pub(super) fn block(bytes: usize) -> DeviceBlock {
-    Box::new(Block::new(bytes))
-}
-
-/// A copy of `bytes`.
-pub(super) fn upload(bytes: &[u8]) -> DeviceBlock {
-    let mut block = Block::new(bytes.len());
-    let start = block.start;
-    block.memory[start..start + bytes.len()].copy_from_slice(bytes);
-    Box::new(block)
-}
-
 impl Block {
-    fn new(bytes: usize) -> Self {
+    fn new(bytes: usize, meter: &Meter) -> Self {
         let memory = vec![FILL; bytes + ALIGN + 2 * GUARD];
         let start = (memory.as_ptr().addr() + GUARD).next_multiple_of(ALIGN) - memory.as_ptr().addr();
-        Self { memory, start, bytes }
+        Self { meter: meter.clone(), memory, start, bytes }
     }
 }
 
@@ -124,6 +132,7 @@ impl DeviceMemory for Block {
     }
 
     fn download(&self, to: &mut [u8]) {
+        self.meter.downloaded(to.len());
         to.copy_from_slice(&self.memory[self.start..self.start + to.len()]);
     }
 }

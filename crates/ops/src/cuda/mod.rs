@@ -26,9 +26,11 @@ mod nvidia;
 mod nvrtc;
 pub(crate) mod ops;
 mod sources;
+mod traffic;
 
+use std::collections::HashMap;
 use std::panic::panic_any;
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use moeworks_tensor::{DType, DeviceBlock, MemoryPool, Tensor};
 
@@ -37,12 +39,20 @@ pub use error::GpuError;
 pub(crate) use launch::{Arg, Launch};
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
 pub use sources::{SOURCES, Source};
+pub use traffic::Traffic;
 
 /// A GPU, or its emulation. Cloning gives another handle.
 #[derive(Clone)]
 pub struct Gpu {
     backend: Arc<Backend>,
+    kept: Arc<Mutex<KeptLists>>,
 }
+
+/// Lists that are on the GPU already, by what is in them.
+type KeptLists = HashMap<Vec<u32>, Tensor>;
+
+/// Lists that are kept at most.
+const MAX_KEPT: usize = 1024;
 
 enum Backend {
     Nvidia(nvidia::Nvidia),
@@ -50,21 +60,25 @@ enum Backend {
 }
 
 impl Gpu {
+    fn of(backend: Backend) -> Self {
+        Self { backend: Arc::new(backend), kept: Arc::default() }
+    }
+
     /// The GPU with this index, or in one line what is missing.
     pub fn open(index: usize) -> Result<Self, GpuError> {
-        Ok(Self { backend: Arc::new(Backend::Nvidia(nvidia::Nvidia::open(index)?)) })
+        Ok(Self::of(Backend::Nvidia(nvidia::Nvidia::open(index)?)))
     }
 
     /// The emulation, for tests: needs a C++ compiler (`c++`), which compiles all kernels on the first call in a process, and
     /// keeps them in the cache.
     pub fn emulated() -> Result<Self, GpuError> {
-        Ok(Self { backend: Arc::new(Backend::Emulated(emulated::Emulated::open(false)?)) })
+        Ok(Self::of(Backend::Emulated(emulated::Emulated::open(false)?)))
     }
 
     /// The emulation with the threads of a block taking turns from the last to the first: what differs from
     /// [`emulated`](Self::emulated) lacks a barrier.
     pub fn emulated_in_reverse() -> Result<Self, GpuError> {
-        Ok(Self { backend: Arc::new(Backend::Emulated(emulated::Emulated::open(true)?)) })
+        Ok(Self::of(Backend::Emulated(emulated::Emulated::open(true)?)))
     }
 
     /// What tests of operations run on besides the processor, each with a name: the emulation in both orders, and the first
@@ -100,6 +114,15 @@ impl Gpu {
         matches!(&*self.backend, Backend::Emulated(_))
     }
 
+    /// What was copied to and from the GPU since it was opened.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        match &*self.backend {
+            Backend::Nvidia(device) => device.meter().traffic(),
+            Backend::Emulated(device) => device.meter().traffic(),
+        }
+    }
+
     /// Waits until everything that was asked of the GPU is done.
     pub fn synchronize(&self) {
         if let Backend::Nvidia(device) = &*self.backend {
@@ -111,6 +134,20 @@ impl Gpu {
     pub(crate) fn empty(&self, pool: &MemoryPool, shape: &[usize], dtype: DType) -> Tensor {
         let elements: usize = shape.iter().product();
         Tensor::from_device(pool, shape, dtype, self.block(elements / dtype.block_len() * dtype.size()))
+    }
+
+    /// A list that comes again and again, such as the tiles of a product of so many rows: it is copied to the GPU once.
+    pub(crate) fn kept(&self, pool: &MemoryPool, list: &[u32]) -> Tensor {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tensor) = kept.get(list) {
+            return tensor.clone();
+        }
+        if kept.len() == MAX_KEPT {
+            kept.clear();
+        }
+        let tensor = Tensor::from_slice(pool, &[list.len()], list);
+        kept.insert(list.to_vec(), tensor.clone());
+        tensor
     }
 
     /// The argument of a kernel that reads `tensor`.
@@ -146,14 +183,14 @@ impl Gpu {
     fn block(&self, bytes: usize) -> DeviceBlock {
         match &*self.backend {
             Backend::Nvidia(device) => device.block(bytes).unwrap_or_else(|error| panic_any(error)),
-            Backend::Emulated(_) => emulated::block(bytes),
+            Backend::Emulated(device) => device.block(bytes),
         }
     }
 
     fn upload(&self, bytes: &[u8]) -> DeviceBlock {
         match &*self.backend {
             Backend::Nvidia(device) => device.upload(bytes).unwrap_or_else(|error| panic_any(error)),
-            Backend::Emulated(_) => emulated::upload(bytes),
+            Backend::Emulated(device) => device.upload(bytes),
         }
     }
 }

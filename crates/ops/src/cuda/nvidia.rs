@@ -12,6 +12,7 @@ use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
 use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
+use super::traffic::Meter;
 use super::{GpuError, Source};
 
 /// Shared memory beyond this needs a kernel's consent.
@@ -32,6 +33,7 @@ pub(super) struct Nvidia {
 struct Shared {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
+    meter: Meter,
 }
 
 #[derive(Clone, Copy)]
@@ -82,7 +84,7 @@ impl Nvidia {
         let stream = context.new_stream().map_err(failed("cuStreamCreate"))?;
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         Ok(Self {
-            shared: Arc::new(Shared { context, stream }),
+            shared: Arc::new(Shared { context, stream, meter: Meter::default() }),
             name,
             target: compiler.target_for(capability),
             compiler,
@@ -93,6 +95,10 @@ impl Nvidia {
 
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(super) fn meter(&self) -> &Meter {
+        &self.shared.meter
     }
 
     pub(super) fn synchronize(&self) -> Result<(), GpuError> {
@@ -116,6 +122,7 @@ impl Nvidia {
 
     pub(super) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.allocate(bytes.len())?;
+        self.meter().uploaded(bytes.len());
         if !bytes.is_empty() {
             // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
             unsafe { result::memcpy_htod_async(block.address, bytes, self.shared.stream.cu_stream()) }
@@ -211,7 +218,8 @@ impl DeviceMemory for Block {
         if to.is_empty() {
             return;
         }
-        let Shared { context, stream } = &*self.shared;
+        let Shared { context, stream, meter } = &*self.shared;
+        meter.downloaded(to.len());
         let copied = context.bind_to_thread().and_then(|()| {
             // SAFETY: the block holds at least as many bytes, and the wait is over before `to` is used again.
             unsafe { result::memcpy_dtoh_async(to, self.address, stream.cu_stream()) }?;
@@ -223,7 +231,7 @@ impl DeviceMemory for Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let Shared { context, stream } = &*self.shared;
+        let Shared { context, stream, .. } = &*self.shared;
         // SAFETY: the block came from this stream's pool and is freed once. A device that failed has nothing to give back.
         let freed =
             context.bind_to_thread().and_then(|()| unsafe { result::free_async(self.address, stream.cu_stream()) });

@@ -35,10 +35,10 @@ sources! {
     GROUPED = "grouped": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "weigh_rows", "add_row_biases",
-        "combine_rows", "add_row_parts",
+        "combine_rows", "add_row_parts", "grads_of_choices",
     ];
     ROUTER = "router": [
-        "softmax_top_k", "sum_scores", "softmax_top_k_backward", "count_choices", "scan_cells", "place_choices",
+        "softmax_top_k", "sum_scores", "sum_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices",
     ];
     ATTENTION = "attention": [
         "attention_delta",
@@ -47,7 +47,7 @@ sources! {
         "attention_256", "attention_backward_queries_256", "attention_backward_keys_256",
     ];
     ELEMENTWISE = "elementwise": [
-        "cast_elements", "copy_words", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
+        "cast_elements", "fill_elements", "copy_words", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];

@@ -127,10 +127,10 @@ mod tests {
         tokens.iter().zip(0..).for_each(|(&token, row)| token_rows[token as usize] = row);
         let (weights, offsets) = (vec![0.5; num_tokens], [0, half, half, num_tokens as u32]);
         let rows = ExpertRows {
-            offsets: &offsets,
-            tokens: &tokens,
-            weights: &weights,
-            token_rows: &token_rows,
+            offsets: (&offsets).into(),
+            tokens: (&tokens).into(),
+            weights: (&weights).into(),
+            token_rows: (&token_rows).into(),
             num_choices: 1,
         };
         [[&gate_up, &down], [&copies[0], &copies[1]]].map(|[gate_up, down]| {

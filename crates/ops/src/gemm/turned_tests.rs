@@ -30,11 +30,12 @@ fn forward(ctx: &Context, case: Case, x: &Tensor, (first, count): (usize, usize)
     let tokens: Vec<u32> = (first as u32..(first + count) as u32).collect();
     let mut token_rows = vec![NO_ROW; MANY];
     (first..first + count).for_each(|token| token_rows[token] = (token - first) as u32);
+    let (offsets, weights_of_rows) = ([0, count as u32], vec![1.0; count]);
     let rows = ExpertRows {
-        offsets: &[0, count as u32],
-        tokens: &tokens,
-        weights: &vec![1.0; count],
-        token_rows: &token_rows,
+        offsets: (&offsets).into(),
+        tokens: (&tokens).into(),
+        weights: (&weights_of_rows).into(),
+        token_rows: (&token_rows).into(),
         num_choices: 1,
     };
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };

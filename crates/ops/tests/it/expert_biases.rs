@@ -39,7 +39,13 @@ fn reference([x, gate_up, down, b1, b2, weights]: Inputs<'_>) -> Vec<f64> {
 }
 
 fn rows(weights: &Tensor) -> ExpertRows<'_> {
-    ExpertRows { offsets: &OFFSETS, tokens: &TOKENS, weights: weights.f32s(), token_rows: &TOKEN_ROWS, num_choices: 2 }
+    ExpertRows {
+        offsets: (&OFFSETS).into(),
+        tokens: (&TOKENS).into(),
+        weights: weights.f32s().into(),
+        token_rows: (&TOKEN_ROWS).into(),
+        num_choices: 2,
+    }
 }
 
 fn check(name: &str, ctx: &Context) {

@@ -185,12 +185,13 @@ fn an_expert_is_two_linear_layers_and_the_activation_of_pytorch() {
         let f = Fixture::load(name);
         let (x, dy, gate_up, down) = (f.tensor("x"), f.tensor("dy"), f.tensor("gate_up"), f.tensor("down"));
         let tokens: Vec<u32> = (0..x.rows() as u32).collect();
+        let (offsets, ones) = ([0, x.rows() as u32], vec![1.0; x.rows()]);
         let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
         let rows = ExpertRows {
-            offsets: &[0, x.rows() as u32],
-            tokens: &tokens,
-            weights: &vec![1.0; x.rows()],
-            token_rows: &tokens,
+            offsets: (&offsets).into(),
+            tokens: (&tokens).into(),
+            weights: (&ones).into(),
+            token_rows: (&tokens).into(),
             num_choices: 1,
         };
         let (y, saved) = experts_forward(&f.ctx, &x, weights, rows);

@@ -6,6 +6,10 @@ KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u32 le
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(x, x_bf16, i));
 }
 
+KERNEL(256) fill_elements(f32* y, f32 value, u32 len) {
+    FOR_EACH(i, len) y[i] = value;
+}
+
 KERNEL(256) copy_words(const u16* from, u16* to, u32 first, u32 start, u32 len) {
     FOR_EACH(i, len) to[start + i] = from[first + i];
 }
@@ -23,8 +27,8 @@ KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u32 len, u32 columns)
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);
 }
 
-// One sum of squares for each block, of the elements that are its own, added up in f64 in an order that the length fixes.
-KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 len) {
+// One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the length fixes.
+KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u32 len) {
     __shared__ double all[256];
     double sum = 0.0;
     FOR_EACH(i, len) {
@@ -36,7 +40,7 @@ KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 len) {
         __syncthreads();
         if (threadIdx.x < half) all[threadIdx.x] += all[threadIdx.x + half];
     }
-    if (threadIdx.x == 0) sums[blockIdx.x] = all[0];
+    if (threadIdx.x == 0) sums[first + blockIdx.x] = all[0];
 }
 
 // One step of AdamW; see adamw.rs for the formulas. `compute` may be null.

@@ -133,7 +133,8 @@ struct PullBack {
 
 // ---- what a block computes ----
 
-// Rows of the list of tiles: which group, its first row, and how many rows there are from it on, at most a tile's.
+// Rows of the list of tiles: which group, its first row, and how many rows there are from it on, at most a tile's; a tile without rows
+// is there because the host that launches does not know how many there are.
 struct Tile {
     u32 group, first, rows;
 };
@@ -277,6 +278,7 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
 
 template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Epilogue>
 DEVICE void with_tensor_cores(const Problem& p, const Epilogue& epilogue, f32* parts, u32 num_parts) {
+    if (p.rows == 0) return;
     SHARED(shared);
     f32 sums[4][4][4] = {};
     multiply<A_MAJOR, B_MAJOR, IS_PAIRED>(p, shared, sums);
@@ -302,6 +304,7 @@ DEVICE void fill_plain(f32* to, const Operand& o, u32 first, u32 edge, u32 k, u3
 
 template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Epilogue>
 DEVICE void plainly(const Problem& p, const Epilogue& epilogue, f32* parts, u32 num_parts, u32 is_rounded) {
+    if (p.rows == 0) return;
     __shared__ f32 a[PLAIN_DEPTH * (PLAIN + 4)], b[(IS_PAIRED ? 2 : 1) * PLAIN_DEPTH * (PLAIN + 4)];
     __shared__ f32 row_parts[PLAIN * 16];
     const u32 SECOND = PLAIN_DEPTH * (PLAIN + 4);
@@ -372,7 +375,7 @@ DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
 
 template <bool IS_PAIRED, typename Epilogue> DEVICE void by_columns(const Problem& p, const Epilogue& epilogue, u32 is_rounded) {
     u32 column = p.column + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (column >= p.columns) return;
+    if (column >= p.columns || p.rows == 0) return;
     f32 sums[FEW] = {}, seconds[FEW] = {};
     u64 rows[FEW], first = p.b.row(column), second = first + p.pair * p.b.stride;
 #pragma unroll
@@ -556,6 +559,12 @@ KERNEL(256) combine_rows(const f32* outputs, const u32* token_rows, const f32* r
         }
         y[(u64)token * width + i] = sum;
     }
+}
+
+// The gradient of each choice's weight, that of its row; a choice without a row has none.
+KERNEL(256) grads_of_choices(const u32* token_rows, const f32* of_rows, f32* grads, u32 choices) {
+    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < choices; i += gridDim.x * 256)
+        grads[i] = token_rows[i] == 0xffffffffu ? 0.0f : of_rows[token_rows[i]];
 }
 
 // The sum of a row's parts, in order.

@@ -72,6 +72,32 @@ KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, f32
     }
 }
 
+// Of expert blockIdx.x: how many tokens name it first, and the sum of the weights of its choices, [E] of {u32, nothing, f64}. Added up
+// in an order that the number of choices fixes.
+KERNEL(256) sum_choices(const u32* ids, const f32* weights, u32* sums, u32 choices, u32 k) {
+    __shared__ double all[256];
+    __shared__ u32 firsts[256];
+    double sum = 0.0;
+    u32 first = 0;
+    for (u32 i = threadIdx.x; i < choices; i += 256) {
+        if (ids[i] != blockIdx.x) continue;
+        sum += weights[i];
+        first += i % k == 0;
+    }
+    all[threadIdx.x] = sum;
+    firsts[threadIdx.x] = first;
+    for (u32 half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) {
+            all[threadIdx.x] += all[threadIdx.x + half];
+            firsts[threadIdx.x] += firsts[threadIdx.x + half];
+        }
+    }
+    if (threadIdx.x > 0) return;
+    sums[4 * blockIdx.x] = firsts[0];
+    ((double*)sums)[2 * blockIdx.x + 1] = all[0];
+}
+
 // The gradient of the logits, a warp a row: see top_k.rs. `d_probs` [width] may be null; `centered` lists no row twice.
 KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* weights, const f32* lse, const f32* d_weights,
                                    const f32* d_probs, f32* d_logits, f32 d_lse_squared, u32 rows, u32 width, u32 k, u32 normalize) {
@@ -105,18 +131,19 @@ KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* 
 
 // ---- counting sort: choices by expert, then by rank, then by token ----
 //
-// Tokens come in blocks of 256. Cells [E, K, blocks] hold the choices of each (expert, rank, block), then their first position.
+// An id above `last` is taken for it: that is the last expert where every choice has to have a row, and above all experts where some
+// are none. Tokens come in blocks of 256. Cells [E, K, blocks] hold the choices of each (expert, rank, block), then their first position.
 
 const u32 SORT_TOKENS = 256;
 
-KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts) {
+KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts, u32 last) {
     SHARED(shared);
     u32* counts = (u32*)shared;  // [E]
     u32 token = blockIdx.x * SORT_TOKENS + threadIdx.x;
     for (u32 rank = 0; rank < k; rank++) {
         for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) counts[e] = 0;
         __syncthreads();
-        u32 expert = token < tokens ? ids[(u64)token * k + rank] : 0xffffffffu;
+        u32 expert = token < tokens ? min(ids[(u64)token * k + rank], last) : 0xffffffffu;
         if (expert < experts) atomicAdd(&counts[expert], 1u);
         __syncthreads();
         for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) cells[((u64)e * k + rank) * gridDim.x + blockIdx.x] = counts[e];
@@ -124,34 +151,75 @@ KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 exp
     }
 }
 
+// The sum of `own` over the threads of a block of 256 that come before this one; `all` is that over all.
+DEVICE u32 sum_below(u32 own, u32& all) {
+    __shared__ u32 warps[8];
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = own, below = 0;
+    for (int delta = 1; delta < 32; delta *= 2) {
+        u32 other = from_lane_below(sum, delta);
+        if (lane >= (u32)delta) sum += other;
+    }
+    if (lane == 31) warps[warp] = sum;
+    __syncthreads();
+    all = 0;
+    for (u32 w = 0; w < 8; w++) {
+        if (w < warp) below += warps[w];
+        all += warps[w];
+    }
+    __syncthreads();
+    return below + sum - own;
+}
+
 // Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert.
 KERNEL(256) scan_cells(u32* cells, u32* counts, u32 num_cells) {
-    __shared__ u32 warps[8];
     cells += (u64)blockIdx.x * num_cells;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = 0;
+    u32 before = 0;
     for (u32 first = 0; first < num_cells; first += 256) {
-        u32 i = first + threadIdx.x, own = i < num_cells ? cells[i] : 0, sum = own;
-        for (int delta = 1; delta < 32; delta *= 2) {
-            u32 other = from_lane_below(sum, delta);
-            if (lane >= (u32)delta) sum += other;
-        }
-        if (lane == 31) warps[warp] = sum;
-        __syncthreads();
-        u32 below = before, all = 0;
-        for (u32 w = 0; w < 8; w++) {
-            if (w < warp) below += warps[w];
-            all += warps[w];
-        }
-        if (i < num_cells) cells[i] = below + sum - own;
+        u32 i = first + threadIdx.x, all, own = i < num_cells ? cells[i] : 0;
+        u32 below = sum_below(own, all);
+        if (i < num_cells) cells[i] = before + below;
         before += all;
-        __syncthreads();
     }
     if (threadIdx.x == 0) counts[blockIdx.x] = before;
 }
 
+// offsets [E + 1]: the sums of the experts' counts before each. One block.
+KERNEL(256) first_rows(const u32* counts, u32* offsets, u32 experts) {
+    u32 before = 0;
+    for (u32 first = 0; first < experts; first += 256) {
+        u32 e = first + threadIdx.x, all, own = e < experts ? counts[e] : 0;
+        u32 below = sum_below(own, all);
+        if (e < experts) offsets[e] = before + below;
+        before += all;
+    }
+    if (threadIdx.x == 0) offsets[experts] = before;
+}
+
+// The tiles of rows that groups are cut into, triples (group, first row, rows): at most `height` rows each, groups in their order, and
+// tiles without rows up to `num_tiles`. One block.
+KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
+    u32 before = 0;
+    for (u32 start = 0; start < groups; start += 256) {
+        u32 g = start + threadIdx.x, all, first = 0, end = 0;
+        if (g < groups) {
+            first = offsets[g];
+            end = offsets[g + 1];
+        }
+        u32 own = (end - first + height - 1) / height, to = before + sum_below(own, all);
+        for (u32 i = 0; i < own; i++) {
+            u32* tile = tiles + 3 * (to + i);
+            tile[0] = g;
+            tile[1] = first + i * height;
+            tile[2] = min(end - tile[1], height);
+        }
+        before += all;
+    }
+    for (u32 i = before + threadIdx.x; i < num_tiles; i += 256) tiles[3 * i] = tiles[3 * i + 1] = tiles[3 * i + 2] = 0;
+}
+
 // Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.
 KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, const u32* offsets, u32* row_tokens,
-                          f32* row_weights, u32* token_rows, u32 tokens, u32 k, u32 experts, u32 limit) {
+                          f32* row_weights, u32* token_rows, u32 tokens, u32 k, u32 experts, u32 last, u32 limit) {
     SHARED(shared);
     u32* counts = (u32*)shared;  // [8 warps, E]: choices of a warp's tokens
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * SORT_TOKENS + threadIdx.x;
@@ -159,7 +227,7 @@ KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, 
     __syncthreads();
     for (u32 rank = 0; rank < k; rank++) {
         u64 choice = (u64)token * k + rank;
-        u32 expert = token < tokens ? ids[choice] : 0xffffffffu;
+        u32 expert = token < tokens ? min(ids[choice], last) : 0xffffffffu;
         u32 same = lanes_like(expert);
         u32 earlier = __popc(same & ((1u << lane) - 1));
         bool is_choice = expert < experts;

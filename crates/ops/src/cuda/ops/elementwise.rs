@@ -5,6 +5,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::{On, THREADS};
 use crate::adamw::{AdamWTensors, Factors};
 use crate::cuda::sources::ELEMENTWISE;
+use crate::late::{Late, List};
 
 /// Blocks for `len` elements: each thread takes some, so that launches of any length are of moderate size.
 fn blocks(len: usize) -> usize {
@@ -26,6 +27,13 @@ pub(crate) fn cast_into(on: On<'_>, x: &Tensor, y: &mut Tensor) {
     let args = [on.read(x), is_bf16(x).into(), on.write(y), y_bf16.into(), len.into()];
     // SAFETY: a thread reads and writes its elements, of as many as both have.
     unsafe { on.launch(&ELEMENTWISE, "cast_elements", blocks(len), &args) };
+}
+
+pub(crate) fn fill(on: On<'_>, y: &mut Tensor, value: f32) {
+    let len = y.len();
+    let args = [on.write(y), value.into(), len.into()];
+    // SAFETY: a thread writes its elements.
+    unsafe { on.launch(&ELEMENTWISE, "fill_elements", blocks(len), &args) };
 }
 
 /// Rows of whole 16-bit words.
@@ -57,16 +65,26 @@ pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
     unsafe { on.launch(&ELEMENTWISE, "add_bias", blocks(len), &args) };
 }
 
-/// The partial sums are added up here, in order.
-pub(crate) fn sum_of_squares(on: On<'_>, x: &Tensor) -> f64 {
-    let num_sums = blocks(x.len());
+/// Blocks that each add up a part of a tensor, at most: what is left to add up in the host stays small.
+const MAX_SUMS: usize = 1024;
+
+/// The partial sums of all tensors come in one copy and are added up in order.
+pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>> {
+    let counts: Vec<usize> = tensors.iter().map(|x| blocks(x.len()).min(MAX_SUMS)).collect();
     // An f64 has the place of two 32-bit numbers.
-    let mut sums = on.empty(&[num_sums, 2], DType::U32);
-    let args = [on.read(x), is_bf16(x).into(), on.write(&mut sums), x.len().into()];
-    // SAFETY: a block writes its sum.
-    unsafe { on.launch(&ELEMENTWISE, "sums_of_squares", num_sums, &args) };
-    let halves = sums.u32s().as_chunks::<2>().0;
-    halves.iter().map(|[low, high]| f64::from_bits(u64::from(*low) | u64::from(*high) << 32)).sum()
+    let mut sums = on.empty(&[counts.iter().sum(), 2], DType::U32);
+    let mut first = 0;
+    for (x, &count) in tensors.iter().zip(&counts) {
+        let args = [on.read(x), is_bf16(x).into(), on.write(&mut sums), first.into(), x.len().into()];
+        // SAFETY: a block writes its sum, whose place is its own.
+        unsafe { on.launch(&ELEMENTWISE, "sums_of_squares", count, &args) };
+        first += count;
+    }
+    Late::new(move || {
+        let mut halves = sums.u32s().as_chunks::<2>().0.iter();
+        let sum = |[low, high]: &[u32; 2]| f64::from_bits(u64::from(*low) | u64::from(*high) << 32);
+        counts.iter().map(|&count| halves.by_ref().take(count).map(sum).sum()).collect()
+    })
 }
 
 pub(crate) fn adamw(on: On<'_>, factors: &Factors, tensors: AdamWTensors<'_>) {
@@ -142,13 +160,13 @@ pub(crate) struct Rotation<'a> {
     pub(crate) sign: f32,
 }
 
-pub(crate) fn rope(on: On<'_>, x: &mut Tensor, rotation: &Rotation<'_>, positions: &[u32]) {
-    let (columns, x_bf16, list) = (x.cols(), is_bf16(x), on.u32s(positions));
+pub(crate) fn rope(on: On<'_>, x: &mut Tensor, rotation: &Rotation<'_>, positions: List<'_, u32>) {
+    let (columns, x_bf16, list) = (x.cols(), is_bf16(x), on.list(positions));
     let args = [
         on.write(x),
         x_bf16.into(),
         on.read(rotation.angles),
-        on.read(&list),
+        on.read(list.tensor()),
         columns.into(),
         rotation.head_dim.into(),
         rotation.start.into(),

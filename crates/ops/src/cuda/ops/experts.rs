@@ -1,12 +1,10 @@
 //! [`experts`](crate::experts) on a GPU: the same phases in the same order, each product with its epilogue as one launch, and the
 //! rows of a token added up by the one block that has the token.
 
-use std::ops::Range;
-
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::{DepthsProduct, Epilogue, RowsProduct};
-use super::{On, THREADS};
+use super::grouped::{DepthsProduct, Epilogue, Groups, RowsProduct};
+use super::{Listed, On, THREADS};
 use crate::Activation;
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
@@ -14,6 +12,7 @@ use crate::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,
 };
 use crate::gemm::Form;
+use crate::late::List;
 use crate::linear::Write;
 
 /// Whether the experts' phases run here: with weights in blocks, or of two types, the host has them.
@@ -35,26 +34,34 @@ fn shape(activation: Activation) -> [Arg<'static>; 3] {
 }
 
 /// The rows on the GPU, and where each expert's are.
-struct Rows {
-    offsets: Tensor,
-    tokens: Tensor,
-    weights: Tensor,
-    groups: Vec<(usize, Range<usize>)>,
+struct Rows<'a> {
+    offsets: Listed<'a>,
+    tokens: Listed<'a>,
+    weights: Listed<'a>,
+    num_tokens: usize,
 }
 
-impl Rows {
-    fn of(on: On<'_>, rows: ExpertRows<'_>) -> Self {
-        let ranges = rows.offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
+impl<'a> Rows<'a> {
+    fn of(on: On<'_>, rows: ExpertRows<'a>) -> Self {
         Self {
-            offsets: on.u32s(rows.offsets),
-            tokens: on.u32s(rows.tokens),
-            weights: on.floats(rows.weights),
-            groups: ranges.enumerate().filter(|(_, range)| !range.is_empty()).collect(),
+            offsets: on.list(rows.offsets),
+            tokens: on.list(rows.tokens),
+            weights: on.list(rows.weights),
+            num_tokens: rows.token_rows.len() / rows.num_choices.max(1),
+        }
+    }
+
+    /// A token has an expert at most once.
+    fn groups(&self) -> Groups<'_> {
+        let (offsets, rows) = (self.offsets.tensor(), self.len());
+        match offsets.len() {
+            2 => Groups::One { rows },
+            _ => Groups::Many { offsets, rows, most: rows.min(self.num_tokens) },
         }
     }
 
     fn len(&self) -> usize {
-        self.tokens.len()
+        self.tokens.tensor().len()
     }
 }
 
@@ -72,14 +79,14 @@ pub(crate) fn forward(
     let up = RowsProduct {
         form: Form::Nt,
         a: x,
-        gather: Some(&map.tokens),
+        gather: Some(map.tokens.tensor()),
         b: weights.gate_up,
         group_rows: inputs * f,
         columns: f,
         depth: d,
         pair: (inputs == 2).then_some(f),
         compute: dtype,
-        groups: &map.groups,
+        groups: map.groups(),
     };
     let kernels = match inputs {
         2 => ["up_paired", "plain_up_paired", "few_up_paired"],
@@ -95,11 +102,12 @@ pub(crate) fn forward(
     let mut outputs = down.store(on, r, DType::F32);
     if let Some(biases) = biases {
         let experts = rows.offsets.len() - 1;
-        let args = [on.write(&mut outputs), on.read(biases.down), on.read(&map.offsets), experts.into(), d.into()];
+        let args =
+            [on.write(&mut outputs), on.read(biases.down), on.read(map.offsets.tensor()), experts.into(), d.into()];
         // SAFETY: a block adds its row's bias, of an expert that the offsets name.
         unsafe { on.launch(&GROUPED, "add_row_biases", r, &args) };
     }
-    let y = combine(on, &outputs, rows, Some(&map.weights), &[x.rows(), d]);
+    let y = combine(on, &outputs, rows, Some(rows.weights), &[x.rows(), d]);
     (y, ExpertsSaved { h })
 }
 
@@ -107,14 +115,15 @@ pub(crate) fn combine(
     on: On<'_>,
     outputs: &Tensor,
     rows: ExpertRows<'_>,
-    weights: Option<&Tensor>,
+    weights: Option<List<'_, f32>>,
     shape: &[usize; 2],
 ) -> Tensor {
-    let (mut y, token_rows) = (on.empty(shape, DType::F32), on.u32s(rows.token_rows));
+    let (mut y, token_rows) = (on.empty(shape, DType::F32), on.list(rows.token_rows));
+    let weights = weights.map(|weights| on.list(weights));
     let args = [
         on.read(outputs),
-        on.read(&token_rows),
-        on.read_or_none(weights),
+        on.read(token_rows.tensor()),
+        on.read_or_none(weights.as_ref().map(Listed::tensor)),
         on.write(&mut y),
         rows.num_choices.into(),
         shape[1].into(),
@@ -122,6 +131,15 @@ pub(crate) fn combine(
     // SAFETY: a block writes its token's row from rows of `outputs` that the map names.
     unsafe { on.launch(&GROUPED, "combine_rows", shape[0], &args) };
     y
+}
+
+pub(crate) fn choice_weight_grads(on: On<'_>, rows: ExpertRows<'_>, d_row_weights: &Tensor) -> Tensor {
+    let (token_rows, choices) = (on.list(rows.token_rows), rows.token_rows.len());
+    let mut grads = on.empty(&[choices], DType::F32);
+    let args = [on.read(token_rows.tensor()), on.read(d_row_weights), on.write(&mut grads), choices.into()];
+    // SAFETY: a thread reads the gradients of rows that the map names and writes its choices'.
+    unsafe { on.launch(&GROUPED, "grads_of_choices", choices.div_ceil(4 * THREADS), &args) };
+    grads
 }
 
 pub(crate) fn backward(
@@ -137,19 +155,24 @@ pub(crate) fn backward(
     let first = RowsProduct {
         form: Form::Nn,
         a: dy,
-        gather: Some(&map.tokens),
+        gather: Some(map.tokens.tensor()),
         b: weights.down,
         group_rows: d,
         columns: f,
         depth: d,
         pair: None,
         compute: dtype,
-        groups: &map.groups,
+        groups: map.groups(),
     };
     let num_parts = first.column_tiles();
     let (mut dh, mut parts) = (on.empty(&[r, af], dtype), on.empty(&[r, num_parts], DType::F32));
-    let mut args =
-        vec![on.read(&saved.h), on.write(&mut dh), on.read(&map.weights), (dtype == DType::BF16).into(), f.into()];
+    let mut args = vec![
+        on.read(&saved.h),
+        on.write(&mut dh),
+        on.read(map.weights.tensor()),
+        (dtype == DType::BF16).into(),
+        f.into(),
+    ];
     args.extend(shape(weights.activation));
     args.push(on.write(&mut parts));
     // SAFETY: `h`, `dh` and `parts` have a row for each row, `parts` a column for each tile of columns.
@@ -166,14 +189,14 @@ pub(crate) fn backward(
 }
 
 /// `[R, D]`: each row's weight times its token's row of `dy`, rounded as the products take it.
-fn weighed(on: On<'_>, dy: &Tensor, map: &Rows, dtype: DType) -> Tensor {
+fn weighed(on: On<'_>, dy: &Tensor, map: &Rows<'_>, dtype: DType) -> Tensor {
     let mut rows = on.empty(&[map.len(), dy.cols()], dtype);
     let is_bf16 = |dtype: DType| Arg::from(dtype == DType::BF16);
     let args = [
         on.read(dy),
         is_bf16(dy.dtype()),
-        on.read(&map.tokens),
-        on.read(&map.weights),
+        on.read(map.tokens.tensor()),
+        on.read(map.weights.tensor()),
         on.write(&mut rows),
         is_bf16(dtype),
         dy.cols().into(),
@@ -211,8 +234,8 @@ pub(crate) fn weight_grad(
     unsafe { on.gpu.launch(&launch) };
     drop(args);
     let weighed = weighed(on, dy, &map, dtype);
-    let tokens = Some(&map.tokens);
-    let (offsets, compute) = (&map.offsets, dtype);
+    let tokens = Some(map.tokens.tensor());
+    let (offsets, compute) = (map.offsets.tensor(), dtype);
     let down =
         DepthsProduct { a: (&weighed, None), b: (&a, None), rows: d, columns: f, offsets, compute, keeps_unused };
     down.run(on, write, grads.down);

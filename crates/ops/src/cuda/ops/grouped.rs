@@ -4,10 +4,9 @@
 //! whole vectors of 8 go to the tensor cores (`mma.sync`, asynchronous copies in four stages); all others to a plain kernel. Which
 //! one is taken depends on sizes and types alone.
 
-use std::ops::Range;
-
 use moeworks_tensor::{DType, Tensor};
 
+use super::router::list_tiles;
 use super::{On, elementwise};
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
@@ -48,8 +47,26 @@ pub(super) struct RowsProduct<'a> {
     pub(super) pair: Option<usize>,
     /// f32 or bf16: what elements are multiplied as.
     pub(super) compute: DType,
-    /// Groups that have rows, and which.
-    pub(super) groups: &'a [(usize, Range<usize>)],
+    pub(super) groups: Groups<'a>,
+}
+
+/// Which rows belong to which group, in order.
+#[derive(Clone, Copy)]
+pub(super) enum Groups<'a> {
+    /// All to the only one.
+    One { rows: usize },
+    /// Group g has rows `offsets[g]..offsets[g + 1]` of so many in all, and at most `most`.
+    Many { offsets: &'a Tensor, rows: usize, most: usize },
+}
+
+impl Groups<'_> {
+    /// The most rows that a group may have. What depends on it must not depend on how many it has: that is not known here.
+    fn most(self) -> usize {
+        match self {
+            Self::One { rows } => rows,
+            Self::Many { most, .. } => most,
+        }
+    }
 }
 
 /// Names of an epilogue's kernels on tensor cores, elsewhere, and for few rows (of `A B^T` alone), and its arguments.
@@ -62,7 +79,7 @@ impl RowsProduct<'_> {
     /// But for the plain one, kernels take vectors of 8, which must be within one row of each operand.
     fn kernel(&self) -> Kernel {
         let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
-        let has_few_rows = self.groups.iter().all(|(_, rows)| rows.len() <= FEW_ROWS);
+        let has_few_rows = self.groups.most() <= FEW_ROWS;
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
         match self.form {
             Form::Nt if is_whole && has_few_rows => Kernel::Few,
@@ -87,20 +104,23 @@ impl RowsProduct<'_> {
         self.columns.div_ceil(self.tile_columns())
     }
 
-    /// `(group, first row, rows)` of each tile.
-    fn tiles(&self) -> Vec<u32> {
+    /// `[tiles, 3]`: `(group, first row, rows)` of each tile; tiles of many groups may be without rows.
+    fn tiles(&self, on: On<'_>) -> Tensor {
         let height = match self.kernel() {
             Kernel::Tensor => TILE,
             Kernel::Plain => PLAIN_TILE,
             Kernel::Few => FEW_ROWS,
         };
-        let mut tiles = Vec::new();
-        for (group, rows) in self.groups {
-            for first in rows.clone().step_by(height) {
-                tiles.extend([*group as u32, first as u32, height.min(rows.end - first) as u32]);
+        match self.groups {
+            Groups::One { rows } => {
+                let tile = |first: usize| [0, first as u32, height.min(rows - first) as u32];
+                on.kept(&(0..rows).step_by(height).flat_map(tile).collect::<Vec<_>>())
+            }
+            // Each group with rows has at most one tile that is not full.
+            Groups::Many { offsets, rows, .. } => {
+                list_tiles(on, offsets, height, rows / height + rows.min(offsets.len() - 1))
             }
         }
-        tiles
     }
 
     /// Computes all sums and hands them to the epilogue.
@@ -109,10 +129,9 @@ impl RowsProduct<'_> {
     ///
     /// The epilogue's arguments are those of its kernels for R rows of `columns` columns.
     pub(super) unsafe fn run(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
-        let (kernel, tiles) = (self.kernel(), self.tiles());
+        let (kernel, tiles) = (self.kernel(), self.tiles(on));
         let is_tensor = kernel == Kernel::Tensor;
         let grid = [self.column_tiles(), tiles.len() / 3, 1];
-        let tiles = Tensor::from_slice(on.ctx.pool(), &[tiles.len()], &tiles);
         let rounded = (is_tensor && self.a.dtype() != DType::BF16).then(|| elementwise::cast(on, self.a, DType::BF16));
         let a = rounded.as_ref().unwrap_or(self.a);
         let b_stride = if self.form == Form::Nt { self.depth } else { self.columns };

@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
-use super::grouped::{DepthsProduct, RowsProduct};
+use super::grouped::{DepthsProduct, Groups, RowsProduct};
 use crate::gemm::Form;
 use crate::linear::Write;
 
@@ -17,13 +17,13 @@ pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType) ->
 
 fn product(on: On<'_>, (form, a, b): (Form, &Tensor, &Tensor), (columns, depth): (usize, usize), out: DType) -> Tensor {
     let (rows, compute) = (a.rows(), b.dtype());
-    let groups = &[(0, 0..rows)];
+    let groups = Groups::One { rows };
     RowsProduct { form, a, gather: None, b, group_rows: 0, columns, depth, pair: None, compute, groups }
         .store(on, rows, out)
 }
 
 pub(crate) fn backward_weight(on: On<'_>, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
-    let offsets = on.u32s(&[0, dy.rows() as u32]);
+    let offsets = on.kept(&[0, dy.rows() as u32]);
     let (rows, columns) = (dy.cols(), x.cols());
     let product =
         DepthsProduct { a: (dy, None), b: (x, None), rows, columns, offsets: &offsets, compute, keeps_unused: false };

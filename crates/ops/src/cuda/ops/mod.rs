@@ -13,10 +13,11 @@ pub(crate) mod peak;
 pub(crate) mod rms_norm;
 pub(crate) mod router;
 
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Element, Tensor};
 
 use super::{Arg, Gpu, Launch, Source};
 use crate::Context;
+use crate::late::List;
 
 /// Threads of a block where the kernel does not say otherwise.
 const THREADS: usize = 256;
@@ -53,9 +54,22 @@ impl<'a> On<'a> {
         }
     }
 
+    /// A list where it is, or a copy of the host's.
+    fn list<E: Element>(self, list: List<'_, E>) -> Listed<'_> {
+        match list {
+            List::Tensor(tensor) => Listed::There(tensor),
+            List::Host(list) => Listed::Copied(Tensor::from_slice(self.ctx.pool(), &[list.len()], list)),
+        }
+    }
+
     /// A list of whole numbers on the GPU.
     fn u32s(self, values: &[u32]) -> Tensor {
         Tensor::from_slice(self.ctx.pool(), &[values.len()], values)
+    }
+
+    /// The same of a list that comes again and again.
+    fn kept(self, values: &[u32]) -> Tensor {
+        self.gpu.kept(self.ctx.pool(), values)
     }
 
     /// A list of floats on the GPU.
@@ -84,6 +98,21 @@ impl<'a> On<'a> {
         let launch = Launch { source, kernel, grid: [blocks, 1, 1], threads: THREADS, shared: 0, args };
         // SAFETY: the caller's promise.
         unsafe { self.gpu.launch(&launch) };
+    }
+}
+
+/// A [`List`] as a tensor.
+enum Listed<'a> {
+    There(&'a Tensor),
+    Copied(Tensor),
+}
+
+impl Listed<'_> {
+    fn tensor(&self) -> &Tensor {
+        match self {
+            Self::There(tensor) => tensor,
+            Self::Copied(tensor) => tensor,
+        }
     }
 }
 

@@ -11,7 +11,8 @@ use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::ROUTER;
 use crate::cuda::{Arg, Launch};
 use crate::experts::NO_ROW;
-use crate::top_k::{ScoreGrads, TopK, add_up};
+use crate::late::Late;
+use crate::top_k::{ChoiceSums, ScoreGrads, TopK, add_up};
 
 /// Rows that one block adds up, as on the CPU.
 const ROWS_EACH: usize = 128;
@@ -50,21 +51,34 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     ];
     // SAFETY: a block writes its row of sums.
     unsafe { on.launch(&ROUTER, "sum_scores", blocks, &args) };
-    let sums = add_up(partial.f32s(), width);
+    let sums = Late::new(move || add_up(partial.f32s(), width));
     TopK { probs: logits, ids, weights, lse, sums }
+}
+
+pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+    // The count, and an f64 in the place of two 32-bit numbers.
+    let mut sums = on.empty(&[num_experts, 4], DType::U32);
+    let args = [on.read(ids), on.read(weights), on.write(&mut sums), ids.len().into(), ids.cols().into()];
+    // SAFETY: a block goes through all choices and writes its expert's sums.
+    unsafe { on.launch(&ROUTER, "sum_choices", num_experts, &args) };
+    Late::new(move || {
+        let sums = sums.u32s().as_chunks::<4>().0;
+        let weight = |&[_, _, low, high]: &[u32; 4]| f64::from_bits(u64::from(low) | u64::from(high) << 32);
+        ChoiceSums { firsts: sums.iter().map(|sums| sums[0]).collect(), weights: sums.iter().map(weight).collect() }
+    })
 }
 
 pub(crate) fn softmax_top_k_backward(on: On<'_>, scores: &TopK, normalize: bool, grads: ScoreGrads<'_>) -> Tensor {
     let (rows, width, k) = (scores.probs.rows(), scores.probs.cols(), scores.ids.cols());
     let mut dlogits = on.empty(&[rows, width], DType::F32);
-    let weights = on.floats(grads.weights);
+    let weights = on.list(grads.weights);
     let probs = (!grads.probs.is_empty()).then(|| on.floats(grads.probs));
     let args = [
         on.read(&scores.probs),
         on.read(&scores.ids),
         on.read(&scores.weights),
         on.read(&scores.lse),
-        on.read(&weights),
+        on.read(weights.tensor()),
         on.read_or_none(probs.as_ref()),
         on.write(&mut dlogits),
         grads.lse_squared.into(),
@@ -83,18 +97,19 @@ pub(crate) fn sorts(num_experts: usize) -> bool {
     num_experts <= MAX_SORTED_EXPERTS
 }
 
+/// `limit` is that of each expert; with none every id is an expert's, and T K rows are known of beforehand.
 pub(crate) fn sort_choices(
     on: On<'_>,
-    ids: &Tensor,
-    weights: &Tensor,
+    (ids, weights): (&Tensor, &Tensor),
     num_experts: usize,
-    limit: u32,
+    limit: Option<u32>,
 ) -> SortedChoices {
     let (num_tokens, k) = (ids.rows(), ids.cols());
     let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
     let (mut cells, mut counts) =
         (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
-    let args = [on.read(ids), on.write(&mut cells), num_tokens.into(), k.into(), num_experts.into()];
+    let last = if limit.is_none() { num_experts as u32 - 1 } else { NO_ROW };
+    let args = [on.read(ids), on.write(&mut cells), num_tokens.into(), k.into(), num_experts.into(), last.into()];
     let launch = |kernel: &str, shared: usize, args: &[Arg<'_>]| {
         let launch = Launch { source: &ROUTER, kernel, grid: [num_blocks, 1, 1], threads: THREADS, shared, args };
         // SAFETY: a block reads its tokens' choices and writes its own cells, and the rows that they count.
@@ -104,24 +119,50 @@ pub(crate) fn sort_choices(
     let args = [on.write(&mut cells), on.write(&mut counts), (k * num_blocks).into()];
     // SAFETY: a block scans its expert's cells.
     unsafe { on.launch(&ROUTER, "scan_cells", num_experts, &args) };
-    // The number of rows decides sizes: the one thing that the host waits for.
-    let counts = counts.u32s().to_vec();
-    let mut sorted = SortedChoices::with_room(counts, limit, (num_tokens, k), |shape, dtype| on.empty(shape, dtype));
-    let first_rows = on.u32s(&sorted.offsets);
+    let empty = |shape: &[usize], dtype| on.empty(shape, dtype);
+    let mut sorted = match limit {
+        // The number of rows decides sizes: the one thing that the host waits for.
+        Some(limit) => SortedChoices::with_room(on.ctx, counts, limit, (num_tokens, k), empty),
+        None => {
+            let offsets = first_rows(on, &counts);
+            let [tokens, weights] = [DType::U32, DType::F32].map(|dtype| empty(&[num_tokens * k], dtype));
+            SortedChoices { counts, offsets, tokens, weights, token_rows: empty(&[num_tokens, k], DType::U32) }
+        }
+    };
     debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
     let args = [
         on.read(ids),
         on.read(weights),
         on.read(&cells),
-        on.read(&first_rows),
+        on.read(&sorted.offsets),
         on.write(&mut sorted.tokens),
         on.write(&mut sorted.weights),
         on.write(&mut sorted.token_rows),
         num_tokens.into(),
         k.into(),
         num_experts.into(),
-        limit.into(),
+        last.into(),
+        limit.unwrap_or(NO_ROW).into(),
     ];
     launch("place_choices", WARPS * num_experts * 4, &args[..]);
     sorted
+}
+
+/// `[E + 1]`: the sums of the counts `[E]` before each.
+fn first_rows(on: On<'_>, counts: &Tensor) -> Tensor {
+    let mut offsets = on.empty(&[counts.len() + 1], DType::U32);
+    let args = [on.read(counts), on.write(&mut offsets), counts.len().into()];
+    // SAFETY: the one block writes an offset for each count, and the last.
+    unsafe { on.launch(&ROUTER, "first_rows", 1, &args) };
+    offsets
+}
+
+/// `num_tiles` triples (group, first row, rows): the tiles of at most `height` rows of the groups that begin at `offsets`, and after
+/// them tiles without rows. There must be no more tiles than that.
+pub(super) fn list_tiles(on: On<'_>, offsets: &Tensor, height: usize, num_tiles: usize) -> Tensor {
+    let mut tiles = on.empty(&[num_tiles, 3], DType::U32);
+    let args = [on.read(offsets), on.write(&mut tiles), (offsets.len() - 1).into(), height.into(), num_tiles.into()];
+    // SAFETY: the one block writes all tiles, of which there are as many as the caller says.
+    unsafe { on.launch(&ROUTER, "list_tiles", 1, &args) };
+    tiles
 }

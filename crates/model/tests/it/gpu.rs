@@ -1,0 +1,90 @@
+//! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
+
+use moeworks_model::generation::KvCache;
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, PassOptions};
+use moeworks_ops::Context;
+use moeworks_ops::cuda::{Gpu, Traffic};
+use moeworks_ops::linear::Write;
+
+use crate::common::{batch, model, next_ids, random_ids, small_config};
+
+const SEQ_LEN: usize = 16;
+
+/// A context with the emulation of a GPU; says so where there is none.
+fn emulated() -> Option<Context> {
+    let gpu =
+        Gpu::emulated().inspect_err(|missing| println!("SKIPPED: what passes to and from a GPU: {missing}")).ok()?;
+    Some(Context::cpu(2).with_gpu(gpu))
+}
+
+fn traffic(ctx: &Context) -> Traffic {
+    ctx.gpu().expect("a GPU").traffic()
+}
+
+/// A model with an MoE in each of its two layers; `times` as large in all that does not concern tokens and experts.
+fn config(times: usize) -> ModelConfig {
+    let small = small_config();
+    ModelConfig {
+        vocab_size: 50 * times,
+        width: 32 * times,
+        expert_width: 24 * times,
+        head_dim: 8 * times,
+        num_layers: 2,
+        moe_every: 1,
+        num_experts: 5,
+        ..small
+    }
+}
+
+/// What the second of two equal training steps copies.
+fn of_step(ctx: &Context, times: usize) -> Traffic {
+    let (decoder, weights) = model(ctx, config(times));
+    let ids = random_ids(50, 4 * SEQ_LEN, 1);
+    let targets = next_ids(&ids, SEQ_LEN);
+    let mut grads = weights.zeros_like(ctx);
+    let options = PassOptions { balance_coef: 0.01, z_coef: 0.001, grad_scale: 0.02, ..PassOptions::default() };
+    let mut step = |ctx: &Context| {
+        let before = traffic(ctx);
+        let batch = batch(&ids, &targets, SEQ_LEN);
+        decoder.forward_backward(ctx, &weights, &batch, &options, Write::Replace, &mut grads).expect("a step");
+        traffic(ctx).since(&before)
+    };
+    step(ctx);
+    step(ctx)
+}
+
+#[test]
+fn what_a_training_step_copies_to_and_from_a_gpu_does_not_grow_with_the_model() {
+    let Some(ctx) = emulated() else { return };
+    let (small, large) = (of_step(&ctx, 1), of_step(&ctx, 3));
+    assert_eq!(small, large);
+    // For each layer the counts, sums of scores, of logits and of choices; once the rows of the loss.
+    assert!(small.downloads <= 2 * 4 + 1, "{small:?}");
+    // Ids, targets, positions and the order of ids, of four bytes a token each; the loss takes three numbers of a token.
+    let tokens = 4 * SEQ_LEN as u64;
+    assert!(small.uploaded_bytes <= 6 * 4 * tokens && small.downloaded_bytes <= 3 * 4 * tokens + 1024, "{small:?}");
+}
+
+/// What the third token after a prompt copies.
+fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traffic {
+    let mut cache = KvCache::new(decoder.config());
+    let mut extend = |ids: &[u32]| {
+        let before = traffic(ctx);
+        let logits = decoder.extend(ctx, weights, &mut cache, ids).expect("a token");
+        drop(logits.to_f32_vec());
+        traffic(ctx).since(&before)
+    };
+    extend(&[1, 2, 3, 4, 5]);
+    extend(&[6]);
+    extend(&[7])
+}
+
+#[test]
+fn a_decoding_step_waits_for_a_gpu_once() {
+    let Some(ctx) = emulated() else { return };
+    let (decoder, weights) = model(&ctx, config(1));
+    let token = of_token(&ctx, &decoder, &weights);
+    // The logits come back; the id and its position go there, and which row the head takes is known.
+    assert_eq!((token.downloads, token.downloaded_bytes), (1, 4 * 50), "{token:?}");
+    assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
+}

@@ -1,0 +1,54 @@
+//! What is copied between the host and a GPU.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Copies between the host and a GPU: how many, and of how many bytes. The host waits for each copy that it gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Copies to the GPU.
+    pub uploads: u64,
+    /// Their bytes.
+    pub uploaded_bytes: u64,
+    /// Copies to the host.
+    pub downloads: u64,
+    /// Their bytes.
+    pub downloaded_bytes: u64,
+}
+
+impl Traffic {
+    /// What came since `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            uploads: self.uploads - earlier.uploads,
+            uploaded_bytes: self.uploaded_bytes - earlier.uploaded_bytes,
+            downloads: self.downloads - earlier.downloads,
+            downloaded_bytes: self.downloaded_bytes - earlier.downloaded_bytes,
+        }
+    }
+}
+
+/// Counts copies; clones count together.
+#[derive(Clone, Default)]
+pub(super) struct Meter(Arc<[AtomicU64; 4]>);
+
+impl Meter {
+    pub(super) fn uploaded(&self, bytes: usize) {
+        self.count(0, bytes);
+    }
+
+    pub(super) fn downloaded(&self, bytes: usize) {
+        self.count(2, bytes);
+    }
+
+    fn count(&self, first: usize, bytes: usize) {
+        self.0[first].fetch_add(1, Relaxed);
+        self.0[first + 1].fetch_add(bytes as u64, Relaxed);
+    }
+
+    pub(super) fn traffic(&self) -> Traffic {
+        let [uploads, uploaded_bytes, downloads, downloaded_bytes] = std::array::from_fn(|i| self.0[i].load(Relaxed));
+        Traffic { uploads, uploaded_bytes, downloads, downloaded_bytes }
+    }
+}
