@@ -7,6 +7,8 @@ pub struct Source {
     pub name: &'static str,
     /// The kernels it defines.
     pub kernels: &'static [&'static str],
+    /// What comes before the text besides [`COMMON`].
+    header: &'static str,
     text: &'static str,
 }
 
@@ -15,10 +17,11 @@ const COMMON: &str = include_str!("kernels/common.cuh");
 
 /// Declares a source and its place in the table.
 macro_rules! sources {
-    ($($(#[$docs:meta])* $constant:ident = $name:literal: [$($kernel:literal),* $(,)?];)*) => {
+    ($($(#[$docs:meta])* $constant:ident = $name:literal $(after $header:literal)?: [$($kernel:literal),* $(,)?];)*) => {
         $($(#[$docs])* pub(crate) static $constant: Source = Source {
             name: $name,
             kernels: &[$($kernel),*],
+            header: concat!("" $(, include_str!(concat!("kernels/", $header)))?),
             text: include_str!(concat!("kernels/", $name, ".cu")),
         };)*
         /// Every source.
@@ -40,11 +43,15 @@ sources! {
     ROUTER = "router": [
         "softmax_top_k", "sum_scores", "sum_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices",
     ];
-    ATTENTION = "attention": [
+    ATTENTION = "attention" after "attention.cuh": [
         "attention_delta",
         "attention_64", "attention_backward_queries_64", "attention_backward_keys_64",
         "attention_128", "attention_backward_queries_128", "attention_backward_keys_128",
         "attention_256", "attention_backward_queries_256", "attention_backward_keys_256",
+    ];
+    ATTENTION_TENSOR = "attention_tensor" after "attention.cuh": [
+        "attention_tensor_64", "attention_tensor_queries_64", "attention_tensor_keys_64",
+        "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
         "cast_elements", "fill_elements", "copy_words", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
@@ -58,13 +65,13 @@ impl Source {
     /// The whole text, for a CUDA compiler.
     #[must_use]
     pub fn cuda_text(&self) -> String {
-        format!("{COMMON}\n#line 1 \"{}.cu\"\n{}", self.name, self.text)
+        format!("{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}", self.header, self.name, self.text)
     }
 
     /// The whole text, for a C++ compiler, with a function for each kernel that the emulation calls.
     pub(super) fn emulated_text(&self) -> String {
         let entries: String = self.kernels.iter().map(|kernel| format!("EMULATED_KERNEL({kernel})\n")).collect();
         let machine = include_str!("emulator.h");
-        format!("{machine}\n{COMMON}\n#line 1 \"{}.cu\"\n{}\n{entries}", self.name, self.text)
+        format!("{machine}\n{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}\n{entries}", self.header, self.name, self.text)
     }
 }

@@ -170,11 +170,15 @@ fn awkward_shapes() -> Vec<AttentionShape> {
         AttentionShape { window: Some(130), ..shape(1, (300, 300), (2, 1), 16) },
         AttentionShape { window: Some(64), ..shape(1, (1, 500), (4, 2), 16) },
         AttentionShape { window: Some(900), ..shape(1, (150, 150), (2, 1), 8) },
+        shape(1, (90, 170), (6, 2), 128),
+        AttentionShape { value_dim: 72, window: Some(100), ..shape(2, (40, 230), (5, 1), 96) },
         // Single queries: ranges of keys on their edges, and more keys than the most ranges of the shortest length.
         shape(1, (1, 32), (2, 2), 16),
         shape(2, (1, 33), (6, 2), 20),
         AttentionShape { value_dim: 24, ..shape(1, (1, 2100), (2, 1), 8) },
         AttentionShape { value_dim: 3, window: Some(1), ..shape(3, (1, 70), (4, 1), 5) },
+        shape(2, (2, 1030), (8, 2), 64),
+        AttentionShape { window: Some(700), ..shape(1, (1, 1500), (3, 1), 32) },
     ]
 }
 
@@ -182,7 +186,9 @@ fn awkward_shapes() -> Vec<AttentionShape> {
 fn sinks_take_their_share_of_the_softmax() {
     for (name, ctx) in contexts() {
         for (seed, shape) in awkward_shapes().into_iter().enumerate() {
-            Case::new(&ctx, shape, DType::F32, 10 * seed as u64).with_sinks(&ctx, seed as u64).check(&name, &ctx);
+            for dtype in [DType::F32, DType::BF16] {
+                Case::new(&ctx, shape, dtype, 10 * seed as u64).with_sinks(&ctx, seed as u64).check(&name, &ctx);
+            }
         }
     }
 }

@@ -1,18 +1,24 @@
-//! [`attention`](crate::attention) on a GPU: blocks of 32 rows against 32 keys at a time, in f32 on the plain units. (Tensor cores
-//! and a cut of long caches among blocks are still to come.)
+//! [`attention`](crate::attention) on a GPU: bf16 tensors whose heads are whole vectors of 8 on tensor cores, in blocks of 64 rows; others
+//! in f32 on the plain units, blocks of 32 rows against 32 keys at a time. Where
+//! there are few rows, as in decoding, several blocks share the keys of one.
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::On;
+use super::{On, elementwise};
 use crate::attention::AttentionShape;
-use crate::cuda::sources::ATTENTION;
+use crate::cuda::sources::{ATTENTION, ATTENTION_TENSOR};
 use crate::cuda::{Arg, Launch};
 
-/// Rows, and keys, of a block, and its threads.
+/// Rows, and keys, of a block on the plain units, and on tensor cores; and its threads.
 const BLOCK: usize = 32;
+const TENSOR_BLOCK: usize = 64;
 const THREADS: usize = 128;
-/// The largest head that there are kernels for.
+/// Blocks that keep a GPU busy, and the fewest keys for which one is worth it.
+const WANTED_BLOCKS: usize = 256;
+const MIN_PART_KEYS: usize = 256;
+/// The largest head that there are kernels for, and for tensor cores.
 const MAX_DIM: usize = 256;
+const MAX_TENSOR_DIM: usize = 128;
 
 /// Whether there are kernels for heads of these sizes.
 pub(crate) fn takes(shape: &AttentionShape) -> bool {
@@ -42,8 +48,18 @@ fn sizes(shape: &AttentionShape) -> [Arg<'static>; 9] {
 /// Queries, keys and values.
 type Inputs<'a> = (&'a Tensor, &'a Tensor, &'a Tensor);
 
+fn plain_inputs<'a>(on: On<'_>, (q, k, v): Inputs<'a>) -> Vec<Arg<'a>> {
+    [q, k, v].map(|x| on.gpu.read(x)).to_vec()
+}
+
 fn inputs<'a>(on: On<'_>, (q, k, v): Inputs<'a>) -> Vec<Arg<'a>> {
     [q, k, v].into_iter().flat_map(|x| with_type(on, x)).collect()
+}
+
+/// Whether tensor cores take it.
+fn is_for_tensor_cores((q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
+    let is_whole = |dim: usize| dim.is_multiple_of(8) && dim <= MAX_TENSOR_DIM;
+    [q, k, v].iter().all(|x| x.dtype() == DType::BF16) && is_whole(shape.head_dim) && is_whole(shape.value_dim)
 }
 
 fn with_type<'a>(on: On<'_>, x: &'a Tensor) -> [Arg<'a>; 2] {
@@ -51,8 +67,18 @@ fn with_type<'a>(on: On<'_>, x: &'a Tensor) -> [Arg<'a>; 2] {
 }
 
 /// Blocks of rows of all queries that share a key head.
-fn row_blocks(shape: &AttentionShape) -> usize {
-    (shape.seq_len * shape.num_heads / shape.num_kv_heads).div_ceil(BLOCK)
+fn row_blocks(shape: &AttentionShape, block: usize) -> usize {
+    (shape.seq_len * shape.num_heads / shape.num_kv_heads).div_ceil(block)
+}
+
+/// Launches a kernel of tensor cores, with `tiles` tiles of 64 rows or keys in shared memory.
+fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
+    let kernel = &format!("attention_tensor{kernel}_{}", dim(shape));
+    let grid = [blocks, shape.num_kv_heads, shape.batch];
+    let shared = tiles * TENSOR_BLOCK * dim(shape) * 2;
+    let launch = Launch { source: &ATTENTION_TENSOR, kernel, grid, threads: THREADS, shared, args };
+    // SAFETY: the shape is checked against the tensors; a block writes its own rows, or those of its keys.
+    unsafe { on.gpu.launch(&launch) };
 }
 
 fn launch(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
@@ -70,13 +96,62 @@ pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&[f32]>, shape:
     let mut o = on.empty(&[rows, shape.num_heads * shape.value_dim], out);
     let mut lse = on.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
     let sinks = sinks.map(|sinks| on.floats(sinks));
+    if is_for_tensor_cores(qkv, shape) {
+        forward_tensor(on, qkv, sinks.as_ref(), shape, (&mut o, &mut lse));
+        return (o, lse);
+    }
     let mut args = inputs(on, qkv);
     args.push(on.read_or_none(sinks.as_ref()));
     args.extend([on.write(&mut o), (out == DType::BF16).into(), on.write(&mut lse)]);
     args.extend(sizes(shape));
-    launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape), (shape, 1), &args);
+    launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape, BLOCK), (shape, 1), &args);
     drop(args);
     (o, lse)
+}
+
+fn forward_tensor(
+    on: On<'_>,
+    qkv: Inputs<'_>,
+    sinks: Option<&Tensor>,
+    shape: &AttentionShape,
+    (o, lse): (&mut Tensor, &mut Tensor),
+) {
+    let (count, keys) = parts(shape);
+    let rows = shape.batch * shape.seq_len * shape.num_heads;
+    let mut parts = (count > 1).then(|| on.empty(&[rows, count, shape.value_dim + 2], DType::F32));
+    let outputs = [on.read_or_none(sinks), on.write(o), on.write(lse)];
+    let mut args = plain_inputs(on, qkv);
+    args.extend(outputs);
+    args.push(parts.as_mut().map_or(Arg::none(), |parts| on.write(parts)));
+    args.extend([count, keys].map(Arg::from));
+    args.extend(sizes(shape));
+    // A tile of queries, two of keys and two of values.
+    launch_tensor(on, "", row_blocks(shape, TENSOR_BLOCK) * count, (shape, 5), &args);
+    drop(args);
+    let Some(parts) = parts else { return };
+    let mut args = vec![on.read(&parts), count.into()];
+    args.extend(outputs);
+    args.extend(sizes(shape));
+    let grid = [row_blocks(shape, 1), shape.num_kv_heads, shape.batch];
+    let launch = Launch {
+        source: &ATTENTION_TENSOR,
+        kernel: "attention_tensor_join",
+        grid,
+        threads: 32,
+        shared: 0,
+        args: &args,
+    };
+    // SAFETY: a block reads the parts of its row and writes it.
+    unsafe { on.gpu.launch(&launch) };
+}
+
+/// How many blocks share the keys of one row, as few queries have too few blocks to occupy a GPU, and how many keys each has.
+fn parts(shape: &AttentionShape) -> (usize, usize) {
+    let blocks = row_blocks(shape, TENSOR_BLOCK) * shape.num_kv_heads * shape.batch;
+    let seen = shape.window.map_or(shape.kv_len, |window| shape.kv_len.min(window + shape.seq_len + TENSOR_BLOCK));
+    let count = (WANTED_BLOCKS / blocks.max(1)).min(seen / MIN_PART_KEYS).max(1);
+    let keys = seen.div_ceil(count).next_multiple_of(TENSOR_BLOCK);
+    (seen.div_ceil(keys).max(1), keys)
 }
 
 pub(crate) fn backward(
@@ -98,6 +173,21 @@ pub(crate) fn backward(
     drop(args);
     let mut dq = on.empty(q.shape(), DType::F32);
     let (mut dk, mut dv) = (on.empty(k.shape(), DType::F32), on.empty(v.shape(), DType::F32));
+    if is_for_tensor_cores((q, k, v), shape) {
+        let rounded = (d_o.dtype() != DType::BF16).then(|| elementwise::cast(on, d_o, DType::BF16));
+        let of = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
+            let mut args = vec![on.read(rounded.as_ref().unwrap_or(d_o))];
+            args.extend(plain_inputs(on, (q, k, v)));
+            args.extend([on.read(lse), on.read(&delta)]);
+            args.extend_from_slice(outputs);
+            args.extend(sizes(shape));
+            // Two tiles that stay; two of half as many rows come while two are computed with.
+            launch_tensor(on, kernel, blocks, (shape, 4), &args);
+        };
+        of(&[on.write(&mut dq)], "_queries", row_blocks(shape, TENSOR_BLOCK));
+        of(&[on.write(&mut dk), on.write(&mut dv)], "_keys", shape.kv_capacity.div_ceil(TENSOR_BLOCK));
+        return (dq, dk, dv);
+    }
     let of = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
         let mut args = with_type(on, d_o).to_vec();
         args.extend(inputs(on, (q, k, v)));
@@ -106,7 +196,7 @@ pub(crate) fn backward(
         args.extend(sizes(shape));
         launch(on, &format!("attention_backward_{kernel}_{}", dim(shape)), blocks, (shape, 2), &args);
     };
-    of(&[on.write(&mut dq)], "queries", row_blocks(shape));
+    of(&[on.write(&mut dq)], "queries", row_blocks(shape, BLOCK));
     of(&[on.write(&mut dk), on.write(&mut dv)], "keys", shape.kv_capacity.div_ceil(BLOCK));
     (dq, dk, dv)
 }

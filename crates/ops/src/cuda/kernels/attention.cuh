@@ -1,0 +1,35 @@
+// What the kernels of attention share: where rows and keys lie, and which keys a row sees.
+
+struct Sizes {
+    u32 seq_len, kv_len, kv_capacity, heads, kv_heads, head_dim, value_dim, window;  // window 0: none
+    f32 scale;
+    DEVICE_MEMBER u32 group() const { return heads / kv_heads; }
+    DEVICE_MEMBER u32 rows() const { return seq_len * group(); }
+    // Row r of key head g: its query's place in [batch seq_len, H], for this block's batch.
+    DEVICE_MEMBER u64 place(u32 batch, u32 g, u32 r) const {
+        return ((u64)batch * seq_len + r / group()) * heads + g * group() + r % group();
+    }
+    DEVICE_MEMBER u64 key_place(u32 batch, u32 g, u32 key) const { return ((u64)batch * kv_capacity + key) * kv_heads + g; }
+    DEVICE_MEMBER u32 last_key(u32 r) const { return r / group() + kv_len - seq_len; }
+    DEVICE_MEMBER u32 first_key(u32 r) const { u32 last = last_key(r); return window && last + 1 > window ? last + 1 - window : 0; }
+    DEVICE_MEMBER bool sees(u32 r, u32 key) const { return key <= last_key(r) && key >= first_key(r); }
+    // The place of a row's log-sum in [batch, H, seq_len].
+    DEVICE_MEMBER u64 lse_place(u32 batch, u32 g, u32 r) const {
+        return ((u64)batch * heads + g * group() + r % group()) * seq_len + r / group();
+    }
+};
+
+#define SIZES u32 seq_len, u32 kv_len, u32 kv_capacity, u32 heads, u32 kv_heads, u32 head_dim, u32 value_dim, u32 window, f32 scale
+#define THE_SIZES Sizes{seq_len, kv_len, kv_capacity, heads, kv_heads, head_dim, value_dim, window, scale}
+
+// Sums and maxima over the four lanes of a row.
+DEVICE f32 quad_sum(f32 x) {
+    x += from_lane_xor(x, 1);
+    return x + from_lane_xor(x, 2);
+}
+DEVICE f32 quad_max(f32 x) {
+    f32 other = from_lane_xor(x, 1);
+    x = other > x || other != other ? other : x;
+    other = from_lane_xor(x, 2);
+    return other > x || other != other ? other : x;
+}

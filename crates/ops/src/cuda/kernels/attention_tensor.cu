@@ -1,0 +1,390 @@
+// Attention of bf16 tensors on tensor cores (FlashAttention-2, 2307.08691): as in attention.cu, all queries that share a key head are
+// the rows of one matrix. A block of four warps takes 64 rows (or, for the gradients of keys and values, 64 keys) and goes through keys
+// (or rows) in tiles that are copied while the tile before is computed with. Each warp has 16 of the 64; scores never leave its registers:
+// the sums of one product are, rounded to bf16, the left operand of the next.
+
+const u32 OWN = 64, THREADS = 128, KEYS = 64, KEYS_BACK = 32, ROWS_BACK = 32;
+const f32 LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
+// ---- tiles in shared memory: rows of DIM elements, in vectors of 8 whose order differs by row, so that those of 8 rows that a matrix
+// load reads lie in different banks ----
+
+template <u32 DIM> DEVICE u32 spot(u32 row, u32 chunk) { return row * DIM * 2 + (chunk ^ (row & 7)) * 16; }
+
+// Starts copying rows `first..` of a key head, or its keys; zeros from `limit` on, and from element `dim` on.
+template <u32 N, u32 DIM>
+DEVICE void copy_part(unsigned char* to, const bf16* from, const Sizes& s, u32 g, u32 first, u32 limit, u32 dim, bool is_keys) {
+    for (u32 i = threadIdx.x; i < N * (DIM / 8); i += THREADS) {
+        u32 row = i / (DIM / 8), chunk = i % (DIM / 8), place = first + row;
+        bool is_there = place < limit && chunk * 8 < dim;
+        u64 at = 0;
+        if (is_there) at = (is_keys ? s.key_place(blockIdx.z, g, place) : s.place(blockIdx.z, g, place)) * dim + chunk * 8;
+        copy_async(to + spot<DIM>(row, chunk), from + at, is_there);
+    }
+}
+template <u32 N, u32 DIM> DEVICE void copy_rows(unsigned char* to, const bf16* from, const Sizes& s, u32 first, u32 dim) {
+    copy_part<N, DIM>(to, from, s, blockIdx.y, first, s.rows(), dim, false);
+}
+template <u32 N, u32 DIM> DEVICE void copy_keys(unsigned char* to, const bf16* from, const Sizes& s, u32 first, u32 dim) {
+    copy_part<N, DIM>(to, from, s, blockIdx.y, first, s.kv_len, dim, true);
+}
+
+// The left operand: 16 rows of a tile from `row`, 16 elements from `k`.
+template <u32 DIM> DEVICE void load_left(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices(r, tile + spot<DIM>(row + lane % 16, k / 8 + lane / 16));
+}
+// The right one of A B^T: 16 rows of B from `row`, which become columns, 16 elements from `k`. Two pairs of registers.
+template <u32 DIM> DEVICE void load_right(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices(r, tile + spot<DIM>(row + lane % 8 + lane / 16 * 8, k / 8 + (lane / 8 & 1)));
+}
+// The right one of A B: 16 rows of B from `row`, along the sum, 16 columns from `column`.
+template <u32 DIM> DEVICE void load_right_down(u32 (&r)[4], const unsigned char* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices_transposed(r, tile + spot<DIM>(row + lane % 16, column / 8 + lane / 16));
+}
+
+// sums [16, 8 N] += 16 rows of `left` from `row` times the first 8 N rows of `right`, transposed.
+template <u32 DIM, u32 N>
+DEVICE void multiply_across(f32 (&sums)[N][4], const unsigned char* left, u32 row, const unsigned char* right) {
+#pragma unroll
+    for (u32 k = 0; k < DIM; k += 16) {
+        u32 a[4], b[4];
+        load_left<DIM>(a, left, row, k);
+#pragma unroll
+        for (u32 j = 0; j < N; j += 2) {
+            load_right<DIM>(b, right, j * 8, k);
+            mma_bf16(sums[j], a, b[0], b[1]);
+            mma_bf16(sums[j + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// sums [16, DIM] += weights [16, 8 N], rounded, times the first 8 N rows of `right`.
+template <u32 DIM, u32 N> DEVICE void multiply_down(f32 (&sums)[DIM / 8][4], const f32 (&weights)[N][4], const unsigned char* right) {
+#pragma unroll
+    for (u32 j = 0; j < N; j += 2) {
+        u32 a[4] = {pack_bf16(weights[j][0], weights[j][1]), pack_bf16(weights[j][2], weights[j][3]),
+                    pack_bf16(weights[j + 1][0], weights[j + 1][1]), pack_bf16(weights[j + 1][2], weights[j + 1][3])};
+#pragma unroll
+        for (u32 d = 0; d < DIM / 8; d += 2) {
+            u32 b[4];
+            load_right_down<DIM>(b, right, j * 8, d * 8);
+            mma_bf16(sums[d], a, b[0], b[1]);
+            mma_bf16(sums[d + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// Where a thread's sum i of a warp's 16 x 8 lies.
+DEVICE u32 row_of(u32 i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
+DEVICE u32 column_of(u32 i) { return threadIdx.x % 4 * 2 + i % 2; }
+
+// Whether every row of `first..end` sees every key of `key..key + count`.
+DEVICE bool sees_all(const Sizes& s, u32 first, u32 end, u32 key, u32 count) {
+    return key + count <= s.last_key(first) + 1 && key >= s.first_key(end - 1);
+}
+
+// ---- forward ----
+
+// Replaces scores by their exponentials relative to the largest so far, in powers of two; `fade` is what sums before shrink by.
+template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2], f32 (&total)[2], f32 (&fade)[2]) {
+    const f32 NOTHING = bits_float(0xff800000u);
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        f32 best = NOTHING, added = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < N; j++)
+#pragma unroll
+            for (u32 c = 0; c < 2; c++) {
+                f32 x = scores[j][half * 2 + c];
+                best = x > best || x != x ? x : best;
+            }
+        best = quad_max(best);
+        f32 new_top = best > top[half] || best != best ? best : top[half];
+        bool is_empty = new_top == NOTHING;
+        fade[half] = is_empty ? 1.0f : exp2f(top[half] - new_top);
+#pragma unroll
+        for (u32 j = 0; j < N; j++)
+#pragma unroll
+            for (u32 c = 0; c < 2; c++) {
+                f32 p = is_empty ? 0.0f : exp2f(scores[j][half * 2 + c] - new_top);
+                scores[j][half * 2 + c] = p;
+                added += p;
+            }
+        total[half] = total[half] * fade[half] + quad_sum(added);
+        top[half] = new_top;
+    }
+}
+
+// Scales scores of a block's rows from `first` for keys from `key` on to powers of two; keys that a row does not see count as nothing.
+template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Sizes& s, u32 first, u32 end, u32 key) {
+    bool is_whole = sees_all(s, first, end, key, 8 * N);
+#pragma unroll
+    for (u32 j = 0; j < N; j++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 r = first + row_of(i), column = key + j * 8 + column_of(i);
+            bool is_seen = is_whole || (column < s.kv_len && s.sees(r, column));
+            scores[j][i] = is_seen ? scores[j][i] * (s.scale * LOG2_E) : bits_float(0xff800000u);
+        }
+}
+
+// Adds a sink to a row's largest score and sum of exponentials; what sums shrink by.
+DEVICE f32 add_sink(f32 sink, f32& top, f32& total) {
+    sink *= LOG2_E;
+    f32 new_top = sink > top ? sink : top, factor = exp2f(top - new_top);
+    total = total * factor + exp2f(sink - new_top);
+    top = new_top;
+    return factor;
+}
+
+// What a block has of its rows: their place among all rows, and of which keys these are the sums. With several parts a row's are joined
+// by another kernel: each [value_dim] sums, the largest score and the sum of exponentials.
+struct Parts {
+    f32* data;
+    u32 count, keys;
+    DEVICE_MEMBER f32* of(const Sizes& s, u32 r, u32 part) const {
+        u64 row = ((u64)blockIdx.z * s.kv_heads + blockIdx.y) * s.rows() + r;
+        return data + (row * count + part) * (s.value_dim + 2);
+    }
+};
+
+template <u32 DIM>
+DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sinks, bf16* o, f32* lse, const Parts& parts, const Sizes& s) {
+    SHARED(shared);
+    const u32 BYTES = KEYS * DIM * 2;
+    u32 g = blockIdx.y, part = blockIdx.x % parts.count, first = blockIdx.x / parts.count * OWN, end = min(first + OWN, s.rows());
+    u32 warp_row = threadIdx.x / 32 * 16;
+    unsigned char *q_tile = shared, *tiles = shared + OWN * DIM * 2;
+    u32 low = s.first_key(first) / KEYS * KEYS + part * parts.keys, high = min(s.last_key(end - 1) + 1, s.kv_len);
+    if (parts.count > 1) high = min(high, low + parts.keys);
+    auto copy = [&](u32 key) {
+        if (key < high) {
+            unsigned char* to = tiles + key / KEYS % 2 * 2 * BYTES;
+            copy_keys<KEYS, DIM>(to, k, s, key, s.head_dim);
+            copy_keys<KEYS, DIM>(to + BYTES, v, s, key, s.value_dim);
+        }
+        copy_commit();
+    };
+    copy_rows<OWN, DIM>(q_tile, q, s, first, s.head_dim);
+    copy(low);
+    f32 sums[DIM / 8][4] = {}, top[2] = {bits_float(0xff800000u), bits_float(0xff800000u)}, total[2] = {};
+    for (u32 key = low; key < high; key += KEYS) {
+        copy(key + KEYS);
+        copy_wait<1>();
+        __syncthreads();
+        const unsigned char* k_tile = tiles + key / KEYS % 2 * 2 * BYTES;
+        f32 scores[KEYS / 8][4] = {}, fade[2];
+        multiply_across<DIM>(scores, q_tile, warp_row, k_tile);
+        see(scores, s, first, end, key);
+        take_exponentials(scores, top, total, fade);
+#pragma unroll
+        for (u32 d = 0; d < DIM / 8; d++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) sums[d][i] *= fade[i / 2];
+        multiply_down<DIM>(sums, scores, k_tile + BYTES);
+        __syncthreads();
+    }
+    copy_wait<0>();
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32 r = first + row_of(half * 2);
+        if (r >= end) continue;
+        if (parts.count > 1) {
+            f32* own = parts.of(s, r, part);
+#pragma unroll
+            for (u32 d = 0; d < DIM / 8; d++) {
+                u32 column = d * 8 + column_of(0);
+                if (column < s.value_dim) *(float2*)(own + column) = make_float2(sums[d][half * 2], sums[d][half * 2 + 1]);
+            }
+            if (threadIdx.x % 4 == 0) *(float2*)(own + s.value_dim) = make_float2(top[half], total[half]);
+            continue;
+        }
+        f32 factor = 1.0f;
+        if (sinks) factor = add_sink(sinks[g * s.group() + r % s.group()], top[half], total[half]);
+        factor /= total[half];
+        u64 to = s.place(blockIdx.z, g, r) * s.value_dim;
+#pragma unroll
+        for (u32 d = 0; d < DIM / 8; d++) {
+            u32 column = d * 8 + column_of(0);
+            if (column < s.value_dim) *(u32*)(o + to + column) = pack_bf16(sums[d][half * 2] * factor, sums[d][half * 2 + 1] * factor);
+        }
+        if (threadIdx.x % 4 == 0) lse[s.lse_place(blockIdx.z, g, r)] = top[half] * LN_2 + logf(total[half]);
+    }
+}
+
+// Joins the parts of row blockIdx.x of a key head, in their order; a block of one warp a row.
+KERNEL(32) attention_tensor_join(f32* data, u32 count, const f32* sinks, bf16* o, f32* lse, SIZES) {
+    Sizes s = THE_SIZES;
+    Parts parts = {data, count, 0};
+    u32 r = blockIdx.x, g = blockIdx.y, lane = threadIdx.x, dim = s.value_dim;
+    f32 top = bits_float(0xff800000u), total = 0.0f;
+    for (u32 i = 0; i < count; i++) {
+        f32 other = parts.of(s, r, i)[dim];
+        top = other > top || other != other ? other : top;
+    }
+    f32 joined = top;
+    for (u32 i = 0; i < count; i++) total += exp2f(parts.of(s, r, i)[dim] - joined) * parts.of(s, r, i)[dim + 1];
+    f32 factor = sinks ? add_sink(sinks[g * s.group() + r % s.group()], top, total) : 1.0f;
+    factor /= total;
+    u64 to = s.place(blockIdx.z, g, r) * dim;
+    for (u32 column = lane; column < dim; column += 32) {
+        f32 sum = 0.0f;
+        for (u32 i = 0; i < count; i++) {
+            const f32* part = parts.of(s, r, i);
+            sum = fmaf(exp2f(part[dim] - joined), part[column], sum);
+        }
+        store(o[to + column], sum * factor);
+    }
+    if (lane == 0) lse[s.lse_place(blockIdx.z, g, r)] = top * LN_2 + logf(total);
+}
+
+// ---- backward ----
+
+// The softmax's weight of a score, from the log-sum of its row.
+DEVICE f32 weight(const Sizes& s, f32 score, f32 row_lse) { return exp2f(LOG2_E * (s.scale * score - row_lse)); }
+
+// Writes a warp's 16 rows times `factor`; `to(i)` is where the row of sum i begins, or null.
+template <u32 DIM, typename To> DEVICE void write_sums(const f32 (&sums)[DIM / 8][4], f32 factor, u32 dim, To to) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        f32* row = to(row_of(half * 2));
+        if (!row) continue;
+#pragma unroll
+        for (u32 d = 0; d < DIM / 8; d++) {
+            u32 column = d * 8 + column_of(0);
+            if (column < dim) *(float2*)(row + column) = make_float2(sums[d][half * 2] * factor, sums[d][half * 2 + 1] * factor);
+        }
+    }
+}
+
+template <u32 DIM>
+DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const f32* lse, const f32* delta, f32* dq,
+                             const Sizes& s) {
+    SHARED(shared);
+    const u32 BYTES = KEYS_BACK * DIM * 2;
+    u32 g = blockIdx.y, first = blockIdx.x * OWN, end = min(first + OWN, s.rows()), warp_row = threadIdx.x / 32 * 16;
+    unsigned char *q_tile = shared, *d_o_tile = shared + OWN * DIM * 2, *tiles = d_o_tile + OWN * DIM * 2;
+    u32 low = s.first_key(first) / KEYS_BACK * KEYS_BACK, high = min(s.last_key(end - 1) + 1, s.kv_len);
+    auto copy = [&](u32 key) {
+        if (key < high) {
+            unsigned char* to = tiles + key / KEYS_BACK % 2 * 2 * BYTES;
+            copy_keys<KEYS_BACK, DIM>(to, k, s, key, s.head_dim);
+            copy_keys<KEYS_BACK, DIM>(to + BYTES, v, s, key, s.value_dim);
+        }
+        copy_commit();
+    };
+    copy_rows<OWN, DIM>(q_tile, q, s, first, s.head_dim);
+    copy_rows<OWN, DIM>(d_o_tile, d_o, s, first, s.value_dim);
+    copy(low);
+    f32 sums[DIM / 8][4] = {}, own_lse[2], own_delta[2];
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32 r = first + row_of(half * 2);
+        own_lse[half] = r < end ? lse[s.lse_place(blockIdx.z, g, r)] : 0.0f;
+        own_delta[half] = r < end ? delta[s.lse_place(blockIdx.z, g, r)] : 0.0f;
+    }
+    for (u32 key = low; key < high; key += KEYS_BACK) {
+        copy(key + KEYS_BACK);
+        copy_wait<1>();
+        __syncthreads();
+        const unsigned char* k_tile = tiles + key / KEYS_BACK % 2 * 2 * BYTES;
+        f32 scores[KEYS_BACK / 8][4] = {}, slopes[KEYS_BACK / 8][4] = {};
+        multiply_across<DIM>(scores, q_tile, warp_row, k_tile);
+        multiply_across<DIM>(slopes, d_o_tile, warp_row, k_tile + BYTES);
+        bool is_whole = sees_all(s, first, end, key, KEYS_BACK);
+#pragma unroll
+        for (u32 j = 0; j < KEYS_BACK / 8; j++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                u32 r = first + row_of(i), column = key + j * 8 + column_of(i);
+                bool is_seen = r < end && (is_whole || (column < s.kv_len && s.sees(r, column)));
+                slopes[j][i] = is_seen ? weight(s, scores[j][i], own_lse[i / 2]) * (slopes[j][i] - own_delta[i / 2]) : 0.0f;
+            }
+        multiply_down<DIM>(sums, slopes, k_tile);
+        __syncthreads();
+    }
+    copy_wait<0>();
+    write_sums<DIM>(sums, s.scale, s.head_dim, [&](u32 row) {
+        return first + row < end ? dq + s.place(blockIdx.z, g, first + row) * s.head_dim : nullptr;
+    });
+}
+
+// A block has 64 keys, also those behind the last one, which get zeros; it goes through all rows that see any. Scores lie transposed: a
+// warp's 16 keys by rows.
+template <u32 DIM>
+DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const f32* lse, const f32* delta, f32* dk,
+                          f32* dv, const Sizes& s) {
+    SHARED(shared);
+    __shared__ f32 log_sums[2][ROWS_BACK], deltas[2][ROWS_BACK];
+    const u32 BYTES = ROWS_BACK * DIM * 2;
+    u32 g = blockIdx.y, first = blockIdx.x * OWN, warp_row = threadIdx.x / 32 * 16;
+    unsigned char *k_tile = shared, *v_tile = shared + OWN * DIM * 2, *tiles = v_tile + OWN * DIM * 2;
+    // Queries that see the first key or a later one of these: from this position on.
+    u32 offset = s.kv_len - s.seq_len, low = (first > offset ? first - offset : 0) * s.group(), high = s.rows();
+    auto is_passed = [&](u32 start) { return start >= high || (s.window && s.first_key(start) > first + OWN - 1); };
+    auto copy = [&](u32 start, u32 step) {
+        if (!is_passed(start)) {
+            unsigned char* to = tiles + step % 2 * 2 * BYTES;
+            copy_rows<ROWS_BACK, DIM>(to, q, s, start, s.head_dim);
+            copy_rows<ROWS_BACK, DIM>(to + BYTES, d_o, s, start, s.value_dim);
+            u32 r = start + threadIdx.x;
+            if (threadIdx.x < ROWS_BACK) {
+                log_sums[step % 2][threadIdx.x] = r < high ? lse[s.lse_place(blockIdx.z, g, r)] : 0.0f;
+                deltas[step % 2][threadIdx.x] = r < high ? delta[s.lse_place(blockIdx.z, g, r)] : 0.0f;
+            }
+        }
+        copy_commit();
+    };
+    copy_keys<OWN, DIM>(k_tile, k, s, first, s.head_dim);
+    copy_keys<OWN, DIM>(v_tile, v, s, first, s.value_dim);
+    copy(low, 0);
+    f32 dk_sums[DIM / 8][4] = {}, dv_sums[DIM / 8][4] = {};
+    for (u32 start = low, step = 0; !is_passed(start); start += ROWS_BACK, step++) {
+        copy(start + ROWS_BACK, step + 1);
+        copy_wait<1>();
+        __syncthreads();
+        const unsigned char* q_tile = tiles + step % 2 * 2 * BYTES;
+        f32 scores[ROWS_BACK / 8][4] = {}, slopes[ROWS_BACK / 8][4] = {};
+        multiply_across<DIM>(scores, k_tile, warp_row, q_tile);
+        multiply_across<DIM>(slopes, v_tile, warp_row, q_tile + BYTES);
+        bool is_whole = start + ROWS_BACK <= high && sees_all(s, start, start + ROWS_BACK, first, OWN);
+#pragma unroll
+        for (u32 j = 0; j < ROWS_BACK / 8; j++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                u32 inside = j * 8 + column_of(i), r = start + inside, key = first + row_of(i);
+                bool is_seen = is_whole || (r < high && key < s.kv_len && s.sees(r, key));
+                f32 p = is_seen ? weight(s, scores[j][i], log_sums[step % 2][inside]) : 0.0f;
+                scores[j][i] = p;
+                slopes[j][i] = is_seen ? p * (slopes[j][i] - deltas[step % 2][inside]) : 0.0f;
+            }
+        multiply_down<DIM>(dv_sums, scores, q_tile + BYTES);
+        multiply_down<DIM>(dk_sums, slopes, q_tile);
+        __syncthreads();
+    }
+    copy_wait<0>();
+    auto place = [&](u32 row) { return s.key_place(blockIdx.z, g, first + row); };
+    write_sums<DIM>(dk_sums, s.scale, s.head_dim, [&](u32 row) {
+        return first + row < s.kv_capacity ? dk + place(row) * s.head_dim : nullptr;
+    });
+    write_sums<DIM>(dv_sums, 1.0f, s.value_dim, [&](u32 row) {
+        return first + row < s.kv_capacity ? dv + place(row) * s.value_dim : nullptr;
+    });
+}
+
+#define INPUTS const bf16 *q, const bf16 *k, const bf16 *v
+#define DEFINE(DIM)                                                                                                                 \
+    KERNEL(128) attention_tensor_##DIM(INPUTS, const f32* sinks, bf16* o, f32* lse, f32* parts, u32 count, u32 keys, SIZES) {       \
+        forward<DIM>(q, k, v, sinks, o, lse, Parts{parts, count, keys}, THE_SIZES);                                                 \
+    }                                                                                                                               \
+    KERNEL(128) attention_tensor_queries_##DIM(const bf16* d_o, INPUTS, const f32* lse, const f32* delta, f32* dq, SIZES) {         \
+        backward_queries<DIM>(d_o, q, k, v, lse, delta, dq, THE_SIZES);                                                             \
+    }                                                                                                                               \
+    KERNEL(128) attention_tensor_keys_##DIM(const bf16* d_o, INPUTS, const f32* lse, const f32* delta, f32* dk, f32* dv, SIZES) {   \
+        backward_keys<DIM>(d_o, q, k, v, lse, delta, dk, dv, THE_SIZES);                                                            \
+    }
+DEFINE(64)
+DEFINE(128)
