@@ -1,4 +1,4 @@
-"""The MoE layer on the CPU: Moeworks against every way that PyTorch has, cell by cell, in turn.
+"""The MoE layer on the CPU or on a GPU: Moeworks against every way that PyTorch has, cell by cell, in turn.
 
 A cell is a shape (D, F, E, K), a type, a number of tokens and forward alone or forward and backward. Both programs keep the
 weights of a shape and take turns within a cell, several rounds; each side's time is the median of all its runs, after one
@@ -9,6 +9,9 @@ the first round are not run in further ones. The ways:
 - a loop over the experts that got tokens, each with linear layers of its own,
 - one sort by expert, a split, and a linear layer an expert,
 - torch._grouped_mm by hand on the sorted rows.
+
+With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, and lines have the shares of a dense bf16
+product's rate, which PyTorch is timed at first.
 """
 
 import argparse
@@ -30,6 +33,12 @@ SHAPES = {
     "b": (1024, 3584, 8, 2, "swiglu"),
     "c": (768, 3072, 64, 1, "gelu"),
     "d": (1024, 384, 128, 8, "swiglu"),
+}
+GPU_SHAPES = {
+    "olmoe": (2048, 1024, 64, 8, "swiglu"),
+    "mixtral": (4096, 14336, 8, 2, "swiglu"),
+    "qwen3-30b": (2048, 768, 128, 8, "swiglu"),
+    "deepseek-v3": (7168, 2048, 256, 8, "swiglu"),
 }
 # What names a cell.
 KEY = ["shape", "dtype", "tokens", "pass"]
@@ -82,6 +91,31 @@ class Layer(torch.nn.Module):
         return torch.zeros_like(x).index_add(0, order // self.k, out)
 
 
+def wait(device):
+    """Waits until what was asked of the device is done."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def dense_rate(device):
+    """FLOP/s of a product of 8,192 x 8,192 bf16 matrices."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(20):
+        wait(device)
+        start = time.perf_counter()
+        a @ b
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * 8192**3 / statistics.median(seconds[5:])
+
+
+def layer_flops(shape, tokens, both):
+    """Of the experts' products: two or three a row, each of them thrice with backward."""
+    d, f, _, k, activation = shape
+    return 2 * tokens * k * d * f * (3 if activation == "swiglu" else 2) * (3 if both else 1)
+
+
 def mixtral(d, f, e, k, dtype, implementation, gate_up, down):
     """The sparse MoE block of transformers with the same experts."""
     from transformers import MixtralConfig
@@ -93,17 +127,17 @@ def mixtral(d, f, e, k, dtype, implementation, gate_up, down):
         block = MixtralSparseMoeBlock(config)
     block.experts.gate_up_proj = torch.nn.Parameter(gate_up)
     block.experts.down_proj = torch.nn.Parameter(down)
-    block.gate.weight = torch.nn.Parameter((torch.randn(e, d) * 0.02).to(dtype))
+    block.gate.weight = torch.nn.Parameter((torch.randn(e, d, device=down.device) * 0.02).to(dtype))
     return lambda x: block(x[None]), block
 
 
-def ways(shape, dtype):
+def ways(shape, dtype, device):
     """Each way's name, function and module. The experts' numbers are shared; parameters are views of them."""
     d, f, e, k, activation = shape
-    gate_up = (torch.randn(e, f * (2 if activation == "swiglu" else 1), d) * 0.02).to(dtype)
-    down = (torch.randn(e, d, f) * 0.02).to(dtype)
+    gate_up = torch.randn(e, f * (2 if activation == "swiglu" else 1), d, device=device, dtype=dtype) * 0.02
+    down = torch.randn(e, d, f, device=device, dtype=dtype) * 0.02
     for way in ["loop", "split", "grouped"]:
-        layer = Layer(d, f, e, k, activation, dtype, way, gate_up, down)
+        layer = Layer(d, f, e, k, activation, dtype, way, gate_up, down).to(device)
         yield way, layer, layer
     if activation == "swiglu":
         for implementation in ["eager", "grouped_mm"]:
@@ -119,6 +153,7 @@ def timed(function, module, x, dy, both):
     if both:
         module.zero_grad(set_to_none=True)
         x.grad = None
+    wait(x.device.type)
     start = time.perf_counter()
     if both:
         y = function(x)
@@ -127,6 +162,7 @@ def timed(function, module, x, dy, both):
     else:
         with torch.no_grad():
             function(x)
+    wait(x.device.type)
     return time.perf_counter() - start
 
 
@@ -147,9 +183,9 @@ def near_best(contenders, times):
 
 def measured(args, ours, contenders, case, tokens, is_both):
     """Each side's times of a cell of one shape."""
-    shape, dtype = SHAPES[case[0]], case[1]
-    x = torch.randn(tokens, shape[0]).to(DTYPES[dtype]).requires_grad_(is_both)
-    dy, times = torch.randn(tokens, shape[0]).to(DTYPES[dtype]), {}
+    shape, dtype = args.all_shapes[case[0]], case[1]
+    draw = lambda: torch.randn(tokens, shape[0], device=args.device, dtype=DTYPES[dtype])
+    x, dy, times = draw().requires_grad_(is_both), draw(), {}
     for round in range(args.rounds):
         times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=is_both))
         running = contenders if round == 0 else near_best(contenders, times)
@@ -173,9 +209,12 @@ def cell_of(key, times):
     return dict(zip(KEY, key), moeworks_s=mine, pytorch_s=medians, best=best, ratio=medians[best] / mine)
 
 
-def line_of(cell):
+def line_of(cell, args):
     times = f"{cell['moeworks_s'] * 1e3:11.3f}{cell['pytorch_s'][cell['best']] * 1e3:11.3f}{cell['ratio']:8.2f}"
-    return f"{cell['shape']:6}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
+    if args.dense:
+        flops = layer_flops(args.all_shapes[cell["shape"]], cell["tokens"], cell["pass"] == "both")
+        times += f"{flops / cell['moeworks_s'] / args.dense:8.0%}{flops / cell['pytorch_s'][cell['best']] / args.dense:8.0%}"
+    return f"{cell['shape']:12}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
 
 
 def summary(cells):
@@ -187,9 +226,10 @@ def summary(cells):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 512, 4096])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, *GPU_SHAPES])
+    parser.add_argument("--dtypes", nargs="*", choices=list(DTYPES))
+    parser.add_argument("--tokens", nargs="*", type=int)
     parser.add_argument("--passes", nargs="*", default=["forward", "both"], choices=["forward", "both"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -198,6 +238,11 @@ def arguments():
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.shapes, args.tokens = 1, ["d"], [1, 16, 512]
+    args.all_shapes = SHAPES | GPU_SHAPES
+    is_cpu = args.device == "cpu"
+    args.shapes = args.shapes or list(SHAPES if is_cpu else GPU_SHAPES)
+    args.dtypes = args.dtypes or (list(DTYPES) if is_cpu else ["bf16"])
+    args.tokens = args.tokens or ([1, 16, 512, 4096] if is_cpu else [16384, 65536])
     return args
 
 
@@ -207,20 +252,23 @@ def main():
     torch.manual_seed(0)
     cells = json.loads(args.json.read_text())["cells"] if args.json and args.json.exists() else []
     done = {tuple(cell[name] for name in KEY) for cell in cells}
-    ours = Moeworks(args.threads)
-    print(f"{args.threads} threads, PyTorch {torch.__version__}; milliseconds, medians")
-    print(f"{'shape':6}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}  best way")
+    args.dense = 0.0 if args.device == "cpu" else dense_rate(args.device)
+    ours = Moeworks(args.threads, args.device)
+    where = f"{args.threads} threads" if args.device == "cpu" else f"{torch.cuda.get_device_name()}, dense {args.dense / 1e12:.0f} TFLOP/s"
+    print(f"{where}, PyTorch {torch.__version__}; milliseconds, medians")
+    shares = f"{'share':>8}{'its':>8}" if args.dense else ""
+    print(f"{'shape':12}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}{shares}  best way")
     for cell in cells:
-        print(line_of(cell))
+        print(line_of(cell, args))
     for name, dtype in itertools.product(args.shapes, args.dtypes):
         keys = itertools.product([name], [dtype], args.tokens, args.passes)
         # The weights of a shape take gigabytes: those of one at a time, and of none that has no cell left.
         contenders = None
         for key in (key for key in keys if key not in done):
-            contenders = contenders or list(ways(SHAPES[name], DTYPES[dtype]))
+            contenders = contenders or list(ways(args.all_shapes[name], DTYPES[dtype], args.device))
             _, _, tokens, which = key
             cells.append(cell_of(key, measured(args, ours, contenders, (name, dtype), tokens, which == "both")))
-            print(line_of(cells[-1]), flush=True)
+            print(line_of(cells[-1], args), flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"geometric_mean": summary(cells)[0], "cells": cells}, indent=1))
     ours.close()

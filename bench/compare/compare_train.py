@@ -18,20 +18,20 @@ ROOT = HERE.parent.parent
 WAYS = ["eager", "grouped_mm"]  # batched_mm copies the weights of every token's experts: it needs 50 GB here
 
 
-def transformers(way: str, precision: str, data: str, threads: int) -> dict:
+def transformers(way: str, precision: str, args: argparse.Namespace) -> dict:
     command = [sys.executable, HERE / "transformers_train.py", "--experts", way, "--precision", precision,
-               "--data", data, "--threads", str(threads), "--steps", "5"]
+               "--data", args.data, "--threads", str(args.threads), "--device", args.device, "--steps", str(args.steps)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-def moeworks(precision: str, data: str, threads: int) -> dict:
+def moeworks(precision: str, args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "train.steps": 24, "train.precision": precision, "train.batch_size": 16, "train.seq_len": 256,
-            "train.threads": threads, "train.balance": "pooled", "train.balance_coef": 0.01, "train.eval_every": 0,
+            "train.threads": args.threads, "train.device": args.device, "train.balance": "pooled", "train.balance_coef": 0.01, "train.eval_every": 0,
             "train.sample_every": 0, "train.checkpoint_every": 0, "data.tokenizer": "bytes", "run.out": folder,
         }
-        command = [ROOT / "target/release/moeworks", "train", "--data", data]
+        command = [ROOT / "target/release/moeworks", "train", "--data", args.data]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -49,13 +49,15 @@ def main() -> None:
     parser.add_argument("--data", default=str(ROOT / "README.md"), help="a text file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", type=int, default=5, help="steps of each of the others after two that warm up")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--precisions", nargs="*", default=["f32", "bf16"])
     args = parser.parse_args()
     for precision in args.precisions:
         results: dict[str, list[dict]] = {}
         for _ in range(args.rounds):
-            runs = [moeworks(precision, args.data, args.threads)]
-            runs += [transformers(way, precision, args.data, args.threads) for way in WAYS]
+            runs = [moeworks(precision, args)]
+            runs += [transformers(way, precision, args) for way in WAYS]
             for run in runs:
                 results.setdefault(run["way"], []).append(run)
         medians = {way: statistics.median(r["tokens_per_s"] for r in runs) for way, runs in results.items()}

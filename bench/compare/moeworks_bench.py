@@ -10,8 +10,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 class Moeworks:
     """`moeworks bench moe`, which keeps its weights from one question to the next."""
 
-    def __init__(self, threads):
-        command = [ROOT / "target/release/moeworks", "bench", "moe", "--threads", str(threads)]
+    def __init__(self, threads, device="cpu"):
+        command = [ROOT / "target/release/moeworks", "bench", "moe", "--threads", str(threads), "--device", device]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def times(self, shape, dtype, tokens, **rest):
