@@ -15,6 +15,9 @@ pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tens
     if let Some(on) = On::taking(ctx, &[table.dtype()]) {
         return cuda::elementwise::embedding(on, ids, table, out);
     }
+    if let Some(on) = On::of(ctx).filter(|_| table.dtype().is_quantized()) {
+        return cuda::blocks::embedding(on, ids, table, out);
+    }
     let mut y = ctx.empty(&[ids.len(), cols], out);
     if cols == 0 {
         return y;

@@ -259,7 +259,7 @@ pub fn experts_backward(
 ) -> ExpertsBackward {
     assert_eq!(weights.gate_up.dtype(), weights.down.dtype(), "backward of experts whose matrices differ in type");
     let s = Sizes::of(dy, weights, rows);
-    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
+    if let Some(on) = On::of(ctx).filter(|_| !weights.gate_up.dtype().is_quantized() && cuda::experts::takes(weights)) {
         return cuda::experts::backward(on, dy, weights, rows, saved);
     }
     let dtype = weights.gate_up.dtype();

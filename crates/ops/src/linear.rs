@@ -33,7 +33,7 @@ pub enum Write {
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
     assert_eq!(w.cols(), depth, "linear: x {:?}, w {:?}", x.shape(), w.shape());
-    if let Some(on) = On::taking(ctx, &[w.dtype()]) {
+    if let Some(on) = On::taking_weights(ctx, w.dtype()) {
         return cuda::linear::forward(on, x, w, out);
     }
     let mut y = ctx.empty(&[rows, columns], out);

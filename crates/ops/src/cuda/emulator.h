@@ -202,6 +202,13 @@ template <typename In, typename Out, typename F> inline Out with_warp(int operat
 }
 
 inline u16 half_at(const void* row, int i) { return ((const u16*)row)[i]; }
+inline float widen_half(u16 x) {
+    int exponent = x >> 10 & 31, mantissa = x & 1023;
+    float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                 : exponent == 0 ? std::ldexp((float)mantissa, -24)
+                                 : std::ldexp((float)(mantissa + 1024), exponent - 25);
+    return x & 0x8000 ? -size : size;
+}
 inline float widen(u16 x) {
     u32 bits = (u32)x << 16;
     float f;
@@ -311,6 +318,8 @@ static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     });
     for (int i = 0; i < 4; i++) c[i] = result.c[i];
 }
+
+static inline float half_value(u16 bits) { return emulator::widen_half(bits); }
 
 struct EmulatedMatrices { u32 r[4]; };
 static inline void emulated_load(u32 (&r)[4], const void* row, bool transposed) {

@@ -35,10 +35,20 @@ sources! {
         "rms_norm_backward_f32_f32", "rms_norm_backward_f32_bf16", "rms_norm_backward_bf16_f32", "rms_norm_backward_bf16_bf16",
         "rms_norm_add_partials",
     ];
-    GROUPED = "grouped": [
+    GROUPED = "grouped" after "grouped.cuh": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "weigh_rows", "add_row_biases",
         "combine_rows", "add_row_parts", "grads_of_choices",
+    ];
+    BLOCKS = "blocks" after "grouped.cuh": [
+        "blocks_to_bf16", "gather_block_rows",
+        "few_rows_nt_q8", "few_up_paired_q8", "few_up_single_q8",
+        "few_rows_nt_q4", "few_up_paired_q4", "few_up_single_q4",
+        "few_rows_nt_q4k", "few_up_paired_q4k", "few_up_single_q4k",
+        "few_rows_nt_q5k", "few_up_paired_q5k", "few_up_single_q5k",
+        "few_rows_nt_q6k", "few_up_paired_q6k", "few_up_single_q6k",
+        "few_rows_nt_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
+        "few_rows_nt_f8", "few_up_paired_f8", "few_up_single_f8",
     ];
     ROUTER = "router": [
         "softmax_top_k", "sum_scores", "sum_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices",

@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::{DepthsProduct, Epilogue, Groups, RowsProduct};
-use super::{Listed, On, THREADS};
+use super::{Listed, On, THREADS, takes_weights};
 use crate::Activation;
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
@@ -15,10 +15,9 @@ use crate::gemm::Form;
 use crate::late::List;
 use crate::linear::Write;
 
-/// Whether the experts' phases run here: with weights in blocks, or of two types, the host has them.
+/// Whether forward runs here.
 pub(crate) fn takes(weights: ExpertWeights<'_>) -> bool {
-    let dtype = weights.gate_up.dtype();
-    matches!(dtype, DType::F32 | DType::BF16) && dtype == weights.down.dtype()
+    [weights.gate_up, weights.down].iter().all(|w| takes_weights(w.dtype()))
 }
 
 /// How kernels call an activation, with its two settings.
@@ -73,7 +72,7 @@ pub(crate) fn forward(
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
     let map = Rows::of(on, rows);
-    let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype());
+    let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
     let (mut h, mut a) = (on.empty(&[r, inputs * f], dtype), on.empty(&[r, f], dtype));
     let up = RowsProduct {
@@ -97,8 +96,17 @@ pub(crate) fn forward(
     args.extend(shape(weights.activation));
     // SAFETY: `h` and `a` have a row for each row, the bias one for each expert.
     unsafe { up.run(on, &Epilogue { kernels, args }) };
-    let down =
-        RowsProduct { a: &a, gather: None, b: weights.down, group_rows: d, columns: d, depth: f, pair: None, ..up };
+    let down = RowsProduct {
+        a: &a,
+        gather: None,
+        b: weights.down,
+        group_rows: d,
+        columns: d,
+        depth: f,
+        pair: None,
+        compute: weights.down.dtype().of_activations(),
+        ..up
+    };
     let mut outputs = down.store(on, r, DType::F32);
     if let Some(biases) = biases {
         let experts = rows.offsets.len() - 1;

@@ -7,8 +7,8 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
-use super::{On, elementwise};
-use crate::cuda::sources::GROUPED;
+use super::{On, blocks, elementwise};
+use crate::cuda::sources::{BLOCKS, GROUPED};
 use crate::cuda::{Arg, Launch};
 use crate::gemm::Form;
 use crate::linear::Write;
@@ -80,6 +80,10 @@ impl RowsProduct<'_> {
     fn kernel(&self) -> Kernel {
         let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
         let has_few_rows = self.groups.most() <= FEW_ROWS;
+        if self.b.dtype().is_quantized() {
+            // Only where that has a kernel (`run`).
+            return Kernel::Few;
+        }
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
         match self.form {
             Form::Nt if is_whole && has_few_rows => Kernel::Few,
@@ -123,18 +127,42 @@ impl RowsProduct<'_> {
         }
     }
 
-    /// Computes all sums and hands them to the epilogue.
+    /// Computes all sums and hands them to the epilogue. Blocks that few rows are not multiplied with as they lie are turned into bf16
+    /// first.
     ///
     /// # Safety
     ///
     /// The epilogue's arguments are those of its kernels for R rows of `columns` columns.
     pub(super) unsafe fn run(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
+        let dtype = self.b.dtype();
+        let has_kernel = self.groups.most() <= FEW_ROWS && blocks::name_of_few(dtype).is_some();
+        if !dtype.is_quantized() || has_kernel {
+            // SAFETY: the caller's promise.
+            return unsafe { self.run_as_it_lies(on, epilogue) };
+        }
+        let offsets = match self.groups {
+            Groups::One { .. } => None,
+            Groups::Many { offsets, .. } => Some(offsets),
+        };
+        let b = &blocks::to_bf16(on, self.b, offsets);
+        // SAFETY: the caller's promise.
+        unsafe { RowsProduct { b, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
+    }
+
+    /// # Safety
+    ///
+    /// As of [`run`](Self::run).
+    unsafe fn run_as_it_lies(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
         let (kernel, tiles) = (self.kernel(), self.tiles(on));
         let is_tensor = kernel == Kernel::Tensor;
         let grid = [self.column_tiles(), tiles.len() / 3, 1];
         let rounded = (is_tensor && self.a.dtype() != DType::BF16).then(|| elementwise::cast(on, self.a, DType::BF16));
         let a = rounded.as_ref().unwrap_or(self.a);
-        let b_stride = if self.form == Form::Nt { self.depth } else { self.columns };
+        let b_stride = match self.form {
+            _ if self.b.dtype().is_quantized() => blocks::row_bytes(self.b.dtype(), self.depth),
+            Form::Nt => self.depth,
+            _ => self.columns,
+        };
         let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
         let mut args = vec![
             on.read(a),
@@ -152,11 +180,15 @@ impl RowsProduct<'_> {
         ];
         args.extend_from_slice(&epilogue.args);
         let kernel = epilogue.kernels[kernel as usize];
+        let (source, kernel) = match blocks::name_of_few(self.b.dtype()) {
+            Some(name) => (&BLOCKS, &*format!("{kernel}_{name}")),
+            None => (&GROUPED, kernel),
+        };
         let shared = if is_tensor { SHARED } else { 0 };
         if !is_tensor {
             args.push((self.compute == DType::BF16).into());
         }
-        let launch = Launch { source: &GROUPED, kernel, grid, threads: 256, shared, args: &args };
+        let launch = Launch { source, kernel, grid, threads: 256, shared, args: &args };
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
         unsafe { on.gpu.launch(&launch) };

@@ -4,6 +4,7 @@
 //! they are given.
 
 pub(crate) mod attention;
+pub(crate) mod blocks;
 pub(crate) mod elementwise;
 pub(crate) mod experts;
 mod grouped;
@@ -35,6 +36,11 @@ impl<'a> On<'a> {
     /// Of a context that has a GPU.
     pub(crate) fn of(ctx: &'a Context) -> Option<Self> {
         ctx.gpu().map(|gpu| Self { ctx, gpu })
+    }
+
+    /// The same, if there are kernels for weights of this type: floats of 16 or 32 bits, or any blocks.
+    pub(crate) fn taking_weights(ctx: &'a Context, dtype: DType) -> Option<Self> {
+        Self::of(ctx).filter(|_| takes_weights(dtype))
     }
 
     /// The same, if its kernels take all of these types; what is of another type is computed with on the host.
@@ -114,6 +120,11 @@ impl Listed<'_> {
             Self::Copied(tensor) => tensor,
         }
     }
+}
+
+/// Whether products have kernels for weights of this type.
+fn takes_weights(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16) || dtype.is_quantized()
 }
 
 /// How kernels' names call a float type.

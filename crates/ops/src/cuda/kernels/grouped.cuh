@@ -1,0 +1,253 @@
+// What the kernels of products share: what becomes of sums, what a block computes, and products of few rows.
+
+// ---- activations ----
+
+enum Activation { SWIGLU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
+
+DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + expf(-x)); }
+// Not fminf, which would lose a NaN.
+DEVICE f32 cut_above(f32 x, f32 limit) { return x > limit ? limit : x; }
+DEVICE f32 cut(f32 x, f32 limit) { return x < -limit ? -limit : cut_above(x, limit); }
+DEVICE f32 tanh_argument(f32 x) { return 0.7978846f * (x + 0.044715f * x * x * x); }
+
+struct Shape {
+    u32 kind;
+    f32 alpha, limit;
+};
+
+DEVICE f32 activate(Shape s, f32 gate, f32 up) {
+    switch (s.kind) {
+        case SWIGLU: return gate * sigmoid(gate) * up;
+        case GELU: return gate * (0.5f * erfcf(-0.70710678f * gate));
+        case GELU_TANH: return gate * sigmoid(2.0f * tanh_argument(gate));
+        case RELU: return gate < 0.0f ? 0.0f : gate;
+        default: {
+            f32 g = cut_above(gate, s.limit);
+            return g * sigmoid(s.alpha * g) * (cut(up, s.limit) + 1.0f);
+        }
+    }
+}
+
+// The activation, and with da its own gradient the gradients of gate and up in their place.
+DEVICE f32 pull_back(Shape s, f32 da, f32& gate, f32& up) {
+    f32 h = gate;
+    switch (s.kind) {
+        case SWIGLU: {
+            f32 sig = sigmoid(h), silu = h * sig, u = up;
+            gate = da * u * (sig + silu * (1.0f - sig));
+            up = da * silu;
+            return silu * u;
+        }
+        case GELU: {
+            f32 cdf = 0.5f * erfcf(-0.70710678f * h), pdf = 0.3989423f * expf(-0.5f * h * h);
+            gate = da * (cdf + h * pdf);
+            return h * cdf;
+        }
+        case GELU_TANH: {
+            f32 sig = sigmoid(2.0f * tanh_argument(h)), a = h * sig;
+            gate = da * (sig + 2.0f * a * (1.0f - sig) * 0.7978846f * (1.0f + 3.0f * 0.044715f * h * h));
+            return a;
+        }
+        case RELU: {
+            gate = h <= 0.0f ? 0.0f : da;
+            return h < 0.0f ? 0.0f : h;
+        }
+        default: {
+            f32 g = cut_above(h, s.limit), raised = cut(up, s.limit) + 1.0f, sig = sigmoid(s.alpha * g), a = g * sig;
+            gate = h > s.limit ? 0.0f : da * raised * (sig + s.alpha * a * (1.0f - sig));
+            up = fabsf(up) > s.limit ? 0.0f : da * a;
+            return a * raised;
+        }
+    }
+}
+
+DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
+
+DEVICE f32 rounded(f32 x, u32 is_rounded) {
+    if (!is_rounded) return x;
+    bf16 y;
+    store(y, x);
+    return load(y);
+}
+
+// ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row ----
+
+struct Store {
+    void* to;
+    u32 is_bf16, stride, add;
+    static const bool HAS_PARTS = false;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32) const {
+        u64 at = row * stride + column;
+        store_any(to, is_bf16, at, add ? load_any(to, is_bf16, at) + x : x);
+        return 0.0f;
+    }
+};
+
+// h [R, A F] and its activation a [R, F].
+struct Activate {
+    void *h, *a;
+    const f32* bias;
+    u32 is_bf16, width;
+    Shape shape;
+    static const bool HAS_PARTS = false;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 gate, f32 up) const {
+        u32 inputs = is_gated(shape) ? 2 : 1;
+        if (bias) {
+            const f32* own = bias + (u64)group * inputs * width + column;
+            gate += own[0];
+            if (inputs == 2) up += own[width];
+        }
+        u64 at = row * inputs * width + column;
+        store_any(h, is_bf16, at, gate);
+        if (inputs == 2) store_any(h, is_bf16, at + width, up);
+        // What is saved is what the activation is taken of, so that backward sees the same function.
+        store_any(a, is_bf16, row * width + column, activate(shape, rounded(gate, is_bf16), rounded(up, is_bf16)));
+        return 0.0f;
+    }
+};
+
+// From u, the gradient of the activation before the row's weight: dh [R, A F]; the sums over rows of u a are parts.
+struct PullBack {
+    const void* h;
+    void* dh;
+    const f32* row_weights;
+    u32 is_bf16, width;
+    Shape shape;
+    static const bool HAS_PARTS = true;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 u, f32) const {
+        u32 inputs = is_gated(shape) ? 2 : 1;
+        u64 at = row * inputs * width + column;
+        f32 gate = load_any(h, is_bf16, at), up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
+        f32 a = pull_back(shape, row_weights[row] * u, gate, up);
+        store_any(dh, is_bf16, at, gate);
+        if (inputs == 2) store_any(dh, is_bf16, at + width, up);
+        return u * a;
+    }
+};
+
+// ---- what a block computes ----
+
+// Rows of the list of tiles: which group, its first row, and how many rows there are from it on, at most a tile's; a tile without rows
+// is there because the host that launches does not know how many there are.
+struct Tile {
+    u32 group, first, rows;
+};
+
+// An operand: row i is row `gather[first + i]` or `first + i` of `data`.
+struct Operand {
+    const void* data;
+    const u32* gather;
+    u64 first;
+    u32 stride, is_bf16;
+    DEVICE_MEMBER u64 row(u32 i) const { return (gather ? (u64)gather[first + i] : first + i) * stride; }
+};
+
+struct Problem {
+    Operand a, b;
+    u32 rows, columns, depth;  // of this tile, of all columns, of the sum
+    u32 group, column;         // the tile's first column
+    u64 row;                   // the tile's first row in the output
+    u64 pair;                  // rows of B from a column's to its second
+};
+
+// ---- few rows: a warp has a column (or a pair), whose row of B it reads once from end to end ----
+
+const u32 FEW = 8, FEW_COLUMNS = 8;
+
+// 8 elements from `at` on, a multiple of 8.
+DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
+    if (is_bf16) {
+        uint4 words = *(const uint4*)((const bf16*)data + at);
+        u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            x[2 * i] = bits_float(pairs[i] << 16);
+            x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
+        }
+        return;
+    }
+    const float4* from = (const float4*)((const f32*)data + at);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        float4 four = from[i];
+        x[4 * i] = four.x;
+        x[4 * i + 1] = four.y;
+        x[4 * i + 2] = four.z;
+        x[4 * i + 3] = four.w;
+    }
+}
+
+// Rows of B that are floats.
+struct Floats {
+    const Operand& b;
+    DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, b.is_bf16, b.row(row) + k); }
+};
+
+// `matrix` gives 8 elements of a row of B.
+template <bool IS_PAIRED, typename Matrix, typename Epilogue>
+DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
+    u32 column = p.column + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (column >= p.columns || p.rows == 0) return;
+    f32 sums[FEW] = {}, seconds[FEW] = {};
+    u64 rows[FEW];
+#pragma unroll
+    for (u32 r = 0; r < FEW; r++) rows[r] = r < p.rows ? p.a.row(r) : 0;
+#pragma unroll 2
+    for (u32 k = lane * 8; k < p.depth; k += 256) {
+        f32 w[8], v[8], a[8];
+        matrix.load(w, column, k);
+        if (IS_PAIRED) matrix.load(v, column + (u32)p.pair, k);
+#pragma unroll
+        for (u32 r = 0; r < FEW; r++) {
+            if (r >= p.rows) continue;
+            load_vector(a, p.a.data, p.a.is_bf16, rows[r] + k);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                f32 x = rounded(a[i], is_rounded);
+                sums[r] = fmaf(x, w[i], sums[r]);
+                if (IS_PAIRED) seconds[r] = fmaf(x, v[i], seconds[r]);
+            }
+        }
+    }
+#pragma unroll
+    for (u32 r = 0; r < FEW; r++) {
+        if (r >= p.rows) continue;
+        f32 sum = warp_sum(sums[r]), other = IS_PAIRED ? warp_sum(seconds[r]) : 0.0f;
+        if (lane == 0) epilogue.take(p.group, p.row + r, column, sum, other);
+    }
+}
+
+// Products of rows: blockIdx.y names a tile of the list, blockIdx.x columns. `tiles` are triples (group, first row, rows); group g's
+// matrix begins at row g * group_rows of B.
+struct Rows {
+    const void* a;
+    const u32* gather;
+    const void* b;
+    const u32* tiles;
+    u32 a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair;
+};
+
+DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) {
+    const u32* tile = r.tiles + 3 * blockIdx.y;
+    Problem p;
+    p.a = Operand{r.a, r.gather, tile[1], r.a_stride, r.a_bf16};
+    p.b = Operand{r.b, nullptr, (u64)tile[0] * r.group_rows, r.b_stride, r.b_bf16};
+    p.rows = tile[2];
+    p.columns = r.columns;
+    p.depth = r.depth;
+    p.group = tile[0];
+    p.column = blockIdx.x * tile_columns;
+    p.row = tile[1];
+    p.pair = r.pair;
+    return p;
+}
+
+#define ROWS const void *a, const u32 *gather, const void *b, const u32 *tiles, u32 a_bf16, u32 b_bf16, u32 a_stride, u32 b_stride, \
+             u32 group_rows, u32 columns, u32 depth, u32 pair
+#define THE_ROWS Rows{a, gather, b, tiles, a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair}
+
+#define STORE void *to, u32 to_bf16, u32 stride, u32 add
+#define THE_STORE Store{to, to_bf16, stride, add}
+
+#define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
+#define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}

@@ -1,0 +1,89 @@
+//! Weights in [blocks](crate::quantized) on a GPU: read as they lie by products of few rows, those of the types that most files have;
+//! turned into bf16 for all others, anew for each product, of a layer's experts those that have rows. Activations are not rounded to whole
+//! numbers as they are on the host.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{On, THREADS};
+use crate::cuda::sources::BLOCKS;
+use crate::cuda::{Arg, Launch};
+
+/// How kernels call a type of blocks.
+fn code(dtype: DType) -> u32 {
+    match dtype {
+        DType::Q8 => 0,
+        DType::Q4 => 1,
+        DType::Q4_1 => 2,
+        DType::Q5_0 => 3,
+        DType::Q5_1 => 4,
+        DType::Q2K => 5,
+        DType::Q3K => 6,
+        DType::Q4K => 7,
+        DType::Q5K => 8,
+        DType::Q6K => 9,
+        DType::Iq4Nl => 10,
+        DType::Mxfp4 => 11,
+        DType::F8 => 12,
+        dtype => panic!("{dtype:?} is no type of blocks"),
+    }
+}
+
+/// How kernels of few rows call a type that they read as it lies.
+pub(super) fn name_of_few(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
+        DType::Q8 => "q8",
+        DType::Q4 => "q4",
+        DType::Q4K => "q4k",
+        DType::Q5K => "q5k",
+        DType::Q6K => "q6k",
+        DType::Mxfp4 => "mxfp4",
+        DType::F8 => "f8",
+        _ => return None,
+    })
+}
+
+/// Bytes of a row of so many elements.
+pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
+    width / dtype.block_len() * dtype.size()
+}
+
+/// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in
+/// their place is unspecified.
+pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>) -> Tensor {
+    let (dtype, width) = (blocks.dtype(), blocks.cols());
+    let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
+    let rows = blocks.len() / (groups * width).max(1);
+    let mut y = on.empty(blocks.shape(), DType::BF16);
+    let args = [
+        on.read(blocks),
+        on.write(&mut y),
+        on.read_or_none(offsets),
+        code(dtype).into(),
+        rows.into(),
+        width.into(),
+        row_bytes(dtype, width).into(),
+    ];
+    let grid = [rows, groups, 1];
+    let launch = Launch { source: &BLOCKS, kernel: "blocks_to_bf16", grid, threads: THREADS, shared: 0, args: &args };
+    // SAFETY: a block reads its row of the blocks and writes that of `y`.
+    unsafe { on.gpu.launch(&launch) };
+    y
+}
+
+/// Rows of a table in blocks; the ids are rows of it.
+pub(crate) fn embedding(on: On<'_>, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
+    let (dtype, width) = (table.dtype(), table.cols());
+    let (mut y, list) = (on.empty(&[ids.len(), width], out), on.u32s(ids));
+    let args: [Arg<'_>; 7] = [
+        on.read(&list),
+        on.read(table),
+        on.write(&mut y),
+        (out == DType::BF16).into(),
+        code(dtype).into(),
+        width.into(),
+        row_bytes(dtype, width).into(),
+    ];
+    // SAFETY: the ids are rows of the table, and a block writes its row.
+    unsafe { on.launch(&BLOCKS, "gather_block_rows", ids.len(), &args) };
+    y
+}
