@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 use std::{fs, process, thread};
 
@@ -67,7 +67,11 @@ pub(crate) fn succeed_on_hosts(player: &'static str, case: &str) {
 struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
+    _turn: MutexGuard<'static, ()>,
 }
+
+/// Tests take turns: hosts are called by the process, and what one test sends would be in the way of another's times.
+static TURN: Mutex<()> = Mutex::new(());
 
 /// Runs `ip` or `tc`.
 fn run(program: &str, arguments: &str) -> Result<(), String> {
@@ -120,7 +124,9 @@ impl Hosts {
     /// Two of them, or what the system says against it.
     fn make() -> Result<Self, String> {
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-        let hosts = Self { names: [0, 1].map(|index| format!("mw{}h{index}", process::id())), folder };
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let names = [0, 1].map(|index| format!("mw{}h{index}", process::id()));
+        let hosts = Self { names, folder, _turn: turn };
         let mut ends = Vec::new();
         for (index, host) in hosts.names.iter().enumerate() {
             run("ip", &format!("netns add {host}"))?;
