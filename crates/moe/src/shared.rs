@@ -144,12 +144,6 @@ impl IdentityRows {
     }
 
     fn rows(&self) -> ExpertRows<'_> {
-        ExpertRows {
-            offsets: (&self.offsets).into(),
-            tokens: (&self.tokens).into(),
-            weights: (&self.weights).into(),
-            token_rows: (&self.tokens).into(),
-            num_choices: 1,
-        }
+        ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.tokens, 1)
     }
 }

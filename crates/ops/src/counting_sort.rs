@@ -58,13 +58,7 @@ impl SortedChoices {
     /// What the operations on experts take.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
-        ExpertRows {
-            offsets: (&self.offsets).into(),
-            tokens: (&self.tokens).into(),
-            weights: (&self.weights).into(),
-            token_rows: (&self.token_rows).into(),
-            num_choices: self.token_rows.cols(),
-        }
+        ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.token_rows, self.token_rows.cols())
     }
 }
 
@@ -78,24 +72,23 @@ pub fn sort_choices(
     num_experts: usize,
     limit: Option<u32>,
 ) -> SortedChoices {
-    assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
-    assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
-    let limit = limit.unwrap_or(NO_ROW);
-    if let Some(on) = On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
-        return cuda::router::sort_choices(on, (ids, weights), num_experts, Some(limit));
-    }
-    sort_in_host(ctx, (ids, weights), num_experts, limit)
+    sort(ctx, (ids, weights), num_experts, Some(limit.unwrap_or(NO_ROW)))
 }
 
 /// As [`sort_choices`] without a limit where every id is below `num_experts`, as a top-k's are: that there are T K rows is then known
 /// beforehand, and nothing waits for a GPU. (There, any other id is taken for the last expert's.)
 #[must_use]
 pub fn sort_all_choices(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> SortedChoices {
+    sort(ctx, (ids, weights), num_experts, None)
+}
+
+/// With no limit at all every id is an expert's.
+fn sort(ctx: &Context, (ids, weights): (&Tensor, &Tensor), num_experts: usize, limit: Option<u32>) -> SortedChoices {
     assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
     assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
     match On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
-        Some(on) => cuda::router::sort_choices(on, (ids, weights), num_experts, None),
-        None => sort_in_host(ctx, (ids, weights), num_experts, NO_ROW),
+        Some(on) => cuda::router::sort_choices(on, (ids, weights), num_experts, limit),
+        None => sort_in_host(ctx, (ids, weights), num_experts, limit.unwrap_or(NO_ROW)),
     }
 }
 

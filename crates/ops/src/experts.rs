@@ -65,6 +65,21 @@ pub struct ExpertRows<'a> {
     pub num_choices: usize,
 }
 
+impl<'a> ExpertRows<'a> {
+    /// From lists of the host or tensors, in the order of the fields.
+    #[must_use]
+    pub fn new(
+        offsets: impl Into<List<'a, u32>>,
+        tokens: impl Into<List<'a, u32>>,
+        weights: impl Into<List<'a, f32>>,
+        token_rows: impl Into<List<'a, u32>>,
+        num_choices: usize,
+    ) -> Self {
+        let (offsets, tokens) = (offsets.into(), tokens.into());
+        Self { offsets, tokens, weights: weights.into(), token_rows: token_rows.into(), num_choices }
+    }
+}
+
 /// In [`ExpertRows::token_rows`]: this choice has no row.
 pub const NO_ROW: u32 = u32::MAX;
 

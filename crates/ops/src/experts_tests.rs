@@ -150,13 +150,8 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
     let gate_up = tensor(ctx, &[case.e, af, case.d], &inputs.gate_up, w_type);
     let down = tensor(ctx, &[case.e, case.d, case.f], &inputs.down, w_type);
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
-    let rows = ExpertRows {
-        offsets: (&routing.offsets).into(),
-        tokens: (&routing.tokens).into(),
-        weights: (&routing.weights).into(),
-        token_rows: (&routing.token_rows).into(),
-        num_choices: case.num_choices(),
-    };
+    let rows =
+        ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, case.num_choices());
     let (y, saved) = experts_forward(ctx, &x, weights, rows);
     let backward = experts_backward(ctx, &dy, weights, rows, &saved);
     let grads = |start: f32, write: Write| {
@@ -336,13 +331,7 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
         activation: Activation::SwiGlu,
     };
     let routing = case.routing();
-    let rows = ExpertRows {
-        offsets: (&routing.offsets).into(),
-        tokens: (&routing.tokens).into(),
-        weights: (&routing.weights).into(),
-        token_rows: (&routing.token_rows).into(),
-        num_choices: 1,
-    };
+    let rows = ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, 1);
     let of = |shape: &[usize], seed| tensor(&ctx, shape, &numbers(shape.iter().product(), seed), DType::F32);
     let (x, dy, gate_up, down) = (of(&[t, d], 1), of(&[t, d], 2), of(&[e, 2 * f, d], 3), of(&[e, d, f], 4));
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };

@@ -149,13 +149,8 @@ fn rows_of_a_table_blocks_and_sums_of_squares_are_those_of_f32() {
 #[test]
 fn experts_have_the_bits_of_those_in_f32() {
     let (t, d, f, e) = (6, 33, 21, 3);
-    let rows = ExpertRows {
-        offsets: (&[0, 2, 2, 6]).into(),
-        tokens: (&[0, 4, 1, 2, 3, 5]).into(),
-        weights: (&[0.5, 0.25, 1.0, 2.0, 0.75, 0.1]).into(),
-        token_rows: (&[0, 2, 3, 4, 1, 5]).into(),
-        num_choices: 1,
-    };
+    let rows =
+        ExpertRows::new(&[0, 2, 2, 6], &[0, 4, 1, 2, 3, 5], &[0.5, 0.25, 1.0, 2.0, 0.75, 0.1], &[0, 2, 3, 4, 1, 5], 1);
     for ctx in kinds().filter(|ctx| ctx.device() == Device::Cpu) {
         let x = tensor(&ctx, &[t, d], &numbers(t * d, 3), DType::F32);
         let run = |gate_up: &Tensor, down: &Tensor| {

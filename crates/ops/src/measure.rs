@@ -162,13 +162,7 @@ impl Choices {
     /// As operations on experts take them.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
-        ExpertRows {
-            offsets: (&self.offsets).into(),
-            tokens: (&self.tokens).into(),
-            weights: (&self.weights).into(),
-            token_rows: (&self.token_rows).into(),
-            num_choices: self.num_choices,
-        }
+        ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.token_rows, self.num_choices)
     }
 }
 

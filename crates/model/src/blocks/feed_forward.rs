@@ -162,13 +162,7 @@ fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {
 /// Every row through the one expert.
 fn all_rows<'a>(pass: &'a Pass<'_>, offsets: &'a [u32; 2]) -> ExpertRows<'a> {
     let (rows, ones) = (&pass.all_rows.0, &pass.all_rows.1);
-    ExpertRows {
-        offsets: offsets.into(),
-        tokens: rows.into(),
-        weights: ones.into(),
-        token_rows: rows.into(),
-        num_choices: 1,
-    }
+    ExpertRows::new(offsets, rows, ones, rows, 1)
 }
 
 impl FeedForwardGradTask {

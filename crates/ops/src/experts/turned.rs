@@ -126,13 +126,7 @@ mod tests {
         let mut token_rows = vec![0; num_tokens];
         tokens.iter().zip(0..).for_each(|(&token, row)| token_rows[token as usize] = row);
         let (weights, offsets) = (vec![0.5; num_tokens], [0, half, half, num_tokens as u32]);
-        let rows = ExpertRows {
-            offsets: (&offsets).into(),
-            tokens: (&tokens).into(),
-            weights: (&weights).into(),
-            token_rows: (&token_rows).into(),
-            num_choices: 1,
-        };
+        let rows = ExpertRows::new(&offsets, &tokens, &weights, &token_rows, 1);
         [[&gate_up, &down], [&copies[0], &copies[1]]].map(|[gate_up, down]| {
             let (y, saved) = experts_forward_biased(ctx, &x, ExpertWeights { gate_up, down, activation }, biases, rows);
             (y, saved.h)

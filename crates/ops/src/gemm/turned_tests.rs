@@ -31,13 +31,7 @@ fn forward(ctx: &Context, case: Case, x: &Tensor, (first, count): (usize, usize)
     let mut token_rows = vec![NO_ROW; MANY];
     (first..first + count).for_each(|token| token_rows[token] = (token - first) as u32);
     let (offsets, weights_of_rows) = ([0, count as u32], vec![1.0; count]);
-    let rows = ExpertRows {
-        offsets: (&offsets).into(),
-        tokens: (&tokens).into(),
-        weights: (&weights_of_rows).into(),
-        token_rows: (&token_rows).into(),
-        num_choices: 1,
-    };
+    let rows = ExpertRows::new(&offsets, &tokens, &weights_of_rows, &token_rows, 1);
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
     let (y, saved) = experts_forward(ctx, x, weights, rows);
     [saved.h.to_f32_vec(), y.to_f32_vec()[first * case.d..(first + count) * case.d].to_vec()]

@@ -19,8 +19,8 @@
 //! - On a GPU up to 8 rows are multiplied as they are, in f32, with the numbers that blocks of `Q8`, `Q4`, `Q4_K`, `Q5_K`, `Q6_K`, MXFP4
 //!   and eight-bit floats stand for; more rows, and any number with the other types, with both operands rounded to bf16.
 //!
-//! What is not finite in a row of activations makes the row's results NaN, or infinite beside eight-bit floats and on a GPU; in a weight, its
-//! column's.
+//! What is not finite in a row of activations makes the row's results NaN, or infinite beside eight-bit floats and on a GPU; in a
+//! weight, its column's.
 
 mod block;
 mod dequantize;

@@ -344,13 +344,7 @@ fn experts(ctx: &Context, dtypes: [DType; 2], num_tokens: usize) -> [Tensor; 2] 
     tokens.iter().zip(0..).for_each(|(&token, row)| token_rows[token as usize] = row);
     let weights = vec![0.5; num_tokens];
     let offsets = [0, half, half, num_tokens as u32];
-    let rows = ExpertRows {
-        offsets: (&offsets).into(),
-        tokens: (&tokens).into(),
-        weights: (&weights).into(),
-        token_rows: (&token_rows).into(),
-        num_choices: 1,
-    };
+    let rows = ExpertRows::new(&offsets, &tokens, &weights, &token_rows, 1);
     [&quantized, &floats].map(|[gate_up, down]| {
         let weights = ExpertWeights { gate_up, down, activation: Activation::SwiGlu };
         experts_forward(ctx, &x, weights, rows).0

@@ -39,13 +39,7 @@ fn reference([x, gate_up, down, b1, b2, weights]: Inputs<'_>) -> Vec<f64> {
 }
 
 fn rows(weights: &Tensor) -> ExpertRows<'_> {
-    ExpertRows {
-        offsets: (&OFFSETS).into(),
-        tokens: (&TOKENS).into(),
-        weights: weights.f32s().into(),
-        token_rows: (&TOKEN_ROWS).into(),
-        num_choices: 2,
-    }
+    ExpertRows::new(&OFFSETS, &TOKENS, weights.f32s(), &TOKEN_ROWS, 2)
 }
 
 fn check(name: &str, ctx: &Context) {

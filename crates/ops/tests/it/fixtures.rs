@@ -187,13 +187,7 @@ fn an_expert_is_two_linear_layers_and_the_activation_of_pytorch() {
         let tokens: Vec<u32> = (0..x.rows() as u32).collect();
         let (offsets, ones) = ([0, x.rows() as u32], vec![1.0; x.rows()]);
         let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-        let rows = ExpertRows {
-            offsets: (&offsets).into(),
-            tokens: (&tokens).into(),
-            weights: (&ones).into(),
-            token_rows: (&tokens).into(),
-            num_choices: 1,
-        };
+        let rows = ExpertRows::new(&offsets, &tokens, &ones, &tokens, 1);
         let (y, saved) = experts_forward(&f.ctx, &x, weights, rows);
         // The normal distribution is computed to within 3e-7, times pre-activations of up to ten.
         f.check("y", &y, 1e-5);

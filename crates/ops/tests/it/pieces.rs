@@ -47,13 +47,7 @@ fn in_pieces(pool: &MemoryPool, stack: &Tensor, count: usize) -> Tensor {
 fn forward(ctx: &Context, gate_up: &Tensor, down: &Tensor) -> Tensor {
     let x = random(ctx, &[43, WIDTH], DType::F32, 3);
     let tokens: Vec<u32> = (0..43).collect();
-    let rows = ExpertRows {
-        offsets: (&[0, 40, 42, 43]).into(),
-        tokens: (&tokens).into(),
-        weights: (&[0.5; 43]).into(),
-        token_rows: (&tokens).into(),
-        num_choices: 1,
-    };
+    let rows = ExpertRows::new(&[0, 40, 42, 43], &tokens, &[0.5; 43], &tokens, 1);
     let weights = ExpertWeights { gate_up, down, activation: Activation::SwiGlu };
     experts_forward(ctx, &x, weights, rows).0
 }

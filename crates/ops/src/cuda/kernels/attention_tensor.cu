@@ -29,6 +29,18 @@ template <u32 N, u32 DIM> DEVICE void copy_keys(unsigned char* to, const bf16* f
     copy_part<N, DIM>(to, from, s, blockIdx.y, first, s.kv_len, dim, true);
 }
 
+// Starts copying the N keys from `key` on and their values, if there are any before `high`, into one of two places that take turns.
+template <u32 N, u32 DIM>
+DEVICE void copy_next(unsigned char* tiles, const bf16* k, const bf16* v, const Sizes& s, u32 key, u32 high) {
+    const u32 BYTES = N * DIM * 2;
+    if (key < high) {
+        unsigned char* to = tiles + key / N % 2 * 2 * BYTES;
+        copy_keys<N, DIM>(to, k, s, key, s.head_dim);
+        copy_keys<N, DIM>(to + BYTES, v, s, key, s.value_dim);
+    }
+    copy_commit();
+}
+
 // The left operand: 16 rows of a tile from `row`, 16 elements from `k`.
 template <u32 DIM> DEVICE void load_left(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
@@ -160,14 +172,7 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sink
     unsigned char *q_tile = shared, *tiles = shared + OWN * DIM * 2;
     u32 low = s.first_key(first) / KEYS * KEYS + part * parts.keys, high = min(s.last_key(end - 1) + 1, s.kv_len);
     if (parts.count > 1) high = min(high, low + parts.keys);
-    auto copy = [&](u32 key) {
-        if (key < high) {
-            unsigned char* to = tiles + key / KEYS % 2 * 2 * BYTES;
-            copy_keys<KEYS, DIM>(to, k, s, key, s.head_dim);
-            copy_keys<KEYS, DIM>(to + BYTES, v, s, key, s.value_dim);
-        }
-        copy_commit();
-    };
+    auto copy = [&](u32 key) { copy_next<KEYS, DIM>(tiles, k, v, s, key, high); };
     copy_rows<OWN, DIM>(q_tile, q, s, first, s.head_dim);
     copy(low);
     f32 sums[DIM / 8][4] = {}, top[2] = {bits_float(0xff800000u), bits_float(0xff800000u)}, total[2] = {};
@@ -268,14 +273,7 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
     u32 g = blockIdx.y, first = blockIdx.x * OWN, end = min(first + OWN, s.rows()), warp_row = threadIdx.x / 32 * 16;
     unsigned char *q_tile = shared, *d_o_tile = shared + OWN * DIM * 2, *tiles = d_o_tile + OWN * DIM * 2;
     u32 low = s.first_key(first) / KEYS_BACK * KEYS_BACK, high = min(s.last_key(end - 1) + 1, s.kv_len);
-    auto copy = [&](u32 key) {
-        if (key < high) {
-            unsigned char* to = tiles + key / KEYS_BACK % 2 * 2 * BYTES;
-            copy_keys<KEYS_BACK, DIM>(to, k, s, key, s.head_dim);
-            copy_keys<KEYS_BACK, DIM>(to + BYTES, v, s, key, s.value_dim);
-        }
-        copy_commit();
-    };
+    auto copy = [&](u32 key) { copy_next<KEYS_BACK, DIM>(tiles, k, v, s, key, high); };
     copy_rows<OWN, DIM>(q_tile, q, s, first, s.head_dim);
     copy_rows<OWN, DIM>(d_o_tile, d_o, s, first, s.value_dim);
     copy(low);

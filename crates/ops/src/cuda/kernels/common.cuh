@@ -43,11 +43,6 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// Copies 16 bytes from global to shared memory without waiting; zeros if not `is_there` (`from` is not read then).
-DEVICE void copy_async(void* to, const void* from, bool is_there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
-}
 // An f16 by its bits.
 DEVICE float half_value(u16 bits) {
     float x;
@@ -55,6 +50,11 @@ DEVICE float half_value(u16 bits) {
     return x;
 }
 
+// Copies 16 bytes from global to shared memory without waiting; zeros if not `is_there` (`from` is not read then).
+DEVICE void copy_async(void* to, const void* from, bool is_there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N groups of this thread's copies are under way.
 template <int N> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

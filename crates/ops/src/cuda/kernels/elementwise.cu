@@ -27,7 +27,8 @@ KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u32 len, u32 columns)
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);
 }
 
-// One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the length fixes.
+// One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the
+// length fixes.
 KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u32 len) {
     __shared__ double all[256];
     double sum = 0.0;

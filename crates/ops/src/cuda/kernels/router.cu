@@ -170,29 +170,29 @@ DEVICE u32 sum_below(u32 own, u32& all) {
     return below + sum - own;
 }
 
+// Writes the sums of the numbers before each of `len` numbers, which may be in their place; returns that of all. A whole block.
+DEVICE u32 scan(const u32* from, u32* to, u32 len) {
+    u32 before = 0;
+    for (u32 first = 0; first < len; first += 256) {
+        u32 i = first + threadIdx.x, all, own = i < len ? from[i] : 0;
+        u32 below = sum_below(own, all);
+        if (i < len) to[i] = before + below;
+        before += all;
+    }
+    return before;
+}
+
 // Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert.
 KERNEL(256) scan_cells(u32* cells, u32* counts, u32 num_cells) {
     cells += (u64)blockIdx.x * num_cells;
-    u32 before = 0;
-    for (u32 first = 0; first < num_cells; first += 256) {
-        u32 i = first + threadIdx.x, all, own = i < num_cells ? cells[i] : 0;
-        u32 below = sum_below(own, all);
-        if (i < num_cells) cells[i] = before + below;
-        before += all;
-    }
-    if (threadIdx.x == 0) counts[blockIdx.x] = before;
+    u32 count = scan(cells, cells, num_cells);
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
 // offsets [E + 1]: the sums of the experts' counts before each. One block.
 KERNEL(256) first_rows(const u32* counts, u32* offsets, u32 experts) {
-    u32 before = 0;
-    for (u32 first = 0; first < experts; first += 256) {
-        u32 e = first + threadIdx.x, all, own = e < experts ? counts[e] : 0;
-        u32 below = sum_below(own, all);
-        if (e < experts) offsets[e] = before + below;
-        before += all;
-    }
-    if (threadIdx.x == 0) offsets[experts] = before;
+    u32 rows = scan(counts, offsets, experts);
+    if (threadIdx.x == 0) offsets[experts] = rows;
 }
 
 // The tiles of rows that groups are cut into, triples (group, first row, rows): at most `height` rows each, groups in their order, and

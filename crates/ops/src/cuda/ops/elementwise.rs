@@ -2,7 +2,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::{On, THREADS};
+use super::{On, THREADS, double};
 use crate::adamw::{AdamWTensors, Factors};
 use crate::cuda::sources::ELEMENTWISE;
 use crate::late::{Late, List};
@@ -71,7 +71,6 @@ const MAX_SUMS: usize = 1024;
 /// The partial sums of all tensors come in one copy and are added up in order.
 pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>> {
     let counts: Vec<usize> = tensors.iter().map(|x| blocks(x.len()).min(MAX_SUMS)).collect();
-    // An f64 has the place of two 32-bit numbers.
     let mut sums = on.empty(&[counts.iter().sum(), 2], DType::U32);
     let mut first = 0;
     for (x, &count) in tensors.iter().zip(&counts) {
@@ -82,8 +81,7 @@ pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>>
     }
     Late::new(move || {
         let mut halves = sums.u32s().as_chunks::<2>().0.iter();
-        let sum = |[low, high]: &[u32; 2]| f64::from_bits(u64::from(*low) | u64::from(*high) << 32);
-        counts.iter().map(|&count| halves.by_ref().take(count).map(sum).sum()).collect()
+        counts.iter().map(|&count| halves.by_ref().take(count).map(|&halves| double(halves)).sum()).collect()
     })
 }
 

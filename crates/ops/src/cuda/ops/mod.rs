@@ -122,6 +122,11 @@ impl Listed<'_> {
     }
 }
 
+/// An f64 that a kernel wrote in the place of two 32-bit numbers.
+fn double([low, high]: [u32; 2]) -> f64 {
+    f64::from_bits(u64::from(low) | u64::from(high) << 32)
+}
+
 /// Whether products have kernels for weights of this type.
 fn takes_weights(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16) || dtype.is_quantized()

@@ -6,7 +6,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::{On, THREADS, WARPS};
+use super::{On, THREADS, WARPS, double};
 use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::ROUTER;
 use crate::cuda::{Arg, Launch};
@@ -56,14 +56,14 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
 }
 
 pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
-    // The count, and an f64 in the place of two 32-bit numbers.
+    // The count, nothing, and an f64.
     let mut sums = on.empty(&[num_experts, 4], DType::U32);
     let args = [on.read(ids), on.read(weights), on.write(&mut sums), ids.len().into(), ids.cols().into()];
     // SAFETY: a block goes through all choices and writes its expert's sums.
     unsafe { on.launch(&ROUTER, "sum_choices", num_experts, &args) };
     Late::new(move || {
         let sums = sums.u32s().as_chunks::<4>().0;
-        let weight = |&[_, _, low, high]: &[u32; 4]| f64::from_bits(u64::from(low) | u64::from(high) << 32);
+        let weight = |&[_, _, low, high]: &[u32; 4]| double([low, high]);
         ChoiceSums { firsts: sums.iter().map(|sums| sums[0]).collect(), weights: sums.iter().map(weight).collect() }
     })
 }
