@@ -260,7 +260,7 @@ fn check(case: &Case) {
         down: numbers(case.e * case.d * case.f, 4),
     };
     for (x_type, w_type) in [DType::F32, DType::BF16].into_iter().flat_map(|x| [(x, DType::F32), (x, DType::BF16)]) {
-        let mut first: Option<((crate::Isa, moeworks_tensor::Device), Vec<f32>)> = None;
+        let mut first: Option<(_, Vec<f32>)> = None;
         for ctx in contexts() {
             let run = run(&ctx, case, &inputs, x_type, w_type);
             let all = [&run.y, &run.backward.dx, &run.backward.d_row_weights, &run.replaced[0], &run.replaced[1]];

@@ -1,6 +1,6 @@
 //! What `--device` does: the same results wherever they are computed, and one line where there is no GPU.
 
-use moeworks_ops::cuda::Gpu;
+use moeworks_ops::cuda::{Emulation, Gpu};
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, losses, stderr, stdout};
@@ -27,7 +27,7 @@ fn a_device_that_is_not_there_is_named_and_auto_goes_on_without() {
 
 #[test]
 fn a_gpu_trains_evaluates_and_generates_what_the_processor_does() {
-    let devices = [Gpu::emulated().map(|_| "emulated"), Gpu::open(0).map(|_| "cuda")];
+    let devices = [Gpu::emulated(Emulation::default()).map(|_| "emulated"), Gpu::open(0).map(|_| "cuda")];
     let work = Workplace::new();
     for precision in ["f32", "bf16"] {
         let precision = format!("train.precision={precision}");

@@ -3,7 +3,7 @@
 use moeworks_model::generation::KvCache;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, PassOptions};
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Gpu, Traffic};
+use moeworks_ops::cuda::{Emulation, Gpu, Traffic};
 use moeworks_ops::linear::Write;
 
 use crate::common::{batch, model, next_ids, random_ids, small_config};
@@ -12,8 +12,9 @@ const SEQ_LEN: usize = 16;
 
 /// A context with the emulation of a GPU; says so where there is none.
 fn emulated() -> Option<Context> {
-    let gpu =
-        Gpu::emulated().inspect_err(|missing| println!("SKIPPED: what passes to and from a GPU: {missing}")).ok()?;
+    let gpu = Gpu::emulated(Emulation::default())
+        .inspect_err(|missing| println!("SKIPPED: what passes to and from a GPU: {missing}"))
+        .ok()?;
     Some(Context::cpu(2).with_gpu(gpu))
 }
 

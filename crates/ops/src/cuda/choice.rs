@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Gpu, GpuError};
+use super::{Emulation, Gpu, GpuError};
 
 /// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl DeviceChoice {
         let gpu = match self {
             Self::Cpu => return Ok(Chosen { gpu: None, missing: None }),
             Self::Cuda(index) => Gpu::open(index)?,
-            Self::Emulated => Gpu::emulated()?,
+            Self::Emulated => Gpu::emulated(Emulation::default())?,
             Self::Auto => match Gpu::open(0) {
                 Ok(gpu) => gpu,
                 Err(error) => return Ok(Chosen { gpu: None, missing: Some(error) }),

@@ -27,17 +27,37 @@ const OPTIONS: [&str; 7] = ["-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-pth
 
 pub(super) struct Emulated {
     library: &'static Library,
-    is_reversed: bool,
+    kind: Emulation,
     meter: Meter,
 }
 
 type Entry = unsafe extern "C" fn(*const u32, u32, u32, *mut *mut c_void, *const c_char, u32) -> *const c_char;
 
+/// What is emulated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Emulation {
+    /// The threads of a block take turns from the last to the first: a result that differs lacks a barrier.
+    pub is_reversed: bool,
+    /// The GPU has Hopper's instructions, and kernels that are made of them are taken.
+    pub is_hopper: bool,
+}
+
+/// Multiprocessors of an emulated GPU: a few, so that blocks that stay for many tiles have several.
+const PROCESSORS: usize = 3;
+
 impl Emulated {
-    pub(super) fn open(is_reversed: bool) -> Result<Self, GpuError> {
+    pub(super) fn open(kind: Emulation) -> Result<Self, GpuError> {
         static LIBRARY: OnceLock<Result<Library, GpuError>> = OnceLock::new();
         let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
-        Ok(Self { library, is_reversed, meter: Meter::default() })
+        Ok(Self { library, kind, meter: Meter::default() })
+    }
+
+    pub(super) fn name(&self) -> &'static str {
+        if self.kind.is_hopper { "emulation of Hopper on the host" } else { "emulation on the host" }
+    }
+
+    pub(super) fn hopper_processors(&self) -> Option<usize> {
+        self.kind.is_hopper.then_some(PROCESSORS)
     }
 
     pub(super) fn meter(&self) -> &Meter {
@@ -73,7 +93,7 @@ impl Emulated {
         let message = unsafe {
             let kinds = kinds.as_ptr().cast();
             let (threads, shared) = (launch.threads as u32, launch.shared as u32);
-            let message = entry(grid.as_ptr(), threads, shared, args.as_mut_ptr(), kinds, self.is_reversed.into());
+            let message = entry(grid.as_ptr(), threads, shared, args.as_mut_ptr(), kinds, self.kind.is_reversed.into());
             (!message.is_null()).then(|| CStr::from_ptr(message).to_string_lossy().into_owned())
         };
         message.map_or(Ok(()), |message| Err(failed(message)))

@@ -46,9 +46,15 @@ struct Size { u32 x, y, z; };
 constexpr int WARP = 32, MAX_THREADS = 1024;
 constexpr size_t STACK = 128 << 10;
 
-enum State { READY, AT_BARRIER, IN_WARP, DONE };
+enum State { READY, AT_BARRIER, AT_PHASE, IN_WARP, DONE };
 
 struct Copy { void* to; const void* from; bool is_there; };
+
+// A barrier whose phases count arrivals, in eight bytes of shared memory.
+struct Phases { u16 arrivals, left; u32 phase; };
+
+// A product that is under way: where its sums are, and the descriptors of what is multiplied.
+struct Product { float* sums; u64 a, b; bool a_major, b_major; };
 
 struct Fiber {
     std::unique_ptr<char[]> stack{new char[STACK]};
@@ -57,6 +63,12 @@ struct Fiber {
     bool is_started = false;
     State state = DONE;
     std::vector<std::vector<Copy>> copies;
+    // Whether copies arrived that products may not read yet.
+    bool has_unseen_copies = false;
+    std::vector<std::vector<Product>> products;
+    const Phases* phases = nullptr;
+    u32 parity = 0;
+    bool may_go_on() const { return state == READY || (state == AT_PHASE && (phases->phase & 1) != parity); }
 };
 
 struct Warp {
@@ -131,12 +143,14 @@ inline void run_block(int threads, size_t shared_bytes, bool reversed) {
     for (int t = 0; t < threads; t++) {
         m.fibers[t]->state = READY;
         m.fibers[t]->copies.assign(1, {});
+        m.fibers[t]->products.assign(1, {});
+        m.fibers[t]->has_unseen_copies = false;
     }
     for (;;) {
         bool moved = false;
         for (int i = 0; i < threads; i++) {
             int t = reversed ? threads - 1 - i : i;
-            if (m.fibers[t]->state != READY) continue;
+            if (!m.fibers[t]->may_go_on()) continue;
             moved = true;
             enter(t);
             if (!m.error.empty()) return;
@@ -150,7 +164,7 @@ inline void run_block(int threads, size_t shared_bytes, bool reversed) {
         if (done == threads) return;
         if (waiting != threads) {
             m.error = "of " + std::to_string(threads) + " threads " + std::to_string(waiting) + " wait at a barrier, " +
-                      std::to_string(done) + " are done and the others wait for lanes of their warp";
+                      std::to_string(done) + " are done and the others wait for lanes of their warp or a phase";
             return;
         }
         for (int t = 0; t < threads; t++) m.fibers[t]->state = READY;
@@ -357,6 +371,79 @@ template <int N> static inline void copy_wait() {
             if (copy.is_there) memcpy(copy.to, copy.from, 16);
             else memset(copy.to, 0, 16);
         }
+        emulator::running->fibers[emulator::running->current]->has_unseen_copies |= !groups.front().empty();
         groups.erase(groups.begin());
     }
 }
+
+// ---- Hopper's (hopper.cuh) ----
+
+static inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::running->shared); }
+
+static inline emulator::Fiber& emulator_fiber() { return *emulator::running->fibers[emulator::running->current]; }
+static inline void phases_begin(u64* barrier, u32 arrivals) {
+    emulator::Phases phases{(u16)arrivals, (u16)arrivals, 0};
+    memcpy(barrier, &phases, 8);
+}
+static inline void phase_arrive(u64* barrier) {
+    if (emulator_fiber().has_unseen_copies) emulator::fail("products may not read copies yet that a phase says are there");
+    auto& phases = *(emulator::Phases*)barrier;
+    if (--phases.left > 0) return;
+    phases.left = phases.arrivals;
+    phases.phase++;
+}
+static inline void phase_wait(u64* barrier, u32 parity) {
+    emulator::Fiber& fiber = emulator_fiber();
+    fiber.phases = (const emulator::Phases*)barrier;
+    fiber.parity = parity;
+    if ((fiber.phases->phase & 1) == parity) emulator::leave(emulator::AT_PHASE);
+}
+static inline void products_may_read() { emulator_fiber().has_unseen_copies = false; }
+template <u32 N> static inline void give_registers() {}
+template <u32 N> static inline void take_registers() {}
+
+// An element of an operand in shared memory, by PTX's "Matrix descriptor" and the canonical layouts of lines of 128 bytes.
+static inline float emulated_element(u64 descriptor, bool is_major, u32 row, u32 k) {
+    u32 start = (u32)(descriptor & 0x3fff) << 4, block = (u32)(descriptor >> 16 & 0x3fff) << 4, line = (u32)(descriptor >> 32 & 0x3fff) << 4;
+    u32 at = is_major ? start + row / 8 * line + row % 8 * 128 + k * 2
+                      : start + row / 64 * block + row % 64 * 2 + k / 8 * line + k % 8 * 128;
+    at ^= (at >> 7 & 7) << 4;
+    return emulator::widen(*(const u16*)(emulator::running->shared + at));
+}
+static inline void emulated_product(const emulator::Product& product) {
+    int lane = emulator::running->current % 32, warp = emulator::running->current / 32 % 4;
+    float a[2][16], b[16];
+    for (int h = 0; h < 2; h++)
+        for (int k = 0; k < 16; k++) a[h][k] = emulated_element(product.a, product.a_major, warp * 16 + lane / 4 + 8 * h, k);
+    for (int j = 0; j < 32; j++)
+        for (int i = 0; i < 2; i++) {
+            for (int k = 0; k < 16; k++) b[k] = emulated_element(product.b, product.b_major, j * 8 + lane % 4 * 2 + i, k);
+            for (int h = 0; h < 2; h++)
+                for (int k = 0; k < 16; k++) product.sums[4 * j + 2 * h + i] += a[h][k] * b[k];
+        }
+}
+template <bool A_MAJOR, bool B_MAJOR> static inline void wgmma(float (&c)[128], u64 a, u64 b) {
+    struct In { u64 a, b; };
+    struct None {};
+    emulator::with_warp<In, None>(7, In{a, b}, [](const In* const* in, None* const*) {
+        for (int lane = 0; lane < 32; lane++) {
+            if (in[lane]->a != in[0]->a || in[lane]->b != in[0]->b) emulator::fail("lanes of a warp have different descriptors");
+            for (u64 x : {in[lane]->a, in[lane]->b})
+                if (x >> 62 != 1 || (x >> 49 & 7) != 0) emulator::fail("a descriptor is not of lines of 128 bytes");
+        }
+    });
+    emulator_fiber().products.back().push_back({c, a, b, A_MAJOR, B_MAJOR});
+}
+static inline void wgmma_begin() { __syncwarp(); }
+static inline void wgmma_commit() { emulator_fiber().products.emplace_back(); }
+// Products are made as late as they may be: at the wait.
+template <int N> static inline void wgmma_wait() {
+    auto& groups = emulator_fiber().products;
+    while (groups.size() > N + 1) {
+        for (const auto& product : groups.front()) emulated_product(product);
+        groups.erase(groups.begin());
+    }
+    // The wait is the whole warp's.
+    __syncwarp();
+}
+static inline void wgmma_sums_are_there(float (&)[128]) {}

@@ -35,6 +35,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use moeworks_tensor::{DType, DeviceBlock, MemoryPool, Tensor};
 
 pub use choice::{DeviceChoice, UnknownDevice};
+pub use emulated::Emulation;
 pub use error::GpuError;
 pub(crate) use launch::{Arg, Launch};
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
@@ -71,28 +72,27 @@ impl Gpu {
 
     /// The emulation, for tests: needs a C++ compiler (`c++`), which compiles all kernels on the first call in a process, and
     /// keeps them in the cache.
-    pub fn emulated() -> Result<Self, GpuError> {
-        Ok(Self::of(Backend::Emulated(emulated::Emulated::open(false)?)))
+    pub fn emulated(emulation: Emulation) -> Result<Self, GpuError> {
+        Ok(Self::of(Backend::Emulated(emulated::Emulated::open(emulation)?)))
     }
 
-    /// The emulation with the threads of a block taking turns from the last to the first: what differs from
-    /// [`emulated`](Self::emulated) lacks a barrier.
-    pub fn emulated_in_reverse() -> Result<Self, GpuError> {
-        Ok(Self::of(Backend::Emulated(emulated::Emulated::open(true)?)))
-    }
-
-    /// What tests of operations run on besides the processor, each with a name: the emulation in both orders, and the first
-    /// GPU. Says once what is not there. `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    /// What tests of operations run on besides the processor, each with a name: the emulation in both orders and with Hopper's
+    /// kernels, and the first GPU. Says once what is not there. `MOEWORKS_NO_EMULATION` leaves the emulation out.
     #[must_use]
     pub fn for_tests() -> Vec<(&'static str, Self)> {
         static SKIPPED: Once = Once::new();
-        let emulations = match std::env::var_os("MOEWORKS_NO_EMULATION") {
-            Some(_) => vec![Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() })],
-            None => vec![Self::emulated(), Self::emulated_in_reverse()],
+        let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
+            Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
+            None => Self::emulated(Emulation { is_reversed, is_hopper }),
         };
-        let names = ["emulated GPU", "emulated GPU in reverse"];
-        let all = names.into_iter().zip(emulations).chain([("GPU", Self::open(0))]);
-        let (there, missing): (Vec<_>, Vec<_>) = all.partition(|(_, gpu)| gpu.is_ok());
+        let all = [
+            ("emulated GPU", emulation(false, false)),
+            ("emulated GPU in reverse", emulation(true, false)),
+            ("emulated Hopper", emulation(false, true)),
+            ("emulated Hopper in reverse", emulation(true, true)),
+            ("GPU", Self::open(0)),
+        ];
+        let (there, missing): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, gpu)| gpu.is_ok());
         SKIPPED.call_once(|| {
             for (name, error) in missing.iter().filter_map(|(name, gpu)| Some((name, gpu.as_ref().err()?))) {
                 eprintln!("SKIPPED: the operations' tests on the {name}: {error}");
@@ -106,7 +106,15 @@ impl Gpu {
     pub fn name(&self) -> &str {
         match &*self.backend {
             Backend::Nvidia(device) => device.name(),
-            Backend::Emulated(_) => "emulation on the host",
+            Backend::Emulated(device) => device.name(),
+        }
+    }
+
+    /// Multiprocessors, if kernels made of Hopper's own instructions (`sm_90a`) can run here.
+    pub(crate) fn hopper_processors(&self) -> Option<usize> {
+        match &*self.backend {
+            Backend::Nvidia(device) => device.hopper_processors(),
+            Backend::Emulated(device) => device.hopper_processors(),
         }
     }
 

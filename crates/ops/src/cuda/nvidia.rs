@@ -24,6 +24,7 @@ pub(super) struct Nvidia {
     shared: Arc<Shared>,
     name: String,
     target: Target,
+    processors: usize,
     compiler: &'static Nvrtc,
     kernels: Mutex<HashMap<String, Kernel>>,
     modules: Mutex<HashMap<&'static str, Module>>,
@@ -80,6 +81,7 @@ impl Nvidia {
         if capability < MIN_CAPABILITY {
             return Err(GpuError::TooOld { name, capability });
         }
+        let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as usize;
         let compiler = Nvrtc::find()?;
         let stream = context.new_stream().map_err(failed("cuStreamCreate"))?;
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
@@ -87,6 +89,7 @@ impl Nvidia {
             shared: Arc::new(Shared { context, stream, meter: Meter::default() }),
             name,
             target: compiler.target_for(capability),
+            processors,
             compiler,
             kernels: Mutex::default(),
             modules: Mutex::default(),
@@ -95,6 +98,11 @@ impl Nvidia {
 
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Multiprocessors, if the compiler and the device both know Hopper's instructions.
+    pub(super) fn hopper_processors(&self) -> Option<usize> {
+        (self.target == Target::real(90)).then_some(self.processors)
     }
 
     pub(super) fn meter(&self) -> &Meter {

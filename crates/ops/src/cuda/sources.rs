@@ -7,6 +7,8 @@ pub struct Source {
     pub name: &'static str,
     /// The kernels it defines.
     pub kernels: &'static [&'static str],
+    /// The capabilities that it is for; none if it is for all.
+    pub only: &'static [u32],
     /// What comes before the text besides [`COMMON`].
     header: &'static str,
     text: &'static str,
@@ -17,11 +19,13 @@ const COMMON: &str = include_str!("kernels/common.cuh");
 
 /// Declares a source and its place in the table.
 macro_rules! sources {
-    ($($(#[$docs:meta])* $constant:ident = $name:literal $(after $header:literal)?: [$($kernel:literal),* $(,)?];)*) => {
+    ($($(#[$docs:meta])* $constant:ident = $name:literal $(after $($header:literal)+)? $(only $capability:literal)?:
+        [$($kernel:literal),* $(,)?];)*) => {
         $($(#[$docs])* pub(crate) static $constant: Source = Source {
             name: $name,
             kernels: &[$($kernel),*],
-            header: concat!("" $(, include_str!(concat!("kernels/", $header)))?),
+            only: &[$($capability)?],
+            header: concat!("" $($(, include_str!(concat!("kernels/", $header)), "\n")+)?),
             text: include_str!(concat!("kernels/", $name, ".cu")),
         };)*
         /// Every source.
@@ -39,6 +43,9 @@ sources! {
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "weigh_rows", "add_row_biases",
         "combine_rows", "add_row_parts", "grads_of_choices",
+    ];
+    GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" only 90: [
+        "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",
     ];
     BLOCKS = "blocks" after "grouped.cuh": [
         "blocks_to_bf16", "gather_block_rows",
@@ -68,6 +75,7 @@ sources! {
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
+    PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

@@ -89,34 +89,38 @@ DEVICE void multiply(const Problem& p, unsigned char* shared, f32 (&sums)[4][4][
     __syncthreads();
 }
 
-// Hands each sum to the epilogue; where that has parts, adds them up over the tile's columns in a fixed order and writes them.
+// Hands each sum to the epilogue, 16 rows of a warp at a time; where that has parts, adds them up over the tile's columns in a fixed
+// order and writes them.
 template <bool IS_PAIRED, typename Epilogue>
 DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[4][4][4], f32* parts, u32 num_parts,
                    unsigned char* shared) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    f32* rows = (f32*)shared;  // [4 warps of columns, 128]
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = warp % 4;
+    f32* own = (f32*)(shared + warp * OWN_BYTES);
+    f32* rows = (f32*)(shared + 8 * OWN_BYTES);  // [4 warps of columns, 128]
+    // Which registers a part has must be known when this is compiled.
+#pragma unroll 1
+    for (u32 part = 0; part < 4; part++) {
 #pragma unroll
-    for (u32 i = 0; i < 4; i++)
+        for (u32 chosen = 0; chosen < 4; chosen++) {
+            if (chosen != part) continue;
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            u32 row = warp / 4 * 64 + i * 16 + half * 8 + lane / 4;
-            f32 part = 0.0f;
-#pragma unroll
-            for (u32 j = 0; j < 4; j += IS_PAIRED ? 2 : 1)
-#pragma unroll
-                for (u32 c = 0; c < 2; c++) {
-                    u32 inside = warp % 4 * 32 + j * 8 + lane % 4 * 2 + c;
-                    u32 column = p.column + (IS_PAIRED ? inside / 16 * 8 + inside % 8 : inside);
-                    if (row >= p.rows || column >= p.columns) continue;
-                    f32 second = IS_PAIRED ? sums[i][j + 1][half * 2 + c] : 0.0f;
-                    part += epilogue.take(p.group, p.row + row, column, sums[i][j][half * 2 + c], second);
-                }
-            if (Epilogue::HAS_PARTS) {
-                part += from_lane_xor(part, 1);
-                part += from_lane_xor(part, 2);
-                if (lane % 4 == 0) rows[warp % 4 * TILE + row] = part;
+            for (u32 i = 0; i < 8; i++) {
+                // First and second columns of pairs come in turns, eight at a time.
+                u32 block = i / 2, half = i % 2, at = IS_PAIRED ? block % 2 * 2 + block / 2 : block;
+                lay_down(own, block, half, sums[chosen][at][half * 2], sums[chosen][at][half * 2 + 1]);
             }
         }
+        u32 first_row = warp / 4 * 64 + part * 16, column = p.column + columns * (IS_PAIRED ? OWN_PAIRS : OWN_COLUMNS);
+        f32 row_parts[Own<IS_PAIRED>::HELD] = {};
+        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts);
+        if constexpr (Epilogue::HAS_PARTS)
+#pragma unroll
+            for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
+                f32 sum = row_part<IS_PAIRED>(row_parts[i]);
+                u32 row = first_row + lane / Own<IS_PAIRED>::LANES + i * 8;
+                if (lane % Own<IS_PAIRED>::LANES == 0) rows[columns * TILE + row] = sum;
+            }
+    }
     if (!Epilogue::HAS_PARTS) return;
     __syncthreads();
     u32 row = threadIdx.x;
@@ -229,42 +233,15 @@ KERNEL(256) few_up_single(ROWS, ACTIVATE, u32 is_rounded) {
     by_columns<false>(p, Floats{p.b}, THE_ACTIVATE, is_rounded);
 }
 
-#define PULL_BACK const void *h, void *dh, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts
-#define THE_PULL_BACK PullBack{h, dh, row_weights, h_bf16, width, Shape{kind, alpha, limit}}, parts, gridDim.x
-
-KERNEL(256) pull_back_rows(ROWS, PULL_BACK) { with_tensor_cores<true, false, false>(rows_problem(THE_ROWS, TILE), THE_PULL_BACK); }
+KERNEL(256) pull_back_rows(ROWS, PULL_BACK) { with_tensor_cores<true, false, false>(rows_problem(THE_ROWS, TILE), THE_PULL_BACK, parts, gridDim.x); }
 KERNEL(256) plain_pull_back_rows(ROWS, PULL_BACK, u32 is_rounded) {
-    plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_PULL_BACK, is_rounded);
+    plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_PULL_BACK, parts, gridDim.x, is_rounded);
 }
 
-// Gradients of weights: group blockIdx.z has the rows offsets[g]..offsets[g + 1] of both operands as its depth, and the matrix
-// [rows, columns] at g * rows * columns of the output. A group without rows is left alone, or is zeros.
-struct Depths {
-    const void *a, *b;
-    const u32 *a_gather, *b_gather, *offsets;
-    u32 a_bf16, b_bf16, rows, columns, keeps_unused;
-};
-
-DEVICE bool depths_problem(const Depths& d, u32 tile, Problem& p) {
-    u32 group = blockIdx.z, first = d.offsets[group], end = d.offsets[group + 1];
-    p.a = Operand{d.a, d.a_gather, first, d.rows, d.a_bf16};
-    p.b = Operand{d.b, d.b_gather, first, d.columns, d.b_bf16};
-    p.row = blockIdx.y * tile;
-    p.rows = min(d.rows - (u32)p.row, tile);
-    p.columns = d.columns;
-    p.depth = end - first;
-    p.group = group;
-    p.column = blockIdx.x * tile;
-    p.pair = 0;
-    return end > first || !d.keeps_unused;
-}
-
-#define DEPTHS const void *a, const u32 *a_gather, const void *b, const u32 *b_gather, const u32 *offsets, u32 a_bf16, u32 b_bf16, \
-               u32 rows, u32 columns, u32 keeps_unused, f32 *to, u32 add
+// blockIdx.z is the group, y and x name tiles of rows and columns.
 #define DEPTHS_PROBLEM(tile)                                                                                        \
     Problem p;                                                                                                      \
-    Depths d = {a, b, a_gather, b_gather, offsets, a_bf16, b_bf16, rows, columns, keeps_unused};                    \
-    if (!depths_problem(d, tile, p)) return;                                                                        \
+    if (!depths_problem(THE_DEPTHS, blockIdx.z, blockIdx.y * tile, blockIdx.x * tile, tile, p)) return;             \
     Store store = {to + (u64)blockIdx.z * rows * columns, 0, columns, add}
 
 KERNEL(256) depths_tn(DEPTHS) {

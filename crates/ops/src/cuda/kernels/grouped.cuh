@@ -70,7 +70,42 @@ DEVICE f32 rounded(f32 x, u32 is_rounded) {
     return load(y);
 }
 
-// ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row ----
+// 8 elements from `at` on, a multiple of 8.
+DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
+    if (is_bf16) {
+        uint4 words = *(const uint4*)((const bf16*)data + at);
+        u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            x[2 * i] = bits_float(pairs[i] << 16);
+            x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
+        }
+        return;
+    }
+    const float4* from = (const float4*)((const f32*)data + at);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        float4 four = from[i];
+        x[4 * i] = four.x;
+        x[4 * i + 1] = four.y;
+        x[4 * i + 2] = four.z;
+        x[4 * i + 3] = four.w;
+    }
+}
+
+DEVICE void store_vector(void* to, u32 is_bf16, u64 at, const f32 (&x)[8]) {
+    if (is_bf16) {
+        *(uint4*)((bf16*)to + at) =
+            make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+        return;
+    }
+    float4* four = (float4*)((f32*)to + at);
+    four[0] = make_float4(x[0], x[1], x[2], x[3]);
+    four[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
+// gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
 
 struct Store {
     void* to;
@@ -79,6 +114,18 @@ struct Store {
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32) const {
         u64 at = row * stride + column;
         store_any(to, is_bf16, at, add ? load_any(to, is_bf16, at) + x : x);
+        return 0.0f;
+    }
+    DEVICE_MEMBER bool has_vectors() const { return stride % 8 == 0; }
+    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&x)[8], f32 (&)[8]) const {
+        u64 at = row * stride + column;
+        if (add) {
+            f32 before[8];
+            load_vector(before, to, is_bf16, at);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) x[i] += before[i];
+        }
+        store_vector(to, is_bf16, at, x);
         return 0.0f;
     }
 };
@@ -104,6 +151,25 @@ struct Activate {
         store_any(a, is_bf16, row * width + column, activate(shape, rounded(gate, is_bf16), rounded(up, is_bf16)));
         return 0.0f;
     }
+    DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
+    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&gate)[8], f32 (&up)[8]) const {
+        u32 inputs = is_gated(shape) ? 2 : 1;
+        if (bias) {
+            const f32* own = bias + (u64)group * inputs * width + column;
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                gate[i] += own[i];
+                if (inputs == 2) up[i] += own[width + i];
+            }
+        }
+        u64 at = row * inputs * width + column;
+        store_vector(h, is_bf16, at, gate);
+        if (inputs == 2) store_vector(h, is_bf16, at + width, up);
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) gate[i] = activate(shape, rounded(gate[i], is_bf16), rounded(up[i], is_bf16));
+        store_vector(a, is_bf16, row * width + column, gate);
+        return 0.0f;
+    }
 };
 
 // From u, the gradient of the activation before the row's weight: dh [R, A F]; the sums over rows of u a are parts.
@@ -122,6 +188,19 @@ struct PullBack {
         store_any(dh, is_bf16, at, gate);
         if (inputs == 2) store_any(dh, is_bf16, at + width, up);
         return u * a;
+    }
+    DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
+    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&u)[8], f32 (&)[8]) const {
+        u32 inputs = is_gated(shape) ? 2 : 1;
+        u64 at = row * inputs * width + column;
+        f32 gate[8], up[8] = {}, weight = row_weights[row], part = 0.0f;
+        load_vector(gate, h, is_bf16, at);
+        if (inputs == 2) load_vector(up, h, is_bf16, at + width);
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) part += u[i] * pull_back(shape, weight * u[i], gate[i], up[i]);
+        store_vector(dh, is_bf16, at, gate);
+        if (inputs == 2) store_vector(dh, is_bf16, at + width, up);
+        return part;
     }
 };
 
@@ -150,32 +229,60 @@ struct Problem {
     u64 pair;                  // rows of B from a column's to its second
 };
 
+// ---- from tensor cores to epilogues: sums lie over a warp's registers in pairs of columns, and go by way of its own shared memory, so
+// that a lane has eight neighbouring columns, and the code of an epilogue is there once ----
+
+// 16 rows of 32 columns, or of 16 pairs, with a gap, so that neighbouring rows are in different banks.
+const u32 OWN_STRIDE = 40, OWN_BYTES = 16 * OWN_STRIDE * 4;
+const u32 OWN_COLUMNS = 32, OWN_PAIRS = 16;
+// Rows that each lane has of them: a row's columns are those of four neighbouring lanes, or of two.
+template <bool IS_PAIRED> struct Own { static const u32 HELD = IS_PAIRED ? 1 : 2, LANES = IS_PAIRED ? 2 : 4; };
+
+// A lane's two sums of block `block` of eight columns (of pairs: two blocks of first ones, then two of second ones) and of the upper or
+// lower eight rows, as instructions leave them: row lane / 4, columns 2 (lane % 4) on.
+DEVICE void lay_down(f32* own, u32 block, u32 half, f32 x, f32 y) {
+    u32 lane = threadIdx.x % 32;
+    *(float2*)(own + (lane / 4 + 8 * half) * OWN_STRIDE + block * 8 + lane % 4 * 2) = make_float2(x, y);
+}
+
+// Hands to the epilogue what the warp has laid down: rows from `first_row` of the tile on, and columns from `first_column`. `parts` gets
+// what the epilogue returned for each of the lane's rows.
+template <bool IS_PAIRED, typename Epilogue>
+DEVICE void hand_over(const Problem& p, const Epilogue& epilogue, const f32* own, u32 first_row, u32 first_column,
+                      f32 (&parts)[Own<IS_PAIRED>::HELD]) {
+    u32 lane = threadIdx.x % 32, column = first_column + lane % Own<IS_PAIRED>::LANES * 8;
+    __syncwarp();
+#pragma unroll
+    for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
+        u32 inside = lane / Own<IS_PAIRED>::LANES + i * 8, row = first_row + inside;
+        if (row >= p.rows || column >= p.columns) continue;
+        const f32* first = own + inside * OWN_STRIDE + (column - first_column);
+        const f32* second = IS_PAIRED ? first + OWN_PAIRS : first;
+        u32 edge = min(p.columns - column, 8u);
+        if (edge == 8 && epilogue.has_vectors()) {
+            f32 x[8], y[8];
+            load_vector(x, first, 0, 0);
+            load_vector(y, second, 0, 0);
+            parts[i] += epilogue.take_eight(p.group, p.row + row, column, x, y);
+            continue;
+        }
+#pragma unroll 1
+        for (u32 c = 0; c < edge; c++)
+            parts[i] += epilogue.take(p.group, p.row + row, column + c, first[c], IS_PAIRED ? second[c] : 0.0f);
+    }
+    __syncwarp();
+}
+
+// A row's part from those of its lanes, in each of them.
+template <bool IS_PAIRED> DEVICE f32 row_part(f32 part) {
+#pragma unroll
+    for (u32 mask = 1; mask < Own<IS_PAIRED>::LANES; mask *= 2) part += from_lane_xor(part, (int)mask);
+    return part;
+}
+
 // ---- few rows: a warp has a column (or a pair), whose row of B it reads once from end to end ----
 
 const u32 FEW = 8, FEW_COLUMNS = 8;
-
-// 8 elements from `at` on, a multiple of 8.
-DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
-    if (is_bf16) {
-        uint4 words = *(const uint4*)((const bf16*)data + at);
-        u32 pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            x[2 * i] = bits_float(pairs[i] << 16);
-            x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
-        }
-        return;
-    }
-    const float4* from = (const float4*)((const f32*)data + at);
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-        float4 four = from[i];
-        x[4 * i] = four.x;
-        x[4 * i + 1] = four.y;
-        x[4 * i + 2] = four.z;
-        x[4 * i + 3] = four.w;
-    }
-}
 
 // Rows of B that are floats.
 struct Floats {
@@ -217,8 +324,7 @@ DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& e
     }
 }
 
-// Products of rows: blockIdx.y names a tile of the list, blockIdx.x columns. `tiles` are triples (group, first row, rows); group g's
-// matrix begins at row g * group_rows of B.
+// Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B.
 struct Rows {
     const void* a;
     const u32* gather;
@@ -227,8 +333,9 @@ struct Rows {
     u32 a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair;
 };
 
-DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) {
-    const u32* tile = r.tiles + 3 * blockIdx.y;
+// That of the list's tile `index`, and of columns from `column` on.
+DEVICE Problem rows_problem(const Rows& r, u32 index, u32 column) {
+    const u32* tile = r.tiles + 3 * index;
     Problem p;
     p.a = Operand{r.a, r.gather, tile[1], r.a_stride, r.a_bf16};
     p.b = Operand{r.b, nullptr, (u64)tile[0] * r.group_rows, r.b_stride, r.b_bf16};
@@ -236,11 +343,14 @@ DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) {
     p.columns = r.columns;
     p.depth = r.depth;
     p.group = tile[0];
-    p.column = blockIdx.x * tile_columns;
+    p.column = column;
     p.row = tile[1];
     p.pair = r.pair;
     return p;
 }
+
+// The same where blockIdx.y names a tile of the list, and blockIdx.x one of columns.
+DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_problem(r, blockIdx.y, blockIdx.x * tile_columns); }
 
 #define ROWS const void *a, const u32 *gather, const void *b, const u32 *tiles, u32 a_bf16, u32 b_bf16, u32 a_stride, u32 b_stride, \
              u32 group_rows, u32 columns, u32 depth, u32 pair
@@ -251,3 +361,33 @@ DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) {
 
 #define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
 #define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}
+
+#define PULL_BACK const void *h, void *dh, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts
+#define THE_PULL_BACK PullBack{h, dh, row_weights, h_bf16, width, Shape{kind, alpha, limit}}
+
+// Gradients of weights: group g has the rows offsets[g]..offsets[g + 1] of both operands as its depth, and the matrix
+// [rows, columns] at g * rows * columns of the output. A group without rows is left alone, or is zeros.
+struct Depths {
+    const void *a, *b;
+    const u32 *a_gather, *b_gather, *offsets;
+    u32 a_bf16, b_bf16, rows, columns, keeps_unused;
+};
+
+// Those of a group from `row` and `column` on, at most `tile` rows; false if there is nothing to do.
+DEVICE bool depths_problem(const Depths& d, u32 group, u32 row, u32 column, u32 tile, Problem& p) {
+    u32 first = d.offsets[group], end = d.offsets[group + 1];
+    p.a = Operand{d.a, d.a_gather, first, d.rows, d.a_bf16};
+    p.b = Operand{d.b, d.b_gather, first, d.columns, d.b_bf16};
+    p.row = row;
+    p.rows = min(d.rows - row, tile);
+    p.columns = d.columns;
+    p.depth = end - first;
+    p.group = group;
+    p.column = column;
+    p.pair = 0;
+    return end > first || !d.keeps_unused;
+}
+
+#define DEPTHS const void *a, const u32 *a_gather, const void *b, const u32 *b_gather, const u32 *offsets, u32 a_bf16, u32 b_bf16, \
+               u32 rows, u32 columns, u32 keeps_unused, f32 *to, u32 add
+#define THE_DEPTHS Depths{a, b, a_gather, b_gather, offsets, a_bf16, b_bf16, rows, columns, keeps_unused}

@@ -172,7 +172,7 @@ pub(crate) fn backward(
         compute: dtype,
         groups: map.groups(),
     };
-    let num_parts = first.column_tiles();
+    let num_parts = first.column_tiles(on);
     let (mut dh, mut parts) = (on.empty(&[r, af], dtype), on.empty(&[r, num_parts], DType::F32));
     let mut args = vec![
         on.read(&saved.h),

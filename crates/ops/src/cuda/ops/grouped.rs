@@ -1,21 +1,26 @@
 //! Products on a GPU: of groups of rows with matrices of their own, and plain ones as one group.
 //!
 //! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once. Other bf16 products whose sizes are
-//! whole vectors of 8 go to the tensor cores (`mma.sync`, asynchronous copies in four stages); all others to a plain kernel. Which
-//! one is taken depends on sizes and types alone.
+//! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; `wgmma` on Hopper, `mma.sync` elsewhere); all
+//! others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
 use super::{On, blocks, elementwise};
-use crate::cuda::sources::{BLOCKS, GROUPED};
-use crate::cuda::{Arg, Launch};
+use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_HOPPER};
+use crate::cuda::{Arg, Launch, Source};
 use crate::gemm::Form;
 use crate::linear::Write;
 
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
 const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
+/// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, and their shared memory: four stages
+/// of 64 in depth, sums of eight warps on their way, and barriers.
+const HOPPER_COLUMNS: usize = 256;
+const HOPPER_THREADS: usize = 384;
+const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * 64 * 2 + 8 * 16 * 40 * 4 + 8 * 8;
 /// Rows and columns of a plain block's tile.
 const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
@@ -26,8 +31,61 @@ const FEW_COLUMNS: usize = 8;
 #[derive(Clone, Copy, PartialEq)]
 enum Kernel {
     Tensor,
+    /// The same on Hopper, by so many blocks at most.
+    Hopper {
+        processors: usize,
+    },
     Plain,
     Few,
+}
+
+impl Kernel {
+    fn on_tensor_cores(on: On<'_>) -> Self {
+        on.gpu.hopper_processors().map_or(Self::Tensor, |processors| Self::Hopper { processors })
+    }
+
+    fn uses_tensor_cores(self) -> bool {
+        matches!(self, Self::Tensor | Self::Hopper { .. })
+    }
+
+    /// Of names for tensor cores, for the plain kernel and for few rows, the one for B of a type, and where it is.
+    fn source_and_name(self, [tensor, plain, few]: [&str; 3], b: DType) -> (&'static Source, String) {
+        match (self, blocks::name_of_few(b)) {
+            (Self::Few, Some(blocks)) => (&BLOCKS, format!("{few}_{blocks}")),
+            (Self::Few, None) => (&GROUPED, few.into()),
+            (Self::Plain, _) => (&GROUPED, plain.into()),
+            (Self::Tensor, _) => (&GROUPED, tensor.into()),
+            (Self::Hopper { .. }, _) => (&GROUPED_HOPPER, format!("hopper_{tensor}")),
+        }
+    }
+
+    /// What a kernel's arguments end with: Hopper's have no dimension of blocks to tell them how long the list of tiles, or how many
+    /// groups there are; those without tensor cores are told to round.
+    fn last_arg(self, compute: DType, listed: usize) -> Option<Arg<'static>> {
+        match self {
+            Self::Tensor => None,
+            Self::Hopper { .. } => Some(listed.into()),
+            Self::Plain | Self::Few => Some((compute == DType::BF16).into()),
+        }
+    }
+
+    /// A launch for so many tiles of columns, of rows, and of groups.
+    fn launch<'a>(
+        self,
+        source: &'static Source,
+        kernel: &'a str,
+        tiles: [usize; 3],
+        args: &'a [Arg<'a>],
+    ) -> Launch<'a> {
+        let (grid, threads, shared) = match self {
+            Self::Tensor => (tiles, 256, SHARED),
+            Self::Hopper { processors } => {
+                ([tiles.iter().product::<usize>().min(processors), 1, 1], HOPPER_THREADS, HOPPER_SHARED)
+            }
+            Self::Plain | Self::Few => (tiles, 256, 0),
+        };
+        Launch { source, kernel, grid, threads, shared, args }
+    }
 }
 
 /// Products of rows: `A B_g^T` ([`Form::Nt`]) or `A B_g` ([`Form::Nn`]) for the rows of each group g.
@@ -69,7 +127,8 @@ impl Groups<'_> {
     }
 }
 
-/// Names of an epilogue's kernels on tensor cores, elsewhere, and for few rows (of `A B^T` alone), and its arguments.
+/// Names of an epilogue's kernels on tensor cores (Hopper's with `hopper_` before), elsewhere, and for few rows (of `A B^T` alone),
+/// and its arguments.
 pub(super) struct Epilogue<'a> {
     pub(super) kernels: [&'static str; 3],
     pub(super) args: Vec<Arg<'a>>,
@@ -77,7 +136,7 @@ pub(super) struct Epilogue<'a> {
 
 impl RowsProduct<'_> {
     /// But for the plain one, kernels take vectors of 8, which must be within one row of each operand.
-    fn kernel(&self) -> Kernel {
+    fn kernel(&self, on: On<'_>) -> Kernel {
         let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
         let has_few_rows = self.groups.most() <= FEW_ROWS;
         if self.b.dtype().is_quantized() {
@@ -87,31 +146,32 @@ impl RowsProduct<'_> {
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
         match self.form {
             Form::Nt if is_whole && has_few_rows => Kernel::Few,
-            Form::Nt if is_whole && is_bf16 => Kernel::Tensor,
-            Form::Nn if is_whole && is_bf16 && self.columns.is_multiple_of(8) => Kernel::Tensor,
+            Form::Nt if is_whole && is_bf16 => Kernel::on_tensor_cores(on),
+            Form::Nn if is_whole && is_bf16 && self.columns.is_multiple_of(8) => Kernel::on_tensor_cores(on),
             _ => Kernel::Plain,
         }
     }
 
     /// Columns of a block's tile.
-    fn tile_columns(&self) -> usize {
-        match (self.kernel(), self.pair) {
-            (Kernel::Tensor, Some(_)) => TILE / 2,
-            (Kernel::Tensor, None) => TILE,
-            (Kernel::Plain, _) => PLAIN_TILE,
-            (Kernel::Few, _) => FEW_COLUMNS,
-        }
+    fn tile_columns(&self, on: On<'_>) -> usize {
+        let all = match self.kernel(on) {
+            Kernel::Tensor => TILE,
+            Kernel::Hopper { .. } => HOPPER_COLUMNS,
+            Kernel::Plain => return PLAIN_TILE,
+            Kernel::Few => return FEW_COLUMNS,
+        };
+        if self.pair.is_some() { all / 2 } else { all }
     }
 
     /// Tiles that the columns are cut into.
-    pub(super) fn column_tiles(&self) -> usize {
-        self.columns.div_ceil(self.tile_columns())
+    pub(super) fn column_tiles(&self, on: On<'_>) -> usize {
+        self.columns.div_ceil(self.tile_columns(on))
     }
 
     /// `[tiles, 3]`: `(group, first row, rows)` of each tile; tiles of many groups may be without rows.
     fn tiles(&self, on: On<'_>) -> Tensor {
-        let height = match self.kernel() {
-            Kernel::Tensor => TILE,
+        let height = match self.kernel(on) {
+            Kernel::Tensor | Kernel::Hopper { .. } => TILE,
             Kernel::Plain => PLAIN_TILE,
             Kernel::Few => FEW_ROWS,
         };
@@ -153,10 +213,10 @@ impl RowsProduct<'_> {
     ///
     /// As of [`run`](Self::run).
     unsafe fn run_as_it_lies(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
-        let (kernel, tiles) = (self.kernel(), self.tiles(on));
-        let is_tensor = kernel == Kernel::Tensor;
-        let grid = [self.column_tiles(), tiles.len() / 3, 1];
-        let rounded = (is_tensor && self.a.dtype() != DType::BF16).then(|| elementwise::cast(on, self.a, DType::BF16));
+        let (kernel, tiles) = (self.kernel(on), self.tiles(on));
+        let grid = [self.column_tiles(on), tiles.len() / 3, 1];
+        let rounded = (kernel.uses_tensor_cores() && self.a.dtype() != DType::BF16)
+            .then(|| elementwise::cast(on, self.a, DType::BF16));
         let a = rounded.as_ref().unwrap_or(self.a);
         let b_stride = match self.form {
             _ if self.b.dtype().is_quantized() => blocks::row_bytes(self.b.dtype(), self.depth),
@@ -179,16 +239,9 @@ impl RowsProduct<'_> {
             self.pair.unwrap_or(0).into(),
         ];
         args.extend_from_slice(&epilogue.args);
-        let kernel = epilogue.kernels[kernel as usize];
-        let (source, kernel) = match blocks::name_of_few(self.b.dtype()) {
-            Some(name) => (&BLOCKS, &*format!("{kernel}_{name}")),
-            None => (&GROUPED, kernel),
-        };
-        let shared = if is_tensor { SHARED } else { 0 };
-        if !is_tensor {
-            args.push((self.compute == DType::BF16).into());
-        }
-        let launch = Launch { source, kernel, grid, threads: 256, shared, args: &args };
+        args.extend(kernel.last_arg(self.compute, grid[1]));
+        let (source, name) = kernel.source_and_name(epilogue.kernels, self.b.dtype());
+        let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
         unsafe { on.gpu.launch(&launch) };
@@ -228,9 +281,13 @@ impl DepthsProduct<'_> {
     /// Writes or adds the gradients to `to`.
     pub(super) fn run(&self, on: On<'_>, write: Write, to: &mut Tensor) {
         let is_whole = self.rows.is_multiple_of(8) && self.columns.is_multiple_of(8);
-        let is_tensor = self.compute == DType::BF16 && is_whole;
-        let rounded =
-            |x: &Tensor| (is_tensor && x.dtype() != DType::BF16).then(|| elementwise::cast(on, x, DType::BF16));
+        let kernel = match self.compute == DType::BF16 && is_whole {
+            true => Kernel::on_tensor_cores(on),
+            false => Kernel::Plain,
+        };
+        let rounded = |x: &Tensor| {
+            (kernel.uses_tensor_cores() && x.dtype() != DType::BF16).then(|| elementwise::cast(on, x, DType::BF16))
+        };
         let (rounded_a, rounded_b) = (rounded(self.a.0), rounded(self.b.0));
         let (a, b) = (rounded_a.as_ref().unwrap_or(self.a.0), rounded_b.as_ref().unwrap_or(self.b.0));
         let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
@@ -248,13 +305,16 @@ impl DepthsProduct<'_> {
             on.write(to),
             (write == Write::Add).into(),
         ];
-        let tile = if is_tensor { TILE } else { PLAIN_TILE };
-        let grid = [self.columns.div_ceil(tile), self.rows.div_ceil(tile), self.offsets.len() - 1];
-        let (kernel, shared) = if is_tensor { ("depths_tn", SHARED) } else { ("plain_depths_tn", 0) };
-        if !is_tensor {
-            args.push((self.compute == DType::BF16).into());
-        }
-        let launch = Launch { source: &GROUPED, kernel, grid, threads: 256, shared, args: &args };
+        let (tile_rows, tile_columns) = match kernel {
+            Kernel::Tensor => (TILE, TILE),
+            Kernel::Hopper { .. } => (TILE, HOPPER_COLUMNS),
+            Kernel::Plain | Kernel::Few => (PLAIN_TILE, PLAIN_TILE),
+        };
+        let groups = self.offsets.len() - 1;
+        let grid = [self.columns.div_ceil(tile_columns), self.rows.div_ceil(tile_rows), groups];
+        args.extend(kernel.last_arg(self.compute, groups));
+        let (source, name) = kernel.source_and_name(["depths_tn", "plain_depths_tn", ""], DType::F32);
+        let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
         // tile of its group's matrix.
         unsafe { on.gpu.launch(&launch) };

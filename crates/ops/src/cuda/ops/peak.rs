@@ -1,10 +1,11 @@
-//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of `mma.sync`, which the kernels use.
+//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of the instruction that products use there: `wgmma` on Hopper, `mma.sync`
+//! elsewhere.
 
 use moeworks_tensor::DType;
 
 use super::{On, THREADS, WARPS};
-use crate::cuda::Arg;
-use crate::cuda::sources::PEAK;
+use crate::cuda::sources::{PEAK, PEAK_HOPPER};
+use crate::cuda::{Arg, Launch};
 use crate::measure::best_seconds;
 use crate::peak::Peaks;
 
@@ -12,6 +13,9 @@ use crate::peak::Peaks;
 const SUMS: usize = 8;
 /// Multiply-adds of a product by `mma.sync`.
 const PRODUCT: usize = 16 * 8 * 16;
+/// Multiply-adds of a group of four warps in a step on Hopper, and the shared memory of its operands.
+const HOPPER_PRODUCT: usize = 64 * 256 * 64;
+const HOPPER_SHARED: usize = (128 + 256) * 64 * 2;
 
 /// How much is done: enough to fill any GPU for about a millisecond, or little, where the emulation would take minutes.
 struct Amount {
@@ -27,7 +31,10 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
     };
     Peaks {
         f32_flops: rate(on, &amount, "multiply_adds", amount.blocks * THREADS * SUMS * 2),
-        bf16_flops: Some(rate(on, &amount, "matrix_products", amount.blocks * WARPS * SUMS * 2 * PRODUCT)),
+        bf16_flops: Some(match on.gpu.hopper_processors() {
+            Some(_) => hopper_rate(on, &amount),
+            None => rate(on, &amount, "matrix_products", amount.blocks * WARPS * SUMS * 2 * PRODUCT),
+        }),
         read_bytes_per_s: read_rate(on, &amount),
     }
 }
@@ -46,6 +53,20 @@ fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
         unsafe { on.launch(&PEAK, kernel, amount.blocks, &args) };
     });
     (flops * amount.steps) as f64 / seconds
+}
+
+/// That of `wgmma`, whose steps are longer.
+fn hopper_rate(on: On<'_>, amount: &Amount) -> f64 {
+    let steps = amount.steps.div_ceil(16);
+    let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
+    let args = [on.write(&mut results), steps.into(), 0x3f80_u32.into()];
+    let (kernel, grid) = ("hopper_matrix_products", [amount.blocks, 1, 1]);
+    let launch = Launch { source: &PEAK_HOPPER, kernel, grid, threads: THREADS, shared: HOPPER_SHARED, args: &args };
+    let seconds = timed(on, || {
+        // SAFETY: a thread writes its result.
+        unsafe { on.gpu.launch(&launch) };
+    });
+    (amount.blocks * WARPS / 4 * 2 * HOPPER_PRODUCT * steps) as f64 / seconds
 }
 
 fn read_rate(on: On<'_>, amount: &Amount) -> f64 {

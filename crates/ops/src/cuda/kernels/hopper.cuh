@@ -1,0 +1,67 @@
+// Instructions of Hopper (sm_90a) alone: products by groups of four warps, straight from shared memory and without waiting, and
+// barriers in shared memory whose phases count arrivals. The emulator has a twin of each function but `descriptor`.
+#ifndef EMULATED
+
+// A barrier whose phase is over after so many arrivals.
+DEVICE void phases_begin(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+DEVICE void phase_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Waits until the phase of this parity is over; phases count from 0, and the one before them, of parity 1, is over from the start.
+DEVICE void phase_wait(u64* barrier, u32 parity) {
+    u32 is_over;
+    do {
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(is_over) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+    } while (!is_over);
+}
+
+// Makes this thread's writes to shared memory visible to products, which read it another way than loads do.
+DEVICE void products_may_read() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A group of four warps gives registers back, or takes what others gave: N a thread from here on, a multiple of 8.
+template <u32 N> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <u32 N> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// c += a b without waiting: a is 64 x 16 and b is 16 x 256 (bf16), as descriptors; is_major: along the depth. Warp w of the group
+// has rows 16 w on; thread l of the warp has in c[4 j + 2 h + i] row l / 4 + 8 h, column 8 j + l % 4 * 2 + i.
+#define EIGHT(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+template <bool A_MAJOR, bool B_MAJOR> DEVICE void wgmma(f32 (&c)[128], u64 a, u64 b) {
+    asm volatile("{\n.reg .pred adds;\nsetp.eq.u32 adds, 0, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, %128, %129, adds, 1, 1, %130, %131;\n}"
+                 : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56),
+                   EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
+                 : "l"(a), "l"(b), "n"(A_MAJOR ? 0 : 1), "n"(B_MAJOR ? 0 : 1));
+}
+#undef EIGHT
+
+// Before the first product, and after other uses of its sums.
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most N groups of products are under way.
+template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// The sums are used from here on, not earlier.
+DEVICE void wgmma_sums_are_there(f32 (&c)[128]) {
+#pragma unroll
+    for (u32 i = 0; i < 128; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+#endif
+
+// Where an operand lies in shared memory, from an address that is a multiple of 16 (PTX, "Matrix descriptor"): lines of 128 bytes
+// whose chunks of 16 are swapped by the line's number modulo 8, eight lines to 1024 aligned bytes. Along the depth a line is a row's
+// 64 elements, and `line_bytes` lie between eight rows and the next. Across it a line is 64 rows' elements of one depth, `line_bytes`
+// between eight of them and the next, and `block_bytes` between 64 rows and the next.
+DEVICE u64 descriptor(const unsigned char* at, u32 line_bytes, u32 block_bytes) {
+    return (u64)((shared_address(at) & 0x3ffff) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(line_bytes >> 4) << 32 | 1ull << 62;
+}
