@@ -338,15 +338,19 @@ impl Decoder {
         let gathered = self.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (1, ids.len(), start), memory);
-        let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
-        let last = if ids.len() == 1 {
-            x
-        } else {
-            let mut last = ctx.empty(&[1, self.config.width], DType::F32);
-            elementwise::copy_rows(ctx, (&x, ids.len() - 1), (&mut last, 0), 1);
-            last
+        let logits = match ids.len() {
+            1 => ctx.repeated(|| {
+                let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
+                self.head_logits(ctx, weights, &x)
+            }),
+            _ => {
+                let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
+                let mut last = ctx.empty(&[1, self.config.width], DType::F32);
+                elementwise::copy_rows(ctx, (&x, ids.len() - 1), (&mut last, 0), 1);
+                self.head_logits(ctx, weights, &last)
+            }
         };
-        Ok(self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size]))
+        Ok(logits.reshaped(&[self.config.vocab_size]))
     }
 
     /// The residual stream after the last layer, `[T, D]` f32, without noise.

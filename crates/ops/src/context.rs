@@ -80,6 +80,14 @@ impl Context {
         self.gpu.as_ref()
     }
 
+    /// Runs a step that comes again and again with the same operations; on a GPU as [`Gpu::repeated`] says.
+    pub fn repeated<R>(&self, step: impl FnOnce() -> R) -> R {
+        match &self.gpu {
+            Some(gpu) => gpu.repeated(step),
+            None => step(),
+        }
+    }
+
     /// The memory pool.
     #[must_use]
     pub fn pool(&self) -> &MemoryPool {

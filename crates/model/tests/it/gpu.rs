@@ -89,3 +89,31 @@ fn a_decoding_step_waits_for_a_gpu_once() {
     assert_eq!((token.downloads, token.downloaded_bytes), (1, 4 * 50), "{token:?}");
     assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
 }
+
+#[test]
+fn a_decoding_step_is_one_graph_from_the_second_on() {
+    let Some(ctx) = emulated() else { return };
+    let (decoder, weights) = model(&ctx, config(1));
+    let token = of_token(&ctx, &decoder, &weights);
+    assert_eq!((token.launches, token.graphs), (0, 1), "{token:?}");
+}
+
+#[test]
+fn tokens_from_graphs_have_the_logits_of_a_pass_over_all() {
+    let Some(ctx) = emulated() else { return };
+    let (decoder, weights) = model(&ctx, ModelConfig { max_seq_len: 128, ..config(1) });
+    let ids = random_ids(50, 80, 3);
+    let mut cache = KvCache::new(decoder.config());
+    decoder.extend(&ctx, &weights, &mut cache, &ids[..3]).expect("a prompt");
+    // Past 64 tokens, where the cache moves to other memory.
+    for len in 4..=ids.len() {
+        let next = decoder.extend(&ctx, &weights, &mut cache, &ids[len - 1..len]).expect("a token").to_f32_vec();
+        if len % 13 != 0 && len != 65 {
+            continue;
+        }
+        let whole = decoder.extend(&ctx, &weights, &mut KvCache::new(decoder.config()), &ids[..len]).expect("a text");
+        for (next, whole) in next.iter().zip(whole.to_f32_vec()) {
+            assert!((next - whole).abs() < 1e-4, "after {len} tokens {next} is {whole} in a pass over all");
+        }
+    }
+}

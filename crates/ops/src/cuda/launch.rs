@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use super::Source;
 
 /// A kernel's argument; it keeps the tensor that it was made of borrowed.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Arg<'a> {
     /// The value, in as many of the low bytes as it has.
     bits: u64,
@@ -17,6 +17,11 @@ pub(crate) struct Arg<'a> {
 impl Arg<'_> {
     pub(super) fn pointer(address: u64) -> Self {
         Self { bits: address, kind: b'p', tensor: PhantomData }
+    }
+
+    /// The same without the borrow: whoever keeps it sees to it that the tensor's memory outlives its use.
+    pub(super) fn detached(self) -> Arg<'static> {
+        Arg { bits: self.bits, kind: self.kind, tensor: PhantomData }
     }
 
     /// The null pointer, where a kernel has a choice.

@@ -13,7 +13,7 @@
 //! yet; all are compiled for three generations of them and checked on the emulation.
 //!
 //! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to
-//! the host. Operations have no error results: a device that fails ends the operation with a panic whose payload is a
+//! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph. Operations have no error results: a device that fails ends the operation with a panic whose payload is a
 //! [`GpuError`].
 
 mod cache;
@@ -26,13 +26,15 @@ mod nvidia;
 mod nvrtc;
 pub(crate) mod ops;
 mod sources;
+mod steps;
 mod traffic;
 
 use std::collections::HashMap;
 use std::panic::panic_any;
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
-use moeworks_tensor::{DType, DeviceBlock, MemoryPool, Tensor};
+use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
+use steps::{Graph, Node, Steps};
 
 pub use choice::{DeviceChoice, UnknownDevice};
 pub use emulated::Emulation;
@@ -45,7 +47,7 @@ pub use traffic::Traffic;
 /// A GPU, or its emulation. Cloning gives another handle.
 #[derive(Clone)]
 pub struct Gpu {
-    backend: Arc<Backend>,
+    device: Arc<Device>,
     kept: Arc<Mutex<KeptLists>>,
 }
 
@@ -60,9 +62,129 @@ enum Backend {
     Emulated(emulated::Emulated),
 }
 
+impl Backend {
+    /// # Safety
+    ///
+    /// As of [`Gpu::launch`].
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), GpuError> {
+        self.meter().launched();
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::Nvidia(device) => device.launch(launch),
+                Self::Emulated(device) => device.launch(launch),
+            }
+        }
+    }
+
+    /// A graph of these launches, one after the other.
+    fn graph(&self, nodes: &[Node]) -> Result<Graph, GpuError> {
+        match self {
+            Self::Nvidia(device) => device.graph(nodes).map(Graph::Nvidia),
+            Self::Emulated(_) => Ok(Graph::Emulated(nodes.to_vec())),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As of [`Gpu::launch`], for each launch with the arguments that it has now.
+    unsafe fn run_graph(&self, graph: &Graph) -> Result<(), GpuError> {
+        self.meter().launched_graph();
+        // SAFETY: the caller's promise.
+        unsafe {
+            match (graph, self) {
+                (Graph::Nvidia(graph), Self::Nvidia(device)) => device.run_graph(graph),
+                (Graph::Emulated(nodes), Self::Emulated(device)) => {
+                    nodes.iter().try_for_each(|node| device.launch(&node.launch()))
+                }
+                _ => unreachable!("a graph is used by the GPU that made it"),
+            }
+        }
+    }
+
+    fn meter(&self) -> &traffic::Meter {
+        match self {
+            Self::Nvidia(device) => device.meter(),
+            Self::Emulated(device) => device.meter(),
+        }
+    }
+}
+
+/// What handles of a GPU and blocks of its memory share.
+struct Device {
+    backend: Backend,
+    steps: Mutex<Steps>,
+}
+
+impl Device {
+    fn steps(&self) -> MutexGuard<'_, Steps> {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the launches that were collected.
+    fn flush(&self) {
+        // SAFETY: what was collected came through `Gpu::launch`; blocks that were dropped since are kept until now.
+        unsafe { self.steps().flush(&self.backend) }.unwrap_or_else(|error| panic_any(error));
+    }
+}
+
+/// A block of a GPU's memory, which stays while launches that were collected may use it.
+struct Block {
+    device: Arc<Device>,
+    inner: Option<DeviceBlock>,
+}
+
+impl Block {
+    fn inner(&self) -> &DeviceBlock {
+        self.inner.as_ref().expect("a block has its memory until it is dropped")
+    }
+}
+
+impl DeviceMemory for Block {
+    fn address(&self) -> u64 {
+        self.inner().address()
+    }
+
+    fn download(&self, to: &mut [u8]) {
+        self.device.flush();
+        self.inner().download(to);
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let freed = self.inner.take().and_then(|block| self.device.steps().keeps(block));
+        drop(freed);
+    }
+}
+
+/// A step that is being collected; what is left of one that panicked is forgotten.
+struct Collecting<'a>(&'a Device);
+
+impl Drop for Collecting<'_> {
+    fn drop(&mut self) {
+        let mut steps = self.0.steps();
+        steps.end();
+        if std::thread::panicking() {
+            steps.forget();
+        }
+    }
+}
+
 impl Gpu {
     fn of(backend: Backend) -> Self {
-        Self { backend: Arc::new(backend), kept: Arc::default() }
+        Self { device: Arc::new(Device { backend, steps: Mutex::default() }), kept: Arc::default() }
+    }
+
+    /// Runs a step that comes again and again with the same operations, such as a token of decoding: its kernels go to the GPU
+    /// together, from the second time on as one graph. The GPU begins when the step has been put together, or when it reads a result.
+    pub fn repeated<R>(&self, step: impl FnOnce() -> R) -> R {
+        self.device.steps().begin();
+        let collecting = Collecting(&self.device);
+        let result = step();
+        self.device.flush();
+        drop(collecting);
+        result
     }
 
     /// The GPU with this index, or in one line what is missing.
@@ -104,7 +226,7 @@ impl Gpu {
     /// What the GPU is called.
     #[must_use]
     pub fn name(&self) -> &str {
-        match &*self.backend {
+        match &self.device.backend {
             Backend::Nvidia(device) => device.name(),
             Backend::Emulated(device) => device.name(),
         }
@@ -112,28 +234,26 @@ impl Gpu {
 
     /// Multiprocessors, if kernels made of Hopper's own instructions (`sm_90a`) can run here.
     pub(crate) fn hopper_processors(&self) -> Option<usize> {
-        match &*self.backend {
+        match &self.device.backend {
             Backend::Nvidia(device) => device.hopper_processors(),
             Backend::Emulated(device) => device.hopper_processors(),
         }
     }
 
     pub(crate) fn is_emulated(&self) -> bool {
-        matches!(&*self.backend, Backend::Emulated(_))
+        matches!(&self.device.backend, Backend::Emulated(_))
     }
 
     /// What was copied to and from the GPU since it was opened.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
-        match &*self.backend {
-            Backend::Nvidia(device) => device.meter().traffic(),
-            Backend::Emulated(device) => device.meter().traffic(),
-        }
+        self.device.backend.meter().traffic()
     }
 
     /// Waits until everything that was asked of the GPU is done.
     pub fn synchronize(&self) {
-        if let Backend::Nvidia(device) = &*self.backend {
+        self.device.flush();
+        if let Backend::Nvidia(device) = &self.device.backend {
             device.synchronize().unwrap_or_else(|error| panic_any(error));
         }
     }
@@ -178,27 +298,29 @@ impl Gpu {
         if launch.grid.contains(&0) {
             return;
         }
+        if self.device.steps().collects(launch) {
+            return;
+        }
         // SAFETY: the caller's promise.
-        let result = unsafe {
-            match &*self.backend {
-                Backend::Nvidia(device) => device.launch(launch),
-                Backend::Emulated(device) => device.launch(launch),
-            }
-        };
-        result.unwrap_or_else(|error| panic_any(error));
+        unsafe { self.device.backend.launch(launch) }.unwrap_or_else(|error| panic_any(error));
     }
 
     fn block(&self, bytes: usize) -> DeviceBlock {
-        match &*self.backend {
-            Backend::Nvidia(device) => device.block(bytes).unwrap_or_else(|error| panic_any(error)),
-            Backend::Emulated(device) => device.block(bytes),
-        }
+        self.shared(match &self.device.backend {
+            Backend::Nvidia(device) => device.block(bytes),
+            Backend::Emulated(device) => Ok(device.block(bytes)),
+        })
     }
 
     fn upload(&self, bytes: &[u8]) -> DeviceBlock {
-        match &*self.backend {
-            Backend::Nvidia(device) => device.upload(bytes).unwrap_or_else(|error| panic_any(error)),
-            Backend::Emulated(device) => device.upload(bytes),
-        }
+        self.shared(match &self.device.backend {
+            Backend::Nvidia(device) => device.upload(bytes),
+            Backend::Emulated(device) => Ok(device.upload(bytes)),
+        })
+    }
+
+    fn shared(&self, block: Result<DeviceBlock, GpuError>) -> DeviceBlock {
+        let inner = block.unwrap_or_else(|error| panic_any(error));
+        Box::new(Block { device: Arc::clone(&self.device), inner: Some(inner) })
     }
 }

@@ -3,7 +3,8 @@
 //! Not run on a GPU yet.
 
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CString, c_void};
+use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUmemPool_attribute};
@@ -12,6 +13,7 @@ use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
 use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
+use super::steps::Node;
 use super::traffic::Meter;
 use super::{GpuError, Source};
 
@@ -41,6 +43,30 @@ struct Shared {
 struct Module(sys::CUmodule);
 // SAFETY: the driver's handles may be used from any thread in whose context they are.
 unsafe impl Send for Module {}
+
+/// A graph of kernels, one after the other, ready to be launched.
+pub(super) struct Graph {
+    graph: sys::CUgraph,
+    exec: sys::CUgraphExec,
+    nodes: Vec<sys::CUgraphNode>,
+}
+// SAFETY: as of `Module`; the handles are used by one thread at a time.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: the handles are this graph's own, and null where making it failed. Launches under way are not disturbed
+        // ("cuGraphExecDestroy"). What fails then has nothing to give back.
+        unsafe {
+            if !self.exec.is_null() {
+                _ = sys::cuGraphExecDestroy(self.exec);
+            }
+            if !self.graph.is_null() {
+                _ = sys::cuGraphDestroy(self.graph);
+            }
+        }
+    }
+}
 
 #[derive(Clone, Copy)]
 struct Kernel {
@@ -152,6 +178,77 @@ impl Nvidia {
         // SAFETY: the caller's promise; the driver copies the arguments before it returns.
         unsafe { result::launch_kernel(function, (x, y, z), threads, shared, stream, &mut args) }
             .map_err(|error| GpuError::Driver { call: format!("kernel {}", launch.kernel), message: describe(error) })
+    }
+
+    /// A graph of these launches, one after the other.
+    pub(super) fn graph(&self, nodes: &[Node]) -> Result<Graph, GpuError> {
+        self.bind()?;
+        let mut graph = Graph { graph: ptr::null_mut(), exec: ptr::null_mut(), nodes: Vec::new() };
+        // SAFETY: the driver writes the handle of a new graph, which `Graph` destroys.
+        unsafe { sys::cuGraphCreate(&raw mut graph.graph, 0) }.result().map_err(failed("cuGraphCreate"))?;
+        for node in nodes {
+            let launch = node.launch();
+            let mut values = launch.values();
+            let mut args = pointers(&mut values);
+            let params = self.params(&launch, &mut args)?;
+            let (before, mut added) = (graph.nodes.last().copied(), ptr::null_mut());
+            let (dependencies, count) = before.as_ref().map_or((ptr::null(), 0), |last| (ptr::from_ref(last), 1));
+            // SAFETY: the node before is the graph's; the driver copies the arguments before it returns.
+            unsafe {
+                sys::cuGraphAddKernelNode_v2(&raw mut added, graph.graph, dependencies, count, &raw const params)
+            }
+            .result()
+            .map_err(failed("cuGraphAddKernelNode"))?;
+            graph.nodes.push(added);
+        }
+        // SAFETY: the graph is whole; the driver writes the handle of what can be launched, which `Graph` destroys.
+        unsafe { sys::cuGraphInstantiateWithFlags(&raw mut graph.exec, graph.graph, 0) }
+            .result()
+            .map_err(failed("cuGraphInstantiateWithFlags"))?;
+        Ok(graph)
+    }
+
+    /// Gives a kernel of the graph other blocks and arguments.
+    pub(super) fn change(&self, graph: &mut Graph, index: usize, node: &Node) -> Result<(), GpuError> {
+        self.bind()?;
+        let launch = node.launch();
+        let mut values = launch.values();
+        let mut args = pointers(&mut values);
+        let params = self.params(&launch, &mut args)?;
+        // SAFETY: the node is one of those that the graph was made of, with the same kernel; the driver copies the arguments.
+        unsafe { sys::cuGraphExecKernelNodeSetParams_v2(graph.exec, graph.nodes[index], &raw const params) }
+            .result()
+            .map_err(failed("cuGraphExecKernelNodeSetParams"))
+    }
+
+    /// # Safety
+    ///
+    /// As of [`Gpu::launch`](super::Gpu::launch), for each launch with the arguments that it has now.
+    pub(super) unsafe fn run_graph(&self, graph: &Graph) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's promise.
+        unsafe { sys::cuGraphLaunch(graph.exec, self.shared.stream.cu_stream()) }
+            .result()
+            .map_err(failed("cuGraphLaunch"))
+    }
+
+    /// A launch as graphs take it; `args` are pointers to its values.
+    fn params(&self, launch: &Launch<'_>, args: &mut [*mut c_void]) -> Result<sys::CUDA_KERNEL_NODE_PARAMS, GpuError> {
+        let [x, y, z] = launch.blocks();
+        Ok(sys::CUDA_KERNEL_NODE_PARAMS {
+            func: self.kernel(launch)?,
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: launch.threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared as u32,
+            kernelParams: args.as_mut_ptr(),
+            extra: ptr::null_mut(),
+            kern: ptr::null_mut(),
+            ctx: ptr::null_mut(),
+        })
     }
 
     /// The kernel, compiled and loaded if this is its first launch, and allowed as much shared memory as it asks for.

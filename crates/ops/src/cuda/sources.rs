@@ -1,7 +1,7 @@
 //! The kernels' sources: one table, so that no test can forget one.
 
 /// A file of kernels, compiled as one module.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Source {
     /// The file's name without its ending.
     pub name: &'static str,

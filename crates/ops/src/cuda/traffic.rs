@@ -1,9 +1,9 @@
-//! What is copied between the host and a GPU.
+//! What is copied between the host and a GPU, and what is launched.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Copies between the host and a GPU: how many, and of how many bytes. The host waits for each copy that it gets.
+/// Copies between the host and a GPU: how many, and of how many bytes; and launches. The host waits for each copy that it gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Copies to the GPU.
@@ -14,6 +14,10 @@ pub struct Traffic {
     pub downloads: u64,
     /// Their bytes.
     pub downloaded_bytes: u64,
+    /// Kernels that were launched one by one.
+    pub launches: u64,
+    /// Graphs of kernels.
+    pub graphs: u64,
 }
 
 impl Traffic {
@@ -25,13 +29,15 @@ impl Traffic {
             uploaded_bytes: self.uploaded_bytes - earlier.uploaded_bytes,
             downloads: self.downloads - earlier.downloads,
             downloaded_bytes: self.downloaded_bytes - earlier.downloaded_bytes,
+            launches: self.launches - earlier.launches,
+            graphs: self.graphs - earlier.graphs,
         }
     }
 }
 
-/// Counts copies; clones count together.
+/// Counts copies and launches; clones count together.
 #[derive(Clone, Default)]
-pub(super) struct Meter(Arc<[AtomicU64; 4]>);
+pub(super) struct Meter(Arc<[AtomicU64; 6]>);
 
 impl Meter {
     pub(super) fn uploaded(&self, bytes: usize) {
@@ -42,13 +48,22 @@ impl Meter {
         self.count(2, bytes);
     }
 
+    pub(super) fn launched(&self) {
+        self.0[4].fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn launched_graph(&self) {
+        self.0[5].fetch_add(1, Relaxed);
+    }
+
     fn count(&self, first: usize, bytes: usize) {
         self.0[first].fetch_add(1, Relaxed);
         self.0[first + 1].fetch_add(bytes as u64, Relaxed);
     }
 
     pub(super) fn traffic(&self) -> Traffic {
-        let [uploads, uploaded_bytes, downloads, downloaded_bytes] = std::array::from_fn(|i| self.0[i].load(Relaxed));
-        Traffic { uploads, uploaded_bytes, downloads, downloaded_bytes }
+        let [uploads, uploaded_bytes, downloads, downloaded_bytes, launches, graphs] =
+            std::array::from_fn(|i| self.0[i].load(Relaxed));
+        Traffic { uploads, uploaded_bytes, downloads, downloaded_bytes, launches, graphs }
     }
 }

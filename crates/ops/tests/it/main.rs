@@ -16,3 +16,4 @@ mod layer_norm;
 mod pieces;
 mod rms_norm;
 mod rope;
+mod steps;
