@@ -42,6 +42,12 @@ impl Context {
         self
     }
 
+    /// The same context without a GPU: all operations run on the host, where they fetch what only the GPU has.
+    #[must_use]
+    pub fn on_host(&self) -> Self {
+        Self { gpu: None, ..self.clone() }
+    }
+
     /// The same context with the chosen device, and why there is none where `auto` found no GPU.
     ///
     /// # Errors

@@ -94,8 +94,9 @@ fn time_steps(
 ) -> Result<f64, ConfigError> {
     let seq_len = config.train.seq_len;
     let decoder = Decoder::new(model.clone())?;
+    let at = config.train.optimizer_context(ctx);
     let mut weights = decoder.init(ctx, 0);
-    let mut compute = (config.train.precision == Precision::Bf16).then(|| weights.compute_copy(ctx, DType::BF16));
+    let mut compute = (config.train.precision == Precision::Bf16).then(|| weights.compute_copy(&at, DType::BF16));
     let mut grads = weights.zeros_like(ctx);
     let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let mut optimizer = Optimizer::new(ctx, adamw, &weights);
@@ -114,7 +115,7 @@ fn time_steps(
         if let Err(error) = decoder.forward_backward(ctx, current, &batch, &options, Write::Replace, &mut grads) {
             unreachable!("{error}");
         }
-        optimizer.update(ctx, (1e-4, 1.0), &mut weights, &grads, compute.as_mut());
+        optimizer.update(&at, (1e-4, 1.0), &mut weights, &grads, compute.as_mut());
         ctx.wait();
         times.push(start.elapsed().as_secs_f64());
     }

@@ -44,7 +44,8 @@ impl Optimizer {
     }
 
     /// Moves `weights` by one update with gradients `grads` times `grad_scale` at rate `lr`, and brings `compute`, the
-    /// copy that products read, up to date.
+    /// copy that products read, up to date. With a context without a GPU moments and weights stay in the host's memory, or come there,
+    /// and what a GPU multiplies with goes there when it is next read.
     pub fn update(
         &mut self,
         ctx: &Context,
@@ -79,8 +80,12 @@ fn update_one(
     ctx: &Context,
     step: &AdamWStep,
     (param, grad, m, v): (&mut Tensor, &Tensor, &mut Tensor, &mut Tensor),
-    copy: Option<&mut Tensor>,
+    mut copy: Option<&mut Tensor>,
 ) {
+    if let Some(copy) = copy.as_mut().filter(|copy| ctx.gpu().is_none() && !copy.is_in_host()) {
+        // It is written from end to end: what the GPU has of it need not be fetched.
+        **copy = ctx.empty(copy.shape(), copy.dtype());
+    }
     match copy {
         Some(copy) if copy.dtype() != param.dtype() => {
             adamw(ctx, step, AdamWTensors { param, grad, m, v, compute: Some(copy) });

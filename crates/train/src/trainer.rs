@@ -289,19 +289,20 @@ impl Trainer {
 
     /// Moves the weights at a rate and by gradients times a scale: by all of them, or by `slices` of them on each rank.
     fn update(&mut self, (lr, scale): (f64, f32), slices: Option<DecoderWeights>) -> Result<(), TrainError> {
+        let ctx = self.config.train.optimizer_context(&self.ctx);
         let (Some(ranks), Some(grads)) = (&self.ranks, slices) else {
-            self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
+            self.optimizer.update(&ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
             return Ok(());
         };
         if ranks.shards_weights() {
-            self.optimizer.update(&self.ctx, (lr, scale), &mut self.weights, &grads, self.compute.as_mut());
+            self.optimizer.update(&ctx, (lr, scale), &mut self.weights, &grads, self.compute.as_mut());
             return Ok(());
         }
-        let mut params = ranks.slices(&self.ctx, &self.weights);
-        self.optimizer.update(&self.ctx, (lr, scale), &mut params, &grads, None);
+        let mut params = ranks.slices(&ctx, &self.weights);
+        self.optimizer.update(&ctx, (lr, scale), &mut params, &grads, None);
         ranks.join_slices(&params, &mut self.weights)?;
         if let Some(compute) = &mut self.compute {
-            self.weights.update_copy(&self.ctx, compute, false);
+            self.weights.update_copy(&ctx, compute, false);
         }
         Ok(())
     }

@@ -26,6 +26,30 @@ fn a_device_that_is_not_there_is_named_and_auto_goes_on_without() {
 }
 
 #[test]
+fn an_optimizer_in_the_hosts_memory_makes_the_steps_of_one_on_the_gpu() {
+    if let Err(missing) = Gpu::emulated(Emulation::default()) {
+        println!("SKIPPED: training with an offloaded optimizer: {missing}");
+        return;
+    }
+    let work = Workplace::new();
+    for precision in ["f32", "bf16"] {
+        let precision = format!("train.precision={precision}");
+        let [kept, offloaded] = ["false", "true"].map(|offload| {
+            let (run, setting) = (format!("{offload}-{precision}"), format!("train.offload_optimizer={offload}"));
+            let more = ["--set", &precision, "--set", &setting, "--set", "train.seq_len=16", "--device", "emulated"];
+            assert_success(&work.train(&run, 4, &more));
+            losses(&work.path(&run))
+                .into_iter()
+                .map(|(_, loss)| loss.parse::<f64>().expect("a number"))
+                .collect::<Vec<_>>()
+        });
+        for (kept, offloaded) in kept.iter().zip(&offloaded) {
+            assert!((kept - offloaded).abs() <= 1e-4 * kept, "{precision}: {offloaded}, not {kept}");
+        }
+    }
+}
+
+#[test]
 fn a_gpu_trains_evaluates_and_generates_what_the_processor_does() {
     let devices = [Gpu::emulated(Emulation::default()).map(|_| "emulated"), Gpu::open(0).map(|_| "cuda")];
     let work = Workplace::new();

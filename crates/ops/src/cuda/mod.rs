@@ -31,6 +31,7 @@ mod traffic;
 
 use std::collections::HashMap;
 use std::panic::panic_any;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
@@ -114,6 +115,8 @@ impl Backend {
 struct Device {
     backend: Backend,
     steps: Mutex<Steps>,
+    /// Bytes of blocks that are in use.
+    held: AtomicUsize,
 }
 
 impl Device {
@@ -132,6 +135,7 @@ impl Device {
 struct Block {
     device: Arc<Device>,
     inner: Option<DeviceBlock>,
+    bytes: usize,
 }
 
 impl Block {
@@ -153,6 +157,7 @@ impl DeviceMemory for Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
+        self.device.held.fetch_sub(self.bytes, Ordering::Relaxed);
         let freed = self.inner.take().and_then(|block| self.device.steps().keeps(block));
         drop(freed);
     }
@@ -173,7 +178,10 @@ impl Drop for Collecting<'_> {
 
 impl Gpu {
     fn of(backend: Backend) -> Self {
-        Self { device: Arc::new(Device { backend, steps: Mutex::default() }), kept: Arc::default() }
+        Self {
+            device: Arc::new(Device { backend, steps: Mutex::default(), held: AtomicUsize::new(0) }),
+            kept: Arc::default(),
+        }
     }
 
     /// Runs a step that comes again and again with the same operations, such as a token of decoding: its kernels go to the GPU
@@ -250,6 +258,12 @@ impl Gpu {
         self.device.backend.meter().traffic()
     }
 
+    /// Bytes of the GPU's memory that tensors hold now.
+    #[must_use]
+    pub fn held_bytes(&self) -> usize {
+        self.device.held.load(Ordering::Relaxed)
+    }
+
     /// Waits until everything that was asked of the GPU is done.
     pub fn synchronize(&self) {
         self.device.flush();
@@ -306,21 +320,24 @@ impl Gpu {
     }
 
     fn block(&self, bytes: usize) -> DeviceBlock {
-        self.shared(match &self.device.backend {
+        let block = match &self.device.backend {
             Backend::Nvidia(device) => device.block(bytes),
             Backend::Emulated(device) => Ok(device.block(bytes)),
-        })
+        };
+        self.counted(block, bytes)
     }
 
     fn upload(&self, bytes: &[u8]) -> DeviceBlock {
-        self.shared(match &self.device.backend {
+        let block = match &self.device.backend {
             Backend::Nvidia(device) => device.upload(bytes),
             Backend::Emulated(device) => Ok(device.upload(bytes)),
-        })
+        };
+        self.counted(block, bytes.len())
     }
 
-    fn shared(&self, block: Result<DeviceBlock, GpuError>) -> DeviceBlock {
+    fn counted(&self, block: Result<DeviceBlock, GpuError>, bytes: usize) -> DeviceBlock {
         let inner = block.unwrap_or_else(|error| panic_any(error));
-        Box::new(Block { device: Arc::clone(&self.device), inner: Some(inner) })
+        self.device.held.fetch_add(bytes, Ordering::Relaxed);
+        Box::new(Block { device: Arc::clone(&self.device), inner: Some(inner), bytes })
     }
 }

@@ -176,6 +176,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.seed", "Of initial weights, order of data, routing noise and samples."),
     ("train.threads", "Threads that compute; 0: one on each core."),
     ("train.device", "What computes: cpu, cuda (an NVIDIA GPU), cuda:N, or auto: a GPU if there is one."),
+    (
+        "train.offload_optimizer",
+        "With a GPU: moments and f32 weights stay in the host's memory, and weights are updated there.",
+    ),
     ("parallel", "How the model lies on ranks. Each trains on its share of the sequences of a microbatch."),
     ("parallel.dp", "Groups of ranks, each with all experts."),
     ("parallel.ep", "Ranks of a group, which hold the experts between them; each of them is tp ranks."),

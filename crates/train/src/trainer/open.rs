@@ -204,7 +204,7 @@ impl Trainer {
         let Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks } =
             parts;
         let is_bf16 = config.train.precision == Precision::Bf16;
-        let compute = is_bf16.then(|| weights.compute_copy(&ctx, DType::BF16));
+        let compute = is_bf16.then(|| weights.compute_copy(&config.train.optimizer_context(&ctx), DType::BF16));
         let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_deref()) } else { 1.0 };
         let grads = ranks.as_ref().map_or_else(|| weights.zeros_like(&ctx), |ranks| ranks.first_grads(&ctx, &weights));
         let trainer = Self {

@@ -2,4 +2,5 @@
 
 mod config;
 mod lost_ranks;
+mod offload;
 mod real_text;

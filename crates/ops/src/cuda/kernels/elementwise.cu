@@ -48,11 +48,13 @@ KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, 
 KERNEL(256) adamw_step(f32* param, const f32* grad, f32* m, f32* v, bf16* compute, u32 len, f32 grad_scale, f32 keep, f32 beta1,
                        f32 one_minus_beta1, f32 beta2, f32 one_minus_beta2, f32 inv_root_correction2, f32 eps, f32 step_size) {
     FOR_EACH(i, len) {
-        f32 g = grad[i] * grad_scale;
-        m[i] = fmaf(m[i], beta1, g * one_minus_beta1);
-        v[i] = fmaf(v[i], beta2, g * g * one_minus_beta2);
-        f32 root = fmaf(sqrtf(v[i]), inv_root_correction2, eps);
-        f32 p = param[i] * keep - step_size * (m[i] / root);
+        // All are asked for before anything is written: the compiler cannot know that they are different memory.
+        f32 g = grad[i] * grad_scale, mean = m[i], square = v[i], p = param[i];
+        mean = fmaf(mean, beta1, g * one_minus_beta1);
+        square = fmaf(square, beta2, g * g * one_minus_beta2);
+        p = p * keep - step_size * (mean / fmaf(sqrtf(square), inv_root_correction2, eps));
+        m[i] = mean;
+        v[i] = square;
         param[i] = p;
         if (compute) store(compute[i], p);
     }

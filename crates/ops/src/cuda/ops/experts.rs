@@ -233,7 +233,7 @@ pub(crate) fn weight_grad(
     let launch = Launch {
         source: &GROUPED,
         kernel: "activate_rows",
-        grid: [(r * f).div_ceil(4 * THREADS), 1, 1],
+        grid: [(r * f).div_ceil(8 * THREADS), 1, 1],
         threads: THREADS,
         shared: 0,
         args: &args,
