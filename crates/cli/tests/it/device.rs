@@ -51,7 +51,10 @@ fn an_optimizer_in_the_hosts_memory_makes_the_steps_of_one_on_the_gpu() {
 
 #[test]
 fn a_gpu_trains_evaluates_and_generates_what_the_processor_does() {
-    let devices = [Gpu::emulated(Emulation::default()).map(|_| "emulated"), Gpu::open(0).map(|_| "cuda")];
+    let emulated = Gpu::emulated(Emulation::default());
+    let [plain, hopper] = ["emulated", "emulated-hopper"].map(|name| emulated.as_ref().map(|_| name));
+    let gpu = Gpu::open(0);
+    let devices = [plain, hopper, gpu.as_ref().map(|_| "cuda")];
     let work = Workplace::new();
     for precision in ["f32", "bf16"] {
         let precision = format!("train.precision={precision}");

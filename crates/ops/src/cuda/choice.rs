@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use super::{Emulation, Gpu, GpuError};
 
-/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`.
+/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`
+/// or `emulated-hopper`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The processor.
@@ -17,6 +18,8 @@ pub enum DeviceChoice {
     Auto,
     /// The emulation of a GPU: slow, for tests.
     Emulated,
+    /// The same with Hopper's instructions.
+    EmulatedHopper,
 }
 
 /// A name that is none of a device.
@@ -34,6 +37,7 @@ impl FromStr for DeviceChoice {
             "cuda" => Ok(Self::Cuda(0)),
             "auto" => Ok(Self::Auto),
             "emulated" => Ok(Self::Emulated),
+            "emulated-hopper" => Ok(Self::EmulatedHopper),
             _ => {
                 let index = name.strip_prefix("cuda:").ok_or_else(unknown)?;
                 index.parse().map(Self::Cuda).map_err(|_| unknown())
@@ -50,6 +54,7 @@ impl fmt::Display for DeviceChoice {
             Self::Cuda(index) => write!(f, "cuda:{index}"),
             Self::Auto => f.write_str("auto"),
             Self::Emulated => f.write_str("emulated"),
+            Self::EmulatedHopper => f.write_str("emulated-hopper"),
         }
     }
 }
@@ -67,6 +72,7 @@ impl DeviceChoice {
             Self::Cpu => return Ok(Chosen { gpu: None, missing: None }),
             Self::Cuda(index) => Gpu::open(index)?,
             Self::Emulated => Gpu::emulated(Emulation::default())?,
+            Self::EmulatedHopper => Gpu::emulated(Emulation { is_hopper: true, ..Emulation::default() })?,
             Self::Auto => match Gpu::open(0) {
                 Ok(gpu) => gpu,
                 Err(error) => return Ok(Chosen { gpu: None, missing: Some(error) }),
@@ -82,7 +88,7 @@ mod tests {
 
     #[test]
     fn names_of_devices_are_read_as_they_are_written() {
-        for name in ["cpu", "cuda", "cuda:3", "auto", "emulated"] {
+        for name in ["cpu", "cuda", "cuda:3", "auto", "emulated", "emulated-hopper"] {
             assert_eq!(name.parse::<DeviceChoice>().map(|choice| choice.to_string()), Ok(name.to_string()));
         }
         assert_eq!("cuda:0".parse(), Ok(DeviceChoice::Cuda(0)));

@@ -378,6 +378,8 @@ template <int N> static inline void copy_wait() {
 
 // ---- Hopper's (hopper.cuh) ----
 
+#define HOPPER_KERNEL(max_threads) KERNEL(max_threads)
+
 static inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::running->shared); }
 
 static inline emulator::Fiber& emulator_fiber() { return *emulator::running->fibers[emulator::running->current]; }

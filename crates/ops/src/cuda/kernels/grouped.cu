@@ -126,7 +126,7 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
     u32 row = threadIdx.x;
     if (row < p.rows && row < TILE) {
         f32 sum = rows[row] + rows[TILE + row] + rows[2 * TILE + row] + rows[3 * TILE + row];
-        parts[(p.row + row) * num_parts + blockIdx.x] = sum;
+        parts[(p.row + row) * num_parts + p.column / TILE] = sum;
     }
 }
 
@@ -202,8 +202,8 @@ DEVICE void plainly(const Problem& p, const Epilogue& epilogue, f32* parts, u32 
 
 // ---- kernels ----
 
-KERNEL(256) rows_nt(ROWS, STORE) { with_tensor_cores<true, true, false>(rows_problem(THE_ROWS, TILE), THE_STORE, nullptr, 0); }
-KERNEL(256) rows_nn(ROWS, STORE) { with_tensor_cores<true, false, false>(rows_problem(THE_ROWS, TILE), THE_STORE, nullptr, 0); }
+KERNEL(256) rows_nt(ROWS, STORE) { with_tensor_cores<true, true, false>(rows_problem_in_panels(THE_ROWS, TILE), THE_STORE, nullptr, 0); }
+KERNEL(256) rows_nn(ROWS, STORE) { with_tensor_cores<true, false, false>(rows_problem_in_panels(THE_ROWS, TILE), THE_STORE, nullptr, 0); }
 KERNEL(256) plain_rows_nt(ROWS, STORE, u32 is_rounded) {
     plainly<true, true, false>(rows_problem(THE_ROWS, PLAIN), THE_STORE, nullptr, 0, is_rounded);
 }
@@ -216,8 +216,8 @@ KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
     by_columns<false>(p, Floats{p.b}, THE_STORE, is_rounded);
 }
 
-KERNEL(256) up_paired(ROWS, ACTIVATE) { with_tensor_cores<true, true, true>(rows_problem(THE_ROWS, TILE / 2), THE_ACTIVATE, nullptr, 0); }
-KERNEL(256) up_single(ROWS, ACTIVATE) { with_tensor_cores<true, true, false>(rows_problem(THE_ROWS, TILE), THE_ACTIVATE, nullptr, 0); }
+KERNEL(256) up_paired(ROWS, ACTIVATE) { with_tensor_cores<true, true, true>(rows_problem_in_panels(THE_ROWS, TILE / 2), THE_ACTIVATE, nullptr, 0); }
+KERNEL(256) up_single(ROWS, ACTIVATE) { with_tensor_cores<true, true, false>(rows_problem_in_panels(THE_ROWS, TILE), THE_ACTIVATE, nullptr, 0); }
 KERNEL(256) plain_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
     plainly<true, true, true>(rows_problem(THE_ROWS, PLAIN), THE_ACTIVATE, nullptr, 0, is_rounded);
 }
@@ -233,7 +233,7 @@ KERNEL(256) few_up_single(ROWS, ACTIVATE, u32 is_rounded) {
     by_columns<false>(p, Floats{p.b}, THE_ACTIVATE, is_rounded);
 }
 
-KERNEL(256) pull_back_rows(ROWS, PULL_BACK) { with_tensor_cores<true, false, false>(rows_problem(THE_ROWS, TILE), THE_PULL_BACK, parts, gridDim.x); }
+KERNEL(256) pull_back_rows(ROWS, PULL_BACK) { with_tensor_cores<true, false, false>(rows_problem_in_panels(THE_ROWS, TILE), THE_PULL_BACK, parts, gridDim.x); }
 KERNEL(256) plain_pull_back_rows(ROWS, PULL_BACK, u32 is_rounded) {
     plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_PULL_BACK, parts, gridDim.x, is_rounded);
 }

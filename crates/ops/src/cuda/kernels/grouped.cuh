@@ -349,6 +349,23 @@ DEVICE Problem rows_problem(const Rows& r, u32 index, u32 column) {
     return p;
 }
 
+// Tile `index` of all, where eight rows of tiles are gone through column by column, so that blocks at work share rows of A as well as
+// columns of B.
+DEVICE void tile_at(u32 index, u32 column_tiles, u32 row_tiles, u32& row, u32& column) {
+    const u32 PANEL = 8;
+    u32 panel = index / (PANEL * column_tiles), inside = index % (PANEL * column_tiles);
+    u32 height = min(PANEL, row_tiles - panel * PANEL);
+    row = panel * PANEL + inside % height;
+    column = inside / height;
+}
+
+// That of a block in this order, where the grid is columns by the list's tiles.
+DEVICE Problem rows_problem_in_panels(const Rows& r, u32 tile_columns) {
+    u32 row, column;
+    tile_at(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x, gridDim.y, row, column);
+    return rows_problem(r, row, column * tile_columns);
+}
+
 // The same where blockIdx.y names a tile of the list, and blockIdx.x one of columns.
 DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_problem(r, blockIdx.y, blockIdx.x * tile_columns); }
 

@@ -12,8 +12,6 @@ const u32 OWN_AT = STAGES * STAGE_BYTES, BARRIERS_AT = OWN_AT + MULTIPLYING_WARP
 // A stage is said to be full when as many more copies are under way. The products of a stage end one stage later, so of four
 // stages two may be waited for here.
 const u32 LAG = 2;
-// Rows of tiles that are gone through column by column, so that blocks at work share rows of A as well as columns of B.
-const u32 PANEL = 8;
 
 struct Ring {
     u64 *full, *empty;
@@ -24,13 +22,6 @@ struct Ring {
         if (threadIdx.x % 32 == 0) phase_arrive(empty + count % STAGES);
     }
 };
-
-DEVICE void tile_at(u32 index, u32 column_tiles, u32 row_tiles, u32& row, u32& column) {
-    u32 panel = index / (PANEL * column_tiles), inside = index % (PANEL * column_tiles);
-    u32 height = min(PANEL, row_tiles - panel * PANEL);
-    row = panel * PANEL + inside % height;
-    column = inside / height;
-}
 
 // Which tiles there are, and what each is; `problem` is false where nothing is to be done.
 struct RowTiles {
@@ -208,6 +199,7 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
 template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles, typename Epilogue>
 DEVICE void multiply_tiles(const Tiles& tiles, const Ring& ring, unsigned char* shared, const Epilogue& epilogue, f32* parts) {
     // Of 64 rows of A, and 16 deep.
+    const u32 A_BLOCK = A_MAJOR ? 16 : DEPTH * 128, B_BLOCK = B_MAJOR ? 16 : DEPTH * 128;
     const u32 A_GROUP = DEPTH * 128, A_STEP = A_MAJOR ? 32 : 16 * 128, B_STEP = B_MAJOR ? 32 : 16 * 128;
     u32 warp = threadIdx.x / 32 - COPIERS / 32, count = 0;
     f32* own = (f32*)(shared + OWN_AT + warp * OWN_BYTES);
@@ -222,7 +214,7 @@ DEVICE void multiply_tiles(const Tiles& tiles, const Ring& ring, unsigned char* 
             wgmma_begin();
 #pragma unroll
             for (u32 i = 0; i < DEPTH / 16; i++)
-                wgmma<A_MAJOR, B_MAJOR>(sums, descriptor(a + i * A_STEP, 1024, DEPTH * 128), descriptor(b + i * B_STEP, 1024, DEPTH * 128));
+                wgmma<A_MAJOR, B_MAJOR>(sums, descriptor(a + i * A_STEP, 1024, A_BLOCK), descriptor(b + i * B_STEP, 1024, B_BLOCK));
             wgmma_commit();
             // The products of the stage before are over, those of this one go on.
             if (k > 0) {
@@ -263,22 +255,22 @@ DEVICE void by_groups_of_warps(const Tiles& tiles, const Epilogue& epilogue, f32
 
 #define ROW_TILES(width) RowTiles{THE_ROWS, row_tiles, width}
 
-KERNEL(384) hopper_rows_nt(ROWS, STORE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_rows_nt(ROWS, STORE, u32 row_tiles) {
     by_groups_of_warps<true, true, false>(ROW_TILES(TILE_COLUMNS), THE_STORE, nullptr);
 }
-KERNEL(384) hopper_rows_nn(ROWS, STORE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_rows_nn(ROWS, STORE, u32 row_tiles) {
     by_groups_of_warps<true, false, false>(ROW_TILES(TILE_COLUMNS), THE_STORE, nullptr);
 }
-KERNEL(384) hopper_up_paired(ROWS, ACTIVATE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_up_paired(ROWS, ACTIVATE, u32 row_tiles) {
     by_groups_of_warps<true, true, true>(ROW_TILES(TILE_COLUMNS / 2), THE_ACTIVATE, nullptr);
 }
-KERNEL(384) hopper_up_single(ROWS, ACTIVATE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_up_single(ROWS, ACTIVATE, u32 row_tiles) {
     by_groups_of_warps<true, true, false>(ROW_TILES(TILE_COLUMNS), THE_ACTIVATE, nullptr);
 }
-KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, u32 row_tiles) {
     by_groups_of_warps<true, false, false>(ROW_TILES(TILE_COLUMNS), THE_PULL_BACK, parts);
 }
-KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups) {
+HOPPER_KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups) {
     Store store = {to, 0, columns, add};
     by_groups_of_warps<false, false, false>(DepthTiles{THE_DEPTHS, groups}, store, nullptr);
 }

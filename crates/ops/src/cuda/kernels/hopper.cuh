@@ -2,6 +2,10 @@
 // barriers in shared memory whose phases count arrivals. The emulator has a twin of each function but `descriptor`.
 #ifndef EMULATED
 
+// A block has a multiprocessor to itself. Both numbers are there because registers are only handed over in kernels that say so (PTX,
+// `setmaxnreg`).
+#define HOPPER_KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads, 1)
+
 // A barrier whose phase is over after so many arrivals.
 DEVICE void phases_begin(u64* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -60,8 +64,8 @@ DEVICE void wgmma_sums_are_there(f32 (&c)[128]) {
 
 // Where an operand lies in shared memory, from an address that is a multiple of 16 (PTX, "Matrix descriptor"): lines of 128 bytes
 // whose chunks of 16 are swapped by the line's number modulo 8, eight lines to 1024 aligned bytes. Along the depth a line is a row's
-// 64 elements, and `line_bytes` lie between eight rows and the next. Across it a line is 64 rows' elements of one depth, `line_bytes`
-// between eight of them and the next, and `block_bytes` between 64 rows and the next.
+// 64 elements, `line_bytes` lie between eight rows and the next, and `block_bytes` is 16. Across it a line is 64 rows' elements of one
+// depth, `line_bytes` lie between eight of them and the next, and `block_bytes` between 64 rows and the next.
 DEVICE u64 descriptor(const unsigned char* at, u32 line_bytes, u32 block_bytes) {
     return (u64)((shared_address(at) & 0x3ffff) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(line_bytes >> 4) << 32 | 1ull << 62;
 }

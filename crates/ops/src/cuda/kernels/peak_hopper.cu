@@ -12,7 +12,7 @@ KERNEL(256) hopper_matrix_products(f32* results, u32 steps, u32 pair) {
     for (u32 step = 0; step < steps; step++) {
         wgmma_begin();
 #pragma unroll
-        for (u32 i = 0; i < DEPTH / 16; i++) wgmma<true, true>(sums, descriptor(a + i * 32, 1024, 0), descriptor(b + i * 32, 1024, 0));
+        for (u32 i = 0; i < DEPTH / 16; i++) wgmma<true, true>(sums, descriptor(a + i * 32, 1024, 16), descriptor(b + i * 32, 1024, 16));
         wgmma_commit();
         wgmma_wait<1>();
     }
