@@ -23,8 +23,9 @@ import tempfile
 import threading
 import time
 
+from moeworks_bench import PROGRAM
+
 HERE = pathlib.Path(__file__)
-PROGRAM = os.environ.get("MOEWORKS", HERE.parent.parent.parent / "target/release/moeworks")
 PROMPT, DECODED, PREFILL, VOCABULARY = 32, 41, 512, 8192
 WINDOW = 0.25
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,

@@ -11,7 +11,8 @@ the first round are not run in further ones. The ways:
 - torch._grouped_mm by hand on the sorted rows.
 
 With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, and lines have the shares of a dense bf16
-product's rate, which PyTorch is timed at first.
+product's rate, which PyTorch is timed at first, and the share of our layer's time that is not its products' (router, dispatch and
+combine). The counting sort of 65,536 tokens' 8 choices of 256 experts comes last.
 """
 
 import argparse
@@ -201,12 +202,13 @@ def measured(args, ours, contenders, case, tokens, is_both):
     return times
 
 
-def cell_of(key, times):
-    """What a cell's times say."""
+def cell_of(key, times, products):
+    """What a cell's times say, and those of our layer's products alone where they were taken."""
     medians = {way: statistics.median(found) for way, found in times.items()}
     mine = medians.pop("moeworks")
     best = min(medians, key=medians.get)
-    return dict(zip(KEY, key), moeworks_s=mine, pytorch_s=medians, best=best, ratio=medians[best] / mine)
+    cell = dict(zip(KEY, key), moeworks_s=mine, pytorch_s=medians, best=best, ratio=medians[best] / mine)
+    return cell | ({"products_s": statistics.median(products)} if products else {})
 
 
 def line_of(cell, args):
@@ -214,6 +216,7 @@ def line_of(cell, args):
     if args.dense:
         flops = layer_flops(args.all_shapes[cell["shape"]], cell["tokens"], cell["pass"] == "both")
         times += f"{flops / cell['moeworks_s'] / args.dense:8.0%}{flops / cell['pytorch_s'][cell['best']] / args.dense:8.0%}"
+        times += f"{1 - cell['products_s'] / cell['moeworks_s']:8.0%}"
     return f"{cell['shape']:12}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
 
 
@@ -256,7 +259,7 @@ def main():
     ours = Moeworks(args.threads, args.device)
     where = f"{args.threads} threads" if args.device == "cpu" else f"{torch.cuda.get_device_name()}, dense {args.dense / 1e12:.0f} TFLOP/s"
     print(f"{where}, PyTorch {torch.__version__}; milliseconds, medians")
-    shares = f"{'share':>8}{'its':>8}" if args.dense else ""
+    shares = f"{'share':>8}{'its':>8}{'rest':>8}" if args.dense else ""
     print(f"{'shape':12}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}{shares}  best way")
     for cell in cells:
         print(line_of(cell, args))
@@ -267,10 +270,16 @@ def main():
         for key in (key for key in keys if key not in done):
             contenders = contenders or list(ways(args.all_shapes[name], DTYPES[dtype], args.device))
             _, _, tokens, which = key
-            cells.append(cell_of(key, measured(args, ours, contenders, (name, dtype), tokens, which == "both")))
+            times = measured(args, ours, contenders, (name, dtype), tokens, which == "both")
+            shape = args.all_shapes[name]
+            products = ours.times(shape, dtype, tokens, both=which == "both", part="products") if args.dense else None
+            cells.append(cell_of(key, times, products))
             print(line_of(cells[-1], args), flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"geometric_mean": summary(cells)[0], "cells": cells}, indent=1))
+    if args.dense:
+        sort = ours.times((64, 64, 256, 8, "swiglu"), "bf16", 65536, part="sort")
+        print(f"counting sort of 65,536 x 8 choices of 256 experts: {statistics.median(sort) * 1e6:.0f} microseconds")
     ours.close()
     print(summary(cells)[1])
 

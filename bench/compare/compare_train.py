@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 
+from moeworks_bench import PROGRAM
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 WAYS = ["eager", "grouped_mm"]  # batched_mm copies the weights of every token's experts: it needs 50 GB here
@@ -31,7 +33,7 @@ def moeworks(precision: str, args: argparse.Namespace) -> dict:
             "train.threads": args.threads, "train.device": args.device, "train.balance": "pooled", "train.balance_coef": 0.01, "train.eval_every": 0,
             "train.sample_every": 0, "train.checkpoint_every": 0, "data.tokenizer": "bytes", "run.out": folder,
         }
-        command = [ROOT / "target/release/moeworks", "train", "--data", args.data]
+        command = [PROGRAM, "train", "--data", args.data]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

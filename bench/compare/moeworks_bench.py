@@ -1,17 +1,19 @@
 """Moeworks as a program that is asked, line by line, to time an MoE layer or a part of one."""
 
 import json
+import os
 import pathlib
 import subprocess
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+PROGRAM = os.environ.get("MOEWORKS", ROOT / "target/release/moeworks")
 
 
 class Moeworks:
     """`moeworks bench moe`, which keeps its weights from one question to the next."""
 
     def __init__(self, threads, device="cpu"):
-        command = [ROOT / "target/release/moeworks", "bench", "moe", "--threads", str(threads), "--device", device]
+        command = [PROGRAM, "bench", "moe", "--threads", str(threads), "--device", device]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def times(self, shape, dtype, tokens, **rest):

@@ -210,9 +210,10 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
     let (x, dy) = made.tokens(ctx, t);
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
     let seconds = best_seconds_of_many(ctx, || {
-        let (_, saved) = made.layer().forward(ctx, &made.weights, &x, &RouterInput::default());
-        let (_, task) = made.layer().backward(ctx, &made.weights, &saved, &dy, &losses);
-        task.run(ctx, Write::Replace, &mut made.grads);
+        let (layer, weights, grads) = made.parts(ctx);
+        let (_, saved) = layer.forward(ctx, weights, &x, &RouterInput::default());
+        let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
+        task.run(ctx, Write::Replace, grads);
     });
     output.case(&BenchResult { name, flops: 18.0 * (t * k * d * f) as f64, seconds, peak: peaks.flops(dtype) });
     Ok(())

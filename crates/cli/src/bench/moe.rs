@@ -30,6 +30,9 @@ const SECONDS: f64 = 0.3;
 const MIN_RUNS: usize = 3;
 const MAX_RUNS: usize = 40;
 
+/// Rows that operands of products are made of, again and again.
+const REPEATED_ROWS: usize = 61;
+
 /// What stays the same between lines that differ in tokens and passes alone.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Shape {
@@ -96,7 +99,8 @@ pub(super) struct Layer {
     shape: Shape,
     layer: MoeLayer,
     pub(super) weights: MoeWeights,
-    pub(super) grads: MoeWeights,
+    /// As large as the weights twice: made when a backward pass is first asked for.
+    grads: Option<MoeWeights>,
 }
 
 impl Layer {
@@ -105,17 +109,19 @@ impl Layer {
             activation: shape.activation,
             ..MoeConfig::plain(shape.d, shape.f, shape.e, shape.k)
         })?;
-        let mut weights = MoeWeights::random(ctx, layer.config(), 0, 0.02);
+        // On the host, so that a GPU never has them in f32 as well.
+        let host = ctx.on_host();
+        let mut weights = MoeWeights::random(&host, layer.config(), 0, 0.02);
         for experts in [&mut weights.gate_up, &mut weights.down] {
-            *experts = elementwise::cast(ctx, experts, shape.dtype);
+            *experts = elementwise::cast(&host, experts, shape.dtype);
         }
-        let grads = MoeWeights::zeros(ctx, layer.config(), DType::F32);
-        Ok(Self { shape, layer, weights, grads })
+        Ok(Self { shape, layer, weights, grads: None })
     }
 
-    /// The layer.
-    pub(super) fn layer(&self) -> &MoeLayer {
-        &self.layer
+    /// The layer, its weights and their gradients.
+    pub(super) fn parts(&mut self, ctx: &Context) -> (&MoeLayer, &MoeWeights, &mut MoeWeights) {
+        let new = || MoeWeights::zeros(ctx, self.layer.config(), DType::F32);
+        (&self.layer, &self.weights, self.grads.get_or_insert_with(new))
     }
 
     /// Random inputs, and gradients of outputs.
@@ -135,8 +141,9 @@ impl Layer {
         timed(ctx, || {
             let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &RouterInput::default());
             if is_both {
-                let (_, task) = self.layer.backward(ctx, &self.weights, &saved, &dy, &losses);
-                task.run_for_used_experts(ctx, &mut self.grads);
+                let (layer, weights, grads) = self.parts(ctx);
+                let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
+                task.run_for_used_experts(ctx, grads);
             }
             drop(y);
         })
@@ -178,15 +185,22 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
         ExpertRows { tokens: (&in_order).into(), token_rows: (&in_order).into(), num_choices: 1, ..sorted.rows() };
     let (to_h, to_y) = (GroupedRows { rows, ..by_token }, GroupedRows { rows, first: 0, width: d });
     let (x, _) = layer.tokens(ctx, tokens);
-    let [a, h, y] = [f, af, d].map(|columns| ctx.zeros(&[tokens * k, columns], dtype));
+    // Numbers that look random: a GPU multiplies zeros faster.
+    let repeated: Vec<u32> = (0..tokens * k).map(|row| (row % REPEATED_ROWS) as u32).collect();
+    let [a, h, y] = [f, af, d].map(|columns| {
+        let mut rows = ctx.empty(&[REPEATED_ROWS, columns], DType::F32);
+        elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, 3), 1.0, &mut rows);
+        embedding(ctx, &repeated, &rows, dtype)
+    });
     timed(ctx, || {
         drop(grouped_linear(ctx, &x, &layer.weights.gate_up, by_token));
         drop(grouped_linear(ctx, &a, &layer.weights.down, to_y));
         if is_both {
-            drop(grouped_linear_backward_input(ctx, &y, &layer.weights.down, to_y));
-            drop(grouped_linear_backward_input(ctx, &h, &layer.weights.gate_up, to_h));
-            grouped_linear_backward_weight(ctx, &y, &a, to_y, Writing::Replace, &mut layer.grads.down);
-            grouped_linear_backward_weight(ctx, &h, &x, by_token, Writing::Replace, &mut layer.grads.gate_up);
+            let (_, weights, grads) = layer.parts(ctx);
+            drop(grouped_linear_backward_input(ctx, &y, &weights.down, to_y));
+            drop(grouped_linear_backward_input(ctx, &h, &weights.gate_up, to_h));
+            grouped_linear_backward_weight(ctx, &y, &a, to_y, Writing::Replace, &mut grads.down);
+            grouped_linear_backward_weight(ctx, &h, &x, by_token, Writing::Replace, &mut grads.gate_up);
         }
     })
 }

@@ -230,7 +230,7 @@ inline float widen(u16 x) {
     return f;
 }
 
-// The kernel `f` with the arguments that `args` points to, one each. Kinds: p pointer, u integer of 32 bits, f float.
+// The kernel `f` with the arguments that `args` points to, one each. Kinds: p pointer, u integer of 32 bits, l of 64, f float.
 template <typename... A> struct KernelCall : Call {
     void (*f)(A...);
     void** args;
@@ -238,7 +238,9 @@ template <typename... A> struct KernelCall : Call {
     template <size_t... I> void go(std::index_sequence<I...>) { f(*(std::remove_cv_t<A>*)args[I]...); }
     void run() override { go(std::index_sequence_for<A...>{}); }
 };
-template <typename A> constexpr char kind() { return std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : 'u'; }
+template <typename A> constexpr char kind() {
+    return std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'u';
+}
 template <typename... A>
 inline const char* launch(void (*f)(A...), const u32* grid, u32 threads, u32 shared_bytes, void** args, const char* kinds, u32 reversed) {
     static const char expected[] = {kind<A>()..., 0};

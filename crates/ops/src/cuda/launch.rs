@@ -19,6 +19,11 @@ impl Arg<'_> {
         Self { bits: address, kind: b'p', tensor: PhantomData }
     }
 
+    /// A number of elements, of 64 bits in the kernel: a tensor may have 2^32 and more.
+    pub(crate) fn elements(count: usize) -> Self {
+        Self { bits: count as u64, kind: b'l', tensor: PhantomData }
+    }
+
     /// The same without the borrow: whoever keeps it sees to it that the tensor's memory outlives its use.
     pub(super) fn detached(self) -> Arg<'static> {
         Arg { bits: self.bits, kind: self.kind, tensor: PhantomData }
@@ -37,7 +42,7 @@ impl From<u32> for Arg<'_> {
 }
 
 impl From<usize> for Arg<'_> {
-    /// A size or a count; panics from 2^32 on, which no tensor's dim reaches.
+    /// A size or a count of 32 bits; panics from 2^32 on, which no tensor's dim reaches ([`Arg::elements`] has no such bound).
     fn from(value: usize) -> Self {
         Self::from(u32::try_from(value).expect("a size of at least 2^32 is given to a kernel"))
     }
@@ -77,7 +82,7 @@ impl Launch<'_> {
         self.args.iter().map(|arg| arg.bits).collect()
     }
 
-    /// A letter for each argument: p, u or f.
+    /// A letter for each argument: p, u (32 bits), l (64) or f.
     pub(super) fn kinds(&self) -> Vec<u8> {
         self.args.iter().map(|arg| arg.kind).chain([0]).collect()
     }

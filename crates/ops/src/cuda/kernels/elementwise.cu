@@ -2,34 +2,34 @@
 
 #define FOR_EACH(i, len) for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (len); i += (u64)gridDim.x * blockDim.x)
 
-KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u32 len) {
+KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u64 len) {
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(x, x_bf16, i));
 }
 
-KERNEL(256) fill_elements(f32* y, f32 value, u32 len) {
+KERNEL(256) fill_elements(f32* y, f32 value, u64 len) {
     FOR_EACH(i, len) y[i] = value;
 }
 
-KERNEL(256) copy_words(const u16* from, u16* to, u32 first, u32 start, u32 len) {
+KERNEL(256) copy_words(const u16* from, u16* to, u64 first, u64 start, u64 len) {
     FOR_EACH(i, len) to[start + i] = from[first + i];
 }
 
-KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u32 len) {
+KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u64 len) {
     FOR_EACH(i, len) y[i] += load_any(x, x_bf16, i);
 }
 
-KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u32 len) {
+KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u64 len) {
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor);
 }
 
 // y [rows, columns] += bias [columns].
-KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u32 len, u32 columns) {
+KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u64 len, u32 columns) {
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);
 }
 
 // One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the
 // length fixes.
-KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u32 len) {
+KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u64 len) {
     __shared__ double all[256];
     double sum = 0.0;
     FOR_EACH(i, len) {
@@ -45,7 +45,7 @@ KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, 
 }
 
 // One step of AdamW; see adamw.rs for the formulas. `compute` may be null.
-KERNEL(256) adamw_step(f32* param, const f32* grad, f32* m, f32* v, bf16* compute, u32 len, f32 grad_scale, f32 keep, f32 beta1,
+KERNEL(256) adamw_step(f32* param, const f32* grad, f32* m, f32* v, bf16* compute, u64 len, f32 grad_scale, f32 keep, f32 beta1,
                        f32 one_minus_beta1, f32 beta2, f32 one_minus_beta2, f32 inv_root_correction2, f32 eps, f32 step_size) {
     FOR_EACH(i, len) {
         // All are asked for before anything is written: the compiler cannot know that they are different memory.

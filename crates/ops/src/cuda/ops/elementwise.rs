@@ -4,6 +4,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS, double};
 use crate::adamw::{AdamWTensors, Factors};
+use crate::cuda::Arg;
 use crate::cuda::sources::ELEMENTWISE;
 use crate::late::{Late, List};
 
@@ -24,14 +25,14 @@ pub(crate) fn cast(on: On<'_>, x: &Tensor, dtype: DType) -> Tensor {
 
 pub(crate) fn cast_into(on: On<'_>, x: &Tensor, y: &mut Tensor) {
     let (len, y_bf16) = (x.len(), is_bf16(y));
-    let args = [on.read(x), is_bf16(x).into(), on.write(y), y_bf16.into(), len.into()];
+    let args = [on.read(x), is_bf16(x).into(), on.write(y), y_bf16.into(), Arg::elements(len)];
     // SAFETY: a thread reads and writes its elements, of as many as both have.
     unsafe { on.launch(&ELEMENTWISE, "cast_elements", blocks(len), &args) };
 }
 
 pub(crate) fn fill(on: On<'_>, y: &mut Tensor, value: f32) {
     let len = y.len();
-    let args = [on.write(y), value.into(), len.into()];
+    let args = [on.write(y), value.into(), Arg::elements(len)];
     // SAFETY: a thread writes its elements.
     unsafe { on.launch(&ELEMENTWISE, "fill_elements", blocks(len), &args) };
 }
@@ -39,28 +40,29 @@ pub(crate) fn fill(on: On<'_>, y: &mut Tensor, value: f32) {
 /// Rows of whole 16-bit words.
 pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&mut Tensor, usize), count: usize) {
     let words = x.cols() * x.dtype().size() / 2;
-    let args = [on.read(x), on.write(y), (first * words).into(), (start * words).into(), (count * words).into()];
+    let [first, start, len] = [first, start, count].map(|rows| Arg::elements(rows * words));
+    let args = [on.read(x), on.write(y), first, start, len];
     // SAFETY: the rows lie within both, and a thread copies its words.
     unsafe { on.launch(&ELEMENTWISE, "copy_words", blocks(count * words), &args) };
 }
 
 pub(crate) fn add_assign(on: On<'_>, y: &mut Tensor, x: &Tensor) {
     let len = x.len();
-    let args = [on.write(y), on.read(x), is_bf16(x).into(), len.into()];
+    let args = [on.write(y), on.read(x), is_bf16(x).into(), Arg::elements(len)];
     // SAFETY: as above.
     unsafe { on.launch(&ELEMENTWISE, "add_elements", blocks(len), &args) };
 }
 
 pub(crate) fn scale_assign(on: On<'_>, y: &mut Tensor, factor: f32) {
     let (len, y_bf16) = (y.len(), is_bf16(y));
-    let args = [on.write(y), y_bf16.into(), factor.into(), len.into()];
+    let args = [on.write(y), y_bf16.into(), factor.into(), Arg::elements(len)];
     // SAFETY: a thread reads and writes its elements.
     unsafe { on.launch(&ELEMENTWISE, "scale_elements", blocks(len), &args) };
 }
 
 pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
     let (len, columns, y_bf16, bias) = (y.len(), y.cols(), is_bf16(y), on.f32s(bias));
-    let args = [on.write(y), y_bf16.into(), on.read(&bias), len.into(), columns.into()];
+    let args = [on.write(y), y_bf16.into(), on.read(&bias), Arg::elements(len), columns.into()];
     // SAFETY: as above; the bias is as long as a row.
     unsafe { on.launch(&ELEMENTWISE, "add_bias", blocks(len), &args) };
 }
@@ -74,7 +76,7 @@ pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>>
     let mut sums = on.empty(&[counts.iter().sum(), 2], DType::U32);
     let mut first = 0;
     for (x, &count) in tensors.iter().zip(&counts) {
-        let args = [on.read(x), is_bf16(x).into(), on.write(&mut sums), first.into(), x.len().into()];
+        let args = [on.read(x), is_bf16(x).into(), on.write(&mut sums), first.into(), Arg::elements(x.len())];
         // SAFETY: a block writes its sum, whose place is its own.
         unsafe { on.launch(&ELEMENTWISE, "sums_of_squares", count, &args) };
         first += count;
@@ -88,14 +90,14 @@ pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>>
 pub(crate) fn adamw(on: On<'_>, factors: &Factors, tensors: AdamWTensors<'_>) {
     let AdamWTensors { param, grad, m, v, compute } = tensors;
     let len = param.len();
-    let compute = compute.map_or(crate::cuda::Arg::none(), |compute| on.write(compute));
+    let compute = compute.map_or(Arg::none(), |compute| on.write(compute));
     let args = [
         on.write(param),
         on.read(grad),
         on.write(m),
         on.write(v),
         compute,
-        len.into(),
+        Arg::elements(len),
         factors.grad_scale.into(),
         factors.keep.into(),
         factors.beta1.into(),
