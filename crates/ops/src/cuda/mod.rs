@@ -13,8 +13,8 @@
 //! yet; all are compiled for three generations of them and checked on the emulation.
 //!
 //! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to
-//! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph. Operations have no error results: a device that fails ends the operation with a panic whose payload is a
-//! [`GpuError`].
+//! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph. Operations have
+//! no error results: a device that fails ends the operation with a panic whose payload is a [`GpuError`].
 
 mod cache;
 mod choice;
@@ -35,7 +35,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
-use steps::{Graph, Node, Steps};
+
+use self::steps::{Graph, Node, Steps};
 
 pub use choice::{DeviceChoice, UnknownDevice};
 pub use emulated::Emulation;

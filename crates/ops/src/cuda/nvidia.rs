@@ -13,6 +13,7 @@ use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
 use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
+use super::sources::{BLOCKS, PEAK, PEAK_HOPPER, SOURCES};
 use super::steps::Node;
 use super::traffic::Meter;
 use super::{GpuError, Source};
@@ -275,10 +276,23 @@ impl Nvidia {
         Ok(function)
     }
 
+    /// Compiles all that training and generating need at once, where it is not on disk yet: one after the other would take longer.
+    /// What fails is compiled again, and its error said, when it is needed.
+    fn compile_usual(&self) {
+        let is_rare = |source: &Source| [&BLOCKS, &PEAK, &PEAK_HOPPER].into_iter().any(|rare| rare.name == source.name);
+        let is_usual = |source: &Source| source.is_for(self.target) && !is_rare(source);
+        let jobs: Vec<_> =
+            SOURCES.iter().filter(|source| is_usual(source)).map(|source| (*source, self.target)).collect();
+        drop(self.compiler.compile_all(&jobs));
+    }
+
     fn module(&self, source: &'static Source) -> Result<Module, GpuError> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = modules.get(source.name) {
             return Ok(*module);
+        }
+        if modules.is_empty() {
+            self.compile_usual();
         }
         let mut code = self.compiler.compile_cached(source, self.target)?;
         code.push(0); // PTX is text that ends with a zero

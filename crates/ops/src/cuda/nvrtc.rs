@@ -4,7 +4,8 @@ use std::ffi::{CString, c_char, c_int};
 use std::path::Path;
 use std::ptr;
 use std::sync::OnceLock;
-use std::{fmt, fs};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{fmt, fs, thread};
 
 use super::library::Functions;
 pub use super::library::NVRTC_VARIABLE;
@@ -110,6 +111,22 @@ impl Nvrtc {
         });
         drop(written);
         Ok(code)
+    }
+
+    /// [`compile_cached`](Self::compile_cached) of each, on as many threads as there are cores: a source takes seconds to a minute.
+    #[must_use]
+    pub fn compile_all(&self, jobs: &[(&Source, Target)]) -> Vec<Result<Vec<u8>, GpuError>> {
+        let results: Vec<OnceLock<_>> = jobs.iter().map(|_| OnceLock::new()).collect();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some(index) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&index| index < jobs.len()) {
+                let (source, target) = jobs[index];
+                results[index].get_or_init(|| self.compile_cached(source, target));
+            }
+        };
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+        thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+        results.into_iter().filter_map(OnceLock::into_inner).collect()
     }
 
     /// The code of a text, and what the compiler said.

@@ -1,5 +1,7 @@
 //! The kernels' sources: one table, so that no test can forget one.
 
+use super::Target;
+
 /// A file of kernels, compiled as one module.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Source {
@@ -8,7 +10,7 @@ pub struct Source {
     /// The kernels it defines.
     pub kernels: &'static [&'static str],
     /// The capabilities that it is for; none if it is for all.
-    pub only: &'static [u32],
+    only: &'static [u32],
     /// What comes before the text besides [`COMMON`].
     header: &'static str,
     text: &'static str,
@@ -80,6 +82,13 @@ sources! {
 }
 
 impl Source {
+    /// Whether it can be compiled for `target`: instructions that only some capabilities have are in no PTX for newer ones.
+    #[must_use]
+    pub fn is_for(&self, target: Target) -> bool {
+        let is_exact = target == Target::real(target.capability);
+        self.only.is_empty() || is_exact && self.only.contains(&target.capability)
+    }
+
     /// The whole text, for a CUDA compiler.
     #[must_use]
     pub fn cuda_text(&self) -> String {

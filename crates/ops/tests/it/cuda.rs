@@ -2,10 +2,8 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
-use moeworks_ops::cuda::{Gpu, GpuError, NVRTC_VARIABLE, Nvrtc, SOURCES, Source, Target};
+use moeworks_ops::cuda::{Gpu, GpuError, NVRTC_VARIABLE, Nvrtc, SOURCES, Target};
 
 /// Ampere, Hopper, Blackwell.
 const CAPABILITIES: [u32; 3] = [80, 90, 100];
@@ -32,33 +30,23 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
 }
 
-fn assert_compiles(compiler: &Nvrtc, source: &Source, target: Target) {
-    let cubin = compiler.compile_cached(source, target).unwrap_or_else(|error| panic!("{error}"));
-    assert!(cubin.starts_with(b"\x7fELF"), "{}.cu for {target} is no cubin", source.name);
-    for kernel in source.kernels {
-        let symbol = format!("\0{kernel}\0").into_bytes();
-        let is_there = cubin.windows(symbol.len()).any(|window| window == symbol);
-        assert!(is_there, "{}.cu for {target} has no kernel {kernel}", source.name);
-    }
-}
-
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let Some(compiler) = compiler() else { return };
-    let is_for = |source: &Source, capability| source.only.is_empty() || source.only.contains(&capability);
-    let all = CAPABILITIES.into_iter().flat_map(|capability| SOURCES.iter().map(move |source| (*source, capability)));
-    let jobs: Vec<_> = all.filter(|&(source, capability)| is_for(source, capability)).collect();
-    let next = AtomicUsize::new(0);
-    // Minutes of work for one thread.
-    thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                while let Some(&(source, capability)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    assert_compiles(&compiler, source, Target::real(capability));
-                }
-            });
+    let targets = CAPABILITIES.map(Target::real).into_iter();
+    let all = targets.flat_map(|target| SOURCES.iter().map(move |source| (*source, target)));
+    let jobs: Vec<_> = all.filter(|&(source, target)| source.is_for(target)).collect();
+    let cubins = compiler.compile_all(&jobs);
+    assert_eq!(cubins.len(), jobs.len());
+    for ((source, target), cubin) in jobs.iter().zip(cubins) {
+        let cubin = cubin.unwrap_or_else(|error| panic!("{error}"));
+        assert!(cubin.starts_with(b"\x7fELF"), "{}.cu for {target} is no cubin", source.name);
+        for kernel in source.kernels {
+            let symbol = format!("\0{kernel}\0").into_bytes();
+            let is_there = cubin.windows(symbol.len()).any(|window| window == symbol);
+            assert!(is_there, "{}.cu for {target} has no kernel {kernel}", source.name);
         }
-    });
+    }
 }
 
 #[test]
