@@ -10,7 +10,8 @@ the first round are not run in further ones. The ways:
 - one sort by expert, a split, and a linear layer an expert,
 - torch._grouped_mm by hand on the sorted rows.
 
-With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, and lines have the shares of a dense bf16
+With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, our layer is also timed with experts that multiply
+in eight-bit floats (`fp8`, against PyTorch's in bf16), and lines have the shares of a dense bf16
 product's rate, which PyTorch is timed at first, and the share of our layer's time that is not its products' (router, dispatch and
 combine). The counting sort of 65,536 tokens' 8 choices of 256 experts comes last.
 """
@@ -43,7 +44,8 @@ GPU_SHAPES = {
 }
 # What names a cell.
 KEY = ["shape", "dtype", "tokens", "pass"]
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+# What PyTorch computes in; its ways have no training in eight-bit floats.
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 class Layer(torch.nn.Module):
@@ -216,7 +218,7 @@ def line_of(cell, args):
     if args.dense:
         flops = layer_flops(args.all_shapes[cell["shape"]], cell["tokens"], cell["pass"] == "both")
         times += f"{flops / cell['moeworks_s'] / args.dense:8.0%}{flops / cell['pytorch_s'][cell['best']] / args.dense:8.0%}"
-        times += f"{1 - cell['products_s'] / cell['moeworks_s']:8.0%}"
+        times += f"{1 - cell['products_s'] / cell['moeworks_s']:8.0%}" if "products_s" in cell else f"{'':8}"
     return f"{cell['shape']:12}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
 
 
@@ -244,7 +246,7 @@ def arguments():
     args.all_shapes = SHAPES | GPU_SHAPES
     is_cpu = args.device == "cpu"
     args.shapes = args.shapes or list(SHAPES if is_cpu else GPU_SHAPES)
-    args.dtypes = args.dtypes or (list(DTYPES) if is_cpu else ["bf16"])
+    args.dtypes = args.dtypes or (["f32", "bf16"] if is_cpu else ["bf16", "fp8"])
     args.tokens = args.tokens or ([1, 16, 512, 4096] if is_cpu else [16384, 65536])
     return args
 
@@ -272,7 +274,7 @@ def main():
             _, _, tokens, which = key
             times = measured(args, ours, contenders, (name, dtype), tokens, which == "both")
             shape = args.all_shapes[name]
-            products = ours.times(shape, dtype, tokens, both=which == "both", part="products") if args.dense else None
+            products = ours.times(shape, dtype, tokens, both=which == "both", part="products") if args.dense and dtype != "fp8" else None
             cells.append(cell_of(key, times, products))
             print(line_of(cells[-1], args), flush=True)
             if args.json:

@@ -21,7 +21,7 @@ WAYS = ["eager", "grouped_mm"]  # batched_mm copies the weights of every token's
 
 
 def transformers(way: str, precision: str, args: argparse.Namespace) -> dict:
-    command = [sys.executable, HERE / "transformers_train.py", "--experts", way, "--precision", precision,
+    command = [sys.executable, HERE / "transformers_train.py", "--experts", way, "--precision", "f32" if precision == "f32" else "bf16",
                "--data", args.data, "--threads", str(args.threads), "--device", args.device, "--steps", str(args.steps)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
@@ -53,8 +53,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--steps", type=int, default=5, help="steps of each of the others after two that warm up")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--precisions", nargs="*", default=["f32", "bf16"])
+    parser.add_argument("--precisions", nargs="*", choices=["f32", "bf16", "fp8"], help="fp8 is compared with bf16 of the others")
     args = parser.parse_args()
+    args.precisions = args.precisions or ["f32", "bf16"] + (["fp8"] if args.device == "cuda" else [])
     for precision in args.precisions:
         results: dict[str, list[dict]] = {}
         for _ in range(args.rounds):

@@ -62,7 +62,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         bench_cases(&ctx, &peaks, dtype, &args.filter, |result| output.case(result));
         moe_layer(&ctx, &peaks, dtype, &args.filter, &mut output)?;
     }
-    for precision in [Precision::F32, Precision::Bf16] {
+    // Elsewhere eight-bit floats are computed with as bf16.
+    let fp8 = peaks.fp8_flops.map(|_| Precision::Fp8);
+    for precision in [Precision::F32, Precision::Bf16].into_iter().chain(fp8) {
         output.training(args, precision)?;
     }
     output.finish(&ctx, &peaks);
@@ -91,6 +93,9 @@ impl Output {
         println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
         if let Some(flops) = peaks.bf16_flops {
             println!("  bf16         {:9.1} GFLOP/s", flops / 1e9);
+        }
+        if let Some(flops) = peaks.fp8_flops {
+            println!("  fp8          {:9.1} GFLOP/s", flops / 1e9);
         }
         println!("  memory       {:9.1} GB/s", peaks.read_bytes_per_s / 1e9);
         println!();
@@ -190,6 +195,7 @@ impl Output {
             "device": ctx.describe(),
             "f32_flops_per_s": peaks.f32_flops,
             "bf16_flops_per_s": peaks.bf16_flops,
+            "fp8_flops_per_s": peaks.fp8_flops,
             "read_bytes_per_s": peaks.read_bytes_per_s,
             "peak_bytes": stats.peak_bytes,
             "cases": self.cases,

@@ -40,7 +40,11 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     println!();
     account::print_inference_memory(&config.model, train.seq_len);
     println!();
-    let precision = if train.precision == Precision::Bf16 { "bf16" } else { "f32" };
+    let precision = match train.precision {
+        Precision::F32 => "f32",
+        Precision::Bf16 => "bf16",
+        Precision::Fp8 => "fp8",
+    };
     println!("training FLOPs a token    {:.3} GFLOP at sequences of {}", flops / 1e9, train.seq_len);
     println!("tokens                    {} in {} steps", thousands(tokens), thousands(train.steps));
     println!(

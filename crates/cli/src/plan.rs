@@ -149,14 +149,15 @@ fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failur
 }
 
 fn model_shape(config: &RunConfig) -> ModelShape {
-    shape(&config.model, config.train.seq_len, config.train.precision == config::Precision::Bf16)
+    shape(&config.model, config.train.seq_len, config.train.precision.has_bf16_copies())
 }
 
 /// What a step of `config` does.
 fn workload(config: &RunConfig, tokens: Tokens) -> Workload {
     let precision = match config.train.precision {
         config::Precision::F32 => Precision::F32,
-        config::Precision::Bf16 => Precision::Bf16,
+        // Weights and what is kept are bf16 in both.
+        config::Precision::Bf16 | config::Precision::Fp8 => Precision::Bf16,
     };
     Workload { tokens, precision, zero: config.parallel.zero }
 }

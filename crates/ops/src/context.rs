@@ -12,13 +12,20 @@ pub struct Context {
     pool: MemoryPool,
     threads: Threads,
     isa: Isa,
+    has_fp8_experts: bool,
 }
 
 impl Context {
     /// A CPU context with `num_threads` threads (at least one; the calling thread counts) and the best instruction set.
     #[must_use]
     pub fn cpu(num_threads: usize) -> Self {
-        Self { gpu: None, pool: MemoryPool::new(), threads: Threads::new(num_threads), isa: Isa::detect() }
+        Self {
+            gpu: None,
+            pool: MemoryPool::new(),
+            threads: Threads::new(num_threads),
+            isa: Isa::detect(),
+            has_fp8_experts: false,
+        }
     }
 
     /// A CPU context with one thread for each core that this process may use.
@@ -40,6 +47,21 @@ impl Context {
     pub fn with_gpu(mut self, gpu: Gpu) -> Self {
         self.gpu = Some(gpu);
         self
+    }
+
+    /// The same context where experts whose weights are bf16 multiply in eight-bit floats, forward and back to their inputs: both operands
+    /// are rounded as [`e4m3`](crate::e4m3) says, and sums are f32. Gradients of weights stay products in bf16 of what was not rounded.
+    /// The processor, and GPUs before Hopper, have no such products or none used here: they compute the same in bf16.
+    #[must_use]
+    pub fn with_fp8_experts(mut self, has_fp8_experts: bool) -> Self {
+        self.has_fp8_experts = has_fp8_experts;
+        self
+    }
+
+    /// Whether experts multiply in eight-bit floats.
+    #[must_use]
+    pub fn has_fp8_experts(&self) -> bool {
+        self.has_fp8_experts
     }
 
     /// The same context without a GPU: all operations run on the host, where they fetch what only the GPU has.

@@ -17,6 +17,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::activation::activate;
 use crate::cuda::ops::{self as cuda, On};
+use crate::e4m3;
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -39,6 +40,33 @@ pub struct ExpertWeights<'a> {
     pub down: &'a Tensor,
     /// What stands between the two.
     pub activation: Activation,
+}
+
+impl ExpertWeights<'_> {
+    fn multiply_in_fp8(self, ctx: &Context) -> bool {
+        let is_bf16 = |weights: &Tensor| weights.dtype() == DType::BF16;
+        ctx.has_fp8_experts() && is_bf16(self.gate_up) && is_bf16(self.down)
+    }
+}
+
+/// Weights as products in eight-bit floats take them: gate and up are matrices of their own.
+struct RoundedWeights {
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+}
+
+impl RoundedWeights {
+    fn of(ctx: &Context, weights: ExpertWeights<'_>) -> Self {
+        let ExpertWeights { gate_up, down, activation } = weights;
+        let (d, f) = (gate_up.cols(), down.cols());
+        let (gate_up, down) = (e4m3::round_matrices(ctx, gate_up, f), e4m3::round_matrices(ctx, down, d));
+        Self { gate_up, down, activation }
+    }
+
+    fn weights(&self) -> ExpertWeights<'_> {
+        ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation: self.activation }
+    }
 }
 
 /// The biases of experts that have them (GPT-OSS), or of a dense network as one expert (GPT-2). f32.
@@ -126,9 +154,12 @@ pub fn experts_forward_biased(
         let lens = (biases.gate_up.len(), biases.down.len());
         assert_eq!(lens, (num_experts * s.af, num_experts * s.d), "biases of experts");
     }
+    let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        return cuda::experts::forward(on, x, weights, biases, rows);
+        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows);
     }
+    let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, x), RoundedWeights::of(ctx, weights)));
+    let (x, weights) = rounded.as_ref().map_or((x, weights), |(x, rounded)| (x, rounded.weights()));
     let dtype = weights.gate_up.dtype().of_activations();
     let experts = used_experts(rows);
     let mut h = ctx.empty(&[s.r, s.af], dtype);
@@ -143,6 +174,7 @@ pub fn experts_forward_biased(
         let epilogue = Activate { activation, f: s.f, experts: &experts, bias, h, a };
         forward_product(ctx, (x, Some(&rows.tokens)), (weights.gate_up, s.f, is_paired), &experts, &epilogue);
     });
+    let a = if is_fp8 { e4m3::round_rows(ctx, &a) } else { a };
     let mut outputs = ctx.empty(&[s.r, s.d], DType::F32);
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
     let to = Lent::new(outputs.f32s_mut());
@@ -274,9 +306,12 @@ pub fn experts_backward(
 ) -> ExpertsBackward {
     assert_eq!(weights.gate_up.dtype(), weights.down.dtype(), "backward of experts whose matrices differ in type");
     let s = Sizes::of(dy, weights, rows);
+    let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| !weights.gate_up.dtype().is_quantized() && cuda::experts::takes(weights)) {
-        return cuda::experts::backward(on, dy, weights, rows, saved);
+        return cuda::experts::backward(on, dy, (weights, is_fp8), rows, saved);
     }
+    let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, dy), RoundedWeights::of(ctx, weights)));
+    let (dy, weights) = rounded.as_ref().map_or((dy, weights), |(dy, rounded)| (dy, rounded.weights()));
     let dtype = weights.gate_up.dtype();
     let experts = used_experts(rows);
     let num_panels = gemm::num_panels(ctx, Compute::of(dtype), s.f);
@@ -307,8 +342,9 @@ pub fn experts_backward(
     for (r, sum) in d_row_weights.f32s_mut().iter_mut().enumerate() {
         *sum = parts.f32s()[r * num_panels..][..num_panels].iter().sum();
     }
+    let rounded_dh = is_fp8.then(|| e4m3::round_rows(ctx, &dh));
     let second = groups(&experts, |e, range| Group {
-        a: Source::rows(&dh, range.start),
+        a: Source::rows(rounded_dh.as_ref().unwrap_or(&dh), range.start),
         b: Source::rows(weights.gate_up, e * s.af),
         rows: range.len(),
         columns: s.d,
@@ -540,6 +576,9 @@ kernel! {
     }
 }
 
+#[cfg(test)]
+#[path = "experts_fp8_tests.rs"]
+mod fp8_tests;
 #[cfg(test)]
 #[path = "experts_tests.rs"]
 mod tests;

@@ -22,6 +22,7 @@ pub mod columns;
 mod context;
 pub mod counting_sort;
 pub mod cuda;
+pub mod e4m3;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;

@@ -22,6 +22,8 @@ pub struct Peaks {
     /// The same for the bf16 dot product or for tiles of bf16, where the machine has them (whether or not the context uses
     /// them).
     pub bf16_flops: Option<f64>,
+    /// The same for eight-bit floats, on GPUs where products take them.
+    pub fp8_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
 }
@@ -69,7 +71,7 @@ pub fn measure(ctx: &Context) -> Peaks {
     };
     #[cfg(not(target_arch = "x86_64"))]
     let bf16_flops = None;
-    Peaks { f32_flops, bf16_flops, read_bytes_per_s: read_rate(ctx) }
+    Peaks { f32_flops, bf16_flops, fp8_flops: None, read_bytes_per_s: read_rate(ctx) }
 }
 
 /// Operations a second of all threads, each of which runs `task` with `flops` operations; the best of a few tries.

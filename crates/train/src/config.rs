@@ -143,6 +143,17 @@ pub enum Precision {
     F32,
     /// Mixed: bf16 matrix products with f32 sums, f32 master weights, optimizer, norms, router and losses.
     Bf16,
+    /// As `bf16`; the products of experts and dense feed-forwards, forward and back to their inputs, in eight-bit floats
+    /// ([`moeworks_ops::e4m3`]).
+    Fp8,
+}
+
+impl Precision {
+    /// Whether products are made of bf16 copies of the weights.
+    #[must_use]
+    pub fn has_bf16_copies(self) -> bool {
+        self != Self::F32
+    }
 }
 
 /// Which auxiliary loss balances the experts.

@@ -8,7 +8,7 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Purpose, Random};
 
-use crate::config::{ConfigError, Precision, RunConfig};
+use crate::config::{ConfigError, RunConfig};
 use crate::error::TrainError;
 use crate::optimizer::{AdamWConfig, Optimizer};
 use crate::setup::context;
@@ -37,7 +37,7 @@ pub struct Speed {
 /// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
 pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
     let ctx = context(config, None)?;
-    let is_bf16 = config.train.precision == Precision::Bf16;
+    let is_bf16 = config.train.precision.has_bf16_copies();
     let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
     let seq_len = config.train.seq_len;
     let (model, num_sequences) = shrink(&config.model, config.train.batch_size, seq_len, is_bf16);
@@ -96,7 +96,7 @@ fn time_steps(
     let decoder = Decoder::new(model.clone())?;
     let at = config.train.optimizer_context(ctx);
     let mut weights = decoder.init(ctx, 0);
-    let mut compute = (config.train.precision == Precision::Bf16).then(|| weights.compute_copy(&at, DType::BF16));
+    let mut compute = config.train.precision.has_bf16_copies().then(|| weights.compute_copy(&at, DType::BF16));
     let mut grads = weights.zeros_like(ctx);
     let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let mut optimizer = Optimizer::new(ctx, adamw, &weights);

@@ -32,7 +32,7 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 /// Refuses a model whose training state cannot fit, before the system ends the program for it. Activations are not counted:
 /// they are an estimate, and checkpointing bounds them.
 pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
-    let is_bf16 = config.train.precision == Precision::Bf16;
+    let is_bf16 = config.train.precision.has_bf16_copies();
     let precision = if is_bf16 { moeworks_plan::Precision::Bf16 } else { moeworks_plan::Precision::F32 };
     let workload = Workload { tokens: Tokens::OfEachRank(0), precision, zero: config.parallel.zero };
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
@@ -63,7 +63,7 @@ pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Conte
     if let Some(missing) = missing {
         tracing::warn!("train.device = auto computes on the processor: {missing}");
     }
-    Ok(ctx)
+    Ok(ctx.with_fp8_experts(config.train.precision == Precision::Fp8))
 }
 
 pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {

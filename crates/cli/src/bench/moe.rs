@@ -4,6 +4,7 @@
 //! gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the experts that got
 //! tokens, as in a program whose experts' gradients are apart; the others stay zero.
 //!
+//! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole layer alone.
 //! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
 //! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "products"` times the grouped products
 //! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
@@ -56,6 +57,8 @@ enum Part {
 /// A line.
 struct Case {
     shape: Shape,
+    /// Whether the experts, in bf16, multiply in eight-bit floats.
+    is_fp8: bool,
     tokens: usize,
     part: Part,
 }
@@ -72,10 +75,11 @@ impl Case {
             Some("gelu") => Activation::Gelu,
             _ => return Err(Failure::input(format!("{line}: \"activation\" must be \"swiglu\" or \"gelu\""))),
         };
-        let dtype = match value["dtype"].as_str() {
-            Some("f32") => DType::F32,
-            Some("bf16") => DType::BF16,
-            _ => return Err(Failure::input(format!("{line}: \"dtype\" must be \"f32\" or \"bf16\""))),
+        let (dtype, is_fp8) = match value["dtype"].as_str() {
+            Some("f32") => (DType::F32, false),
+            Some("bf16") => (DType::BF16, false),
+            Some("fp8") => (DType::BF16, true),
+            _ => return Err(Failure::input(format!("{line}: \"dtype\" must be \"f32\", \"bf16\" or \"fp8\""))),
         };
         let (d, f, e, k) = (number("d")?, number("f")?, number("e")?, number("k")?);
         let shape = Shape { d, f, e, k, activation, dtype };
@@ -90,7 +94,7 @@ impl Case {
                 return Err(Failure::input(format!("{line}: \"part\" must be {names}")));
             }
         };
-        Ok(Self { shape, tokens: number("tokens")?, part })
+        Ok(Self { shape, is_fp8, tokens: number("tokens")?, part })
     }
 }
 
@@ -224,6 +228,7 @@ pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
     for line in stdin().lock().lines() {
         let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
         let case = Case::parse(&line)?;
+        let ctx = &ctx.clone().with_fp8_experts(case.is_fp8);
         let keeps_weights = matches!(case.part, Part::Layer { .. } | Part::Products { .. });
         if keeps_weights && layer.as_ref().is_none_or(|layer| layer.shape != case.shape) {
             drop(layer.take());

@@ -127,7 +127,11 @@ fn compile(sources: &[&Source], texts: &[String], to: &Path) -> Result<(), GpuEr
     // Only sources are in it; they cost nothing if they stay.
     let _ = fs::remove_dir_all(&folder);
     let output = output?;
-    if output.status.success() { Ok(()) } else { Err(failed(String::from_utf8_lossy(&output.stderr).into_owned())) }
+    if output.status.success() {
+        return Ok(());
+    }
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    Err(GpuError::Compile { source_name: "*".into(), target: "the host".into(), log })
 }
 
 /// A block of the host's memory between two guards.

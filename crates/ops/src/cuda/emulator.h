@@ -23,7 +23,7 @@
 #define SHARED(name) unsigned char* const name = emulator::running->shared
 #define __shared__ static thread_local
 #define __restrict__
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -53,8 +53,9 @@ struct Copy { void* to; const void* from; bool is_there; };
 // A barrier whose phases count arrivals, in eight bytes of shared memory.
 struct Phases { u16 arrivals, left; u32 phase; };
 
-// A product that is under way: where its sums are, and the descriptors of what is multiplied.
-struct Product { float* sums; u64 a, b; bool a_major, b_major; };
+// A product that is under way: where its sums are, how many columns, the descriptors of what is multiplied, and whether that are bytes
+// (E4M3, else bf16).
+struct Product { float* sums; u32 columns; u64 a, b; bool a_major, b_major, are_bytes, adds; };
 
 struct Fiber {
     std::unique_ptr<char[]> stack{new char[STACK]};
@@ -229,6 +230,18 @@ inline float widen(u16 x) {
     memcpy(&f, &bits, 4);
     return f;
 }
+
+inline float decode_e4m3(int x) {
+    int exponent = x >> 3 & 15, mantissa = x & 7;
+    float size = exponent == 15 && mantissa == 7 ? NAN : exponent == 0 ? std::ldexp((float)mantissa, -9) : std::ldexp((float)(mantissa + 8), exponent - 10);
+    return x & 0x80 ? -size : size;
+}
+
+struct E4m3 {
+    float values[256];
+    E4m3() { for (int i = 0; i < 256; i++) values[i] = decode_e4m3(i); }
+};
+inline const E4m3 e4m3;
 
 // The kernel `f` with the arguments that `args` points to, one each. Kinds: p pointer, u integer of 32 bits, l of 64, f float.
 template <typename... A> struct KernelCall : Call {
@@ -414,29 +427,49 @@ static inline float emulated_element(u64 descriptor, bool is_major, u32 row, u32
     at ^= (at >> 7 & 7) << 4;
     return emulator::widen(*(const u16*)(emulator::running->shared + at));
 }
+static inline float emulated_byte(u64 descriptor, u32 row, u32 k) {
+    u32 start = (u32)(descriptor & 0x3fff) << 4, line = (u32)(descriptor >> 32 & 0x3fff) << 4;
+    u32 at = start + row / 8 * line + row % 8 * 128 + k;
+    at ^= (at >> 7 & 7) << 4;
+    return emulator::e4m3.values[emulator::running->shared[at]];
+}
 static inline void emulated_product(const emulator::Product& product) {
+    const int depth = product.are_bytes ? 32 : 16;
+    auto element = [&](u64 descriptor, bool is_major, u32 row, u32 k) {
+        return product.are_bytes ? emulated_byte(descriptor, row, k) : emulated_element(descriptor, is_major, row, k);
+    };
     int lane = emulator::running->current % 32, warp = emulator::running->current / 32 % 4;
-    float a[2][16], b[16];
+    float a[2][32], b[32];
     for (int h = 0; h < 2; h++)
-        for (int k = 0; k < 16; k++) a[h][k] = emulated_element(product.a, product.a_major, warp * 16 + lane / 4 + 8 * h, k);
-    for (int j = 0; j < 32; j++)
+        for (int k = 0; k < depth; k++) a[h][k] = element(product.a, product.a_major, warp * 16 + lane / 4 + 8 * h, k);
+    for (u32 j = 0; j < product.columns / 8; j++)
         for (int i = 0; i < 2; i++) {
-            for (int k = 0; k < 16; k++) b[k] = emulated_element(product.b, product.b_major, j * 8 + lane % 4 * 2 + i, k);
-            for (int h = 0; h < 2; h++)
-                for (int k = 0; k < 16; k++) product.sums[4 * j + 2 * h + i] += a[h][k] * b[k];
+            for (int k = 0; k < depth; k++) b[k] = element(product.b, product.b_major, j * 8 + lane % 4 * 2 + i, k);
+            for (int h = 0; h < 2; h++) {
+                float& sum = product.sums[4 * j + 2 * h + i];
+                if (!product.adds) sum = 0.0f;
+                for (int k = 0; k < depth; k++) sum += a[h][k] * b[k];
+            }
         }
 }
-template <bool A_MAJOR, bool B_MAJOR> static inline void wgmma(float (&c)[128], u64 a, u64 b) {
+// The warp's product is under way from here on.
+static inline void emulated_wgmma(const emulator::Product& product) {
     struct In { u64 a, b; };
     struct None {};
-    emulator::with_warp<In, None>(7, In{a, b}, [](const In* const* in, None* const*) {
+    emulator::with_warp<In, None>(7, In{product.a, product.b}, [](const In* const* in, None* const*) {
         for (int lane = 0; lane < 32; lane++) {
             if (in[lane]->a != in[0]->a || in[lane]->b != in[0]->b) emulator::fail("lanes of a warp have different descriptors");
             for (u64 x : {in[lane]->a, in[lane]->b})
                 if (x >> 62 != 1 || (x >> 49 & 7) != 0) emulator::fail("a descriptor is not of lines of 128 bytes");
         }
     });
-    emulator_fiber().products.back().push_back({c, a, b, A_MAJOR, B_MAJOR});
+    emulator_fiber().products.back().push_back(product);
+}
+template <bool A_MAJOR, bool B_MAJOR> static inline void wgmma(float (&c)[128], u64 a, u64 b) {
+    emulated_wgmma({c, 256, a, b, A_MAJOR, B_MAJOR, false, true});
+}
+template <bool ADDS> static inline void wgmma_e4m3(float (&c)[64], u64 a, u64 b) {
+    emulated_wgmma({c, 128, a, b, true, true, true, ADDS});
 }
 static inline void wgmma_begin() { __syncwarp(); }
 static inline void wgmma_commit() { emulator_fiber().products.emplace_back(); }
@@ -450,4 +483,4 @@ template <int N> static inline void wgmma_wait() {
     // The wait is the whole warp's.
     __syncwarp();
 }
-static inline void wgmma_sums_are_there(float (&)[128]) {}
+template <u32 N> static inline void wgmma_sums_are_there(float (&)[N]) {}

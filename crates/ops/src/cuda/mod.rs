@@ -223,6 +223,12 @@ impl Gpu {
             ("emulated Hopper in reverse", emulation(true, true)),
             ("GPU", Self::open(0)),
         ];
+        // A compiler that is missing is no failure, one that finds an error is.
+        for (name, gpu) in &all {
+            if let Err(error @ GpuError::Compile { .. }) = gpu {
+                panic!("{name}: {error}");
+            }
+        }
         let (there, missing): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, gpu)| gpu.is_ok());
         SKIPPED.call_once(|| {
             for (name, error) in missing.iter().filter_map(|(name, gpu)| Some((name, gpu.as_ref().err()?))) {

@@ -46,9 +46,13 @@ sources! {
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "weigh_rows", "add_row_biases",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
-    GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" only 90: [
+    GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
         "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",
     ];
+    GROUPED_FP8 = "grouped_fp8" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
+        "fp8_rows_nt", "fp8_up_paired", "fp8_up_single", "fp8_pull_back_rows",
+    ];
+    E4M3 = "e4m3": ["e4m3_rows", "e4m3_matrices"];
     BLOCKS = "blocks" after "grouped.cuh": [
         "blocks_to_bf16", "gather_block_rows",
         "few_rows_nt_q8", "few_up_paired_q8", "few_up_single_q8",
@@ -77,7 +81,7 @@ sources! {
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
-    PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products"];
+    PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

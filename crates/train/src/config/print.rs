@@ -140,7 +140,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("train.beta2", "AdamW's memory of the gradient's square."),
     ("train.eps", "AdamW's epsilon."),
     ("train.clip_norm", "Largest global norm of the gradient; 0: no clipping."),
-    ("train.precision", "f32, or bf16: matrix products in bf16 with f32 masters."),
+    (
+        "train.precision",
+        "f32; bf16: matrix products in bf16 with f32 masters; or fp8: the same, experts in eight-bit floats.",
+    ),
     ("train.checkpoint_layers", "Whether layers keep only their input for backward and compute the rest again."),
     (
         "train.balance",

@@ -11,7 +11,7 @@ use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Tensor};
 
 use super::{Output, Trainer};
-use crate::config::{ConfigError, Precision, RunConfig, print_config};
+use crate::config::{ConfigError, RunConfig, print_config};
 use crate::corpus::Corpus;
 use crate::error::TrainError;
 use crate::metrics::MetricsWriter;
@@ -203,7 +203,7 @@ impl Trainer {
     fn new(parts: Parts) -> Result<Self, TrainError> {
         let Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks } =
             parts;
-        let is_bf16 = config.train.precision == Precision::Bf16;
+        let is_bf16 = config.train.precision.has_bf16_copies();
         let compute = is_bf16.then(|| weights.compute_copy(&config.train.optimizer_context(&ctx), DType::BF16));
         let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_deref()) } else { 1.0 };
         let grads = ranks.as_ref().map_or_else(|| weights.zeros_like(&ctx), |ranks| ranks.first_grads(&ctx, &weights));

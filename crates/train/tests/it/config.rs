@@ -94,7 +94,10 @@ fn every_wrong_setting_gives_one_line() {
             "model.qk_norm=all",
             "model.qk_norm = \"all\": unknown variant `all`, expected one of `none`, `head`, `whole`",
         ),
-        ("train.precision=fp8", "train.precision = \"fp8\": unknown variant `fp8`, expected `f32` or `bf16`"),
+        (
+            "train.precision=fp16",
+            "train.precision = \"fp16\": unknown variant `fp16`, expected one of `f32`, `bf16`, `fp8`",
+        ),
         ("train.seq_len=2000", "train.seq_len = 2000: must be at most model.max_seq_len, 1024"),
         (
             "train.batch_size=99999999",

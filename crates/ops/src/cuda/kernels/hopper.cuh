@@ -47,6 +47,18 @@ template <bool A_MAJOR, bool B_MAJOR> DEVICE void wgmma(f32 (&c)[128], u64 a, u6
                    EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
                  : "l"(a), "l"(b), "n"(A_MAJOR ? 0 : 1), "n"(B_MAJOR ? 0 : 1));
 }
+
+// The same of bytes (E4M3), 64 x 32 and 32 x 128, both along the depth: c = a b, or c += a b. Columns as above.
+template <bool ADDS> DEVICE void wgmma_e4m3(f32 (&c)[64], u64 a, u64 b) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.u32 adds, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                 "}, %64, %65, adds, 1, 1;\n}"
+                 : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56)
+                 : "l"(a), "l"(b), "n"(ADDS ? 1 : 0));
+}
 #undef EIGHT
 
 // Before the first product, and after other uses of its sums.
@@ -55,9 +67,9 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 // Waits until at most N groups of products are under way.
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 // The sums are used from here on, not earlier.
-DEVICE void wgmma_sums_are_there(f32 (&c)[128]) {
+template <u32 N> DEVICE void wgmma_sums_are_there(f32 (&c)[N]) {
 #pragma unroll
-    for (u32 i = 0; i < 128; i++) asm volatile("" : "+f"(c[i])::"memory");
+    for (u32 i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
 
 #endif

@@ -3,11 +3,13 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::{DepthsProduct, Epilogue, Groups, RowsProduct};
+use super::e4m3::{self, Packed};
+use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, RowsProduct};
 use super::{Listed, On, THREADS, takes_weights};
 use crate::Activation;
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
+use crate::e4m3::BLOCK;
 use crate::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,
 };
@@ -64,28 +66,102 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// How the experts' products take their operands.
+#[derive(Clone, Copy, PartialEq)]
+enum Numbers {
+    /// As they are.
+    Given,
+    /// Rounded to eight-bit floats, which bf16 numbers stand for.
+    Rounded,
+    /// As eight-bit floats, with scales.
+    Fp8,
+}
+
+impl Numbers {
+    fn of(on: On<'_>, is_fp8: bool, (d, f): (usize, usize), map: &Rows<'_>) -> Self {
+        // Copies of 16 bytes, blocks that are whole in both directions where gate and up are side by side, and more than few rows.
+        let has_kernel = d.is_multiple_of(16) && f.is_multiple_of(BLOCK) && map.groups().most() > FEW_ROWS;
+        match is_fp8 {
+            false => Self::Given,
+            true if has_kernel && on.gpu.hopper_processors().is_some() => Self::Fp8,
+            true => Self::Rounded,
+        }
+    }
+
+    fn rows(self, on: On<'_>, x: &Tensor) -> Operand {
+        match self {
+            Self::Given => x.clone().into(),
+            Self::Rounded => e4m3::round_rows(on, x).into(),
+            Self::Fp8 => e4m3::pack_rows(on, x).into(),
+        }
+    }
+
+    /// The experts' matrices of so many rows, of experts that have rows.
+    fn matrices(self, on: On<'_>, (weights, rows): (&Tensor, usize), map: &Rows<'_>) -> Operand {
+        let offsets = map.offsets.tensor();
+        match self {
+            Self::Given => weights.clone().into(),
+            Self::Rounded => e4m3::round_matrices(on, weights, rows, Some(offsets)).into(),
+            Self::Fp8 => e4m3::pack_matrices(on, weights, rows, offsets).into(),
+        }
+    }
+
+    /// The same for products with the matrices as they stand, which are those of eight-bit floats with the transposed ones.
+    fn matrices_of_backward(self, on: On<'_>, (weights, rows): (&Tensor, usize), map: &Rows<'_>) -> (Form, Operand) {
+        match self {
+            Self::Fp8 => (Form::Nt, e4m3::pack_turned_matrices(on, weights, rows, map.offsets.tensor()).into()),
+            _ => (Form::Nn, self.matrices(on, (weights, rows), map)),
+        }
+    }
+}
+
+/// What a product takes, and its scales.
+struct Operand {
+    data: Tensor,
+    scales: Option<Tensor>,
+}
+
+impl From<Tensor> for Operand {
+    fn from(data: Tensor) -> Self {
+        Self { data, scales: None }
+    }
+}
+
+impl From<Packed> for Operand {
+    fn from(Packed { bytes, scales }: Packed) -> Self {
+        Self { data: bytes, scales: Some(scales) }
+    }
+}
+
+fn scales<'a>(a: &'a Operand, b: &'a Operand) -> Option<[&'a Tensor; 2]> {
+    Some([a.scales.as_ref()?, b.scales.as_ref()?])
+}
+
 pub(crate) fn forward(
     on: On<'_>,
     x: &Tensor,
     weights: ExpertWeights<'_>,
-    biases: Option<ExpertBiases<'_>>,
+    (biases, is_fp8): (Option<ExpertBiases<'_>>, bool),
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
     let (mut h, mut a) = (on.empty(&[r, inputs * f], dtype), on.empty(&[r, f], dtype));
+    let numbers = Numbers::of(on, is_fp8, (d, f), &map);
+    let (of_x, gate_up) = (numbers.rows(on, x), numbers.matrices(on, (weights.gate_up, f), &map));
     let up = RowsProduct {
         form: Form::Nt,
-        a: x,
+        a: &of_x.data,
         gather: Some(map.tokens.tensor()),
-        b: weights.gate_up,
+        b: &gate_up.data,
         group_rows: inputs * f,
         columns: f,
         depth: d,
         pair: (inputs == 2).then_some(f),
         compute: dtype,
         groups: map.groups(),
+        scales: scales(&of_x, &gate_up),
     };
     let kernels = match inputs {
         2 => ["up_paired", "plain_up_paired", "few_up_paired"],
@@ -96,15 +172,17 @@ pub(crate) fn forward(
     args.extend(shape(weights.activation));
     // SAFETY: `h` and `a` have a row for each row, the bias one for each expert.
     unsafe { up.run(on, &Epilogue { kernels, args }) };
+    let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, (weights.down, d), &map));
     let down = RowsProduct {
-        a: &a,
+        a: &a.data,
         gather: None,
-        b: weights.down,
+        b: &down.data,
         group_rows: d,
         columns: d,
         depth: f,
         pair: None,
         compute: weights.down.dtype().of_activations(),
+        scales: scales(&a, &down),
         ..up
     };
     let mut outputs = down.store(on, r, DType::F32);
@@ -153,24 +231,27 @@ pub(crate) fn choice_weight_grads(on: On<'_>, rows: ExpertRows<'_>, d_row_weight
 pub(crate) fn backward(
     on: On<'_>,
     dy: &Tensor,
-    weights: ExpertWeights<'_>,
+    (weights, is_fp8): (ExpertWeights<'_>, bool),
     rows: ExpertRows<'_>,
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), dy.cols(), weights.down.cols(), weights.gate_up.dtype());
     let af = f * weights.activation.num_inputs();
+    let numbers = Numbers::of(on, is_fp8, (d, f), &map);
+    let (of_dy, (form, down)) = (numbers.rows(on, dy), numbers.matrices_of_backward(on, (weights.down, d), &map));
     let first = RowsProduct {
-        form: Form::Nn,
-        a: dy,
+        form,
+        a: &of_dy.data,
         gather: Some(map.tokens.tensor()),
-        b: weights.down,
-        group_rows: d,
+        b: &down.data,
+        group_rows: if form == Form::Nt { f } else { d },
         columns: f,
         depth: d,
         pair: None,
         compute: dtype,
         groups: map.groups(),
+        scales: scales(&of_dy, &down),
     };
     let num_parts = first.column_tiles(on);
     let (mut dh, mut parts) = (on.empty(&[r, af], dtype), on.empty(&[r, num_parts], DType::F32));
@@ -189,8 +270,17 @@ pub(crate) fn backward(
     let args = [on.read(&parts), on.write(&mut d_row_weights), r.into(), num_parts.into()];
     // SAFETY: a thread adds up its row's parts.
     unsafe { on.launch(&GROUPED, "add_row_parts", r.div_ceil(THREADS), &args) };
-    let second =
-        RowsProduct { a: &dh, gather: None, b: weights.gate_up, group_rows: af, columns: d, depth: af, ..first };
+    let (of_dh, (_, gate_up)) = (numbers.rows(on, &dh), numbers.matrices_of_backward(on, (weights.gate_up, f), &map));
+    let second = RowsProduct {
+        a: &of_dh.data,
+        gather: None,
+        b: &gate_up.data,
+        group_rows: if form == Form::Nt { d } else { af },
+        columns: d,
+        depth: af,
+        scales: scales(&of_dh, &gate_up),
+        ..first
+    };
     let outputs = second.store(on, r, DType::F32);
     let dx = combine(on, &outputs, rows, None, &[dy.rows(), d]);
     ExpertsBackward { dx, d_row_weights, dh }

@@ -8,7 +8,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
 use super::{On, blocks, elementwise};
-use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_HOPPER};
+use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_FP8, GROUPED_HOPPER};
 use crate::cuda::{Arg, Launch, Source};
 use crate::gemm::Form;
 use crate::linear::Write;
@@ -21,10 +21,12 @@ const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
 const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * 64 * 2 + 8 * 16 * 40 * 4 + 8 * 8;
+/// The same of products in eight-bit floats: square tiles, six stages of 128 in depth.
+const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * 16 * 40 * 4 + 12 * 8;
 /// Rows and columns of a plain block's tile.
 const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
-const FEW_ROWS: usize = 8;
+pub(super) const FEW_ROWS: usize = 8;
 const FEW_COLUMNS: usize = 8;
 
 /// Which kernel takes a product.
@@ -33,6 +35,10 @@ enum Kernel {
     Tensor,
     /// The same on Hopper, by so many blocks at most.
     Hopper {
+        processors: usize,
+    },
+    /// In eight-bit floats on Hopper.
+    Fp8 {
         processors: usize,
     },
     Plain,
@@ -45,7 +51,7 @@ impl Kernel {
     }
 
     fn uses_tensor_cores(self) -> bool {
-        matches!(self, Self::Tensor | Self::Hopper { .. })
+        matches!(self, Self::Tensor | Self::Hopper { .. } | Self::Fp8 { .. })
     }
 
     /// Of names for tensor cores, for the plain kernel and for few rows, the one for B of a type, and where it is.
@@ -56,6 +62,7 @@ impl Kernel {
             (Self::Plain, _) => (&GROUPED, plain.into()),
             (Self::Tensor, _) => (&GROUPED, tensor.into()),
             (Self::Hopper { .. }, _) => (&GROUPED_HOPPER, format!("hopper_{tensor}")),
+            (Self::Fp8 { .. }, _) => (&GROUPED_FP8, format!("fp8_{tensor}")),
         }
     }
 
@@ -64,7 +71,7 @@ impl Kernel {
     fn last_arg(self, compute: DType, listed: usize) -> Option<Arg<'static>> {
         match self {
             Self::Tensor => None,
-            Self::Hopper { .. } => Some(listed.into()),
+            Self::Hopper { .. } | Self::Fp8 { .. } => Some(listed.into()),
             Self::Plain | Self::Few => Some((compute == DType::BF16).into()),
         }
     }
@@ -79,13 +86,17 @@ impl Kernel {
     ) -> Launch<'a> {
         let (grid, threads, shared) = match self {
             Self::Tensor => (tiles, 256, SHARED),
-            Self::Hopper { processors } => {
-                ([tiles.iter().product::<usize>().min(processors), 1, 1], HOPPER_THREADS, HOPPER_SHARED)
-            }
+            Self::Hopper { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, HOPPER_SHARED),
+            Self::Fp8 { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, FP8_SHARED),
             Self::Plain | Self::Few => (tiles, 256, 0),
         };
         Launch { source, kernel, grid, threads, shared, args }
     }
+}
+
+/// Blocks that stay for as many tiles as it takes.
+fn in_one_dimension(tiles: [usize; 3], processors: usize) -> [usize; 3] {
+    [tiles.iter().product::<usize>().min(processors), 1, 1]
 }
 
 /// Products of rows: `A B_g^T` ([`Form::Nt`]) or `A B_g` ([`Form::Nn`]) for the rows of each group g.
@@ -106,6 +117,8 @@ pub(super) struct RowsProduct<'a> {
     /// f32 or bf16: what elements are multiplied as.
     pub(super) compute: DType,
     pub(super) groups: Groups<'a>,
+    /// The scales of A and B, where these are [eight-bit floats](super::e4m3::Packed) (of [`Form::Nt`], on Hopper).
+    pub(super) scales: Option<[&'a Tensor; 2]>,
 }
 
 /// Which rows belong to which group, in order.
@@ -119,7 +132,7 @@ pub(super) enum Groups<'a> {
 
 impl Groups<'_> {
     /// The most rows that a group may have. What depends on it must not depend on how many it has: that is not known here.
-    fn most(self) -> usize {
+    pub(super) fn most(self) -> usize {
         match self {
             Self::One { rows } => rows,
             Self::Many { most, .. } => most,
@@ -137,6 +150,9 @@ pub(super) struct Epilogue<'a> {
 impl RowsProduct<'_> {
     /// But for the plain one, kernels take vectors of 8, which must be within one row of each operand.
     fn kernel(&self, on: On<'_>) -> Kernel {
+        if let Some((_, processors)) = self.scales.zip(on.gpu.hopper_processors()) {
+            return Kernel::Fp8 { processors };
+        }
         let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
         let has_few_rows = self.groups.most() <= FEW_ROWS;
         if self.b.dtype().is_quantized() {
@@ -155,7 +171,7 @@ impl RowsProduct<'_> {
     /// Columns of a block's tile.
     fn tile_columns(&self, on: On<'_>) -> usize {
         let all = match self.kernel(on) {
-            Kernel::Tensor => TILE,
+            Kernel::Tensor | Kernel::Fp8 { .. } => TILE,
             Kernel::Hopper { .. } => HOPPER_COLUMNS,
             Kernel::Plain => return PLAIN_TILE,
             Kernel::Few => return FEW_COLUMNS,
@@ -171,7 +187,7 @@ impl RowsProduct<'_> {
     /// `[tiles, 3]`: `(group, first row, rows)` of each tile; tiles of many groups may be without rows.
     fn tiles(&self, on: On<'_>) -> Tensor {
         let height = match self.kernel(on) {
-            Kernel::Tensor | Kernel::Hopper { .. } => TILE,
+            Kernel::Tensor | Kernel::Hopper { .. } | Kernel::Fp8 { .. } => TILE,
             Kernel::Plain => PLAIN_TILE,
             Kernel::Few => FEW_ROWS,
         };
@@ -215,12 +231,15 @@ impl RowsProduct<'_> {
     unsafe fn run_as_it_lies(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
         let (kernel, tiles) = (self.kernel(on), self.tiles(on));
         let grid = [self.column_tiles(on), tiles.len() / 3, 1];
-        let rounded = (kernel.uses_tensor_cores() && self.a.dtype() != DType::BF16)
+        let is_fp8 = self.scales.is_some();
+        let rounded = (kernel.uses_tensor_cores() && !is_fp8 && self.a.dtype() != DType::BF16)
             .then(|| elementwise::cast(on, self.a, DType::BF16));
         let a = rounded.as_ref().unwrap_or(self.a);
+        // Kernels copy eight-bit floats in pairs.
+        let depth = if is_fp8 { self.depth / 2 } else { self.depth };
         let b_stride = match self.form {
             _ if self.b.dtype().is_quantized() => blocks::row_bytes(self.b.dtype(), self.depth),
-            Form::Nt => self.depth,
+            Form::Nt => depth,
             _ => self.columns,
         };
         let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
@@ -231,15 +250,16 @@ impl RowsProduct<'_> {
             on.read(&tiles),
             is_bf16(a),
             is_bf16(self.b),
-            self.depth.into(),
+            depth.into(),
             b_stride.into(),
             self.group_rows.into(),
             self.columns.into(),
-            self.depth.into(),
+            depth.into(),
             self.pair.unwrap_or(0).into(),
         ];
         args.extend_from_slice(&epilogue.args);
         args.extend(kernel.last_arg(self.compute, grid[1]));
+        args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));
         let (source, name) = kernel.source_and_name(epilogue.kernels, self.b.dtype());
         let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
@@ -306,7 +326,7 @@ impl DepthsProduct<'_> {
             (write == Write::Add).into(),
         ];
         let (tile_rows, tile_columns) = match kernel {
-            Kernel::Tensor => (TILE, TILE),
+            Kernel::Tensor | Kernel::Fp8 { .. } => (TILE, TILE),
             Kernel::Hopper { .. } => (TILE, HOPPER_COLUMNS),
             Kernel::Plain | Kernel::Few => (PLAIN_TILE, PLAIN_TILE),
         };

@@ -18,7 +18,7 @@ pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType) ->
 fn product(on: On<'_>, (form, a, b): (Form, &Tensor, &Tensor), (columns, depth): (usize, usize), out: DType) -> Tensor {
     let (rows, compute) = (a.rows(), b.dtype().of_activations());
     let groups = Groups::One { rows };
-    RowsProduct { form, a, gather: None, b, group_rows: 0, columns, depth, pair: None, compute, groups }
+    RowsProduct { form, a, gather: None, b, group_rows: 0, columns, depth, pair: None, compute, groups, scales: None }
         .store(on, rows, out)
 }
 

@@ -5,6 +5,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod blocks;
+pub(crate) mod e4m3;
 pub(crate) mod elementwise;
 pub(crate) mod experts;
 mod grouped;

@@ -1,5 +1,5 @@
 //! [`peak`](crate::peak) of a GPU. The bf16 rate is that of the instruction that products use there: `wgmma` on Hopper, `mma.sync`
-//! elsewhere.
+//! elsewhere; that of eight-bit floats is Hopper's.
 
 use moeworks_tensor::DType;
 
@@ -13,8 +13,9 @@ use crate::peak::Peaks;
 const SUMS: usize = 8;
 /// Multiply-adds of a product by `mma.sync`.
 const PRODUCT: usize = 16 * 8 * 16;
-/// Multiply-adds of a group of four warps in a step on Hopper, and the shared memory of its operands.
+/// Multiply-adds of a group of four warps in a step on Hopper, of bf16 or of bytes, and the shared memory of bf16 operands.
 const HOPPER_PRODUCT: usize = 64 * 256 * 64;
+const HOPPER_BYTE_PRODUCT: usize = 64 * 128 * 128;
 const HOPPER_SHARED: usize = (128 + 256) * 64 * 2;
 
 /// How much is done: enough to fill any GPU for about a millisecond, or little, where the emulation would take minutes.
@@ -32,9 +33,13 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
     Peaks {
         f32_flops: rate(on, &amount, "multiply_adds", amount.blocks * THREADS * SUMS * 2),
         bf16_flops: Some(match on.gpu.hopper_processors() {
-            Some(_) => hopper_rate(on, &amount),
+            Some(_) => hopper_rate(on, &amount, "hopper_matrix_products", (HOPPER_PRODUCT, 0x3f80)),
             None => rate(on, &amount, "matrix_products", amount.blocks * WARPS * SUMS * 2 * PRODUCT),
         }),
+        fp8_flops: on
+            .gpu
+            .hopper_processors()
+            .map(|_| hopper_rate(on, &amount, "hopper_byte_products", (HOPPER_BYTE_PRODUCT, 0x38))),
         read_bytes_per_s: read_rate(on, &amount),
     }
 }
@@ -55,18 +60,18 @@ fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
     (flops * amount.steps) as f64 / seconds
 }
 
-/// That of `wgmma`, whose steps are longer.
-fn hopper_rate(on: On<'_>, amount: &Amount) -> f64 {
+/// That of `wgmma`, whose steps are longer: of a kernel whose steps have so many multiply-adds of ones and zeros.
+fn hopper_rate(on: On<'_>, amount: &Amount, kernel: &str, (product, one): (usize, u32)) -> f64 {
     let steps = amount.steps.div_ceil(16);
     let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
-    let args = [on.write(&mut results), steps.into(), 0x3f80_u32.into()];
-    let (kernel, grid) = ("hopper_matrix_products", [amount.blocks, 1, 1]);
+    let args = [on.write(&mut results), steps.into(), one.into()];
+    let grid = [amount.blocks, 1, 1];
     let launch = Launch { source: &PEAK_HOPPER, kernel, grid, threads: THREADS, shared: HOPPER_SHARED, args: &args };
     let seconds = timed(on, || {
         // SAFETY: a thread writes its result.
         unsafe { on.gpu.launch(&launch) };
     });
-    (amount.blocks * WARPS / 4 * 2 * HOPPER_PRODUCT * steps) as f64 / seconds
+    (amount.blocks * WARPS / 4 * 2 * product * steps) as f64 / seconds
 }
 
 fn read_rate(on: On<'_>, amount: &Amount) -> f64 {

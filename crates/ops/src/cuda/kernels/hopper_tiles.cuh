@@ -1,0 +1,210 @@
+// How products go through a multiprocessor of Hopper (sm_90a): a block stays for many tiles of 128 rows. Its first four warps copy what
+// is multiplied into a ring of stages, lines of 128 bytes deep, and run ahead into the next tile; the other two groups of four multiply
+// 64 rows each straight from there (`wgmma`), and hand the sums to the epilogue by way of shared memory, so that it has eight
+// neighbouring columns at a time. Copies are asynchronous ones of 16 bytes and not tensor copies (TMA), which cannot gather rows.
+//
+// Operands along the depth are copied as numbers of 16 bits, whatever they are.
+
+const u32 TILE_ROWS = 128, DEPTH = 64;
+const u32 COPIERS = 128, MULTIPLYING_WARPS = 8, A_BYTES = TILE_ROWS * DEPTH * 2;
+// A stage is said to be full when as many more copies are under way. The products of a stage end one stage later at most, so of four
+// stages two may be waited for here.
+const u32 LAG = 2;
+
+// Columns of a tile, and stages of the ring.
+template <u32 TILE_COLUMNS, u32 RING_STAGES> struct Tiling {
+    static const u32 COLUMNS = TILE_COLUMNS, STAGES = RING_STAGES, STAGE_BYTES = A_BYTES + COLUMNS * DEPTH * 2;
+    static const u32 OWN_AT = STAGES * STAGE_BYTES, BARRIERS_AT = OWN_AT + MULTIPLYING_WARPS * OWN_BYTES;
+};
+
+template <typename T> struct Ring {
+    u64 *full, *empty;
+    DEVICE_MEMBER void wait_full(u32 count) const { phase_wait(full + count % T::STAGES, count / T::STAGES & 1); }
+    DEVICE_MEMBER void wait_empty(u32 count) const { phase_wait(empty + count % T::STAGES, (count / T::STAGES & 1) ^ 1); }
+    // By one lane of each warp that multiplies, when the products of this stage are over.
+    DEVICE_MEMBER void release(u32 count) const {
+        if (threadIdx.x % 32 == 0) phase_arrive(empty + count % T::STAGES);
+    }
+};
+
+// Which tiles there are, and what each is; `problem` is false where nothing is to be done.
+struct RowTiles {
+    Rows rows;
+    u32 row_tiles, width;  // of the list; columns of a tile
+    DEVICE_MEMBER u32 column_tiles() const { return (rows.columns + width - 1) / width; }
+    DEVICE_MEMBER u32 count() const { return row_tiles * column_tiles(); }
+    DEVICE_MEMBER bool problem(u32 index, Problem& p) const {
+        u32 row, column;
+        tile_at(index, column_tiles(), row_tiles, row, column);
+        p = rows_problem(rows, row, column * width);
+        return p.rows > 0;
+    }
+    DEVICE_MEMBER u32 first_row(const Problem&) const { return 0; }
+};
+
+// ---- copying ----
+
+// Where chunk `c` of a line of 128 bytes lies.
+DEVICE u32 in_line(u32 line, u32 c) { return line * 128 + (c ^ (line & 7)) * 16; }
+
+// A stage of an operand whose rows lie along the depth: each 16th of 16 N from this thread's on. `row_at` says where in the operand.
+template <u32 N, typename RowAt>
+DEVICE void copy_rows(unsigned char* to, const Operand& o, RowAt row_at, u32 edge, u32 k, u32 depth) {
+    u32 chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+    bool is_inside = k + chunk * 8 < depth;
+    const bf16* from = (const bf16*)o.data + k + chunk * 8;
+#pragma unroll
+    for (u32 i = 0; i < N; i++) {
+        u32 row = first + 16 * i;
+        copy_async(to + in_line(row, chunk), from + (u64)row_at(i) * o.stride, is_inside && row < edge);
+    }
+}
+
+// The rows that a lane knows of the 64 from depth `k` on: its own, and that of 32 on.
+DEVICE void name_depths(u32 (&rows)[2], const Operand& o, u32 k, u32 depth) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32 at = k + half * 32 + threadIdx.x % 32;
+        rows[half] = at >= depth ? 0 : o.gather ? o.gather[o.first + at] : (u32)o.first + at;
+    }
+}
+
+// A stage of an operand whose rows lie across the depth: WIDTH columns from `first` on, in blocks of 64.
+template <u32 WIDTH>
+DEVICE void copy_depths(unsigned char* to, const Operand& o, const u32 (&rows)[2], u32 first, u32 edge, u32 k, u32 depth) {
+    const u32 CHUNKS = WIDTH / 8, AT_ONCE = COPIERS / CHUNKS;
+    u32 chunk = threadIdx.x % CHUNKS;
+    const bf16* from = (const bf16*)o.data + first + chunk * 8;
+#pragma unroll
+    for (u32 i = 0; i < DEPTH / AT_ONCE; i++) {
+        u32 line = threadIdx.x / CHUNKS + AT_ONCE * i;
+        u32 row = from_lane(rows[i * AT_ONCE / 32], (int)(line % 32));
+        bool is_there = k + line < depth && chunk * 8 < edge;
+        copy_async(to + chunk / 8 * (DEPTH * 128) + in_line(line, chunk % 8), from + (u64)row * o.stride, is_there);
+    }
+}
+
+// The rows of this thread's copies of A or of a step of either; those of B along the depth follow one another.
+template <bool A_MAJOR, bool B_MAJOR> struct Named {
+    u32 a[A_MAJOR ? 8 : 2], b[B_MAJOR ? 1 : 2];
+
+    DEVICE_MEMBER void begin(const Problem& p) {
+        if constexpr (A_MAJOR)
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                u32 row = threadIdx.x / 8 + 16 * i;
+                a[i] = row >= p.rows ? 0 : p.a.gather ? p.a.gather[p.a.first + row] : (u32)p.a.first + row;
+            }
+        if constexpr (B_MAJOR) b[0] = (u32)p.b.first + p.column + threadIdx.x / 8;
+        step(p, 0);
+    }
+    DEVICE_MEMBER void step(const Problem& p, u32 k) {
+        if constexpr (!A_MAJOR) name_depths(a, p.a, k, p.depth);
+        if constexpr (!B_MAJOR) name_depths(b, p.b, k, p.depth);
+    }
+};
+
+template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED>
+DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR, B_MAJOR>& named, u32 first_row, u32 k) {
+    u32 edge = p.columns - p.column, pair = (u32)p.pair;
+    unsigned char* b = to + A_BYTES;
+    if constexpr (A_MAJOR) copy_rows<8>(to, p.a, [&](u32 i) { return named.a[i]; }, p.rows, k, p.depth);
+    else copy_depths<TILE_ROWS>(to, p.a, named.a, first_row, p.rows, k, p.depth);
+    if constexpr (IS_PAIRED) {
+        // The rows of all first columns of pairs, then those of their second ones.
+        copy_rows<T::COLUMNS / 32>(b, p.b, [&](u32 i) { return named.b[0] + 16 * i; }, edge, k, p.depth);
+        copy_rows<T::COLUMNS / 32>(b + T::COLUMNS / 2 * 128, p.b, [&](u32 i) { return named.b[0] + pair + 16 * i; }, edge, k, p.depth);
+    } else if constexpr (B_MAJOR) copy_rows<T::COLUMNS / 16>(b, p.b, [&](u32 i) { return named.b[0] + 16 * i; }, edge, k, p.depth);
+    else copy_depths<T::COLUMNS>(b, p.b, named.b, p.column, edge, k, p.depth);
+}
+
+// Says that the stage is full whose copies this thread has waited for.
+template <typename T> DEVICE void say_full(const Ring<T>& ring, u32 count) {
+    products_may_read();
+    phase_arrive(ring.full + count % T::STAGES);
+}
+
+template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles>
+DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* stages) {
+    u32 count = 0;
+    for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
+        Problem p;
+        if (!tiles.problem(index, p)) continue;
+        Named<A_MAJOR, B_MAJOR> named;
+        named.begin(p);
+        u32 first_row = tiles.first_row(p);
+        for (u32 k = 0; k < p.depth; k += DEPTH) {
+            // The next step's rows are on their way while this one's are copied.
+            Named<A_MAJOR, B_MAJOR> next = named;
+            next.step(p, k + DEPTH);
+            ring.wait_empty(count);
+            copy_stage<T, A_MAJOR, B_MAJOR, IS_PAIRED>(stages + count % T::STAGES * T::STAGE_BYTES, p, named, first_row, k);
+            copy_commit();
+            if (count >= LAG) {
+                copy_wait<LAG>();
+                say_full(ring, count - LAG);
+            }
+            named = next;
+            count++;
+        }
+    }
+    copy_wait<0>();
+    for (u32 rest = min(count, LAG); rest > 0; rest--) say_full(ring, count - rest);
+}
+
+// ---- what comes of it ----
+
+// Hands a warp's sums to the epilogue: 16 rows in parts of 32 columns, or of 16 pairs, of which all first
+// columns come before all second ones.
+template <bool IS_PAIRED, u32 SUMS, typename Epilogue>
+DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[SUMS], f32* parts, u32 num_parts, f32* own) {
+    u32 lane = threadIdx.x % 32, first_row = (threadIdx.x - COPIERS) / 32 * 16;
+    const u32 PARTS = SUMS / 16;
+    f32 row_parts[Own<IS_PAIRED>::HELD] = {};
+    // Which registers a part has must be known when this is compiled.
+#pragma unroll 1
+    for (u32 part = 0; part < PARTS; part++) {
+#pragma unroll
+        for (u32 chosen = 0; chosen < PARTS; chosen++) {
+            if (chosen != part) continue;
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                u32 block = i / 2, half = i % 2, at = IS_PAIRED ? block / 2 * (PARTS * 2) + chosen * 2 + block % 2 : chosen * 4 + block;
+                lay_down(own, block, half, sums[at * 4 + half * 2], sums[at * 4 + half * 2 + 1]);
+            }
+        }
+        u32 column = p.column + part * (IS_PAIRED ? OWN_PAIRS : OWN_COLUMNS);
+        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts);
+    }
+    if constexpr (Epilogue::HAS_PARTS)
+#pragma unroll
+        for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
+            f32 sum = row_part<IS_PAIRED>(row_parts[i]);
+            u32 row = first_row + lane / Own<IS_PAIRED>::LANES + i * 8;
+            if (lane % Own<IS_PAIRED>::LANES == 0 && row < p.rows) parts[(p.row + row) * num_parts + p.column / (SUMS * 2)] = sum;
+        }
+}
+
+// `multiply` is what the groups of warps do that multiply; it gets the ring and all of the shared memory.
+template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles, typename Multiply>
+DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
+    SHARED(shared);
+    u64* barriers = (u64*)(shared + T::BARRIERS_AT);
+    Ring<T> ring = {barriers, barriers + T::STAGES};
+    if (threadIdx.x == 0)
+        for (u32 i = 0; i < T::STAGES; i++) {
+            phases_begin(ring.full + i, COPIERS);
+            phases_begin(ring.empty + i, MULTIPLYING_WARPS);
+        }
+    __syncthreads();
+    // 128 x 104 and 256 x 200 registers are what 384 x 168 were.
+    if (threadIdx.x < COPIERS) {
+        give_registers<104>();
+        copy_tiles<T, A_MAJOR, B_MAJOR, IS_PAIRED>(tiles, ring, shared);
+    } else {
+        take_registers<200>();
+        multiply(ring, shared);
+    }
+}
+
+#define ROW_TILES(width) RowTiles{THE_ROWS, row_tiles, width}
