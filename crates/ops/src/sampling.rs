@@ -1,13 +1,157 @@
-//! How likely tokens are, relative to the most likely one.
+//! Drawing a token from logits.
+//!
+//! The order of the filters is that of `transformers`: temperature, top-k, top-p, min-p. Ties go to the lowest id, and what the filters
+//! leave is drawn from in the order of ids, so a result depends on the logits, the filters and the number drawn alone.
 
-use crate::Isa;
+use moeworks_tensor::Tensor;
+
+use crate::cuda::ops::{self as cuda, On};
 use crate::simd::{LANES, kernel};
 use crate::vmath::exp;
+use crate::{Context, Isa};
+
+/// Which tokens may be drawn, and how likely.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Filters {
+    /// Divides the logits; 0 takes the most likely token always.
+    pub temperature: f32,
+    /// Only the k most likely tokens; 0 for all.
+    pub top_k: usize,
+    /// Only the most likely tokens that together have this probability, the one that reaches it included; 1 for all.
+    pub top_p: f32,
+    /// Only tokens at least this many times as likely as the most likely one; 0 for all.
+    pub min_p: f32,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drawn {
+    /// The token.
+    pub id: u32,
+    /// Whether any logit is not a number.
+    pub has_nan: bool,
+}
+
+/// The token at the share `drawn` (from 0 to below 1) of the weights that the filters leave. `logits` (f32) has one entry a token of the
+/// vocabulary, at least one; an entry that is not a number counts as impossible. On a GPU the logits stay there, and weights below 2^-40
+/// of the largest are none.
+#[must_use]
+pub fn draw(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: f32) -> Drawn {
+    if let Some(on) = On::of(ctx) {
+        return cuda::sampling::draw(on, logits, filters, drawn);
+    }
+    let logits = logits.f32s();
+    let has_nan = logits.iter().any(|logit| logit.is_nan());
+    let id = if filters.temperature == 0.0 { None } else { filters.draw(ctx.isa(), logits, f64::from(drawn)) };
+    Drawn { id: id.unwrap_or_else(|| most_likely(logits)), has_nan }
+}
+
+impl Filters {
+    fn draw(&self, isa: Isa, logits: &[f32], drawn: f64) -> Option<u32> {
+        let weights = relative_weights(isa, logits, self.temperature);
+        if self.top_k == 0 && self.top_p == 1.0 && self.min_p == 0.0 {
+            return drawn_of_all(&weights, drawn);
+        }
+        let candidates = self.candidates(logits, &weights);
+        let total: f64 = candidates.iter().map(|c| f64::from(c.1)).sum();
+        let mut left = drawn * total;
+        let reaches = |c: &&(u32, f32)| {
+            left -= f64::from(c.1);
+            left < 0.0
+        };
+        candidates.iter().find(reaches).or(candidates.last()).map(|c| c.0)
+    }
+
+    /// The tokens that the filters leave, by id, with weights relative to the most likely one's.
+    fn candidates(&self, logits: &[f32], weights: &[f32]) -> Vec<(u32, f32)> {
+        let Self { top_k, top_p, min_p, .. } = *self;
+        let mut possible: Vec<(u32, f32)> = (0..).zip(weights.iter().copied()).filter(|c| c.1 > 0.0).collect();
+        if top_k > 0 && top_k < possible.len() {
+            let logit = |c: &(u32, f32)| logits[c.0 as usize];
+            possible.select_nth_unstable_by(top_k - 1, |a, b| logit(b).total_cmp(&logit(a)).then(a.0.cmp(&b.0)));
+            possible.truncate(top_k);
+        }
+        if top_p < 1.0 {
+            keep_nucleus(&mut possible, f64::from(top_p));
+        }
+        possible.retain(|c| c.1 >= min_p);
+        possible.sort_unstable_by_key(|c| c.0);
+        possible
+    }
+}
+
+/// Keeps the fewest of the likeliest tokens that have at least this share of all weights. A vocabulary is large and a nucleus
+/// small: no more is put in order than it takes.
+fn keep_nucleus(weights: &mut Vec<(u32, f32)>, share: f64) {
+    let enough = share * weights.iter().map(|w| f64::from(w.1)).sum::<f64>();
+    let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+    let mut len = 64;
+    loop {
+        len = len.min(weights.len());
+        if len < weights.len() {
+            weights.select_nth_unstable_by(len, order);
+        }
+        weights[..len].sort_unstable_by(order);
+        let mut sum = 0.0;
+        let before = weights[..len].iter().take_while(|w| {
+            let is_wanted = sum < enough;
+            sum += f64::from(w.1);
+            is_wanted
+        });
+        let count = before.count();
+        if sum >= enough || len == weights.len() {
+            weights.truncate(count.max(1));
+            return;
+        }
+        len *= 8;
+    }
+}
+
+/// The token at the share `drawn` of all weights: first the block that it is in, then the token.
+fn drawn_of_all(weights: &[f32], drawn: f64) -> Option<u32> {
+    const BLOCK: usize = 256;
+    let mut left = drawn * weights.chunks(BLOCK).map(sum).sum::<f64>();
+    let mut last = None;
+    for (block, ids) in weights.chunks(BLOCK).zip((0..).step_by(BLOCK)) {
+        let of_block = sum(block);
+        if left >= of_block {
+            left -= of_block;
+            continue;
+        }
+        for (&weight, id) in block.iter().zip(ids..).filter(|w| *w.0 > 0.0) {
+            left -= f64::from(weight);
+            last = Some(id);
+            if left < 0.0 {
+                return last;
+            }
+        }
+    }
+    last.or_else(|| weights.iter().rposition(|&weight| weight > 0.0).map(|id| id as u32))
+}
+
+/// The sum of some weights, in an order that vectors can take.
+fn sum(weights: &[f32]) -> f64 {
+    let (blocks, rest) = weights.as_chunks::<8>();
+    let mut sums = [0.0_f32; 8];
+    for block in blocks {
+        sums.iter_mut().zip(block).for_each(|(sum, weight)| *sum += weight);
+    }
+    sums.iter().chain(rest).map(|&weight| f64::from(weight)).sum()
+}
+
+fn most_likely(logits: &[f32]) -> u32 {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (id, &logit) in (0..).zip(logits) {
+        if logit > best.1 {
+            best = (id, logit);
+        }
+    }
+    best.0
+}
 
 /// `exp((l - max) / temperature)` of every logit, in f32; 0 for what is not a number. `temperature` is above 0. If the largest
 /// logit is infinite, it alone has weight 1, and so have its equals.
-#[must_use]
-pub fn relative_weights(isa: Isa, logits: &[f32], temperature: f32) -> Vec<f32> {
+fn relative_weights(isa: Isa, logits: &[f32], temperature: f32) -> Vec<f32> {
     let max = largest(isa, logits);
     if max == f32::INFINITY {
         return logits.iter().map(|&logit| if logit == max { 1.0 } else { 0.0 }).collect();
@@ -42,36 +186,5 @@ kernel! {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn weights_are_those_of_f64_in_every_instruction_set() {
-        let logits: Vec<f32> = (0..1003).map(|i| (i * 7919 % 1003) as f32 * 0.11 - 60.0).collect();
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        for isa in Isa::available() {
-            for temperature in [0.3_f32, 1.0, 2.5] {
-                let weights = relative_weights(isa, &logits, temperature);
-                for (&logit, weight) in logits.iter().zip(weights) {
-                    let exact = ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp();
-                    assert!(
-                        (f64::from(weight) - exact).abs() <= 3e-5 * exact + 1e-37,
-                        "{isa:?}: {logit} at {temperature}"
-                    );
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn what_is_no_number_has_no_weight_and_the_infinite_all() {
-        for isa in Isa::available() {
-            let bad = [f32::NAN, 0.0, f32::NEG_INFINITY, 0.0, f32::NAN];
-            assert_eq!(relative_weights(isa, &bad, 1.0), [0.0, 1.0, 0.0, 1.0, 0.0]);
-            assert_eq!(relative_weights(isa, &[3.0, f32::INFINITY, f32::NAN], 1.0), [0.0, 1.0, 0.0]);
-            assert_eq!(relative_weights(isa, &[f32::NAN; 20], 1.0), [0.0; 20]);
-            assert_eq!(relative_weights(isa, &[3.0, 2.0], 1e-40), [1.0, 0.0]);
-            assert!(relative_weights(isa, &[], 1.0).is_empty());
-        }
-    }
-}
+#[path = "sampling_tests.rs"]
+mod tests;

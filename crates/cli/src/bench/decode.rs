@@ -182,7 +182,7 @@ impl<'a> Text<'a> {
     /// Makes a token; its seconds.
     fn next(&mut self) -> Result<f64, Failure> {
         let start = Instant::now();
-        let id = self.sampler.sample(self.logits.f32s());
+        let id = self.sampler.sample(self.ctx, &self.logits).id;
         self.logits = self.model.0.extend(self.ctx, self.model.1, &mut self.cache, &[id])?;
         Ok(start.elapsed().as_secs_f64())
     }

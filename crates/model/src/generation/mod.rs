@@ -7,6 +7,7 @@ mod stream;
 use std::ops::ControlFlow;
 
 use moeworks_ops::Context;
+use moeworks_ops::sampling::Drawn;
 use moeworks_tensor::Tensor;
 
 pub use cache::KvCache;
@@ -113,7 +114,7 @@ pub fn generate_cached(
         sequence.ids.extend(ids);
         Ok(logits)
     };
-    generate_by(next, &GenerateRequest { prompt: first, ..*request }, sampler, on_token)
+    generate_by(next, &GenerateRequest { prompt: first, ..*request }, (ctx, sampler), on_token)
 }
 
 /// As [`generate`] with logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before.
@@ -121,18 +122,17 @@ pub fn generate_cached(
 pub fn generate_by<E: From<BatchError>>(
     mut next: impl FnMut(&[u32]) -> Result<Tensor, E>,
     request: &GenerateRequest<'_>,
-    sampler: &mut Sampler,
+    (ctx, sampler): (&Context, &mut Sampler),
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<(Vec<u32>, StopReason), E> {
     let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
-    let mut numbers_after = |ids: &[u32]| {
-        let logits = next(ids)?;
-        if logits.f32s().iter().any(|x| x.is_nan()) { Err(E::from(BatchError::NotANumber)) } else { Ok(logits) }
-    };
     let mut ids = Vec::new();
-    let mut logits = numbers_after(prompt)?;
+    let mut logits = next(prompt)?;
     while ids.len() < max_new_tokens {
-        let id = sampler.sample(logits.f32s());
+        let Drawn { id, has_nan } = sampler.sample(ctx, &logits);
+        if has_nan {
+            return Err(E::from(BatchError::NotANumber));
+        }
         ids.push(id);
         if on_token(id).is_break() {
             return Ok((ids, StopReason::Asked));
@@ -141,7 +141,7 @@ pub fn generate_by<E: From<BatchError>>(
             return Ok((ids, StopReason::StopId));
         }
         if ids.len() < max_new_tokens {
-            logits = numbers_after(&[id])?;
+            logits = next(&[id])?;
         }
     }
     Ok((ids, StopReason::MaxTokens))

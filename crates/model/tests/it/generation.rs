@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, StopReason, TextStream, generate};
 use moeworks_model::{BatchError, Tokenizer};
 use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
 
 use crate::common::{model, random_ids, small_config};
 
@@ -12,10 +13,11 @@ const LOGITS: [f32; 5] = [1.0, 3.0, 2.0, -1.0, 3.0];
 
 /// How often each token is drawn in `count` draws.
 fn draw(options: SamplingOptions, logits: &[f32], count: usize) -> Vec<usize> {
-    let mut sampler = Sampler::new(options).unwrap();
+    let (ctx, mut sampler) = (Context::cpu(1), Sampler::new(options).unwrap());
+    let logits = Tensor::from_slice(ctx.pool(), &[logits.len()], logits);
     let mut counts = vec![0; logits.len()];
     for _ in 0..count {
-        counts[sampler.sample(logits) as usize] += 1;
+        counts[sampler.sample(&ctx, &logits).id as usize] += 1;
     }
     counts
 }
@@ -84,8 +86,9 @@ fn a_nucleus_of_hundreds_is_the_fewest_tokens_with_their_share() {
 #[test]
 fn the_seed_decides_what_is_drawn() {
     let ids = |seed| {
-        let mut sampler = Sampler::new(SamplingOptions { seed, ..SamplingOptions::default() }).unwrap();
-        (0..50).map(|_| sampler.sample(&LOGITS)).collect::<Vec<_>>()
+        let (ctx, options) = (Context::cpu(1), SamplingOptions { seed, ..SamplingOptions::default() });
+        let (mut sampler, logits) = (Sampler::new(options).unwrap(), Tensor::from_slice(ctx.pool(), &[5], &LOGITS));
+        (0..50).map(|_| sampler.sample(&ctx, &logits).id).collect::<Vec<_>>()
     };
     assert_eq!(ids(1), ids(1));
     assert_ne!(ids(1), ids(2));
@@ -135,7 +138,8 @@ fn generation_goes_on_as_full_passes_would() {
     let mut all = prompt;
     for id in ids {
         let logits = decoder.logits(&ctx, &weights, &all, 1).unwrap();
-        assert_eq!(sampler.sample(&logits.f32s()[(all.len() - 1) * 50..]), id);
+        let last = Tensor::from_slice(ctx.pool(), &[50], &logits.f32s()[(all.len() - 1) * 50..]);
+        assert_eq!(sampler.sample(&ctx, &last).id, id);
         all.push(id);
     }
 }

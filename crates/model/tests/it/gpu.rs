@@ -1,6 +1,6 @@
 //! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
 
-use moeworks_model::generation::KvCache;
+use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, PassOptions};
 use moeworks_ops::Context;
 use moeworks_ops::cuda::{Emulation, Gpu, Traffic};
@@ -66,13 +66,15 @@ fn what_a_training_step_copies_to_and_from_a_gpu_does_not_grow_with_the_model() 
     assert!(small.uploaded_bytes <= 6 * 4 * tokens && small.downloaded_bytes <= 3 * 4 * tokens + 1024, "{small:?}");
 }
 
-/// What the third token after a prompt copies.
+/// What the third token after a prompt copies until it is drawn.
 fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traffic {
     let mut cache = KvCache::new(decoder.config());
+    let mut sampler = Sampler::new(SamplingOptions { top_p: 0.9, ..SamplingOptions::default() }).expect("options");
     let mut extend = |ids: &[u32]| {
         let before = traffic(ctx);
         let logits = decoder.extend(ctx, weights, &mut cache, ids).expect("a token");
-        drop(logits.to_f32_vec());
+        let drawn = sampler.sample(ctx, &logits);
+        assert!(drawn.id < 50 && !drawn.has_nan, "{drawn:?}");
         traffic(ctx).since(&before)
     };
     extend(&[1, 2, 3, 4, 5]);
@@ -85,17 +87,17 @@ fn a_decoding_step_waits_for_a_gpu_once() {
     let Some(ctx) = emulated() else { return };
     let (decoder, weights) = model(&ctx, config(1));
     let token = of_token(&ctx, &decoder, &weights);
-    // The logits come back; the id and its position go there, and which row the head takes is known.
-    assert_eq!((token.downloads, token.downloaded_bytes), (1, 4 * 50), "{token:?}");
+    // The next id comes back, and whether there was a NaN; the id and its position go there, and which row the head takes is known.
+    assert_eq!((token.downloads, token.downloaded_bytes), (1, 2 * 4), "{token:?}");
     assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
 }
 
 #[test]
-fn a_decoding_step_is_one_graph_from_the_second_on() {
+fn a_decoding_step_is_one_graph_and_a_draw_from_the_second_on() {
     let Some(ctx) = emulated() else { return };
     let (decoder, weights) = model(&ctx, config(1));
     let token = of_token(&ctx, &decoder, &weights);
-    assert_eq!((token.launches, token.graphs), (0, 1), "{token:?}");
+    assert_eq!((token.launches, token.graphs), (1, 1), "{token:?}");
 }
 
 #[test]

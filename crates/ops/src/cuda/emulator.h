@@ -314,7 +314,7 @@ static inline int __ffs(u32 x) { return __builtin_ffs(x); }
 static inline int __clz(u32 x) { return x == 0 ? 32 : __builtin_clz(x); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // Fibers take turns, so a plain sum is one step.
-static inline u32 atomicAdd(u32* to, u32 x) { u32 old = *to; *to += x; return old; }
+template <typename T> static inline T atomicAdd(T* to, T x) { T old = *to; *to += x; return old; }
 template <typename T> static inline T __ldg(const T* p) { return *p; }
 static inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }

@@ -82,6 +82,7 @@ sources! {
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
+    SAMPLING = "sampling": ["draw_token"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

@@ -99,7 +99,7 @@ impl Trainer {
                 let model = self.model_for_products();
                 let sample = self.sample(|request, sampler| {
                     let next = |ids: &[u32]| ranks.extend_together(model, &mut cache, ids);
-                    Ok(generate_by(next, request, sampler, |_| ControlFlow::Continue(()))?.0)
+                    Ok(generate_by(next, request, (&self.ctx, sampler), |_| ControlFlow::Continue(()))?.0)
                 })?;
                 ranks.end_text()?;
                 sample

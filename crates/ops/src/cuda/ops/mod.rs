@@ -14,6 +14,7 @@ pub(crate) mod linear;
 pub(crate) mod peak;
 pub(crate) mod rms_norm;
 pub(crate) mod router;
+pub(crate) mod sampling;
 
 use moeworks_tensor::{DType, Element, Tensor};
 

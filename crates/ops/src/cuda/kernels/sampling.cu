@@ -1,0 +1,172 @@
+// Drawing a token from logits (../../sampling.rs): one block, which keeps the order of ids wherever it counts.
+
+const u32 DRAWING_THREADS = 512, DRAWING_WARPS = DRAWING_THREADS / 32;
+
+// Floats in order as whole numbers, from the least on; what is impossible (NaN, minus infinity) is 0.
+DEVICE u32 key_of(f32 x) {
+    u32 bits = float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u || bits == 0xff800000u) return 0;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+DEVICE u64 max_u64(u64 a, u64 b) { return a > b ? a : b; }
+
+struct Logits {
+    const f32* values;
+    u32 count;
+    f32 temperature, largest;
+    // Times as likely as the likeliest one, in units of 2^-40: sums of whole numbers do not depend on their order.
+    DEVICE_MEMBER u64 weight(u32 id) const {
+        f32 x = values[id];
+        if (key_of(x) == 0) return 0;
+        f32 weight = largest == bits_float(0x7f800000u) ? (x == largest ? 1.0f : 0.0f) : expf((x - largest) / temperature);
+        return (u64)(weight * 1099511627776.0f);
+    }
+};
+
+// The largest over the block, in every thread.
+DEVICE u64 block_largest(u64 x) {
+    __shared__ u64 largest[DRAWING_WARPS];
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        u64 other = from_lane_xor(x, mask);
+        x = other > x ? other : x;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = x;
+    __syncthreads();
+    for (u32 i = 0; i < DRAWING_WARPS; i++) x = largest[i] > x ? largest[i] : x;
+    return x;
+}
+
+// The sum of what the threads before have, and of what all have.
+DEVICE u64 block_before(u64 x, u64& total) {
+    __shared__ u64 sums[DRAWING_WARPS];
+    u32 lane = threadIdx.x % 32;
+    u64 sum = x;
+    for (int delta = 1; delta < 32; delta *= 2) {
+        u64 below = from_lane_below(sum, delta);
+        if (lane >= (u32)delta) sum += below;
+    }
+    __syncthreads();
+    if (lane == 31) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    u64 before = sum - x;
+    total = 0;
+    for (u32 i = 0; i < DRAWING_WARPS; i++) {
+        if (i < threadIdx.x / 32) before += sums[i];
+        total += sums[i];
+    }
+    return before;
+}
+
+// Tokens with larger keys stay, and of those with this one the first `ties` ids.
+struct Cut {
+    u32 key;
+    u64 ties;
+};
+
+// The cut above which tokens, the likeliest first, just have `wanted` of what `measure` says of each. All together have as much.
+template <typename Measure> DEVICE Cut cut_at(const Logits& logits, u64 wanted, Measure measure) {
+    __shared__ u64 bins[256], left;
+    __shared__ u32 chosen;
+    u32 key = 0, known = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        __syncthreads();
+        if (threadIdx.x < 256) bins[threadIdx.x] = 0;
+        __syncthreads();
+        for (u32 id = threadIdx.x; id < logits.count; id += DRAWING_THREADS) {
+            u32 own = key_of(logits.values[id]);
+            if (own != 0 && (own & known) == key) atomicAdd(&bins[own >> shift & 255], measure(id));
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u64 rest = wanted;
+            u32 bin = 255;
+            for (; bin > 0 && bins[bin] < rest; bin--) rest -= bins[bin];
+            left = rest;
+            chosen = bin;
+        }
+        __syncthreads();
+        wanted = left;
+        key |= chosen << shift;
+        known |= 255u << shift;
+    }
+    // Tokens of one key are alike.
+    u64 one = 1;
+    for (u32 id = threadIdx.x; id < logits.count; id += DRAWING_THREADS)
+        if (key_of(logits.values[id]) == key) one = max_u64(one, measure(id));
+    one = block_largest(one);
+    return Cut{key, (wanted + one - 1) / one};
+}
+
+// What the filters leave.
+struct Kept {
+    const Logits& logits;
+    Cut cut;
+    u64 least;
+    // `ties` counts the tokens of the cut's key before and including this one.
+    DEVICE_MEMBER u64 weight(u32 id, u64& ties) const {
+        u32 key = key_of(logits.values[id]);
+        if (key == 0 || key < cut.key) return 0;
+        if (key == cut.key && ties++ >= cut.ties) return 0;
+        u64 weight = logits.weight(id);
+        return weight >= least ? weight : 0;
+    }
+};
+
+// result[0] is the token at the share `drawn` of the weights that the filters leave (of the first of the likeliest ones at temperature
+// 0, or where nothing is possible), result[1] whether any logit is not a number. Filters: the `top_k` likeliest (0: all), of these the
+// fewest that have `top_p` of their weights (1: all), and none less than `min_p` times as likely as the likeliest.
+KERNEL(512) draw_token(const f32* values, u32 count, f32 temperature, u32 top_k, f32 top_p, f32 min_p, f32 drawn, u32* result) {
+    u64 best = 0, bad = 0, possible = 0, total;
+    for (u32 id = threadIdx.x; id < count; id += DRAWING_THREADS) {
+        f32 x = values[id];
+        u32 key = key_of(x);
+        best = max_u64(best, (u64)key << 32 | (u32)~id);
+        bad |= x != x;
+        possible += key != 0;
+    }
+    best = block_largest(best);
+    bad = block_largest(bad);
+    block_before(possible, possible);
+    u32 likeliest = (u32)(best >> 32) == 0 ? 0 : ~(u32)best;
+    if (threadIdx.x == 0) {
+        result[0] = likeliest;
+        result[1] = (u32)bad;
+    }
+    if (temperature == 0.0f || possible == 0) return;
+
+    Logits logits = {values, count, temperature, values[likeliest]};
+    Kept kept = {logits, Cut{0, 0}, (u64)(min_p * 1099511627776.0f)};
+    if (top_k > 0 && top_k < possible) kept.cut = cut_at(logits, top_k, [](u32) { return (u64)1; });
+    // A thread's ids follow one another.
+    u32 share = (count + DRAWING_THREADS - 1) / DRAWING_THREADS, first = min(threadIdx.x * share, count), end = min(first + share, count);
+    for (u32 pass = top_p < 1.0f ? 0 : 1; pass < 2; pass++) {
+        u64 own = 0, sum = 0, ties = 0;
+        for (u32 id = first; id < end; id++) own += key_of(values[id]) == kept.cut.key;
+        u64 before = block_before(own, ties);
+        u64 least = kept.least;
+        // The nucleus is one of all weights that are left; the least likely are taken away after it.
+        if (pass == 0) kept.least = 0;
+        own = before;
+        for (u32 id = first; id < end; id++) sum += kept.weight(id, own);
+        u64 start = block_before(sum, total);
+        kept.least = least;
+        if (pass == 0) {
+            u64 enough = (u64)((double)top_p * (double)total);
+            if (total > 0) kept.cut = cut_at(logits, enough > 0 ? enough : 1, [&](u32 id) { return logits.weight(id); });
+            continue;
+        }
+        u64 place = (u64)((double)drawn * (double)total);
+        if (place < start || place >= start + sum) continue;
+        own = before;
+        for (u32 id = first; id < end; id++) {
+            u64 weight = kept.weight(id, own);
+            if (place < start + weight) {
+                result[0] = id;
+                break;
+            }
+            start += weight;
+        }
+    }
+}
