@@ -143,6 +143,9 @@ pub(crate) struct MachineArgs {
     /// cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto: a GPU if there is one
     #[arg(long, default_value_t)]
     pub(crate) device: DeviceChoice,
+    /// GB of a GPU's memory for experts; those that find no room stay in the host's until tokens choose them (0: all are on the GPU)
+    #[arg(long, value_name = "GB", default_value_t = 0.0)]
+    pub(crate) expert_room: f64,
 }
 
 #[derive(Debug, Args)]

@@ -9,6 +9,7 @@ use moeworks_model::BatchError;
 use moeworks_model::generation::{
     CachedSequence, GenerateRequest, Sampler, SamplingOptions, StopReason, TextStream, generate_cached,
 };
+use moeworks_ops::cuda::{Gpu, RoomStats};
 
 use crate::args::{GenerateArgs, SamplingArgs};
 use crate::failure::Failure;
@@ -42,6 +43,13 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let Printed { count, .. } = print_answer(&model, &mut sequence, &request, &mut sampler, || false)?;
     println!();
     tracing::info!("{count} tokens, {:.1} tokens/s", count as f64 / start.elapsed().as_secs_f64());
+    if let Some(stats) = model.ctx.gpu().and_then(Gpu::expert_room) {
+        let RoomStats { found, foreseen, fetched, sent_ahead } = stats;
+        tracing::info!(
+            "experts were on the GPU {found} times, of which {foreseen} had been sent ahead ({sent_ahead} were in all), and \
+             were waited for {fetched} times"
+        );
+    }
     Ok(ExitCode::SUCCESS)
 }
 

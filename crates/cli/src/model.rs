@@ -6,6 +6,7 @@ use moeworks_model::chat::ChatTemplate;
 use moeworks_model::gguf::{self, GgufFile};
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, hf};
 use moeworks_ops::Context;
+use moeworks_ops::cuda::DeviceChoice;
 use moeworks_tensor::{DType, Device};
 use moeworks_train::store::{Pick, Resolved, resolve_run};
 
@@ -117,7 +118,8 @@ impl Model {
         // A GPU's kernels know no f16.
         let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
         let weights = match dtype.or(is_half.then_some(DType::F32)) {
-            Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx, dtype),
+            // In the host's memory: a GPU gets what it reads.
+            Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx.on_host(), dtype),
             _ => weights,
         };
         let decoder = Decoder::new(config)?;
@@ -128,11 +130,23 @@ impl Model {
 
 /// What computes, as asked for.
 pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
-    let MachineArgs { threads, device } = *machine;
+    let MachineArgs { threads, device, expert_room } = *machine;
+    if !(0.0..=1e6).contains(&expert_room) {
+        return Err(Failure::input(format!("--expert-room {expert_room}: must be a number of GB, at least 0")));
+    }
     let ctx = if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) };
     let (ctx, missing) = ctx.on_device(device)?;
     if let Some(missing) = missing {
         eprintln!("--device auto computes on the processor: {missing}");
+    }
+    if expert_room > 0.0 {
+        let Some(gpu) = ctx.gpu().cloned() else {
+            return match device {
+                DeviceChoice::Auto => Ok(ctx),
+                _ => Err(Failure::input(format!("--expert-room {expert_room}: needs a GPU, --device cuda"))),
+            };
+        };
+        return Ok(ctx.with_gpu(gpu.with_expert_room((expert_room * 1e9) as usize)));
     }
     Ok(ctx)
 }

@@ -14,6 +14,7 @@ use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads,
     experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad, experts_weight_grad_of_used,
+    send_experts_ahead,
 };
 use moeworks_ops::late::Late;
 use moeworks_ops::linear::Write;
@@ -217,6 +218,22 @@ impl MoeLayer {
         input: &RouterInput<'_>,
     ) -> Result<Routing, RoutingError> {
         Ok(self.router(weights, input).checked(ctx, x)?.routing)
+    }
+
+    /// The experts `[T, K]` that the tokens of `x [T, D]` will probably go to, where `x` is what the layer's input will probably be: none
+    /// where this says nothing of them, as its router looks at more. Arguments as in [`forward`](Self::forward).
+    #[must_use]
+    pub fn foresee(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, input: &RouterInput<'_>) -> Option<Tensor> {
+        let is_of_input = self.ranks.is_none() && !self.config.router.gate_residual;
+        let decide = || self.router(weights, input).forward(ctx, x).routing.tensors().0.clone();
+        is_of_input.then(decide)
+    }
+
+    /// Sends experts that were [foreseen](Self::foresee) ahead to a GPU, where they otherwise stay in the host's memory
+    /// ([`Gpu::with_expert_room`](moeworks_ops::cuda::Gpu::with_expert_room)).
+    pub fn send_ahead(&self, ctx: &Context, weights: &MoeWeights, ids: &Tensor) {
+        let num_experts = weights.gate_up.shape()[0];
+        send_experts_ahead(ctx, weights.experts(self.config.activation), num_experts, ids.u32s());
     }
 
     /// Does `work`; where ranks have a meter it learns how long it took.

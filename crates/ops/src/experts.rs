@@ -186,6 +186,14 @@ pub fn experts_forward_biased(
     (combine(ctx, &outputs, rows, Some(rows.weights), &[s.t, s.d]), ExpertsSaved { h })
 }
 
+/// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise stay in the host's
+/// memory ([`Gpu::with_expert_room`](crate::cuda::Gpu::with_expert_room)). `ids` are the experts, in any order and perhaps repeated.
+pub fn send_experts_ahead(ctx: &Context, weights: ExpertWeights<'_>, num_experts: usize, ids: &[u32]) {
+    if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
+        cuda::experts::send_ahead(on, weights, num_experts, ids);
+    }
+}
+
 /// `A W^T` for each expert's rows of A (those of its tokens, or as they stand) and its rows of the stacked weights, as many
 /// as there are columns, or twice that.
 fn forward_product(

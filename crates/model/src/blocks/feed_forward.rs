@@ -6,7 +6,7 @@ use moeworks_ops::experts::{
     experts_bias_grad, experts_forward_biased, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
-use moeworks_ops::{Activation, elementwise};
+use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
@@ -109,6 +109,27 @@ impl FeedForwardBlock {
         };
         add_residual(ctx, &mut y, self.residual_multiplier, x);
         (y, FeedForwardSaved { norm, normed, inner })
+    }
+
+    /// The experts `[T, K]` that a residual stream `x [T, D]` would go to here, if this layer has any and its router tells.
+    pub(crate) fn foresee(
+        &self,
+        pass: &Pass<'_>,
+        weights: &LayerWeights,
+        x: &Tensor,
+        input: &RouterInput<'_>,
+    ) -> Option<Tensor> {
+        let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) else { return None };
+        let dtype = w.gate_up.dtype().of_activations();
+        let (normed, _) = self.norm.forward(pass.ctx, &weights.feed_forward_norm, x, dtype);
+        moe.foresee(pass.ctx, w, &normed, input)
+    }
+
+    /// Sends experts that were foreseen to a GPU before they are wanted.
+    pub(crate) fn send_ahead(&self, ctx: &Context, weights: &LayerWeights, ids: &Tensor) {
+        if let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) {
+            moe.send_ahead(ctx, w, ids);
+        }
     }
 
     /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The norm weight's gradient is

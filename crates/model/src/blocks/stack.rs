@@ -12,6 +12,9 @@ use super::feed_forward::FeedForwardBlock;
 use crate::generation::LayerCache;
 use crate::weights::LayerWeights;
 
+/// More tokens than these go to most experts of a layer.
+const MAX_FORESEEN_TOKENS: usize = 8;
+
 /// The blocks of some layers.
 #[derive(Clone, Copy)]
 pub(crate) struct Stack<'a> {
@@ -54,7 +57,11 @@ impl Stack<'_> {
                 middle = cross.forward(pass, w, &middle, (memory, i)).0;
             }
             let input = RouterInput { previous: previous.as_ref(), ..input };
+            let foreseen = self.foresee(pass, (i + 1, &layer), &middle, &input);
             let (y, saved) = block.forward(pass, &w, &middle, &input);
+            if let Some((next, ids)) = foreseen {
+                self.feed_forward[i + 1].send_ahead(pass.ctx, &next, &ids);
+            }
             if let Some(saved) = saved.moe() {
                 watch(i, saved);
                 previous = saved.logits().cloned();
@@ -62,5 +69,24 @@ impl Stack<'_> {
             x = y;
         }
         x
+    }
+
+    /// What a layer's router says of the residual stream `middle` of the layer before, which is much like what it will see ("Fast Inference
+    /// of Mixture-of-Experts Language Models with Offloading", 2312.17238, section 3.2): the layer's weights and the experts, in the
+    /// host, before those of the layer at work are computed. None where all experts are there.
+    fn foresee<'w>(
+        &self,
+        pass: &Pass<'_>,
+        (index, layer): (usize, &impl Fn(usize) -> Cow<'w, LayerWeights>),
+        middle: &Tensor,
+        input: &RouterInput<'_>,
+    ) -> Option<(Cow<'w, LayerWeights>, Tensor)> {
+        let has_room = pass.ctx.gpu().is_some_and(|gpu| gpu.expert_room().is_some());
+        let next = self.feed_forward.get(index).filter(|_| has_room && middle.rows() <= MAX_FORESEEN_TOKENS)?;
+        let weights = layer(index);
+        let ids = next.foresee(pass, &weights, middle, input)?;
+        // They are in the host when the experts before them begin.
+        let _: &[u32] = ids.u32s();
+        Some((weights, ids))
     }
 }

@@ -1,7 +1,8 @@
 //! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
 
 use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, PassOptions};
+use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, PassOptions};
+use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
 use moeworks_ops::cuda::{Emulation, Gpu, Traffic};
 use moeworks_ops::linear::Write;
@@ -117,5 +118,32 @@ fn tokens_from_graphs_have_the_logits_of_a_pass_over_all() {
         for (next, whole) in next.iter().zip(whole.to_f32_vec()) {
             assert!((next - whole).abs() < 1e-4, "after {len} tokens {next} is {whole} in a pass over all");
         }
+    }
+}
+
+#[test]
+fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
+    let Some(ctx) = emulated() else { return };
+    let config = ModelConfig { num_layers: 6, ..config(1) };
+    let (decoder, weights) = model(&Context::cpu(2), config.clone());
+    let (_, twin) = model(&Context::cpu(2), config.clone());
+    let of_expert = |e: &MoeWeights| (e.gate_up.num_bytes() + e.down.num_bytes()) / config.num_experts;
+    let FeedForwardWeights::Moe(experts) = &weights.layers[0].feed_forward else { panic!("a layer of experts") };
+    // Of 30 experts a third find room.
+    let gpu = ctx.gpu().expect("a GPU").clone().with_expert_room(10 * of_expert(experts));
+    let with_room = Context::cpu(2).with_gpu(gpu.clone());
+    let (mut cache, mut twin_cache) = (KvCache::new(&config), KvCache::new(&config));
+    for ids in [&random_ids(50, 20, 3)[..], &[7], &[9], &[7], &[30]] {
+        let found = decoder.extend(&with_room, &weights, &mut cache, ids).expect("tokens").to_f32_vec();
+        let expected = decoder.extend(&ctx, &twin, &mut twin_cache, ids).expect("tokens").to_f32_vec();
+        assert_eq!(found, expected, "after {ids:?}");
+    }
+    let stats = gpu.expert_room().expect("room");
+    // The prompt went to all experts, each of four tokens to as many as it may in each layer.
+    assert_eq!(stats.found + stats.fetched, (6 * (5 + 4 * config.top_k)) as u64, "{stats:?}");
+    assert!(stats.fetched >= 30 && stats.foreseen > 0 && stats.sent_ahead >= stats.foreseen, "{stats:?}");
+    for layer in &weights.layers {
+        let FeedForwardWeights::Moe(experts) = &layer.feed_forward else { panic!("a layer of experts") };
+        assert!(experts.gate_up.is_in_host() && experts.down.is_in_host());
     }
 }

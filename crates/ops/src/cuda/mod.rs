@@ -25,6 +25,7 @@ mod library;
 mod nvidia;
 mod nvrtc;
 pub(crate) mod ops;
+pub(crate) mod room;
 mod sources;
 mod steps;
 mod traffic;
@@ -36,6 +37,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
 
+use self::room::Room;
 use self::steps::{Graph, Node, Steps};
 
 pub use choice::{DeviceChoice, UnknownDevice};
@@ -43,6 +45,7 @@ pub use emulated::Emulation;
 pub use error::GpuError;
 pub(crate) use launch::{Arg, Launch};
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
+pub use room::RoomStats;
 pub use sources::{SOURCES, Source};
 pub use traffic::Traffic;
 
@@ -51,6 +54,12 @@ pub use traffic::Traffic;
 pub struct Gpu {
     device: Arc<Device>,
     kept: Arc<Mutex<KeptLists>>,
+    room: Option<Arc<Room>>,
+}
+
+/// A copy to the GPU that is under way beside everything else. When this is dropped, what is asked of the GPU afterwards waits for it.
+pub(crate) struct Copied {
+    _inner: nvidia::Copied,
 }
 
 /// Lists that are on the GPU already, by what is in them.
@@ -182,7 +191,27 @@ impl Gpu {
         Self {
             device: Arc::new(Device { backend, steps: Mutex::default(), held: AtomicUsize::new(0) }),
             kept: Arc::default(),
+            room: None,
         }
+    }
+
+    /// The same GPU with room for experts of so many bytes: those of models that are only used (not trained) stay in the host's memory,
+    /// and come when tokens choose them. Others make way that were chosen longest ago. Their weights must not be written to.
+    #[must_use]
+    pub fn with_expert_room(mut self, bytes: usize) -> Self {
+        self.room = Some(Arc::new(Room::new(bytes)));
+        self
+    }
+
+    /// Where experts come that stay in the host's memory.
+    pub(crate) fn room(&self) -> Option<&Room> {
+        self.room.as_deref()
+    }
+
+    /// Whether experts stay in the host's memory, and how often they were where they were wanted.
+    #[must_use]
+    pub fn expert_room(&self) -> Option<RoomStats> {
+        self.room.as_ref().map(|room| room.stats())
     }
 
     /// Runs a step that comes again and again with the same operations, such as a token of decoding: its kernels go to the GPU
@@ -340,6 +369,35 @@ impl Gpu {
             Backend::Emulated(device) => Ok(device.upload(bytes)),
         };
         self.counted(block, bytes.len())
+    }
+
+    /// A tensor of these bytes on the GPU; with `is_ahead` beside everything else that is asked of it.
+    pub(crate) fn upload_tensor(
+        &self,
+        pool: &MemoryPool,
+        shape: &[usize],
+        dtype: DType,
+        bytes: &[u8],
+        is_ahead: bool,
+    ) -> (Tensor, Option<Copied>) {
+        let (block, copied) = match &self.device.backend {
+            Backend::Nvidia(device) if is_ahead => {
+                let (block, copied) = device.upload_ahead(bytes).unwrap_or_else(|error| panic_any(error));
+                (self.counted(Ok(block), bytes.len()), Some(Copied { _inner: copied }))
+            }
+            _ => (self.upload(bytes), None),
+        };
+        (Tensor::from_device(pool, shape, dtype, block), copied)
+    }
+
+    /// Where a tensor is.
+    pub(crate) fn address(&self, tensor: &Tensor) -> u64 {
+        tensor.device_address(|bytes| self.upload(bytes))
+    }
+
+    /// Lets the GPU begin with what was collected of a step.
+    pub(crate) fn flush(&self) {
+        self.device.flush();
     }
 
     fn counted(&self, block: Result<DeviceBlock, GpuError>, bytes: usize) -> DeviceBlock {

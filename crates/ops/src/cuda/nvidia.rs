@@ -33,10 +33,12 @@ pub(super) struct Nvidia {
     modules: Mutex<HashMap<&'static str, Module>>,
 }
 
-/// What blocks of memory keep alive: the context and its only stream.
+/// What blocks of memory keep alive: the context and its streams.
 struct Shared {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
+    /// Where copies go that nothing else waits for.
+    copies: Arc<CudaStream>,
     meter: Meter,
 }
 
@@ -78,6 +80,27 @@ struct Kernel {
 // SAFETY: as of `Module`.
 unsafe impl Send for Kernel {}
 
+/// A copy under way beside the stream, which waits for it when this is dropped.
+pub(super) struct Copied {
+    shared: Arc<Shared>,
+    event: sys::CUevent,
+}
+// SAFETY: as of `Module`.
+unsafe impl Send for Copied {}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        let Shared { context, stream, .. } = &*self.shared;
+        // SAFETY: the event is this value's own, and of this context; the driver keeps it for as long as a stream waits for it
+        // ("cuEventDestroy"). A device that failed has nothing to wait for.
+        _ = context.bind_to_thread().and_then(|()| unsafe {
+            let waits = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            result::stream::wait_event(stream.cu_stream(), self.event, waits)?;
+            result::event::destroy(self.event)
+        });
+    }
+}
+
 /// A failed call as our error.
 fn failed(call: &str) -> impl FnOnce(DriverError) -> GpuError + '_ {
     move |error| GpuError::Driver { call: call.into(), message: describe(error) }
@@ -110,10 +133,11 @@ impl Nvidia {
         }
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as usize;
         let compiler = Nvrtc::find()?;
-        let stream = context.new_stream().map_err(failed("cuStreamCreate"))?;
+        let new_stream = || context.new_stream().map_err(failed("cuStreamCreate"));
+        let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         Ok(Self {
-            shared: Arc::new(Shared { context, stream, meter: Meter::default() }),
+            shared: Arc::new(Shared { context, stream, copies, meter: Meter::default() }),
             name,
             target: compiler.target_for(capability),
             processors,
@@ -164,6 +188,32 @@ impl Nvidia {
                 .map_err(failed("copying to the GPU"))?;
         }
         Ok(Box::new(block))
+    }
+
+    /// The same beside everything else; what is asked of the device after the copy's value is dropped comes after it.
+    pub(super) fn upload_ahead(&self, bytes: &[u8]) -> Result<(DeviceBlock, Copied), GpuError> {
+        self.bind()?;
+        self.meter().uploaded(bytes.len());
+        let copies = self.shared.copies.cu_stream();
+        let copying = failed("copying to the GPU ahead");
+        let begin = || {
+            // SAFETY: the stream is this context's.
+            let address = unsafe { result::malloc_async(copies, bytes.len().max(1)) }?;
+            let block = Block { shared: Arc::clone(&self.shared), address };
+            let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?;
+            let copied = Copied { shared: Arc::clone(&self.shared), event };
+            // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read. The event is this
+            // context's.
+            unsafe {
+                if !bytes.is_empty() {
+                    result::memcpy_htod_async(address, bytes, copies)?;
+                }
+                result::event::record(event, copies)?;
+            }
+            Ok((block, copied))
+        };
+        let (block, copied) = begin().map_err(copying)?;
+        Ok((Box::new(block), copied))
     }
 
     /// # Safety
@@ -337,7 +387,7 @@ impl DeviceMemory for Block {
         if to.is_empty() {
             return;
         }
-        let Shared { context, stream, meter } = &*self.shared;
+        let Shared { context, stream, meter, .. } = &*self.shared;
         meter.downloaded(to.len());
         let copied = context.bind_to_thread().and_then(|()| {
             // SAFETY: the block holds at least as many bytes, and the wait is over before `to` is used again.

@@ -9,6 +9,7 @@ mod cuda;
 mod elementwise;
 mod embedding;
 mod expert_biases;
+mod expert_room;
 mod fixtures;
 mod head_loss;
 mod heads;

@@ -166,14 +166,15 @@ DEVICE void decode_any(u32 type, f32 (&w)[8], const u8* row, u32 k) {
 }
 
 // to [groups, rows, width] = the nearest bf16 numbers to blocks; groups that no row is multiplied with are left alone. A block of threads
-// has a row of a group; `offsets` may be null.
-KERNEL(256) blocks_to_bf16(const u8* blocks, bf16* to, const u32* offsets, u32 type, u32 rows, u32 width, u32 row_bytes) {
+// has a row of a group; `offsets` may be null. If they are `listed`, `blocks` are addresses of each group's.
+KERNEL(256) blocks_to_bf16(const u8* blocks, bf16* to, const u32* offsets, u32 type, u32 rows, u32 width, u32 row_bytes, u32 listed) {
     u32 group = blockIdx.y;
     if (offsets && offsets[group] == offsets[group + 1]) return;
     u64 row = (u64)group * rows + blockIdx.x;
+    const u8* from = listed ? ((const u8* const*)blocks)[group] + (u64)blockIdx.x * row_bytes : blocks + row * row_bytes;
     for (u32 k = threadIdx.x * 8; k < width; k += 256 * 8) {
         f32 w[8];
-        decode_any(type, w, blocks + row * row_bytes, k);
+        decode_any(type, w, from, k);
         *(uint4*)(to + row * width + k) =
             make_uint4(pack_bf16(w[0], w[1]), pack_bf16(w[2], w[3]), pack_bf16(w[4], w[5]), pack_bf16(w[6], w[7]));
     }

@@ -324,13 +324,14 @@ DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& e
     }
 }
 
-// Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B.
+// Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B, or where entry g of B
+// says if B is a list of addresses.
 struct Rows {
     const void* a;
     const u32* gather;
     const void* b;
     const u32* tiles;
-    u32 a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair;
+    u32 a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair, b_listed;
 };
 
 // That of the list's tile `index`, and of columns from `column` on.
@@ -338,7 +339,8 @@ DEVICE Problem rows_problem(const Rows& r, u32 index, u32 column) {
     const u32* tile = r.tiles + 3 * index;
     Problem p;
     p.a = Operand{r.a, r.gather, tile[1], r.a_stride, r.a_bf16};
-    p.b = Operand{r.b, nullptr, (u64)tile[0] * r.group_rows, r.b_stride, r.b_bf16};
+    p.b = r.b_listed ? Operand{((const void* const*)r.b)[tile[0]], nullptr, 0, r.b_stride, r.b_bf16}
+                     : Operand{r.b, nullptr, (u64)tile[0] * r.group_rows, r.b_stride, r.b_bf16};
     p.rows = tile[2];
     p.columns = r.columns;
     p.depth = r.depth;
@@ -370,8 +372,8 @@ DEVICE Problem rows_problem_in_panels(const Rows& r, u32 tile_columns) {
 DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_problem(r, blockIdx.y, blockIdx.x * tile_columns); }
 
 #define ROWS const void *a, const u32 *gather, const void *b, const u32 *tiles, u32 a_bf16, u32 b_bf16, u32 a_stride, u32 b_stride, \
-             u32 group_rows, u32 columns, u32 depth, u32 pair
-#define THE_ROWS Rows{a, gather, b, tiles, a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair}
+             u32 group_rows, u32 columns, u32 depth, u32 pair, u32 b_listed
+#define THE_ROWS Rows{a, gather, b, tiles, a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair, b_listed}
 
 #define STORE void *to, u32 to_bf16, u32 stride, u32 add
 #define THE_STORE Store{to, to_bf16, stride, add}

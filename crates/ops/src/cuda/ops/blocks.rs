@@ -48,20 +48,21 @@ pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
 }
 
 /// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in
-/// their place is unspecified.
-pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>) -> Tensor {
+/// their place is unspecified. Where there are `addresses`, each group's blocks are at its own.
+pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, addresses: Option<&Tensor>) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
     let rows = blocks.len() / (groups * width).max(1);
     let mut y = on.empty(blocks.shape(), DType::BF16);
     let args = [
-        on.read(blocks),
+        on.read(addresses.unwrap_or(blocks)),
         on.write(&mut y),
         on.read_or_none(offsets),
         code(dtype).into(),
         rows.into(),
         width.into(),
         row_bytes(dtype, width).into(),
+        addresses.is_some().into(),
     ];
     let grid = [rows, groups, 1];
     let launch = Launch { source: &BLOCKS, kernel: "blocks_to_bf16", grid, threads: THREADS, shared: 0, args: &args };

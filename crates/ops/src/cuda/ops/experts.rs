@@ -7,6 +7,7 @@ use super::e4m3::{self, Packed};
 use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, RowsProduct};
 use super::{Listed, On, THREADS, takes_weights};
 use crate::Activation;
+use crate::cuda::room::Stacks;
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 use crate::e4m3::BLOCK;
@@ -64,6 +65,78 @@ impl<'a> Rows<'a> {
     fn len(&self) -> usize {
         self.tokens.tensor().len()
     }
+}
+
+/// Experts that follow one another, whose products are taken at once: all of them, or as many as there is room for.
+#[derive(Default)]
+struct Part {
+    /// The first row of each expert and the end of the last one's, where this part's are, and only these, have rows.
+    offsets: Vec<u32>,
+    /// Those of them that have rows; of all parts that are not in a room there is one.
+    experts: Option<Vec<usize>>,
+}
+
+/// The same with its matrices at hand.
+#[derive(Default)]
+struct PartThere {
+    offsets: Option<Tensor>,
+    rows: usize,
+    addresses: Option<[Tensor; 2]>,
+}
+
+impl Part {
+    fn all(on: On<'_>, weights: ExpertWeights<'_>, rows: ExpertRows<'_>, is_fp8: bool) -> Vec<Self> {
+        let num_experts = rows.offsets.len() - 1;
+        let Some(room) = on.gpu.room().filter(|_| !is_fp8 && num_experts > 1) else { return vec![Self::default()] };
+        let offsets: &[u32] = &rows.offsets;
+        let used: Vec<usize> = (0..num_experts).filter(|&e| offsets[e] < offsets[e + 1]).collect();
+        let part = |experts: &[usize]| {
+            let (first, last) = (offsets[experts[0]], offsets[experts[experts.len() - 1] + 1]);
+            let offsets = offsets.iter().map(|&offset| offset.clamp(first, last)).collect();
+            Self { offsets, experts: Some(experts.to_vec()) }
+        };
+        used.chunks(room.capacity(weights.stacks(num_experts))).map(part).collect()
+    }
+
+    /// Brings the matrices to where there is room for them.
+    fn come(self, on: On<'_>, weights: ExpertWeights<'_>) -> PartThere {
+        let Some((room, experts)) = on.gpu.room().zip(self.experts) else { return PartThere::default() };
+        let stacks = weights.stacks(self.offsets.len() - 1);
+        let addresses = room.take(on.gpu, on.ctx.pool(), stacks, &experts).map(|addresses| on.u32s(&addresses));
+        let rows = (self.offsets[self.offsets.len() - 1] - self.offsets[0]) as usize;
+        PartThere { offsets: Some(on.u32s(&self.offsets)), rows, addresses: Some(addresses) }
+    }
+}
+
+impl PartThere {
+    fn addresses(&self, stack: usize) -> Option<&Tensor> {
+        self.addresses.as_ref().map(|addresses| &addresses[stack])
+    }
+
+    /// The kernel that is taken does not depend on how many parts there are.
+    fn groups<'a>(&'a self, map: &'a Rows<'_>) -> Groups<'a> {
+        match &self.offsets {
+            None => map.groups(),
+            Some(offsets) => Groups::Many { offsets, rows: self.rows, most: map.groups().most() },
+        }
+    }
+}
+
+impl<'a> ExpertWeights<'a> {
+    fn stacks(self, num_experts: usize) -> Stacks<'a> {
+        Stacks { gate_up: self.gate_up, down: self.down, num_experts }
+    }
+}
+
+/// Sends the experts that `ids` name ahead, where experts stay in the host's memory.
+pub(crate) fn send_ahead(on: On<'_>, weights: ExpertWeights<'_>, num_experts: usize, ids: &[u32]) {
+    let Some(room) = on.gpu.room() else { return };
+    let mut experts: Vec<usize> = ids.iter().map(|&id| id as usize).filter(|&e| e < num_experts).collect();
+    experts.sort_unstable();
+    experts.dedup();
+    // What is under way until then need not wait for the copies.
+    on.gpu.flush();
+    room.send_ahead(on.gpu, on.ctx.pool(), weights.stacks(num_experts), &experts);
 }
 
 /// How the experts' products take their operands.
@@ -148,44 +221,51 @@ pub(crate) fn forward(
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
     let (mut h, mut a) = (on.empty(&[r, inputs * f], dtype), on.empty(&[r, f], dtype));
+    let mut outputs = on.empty(&[r, d], DType::F32);
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
-    let (of_x, gate_up) = (numbers.rows(on, x), numbers.matrices(on, (weights.gate_up, f), &map));
-    let up = RowsProduct {
-        form: Form::Nt,
-        a: &of_x.data,
-        gather: Some(map.tokens.tensor()),
-        b: &gate_up.data,
-        group_rows: inputs * f,
-        columns: f,
-        depth: d,
-        pair: (inputs == 2).then_some(f),
-        compute: dtype,
-        groups: map.groups(),
-        scales: scales(&of_x, &gate_up),
-    };
-    let kernels = match inputs {
-        2 => ["up_paired", "plain_up_paired", "few_up_paired"],
-        _ => ["up_single", "plain_up_single", "few_up_single"],
-    };
-    let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
-    let mut args = vec![on.write(&mut h), on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
-    args.extend(shape(weights.activation));
-    // SAFETY: `h` and `a` have a row for each row, the bias one for each expert.
-    unsafe { up.run(on, &Epilogue { kernels, args }) };
-    let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, (weights.down, d), &map));
-    let down = RowsProduct {
-        a: &a.data,
-        gather: None,
-        b: &down.data,
-        group_rows: d,
-        columns: d,
-        depth: f,
-        pair: None,
-        compute: weights.down.dtype().of_activations(),
-        scales: scales(&a, &down),
-        ..up
-    };
-    let mut outputs = down.store(on, r, DType::F32);
+    let of_x = numbers.rows(on, x);
+    for part in Part::all(on, weights, rows, is_fp8) {
+        let part = part.come(on, weights);
+        let gate_up = numbers.matrices(on, (weights.gate_up, f), &map);
+        let up = RowsProduct {
+            form: Form::Nt,
+            a: &of_x.data,
+            gather: Some(map.tokens.tensor()),
+            b: &gate_up.data,
+            addresses: part.addresses(0),
+            group_rows: inputs * f,
+            columns: f,
+            depth: d,
+            pair: (inputs == 2).then_some(f),
+            compute: dtype,
+            groups: part.groups(&map),
+            scales: scales(&of_x, &gate_up),
+        };
+        let kernels = match inputs {
+            2 => ["up_paired", "plain_up_paired", "few_up_paired"],
+            _ => ["up_single", "plain_up_single", "few_up_single"],
+        };
+        let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
+        let mut args = vec![on.write(&mut h), on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
+        args.extend(shape(weights.activation));
+        // SAFETY: `h` and `a` have a row for each row, the bias one for each expert.
+        unsafe { up.run(on, &Epilogue { kernels, args }) };
+        let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, (weights.down, d), &map));
+        let down = RowsProduct {
+            a: &a.data,
+            gather: None,
+            b: &down.data,
+            addresses: part.addresses(1),
+            group_rows: d,
+            columns: d,
+            depth: f,
+            pair: None,
+            compute: weights.down.dtype().of_activations(),
+            scales: scales(&a, &down),
+            ..up
+        };
+        down.store_to(on, &mut outputs);
+    }
     if let Some(biases) = biases {
         let experts = rows.offsets.len() - 1;
         let args =
@@ -245,6 +325,7 @@ pub(crate) fn backward(
         a: &of_dy.data,
         gather: Some(map.tokens.tensor()),
         b: &down.data,
+        addresses: None,
         group_rows: if form == Form::Nt { f } else { d },
         columns: f,
         depth: d,

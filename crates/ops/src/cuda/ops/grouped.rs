@@ -108,6 +108,8 @@ pub(super) struct RowsProduct<'a> {
     pub(super) gather: Option<&'a Tensor>,
     /// The matrices, `group_rows` rows each.
     pub(super) b: &'a Tensor,
+    /// `[E]` of 64 bits: where each group's matrix is, if not in `b`, whose type and sizes they have.
+    pub(super) addresses: Option<&'a Tensor>,
     pub(super) group_rows: usize,
     /// Rows of B (nt) or columns (nn) that are multiplied with; with pairs the first of each pair.
     pub(super) columns: usize,
@@ -220,9 +222,9 @@ impl RowsProduct<'_> {
             Groups::One { .. } => None,
             Groups::Many { offsets, .. } => Some(offsets),
         };
-        let b = &blocks::to_bf16(on, self.b, offsets);
+        let b = &blocks::to_bf16(on, self.b, offsets, self.addresses);
         // SAFETY: the caller's promise.
-        unsafe { RowsProduct { b, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
+        unsafe { RowsProduct { b, addresses: None, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
     }
 
     /// # Safety
@@ -246,7 +248,7 @@ impl RowsProduct<'_> {
         let mut args = vec![
             on.read(a),
             on.read_or_none(self.gather),
-            on.read(self.b),
+            on.read(self.addresses.unwrap_or(self.b)),
             on.read(&tiles),
             is_bf16(a),
             is_bf16(self.b),
@@ -256,6 +258,7 @@ impl RowsProduct<'_> {
             self.columns.into(),
             depth.into(),
             self.pair.unwrap_or(0).into(),
+            self.addresses.is_some().into(),
         ];
         args.extend_from_slice(&epilogue.args);
         args.extend(kernel.last_arg(self.compute, grid[1]));
@@ -270,15 +273,20 @@ impl RowsProduct<'_> {
     /// The sums as `[rows, columns]` of a type.
     pub(super) fn store(&self, on: On<'_>, rows: usize, out: DType) -> Tensor {
         let mut y = on.empty(&[rows, self.columns], out);
+        self.store_to(on, &mut y);
+        y
+    }
+
+    /// Writes the sums to `y`, `[rows, columns]` (f32 or bf16), of the groups' rows.
+    pub(super) fn store_to(&self, on: On<'_>, y: &mut Tensor) {
+        let is_bf16 = y.dtype() == DType::BF16;
         let kernels = match self.form {
             Form::Nt => ["rows_nt", "plain_rows_nt", "few_rows_nt"],
             _ => ["rows_nn", "plain_rows_nn", ""],
         };
-        let is_bf16 = out == DType::BF16;
-        let args = vec![on.write(&mut y), is_bf16.into(), self.columns.into(), false.into()];
+        let args = vec![on.write(y), is_bf16.into(), self.columns.into(), false.into()];
         // SAFETY: the output has a row for each row of the groups.
         unsafe { self.run(on, &Epilogue { kernels, args }) };
-        y
     }
 }
 

@@ -18,7 +18,8 @@ pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType) ->
 fn product(on: On<'_>, (form, a, b): (Form, &Tensor, &Tensor), (columns, depth): (usize, usize), out: DType) -> Tensor {
     let (rows, compute) = (a.rows(), b.dtype().of_activations());
     let groups = Groups::One { rows };
-    RowsProduct { form, a, gather: None, b, group_rows: 0, columns, depth, pair: None, compute, groups, scales: None }
+    let (gather, addresses, pair, scales) = (None, None, None, None);
+    RowsProduct { form, a, gather, b, addresses, group_rows: 0, columns, depth, pair, compute, groups, scales }
         .store(on, rows, out)
 }
 
