@@ -136,9 +136,11 @@ impl Output {
     /// A model of OLMoE's shape in every type of weights, or a given one.
     fn decode(&mut self, ctx: &Context, peaks: &Peaks, model: Option<&Path>) -> Result<(), Failure> {
         let mut rows = Vec::new();
-        let mut add = |measured: decode::Measured| {
-            self.cases.push(measured.json());
-            rows.push(measured.cells());
+        let mut add = |all: Vec<decode::Measured>| {
+            for measured in all {
+                self.cases.push(measured.json());
+                rows.push(measured.cells());
+            }
         };
         match model {
             Some(model) => add(decode::measure_model(ctx, peaks, model)?),

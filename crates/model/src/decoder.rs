@@ -313,7 +313,8 @@ impl Decoder {
         self.head_logits(ctx, weights, &x)
     }
 
-    /// Appends `ids` to the sequence in `cache` and returns the logits `[V]` f32 after the last of them. Many ids at once
+    /// Appends `ids` to the sequence in `cache` and returns the logits `[V]` f32 after the last of them (of several sequences those of
+    /// one behind the other). Many ids at once
     /// are a prefill, a single one is a step of decoding.
     ///
     /// Where experts live on several ranks, the others [serve](Self::serve_inference); ranks that hold the matrices of other layers
@@ -325,9 +326,29 @@ impl Decoder {
         cache: &mut KvCache,
         ids: &[u32],
     ) -> Result<Tensor, BatchError> {
-        let start = cache.len();
+        let logits = self.extend_watched(ctx, weights, cache, ids, |_, _| ())?;
+        Ok(logits.reshaped(&[cache.num_sequences() * self.config.vocab_size]))
+    }
+
+    /// As [`extend`](Self::extend) for all sequences of the cache together: `ids` are those of the first, then those of the second and
+    /// so on, as many of each. The logits `[sequences, V]` f32 are those after the last of each. Shows `watch` what each MoE layer
+    /// decided, with the layer's index.
+    pub fn extend_watched(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        cache: &mut KvCache,
+        ids: &[u32],
+        watch: impl FnMut(usize, &MoeSaved),
+    ) -> Result<Tensor, BatchError> {
+        let (start, num_sequences) = (cache.len(), cache.num_sequences());
+        let seq_len = ids.len() / num_sequences;
         self.check_ids("prompt", ids)?;
-        self.check_len(start + ids.len())?;
+        self.check_len(start + seq_len)?;
+        if seq_len * num_sequences != ids.len() {
+            let seq_len = seq_len + 1;
+            return Err(BatchError::Length { what: "prompt", len: ids.len(), num_sequences, seq_len });
+        }
         if ids.is_empty() {
             return Err(BatchError::Empty);
         }
@@ -337,20 +358,19 @@ impl Decoder {
         }
         let gathered = self.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
-        let pass = self.pass(ctx, weights, (1, ids.len(), start), memory);
-        let logits = match ids.len() {
-            1 => ctx.repeated(|| {
-                let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
+        let pass = self.pass(ctx, weights, (num_sequences, seq_len, start), memory);
+        if seq_len == 1 {
+            return Ok(ctx.repeated(|| {
+                let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), watch);
                 self.head_logits(ctx, weights, &x)
-            }),
-            _ => {
-                let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), |_, _| ());
-                let mut last = ctx.empty(&[1, self.config.width], DType::F32);
-                elementwise::copy_rows(ctx, (&x, ids.len() - 1), (&mut last, 0), 1);
-                self.head_logits(ctx, weights, &last)
-            }
-        };
-        Ok(logits.reshaped(&[self.config.vocab_size]))
+            }));
+        }
+        let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), watch);
+        let mut last = ctx.empty(&[num_sequences, self.config.width], DType::F32);
+        for sequence in 0..num_sequences {
+            elementwise::copy_rows(ctx, (&x, (sequence + 1) * seq_len - 1), (&mut last, sequence), 1);
+        }
+        Ok(self.head_logits(ctx, weights, &last))
     }
 
     /// The residual stream after the last layer, `[T, D]` f32, without noise.

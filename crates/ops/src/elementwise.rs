@@ -22,6 +22,21 @@ pub fn copy_rows(ctx: &Context, from: (&Tensor, usize), to: (&mut Tensor, usize)
     y.bytes_mut()[start * row..][..count * row].copy_from_slice(&x.bytes()[first * row..][..count * row]);
 }
 
+/// Copies the rows of each of `count` sequences, as many as `x` `[count n, W]` has, to rows from `start` on of those that it has in `y`
+/// `[count capacity, W]`.
+pub fn copy_rows_of_each(ctx: &Context, x: &Tensor, (y, start): (&mut Tensor, usize), count: usize) {
+    assert_eq!((x.cols(), x.dtype()), (y.cols(), y.dtype()), "copy_rows_of_each: {:?} to {:?}", x.shape(), y.shape());
+    let (rows, capacity) = (x.rows() / count, y.rows() / count);
+    assert!((rows * count, capacity * count) == (x.rows(), y.rows()) && start + rows <= capacity, "copy_rows_of_each");
+    let row = x.cols() * x.dtype().size();
+    if let Some(on) = On::of(ctx).filter(|_| count > 1 && row.is_multiple_of(2)) {
+        return cuda::elementwise::copy_rows_of_each(on, x, (y, start), count);
+    }
+    for sequence in 0..count {
+        copy_rows(ctx, (x, sequence * rows), (y, sequence * capacity + start), rows);
+    }
+}
+
 /// `y += x`, with `y` f32 and `x` f32, bf16 or f16 of as many elements.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     assert_eq!(y.len(), x.len(), "add_assign: y {:?}, x {:?}", y.shape(), x.shape());

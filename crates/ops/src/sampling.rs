@@ -37,13 +37,27 @@ pub struct Drawn {
 /// of the largest are none.
 #[must_use]
 pub fn draw(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: f32) -> Drawn {
+    draw_each(ctx, logits, filters, &[drawn])[0]
+}
+
+/// As [`draw`] of each row of `logits` `[R, V]`, with R numbers drawn.
+#[must_use]
+pub fn draw_each(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> Vec<Drawn> {
+    assert!(
+        !logits.is_empty() && logits.len().is_multiple_of(drawn.len()),
+        "{} draws of {:?}",
+        drawn.len(),
+        logits.shape()
+    );
     if let Some(on) = On::of(ctx) {
-        return cuda::sampling::draw(on, logits, filters, drawn);
+        return cuda::sampling::draw_each(on, logits, filters, drawn);
     }
-    let logits = logits.f32s();
-    let has_nan = logits.iter().any(|logit| logit.is_nan());
-    let id = if filters.temperature == 0.0 { None } else { filters.draw(ctx.isa(), logits, f64::from(drawn)) };
-    Drawn { id: id.unwrap_or_else(|| most_likely(logits)), has_nan }
+    let of_row = |(logits, &drawn): (&[f32], &f32)| {
+        let has_nan = logits.iter().any(|logit| logit.is_nan());
+        let id = if filters.temperature == 0.0 { None } else { filters.draw(ctx.isa(), logits, f64::from(drawn)) };
+        Drawn { id: id.unwrap_or_else(|| most_likely(logits)), has_nan }
+    };
+    logits.f32s().chunks_exact(logits.len() / drawn.len()).zip(drawn).map(of_row).collect()
 }
 
 impl Filters {

@@ -49,7 +49,11 @@ const FILTERS: [Filters; 10] = [
 /// What is drawn on a context for numbers from 0 to 1.
 fn drawn(ctx: &Context, logits: &[f32], filters: &Filters) -> Vec<Drawn> {
     let logits = Tensor::from_slice(ctx.pool(), &[logits.len()], logits);
-    (0..23).map(|i| draw(ctx, &logits, filters, i as f32 / 23.0)).collect()
+    let draws: Vec<f32> = (0..23).map(|i| i as f32 / 23.0).collect();
+    let one_by_one: Vec<Drawn> = draws.iter().map(|&drawn| draw(ctx, &logits, filters, drawn)).collect();
+    let rows = Tensor::from_slice(ctx.pool(), &[23, logits.len()], &logits.f32s().repeat(23));
+    assert_eq!(draw_each(ctx, &rows, filters, &draws), one_by_one, "{filters:?} of rows on {}", ctx.describe());
+    one_by_one
 }
 
 #[test]

@@ -36,11 +36,16 @@ const PREFILL: usize = 512;
 /// Times that a prefill and a product take turns.
 const PREFILLS: usize = 3;
 
-/// What was measured with one type of weights.
+/// Sequences that go on together, on a GPU; elsewhere one alone.
+const BATCHES: [usize; 3] = [1, 8, 64];
+
+/// What was measured with one type of weights and so many sequences together.
 pub(super) struct Measured {
     dtype: DType,
-    bytes_per_token: f64,
-    seconds_per_token: f64,
+    batch: usize,
+    /// Bytes of weights that a step reads.
+    bytes_per_step: f64,
+    seconds_per_step: f64,
     read_bytes_per_s: f64,
     prefill_tokens_per_s: f64,
     share_of_product: f64,
@@ -48,15 +53,16 @@ pub(super) struct Measured {
 
 impl Measured {
     fn share_of_bandwidth(&self) -> f64 {
-        self.bytes_per_token / self.seconds_per_token / self.read_bytes_per_s
+        self.bytes_per_step / self.seconds_per_step / self.read_bytes_per_s
     }
 
     pub(super) fn json(&self) -> Value {
         json!({
             "name": format!("decode, {:?}", self.dtype),
-            "bytes_per_token": self.bytes_per_token,
-            "seconds_per_token": self.seconds_per_token,
-            "tokens_per_s": 1.0 / self.seconds_per_token,
+            "batch": self.batch,
+            "bytes_per_token": self.bytes_per_step / self.batch as f64,
+            "seconds_per_token": self.seconds_per_step / self.batch as f64,
+            "tokens_per_s": self.batch as f64 / self.seconds_per_step,
             "read_bytes_per_s": self.read_bytes_per_s,
             "share_of_bandwidth": self.share_of_bandwidth(),
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
@@ -68,9 +74,10 @@ impl Measured {
     pub(super) fn cells(&self) -> Vec<String> {
         vec![
             format!("{:?}", self.dtype),
-            format!("{:.1}", self.bytes_per_token / 1e6),
-            format!("{:.3}", self.seconds_per_token * 1e3),
-            format!("{:.1}", 1.0 / self.seconds_per_token),
+            self.batch.to_string(),
+            format!("{:.1}", self.bytes_per_step / 1e6),
+            format!("{:.3}", self.seconds_per_step * 1e3),
+            format!("{:.1}", self.batch as f64 / self.seconds_per_step),
             format!("{:.1}%", 100.0 * self.share_of_bandwidth()),
             format!("{:.0}", self.prefill_tokens_per_s),
             format!("{:.1}%", 100.0 * self.share_of_product),
@@ -78,8 +85,8 @@ impl Measured {
     }
 }
 
-pub(super) const HEADER: [&str; 7] =
-    ["weights", "MB a token", "ms a token", "tokens/s", "of bandwidth", "prefill tokens/s", "of product"];
+pub(super) const HEADER: [&str; 8] =
+    ["weights", "texts", "MB a step", "ms a step", "tokens/s", "of bandwidth", "prefill tokens/s", "of product"];
 
 fn config() -> ModelConfig {
     ModelConfig {
@@ -102,14 +109,14 @@ fn config() -> ModelConfig {
 }
 
 /// Times one type of weights: some seconds, and the memory of 873 million weights.
-pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Measured, Failure> {
+pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Vec<Measured>, Failure> {
     let decoder = Decoder::new(config())?;
     let weights = random_weights(ctx, &decoder, dtype);
     timed(ctx, peaks, (&decoder, &weights), dtype)
 }
 
 /// Times a model, whatever its types are; `dtype` of the result is that of the first layer's feed-forward.
-pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Measured, Failure> {
+pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Vec<Measured>, Failure> {
     let (config, weights) = Source::open(model)?.load(ctx)?;
     if config.max_seq_len < PREFILL {
         let longest = config.max_seq_len;
@@ -123,36 +130,42 @@ pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Resul
     timed(ctx, peaks, (&Decoder::new(config)?, &weights), dtype)
 }
 
-fn timed(ctx: &Context, peaks: &Peaks, model: (&Decoder, &DecoderWeights), dtype: DType) -> Result<Measured, Failure> {
+fn timed(
+    ctx: &Context,
+    peaks: &Peaks,
+    model: (&Decoder, &DecoderWeights),
+    dtype: DType,
+) -> Result<Vec<Measured>, Failure> {
     let config = model.0.config();
-    let (seconds_per_token, read_bytes_per_s) = decoding(ctx, peaks, model)?;
     let (prefill, product_rate) = prefilling(ctx, model, dtype)?;
-    Ok(Measured {
-        dtype,
-        bytes_per_token: bytes_per_token(config, model.1),
-        seconds_per_token,
-        read_bytes_per_s,
-        prefill_tokens_per_s: PREFILL as f64 / prefill,
-        share_of_product: prefill_flops(config) / prefill / product_rate,
-    })
+    let batches = if ctx.device() == Device::Cpu { &BATCHES[..1] } else { &BATCHES[..] };
+    let of_batch = |&batch: &usize| {
+        let mut texts = Texts::new(ctx, model, batch)?;
+        let (seconds_per_step, read_bytes_per_s) = decoding(ctx, peaks, &mut texts)?;
+        Ok(Measured {
+            dtype,
+            batch,
+            bytes_per_step: bytes_per_step(config, model.1, &texts.experts()?),
+            seconds_per_step,
+            read_bytes_per_s,
+            prefill_tokens_per_s: PREFILL as f64 / prefill,
+            share_of_product: prefill_flops(config) / prefill / product_rate,
+        })
+    };
+    batches.iter().map(of_batch).collect()
 }
 
-/// Ids of a prompt.
+/// Ids of prompts, each of which goes on where the one before ends.
 fn ids(config: &ModelConfig, count: usize) -> Vec<u32> {
     (0..count).map(|i| (i * 7919 % config.vocab_size) as u32).collect()
 }
 
-/// Seconds a token, and bytes a second that were read from memory meanwhile: medians.
-fn decoding(
-    ctx: &Context,
-    peaks: &Peaks,
-    (decoder, weights): (&Decoder, &DecoderWeights),
-) -> Result<(f64, f64), Failure> {
-    let mut text = Text::new(ctx, (decoder, weights))?;
+/// Seconds a step, and bytes a second that were read from memory meanwhile: medians.
+fn decoding(ctx: &Context, peaks: &Peaks, texts: &mut Texts<'_>) -> Result<(f64, f64), Failure> {
     let memory = (ctx.device() == Device::Cpu).then(|| ReadMemory::new(ctx));
     let (mut times, mut rates) = (Vec::new(), Vec::new());
     for token in 0..DECODED {
-        times.push(text.next()?);
+        times.push(texts.next()?);
         if token % TOKENS_PER_READ == 0 {
             rates.push(memory.as_ref().map_or(peaks.read_bytes_per_s, |memory| memory.read(ctx)));
         }
@@ -160,8 +173,8 @@ fn decoding(
     Ok((median(times), median(rates)))
 }
 
-/// A text that goes on behind a prompt.
-struct Text<'a> {
+/// Texts that go on behind prompts of one length.
+struct Texts<'a> {
     ctx: &'a Context,
     model: (&'a Decoder, &'a DecoderWeights),
     cache: KvCache,
@@ -169,22 +182,38 @@ struct Text<'a> {
     sampler: Sampler,
 }
 
-impl<'a> Text<'a> {
-    fn new(ctx: &'a Context, model: (&'a Decoder, &'a DecoderWeights)) -> Result<Self, Failure> {
+impl<'a> Texts<'a> {
+    fn new(ctx: &'a Context, model: (&'a Decoder, &'a DecoderWeights), count: usize) -> Result<Self, Failure> {
         let config = model.0.config();
-        let mut cache = KvCache::new(config);
-        let logits = model.0.extend(ctx, model.1, &mut cache, &ids(config, PROMPT))?;
+        let mut cache = KvCache::of_sequences(config, count);
+        let logits = model.0.extend(ctx, model.1, &mut cache, &ids(config, count * PROMPT))?;
         // The most likely token, as what it is compared with takes.
         let sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() })?;
         Ok(Self { ctx, model, cache, logits, sampler })
     }
 
-    /// Makes a token; its seconds.
+    fn drawn(&mut self) -> Vec<u32> {
+        let count = self.cache.num_sequences();
+        self.sampler.sample_each(self.ctx, &self.logits, count).iter().map(|drawn| drawn.id).collect()
+    }
+
+    /// Makes a token of each text; their seconds.
     fn next(&mut self) -> Result<f64, Failure> {
         let start = Instant::now();
-        let id = self.sampler.sample(self.ctx, &self.logits).id;
-        self.logits = self.model.0.extend(self.ctx, self.model.1, &mut self.cache, &[id])?;
+        let ids = self.drawn();
+        self.logits = self.model.0.extend(self.ctx, self.model.1, &mut self.cache, &ids)?;
         Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// How many experts of each layer the next tokens go to; 0 in layers without.
+    fn experts(&mut self) -> Result<Vec<usize>, Failure> {
+        let ids = self.drawn();
+        let (decoder, weights) = self.model;
+        let mut experts = vec![0; decoder.config().num_layers];
+        decoder.extend_watched(self.ctx, weights, &mut self.cache, &ids, |layer, saved| {
+            experts[layer] = saved.dispatch().tokens_per_expert().iter().filter(|&&count| count > 0).count();
+        })?;
+        Ok(experts)
     }
 }
 
@@ -193,7 +222,7 @@ pub(super) fn endless(ctx: &Context, model: &Path) -> Result<ExitCode, Failure> 
     let (config, weights) = Source::open(model)?.load(ctx)?;
     let decoder = Decoder::new(config)?;
     loop {
-        let mut text = Text::new(ctx, (&decoder, &weights))?;
+        let mut text = Texts::new(ctx, (&decoder, &weights), 1)?;
         for _ in 0..DECODED {
             let seconds = text.next()?;
             if writeln!(std::io::stdout(), "{seconds:.7}").is_err() {
@@ -216,6 +245,7 @@ fn prefilling(
         let mut cache = KvCache::new(decoder.config());
         let start = Instant::now();
         decoder.extend(ctx, weights, &mut cache, &prompt)?;
+        ctx.wait();
         prefill = prefill.min(start.elapsed().as_secs_f64());
         product_rate = product_rate.max(product.rate(ctx));
     }
@@ -263,11 +293,13 @@ fn random_tensor(ctx: &Context, shape: &[usize], dtype: DType, stream: u64) -> T
     if dtype.is_quantized() { quantized::quantize(ctx, &tensor, dtype) } else { tensor }
 }
 
-/// Bytes of weights that a token reads: of the experts its own, of the embedding a row, all of the rest.
-fn bytes_per_token(config: &ModelConfig, weights: &DecoderWeights) -> f64 {
+/// Bytes of weights that a step reads: of the experts of each layer as many as are chosen, of the embedding a row, all of the rest.
+fn bytes_per_step(config: &ModelConfig, weights: &DecoderWeights, experts: &[usize]) -> f64 {
+    // Names are `model.layers.3.mlp.experts.gate_up_proj` and the like.
+    let layer = |name: &str| name.split("layers.").nth(1)?.split('.').next()?.parse::<usize>().ok();
     let bytes = |(name, tensor): (String, &Tensor)| {
         let share = if name.contains("mlp.experts.") {
-            config.top_k as f64 / config.num_experts as f64
+            layer(&name).map_or(0, |layer| experts[layer]) as f64 / config.num_experts as f64
         } else if name.contains("embed_tokens") {
             1.0 / config.vocab_size as f64
         } else {

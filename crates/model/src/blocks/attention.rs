@@ -124,7 +124,7 @@ impl AttentionBlock {
         (y, AttentionSaved { norm, normed, inputs, qkv, o, lse })
     }
 
-    /// As [`forward`](Self::forward) for the next tokens of the one sequence in `cache`, which they are added to.
+    /// As [`forward`](Self::forward) for the next tokens of the sequences in `cache`, which they are added to.
     pub(crate) fn forward_cached(
         &self,
         pass: &Pass<'_>,

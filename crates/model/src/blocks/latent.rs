@@ -95,7 +95,7 @@ impl Latent {
         ([q, k, v], LatentSaved { q: q_narrow, kv })
     }
 
-    /// What the heads find for `normed [T, D]`, the next tokens of the one sequence in `cache`: `[T, H w]`. `shape` is that
+    /// What the heads find for `normed [T, D]`, the next tokens of the sequences in `cache`: `[T, H w]`. `shape` is that
     /// of the attention for so many keys and rows of keys.
     pub(super) fn forward_cached(
         &self,
@@ -110,7 +110,9 @@ impl Latent {
         let (kv, key) = self.narrowed(pass, w, normed);
         cache.append(ctx, &[&self.joined(ctx, (&kv.normed, &key))]);
         let (held, kept) = (cache.held(), &cache.kept()[0]);
-        if self.should_widen(pass.seq_len, held) {
+        // What several sequences keep does not follow one another.
+        let follows = held == pass.seq_len || pass.num_sequences == 1;
+        if follows && self.should_widen(pass.seq_len, held) {
             let (narrow, key) = if held == pass.seq_len { (kv.normed, key) } else { self.parted(ctx, kept, held) };
             let (k, v) = self.widened(ctx, w, (&narrow, &key));
             return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;

@@ -5,7 +5,7 @@
 //! once in so many steps.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::copy_rows;
+use moeworks_ops::elementwise::{copy_rows, copy_rows_of_each};
 use moeworks_tensor::Tensor;
 
 use crate::blocks::Memory;
@@ -14,19 +14,20 @@ use crate::config::ModelConfig;
 /// Rows that a layer's cache has room for at first; without a window it doubles when full.
 const FIRST_CAPACITY: usize = 64;
 
-/// What is kept of one sequence in every layer.
+/// What is kept of a sequence in every layer, or of several that are equally long.
 pub struct KvCache {
     layers: Vec<LayerCache>,
+    num_sequences: usize,
     memory: Option<Memory>,
 }
 
-/// What is kept of one sequence in one layer.
-#[derive(Default)]
+/// What is kept of a sequence in one layer, or of several that are equally long.
 pub(crate) struct LayerCache {
-    /// Of each token a row in each of these, such as its keys (rotated) and values; `[capacity, ..]` each. None before the
+    /// Of each token a row in each of these, such as its keys (rotated) and values; `[sequences capacity, ..]` each. None before the
     /// first token.
     kept: Vec<Tensor>,
-    /// Rows in use.
+    num_sequences: usize,
+    /// Rows of each sequence in use.
     held: usize,
     /// Tokens before those, which no later one sees.
     dropped: usize,
@@ -38,8 +39,21 @@ impl KvCache {
     /// An empty cache for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
-        let layer = |i| LayerCache { window: config.window(i), ..LayerCache::default() };
-        Self { layers: (0..config.num_layers).map(layer).collect(), memory: None }
+        Self::of_sequences(config, 1)
+    }
+
+    /// An empty cache for as many sequences, at least one, that go on together, each by as many tokens as the others.
+    #[must_use]
+    pub fn of_sequences(config: &ModelConfig, num_sequences: usize) -> Self {
+        assert!(num_sequences > 0, "a cache of no sequence");
+        let layer = |i| LayerCache { kept: Vec::new(), num_sequences, held: 0, dropped: 0, window: config.window(i) };
+        Self { layers: (0..config.num_layers).map(layer).collect(), num_sequences, memory: None }
+    }
+
+    /// The sequences that go on together.
+    #[must_use]
+    pub fn num_sequences(&self) -> usize {
+        self.num_sequences
     }
 
     /// An empty cache for a text that answers the source in `memory`.
@@ -48,7 +62,7 @@ impl KvCache {
         Self { memory: Some(memory), ..Self::new(config) }
     }
 
-    /// Tokens in the cache.
+    /// Tokens of each sequence in the cache.
     #[must_use]
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, LayerCache::len)
@@ -91,9 +105,9 @@ impl LayerCache {
         self.held
     }
 
-    /// Rows that [`kept`](Self::kept) has.
+    /// Rows that [`kept`](Self::kept) has for each sequence.
     pub(crate) fn capacity(&self) -> usize {
-        self.kept.first().map_or(0, Tensor::rows)
+        self.kept.first().map_or(0, |kept| kept.rows() / self.num_sequences)
     }
 
     /// The tensors that were appended to, in their order; the first rows are those of the tokens that are kept.
@@ -119,7 +133,7 @@ impl LayerCache {
 
     /// Appends the rows of some new tokens. Tokens that none of the new ones sees may go.
     pub(crate) fn append(&mut self, ctx: &Context, new: &[&Tensor]) {
-        let count = new.first().map_or(0, |new| new.rows());
+        let count = new.first().map_or(0, |new| new.rows() / self.num_sequences);
         let seen = self.held.min(self.seen_before());
         let wanted = match self.window {
             // Twice what is seen; after many tokens at once less is needed again.
@@ -131,7 +145,7 @@ impl LayerCache {
             self.move_last(ctx, seen, wanted, new);
         }
         for (all, new) in self.kept.iter_mut().zip(new) {
-            copy_rows(ctx, (new, 0), (all, self.held), count);
+            copy_rows_of_each(ctx, new, (all, self.held), self.num_sequences);
         }
         self.held += count;
     }
@@ -140,9 +154,13 @@ impl LayerCache {
     fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, new: &[&Tensor]) {
         let old = std::mem::take(&mut self.kept);
         let moved = |(i, new): (usize, &&Tensor)| {
-            let mut tensor = ctx.zeros(&[capacity, new.cols()], new.dtype());
+            let mut tensor = ctx.zeros(&[self.num_sequences * capacity, new.cols()], new.dtype());
             if let Some(old) = old.get(i) {
-                copy_rows(ctx, (old, self.held - count), (&mut tensor, 0), count);
+                let old_capacity = old.rows() / self.num_sequences;
+                for sequence in 0..self.num_sequences {
+                    let first = sequence * old_capacity + self.held - count;
+                    copy_rows(ctx, (old, first), (&mut tensor, sequence * capacity), count);
+                }
             }
             tensor
         };

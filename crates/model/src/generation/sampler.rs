@@ -2,7 +2,7 @@
 
 use moeworks_moe::ConfigError;
 use moeworks_ops::Context;
-use moeworks_ops::sampling::{Drawn, Filters, draw};
+use moeworks_ops::sampling::{Drawn, Filters, draw_each};
 use moeworks_tensor::{Purpose, Random, Tensor};
 
 /// How tokens are drawn.
@@ -54,9 +54,15 @@ impl Sampler {
     /// as impossible, and it is said.
     #[must_use]
     pub fn sample(&mut self, ctx: &Context, logits: &Tensor) -> Drawn {
+        self.sample_each(ctx, logits, 1)[0]
+    }
+
+    /// The next token of each of `count` sequences, whose logits are one row behind the other.
+    #[must_use]
+    pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> Vec<Drawn> {
         let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
-        let drawn = self.random.uniform(self.num_drawn);
-        self.num_drawn += 1;
-        draw(ctx, logits, &Filters { temperature, top_k, top_p, min_p }, drawn)
+        let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();
+        self.num_drawn += count as u64;
+        draw_each(ctx, logits, &Filters { temperature, top_k, top_p, min_p }, &draws)
     }
 }

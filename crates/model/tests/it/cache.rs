@@ -1,8 +1,9 @@
 //! What is kept of a sequence while it grows: of a window its tokens alone, of latent attention the narrow vectors.
 
 use moeworks_model::generation::KvCache;
-use moeworks_model::{LatentAttention, ModelConfig, QkNorm, Variant};
+use moeworks_model::{BatchError, LatentAttention, ModelConfig, QkNorm, Variant};
 use moeworks_ops::Context;
+use moeworks_ops::cuda::{Emulation, Gpu};
 use moeworks_tensor::DType;
 use proptest::prelude::*;
 
@@ -98,4 +99,54 @@ fn a_cache_is_cut_where_the_window_still_reaches() {
     assert!(cache.is_empty());
     let logits = decoder.extend(&ctx, &weights, &mut cache, &ids).unwrap();
     crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
+}
+
+/// Sequences that go on together, in pieces of so many tokens each, have the logits that each has alone.
+fn check_together(ctx: &Context, config: ModelConfig, count: usize, pieces: &[usize], tolerance: f32) {
+    let (decoder, weights) = model(ctx, config);
+    let texts: Vec<Vec<u32>> = (0..count as u64).map(|i| random_ids(50, pieces.iter().sum(), i)).collect();
+    let mut together = KvCache::of_sequences(decoder.config(), count);
+    let mut alone: Vec<_> = texts.iter().map(|_| KvCache::new(decoder.config())).collect();
+    let mut start = 0;
+    for &piece in pieces {
+        let of_text = |text: &Vec<u32>| text[start..start + piece].to_vec();
+        let ids: Vec<u32> = texts.iter().flat_map(of_text).collect();
+        let all = decoder.extend(ctx, &weights, &mut together, &ids).unwrap().to_f32_vec();
+        assert_eq!((all.len(), together.len()), (count * 50, start + piece));
+        for ((cache, text), logits) in alone.iter_mut().zip(&texts).zip(all.chunks(50)) {
+            let expected = decoder.extend(ctx, &weights, cache, &of_text(text)).unwrap().to_f32_vec();
+            for (x, y) in logits.iter().zip(expected) {
+                assert!((x - y).abs() < tolerance, "after {start} + {piece} tokens on {}: {x}, {y}", ctx.describe());
+            }
+        }
+        start += piece;
+    }
+}
+
+#[test]
+fn sequences_that_go_on_together_have_the_logits_of_each_alone() {
+    let pieces = [5, 1, 1, 4, 1, 60, 1, 1, 3, 1];
+    for ctx in [Context::cpu(2), Context::cpu(1)] {
+        for count in [1, 2, 9] {
+            check_together(&ctx, windowed(40), count, &pieces, 2e-5);
+            check_together(&ctx, latent(0, 6), count, &pieces, 5e-5);
+        }
+    }
+    let Ok(gpu) = Gpu::emulated(Emulation::default()) else {
+        println!("SKIPPED: sequences together on a GPU: there is no emulation of one");
+        return;
+    };
+    let ctx = Context::cpu(2).with_gpu(gpu);
+    check_together(&ctx, ModelConfig { max_seq_len: 1000, ..small_config() }, 3, &[5, 1, 1, 60, 1, 1], 1e-4);
+}
+
+#[test]
+fn sequences_that_go_on_together_are_equally_long() {
+    let ctx = Context::cpu(1);
+    let (decoder, weights) = model(&ctx, small_config());
+    let mut cache = KvCache::of_sequences(decoder.config(), 3);
+    let error = decoder.extend(&ctx, &weights, &mut cache, &[1, 2, 3, 4]).unwrap_err();
+    assert_eq!(error.to_string(), "prompt has 4 ids, but 3 sequences of 2 tokens need 6");
+    assert_eq!(decoder.extend(&ctx, &weights, &mut cache, &[]).unwrap_err(), BatchError::Empty);
+    assert_eq!((cache.len(), cache.num_sequences()), (0, 3));
 }

@@ -2,7 +2,8 @@
 //! layers together, and those that the next layer will probably want can come ahead ("Fast Inference of Mixture-of-Experts Language
 //! Models with Offloading", 2312.17238).
 //!
-//! Weights that a room knows must not be written to: it would go on with what it copied.
+//! Weights that a room knows must not be written to: it would go on with what it copied. What comes is copied from memory that is not
+//! pinned, so the host waits until it has been read.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,9 +15,9 @@ use super::{Copied, Gpu};
 /// How often experts were where they were wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoomStats {
-    /// Experts that were there when tokens came to them; of these some had come ahead and not been used before.
+    /// Experts that were there when tokens came to them.
     pub found: u64,
-    /// Those of them that had come ahead.
+    /// Those of them that had been sent ahead, when tokens first came to them.
     pub foreseen: u64,
     /// Experts that tokens waited for.
     pub fetched: u64,

@@ -77,12 +77,12 @@ sources! {
         "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
-        "cast_elements", "fill_elements", "copy_words", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
+        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
-    SAMPLING = "sampling": ["draw_token"];
+    SAMPLING = "sampling": ["draw_tokens"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

@@ -1,4 +1,4 @@
-// Drawing a token from logits (../../sampling.rs): one block, which keeps the order of ids wherever it counts.
+// Drawing tokens from logits (../../sampling.rs): a block has a row of them, and keeps the order of ids wherever it counts.
 
 const u32 DRAWING_THREADS = 512, DRAWING_WARPS = DRAWING_THREADS / 32;
 
@@ -114,10 +114,15 @@ struct Kept {
     }
 };
 
-// result[0] is the token at the share `drawn` of the weights that the filters leave (of the first of the likeliest ones at temperature
-// 0, or where nothing is possible), result[1] whether any logit is not a number. Filters: the `top_k` likeliest (0: all), of these the
+// result[0] is the token at the share `drawn` of the weights that the filters leave (the first of the likeliest ones at temperature
+// 0, or where nothing is possible), result[1] whether any logit is not a number; two of each row, whose share is in `draws` if there are
+// such. Filters: the `top_k` likeliest (0: all), of these the
 // fewest that have `top_p` of their weights (1: all), and none less than `min_p` times as likely as the likeliest.
-KERNEL(512) draw_token(const f32* values, u32 count, f32 temperature, u32 top_k, f32 top_p, f32 min_p, f32 drawn, u32* result) {
+KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k, f32 top_p, f32 min_p, f32 drawn, const f32* draws,
+                        u32* result) {
+    values += (u64)blockIdx.x * count;
+    result += 2 * blockIdx.x;
+    if (draws) drawn = draws[blockIdx.x];
     u64 best = 0, bad = 0, possible = 0, total;
     for (u32 id = threadIdx.x; id < count; id += DRAWING_THREADS) {
         f32 x = values[id];

@@ -46,6 +46,16 @@ pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&
     unsafe { on.launch(&ELEMENTWISE, "copy_words", blocks(count * words), &args) };
 }
 
+/// The same of each of some sequences.
+pub(crate) fn copy_rows_of_each(on: On<'_>, x: &Tensor, (y, start): (&mut Tensor, usize), count: usize) {
+    let words = x.cols() * x.dtype().size() / 2;
+    let [each, step, start] = [x.rows() / count, y.rows() / count, start].map(|rows| Arg::elements(rows * words));
+    let len = x.rows() * words;
+    let args = [on.read(x), on.write(y), each, step, start, Arg::elements(len)];
+    // SAFETY: the rows lie within both, and a thread copies its words.
+    unsafe { on.launch(&ELEMENTWISE, "copy_words_of_each", blocks(len), &args) };
+}
+
 pub(crate) fn add_assign(on: On<'_>, y: &mut Tensor, x: &Tensor) {
     let len = x.len();
     let args = [on.write(y), on.read(x), is_bf16(x).into(), Arg::elements(len)];
