@@ -80,7 +80,6 @@ struct Part {
 #[derive(Default)]
 struct PartThere {
     offsets: Option<Tensor>,
-    rows: usize,
     addresses: Option<[Tensor; 2]>,
 }
 
@@ -103,8 +102,7 @@ impl Part {
         let Some((room, experts)) = on.gpu.room().zip(self.experts) else { return PartThere::default() };
         let stacks = weights.stacks(self.offsets.len() - 1);
         let addresses = room.take(on.gpu, on.ctx.pool(), stacks, &experts).map(|addresses| on.u32s(&addresses));
-        let rows = (self.offsets[self.offsets.len() - 1] - self.offsets[0]) as usize;
-        PartThere { offsets: Some(on.u32s(&self.offsets)), rows, addresses: Some(addresses) }
+        PartThere { offsets: Some(on.u32s(&self.offsets)), addresses: Some(addresses) }
     }
 }
 
@@ -117,7 +115,7 @@ impl PartThere {
     fn groups<'a>(&'a self, map: &'a Rows<'_>) -> Groups<'a> {
         match &self.offsets {
             None => map.groups(),
-            Some(offsets) => Groups::Many { offsets, rows: self.rows, most: map.groups().most() },
+            Some(offsets) => Groups::Many { offsets, rows: map.len(), most: map.groups().most() },
         }
     }
 }

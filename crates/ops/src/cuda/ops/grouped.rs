@@ -158,7 +158,7 @@ impl RowsProduct<'_> {
         let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
         let has_few_rows = self.groups.most() <= FEW_ROWS;
         if self.b.dtype().is_quantized() {
-            // Only where that has a kernel (`run`).
+            // Only where that has a kernel (`reads_blocks`).
             return Kernel::Few;
         }
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
@@ -212,9 +212,7 @@ impl RowsProduct<'_> {
     ///
     /// The epilogue's arguments are those of its kernels for R rows of `columns` columns.
     pub(super) unsafe fn run(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
-        let dtype = self.b.dtype();
-        let has_kernel = self.groups.most() <= FEW_ROWS && blocks::name_of_few(dtype).is_some();
-        if !dtype.is_quantized() || has_kernel {
+        if !self.b.dtype().is_quantized() || self.reads_blocks() {
             // SAFETY: the caller's promise.
             return unsafe { self.run_as_it_lies(on, epilogue) };
         }
@@ -225,6 +223,17 @@ impl RowsProduct<'_> {
         let b = &blocks::to_bf16(on, self.b, offsets, self.addresses);
         // SAFETY: the caller's promise.
         unsafe { RowsProduct { b, addresses: None, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
+    }
+
+    /// Whether the kernel of few rows multiplies with blocks as they lie. Groups of more rows than it takes at once read their blocks
+    /// several times; turned into bf16 first, blocks of four bits cost eight times their bytes.
+    fn reads_blocks(&self) -> bool {
+        let (rows, groups) = match self.groups {
+            Groups::One { rows } => (rows, 1),
+            Groups::Many { offsets, rows, .. } => (rows, offsets.len() - 1),
+        };
+        let are_few = self.groups.most() <= FEW_ROWS || rows <= 2 * FEW_ROWS * groups;
+        are_few && blocks::name_of_few(self.b.dtype()).is_some()
     }
 
     /// # Safety
