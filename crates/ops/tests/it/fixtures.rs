@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
 use moeworks_ops::attention::{AttentionShape, attention, attention_backward};
+use moeworks_ops::e4m3::{round_matrices, round_rows};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertWeights, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
@@ -100,6 +101,13 @@ fn rope_is_the_rotate_half_form_of_hugging_face() {
     let mut dy = f.matrix("dy");
     rope(&f.ctx, &mut dy, &table, &positions, Rotation::Inverse);
     f.check("dx", &dy, 5e-4);
+}
+
+#[test]
+fn rounding_to_eight_bit_floats_is_that_of_pytorch() {
+    let f = Fixture::load("e4m3");
+    assert_eq!(round_rows(&f.ctx, &f.tensor("x")).to_f32_vec(), f.tensor("y").f32s());
+    assert_eq!(round_matrices(&f.ctx, &f.tensor("w"), 40).to_f32_vec(), f.tensor("rounded").f32s());
 }
 
 #[test]
