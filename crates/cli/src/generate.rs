@@ -43,7 +43,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let Printed { count, .. } = print_answer(&model, &mut sequence, &request, &mut sampler, || false)?;
     println!();
     tracing::info!("{count} tokens, {:.1} tokens/s", count as f64 / start.elapsed().as_secs_f64());
-    if let Some(stats) = model.ctx.gpu().and_then(Gpu::expert_room) {
+    if let Some(stats) = model.ctx.gpu().and_then(Gpu::expert_room_stats) {
         let RoomStats { found, foreseen, fetched, sent_ahead } = stats;
         tracing::info!(
             "experts were on the GPU {found} times, of which {foreseen} had been sent ahead ({sent_ahead} were in all), and \

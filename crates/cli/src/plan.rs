@@ -8,7 +8,7 @@ use moeworks_plan::{
     Algorithm, Estimate, ModelShape, Order, Precision, RankSpec, ScalingRow, Tokens, Topology, Workload, propose,
     weak_scaling,
 };
-use moeworks_train::config::{self, RunConfig};
+use moeworks_train::config::RunConfig;
 use moeworks_train::measure::{machine_bytes, memory_bytes_per_s, tokens_per_second};
 use serde_json::{Value, json};
 
@@ -154,12 +154,7 @@ fn model_shape(config: &RunConfig) -> ModelShape {
 
 /// What a step of `config` does.
 fn workload(config: &RunConfig, tokens: Tokens) -> Workload {
-    let precision = match config.train.precision {
-        config::Precision::F32 => Precision::F32,
-        // Weights and what is kept are bf16 in both.
-        config::Precision::Bf16 | config::Precision::Fp8 => Precision::Bf16,
-    };
-    Workload { tokens, precision, zero: config.parallel.zero }
+    Workload { tokens, precision: config.train.precision.kept(), zero: config.parallel.zero }
 }
 
 fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place: &str) {

@@ -85,6 +85,8 @@ fn what_is_not_possible_is_not_drawn_on_any_device_and_nan_is_said() {
             assert!(ids(&[-inf; 2]).iter().all(|&d| d == Drawn { id: 0, has_nan: false }), "{name}");
             assert!(ids(&[-1e30, -3e38]).iter().all(|&d| d == Drawn { id: 0, has_nan: false }), "{name}");
         }
+        let greedy = Filters { temperature: 0.0, ..ALL };
+        assert!(drawn(&ctx, &[-1.0, -0.0, 0.0], &greedy).iter().all(|d| d.id == 1), "{}", ctx.describe());
         let tiny = Filters { temperature: 1e-40, ..ALL };
         assert!(drawn(&ctx, &[3.0, 2.0], &tiny).iter().all(|d| d.id == 0));
     }

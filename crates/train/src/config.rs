@@ -154,6 +154,12 @@ impl Precision {
     pub fn has_bf16_copies(self) -> bool {
         self != Self::F32
     }
+
+    /// What weights and what is kept of a pass are: bf16 in `fp8`, too.
+    #[must_use]
+    pub fn kept(self) -> moeworks_plan::Precision {
+        if self.has_bf16_copies() { moeworks_plan::Precision::Bf16 } else { moeworks_plan::Precision::F32 }
+    }
 }
 
 /// Which auxiliary loss balances the experts.

@@ -33,7 +33,7 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 /// they are an estimate, and checkpointing bounds them.
 pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let is_bf16 = config.train.precision.has_bf16_copies();
-    let precision = if is_bf16 { moeworks_plan::Precision::Bf16 } else { moeworks_plan::Precision::F32 };
+    let precision = config.train.precision.kept();
     let workload = Workload { tokens: Tokens::OfEachRank(0), precision, zero: config.parallel.zero };
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
     let of_rank = rank_memory(&shape, &workload, &config.parallel.layout()).state();

@@ -29,7 +29,7 @@ impl Default for SamplingOptions {
 /// Draws tokens, one after the other.
 #[derive(Clone, Debug)]
 pub struct Sampler {
-    options: SamplingOptions,
+    filters: Filters,
     random: Random,
     num_drawn: u64,
 }
@@ -37,7 +37,7 @@ pub struct Sampler {
 impl Sampler {
     /// A sampler. Fails if an option is out of range.
     pub fn new(options: SamplingOptions) -> Result<Self, ConfigError> {
-        let SamplingOptions { temperature, top_p, min_p, seed, .. } = options;
+        let SamplingOptions { temperature, top_k, top_p, min_p, seed } = options;
         if !(temperature >= 0.0 && temperature.is_finite()) {
             return Err(ConfigError::new("temperature", temperature, "must be a number of at least 0"));
         }
@@ -47,7 +47,8 @@ impl Sampler {
         if !(0.0..=1.0).contains(&min_p) {
             return Err(ConfigError::new("min_p", min_p, "must be from 0 to 1"));
         }
-        Ok(Self { options, random: Random::new(seed, Purpose::Sampling, 0), num_drawn: 0 })
+        let filters = Filters { temperature, top_k, top_p, min_p };
+        Ok(Self { filters, random: Random::new(seed, Purpose::Sampling, 0), num_drawn: 0 })
     }
 
     /// The next token. `logits` (f32) has one entry a token of the vocabulary, at least one; an entry that is not a number counts
@@ -60,9 +61,8 @@ impl Sampler {
     /// The next token of each of `count` sequences, whose logits are one row behind the other.
     #[must_use]
     pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> Vec<Drawn> {
-        let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
         let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();
         self.num_drawn += count as u64;
-        draw_each(ctx, logits, &Filters { temperature, top_k, top_p, min_p }, &draws)
+        draw_each(ctx, logits, &self.filters, &draws)
     }
 }

@@ -138,7 +138,7 @@ fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
         let expected = decoder.extend(&ctx, &twin, &mut twin_cache, ids).expect("tokens").to_f32_vec();
         assert_eq!(found, expected, "after {ids:?}");
     }
-    let stats = gpu.expert_room().expect("room");
+    let stats = gpu.expert_room_stats().expect("room");
     // The prompt went to all experts, each of four tokens to as many as it may in each layer.
     assert_eq!(stats.found + stats.fetched, (6 * (5 + 4 * config.top_k)) as u64, "{stats:?}");
     assert!(stats.fetched >= 30 && stats.foreseen > 0 && stats.sent_ahead >= stats.foreseen, "{stats:?}");

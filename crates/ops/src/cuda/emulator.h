@@ -420,31 +420,23 @@ template <u32 N> static inline void give_registers() {}
 template <u32 N> static inline void take_registers() {}
 
 // An element of an operand in shared memory, by PTX's "Matrix descriptor" and the canonical layouts of lines of 128 bytes.
-static inline float emulated_element(u64 descriptor, bool is_major, u32 row, u32 k) {
+static inline float emulated_element(const emulator::Product& product, u64 descriptor, bool is_major, u32 row, u32 k) {
     u32 start = (u32)(descriptor & 0x3fff) << 4, block = (u32)(descriptor >> 16 & 0x3fff) << 4, line = (u32)(descriptor >> 32 & 0x3fff) << 4;
-    u32 at = is_major ? start + row / 8 * line + row % 8 * 128 + k * 2
+    u32 at = is_major ? start + row / 8 * line + row % 8 * 128 + k * (product.are_bytes ? 1 : 2)
                       : start + row / 64 * block + row % 64 * 2 + k / 8 * line + k % 8 * 128;
     at ^= (at >> 7 & 7) << 4;
-    return emulator::widen(*(const u16*)(emulator::running->shared + at));
-}
-static inline float emulated_byte(u64 descriptor, u32 row, u32 k) {
-    u32 start = (u32)(descriptor & 0x3fff) << 4, line = (u32)(descriptor >> 32 & 0x3fff) << 4;
-    u32 at = start + row / 8 * line + row % 8 * 128 + k;
-    at ^= (at >> 7 & 7) << 4;
-    return emulator::e4m3.values[emulator::running->shared[at]];
+    const unsigned char* element = emulator::running->shared + at;
+    return product.are_bytes ? emulator::e4m3.values[*element] : emulator::widen(*(const u16*)element);
 }
 static inline void emulated_product(const emulator::Product& product) {
     const int depth = product.are_bytes ? 32 : 16;
-    auto element = [&](u64 descriptor, bool is_major, u32 row, u32 k) {
-        return product.are_bytes ? emulated_byte(descriptor, row, k) : emulated_element(descriptor, is_major, row, k);
-    };
     int lane = emulator::running->current % 32, warp = emulator::running->current / 32 % 4;
     float a[2][32], b[32];
     for (int h = 0; h < 2; h++)
-        for (int k = 0; k < depth; k++) a[h][k] = element(product.a, product.a_major, warp * 16 + lane / 4 + 8 * h, k);
+        for (int k = 0; k < depth; k++) a[h][k] = emulated_element(product, product.a, product.a_major, warp * 16 + lane / 4 + 8 * h, k);
     for (u32 j = 0; j < product.columns / 8; j++)
         for (int i = 0; i < 2; i++) {
-            for (int k = 0; k < depth; k++) b[k] = element(product.b, product.b_major, j * 8 + lane % 4 * 2 + i, k);
+            for (int k = 0; k < depth; k++) b[k] = emulated_element(product, product.b, product.b_major, j * 8 + lane % 4 * 2 + i, k);
             for (int h = 0; h < 2; h++) {
                 float& sum = product.sums[4 * j + 2 * h + i];
                 if (!product.adds) sum = 0.0f;

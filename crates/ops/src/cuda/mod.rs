@@ -44,6 +44,7 @@ pub use choice::{DeviceChoice, UnknownDevice};
 pub use emulated::Emulation;
 pub use error::GpuError;
 pub(crate) use launch::{Arg, Launch};
+pub(crate) use nvidia::Copied;
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
 pub use room::RoomStats;
 pub use sources::{SOURCES, Source};
@@ -55,11 +56,6 @@ pub struct Gpu {
     device: Arc<Device>,
     kept: Arc<Mutex<KeptLists>>,
     room: Option<Arc<Room>>,
-}
-
-/// A copy to the GPU that is under way beside everything else. When this is dropped, what is asked of the GPU afterwards waits for it.
-pub(crate) struct Copied {
-    _inner: nvidia::Copied,
 }
 
 /// Lists that are on the GPU already, by what is in them.
@@ -210,7 +206,7 @@ impl Gpu {
 
     /// Whether experts stay in the host's memory, and how often they were where they were wanted.
     #[must_use]
-    pub fn expert_room(&self) -> Option<RoomStats> {
+    pub fn expert_room_stats(&self) -> Option<RoomStats> {
         self.room.as_ref().map(|room| room.stats())
     }
 
@@ -330,7 +326,7 @@ impl Gpu {
 
     /// The argument of a kernel that reads `tensor`.
     pub(crate) fn read<'a>(&self, tensor: &'a Tensor) -> Arg<'a> {
-        Arg::pointer(tensor.device_address(|bytes| self.upload(bytes)))
+        Arg::pointer(self.address(tensor))
     }
 
     /// The argument of a kernel that writes `tensor`, which nobody may share.
@@ -383,7 +379,7 @@ impl Gpu {
         let (block, copied) = match &self.device.backend {
             Backend::Nvidia(device) if is_ahead => {
                 let (block, copied) = device.upload_ahead(bytes).unwrap_or_else(|error| panic_any(error));
-                (self.counted(Ok(block), bytes.len()), Some(Copied { _inner: copied }))
+                (self.counted(Ok(block), bytes.len()), Some(copied))
             }
             _ => (self.upload(bytes), None),
         };

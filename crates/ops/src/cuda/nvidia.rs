@@ -13,7 +13,7 @@ use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
 use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
-use super::sources::{BLOCKS, PEAK, PEAK_HOPPER, SOURCES};
+use super::sources::{BLOCKS, E4M3, GROUPED_FP8, PEAK, PEAK_HOPPER, SOURCES};
 use super::steps::Node;
 use super::traffic::Meter;
 use super::{GpuError, Source};
@@ -80,8 +80,8 @@ struct Kernel {
 // SAFETY: as of `Module`.
 unsafe impl Send for Kernel {}
 
-/// A copy under way beside the stream, which waits for it when this is dropped.
-pub(super) struct Copied {
+/// A copy to the GPU that is under way beside everything else. When this is dropped, what is asked of the GPU afterwards waits for it.
+pub(crate) struct Copied {
     shared: Arc<Shared>,
     event: sys::CUevent,
 }
@@ -165,13 +165,13 @@ impl Nvidia {
     }
 
     pub(super) fn block(&self, bytes: usize) -> Result<DeviceBlock, GpuError> {
-        Ok(Box::new(self.allocate(bytes)?))
+        Ok(Box::new(self.allocate(bytes, &self.shared.stream)?))
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block, GpuError> {
+    fn allocate(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
         self.bind()?;
         // SAFETY: the stream is this context's. The driver refuses a size of 0.
-        let address = unsafe { result::malloc_async(self.shared.stream.cu_stream(), bytes.max(1)) };
+        let address = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
         let address = address.map_err(|error| GpuError::Driver {
             call: format!("allocating {bytes} bytes"),
             message: describe(error),
@@ -180,39 +180,30 @@ impl Nvidia {
     }
 
     pub(super) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
-        let block = self.allocate(bytes.len())?;
+        Ok(Box::new(self.copy(bytes, &self.shared.stream)?))
+    }
+
+    /// A block with these bytes, which come by a stream.
+    fn copy(&self, bytes: &[u8], stream: &CudaStream) -> Result<Block, GpuError> {
+        let block = self.allocate(bytes.len(), stream)?;
         self.meter().uploaded(bytes.len());
         if !bytes.is_empty() {
             // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
-            unsafe { result::memcpy_htod_async(block.address, bytes, self.shared.stream.cu_stream()) }
+            unsafe { result::memcpy_htod_async(block.address, bytes, stream.cu_stream()) }
                 .map_err(failed("copying to the GPU"))?;
         }
-        Ok(Box::new(block))
+        Ok(block)
     }
 
     /// The same beside everything else; what is asked of the device after the copy's value is dropped comes after it.
     pub(super) fn upload_ahead(&self, bytes: &[u8]) -> Result<(DeviceBlock, Copied), GpuError> {
-        self.bind()?;
-        self.meter().uploaded(bytes.len());
-        let copies = self.shared.copies.cu_stream();
-        let copying = failed("copying to the GPU ahead");
-        let begin = || {
-            // SAFETY: the stream is this context's.
-            let address = unsafe { result::malloc_async(copies, bytes.len().max(1)) }?;
-            let block = Block { shared: Arc::clone(&self.shared), address };
-            let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?;
-            let copied = Copied { shared: Arc::clone(&self.shared), event };
-            // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read. The event is this
-            // context's.
-            unsafe {
-                if !bytes.is_empty() {
-                    result::memcpy_htod_async(address, bytes, copies)?;
-                }
-                result::event::record(event, copies)?;
-            }
-            Ok((block, copied))
-        };
-        let (block, copied) = begin().map_err(copying)?;
+        let copies = &self.shared.copies;
+        let block = self.copy(bytes, copies)?;
+        let event =
+            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
+        let copied = Copied { shared: Arc::clone(&self.shared), event };
+        // SAFETY: the event and the stream are this context's.
+        unsafe { result::event::record(copied.event, copies.cu_stream()) }.map_err(failed("cuEventRecord"))?;
         Ok((Box::new(block), copied))
     }
 
@@ -329,7 +320,8 @@ impl Nvidia {
     /// Compiles all that training and generating need at once, where it is not on disk yet: one after the other would take longer.
     /// What fails is compiled again, and its error said, when it is needed.
     fn compile_usual(&self) {
-        let is_rare = |source: &Source| [&BLOCKS, &PEAK, &PEAK_HOPPER].into_iter().any(|rare| rare.name == source.name);
+        let rare = [&BLOCKS, &E4M3, &GROUPED_FP8, &PEAK, &PEAK_HOPPER];
+        let is_rare = |source: &Source| rare.iter().any(|rare| rare.name == source.name);
         let is_usual = |source: &Source| source.is_for(self.target) && !is_rare(source);
         let jobs: Vec<_> =
             SOURCES.iter().filter(|source| is_usual(source)).map(|source| (*source, self.target)).collect();

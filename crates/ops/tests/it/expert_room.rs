@@ -80,7 +80,7 @@ fn gpus(bytes: usize) -> Vec<[Context; 2]> {
 }
 
 fn stats(ctx: &Context) -> RoomStats {
-    ctx.gpu().and_then(Gpu::expert_room).expect("a GPU with room")
+    ctx.gpu().and_then(Gpu::expert_room_stats).expect("a GPU with room")
 }
 
 #[test]

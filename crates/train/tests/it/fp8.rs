@@ -1,45 +1,19 @@
 //! Training whose experts multiply in eight-bit floats.
 
-use moeworks_model::{Decoder, ModelConfig, PassOptions, TokenBatch};
 use moeworks_ops::Context;
 use moeworks_ops::cuda::{Emulation, Gpu};
-use moeworks_ops::linear::Write;
-use moeworks_tensor::{DType, Purpose, Random};
-use moeworks_train::optimizer::{AdamWConfig, Optimizer};
 
-const SEQ_LEN: usize = 24;
+use crate::steps::Steps;
+
 const STEPS: usize = 12;
 
 /// The losses of some steps on one batch, in bf16 but for the context's experts.
 fn losses(ctx: &Context) -> Vec<f64> {
-    let config = ModelConfig {
-        vocab_size: 300,
-        width: 64,
-        num_layers: 2,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 16,
-        num_experts: 3,
-        top_k: 2,
-        expert_width: 128,
-        max_seq_len: SEQ_LEN,
-        ..ModelConfig::default()
-    };
-    let decoder = Decoder::new(config).expect("a model");
-    let mut weights = decoder.init(ctx, 7);
-    let mut compute = weights.compute_copy(ctx, DType::BF16);
-    let mut grads = weights.zeros_like(ctx);
-    let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-    let mut optimizer = Optimizer::new(ctx, adamw, &weights);
-    let random = Random::new(1, Purpose::Test, 0);
-    let ids: Vec<u32> = (0..2 * SEQ_LEN as u64).map(|i| random.below(i, 300) as u32).collect();
-    let batch = TokenBatch { inputs: &ids, targets: &ids, num_sequences: 2, seq_len: SEQ_LEN, ..TokenBatch::default() };
-    let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, ..PassOptions::default() };
+    let mut steps = Steps::new(ctx, ctx);
     let step = |_| {
-        let stats =
-            decoder.forward_backward(ctx, &compute, &batch, &options, Write::Replace, &mut grads).expect("a step");
-        optimizer.update(ctx, (3e-3, 1.0), &mut weights, &grads, Some(&mut compute));
-        stats.loss_sum / stats.num_targets as f64
+        let loss = steps.pass();
+        steps.update(3e-3);
+        loss
     };
     (0..STEPS).map(step).collect()
 }

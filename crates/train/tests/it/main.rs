@@ -5,3 +5,4 @@ mod fp8;
 mod lost_ranks;
 mod offload;
 mod real_text;
+mod steps;

@@ -96,6 +96,42 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
+// The largest whole number of a warp.
+template <typename T> DEVICE T warp_largest(T x) {
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        T other = from_lane_xor(x, mask);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+
+// A whole number in the order of the float, the same for both zeros; NaN gets 0, the least.
+DEVICE u32 ordered(f32 x) {
+    if (x != x) return 0;
+    u32 bits = float_bits(x + 0.0f);
+    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+
+// The sum of `own` over the threads of a block of whole warps that come before this one; `all` is that over all.
+template <typename T> DEVICE T sum_below(T own, T& all) {
+    __shared__ T warps[32];
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    T sum = own, below = 0;
+    for (int delta = 1; delta < 32; delta *= 2) {
+        T other = from_lane_below(sum, delta);
+        if (lane >= (u32)delta) sum += other;
+    }
+    if (lane == 31) warps[warp] = sum;
+    __syncthreads();
+    all = 0;
+    for (u32 w = 0; w < blockDim.x / 32; w++) {
+        if (w < warp) below += warps[w];
+        all += warps[w];
+    }
+    __syncthreads();
+    return below + sum - own;
+}
+
 // The sum over a block of whole warps (at most 32), the same in every thread. All threads of the block take part.
 DEVICE float block_sum(float x) {
     __shared__ float sums[32];

@@ -31,10 +31,6 @@ DEVICE u32 byte_of(f32 x) {
 
 // Sizes as whole numbers: those of floats and NaN are in order.
 DEVICE u32 size_of(f32 x) { return float_bits(x) & 0x7fffffffu; }
-DEVICE u32 warp_largest(u32 x) {
-    for (int mask = 16; mask > 0; mask >>= 1) x = max(x, from_lane_xor(x, mask));
-    return x;
-}
 
 // Four or eight numbers from `at` on, of which `count` are there, as vectors if `is_whole`.
 template <u32 N> DEVICE void load_some(f32 (&x)[N], const void* from, u32 is_bf16, u64 at, u32 count, bool is_whole) {

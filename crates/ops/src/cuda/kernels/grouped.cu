@@ -114,12 +114,7 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
         f32 row_parts[Own<IS_PAIRED>::HELD] = {};
         hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts);
         if constexpr (Epilogue::HAS_PARTS)
-#pragma unroll
-            for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
-                f32 sum = row_part<IS_PAIRED>(row_parts[i]);
-                u32 row = first_row + lane / Own<IS_PAIRED>::LANES + i * 8;
-                if (lane % Own<IS_PAIRED>::LANES == 0) rows[columns * TILE + row] = sum;
-            }
+            take_row_parts<IS_PAIRED>(row_parts, first_row, [&](u32 row, f32 part) { rows[columns * TILE + row] = part; });
     }
     if (!Epilogue::HAS_PARTS) return;
     __syncthreads();

@@ -280,6 +280,17 @@ template <bool IS_PAIRED> DEVICE f32 row_part(f32 part) {
     return part;
 }
 
+// Gives `take` each row, of those from `first_row` on that the warp has handed over, with its part.
+template <bool IS_PAIRED, typename Take>
+DEVICE void take_row_parts(const f32 (&parts)[Own<IS_PAIRED>::HELD], u32 first_row, Take take) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
+        f32 part = row_part<IS_PAIRED>(parts[i]);
+        if (lane % Own<IS_PAIRED>::LANES == 0) take(first_row + lane / Own<IS_PAIRED>::LANES + i * 8, part);
+    }
+}
+
 // ---- few rows: a warp has a column (or a pair), whose row of B it reads once from end to end ----
 
 const u32 FEW = 8, FEW_COLUMNS = 8;

@@ -158,7 +158,7 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
 // columns come before all second ones.
 template <bool IS_PAIRED, u32 SUMS, typename Epilogue>
 DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[SUMS], f32* parts, u32 num_parts, f32* own) {
-    u32 lane = threadIdx.x % 32, first_row = (threadIdx.x - COPIERS) / 32 * 16;
+    u32 first_row = (threadIdx.x - COPIERS) / 32 * 16;
     const u32 PARTS = SUMS / 16;
     f32 row_parts[Own<IS_PAIRED>::HELD] = {};
     // Which registers a part has must be known when this is compiled.
@@ -177,12 +177,9 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
         hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts);
     }
     if constexpr (Epilogue::HAS_PARTS)
-#pragma unroll
-        for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
-            f32 sum = row_part<IS_PAIRED>(row_parts[i]);
-            u32 row = first_row + lane / Own<IS_PAIRED>::LANES + i * 8;
-            if (lane % Own<IS_PAIRED>::LANES == 0 && row < p.rows) parts[(p.row + row) * num_parts + p.column / (SUMS * 2)] = sum;
-        }
+        take_row_parts<IS_PAIRED>(row_parts, first_row, [&](u32 row, f32 part) {
+            if (row < p.rows) parts[(p.row + row) * num_parts + p.column / (SUMS * 2)] = part;
+        });
 }
 
 // `multiply` is what the groups of warps do that multiply; it gets the ring and all of the shared memory.

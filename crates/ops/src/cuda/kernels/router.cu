@@ -1,20 +1,5 @@
 // A router's scores, and the counting sort of its choices by expert.
 
-// A whole number in the order of the float, the same for both zeros; NaN gets 0, the least.
-DEVICE u32 ordered(f32 x) {
-    if (x != x) return 0;
-    u32 bits = float_bits(x + 0.0f);
-    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
-
-DEVICE u64 warp_max_key(u64 key) {
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        u64 other = from_lane_xor(key, mask);
-        key = other > key ? other : key;
-    }
-    return key;
-}
-
 // Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on entry; entropy and
 // lse are [rows].
 KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* entropy, u32 rows, u32 width, u32 k, u32 normalize) {
@@ -30,7 +15,7 @@ KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* ent
             u64 key = (u64)ordered(probs[i]) << 32 | (u32)~i;
             if (key < last && key > best) best = key;
         }
-        last = warp_max_key(best);
+        last = warp_largest(best);
         if (lane == 0) ids[choice] = ~(u32)last;
     }
     f32 top = bits_float(0xff800000u);
@@ -149,25 +134,6 @@ KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 exp
         for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) cells[((u64)e * k + rank) * gridDim.x + blockIdx.x] = counts[e];
         __syncthreads();
     }
-}
-
-// The sum of `own` over the threads of a block of 256 that come before this one; `all` is that over all.
-DEVICE u32 sum_below(u32 own, u32& all) {
-    __shared__ u32 warps[8];
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = own, below = 0;
-    for (int delta = 1; delta < 32; delta *= 2) {
-        u32 other = from_lane_below(sum, delta);
-        if (lane >= (u32)delta) sum += other;
-    }
-    if (lane == 31) warps[warp] = sum;
-    __syncthreads();
-    all = 0;
-    for (u32 w = 0; w < 8; w++) {
-        if (w < warp) below += warps[w];
-        all += warps[w];
-    }
-    __syncthreads();
-    return below + sum - own;
 }
 
 // Writes the sums of the numbers before each of `len` numbers, which may be in their place; returns that of all. A whole block.

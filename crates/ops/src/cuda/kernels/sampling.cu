@@ -2,12 +2,8 @@
 
 const u32 DRAWING_THREADS = 512, DRAWING_WARPS = DRAWING_THREADS / 32;
 
-// Floats in order as whole numbers, from the least on; what is impossible (NaN, minus infinity) is 0.
-DEVICE u32 key_of(f32 x) {
-    u32 bits = float_bits(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u || bits == 0xff800000u) return 0;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
+// Floats in order as whole numbers; what is impossible (NaN, minus infinity) is 0.
+DEVICE u32 key_of(f32 x) { return float_bits(x) == 0xff800000u ? 0 : ordered(x); }
 
 DEVICE u64 max_u64(u64 a, u64 b) { return a > b ? a : b; }
 
@@ -27,36 +23,12 @@ struct Logits {
 // The largest over the block, in every thread.
 DEVICE u64 block_largest(u64 x) {
     __shared__ u64 largest[DRAWING_WARPS];
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        u64 other = from_lane_xor(x, mask);
-        x = other > x ? other : x;
-    }
+    x = warp_largest(x);
     __syncthreads();
     if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = x;
     __syncthreads();
-    for (u32 i = 0; i < DRAWING_WARPS; i++) x = largest[i] > x ? largest[i] : x;
+    for (u32 i = 0; i < DRAWING_WARPS; i++) x = max_u64(x, largest[i]);
     return x;
-}
-
-// The sum of what the threads before have, and of what all have.
-DEVICE u64 block_before(u64 x, u64& total) {
-    __shared__ u64 sums[DRAWING_WARPS];
-    u32 lane = threadIdx.x % 32;
-    u64 sum = x;
-    for (int delta = 1; delta < 32; delta *= 2) {
-        u64 below = from_lane_below(sum, delta);
-        if (lane >= (u32)delta) sum += below;
-    }
-    __syncthreads();
-    if (lane == 31) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    u64 before = sum - x;
-    total = 0;
-    for (u32 i = 0; i < DRAWING_WARPS; i++) {
-        if (i < threadIdx.x / 32) before += sums[i];
-        total += sums[i];
-    }
-    return before;
 }
 
 // Tokens with larger keys stay, and of those with this one the first `ties` ids.
@@ -133,7 +105,7 @@ KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k
     }
     best = block_largest(best);
     bad = block_largest(bad);
-    block_before(possible, possible);
+    sum_below(possible, possible);
     u32 likeliest = (u32)(best >> 32) == 0 ? 0 : ~(u32)best;
     if (threadIdx.x == 0) {
         result[0] = likeliest;
@@ -149,13 +121,13 @@ KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k
     for (u32 pass = top_p < 1.0f ? 0 : 1; pass < 2; pass++) {
         u64 own = 0, sum = 0, ties = 0;
         for (u32 id = first; id < end; id++) own += key_of(values[id]) == kept.cut.key;
-        u64 before = block_before(own, ties);
+        u64 before = sum_below(own, ties);
         u64 least = kept.least;
         // The nucleus is one of all weights that are left; the least likely are taken away after it.
         if (pass == 0) kept.least = 0;
         own = before;
         for (u32 id = first; id < end; id++) sum += kept.weight(id, own);
-        u64 start = block_before(sum, total);
+        u64 start = sum_below(sum, total);
         kept.least = least;
         if (pass == 0) {
             u64 enough = (u64)((double)top_p * (double)total);

@@ -265,14 +265,18 @@ pub(crate) fn forward(
         down.store_to(on, &mut outputs);
     }
     if let Some(biases) = biases {
-        let experts = rows.offsets.len() - 1;
-        let args =
-            [on.write(&mut outputs), on.read(biases.down), on.read(map.offsets.tensor()), experts.into(), d.into()];
-        // SAFETY: a block adds its row's bias, of an expert that the offsets name.
-        unsafe { on.launch(&GROUPED, "add_row_biases", r, &args) };
+        add_biases(on, &mut outputs, biases.down, &map);
     }
     let y = combine(on, &outputs, rows, Some(rows.weights), &[x.rows(), d]);
     (y, ExpertsSaved { h })
+}
+
+/// Adds each row's expert's bias `[E, D]` to the row of `outputs`.
+fn add_biases(on: On<'_>, outputs: &mut Tensor, bias: &Tensor, map: &Rows<'_>) {
+    let offsets = map.offsets.tensor();
+    let args = [on.write(outputs), on.read(bias), on.read(offsets), (offsets.len() - 1).into(), bias.cols().into()];
+    // SAFETY: a block adds its row's bias, of an expert that the offsets name.
+    unsafe { on.launch(&GROUPED, "add_row_biases", map.len(), &args) };
 }
 
 pub(crate) fn combine(

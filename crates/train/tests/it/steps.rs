@@ -1,0 +1,73 @@
+//! Training steps of a small model in bf16 on one batch, for tests of where and in what they are computed.
+
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, PassOptions, TokenBatch};
+use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
+use moeworks_tensor::{DType, Purpose, Random};
+use moeworks_train::optimizer::{AdamWConfig, Optimizer};
+
+const SEQ_LEN: usize = 24;
+
+/// A model that learns two sequences by heart.
+pub(crate) struct Steps {
+    ctx: Context,
+    /// Where weights are updated.
+    at: Context,
+    decoder: Decoder,
+    weights: DecoderWeights,
+    compute: DecoderWeights,
+    grads: DecoderWeights,
+    optimizer: Optimizer,
+    ids: Vec<u32>,
+}
+
+impl Steps {
+    pub(crate) fn new(ctx: &Context, at: &Context) -> Self {
+        let config = ModelConfig {
+            vocab_size: 300,
+            width: 64,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 16,
+            num_experts: 3,
+            top_k: 2,
+            expert_width: 128,
+            max_seq_len: SEQ_LEN,
+            ..ModelConfig::default()
+        };
+        let decoder = Decoder::new(config).expect("a model");
+        let weights = decoder.init(ctx, 7);
+        let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let random = Random::new(1, Purpose::Test, 0);
+        Self {
+            compute: weights.compute_copy(at, DType::BF16),
+            grads: weights.zeros_like(ctx),
+            optimizer: Optimizer::new(ctx, adamw, &weights),
+            ids: (0..2 * SEQ_LEN as u64).map(|i| random.below(i, 300) as u32).collect(),
+            decoder,
+            weights,
+            ctx: ctx.clone(),
+            at: at.clone(),
+        }
+    }
+
+    /// Finds the gradients; the loss of a token.
+    pub(crate) fn pass(&mut self) -> f64 {
+        let Self { ctx, decoder, compute, grads, ids, .. } = self;
+        let batch =
+            TokenBatch { inputs: ids, targets: ids, num_sequences: 2, seq_len: SEQ_LEN, ..TokenBatch::default() };
+        let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, ..PassOptions::default() };
+        let stats = decoder.forward_backward(ctx, compute, &batch, &options, Write::Replace, grads).expect("a step");
+        stats.loss_sum / stats.num_targets as f64
+    }
+
+    pub(crate) fn update(&mut self, lr: f64) {
+        let Self { at, optimizer, weights, grads, compute, .. } = self;
+        optimizer.update(at, (lr, 1.0), weights, grads, Some(compute));
+    }
+
+    pub(crate) fn num_weights(&self) -> usize {
+        self.weights.tensors().iter().map(|(_, tensor)| tensor.len()).sum()
+    }
+}
