@@ -69,7 +69,7 @@ enum ExpertsPart {
 
 /// What the gradients of the experts are computed of, besides what forward saved.
 enum ExpertsTask {
-    Here { dh: Tensor },
+    Here { dh: Tensor, weighed: Option<Tensor> },
     Ranks(RanksTask),
 }
 
@@ -201,7 +201,7 @@ impl MoeLayer {
                     add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
                 }
                 let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
-                (back.dx, dweights, ExpertsTask::Here { dh: back.dh })
+                (back.dx, dweights, ExpertsTask::Here { dh: back.dh, weighed: back.weighed })
             }
         }
     }
@@ -440,8 +440,8 @@ impl MoeGradTask {
     fn inputs<'a>(&'a self, joined: Option<&'a Joined>) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
         let Saved { x, experts, dispatch, .. } = &*self.saved;
         match (experts, &self.experts, joined) {
-            (ExpertsPart::Here(saved), ExpertsTask::Here { dh }, _) => {
-                (WeightGradInputs { x, dy: &self.dy, saved, dh }, dispatch.rows())
+            (ExpertsPart::Here(saved), ExpertsTask::Here { dh, weighed }, _) => {
+                (WeightGradInputs { x, dy: &self.dy, saved, dh, weighed: weighed.as_ref() }, dispatch.rows())
             }
             (_, _, Some(joined)) => joined.inputs(),
             _ => unreachable!("backward makes the task of what forward saved"),

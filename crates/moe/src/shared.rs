@@ -28,6 +28,7 @@ struct Gated {
 /// What the weights' gradients need of backward.
 pub(crate) struct SharedTask {
     dh: Tensor,
+    weighed: Option<Tensor>,
     /// The gradient of the experts' output, before the gate.
     dy: Option<Tensor>,
     /// The gradient of the gate's logits, `[T, 1]`.
@@ -65,14 +66,14 @@ impl SharedSaved {
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
         let (Some(gated), Some(gate)) = (&self.gated, &weights.gate) else {
             let backward = experts_backward(ctx, dy, stack, self.rows.rows(), &self.experts);
-            return (backward.dx, SharedTask { dh: backward.dh, dy: None, d_logits: None });
+            return (backward.dx, SharedTask { dh: backward.dh, weighed: backward.weighed, dy: None, d_logits: None });
         };
         let d_logits = gated.logits_backward(ctx, dy);
         let dy = scaled_rows(ctx, dy, &gated.gates);
         let backward = experts_backward(ctx, &dy, stack, self.rows.rows(), &self.experts);
         let mut dx = backward.dx;
         add_assign(ctx, &mut dx, &linear_backward_input(ctx, &d_logits, gate, DType::F32));
-        (dx, SharedTask { dh: backward.dh, dy: Some(dy), d_logits: Some(d_logits) })
+        (dx, SharedTask { dh: backward.dh, weighed: backward.weighed, dy: Some(dy), d_logits: Some(d_logits) })
     }
 }
 
@@ -88,7 +89,8 @@ impl SharedTask {
         grads: &mut SharedWeights,
     ) {
         let dy = self.dy.as_ref().unwrap_or(dy);
-        let inputs = WeightGradInputs { x, dy, saved: &saved.experts, dh: &self.dh };
+        let weighed = self.weighed.as_ref();
+        let inputs = WeightGradInputs { x, dy, saved: &saved.experts, dh: &self.dh, weighed };
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
         experts_weight_grad(ctx, inputs, activation, saved.rows.rows(), write, into);
         if let (Some(d_logits), Some(gate)) = (&self.d_logits, &mut grads.gate) {

@@ -125,6 +125,9 @@ pub struct ExpertsBackward {
     pub d_row_weights: Tensor,
     /// `[R, A F]`: gradient of `h`, for [`experts_weight_grad`], in the weights' type.
     pub dh: Tensor,
+    /// `[R, F]`: each row's weight times its activations, in the weights' type, where a GPU had them at hand; on the host they come of
+    /// `h` again.
+    pub weighed: Option<Tensor>,
 }
 
 /// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32. A token without rows gets exact zeros; an
@@ -359,7 +362,7 @@ pub fn experts_backward(
         depth: s.af,
     });
     let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d]);
-    ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh }
+    ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
 }
 
 /// Buffers for the gradients of [`ExpertWeights`], same shapes, f32.
@@ -381,6 +384,8 @@ pub struct WeightGradInputs<'a> {
     pub saved: &'a ExpertsSaved,
     /// `[R, A F]`: what backward found.
     pub dh: &'a Tensor,
+    /// `[R, F]`: [`ExpertsBackward::weighed`]; without it the host computes.
+    pub weighed: Option<&'a Tensor>,
 }
 
 /// The gradients of the weights, from the input `x`, the output's gradient `dy` and what the two passes left. With
@@ -418,13 +423,13 @@ fn weight_grad(
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
-    let WeightGradInputs { x, dy, saved, dh } = inputs;
+    let WeightGradInputs { x, dy, saved, dh, weighed } = inputs;
     let (d, f) = (x.cols(), grads.down.cols());
     let af = f * activation.num_inputs();
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
-    if let Some(on) = On::of(ctx) {
-        return cuda::experts::weight_grad(on, inputs, activation, (rows, keeps_unused), write, grads);
+    if let Some((on, weighed)) = On::of(ctx).zip(weighed) {
+        return cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
     }
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };

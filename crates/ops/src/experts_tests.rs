@@ -52,11 +52,13 @@ impl Case {
     }
 }
 
-/// A sum with the sum of its terms' magnitudes.
+/// A sum with the sum of its terms' magnitudes, and by how much it may differ because rows were rounded to bf16 before they were added
+/// up.
 #[derive(Clone, Copy, Default)]
 struct Sum {
     value: f64,
     size: f64,
+    rounding: f64,
 }
 
 impl Sum {
@@ -75,7 +77,9 @@ impl Sum {
 fn assert_close(what: &str, y: &Tensor, exact: &[Sum], depth: usize) {
     assert_eq!(y.len(), exact.len(), "{what}");
     for (index, (&y_value, exact)) in y.to_f32_vec().iter().zip(exact).enumerate() {
-        let is_close = is_close(y_value, exact.value, exact.size + exact.value.abs() + 1e-6, depth, y.dtype());
+        let Sum { value, size, rounding } = *exact;
+        let off = (f64::from(y_value) - value).clamp(-rounding, rounding);
+        let is_close = is_close(y_value, value + off, size + value.abs() + 1e-6, depth, y.dtype());
         assert!(is_close, "{what}: element {index} of {:?} is {y_value}, exactly {}", y.shape(), exact.value);
     }
 }
@@ -140,6 +144,8 @@ struct Run {
     backward: ExpertsBackward,
     replaced: [Tensor; 2],
     added: [Tensor; 2],
+    /// Whether rows are rounded to bf16 before they are added up, and weighed activations in place of gradients: so on a GPU.
+    rounds_rows: bool,
 }
 
 fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType) -> Run {
@@ -158,12 +164,13 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
         let fill = |shape: &[usize]| tensor(ctx, shape, &vec![start; shape.iter().product()], DType::F32);
         let (mut gate_up, mut down) = (fill(gate_up.shape()), fill(down.shape()));
         let grads = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
-        let grad_inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh };
+        let grad_inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
         experts_weight_grad(ctx, grad_inputs, case.activation, rows, write, grads);
         [gate_up, down]
     };
     let (replaced, added) = (grads(f32::NAN, Write::Replace), grads(0.5, Write::Add));
-    Run { y, saved, backward, replaced, added }
+    let rounds_rows = ctx.gpu().is_some() && w_type == DType::BF16;
+    Run { y, saved, backward, replaced, added, rounds_rows }
 }
 
 /// Compares each phase with a plain computation in f64 from what the phase before it left.
@@ -188,10 +195,11 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
         let mut gradients = vec![Sum::default(); af];
         let mut dg = Sum::default();
         // GELU is exact to within 3e-7 of its argument, which can be large beside the value.
-        let (mut a, mut a_sizes) = (Vec::new(), Vec::new());
+        let (mut values, mut a, mut a_sizes) = (Vec::new(), Vec::new(), Vec::new());
         for j in 0..f {
             let up = if af > f { f64::from(h[r * af + f + j]) } else { 0.0 };
             let (value, slope, up_slope) = exact_activation(case.activation, f64::from(h[r * af + j]), up);
+            values.push(value);
             a.push(rounded(value as f32, w_type));
             let size = if case.activation == Activation::Gelu { f64::from(h[r * af + j]).abs() } else { value.abs() };
             a_sizes.push(size);
@@ -200,7 +208,7 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
             dg.size += u.size * size;
             // Near a zero of the slope its error is that of the terms that cancel.
             let terms = (1.0 + f64::from(h[r * af + j]).abs()) * (1.0 + up.abs()) * f64::from(weight).abs();
-            let scaled = |slope: f64| Sum { value: u.value * f64::from(weight) * slope, size: u.size * terms };
+            let scaled = |slope: f64| Sum { value: u.value * f64::from(weight) * slope, size: u.size * terms, ..Sum::default() };
             gradients[j] = scaled(slope);
             if af > f {
                 gradients[f + j] = scaled(up_slope);
@@ -208,20 +216,30 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
         }
         exact_dh.extend(gradients);
         exact_dg.push(dg);
+        let rounding = |row: f64| if run.rounds_rows { row.abs() / 256.0 } else { 0.0 };
         for i in 0..d {
+            let (y_row, dx_row) = (
+                (0..f).map(|j| w2(e, i, j) * a[j]).sum::<f64>(),
+                (0..af).map(|j| f64::from(dh[r * af + j]) * w1(e, j, i)).sum::<f64>(),
+            );
+            y[t * d + i].rounding += rounding(f64::from(weight) * y_row);
+            dx[t * d + i].rounding += rounding(dx_row);
             for j in 0..f {
                 let factor = f64::from(weight) * w2(e, i, j);
                 y[t * d + i].value += factor * a[j];
                 y[t * d + i].size += factor.abs() * a_sizes[j];
             }
-            let scaled_dy = rounded((rounded(inputs.dy[t * d + i], x_type) * f64::from(weight)) as f32, w_type);
+            let weigh = |x: f64| rounded((x * f64::from(weight)) as f32, w_type);
+            let own_dy = rounded(inputs.dy[t * d + i], x_type);
+            let scaled_dy = weigh(own_dy);
             for j in 0..af {
                 let dh = f64::from(dh[r * af + j]);
                 dx[t * d + i].add(dh * w1(e, j, i));
                 dw1[(e * af + j) * d + i].add(dh * x(t, i));
             }
             for j in 0..f {
-                dw2[(e * d + i) * f + j].value += scaled_dy * a[j];
+                let weighed = rounded(own_dy as f32, w_type) * weigh(values[j]);
+                dw2[(e * d + i) * f + j].value += if run.rounds_rows { weighed } else { scaled_dy * a[j] };
                 dw2[(e * d + i) * f + j].size += scaled_dy.abs() * a_sizes[j];
             }
         }
@@ -242,7 +260,7 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
     let num_rows = routing.tokens.len();
     let (dw1, dw2) = (dw1, slack(dw2));
     let added = |sums: &[Sum]| -> Vec<Sum> {
-        sums.iter().map(|sum| Sum { value: sum.value + 0.5, size: sum.size + 0.5 }).collect()
+        sums.iter().map(|sum| Sum { value: sum.value + 0.5, size: sum.size + 0.5, ..*sum }).collect()
     };
     assert_close(&name("gate_up's gradient"), &run.replaced[0], &dw1, num_rows);
     assert_close(&name("down's gradient"), &run.replaced[1], &dw2, num_rows);
@@ -337,7 +355,7 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
     let (_, saved) = experts_forward(&ctx, &x, weights, rows);
     let backward = experts_backward(&ctx, &dy, weights, rows, &saved);
-    let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh };
+    let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
     let [all, used] = [true, false].map(|is_all| {
         let mut grads = [&gate_up, &down].map(|w| tensor(&ctx, w.shape(), &vec![7.0; w.len()], DType::F32));
         let [gate_up, down] = &mut grads;

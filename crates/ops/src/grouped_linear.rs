@@ -8,6 +8,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::experts::{ExpertRows, combine};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
@@ -41,6 +42,11 @@ impl GroupedRows<'_> {
         self.rows.offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate()
     }
 
+    /// The GPU, if it has kernels for matrices that begin there.
+    fn on_gpu<'a>(&self, ctx: &'a Context, dtype: DType) -> Option<On<'a>> {
+        On::taking(ctx, &[dtype]).filter(|_| cuda::grouped_linear::takes(*self))
+    }
+
     fn check(&self, w: &Tensor) {
         assert!(self.first + self.num_groups() * self.width <= w.rows(), "grouped linear: w {:?}", w.shape());
     }
@@ -50,6 +56,9 @@ impl GroupedRows<'_> {
 #[must_use]
 pub fn grouped_linear(ctx: &Context, x: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
     groups.check(w);
+    if let Some(on) = groups.on_gpu(ctx, w.dtype()) {
+        return cuda::grouped_linear::forward(on, x, w, groups);
+    }
     let group = |(g, range): (usize, std::ops::Range<usize>)| Group {
         a: Source::gathered(x, &groups.rows.tokens[range.clone()]),
         b: Source::rows(w, groups.first + g * groups.width),
@@ -65,6 +74,9 @@ pub fn grouped_linear(ctx: &Context, x: &Tensor, w: &Tensor, groups: GroupedRows
 pub fn grouped_linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
     groups.check(w);
     assert_eq!(dy.shape(), [groups.num_rows(), groups.width], "gradient of a grouped linear map");
+    if let Some(on) = groups.on_gpu(ctx, w.dtype()) {
+        return cuda::grouped_linear::backward_input(on, dy, w, groups);
+    }
     let group = |(g, range): (usize, std::ops::Range<usize>)| Group {
         a: Source::rows(dy, range.start),
         b: Source::rows(w, groups.first + g * groups.width),
@@ -89,6 +101,9 @@ pub fn grouped_linear_backward_weight(
 ) {
     groups.check(dw);
     assert_eq!(dy.shape(), [groups.num_rows(), groups.width], "gradient of a grouped linear map");
+    if let Some(on) = groups.on_gpu(ctx, dy.dtype()) {
+        return cuda::grouped_linear::backward_weight(on, dy, x, groups, write, dw);
+    }
     let columns = x.cols();
     let group = |(_, range): (usize, std::ops::Range<usize>)| Group {
         a: Source::rows(dy, range.start),

@@ -1,16 +1,25 @@
 use super::*;
 use crate::counting_sort::sort_choices;
-use crate::test_data::{contexts, is_close, kind, numbers, tensor};
+use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
 /// All three products against sums in f64, on every instruction set and number of threads; groups without rows, with one
 /// and with many.
 #[test]
 fn every_row_meets_the_matrix_of_its_group() {
-    for (case, (t, k, d, width, num_groups)) in
-        [(40, 2, 19, 3, 5), (1, 1, 7, 2, 3), (90, 1, 33, 9, 2), (0, 2, 4, 2, 2)].into_iter().enumerate()
+    for (case, (t, k, d, width, num_groups, first, dtype)) in [
+        (40, 2, 19, 3, 5, 2, DType::F32),
+        (40, 2, 19, 3, 5, 0, DType::F32),
+        (1, 1, 7, 2, 3, 2, DType::F32),
+        (90, 1, 33, 9, 2, 0, DType::F32),
+        (60, 2, 24, 16, 3, 0, DType::BF16),
+        (0, 2, 4, 2, 2, 2, DType::F32),
+    ]
+    .into_iter()
+    .enumerate()
     {
+        let numbers =
+            |len, seed| numbers(len, seed).into_iter().map(|x| rounded(x, dtype) as f32).collect::<Vec<f32>>();
         let (x, dy) = (numbers(t * d, 1), numbers(t * k * width, 2));
-        let first = 2;
         let rows_of_w = first + num_groups * width + 1;
         let w = numbers(rows_of_w * d, 3);
         // The last group gets nothing, and the first token's last choice is none.
@@ -22,7 +31,7 @@ fn every_row_meets_the_matrix_of_its_group() {
             if last_kind.replace(kind(&ctx)) != Some(kind(&ctx)) {
                 bits.clear();
             }
-            let make = |shape: &[usize], values: &[f32]| tensor(&ctx, shape, values, DType::F32);
+            let make = |shape: &[usize], values: &[f32]| tensor(&ctx, shape, values, dtype);
             let ids = Tensor::from_slice(ctx.pool(), &[t, k], &ids);
             let sorted = sort_choices(&ctx, &ids, &ctx.zeros(&[t, k], DType::F32), num_groups, None);
             let groups = GroupedRows { rows: sorted.rows(), first, width };
@@ -30,7 +39,7 @@ fn every_row_meets_the_matrix_of_its_group() {
             let dy_t = make(&[groups.num_rows(), width], &dy[..groups.num_rows() * width]);
             let y = grouped_linear(&ctx, &x_t, &w_t, groups);
             let dx = grouped_linear_backward_input(&ctx, &dy_t, &w_t, groups);
-            let mut dw = make(&[rows_of_w, d], &vec![5.0; rows_of_w * d]);
+            let mut dw = tensor(&ctx, &[rows_of_w, d], &vec![5.0; rows_of_w * d], DType::F32);
             grouped_linear_backward_weight(&ctx, &dy_t, &x_t, groups, Write::Replace, &mut dw);
             let (mut exact_dx, mut exact_dw) = (vec![(0.0, 0.0); t * d], vec![(0.0, 0.0); rows_of_w * d]);
             for (group, range) in groups.ranges() {

@@ -37,6 +37,7 @@ mod isa;
 pub mod late;
 pub mod layer_norm;
 pub mod linear;
+pub mod logits;
 mod mapped;
 pub mod measure;
 mod parallel;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use moeworks_tensor::{DType, Tensor, bf16};
 
 use crate::experts::{
-    ExpertGrads, ExpertRows, ExpertWeights, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
+    ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
 };
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::peak::Peaks;
@@ -185,16 +185,16 @@ fn bench_experts(ctx: &Context, dtype: DType, case: ExpertsCase, timing: &mut Ti
     let (_, saved) = experts_forward(ctx, &x, weights, rows);
     result("backward", 1.0, &mut || drop(experts_backward(ctx, &dy, weights, rows, &saved)));
     let backward = experts_backward(ctx, &dy, weights, rows, &saved);
-    let mut weight_grad = |saved: &_, dh: &Tensor| {
-        let inputs = WeightGradInputs { x: &x, dy: &dy, saved, dh };
+    let mut weight_grad = |saved: &_, back: &ExpertsBackward| {
+        let inputs = WeightGradInputs { x: &x, dy: &dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
         let grads = ExpertGrads { gate_up: &mut gate_up_grad, down: &mut down_grad };
         experts_weight_grad(ctx, inputs, activation, rows, Write::Replace, grads);
     };
-    result("weight gradient", 1.0, &mut || weight_grad(&saved, &backward.dh));
+    result("weight gradient", 1.0, &mut || weight_grad(&saved, &backward));
     drop(backward);
     result("all phases", 3.0, &mut || {
         let (_, saved) = experts_forward(ctx, &x, weights, rows);
         let backward = experts_backward(ctx, &dy, weights, rows, &saved);
-        weight_grad(&saved, &backward.dh);
+        weight_grad(&saved, &backward);
     });
 }

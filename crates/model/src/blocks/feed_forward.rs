@@ -59,7 +59,7 @@ impl FeedForwardSaved {
 /// The gradients of the block's matrices, still to be computed.
 #[allow(clippy::large_enum_variant)] // lives for a moment: nothing is gained by another allocation
 pub(crate) enum FeedForwardGradTask {
-    Dense { normed: Tensor, dy: Tensor, saved: ExpertsSaved, dh: Tensor, activation: Activation },
+    Dense { normed: Tensor, dy: Tensor, saved: ExpertsSaved, dh: Tensor, weighed: Option<Tensor>, activation: Activation },
     Moe(MoeGradTask),
 }
 
@@ -165,7 +165,8 @@ impl FeedForwardBlock {
                     ranks.sum(&mut back.dx);
                 }
                 let activation = self.activation;
-                let task = FeedForwardGradTask::Dense { normed, dy: d_block, saved, dh: back.dh, activation };
+                let (dh, weighed) = (back.dh, back.weighed);
+                let task = FeedForwardGradTask::Dense { normed, dy: d_block, saved, dh, weighed, activation };
                 (back.dx, task)
             }
             _ => panic!("{WRONG_KIND}"),
@@ -199,8 +200,9 @@ impl FeedForwardGradTask {
     pub(crate) fn run(self, pass: &Pass<'_>, write: Write, grads: &mut FeedForwardWeights) {
         match (self, grads) {
             (Self::Moe(task), FeedForwardWeights::Moe(grads)) => task.run(pass.ctx, write, grads),
-            (Self::Dense { normed, dy, saved, dh, activation }, FeedForwardWeights::Dense(grads)) => {
-                let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh };
+            (Self::Dense { normed, dy, saved, dh, weighed, activation }, FeedForwardWeights::Dense(grads)) => {
+                let weighed = weighed.as_ref();
+                let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh, weighed };
                 let offsets = [0, normed.rows() as u32];
                 let rows = all_rows(pass, &offsets);
                 let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };

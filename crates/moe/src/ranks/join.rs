@@ -24,7 +24,7 @@ type Part = [Tensor; 4];
 impl Joined {
     /// What weight gradients take.
     pub(crate) fn inputs(&self) -> (WeightGradInputs<'_>, ExpertRows<'_>) {
-        let inputs = WeightGradInputs { x: &self.x, dy: &self.dy, saved: &self.saved, dh: &self.dh };
+        let inputs = WeightGradInputs { x: &self.x, dy: &self.dy, saved: &self.saved, dh: &self.dh, weighed: None };
         (inputs, self.rows.rows())
     }
 

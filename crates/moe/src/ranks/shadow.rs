@@ -48,6 +48,7 @@ pub(crate) struct ShadowsBackward {
 /// What backward leaves for the weights' gradients.
 pub(crate) struct ShadowTask {
     dh: Tensor,
+    weighed: Option<Tensor>,
 }
 
 /// The experts to fetch for a pass of `dispatch`, whose `num_tokens` tokens have rows of `width`; in the order of owners. All ranks
@@ -160,7 +161,7 @@ impl ShadowsSaved {
             add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
         }
         let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
-        ShadowsBackward { dx: back.dx, dweights, task: ShadowTask { dh: back.dh } }
+        ShadowsBackward { dx: back.dx, dweights, task: ShadowTask { dh: back.dh, weighed: back.weighed } }
     }
 
     /// Computes the gradients of their weights from this rank's tokens `x` and gradients `dy`, sums them over the ranks and adds
@@ -173,7 +174,8 @@ impl ShadowsSaved {
         grads: &mut MoeWeights,
     ) {
         let Self { shadows, saved } = self;
-        let (inputs, rows) = (WeightGradInputs { x, dy, saved, dh: &task.dh }, shadows.rows.rows());
+        let inputs = WeightGradInputs { x, dy, saved, dh: &task.dh, weighed: task.weighed.as_ref() };
+        let rows = shadows.rows.rows();
         let like = |tensor: &Tensor| ctx.zeros(tensor.shape(), DType::F32);
         let (mut gate_up, mut down) = (like(&shadows.gate_up), like(&shadows.down));
         let into = ExpertGrads { gate_up: &mut gate_up, down: &mut down };

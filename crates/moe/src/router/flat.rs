@@ -212,7 +212,8 @@ impl FlatRouter<'_> {
         if let (Some(draws), RouterKind::NoisyTopK) = (draws, self.router().kind) {
             let (values, deviations) = scorer::with_deviations(ctx, self.weights, x);
             let noise = LogitNoise::Learned(deviations, draws);
-            return Logits { input_noise, scorer: Scorer::Linear, values, noise, residual: None };
+            let of = x.1.map_or(x.0.dtype(), |_| DType::F32);
+            return Logits { input_noise, scorer: Scorer::Linear(of), values, noise, residual: None };
         }
         let (values, scorer) = Scorer::forward(ctx, self.config, self.weights, x);
         let noise = match (draws, self.router().kind) {

@@ -7,6 +7,7 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::{self, add_rows, cast, sum_rows};
 use moeworks_ops::late::Late;
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_ops::logits::{logits, logits_backward_input, logits_backward_weight};
 use moeworks_ops::router_rows::softplus;
 use moeworks_tensor::{DType, Tensor};
 
@@ -33,7 +34,8 @@ const MIN_NORM: f32 = 1e-12;
 pub(crate) enum Scorer {
     /// There are no logits to learn.
     None,
-    Linear,
+    /// Of activations of this type.
+    Linear(DType),
     Cosine(Box<Cosine>),
     Tree(Box<TreeScores>),
 }
@@ -87,7 +89,7 @@ impl Scorer {
             _ => {
                 let mut logits = product(ctx, (x, noise), &weights.router);
                 add_bias(ctx, weights, &mut logits);
-                (logits, Self::Linear)
+                (logits, Self::Linear(noise.map_or(x.dtype(), |_| DType::F32)))
             }
         }
     }
@@ -120,7 +122,10 @@ impl Scorer {
                 let (dx, grads) = tree.backward(ctx, weights, dlogits, 2.0 * z);
                 return (dx, ScorerGrads::Tree(grads));
             }
-            Self::None | Self::Linear => {
+            &Self::Linear(of) => {
+                return (logits_backward_input(ctx, dlogits, &weights.router, of), ScorerGrads::Linear);
+            }
+            Self::None => {
                 return (linear_backward_input(ctx, dlogits, &weights.router, DType::F32), ScorerGrads::Linear);
             }
         };
@@ -144,7 +149,7 @@ impl Scorer {
 
 /// The product of `x [T, D]` times `noise` and `w [E, D]`, in f32.
 fn product(ctx: &Context, (x, noise): (&Tensor, Option<&InputNoise>), w: &Tensor) -> Tensor {
-    noise.map_or_else(|| linear(ctx, x, w, DType::F32), |noise| noise.linear(ctx, x, w))
+    noise.map_or_else(|| logits(ctx, x, w), |noise| noise.linear(ctx, x, w))
 }
 
 fn add_bias(ctx: &Context, weights: &MoeWeights, logits: &mut Tensor) {
@@ -161,7 +166,7 @@ pub(crate) fn with_deviations(
 ) -> (Tensor, Tensor) {
     let noisy = noise.map(|noise| noise.apply(ctx, x));
     let x = noisy.as_ref().unwrap_or(x);
-    let mut logits = linear(ctx, x, &weights.router, DType::F32);
+    let mut logits = logits(ctx, x, &weights.router);
     add_bias(ctx, weights, &mut logits);
     let mut deviations = linear(ctx, x, weights.extra(NOISE), DType::F32);
     let e = deviations.cols();
@@ -221,7 +226,7 @@ impl ScorerGrads {
                 }
             }
             Self::Linear => {
-                linear_backward_weight(ctx, dlogits, x, DType::F32, write, &mut grads.router);
+                logits_backward_weight(ctx, dlogits, x, write, &mut grads.router);
                 if let Some(bias) = &mut grads.router_bias {
                     sum_rows(ctx, dlogits, write, bias);
                 }

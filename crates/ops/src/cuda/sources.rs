@@ -43,7 +43,7 @@ sources! {
     ];
     GROUPED = "grouped" after "grouped.cuh": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
-        "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "activate_rows", "weigh_rows", "add_row_biases",
+        "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
     GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
@@ -64,7 +64,7 @@ sources! {
         "few_rows_nt_f8", "few_up_paired_f8", "few_up_single_f8",
     ];
     ROUTER = "router": [
-        "softmax_top_k", "sum_scores", "sum_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices",
+        "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices",
     ];
     ATTENTION = "attention" after "attention.cuh": [
         "attention_delta",
@@ -83,6 +83,7 @@ sources! {
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
     SAMPLING = "sampling": ["draw_tokens"];
+    LOGITS = "logits": ["cut_numbers", "add_parts"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

@@ -204,7 +204,7 @@ fn an_expert_is_two_linear_layers_and_the_activation_of_pytorch() {
         let (mut d_gate_up, mut d_down) =
             (f.ctx.zeros(gate_up.shape(), DType::F32), f.ctx.zeros(down.shape(), DType::F32));
         let grads = ExpertGrads { gate_up: &mut d_gate_up, down: &mut d_down };
-        let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &back.dh };
+        let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &back.dh, weighed: back.weighed.as_ref() };
         experts_weight_grad(&f.ctx, inputs, activation, rows, Write::Replace, grads);
         f.check("d_gate_up", &d_gate_up, 1e-5);
         f.check("d_down", &d_down, 1e-5);

@@ -248,82 +248,47 @@ KERNEL(256) plain_depths_tn(DEPTHS, u32 is_rounded) {
     plainly<false, false, false>(p, store, nullptr, 0, is_rounded);
 }
 
-// a [R, F] = the activation of h [R, A F].
-KERNEL(256) activate_rows(const void* h, void* a, u32 is_bf16, u32 rows, u32 width, u32 kind, f32 alpha, f32 limit) {
-    Shape shape = {kind, alpha, limit};
-    u32 inputs = is_gated(shape) ? 2 : 1;
-    u64 total = (u64)rows * width;
-    if (width % 8 == 0) {
-        for (u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * 8; i < total; i += (u64)gridDim.x * 256 * 8) {
-            u64 row = i / width, at = row * inputs * width + i % width;
-            f32 gate[8], up[8] = {};
-            load_vector(gate, h, is_bf16, at);
-            if (inputs == 2) load_vector(up, h, is_bf16, at + width);
-#pragma unroll
-            for (u32 j = 0; j < 8; j++) gate[j] = activate(shape, gate[j], up[j]);
-            store_vector(a, is_bf16, i, gate);
-        }
-        return;
-    }
-    for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < total; i += (u64)gridDim.x * 256) {
-        u64 row = i / width, at = row * inputs * width + i % width;
-        f32 up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
-        store_any(a, is_bf16, i, activate(shape, load_any(h, is_bf16, at), up));
-    }
-}
-
-// to [R, D] = the row's weight times its token's row of dy.
-KERNEL(256) weigh_rows(const void* dy, u32 dy_bf16, const u32* tokens, const f32* row_weights, void* to, u32 to_bf16, u32 width) {
-    u64 row = blockIdx.x, from = (u64)tokens[row] * width;
-    f32 weight = row_weights[row];
-    if (width % 8 == 0) {
-        for (u32 i = threadIdx.x * 8; i < width; i += 256 * 8) {
-            f32 x[8];
-            load_vector(x, dy, dy_bf16, from + i);
-#pragma unroll
-            for (u32 j = 0; j < 8; j++) x[j] *= weight;
-            store_vector(to, to_bf16, row * width + i, x);
-        }
-        return;
-    }
-    for (u32 i = threadIdx.x; i < width; i += 256) store_any(to, to_bf16, row * width + i, weight * load_any(dy, dy_bf16, from + i));
-}
-
 // outputs [R, D] += the row's expert's bias [E, D].
-KERNEL(256) add_row_biases(f32* outputs, const f32* bias, const u32* offsets, u32 groups, u32 width) {
+KERNEL(256) add_row_biases(void* outputs, u32 is_bf16, const f32* bias, const u32* offsets, u32 groups, u32 width) {
     u32 row = blockIdx.x, low = 0, high = groups;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
         if (offsets[middle] <= row) low = middle;
         else high = middle;
     }
-    for (u32 i = threadIdx.x; i < width; i += 256) outputs[(u64)row * width + i] += bias[(u64)low * width + i];
+    for (u32 i = threadIdx.x; i < width; i += 256) {
+        u64 at = (u64)row * width + i;
+        store_any(outputs, is_bf16, at, load_any(outputs, is_bf16, at) + bias[(u64)low * width + i]);
+    }
 }
 
 // y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any.
-KERNEL(256) combine_rows(const f32* outputs, const u32* token_rows, const f32* row_weights, f32* y, u32 choices, u32 width) {
+KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows, const f32* row_weights, f32* y, u32 choices, u32 width) {
     const u32* rows = token_rows + (u64)blockIdx.x * choices;
     f32* to = y + (u64)blockIdx.x * width;
-    if (width % 4 == 0) {
-        for (u32 i = threadIdx.x * 4; i < width; i += 256 * 4) {
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (width % 8 == 0) {
+        for (u32 i = threadIdx.x * 8; i < width; i += 256 * 8) {
+            f32 sum[8] = {};
             // Without branches, so that several rows are read at a time.
 #pragma unroll 4
             for (u32 c = 0; c < choices; c++) {
                 u32 row = rows[c];
                 bool is_there = row != 0xffffffffu;
                 f32 weight = !is_there ? 0.0f : row_weights ? row_weights[row] : 1.0f;
-                float4 x = is_there ? *(const float4*)(outputs + (u64)row * width + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                sum = make_float4(fmaf(weight, x.x, sum.x), fmaf(weight, x.y, sum.y), fmaf(weight, x.z, sum.z), fmaf(weight, x.w, sum.w));
+                f32 x[8] = {};
+                if (is_there) load_vector(x, outputs, is_bf16, (u64)row * width + i);
+#pragma unroll
+                for (u32 j = 0; j < 8; j++) sum[j] = fmaf(weight, x[j], sum[j]);
             }
-            *(float4*)(to + i) = sum;
+            store_vector(to, 0, i, sum);
         }
         return;
     }
     for (u32 i = threadIdx.x; i < width; i += 256) {
         f32 sum = 0.0f;
         for (u32 c = 0; c < choices; c++)
-            if (rows[c] != 0xffffffffu) sum = fmaf(row_weights ? row_weights[rows[c]] : 1.0f, outputs[(u64)rows[c] * width + i], sum);
+            if (rows[c] != 0xffffffffu)
+                sum = fmaf(row_weights ? row_weights[rows[c]] : 1.0f, load_any(outputs, is_bf16, (u64)rows[c] * width + i), sum);
         to[i] = sum;
     }
 }

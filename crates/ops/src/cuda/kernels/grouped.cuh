@@ -172,10 +172,11 @@ struct Activate {
     }
 };
 
-// From u, the gradient of the activation before the row's weight: dh [R, A F]; the sums over rows of u a are parts.
+// From u, the gradient of the activation before the row's weight: dh [R, A F], and the activations times the row's weight [R, F], which
+// the second matrices' gradients are taken of; the sums over rows of u a are parts.
 struct PullBack {
     const void* h;
-    void* dh;
+    void *dh, *weighed;
     const f32* row_weights;
     u32 is_bf16, width;
     Shape shape;
@@ -184,9 +185,10 @@ struct PullBack {
         u32 inputs = is_gated(shape) ? 2 : 1;
         u64 at = row * inputs * width + column;
         f32 gate = load_any(h, is_bf16, at), up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
-        f32 a = pull_back(shape, row_weights[row] * u, gate, up);
+        f32 weight = row_weights[row], a = pull_back(shape, weight * u, gate, up);
         store_any(dh, is_bf16, at, gate);
         if (inputs == 2) store_any(dh, is_bf16, at + width, up);
+        store_any(weighed, is_bf16, row * width + column, weight * a);
         return u * a;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
@@ -197,9 +199,14 @@ struct PullBack {
         load_vector(gate, h, is_bf16, at);
         if (inputs == 2) load_vector(up, h, is_bf16, at + width);
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) part += u[i] * pull_back(shape, weight * u[i], gate[i], up[i]);
+        for (u32 i = 0; i < 8; i++) {
+            f32 a = pull_back(shape, weight * u[i], gate[i], up[i]);
+            part += u[i] * a;
+            u[i] = weight * a;
+        }
         store_vector(dh, is_bf16, at, gate);
         if (inputs == 2) store_vector(dh, is_bf16, at + width, up);
+        store_vector(weighed, is_bf16, row * width + column, u);
         return part;
     }
 };
@@ -392,8 +399,8 @@ DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_probl
 #define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
 #define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}
 
-#define PULL_BACK const void *h, void *dh, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts
-#define THE_PULL_BACK PullBack{h, dh, row_weights, h_bf16, width, Shape{kind, alpha, limit}}
+#define PULL_BACK const void *h, void *dh, void *weighed, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts
+#define THE_PULL_BACK PullBack{h, dh, weighed, row_weights, h_bf16, width, Shape{kind, alpha, limit}}
 
 // Gradients of weights: group g has the rows offsets[g]..offsets[g + 1] of both operands as its depth, and the matrix
 // [rows, columns] at g * rows * columns of the output. A group without rows is left alone, or is zeros.

@@ -57,20 +57,48 @@ KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, f32
     }
 }
 
-// Of expert blockIdx.x: how many tokens name it first, and the sum of the weights of its choices, [E] of {u32, nothing, f64}. Added up
-// in an order that the number of choices fixes.
-KERNEL(256) sum_choices(const u32* ids, const f32* weights, u32* sums, u32 choices, u32 k) {
+// What choices say of an expert: how many tokens name it first, and the sum of the weights of its choices.
+struct ChoicesOf {
+    u32 firsts, nothing;
+    double weight;
+};
+
+const u32 SUMMED_CHOICES = 512;
+
+// Of 512 choices and every expert, [blocks, E]: threads have experts, and each goes through all of the choices in order.
+KERNEL(256) sum_choices(const u32* ids, const f32* weights, ChoicesOf* parts, u32 choices, u32 k, u32 experts) {
+    __shared__ u32 keys[SUMMED_CHOICES];
+    __shared__ f32 own[SUMMED_CHOICES];
+    u32 start = blockIdx.x * SUMMED_CHOICES, count = min(choices - start, SUMMED_CHOICES);
+    for (u32 i = threadIdx.x; i < count; i += 256) {
+        u32 id = ids[start + i];
+        keys[i] = id < experts ? 2 * id + ((start + i) % k == 0) : 0xffffffffu;
+        own[i] = weights[start + i];
+    }
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < experts; e += 256) {
+        ChoicesOf sum = {};
+        for (u32 i = 0; i < count; i++) {
+            if (keys[i] / 2 != e) continue;
+            sum.weight += own[i];
+            sum.firsts += keys[i] % 2;
+        }
+        parts[(u64)blockIdx.x * experts + e] = sum;
+    }
+}
+
+// Of expert blockIdx.x and all choices, from those of each part, in an order that their number fixes.
+KERNEL(256) add_choices(const ChoicesOf* parts, ChoicesOf* sums, u32 num_parts, u32 experts) {
     __shared__ double all[256];
     __shared__ u32 firsts[256];
-    double sum = 0.0;
-    u32 first = 0;
-    for (u32 i = threadIdx.x; i < choices; i += 256) {
-        if (ids[i] != blockIdx.x) continue;
-        sum += weights[i];
-        first += i % k == 0;
+    ChoicesOf sum = {};
+    for (u32 i = threadIdx.x; i < num_parts; i += 256) {
+        ChoicesOf part = parts[(u64)i * experts + blockIdx.x];
+        sum.weight += part.weight;
+        sum.firsts += part.firsts;
     }
-    all[threadIdx.x] = sum;
-    firsts[threadIdx.x] = first;
+    all[threadIdx.x] = sum.weight;
+    firsts[threadIdx.x] = sum.firsts;
     for (u32 half = 128; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) {
@@ -78,9 +106,7 @@ KERNEL(256) sum_choices(const u32* ids, const f32* weights, u32* sums, u32 choic
             firsts[threadIdx.x] += firsts[threadIdx.x + half];
         }
     }
-    if (threadIdx.x > 0) return;
-    sums[4 * blockIdx.x] = firsts[0];
-    ((double*)sums)[2 * blockIdx.x + 1] = all[0];
+    if (threadIdx.x == 0) sums[blockIdx.x] = ChoicesOf{firsts[0], 0, all[0]};
 }
 
 // The gradient of the logits, a warp a row: see top_k.rs. `d_probs` [width] may be null; `centered` lists no row twice.

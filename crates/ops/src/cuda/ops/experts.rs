@@ -9,7 +9,7 @@ use super::{Listed, On, THREADS, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
 use crate::cuda::sources::GROUPED;
-use crate::cuda::{Arg, Launch};
+use crate::cuda::Arg;
 use crate::e4m3::BLOCK;
 use crate::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,
@@ -36,15 +36,15 @@ fn shape(activation: Activation) -> [Arg<'static>; 3] {
 }
 
 /// The rows on the GPU, and where each expert's are.
-struct Rows<'a> {
-    offsets: Listed<'a>,
-    tokens: Listed<'a>,
+pub(super) struct Rows<'a> {
+    pub(super) offsets: Listed<'a>,
+    pub(super) tokens: Listed<'a>,
     weights: Listed<'a>,
-    num_tokens: usize,
+    pub(super) num_tokens: usize,
 }
 
 impl<'a> Rows<'a> {
-    fn of(on: On<'_>, rows: ExpertRows<'a>) -> Self {
+    pub(super) fn of(on: On<'_>, rows: ExpertRows<'a>) -> Self {
         Self {
             offsets: on.list(rows.offsets),
             tokens: on.list(rows.tokens),
@@ -54,7 +54,7 @@ impl<'a> Rows<'a> {
     }
 
     /// A token has an expert at most once.
-    fn groups(&self) -> Groups<'_> {
+    pub(super) fn groups(&self) -> Groups<'_> {
         let (offsets, rows) = (self.offsets.tensor(), self.len());
         match offsets.len() {
             2 => Groups::One { rows },
@@ -62,7 +62,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.tokens.tensor().len()
     }
 }
@@ -219,7 +219,7 @@ pub(crate) fn forward(
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
     let (mut h, mut a) = (on.empty(&[r, inputs * f], dtype), on.empty(&[r, f], dtype));
-    let mut outputs = on.empty(&[r, d], DType::F32);
+    let mut outputs = on.empty(&[r, d], rounded_outputs(&[weights.gate_up, weights.down]));
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);
     for part in Part::all(on, weights, rows, is_fp8) {
@@ -271,14 +271,24 @@ pub(crate) fn forward(
     (y, ExpertsSaved { h })
 }
 
+/// The type of the experts' outputs until they are added up: that of the activations before them, as in PyTorch. They are the largest
+/// tensors of a pass, which in bf16 cost half the time.
+fn rounded_outputs(weights: &[&Tensor]) -> DType {
+    let are_bf16 = weights.iter().all(|weights| weights.dtype().of_activations() == DType::BF16);
+    if are_bf16 { DType::BF16 } else { DType::F32 }
+}
+
 /// Adds each row's expert's bias `[E, D]` to the row of `outputs`.
 fn add_biases(on: On<'_>, outputs: &mut Tensor, bias: &Tensor, map: &Rows<'_>) {
     let offsets = map.offsets.tensor();
-    let args = [on.write(outputs), on.read(bias), on.read(offsets), (offsets.len() - 1).into(), bias.cols().into()];
+    let is_bf16 = Arg::from(outputs.dtype() == DType::BF16);
+    let (groups, width) = ((offsets.len() - 1).into(), bias.cols().into());
+    let args = [on.write(outputs), is_bf16, on.read(bias), on.read(offsets), groups, width];
     // SAFETY: a block adds its row's bias, of an expert that the offsets name.
     unsafe { on.launch(&GROUPED, "add_row_biases", map.len(), &args) };
 }
 
+/// `outputs` may be bf16, too.
 pub(crate) fn combine(
     on: On<'_>,
     outputs: &Tensor,
@@ -290,6 +300,7 @@ pub(crate) fn combine(
     let weights = weights.map(|weights| on.list(weights));
     let args = [
         on.read(outputs),
+        (outputs.dtype() == DType::BF16).into(),
         on.read(token_rows.tensor()),
         on.read_or_none(weights.as_ref().map(Listed::tensor)),
         on.write(&mut y),
@@ -337,17 +348,19 @@ pub(crate) fn backward(
         scales: scales(&of_dy, &down),
     };
     let num_parts = first.column_tiles(on);
-    let (mut dh, mut parts) = (on.empty(&[r, af], dtype), on.empty(&[r, num_parts], DType::F32));
+    let (mut dh, mut weighed) = (on.empty(&[r, af], dtype), on.empty(&[r, f], dtype));
+    let mut parts = on.empty(&[r, num_parts], DType::F32);
     let mut args = vec![
         on.read(&saved.h),
         on.write(&mut dh),
+        on.write(&mut weighed),
         on.read(map.weights.tensor()),
         (dtype == DType::BF16).into(),
         f.into(),
     ];
     args.extend(shape(weights.activation));
     args.push(on.write(&mut parts));
-    // SAFETY: `h`, `dh` and `parts` have a row for each row, `parts` a column for each tile of columns.
+    // SAFETY: `h`, `dh`, `weighed` and `parts` have a row for each row, `parts` a column for each tile of columns.
     unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows", ""], args }) };
     let mut d_row_weights = on.empty(&[r], DType::F32);
     let args = [on.read(&parts), on.write(&mut d_row_weights), r.into(), num_parts.into()];
@@ -364,61 +377,27 @@ pub(crate) fn backward(
         scales: scales(&of_dh, &gate_up),
         ..first
     };
-    let outputs = second.store(on, r, DType::F32);
+    let outputs = second.store(on, r, rounded_outputs(&[weights.gate_up]));
     let dx = combine(on, &outputs, rows, None, &[dy.rows(), d]);
-    ExpertsBackward { dx, d_row_weights, dh }
+    ExpertsBackward { dx, d_row_weights, dh, weighed: Some(weighed) }
 }
 
-/// `[R, D]`: each row's weight times its token's row of `dy`, rounded as the products take it.
-fn weighed(on: On<'_>, dy: &Tensor, map: &Rows<'_>, dtype: DType) -> Tensor {
-    let mut rows = on.empty(&[map.len(), dy.cols()], dtype);
-    let is_bf16 = |dtype: DType| Arg::from(dtype == DType::BF16);
-    let args = [
-        on.read(dy),
-        is_bf16(dy.dtype()),
-        on.read(map.tokens.tensor()),
-        on.read(map.weights.tensor()),
-        on.write(&mut rows),
-        is_bf16(dtype),
-        dy.cols().into(),
-    ];
-    // SAFETY: a block reads its token's row and writes its own.
-    unsafe { on.launch(&GROUPED, "weigh_rows", map.len(), &args) };
-    rows
-}
-
-/// The gradients of the weights; `keeps_unused` leaves those of experts without rows as they are.
+/// The gradients of the weights, from the `weighed` activations of [`backward`]; `keeps_unused` leaves those of experts without rows as
+/// they are.
 pub(crate) fn weight_grad(
     on: On<'_>,
-    inputs: WeightGradInputs<'_>,
+    (inputs, weighed): (WeightGradInputs<'_>, &Tensor),
     activation: Activation,
     (rows, keeps_unused): (ExpertRows<'_>, bool),
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
-    let WeightGradInputs { x, dy, saved, dh } = inputs;
+    let WeightGradInputs { x, dy, dh, .. } = inputs;
     let map = Rows::of(on, rows);
-    let (r, d, f, dtype) = (map.len(), x.cols(), grads.down.cols(), dh.dtype());
-    let mut a = on.empty(&[r, f], dtype);
-    let is_bf16 = dtype == DType::BF16;
-    let mut args = vec![on.read(&saved.h), on.write(&mut a), is_bf16.into(), r.into(), f.into()];
-    args.extend(shape(activation));
-    let launch = Launch {
-        source: &GROUPED,
-        kernel: "activate_rows",
-        grid: [(r * f).div_ceil(8 * THREADS), 1, 1],
-        threads: THREADS,
-        shared: 0,
-        args: &args,
-    };
-    // SAFETY: a thread reads its elements' row of `h` and writes its elements of `a`.
-    unsafe { on.gpu.launch(&launch) };
-    drop(args);
-    let weighed = weighed(on, dy, &map, dtype);
-    let tokens = Some(map.tokens.tensor());
-    let (offsets, compute) = (map.offsets.tensor(), dtype);
+    let (d, f) = (x.cols(), grads.down.cols());
+    let (offsets, tokens, compute) = (map.offsets.tensor(), Some(map.tokens.tensor()), dh.dtype());
     let down =
-        DepthsProduct { a: (&weighed, None), b: (&a, None), rows: d, columns: f, offsets, compute, keeps_unused };
+        DepthsProduct { a: (dy, tokens), b: (weighed, None), rows: d, columns: f, offsets, compute, keeps_unused };
     down.run(on, write, grads.down);
     let rows = f * activation.num_inputs();
     let up = DepthsProduct { a: (dh, None), b: (x, tokens), rows, columns: d, offsets, compute, keeps_unused };

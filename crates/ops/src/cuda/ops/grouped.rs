@@ -14,7 +14,7 @@ use crate::gemm::Form;
 use crate::linear::Write;
 
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
-const TILE: usize = 128;
+pub(super) const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 /// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, and their shared memory: four stages
 /// of 64 in depth, sums of eight warps on their way, and barriers.
@@ -28,6 +28,13 @@ const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
 pub(super) const FEW_ROWS: usize = 8;
 const FEW_COLUMNS: usize = 8;
+/// Plain tiles that are few.
+const MAX_FEW_TILES: usize = 32;
+
+/// Whether a result of these sizes is of few plain tiles.
+pub(super) fn are_few_tiles(rows: usize, columns: usize) -> bool {
+    rows.div_ceil(PLAIN_TILE) * columns.div_ceil(PLAIN_TILE) <= MAX_FEW_TILES
+}
 
 /// Which kernel takes a product.
 #[derive(Clone, Copy, PartialEq)]
@@ -163,10 +170,19 @@ impl RowsProduct<'_> {
         }
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
         match self.form {
-            Form::Nt if is_whole && has_few_rows => Kernel::Few,
+            Form::Nt if is_whole && (has_few_rows || self.has_few_tiles()) => Kernel::Few,
             Form::Nt if is_whole && is_bf16 => Kernel::on_tensor_cores(on),
             Form::Nn if is_whole && is_bf16 && self.columns.is_multiple_of(8) => Kernel::on_tensor_cores(on),
             _ => Kernel::Plain,
+        }
+    }
+
+    /// Whether a product without tensor cores has so few tiles that most of a GPU would wait for them, as that of a router has: a warp for
+    /// each column of eight rows is then quicker, though it reads B again for every eight.
+    fn has_few_tiles(&self) -> bool {
+        match self.groups {
+            Groups::One { rows } if self.b.dtype() == DType::F32 => are_few_tiles(rows, self.columns),
+            _ => false,
         }
     }
 

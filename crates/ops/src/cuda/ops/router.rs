@@ -16,6 +16,8 @@ use crate::top_k::{ChoiceSums, ScoreGrads, TopK, add_up};
 
 /// Rows that one block adds up, as on the CPU.
 const ROWS_EACH: usize = 128;
+/// Choices that one block adds up.
+const SUMMED_CHOICES: usize = 512;
 /// Tokens of a block of the sort.
 const SORT_TOKENS: usize = 256;
 /// With more experts the sort's counts do not fit into a block's shared memory.
@@ -56,11 +58,17 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
 }
 
 pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+    let num_parts = ids.len().div_ceil(SUMMED_CHOICES);
     // The count, nothing, and an f64.
+    let mut parts = on.empty(&[num_parts, num_experts, 4], DType::U32);
     let mut sums = on.empty(&[num_experts, 4], DType::U32);
-    let args = [on.read(ids), on.read(weights), on.write(&mut sums), ids.len().into(), ids.cols().into()];
-    // SAFETY: a block goes through all choices and writes its expert's sums.
-    unsafe { on.launch(&ROUTER, "sum_choices", num_experts, &args) };
+    let (choices, k) = (ids.len().into(), ids.cols().into());
+    let args = [on.read(ids), on.read(weights), on.write(&mut parts), choices, k, num_experts.into()];
+    // SAFETY: a block reads its choices and writes their sums for each expert.
+    unsafe { on.launch(&ROUTER, "sum_choices", num_parts, &args) };
+    let args = [on.read(&parts), on.write(&mut sums), num_parts.into(), num_experts.into()];
+    // SAFETY: a block writes the sums of its expert's parts.
+    unsafe { on.launch(&ROUTER, "add_choices", num_experts, &args) };
     Late::new(move || {
         let sums = sums.u32s().as_chunks::<4>().0;
         let weight = |&[_, _, low, high]: &[u32; 4]| double([low, high]);

@@ -1,0 +1,116 @@
+//! [`logits`](crate::logits) on a GPU: f32 numbers cut into three of bf16, so that tensor cores multiply them.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::grouped::{self, DepthsProduct, Groups, RowsProduct};
+use super::{On, THREADS};
+use crate::cuda::Launch;
+use crate::cuda::sources::LOGITS;
+use crate::gemm::Form;
+use crate::linear::Write;
+
+/// Parts of a number.
+const PARTS: usize = 3;
+/// The parts of two numbers whose products are taken, the smallest first.
+const PAIRS: [(u32, u32); 6] = [(0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)];
+/// With fewer tokens plain kernels are as quick on the way back.
+const MIN_BACKWARD_TOKENS: usize = 256;
+/// Tiles that keep a GPU busy, and the fewest tokens that one adds up.
+const WANTED_TILES: usize = 128;
+const MIN_PART_TOKENS: usize = 512;
+
+/// Whether tensor cores take the logits of T tokens and E experts from D activations of a type: few tokens have a kernel of their own.
+pub(crate) fn takes([t, e, d]: [usize; 3], of: DType) -> bool {
+    takes_sizes(e, d, of) && !grouped::are_few_tiles(t, e)
+}
+
+/// Whether they take the gradients.
+pub(crate) fn takes_backward([t, e, d]: [usize; 3], of: DType) -> bool {
+    takes_sizes(e, d, of) && t >= MIN_BACKWARD_TOKENS
+}
+
+fn takes_sizes(e: usize, d: usize, of: DType) -> bool {
+    of == DType::BF16 && e > 0 && d > 0 && e.is_multiple_of(8) && d.is_multiple_of(8)
+}
+
+pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor) -> Tensor {
+    let (t, e, d) = (x.rows(), w.rows(), w.cols());
+    let w = cut(on, w, 1, &[0, 1, 2]);
+    let sums = product(Form::Nt, (x, &w), (t, PARTS * e, d)).store(on, t, DType::F32);
+    let mut logits = on.empty(&[t, e], DType::F32);
+    add_parts(on, &sums, (t, PARTS), Write::Replace, &mut logits);
+    logits
+}
+
+pub(crate) fn backward_input(on: On<'_>, dlogits: &Tensor, w: &Tensor) -> Tensor {
+    let (t, e, d) = (dlogits.rows(), w.rows(), w.cols());
+    let dlogits = cut(on, dlogits, t, &PAIRS.map(|(of_logits, _)| of_logits));
+    let w = cut(on, w, 1, &PAIRS.map(|(_, of_w)| of_w));
+    product(Form::Nn, (&dlogits, &w), (t, d, PAIRS.len() * e)).store(on, t, DType::F32)
+}
+
+fn product<'a>(
+    form: Form,
+    (a, b): (&'a Tensor, &'a Tensor),
+    (rows, columns, depth): (usize, usize, usize),
+) -> RowsProduct<'a> {
+    RowsProduct {
+        form,
+        a,
+        gather: None,
+        b,
+        addresses: None,
+        group_rows: 0,
+        columns,
+        depth,
+        pair: None,
+        compute: DType::BF16,
+        groups: Groups::One { rows },
+        scales: None,
+    }
+}
+
+pub(crate) fn backward_weight(on: On<'_>, dlogits: &Tensor, x: &Tensor, write: Write, dw: &mut Tensor) {
+    let (t, e, d) = (x.rows(), dlogits.cols(), x.cols());
+    let rows = PARTS * e;
+    // Parts of the tokens, each with sums of its own, so that there are tiles for all of a GPU.
+    let num_tiles = rows.div_ceil(grouped::TILE) * d.div_ceil(grouped::TILE);
+    let num_parts = (WANTED_TILES / num_tiles).clamp(1, t.div_ceil(MIN_PART_TOKENS));
+    let offsets: Vec<u32> = (0..=num_parts).map(|part| (t * part / num_parts) as u32).collect();
+    let dlogits = cut(on, dlogits, t, &[0, 1, 2]);
+    let mut sums = on.empty(&[num_parts * rows, d], DType::F32);
+    let (a, b, offsets) = ((&dlogits, None), (x, None), &on.kept(&offsets));
+    let product = DepthsProduct { a, b, rows, columns: d, offsets, compute: DType::BF16, keeps_unused: false };
+    product.run(on, Write::Replace, &mut sums);
+    add_parts(on, &sums, (1, num_parts * PARTS), write, dw);
+}
+
+/// Of each of so many rows of `x` the named parts, one list of all its numbers after the other.
+fn cut(on: On<'_>, x: &Tensor, rows: usize, parts: &[u32]) -> Tensor {
+    let width = x.len() / rows.max(1);
+    let shape = if rows == 1 { [parts.len() * x.rows(), x.cols()] } else { [rows, parts.len() * width] };
+    let mut to = on.empty(&shape, DType::BF16);
+    let names = parts.iter().rev().fold(0, |names, part| names << 2 | part);
+    let args = [on.read(x), on.write(&mut to), x.len().into(), width.into(), names.into(), parts.len().into()];
+    // SAFETY: a thread reads its numbers and writes the parts of each.
+    unsafe { launch(on, "cut_numbers", x.len(), &args) };
+    to
+}
+
+/// Writes or adds the sum over the parts of each of so many rows, the last part first.
+fn add_parts(on: On<'_>, parts: &Tensor, (rows, num_parts): (usize, usize), write: Write, to: &mut Tensor) {
+    let (len, width) = (to.len(), to.len() / rows.max(1));
+    let add = (write == Write::Add).into();
+    let args = [on.read(parts), on.write(to), len.into(), width.into(), num_parts.into(), add];
+    // SAFETY: a thread reads its numbers' parts and writes the numbers.
+    unsafe { launch(on, "add_parts", len, &args) };
+}
+
+/// # Safety
+///
+/// As of [`Gpu::launch`](crate::cuda::Gpu::launch), for a thread for every few of `len` numbers.
+unsafe fn launch(on: On<'_>, kernel: &str, len: usize, args: &[crate::cuda::Arg<'_>]) {
+    let grid = [len.div_ceil(2 * THREADS), 1, 1];
+    // SAFETY: the caller's promise.
+    unsafe { on.gpu.launch(&Launch { source: &LOGITS, kernel, grid, threads: THREADS, shared: 0, args }) };
+}

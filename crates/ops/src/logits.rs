@@ -1,0 +1,47 @@
+//! A router's logits `x w^T`, whose weights are f32 beside activations of bf16, and the way back.
+//!
+//! The processor takes them as products of f32 numbers, which is what [`linear`](crate::linear) does. On a GPU such products would be
+//! a large part of a layer's time: its tensor cores multiply bf16 numbers. There an f32 number is cut into three of bf16, its first
+//! eight digits, the next eight and the last (Henry, Tang and Heinecke, 1904.06376): products with numbers that are bf16 already are
+//! exact, as are their sums but for the rounding of f32; of products of two numbers that are cut, those of less than 2^-24 of the
+//! whole are left out. What is infinite has parts of 0 besides, so that a product with an infinite activation is NaN.
+
+use moeworks_tensor::{DType, Tensor};
+
+use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
+use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+
+/// `[T, E]` f32 of `x [T, D]` (f32 or bf16) and `w [E, D]` (f32).
+#[must_use]
+pub fn logits(ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
+    assert_eq!((w.cols(), w.dtype()), (x.cols(), DType::F32), "logits: x {:?}, w {:?}", x.shape(), w.shape());
+    match On::of(ctx).filter(|_| cuda::logits::takes([x.rows(), w.rows(), w.cols()], x.dtype())) {
+        Some(on) => cuda::logits::forward(on, x, w),
+        None => linear(ctx, x, w, DType::F32),
+    }
+}
+
+/// `[T, D]` f32: the gradient of `x`, which is of type `of`, from that of the logits (f32).
+#[must_use]
+pub fn logits_backward_input(ctx: &Context, dlogits: &Tensor, w: &Tensor, of: DType) -> Tensor {
+    assert_eq!((w.rows(), w.dtype()), (dlogits.cols(), DType::F32), "logits: gradient {:?}", dlogits.shape());
+    match On::of(ctx).filter(|_| cuda::logits::takes_backward([dlogits.rows(), w.rows(), w.cols()], of)) {
+        Some(on) => cuda::logits::backward_input(on, dlogits, w),
+        None => linear_backward_input(ctx, dlogits, w, DType::F32),
+    }
+}
+
+/// The gradient of `w` (f32), written or added, from that of the logits (f32).
+pub fn logits_backward_weight(ctx: &Context, dlogits: &Tensor, x: &Tensor, write: Write, dw: &mut Tensor) {
+    let sizes = [x.rows(), dlogits.cols(), x.cols()];
+    assert_eq!((dlogits.rows(), dw.len()), (sizes[0], sizes[1] * sizes[2]), "logits: gradient {:?}", dlogits.shape());
+    match On::of(ctx).filter(|_| cuda::logits::takes_backward(sizes, x.dtype())) {
+        Some(on) => cuda::logits::backward_weight(on, dlogits, x, write, dw),
+        None => linear_backward_weight(ctx, dlogits, x, DType::F32, write, dw),
+    }
+}
+
+#[cfg(test)]
+#[path = "logits_tests.rs"]
+mod tests;
