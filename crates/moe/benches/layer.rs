@@ -107,7 +107,13 @@ fn bench_layer(ctx: &Context, config: &MoeConfig, num_tokens: usize, dtype: DTyp
     line(
         "experts weight grad",
         best_seconds(TRIES, || {
-            let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
+            let inputs = WeightGradInputs {
+                x: &x,
+                dy: &dy,
+                saved: &saved,
+                dh: &backward.dh,
+                weighed: backward.weighed.as_ref(),
+            };
             let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
             experts_weight_grad(ctx, inputs, config.activation, rows, Write::Replace, into);
         }),

@@ -47,8 +47,12 @@ impl LossGrad {
 
     /// Whether nothing but balance and z-loss has a gradient.
     pub(crate) fn is_simple(&self) -> bool {
-        self.sequence == 0.0
-            && self.gshard == 0.0
+        self.sequence == 0.0 && self.is_simple_by_parts()
+    }
+
+    /// Whether nothing but balance, of the whole and of sequences, and z-loss has a gradient.
+    pub(crate) fn is_simple_by_parts(&self) -> bool {
+        self.gshard == 0.0
             && self.importance.is_empty()
             && self.load.is_empty()
             && self.l1 == 0.0

@@ -92,7 +92,8 @@ fn bench(ctx: &Context, shape: &Shape, dtype: DType, tokens: &[usize], read_rate
             let (forward, saved): (f64, ExpertsSaved) = timed(|| experts_forward(ctx, &x, weights, rows).1);
             let (backward, back): (f64, ExpertsBackward) = timed(|| experts_backward(ctx, &dy, weights, rows, &saved));
             let mut grad = |write: Write| {
-                let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &back.dh, weighed: back.weighed.as_ref() };
+                let inputs =
+                    WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &back.dh, weighed: back.weighed.as_ref() };
                 let [gate_up, down] = &mut grads;
                 let into = ExpertGrads { gate_up, down };
                 timed(|| experts_weight_grad(ctx, inputs, activation, rows, write, into)).0

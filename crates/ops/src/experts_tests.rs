@@ -164,7 +164,8 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
         let fill = |shape: &[usize]| tensor(ctx, shape, &vec![start; shape.iter().product()], DType::F32);
         let (mut gate_up, mut down) = (fill(gate_up.shape()), fill(down.shape()));
         let grads = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
-        let grad_inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
+        let grad_inputs =
+            WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
         experts_weight_grad(ctx, grad_inputs, case.activation, rows, write, grads);
         [gate_up, down]
     };
@@ -208,7 +209,8 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
             dg.size += u.size * size;
             // Near a zero of the slope its error is that of the terms that cancel.
             let terms = (1.0 + f64::from(h[r * af + j]).abs()) * (1.0 + up.abs()) * f64::from(weight).abs();
-            let scaled = |slope: f64| Sum { value: u.value * f64::from(weight) * slope, size: u.size * terms, ..Sum::default() };
+            let scaled =
+                |slope: f64| Sum { value: u.value * f64::from(weight) * slope, size: u.size * terms, ..Sum::default() };
             gradients[j] = scaled(slope);
             if af > f {
                 gradients[f + j] = scaled(up_slope);
@@ -355,7 +357,8 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
     let (_, saved) = experts_forward(&ctx, &x, weights, rows);
     let backward = experts_backward(&ctx, &dy, weights, rows, &saved);
-    let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
+    let inputs =
+        WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &backward.dh, weighed: backward.weighed.as_ref() };
     let [all, used] = [true, false].map(|is_all| {
         let mut grads = [&gate_up, &down].map(|w| tensor(&ctx, w.shape(), &vec![7.0; w.len()], DType::F32));
         let [gate_up, down] = &mut grads;

@@ -48,6 +48,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod router_rows;
 pub mod sampling;
+pub mod score_top_k;
 mod simd;
 #[cfg(test)]
 mod test_data;

@@ -5,7 +5,8 @@ use std::time::Instant;
 use moeworks_tensor::{DType, Tensor, bf16};
 
 use crate::experts::{
-    ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
+    ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, WeightGradInputs, experts_backward, experts_forward,
+    experts_weight_grad,
 };
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::peak::Peaks;

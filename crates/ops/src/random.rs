@@ -1,8 +1,31 @@
 //! Random numbers by the thousand, drawn with the vector instructions of the machine.
 
-use moeworks_tensor::Random;
+use moeworks_tensor::{Random, Tensor};
 
+use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::simd::kernel;
+
+/// Factors on elements: noise, and elements that are left out.
+#[derive(Clone, Copy)]
+pub struct Factors {
+    /// Where the random numbers come from.
+    pub random: Random,
+    /// Factors are those of [`fill_factors`] with this; 0: ones.
+    pub eps: f32,
+    /// The share of elements left out by the numbers of [`Random::coarse`]; the others grow by as much.
+    pub dropout: f32,
+    /// The positions of the first element's number for its factor, and for leaving it out: the same modulo 256.
+    pub first: (u64, u64),
+}
+
+/// The elements of `x` (f32 or bf16) times their factors, in f32, where there is a GPU; elsewhere whoever asks multiplies what it
+/// draws.
+#[must_use]
+pub fn times_factors(ctx: &Context, x: &Tensor, factors: &Factors) -> Option<Tensor> {
+    assert_eq!(factors.first.0 % 256, factors.first.1 % 256, "positions of factors");
+    On::taking(ctx, &[x.dtype()]).map(|on| cuda::elementwise::times_factors(on, x, factors))
+}
 
 kernel! {
     /// Fills `numbers` with the numbers uniform in [0, 1) at `first` and the positions after it: those of
@@ -45,9 +68,31 @@ kernel! {
 
 #[cfg(test)]
 mod tests {
-    use moeworks_tensor::{Purpose, Random};
+    use moeworks_tensor::{DType, Purpose, Random};
 
+    use super::{Factors, times_factors};
     use super::{fill_coarse, fill_factors, fill_gumbels, fill_normals, fill_uniform};
+
+    #[test]
+    fn factors_on_a_gpu_are_those_of_one_number_at_a_time() {
+        let random = Random::new(0xfedc_ba98_7654_3210, Purpose::Test, 3);
+        let x = crate::test_data::numbers(700, 1);
+        for (ctx, dtype) in crate::test_data::gpus().flat_map(|ctx| [(ctx.clone(), DType::F32), (ctx, DType::BF16)]) {
+            let x = crate::test_data::tensor(&ctx, &[7, 100], &x, dtype);
+            for (first, eps, dropout) in [(0, 0.01, 0.0), (5, 0.0, 0.3), ((1 << 33) + 253, 0.25, 0.5)] {
+                let far = first + (1 << 48);
+                let factors = Factors { random, eps, dropout, first: (first, far) };
+                let y = times_factors(&ctx, &x, &factors).expect("a GPU");
+                for (i, (y, x)) in y.to_f32_vec().into_iter().zip(x.to_f32_vec()).enumerate() {
+                    let mut factor = 1.0 - eps + eps / 256.0 + 2.0 * eps * random.byte(first + i as u64);
+                    if dropout > 0.0 {
+                        factor *= if random.coarse(far + i as u64) >= dropout { 1.0 / (1.0 - dropout) } else { 0.0 };
+                    }
+                    assert!((y - x * factor).abs() <= 1e-6 * x.abs(), "element {i} of {first}: {y}, {x} {factor}");
+                }
+            }
+        }
+    }
 
     #[test]
     fn many_numbers_are_those_of_one_at_a_time() {

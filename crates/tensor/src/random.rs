@@ -44,6 +44,13 @@ impl Random {
         Self { key: [seed as u32, (seed >> 32) as u32], stream: [step as u32, high] }
     }
 
+    /// What the stream is made of, for a generator elsewhere: the key, and the upper half of the counter, whose lower half is the
+    /// position.
+    #[must_use]
+    pub fn key_and_stream(&self) -> [u32; 4] {
+        [self.key[0], self.key[1], self.stream[0], self.stream[1]]
+    }
+
     /// Four random words at `position`.
     #[must_use]
     pub fn words(&self, position: u64) -> [u32; 4] {

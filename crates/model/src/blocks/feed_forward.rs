@@ -59,7 +59,14 @@ impl FeedForwardSaved {
 /// The gradients of the block's matrices, still to be computed.
 #[allow(clippy::large_enum_variant)] // lives for a moment: nothing is gained by another allocation
 pub(crate) enum FeedForwardGradTask {
-    Dense { normed: Tensor, dy: Tensor, saved: ExpertsSaved, dh: Tensor, weighed: Option<Tensor>, activation: Activation },
+    Dense {
+        normed: Tensor,
+        dy: Tensor,
+        saved: ExpertsSaved,
+        dh: Tensor,
+        weighed: Option<Tensor>,
+        activation: Activation,
+    },
     Moe(MoeGradTask),
 }
 

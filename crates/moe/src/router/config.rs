@@ -256,6 +256,14 @@ impl RouterConfig {
             && self.modality_experts.is_empty()
     }
 
+    /// Whether tokens, where they choose, take the highest K by softmax or sigmoid, by bias and groups, and weigh them by their scores.
+    pub(crate) fn is_score_top_k(&self) -> bool {
+        use RouterKind::{Base, Cosine, ExpertChoice, Gshard, NoisyTopK, Sinkhorn, Switch, TopK};
+        matches!(self.kind, TopK | Switch | ExpertChoice | Gshard | NoisyTopK | Cosine | Base | Sinkhorn)
+            && self.sparsemixer_jitter == 0.0
+            && self.modality_experts.is_empty()
+    }
+
     /// Experts without computation; they come after all others.
     #[must_use]
     pub fn num_free(&self) -> usize {

@@ -1,17 +1,18 @@
 //! Routers that score every expert for every token: logits, scores, choice, weights, each a step over rows.
 //!
-//! Softmax over logits and the highest K have one fused operation in `ops`, wherever the logits come from; all else is taken step
-//! by step.
+//! Softmax over logits and the highest K have one fused operation in `ops`, wherever the logits come from; a GPU has a kernel for
+//! other scores, biases and groups; all else is taken step by step.
 //! Backward (in `grads`) goes from the weights to the gates they were taken from, adds what the losses say of the
 //! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
 use moeworks_ops::late::Late;
+use moeworks_ops::score_top_k::{ScoreRule, Scored, score_top_k};
 use moeworks_ops::top_k::{TopK, softmax_top_k};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks;
-use super::config::{RouterConfig, RouterKind, ScoreFunction, SecondExpert, num_modalities};
+use super::config::{GroupScore, RouterConfig, RouterKind, ScoreFunction, SecondExpert, num_modalities};
 use super::input::{Draw, RouterInput};
 use super::noise::{InputNoise, LogitDraws, LogitNoise};
 use super::parts::Parts;
@@ -66,8 +67,19 @@ pub(crate) struct FlatSaved {
     pub(crate) shared_groups: Option<Parts>,
     /// `[E]`: the smooth load under noise; empty without.
     pub(crate) smooth_load: Vec<f64>,
-    pub(crate) is_fused: bool,
+    pub(crate) way: Way,
     pub(crate) residual: Option<Residual>,
+}
+
+/// How a pass computes scores and choices.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Way {
+    /// By the fused operation for the highest of a softmax.
+    Fused,
+    /// By a GPU's kernel for scores of other kinds.
+    OnGpu,
+    /// Row by row on the host.
+    StepByStep,
 }
 
 /// What is chosen of logits.
@@ -120,13 +132,13 @@ impl FlatRouter<'_> {
         let squared_logits = scorer.squared_logits(ctx, &values);
         let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
-        let is_fused = self.is_fused();
-        let Choice { scores, ids, weights, num_rerouted } = if is_fused {
-            self.fused(ctx, values, &noise)
-        } else {
-            self.step_by_step(ctx, values, (&noise, &scorer), &modalities)
+        let way = self.way(ctx, &scorer);
+        let Choice { scores, ids, weights, num_rerouted } = match way {
+            Way::Fused => self.fused(ctx, values, &noise),
+            Way::OnGpu => self.scored(ctx, values, &noise),
+            Way::StepByStep => self.step_by_step(ctx, values, (&noise, &scorer), &modalities),
         };
-        let has_all = is_fused && !self.may_leave_second();
+        let has_all = self.gives_all(way) && !self.may_leave_second();
         let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone()).whole(has_all);
         let mut saved = FlatSaved {
             input_noise,
@@ -142,7 +154,7 @@ impl FlatRouter<'_> {
             ids,
             weights,
             smooth_load: Vec::new(),
-            is_fused,
+            way,
             residual,
         };
         if let Some(clean) = &saved.clean {
@@ -159,6 +171,31 @@ impl FlatRouter<'_> {
             softmax_top_k(ctx, values, self.config.top_k, is_normalized(self.config));
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits: Late::now(vec![0.0]) };
         Choice { scores, ids, weights, num_rerouted: 0 }
+    }
+
+    /// The same by the rule of other scores, on a GPU.
+    fn scored(&self, ctx: &Context, mut values: Tensor, noise: &LogitNoise) -> Choice {
+        noise.add(ctx, &mut values);
+        let scored = score_top_k(ctx, values, &self.score_rule()).expect("a GPU");
+        let Scored { probs, gates, logits, lse, ids, weights, sums } = scored;
+        let scores = Scores { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) };
+        Choice { scores, ids, weights, num_rerouted: 0 }
+    }
+
+    pub(crate) fn score_rule(&self) -> ScoreRule<'_> {
+        let (router, weigh) = (self.router(), WeightRule::of(self.config));
+        ScoreRule {
+            is_sigmoid: self.gate() == Gate::Sigmoid,
+            temperature: self.temperature(),
+            bias: router.expert_bias.then(|| self.weights.state(EXPERT_BIAS)),
+            num_groups: router.num_groups,
+            top_groups: router.top_groups,
+            by_top_two: router.group_score == GroupScore::TopTwo,
+            top_k: self.config.top_k,
+            is_normalized: weigh.is_normalized,
+            scale: weigh.scale,
+            first_null: weigh.first_null,
+        }
     }
 
     fn step_by_step(
@@ -227,12 +264,28 @@ impl FlatRouter<'_> {
         Logits { input_noise, scorer, values, noise, residual: None }
     }
 
-    /// Whether the fused operation computes this pass.
-    fn is_fused(&self) -> bool {
+    fn way(&self, ctx: &Context, scorer: &Scorer) -> Way {
         let router = self.router();
         let is_random = self.random().is_some() && router.random_probability(self.input.progress) > 0.0;
         let tokens_choose = self.input.is_inference || !router.is_joint();
-        router.is_softmax_top_k() && self.temperature() == 1.0 && tokens_choose && !is_random && !self.reroutes()
+        if !tokens_choose || is_random || self.reroutes() {
+            return Way::StepByStep;
+        }
+        let is_flat = !matches!(scorer, Scorer::None | Scorer::Tree(_));
+        if router.is_softmax_top_k() && self.temperature() == 1.0 {
+            Way::Fused
+        } else if ctx.gpu().is_some() && is_flat && router.is_score_top_k() {
+            Way::OnGpu
+        } else {
+            Way::StepByStep
+        }
+    }
+
+    /// Whether a token always gets K experts that compute.
+    fn gives_all(&self, way: Way) -> bool {
+        let router = self.router();
+        let reachable = self.config.num_experts / router.num_groups * router.top_groups;
+        way == Way::Fused || way == Way::OnGpu && router.num_free() == 0 && reachable >= self.config.top_k
     }
 
     /// What a setting of training is at this time of the run.

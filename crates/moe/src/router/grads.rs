@@ -3,12 +3,13 @@
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_weight};
+use moeworks_ops::score_top_k::{Scored, ScoredGrads, score_top_k_backward};
 use moeworks_ops::top_k::{ScoreGrads, TopK, softmax_top_k_backward};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks::{self, ROWS};
 use super::config::RouterKind;
-use super::flat::{FlatRouter, FlatSaved};
+use super::flat::{FlatRouter, FlatSaved, Way};
 use super::noise::LogitNoise;
 use super::parts::{PartGrads, Parts};
 use super::scorer::{NOISE, Scorer, ScorerGrads};
@@ -43,8 +44,10 @@ impl FlatRouter<'_> {
         if matches!(saved.scorer, Scorer::None) {
             return None;
         }
-        let mut dlogits = if saved.is_fused && losses.is_simple() {
+        let mut dlogits = if saved.way == Way::Fused && losses.is_simple() {
             self.fused_grads(ctx, saved, dweights, losses)
+        } else if saved.way == Way::OnGpu && losses.is_simple_by_parts() {
+            self.scored_grads(ctx, saved, dweights, losses)
         } else {
             let mut dweights = dweights.copied(ctx.pool());
             add_importance(&mut dweights, used.u32s(), &losses.importance);
@@ -84,6 +87,27 @@ impl FlatRouter<'_> {
         let (ids, weights) = (saved.ids.clone(), saved.weights.clone());
         let scores = TopK { probs: probs.clone(), ids, weights, lse: lse.clone(), sums: sums.clone() };
         softmax_top_k_backward(ctx, &scores, is_normalized(self.config), grads)
+    }
+
+    /// The gradient of the logits where a GPU made the scores.
+    fn scored_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
+        let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
+        let mut part = (num_tokens.max(1), 0);
+        let mut probs = losses.balance.clone();
+        if losses.sequence != 0.0 && saved.seq_len > 0 {
+            let rows;
+            (rows, part) = saved.sequence_grads(losses).rows();
+            let balance = rows.chunks(e).flat_map(|_| losses.balance.iter().copied());
+            probs =
+                rows.iter().zip(balance.chain(std::iter::repeat(0.0))).map(|(row, balance)| row + balance).collect();
+        }
+        let lse_squared = losses.z / num_tokens.max(1) as f32;
+        let grads = ScoredGrads { weights: dweights.into(), probs: &probs, part, lse_squared };
+        let Scores { probs, gates, logits, lse, sums, .. } = &saved.scores;
+        let (probs, gates, lse, sums) = (probs.clone(), gates.clone(), lse.clone(), sums.clone());
+        let (logits, ids) = (logits.clone().expect("scores of a GPU keep their logits"), saved.ids.clone());
+        let scored = Scored { probs, gates, logits, lse, ids, weights: saved.weights.clone(), sums };
+        score_top_k_backward(ctx, &scored, &self.score_rule(), grads).expect("a GPU")
     }
 
     /// The gradient of the logits, before noise and temperature, token by token.
@@ -204,6 +228,12 @@ impl FlatSaved {
         sum / e as f64
     }
 
+    /// The gradients of the distributions by the sequence-wise loss.
+    fn sequence_grads(&self, losses: &LossGrad) -> PartGrads {
+        let e = self.scores.probs.cols();
+        self.sequences().grads(e, f64::from(losses.sequence) * e as f64)
+    }
+
     /// The choices of each sequence.
     fn sequences(&self) -> Parts {
         let (ids, k) = (self.ids.u32s(), self.ids.cols());
@@ -310,7 +340,7 @@ impl<'a> ProbGrads<'a> {
         let e = saved.scores.probs.cols();
         let mut parts = Vec::new();
         if losses.sequence != 0.0 && saved.seq_len > 0 {
-            parts.push(saved.sequences().grads(e, f64::from(losses.sequence) * e as f64));
+            parts.push(saved.sequence_grads(losses));
         }
         if losses.gshard != 0.0 {
             parts.push(saved.of_groups(|groups| groups.grads(e, f64::from(losses.gshard) / e as f64)));

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use moeworks_ops::elementwise::multiply_into;
 use moeworks_ops::linear::linear;
-use moeworks_ops::random::{fill_coarse, fill_factors, fill_gumbels, fill_normals};
+use moeworks_ops::random::{Factors, fill_coarse, fill_factors, fill_gumbels, fill_normals, times_factors};
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Random, Tensor};
 
@@ -63,7 +63,7 @@ impl InputNoise {
 
     /// `x` (f32 or bf16) times the noise, in f32.
     pub(crate) fn apply(&self, ctx: &Context, x: &Tensor) -> Tensor {
-        self.apply_to_rows(ctx, x, 0..x.rows())
+        times_factors(ctx, x, &self.as_factors()).unwrap_or_else(|| self.apply_to_rows(ctx, x, 0..x.rows()))
     }
 
     /// The product of the noisy `x [T, D]` and `w [E, D]`, both in f32: some rows at a time, which stay in the caches of one thread
@@ -82,6 +82,12 @@ impl InputNoise {
         y
     }
 
+    /// For where a GPU multiplies.
+    fn as_factors(&self) -> Factors {
+        let first = (Draw::Jitter.at(self.first), Draw::Dropout.at(self.first));
+        Factors { random: self.random, eps: self.eps, dropout: self.dropout, first }
+    }
+
     fn apply_to_rows(&self, ctx: &Context, x: &Tensor, rows: Range<usize>) -> Tensor {
         let first = rows.start * x.cols();
         let mut y = ctx.empty(&[rows.len(), x.cols()], DType::F32);
@@ -95,6 +101,10 @@ impl InputNoise {
 
     /// Multiplies the gradient of the noisy input by the noise, which makes it that of the input.
     pub(crate) fn apply_assign(&self, ctx: &Context, dx: &mut Tensor) {
+        if let Some(product) = times_factors(ctx, dx, &self.as_factors()) {
+            *dx = product;
+            return;
+        }
         ctx.threads().run_pieces(dx.f32s_mut(), PIECE, |piece, dx| {
             self.each(ctx, piece * PIECE, dx, |dx, factors, _| {
                 dx.iter_mut().zip(factors).for_each(|(dx, factor)| *dx *= factor);

@@ -83,6 +83,11 @@ pub(crate) struct PartGrads {
 }
 
 impl PartGrads {
+    /// `[parts, E]`, the tokens of a part, and those of the first part that come before these tokens.
+    pub(crate) fn rows(self) -> (Vec<f32>, (usize, usize)) {
+        (self.rows, (self.len, self.before))
+    }
+
     /// Those of `token`, of at least E elements.
     pub(crate) fn of(&self, token: usize, num_experts: usize) -> &[f32] {
         &self.rows[(self.before + token) / self.len * num_experts..]

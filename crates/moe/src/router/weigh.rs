@@ -10,10 +10,10 @@ const WEIGHT_EPS: f32 = 1e-20;
 #[derive(Clone, Copy)]
 pub(crate) struct WeightRule {
     /// Whether they are divided by their sum.
-    is_normalized: bool,
-    scale: f32,
+    pub(super) is_normalized: bool,
+    pub(super) scale: f32,
     /// Experts from this one on have no weight and do not count in the sum.
-    first_null: usize,
+    pub(super) first_null: usize,
     /// Weights of one over the number of experts; backward as if they were the gates.
     is_equal: bool,
 }

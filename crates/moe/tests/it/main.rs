@@ -5,6 +5,7 @@ mod decisions;
 mod deepseek;
 mod edges;
 mod fixtures;
+mod gpu;
 #[cfg(target_os = "linux")]
 #[path = "../../../comm/tests/it/launcher.rs"]
 mod launcher;

@@ -9,6 +9,7 @@ use moeworks_moe::{
     RouterInput, RouterKind, ScoreFunction, SecondExpert, balance_loss_per_layer, cv_squared, entropy_loss, l1_loads,
 };
 use moeworks_ops::Context;
+use moeworks_ops::cuda::Gpu;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -354,15 +355,14 @@ struct Outcome {
     grads: Vec<Vec<f32>>,
 }
 
-fn run(num_threads: usize, config: &MoeConfig, input: &RouterInput<'_>, numbers: &Numbers, dy: &[f64]) -> Outcome {
-    let ctx = Context::cpu(num_threads);
+fn run(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, numbers: &Numbers, dy: &[f64]) -> Outcome {
     let layer = MoeLayer::new(config.clone()).unwrap();
-    let weights = layer_weights(&ctx, config, numbers);
+    let weights = layer_weights(ctx, config, numbers);
     let e = config.num_choosable();
-    let logits = |values: &[f64]| config.router.gate_residual.then(|| tensor(&ctx, &[T, e], values));
+    let logits = |values: &[f64]| config.router.gate_residual.then(|| tensor(ctx, &[T, e], values));
     let (previous, d_next) = (logits(&numbers.previous), logits(&d_next(e)));
     let input = RouterInput { previous: previous.as_ref(), ..*input };
-    let (y, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[T, D], &numbers.x), &input);
+    let (y, saved) = layer.forward(ctx, &weights, &tensor(ctx, &[T, D], &numbers.x), &input);
     let stats = saved.stats();
     let balance = balance_loss_per_layer(&[&stats], BALANCE).gradients.remove(0);
     let entropy = entropy_loss(&stats, &ENTROPY);
@@ -378,11 +378,11 @@ fn run(num_threads: usize, config: &MoeConfig, input: &RouterInput<'_>, numbers:
         modality_balance: entropy.modality_balance,
         ..LossGrad::default()
     };
-    let dy = tensor(&ctx, &[T, D], dy);
-    let (dx, task) = layer.backward_with_next(&ctx, &weights, &saved, (&dy, d_next.as_ref()), &losses);
+    let dy = tensor(ctx, &[T, D], dy);
+    let (dx, task) = layer.backward_with_next(ctx, &weights, &saved, (&dy, d_next.as_ref()), &losses);
     let d_previous = task.d_previous_logits().map(|grad| grad.f32s().to_vec());
-    let mut grads = MoeWeights::zeros(&ctx, config, DType::F32);
-    task.run(&ctx, Write::Replace, &mut grads);
+    let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
+    task.run(ctx, Write::Replace, &mut grads);
     let lists = std::iter::once(dx.f32s().to_vec()).chain(grads.tensors().into_iter().map(|g| g.f32s().to_vec()));
     Outcome { y, saved, stats, grads: lists.chain(d_previous).collect() }
 }
@@ -396,11 +396,15 @@ fn check(
 ) -> Outcome {
     let numbers = numbers(config);
     let dy = draw(9, T * D);
-    let outcome = run(2, config, &input, &numbers, &dy);
+    let outcome = run(&Context::cpu(2), config, &input, &numbers, &dy);
     for num_threads in [1, 3] {
-        let other = run(num_threads, config, &input, &numbers, &dy);
+        let other = run(&Context::cpu(num_threads), config, &input, &numbers, &dy);
         assert_eq!(outcome.y.f32s(), other.y.f32s(), "{name}");
         assert_eq!((&outcome.grads, &outcome.stats), (&other.grads, &other.stats), "{name}");
+    }
+    for (device, gpu) in Gpu::for_tests() {
+        let other = run(&Context::cpu(2).with_gpu(gpu), config, &input, &numbers, &dy);
+        assert_alike(&format!("{name} on the {device}"), &other, &outcome);
     }
     let scheme = Scheme { config, input, l1: f64::from(config.router.l1_start) };
     let tokens: Vec<Token> = (0..T).map(|t| scheme.token(&numbers, t)).collect();
@@ -424,6 +428,18 @@ fn check(
     let held = Held { ids, used, gates, balance: gradients.iter().map(|&g| f64::from(g)).collect() };
     check_gradients(name, &scheme, &numbers, (&dy, &held), &outcome);
     outcome
+}
+
+/// A GPU finds what the processor found.
+fn assert_alike(name: &str, of_gpu: &Outcome, of_host: &Outcome) {
+    assert_eq!(of_gpu.saved.routing().expert_ids(), of_host.saved.routing().expert_ids(), "{name}");
+    let lists = |outcome: &Outcome| [vec![outcome.y.f32s().to_vec()], outcome.grads.clone()].concat();
+    for (list, (a, b)) in lists(of_gpu).iter().zip(lists(of_host)).enumerate() {
+        let scale = b.iter().fold(0.1_f32, |max, &x| max.max(x.abs()));
+        for (i, (a, b)) in a.iter().zip(b).enumerate() {
+            assert!((a - b).abs() <= 5e-5 * scale, "{name}: {i} of list {list} is {a}, on the processor {b}");
+        }
+    }
 }
 
 fn check_output(

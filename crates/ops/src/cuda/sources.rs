@@ -82,6 +82,8 @@ sources! {
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
+    NOISE = "noise": ["times_factors"];
+    SCORES = "scores": ["score_top_k", "score_top_k_backward"];
     SAMPLING = "sampling": ["draw_tokens"];
     LOGITS = "logits": ["cut_numbers", "add_parts"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];

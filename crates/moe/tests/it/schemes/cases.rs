@@ -194,7 +194,7 @@ fn experts_choose_their_tokens() {
 fn base_gives_every_expert_as_many_tokens() {
     let config = with(RouterKind::Base, 1);
     let numbers = numbers(&config);
-    let outcome = run(2, &config, &quiet(), &numbers, &draw(9, T * D));
+    let outcome = run(&Context::cpu(2), &config, &quiet(), &numbers, &draw(9, T * D));
     let chosen: Vec<Vec<u32>> = outcome.saved.routing().expert_ids().iter().map(|&id| vec![id]).collect();
     check("base", &config, quiet(), &|_| chosen.clone());
     assert_eq!(outcome.stats.tokens_per_expert, [2, 2, 2, 1, 1, 1]);
@@ -227,7 +227,7 @@ fn a_hash_sends_equal_ids_to_equal_experts() {
     for k in [1, 3] {
         let config = with(RouterKind::Hash, k);
         let numbers = numbers(&config);
-        let outcome = run(2, &config, &quiet(), &numbers, &draw(9, T * D));
+        let outcome = run(&Context::cpu(2), &config, &quiet(), &numbers, &draw(9, T * D));
         let routing = outcome.saved.routing().clone();
         let ids: Vec<Vec<u32>> = (0..T).map(|t| routing.choices(t).map(|(id, _)| id).collect()).collect();
         assert_eq!(ids[0], ids[3], "tokens 0 and 3 have one id");

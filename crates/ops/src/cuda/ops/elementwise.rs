@@ -5,8 +5,9 @@ use moeworks_tensor::{DType, Tensor};
 use super::{On, THREADS, double};
 use crate::adamw::{AdamWTensors, Factors};
 use crate::cuda::Arg;
-use crate::cuda::sources::ELEMENTWISE;
+use crate::cuda::sources::{ELEMENTWISE, NOISE};
 use crate::late::{Late, List};
+use crate::random;
 
 /// Blocks for `len` elements: each thread takes some, so that launches of any length are of moderate size.
 fn blocks(len: usize) -> usize {
@@ -186,4 +187,20 @@ pub(crate) fn rope(on: On<'_>, x: &mut Tensor, rotation: &Rotation<'_>, position
     ];
     // SAFETY: a block rotates its row; positions are those of the table.
     unsafe { on.launch(&ELEMENTWISE, "rotate", positions.len(), &args) };
+}
+
+/// Numbers that one call for bytes and two for halves of words give, in a group of which sixteen threads have a part each.
+const FACTOR_GROUP: u64 = 256;
+
+pub(crate) fn times_factors(on: On<'_>, x: &Tensor, factors: &random::Factors) -> Tensor {
+    let mut y = on.empty(x.shape(), DType::F32);
+    let (first, count) = (factors.first.0, x.len());
+    let groups = (first % FACTOR_GROUP + count as u64).div_ceil(FACTOR_GROUP) as usize;
+    let mut args = vec![on.read(x), (x.dtype() == DType::BF16).into(), on.write(&mut y)];
+    args.extend([count, first as usize, factors.first.1 as usize].map(Arg::elements));
+    args.extend(factors.random.key_and_stream().map(Arg::from));
+    args.extend([factors.eps, factors.dropout].map(Arg::from));
+    // SAFETY: a thread reads and writes elements whose positions are below the count.
+    unsafe { on.launch(&NOISE, "times_factors", (16 * groups).div_ceil(THREADS), &args) };
+    y
 }

@@ -7,9 +7,9 @@ use super::e4m3::{self, Packed};
 use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, RowsProduct};
 use super::{Listed, On, THREADS, takes_weights};
 use crate::Activation;
+use crate::cuda::Arg;
 use crate::cuda::room::Stacks;
 use crate::cuda::sources::GROUPED;
-use crate::cuda::Arg;
 use crate::e4m3::BLOCK;
 use crate::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,

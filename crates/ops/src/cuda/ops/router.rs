@@ -1,4 +1,4 @@
-//! [`top_k`](crate::top_k) and [`counting_sort`](crate::counting_sort) on a GPU.
+//! [`top_k`](crate::top_k), [`score_top_k`](mod@crate::score_top_k) and [`counting_sort`](crate::counting_sort) on a GPU.
 //!
 //! A warp has a row of scores. The sort counts choices by (expert, rank, block of 256 tokens), scans each expert's counts by a
 //! block, and gives rows out by warps that compare their lanes' experts: the order is that of the CPU, without atomics that
@@ -8,11 +8,12 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS, WARPS, double};
 use crate::counting_sort::SortedChoices;
-use crate::cuda::sources::ROUTER;
+use crate::cuda::sources::{ROUTER, SCORES};
 use crate::cuda::{Arg, Launch};
 use crate::experts::NO_ROW;
 use crate::late::Late;
-use crate::top_k::{ChoiceSums, ScoreGrads, TopK, add_up};
+use crate::score_top_k::{ScoreRule, Scored, ScoredGrads};
+use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK, add_up};
 
 /// Rows that one block adds up, as on the CPU.
 const ROWS_EACH: usize = 128;
@@ -40,12 +41,19 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     ];
     // SAFETY: a warp reads and writes its row of each.
     unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
+    let sums = sum_scores(on, &logits, &lse, &entropy);
+    TopK { probs: logits, ids, weights, lse, sums }
+}
+
+/// Sums over the rows of `probs`, of their entropies and of the squares of `lse`.
+fn sum_scores(on: On<'_>, probs: &Tensor, lse: &Tensor, entropy: &Tensor) -> Late<ScoreSums> {
+    let (rows, width) = (probs.rows(), probs.cols());
     let blocks = rows.div_ceil(ROWS_EACH);
     let mut partial = on.empty(&[blocks, width + 2], DType::F32);
     let args = [
-        on.read(&logits),
-        on.read(&lse),
-        on.read(&entropy),
+        on.read(probs),
+        on.read(lse),
+        on.read(entropy),
         on.write(&mut partial),
         rows.into(),
         width.into(),
@@ -53,8 +61,72 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     ];
     // SAFETY: a block writes its row of sums.
     unsafe { on.launch(&ROUTER, "sum_scores", blocks, &args) };
-    let sums = Late::new(move || add_up(partial.f32s(), width));
-    TopK { probs: logits, ids, weights, lse, sums }
+    Late::new(move || add_up(partial.f32s(), width))
+}
+
+pub(crate) fn score_top_k(on: On<'_>, mut logits: Tensor, rule: &ScoreRule<'_>) -> Scored {
+    let (rows, width, k) = (logits.rows(), logits.cols(), rule.top_k);
+    let [mut probs, mut gates] =
+        [true, rule.is_sigmoid].map(|is_there| on.empty(&[if is_there { rows } else { 0 }, width], DType::F32));
+    // What is ranked by, where that is not the logits, and the groups' scores.
+    let (is_limited, is_ranked) = (rule.is_limited(), rule.is_limited() || rule.bias.is_some());
+    let mut ranking = on.empty(&[if is_ranked { rows } else { 0 }, width], DType::F32);
+    let mut groups = on.empty(&[if is_limited { rows } else { 0 }, rule.num_groups], DType::F32);
+    let (mut ids, mut weights) = (on.empty(&[rows, k], DType::U32), on.empty(&[rows, k], DType::F32));
+    let (mut lse, mut entropy) = (on.empty(&[rows], DType::F32), on.empty(&[rows], DType::F32));
+    let mut args = vec![on.write(&mut logits), on.write(&mut probs)];
+    args.push(if rule.is_sigmoid { on.write(&mut gates) } else { Arg::none() });
+    args.push(if is_ranked { on.write(&mut ranking) } else { Arg::none() });
+    args.push(if is_limited { on.write(&mut groups) } else { Arg::none() });
+    args.extend([on.write(&mut ids), on.write(&mut weights), on.write(&mut lse), on.write(&mut entropy)]);
+    args.push(on.read_or_none(rule.bias));
+    args.extend([rows, width, k].map(Arg::from));
+    args.push(rule.temperature.into());
+    args.extend([rule.num_groups, rule.top_groups, usize::from(rule.by_top_two)].map(Arg::from));
+    args.extend(weighing(rule));
+    // SAFETY: a warp reads and writes its row of each.
+    unsafe { on.launch(&SCORES, "score_top_k", rows.div_ceil(WARPS), &args) };
+    let sums = sum_scores(on, &probs, &lse, &entropy);
+    Scored { probs, gates: rule.is_sigmoid.then_some(gates), logits, lse, ids, weights, sums }
+}
+
+/// How weights are taken of scores, as kernels are told.
+fn weighing(rule: &ScoreRule<'_>) -> [Arg<'static>; 3] {
+    [rule.is_normalized.into(), rule.scale.into(), rule.first_null.into()]
+}
+
+pub(crate) fn score_top_k_backward(
+    on: On<'_>,
+    scored: &Scored,
+    rule: &ScoreRule<'_>,
+    grads: ScoredGrads<'_>,
+) -> Tensor {
+    let (rows, width, k) = (scored.probs.rows(), scored.probs.cols(), scored.ids.cols());
+    let mut dlogits = on.empty(&[rows, width], DType::F32);
+    let (weights, probs) = (on.list(grads.weights), (!grads.probs.is_empty()).then(|| on.floats(grads.probs)));
+    let (len, before) = grads.part;
+    let mut args = vec![
+        on.read(&scored.probs),
+        on.read_or_none(scored.gates.as_ref()),
+        on.read(&scored.logits),
+        on.read(&scored.ids),
+        on.read(&scored.weights),
+        on.read(&scored.lse),
+        on.read(weights.tensor()),
+        on.read_or_none(probs.as_ref()),
+        on.write(&mut dlogits),
+        rows.into(),
+        width.into(),
+        k.into(),
+        rule.temperature.into(),
+        len.into(),
+        before.into(),
+        grads.lse_squared.into(),
+    ];
+    args.extend(weighing(rule));
+    // SAFETY: a warp reads its row of each and its part's, and writes its row of the gradient.
+    unsafe { on.launch(&SCORES, "score_top_k_backward", rows.div_ceil(WARPS), &args) };
+    dlogits
 }
 
 pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
