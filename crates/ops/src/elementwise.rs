@@ -126,6 +126,9 @@ pub fn sum_rows(ctx: &Context, x: &Tensor, write: Write, sums: &mut Tensor) {
     const COLS: usize = 64;
     let cols = x.cols();
     assert_eq!(sums.len(), cols, "sum_rows: x {:?}, sums {:?}", x.shape(), sums.shape());
+    if let Some(on) = On::taking(ctx, &[x.dtype()]) {
+        return cuda::elementwise::sum_rows(on, x, write, sums);
+    }
     with_float!(x.dtype(), T => {
         let x = x.slice::<T>();
         ctx.threads().run_pieces(sums.f32s_mut(), COLS, |index, sums| {

@@ -5,10 +5,11 @@
 
 mod part;
 
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
-use crate::elementwise::{add_rows, sum_rows};
+use crate::elementwise::{add_rows, copy_rows, sum_rows};
+use crate::late::Late;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
@@ -41,24 +42,33 @@ pub fn head_loss(ctx: &Context, x: &Tensor, w: &Tensor, targets: &[u32]) -> Head
 #[must_use]
 pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: (&Tensor, Option<&Tensor>), targets: &[u32]) -> HeadLoss {
     check(x, weights.0, targets);
-    forward(ctx, x, weights, targets, &mut |logits, targets| softmax_rows(ctx, logits, targets, None))
+    let step = tokens_of_chunk(ctx, weights.0.rows());
+    forward(ctx, x, weights, (targets, step), &mut |logits, targets| softmax_rows(ctx, logits, targets, None))
 }
 
 /// What makes of a chunk's logits and targets its loss and, where they are asked for, the logits' gradients in their place.
-type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> HeadLoss;
+type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> Late<HeadLoss>;
 
+/// `step` tokens a chunk.
 fn forward(
     ctx: &Context,
     x: &Tensor,
     (w, bias): (&Tensor, Option<&Tensor>),
-    targets: &[u32],
+    (targets, step): (&[u32], usize),
     softmax: Softmax<'_>,
 ) -> HeadLoss {
-    let mut total = HeadLoss::default();
-    for chunk in Chunk::all(x.rows(), w.rows()) {
+    let mut losses = Vec::new();
+    for chunk in Chunk::all(x.rows(), step) {
         let mut logits = biased_logits(ctx, &chunk.rows_of(ctx, x), w, bias);
-        total.add(softmax(&mut logits, &targets[chunk.range()]));
+        losses.push(softmax(&mut logits, &targets[chunk.range()]));
     }
+    total(&losses)
+}
+
+/// What is said of all chunks; looked at when all are under way, so that a GPU has no time between two of them.
+fn total(losses: &[Late<HeadLoss>]) -> HeadLoss {
+    let mut total = HeadLoss::default();
+    losses.iter().for_each(|loss| total.add(**loss));
     total
 }
 
@@ -105,35 +115,39 @@ pub fn head_loss_backward_biased(
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
     check(x, weights.0, targets);
-    let softmax: Softmax<'_> = &mut |logits, targets| softmax_rows(ctx, logits, targets, Some(grad_scale));
-    backward(ctx, x, weights, targets, (write, softmax), grads)
+    // What only products take is rounded where it comes from, once.
+    let dtype = if weights.1.is_none() { weights.0.dtype() } else { DType::F32 };
+    let softmax: Softmax<'_> = &mut |logits, targets| softmax_rows(ctx, logits, targets, Some((grad_scale, dtype)));
+    let step = tokens_of_chunk(ctx, weights.0.rows());
+    backward(ctx, x, weights, (targets, step), (write, softmax), grads)
 }
 
+/// `step` tokens a chunk.
 fn backward(
     ctx: &Context,
     x: &Tensor,
     (w, bias): (&Tensor, Option<&Tensor>),
-    targets: &[u32],
+    (targets, step): (&[u32], usize),
     (write, softmax): (Write, Softmax<'_>),
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
     let HeadGrads { weight: dw, bias: mut d_bias } = grads;
-    let mut total = HeadLoss::default();
+    let mut losses = Vec::new();
     let mut dx = ctx.empty(&[x.rows(), x.cols()], DType::F32);
     if write == Write::Replace && x.rows() == 0 {
         dw.f32s_mut().fill(0.0);
         d_bias.iter_mut().for_each(|d_bias| d_bias.f32s_mut().fill(0.0));
     }
     let mut write = write;
-    for chunk in Chunk::all(x.rows(), w.rows()) {
+    for chunk in Chunk::all(x.rows(), step) {
         let part = chunk.rows_of(ctx, x);
         let mut logits = biased_logits(ctx, &part, w, bias);
-        total.add(softmax(&mut logits, &targets[chunk.range()]));
+        losses.push(softmax(&mut logits, &targets[chunk.range()]));
         let part_dx = linear_backward_input(ctx, &logits, w, DType::F32);
         if chunk.end - chunk.start == x.rows() {
             dx = part_dx;
         } else {
-            dx.f32s_mut()[chunk.start * x.cols()..chunk.end * x.cols()].copy_from_slice(part_dx.f32s());
+            copy_rows(ctx, (&part_dx, 0), (&mut dx, chunk.start), part_dx.rows());
         }
         linear_backward_weight(ctx, &logits, &part, w.dtype(), write, dw);
         if let Some(d_bias) = &mut d_bias {
@@ -141,24 +155,26 @@ fn backward(
         }
         write = Write::Add;
     }
-    (total, dx)
+    (total(&losses), dx)
 }
 
-/// The loss of a chunk; with a scale, the logits are replaced by their gradient. Losses are added up in the order of the
-/// tokens, in f64.
-fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> HeadLoss {
-    let losses = match On::of(ctx) {
-        Some(on) => {
-            let rows = cuda::head_loss::softmax_rows(on, logits, targets, grad_scale);
-            rows.iter()
-                .map(|row| RowLoss {
-                    nats: f64::from(row.sum).ln() - f64::from(row.distance),
-                    is_correct: row.is_correct,
-                })
-                .collect()
-        }
-        None => row_losses(ctx, logits, targets, grad_scale),
+/// The loss of a chunk; with a scale, the logits are replaced by their gradient, which on a GPU is rounded to the type given.
+fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Late<HeadLoss> {
+    let Some(on) = On::of(ctx) else {
+        return Late::now(sum_losses(&row_losses(ctx, logits, targets, grads.map(|(scale, _)| scale)), targets));
     };
+    let (rows, targets) = (cuda::head_loss::softmax_rows(on, logits, targets, grads), targets.to_vec());
+    Late::new(move || {
+        let loss = |row: cuda::head_loss::Row| RowLoss {
+            nats: f64::from(row.sum).ln() - f64::from(row.distance),
+            is_correct: row.is_correct,
+        };
+        sum_losses(&cuda::head_loss::rows(&rows).map(loss).collect::<Vec<_>>(), &targets)
+    })
+}
+
+/// Losses are added up in the order of the tokens, in f64.
+fn sum_losses(losses: &[RowLoss], targets: &[u32]) -> HeadLoss {
     let mut total = HeadLoss::default();
     for (loss, _) in losses.iter().zip(targets).filter(|(_, target)| **target != IGNORE) {
         total.loss_sum += loss.nats;
@@ -267,6 +283,17 @@ impl HeadLoss {
     }
 }
 
+/// Tokens whose logits are in memory together.
+fn tokens_of_chunk(ctx: &Context, vocabulary: usize) -> usize {
+    match ctx.device() {
+        // At most 8 Mi logits, 32 MiB, which caches may hold; but never so few tokens that the product turns memory-bound.
+        Device::Cpu => ((8 << 20) / vocabulary.max(1)).clamp(256, 4096),
+        // A GPU has tiles for all of its multiprocessors only with thousands of tokens, and the weights' gradient is read and written
+        // for each chunk: at most 256 Mi logits, 1 GiB, and a power of two, so that there are no rests of tiles.
+        Device::Cuda => 1 << ((256 << 20) / vocabulary.max(1)).clamp(256, 1 << 20).ilog2(),
+    }
+}
+
 /// A range of tokens whose logits are in memory together.
 #[derive(Clone, Copy)]
 struct Chunk {
@@ -275,9 +302,7 @@ struct Chunk {
 }
 
 impl Chunk {
-    fn all(num_tokens: usize, vocabulary: usize) -> impl Iterator<Item = Self> {
-        // At most 8 Mi logits, 32 MiB; but never so few tokens that the product turns memory-bound.
-        let step = ((8 << 20) / vocabulary.max(1)).clamp(256, 4096);
+    fn all(num_tokens: usize, step: usize) -> impl Iterator<Item = Self> {
         (0..num_tokens).step_by(step).map(move |start| Self { start, end: (start + step).min(num_tokens) })
     }
 
@@ -289,9 +314,8 @@ impl Chunk {
         if self.end - self.start == x.rows() {
             return x.clone();
         }
-        let row_bytes = x.cols() * x.dtype().size();
         let mut rows = ctx.empty(&[self.end - self.start, x.cols()], x.dtype());
-        rows.bytes_mut().copy_from_slice(&x.bytes()[self.start * row_bytes..self.end * row_bytes]);
+        copy_rows(ctx, (x, self.start), (&mut rows, 0), self.end - self.start);
         rows
     }
 }
@@ -301,4 +325,40 @@ fn check(x: &Tensor, w: &Tensor, targets: &[u32]) {
     assert_eq!(x.rows(), targets.len(), "head_loss: targets for x {:?}", x.shape());
     let bad = targets.iter().find(|&&target| target != IGNORE && target as usize >= w.rows());
     assert!(bad.is_none(), "head_loss: target {bad:?} of {} classes", w.rows());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{kinds, numbers, tensor};
+
+    /// Chunks of any number of tokens add up to the same on every device.
+    #[test]
+    fn a_loss_in_chunks_is_that_of_all_tokens_at_once() {
+        let (t, d, v) = (50, 24, 40);
+        let targets: Vec<u32> = (0..t as u32).map(|t| if t % 7 == 3 { IGNORE } else { t * 5 % v as u32 }).collect();
+        for (ctx, dtype) in kinds().flat_map(|ctx| [(ctx.clone(), DType::F32), (ctx, DType::BF16)]) {
+            let (x, w) = (numbers(t * d, 1), numbers(v * d, 2));
+            let (x, w) = (tensor(&ctx, &[t, d], &x, dtype), tensor(&ctx, &[v, d], &w, dtype));
+            let of = |step: usize| {
+                let mut dw = tensor(&ctx, &[v, d], &vec![f32::NAN; v * d], DType::F32);
+                let softmax: Softmax<'_> =
+                    &mut |logits, targets| softmax_rows(&ctx, logits, targets, Some((0.5, dtype)));
+                let grads = HeadGrads { weight: &mut dw, bias: None };
+                let (loss, dx) = backward(&ctx, &x, (&w, None), (&targets, step), (Write::Replace, softmax), grads);
+                (loss, dx.f32s().to_vec(), dw.f32s().to_vec())
+            };
+            let whole = of(t);
+            for step in [1, 16, 49] {
+                let chunks = of(step);
+                assert_eq!(chunks.0.num_correct, whole.0.num_correct, "{}", ctx.describe());
+                assert!((chunks.0.loss_sum - whole.0.loss_sum).abs() < 1e-4 * whole.0.loss_sum);
+                // A chunk of few tokens has another kernel, and in bf16 numbers between two are rounded either way.
+                let tolerance = if dtype == DType::BF16 { 2e-2 } else { 1e-5 };
+                for (a, b) in chunks.1.iter().chain(&chunks.2).zip(whole.1.iter().chain(&whole.2)) {
+                    assert!((a - b).abs() <= tolerance * (0.1 + b.abs()), "{}, {step}: {a}, {b}", ctx.describe());
+                }
+            }
+        }
+    }
 }

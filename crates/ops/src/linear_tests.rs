@@ -106,6 +106,7 @@ fn the_three_products_match_f64_over_a_long_depth() {
     check_sizes(3, 4_099, 5);
     check_sizes(5, 3, 4_099);
     check_sizes(787, 3, 5);
+    check_sizes(1_100, 16, 24);
     // Large enough to be cut where A is converted or rows of B are far apart.
     check_sizes(9, 1_101, 301);
 }

@@ -39,7 +39,6 @@ sources! {
     RMS_NORM = "rms_norm": [
         "rms_norm_f32_f32", "rms_norm_f32_bf16", "rms_norm_bf16_f32", "rms_norm_bf16_bf16",
         "rms_norm_backward_f32_f32", "rms_norm_backward_f32_bf16", "rms_norm_backward_bf16_f32", "rms_norm_backward_bf16_bf16",
-        "rms_norm_add_partials",
     ];
     GROUPED = "grouped" after "grouped.cuh": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
@@ -77,7 +76,7 @@ sources! {
         "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
-        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "add_bias", "sums_of_squares", "adamw_step", "gather_rows",
+        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "add_bias", "sum_columns", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];

@@ -6,8 +6,11 @@
 
 use moeworks_tensor::Tensor;
 
-use super::{HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest, map_rows};
+use super::{
+    HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest, map_rows, tokens_of_chunk,
+};
 use crate::Context;
+use crate::late::Late;
 use crate::linear::Write;
 use crate::simd::kernel;
 
@@ -19,6 +22,14 @@ pub struct VocabularyPart<'a> {
     pub rank: usize,
     /// Gives everybody's numbers, of which all ranks have as many, in the order of ranks. All ranks call it as often.
     pub gather: &'a mut dyn FnMut(&[f32]) -> Vec<f32>,
+}
+
+impl VocabularyPart<'_> {
+    /// The same on every rank, as their collectives must meet.
+    fn tokens_of_chunk(&self, ctx: &Context) -> usize {
+        let largest = self.starts.windows(2).map(|pair| pair[1] - pair[0]).max();
+        tokens_of_chunk(ctx, largest.unwrap_or(0))
+    }
 }
 
 /// What a rank tells of a token: its largest logit, the sum of `exp(logit - largest)`, the target's logit if it is here, and
@@ -34,7 +45,9 @@ pub fn head_loss_of_part(
     targets: &[u32],
     part: &mut VocabularyPart<'_>,
 ) -> HeadLoss {
-    forward(ctx, x, weights, targets, &mut |logits, targets| softmax_rows(ctx, logits, targets, (None, part)))
+    let step = part.tokens_of_chunk(ctx);
+    let softmax: Softmax<'_> = &mut |logits, targets| Late::now(softmax_rows(ctx, logits, targets, (None, part)));
+    forward(ctx, x, weights, (targets, step), softmax)
 }
 
 /// As [`head_loss_backward_biased`](super::head_loss_backward_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's
@@ -48,9 +61,10 @@ pub fn head_loss_backward_of_part(
     ((grad_scale, write), part): ((f32, Write), &mut VocabularyPart<'_>),
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
+    let step = part.tokens_of_chunk(ctx);
     let softmax: Softmax<'_> =
-        &mut |logits, targets| softmax_rows(ctx, logits, targets, (Some(grad_scale), &mut *part));
-    backward(ctx, x, weights, targets, (write, softmax), grads)
+        &mut |logits, targets| Late::now(softmax_rows(ctx, logits, targets, (Some(grad_scale), &mut *part)));
+    backward(ctx, x, weights, (targets, step), (write, softmax), grads)
 }
 
 /// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient.

@@ -32,6 +32,25 @@ KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u64 len, u32 columns)
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);
 }
 
+// Row blockIdx.y of `sums` (+)= the sum of rows [rows_each blockIdx.y, ..) of x, 32 columns a block: its eight warps take rows in turns,
+// and what they have is added up in their order.
+KERNEL(256) sum_columns(const void* x, u32 x_bf16, f32* sums, u32 rows, u32 columns, u32 rows_each, u32 add) {
+    __shared__ f32 of_warps[8][32];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane;
+    u32 first = blockIdx.y * rows_each, end = min(first + rows_each, rows);
+    f32 sum = 0.0f;
+    if (column < columns) {
+#pragma unroll 4
+        for (u32 row = first + warp; row < end; row += 8) sum += load_any(x, x_bf16, (u64)row * columns + column);
+    }
+    of_warps[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    for (u32 w = 1; w < 8; w++) sum += of_warps[w][lane];
+    f32* to = sums + (u64)blockIdx.y * columns + column;
+    *to = add ? *to + sum : sum;
+}
+
 // One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the
 // length fixes.
 KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u64 len) {
@@ -71,13 +90,15 @@ KERNEL(256) gather_rows(const u32* ids, const void* table, u32 table_bf16, void*
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) store_any(y, y_bf16, to + i, load_any(table, table_bf16, from + i));
 }
 
-// Row `ids[b]` of `table` += the rows of dy that `rows[starts[b]..starts[b + 1]]` name, in this order.
+// Row `ids[b]` of `table` += the rows of dy that `rows[starts[b]..starts[b + 1]]` name, in this order; without ids row b is set to that
+// sum, without rows row r is row r of dy.
 KERNEL(256) add_rows_of_ids(const u32* ids, const u32* starts, const u32* rows, const void* dy, u32 dy_bf16, f32* table, u32 width) {
     u32 first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
-    f32* to = table + (u64)ids[blockIdx.x] * width;
+    f32* to = table + (u64)(ids ? ids[blockIdx.x] : blockIdx.x) * width;
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
-        f32 sum = to[i];
-        for (u32 row = first; row < end; row++) sum += load_any(dy, dy_bf16, (u64)rows[row] * width + i);
+        f32 sum = ids ? to[i] : 0.0f;
+#pragma unroll 4
+        for (u32 row = first; row < end; row++) sum += load_any(dy, dy_bf16, (u64)(rows ? rows[row] : row) * width + i);
         to[i] = sum;
     }
 }

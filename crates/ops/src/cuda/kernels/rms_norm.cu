@@ -1,6 +1,31 @@
-// y = x / rms(x) * weight, a warp a row. See rms_norm.rs for the formulas.
+// y = x / rms(x) * weight. See rms_norm.rs for the formulas. Elements go by fours where rows are whole vectors.
 
-template <typename X, typename Y>
+// N elements from `at` on, N of 1 or 4.
+template <u32 N> struct Few { f32 x[N]; };
+
+template <u32 N> DEVICE Few<N> few(const f32* from) {
+    if constexpr (N == 4) {
+        float4 four = *(const float4*)from;
+        return Few<N>{{four.x, four.y, four.z, four.w}};
+    } else return Few<N>{{from[0]}};
+}
+template <u32 N> DEVICE Few<N> few(const bf16* from) {
+    if constexpr (N == 4) {
+        uint2 pairs = *(const uint2*)from;
+        return Few<N>{{bits_float(pairs.x << 16), bits_float(pairs.x & 0xffff0000u), bits_float(pairs.y << 16), bits_float(pairs.y & 0xffff0000u)}};
+    } else return Few<N>{{load(from[0])}};
+}
+template <u32 N> DEVICE void put(f32* to, const Few<N>& few) {
+    if constexpr (N == 4) *(float4*)to = make_float4(few.x[0], few.x[1], few.x[2], few.x[3]);
+    else to[0] = few.x[0];
+}
+template <u32 N> DEVICE void put(bf16* to, const Few<N>& few) {
+    if constexpr (N == 4) *(uint2*)to = make_uint2(pack_bf16(few.x[0], few.x[1]), pack_bf16(few.x[2], few.x[3]));
+    else store(to[0], few.x[0]);
+}
+
+// A warp a row.
+template <u32 N, typename X, typename Y>
 DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, f32 eps, Y* __restrict__ y,
                     f32* __restrict__ inv_rms, u32 rows, u32 width) {
     u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
@@ -8,52 +33,79 @@ DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, f32
     x += (u64)row * width;
     y += (u64)row * width;
     f32 sum = 0.0f;
-    for (u32 i = lane; i < width; i += 32) sum = fmaf(load(x[i]), load(x[i]), sum);
+#pragma unroll 4
+    for (u32 i = lane * N; i < width; i += 32 * N) {
+        Few<N> v = few<N>(x + i);
+#pragma unroll
+        for (u32 j = 0; j < N; j++) sum = fmaf(v.x[j], v.x[j], sum);
+    }
     f32 scale = 1.0f / sqrtf(warp_sum(sum) / (f32)width + eps);
     if (lane == 0) inv_rms[row] = scale;
-    for (u32 i = lane; i < width; i += 32) store(y[i], load(x[i]) * scale * weight[i]);
-}
-
-// A warp takes `rows_each` rows one after the other and adds their part of the weight's gradient up in its row of `partials`.
-template <typename X, typename Y>
-DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f32* __restrict__ weight,
-                     const f32* __restrict__ inv_rms, f32* __restrict__ dx, f32* __restrict__ partials, u32 rows, u32 width,
-                     u32 rows_each) {
-    u32 part = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    u32 first = part * rows_each, end = min(first + rows_each, rows);
-    if (first >= rows) return;
-    partials += (u64)part * width;
-    for (u32 i = lane; i < width; i += 32) partials[i] = 0.0f;
-    for (u32 row = first; row < end; row++) {
-        u64 at = (u64)row * width;
-        f32 sum = 0.0f;
-        for (u32 i = lane; i < width; i += 32) sum = fmaf(load(dy[at + i]) * weight[i], load(x[at + i]), sum);
-        f32 scale = inv_rms[row];
-        f32 shift = warp_sum(sum) / (f32)width * scale * scale;
-        for (u32 i = lane; i < width; i += 32) {
-            f32 d = load(dy[at + i]), v = load(x[at + i]);
-            dx[at + i] = scale * (d * weight[i] - v * shift);
-            partials[i] = fmaf(d, v * scale, partials[i]);
-        }
+#pragma unroll 4
+    for (u32 i = lane * N; i < width; i += 32 * N) {
+        Few<N> v = few<N>(x + i), w = few<N>(weight + i);
+#pragma unroll
+        for (u32 j = 0; j < N; j++) v.x[j] = v.x[j] * scale * w.x[j];
+        put(y + i, v);
     }
 }
 
-// total[i] (+)= the sum of partials[:, i], in order.
-KERNEL(256) rms_norm_add_partials(const f32* __restrict__ partials, f32* __restrict__ total, u32 parts, u32 width, u32 replace) {
-    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= width) return;
-    f32 sum = replace ? 0.0f : total[i];
-    for (u32 part = 0; part < parts; part++) sum += partials[(u64)part * width + i];
-    total[i] = sum;
+const u32 ROWS_EACH = 16, WARPS = 8;
+
+// A block has 16 rows: first its warps take two each and find what their gradients are shifted by, then each thread goes down its
+// columns, which adds the weight's gradient up in registers, for its row of `partials`.
+template <u32 N, typename X, typename Y>
+DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f32* __restrict__ weight,
+                     const f32* __restrict__ inv_rms, f32* __restrict__ dx, f32* __restrict__ partials, u32 rows, u32 width) {
+    __shared__ f32 scales[ROWS_EACH], shifts[ROWS_EACH];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * ROWS_EACH, count = min(rows - first, ROWS_EACH);
+    dy += (u64)first * width;
+    x += (u64)first * width;
+    dx += (u64)first * width;
+    for (u32 row = warp; row < count; row += WARPS) {
+        u64 at = (u64)row * width;
+        f32 sum = 0.0f;
+#pragma unroll 4
+        for (u32 i = lane * N; i < width; i += 32 * N) {
+            Few<N> d = few<N>(dy + at + i), v = few<N>(x + at + i), w = few<N>(weight + i);
+#pragma unroll
+            for (u32 j = 0; j < N; j++) sum = fmaf(d.x[j] * w.x[j], v.x[j], sum);
+        }
+        f32 scale = inv_rms[first + row];
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            scales[row] = scale;
+            shifts[row] = sum / (f32)width * scale * scale;
+        }
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x * N; i < width; i += 256 * N) {
+        Few<N> part = {}, w = few<N>(weight + i);
+#pragma unroll 4
+        for (u32 row = 0; row < count; row++) {
+            u64 at = (u64)row * width + i;
+            Few<N> d = few<N>(dy + at), v = few<N>(x + at), own;
+            f32 scale = scales[row], shift = shifts[row];
+#pragma unroll
+            for (u32 j = 0; j < N; j++) {
+                own.x[j] = scale * (d.x[j] * w.x[j] - v.x[j] * shift);
+                part.x[j] = fmaf(d.x[j], v.x[j] * scale, part.x[j]);
+            }
+            put(dx + at, own);
+        }
+        put(partials + (u64)blockIdx.x * width + i, part);
+    }
 }
 
 #define DEFINE(X, Y)                                                                                                          \
     KERNEL(256) rms_norm_##X##_##Y(const X* x, const f32* weight, f32 eps, Y* y, f32* inv_rms, u32 rows, u32 width) {         \
-        forward(x, weight, eps, y, inv_rms, rows, width);                                                                     \
+        if (width % 4 == 0) forward<4>(x, weight, eps, y, inv_rms, rows, width);                                              \
+        else forward<1>(x, weight, eps, y, inv_rms, rows, width);                                                             \
     }                                                                                                                         \
     KERNEL(256) rms_norm_backward_##X##_##Y(const Y* dy, const X* x, const f32* weight, const f32* inv_rms, f32* dx,          \
-                                            f32* partials, u32 rows, u32 width, u32 rows_each) {                              \
-        backward(dy, x, weight, inv_rms, dx, partials, rows, width, rows_each);                                               \
+                                            f32* partials, u32 rows, u32 width) {                                             \
+        if (width % 4 == 0) backward<4>(dy, x, weight, inv_rms, dx, partials, rows, width);                                   \
+        else backward<1>(dy, x, weight, inv_rms, dx, partials, rows, width);                                                  \
     }
 DEFINE(f32, f32)
 DEFINE(f32, bf16)

@@ -4,9 +4,10 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS, double};
 use crate::adamw::{AdamWTensors, Factors};
-use crate::cuda::Arg;
 use crate::cuda::sources::{ELEMENTWISE, NOISE};
+use crate::cuda::{Arg, Launch};
 use crate::late::{Late, List};
+use crate::linear::Write;
 use crate::random;
 
 /// Blocks for `len` elements: each thread takes some, so that launches of any length are of moderate size.
@@ -78,6 +79,30 @@ pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
     unsafe { on.launch(&ELEMENTWISE, "add_bias", blocks(len), &args) };
 }
 
+/// Rows that one block adds up, at most.
+const SUMMED_ROWS: usize = 512;
+
+pub(crate) fn sum_rows(on: On<'_>, x: &Tensor, write: Write, sums: &mut Tensor) {
+    let (rows, columns, parts) = (x.rows(), x.cols(), x.rows().div_ceil(SUMMED_ROWS));
+    if parts > 1 {
+        let mut partial = on.empty(&[parts, columns], DType::F32);
+        sum_columns(on, x, SUMMED_ROWS, Write::Replace, (&mut partial, parts));
+        return sum_rows(on, &partial, write, sums);
+    }
+    sum_columns(on, x, rows, write, (sums, 1));
+}
+
+/// The sums of every so many rows, one row of sums for each.
+fn sum_columns(on: On<'_>, x: &Tensor, rows_each: usize, write: Write, (sums, parts): (&mut Tensor, usize)) {
+    let (rows, columns, add) = (x.rows(), x.cols(), write == Write::Add);
+    let args =
+        [on.read(x), is_bf16(x).into(), on.write(sums), rows.into(), columns.into(), rows_each.into(), add.into()];
+    let grid = [columns.div_ceil(32), parts, 1];
+    let launch = Launch { source: &ELEMENTWISE, kernel: "sum_columns", grid, threads: THREADS, shared: 0, args: &args };
+    // SAFETY: a block reads its rows' columns and writes their sums.
+    unsafe { on.gpu.launch(&launch) };
+}
+
 /// Blocks that each add up a part of a tensor, at most: what is left to add up in the host stays small.
 const MAX_SUMS: usize = 1024;
 
@@ -133,31 +158,49 @@ pub(crate) fn embedding(on: On<'_>, ids: &[u32], table: &Tensor, out: DType) -> 
     y
 }
 
-/// Tokens are put in the order of their ids first, so that one block has all rows of an id.
+/// Rows that one block adds up: those of an id that is everywhere are the work of many.
+const ROWS_OF_PIECE: usize = 32;
+
+/// Tokens are put in the order of their ids first, so that one block has some rows of an id; the sums of these are then added to the
+/// id's row.
 pub(crate) fn embedding_backward(on: On<'_>, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
     let mut order: Vec<u32> = (0..ids.len() as u32).collect();
     order.sort_by_key(|&token| ids[token as usize]);
-    let (mut used, mut starts) = (Vec::new(), Vec::new());
-    for (i, &token) in order.iter().enumerate() {
-        if used.last() != Some(&ids[token as usize]) {
-            used.push(ids[token as usize]);
-            starts.push(i as u32);
-        }
+    let (mut used, mut pieces_of_used, mut starts, mut first) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    for rows in order.chunk_by(|&a, &b| ids[a as usize] == ids[b as usize]) {
+        used.push(ids[rows[0] as usize]);
+        pieces_of_used.push(starts.len() as u32);
+        starts.extend((first..first + rows.len() as u32).step_by(ROWS_OF_PIECE));
+        first += rows.len() as u32;
     }
-    starts.push(ids.len() as u32);
-    let (used, starts, order) = (on.u32s(&used), on.u32s(&starts), on.u32s(&order));
-    let width = dtable.cols();
+    pieces_of_used.push(starts.len() as u32);
+    starts.push(first);
+    let mut pieces = on.empty(&[starts.len() - 1, dtable.cols()], DType::F32);
+    let (starts, order) = (on.u32s(&starts), on.u32s(&order));
+    add_rows_of_ids(on, None, (&starts, Some(&order)), dy, &mut pieces);
+    let (used, pieces_of_used) = (on.u32s(&used), on.u32s(&pieces_of_used));
+    add_rows_of_ids(on, Some(&used), (&pieces_of_used, None), &pieces, dtable);
+}
+
+fn add_rows_of_ids(
+    on: On<'_>,
+    ids: Option<&Tensor>,
+    (starts, rows): (&Tensor, Option<&Tensor>),
+    dy: &Tensor,
+    table: &mut Tensor,
+) {
+    let (width, count) = (table.cols(), starts.len() - 1);
     let args = [
-        on.read(&used),
-        on.read(&starts),
-        on.read(&order),
+        on.read_or_none(ids),
+        on.read(starts),
+        on.read_or_none(rows),
         on.read(dy),
         is_bf16(dy).into(),
-        on.write(dtable),
+        on.write(table),
         width.into(),
     ];
-    // SAFETY: a block adds to the row of its id, which no other block has.
-    unsafe { on.launch(&ELEMENTWISE, "add_rows_of_ids", used.len(), &args) };
+    // SAFETY: a block adds to the row of its id, which no other block has, or writes its own.
+    unsafe { on.launch(&ELEMENTWISE, "add_rows_of_ids", count, &args) };
 }
 
 /// What a rotation needs besides the tensor and the positions.

@@ -7,7 +7,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
-use super::{On, blocks, elementwise};
+use super::{On, blocks, elementwise, logits};
 use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_FP8, GROUPED_HOPPER};
 use crate::cuda::{Arg, Launch, Source};
 use crate::gemm::Form;
@@ -313,6 +313,39 @@ impl RowsProduct<'_> {
         // SAFETY: the output has a row for each row of the groups.
         unsafe { self.run(on, &Epilogue { kernels, args }) };
     }
+}
+
+/// Tiles that keep a GPU busy, and the fewest rows of depth that are worth a tile of their own.
+const WANTED_TILES: usize = 128;
+const MIN_PART_DEPTH: usize = 512;
+
+/// In how many parts the sums `a^T b` over so many rows are taken: enough that there are tiles for all of a GPU. It depends on sizes
+/// alone.
+fn parts_of_depth(rows: usize, columns: usize, depth: usize) -> usize {
+    let num_tiles = rows.div_ceil(TILE) * columns.div_ceil(HOPPER_COLUMNS);
+    (WANTED_TILES / num_tiles.max(1)).clamp(1, (depth / MIN_PART_DEPTH).max(1))
+}
+
+/// `a^T b` of `a [T, M]` and `b [T, N]` in parts of the rows, `[parts M, N]` f32, and how many.
+pub(super) fn sums_in_parts(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType) -> (Tensor, usize) {
+    let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
+    let num_parts = parts_of_depth(rows, columns, depth);
+    let offsets: Vec<u32> = (0..=num_parts).map(|part| (depth * part / num_parts) as u32).collect();
+    let mut sums = on.empty(&[num_parts * rows, columns], DType::F32);
+    let (a, b, offsets) = ((a, None), (b, None), &on.kept(&offsets));
+    DepthsProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, Write::Replace, &mut sums);
+    (sums, num_parts)
+}
+
+/// Writes or adds `a^T b` to `to`.
+pub(super) fn sums(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
+    let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
+    if parts_of_depth(rows, columns, depth) > 1 {
+        let (sums, num_parts) = sums_in_parts(on, a, b, compute);
+        return logits::add_parts(on, &sums, (1, num_parts), write, to);
+    }
+    let (a, b, offsets) = ((a, None), (b, None), &on.kept(&[0, depth as u32]));
+    DepthsProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, write, to);
 }
 
 /// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32.

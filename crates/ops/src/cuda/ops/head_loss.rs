@@ -3,6 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
+use crate::cuda::Arg;
 use crate::cuda::sources::HEAD_LOSS;
 
 /// What a row's loss is computed from, with the target's place among the others.
@@ -15,12 +16,15 @@ pub(crate) struct Row {
     pub(crate) is_correct: bool,
 }
 
-/// What each row gives; with a scale, the logits are replaced by their gradient. Of a row without a target nothing is said.
-pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> Vec<Row> {
-    let (columns, list) = (logits.cols(), on.u32s(targets));
+/// What each row gives, for [`rows`]; with a scale, the logits are replaced by their gradient, of a type. Of a row without a target
+/// nothing is said.
+pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Tensor {
+    let (columns, list, grad_scale) = (logits.cols(), on.u32s(targets), grads.map(|(scale, _)| scale));
     let mut results = on.empty(&[targets.len(), 3], DType::F32);
+    let mut rounded = grads.filter(|(_, dtype)| *dtype == DType::BF16).map(|_| on.empty(logits.shape(), DType::BF16));
     let args = [
         on.write(logits),
+        rounded.as_mut().map_or(Arg::none(), |rounded| on.write(rounded)),
         on.read(&list),
         on.write(&mut results),
         columns.into(),
@@ -29,6 +33,14 @@ pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], gra
     ];
     // SAFETY: a block reads and writes its row; targets are columns, or none.
     unsafe { on.launch(&HEAD_LOSS, "cross_entropy", targets.len(), &args) };
+    if let Some(rounded) = rounded {
+        *logits = rounded;
+    }
+    results
+}
+
+/// What [`softmax_rows`] said of each row.
+pub(crate) fn rows(results: &Tensor) -> impl Iterator<Item = Row> {
     let rows = results.f32s().as_chunks::<3>().0;
-    rows.iter().map(|&[sum, distance, is_correct]| Row { sum, distance, is_correct: is_correct == 1.0 }).collect()
+    rows.iter().map(|&[sum, distance, is_correct]| Row { sum, distance, is_correct: is_correct == 1.0 })
 }

@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
-use super::grouped::{DepthsProduct, Groups, RowsProduct};
+use super::grouped::{self, Groups, RowsProduct};
 use crate::gemm::Form;
 use crate::linear::Write;
 
@@ -24,9 +24,5 @@ fn product(on: On<'_>, (form, a, b): (Form, &Tensor, &Tensor), (columns, depth):
 }
 
 pub(crate) fn backward_weight(on: On<'_>, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
-    let offsets = on.kept(&[0, dy.rows() as u32]);
-    let (rows, columns) = (dy.cols(), x.cols());
-    let product =
-        DepthsProduct { a: (dy, None), b: (x, None), rows, columns, offsets: &offsets, compute, keeps_unused: false };
-    product.run(on, write, dw);
+    grouped::sums(on, (dy, x), compute, write, dw);
 }

@@ -2,7 +2,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::{self, DepthsProduct, Groups, RowsProduct};
+use super::grouped::{self, Groups, RowsProduct};
 use super::{On, THREADS};
 use crate::cuda::Launch;
 use crate::cuda::sources::LOGITS;
@@ -15,9 +15,6 @@ const PARTS: usize = 3;
 const PAIRS: [(u32, u32); 6] = [(0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)];
 /// With fewer tokens plain kernels are as quick on the way back.
 const MIN_BACKWARD_TOKENS: usize = 256;
-/// Tiles that keep a GPU busy, and the fewest tokens that one adds up.
-const WANTED_TILES: usize = 128;
-const MIN_PART_TOKENS: usize = 512;
 
 /// Whether tensor cores take the logits of T tokens and E experts from D activations of a type: few tokens have a kernel of their own.
 pub(crate) fn takes([t, e, d]: [usize; 3], of: DType) -> bool {
@@ -71,17 +68,8 @@ fn product<'a>(
 }
 
 pub(crate) fn backward_weight(on: On<'_>, dlogits: &Tensor, x: &Tensor, write: Write, dw: &mut Tensor) {
-    let (t, e, d) = (x.rows(), dlogits.cols(), x.cols());
-    let rows = PARTS * e;
-    // Parts of the tokens, each with sums of its own, so that there are tiles for all of a GPU.
-    let num_tiles = rows.div_ceil(grouped::TILE) * d.div_ceil(grouped::TILE);
-    let num_parts = (WANTED_TILES / num_tiles).clamp(1, t.div_ceil(MIN_PART_TOKENS));
-    let offsets: Vec<u32> = (0..=num_parts).map(|part| (t * part / num_parts) as u32).collect();
-    let dlogits = cut(on, dlogits, t, &[0, 1, 2]);
-    let mut sums = on.empty(&[num_parts * rows, d], DType::F32);
-    let (a, b, offsets) = ((&dlogits, None), (x, None), &on.kept(&offsets));
-    let product = DepthsProduct { a, b, rows, columns: d, offsets, compute: DType::BF16, keeps_unused: false };
-    product.run(on, Write::Replace, &mut sums);
+    let dlogits = cut(on, dlogits, x.rows(), &[0, 1, 2]);
+    let (sums, num_parts) = grouped::sums_in_parts(on, &dlogits, x, DType::BF16);
     add_parts(on, &sums, (1, num_parts * PARTS), write, dw);
 }
 
@@ -98,7 +86,7 @@ fn cut(on: On<'_>, x: &Tensor, rows: usize, parts: &[u32]) -> Tensor {
 }
 
 /// Writes or adds the sum over the parts of each of so many rows, the last part first.
-fn add_parts(on: On<'_>, parts: &Tensor, (rows, num_parts): (usize, usize), write: Write, to: &mut Tensor) {
+pub(super) fn add_parts(on: On<'_>, parts: &Tensor, (rows, num_parts): (usize, usize), write: Write, to: &mut Tensor) {
     let (len, width) = (to.len(), to.len() / rows.max(1));
     let add = (write == Write::Add).into();
     let args = [on.read(parts), on.write(to), len.into(), width.into(), num_parts.into(), add];

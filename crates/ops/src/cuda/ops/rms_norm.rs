@@ -1,13 +1,13 @@
-//! [`rms_norm`](crate::rms_norm) on a GPU. A warp has a row, which is read twice and comes from the cache the second time.
+//! [`rms_norm`](crate::rms_norm) on a GPU. Rows are read twice and come from the cache the second time.
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::{On, THREADS, WARPS, name};
+use super::{On, WARPS, elementwise, name};
 use crate::cuda::sources::RMS_NORM;
 use crate::linear::Write;
 
-/// Rows whose part of the weight's gradient one warp adds up.
-const ROWS_EACH: usize = 32;
+/// Rows whose part of the weight's gradient one block adds up.
+const ROWS_EACH: usize = 16;
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
     let (width, rows) = (weight.len(), x.len() / weight.len());
@@ -44,13 +44,9 @@ pub(crate) fn backward(
         on.write(&mut partials),
         rows.into(),
         width.into(),
-        ROWS_EACH.into(),
     ];
-    // SAFETY: a warp reads and writes its rows and its row of the partial sums.
-    unsafe { on.launch(&RMS_NORM, &kernel, parts.div_ceil(WARPS), &args) };
-    let replace = write == Write::Replace;
-    let args = [on.read(&partials), on.write(dweight), parts.into(), width.into(), replace.into()];
-    // SAFETY: a thread reads its column of the partial sums and writes its element of the total.
-    unsafe { on.launch(&RMS_NORM, "rms_norm_add_partials", width.div_ceil(THREADS), &args) };
+    // SAFETY: a block reads and writes its rows and its row of the partial sums.
+    unsafe { on.launch(&RMS_NORM, &kernel, parts, &args) };
+    elementwise::sum_rows(on, &partials, write, dweight);
     dx
 }
