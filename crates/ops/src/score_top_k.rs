@@ -34,6 +34,8 @@ pub struct ScoreRule<'a> {
     pub scale: f32,
     /// Experts from this one on have no weight and do not count in the sum.
     pub first_null: usize,
+    /// Whether sums over the rows are looked at soon; others are taken when they are, if ever.
+    pub are_sums_wanted: bool,
 }
 
 impl ScoreRule<'_> {

@@ -37,6 +37,8 @@ pub struct TopK {
     pub lse: Tensor,
     /// Sums over the rows.
     pub sums: Late<ScoreSums>,
+    /// `[T]` f32: the sum of each row's squared logits, from a GPU.
+    pub squares: Option<Tensor>,
 }
 
 /// Sums over all rows of a router's scores.
@@ -56,11 +58,22 @@ pub struct ScoreSums {
 /// A tie goes to the lowest index. NaN counts as lower than everything when the choice is made; the row's probabilities
 /// are then NaN, as they are if a logit is positive infinity or all are negative infinity.
 #[must_use]
-pub fn softmax_top_k(ctx: &Context, mut logits: Tensor, k: usize, normalize: bool) -> TopK {
+pub fn softmax_top_k(ctx: &Context, logits: Tensor, k: usize, normalize: bool) -> TopK {
+    softmax_top_k_with(ctx, logits, (k, normalize), true)
+}
+
+/// As [`softmax_top_k`]; sums over the rows that are not wanted soon a GPU takes when they are looked at, if ever.
+#[must_use]
+pub fn softmax_top_k_with(
+    ctx: &Context,
+    mut logits: Tensor,
+    (k, normalize): (usize, bool),
+    are_sums_wanted: bool,
+) -> TopK {
     let (rows, width) = (logits.rows(), logits.cols());
     assert!((1..=width).contains(&k), "top {k} of {width}");
     if let Some(on) = On::of(ctx) {
-        return cuda::router::softmax_top_k(on, logits, k, normalize);
+        return cuda::router::softmax_top_k(on, logits, k, normalize, are_sums_wanted);
     }
     let mut ids = ctx.empty(&[rows, k], DType::U32);
     let mut weights = ctx.empty(&[rows, k], DType::F32);
@@ -88,7 +101,7 @@ pub fn softmax_top_k(ctx: &Context, mut logits: Tensor, k: usize, normalize: boo
         });
     }
     let sums = Late::now(add_up(partial.f32s(), width));
-    TopK { probs: logits, ids, weights, lse, sums }
+    TopK { probs: logits, ids, weights, lse, sums, squares: None }
 }
 
 pub(crate) fn add_up(partial: &[f32], width: usize) -> ScoreSums {

@@ -8,7 +8,7 @@
 use moeworks_ops::Context;
 use moeworks_ops::late::Late;
 use moeworks_ops::score_top_k::{ScoreRule, Scored, score_top_k};
-use moeworks_ops::top_k::{TopK, softmax_top_k};
+use moeworks_ops::top_k::{TopK, softmax_top_k_with};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks;
@@ -129,10 +129,12 @@ impl FlatRouter<'_> {
 
     fn decide(&self, ctx: &Context, logits: Logits) -> Decision {
         let Logits { input_noise, scorer, values, noise, residual } = logits;
-        let squared_logits = scorer.squared_logits(ctx, &values);
         let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
         let way = self.way(ctx, &scorer);
+        // A GPU's fused operation finds them by the way, where it sees the logits themselves.
+        let sees_logits = way == Way::Fused && ctx.gpu().is_some() && matches!(noise, LogitNoise::None);
+        let squared_logits = (!sees_logits).then(|| scorer.squared_logits(ctx, &values));
         let Choice { scores, ids, weights, num_rerouted } = match way {
             Way::Fused => self.fused(ctx, values, &noise),
             Way::OnGpu => self.scored(ctx, values, &noise),
@@ -146,7 +148,10 @@ impl FlatRouter<'_> {
             noise,
             temperature: self.temperature(),
             clean,
-            scores: Scores { squared_logits, ..scores },
+            scores: match squared_logits {
+                Some(squared_logits) => Scores { squared_logits, ..scores },
+                None => scores,
+            },
             modalities,
             seq_len: self.input.seq_len,
             group_len: self.router().local_group,
@@ -167,9 +172,12 @@ impl FlatRouter<'_> {
     fn fused(&self, ctx: &Context, mut values: Tensor, noise: &LogitNoise) -> Choice {
         noise.add(ctx, &mut values);
         let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
-        let TopK { probs, ids, weights, lse, sums } =
-            softmax_top_k(ctx, values, self.config.top_k, is_normalized(self.config));
-        let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits: Late::now(vec![0.0]) };
+        let rule = (self.config.top_k, is_normalized(self.config));
+        let TopK { probs, ids, weights, lse, sums, squares } =
+            softmax_top_k_with(ctx, values, rule, !self.input.is_inference);
+        let sum = move |squares: Tensor| vec![squares.f32s().iter().map(|&x| f64::from(x)).sum()];
+        let squared_logits = Late::new(move || squares.map_or(vec![0.0], sum));
+        let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };
         Choice { scores, ids, weights, num_rerouted: 0 }
     }
 
@@ -195,6 +203,7 @@ impl FlatRouter<'_> {
             is_normalized: weigh.is_normalized,
             scale: weigh.scale,
             first_null: weigh.first_null,
+            are_sums_wanted: !self.input.is_inference,
         }
     }
 

@@ -85,7 +85,8 @@ impl FlatRouter<'_> {
         };
         let Scores { probs, lse, sums, .. } = &saved.scores;
         let (ids, weights) = (saved.ids.clone(), saved.weights.clone());
-        let scores = TopK { probs: probs.clone(), ids, weights, lse: lse.clone(), sums: sums.clone() };
+        let (lse, sums) = (lse.clone(), sums.clone());
+        let scores = TopK { probs: probs.clone(), ids, weights, lse, sums, squares: None };
         softmax_top_k_backward(ctx, &scores, is_normalized(self.config), grads)
     }
 

@@ -63,7 +63,7 @@ sources! {
         "few_rows_nt_f8", "few_up_paired_f8", "few_up_single_f8",
     ];
     ROUTER = "router": [
-        "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices",
+        "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices",
     ];
     ATTENTION = "attention" after "attention.cuh": [
         "attention_delta",

@@ -2,7 +2,8 @@
 
 // Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on entry; entropy and
 // lse are [rows].
-KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* entropy, u32 rows, u32 width, u32 k, u32 normalize) {
+KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* entropy, f32* squares, u32 rows, u32 width, u32 k,
+                            u32 normalize) {
     u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     probs += (u64)row * width;
@@ -18,8 +19,12 @@ KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* ent
         last = warp_largest(best);
         if (lane == 0) ids[choice] = ~(u32)last;
     }
-    f32 top = bits_float(0xff800000u);
-    for (u32 i = lane; i < width; i += 32) top = probs[i] > top ? probs[i] : top;
+    f32 top = bits_float(0xff800000u), square = 0.0f;
+    for (u32 i = lane; i < width; i += 32) {
+        top = probs[i] > top ? probs[i] : top;
+        square = fmaf(probs[i], probs[i], square);
+    }
+    square = warp_sum(square);
     for (int mask = 16; mask > 0; mask >>= 1) {
         f32 other = from_lane_xor(top, mask);
         top = other > top ? other : top;
@@ -39,6 +44,7 @@ KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* ent
     if (lane == 0) {
         lse[row] = top + logf(total);
         entropy[row] = logf(total) - moment * scale;
+        squares[row] = square;
     }
     __syncwarp();
     f32 sum = 0.0f;
@@ -207,6 +213,35 @@ KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u
         before += all;
     }
     for (u32 i = before + threadIdx.x; i < num_tiles; i += 256) tiles[3 * i] = tiles[3 * i + 1] = tiles[3 * i + 2] = 0;
+}
+
+const u32 MAX_FEW_CHOICES = 1024, MAX_EXPERTS = 1024;
+
+// All of this at once for few choices, each of which has a row, by one block.
+KERNEL(256) sort_few_choices(const u32* ids, const f32* weights, u32* counts, u32* offsets, u32* row_tokens, f32* row_weights,
+                             u32* token_rows, u32 tokens, u32 k, u32 experts) {
+    __shared__ u32 keys[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS];
+    u32 choices = tokens * k;
+    // By rank, then by token: the order that an expert serves them in.
+    for (u32 i = threadIdx.x; i < choices; i += 256) keys[i % k * tokens + i / k] = min(ids[i], experts - 1);
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < experts; e += 256) {
+        u32 count = 0;
+        for (u32 i = 0; i < choices; i++) count += keys[i] == e;
+        of_experts[e] = counts[e] = count;
+    }
+    __syncthreads();
+    u32 rows = scan(of_experts, first, experts);
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < experts; e += 256) offsets[e] = first[e];
+    if (threadIdx.x == 0) offsets[experts] = rows;
+    for (u32 i = threadIdx.x; i < choices; i += 256) {
+        u32 row = first[keys[i]], token = i % tokens, choice = token * k + i / tokens;
+        for (u32 before = 0; before < i; before++) row += keys[before] == keys[i];
+        row_tokens[row] = token;
+        row_weights[row] = weights[choice];
+        token_rows[choice] = row;
+    }
 }
 
 // Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.

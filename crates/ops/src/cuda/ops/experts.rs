@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
-use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, RowsProduct};
+use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
 use super::{Listed, On, THREADS, takes_weights};
 use crate::Activation;
 use crate::cuda::Arg;
@@ -41,6 +41,7 @@ pub(super) struct Rows<'a> {
     pub(super) tokens: Listed<'a>,
     weights: Listed<'a>,
     pub(super) num_tokens: usize,
+    tiles: ListedTiles,
 }
 
 impl<'a> Rows<'a> {
@@ -50,6 +51,7 @@ impl<'a> Rows<'a> {
             tokens: on.list(rows.tokens),
             weights: on.list(rows.weights),
             num_tokens: rows.token_rows.len() / rows.num_choices.max(1),
+            tiles: ListedTiles::default(),
         }
     }
 
@@ -58,7 +60,7 @@ impl<'a> Rows<'a> {
         let (offsets, rows) = (self.offsets.tensor(), self.len());
         match offsets.len() {
             2 => Groups::One { rows },
-            _ => Groups::Many { offsets, rows, most: rows.min(self.num_tokens) },
+            _ => Groups::Many { offsets, rows, most: rows.min(self.num_tokens), listed: &self.tiles },
         }
     }
 
@@ -81,6 +83,7 @@ struct Part {
 struct PartThere {
     offsets: Option<Tensor>,
     addresses: Option<[Tensor; 2]>,
+    tiles: ListedTiles,
 }
 
 impl Part {
@@ -102,7 +105,7 @@ impl Part {
         let Some((room, experts)) = on.gpu.room().zip(self.experts) else { return PartThere::default() };
         let stacks = weights.stacks(self.offsets.len() - 1);
         let addresses = room.take(on.gpu, on.ctx.pool(), stacks, &experts).map(|addresses| on.u32s(&addresses));
-        PartThere { offsets: Some(on.u32s(&self.offsets)), addresses: Some(addresses) }
+        PartThere { offsets: Some(on.u32s(&self.offsets)), addresses: Some(addresses), ..PartThere::default() }
     }
 }
 
@@ -115,7 +118,7 @@ impl PartThere {
     fn groups<'a>(&'a self, map: &'a Rows<'_>) -> Groups<'a> {
         match &self.offsets {
             None => map.groups(),
-            Some(offsets) => Groups::Many { offsets, rows: map.len(), most: map.groups().most() },
+            Some(offsets) => Groups::Many { offsets, rows: map.len(), most: map.groups().most(), listed: &self.tiles },
         }
     }
 }

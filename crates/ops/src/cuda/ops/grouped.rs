@@ -4,6 +4,8 @@
 //! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; `wgmma` on Hopper, `mma.sync` elsewhere); all
 //! others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
+use std::cell::OnceCell;
+
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
@@ -136,7 +138,18 @@ pub(super) enum Groups<'a> {
     /// All to the only one.
     One { rows: usize },
     /// Group g has rows `offsets[g]..offsets[g + 1]` of so many in all, and at most `most`.
-    Many { offsets: &'a Tensor, rows: usize, most: usize },
+    Many { offsets: &'a Tensor, rows: usize, most: usize, listed: &'a ListedTiles },
+}
+
+/// The tiles of some groups' rows, listed when a product first needs them, and their height.
+#[derive(Default)]
+pub(super) struct ListedTiles(OnceCell<(usize, Tensor)>);
+
+impl ListedTiles {
+    fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
+        let (own, tiles) = self.0.get_or_init(|| (height, list()));
+        if *own == height { tiles.clone() } else { list() }
+    }
 }
 
 impl Groups<'_> {
@@ -215,9 +228,8 @@ impl RowsProduct<'_> {
                 on.kept(&(0..rows).step_by(height).flat_map(tile).collect::<Vec<_>>())
             }
             // Each group with rows has at most one tile that is not full.
-            Groups::Many { offsets, rows, .. } => {
-                list_tiles(on, offsets, height, rows / height + rows.min(offsets.len() - 1))
-            }
+            Groups::Many { offsets, rows, listed, .. } => listed
+                .of_height(height, || list_tiles(on, offsets, height, rows / height + rows.min(offsets.len() - 1))),
         }
     }
 

@@ -21,19 +21,22 @@ const ROWS_EACH: usize = 128;
 const SUMMED_CHOICES: usize = 512;
 /// Tokens of a block of the sort.
 const SORT_TOKENS: usize = 256;
+/// Choices that one block sorts.
+const MAX_FEW_CHOICES: usize = 1024;
 /// With more experts the sort's counts do not fit into a block's shared memory.
 const MAX_SORTED_EXPERTS: usize = 1024;
 
-pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize: bool) -> TopK {
+pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize: bool, are_sums_wanted: bool) -> TopK {
     let (rows, width) = (logits.rows(), logits.cols());
     let (mut ids, mut weights) = (on.empty(&[rows, k], DType::U32), on.empty(&[rows, k], DType::F32));
-    let (mut lse, mut entropy) = (on.empty(&[rows], DType::F32), on.empty(&[rows], DType::F32));
+    let [mut lse, mut entropy, mut squares] = [(); 3].map(|()| on.empty(&[rows], DType::F32));
     let args = [
         on.write(&mut logits),
         on.write(&mut ids),
         on.write(&mut weights),
         on.write(&mut lse),
         on.write(&mut entropy),
+        on.write(&mut squares),
         rows.into(),
         width.into(),
         k.into(),
@@ -41,12 +44,24 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     ];
     // SAFETY: a warp reads and writes its row of each.
     unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
-    let sums = sum_scores(on, &logits, &lse, &entropy);
-    TopK { probs: logits, ids, weights, lse, sums }
+    let sums = sum_scores(on, (&logits, &lse, &entropy), are_sums_wanted);
+    TopK { probs: logits, ids, weights, lse, sums, squares: Some(squares) }
 }
 
-/// Sums over the rows of `probs`, of their entropies and of the squares of `lse`.
-fn sum_scores(on: On<'_>, probs: &Tensor, lse: &Tensor, entropy: &Tensor) -> Late<ScoreSums> {
+/// Sums over the rows of `probs`, of their entropies and of the squares of `lse`; those that are not wanted are taken when they are looked
+/// at, if ever.
+fn sum_scores(on: On<'_>, scores: (&Tensor, &Tensor, &Tensor), are_wanted: bool) -> Late<ScoreSums> {
+    if are_wanted {
+        return start_sum_of_scores(on, scores);
+    }
+    let (ctx, (probs, lse, entropy)) = (on.ctx.clone(), (scores.0.clone(), scores.1.clone(), scores.2.clone()));
+    Late::new(move || {
+        let on = On::of(&ctx).expect("a context that has had a GPU");
+        (*start_sum_of_scores(on, (&probs, &lse, &entropy))).clone()
+    })
+}
+
+fn start_sum_of_scores(on: On<'_>, (probs, lse, entropy): (&Tensor, &Tensor, &Tensor)) -> Late<ScoreSums> {
     let (rows, width) = (probs.rows(), probs.cols());
     let blocks = rows.div_ceil(ROWS_EACH);
     let mut partial = on.empty(&[blocks, width + 2], DType::F32);
@@ -86,7 +101,7 @@ pub(crate) fn score_top_k(on: On<'_>, mut logits: Tensor, rule: &ScoreRule<'_>) 
     args.extend(weighing(rule));
     // SAFETY: a warp reads and writes its row of each.
     unsafe { on.launch(&SCORES, "score_top_k", rows.div_ceil(WARPS), &args) };
-    let sums = sum_scores(on, &probs, &lse, &entropy);
+    let sums = sum_scores(on, (&probs, &lse, &entropy), rule.are_sums_wanted);
     Scored { probs, gates: rule.is_sigmoid.then_some(gates), logits, lse, ids, weights, sums }
 }
 
@@ -185,6 +200,9 @@ pub(crate) fn sort_choices(
     limit: Option<u32>,
 ) -> SortedChoices {
     let (num_tokens, k) = (ids.rows(), ids.cols());
+    if limit.is_none() && (1..=MAX_FEW_CHOICES).contains(&ids.len()) {
+        return sort_few_choices(on, (ids, weights), num_experts);
+    }
     let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
     let (mut cells, mut counts) =
         (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
@@ -225,6 +243,34 @@ pub(crate) fn sort_choices(
         limit.unwrap_or(NO_ROW).into(),
     ];
     launch("place_choices", WARPS * num_experts * 4, &args[..]);
+    sorted
+}
+
+/// The same of few choices, all of which have rows, by one kernel: what a step of decoding waits for.
+fn sort_few_choices(on: On<'_>, (ids, weights): (&Tensor, &Tensor), num_experts: usize) -> SortedChoices {
+    let (num_tokens, k) = (ids.rows(), ids.cols());
+    let numbers = |shape: &[usize]| on.empty(shape, DType::U32);
+    let mut sorted = SortedChoices {
+        counts: numbers(&[num_experts]),
+        offsets: numbers(&[num_experts + 1]),
+        tokens: numbers(&[num_tokens * k]),
+        weights: on.empty(&[num_tokens * k], DType::F32),
+        token_rows: numbers(&[num_tokens, k]),
+    };
+    let args = [
+        on.read(ids),
+        on.read(weights),
+        on.write(&mut sorted.counts),
+        on.write(&mut sorted.offsets),
+        on.write(&mut sorted.tokens),
+        on.write(&mut sorted.weights),
+        on.write(&mut sorted.token_rows),
+        num_tokens.into(),
+        k.into(),
+        num_experts.into(),
+    ];
+    // SAFETY: the one block reads all choices, of which there are no more than it has room for, and gives each a row of its own.
+    unsafe { on.launch(&ROUTER, "sort_few_choices", 1, &args) };
     sorted
 }
 
