@@ -419,7 +419,8 @@ impl Decoder {
             x = y;
             record
         };
-        let records = (0..num_layers).map(layer).collect();
+        let records: Vec<LayerRecord> = (0..num_layers).map(layer).collect();
+        stats.extend(records.iter().filter_map(LayerRecord::stats));
         (x, records)
     }
 

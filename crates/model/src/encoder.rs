@@ -120,6 +120,7 @@ impl Encoder {
             records.push(record);
             x = y;
         }
+        stats.extend(records.iter().filter_map(LayerRecord::stats));
         let (result, statistics) = self.end(ctx, weights, &x);
         Encoded { pass, batch, options, records, stats, last: (x, statistics), result }
     }

@@ -145,4 +145,13 @@ impl Context {
     pub fn empty(&self, shape: &[usize], dtype: DType) -> Tensor {
         Tensor::empty(&self.pool, shape, dtype)
     }
+
+    /// The same where the device computes, for operations alone to write: nothing is copied there first.
+    #[must_use]
+    pub fn empty_there(&self, shape: &[usize], dtype: DType) -> Tensor {
+        match &self.gpu {
+            Some(gpu) => gpu.empty(&self.pool, shape, dtype),
+            None => self.empty(shape, dtype),
+        }
+    }
 }

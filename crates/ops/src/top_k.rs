@@ -37,8 +37,6 @@ pub struct TopK {
     pub lse: Tensor,
     /// Sums over the rows.
     pub sums: Late<ScoreSums>,
-    /// `[T]` f32: the sum of each row's squared logits, from a GPU.
-    pub squares: Option<Tensor>,
 }
 
 /// Sums over all rows of a router's scores.
@@ -50,6 +48,8 @@ pub struct ScoreSums {
     pub entropy: f64,
     /// Of the square of the log-sum-exp.
     pub lse_squared: f64,
+    /// Of the squared logits, where a GPU saw them by the way.
+    pub logits_squared: Option<f64>,
 }
 
 /// Softmax over the rows of `logits` `[T, E]` (f32, not shared: its memory becomes the probabilities) and the `k` largest
@@ -101,11 +101,11 @@ pub fn softmax_top_k_with(
         });
     }
     let sums = Late::now(add_up(partial.f32s(), width));
-    TopK { probs: logits, ids, weights, lse, sums, squares: None }
+    TopK { probs: logits, ids, weights, lse, sums }
 }
 
-pub(crate) fn add_up(partial: &[f32], width: usize) -> ScoreSums {
-    let mut sums = ScoreSums { probs: vec![0.0; width], entropy: 0.0, lse_squared: 0.0 };
+fn add_up(partial: &[f32], width: usize) -> ScoreSums {
+    let mut sums = ScoreSums { probs: vec![0.0; width], entropy: 0.0, lse_squared: 0.0, logits_squared: None };
     for task in partial.chunks_exact(width + 2) {
         sums.probs.iter_mut().zip(task).for_each(|(sum, &x)| *sum += f64::from(x));
         sums.entropy += f64::from(task[width]);

@@ -33,6 +33,13 @@ pub(crate) struct LayerRecord {
     saved: Option<LayerSaved>,
 }
 
+impl LayerRecord {
+    /// What the layer's router did, if it has one and this is still there: who looks at it waits for a GPU.
+    pub(crate) fn stats(&self) -> Option<LayerStats> {
+        self.saved.as_ref()?.feed_forward.stats()
+    }
+}
+
 struct LayerSaved {
     attention: AttentionSaved,
     /// The residual stream before the attention to the encoder's result, and what that leaves.
@@ -72,7 +79,8 @@ impl Flow {
 }
 
 impl Training<'_> {
-    /// The residual stream behind layer `i`, and what the layer leaves.
+    /// The residual stream behind layer `i`, and what the layer leaves. What its router did is in there; of a layer that is to be computed
+    /// again it is added to `stats`.
     pub(crate) fn forward(
         &self,
         (i, w): (usize, &LayerWeights),
@@ -81,10 +89,13 @@ impl Training<'_> {
         stats: &mut Vec<LayerStats>,
     ) -> (Tensor, LayerRecord) {
         let (y, saved) = self.layer((i, w), &x, previous.as_ref());
-        stats.extend(saved.feed_forward.stats());
+        let has_record = !self.options.checkpoint_layers;
+        if !has_record {
+            stats.extend(saved.feed_forward.stats());
+        }
         let logits = saved.feed_forward.moe().map_or_else(|| previous.clone(), |saved| saved.logits().cloned());
         let previous = std::mem::replace(previous, logits);
-        (y, LayerRecord { input: x, previous, saved: (!self.options.checkpoint_layers).then_some(saved) })
+        (y, LayerRecord { input: x, previous, saved: has_record.then_some(saved) })
     }
 
     fn layer(&self, (i, w): (usize, &LayerWeights), x: &Tensor, previous: Option<&Tensor>) -> (Tensor, LayerSaved) {

@@ -173,10 +173,9 @@ impl FlatRouter<'_> {
         noise.add(ctx, &mut values);
         let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
         let rule = (self.config.top_k, is_normalized(self.config));
-        let TopK { probs, ids, weights, lse, sums, squares } =
-            softmax_top_k_with(ctx, values, rule, !self.input.is_inference);
-        let sum = move |squares: Tensor| vec![squares.f32s().iter().map(|&x| f64::from(x)).sum()];
-        let squared_logits = Late::new(move || squares.map_or(vec![0.0], sum));
+        let TopK { probs, ids, weights, lse, sums } = softmax_top_k_with(ctx, values, rule, !self.input.is_inference);
+        let of_logits = sums.clone();
+        let squared_logits = Late::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };
         Choice { scores, ids, weights, num_rerouted: 0 }
     }

@@ -145,7 +145,7 @@ fn sums(ctx: &Context, probs: &Tensor, lse: &Tensor, entropy: &Tensor) -> ScoreS
         sums[e] = entropy.iter().map(|&x| f64::from(x)).sum();
         sums[e + 1] = lse.iter().map(|&x| f64::from(x).powi(2)).sum();
     });
-    let mut sums = ScoreSums { probs: vec![0.0; e], entropy: 0.0, lse_squared: 0.0 };
+    let mut sums = ScoreSums { probs: vec![0.0; e], entropy: 0.0, lse_squared: 0.0, logits_squared: None };
     for block in partial.chunks(e + 2) {
         sums.probs.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
         sums.entropy += block[e];

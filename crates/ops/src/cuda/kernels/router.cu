@@ -52,14 +52,20 @@ KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* ent
     for (u32 choice = lane; choice < k; choice += 32) weights[choice] = probs[ids[choice]] * (normalize ? 1.0f / sum : 1.0f);
 }
 
-// Sums over blocks of `rows_each` rows: of the probabilities, the entropy and the squared lse, [blocks, width + 2].
-KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, f32* sums, u32 rows, u32 width, u32 rows_each) {
+// Sums over blocks of `rows_each` rows: of the probabilities, the entropy, the squared lse and the squared logits, if these are there,
+// [blocks, width + 3].
+KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, const f32* squares, f32* sums, u32 rows, u32 width,
+                       u32 rows_each) {
     u32 first = blockIdx.x * rows_each, end = min(first + rows_each, rows);
-    for (u32 i = threadIdx.x; i < width + 2; i += blockDim.x) {
+    for (u32 i = threadIdx.x; i < width + 3; i += blockDim.x) {
         f32 sum = 0.0f;
-        for (u32 row = first; row < end; row++)
-            sum += i < width ? probs[(u64)row * width + i] : i == width ? entropy[row] : lse[row] * lse[row];
-        sums[(u64)blockIdx.x * (width + 2) + i] = sum;
+        for (u32 row = first; row < end; row++) {
+            if (i < width) sum += probs[(u64)row * width + i];
+            else if (i == width) sum += entropy[row];
+            else if (i == width + 1) sum += lse[row] * lse[row];
+            else sum += squares ? squares[row] : 0.0f;
+        }
+        sums[(u64)blockIdx.x * (width + 3) + i] = sum;
     }
 }
 

@@ -13,7 +13,7 @@ use crate::cuda::{Arg, Launch};
 use crate::experts::NO_ROW;
 use crate::late::Late;
 use crate::score_top_k::{ScoreRule, Scored, ScoredGrads};
-use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK, add_up};
+use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK};
 
 /// Rows that one block adds up, as on the CPU.
 const ROWS_EACH: usize = 128;
@@ -44,31 +44,43 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     ];
     // SAFETY: a warp reads and writes its row of each.
     unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
-    let sums = sum_scores(on, (&logits, &lse, &entropy), are_sums_wanted);
-    TopK { probs: logits, ids, weights, lse, sums, squares: Some(squares) }
+    let rows = RowScores { probs: &logits, lse: &lse, entropy: &entropy, squares: Some(&squares) };
+    let sums = sum_scores(on, rows, are_sums_wanted);
+    TopK { probs: logits, ids, weights, lse, sums }
 }
 
-/// Sums over the rows of `probs`, of their entropies and of the squares of `lse`; those that are not wanted are taken when they are looked
-/// at, if ever.
-fn sum_scores(on: On<'_>, scores: (&Tensor, &Tensor, &Tensor), are_wanted: bool) -> Late<ScoreSums> {
+/// What is added up over the rows: `[T, E]`, and `[T]` each.
+struct RowScores<'a> {
+    probs: &'a Tensor,
+    lse: &'a Tensor,
+    entropy: &'a Tensor,
+    /// Squares of logits.
+    squares: Option<&'a Tensor>,
+}
+
+/// Those that are not wanted are added up when they are looked at, if ever.
+fn sum_scores(on: On<'_>, rows: RowScores<'_>, are_wanted: bool) -> Late<ScoreSums> {
     if are_wanted {
-        return start_sum_of_scores(on, scores);
+        return start_sums(on, &rows);
     }
-    let (ctx, (probs, lse, entropy)) = (on.ctx.clone(), (scores.0.clone(), scores.1.clone(), scores.2.clone()));
+    let (ctx, [probs, lse, entropy]) = (on.ctx.clone(), [rows.probs, rows.lse, rows.entropy].map(Tensor::clone));
+    let squares = rows.squares.cloned();
     Late::new(move || {
         let on = On::of(&ctx).expect("a context that has had a GPU");
-        (*start_sum_of_scores(on, (&probs, &lse, &entropy))).clone()
+        let rows = RowScores { probs: &probs, lse: &lse, entropy: &entropy, squares: squares.as_ref() };
+        (*start_sums(on, &rows)).clone()
     })
 }
 
-fn start_sum_of_scores(on: On<'_>, (probs, lse, entropy): (&Tensor, &Tensor, &Tensor)) -> Late<ScoreSums> {
-    let (rows, width) = (probs.rows(), probs.cols());
+fn start_sums(on: On<'_>, of: &RowScores<'_>) -> Late<ScoreSums> {
+    let (rows, width) = (of.probs.rows(), of.probs.cols());
     let blocks = rows.div_ceil(ROWS_EACH);
-    let mut partial = on.empty(&[blocks, width + 2], DType::F32);
+    let mut partial = on.empty(&[blocks, width + 3], DType::F32);
     let args = [
-        on.read(probs),
-        on.read(lse),
-        on.read(entropy),
+        on.read(of.probs),
+        on.read(of.lse),
+        on.read(of.entropy),
+        on.read_or_none(of.squares),
         on.write(&mut partial),
         rows.into(),
         width.into(),
@@ -76,7 +88,16 @@ fn start_sum_of_scores(on: On<'_>, (probs, lse, entropy): (&Tensor, &Tensor, &Te
     ];
     // SAFETY: a block writes its row of sums.
     unsafe { on.launch(&ROUTER, "sum_scores", blocks, &args) };
-    Late::new(move || add_up(partial.f32s(), width))
+    let has_squares = of.squares.is_some();
+    Late::new(move || {
+        let sum = |at: usize| partial.f32s().chunks(width + 3).map(|sums| f64::from(sums[at])).sum::<f64>();
+        ScoreSums {
+            probs: (0..width).map(sum).collect(),
+            entropy: sum(width),
+            lse_squared: sum(width + 1),
+            logits_squared: has_squares.then(|| sum(width + 2)),
+        }
+    })
 }
 
 pub(crate) fn score_top_k(on: On<'_>, mut logits: Tensor, rule: &ScoreRule<'_>) -> Scored {
@@ -101,7 +122,8 @@ pub(crate) fn score_top_k(on: On<'_>, mut logits: Tensor, rule: &ScoreRule<'_>) 
     args.extend(weighing(rule));
     // SAFETY: a warp reads and writes its row of each.
     unsafe { on.launch(&SCORES, "score_top_k", rows.div_ceil(WARPS), &args) };
-    let sums = sum_scores(on, (&probs, &lse, &entropy), rule.are_sums_wanted);
+    let of = RowScores { probs: &probs, lse: &lse, entropy: &entropy, squares: None };
+    let sums = sum_scores(on, of, rule.are_sums_wanted);
     Scored { probs, gates: rule.is_sigmoid.then_some(gates), logits, lse, ids, weights, sums }
 }
 
