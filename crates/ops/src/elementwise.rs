@@ -77,6 +77,30 @@ kernel! {
     }
 }
 
+/// `1 / (1 + e^-x)` of each element of `x` (f32).
+#[must_use]
+pub fn sigmoid(ctx: &Context, x: &Tensor) -> Tensor {
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::sigmoid(on, x);
+    }
+    let mut y = ctx.empty(x.shape(), DType::F32);
+    y.f32s_mut().iter_mut().zip(x.f32s()).for_each(|(y, x)| *y = 1.0 / (1.0 + (-x).exp()));
+    y
+}
+
+/// The gradient of `x` where `y` is its [`sigmoid`]: `dy y (1 - y)`; all f32.
+#[must_use]
+pub fn sigmoid_backward(ctx: &Context, dy: &Tensor, y: &Tensor) -> Tensor {
+    assert_eq!(dy.len(), y.len(), "sigmoid backward: dy {:?}, y {:?}", dy.shape(), y.shape());
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::sigmoid_backward(on, dy, y);
+    }
+    let mut dx = ctx.empty(y.shape(), DType::F32);
+    let inputs = dy.f32s().iter().zip(y.f32s());
+    dx.f32s_mut().iter_mut().zip(inputs).for_each(|(dx, (dy, y))| *dx = dy * y * (1.0 - y));
+    dx
+}
+
 /// Writes the elements of `x` (f32 or bf16) from `first` on, as many as there are `factors`, times these to `y`.
 pub fn multiply_into(isa: Isa, (x, first): (&Tensor, usize), factors: &[f32], y: &mut [f32]) {
     let range = first..first + factors.len();

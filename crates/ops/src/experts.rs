@@ -108,6 +108,48 @@ impl<'a> ExpertRows<'a> {
     }
 }
 
+/// The rows of one expert that has every token with weight 1: row t is token t.
+pub struct AllRows {
+    offsets: [u32; 2],
+    tokens: Tensor,
+    weights: Tensor,
+}
+
+impl AllRows {
+    /// Those of so many tokens; a GPU keeps the lists of those that come again and again.
+    #[must_use]
+    pub fn new(ctx: &Context, num_tokens: usize) -> Self {
+        let make = || {
+            let mut tokens = ctx.empty(&[num_tokens], DType::U32);
+            tokens.u32s_mut().iter_mut().zip(0..).for_each(|(token, t)| *token = t);
+            let mut weights = ctx.empty(&[num_tokens], DType::F32);
+            weights.f32s_mut().fill(1.0);
+            [tokens, weights]
+        };
+        let [tokens, weights] = ctx.gpu().map_or_else(make, |gpu| gpu.all_rows(num_tokens, make));
+        Self { offsets: [0, num_tokens as u32], tokens, weights }
+    }
+
+    /// The same with other weights, `[T]` f32.
+    #[must_use]
+    pub fn weighed(self, weights: Tensor) -> Self {
+        assert_eq!(weights.len(), self.tokens.len(), "weights of all rows");
+        Self { weights, ..self }
+    }
+
+    /// The weight of each row.
+    #[must_use]
+    pub fn weights(&self) -> &Tensor {
+        &self.weights
+    }
+
+    /// What the operations on experts take.
+    #[must_use]
+    pub fn rows(&self) -> ExpertRows<'_> {
+        ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.tokens, 1)
+    }
+}
+
 /// In [`ExpertRows::token_rows`]: this choice has no row.
 pub const NO_ROW: u32 = u32::MAX;
 

@@ -2,8 +2,8 @@
 
 use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward,
-    experts_bias_grad, experts_forward_biased, experts_weight_grad,
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
+    experts_forward_biased, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
@@ -98,8 +98,7 @@ impl FeedForwardBlock {
                 (y, InnerSaved::Moe(saved, is_whole))
             }
             (FeedForwardWeights::Dense(w), None) => {
-                let offsets = [0, normed.rows() as u32];
-                let rows = all_rows(pass, &offsets);
+                let rows = pass.all_rows.rows();
                 // The bias behind a sum over ranks is added once.
                 let zeros = pass.tensor.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
                 let biases = w.biases.as_ref();
@@ -165,8 +164,7 @@ impl FeedForwardBlock {
                 (dx, FeedForwardGradTask::Moe(task))
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
-                let offsets = [0, normed.rows() as u32];
-                let rows = all_rows(pass, &offsets);
+                let rows = pass.all_rows.rows();
                 let mut back = experts_backward(ctx, &d_block, dense(w, self.activation), rows, &saved);
                 if let Some(ranks) = pass.tensor {
                     ranks.sum(&mut back.dx);
@@ -188,12 +186,6 @@ fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {
     ExpertWeights { gate_up: &weights.gate_up, down: &weights.down, activation }
 }
 
-/// Every row through the one expert.
-fn all_rows<'a>(pass: &'a Pass<'_>, offsets: &'a [u32; 2]) -> ExpertRows<'a> {
-    let (rows, ones) = (&pass.all_rows.0, &pass.all_rows.1);
-    ExpertRows::new(offsets, rows, ones, rows, 1)
-}
-
 impl FeedForwardGradTask {
     /// Makes of the gradient of this router's logits by the next one's that of the logits of the MoE layer before; a dense layer
     /// hands it on.
@@ -210,8 +202,7 @@ impl FeedForwardGradTask {
             (Self::Dense { normed, dy, saved, dh, weighed, activation }, FeedForwardWeights::Dense(grads)) => {
                 let weighed = weighed.as_ref();
                 let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh, weighed };
-                let offsets = [0, normed.rows() as u32];
-                let rows = all_rows(pass, &offsets);
+                let rows = pass.all_rows.rows();
                 let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
                 experts_weight_grad(pass.ctx, inputs, activation, rows, write, into);
                 if let Some((gate_up, down)) = &mut grads.biases {

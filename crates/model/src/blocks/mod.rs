@@ -17,6 +17,7 @@ pub(crate) mod training;
 use std::sync::Arc;
 
 use moeworks_ops::Context;
+use moeworks_ops::experts::AllRows;
 use moeworks_ops::linear::Write;
 use moeworks_ops::rope::RopeTable;
 use moeworks_tensor::{DType, Tensor};
@@ -42,8 +43,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) seq_len: usize,
     /// The ranks that hold the matrices between them and make the same pass, if there are several.
     pub(crate) tensor: Option<&'a TensorRanks>,
-    /// `[T]` u32 0, 1, 2, ... and `[T]` f32 ones: a dense feed-forward as one expert that takes every row.
-    pub(crate) all_rows: (Tensor, Tensor),
+    /// A dense feed-forward as one expert that takes every row.
+    pub(crate) all_rows: AllRows,
 }
 
 impl<'a> Pass<'a> {
@@ -60,12 +61,7 @@ impl<'a> Pass<'a> {
         for (t, position) in positions.u32s_mut().iter_mut().enumerate() {
             *position = (start + t % seq_len) as u32;
         }
-        let mut rows = ctx.empty(&[tokens], DType::U32);
-        rows.u32s_mut().iter_mut().zip(0..).for_each(|(row, t)| *row = t);
-        let mut ones = ctx.empty(&[tokens], DType::F32);
-        ones.f32s_mut().fill(1.0);
-        let all_rows = (rows, ones);
-        let tensor = None;
+        let (all_rows, tensor) = (AllRows::new(ctx, tokens), None);
         Self { ctx, rope, relative: None, memory: None, positions, num_sequences, seq_len, tensor, all_rows }
     }
 

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use super::{Emulation, Gpu, GpuError};
 
-/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`
-/// or `emulated-hopper`.
+/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`,
+/// `emulated-hopper` or `listed-hopper`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The processor.
@@ -20,6 +20,8 @@ pub enum DeviceChoice {
     Emulated,
     /// The same with Hopper's instructions.
     EmulatedHopper,
+    /// A GPU that computes nothing and lists what it is asked to do.
+    ListedHopper,
 }
 
 /// A name that is none of a device.
@@ -38,6 +40,7 @@ impl FromStr for DeviceChoice {
             "auto" => Ok(Self::Auto),
             "emulated" => Ok(Self::Emulated),
             "emulated-hopper" => Ok(Self::EmulatedHopper),
+            "listed-hopper" => Ok(Self::ListedHopper),
             _ => {
                 let index = name.strip_prefix("cuda:").ok_or_else(unknown)?;
                 index.parse().map(Self::Cuda).map_err(|_| unknown())
@@ -55,6 +58,7 @@ impl fmt::Display for DeviceChoice {
             Self::Auto => f.write_str("auto"),
             Self::Emulated => f.write_str("emulated"),
             Self::EmulatedHopper => f.write_str("emulated-hopper"),
+            Self::ListedHopper => f.write_str("listed-hopper"),
         }
     }
 }
@@ -73,6 +77,9 @@ impl DeviceChoice {
             Self::Cuda(index) => Gpu::open(index)?,
             Self::Emulated => Gpu::emulated(Emulation::default())?,
             Self::EmulatedHopper => Gpu::emulated(Emulation { is_hopper: true, ..Emulation::default() })?,
+            Self::ListedHopper => {
+                Gpu::emulated(Emulation { is_hopper: true, is_listed: true, ..Emulation::default() })?
+            }
             Self::Auto => match Gpu::open(0) {
                 Ok(gpu) => gpu,
                 Err(error) => return Ok(Chosen { gpu: None, missing: Some(error) }),
@@ -88,7 +95,7 @@ mod tests {
 
     #[test]
     fn names_of_devices_are_read_as_they_are_written() {
-        for name in ["cpu", "cuda", "cuda:3", "auto", "emulated", "emulated-hopper"] {
+        for name in ["cpu", "cuda", "cuda:3", "auto", "emulated", "emulated-hopper", "listed-hopper"] {
             assert_eq!(name.parse::<DeviceChoice>().map(|choice| choice.to_string()), Ok(name.to_string()));
         }
         assert_eq!("cuda:0".parse(), Ok(DeviceChoice::Cuda(0)));

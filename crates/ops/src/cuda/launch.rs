@@ -82,6 +82,11 @@ impl Launch<'_> {
         self.args.iter().map(|arg| arg.bits).collect()
     }
 
+    /// The arguments that are no pointers, as their bits.
+    pub(super) fn numbers(&self) -> Vec<u64> {
+        self.args.iter().filter(|arg| arg.kind != b'p').map(|arg| arg.bits).collect()
+    }
+
     /// A letter for each argument: p, u (32 bits), l (64) or f.
     pub(super) fn kinds(&self) -> Vec<u8> {
         self.args.iter().map(|arg| arg.kind).chain([0]).collect()

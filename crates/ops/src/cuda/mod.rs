@@ -2,7 +2,9 @@
 //!
 //! Nothing of CUDA is needed to build. [`Gpu::open`] looks for the driver and a device, and for NVRTC, which compiles the
 //! sources in `kernels/` for the GPU at hand; what it made is kept on disk. [`Gpu::emulated`] runs the very same sources and
-//! launches on the host's processor, slowly and for tests: that is how kernels are checked where there is no GPU.
+//! launches on the host's processor, slowly and for tests: that is how kernels are checked where there is no GPU. With
+//! `--device listed-hopper` nothing is computed, and what a GPU would be asked to do is listed: that is how blocks, copies and waits of a
+//! pass of full size are counted there.
 //!
 //! A [`Context`](crate::Context) with a GPU makes every operation that has kernels run there. Tensors are copied to the
 //! device when a kernel first reads them and back when the host does, and stay in both until somebody writes; an operation
@@ -55,6 +57,7 @@ pub use traffic::Traffic;
 pub struct Gpu {
     device: Arc<Device>,
     kept: Arc<Mutex<KeptLists>>,
+    all_rows: Arc<Mutex<HashMap<usize, [Tensor; 2]>>>,
     room: Option<Arc<Room>>,
 }
 
@@ -63,6 +66,9 @@ type KeptLists = HashMap<Vec<u32>, Tensor>;
 
 /// Lists that are kept at most.
 const MAX_KEPT: usize = 1024;
+
+/// Numbers of rows whose lists are kept at most.
+const MAX_ALL_ROWS: usize = 16;
 
 enum Backend {
     Nvidia(nvidia::Nvidia),
@@ -187,6 +193,7 @@ impl Gpu {
         Self {
             device: Arc::new(Device { backend, steps: Mutex::default(), held: AtomicUsize::new(0) }),
             kept: Arc::default(),
+            all_rows: Arc::default(),
             room: None,
         }
     }
@@ -239,7 +246,7 @@ impl Gpu {
         static SKIPPED: Once = Once::new();
         let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
             Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
-            None => Self::emulated(Emulation { is_reversed, is_hopper }),
+            None => Self::emulated(Emulation { is_reversed, is_hopper, is_listed: false }),
         };
         let all = [
             ("emulated GPU", emulation(false, false)),
@@ -322,6 +329,15 @@ impl Gpu {
         let tensor = Tensor::from_slice(pool, &[list.len()], list);
         kept.insert(list.to_vec(), tensor.clone());
         tensor
+    }
+
+    /// What `make` gives for so many rows, of which a process knows few numbers: those of steps and of batches of texts.
+    pub(crate) fn all_rows(&self, rows: usize, make: impl FnOnce() -> [Tensor; 2]) -> [Tensor; 2] {
+        let mut kept = self.all_rows.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() == MAX_ALL_ROWS && !kept.contains_key(&rows) {
+            kept.clear();
+        }
+        kept.entry(rows).or_insert_with(make).clone()
     }
 
     /// The argument of a kernel that reads `tensor`.

@@ -76,7 +76,7 @@ sources! {
         "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
-        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "add_bias", "sum_columns", "sums_of_squares", "adamw_step", "gather_rows",
+        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];

@@ -2,6 +2,7 @@
 
 mod config;
 mod fp8;
+mod listed;
 mod lost_ranks;
 mod offload;
 mod real_text;

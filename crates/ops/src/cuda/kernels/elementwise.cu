@@ -27,6 +27,14 @@ KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u64 len) {
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor);
 }
 
+KERNEL(256) sigmoid_elements(const f32* x, f32* y, u64 len) {
+    FOR_EACH(i, len) y[i] = 1.0f / (1.0f + expf(-x[i]));
+}
+
+KERNEL(256) sigmoid_backward(const f32* dy, const f32* y, f32* dx, u64 len) {
+    FOR_EACH(i, len) dx[i] = dy[i] * y[i] * (1.0f - y[i]);
+}
+
 // y [rows, columns] += bias [columns].
 KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u64 len, u32 columns) {
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);

@@ -72,6 +72,22 @@ pub(crate) fn scale_assign(on: On<'_>, y: &mut Tensor, factor: f32) {
     unsafe { on.launch(&ELEMENTWISE, "scale_elements", blocks(len), &args) };
 }
 
+pub(crate) fn sigmoid(on: On<'_>, x: &Tensor) -> Tensor {
+    let mut y = on.empty(x.shape(), DType::F32);
+    let args = [on.read(x), on.write(&mut y), Arg::elements(x.len())];
+    // SAFETY: a thread reads and writes its elements, of as many as both have.
+    unsafe { on.launch(&ELEMENTWISE, "sigmoid_elements", blocks(x.len()), &args) };
+    y
+}
+
+pub(crate) fn sigmoid_backward(on: On<'_>, dy: &Tensor, y: &Tensor) -> Tensor {
+    let mut dx = on.empty(y.shape(), DType::F32);
+    let args = [on.read(dy), on.read(y), on.write(&mut dx), Arg::elements(y.len())];
+    // SAFETY: as above.
+    unsafe { on.launch(&ELEMENTWISE, "sigmoid_backward", blocks(y.len()), &args) };
+    dx
+}
+
 pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
     let (len, columns, y_bf16, bias) = (y.len(), y.cols(), is_bf16(y), on.f32s(bias));
     let args = [on.write(y), y_bf16.into(), on.read(&bias), Arg::elements(len), columns.into()];
