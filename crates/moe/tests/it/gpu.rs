@@ -38,6 +38,8 @@ fn pass(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, (z, sequence
         let random = Random::new(6, Purpose::Test, 0);
         state.tensor.f32s_mut().iter_mut().zip(0..).for_each(|(bias, i)| *bias = 0.2 * random.normal(i));
     }
+    // Experts that all tokens pass have a gate on their output, as in Qwen2-MoE.
+    weights.shared.iter_mut().for_each(|shared| shared.gate = Some(values(&ctx.on_host(), 1, 2, 0.4)));
     let (x, dy) = (values(ctx, T, 0, 1.0), values(ctx, T, 1, 1.0));
     let downloaded = || ctx.gpu().map_or(0, |gpu| gpu.traffic().downloaded_bytes);
     let start = downloaded();
@@ -49,6 +51,7 @@ fn pass(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, (z, sequence
     let start = downloaded();
     let (dx, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
+    grads.shared.iter_mut().for_each(|shared| shared.gate = Some(ctx.zeros(&[1, D], DType::F32)));
     task.run(ctx, Write::Replace, &mut grads);
     let after_backward = downloaded() - start;
     let mut tensors = vec![("y".into(), y.f32s().to_vec()), ("dx".into(), dx.f32s().to_vec())];
@@ -113,6 +116,7 @@ fn schemes() -> Vec<(&'static str, MoeConfig)> {
         ("cosine", with_router(2, false, cosine)),
         ("jitter", jitter),
         ("dropout", with_router(2, false, dropout)),
+        ("shared experts", MoeConfig { shared_width: 8, ..with_router(2, false, RouterConfig::default()) }),
     ]
 }
 
