@@ -6,6 +6,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
@@ -25,6 +26,9 @@ pub struct LayerNormWeights<'a> {
 pub fn layer_norm(ctx: &Context, x: &Tensor, weights: LayerNormWeights<'_>, eps: f32, out: DType) -> (Tensor, Tensor) {
     let rows = Rows::of(x, weights.weight);
     assert_eq!(weights.bias.len(), rows.width, "layer_norm: bias {:?}", weights.bias.shape());
+    if let Some(on) = On::taking(ctx, &[x.dtype(), out]) {
+        return cuda::layer_norm::forward(on, x, weights, eps, out);
+    }
     let (weight, bias) = (weights.weight.to_f32_vec(), weights.bias.to_f32_vec());
     let mut y = ctx.empty(x.shape(), out);
     let mut statistics = ctx.empty(&[rows.count, 2], DType::F32);
@@ -93,6 +97,9 @@ pub fn layer_norm_backward(
     let (dweight, dbias) = dweights;
     assert_eq!((dy.len(), statistics.len()), (x.len(), 2 * rows.count), "layer_norm backward: dy {:?}", dy.shape());
     assert_eq!((dweight.len(), dbias.len()), (rows.width, rows.width), "layer_norm backward: dweight, dbias");
+    if let Some(on) = On::taking(ctx, &[x.dtype(), dy.dtype()]) {
+        return cuda::layer_norm::backward(on, dy, (x, statistics), weight, write, (dweight, dbias));
+    }
     let weight = weight.to_f32_vec();
     let statistics = statistics.f32s();
     let mut dx = ctx.empty(x.shape(), DType::F32);

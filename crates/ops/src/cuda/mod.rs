@@ -10,7 +10,7 @@
 //! device when a kernel first reads them and back when the host does, and stay in both until somebody writes; an operation
 //! without kernels runs on the host and is correct all the same.
 //!
-//! Kernels there are for: linear maps and experts with weights in f32, bf16 or blocks of fewer bits, the router's scores, the counting sort, RMS norms, attention,
+//! Kernels there are for: linear maps and experts with weights in f32, bf16 or blocks of fewer bits, the router's scores, the counting sort, norms, attention,
 //! rotary positions, embeddings, the loss of the last projection, AdamW, sums and conversions of elements. None has run on a GPU
 //! yet; all are compiled for three generations of them and checked on the emulation.
 //!

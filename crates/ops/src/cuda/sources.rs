@@ -36,9 +36,13 @@ macro_rules! sources {
 }
 
 sources! {
-    RMS_NORM = "rms_norm": [
+    RMS_NORM = "rms_norm" after "few.cuh": [
         "rms_norm_f32_f32", "rms_norm_f32_bf16", "rms_norm_bf16_f32", "rms_norm_bf16_bf16",
         "rms_norm_backward_f32_f32", "rms_norm_backward_f32_bf16", "rms_norm_backward_bf16_f32", "rms_norm_backward_bf16_bf16",
+    ];
+    LAYER_NORM = "layer_norm" after "few.cuh": [
+        "layer_norm_f32_f32", "layer_norm_f32_bf16", "layer_norm_bf16_f32", "layer_norm_bf16_bf16",
+        "layer_norm_backward_f32_f32", "layer_norm_backward_f32_bf16", "layer_norm_backward_bf16_f32", "layer_norm_backward_bf16_bf16",
     ];
     GROUPED = "grouped" after "grouped.cuh": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",

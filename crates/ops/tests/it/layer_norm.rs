@@ -52,6 +52,7 @@ fn values_and_gradients_agree_with_the_definition_on_every_instruction_set() {
             check(&name, &ctx, &[1, 2], 2, dtype);
             check(&name, &ctx, &[7, 65], 65, dtype);
             check(&name, &ctx, &[3, 48], 16, dtype);
+            check(&name, &ctx, &[37, 12], 12, dtype);
             check(&name, &ctx, &[0, 16], 16, dtype);
         }
     }

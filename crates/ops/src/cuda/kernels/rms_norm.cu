@@ -1,29 +1,5 @@
 // y = x / rms(x) * weight. See rms_norm.rs for the formulas. Elements go by fours where rows are whole vectors.
 
-// N elements from `at` on, N of 1 or 4.
-template <u32 N> struct Few { f32 x[N]; };
-
-template <u32 N> DEVICE Few<N> few(const f32* from) {
-    if constexpr (N == 4) {
-        float4 four = *(const float4*)from;
-        return Few<N>{{four.x, four.y, four.z, four.w}};
-    } else return Few<N>{{from[0]}};
-}
-template <u32 N> DEVICE Few<N> few(const bf16* from) {
-    if constexpr (N == 4) {
-        uint2 pairs = *(const uint2*)from;
-        return Few<N>{{bits_float(pairs.x << 16), bits_float(pairs.x & 0xffff0000u), bits_float(pairs.y << 16), bits_float(pairs.y & 0xffff0000u)}};
-    } else return Few<N>{{load(from[0])}};
-}
-template <u32 N> DEVICE void put(f32* to, const Few<N>& few) {
-    if constexpr (N == 4) *(float4*)to = make_float4(few.x[0], few.x[1], few.x[2], few.x[3]);
-    else to[0] = few.x[0];
-}
-template <u32 N> DEVICE void put(bf16* to, const Few<N>& few) {
-    if constexpr (N == 4) *(uint2*)to = make_uint2(pack_bf16(few.x[0], few.x[1]), pack_bf16(few.x[2], few.x[3]));
-    else store(to[0], few.x[0]);
-}
-
 // A warp a row.
 template <u32 N, typename X, typename Y>
 DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, f32 eps, Y* __restrict__ y,

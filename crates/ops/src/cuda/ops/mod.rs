@@ -11,6 +11,7 @@ pub(crate) mod experts;
 mod grouped;
 pub(crate) mod grouped_linear;
 pub(crate) mod head_loss;
+pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod logits;
 pub(crate) mod peak;
