@@ -198,7 +198,7 @@ impl MoeLayer {
                 let (rows, experts) = (saved.dispatch.rows(), weights.experts(self.config.activation));
                 let mut back = experts_backward(ctx, dy, experts, rows, experts_saved);
                 if let Some((_, down)) = &weights.biases {
-                    add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
+                    add_bias_row_weight_grads(ctx, dy, down, rows, &mut back.d_row_weights);
                 }
                 let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
                 (back.dx, dweights, ExpertsTask::Here { dh: back.dh, weighed: back.weighed })
@@ -453,7 +453,7 @@ impl MoeGradTask {
         let Saved { x, router, .. } = &*self.saved;
         if let Some((gate_up, down)) = &mut grads.biases {
             let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(joined);
-            experts_bias_grad(dy, dh, rows, write, (gate_up, down));
+            experts_bias_grad(ctx, (dy, dh), rows, write, (gate_up, down));
         }
         if let (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) = (&self.saved.experts, &self.experts) {
             saved.shadow_weight_grads(ctx, (x, &self.dy), task, grads);

@@ -313,7 +313,16 @@ pub fn choice_weight_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &
 
 /// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make: `<dy, b2>`
 /// is added. `dy` is `[T, D]`, f32 or bf16.
-pub fn add_bias_row_weight_grads(dy: &Tensor, down: &Tensor, rows: ExpertRows<'_>, d_row_weights: &mut Tensor) {
+pub fn add_bias_row_weight_grads(
+    ctx: &Context,
+    dy: &Tensor,
+    down: &Tensor,
+    rows: ExpertRows<'_>,
+    d_row_weights: &mut Tensor,
+) {
+    if let Some(on) = On::taking(ctx, &[dy.dtype()]) {
+        return cuda::experts::add_bias_row_weight_grads(on, dy, down, rows, d_row_weights);
+    }
     let (d, bias, tokens) = (down.cols(), down.f32s(), &*rows.tokens);
     let dy = dy.to_f32_vec();
     for (row, grad) in d_row_weights.f32s_mut().iter_mut().enumerate() {
@@ -325,13 +334,16 @@ pub fn add_bias_row_weight_grads(dy: &Tensor, down: &Tensor, rows: ExpertRows<'_
 /// The gradients of [`ExpertBiases`] (f32, same shapes), from the output's gradient `dy` `[T, D]` and what
 /// [`experts_backward`] found in `dh`. An expert without rows gets zeros with [`Write::Replace`].
 pub fn experts_bias_grad(
-    dy: &Tensor,
-    dh: &Tensor,
+    ctx: &Context,
+    (dy, dh): (&Tensor, &Tensor),
     rows: ExpertRows<'_>,
     write: Write,
     grads: (&mut Tensor, &mut Tensor),
 ) {
     let (gate_up, down) = grads;
+    if let Some(on) = On::taking(ctx, &[dy.dtype(), dh.dtype()]) {
+        return cuda::experts::bias_grad(on, (dy, dh), rows, write, (gate_up, down));
+    }
     let (af, d) = (gate_up.cols(), down.cols());
     let (dh, dy) = (dh.to_f32_vec(), dy.to_f32_vec());
     let (gate_up, down) = (gate_up.f32s_mut(), down.f32s_mut());

@@ -206,7 +206,7 @@ impl FeedForwardGradTask {
                 let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
                 experts_weight_grad(pass.ctx, inputs, activation, rows, write, into);
                 if let Some((gate_up, down)) = &mut grads.biases {
-                    experts_bias_grad(&dy, &dh, rows, write, (gate_up, down));
+                    experts_bias_grad(pass.ctx, (&dy, &dh), rows, write, (gate_up, down));
                 }
             }
             _ => panic!("{WRONG_KIND}"),

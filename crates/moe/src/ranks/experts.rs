@@ -122,7 +122,7 @@ impl RanksSaved {
                 let backward = || experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
                 let mut backward = self.ranks.time("experts, backward", backward);
                 if let Some((_, down)) = &weights.biases {
-                    add_bias_row_weight_grads(&dy, down, rows, &mut backward.d_row_weights);
+                    add_bias_row_weight_grads(ctx, &dy, down, rows, &mut backward.d_row_weights);
                 }
                 let of_choices = choice_weight_grads(ctx, rows, &backward.d_row_weights);
                 let of_choices = of_choices.reshaped(&[chunk.num_arrived(), num_choices]);

@@ -158,7 +158,7 @@ impl ShadowsSaved {
         let backward = || experts_backward(ctx, dy, shadows.weights(), rows, saved);
         let mut back = shadows.ranks.time("fetched experts, backward", backward);
         if let Some((_, down)) = &shadows.biases {
-            add_bias_row_weight_grads(dy, down, rows, &mut back.d_row_weights);
+            add_bias_row_weight_grads(ctx, dy, down, rows, &mut back.d_row_weights);
         }
         let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
         ShadowsBackward { dx: back.dx, dweights, task: ShadowTask { dh: back.dh, weighed: back.weighed } }
@@ -184,7 +184,7 @@ impl ShadowsSaved {
         shadows.bring_home(&down, &mut grads.down);
         if let (Some((gate_up, down)), Some(to)) = (&shadows.biases, &mut grads.biases) {
             let mut found = (like(gate_up), like(down));
-            experts_bias_grad(dy, &task.dh, rows, Write::Replace, (&mut found.0, &mut found.1));
+            experts_bias_grad(ctx, (dy, &task.dh), rows, Write::Replace, (&mut found.0, &mut found.1));
             shadows.bring_home(&found.0, &mut to.0);
             shadows.bring_home(&found.1, &mut to.1);
         }

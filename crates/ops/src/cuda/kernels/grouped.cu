@@ -248,18 +248,60 @@ KERNEL(256) plain_depths_tn(DEPTHS, u32 is_rounded) {
     plainly<false, false, false>(p, store, nullptr, 0, is_rounded);
 }
 
-// outputs [R, D] += the row's expert's bias [E, D].
-KERNEL(256) add_row_biases(void* outputs, u32 is_bf16, const f32* bias, const u32* offsets, u32 groups, u32 width) {
-    u32 row = blockIdx.x, low = 0, high = groups;
+// The group that has the row, of those that begin at `offsets`.
+DEVICE u32 group_of(u32 row, const u32* offsets, u32 groups) {
+    u32 low = 0, high = groups;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
         if (offsets[middle] <= row) low = middle;
         else high = middle;
     }
+    return low;
+}
+
+// outputs [R, D] += the row's expert's bias [E, D].
+KERNEL(256) add_row_biases(void* outputs, u32 is_bf16, const f32* bias, const u32* offsets, u32 groups, u32 width) {
+    u32 row = blockIdx.x, group = group_of(row, offsets, groups);
     for (u32 i = threadIdx.x; i < width; i += 256) {
         u64 at = (u64)row * width + i;
-        store_any(outputs, is_bf16, at, load_any(outputs, is_bf16, at) + bias[(u64)low * width + i]);
+        store_any(outputs, is_bf16, at, load_any(outputs, is_bf16, at) + bias[(u64)group * width + i]);
     }
+}
+
+// d_row_weights [R] += <the token's row of dy, its expert's bias>, a warp a row.
+KERNEL(256) add_bias_dots(const void* dy, u32 is_bf16, const f32* bias, const u32* offsets, const u32* tokens, f32* d_row_weights, u32 rows,
+                          u32 groups, u32 width) {
+    u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    const f32* own = bias + (u64)group_of(row, offsets, groups) * width;
+    u64 from = (u64)tokens[row] * width;
+    f32 sum = 0.0f;
+#pragma unroll 4
+    for (u32 i = lane; i < width; i += 32) sum = fmaf(load_any(dy, is_bf16, from + i), own[i], sum);
+    sum = warp_sum(sum);
+    if (lane == 0) d_row_weights[row] += sum;
+}
+
+// sums [E, W] (+)= the sums over each group's rows of x, those of their tokens times the rows' weights if there are tokens: 32 columns
+// and a group a block, whose eight warps take rows in turns.
+KERNEL(256) sum_group_rows(const void* x, u32 is_bf16, const u32* tokens, const f32* row_weights, const u32* offsets, f32* sums, u32 width,
+                           u32 add) {
+    __shared__ f32 of_warps[8][32];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane, end = offsets[blockIdx.y + 1];
+    f32 sum = 0.0f;
+    if (column < width) {
+#pragma unroll 4
+        for (u32 row = offsets[blockIdx.y] + warp; row < end; row += 8) {
+            f32 value = load_any(x, is_bf16, (u64)(tokens ? tokens[row] : row) * width + column);
+            sum = tokens ? fmaf(row_weights[row], value, sum) : sum + value;
+        }
+    }
+    of_warps[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= width) return;
+    for (u32 w = 1; w < 8; w++) sum += of_warps[w][lane];
+    f32* to = sums + (u64)blockIdx.y * width + column;
+    *to = add ? *to + sum : sum;
 }
 
 // y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any.

@@ -5,11 +5,11 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
 use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
-use super::{Listed, On, THREADS, takes_weights};
+use super::{Listed, On, THREADS, WARPS, takes_weights};
 use crate::Activation;
-use crate::cuda::Arg;
 use crate::cuda::room::Stacks;
 use crate::cuda::sources::GROUPED;
+use crate::cuda::{Arg, Launch};
 use crate::e4m3::BLOCK;
 use crate::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,
@@ -289,6 +289,62 @@ fn add_biases(on: On<'_>, outputs: &mut Tensor, bias: &Tensor, map: &Rows<'_>) {
     let args = [on.write(outputs), is_bf16, on.read(bias), on.read(offsets), groups, width];
     // SAFETY: a block adds its row's bias, of an expert that the offsets name.
     unsafe { on.launch(&GROUPED, "add_row_biases", map.len(), &args) };
+}
+
+/// Adds `<dy, b2>` to the gradients of the row weights.
+pub(crate) fn add_bias_row_weight_grads(
+    on: On<'_>,
+    dy: &Tensor,
+    down: &Tensor,
+    rows: ExpertRows<'_>,
+    d_row_weights: &mut Tensor,
+) {
+    let map = Rows::of(on, rows);
+    let offsets = map.offsets.tensor();
+    let args = [
+        on.read(dy),
+        (dy.dtype() == DType::BF16).into(),
+        on.read(down),
+        on.read(offsets),
+        on.read(map.tokens.tensor()),
+        on.write(d_row_weights),
+        map.len().into(),
+        (offsets.len() - 1).into(),
+        down.cols().into(),
+    ];
+    // SAFETY: a warp reads its token's row and its expert's bias, and writes its row's gradient.
+    unsafe { on.launch(&GROUPED, "add_bias_dots", map.len().div_ceil(WARPS), &args) };
+}
+
+/// The gradients of both biases.
+pub(crate) fn bias_grad(
+    on: On<'_>,
+    (dy, dh): (&Tensor, &Tensor),
+    rows: ExpertRows<'_>,
+    write: Write,
+    (gate_up, down): (&mut Tensor, &mut Tensor),
+) {
+    let map = Rows::of(on, rows);
+    let offsets = map.offsets.tensor();
+    let sum = |x: &Tensor, of_tokens: bool, sums: &mut Tensor| {
+        let width = sums.cols();
+        let args = [
+            on.read(x),
+            (x.dtype() == DType::BF16).into(),
+            on.read_or_none(of_tokens.then(|| map.tokens.tensor())),
+            on.read_or_none(of_tokens.then(|| map.weights.tensor())),
+            on.read(offsets),
+            on.write(sums),
+            width.into(),
+            (write == Write::Add).into(),
+        ];
+        let grid = [width.div_ceil(32), offsets.len() - 1, 1];
+        let (source, kernel) = (&GROUPED, "sum_group_rows");
+        // SAFETY: a block reads its group's rows, or those of their tokens, and writes its columns of the group's sums.
+        unsafe { on.gpu.launch(&Launch { source, kernel, grid, threads: THREADS, shared: 0, args: &args }) };
+    };
+    sum(dh, false, gate_up);
+    sum(dy, true, down);
 }
 
 /// `outputs` may be bf16, too.
