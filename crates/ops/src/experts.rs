@@ -8,7 +8,9 @@
 //! `u` do. Expert outputs of all rows wait in one buffer `[R, D]` and are then added up token by token, in the order of
 //! the token's choices, so that no two threads ever write the same element.
 
+mod biases;
 mod epilogues;
+mod rows;
 mod turned;
 
 use std::ops::Range;
@@ -27,7 +29,11 @@ use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, kernel, store_all, with_float};
 use crate::{Activation, Context, quantized};
-use epilogues::{Activate, PullBack, dot};
+use biases::add_biases;
+use epilogues::{Activate, PullBack};
+
+pub use biases::{ExpertBiases, add_bias_row_weight_grads, experts_bias_grad};
+pub use rows::{AllRows, ExpertRows, NO_ROW};
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken. For
 /// inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each, is read where
@@ -68,90 +74,6 @@ impl RoundedWeights {
         ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation: self.activation }
     }
 }
-
-/// The biases of experts that have them (GPT-OSS), or of a dense network as one expert (GPT-2). f32.
-#[derive(Clone, Copy)]
-pub struct ExpertBiases<'a> {
-    /// `[E, A F]`: added before the activation.
-    pub gate_up: &'a Tensor,
-    /// `[E, D]`: added to an expert's output, before the row's weight.
-    pub down: &'a Tensor,
-}
-
-/// Which rows go through which expert: R rows sorted by expert.
-#[derive(Clone, Copy)]
-pub struct ExpertRows<'a> {
-    /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
-    pub offsets: List<'a, u32>,
-    /// `[R]`: the token of each row.
-    pub tokens: List<'a, u32>,
-    /// `[R]`: the weight of each row in its token's sum.
-    pub weights: List<'a, f32>,
-    /// `[T, K]`: the row of each choice of each token, [`NO_ROW`] where the choice was dropped.
-    pub token_rows: List<'a, u32>,
-    /// K, the choices a token has.
-    pub num_choices: usize,
-}
-
-impl<'a> ExpertRows<'a> {
-    /// From lists of the host or tensors, in the order of the fields.
-    #[must_use]
-    pub fn new(
-        offsets: impl Into<List<'a, u32>>,
-        tokens: impl Into<List<'a, u32>>,
-        weights: impl Into<List<'a, f32>>,
-        token_rows: impl Into<List<'a, u32>>,
-        num_choices: usize,
-    ) -> Self {
-        let (offsets, tokens) = (offsets.into(), tokens.into());
-        Self { offsets, tokens, weights: weights.into(), token_rows: token_rows.into(), num_choices }
-    }
-}
-
-/// The rows of one expert that has every token with weight 1: row t is token t.
-pub struct AllRows {
-    offsets: [u32; 2],
-    tokens: Tensor,
-    weights: Tensor,
-}
-
-impl AllRows {
-    /// Those of so many tokens; a GPU keeps the lists of those that come again and again.
-    #[must_use]
-    pub fn new(ctx: &Context, num_tokens: usize) -> Self {
-        let make = || {
-            let mut tokens = ctx.empty(&[num_tokens], DType::U32);
-            tokens.u32s_mut().iter_mut().zip(0..).for_each(|(token, t)| *token = t);
-            let mut weights = ctx.empty(&[num_tokens], DType::F32);
-            weights.f32s_mut().fill(1.0);
-            [tokens, weights]
-        };
-        let [tokens, weights] = ctx.gpu().map_or_else(make, |gpu| gpu.all_rows(num_tokens, make));
-        Self { offsets: [0, num_tokens as u32], tokens, weights }
-    }
-
-    /// The same with other weights, `[T]` f32.
-    #[must_use]
-    pub fn weighed(self, weights: Tensor) -> Self {
-        assert_eq!(weights.len(), self.tokens.len(), "weights of all rows");
-        Self { weights, ..self }
-    }
-
-    /// The weight of each row.
-    #[must_use]
-    pub fn weights(&self) -> &Tensor {
-        &self.weights
-    }
-
-    /// What the operations on experts take.
-    #[must_use]
-    pub fn rows(&self) -> ExpertRows<'_> {
-        ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.tokens, 1)
-    }
-}
-
-/// In [`ExpertRows::token_rows`]: this choice has no row.
-pub const NO_ROW: u32 = u32::MAX;
 
 /// What backward needs of forward.
 pub struct ExpertsSaved {
@@ -275,26 +197,6 @@ fn forward_product(
     gemm::run(ctx, &Product { form: Form::Nt, compute, groups: &groups, is_paired }, epilogue);
 }
 
-/// Adds each row's expert's bias `[E, D]` to the row of `outputs` `[R, D]`.
-fn add_biases(ctx: &Context, outputs: &mut Tensor, rows: ExpertRows<'_>, bias: &Tensor) {
-    let d = bias.cols();
-    if outputs.is_empty() {
-        return;
-    }
-    let rows_per_piece = (PIECE / d).max(1);
-    ctx.threads().run_pieces(outputs.f32s_mut(), rows_per_piece * d, |index, outputs| {
-        for (row, outputs) in (index * rows_per_piece..).zip(outputs.chunks_exact_mut(d)) {
-            let expert = expert_of(rows, row);
-            outputs.iter_mut().zip(&bias.f32s()[expert * d..]).for_each(|(o, bias)| *o += bias);
-        }
-    });
-}
-
-/// The expert that a row belongs to.
-fn expert_of(rows: ExpertRows<'_>, row: usize) -> usize {
-    rows.offsets.partition_point(|&offset| offset as usize <= row) - 1
-}
-
 /// `[T K]` (f32): the gradient of each choice's weight from that of each row's, `[R]` (f32); a dropped choice has none.
 #[must_use]
 pub fn choice_weight_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &Tensor) -> Tensor {
@@ -309,55 +211,6 @@ pub fn choice_weight_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &
         }
     });
     grads
-}
-
-/// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make: `<dy, b2>`
-/// is added. `dy` is `[T, D]`, f32 or bf16.
-pub fn add_bias_row_weight_grads(
-    ctx: &Context,
-    dy: &Tensor,
-    down: &Tensor,
-    rows: ExpertRows<'_>,
-    d_row_weights: &mut Tensor,
-) {
-    if let Some(on) = On::taking(ctx, &[dy.dtype()]) {
-        return cuda::experts::add_bias_row_weight_grads(on, dy, down, rows, d_row_weights);
-    }
-    let (d, bias, tokens) = (down.cols(), down.f32s(), &*rows.tokens);
-    let dy = dy.to_f32_vec();
-    for (row, grad) in d_row_weights.f32s_mut().iter_mut().enumerate() {
-        let (token, expert) = (tokens[row] as usize, expert_of(rows, row));
-        *grad += dot(&dy[token * d..][..d], &bias[expert * d..][..d]);
-    }
-}
-
-/// The gradients of [`ExpertBiases`] (f32, same shapes), from the output's gradient `dy` `[T, D]` and what
-/// [`experts_backward`] found in `dh`. An expert without rows gets zeros with [`Write::Replace`].
-pub fn experts_bias_grad(
-    ctx: &Context,
-    (dy, dh): (&Tensor, &Tensor),
-    rows: ExpertRows<'_>,
-    write: Write,
-    grads: (&mut Tensor, &mut Tensor),
-) {
-    let (gate_up, down) = grads;
-    if let Some(on) = On::taking(ctx, &[dy.dtype(), dh.dtype()]) {
-        return cuda::experts::bias_grad(on, (dy, dh), rows, write, (gate_up, down));
-    }
-    let (af, d) = (gate_up.cols(), down.cols());
-    let (dh, dy) = (dh.to_f32_vec(), dy.to_f32_vec());
-    let (gate_up, down) = (gate_up.f32s_mut(), down.f32s_mut());
-    if write == Write::Replace {
-        gate_up.fill(0.0);
-        down.fill(0.0);
-    }
-    for (row, (&token, &weight)) in rows.tokens.iter().zip(&*rows.weights).enumerate() {
-        let (token, expert) = (token as usize, expert_of(rows, row));
-        let dh = &dh[row * af..(row + 1) * af];
-        gate_up[expert * af..].iter_mut().zip(dh).for_each(|(sum, x)| *sum += x);
-        let dy = &dy[token * d..(token + 1) * d];
-        down[expert * d..].iter_mut().zip(dy).for_each(|(sum, x)| *sum += weight * x);
-    }
 }
 
 /// The gradients that the layers below wait for. `dy` is `[T, D]`, f32 or bf16.

@@ -66,7 +66,7 @@ sources! {
         "few_rows_nt_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
         "few_rows_nt_f8", "few_up_paired_f8", "few_up_single_f8",
     ];
-    ROUTER = "router": [
+    ROUTER = "router" after "softmax.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices",
     ];
     ATTENTION = "attention" after "attention.cuh": [
@@ -80,15 +80,15 @@ sources! {
         "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
-        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "sums_of_squares", "adamw_step", "gather_rows",
+        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "add_parts", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate",
     ];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
     NOISE = "noise": ["times_factors"];
-    SCORES = "scores": ["score_top_k", "score_top_k_backward"];
+    SCORES = "scores" after "softmax.cuh": ["score_top_k", "score_top_k_backward"];
     SAMPLING = "sampling": ["draw_tokens"];
-    LOGITS = "logits": ["cut_numbers", "add_parts"];
+    LOGITS = "logits": ["cut_numbers"];
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 

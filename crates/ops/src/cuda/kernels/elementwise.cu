@@ -59,6 +59,18 @@ KERNEL(256) sum_columns(const void* x, u32 x_bf16, f32* sums, u32 rows, u32 colu
     *to = add ? *to + sum : sum;
 }
 
+// Rows of `width` numbers, `num` of them in all, from rows of `num_parts` lists of as many: each number is (or gets) the sum of its parts,
+// the last first.
+KERNEL(256) add_parts(const f32* parts, f32* to, u32 num, u32 width, u32 num_parts, u32 add) {
+    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < num; i += gridDim.x * 256) {
+        const f32* own = parts + (u64)(i / width) * width * num_parts + i % width;
+        f32 sum = 0.0f;
+#pragma unroll 4
+        for (u32 part = num_parts; part > 0; part--) sum += own[(u64)(part - 1) * width];
+        to[i] = add ? to[i] + sum : sum;
+    }
+}
+
 // One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the
 // length fixes.
 KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u64 len) {

@@ -23,14 +23,3 @@ KERNEL(256) cut_numbers(const f32* x, bf16* to, u32 num, u32 width, u32 names, u
         for (u32 part = 0; part < num_parts; part++) store(to[at + (u64)part * width], part_of(number, names >> (2 * part) & 3));
     }
 }
-
-// Back: each number is the sum of its parts, the last first, or that is added to it.
-KERNEL(256) add_parts(const f32* parts, f32* to, u32 num, u32 width, u32 num_parts, u32 add) {
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < num; i += gridDim.x * 256) {
-        const f32* own = parts + (u64)(i / width) * width * num_parts + i % width;
-        f32 sum = 0.0f;
-#pragma unroll 4
-        for (u32 part = num_parts; part > 0; part--) sum += own[(u64)(part - 1) * width];
-        to[i] = add ? to[i] + sum : sum;
-    }
-}

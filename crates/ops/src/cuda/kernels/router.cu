@@ -9,41 +9,14 @@ KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* ent
     probs += (u64)row * width;
     ids += (u64)row * k;
     weights += (u64)row * k;
-    u64 last = ~0ull;
-    for (u32 choice = 0; choice < k; choice++) {
-        u64 best = 0;
-        for (u32 i = lane; i < width; i += 32) {
-            u64 key = (u64)ordered(probs[i]) << 32 | (u32)~i;
-            if (key < last && key > best) best = key;
-        }
-        last = warp_largest(best);
-        if (lane == 0) ids[choice] = ~(u32)last;
-    }
-    f32 top = bits_float(0xff800000u), square = 0.0f;
-    for (u32 i = lane; i < width; i += 32) {
-        top = probs[i] > top ? probs[i] : top;
-        square = fmaf(probs[i], probs[i], square);
-    }
+    choose<true>(probs, ids, width, k);
+    f32 square = 0.0f, own_lse, own_entropy;
+    for (u32 i = lane; i < width; i += 32) square = fmaf(probs[i], probs[i], square);
     square = warp_sum(square);
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        f32 other = from_lane_xor(top, mask);
-        top = other > top ? other : top;
-    }
-    f32 total = 0.0f, moment = 0.0f;
-    for (u32 i = lane; i < width; i += 32) {
-        f32 distance = probs[i] - top, e = expf(distance);
-        probs[i] = e;
-        total += e;
-        // e^x is 0 below: bounds the distance where 0 times infinity would be NaN.
-        moment = fmaf(e, distance < -104.0f ? -104.0f : distance, moment);
-    }
-    total = warp_sum(total);
-    moment = warp_sum(moment);
-    f32 scale = 1.0f / total;
-    for (u32 i = lane; i < width; i += 32) probs[i] *= scale;
+    softmax_row(probs, probs, width, own_lse, own_entropy);
     if (lane == 0) {
-        lse[row] = top + logf(total);
-        entropy[row] = logf(total) - moment * scale;
+        lse[row] = own_lse;
+        entropy[row] = own_entropy;
         squares[row] = square;
     }
     __syncwarp();

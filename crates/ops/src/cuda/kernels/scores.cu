@@ -1,38 +1,6 @@
 // A router's choice by scores, bias and groups, a warp a row: see score_top_k.rs.
 
-const u32 NOBODY = 0xffffffffu;
-
-DEVICE f32 negative_infinity() { return bits_float(0xff800000u); }
 DEVICE f32 nan_value() { return bits_float(0x7fc00000u); }
-
-DEVICE f32 warp_greatest(f32 x) {
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        f32 other = from_lane_xor(x, mask);
-        x = other > x ? other : x;
-    }
-    return x;
-}
-
-// Softmax of the row of `logits`: probabilities, and what they say of the row.
-DEVICE void softmax_row(const f32* logits, f32* probs, u32 width, f32& lse, f32& entropy) {
-    u32 lane = threadIdx.x % 32;
-    f32 top = negative_infinity(), total = 0.0f, moment = 0.0f;
-    for (u32 i = lane; i < width; i += 32) top = logits[i] > top ? logits[i] : top;
-    top = warp_greatest(top);
-    for (u32 i = lane; i < width; i += 32) {
-        f32 distance = logits[i] - top, e = expf(distance);
-        probs[i] = e;
-        total += e;
-        // e^x is 0 below: bounds the distance where 0 times infinity would be NaN.
-        moment = fmaf(e, distance < -104.0f ? -104.0f : distance, moment);
-    }
-    total = warp_sum(total);
-    moment = warp_sum(moment);
-    f32 scale = 1.0f / total;
-    for (u32 i = lane; i < width; i += 32) probs[i] *= scale;
-    lse = top + logf(total);
-    entropy = logf(total) - moment * scale;
-}
 
 // Sigmoids of the row, and in place of the softmax these divided by their sum; returns the entropy.
 DEVICE f32 sigmoid_row(const f32* logits, f32* gates, f32* probs, u32 width) {
@@ -74,21 +42,6 @@ DEVICE void limit_groups(f32* ranking, f32* of_groups, u32 width, u32 num_groups
         for (u32 i = g * size; i < (g + 1) * size; i++) ranking[i] = negative_infinity();
     }
     __syncwarp();
-}
-
-// The k highest of `ranking`, best first; negative infinity is nobody's choice.
-DEVICE void choose(const f32* ranking, u32* ids, u32 width, u32 k) {
-    u32 lane = threadIdx.x % 32;
-    u64 last = ~0ull;
-    for (u32 choice = 0; choice < k; choice++) {
-        u64 best = 0;
-        for (u32 i = lane; i < width; i += 32) {
-            u64 key = (u64)ordered(ranking[i]) << 32 | (u32)~i;
-            if (key < last && key > best && ranking[i] != negative_infinity()) best = key;
-        }
-        last = warp_largest(best);
-        if (lane == 0) ids[choice] = last == 0 ? NOBODY : ~(u32)last;
-    }
 }
 
 // How weights are taken of scores.
@@ -153,7 +106,7 @@ KERNEL(256) score_top_k(f32* logits, f32* probs, f32* gates, f32* ranking, f32* 
         __syncwarp();
         if (of_groups) limit_groups(ranking, of_groups, width, num_groups, top_groups, by_top_two);
     }
-    choose(ranking ? ranking : logits, ids, width, k);
+    choose<false>(ranking ? ranking : logits, ids, width, k);
     __syncwarp();
     f32 factor = is_normalized ? scale / weighing.sum(scores, ids, k) : scale;
     for (u32 choice = lane; choice < k; choice += 32)

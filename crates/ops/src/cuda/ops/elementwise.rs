@@ -119,6 +119,14 @@ fn sum_columns(on: On<'_>, x: &Tensor, rows_each: usize, write: Write, (sums, pa
     unsafe { on.gpu.launch(&launch) };
 }
 
+/// Writes or adds the sum over the parts of each of so many rows, the last part first.
+pub(super) fn add_parts(on: On<'_>, parts: &Tensor, (rows, num_parts): (usize, usize), write: Write, to: &mut Tensor) {
+    let (len, width) = (to.len(), to.len() / rows.max(1));
+    let args = [on.read(parts), on.write(to), len.into(), width.into(), num_parts.into(), (write == Write::Add).into()];
+    // SAFETY: a thread reads its numbers' parts and writes the numbers.
+    unsafe { on.launch(&ELEMENTWISE, "add_parts", len.div_ceil(2 * THREADS), &args) };
+}
+
 /// Blocks that each add up a part of a tensor, at most: what is left to add up in the host stays small.
 const MAX_SUMS: usize = 1024;
 

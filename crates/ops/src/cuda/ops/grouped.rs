@@ -9,7 +9,7 @@ use std::cell::OnceCell;
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
-use super::{On, blocks, elementwise, logits};
+use super::{On, blocks, elementwise};
 use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_FP8, GROUPED_HOPPER};
 use crate::cuda::{Arg, Launch, Source};
 use crate::gemm::Form;
@@ -354,7 +354,7 @@ pub(super) fn sums(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write
     let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
     if parts_of_depth(rows, columns, depth) > 1 {
         let (sums, num_parts) = sums_in_parts(on, a, b, compute);
-        return logits::add_parts(on, &sums, (1, num_parts), write, to);
+        return elementwise::add_parts(on, &sums, (1, num_parts), write, to);
     }
     let (a, b, offsets) = ((a, None), (b, None), &on.kept(&[0, depth as u32]));
     DepthsProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, write, to);

@@ -3,8 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::{self, Groups, RowsProduct};
-use super::{On, THREADS};
-use crate::cuda::Launch;
+use super::{On, THREADS, elementwise};
 use crate::cuda::sources::LOGITS;
 use crate::gemm::Form;
 use crate::linear::Write;
@@ -35,7 +34,7 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor) -> Tensor {
     let w = cut(on, w, 1, &[0, 1, 2]);
     let sums = product(Form::Nt, (x, &w), (t, PARTS * e, d)).store(on, t, DType::F32);
     let mut logits = on.empty(&[t, e], DType::F32);
-    add_parts(on, &sums, (t, PARTS), Write::Replace, &mut logits);
+    elementwise::add_parts(on, &sums, (t, PARTS), Write::Replace, &mut logits);
     logits
 }
 
@@ -70,7 +69,7 @@ fn product<'a>(
 pub(crate) fn backward_weight(on: On<'_>, dlogits: &Tensor, x: &Tensor, write: Write, dw: &mut Tensor) {
     let dlogits = cut(on, dlogits, x.rows(), &[0, 1, 2]);
     let (sums, num_parts) = grouped::sums_in_parts(on, &dlogits, x, DType::BF16);
-    add_parts(on, &sums, (1, num_parts * PARTS), write, dw);
+    elementwise::add_parts(on, &sums, (1, num_parts * PARTS), write, dw);
 }
 
 /// Of each of so many rows of `x` the named parts, one list of all its numbers after the other.
@@ -81,24 +80,6 @@ fn cut(on: On<'_>, x: &Tensor, rows: usize, parts: &[u32]) -> Tensor {
     let names = parts.iter().rev().fold(0, |names, part| names << 2 | part);
     let args = [on.read(x), on.write(&mut to), x.len().into(), width.into(), names.into(), parts.len().into()];
     // SAFETY: a thread reads its numbers and writes the parts of each.
-    unsafe { launch(on, "cut_numbers", x.len(), &args) };
+    unsafe { on.launch(&LOGITS, "cut_numbers", x.len().div_ceil(2 * THREADS), &args) };
     to
-}
-
-/// Writes or adds the sum over the parts of each of so many rows, the last part first.
-pub(super) fn add_parts(on: On<'_>, parts: &Tensor, (rows, num_parts): (usize, usize), write: Write, to: &mut Tensor) {
-    let (len, width) = (to.len(), to.len() / rows.max(1));
-    let add = (write == Write::Add).into();
-    let args = [on.read(parts), on.write(to), len.into(), width.into(), num_parts.into(), add];
-    // SAFETY: a thread reads its numbers' parts and writes the numbers.
-    unsafe { launch(on, "add_parts", len, &args) };
-}
-
-/// # Safety
-///
-/// As of [`Gpu::launch`](crate::cuda::Gpu::launch), for a thread for every few of `len` numbers.
-unsafe fn launch(on: On<'_>, kernel: &str, len: usize, args: &[crate::cuda::Arg<'_>]) {
-    let grid = [len.div_ceil(2 * THREADS), 1, 1];
-    // SAFETY: the caller's promise.
-    unsafe { on.gpu.launch(&Launch { source: &LOGITS, kernel, grid, threads: THREADS, shared: 0, args }) };
 }
