@@ -167,7 +167,10 @@ impl Dispatch {
         let (sorted, ruled) = if rule.is_plain(num_tokens) {
             let limit = (rule.capacity_factor != 0.0 && rule.fixed.is_none()).then_some(limit);
             let sorted = match limit {
-                None if routing.is_whole() => sort_all_choices(ctx, ids, weights, num_experts),
+                None if routing.is_whole() => {
+                    let sort = || sort_all_choices(ctx, ids, weights, num_experts);
+                    routing.sorted().cloned().unwrap_or_else(sort)
+                }
                 _ => sort_choices(ctx, ids, weights, num_experts, limit),
             };
             (sorted, None)

@@ -13,7 +13,7 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads,
-    experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad, experts_weight_grad_of_used,
+    experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad, experts_weight_grad_of_used,
     send_experts_ahead,
 };
 use moeworks_ops::late::Late;
@@ -117,6 +117,20 @@ impl MoeLayer {
         x: &Tensor,
         input: &RouterInput<'_>,
     ) -> (Tensor, MoeSaved) {
+        self.forward_onto(ctx, weights, x, input, None)
+    }
+
+    /// As [`forward`](Self::forward) with what `base [T, D]` (f32) has besides, if it is there: the stream that the layer's output is
+    /// added to.
+    #[must_use]
+    pub fn forward_onto(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        x: &Tensor,
+        input: &RouterInput<'_>,
+        base: Option<&Tensor>,
+    ) -> (Tensor, MoeSaved) {
         let num_held = self.ranks.as_ref().map_or(self.config.num_experts, |ranks| ranks.held().len());
         weights.check(&self.config, num_held);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
@@ -135,16 +149,22 @@ impl MoeLayer {
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
         let choice_sums = choice_sums_of(ctx, &routing, !input.is_inference);
         let choices = (&dispatch, routing.top_k(), !input.is_inference);
-        let (mut y, experts) = self.experts_forward(ctx, weights, x, choices);
+        // A GPU adds it where outputs are added up; the processor, or what comes over ranks, at the end.
+        let is_early = ctx.gpu().is_some() && self.ranks.is_none();
+        let (early, late) = if is_early { (base, None) } else { (None, base) };
+        let (mut y, experts) = self.experts_forward(ctx, weights, x, choices, early);
         let exact_x = free::exact(ctx, &self.config, x);
         if let Some(x) = &exact_x {
             FreeChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }.forward(&mut y);
         }
         let shared = weights.shared.as_ref().map(|shared| {
-            let (shared_y, saved) = SharedSaved::forward(ctx, shared, self.config.activation, x);
-            add_assign(ctx, &mut y, &shared_y);
+            let (sum, saved) = SharedSaved::forward_onto(ctx, shared, self.config.activation, x, &y);
+            y = sum;
             saved
         });
+        if let Some(base) = late {
+            add_assign(ctx, &mut y, base);
+        }
         let (x, router) = (x.clone(), router_saved);
         let (free, num_groups) = (FreeShare::of(&self.config), self.config.router.num_groups);
         let saved = Saved {
@@ -169,6 +189,7 @@ impl MoeLayer {
         weights: &MoeWeights,
         x: &Tensor,
         (dispatch, num_choices, is_training): (&Dispatch, usize, bool),
+        base: Option<&Tensor>,
     ) -> (Tensor, ExpertsPart) {
         let activation = self.config.activation;
         if let Some(ranks) = &self.ranks {
@@ -177,7 +198,7 @@ impl MoeLayer {
             return (y, ExpertsPart::Ranks(saved));
         }
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
-        let (y, saved) = experts_forward_biased(ctx, x, experts, biases, dispatch.rows());
+        let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), base);
         (y, ExpertsPart::Here(saved))
     }
 

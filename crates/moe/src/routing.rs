@@ -3,6 +3,7 @@
 use std::fmt;
 
 use moeworks_ops::Context;
+use moeworks_ops::counting_sort::SortedChoices;
 use moeworks_tensor::Tensor;
 
 /// In [`Routing::expert_ids`]: no expert. A token may have fewer experts than others.
@@ -16,6 +17,8 @@ pub struct Routing {
     expert_weights: Tensor,
     /// Whether it is known that no choice is [`NO_EXPERT`].
     is_whole: bool,
+    /// The choices sorted by expert, where that is known.
+    sorted: Option<SortedChoices>,
 }
 
 /// Why a list of choices is no routing.
@@ -93,12 +96,23 @@ impl Routing {
             expert_ids: Tensor::from_slice(ctx.pool(), &shape, expert_ids),
             expert_weights: Tensor::from_slice(ctx.pool(), &shape, expert_weights),
             is_whole: false,
+            sorted: None,
         })
     }
 
     /// From the router's own tensors, `[T, K]` each.
     pub(crate) fn from_tensors(num_experts: usize, expert_ids: Tensor, expert_weights: Tensor) -> Self {
-        Self { num_experts, expert_ids, expert_weights, is_whole: false }
+        Self { num_experts, expert_ids, expert_weights, is_whole: false, sorted: None }
+    }
+
+    /// The same with what sorting the choices by expert gives.
+    pub(crate) fn with_sorted(self, sorted: Option<SortedChoices>) -> Self {
+        Self { sorted, ..self }
+    }
+
+    /// The choices sorted by expert, if that is known.
+    pub(crate) fn sorted(&self) -> Option<&SortedChoices> {
+        self.sorted.as_ref()
     }
 
     /// The same, if `is_whole` with the promise that no choice is [`NO_EXPERT`].

@@ -5,7 +5,7 @@
 use moeworks_ops::elementwise::{add_assign, sigmoid, sigmoid_backward};
 use moeworks_ops::experts::{
     AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
-    experts_forward, experts_weight_grad,
+    experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
@@ -29,12 +29,13 @@ pub(crate) struct SharedTask {
 }
 
 impl SharedSaved {
-    /// `y [T, D]` (f32) of `x [T, D]`.
-    pub(crate) fn forward(
+    /// `base + y [T, D]` (f32) of `x [T, D]`.
+    pub(crate) fn forward_onto(
         ctx: &Context,
         weights: &SharedWeights,
         activation: Activation,
         x: &Tensor,
+        base: &Tensor,
     ) -> (Tensor, Self) {
         let mut rows = AllRows::new(ctx, x.rows());
         if let Some(gate) = &weights.gate {
@@ -42,7 +43,7 @@ impl SharedSaved {
         }
         let (gate_up, down) = stacked(weights);
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-        let (y, experts) = experts_forward(ctx, x, stack, rows.rows());
+        let (y, experts) = experts_forward_onto(ctx, x, stack, None, rows.rows(), Some(base));
         (y, Self { rows, experts })
     }
 

@@ -2,6 +2,7 @@
 
 use moeworks_tensor::{DType, Device, MemoryPool, Tensor};
 
+use crate::cuda::ops::{self as cuda, On};
 use crate::cuda::{DeviceChoice, Gpu, GpuError};
 use crate::{Isa, Threads};
 
@@ -152,6 +153,20 @@ impl Context {
         match &self.gpu {
             Some(gpu) => gpu.empty(&self.pool, shape, dtype),
             None => self.empty(shape, dtype),
+        }
+    }
+
+    /// Zeros where the device computes: nothing is copied there.
+    #[must_use]
+    pub fn zeros_there(&self, shape: &[usize], dtype: DType) -> Tensor {
+        let is_whole = (shape.iter().product::<usize>() * dtype.size()).is_multiple_of(4);
+        match On::of(self).filter(|_| is_whole) {
+            Some(on) => {
+                let mut y = self.empty_there(shape, dtype);
+                cuda::elementwise::fill_with_zeros(on, &mut y);
+                y
+            }
+            None => self.zeros(shape, dtype),
         }
     }
 }

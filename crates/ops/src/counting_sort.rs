@@ -29,6 +29,8 @@ pub struct SortedChoices {
     pub weights: Tensor,
     /// `[T, K]` u32: the row of each choice, [`NO_ROW`] if it was dropped or is none.
     pub token_rows: Tensor,
+    /// The tiles of few rows that a GPU listed with the sort of few choices.
+    pub few_tiles: Option<Tensor>,
 }
 
 impl SortedChoices {
@@ -52,13 +54,16 @@ impl SortedChoices {
             tokens: empty(&[num_rows as usize], DType::U32),
             weights: empty(&[num_rows as usize], DType::F32),
             token_rows: empty(&[choices.0, choices.1], DType::U32),
+            few_tiles: None,
         }
     }
 
     /// What the operations on experts take.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
-        ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.token_rows, self.token_rows.cols())
+        let rows =
+            ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.token_rows, self.token_rows.cols());
+        ExpertRows { few_tiles: self.few_tiles.as_ref(), ..rows }
     }
 }
 

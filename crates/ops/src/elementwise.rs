@@ -24,16 +24,28 @@ pub fn copy_rows(ctx: &Context, from: (&Tensor, usize), to: (&mut Tensor, usize)
 
 /// Copies the rows of each of `count` sequences, as many as `x` `[count n, W]` has, to rows from `start` on of those that it has in `y`
 /// `[count capacity, W]`.
-pub fn copy_rows_of_each(ctx: &Context, x: &Tensor, (y, start): (&mut Tensor, usize), count: usize) {
+pub fn copy_rows_of_each(ctx: &Context, x: &Tensor, to: (&mut Tensor, usize), count: usize) {
+    copy_some_rows_of_each(ctx, (x, 0), to, x.rows() / count, count);
+}
+
+/// The same of `rows` rows of each sequence alone, those from `first` on that it has in `x`.
+pub fn copy_some_rows_of_each(
+    ctx: &Context,
+    (x, first): (&Tensor, usize),
+    (y, start): (&mut Tensor, usize),
+    rows: usize,
+    count: usize,
+) {
     assert_eq!((x.cols(), x.dtype()), (y.cols(), y.dtype()), "copy_rows_of_each: {:?} to {:?}", x.shape(), y.shape());
-    let (rows, capacity) = (x.rows() / count, y.rows() / count);
-    assert!((rows * count, capacity * count) == (x.rows(), y.rows()) && start + rows <= capacity, "copy_rows_of_each");
+    let (given, capacity) = (x.rows() / count, y.rows() / count);
+    assert!((given * count, capacity * count) == (x.rows(), y.rows()), "copy_rows_of_each: {count} sequences");
+    assert!(first + rows <= given && start + rows <= capacity, "copy_rows_of_each: {rows} of {given} to {capacity}");
     let row = x.cols() * x.dtype().size();
     if let Some(on) = On::of(ctx).filter(|_| count > 1 && row.is_multiple_of(2)) {
-        return cuda::elementwise::copy_rows_of_each(on, x, (y, start), count);
+        return cuda::elementwise::copy_rows_of_each(on, (x, first), (y, start), rows, count);
     }
     for sequence in 0..count {
-        copy_rows(ctx, (x, sequence * rows), (y, sequence * capacity + start), rows);
+        copy_rows(ctx, (x, sequence * given + first), (y, sequence * capacity + start), rows);
     }
 }
 

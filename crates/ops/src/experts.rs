@@ -20,6 +20,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::activation::activate;
 use crate::cuda::ops::{self as cuda, On};
 use crate::e4m3;
+use crate::elementwise::add_assign;
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -115,15 +116,31 @@ pub fn experts_forward_biased(
     biases: Option<ExpertBiases<'_>>,
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
+    experts_forward_onto(ctx, x, weights, biases, rows, None)
+}
+
+/// As [`experts_forward_biased`] with what `base [T, D]` (f32) has besides, if it is there.
+#[must_use]
+pub fn experts_forward_onto(
+    ctx: &Context,
+    x: &Tensor,
+    weights: ExpertWeights<'_>,
+    biases: Option<ExpertBiases<'_>>,
+    rows: ExpertRows<'_>,
+    base: Option<&Tensor>,
+) -> (Tensor, ExpertsSaved) {
     let s = Sizes::of(x, weights, rows);
     if let Some(biases) = biases {
         let num_experts = rows.offsets.len() - 1;
         let lens = (biases.gate_up.len(), biases.down.len());
         assert_eq!(lens, (num_experts * s.af, num_experts * s.d), "biases of experts");
     }
+    if let Some(base) = base {
+        assert_eq!((base.shape(), base.dtype()), (x.shape(), DType::F32), "what experts' outputs are added to");
+    }
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows);
+        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, base);
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, x), RoundedWeights::of(ctx, weights)));
     let (x, weights) = rounded.as_ref().map_or((x, weights), |(x, rounded)| (x, rounded.weights()));
@@ -150,7 +167,11 @@ pub fn experts_forward_biased(
     if let Some(biases) = biases {
         add_biases(ctx, &mut outputs, rows, biases.down);
     }
-    (combine(ctx, &outputs, rows, Some(rows.weights), &[s.t, s.d]), ExpertsSaved { h })
+    let mut y = combine(ctx, &outputs, rows, Some(rows.weights), &[s.t, s.d]);
+    if let Some(base) = base {
+        add_assign(ctx, &mut y, base);
+    }
+    (y, ExpertsSaved { h })
 }
 
 /// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise stay in the host's

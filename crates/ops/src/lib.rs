@@ -42,6 +42,7 @@ mod mapped;
 pub mod measure;
 mod parallel;
 pub mod peak;
+pub mod place_heads;
 pub mod quantized;
 pub mod random;
 pub mod rms_norm;

@@ -8,6 +8,7 @@
 use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
+use crate::elementwise::add_assign;
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
@@ -41,17 +42,30 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     y
 }
 
+/// `base + x w^T`, f32 as `base [T, out]` is; types as in [`linear`].
+#[must_use]
+pub fn linear_onto(ctx: &Context, x: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
+    assert_eq!(base.shape(), [x.rows(), w.rows()], "linear_onto: x {:?}, w {:?}", x.shape(), w.shape());
+    if let Some(on) = On::taking_weights(ctx, w.dtype()) {
+        assert_eq!(w.cols(), x.cols(), "linear_onto: x {:?}, w {:?}", x.shape(), w.shape());
+        return cuda::linear::forward_onto(on, x, w, base);
+    }
+    let mut y = linear(ctx, x, w, DType::F32);
+    add_assign(ctx, &mut y, base);
+    y
+}
+
 /// `x w^T` as [`linear`] for several matrices: those next to each other that are of one type are multiplied in one go, which with
 /// few rows saves the time between one product and the next.
 #[must_use]
 pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
+    ws.iter().for_each(|w| assert_eq!(w.cols(), x.cols(), "linear: x {:?}, w {:?}", x.shape(), w.shape()));
     if ctx.device() != Device::Cpu {
-        return ws.map(|w| linear(ctx, x, w, out));
+        let on = On::of(ctx).filter(|_| ws.iter().all(|w| On::taking_weights(ctx, w.dtype()).is_some()));
+        let one_by_one = || ws.map(|w| linear(ctx, x, w, out));
+        return on.map_or_else(one_by_one, |on| cuda::linear::forward_each(on, x, ws, out));
     }
-    let mut ys = ws.map(|w| {
-        assert_eq!(w.cols(), x.cols(), "linear: x {:?}, w {:?}", x.shape(), w.shape());
-        ctx.empty(&[x.rows(), w.rows()], out)
-    });
+    let mut ys = ws.map(|w| ctx.empty(&[x.rows(), w.rows()], out));
     let mut rest = &mut ys[..];
     for ws in ws.chunk_by(|a, b| a.dtype() == b.dtype()) {
         let (ys, later) = rest.split_at_mut(ws.len());

@@ -143,20 +143,37 @@ fn a_matrix_may_begin_at_any_even_address() {
 
 #[test]
 fn several_matrices_at_once_give_what_each_gives_alone() {
-    let on_cpu = contexts().filter(|ctx| ctx.device() == Device::Cpu);
-    for (ctx, rows) in on_cpu.flat_map(|ctx| [1, 5, 17, 40].map(|rows| (ctx.clone(), rows))) {
+    for (ctx, rows) in contexts().flat_map(|ctx| [1, 5, 17, 40].map(|rows| (ctx.clone(), rows))) {
         let x = tensor(&ctx, &[rows, 96], &numbers(rows * 96, 1), DType::F32);
         let w = |rows: usize, seed| tensor(&ctx, &[rows, 96], &numbers(rows * 96, seed), DType::F32);
         let (a, b) = (w(50, 2), w(7, 3));
         let bf16 = [&a, &b].map(|w| crate::elementwise::cast(&ctx, w, DType::BF16));
         let blocks = [&a, &b].map(|w| quantized::quantize(&ctx, w, DType::Q4));
-        for ws in [[&a, &b, &a], [&bf16[0], &bf16[1], &b], [&blocks[0], &blocks[1], &bf16[1]], [&a, &blocks[0], &a]] {
+        let of_one_type = [[&a, &b, &a], [&bf16[1], &bf16[0], &bf16[1]], [&blocks[0], &blocks[1], &blocks[1]]];
+        let of_several = [[&bf16[0], &bf16[1], &b], [&blocks[0], &blocks[1], &bf16[1]], [&a, &blocks[0], &a]];
+        for ws in of_one_type.into_iter().chain(of_several) {
             for out in FLOATS {
                 for (y, w) in linear_each(&ctx, &x, ws, out).iter().zip(ws) {
                     let alone = linear(&ctx, &x, w, out).to_f32_vec();
                     assert_eq!(y.to_f32_vec(), alone, "{rows} rows, {:?}, {:?}", w.dtype(), ctx.isa());
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn a_product_may_come_on_top_of_a_base() {
+    for (ctx, (t, i, o)) in
+        contexts().flat_map(|ctx| [(1, 40, 9), (5, 33, 3), (130, 64, 264)].map(|s| (ctx.clone(), s)))
+    {
+        let base = tensor(&ctx, &[t, o], &numbers(t * o, 3), DType::F32);
+        for dtype in FLOATS {
+            let x = tensor(&ctx, &[t, i], &numbers(t * i, 1), dtype);
+            let w = tensor(&ctx, &[o, i], &numbers(o * i, 2), dtype);
+            let (y, sums) = (linear_onto(&ctx, &x, &w, &base), linear(&ctx, &x, &w, DType::F32));
+            let sums = sums.f32s().iter().zip(base.f32s()).map(|(sum, base)| sum + base);
+            assert!(y.f32s().iter().copied().eq(sums), "{t} x {i} x {o}, {dtype:?}, {}", ctx.describe());
         }
     }
 }

@@ -78,6 +78,38 @@ impl RopeTable {
         self.tensor.get_or_init(|| Tensor::from_slice(pool, &[self.values.len()], &self.values))
     }
 
+    /// Whether the rows of `x` can be rotated by these positions.
+    fn check(&self, x: &Tensor, positions: List<'_, u32>) {
+        let (rows, cols) = (x.rows(), x.cols());
+        assert_eq!(positions.len(), rows, "rope: positions for x {:?}", x.shape());
+        assert!(
+            self.half > 0 && cols.is_multiple_of(self.head_dim()),
+            "rope: x {:?}, heads of {}",
+            x.shape(),
+            self.head_dim()
+        );
+        let last = positions.iter().max().map_or(0, |&position| position as usize);
+        assert!(rows == 0 || last < self.max_len, "rope: position {last} in a table of {}", self.max_len);
+    }
+
+    /// What a GPU's kernels take, with the sign of the angles.
+    fn on_gpu(&self, ctx: &Context, sign: f32) -> cuda::elementwise::Rotation<'_> {
+        let RopeLayout { head_dim, start, is_interleaved } = self.layout;
+        let (angles, half) = (self.tensor(ctx.pool()), self.half);
+        cuda::elementwise::Rotation { angles, head_dim, start, half, is_interleaved, sign }
+    }
+
+    /// The same of a pass by the positions, for the rows of each of `xs`.
+    pub(crate) fn for_rows(
+        &self,
+        ctx: &Context,
+        xs: &[&Tensor],
+        positions: &Tensor,
+    ) -> cuda::elementwise::Rotation<'_> {
+        xs.iter().for_each(|x| self.check(x, positions.into()));
+        self.on_gpu(ctx, 1.0)
+    }
+
     /// The same angles for other heads.
     #[must_use]
     pub fn with_layout(&self, layout: RopeLayout) -> Self {
@@ -112,24 +144,13 @@ pub fn rope<'p>(
 ) {
     let positions = positions.into();
     let (rows, cols) = (x.rows(), x.cols());
-    assert_eq!(positions.len(), rows, "rope: positions for x {:?}", x.shape());
-    assert!(
-        table.half > 0 && cols.is_multiple_of(table.head_dim()),
-        "rope: x {:?}, heads of {}",
-        x.shape(),
-        table.head_dim()
-    );
-    let last = positions.iter().max().map_or(0, |&position| position as usize);
-    assert!(rows == 0 || last < table.max_len, "rope: position {last} in a table of {}", table.max_len);
+    table.check(x, positions);
     if cols == 0 {
         return;
     }
     let sign = if direction == Rotation::Forward { 1.0 } else { -1.0 };
     if let Some(on) = On::of(ctx) {
-        let RopeLayout { head_dim, start, is_interleaved } = table.layout;
-        let (angles, half) = (table.tensor(ctx.pool()), table.half);
-        let rotation = cuda::elementwise::Rotation { angles, head_dim, start, half, is_interleaved, sign };
-        return cuda::elementwise::rope(on, x, &rotation, positions);
+        return cuda::elementwise::rope(on, x, &table.on_gpu(ctx, sign), positions);
     }
     let (rows_per_task, positions) = ((PIECE / cols).max(1), &*positions);
     with_float!(x.dtype(), T => {

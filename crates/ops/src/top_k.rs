@@ -13,6 +13,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::counting_sort::SortedChoices;
 use crate::cuda::ops::{self as cuda, On};
 use crate::late::{Late, List};
 use crate::parallel::{Lent, piece_range};
@@ -37,6 +38,8 @@ pub struct TopK {
     pub lse: Tensor,
     /// Sums over the rows.
     pub sums: Late<ScoreSums>,
+    /// The choices sorted by expert, where a GPU did that by the way.
+    pub sorted: Option<SortedChoices>,
 }
 
 /// Sums over all rows of a router's scores.
@@ -101,7 +104,7 @@ pub fn softmax_top_k_with(
         });
     }
     let sums = Late::now(add_up(partial.f32s(), width));
-    TopK { probs: logits, ids, weights, lse, sums }
+    TopK { probs: logits, ids, weights, lse, sums, sorted: None }
 }
 
 fn add_up(partial: &[f32], width: usize) -> ScoreSums {

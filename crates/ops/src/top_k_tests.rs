@@ -37,6 +37,48 @@ fn ties_go_to_the_lowest_index_and_nan_comes_last() {
     }
 }
 
+/// What tiles of at most eight rows of these groups there are.
+fn tiles_of(offsets: &[u32]) -> Vec<[u32; 3]> {
+    let of_group = |(group, ends): (usize, &[u32])| {
+        let (first, end) = (ends[0], ends[1]);
+        (first..end).step_by(8).map(move |at| [group as u32, at, (end - at).min(8)]).collect::<Vec<_>>()
+    };
+    offsets.windows(2).enumerate().flat_map(of_group).collect()
+}
+
+#[test]
+fn a_gpu_sorts_the_choices_of_few_rows_by_the_way() {
+    let cases = [(1, 64, 8), (3, 5, 5), (8, 128, 9), (8, 1024, 128), (2, 1, 1), (9, 16, 2)];
+    for (ctx, (rows, width, k)) in gpus().flat_map(|ctx| cases.map(|case| (ctx.clone(), case))) {
+        let what = format!("{rows} rows, {k} of {width}");
+        let random = moeworks_tensor::Random::new(7, moeworks_tensor::Purpose::Test, width as u64);
+        let mut logits: Vec<f32> = (0..(rows * width) as u64).map(|i| random.normal(i)).collect();
+        logits[0] = f32::NAN;
+        let logits = |ctx: &Context| Tensor::from_slice(ctx.pool(), &[rows, width], &logits);
+        let found = softmax_top_k_with(&ctx, logits(&ctx), (k, true), false);
+        let host = Context::cpu(1);
+        let expected = softmax_top_k(&host, logits(&host), k, true);
+        assert_eq!(found.ids.u32s(), expected.ids.u32s(), "{what}");
+        let Some(sorted) = found.sorted else {
+            assert!(rows > 8, "{what}: not sorted");
+            continue;
+        };
+        let by_hand = crate::counting_sort::sort_all_choices(&host, &found.ids, &found.weights, width);
+        for (a, b) in [(&sorted.counts, &by_hand.counts), (&sorted.offsets, &by_hand.offsets)] {
+            assert_eq!(a.u32s(), b.u32s(), "{what}");
+        }
+        for (a, b) in [(&sorted.tokens, &by_hand.tokens), (&sorted.token_rows, &by_hand.token_rows)] {
+            assert_eq!(a.u32s(), b.u32s(), "{what}");
+        }
+        let bits = |x: &Tensor| x.f32s().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&sorted.weights), bits(&by_hand.weights), "{what}");
+        let (tiles, listed) = (tiles_of(by_hand.offsets.u32s()), sorted.few_tiles.expect("tiles"));
+        let (tiles_there, rest) = listed.u32s().as_chunks::<3>().0.split_at(tiles.len());
+        assert_eq!(tiles_there, tiles, "{what}");
+        assert!(rest.iter().all(|tile| tile[2] == 0), "{what}: tiles without rows");
+    }
+}
+
 #[test]
 fn a_row_of_zeros_has_the_entropy_and_the_log_sum_exp_of_its_width() {
     let ctx = Context::cpu(1);

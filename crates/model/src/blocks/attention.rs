@@ -8,7 +8,7 @@ use moeworks_ops::attention::{
     sinks_backward,
 };
 use moeworks_ops::elementwise::{self, into_type};
-use moeworks_ops::linear::{Write, linear_backward_input};
+use moeworks_ops::linear::{Write, linear_backward_input, linear_onto};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
@@ -136,8 +136,7 @@ impl AttentionBlock {
         let (normed, _) = self.normed(pass, weights, x);
         let o = match (&self.inputs, &w.inputs) {
             (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
-                let ([q, k, v], _) = heads.forward(pass, inputs, &normed);
-                cache.append(pass.ctx, &[&k, &v]);
+                let q = heads.forward_cached(pass, inputs, &normed, cache);
                 let [keys, values] = cache.kept() else { unreachable!("keys and values were appended") };
                 attend(pass, (&q, keys, values), w.sinks.as_ref(), &self.shape(pass, cache.held(), cache.capacity())).0
             }
@@ -157,6 +156,9 @@ impl AttentionBlock {
 
     /// What heads found, brought back to the residual stream.
     fn output(&self, pass: &Pass<'_>, w: &AttentionWeights, o: &Tensor, x: &Tensor) -> Tensor {
+        if pass.tensor.is_none() && self.residual_multiplier == 1.0 && w.o.bias.is_none() {
+            return linear_onto(pass.ctx, o, &w.o.weight, x);
+        }
         let mut y = project_summed(pass, o, &w.o);
         add_residual(pass.ctx, &mut y, self.residual_multiplier, x);
         y

@@ -3,7 +3,7 @@
 use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
-    experts_forward_biased, experts_weight_grad,
+    experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
@@ -85,11 +85,13 @@ impl FeedForwardBlock {
             FeedForwardWeights::Moe(w) => w.gate_up.dtype().of_activations(),
         };
         let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
+        // What the block adds to, where nothing has to be done to the sum first.
+        let base = (self.residual_multiplier == 1.0 && pass.tensor.is_none()).then_some(x);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
                 let is_whole = input.seq_len > 0;
                 let (y, saved) = match Run::of(pass, is_whole) {
-                    None => moe.forward(ctx, w, &normed, input),
+                    None => moe.forward_onto(ctx, w, &normed, input, base),
                     Some(run) => {
                         let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &run.of_input(input));
                         (run.whole(ctx, &y), saved)
@@ -104,7 +106,8 @@ impl FeedForwardBlock {
                 let biases = w.biases.as_ref();
                 let of_part =
                     biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
-                let (mut y, saved) = experts_forward_biased(ctx, &normed, dense(w, self.activation), of_part, rows);
+                let experts = dense(w, self.activation);
+                let (mut y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, base);
                 if let Some(ranks) = pass.tensor {
                     let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
                     ranks.sum_biased(ctx, &mut y, bias.as_ref());
@@ -113,7 +116,9 @@ impl FeedForwardBlock {
             }
             _ => panic!("{WRONG_KIND}"),
         };
-        add_residual(ctx, &mut y, self.residual_multiplier, x);
+        if base.is_none() {
+            add_residual(ctx, &mut y, self.residual_multiplier, x);
+        }
         (y, FeedForwardSaved { norm, normed, inner })
     }
 

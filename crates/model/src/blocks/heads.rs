@@ -1,6 +1,7 @@
 //! Queries, keys and values by a matrix each, with an optional norm of queries and keys, then the rotary embedding.
 
 use moeworks_ops::linear::{Write, linear_backward_input};
+use moeworks_ops::place_heads::{Kept, Placing, place_heads};
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{Rotation, rope};
 use moeworks_ops::{Context, elementwise};
@@ -8,6 +9,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::projection::{project_each, project_grads};
+use crate::generation::LayerCache;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::HeadWeights;
 
@@ -66,12 +68,41 @@ impl Made {
 }
 
 impl Heads {
-    /// Queries, keys and values of `normed [T, D]`.
-    pub(crate) fn forward(&self, pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> ([Tensor; 3], HeadsSaved) {
+    /// The projections of `normed [T, D]`.
+    fn projected(pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> [Tensor; 3] {
         // Files with blocks of small integers have some of the three in other types.
         let matrices = [&w.q, &w.k, &w.v].map(|w| w.weight.dtype().of_activations());
         let dtype = if matrices.contains(&DType::F32) { DType::F32 } else { matrices[0] };
-        let [q, k, mut v] = project_each(pass.ctx, normed, [&w.q, &w.k, &w.v], dtype);
+        project_each(pass.ctx, normed, [&w.q, &w.k, &w.v], dtype)
+    }
+
+    /// The queries of `normed [T, D]`; its keys and values are added to `cache`.
+    pub(crate) fn forward_cached(
+        &self,
+        pass: &Pass<'_>,
+        w: &HeadWeights,
+        normed: &Tensor,
+        cache: &mut LayerCache,
+    ) -> Tensor {
+        let (ctx, is_whole) = (pass.ctx, [Made::Queries, Made::Keys].iter().all(|made| made.parts(pass).is_none()));
+        let Some(table) = pass.rope.as_ref().filter(|_| is_whole && self.clip == 0.0) else {
+            let ([q, k, v], _) = self.forward(pass, w, normed);
+            cache.append(ctx, &[&k, &v]);
+            return q;
+        };
+        let [q, k, v] = Self::projected(pass, w, normed);
+        let norms = [w.q_norm.as_ref(), w.k_norm.as_ref()];
+        let placing = Placing { norms, eps: self.eps, table, positions: &pass.positions };
+        let (num_sequences, kinds) = (cache.num_sequences(), [&k, &v].map(|x| (x.cols(), x.dtype())));
+        cache.append_with(ctx, q.rows(), &kinds, |kept, held| {
+            let [keys, values] = kept else { unreachable!("a layer keeps keys and values") };
+            place_heads(ctx, [q, k, v], &placing, &mut Kept { keys, values, held, num_sequences })
+        })
+    }
+
+    /// Queries, keys and values of `normed [T, D]`.
+    pub(crate) fn forward(&self, pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> ([Tensor; 3], HeadsSaved) {
+        let [q, k, mut v] = Self::projected(pass, w, normed);
         let (q, q_saved) = self.rotated(pass, q, w.q_norm.as_ref(), Made::Queries);
         let (k, k_saved) = self.rotated(pass, k, w.k_norm.as_ref(), Made::Keys);
         let clipped_v = self.clip(pass.ctx, &mut v);

@@ -5,8 +5,8 @@
 //! once in so many steps.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{copy_rows, copy_rows_of_each};
-use moeworks_tensor::Tensor;
+use moeworks_ops::elementwise::{copy_rows_of_each, copy_some_rows_of_each};
+use moeworks_tensor::{DType, Tensor};
 
 use crate::blocks::Memory;
 use crate::config::ModelConfig;
@@ -105,6 +105,11 @@ impl LayerCache {
         self.held
     }
 
+    /// Sequences that go on together.
+    pub(crate) fn num_sequences(&self) -> usize {
+        self.num_sequences
+    }
+
     /// Rows that [`kept`](Self::kept) has for each sequence.
     pub(crate) fn capacity(&self) -> usize {
         self.kept.first().map_or(0, |kept| kept.rows() / self.num_sequences)
@@ -133,7 +138,25 @@ impl LayerCache {
 
     /// Appends the rows of some new tokens. Tokens that none of the new ones sees may go.
     pub(crate) fn append(&mut self, ctx: &Context, new: &[&Tensor]) {
-        let count = new.first().map_or(0, |new| new.rows() / self.num_sequences);
+        let (rows, num_sequences) = (new.first().map_or(0, |new| new.rows()), self.num_sequences);
+        let kinds: Vec<_> = new.iter().map(|new| (new.cols(), new.dtype())).collect();
+        self.append_with(ctx, rows, &kinds, |kept, held| {
+            for (all, new) in kept.iter_mut().zip(new) {
+                copy_rows_of_each(ctx, new, (all, held), num_sequences);
+            }
+        });
+    }
+
+    /// The same of so many rows of such widths and types: `write` writes them to what is kept, for each sequence from the row on that it
+    /// is told.
+    pub(crate) fn append_with<R>(
+        &mut self,
+        ctx: &Context,
+        rows: usize,
+        kinds: &[(usize, DType)],
+        write: impl FnOnce(&mut [Tensor], usize) -> R,
+    ) -> R {
+        let count = rows / self.num_sequences;
         let seen = self.held.min(self.seen_before());
         let wanted = match self.window {
             // Twice what is seen; after many tokens at once less is needed again.
@@ -142,29 +165,25 @@ impl LayerCache {
             None => (self.held + count).max(2 * self.capacity()).max(FIRST_CAPACITY),
         };
         if self.held + count > self.capacity() || self.capacity() > wanted {
-            self.move_last(ctx, seen, wanted, new);
+            self.move_last(ctx, seen, wanted, kinds);
         }
-        for (all, new) in self.kept.iter_mut().zip(new) {
-            copy_rows_of_each(ctx, new, (all, self.held), self.num_sequences);
-        }
+        let result = write(&mut self.kept, self.held);
         self.held += count;
+        result
     }
 
-    /// Keeps the last `count` tokens alone, in tensors for `capacity` tokens of the kind of `new`.
-    fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, new: &[&Tensor]) {
+    /// Keeps the last `count` tokens alone, in tensors for `capacity` tokens of these widths and types.
+    fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, kinds: &[(usize, DType)]) {
         let old = std::mem::take(&mut self.kept);
-        let moved = |(i, new): (usize, &&Tensor)| {
-            let mut tensor = ctx.zeros(&[self.num_sequences * capacity, new.cols()], new.dtype());
+        let moved = |(i, &(width, dtype)): (usize, &(usize, DType))| {
+            let mut tensor = ctx.zeros_there(&[self.num_sequences * capacity, width], dtype);
             if let Some(old) = old.get(i) {
-                let old_capacity = old.rows() / self.num_sequences;
-                for sequence in 0..self.num_sequences {
-                    let first = sequence * old_capacity + self.held - count;
-                    copy_rows(ctx, (old, first), (&mut tensor, sequence * capacity), count);
-                }
+                let to = (&mut tensor, 0);
+                copy_some_rows_of_each(ctx, (old, self.held - count), to, count, self.num_sequences);
             }
             tensor
         };
-        self.kept = new.iter().enumerate().map(moved).collect();
+        self.kept = kinds.iter().enumerate().map(moved).collect();
         self.dropped += self.held - count;
         self.held = count;
     }

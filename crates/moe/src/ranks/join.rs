@@ -88,6 +88,7 @@ impl Joined {
             tokens: ctx.empty(&[0], DType::U32),
             weights: ctx.empty(&[0], DType::F32),
             token_rows: nothing(travel.num_choices(), DType::U32),
+            few_tiles: None,
         };
         let none = nothing(width, DType::F32);
         let saved = ExpertsSaved { h: nothing(1, DType::F32) };

@@ -238,5 +238,5 @@ fn without_experts(ctx: &Context, shape: &[usize; 2]) -> SortedChoices {
     token_rows.u32s_mut().fill(NO_ROW);
     let (tokens, weights) = (ctx.empty(&[0], DType::U32), ctx.empty(&[0], DType::F32));
     let (counts, offsets) = (ctx.empty(&[0], DType::U32), ctx.zeros(&[1], DType::U32));
-    SortedChoices { counts, offsets, tokens, weights, token_rows }
+    SortedChoices { counts, offsets, tokens, weights, token_rows, few_tiles: None }
 }

@@ -6,6 +6,7 @@
 //! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
 
 use moeworks_ops::Context;
+use moeworks_ops::counting_sort::SortedChoices;
 use moeworks_ops::late::Late;
 use moeworks_ops::score_top_k::{ScoreRule, Scored, score_top_k};
 use moeworks_ops::top_k::{TopK, softmax_top_k_with};
@@ -90,6 +91,8 @@ struct Choice {
     /// `[T, K]`
     weights: Tensor,
     num_rerouted: usize,
+    /// The choices sorted by expert, where that came by the way.
+    sorted: Option<SortedChoices>,
 }
 
 /// The logits and how they came about.
@@ -135,13 +138,14 @@ impl FlatRouter<'_> {
         // A GPU's fused operation finds them by the way, where it sees the logits themselves.
         let sees_logits = way == Way::Fused && ctx.gpu().is_some() && matches!(noise, LogitNoise::None);
         let squared_logits = (!sees_logits).then(|| scorer.squared_logits(ctx, &values));
-        let Choice { scores, ids, weights, num_rerouted } = match way {
+        let Choice { scores, ids, weights, num_rerouted, sorted } = match way {
             Way::Fused => self.fused(ctx, values, &noise),
             Way::OnGpu => self.scored(ctx, values, &noise),
             Way::StepByStep => self.step_by_step(ctx, values, (&noise, &scorer), &modalities),
         };
         let has_all = self.gives_all(way) && !self.may_leave_second();
         let routing = self.routing(self.with_second(ctx, &ids, &weights), weights.clone()).whole(has_all);
+        let routing = routing.with_sorted(sorted.filter(|_| has_all));
         let mut saved = FlatSaved {
             input_noise,
             scorer,
@@ -173,11 +177,12 @@ impl FlatRouter<'_> {
         noise.add(ctx, &mut values);
         let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
         let rule = (self.config.top_k, is_normalized(self.config));
-        let TopK { probs, ids, weights, lse, sums } = softmax_top_k_with(ctx, values, rule, !self.input.is_inference);
+        let is_training = !self.input.is_inference;
+        let TopK { probs, ids, weights, lse, sums, sorted } = softmax_top_k_with(ctx, values, rule, is_training);
         let of_logits = sums.clone();
         let squared_logits = Late::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };
-        Choice { scores, ids, weights, num_rerouted: 0 }
+        Choice { scores, ids, weights, num_rerouted: 0, sorted }
     }
 
     /// The same by the rule of other scores, on a GPU.
@@ -186,7 +191,7 @@ impl FlatRouter<'_> {
         let scored = score_top_k(ctx, values, &self.score_rule()).expect("a GPU");
         let Scored { probs, gates, logits, lse, ids, weights, sums } = scored;
         let scores = Scores { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) };
-        Choice { scores, ids, weights, num_rerouted: 0 }
+        Choice { scores, ids, weights, num_rerouted: 0, sorted: None }
     }
 
     pub(crate) fn score_rule(&self) -> ScoreRule<'_> {
@@ -221,7 +226,7 @@ impl FlatRouter<'_> {
         let mut ids = self.choose(ctx, &scores, &ranking);
         let num_rerouted = self.reroute(&mut ids, &ranking);
         let weights = self.weigh(ctx, &scores, &ids);
-        Choice { scores, ids, weights, num_rerouted }
+        Choice { scores, ids, weights, num_rerouted, sorted: None }
     }
 
     fn routing(&self, ids: Tensor, weights: Tensor) -> Routing {

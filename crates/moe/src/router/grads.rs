@@ -86,7 +86,7 @@ impl FlatRouter<'_> {
         let Scores { probs, lse, sums, .. } = &saved.scores;
         let (ids, weights) = (saved.ids.clone(), saved.weights.clone());
         let (lse, sums) = (lse.clone(), sums.clone());
-        let scores = TopK { probs: probs.clone(), ids, weights, lse, sums };
+        let scores = TopK { probs: probs.clone(), ids, weights, lse, sums, sorted: None };
         softmax_top_k_backward(ctx, &scores, is_normalized(self.config), grads)
     }
 

@@ -18,6 +18,8 @@ pub struct ExpertRows<'a> {
     pub token_rows: List<'a, u32>,
     /// K, the choices a token has.
     pub num_choices: usize,
+    /// The tiles of few rows that a GPU listed when it sorted the choices.
+    pub few_tiles: Option<&'a Tensor>,
 }
 
 impl<'a> ExpertRows<'a> {
@@ -31,7 +33,7 @@ impl<'a> ExpertRows<'a> {
         num_choices: usize,
     ) -> Self {
         let (offsets, tokens) = (offsets.into(), tokens.into());
-        Self { offsets, tokens, weights: weights.into(), token_rows: token_rows.into(), num_choices }
+        Self { offsets, tokens, weights: weights.into(), token_rows: token_rows.into(), num_choices, few_tiles: None }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use moeworks_ops::experts::{
     ExpertBiases, ExpertRows, ExpertWeights, NO_ROW, add_bias_row_weight_grads, experts_backward, experts_bias_grad,
-    experts_forward_biased,
+    experts_forward_biased, experts_forward_onto,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -54,6 +54,10 @@ fn check(name: &str, ctx: &Context) {
     let inputs = [&x, &gate_up, &down, &b1, &b2, &weights].map(doubles);
     let expected = |inputs: &[Vec<f64>; 6]| reference(inputs.each_ref().map(Vec::as_slice));
     assert_close(name, &doubles(&y), &expected(&inputs), 1e-5);
+    let base = normal(8, &[T, D]);
+    let onto = experts_forward_onto(ctx, &x, experts, Some(biases), rows, Some(&base)).0;
+    let sums = onto.f32s().iter().zip(y.f32s()).zip(base.f32s());
+    assert!(sums.into_iter().all(|((&sum, y), base)| sum == y + base), "{name}: on top of a base");
 
     let mut back = experts_backward(ctx, &dy, experts, rows, &saved);
     add_bias_row_weight_grads(ctx, &dy, &b2, rows, &mut back.d_row_weights);

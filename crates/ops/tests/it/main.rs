@@ -15,6 +15,7 @@ mod head_loss;
 mod heads;
 mod layer_norm;
 mod pieces;
+mod place_heads;
 mod rms_norm;
 mod rope;
 mod steps;

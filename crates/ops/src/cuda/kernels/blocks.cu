@@ -201,6 +201,11 @@ template <u32 TYPE> struct Blocks {
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<false>(p, Blocks<TYPE>{p.b}, THE_STORE, is_rounded);                    \
     }                                                                                      \
+    KERNEL(256) few_each_##NAME(EACH, u32 is_rounded) {                                    \
+        Store store;                                                                       \
+        Problem p = problem_of_each(THE_EACH, store);                                      \
+        by_columns<false>(p, Blocks<TYPE>{p.b}, store, is_rounded);                        \
+    }                                                                                      \
     KERNEL(256) few_up_paired_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<true>(p, Blocks<TYPE>{p.b}, THE_ACTIVATE, is_rounded);                  \

@@ -14,9 +14,9 @@ KERNEL(256) copy_words(const u16* from, u16* to, u64 first, u64 start, u64 len) 
     FOR_EACH(i, len) to[start + i] = from[first + i];
 }
 
-// Of each sequence `each` words, to `start` of the `step` that it has there.
-KERNEL(256) copy_words_of_each(const u16* from, u16* to, u64 each, u64 step, u64 start, u64 len) {
-    FOR_EACH(i, len) to[i / each * step + start + i % each] = from[i];
+// Of each sequence `each` words, from `first` of the `given` that it has to `start` of the `step` that it has there.
+KERNEL(256) copy_words_of_each(const u16* from, u16* to, u64 each, u64 given, u64 first, u64 step, u64 start, u64 len) {
+    FOR_EACH(i, len) to[i / each * step + start + i % each] = from[i / each * given + first + i % each];
 }
 
 KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u64 len) {

@@ -211,6 +211,12 @@ KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
     by_columns<false>(p, Floats{p.b}, THE_STORE, is_rounded);
 }
 
+KERNEL(256) few_each(EACH, u32 is_rounded) {
+    Store store;
+    Problem p = problem_of_each(THE_EACH, store);
+    by_columns<false>(p, Floats{p.b}, store, is_rounded);
+}
+
 KERNEL(256) up_paired(ROWS, ACTIVATE) { with_tensor_cores<true, true, true>(rows_problem_in_panels(THE_ROWS, TILE / 2), THE_ACTIVATE, nullptr, 0); }
 KERNEL(256) up_single(ROWS, ACTIVATE) { with_tensor_cores<true, true, false>(rows_problem_in_panels(THE_ROWS, TILE), THE_ACTIVATE, nullptr, 0); }
 KERNEL(256) plain_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
@@ -237,7 +243,8 @@ KERNEL(256) plain_pull_back_rows(ROWS, PULL_BACK, u32 is_rounded) {
 #define DEPTHS_PROBLEM(tile)                                                                                        \
     Problem p;                                                                                                      \
     if (!depths_problem(THE_DEPTHS, blockIdx.z, blockIdx.y * tile, blockIdx.x * tile, tile, p)) return;             \
-    Store store = {to + (u64)blockIdx.z * rows * columns, 0, columns, add}
+    f32* own = to + (u64)blockIdx.z * rows * columns;                                                               \
+    Store store = {own, add ? own : nullptr, 0, columns}
 
 KERNEL(256) depths_tn(DEPTHS) {
     DEPTHS_PROBLEM(TILE);
@@ -304,13 +311,18 @@ KERNEL(256) sum_group_rows(const void* x, u32 is_bf16, const u32* tokens, const 
     *to = add ? *to + sum : sum;
 }
 
-// y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any.
-KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows, const f32* row_weights, f32* y, u32 choices, u32 width) {
+// y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any, and what
+// `base` has (if it is there). A token is blockIdx.x, and blocks go on by y.
+KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows, const f32* row_weights, const f32* base, f32* y, u32 choices,
+                         u32 width) {
     const u32* rows = token_rows + (u64)blockIdx.x * choices;
     f32* to = y + (u64)blockIdx.x * width;
+    const f32* from = base ? base + (u64)blockIdx.x * width : nullptr;
+    u32 first = blockIdx.y * 256 + threadIdx.x, step = gridDim.y * 256;
     if (width % 8 == 0) {
-        for (u32 i = threadIdx.x * 8; i < width; i += 256 * 8) {
-            f32 sum[8] = {};
+        for (u32 i = first * 8; i < width; i += step * 8) {
+            f32 sum[8] = {}, before[8] = {};
+            if (from) load_vector(before, from, 0, i);
             // Without branches, so that several rows are read at a time.
 #pragma unroll 4
             for (u32 c = 0; c < choices; c++) {
@@ -322,16 +334,18 @@ KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows
 #pragma unroll
                 for (u32 j = 0; j < 8; j++) sum[j] = fmaf(weight, x[j], sum[j]);
             }
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) sum[j] += before[j];
             store_vector(to, 0, i, sum);
         }
         return;
     }
-    for (u32 i = threadIdx.x; i < width; i += 256) {
+    for (u32 i = first; i < width; i += step) {
         f32 sum = 0.0f;
         for (u32 c = 0; c < choices; c++)
             if (rows[c] != 0xffffffffu)
                 sum = fmaf(row_weights ? row_weights[rows[c]] : 1.0f, load_any(outputs, is_bf16, (u64)rows[c] * width + i), sum);
-        to[i] = sum;
+        to[i] = from ? from[i] + sum : sum;
     }
 }
 

@@ -107,21 +107,23 @@ DEVICE void store_vector(void* to, u32 is_bf16, u64 at, const f32 (&x)[8]) {
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
 // gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
 
+// What is stored is the sum, and what `base` (if it is there, in f32; the same memory or another) has in its place besides.
 struct Store {
     void* to;
-    u32 is_bf16, stride, add;
+    const f32* base;
+    u32 is_bf16, stride;
     static const bool HAS_PARTS = false;
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32) const {
         u64 at = row * stride + column;
-        store_any(to, is_bf16, at, add ? load_any(to, is_bf16, at) + x : x);
+        store_any(to, is_bf16, at, base ? base[at] + x : x);
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return stride % 8 == 0; }
     DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&x)[8], f32 (&)[8]) const {
         u64 at = row * stride + column;
-        if (add) {
+        if (base) {
             f32 before[8];
-            load_vector(before, to, is_bf16, at);
+            load_vector(before, base, 0, at);
 #pragma unroll
             for (u32 i = 0; i < 8; i++) x[i] += before[i];
         }
@@ -342,6 +344,37 @@ DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& e
     }
 }
 
+// Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then of the next.
+struct Each {
+    const void *a, *b0, *b1, *b2;
+    void *to0, *to1, *to2;
+    u32 columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride;
+};
+
+// What belongs to the first, the second or the third of three: an index would put them into memory.
+template <typename T> DEVICE T which(u32 m, T first, T second, T third) { return m == 0 ? first : m == 1 ? second : third; }
+
+// That of a block, where blockIdx.y names eight rows, and where its sums go.
+DEVICE Problem problem_of_each(const Each& e, Store& store) {
+    u32 blocks0 = (e.columns0 + FEW_COLUMNS - 1) / FEW_COLUMNS, blocks1 = (e.columns1 + FEW_COLUMNS - 1) / FEW_COLUMNS;
+    u32 m = blockIdx.x < blocks0 ? 0 : blockIdx.x < blocks0 + blocks1 ? 1 : 2;
+    u32 block = blockIdx.x - which(m, 0u, blocks0, blocks0 + blocks1), columns = which(m, e.columns0, e.columns1, e.columns2);
+    Problem p = {};
+    p.a = Operand{e.a, nullptr, blockIdx.y * FEW, e.depth, e.a_bf16};
+    p.b = Operand{which(m, e.b0, e.b1, e.b2), nullptr, 0, e.b_stride, e.b_bf16};
+    p.rows = min(e.rows - blockIdx.y * FEW, FEW);
+    p.columns = columns;
+    p.depth = e.depth;
+    p.column = block * FEW_COLUMNS;
+    p.row = blockIdx.y * FEW;
+    store = Store{which(m, e.to0, e.to1, e.to2), nullptr, e.to_bf16, columns};
+    return p;
+}
+
+#define EACH const void *a, const void *b0, const void *b1, const void *b2, void *to0, void *to1, void *to2, u32 columns0, u32 columns1, \
+             u32 columns2, u32 a_bf16, u32 b_bf16, u32 to_bf16, u32 rows, u32 depth, u32 b_stride
+#define THE_EACH Each{a, b0, b1, b2, to0, to1, to2, columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride}
+
 // Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B, or where entry g of B
 // says if B is a list of addresses.
 struct Rows {
@@ -393,8 +426,8 @@ DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_probl
              u32 group_rows, u32 columns, u32 depth, u32 pair, u32 b_listed
 #define THE_ROWS Rows{a, gather, b, tiles, a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair, b_listed}
 
-#define STORE void *to, u32 to_bf16, u32 stride, u32 add
-#define THE_STORE Store{to, to_bf16, stride, add}
+#define STORE void *to, const f32 *base, u32 to_bf16, u32 stride
+#define THE_STORE Store{to, base, to_bf16, stride}
 
 #define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
 #define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}

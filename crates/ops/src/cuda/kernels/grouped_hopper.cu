@@ -79,6 +79,6 @@ HOPPER_KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, u32 row_tiles) {
     products<true, false, false>(ROW_TILES(Wide::COLUMNS), THE_PULL_BACK, parts);
 }
 HOPPER_KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups) {
-    Store store = {to, 0, columns, add};
+    Store store = {to, add ? to : nullptr, 0, columns};
     products<false, false, false>(DepthTiles{THE_DEPTHS, groups}, store, nullptr);
 }

@@ -1,28 +1,40 @@
 // A router's scores, and the counting sort of its choices by expert.
 
-// Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on entry; entropy and
-// lse are [rows].
-KERNEL(256) softmax_top_k(f32* probs, u32* ids, f32* weights, f32* lse, f32* entropy, f32* squares, u32 rows, u32 width, u32 k,
-                            u32 normalize) {
-    u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    probs += (u64)row * width;
-    ids += (u64)row * k;
-    weights += (u64)row * k;
-    choose<true>(probs, ids, width, k);
-    f32 square = 0.0f, own_lse, own_entropy;
-    for (u32 i = lane; i < width; i += 32) square = fmaf(probs[i], probs[i], square);
-    square = warp_sum(square);
-    softmax_row(probs, probs, width, own_lse, own_entropy);
-    if (lane == 0) {
-        lse[row] = own_lse;
-        entropy[row] = own_entropy;
-        squares[row] = square;
+// Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on entry; entropy, lse and
+// squares are [rows].
+struct TopK {
+    f32* probs;
+    u32* ids;
+    f32 *weights, *lse, *entropy, *squares;
+    u32 width, k, normalize;
+
+    DEVICE_MEMBER void row(u32 row) const {
+        u32 lane = threadIdx.x % 32;
+        f32 *p = probs + (u64)row * width, *w = weights + (u64)row * k;
+        u32* chosen = ids + (u64)row * k;
+        choose<true>(p, chosen, width, k);
+        f32 square = 0.0f, own_lse, own_entropy;
+        for (u32 i = lane; i < width; i += 32) square = fmaf(p[i], p[i], square);
+        square = warp_sum(square);
+        softmax_row(p, p, width, own_lse, own_entropy);
+        if (lane == 0) {
+            lse[row] = own_lse;
+            entropy[row] = own_entropy;
+            squares[row] = square;
+        }
+        __syncwarp();
+        f32 sum = 0.0f;
+        for (u32 choice = 0; choice < k; choice++) sum += p[chosen[choice]];
+        for (u32 choice = lane; choice < k; choice += 32) w[choice] = p[chosen[choice]] * (normalize ? 1.0f / sum : 1.0f);
     }
-    __syncwarp();
-    f32 sum = 0.0f;
-    for (u32 choice = 0; choice < k; choice++) sum += probs[ids[choice]];
-    for (u32 choice = lane; choice < k; choice += 32) weights[choice] = probs[ids[choice]] * (normalize ? 1.0f / sum : 1.0f);
+};
+
+#define TOP_K f32 *probs, u32 *ids, f32 *weights, f32 *lse, f32 *entropy, f32 *squares, u32 rows, u32 width, u32 k, u32 normalize
+#define THE_TOP_K TopK{probs, ids, weights, lse, entropy, squares, width, k, normalize}
+
+KERNEL(256) softmax_top_k(TOP_K) {
+    u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    if (row < rows) THE_TOP_K.row(row);
 }
 
 // Sums over blocks of `rows_each` rows: of the probabilities, the entropy, the squared lse and the squared logits, if these are there,
@@ -174,7 +186,7 @@ KERNEL(256) first_rows(const u32* counts, u32* offsets, u32 experts) {
 
 // The tiles of rows that groups are cut into, triples (group, first row, rows): at most `height` rows each, groups in their order, and
 // tiles without rows up to `num_tiles`. One block.
-KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
+DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
     u32 before = 0;
     for (u32 start = 0; start < groups; start += 256) {
         u32 g = start + threadIdx.x, all, first = 0, end = 0;
@@ -194,33 +206,59 @@ KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u
     for (u32 i = before + threadIdx.x; i < num_tiles; i += 256) tiles[3 * i] = tiles[3 * i + 1] = tiles[3 * i + 2] = 0;
 }
 
+KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
+    write_tiles(offsets, tiles, groups, height, num_tiles);
+}
+
 const u32 MAX_FEW_CHOICES = 1024, MAX_EXPERTS = 1024;
 
-// All of this at once for few choices, each of which has a row, by one block.
-KERNEL(256) sort_few_choices(const u32* ids, const f32* weights, u32* counts, u32* offsets, u32* row_tokens, f32* row_weights,
-                             u32* token_rows, u32 tokens, u32 k, u32 experts) {
-    __shared__ u32 keys[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS];
-    u32 choices = tokens * k;
-    // By rank, then by token: the order that an expert serves them in.
-    for (u32 i = threadIdx.x; i < choices; i += 256) keys[i % k * tokens + i / k] = min(ids[i], experts - 1);
-    __syncthreads();
-    for (u32 e = threadIdx.x; e < experts; e += 256) {
-        u32 count = 0;
-        for (u32 i = 0; i < choices; i++) count += keys[i] == e;
-        of_experts[e] = counts[e] = count;
+// All of this at once for few choices, each of which has a row, by one block, with the tiles that the rows are cut into.
+struct FewChoices {
+    u32 *counts, *offsets, *row_tokens;
+    f32* row_weights;
+    u32 *token_rows, *tiles;
+    u32 tokens, k, experts, height, num_tiles;
+
+    DEVICE_MEMBER void sort(const u32* ids, const f32* weights) const {
+        __shared__ u32 keys[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS];
+        u32 choices = tokens * k;
+        // By rank, then by token: the order that an expert serves them in.
+        for (u32 i = threadIdx.x; i < choices; i += 256) keys[i % k * tokens + i / k] = min(ids[i], experts - 1);
+        __syncthreads();
+        for (u32 e = threadIdx.x; e < experts; e += 256) {
+            u32 count = 0;
+            for (u32 i = 0; i < choices; i++) count += keys[i] == e;
+            of_experts[e] = counts[e] = count;
+        }
+        __syncthreads();
+        u32 rows = scan(of_experts, first, experts);
+        __syncthreads();
+        for (u32 e = threadIdx.x; e < experts; e += 256) offsets[e] = first[e];
+        if (threadIdx.x == 0) offsets[experts] = rows;
+        for (u32 i = threadIdx.x; i < choices; i += 256) {
+            u32 row = first[keys[i]], token = i % tokens, choice = token * k + i / tokens;
+            for (u32 before = 0; before < i; before++) row += keys[before] == keys[i];
+            row_tokens[row] = token;
+            row_weights[row] = weights[choice];
+            token_rows[choice] = row;
+        }
+        __syncthreads();
+        write_tiles(offsets, tiles, experts, height, num_tiles);
     }
+};
+
+#define FEW_CHOICES u32 *counts, u32 *offsets, u32 *row_tokens, f32 *row_weights, u32 *token_rows, u32 *tiles, u32 tokens, u32 experts, \
+                    u32 height, u32 num_tiles
+#define THE_FEW_CHOICES FewChoices{counts, offsets, row_tokens, row_weights, token_rows, tiles, tokens, k, experts, height, num_tiles}
+
+KERNEL(256) sort_few_choices(const u32* ids, const f32* weights, u32 k, FEW_CHOICES) { THE_FEW_CHOICES.sort(ids, weights); }
+
+// A router's whole decision for as many rows as the one block has warps.
+KERNEL(256) decide_for_few(TOP_K, FEW_CHOICES) {
+    u32 row = threadIdx.x / 32;
+    if (row < rows) THE_TOP_K.row(row);
     __syncthreads();
-    u32 rows = scan(of_experts, first, experts);
-    __syncthreads();
-    for (u32 e = threadIdx.x; e < experts; e += 256) offsets[e] = first[e];
-    if (threadIdx.x == 0) offsets[experts] = rows;
-    for (u32 i = threadIdx.x; i < choices; i += 256) {
-        u32 row = first[keys[i]], token = i % tokens, choice = token * k + i / tokens;
-        for (u32 before = 0; before < i; before++) row += keys[before] == keys[i];
-        row_tokens[row] = token;
-        row_weights[row] = weights[choice];
-        token_rows[choice] = row;
-    }
+    THE_FEW_CHOICES.sort(ids, weights);
 }
 
 // Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.

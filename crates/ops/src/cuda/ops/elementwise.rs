@@ -32,6 +32,14 @@ pub(crate) fn cast_into(on: On<'_>, x: &Tensor, y: &mut Tensor) {
     unsafe { on.launch(&ELEMENTWISE, "cast_elements", blocks(len), &args) };
 }
 
+/// Zeros of any type of whole words of 32 bits.
+pub(crate) fn fill_with_zeros(on: On<'_>, y: &mut Tensor) {
+    let len = y.num_bytes() / 4;
+    let args = [on.write(y), 0.0_f32.into(), Arg::elements(len)];
+    // SAFETY: a thread writes its words.
+    unsafe { on.launch(&ELEMENTWISE, "fill_elements", blocks(len), &args) };
+}
+
 pub(crate) fn fill(on: On<'_>, y: &mut Tensor, value: f32) {
     let len = y.len();
     let args = [on.write(y), value.into(), Arg::elements(len)];
@@ -48,12 +56,19 @@ pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&
     unsafe { on.launch(&ELEMENTWISE, "copy_words", blocks(count * words), &args) };
 }
 
-/// The same of each of some sequences.
-pub(crate) fn copy_rows_of_each(on: On<'_>, x: &Tensor, (y, start): (&mut Tensor, usize), count: usize) {
+/// The same of `rows` rows of each of `count` sequences.
+pub(crate) fn copy_rows_of_each(
+    on: On<'_>,
+    (x, first): (&Tensor, usize),
+    (y, start): (&mut Tensor, usize),
+    rows: usize,
+    count: usize,
+) {
     let words = x.cols() * x.dtype().size() / 2;
-    let [each, step, start] = [x.rows() / count, y.rows() / count, start].map(|rows| Arg::elements(rows * words));
-    let len = x.rows() * words;
-    let args = [on.read(x), on.write(y), each, step, start, Arg::elements(len)];
+    let (len, steps) = (rows * count * words, [rows, x.rows() / count, first, y.rows() / count, start]);
+    let mut args = vec![on.read(x), on.write(y)];
+    args.extend(steps.map(|rows| Arg::elements(rows * words)));
+    args.push(Arg::elements(len));
     // SAFETY: the rows lie within both, and a thread copies its words.
     unsafe { on.launch(&ELEMENTWISE, "copy_words_of_each", blocks(len), &args) };
 }

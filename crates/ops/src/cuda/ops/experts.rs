@@ -51,7 +51,7 @@ impl<'a> Rows<'a> {
             tokens: on.list(rows.tokens),
             weights: on.list(rows.weights),
             num_tokens: rows.token_rows.len() / rows.num_choices.max(1),
-            tiles: ListedTiles::default(),
+            tiles: ListedTiles::of_few(rows.few_tiles),
         }
     }
 
@@ -217,6 +217,7 @@ pub(crate) fn forward(
     weights: ExpertWeights<'_>,
     (biases, is_fp8): (Option<ExpertBiases<'_>>, bool),
     rows: ExpertRows<'_>,
+    base: Option<&Tensor>,
 ) -> (Tensor, ExpertsSaved) {
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
@@ -270,7 +271,7 @@ pub(crate) fn forward(
     if let Some(biases) = biases {
         add_biases(on, &mut outputs, biases.down, &map);
     }
-    let y = combine(on, &outputs, rows, Some(rows.weights), &[x.rows(), d]);
+    let y = combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base);
     (y, ExpertsSaved { h })
 }
 
@@ -347,6 +348,9 @@ pub(crate) fn bias_grad(
     sum(dy, true, down);
 }
 
+/// Columns that a block adds up.
+const COMBINED_COLUMNS: usize = 8 * THREADS;
+
 /// `outputs` may be bf16, too.
 pub(crate) fn combine(
     on: On<'_>,
@@ -355,6 +359,18 @@ pub(crate) fn combine(
     weights: Option<List<'_, f32>>,
     shape: &[usize; 2],
 ) -> Tensor {
+    combine_onto(on, outputs, rows, weights, shape, None)
+}
+
+/// The same with what `base`, f32 of the same shape, has besides.
+fn combine_onto(
+    on: On<'_>,
+    outputs: &Tensor,
+    rows: ExpertRows<'_>,
+    weights: Option<List<'_, f32>>,
+    shape: &[usize; 2],
+    base: Option<&Tensor>,
+) -> Tensor {
     let (mut y, token_rows) = (on.empty(shape, DType::F32), on.list(rows.token_rows));
     let weights = weights.map(|weights| on.list(weights));
     let args = [
@@ -362,12 +378,15 @@ pub(crate) fn combine(
         (outputs.dtype() == DType::BF16).into(),
         on.read(token_rows.tensor()),
         on.read_or_none(weights.as_ref().map(Listed::tensor)),
+        on.read_or_none(base),
         on.write(&mut y),
         rows.num_choices.into(),
         shape[1].into(),
     ];
-    // SAFETY: a block writes its token's row from rows of `outputs` that the map names.
-    unsafe { on.launch(&GROUPED, "combine_rows", shape[0], &args) };
+    let (source, kernel) = (&GROUPED, "combine_rows");
+    let grid = [shape[0], shape[1].div_ceil(COMBINED_COLUMNS), 1];
+    // SAFETY: blocks write their token's row from rows of `outputs` that the map names.
+    unsafe { on.gpu.launch(&Launch { source, kernel, grid, threads: THREADS, shared: 0, args: &args }) };
     y
 }
 

@@ -141,13 +141,31 @@ pub(super) enum Groups<'a> {
     Many { offsets: &'a Tensor, rows: usize, most: usize, listed: &'a ListedTiles },
 }
 
-/// The tiles of some groups' rows, listed when a product first needs them, and their height.
+/// The tiles of some groups' rows.
 #[derive(Default)]
-pub(super) struct ListedTiles(OnceCell<(usize, Tensor)>);
+pub(super) struct ListedTiles {
+    /// Those of [`FEW_ROWS`] rows, if they were listed before.
+    few: Option<Tensor>,
+    /// Those of another height, listed when a product first needs them.
+    others: OnceCell<(usize, Tensor)>,
+}
+
+/// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one that is not full.
+pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
+    rows / height + rows.min(groups)
+}
 
 impl ListedTiles {
+    /// With those of [`FEW_ROWS`] rows, if they are listed already.
+    pub(super) fn of_few(tiles: Option<&Tensor>) -> Self {
+        Self { few: tiles.cloned(), others: OnceCell::new() }
+    }
+
     fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
-        let (own, tiles) = self.0.get_or_init(|| (height, list()));
+        if let Some(few) = self.few.as_ref().filter(|_| height == FEW_ROWS) {
+            return few.clone();
+        }
+        let (own, tiles) = self.others.get_or_init(|| (height, list()));
         if *own == height { tiles.clone() } else { list() }
     }
 }
@@ -227,9 +245,9 @@ impl RowsProduct<'_> {
                 let tile = |first: usize| [0, first as u32, height.min(rows - first) as u32];
                 on.kept(&(0..rows).step_by(height).flat_map(tile).collect::<Vec<_>>())
             }
-            // Each group with rows has at most one tile that is not full.
-            Groups::Many { offsets, rows, listed, .. } => listed
-                .of_height(height, || list_tiles(on, offsets, height, rows / height + rows.min(offsets.len() - 1))),
+            Groups::Many { offsets, rows, listed, .. } => {
+                listed.of_height(height, || list_tiles(on, offsets, height, num_tiles(height, rows, offsets.len() - 1)))
+            }
         }
     }
 
@@ -309,21 +327,75 @@ impl RowsProduct<'_> {
 
     /// The sums as `[rows, columns]` of a type.
     pub(super) fn store(&self, on: On<'_>, rows: usize, out: DType) -> Tensor {
+        self.store_onto(on, rows, out, None)
+    }
+
+    /// The same, where there is a `base` (f32, of as many) with what it has besides.
+    pub(super) fn store_onto(&self, on: On<'_>, rows: usize, out: DType, base: Option<&Tensor>) -> Tensor {
         let mut y = on.empty(&[rows, self.columns], out);
-        self.store_to(on, &mut y);
+        self.store_sums(on, &mut y, base);
         y
     }
 
     /// Writes the sums to `y`, `[rows, columns]` (f32 or bf16), of the groups' rows.
     pub(super) fn store_to(&self, on: On<'_>, y: &mut Tensor) {
+        self.store_sums(on, y, None);
+    }
+
+    fn store_sums(&self, on: On<'_>, y: &mut Tensor, base: Option<&Tensor>) {
         let is_bf16 = y.dtype() == DType::BF16;
         let kernels = match self.form {
             Form::Nt => ["rows_nt", "plain_rows_nt", "few_rows_nt"],
             _ => ["rows_nn", "plain_rows_nn", ""],
         };
-        let args = vec![on.write(y), is_bf16.into(), self.columns.into(), false.into()];
+        let args = vec![on.write(y), on.read_or_none(base), is_bf16.into(), self.columns.into()];
         // SAFETY: the output has a row for each row of the groups.
         unsafe { self.run(on, &Epilogue { kernels, args }) };
+    }
+}
+
+/// Products of the same few rows with several matrices, by one launch: between any two a GPU waits for longer than some take.
+pub(super) struct Each<'a> {
+    pub(super) a: &'a Tensor,
+    pub(super) bs: &'a [&'a Tensor],
+}
+
+impl Each<'_> {
+    /// Matrices that one launch takes.
+    const MOST: usize = 3;
+
+    pub(super) fn has_kernel(&self) -> bool {
+        let (rows, depth) = (self.a.rows(), self.a.cols());
+        let is_one_type = self.bs.iter().all(|b| b.dtype() == self.bs[0].dtype());
+        let dtype = self.bs[0].dtype();
+        let is_read = !dtype.is_quantized() || blocks::name_of_few(dtype).is_some();
+        let is_whole = depth.is_multiple_of(8) && depth > 0;
+        (2..=Self::MOST).contains(&self.bs.len())
+            && is_one_type
+            && is_read
+            && is_whole
+            && (1..=FEW_ROWS).contains(&rows)
+    }
+
+    /// `ys` are `[rows, rows of the matrix]`, all of one type, f32 or bf16.
+    pub(super) fn store_to(&self, on: On<'_>, ys: &mut [Tensor]) {
+        let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
+        let stride = if dtype.is_quantized() { blocks::row_bytes(dtype, depth) } else { depth };
+        let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
+        let num_blocks = columns.iter().map(|columns| columns.div_ceil(FEW_COLUMNS)).sum();
+        let out_is_bf16 = ys[0].dtype() == DType::BF16;
+        let mut args = vec![on.read(self.a)];
+        let none = || std::iter::repeat_with(Arg::none);
+        args.extend(self.bs.iter().map(|b| on.read(b)).chain(none()).take(Self::MOST));
+        args.extend(ys.iter_mut().map(|y| on.write(y)).chain(none()).take(Self::MOST));
+        args.extend(columns.into_iter().map(Arg::from));
+        args.extend([self.a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
+        args.extend([rows, depth, stride].map(Arg::from));
+        args.push((dtype.of_activations() == DType::BF16).into());
+        let (source, name) = Kernel::Few.source_and_name(["", "", "few_each"], dtype);
+        let launch = Kernel::Few.launch(source, &name, [num_blocks, rows.div_ceil(FEW_ROWS), 1], &args);
+        // SAFETY: a block reads its eight columns' rows of one matrix and the rows of A, and writes their sums.
+        unsafe { on.gpu.launch(&launch) };
     }
 }
 

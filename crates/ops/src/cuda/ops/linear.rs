@@ -3,24 +3,45 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
-use super::grouped::{self, Groups, RowsProduct};
+use super::grouped::{self, Each, Groups, RowsProduct};
 use crate::gemm::Form;
 use crate::linear::Write;
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
-    product(on, (Form::Nt, x, w), (w.rows(), w.cols()), out)
+    product(on, (Form::Nt, x, w), (w.rows(), w.cols()), out, None)
+}
+
+pub(crate) fn forward_onto(on: On<'_>, x: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
+    product(on, (Form::Nt, x, w), (w.rows(), w.cols()), DType::F32, Some(base))
+}
+
+/// The same by several matrices, at once where there is a kernel for that.
+pub(crate) fn forward_each<const N: usize>(on: On<'_>, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
+    let each = Each { a: x, bs: &ws };
+    if !each.has_kernel() {
+        return ws.map(|w| forward(on, x, w, out));
+    }
+    let mut ys = ws.map(|w| on.empty(&[x.rows(), w.rows()], out));
+    each.store_to(on, &mut ys);
+    ys
 }
 
 pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
-    product(on, (Form::Nn, dy, w), (w.cols(), w.rows()), out)
+    product(on, (Form::Nn, dy, w), (w.cols(), w.rows()), out, None)
 }
 
-fn product(on: On<'_>, (form, a, b): (Form, &Tensor, &Tensor), (columns, depth): (usize, usize), out: DType) -> Tensor {
+fn product(
+    on: On<'_>,
+    (form, a, b): (Form, &Tensor, &Tensor),
+    (columns, depth): (usize, usize),
+    out: DType,
+    base: Option<&Tensor>,
+) -> Tensor {
     let (rows, compute) = (a.rows(), b.dtype().of_activations());
     let groups = Groups::One { rows };
     let (gather, addresses, pair, scales) = (None, None, None, None);
     RowsProduct { form, a, gather, b, addresses, group_rows: 0, columns, depth, pair, compute, groups, scales }
-        .store(on, rows, out)
+        .store_onto(on, rows, out, base)
 }
 
 pub(crate) fn backward_weight(on: On<'_>, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {

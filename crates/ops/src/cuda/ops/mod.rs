@@ -15,6 +15,7 @@ pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod logits;
 pub(crate) mod peak;
+pub(crate) mod place_heads;
 pub(crate) mod rms_norm;
 pub(crate) mod router;
 pub(crate) mod sampling;

@@ -6,6 +6,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::grouped::{FEW_ROWS, num_tiles};
 use super::{On, THREADS, WARPS, double};
 use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::{ROUTER, SCORES};
@@ -30,7 +31,7 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     let (rows, width) = (logits.rows(), logits.cols());
     let (mut ids, mut weights) = (on.empty(&[rows, k], DType::U32), on.empty(&[rows, k], DType::F32));
     let [mut lse, mut entropy, mut squares] = [(); 3].map(|()| on.empty(&[rows], DType::F32));
-    let args = [
+    let mut args = vec![
         on.write(&mut logits),
         on.write(&mut ids),
         on.write(&mut weights),
@@ -42,11 +43,21 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
         k.into(),
         normalize.into(),
     ];
-    // SAFETY: a warp reads and writes its row of each.
-    unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
+    // A step of decoding, whose choices are surely dispatched.
+    let is_few = !are_sums_wanted && (1..=WARPS).contains(&rows) && rows * k <= MAX_FEW_CHOICES && sorts(width);
+    let mut sorted = is_few.then(|| FewChoices::new(on, (rows, k), width));
+    if let Some(sorted) = &mut sorted {
+        args.extend(sorted.args(on));
+        // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
+        unsafe { on.launch(&ROUTER, "decide_for_few", 1, &args) };
+    } else {
+        // SAFETY: a warp reads and writes its row of each.
+        unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
+    }
+    drop(args);
     let rows = RowScores { probs: &logits, lse: &lse, entropy: &entropy, squares: Some(&squares) };
     let sums = sum_scores(on, rows, are_sums_wanted);
-    TopK { probs: logits, ids, weights, lse, sums }
+    TopK { probs: logits, ids, weights, lse, sums, sorted: sorted.map(FewChoices::sorted) }
 }
 
 /// What is added up over the rows: `[T, E]`, and `[T]` each.
@@ -246,7 +257,8 @@ pub(crate) fn sort_choices(
         None => {
             let offsets = first_rows(on, &counts);
             let [tokens, weights] = [DType::U32, DType::F32].map(|dtype| empty(&[num_tokens * k], dtype));
-            SortedChoices { counts, offsets, tokens, weights, token_rows: empty(&[num_tokens, k], DType::U32) }
+            let token_rows = empty(&[num_tokens, k], DType::U32);
+            SortedChoices { counts, offsets, tokens, weights, token_rows, few_tiles: None }
         }
     };
     debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
@@ -270,30 +282,56 @@ pub(crate) fn sort_choices(
 
 /// The same of few choices, all of which have rows, by one kernel: what a step of decoding waits for.
 fn sort_few_choices(on: On<'_>, (ids, weights): (&Tensor, &Tensor), num_experts: usize) -> SortedChoices {
-    let (num_tokens, k) = (ids.rows(), ids.cols());
-    let numbers = |shape: &[usize]| on.empty(shape, DType::U32);
-    let mut sorted = SortedChoices {
-        counts: numbers(&[num_experts]),
-        offsets: numbers(&[num_experts + 1]),
-        tokens: numbers(&[num_tokens * k]),
-        weights: on.empty(&[num_tokens * k], DType::F32),
-        token_rows: numbers(&[num_tokens, k]),
-    };
-    let args = [
-        on.read(ids),
-        on.read(weights),
-        on.write(&mut sorted.counts),
-        on.write(&mut sorted.offsets),
-        on.write(&mut sorted.tokens),
-        on.write(&mut sorted.weights),
-        on.write(&mut sorted.token_rows),
-        num_tokens.into(),
-        k.into(),
-        num_experts.into(),
-    ];
+    let mut sorted = FewChoices::new(on, (ids.rows(), ids.cols()), num_experts);
+    let mut args = vec![on.read(ids), on.read(weights), ids.cols().into()];
+    args.extend(sorted.args(on));
     // SAFETY: the one block reads all choices, of which there are no more than it has room for, and gives each a row of its own.
     unsafe { on.launch(&ROUTER, "sort_few_choices", 1, &args) };
-    sorted
+    drop(args);
+    sorted.sorted()
+}
+
+/// Room for what a kernel finds of few choices, and for the tiles of their rows.
+struct FewChoices {
+    sorted: SortedChoices,
+    tiles: Tensor,
+}
+
+impl FewChoices {
+    fn new(on: On<'_>, (num_tokens, k): (usize, usize), num_experts: usize) -> Self {
+        let numbers = |shape: &[usize]| on.empty(shape, DType::U32);
+        let sorted = SortedChoices {
+            counts: numbers(&[num_experts]),
+            offsets: numbers(&[num_experts + 1]),
+            tokens: numbers(&[num_tokens * k]),
+            weights: on.empty(&[num_tokens * k], DType::F32),
+            token_rows: numbers(&[num_tokens, k]),
+            few_tiles: None,
+        };
+        let tiles = numbers(&[num_tiles(FEW_ROWS, num_tokens * k, num_experts), 3]);
+        Self { sorted, tiles }
+    }
+
+    fn args<'a>(&'a mut self, on: On<'_>) -> [Arg<'a>; 10] {
+        let Self { sorted, tiles } = self;
+        let (num_tokens, num_experts, num_tiles) = (sorted.token_rows.rows(), sorted.counts.len(), tiles.rows());
+        [
+            on.write(&mut sorted.counts),
+            on.write(&mut sorted.offsets),
+            on.write(&mut sorted.tokens),
+            on.write(&mut sorted.weights),
+            on.write(&mut sorted.token_rows),
+            on.write(tiles),
+            num_tokens.into(),
+            num_experts.into(),
+            FEW_ROWS.into(),
+            num_tiles.into(),
+        ]
+    }
+
+    fn sorted(self) -> SortedChoices {
+        SortedChoices { few_tiles: Some(self.tiles), ..self.sorted }
+    }
 }
 
 /// `[E + 1]`: the sums of the counts `[E]` before each.
