@@ -48,7 +48,7 @@ pub fn linear_onto(ctx: &Context, x: &Tensor, w: &Tensor, base: &Tensor) -> Tens
     assert_eq!(base.shape(), [x.rows(), w.rows()], "linear_onto: x {:?}, w {:?}", x.shape(), w.shape());
     if let Some(on) = On::taking_weights(ctx, w.dtype()) {
         assert_eq!(w.cols(), x.cols(), "linear_onto: x {:?}, w {:?}", x.shape(), w.shape());
-        return cuda::linear::forward_onto(on, x, w, base);
+        return cuda::linear::forward_onto(on, x, w, DType::F32, Some(base));
     }
     let mut y = linear(ctx, x, w, DType::F32);
     add_assign(ctx, &mut y, base);

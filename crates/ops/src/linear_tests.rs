@@ -143,7 +143,7 @@ fn a_matrix_may_begin_at_any_even_address() {
 
 #[test]
 fn several_matrices_at_once_give_what_each_gives_alone() {
-    for (ctx, rows) in contexts().flat_map(|ctx| [1, 5, 17, 40].map(|rows| (ctx.clone(), rows))) {
+    for (ctx, rows) in contexts().flat_map(|ctx| [1, 5, 17, 40, 64, 65].map(|rows| (ctx.clone(), rows))) {
         let x = tensor(&ctx, &[rows, 96], &numbers(rows * 96, 1), DType::F32);
         let w = |rows: usize, seed| tensor(&ctx, &[rows, 96], &numbers(rows * 96, seed), DType::F32);
         let (a, b) = (w(50, 2), w(7, 3));
@@ -165,7 +165,7 @@ fn several_matrices_at_once_give_what_each_gives_alone() {
 #[test]
 fn a_product_may_come_on_top_of_a_base() {
     for (ctx, (t, i, o)) in
-        contexts().flat_map(|ctx| [(1, 40, 9), (5, 33, 3), (130, 64, 264)].map(|s| (ctx.clone(), s)))
+        contexts().flat_map(|ctx| [(1, 40, 9), (5, 33, 3), (33, 296, 50), (130, 64, 264)].map(|s| (ctx.clone(), s)))
     {
         let base = tensor(&ctx, &[t, o], &numbers(t * o, 3), DType::F32);
         for dtype in FLOATS {

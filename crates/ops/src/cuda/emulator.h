@@ -20,6 +20,7 @@
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define KERNEL(max_threads) static void
+#define KERNEL_OF_TWO(max_threads) KERNEL(max_threads)
 #define SHARED(name) unsigned char* const name = emulator::running->shared
 #define __shared__ static thread_local
 #define __restrict__

@@ -49,6 +49,7 @@ sources! {
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases", "add_bias_dots", "sum_group_rows",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
+    SOME_ROWS = "some_rows" after "grouped.cuh" "some_rows.cuh": ["some_each"];
     GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
         "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",
     ];
@@ -56,15 +57,15 @@ sources! {
         "fp8_rows_nt", "fp8_up_paired", "fp8_up_single", "fp8_pull_back_rows",
     ];
     E4M3 = "e4m3": ["e4m3_rows", "e4m3_matrices"];
-    BLOCKS = "blocks" after "grouped.cuh": [
+    BLOCKS = "blocks" after "grouped.cuh" "some_rows.cuh": [
         "blocks_to_bf16", "gather_block_rows",
-        "few_rows_nt_q8", "few_each_q8", "few_up_paired_q8", "few_up_single_q8",
-        "few_rows_nt_q4", "few_each_q4", "few_up_paired_q4", "few_up_single_q4",
-        "few_rows_nt_q4k", "few_each_q4k", "few_up_paired_q4k", "few_up_single_q4k",
-        "few_rows_nt_q5k", "few_each_q5k", "few_up_paired_q5k", "few_up_single_q5k",
-        "few_rows_nt_q6k", "few_each_q6k", "few_up_paired_q6k", "few_up_single_q6k",
-        "few_rows_nt_mxfp4", "few_each_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
-        "few_rows_nt_f8", "few_each_f8", "few_up_paired_f8", "few_up_single_f8",
+        "few_rows_nt_q8", "few_each_q8", "some_each_q8", "few_up_paired_q8", "few_up_single_q8",
+        "few_rows_nt_q4", "few_each_q4", "some_each_q4", "few_up_paired_q4", "few_up_single_q4",
+        "few_rows_nt_q4k", "few_each_q4k", "some_each_q4k", "few_up_paired_q4k", "few_up_single_q4k",
+        "few_rows_nt_q5k", "few_each_q5k", "some_each_q5k", "few_up_paired_q5k", "few_up_single_q5k",
+        "few_rows_nt_q6k", "few_each_q6k", "some_each_q6k", "few_up_paired_q6k", "few_up_single_q6k",
+        "few_rows_nt_mxfp4", "few_each_mxfp4", "some_each_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
+        "few_rows_nt_f8", "few_each_f8", "some_each_f8", "few_up_paired_f8", "few_up_single_f8",
     ];
     ROUTER = "router" after "softmax.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",

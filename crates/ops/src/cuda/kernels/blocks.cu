@@ -194,6 +194,11 @@ KERNEL(256) gather_block_rows(const u32* ids, const u8* blocks, void* y, u32 y_b
 template <u32 TYPE> struct Blocks {
     const Operand& b;
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { decode<TYPE>(w, (const u8*)b.data + b.row(row), k); }
+    DEVICE_MEMBER void pairs(u32 (&x)[4], u32 row, u32 k) const {
+        f32 w[8];
+        load(w, row, k);
+        pack_pairs(x, w);
+    }
 };
 
 #define DEFINE(NAME, TYPE)                                                                 \
@@ -203,8 +208,13 @@ template <u32 TYPE> struct Blocks {
     }                                                                                      \
     KERNEL(256) few_each_##NAME(EACH, u32 is_rounded) {                                    \
         Store store;                                                                       \
-        Problem p = problem_of_each(THE_EACH, store);                                      \
+        Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);                    \
         by_columns<false>(p, Blocks<TYPE>{p.b}, store, is_rounded);                        \
+    }                                                                                      \
+    KERNEL_OF_TWO(256) some_each_##NAME(EACH) {                                            \
+        Store store;                                                                       \
+        Problem p = problem_of_each(THE_EACH, SOME, SOME_COLUMNS, store);                  \
+        some_rows(p, Blocks<TYPE>{p.b}, store);                                            \
     }                                                                                      \
     KERNEL(256) few_up_paired_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \

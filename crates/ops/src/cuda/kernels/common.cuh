@@ -5,6 +5,8 @@
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads)
+// Two blocks are to be on a multiprocessor at a time.
+#define KERNEL_OF_TWO(max_threads) extern "C" __global__ void __launch_bounds__(max_threads, 2)
 // The dynamic shared memory of a block, aligned for vectors and tensor copies.
 #define SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 

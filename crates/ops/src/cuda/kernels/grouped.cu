@@ -213,7 +213,7 @@ KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
 
 KERNEL(256) few_each(EACH, u32 is_rounded) {
     Store store;
-    Problem p = problem_of_each(THE_EACH, store);
+    Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);
     by_columns<false>(p, Floats{p.b}, store, is_rounded);
 }
 

@@ -348,32 +348,33 @@ DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& e
 struct Each {
     const void *a, *b0, *b1, *b2;
     void *to0, *to1, *to2;
+    const f32* base;  // of the first
     u32 columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride;
 };
 
 // What belongs to the first, the second or the third of three: an index would put them into memory.
 template <typename T> DEVICE T which(u32 m, T first, T second, T third) { return m == 0 ? first : m == 1 ? second : third; }
 
-// That of a block, where blockIdx.y names eight rows, and where its sums go.
-DEVICE Problem problem_of_each(const Each& e, Store& store) {
-    u32 blocks0 = (e.columns0 + FEW_COLUMNS - 1) / FEW_COLUMNS, blocks1 = (e.columns1 + FEW_COLUMNS - 1) / FEW_COLUMNS;
+// That of a block of so many rows (blockIdx.y) and columns, and where its sums go.
+DEVICE Problem problem_of_each(const Each& e, u32 height, u32 width, Store& store) {
+    u32 blocks0 = (e.columns0 + width - 1) / width, blocks1 = (e.columns1 + width - 1) / width;
     u32 m = blockIdx.x < blocks0 ? 0 : blockIdx.x < blocks0 + blocks1 ? 1 : 2;
     u32 block = blockIdx.x - which(m, 0u, blocks0, blocks0 + blocks1), columns = which(m, e.columns0, e.columns1, e.columns2);
     Problem p = {};
-    p.a = Operand{e.a, nullptr, blockIdx.y * FEW, e.depth, e.a_bf16};
+    p.a = Operand{e.a, nullptr, blockIdx.y * height, e.depth, e.a_bf16};
     p.b = Operand{which(m, e.b0, e.b1, e.b2), nullptr, 0, e.b_stride, e.b_bf16};
-    p.rows = min(e.rows - blockIdx.y * FEW, FEW);
+    p.rows = min(e.rows - blockIdx.y * height, height);
     p.columns = columns;
     p.depth = e.depth;
-    p.column = block * FEW_COLUMNS;
-    p.row = blockIdx.y * FEW;
-    store = Store{which(m, e.to0, e.to1, e.to2), nullptr, e.to_bf16, columns};
+    p.column = block * width;
+    p.row = blockIdx.y * height;
+    store = Store{which(m, e.to0, e.to1, e.to2), m == 0 ? e.base : nullptr, e.to_bf16, columns};
     return p;
 }
 
-#define EACH const void *a, const void *b0, const void *b1, const void *b2, void *to0, void *to1, void *to2, u32 columns0, u32 columns1, \
+#define EACH const void *a, const void *b0, const void *b1, const void *b2, void *to0, void *to1, void *to2, const f32 *base, u32 columns0, u32 columns1, \
              u32 columns2, u32 a_bf16, u32 b_bf16, u32 to_bf16, u32 rows, u32 depth, u32 b_stride
-#define THE_EACH Each{a, b0, b1, b2, to0, to1, to2, columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride}
+#define THE_EACH Each{a, b0, b1, b2, to0, to1, to2, base, columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride}
 
 // Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B, or where entry g of B
 // says if B is a list of addresses.

@@ -354,51 +354,6 @@ impl RowsProduct<'_> {
     }
 }
 
-/// Products of the same few rows with several matrices, by one launch: between any two a GPU waits for longer than some take.
-pub(super) struct Each<'a> {
-    pub(super) a: &'a Tensor,
-    pub(super) bs: &'a [&'a Tensor],
-}
-
-impl Each<'_> {
-    /// Matrices that one launch takes.
-    const MOST: usize = 3;
-
-    pub(super) fn has_kernel(&self) -> bool {
-        let (rows, depth) = (self.a.rows(), self.a.cols());
-        let is_one_type = self.bs.iter().all(|b| b.dtype() == self.bs[0].dtype());
-        let dtype = self.bs[0].dtype();
-        let is_read = !dtype.is_quantized() || blocks::name_of_few(dtype).is_some();
-        let is_whole = depth.is_multiple_of(8) && depth > 0;
-        (2..=Self::MOST).contains(&self.bs.len())
-            && is_one_type
-            && is_read
-            && is_whole
-            && (1..=FEW_ROWS).contains(&rows)
-    }
-
-    /// `ys` are `[rows, rows of the matrix]`, all of one type, f32 or bf16.
-    pub(super) fn store_to(&self, on: On<'_>, ys: &mut [Tensor]) {
-        let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
-        let stride = if dtype.is_quantized() { blocks::row_bytes(dtype, depth) } else { depth };
-        let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
-        let num_blocks = columns.iter().map(|columns| columns.div_ceil(FEW_COLUMNS)).sum();
-        let out_is_bf16 = ys[0].dtype() == DType::BF16;
-        let mut args = vec![on.read(self.a)];
-        let none = || std::iter::repeat_with(Arg::none);
-        args.extend(self.bs.iter().map(|b| on.read(b)).chain(none()).take(Self::MOST));
-        args.extend(ys.iter_mut().map(|y| on.write(y)).chain(none()).take(Self::MOST));
-        args.extend(columns.into_iter().map(Arg::from));
-        args.extend([self.a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
-        args.extend([rows, depth, stride].map(Arg::from));
-        args.push((dtype.of_activations() == DType::BF16).into());
-        let (source, name) = Kernel::Few.source_and_name(["", "", "few_each"], dtype);
-        let launch = Kernel::Few.launch(source, &name, [num_blocks, rows.div_ceil(FEW_ROWS), 1], &args);
-        // SAFETY: a block reads its eight columns' rows of one matrix and the rows of A, and writes their sums.
-        unsafe { on.gpu.launch(&launch) };
-    }
-}
-
 /// Tiles that keep a GPU busy, and the fewest rows of depth that are worth a tile of their own.
 const WANTED_TILES: usize = 128;
 const MIN_PART_DEPTH: usize = 512;

@@ -3,27 +3,26 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
-use super::grouped::{self, Each, Groups, RowsProduct};
+use super::each::Each;
+use super::grouped::{self, Groups, RowsProduct};
 use crate::gemm::Form;
 use crate::linear::Write;
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
-    product(on, (Form::Nt, x, w), (w.rows(), w.cols()), out, None)
+    forward_onto(on, x, w, out, None)
 }
 
-pub(crate) fn forward_onto(on: On<'_>, x: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
-    product(on, (Form::Nt, x, w), (w.rows(), w.cols()), DType::F32, Some(base))
+/// With what `base` (f32) has besides.
+pub(crate) fn forward_onto(on: On<'_>, x: &Tensor, w: &Tensor, out: DType, base: Option<&Tensor>) -> Tensor {
+    let each = Each { a: x, bs: &[w], base };
+    let alone = || product(on, (Form::Nt, x, w), (w.rows(), w.cols()), out, base);
+    each.products(on, out).map_or_else(alone, |[y]| y)
 }
 
 /// The same by several matrices, at once where there is a kernel for that.
 pub(crate) fn forward_each<const N: usize>(on: On<'_>, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
-    let each = Each { a: x, bs: &ws };
-    if !each.has_kernel() {
-        return ws.map(|w| forward(on, x, w, out));
-    }
-    let mut ys = ws.map(|w| on.empty(&[x.rows(), w.rows()], out));
-    each.store_to(on, &mut ys);
-    ys
+    let one_by_one = || ws.map(|w| forward(on, x, w, out));
+    Each { a: x, bs: &ws, base: None }.products(on, out).unwrap_or_else(one_by_one)
 }
 
 pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {

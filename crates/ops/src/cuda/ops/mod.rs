@@ -6,6 +6,7 @@
 pub(crate) mod attention;
 pub(crate) mod blocks;
 pub(crate) mod e4m3;
+mod each;
 pub(crate) mod elementwise;
 pub(crate) mod experts;
 mod grouped;

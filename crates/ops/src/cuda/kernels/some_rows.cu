@@ -1,0 +1,7 @@
+// Products of some rows with matrices of bf16 (some_rows.cuh); blocks.cu has those with blocks.
+
+KERNEL_OF_TWO(256) some_each(EACH) {
+    Store store;
+    Problem p = problem_of_each(THE_EACH, SOME, SOME_COLUMNS, store);
+    some_rows(p, Bf16Rows{p.b}, store);
+}

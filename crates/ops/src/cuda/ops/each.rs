@@ -1,0 +1,91 @@
+//! Products of a few rows, or some, with several matrices by one launch: between any two launches a GPU waits for longer than some take,
+//! and one of these alone would keep a small part of it busy.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::grouped::FEW_ROWS;
+use super::{On, THREADS, blocks};
+use crate::cuda::sources::{BLOCKS, GROUPED, SOME_ROWS};
+use crate::cuda::{Arg, Launch};
+
+/// Rows that are some, and columns of their blocks.
+const SOME_ROWS_AT_MOST: usize = 64;
+const SOME_COLUMNS: usize = 32;
+/// Columns of blocks of few rows.
+const FEW_COLUMNS: usize = 8;
+/// Columns from which on tiles of more rows keep a GPU busy.
+const MANY_COLUMNS: usize = 16_384;
+
+/// `x w^T` for several matrices, at least one.
+pub(super) struct Each<'a> {
+    pub(super) a: &'a Tensor,
+    pub(super) bs: &'a [&'a Tensor],
+    /// What the product with the first matrix comes on top of, f32.
+    pub(super) base: Option<&'a Tensor>,
+}
+
+/// How many rows go through a launch's blocks, and how.
+#[derive(Clone, Copy)]
+enum Way {
+    Few,
+    Some,
+}
+
+impl Each<'_> {
+    /// Matrices that one launch takes.
+    const MOST: usize = 3;
+
+    fn way(&self) -> Option<Way> {
+        let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
+        let is_one_type = self.bs.iter().all(|b| b.dtype() == dtype);
+        let takes = self.bs.len() <= Self::MOST && is_one_type && depth.is_multiple_of(8) && depth > 0;
+        let (are_blocks, columns) = (blocks::name_of_few(dtype).is_some(), self.bs.iter().map(|b| b.rows()).sum());
+        let is_narrow = (1..MANY_COLUMNS).contains(&columns);
+        match rows {
+            _ if !takes || dtype.is_quantized() && !are_blocks => None,
+            // One alone has a kernel that does the same.
+            1..=FEW_ROWS if self.bs.len() > 1 => Some(Way::Few),
+            1..=FEW_ROWS => None,
+            ..=SOME_ROWS_AT_MOST if are_blocks || dtype == DType::BF16 && is_narrow => Some(Way::Some),
+            _ => None,
+        }
+    }
+
+    /// The products as `out` (f32 or bf16), if there is a kernel for them.
+    pub(super) fn products<const N: usize>(&self, on: On<'_>, out: DType) -> Option<[Tensor; N]> {
+        let way = self.way()?;
+        let mut ys: [Tensor; N] = std::array::from_fn(|i| on.empty(&[self.a.rows(), self.bs[i].rows()], out));
+        self.store_to(on, way, &mut ys);
+        Some(ys)
+    }
+
+    fn store_to(&self, on: On<'_>, way: Way, ys: &mut [Tensor]) {
+        let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
+        let stride = if dtype.is_quantized() { blocks::row_bytes(dtype, depth) } else { depth };
+        let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
+        let (name, height, width, floats) = match way {
+            Way::Few => ("few_each", FEW_ROWS, FEW_COLUMNS, &GROUPED),
+            Way::Some => ("some_each", SOME_ROWS_AT_MOST, SOME_COLUMNS, &SOME_ROWS),
+        };
+        let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
+        let out_is_bf16 = ys[0].dtype() == DType::BF16;
+        let none = || std::iter::repeat_with(Arg::none);
+        let mut args = vec![on.read(self.a)];
+        args.extend(self.bs.iter().map(|b| on.read(b)).chain(none()).take(Self::MOST));
+        args.extend(ys.iter_mut().map(|y| on.write(y)).chain(none()).take(Self::MOST));
+        args.push(on.read_or_none(self.base));
+        args.extend(columns.into_iter().map(Arg::from));
+        args.extend([self.a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
+        args.extend([rows, depth, stride].map(Arg::from));
+        if let Way::Few = way {
+            args.push((dtype.of_activations() == DType::BF16).into());
+        }
+        let blocks = blocks::name_of_few(dtype).map(|blocks| (&BLOCKS, format!("{name}_{blocks}")));
+        let (source, kernel) = blocks.unwrap_or((floats, name.into()));
+        let grid = [num_blocks, rows.div_ceil(height), 1];
+        let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared: 0, args: &args };
+        // SAFETY: a block reads its columns' rows of one matrix and the rows of A, and writes their sums; the base is as large as the
+        // first result.
+        unsafe { on.gpu.launch(&launch) };
+    }
+}
