@@ -150,7 +150,8 @@ impl Encoder {
         let DecoderWeights { encoder: Some(into), embedding: shared, .. } = grads else { panic!("{WRONG_KIND}") };
         let (norm, d_norm) = (&encoder.final_norm, &mut into.final_norm);
         let norm_of = Norm { eps: self.config.norm_eps };
-        let mut flow = Flow::new(ctx, norm_of.backward(ctx, norm, (&x, &statistics), d_result, write, d_norm), None);
+        let mut flow =
+            Flow::new(ctx, norm_of.backward_onto(ctx, norm, (&x, &statistics), (d_result, None), write, d_norm), None);
         let training = self.training(&pass, (batch, options));
         for (i, record) in records.into_iter().enumerate().rev() {
             let layer = (i, &encoder.layers[i]);

@@ -126,11 +126,24 @@ pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType)
     let (rows, depth, columns) = (dy.rows(), dy.cols(), w.cols());
     assert_eq!(w.rows(), depth, "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
     if let Some(on) = On::taking(ctx, &[w.dtype()]) {
-        return cuda::linear::backward_input(on, dy, w, out);
+        return cuda::linear::backward_input(on, dy, w, out, None);
     }
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut dx = ctx.empty(&[rows, columns], out);
     product(ctx, Form::Nn, Compute::of(w.dtype()), group, &mut dx);
+    dx
+}
+
+/// `base + dy w`, f32 as `base [T, in]` is; types as in [`linear`].
+#[must_use]
+pub fn linear_backward_input_onto(ctx: &Context, dy: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
+    assert_eq!(base.shape(), [dy.rows(), w.cols()], "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
+    if let Some(on) = On::taking(ctx, &[w.dtype()]) {
+        assert_eq!(w.rows(), dy.cols(), "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
+        return cuda::linear::backward_input(on, dy, w, DType::F32, Some(base));
+    }
+    let mut dx = linear_backward_input(ctx, dy, w, DType::F32);
+    add_assign(ctx, &mut dx, base);
     dx
 }
 

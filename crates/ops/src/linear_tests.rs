@@ -4,6 +4,7 @@ use moeworks_tensor::{Bytes, bf16};
 use proptest::prelude::*;
 
 use super::*;
+use crate::cuda::{Emulation, Gpu, GpuError};
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
 const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
@@ -46,6 +47,10 @@ fn assert_same_bits(what: &str, y: &Tensor, first: &mut Option<Vec<f32>>) {
 
 /// All three products with every mixture of types, on every instruction set and number of threads.
 fn check(s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
+    check_on(&contexts().collect::<Vec<_>>(), s, x, w, dy);
+}
+
+fn check_on(contexts: &[Context], s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
     for (x_type, w_type) in FLOATS.into_iter().flat_map(|x| FLOATS.map(|w| (x, w))) {
         let value = |x: f32, dtype: DType| rounded(rounded(x, dtype) as f32, w_type);
         let x_at = |t: usize, i: usize| value(x[t * s.i + i], x_type);
@@ -57,30 +62,30 @@ fn check(s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
         let dw_added: Vec<_> = dw.iter().map(|&(sum, size)| (sum + 3.0, size + 3.0)).collect();
         let mut bits: [Option<Vec<f32>>; 3] = [const { None }; 3];
         let mut last_kind = None;
-        for ctx in contexts() {
-            if last_kind.replace(kind(&ctx)) != Some(kind(&ctx)) {
+        for ctx in contexts {
+            if last_kind.replace(kind(ctx)) != Some(kind(ctx)) {
                 bits = [const { None }; 3];
             }
-            let name = |what: &str| format!("{what} of {s:?}, x {x_type:?}, w {w_type:?}, {:?}", kind(&ctx));
-            let xs = tensor(&ctx, &[s.t, s.i], x, x_type);
-            let ws = tensor(&ctx, &[s.o, s.i], w, w_type);
-            let dys = tensor(&ctx, &[s.t, s.o], dy, x_type);
+            let name = |what: &str| format!("{what} of {s:?}, x {x_type:?}, w {w_type:?}, {:?}", kind(ctx));
+            let xs = tensor(ctx, &[s.t, s.i], x, x_type);
+            let ws = tensor(ctx, &[s.o, s.i], w, w_type);
+            let dys = tensor(ctx, &[s.t, s.o], dy, x_type);
             for out in FLOATS {
-                let forward = linear(&ctx, &xs, &ws, out);
+                let forward = linear(ctx, &xs, &ws, out);
                 assert_close(&name("forward"), &forward, &y, s.i);
-                let backward = linear_backward_input(&ctx, &dys, &ws, out);
+                let backward = linear_backward_input(ctx, &dys, &ws, out);
                 assert_close(&name("input gradient"), &backward, &dx, s.o);
                 if out == DType::F32 {
                     assert_same_bits(&name("forward"), &forward, &mut bits[0]);
                     assert_same_bits(&name("input gradient"), &backward, &mut bits[1]);
                 }
             }
-            let mut grad = tensor(&ctx, &[s.o, s.i], &vec![f32::NAN; s.o * s.i], DType::F32);
-            linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Replace, &mut grad);
+            let mut grad = tensor(ctx, &[s.o, s.i], &vec![f32::NAN; s.o * s.i], DType::F32);
+            linear_backward_weight(ctx, &dys, &xs, w_type, Write::Replace, &mut grad);
             assert_close(&name("weight gradient"), &grad, &dw, s.t);
             assert_same_bits(&name("weight gradient"), &grad, &mut bits[2]);
             grad.f32s_mut().fill(3.0);
-            linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Add, &mut grad);
+            linear_backward_weight(ctx, &dys, &xs, w_type, Write::Add, &mut grad);
             assert_close(&name("added weight gradient"), &grad, &dw_added, s.t + 1);
         }
     }
@@ -174,6 +179,50 @@ fn a_product_may_come_on_top_of_a_base() {
             let (y, sums) = (linear_onto(&ctx, &x, &w, &base), linear(&ctx, &x, &w, DType::F32));
             let sums = sums.f32s().iter().zip(base.f32s()).map(|(sum, base)| sum + base);
             assert!(y.f32s().iter().copied().eq(sums), "{t} x {i} x {o}, {dtype:?}, {}", ctx.describe());
+            let dy = tensor(&ctx, &[t, o], &numbers(t * o, 4), dtype);
+            let base = tensor(&ctx, &[t, i], &numbers(t * i, 5), DType::F32);
+            let sums = linear_backward_input(&ctx, &dy, &w, DType::F32);
+            let sums = sums.f32s().iter().zip(base.f32s()).map(|(sum, base)| sum + base);
+            let dx = linear_backward_input_onto(&ctx, &dy, &w, &base);
+            assert!(dx.f32s().iter().copied().eq(sums), "backward {t} x {i} x {o}, {dtype:?}, {}", ctx.describe());
+        }
+    }
+}
+
+#[test]
+fn a_library_takes_plain_products_of_more_than_some_rows() {
+    if std::env::var_os("MOEWORKS_NO_EMULATION").is_some() {
+        return eprintln!("SKIPPED: products by a library: MOEWORKS_NO_EMULATION is set");
+    }
+    for is_hopper in [false, true] {
+        let emulation = Emulation { is_hopper, has_library: true, ..Emulation::default() };
+        let gpu = match Gpu::emulated(emulation) {
+            Err(GpuError::NoEmulation { reason }) => return eprintln!("SKIPPED: products by a library: {reason}"),
+            gpu => gpu.unwrap_or_else(|error| panic!("{error}")),
+        };
+        let ctx = Context::cpu(1).with_gpu(gpu.clone());
+        for (t, i, o) in [(65, 64, 72), (130, 8, 264), (200, 40, 16), (72, 128, 8)] {
+            let before = gpu.traffic();
+            let s = Sizes { t, i, o };
+            check_on(std::slice::from_ref(&ctx), s, &numbers(t * i, 1), &numbers(o * i, 2), &numbers(t * o, 3));
+            // Of two types of x: each product of weights in bf16 with results of two types, and gradients of weights, replaced and added.
+            let taken = gpu.traffic().since(&before).by_library;
+            assert!(taken >= 6, "{s:?}: {taken} products by the library");
+            let before = gpu.traffic();
+            let [x, w] = [(t * i, [t, i]), (o * i, [o, i])]
+                .map(|(len, shape)| tensor(&ctx, &shape, &numbers(len, 1), DType::BF16));
+            let base = tensor(&ctx, &[t, o], &numbers(t * o, 3), DType::F32);
+            let y = linear_onto(&ctx, &x, &w, &base);
+            let sums = linear(&ctx, &x, &w, DType::F32);
+            let sums = sums.f32s().iter().zip(base.f32s()).map(|(sum, base)| sum + base);
+            assert!(y.f32s().iter().copied().eq(sums), "{s:?}: on top of a base");
+            assert_eq!(gpu.traffic().since(&before).by_library, 2, "{s:?}");
+            let in_step = ctx.repeated(|| linear(&ctx, &x, &w, DType::F32));
+            assert_eq!(
+                (in_step.len(), gpu.traffic().since(&before).by_library),
+                (t * o, 2),
+                "{s:?}: a step is of kernels"
+            );
         }
     }
 }

@@ -10,6 +10,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::elementwise::add_assign;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
@@ -80,11 +81,28 @@ pub fn rms_norm_backward(
     write: Write,
     dweight: &mut Tensor,
 ) -> Tensor {
+    rms_norm_backward_onto(ctx, dy, (x, weight, inv_rms), None, write, dweight)
+}
+
+/// As [`rms_norm_backward`] with what `base` (f32, of the shape of `x`) has besides, if it is there: the gradient that goes around the
+/// norm.
+#[must_use]
+pub fn rms_norm_backward_onto(
+    ctx: &Context,
+    dy: &Tensor,
+    (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+    base: Option<&Tensor>,
+    write: Write,
+    dweight: &mut Tensor,
+) -> Tensor {
     let rows = Rows::of(x, weight);
     assert_eq!(dy.len(), x.len(), "rms_norm backward: dy {:?}, x {:?}", dy.shape(), x.shape());
     assert_eq!((inv_rms.len(), dweight.len()), (rows.count, rows.width), "rms_norm backward: inv_rms, dweight");
+    if let Some(base) = base {
+        assert_eq!((base.len(), base.dtype()), (x.len(), DType::F32), "rms_norm backward: base {:?}", base.shape());
+    }
     if let Some(on) = On::of(ctx) {
-        return cuda::rms_norm::backward(on, dy, x, weight, inv_rms, write, dweight);
+        return cuda::rms_norm::backward(on, dy, (x, weight, inv_rms), base, write, dweight);
     }
     let weight = weight.to_f32_vec();
     let inv_rms = inv_rms.f32s();
@@ -107,6 +125,9 @@ pub fn rms_norm_backward(
     }
     for sums in partial.f32s().chunks_exact(rows.width) {
         dweight.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+    }
+    if let Some(base) = base {
+        add_assign(ctx, &mut dx, base);
     }
     dx
 }

@@ -195,8 +195,8 @@ impl AttentionBlock {
             ranks.sum(&mut d_normed);
         }
         let d_norm = &mut grads.attention_norm;
-        let mut dx = self.norm.backward(ctx, &weights.attention_norm, (x, &norm), &d_normed, write, d_norm);
-        elementwise::add_assign(ctx, &mut dx, dy);
+        let dx =
+            self.norm.backward_onto(ctx, &weights.attention_norm, (x, &norm), (&d_normed, Some(dy)), write, d_norm);
         (dx, AttentionGradTask { inputs, o, dy: d_block, compute: w.o.weight.dtype(), bias })
     }
 }

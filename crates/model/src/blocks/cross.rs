@@ -134,8 +134,7 @@ impl CrossBlock {
             add_assign(ctx, d_encoded, &linear_backward_input(ctx, d, &w.weight, DType::F32));
         }
         let d_normed = linear_backward_input(ctx, &dqkv[0], &w.q.weight, DType::F32);
-        let mut dx = self.norm.backward(ctx, &w.norm, (x, &norm), &d_normed, write, d_norm);
-        add_assign(ctx, &mut dx, dy);
+        let dx = self.norm.backward_onto(ctx, &w.norm, (x, &norm), (&d_normed, Some(dy)), write, d_norm);
         (dx, CrossGradTask { normed, o, dy: d_block, dqkv })
     }
 

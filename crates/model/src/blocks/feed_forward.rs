@@ -6,7 +6,7 @@ use moeworks_ops::experts::{
     experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
-use moeworks_ops::{Activation, Context, elementwise};
+use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
@@ -181,8 +181,8 @@ impl FeedForwardBlock {
             }
             _ => panic!("{WRONG_KIND}"),
         };
-        let mut dx = self.norm.backward(ctx, &weights.feed_forward_norm, (x, &norm), &d_normed, write, d_norm);
-        elementwise::add_assign(ctx, &mut dx, dy);
+        let dx =
+            self.norm.backward_onto(ctx, &weights.feed_forward_norm, (x, &norm), (&d_normed, Some(dy)), write, d_norm);
         (dx, task)
     }
 }

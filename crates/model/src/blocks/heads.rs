@@ -1,6 +1,6 @@
 //! Queries, keys and values by a matrix each, with an optional norm of queries and keys, then the rotary embedding.
 
-use moeworks_ops::linear::{Write, linear_backward_input};
+use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_input_onto};
 use moeworks_ops::place_heads::{Kept, Placing, place_heads};
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{Rotation, rope};
@@ -157,7 +157,7 @@ impl Heads {
         let [dq, dk, dv] = [dq, dk, dv].map(|d| elementwise::into_type(ctx, d, w.q.weight.dtype()));
         let mut d_normed = linear_backward_input(ctx, &dq, &w.q.weight, DType::F32);
         for (d, w) in [(&dk, &w.k.weight), (&dv, &w.v.weight)] {
-            elementwise::add_assign(ctx, &mut d_normed, &linear_backward_input(ctx, d, w, DType::F32));
+            d_normed = linear_backward_input_onto(ctx, d, w, &d_normed);
         }
         (d_normed, HeadsGradTask { normed, dq, dk, dv, compute: w.q.weight.dtype() })
     }

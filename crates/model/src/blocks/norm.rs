@@ -1,9 +1,10 @@
 //! The norms of the residual stream.
 
 use moeworks_ops::Context;
+use moeworks_ops::elementwise;
 use moeworks_ops::layer_norm::{LayerNormWeights, layer_norm, layer_norm_backward};
 use moeworks_ops::linear::Write;
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
+use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward_onto};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::weights::NormWeights;
@@ -23,19 +24,28 @@ impl Norm {
         }
     }
 
-    /// The gradient of `x`; those of the weights are written to `grads` as `write` says.
-    pub(crate) fn backward(
+    /// The gradient of `x`, and what `base` (if there is one) has besides, which goes around the block; those of the weights are written to `grads` as
+    /// `write` says.
+    pub(crate) fn backward_onto(
         self,
         ctx: &Context,
         w: &NormWeights,
         (x, statistics): (&Tensor, &Tensor),
-        dy: &Tensor,
+        (dy, base): (&Tensor, Option<&Tensor>),
         write: Write,
         grads: &mut NormWeights,
     ) -> Tensor {
         match &mut grads.bias {
-            None => rms_norm_backward(ctx, dy, x, &w.weight, statistics, write, &mut grads.weight),
-            Some(bias) => layer_norm_backward(ctx, dy, (x, statistics), &w.weight, write, (&mut grads.weight, bias)),
+            None => {
+                let of = (x, &w.weight, statistics);
+                rms_norm_backward_onto(ctx, dy, of, base, write, &mut grads.weight)
+            }
+            Some(bias) => {
+                let grads = (&mut grads.weight, bias);
+                let mut dx = layer_norm_backward(ctx, dy, (x, statistics), &w.weight, write, grads);
+                base.into_iter().for_each(|base| elementwise::add_assign(ctx, &mut dx, base));
+                dx
+            }
         }
     }
 }

@@ -133,7 +133,7 @@ impl Decoder {
             elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);
         }
         let (norm, d_norm) = (&weights.final_norm, &mut grads.final_norm);
-        let dx = self.final_norm().backward(ctx, norm, (x, &statistics), &d_normed, write, d_norm);
+        let dx = self.final_norm().backward_onto(ctx, norm, (x, &statistics), (&d_normed, None), write, d_norm);
         (loss, dx)
     }
 }

@@ -4,14 +4,16 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::ptr;
 use std::sync::OnceLock;
 
 use libloading::Library;
 use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
+use super::blas::{self, Blas, DenseProduct, Places, WORKSPACE_BYTES};
 use super::launch::{Launch, pointers};
 use super::library::reason;
-use super::sources::{SOURCES, Source};
+use super::sources::SOURCES;
 use super::traffic::Meter;
 use super::{GpuError, cache};
 
@@ -29,6 +31,7 @@ pub(super) struct Emulated {
     /// None where nothing is computed.
     library: Option<&'static Library>,
     kind: Emulation,
+    blas: Option<Blas>,
     meter: Meter,
 }
 
@@ -41,6 +44,8 @@ pub struct Emulation {
     pub is_reversed: bool,
     /// The GPU has Hopper's instructions, and kernels that are made of them are taken.
     pub is_hopper: bool,
+    /// There is a library for plain products: another emulation.
+    pub has_library: bool,
     /// Nothing is computed: each kernel is a line on standard error with its name, blocks, threads and numbers, each copy one with its
     /// bytes, and memory is all zeros. So a pass of any size shows where it has too few blocks, waits or copies.
     pub is_listed: bool,
@@ -55,10 +60,14 @@ impl Emulated {
     pub(super) fn open(kind: Emulation) -> Result<Self, GpuError> {
         static LIBRARY: OnceLock<Result<Library, GpuError>> = OnceLock::new();
         if kind.is_listed {
-            return Ok(Self { library: None, kind, meter: Meter::default() });
+            return Ok(Self { library: None, kind, blas: None, meter: Meter::default() });
         }
         let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
-        Ok(Self { library: Some(library), kind, meter: Meter::default() })
+        let mut emulated = Self { library: Some(library), kind, blas: None, meter: Meter::default() };
+        if kind.has_library {
+            emulated.blas = Blas::open(library, emulated.block(WORKSPACE_BYTES));
+        }
+        Ok(emulated)
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -95,6 +104,19 @@ impl Emulated {
         Box::new(block)
     }
 
+    pub(super) fn blas(&self) -> Option<&Blas> {
+        self.blas.as_ref()
+    }
+
+    /// # Safety
+    ///
+    /// As of [`Blas::run`].
+    pub(super) unsafe fn dense(&self, product: DenseProduct, at: Places) -> Result<bool, GpuError> {
+        let Some(blas) = &self.blas else { return Ok(false) };
+        // SAFETY: the caller's promise; there is no stream.
+        unsafe { blas.run(product, at, ptr::null_mut()) }.map_err(|status| blas::failed(product, status))
+    }
+
     /// # Safety
     ///
     /// As of [`Gpu::launch`](super::Gpu::launch).
@@ -122,26 +144,30 @@ impl Emulated {
     }
 }
 
+/// The emulation of the library for plain products.
+const BLAS: (&str, &str) = ("blas", include_str!("blas_emulator.cpp"));
+
 fn load() -> Result<Library, GpuError> {
-    let texts: Vec<String> = SOURCES.iter().map(|source| source.emulated_text()).collect();
-    let parts: Vec<&str> = texts.iter().map(String::as_str).chain(OPTIONS).collect();
+    let kernels = SOURCES.iter().map(|source| (source.name, source.emulated_text()));
+    let texts: Vec<(&str, String)> = kernels.chain([(BLAS.0, BLAS.1.to_string())]).collect();
+    let parts: Vec<&str> = texts.iter().map(|(_, text)| text.as_str()).chain(OPTIONS).collect();
     let path = cache::path(&cache::folder(), "emulated", &parts, "so");
     if !path.exists() {
-        cache::put(&path, |beside| compile(SOURCES, &texts, beside))?;
+        cache::put(&path, |beside| compile(&texts, beside))?;
     }
     // SAFETY: the library is made of this program's own sources and has no initialisers.
     unsafe { Library::new(&path) }.map_err(|error| GpuError::NoEmulation { reason: reason(error) })
 }
 
 /// Writes the texts into a folder beside `to`, compiles them there and removes it.
-fn compile(sources: &[&Source], texts: &[String], to: &Path) -> Result<(), GpuError> {
+fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
     let failed = |reason: String| GpuError::NoEmulation { reason };
     let folder = to.with_extension("sources");
     fs::create_dir_all(&folder).map_err(|error| failed(format!("{}: {error}", folder.display())))?;
     let mut command = Command::new("c++");
     command.args(OPTIONS).arg("-o").arg(to).current_dir(&folder);
-    for (source, text) in sources.iter().zip(texts) {
-        let name = format!("{}.cpp", source.name);
+    for (name, text) in texts {
+        let name = format!("{name}.cpp");
         fs::write(folder.join(&name), text).map_err(|error| failed(format!("{name}: {error}")))?;
         command.arg(name);
     }

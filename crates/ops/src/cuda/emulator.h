@@ -375,6 +375,9 @@ static inline void load_matrices_transposed(u32 (&r)[4], const void* row) { emul
 static inline std::vector<std::vector<emulator::Copy>>& emulator_copies() {
     return emulator::running->fibers[emulator::running->current]->copies;
 }
+static inline void after_earlier() {}
+static inline void after_earlier_asking(const void*, u32) {}
+
 static inline void copy_async(void* to, const void* from, bool is_there) {
     if ((uintptr_t)to % 16 != 0 || (is_there && (uintptr_t)from % 16 != 0)) emulator::fail("a copy is not aligned to 16 bytes");
     emulator_copies().back().push_back({to, from, is_there});

@@ -1,4 +1,4 @@
-//! NVRTC's library: where it may be, and the functions of it that are used.
+//! Libraries that are found at run time: where they may be, and the functions of them that are used.
 
 use std::env;
 use std::ffi::{c_char, c_int, c_void};
@@ -17,25 +17,28 @@ const NAMES: [&str; 4] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "/u
 type Status = c_int;
 type Program = *mut c_void;
 
-/// Declares the table of functions and how it is filled.
+/// Declares a table of a library's functions and how it is filled.
 macro_rules! functions {
-    ($($field:ident = $name:literal: fn($($arg:ty),*) -> $result:ty;)*) => {
-        /// The functions, as `nvrtc.h` declares them.
-        pub(super) struct Functions {
+    ($(#[$docs:meta])* $table:ident: $($field:ident = $name:literal: fn($($arg:ty),*) -> $result:ty;)*) => {
+        $(#[$docs])*
+        pub(super) struct $table {
             $(pub(super) $field: unsafe extern "C" fn($($arg),*) -> $result,)*
         }
 
-        impl Functions {
-            fn of(library: &'static Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those of `nvrtc.h`, the same in every version from 11.3 on; the library is never
-                // unloaded.
+        impl $table {
+            pub(super) fn of(library: &'static libloading::Library) -> Result<Self, libloading::Error> {
+                // SAFETY: the types are those of the library's header, the same in every version from 11.3 on; the library is
+                // never unloaded.
                 unsafe { Ok(Self { $($field: *library.get(concat!($name, "\0").as_bytes())?,)* }) }
             }
         }
     };
 }
+pub(super) use functions;
 
 functions! {
+    /// The functions, as `nvrtc.h` declares them.
+    Functions:
     version = "nvrtcVersion": fn(*mut c_int, *mut c_int) -> Status;
     num_archs = "nvrtcGetNumSupportedArchs": fn(*mut c_int) -> Status;
     archs = "nvrtcGetSupportedArchs": fn(*mut c_int) -> Status;
@@ -69,11 +72,16 @@ impl Functions {
 
     /// The library at `path`, or what the loader says.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        // SAFETY: the initialisers of NVRTC have no preconditions.
-        let library = unsafe { Library::new(path) }.map_err(reason)?;
-        // It stays loaded until the process ends, as the functions are used until then.
-        Self::of(Box::leak(Box::new(library))).map_err(reason)
+        Self::of(load(path)?).map_err(reason)
     }
+}
+
+/// The library at `path`, or what the loader says.
+pub(super) fn load(path: &Path) -> Result<&'static Library, String> {
+    // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
+    let library = unsafe { Library::new(path) }.map_err(reason)?;
+    // It stays loaded until the process ends, as its functions are used until then.
+    Ok(Box::leak(Box::new(library)))
 }
 
 /// What the loader says, which is in the error's source.

@@ -18,6 +18,7 @@
 //! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph. Operations have
 //! no error results: a device that fails ends the operation with a panic whose payload is a [`GpuError`].
 
+mod blas;
 mod cache;
 mod choice;
 mod emulated;
@@ -42,6 +43,8 @@ use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
 use self::room::Room;
 use self::steps::{Graph, Node, Steps};
 
+pub use blas::CUBLASLT_VARIABLE;
+pub(crate) use blas::{DenseProduct, Onto};
 pub use choice::{DeviceChoice, UnknownDevice};
 pub use emulated::Emulation;
 pub use error::GpuError;
@@ -111,6 +114,19 @@ impl Backend {
                     nodes.iter().try_for_each(|node| device.launch(&node.launch()))
                 }
                 _ => unreachable!("a graph is used by the GPU that made it"),
+            }
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As of [`Blas::run`](blas::Blas::run).
+    unsafe fn dense(&self, product: DenseProduct, at: blas::Places) -> Result<bool, GpuError> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::Nvidia(device) => device.dense(product, at),
+                Self::Emulated(device) => device.dense(product, at),
             }
         }
     }
@@ -246,7 +262,7 @@ impl Gpu {
         static SKIPPED: Once = Once::new();
         let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
             Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
-            None => Self::emulated(Emulation { is_reversed, is_hopper, is_listed: false }),
+            None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }),
         };
         let all = [
             ("emulated GPU", emulation(false, false)),
@@ -365,6 +381,47 @@ impl Gpu {
         }
         // SAFETY: the caller's promise.
         unsafe { self.device.backend.launch(launch) }.unwrap_or_else(|error| panic_any(error));
+    }
+
+    /// Whether [`dense`](Self::dense) may take products now.
+    pub(crate) fn takes_dense(&self) -> bool {
+        let is_there = match &self.device.backend {
+            Backend::Nvidia(device) => device.blas().is_some(),
+            Backend::Emulated(device) => device.blas().is_some(),
+        };
+        is_there && !self.device.steps().is_collecting()
+    }
+
+    /// Writes a plain product of `a` and `b` (bf16) to `y` by NVIDIA's own library. False where there is none, where it has nothing for
+    /// this product, or in a step that is being collected, which is of kernels alone: nothing was done then. The tensors' sizes are those
+    /// that the product says.
+    pub(crate) fn dense(&self, product: DenseProduct, [a, b]: [&Tensor; 2], onto: Onto<'_>, y: &mut Tensor) -> bool {
+        let DenseProduct { rows, columns, depth, is_rounded, .. } = product;
+        let out = if is_rounded { DType::BF16 } else { DType::F32 };
+        assert_eq!(
+            [a.len(), b.len(), y.len()],
+            [rows * depth, columns * depth, rows * columns],
+            "a product {product:?}"
+        );
+        let types_fit = [a, b].iter().all(|x| x.dtype() == DType::BF16) && y.dtype() == out;
+        let base_fits = !matches!(onto, Onto::Tensor(base) if base.dtype() != out || base.len() != y.len());
+        assert!(types_fit && base_fits, "types of {product:?}");
+        if [rows, columns, depth].contains(&0) || !self.takes_dense() {
+            return false;
+        }
+        let (a, b, to) = (self.address(a), self.address(b), y.device_address_mut(|bytes| self.upload(bytes)));
+        let base = match onto {
+            Onto::Nothing => None,
+            Onto::Tensor(base) => Some(self.address(base)),
+            Onto::Itself => Some(to),
+        };
+        let at = blas::Places { a, b, base, y: to };
+        // SAFETY: sizes and types were compared, and `y` is borrowed for writing. What is asked of the device later comes later.
+        let is_taken = unsafe { self.device.backend.dense(product, at) }.unwrap_or_else(|error| panic_any(error));
+        if is_taken {
+            self.device.backend.meter().took_product();
+        }
+        is_taken
     }
 
     fn block(&self, bytes: usize) -> DeviceBlock {

@@ -5,12 +5,13 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUmemPool_attribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
+use super::blas::{self, Blas, DenseProduct, Places, WORKSPACE_BYTES};
 use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
 use super::sources::{BLOCKS, E4M3, GROUPED_FP8, PEAK, PEAK_HOPPER, SOURCES};
@@ -22,15 +23,23 @@ use super::{GpuError, Source};
 const PLAIN_SHARED_BYTES: usize = 48 << 10;
 /// The oldest generation that has bf16 products and asynchronous copies (Ampere).
 const MIN_CAPABILITY: u32 = 80;
+/// The oldest whose kernels can wait for earlier ones by themselves (Hopper).
+const MIN_WAITING_CAPABILITY: u32 = 90;
+/// The oldest driver whose graphs have edges of several kinds (12.3).
+const MIN_EDGES_VERSION: i32 = 12_030;
 
 pub(super) struct Nvidia {
     shared: Arc<Shared>,
     name: String,
     target: Target,
     processors: usize,
+    /// Whether kernels have the instruction to wait for those before them, and graphs know of it.
+    kernels_wait: bool,
     compiler: &'static Nvrtc,
     kernels: Mutex<HashMap<String, Kernel>>,
     modules: Mutex<HashMap<&'static str, Module>>,
+    /// For plain products, if it is there; looked for at the first.
+    blas: OnceLock<Option<Blas>>,
 }
 
 /// What blocks of memory keep alive: the context and its streams.
@@ -55,6 +64,26 @@ pub(super) struct Graph {
 }
 // SAFETY: as of `Module`; the handles are used by one thread at a time.
 unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Lets each kernel's blocks come when all those of the one before have begun; the kernels themselves wait for its end (CUDA
+    /// programming guide, "Programmatic Dependent Launch").
+    fn overlap(&self) -> Result<(), GpuError> {
+        let count = self.nodes.len().saturating_sub(1);
+        let (from, to) = (self.nodes[..count].as_ptr(), self.nodes[self.nodes.len() - count..].as_ptr());
+        let edge = sys::CUgraphEdgeData {
+            from_port: sys::CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC as u8,
+            to_port: 0,
+            type_: sys::CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
+            reserved: [0; 5],
+        };
+        let edges = vec![edge; count];
+        // SAFETY: the nodes are this graph's; there are as many of each list, and as many edges.
+        unsafe { sys::cuGraphAddDependencies_v2(self.graph, from, to, edges.as_ptr(), count) }
+            .result()
+            .map_err(failed("cuGraphAddDependencies"))
+    }
+}
 
 impl Drop for Graph {
     fn drop(&mut self) {
@@ -133,17 +162,21 @@ impl Nvidia {
         }
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as usize;
         let compiler = Nvrtc::find()?;
+        let target = compiler.target_for(capability);
+        let kernels_wait = target.capability >= MIN_WAITING_CAPABILITY && driver_version()? >= MIN_EDGES_VERSION;
         let new_stream = || context.new_stream().map_err(failed("cuStreamCreate"));
         let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         Ok(Self {
             shared: Arc::new(Shared { context, stream, copies, meter: Meter::default() }),
             name,
-            target: compiler.target_for(capability),
+            target,
             processors,
+            kernels_wait,
             compiler,
             kernels: Mutex::default(),
             modules: Mutex::default(),
+            blas: OnceLock::new(),
         })
     }
 
@@ -222,8 +255,34 @@ impl Nvidia {
             .map_err(|error| GpuError::Driver { call: format!("kernel {}", launch.kernel), message: describe(error) })
     }
 
-    /// A graph of these launches, one after the other.
+    /// The library for plain products, looked for at the first call.
+    pub(super) fn blas(&self) -> Option<&Blas> {
+        let open = || {
+            self.bind().ok()?;
+            Blas::open(blas::find()?, self.block(WORKSPACE_BYTES).ok()?)
+        };
+        self.blas.get_or_init(open).as_ref()
+    }
+
+    /// # Safety
+    ///
+    /// As of [`Blas::run`].
+    pub(super) unsafe fn dense(&self, product: DenseProduct, at: Places) -> Result<bool, GpuError> {
+        self.bind()?;
+        let Some(blas) = self.blas() else { return Ok(false) };
+        let stream = self.shared.stream.cu_stream().cast();
+        // SAFETY: the caller's promise; the context is current.
+        unsafe { blas.run(product, at, stream) }.map_err(|status| blas::failed(product, status))
+    }
+
+    /// A graph of these launches, one after the other; where that is possible the blocks of each come while the one before is still at
+    /// work, and wait.
     pub(super) fn graph(&self, nodes: &[Node]) -> Result<Graph, GpuError> {
+        let overlapping = if self.kernels_wait { self.graph_with(nodes, true).ok() } else { None };
+        overlapping.map_or_else(|| self.graph_with(nodes, false), Ok)
+    }
+
+    fn graph_with(&self, nodes: &[Node], is_overlapping: bool) -> Result<Graph, GpuError> {
         self.bind()?;
         let mut graph = Graph { graph: ptr::null_mut(), exec: ptr::null_mut(), nodes: Vec::new() };
         // SAFETY: the driver writes the handle of a new graph, which `Graph` destroys.
@@ -233,7 +292,7 @@ impl Nvidia {
             let mut values = launch.values();
             let mut args = pointers(&mut values);
             let params = self.params(&launch, &mut args)?;
-            let (before, mut added) = (graph.nodes.last().copied(), ptr::null_mut());
+            let (before, mut added) = (graph.nodes.last().copied().filter(|_| !is_overlapping), ptr::null_mut());
             let (dependencies, count) = before.as_ref().map_or((ptr::null(), 0), |last| (ptr::from_ref(last), 1));
             // SAFETY: the node before is the graph's; the driver copies the arguments before it returns.
             unsafe {
@@ -242,6 +301,9 @@ impl Nvidia {
             .result()
             .map_err(failed("cuGraphAddKernelNode"))?;
             graph.nodes.push(added);
+        }
+        if is_overlapping {
+            graph.overlap()?;
         }
         // SAFETY: the graph is whole; the driver writes the handle of what can be launched, which `Graph` destroys.
         unsafe { sys::cuGraphInstantiateWithFlags(&raw mut graph.exec, graph.graph, 0) }
@@ -351,6 +413,14 @@ impl Nvidia {
     fn bind(&self) -> Result<(), GpuError> {
         self.shared.context.bind_to_thread().map_err(failed("cuCtxSetCurrent"))
     }
+}
+
+/// 1000 times the major version and 10 times the minor one.
+fn driver_version() -> Result<i32, GpuError> {
+    let mut version = 0;
+    // SAFETY: the driver writes a number.
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
+    Ok(version)
 }
 
 /// Freed memory stays with the process, so that a step in steady state asks the driver for nothing.

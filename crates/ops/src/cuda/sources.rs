@@ -94,6 +94,25 @@ sources! {
     HEAD_LOSS = "head_loss": ["cross_entropy"];
 }
 
+/// What each kernel begins with, unless it does so itself, having asked for something.
+const WAIT: &str = "after_earlier";
+
+/// The text where every kernel waits for those before it: a graph lets a kernel's blocks come while the kernel before is still at work.
+fn waiting(text: &str) -> String {
+    let (mut waiting, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(body) = rest.find("KERNEL").and_then(|kernel| Some(kernel + rest[kernel..].find('{')? + 1)) {
+        let (before, after) = rest.split_at(body);
+        waiting.push_str(before);
+        let end = after.find("\n}").unwrap_or(after.len());
+        let own = after.find("KERNEL").map_or(end, |next| next.min(end));
+        if !after[..own].contains(WAIT) {
+            waiting.push_str(" after_earlier();");
+        }
+        rest = after;
+    }
+    waiting + rest
+}
+
 impl Source {
     /// Whether it can be compiled for `target`: instructions that only some capabilities have are in no PTX for newer ones.
     #[must_use]
@@ -105,7 +124,7 @@ impl Source {
     /// The whole text, for a CUDA compiler.
     #[must_use]
     pub fn cuda_text(&self) -> String {
-        format!("{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}", self.header, self.name, self.text)
+        format!("{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}", self.header, self.name, waiting(self.text))
     }
 
     /// The whole text, for a C++ compiler, with a function for each kernel that the emulation calls.

@@ -92,6 +92,11 @@ impl Steps {
         self.depth -= 1;
     }
 
+    /// Whether launches are kept for later.
+    pub(super) fn is_collecting(&self) -> bool {
+        self.depth > 0
+    }
+
     /// Keeps the launch for later if a step is being collected.
     pub(super) fn collects(&mut self, launch: &Launch<'_>) -> bool {
         if self.depth > 0 {

@@ -18,6 +18,8 @@ pub struct Traffic {
     pub launches: u64,
     /// Graphs of kernels.
     pub graphs: u64,
+    /// Products by NVIDIA's own library.
+    pub by_library: u64,
 }
 
 impl Traffic {
@@ -31,13 +33,14 @@ impl Traffic {
             downloaded_bytes: self.downloaded_bytes - earlier.downloaded_bytes,
             launches: self.launches - earlier.launches,
             graphs: self.graphs - earlier.graphs,
+            by_library: self.by_library - earlier.by_library,
         }
     }
 }
 
 /// Counts copies and launches; clones count together.
 #[derive(Clone, Default)]
-pub(super) struct Meter(Arc<[AtomicU64; 6]>);
+pub(super) struct Meter(Arc<[AtomicU64; 7]>);
 
 impl Meter {
     pub(super) fn uploaded(&self, bytes: usize) {
@@ -56,14 +59,18 @@ impl Meter {
         self.0[5].fetch_add(1, Relaxed);
     }
 
+    pub(super) fn took_product(&self) {
+        self.0[6].fetch_add(1, Relaxed);
+    }
+
     fn count(&self, first: usize, bytes: usize) {
         self.0[first].fetch_add(1, Relaxed);
         self.0[first + 1].fetch_add(bytes as u64, Relaxed);
     }
 
     pub(super) fn traffic(&self) -> Traffic {
-        let [uploads, uploaded_bytes, downloads, downloaded_bytes, launches, graphs] =
+        let [uploads, uploaded_bytes, downloads, downloaded_bytes, launches, graphs, by_library] =
             std::array::from_fn(|i| self.0[i].load(Relaxed));
-        Traffic { uploads, uploaded_bytes, downloads, downloaded_bytes, launches, graphs }
+        Traffic { uploads, uploaded_bytes, downloads, downloaded_bytes, launches, graphs, by_library }
     }
 }

@@ -56,7 +56,7 @@ impl Compute {
 }
 
 /// How the operands lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Form {
     /// `A B^T`: rows of both run along the depth. A linear layer's forward.
     Nt,

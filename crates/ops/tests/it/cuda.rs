@@ -50,6 +50,26 @@ fn every_kernel_compiles_for_every_architecture() {
 }
 
 #[test]
+fn every_kernel_waits_for_those_before_it_prior_to_memory() {
+    let Some(compiler) = compiler() else { return };
+    let target = Target { is_virtual: true, ..Target::real(90) };
+    for source in SOURCES {
+        let ptx = compiler.compile(source, target).unwrap_or_else(|error| panic!("{error}"));
+        let ptx = String::from_utf8_lossy(&ptx);
+        let entries: Vec<&str> = ptx.split(".visible .entry ").skip(1).collect();
+        assert_eq!(entries.len(), source.kernels.len(), "kernels of {}.cu", source.name);
+        for entry in entries {
+            let name = entry.split('(').next().unwrap_or_default();
+            let wait = entry.find("griddepcontrol.wait").unwrap_or_else(|| panic!("{name} does not wait"));
+            let touches =
+                ["ld.global", "st.global", "atom.", "red.global", "cp.async", "ld.v", "ld.u", "ld.f", "ld.b", "st.v"];
+            let first = touches.iter().filter_map(|touch| entry.find(touch)).min().unwrap_or(entry.len());
+            assert!(wait < first, "{name} touches memory before it waits");
+        }
+    }
+}
+
+#[test]
 fn no_file_of_kernels_is_missing_from_the_table() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels");
     for file in entries(&folder).iter().filter(|file| file.extension().is_some_and(|ending| ending == "cu")) {

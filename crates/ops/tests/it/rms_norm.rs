@@ -2,7 +2,9 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward, rms_norm_part, rms_norm_part_backward, row_products};
+use moeworks_ops::rms_norm::{
+    rms_norm, rms_norm_backward, rms_norm_backward_onto, rms_norm_part, rms_norm_part_backward, row_products,
+};
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -40,6 +42,12 @@ fn run(ctx: &Context, seed: u64, shape: &[usize], width: usize, dtype: DType) ->
     let (y, inv_rms) = rms_norm(ctx, &x, &weight, EPS, dtype);
     let mut dweight = ctx.zeros(&[width], DType::F32);
     let dx = rms_norm_backward(ctx, &dy, &x, &weight, &inv_rms, Write::Add, &mut dweight);
+    let base = normal_tensor(ctx, seed + 9, x.shape(), DType::F32);
+    let mut again = ctx.zeros(&[width], DType::F32);
+    let onto = rms_norm_backward_onto(ctx, &dy, (&x, &weight, &inv_rms), Some(&base), Write::Replace, &mut again);
+    // A GPU may take a product and this sum as one.
+    let sums: Vec<f64> = doubles(&dx).iter().zip(doubles(&base)).map(|(dx, base)| dx + base).collect();
+    assert_close(&format!("on top of a base: {shape:?} by {width}"), &doubles(&onto), &sums, 1e-6);
     [x, weight, dy, y, inv_rms, dx, dweight]
 }
 

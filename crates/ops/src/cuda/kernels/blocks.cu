@@ -203,17 +203,20 @@ template <u32 TYPE> struct Blocks {
 
 #define DEFINE(NAME, TYPE)                                                                 \
     KERNEL(256) few_rows_nt_##NAME(ROWS, STORE, u32 is_rounded) {                          \
+        after_earlier_for_few(THE_ROWS, b_stride);                                         \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<false>(p, Blocks<TYPE>{p.b}, THE_STORE, is_rounded);                    \
     }                                                                                      \
     KERNEL(256) few_each_##NAME(EACH, u32 is_rounded) {                                    \
         Store store;                                                                       \
         Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);                    \
+        after_earlier_with(p.b.data, p.column, 1, p.columns, b_stride);                    \
         by_columns<false>(p, Blocks<TYPE>{p.b}, store, is_rounded);                        \
     }                                                                                      \
     KERNEL_OF_TWO(256) some_each_##NAME(EACH) {                                            \
         Store store;                                                                       \
         Problem p = problem_of_each(THE_EACH, SOME, SOME_COLUMNS, store);                  \
+        after_earlier_with(p.b.data, p.column, SOME_COLUMNS / 8, p.columns, b_stride);     \
         some_rows(p, Blocks<TYPE>{p.b}, store);                                            \
     }                                                                                      \
     KERNEL(256) few_up_paired_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \

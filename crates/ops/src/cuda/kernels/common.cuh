@@ -52,6 +52,25 @@ DEVICE float half_value(u16 bits) {
     return x;
 }
 
+// What every kernel begins with (sources.rs puts it there): the blocks of a kernel that follows may come as soon as there is room for
+// them, and this one's wait until all that is written before them is there (PTX, "griddepcontrol"). It does nothing where the driver
+// was not told that kernels may overlap so.
+DEVICE void after_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same, and the warp asks for `bytes` from `from` on meanwhile, which nobody writes while kernels read them.
+DEVICE void after_earlier_asking(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    for (u32 at = threadIdx.x % 32 * 128; at < bytes; at += 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)from + at));
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Copies 16 bytes from global to shared memory without waiting; zeros if not `is_there` (`from` is not read then).
 DEVICE void copy_async(void* to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"

@@ -207,6 +207,7 @@ KERNEL(256) plain_rows_nn(ROWS, STORE, u32 is_rounded) {
 }
 
 KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
+    after_earlier_for_few(THE_ROWS, b_stride * (b_bf16 ? 2 : 4));
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
     by_columns<false>(p, Floats{p.b}, THE_STORE, is_rounded);
 }
@@ -214,6 +215,7 @@ KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
 KERNEL(256) few_each(EACH, u32 is_rounded) {
     Store store;
     Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);
+    after_earlier_with(p.b.data, p.column, 1, p.columns, b_stride * (b_bf16 ? 2 : 4));
     by_columns<false>(p, Floats{p.b}, store, is_rounded);
 }
 

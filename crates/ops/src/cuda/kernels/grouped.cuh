@@ -372,6 +372,13 @@ DEVICE Problem problem_of_each(const Each& e, u32 height, u32 width, Store& stor
     return p;
 }
 
+// Asks for the rows of B of a block's columns while earlier kernels are still at work, and waits for them: eight warps have `each` columns
+// from `first` on. Matrices are not written meanwhile.
+DEVICE void after_earlier_with(const void* b, u32 first, u32 each, u32 columns, u32 row_bytes) {
+    u32 column = first + threadIdx.x / 32 * each, count = column < columns ? min(columns - column, each) : 0;
+    after_earlier_asking((const char*)b + (u64)column * row_bytes, count * row_bytes);
+}
+
 #define EACH const void *a, const void *b0, const void *b1, const void *b2, void *to0, void *to1, void *to2, const f32 *base, u32 columns0, u32 columns1, \
              u32 columns2, u32 a_bf16, u32 b_bf16, u32 to_bf16, u32 rows, u32 depth, u32 b_stride
 #define THE_EACH Each{a, b0, b1, b2, to0, to1, to2, base, columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride}
@@ -422,6 +429,12 @@ DEVICE Problem rows_problem_in_panels(const Rows& r, u32 tile_columns) {
 
 // The same where blockIdx.y names a tile of the list, and blockIdx.x one of columns.
 DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_problem(r, blockIdx.y, blockIdx.x * tile_columns); }
+
+// As `after_earlier_with`, for the columns of few rows, where it is known which matrix they are of: the only one.
+DEVICE void after_earlier_for_few(const Rows& r, u32 row_bytes) {
+    bool is_known = r.group_rows == 0 && !r.b_listed;
+    after_earlier_with(r.b, blockIdx.x * FEW_COLUMNS, 1, is_known ? r.columns : 0, row_bytes);
+}
 
 #define ROWS const void *a, const u32 *gather, const void *b, const u32 *tiles, u32 a_bf16, u32 b_bf16, u32 a_stride, u32 b_stride, \
              u32 group_rows, u32 columns, u32 depth, u32 pair, u32 b_listed

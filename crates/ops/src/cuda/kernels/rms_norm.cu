@@ -1,24 +1,27 @@
 // y = x / rms(x) * weight. See rms_norm.rs for the formulas. Elements go by fours where rows are whole vectors.
 
-// A warp a row.
+// A warp a row, or a block if there are as many blocks as rows: where rows are few, one warp would be long about it.
 template <u32 N, typename X, typename Y>
 DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, f32 eps, Y* __restrict__ y,
                     f32* __restrict__ inv_rms, u32 rows, u32 width) {
-    u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    bool is_by_block = gridDim.x == rows;
+    u32 row = is_by_block ? blockIdx.x : (blockIdx.x * 256 + threadIdx.x) / 32;
     if (row >= rows) return;
+    u32 own = (is_by_block ? threadIdx.x : threadIdx.x % 32) * N, step = (is_by_block ? 256 : 32) * N;
     x += (u64)row * width;
     y += (u64)row * width;
     f32 sum = 0.0f;
 #pragma unroll 4
-    for (u32 i = lane * N; i < width; i += 32 * N) {
+    for (u32 i = own; i < width; i += step) {
         Few<N> v = few<N>(x + i);
 #pragma unroll
         for (u32 j = 0; j < N; j++) sum = fmaf(v.x[j], v.x[j], sum);
     }
-    f32 scale = 1.0f / sqrtf(warp_sum(sum) / (f32)width + eps);
-    if (lane == 0) inv_rms[row] = scale;
+    sum = is_by_block ? block_sum(sum) : warp_sum(sum);
+    f32 scale = 1.0f / sqrtf(sum / (f32)width + eps);
+    if (own == 0) inv_rms[row] = scale;
 #pragma unroll 4
-    for (u32 i = lane * N; i < width; i += 32 * N) {
+    for (u32 i = own; i < width; i += step) {
         Few<N> v = few<N>(x + i), w = few<N>(weight + i);
 #pragma unroll
         for (u32 j = 0; j < N; j++) v.x[j] = v.x[j] * scale * w.x[j];
@@ -32,7 +35,7 @@ const u32 ROWS_EACH = 16, WARPS = 8;
 // columns, which adds the weight's gradient up in registers, for its row of `partials`.
 template <u32 N, typename X, typename Y>
 DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f32* __restrict__ weight,
-                     const f32* __restrict__ inv_rms, f32* __restrict__ dx, f32* __restrict__ partials, u32 rows, u32 width) {
+                     const f32* __restrict__ inv_rms, const f32* __restrict__ base, f32* __restrict__ dx, f32* __restrict__ partials, u32 rows, u32 width) {
     __shared__ f32 scales[ROWS_EACH], shifts[ROWS_EACH];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * ROWS_EACH, count = min(rows - first, ROWS_EACH);
     dy += (u64)first * width;
@@ -60,11 +63,12 @@ DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f3
 #pragma unroll 4
         for (u32 row = 0; row < count; row++) {
             u64 at = (u64)row * width + i;
-            Few<N> d = few<N>(dy + at), v = few<N>(x + at), own;
+            Few<N> d = few<N>(dy + at), v = few<N>(x + at), own, around = {};
+            if (base) around = few<N>(base + (u64)first * width + at);
             f32 scale = scales[row], shift = shifts[row];
 #pragma unroll
             for (u32 j = 0; j < N; j++) {
-                own.x[j] = scale * (d.x[j] * w.x[j] - v.x[j] * shift);
+                own.x[j] = scale * (d.x[j] * w.x[j] - v.x[j] * shift) + around.x[j];
                 part.x[j] = fmaf(d.x[j], v.x[j] * scale, part.x[j]);
             }
             put(dx + at, own);
@@ -78,10 +82,10 @@ DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f3
         if (width % 4 == 0) forward<4>(x, weight, eps, y, inv_rms, rows, width);                                              \
         else forward<1>(x, weight, eps, y, inv_rms, rows, width);                                                             \
     }                                                                                                                         \
-    KERNEL(256) rms_norm_backward_##X##_##Y(const Y* dy, const X* x, const f32* weight, const f32* inv_rms, f32* dx,          \
-                                            f32* partials, u32 rows, u32 width) {                                             \
-        if (width % 4 == 0) backward<4>(dy, x, weight, inv_rms, dx, partials, rows, width);                                   \
-        else backward<1>(dy, x, weight, inv_rms, dx, partials, rows, width);                                                  \
+    KERNEL(256) rms_norm_backward_##X##_##Y(const Y* dy, const X* x, const f32* weight, const f32* inv_rms, const f32* base,   \
+                                            f32* dx, f32* partials, u32 rows, u32 width) {                                    \
+        if (width % 4 == 0) backward<4>(dy, x, weight, inv_rms, base, dx, partials, rows, width);                             \
+        else backward<1>(dy, x, weight, inv_rms, base, dx, partials, rows, width);                                            \
     }
 DEFINE(f32, f32)
 DEFINE(f32, bf16)

@@ -11,7 +11,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::router::list_tiles;
 use super::{On, blocks, elementwise};
 use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_FP8, GROUPED_HOPPER};
-use crate::cuda::{Arg, Launch, Source};
+use crate::cuda::{Arg, DenseProduct, Launch, Onto, Source};
 use crate::gemm::Form;
 use crate::linear::Write;
 
@@ -342,7 +342,28 @@ impl RowsProduct<'_> {
         self.store_sums(on, y, None);
     }
 
+    /// Whether NVIDIA's library took the product, one of plain matrices for tensor cores.
+    fn is_taken(&self, on: On<'_>, y: &mut Tensor, base: Option<&Tensor>) -> bool {
+        let Groups::One { rows } = self.groups else { return false };
+        let is_plain =
+            self.gather.is_none() && self.addresses.is_none() && self.pair.is_none() && self.scales.is_none();
+        if !is_plain || !on.gpu.takes_dense() || !self.kernel(on).uses_tensor_cores() {
+            return false;
+        }
+        let RowsProduct { form, columns, depth, .. } = *self;
+        if [self.a.len(), self.b.len(), y.len()] != [rows * depth, columns * depth, rows * columns] {
+            return false;
+        }
+        let product = DenseProduct { form, rows, columns, depth, is_rounded: y.dtype() == DType::BF16 };
+        let onto = base.map_or(Onto::Nothing, Onto::Tensor);
+        // A base is f32, and the library has no product onto another type than the result's.
+        (base.is_none() || !product.is_rounded) && on.gpu.dense(product, [&rounded(on, self.a), self.b], onto, y)
+    }
+
     fn store_sums(&self, on: On<'_>, y: &mut Tensor, base: Option<&Tensor>) {
+        if self.is_taken(on, y, base) {
+            return;
+        }
         let is_bf16 = y.dtype() == DType::BF16;
         let kernels = match self.form {
             Form::Nt => ["rows_nt", "plain_rows_nt", "few_rows_nt"],
@@ -376,8 +397,29 @@ pub(super) fn sums_in_parts(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType) 
     (sums, num_parts)
 }
 
+/// The tensor in bf16, itself if it is.
+fn rounded(on: On<'_>, x: &Tensor) -> Tensor {
+    if x.dtype() == DType::BF16 { x.clone() } else { elementwise::cast(on, x, DType::BF16) }
+}
+
 /// Writes or adds `a^T b` to `to`.
 pub(super) fn sums(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
+    let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
+    let is_whole = [rows, columns].iter().all(|size| size.is_multiple_of(8));
+    if compute == DType::BF16 && is_whole && on.gpu.takes_dense() {
+        // What is not bf16 is rounded once, whoever takes the product.
+        let (a, b) = (&rounded(on, a), &rounded(on, b));
+        let product = DenseProduct { form: Form::Tn, rows, columns, depth, is_rounded: false };
+        let onto = if write == Write::Add { Onto::Itself } else { Onto::Nothing };
+        if !on.gpu.dense(product, [a, b], onto, to) {
+            sums_by_kernels(on, (a, b), compute, write, to);
+        }
+        return;
+    }
+    sums_by_kernels(on, (a, b), compute, write, to);
+}
+
+fn sums_by_kernels(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
     let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
     if parts_of_depth(rows, columns, depth) > 1 {
         let (sums, num_parts) = sums_in_parts(on, a, b, compute);

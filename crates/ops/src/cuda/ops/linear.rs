@@ -25,8 +25,8 @@ pub(crate) fn forward_each<const N: usize>(on: On<'_>, x: &Tensor, ws: [&Tensor;
     Each { a: x, bs: &ws, base: None }.products(on, out).unwrap_or_else(one_by_one)
 }
 
-pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
-    product(on, (Form::Nn, dy, w), (w.cols(), w.rows()), out, None)
+pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType, base: Option<&Tensor>) -> Tensor {
+    product(on, (Form::Nn, dy, w), (w.cols(), w.rows()), out, base)
 }
 
 fn product(

@@ -6,6 +6,8 @@ use super::{On, WARPS, elementwise, name};
 use crate::cuda::sources::RMS_NORM;
 use crate::linear::Write;
 
+/// Rows that get a block each: more keep a GPU busy by warps.
+const FEW: usize = 256;
 /// Rows whose part of the weight's gradient one block adds up.
 const ROWS_EACH: usize = 16;
 
@@ -16,17 +18,17 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DT
     let weight = on.f32s(weight);
     let args =
         [on.read(x), on.read(&weight), eps.into(), on.write(&mut y), on.write(&mut inv_rms), rows.into(), width.into()];
-    // SAFETY: a warp reads and writes its row of `rows` by `width` elements.
-    unsafe { on.launch(&RMS_NORM, &kernel, rows.div_ceil(WARPS), &args) };
+    let blocks = if rows <= FEW { rows } else { rows.div_ceil(WARPS) };
+    // SAFETY: a warp or a block reads and writes its row of `rows` by `width` elements.
+    unsafe { on.launch(&RMS_NORM, &kernel, blocks, &args) };
     (y, inv_rms)
 }
 
 pub(crate) fn backward(
     on: On<'_>,
     dy: &Tensor,
-    x: &Tensor,
-    weight: &Tensor,
-    inv_rms: &Tensor,
+    (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+    base: Option<&Tensor>,
     write: Write,
     dweight: &mut Tensor,
 ) -> Tensor {
@@ -40,6 +42,7 @@ pub(crate) fn backward(
         on.read(x),
         on.read(&weight),
         on.read(inv_rms),
+        on.read_or_none(base),
         on.write(&mut dx),
         on.write(&mut partials),
         rows.into(),

@@ -1,0 +1,276 @@
+//! Plain products in bf16 by NVIDIA's own library, cuBLASLt, which is found at run time; without it, or where it has nothing for a
+//! product, the kernels here take them.
+//!
+//! The library counts along columns: what it takes for the columns of a matrix are our rows. So it is asked for the transposed product,
+//! whose operands change sides.
+//!
+//! Not run on a GPU yet.
+
+use std::collections::HashMap;
+use std::env;
+use std::ffi::{c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+use libloading::Library;
+use moeworks_tensor::{DeviceBlock, Tensor};
+
+use super::GpuError;
+use super::library::{NVRTC_VARIABLE, functions, load};
+use crate::gemm::Form;
+
+/// Set to the path of a cuBLASLt library to use that one; set to nothing to use none.
+pub const CUBLASLT_VARIABLE: &str = "MOEWORKS_CUBLASLT_LIBRARY";
+
+/// Names that the system's loader may know, the newest first.
+const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so"];
+
+/// Memory that products may use for sums of parts.
+pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
+/// What the library asks of operands where nothing else was said.
+const ALIGNMENT: u64 = 256;
+/// Products whose plans are kept.
+const MAX_PLANS: usize = 256;
+
+// cublas_api.h, library_types.h, cublasLt.h.
+const COMPUTE_32F: c_int = 68;
+const TYPE_F32: c_int = 0;
+const TYPE_BF16: c_int = 14;
+const OPERATION_TRANSPOSED: c_int = 1;
+const DESC_TRANSA: c_int = 3;
+const DESC_TRANSB: c_int = 4;
+const PREFERENCE_MAX_WORKSPACE: c_int = 1;
+
+type Status = c_int;
+type Pointer = *mut c_void;
+
+/// `cublasLtMatmulHeuristicResult_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Found {
+    algorithm: [u64; 8],
+    workspace: usize,
+    status: Status,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+functions! {
+    /// The functions, as `cublasLt.h` declares them.
+    Functions:
+    create = "cublasLtCreate": fn(*mut Pointer) -> Status;
+    new_desc = "cublasLtMatmulDescCreate": fn(*mut Pointer, c_int, c_int) -> Status;
+    set_desc = "cublasLtMatmulDescSetAttribute": fn(Pointer, c_int, *const c_void, usize) -> Status;
+    drop_desc = "cublasLtMatmulDescDestroy": fn(Pointer) -> Status;
+    new_layout = "cublasLtMatrixLayoutCreate": fn(*mut Pointer, c_int, u64, u64, i64) -> Status;
+    drop_layout = "cublasLtMatrixLayoutDestroy": fn(Pointer) -> Status;
+    new_preference = "cublasLtMatmulPreferenceCreate": fn(*mut Pointer) -> Status;
+    set_preference = "cublasLtMatmulPreferenceSetAttribute": fn(Pointer, c_int, *const c_void, usize) -> Status;
+    drop_preference = "cublasLtMatmulPreferenceDestroy": fn(Pointer) -> Status;
+    find = "cublasLtMatmulAlgoGetHeuristic": fn(Pointer, Pointer, Pointer, Pointer, Pointer, Pointer, Pointer, c_int, *mut Found, *mut c_int) -> Status;
+    multiply = "cublasLtMatmul": fn(Pointer, Pointer, *const c_void, Pointer, Pointer, Pointer, Pointer, *const c_void, Pointer, Pointer, Pointer, Pointer, *const [u64; 8], Pointer, usize, Pointer) -> Status;
+}
+
+/// A product of two matrices of bf16, row by row: `[rows, columns]` in f32 or bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct DenseProduct {
+    pub(crate) form: Form,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) depth: usize,
+    /// The result is bf16.
+    pub(crate) is_rounded: bool,
+}
+
+/// What a product comes on top of.
+#[derive(Clone, Copy)]
+pub(crate) enum Onto<'a> {
+    Nothing,
+    /// A tensor of the result's type.
+    Tensor(&'a Tensor),
+    /// What the result has already.
+    Itself,
+}
+
+/// Where the operands and the result are; `base`, of the result's type, is added if it is there.
+#[derive(Clone, Copy)]
+pub(super) struct Places {
+    pub(super) a: u64,
+    pub(super) b: u64,
+    pub(super) base: Option<u64>,
+    pub(super) y: u64,
+}
+
+/// The library, ready to multiply.
+pub(super) struct Blas {
+    functions: Functions,
+    handle: Pointer,
+    workspace: DeviceBlock,
+    plans: Mutex<HashMap<DenseProduct, Option<Plan>>>,
+}
+// SAFETY: the handle may be used by several threads ("thread safety" in the library's documentation); plans are behind a lock.
+unsafe impl Send for Blas {}
+// SAFETY: as above.
+unsafe impl Sync for Blas {}
+
+/// How a product is taken. What it is described by lives as long as the library: there are few.
+struct Plan {
+    desc: Pointer,
+    /// Of the first operand, the second one, and the result.
+    layouts: [Pointer; 3],
+    found: Found,
+}
+
+/// What a status of a product says.
+pub(super) fn failed(product: DenseProduct, status: c_int) -> GpuError {
+    GpuError::Driver { call: format!("cuBLASLt's {product:?}"), message: format!("status {status}") }
+}
+
+/// The library that [`CUBLASLT_VARIABLE`] names, that beside NVRTC's if that was named (in its folder, or where Python's wheels of version
+/// 12 have it), or the system's.
+pub(super) fn find() -> Option<&'static Library> {
+    let candidates: Vec<PathBuf> = match env::var_os(CUBLASLT_VARIABLE) {
+        Some(path) => vec![path.into()],
+        None => {
+            let nvrtc = env::var_os(NVRTC_VARIABLE).map(PathBuf::from);
+            let folder = nvrtc.as_deref().and_then(Path::parent);
+            let wheels = folder.and_then(|folder| Some(folder.parent()?.parent()?.join("cublas/lib")));
+            let folders = folder.map(Path::to_path_buf).into_iter().chain(wheels);
+            let beside =
+                |folder: PathBuf| NAMES.iter().filter_map(move |name| Some(folder.join(Path::new(name).file_name()?)));
+            folders.flat_map(beside).chain(NAMES.iter().map(PathBuf::from)).collect()
+        }
+    };
+    candidates.iter().filter(|path| !path.as_os_str().is_empty()).find_map(|path| load(path).ok())
+}
+
+impl Blas {
+    /// None if the library lacks a function or cannot begin; the device's context is current.
+    pub(super) fn open(library: &'static Library, workspace: DeviceBlock) -> Option<Self> {
+        let functions = Functions::of(library).ok()?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the library writes a handle, which lives as long as the process.
+        let status = unsafe { (functions.create)(&raw mut handle) };
+        (status == 0).then_some(Self { functions, handle, workspace, plans: Mutex::default() })
+    }
+
+    /// Whether the product was asked for on `stream`; `Err` has the library's status where it failed.
+    ///
+    /// # Safety
+    ///
+    /// The places are the device's memory of the sizes that the product says, nobody else uses the result's until the stream is done, and
+    /// the device's context is current.
+    pub(super) unsafe fn run(&self, product: DenseProduct, at: Places, stream: Pointer) -> Result<bool, Status> {
+        let places = [at.a, at.b, at.y, at.base.unwrap_or(0)];
+        if places.iter().any(|place| !place.is_multiple_of(ALIGNMENT)) {
+            return Ok(false);
+        }
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if plans.len() == MAX_PLANS && !plans.contains_key(&product) {
+            plans.drain().filter_map(|(_, plan)| plan).for_each(|plan| self.drop_plan(&plan));
+        }
+        let Some(plan) = plans.entry(product).or_insert_with(|| self.plan(product)) else { return Ok(false) };
+        let [first, second] = [at.b, at.a].map(|place| place as Pointer);
+        let (to, base) = (at.y as Pointer, at.base.unwrap_or(at.y) as Pointer);
+        let (one, keep): (f32, f32) = (1.0, if at.base.is_some() { 1.0 } else { 0.0 });
+        let [of_first, of_second, of_result] = plan.layouts;
+        // SAFETY: the caller's promise; the plan was made by this library for these sizes, and the factors are f32 as its description
+        // says. The workspace is used by this stream alone, one product after the other.
+        let status = unsafe {
+            (self.functions.multiply)(
+                self.handle,
+                plan.desc,
+                (&raw const one).cast(),
+                first,
+                of_first,
+                second,
+                of_second,
+                (&raw const keep).cast(),
+                base,
+                of_result,
+                to,
+                of_result,
+                &raw const plan.found.algorithm,
+                self.workspace.address() as Pointer,
+                WORKSPACE_BYTES,
+                stream,
+            )
+        };
+        if status == 0 { Ok(true) } else { Err(status) }
+    }
+
+    /// What the library thinks best for the product; none if it has nothing.
+    fn plan(&self, product: DenseProduct) -> Option<Plan> {
+        let DenseProduct { form, rows, columns, depth, is_rounded } = product;
+        // Each operand as the library sees it: its rows are what lies together.
+        let (first, first_is_turned) =
+            if form == Form::Nt { ([depth, columns], true) } else { ([columns, depth], false) };
+        let (second, second_is_turned) = if form == Form::Tn { ([rows, depth], true) } else { ([depth, rows], false) };
+        let result_type = if is_rounded { TYPE_BF16 } else { TYPE_F32 };
+        let mut plan = Plan { desc: ptr::null_mut(), layouts: [ptr::null_mut(); 3], found: Found::default() };
+        let f = &self.functions;
+        // SAFETY: each call gets what it is declared to get, of this library.
+        let is_made = unsafe {
+            (f.new_desc)(&raw mut plan.desc, COMPUTE_32F, TYPE_F32) == 0
+                && [(DESC_TRANSA, first_is_turned), (DESC_TRANSB, second_is_turned)].into_iter().all(
+                    |(side, is_turned)| {
+                        let operation = OPERATION_TRANSPOSED;
+                        !is_turned
+                            || (f.set_desc)(plan.desc, side, (&raw const operation).cast(), size_of::<c_int>()) == 0
+                    },
+                )
+                && [(first, TYPE_BF16), (second, TYPE_BF16), ([columns, rows], result_type)]
+                    .into_iter()
+                    .zip(&mut plan.layouts)
+                    .all(|(([together, apart], dtype), layout)| {
+                        (f.new_layout)(layout, dtype, together as u64, apart as u64, together as i64) == 0
+                    })
+        };
+        if is_made && self.choose(&mut plan) {
+            return Some(plan);
+        }
+        self.drop_plan(&plan);
+        None
+    }
+
+    /// Whether the library has an algorithm, the first that it names.
+    fn choose(&self, plan: &mut Plan) -> bool {
+        let (f, mut preference, mut count) = (&self.functions, ptr::null_mut(), 0);
+        let ([first, second, result], room) = (plan.layouts, WORKSPACE_BYTES);
+        // SAFETY: as above; the library writes at most one result and how many there are.
+        unsafe {
+            if (f.new_preference)(&raw mut preference) != 0 {
+                return false;
+            }
+            let room = (&raw const room).cast();
+            let is_found = (f.set_preference)(preference, PREFERENCE_MAX_WORKSPACE, room, size_of::<usize>()) == 0
+                && (f.find)(
+                    self.handle,
+                    plan.desc,
+                    first,
+                    second,
+                    result,
+                    result,
+                    preference,
+                    1,
+                    &raw mut plan.found,
+                    &raw mut count,
+                ) == 0;
+            (f.drop_preference)(preference);
+            is_found && count == 1 && plan.found.status == 0
+        }
+    }
+
+    fn drop_plan(&self, plan: &Plan) {
+        // SAFETY: what is not null was made by this library and is used no more; products under way have what they need.
+        unsafe {
+            if !plan.desc.is_null() {
+                (self.functions.drop_desc)(plan.desc);
+            }
+            plan.layouts.iter().filter(|layout| !layout.is_null()).for_each(|&layout| {
+                (self.functions.drop_layout)(layout);
+            });
+        }
+    }
+}
