@@ -10,12 +10,14 @@
 //! device when a kernel first reads them and back when the host does, and stay in both until somebody writes; an operation
 //! without kernels runs on the host and is correct all the same.
 //!
-//! Kernels there are for: linear maps and experts with weights in f32, bf16 or blocks of fewer bits, the router's scores, the counting sort, norms, attention,
-//! rotary positions, embeddings, the loss of the last projection, AdamW, sums and conversions of elements. None has run on a GPU
-//! yet; all are compiled for three generations of them and checked on the emulation.
+//! Kernels there are for: linear maps and experts with weights in f32, bf16 or blocks of fewer bits, the router's scores, the counting
+//! sort, norms, attention, rotary positions, embeddings, the loss of the last projection, AdamW, sums and conversions of elements. Plain
+//! products go to cuBLASLt where it is found. Nothing has run on a GPU yet; all kernels are compiled for three generations of them and
+//! checked on the emulation.
 //!
 //! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to
-//! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph. Operations have
+//! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph, whose kernels overlap from
+//! Hopper on: each begins with the instruction to wait for those before it. Operations have
 //! no error results: a device that fails ends the operation with a panic whose payload is a [`GpuError`].
 
 mod blas;

@@ -65,6 +65,8 @@ fn every_kernel_waits_for_those_before_it_prior_to_memory() {
                 ["ld.global", "st.global", "atom.", "red.global", "cp.async", "ld.v", "ld.u", "ld.f", "ld.b", "st.v"];
             let first = touches.iter().filter_map(|touch| entry.find(touch)).min().unwrap_or(entry.len());
             assert!(wait < first, "{name} touches memory before it waits");
+            // What is read so must not change from the first block on, which comes before earlier kernels are done.
+            assert!(!entry.contains("ld.global.nc"), "{name} reads memory as if nobody wrote it before");
         }
     }
 }
