@@ -3,6 +3,8 @@
 //! A strip is some columns wide, so that it stays in the first-level cache while the rows of weights pass by, some at a
 //! time. Within the strip columns stand in the order in which weights come out of their blocks.
 
+use moeworks_tensor::{DType, bf16};
+
 use super::rows::{Weight, partial_block};
 use crate::gemm::kernel::prefetch_far;
 use crate::simd::{Level, kernel};
@@ -18,15 +20,15 @@ pub(super) struct Strip<'a, T> {
     pub(super) depth: usize,
     /// Columns of the strip.
     pub(super) columns: usize,
-    /// `[rows, a_stride]`: the factors of each row of the result, at least `depth`.
-    pub(super) a: &'a [f32],
     pub(super) a_stride: usize,
 }
 
 kernel! {
-    /// `to [rows, to_stride]` becomes the sums. `to_stride` is at least the columns, filled up to whole blocks.
-    pub(super) fn run<S: Level, T: Weight>(strip: Strip<'_, T>, to: &mut [f32], to_stride: usize) {
-        let Strip { weights, stride, depth, columns, a, a_stride } = strip;
+    bf16 if matches!(T::DTYPE, DType::BF16);
+    /// `to [rows, to_stride]` becomes the sums. `to_stride` is at least the columns, filled up to whole blocks. `a [rows, a_stride]` are
+    /// the factors of each row of the result, at least `depth`, with zeros beyond; they become pairs of bf16 where these are multiplied.
+    pub(super) fn run<S: Level, T: Weight>(strip: Strip<'_, T>, a: &mut [f32], to: &mut [f32], to_stride: usize) {
+        let Strip { weights, stride, depth, columns, a_stride } = strip;
         to.fill(0.0);
         if depth == 0 || columns == 0 || to_stride == 0 {
             return;
@@ -35,10 +37,26 @@ kernel! {
         assert!(to_stride >= columns.next_multiple_of(2 * S::WIDTH), "a strip is whole blocks");
         assert!(weights.len() >= (depth - 1) * stride + columns, "weights of a strip");
         assert!(a_stride >= depth && a.len() >= num_rows * a_stride, "factors of a strip");
+        if T::is_dotted::<S>() {
+            assert!(a_stride >= depth.next_multiple_of(2), "factors of whole pairs");
+            a.chunks_exact_mut(a_stride).take(num_rows).for_each(make_pairs::<S>);
+        }
         let rows = Rows { weights: weights.as_ptr(), stride, columns, a: a.as_ptr(), a_stride };
         let mut k = 0;
         // SAFETY: rows `k..k + N` of weights and factors exist, and the result's rows are as long as asserted.
         unsafe {
+            if T::is_dotted::<S>() {
+                let to = (to.as_mut_ptr(), to_stride, num_rows);
+                while k + 2 * PAIRS <= depth {
+                    rows.add_pairs::<S, PAIRS>((k, 2 * PAIRS), to);
+                    k += 2 * PAIRS;
+                }
+                while k < depth {
+                    rows.add_pairs::<S, 1>((k, (depth - k).min(2)), to);
+                    k += 2;
+                }
+                return;
+            }
             if S::WIDTH >= 16 {
                 while k + 8 <= depth {
                     rows.add::<S, 8>(k, (to.as_mut_ptr(), to_stride, num_rows));
@@ -57,6 +75,29 @@ kernel! {
     }
 }
 
+/// Pairs of rows of bf16 weights that are taken at once.
+const PAIRS: usize = 8;
+
+/// Where column `i` of a block of pairs of rows is in the two vectors that they make, if they are multiplied as pairs.
+#[inline(always)]
+pub(super) fn place_in_pairs(i: usize, width: usize) -> usize {
+    i / 8 * 4 + i % 4 + if i % 8 < 4 { 0 } else { width }
+}
+
+/// Rounds elements to bf16, into the first half of their memory.
+#[inline(always)]
+fn make_pairs<S: Level>(row: &mut [f32]) {
+    const LEN: usize = 32;
+    for at in (0..row.len()).step_by(LEN) {
+        let (mut from, mut to) = ([0.0; LEN], [bf16::ZERO; LEN]);
+        let len = LEN.min(row.len() - at);
+        from[..len].copy_from_slice(&row[at..at + len]);
+        S::round_all(&from, &mut to);
+        let words: [f32; LEN / 2] = bytemuck::cast(to);
+        row[at / 2..][..len.div_ceil(2)].copy_from_slice(&words[..len.div_ceil(2)]);
+    }
+}
+
 /// Rows of weights, and the factors of each row of the result.
 pub(crate) struct Rows<T> {
     pub(crate) weights: *const T,
@@ -67,6 +108,58 @@ pub(crate) struct Rows<T> {
 }
 
 impl<T: Weight> Rows<T> {
+    /// Adds `count` rows of bf16 weights from row `k` on, at most `N` pairs, times their factors, which are pairs, to the rows of the
+    /// result, whose columns are where [`place_in_pairs`] says. `k` is even.
+    ///
+    /// # Safety
+    /// As for [`add`](Self::add). The level must have the product of pairs.
+    #[inline(always)]
+    unsafe fn add_pairs<S: Level, const N: usize>(
+        &self,
+        (k, count): (usize, usize),
+        (to, to_stride, num_rows): (*mut f32, usize, usize),
+    ) {
+        let block = 2 * S::WIDTH;
+        // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy, and so is a row that is not there.
+        unsafe {
+            let ahead = 2 * N * self.stride * size_of::<T>();
+            for column in (0..self.columns).step_by(block) {
+                let rest = self.columns - column;
+                let mut vectors = [[S::splat(0.0); 2]; N];
+                for (n, vectors) in vectors.iter_mut().enumerate() {
+                    let from = self.weights.add((k + 2 * n) * self.stride + column);
+                    let later = from.cast::<u8>().wrapping_add(ahead);
+                    prefetch_far(later);
+                    prefetch_far(later.wrapping_add(self.stride * size_of::<T>()));
+                    *vectors = if rest >= block && 2 * n + 1 < count {
+                        S::pairs_of_rows(from.cast(), from.add(self.stride).cast())
+                    } else {
+                        let row = |r: usize| match 2 * n + r < count {
+                            true => partial_block(std::slice::from_raw_parts(
+                                from.wrapping_add(r * self.stride),
+                                rest.min(block),
+                            )),
+                            false => partial_block(&[]),
+                        };
+                        S::pairs_of_rows(row(0).as_ptr().cast(), row(1).as_ptr().cast())
+                    };
+                }
+                for row in 0..num_rows {
+                    let (a, to) = (self.a.add(row * self.a_stride + k / 2), to.add(row * to_stride + column));
+                    let mut sums = [S::load(to), S::load(to.add(S::WIDTH))];
+                    for (n, vectors) in vectors.iter().enumerate() {
+                        let factors = S::splat_at(a, n);
+                        for (sum, &vector) in sums.iter_mut().zip(vectors) {
+                            *sum = S::dot_pairs(factors, vector, *sum);
+                        }
+                    }
+                    S::store(to, sums[0]);
+                    S::store(to.add(S::WIDTH), sums[1]);
+                }
+            }
+        }
+    }
+
     /// Adds `N` rows of weights from row `k` on, times their factors, to the rows of the result.
     ///
     /// # Safety
@@ -99,7 +192,7 @@ impl<T: Weight> Rows<T> {
                     let to = to.add(row * to_stride + column);
                     let mut sums = [S::load(to), S::load(to.add(S::WIDTH))];
                     for (n, vectors) in vectors.iter().enumerate() {
-                        let factor = S::splat(*self.a.add(row * self.a_stride + k + n));
+                        let factor = S::splat_at(self.a, row * self.a_stride + k + n);
                         for (sum, &vector) in sums.iter_mut().zip(vectors) {
                             *sum = S::vector_mul_add(factor, vector, *sum);
                         }

@@ -22,6 +22,8 @@ pub(crate) mod rows;
 
 use std::ops::Range;
 
+use moeworks_tensor::DType;
+
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::source::{Elements, with_elements};
@@ -37,8 +39,15 @@ pub(crate) use outer::{Gradients, weight_gradients};
 /// The most rows of a group that these kernels take.
 const MAX_FEW: usize = 16;
 
-/// The most that they take where packing them as lanes is there, too, and f32 is multiplied.
+/// The most that they take where packing them as lanes is there, too.
 const MAX_UNTURNED: usize = 4;
+
+/// The same where pairs of bf16 are multiplied, which takes half the products, and the rows of A lie in the first-level cache: where
+/// they have at most [`CLOSE_PAIRS`] elements.
+const MAX_UNTURNED_PAIRS: usize = 10;
+
+/// Elements of rows of A that stay in half of a first-level cache of 32 KiB beside the weights that pass by.
+const CLOSE_PAIRS: usize = 7680;
 
 /// Bytes of a group's weights from which on they hardly lie in a cache.
 const MEMORY_BYTES: usize = 1 << 20;
@@ -57,7 +66,11 @@ const MIN_TASKS: usize = 8;
 
 /// Whether a group of these products is computed here.
 pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
-    let most = if is_better_turned(product, group, kernels) { MAX_UNTURNED } else { MAX_FEW };
+    let most = match product.compute {
+        _ if !is_better_turned(product, group, kernels) => MAX_FEW,
+        Compute::F32 => MAX_UNTURNED,
+        Compute::Bf16 => (CLOSE_PAIRS / group.depth).clamp(MAX_UNTURNED, MAX_UNTURNED_PAIRS),
+    };
     product.form != Form::Tn && (1..=most).contains(&group.rows) && group.columns > 0 && group.depth > 0
 }
 
@@ -65,8 +78,7 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
 /// vector of weights, where these come from memory. What lies in caches stays with sums in many lanes, which round less.
 fn is_better_turned(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return product.compute == Compute::F32
-        && group.b.bytes_of(group.depth) * group.columns * product.num_tiles() >= MEMORY_BYTES
+    return group.b.bytes_of(group.depth) * group.columns * product.num_tiles() >= MEMORY_BYTES
         && turned::takes(product, group, kernels);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
@@ -266,15 +278,15 @@ impl Work<'_> {
             stride: group.b.stride,
             depth: group.depth,
             columns: last + columns - first,
-            a,
             a_stride,
         };
         let to_stride = strip.len() / group.rows;
-        axpy::run::<T>(self.isa, strip_of, strip, to_stride);
+        axpy::run::<T>(self.isa, strip_of, a, strip, to_stride);
     }
 }
 
 kernel! {
+    bf16 if matches!(T::DTYPE, DType::BF16);
     /// Copies columns of a strip to tiles, in their own order.
     fn strip_to_tiles<S: Level, T: Weight>(
         strip: &[f32],
@@ -286,7 +298,10 @@ kernel! {
         for (row, strip) in strip.chunks_exact(strip.len() / num_rows).enumerate() {
             let to = &mut tiles[row / MAX_ROWS].0[row % MAX_ROWS * TILE_STRIDE..][..columns];
             for (column, to) in (first..).zip(to) {
-                *to = strip[column / block * block + T::place(column % block, S::WIDTH)];
+                let at = column % block;
+                let place =
+                    if T::is_dotted::<S>() { axpy::place_in_pairs(at, S::WIDTH) } else { T::place(at, S::WIDTH) };
+                *to = strip[column / block * block + place];
             }
         }
     }

@@ -5,10 +5,11 @@
 
 use std::borrow::Cow;
 
-use super::rows::load_row;
 use crate::Context;
+use crate::gemm::kernel::Kernels;
+use crate::gemm::source::{Format, Source, pack_straight};
 use crate::gemm::store::Store;
-use crate::gemm::{Group, Product, Slots};
+use crate::gemm::{Compute, Group, Panels, Product, Slots};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Level, fence, kernel};
@@ -16,14 +17,25 @@ use crate::simd::{Level, fence, kernel};
 /// The most rows that are taken as outer products.
 const MAX_FEW: usize = 16;
 
+/// The same where vectors are wide and there are no tiles of AMX: sums then go from registers to where they belong, which the products
+/// of so few rows do not make up for elsewhere.
+const MAX_FEW_WIDE: usize = 64;
+
 /// Bytes that a task writes, about.
 const TASK_BYTES: usize = 512 << 10;
 
 /// Gradients of fewer bytes may still be in a cache when they are read next, and are written the usual way.
 const STREAM_BYTES: usize = 8 << 20;
 
-/// Rows of the result that are computed together.
-const ROWS: usize = 4;
+/// Lanes of the widest vector.
+const LANES: usize = 16;
+
+/// Vectors of columns that are computed together, and rows: as many as there are registers for their sums.
+const VECTORS: usize = 2;
+
+const fn tile_rows(lanes: usize) -> usize {
+    if lanes >= LANES { 8 } else { 4 }
+}
 
 /// Where the gradients go: matrices of one buffer, rows `stride` apart, the first of each group at its offset.
 pub(crate) struct Gradients<'a> {
@@ -35,13 +47,15 @@ pub(crate) struct Gradients<'a> {
 
 /// Computes products of the form `A^T B`, whatever the number of rows.
 pub(crate) fn weight_gradients(ctx: &Context, product: &Product<'_>, gradients: Gradients<'_>) {
-    let is_few = |group: &Group<'_>| group.depth <= MAX_FEW && group.columns == gradients.stride;
+    let kernels = Kernels::select(ctx.isa(), product.compute);
+    let most = if kernels.lanes == LANES && !kernels.are_tiles { MAX_FEW_WIDE } else { MAX_FEW };
+    let is_few = |group: &Group<'_>| group.depth <= most && group.columns == gradients.stride;
     let mut tasks = Vec::new();
     for (index, group) in product.groups.iter().enumerate().filter(|(_, group)| is_few(group)) {
         if group.depth == 0 && gradients.write == Write::Add {
             continue;
         }
-        let rows = (TASK_BYTES / (4 * group.columns).max(1)).next_multiple_of(ROWS);
+        let rows = (TASK_BYTES / (4 * group.columns).max(1)).next_multiple_of(tile_rows(LANES));
         let num_tasks = if group.columns == 0 { 0 } else { group.rows.div_ceil(rows) };
         tasks.extend((0..num_tasks).map(|task| Task { group: index, rows: piece_range(task, rows, group.rows) }));
     }
@@ -73,31 +87,44 @@ fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, ta
     }
     let bytes: usize = tasks.iter().map(|task| 4 * task.rows.len() * gradients.stride).sum();
     let is_streamed = gradients.write == Write::Replace && bytes >= STREAM_BYTES;
-    let units = |task: &Task| {
-        let group = &product.groups[task.group];
-        group.depth * (row_room(group.columns) + row_room(task.rows.len()))
+    let put = match gradients.write {
+        Write::Add => Put::Add,
+        Write::Replace if is_streamed => Put::Stream,
+        Write::Replace => Put::Store,
     };
-    let scratch_units = tasks.iter().map(units).max().unwrap_or(0);
+    let kernels = Kernels::select(ctx.isa(), product.compute);
+    let format = Format { multiple: 1, ..kernels.format(product.compute) };
+    let layout = |task: &Task| {
+        let group = &product.groups[task.group];
+        let units = format.units_of(group.depth);
+        let [b, a] = [(group.columns, VECTORS * kernels.lanes), (task.rows.len(), tile_rows(kernels.lanes))];
+        [b, a].map(|(len, width)| units * len.next_multiple_of(width))
+    };
+    let scratch_units = tasks.iter().map(|task| layout(task).iter().sum()).max().unwrap_or(0);
     let num_threads = ctx.threads().count().min(tasks.len());
     let mut scratch = ctx.empty(&[num_threads, scratch_units], moeworks_tensor::DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let task = &tasks[index];
         let group = &product.groups[task.group];
-        scratch.with(|scratch, _| {
-            let (b, a) = bytemuck::cast_slice_mut(scratch).split_at_mut(group.depth * row_room(group.columns));
-            let (b_stride, a_stride) = (row_room(group.columns), row_room(task.rows.len()));
-            for row in 0..group.depth {
-                let part = (row, 0, group.columns);
-                load_row(ctx.isa(), &group.b, part, product.compute, &mut b[row * b_stride..][..b_stride]);
-                let part = (row, task.rows.start, task.rows.len());
-                load_row(ctx.isa(), &group.a, part, product.compute, &mut a[row * a_stride..][..a_stride]);
+        scratch.with(|scratch, held| {
+            let [b_units, a_units] = layout(task);
+            let (b, a) = scratch.split_at_mut(b_units);
+            let a = &mut a[..a_units];
+            // The thread's last task may have left it.
+            if held.rows_of.replace(task.group) != Some(task.group) {
+                let columns = (0, group.columns);
+                lay_out(ctx.isa(), &group.b, group.depth, columns, VECTORS * kernels.lanes, format, b);
             }
+            let rows = (task.rows.start, task.rows.len());
+            lay_out(ctx.isa(), &group.a, group.depth, rows, tile_rows(kernels.lanes), format, a);
             let start = gradients.offsets[task.group] + task.rows.start * gradients.stride;
             // SAFETY: the tasks' rows do not overlap, nor do the groups' matrices.
             let to = unsafe { gradients.to.range(start..start + task.rows.len() * gradients.stride) };
-            let sums = Sums { a, a_stride, b, b_stride, depth: group.depth };
-            outer_kernel(ctx.isa(), sums, gradients.write, is_streamed, group.columns, to);
+            let (a, b) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b));
+            let num_units = format.units_of(group.depth);
+            let sums = Sums { a, b, num_units, are_pairs: format.units == Compute::Bf16 };
+            outer_kernel(ctx.isa(), sums, put, group.columns, to);
         });
         if is_streamed {
             fence();
@@ -105,93 +132,144 @@ fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, ta
     });
 }
 
-/// Elements of scratch for a row: whole cache lines.
-fn row_room(len: usize) -> usize {
-    len.next_multiple_of(16)
+kernel! {
+    bf16
+    /// Brings some columns of a source's first rows, their first and how many, into units: panels `[unit][width]`, with zeros beyond.
+    fn lay_out<S: Level>(
+        source: &Source<'_>,
+        depth: usize,
+        columns: (usize, usize),
+        width: usize,
+        format: Format,
+        to: &mut [u32],
+    ) {
+        let (first, len) = columns;
+        let source = Source { offset: source.offset + first, ..*source };
+        let panels = Panels::equal(len, width);
+        pack_straight::<S>(&source, (0, depth), &panels, 0..panels.count, format, to);
+    }
 }
 
-/// The operands of some rows of the gradient: `depth` rows of each.
+/// How sums come to where they belong.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Put {
+    Store,
+    /// Past the caches, where vectors are aligned.
+    Stream,
+    Add,
+}
+
+/// The operands of some rows of the gradient, of f32 or of pairs of bf16: panels `[unit][tile_rows]` and `[unit][VECTORS * lanes]`.
 #[derive(Clone, Copy)]
 struct Sums<'a> {
     a: &'a [f32],
-    a_stride: usize,
     b: &'a [f32],
-    b_stride: usize,
-    depth: usize,
+    num_units: usize,
+    are_pairs: bool,
 }
 
 kernel! {
-    fn outer_kernel<S: Level>(sums: Sums<'_>, write: Write, is_streamed: bool, columns: usize, to: &mut [f32]) {
-        assert!(sums.b_stride >= columns && sums.b.len() >= sums.depth * sums.b_stride);
-        assert!(sums.a_stride * columns >= to.len() && sums.a.len() >= sums.depth * sums.a_stride);
-        let whole = columns / S::WIDTH * S::WIDTH;
+    bf16
+    fn outer_kernel<S: Level>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [f32]) {
         let is_aligned = to.as_ptr().addr().is_multiple_of(4 * S::WIDTH) && columns.is_multiple_of(S::WIDTH);
-        for (block, to) in to.chunks_mut(ROWS * columns).enumerate() {
-            let first = block * ROWS;
-            // SAFETY: as asserted, all rows of `a` and `b` have the elements that are read; `to` has the rows that are
-            // written, aligned where they are streamed.
-            unsafe {
-                match (to.len() / columns, write == Write::Add, is_streamed && is_aligned) {
-                    (ROWS, false, true) => sums.rows::<S, ROWS, false, true>(first, whole, columns, to),
-                    (ROWS, false, false) => sums.rows::<S, ROWS, false, false>(first, whole, columns, to),
-                    (ROWS, true, _) => sums.rows::<S, ROWS, true, false>(first, whole, columns, to),
-                    (_, is_added, _) => {
-                        for (row, to) in to.chunks_mut(columns).enumerate() {
-                            if is_added {
-                                sums.rows::<S, 1, true, false>(first + row, whole, columns, to);
-                            } else {
-                                sums.rows::<S, 1, false, false>(first + row, whole, columns, to);
-                            }
-                        }
-                    }
-                }
+        let put = if put == Put::Stream && !is_aligned { Put::Store } else { put };
+        for (block, to) in to.chunks_mut(tile_rows(S::WIDTH) * columns).enumerate() {
+            if S::WIDTH >= 16 {
+                sums.rows::<S, 8>(block, put, columns, to);
+            } else {
+                sums.rows::<S, 4>(block, put, columns, to);
             }
         }
     }
 }
 
 impl Sums<'_> {
-    /// `N` rows of the gradient from row `first` on, whole vectors up to column `whole`.
-    ///
-    /// # Safety
-    /// The rows must exist in `a`, the columns in `b`, both in `to`; with `STREAM`, rows of `to` are whole aligned vectors.
+    /// Up to `N` rows of the gradient, which `to` has, with panel `block` of `a`.
     #[inline(always)]
-    unsafe fn rows<S: Level, const N: usize, const ADD: bool, const STREAM: bool>(
-        &self,
-        first: usize,
-        whole: usize,
-        columns: usize,
-        to: &mut [f32],
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let (a, b, to) = (self.a.as_ptr().add(first), self.b.as_ptr(), to.as_mut_ptr());
-            for column in (0..whole).step_by(S::WIDTH) {
-                let mut sums = [S::splat(0.0); N];
-                for k in 0..self.depth {
-                    let b = S::load(b.add(k * self.b_stride + column));
-                    for (n, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::vector_mul_add(S::splat(*a.add(k * self.a_stride + n)), b, *sum);
-                    }
-                }
-                for (n, &sum) in sums.iter().enumerate() {
-                    let to = to.add(n * columns + column);
-                    if STREAM {
-                        S::stream(to, sum);
-                    } else {
-                        S::store(to, if ADD { S::vector_mul_add(sum, S::splat(1.0), S::load(to)) } else { sum });
-                    }
-                }
+    fn rows<S: Level, const N: usize>(&self, block: usize, put: Put, columns: usize, to: &mut [f32]) {
+        let (width, len) = (VECTORS * S::WIDTH, to.len() / columns);
+        let a = &self.a[block * self.num_units * N..][..self.num_units * N];
+        for (panel, column) in (0..columns).step_by(width).enumerate() {
+            let b = &self.b[panel * self.num_units * width..][..self.num_units * width];
+            let sums =
+                if S::HAS_PAIR_DOT && self.are_pairs { tile::<S, true, N>(a, b) } else { tile::<S, false, N>(a, b) };
+            if len == N && column + width <= columns {
+                assert!(to.len() >= (N - 1) * columns + column + width, "a tile inside the result");
+                // SAFETY: as asserted; rows are whole aligned vectors where they are streamed.
+                unsafe { put_tile::<S, N>(&sums, put, to.as_mut_ptr().add(column), columns) };
+                continue;
             }
-            for column in whole..columns {
-                for n in 0..N {
-                    let terms =
-                        (0..self.depth).map(|k| (*a.add(k * self.a_stride + n), *b.add(k * self.b_stride + column)));
-                    let sum = terms.fold(0.0, |sum, (a, b)| S::mul_add(a, b, sum));
-                    let to = to.add(n * columns + column);
-                    *to = if ADD { *to + sum } else { sum };
+            let columns_here = width.min(columns - column);
+            for (sums, to) in sums.iter().take(len).zip(to[column..].chunks_mut(columns)) {
+                put_row::<S>(sums, put, &mut to[..columns_here]);
+            }
+        }
+    }
+}
+
+/// The sums of `N` rows and [`VECTORS`] vectors of columns: of the products of a panel's rows with each other.
+#[inline(always)]
+fn tile<S: Level, const PAIRS: bool, const N: usize>(a: &[f32], b: &[f32]) -> [[S::Vector; VECTORS]; N] {
+    let mut sums = [[S::splat(0.0); VECTORS]; N];
+    for (a, b) in a.chunks_exact(N).zip(b.chunks_exact(VECTORS * S::WIDTH)) {
+        // SAFETY: `a` has `N` elements and `b` so many vectors.
+        unsafe {
+            let vectors: [_; VECTORS] = [S::load(b.as_ptr()), S::load(b.as_ptr().add(S::WIDTH))];
+            for (n, sums) in sums.iter_mut().enumerate() {
+                let factor = S::splat_at(a.as_ptr(), n);
+                for (sum, &vector) in sums.iter_mut().zip(&vectors) {
+                    *sum = if PAIRS {
+                        S::dot_pairs(factor, vector, *sum)
+                    } else {
+                        S::vector_mul_add(factor, vector, *sum)
+                    };
                 }
             }
         }
+    }
+    sums
+}
+
+/// Brings a tile of sums to `to`, whose rows are `stride` apart.
+///
+/// # Safety
+/// They must be writable there, and be aligned where they are streamed.
+#[inline(always)]
+unsafe fn put_tile<S: Level, const N: usize>(sums: &[[S::Vector; VECTORS]; N], put: Put, to: *mut f32, stride: usize) {
+    // Each way has a loop of its own, so that the sums stay in registers.
+    let places = |n: usize, v: usize| to.wrapping_add(n * stride + v * S::WIDTH);
+    // SAFETY: the caller's promise.
+    unsafe {
+        match put {
+            Put::Store => each(sums, |n, v, sum| S::store(places(n, v), sum)),
+            Put::Stream => each(sums, |n, v, sum| S::stream(places(n, v), sum)),
+            Put::Add => {
+                each(sums, |n, v, sum| {
+                    S::store(places(n, v), S::vector_mul_add(sum, S::splat(1.0), S::load(places(n, v))));
+                });
+            }
+        }
+    }
+}
+
+/// Calls `put` with each vector of a tile and where it is.
+#[inline(always)]
+fn each<V: Copy, const N: usize>(sums: &[[V; VECTORS]; N], mut put: impl FnMut(usize, usize, V)) {
+    for (n, sums) in sums.iter().enumerate() {
+        for (v, &sum) in sums.iter().enumerate() {
+            put(n, v, sum);
+        }
+    }
+}
+
+/// Brings the sums of a row to `to`, which may be shorter.
+#[inline(always)]
+fn put_row<S: Level>(sums: &[S::Vector; VECTORS], put: Put, to: &mut [f32]) {
+    for (&sum, to) in sums.iter().zip(to.chunks_mut(S::WIDTH)) {
+        let mut last = [0.0; LANES];
+        // SAFETY: there is room for a vector.
+        unsafe { S::store(last.as_mut_ptr(), sum) };
+        let is_added = put == Put::Add;
+        to.iter_mut().zip(last).for_each(|(to, sum)| *to = if is_added { *to + sum } else { sum });
     }
 }

@@ -77,6 +77,37 @@ fn weights_of_several_tasks_match_f64() {
 }
 
 #[test]
+fn rows_of_weights_that_lie_in_memory_match_f64() {
+    // More bytes than the limit from which on rows are packed as lanes, and numbers of rows on both sides of it.
+    for rows in [4, 8, 12, 16] {
+        check(Case { rows, depth: 802, columns: 700, dtype: DType::BF16 });
+    }
+    check(Case { rows: 7, depth: 402, columns: 700, dtype: DType::F32 });
+}
+
+#[test]
+fn gradients_of_weights_of_few_rows_match_f64() {
+    let (out, inputs) = (37, 83);
+    for (rows, dtype) in [1, 2, 7, 16, 17, 40, 63, 64, 65].into_iter().flat_map(|r| [(r, DType::F32), (r, DType::BF16)])
+    {
+        let (dy, x) = (numbers(rows * out, 3), numbers(rows * inputs, 4));
+        let transposed: Vec<f32> =
+            (0..out).flat_map(|o| (0..rows).map(move |r| (o, r))).map(|(o, r)| dy[r * out + o]).collect();
+        let case = Case { rows: out, depth: rows, columns: inputs, dtype };
+        let exact = exact(case, &transposed, |r, c| x[r * inputs + c]);
+        for ctx in contexts() {
+            let (dy, x) = (tensor(&ctx, &[rows, out], &dy, DType::F32), tensor(&ctx, &[rows, inputs], &x, DType::F32));
+            let mut grad = ctx.zeros(&[out, inputs], DType::F32);
+            linear_backward_weight(&ctx, &dy, &x, dtype, Write::Add, &mut grad);
+            assert_close("dy^T x added", case, &grad, &exact);
+            grad.f32s_mut().fill(f32::NAN);
+            linear_backward_weight(&ctx, &dy, &x, dtype, Write::Replace, &mut grad);
+            assert_close("dy^T x", case, &grad, &exact);
+        }
+    }
+}
+
+#[test]
 fn rows_that_start_anywhere_in_memory_are_read_right() {
     // A stack of matrices whose rows are of odd length: the second one starts at an odd element.
     let case = Case { rows: 2, depth: 37, columns: 23, dtype: DType::BF16 };
@@ -133,7 +164,7 @@ fn gradients_that_are_streamed_to_memory_are_those_that_are_added() {
     // More bytes than the limit of `outer`; the odd columns cannot be streamed.
     for (out, inputs) in [(1_057, 2_048), (1_111, 1_999)] {
         for ctx in contexts() {
-            for rows in [0, 1, 3] {
+            for rows in [0, 1, 3, 33] {
                 let [replaced, added] = gradients(&ctx, rows, out, inputs);
                 let is_same = replaced.f32s().iter().zip(added.f32s()).all(|(a, b)| a == b);
                 assert!(is_same, "{rows} rows, {out} x {inputs}, {:?}", ctx.isa());

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::kernel::prefetch_far;
 use super::source::Source;
-use super::{Form, Work};
+use super::{Form, Part, Work};
 
 impl Work<'_> {
     /// The rows of A after those of the tiles from `row` on, to be asked for while these are computed.
@@ -28,14 +28,20 @@ impl Work<'_> {
         ahead
     }
 
-    /// The B of the next task, to be asked for during this one's products; `idle` is what is asked for if there is none.
+    /// The B that is packed after a part of the depth, the next part's or the next task's, to be asked for during this one's products;
+    /// `idle` is what is asked for if there is none, or if it is better left to packing.
     #[inline(always)]
-    pub(super) fn stream_of_next(&self, idle: *const u8) -> Stream {
-        let at_once = self.kernels.at_once;
-        let mut stream = Stream { starts: [idle; 2], num_calls: 1, len: 0, row: None, at_once };
-        let Some(next) = self.next else { return stream };
+    pub(super) fn stream_after(&self, part: Part, idle: *const u8) -> Stream {
+        let turns = self.kernels.at_once;
+        let mut stream = Stream { starts: [idle; 2], num_calls: 1, len: 0, row: None, turns };
+        let (next, start) = match self.next {
+            _ if !part.is_last => (self.task, part.start + part.depth),
+            Some(next) => (next, 0),
+            None => return stream,
+        };
         let group = &self.product.groups[next.group];
-        if self.product.form == Form::Tn || group.depth > next.part {
+        let is_in_parts = group.depth > next.part;
+        if self.product.form == Form::Tn || self.product.form == Form::Nt && is_in_parts {
             return stream;
         }
         let panels = super::Panels::of(group.columns, self.kernels.lanes);
@@ -49,9 +55,11 @@ impl Work<'_> {
             stream.starts = [group.b.address(column, 0), group.b.address(column + pair, 0)];
             stream.len = columns * group.b.bytes_of(group.b.stride);
         } else {
-            stream.starts = [group.b.address(0, column); 2];
+            stream.starts = [group.b.address(start, column); 2];
             stream.len = group.b.bytes_of(columns);
             stream.row = Some(group.b.bytes_of(group.b.stride));
+            // A unit may be two rows.
+            stream.turns *= self.format().elements_of(1);
         }
         if self.product.is_paired {
             stream.num_calls *= 2;
@@ -110,15 +118,15 @@ pub(super) struct Stream {
     len: usize,
     /// Bytes from one row to the next, if runs are short.
     row: Option<usize>,
-    /// Units of depth for each line that is asked for.
-    at_once: usize,
+    /// Units of depth for each line that is asked for of a run; calls in which a line of every row is asked for.
+    turns: usize,
 }
 
 impl Stream {
     /// Bytes from one line that a kernel with `num_units` units asks for to the next, of a run.
     #[inline(always)]
     pub(super) fn step(&self, num_units: usize) -> usize {
-        self.len.div_ceil((self.calls_of_run() * (num_units / self.at_once)).max(1)).min(64)
+        self.len.div_ceil((self.calls_of_run() * (num_units / self.turns)).max(1)).min(64)
     }
 
     /// Kernel calls for each run of bytes.
@@ -137,17 +145,17 @@ impl Stream {
     #[inline(always)]
     pub(super) fn at_call(&self, call: usize, num_units: usize, step: usize) -> (*const u8, usize) {
         if let Some(row) = self.row {
-            let at = (64 * (call / self.at_once)).min(self.len);
+            let at = (64 * (call / self.turns)).min(self.len);
             let first = self.starts[0].wrapping_add(at);
             let is_inside = at < self.len;
             return if is_inside {
-                (first.wrapping_add(call % self.at_once * row), self.at_once * row)
+                (first.wrapping_add(call % self.turns * row), self.turns * row)
             } else {
                 (first, 0)
             };
         }
         let half = usize::from(!self.is_one_run() && 2 * call >= self.num_calls);
-        let at = ((call - half * (self.num_calls / 2)) * (num_units / self.at_once) * step).min(self.len);
+        let at = ((call - half * (self.num_calls / 2)) * (num_units / self.turns) * step).min(self.len);
         (self.starts[half].wrapping_add(at), if at < self.len { step } else { 0 })
     }
 }

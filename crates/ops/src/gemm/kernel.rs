@@ -209,7 +209,8 @@ pub(crate) trait Math {
     unsafe fn load(from: *const f32) -> Self::Sums;
     unsafe fn store(to: *mut f32, sums: Self::Sums);
     unsafe fn units(from: *const u32) -> Self::Units;
-    unsafe fn splat(from: *const u32) -> Self::Units;
+    /// The unit `at` units behind `row`, in all lanes.
+    unsafe fn splat(row: *const u32, at: usize) -> Self::Units;
     fn add_product(sums: Self::Sums, a: Self::Units, b: Self::Units) -> Self::Sums;
     fn prefetch(at: *const u32);
 }
@@ -245,9 +246,9 @@ impl<S: Level> Math for F32<S> {
     }
 
     #[inline(always)]
-    unsafe fn splat(from: *const u32) -> S::Vector {
-        // SAFETY: the caller promises a readable unit, aligned as every unit is.
-        S::splat(unsafe { *from.cast::<f32>() })
+    unsafe fn splat(row: *const u32, at: usize) -> S::Vector {
+        // SAFETY: the caller promises a readable unit.
+        unsafe { S::splat_at(row.cast(), at) }
     }
 
     #[inline(always)]
@@ -405,7 +406,7 @@ unsafe fn add_unit<M: Math, const ROWS: usize, const VECTORS: usize>(
             *column = M::units(b.add(v * M::WIDTH));
         }
         for (r, sums) in sums.iter_mut().enumerate() {
-            let row = M::splat(a[r].add(at));
+            let row = M::splat(a[r], at);
             for (sum, &column) in sums.iter_mut().zip(&columns) {
                 *sum = M::add_product(*sum, row, column);
             }

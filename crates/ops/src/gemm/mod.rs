@@ -282,10 +282,10 @@ struct Rows {
 }
 
 /// How far a task is with what it asks for ahead, and room for its epilogue.
-struct Progress {
+struct Progress<'a> {
     stream: ahead::Stream,
     num_calls: usize,
-    room: Room,
+    room: &'a mut Room,
 }
 
 impl Work<'_> {
@@ -305,10 +305,11 @@ impl Work<'_> {
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
         let held = if num_parts > 1 { task.panels.1 * product.num_tiles() } else { 0 };
-        let stream = self.stream_of_next(b_room.as_ptr().cast());
-        let mut progress = Progress { stream, num_calls: 0, room: Room::new() };
+        let mut room = Room::new();
         for index in 0..num_parts {
             let part = self.part(index, num_parts);
+            let stream = self.stream_after(part, b_room.as_ptr().cast());
+            let mut progress = Progress { stream, num_calls: 0, room: &mut room };
             let depth = (part.start, part.depth);
             pack_b(self.isa, self, depth, b_room);
             if product.form == Form::Tn {
@@ -344,7 +345,7 @@ impl Work<'_> {
         part: Part,
         mut b: &[u32],
         tiles: &mut [Tile],
-        progress: &mut Progress,
+        progress: &mut Progress<'_>,
         epilogue: &dyn Finish,
     ) {
         let Self { product, group, task, ref kernels, .. } = *self;
@@ -386,7 +387,7 @@ impl Work<'_> {
             }
             if is_last {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), &mut progress.room);
+                epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), progress.room);
             }
         }
     }

@@ -1,16 +1,16 @@
 //! The kernels for the vectors of x86-64.
 
 use core::arch::x86_64::{
-    __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps,
-    _mm256_storeu_ps, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps,
+    _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
 use super::{AVX2_ROWS, F32, Math, TileArgs, tile, tile_in_rounds};
-use crate::simd::{Avx2, Avx512};
+use crate::simd::{Avx2, Avx512, Level};
 
 /// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
 macro_rules! pairs {
-    ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $splat:ident, $dot:ident) => {
+    ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $level:ident, $dot:ident) => {
         struct $name;
 
         impl Math for $name {
@@ -43,9 +43,9 @@ macro_rules! pairs {
             }
 
             #[inline(always)]
-            unsafe fn splat(from: *const u32) -> $vector {
+            unsafe fn splat(row: *const u32, at: usize) -> $vector {
                 // SAFETY: see above; the caller promises a readable unit. Pairs of a file's bf16 begin at any even address.
-                unsafe { $splat(from.cast::<f32>().read_unaligned()) }
+                unsafe { $level::splat_at(row.cast(), at) }
             }
 
             #[inline(always)]
@@ -65,28 +65,8 @@ macro_rules! pairs {
         }
     };
 }
-pairs!(
-    Bf16Dot,
-    __m512,
-    __m512bh,
-    16,
-    _mm512_setzero_ps,
-    _mm512_loadu_ps,
-    _mm512_storeu_ps,
-    _mm512_set1_ps,
-    _mm512_dpbf16_ps
-);
-pairs!(
-    HalfBf16Dot,
-    __m256,
-    __m256bh,
-    8,
-    _mm256_setzero_ps,
-    _mm256_loadu_ps,
-    _mm256_storeu_ps,
-    _mm256_set1_ps,
-    _mm256_dpbf16_ps
-);
+pairs!(Bf16Dot, __m512, __m512bh, 16, _mm512_setzero_ps, _mm512_loadu_ps, _mm512_storeu_ps, Avx512, _mm512_dpbf16_ps);
+pairs!(HalfBf16Dot, __m256, __m256bh, 8, _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, Avx2, _mm256_dpbf16_ps);
 
 /// # Safety
 /// As for [`super::Kernel`].
