@@ -202,7 +202,7 @@ impl Work<'_> {
         let num_tiles = product.num_tiles();
         if product.form == Form::Nt {
             // The thread's last task may have left them.
-            if held.rows_of.replace(task.group) != Some(task.group) {
+            if held.rows_of.replace((task.group, 0)) != Some((task.group, 0)) {
                 self.spread_rows::<T>(group, strip, a);
             }
         } else {

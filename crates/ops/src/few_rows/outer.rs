@@ -112,7 +112,7 @@ fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, ta
             let (b, a) = scratch.split_at_mut(b_units);
             let a = &mut a[..a_units];
             // The thread's last task may have left it.
-            if held.rows_of.replace(task.group) != Some(task.group) {
+            if held.rows_of.replace((task.group, 0)) != Some((task.group, 0)) {
                 let columns = (0, group.columns);
                 lay_out(ctx.isa(), &group.b, group.depth, columns, VECTORS * kernels.lanes, format, b);
             }

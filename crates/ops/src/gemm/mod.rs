@@ -184,10 +184,7 @@ pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
             kernels,
             isa: ctx.isa(),
         };
-        scratch.with(|scratch, held| {
-            held.rows_of = None;
-            work.run(scratch, epilogue);
-        });
+        scratch.with(|scratch, held| work.run(scratch, held, epilogue));
     });
 }
 
@@ -208,8 +205,8 @@ pub(crate) struct Slots<'a> {
 pub(crate) struct Held {
     slot: usize,
     room: Option<Box<Room>>,
-    /// The group whose rows of A are laid out in the slot's memory.
-    pub(crate) rows_of: Option<usize>,
+    /// The group and the first row of the rows of A that are laid out in the slot's memory.
+    pub(crate) rows_of: Option<(usize, usize)>,
 }
 
 impl Held {
@@ -289,15 +286,16 @@ struct Progress<'a> {
 }
 
 impl Work<'_> {
-    fn run(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
+    fn run(&self, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
         let Self { product, group, task, ref kernels, .. } = *self;
+        #[cfg(target_arch = "x86_64")]
+        if kernels.are_tiles {
+            return self.run_in_tiles(scratch, held, epilogue);
+        }
+        held.rows_of = None;
         #[cfg(target_arch = "x86_64")]
         if task.is_turned {
             return self.run_turned(scratch, epilogue);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if kernels.are_tiles {
-            return self.run_in_tiles(scratch, epilogue);
         }
         let (b_room, rest) = scratch.split_at_mut(task.b_units);
         let (a_room, rest) = rest.split_at_mut(task.a_units);
@@ -441,11 +439,6 @@ compiled! {
                 let (now, later) = to.split_at_mut(format.units_of(depth.1) * width);
                 to = later;
                 let block = Block { rows: (column + pair * group.columns, columns), columns: depth };
-                #[cfg(target_arch = "x86_64")]
-                if work.kernels.are_tiles {
-                    amx::transposed_columns(&group.b, block, width, now);
-                    continue;
-                }
                 source::pack_transposed::<S>(&group.b, block, format, width, now);
             }
         }

@@ -1,6 +1,6 @@
 //! How a list of products is cut into tasks.
 
-use super::kernel::{Kernels, MAX_ROWS, Tile, widest};
+use super::kernel::{Kernels, Tile, widest};
 use super::{Form, Group, Product};
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
@@ -15,16 +15,6 @@ const SHORT_PART: usize = 256;
 const MAX_WAITING_ROWS: usize = 512;
 /// Fewest rows for which packing B once more is cheap against the products.
 const MIN_ROWS: usize = 192;
-/// Units of packed B that a task of tiles keeps in the second-level cache: half of 2 MiB.
-const TILES_B_UNITS: usize = 256 << 10;
-/// The longest part of the depth that is summed at once in tiles.
-const TILES_PART: usize = 1024;
-/// Rows of a task of tiles whose sums wait.
-const TILES_WAITING_ROWS: usize = 256;
-/// Fewest rows of a task of tiles.
-const TILES_MIN_ROWS: usize = 128;
-/// How much larger tasks of tiles are.
-const TILES_BUDGET: usize = 2;
 /// Tasks for each thread at which the ends of threads lie close together.
 const TASKS_PER_THREAD: usize = 8;
 /// Units in a cache line: where parts of the scratch begin.
@@ -38,7 +28,7 @@ pub(super) struct Task {
     pub(super) rows: (usize, usize),
     /// First panel and number of panels.
     pub(super) panels: (usize, usize),
-    /// Terms of the depth that are summed at once; even.
+    /// Terms of the depth that are summed at once; even. Of tiles, those of which the rows that stay are packed at once.
     pub(super) part: usize,
     /// Scratch for packed panels of B.
     pub(super) b_units: usize,
@@ -95,6 +85,12 @@ impl Panels {
         (start, (self.columns - start).min(width), width)
     }
 
+    /// The width of all panels together.
+    #[inline(always)]
+    pub(crate) fn width_of_all(&self) -> usize {
+        self.count.checked_sub(1).map_or(0, |last| self.panel(last).0 + self.width(last))
+    }
+
     #[inline(always)]
     pub(crate) fn width(&self, index: usize) -> usize {
         if index < self.num_wide { self.wide } else { self.narrow }
@@ -123,11 +119,10 @@ fn cut_group(
     plan: &mut Plan,
 ) {
     #[cfg(target_arch = "x86_64")]
-    if super::turned::takes(product, group, kernels) {
-        return super::turned::cut_group(product, (index, group), kernels, budget, plan);
-    }
     if kernels.are_tiles {
-        return cut_group_for_tiles(product, (index, group), kernels, budget, plan);
+        return super::amx::cut_group(product, (index, group), kernels, budget, plan);
+    } else if super::turned::takes(product, group, kernels) {
+        return super::turned::cut_group(product, (index, group), kernels, budget, plan);
     }
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
@@ -176,43 +171,6 @@ fn cut_group(
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
     let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
-    push_tasks(plan, group, &panels, size);
-}
-
-/// Tiles multiply so fast that packing is what counts: an operand is packed as few times as the second-level cache, which
-/// has 2 MiB wherever there are tiles, allows. Rows are cut before columns, since A is packed once for each chunk of them.
-fn cut_group_for_tiles(
-    product: &Product<'_>,
-    (index, group): (usize, &Group<'_>),
-    kernels: &Kernels,
-    budget: usize,
-    plan: &mut Plan,
-) {
-    let format = kernels.format(product.compute);
-    let num_tiles = product.num_tiles();
-    let panels = Panels::of(group.columns, kernels.lanes);
-    let is_a_packed_whole = product.form == Form::Tn;
-    let num_parts = group.depth.div_ceil(TILES_PART).max(1);
-    let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
-    let part_units = format.units_of(part.min(group.depth));
-    let panel_width = widest(kernels.lanes) * kernels.lanes * num_tiles;
-
-    let mut chunk = (TILES_B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
-    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
-    let width = (chunk * panel_width).min(group.columns * num_tiles);
-    let max_rows = if num_parts > 1 || is_a_packed_whole { TILES_WAITING_ROWS } else { usize::MAX };
-    let rows_in_budget = TILES_BUDGET * budget.min(usize::MAX / TILES_BUDGET) / (width * group.depth).max(1);
-    let mut rows = group.rows.min(max_rows).min(rows_in_budget.max(TILES_MIN_ROWS));
-    rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
-
-    let b_units = (part_units * panel_width * chunk).next_multiple_of(LINE);
-    let a_units = (part_units * if is_a_packed_whole { rows } else { kernels.rows }).next_multiple_of(LINE);
-    let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
-    let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * size_of::<Tile>() / 4;
-    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
-    let part = part.max(2 * format.multiple);
-    let (rows, chunk) = ((0, rows), (0, chunk));
     let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
     push_tasks(plan, group, &panels, size);
 }

@@ -54,7 +54,7 @@ pub(crate) fn takes_blocks(kernels: &Kernels, rows: usize) -> bool {
 
 /// Rows as lanes: panels of some vectors, and at the end half a vector where that is enough.
 #[derive(Clone, Copy)]
-struct Lanes {
+pub(super) struct Lanes {
     panels: Panels,
     /// Rows in the panels.
     whole: usize,
@@ -62,20 +62,25 @@ struct Lanes {
 }
 
 impl Lanes {
-    fn of(rows: usize) -> Self {
+    pub(super) fn of(rows: usize) -> Self {
         let has_half = (1..=HALF).contains(&(rows % LANES));
         let whole = if has_half { rows / LANES * LANES } else { rows };
         Self { panels: Panels::of(whole, LANES), whole, has_half }
     }
 
+    /// In whole vectors alone.
+    pub(super) fn whole(rows: usize) -> Self {
+        Self { panels: Panels::of(rows, LANES), whole: rows, has_half: false }
+    }
+
     #[inline(always)]
-    fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.panels.count + usize::from(self.has_half)
     }
 
     /// First row and width of a panel.
     #[inline(always)]
-    fn panel(&self, index: usize) -> (usize, usize) {
+    pub(super) fn panel(&self, index: usize) -> (usize, usize) {
         if index == self.panels.count {
             return (self.whole, HALF);
         }
@@ -285,7 +290,7 @@ impl Work<'_> {
     }
 
     /// Turns the sums of a panel, of `[pair][panel of lanes][columns / 8]` tiles, and hands them to the epilogue.
-    fn turn_back(
+    pub(super) fn turn_back(
         &self,
         panel: usize,
         lanes: &Lanes,
@@ -293,7 +298,7 @@ impl Work<'_> {
         (out, room): (&mut [Tile], &mut Room),
         epilogue: &dyn Finish,
     ) {
-        let rows = self.group.rows;
+        let (first_row, rows) = self.task.rows;
         let (column, columns, _) = self.panels().panel(panel);
         for lane_panel in 0..lanes.count() {
             let (first, width) = lanes.panel(lane_panel);
@@ -308,8 +313,8 @@ impl Work<'_> {
                 for (row, tiles) in [(first, low), (first + MAX_ROWS, high)] {
                     let count = rows.saturating_sub(row).min(MAX_ROWS);
                     if count > 0 {
-                        let at =
-                            Place { group: self.task.group, rows: (row, count), columns: (column, columns), panel };
+                        let rows = (first_row + row, count);
+                        let at = Place { group: self.task.group, rows, columns: (column, columns), panel };
                         let (tile, second) = tiles.split_at_mut(1);
                         epilogue.finish(self.isa, at, &mut tile[0], second.first_mut(), room);
                     }

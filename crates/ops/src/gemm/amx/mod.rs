@@ -5,26 +5,26 @@
 //! So B is packed as for the dot-product kernels, pairs as units, and A in blocks of 16 rows by 16 units. The depth is
 //! filled up with zeros to whole blocks.
 //!
-//! Of the eight tile registers six hold sums; A and B take turns in the other two. That asks for 32 bytes of B a clock
-//! from the second-level cache, where four registers of sums would ask for as much with a third less arithmetic.
+//! Tiles multiply so fast that fetching and packing are what counts. In the form `A B^T` rows of B, which are weights, are rows of
+//! tiles as they lie: there the product is turned round ([`turned`]), and nothing but the rows of A is transposed. In the other forms
+//! ([`straight`]) neighbouring rows of B are paired, and a task's panels of them stay in the second-level cache.
 //!
 //! The compiler has no stable functions for tiles, so they are written as assembly.
 
+mod cut;
+mod kernel;
 mod pack;
+mod straight;
+mod turned;
 
 use std::arch::asm;
 
-use super::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
-use super::tasks::Panels;
-use super::{Finish, Form, Place, Work};
-pub(super) use pack::transposed_columns;
+pub(super) use cut::cut_group;
 
 /// Rows of a block of A, and units of its depth.
 pub(super) const BLOCK: usize = 16;
 /// Rows that a kernel takes at most.
 pub(super) const ROWS: usize = 2 * BLOCK;
-/// Tiles of the epilogue that those rows are.
-pub(super) const TILES: usize = ROWS / super::kernel::MAX_ROWS;
 
 /// Whether the processor has tiles with a bf16 product and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
@@ -81,149 +81,6 @@ impl Drop for Registers {
     }
 }
 
-/// What a kernel is called with.
-struct TileArgs {
-    /// Blocks of depth, at least one.
-    depth: usize,
-    /// The first block of each sixteen rows of A; blocks of depth follow each other.
-    a: [*const u32; 2],
-    /// The packed panel of B.
-    b: *const u32,
-    /// The sums, rows [`TILE_STRIDE`] apart.
-    sums: *mut f32,
-    /// Whether to go on from the sums that are there.
-    is_continued: bool,
-}
-
-/// # Safety
-/// The registers must be set up; A readable at `depth` blocks, B at as many times 16 units of the panel's width, and the
-/// sums as the epilogue's tiles of that many rows.
-type Kernel = unsafe fn(&TileArgs);
-
-/// A kernel: how sums are taken up (`$load`), what is done for one block of depth (`$step`), and how sums are left
-/// (`$store`). The places of sums are 3072 bytes apart from one block of rows to the next, 64 from one vector to the next.
-macro_rules! tile_kernel {
-    ($name:ident, $vectors:literal, [$($sum:literal $place:literal),+], [$($step:literal),+]) => {
-        /// # Safety
-        /// As for [`Kernel`].
-        unsafe fn $name(args: &TileArgs) {
-            // SAFETY: every load and store is inside what the caller promises; the registers written are listed.
-            unsafe {
-                asm!(
-                    "test {is_continued}, {is_continued}",
-                    "jz 3f",
-                    $(concat!("tileloadd ", $sum, ", [{sums} + {stride} + ", $place, "]"),)+
-                    "jmp 2f",
-                    "3:",
-                    $(concat!("tilezero ", $sum),)+
-                    "2:",
-                    $($step,)+
-                    "add {a0}, 1024",
-                    "add {a1}, 1024",
-                    concat!("add {b}, 1024 * ", $vectors),
-                    "dec {depth}",
-                    "jnz 2b",
-                    $(concat!("tilestored [{sums} + {stride} + ", $place, "], ", $sum),)+
-                    is_continued = in(reg) u64::from(args.is_continued),
-                    a0 = inout(reg) args.a[0] => _,
-                    a1 = inout(reg) args.a[1] => _,
-                    b = inout(reg) args.b => _,
-                    depth = inout(reg) args.depth => _,
-                    a_row = in(reg) 4 * BLOCK,
-                    b_row = in(reg) 64_usize * $vectors,
-                    sums = in(reg) args.sums,
-                    stride = in(reg) 4 * TILE_STRIDE,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                    options(nostack)
-                );
-            }
-        }
-    };
-}
-
-tile_kernel!(
-    two_by_three, 3,
-    ["tmm0" "0", "tmm1" "64", "tmm2" "128", "tmm3" "3072", "tmm4" "3136", "tmm5" "3200"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloadd tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm6, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm6, tmm7",
-        "tileloadd tmm7, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm4, tmm6, tmm7",
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tdpbf16ps tmm1, tmm6, tmm7",
-        "tileloadd tmm7, [{b} + {b_row} + 128]",
-        "tdpbf16ps tmm2, tmm6, tmm7",
-        "tileloadd tmm6, [{a1} + {a_row}]",
-        "tdpbf16ps tmm5, tmm6, tmm7"
-    ]
-);
-tile_kernel!(
-    two_by_two, 2,
-    ["tmm0" "0", "tmm1" "64", "tmm3" "3072", "tmm4" "3136"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloadd tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm5, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm5, tmm7",
-        "tileloadd tmm7, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm1, tmm6, tmm7",
-        "tdpbf16ps tmm4, tmm5, tmm7"
-    ]
-);
-tile_kernel!(
-    two_by_one, 1,
-    ["tmm0" "0", "tmm3" "3072"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloadd tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm5, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm5, tmm7"
-    ]
-);
-tile_kernel!(
-    one_by_three, 3,
-    ["tmm0" "0", "tmm1" "64", "tmm2" "128"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloadd tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm5, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm1, tmm6, tmm5",
-        "tileloadd tmm4, [{b} + {b_row} + 128]",
-        "tdpbf16ps tmm2, tmm6, tmm4"
-    ]
-);
-tile_kernel!(
-    one_by_two, 2,
-    ["tmm0" "0", "tmm1" "64"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloadd tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm5, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm1, tmm6, tmm5"
-    ]
-);
-tile_kernel!(
-    one_by_one, 1,
-    ["tmm0" "0"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloadd tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7"
-    ]
-);
-
-/// By blocks of rows and vectors, each less one.
-const KERNELS: [[Kernel; MAX_VECTORS]; 2] =
-    [[one_by_one, one_by_two, one_by_three], [two_by_one, two_by_two, two_by_three]];
-
 /// Floating-point operations of a step of [`products`].
 pub(crate) const FLOPS: usize = 4 * 2 * BLOCK * BLOCK * 2 * BLOCK;
 
@@ -255,101 +112,14 @@ pub(crate) unsafe fn products(steps: usize) {
     drop(registers);
 }
 
-impl Work<'_> {
-    /// Runs the task in tiles. The levels of the engine are the same as for kernels on vectors: B of the task is packed,
-    /// then rows go by, each group of rows against all panels.
-    pub(super) fn run_in_tiles(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
-        let Self { product, group, task, .. } = *self;
-        // SAFETY: these kernels are selected only where the machine has tiles.
-        let registers = unsafe { Registers::set_up() };
-        let panels = Panels::of(group.columns, BLOCK);
-        let num_tiles = product.num_tiles();
-        let (b_room, rest) = scratch.split_at_mut(task.b_units);
-        let (a_room, rest) = rest.split_at_mut(task.a_units);
-        // The sums of the two halves of a pair lie one after the other, each as four tiles of the epilogue.
-        let tiles = super::tile_slice(rest);
-        let num_parts = group.depth.div_ceil(task.part).max(1);
-        let mut room = super::Room::new();
-        for part in 0..num_parts {
-            let start = part * task.part;
-            let depth = (group.depth - start).min(task.part);
-            let num_units = self.format().units_of(depth);
-            super::pack_b(self.isa, self, (start, depth), b_room);
-            if product.form == Form::Tn {
-                let columns = (task.rows.0, task.rows.1);
-                pack::transposed_rows(&group.a, columns, (start, depth), a_room);
-            }
-            let mut next_tile = 0;
-            for row in (0..task.rows.1).step_by(ROWS) {
-                let rows = (task.rows.1 - row).min(ROWS);
-                let a = if product.form == Form::Tn {
-                    &a_room[row * num_units..]
-                } else {
-                    pack::rows(&group.a, (task.rows.0 + row, rows), (start, depth), a_room);
-                    &*a_room
-                };
-                let mut b = &b_room[..];
-                let mut ahead = self.ahead_of(row, start, depth);
-                for panel in task.panels.0..task.panels.0 + task.panels.1 {
-                    let (column, columns, width) = panels.panel(panel);
-                    let at =
-                        Place { group: task.group, rows: (task.rows.0 + row, rows), columns: (column, columns), panel };
-                    if part + 1 == num_parts {
-                        epilogue.ask_ahead(at);
-                    }
-                    ahead.advance();
-                    let tiles = &mut tiles[next_tile..next_tile + TILES * num_tiles];
-                    for tiles in tiles.chunks_exact_mut(TILES) {
-                        let (now, later) = b.split_at(num_units * width);
-                        b = later;
-                        multiply((rows, width), num_units, (a, now), (tiles, part > 0));
-                    }
-                    if part + 1 == num_parts {
-                        self.finish_rows(epilogue, at, tiles, &mut room);
-                    }
-                    if num_parts > 1 {
-                        next_tile += TILES * num_tiles;
-                    }
-                }
-            }
-        }
-        drop(registers);
-    }
-}
-
-/// The sums of a group of rows and a panel of columns.
-#[inline(always)]
-fn multiply(
-    (rows, width): (usize, usize),
-    num_units: usize,
-    (a, b): (&[u32], &[u32]),
-    (tiles, is_continued): (&mut [Tile], bool),
-) {
-    if num_units == 0 {
-        return tiles.iter_mut().for_each(|tile| tile.0.fill(0.0));
-    }
-    let blocks = rows.div_ceil(BLOCK);
-    let a_blocks = [a, &a[(blocks - 1) * BLOCK * num_units..]];
-    assert!(a_blocks[1].len() >= BLOCK * num_units && b.len() >= num_units * width && tiles.len() >= 2 * blocks);
-    let args = TileArgs {
-        depth: num_units / BLOCK,
-        a: a_blocks.map(<[u32]>::as_ptr),
-        b: b.as_ptr(),
-        sums: tiles.as_mut_ptr().cast(),
-        is_continued,
-    };
-    // SAFETY: the operands and the sums are as long as the assertion says, and the task has set the registers up.
-    unsafe { KERNELS[blocks - 1][width / BLOCK - 1](&args) };
-}
-
-impl Work<'_> {
-    /// Gives the sums to the epilogue, eight rows at a time.
-    fn finish_rows(&self, epilogue: &dyn Finish, at: Place, tiles: &mut [Tile], room: &mut super::Room) {
-        let (first, second) = tiles.split_at_mut(TILES);
-        for (i, tile) in first.iter_mut().enumerate().take(at.rows.1.div_ceil(super::kernel::MAX_ROWS)) {
-            let done = i * super::kernel::MAX_ROWS;
-            let rows = (at.rows.0 + done, (at.rows.1 - done).min(super::kernel::MAX_ROWS));
-            epilogue.finish(self.isa, Place { rows, ..at }, tile, second.get_mut(i), room);
+impl super::Work<'_> {
+    /// Runs a task in tiles.
+    pub(super) fn run_in_tiles(&self, scratch: &mut [u32], held: &mut super::Held, epilogue: &dyn super::Finish) {
+        if self.task.is_turned {
+            self.run_turned_tiles(scratch, held, epilogue);
+        } else {
+            held.rows_of = None;
+            self.run_straight_tiles(scratch, epilogue);
         }
     }
 }

@@ -5,14 +5,14 @@
 //! product ([`pack`](crate::gemm::pack)).
 
 use core::arch::x86_64::{
-    __m512i, _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_unpackhi_epi32, _mm512_unpackhi_epi64,
-    _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
+    __m512i, _mm512_loadu_si512, _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_unpackhi_epi32,
+    _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
 };
 
 use super::BLOCK;
 use crate::gemm::kernel::prefetch_far;
 use crate::gemm::pack::{across, along, store};
-use crate::gemm::source::{Block, Source};
+use crate::gemm::source::{Block, Elements, Source};
 
 /// Elements of the depth in a block.
 const DEPTH: usize = 2 * BLOCK;
@@ -57,7 +57,17 @@ in_vectors! {
         }
         for row in 0..rows.next_multiple_of(BLOCK) {
             let to = &mut to[row / BLOCK * num_blocks * BLOCK * BLOCK + row % BLOCK * BLOCK..];
-            for block in 0..num_blocks {
+            let mut whole = 0;
+            if row < rows && let Elements::Bf16(x) = source.elements {
+                let x = &x[source.start(first + row) + start..][..depth];
+                let (blocks, places) = (x.chunks_exact(DEPTH), to.chunks_mut(BLOCK * BLOCK));
+                whole = depth / DEPTH;
+                for (from, to) in blocks.zip(places) {
+                    // SAFETY: 32 elements of 16 bits are there.
+                    store(unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }, to);
+                }
+            }
+            for block in whole..num_blocks {
                 let done = block * DEPTH;
                 let units = if row < rows {
                     along(source, first + row, start + done, (depth - done).min(DEPTH))

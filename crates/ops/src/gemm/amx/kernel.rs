@@ -1,0 +1,260 @@
+//! The kernels: 32 rows of A by up to three vectors of columns of B.
+//!
+//! Of the eight tile registers six hold sums; A and B take turns in the other two. The part of A that a kernel reads is to stay in
+//! the first-level cache from one panel of B to the next, and B to pass it by from the second-level cache: so B is loaded with the
+//! hint that it is not needed again, without which the two of them drive each other out.
+
+use std::arch::asm;
+use std::marker::PhantomData;
+
+use super::BLOCK;
+use crate::gemm::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
+use crate::gemm::source::{Format, Source};
+
+/// Sixteen rows of A, packed or as they lie.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    at: *const u8,
+    /// Bytes from one row to the next, and from one block of the depth to the next.
+    row: usize,
+    step: usize,
+    /// Units of depth.
+    num_units: usize,
+    of: PhantomData<&'a [u32]>,
+}
+
+impl<'a> Rows<'a> {
+    /// Rows packed as blocks of sixteen units of depth, `[block][row][unit]`.
+    #[inline(always)]
+    pub(super) fn packed(units: &'a [u32], num_units: usize) -> Self {
+        assert!(units.len() >= BLOCK * num_units, "packed rows");
+        Self { at: units.as_ptr().cast(), row: 4 * BLOCK, step: 4 * BLOCK * BLOCK, num_units, of: PhantomData }
+    }
+
+    /// Rows of a matrix from row `first` on, if they are bf16, one as far from the next as all others, and whole blocks of depth.
+    pub(super) fn in_place(
+        source: &Source<'a>,
+        first: usize,
+        (start, depth): (usize, usize),
+        format: Format,
+    ) -> Option<Self> {
+        let is_plain = source.indices.is_none() && source.scales.is_none() && source.blocks.is_none();
+        if !is_plain || !depth.is_multiple_of(2 * BLOCK) || !source.is_direct(format) {
+            return None;
+        }
+        let (at, last) =
+            (source.direct(first, start, depth, format)?, source.direct(first + BLOCK - 1, start, depth, format)?);
+        let row = source.row_step();
+        let is_even = last.addr() == at.addr() + (BLOCK - 1) * row;
+        is_even.then_some(Self { at: at.cast(), row, step: 4 * BLOCK, num_units: depth / 2, of: PhantomData })
+    }
+}
+
+/// Memory that kernels ask for, `count` lines with each block of the depth: any address.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    pub(super) at: *const u8,
+    pub(super) count: usize,
+}
+
+/// One or two times sixteen rows of A, a packed panel of B, and what kernels do besides multiplying them.
+pub(super) struct Call<'a> {
+    /// Either packed or as they lie, all of them as far apart.
+    pub(super) a: &'a [Rows<'a>],
+    pub(super) b: &'a [u32],
+    /// Of the panel.
+    pub(super) width: usize,
+    /// Whether to go on from the sums that are there.
+    pub(super) is_continued: bool,
+    pub(super) ahead: Option<Ahead>,
+}
+
+impl Call<'_> {
+    /// Sums each sixteen rows with the panel: the sums of number i to two tiles from number `to[i]` on.
+    ///
+    /// # Safety
+    /// [`Registers`](super::Registers) must be set up.
+    #[inline(always)]
+    pub(super) unsafe fn run(&self, tiles: &mut [Tile], to: &[usize]) {
+        let (first, last) = (&self.a[0], self.a.len() - 1);
+        assert!(to.len() == self.a.len() && to.iter().all(|&at| at + 2 <= tiles.len()), "places for sums");
+        let is_same =
+            |rows: &Rows<'_>| [rows.row, rows.step, rows.num_units] == [first.row, first.step, first.num_units];
+        assert!(is_same(&self.a[last]) && self.b.len() >= first.num_units * self.width, "operands of one depth");
+        if first.num_units == 0 {
+            return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
+        }
+        let sums = tiles.as_mut_ptr();
+        let args = TileArgs {
+            depth: first.num_units / BLOCK,
+            a: [first.at, self.a[last].at],
+            a_row: first.row,
+            a_step: first.step,
+            b: self.b.as_ptr(),
+            sums: [to[0], to[last]].map(|at| sums.wrapping_add(at).cast()),
+            is_continued: self.is_continued,
+            // Without anything to ask for, the line that is read next.
+            ahead: self.ahead.unwrap_or(Ahead { at: self.b.as_ptr().cast(), count: 1 }),
+        };
+        // SAFETY: the operands and the sums are as long as the assertions here and in `Rows` say, and the registers are set up.
+        unsafe { KERNELS[last][self.width / BLOCK - 1](&args) };
+    }
+}
+
+/// What a kernel is called with.
+struct TileArgs {
+    /// Blocks of depth, at least one.
+    depth: usize,
+    /// The first of each sixteen rows of A, bytes from one to the next, and from one block of depth to the next.
+    a: [*const u8; 2],
+    a_row: usize,
+    a_step: usize,
+    /// The packed panel of B.
+    b: *const u32,
+    /// The sums of each sixteen rows, rows [`TILE_STRIDE`] apart.
+    sums: [*mut f32; 2],
+    /// Whether to go on from the sums that are there.
+    is_continued: bool,
+    ahead: Ahead,
+}
+
+/// # Safety
+/// The registers must be set up; A readable at `depth` blocks, B at as many times 16 units of the panel's width, and the
+/// sums as the epilogue's tiles of that many rows.
+type Kernel = unsafe fn(&TileArgs);
+
+/// A kernel: where sums are taken up and left (`$sum` at `$place` of the block of rows `$rows`) and what is done for one block of depth
+/// (`$step`).
+macro_rules! tile_kernel {
+    ($name:ident, $vectors:literal, [$($sum:literal $rows:literal $place:literal),+], [$($step:literal),+]) => {
+        /// # Safety
+        /// As for [`Kernel`].
+        unsafe fn $name(args: &TileArgs) {
+            // SAFETY: every load and store is inside what the caller promises; the registers written are listed. What is asked for
+            // ahead may be any address.
+            unsafe {
+                asm!(
+                    "# {sums0} {sums1}",
+                    "test {count}, {count}",
+                    "jz 3f",
+                    $(concat!("tileloadd ", $sum, ", [{", $rows, "} + {stride} + ", $place, "]"),)+
+                    "jmp 2f",
+                    "3:",
+                    $(concat!("tilezero ", $sum),)+
+                    "2:",
+                    $($step,)+
+                    "mov {count}, {ahead_count}",
+                    "4:",
+                    "prefetcht1 [{ahead}]",
+                    "add {ahead}, 64",
+                    "dec {count}",
+                    "jnz 4b",
+                    "add {a0}, {a_step}",
+                    "add {a1}, {a_step}",
+                    concat!("add {b}, 1024 * ", $vectors),
+                    "dec {depth}",
+                    "jnz 2b",
+                    $(concat!("tilestored [{", $rows, "} + {stride} + ", $place, "], ", $sum),)+
+                    // Asked at first, then the lines that are left to be asked for.
+                    count = inout(reg) u64::from(args.is_continued) => _,
+                    a0 = inout(reg) args.a[0] => _,
+                    a1 = inout(reg) args.a[1] => _,
+                    b = inout(reg) args.b => _,
+                    depth = inout(reg) args.depth => _,
+                    a_row = in(reg) args.a_row,
+                    a_step = in(reg) args.a_step,
+                    b_row = in(reg) 64_usize * $vectors,
+                    sums0 = in(reg) args.sums[0],
+                    sums1 = in(reg) args.sums[1],
+                    stride = in(reg) 4 * TILE_STRIDE,
+                    ahead = inout(reg) args.ahead.at => _,
+                    ahead_count = in(reg) args.ahead.count,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack)
+                );
+            }
+        }
+    };
+}
+tile_kernel!(
+    two_by_three, 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloadd tmm6, [{a1} + {a_row}]",
+        "tdpbf16ps tmm3, tmm6, tmm7",
+        "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm4, tmm6, tmm7",
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tdpbf16ps tmm1, tmm6, tmm7",
+        "tileloaddt1 tmm7, [{b} + {b_row} + 128]",
+        "tdpbf16ps tmm2, tmm6, tmm7",
+        "tileloadd tmm6, [{a1} + {a_row}]",
+        "tdpbf16ps tmm5, tmm6, tmm7"
+    ]
+);
+tile_kernel!(
+    two_by_two, 2,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm3" "sums1" "0", "tmm4" "sums1" "64"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloadd tmm5, [{a1} + {a_row}]",
+        "tdpbf16ps tmm3, tmm5, tmm7",
+        "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm1, tmm6, tmm7",
+        "tdpbf16ps tmm4, tmm5, tmm7"
+    ]
+);
+tile_kernel!(
+    two_by_one, 1,
+    ["tmm0" "sums0" "0", "tmm3" "sums1" "0"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloadd tmm5, [{a1} + {a_row}]",
+        "tdpbf16ps tmm3, tmm5, tmm7"
+    ]
+);
+tile_kernel!(
+    one_by_three, 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloaddt1 tmm5, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm1, tmm6, tmm5",
+        "tileloaddt1 tmm4, [{b} + {b_row} + 128]",
+        "tdpbf16ps tmm2, tmm6, tmm4"
+    ]
+);
+tile_kernel!(
+    one_by_two, 2,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloaddt1 tmm5, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm1, tmm6, tmm5"
+    ]
+);
+tile_kernel!(
+    one_by_one, 1,
+    ["tmm0" "sums0" "0"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7"
+    ]
+);
+
+/// By blocks of rows and vectors, each less one.
+const KERNELS: [[Kernel; MAX_VECTORS]; 2] =
+    [[one_by_one, one_by_two, one_by_three], [two_by_one, two_by_two, two_by_three]];

@@ -1,0 +1,90 @@
+//! `A B` and `A^T B`: a task packs its panels of B, whose rows are paired, then rows of A go by, 32 at a time, each against all panels.
+
+use super::kernel::{Call, Rows};
+use super::{BLOCK, ROWS, Registers, pack};
+use crate::gemm::kernel::{MAX_ROWS, Tile};
+use crate::gemm::store::Room;
+use crate::gemm::tasks::Panels;
+use crate::gemm::{Finish, Form, Place, Work, tile_slice};
+
+/// Tiles of the epilogue that the rows of a kernel are.
+const TILES: usize = ROWS / MAX_ROWS;
+
+impl Work<'_> {
+    /// Computes a task of the forms `A B` and `A^T B`. The levels of the engine are the same as for kernels on vectors: B of the task is packed,
+    /// then rows go by, each group of rows against all panels.
+    pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
+        let Self { product, group, task, .. } = *self;
+        // SAFETY: these kernels are selected only where the machine has tiles.
+        let registers = unsafe { Registers::set_up() };
+        let panels = Panels::of(group.columns, BLOCK);
+        let num_tiles = product.num_tiles();
+        let (b_room, rest) = scratch.split_at_mut(task.b_units);
+        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        // The sums of the two halves of a pair lie one after the other, each as four tiles of the epilogue.
+        let tiles = tile_slice(rest);
+        let num_parts = group.depth.div_ceil(task.part).max(1);
+        let mut room = Room::new();
+        for part in 0..num_parts {
+            let start = part * task.part;
+            let depth = (group.depth - start).min(task.part);
+            let num_units = self.format().units_of(depth);
+            crate::gemm::pack_b(self.isa, self, (start, depth), b_room);
+            if product.form == Form::Tn {
+                let columns = (task.rows.0, task.rows.1);
+                pack::transposed_rows(&group.a, columns, (start, depth), a_room);
+            }
+            let mut next_tile = 0;
+            for row in (0..task.rows.1).step_by(ROWS) {
+                let rows = (task.rows.1 - row).min(ROWS);
+                let a = if product.form == Form::Tn {
+                    &a_room[row * num_units..]
+                } else {
+                    pack::rows(&group.a, (task.rows.0 + row, rows), (start, depth), a_room);
+                    &*a_room
+                };
+                let num_blocks = rows.div_ceil(BLOCK);
+                let last = &a[(num_blocks - 1) * BLOCK * num_units..];
+                let a = &[Rows::packed(a, num_units), Rows::packed(last, num_units)][..num_blocks];
+                let mut b = &b_room[..];
+                let mut ahead = self.ahead_of(row, start, depth);
+                for panel in task.panels.0..task.panels.0 + task.panels.1 {
+                    let (column, columns, width) = panels.panel(panel);
+                    let at =
+                        Place { group: task.group, rows: (task.rows.0 + row, rows), columns: (column, columns), panel };
+                    if part + 1 == num_parts {
+                        epilogue.ask_ahead(at);
+                    }
+                    ahead.advance();
+                    let tiles = &mut tiles[next_tile..next_tile + TILES * num_tiles];
+                    for tiles in tiles.chunks_exact_mut(TILES) {
+                        let (now, later) = b.split_at(num_units * width);
+                        b = later;
+                        let call = Call { a, b: now, width, is_continued: part > 0, ahead: None };
+                        // SAFETY: the task has set the registers up.
+                        unsafe { call.run(tiles, &[0, 2][..a.len()]) };
+                    }
+                    if part + 1 == num_parts {
+                        self.finish_rows(epilogue, at, tiles, &mut room);
+                    }
+                    if num_parts > 1 {
+                        next_tile += TILES * num_tiles;
+                    }
+                }
+            }
+        }
+        drop(registers);
+    }
+}
+
+impl Work<'_> {
+    /// Gives the sums to the epilogue, eight rows at a time.
+    fn finish_rows(&self, epilogue: &dyn Finish, at: Place, tiles: &mut [Tile], room: &mut Room) {
+        let (first, second) = tiles.split_at_mut(TILES);
+        for (i, tile) in first.iter_mut().enumerate().take(at.rows.1.div_ceil(MAX_ROWS)) {
+            let done = i * MAX_ROWS;
+            let rows = (at.rows.0 + done, (at.rows.1 - done).min(MAX_ROWS));
+            epilogue.finish(self.isa, Place { rows, ..at }, tile, second.get_mut(i), room);
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! `A B^T`, turned round: rows of B, which are weights, are rows of tiles as they lie, and rows of A are packed as lanes.
+//!
+//! The sums, columns by rows, are turned back in blocks of 16 by 16 on their way to the epilogue, as for
+//! [vectors](crate::gemm::turned), whose layout of sums this shares.
+
+use super::cut::{PART_UNITS, Stay, TILES, panels_of_slab};
+use super::kernel::{Ahead, Call, Rows};
+use super::{BLOCK, Registers, pack};
+use crate::gemm::kernel::Tile;
+use crate::gemm::source::Block;
+use crate::gemm::store::Room;
+use crate::gemm::tasks::{Panels, Task};
+use crate::gemm::turned::Lanes;
+use crate::gemm::{Finish, Held, Work, tile_slice};
+
+/// Blocks of sixteen columns of a panel.
+const BLOCKS: usize = 3;
+/// Bytes that rows are apart, or a multiple, where a cache has too few places for what is asked for and for what is in use.
+const FAR: usize = 4096;
+/// Blocks of a slab.
+const SLAB: usize = 2 * BLOCKS;
+
+/// Sixteen columns, which are rows of B: the first, how many there are, and the place of the block in its slab.
+#[derive(Clone, Copy)]
+struct Columns {
+    first: usize,
+    count: usize,
+    place: usize,
+}
+
+/// The columns of some panels in blocks of sixteen, as many as fit a slab.
+struct Slab {
+    blocks: [Columns; SLAB],
+    count: usize,
+}
+
+impl Slab {
+    /// The blocks of the slab that begins with a panel of a task.
+    fn of(work: &Work<'_>, task: &Task, panel: usize) -> Self {
+        let group = &work.product.groups[task.group];
+        let (panels, num_tiles) = (Panels::of(group.columns, BLOCK), work.product.num_tiles());
+        let end = (panel + panels_of_slab(num_tiles)).min(task.panels.0 + task.panels.1);
+        let mut slab = Self { blocks: [Columns { first: 0, count: 0, place: 0 }; SLAB], count: 0 };
+        for set in 0..(end - panel) * num_tiles {
+            // Either panels or the two halves of paired columns follow each other.
+            let (panel, pair) = (panel + set / num_tiles, set % num_tiles);
+            let (column, columns, _) = panels.panel(panel);
+            for block in 0..columns.div_ceil(BLOCK) {
+                let first = column + pair * group.columns + block * BLOCK;
+                let count = (columns - block * BLOCK).min(BLOCK);
+                slab.blocks[slab.count] = Columns { first, count, place: set * BLOCKS + block };
+                slab.count += 1;
+            }
+        }
+        slab
+    }
+
+    /// The blocks two at a time.
+    fn pairs(&self) -> impl Iterator<Item = &[Columns]> {
+        self.blocks[..self.count].chunks(2)
+    }
+}
+
+impl Work<'_> {
+    /// Computes a task of the form `A B^T`.
+    pub(super) fn run_turned_tiles(&self, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
+        let Self { product, group, task, .. } = *self;
+        // SAFETY: these tasks are made only where the machine has tiles.
+        let registers = unsafe { Registers::set_up() };
+        let lanes = Lanes::whole(task.rows.1);
+        let num_tiles = product.num_tiles();
+        let tiles_of_slab = panels_of_slab(num_tiles) * num_tiles * lanes.count() * BLOCKS * TILES;
+        let (packed, rest) = scratch.split_at_mut(task.b_units);
+        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        let (out, sums) = tile_slice(rest).split_at_mut(2 * num_tiles);
+        let mut room = Room::new();
+        let Stay { stretch, num_stretches } = Stay::of(task, group);
+        for index in 0..num_stretches {
+            let (start, is_last) = (index * stretch, index + 1 == num_stretches);
+            let depth = (group.depth - start).min(stretch);
+            // The thread's last task may have left them.
+            let rows = (task.group, task.rows.0);
+            if held.rows_of.replace(rows) != Some(rows) || num_stretches > 1 {
+                self.pack_lanes_for_tiles(&lanes, (start, depth), packed);
+            }
+            let panels = task.panels.0..task.panels.0 + task.panels.1;
+            for (number, panel) in panels.clone().step_by(panels_of_slab(num_tiles)).enumerate() {
+                let at = if num_stretches > 1 { number * tiles_of_slab } else { 0 };
+                let sums = &mut sums[at..][..tiles_of_slab];
+                self.sum_slab(panel, &lanes, (start, depth), (packed, &mut *a_room), sums);
+                if is_last {
+                    let sets = sums.chunks_exact(lanes.count() * BLOCKS * TILES * num_tiles);
+                    for (sums, panel) in sets.zip(panel..panels.end) {
+                        self.turn_back(panel, &lanes, sums, (&mut *out, &mut room), epilogue);
+                    }
+                }
+            }
+        }
+        if num_stretches > 1 {
+            held.rows_of = None;
+        }
+        drop(registers);
+    }
+
+    /// Packs the task's rows of A: a panel of lanes after the other, each `[unit][width]`.
+    fn pack_lanes_for_tiles(&self, lanes: &Lanes, depth: (usize, usize), packed: &mut [u32]) {
+        let num_units = self.format().units_of(depth.1);
+        for panel in 0..lanes.count() {
+            let (first, width) = lanes.panel(panel);
+            let count = (self.task.rows.1 - first).min(width);
+            let block = Block { rows: (self.task.rows.0 + first, count), columns: depth };
+            pack::transposed_columns(&self.group.a, block, width, &mut packed[first * num_units..]);
+        }
+    }
+
+    /// The sums of a slab with all rows of the task: `[panel or pair][panel of lanes][columns / 8]` tiles.
+    fn sum_slab(
+        &self,
+        panel: usize,
+        lanes: &Lanes,
+        (start, depth): (usize, usize),
+        (packed, room): (&[u32], &mut [u32]),
+        sums: &mut [Tile],
+    ) {
+        let slab = Slab::of(self, self.task, panel);
+        let num_units = self.format().units_of(depth);
+        for (number, blocks) in slab.pairs().enumerate() {
+            let places = |lane: usize| {
+                [&blocks[0], &blocks[blocks.len() - 1]].map(|columns| {
+                    let (set, block) = (columns.place / BLOCKS, columns.place % BLOCKS);
+                    ((set * lanes.count() + lane) * BLOCKS + block) * TILES
+                })
+            };
+            let in_place = |columns: &Columns| match columns.count {
+                BLOCK => Rows::in_place(&self.group.b, columns.first, (start, depth), self.format()),
+                _ => None,
+            };
+            if let (Some(first), Some(last)) = (in_place(&blocks[0]), in_place(&blocks[blocks.len() - 1])) {
+                let later = self.columns_after(panel, &slab, number);
+                for lane in 0..lanes.count() {
+                    let (first_lane, width) = lanes.panel(lane);
+                    let b = &packed[first_lane * num_units..][..num_units * width];
+                    let ahead = later.at_call((lane, lanes.count()), num_units);
+                    let call = Call { a: &[first, last][..blocks.len()], b, width, is_continued: start > 0, ahead };
+                    // SAFETY: the task has set the registers up.
+                    unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
+                }
+                continue;
+            }
+            for done in (0..num_units.max(1)).step_by(PART_UNITS) {
+                let units = (num_units - done).min(PART_UNITS);
+                let from = (start + 2 * done, (depth - 2 * done).min(2 * units));
+                let (first, second) = room.split_at_mut(BLOCK * units);
+                for (columns, room) in blocks.iter().zip([&mut *first, &mut *second]) {
+                    pack::rows(&self.group.b, (columns.first, columns.count), from, room);
+                }
+                let a = [Rows::packed(first, units), Rows::packed(second, units)];
+                for lane in 0..lanes.count() {
+                    let (first_lane, width) = lanes.panel(lane);
+                    let b = &packed[first_lane * num_units + done * width..][..units * width];
+                    let is_continued = start > 0 || done > 0;
+                    let call = Call { a: &a[..blocks.len()], b, width, is_continued, ahead: None };
+                    // SAFETY: the task has set the registers up.
+                    unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
+                }
+            }
+        }
+    }
+
+    /// The rows of B that pass by after those of pair `number` of a slab.
+    fn columns_after(&self, panel: usize, slab: &Slab, number: usize) -> Later {
+        let panels_of_slab = panels_of_slab(self.product.num_tiles());
+        let next_panel = panel + panels_of_slab;
+        let of = |task: &Task, blocks: Option<&[Columns]>| {
+            let b = &self.product.groups[task.group].b;
+            let Some(blocks) = blocks else { return Later::NOTHING };
+            let ends = [&blocks[0], &blocks[blocks.len() - 1]];
+            let is_spread = b.row_step().is_multiple_of(FAR);
+            Later {
+                runs: ends.map(|block| b.address(block.first, 0)),
+                len: if is_spread { 0 } else { BLOCK * b.row_step() },
+            }
+        };
+        if let Some(blocks) = slab.pairs().nth(number + 1) {
+            return of(self.task, Some(blocks));
+        }
+        if next_panel < self.task.panels.0 + self.task.panels.1 {
+            return of(self.task, Slab::of(self, self.task, next_panel).pairs().next());
+        }
+        let Some(next) = self.next.filter(|next| next.is_turned) else { return Later::NOTHING };
+        of(next, Slab::of(self, next, next.panels.0).pairs().next())
+    }
+}
+
+/// Two runs of rows of B that pass by next, to be asked for meanwhile.
+#[derive(Clone, Copy)]
+struct Later {
+    runs: [*const u8; 2],
+    /// Bytes of each.
+    len: usize,
+}
+
+impl Later {
+    const NOTHING: Self = Self { runs: [std::ptr::null(); 2], len: 0 };
+
+    /// What the call with a panel of lanes, the last number of which is `count` less one, asks for.
+    fn at_call(&self, (lane, count): (usize, usize), num_units: usize) -> Option<Ahead> {
+        let lines = self.len / 64;
+        // All of both runs, the second after the first.
+        let share = (2 * lines).div_ceil(count);
+        let (run, line) = (lane * share).checked_div(lines).map(|run| (run, lane * share % lines))?;
+        let at = self.runs.get(run)?.wrapping_add(64 * line);
+        Some(Ahead { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
+    }
+}
