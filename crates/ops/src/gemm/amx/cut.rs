@@ -19,11 +19,11 @@ const MIN_ROWS: usize = 128;
 /// How much larger tasks of tiles are.
 const BUDGET: usize = 2;
 /// Units of packed rows that a task keeps in the second-level cache where the product is turned round.
-const STAY_UNITS: usize = 288 << 10;
+const STAY_UNITS: usize = 256 << 10;
 /// Fewest rows that are kept if the group has them: with fewer the weights would pass by too often.
 const MIN_STAYING: usize = 96;
 /// Most of them: their sums with what passes by lie in the same cache.
-const MAX_STAYING: usize = 528;
+const MAX_STAYING: usize = 256;
 /// Columns of such a task, paired ones counted twice, from which on packing the rows that stay is cheap.
 const MIN_COLUMNS: usize = 480;
 /// Sums that wait while the depth is cut for the rows that stay, at most.
