@@ -69,6 +69,7 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
     let most = match product.compute {
         _ if !is_better_turned(product, group, kernels) => MAX_FEW,
         Compute::F32 => MAX_UNTURNED,
+        Compute::Bf16 if kernels.are_tiles => MAX_UNTURNED,
         Compute::Bf16 => (CLOSE_PAIRS / group.depth).clamp(MAX_UNTURNED, MAX_UNTURNED_PAIRS),
     };
     product.form != Form::Tn && (1..=most).contains(&group.rows) && group.columns > 0 && group.depth > 0

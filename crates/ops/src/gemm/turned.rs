@@ -29,11 +29,11 @@ const HALF: usize = LANES / 2;
 const TILES: usize = TILE_STRIDE / MAX_ROWS;
 const TILE_UNITS: usize = size_of::<Tile>() / 4;
 
-/// Whether a group is computed here.
+/// Whether a group is computed here, or in [tiles](super::amx) that are turned round likewise.
 pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     let format = kernels.format(product.compute);
     let elements = format.elements_of(1);
-    are_there(kernels)
+    (are_there(kernels) || kernels.are_tiles)
         && product.form == Form::Nt
         && (group.b.is_direct(format) || group.b.is_widened())
         && group.b.indices.is_none()
