@@ -85,12 +85,6 @@ impl Panels {
         (start, (self.columns - start).min(width), width)
     }
 
-    /// The width of all panels together.
-    #[inline(always)]
-    pub(crate) fn width_of_all(&self) -> usize {
-        self.count.checked_sub(1).map_or(0, |last| self.panel(last).0 + self.width(last))
-    }
-
     #[inline(always)]
     pub(crate) fn width(&self, index: usize) -> usize {
         if index < self.num_wide { self.wide } else { self.narrow }

@@ -88,7 +88,7 @@ impl Lanes {
         (first, width)
     }
 
-    fn width(&self) -> usize {
+    pub(super) fn width(&self) -> usize {
         let (first, width) = self.panel(self.count() - 1);
         first + width
     }

@@ -6,6 +6,7 @@
 use super::{BLOCK, ROWS};
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::tasks::{Panels, Plan, Task, push_tasks};
+use crate::gemm::turned::Lanes;
 use crate::gemm::{Form, Group, Product};
 
 /// Units of packed B that a task keeps in the second-level cache: half of 2 MiB.
@@ -33,7 +34,7 @@ const TILE_UNITS: usize = size_of::<Tile>() / 4;
 /// Tiles of sums of sixteen rows and a panel.
 pub(super) const TILES: usize = 2;
 
-/// What a task keeps, some of its rows' depth, and how large its pieces are.
+/// How much of the depth of the rows that stay a task packs at once.
 #[derive(Clone, Copy)]
 pub(super) struct Stay {
     /// Elements of the depth of which rows are packed at once.
@@ -89,8 +90,8 @@ fn cut_turned(
     let panel_width = TILE_STRIDE * num_tiles;
     let least = MIN_COLUMNS.div_ceil(panel_width);
     let mut chunk = (budget / (rows * panel_width * group.depth).max(1)).max(least);
-    let (lane_panels, width) = (Panels::of(rows, BLOCK).count, Panels::of(rows, BLOCK).width_of_all());
-    let tiles_of_panel = num_tiles * lane_panels * 3 * TILES;
+    let lanes = Lanes::whole(rows);
+    let tiles_of_panel = num_tiles * lanes.count() * 3 * TILES;
     if num_stretches > 1 {
         chunk = chunk.min(WAITING / (tiles_of_panel * TILE_UNITS));
     }
@@ -99,7 +100,7 @@ fn cut_turned(
     chunk = panels.count.div_ceil(panels.count.div_ceil(chunk)).next_multiple_of(at_once).min(panels.count);
     let held = if num_stretches > 1 { chunk.next_multiple_of(at_once) } else { at_once };
 
-    let (a_units, b_units) = (2 * BLOCK * stretch.min(PART_UNITS), stretch * width);
+    let (a_units, b_units) = (2 * BLOCK * stretch.min(PART_UNITS), stretch * lanes.width());
     let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
     plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
     let part = format.elements_of(stretch).max(2 * BLOCK);
