@@ -5,6 +5,9 @@
 //! data and of calls that are not inlined; sums keep [`LANES`] partial sums, so that every instruction set adds in the
 //! same order and results differ by fused rounding at most.
 
+#[cfg(target_arch = "x86_64")]
+mod rounding;
+
 use moeworks_tensor::{DType, Element, bf16, f16};
 
 /// Partial sums of a reduction: one AVX-512 register of f32, or two AVX2 ones.
@@ -425,28 +428,9 @@ x86_level!(
     #[inline(always)]
     fn round_all(from: &[f32], to: &mut [bf16]) {
         // SAFETY: as in `splat`.
-        unsafe { round_by_instruction(from, to) }
+        unsafe { rounding::round_by_instruction(from, to) }
     }
 );
-
-/// Rounds elements one for one. A function with its own features: where this is reached through a closure, which has none, each
-/// instruction would become a call.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn round_by_instruction(from: &[f32], to: &mut [bf16]) {
-    use core::arch::x86_64::{__m512i, _mm512_cvtne2ps_pbh, _mm512_loadu_ps, _mm512_storeu_si512};
-    let ((from, rest), (to, to_rest)) = (from.as_chunks::<32>(), to.as_chunks_mut::<32>());
-    for (from, to) in from.iter().zip(to) {
-        // SAFETY: 32 elements are read and as many written, and the transmute renames 512 bits.
-        unsafe {
-            let (low, high) = (_mm512_loadu_ps(from.as_ptr()), _mm512_loadu_ps(from[16..].as_ptr()));
-            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
-        }
-    }
-    to_rest.iter_mut().zip(rest).for_each(|(to, &x)| *to = bf16::store(x));
-}
 
 /// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body
 /// compiled for `isa`; inside the body `S` is the [`Level`]. With `bf16` before it the body is compiled once more for

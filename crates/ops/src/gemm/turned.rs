@@ -62,7 +62,7 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn of(rows: usize) -> Self {
+    fn of(rows: usize) -> Self {
         let has_half = (1..=HALF).contains(&(rows % LANES));
         let whole = if has_half { rows / LANES * LANES } else { rows };
         Self { panels: Panels::of(whole, LANES), whole, has_half }

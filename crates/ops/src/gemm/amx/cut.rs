@@ -34,20 +34,6 @@ const TILE_UNITS: usize = size_of::<Tile>() / 4;
 /// Tiles of sums of sixteen rows and a panel.
 pub(super) const TILES: usize = 2;
 
-/// How much of the depth of the rows that stay a task packs at once.
-#[derive(Clone, Copy)]
-pub(super) struct Stay {
-    /// Elements of the depth of which rows are packed at once.
-    pub(super) stretch: usize,
-    pub(super) num_stretches: usize,
-}
-
-impl Stay {
-    pub(super) fn of(task: &Task, group: &Group<'_>) -> Self {
-        Self { stretch: task.part, num_stretches: group.depth.div_ceil(task.part).max(1) }
-    }
-}
-
 /// Panels of columns whose rows of weights pass by together, where the product is turned round: six blocks of sixteen rows.
 pub(super) fn panels_of_slab(num_tiles: usize) -> usize {
     2 / num_tiles

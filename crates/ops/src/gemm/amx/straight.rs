@@ -11,8 +11,7 @@ use crate::gemm::{Finish, Form, Place, Work, tile_slice};
 const TILES: usize = ROWS / MAX_ROWS;
 
 impl Work<'_> {
-    /// Computes a task of the forms `A B` and `A^T B`. The levels of the engine are the same as for kernels on vectors: B of the task is packed,
-    /// then rows go by, each group of rows against all panels.
+    /// Computes a task of the forms `A B` and `A^T B`.
     pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
@@ -31,8 +30,7 @@ impl Work<'_> {
             let num_units = self.format().units_of(depth);
             crate::gemm::pack_b(self.isa, self, (start, depth), b_room);
             if product.form == Form::Tn {
-                let columns = (task.rows.0, task.rows.1);
-                pack::transposed_rows(&group.a, columns, (start, depth), a_room);
+                pack::transposed_rows(&group.a, task.rows, (start, depth), a_room);
             }
             let mut next_tile = 0;
             for row in (0..task.rows.1).step_by(ROWS) {
@@ -75,9 +73,7 @@ impl Work<'_> {
         }
         drop(registers);
     }
-}
 
-impl Work<'_> {
     /// Gives the sums to the epilogue, eight rows at a time.
     fn finish_rows(&self, epilogue: &dyn Finish, at: Place, tiles: &mut [Tile], room: &mut Room) {
         let (first, second) = tiles.split_at_mut(TILES);

@@ -3,7 +3,7 @@
 //! The sums, columns by rows, are turned back in blocks of 16 by 16 on their way to the epilogue, as for
 //! [vectors](crate::gemm::turned), whose layout of sums this shares.
 
-use super::cut::{PART_UNITS, Stay, TILES, panels_of_slab};
+use super::cut::{PART_UNITS, TILES, panels_of_slab};
 use super::kernel::{Ahead, Call, Rows};
 use super::{BLOCK, Registers, pack};
 use crate::gemm::kernel::Tile;
@@ -15,10 +15,10 @@ use crate::gemm::{Finish, Held, Work, tile_slice};
 
 /// Blocks of sixteen columns of a panel.
 const BLOCKS: usize = 3;
-/// Bytes that rows are apart, or a multiple, where a cache has too few places for what is asked for and for what is in use.
-const FAR: usize = 4096;
 /// Blocks of a slab.
 const SLAB: usize = 2 * BLOCKS;
+/// Bytes that rows are apart, or a multiple, where a cache has too few places for what is asked for and for what is in use.
+const FAR: usize = 4096;
 
 /// Sixteen columns, which are rows of B: the first, how many there are, and the place of the block in its slab.
 #[derive(Clone, Copy)]
@@ -74,7 +74,8 @@ impl Work<'_> {
         let (a_room, rest) = rest.split_at_mut(task.a_units);
         let (out, sums) = tile_slice(rest).split_at_mut(2 * num_tiles);
         let mut room = Room::new();
-        let Stay { stretch, num_stretches } = Stay::of(task, group);
+        let stretch = task.part;
+        let num_stretches = group.depth.div_ceil(stretch).max(1);
         for index in 0..num_stretches {
             let (start, is_last) = (index * stretch, index + 1 == num_stretches);
             let depth = (group.depth - start).min(stretch);
@@ -203,13 +204,14 @@ struct Later {
 impl Later {
     const NOTHING: Self = Self { runs: [std::ptr::null(); 2], len: 0 };
 
-    /// What the call with a panel of lanes, the last number of which is `count` less one, asks for.
+    /// What the call with panel `lane` of `count` panels of lanes asks for.
     fn at_call(&self, (lane, count): (usize, usize), num_units: usize) -> Option<Ahead> {
         let lines = self.len / 64;
         // All of both runs, the second after the first.
         let share = (2 * lines).div_ceil(count);
-        let (run, line) = (lane * share).checked_div(lines).map(|run| (run, lane * share % lines))?;
-        let at = self.runs.get(run)?.wrapping_add(64 * line);
+        let from = lane * share;
+        let run = self.runs.get(from.checked_div(lines)?)?;
+        let at = run.wrapping_add(64 * (from % lines));
         Some(Ahead { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
     }
 }
