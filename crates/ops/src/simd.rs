@@ -89,6 +89,11 @@ pub(crate) trait Level: Copy {
     fn pair(_low: Self::Vector, _high: Self::Vector) -> Self::Vector {
         unreachable!("a level without products of pairs")
     }
+    /// The lanes of `low` and then those of `high` as bf16, and [`pair`](Self::pair) of them.
+    #[inline(always)]
+    fn round_and_pair(_low: Self::Vector, _high: Self::Vector) -> [Self::Vector; 2] {
+        unreachable!("a level without products of pairs")
+    }
     /// The bf16 pairs of two rows' elements, as products take them: of each eight elements the first four come in the first vector.
     ///
     /// # Safety
@@ -394,25 +399,13 @@ x86_level!(
     },
     #[inline(always)]
     fn pair(low: Self::Vector, high: Self::Vector) -> Self::Vector {
-        use core::arch::x86_64::{
-            __m512bh, __m512i, _mm512_castsi512_ps, _mm512_cvtne2ps_pbh, _mm512_loadu_si512, _mm512_permutexvar_epi16,
-        };
-        /// An element of the lower half and one of the upper half in turn.
-        const TURNS: [u16; 32] = {
-            let mut turns = [0; 32];
-            let mut i = 0;
-            while i < 32 {
-                turns[i] = i as u16 / 2 + if i % 2 == 0 { 0 } else { 16 };
-                i += 1;
-            }
-            turns
-        };
-        // SAFETY: as in `splat`; the transmute renames 512 bits, and there are as many at `TURNS`.
-        unsafe {
-            let rounded: __m512i = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-            let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
-            _mm512_castsi512_ps(_mm512_permutexvar_epi16(turns, rounded))
-        }
+        // SAFETY: as in `splat`.
+        unsafe { rounding::round_and_pair(low, high)[1] }
+    },
+    #[inline(always)]
+    fn round_and_pair(low: Self::Vector, high: Self::Vector) -> [Self::Vector; 2] {
+        // SAFETY: as in `splat`.
+        unsafe { rounding::round_and_pair(low, high) }
     },
     #[inline(always)]
     unsafe fn pairs_of_rows(low: *const bf16, high: *const bf16) -> [Self::Vector; 2] {

@@ -7,11 +7,12 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, add_of_keys, key_elements, product, seen_by_all,
+    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, SCORE_COLS, Size, add_of_keys, key_elements, lanes_of,
+    lanes_of_mut, product, seen_by_all,
 };
 use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, transpose};
 use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{LANES, kernel, sum_lanes};
+use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::{Context, Isa, vmath};
 
 /// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
@@ -351,6 +352,28 @@ struct Statistics {
     visible: [i32; ROWS],
 }
 
+/// [`Statistics`] of [`COL_UNIT`] rows, and the keys that they meet.
+struct SomeRows {
+    lse: [f32; COL_UNIT],
+    delta: [f32; COL_UNIT],
+    seen_from: [i32; COL_UNIT],
+    visible: [i32; COL_UNIT],
+    first_key: usize,
+    /// Keys at the start that all of the rows see.
+    num_open: usize,
+}
+
+impl Statistics {
+    #[inline(always)]
+    fn of(&self, columns: Columns) -> SomeRows {
+        let Columns { first_col, first_key, num_keys, .. } = columns;
+        let (seen_from, visible) = (*lanes_of(&self.seen_from, first_col), *lanes_of(&self.visible, first_col));
+        let num_open = seen_by_all(first_key, num_keys, (&seen_from, &visible));
+        let (lse, delta) = (*lanes_of(&self.lse, first_col), *lanes_of(&self.delta, first_col));
+        SomeRows { lse, delta, seen_from, visible, first_key, num_open }
+    }
+}
+
 impl State<'_> {
     fn load_rows(&mut self, isa: Isa, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
         let (words, width, value_width) = (self.words, self.width, self.value_width);
@@ -426,29 +449,29 @@ impl State<'_> {
 
     /// The softmax of the rows and the keys at hand, and the gradient of their scores.
     fn compute_scores(&mut self, isa: Isa, shape: &AttentionShape, rows: RowBlock<'_>, block: &Keys<'_>) {
-        let (words, width, value_width, keys) = (self.words, self.width, self.value_width, block.keys);
-        for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
-            let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
-            let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
-            let size = Size { rows: num_keys, cols, inner: words.count(shape.head_dim), words };
-            let left = Left::rows(block.k, words.count(width));
-            let right = Right { values: &self.q_transposed[col..], stride: ROWS };
-            product(isa, size, left, right, false, &mut self.scores.p[col..], ROWS);
-            let size = Size { inner: words.count(shape.value_dim), ..size };
-            let left = Left::rows(block.v, words.count(value_width));
-            let right = Right { values: &self.d_o_transposed[col..], stride: ROWS };
-            product(isa, size, left, right, false, &mut self.scores.ds[col..], ROWS);
-            let scale = shape.scale * LOG2_E;
-            let columns = Columns { first_col: col, num_cols: cols, first_key: keys.start, num_keys, scale };
-            score_grads(isa, columns, self.scores.p, self.scores.ds, &self.statistics);
-            if words == Words::Pairs {
-                pair_rows(isa, &self.scores.ds[col..], ROWS, (num_keys, cols), &mut self.scores.ds_pairs[col..]);
+        let (words, keys) = (self.words, block.keys);
+        let (width, value_width) = (words.count(self.width), words.count(self.value_width));
+        for col in (0..rows.padded_len()).step_by(SCORE_COLS) {
+            // As pairs they go elsewhere, and what they are made from should stay in the nearest cache.
+            let (at, stride) = if words == Words::Pairs { (0, SCORE_COLS) } else { (col, ROWS) };
+            for part in rows.score_parts(col, keys) {
+                let size =
+                    Size { rows: part.keys.len(), cols: part.cols.len(), inner: words.count(shape.head_dim), words };
+                let to = part.keys.start * stride + at + part.cols.start - col;
+                let left = Left::rows(&block.k[part.keys.start * width..], width);
+                let right = Right { values: &self.q_transposed[part.cols.start..], stride: ROWS };
+                product(isa, size, left, right, false, &mut self.scores.p[to..], stride);
+                let size = Size { inner: words.count(shape.value_dim), ..size };
+                let left = Left::rows(&block.v[part.keys.start * value_width..], value_width);
+                let right = Right { values: &self.d_o_transposed[part.cols.start..], stride: ROWS };
+                product(isa, size, left, right, false, &mut self.scores.ds[to..], stride);
             }
-        }
-        if words == Words::Pairs {
-            let len = keys.len().next_multiple_of(ROW_UNIT) * ROWS;
-            round_rows(isa, &self.scores.p[..len], self.scores.p_words);
-            round_rows(isa, &self.scores.ds[..len], self.scores.ds_words);
+            for first_col in (col..rows.padded_len().min(col + SCORE_COLS)).step_by(COL_UNIT) {
+                let num_keys = rows.visible_in(first_col + COL_UNIT - 1, keys).next_multiple_of(ROW_UNIT);
+                let at = at + first_col - col;
+                let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, words };
+                score_grads(isa, columns, shape.scale * LOG2_E, &mut self.scores, &self.statistics);
+            }
         }
     }
 }
@@ -468,48 +491,84 @@ kernel! {
     }
 }
 
-/// Which scores [`score_grads`] treats.
+/// Which scores [`score_grads`] treats: [`COL_UNIT`] query rows and a number of keys.
 #[derive(Clone, Copy)]
 struct Columns {
     first_col: usize,
-    num_cols: usize,
+    /// Where the first key's scores are, and what the next one's are from there.
+    at: usize,
+    stride: usize,
     first_key: usize,
     num_keys: usize,
-    /// What scores are to be multiplied by.
-    scale: f32,
+    /// What the softmax and the gradients are for.
+    words: Words,
 }
 
 kernel! {
-    /// Turns scores into the softmax and its gradient into that of the scores; both zero where a row does not see the key.
-    fn score_grads<S: Level>(
-        columns: Columns,
-        p: &mut [f32],
-        ds: &mut [f32],
-        statistics: &Statistics,
-    ) {
-        let Columns { first_col, num_cols, first_key, num_keys, scale } = columns;
-        let cols = first_col..first_col + num_cols;
-        let (lse, delta) = (&statistics.lse[cols.clone()], &statistics.delta[cols.clone()]);
-        let (seen_from, visible) = (&statistics.seen_from[cols.clone()], &statistics.visible[cols.clone()]);
-        let num_open = seen_by_all(first_key, num_keys, (seen_from, visible));
-        let keys = p.chunks_exact_mut(ROWS).zip(ds.chunks_exact_mut(ROWS)).take(num_keys);
-        for (key, (p, ds)) in keys.enumerate() {
-            let (p, ds) = (&mut p[cols.clone()], &mut ds[cols.clone()]);
-            if key < num_open {
-                for i in 0..num_cols {
-                    p[i] = vmath::exp2_falling::<S>(p[i] * scale - lse[i]);
-                    ds[i] = p[i] * (ds[i] - delta[i]);
-                }
-                continue;
+    bf16
+    /// Turns scores, to be multiplied by `scale`, into the softmax and its gradient into that of the scores; both zero
+    /// where a row does not see the key. They stay in place, or go to `p_words`, `ds_words` and `ds_pairs`.
+    fn score_grads<S: Level>(columns: Columns, scale: f32, scores: &mut Scores<'_>, statistics: &Statistics) {
+        let Columns { first_col, at, stride, num_keys, words, .. } = columns;
+        let rows = statistics.of(columns);
+        if words == Words::Singles {
+            let keys = scores.p.chunks_exact_mut(stride).zip(scores.ds.chunks_exact_mut(stride)).take(num_keys);
+            for (key, (p, ds)) in keys.enumerate() {
+                grads_of_key::<S>(&rows, scale, key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
             }
-            let key = (first_key + key) as i32;
-            for i in 0..num_cols {
-                let is_seen = (key < visible[i]) & (key >= seen_from[i]);
-                let weight = vmath::exp2_falling::<S>(p[i] * scale - lse[i]);
-                let grad = weight * (ds[i] - delta[i]);
-                p[i] = if is_seen { weight } else { 0.0 };
-                ds[i] = if is_seen { grad } else { 0.0 };
-            }
+            return;
+        }
+        let pairs = scores.p.chunks_exact(2 * stride).zip(scores.ds.chunks_exact(2 * stride)).take(num_keys / 2);
+        let p_words = scores.p_words.chunks_exact_mut(ROWS);
+        let ds_words = scores.ds_words.chunks_exact_mut(ROWS).zip(scores.ds_pairs.chunks_exact_mut(ROWS));
+        for (pair, ((p, ds), (p_words, (ds_words, ds_pairs)))) in pairs.zip(p_words.zip(ds_words)).enumerate() {
+            let (mut low, mut ds_low) = (*lanes_of(p, at), *lanes_of(ds, at));
+            grads_of_key::<S>(&rows, scale, 2 * pair, &mut low, &mut ds_low);
+            let (mut high, mut ds_high) = (*lanes_of(p, stride + at), *lanes_of(ds, stride + at));
+            grads_of_key::<S>(&rows, scale, 2 * pair + 1, &mut high, &mut ds_high);
+            _ = words_of_two::<S>(&low, &high, first_col, p_words);
+            *lanes_of_mut(ds_pairs, first_col) = words_of_two::<S>(&ds_low, &ds_high, first_col, ds_words);
         }
     }
+}
+
+/// The softmax and the gradient of the scores of key number `key` and some rows, in place.
+#[inline(always)]
+fn grads_of_key<S: Level>(rows: &SomeRows, scale: f32, key: usize, p: &mut [f32; COL_UNIT], ds: &mut [f32; COL_UNIT]) {
+    for i in 0..COL_UNIT {
+        p[i] = vmath::exp2_falling::<S>(p[i] * scale - rows.lse[i]);
+        ds[i] = p[i] * (ds[i] - rows.delta[i]);
+    }
+    if key >= rows.num_open {
+        let key = (rows.first_key + key) as i32;
+        for i in 0..COL_UNIT {
+            let is_seen = (key < rows.visible[i]) & (key >= rows.seen_from[i]);
+            p[i] = if is_seen { p[i] } else { 0.0 };
+            ds[i] = if is_seen { ds[i] } else { 0.0 };
+        }
+    }
+}
+
+/// Writes what two keys, one after the other, have for some rows as pairs along the rows of queries, at `first_col` of
+/// `words` `[2, ROWS / 2]`, and returns it as pairs along the keys.
+#[inline(always)]
+fn words_of_two<S: Level>(
+    low: &[f32; COL_UNIT],
+    high: &[f32; COL_UNIT],
+    first_col: usize,
+    words: &mut [f32],
+) -> [f32; COL_UNIT] {
+    assert!(S::HAS_PAIR_DOT, "pairs of bf16");
+    let (mut rounded, mut pairs) = ([0.0; COL_UNIT], [0.0; COL_UNIT]);
+    // SAFETY: vectors have COL_UNIT lanes where pairs are multiplied.
+    unsafe {
+        let [in_order, in_turn] = S::round_and_pair(S::load(low.as_ptr()), S::load(high.as_ptr()));
+        S::store(rounded.as_mut_ptr(), in_order);
+        S::store(pairs.as_mut_ptr(), in_turn);
+    }
+    let (low, high) = rounded.split_at(COL_UNIT / 2);
+    let (to_low, to_high) = words.split_at_mut(ROWS / 2);
+    to_low[first_col / 2..][..COL_UNIT / 2].copy_from_slice(low);
+    to_high[first_col / 2..][..COL_UNIT / 2].copy_from_slice(high);
+    pairs
 }

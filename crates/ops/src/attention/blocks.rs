@@ -16,6 +16,17 @@ pub(super) const ROW_UNIT: usize = 8;
 /// Columns of products come in multiples of this.
 pub(super) const COL_UNIT: usize = 16;
 
+/// Columns of scores that are computed together: what the widest tile of a product has.
+pub(super) const SCORE_COLS: usize = 2 * COL_UNIT;
+
+/// A part of the scores of a block of rows and a block of keys.
+pub(super) struct ScorePart {
+    /// Rows, which are the columns of scores.
+    pub(super) cols: Range<usize>,
+    /// Keys, counted from the first of the block; a multiple of [`ROW_UNIT`].
+    pub(super) keys: Range<usize>,
+}
+
 /// A block of query rows: all queries and query heads of one sequence that use one key head, by query and then by head.
 #[derive(Clone, Copy)]
 pub(super) struct RowBlock<'a> {
@@ -107,6 +118,16 @@ impl<'a> RowBlock<'a> {
     /// Of the keys from `first` to `end`, how many are not behind row `row`.
     pub(super) fn visible_in(&self, row: usize, keys: &Range<usize>) -> usize {
         self.visible(row).clamp(keys.start, keys.end) - keys.start
+    }
+
+    /// What to compute of the scores of [`SCORE_COLS`] rows from `col` on: keys that the first half sees for all, and what
+    /// only the second half sees for that alone.
+    pub(super) fn score_parts(&self, col: usize, keys: &Range<usize>) -> impl Iterator<Item = ScorePart> {
+        let seen = |row: usize| self.visible_in(row, keys).next_multiple_of(ROW_UNIT);
+        let (middle, end) = (col + COL_UNIT, self.padded_len().min(col + SCORE_COLS));
+        let (first, all) = (seen(middle - 1), seen(end - 1));
+        let parts = [ScorePart { cols: col..end, keys: 0..first }, ScorePart { cols: middle..end, keys: first..all }];
+        parts.into_iter().filter(|part| !part.keys.is_empty())
     }
 }
 
@@ -355,4 +376,16 @@ pub(super) fn seen_by_all(first: usize, num_keys: usize, (seen_from, visible): (
         (Some(&from), Some(&end)) if from as usize <= first => (end as usize).saturating_sub(first).min(num_keys),
         _ => 0,
     }
+}
+
+/// [`COL_UNIT`] elements of a row of statistics or scores.
+#[inline(always)]
+pub(super) fn lanes_of<T>(row: &[T], first: usize) -> &[T; COL_UNIT] {
+    row[first..].first_chunk().expect("rows are whole vectors")
+}
+
+/// [`lanes_of`] for writing.
+#[inline(always)]
+pub(super) fn lanes_of_mut<T>(row: &mut [T], first: usize) -> &mut [T; COL_UNIT] {
+    row[first..].first_chunk_mut().expect("rows are whole vectors")
 }

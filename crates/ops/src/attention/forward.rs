@@ -8,7 +8,7 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, Size, add_of_keys, product};
+use super::blocks::{COL_UNIT, KEYS, Left, ROWS, Right, RowBlock, SCORE_COLS, Size, add_of_keys, product};
 use super::softmax::{Columns, softmax};
 use super::words::{Rows, Values, Words, transpose};
 use crate::Context;
@@ -211,13 +211,16 @@ impl<'a> Task<'a> {
     /// Takes the keys at hand into the sums of a block of rows.
     fn add_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, shared: &mut Shared<'_>, state: State<'_>) {
         let (isa, words) = (self.ctx.isa(), self.words);
-        let k = Left::rows(shared.k, words.count(shared.width));
-        for col in (0..rows.padded_len()).step_by(2 * COL_UNIT) {
-            let cols = (2 * COL_UNIT).min(rows.padded_len() - col);
-            let num_keys = rows.visible_in(col + cols - 1, keys).next_multiple_of(ROW_UNIT);
-            let size = Size { rows: num_keys, cols, inner: words.count(self.shape.head_dim), words };
-            let right = Right { values: &state.q_transposed[col..], stride: ROWS };
-            product(isa, size, k, right, false, &mut shared.scores[col..], ROWS);
+        let width = words.count(shared.width);
+        for col in (0..rows.padded_len()).step_by(SCORE_COLS) {
+            for part in rows.score_parts(col, keys) {
+                let (rows, cols) = (part.keys.len(), part.cols.len());
+                let size = Size { rows, cols, inner: words.count(self.shape.head_dim), words };
+                let left = Left::rows(&shared.k[part.keys.start * width..], width);
+                let right = Right { values: &state.q_transposed[part.cols.start..], stride: ROWS };
+                let to = &mut shared.scores[part.keys.start * ROWS + part.cols.start..];
+                product(isa, size, left, right, false, to, ROWS);
+            }
         }
         let visible = (rows.first_visible_counts(), rows.visible_counts());
         let scale = self.shape.scale * LOG2_E;

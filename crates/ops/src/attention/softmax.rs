@@ -1,6 +1,6 @@
 //! The running softmax of attention's forward pass.
 
-use super::blocks::{COL_UNIT, ROWS, seen_by_all};
+use super::blocks::{COL_UNIT, ROWS, lanes_of, lanes_of_mut, seen_by_all};
 use super::words::Words;
 use crate::simd::{Level, kernel};
 use crate::vmath;
@@ -155,16 +155,4 @@ fn weigh_pairs<S: Level>(
         unsafe { S::store(to.as_mut_ptr(), S::pair(S::load(low.as_ptr()), S::load(high.as_ptr()))) };
     }
     sum
-}
-
-/// [`COL_UNIT`] elements of a row of statistics or scores.
-#[inline(always)]
-fn lanes_of<T>(row: &[T], first: usize) -> &[T; COL_UNIT] {
-    row[first..].first_chunk().expect("rows are whole vectors")
-}
-
-/// [`lanes_of`] for writing.
-#[inline(always)]
-fn lanes_of_mut<T>(row: &mut [T], first: usize) -> &mut [T; COL_UNIT] {
-    row[first..].first_chunk_mut().expect("rows are whole vectors")
 }

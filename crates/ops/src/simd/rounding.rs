@@ -1,6 +1,9 @@
 //! Rounding by the instruction of AVX-512 BF16.
 
-use core::arch::x86_64::{__m512i, _mm512_cvtne2ps_pbh, _mm512_loadu_ps, _mm512_storeu_si512};
+use core::arch::x86_64::{
+    __m512, __m512bh, __m512i, _mm512_castsi512_ps, _mm512_cvtne2ps_pbh, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_permutexvar_epi16, _mm512_storeu_si512,
+};
 
 use moeworks_tensor::bf16;
 
@@ -21,4 +24,26 @@ pub(super) fn round_by_instruction(from: &[f32], to: &mut [bf16]) {
         }
     }
     to_rest.iter_mut().zip(rest).for_each(|(to, &x)| *to = bf16::store(x));
+}
+
+/// The lanes of both as bf16: those of `low` and then those of `high`, and one of each in turn.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub(super) fn round_and_pair(low: __m512, high: __m512) -> [__m512; 2] {
+    /// An element of the lower half and one of the upper half in turn.
+    const TURNS: [u16; 32] = {
+        let mut turns = [0; 32];
+        let mut i = 0;
+        while i < 32 {
+            turns[i] = i as u16 / 2 + if i % 2 == 0 { 0 } else { 16 };
+            i += 1;
+        }
+        turns
+    };
+    // SAFETY: the transmute renames 512 bits, and there are as many at `TURNS`.
+    unsafe {
+        let rounded = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
+        [rounded, _mm512_permutexvar_epi16(turns, rounded)].map(|x| _mm512_castsi512_ps(x))
+    }
 }
