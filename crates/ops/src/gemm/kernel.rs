@@ -79,10 +79,13 @@ type Kernel = unsafe fn(&TileArgs);
 macro_rules! table {
     (halves $($function:tt)+) => {
         Some([
-            $($function)+::<1> as Kernel, $($function)+::<2> as Kernel, $($function)+::<3> as Kernel,
-            $($function)+::<4> as Kernel, $($function)+::<5> as Kernel, $($function)+::<6> as Kernel,
-            $($function)+::<7> as Kernel, $($function)+::<8> as Kernel,
+            table!(@half 1, $($function)+), table!(@half 2, $($function)+), table!(@half 3, $($function)+),
+            table!(@half 4, $($function)+), table!(@half 5, $($function)+), table!(@half 6, $($function)+),
+            table!(@half 7, $($function)+), table!(@half 8, $($function)+),
         ])
+    };
+    (@half $rows:literal, $($function:tt)+) => {
+        [$($function)+::<$rows, 0> as Kernel, $($function)+::<$rows, 1> as Kernel, $($function)+::<$rows, 2> as Kernel]
     };
     (@row $rows:literal, $($function:tt)+) => {
         [$($function)+::<$rows, 1> as Kernel, $($function)+::<$rows, 2> as Kernel, $($function)+::<$rows, 3> as Kernel]
@@ -120,8 +123,8 @@ pub(crate) struct Kernels {
     pub(crate) lanes: usize,
     /// What a unit holds.
     pub(crate) compute: Compute,
-    /// By rows less one, for half a vector, where halves are vectors, too.
-    pub(crate) halves: Option<[Kernel; MAX_ROWS]>,
+    /// By rows less one and the whole vectors beside it, for half a vector, where halves are vectors, too.
+    pub(crate) halves: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
     /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
     pub(crate) are_tiles: bool,
     /// Units of depth for each line that kernels ask for ahead.
@@ -180,7 +183,7 @@ impl Kernels {
 
 #[cfg(target_arch = "x86_64")]
 impl Kernels {
-    /// As [`run`](Self::run) for so many lanes: whole vectors, or half a one.
+    /// As [`run`](Self::run) for so many lanes: up to three whole vectors, or half a one and up to two before it.
     ///
     /// # Safety
     /// As there. Only where there are halves.
@@ -189,7 +192,7 @@ impl Kernels {
         // SAFETY: the caller's promise is handed on.
         unsafe {
             match self.halves {
-                Some(halves) if lanes < self.lanes => halves[rows - 1](args),
+                Some(halves) if !lanes.is_multiple_of(self.lanes) => halves[rows - 1][lanes / self.lanes](args),
                 _ => self.run(rows, lanes / self.lanes, args),
             }
         }
@@ -213,6 +216,15 @@ pub(crate) trait Math {
     unsafe fn splat(row: *const u32, at: usize) -> Self::Units;
     fn add_product(sums: Self::Sums, a: Self::Units, b: Self::Units) -> Self::Sums;
     fn prefetch(at: *const u32);
+}
+
+/// A [`Math`] whose vectors have halves that are vectors, too.
+#[cfg(target_arch = "x86_64")]
+trait Halves: Math {
+    type Half: Math;
+
+    /// The first half of units that are all alike.
+    fn half(units: Self::Units) -> <Self::Half as Math>::Units;
 }
 
 struct F32<S>(S);
@@ -321,6 +333,48 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
             at += args.a_step;
         }
         end::<M, ROWS, VECTORS>(args, &sums);
+    }
+}
+
+/// As [`tile`] for `VECTORS` vectors and half of one behind them: they share what is loaded of A.
+///
+/// # Safety
+/// As for [`Kernel`].
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn tile_beside<M: Halves, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: as in `tile`.
+    unsafe {
+        let whole = VECTORS * M::WIDTH;
+        let half_args = TileArgs { tile: args.tile.add(whole), ..*args };
+        let mut sums = begin::<M, ROWS, VECTORS>(args);
+        let mut half_sums = begin::<M::Half, ROWS, 1>(&half_args);
+        let mut b = args.b;
+        let mut at = 0;
+        let (mut ahead, ahead_step) = args.ahead;
+        for _ in 0..args.depth {
+            for line in 0..=VECTORS {
+                M::prefetch(b.wrapping_add(B_AHEAD / 4 + line * LINE));
+            }
+            prefetch_far(ahead);
+            ahead = ahead.wrapping_add(ahead_step);
+            let mut columns = [M::units(b); VECTORS];
+            for (v, column) in columns.iter_mut().enumerate() {
+                *column = M::units(b.add(v * M::WIDTH));
+            }
+            let last = M::Half::units(b.add(whole));
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let row = M::splat(args.a[r], at);
+                for (sum, &column) in sums.iter_mut().zip(&columns) {
+                    *sum = M::add_product(*sum, row, column);
+                }
+                half_sums[r][0] = M::Half::add_product(half_sums[r][0], M::half(row), last);
+            }
+            b = b.add(whole + M::Half::WIDTH);
+            at += args.a_step;
+        }
+        end::<M, ROWS, VECTORS>(args, &sums);
+        end::<M::Half, ROWS, 1>(&half_args, &half_sums);
     }
 }
 

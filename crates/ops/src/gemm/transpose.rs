@@ -84,14 +84,14 @@ fn widened<T: Float>(pairs: __m512i) -> [__m512; 2] {
     [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(high)]
 }
 
-/// Writes unit u of row r to `to[u * width + r]`, of all 16 rows, or of the first eight where the width is eight.
+/// Writes unit u of row r to `to[u * width + r]`, of the first `lanes` rows: sixteen or eight.
 ///
 /// # Safety
 /// The machine must have AVX-512 F and DQ; `num_units` units must be readable from each pointer on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usize, to: &mut [u32]) {
-    let lanes = width.min(16);
+pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, (width, lanes): (usize, usize), to: &mut [u32]) {
+    assert!(matches!(lanes, 8 | 16) && lanes <= width, "lanes of a unit");
     assert!(num_units == 0 || to.len() >= (num_units - 1) * width + lanes, "room for the transposed rows");
     let blocks = num_units / 16;
     for block in 0..blocks {

@@ -52,37 +52,44 @@ pub(crate) fn takes_blocks(kernels: &Kernels, rows: usize) -> bool {
     are_there(kernels) && kernels.compute == Compute::Bf16 && (1..=MAX_TURNED).contains(&rows)
 }
 
-/// Rows as lanes: panels of some vectors, and at the end half a vector where that is enough.
+/// Rows as lanes: panels of some vectors, and at the end, where half a vector is enough, one of half a vector, alone or beside one or
+/// two whole ones.
 #[derive(Clone, Copy)]
 pub(super) struct Lanes {
     panels: Panels,
-    /// Rows in the panels.
+    /// Rows in the panels of whole vectors.
     whole: usize,
-    has_half: bool,
+    /// Lanes of the panel that ends in half a vector, or 0.
+    last: usize,
 }
 
 impl Lanes {
     fn of(rows: usize) -> Self {
-        let has_half = (1..=HALF).contains(&(rows % LANES));
-        let whole = if has_half { rows / LANES * LANES } else { rows };
-        Self { panels: Panels::of(whole, LANES), whole, has_half }
+        if !(1..=HALF).contains(&(rows % LANES)) {
+            return Self::whole(rows);
+        }
+        let vectors = rows / LANES;
+        // So many beside the half that panels of whole vectors need not be of a single one.
+        let beside = if vectors % widest(LANES) == 2 { 2 } else { vectors.min(1) };
+        let whole = (vectors - beside) * LANES;
+        Self { panels: Panels::of(whole, LANES), whole, last: beside * LANES + HALF }
     }
 
     /// In whole vectors alone.
     pub(super) fn whole(rows: usize) -> Self {
-        Self { panels: Panels::of(rows, LANES), whole: rows, has_half: false }
+        Self { panels: Panels::of(rows, LANES), whole: rows, last: 0 }
     }
 
     #[inline(always)]
     pub(super) fn count(&self) -> usize {
-        self.panels.count + usize::from(self.has_half)
+        self.panels.count + usize::from(self.last > 0)
     }
 
     /// First row and width of a panel.
     #[inline(always)]
     pub(super) fn panel(&self, index: usize) -> (usize, usize) {
         if index == self.panels.count {
-            return (self.whole, HALF);
+            return (self.whole, self.last);
         }
         let (first, _, width) = self.panels.panel(index);
         (first, width)
@@ -189,7 +196,7 @@ kernel! {
                 let rows = std::array::from_fn(|row| halves[row / MAX_ROWS][row % MAX_ROWS]);
                 // SAFETY: these tasks are made on machines with AVX-512 alone; `num_units` units of each row are readable:
                 // those without a row point at room for one.
-                unsafe { words(&rows, num_units, width, &mut to[lane..]) };
+                unsafe { words(&rows, num_units, (width, LANES.min(width - lane)), &mut to[lane..]) };
             }
         }
     }

@@ -2,10 +2,10 @@
 
 use core::arch::x86_64::{
     __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps,
-    _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    _mm512_castps512_ps256, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
-use super::{AVX2_ROWS, F32, Math, TileArgs, tile, tile_in_rounds};
+use super::{AVX2_ROWS, F32, Halves, Math, TileArgs, tile, tile_beside, tile_in_rounds};
 use crate::simd::{Avx2, Avx512, Level};
 
 /// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
@@ -68,6 +68,26 @@ macro_rules! pairs {
 pairs!(Bf16Dot, __m512, __m512bh, 16, _mm512_setzero_ps, _mm512_loadu_ps, _mm512_storeu_ps, Avx512, _mm512_dpbf16_ps);
 pairs!(HalfBf16Dot, __m256, __m256bh, 8, _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, Avx2, _mm256_dpbf16_ps);
 
+impl Halves for Bf16Dot {
+    type Half = HalfBf16Dot;
+
+    #[inline(always)]
+    fn half(units: __m512) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm512_castps512_ps256(units) }
+    }
+}
+
+impl Halves for F32<Avx512> {
+    type Half = F32<Avx2>;
+
+    #[inline(always)]
+    fn half(units: __m512) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm512_castps512_ps256(units) }
+    }
+}
+
 /// # Safety
 /// As for [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
@@ -84,20 +104,34 @@ pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &Tile
     unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
 }
 
+/// Of `VECTORS` vectors and half of one.
+///
 /// # Safety
 /// As for [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-pub(super) unsafe fn half_bf16<const ROWS: usize>(args: &TileArgs) {
+pub(super) unsafe fn half_bf16<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: the caller's promise is handed on.
-    unsafe { tile::<HalfBf16Dot, ROWS, 1>(args) }
+    unsafe {
+        match VECTORS {
+            0 => tile::<HalfBf16Dot, ROWS, 1>(args),
+            _ => tile_beside::<Bf16Dot, ROWS, VECTORS>(args),
+        }
+    }
 }
 
+/// Of `VECTORS` vectors and half of one.
+///
 /// # Safety
 /// As for [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) unsafe fn half<const ROWS: usize>(args: &TileArgs) {
+pub(super) unsafe fn half<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: the caller's promise is handed on.
-    unsafe { tile::<F32<Avx2>, ROWS, 1>(args) }
+    unsafe {
+        match VECTORS {
+            0 => tile::<F32<Avx2>, ROWS, 1>(args),
+            _ => tile_beside::<F32<Avx512>, ROWS, VECTORS>(args),
+        }
+    }
 }
 
 /// # Safety
