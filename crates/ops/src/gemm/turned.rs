@@ -12,6 +12,7 @@ use super::store::Room;
 use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
 use super::{Compute, Finish, Form, Group, Part, Place, Product, Work, convert_row, tile_slice};
+use crate::parallel::piece_range;
 use crate::simd::kernel;
 
 /// The most rows of a group for which packing them is better than packing B.
@@ -167,7 +168,8 @@ impl Work<'_> {
                 let sums = &mut sums[held * tiles_of_panel..][..tiles_of_panel];
                 let panel = task.panels.0 + offset;
                 for (pair, sums) in sums.chunks_exact_mut(lanes.count() * TILES).enumerate() {
-                    self.sum_panel((panel, pair), &lanes, part, (packed, &mut *a_room), sums);
+                    let asked = part.is_last.then_some(epilogue);
+                    self.sum_panel((panel, pair), &lanes, part, (packed, &mut *a_room), sums, asked);
                 }
                 if part.is_last {
                     self.turn_back(panel, &lanes, sums, (out, &mut room), epilogue);
@@ -212,10 +214,16 @@ impl Work<'_> {
         part: Part,
         (packed, room): (&[u32], &mut [u32]),
         sums: &mut [Tile],
+        asked: Option<&dyn Finish>,
     ) {
         let Self { group, ref kernels, .. } = *self;
         let (_, columns, _) = self.panels().panel(panel);
-        for block in 0..columns.div_ceil(MAX_ROWS) {
+        let num_blocks = columns.div_ceil(MAX_ROWS);
+        for block in 0..num_blocks {
+            if let Some(epilogue) = asked {
+                let share = pair * num_blocks + block;
+                self.ask_for_rows(panel, (share, num_blocks * self.product.num_tiles()), epilogue);
+            }
             let rows = Rows { panel, pair, block };
             let first = self.column_of(rows);
             let count = (columns - block * MAX_ROWS).min(MAX_ROWS);
@@ -253,6 +261,14 @@ impl Work<'_> {
                 }
             }
         }
+    }
+
+    /// Asks for a share of what the epilogue will write: all at once would hold up the loads of the kernels.
+    fn ask_for_rows(&self, panel: usize, (share, num_shares): (usize, usize), epilogue: &dyn Finish) {
+        let rows = piece_range(share, self.group.rows.div_ceil(num_shares), self.group.rows);
+        let (column, columns, _) = self.panels().panel(panel);
+        let rows = (self.task.rows.0 + rows.start, rows.len());
+        epilogue.ask_ahead(Place { group: self.task.group, rows, columns: (column, columns), panel });
     }
 
     /// Brings a row of B into units where it cannot be read as it lies.
