@@ -4,10 +4,11 @@
 //! vector of 16 units. Rows are read from end to end, and all panels grow at once.
 
 use core::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm256_maskz_loadu_epi16, _mm512_castps_si512,
-    _mm512_castsi512_ps, _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh,
-    _mm512_cvtph_ps, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps, _mm512_maskz_mul_ps, _mm512_or_si512,
-    _mm512_set1_ps, _mm512_shuffle_i64x2, _mm512_slli_epi32, _mm512_storeu_si512,
+    __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm256_maskz_loadu_epi16, _mm512_add_epi16,
+    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
+    _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_loadu_si512, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps,
+    _mm512_maskz_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_set1_epi16, _mm512_set1_ps,
+    _mm512_shuffle_i64x2, _mm512_slli_epi32, _mm512_storeu_si512,
 };
 
 use std::ops::Range;
@@ -107,7 +108,7 @@ macro_rules! in_vectors {
 
 /// A function that packs columns, of units that `$fetch` makes of `$size` rows.
 macro_rules! packing {
-    ($name:ident, $features:literal, $size:literal, $fetch:ident) => {
+    ($name:ident, $features:literal, $size:literal, $fetch:ident, $fill:ident) => {
         in_vectors! {
             $features,
             fn $name[T: Float](columns: &Columns<'_>, x: &[T], to: &mut [u32]) {
@@ -130,9 +131,7 @@ macro_rules! packing {
                         } else {
                             for (unit, rows) in (unit..).zip(&rows).take(num_rows) {
                                 let to = &mut to[start + unit * width..][..width];
-                                for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
-                                    store($fetch(rows, column), to);
-                                }
+                                $fill(rows, at, to);
                             }
                             (start, at, panel) = (start + num_units * width, at + width, panel + 1);
                         }
@@ -142,8 +141,8 @@ macro_rules! packing {
         }
     };
 }
-packing!(pack_singles, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2", 1, single);
-packing!(pack_pairs, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2", 2, pair);
+packing!(pack_singles, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2", 1, single, singles);
+packing!(pack_pairs, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2", 2, pair, pairs);
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
@@ -176,6 +175,16 @@ in_vectors! {
     /// Sixteen elements of a row from `at` on times its factor, zeros beyond its end.
     fn single[T: Float](rows: &[Row<'_, T>; 1], at: usize) -> __m512i {
         _mm512_castps_si512(widened(&rows[0], at))
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
+    /// The elements of a row from `at` on, whole vectors of them.
+    fn singles[T: Float](rows: &[Row<'_, T>; 1], at: usize, to: &mut [u32]) {
+        for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
+            store(single(rows, column), to);
+        }
     }
 }
 
@@ -232,6 +241,58 @@ in_vectors! {
     fn pair[T: Float](rows: &[Row<'_, T>; 2], at: usize) -> __m512i {
         let [low, high] = [halves(&rows[0], at), halves(&rows[1], at)];
         _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
+    }
+}
+
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// Pairs of elements of two rows from `at` on, whole vectors of them.
+    fn pairs[T: Float](rows: &[Row<'_, T>; 2], at: usize, to: &mut [u32]) {
+        let [low, high] = rows;
+        let len = low.x.len().min(high.x.len());
+        let have_factors = low.factor.is_some() || high.factor.is_some();
+        if T::DTYPE == DType::BF16 && !have_factors && to.len() >= 2 * LANES && len >= at + to.len() {
+            // SAFETY: the elements from `at` on are bf16, and as many as there are places.
+            return unsafe { pairs_in_place([low.x[at..].as_ptr().cast(), high.x[at..].as_ptr().cast()], to) };
+        }
+        for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
+            store(pair(rows, column), to);
+        }
+    }
+}
+
+/// Pairs of elements of 16 bits of two rows, two vectors of them at a time; the last two may overlap those before.
+///
+/// # Safety
+/// The machine must have the instructions; each row must have as many elements as there are places, whole vectors and at least two.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
+unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {
+    /// Of 32 elements and 32 others the first sixteen of both in turn; the other sixteen lie sixteen further.
+    const TURNS: [u16; 2 * LANES] = {
+        let mut turns = [0; 2 * LANES];
+        let mut i = 0;
+        while i < 2 * LANES {
+            turns[i] = (i / 2 + i % 2 * 2 * LANES) as u16;
+            i += 1;
+        }
+        turns
+    };
+    // SAFETY: loads and stores are inside what the caller promises, and `TURNS` is a vector.
+    unsafe {
+        let first = _mm512_loadu_si512(TURNS.as_ptr().cast());
+        let second = _mm512_add_epi16(first, _mm512_set1_epi16(LANES as i16));
+        let mut at = 0;
+        while at < to.len() {
+            let from = at.min(to.len() - 2 * LANES);
+            let (low, high) = (_mm512_loadu_si512(low.add(from).cast()), _mm512_loadu_si512(high.add(from).cast()));
+            let to = to.as_mut_ptr().add(from);
+            if from == at {
+                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(low, first, high));
+            }
+            _mm512_storeu_si512(to.add(LANES).cast(), _mm512_permutex2var_epi16(low, second, high));
+            at += 2 * LANES;
+        }
     }
 }
 
