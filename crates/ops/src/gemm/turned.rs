@@ -8,6 +8,7 @@
 use core::arch::x86_64::_mm512_storeu_ps;
 
 use super::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile, TileArgs, widest};
+use super::source::Source;
 use super::store::Room;
 use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
@@ -217,30 +218,26 @@ impl Work<'_> {
         asked: Option<&dyn Finish>,
     ) {
         let Self { group, ref kernels, .. } = *self;
-        let (_, columns, _) = self.panels().panel(panel);
+        let (column, columns, _) = self.panels().panel(panel);
+        let first = column + pair * group.columns;
         let num_blocks = columns.div_ceil(MAX_ROWS);
+        let is_made = group.b.blocks.is_some() || group.b.is_widened();
+        let mut later = Later::new(&group.b, part, lanes.count());
         for block in 0..num_blocks {
             if let Some(epilogue) = asked {
                 let share = pair * num_blocks + block;
                 self.ask_for_rows(panel, (share, num_blocks * self.product.num_tiles()), epilogue);
             }
-            let rows = Rows { panel, pair, block };
-            let first = self.column_of(rows);
+            let first = first + block * MAX_ROWS;
             let count = (columns - block * MAX_ROWS).min(MAX_ROWS);
-            let is_made = group.b.blocks.is_some() || group.b.is_widened();
-            if is_made {
+            let a = if is_made {
                 let rooms = room.chunks_exact_mut(part.num_units).take(count);
                 rooms.zip(first..).for_each(|(to, row)| self.make_row(row, part, to));
-            }
-            let a: [_; MAX_ROWS] = std::array::from_fn(|row| {
-                let row = row.min(count - 1);
-                if is_made {
-                    return room[row * part.num_units..][..part.num_units].as_ptr();
-                }
-                let row = group.b.direct(first + row, part.start, part.depth, self.format());
-                row.expect("rows of weights in place")
-            });
-            let mut later = Later::of(self, rows, part, lanes.count());
+                std::array::from_fn(|row| room[row.min(count - 1) * part.num_units..][..part.num_units].as_ptr())
+            } else {
+                self.rows_in_place(first, count, part)
+            };
+            later.begin(self.rows_after(Rows { panel, pair, block }, part.start));
             for lane in 0..lanes.count() {
                 let (first, width) = lanes.panel(lane);
                 let b = &packed[first * part.num_units..][..width * part.num_units];
@@ -248,12 +245,12 @@ impl Work<'_> {
                 for (at, len) in later.stretches(part.num_units) {
                     let args = TileArgs {
                         depth: len,
-                        a: a.map(|row| row.wrapping_add(at)),
+                        a: a.map(|row: *const u32| row.wrapping_add(at)),
                         a_step: 1,
                         b: b[at * width..].as_ptr(),
                         tile,
                         is_continued: !part.is_first || at > 0,
-                        ahead: later.next(len),
+                        ahead: later.next(),
                     };
                     // SAFETY: the kernels fit the context's instruction set; `a` points at rows of `num_units` units, as
                     // checked where the pointers were made, and `b` is a packed panel.
@@ -261,6 +258,19 @@ impl Work<'_> {
                 }
             }
         }
+    }
+
+    /// The units of `count` rows of B from `first` on where they lie, and of the last one for the rows beyond.
+    #[inline(always)]
+    fn rows_in_place(&self, first: usize, count: usize, part: Part) -> [*const u32; MAX_ROWS] {
+        let (b, format) = (&self.group.b, self.format());
+        let row = |row: usize| b.direct(first + row, part.start, part.depth, format).expect("rows of weights in place");
+        // Without a gap between them all rows lie between the first and the last.
+        let ([head, last], step) = ([row(0), row(count - 1)], format.units_of(b.stride));
+        if last == head.wrapping_add((count - 1) * step) {
+            return std::array::from_fn(|row| head.wrapping_add(row.min(count - 1) * step));
+        }
+        std::array::from_fn(|at| row(at.min(count - 1)))
     }
 
     /// Asks for a share of what the epilogue will write: all at once would hold up the loads of the kernels.
@@ -350,44 +360,49 @@ impl Work<'_> {
 /// The rows of B that come next, asked for while some are multiplied.
 struct Later {
     at: *const u8,
-    /// Bytes of a row's part, and to the next row.
-    len: usize,
-    stride: usize,
-    /// Kernel calls in which all of them are asked for, and for each panel of lanes.
-    num_calls: usize,
-    calls_of_panel: usize,
+    /// Units of a kernel call: all, or a stretch of them.
+    stretch: usize,
+    /// Bytes from what one call asks for first to what the next does, how often it goes on by that, and bytes to go on by with each unit.
+    share: usize,
+    most: usize,
+    step: usize,
     call: usize,
 }
 
 impl Later {
+    /// For rows of a part of the depth and so many panels of lanes.
     #[inline(always)]
-    fn of(work: &Work<'_>, rows: Rows, part: Part, num_panels: usize) -> Self {
-        let b = &work.group.b;
+    fn new(b: &Source<'_>, part: Part, num_panels: usize) -> Self {
         let (len, stride) = (b.bytes_of(part.depth), b.row_step());
         // Rows that lie end to end are one run. Of others each call asks for one.
-        let calls_of_panel = if len == stride { 1 } else { MAX_ROWS.div_ceil(num_panels) };
-        let num_calls = calls_of_panel * num_panels;
-        Self { at: work.rows_after(rows, part.start), len, stride, num_calls, calls_of_panel, call: 0 }
+        let are_one = len == stride;
+        let calls_of_panel = if are_one { 1 } else { MAX_ROWS.div_ceil(num_panels) };
+        let stretch = part.num_units.div_ceil(calls_of_panel);
+        let share = if are_one { (MAX_ROWS * len).div_ceil(num_panels) } else { len };
+        let step = share.div_ceil(stretch).min(64);
+        let (share, most) = if are_one { (share, usize::MAX) } else { (stride, MAX_ROWS - 1) };
+        Self { at: std::ptr::null(), stretch, share, most, step, call: 0 }
+    }
+
+    /// Some rows are multiplied that are followed by those at an address.
+    #[inline(always)]
+    fn begin(&mut self, next: *const u8) {
+        (self.at, self.call) = (next, 0);
     }
 
     /// First unit and number of units of each call of a panel of lanes.
     #[inline(always)]
     fn stretches(&self, num_units: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let len = num_units.div_ceil(self.calls_of_panel);
-        (0..num_units).step_by(len).map(move |at| (at, len.min(num_units - at)))
+        let len = self.stretch;
+        (0..num_units.div_ceil(len)).map(move |call| (call * len, len.min(num_units - call * len)))
     }
 
-    /// What the next call, of so many units, asks for: an address and the bytes to go on by with each unit.
+    /// What the next call asks for: an address and the bytes to go on by with each unit.
     #[inline(always)]
-    fn next(&mut self, num_units: usize) -> (*const u8, usize) {
-        let call = self.call;
+    fn next(&mut self) -> (*const u8, usize) {
+        let at = self.at.wrapping_add(self.call.min(self.most) * self.share);
         self.call += 1;
-        if self.len == self.stride {
-            let share = (MAX_ROWS * self.len).div_ceil(self.num_calls);
-            (self.at.wrapping_add(call * share), share.div_ceil(num_units).min(64))
-        } else {
-            (self.at.wrapping_add(call.min(MAX_ROWS - 1) * self.stride), self.len.div_ceil(num_units).min(64))
-        }
+        (at, self.step)
     }
 }
 
