@@ -1,11 +1,11 @@
 //! The output layer and its loss in one: logits `x w^T`, softmax cross entropy, and both gradients.
 //!
 //! Logits exist for a chunk of tokens at a time, never for all, so memory stays bounded for large vocabularies. The
-//! gradient of the logits overwrites them.
+//! gradient of the logits overwrites them, or takes their place in bf16 where products take it so.
 
 mod part;
 
-use moeworks_tensor::{DType, Device, Tensor};
+use moeworks_tensor::{DType, Device, Tensor, bf16};
 
 use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::{add_rows, copy_rows, sum_rows};
@@ -13,7 +13,7 @@ use crate::late::Late;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
-use crate::{Context, vmath};
+use crate::{Context, Isa, vmath};
 
 pub use part::{VocabularyPart, head_loss_backward_of_part, head_loss_of_part};
 
@@ -158,10 +158,15 @@ fn backward(
     (total(&losses), dx)
 }
 
-/// The loss of a chunk; with a scale, the logits are replaced by their gradient, which on a GPU is rounded to the type given.
+/// The loss of a chunk; with a scale, the logits are replaced by their gradient, rounded to the type that products take them in.
 fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Late<HeadLoss> {
     let Some(on) = On::of(ctx) else {
-        return Late::now(sum_losses(&row_losses(ctx, logits, targets, grads.map(|(scale, _)| scale)), targets));
+        let mut rounded = grads.and_then(|(_, dtype)| room_for_rounded(ctx, logits, dtype));
+        let losses = row_losses(ctx, (logits, rounded.as_mut()), targets, grads.map(|(scale, _)| scale));
+        if let Some(rounded) = rounded {
+            *logits = rounded;
+        }
+        return Late::now(sum_losses(&losses, targets));
     };
     let (rows, targets) = (cuda::head_loss::softmax_rows(on, logits, targets, grads), targets.to_vec());
     Late::new(move || {
@@ -185,7 +190,7 @@ fn sum_losses(losses: &[RowLoss], targets: &[u32]) -> HeadLoss {
 }
 
 /// What each row of logits gives, nothing for one that is ignored.
-fn row_losses(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: Option<f32>) -> Vec<RowLoss> {
+fn row_losses(ctx: &Context, logits: Rows<'_>, targets: &[u32], grad_scale: Option<f32>) -> Vec<RowLoss> {
     map_rows(ctx, logits, targets, |_, row, target| {
         if target != IGNORE {
             return row_kernel(ctx.isa(), row, target as usize, grad_scale);
@@ -198,10 +203,20 @@ fn row_losses(ctx: &Context, logits: &mut Tensor, targets: &[u32], grad_scale: O
     })
 }
 
-/// `work(token, row, target)` of every row of logits, some rows a task.
+/// Logits, and where their rows are to be put in bf16.
+type Rows<'a> = (&'a mut Tensor, Option<&'a mut Tensor>);
+
+/// Where gradients of logits go in bf16, if products take them so: otherwise each of the two would round them again for every few of
+/// its columns.
+fn room_for_rounded(ctx: &Context, logits: &Tensor, dtype: DType) -> Option<Tensor> {
+    let are_rounded = dtype == DType::BF16 && matches!(ctx.isa(), Isa::Avx512Bf16 | Isa::Amx);
+    are_rounded.then(|| ctx.empty(logits.shape(), DType::BF16))
+}
+
+/// `work(token, row, target)` of every row of logits, some rows a task; what it leaves in a row is then rounded.
 fn map_rows<R: Clone + Default + Send + Sync>(
     ctx: &Context,
-    logits: &mut Tensor,
+    (logits, rounded): Rows<'_>,
     targets: &[u32],
     work: impl Fn(usize, &mut [f32], u32) -> R + Sync,
 ) -> Vec<R> {
@@ -209,15 +224,27 @@ fn map_rows<R: Clone + Default + Send + Sync>(
     let rows_per_task = (PIECE / cols).max(1);
     let mut results = vec![R::default(); targets.len()];
     let lent = Lent::new(&mut results);
+    let rounded = rounded.map(|rounded| Lent::new(rounded.bf16s_mut()));
     ctx.threads().run_pieces(logits.f32s_mut(), rows_per_task * cols, |task, rows| {
         let range = piece_range(task, rows_per_task, targets.len());
         // SAFETY: the tasks' rows do not overlap.
         let results = unsafe { lent.range(range.clone()) };
         for ((token, row), result) in range.zip(rows.chunks_exact_mut(cols)).zip(results) {
             *result = work(token, row, targets[token]);
+            if let Some(rounded) = &rounded {
+                // SAFETY: as above.
+                round_row(ctx.isa(), row, unsafe { rounded.range(token * cols..(token + 1) * cols) });
+            }
         }
     });
     results
+}
+
+kernel! {
+    bf16
+    fn round_row<S: Level>(from: &[f32], to: &mut [bf16]) {
+        S::round_all(from, to);
+    }
 }
 
 #[derive(Clone, Copy, Default)]

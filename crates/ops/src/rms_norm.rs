@@ -13,7 +13,7 @@ use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::add_assign;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
+use crate::simd::{Float, LANES, kernel, store_all, sum_lanes, with_float};
 pub use parts::{rms_norm_part, rms_norm_part_backward, row_products};
 
 /// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out` is
@@ -40,7 +40,11 @@ pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType
     (y, inv_rms)
 }
 
+/// Elements that are rounded by one instruction.
+const ROUNDED: usize = 32;
+
 kernel! {
+    bf16 if matches!(Y::DTYPE, DType::BF16);
     fn forward_kernel<S: Level, X: Float, Y: Float>(
         x: &[X],
         weight: &[f32],
@@ -62,7 +66,22 @@ kernel! {
             }
             let scale = 1.0 / (sum_lanes(lanes) / width as f32 + eps).sqrt();
             *inv_rms = scale;
-            for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
+            if !matches!(Y::DTYPE, DType::BF16) {
+                for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
+                    *y = Y::store(x.load() * scale * weight);
+                }
+                continue;
+            }
+            let ((x, last_x), (y, last_y)) = (x.as_chunks::<ROUNDED>(), y.as_chunks_mut::<ROUNDED>());
+            let (weights, last_weights) = weight.as_chunks::<ROUNDED>();
+            for ((y, x), weights) in y.iter_mut().zip(x).zip(weights) {
+                let mut normed = [0.0; ROUNDED];
+                for i in 0..ROUNDED {
+                    normed[i] = x[i].load() * scale * weights[i];
+                }
+                store_all::<S, Y>(&normed, y);
+            }
+            for ((y, x), weight) in last_y.iter_mut().zip(last_x).zip(last_weights) {
                 *y = Y::store(x.load() * scale * weight);
             }
         }

@@ -4,10 +4,11 @@
 //! against it, and the target's logit if it has it; from all ranks' it finds the same loss as they, and the gradients of its own
 //! logits. One collective a chunk of tokens carries this: the sums are brought to the common largest logit afterwards.
 
-use moeworks_tensor::Tensor;
+use moeworks_tensor::{DType, Tensor};
 
 use super::{
-    HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest, map_rows, tokens_of_chunk,
+    HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest, map_rows, room_for_rounded,
+    tokens_of_chunk,
 };
 use crate::Context;
 use crate::late::Late;
@@ -62,17 +63,19 @@ pub fn head_loss_backward_of_part(
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
     let step = part.tokens_of_chunk(ctx);
+    let dtype = if weights.1.is_none() { weights.0.dtype() } else { DType::F32 };
     let softmax: Softmax<'_> =
-        &mut |logits, targets| Late::now(softmax_rows(ctx, logits, targets, (Some(grad_scale), &mut *part)));
+        &mut |logits, targets| Late::now(softmax_rows(ctx, logits, targets, (Some((grad_scale, dtype)), &mut *part)));
     backward(ctx, x, weights, (targets, step), (write, softmax), grads)
 }
 
-/// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient.
+/// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient, rounded to the type that
+/// products take them in.
 fn softmax_rows(
     ctx: &Context,
     logits: &mut Tensor,
     targets: &[u32],
-    (grad_scale, part): (Option<f32>, &mut VocabularyPart<'_>),
+    (grads, part): (Option<(f32, DType)>, &mut VocabularyPart<'_>),
 ) -> HeadLoss {
     let own = part.starts[part.rank]..part.starts[part.rank + 1];
     let place = |target: u32| own.contains(&(target as usize)).then(|| target as usize - own.start);
@@ -80,13 +83,17 @@ fn softmax_rows(
     let all = (part.gather)(told.as_flattened());
     let all: Vec<&[Told]> = all.as_chunks().0.chunks(targets.len()).collect();
     let (loss, factors) = combine(&all, targets, part);
-    let Some(scale) = grad_scale else { return loss };
-    map_rows(ctx, logits, targets, |token, row, target| {
+    let Some((scale, dtype)) = grads else { return loss };
+    let mut rounded = room_for_rounded(ctx, logits, dtype);
+    map_rows(ctx, (logits, rounded.as_mut()), targets, |token, row, target| {
         row.iter_mut().for_each(|x| *x *= scale * factors[token]);
         if let Some(place) = place(target) {
             row[place] -= scale;
         }
     });
+    if let Some(rounded) = rounded {
+        *logits = rounded;
+    }
     loss
 }
 
@@ -117,7 +124,7 @@ fn tell(
     targets: &[u32],
     place: &(dyn Fn(u32) -> Option<usize> + Sync),
 ) -> Vec<Told> {
-    map_rows(ctx, logits, targets, |_, row, target| {
+    map_rows(ctx, (logits, None), targets, |_, row, target| {
         if target == IGNORE {
             row.fill(0.0);
             return Told::default();
