@@ -44,12 +44,12 @@ const MAX_UNTURNED: usize = 4;
 
 /// The same where pairs of bf16 are multiplied, which takes half the products, and the rows of A lie in the first-level cache: where
 /// they have at most [`CLOSE_PAIRS`] elements.
-const MAX_UNTURNED_PAIRS: usize = 10;
+const MAX_UNTURNED_PAIRS: usize = 8;
 
 /// Elements of rows of A that stay in half of a first-level cache of 32 KiB beside the weights that pass by.
 const CLOSE_PAIRS: usize = 7680;
 
-/// Bytes of a group's weights from which on they hardly lie in a cache.
+/// Bytes of all groups' weights, about, from which on they hardly lie in a cache.
 const MEMORY_BYTES: usize = 1 << 20;
 
 /// Bytes of weights that a task of the form `A B^T` streams, at least: some ten microseconds.
@@ -79,7 +79,7 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
 /// vector of weights, where these come from memory. What lies in caches stays with sums in many lanes, which round less.
 fn is_better_turned(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return group.b.bytes_of(group.depth) * group.columns * product.num_tiles() >= MEMORY_BYTES
+    return group.b.bytes_of(group.depth) * group.columns * product.num_tiles() * product.groups.len() >= MEMORY_BYTES
         && turned::takes(product, group, kernels);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
