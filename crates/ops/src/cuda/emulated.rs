@@ -14,6 +14,7 @@ use super::blas::{self, Blas, DenseProduct, Places, WORKSPACE_BYTES};
 use super::launch::{Launch, pointers};
 use super::library::reason;
 use super::sources::SOURCES;
+use super::tensor_map::{Matrices, TensorMap};
 use super::traffic::Meter;
 use super::{GpuError, cache};
 
@@ -81,6 +82,16 @@ impl Emulated {
     pub(super) fn hopper_processors(&self) -> Option<usize> {
         let processors = if self.kind.is_listed { LISTED_PROCESSORS } else { PROCESSORS };
         self.kind.is_hopper.then_some(processors)
+    }
+
+    /// A map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see both ways of copying.
+    pub(super) fn tensor_map(&self, stack: &Matrices) -> Option<TensorMap> {
+        let Matrices { address, columns, rows, count, box_rows } = *stack;
+        let has_maps = self.kind.is_hopper && !self.kind.is_reversed;
+        let mut map: TensorMap = [0; 32];
+        map[..2].copy_from_slice(&[address as u32, (address >> 32) as u32]);
+        map[2..6].copy_from_slice(&[columns, rows, count, box_rows]);
+        has_maps.then_some(map)
     }
 
     pub(super) fn meter(&self) -> &Meter {

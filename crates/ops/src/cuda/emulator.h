@@ -54,6 +54,12 @@ struct Copy { void* to; const void* from; bool is_there; };
 // A barrier whose phases count arrivals, in eight bytes of shared memory.
 struct Phases { u16 arrivals, left; u32 phase; };
 
+// A tensor's map: what the host's twin of the driver's function writes (`emulated.rs`), of elements of two bytes.
+struct Map { u64 address; u32 columns, rows, matrices, box_rows; };
+// What a phase waits for besides arrivals: tensor copies, and the bytes that it was told to expect.
+struct Box { unsigned char* to; Map map; u32 x, y, z; };
+struct Expected { const void* barrier; u32 bytes = 0; std::vector<Box> boxes; };
+
 // A product that is under way: where its sums are, how many columns, the descriptors of what is multiplied, and whether that are bytes
 // (E4M3, else bf16).
 struct Product { float* sums; u32 columns; u64 a, b; bool a_major, b_major, are_bytes, adds; };
@@ -89,6 +95,7 @@ struct Machine {
     std::vector<std::unique_ptr<Fiber>> fibers;
     Warp warps[MAX_THREADS / WARP];
     std::vector<unsigned char> memory;
+    std::vector<Expected> expected;
     unsigned char* shared = nullptr;
     Size block_index, block_size, grid_size, thread_index;
     Call* call = nullptr;
@@ -141,6 +148,7 @@ inline void enter(int thread) {
 inline void run_block(int threads, size_t shared_bytes, bool reversed) {
     Machine& m = *running;
     memset(m.shared, 0xff, shared_bytes);
+    m.expected.clear();
     for (int w = 0; w < threads / WARP; w++) m.warps[w].arrived = 0;
     for (int t = 0; t < threads; t++) {
         m.fibers[t]->state = READY;
@@ -406,10 +414,41 @@ static inline void phases_begin(u64* barrier, u32 arrivals) {
     emulator::Phases phases{(u16)arrivals, (u16)arrivals, 0};
     memcpy(barrier, &phases, 8);
 }
+static inline void phases_are_there() {}
+static inline void map_is_there(const void*) {}
+static inline emulator::Expected& emulated_expected(const u64* barrier) {
+    auto& all = emulator::running->expected;
+    for (auto& expected : all)
+        if (expected.barrier == barrier) return expected;
+    all.push_back({barrier});
+    return all.back();
+}
+static inline void expect_bytes(u64* barrier, u32 bytes) { emulated_expected(barrier).bytes += bytes; }
+static inline void copy_box(unsigned char* to, const void* map, u32 x, u32 y, u32 z, u64* barrier) {
+    if (shared_address(to) % 1024 != 0) emulator::fail("a box is not aligned to lines that are swapped");
+    emulated_expected(barrier).boxes.push_back({to, *(const emulator::Map*)map, x, y, z});
+}
+// Boxes come as late as they may: when a phase waits for nothing else.
+static inline void emulated_boxes(const u64* barrier) {
+    auto& expected = emulated_expected(barrier);
+    for (const auto& box : expected.boxes) {
+        const auto& map = box.map;
+        expected.bytes -= map.box_rows * 128;
+        for (u32 i = 0; i < map.box_rows * 64; i++) {
+            u32 at = i * 2, row = box.y + i / 64, column = box.x + i % 64;
+            bool is_there = row < map.rows && column < map.columns && box.z < map.matrices;
+            u64 from = ((u64)box.z * map.rows + row) * map.columns + column;
+            *(u16*)(box.to + (at ^ (at >> 7 & 7) << 4)) = is_there ? ((const u16*)map.address)[from] : 0;
+        }
+    }
+    if (expected.bytes != 0) emulator::fail("a phase expects other bytes than its tensor copies bring");
+    expected = {barrier};
+}
 static inline void phase_arrive(u64* barrier) {
     if (emulator_fiber().has_unseen_copies) emulator::fail("products may not read copies yet that a phase says are there");
     auto& phases = *(emulator::Phases*)barrier;
     if (--phases.left > 0) return;
+    emulated_boxes(barrier);
     phases.left = phases.arrivals;
     phases.phase++;
 }

@@ -33,6 +33,7 @@ pub(crate) mod ops;
 pub(crate) mod room;
 mod sources;
 mod steps;
+mod tensor_map;
 mod traffic;
 
 use std::collections::HashMap;
@@ -55,6 +56,8 @@ pub(crate) use nvidia::Copied;
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
 pub use room::RoomStats;
 pub use sources::{SOURCES, Source};
+pub(crate) use tensor_map::Matrices;
+pub use tensor_map::NO_TENSOR_COPIES_VARIABLE;
 pub use traffic::Traffic;
 
 /// A GPU, or its emulation. Cloning gives another handle.

@@ -16,6 +16,7 @@ use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
 use super::sources::{BLOCKS, E4M3, GROUPED_FP8, PEAK, PEAK_HOPPER, SOURCES};
 use super::steps::Node;
+use super::tensor_map::{BOX_COLUMNS, Matrices, TensorMap};
 use super::traffic::Meter;
 use super::{GpuError, Source};
 
@@ -187,6 +188,39 @@ impl Nvidia {
     /// Multiprocessors, if the compiler and the device both know Hopper's instructions.
     pub(super) fn hopper_processors(&self) -> Option<usize> {
         (self.target == Target::real(90)).then_some(self.processors)
+    }
+
+    /// The driver's map of matrices for tensor copies; none where it refuses, or where kernels have no such instruction.
+    pub(super) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
+        self.hopper_processors()?;
+        let Matrices { address, columns, rows, count, box_rows } = *matrices;
+        let dims = [columns, rows, count].map(u64::from);
+        let strides = [matrices.row_bytes(), matrices.row_bytes() * u64::from(rows)];
+        let (sizes, steps) = ([BOX_COLUMNS, box_rows, 1], [1; 3]);
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        // SAFETY: the driver writes the map, and reads three numbers of each list, of `strides` two; it does not touch the matrices.
+        let status = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                dims.len() as u32,
+                address as *mut c_void,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                sizes.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        status.result().ok()?;
+        let mut words: TensorMap = [0; 32];
+        for (pair, word) in words.chunks_exact_mut(2).zip(map.opaque) {
+            pair.copy_from_slice(&[word as u32, (word >> 32) as u32]);
+        }
+        Some(words)
     }
 
     pub(super) fn meter(&self) -> &Meter {

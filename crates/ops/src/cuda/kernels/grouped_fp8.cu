@@ -94,15 +94,15 @@ DEVICE void products(const RowTiles& tiles, const Scales& scales, const Epilogue
 #define SCALES const f32 *a_scales, const f32 *b_scales
 #define THE_SCALES Scales{a_scales, b_scales, (group_rows + 127) / 128, (depth + DEPTH - 1) / DEPTH}
 
-HOPPER_KERNEL(384) fp8_rows_nt(ROWS, STORE, u32 row_tiles, SCALES) {
+HOPPER_KERNEL(384) fp8_rows_nt(ROWS, STORE, ROW_LIST, SCALES) {
     products<false>(ROW_TILES(Narrow::COLUMNS), THE_SCALES, THE_STORE, nullptr);
 }
-HOPPER_KERNEL(384) fp8_up_paired(ROWS, ACTIVATE, u32 row_tiles, SCALES) {
+HOPPER_KERNEL(384) fp8_up_paired(ROWS, ACTIVATE, ROW_LIST, SCALES) {
     products<true>(ROW_TILES(Narrow::COLUMNS / 2), THE_SCALES, THE_ACTIVATE, nullptr);
 }
-HOPPER_KERNEL(384) fp8_up_single(ROWS, ACTIVATE, u32 row_tiles, SCALES) {
+HOPPER_KERNEL(384) fp8_up_single(ROWS, ACTIVATE, ROW_LIST, SCALES) {
     products<false>(ROW_TILES(Narrow::COLUMNS), THE_SCALES, THE_ACTIVATE, nullptr);
 }
-HOPPER_KERNEL(384) fp8_pull_back_rows(ROWS, PULL_BACK, u32 row_tiles, SCALES) {
+HOPPER_KERNEL(384) fp8_pull_back_rows(ROWS, PULL_BACK, ROW_LIST, SCALES) {
     products<false>(ROW_TILES(Narrow::COLUMNS), THE_SCALES, THE_PULL_BACK, parts);
 }

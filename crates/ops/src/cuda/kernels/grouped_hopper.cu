@@ -16,6 +16,8 @@ struct DepthTiles {
         p.row += (u64)group * depths.rows;
         return is_there;
     }
+    // The group's end is amid the rows that a box would have.
+    DEVICE_MEMBER const void* map() const { return nullptr; }
     // The tile's first row of its group's.
     DEVICE_MEMBER u32 first_row(const Problem& p) const { return (u32)(p.row - (u64)p.group * depths.rows); }
 };
@@ -63,19 +65,19 @@ DEVICE void products(const Tiles& tiles, const Epilogue& epilogue, f32* parts) {
 
 // ---- kernels: as those of the same names in grouped.cu; one dimension of blocks, any number ----
 
-HOPPER_KERNEL(384) hopper_rows_nt(ROWS, STORE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_rows_nt(ROWS, STORE, ROW_LIST) {
     products<true, true, false>(ROW_TILES(Wide::COLUMNS), THE_STORE, nullptr);
 }
-HOPPER_KERNEL(384) hopper_rows_nn(ROWS, STORE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_rows_nn(ROWS, STORE, ROW_LIST) {
     products<true, false, false>(ROW_TILES(Wide::COLUMNS), THE_STORE, nullptr);
 }
-HOPPER_KERNEL(384) hopper_up_paired(ROWS, ACTIVATE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_up_paired(ROWS, ACTIVATE, ROW_LIST) {
     products<true, true, true>(ROW_TILES(Wide::COLUMNS / 2), THE_ACTIVATE, nullptr);
 }
-HOPPER_KERNEL(384) hopper_up_single(ROWS, ACTIVATE, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_up_single(ROWS, ACTIVATE, ROW_LIST) {
     products<true, true, false>(ROW_TILES(Wide::COLUMNS), THE_ACTIVATE, nullptr);
 }
-HOPPER_KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, u32 row_tiles) {
+HOPPER_KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, ROW_LIST) {
     products<true, false, false>(ROW_TILES(Wide::COLUMNS), THE_PULL_BACK, parts);
 }
 HOPPER_KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups) {

@@ -1,5 +1,6 @@
-// Instructions of Hopper (sm_90a) alone: products by groups of four warps, straight from shared memory and without waiting, and
-// barriers in shared memory whose phases count arrivals. The emulator has a twin of each function but `descriptor`.
+// Instructions of Hopper (sm_90a) alone: products by groups of four warps, straight from shared memory and without waiting, barriers in
+// shared memory whose phases count arrivals and bytes, and copies of whole boxes of a tensor (TMA). The emulator has a twin of each
+// function but `descriptor`.
 #ifndef EMULATED
 
 // A block has a multiprocessor to itself. Both numbers are there because registers are only handed over in kernels that say so (PTX,
@@ -20,6 +21,25 @@ DEVICE void phase_wait(u64* barrier, u32 parity) {
         asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                      : "=r"(is_over) : "r"(shared_address(barrier)), "r"(parity) : "memory");
     } while (!is_over);
+}
+
+// By the thread that began barriers, before the block's other threads and tensor copies use them.
+DEVICE void phases_are_there() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// The barrier's phase is not over before as many bytes more have come by tensor copies.
+DEVICE void expect_bytes(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// Before the first copy by a map that the host wrote to the GPU's memory (CUDA programming guide, "Using TMA to transfer
+// multi-dimensional arrays").
+DEVICE void map_is_there(const void* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+// A tensor copy: the map's box from matrix z, row y, column x on goes to `to`, zeros where it is beyond the matrix. A row of the box is a
+// line of 128 bytes whose chunks are swapped as `descriptor` says. The barrier gets the bytes of the whole box.
+DEVICE void copy_box(unsigned char* to, const void* map, u32 x, u32 y, u32 z, u64* barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)) : "memory");
 }
 
 // Makes this thread's writes to shared memory visible to products, which read it another way than loads do.

@@ -1,7 +1,8 @@
 // How products go through a multiprocessor of Hopper (sm_90a): a block stays for many tiles of 128 rows. Its first four warps copy what
 // is multiplied into a ring of stages, lines of 128 bytes deep, and run ahead into the next tile; the other two groups of four multiply
 // 64 rows each straight from there (`wgmma`), and hand the sums to the epilogue by way of shared memory, so that it has eight
-// neighbouring columns at a time. Copies are asynchronous ones of 16 bytes and not tensor copies (TMA), which cannot gather rows.
+// neighbouring columns at a time. Rows of A are gathered, which tensor copies (TMA) cannot: they come by asynchronous copies of 16 bytes.
+// B comes by tensor copies where the host gave a map of it: one thread asks for what would be two thirds of all copies.
 //
 // Operands along the depth are copied as numbers of 16 bits, whatever they are.
 
@@ -31,6 +32,7 @@ template <typename T> struct Ring {
 struct RowTiles {
     Rows rows;
     u32 row_tiles, width;  // of the list; columns of a tile
+    const void* b_map;     // for tensor copies, or null
     DEVICE_MEMBER u32 column_tiles() const { return (rows.columns + width - 1) / width; }
     DEVICE_MEMBER u32 count() const { return row_tiles * column_tiles(); }
     DEVICE_MEMBER bool problem(u32 index, Problem& p) const {
@@ -40,6 +42,7 @@ struct RowTiles {
         return p.rows > 0;
     }
     DEVICE_MEMBER u32 first_row(const Problem&) const { return 0; }
+    DEVICE_MEMBER const void* map() const { return b_map; }
 };
 
 // ---- copying ----
@@ -104,12 +107,29 @@ template <bool A_MAJOR, bool B_MAJOR> struct Named {
     }
 };
 
+// A stage of B by tensor copies, whose bytes the stage's barrier waits for.
+template <typename T, bool B_MAJOR, bool IS_PAIRED>
+DEVICE void copy_boxes(unsigned char* b, const void* map, const Problem& p, u32 k, u64* full) {
+    const u32 BLOCK_BYTES = DEPTH * 128;
+    expect_bytes(full, T::COLUMNS * 128);
+    if constexpr (B_MAJOR) {
+        copy_box(b, map, k, p.column, p.group, full);
+        if constexpr (IS_PAIRED) copy_box(b + T::COLUMNS / 2 * 128, map, k, p.column + (u32)p.pair, p.group, full);
+    } else
+        for (u32 i = 0; i < T::COLUMNS / 64; i++) copy_box(b + i * BLOCK_BYTES, map, p.column + i * 64, k, p.group, full);
+}
+
 template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED>
-DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR, B_MAJOR>& named, u32 first_row, u32 k) {
+DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR, B_MAJOR>& named, u32 first_row, u32 k, const void* map,
+                       u64* full) {
     u32 edge = p.columns - p.column, pair = (u32)p.pair;
     unsigned char* b = to + A_BYTES;
     if constexpr (A_MAJOR) copy_rows<8>(to, p.a, [&](u32 i) { return named.a[i]; }, p.rows, k, p.depth);
     else copy_depths<TILE_ROWS>(to, p.a, named.a, first_row, p.rows, k, p.depth);
+    if (map) {
+        if (threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(b, map, p, k, full);
+        return;
+    }
     if constexpr (IS_PAIRED) {
         // The rows of all first columns of pairs, then those of their second ones.
         copy_rows<T::COLUMNS / 32>(b, p.b, [&](u32 i) { return named.b[0] + 16 * i; }, edge, k, p.depth);
@@ -126,6 +146,8 @@ template <typename T> DEVICE void say_full(const Ring<T>& ring, u32 count) {
 
 template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles>
 DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* stages) {
+    const void* map = tiles.map();
+    if (map && threadIdx.x == 0) map_is_there(map);
     u32 count = 0;
     for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
         Problem p;
@@ -138,7 +160,8 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
             Named<A_MAJOR, B_MAJOR> next = named;
             next.step(p, k + DEPTH);
             ring.wait_empty(count);
-            copy_stage<T, A_MAJOR, B_MAJOR, IS_PAIRED>(stages + count % T::STAGES * T::STAGE_BYTES, p, named, first_row, k);
+            unsigned char* to = stages + count % T::STAGES * T::STAGE_BYTES;
+            copy_stage<T, A_MAJOR, B_MAJOR, IS_PAIRED>(to, p, named, first_row, k, map, ring.full + count % T::STAGES);
             copy_commit();
             if (count >= LAG) {
                 copy_wait<LAG>();
@@ -188,11 +211,13 @@ DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
     SHARED(shared);
     u64* barriers = (u64*)(shared + T::BARRIERS_AT);
     Ring<T> ring = {barriers, barriers + T::STAGES};
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         for (u32 i = 0; i < T::STAGES; i++) {
             phases_begin(ring.full + i, COPIERS);
             phases_begin(ring.empty + i, MULTIPLYING_WARPS);
         }
+        phases_are_there();
+    }
     __syncthreads();
     // 128 x 104 and 256 x 200 registers are what 384 x 168 were.
     if (threadIdx.x < COPIERS) {
@@ -204,4 +229,5 @@ DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
     }
 }
 
-#define ROW_TILES(width) RowTiles{THE_ROWS, row_tiles, width}
+#define ROW_LIST u32 row_tiles, const void *b_map
+#define ROW_TILES(width) RowTiles{THE_ROWS, row_tiles, width, b_map}

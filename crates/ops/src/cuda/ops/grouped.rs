@@ -1,8 +1,8 @@
 //! Products on a GPU: of groups of rows with matrices of their own, and plain ones as one group.
 //!
 //! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once. Other bf16 products whose sizes are
-//! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; `wgmma` on Hopper, `mma.sync` elsewhere); all
-//! others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
+//! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; on Hopper `wgmma`, and tensor copies of matrices;
+//! `mma.sync` elsewhere); all others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
 use std::cell::OnceCell;
 
@@ -11,7 +11,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::router::list_tiles;
 use super::{On, blocks, elementwise};
 use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_FP8, GROUPED_HOPPER};
-use crate::cuda::{Arg, DenseProduct, Launch, Onto, Source};
+use crate::cuda::{Arg, DenseProduct, Launch, Matrices, Onto, Source};
 use crate::gemm::Form;
 use crate::linear::Write;
 
@@ -22,7 +22,8 @@ const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 /// of 64 in depth, sums of eight warps on their way, and barriers.
 const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
-const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * 64 * 2 + 8 * 16 * 40 * 4 + 8 * 8;
+const HOPPER_DEPTH: usize = 64;
+const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * 16 * 40 * 4 + 8 * 8;
 /// The same of products in eight-bit floats: square tiles, six stages of 128 in depth.
 const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * 16 * 40 * 4 + 12 * 8;
 /// Rows and columns of a plain block's tile.
@@ -317,12 +318,34 @@ impl RowsProduct<'_> {
         ];
         args.extend_from_slice(&epilogue.args);
         args.extend(kernel.last_arg(self.compute, grid[1]));
+        let map = self.b_map(on, kernel, b_stride);
+        if matches!(kernel, Kernel::Hopper { .. } | Kernel::Fp8 { .. }) {
+            args.push(on.read_or_none(map.as_ref()));
+        }
         args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));
         let (source, name) = kernel.source_and_name(epilogue.kernels, self.b.dtype());
         let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
         unsafe { on.gpu.launch(&launch) };
+    }
+
+    /// The map of B for tensor copies of Hopper's kernels, in the GPU's memory: boxes of a tile's columns, or of a pair's half of them,
+    /// where rows lie along the depth, and of a stage's depth where they lie across it.
+    fn b_map(&self, on: On<'_>, kernel: Kernel, b_stride: usize) -> Option<Tensor> {
+        if !matches!(kernel, Kernel::Hopper { .. } | Kernel::Fp8 { .. }) || self.addresses.is_some() {
+            return None;
+        }
+        let (rows, count) = match (self.groups, self.form) {
+            (Groups::Many { offsets, .. }, _) => (self.group_rows, offsets.len() - 1),
+            (Groups::One { .. }, Form::Nt) => (self.pair.unwrap_or(0) + self.columns, 1),
+            (Groups::One { .. }, _) => (self.depth, 1),
+        };
+        let box_rows = if self.form == Form::Nt { self.tile_columns(on) } else { HOPPER_DEPTH };
+        let [columns, rows, count, box_rows] = [b_stride, rows, count, box_rows].map(|size| u32::try_from(size).ok());
+        let (columns, rows, count, box_rows) = (columns?, rows?, count?, box_rows?);
+        let matrices = Matrices { address: on.gpu.address(self.b), columns, rows, count, box_rows };
+        Some(on.kept(&on.gpu.tensor_map(&matrices)?))
     }
 
     /// The sums as `[rows, columns]` of a type.

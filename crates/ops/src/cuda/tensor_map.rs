@@ -1,0 +1,76 @@
+//! Maps of weights for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a matrix.
+//!
+//! Not run on a GPU yet.
+
+use std::sync::OnceLock;
+
+use super::{Backend, Gpu};
+
+/// Set, it leaves tensor copies out: weights then come by copies of 16 bytes a thread, as rows of activations do. To compare, and where
+/// a driver has trouble with them.
+pub const NO_TENSOR_COPIES_VARIABLE: &str = "MOEWORKS_NO_TENSOR_COPIES";
+
+/// What the driver makes of [`Matrices`]: 128 bytes that kernels read by address (CUDA driver API, "Tensor Map Object Management").
+pub(super) type TensorMap = [u32; 32];
+
+/// Columns of a box: elements of 16 bits that are a line of 128 bytes.
+pub(super) const BOX_COLUMNS: u32 = 64;
+/// What addresses and rows must be multiples of, in bytes, and the most rows of a box.
+const ALIGN: u64 = 16;
+const MAX_BOX_ROWS: u32 = 256;
+
+/// `count` matrices of 16-bit elements, `[rows, columns]` each, one after the other, and the boxes of [`BOX_COLUMNS`] that are copied.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Matrices {
+    pub(crate) address: u64,
+    pub(crate) columns: u32,
+    pub(crate) rows: u32,
+    pub(crate) count: u32,
+    pub(crate) box_rows: u32,
+}
+
+impl Matrices {
+    /// Bytes of a row.
+    pub(super) fn row_bytes(&self) -> u64 {
+        u64::from(self.columns) * 2
+    }
+
+    /// Whether the instruction can copy boxes of them.
+    fn suit(&self) -> bool {
+        let sizes = [self.columns, self.rows, self.count, self.box_rows];
+        !sizes.contains(&0)
+            && self.box_rows <= MAX_BOX_ROWS
+            && self.address.is_multiple_of(ALIGN)
+            && self.row_bytes().is_multiple_of(ALIGN)
+    }
+}
+
+impl Gpu {
+    /// The map of such matrices; none where there are no tensor copies, or none of these sizes.
+    pub(crate) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
+        static ARE_LEFT_OUT: OnceLock<bool> = OnceLock::new();
+        let are_left_out = *ARE_LEFT_OUT.get_or_init(|| std::env::var_os(NO_TENSOR_COPIES_VARIABLE).is_some());
+        if are_left_out || !matrices.suit() {
+            return None;
+        }
+        match &self.device.backend {
+            Backend::Nvidia(device) => device.tensor_map(matrices),
+            Backend::Emulated(device) => device.tensor_map(matrices),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_whose_rows_or_addresses_are_no_whole_chunks_have_no_tensor_copies() {
+        let whole = Matrices { address: 256, columns: 72, rows: 3, count: 2, box_rows: 128 };
+        assert!(whole.suit());
+        assert!(!Matrices { address: 264, ..whole }.suit());
+        assert!(!Matrices { columns: 76, ..whole }.suit());
+        assert!(!Matrices { rows: 0, ..whole }.suit());
+        assert!(!Matrices { box_rows: 257, ..whole }.suit());
+    }
+}
