@@ -83,8 +83,9 @@ const EXPERTS_CASES: [ExpertsCase; 3] = [
     ExpertsCase { t: 1, d: 1024, f: 512, e: 32, k: 4 },
 ];
 
-/// Times products of linear layers and experts with weights of a type and hands each result to `report` as it comes: the
-/// three forms of dense products, and the experts forward, backward, and all phases. Only cases whose name contains `filter` are run. Takes some seconds.
+/// Times products of linear layers and experts with weights of a type and hands each result to `report` as it comes: the three
+/// forms of dense products, and the experts forward, backward, and all phases. Only cases whose name contains `filter` are run.
+/// Takes some seconds.
 pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&BenchResult)) {
     let mut timing = Timing { ctx, peak: peaks.flops(dtype), filter, report: &mut report };
     for sizes in LINEAR_CASES {

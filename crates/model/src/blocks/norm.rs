@@ -24,8 +24,8 @@ impl Norm {
         }
     }
 
-    /// The gradient of `x`, and what `base` (if there is one) has besides, which goes around the block; those of the weights are written to `grads` as
-    /// `write` says.
+    /// The gradient of `x`, and what `base` (if there is one) has besides, which goes around the block; those of the weights
+    /// are written to `grads` as `write` says.
     pub(crate) fn backward_onto(
         self,
         ctx: &Context,

@@ -72,10 +72,11 @@ impl CachedSequence {
     }
 }
 
-/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit,
-/// or `on_token`, which is called with each id as it is drawn, says so. Returns the new ids. Fails before anything is computed if prompt and new tokens together do not
-/// fit in the model's `max_seq_len`, if that is a limit: the window does not slide, because the keys of a cache carry their
-/// positions. Fails at the first logits that are not numbers ([`DecoderWeights::first_not_finite`] may say why).
+/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit, or
+/// `on_token`, which is called with each id as it is drawn, says so. Returns the new ids. Fails before anything is computed if
+/// prompt and new tokens together do not fit in the model's `max_seq_len`, if that is a limit: the window does not slide,
+/// because the keys of a cache carry their positions. Fails at the first logits that are not numbers
+/// ([`DecoderWeights::first_not_finite`] may say why).
 pub fn generate(
     decoder: &Decoder,
     ctx: &Context,

@@ -15,10 +15,10 @@
 //! products go to cuBLASLt where it is found. Nothing has run on a GPU yet; all kernels are compiled for three generations of them and
 //! checked on the emulation.
 //!
-//! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to
-//! the host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph, whose kernels overlap from
-//! Hopper on: each begins with the instruction to wait for those before it. Operations have
-//! no error results: a device that fails ends the operation with a panic whose payload is a [`GpuError`].
+//! Work is queued on one stream and memory is taken and freed in its order, so nothing waits for the device but a copy to the
+//! host. A step that comes again and again ([`Gpu::repeated`]), as a token of decoding does, is one graph, whose kernels
+//! overlap from Hopper on: each begins with the instruction to wait for those before it. Operations have no error results: a
+//! device that fails ends the operation with a panic whose payload is a [`GpuError`].
 
 mod blas;
 mod cache;

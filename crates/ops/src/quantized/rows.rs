@@ -39,7 +39,8 @@ pub(super) enum Beside {
     Pairs(u8),
     /// The same as for an offset, but the scale times the sum of the first half of each block, the same of the second, and two zeros.
     Least,
-    /// For weights in blocks of 256, of every other quad: scales of the 8 parts and their sums times their scales less than zero; and zeros.
+    /// For weights in blocks of 256, of every other quad: scales of the 8 parts and their sums times their scales less than
+    /// zero; and zeros.
     Parts,
     /// The same with scales twice, for halves of parts; and sums of the halves, times their scales and this.
     Halves(u8),

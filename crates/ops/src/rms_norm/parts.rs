@@ -9,8 +9,8 @@ use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
 
-/// `sum over columns of a b weight` of each row of `a` and `b`, `[rows]` f32; without `weight`, which is as wide as a row, of `a b`. Forward
-/// takes that of `x` and `x`, backward that of `dy`, `x` and the weight.
+/// `sum over columns of a b weight` of each row of `a` and `b`, `[rows]` f32; without `weight`, which is as wide as a row, of
+/// `a b`. Forward takes that of `x` and `x`, backward that of `dy`, `x` and the weight.
 #[must_use]
 pub fn row_products(ctx: &Context, (a, b): (&Tensor, &Tensor), width: usize, weight: Option<&Tensor>) -> Tensor {
     let weight = weight.map_or_else(|| vec![1.0; width], Tensor::to_f32_vec);
