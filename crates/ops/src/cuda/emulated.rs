@@ -85,13 +85,15 @@ impl Emulated {
     }
 
     /// A map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see both ways of copying.
-    pub(super) fn tensor_map(&self, stack: &Matrices) -> Option<TensorMap> {
-        let Matrices { address, columns, rows, count, box_rows } = *stack;
-        let has_maps = self.kind.is_hopper && !self.kind.is_reversed;
+    pub(super) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
+        if !self.kind.is_hopper || self.kind.is_reversed {
+            return None;
+        }
+        let Matrices { address, columns, rows, count, box_rows } = *matrices;
         let mut map: TensorMap = [0; 32];
         map[..2].copy_from_slice(&[address as u32, (address >> 32) as u32]);
-        map[2..6].copy_from_slice(&[columns, rows, count, box_rows]);
-        has_maps.then_some(map)
+        map[2..6].copy_from_slice(&[columns, rows, count, box_rows].map(|size| size as u32));
+        Some(map)
     }
 
     pub(super) fn meter(&self) -> &Meter {

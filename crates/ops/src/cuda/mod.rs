@@ -72,8 +72,8 @@ pub struct Gpu {
 /// Lists that are on the GPU already, by what is in them.
 type KeptLists = HashMap<Vec<u32>, Tensor>;
 
-/// Lists that are kept at most.
-const MAX_KEPT: usize = 1024;
+/// Lists that are kept at most: a model of a hundred layers has about a thousand maps of matrices (`tensor_map.rs`).
+const MAX_KEPT: usize = 4096;
 
 /// Numbers of rows whose lists are kept at most.
 const MAX_ALL_ROWS: usize = 16;

@@ -194,9 +194,9 @@ impl Nvidia {
     pub(super) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         self.hopper_processors()?;
         let Matrices { address, columns, rows, count, box_rows } = *matrices;
-        let dims = [columns, rows, count].map(u64::from);
-        let strides = [matrices.row_bytes(), matrices.row_bytes() * u64::from(rows)];
-        let (sizes, steps) = ([BOX_COLUMNS, box_rows, 1], [1; 3]);
+        let dims = [columns, rows, count].map(|size| size as u64);
+        let strides = [matrices.row_bytes(), matrices.row_bytes() * rows as u64];
+        let (sizes, steps) = ([BOX_COLUMNS, box_rows as u32, 1], [1; 3]);
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: the driver writes the map, and reads three numbers of each list, of `strides` two; it does not touch the matrices.
         let status = unsafe {

@@ -17,22 +17,22 @@ pub(super) type TensorMap = [u32; 32];
 pub(super) const BOX_COLUMNS: u32 = 64;
 /// What addresses and rows must be multiples of, in bytes, and the most rows of a box.
 const ALIGN: u64 = 16;
-const MAX_BOX_ROWS: u32 = 256;
+const MAX_BOX_ROWS: usize = 256;
 
 /// `count` matrices of 16-bit elements, `[rows, columns]` each, one after the other, and the boxes of [`BOX_COLUMNS`] that are copied.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrices {
     pub(crate) address: u64,
-    pub(crate) columns: u32,
-    pub(crate) rows: u32,
-    pub(crate) count: u32,
-    pub(crate) box_rows: u32,
+    pub(crate) columns: usize,
+    pub(crate) rows: usize,
+    pub(crate) count: usize,
+    pub(crate) box_rows: usize,
 }
 
 impl Matrices {
     /// Bytes of a row.
     pub(super) fn row_bytes(&self) -> u64 {
-        u64::from(self.columns) * 2
+        self.columns as u64 * 2
     }
 
     /// Whether the instruction can copy boxes of them.

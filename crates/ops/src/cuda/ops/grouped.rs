@@ -18,8 +18,8 @@ use crate::linear::Write;
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
 pub(super) const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
-/// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, and their shared memory: four stages
-/// of 64 in depth, sums of eight warps on their way, and barriers.
+/// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, the depth of a stage, and their shared
+/// memory: four stages, sums of eight warps on their way, and barriers.
 const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
 const HOPPER_DEPTH: usize = 64;
@@ -61,7 +61,12 @@ impl Kernel {
     }
 
     fn uses_tensor_cores(self) -> bool {
-        matches!(self, Self::Tensor | Self::Hopper { .. } | Self::Fp8 { .. })
+        self == Self::Tensor || self.is_of_hopper()
+    }
+
+    /// Whether it is one of those whose blocks stay for many tiles, and which take matrices by tensor copies.
+    fn is_of_hopper(self) -> bool {
+        matches!(self, Self::Hopper { .. } | Self::Fp8 { .. })
     }
 
     /// Of names for tensor cores, for the plain kernel and for few rows, the one for B of a type, and where it is.
@@ -318,10 +323,8 @@ impl RowsProduct<'_> {
         ];
         args.extend_from_slice(&epilogue.args);
         args.extend(kernel.last_arg(self.compute, grid[1]));
-        let map = self.b_map(on, kernel, b_stride);
-        if matches!(kernel, Kernel::Hopper { .. } | Kernel::Fp8 { .. }) {
-            args.push(on.read_or_none(map.as_ref()));
-        }
+        let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));
+        args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));
         args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));
         let (source, name) = kernel.source_and_name(epilogue.kernels, self.b.dtype());
         let launch = kernel.launch(source, &name, grid, &args);
@@ -332,8 +335,8 @@ impl RowsProduct<'_> {
 
     /// The map of B for tensor copies of Hopper's kernels, in the GPU's memory: boxes of a tile's columns, or of a pair's half of them,
     /// where rows lie along the depth, and of a stage's depth where they lie across it.
-    fn b_map(&self, on: On<'_>, kernel: Kernel, b_stride: usize) -> Option<Tensor> {
-        if !matches!(kernel, Kernel::Hopper { .. } | Kernel::Fp8 { .. }) || self.addresses.is_some() {
+    fn b_map(&self, on: On<'_>, b_stride: usize) -> Option<Tensor> {
+        if self.addresses.is_some() {
             return None;
         }
         let (rows, count) = match (self.groups, self.form) {
@@ -342,9 +345,7 @@ impl RowsProduct<'_> {
             (Groups::One { .. }, _) => (self.depth, 1),
         };
         let box_rows = if self.form == Form::Nt { self.tile_columns(on) } else { HOPPER_DEPTH };
-        let [columns, rows, count, box_rows] = [b_stride, rows, count, box_rows].map(|size| u32::try_from(size).ok());
-        let (columns, rows, count, box_rows) = (columns?, rows?, count?, box_rows?);
-        let matrices = Matrices { address: on.gpu.address(self.b), columns, rows, count, box_rows };
+        let matrices = Matrices { address: on.gpu.address(self.b), columns: b_stride, rows, count, box_rows };
         Some(on.kept(&on.gpu.tensor_map(&matrices)?))
     }
 
