@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use crate::Context;
 use crate::gemm::kernel::Kernels;
 use crate::gemm::source::{Format, Source, pack_straight};
-use crate::gemm::store::Store;
+use crate::gemm::store::{Store, Stream};
 use crate::gemm::{Compute, Group, Panels, Product, Slots};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
@@ -72,7 +72,18 @@ pub(crate) fn weight_gradients(ctx: &Context, product: &Product<'_>, gradients: 
         (pick.clone().map(|&i| product.groups[i]).collect(), pick.map(|&i| gradients.offsets[i]).collect())
     };
     let Gradients { to, stride, write, .. } = gradients;
-    crate::gemm::run(ctx, &Product { groups: &groups, ..*product }, &Store { to, offsets: &offsets, stride, write });
+    let bytes: usize = groups.iter().map(|group| 4 * group.rows * stride).sum();
+    let product = Product { groups: &groups, ..*product };
+    if is_streamed(write, bytes) {
+        crate::gemm::run(ctx, &product, &Stream { to, offsets: &offsets, stride });
+    } else {
+        crate::gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride, write });
+    }
+}
+
+/// Whether gradients are written past the caches.
+fn is_streamed(write: Write, bytes: usize) -> bool {
+    write == Write::Replace && bytes >= STREAM_BYTES
 }
 
 /// Some rows of a group's gradient.
@@ -86,7 +97,7 @@ fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, ta
         return;
     }
     let bytes: usize = tasks.iter().map(|task| 4 * task.rows.len() * gradients.stride).sum();
-    let is_streamed = gradients.write == Write::Replace && bytes >= STREAM_BYTES;
+    let is_streamed = is_streamed(gradients.write, bytes);
     let put = match gradients.write {
         Write::Add => Put::Add,
         Write::Replace if is_streamed => Put::Stream,

@@ -29,7 +29,7 @@ use std::sync::{Mutex, PoisonError};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::parallel::Lent;
-use crate::simd::{Level, kernel as compiled};
+use crate::simd::{Level, fence, kernel as compiled};
 use crate::{Context, Isa, few_rows};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs};
 use source::{Block, Format, Source};
@@ -185,6 +185,8 @@ pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
             isa: ctx.isa(),
         };
         scratch.with(|scratch, held| work.run(scratch, held, epilogue));
+        // The epilogue may have written past the caches.
+        fence();
     });
 }
 

@@ -155,3 +155,34 @@ impl<T: Float> Epilogue for Store<'_, T> {
         write_rows::<S, T>(tile, &mut room.stored, size, row_of);
     }
 }
+
+/// Writes sums to row-major f32 matrices of one buffer, past the caches: for results that are larger than these. A store that goes
+/// through them first fetches the line that it overwrites.
+pub(crate) struct Stream<'a> {
+    pub(crate) to: Lent<'a, f32>,
+    /// Elements before each group's matrix.
+    pub(crate) offsets: &'a [usize],
+    /// Columns of all of them.
+    pub(crate) stride: usize,
+}
+
+impl Epilogue for Stream<'_> {
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, _room: &mut Room) {
+        let (column, columns) = at.columns;
+        for (row, sums) in tile.0.chunks_exact(TILE_STRIDE).enumerate().take(at.rows.1) {
+            let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + column;
+            // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.
+            let to = unsafe { self.to.range(start..start + columns) };
+            let is_whole = columns.is_multiple_of(S::WIDTH) && to.as_ptr().addr().is_multiple_of(4 * S::WIDTH);
+            if !is_whole {
+                to.copy_from_slice(&sums[..columns]);
+                continue;
+            }
+            for (to, sums) in to.chunks_exact_mut(S::WIDTH).zip(sums.chunks_exact(S::WIDTH)) {
+                // SAFETY: a vector is there on both sides, aligned where it is written; whoever runs a task ends it with a fence.
+                unsafe { S::stream(to.as_mut_ptr(), S::load(sums.as_ptr())) };
+            }
+        }
+    }
+}

@@ -118,8 +118,7 @@ impl super::Work<'_> {
         if self.task.is_turned {
             self.run_turned_tiles(scratch, held, epilogue);
         } else {
-            held.rows_of = None;
-            self.run_straight_tiles(scratch, epilogue);
+            self.run_straight_tiles(scratch, held, epilogue);
         }
     }
 }

@@ -5,14 +5,14 @@ use super::{BLOCK, ROWS, Registers, pack};
 use crate::gemm::kernel::{MAX_ROWS, Tile};
 use crate::gemm::store::Room;
 use crate::gemm::tasks::Panels;
-use crate::gemm::{Finish, Form, Place, Work, tile_slice};
+use crate::gemm::{Finish, Form, Held, Place, Work, tile_slice};
 
 /// Tiles of the epilogue that the rows of a kernel are.
 const TILES: usize = ROWS / MAX_ROWS;
 
 impl Work<'_> {
     /// Computes a task of the forms `A B` and `A^T B`.
-    pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
+    pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
@@ -28,7 +28,11 @@ impl Work<'_> {
             let start = part * task.part;
             let depth = (group.depth - start).min(task.part);
             let num_units = self.format().units_of(depth);
-            crate::gemm::pack_b(self.isa, self, (start, depth), b_room);
+            // The thread's last task may have left the same panels.
+            let columns = (task.group, task.panels.0);
+            if held.rows_of.replace(columns) != Some(columns) || num_parts > 1 {
+                crate::gemm::pack_b(self.isa, self, (start, depth), b_room);
+            }
             if product.form == Form::Tn {
                 pack::transposed_rows(&group.a, task.rows, (start, depth), a_room);
             }
@@ -70,6 +74,9 @@ impl Work<'_> {
                     }
                 }
             }
+        }
+        if num_parts > 1 {
+            held.rows_of = None;
         }
         drop(registers);
     }
