@@ -261,6 +261,27 @@ in_vectors! {
     }
 }
 
+in_vectors! {
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
+    /// The 32 elements of 16 bits of two vectors in turn: pairs of the first sixteen of both, and of the others.
+    pub(super) fn in_turn[]([low, high]: [__m512i; 2]) -> [__m512i; 2] {
+        /// Of 32 elements and 32 others the first sixteen of both in turn; the other sixteen lie sixteen further.
+        const TURNS: [u16; 2 * LANES] = {
+            let mut turns = [0; 2 * LANES];
+            let mut i = 0;
+            while i < 2 * LANES {
+                turns[i] = (i / 2 + i % 2 * 2 * LANES) as u16;
+                i += 1;
+            }
+            turns
+        };
+        // SAFETY: `TURNS` is a vector.
+        let first = unsafe { _mm512_loadu_si512(TURNS.as_ptr().cast()) };
+        let second = _mm512_add_epi16(first, _mm512_set1_epi16(LANES as i16));
+        [_mm512_permutex2var_epi16(low, first, high), _mm512_permutex2var_epi16(low, second, high)]
+    }
+}
+
 /// Pairs of elements of 16 bits of two rows, two vectors of them at a time; the last two may overlap those before.
 ///
 /// # Safety
@@ -268,31 +289,20 @@ in_vectors! {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
 unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {
-    /// Of 32 elements and 32 others the first sixteen of both in turn; the other sixteen lie sixteen further.
-    const TURNS: [u16; 2 * LANES] = {
-        let mut turns = [0; 2 * LANES];
-        let mut i = 0;
-        while i < 2 * LANES {
-            turns[i] = (i / 2 + i % 2 * 2 * LANES) as u16;
-            i += 1;
-        }
-        turns
-    };
-    // SAFETY: loads and stores are inside what the caller promises, and `TURNS` is a vector.
-    unsafe {
-        let first = _mm512_loadu_si512(TURNS.as_ptr().cast());
-        let second = _mm512_add_epi16(first, _mm512_set1_epi16(LANES as i16));
-        let mut at = 0;
-        while at < to.len() {
-            let from = at.min(to.len() - 2 * LANES);
-            let (low, high) = (_mm512_loadu_si512(low.add(from).cast()), _mm512_loadu_si512(high.add(from).cast()));
+    let mut at = 0;
+    while at < to.len() {
+        let from = at.min(to.len() - 2 * LANES);
+        // SAFETY: loads and stores are inside what the caller promises.
+        unsafe {
+            let rows = [_mm512_loadu_si512(low.add(from).cast()), _mm512_loadu_si512(high.add(from).cast())];
+            let [first, second] = in_turn(rows);
             let to = to.as_mut_ptr().add(from);
             if from == at {
-                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(low, first, high));
+                _mm512_storeu_si512(to.cast(), first);
             }
-            _mm512_storeu_si512(to.add(LANES).cast(), _mm512_permutex2var_epi16(low, second, high));
-            at += 2 * LANES;
+            _mm512_storeu_si512(to.add(LANES).cast(), second);
         }
+        at += 2 * LANES;
     }
 }
 

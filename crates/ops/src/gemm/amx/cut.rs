@@ -13,8 +13,15 @@ use crate::gemm::{Form, Group, Product};
 const B_UNITS: usize = 256 << 10;
 /// Units of the depth that are summed at once where rows of A are packed: 32 of them are 32 KiB of the first-level cache.
 pub(super) const PART_UNITS: usize = 256;
-/// Rows of a task whose sums wait.
-const WAITING_ROWS: usize = 256;
+/// The fewest of them that B is cut into.
+const MIN_PART_UNITS: usize = 64;
+/// The most of them of which B and A are packed at once where both have to be.
+const LONG_UNITS: usize = 1024;
+/// Units of rows of A that are packed at once there, and the most rows.
+const A_UNITS: usize = 64 << 10;
+const MAX_PACKED_ROWS: usize = 256;
+/// Rows of a group with which its B takes longer to fetch than to be multiplied.
+const FEW_ROWS: usize = 160;
 /// Fewest rows of a task.
 const MIN_ROWS: usize = 128;
 /// How much larger tasks of tiles are.
@@ -28,7 +35,9 @@ const MAX_STAYING: usize = 256;
 /// Columns of such a task, paired ones counted twice, from which on packing the rows that stay is cheap.
 const MIN_COLUMNS: usize = 480;
 /// Sums that wait while the depth is cut for the rows that stay, at most.
-const WAITING: usize = 160 << 10;
+const WAITING_TURNED: usize = 160 << 10;
+/// The same where B is cut.
+const WAITING: usize = 256 << 10;
 /// Units of a tile of sums.
 const TILE_UNITS: usize = size_of::<Tile>() / 4;
 /// Tiles of sums of sixteen rows and a panel.
@@ -79,7 +88,7 @@ fn cut_turned(
     let lanes = Lanes::whole(rows);
     let tiles_of_panel = num_tiles * lanes.count() * 3 * TILES;
     if num_stretches > 1 {
-        chunk = chunk.min(WAITING / (tiles_of_panel * TILE_UNITS));
+        chunk = chunk.min(WAITING_TURNED / (tiles_of_panel * TILE_UNITS));
     }
     chunk = chunk.clamp(1, panels.count);
     let at_once = panels_of_slab(num_tiles);
@@ -100,7 +109,7 @@ fn cut_turned(
     }
 }
 
-/// Rows are cut before columns, since A is packed once for each chunk of them.
+/// Tasks of some rows and some panels of columns, whose B is packed part by part of the depth.
 fn cut_straight(
     product: &Product<'_>,
     (index, group): (usize, &Group<'_>),
@@ -108,30 +117,68 @@ fn cut_straight(
     budget: usize,
     plan: &mut Plan,
 ) {
-    let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
     let is_a_packed_whole = product.form == Form::Tn;
-    let num_parts = group.depth.div_ceil(format.elements_of(PART_UNITS)).max(1);
-    let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
-    let part_units = format.units_of(part.min(group.depth));
+    let Shares { part_units, chunk, max_rows } = Shares::of(product, group, kernels, &panels);
+    let format = kernels.format(product.compute);
+    let num_parts = format.units_of(group.depth).div_ceil(part_units).max(1);
+    let part = format.elements_of(part_units);
     let panel_width = TILE_STRIDE * num_tiles;
 
-    let mut chunk = (B_UNITS / (part_units * panel_width).max(1)).clamp(1, panels.count);
-    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
     let width = (chunk * panel_width).min(group.columns * num_tiles);
-    let max_rows = if num_parts > 1 || is_a_packed_whole { WAITING_ROWS } else { usize::MAX };
     let rows_in_budget = BUDGET * budget.min(usize::MAX / BUDGET) / (width * group.depth).max(1);
     let mut rows = group.rows.min(max_rows).min(rows_in_budget.max(MIN_ROWS));
     rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
 
     let b_units = (part_units * panel_width * chunk).next_multiple_of(BLOCK);
     let a_units = (part_units * if is_a_packed_whole { rows } else { kernels.rows }).next_multiple_of(BLOCK);
-    let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
-    let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * size_of::<Tile>() / 4;
+    let waiting = match (num_parts, part_units > PART_UNITS) {
+        (1, false) => 1,
+        (1, true) => chunk,
+        _ => rows / kernels.rows * chunk,
+    };
+    let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * TILE_UNITS;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
-    let part = part.max(2 * format.multiple);
     let (rows, chunk) = ((0, rows), (0, chunk));
     let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
     push_tasks(plan, group, &panels, size);
+}
+
+/// What a task of the forms `A B` and `A^T B` has in the second-level cache.
+struct Shares {
+    /// Units of the depth of which B is packed at once.
+    part_units: usize,
+    /// Panels of B.
+    chunk: usize,
+    /// Rows, whose sums wait there if the depth is in parts.
+    max_rows: usize,
+}
+
+impl Shares {
+    fn of(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels, panels: &Panels) -> Self {
+        let panel_width = TILE_STRIDE * product.num_tiles();
+        let units = kernels.format(product.compute).units_of(group.depth).max(BLOCK);
+        let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(BLOCK);
+        let chunk_of = |room: usize, units: usize| {
+            let chunk = (room / (units * panel_width)).clamp(1, panels.count.max(1));
+            panels.count.div_ceil(panels.count.div_ceil(chunk).max(1)).max(1)
+        };
+        if product.form == Form::Tn {
+            // B is packed once for all tasks of a thread that follow each other, A for each of them.
+            let part_units = even(LONG_UNITS);
+            let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
+            return Self { part_units, chunk: chunk_of(B_UNITS, part_units), max_rows };
+        }
+        if group.rows <= FEW_ROWS {
+            // Memory sets the time: rows of B are read from end to end.
+            let chunk = chunk_of(WAITING, group.rows.next_multiple_of(ROWS));
+            let part_units = even((B_UNITS / 2 / (chunk * panel_width)).clamp(MIN_PART_UNITS, PART_UNITS));
+            return Self { part_units, chunk, max_rows: FEW_ROWS };
+        }
+        let part_units = even(PART_UNITS);
+        let chunk = chunk_of(B_UNITS / 2, part_units);
+        let max_rows = if part_units == units { usize::MAX } else { WAITING / (chunk * panel_width) / ROWS * ROWS };
+        Self { part_units, chunk, max_rows: max_rows.max(MIN_ROWS) }
+    }
 }

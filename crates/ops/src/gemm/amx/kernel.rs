@@ -78,9 +78,10 @@ impl Call<'_> {
     pub(super) unsafe fn run(&self, tiles: &mut [Tile], to: &[usize]) {
         let (first, last) = (&self.a[0], self.a.len() - 1);
         assert!(to.len() == self.a.len() && to.iter().all(|&at| at + 2 <= tiles.len()), "places for sums");
-        let is_same =
-            |rows: &Rows<'_>| [rows.row, rows.step, rows.num_units] == [first.row, first.step, first.num_units];
-        assert!(is_same(&self.a[last]) && self.b.len() >= first.num_units * self.width, "operands of one depth");
+        // Number by number: compared as vectors they would be loaded before they are stored, and wait for all stores of sums.
+        let Rows { row, step, num_units, .. } = self.a[last];
+        let is_same = row == first.row && step == first.step && num_units == first.num_units;
+        assert!(is_same && self.b.len() >= first.num_units * self.width, "operands of one depth");
         if first.num_units == 0 {
             return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
         }

@@ -11,7 +11,7 @@ use core::arch::x86_64::{
 
 use super::BLOCK;
 use crate::gemm::kernel::prefetch_far;
-use crate::gemm::pack::{across, along, store};
+use crate::gemm::pack::{across, along, in_turn, store};
 use crate::gemm::source::{Block, Elements, Source};
 
 /// Elements of the depth in a block.
@@ -88,21 +88,54 @@ in_vectors! {
         to: &mut [u32],
     ) {
         let num_blocks = depth.div_ceil(DEPTH);
+        let bytes = source.bytes_of(columns);
         for block in 0..num_blocks {
-            for column in (0..columns).step_by(BLOCK) {
-                let mut units = [_mm512_setzero_si512(); BLOCK];
-                let num_columns = (columns - column).min(BLOCK);
-                for (unit, units) in units.iter_mut().enumerate() {
-                    let row = block * DEPTH + 2 * unit;
-                    *units = across(source, (start + row, depth.saturating_sub(row).min(2)), first + column, num_columns);
+            let (row, rows) = (start + block * DEPTH, (depth - block * DEPTH).min(DEPTH));
+            // What is read of a row is a few lines, too few for the processor to foresee the next row's.
+            for row in row..row + rows {
+                let later = source.address_later(row, DEPTH, first);
+                (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
+            }
+            for column in (0..columns).step_by(2 * BLOCK) {
+                let num_columns = (columns - column).min(2 * BLOCK);
+                let mut units = [[_mm512_setzero_si512(); BLOCK]; 2];
+                let is_whole = rows == DEPTH && num_columns == 2 * BLOCK;
+                if !(is_whole && whole_pairs(source, row, first + column, &mut units)) {
+                    for (half, units) in units.iter_mut().enumerate() {
+                        let num_columns = num_columns.saturating_sub(half * BLOCK).min(BLOCK);
+                        for (unit, units) in units.iter_mut().enumerate() {
+                            let rows = rows.saturating_sub(2 * unit).min(2);
+                            *units = across(source, (row + 2 * unit, rows), first + column + half * BLOCK, num_columns);
+                        }
+                    }
                 }
-                transpose(&mut units);
-                let to = &mut to[(column / BLOCK * num_blocks + block) * BLOCK * BLOCK..][..BLOCK * BLOCK];
-                for (units, to) in units.iter().zip(to.chunks_exact_mut(BLOCK)) {
-                    store(*units, to);
+                for (half, units) in units.iter_mut().enumerate().take(num_columns.div_ceil(BLOCK)) {
+                    transpose(units);
+                    let at = ((column / BLOCK + half) * num_blocks + block) * BLOCK * BLOCK;
+                    let to = &mut to[at..][..BLOCK * BLOCK];
+                    for (units, to) in units.iter().zip(to.chunks_exact_mut(BLOCK)) {
+                        store(*units, to);
+                    }
                 }
             }
         }
+    }
+}
+
+in_vectors! {
+    /// The elements of 32 columns of 32 rows as pairs of two rows each, the first sixteen columns and the others, if they are bf16
+    /// and have no factors.
+    fn whole_pairs(source: &Source<'_>, first: usize, column: usize, units: &mut [[__m512i; BLOCK]; 2]) -> bool {
+        let (Elements::Bf16(x), None) = (source.elements, source.scales) else { return false };
+        let [low_units, high_units] = units;
+        for (unit, (low_units, high_units)) in low_units.iter_mut().zip(high_units).enumerate() {
+            let row = |row: usize| &x[source.start(first + row) + column..][..2 * BLOCK];
+            let (low, high) = (row(2 * unit), row(2 * unit + 1));
+            // SAFETY: 32 elements of 16 bits are there.
+            let rows = unsafe { [_mm512_loadu_si512(low.as_ptr().cast()), _mm512_loadu_si512(high.as_ptr().cast())] };
+            [*low_units, *high_units] = in_turn(rows);
+        }
+        true
     }
 }
 

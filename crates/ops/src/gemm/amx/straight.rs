@@ -1,11 +1,12 @@
 //! `A B` and `A^T B`: a task packs its panels of B, whose rows are paired, then rows of A go by, 32 at a time, each against all panels.
 
+use super::cut::PART_UNITS;
 use super::kernel::{Call, Rows};
 use super::{BLOCK, ROWS, Registers, pack};
 use crate::gemm::kernel::{MAX_ROWS, Tile};
 use crate::gemm::store::Room;
 use crate::gemm::tasks::Panels;
-use crate::gemm::{Finish, Form, Held, Place, Work, tile_slice};
+use crate::gemm::{Finish, Form, Held, Part, Place, Work, tile_slice};
 
 /// Tiles of the epilogue that the rows of a kernel are.
 const TILES: usize = ROWS / MAX_ROWS;
@@ -16,8 +17,7 @@ impl Work<'_> {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
-        let panels = Panels::of(group.columns, BLOCK);
-        let num_tiles = product.num_tiles();
+        let tiles_of_rows = task.panels.1 * product.num_tiles() * TILES;
         let (b_room, rest) = scratch.split_at_mut(task.b_units);
         let (a_room, rest) = rest.split_at_mut(task.a_units);
         // The sums of the two halves of a pair lie one after the other, each as four tiles of the epilogue.
@@ -36,7 +36,7 @@ impl Work<'_> {
             if product.form == Form::Tn {
                 pack::transposed_rows(&group.a, task.rows, (start, depth), a_room);
             }
-            let mut next_tile = 0;
+            let part = Part { start, depth, num_units, is_first: part == 0, is_last: part + 1 == num_parts };
             for row in (0..task.rows.1).step_by(ROWS) {
                 let rows = (task.rows.1 - row).min(ROWS);
                 let a = if product.form == Form::Tn {
@@ -45,40 +45,63 @@ impl Work<'_> {
                     pack::rows(&group.a, (task.rows.0 + row, rows), (start, depth), a_room);
                     &*a_room
                 };
-                let num_blocks = rows.div_ceil(BLOCK);
-                let last = &a[(num_blocks - 1) * BLOCK * num_units..];
-                let a = &[Rows::packed(a, num_units), Rows::packed(last, num_units)][..num_blocks];
-                let mut b = &b_room[..];
-                let mut ahead = self.ahead_of(row, start, depth);
-                for panel in task.panels.0..task.panels.0 + task.panels.1 {
-                    let (column, columns, width) = panels.panel(panel);
-                    let at =
-                        Place { group: task.group, rows: (task.rows.0 + row, rows), columns: (column, columns), panel };
-                    if part + 1 == num_parts {
-                        epilogue.ask_ahead(at);
-                    }
-                    ahead.advance();
-                    let tiles = &mut tiles[next_tile..next_tile + TILES * num_tiles];
-                    for tiles in tiles.chunks_exact_mut(TILES) {
-                        let (now, later) = b.split_at(num_units * width);
-                        b = later;
-                        let call = Call { a, b: now, width, is_continued: part > 0, ahead: None };
-                        // SAFETY: the task has set the registers up.
-                        unsafe { call.run(tiles, &[0, 2][..a.len()]) };
-                    }
-                    if part + 1 == num_parts {
-                        self.finish_rows(epilogue, at, tiles, &mut room);
-                    }
-                    if num_parts > 1 {
-                        next_tile += TILES * num_tiles;
-                    }
-                }
+                let first = if num_parts > 1 { row / ROWS * tiles_of_rows } else { 0 };
+                self.multiply_rows_in_tiles((row, rows), part, (a, b_room), (&mut tiles[first..], &mut room), epilogue);
             }
         }
         if num_parts > 1 {
             held.rows_of = None;
         }
         drop(registers);
+    }
+
+    /// The sums of up to 32 rows with all packed panels, of as much of the depth at a time as the first-level cache holds of the rows.
+    /// Sums that are taken up again have places of their own in `tiles`.
+    fn multiply_rows_in_tiles(
+        &self,
+        (row, rows): (usize, usize),
+        part: Part,
+        (a, b): (&[u32], &[u32]),
+        (tiles, room): (&mut [Tile], &mut Room),
+        epilogue: &dyn Finish,
+    ) {
+        let Self { product, group, task, .. } = *self;
+        let (panels, tiles_of_panel) = (Panels::of(group.columns, BLOCK), TILES * product.num_tiles());
+        let Part { start, depth, num_units, is_first, is_last } = part;
+        let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
+        let num_stretches = num_units.div_ceil(PART_UNITS).max(1);
+        let are_kept = !(is_first && is_last) || num_stretches > 1;
+        let mut ahead = self.ahead_of(row, start, depth);
+        for stretch in 0..num_stretches {
+            let done = stretch * PART_UNITS;
+            let units = (num_units - done).min(PART_UNITS);
+            let a = &[Rows::packed(&a[BLOCK * done..], units), Rows::packed(&last[BLOCK * done..], units)]
+                [..rows.div_ceil(BLOCK)];
+            let mut b = b;
+            for (offset, panel) in (task.panels.0..task.panels.0 + task.panels.1).enumerate() {
+                let (column, columns, width) = panels.panel(panel);
+                let at =
+                    Place { group: task.group, rows: (task.rows.0 + row, rows), columns: (column, columns), panel };
+                let is_end = is_last && stretch + 1 == num_stretches;
+                if is_end {
+                    epilogue.ask_ahead(at);
+                }
+                ahead.advance();
+                let first = if are_kept { offset * tiles_of_panel } else { 0 };
+                let tiles = &mut tiles[first..first + tiles_of_panel];
+                for tiles in tiles.chunks_exact_mut(TILES) {
+                    let (now, later) = b.split_at(num_units * width);
+                    b = later;
+                    let b = &now[done * width..];
+                    let call = Call { a, b, width, is_continued: !is_first || stretch > 0, ahead: None };
+                    // SAFETY: the task has set the registers up.
+                    unsafe { call.run(tiles, &[0, 2][..a.len()]) };
+                }
+                if is_end {
+                    self.finish_rows(epilogue, at, tiles, room);
+                }
+            }
+        }
     }
 
     /// Gives the sums to the epilogue, eight rows at a time.
