@@ -13,6 +13,7 @@ mod epilogues;
 mod rows;
 mod turned;
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
@@ -20,7 +21,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::activation::activate;
 use crate::cuda::ops::{self as cuda, On};
 use crate::e4m3;
-use crate::elementwise::add_assign;
+use crate::elementwise::{add_assign, cast};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -252,6 +253,7 @@ pub fn experts_backward(
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, dy), RoundedWeights::of(ctx, weights)));
     let (dy, weights) = rounded.as_ref().map_or((dy, weights), |(dy, rounded)| (dy, rounded.weights()));
     let dtype = weights.gate_up.dtype();
+    let dy = &*rounded_once(ctx, dy, dtype);
     let experts = used_experts(rows);
     let num_panels = gemm::num_panels(ctx, Compute::of(dtype), s.f);
     let mut dh = ctx.empty(&[s.r, s.af], dtype);
@@ -291,6 +293,12 @@ pub fn experts_backward(
     });
     let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d]);
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
+}
+
+/// Gradients of outputs in bf16 where products round them to it: once instead of for each few columns.
+fn rounded_once<'a>(ctx: &Context, dy: &'a Tensor, dtype: DType) -> Cow<'a, Tensor> {
+    let is_rounded = dtype == DType::BF16 && dy.dtype() == DType::F32;
+    if is_rounded { Cow::Owned(cast(ctx, dy, DType::BF16)) } else { Cow::Borrowed(dy) }
 }
 
 /// Buffers for the gradients of [`ExpertWeights`], same shapes, f32.
@@ -362,10 +370,12 @@ fn weight_grad(
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
     let compute = Compute::of(dtype);
+    let dy = &*rounded_once(ctx, dy, dtype);
+    // Each row's weight times its activations.
     let mut a = ctx.empty(&[r, f], dtype);
     let second = |a: &Tensor, down: &mut Tensor| {
         let groups = groups(experts, |_, range| Group {
-            a: Source::gathered(dy, &rows.tokens[range.clone()]).scaled(&rows.weights[range.clone()]),
+            a: Source::gathered(dy, &rows.tokens[range.clone()]),
             b: Source::rows(a, range.start),
             rows: d,
             columns: f,
@@ -380,9 +390,10 @@ fn weight_grad(
         let (isa, h) = (ctx.isa(), saved.h.slice::<T>());
         let rows_per_piece = (PIECE / f.max(1)).max(1);
         ctx.threads().run_pieces(a.slice_mut::<T>(), rows_per_piece * f.max(1), |index, a| {
-            let h = &h[index * rows_per_piece * af..];
-            for (h, a) in h.chunks_exact(af).zip(a.chunks_exact_mut(f)) {
-                activate_row::<T>(isa, activation, h, a);
+            let first = index * rows_per_piece;
+            let rows = h[first * af..].chunks_exact(af).zip(&rows.weights[first..]);
+            for ((h, &weight), a) in rows.zip(a.chunks_exact_mut(f)) {
+                activate_row::<T>(isa, (activation, weight), h, a);
             }
         });
     });
@@ -501,10 +512,11 @@ kernel! {
 
 kernel! {
     bf16
-    fn activate_row<S: Level, T: Float>(activation: Activation, h: &[T], a: &mut [T]) {
+    /// The activations of a row times its weight.
+    fn activate_row<S: Level, T: Float>(times: (Activation, f32), h: &[T], a: &mut [T]) {
         const BLOCK: usize = 256;
         let (mut gate, mut up) = ([0.0; BLOCK], [0.0; BLOCK]);
-        let f = a.len();
+        let ((activation, weight), f) = (times, a.len());
         for (index, a) in a.chunks_mut(BLOCK).enumerate() {
             let start = index * BLOCK;
             gate.iter_mut().zip(&h[start..][..a.len()]).for_each(|(to, x)| *to = x.load());
@@ -512,6 +524,7 @@ kernel! {
                 up.iter_mut().zip(&h[f + start..][..a.len()]).for_each(|(to, x)| *to = x.load());
             }
             activate::<S>(activation, &mut gate, &up);
+            gate.iter_mut().for_each(|a| *a *= weight);
             store_all::<S, T>(&gate[..a.len()], a);
         }
     }

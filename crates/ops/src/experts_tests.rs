@@ -233,7 +233,6 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
             }
             let weigh = |x: f64| rounded((x * f64::from(weight)) as f32, w_type);
             let own_dy = rounded(inputs.dy[t * d + i], x_type);
-            let scaled_dy = weigh(own_dy);
             for j in 0..af {
                 let dh = f64::from(dh[r * af + j]);
                 dx[t * d + i].add(dh * w1(e, j, i));
@@ -241,8 +240,8 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
             }
             for j in 0..f {
                 let weighed = rounded(own_dy as f32, w_type) * weigh(values[j]);
-                dw2[(e * d + i) * f + j].value += if run.rounds_rows { weighed } else { scaled_dy * a[j] };
-                dw2[(e * d + i) * f + j].size += scaled_dy.abs() * a_sizes[j];
+                dw2[(e * d + i) * f + j].value += weighed;
+                dw2[(e * d + i) * f + j].size += (own_dy * f64::from(weight)).abs() * a_sizes[j];
             }
         }
     }

@@ -85,19 +85,18 @@ pub(super) fn load_row(
 ) {
     let index = source.indices.map_or(row, |indices| indices[row] as usize);
     let start = source.offset + index * source.stride + first;
-    let scale = source.scales.map_or(1.0, |scales| scales[row]);
-    with_elements!(source.elements, x => load_kernel(isa, &x[start..start + len], scale, precision, to));
+    with_elements!(source.elements, x => load_kernel(isa, &x[start..start + len], precision, to));
 }
 
 kernel! {
-    fn load_kernel<S: Level, T: Float>(from: &[T], scale: f32, precision: Compute, to: &mut [f32]) {
+    fn load_kernel<S: Level, T: Float>(from: &[T], precision: Compute, to: &mut [f32]) {
         let (to, rest) = to.split_at_mut(from.len());
         match precision {
-            Compute::F32 => to.iter_mut().zip(from).for_each(|(to, x)| *to = x.load() * scale),
-            Compute::Bf16 if T::DTYPE == DType::BF16 && scale == 1.0 => {
+            Compute::F32 => to.iter_mut().zip(from).for_each(|(to, x)| *to = x.load()),
+            Compute::Bf16 if T::DTYPE == DType::BF16 => {
                 to.iter_mut().zip(from).for_each(|(to, x)| *to = x.load());
             }
-            Compute::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16::store(x.load() * scale).load()),
+            Compute::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16::store(x.load()).load()),
         }
         rest.fill(0.0);
     }

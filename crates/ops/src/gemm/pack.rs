@@ -7,8 +7,8 @@ use core::arch::x86_64::{
     __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm256_maskz_loadu_epi16, _mm512_add_epi16,
     _mm512_castps_si512, _mm512_castsi512_ps, _mm512_castsi512_si256, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
     _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_loadu_si512, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_ps,
-    _mm512_maskz_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_set1_epi16, _mm512_set1_ps,
-    _mm512_shuffle_i64x2, _mm512_slli_epi32, _mm512_storeu_si512,
+    _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_set1_epi16, _mm512_shuffle_i64x2, _mm512_slli_epi32,
+    _mm512_storeu_si512,
 };
 
 use std::ops::Range;
@@ -51,7 +51,7 @@ impl Columns<'_> {
                 (Elements::Bf16(x), Compute::Bf16, _) => pack_pairs(self, x, to),
                 (Elements::F32(x), Compute::F32, Compute::F32) => pack_singles(self, x, to),
                 (Elements::F16(x), Compute::F32, Compute::F32) => pack_singles(self, x, to),
-                (Elements::Bf16(x), Compute::F32, _) if self.source.scales.is_none() => pack_singles(self, x, to),
+                (Elements::Bf16(x), Compute::F32, _) => pack_singles(self, x, to),
                 _ => return false,
             }
         }
@@ -60,10 +60,10 @@ impl Columns<'_> {
 
     /// The rows of `x` that lie `unit` units of `SIZE` rows into the depth, from the first packed column to the last.
     #[inline(always)]
-    fn rows<'x, T: Copy, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [Row<'x, T>; SIZE] {
+    fn rows<'x, T: Copy, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [&'x [T]; SIZE] {
         let (first, end) = self.span();
         // A loop: closures of the library's functions on arrays stay calls here.
-        let mut rows = [Row { x: &[], factor: None }; SIZE];
+        let mut rows = [&x[..0]; SIZE];
         for (row, to) in (SIZE * unit..).zip(&mut rows) {
             *to = row_of(self.source, x, (self.depth.0 + row, row < self.depth.1), first, end - first);
         }
@@ -89,13 +89,6 @@ impl Columns<'_> {
     }
 }
 
-/// A row of the depth, and what its elements are multiplied by. A row beyond the end of the depth is empty.
-#[derive(Clone, Copy)]
-struct Row<'a, T: Copy> {
-    x: &'a [T],
-    factor: Option<f32>,
-}
-
 /// A function for vectors, with these features.
 macro_rules! in_vectors {
     ($features:literal, $(#[$meta:meta])* $vis:vis fn $name:ident[$($T:tt)*]($($arg:tt)*) $(-> $result:ty)? $body:block) => {
@@ -115,7 +108,7 @@ macro_rules! packing {
                 let num_units = columns.format.units_of(columns.depth.1);
                 // Two units of a narrow panel fill a cache line.
                 for unit in (0..num_units).step_by(2) {
-                    let rows: [[Row<'_, T>; $size]; 2] = [columns.rows(x, unit), columns.rows(x, unit + 1)];
+                    let rows: [[&[T]; $size]; 2] = [columns.rows(x, unit), columns.rows(x, unit + 1)];
                     columns.prefetch(unit, $size);
                     columns.prefetch(unit + 1, $size);
                     let num_rows = (num_units - unit).min(2);
@@ -172,16 +165,16 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    /// Sixteen elements of a row from `at` on times its factor, zeros beyond its end.
-    fn single[T: Float](rows: &[Row<'_, T>; 1], at: usize) -> __m512i {
-        _mm512_castps_si512(widened(&rows[0], at))
+    /// Sixteen elements of a row from `at` on, zeros beyond its end.
+    fn single[T: Float](rows: &[&[T]; 1], at: usize) -> __m512i {
+        _mm512_castps_si512(widened(rows[0], at))
     }
 }
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
     /// The elements of a row from `at` on, whole vectors of them.
-    fn singles[T: Float](rows: &[Row<'_, T>; 1], at: usize, to: &mut [u32]) {
+    fn singles[T: Float](rows: &[&[T]; 1], at: usize, to: &mut [u32]) {
         for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
             store(single(rows, column), to);
         }
@@ -190,19 +183,14 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    fn widened[T: Float](row: &Row<'_, T>, at: usize) -> __m512 {
-        let x = row.x.get(at..).unwrap_or(&[]);
+    fn widened[T: Float](row: &[T], at: usize) -> __m512 {
+        let x = row.get(at..).unwrap_or(&[]);
         let mask = mask_of(x.len());
-        let values = match T::DTYPE {
+        match T::DTYPE {
             // SAFETY: the mask keeps the load to the elements of the slice.
             DType::F32 => unsafe { _mm512_maskz_loadu_ps(mask, x.as_ptr().cast()) },
             DType::F16 => _mm512_cvtph_ps(loaded_halves(x)),
             _ => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(stored_halves(x))),
-        };
-        match row.factor {
-            None => values,
-            // Beyond the mask lie zeros, which an infinite factor would make NaN.
-            Some(factor) => _mm512_maskz_mul_ps(mask, values, _mm512_set1_ps(factor)),
         }
     }
 }
@@ -238,8 +226,8 @@ fn mask_of(len: usize) -> u16 {
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
     /// Sixteen pairs of elements of two rows from `at` on, zeros beyond their ends.
-    fn pair[T: Float](rows: &[Row<'_, T>; 2], at: usize) -> __m512i {
-        let [low, high] = [halves(&rows[0], at), halves(&rows[1], at)];
+    fn pair[T: Float](rows: &[&[T]; 2], at: usize) -> __m512i {
+        let [low, high] = [halves(rows[0], at), halves(rows[1], at)];
         _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
     }
 }
@@ -247,13 +235,12 @@ in_vectors! {
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
     /// Pairs of elements of two rows from `at` on, whole vectors of them.
-    fn pairs[T: Float](rows: &[Row<'_, T>; 2], at: usize, to: &mut [u32]) {
+    fn pairs[T: Float](rows: &[&[T]; 2], at: usize, to: &mut [u32]) {
         let [low, high] = rows;
-        let len = low.x.len().min(high.x.len());
-        let have_factors = low.factor.is_some() || high.factor.is_some();
-        if T::DTYPE == DType::BF16 && !have_factors && to.len() >= 2 * LANES && len >= at + to.len() {
+        let len = low.len().min(high.len());
+        if T::DTYPE == DType::BF16 && to.len() >= 2 * LANES && len >= at + to.len() {
             // SAFETY: the elements from `at` on are bf16, and as many as there are places.
-            return unsafe { pairs_in_place([low.x[at..].as_ptr().cast(), high.x[at..].as_ptr().cast()], to) };
+            return unsafe { pairs_in_place([low[at..].as_ptr().cast(), high[at..].as_ptr().cast()], to) };
         }
         for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
             store(pair(rows, column), to);
@@ -308,10 +295,10 @@ unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// Sixteen elements of a row times its factor, as bf16 in the low halves of 16 lanes.
-    fn halves[T: Float](row: &Row<'_, T>, at: usize) -> __m512i {
-        if T::DTYPE == DType::BF16 && row.factor.is_none() {
-            return stored_halves(row.x.get(at..).unwrap_or(&[]));
+    /// Sixteen elements of a row as bf16 in the low halves of 16 lanes.
+    fn halves[T: Float](row: &[T], at: usize) -> __m512i {
+        if T::DTYPE == DType::BF16 {
+            return stored_halves(row.get(at..).unwrap_or(&[]));
         }
         // SAFETY: the transmute renames 256 bits.
         _mm512_cvtepu16_epi32(unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(widened(row, at))) })
@@ -337,17 +324,17 @@ fn row_of<'x, T: Copy>(
     (row, is_there): (usize, bool),
     at: usize,
     len: usize,
-) -> Row<'x, T> {
+) -> &'x [T] {
     if !is_there {
-        return Row { x: &[], factor: None };
+        return &[];
     }
     let start = source.start(row) + at;
-    Row { x: &x[start..start + len], factor: source.scales.map(|scales| scales[row]) }
+    &x[start..start + len]
 }
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// Rounds a row of a source without factors to pairs of bf16.
+    /// Rounds a row of a source to pairs of bf16.
     pub(super) fn convert[](source: &Source<'_>, row: usize, at: usize, len: usize, to: &mut [u32]) {
         let (whole, rest) = (len / (2 * LANES), len % (2 * LANES));
         for (index, to) in to.chunks_exact_mut(LANES).enumerate().take(whole) {
@@ -361,7 +348,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// The elements `at..at + len` of a row of a source without factors, at most 32, as 16 pairs.
+    /// The elements `at..at + len` of a row of a source, at most 32, as 16 pairs.
     pub(super) fn along[](source: &Source<'_>, row: usize, at: usize, len: usize) -> __m512i {
         let start = source.start(row) + at;
         let mask = ((1_u64 << len) - 1) as u32;

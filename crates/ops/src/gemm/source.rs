@@ -86,8 +86,6 @@ pub(crate) struct Source<'a> {
     pub(crate) gap: Option<(usize, usize)>,
     /// Which row of the matrix each row is; the same one without.
     pub(crate) indices: Option<&'a [u32]>,
-    /// A factor for each row.
-    pub(crate) scales: Option<&'a [f32]>,
     /// Rows in blocks of small integers instead of the elements, of which there are none then: what products with `turned`
     /// weights alone take.
     pub(crate) blocks: Option<Blocks<'a>>,
@@ -98,7 +96,7 @@ impl<'a> Source<'a> {
     pub(crate) fn rows(tensor: &'a Tensor, first: usize) -> Self {
         let stride = tensor.cols();
         let elements = Elements::of(tensor);
-        Self { elements, offset: first * stride, stride, gap: None, indices: None, scales: None, blocks: None }
+        Self { elements, offset: first * stride, stride, gap: None, indices: None, blocks: None }
     }
 
     /// The rows of matrix `index` of a stack whose matrices have `rows` rows each. One of [pieces](Tensor::pieces) has as many
@@ -116,24 +114,19 @@ impl<'a> Source<'a> {
     /// Rows of weights in blocks.
     pub(crate) fn blocks(blocks: Blocks<'a>, depth: usize) -> Self {
         let elements = Elements::Bf16(&[]);
-        Self { elements, offset: 0, stride: depth, gap: None, indices: None, scales: None, blocks: Some(blocks) }
+        Self { elements, offset: 0, stride: depth, gap: None, indices: None, blocks: Some(blocks) }
     }
 
     /// Rows like those of `first`, which begin at one place among the elements, and as many more at another.
     fn halves(elements: Elements<'a>, [offset, second]: [usize; 2], first: &Tensor) -> Self {
         let (rows, stride) = (first.rows(), first.cols());
         let gap = Some((rows, second.wrapping_sub(offset + rows * stride)));
-        Self { elements, offset, stride, gap, indices: None, scales: None, blocks: None }
+        Self { elements, offset, stride, gap, indices: None, blocks: None }
     }
 
     /// The rows of a tensor that `indices` name.
     pub(crate) fn gathered(tensor: &'a Tensor, indices: &'a [u32]) -> Self {
         Self { indices: Some(indices), ..Self::rows(tensor, 0) }
-    }
-
-    /// The same rows, each multiplied by a factor.
-    pub(crate) fn scaled(self, scales: &'a [f32]) -> Self {
-        Self { scales: Some(scales), ..self }
     }
 
     #[inline(always)]
@@ -150,11 +143,6 @@ impl<'a> Source<'a> {
             Some((first, gap)) if row >= first => start.wrapping_add(gap),
             _ => start,
         }
-    }
-
-    #[inline(always)]
-    fn scale(&self, row: usize) -> f32 {
-        self.scales.map_or(1.0, |scales| scales[row])
     }
 
     /// The first unit of a row from element `at`, if `len` elements can be used where they lie.
@@ -220,7 +208,7 @@ impl<'a> Source<'a> {
         self.blocks.map_or_else(|| self.bytes_of(self.stride), |blocks| blocks.row_step())
     }
 
-    /// Brings `len` elements of a row from `at` on into units, without the row's factor.
+    /// Brings `len` elements of a row from `at` on into units.
     #[inline(always)]
     pub(crate) fn load<S: Level>(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {
         #[cfg(target_arch = "x86_64")]
@@ -359,8 +347,7 @@ fn straight<T: Float>(
     mut to: &mut [u32],
 ) {
     let num_units = format.units_of(depth);
-    let is_f32 = T::DTYPE == DType::F32 && format.units == Compute::F32 && format.precision == Compute::F32;
-    let is_copy = is_f32 && source.scales.is_none();
+    let is_copy = T::DTYPE == DType::F32 && format.units == Compute::F32 && format.precision == Compute::F32;
     let mut room = [0; BATCH];
     let mut batch = range;
     while !batch.is_empty() {
@@ -376,18 +363,16 @@ fn straight<T: Float>(
             let units = &mut room[..columns];
             match format.units {
                 Compute::F32 if is_copy => {}
-                Compute::F32 => load_scaled(row(unit), source.scale(first + unit), format, units),
+                Compute::F32 => load_values(row(unit), format, units),
                 Compute::Bf16 if 2 * unit + 1 < depth => {
                     let (k, l) = (2 * unit, 2 * unit + 1);
-                    let scales = (source.scale(first + k), source.scale(first + l));
                     for ((to, &low), &high) in units.iter_mut().zip(row(k)).zip(row(l)) {
-                        *to = half(low.load() * scales.0) | (half(high.load() * scales.1) << 16);
+                        *to = half(low) | (half(high) << 16);
                     }
                 }
                 Compute::Bf16 => {
-                    let scale = source.scale(first + 2 * unit);
                     for (to, &low) in units.iter_mut().zip(row(2 * unit)) {
-                        *to = half(low.load() * scale);
+                        *to = half(low);
                     }
                 }
             }
@@ -404,13 +389,8 @@ fn straight<T: Float>(
 }
 
 #[inline(always)]
-fn load_scaled<T: Float>(from: &[T], scale: f32, format: Format, to: &mut [u32]) {
-    match format.precision {
-        Compute::F32 => to.iter_mut().zip(from).for_each(|(to, &x)| *to = (x.load() * scale).to_bits()),
-        Compute::Bf16 => {
-            to.iter_mut().zip(from).for_each(|(to, &x)| *to = bf16::store(x.load() * scale).load().to_bits());
-        }
-    }
+fn load_values<T: Float>(from: &[T], format: Format, to: &mut [u32]) {
+    to.iter_mut().zip(from).for_each(|(to, &x)| *to = format.value(x).to_bits());
 }
 
 /// Copies a row of a panel and fills it up with zeros.

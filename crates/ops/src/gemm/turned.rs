@@ -274,10 +274,11 @@ impl Work<'_> {
     }
 
     /// Asks for a share of what the epilogue will write: all at once would hold up the loads of the kernels.
-    fn ask_for_rows(&self, panel: usize, (share, num_shares): (usize, usize), epilogue: &dyn Finish) {
-        let rows = piece_range(share, self.group.rows.div_ceil(num_shares), self.group.rows);
+    pub(super) fn ask_for_rows(&self, panel: usize, (share, num_shares): (usize, usize), epilogue: &dyn Finish) {
+        let (first, rows) = self.task.rows;
+        let share = piece_range(share, rows.div_ceil(num_shares), rows);
         let (column, columns, _) = self.panels().panel(panel);
-        let rows = (self.task.rows.0 + rows.start, rows.len());
+        let rows = (first + share.start, share.len());
         epilogue.ask_ahead(Place { group: self.task.group, rows, columns: (column, columns), panel });
     }
 

@@ -9,8 +9,9 @@ use crate::gemm::tasks::{Panels, Plan, Task, push_tasks};
 use crate::gemm::turned::Lanes;
 use crate::gemm::{Form, Group, Product};
 
-/// Units of packed B that a task keeps in the second-level cache: half of 2 MiB.
-const B_UNITS: usize = 256 << 10;
+/// Units of packed B that a task keeps in the second-level cache, somewhat more than half of 2 MiB: of widths that are powers of two
+/// just as many panels as make an even number of chunks.
+const B_UNITS: usize = 272 << 10;
 /// Units of the depth that are summed at once where rows of A are packed: 32 of them are 32 KiB of the first-level cache.
 pub(super) const PART_UNITS: usize = 256;
 /// The fewest of them that B is cut into.
@@ -37,7 +38,7 @@ const MIN_COLUMNS: usize = 480;
 /// Sums that wait while the depth is cut for the rows that stay, at most.
 const WAITING_TURNED: usize = 160 << 10;
 /// The same where B is cut.
-const WAITING: usize = 256 << 10;
+const WAITING: usize = 272 << 10;
 /// Units of a tile of sums.
 const TILE_UNITS: usize = size_of::<Tile>() / 4;
 /// Tiles of sums of sixteen rows and a panel.

@@ -38,7 +38,7 @@ impl<'a> Rows<'a> {
         (start, depth): (usize, usize),
         format: Format,
     ) -> Option<Self> {
-        let is_plain = source.indices.is_none() && source.scales.is_none() && source.blocks.is_none();
+        let is_plain = source.indices.is_none() && source.blocks.is_none();
         if !is_plain || !depth.is_multiple_of(2 * BLOCK) || !source.is_direct(format) {
             return None;
         }

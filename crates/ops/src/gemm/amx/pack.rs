@@ -99,17 +99,18 @@ in_vectors! {
             for column in (0..columns).step_by(2 * BLOCK) {
                 let num_columns = (columns - column).min(2 * BLOCK);
                 let mut units = [[_mm512_setzero_si512(); BLOCK]; 2];
+                let units = &mut units[..num_columns.div_ceil(BLOCK)];
                 let is_whole = rows == DEPTH && num_columns == 2 * BLOCK;
-                if !(is_whole && whole_pairs(source, row, first + column, &mut units)) {
+                if !(is_whole && whole_pairs(source, row, first + column, units)) {
                     for (half, units) in units.iter_mut().enumerate() {
-                        let num_columns = num_columns.saturating_sub(half * BLOCK).min(BLOCK);
+                        let num_columns = (num_columns - half * BLOCK).min(BLOCK);
                         for (unit, units) in units.iter_mut().enumerate() {
                             let rows = rows.saturating_sub(2 * unit).min(2);
                             *units = across(source, (row + 2 * unit, rows), first + column + half * BLOCK, num_columns);
                         }
                     }
                 }
-                for (half, units) in units.iter_mut().enumerate().take(num_columns.div_ceil(BLOCK)) {
+                for (half, units) in units.iter_mut().enumerate() {
                     transpose(units);
                     let at = ((column / BLOCK + half) * num_blocks + block) * BLOCK * BLOCK;
                     let to = &mut to[at..][..BLOCK * BLOCK];
@@ -123,11 +124,9 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// The elements of 32 columns of 32 rows as pairs of two rows each, the first sixteen columns and the others, if they are bf16
-    /// and have no factors.
-    fn whole_pairs(source: &Source<'_>, first: usize, column: usize, units: &mut [[__m512i; BLOCK]; 2]) -> bool {
-        let (Elements::Bf16(x), None) = (source.elements, source.scales) else { return false };
-        let [low_units, high_units] = units;
+    /// The elements of 32 columns of 32 rows as pairs of two rows each, the first sixteen columns and the others, if they are bf16.
+    fn whole_pairs(source: &Source<'_>, first: usize, column: usize, units: &mut [[__m512i; BLOCK]]) -> bool {
+        let (Elements::Bf16(x), [low_units, high_units]) = (source.elements, units) else { return false };
         for (unit, (low_units, high_units)) in low_units.iter_mut().zip(high_units).enumerate() {
             let row = |row: usize| &x[source.start(first + row) + column..][..2 * BLOCK];
             let (low, high) = (row(2 * unit), row(2 * unit + 1));

@@ -88,7 +88,8 @@ impl Work<'_> {
             for (number, panel) in panels.clone().step_by(panels_of_slab(num_tiles)).enumerate() {
                 let at = if num_stretches > 1 { number * tiles_of_slab } else { 0 };
                 let sums = &mut sums[at..][..tiles_of_slab];
-                self.sum_slab(panel, &lanes, (start, depth), (packed, &mut *a_room), sums);
+                let asked = is_last.then_some(epilogue);
+                self.sum_slab(panel, &lanes, (start, depth), (packed, &mut *a_room), sums, asked);
                 if is_last {
                     let sets = sums.chunks_exact(lanes.count() * BLOCKS * TILES * num_tiles);
                     for (sums, panel) in sets.zip(panel..panels.end) {
@@ -122,9 +123,18 @@ impl Work<'_> {
         (start, depth): (usize, usize),
         (packed, room): (&[u32], &mut [u32]),
         sums: &mut [Tile],
+        asked: Option<&dyn Finish>,
     ) {
         let slab = Slab::of(self, self.task, panel);
         let num_units = self.format().units_of(depth);
+        let num_calls = slab.pairs().count() * lanes.count();
+        let ask_for_share = |call: usize| {
+            let Some(epilogue) = asked else { return };
+            let end = self.task.panels.0 + self.task.panels.1;
+            for panel in panel..(panel + panels_of_slab(self.product.num_tiles())).min(end) {
+                self.ask_for_rows(panel, (call, num_calls), epilogue);
+            }
+        };
         for (number, blocks) in slab.pairs().enumerate() {
             let places = |lane: usize| {
                 [&blocks[0], &blocks[blocks.len() - 1]].map(|columns| {
@@ -142,6 +152,7 @@ impl Work<'_> {
                     let (first_lane, width) = lanes.panel(lane);
                     let b = &packed[first_lane * num_units..][..num_units * width];
                     let ahead = later.at_call((lane, lanes.count()), num_units);
+                    ask_for_share(number * lanes.count() + lane);
                     let call = Call { a: &[first, last][..blocks.len()], b, width, is_continued: start > 0, ahead };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
