@@ -81,7 +81,9 @@ fn cut_turned(
     let stretch = units.div_ceil(num_stretches).next_multiple_of(if num_stretches > 1 { PART_UNITS } else { BLOCK });
     let num_stretches = units.div_ceil(stretch.max(1)).max(1);
     let most = (STAY_UNITS / stretch.max(1)).clamp(MIN_STAYING, MAX_STAYING);
-    let rows = group.rows.div_ceil(group.rows.div_ceil(most)).next_multiple_of(ROWS).min(group.rows);
+    // A few more than that are better kept together than halved.
+    let num_shares = if 3 * group.rows <= 4 * most { 1 } else { group.rows.div_ceil(most) };
+    let rows = group.rows.div_ceil(num_shares).next_multiple_of(ROWS).min(group.rows);
 
     let panel_width = TILE_STRIDE * num_tiles;
     let least = MIN_COLUMNS.div_ceil(panel_width);
