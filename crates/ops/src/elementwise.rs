@@ -1,5 +1,7 @@
 //! Operations that treat every element alike: sums, scales, casts, norms and random filling.
 
+use std::borrow::Cow;
+
 use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
@@ -217,6 +219,12 @@ pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
     cast_into(ctx, x, &mut y);
     y
+}
+
+/// An operand in bf16 where products in `dtype` round it to that: once instead of for each few columns.
+pub(crate) fn rounded_once<'a>(ctx: &Context, x: &'a Tensor, dtype: DType) -> Cow<'a, Tensor> {
+    let is_rounded = dtype == DType::BF16 && x.dtype() == DType::F32;
+    if is_rounded { Cow::Owned(cast(ctx, x, DType::BF16)) } else { Cow::Borrowed(x) }
 }
 
 /// `x` (f32 or bf16) as `dtype`: itself where it is of that type already.

@@ -13,7 +13,6 @@ mod epilogues;
 mod rows;
 mod turned;
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
@@ -21,7 +20,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::activation::activate;
 use crate::cuda::ops::{self as cuda, On};
 use crate::e4m3;
-use crate::elementwise::{add_assign, cast};
+use crate::elementwise::{add_assign, rounded_once};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -293,12 +292,6 @@ pub fn experts_backward(
     });
     let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d]);
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
-}
-
-/// Gradients of outputs in bf16 where products round them to it: once instead of for each few columns.
-fn rounded_once<'a>(ctx: &Context, dy: &'a Tensor, dtype: DType) -> Cow<'a, Tensor> {
-    let is_rounded = dtype == DType::BF16 && dy.dtype() == DType::F32;
-    if is_rounded { Cow::Owned(cast(ctx, dy, DType::BF16)) } else { Cow::Borrowed(dy) }
 }
 
 /// Buffers for the gradients of [`ExpertWeights`], same shapes, f32.

@@ -8,7 +8,7 @@
 use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
-use crate::elementwise::add_assign;
+use crate::elementwise::{add_assign, rounded_once};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
@@ -160,6 +160,7 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
     if let Some(on) = On::of(ctx) {
         return cuda::linear::backward_weight(on, dy, x, compute, write, dw);
     }
+    let dy = &*rounded_once(ctx, dy, compute);
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
     let product = Product { form: Form::Tn, compute: Compute::of(compute), groups: &[group], is_paired: false };
     let to = Lent::new(dw.f32s_mut());

@@ -112,6 +112,8 @@ fn the_three_products_match_f64_over_a_long_depth() {
     check_sizes(5, 3, 4_099);
     check_sizes(787, 3, 5);
     check_sizes(1_100, 16, 24);
+    check_sizes(2_300, 16, 24);
+    check_sizes(40, 61, 1_700);
     // Large enough to be cut where A is converted or rows of B are far apart.
     check_sizes(9, 1_101, 301);
 }
@@ -120,6 +122,34 @@ fn the_three_products_match_f64_over_a_long_depth() {
 fn the_three_products_match_f64_over_many_tasks() {
     check_sizes(401, 64, 113);
     check_sizes(130, 61, 300);
+}
+
+#[test]
+fn gradients_that_are_written_past_the_caches_match_f64() {
+    // 8 MiB and more, with rows that are whole cache lines and with others, of few tokens and of many.
+    for (t, i, o) in [(20, 1_456, 1_448), (70, 1_456, 1_448), (70, 1_453, 1_448)] {
+        let (x, dy) = (numbers(t * i, 1), numbers(t * o, 3));
+        for (ctx, w_type) in
+            contexts().filter(|ctx| ctx.gpu().is_none()).flat_map(|ctx| FLOATS.map(|w| (ctx.clone(), w)))
+        {
+            let (xs, dys) = (tensor(&ctx, &[t, i], &x, DType::F32), tensor(&ctx, &[t, o], &dy, DType::F32));
+            let mut grad = tensor(&ctx, &[o, i], &vec![f32::NAN; o * i], DType::F32);
+            linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Replace, &mut grad);
+            assert!(grad.f32s().iter().all(|x| x.is_finite()), "elements that nobody wrote");
+            for at in (0..o * i).step_by(997) {
+                let term = |t: usize| rounded(dy[t * o + at / i], w_type) * rounded(x[t * i + at % i], w_type);
+                let (exact, size) = (0..t).map(term).fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+                let y = grad.f32s()[at];
+                let is_close = is_close(y, exact, size, t, DType::F32);
+                assert!(
+                    is_close,
+                    "element {at} of {:?}, w {w_type:?}, {:?} is {y}, exactly {exact}",
+                    (t, i, o),
+                    kind(&ctx)
+                );
+            }
+        }
+    }
 }
 
 /// `values` as bf16 in memory that begins at an address between two multiples of four, as a tensor of a mapped file may.

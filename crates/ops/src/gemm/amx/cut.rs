@@ -16,11 +16,13 @@ const B_UNITS: usize = 272 << 10;
 pub(super) const PART_UNITS: usize = 256;
 /// The fewest of them that B is cut into.
 const MIN_PART_UNITS: usize = 64;
-/// The most of them of which B and A are packed at once where both have to be.
-const LONG_UNITS: usize = 1024;
+/// Units of the depth up to which B and A are packed at once where both have to be.
+const LONG_UNITS: usize = 640;
 /// Units of rows of A that are packed at once there, and the most rows.
 const A_UNITS: usize = 64 << 10;
 const MAX_PACKED_ROWS: usize = 256;
+/// Panels of which rows of B are long enough to be fetched quickly.
+const MIN_FEW_PANELS: usize = 11;
 /// Rows of a group with which its B takes longer to fetch than to be multiplied.
 const FEW_ROWS: usize = 160;
 /// Fewest rows of a task.
@@ -123,7 +125,7 @@ fn cut_straight(
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
     let is_a_packed_whole = product.form == Form::Tn;
-    let Shares { part_units, chunk, max_rows } = Shares::of(product, group, kernels, &panels);
+    let Shares { part_units, chunk, max_rows } = Shares::of(product, group, kernels, &panels, budget);
     let format = kernels.format(product.compute);
     let num_parts = format.units_of(group.depth).div_ceil(part_units).max(1);
     let part = format.elements_of(part_units);
@@ -159,7 +161,7 @@ struct Shares {
 }
 
 impl Shares {
-    fn of(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels, panels: &Panels) -> Self {
+    fn of(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels, panels: &Panels, budget: usize) -> Self {
         let panel_width = TILE_STRIDE * product.num_tiles();
         let units = kernels.format(product.compute).units_of(group.depth).max(BLOCK);
         let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(BLOCK);
@@ -168,14 +170,19 @@ impl Shares {
             panels.count.div_ceil(panels.count.div_ceil(chunk).max(1)).max(1)
         };
         if product.form == Form::Tn {
-            // B is packed once for all tasks of a thread that follow each other, A for each of them.
-            let part_units = even(LONG_UNITS);
+            // B of the whole depth is packed once for all tasks of a thread that follow each other, A for each of them. In parts B is
+            // packed again for each task as well.
+            let part_units = if units <= LONG_UNITS { units } else { even(PART_UNITS) };
             let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
             return Self { part_units, chunk: chunk_of(B_UNITS, part_units), max_rows };
         }
         if group.rows <= FEW_ROWS {
-            // Memory sets the time: rows of B are read from end to end.
-            let chunk = chunk_of(WAITING, group.rows.next_multiple_of(ROWS));
+            // Memory sets the time: rows of B are read from end to end, but for those of a single group, which all threads share.
+            let rows = group.rows.next_multiple_of(ROWS);
+            let in_budget = budget.min(usize::MAX / BUDGET) * BUDGET / (rows * panel_width * group.depth).max(1);
+            let room =
+                WAITING.min(in_budget.clamp(MIN_FEW_PANELS, panels.count.max(MIN_FEW_PANELS)) * rows * panel_width);
+            let chunk = chunk_of(room, rows);
             let part_units = even((B_UNITS / 2 / (chunk * panel_width)).clamp(MIN_PART_UNITS, PART_UNITS));
             return Self { part_units, chunk, max_rows: FEW_ROWS };
         }

@@ -96,12 +96,13 @@ in_vectors! {
                 let later = source.address_later(row, DEPTH, first);
                 (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
             }
-            for column in (0..columns).step_by(2 * BLOCK) {
-                let num_columns = (columns - column).min(2 * BLOCK);
+            for column in (0..columns).step_by(DEPTH) {
+                let num_columns = (columns - column).min(DEPTH);
                 let mut units = [[_mm512_setzero_si512(); BLOCK]; 2];
                 let units = &mut units[..num_columns.div_ceil(BLOCK)];
-                let is_whole = rows == DEPTH && num_columns == 2 * BLOCK;
-                if !(is_whole && whole_pairs(source, row, first + column, units)) {
+                if let (DEPTH, DEPTH, [low, high]) = (rows, num_columns, &mut *units) {
+                    whole_pairs(source, row, first + column, [low, high]);
+                } else {
                     for (half, units) in units.iter_mut().enumerate() {
                         let num_columns = (num_columns - half * BLOCK).min(BLOCK);
                         for (unit, units) in units.iter_mut().enumerate() {
@@ -124,17 +125,14 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// The elements of 32 columns of 32 rows as pairs of two rows each, the first sixteen columns and the others, if they are bf16.
-    fn whole_pairs(source: &Source<'_>, first: usize, column: usize, units: &mut [[__m512i; BLOCK]]) -> bool {
-        let (Elements::Bf16(x), [low_units, high_units]) = (source.elements, units) else { return false };
+    /// The elements of 32 columns of 32 rows as pairs of two rows each, the first sixteen columns and the others.
+    fn whole_pairs(source: &Source<'_>, first: usize, column: usize, units: [&mut [__m512i; BLOCK]; 2]) {
+        let [low_units, high_units] = units;
         for (unit, (low_units, high_units)) in low_units.iter_mut().zip(high_units).enumerate() {
-            let row = |row: usize| &x[source.start(first + row) + column..][..2 * BLOCK];
-            let (low, high) = (row(2 * unit), row(2 * unit + 1));
-            // SAFETY: 32 elements of 16 bits are there.
-            let rows = unsafe { [_mm512_loadu_si512(low.as_ptr().cast()), _mm512_loadu_si512(high.as_ptr().cast())] };
-            [*low_units, *high_units] = in_turn(rows);
+            let row = first + 2 * unit;
+            [*low_units, *high_units] =
+                in_turn([along(source, row, column, 2 * BLOCK), along(source, row + 1, column, 2 * BLOCK)]);
         }
-        true
     }
 }
 
