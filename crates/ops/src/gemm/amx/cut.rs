@@ -23,7 +23,7 @@ const A_UNITS: usize = 64 << 10;
 const MAX_PACKED_ROWS: usize = 256;
 /// Panels of which rows of B are long enough to be fetched quickly.
 const MIN_FEW_PANELS: usize = 11;
-/// Rows of a group with which its B takes longer to fetch than to be multiplied.
+/// Rows of a group up to which its B takes longer to fetch than to be multiplied.
 const FEW_ROWS: usize = 160;
 /// Fewest rows of a task.
 const MIN_ROWS: usize = 128;
