@@ -124,6 +124,7 @@ fn cut_straight(
 ) {
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
+    let budget = budget.saturating_mul(BUDGET);
     let is_a_packed_whole = product.form == Form::Tn;
     let Shares { part_units, chunk, max_rows } = Shares::of(product, group, kernels, &panels, budget);
     let format = kernels.format(product.compute);
@@ -132,7 +133,7 @@ fn cut_straight(
     let panel_width = TILE_STRIDE * num_tiles;
 
     let width = (chunk * panel_width).min(group.columns * num_tiles);
-    let rows_in_budget = BUDGET * budget.min(usize::MAX / BUDGET) / (width * group.depth).max(1);
+    let rows_in_budget = budget / (width * group.depth).max(1);
     let mut rows = group.rows.min(max_rows).min(rows_in_budget.max(MIN_ROWS));
     rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
 
@@ -165,29 +166,25 @@ impl Shares {
         let panel_width = TILE_STRIDE * product.num_tiles();
         let units = kernels.format(product.compute).units_of(group.depth).max(BLOCK);
         let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(BLOCK);
-        let chunk_of = |room: usize, units: usize| {
-            let chunk = (room / (units * panel_width)).clamp(1, panels.count.max(1));
-            panels.count.div_ceil(panels.count.div_ceil(chunk).max(1)).max(1)
-        };
+        // Even shares of all panels, of so many at most.
+        let chunk_of = |most: usize| panels.count.div_ceil(panels.count.div_ceil(most.clamp(1, panels.count)));
         if product.form == Form::Tn {
             // B of the whole depth is packed once for all tasks of a thread that follow each other, A for each of them. In parts B is
             // packed again for each task as well.
             let part_units = if units <= LONG_UNITS { units } else { even(PART_UNITS) };
             let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
-            return Self { part_units, chunk: chunk_of(B_UNITS, part_units), max_rows };
+            return Self { part_units, chunk: chunk_of(B_UNITS / (part_units * panel_width)), max_rows };
         }
         if group.rows <= FEW_ROWS {
             // Memory sets the time: rows of B are read from end to end, but for those of a single group, which all threads share.
-            let rows = group.rows.next_multiple_of(ROWS);
-            let in_budget = budget.min(usize::MAX / BUDGET) * BUDGET / (rows * panel_width * group.depth).max(1);
-            let room =
-                WAITING.min(in_budget.clamp(MIN_FEW_PANELS, panels.count.max(MIN_FEW_PANELS)) * rows * panel_width);
-            let chunk = chunk_of(room, rows);
+            let of_panel = group.rows.next_multiple_of(ROWS) * panel_width;
+            let in_budget = (budget / (of_panel * group.depth).max(1)).max(MIN_FEW_PANELS);
+            let chunk = chunk_of(in_budget.min(WAITING / of_panel));
             let part_units = even((B_UNITS / 2 / (chunk * panel_width)).clamp(MIN_PART_UNITS, PART_UNITS));
             return Self { part_units, chunk, max_rows: FEW_ROWS };
         }
         let part_units = even(PART_UNITS);
-        let chunk = chunk_of(B_UNITS / 2, part_units);
+        let chunk = chunk_of(B_UNITS / 2 / (part_units * panel_width));
         let max_rows = if part_units == units { usize::MAX } else { WAITING / (chunk * panel_width) / ROWS * ROWS };
         Self { part_units, chunk, max_rows: max_rows.max(MIN_ROWS) }
     }
