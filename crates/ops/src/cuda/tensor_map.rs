@@ -38,7 +38,7 @@ impl Matrices {
     /// Whether the instruction can copy boxes of them.
     fn suit(&self) -> bool {
         let sizes = [self.columns, self.rows, self.count, self.box_rows];
-        !sizes.contains(&0)
+        sizes.iter().all(|&size| size > 0 && u32::try_from(size).is_ok())
             && self.box_rows <= MAX_BOX_ROWS
             && self.address.is_multiple_of(ALIGN)
             && self.row_bytes().is_multiple_of(ALIGN)
@@ -65,12 +65,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn matrices_whose_rows_or_addresses_are_no_whole_chunks_have_no_tensor_copies() {
+    fn matrices_of_too_many_rows_or_whose_rows_or_addresses_are_no_whole_chunks_have_no_tensor_copies() {
         let whole = Matrices { address: 256, columns: 72, rows: 3, count: 2, box_rows: 128 };
         assert!(whole.suit());
         assert!(!Matrices { address: 264, ..whole }.suit());
         assert!(!Matrices { columns: 76, ..whole }.suit());
         assert!(!Matrices { rows: 0, ..whole }.suit());
+        assert!(!Matrices { rows: 1 << 32, ..whole }.suit());
         assert!(!Matrices { box_rows: 257, ..whole }.suit());
     }
 }
