@@ -67,11 +67,10 @@ impl Work<'_> {
     ) {
         let Self { product, group, task, .. } = *self;
         let (panels, tiles_of_panel) = (Panels::of(group.columns, BLOCK), TILES * product.num_tiles());
-        let Part { start, depth, num_units, is_first, is_last } = part;
+        let Part { num_units, is_first, is_last, .. } = part;
         let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
         let num_stretches = num_units.div_ceil(PART_UNITS).max(1);
         let are_kept = !(is_first && is_last) || num_stretches > 1;
-        let mut ahead = self.ahead_of(row, start, depth);
         for stretch in 0..num_stretches {
             let done = stretch * PART_UNITS;
             let units = (num_units - done).min(PART_UNITS);
@@ -86,7 +85,6 @@ impl Work<'_> {
                 if is_end {
                     epilogue.ask_ahead(at);
                 }
-                ahead.advance();
                 let first = if are_kept { offset * tiles_of_panel } else { 0 };
                 let tiles = &mut tiles[first..first + tiles_of_panel];
                 for tiles in tiles.chunks_exact_mut(TILES) {
