@@ -6,6 +6,8 @@ use std::fmt::Display;
 use std::hash::{Hash as _, Hasher as _};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
+use std::time::Duration;
 
 use super::api::{Functions, Handle, Status};
 use super::library::Mpi;
@@ -20,6 +22,9 @@ use crate::under_way::UnderWay;
 
 /// Up to here an all-reduce is one step, in which every rank reduces everything.
 pub(crate) const ONE_STEP_BYTES: usize = 16 << 10;
+
+/// What the watchdog has to name a process that has ended: ten of its looks, for machines that are busy.
+const TIME_FOR_OBITUARY: Duration = Duration::from_secs(1);
 
 /// Told the rank and why the run fails.
 pub(crate) type Report = dyn Fn(usize, &dyn Display) + Send + Sync;
@@ -109,8 +114,11 @@ impl Group {
         if code == 0 { Ok(()) } else { Err(self.library_error(call, code)) }
     }
 
+    /// The library may notice that a process has ended before the watchdog does, but not whose it was: the watchdog, which ends the
+    /// run, has a moment to say so first.
     #[cold]
     fn library_error(&self, call: &Call, code: c_int) -> CommError {
+        thread::sleep(TIME_FOR_OBITUARY);
         let rank = self.members[self.rank];
         self.fail(CommError::Library { rank, call: *call, text: self.functions().explain(code) })
     }
