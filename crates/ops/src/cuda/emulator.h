@@ -359,6 +359,13 @@ static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 static inline float half_value(u16 bits) { return emulator::widen_half(bits); }
 
+static inline u16 round_bf16(float x) {
+    u32 bits = float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)((bits >> 16) | 0x40);
+    return (u16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+static inline u32 pack_bf16(float low, float high) { return (u32)round_bf16(low) | ((u32)round_bf16(high) << 16); }
+
 struct EmulatedMatrices { u32 r[4]; };
 static inline void emulated_load(u32 (&r)[4], const void* row, bool transposed) {
     struct In { const void* row; bool transposed; };

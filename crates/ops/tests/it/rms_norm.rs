@@ -52,11 +52,13 @@ fn run(ctx: &Context, seed: u64, shape: &[usize], width: usize, dtype: DType) ->
 }
 
 fn check(name: &str, ctx: &Context, shape: &[usize], width: usize, dtype: DType) {
-    let [x, weight, dy, y, _, dx, dweight] = run(ctx, 5, shape, width, dtype).map(|tensor| doubles(&tensor));
+    let [x, weight, dy, y, inv_rms, dx, dweight] = run(ctx, 5, shape, width, dtype).map(|tensor| doubles(&tensor));
     let what = format!("{name}, {shape:?} by {width}, {dtype:?}");
     assert_close(&what, &y, &reference(&x, &weight), 2e-6 + rounding(dtype));
     let (expected_dx, expected_dweight) = reference_grads(&dy, &x, &weight);
-    assert_close(&what, &dx, &expected_dx, 5e-6);
+    // The difference of two numbers, each rounded, of this size: a single small element has a large scale.
+    let scale = inv_rms.iter().copied().fold(1.0, f64::max);
+    assert_close(&what, &dx, &expected_dx, 5e-6 * scale);
     assert_close(&what, &dweight, &expected_dweight, 5e-6 * (x.len() as f64 / width as f64).sqrt().max(1.0));
 }
 

@@ -28,10 +28,11 @@ template <u32 ALIGN> DEVICE uint2 eight_bytes(const u8* at) {
         const u16* halves = (const u16*)at;
         return make_uint2(halves[0] | (u32)halves[1] << 16, halves[2] | (u32)halves[3] << 16);
     }
-    u32 words[2] = {0, 0};
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) words[i / 4] |= (u32)at[i] << (i % 4 * 8);
-    return make_uint2(words[0], words[1]);
+    // The whole words that they lie in.
+    u32 shift = (u32)((u64)at & 3) * 8;
+    const u32* words = (const u32*)(at - shift / 8);
+    u64 low = words[0], middle = words[1], high = shift ? words[2] : 0;
+    return make_uint2((u32)((middle << 32 | low) >> shift), (u32)((high << 32 | middle) >> shift));
 }
 DEVICE u32 byte_of(uint2 bytes, u32 i) { return (i < 4 ? bytes.x : bytes.y) >> (i % 4 * 8) & 255; }
 DEVICE f32 half_at(const u8* at) { return half_value((u16)(at[0] | at[1] << 8)); }
@@ -39,7 +40,8 @@ DEVICE f32 half_at(const u8* at) { return half_value((u16)(at[0] | at[1] << 8));
 // Byte n of 16.
 DEVICE f32 level(u64 low, u64 high, u32 n) { return (f32)(signed char)((n < 8 ? low : high) >> (n % 8 * 8)); }
 DEVICE f32 iq4_level(u32 n) { return level(0xf6eaddcfbfad9881ull, 0x7159453526190d01ull, n); }
-DEVICE f32 fp4_level(u32 n) { return level(0x0c08060403020100ull, 0xf4f8fafcfdfeff00ull, n); }
+// Twice an E2M1 float: its bits are those of a float that is 2^127 times smaller, zero and the one below the normal ones as well.
+DEVICE f32 fp4_level(u32 n) { return bits_float((n & 7) << 22 | (n & 8) << 28) * 1.7014118e38f; }
 
 // Half of two to the power of `exponent` less 127; all ones stand for NaN.
 DEVICE f32 half_power(u32 exponent) {
@@ -175,8 +177,7 @@ KERNEL(256) blocks_to_bf16(const u8* blocks, bf16* to, const u32* offsets, u32 t
     for (u32 k = threadIdx.x * 8; k < width; k += 256 * 8) {
         f32 w[8];
         decode_any(type, w, from, k);
-        *(uint4*)(to + row * width + k) =
-            make_uint4(pack_bf16(w[0], w[1]), pack_bf16(w[2], w[3]), pack_bf16(w[4], w[5]), pack_bf16(w[6], w[7]));
+        store_vector(to, 1, row * width + k, w);
     }
 }
 
@@ -185,14 +186,15 @@ KERNEL(256) gather_block_rows(const u32* ids, const u8* blocks, void* y, u32 y_b
     for (u32 k = threadIdx.x * 8; k < width; k += 256 * 8) {
         f32 w[8];
         decode_any(type, w, blocks + (u64)ids[blockIdx.x] * row_bytes, k);
-#pragma unroll
-        for (u32 i = 0; i < 8; i++) store_any(y, y_bf16, (u64)blockIdx.x * width + k + i, w[i]);
+        store_vector(y, y_bf16, (u64)blockIdx.x * width + k, w);
     }
 }
 
 // Rows of B that are blocks; its stride is in bytes.
 template <u32 TYPE> struct Blocks {
     const Operand& b;
+    // Half a block of the smallest: all of them have one scale.
+    static const u32 HELD = 16;
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { decode<TYPE>(w, (const u8*)b.data + b.row(row), k); }
     DEVICE_MEMBER void pairs(u32 (&x)[4], u32 row, u32 k) const {
         f32 w[8];

@@ -2,8 +2,22 @@
 
 #define FOR_EACH(i, len) for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (len); i += (u64)gridDim.x * blockDim.x)
 
+// Eight elements at a time, which `eight` gets by the first of them, and those that are left over one by one: a multiprocessor has to have
+// some 16 KB under way for all that memory gives.
+template <typename Eight, typename One> DEVICE void for_all(u64 len, Eight eight, One one) {
+    FOR_EACH(i, len / 8) eight(8 * i);
+    FOR_EACH(i, len % 8) one(len / 8 * 8 + i);
+}
+
 KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u64 len) {
-    FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(x, x_bf16, i));
+    for_all(
+        len,
+        [&](u64 i) {
+            f32 values[8];
+            load_vector(values, x, x_bf16, i);
+            store_vector(y, y_bf16, i, values);
+        },
+        [&](u64 i) { store_any(y, y_bf16, i, load_any(x, x_bf16, i)); });
 }
 
 KERNEL(256) fill_elements(f32* y, f32 value, u64 len) {
@@ -11,20 +25,53 @@ KERNEL(256) fill_elements(f32* y, f32 value, u64 len) {
 }
 
 KERNEL(256) copy_words(const u16* from, u16* to, u64 first, u64 start, u64 len) {
-    FOR_EACH(i, len) to[start + i] = from[first + i];
+    if ((first | start) % 8 != 0) {
+        FOR_EACH(i, len) to[start + i] = from[first + i];
+        return;
+    }
+    for_all(
+        len, [&](u64 i) { *(uint4*)(to + start + i) = *(const uint4*)(from + first + i); },
+        [&](u64 i) { to[start + i] = from[first + i]; });
 }
 
 // Of each sequence `each` words, from `first` of the `given` that it has to `start` of the `step` that it has there.
 KERNEL(256) copy_words_of_each(const u16* from, u16* to, u64 each, u64 given, u64 first, u64 step, u64 start, u64 len) {
-    FOR_EACH(i, len) to[i / each * step + start + i % each] = from[i / each * given + first + i % each];
+    if ((each | given | first | step | start) % 8 != 0) {
+        FOR_EACH(i, len) to[i / each * step + start + i % each] = from[i / each * given + first + i % each];
+        return;
+    }
+    // `len` is a multiple of `each`, so that nothing is left over.
+    FOR_EACH(eight, len / 8) {
+        u64 i = 8 * eight, sequence = i / each, inside = i % each;
+        *(uint4*)(to + sequence * step + start + inside) = *(const uint4*)(from + sequence * given + first + inside);
+    }
 }
 
 KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u64 len) {
-    FOR_EACH(i, len) y[i] += load_any(x, x_bf16, i);
+    for_all(
+        len,
+        [&](u64 i) {
+            f32 sums[8], values[8];
+            load_vector(sums, y, 0, i);
+            load_vector(values, x, x_bf16, i);
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) sums[j] += values[j];
+            store_vector(y, 0, i, sums);
+        },
+        [&](u64 i) { y[i] += load_any(x, x_bf16, i); });
 }
 
 KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u64 len) {
-    FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor);
+    for_all(
+        len,
+        [&](u64 i) {
+            f32 values[8];
+            load_vector(values, y, y_bf16, i);
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) values[j] *= factor;
+            store_vector(y, y_bf16, i, values);
+        },
+        [&](u64 i) { store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor); });
 }
 
 KERNEL(256) sigmoid_elements(const f32* x, f32* y, u64 len) {
@@ -62,8 +109,8 @@ KERNEL(256) sum_columns(const void* x, u32 x_bf16, f32* sums, u32 rows, u32 colu
 // Rows of `width` numbers, `num` of them in all, from rows of `num_parts` lists of as many: each number is (or gets) the sum of its parts,
 // the last first.
 KERNEL(256) add_parts(const f32* parts, f32* to, u32 num, u32 width, u32 num_parts, u32 add) {
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < num; i += gridDim.x * 256) {
-        const f32* own = parts + (u64)(i / width) * width * num_parts + i % width;
+    FOR_EACH(i, num) {
+        const f32* own = parts + (u64)((u32)i / width) * width * num_parts + (u32)i % width;
         f32 sum = 0.0f;
 #pragma unroll 4
         for (u32 part = num_parts; part > 0; part--) sum += own[(u64)(part - 1) * width];
@@ -76,10 +123,16 @@ KERNEL(256) add_parts(const f32* parts, f32* to, u32 num, u32 width, u32 num_par
 KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u64 len) {
     __shared__ double all[256];
     double sum = 0.0;
-    FOR_EACH(i, len) {
-        double value = load_any(x, x_bf16, i);
-        sum += value * value;
-    }
+    auto add = [&](double value) { sum += value * value; };
+    for_all(
+        len,
+        [&](u64 i) {
+            f32 values[8];
+            load_vector(values, x, x_bf16, i);
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) add(values[j]);
+        },
+        [&](u64 i) { add(load_any(x, x_bf16, i)); });
     all[threadIdx.x] = sum;
     for (u32 half = 128; half > 0; half /= 2) {
         __syncthreads();
@@ -107,7 +160,15 @@ KERNEL(256) adamw_step(f32* param, const f32* grad, f32* m, f32* v, bf16* comput
 // y [rows, width] = the rows of `table` that `ids` name.
 KERNEL(256) gather_rows(const u32* ids, const void* table, u32 table_bf16, void* y, u32 y_bf16, u32 width) {
     u64 from = (u64)ids[blockIdx.x] * width, to = (u64)blockIdx.x * width;
-    for (u32 i = threadIdx.x; i < width; i += blockDim.x) store_any(y, y_bf16, to + i, load_any(table, table_bf16, from + i));
+    if (width % 8 != 0) {
+        for (u32 i = threadIdx.x; i < width; i += blockDim.x) store_any(y, y_bf16, to + i, load_any(table, table_bf16, from + i));
+        return;
+    }
+    for (u32 i = 8 * threadIdx.x; i < width; i += 8 * blockDim.x) {
+        f32 values[8];
+        load_vector(values, table, table_bf16, from + i);
+        store_vector(y, y_bf16, to + i, values);
+    }
 }
 
 // Row `ids[b]` of `table` += the rows of dy that `rows[starts[b]..starts[b + 1]]` name, in this order; without ids row b is set to that

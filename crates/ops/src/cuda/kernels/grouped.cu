@@ -16,26 +16,36 @@ DEVICE u32 place(bool is_major, u32 row, u32 chunk) {
     return is_major ? (row * 4 + (chunk ^ (row >> 1 & 3))) * 16 : (row * 16 + (chunk ^ (row & 7))) * 16;
 }
 
-// Starts copying a stage of an operand. `edge` is how many of the tile's rows (is_major) or columns there are.
-template <bool IS_MAJOR, bool IS_PAIRED>
-DEVICE void copy_tile(unsigned char* to, const Operand& o, u32 first, u32 edge, u32 k, u32 depth, u64 pair) {
-    for (u32 i = threadIdx.x; i < 512; i += 256) {
-        u32 row = IS_MAJOR ? i / 4 : i / 16, chunk = IS_MAJOR ? i % 4 : i % 16;
-        bool is_there;
-        u64 at = 0;
-        if (IS_MAJOR) {
+// What a thread copies of an operand's tiles, of which `edge` rows (IS_MAJOR) or columns are there from `first` on: two times 8 elements
+// of each. Where rows run along the depth, they are the same two rows for all stages, which are looked up once.
+template <bool IS_MAJOR, bool IS_PAIRED> struct Copies {
+    const Operand& o;
+    u32 first, edge;
+    u64 rows[2];
+    bool are_there[2];
+
+    DEVICE_MEMBER Copies(const Operand& operand, u32 first_row, u32 num, u64 pair) : o(operand), first(first_row), edge(num) {
+#pragma unroll
+        for (u32 i = 0; IS_MAJOR && i < 2; i++) {
+            u32 row = threadIdx.x / 4 + 64 * i;
             // A pair's two columns lie 8 apart in the tile, so that one thread has both sums.
             u32 column = IS_PAIRED ? row / 16 * 8 + row % 8 : row;
-            is_there = column < edge && k + chunk * 8 < depth;
-            if (is_there) at = o.row(first + column) + (IS_PAIRED && (row / 8 & 1) ? pair * o.stride : 0) + k + chunk * 8;
-        } else {
-            is_there = k + row < depth && chunk * 8 < edge;
-            if (is_there) at = o.row(k + row) + first + chunk * 8;
+            are_there[i] = column < edge;
+            rows[i] = are_there[i] ? o.row(first + column) + (IS_PAIRED && (row / 8 & 1) ? pair * o.stride : 0) : 0;
         }
-        copy_async(to + place(IS_MAJOR, row, chunk), (const bf16*)o.data + at, is_there);
     }
-    (void)pair;
-}
+
+    // Starts copying a stage, from `k` on in the depth.
+    DEVICE_MEMBER void start(unsigned char* to, u32 k, u32 depth) const {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 row = threadIdx.x / (IS_MAJOR ? 4 : 16) + (IS_MAJOR ? 64 : 16) * i, chunk = threadIdx.x % (IS_MAJOR ? 4 : 16);
+            bool is_there = IS_MAJOR ? are_there[i] && k + chunk * 8 < depth : k + row < depth && chunk * 8 < edge;
+            u64 at = !is_there ? 0 : IS_MAJOR ? rows[i] + k + chunk * 8 : o.row(k + row) + first + chunk * 8;
+            copy_async(to + place(IS_MAJOR, row, chunk), (const bf16*)o.data + at, is_there);
+        }
+    }
+};
 
 // The fragments of a warp's 16 rows of A from `row`, 16 deep from `k`.
 template <bool IS_MAJOR> DEVICE void load_a(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
@@ -57,11 +67,13 @@ DEVICE void multiply(const Problem& p, unsigned char* shared, f32 (&sums)[4][4][
     u32 edge = IS_PAIRED ? min(p.columns - p.column, TILE / 2) : min(p.columns - p.column, TILE);
     u32 first_row = A_MAJOR ? 0 : (u32)p.row;
     u32 steps = (p.depth + DEPTH - 1) / DEPTH;
+    Copies<A_MAJOR, false> of_a(p.a, first_row, p.rows, 0);
+    Copies<B_MAJOR, IS_PAIRED> of_b(p.b, p.column, edge, p.pair);
     auto copy = [&](u32 step) {
         if (step < steps) {
             unsigned char* to = shared + step % STAGES * 2 * OPERAND_BYTES;
-            copy_tile<A_MAJOR, false>(to, p.a, first_row, p.rows, step * DEPTH, p.depth, 0);
-            copy_tile<B_MAJOR, IS_PAIRED>(to + OPERAND_BYTES, p.b, p.column, edge, step * DEPTH, p.depth, p.pair);
+            of_a.start(to, step * DEPTH, p.depth);
+            of_b.start(to + OPERAND_BYTES, step * DEPTH, p.depth);
         }
         copy_commit();
     };
@@ -209,14 +221,14 @@ KERNEL(256) plain_rows_nn(ROWS, STORE, u32 is_rounded) {
 KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
     after_earlier_for_few(THE_ROWS, b_stride * (b_bf16 ? 2 : 4));
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
-    by_columns<false>(p, Floats{p.b}, THE_STORE, is_rounded);
+    by_float_columns<false>(p, THE_STORE, is_rounded);
 }
 
 KERNEL(256) few_each(EACH, u32 is_rounded) {
     Store store;
     Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);
     after_earlier_with(p.b.data, p.column, 1, p.columns, b_stride * (b_bf16 ? 2 : 4));
-    by_columns<false>(p, Floats{p.b}, store, is_rounded);
+    by_float_columns<false>(p, store, is_rounded);
 }
 
 KERNEL(256) up_paired(ROWS, ACTIVATE) { with_tensor_cores<true, true, true>(rows_problem_in_panels(THE_ROWS, TILE / 2), THE_ACTIVATE, nullptr, 0); }
@@ -229,11 +241,11 @@ KERNEL(256) plain_up_single(ROWS, ACTIVATE, u32 is_rounded) {
 }
 KERNEL(256) few_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
-    by_columns<true>(p, Floats{p.b}, THE_ACTIVATE, is_rounded);
+    by_float_columns<true>(p, THE_ACTIVATE, is_rounded);
 }
 KERNEL(256) few_up_single(ROWS, ACTIVATE, u32 is_rounded) {
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
-    by_columns<false>(p, Floats{p.b}, THE_ACTIVATE, is_rounded);
+    by_float_columns<false>(p, THE_ACTIVATE, is_rounded);
 }
 
 KERNEL(256) pull_back_rows(ROWS, PULL_BACK) { with_tensor_cores<true, false, false>(rows_problem_in_panels(THE_ROWS, TILE), THE_PULL_BACK, parts, gridDim.x); }
@@ -313,6 +325,34 @@ KERNEL(256) sum_group_rows(const void* x, u32 is_bf16, const u32* tokens, const 
     *to = add ? *to + sum : sum;
 }
 
+// Adds to the sums of eight columns from `column` on those of a token's rows, times their weights if there are any. Where all of them are
+// there, which is almost always, four are read at a time.
+template <bool IS_BF16>
+DEVICE void add_rows(f32 (&sum)[8], const void* outputs, const u32* rows, const f32* row_weights, u32 choices, u32 width, u32 column) {
+    bool are_there = true;
+    for (u32 c = 0; c < choices; c++) are_there &= rows[c] != 0xffffffffu;
+    u32 c = 0;
+    for (; are_there && c + 4 <= choices; c += 4) {
+        f32 x[4][8], weights[4];
+#pragma unroll
+        for (u32 n = 0; n < 4; n++) {
+            load_vector(x[n], outputs, IS_BF16, (u64)rows[c + n] * width + column);
+            weights[n] = row_weights ? row_weights[rows[c + n]] : 1.0f;
+        }
+#pragma unroll
+        for (u32 n = 0; n < 4; n++)
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) sum[j] = fmaf(weights[n], x[n][j], sum[j]);
+    }
+    for (; c < choices; c++) {
+        if (rows[c] == 0xffffffffu) continue;
+        f32 x[8], weight = row_weights ? row_weights[rows[c]] : 1.0f;
+        load_vector(x, outputs, IS_BF16, (u64)rows[c] * width + column);
+#pragma unroll
+        for (u32 j = 0; j < 8; j++) sum[j] = fmaf(weight, x[j], sum[j]);
+    }
+}
+
 // y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any, and what
 // `base` has (if it is there). A token is blockIdx.x, and blocks go on by y.
 KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows, const f32* row_weights, const f32* base, f32* y, u32 choices,
@@ -325,17 +365,8 @@ KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows
         for (u32 i = first * 8; i < width; i += step * 8) {
             f32 sum[8] = {}, before[8] = {};
             if (from) load_vector(before, from, 0, i);
-            // Without branches, so that several rows are read at a time.
-#pragma unroll 4
-            for (u32 c = 0; c < choices; c++) {
-                u32 row = rows[c];
-                bool is_there = row != 0xffffffffu;
-                f32 weight = !is_there ? 0.0f : row_weights ? row_weights[row] : 1.0f;
-                f32 x[8] = {};
-                if (is_there) load_vector(x, outputs, is_bf16, (u64)row * width + i);
-#pragma unroll
-                for (u32 j = 0; j < 8; j++) sum[j] = fmaf(weight, x[j], sum[j]);
-            }
+            if (is_bf16) add_rows<true>(sum, outputs, rows, row_weights, choices, width, i);
+            else add_rows<false>(sum, outputs, rows, row_weights, choices, width, i);
 #pragma unroll
             for (u32 j = 0; j < 8; j++) sum[j] += before[j];
             store_vector(to, 0, i, sum);
@@ -353,7 +384,7 @@ KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows
 
 // The gradient of each choice's weight, that of its row; a choice without a row has none.
 KERNEL(256) grads_of_choices(const u32* token_rows, const f32* of_rows, f32* grads, u32 choices) {
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < choices; i += gridDim.x * 256)
+    for (u64 i = blockIdx.x * 256 + threadIdx.x; i < choices; i += gridDim.x * 256)
         grads[i] = token_rows[i] == 0xffffffffu ? 0.0f : of_rows[token_rows[i]];
 }
 

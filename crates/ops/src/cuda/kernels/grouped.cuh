@@ -70,40 +70,6 @@ DEVICE f32 rounded(f32 x, u32 is_rounded) {
     return load(y);
 }
 
-// 8 elements from `at` on, a multiple of 8.
-DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
-    if (is_bf16) {
-        uint4 words = *(const uint4*)((const bf16*)data + at);
-        u32 pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            x[2 * i] = bits_float(pairs[i] << 16);
-            x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
-        }
-        return;
-    }
-    const float4* from = (const float4*)((const f32*)data + at);
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-        float4 four = from[i];
-        x[4 * i] = four.x;
-        x[4 * i + 1] = four.y;
-        x[4 * i + 2] = four.z;
-        x[4 * i + 3] = four.w;
-    }
-}
-
-DEVICE void store_vector(void* to, u32 is_bf16, u64 at, const f32 (&x)[8]) {
-    if (is_bf16) {
-        *(uint4*)((bf16*)to + at) =
-            make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
-        return;
-    }
-    float4* four = (float4*)((f32*)to + at);
-    four[0] = make_float4(x[0], x[1], x[2], x[3]);
-    four[1] = make_float4(x[4], x[5], x[6], x[7]);
-}
-
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
 // gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
 
@@ -305,43 +271,63 @@ DEVICE void take_row_parts(const f32 (&parts)[Own<IS_PAIRED>::HELD], u32 first_r
 const u32 FEW = 8, FEW_COLUMNS = 8;
 
 // Rows of B that are floats.
-struct Floats {
+template <bool IS_BF16> struct Floats {
     const Operand& b;
-    DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, b.is_bf16, b.row(row) + k); }
+    // Neighbouring elements that a lane has.
+    static const u32 HELD = 8;
+    DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, IS_BF16, b.row(row) + k); }
 };
 
-// `matrix` gives 8 elements of a row of B.
-template <bool IS_PAIRED, typename Matrix, typename Epilogue>
-DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
-    u32 column = p.column + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (column >= p.columns || p.rows == 0) return;
-    f32 sums[FEW] = {}, seconds[FEW] = {};
-    u64 rows[FEW];
+// The products of up to ROWS rows of A, bf16 ones or any, with a warp's column. Rows that are not there are the first once more, without
+// branches, so that what several steps read is asked for before any of it is needed.
+template <bool IS_PAIRED, bool IS_BF16, u32 ROWS, typename Matrix, typename Epilogue>
+DEVICE void column_of_rows(const Problem& p, u32 column, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
+    u32 lane = threadIdx.x % 32;
+    f32 sums[ROWS] = {}, seconds[ROWS] = {};
+    u64 rows[ROWS];
 #pragma unroll
-    for (u32 r = 0; r < FEW; r++) rows[r] = r < p.rows ? p.a.row(r) : 0;
-#pragma unroll 2
-    for (u32 k = lane * 8; k < p.depth; k += 256) {
-        f32 w[8], v[8], a[8];
-        matrix.load(w, column, k);
-        if (IS_PAIRED) matrix.load(v, column + (u32)p.pair, k);
+    for (u32 r = 0; r < ROWS; r++) rows[r] = p.a.row(r < p.rows ? r : 0);
+#pragma unroll (ROWS > 4 || IS_PAIRED ? 2 : 4)
+    for (u32 first = lane * Matrix::HELD; first < p.depth; first += 32 * Matrix::HELD)
 #pragma unroll
-        for (u32 r = 0; r < FEW; r++) {
-            if (r >= p.rows) continue;
-            load_vector(a, p.a.data, p.a.is_bf16, rows[r] + k);
+        for (u32 k = first; k < first + Matrix::HELD; k += 8) {
+            f32 w[8], v[8], a[8];
+            matrix.load(w, column, k);
+            if (IS_PAIRED) matrix.load(v, column + (u32)p.pair, k);
 #pragma unroll
-            for (u32 i = 0; i < 8; i++) {
-                f32 x = rounded(a[i], is_rounded);
-                sums[r] = fmaf(x, w[i], sums[r]);
-                if (IS_PAIRED) seconds[r] = fmaf(x, v[i], seconds[r]);
+            for (u32 r = 0; r < ROWS; r++) {
+                load_vector(a, p.a.data, IS_BF16 ? 1 : p.a.is_bf16, rows[r] + k);
+#pragma unroll
+                for (u32 i = 0; i < 8; i++) {
+                    f32 x = IS_BF16 ? a[i] : rounded(a[i], is_rounded);
+                    sums[r] = fmaf(x, w[i], sums[r]);
+                    if (IS_PAIRED) seconds[r] = fmaf(x, v[i], seconds[r]);
+                }
             }
         }
-    }
 #pragma unroll
-    for (u32 r = 0; r < FEW; r++) {
+    for (u32 r = 0; r < ROWS; r++) {
         if (r >= p.rows) continue;
         f32 sum = warp_sum(sums[r]), other = IS_PAIRED ? warp_sum(seconds[r]) : 0.0f;
         if (lane == 0) epilogue.take(p.group, p.row + r, column, sum, other);
     }
+}
+
+// `matrix` gives 8 elements of a row of B, of which there are whole multiples of those that a lane has.
+template <bool IS_PAIRED, typename Matrix, typename Epilogue>
+DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
+    u32 column = p.column + threadIdx.x / 32;
+    if (column >= p.columns || p.rows == 0) return;
+    if (!p.a.is_bf16) column_of_rows<IS_PAIRED, false, FEW>(p, column, matrix, epilogue, is_rounded);
+    else if (p.rows == 1) column_of_rows<IS_PAIRED, true, 1>(p, column, matrix, epilogue, is_rounded);
+    else if (p.rows <= FEW / 2) column_of_rows<IS_PAIRED, true, FEW / 2>(p, column, matrix, epilogue, is_rounded);
+    else column_of_rows<IS_PAIRED, true, FEW>(p, column, matrix, epilogue, is_rounded);
+}
+
+// The same for rows of B that are floats of any type.
+template <bool IS_PAIRED, typename Epilogue> DEVICE void by_float_columns(const Problem& p, const Epilogue& epilogue, u32 is_rounded) {
+    if (p.b.is_bf16) by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
+    else by_columns<IS_PAIRED>(p, Floats<false>{p.b}, epilogue, is_rounded);
 }
 
 // Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then of the next.

@@ -17,9 +17,9 @@ DEVICE f32 part_of(f32 x, u32 part) {
 
 // Rows of `width` numbers, `num` of them in all, become rows of `num_parts` lists of as many; `names` has two bits for each list.
 KERNEL(256) cut_numbers(const f32* x, bf16* to, u32 num, u32 width, u32 names, u32 num_parts) {
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < num; i += gridDim.x * 256) {
+    for (u64 i = blockIdx.x * 256 + threadIdx.x; i < num; i += gridDim.x * 256) {
         f32 number = x[i];
-        u64 at = (u64)(i / width) * width * num_parts + i % width;
+        u64 at = (u64)((u32)i / width) * width * num_parts + (u32)i % width;
         for (u32 part = 0; part < num_parts; part++) store(to[at + (u64)part * width], part_of(number, names >> (2 * part) & 3));
     }
 }

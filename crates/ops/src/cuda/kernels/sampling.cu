@@ -20,6 +20,11 @@ struct Logits {
     }
 };
 
+DEVICE u64 warp_total(u64 x) {
+    for (int mask = 16; mask > 0; mask >>= 1) x += from_lane_xor(x, mask);
+    return x;
+}
+
 // The largest over the block, in every thread.
 DEVICE u64 block_largest(u64 x) {
     __shared__ u64 largest[DRAWING_WARPS];
@@ -46,9 +51,19 @@ template <typename Measure> DEVICE Cut cut_at(const Logits& logits, u64 wanted, 
         __syncthreads();
         if (threadIdx.x < 256) bins[threadIdx.x] = 0;
         __syncthreads();
-        for (u32 id = threadIdx.x; id < logits.count; id += DRAWING_THREADS) {
-            u32 own = key_of(logits.values[id]);
-            if (own != 0 && (own & known) == key) atomicAdd(&bins[own >> shift & 255], measure(id));
+        // Most logits share a few bins: a warp adds up what it has for each of them first.
+        for (u32 at = 0; at < logits.count; at += DRAWING_THREADS) {
+            u32 id = at + threadIdx.x, own = id < logits.count ? key_of(logits.values[id]) : 0;
+            bool counts = own != 0 && (own & known) == key;
+            u32 bin = own >> shift & 255;
+            u64 size = counts ? measure(id) : 0;
+            for (u32 left_over = lanes_where(counts); left_over != 0;) {
+                u32 of_first = from_lane(bin, __ffs((int)left_over) - 1);
+                bool is_of_it = counts && bin == of_first;
+                u64 sum = warp_total(is_of_it ? size : 0);
+                if (threadIdx.x % 32 == 0) atomicAdd(&bins[of_first], sum);
+                left_over &= ~lanes_where(is_of_it);
+            }
         }
         __syncthreads();
         if (threadIdx.x == 0) {

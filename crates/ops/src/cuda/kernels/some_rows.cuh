@@ -33,7 +33,7 @@ DEVICE void pairs_of(u32 (&x)[4], const Operand& a, u32 row, u32 k, bool is_ther
 }
 
 template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix& matrix, const Store& store) {
-    __shared__ f32 of_warps[8][16 * SOME_STRIDE];
+    __shared__ __align__(16) f32 of_warps[8][16 * SOME_STRIDE];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4, column = p.column + line;
     f32 sums[2][8][4] = {};
     for (u32 k = warp * 32 + lane % 4 * 8;; k += 256) {
@@ -69,7 +69,7 @@ template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix&
             f32 sum = 0.0f;
 #pragma unroll
             for (u32 other = 0; other < 8; other++) sum += of_warps[other][of_tile * SOME_STRIDE + row];
-            if (to < p.columns) store.take(0, row, to, sum, 0.0f);
+            if (to < p.columns) store.take(0, p.row + row, to, sum, 0.0f);
         }
         __syncthreads();
     }

@@ -12,7 +12,7 @@ use crate::random;
 
 /// Blocks for `len` elements: each thread takes some, so that launches of any length are of moderate size.
 fn blocks(len: usize) -> usize {
-    len.div_ceil(THREADS * 4)
+    len.div_ceil(THREADS * 8)
 }
 
 fn is_bf16(tensor: &Tensor) -> bool {
