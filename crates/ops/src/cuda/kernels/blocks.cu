@@ -1,5 +1,5 @@
 // Weights in blocks of few bits with scales: products of few rows with them as they lie, and turned into bf16 for all others. What the
-// bytes mean: quantized/layouts.rs. Blocks begin at any byte that their size allows, so they are read in pieces of 1, 2 or 4 bytes.
+// bytes mean: quantized/layouts.rs. Blocks begin at any byte that their size allows, so many are read in pieces of 2 or 4 bytes.
 
 enum BlockType { Q8, Q4, Q4_1, Q5_0, Q5_1, Q2K, Q3K, Q4K, Q5K, Q6K, IQ4_NL, MXFP4, F8, NUM_TYPES };
 
@@ -14,8 +14,8 @@ LAYOUT(Q5_0, 32, 22, 2);
 LAYOUT(Q5_1, 32, 24, 4);
 LAYOUT(Q2K, 256, 84, 4);
 LAYOUT(Q3K, 256, 110, 2);
-LAYOUT(Q4K, 256, 144, 4);
-LAYOUT(Q5K, 256, 176, 4);
+LAYOUT(Q4K, 256, 144, 16);
+LAYOUT(Q5K, 256, 176, 16);
 LAYOUT(Q6K, 256, 210, 2);
 LAYOUT(IQ4_NL, 32, 18, 2);
 LAYOUT(MXFP4, 32, 17, 1);
@@ -23,6 +23,7 @@ LAYOUT(F8, 128, 132, 4);
 
 // 8 bytes of a block as two words.
 template <u32 ALIGN> DEVICE uint2 eight_bytes(const u8* at) {
+    if (ALIGN == 16) return *(const uint2*)at;
     if (ALIGN == 4) return make_uint2(((const u32*)at)[0], ((const u32*)at)[1]);
     if (ALIGN == 2) {
         const u16* halves = (const u16*)at;
@@ -41,7 +42,7 @@ DEVICE f32 half_at(const u8* at) { return half_value((u16)(at[0] | at[1] << 8));
 DEVICE f32 level(u64 low, u64 high, u32 n) { return (f32)(signed char)((n < 8 ? low : high) >> (n % 8 * 8)); }
 DEVICE f32 iq4_level(u32 n) { return level(0xf6eaddcfbfad9881ull, 0x7159453526190d01ull, n); }
 // Twice an E2M1 float: its bits are those of a float that is 2^127 times smaller, zero and the one below the normal ones as well.
-DEVICE f32 fp4_level(u32 n) { return bits_float((n & 7) << 22 | (n & 8) << 28) * 1.7014118e38f; }
+DEVICE f32 fp4_level(u32 n) { return bits_float((n & 7) << 22 | (n & 8) << 28) * bits_float(0x7f000000u); }
 
 // Half of two to the power of `exponent` less 127; all ones stand for NaN.
 DEVICE f32 half_power(u32 exponent) {
@@ -49,28 +50,22 @@ DEVICE f32 half_power(u32 exponent) {
     return bits_float(bits);
 }
 
-// An E4M3 float: bias 7, no infinities.
+// An E4M3 float: bias 7, no infinities. Its bits are those of a float that is 2^120 times smaller.
 DEVICE f32 f8_value(u32 byte) {
-    u32 exponent = byte >> 3 & 15, mantissa = byte & 7;
-    f32 size = exponent == 15 && mantissa == 7 ? bits_float(0x7fc00000u)
-               : exponent == 0               ? (f32)mantissa * 0.001953125f
-                                             : bits_float((exponent + 120) << 23 | mantissa << 20);
-    return byte & 128 ? -size : size;
+    f32 x = bits_float((byte & 127) << 20 | (byte & 128) << 24) * bits_float(0x7b800000u);
+    return (byte & 127) == 127 ? bits_float(0x7fc00000u) : x;
 }
 
-// Scale and least value of 32 elements of a Q4_K or Q5_K.
+// A whole number below 2^16 as a float, less another: without a conversion, of which fewer come at a time.
+DEVICE f32 count_less(u32 n, f32 zero) { return bits_float(0x4b000000u | n) - (8388608.0f + zero); }
+
+// Scale and least value of 32 elements of a Q4_K or Q5_K, whose first 16 bytes these are.
 DEVICE float2 scale_and_least(const u8* block, u32 index) {
-    const u8* bytes = block + 4;
-    u32 scale, least;
-    if (index < 4) {
-        scale = bytes[index] & 63;
-        least = bytes[index + 4] & 63;
-    } else {
-        u32 both = bytes[index + 4];
-        scale = (both & 15) | (bytes[index - 4] >> 2 & 48);
-        least = both >> 4 | (bytes[index] >> 2 & 48);
-    }
-    return make_float2(half_at(block) * (f32)scale, half_at(block + 2) * (f32)least);
+    uint4 head = *(const uint4*)block;
+    u32 shift = index % 4 * 8, low = head.y >> shift, middle = head.z >> shift, high = head.w >> shift;
+    u32 scale = index < 4 ? low & 63 : (high & 15) | (low >> 2 & 48);
+    u32 least = index < 4 ? middle & 63 : (high >> 4 & 15) | (middle >> 2 & 48);
+    return make_float2(half_value((u16)head.x) * count_less(scale, 0.0f), half_value((u16)(head.x >> 16)) * count_less(least, 0.0f));
 }
 
 DEVICE f32 q3_scale(const u8* block, u32 index) {
@@ -79,8 +74,23 @@ DEVICE f32 q3_scale(const u8* block, u32 index) {
     return half_at(block + 108) * ((f32)(low | high << 4) - 32.0f);
 }
 
+// Eight elements, which are `scale` times these numbers less `least`.
+struct Levels {
+    f32 x[8], scale, least;
+};
+
+// The four bits from bit `shift` on of each of four bytes, less `zero`: they stay where they are in the word, as a part of the mantissa of
+// a float that is large enough for them to count ones.
+DEVICE void nibbles_less(f32* x, u32 word, u32 shift, f32 zero) {
+    word >>= shift;
+    x[0] = bits_float((word & 0xf) | 0x4b000000u) - (8388608.0f + zero);
+    x[1] = bits_float((word & 0xf00) | 0x47000000u) - (32768.0f + zero);
+    x[2] = bits_float((word & 0xf0000) | 0x43000000u) - (128.0f + zero);
+    x[3] = bits_float((word >> 8 & 0xf0000) | 0x43000000u) - (128.0f + zero);
+}
+
 // Elements k..k + 8 of a row that begins at `row`; k is a multiple of 8.
-template <u32 TYPE> DEVICE void decode(f32 (&w)[8], const u8* row, u32 k) {
+template <u32 TYPE> DEVICE Levels levels_of(const u8* row, u32 k) {
     const u32 ALIGN = Layout<TYPE>::ALIGN;
     const u8* block = row + (u64)(k / Layout<TYPE>::LEN) * Layout<TYPE>::BYTES;
     u32 j = k % Layout<TYPE>::LEN, part = j / 32, i = j % 32;
@@ -128,10 +138,18 @@ template <u32 TYPE> DEVICE void decode(f32 (&w)[8], const u8* row, u32 k) {
         scale = TYPE == MXFP4 ? half_power(block[0]) : half_at(block);
         if (TYPE == Q4_1 || TYPE == Q5_1) least = -half_at(block + 2);
     }
+    Levels levels;
+    levels.scale = scale;
+    levels.least = least;
+    if (TYPE == Q4 || TYPE == Q4_1 || TYPE == Q4K) {
+        nibbles_less(levels.x, bytes.x, shift, (f32)zero);
+        nibbles_less(levels.x + 4, bytes.y, shift, (f32)zero);
+        return levels;
+    }
 #pragma unroll
     for (u32 e = 0; e < 8; e++) {
         u32 byte = byte_of(bytes, e);
-        f32 x;
+        f32& x = levels.x[e];
         if (TYPE == Q8) x = (f32)(signed char)byte;
         else if (TYPE == F8) x = f8_value(byte);
         else if (TYPE == IQ4_NL) x = iq4_level(byte >> shift & 15);
@@ -142,10 +160,16 @@ template <u32 TYPE> DEVICE void decode(f32 (&w)[8], const u8* row, u32 k) {
             if (TYPE == Q3K) n |= (byte_of(more, e) >> part & 1) << 2;
             if (TYPE == Q5K) n |= (byte_of(more, e) >> part & 1) << 4;
             if (TYPE == Q6K) n |= (byte_of(more, e) >> (part % 4 * 2) & 3) << 4;
-            x = (f32)(int)(n - zero);
+            x = count_less(n, (f32)zero);
         }
-        w[e] = scale * x - least;
     }
+    return levels;
+}
+
+template <u32 TYPE> DEVICE void decode(f32 (&w)[8], const u8* row, u32 k) {
+    Levels levels = levels_of<TYPE>(row, k);
+#pragma unroll
+    for (u32 e = 0; e < 8; e++) w[e] = levels.scale * levels.x[e] - levels.least;
 }
 
 // Decodes by a type that is known at run time.
@@ -193,8 +217,20 @@ KERNEL(256) gather_block_rows(const u32* ids, const u8* blocks, void* y, u32 y_b
 // Rows of B that are blocks; its stride is in bytes.
 template <u32 TYPE> struct Blocks {
     const Operand& b;
-    // Half a block of the smallest: all of them have one scale.
-    static const u32 HELD = 16;
+    // All of them have one scale, and half of the smallest blocks' lie in the same bytes as the other half.
+    static const u32 HELD = Layout<TYPE>::LEN == 32 ? 32 : 16;
+    static const bool HAS_LEVELS = true, HAS_LEAST = TYPE == Q4K || TYPE == Q5K;
+    // The product of eight elements with as many others.
+    DEVICE_MEMBER f32 dot(const f32 (&a)[8], u32 row, u32 k) const {
+        Levels levels = levels_of<TYPE>((const u8*)b.data + b.row(row), k);
+        f32 sum = 0.0f, others = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            sum = fmaf(a[i], levels.x[i], sum);
+            if (HAS_LEAST) others += a[i];
+        }
+        return HAS_LEAST ? levels.scale * sum - levels.least * others : levels.scale * sum;
+    }
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { decode<TYPE>(w, (const u8*)b.data + b.row(row), k); }
     DEVICE_MEMBER void pairs(u32 (&x)[4], u32 row, u32 k) const {
         f32 w[8];
@@ -204,12 +240,12 @@ template <u32 TYPE> struct Blocks {
 };
 
 #define DEFINE(NAME, TYPE)                                                                 \
-    KERNEL(256) few_rows_nt_##NAME(ROWS, STORE, u32 is_rounded) {                          \
+    KERNEL_OF_TWO(256) few_rows_nt_##NAME(ROWS, STORE, u32 is_rounded) {                          \
         after_earlier_for_few(THE_ROWS, b_stride);                                         \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<false>(p, Blocks<TYPE>{p.b}, THE_STORE, is_rounded);                    \
     }                                                                                      \
-    KERNEL(256) few_each_##NAME(EACH, u32 is_rounded) {                                    \
+    KERNEL_OF_TWO(256) few_each_##NAME(EACH, u32 is_rounded) {                                    \
         Store store;                                                                       \
         Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);                    \
         after_earlier_with(p.b.data, p.column, 1, p.columns, b_stride);                    \
@@ -221,11 +257,11 @@ template <u32 TYPE> struct Blocks {
         after_earlier_with(p.b.data, p.column, SOME_COLUMNS / 8, p.columns, b_stride);     \
         some_rows(p, Blocks<TYPE>{p.b}, store);                                            \
     }                                                                                      \
-    KERNEL(256) few_up_paired_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \
+    KERNEL_OF_TWO(256) few_up_paired_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<true>(p, Blocks<TYPE>{p.b}, THE_ACTIVATE, is_rounded);                  \
     }                                                                                      \
-    KERNEL(256) few_up_single_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \
+    KERNEL_OF_TWO(256) few_up_single_##NAME(ROWS, ACTIVATE, u32 is_rounded) {                     \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<false>(p, Blocks<TYPE>{p.b}, THE_ACTIVATE, is_rounded);                 \
     }

@@ -218,13 +218,13 @@ KERNEL(256) plain_rows_nn(ROWS, STORE, u32 is_rounded) {
     plainly<true, false, false>(rows_problem(THE_ROWS, PLAIN), THE_STORE, nullptr, 0, is_rounded);
 }
 
-KERNEL(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
+KERNEL_OF_TWO(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
     after_earlier_for_few(THE_ROWS, b_stride * (b_bf16 ? 2 : 4));
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
     by_float_columns<false>(p, THE_STORE, is_rounded);
 }
 
-KERNEL(256) few_each(EACH, u32 is_rounded) {
+KERNEL_OF_TWO(256) few_each(EACH, u32 is_rounded) {
     Store store;
     Problem p = problem_of_each(THE_EACH, FEW, FEW_COLUMNS, store);
     after_earlier_with(p.b.data, p.column, 1, p.columns, b_stride * (b_bf16 ? 2 : 4));
@@ -239,11 +239,11 @@ KERNEL(256) plain_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
 KERNEL(256) plain_up_single(ROWS, ACTIVATE, u32 is_rounded) {
     plainly<true, true, false>(rows_problem(THE_ROWS, PLAIN), THE_ACTIVATE, nullptr, 0, is_rounded);
 }
-KERNEL(256) few_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
+KERNEL_OF_TWO(256) few_up_paired(ROWS, ACTIVATE, u32 is_rounded) {
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
     by_float_columns<true>(p, THE_ACTIVATE, is_rounded);
 }
-KERNEL(256) few_up_single(ROWS, ACTIVATE, u32 is_rounded) {
+KERNEL_OF_TWO(256) few_up_single(ROWS, ACTIVATE, u32 is_rounded) {
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
     by_float_columns<false>(p, THE_ACTIVATE, is_rounded);
 }

@@ -273,61 +273,92 @@ const u32 FEW = 8, FEW_COLUMNS = 8;
 // Rows of B that are floats.
 template <bool IS_BF16> struct Floats {
     const Operand& b;
-    // Neighbouring elements that a lane has.
+    // Neighbouring elements that a lane has, and whether they are levels with a scale.
     static const u32 HELD = 8;
+    static const bool HAS_LEVELS = false;
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, IS_BF16, b.row(row) + k); }
 };
 
-// The products of up to ROWS rows of A, bf16 ones or any, with a warp's column. Rows that are not there are the first once more, without
-// branches, so that what several steps read is asked for before any of it is needed.
+// The products of up to ROWS rows of A from `first_row` on, bf16 ones or any, with a warp's column. Rows that are not there are the first
+// once more, without branches, so that what several steps read is asked for before any of it is needed.
 template <bool IS_PAIRED, bool IS_BF16, u32 ROWS, typename Matrix, typename Epilogue>
-DEVICE void column_of_rows(const Problem& p, u32 column, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
-    u32 lane = threadIdx.x % 32;
+DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
+    u32 lane = threadIdx.x % 32, there = min(p.rows - first_row, ROWS);
     f32 sums[ROWS] = {}, seconds[ROWS] = {};
     u64 rows[ROWS];
 #pragma unroll
-    for (u32 r = 0; r < ROWS; r++) rows[r] = p.a.row(r < p.rows ? r : 0);
-#pragma unroll (ROWS > 4 || IS_PAIRED ? 2 : 4)
-    for (u32 first = lane * Matrix::HELD; first < p.depth; first += 32 * Matrix::HELD)
+    for (u32 r = 0; r < ROWS; r++) rows[r] = p.a.row(first_row + (r < there ? r : 0));
+    auto load_row = [&](f32 (&a)[8], u32 r, u32 k) {
+        load_vector(a, p.a.data, IS_BF16 ? 1 : p.a.is_bf16, rows[r] + k);
 #pragma unroll
-        for (u32 k = first; k < first + Matrix::HELD; k += 8) {
-            f32 w[8], v[8], a[8];
-            matrix.load(w, column, k);
-            if (IS_PAIRED) matrix.load(v, column + (u32)p.pair, k);
+        for (u32 i = 0; i < 8; i++) a[i] = IS_BF16 ? a[i] : rounded(a[i], is_rounded);
+    };
+    auto add_eight = [&](u32 k) {
+        f32 w[8], v[8], a[8];
+        if constexpr (ROWS == 1 && Matrix::HAS_LEVELS) {
+            // Only the sum of eight is scaled.
+            load_row(a, 0, k);
+            sums[0] += matrix.dot(a, column, k);
+            if (IS_PAIRED) seconds[0] += matrix.dot(a, column + (u32)p.pair, k);
+            return;
+        }
+        matrix.load(w, column, k);
+        if (IS_PAIRED) matrix.load(v, column + (u32)p.pair, k);
 #pragma unroll
-            for (u32 r = 0; r < ROWS; r++) {
-                load_vector(a, p.a.data, IS_BF16 ? 1 : p.a.is_bf16, rows[r] + k);
+        for (u32 r = 0; r < ROWS; r++) {
+            load_row(a, r, k);
 #pragma unroll
-                for (u32 i = 0; i < 8; i++) {
-                    f32 x = IS_BF16 ? a[i] : rounded(a[i], is_rounded);
-                    sums[r] = fmaf(x, w[i], sums[r]);
-                    if (IS_PAIRED) seconds[r] = fmaf(x, v[i], seconds[r]);
-                }
+            for (u32 i = 0; i < 8; i++) {
+                sums[r] = fmaf(a[i], w[i], sums[r]);
+                if (IS_PAIRED) seconds[r] = fmaf(a[i], v[i], seconds[r]);
             }
         }
+    };
+    auto add = [&](u32 first) {
+#pragma unroll
+        for (u32 k = 0; k < Matrix::HELD; k += 8) add_eight(first + k);
+    };
+    const u32 STEP = 32 * Matrix::HELD;
+    u32 whole = p.depth / STEP, rest = whole * STEP + lane * Matrix::HELD;
+#pragma unroll (!IS_BF16 ? 1 : ROWS == 1 ? 32 / Matrix::HELD : 16 / Matrix::HELD)
+    for (u32 step = 0; step < whole; step++) add(step * STEP + lane * Matrix::HELD);
+    if (rest < p.depth) add(rest);
+    // Lane r has row r.
+    f32 own = 0.0f, own_second = 0.0f;
 #pragma unroll
     for (u32 r = 0; r < ROWS; r++) {
-        if (r >= p.rows) continue;
-        f32 sum = warp_sum(sums[r]), other = IS_PAIRED ? warp_sum(seconds[r]) : 0.0f;
-        if (lane == 0) epilogue.take(p.group, p.row + r, column, sum, other);
+        f32 sum = warp_sum(sums[r]), second = IS_PAIRED ? warp_sum(seconds[r]) : 0.0f;
+        if (lane == r) {
+            own = sum;
+            own_second = second;
+        }
     }
+    if (lane < there) epilogue.take(p.group, p.row + first_row + lane, column, own, own_second);
 }
+
+// Rows that a warp has at a time if there are several.
+const u32 FEW_AT_ONCE = 4;
 
 // `matrix` gives 8 elements of a row of B, of which there are whole multiples of those that a lane has.
 template <bool IS_PAIRED, typename Matrix, typename Epilogue>
 DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
     u32 column = p.column + threadIdx.x / 32;
     if (column >= p.columns || p.rows == 0) return;
-    if (!p.a.is_bf16) column_of_rows<IS_PAIRED, false, FEW>(p, column, matrix, epilogue, is_rounded);
-    else if (p.rows == 1) column_of_rows<IS_PAIRED, true, 1>(p, column, matrix, epilogue, is_rounded);
-    else if (p.rows <= FEW / 2) column_of_rows<IS_PAIRED, true, FEW / 2>(p, column, matrix, epilogue, is_rounded);
-    else column_of_rows<IS_PAIRED, true, FEW>(p, column, matrix, epilogue, is_rounded);
+    if (p.a.is_bf16 && p.rows == 1) return column_of_rows<IS_PAIRED, true, 1>(p, 0, column, matrix, epilogue, is_rounded);
+#pragma unroll 1
+    for (u32 first = 0; first < p.rows; first += FEW_AT_ONCE)
+        if (p.a.is_bf16) column_of_rows<IS_PAIRED, true, FEW_AT_ONCE>(p, first, column, matrix, epilogue, is_rounded);
+        else column_of_rows<IS_PAIRED, false, FEW_AT_ONCE>(p, first, column, matrix, epilogue, is_rounded);
 }
 
 // The same for rows of B that are floats of any type.
 template <bool IS_PAIRED, typename Epilogue> DEVICE void by_float_columns(const Problem& p, const Epilogue& epilogue, u32 is_rounded) {
-    if (p.b.is_bf16) by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
-    else by_columns<IS_PAIRED>(p, Floats<false>{p.b}, epilogue, is_rounded);
+    if (p.b.is_bf16) return by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
+    u32 column = p.column + threadIdx.x / 32;
+    if (column >= p.columns) return;
+#pragma unroll 1
+    for (u32 first = 0; first < p.rows; first += FEW_AT_ONCE)
+        column_of_rows<IS_PAIRED, false, FEW_AT_ONCE>(p, first, column, Floats<false>{p.b}, epilogue, is_rounded);
 }
 
 // Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then of the next.

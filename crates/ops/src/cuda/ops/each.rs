@@ -11,6 +11,8 @@ use crate::cuda::{Arg, Launch};
 /// Rows that are some, and columns of their blocks.
 const SOME_ROWS_AT_MOST: usize = 64;
 const SOME_COLUMNS: usize = 32;
+/// Rows that the plain units have at a time.
+const FEW_AT_ONCE: usize = 4;
 /// Columns of blocks of few rows.
 const FEW_COLUMNS: usize = 8;
 /// Columns from which on tiles of more rows keep a GPU busy.
@@ -41,12 +43,13 @@ impl Each<'_> {
         let takes = self.bs.len() <= Self::MOST && is_one_type && depth.is_multiple_of(8) && depth > 0;
         let (are_blocks, columns) = (blocks::name_of_few(dtype).is_some(), self.bs.iter().map(|b| b.rows()).sum());
         let is_narrow = (1..MANY_COLUMNS).contains(&columns);
+        let are_some = rows <= SOME_ROWS_AT_MOST && (are_blocks || dtype == DType::BF16 && is_narrow);
         match rows {
             _ if !takes || dtype.is_quantized() && !are_blocks => None,
+            // More go through tensor cores at once, and by fours on the plain units.
+            _ if are_some && rows > FEW_AT_ONCE => Some(Way::Some),
             // One alone has a kernel that does the same.
             1..=FEW_ROWS if self.bs.len() > 1 => Some(Way::Few),
-            1..=FEW_ROWS => None,
-            ..=SOME_ROWS_AT_MOST if are_blocks || dtype == DType::BF16 && is_narrow => Some(Way::Some),
             _ => None,
         }
     }
