@@ -81,6 +81,8 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
 
 /// What `work` returns, or, where a GPU failed in it, what the GPU said: operations have no error results, and end with a panic then.
 fn or_device_failure(work: impl FnOnce() -> Result<ExitCode, Failure>) -> Result<ExitCode, Failure> {
+    // Ranks that run in threads, or under MPI, say it for themselves.
+    moeworks_comm::describe_panics_by(|payload| payload.downcast_ref::<GpuError>().map(ToString::to_string));
     let usual = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         if !info.payload().is::<GpuError>() {

@@ -54,4 +54,4 @@ pub use pin::{cores_by_numa_node, share_cores};
 pub use rows::{Combining, Dispatching, RowPlan};
 pub use shaped::{Lines, Shaped};
 pub use started::{Pending, RawPending};
-pub use threads::{RankOptions, run_ranks, try_run_ranks};
+pub use threads::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};

@@ -73,7 +73,7 @@ pub fn attention_with_sinks(
 ) -> (Tensor, Tensor) {
     shape.check(q, k, v);
     assert!(sinks.is_none_or(|sinks| sinks.len() == shape.num_heads), "attention: sinks, {shape:?}");
-    if let Some(on) = On::of(ctx).filter(|_| cuda::attention::takes(shape)) {
+    if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, false)) {
         return cuda::attention::forward(on, (q, k, v), sinks, shape);
     }
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
@@ -120,7 +120,7 @@ pub fn attention_backward(
     let num_rows = shape.batch * shape.num_heads * shape.seq_len;
     let num_outputs = num_rows * shape.value_dim;
     assert_eq!((d_o.len(), o.len(), lse.len()), (num_outputs, num_outputs, num_rows), "attention backward: {shape:?}");
-    if let Some(on) = On::of(ctx).filter(|_| cuda::attention::takes(shape)) {
+    if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, true)) {
         return cuda::attention::backward(on, d_o, (q, k, v), (o, lse), shape);
     }
     let has_queries = shape.seq_len > 0 && shape.head_dim > 0;

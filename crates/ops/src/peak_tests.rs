@@ -4,7 +4,7 @@ use super::*;
 fn every_rate_is_measured_on_every_instruction_set() {
     for ctx in crate::test_data::gpus() {
         let peaks = measure(&ctx);
-        let has_fp8 = ctx.gpu().is_some_and(|gpu| gpu.name().contains("Hopper"));
+        let has_fp8 = ctx.gpu().is_some_and(|gpu| gpu.hopper_processors().is_some());
         assert!(!has_fp8 || peaks.fp8_flops > Some(0.0), "{peaks:?}");
         assert!(peaks.f32_flops > 0.0 && peaks.bf16_flops > Some(0.0) && peaks.read_bytes_per_s > 0.0, "{peaks:?}");
     }

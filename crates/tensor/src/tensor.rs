@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use crate::apart::{Apart, Lines, Place};
 use crate::dtype::{DType, Element};
-use crate::mirror::{DeviceBlock, Mirrored};
+use crate::mirror::{DeviceBlock, DeviceBlocks, Mirrored};
 use crate::pool::MemoryPool;
 use crate::turned::Turned;
 
@@ -19,7 +19,7 @@ pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 #[derive(Clone)]
 enum Storage {
     Pooled(Arc<Mirrored>),
-    Foreign { owner: Bytes, range: Range<usize>, device: Arc<OnceLock<DeviceBlock>> },
+    Foreign { owner: Bytes, range: Range<usize>, device: Arc<DeviceBlocks> },
     Pieces(Arc<Pieces>),
     Apart(Arc<Apart>),
     Turned(Arc<Turned>),
@@ -334,24 +334,26 @@ impl Tensor {
         }
     }
 
-    /// Where the elements are on a device, for reading. `upload` makes a block with the bytes that it is given; it is called
-    /// if there is none yet. A tensor is used with one device.
+    /// Where the elements are on a device, for reading. `device` is its number, and `upload` makes a block with the bytes
+    /// that it is given; it is called if there is none yet.
     #[must_use]
-    pub fn device_address(&self, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
+    pub fn device_address(&self, device: usize, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
         match &self.storage {
-            Storage::Pooled(memory) => memory.address(upload),
-            Storage::Foreign { device, .. } => device.get_or_init(|| upload(self.bytes())).address(),
-            Storage::Pieces(pieces) => pieces.whole().device_address(upload),
-            Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).device_address(upload),
-            Storage::Turned(turned) => turned.whole().device_address(upload),
+            Storage::Pooled(memory) => memory.address(device, upload),
+            Storage::Foreign { device: blocks, .. } => blocks.address(device, || upload(self.bytes())),
+            Storage::Pieces(pieces) => pieces.whole().device_address(device, upload),
+            Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).device_address(device, upload),
+            Storage::Turned(turned) => turned.whole().device_address(device, upload),
         }
     }
 
     /// As [`device_address`](Self::device_address), for writing: the host's copy is given up. Panics if the memory is shared.
     #[must_use]
-    pub fn device_address_mut(&mut self, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
+    pub fn device_address_mut(&mut self, device: usize, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
         match &mut self.storage {
-            Storage::Pooled(memory) => Arc::get_mut(memory).expect("a shared tensor is written to").address_mut(upload),
+            Storage::Pooled(memory) => {
+                Arc::get_mut(memory).expect("a shared tensor is written to").address_mut(device, upload)
+            }
             _ => panic!("a read-only tensor is written to"),
         }
     }

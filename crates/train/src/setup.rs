@@ -59,7 +59,9 @@ pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Conte
         (0, Some(ranks)) => Context::cpu((ranks.num_cores() as usize).max(1)),
         (threads, _) => Context::cpu(threads),
     };
-    let (ctx, missing) = ctx.on_device(config.train.device)?;
+    // The ranks of a node share its GPUs out.
+    let device = ranks.map_or(config.train.device, |ranks| config.train.device.later(ranks.place_on_node()));
+    let (ctx, missing) = ctx.on_device(device)?;
     if let Some(missing) = missing {
         tracing::warn!("train.device = auto computes on the processor: {missing}");
     }

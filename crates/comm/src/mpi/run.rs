@@ -19,7 +19,7 @@ use super::pulse::{Mouth, NO_CARD, Pulse};
 use super::sums::LibrarySums;
 use super::watch::{Page, Watch};
 use crate::pin;
-use crate::threads::{message, numbered_by_appearance};
+use crate::threads::{numbered_by_appearance, reason_of_panic};
 use crate::{CommError, Communicator};
 
 /// The exit code of a run that failed.
@@ -122,10 +122,7 @@ where
         }
         Ok(Err(error)) => process.abort(&error),
         Err(payload) if is_alone => panic::resume_unwind(payload),
-        Err(payload) => {
-            let reason = format!("panicked: {}", message(&*payload));
-            process.abort(&CommError::Died { rank: process.rank, reason })
-        }
+        Err(payload) => process.abort(&CommError::Died { rank: process.rank, reason: reason_of_panic(&*payload) }),
     }
 }
 

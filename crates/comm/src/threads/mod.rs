@@ -15,8 +15,8 @@ use std::time::Duration;
 pub(crate) use group::numbered_by_appearance;
 use group::{Group, Key};
 use meeting::Post;
-pub(crate) use run::message;
-pub use run::{RankOptions, run_ranks, try_run_ranks};
+pub(crate) use run::reason_of_panic;
+pub use run::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
 use started::{Phase, Seats, Started};
 
 use crate::operation::{Call, Memory, Operation};

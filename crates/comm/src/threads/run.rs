@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt::Display;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -149,17 +149,32 @@ where
             Err(error)
         }
         Err(payload) => {
-            let error = died(format!("panicked: {}", message(&*payload)));
+            let error = died(reason_of_panic(&*payload));
             world.fail(error.clone());
             Err(E::from(error))
         }
     }
 }
 
-/// What a panic said.
-pub(crate) fn message(payload: &(dyn Any + Send)) -> &str {
-    let text = payload.downcast_ref::<&str>().copied();
-    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+/// What a panic's payload says, if it is one that the function knows.
+type Describe = fn(&(dyn Any + Send)) -> Option<String>;
+
+static DESCRIBE: OnceLock<Describe> = OnceLock::new();
+
+/// How to say what a rank panicked with where that is no text, such as the error of a device. The first call counts.
+pub fn describe_panics_by(describe: Describe) {
+    // A second way is not needed: the program that runs ranks says its own.
+    let _ = DESCRIBE.set(describe);
+}
+
+/// Why a rank that panicked died.
+pub(crate) fn reason_of_panic(payload: &(dyn Any + Send)) -> String {
+    let known = DESCRIBE.get().and_then(|describe| describe(payload));
+    known.unwrap_or_else(|| {
+        let text = payload.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+        format!("panicked: {}", text.unwrap_or("without a message"))
+    })
 }
 
 /// Counts the ranks that have ended.
@@ -190,5 +205,19 @@ impl Homecoming {
                 options.on_stuck.iter().for_each(|call| call(&error));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_without_text_is_described_as_the_program_says() {
+        describe_panics_by(|payload| payload.downcast_ref::<u32>().map(|code| format!("device error {code}")));
+        assert_eq!(reason_of_panic(&7_u32), "device error 7");
+        assert_eq!(reason_of_panic(&"index"), "panicked: index");
+        assert_eq!(reason_of_panic(&String::from("length")), "panicked: length");
+        assert_eq!(reason_of_panic(&1.5_f64), "panicked: without a message");
     }
 }

@@ -41,6 +41,9 @@ const OPERATION_TRANSPOSED: c_int = 1;
 const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
 const PREFERENCE_MAX_WORKSPACE: c_int = 1;
+const INVALID_VALUE: Status = 7;
+const ARCH_MISMATCH: Status = 8;
+const NOT_SUPPORTED: Status = 15;
 
 type Status = c_int;
 type Pointer = *mut c_void;
@@ -59,6 +62,7 @@ pub(super) struct Found {
 functions! {
     /// The functions, as `cublasLt.h` declares them.
     Functions:
+    runtime_version = "cublasLtGetCudartVersion": fn() -> usize;
     create = "cublasLtCreate": fn(*mut Pointer) -> Status;
     new_desc = "cublasLtMatmulDescCreate": fn(*mut Pointer, c_int, c_int) -> Status;
     set_desc = "cublasLtMatmulDescSetAttribute": fn(Pointer, c_int, *const c_void, usize) -> Status;
@@ -127,9 +131,9 @@ pub(super) fn failed(product: DenseProduct, status: c_int) -> GpuError {
     GpuError::Driver { call: format!("cuBLASLt's {product:?}"), message: format!("status {status}") }
 }
 
-/// The library that [`CUBLASLT_VARIABLE`] names, that beside NVRTC's if that was named (in its folder, or where Python's wheels of version
-/// 12 have it), or the system's.
-pub(super) fn find() -> Option<&'static Library> {
+/// Libraries to try: the one that [`CUBLASLT_VARIABLE`] names, or those beside NVRTC's if that was named (in its folder, or where Python's wheels of version
+/// 12 have it), and the system's.
+fn candidates() -> Vec<PathBuf> {
     let candidates: Vec<PathBuf> = match env::var_os(CUBLASLT_VARIABLE) {
         Some(path) => vec![path.into()],
         None => {
@@ -142,13 +146,24 @@ pub(super) fn find() -> Option<&'static Library> {
             folders.flat_map(beside).chain(NAMES.iter().map(PathBuf::from)).collect()
         }
     };
-    candidates.iter().filter(|path| !path.as_os_str().is_empty()).find_map(|path| load(path).ok())
+    candidates.into_iter().filter(|path| !path.as_os_str().is_empty()).collect()
 }
 
 impl Blas {
-    /// None if the library lacks a function or cannot begin; the device's context is current.
-    pub(super) fn open(library: &'static Library, workspace: DeviceBlock) -> Option<Self> {
+    /// The first library that there is for a driver that knows this major version of CUDA, and that can begin; the device's context is
+    /// current.
+    pub(super) fn find(driver_major: c_int, workspace: impl Fn() -> Option<DeviceBlock>) -> Option<Self> {
+        candidates().iter().find_map(|path| Self::open(load(path).ok()?, driver_major, workspace()?))
+    }
+
+    /// None if the library lacks a function, is too new or cannot begin.
+    pub(super) fn open(library: &'static Library, driver_major: c_int, workspace: DeviceBlock) -> Option<Self> {
         let functions = Functions::of(library).ok()?;
+        // SAFETY: it only says a number.
+        let version = unsafe { (functions.runtime_version)() };
+        if version / 1000 > driver_major as usize {
+            return None;
+        }
         let mut handle = ptr::null_mut();
         // SAFETY: the library writes a handle, which lives as long as the process.
         let status = unsafe { (functions.create)(&raw mut handle) };
@@ -197,7 +212,17 @@ impl Blas {
                 stream,
             )
         };
-        if status == 0 { Ok(true) } else { Err(status) }
+        match status {
+            0 => Ok(true),
+            // Nothing was launched: kernels of our own take it, now and later.
+            INVALID_VALUE | ARCH_MISMATCH | NOT_SUPPORTED => {
+                if let Some(plan) = plans.insert(product, None).flatten() {
+                    self.drop_plan(&plan);
+                }
+                Ok(false)
+            }
+            status => Err(status),
+        }
     }
 
     /// What the library thinks best for the product; none if it has nothing.

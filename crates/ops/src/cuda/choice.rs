@@ -71,6 +71,22 @@ pub(crate) struct Chosen {
 }
 
 impl DeviceChoice {
+    /// That of the rank `place` places after the one that has this: GPUs are taken in turn, and by several ranks each where there are fewer
+    /// of them. What is no GPU is the same for all.
+    #[must_use]
+    pub fn later(self, place: usize) -> Self {
+        let first = match self {
+            Self::Cuda(index) => index,
+            Self::Auto => 0,
+            _ => return self,
+        };
+        match Gpu::count() {
+            Ok(count) if first < count => Self::Cuda((first + place) % count),
+            // Opening it says what is missing.
+            _ => self,
+        }
+    }
+
     pub(crate) fn open(self) -> Result<Chosen, GpuError> {
         let gpu = match self {
             Self::Cpu => return Ok(Chosen { gpu: None, missing: None }),

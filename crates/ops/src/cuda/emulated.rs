@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libloading::Library;
 use moeworks_tensor::{DeviceBlock, DeviceMemory};
@@ -34,6 +35,7 @@ pub(super) struct Emulated {
     kind: Emulation,
     blas: Option<Blas>,
     meter: Meter,
+    number: usize,
 }
 
 type Entry = unsafe extern "C" fn(*const u32, u32, u32, *mut *mut c_void, *const c_char, u32) -> *const c_char;
@@ -52,6 +54,8 @@ pub struct Emulation {
     pub is_listed: bool,
 }
 
+/// The number of the first emulated GPU, above those of all others: memory of one is none of another.
+const FIRST_NUMBER: usize = 1 << 16;
 /// Multiprocessors of an emulated GPU: a few, so that blocks that stay for many tiles have several.
 const PROCESSORS: usize = 3;
 /// Those of a listed one: an H100's.
@@ -60,13 +64,15 @@ const LISTED_PROCESSORS: usize = 132;
 impl Emulated {
     pub(super) fn open(kind: Emulation) -> Result<Self, GpuError> {
         static LIBRARY: OnceLock<Result<Library, GpuError>> = OnceLock::new();
+        static OPENED: AtomicUsize = AtomicUsize::new(FIRST_NUMBER);
+        let number = OPENED.fetch_add(1, Ordering::Relaxed);
         if kind.is_listed {
-            return Ok(Self { library: None, kind, blas: None, meter: Meter::default() });
+            return Ok(Self { library: None, kind, blas: None, meter: Meter::default(), number });
         }
         let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
-        let mut emulated = Self { library: Some(library), kind, blas: None, meter: Meter::default() };
+        let mut emulated = Self { library: Some(library), kind, blas: None, meter: Meter::default(), number };
         if kind.has_library {
-            emulated.blas = Blas::open(library, emulated.block(WORKSPACE_BYTES));
+            emulated.blas = Blas::open(library, 12, emulated.block(WORKSPACE_BYTES));
         }
         Ok(emulated)
     }
@@ -84,6 +90,11 @@ impl Emulated {
         self.kind.is_hopper.then_some(processors)
     }
 
+    /// The most shared memory that a block may have: with threads in reverse as little as on GPUs of capability 8.6 and 8.9.
+    pub(super) fn most_shared(&self) -> usize {
+        if self.kind.is_reversed && !self.kind.is_hopper { 99 << 10 } else { 227 << 10 }
+    }
+
     /// A map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see both ways of copying.
     pub(super) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         if !self.kind.is_hopper || self.kind.is_reversed {
@@ -98,6 +109,10 @@ impl Emulated {
 
     pub(super) fn meter(&self) -> &Meter {
         &self.meter
+    }
+
+    pub(super) fn number(&self) -> usize {
+        self.number
     }
 
     /// Fresh memory, of NaN.
@@ -140,6 +155,9 @@ impl Emulated {
             eprintln!("{} {grid:?} x {} {numbers:?}", launch.kernel, launch.threads);
             return Ok(());
         };
+        if launch.shared > self.most_shared() {
+            return Err(failed(format!("{} bytes of shared memory of {}", launch.shared, self.most_shared())));
+        }
         let name = format!("emulated_{}\0", launch.kernel);
         // SAFETY: every such function of the library has this type (`EMULATED_KERNEL`).
         let entry = unsafe { library.get::<Entry>(name.as_bytes()) }.map_err(|error| failed(reason(error)))?;
@@ -202,21 +220,26 @@ struct Block {
     memory: Vec<u8>,
     start: usize,
     bytes: usize,
+    device: usize,
 }
 
 impl Block {
     fn new(bytes: usize, on: &Emulated) -> Self {
-        let Emulated { meter, kind: Emulation { is_listed, .. }, .. } = on;
+        let Emulated { meter, kind: Emulation { is_listed, .. }, number, .. } = on;
         let len = bytes + ALIGN + 2 * GUARD;
         let memory = if *is_listed { vec![0; len] } else { vec![FILL; len] };
         let start = (memory.as_ptr().addr() + GUARD).next_multiple_of(ALIGN) - memory.as_ptr().addr();
-        Self { meter: meter.clone(), is_listed: *is_listed, memory, start, bytes }
+        Self { meter: meter.clone(), is_listed: *is_listed, memory, start, bytes, device: *number }
     }
 }
 
 impl DeviceMemory for Block {
     fn address(&self) -> u64 {
         self.memory.as_ptr().addr() as u64 + self.start as u64
+    }
+
+    fn device(&self) -> usize {
+        self.device
     }
 
     fn download(&self, to: &mut [u8]) {

@@ -24,9 +24,15 @@ pub enum GpuError {
         /// Ten times the major version and the minor one.
         capability: u32,
     },
-    /// NVRTC cannot be loaded.
+    /// A driver without what graphs and tensor copies ask for.
+    #[error("the GPU's driver knows CUDA {}.{}: must be at least 12.0, so install a newer one", version / 1000, version % 1000 / 10)]
+    OldDriver {
+        /// 1000 times the major version and 10 times the minor one.
+        version: i32,
+    },
+    /// NVRTC cannot be loaded, or what there is makes code that the driver does not take.
     #[error(
-        "NVRTC, which compiles the kernels, was not found ({}): `pip install nvidia-cuda-nvrtc` and set {} to its libnvrtc.so.13, or install the CUDA toolkit",
+        "NVRTC, which compiles the kernels, was not found ({}): `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a driver of CUDA 12) and set {} to its libnvrtc.so.13 (libnvrtc.so.12), or install the CUDA toolkit",
         tried.join("; "),
         super::NVRTC_VARIABLE
     )]

@@ -6,8 +6,6 @@ use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-use super::GpuError;
-
 /// Set to the path of an NVRTC library to use that one.
 pub const NVRTC_VARIABLE: &str = "MOEWORKS_NVRTC_LIBRARY";
 
@@ -54,20 +52,12 @@ functions! {
 }
 
 impl Functions {
-    /// The library that the environment names, or the first that the system finds.
-    pub(super) fn find() -> Result<Self, GpuError> {
-        let candidates: Vec<PathBuf> = match env::var_os(NVRTC_VARIABLE) {
+    /// The libraries to try, in this order: the one that the environment names, or those that the system may find.
+    pub(super) fn candidates() -> Vec<PathBuf> {
+        match env::var_os(NVRTC_VARIABLE) {
             Some(path) => vec![path.into()],
             None => NAMES.iter().map(PathBuf::from).collect(),
-        };
-        let mut tried = Vec::new();
-        for path in candidates {
-            match Self::open(&path) {
-                Ok(functions) => return Ok(functions),
-                Err(error) => tried.push(error),
-            }
         }
-        Err(GpuError::NoCompiler { tried })
     }
 
     /// The library at `path`, or what the loader says.

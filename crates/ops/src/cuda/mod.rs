@@ -79,7 +79,7 @@ const MAX_KEPT: usize = 4096;
 const MAX_ALL_ROWS: usize = 16;
 
 enum Backend {
-    Nvidia(nvidia::Nvidia),
+    Nvidia(Arc<nvidia::Nvidia>),
     Emulated(emulated::Emulated),
 }
 
@@ -182,6 +182,10 @@ impl DeviceMemory for Block {
         self.inner().address()
     }
 
+    fn device(&self) -> usize {
+        self.inner().device()
+    }
+
     fn download(&self, to: &mut [u8]) {
         self.device.flush();
         self.inner().download(to);
@@ -247,6 +251,11 @@ impl Gpu {
         self.device.flush();
         drop(collecting);
         result
+    }
+
+    /// How many GPUs the driver sees.
+    pub fn count() -> Result<usize, GpuError> {
+        nvidia::count()
     }
 
     /// The GPU with this index, or in one line what is missing.
@@ -368,7 +377,7 @@ impl Gpu {
 
     /// The argument of a kernel that writes `tensor`, which nobody may share.
     pub(crate) fn write<'a>(&self, tensor: &'a mut Tensor) -> Arg<'a> {
-        Arg::pointer(tensor.device_address_mut(|bytes| self.upload(bytes)))
+        Arg::pointer(tensor.device_address_mut(self.number(), |bytes| self.upload(bytes)))
     }
 
     /// Runs a kernel after what was asked of the GPU before.
@@ -414,7 +423,8 @@ impl Gpu {
         if [rows, columns, depth].contains(&0) || !self.takes_dense() {
             return false;
         }
-        let (a, b, to) = (self.address(a), self.address(b), y.device_address_mut(|bytes| self.upload(bytes)));
+        let (a, b, to) =
+            (self.address(a), self.address(b), y.device_address_mut(self.number(), |bytes| self.upload(bytes)));
         let base = match onto {
             Onto::Nothing => None,
             Onto::Tensor(base) => Some(self.address(base)),
@@ -464,9 +474,25 @@ impl Gpu {
         (Tensor::from_device(pool, shape, dtype, block), copied)
     }
 
+    /// The most shared memory that a block of a kernel may have, in bytes.
+    pub(crate) fn most_shared(&self) -> usize {
+        match &self.device.backend {
+            Backend::Nvidia(device) => device.most_shared(),
+            Backend::Emulated(device) => device.most_shared(),
+        }
+    }
+
+    /// The device's number, by which tensors know where they are.
+    fn number(&self) -> usize {
+        match &self.device.backend {
+            Backend::Nvidia(device) => device.number(),
+            Backend::Emulated(device) => device.number(),
+        }
+    }
+
     /// Where a tensor is.
     pub(crate) fn address(&self, tensor: &Tensor) -> u64 {
-        tensor.device_address(|bytes| self.upload(bytes))
+        tensor.device_address(self.number(), |bytes| self.upload(bytes))
     }
 
     /// Lets the GPU begin with what was collected of a step.

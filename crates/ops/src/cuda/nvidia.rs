@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUmemPool_attribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
@@ -20,13 +20,12 @@ use super::tensor_map::{BOX_COLUMNS, Matrices, TensorMap};
 use super::traffic::Meter;
 use super::{GpuError, Source};
 
-/// Shared memory beyond this needs a kernel's consent.
-const PLAIN_SHARED_BYTES: usize = 48 << 10;
 /// The oldest generation that has bf16 products and asynchronous copies (Ampere).
 const MIN_CAPABILITY: u32 = 80;
 /// The oldest whose kernels can wait for earlier ones by themselves (Hopper).
 const MIN_WAITING_CAPABILITY: u32 = 90;
-/// The oldest driver whose graphs have edges of several kinds (12.3).
+/// The oldest driver that has all calls that are made here, and the oldest whose graphs have edges of several kinds.
+const MIN_VERSION: i32 = 12_000;
 const MIN_EDGES_VERSION: i32 = 12_030;
 
 pub(super) struct Nvidia {
@@ -34,6 +33,10 @@ pub(super) struct Nvidia {
     name: String,
     target: Target,
     processors: usize,
+    /// The most shared memory that a block may have.
+    most_shared: usize,
+    /// The major version of CUDA that the driver knows.
+    driver_major: i32,
     /// Whether kernels have the instruction to wait for those before them, and graphs know of it.
     kernels_wait: bool,
     compiler: &'static Nvrtc,
@@ -50,6 +53,8 @@ struct Shared {
     /// Where copies go that nothing else waits for.
     copies: Arc<CudaStream>,
     meter: Meter,
+    /// The driver's for the device.
+    number: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -142,13 +147,27 @@ fn describe(error: DriverError) -> String {
 }
 
 impl Nvidia {
-    pub(super) fn open(index: usize) -> Result<Self, GpuError> {
-        // SAFETY: it only tries to load the driver's library.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(GpuError::NoDriver);
+    /// The device with this index: the same for all who ask while anybody has it, since modules and the library for plain products are
+    /// made once for each.
+    pub(super) fn open(index: usize) -> Result<Arc<Self>, GpuError> {
+        static OPENED: Mutex<Vec<(usize, Weak<Nvidia>)>> = Mutex::new(Vec::new());
+        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+        opened.retain(|(_, device)| device.strong_count() > 0);
+        if let Some(device) = opened.iter().find(|(known, _)| *known == index).and_then(|(_, device)| device.upgrade())
+        {
+            return Ok(device);
         }
-        result::init().map_err(failed("cuInit"))?;
-        let count = result::device::get_count().map_err(failed("cuDeviceGetCount"))?.max(0) as usize;
+        let device = Arc::new(Self::open_anew(index)?);
+        opened.push((index, Arc::downgrade(&device)));
+        Ok(device)
+    }
+
+    fn open_anew(index: usize) -> Result<Self, GpuError> {
+        let count = count()?;
+        let version = driver_version()?;
+        if version < MIN_VERSION {
+            return Err(GpuError::OldDriver { version });
+        }
         if index >= count {
             return Err(GpuError::NoDevice { index, count });
         }
@@ -162,17 +181,22 @@ impl Nvidia {
             return Err(GpuError::TooOld { name, capability });
         }
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as usize;
-        let compiler = Nvrtc::find()?;
+        let most_shared =
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as usize;
+        let driver_major = version / 1000;
+        let compiler = Nvrtc::find_for(driver_major)?;
         let target = compiler.target_for(capability);
-        let kernels_wait = target.capability >= MIN_WAITING_CAPABILITY && driver_version()? >= MIN_EDGES_VERSION;
+        let kernels_wait = target.capability >= MIN_WAITING_CAPABILITY && version >= MIN_EDGES_VERSION;
         let new_stream = || context.new_stream().map_err(failed("cuStreamCreate"));
         let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         Ok(Self {
-            shared: Arc::new(Shared { context, stream, copies, meter: Meter::default() }),
+            shared: Arc::new(Shared { context, stream, copies, meter: Meter::default(), number: index }),
             name,
             target,
             processors,
+            most_shared,
+            driver_major,
             kernels_wait,
             compiler,
             kernels: Mutex::default(),
@@ -185,14 +209,25 @@ impl Nvidia {
         &self.name
     }
 
+    /// The driver's number of the device.
+    pub(super) fn number(&self) -> usize {
+        self.shared.number
+    }
+
+    /// The most shared memory that a block may have, in bytes.
+    pub(super) fn most_shared(&self) -> usize {
+        self.most_shared
+    }
+
     /// Multiprocessors, if the compiler and the device both know Hopper's instructions.
     pub(super) fn hopper_processors(&self) -> Option<usize> {
-        (self.target == Target::real(90)).then_some(self.processors)
+        (self.target == Target::real(90) && self.compiler.knows_hopper()).then_some(self.processors)
     }
 
     /// The driver's map of matrices for tensor copies; none where it refuses, or where kernels have no such instruction.
     pub(super) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         self.hopper_processors()?;
+        self.bind().ok()?;
         let Matrices { address, columns, rows, count, box_rows } = *matrices;
         let dims = [columns, rows, count].map(|size| size as u64);
         let strides = [matrices.row_bytes(), matrices.row_bytes() * rows as u64];
@@ -293,7 +328,7 @@ impl Nvidia {
     pub(super) fn blas(&self) -> Option<&Blas> {
         let open = || {
             self.bind().ok()?;
-            Blas::open(blas::find()?, self.block(WORKSPACE_BYTES).ok()?)
+            Blas::find(self.driver_major, || self.block(WORKSPACE_BYTES).ok())
         };
         self.blas.get_or_init(open).as_ref()
     }
@@ -402,14 +437,14 @@ impl Nvidia {
             call: format!("kernel {}", launch.kernel),
             message: describe(error),
         })?;
-        if launch.shared > PLAIN_SHARED_BYTES {
+        // What a kernel has of its own counts as well, so that less than the plain amount may be too much.
+        if launch.shared > 0 {
             let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function was just given by the driver.
             unsafe { result::function::set_function_attribute(function, attribute, launch.shared as i32) }
                 .map_err(failed("asking for shared memory"))?;
         }
-        let shared = launch.shared.max(PLAIN_SHARED_BYTES);
-        kernels.insert(launch.kernel.to_string(), Kernel { function, shared });
+        kernels.insert(launch.kernel.to_string(), Kernel { function, shared: launch.shared });
         Ok(function)
     }
 
@@ -432,10 +467,17 @@ impl Nvidia {
         if modules.is_empty() {
             self.compile_usual();
         }
-        let mut code = self.compiler.compile_cached(source, self.target)?;
-        code.push(0); // PTX is text that ends with a zero
-        // SAFETY: the code is a whole cubin or PTX.
-        let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
+        let load = |mut code: Vec<u8>| {
+            code.push(0); // PTX is text that ends with a zero
+            // SAFETY: the code is what the compiler made, a whole cubin or PTX, which says how long it is.
+            unsafe { result::module::load_data(code.as_ptr().cast()) }
+        };
+        let cached = self.compiler.compile_cached(source, self.target)?;
+        // A file of the cache may be damaged: what comes from the compiler is not.
+        let module = match load(cached) {
+            Err(_) => load(self.compiler.compile_anew(source, self.target)?),
+            loaded => loaded,
+        };
         let module = Module(module.map_err(|error| GpuError::Driver {
             call: format!("loading the kernels of {}.cu", source.name),
             message: describe(error),
@@ -447,6 +489,16 @@ impl Nvidia {
     fn bind(&self) -> Result<(), GpuError> {
         self.shared.context.bind_to_thread().map_err(failed("cuCtxSetCurrent"))
     }
+}
+
+/// How many devices there are.
+pub(super) fn count() -> Result<usize, GpuError> {
+    // SAFETY: it only tries to load the driver's library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(GpuError::NoDriver);
+    }
+    result::init().map_err(failed("cuInit"))?;
+    Ok(result::device::get_count().map_err(failed("cuDeviceGetCount"))?.max(0) as usize)
 }
 
 /// 1000 times the major version and 10 times the minor one.
@@ -477,6 +529,10 @@ struct Block {
 impl DeviceMemory for Block {
     fn address(&self) -> u64 {
         self.address
+    }
+
+    fn device(&self) -> usize {
+        self.shared.number
     }
 
     fn download(&self, to: &mut [u8]) {

@@ -1,7 +1,7 @@
 //! Compiling kernels at run time, for the GPU at hand or for any other.
 
 use std::ffi::{CString, c_char, c_int};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,6 +37,11 @@ impl fmt::Display for Target {
     }
 }
 
+/// The first version that knows instructions of one capability alone.
+const MIN_SPECIFIC_VERSION: (i32, i32) = (12, 0);
+/// The first that knows all that kernels for Hopper alone are made of (PTX 8.3).
+const MIN_HOPPER_VERSION: (i32, i32) = (12, 3);
+
 /// The compiler, found at run time.
 pub struct Nvrtc {
     functions: Functions,
@@ -48,7 +53,30 @@ impl Nvrtc {
     /// The library that [`NVRTC_VARIABLE`] names, or the system's; loaded on the first call.
     pub fn find() -> Result<&'static Self, GpuError> {
         static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::with(Functions::find()?)).as_ref().map_err(Clone::clone)
+        FOUND.get_or_init(|| Self::find_up_to(c_int::MAX)).as_ref().map_err(Clone::clone)
+    }
+
+    /// The same for a driver that knows this major version of CUDA: it takes no code that a newer one made (CUDA Compatibility Guide,
+    /// "Minor Version Compatibility").
+    pub(super) fn find_for(driver_major: c_int) -> Result<&'static Self, GpuError> {
+        static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
+        FOUND.get_or_init(|| Self::find_up_to(driver_major)).as_ref().map_err(Clone::clone)
+    }
+
+    fn find_up_to(major: c_int) -> Result<Self, GpuError> {
+        let mut tried = Vec::new();
+        for path in Functions::candidates() {
+            match Self::open(&path) {
+                Ok(found) if found.version.0 <= major => return Ok(found),
+                Ok(found) => {
+                    let path = path.display();
+                    tried.push(format!("{path} is of CUDA {}, the driver of CUDA {major}", found.version.0));
+                }
+                Err(GpuError::NoCompiler { tried: reasons }) => tried.extend(reasons),
+                Err(error) => return Err(error),
+            }
+        }
+        Err(GpuError::NoCompiler { tried })
     }
 
     /// The library at `path`.
@@ -75,12 +103,18 @@ impl Nvrtc {
         self.version
     }
 
+    /// Whether kernels that are made of Hopper's own instructions can be compiled.
+    pub(super) fn knows_hopper(&self) -> bool {
+        self.version >= MIN_HOPPER_VERSION
+    }
+
     /// What to compile for a device of this capability: a cubin if the compiler knows it, else PTX for the newest that it
     /// knows.
     #[must_use]
     pub fn target_for(&self, capability: u32) -> Target {
         if self.capabilities.contains(&capability) {
-            return Target::real(capability);
+            let target = Target::real(capability);
+            return Target { is_specific: target.is_specific && self.version >= MIN_SPECIFIC_VERSION, ..target };
         }
         let newest = self.capabilities.iter().copied().filter(|&known| known < capability).max();
         Target { capability: newest.unwrap_or(80), is_specific: false, is_virtual: true }
@@ -98,19 +132,29 @@ impl Nvrtc {
     /// As [`compile`](Self::compile), from the cache on disk if it is there; otherwise it is put there. A cache that cannot be
     /// written only costs the next start some time.
     pub fn compile_cached(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
-        let ((major, minor), text) = (self.version, source.cuda_text());
-        let (target_name, version) = (target.to_string(), format!("{major}.{minor}"));
-        let parts: Vec<&str> = [text.as_str(), &target_name, &version].into_iter().chain(Self::OPTIONS).collect();
-        let path = cache::path(&cache::folder(), &format!("{}-{target_name}", source.name), &parts, "cubin");
-        if let Ok(code) = fs::read(&path) {
-            return Ok(code);
+        let path = self.cached_at(source, target);
+        match fs::read(&path) {
+            Ok(code) if is_code(&code) => Ok(code),
+            _ => self.compile_anew(source, target),
         }
-        let code = self.compile(source, target)?;
+    }
+
+    /// As [`compile`](Self::compile), and puts the code into the cache in place of what is there.
+    pub(super) fn compile_anew(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
+        let (path, code) = (self.cached_at(source, target), self.compile(source, target)?);
         let written = cache::put(&path, |beside| {
             fs::write(beside, &code).map_err(|error| GpuError::Cache { path: beside.into(), reason: error.to_string() })
         });
         drop(written);
         Ok(code)
+    }
+
+    /// Where the cache has the code.
+    fn cached_at(&self, source: &Source, target: Target) -> PathBuf {
+        let ((major, minor), text) = (self.version, source.cuda_text());
+        let (target_name, version) = (target.to_string(), format!("{major}.{minor}"));
+        let parts: Vec<&str> = [text.as_str(), &target_name, &version].into_iter().chain(Self::OPTIONS).collect();
+        cache::path(&cache::folder(), &format!("{}-{target_name}", source.name), &parts, "cubin")
     }
 
     /// [`compile_cached`](Self::compile_cached) of each, on as many threads as there are cores: a source takes seconds to a minute.
@@ -180,4 +224,9 @@ impl Nvrtc {
             (get(program, bytes.as_mut_ptr().cast()) == 0).then_some(bytes)
         }
     }
+}
+
+/// Whether bytes begin as a cubin, or are PTX: a full disk leaves files that are empty.
+fn is_code(bytes: &[u8]) -> bool {
+    bytes.starts_with(b"\x7fELF") || bytes.windows(8).any(|window| window == b".version")
 }

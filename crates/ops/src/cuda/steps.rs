@@ -144,10 +144,11 @@ impl Steps {
         let graph = match known.map(|index| self.known.remove(index)) {
             Some(Known { graph: Some(mut graph), nodes: last }) => {
                 let changed = last.iter().zip(&nodes).enumerate().filter(|(_, (last, node))| last != node);
-                changed.into_iter().try_for_each(|(index, (_, node))| graph.change(backend, index, node))?;
-                Some(graph)
+                let all = changed.into_iter().try_for_each(|(index, (_, node))| graph.change(backend, index, node));
+                all.is_ok().then_some(graph)
             }
-            Some(Known { graph: None, .. }) => Some(backend.graph(&nodes)?),
+            // Where there can be no graph the launches are made one by one.
+            Some(Known { graph: None, .. }) => backend.graph(&nodes).ok(),
             None => None,
         };
         // SAFETY: the caller's promise; the graph has the arguments of these launches.

@@ -172,6 +172,10 @@ fn awkward_shapes() -> Vec<AttentionShape> {
         AttentionShape { window: Some(900), ..shape(1, (150, 150), (2, 1), 8) },
         shape(1, (90, 170), (6, 2), 128),
         AttentionShape { value_dim: 72, window: Some(100), ..shape(2, (40, 230), (5, 1), 96) },
+        // Heads of more than 128: latent attention's, and the largest that GPUs have kernels for.
+        AttentionShape { value_dim: 128, ..shape(1, (70, 150), (2, 1), 192) },
+        AttentionShape { window: Some(50), ..shape(1, (66, 100), (2, 2), 256) },
+        AttentionShape { value_dim: 136, ..shape(2, (1, 600), (2, 1), 200) },
         // Single queries: ranges of keys on their edges, and more keys than the most ranges of the shortest length.
         shape(1, (1, 32), (2, 2), 16),
         shape(2, (1, 33), (6, 2), 20),

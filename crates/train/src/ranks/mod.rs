@@ -189,8 +189,18 @@ impl Ranks {
 
     /// How many of them run on this rank's node.
     pub(crate) fn num_neighbours(&self) -> usize {
+        self.neighbours_among(self.num_ranks())
+    }
+
+    /// Which of those on its node this rank is.
+    pub(crate) fn place_on_node(&self) -> usize {
+        self.neighbours_among(self.world.rank())
+    }
+
+    /// How many of the first ranks run on this rank's node.
+    fn neighbours_among(&self, first: usize) -> usize {
         let nodes = self.world.nodes();
-        nodes.iter().filter(|&&node| node == nodes[self.world.rank()]).count()
+        nodes[..first].iter().filter(|&&node| node == nodes[self.world.rank()]).count()
     }
 
     /// How many cores of its node are this rank's; less than one where it shares them.

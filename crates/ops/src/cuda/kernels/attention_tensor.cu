@@ -98,6 +98,9 @@ DEVICE bool sees_all(const Sizes& s, u32 first, u32 end, u32 key, u32 count) {
     return key + count <= s.last_key(first) + 1 && key >= s.first_key(end - 1);
 }
 
+// The rows' block, with `each` blocks of the grid: the last ones, which see most keys, come first.
+DEVICE u32 block_from_last(u32 each) { return (gridDim.x - 1 - blockIdx.x) / each; }
+
 // ---- forward ----
 
 // Replaces scores by their exponentials relative to the largest so far, in powers of two; `fade` is what sums before shrink by.
@@ -116,12 +119,12 @@ template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2
         best = quad_max(best);
         f32 new_top = best > top[half] || best != best ? best : top[half];
         bool is_empty = new_top == NOTHING;
-        fade[half] = is_empty ? 1.0f : exp2f(top[half] - new_top);
+        fade[half] = is_empty ? 1.0f : power_of_two(top[half] - new_top);
 #pragma unroll
         for (u32 j = 0; j < N; j++)
 #pragma unroll
             for (u32 c = 0; c < 2; c++) {
-                f32 p = is_empty ? 0.0f : exp2f(scores[j][half * 2 + c] - new_top);
+                f32 p = is_empty ? 0.0f : power_of_two(scores[j][half * 2 + c] - new_top);
                 scores[j][half * 2 + c] = p;
                 added += p;
             }
@@ -146,8 +149,8 @@ template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Sizes& s, u32 first,
 // Adds a sink to a row's largest score and sum of exponentials; what sums shrink by.
 DEVICE f32 add_sink(f32 sink, f32& top, f32& total) {
     sink *= LOG2_E;
-    f32 new_top = sink > top ? sink : top, factor = exp2f(top - new_top);
-    total = total * factor + exp2f(sink - new_top);
+    f32 new_top = sink > top ? sink : top, factor = power_of_two(top - new_top);
+    total = total * factor + power_of_two(sink - new_top);
     top = new_top;
     return factor;
 }
@@ -167,7 +170,7 @@ template <u32 DIM>
 DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sinks, bf16* o, f32* lse, const Parts& parts, const Sizes& s) {
     SHARED(shared);
     const u32 BYTES = KEYS * DIM * 2;
-    u32 g = blockIdx.y, part = blockIdx.x % parts.count, first = blockIdx.x / parts.count * OWN, end = min(first + OWN, s.rows());
+    u32 g = blockIdx.y, part = blockIdx.x % parts.count, first = block_from_last(parts.count) * OWN, end = min(first + OWN, s.rows());
     u32 warp_row = threadIdx.x / 32 * 16;
     unsigned char *q_tile = shared, *tiles = shared + OWN * DIM * 2;
     u32 low = s.first_key(first) / KEYS * KEYS + part * parts.keys, high = min(s.last_key(end - 1) + 1, s.kv_len);
@@ -231,7 +234,7 @@ KERNEL(32) attention_tensor_join(f32* data, u32 count, const f32* sinks, bf16* o
         top = other > top || other != other ? other : top;
     }
     f32 joined = top;
-    for (u32 i = 0; i < count; i++) total += exp2f(parts.of(s, r, i)[dim] - joined) * parts.of(s, r, i)[dim + 1];
+    for (u32 i = 0; i < count; i++) total += power_of_two(parts.of(s, r, i)[dim] - joined) * parts.of(s, r, i)[dim + 1];
     f32 factor = sinks ? add_sink(sinks[g * s.group() + r % s.group()], top, total) : 1.0f;
     factor /= total;
     u64 to = s.place(blockIdx.z, g, r) * dim;
@@ -239,7 +242,7 @@ KERNEL(32) attention_tensor_join(f32* data, u32 count, const f32* sinks, bf16* o
         f32 sum = 0.0f;
         for (u32 i = 0; i < count; i++) {
             const f32* part = parts.of(s, r, i);
-            sum = fmaf(exp2f(part[dim] - joined), part[column], sum);
+            sum = fmaf(power_of_two(part[dim] - joined), part[column], sum);
         }
         store(o[to + column], sum * factor);
     }
@@ -249,7 +252,7 @@ KERNEL(32) attention_tensor_join(f32* data, u32 count, const f32* sinks, bf16* o
 // ---- backward ----
 
 // The softmax's weight of a score, from the log-sum of its row.
-DEVICE f32 weight(const Sizes& s, f32 score, f32 row_lse) { return exp2f(LOG2_E * (s.scale * score - row_lse)); }
+DEVICE f32 weight(const Sizes& s, f32 score, f32 row_lse) { return power_of_two(LOG2_E * (s.scale * score - row_lse)); }
 
 // Writes a warp's 16 rows times `factor`; `to(i)` is where the row of sum i begins, or null.
 template <u32 DIM, typename To> DEVICE void write_sums(const f32 (&sums)[DIM / 8][4], f32 factor, u32 dim, To to) {
@@ -270,7 +273,7 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
                              const Sizes& s) {
     SHARED(shared);
     const u32 BYTES = KEYS_BACK * DIM * 2;
-    u32 g = blockIdx.y, first = blockIdx.x * OWN, end = min(first + OWN, s.rows()), warp_row = threadIdx.x / 32 * 16;
+    u32 g = blockIdx.y, first = block_from_last(1) * OWN, end = min(first + OWN, s.rows()), warp_row = threadIdx.x / 32 * 16;
     unsigned char *q_tile = shared, *d_o_tile = shared + OWN * DIM * 2, *tiles = d_o_tile + OWN * DIM * 2;
     u32 low = s.first_key(first) / KEYS_BACK * KEYS_BACK, high = min(s.last_key(end - 1) + 1, s.kv_len);
     auto copy = [&](u32 key) { copy_next<KEYS_BACK, DIM>(tiles, k, v, s, key, high); };
@@ -380,9 +383,16 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
     }                                                                                                                               \
     KERNEL(128) attention_tensor_queries_##DIM(const bf16* d_o, INPUTS, const f32* lse, const f32* delta, f32* dq, SIZES) {         \
         backward_queries<DIM>(d_o, q, k, v, lse, delta, dq, THE_SIZES);                                                             \
-    }                                                                                                                               \
+    }
+#define DEFINE_KEYS(DIM)                                                                                                            \
     KERNEL(128) attention_tensor_keys_##DIM(const bf16* d_o, INPUTS, const f32* lse, const f32* delta, f32* dk, f32* dv, SIZES) {   \
         backward_keys<DIM>(d_o, q, k, v, lse, delta, dk, dv, THE_SIZES);                                                            \
     }
 DEFINE(64)
 DEFINE(128)
+DEFINE(192)
+DEFINE(256)
+// A thread has twice as many sums there as elsewhere: for heads of 256 there are no registers for them.
+DEFINE_KEYS(64)
+DEFINE_KEYS(128)
+DEFINE_KEYS(192)

@@ -64,6 +64,23 @@ DEVICE u32 pack_bf16(float low, float high) {
     return pair;
 }
 
+// One over x, to two units in the last place: a division asks for the few numbers with which that is harder, and waits for the answer.
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two to the power of x, to two units in the last place; what is below normal floats is 0.
+DEVICE float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Asks for the line at `at`, which is there, to be in the second-level cache soon.
+DEVICE void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // What every kernel begins with (sources.rs puts it there): the blocks of a kernel that follows may come as soon as there is room for
 // them, and this one's wait until all that is written before them is there (PTX, "griddepcontrol"). It does nothing where the driver
 // was not told that kernels may overlap so.

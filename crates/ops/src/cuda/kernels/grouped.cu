@@ -142,6 +142,7 @@ DEVICE void with_tensor_cores(const Problem& p, const Epilogue& epilogue, f32* p
     if (p.rows == 0) return;
     SHARED(shared);
     f32 sums[4][4][4] = {};
+    ask_ahead(p, epilogue, threadIdx.x / 32 * 16, 16, TILE);
     multiply<A_MAJOR, B_MAJOR, IS_PAIRED>(p, shared, sums);
     finish<IS_PAIRED>(p, epilogue, sums, parts, num_parts, shared);
 }

@@ -4,7 +4,7 @@
 
 enum Activation { SWIGLU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 
-DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE f32 sigmoid(f32 x) { return reciprocal(1.0f + expf(-x)); }
 // Not fminf, which would lose a NaN.
 DEVICE f32 cut_above(f32 x, f32 limit) { return x > limit ? limit : x; }
 DEVICE f32 cut(f32 x, f32 limit) { return x < -limit ? -limit : cut_above(x, limit); }
@@ -15,50 +15,78 @@ struct Shape {
     f32 alpha, limit;
 };
 
-DEVICE f32 activate(Shape s, f32 gate, f32 up) {
+template <u32 KIND> struct Kind { static const u32 VALUE = KIND; };
+
+// Runs what there is for an activation, once for all elements that a thread has: asked for each of them, they would wait for one another.
+template <typename Run> DEVICE void for_kind(const Shape& s, Run run) {
     switch (s.kind) {
-        case SWIGLU: return gate * sigmoid(gate) * up;
-        case GELU: return gate * (0.5f * erfcf(-0.70710678f * gate));
-        case GELU_TANH: return gate * sigmoid(2.0f * tanh_argument(gate));
-        case RELU: return gate < 0.0f ? 0.0f : gate;
-        default: {
-            f32 g = cut_above(gate, s.limit);
-            return g * sigmoid(s.alpha * g) * (cut(up, s.limit) + 1.0f);
-        }
+        case SWIGLU: return run(Kind<SWIGLU>{});
+        case GELU: return run(Kind<GELU>{});
+        case GELU_TANH: return run(Kind<GELU_TANH>{});
+        case RELU: return run(Kind<RELU>{});
+        default: return run(Kind<CLAMPED_SWIGLU>{});
     }
 }
 
-// The activation, and with da its own gradient the gradients of gate and up in their place.
-DEVICE f32 pull_back(Shape s, f32 da, f32& gate, f32& up) {
-    f32 h = gate;
-    switch (s.kind) {
-        case SWIGLU: {
-            f32 sig = sigmoid(h), silu = h * sig, u = up;
-            gate = da * u * (sig + silu * (1.0f - sig));
-            up = da * silu;
-            return silu * u;
-        }
-        case GELU: {
-            f32 cdf = 0.5f * erfcf(-0.70710678f * h), pdf = 0.3989423f * expf(-0.5f * h * h);
-            gate = da * (cdf + h * pdf);
-            return h * cdf;
-        }
-        case GELU_TANH: {
-            f32 sig = sigmoid(2.0f * tanh_argument(h)), a = h * sig;
-            gate = da * (sig + 2.0f * a * (1.0f - sig) * 0.7978846f * (1.0f + 3.0f * 0.044715f * h * h));
-            return a;
-        }
-        case RELU: {
-            gate = h <= 0.0f ? 0.0f : da;
-            return h < 0.0f ? 0.0f : h;
-        }
-        default: {
-            f32 g = cut_above(h, s.limit), raised = cut(up, s.limit) + 1.0f, sig = sigmoid(s.alpha * g), a = g * sig;
-            gate = h > s.limit ? 0.0f : da * raised * (sig + s.alpha * a * (1.0f - sig));
-            up = fabsf(up) > s.limit ? 0.0f : da * a;
-            return a * raised;
-        }
+template <u32 KIND> DEVICE f32 activate_as(const Shape& s, f32 gate, f32 up) {
+    if constexpr (KIND == SWIGLU) return gate * sigmoid(gate) * up;
+    else if constexpr (KIND == GELU) return gate * (0.5f * erfcf(-0.70710678f * gate));
+    else if constexpr (KIND == GELU_TANH) return gate * sigmoid(2.0f * tanh_argument(gate));
+    else if constexpr (KIND == RELU) return gate < 0.0f ? 0.0f : gate;
+    else {
+        f32 g = cut_above(gate, s.limit);
+        return g * sigmoid(s.alpha * g) * (cut(up, s.limit) + 1.0f);
     }
+}
+
+// The activations of N gates, in their place.
+template <u32 N> DEVICE void activate(const Shape& s, f32 (&gate)[N], const f32 (&up)[N]) {
+    for_kind(s, [&](auto kind) {
+#pragma unroll
+        for (u32 i = 0; i < N; i++) gate[i] = activate_as<decltype(kind)::VALUE>(s, gate[i], up[i]);
+    });
+}
+
+// The activation, and with da its own gradient the gradients of gate and up in their place.
+template <u32 KIND> DEVICE f32 pull_back_as(const Shape& s, f32 da, f32& gate, f32& up) {
+    f32 h = gate;
+    if constexpr (KIND == SWIGLU) {
+        f32 sig = sigmoid(h), silu = h * sig, u = up;
+        gate = da * u * (sig + silu * (1.0f - sig));
+        up = da * silu;
+        return silu * u;
+    } else if constexpr (KIND == GELU) {
+        f32 cdf = 0.5f * erfcf(-0.70710678f * h), pdf = 0.3989423f * expf(-0.5f * h * h);
+        gate = da * (cdf + h * pdf);
+        return h * cdf;
+    } else if constexpr (KIND == GELU_TANH) {
+        f32 sig = sigmoid(2.0f * tanh_argument(h)), a = h * sig;
+        gate = da * (sig + 2.0f * a * (1.0f - sig) * 0.7978846f * (1.0f + 3.0f * 0.044715f * h * h));
+        return a;
+    } else if constexpr (KIND == RELU) {
+        gate = h <= 0.0f ? 0.0f : da;
+        return h < 0.0f ? 0.0f : h;
+    } else {
+        f32 g = cut_above(h, s.limit), raised = cut(up, s.limit) + 1.0f, sig = sigmoid(s.alpha * g), a = g * sig;
+        gate = h > s.limit ? 0.0f : da * raised * (sig + s.alpha * a * (1.0f - sig));
+        up = fabsf(up) > s.limit ? 0.0f : da * a;
+        return a * raised;
+    }
+}
+
+// From u, the gradients of N activations before their row's weight: those of gates and ups in their place, the activations times the weight
+// in that of u; the sum of u times the activations is returned.
+template <u32 N> DEVICE f32 pull_back(const Shape& s, f32 weight, f32 (&u)[N], f32 (&gate)[N], f32 (&up)[N]) {
+    f32 part = 0.0f;
+    for_kind(s, [&](auto kind) {
+#pragma unroll
+        for (u32 i = 0; i < N; i++) {
+            f32 a = pull_back_as<decltype(kind)::VALUE>(s, weight * u[i], gate[i], up[i]);
+            part += u[i] * a;
+            u[i] = weight * a;
+        }
+    });
+    return part;
 }
 
 DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
@@ -73,12 +101,19 @@ DEVICE f32 rounded(f32 x, u32 is_rounded) {
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
 // gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
 
+// What epilogues read they may ask for while sums are computed: `ask` gets a row and the first of 64 columns that are there.
+
 // What is stored is the sum, and what `base` (if it is there, in f32; the same memory or another) has in its place besides.
 struct Store {
     void* to;
     const f32* base;
     u32 is_bf16, stride;
     static const bool HAS_PARTS = false;
+    DEVICE_MEMBER void ask(u64 row, u32 column) const {
+        if (!base) return;
+        ask_for(base + row * stride + column);
+        ask_for(base + row * stride + min(column + 32, stride - 1));
+    }
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32) const {
         u64 at = row * stride + column;
         store_any(to, is_bf16, at, base ? base[at] + x : x);
@@ -105,6 +140,7 @@ struct Activate {
     u32 is_bf16, width;
     Shape shape;
     static const bool HAS_PARTS = false;
+    DEVICE_MEMBER void ask(u64, u32) const {}
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 gate, f32 up) const {
         u32 inputs = is_gated(shape) ? 2 : 1;
         if (bias) {
@@ -116,7 +152,9 @@ struct Activate {
         store_any(h, is_bf16, at, gate);
         if (inputs == 2) store_any(h, is_bf16, at + width, up);
         // What is saved is what the activation is taken of, so that backward sees the same function.
-        store_any(a, is_bf16, row * width + column, activate(shape, rounded(gate, is_bf16), rounded(up, is_bf16)));
+        f32 gates[1] = {rounded(gate, is_bf16)}, ups[1] = {rounded(up, is_bf16)};
+        activate(shape, gates, ups);
+        store_any(a, is_bf16, row * width + column, gates[0]);
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
@@ -134,7 +172,11 @@ struct Activate {
         store_vector(h, is_bf16, at, gate);
         if (inputs == 2) store_vector(h, is_bf16, at + width, up);
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) gate[i] = activate(shape, rounded(gate[i], is_bf16), rounded(up[i], is_bf16));
+        for (u32 i = 0; i < 8; i++) {
+            gate[i] = rounded(gate[i], is_bf16);
+            up[i] = rounded(up[i], is_bf16);
+        }
+        activate(shape, gate, up);
         store_vector(a, is_bf16, row * width + column, gate);
         return 0.0f;
     }
@@ -149,29 +191,30 @@ struct PullBack {
     u32 is_bf16, width;
     Shape shape;
     static const bool HAS_PARTS = true;
+    // Of bf16; of f32 it is half.
+    DEVICE_MEMBER void ask(u64 row, u32 column) const {
+        u64 size = is_bf16 ? 2 : 4, at = row * (is_gated(shape) ? 2 : 1) * width + column;
+        ask_for((const char*)h + at * size);
+        if (is_gated(shape)) ask_for((const char*)h + (at + width) * size);
+    }
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 u, f32) const {
         u32 inputs = is_gated(shape) ? 2 : 1;
         u64 at = row * inputs * width + column;
-        f32 gate = load_any(h, is_bf16, at), up = inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f;
-        f32 weight = row_weights[row], a = pull_back(shape, weight * u, gate, up);
-        store_any(dh, is_bf16, at, gate);
-        if (inputs == 2) store_any(dh, is_bf16, at + width, up);
-        store_any(weighed, is_bf16, row * width + column, weight * a);
-        return u * a;
+        f32 gate[1] = {load_any(h, is_bf16, at)}, up[1] = {inputs == 2 ? load_any(h, is_bf16, at + width) : 0.0f}, own[1] = {u};
+        f32 part = pull_back(shape, row_weights[row], own, gate, up);
+        store_any(dh, is_bf16, at, gate[0]);
+        if (inputs == 2) store_any(dh, is_bf16, at + width, up[0]);
+        store_any(weighed, is_bf16, row * width + column, own[0]);
+        return part;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
     DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&u)[8], f32 (&)[8]) const {
         u32 inputs = is_gated(shape) ? 2 : 1;
         u64 at = row * inputs * width + column;
-        f32 gate[8], up[8] = {}, weight = row_weights[row], part = 0.0f;
+        f32 gate[8], up[8] = {}, weight = row_weights[row];
         load_vector(gate, h, is_bf16, at);
         if (inputs == 2) load_vector(up, h, is_bf16, at + width);
-#pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            f32 a = pull_back(shape, weight * u[i], gate[i], up[i]);
-            part += u[i] * a;
-            u[i] = weight * a;
-        }
+        f32 part = pull_back(shape, weight, u, gate, up);
         store_vector(dh, is_bf16, at, gate);
         if (inputs == 2) store_vector(dh, is_bf16, at + width, up);
         store_vector(weighed, is_bf16, row * width + column, u);
@@ -203,6 +246,15 @@ struct Problem {
     u64 row;                   // the tile's first row in the output
     u64 pair;                  // rows of B from a column's to its second
 };
+
+// A warp asks for what the epilogue reads of `rows` rows from `first_row` of the tile on and of `columns` columns from its first.
+template <typename Epilogue> DEVICE void ask_ahead(const Problem& p, const Epilogue& epilogue, u32 first_row, u32 rows, u32 columns) {
+    u32 pieces = columns / 64;
+    for (u32 i = threadIdx.x % 32; i < rows * pieces; i += 32) {
+        u32 row = first_row + i / pieces, column = p.column + i % pieces * 64;
+        if (row < p.rows && column < p.columns) epilogue.ask(p.row + row, column);
+    }
+}
 
 // ---- from tensor cores to epilogues: sums lie over a warp's registers in pairs of columns, and go by way of its own shared memory, so
 // that a lane has eight neighbouring columns, and the code of an epilogue is there once ----

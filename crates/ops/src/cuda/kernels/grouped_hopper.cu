@@ -33,6 +33,7 @@ DEVICE void multiply_tiles(const Tiles& tiles, const Ring<Wide>& ring, unsigned 
         Problem p;
         if (!tiles.problem(index, p)) continue;
         f32 sums[128] = {};
+        ask_ahead(p, epilogue, warp * 16, 16, Wide::COLUMNS);
         for (u32 k = 0; k < p.depth; k += DEPTH) {
             const unsigned char* a = shared + count % Wide::STAGES * Wide::STAGE_BYTES + warp / 4 * A_GROUP;
             const unsigned char* b = shared + count % Wide::STAGES * Wide::STAGE_BYTES + A_BYTES;

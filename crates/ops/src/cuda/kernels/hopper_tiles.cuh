@@ -8,8 +8,8 @@
 
 const u32 TILE_ROWS = 128, DEPTH = 64;
 const u32 COPIERS = 128, MULTIPLYING_WARPS = 8, A_BYTES = TILE_ROWS * DEPTH * 2;
-// A stage is said to be full when as many more copies are under way. The products of a stage end one stage later at most, so of four
-// stages two may be waited for here.
+// Stages whose copies may be under way, and which are thus not said to be full yet: the oldest of them is when this many are, before
+// there is room for the next. The products of a stage end one stage later at most, so of four stages two may be waited for here.
 const u32 LAG = 2;
 
 // Columns of a tile, and stages of the ring.
@@ -124,12 +124,10 @@ DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR,
                        u64* full) {
     u32 edge = p.columns - p.column, pair = (u32)p.pair;
     unsigned char* b = to + A_BYTES;
+    if (map && threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(b, map, p, k, full);
     if constexpr (A_MAJOR) copy_rows<8>(to, p.a, [&](u32 i) { return named.a[i]; }, p.rows, k, p.depth);
     else copy_depths<TILE_ROWS>(to, p.a, named.a, first_row, p.rows, k, p.depth);
-    if (map) {
-        if (threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(b, map, p, k, full);
-        return;
-    }
+    if (map) return;
     if constexpr (IS_PAIRED) {
         // The rows of all first columns of pairs, then those of their second ones.
         copy_rows<T::COLUMNS / 32>(b, p.b, [&](u32 i) { return named.b[0] + 16 * i; }, edge, k, p.depth);
@@ -148,7 +146,7 @@ template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles
 DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* stages) {
     const void* map = tiles.map();
     if (map && threadIdx.x == 0) map_is_there(map);
-    u32 count = 0;
+    u32 count = 0, said = 0;
     for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
         Problem p;
         if (!tiles.problem(index, p)) continue;
@@ -159,20 +157,21 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
             // The next step's rows are on their way while this one's are copied.
             Named<A_MAJOR, B_MAJOR> next = named;
             next.step(p, k + DEPTH);
+            if (count - said == LAG) {
+                copy_wait<LAG - 1>();
+                say_full(ring, said++);
+            }
             ring.wait_empty(count);
             unsigned char* to = stages + count % T::STAGES * T::STAGE_BYTES;
             copy_stage<T, A_MAJOR, B_MAJOR, IS_PAIRED>(to, p, named, first_row, k, map, ring.full + count % T::STAGES);
             copy_commit();
-            if (count >= LAG) {
-                copy_wait<LAG>();
-                say_full(ring, count - LAG);
-            }
             named = next;
             count++;
         }
+        // What the next tile is takes a while to find out, and there is work for longer.
+        copy_wait<0>();
+        for (; said < count; said++) say_full(ring, said);
     }
-    copy_wait<0>();
-    for (u32 rest = min(count, LAG); rest > 0; rest--) say_full(ring, count - rest);
 }
 
 // ---- what comes of it ----

@@ -16,16 +16,32 @@ const THREADS: usize = 128;
 /// Blocks that keep a GPU busy, and the fewest keys for which one is worth it.
 const WANTED_BLOCKS: usize = 256;
 const MIN_PART_KEYS: usize = 256;
-/// The largest head that there are kernels for, and for tensor cores.
+/// The largest head that there are kernels for, and for which tensor cores take the gradients of keys and values.
 const MAX_DIM: usize = 256;
-const MAX_TENSOR_DIM: usize = 128;
+const MAX_KEYS_DIM: usize = 192;
+/// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
+/// two of half as many rows that come while two are computed with.
+const TENSOR_TILES: usize = 5;
+const TENSOR_TILES_BACK: usize = 4;
 
-/// Whether there are kernels for heads of these sizes.
-pub(crate) fn takes(shape: &AttentionShape) -> bool {
-    shape.head_dim.max(shape.value_dim) <= MAX_DIM && shape.head_dim > 0 && shape.value_dim > 0
+/// Tiles of values and gradients of a block on the plain units, forward and backward.
+const FORWARD_TILES: usize = 1;
+const BACKWARD_TILES: usize = 2;
+
+/// Whether there are kernels for heads of these sizes, and the GPU has the shared memory that they ask for.
+pub(crate) fn takes(on: On<'_>, qkv: Inputs<'_>, shape: &AttentionShape, is_backward: bool) -> bool {
+    let tiles = if is_backward { BACKWARD_TILES } else { FORWARD_TILES };
+    let has_room = || is_for_tensor_cores(on, qkv, shape) || shared_bytes(shape, tiles) <= on.gpu.most_shared();
+    shape.head_dim.max(shape.value_dim) <= MAX_DIM && shape.head_dim > 0 && shape.value_dim > 0 && has_room()
 }
 
-/// The smallest size of heads that there are kernels for, as kernels' names end.
+/// Shared memory of a block on the plain units: tiles of queries and keys, of values and gradients, and one of scores for each of these.
+fn shared_bytes(shape: &AttentionShape, tiles: usize) -> usize {
+    let (q, v) = (shape.head_dim + 1, shape.value_dim + 1);
+    BLOCK * (2 * q + tiles * v + tiles * (BLOCK + 1)) * 4
+}
+
+/// The smallest size of heads that there are kernels for on the plain units, as kernels' names end.
 fn dim(shape: &AttentionShape) -> usize {
     shape.head_dim.max(shape.value_dim).next_power_of_two().max(64)
 }
@@ -56,10 +72,22 @@ fn inputs<'a>(on: On<'_>, (q, k, v): Inputs<'a>) -> Vec<Arg<'a>> {
     [q, k, v].into_iter().flat_map(|x| with_type(on, x)).collect()
 }
 
+/// The same on tensor cores.
+fn tensor_dim(shape: &AttentionShape) -> usize {
+    shape.head_dim.max(shape.value_dim).next_multiple_of(64)
+}
+
+/// Shared memory of so many tiles of 64 rows.
+fn tensor_bytes(shape: &AttentionShape, tiles: usize) -> usize {
+    tiles * TENSOR_BLOCK * tensor_dim(shape) * 2
+}
+
 /// Whether tensor cores take it.
-fn is_for_tensor_cores((q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
-    let is_whole = |dim: usize| dim.is_multiple_of(8) && dim <= MAX_TENSOR_DIM;
-    [q, k, v].iter().all(|x| x.dtype() == DType::BF16) && is_whole(shape.head_dim) && is_whole(shape.value_dim)
+fn is_for_tensor_cores(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
+    let is_whole = |dim: usize| dim.is_multiple_of(8) && dim <= MAX_DIM;
+    let has_room = tensor_bytes(shape, TENSOR_TILES) <= on.gpu.most_shared();
+    let are_bf16 = [q, k, v].iter().all(|x| x.dtype() == DType::BF16);
+    are_bf16 && is_whole(shape.head_dim) && is_whole(shape.value_dim) && has_room
 }
 
 fn with_type<'a>(on: On<'_>, x: &'a Tensor) -> [Arg<'a>; 2] {
@@ -73,9 +101,9 @@ fn row_blocks(shape: &AttentionShape, block: usize) -> usize {
 
 /// Launches a kernel of tensor cores, with `tiles` tiles of 64 rows or keys in shared memory.
 fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
-    let kernel = &format!("attention_tensor{kernel}_{}", dim(shape));
+    let kernel = &format!("attention_tensor{kernel}_{}", tensor_dim(shape));
     let grid = [blocks, shape.num_kv_heads, shape.batch];
-    let shared = tiles * TENSOR_BLOCK * dim(shape) * 2;
+    let shared = tensor_bytes(shape, tiles);
     let launch = Launch { source: &ATTENTION_TENSOR, kernel, grid, threads: THREADS, shared, args };
     // SAFETY: the shape is checked against the tensors; a block writes its own rows, or those of its keys.
     unsafe { on.gpu.launch(&launch) };
@@ -83,9 +111,7 @@ fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&Atte
 
 fn launch(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
     let grid = [blocks, shape.num_kv_heads, shape.batch];
-    let (q, v) = (shape.head_dim + 1, shape.value_dim + 1);
-    // Tiles of queries and keys, of values and gradients, and two of scores at most.
-    let shared = BLOCK * (2 * q + tiles * v + 2 * (BLOCK + 1)) * 4;
+    let shared = shared_bytes(shape, tiles);
     let launch = Launch { source: &ATTENTION, kernel, grid, threads: THREADS, shared, args };
     // SAFETY: the shape is checked against the tensors; a block writes its own rows, or those of its keys.
     unsafe { on.gpu.launch(&launch) };
@@ -96,7 +122,7 @@ pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&[f32]>, shape:
     let mut o = on.empty(&[rows, shape.num_heads * shape.value_dim], out);
     let mut lse = on.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
     let sinks = sinks.map(|sinks| on.floats(sinks));
-    if is_for_tensor_cores(qkv, shape) {
+    if is_for_tensor_cores(on, qkv, shape) {
         forward_tensor(on, qkv, sinks.as_ref(), shape, (&mut o, &mut lse));
         return (o, lse);
     }
@@ -104,7 +130,7 @@ pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&[f32]>, shape:
     args.push(on.read_or_none(sinks.as_ref()));
     args.extend([on.write(&mut o), (out == DType::BF16).into(), on.write(&mut lse)]);
     args.extend(sizes(shape));
-    launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape, BLOCK), (shape, 1), &args);
+    launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape, BLOCK), (shape, FORWARD_TILES), &args);
     drop(args);
     (o, lse)
 }
@@ -125,8 +151,7 @@ fn forward_tensor(
     args.push(parts.as_mut().map_or(Arg::none(), |parts| on.write(parts)));
     args.extend([count, keys].map(Arg::from));
     args.extend(sizes(shape));
-    // A tile of queries, two of keys and two of values.
-    launch_tensor(on, "", row_blocks(shape, TENSOR_BLOCK) * count, (shape, 5), &args);
+    launch_tensor(on, "", row_blocks(shape, TENSOR_BLOCK) * count, (shape, TENSOR_TILES), &args);
     drop(args);
     let Some(parts) = parts else { return };
     let mut args = vec![on.read(&parts), count.into()];
@@ -173,7 +198,16 @@ pub(crate) fn backward(
     drop(args);
     let mut dq = on.empty(q.shape(), DType::F32);
     let (mut dk, mut dv) = (on.empty(k.shape(), DType::F32), on.empty(v.shape(), DType::F32));
-    if is_for_tensor_cores((q, k, v), shape) {
+    let plainly = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
+        let mut args = with_type(on, d_o).to_vec();
+        args.extend(inputs(on, (q, k, v)));
+        args.extend([on.read(lse), on.read(&delta)]);
+        args.extend_from_slice(outputs);
+        args.extend(sizes(shape));
+        launch(on, &format!("attention_backward_{kernel}_{}", dim(shape)), blocks, (shape, BACKWARD_TILES), &args);
+    };
+    let (plain_keys, tensor_keys) = (shape.kv_capacity.div_ceil(BLOCK), shape.kv_capacity.div_ceil(TENSOR_BLOCK));
+    if is_for_tensor_cores(on, (q, k, v), shape) {
         let rounded = (d_o.dtype() != DType::BF16).then(|| elementwise::cast(on, d_o, DType::BF16));
         let of = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
             let mut args = vec![on.read(rounded.as_ref().unwrap_or(d_o))];
@@ -181,22 +215,18 @@ pub(crate) fn backward(
             args.extend([on.read(lse), on.read(&delta)]);
             args.extend_from_slice(outputs);
             args.extend(sizes(shape));
-            // Two tiles that stay; two of half as many rows come while two are computed with.
-            launch_tensor(on, kernel, blocks, (shape, 4), &args);
+            launch_tensor(on, kernel, blocks, (shape, TENSOR_TILES_BACK), &args);
         };
         of(&[on.write(&mut dq)], "_queries", row_blocks(shape, TENSOR_BLOCK));
-        of(&[on.write(&mut dk), on.write(&mut dv)], "_keys", shape.kv_capacity.div_ceil(TENSOR_BLOCK));
+        let outputs = [on.write(&mut dk), on.write(&mut dv)];
+        if tensor_dim(shape) <= MAX_KEYS_DIM {
+            of(&outputs, "_keys", tensor_keys);
+        } else {
+            plainly(&outputs, "keys", plain_keys);
+        }
         return (dq, dk, dv);
     }
-    let of = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
-        let mut args = with_type(on, d_o).to_vec();
-        args.extend(inputs(on, (q, k, v)));
-        args.extend([on.read(lse), on.read(&delta)]);
-        args.extend_from_slice(outputs);
-        args.extend(sizes(shape));
-        launch(on, &format!("attention_backward_{kernel}_{}", dim(shape)), blocks, (shape, 2), &args);
-    };
-    of(&[on.write(&mut dq)], "queries", row_blocks(shape, BLOCK));
-    of(&[on.write(&mut dk), on.write(&mut dv)], "keys", shape.kv_capacity.div_ceil(BLOCK));
+    plainly(&[on.write(&mut dq)], "queries", row_blocks(shape, BLOCK));
+    plainly(&[on.write(&mut dk), on.write(&mut dv)], "keys", plain_keys);
     (dq, dk, dv)
 }
