@@ -390,7 +390,14 @@ impl Gpu {
         if launch.grid.contains(&0) {
             return;
         }
-        if self.device.steps().collects(launch) {
+        let (is_collected, is_full) = {
+            let mut steps = self.device.steps();
+            (steps.collects(launch), steps.is_full())
+        };
+        if is_collected {
+            if is_full {
+                self.device.flush();
+            }
             return;
         }
         // SAFETY: the caller's promise.

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUmemPool_attribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
@@ -35,6 +35,8 @@ pub(super) struct Nvidia {
     processors: usize,
     /// The most shared memory that a block may have.
     most_shared: usize,
+    /// Whether it reads memory of the host where it lies, by the host's own page tables.
+    reads_host_pages: bool,
     /// The major version of CUDA that the driver knows.
     driver_major: i32,
     /// Whether kernels have the instruction to wait for those before them, and graphs know of it.
@@ -55,6 +57,48 @@ struct Shared {
     meter: Meter,
     /// The driver's for the device.
     number: usize,
+    free: Mutex<FreeBlocks>,
+}
+
+/// Blocks that nothing uses after what the stream was asked for already, by their size: what is asked of it later may have them at once. A
+/// call of the driver for each tensor would take longer than many kernels do, and addresses that come again spare graphs changes.
+#[derive(Default)]
+struct FreeBlocks {
+    by_size: HashMap<usize, Vec<sys::CUdeviceptr>>,
+}
+
+/// Sizes of blocks are multiples of an eighth of the power of two below them, of large ones only of so much.
+const LARGE_STEP: usize = 2 << 20;
+const LEAST_BYTES: usize = 512;
+
+/// How large a block for so many bytes is.
+fn size_of_block(bytes: usize) -> usize {
+    let bytes = bytes.max(LEAST_BYTES);
+    bytes.next_multiple_of((1 << bytes.ilog2() >> 3).min(LARGE_STEP))
+}
+
+impl Shared {
+    fn free(&self) -> MutexGuard<'_, FreeBlocks> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives back to the driver what nothing uses.
+    fn give_back(&self) {
+        let blocks: Vec<_> = self.free().by_size.drain().flat_map(|(_, blocks)| blocks).collect();
+        // A device that failed has nothing to give back.
+        _ = self.context.bind_to_thread().and_then(|()| {
+            blocks.into_iter().try_for_each(|address| {
+                // SAFETY: the block came from the driver, was in the list once and is not used by what comes later in the stream.
+                unsafe { result::free_async(address, self.stream.cu_stream()) }
+            })
+        });
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.give_back();
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -183,6 +227,8 @@ impl Nvidia {
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as usize;
         let most_shared =
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as usize;
+        let reads_host_pages =
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? == 1;
         let driver_major = version / 1000;
         let compiler = Nvrtc::find_for(driver_major)?;
         let target = compiler.target_for(capability);
@@ -191,11 +237,19 @@ impl Nvidia {
         let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         Ok(Self {
-            shared: Arc::new(Shared { context, stream, copies, meter: Meter::default(), number: index }),
+            shared: Arc::new(Shared {
+                context,
+                stream,
+                copies,
+                meter: Meter::default(),
+                number: index,
+                free: Mutex::default(),
+            }),
             name,
             target,
             processors,
             most_shared,
+            reads_host_pages,
             driver_major,
             kernels_wait,
             compiler,
@@ -267,7 +321,23 @@ impl Nvidia {
     }
 
     pub(super) fn block(&self, bytes: usize) -> Result<DeviceBlock, GpuError> {
-        Ok(Box::new(self.allocate(bytes, &self.shared.stream)?))
+        Ok(Box::new(self.reused(bytes)?))
+    }
+
+    /// A block for what the stream is asked for from now on.
+    fn reused(&self, bytes: usize) -> Result<Block, GpuError> {
+        let size = size_of_block(bytes);
+        let free = self.shared.free().by_size.get_mut(&size).and_then(Vec::pop);
+        if let Some(address) = free {
+            return Ok(Block { shared: Arc::clone(&self.shared), address, reused_as: Some(size) });
+        }
+        let mut block = self.allocate(size, &self.shared.stream).or_else(|_| {
+            // Blocks of other sizes may be in the way.
+            self.shared.give_back();
+            self.allocate(size, &self.shared.stream)
+        })?;
+        block.reused_as = Some(size);
+        Ok(block)
     }
 
     fn allocate(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
@@ -278,29 +348,37 @@ impl Nvidia {
             call: format!("allocating {bytes} bytes"),
             message: describe(error),
         })?;
-        Ok(Block { shared: Arc::clone(&self.shared), address })
+        Ok(Block { shared: Arc::clone(&self.shared), address, reused_as: None })
     }
 
     pub(super) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
-        Ok(Box::new(self.copy(bytes, &self.shared.stream)?))
+        let block = self.reused(bytes.len())?;
+        self.copy(bytes, &block, &self.shared.stream)?;
+        Ok(Box::new(block))
     }
 
-    /// A block with these bytes, which come by a stream.
-    fn copy(&self, bytes: &[u8], stream: &CudaStream) -> Result<Block, GpuError> {
-        let block = self.allocate(bytes.len(), stream)?;
+    /// Copies these bytes to a block by a stream.
+    fn copy(&self, bytes: &[u8], to: &Block, stream: &CudaStream) -> Result<(), GpuError> {
         self.meter().uploaded(bytes.len());
-        if !bytes.is_empty() {
-            // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
-            unsafe { result::memcpy_htod_async(block.address, bytes, stream.cu_stream()) }
-                .map_err(failed("copying to the GPU"))?;
+        if bytes.is_empty() {
+            return Ok(());
         }
-        Ok(block)
+        self.bind()?;
+        // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
+        unsafe { result::memcpy_htod_async(to.address, bytes, stream.cu_stream()) }
+            .map_err(failed("copying to the GPU"))?;
+        if self.reads_host_pages {
+            // There the device may read the host's pages later: the caller may write to them as soon as this returns.
+            stream.synchronize().map_err(failed("copying to the GPU"))?;
+        }
+        Ok(())
     }
 
     /// The same beside everything else; what is asked of the device after the copy's value is dropped comes after it.
     pub(super) fn upload_ahead(&self, bytes: &[u8]) -> Result<(DeviceBlock, Copied), GpuError> {
         let copies = &self.shared.copies;
-        let block = self.copy(bytes, copies)?;
+        let block = self.allocate(bytes.len(), copies)?;
+        self.copy(bytes, &block, copies)?;
         let event =
             result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
         let copied = Copied { shared: Arc::clone(&self.shared), event };
@@ -520,10 +598,12 @@ fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
     }
 }
 
-/// Memory that goes back to the stream's pool when dropped, after what was queued before.
+/// Memory that is kept for later when dropped, or goes back to the stream's pool, after what was queued before.
 struct Block {
     shared: Arc<Shared>,
     address: sys::CUdeviceptr,
+    /// The size by which it is kept for later, if it is.
+    reused_as: Option<usize>,
 }
 
 impl DeviceMemory for Block {
@@ -552,10 +632,29 @@ impl DeviceMemory for Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
+        if let Some(size) = self.reused_as {
+            self.shared.free().by_size.entry(size).or_default().push(self.address);
+            return;
+        }
         let Shared { context, stream, .. } = &*self.shared;
         // SAFETY: the block came from this stream's pool and is freed once. A device that failed has nothing to give back.
         let freed =
             context.bind_to_thread().and_then(|()| unsafe { result::free_async(self.address, stream.cu_stream()) });
         _ = freed;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::size_of_block;
+
+    #[test]
+    fn blocks_are_at_most_an_eighth_larger_than_asked_for_and_large_ones_two_megabytes() {
+        for bytes in (0..40).flat_map(|bit| [(1_usize << bit) - 1, 1 << bit, (1 << bit) + 1, 3 << bit]) {
+            let size = size_of_block(bytes);
+            assert!(size >= bytes.max(512) && size.is_multiple_of(64), "{bytes} bytes in {size}");
+            assert!(size - bytes <= (bytes / 8 + 1).clamp(512, 2 << 20), "{bytes} bytes in {size}");
+            assert_eq!(size_of_block(size), size);
+        }
     }
 }

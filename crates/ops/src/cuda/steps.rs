@@ -7,7 +7,7 @@
 //!
 //! While a step is collected, nothing that it frees is given back: kernels that are still to be launched may use it. What is
 //! uploaded meanwhile goes into memory that no earlier kernel of the step knows, so it need not wait; whoever reads results makes the
-//! kernels before them go first.
+//! kernels before them go first. A long step goes in several graphs, so that the GPU is at work while the host puts the rest together.
 
 use moeworks_tensor::DeviceBlock;
 
@@ -15,8 +15,11 @@ use super::{Arg, Backend, GpuError, Launch, Source};
 
 /// A step of fewer launches is not worth a graph.
 const MIN_NODES: usize = 8;
-/// Graphs that are kept at most: a step has one for each stretch between results that the host reads.
-const MAX_GRAPHS: usize = 16;
+/// Launches of which a graph has no more: between two graphs kernels do not overlap, and putting a hundred launches together takes the
+/// host as long as the GPU some ten of them.
+const MAX_NODES: usize = 96;
+/// Graphs that are kept at most: a step has one for each stretch between results that the host reads, and for so many launches.
+const MAX_GRAPHS: usize = 64;
 
 /// A launch that owns what it is made of.
 #[derive(Clone, PartialEq)]
@@ -61,6 +64,8 @@ impl Node {
 
 /// A list of launches that was seen before, as it was last, and its graph if it was seen twice.
 struct Known {
+    /// Which of its step's.
+    place: usize,
     nodes: Vec<Node>,
     graph: Option<Graph>,
 }
@@ -76,6 +81,8 @@ pub(super) enum Graph {
 #[derive(Default)]
 pub(super) struct Steps {
     depth: usize,
+    /// Lists that were launched since the step began: layers of a model are alike, but each keeps its arguments from step to step.
+    place: usize,
     nodes: Vec<Node>,
     freed: Vec<DeviceBlock>,
     /// The one that was used longest ago first.
@@ -85,6 +92,9 @@ pub(super) struct Steps {
 impl Steps {
     /// From here on launches are collected, until as many ends as beginnings have come.
     pub(super) fn begin(&mut self) {
+        if self.depth == 0 {
+            self.place = 0;
+        }
         self.depth += 1;
     }
 
@@ -95,6 +105,11 @@ impl Steps {
     /// Whether launches are kept for later.
     pub(super) fn is_collecting(&self) -> bool {
         self.depth > 0
+    }
+
+    /// Whether as many launches were collected as go to the GPU at once.
+    pub(super) fn is_full(&self) -> bool {
+        self.nodes.len() >= MAX_NODES
     }
 
     /// Keeps the launch for later if a step is being collected.
@@ -137,12 +152,15 @@ impl Steps {
     ///
     /// As of [`flush`](Self::flush).
     unsafe fn run(&mut self, backend: &Backend, nodes: Vec<Node>) -> Result<(), GpuError> {
+        let place = self.place;
+        self.place += usize::from(!nodes.is_empty());
         let is_same = |known: &Known| {
-            known.nodes.len() == nodes.len() && known.nodes.iter().zip(&nodes).all(|(a, b)| a.has_kernel_of(b))
+            (known.place, known.nodes.len()) == (place, nodes.len())
+                && known.nodes.iter().zip(&nodes).all(|(a, b)| a.has_kernel_of(b))
         };
         let known = (nodes.len() >= MIN_NODES).then(|| self.known.iter().position(is_same)).flatten();
         let graph = match known.map(|index| self.known.remove(index)) {
-            Some(Known { graph: Some(mut graph), nodes: last }) => {
+            Some(Known { graph: Some(mut graph), nodes: last, .. }) => {
                 let changed = last.iter().zip(&nodes).enumerate().filter(|(_, (last, node))| last != node);
                 let all = changed.into_iter().try_for_each(|(index, (_, node))| graph.change(backend, index, node));
                 all.is_ok().then_some(graph)
@@ -162,7 +180,7 @@ impl Steps {
             if self.known.len() == MAX_GRAPHS {
                 self.known.remove(0);
             }
-            self.known.push(Known { nodes, graph });
+            self.known.push(Known { place, nodes, graph });
         }
         Ok(())
     }

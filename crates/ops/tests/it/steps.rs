@@ -60,6 +60,21 @@ fn the_second_of_two_equal_steps_is_a_graph_and_a_short_one_never() {
 }
 
 #[test]
+fn a_long_step_goes_in_several_graphs_with_the_same_results() {
+    for (_, ctx) in gpu_contexts() {
+        let x = numbers(&ctx, 40);
+        for round in 0..4 {
+            let before = ctx.gpu().expect("a GPU").traffic();
+            let y = ctx.repeated(|| doubled(&ctx, &x, 70));
+            let traffic = since(&ctx, &before);
+            assert_doubled(&y, 70);
+            // 210 launches, the first time by themselves.
+            assert_eq!((traffic.launches, traffic.graphs), if round == 0 { (210, 0) } else { (0, 3) });
+        }
+    }
+}
+
+#[test]
 fn what_is_read_within_a_step_is_there() {
     for (_, ctx) in gpu_contexts() {
         for _ in 0..3 {
