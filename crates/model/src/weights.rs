@@ -406,10 +406,10 @@ impl DecoderWeights {
         self.tensors().iter().any(|(_, tensor)| tensor.dtype().is_quantized())
     }
 
-    /// f32 zeros of the same shapes: gradients, moments.
+    /// f32 zeros of the same shapes, where the device computes: gradients, moments.
     #[must_use]
     pub fn zeros_like(&self, ctx: &Context) -> Self {
-        self.map(|_, tensor| ctx.zeros(tensor.shape(), DType::F32))
+        self.map(|_, tensor| ctx.zeros_there(tensor.shape(), DType::F32))
     }
 
     /// A copy whose matrices are of `dtype` and whose norm weights and routers are f32. It has memory of its own

@@ -182,6 +182,9 @@ pub fn sum_rows(ctx: &Context, x: &Tensor, write: Write, sums: &mut Tensor) {
 
 /// Cuts every element of `y` (f32 or bf16) to `[-limit, limit]`. NaN stays.
 pub fn clip_assign(ctx: &Context, y: &mut Tensor, limit: f32) {
+    if let Some(on) = On::taking(ctx, &[y.dtype()]) {
+        return cuda::elementwise::clip_assign(on, y, limit);
+    }
     with_float!(y.dtype(), T => {
         ctx.threads().run_pieces(y.slice_mut::<T>(), PIECE, |_, y| {
             for y in y {
@@ -199,6 +202,9 @@ pub fn clip_backward_assign(ctx: &Context, dy: &mut Tensor, y: &Tensor, limit: f
     assert_eq!(dy.len(), y.len(), "clip_backward_assign: dy {:?}, y {:?}", dy.shape(), y.shape());
     with_float!(y.dtype(), T => {
         let limit = T::store(limit).load();
+        if let Some(on) = On::taking(ctx, &[y.dtype()]) {
+            return cuda::elementwise::clip_backward_assign(on, dy, y, limit);
+        }
         let y = y.slice::<T>();
         ctx.threads().run_pieces(dy.f32s_mut(), PIECE, |index, dy| {
             for (dy, y) in dy.iter_mut().zip(&y[piece_range(index, PIECE, y.len())]) {

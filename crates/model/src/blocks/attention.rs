@@ -244,7 +244,7 @@ pub(super) fn scaled(ctx: &Context, x: &Tensor, multiplier: f32) -> Tensor {
     if multiplier == 1.0 {
         return x.clone();
     }
-    let mut y = x.copied(ctx.pool());
+    let mut y = elementwise::cast(ctx, x, x.dtype());
     elementwise::scale_assign(ctx, &mut y, multiplier);
     y
 }

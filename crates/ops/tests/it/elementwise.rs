@@ -160,13 +160,19 @@ fn biases_are_added_to_rows_and_their_gradients_are_the_sums_of_rows() {
 
 #[test]
 fn clipped_elements_have_no_gradient() {
-    for (_, ctx) in contexts() {
-        let mut y = Tensor::from_slice(ctx.pool(), &[5], &[-3.0_f32, -0.5, 0.0, 2.0, f32::NAN]);
-        clip_assign(&ctx, &mut y, 1.0);
-        assert_eq!(y.f32s()[..4], [-1.0, -0.5, 0.0, 1.0]);
-        assert!(y.f32s()[4].is_nan());
-        let mut dy = Tensor::from_slice(ctx.pool(), &[5], &[1.0_f32; 5]);
-        clip_backward_assign(&ctx, &mut dy, &y, 1.0);
-        assert_eq!(dy.f32s(), [0.0, 1.0, 1.0, 0.0, 1.0]);
+    for (name, ctx) in contexts() {
+        // Alone, and with whole vectors before them.
+        for (times, dtype) in [(1, DType::F32), (201, DType::F32), (201, DType::BF16)] {
+            let elements = [-3.0_f32, -0.5, 0.0, 2.0, f32::NAN].repeat(times);
+            let mut y = cast(&ctx, &Tensor::from_slice(ctx.pool(), &[5 * times], &elements), dtype);
+            clip_assign(&ctx, &mut y, 1.0);
+            let mut dy = Tensor::from_slice(ctx.pool(), &[5 * times], &vec![1.0_f32; 5 * times]);
+            clip_backward_assign(&ctx, &mut dy, &y, 1.0);
+            for (y, dy) in y.to_f32_vec().chunks(5).zip(dy.f32s().chunks(5)) {
+                assert_eq!(y[..4], [-1.0, -0.5, 0.0, 1.0], "{name}, {dtype:?}");
+                assert!(y[4].is_nan());
+                assert_eq!(dy, [0.0, 1.0, 1.0, 0.0, 1.0], "{name}, {dtype:?}");
+            }
+        }
     }
 }

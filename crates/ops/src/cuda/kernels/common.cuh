@@ -78,6 +78,9 @@ DEVICE float power_of_two(float x) {
     return y;
 }
 
+// An address that comes from memory is one of global memory, which the compiler cannot know: it would load in a way that takes any.
+DEVICE void is_global(const void* at) { __builtin_assume(__isGlobal(at)); }
+
 // Asks for the line at `at`, which is there, to be in the second-level cache soon.
 DEVICE void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
@@ -158,6 +161,13 @@ DEVICE void store_vector(void* to, u32 is_bf16, u64 at, const f32 (&x)[8]) {
     float4* four = (float4*)((f32*)to + at);
     four[0] = make_float4(x[0], x[1], x[2], x[3]);
     four[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// Bits that look random, of a number.
+DEVICE u32 mixed(u32 x) {
+    x = (x + 1) * 2654435761u;
+    x = (x ^ x >> 15) * 2246822519u;
+    return x ^ x >> 13;
 }
 
 // Sums and maxima over a warp, the same in every lane and in the same order always.

@@ -97,6 +97,7 @@ KERNEL(256) e4m3_matrices(const void* x, u32 x_bf16, const u32* offsets, bf16* r
                           u32 columns, u32 of_group) {
     const u32 STRIDE = BLOCK + 16;
     __shared__ u32 sizes[8];
+    // Pieces of 16 bytes, whose order differs from eight rows to the next: those that a warp writes at a time lie in different banks.
     __shared__ __align__(16) u8 tile[BLOCK * STRIDE];
     u32 matrix = blockIdx.z, group = matrix / of_group;
     if (offsets && offsets[group] == offsets[group + 1]) return;
@@ -126,7 +127,7 @@ KERNEL(256) e4m3_matrices(const void* x, u32 x_bf16, const u32* offsets, bf16* r
         store_some(eight[i], scale, rounded, bytes, ((u64)matrix * rows + row) * columns + column, row < rows ? count : 0, is_whole);
         if (!turned) continue;
 #pragma unroll
-        for (u32 j = 0; j < 8; j++) tile[(chunk * 8 + j) * STRIDE + line + 16 * i] = (u8)byte_of(eight[i][j]);
+        for (u32 j = 0; j < 8; j++) tile[(chunk * 8 + j) * STRIDE + (i ^ (chunk & 7)) * 16 + line] = (u8)byte_of(eight[i][j]);
     }
     u32 row_blocks = (rows + BLOCK - 1) / BLOCK, column_blocks = (columns + BLOCK - 1) / BLOCK, inside = matrix % of_group;
     if (scales && threadIdx.x == 0) {
@@ -141,6 +142,6 @@ KERNEL(256) e4m3_matrices(const void* x, u32 x_bf16, const u32* offsets, bf16* r
         u32 at = threadIdx.x + 256 * i, turned_row = at / 8, part = at % 8 * 16;
         if (blockIdx.x * BLOCK + turned_row >= columns || first + part >= rows) continue;
         u64 to = (((u64)group * columns + blockIdx.x * BLOCK + turned_row) * of_group + inside) * rows + first + part;
-        *(uint4*)(turned + to) = *(const uint4*)(tile + turned_row * STRIDE + part);
+        *(uint4*)(turned + to) = *(const uint4*)(tile + turned_row * STRIDE + (at % 8 ^ (turned_row / 8 & 7)) * 16);
     }
 }

@@ -74,6 +74,27 @@ KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u64 len) {
         [&](u64 i) { store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor); });
 }
 
+KERNEL(256) clip_elements(void* y, u32 y_bf16, f32 limit, u64 len) {
+    // NaN stays.
+    auto clipped = [&](f32 x) { return x > limit ? limit : x < -limit ? -limit : x; };
+    for_all(
+        len,
+        [&](u64 i) {
+            f32 values[8];
+            load_vector(values, y, y_bf16, i);
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) values[j] = clipped(values[j]);
+            store_vector(y, y_bf16, i, values);
+        },
+        [&](u64 i) { store_any(y, y_bf16, i, clipped(load_any(y, y_bf16, i))); });
+}
+
+KERNEL(256) clip_backward(f32* dy, const void* y, u32 y_bf16, f32 limit, u64 len) {
+    FOR_EACH(i, len) {
+        if (fabsf(load_any(y, y_bf16, i)) >= limit) dy[i] = 0.0f;
+    }
+}
+
 KERNEL(256) sigmoid_elements(const f32* x, f32* y, u64 len) {
     FOR_EACH(i, len) y[i] = 1.0f / (1.0f + expf(-x[i]));
 }

@@ -17,14 +17,19 @@ KERNEL(256) multiply_adds(f32* results, u32 steps, f32 factor, f32 term) {
     results[(u64)blockIdx.x * blockDim.x + threadIdx.x] = total;
 }
 
-// Each warp: `steps` rounds of 8 independent products of 16 x 8 x 16 by mma.sync.
-KERNEL(256) matrix_products(f32* results, u32 steps, u32 pair) {
+// Each warp: `steps` rounds of 8 independent products of 16 x 8 x 16 by mma.sync, of random numbers of size 0.5 to 1 and either sign: zeros
+// would need less power.
+KERNEL(256) matrix_products(f32* results, u32 steps) {
     f32 sums[SUMS][4] = {};
-    u32 a[4] = {pair, pair, pair, pair};
+    u32 a[4], b[2];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) a[i] = (mixed(6 * threadIdx.x + i) & 0x807f807fu) | 0x3f003f00u;
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) b[i] = (mixed(6 * threadIdx.x + 4 + i) & 0x807f807fu) | 0x3f003f00u;
 #pragma unroll 4
     for (u32 step = 0; step < steps; step++)
 #pragma unroll
-        for (u32 i = 0; i < SUMS; i++) mma_bf16(sums[i], a, pair, pair);
+        for (u32 i = 0; i < SUMS; i++) mma_bf16(sums[i], a, b[0], b[1]);
     f32 total = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < SUMS; i++) total += sums[i][0] + sums[i][1] + sums[i][2] + sums[i][3];

@@ -41,17 +41,32 @@ KERNEL(256) softmax_top_k(TOP_K) {
 // [blocks, width + 3].
 KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, const f32* squares, f32* sums, u32 rows, u32 width,
                        u32 rows_each) {
+    __shared__ f32 of_groups[256];
     u32 first = blockIdx.x * rows_each, end = min(first + rows_each, rows);
-    for (u32 i = threadIdx.x; i < width + 3; i += blockDim.x) {
+    f32* to = sums + (u64)blockIdx.x * (width + 3);
+    // Groups of threads take rows in turns, each thread a column.
+    u32 groups = max(256 / width, 1u), group = threadIdx.x / width;
+    for (u32 i = groups > 1 ? threadIdx.x % width : threadIdx.x; i < width; i += groups > 1 ? width : 256) {
         f32 sum = 0.0f;
-        for (u32 row = first; row < end; row++) {
-            if (i < width) sum += probs[(u64)row * width + i];
-            else if (i == width) sum += entropy[row];
-            else if (i == width + 1) sum += lse[row] * lse[row];
-            else sum += squares ? squares[row] : 0.0f;
-        }
-        sums[(u64)blockIdx.x * (width + 3) + i] = sum;
+#pragma unroll 8
+        for (u32 row = first + (groups > 1 ? group : 0); row < end; row += groups) sum += probs[(u64)row * width + i];
+        if (groups > 1) of_groups[threadIdx.x] = sum;
+        else to[i] = sum;
     }
+    __syncthreads();
+    if (groups > 1 && threadIdx.x < width) {
+        f32 sum = 0.0f;
+        for (u32 other = 0; other < groups; other++) sum += of_groups[other * width + threadIdx.x];
+        to[threadIdx.x] = sum;
+    }
+    if (threadIdx.x >= 3) return;
+    const f32* from = threadIdx.x == 0 ? entropy : threadIdx.x == 1 ? lse : squares;
+    f32 sum = 0.0f;
+    if (from) {
+#pragma unroll 8
+        for (u32 row = first; row < end; row++) sum += threadIdx.x == 1 ? from[row] * from[row] : from[row];
+    }
+    to[width + threadIdx.x] = sum;
 }
 
 // What choices say of an expert: how many tokens name it first, and the sum of the weights of its choices.

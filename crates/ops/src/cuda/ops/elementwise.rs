@@ -87,6 +87,21 @@ pub(crate) fn scale_assign(on: On<'_>, y: &mut Tensor, factor: f32) {
     unsafe { on.launch(&ELEMENTWISE, "scale_elements", blocks(len), &args) };
 }
 
+pub(crate) fn clip_assign(on: On<'_>, y: &mut Tensor, limit: f32) {
+    let (len, y_bf16) = (y.len(), is_bf16(y));
+    let args = [on.write(y), y_bf16.into(), limit.into(), Arg::elements(len)];
+    // SAFETY: a thread reads and writes its elements.
+    unsafe { on.launch(&ELEMENTWISE, "clip_elements", blocks(len), &args) };
+}
+
+/// `limit` is what `y` has for it.
+pub(crate) fn clip_backward_assign(on: On<'_>, dy: &mut Tensor, y: &Tensor, limit: f32) {
+    let len = y.len();
+    let args = [on.write(dy), on.read(y), is_bf16(y).into(), limit.into(), Arg::elements(len)];
+    // SAFETY: a thread reads and writes its elements, of as many as both have.
+    unsafe { on.launch(&ELEMENTWISE, "clip_backward", blocks(len), &args) };
+}
+
 pub(crate) fn sigmoid(on: On<'_>, x: &Tensor) -> Tensor {
     let mut y = on.empty(x.shape(), DType::F32);
     let args = [on.read(x), on.write(&mut y), Arg::elements(x.len())];

@@ -33,13 +33,13 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
     Peaks {
         f32_flops: rate(on, &amount, "multiply_adds", amount.blocks * THREADS * SUMS * 2),
         bf16_flops: Some(match on.gpu.hopper_processors() {
-            Some(_) => hopper_rate(on, &amount, "hopper_matrix_products", (HOPPER_PRODUCT, 0x3f80)),
+            Some(_) => hopper_rate(on, &amount, "hopper_matrix_products", HOPPER_PRODUCT),
             None => rate(on, &amount, "matrix_products", amount.blocks * WARPS * SUMS * 2 * PRODUCT),
         }),
         fp8_flops: on
             .gpu
             .hopper_processors()
-            .map(|_| hopper_rate(on, &amount, "hopper_byte_products", (HOPPER_BYTE_PRODUCT, 0x38))),
+            .map(|_| hopper_rate(on, &amount, "hopper_byte_products", HOPPER_BYTE_PRODUCT)),
         read_bytes_per_s: read_rate(on, &amount),
     }
 }
@@ -48,10 +48,8 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
 fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
     let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
     let mut args = vec![on.write(&mut results), amount.steps.into()];
-    match kernel {
-        "multiply_adds" => args.extend([0.5_f32, 1.0].map(Arg::from)),
-        // Pairs of 1 and 0: the sums grow slowly.
-        _ => args.push(0x3f80_u32.into()),
+    if kernel == "multiply_adds" {
+        args.extend([0.5_f32, 1.0].map(Arg::from));
     }
     let seconds = timed(on, || {
         // SAFETY: a thread writes its result.
@@ -60,11 +58,11 @@ fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
     (flops * amount.steps) as f64 / seconds
 }
 
-/// That of `wgmma`, whose steps are longer: of a kernel whose steps have so many multiply-adds of ones and zeros.
-fn hopper_rate(on: On<'_>, amount: &Amount, kernel: &str, (product, one): (usize, u32)) -> f64 {
+/// That of `wgmma`, whose steps are longer: of a kernel whose steps have so many multiply-adds.
+fn hopper_rate(on: On<'_>, amount: &Amount, kernel: &str, product: usize) -> f64 {
     let steps = amount.steps.div_ceil(16);
     let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
-    let args = [on.write(&mut results), steps.into(), one.into()];
+    let args = [on.write(&mut results), steps.into()];
     let grid = [amount.blocks, 1, 1];
     let launch = Launch { source: &PEAK_HOPPER, kernel, grid, threads: THREADS, shared: HOPPER_SHARED, args: &args };
     let seconds = timed(on, || {
