@@ -386,7 +386,7 @@ impl Decoder {
         let x = self.embed(pass, weights, ids);
         let is_inference = rules == Rules::Inference;
         let stack = self.stack(if is_inference { &self.inference } else { &self.training });
-        let input = RouterInput { token_ids: ids, is_inference, ..RouterInput::default() };
+        let input = RouterInput { token_ids: ids, is_inference, is_forward_only: true, ..RouterInput::default() };
         let num_layers = weights.layers.len();
         let layer = |i| self.layer(pass.ctx, weights, (i, after(i, num_layers)));
         stack.forward(pass, layer, x, &input, caches, watch)

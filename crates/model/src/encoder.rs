@@ -98,7 +98,8 @@ impl Encoder {
         watch: impl FnMut(usize, &MoeSaved),
     ) -> Tensor {
         let (pass, x) = self.begin(ctx, weights, sources);
-        let input = RouterInput { token_ids: sources.ids, is_inference: true, ..RouterInput::default() };
+        let input =
+            RouterInput { token_ids: sources.ids, is_inference: true, is_forward_only: true, ..RouterInput::default() };
         let layer = |i: usize| Cow::Borrowed(&of(weights).layers[i]);
         let x = self.stack(&self.inference).forward(&pass, layer, x, &input, None, watch);
         self.end(ctx, weights, &x).0

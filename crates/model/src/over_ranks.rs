@@ -114,7 +114,7 @@ impl Decoder {
     }
 
     fn serve_rows(&self, ctx: &Context, weights: &DecoderWeights) -> Vec<Option<Idle<'_>>> {
-        let input = RouterInput { is_inference: true, ..RouterInput::default() };
+        let input = RouterInput { is_inference: true, is_forward_only: true, ..RouterInput::default() };
         let gathered = self.gathered(ctx, weights);
         self.serve(ctx, gathered.as_ref().unwrap_or(weights), &input)
     }

@@ -13,8 +13,8 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads,
-    experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad, experts_weight_grad_of_used,
-    send_experts_ahead,
+    experts_apply_onto, experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad,
+    experts_weight_grad_of_used, send_experts_ahead,
 };
 use moeworks_ops::late::Late;
 use moeworks_ops::linear::Write;
@@ -63,8 +63,14 @@ struct Saved {
 /// What the experts saved of forward.
 #[allow(clippy::large_enum_variant)] // one for each layer
 enum ExpertsPart {
-    Here(ExpertsSaved),
+    /// Nothing where no backward pass was to follow.
+    Here(Option<ExpertsSaved>),
     Ranks(RanksSaved),
+}
+
+/// What a backward pass needs of experts; that of a pass which was said to be forward only is a fault of the caller.
+pub(crate) fn kept(saved: &Option<ExpertsSaved>) -> &ExpertsSaved {
+    saved.as_ref().expect("a pass that was to be forward only has no backward pass")
 }
 
 /// What the gradients of the experts are computed of, besides what forward saved.
@@ -152,13 +158,14 @@ impl MoeLayer {
         // A GPU adds it where outputs are added up; the processor, or what comes over ranks, at the end.
         let is_early = ctx.gpu().is_some() && self.ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
-        let (mut y, experts) = self.experts_forward(ctx, weights, x, choices, early);
+        let (mut y, experts) = self.experts_forward(ctx, weights, x, choices, (early, input.is_forward_only));
         let exact_x = free::exact(ctx, &self.config, x);
         if let Some(x) = &exact_x {
             FreeChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }.forward(&mut y);
         }
         let shared = weights.shared.as_ref().map(|shared| {
-            let (sum, saved) = SharedSaved::forward_onto(ctx, shared, self.config.activation, x, &y);
+            let options = (self.config.activation, input.is_forward_only);
+            let (sum, saved) = SharedSaved::forward_onto(ctx, shared, options, x, &y);
             y = sum;
             saved
         });
@@ -189,7 +196,7 @@ impl MoeLayer {
         weights: &MoeWeights,
         x: &Tensor,
         (dispatch, num_choices, is_training): (&Dispatch, usize, bool),
-        base: Option<&Tensor>,
+        (base, is_forward_only): (Option<&Tensor>, bool),
     ) -> (Tensor, ExpertsPart) {
         let activation = self.config.activation;
         if let Some(ranks) = &self.ranks {
@@ -198,8 +205,11 @@ impl MoeLayer {
             return (y, ExpertsPart::Ranks(saved));
         }
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
+        if is_forward_only {
+            return (experts_apply_onto(ctx, x, experts, biases, dispatch.rows(), base), ExpertsPart::Here(None));
+        }
         let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), base);
-        (y, ExpertsPart::Here(saved))
+        (y, ExpertsPart::Here(Some(saved)))
     }
 
     /// The gradients of the input and of each choice's weight.
@@ -217,7 +227,7 @@ impl MoeLayer {
             }
             ExpertsPart::Here(experts_saved) => {
                 let (rows, experts) = (saved.dispatch.rows(), weights.experts(self.config.activation));
-                let mut back = experts_backward(ctx, dy, experts, rows, experts_saved);
+                let mut back = experts_backward(ctx, dy, experts, rows, kept(experts_saved));
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(ctx, dy, down, rows, &mut back.d_row_weights);
                 }
@@ -462,6 +472,7 @@ impl MoeGradTask {
         let Saved { x, experts, dispatch, .. } = &*self.saved;
         match (experts, &self.experts, joined) {
             (ExpertsPart::Here(saved), ExpertsTask::Here { dh, weighed }, _) => {
+                let saved = kept(saved);
                 (WeightGradInputs { x, dy: &self.dy, saved, dh, weighed: weighed.as_ref() }, dispatch.rows())
             }
             (_, _, Some(joined)) => joined.inputs(),

@@ -4,20 +4,22 @@
 
 use moeworks_ops::elementwise::{add_assign, sigmoid, sigmoid_backward};
 use moeworks_ops::experts::{
-    AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
-    experts_forward_onto, experts_weight_grad,
+    AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_apply_onto,
+    experts_backward, experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::SharedWeights;
+use crate::layer::kept;
 
 /// What backward needs of forward.
 pub(crate) struct SharedSaved {
     /// All tokens, each with its gate where the output is multiplied by one.
     rows: AllRows,
-    experts: ExpertsSaved,
+    /// Nothing where no backward pass was to follow.
+    experts: Option<ExpertsSaved>,
 }
 
 /// What the weights' gradients need of backward.
@@ -33,7 +35,7 @@ impl SharedSaved {
     pub(crate) fn forward_onto(
         ctx: &Context,
         weights: &SharedWeights,
-        activation: Activation,
+        (activation, is_forward_only): (Activation, bool),
         x: &Tensor,
         base: &Tensor,
     ) -> (Tensor, Self) {
@@ -43,8 +45,12 @@ impl SharedSaved {
         }
         let (gate_up, down) = stacked(weights);
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
+        if is_forward_only {
+            let y = experts_apply_onto(ctx, x, stack, None, rows.rows(), Some(base));
+            return (y, Self { rows, experts: None });
+        }
         let (y, experts) = experts_forward_onto(ctx, x, stack, None, rows.rows(), Some(base));
-        (y, Self { rows, experts })
+        (y, Self { rows, experts: Some(experts) })
     }
 
     /// The gradient of `x`, and the weights' as a task.
@@ -58,7 +64,7 @@ impl SharedSaved {
         let (gate_up, down) = stacked(weights);
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
         let ExpertsBackward { mut dx, d_row_weights, dh, weighed } =
-            experts_backward(ctx, dy, stack, self.rows.rows(), &self.experts);
+            experts_backward(ctx, dy, stack, self.rows.rows(), kept(&self.experts));
         let d_logits = weights.gate.as_ref().map(|gate| {
             let gates = self.rows.weights().clone().reshaped(&[dy.rows(), 1]);
             let d_logits = sigmoid_backward(ctx, &d_row_weights, &gates);
@@ -81,7 +87,7 @@ impl SharedTask {
         grads: &mut SharedWeights,
     ) {
         let weighed = self.weighed.as_ref();
-        let inputs = WeightGradInputs { x, dy, saved: &saved.experts, dh: &self.dh, weighed };
+        let inputs = WeightGradInputs { x, dy, saved: kept(&saved.experts), dh: &self.dh, weighed };
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
         experts_weight_grad(ctx, inputs, activation, saved.rows.rows(), write, into);
         if let (Some(d_logits), Some(gate)) = (&self.d_logits, &mut grads.gate) {

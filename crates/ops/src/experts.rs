@@ -129,6 +129,32 @@ pub fn experts_forward_onto(
     rows: ExpertRows<'_>,
     base: Option<&Tensor>,
 ) -> (Tensor, ExpertsSaved) {
+    let (y, h) = run_forward(ctx, x, weights, biases, rows, (base, true));
+    (y, ExpertsSaved { h: h.expect("what is asked to be kept") })
+}
+
+/// The result of [`experts_forward_onto`] alone, the same bits, for a pass that no backward pass follows: `h` is not written.
+#[must_use]
+pub fn experts_apply_onto(
+    ctx: &Context,
+    x: &Tensor,
+    weights: ExpertWeights<'_>,
+    biases: Option<ExpertBiases<'_>>,
+    rows: ExpertRows<'_>,
+    base: Option<&Tensor>,
+) -> Tensor {
+    run_forward(ctx, x, weights, biases, rows, (base, false)).0
+}
+
+/// The result, and `h` if it is to be kept.
+fn run_forward(
+    ctx: &Context,
+    x: &Tensor,
+    weights: ExpertWeights<'_>,
+    biases: Option<ExpertBiases<'_>>,
+    rows: ExpertRows<'_>,
+    (base, keeps_h): (Option<&Tensor>, bool),
+) -> (Tensor, Option<Tensor>) {
     let s = Sizes::of(x, weights, rows);
     if let Some(biases) = biases {
         let num_experts = rows.offsets.len() - 1;
@@ -140,24 +166,12 @@ pub fn experts_forward_onto(
     }
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, base);
+        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, (base, keeps_h));
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, x), RoundedWeights::of(ctx, weights)));
     let (x, weights) = rounded.as_ref().map_or((x, weights), |(x, rounded)| (x, rounded.weights()));
-    let dtype = weights.gate_up.dtype().of_activations();
     let experts = used_experts(rows);
-    let mut h = ctx.empty(&[s.r, s.af], dtype);
-    let mut a = ctx.empty(&[s.r, s.f], dtype);
-    let (bias, activation) = (biases.map(|biases| biases.gate_up.f32s()), weights.activation);
-    let is_paired = activation.num_inputs() == 2;
-    with_float!(dtype, T => if let Some((base, true)) = weights.gate_up.as_turned().filter(|_| is_paired) {
-        let between = turned::Between { activation, bias, experts: &experts };
-        turned::activate_in_turn::<T>(ctx, (x, Some(&rows.tokens)), base, &between, (&mut h, &mut a));
-    } else {
-        let (h, a) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()));
-        let epilogue = Activate { activation, f: s.f, experts: &experts, bias, h, a };
-        forward_product(ctx, (x, Some(&rows.tokens)), (weights.gate_up, s.f, is_paired), &experts, &epilogue);
-    });
+    let (a, h) = activations(ctx, x, weights, biases, (rows, &experts), keeps_h);
     let a = if is_fp8 { e4m3::round_rows(ctx, &a) } else { a };
     let mut outputs = ctx.empty(&[s.r, s.d], DType::F32);
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
@@ -171,7 +185,37 @@ pub fn experts_forward_onto(
     if let Some(base) = base {
         add_assign(ctx, &mut y, base);
     }
-    (y, ExpertsSaved { h })
+    (y, h)
+}
+
+/// The activations `[R, F]` of the first product, and what they are taken of, `h [R, A F]`, if it is to be kept.
+fn activations(
+    ctx: &Context,
+    x: &Tensor,
+    weights: ExpertWeights<'_>,
+    biases: Option<ExpertBiases<'_>>,
+    (rows, experts): (ExpertRows<'_>, &[Expert]),
+    keeps_h: bool,
+) -> (Tensor, Option<Tensor>) {
+    let (s, activation) = (Sizes::of(x, weights, rows), weights.activation);
+    let (bias, is_paired) = (biases.map(|biases| biases.gate_up.f32s()), activation.num_inputs() == 2);
+    let dtype = weights.gate_up.dtype().of_activations();
+    let in_turn = weights.gate_up.as_turned().filter(|&(_, is_in_turn)| is_in_turn && is_paired);
+    let mut a = ctx.empty(&[s.r, s.f], dtype);
+    // Where columns come in turn the activation is a pass over them.
+    let mut h = (keeps_h || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
+    with_float!(dtype, T => match (in_turn, &mut h) {
+        (Some((base, _)), Some(h)) => {
+            let between = turned::Between { activation, bias, experts };
+            turned::activate_in_turn::<T>(ctx, (x, Some(&rows.tokens)), base, &between, (h, &mut a));
+        }
+        (_, h) => {
+            let h = h.as_mut().map(|h| Lent::new(h.slice_mut::<T>()));
+            let epilogue = Activate { activation, f: s.f, experts, bias, h, a: Lent::new(a.slice_mut::<T>()) };
+            forward_product(ctx, (x, Some(&rows.tokens)), (weights.gate_up, s.f, is_paired), experts, &epilogue);
+        }
+    });
+    (a, h)
 }
 
 /// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise stay in the host's

@@ -159,6 +159,9 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
     let rows =
         ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, case.num_choices());
     let (y, saved) = experts_forward(ctx, &x, weights, rows);
+    // Without what is saved it is the same.
+    let alone = experts_apply_onto(ctx, &x, weights, None, rows, None);
+    assert_eq!(alone.bytes(), y.bytes(), "{case:?}, {w_type:?}");
     let backward = experts_backward(ctx, &dy, weights, rows, &saved);
     let grads = |start: f32, write: Write| {
         let fill = |shape: &[usize]| tensor(ctx, shape, &vec![start; shape.iter().product()], DType::F32);

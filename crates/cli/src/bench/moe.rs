@@ -143,7 +143,8 @@ impl Layer {
         let (x, dy) = self.tokens(ctx, tokens);
         let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
         timed(ctx, || {
-            let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &RouterInput::default());
+            let input = RouterInput { is_forward_only: !is_both, ..RouterInput::default() };
+            let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &input);
             if is_both {
                 let (layer, weights, grads) = self.parts(ctx);
                 let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);

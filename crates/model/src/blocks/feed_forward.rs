@@ -2,8 +2,8 @@
 
 use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
-    experts_forward_onto, experts_weight_grad,
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_apply_onto, experts_backward,
+    experts_bias_grad, experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -34,7 +34,8 @@ pub(crate) struct FeedForwardSaved {
 }
 
 enum InnerSaved {
-    Dense(ExpertsSaved),
+    /// Nothing where no backward pass was to follow.
+    Dense(Option<ExpertsSaved>),
     Moe(MoeSaved, IsWhole),
 }
 
@@ -107,7 +108,12 @@ impl FeedForwardBlock {
                 let of_part =
                     biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
                 let experts = dense(w, self.activation);
-                let (mut y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, base);
+                let (mut y, saved) = if input.is_forward_only {
+                    (experts_apply_onto(ctx, &normed, experts, of_part, rows, base), None)
+                } else {
+                    let (y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, base);
+                    (y, Some(saved))
+                };
                 if let Some(ranks) = pass.tensor {
                     let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
                     ranks.sum_biased(ctx, &mut y, bias.as_ref());
@@ -168,7 +174,7 @@ impl FeedForwardBlock {
                 };
                 (dx, FeedForwardGradTask::Moe(task))
             }
-            (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
+            (InnerSaved::Dense(Some(saved)), FeedForwardWeights::Dense(w), None, _) => {
                 let rows = pass.all_rows.rows();
                 let mut back = experts_backward(ctx, &d_block, dense(w, self.activation), rows, &saved);
                 if let Some(ranks) = pass.tensor {

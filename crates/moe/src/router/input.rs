@@ -33,6 +33,8 @@ pub struct RouterInput<'a> {
     /// Whether the model is used rather than trained: tokens choose by themselves, whatever the scheme of training, so that
     /// a token's experts do not depend on other tokens, and nothing is random.
     pub is_inference: bool,
+    /// Whether no backward pass follows, so that what it would need of the experts is not kept.
+    pub is_forward_only: bool,
     /// `[T, E]` f32: the logits of the MoE layer before ([`MoeSaved::logits`](crate::MoeSaved::logits)), for
     /// [`RouterConfig::gate_residual`](crate::RouterConfig::gate_residual); none in the first, and others look at none.
     pub previous: Option<&'a Tensor>,
@@ -53,6 +55,7 @@ impl Default for RouterInput<'_> {
             progress: 1.0,
             first_token: 0,
             is_inference: false,
+            is_forward_only: false,
             previous: None,
             has_gshard_loss: false,
             capacity: None,

@@ -8,19 +8,19 @@ use super::Expert;
 use crate::Activation;
 use crate::activation::{activate, pull_back};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, tile_lanes};
-use crate::gemm::store::{Room, filled, load_stored, read_rows, write_rows};
+use crate::gemm::store::{Room, filled, load_stored, read_rows, round_rows, write_rows};
 use crate::gemm::{Epilogue, Place};
 use crate::parallel::{Lent, prefetch_elements};
 use crate::simd::{Float, Level};
 
-/// What becomes of the first product's sums: `h` and its activation.
+/// What becomes of the first product's sums: `h`, if it is kept, and its activation.
 pub(super) struct Activate<'a, T> {
     pub(super) activation: Activation,
     pub(super) f: usize,
     pub(super) experts: &'a [Expert],
     /// `[E, A F]`
     pub(super) bias: Option<&'a [f32]>,
-    pub(super) h: Lent<'a, T>,
+    pub(super) h: Option<Lent<'a, T>>,
     pub(super) a: Lent<'a, T>,
 }
 
@@ -29,8 +29,8 @@ impl<T: Float> Epilogue for Activate<'_, T> {
     fn prefetch(&self, at: Place) {
         let (first, num_inputs) = (self.experts[at.group].1.start + at.rows.0, self.activation.num_inputs());
         for row in first..first + at.rows.1 {
-            for input in 0..num_inputs {
-                self.h.prefetch((row * num_inputs + input) * self.f + at.columns.0, at.columns.1);
+            for (input, h) in (0..num_inputs).filter_map(|input| Some((input, self.h.as_ref()?))) {
+                h.prefetch((row * num_inputs + input) * self.f + at.columns.0, at.columns.1);
             }
             self.a.prefetch(row * self.f + at.columns.0, at.columns.1);
         }
@@ -50,11 +50,14 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                     row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
                 }
             }
-            write_rows::<S, T>(tile, &mut room.stored, size, |row| {
-                let start = ((first + row) * num_inputs + input) * self.f + column;
-                // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
-                unsafe { self.h.range(start..start + columns) }
-            });
+            match &self.h {
+                Some(h) => write_rows::<S, T>(tile, &mut room.stored, size, |row| {
+                    let start = ((first + row) * num_inputs + input) * self.f + column;
+                    // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
+                    unsafe { h.range(start..start + columns) }
+                }),
+                None => round_rows::<S, T>(tile, &mut room.stored, at.rows.1),
+            }
             // What is saved is what the activation is taken of, so that backward sees the same function.
             if T::DTYPE != DType::F32 {
                 load_stored::<S, T>(tile, &room.stored, at.rows.1);

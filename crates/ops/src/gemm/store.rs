@@ -52,12 +52,20 @@ pub(crate) fn write_rows<'a, S: Level, T: Float>(
     let values: &[T] = if T::DTYPE == DType::F32 {
         bytemuck::cast_slice(&tile.0)
     } else {
-        let values: &mut [T] = bytemuck::cast_slice_mut(&mut stored.0);
-        filled::<S>(rows, |part| store_all::<S, T>(&tile.0[part.clone()], &mut values[part]));
-        values
+        round_rows::<S, T>(tile, stored, rows);
+        bytemuck::cast_slice(&stored.0)
     };
     for row in 0..rows {
         copy::<S, T>(&values[row * TILE_STRIDE..][..columns], to(row));
+    }
+}
+
+/// Rounds the rows of a tile to what they would be stored as, if that is not what they are.
+#[inline(always)]
+pub(crate) fn round_rows<S: Level, T: Float>(tile: &Tile, stored: &mut Tile, rows: usize) {
+    if T::DTYPE != DType::F32 {
+        let values: &mut [T] = bytemuck::cast_slice_mut(&mut stored.0);
+        filled::<S>(rows, |part| store_all::<S, T>(&tile.0[part.clone()], &mut values[part]));
     }
 }
 

@@ -133,7 +133,7 @@ struct Store {
     }
 };
 
-// h [R, A F] and its activation a [R, F].
+// h [R, A F], if it is kept, and its activation a [R, F].
 struct Activate {
     void *h, *a;
     const f32* bias;
@@ -149,8 +149,8 @@ struct Activate {
             if (inputs == 2) up += own[width];
         }
         u64 at = row * inputs * width + column;
-        store_any(h, is_bf16, at, gate);
-        if (inputs == 2) store_any(h, is_bf16, at + width, up);
+        if (h) store_any(h, is_bf16, at, gate);
+        if (h && inputs == 2) store_any(h, is_bf16, at + width, up);
         // What is saved is what the activation is taken of, so that backward sees the same function.
         f32 gates[1] = {rounded(gate, is_bf16)}, ups[1] = {rounded(up, is_bf16)};
         activate(shape, gates, ups);
@@ -169,8 +169,10 @@ struct Activate {
             }
         }
         u64 at = row * inputs * width + column;
-        store_vector(h, is_bf16, at, gate);
-        if (inputs == 2) store_vector(h, is_bf16, at + width, up);
+        if (h) {
+            store_vector(h, is_bf16, at, gate);
+            if (inputs == 2) store_vector(h, is_bf16, at + width, up);
+        }
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
             gate[i] = rounded(gate[i], is_bf16);

@@ -217,12 +217,12 @@ pub(crate) fn forward(
     weights: ExpertWeights<'_>,
     (biases, is_fp8): (Option<ExpertBiases<'_>>, bool),
     rows: ExpertRows<'_>,
-    base: Option<&Tensor>,
-) -> (Tensor, ExpertsSaved) {
+    (base, keeps_h): (Option<&Tensor>, bool),
+) -> (Tensor, Option<Tensor>) {
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
-    let (mut h, mut a) = (on.empty(&[r, inputs * f], dtype), on.empty(&[r, f], dtype));
+    let (mut h, mut a) = (keeps_h.then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], dtype));
     let mut outputs = on.empty(&[r, d], rounded_outputs(&[weights.gate_up, weights.down]));
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);
@@ -248,9 +248,10 @@ pub(crate) fn forward(
             _ => ["up_single", "plain_up_single", "few_up_single"],
         };
         let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
-        let mut args = vec![on.write(&mut h), on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
+        let to_h = h.as_mut().map_or(Arg::none(), |h| on.write(h));
+        let mut args = vec![to_h, on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
         args.extend(shape(weights.activation));
-        // SAFETY: `h` and `a` have a row for each row, the bias one for each expert.
+        // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
         unsafe { up.run(on, &Epilogue { kernels, args }) };
         let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, (weights.down, d), &map));
         let down = RowsProduct {
@@ -271,8 +272,7 @@ pub(crate) fn forward(
     if let Some(biases) = biases {
         add_biases(on, &mut outputs, biases.down, &map);
     }
-    let y = combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base);
-    (y, ExpertsSaved { h })
+    (combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base), h)
 }
 
 /// The type of the experts' outputs until they are added up: that of the activations before them, as in PyTorch. They are the largest
