@@ -95,7 +95,8 @@ pub struct ExpertsBackward {
     pub weighed: Option<Tensor>,
 }
 
-/// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32. A token without rows gets exact zeros; an
+/// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32; with bf16 matrices each row is rounded to bf16 before it is
+/// added. A token without rows gets exact zeros; an
 /// expert without rows costs nothing. `x` is `[T, D]`, f32 or bf16.
 #[must_use]
 pub fn experts_forward(
@@ -173,11 +174,13 @@ fn run_forward(
     let experts = used_experts(rows);
     let (a, h) = activations(ctx, x, weights, biases, (rows, &experts), keeps_h);
     let a = if is_fp8 { e4m3::round_rows(ctx, &a) } else { a };
-    let mut outputs = ctx.empty(&[s.r, s.d], DType::F32);
+    let mut outputs = ctx.empty(&[s.r, s.d], type_of_rows(weights, biases));
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
-    let to = Lent::new(outputs.f32s_mut());
-    let store = Store { to, offsets: &offsets, stride: s.d, write: Write::Replace };
-    forward_product(ctx, (&a, None), (weights.down, s.d, false), &experts, &store);
+    with_float!(outputs.dtype(), T => {
+        let to = Lent::new(outputs.slice_mut::<T>());
+        let store = Store { to, offsets: &offsets, stride: s.d, write: Write::Replace };
+        forward_product(ctx, (&a, None), (weights.down, s.d, false), &experts, &store);
+    });
     if let Some(biases) = biases {
         add_biases(ctx, &mut outputs, rows, biases.down);
     }
@@ -186,6 +189,13 @@ fn run_forward(
         add_assign(ctx, &mut y, base);
     }
     (y, h)
+}
+
+/// The type of experts' outputs until they are added up. Rounded they take half of the memory, which for many choices is more than anything
+/// else of a pass; as in PyTorch, and on a GPU.
+fn type_of_rows(weights: ExpertWeights<'_>, biases: Option<ExpertBiases<'_>>) -> DType {
+    let are_rounded = weights.down.dtype() == DType::BF16 && weights.gate_up.dtype() == DType::BF16 && biases.is_none();
+    if are_rounded { DType::BF16 } else { DType::F32 }
 }
 
 /// The activations `[R, F]` of the first product, and what they are taken of, `h [R, A F]`, if it is to be kept.
@@ -494,15 +504,17 @@ fn row_outputs(
     groups: &[Group<'_>],
     shape: &[usize; 2],
 ) -> Tensor {
-    let mut outputs = ctx.empty(shape, DType::F32);
+    let mut outputs = ctx.empty(shape, if dtype == DType::BF16 { dtype } else { DType::F32 });
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
-    let to = Lent::new(outputs.f32s_mut());
     let product = Product { form, compute: Compute::of(dtype), groups, is_paired: false };
-    gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
+    with_float!(outputs.dtype(), T => {
+        let to = Lent::new(outputs.slice_mut::<T>());
+        gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
+    });
     outputs
 }
 
-/// Adds up the rows `[R, D]` (f32) of each token in the order of its choices, each times its weight if there are weights `[R]`:
+/// Adds up the rows `[R, D]` (f32 or bf16) of each token in the order of its choices, each times its weight if there are weights `[R]`:
 /// `shape`, which is `[T, D]`. Of `rows` the offsets are not looked at.
 #[must_use]
 pub fn combine(
@@ -520,27 +532,30 @@ pub fn combine(
     if y.is_empty() {
         return y;
     }
-    let (isa, outputs, token_rows) = (ctx.isa(), outputs.f32s(), &*rows.token_rows);
+    let (isa, token_rows) = (ctx.isa(), &*rows.token_rows);
     let weights = weights.as_deref();
     let tokens_per_piece = (PIECE / (d * k.max(1))).max(1);
-    ctx.threads().run_pieces(y.f32s_mut(), tokens_per_piece * d, |index, y| {
-        for (t, y) in (index * tokens_per_piece..).zip(y.chunks_exact_mut(d)) {
-            combine_token(isa, outputs, &token_rows[t * k..][..k], weights, y);
-        }
+    with_float!(outputs.dtype(), T => {
+        let outputs = outputs.slice::<T>();
+        ctx.threads().run_pieces(y.f32s_mut(), tokens_per_piece * d, |index, y| {
+            for (t, y) in (index * tokens_per_piece..).zip(y.chunks_exact_mut(d)) {
+                combine_token::<T>(isa, outputs, &token_rows[t * k..][..k], weights, y);
+            }
+        });
     });
     y
 }
 
 kernel! {
-    fn combine_token<S: Level>(outputs: &[f32], token_rows: &[u32], weights: Option<&[f32]>, y: &mut [f32]) {
+    fn combine_token<S: Level, T: Float>(outputs: &[T], token_rows: &[u32], weights: Option<&[f32]>, y: &mut [f32]) {
         let d = y.len();
         y.fill(0.0);
         for &row in token_rows {
             if row != NO_ROW {
                 let row = row as usize;
                 let weight = weights.map_or(1.0, |weights| weights[row]);
-                for (y, &o) in y.iter_mut().zip(&outputs[row * d..][..d]) {
-                    *y = S::mul_add(weight, o, *y);
+                for (y, o) in y.iter_mut().zip(&outputs[row * d..][..d]) {
+                    *y = S::mul_add(weight, o.load(), *y);
                 }
             }
         }

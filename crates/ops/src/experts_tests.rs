@@ -173,7 +173,7 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
         [gate_up, down]
     };
     let (replaced, added) = (grads(f32::NAN, Write::Replace), grads(0.5, Write::Add));
-    let rounds_rows = ctx.gpu().is_some() && w_type == DType::BF16;
+    let rounds_rows = w_type == DType::BF16;
     Run { y, saved, backward, replaced, added, rounds_rows }
 }
 
