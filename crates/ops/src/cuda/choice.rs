@@ -72,17 +72,17 @@ pub(crate) struct Chosen {
 
 impl DeviceChoice {
     /// That of the rank `place` places after the one that has this: GPUs are taken in turn, and by several ranks each where there are fewer
-    /// of them. What is no GPU is the same for all.
+    /// of them. What is no GPU is the same for all, and so is `auto` where the GPU cannot be used.
     #[must_use]
     pub fn later(self, place: usize) -> Self {
-        let first = match self {
-            Self::Cuda(index) => index,
-            Self::Auto => 0,
-            _ => return self,
-        };
-        match Gpu::count() {
-            Ok(count) if first < count => Self::Cuda((first + place) % count),
+        let after = |first: usize| match Gpu::count() {
+            Ok(count) if first < count => (first + place) % count,
             // Opening it says what is missing.
+            _ => first,
+        };
+        match self {
+            Self::Cuda(first) => Self::Cuda(after(first)),
+            Self::Auto if Gpu::open(after(0)).is_ok() => Self::Cuda(after(0)),
             _ => self,
         }
     }

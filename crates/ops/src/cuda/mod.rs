@@ -146,8 +146,9 @@ impl Backend {
 
 /// What handles of a GPU and blocks of its memory share.
 struct Device {
-    backend: Backend,
+    /// Dropped first: graphs are of the backend's context.
     steps: Mutex<Steps>,
+    backend: Backend,
     /// Bytes of blocks that are in use.
     held: AtomicUsize,
 }
@@ -472,11 +473,11 @@ impl Gpu {
         is_ahead: bool,
     ) -> (Tensor, Option<Copied>) {
         let (block, copied) = match &self.device.backend {
-            Backend::Nvidia(device) if is_ahead => {
-                let (block, copied) = device.upload_ahead(bytes).unwrap_or_else(|error| panic_any(error));
-                (self.counted(Ok(block), bytes.len()), Some(copied))
-            }
-            _ => (self.upload(bytes), None),
+            Backend::Nvidia(device) => match is_ahead.then(|| device.upload_ahead(bytes)) {
+                Some(Ok((block, copied))) => (self.counted(Ok(block), bytes.len()), Some(copied)),
+                _ => (self.counted(device.upload_to_stay(bytes), bytes.len()), None),
+            },
+            Backend::Emulated(_) => (self.upload(bytes), None),
         };
         (Tensor::from_device(pool, shape, dtype, block), copied)
     }

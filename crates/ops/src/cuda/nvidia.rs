@@ -67,14 +67,15 @@ struct FreeBlocks {
     by_size: HashMap<usize, Vec<sys::CUdeviceptr>>,
 }
 
-/// Sizes of blocks are multiples of an eighth of the power of two below them, of large ones only of so much.
-const LARGE_STEP: usize = 2 << 20;
+/// Sizes of blocks that are kept are multiples of an eighth of the power of two below them. Larger ones go back to the driver, which cuts and
+/// joins them: they are few, and two of one size come seldom.
+const MOST_BYTES: usize = 64 << 20;
 const LEAST_BYTES: usize = 512;
 
-/// How large a block for so many bytes is.
-fn size_of_block(bytes: usize) -> usize {
+/// How large a block for so many bytes is that is kept afterwards.
+fn size_of_block(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(LEAST_BYTES);
-    bytes.next_multiple_of((1 << bytes.ilog2() >> 3).min(LARGE_STEP))
+    (bytes <= MOST_BYTES).then(|| bytes.next_multiple_of(1 << bytes.ilog2() >> 3))
 }
 
 impl Shared {
@@ -85,13 +86,14 @@ impl Shared {
     /// Gives back to the driver what nothing uses.
     fn give_back(&self) {
         let blocks: Vec<_> = self.free().by_size.drain().flat_map(|(_, blocks)| blocks).collect();
-        // A device that failed has nothing to give back.
-        _ = self.context.bind_to_thread().and_then(|()| {
-            blocks.into_iter().try_for_each(|address| {
-                // SAFETY: the block came from the driver, was in the list once and is not used by what comes later in the stream.
-                unsafe { result::free_async(address, self.stream.cu_stream()) }
-            })
-        });
+        if self.context.bind_to_thread().is_err() {
+            return;
+        }
+        for address in blocks {
+            // SAFETY: the block came from the driver, was in the list once and is not used by what comes later in the stream. A device
+            // that failed has nothing to give back.
+            _ = unsafe { result::free_async(address, self.stream.cu_stream()) };
+        }
     }
 }
 
@@ -327,17 +329,23 @@ impl Nvidia {
     /// A block for what the stream is asked for from now on.
     fn reused(&self, bytes: usize) -> Result<Block, GpuError> {
         let size = size_of_block(bytes);
-        let free = self.shared.free().by_size.get_mut(&size).and_then(Vec::pop);
+        let free = size.and_then(|size| self.shared.free().by_size.get_mut(&size).and_then(Vec::pop));
         if let Some(address) = free {
-            return Ok(Block { shared: Arc::clone(&self.shared), address, reused_as: Some(size) });
+            return Ok(Block { shared: Arc::clone(&self.shared), address, reused_as: size });
         }
-        let mut block = self.allocate(size, &self.shared.stream).or_else(|_| {
-            // Blocks of other sizes may be in the way.
-            self.shared.give_back();
-            self.allocate(size, &self.shared.stream)
-        })?;
-        block.reused_as = Some(size);
+        let mut block = self.allocate_or_give_back(size.unwrap_or(bytes), &self.shared.stream)?;
+        block.reused_as = size;
         Ok(block)
+    }
+
+    /// A block, for which what is kept for later makes way if there is no other memory. What was given back can be had when the stream is
+    /// done with it.
+    fn allocate_or_give_back(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
+        self.allocate(bytes, stream).or_else(|_| {
+            self.shared.give_back();
+            self.synchronize()?;
+            self.allocate(bytes, stream)
+        })
     }
 
     fn allocate(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
@@ -353,6 +361,13 @@ impl Nvidia {
 
     pub(super) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.reused(bytes.len())?;
+        self.copy(bytes, &block, &self.shared.stream)?;
+        Ok(Box::new(block))
+    }
+
+    /// The same for what stays long: its memory goes back to the driver afterwards, for whatever comes.
+    pub(super) fn upload_to_stay(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
+        let block = self.allocate_or_give_back(bytes.len(), &self.shared.stream)?;
         self.copy(bytes, &block, &self.shared.stream)?;
         Ok(Box::new(block))
     }
@@ -377,7 +392,7 @@ impl Nvidia {
     /// The same beside everything else; what is asked of the device after the copy's value is dropped comes after it.
     pub(super) fn upload_ahead(&self, bytes: &[u8]) -> Result<(DeviceBlock, Copied), GpuError> {
         let copies = &self.shared.copies;
-        let block = self.allocate(bytes.len(), copies)?;
+        let block = self.allocate_or_give_back(bytes.len(), copies)?;
         self.copy(bytes, &block, copies)?;
         let event =
             result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
@@ -649,12 +664,15 @@ mod tests {
     use super::size_of_block;
 
     #[test]
-    fn blocks_are_at_most_an_eighth_larger_than_asked_for_and_large_ones_two_megabytes() {
-        for bytes in (0..40).flat_map(|bit| [(1_usize << bit) - 1, 1 << bit, (1 << bit) + 1, 3 << bit]) {
-            let size = size_of_block(bytes);
+    fn blocks_that_are_kept_are_at_most_an_eighth_larger_than_asked_for() {
+        for bytes in (0..27).flat_map(|bit| [(1_usize << bit) - 1, 1 << bit, (1 << bit) + 1, 3 << bit]) {
+            let Some(size) = size_of_block(bytes) else {
+                assert!(bytes > 64 << 20, "{bytes} bytes");
+                continue;
+            };
             assert!(size >= bytes.max(512) && size.is_multiple_of(64), "{bytes} bytes in {size}");
-            assert!(size - bytes <= (bytes / 8 + 1).clamp(512, 2 << 20), "{bytes} bytes in {size}");
-            assert_eq!(size_of_block(size), size);
+            assert!(size - bytes <= (bytes / 8 + 1).max(512), "{bytes} bytes in {size}");
+            assert_eq!(size_of_block(size), Some(size));
         }
     }
 }

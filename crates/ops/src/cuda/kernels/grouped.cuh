@@ -374,7 +374,7 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
     };
     const u32 STEP = 32 * Matrix::HELD;
     u32 whole = p.depth / STEP, rest = whole * STEP + lane * Matrix::HELD;
-#pragma unroll (!IS_BF16 ? 1 : ROWS == 1 ? 32 / Matrix::HELD : 16 / Matrix::HELD)
+#pragma unroll (!IS_BF16 || Matrix::HELD == 32 ? 1 : ROWS == 1 ? 32 / Matrix::HELD : 16 / Matrix::HELD)
     for (u32 step = 0; step < whole; step++) add(step * STEP + lane * Matrix::HELD);
     if (rest < p.depth) add(rest);
     // Lane r has row r.

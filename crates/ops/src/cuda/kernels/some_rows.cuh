@@ -45,24 +45,28 @@ template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix&
         for (u32 i = 0; i < 4; i++)
             if (is_inside && column + 8 * i < p.columns) matrix.pairs(w[i / 2][i % 2], column + 8 * i, k);
 #pragma unroll
-        for (u32 n = 0; n < 8; n++) pairs_of(x[n], p.a, 8 * n + line, k, is_inside && 8 * n + line < p.rows);
+        for (u32 n = 0; n < 8; n++)
+            if (8 * n < p.rows) pairs_of(x[n], p.a, 8 * n + line, k, is_inside && 8 * n + line < p.rows);
 #pragma unroll
         for (u32 m = 0; m < 2; m++)
 #pragma unroll
             for (u32 s = 0; s < 4; s += 2) {
                 u32 fragment[4] = {w[m][0][s], w[m][1][s], w[m][0][s + 1], w[m][1][s + 1]};
 #pragma unroll
-                for (u32 n = 0; n < 8; n++) mma_bf16(sums[m][n], fragment, x[n][s], x[n][s + 1]);
+                for (u32 n = 0; n < 8; n++)
+                    if (8 * n < p.rows) mma_bf16(sums[m][n], fragment, x[n][s], x[n][s + 1]);
             }
     }
 #pragma unroll
     for (u32 m = 0; m < 2; m++) {
 #pragma unroll
-        for (u32 n = 0; n < 8; n++)
+        for (u32 n = 0; n < 8; n++) {
+            if (8 * n >= p.rows) continue;
 #pragma unroll
             for (u32 half = 0; half < 2; half++)
                 *(float2*)(of_warps[warp] + (line + 8 * half) * SOME_STRIDE + 8 * n + lane % 4 * 2) =
                     make_float2(sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+        }
         __syncthreads();
         for (u32 i = threadIdx.x; i < 16 * p.rows; i += 256) {
             u32 of_tile = i % 16, row = i / 16, to = p.column + 16 * m + of_tile;
