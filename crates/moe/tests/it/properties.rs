@@ -163,6 +163,40 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
     Run { y, dx, grads, stats: saved.stats() }
 }
 
+/// Whether the reference's answer stays the same, as closely as `tolerance` asks, when its inputs move by four units of
+/// f32's last place (the router's weights by more, as scores round where logits are small). Where it does not, a choice
+/// between experts, a ReLU or a sum that cancels hangs on how f32 rounds, and the case says nothing. Equal values stay equal:
+/// ties remain, and the logits of coarse grids stay exact.
+fn is_settled(case: &Case, inputs: &Inputs, tolerance: Tolerance) -> bool {
+    let reference = Reference { config: &case.config, noise: None };
+    let loss =
+        RefLoss { dy: &inputs.dy, balance: &inputs.balance, z: case.z, sequence: case.sequence, seq_len: case.seq_len };
+    // Every value moves to its own side, chosen by some of its bits.
+    let results = |bits: u64, by: f64| {
+        let nudge = |list: &mut Vec<f64>, by: f64| {
+            let side = |v: f64| if (v.to_bits() & bits).count_ones().is_multiple_of(2) { by } else { -by };
+            list.iter_mut().for_each(|v| *v *= 1.0 + side(*v));
+        };
+        let (mut weights, mut x) = (inputs.weights.clone(), inputs.x.clone());
+        weights.lists_mut().into_iter().skip(1).for_each(|list| nudge(list, by));
+        if case.load == Load::Scheme {
+            nudge(&mut weights.router, 16.0 * by);
+            nudge(&mut x, by);
+        }
+        let mut backward = reference.backward(&weights, &x, &loss);
+        let grads: Vec<Vec<f64>> = backward.grads.lists_mut().into_iter().map(std::mem::take).collect();
+        [vec![reference.forward(&weights, &x).y, backward.dx], grads].concat()
+    };
+    let still = results(0, 0.0);
+    let size = 2_f64.powi(-22);
+    [(u64::MAX, size), (u64::MAX, -size), (0x5555 << 48, size), (0x5555 << 48, -size)].iter().all(|&(bits, by)| {
+        still.iter().zip(&results(bits, by)).all(|(still, moved)| {
+            let scale = still.iter().fold(tolerance.least, |max, x| max.max(x.abs()));
+            still.iter().zip(moved).all(|(still, moved)| (still - moved).abs() <= tolerance.relative * scale)
+        })
+    })
+}
+
 fn check(case: &Case, inputs: &Inputs, run: &Run, tolerance: Tolerance) {
     let reference = Reference { config: &case.config, noise: None };
     let forward = reference.forward(&inputs.weights, &inputs.x);
@@ -222,6 +256,7 @@ proptest! {
     #[test]
     fn any_layer_is_the_reference_on_any_number_of_threads(case in cases()) {
         let inputs = inputs(&case);
+        prop_assume!(is_settled(&case, &inputs, F32));
         let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
         check(&case, &inputs, &first, F32);
         for num_threads in [2, 3] {
@@ -232,6 +267,7 @@ proptest! {
     #[test]
     fn any_scheme_of_scores_is_the_reference_on_any_number_of_threads(case in schemes()) {
         let inputs = inputs(&case);
+        prop_assume!(is_settled(&case, &inputs, F32));
         let first = run(&Context::cpu(1), &case, &inputs, DType::F32);
         check(&case, &inputs, &first, F32);
         for num_threads in [2, 3] {

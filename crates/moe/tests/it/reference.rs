@@ -331,8 +331,9 @@ fn sorted(values: &[f64]) -> Vec<usize> {
     order
 }
 
+/// Sums from plus zero: a sum of nothing but negative zeros, as `sum` leaves it, would be below one of zeros.
 fn logits(weights: &RefWeights, x: &[f64]) -> Vec<f64> {
-    weights.router.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+    weights.router.chunks(x.len()).map(|row| row.iter().zip(x).fold(0.0, |sum, (w, x)| sum + w * x)).collect()
 }
 
 fn softmax(logits: &[f64]) -> Vec<f64> {
