@@ -13,8 +13,8 @@ use moeworks_ops::Context;
 use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertsSaved, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads,
-    experts_apply_onto, experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad,
-    experts_weight_grad_of_used, send_experts_ahead,
+    experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad, experts_weight_grad_of_used,
+    send_experts_ahead,
 };
 use moeworks_ops::late::Late;
 use moeworks_ops::linear::Write;
@@ -196,7 +196,7 @@ impl MoeLayer {
         weights: &MoeWeights,
         x: &Tensor,
         (dispatch, num_choices, is_training): (&Dispatch, usize, bool),
-        (base, is_forward_only): (Option<&Tensor>, bool),
+        options: (Option<&Tensor>, bool),
     ) -> (Tensor, ExpertsPart) {
         let activation = self.config.activation;
         if let Some(ranks) = &self.ranks {
@@ -205,11 +205,8 @@ impl MoeLayer {
             return (y, ExpertsPart::Ranks(saved));
         }
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
-        if is_forward_only {
-            return (experts_apply_onto(ctx, x, experts, biases, dispatch.rows(), base), ExpertsPart::Here(None));
-        }
-        let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), base);
-        (y, ExpertsPart::Here(Some(saved)))
+        let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), options);
+        (y, ExpertsPart::Here(saved))
     }
 
     /// The gradients of the input and of each choice's weight.

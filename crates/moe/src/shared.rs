@@ -4,8 +4,8 @@
 
 use moeworks_ops::elementwise::{add_assign, sigmoid, sigmoid_backward};
 use moeworks_ops::experts::{
-    AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_apply_onto,
-    experts_backward, experts_forward_onto, experts_weight_grad,
+    AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
+    experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
@@ -45,12 +45,8 @@ impl SharedSaved {
         }
         let (gate_up, down) = stacked(weights);
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-        if is_forward_only {
-            let y = experts_apply_onto(ctx, x, stack, None, rows.rows(), Some(base));
-            return (y, Self { rows, experts: None });
-        }
-        let (y, experts) = experts_forward_onto(ctx, x, stack, None, rows.rows(), Some(base));
-        (y, Self { rows, experts: Some(experts) })
+        let (y, experts) = experts_forward_onto(ctx, x, stack, None, rows.rows(), (Some(base), is_forward_only));
+        (y, Self { rows, experts })
     }
 
     /// The gradient of `x`, and the weights' as a task.

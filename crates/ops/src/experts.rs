@@ -96,8 +96,7 @@ pub struct ExpertsBackward {
 }
 
 /// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32; with bf16 matrices each row is rounded to bf16 before it is
-/// added. A token without rows gets exact zeros; an
-/// expert without rows costs nothing. `x` is `[T, D]`, f32 or bf16.
+/// added. A token without rows gets exact zeros; an expert without rows costs nothing. `x` is `[T, D]`, f32 or bf16.
 #[must_use]
 pub fn experts_forward(
     ctx: &Context,
@@ -117,10 +116,12 @@ pub fn experts_forward_biased(
     biases: Option<ExpertBiases<'_>>,
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
-    experts_forward_onto(ctx, x, weights, biases, rows, None)
+    let (y, saved) = experts_forward_onto(ctx, x, weights, biases, rows, (None, false));
+    (y, saved.expect("what a backward pass needs is kept"))
 }
 
-/// As [`experts_forward_biased`] with what `base [T, D]` (f32) has besides, if it is there.
+/// As [`experts_forward_biased`] with what `base [T, D]` (f32) has besides, if it is there. Where the pass is forward only nothing is saved,
+/// and `h` is not written; the result has the same bits.
 #[must_use]
 pub fn experts_forward_onto(
     ctx: &Context,
@@ -128,34 +129,8 @@ pub fn experts_forward_onto(
     weights: ExpertWeights<'_>,
     biases: Option<ExpertBiases<'_>>,
     rows: ExpertRows<'_>,
-    base: Option<&Tensor>,
-) -> (Tensor, ExpertsSaved) {
-    let (y, h) = run_forward(ctx, x, weights, biases, rows, (base, true));
-    (y, ExpertsSaved { h: h.expect("what is asked to be kept") })
-}
-
-/// The result of [`experts_forward_onto`] alone, the same bits, for a pass that no backward pass follows: `h` is not written.
-#[must_use]
-pub fn experts_apply_onto(
-    ctx: &Context,
-    x: &Tensor,
-    weights: ExpertWeights<'_>,
-    biases: Option<ExpertBiases<'_>>,
-    rows: ExpertRows<'_>,
-    base: Option<&Tensor>,
-) -> Tensor {
-    run_forward(ctx, x, weights, biases, rows, (base, false)).0
-}
-
-/// The result, and `h` if it is to be kept.
-fn run_forward(
-    ctx: &Context,
-    x: &Tensor,
-    weights: ExpertWeights<'_>,
-    biases: Option<ExpertBiases<'_>>,
-    rows: ExpertRows<'_>,
-    (base, keeps_h): (Option<&Tensor>, bool),
-) -> (Tensor, Option<Tensor>) {
+    (base, is_forward_only): (Option<&Tensor>, bool),
+) -> (Tensor, Option<ExpertsSaved>) {
     let s = Sizes::of(x, weights, rows);
     if let Some(biases) = biases {
         let num_experts = rows.offsets.len() - 1;
@@ -167,14 +142,14 @@ fn run_forward(
     }
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, (base, keeps_h));
+        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, (base, is_forward_only));
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, x), RoundedWeights::of(ctx, weights)));
     let (x, weights) = rounded.as_ref().map_or((x, weights), |(x, rounded)| (x, rounded.weights()));
     let experts = used_experts(rows);
-    let (a, h) = activations(ctx, x, weights, biases, (rows, &experts), keeps_h);
+    let (a, h) = activations(ctx, x, weights, biases, (rows, &experts), is_forward_only);
     let a = if is_fp8 { e4m3::round_rows(ctx, &a) } else { a };
-    let mut outputs = ctx.empty(&[s.r, s.d], type_of_rows(weights, biases));
+    let mut outputs = ctx.empty(&[s.r, s.d], if biases.is_none() { type_of_rows(weights) } else { DType::F32 });
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
     with_float!(outputs.dtype(), T => {
         let to = Lent::new(outputs.slice_mut::<T>());
@@ -188,24 +163,24 @@ fn run_forward(
     if let Some(base) = base {
         add_assign(ctx, &mut y, base);
     }
-    (y, h)
+    (y, h.map(|h| ExpertsSaved { h }))
 }
 
-/// The type of experts' outputs until they are added up. Rounded they take half of the memory, which for many choices is more than anything
-/// else of a pass; as in PyTorch, and on a GPU.
-fn type_of_rows(weights: ExpertWeights<'_>, biases: Option<ExpertBiases<'_>>) -> DType {
-    let are_rounded = weights.down.dtype() == DType::BF16 && weights.gate_up.dtype() == DType::BF16 && biases.is_none();
-    if are_rounded { DType::BF16 } else { DType::F32 }
+/// The type of experts' outputs until they are added up: that of the activations before them, as in PyTorch. They are the largest tensors
+/// of a pass of many choices, which in bf16 cost half the time.
+pub(crate) fn type_of_rows(weights: ExpertWeights<'_>) -> DType {
+    let types = [weights.gate_up, weights.down].map(|weights| weights.dtype().of_activations());
+    if types == [DType::BF16; 2] { DType::BF16 } else { DType::F32 }
 }
 
-/// The activations `[R, F]` of the first product, and what they are taken of, `h [R, A F]`, if it is to be kept.
+/// The activations `[R, F]` of the first product, and what they are taken of, `h [R, A F]`, unless the pass is forward only.
 fn activations(
     ctx: &Context,
     x: &Tensor,
     weights: ExpertWeights<'_>,
     biases: Option<ExpertBiases<'_>>,
     (rows, experts): (ExpertRows<'_>, &[Expert]),
-    keeps_h: bool,
+    is_forward_only: bool,
 ) -> (Tensor, Option<Tensor>) {
     let (s, activation) = (Sizes::of(x, weights, rows), weights.activation);
     let (bias, is_paired) = (biases.map(|biases| biases.gate_up.f32s()), activation.num_inputs() == 2);
@@ -213,7 +188,7 @@ fn activations(
     let in_turn = weights.gate_up.as_turned().filter(|&(_, is_in_turn)| is_in_turn && is_paired);
     let mut a = ctx.empty(&[s.r, s.f], dtype);
     // Where columns come in turn the activation is a pass over them.
-    let mut h = (keeps_h || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
+    let mut h = (!is_forward_only || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
     with_float!(dtype, T => match (in_turn, &mut h) {
         (Some((base, _)), Some(h)) => {
             let between = turned::Between { activation, bias, experts };
@@ -225,7 +200,7 @@ fn activations(
             forward_product(ctx, (x, Some(&rows.tokens)), (weights.gate_up, s.f, is_paired), experts, &epilogue);
         }
     });
-    (a, h)
+    (a, h.filter(|_| !is_forward_only))
 }
 
 /// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise stay in the host's
@@ -504,7 +479,7 @@ fn row_outputs(
     groups: &[Group<'_>],
     shape: &[usize; 2],
 ) -> Tensor {
-    let mut outputs = ctx.empty(shape, if dtype == DType::BF16 { dtype } else { DType::F32 });
+    let mut outputs = ctx.empty(shape, dtype.of_activations());
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
     let product = Product { form, compute: Compute::of(dtype), groups, is_paired: false };
     with_float!(outputs.dtype(), T => {

@@ -2,8 +2,8 @@
 
 use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_apply_onto, experts_backward,
-    experts_bias_grad, experts_forward_onto, experts_weight_grad,
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
+    experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -108,12 +108,8 @@ impl FeedForwardBlock {
                 let of_part =
                     biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
                 let experts = dense(w, self.activation);
-                let (mut y, saved) = if input.is_forward_only {
-                    (experts_apply_onto(ctx, &normed, experts, of_part, rows, base), None)
-                } else {
-                    let (y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, base);
-                    (y, Some(saved))
-                };
+                let options = (base, input.is_forward_only);
+                let (mut y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, options);
                 if let Some(ranks) = pass.tensor {
                     let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
                     ranks.sum_biased(ctx, &mut y, bias.as_ref());
@@ -174,7 +170,8 @@ impl FeedForwardBlock {
                 };
                 (dx, FeedForwardGradTask::Moe(task))
             }
-            (InnerSaved::Dense(Some(saved)), FeedForwardWeights::Dense(w), None, _) => {
+            (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
+                let saved = saved.expect("a pass that was to be forward only has no backward pass");
                 let rows = pass.all_rows.rows();
                 let mut back = experts_backward(ctx, &d_block, dense(w, self.activation), rows, &saved);
                 if let Some(ranks) = pass.tensor {

@@ -131,8 +131,8 @@ pub(super) fn failed(product: DenseProduct, status: c_int) -> GpuError {
     GpuError::Driver { call: format!("cuBLASLt's {product:?}"), message: format!("status {status}") }
 }
 
-/// Libraries to try: the one that [`CUBLASLT_VARIABLE`] names, or those beside NVRTC's if that was named (in its folder, or where Python's wheels of version
-/// 12 have it), and the system's.
+/// Libraries to try: the one that [`CUBLASLT_VARIABLE`] names, or those beside NVRTC's if that was named (in its folder, or where Python's
+/// wheels of version 12 have it), and the system's.
 fn candidates() -> Vec<PathBuf> {
     let candidates: Vec<PathBuf> = match env::var_os(CUBLASLT_VARIABLE) {
         Some(path) => vec![path.into()],

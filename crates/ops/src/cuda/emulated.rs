@@ -56,6 +56,8 @@ pub struct Emulation {
 
 /// The number of the first emulated GPU, above those of all others: memory of one is none of another.
 const FIRST_NUMBER: usize = 1 << 16;
+/// The version of CUDA of which the emulated library for plain products says that it is.
+const BLAS_MAJOR: i32 = 12;
 /// Multiprocessors of an emulated GPU: a few, so that blocks that stay for many tiles have several.
 const PROCESSORS: usize = 3;
 /// Those of a listed one: an H100's.
@@ -72,7 +74,7 @@ impl Emulated {
         let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
         let mut emulated = Self { library: Some(library), kind, blas: None, meter: Meter::default(), number };
         if kind.has_library {
-            emulated.blas = Blas::open(library, 12, emulated.block(WORKSPACE_BYTES));
+            emulated.blas = Blas::open(library, BLAS_MAJOR, emulated.block(WORKSPACE_BYTES));
         }
         Ok(emulated)
     }

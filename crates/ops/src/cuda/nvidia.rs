@@ -2,14 +2,15 @@
 //!
 //! Not run on a GPU yet.
 
+mod memory;
+
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUmemPool_attribute};
-use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
-use moeworks_tensor::{DeviceBlock, DeviceMemory};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute};
+use cudarc::driver::{CudaContext, DriverError, result};
 
 use super::blas::{self, Blas, DenseProduct, Places, WORKSPACE_BYTES};
 use super::launch::{Launch, pointers};
@@ -19,6 +20,8 @@ use super::steps::Node;
 use super::tensor_map::{BOX_COLUMNS, Matrices, TensorMap};
 use super::traffic::Meter;
 use super::{GpuError, Source};
+pub(crate) use memory::Copied;
+use memory::Shared;
 
 /// The oldest generation that has bf16 products and asynchronous copies (Ampere).
 const MIN_CAPABILITY: u32 = 80;
@@ -46,61 +49,6 @@ pub(super) struct Nvidia {
     modules: Mutex<HashMap<&'static str, Module>>,
     /// For plain products, if it is there; looked for at the first.
     blas: OnceLock<Option<Blas>>,
-}
-
-/// What blocks of memory keep alive: the context and its streams.
-struct Shared {
-    context: Arc<CudaContext>,
-    stream: Arc<CudaStream>,
-    /// Where copies go that nothing else waits for.
-    copies: Arc<CudaStream>,
-    meter: Meter,
-    /// The driver's for the device.
-    number: usize,
-    free: Mutex<FreeBlocks>,
-}
-
-/// Blocks that nothing uses after what the stream was asked for already, by their size: what is asked of it later may have them at once. A
-/// call of the driver for each tensor would take longer than many kernels do, and addresses that come again spare graphs changes.
-#[derive(Default)]
-struct FreeBlocks {
-    by_size: HashMap<usize, Vec<sys::CUdeviceptr>>,
-}
-
-/// Sizes of blocks that are kept are multiples of an eighth of the power of two below them. Larger ones go back to the driver, which cuts and
-/// joins them: they are few, and two of one size come seldom.
-const MOST_BYTES: usize = 64 << 20;
-const LEAST_BYTES: usize = 512;
-
-/// How large a block for so many bytes is that is kept afterwards.
-fn size_of_block(bytes: usize) -> Option<usize> {
-    let bytes = bytes.max(LEAST_BYTES);
-    (bytes <= MOST_BYTES).then(|| bytes.next_multiple_of(1 << bytes.ilog2() >> 3))
-}
-
-impl Shared {
-    fn free(&self) -> MutexGuard<'_, FreeBlocks> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Gives back to the driver what nothing uses.
-    fn give_back(&self) {
-        let blocks: Vec<_> = self.free().by_size.drain().flat_map(|(_, blocks)| blocks).collect();
-        if self.context.bind_to_thread().is_err() {
-            return;
-        }
-        for address in blocks {
-            // SAFETY: the block came from the driver, was in the list once and is not used by what comes later in the stream. A device
-            // that failed has nothing to give back.
-            _ = unsafe { result::free_async(address, self.stream.cu_stream()) };
-        }
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        self.give_back();
-    }
 }
 
 #[derive(Clone, Copy)]
@@ -161,27 +109,6 @@ struct Kernel {
 // SAFETY: as of `Module`.
 unsafe impl Send for Kernel {}
 
-/// A copy to the GPU that is under way beside everything else. When this is dropped, what is asked of the GPU afterwards waits for it.
-pub(crate) struct Copied {
-    shared: Arc<Shared>,
-    event: sys::CUevent,
-}
-// SAFETY: as of `Module`.
-unsafe impl Send for Copied {}
-
-impl Drop for Copied {
-    fn drop(&mut self) {
-        let Shared { context, stream, .. } = &*self.shared;
-        // SAFETY: the event is this value's own, and of this context; the driver keeps it for as long as a stream waits for it
-        // ("cuEventDestroy"). A device that failed has nothing to wait for.
-        _ = context.bind_to_thread().and_then(|()| unsafe {
-            let waits = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            result::stream::wait_event(stream.cu_stream(), self.event, waits)?;
-            result::event::destroy(self.event)
-        });
-    }
-}
-
 /// A failed call as our error.
 fn failed(call: &str) -> impl FnOnce(DriverError) -> GpuError + '_ {
     move |error| GpuError::Driver { call: call.into(), message: describe(error) }
@@ -235,18 +162,8 @@ impl Nvidia {
         let compiler = Nvrtc::find_for(driver_major)?;
         let target = compiler.target_for(capability);
         let kernels_wait = target.capability >= MIN_WAITING_CAPABILITY && version >= MIN_EDGES_VERSION;
-        let new_stream = || context.new_stream().map_err(failed("cuStreamCreate"));
-        let (stream, copies) = (new_stream()?, new_stream()?);
-        keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         Ok(Self {
-            shared: Arc::new(Shared {
-                context,
-                stream,
-                copies,
-                meter: Meter::default(),
-                number: index,
-                free: Mutex::default(),
-            }),
+            shared: Arc::new(Shared::new(context, index)?),
             name,
             target,
             processors,
@@ -320,86 +237,6 @@ impl Nvidia {
 
     pub(super) fn synchronize(&self) -> Result<(), GpuError> {
         self.shared.stream.synchronize().map_err(failed("waiting"))
-    }
-
-    pub(super) fn block(&self, bytes: usize) -> Result<DeviceBlock, GpuError> {
-        Ok(Box::new(self.reused(bytes)?))
-    }
-
-    /// A block for what the stream is asked for from now on.
-    fn reused(&self, bytes: usize) -> Result<Block, GpuError> {
-        let size = size_of_block(bytes);
-        let free = size.and_then(|size| self.shared.free().by_size.get_mut(&size).and_then(Vec::pop));
-        if let Some(address) = free {
-            return Ok(Block { shared: Arc::clone(&self.shared), address, reused_as: size });
-        }
-        let mut block = self.allocate_or_give_back(size.unwrap_or(bytes), &self.shared.stream)?;
-        block.reused_as = size;
-        Ok(block)
-    }
-
-    /// A block, for which what is kept for later makes way if there is no other memory. What was given back can be had when the stream is
-    /// done with it.
-    fn allocate_or_give_back(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
-        self.allocate(bytes, stream).or_else(|_| {
-            self.shared.give_back();
-            self.synchronize()?;
-            self.allocate(bytes, stream)
-        })
-    }
-
-    fn allocate(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
-        self.bind()?;
-        // SAFETY: the stream is this context's. The driver refuses a size of 0.
-        let address = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
-        let address = address.map_err(|error| GpuError::Driver {
-            call: format!("allocating {bytes} bytes"),
-            message: describe(error),
-        })?;
-        Ok(Block { shared: Arc::clone(&self.shared), address, reused_as: None })
-    }
-
-    pub(super) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
-        let block = self.reused(bytes.len())?;
-        self.copy(bytes, &block, &self.shared.stream)?;
-        Ok(Box::new(block))
-    }
-
-    /// The same for what stays long: its memory goes back to the driver afterwards, for whatever comes.
-    pub(super) fn upload_to_stay(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
-        let block = self.allocate_or_give_back(bytes.len(), &self.shared.stream)?;
-        self.copy(bytes, &block, &self.shared.stream)?;
-        Ok(Box::new(block))
-    }
-
-    /// Copies these bytes to a block by a stream.
-    fn copy(&self, bytes: &[u8], to: &Block, stream: &CudaStream) -> Result<(), GpuError> {
-        self.meter().uploaded(bytes.len());
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        self.bind()?;
-        // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
-        unsafe { result::memcpy_htod_async(to.address, bytes, stream.cu_stream()) }
-            .map_err(failed("copying to the GPU"))?;
-        if self.reads_host_pages {
-            // There the device may read the host's pages later: the caller may write to them as soon as this returns.
-            stream.synchronize().map_err(failed("copying to the GPU"))?;
-        }
-        Ok(())
-    }
-
-    /// The same beside everything else; what is asked of the device after the copy's value is dropped comes after it.
-    pub(super) fn upload_ahead(&self, bytes: &[u8]) -> Result<(DeviceBlock, Copied), GpuError> {
-        let copies = &self.shared.copies;
-        let block = self.allocate_or_give_back(bytes.len(), copies)?;
-        self.copy(bytes, &block, copies)?;
-        let event =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
-        let copied = Copied { shared: Arc::clone(&self.shared), event };
-        // SAFETY: the event and the stream are this context's.
-        unsafe { result::event::record(copied.event, copies.cu_stream()) }.map_err(failed("cuEventRecord"))?;
-        Ok((Box::new(block), copied))
     }
 
     /// # Safety
@@ -600,79 +437,4 @@ fn driver_version() -> Result<i32, GpuError> {
     // SAFETY: the driver writes a number.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
     Ok(version)
-}
-
-/// Freed memory stays with the process, so that a step in steady state asks the driver for nothing.
-fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
-    let mut threshold = u64::MAX;
-    // SAFETY: the attribute is a 64-bit number, and the driver copies it.
-    unsafe {
-        let pool = result::device::get_default_mem_pool(context.cu_device())?;
-        let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
-    }
-}
-
-/// Memory that is kept for later when dropped, or goes back to the stream's pool, after what was queued before.
-struct Block {
-    shared: Arc<Shared>,
-    address: sys::CUdeviceptr,
-    /// The size by which it is kept for later, if it is.
-    reused_as: Option<usize>,
-}
-
-impl DeviceMemory for Block {
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn device(&self) -> usize {
-        self.shared.number
-    }
-
-    fn download(&self, to: &mut [u8]) {
-        if to.is_empty() {
-            return;
-        }
-        let Shared { context, stream, meter, .. } = &*self.shared;
-        meter.downloaded(to.len());
-        let copied = context.bind_to_thread().and_then(|()| {
-            // SAFETY: the block holds at least as many bytes, and the wait is over before `to` is used again.
-            unsafe { result::memcpy_dtoh_async(to, self.address, stream.cu_stream()) }?;
-            stream.synchronize()
-        });
-        copied.map_err(failed("copying from the GPU")).unwrap_or_else(|error| std::panic::panic_any(error));
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        if let Some(size) = self.reused_as {
-            self.shared.free().by_size.entry(size).or_default().push(self.address);
-            return;
-        }
-        let Shared { context, stream, .. } = &*self.shared;
-        // SAFETY: the block came from this stream's pool and is freed once. A device that failed has nothing to give back.
-        let freed =
-            context.bind_to_thread().and_then(|()| unsafe { result::free_async(self.address, stream.cu_stream()) });
-        _ = freed;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::size_of_block;
-
-    #[test]
-    fn blocks_that_are_kept_are_at_most_an_eighth_larger_than_asked_for() {
-        for bytes in (0..27).flat_map(|bit| [(1_usize << bit) - 1, 1 << bit, (1 << bit) + 1, 3 << bit]) {
-            let Some(size) = size_of_block(bytes) else {
-                assert!(bytes > 64 << 20, "{bytes} bytes");
-                continue;
-            };
-            assert!(size >= bytes.max(512) && size.is_multiple_of(64), "{bytes} bytes in {size}");
-            assert!(size - bytes <= (bytes / 8 + 1).max(512), "{bytes} bytes in {size}");
-            assert_eq!(size_of_block(size), Some(size));
-        }
-    }
 }

@@ -55,7 +55,7 @@ fn check(name: &str, ctx: &Context) {
     let expected = |inputs: &[Vec<f64>; 6]| reference(inputs.each_ref().map(Vec::as_slice));
     assert_close(name, &doubles(&y), &expected(&inputs), 1e-5);
     let base = normal(8, &[T, D]);
-    let onto = experts_forward_onto(ctx, &x, experts, Some(biases), rows, Some(&base)).0;
+    let onto = experts_forward_onto(ctx, &x, experts, Some(biases), rows, (Some(&base), false)).0;
     let sums = onto.f32s().iter().zip(y.f32s()).zip(base.f32s());
     assert!(sums.into_iter().all(|((&sum, y), base)| sum == y + base), "{name}: on top of a base");
 

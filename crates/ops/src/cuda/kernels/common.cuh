@@ -171,7 +171,7 @@ DEVICE u32 mixed(u32 x) {
 }
 
 // Sums and maxima over a warp, the same in every lane and in the same order always.
-DEVICE float warp_sum(float x) {
+template <typename T> DEVICE T warp_sum(T x) {
     for (int mask = 16; mask > 0; mask >>= 1) x += from_lane_xor(x, mask);
     return x;
 }

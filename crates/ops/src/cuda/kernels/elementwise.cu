@@ -61,32 +61,27 @@ KERNEL(256) add_elements(f32* y, const void* x, u32 x_bf16, u64 len) {
         [&](u64 i) { y[i] += load_any(x, x_bf16, i); });
 }
 
-KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u64 len) {
+// Replaces every element by what `change` makes of it.
+template <typename Change> DEVICE void change_all(void* y, u32 y_bf16, u64 len, Change change) {
     for_all(
         len,
         [&](u64 i) {
             f32 values[8];
             load_vector(values, y, y_bf16, i);
 #pragma unroll
-            for (u32 j = 0; j < 8; j++) values[j] *= factor;
+            for (u32 j = 0; j < 8; j++) values[j] = change(values[j]);
             store_vector(y, y_bf16, i, values);
         },
-        [&](u64 i) { store_any(y, y_bf16, i, load_any(y, y_bf16, i) * factor); });
+        [&](u64 i) { store_any(y, y_bf16, i, change(load_any(y, y_bf16, i))); });
 }
 
+KERNEL(256) scale_elements(void* y, u32 y_bf16, f32 factor, u64 len) {
+    change_all(y, y_bf16, len, [&](f32 x) { return x * factor; });
+}
+
+// NaN stays.
 KERNEL(256) clip_elements(void* y, u32 y_bf16, f32 limit, u64 len) {
-    // NaN stays.
-    auto clipped = [&](f32 x) { return x > limit ? limit : x < -limit ? -limit : x; };
-    for_all(
-        len,
-        [&](u64 i) {
-            f32 values[8];
-            load_vector(values, y, y_bf16, i);
-#pragma unroll
-            for (u32 j = 0; j < 8; j++) values[j] = clipped(values[j]);
-            store_vector(y, y_bf16, i, values);
-        },
-        [&](u64 i) { store_any(y, y_bf16, i, clipped(load_any(y, y_bf16, i))); });
+    change_all(y, y_bf16, len, [&](f32 x) { return x > limit ? limit : x < -limit ? -limit : x; });
 }
 
 KERNEL(256) clip_backward(f32* dy, const void* y, u32 y_bf16, f32 limit, u64 len) {

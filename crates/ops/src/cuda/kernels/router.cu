@@ -44,20 +44,21 @@ KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, con
     __shared__ f32 of_groups[256];
     u32 first = blockIdx.x * rows_each, end = min(first + rows_each, rows);
     f32* to = sums + (u64)blockIdx.x * (width + 3);
-    // Groups of threads take rows in turns, each thread a column.
-    u32 groups = max(256 / width, 1u), group = threadIdx.x / width;
-    for (u32 i = groups > 1 ? threadIdx.x % width : threadIdx.x; i < width; i += groups > 1 ? width : 256) {
+    // Groups of threads take rows in turns, each thread a column of at most 256 at a time.
+    u32 wide = min(width, 256u), groups = 256 / wide, group = threadIdx.x / wide, own = threadIdx.x % wide;
+    for (u32 start = 0; start < width; start += wide) {
         f32 sum = 0.0f;
+        if (group < groups && start + own < width) {
 #pragma unroll 8
-        for (u32 row = first + (groups > 1 ? group : 0); row < end; row += groups) sum += probs[(u64)row * width + i];
-        if (groups > 1) of_groups[threadIdx.x] = sum;
-        else to[i] = sum;
-    }
-    __syncthreads();
-    if (groups > 1 && threadIdx.x < width) {
-        f32 sum = 0.0f;
-        for (u32 other = 0; other < groups; other++) sum += of_groups[other * width + threadIdx.x];
-        to[threadIdx.x] = sum;
+            for (u32 row = first + group; row < end; row += groups) sum += probs[(u64)row * width + start + own];
+        }
+        of_groups[threadIdx.x] = sum;
+        __syncthreads();
+        if (group == 0 && start + own < width) {
+            for (u32 other = 1; other < groups; other++) sum += of_groups[other * wide + own];
+            to[start + own] = sum;
+        }
+        __syncthreads();
     }
     if (threadIdx.x >= 3) return;
     const f32* from = threadIdx.x == 0 ? entropy : threadIdx.x == 1 ? lse : squares;

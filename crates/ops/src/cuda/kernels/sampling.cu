@@ -20,11 +20,6 @@ struct Logits {
     }
 };
 
-DEVICE u64 warp_total(u64 x) {
-    for (int mask = 16; mask > 0; mask >>= 1) x += from_lane_xor(x, mask);
-    return x;
-}
-
 // The largest over the block, in every thread.
 DEVICE u64 block_largest(u64 x) {
     __shared__ u64 largest[DRAWING_WARPS];
@@ -60,7 +55,7 @@ template <typename Measure> DEVICE Cut cut_at(const Logits& logits, u64 wanted, 
             for (u32 left_over = lanes_where(counts); left_over != 0;) {
                 u32 of_first = from_lane(bin, __ffs((int)left_over) - 1);
                 bool is_of_it = counts && bin == of_first;
-                u64 sum = warp_total(is_of_it ? size : 0);
+                u64 sum = warp_sum(is_of_it ? size : (u64)0);
                 if (threadIdx.x % 32 == 0) atomicAdd(&bins[of_first], sum);
                 left_over &= ~lanes_where(is_of_it);
             }

@@ -12,7 +12,7 @@ use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 use crate::e4m3::BLOCK;
 use crate::experts::{
-    ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs,
+    ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, type_of_rows,
 };
 use crate::gemm::Form;
 use crate::late::List;
@@ -217,13 +217,13 @@ pub(crate) fn forward(
     weights: ExpertWeights<'_>,
     (biases, is_fp8): (Option<ExpertBiases<'_>>, bool),
     rows: ExpertRows<'_>,
-    (base, keeps_h): (Option<&Tensor>, bool),
-) -> (Tensor, Option<Tensor>) {
+    (base, is_forward_only): (Option<&Tensor>, bool),
+) -> (Tensor, Option<ExpertsSaved>) {
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
-    let (mut h, mut a) = (keeps_h.then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], dtype));
-    let mut outputs = on.empty(&[r, d], rounded_outputs(&[weights.gate_up, weights.down]));
+    let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], dtype));
+    let mut outputs = on.empty(&[r, d], type_of_rows(weights));
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);
     for part in Part::all(on, weights, rows, is_fp8) {
@@ -272,14 +272,7 @@ pub(crate) fn forward(
     if let Some(biases) = biases {
         add_biases(on, &mut outputs, biases.down, &map);
     }
-    (combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base), h)
-}
-
-/// The type of the experts' outputs until they are added up: that of the activations before them, as in PyTorch. They are the largest
-/// tensors of a pass, which in bf16 cost half the time.
-fn rounded_outputs(weights: &[&Tensor]) -> DType {
-    let are_bf16 = weights.iter().all(|weights| weights.dtype().of_activations() == DType::BF16);
-    if are_bf16 { DType::BF16 } else { DType::F32 }
+    (combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base), h.map(|h| ExpertsSaved { h }))
 }
 
 /// Adds each row's expert's bias `[E, D]` to the row of `outputs`.
@@ -455,7 +448,7 @@ pub(crate) fn backward(
         scales: scales(&of_dh, &gate_up),
         ..first
     };
-    let outputs = second.store(on, r, rounded_outputs(&[weights.gate_up]));
+    let outputs = second.store(on, r, weights.gate_up.dtype().of_activations());
     let dx = combine(on, &outputs, rows, None, &[dy.rows(), d]);
     ExpertsBackward { dx, d_row_weights, dh, weighed: Some(weighed) }
 }
