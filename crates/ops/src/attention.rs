@@ -9,15 +9,17 @@
 //! of 64: so keys and values are read once for a whole group of heads, and copied once for the several blocks of a task. A
 //! single query, a step of decoding, has code of its own. Scores are held transposed, keys by rows: then neither keys nor
 //! values need a transposed copy, and the softmax runs down columns without sums across lanes. Softmax and sums are f32
-//! whatever the tensors' types. Products of bf16 tensors are bf16 where the machine has that product in vectors: then the
-//! softmax's weights and the gradient of the scores are rounded before they are multiplied, as Dao et al. do; elsewhere
-//! products are f32. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end.
+//! whatever the tensors' types. Products of bf16 tensors are bf16 where the machine has that product in vectors or in tiles: then
+//! the softmax's weights and the gradient of the scores are rounded before they are multiplied, as Dao et al. do; elsewhere
+//! products are f32. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end, of 32
+//! with tiles, which have outputs and gradients of queries transposed, too.
 
 mod backward;
 mod biased;
 mod blocks;
 mod decode;
 mod forward;
+mod products;
 mod softmax;
 mod words;
 

@@ -6,14 +6,12 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{
-    COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, RowBlock, SCORE_COLS, Size, add_of_keys, key_elements, lanes_of,
-    lanes_of_mut, product, seen_by_all,
-};
+use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS, key_elements, lanes_of, lanes_of_mut, seen_by_all};
+use super::products::{Left, Products, Right, Size};
 use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, transpose};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
-use crate::{Context, Isa, vmath};
+use crate::{Context, vmath};
 
 /// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
 const MIN_TASKS: usize = 16;
@@ -92,15 +90,16 @@ struct Task<'a> {
 impl Task<'_> {
     fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
         let (isa, shape) = (ctx.isa(), self.shape);
-        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
-        let padded_keys = self.keys.len().next_multiple_of(ROW_UNIT);
+        let words = inputs.words;
+        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| words.width(dim));
+        let padded_keys = self.keys.len().next_multiple_of(words.key_unit());
         let mut sums = ctx.zeros(&[padded_keys, width + value_width], DType::F32);
         let (dk, dv) = sums.f32s_mut().split_at_mut(padded_keys * width);
         let mut scratch = Scratch::new(ctx, width, value_width);
-        let mut state = scratch.split(inputs.words, width, value_width);
+        let mut state = scratch.split(Products::new(isa, words), width, value_width);
         let mut copies = ctx.empty(&[self.keys.len().div_ceil(KEYS), KEYS * (width + value_width)], DType::F32);
         for (keys, copy) in self.blocks().zip(copies.f32s_mut().chunks_exact_mut(KEYS * (width + value_width))) {
-            self.load_keys(isa, inputs, &keys, copy);
+            self.load_keys(&state.products, inputs, &keys, copy, state.copy);
         }
         for block in 0..RowBlock::count(shape) {
             let rows = RowBlock::new(shape, self.batch, self.kv_head, block);
@@ -108,17 +107,17 @@ impl Task<'_> {
                 self.clear_share(rows, outputs);
                 continue;
             }
-            state.load_rows(isa, shape, inputs, rows);
+            state.load_rows(shape, inputs, rows);
             self.prefetch(block, inputs, outputs);
             for (keys, copy) in self.blocks().zip(copies.f32s().chunks_exact(KEYS * (width + value_width))) {
                 if rows.sees_any(&keys) {
                     let row = keys.start - self.keys.start;
                     let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
-                    let block = Keys::new(inputs.words, width, &keys, copy);
-                    state.add_block(isa, shape, rows, block, (dk, dv));
+                    let block = Keys::new(words, width, &keys, copy);
+                    state.add_block(shape, rows, block, (dk, dv));
                 }
             }
-            self.store_dq(isa, rows, state.dq, outputs);
+            self.store_dq(rows, &mut state, outputs);
         }
         for keys in self.blocks() {
             let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
@@ -151,11 +150,9 @@ impl Task<'_> {
         if block + 1 < RowBlock::count(shape) {
             let next = rows_of(block + 1);
             let (elements, value_elements) = (next.elements(), next.value_elements());
-            let rows = Rows { starts: &elements[..next.len], cols: shape.head_dim };
-            let value_rows = Rows { starts: &value_elements[..next.len], cols: shape.value_dim };
-            inputs.q.prefetch(rows);
-            inputs.o.prefetch(value_rows);
-            inputs.d_o.prefetch(value_rows);
+            inputs.q.prefetch(&elements[..next.len], shape.head_dim);
+            inputs.o.prefetch(&value_elements[..next.len], shape.value_dim);
+            inputs.d_o.prefetch(&value_elements[..next.len], shape.value_dim);
         }
     }
 
@@ -165,30 +162,35 @@ impl Task<'_> {
         (start..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
     }
 
-    /// Copies a block of keys and values for [`Keys::new`].
-    fn load_keys(&self, isa: Isa, inputs: &Inputs<'_>, keys: &Range<usize>, to: &mut [f32]) {
-        let (head_dim, value_dim, words) = (self.shape.head_dim, self.shape.value_dim, inputs.words);
-        let width = head_dim.next_multiple_of(COL_UNIT);
+    /// Copies a block of keys and values for [`Keys::new`]; `room` is as large as either of the two.
+    fn load_keys(
+        &self,
+        products: &Products,
+        inputs: &Inputs<'_>,
+        keys: &Range<usize>,
+        to: &mut [f32],
+        room: &mut [f32],
+    ) {
+        let (head_dim, value_dim) = (self.shape.head_dim, self.shape.value_dim);
+        let &Products { isa, words, .. } = products;
         let (starts, value_starts) = key_elements(self.shape, self.batch, self.kv_head, keys);
-        let rows = Rows { starts: &starts[..keys.len()], cols: head_dim };
-        let (k, v) = to.split_at_mut(KEYS * width);
-        match words {
-            Words::Singles => inputs.k.copy_rows(isa, rows, k),
-            Words::Pairs => {
-                let (along, down) = k.split_at_mut(KEYS * width / 2);
-                inputs.k.copy_words(isa, words, rows, along);
-                inputs.k.copy_words_down(isa, words, rows, down);
-            }
+        let rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: words.width(head_dim) };
+        let (k, v) = to.split_at_mut(KEYS * rows.width);
+        if words.are_pairs() {
+            let (along, down) = k.split_at_mut(KEYS * rows.width / 2);
+            inputs.k.copy_words(isa, words, rows, along);
+            products.copy_of_keys(inputs.k, rows, down, room);
+        } else {
+            inputs.k.copy_rows(isa, rows, k);
         }
-        let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim };
+        let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim, width: words.width(value_dim) };
         inputs.v.copy_words(isa, words, values, v);
     }
 
-    /// The place for this part's share of the gradient of one query row.
+    /// The place for this part's share of the gradient of elements of one query row.
     #[allow(clippy::mut_from_ref)] // lent memory
-    fn share<'a>(&self, element: usize, outputs: &'a Outputs<'_>) -> &'a mut [f32] {
-        let range = element..element + self.shape.head_dim;
-        // SAFETY: a row of a part belongs to one task, which asks for it once.
+    fn share<'a>(&self, range: Range<usize>, outputs: &'a Outputs<'_>) -> &'a mut [f32] {
+        // SAFETY: a row of a part belongs to one task, which asks for each element once.
         unsafe {
             match self.part {
                 0 => outputs.dq.range(range),
@@ -203,15 +205,18 @@ impl Task<'_> {
     /// The first part is seen by all rows; shares of later ones start as zeros.
     fn clear_share(&self, rows: RowBlock<'_>, outputs: &Outputs<'_>) {
         if self.part == 0 {
-            rows.elements()[..rows.len].iter().for_each(|&element| self.share(element, outputs).fill(0.0));
+            let row = |element| element..element + self.shape.head_dim;
+            rows.elements()[..rows.len].iter().for_each(|&element| self.share(row(element), outputs).fill(0.0));
         }
     }
 
-    fn store_dq(&self, isa: Isa, rows: RowBlock<'_>, dq: &[f32], outputs: &Outputs<'_>) {
-        let width = dq.len() / ROWS;
-        for (element, dq) in rows.elements().into_iter().take(rows.len).zip(dq.chunks_exact(width)) {
-            scale_kernel(isa, &dq[..self.shape.head_dim], self.shape.scale, self.share(element, outputs));
-        }
+    fn store_dq(&self, rows: RowBlock<'_>, state: &mut State<'_>, outputs: &Outputs<'_>) {
+        let State { products, dq, copy, .. } = state;
+        let elements = rows.elements();
+        products.each_row(dq, (rows.len, self.shape.head_dim), copy, |row, first, dq| {
+            let start = elements[row] + first;
+            scale_kernel(products.isa, dq, self.shape.scale, self.share(start..start + dq.len(), outputs));
+        });
     }
 }
 
@@ -228,7 +233,7 @@ struct Keys<'a> {
     keys: &'a Range<usize>,
     /// `[KEYS, width]` elements, words along the rows.
     k: &'a [f32],
-    /// `[KEYS, width]` elements, words along the keys.
+    /// `[KEYS, width]` elements, words along the keys, as [`Products::copy_of_keys`] makes them.
     k_right: &'a [f32],
     /// `[KEYS, value_width]` elements, words along the rows.
     v: &'a [f32],
@@ -239,7 +244,7 @@ impl<'a> Keys<'a> {
         let (k, v) = copy.split_at(KEYS * width);
         let (k, k_right) = match words {
             Words::Singles => (k, k),
-            Words::Pairs => k.split_at(KEYS * width / 2),
+            Words::Pairs | Words::Tiles => k.split_at(KEYS * width / 2),
         };
         Self { keys, k, k_right, v }
     }
@@ -257,7 +262,7 @@ impl Scratch {
         Self { memory: ctx.empty(&[elements], DType::F32) }
     }
 
-    fn split(&mut self, words: Words, width: usize, value_width: usize) -> State<'_> {
+    fn split(&mut self, products: Products, width: usize, value_width: usize) -> State<'_> {
         let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
         let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
         let (dq, memory) = memory.split_at_mut(ROWS * width);
@@ -274,7 +279,7 @@ impl Scratch {
         let statistics = Statistics { lse, delta, seen_from, visible };
         let scores = Scores { p, ds, p_words, ds_words, ds_pairs };
         State {
-            words,
+            products,
             width,
             value_width,
             q,
@@ -293,7 +298,7 @@ impl Scratch {
 
 /// A block of query rows, and room for what it makes of a block of keys.
 struct State<'a> {
-    words: Words,
+    products: Products,
     /// Head elements, rounded up to whole vectors.
     width: usize,
     /// Elements of a head of values, rounded up likewise.
@@ -302,7 +307,7 @@ struct State<'a> {
     q: &'a mut [f32],
     /// `[h, ROWS]` elements, words along h.
     q_transposed: &'a mut [f32],
-    /// `[ROWS, width]`: the gradient of the rows, without the scale.
+    /// `[ROWS, width]`, with tiles `[width, ROWS]`: the gradient of the rows, without the scale.
     dq: &'a mut [f32],
     /// `[ROWS, value_width]`
     o: &'a mut [f32],
@@ -335,7 +340,7 @@ impl Scores<'_> {
     fn operands(&self, words: Words) -> [&[f32]; 3] {
         match words {
             Words::Singles => [self.p, self.ds, self.ds],
-            Words::Pairs => [self.p_words, self.ds_words, self.ds_pairs],
+            Words::Pairs | Words::Tiles => [self.p_words, self.ds_words, self.ds_pairs],
         }
     }
 }
@@ -375,18 +380,19 @@ impl Statistics {
 }
 
 impl State<'_> {
-    fn load_rows(&mut self, isa: Isa, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
-        let (words, width, value_width) = (self.words, self.width, self.value_width);
+    fn load_rows(&mut self, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
+        let Products { isa, words, .. } = self.products;
+        let (width, value_width) = (self.width, self.value_width);
         let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
-        let copied = Rows { starts: elements, cols: shape.head_dim };
+        let copied = Rows { starts: elements, cols: shape.head_dim, width };
         inputs.q.copy_words(isa, words, copied, self.copy);
         let size = (rows.len, words.count(width));
         transpose(isa, self.copy, size, words.count(shape.head_dim), self.q_transposed);
         inputs.q.copy_words_down(isa, words, copied, self.q);
-        let copied = Rows { starts: value_elements, cols: shape.value_dim };
+        let copied = Rows { starts: value_elements, cols: shape.value_dim, width: value_width };
         inputs.o.copy_rows(isa, copied, self.o);
         inputs.d_o.copy_rows(isa, copied, self.copy);
-        self.spread_d_o(isa, (rows.len, shape.value_dim));
+        self.spread_d_o((rows.len, shape.value_dim));
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
         row_dots(isa, &self.o[..rows.len * value_width], self.copy, value_width, &mut statistics.delta);
@@ -397,8 +403,8 @@ impl State<'_> {
     }
 
     /// Makes both operands of the rows of `d_o` in `copy`.
-    fn spread_d_o(&mut self, isa: Isa, (num_rows, value_dim): (usize, usize)) {
-        let (words, width) = (self.words, self.value_width);
+    fn spread_d_o(&mut self, (num_rows, value_dim): (usize, usize)) {
+        let (isa, words, width) = (self.products.isa, self.products.words, self.value_width);
         let rows = &mut self.copy[..num_rows * width];
         let size = (num_rows, words.count(width));
         if words == Words::Singles {
@@ -411,63 +417,67 @@ impl State<'_> {
         round_rows(isa, rows, self.rounded);
         transpose(isa, self.rounded, size, words.count(value_dim), self.d_o_transposed);
         pair_rows(isa, rows, width, (num_rows, width), self.d_o);
+        words.fill(num_rows, width, self.d_o);
     }
 
     /// Adds what the rows and the keys at hand contribute to the three gradients.
     fn add_block(
         &mut self,
-        isa: Isa,
         shape: &AttentionShape,
         rows: RowBlock<'_>,
         block: Keys<'_>,
         (dk, dv): (&mut [f32], &mut [f32]),
     ) {
-        self.compute_scores(isa, shape, rows, &block);
-        let (words, width, value_width, keys) = (self.words, self.width, self.value_width, block.keys);
+        self.compute_scores(shape, rows, &block);
+        let (products, width, value_width, keys) = (&self.products, self.width, self.value_width, block.keys);
+        let words = products.words;
         let [p, ds, ds_along_keys] = self.scores.operands(words);
-        for key in (0..keys.len()).step_by(ROW_UNIT) {
+        for key in (0..keys.len()).step_by(words.key_unit()) {
             // Rows before the first that sees the panel contribute nothing; their scores were not computed.
             let first =
                 self.statistics.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
             if first == rows.len {
                 break;
             }
-            // The word that this row is in: the other row of a pair has scores, too, which are zero.
-            let first = words.count(first + 1) - 1;
-            let size = Size { rows: ROW_UNIT, cols: value_width, inner: words.count(rows.len) - first, words };
+            // The first word of those that this row is in: their other rows have scores, too, which are zero.
+            let first = words.start(first);
+            let inner = words.count(rows.len) - first;
+            let size = Size { rows: words.key_unit(), cols: value_width, inner, words };
             let at = key * words.count(ROWS) + first;
             let right = Right { values: &self.d_o[first * value_width..], stride: value_width };
             let left = |values| Left::rows(values, words.count(ROWS));
-            product(isa, size, left(&p[at..]), right, true, &mut dv[key * value_width..], value_width);
+            products.run(size, left(&p[at..]), right, true, &mut dv[key * value_width..], value_width);
             let size = Size { cols: width, ..size };
             let right = Right { values: &self.q[first * width..], stride: width };
-            product(isa, size, left(&ds[at..]), right, true, &mut dk[key * width..], width);
+            products.run(size, left(&ds[at..]), right, true, &mut dk[key * width..], width);
         }
-        let right = Right { values: block.k_right, stride: width };
-        add_of_keys(isa, words, (rows, keys), ds_along_keys, right, self.dq);
+        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
+            let weights = Right { values: &ds_along_keys[col..], stride: ROWS };
+            products.add_of_keys((rows, col, keys), weights, (block.k_right, width), self.dq);
+        }
     }
 
     /// The softmax of the rows and the keys at hand, and the gradient of their scores.
-    fn compute_scores(&mut self, isa: Isa, shape: &AttentionShape, rows: RowBlock<'_>, block: &Keys<'_>) {
-        let (words, keys) = (self.words, block.keys);
+    fn compute_scores(&mut self, shape: &AttentionShape, rows: RowBlock<'_>, block: &Keys<'_>) {
+        let (isa, words, keys) = (self.products.isa, self.products.words, block.keys);
         let (width, value_width) = (words.count(self.width), words.count(self.value_width));
-        for col in (0..rows.padded_len()).step_by(SCORE_COLS) {
+        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
             // As pairs they go elsewhere, and what they are made from should stay in the nearest cache.
-            let (at, stride) = if words == Words::Pairs { (0, SCORE_COLS) } else { (col, ROWS) };
-            for part in rows.score_parts(col, keys) {
+            let (at, stride) = if words.are_pairs() { (0, SCORE_COLS) } else { (col, ROWS) };
+            for part in rows.score_parts(words, col, keys) {
                 let size =
                     Size { rows: part.keys.len(), cols: part.cols.len(), inner: words.count(shape.head_dim), words };
                 let to = part.keys.start * stride + at + part.cols.start - col;
                 let left = Left::rows(&block.k[part.keys.start * width..], width);
                 let right = Right { values: &self.q_transposed[part.cols.start..], stride: ROWS };
-                product(isa, size, left, right, false, &mut self.scores.p[to..], stride);
+                self.products.run(size, left, right, false, &mut self.scores.p[to..], stride);
                 let size = Size { inner: words.count(shape.value_dim), ..size };
                 let left = Left::rows(&block.v[part.keys.start * value_width..], value_width);
                 let right = Right { values: &self.d_o_transposed[part.cols.start..], stride: ROWS };
-                product(isa, size, left, right, false, &mut self.scores.ds[to..], stride);
+                self.products.run(size, left, right, false, &mut self.scores.ds[to..], stride);
             }
-            for first_col in (col..rows.padded_len().min(col + SCORE_COLS)).step_by(COL_UNIT) {
-                let num_keys = rows.visible_in(first_col + COL_UNIT - 1, keys).next_multiple_of(ROW_UNIT);
+            for first_col in (col..rows.padded_len(words).min(col + SCORE_COLS)).step_by(COL_UNIT) {
+                let num_keys = rows.num_scored(words, first_col, keys).next_multiple_of(words.key_unit());
                 let at = at + first_col - col;
                 let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, words };
                 score_grads(isa, columns, shape.scale * LOG2_E, &mut self.scores, &self.statistics);

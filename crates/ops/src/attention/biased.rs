@@ -10,7 +10,8 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, Left, ROW_UNIT, ROWS, Right, Size, key_starts, product};
+use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS, key_starts};
+use super::products::{Left, Right, Size, product};
 use super::words::{Rows, Values, Words, transpose};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
@@ -216,7 +217,7 @@ impl<'a> Block<'a> {
         let starts: [usize; ROWS] = std::array::from_fn(|i| self.elements(i.min(len - 1), of.dim).start);
         let mut rows = ctx.empty(&[ROWS, of.width()], DType::F32);
         let mut transposed = ctx.empty(&[of.width(), ROWS], DType::F32);
-        of.values.copy_rows(isa, Rows { starts: &starts[..len], cols: of.dim }, rows.f32s_mut());
+        of.values.copy_rows(isa, Rows { starts: &starts[..len], cols: of.dim, width: of.width() }, rows.f32s_mut());
         transpose(isa, rows.f32s(), (len, of.width()), of.dim, transposed.f32s_mut());
         BlockRows { rows, transposed }
     }
@@ -290,7 +291,8 @@ impl<'a> Block<'a> {
         for block in 0..self.shape.kv_len.div_ceil(KEYS) {
             let keys = piece_range(block, KEYS, self.shape.kv_len);
             let starts = key_starts(self.shape, (self.batch, kv_head), &keys, of.dim);
-            of.values.copy_rows(ctx.isa(), Rows { starts: &starts[..keys.len()], cols: of.dim }, copy.f32s_mut());
+            let rows = Rows { starts: &starts[..keys.len()], cols: of.dim, width: of.width() };
+            of.values.copy_rows(ctx.isa(), rows, copy.f32s_mut());
             look(keys, copy.f32s());
         }
     }

@@ -1,11 +1,9 @@
-//! What both passes of attention are made of: blocks of query rows, and small matrix products.
+//! What both passes of attention go through: blocks of query rows and the keys that they see.
 
 use std::ops::Range;
 
 use super::AttentionShape;
 use super::words::Words;
-use crate::Isa;
-use crate::simd::{Level, kernel};
 
 /// Query rows of a block.
 pub(super) const ROWS: usize = 64;
@@ -53,9 +51,9 @@ impl<'a> RowBlock<'a> {
         key_elements(self.shape, self.batch, self.kv_head, keys)
     }
 
-    /// Rows rounded up to whole vectors.
-    pub(super) fn padded_len(&self) -> usize {
-        self.len.next_multiple_of(COL_UNIT)
+    /// Rows rounded up to what products take.
+    pub(super) fn padded_len(&self, words: Words) -> usize {
+        self.len.next_multiple_of(if words == Words::Tiles { SCORE_COLS } else { COL_UNIT })
     }
 
     fn query_and_head(&self, row: usize) -> (usize, usize) {
@@ -121,13 +119,30 @@ impl<'a> RowBlock<'a> {
     }
 
     /// What to compute of the scores of [`SCORE_COLS`] rows from `col` on: keys that the first half sees for all, and what
-    /// only the second half sees for that alone.
-    pub(super) fn score_parts(&self, col: usize, keys: &Range<usize>) -> impl Iterator<Item = ScorePart> {
-        let seen = |row: usize| self.visible_in(row, keys).next_multiple_of(ROW_UNIT);
-        let (middle, end) = (col + COL_UNIT, self.padded_len().min(col + SCORE_COLS));
-        let (first, all) = (seen(middle - 1), seen(end - 1));
+    /// only the second half sees for that alone. Tiles take both halves together.
+    pub(super) fn score_parts(
+        &self,
+        words: Words,
+        col: usize,
+        keys: &Range<usize>,
+    ) -> impl Iterator<Item = ScorePart> + use<> {
+        let (middle, end) = (col + COL_UNIT, self.padded_len(words).min(col + SCORE_COLS));
+        let (first, all) = (self.num_scored(words, col, keys), self.num_scored(words, end - COL_UNIT, keys));
+        let [first, all] = [first, all].map(|keys| keys.next_multiple_of(ROW_UNIT));
         let parts = [ScorePart { cols: col..end, keys: 0..first }, ScorePart { cols: middle..end, keys: first..all }];
         parts.into_iter().filter(|part| !part.keys.is_empty())
+    }
+
+    /// Of some keys, how many from the first on have weights for the [`COL_UNIT`] rows from `col` on, zeros where a row does not see
+    /// one: for tiles as many as for the other half of [`SCORE_COLS`] rows, whole words of them.
+    pub(super) fn num_scored(&self, words: Words, col: usize, keys: &Range<usize>) -> usize {
+        match words {
+            Words::Singles | Words::Pairs => self.visible_in(col + COL_UNIT - 1, keys),
+            Words::Tiles => {
+                let last = (col / SCORE_COLS + 1) * SCORE_COLS - 1;
+                self.visible_in(last, keys).next_multiple_of(words.key_unit())
+            }
+        }
     }
 }
 
@@ -156,216 +171,6 @@ pub(super) fn key_starts(
 ) -> [usize; KEYS] {
     let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
     std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * dim)
-}
-
-/// The left operand of a product, in words: a matrix with rows `stride` apart, or its transpose.
-#[derive(Clone, Copy)]
-pub(super) struct Left<'a> {
-    values: &'a [f32],
-    stride: usize,
-    is_transposed: bool,
-}
-
-impl<'a> Left<'a> {
-    /// The matrix as it lies.
-    pub(super) fn rows(values: &'a [f32], stride: usize) -> Self {
-        Self { values, stride, is_transposed: false }
-    }
-
-    /// The transpose of what lies there.
-    pub(super) fn columns(values: &'a [f32], stride: usize) -> Self {
-        Self { values, stride, is_transposed: true }
-    }
-
-    /// Where a part of so many rows and words ends.
-    fn end(&self, rows: usize, inner: usize) -> usize {
-        let (last, len) = if self.is_transposed { (inner - 1, rows) } else { (rows - 1, inner) };
-        last * self.stride + len
-    }
-}
-
-/// A row-major matrix, possibly a part of a wider one.
-#[derive(Clone, Copy)]
-pub(super) struct Right<'a> {
-    pub(super) values: &'a [f32],
-    pub(super) stride: usize,
-}
-
-/// The sizes of a product: `rows` a multiple of [`ROW_UNIT`], `cols` of [`COL_UNIT`], `inner` in words.
-#[derive(Clone, Copy)]
-pub(super) struct Size {
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-    pub(super) inner: usize,
-    pub(super) words: Words,
-}
-
-kernel! {
-    bf16
-    /// `c = a b`, or `c += a b` with `add`, where `c` is row-major with rows `c_stride` apart.
-    pub(super) fn product<S: Level>(
-        size: Size,
-        a: Left<'_>,
-        b: Right<'_>,
-        add: bool,
-        c: &mut [f32],
-        c_stride: usize,
-    ) {
-        let Size { rows, cols, inner, words } = size;
-        if rows == 0 || cols == 0 {
-            return;
-        }
-        assert!(rows.is_multiple_of(ROW_UNIT) && cols.is_multiple_of(COL_UNIT));
-        assert!(c.len() >= (rows - 1) * c_stride + cols);
-        assert!(inner == 0 || b.values.len() >= (inner - 1) * b.stride + cols);
-        assert!(words == Words::Singles || S::HAS_PAIR_DOT);
-        assert!(inner == 0 || a.values.len() >= a.end(rows, inner));
-        // SAFETY: the assertions keep every element of the product inside the three slices.
-        unsafe {
-            match (a.is_transposed, words) {
-                (false, Words::Singles) => tiles::<S, false, false>(size, a, b, add, c, c_stride),
-                (true, Words::Singles) => tiles::<S, true, false>(size, a, b, add, c, c_stride),
-                (false, Words::Pairs) => tiles::<S, false, true>(size, a, b, add, c, c_stride),
-                (true, Words::Pairs) => tiles::<S, true, true>(size, a, b, add, c, c_stride),
-            }
-        }
-    }
-}
-
-/// Adds to the rows `to` of a block of queries what the keys that they see give them: `weights`, with the keys along its
-/// columns, times the rows of `right`, both in words along the keys.
-pub(super) fn add_of_keys(
-    isa: Isa,
-    words: Words,
-    (rows, keys): (RowBlock<'_>, &Range<usize>),
-    weights: &[f32],
-    right: Right<'_>,
-    to: &mut [f32],
-) {
-    let cols = right.stride;
-    for row in (0..rows.len).step_by(ROW_UNIT) {
-        let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
-        let size = Size { rows: ROW_UNIT, cols, inner, words };
-        product(isa, size, Left::columns(&weights[row..], ROWS), right, true, &mut to[row * cols..], cols);
-    }
-}
-
-/// A product cut into tiles that fit registers. They divide the units whatever the width of vectors: 8 x 32 or 8 x 16
-/// elements, 4 x 16, 4 x 8.
-///
-/// # Safety
-/// The sizes must fit the slices; `COLUMNS` says whether `a` is transposed, `PAIRS` which words there are.
-#[inline(always)]
-unsafe fn tiles<S: Level, const COLUMNS: bool, const PAIRS: bool>(
-    size: Size,
-    a: Left<'_>,
-    b: Right<'_>,
-    add: bool,
-    c: &mut [f32],
-    c_stride: usize,
-) {
-    let has_wide_vectors = S::WIDTH == COL_UNIT;
-    let mut col = 0;
-    while col < size.cols {
-        let is_pair = !has_wide_vectors || col + 2 * COL_UNIT <= size.cols;
-        for row in (0..size.rows).step_by(if has_wide_vectors { 8 } else { 4 }) {
-            let tile = Tile {
-                inner: size.inner,
-                a: a.values.as_ptr().wrapping_add(if COLUMNS { row } else { row * a.stride }),
-                a_stride: a.stride,
-                b: b.values.as_ptr().wrapping_add(col),
-                b_stride: b.stride,
-                c: c.as_mut_ptr().wrapping_add(row * c_stride + col),
-                c_stride,
-            };
-            // SAFETY: the caller's promise.
-            unsafe {
-                match (has_wide_vectors, is_pair) {
-                    (true, true) => tile_product::<S, COLUMNS, PAIRS, 8, 2>(tile, add),
-                    (true, false) => tile_product::<S, COLUMNS, PAIRS, 8, 1>(tile, add),
-                    (false, _) => tile_product::<S, COLUMNS, PAIRS, 4, 2>(tile, add),
-                }
-            }
-        }
-        col += if is_pair { 2 * S::WIDTH } else { S::WIDTH };
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Tile {
-    inner: usize,
-    a: *const f32,
-    a_stride: usize,
-    b: *const f32,
-    b_stride: usize,
-    c: *mut f32,
-    c_stride: usize,
-}
-
-/// A product small enough that its result stays in registers: `M` rows of `N` vectors.
-///
-/// # Safety
-/// The operands' elements must be readable and the result's writable.
-#[inline(always)]
-unsafe fn tile_product<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: usize, const N: usize>(
-    tile: Tile,
-    add: bool,
-) {
-    /// Steps taken together, so that the addresses of rows are computed once for all.
-    const STEPS: usize = 4;
-    let Tile { inner, mut a, a_stride, mut b, b_stride, c, c_stride } = tile;
-    let mut sums = [[S::splat(0.0); N]; M];
-    // SAFETY: the caller's promise. Pointers move past the end with `wrapping_add` only.
-    unsafe {
-        for _ in 0..inner / STEPS {
-            for step in 0..STEPS {
-                tile_step::<S, COLUMNS, PAIRS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
-            }
-            a = a.wrapping_add(if COLUMNS { STEPS * a_stride } else { STEPS });
-            b = b.wrapping_add(STEPS * b_stride);
-        }
-        for step in 0..inner % STEPS {
-            tile_step::<S, COLUMNS, PAIRS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
-        }
-        for (m, sums) in sums.iter().enumerate() {
-            for (n, &sum) in sums.iter().enumerate() {
-                let to = c.add(m * c_stride + n * S::WIDTH);
-                let sum = if add { S::vector_mul_add(sum, S::splat(1.0), S::load(to)) } else { sum };
-                S::store(to, sum);
-            }
-        }
-    }
-}
-
-/// Adds the outer product of column `step` of `a` and a row of `b`.
-///
-/// # Safety
-/// As for [`tile_product`].
-#[inline(always)]
-unsafe fn tile_step<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: usize, const N: usize>(
-    sums: &mut [[S::Vector; N]; M],
-    a: *const f32,
-    a_stride: usize,
-    step: usize,
-    b: *const f32,
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut row_of_b = [S::splat(0.0); N];
-        for (n, vector) in row_of_b.iter_mut().enumerate() {
-            *vector = S::load(b.add(n * S::WIDTH));
-        }
-        for (m, sums) in sums.iter_mut().enumerate() {
-            let factor = S::splat(*a.add(if COLUMNS { step * a_stride + m } else { m * a_stride + step }));
-            for n in 0..N {
-                sums[n] = if PAIRS {
-                    S::dot_pairs(factor, row_of_b[n], sums[n])
-                } else {
-                    S::vector_mul_add(factor, row_of_b[n], sums[n])
-                };
-            }
-        }
-    }
 }
 
 /// Of `num_keys` keys from `first` on, how many at the start are seen by all of some rows, of which each sees the keys

@@ -8,7 +8,8 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, Left, ROWS, Right, RowBlock, SCORE_COLS, Size, add_of_keys, product};
+use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS};
+use super::products::{Left, Products, Right, Size};
 use super::softmax::{Columns, softmax};
 use super::words::{Rows, Values, Words, transpose};
 use crate::Context;
@@ -37,20 +38,25 @@ pub(super) fn run(
         let o = Lent::new(o.slice_mut::<T>());
         ctx.threads().run(pairs * tasks_per_pair, |task| {
             let blocks = piece_range(task % tasks_per_pair, blocks_per_task, num_blocks);
-            let task = Task { ctx, shape, words, sinks, pair: task / tasks_per_pair, blocks };
-            let mut scratch = Scratch::new(ctx, shape, task.blocks.len());
+            let products = Products::new(ctx.isa(), words);
+            let task = Task { products, shape, sinks, pair: task / tasks_per_pair, blocks };
+            let mut scratch = Scratch::new(ctx, words, shape, task.blocks.len());
             task.attend(&mut scratch, inputs);
-            for (rows, state) in task.rows().zip(scratch.states()) {
-                rows.value_elements()[..rows.len].iter().for_each(|&start| o.prefetch_far(start, shape.value_dim));
-                for (row, start) in rows.value_elements().into_iter().take(rows.len).enumerate() {
-                    let statistic = rows.statistic(row);
+            let (shared, states) = scratch.split();
+            for (rows, state) in task.rows().zip(states) {
+                let starts = rows.value_elements();
+                starts[..rows.len].iter().for_each(|&start| o.prefetch_far(start, shape.value_dim));
+                task.products.each_row(state.o, (rows.len, shape.value_dim), shared.scores, |row, first, from| {
+                    let start = starts[row] + first;
                     // SAFETY: each row belongs to one block, and each block to one task.
-                    let (o, lse) =
-                        unsafe { (o.range(start..start + shape.value_dim), lse.range(statistic..statistic + 1)) };
-                    let sum = state.sum[row];
-                    let from = &state.o[row * state.o.len() / ROWS..][..shape.value_dim];
-                    scale_kernel::<T>(ctx.isa(), from, 1.0 / sum, o);
-                    lse[0] = state.max[row] * LN_2 + sum.ln();
+                    let o = unsafe { o.range(start..start + from.len()) };
+                    scale_kernel::<T>(ctx.isa(), from, 1.0 / state.sum[row], o);
+                });
+                for row in 0..rows.len {
+                    let statistic = rows.statistic(row);
+                    // SAFETY: as above.
+                    let lse = unsafe { lse.range(statistic..statistic + 1) };
+                    lse[0] = state.max[row] * LN_2 + state.sum[row].ln();
                 }
             }
         });
@@ -77,9 +83,9 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(ctx: &Context, shape: &AttentionShape, num_blocks: usize) -> Self {
-        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(COL_UNIT));
-        let shared = KEYS * (width + value_width + ROWS + ROWS / 2);
+    fn new(ctx: &Context, words: Words, shape: &AttentionShape, num_blocks: usize) -> Self {
+        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| words.width(dim));
+        let shared = KEYS * (width + value_width + SCORE_COLS + SCORE_COLS / 2);
         Self {
             shared: ctx.empty(&[shared], DType::F32),
             states: ctx.empty(&[num_blocks, ROWS * (width + value_width + 2)], DType::F32),
@@ -93,23 +99,16 @@ impl Scratch {
         let (width, value_width) = (self.width, self.value_width);
         let (k, memory) = self.shared.f32s_mut().split_at_mut(KEYS * width);
         let (v, memory) = memory.split_at_mut(KEYS * value_width);
-        let (scores, weights) = memory.split_at_mut(KEYS * ROWS);
-        (Shared { width, value_width, k, v, scores, weights }, states(&mut self.states, width, value_width))
+        let (scores, weights) = memory.split_at_mut(KEYS * SCORE_COLS);
+        let states = self.states.f32s_mut().chunks_exact_mut(ROWS * (width + value_width + 2)).map(move |memory| {
+            let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
+            let (o, memory) = memory.split_at_mut(ROWS * value_width);
+            let (max, sum) = memory.split_at_mut(ROWS);
+            let row = |memory| <&mut [f32; ROWS]>::try_from(memory).expect("a number for each row");
+            State { q_transposed, o, max: row(max), sum: row(sum) }
+        });
+        (Shared { width, value_width, k, v, scores, weights }, states)
     }
-
-    fn states(&mut self) -> impl Iterator<Item = State<'_>> {
-        states(&mut self.states, self.width, self.value_width)
-    }
-}
-
-fn states(memory: &mut Tensor, width: usize, value_width: usize) -> impl Iterator<Item = State<'_>> {
-    memory.f32s_mut().chunks_exact_mut(ROWS * (width + value_width + 2)).map(move |memory| {
-        let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
-        let (o, memory) = memory.split_at_mut(ROWS * value_width);
-        let (max, sum) = memory.split_at_mut(ROWS);
-        let row = |memory| <&mut [f32; ROWS]>::try_from(memory).expect("a number for each row");
-        State { q_transposed, o, max: row(max), sum: row(sum) }
-    })
 }
 
 /// Memory that the blocks of a task use in turn.
@@ -120,11 +119,12 @@ struct Shared<'a> {
     value_width: usize,
     /// `[KEYS, width]` elements in words: the keys at hand.
     k: &'a mut [f32],
-    /// `[KEYS, value_width]` elements in words along the keys: their values.
+    /// `[KEYS, value_width]` elements in words along the keys: their values. For tiles `[value_width, KEYS / 2]` words, and room for as
+    /// many.
     v: &'a mut [f32],
-    /// `[KEYS, ROWS]`
+    /// `[KEYS, SCORE_COLS]`
     scores: &'a mut [f32],
-    /// `[KEYS / 2, ROWS]`: what scores become, as pairs.
+    /// `[KEYS / 2, SCORE_COLS]`: what scores become, as pairs.
     weights: &'a mut [f32],
 }
 
@@ -132,7 +132,7 @@ struct Shared<'a> {
 struct State<'a> {
     /// `[h, ROWS]` elements in words.
     q_transposed: &'a mut [f32],
-    /// `[ROWS, value_width]`: sum over keys of `2^(score - max) v`.
+    /// `[ROWS, value_width]`, with tiles `[value_width, ROWS]`: sum over keys of `2^(score - max) v`.
     o: &'a mut [f32],
     /// Largest score of each row so far.
     max: &'a mut [f32; ROWS],
@@ -142,9 +142,8 @@ struct State<'a> {
 
 /// Some blocks of the rows of one sequence and key head.
 struct Task<'a> {
-    ctx: &'a Context,
+    products: Products,
     shape: &'a AttentionShape,
-    words: Words,
     sinks: Option<&'a [f32]>,
     /// Sequence and key head.
     pair: usize,
@@ -181,9 +180,9 @@ impl<'a> Task<'a> {
     }
 
     fn begin(&self, rows: RowBlock<'_>, q: Values<'_>, shared: &mut Shared<'_>, state: State<'_>) {
-        let (isa, words, dim) = (self.ctx.isa(), self.words, self.shape.head_dim);
+        let (isa, words, dim) = (self.products.isa, self.products.words, self.shape.head_dim);
         // There are no keys yet.
-        let copied = Rows { starts: &rows.elements()[..rows.len], cols: dim };
+        let copied = Rows { starts: &rows.elements()[..rows.len], cols: dim, width: shared.width };
         q.copy_words(isa, words, copied, shared.k);
         transpose(isa, shared.k, (rows.len, words.count(shared.width)), words.count(dim), state.q_transposed);
         state.o.fill(0.0);
@@ -201,36 +200,46 @@ impl<'a> Task<'a> {
         (k, v): (Values<'_>, Values<'_>),
         shared: &mut Shared<'_>,
     ) {
-        let (isa, words) = (self.ctx.isa(), self.words);
+        let (isa, words) = (self.products.isa, self.products.words);
         let (starts, value_starts) = rows.key_elements(keys);
-        let values = Rows { starts: &value_starts[..keys.len()], cols: self.shape.value_dim };
-        k.copy_words(isa, words, Rows { starts: &starts[..keys.len()], cols: self.shape.head_dim }, shared.k);
-        v.copy_words_down(isa, words, values, shared.v);
+        let key_rows = Rows { starts: &starts[..keys.len()], cols: self.shape.head_dim, width: shared.width };
+        k.copy_words(isa, words, key_rows, shared.k);
+        let values =
+            Rows { starts: &value_starts[..keys.len()], cols: self.shape.value_dim, width: shared.value_width };
+        let (to, room) = of_keys(words, shared.v);
+        self.products.copy_of_keys(v, values, to, room);
     }
 
-    /// Takes the keys at hand into the sums of a block of rows.
+    /// Takes the keys at hand into the sums of a block of rows: some rows at a time, so that their scores stay in the nearest cache.
     fn add_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, shared: &mut Shared<'_>, state: State<'_>) {
-        let (isa, words) = (self.ctx.isa(), self.words);
+        let (isa, words) = (self.products.isa, self.products.words);
         let width = words.count(shared.width);
-        for col in (0..rows.padded_len()).step_by(SCORE_COLS) {
-            for part in rows.score_parts(col, keys) {
+        let visible = (rows.first_visible_counts(), rows.visible_counts());
+        let (v, _) = of_keys(words, shared.v);
+        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
+            for part in rows.score_parts(words, col, keys) {
                 let (rows, cols) = (part.keys.len(), part.cols.len());
                 let size = Size { rows, cols, inner: words.count(self.shape.head_dim), words };
                 let left = Left::rows(&shared.k[part.keys.start * width..], width);
                 let right = Right { values: &state.q_transposed[part.cols.start..], stride: ROWS };
-                let to = &mut shared.scores[part.keys.start * ROWS + part.cols.start..];
-                product(isa, size, left, right, false, to, ROWS);
+                let to = &mut shared.scores[part.keys.start * SCORE_COLS + part.cols.start - col..];
+                self.products.run(size, left, right, false, to, SCORE_COLS);
             }
+            for first_col in (col..rows.padded_len(words).min(col + SCORE_COLS)).step_by(COL_UNIT) {
+                let num_keys = rows.num_scored(words, first_col, keys);
+                let scale = self.shape.scale * LOG2_E;
+                let columns = Columns { first_col, first_key: keys.start, num_keys, scale, words };
+                softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), state.o);
+            }
+            let weights = if words.are_pairs() { &*shared.weights } else { &*shared.scores };
+            let weights = Right { values: weights, stride: SCORE_COLS };
+            self.products.add_of_keys((rows, col, keys), weights, (v, shared.value_width), state.o);
         }
-        let visible = (rows.first_visible_counts(), rows.visible_counts());
-        let scale = self.shape.scale * LOG2_E;
-        for col in (0..rows.padded_len()).step_by(COL_UNIT) {
-            let num_keys = rows.visible_in(col + COL_UNIT - 1, keys);
-            let columns = Columns { first_col: col, first_key: keys.start, num_keys, scale, words };
-            softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), state.o);
-        }
-        let weights = if words == Words::Pairs { &*shared.weights } else { &*shared.scores };
-        let right = Right { values: shared.v, stride: shared.value_width };
-        add_of_keys(isa, words, (rows, keys), weights, right, state.o);
     }
+}
+
+/// The memory of keys' rows as [`Products::copy_of_keys`] takes it: where they go, and room for tiles.
+fn of_keys(words: Words, memory: &mut [f32]) -> (&mut [f32], &mut [f32]) {
+    let len = memory.len();
+    memory.split_at_mut(if words == Words::Tiles { len / 2 } else { len })
 }

@@ -1,6 +1,6 @@
 //! The running softmax of attention's forward pass.
 
-use super::blocks::{COL_UNIT, ROWS, lanes_of, lanes_of_mut, seen_by_all};
+use super::blocks::{COL_UNIT, ROWS, SCORE_COLS, lanes_of, lanes_of_mut, seen_by_all};
 use super::words::Words;
 use crate::simd::{Level, kernel};
 use crate::vmath;
@@ -17,11 +17,19 @@ pub(super) struct Columns {
     pub(super) words: Words,
 }
 
+impl Columns {
+    /// Where the columns are among those of the scores.
+    #[inline(always)]
+    fn at(&self) -> usize {
+        self.first_col % SCORE_COLS
+    }
+}
+
 kernel! {
     bf16
-    /// Turns scores `[keys, ROWS]` into `2^(score - max)`, zero where a row does not see the key, after raising the rows'
-    /// maxima; scales what the rows have summed up so far accordingly. `state` is the maximum and the sum of each row. The
-    /// weights take the place of the scores, or go to `pairs` `[keys / 2, ROWS]` as pairs along the keys.
+    /// Turns scores `[keys, SCORE_COLS]` into `2^(score - max)`, zero where a row does not see the key, after raising the rows'
+    /// maxima; scales what the rows have summed up so far (`o`) accordingly. `state` is the maximum and the sum of each row. The
+    /// weights take the place of the scores, or go to `pairs` `[keys / 2, SCORE_COLS]` as pairs along the keys.
     pub(super) fn softmax<S: Level>(
         columns: Columns,
         scores: &mut [f32],
@@ -37,11 +45,11 @@ kernel! {
         let visible = (lanes_of(&visible.0, first_col), lanes_of(&visible.1, first_col));
         let (max, sum) = (lanes_of_mut(state.0, first_col), lanes_of_mut(state.1, first_col));
         let num_open = seen_by_all(first_key, num_keys, (visible.0, visible.1));
-        let scores = &mut scores[..num_keys * ROWS];
+        let scores = &mut scores[..num_keys * SCORE_COLS];
         let new_max = raise(columns, num_open, scores, visible, *max);
         let new_sum = match columns.words {
             Words::Singles => weigh::<S>(columns, num_open, scores, &new_max),
-            Words::Pairs => weigh_pairs::<S>(columns, num_open, scores, &new_max, pairs),
+            Words::Pairs | Words::Tiles => weigh_pairs::<S>(columns, num_open, scores, &new_max, pairs),
         };
         let mut factors = [0.0_f32; COL_UNIT];
         for i in 0..COL_UNIT {
@@ -49,12 +57,29 @@ kernel! {
             sum[i] = S::mul_add(sum[i], factors[i], new_sum[i]);
         }
         *max = new_max;
-        let width = o.len() / ROWS;
-        for (row, factor) in o.chunks_exact_mut(width).skip(first_col).zip(factors) {
-            // A later block rarely raises the maximum.
-            if factor != 1.0 {
-                row.iter_mut().for_each(|o| *o *= factor);
+        scale::<S>(o, columns, &factors);
+    }
+}
+
+/// Scales what each of the rows has summed up: `o [ROWS, width]`, with tiles `[width, ROWS]`. A later block rarely raises the maximum.
+#[inline(always)]
+fn scale<S: Level>(o: &mut [f32], columns: Columns, factors: &[f32; COL_UNIT]) {
+    let Columns { first_col, words, .. } = columns;
+    if words == Words::Tiles {
+        if factors.iter().any(|&factor| factor != 1.0) {
+            assert!(S::WIDTH == COL_UNIT, "vectors of sixteen lanes");
+            for o in o.chunks_exact_mut(ROWS) {
+                let o = lanes_of_mut(o, first_col).as_mut_ptr();
+                // SAFETY: arrays of COL_UNIT lanes. By vectors: the compiler would gather what lies ROWS apart.
+                unsafe { S::store(o, S::vector_mul_add(S::load(o), S::load(factors.as_ptr()), S::splat(0.0))) };
             }
+        }
+        return;
+    }
+    let width = o.len() / ROWS;
+    for (row, &factor) in o.chunks_exact_mut(width).skip(first_col).zip(factors) {
+        if factor != 1.0 {
+            row.iter_mut().for_each(|o| *o *= factor);
         }
     }
 }
@@ -69,27 +94,49 @@ fn raise(
     (seen_from, visible): (&[i32; COL_UNIT], &[i32; COL_UNIT]),
     mut max: [f32; COL_UNIT],
 ) -> [f32; COL_UNIT] {
-    let Columns { first_col, first_key, scale, .. } = columns;
-    let (open, edge) = scores.split_at_mut(num_open * ROWS);
-    for scores in open.chunks_exact(ROWS) {
-        let scores = lanes_of(scores, first_col);
-        for i in 0..COL_UNIT {
-            let score = scores[i] * scale;
-            max[i] = if score > max[i] { score } else { max[i] };
+    let Columns { first_key, scale, .. } = columns;
+    let (open, edge) = scores.split_at_mut(num_open * SCORE_COLS);
+    // Several maxima that do not wait for each other.
+    let mut maxima = [max; 4];
+    let (fours, rest) = open.as_chunks::<{ 4 * SCORE_COLS }>();
+    for scores in fours {
+        for (key, max) in maxima.iter_mut().enumerate() {
+            *max = greater(*max, scaled(lanes_of(scores, key * SCORE_COLS + columns.at()), scale));
         }
     }
-    for (key, scores) in (first_key + num_open..).zip(edge.chunks_exact_mut(ROWS)) {
+    for scores in rest.chunks_exact(SCORE_COLS) {
+        maxima[0] = greater(maxima[0], scaled(lanes_of(scores, columns.at()), scale));
+    }
+    let [a, b, c, d] = maxima;
+    max = greater(greater(a, b), greater(c, d));
+    for (key, scores) in (first_key + num_open..).zip(edge.chunks_exact_mut(SCORE_COLS)) {
         let key = key as i32;
-        let scores = lanes_of_mut(scores, first_col);
-        let mut masked = scores.map(|score| score * scale);
+        let scores = lanes_of_mut(scores, columns.at());
+        let mut masked = scaled(scores, scale);
         for i in 0..COL_UNIT {
             let is_seen = (key < visible[i]) & (key >= seen_from[i]);
             masked[i] = if is_seen { masked[i] } else { f32::NEG_INFINITY };
         }
-        for i in 0..COL_UNIT {
-            max[i] = if masked[i] > max[i] { masked[i] } else { max[i] };
-        }
+        max = greater(max, masked);
         *scores = masked;
+    }
+    max
+}
+
+#[inline(always)]
+fn scaled(scores: &[f32; COL_UNIT], scale: f32) -> [f32; COL_UNIT] {
+    let mut scaled = *scores;
+    for score in &mut scaled {
+        *score *= scale;
+    }
+    scaled
+}
+
+/// The greater of each two, the first where the second is no number.
+#[inline(always)]
+fn greater(mut max: [f32; COL_UNIT], scores: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
+    for i in 0..COL_UNIT {
+        max[i] = if scores[i] > max[i] { scores[i] } else { max[i] };
     }
     max
 }
@@ -103,7 +150,7 @@ fn weights_of<S: Level>(
     max: &[f32; COL_UNIT],
     sum: &mut [f32; COL_UNIT],
 ) -> [f32; COL_UNIT] {
-    let mut weights = *lanes_of(&scores[key * ROWS..], columns.first_col);
+    let mut weights = *lanes_of(&scores[key * SCORE_COLS..], columns.at());
     if key < num_open {
         // Rounded before the subtraction, as the maximum and backward's scores are: fused, what the two make of a large
         // score would differ.
@@ -127,7 +174,7 @@ fn weigh<S: Level>(columns: Columns, num_open: usize, scores: &mut [f32], max: &
     let mut sum = [0.0; COL_UNIT];
     for key in 0..columns.num_keys {
         let weights = weights_of::<S>((columns, num_open), key, scores, max, &mut sum);
-        *lanes_of_mut(&mut scores[key * ROWS..], columns.first_col) = weights;
+        *lanes_of_mut(&mut scores[key * SCORE_COLS..], columns.at()) = weights;
     }
     sum
 }
@@ -143,14 +190,14 @@ fn weigh_pairs<S: Level>(
 ) -> [f32; COL_UNIT] {
     assert!(S::HAS_PAIR_DOT, "pairs of bf16");
     let mut sum = [0.0; COL_UNIT];
-    for (pair, to) in (0..columns.num_keys.div_ceil(2)).zip(pairs.chunks_exact_mut(ROWS)) {
+    for (pair, to) in (0..columns.num_keys.div_ceil(2)).zip(pairs.chunks_exact_mut(SCORE_COLS)) {
         let low = weights_of::<S>((columns, num_open), 2 * pair, scores, max, &mut sum);
         let high = if 2 * pair + 1 < columns.num_keys {
             weights_of::<S>((columns, num_open), 2 * pair + 1, scores, max, &mut sum)
         } else {
             [0.0; COL_UNIT]
         };
-        let to = lanes_of_mut(to, columns.first_col);
+        let to = lanes_of_mut(to, columns.at());
         // SAFETY: each array is a vector of COL_UNIT lanes, as vectors have where pairs are multiplied.
         unsafe { S::store(to.as_mut_ptr(), S::pair(S::load(low.as_ptr()), S::load(high.as_ptr()))) };
     }

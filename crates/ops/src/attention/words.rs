@@ -5,10 +5,13 @@
 
 use moeworks_tensor::{DType, Tensor, bf16};
 
-use super::blocks::{COL_UNIT, ROWS};
+use super::blocks::{COL_UNIT, ROW_UNIT, ROWS, SCORE_COLS};
 use crate::Isa;
 use crate::parallel::prefetch_elements_far;
 use crate::simd::{Float, kernel};
+
+/// Words that a tile register takes along the inner dimension.
+const TILE_WORDS: usize = 16;
 
 /// What the words of a product are.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,14 +20,23 @@ pub(super) enum Words {
     Singles,
     /// Two bf16 that follow each other along the inner dimension.
     Pairs,
+    /// The same for tile registers, which take sixteen words at a time: operands are filled up with zeros.
+    Tiles,
 }
 
 impl Words {
     /// What is best for tensors of these types.
     pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
-        // With AMX the product of pairs in vectors is slower than multiply-adds of f32.
-        let pairs = isa == Isa::Avx512Bf16 && dtypes.iter().all(|&dtype| dtype == DType::BF16);
-        if pairs { Self::Pairs } else { Self::Singles }
+        match isa {
+            Isa::Avx512Bf16 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Pairs,
+            Isa::Amx if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Tiles,
+            _ => Self::Singles,
+        }
+    }
+
+    /// Whether words are two bf16.
+    pub(super) fn are_pairs(self) -> bool {
+        self != Self::Singles
     }
 
     /// Words that so many elements make; the last may have to be filled up.
@@ -32,6 +44,39 @@ impl Words {
         match self {
             Self::Singles => elements,
             Self::Pairs => elements.div_ceil(2),
+            Self::Tiles => elements.div_ceil(2).next_multiple_of(TILE_WORDS),
+        }
+    }
+
+    /// The first word of those that a product has to take so that element `at` is among them.
+    pub(super) fn start(self, at: usize) -> usize {
+        match self {
+            Self::Singles => at,
+            Self::Pairs => at / 2,
+            Self::Tiles => at / 2 / TILE_WORDS * TILE_WORDS,
+        }
+    }
+
+    /// Fills up words along the index of so many rows: `to [count(rows), width]`.
+    pub(super) fn fill(self, num_rows: usize, width: usize, to: &mut [f32]) {
+        if self == Self::Tiles {
+            to[Self::Pairs.count(num_rows) * width..self.count(num_rows) * width].fill(0.0);
+        }
+    }
+
+    /// Elements of a copied row of so many.
+    pub(super) fn width(self, elements: usize) -> usize {
+        match self {
+            Self::Singles | Self::Pairs => elements.next_multiple_of(COL_UNIT),
+            Self::Tiles => elements.next_multiple_of(2 * TILE_WORDS),
+        }
+    }
+
+    /// What the number of keys that a product takes is a multiple of.
+    pub(super) fn key_unit(self) -> usize {
+        match self {
+            Self::Singles | Self::Pairs => ROW_UNIT,
+            Self::Tiles => 2 * TILE_WORDS,
         }
     }
 }
@@ -53,28 +98,22 @@ impl<'a> From<&'a Tensor> for Values<'a> {
     }
 }
 
-/// Rows of a tensor that are copied: where each starts, and its elements.
+/// Rows of a tensor that are copied: where each starts, its elements, and those of its copy, which is filled up with zeros: whole
+/// vectors.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) starts: &'a [usize],
     pub(super) cols: usize,
-}
-
-impl Rows<'_> {
-    /// Elements of a copied row, which is filled up with zeros.
-    #[inline(always)]
-    fn width(&self) -> usize {
-        self.cols.next_multiple_of(COL_UNIT)
-    }
+    pub(super) width: usize,
 }
 
 impl Values<'_> {
     /// Asks for rows that will be copied.
-    pub(super) fn prefetch(self, rows: Rows<'_>) {
-        for &start in rows.starts {
+    pub(super) fn prefetch(self, starts: &[usize], cols: usize) {
+        for &start in starts {
             match self {
-                Self::F32(values) => prefetch_elements_far(values.as_ptr().wrapping_add(start), rows.cols),
-                Self::Bf16(values) => prefetch_elements_far(values.as_ptr().wrapping_add(start), rows.cols),
+                Self::F32(values) => prefetch_elements_far(values.as_ptr().wrapping_add(start), cols),
+                Self::Bf16(values) => prefetch_elements_far(values.as_ptr().wrapping_add(start), cols),
             }
         }
     }
@@ -90,25 +129,26 @@ impl Values<'_> {
     /// Copies rows as words along their elements: `to [rows, count(width)]`.
     pub(super) fn copy_words(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
         match (words, self) {
-            (Words::Pairs, Self::Bf16(values)) => copy_pairs_kernel(isa, values, rows, to),
-            (Words::Pairs, Self::F32(_)) => panic!("pairs of f32"),
             (Words::Singles, _) => self.copy_rows(isa, rows, to),
+            (_, Self::Bf16(values)) => copy_pairs_kernel(isa, values, rows, to),
+            (_, Self::F32(_)) => panic!("pairs of f32"),
         }
     }
 
     /// Copies rows as words along the rows' index: `to [count(rows), width]`.
     pub(super) fn copy_words_down(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
         match (words, self) {
-            (Words::Pairs, Self::Bf16(values)) => pair_down_kernel(isa, values, rows, to),
-            (Words::Pairs, Self::F32(_)) => panic!("pairs of f32"),
             (Words::Singles, _) => self.copy_rows(isa, rows, to),
+            (_, Self::Bf16(values)) => pair_down_kernel(isa, values, rows, to),
+            (_, Self::F32(_)) => panic!("pairs of f32"),
         }
+        words.fill(rows.starts.len(), rows.width, to);
     }
 }
 
 kernel! {
     fn copy_kernel<S: Level, T: Float>(values: &[T], rows: Rows<'_>, to: &mut [f32]) {
-        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width())) {
+        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width)) {
             let from = &values[start..start + rows.cols];
             let (from, last) = from.as_chunks::<COL_UNIT>();
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
@@ -117,9 +157,9 @@ kernel! {
                     to[i] = from[i].load();
                 }
             }
-            if let Some(to) = to.get_mut(from.len()) {
+            for (chunk, to) in to[from.len()..].iter_mut().enumerate() {
                 for (i, to) in to.iter_mut().enumerate() {
-                    *to = last.get(i).map_or(0.0, |value| value.load());
+                    *to = last.get(chunk * COL_UNIT + i).map_or(0.0, |value| value.load());
                 }
             }
         }
@@ -129,12 +169,12 @@ kernel! {
 kernel! {
     fn copy_pairs_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
         let to: &mut [bf16] = bytemuck::cast_slice_mut(to);
-        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width())) {
+        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width)) {
             let (from, last) = values[start..start + rows.cols].as_chunks::<COL_UNIT>();
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
             to.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
-            if let Some(to) = to.get_mut(from.len()) {
-                *to = padded(last);
+            for (chunk, to) in to[from.len()..].iter_mut().enumerate() {
+                *to = padded(last.get(chunk * COL_UNIT..).unwrap_or(&[]));
             }
         }
     }
@@ -143,7 +183,7 @@ kernel! {
 kernel! {
     fn pair_down_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
         let to: &mut [u32] = bytemuck::cast_slice_mut(to);
-        for (starts, to) in rows.starts.chunks(2).zip(to.chunks_exact_mut(rows.width())) {
+        for (starts, to) in rows.starts.chunks(2).zip(to.chunks_exact_mut(rows.width)) {
             // The last row may have none to pair with.
             let (high, mask) = starts.get(1).map_or((starts[0], 0), |&start| (start, u32::MAX << 16));
             let row = |start: usize| values[start..start + rows.cols].as_chunks::<COL_UNIT>();
@@ -152,8 +192,9 @@ kernel! {
             for ((to, low), high) in to.iter_mut().zip(low).zip(high) {
                 *to = paired(low, high, mask);
             }
-            if let Some(to) = to.get_mut(low.len()) {
-                *to = paired(&padded(low_rest), &padded(high_rest), mask);
+            for (chunk, to) in to[low.len()..].iter_mut().enumerate() {
+                let rest = |row: &[bf16]| padded(row.get(chunk * COL_UNIT..).unwrap_or(&[]));
+                *to = paired(&rest(low_rest), &rest(high_rest), mask);
             }
         }
     }
@@ -213,7 +254,8 @@ kernel! {
     }
 }
 
-/// `to [cols, ROWS] = from [num_rows, width]^T` of words, the first `cols` columns of it; the rest of `to` becomes zero.
+/// `to [cols, ROWS] = from [num_rows, width]^T` of words, the first `cols` columns of it; what is left of [`SCORE_COLS`] columns of
+/// `to` becomes zero.
 pub(super) fn transpose(isa: Isa, from: &[f32], (num_rows, width): (usize, usize), cols: usize, to: &mut [f32]) {
     let mut first = 0;
     #[cfg(target_arch = "x86_64")]
@@ -236,8 +278,8 @@ kernel! {
         const TILE: usize = 16;
         let (first, num_rows) = rows;
         assert!(num_rows <= ROWS);
-        for first in (first..num_rows.next_multiple_of(TILE)).step_by(TILE) {
-            let count = TILE.min(num_rows - first);
+        for first in (first..num_rows.next_multiple_of(SCORE_COLS)).step_by(TILE) {
+            let count = TILE.min(num_rows.saturating_sub(first));
             for (col, to) in to.chunks_exact_mut(ROWS).take(cols).enumerate() {
                 let to = &mut to[first..first + TILE];
                 let (to, rest) = to.split_at_mut(count);

@@ -2,7 +2,7 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{AttentionShape, attention, attention_backward, attention_with_sinks, sinks_backward};
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Tensor, bf16};
 use proptest::prelude::*;
 
 use crate::common::{
@@ -237,9 +237,11 @@ fn gradients_are_those_of_finite_differences() {
 #[test]
 fn same_bits_on_any_number_of_threads() {
     for shape in [shape(1, (200, 300), (4, 2), 32), shape(3, (70, 70), (2, 2), 16), shape(2, (1, 700), (4, 2), 32)] {
-        let results = thread_counts().map(|ctx| Case::new(&ctx, shape, DType::F32, 3).run(&ctx));
-        for other in &results[1..] {
-            assert!(results[0].iter().zip(other).all(|(a, b)| a.bytes() == b.bytes()));
+        for dtype in [DType::F32, DType::BF16] {
+            let results = thread_counts().map(|ctx| Case::new(&ctx, shape, dtype, 3).run(&ctx));
+            for other in &results[1..] {
+                assert!(results[0].iter().zip(other).all(|(a, b)| a.bytes() == b.bytes()));
+            }
         }
     }
 }
@@ -269,11 +271,16 @@ fn large_scores_neither_overflow_nor_lose_the_largest() {
 #[test]
 fn a_nan_reaches_the_rows_that_see_it_and_no_earlier_ones() {
     let ctx = Context::cpu(1);
-    let mut case = Case::new(&ctx, shape(1, (100, 100), (1, 1), 16), DType::F32, 1);
-    case.k.f32s_mut()[40 * 16] = f32::NAN;
-    let (o, _) = attention(&ctx, &case.q, &case.k, &case.v, &case.shape);
-    for (row, o) in o.f32s().chunks_exact(16).enumerate() {
-        assert!(o.iter().all(|o| o.is_nan() == (row >= 40)), "row {row}");
+    for dtype in [DType::F32, DType::BF16] {
+        let mut case = Case::new(&ctx, shape(1, (100, 100), (1, 1), 16), dtype, 1);
+        match dtype {
+            DType::F32 => case.k.f32s_mut()[40 * 16] = f32::NAN,
+            _ => case.k.bf16s_mut()[40 * 16] = bf16::NAN,
+        }
+        let (o, _) = attention(&ctx, &case.q, &case.k, &case.v, &case.shape);
+        for (row, o) in doubles(&o).chunks_exact(16).enumerate() {
+            assert!(o.iter().all(|o| o.is_nan() == (row >= 40)), "row {row} in {dtype:?}");
+        }
     }
 }
 

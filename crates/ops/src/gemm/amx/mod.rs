@@ -15,9 +15,11 @@ mod cut;
 mod kernel;
 mod pack;
 mod straight;
+pub(crate) mod strided;
 mod turned;
 
 use std::arch::asm;
+use std::marker::PhantomData;
 
 pub(super) use cut::cut_group;
 
@@ -53,12 +55,12 @@ fn ask_for_tiles() -> bool {
     false
 }
 
-/// The tile registers of this thread, set up as eight tiles of 16 rows of 64 bytes until this is dropped.
-pub(crate) struct Registers(());
+/// The tile registers of this thread, set up as eight tiles of 16 rows of 64 bytes until this is dropped. It stays with its thread.
+pub(crate) struct Registers(PhantomData<*mut ()>);
 
 impl Registers {
     /// # Safety
-    /// [`is_available`] must have said so.
+    /// [`is_available`] must have said so, and the thread must have no others.
     pub(crate) unsafe fn set_up() -> Self {
         #[repr(C, align(64))]
         struct Palette([u8; 64]);
@@ -70,7 +72,7 @@ impl Registers {
         }
         // SAFETY: the instruction exists, as the caller promises, and reads 64 bytes of a valid palette.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const palette, options(nostack, readonly)) };
-        Self(())
+        Self(PhantomData)
     }
 }
 

@@ -1,0 +1,300 @@
+//! Attention's small matrix products, in vectors or in tiles.
+
+use std::ops::Range;
+
+use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS, RowBlock, SCORE_COLS};
+use super::words::{Rows, Values, Words, transpose};
+use crate::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::gemm::amx::{
+    Registers,
+    strided::{self, Matrix},
+};
+use crate::simd::{Level, kernel};
+
+/// The left operand of a product, in words: a matrix with rows `stride` apart, or its transpose.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a> {
+    values: &'a [f32],
+    stride: usize,
+    is_transposed: bool,
+}
+
+impl<'a> Left<'a> {
+    /// The matrix as it lies.
+    pub(super) fn rows(values: &'a [f32], stride: usize) -> Self {
+        Self { values, stride, is_transposed: false }
+    }
+
+    /// The transpose of what lies there.
+    pub(super) fn columns(values: &'a [f32], stride: usize) -> Self {
+        Self { values, stride, is_transposed: true }
+    }
+
+    /// Where a part of so many rows and words ends.
+    fn end(&self, rows: usize, inner: usize) -> usize {
+        let (last, len) = if self.is_transposed { (inner - 1, rows) } else { (rows - 1, inner) };
+        last * self.stride + len
+    }
+}
+
+/// A row-major matrix, possibly a part of a wider one.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) stride: usize,
+}
+
+/// The sizes of a product: `rows` a multiple of [`ROW_UNIT`], `cols` of [`COL_UNIT`], `inner` in words.
+#[derive(Clone, Copy)]
+pub(super) struct Size {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) inner: usize,
+    pub(super) words: Words,
+}
+
+kernel! {
+    bf16
+    /// `c = a b`, or `c += a b` with `add`, where `c` is row-major with rows `c_stride` apart.
+    pub(super) fn product<S: Level>(
+        size: Size,
+        a: Left<'_>,
+        b: Right<'_>,
+        add: bool,
+        c: &mut [f32],
+        c_stride: usize,
+    ) {
+        let Size { rows, cols, inner, words } = size;
+        if rows == 0 || cols == 0 {
+            return;
+        }
+        assert!(rows.is_multiple_of(ROW_UNIT) && cols.is_multiple_of(COL_UNIT));
+        assert!(c.len() >= (rows - 1) * c_stride + cols);
+        assert!(inner == 0 || b.values.len() >= (inner - 1) * b.stride + cols);
+        assert!(match words {
+            Words::Singles => true,
+            Words::Pairs => S::HAS_PAIR_DOT,
+            Words::Tiles => false,
+        });
+        assert!(inner == 0 || a.values.len() >= a.end(rows, inner));
+        // SAFETY: the assertions keep every element of the product inside the three slices.
+        unsafe {
+            match (a.is_transposed, words) {
+                (false, Words::Singles) => tiles::<S, false, false>(size, a, b, add, c, c_stride),
+                (true, Words::Singles) => tiles::<S, true, false>(size, a, b, add, c, c_stride),
+                (false, _) => tiles::<S, false, true>(size, a, b, add, c, c_stride),
+                (true, _) => tiles::<S, true, true>(size, a, b, add, c, c_stride),
+            }
+        }
+    }
+}
+
+/// What multiplies within a task: tile registers where words are for them.
+pub(super) struct Products {
+    pub(super) isa: Isa,
+    pub(super) words: Words,
+    #[cfg(target_arch = "x86_64")]
+    tiles: Option<Registers>,
+}
+
+impl Products {
+    /// # Panics
+    /// If words are for tiles, which the machine must have, and the context's instruction set does not.
+    pub(super) fn new(isa: Isa, words: Words) -> Self {
+        assert!(words != Words::Tiles || isa == Isa::Amx, "tiles");
+        Self {
+            isa,
+            words,
+            // SAFETY: an instruction set with tiles is there only where they are, and no task of attention is inside another of
+            // anything that uses them.
+            #[cfg(target_arch = "x86_64")]
+            tiles: (words == Words::Tiles).then(|| unsafe { Registers::set_up() }),
+        }
+    }
+
+    /// [`product`], of a left operand as it lies if words are for tiles.
+    pub(super) fn run(&self, size: Size, a: Left<'_>, b: Right<'_>, add: bool, c: &mut [f32], c_stride: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(tiles) = &self.tiles {
+            assert!(!a.is_transposed, "tiles of a transpose");
+            let (a, b) = (Matrix { words: a.values, stride: a.stride }, Matrix { words: b.values, stride: b.stride });
+            let size = strided::Size { rows: size.rows, cols: size.cols, inner: size.inner };
+            return tiles.multiply(size, (a, b), add, c, c_stride);
+        }
+        product(self.isa, size, a, b, add, c, c_stride);
+    }
+
+    /// Adds to [`SCORE_COLS`] rows from `col` on of a block `to` of queries what the keys that they see give them: `weights`, a row
+    /// for each word of keys and a column for each query from `col` on, times the rows of `of_keys`, both in words along the keys.
+    /// Tiles have rows and columns of `to` and of `of_keys` change places: neither product has a transposed left operand then.
+    pub(super) fn add_of_keys(
+        &self,
+        (rows, col, keys): (RowBlock<'_>, usize, &Range<usize>),
+        weights: Right<'_>,
+        (of_keys, width): (&[f32], usize),
+        to: &mut [f32],
+    ) {
+        let words = self.words;
+        if words == Words::Tiles {
+            let inner = words.count(rows.num_scored(words, col, keys));
+            let size = Size { rows: width, cols: SCORE_COLS, inner, words };
+            return self.run(size, Left::rows(of_keys, KEYS / 2), weights, true, &mut to[col..], ROWS);
+        }
+        for row in (col..rows.len.min(col + SCORE_COLS)).step_by(ROW_UNIT) {
+            let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
+            let size = Size { rows: ROW_UNIT, cols: width, inner, words };
+            let left = Left::columns(&weights.values[row - col..], weights.stride);
+            let right = Right { values: of_keys, stride: width };
+            self.run(size, left, right, true, &mut to[row * width..], width);
+        }
+    }
+
+    /// Copies some keys' rows as the right operand of [`add_of_keys`](Self::add_of_keys); tiles need room for as much again.
+    pub(super) fn copy_of_keys(&self, values: Values<'_>, rows: Rows<'_>, to: &mut [f32], room: &mut [f32]) {
+        let (isa, words) = (self.isa, self.words);
+        if words != Words::Tiles {
+            return values.copy_words_down(isa, words, rows, to);
+        }
+        values.copy_words_down(isa, words, rows, room);
+        transpose(isa, room, (words.count(rows.starts.len()), rows.width), rows.width, to);
+    }
+
+    /// Rows `[ROWS, width]` that [`add_of_keys`](Self::add_of_keys) has summed up, some columns of them at a time: `take` gets each
+    /// row's number, its first column and the elements. Tiles need room for `[ROWS, ROWS]`.
+    pub(super) fn each_row(
+        &self,
+        sums: &[f32],
+        (num_rows, num_cols): (usize, usize),
+        room: &mut [f32],
+        mut take: impl FnMut(usize, usize, &[f32]),
+    ) {
+        let width = sums.len() / ROWS;
+        if self.words != Words::Tiles {
+            return (0..num_rows).for_each(|row| take(row, 0, &sums[row * width..][..num_cols]));
+        }
+        for first in (0..num_cols).step_by(ROWS) {
+            transpose(self.isa, &sums[first * ROWS..], (ROWS.min(width - first), ROWS), ROWS, room);
+            let cols = ROWS.min(num_cols - first);
+            (0..num_rows).for_each(|row| take(row, first, &room[row * ROWS..][..cols]));
+        }
+    }
+}
+
+/// A product cut into tiles that fit registers. They divide the units whatever the width of vectors: 8 x 32 or 8 x 16
+/// elements, 4 x 16, 4 x 8.
+///
+/// # Safety
+/// The sizes must fit the slices; `COLUMNS` says whether `a` is transposed, `PAIRS` which words there are.
+#[inline(always)]
+unsafe fn tiles<S: Level, const COLUMNS: bool, const PAIRS: bool>(
+    size: Size,
+    a: Left<'_>,
+    b: Right<'_>,
+    add: bool,
+    c: &mut [f32],
+    c_stride: usize,
+) {
+    let has_wide_vectors = S::WIDTH == COL_UNIT;
+    let mut col = 0;
+    while col < size.cols {
+        let is_pair = !has_wide_vectors || col + 2 * COL_UNIT <= size.cols;
+        for row in (0..size.rows).step_by(if has_wide_vectors { 8 } else { 4 }) {
+            let tile = Tile {
+                inner: size.inner,
+                a: a.values.as_ptr().wrapping_add(if COLUMNS { row } else { row * a.stride }),
+                a_stride: a.stride,
+                b: b.values.as_ptr().wrapping_add(col),
+                b_stride: b.stride,
+                c: c.as_mut_ptr().wrapping_add(row * c_stride + col),
+                c_stride,
+            };
+            // SAFETY: the caller's promise.
+            unsafe {
+                match (has_wide_vectors, is_pair) {
+                    (true, true) => tile_product::<S, COLUMNS, PAIRS, 8, 2>(tile, add),
+                    (true, false) => tile_product::<S, COLUMNS, PAIRS, 8, 1>(tile, add),
+                    (false, _) => tile_product::<S, COLUMNS, PAIRS, 4, 2>(tile, add),
+                }
+            }
+        }
+        col += if is_pair { 2 * S::WIDTH } else { S::WIDTH };
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Tile {
+    inner: usize,
+    a: *const f32,
+    a_stride: usize,
+    b: *const f32,
+    b_stride: usize,
+    c: *mut f32,
+    c_stride: usize,
+}
+
+/// A product small enough that its result stays in registers: `M` rows of `N` vectors.
+///
+/// # Safety
+/// The operands' elements must be readable and the result's writable.
+#[inline(always)]
+unsafe fn tile_product<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: usize, const N: usize>(
+    tile: Tile,
+    add: bool,
+) {
+    /// Steps taken together, so that the addresses of rows are computed once for all.
+    const STEPS: usize = 4;
+    let Tile { inner, mut a, a_stride, mut b, b_stride, c, c_stride } = tile;
+    let mut sums = [[S::splat(0.0); N]; M];
+    // SAFETY: the caller's promise. Pointers move past the end with `wrapping_add` only.
+    unsafe {
+        for _ in 0..inner / STEPS {
+            for step in 0..STEPS {
+                tile_step::<S, COLUMNS, PAIRS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
+            }
+            a = a.wrapping_add(if COLUMNS { STEPS * a_stride } else { STEPS });
+            b = b.wrapping_add(STEPS * b_stride);
+        }
+        for step in 0..inner % STEPS {
+            tile_step::<S, COLUMNS, PAIRS, M, N>(&mut sums, a, a_stride, step, b.add(step * b_stride));
+        }
+        for (m, sums) in sums.iter().enumerate() {
+            for (n, &sum) in sums.iter().enumerate() {
+                let to = c.add(m * c_stride + n * S::WIDTH);
+                let sum = if add { S::vector_mul_add(sum, S::splat(1.0), S::load(to)) } else { sum };
+                S::store(to, sum);
+            }
+        }
+    }
+}
+
+/// Adds the outer product of column `step` of `a` and a row of `b`.
+///
+/// # Safety
+/// As for [`tile_product`].
+#[inline(always)]
+unsafe fn tile_step<S: Level, const COLUMNS: bool, const PAIRS: bool, const M: usize, const N: usize>(
+    sums: &mut [[S::Vector; N]; M],
+    a: *const f32,
+    a_stride: usize,
+    step: usize,
+    b: *const f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut row_of_b = [S::splat(0.0); N];
+        for (n, vector) in row_of_b.iter_mut().enumerate() {
+            *vector = S::load(b.add(n * S::WIDTH));
+        }
+        for (m, sums) in sums.iter_mut().enumerate() {
+            let factor = S::splat(*a.add(if COLUMNS { step * a_stride + m } else { m * a_stride + step }));
+            for n in 0..N {
+                sums[n] = if PAIRS {
+                    S::dot_pairs(factor, row_of_b[n], sums[n])
+                } else {
+                    S::vector_mul_add(factor, row_of_b[n], sums[n])
+                };
+            }
+        }
+    }
+}
