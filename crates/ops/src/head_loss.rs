@@ -253,6 +253,10 @@ struct RowLoss {
     is_correct: bool,
 }
 
+/// Classes less likely than the likeliest by this factor get no gradient, 2^-80: nothing in f32 would show it, but products of such
+/// numbers are subnormal, which takes some processors a hundred times as long.
+const LEAST: f32 = 8.271_806e-25;
+
 kernel! {
     /// The loss of one row of logits; with a scale, the row is replaced by its gradient.
     fn row_kernel<S: Level>(row: &mut [f32], target: usize, grad_scale: Option<f32>) -> RowLoss {
@@ -262,7 +266,7 @@ kernel! {
         let sum = exponentials::<S>(row, max);
         if let Some(scale) = grad_scale {
             let factor = scale / sum;
-            row.iter_mut().for_each(|x| *x *= factor);
+            row.iter_mut().for_each(|x| *x = if *x < LEAST { 0.0 } else { *x * factor });
             row[target] -= scale;
         }
         RowLoss { nats: f64::from(sum).ln() - (f64::from(logit) - f64::from(max)), is_correct }
@@ -313,8 +317,12 @@ impl HeadLoss {
 /// Tokens whose logits are in memory together.
 fn tokens_of_chunk(ctx: &Context, vocabulary: usize) -> usize {
     match ctx.device() {
-        // At most 8 Mi logits, 32 MiB, which caches may hold; but never so few tokens that the product turns memory-bound.
-        Device::Cpu => ((8 << 20) / vocabulary.max(1)).clamp(256, 4096),
+        // 8 Mi logits, 32 MiB, which caches may hold; but the weights are read, and their gradient is read and written, for each
+        // chunk: 512 tokens where that is at most 128 MiB, and never fewer than 256.
+        Device::Cpu => {
+            let of_logits = |count: usize| count / vocabulary.max(1);
+            of_logits(8 << 20).max(of_logits(32 << 20).min(512)).clamp(256, 4096)
+        }
         // A GPU has tiles for all of its multiprocessors only with thousands of tokens, and the weights' gradient is read and written
         // for each chunk: at most 256 Mi logits, 1 GiB, and a power of two, so that there are no rests of tiles.
         Device::Cuda => 1 << ((256 << 20) / vocabulary.max(1)).clamp(256, 1 << 20).ilog2(),
