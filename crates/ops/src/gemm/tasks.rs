@@ -145,9 +145,13 @@ fn cut_group(
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
     // Where A is packed, each chunk of columns packs it again: rows are cut rather than columns.
     let min_rows = if product.form == Form::Tn { MIN_ROWS * 2 / 3 } else { MIN_ROWS };
-    while product.form != Form::Tn && chunk > 2 && cost(rows, chunk) > budget {
+    // Where pieces are far apart two tasks for each thread are enough, of four panels: of one a whole depth of pieces of a few lines
+    // took twice as long, and each block of rows packs them again.
+    let least = if is_far { 4 } else { 2 };
+    while product.form != Form::Tn && chunk > least && cost(rows, chunk) > budget {
         chunk -= 1;
     }
+    let budget = if is_far { budget.saturating_mul(TASKS_PER_THREAD / 2) } else { budget };
     if cost(rows, chunk) > budget && rows > min_rows {
         rows = rows.div_ceil(cost(rows, chunk).div_ceil(budget)).max(min_rows);
     }
