@@ -200,8 +200,9 @@ impl MoeLayer {
     ) -> (Tensor, ExpertsPart) {
         let activation = self.config.activation;
         if let Some(ranks) = &self.ranks {
-            let choices = (dispatch, num_choices, is_training);
-            let (y, saved) = RanksSaved::forward(ctx, ranks, (weights, activation), x, choices);
+            let choices = (dispatch, num_choices);
+            let (y, saved) =
+                RanksSaved::forward(ctx, ranks, (weights, activation), x, choices, (is_training, options.1));
             return (y, ExpertsPart::Ranks(saved));
         }
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::experts::{
-    ExpertsSaved, add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_forward_biased,
+    ExpertsSaved, add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_forward_onto,
 };
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
@@ -18,9 +18,9 @@ use crate::{Dispatch, MoeWeights};
 pub(crate) struct RanksSaved {
     ranks: ExpertRanks,
     travel: Travel,
-    /// Of each chunk.
+    /// Of each chunk; none where no backward pass follows.
     parts: Vec<SavedPart>,
-    /// Experts that came here, with their part of forward.
+    /// Experts that came here, with their part of forward; none either.
     shadows: Option<ShadowsSaved>,
     width: usize,
     /// Choices of a token of this rank.
@@ -62,7 +62,8 @@ impl RanksSaved {
         ranks: &ExpertRanks,
         (weights, activation): (&MoeWeights, Activation),
         x: &Tensor,
-        (dispatch, num_choices, is_training): (&Dispatch, usize, bool),
+        (dispatch, num_choices): (&Dispatch, usize),
+        (is_training, is_forward_only): (bool, bool),
     ) -> (Tensor, Self) {
         let start = Instant::now();
         let wire = ranks.exchange().wire;
@@ -81,17 +82,17 @@ impl RanksSaved {
         travel.there_and_back(
             ctx,
             (x, wire),
-            || here = shadows.map(|shadows| shadows.forward(ctx, x)),
+            || here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only)),
             |_, chunk, x| {
                 let rows = chunk.arrived().rows();
-                let forward = || experts_forward_biased(ctx, &x, experts, biases, rows);
+                let forward = || experts_forward_onto(ctx, &x, experts, biases, rows, (None, is_forward_only));
                 let (y, saved) = ranks.time("experts", forward);
-                parts.push(SavedPart { x, experts: saved });
+                parts.extend(saved.map(|experts| SavedPart { x, experts }));
                 vec![(y, wire.of_sums())]
             },
             |tokens, sums| put(&mut y, tokens.start, &sums[0]),
         );
-        let shadows = here.map(|(own, shadows)| {
+        let shadows = here.and_then(|(own, shadows)| {
             add_assign(ctx, &mut y, &own);
             shadows
         });

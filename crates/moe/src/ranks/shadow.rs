@@ -7,7 +7,7 @@ use moeworks_comm::CommError;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads,
-    choice_weight_grads, experts_backward, experts_bias_grad, experts_forward_biased, experts_weight_grad,
+    choice_weight_grads, experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -122,12 +122,13 @@ impl Shadows {
         self.experts.contains(&expert)
     }
 
-    /// What they make of `x [T, D]`: `[T, D]`.
-    pub(crate) fn forward(self, ctx: &Context, x: &Tensor) -> (Tensor, ShadowsSaved) {
+    /// What they make of `x [T, D]`: `[T, D]`. Where the pass is forward only nothing is saved.
+    pub(crate) fn forward(self, ctx: &Context, x: &Tensor, is_forward_only: bool) -> (Tensor, Option<ShadowsSaved>) {
         let biases = self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
-        let forward = || experts_forward_biased(ctx, x, self.weights(), biases, self.rows.rows());
+        let options = (None, is_forward_only);
+        let forward = || experts_forward_onto(ctx, x, self.weights(), biases, self.rows.rows(), options);
         let (y, saved) = self.ranks.time("fetched experts", forward);
-        (y, ShadowsSaved { shadows: self, saved })
+        (y, saved.map(|saved| ShadowsSaved { shadows: self, saved }))
     }
 
     /// Sums `[S, ..]` over ranks; each owner adds the sums of its experts to `held` `[held, ..]`.

@@ -124,6 +124,10 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
     };
     let input = RouterInput { has_gshard_loss: true, ..RouterInput::default() };
     let (y, saved) = layer.forward(&ctx, &weights, &x, &input);
+    let (y_alone, _) = layer.forward(&ctx, &weights, &x, &RouterInput { is_forward_only: true, ..input });
+    if ranks.is_none_or(|ranks| ranks.failure().is_none()) {
+        assert!(y.f32s() == y_alone.f32s(), "a pass that is forward only gives the same bits");
+    }
     let mut stats = [saved.stats()];
     if let Some(ranks) = ranks {
         ranks.merge_stats(&mut stats);
