@@ -10,6 +10,8 @@ the first round are not run in further ones. The ways:
 - one sort by expert, a split, and a linear layer an expert,
 - torch._grouped_mm by hand on the sorted rows.
 
+Gradients of weights in bf16 are bf16 on the CPU, as PyTorch's are.
+
 With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, our layer is also timed with experts that multiply
 in eight-bit floats (`fp8`, against PyTorch's in bf16), and lines have the shares of a dense bf16
 product's rate, which PyTorch is timed at first, and the share of our layer's time that is not its products' (router, dispatch and
@@ -189,8 +191,9 @@ def measured(args, ours, contenders, case, tokens, is_both):
     shape, dtype = args.all_shapes[case[0]], case[1]
     draw = lambda: torch.randn(tokens, shape[0], device=args.device, dtype=DTYPES[dtype])
     x, dy, times = draw().requires_grad_(is_both), draw(), {}
+    gradients = "bf16" if dtype == "bf16" and args.device == "cpu" else "f32"
     for round in range(args.rounds):
-        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=is_both))
+        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=is_both, gradients=gradients))
         running = contenders if round == 0 else near_best(contenders, times)
         for way, function, module in running:
             try:

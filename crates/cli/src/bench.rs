@@ -213,7 +213,7 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
     if !name.contains(filter) {
         return Ok(());
     }
-    let shape = moe::Shape { d, f, e, k, activation: Activation::SwiGlu, dtype };
+    let shape = moe::Shape { d, f, e, k, activation: Activation::SwiGlu, dtype, gradients: DType::F32 };
     let mut made = moe::Layer::new(ctx, shape)?;
     let (x, dy) = made.tokens(ctx, t);
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };

@@ -409,7 +409,16 @@ impl DecoderWeights {
     /// f32 zeros of the same shapes, where the device computes: gradients, moments.
     #[must_use]
     pub fn zeros_like(&self, ctx: &Context) -> Self {
-        self.map(|_, tensor| ctx.zeros_there(tensor.shape(), DType::F32))
+        self.map(|_, _, tensor| ctx.zeros_there(tensor.shape(), DType::F32))
+    }
+
+    /// Zeros for gradients: f32, but `experts` (f32 or bf16) where they are of the matrices of routed experts.
+    #[must_use]
+    pub fn zero_gradients(&self, ctx: &Context, experts: DType) -> Self {
+        self.map(|name, role, tensor| {
+            let is_of_matrices = role == Role::Product && is_of_experts(name);
+            ctx.zeros_there(tensor.shape(), if is_of_matrices { experts } else { DType::F32 })
+        })
     }
 
     /// A copy whose matrices are of `dtype` and whose norm weights and routers are f32. It has memory of its own
@@ -417,7 +426,7 @@ impl DecoderWeights {
     /// date.
     #[must_use]
     pub fn compute_copy(&self, ctx: &Context, dtype: DType) -> Self {
-        self.map(|role, tensor| match role {
+        self.map(|_, role, tensor| match role {
             Role::Product if tensor.dtype().is_quantized() => quantized::dequantize(ctx, tensor, dtype),
             Role::Product => elementwise::cast(ctx, tensor, dtype),
             Role::Exact => elementwise::cast(ctx, tensor, DType::F32),
@@ -483,16 +492,16 @@ impl DecoderWeights {
         copy
     }
 
-    /// The same structure with every tensor replaced by `f` of it.
-    pub(crate) fn map(&self, mut f: impl FnMut(Role, &Tensor) -> Tensor) -> Self {
+    /// The same structure with every tensor replaced by `f` of its name, its role and it.
+    pub(crate) fn map(&self, mut f: impl FnMut(&str, Role, &Tensor) -> Tensor) -> Self {
         let mut copy = self.shared();
-        for ((_, role, from), (_, _, to)) in
+        for ((name, role, from), (_, _, to)) in
             list_tensors!(self, iter, as_ref).into_iter().zip(list_tensors!(&mut copy, iter_mut, as_mut, mut))
         {
-            *to = f(role, from);
+            *to = f(&name, role, from);
         }
-        for state in copy.states_mut() {
-            *state = f(Role::Exact, state);
+        for ((name, from), to) in self.states().into_iter().zip(copy.states_mut()) {
+            *to = f(&name, Role::Exact, from);
         }
         copy
     }

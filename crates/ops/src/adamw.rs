@@ -7,8 +7,9 @@ use moeworks_tensor::{Tensor, bf16};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::elementwise::wide;
 use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{Float, kernel};
+use crate::simd::{Float, kernel, with_float};
 
 /// The settings of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,11 +30,11 @@ pub struct AdamWStep {
     pub grad_scale: f32,
 }
 
-/// What a step reads and writes: f32 tensors of one size.
+/// What a step reads and writes: tensors of one size, f32 but for the gradient.
 pub struct AdamWTensors<'a> {
     /// The parameter; updated.
     pub param: &'a mut Tensor,
-    /// Its gradient.
+    /// Its gradient, f32 or bf16.
     pub grad: &'a Tensor,
     /// Mean of gradients; updated. Zeros before the first step.
     pub m: &'a mut Tensor,
@@ -52,25 +53,28 @@ pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
     assert!(has_room, "adamw: the copy of a parameter {:?}", tensors.param.shape());
     let factors = Factors::of(step);
     if let Some(on) = On::of(ctx) {
-        return cuda::elementwise::adamw(on, &factors, tensors);
+        let grad = &*wide(ctx, tensors.grad);
+        return cuda::elementwise::adamw(on, &factors, AdamWTensors { grad, ..tensors });
     }
     let AdamWTensors { param, grad, m, v, compute } = tensors;
     let has_copy = compute.is_some();
     let mut empty: [bf16; 0] = [];
     let compute = compute.map_or(&mut empty[..], |compute| compute.bf16s_mut());
-    let grad = grad.f32s();
     let (param, m, v) = (Lent::new(param.f32s_mut()), Lent::new(m.f32s_mut()), Lent::new(v.f32s_mut()));
     let compute = Lent::new(compute);
-    ctx.threads().run(len.div_ceil(PIECE), |task| {
-        let range = piece_range(task, PIECE, len);
-        // SAFETY: the tasks' ranges do not overlap.
-        let (param, m, v) = unsafe { (param.range(range.clone()), m.range(range.clone()), v.range(range.clone())) };
-        step_kernel(ctx.isa(), &factors, param, &grad[range.clone()], m, v);
-        if has_copy {
-            // SAFETY: as above.
-            let compute = unsafe { compute.range(range) };
-            round_kernel(ctx.isa(), param, compute);
-        }
+    with_float!(grad.dtype(), G => {
+        let grad = grad.slice::<G>();
+        ctx.threads().run(len.div_ceil(PIECE), |task| {
+            let range = piece_range(task, PIECE, len);
+            // SAFETY: the tasks' ranges do not overlap.
+            let (param, m, v) = unsafe { (param.range(range.clone()), m.range(range.clone()), v.range(range.clone())) };
+            step_kernel::<G>(ctx.isa(), &factors, param, &grad[range.clone()], m, v);
+            if has_copy {
+                // SAFETY: as above.
+                let compute = unsafe { compute.range(range) };
+                round_kernel(ctx.isa(), param, compute);
+            }
+        });
     });
 }
 
@@ -106,11 +110,11 @@ impl Factors {
 }
 
 kernel! {
-    fn step_kernel<S: Level>(factors: &Factors, param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]) {
+    fn step_kernel<S: Level, G: Float>(factors: &Factors, param: &mut [f32], grad: &[G], m: &mut [f32], v: &mut [f32]) {
         let Factors { grad_scale, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, .. } = *factors;
         let Factors { inv_root_correction2, eps, step_size, .. } = *factors;
         for (((p, g), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
-            let g = g * grad_scale;
+            let g = g.load() * grad_scale;
             *m = S::mul_add(*m, beta1, g * one_minus_beta1);
             *v = S::mul_add(*v, beta2, g * g * one_minus_beta2);
             let root = S::mul_add(v.sqrt(), inv_root_correction2, eps);

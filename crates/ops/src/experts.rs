@@ -20,7 +20,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::activation::activate;
 use crate::cuda::ops::{self as cuda, On};
 use crate::e4m3;
-use crate::elementwise::{add_assign, rounded_once};
+use crate::elementwise::{add_assign, rounded_once, written_wide};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
@@ -323,7 +323,8 @@ pub fn experts_backward(
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
 }
 
-/// Buffers for the gradients of [`ExpertWeights`], same shapes, f32.
+/// Buffers for the gradients of [`ExpertWeights`], same shapes, f32, or bf16 where half the bytes are worth a rounding: sums are taken
+/// in f32 and rounded once.
 pub struct ExpertGrads<'a> {
     /// Gradient of `gate_up`.
     pub gate_up: &'a mut Tensor,
@@ -387,7 +388,14 @@ fn weight_grad(
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     if let Some((on, weighed)) = On::of(ctx).zip(weighed) {
-        return cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
+        let ExpertGrads { gate_up, down } = grads;
+        let is_read = keeps_unused || write == Write::Add;
+        return written_wide(ctx, gate_up, is_read, |gate_up| {
+            written_wide(ctx, down, is_read, |down| {
+                let grads = ExpertGrads { gate_up, down };
+                cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
+            });
+        });
     }
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
@@ -405,8 +413,10 @@ fn weight_grad(
         });
         let offsets: Vec<_> = experts.iter().map(|(e, _)| e * d * f).collect();
         let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
-        let to = Lent::new(down.f32s_mut());
-        weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: f, write });
+        with_float!(down.dtype(), T => {
+            let to = Lent::new(down.slice_mut::<T>());
+            weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: f, write });
+        });
     };
     with_float!(dtype, T => {
         let (isa, h) = (ctx.isa(), saved.h.slice::<T>());
@@ -430,8 +440,10 @@ fn weight_grad(
     });
     let offsets: Vec<_> = experts.iter().map(|(e, _)| e * af * d).collect();
     let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
-    let to = Lent::new(grads.gate_up.f32s_mut());
-    weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: d, write });
+    with_float!(grads.gate_up.dtype(), T => {
+        let to = Lent::new(grads.gate_up.slice_mut::<T>());
+        weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: d, write });
+    });
 }
 
 struct Sizes {

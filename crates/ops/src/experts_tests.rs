@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::elementwise::cast;
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
 /// A layer's shape, who goes where, and how. A choice is an expert, or `None` for a dropped one.
@@ -163,8 +164,8 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
     let (alone, nothing) = experts_forward_onto(ctx, &x, weights, None, rows, (None, true));
     assert!(nothing.is_none() && alone.bytes() == y.bytes(), "{case:?}, {w_type:?}");
     let backward = experts_backward(ctx, &dy, weights, rows, &saved);
-    let grads = |start: f32, write: Write| {
-        let fill = |shape: &[usize]| tensor(ctx, shape, &vec![start; shape.iter().product()], DType::F32);
+    let grads = |start: f32, write: Write, dtype: DType| {
+        let fill = |shape: &[usize]| tensor(ctx, shape, &vec![start; shape.iter().product()], dtype);
         let (mut gate_up, mut down) = (fill(gate_up.shape()), fill(down.shape()));
         let grads = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
         let grad_inputs =
@@ -172,7 +173,15 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
         experts_weight_grad(ctx, grad_inputs, case.activation, rows, write, grads);
         [gate_up, down]
     };
-    let (replaced, added) = (grads(f32::NAN, Write::Replace), grads(0.5, Write::Add));
+    let [replaced, added] = [(f32::NAN, Write::Replace), (0.5, Write::Add)].map(|(start, write)| {
+        let grads_of = |dtype| grads(start, write, dtype);
+        let exact = grads_of(DType::F32);
+        // Those in bf16 are the same, rounded.
+        for (exact, rounded) in exact.iter().zip(&grads_of(DType::BF16)) {
+            assert!(cast(ctx, exact, DType::BF16).bytes() == rounded.bytes(), "{case:?}, {w_type:?}, {write:?}");
+        }
+        exact
+    });
     let rounds_rows = w_type == DType::BF16;
     Run { y, saved, backward, replaced, added, rounds_rows }
 }

@@ -3,12 +3,13 @@
 //!
 //! The weight `[N, D]` holds the matrices of the groups one behind the other, `width` rows each. The plain relative of
 //! [`experts`](crate::experts): one product, no activation. The type of the weight, and for its gradient that of `dy`, decides
-//! in which precision products are taken; results are f32.
+//! in which precision products are taken; results are f32 but for gradients of the weight, which are of the type of their buffer.
 
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::elementwise::written_wide;
 use crate::experts::{ExpertRows, combine};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
@@ -16,6 +17,7 @@ use crate::gemm::store::Store;
 use crate::gemm::{self, Compute, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::Lent;
+use crate::simd::with_float;
 
 /// Rows sorted by group, and where the groups' matrices are.
 #[derive(Clone, Copy)]
@@ -89,8 +91,8 @@ pub fn grouped_linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, gro
     combine(ctx, &rows, groups.rows, None, &[num_tokens, w.cols()])
 }
 
-/// The gradients of the groups' matrices, `dW_g = sum over its rows of dy_r x_t^T`, into their place in `dw [N, D]`; with
-/// [`Write::Replace`] that of a group without rows is zeros.
+/// The gradients of the groups' matrices, `dW_g = sum over its rows of dy_r x_t^T`, into their place in `dw [N, D]`, which is f32 or
+/// bf16; with [`Write::Replace`] that of a group without rows is zeros.
 pub fn grouped_linear_backward_weight(
     ctx: &Context,
     dy: &Tensor,
@@ -102,7 +104,10 @@ pub fn grouped_linear_backward_weight(
     groups.check(dw);
     assert_eq!(dy.shape(), [groups.num_rows(), groups.width], "gradient of a grouped linear map");
     if let Some(on) = groups.on_gpu(ctx, dy.dtype()) {
-        return cuda::grouped_linear::backward_weight(on, dy, x, groups, write, dw);
+        let is_read = write == Write::Add || groups.num_groups() * groups.width < dw.rows();
+        return written_wide(ctx, dw, is_read, |dw| {
+            cuda::grouped_linear::backward_weight(on, dy, x, groups, write, dw);
+        });
     }
     let columns = x.cols();
     let group = |(_, range): (usize, std::ops::Range<usize>)| Group {
@@ -115,8 +120,10 @@ pub fn grouped_linear_backward_weight(
     let list: Vec<Group<'_>> = groups.ranges().map(group).collect();
     let offsets: Vec<usize> = (0..groups.num_groups()).map(|g| (groups.first + g * groups.width) * columns).collect();
     let product = Product { form: Form::Tn, compute: Compute::of(dy.dtype()), groups: &list, is_paired: false };
-    let to = Lent::new(dw.f32s_mut());
-    weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: columns, write });
+    with_float!(dw.dtype(), T => {
+        let to = Lent::new(dw.slice_mut::<T>());
+        weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: columns, write });
+    });
 }
 
 /// One product for each group that has rows: `[R, columns]`.

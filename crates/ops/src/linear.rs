@@ -8,7 +8,7 @@
 use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
-use crate::elementwise::{add_assign, rounded_once};
+use crate::elementwise::{add_assign, rounded_once, written_wide};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
@@ -147,7 +147,8 @@ pub fn linear_backward_input_onto(ctx: &Context, dy: &Tensor, w: &Tensor, base: 
     dx
 }
 
-/// `dw [out, in] = dy^T x` or `+=`, as `write` says; `dw` is f32. Products are taken in `compute` (f32 or bf16).
+/// `dw [out, in] = dy^T x` or `+=`, as `write` says; `dw` is f32 or bf16, then sums of f32, rounded once. Products are taken in
+/// `compute` (f32 or bf16).
 pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
     let (depth, rows, columns) = (dy.rows(), dy.cols(), x.cols());
     assert_eq!(
@@ -158,13 +159,17 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
         x.shape()
     );
     if let Some(on) = On::of(ctx) {
-        return cuda::linear::backward_weight(on, dy, x, compute, write, dw);
+        return written_wide(ctx, dw, write == Write::Add, |dw| {
+            cuda::linear::backward_weight(on, dy, x, compute, write, dw);
+        });
     }
     let dy = &*rounded_once(ctx, dy, compute);
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
     let product = Product { form: Form::Tn, compute: Compute::of(compute), groups: &[group], is_paired: false };
-    let to = Lent::new(dw.f32s_mut());
-    weight_gradients(ctx, &product, Gradients { to, offsets: &[0], stride: columns, write });
+    with_float!(dw.dtype(), T => {
+        let to = Lent::new(dw.slice_mut::<T>());
+        weight_gradients(ctx, &product, Gradients { to, offsets: &[0], stride: columns, write });
+    });
 }
 
 fn product(ctx: &Context, form: Form, compute: Compute, group: Group<'_>, to: &mut Tensor) {

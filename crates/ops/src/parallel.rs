@@ -8,6 +8,9 @@ use crate::threads::SendPointer;
 /// Elements that one task handles in memory-bound operations: large against the fork, small enough to balance.
 pub(crate) const PIECE: usize = 1 << 15;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// A mutable slice from which tasks take ranges that do not overlap.
 pub(crate) struct Lent<'a, T> {
     start: SendPointer<T>,
@@ -29,6 +32,12 @@ impl<'a, T: Send> Lent<'a, T> {
         assert!(range.start <= range.end && range.end <= self.len, "a task's range is outside the slice");
         // SAFETY: the range is inside the slice, which is borrowed for 'a; nobody else has it: the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.get().add(range.start), range.end - range.start) }
+    }
+
+    /// Whether a cache line begins with the element.
+    #[inline(always)]
+    pub(crate) fn is_line(&self, place: usize) -> bool {
+        self.start.get().wrapping_add(place).addr().is_multiple_of(LINE)
     }
 
     /// Asks for the cache lines of elements that will be written to.
@@ -59,7 +68,7 @@ pub(crate) fn prefetch_elements_far<T>(first: *const T, len: usize) {
 /// An address in each cache line of elements.
 #[inline(always)]
 fn lines<T>(first: *const T, len: usize) -> impl Iterator<Item = *const u8> {
-    (0..len * size_of::<T>()).step_by(64).map(move |byte| first.cast::<u8>().wrapping_add(byte))
+    (0..len * size_of::<T>()).step_by(LINE).map(move |byte| first.cast::<u8>().wrapping_add(byte))
 }
 
 /// The range of piece `index` when `len` elements are cut into pieces of `piece`.

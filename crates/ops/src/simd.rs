@@ -102,6 +102,18 @@ pub(crate) trait Level: Copy {
     unsafe fn pairs_of_rows(_low: *const bf16, _high: *const bf16) -> [Self::Vector; 2] {
         unreachable!("a level without products of pairs")
     }
+    /// The lanes of both, one after the other, as bf16; rounds as [`round_all`](Self::round_all).
+    #[inline(always)]
+    fn round(vectors: [Self::Vector; 2]) -> Self::Vector {
+        let (mut wide, mut rounded) = ([0.0; 2 * LANES], [bf16::ZERO; 2 * LANES]);
+        // SAFETY: there is room for two vectors of as many lanes as a level has at most, and half of it is read.
+        unsafe {
+            Self::store(wide.as_mut_ptr(), vectors[0]);
+            Self::store(wide.as_mut_ptr().add(Self::WIDTH), vectors[1]);
+            Self::round_all(&wide[..2 * Self::WIDTH], &mut rounded[..2 * Self::WIDTH]);
+            Self::load(rounded.as_ptr().cast())
+        }
+    }
     /// Rounds as [`Float::store`] does, one for one. A level with an instruction for it may turn subnormals into zeros.
     #[inline(always)]
     fn round_all(from: &[f32], to: &mut [bf16]) {
@@ -406,6 +418,11 @@ x86_level!(
     fn round_and_pair(low: Self::Vector, high: Self::Vector) -> [Self::Vector; 2] {
         // SAFETY: as in `splat`.
         unsafe { rounding::round_and_pair(low, high) }
+    },
+    #[inline(always)]
+    fn round([low, high]: [Self::Vector; 2]) -> Self::Vector {
+        // SAFETY: as in `splat`.
+        unsafe { rounding::round_and_pair(low, high)[0] }
     },
     #[inline(always)]
     unsafe fn pairs_of_rows(low: *const bf16, high: *const bf16) -> [Self::Vector; 2] {

@@ -6,7 +6,7 @@ use moeworks_ops::Context;
 use moeworks_ops::cuda::GpuError;
 use moeworks_plan::{Tokens, Workload, rank_memory};
 
-use crate::config::{ConfigError, Precision, RunConfig, ScheduleKind};
+use crate::config::{ConfigError, GradientType, Precision, RunConfig, ScheduleKind};
 use crate::error::TrainError;
 use crate::optimizer::AdamWConfig;
 use crate::ranks::Ranks;
@@ -37,7 +37,10 @@ pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<
     let workload = Workload { tokens: Tokens::OfEachRank(0), precision, zero: config.parallel.zero };
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
     let of_rank = rank_memory(&shape, &workload, &config.parallel.layout()).state();
-    let needed_bytes = (of_rank * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64;
+    // On one rank, gradients of experts may be half as long.
+    let experts = shape.expert_params * (shape.num_experts * shape.num_moe_layers) as u64;
+    let of_experts = if config.train.expert_gradients == GradientType::Bf16 { 2 * experts } else { 0 };
+    let needed_bytes = (of_rank * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64 - of_experts;
     match machine_bytes() {
         Some(machine_bytes) if needed_bytes > machine_bytes => Err(TrainError::Memory { needed_bytes, machine_bytes }),
         _ => Ok(()),

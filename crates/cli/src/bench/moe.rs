@@ -5,6 +5,7 @@
 //! tokens, as in a program whose experts' gradients are apart; the others stay zero.
 //!
 //! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole layer alone.
+//! `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`.
 //! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
 //! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "products"` times the grouped products
 //! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
@@ -43,6 +44,8 @@ pub(super) struct Shape {
     pub(super) k: usize,
     pub(super) activation: Activation,
     pub(super) dtype: DType,
+    /// Of the gradients of the experts' weights.
+    pub(super) gradients: DType,
 }
 
 /// What of a layer is timed.
@@ -81,8 +84,13 @@ impl Case {
             Some("fp8") => (DType::BF16, true),
             _ => return Err(Failure::input(format!("{line}: \"dtype\" must be \"f32\", \"bf16\" or \"fp8\""))),
         };
+        let gradients = match value["gradients"].as_str() {
+            None | Some("f32") => DType::F32,
+            Some("bf16") => DType::BF16,
+            Some(_) => return Err(Failure::input(format!("{line}: \"gradients\" must be \"f32\" or \"bf16\""))),
+        };
         let (d, f, e, k) = (number("d")?, number("f")?, number("e")?, number("k")?);
-        let shape = Shape { d, f, e, k, activation, dtype };
+        let shape = Shape { d, f, e, k, activation, dtype, gradients };
         let is_both = value["both"].as_bool().unwrap_or(false);
         let part = match value["part"].as_str() {
             None | Some("layer") => Part::Layer { is_both },
@@ -124,7 +132,7 @@ impl Layer {
 
     /// The layer, its weights and their gradients.
     pub(super) fn parts(&mut self, ctx: &Context) -> (&MoeLayer, &MoeWeights, &mut MoeWeights) {
-        let new = || MoeWeights::zeros(ctx, self.layer.config(), DType::F32);
+        let new = || MoeWeights::zeros(ctx, self.layer.config(), self.shape.gradients);
         (&self.layer, &self.weights, self.grads.get_or_insert_with(new))
     }
 
@@ -180,7 +188,7 @@ fn random_choices(ctx: &Context, tokens: usize, shape: Shape) -> (Tensor, Tensor
 
 /// Seconds of the grouped products that a layer's experts are made of, and of nothing else.
 fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool) -> Vec<f64> {
-    let Shape { d, f, e, k, activation, dtype } = layer.shape;
+    let Shape { d, f, e, k, activation, dtype, .. } = layer.shape;
     let af = f * activation.num_inputs();
     let (ids, weights) = random_choices(ctx, tokens, layer.shape);
     let sorted = sort_choices(ctx, &ids, &weights, e, None);

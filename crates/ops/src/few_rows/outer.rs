@@ -5,6 +5,8 @@
 
 use std::borrow::Cow;
 
+use moeworks_tensor::DType;
+
 use crate::Context;
 use crate::gemm::kernel::Kernels;
 use crate::gemm::source::{Format, Source, pack_straight};
@@ -12,17 +14,18 @@ use crate::gemm::store::{Store, Stream};
 use crate::gemm::{Compute, Group, Panels, Product, Slots};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
-use crate::simd::{Level, fence, kernel};
+use crate::simd::{Float, Level, fence, kernel};
 
 /// The most rows that are taken as outer products.
 const MAX_FEW: usize = 16;
 
-/// The same where vectors are wide and there are no tiles of AMX: sums then go from registers to where they belong, which the products
-/// of so few rows do not make up for elsewhere.
-const MAX_FEW_WIDE: usize = 64;
+/// The same where vectors are wide and there are no tiles of AMX: sums then go from registers to where they belong, by whole lines, which
+/// the products of so few rows do not make up for elsewhere.
+const MAX_FEW_WIDE: usize = 256;
 
-/// Bytes that a task writes, about.
-const TASK_BYTES: usize = 512 << 10;
+/// Bytes that a task writes, at most and at least, about: between them so many that all threads have several tasks.
+const TASK_BYTES: (usize, usize) = (512 << 10, 16 << 10);
+const TASKS_OF_THREAD: usize = 4;
 
 /// Gradients of fewer bytes may still be in a cache when they are read next, and are written the usual way.
 const STREAM_BYTES: usize = 8 << 20;
@@ -37,25 +40,29 @@ const fn tile_rows(lanes: usize) -> usize {
     if lanes >= LANES { 8 } else { 4 }
 }
 
-/// Where the gradients go: matrices of one buffer, rows `stride` apart, the first of each group at its offset.
-pub(crate) struct Gradients<'a> {
-    pub(crate) to: Lent<'a, f32>,
+/// Where the gradients go: matrices of one buffer, rows `stride` apart, the first of each group at its offset. Those of bf16 are sums of
+/// f32, rounded once.
+pub(crate) struct Gradients<'a, T> {
+    pub(crate) to: Lent<'a, T>,
     pub(crate) offsets: &'a [usize],
     pub(crate) stride: usize,
     pub(crate) write: Write,
 }
 
 /// Computes products of the form `A^T B`, whatever the number of rows.
-pub(crate) fn weight_gradients(ctx: &Context, product: &Product<'_>, gradients: Gradients<'_>) {
+pub(crate) fn weight_gradients<T: Float>(ctx: &Context, product: &Product<'_>, gradients: Gradients<'_, T>) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let most = if kernels.lanes == LANES && !kernels.are_tiles { MAX_FEW_WIDE } else { MAX_FEW };
     let is_few = |group: &Group<'_>| group.depth <= most && group.columns == gradients.stride;
+    let few = || product.groups.iter().enumerate().filter(|(_, group)| is_few(group));
+    let bytes: usize = few().map(|(_, group)| size_of::<T>() * group.rows * group.columns).sum();
+    let bytes_of_task = (bytes / (TASKS_OF_THREAD * ctx.threads().count())).clamp(TASK_BYTES.1, TASK_BYTES.0);
     let mut tasks = Vec::new();
-    for (index, group) in product.groups.iter().enumerate().filter(|(_, group)| is_few(group)) {
+    for (index, group) in few() {
         if group.depth == 0 && gradients.write == Write::Add {
             continue;
         }
-        let rows = (TASK_BYTES / (4 * group.columns).max(1)).next_multiple_of(tile_rows(LANES));
+        let rows = (bytes_of_task / (size_of::<T>() * group.columns).max(1)).next_multiple_of(tile_rows(LANES));
         let num_tasks = if group.columns == 0 { 0 } else { group.rows.div_ceil(rows) };
         tasks.extend((0..num_tasks).map(|task| Task { group: index, rows: piece_range(task, rows, group.rows) }));
     }
@@ -72,9 +79,10 @@ pub(crate) fn weight_gradients(ctx: &Context, product: &Product<'_>, gradients: 
         (pick.clone().map(|&i| product.groups[i]).collect(), pick.map(|&i| gradients.offsets[i]).collect())
     };
     let Gradients { to, stride, write, .. } = gradients;
-    let bytes: usize = groups.iter().map(|group| 4 * group.rows * stride).sum();
+    let bytes: usize = groups.iter().map(|group| size_of::<T>() * group.rows * stride).sum();
     let product = Product { groups: &groups, ..*product };
-    if is_streamed(write, bytes) {
+    // Where vectors are half a line, so are those of bf16 that a row of a tile ends with.
+    if is_streamed(write, bytes) && (T::DTYPE == DType::F32 || kernels.lanes == LANES) {
         crate::gemm::run(ctx, &product, &Stream { to, offsets: &offsets, stride });
     } else {
         crate::gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride, write });
@@ -92,11 +100,11 @@ struct Task {
     rows: std::ops::Range<usize>,
 }
 
-fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, tasks: &[Task]) {
+fn run_tasks<T: Float>(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_, T>, tasks: &[Task]) {
     if tasks.is_empty() {
         return;
     }
-    let bytes: usize = tasks.iter().map(|task| 4 * task.rows.len() * gradients.stride).sum();
+    let bytes: usize = tasks.iter().map(|task| size_of::<T>() * task.rows.len() * gradients.stride).sum();
     let is_streamed = is_streamed(gradients.write, bytes);
     let put = match gradients.write {
         Write::Add => Put::Add,
@@ -113,7 +121,7 @@ fn run_tasks(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_>, ta
     };
     let scratch_units = tasks.iter().map(|task| layout(task).iter().sum()).max().unwrap_or(0);
     let num_threads = ctx.threads().count().min(tasks.len());
-    let mut scratch = ctx.empty(&[num_threads, scratch_units], moeworks_tensor::DType::U32);
+    let mut scratch = ctx.empty(&[num_threads, scratch_units], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let task = &tasks[index];
@@ -181,14 +189,15 @@ struct Sums<'a> {
 
 kernel! {
     bf16
-    fn outer_kernel<S: Level>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [f32]) {
-        let is_aligned = to.as_ptr().addr().is_multiple_of(4 * S::WIDTH) && columns.is_multiple_of(S::WIDTH);
+    fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [T]) {
+        let is_whole = |bytes: usize| bytes.is_multiple_of(4 * S::WIDTH);
+        let is_aligned = is_whole(to.as_ptr().addr()) && is_whole(columns * size_of::<T>());
         let put = if put == Put::Stream && !is_aligned { Put::Store } else { put };
         for (block, to) in to.chunks_mut(tile_rows(S::WIDTH) * columns).enumerate() {
             if S::WIDTH >= 16 {
-                sums.rows::<S, 8>(block, put, columns, to);
+                sums.rows::<S, T, 8>(block, put, columns, to);
             } else {
-                sums.rows::<S, 4>(block, put, columns, to);
+                sums.rows::<S, T, 4>(block, put, columns, to);
             }
         }
     }
@@ -197,7 +206,7 @@ kernel! {
 impl Sums<'_> {
     /// Up to `N` rows of the gradient, which `to` has, with panel `block` of `a`.
     #[inline(always)]
-    fn rows<S: Level, const N: usize>(&self, block: usize, put: Put, columns: usize, to: &mut [f32]) {
+    fn rows<S: Level, T: Float, const N: usize>(&self, block: usize, put: Put, columns: usize, to: &mut [T]) {
         let (width, len) = (VECTORS * S::WIDTH, to.len() / columns);
         let a = &self.a[block * self.num_units * N..][..self.num_units * N];
         for (panel, column) in (0..columns).step_by(width).enumerate() {
@@ -207,12 +216,12 @@ impl Sums<'_> {
             if len == N && column + width <= columns {
                 assert!(to.len() >= (N - 1) * columns + column + width, "a tile inside the result");
                 // SAFETY: as asserted; rows are whole aligned vectors where they are streamed.
-                unsafe { put_tile::<S, N>(&sums, put, to.as_mut_ptr().add(column), columns) };
+                unsafe { put_tile::<S, T, N>(&sums, put, to.as_mut_ptr().add(column), columns) };
                 continue;
             }
             let columns_here = width.min(columns - column);
             for (sums, to) in sums.iter().take(len).zip(to[column..].chunks_mut(columns)) {
-                put_row::<S>(sums, put, &mut to[..columns_here]);
+                put_row::<S, T>(sums, put, &mut to[..columns_here]);
             }
         }
     }
@@ -246,41 +255,72 @@ fn tile<S: Level, const PAIRS: bool, const N: usize>(a: &[f32], b: &[f32]) -> [[
 /// # Safety
 /// They must be writable there, and be aligned where they are streamed.
 #[inline(always)]
-unsafe fn put_tile<S: Level, const N: usize>(sums: &[[S::Vector; VECTORS]; N], put: Put, to: *mut f32, stride: usize) {
+unsafe fn put_tile<S: Level, T: Float, const N: usize>(
+    sums: &[[S::Vector; VECTORS]; N],
+    put: Put,
+    to: *mut T,
+    stride: usize,
+) {
     // Each way has a loop of its own, so that the sums stay in registers.
-    let places = |n: usize, v: usize| to.wrapping_add(n * stride + v * S::WIDTH);
+    let rows = sums.iter().enumerate().map(|(n, &sums)| (to.wrapping_add(n * stride), sums));
     // SAFETY: the caller's promise.
     unsafe {
         match put {
-            Put::Store => each(sums, |n, v, sum| S::store(places(n, v), sum)),
-            Put::Stream => each(sums, |n, v, sum| S::stream(places(n, v), sum)),
-            Put::Add => {
-                each(sums, |n, v, sum| {
-                    S::store(places(n, v), S::vector_mul_add(sum, S::splat(1.0), S::load(places(n, v))));
-                });
+            Put::Store => rows.for_each(|(to, sums)| put_vectors::<S, T>(to, sums, false)),
+            Put::Stream => rows.for_each(|(to, sums)| put_vectors::<S, T>(to, sums, true)),
+            Put::Add => rows.for_each(|(to, sums)| {
+                let (one, old) = (S::splat(1.0), load_vectors::<S, T>(to));
+                let sums = std::array::from_fn(|v| S::vector_mul_add(sums[v], one, old[v]));
+                put_vectors::<S, T>(to, sums, false);
+            }),
+        }
+    }
+}
+
+/// Writes [`VECTORS`] vectors of a row: as many of f32, one of bf16.
+///
+/// # Safety
+/// They must be writable there, and be aligned where they are streamed.
+#[inline(always)]
+unsafe fn put_vectors<S: Level, T: Float>(to: *mut T, sums: [S::Vector; VECTORS], is_streamed: bool) {
+    let (of_bf16, to) = (T::DTYPE == DType::BF16, to.cast::<f32>());
+    let vectors = if of_bf16 { &[S::round(sums)][..] } else { &sums };
+    for (v, &vector) in vectors.iter().enumerate() {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if is_streamed {
+                S::stream(to.add(v * S::WIDTH), vector);
+            } else {
+                S::store(to.add(v * S::WIDTH), vector);
             }
         }
     }
 }
 
-/// Calls `put` with each vector of a tile and where it is.
+/// What [`put_vectors`] wrote.
+///
+/// # Safety
+/// It must be readable there.
 #[inline(always)]
-fn each<V: Copy, const N: usize>(sums: &[[V; VECTORS]; N], mut put: impl FnMut(usize, usize, V)) {
-    for (n, sums) in sums.iter().enumerate() {
-        for (v, &sum) in sums.iter().enumerate() {
-            put(n, v, sum);
+unsafe fn load_vectors<S: Level, T: Float>(from: *const T) -> [S::Vector; VECTORS] {
+    let mut wide = [0.0; VECTORS * LANES];
+    // SAFETY: the caller's promise; a level has at most as many lanes.
+    unsafe {
+        for (i, wide) in wide.iter_mut().enumerate().take(VECTORS * S::WIDTH) {
+            *wide = from.add(i).read().load();
         }
+        std::array::from_fn(|v| S::load(wide.as_ptr().add(v * S::WIDTH)))
     }
 }
 
 /// Brings the sums of a row to `to`, which may be shorter.
 #[inline(always)]
-fn put_row<S: Level>(sums: &[S::Vector; VECTORS], put: Put, to: &mut [f32]) {
+fn put_row<S: Level, T: Float>(sums: &[S::Vector; VECTORS], put: Put, to: &mut [T]) {
     for (&sum, to) in sums.iter().zip(to.chunks_mut(S::WIDTH)) {
         let mut last = [0.0; LANES];
         // SAFETY: there is room for a vector.
         unsafe { S::store(last.as_mut_ptr(), sum) };
         let is_added = put == Put::Add;
-        to.iter_mut().zip(last).for_each(|(to, sum)| *to = if is_added { *to + sum } else { sum });
+        to.iter_mut().zip(last).for_each(|(to, sum)| *to = T::store(if is_added { to.load() + sum } else { sum }));
     }
 }

@@ -1,9 +1,9 @@
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Tensor, bf16};
 use proptest::prelude::*;
 
-use crate::Context;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
+use crate::{Context, Isa};
 
 /// Rows, depth and columns of a product, and the type of its weights.
 #[derive(Clone, Copy, Debug)]
@@ -146,14 +146,13 @@ fn nan_and_infinity_reach_the_sums_they_belong_to() {
     }
 }
 
-/// The gradient of a matrix from `rows` rows, written over NaN and added to ones.
-fn gradients(ctx: &Context, rows: usize, out: usize, inputs: usize) -> [Tensor; 2] {
+/// The gradient of a matrix from `rows` rows, written over NaN and added to zeros.
+fn gradients(ctx: &Context, rows: usize, (out, inputs): (usize, usize), dtype: DType) -> [Tensor; 2] {
     let (dy, x) = (numbers(rows * out, 3), numbers(rows * inputs, 4));
     let dy = tensor(ctx, &[rows, out], &dy, DType::F32);
     let x = tensor(ctx, &[rows, inputs], &x, DType::F32);
     [(f32::NAN, Write::Replace), (0.0, Write::Add)].map(|(start, write)| {
-        let mut grad = ctx.empty(&[out, inputs], DType::F32);
-        grad.f32s_mut().fill(start);
+        let mut grad = tensor(ctx, &[out, inputs], &vec![start; out * inputs], dtype);
         linear_backward_weight(ctx, &dy, &x, DType::F32, write, &mut grad);
         grad
     })
@@ -162,12 +161,30 @@ fn gradients(ctx: &Context, rows: usize, out: usize, inputs: usize) -> [Tensor; 
 #[test]
 fn gradients_that_are_streamed_to_memory_are_those_that_are_added() {
     // More bytes than the limit of `outer`; the odd columns cannot be streamed.
-    for (out, inputs) in [(1_057, 2_048), (1_111, 1_999)] {
+    for size in [(1_057, 2_048), (1_111, 1_999)] {
         for ctx in contexts() {
             for rows in [0, 1, 3, 33] {
-                let [replaced, added] = gradients(&ctx, rows, out, inputs);
+                let [replaced, added] = gradients(&ctx, rows, size, DType::F32);
                 let is_same = replaced.f32s().iter().zip(added.f32s()).all(|(a, b)| a == b);
-                assert!(is_same, "{rows} rows, {out} x {inputs}, {:?}", ctx.isa());
+                assert!(is_same, "{rows} rows, {size:?}, {:?}", ctx.isa());
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_in_bf16_are_those_in_f32_rounded() {
+    // Small ones, and some of more bytes than the limit of `outer`, by outer products and, where vectors are wide, by tiles, whose rows
+    // end in the middle of a line at some columns and anywhere at others.
+    let large = [(2_105, 2_048, 33), (2_117, 2_000, 290), (2_111, 1_999, 290)];
+    for (out, inputs, rows) in large.into_iter().chain([0, 2, 33, 290].map(|rows| (37, 83, rows))) {
+        let is_quick = |isa: &Isa| out < 100 || *isa != Isa::Portable && *isa != Isa::Avx2;
+        for isa in Isa::available().into_iter().filter(is_quick) {
+            let ctx = Context::cpu(2).with_isa(isa);
+            let [wide, narrow] = [DType::F32, DType::BF16].map(|dtype| gradients(&ctx, rows, (out, inputs), dtype));
+            for (wide, narrow) in wide.iter().zip(&narrow) {
+                let is_same = wide.f32s().iter().zip(narrow.bf16s()).all(|(&a, &b)| bf16::from_f32(a) == b);
+                assert!(is_same, "{rows} rows, {out} x {inputs}, {isa:?}");
             }
         }
     }

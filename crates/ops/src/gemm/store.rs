@@ -49,15 +49,20 @@ pub(crate) fn write_rows<'a, S: Level, T: Float>(
     (rows, columns): (usize, usize),
     to: impl Fn(usize) -> &'a mut [T],
 ) {
-    let values: &[T] = if T::DTYPE == DType::F32 {
-        bytemuck::cast_slice(&tile.0)
-    } else {
-        round_rows::<S, T>(tile, stored, rows);
-        bytemuck::cast_slice(&stored.0)
-    };
+    let values = stored_rows::<S, T>(tile, stored, rows);
     for row in 0..rows {
         copy::<S, T>(&values[row * TILE_STRIDE..][..columns], to(row));
     }
+}
+
+/// The rows of a tile as they are stored, `TILE_STRIDE` elements apart; in `stored` if that is not what they are.
+#[inline(always)]
+fn stored_rows<'a, S: Level, T: Float>(tile: &'a Tile, stored: &'a mut Tile, rows: usize) -> &'a [T] {
+    if T::DTYPE == DType::F32 {
+        return bytemuck::cast_slice(&tile.0);
+    }
+    round_rows::<S, T>(tile, stored, rows);
+    bytemuck::cast_slice(&stored.0)
 }
 
 /// Rounds the rows of a tile to what they would be stored as, if that is not what they are.
@@ -164,33 +169,66 @@ impl<T: Float> Epilogue for Store<'_, T> {
     }
 }
 
-/// Writes sums to row-major f32 matrices of one buffer, past the caches: for results that are larger than these. A store that goes
-/// through them first fetches the line that it overwrites.
-pub(crate) struct Stream<'a> {
-    pub(crate) to: Lent<'a, f32>,
+/// Writes sums to row-major matrices of one buffer, past the caches: for results that are larger than these. A store that goes
+/// through them first fetches the line that it overwrites. That remains where a row of a tile begins or ends within a vector.
+pub(crate) struct Stream<'a, T> {
+    pub(crate) to: Lent<'a, T>,
     /// Elements before each group's matrix.
     pub(crate) offsets: &'a [usize],
     /// Columns of all of them.
     pub(crate) stride: usize,
 }
 
-impl Epilogue for Stream<'_> {
+impl<T: Float> Stream<'_, T> {
+    /// The first element of a row of a tile.
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, _room: &mut Room) {
-        let (column, columns) = at.columns;
-        for (row, sums) in tile.0.chunks_exact(TILE_STRIDE).enumerate().take(at.rows.1) {
-            let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + column;
-            // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.
-            let to = unsafe { self.to.range(start..start + columns) };
-            let is_whole = columns.is_multiple_of(S::WIDTH) && to.as_ptr().addr().is_multiple_of(4 * S::WIDTH);
-            if !is_whole {
-                to.copy_from_slice(&sums[..columns]);
-                continue;
-            }
-            for (to, sums) in to.chunks_exact_mut(S::WIDTH).zip(sums.chunks_exact(S::WIDTH)) {
-                // SAFETY: a vector is there on both sides, aligned where it is written; whoever runs a task ends it with a fence.
-                unsafe { S::stream(to.as_mut_ptr(), S::load(sums.as_ptr())) };
+    fn start(&self, at: Place, row: usize) -> usize {
+        self.offsets[at.group] + (at.rows.0 + row) * self.stride + at.columns.0
+    }
+}
+
+impl<T: Float> Epilogue for Stream<'_, T> {
+    #[inline(always)]
+    fn prefetch(&self, at: Place) {
+        for row in 0..at.rows.1 {
+            let start = self.start(at, row);
+            for place in [start, start + at.columns.1] {
+                if !self.to.is_line(place) {
+                    self.to.prefetch(place, 1);
+                }
             }
         }
+    }
+
+    #[inline(always)]
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
+        let columns = at.columns.1;
+        let of_vector = 4 * S::WIDTH / size_of::<T>();
+        let sums = stored_rows::<S, T>(tile, &mut room.stored, at.rows.1);
+        for (row, sums) in sums.chunks_exact(TILE_STRIDE).enumerate().take(at.rows.1) {
+            let (start, sums) = (self.start(at, row), &sums[..columns]);
+            // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.
+            let to = unsafe { self.to.range(start..start + columns) };
+            let ahead = to.as_ptr().align_offset(4 * S::WIDTH).min(columns);
+            let ((first, to), (first_sums, sums)) = (to.split_at_mut(ahead), sums.split_at(ahead));
+            copy_part::<S, T>(first_sums, first);
+            let whole = to.len() / of_vector * of_vector;
+            let ((to, last), (sums, last_sums)) = (to.split_at_mut(whole), sums.split_at(whole));
+            for (to, sums) in to.chunks_exact_mut(of_vector).zip(sums.chunks_exact(of_vector)) {
+                // SAFETY: a vector is there on both sides, aligned where it is written; whoever runs a task ends it with a fence.
+                unsafe { S::stream(to.as_mut_ptr().cast(), S::load(sums.as_ptr().cast())) };
+            }
+            copy_part::<S, T>(last_sums, last);
+        }
+    }
+}
+
+/// Copies what is less than a vector, most often nothing or half of one.
+#[inline(always)]
+fn copy_part<S: Level, T: Float>(from: &[T], to: &mut [T]) {
+    if from.len() == 16 && S::WIDTH == 16 {
+        to[..16].copy_from_slice(&from[..16]);
+    } else if !from.is_empty() {
+        to.copy_from_slice(from);
     }
 }

@@ -63,6 +63,23 @@ fn agrees_with_the_definition_on_every_instruction_set() {
 }
 
 #[test]
+fn a_gradient_in_bf16_counts_as_the_numbers_that_it_is() {
+    for (name, ctx) in contexts() {
+        let narrow = cast(&ctx, &Tensor::from_slice(ctx.pool(), &[40_001], &normals(3, 40_001)), DType::BF16);
+        let results = [DType::BF16, DType::F32].map(|dtype| {
+            let grad = &cast(&ctx, &narrow, dtype);
+            let [mut param, mut m, mut v] = [4, 5, 6].map(|seed| {
+                let values: Vec<f32> = normals(seed, narrow.len()).iter().map(|x| x.abs()).collect();
+                Tensor::from_slice(ctx.pool(), &[narrow.len()], &values)
+            });
+            adamw(&ctx, &step(2), AdamWTensors { param: &mut param, grad, m: &mut m, v: &mut v, compute: None });
+            [param, m, v]
+        });
+        assert!(results[0].iter().zip(&results[1]).all(|(a, b)| a.bytes() == b.bytes()), "{name}");
+    }
+}
+
+#[test]
 fn same_bits_on_any_number_of_threads() {
     let results = thread_counts().map(|ctx| run(&ctx, 100_000));
     for other in &results[1..] {

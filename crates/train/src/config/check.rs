@@ -3,7 +3,7 @@
 use moeworks_model::TensorSplit;
 use moeworks_moe::{HashTable, RouterKind};
 
-use super::{ConfigError, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
+use super::{ConfigError, GradientType, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 
 /// No size of a model or a batch is larger: above it, products of sizes would no longer fit.
 const MAX_SIZE: usize = 1 << 24;
@@ -124,6 +124,10 @@ impl RunConfig {
             ("parallel.tp", parallel.tp as u64),
             ("parallel.timeout_s", parallel.timeout_s),
         ])?;
+        if parallel.num_ranks() > 1 && self.train.expert_gradients == GradientType::Bf16 {
+            let expected = "must be \"f32\" on several ranks, whose sums are f32";
+            return Err(wrong("train.expert_gradients", "\"bf16\"", expected));
+        }
         if parallel.num_ranks() > MAX_RANKS {
             let expected = format!(
                 "times parallel.ep, {}, times parallel.tp, {}, must be at most {MAX_RANKS} ranks",

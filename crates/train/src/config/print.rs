@@ -144,6 +144,10 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
         "train.precision",
         "f32; bf16: matrix products in bf16 with f32 masters; or fp8: the same, experts in eight-bit floats.",
     ),
+    (
+        "train.expert_gradients",
+        "f32; or bf16, on one rank: gradients of experts in half the memory, rounded once a microbatch.",
+    ),
     ("train.checkpoint_layers", "Whether layers keep only their input for backward and compute the rest again."),
     (
         "train.balance",

@@ -206,7 +206,10 @@ impl Trainer {
         let is_bf16 = config.train.precision.has_bf16_copies();
         let compute = is_bf16.then(|| weights.compute_copy(&config.train.optimizer_context(&ctx), DType::BF16));
         let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_deref()) } else { 1.0 };
-        let grads = ranks.as_ref().map_or_else(|| weights.zeros_like(&ctx), |ranks| ranks.first_grads(&ctx, &weights));
+        let grads = match &ranks {
+            Some(ranks) => ranks.first_grads(&ctx, &weights),
+            None => weights.zero_gradients(&ctx, config.train.expert_gradients.dtype()),
+        };
         let trainer = Self {
             grads,
             schedule: schedule(&config),

@@ -98,6 +98,10 @@ fn every_wrong_setting_gives_one_line() {
             "train.precision=fp16",
             "train.precision = \"fp16\": unknown variant `fp16`, expected one of `f32`, `bf16`, `fp8`",
         ),
+        (
+            "train.expert_gradients=fp8",
+            "train.expert_gradients = \"fp8\": unknown variant `fp8`, expected `f32` or `bf16`",
+        ),
         ("train.seq_len=2000", "train.seq_len = 2000: must be at most model.max_seq_len, 1024"),
         (
             "train.batch_size=99999999",
@@ -123,6 +127,14 @@ fn every_wrong_setting_gives_one_line() {
         assert!(message.starts_with(expected), "{setting}: {message}");
         assert!(!message.contains('\n'), "{message}");
     }
+}
+
+#[test]
+fn gradients_of_experts_in_bf16_are_for_one_rank() {
+    let setting = "train.expert_gradients=bf16";
+    assert!(resolve(None, None, &[setting]).is_ok());
+    let message = resolve(None, None, &[setting, "parallel.ep=2"]).unwrap_err();
+    assert_eq!(message, "train.expert_gradients = \"bf16\": must be \"f32\" on several ranks, whose sums are f32");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! What users of the crate see.
 
 mod config;
+mod expert_gradients;
 mod fp8;
 mod listed;
 mod lost_ranks;

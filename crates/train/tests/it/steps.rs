@@ -23,6 +23,11 @@ pub(crate) struct Steps {
 
 impl Steps {
     pub(crate) fn new(ctx: &Context, at: &Context) -> Self {
+        Self::with_expert_gradients(ctx, at, DType::F32)
+    }
+
+    /// Steps whose gradients of experts are of a type.
+    pub(crate) fn with_expert_gradients(ctx: &Context, at: &Context, gradients: DType) -> Self {
         let config = ModelConfig {
             vocab_size: 300,
             width: 64,
@@ -42,7 +47,7 @@ impl Steps {
         let random = Random::new(1, Purpose::Test, 0);
         Self {
             compute: weights.compute_copy(at, DType::BF16),
-            grads: weights.zeros_like(ctx),
+            grads: weights.zero_gradients(ctx, gradients),
             optimizer: Optimizer::new(ctx, adamw, &weights),
             ids: (0..2 * SEQ_LEN as u64).map(|i| random.below(i, 300) as u32).collect(),
             decoder,
@@ -54,17 +59,26 @@ impl Steps {
 
     /// Finds the gradients; the loss of a token.
     pub(crate) fn pass(&mut self) -> f64 {
+        self.pass_writing(Write::Replace)
+    }
+
+    /// As [`pass`](Self::pass), with gradients that replace what is there or are added to it.
+    pub(crate) fn pass_writing(&mut self, write: Write) -> f64 {
         let Self { ctx, decoder, compute, grads, ids, .. } = self;
         let batch =
             TokenBatch { inputs: ids, targets: ids, num_sequences: 2, seq_len: SEQ_LEN, ..TokenBatch::default() };
         let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, ..PassOptions::default() };
-        let stats = decoder.forward_backward(ctx, compute, &batch, &options, Write::Replace, grads).expect("a step");
+        let stats = decoder.forward_backward(ctx, compute, &batch, &options, write, grads).expect("a step");
         stats.loss_sum / stats.num_targets as f64
     }
 
     pub(crate) fn update(&mut self, lr: f64) {
         let Self { at, optimizer, weights, grads, compute, .. } = self;
         optimizer.update(at, (lr, 1.0), weights, grads, Some(compute));
+    }
+
+    pub(crate) fn gradients(&self) -> &DecoderWeights {
+        &self.grads
     }
 
     pub(crate) fn num_weights(&self) -> usize {
