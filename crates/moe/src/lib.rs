@@ -90,7 +90,7 @@ mod weights;
 
 pub use config::{ConfigError, MoeConfig, ScoreOrder};
 pub use dispatch::{Dispatch, DispatchRule, capacity};
-pub use layer::{MoeGradTask, MoeLayer, MoeSaved};
+pub use layer::{GradsNow, MoeGradTask, MoeLayer, MoeSaved};
 pub use losses::{
     BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_of_groups,
     balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss, l1_loads, z_loss,

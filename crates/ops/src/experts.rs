@@ -21,10 +21,10 @@ use crate::activation::activate;
 use crate::cuda::ops::{self as cuda, On};
 use crate::e4m3;
 use crate::elementwise::{add_assign, rounded_once, written_wide};
-use crate::few_rows::{Gradients, weight_gradients};
+use crate::few_rows::{Gradients, weight_gradients_beside};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
-use crate::gemm::{self, Compute, Finish, Form, Group, Product};
+use crate::gemm::{self, Compute, Finish, Form, Group, Product, Tasks};
 use crate::late::List;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
@@ -272,6 +272,57 @@ pub fn experts_backward(
     rows: ExpertRows<'_>,
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
+    backward(ctx, dy, weights, rows, saved, None)
+}
+
+/// [`experts_backward`] and then the gradients of the weights: as [`experts_weight_grad_of_used`] where `of_used` says so, or else as
+/// [`experts_weight_grad`] with `write`. Where experts have few rows the host reads weights while it writes gradients, which takes
+/// less time than one after the other.
+pub fn experts_backward_with_weight_grad(
+    ctx: &Context,
+    (x, dy): (&Tensor, &Tensor),
+    weights: ExpertWeights<'_>,
+    rows: ExpertRows<'_>,
+    saved: &ExpertsSaved,
+    (write, of_used): (Write, bool),
+    grads: ExpertGrads<'_>,
+) -> ExpertsBackward {
+    let keeps_unused = of_used || write == Write::Add;
+    let num_used = used_experts(rows).len();
+    let is_apart = On::of(ctx).is_some()
+        || weights.multiply_in_fp8(ctx)
+        || weights.gate_up.dtype().is_quantized()
+        || rows.tokens.len() > MAX_ROWS_BESIDE * num_used;
+    if is_apart {
+        let back = experts_backward(ctx, dy, weights, rows, saved);
+        let inputs = WeightGradInputs { x, dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
+        weight_grad(ctx, inputs, weights.activation, (rows, keeps_unused), write, grads);
+        return back;
+    }
+    let beside = Beside { x, experts: if keeps_unused { used_experts(rows) } else { all_experts(rows) }, write, grads };
+    backward(ctx, dy, weights, rows, saved, Some(beside))
+}
+
+/// Rows an expert up to which memory and not products take the time.
+const MAX_ROWS_BESIDE: usize = 16;
+
+/// Gradients of weights that are computed beside those of inputs.
+struct Beside<'a> {
+    x: &'a Tensor,
+    /// Whose gradients are written.
+    experts: Vec<Expert>,
+    write: Write,
+    grads: ExpertGrads<'a>,
+}
+
+fn backward(
+    ctx: &Context,
+    dy: &Tensor,
+    weights: ExpertWeights<'_>,
+    rows: ExpertRows<'_>,
+    saved: &ExpertsSaved,
+    mut beside: Option<Beside<'_>>,
+) -> ExpertsBackward {
     assert_eq!(weights.gate_up.dtype(), weights.down.dtype(), "backward of experts whose matrices differ in type");
     let s = Sizes::of(dy, weights, rows);
     let is_fp8 = weights.multiply_in_fp8(ctx);
@@ -305,7 +356,14 @@ pub fn experts_backward(
             num_panels,
         };
         let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &first, is_paired: false };
-        gemm::run(ctx, &product, &epilogue);
+        gemm::with_tasks(ctx, &product, &epilogue, |tasks| match &mut beside {
+            Some(Beside { experts, write, grads, .. }) => {
+                let a = weighed_activations(ctx, (saved, dtype), weights.activation, rows, s.f);
+                let of = GradOf { ctx, rows, experts, write: *write, others: Some(tasks) };
+                of.down((dy, &a), grads.down);
+            }
+            None => tasks.run(ctx),
+        });
     });
     let mut d_row_weights = ctx.empty(&[s.r], DType::F32);
     for (r, sum) in d_row_weights.f32s_mut().iter_mut().enumerate() {
@@ -319,7 +377,13 @@ pub fn experts_backward(
         columns: s.d,
         depth: s.af,
     });
-    let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d]);
+    let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d], |tasks| match &mut beside {
+        Some(Beside { x, experts, write, grads }) => {
+            let of = GradOf { ctx, rows, experts, write: *write, others: Some(tasks) };
+            of.gate_up((&dh, x), grads.gate_up);
+        }
+        None => tasks.run(ctx),
+    });
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
 }
 
@@ -399,25 +463,24 @@ fn weight_grad(
     }
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
-    let compute = Compute::of(dtype);
     let dy = &*rounded_once(ctx, dy, dtype);
-    // Each row's weight times its activations.
-    let mut a = ctx.empty(&[r, f], dtype);
-    let second = |a: &Tensor, down: &mut Tensor| {
-        let groups = groups(experts, |_, range| Group {
-            a: Source::gathered(dy, &rows.tokens[range.clone()]),
-            b: Source::rows(a, range.start),
-            rows: d,
-            columns: f,
-            depth: range.len(),
-        });
-        let offsets: Vec<_> = experts.iter().map(|(e, _)| e * d * f).collect();
-        let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
-        with_float!(down.dtype(), T => {
-            let to = Lent::new(down.slice_mut::<T>());
-            weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: f, write });
-        });
-    };
+    let of = GradOf { ctx, rows, experts, write, others: None };
+    let a = weighed_activations(ctx, (saved, dtype), activation, rows, f);
+    of.down((dy, &a), grads.down);
+    drop(a);
+    of.gate_up((dh, x), grads.gate_up);
+}
+
+/// Each row's weight times its activations, `[R, F]`.
+fn weighed_activations(
+    ctx: &Context,
+    (saved, dtype): (&ExpertsSaved, DType),
+    activation: Activation,
+    rows: ExpertRows<'_>,
+    f: usize,
+) -> Tensor {
+    let af = f * activation.num_inputs();
+    let mut a = ctx.empty(&[rows.tokens.len(), f], dtype);
     with_float!(dtype, T => {
         let (isa, h) = (ctx.isa(), saved.h.slice::<T>());
         let rows_per_piece = (PIECE / f.max(1)).max(1);
@@ -429,21 +492,55 @@ fn weight_grad(
             }
         });
     });
-    second(&a, grads.down);
-    drop(a);
-    let groups = groups(experts, |_, range| Group {
-        a: Source::rows(dh, range.start),
-        b: Source::gathered(x, &rows.tokens[range.clone()]),
-        rows: af,
-        columns: d,
-        depth: range.len(),
-    });
-    let offsets: Vec<_> = experts.iter().map(|(e, _)| e * af * d).collect();
-    let product = Product { form: Form::Tn, compute, groups: &groups, is_paired: false };
-    with_float!(grads.gate_up.dtype(), T => {
-        let to = Lent::new(grads.gate_up.slice_mut::<T>());
-        weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: d, write });
-    });
+    a
+}
+
+/// What the gradients of both stacks of matrices have in common.
+#[derive(Clone, Copy)]
+struct GradOf<'a> {
+    ctx: &'a Context,
+    rows: ExpertRows<'a>,
+    /// Whose gradients are written.
+    experts: &'a [Expert],
+    write: Write,
+    /// What is done beside.
+    others: Option<Tasks<'a>>,
+}
+
+impl GradOf<'_> {
+    /// `dy^T a` for each expert, of `dy [T, D]` and the weighed activations `[R, F]`.
+    fn down(self, (dy, a): (&Tensor, &Tensor), grad: &mut Tensor) {
+        let product = groups(self.experts, |_, range| Group {
+            a: Source::gathered(dy, &self.rows.tokens[range.clone()]),
+            b: Source::rows(a, range.start),
+            rows: dy.cols(),
+            columns: a.cols(),
+            depth: range.len(),
+        });
+        self.product(&product, Compute::of(a.dtype()), (dy.cols(), a.cols()), grad);
+    }
+
+    /// `dh^T x` for each expert, of `dh [R, A F]` and `x [T, D]`.
+    fn gate_up(self, (dh, x): (&Tensor, &Tensor), grad: &mut Tensor) {
+        let product = groups(self.experts, |_, range| Group {
+            a: Source::rows(dh, range.start),
+            b: Source::gathered(x, &self.rows.tokens[range.clone()]),
+            rows: dh.cols(),
+            columns: x.cols(),
+            depth: range.len(),
+        });
+        self.product(&product, Compute::of(dh.dtype()), (dh.cols(), x.cols()), grad);
+    }
+
+    fn product(self, groups: &[Group<'_>], compute: Compute, size: (usize, usize), grad: &mut Tensor) {
+        let offsets: Vec<_> = self.experts.iter().map(|(e, _)| e * size.0 * size.1).collect();
+        let product = Product { form: Form::Tn, compute, groups, is_paired: false };
+        with_float!(grad.dtype(), T => {
+            let to = Lent::new(grad.slice_mut::<T>());
+            let gradients = Gradients { to, offsets: &offsets, stride: size.1, write: self.write };
+            weight_gradients_beside(self.ctx, &product, gradients, self.others);
+        });
+    }
 }
 
 struct Sizes {
@@ -490,13 +587,15 @@ fn row_outputs(
     experts: &[Expert],
     groups: &[Group<'_>],
     shape: &[usize; 2],
+    run: impl FnOnce(Tasks<'_>),
 ) -> Tensor {
     let mut outputs = ctx.empty(shape, dtype.of_activations());
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
     let product = Product { form, compute: Compute::of(dtype), groups, is_paired: false };
     with_float!(outputs.dtype(), T => {
         let to = Lent::new(outputs.slice_mut::<T>());
-        gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
+        let store = Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace };
+        gemm::with_tasks(ctx, &product, &store, run);
     });
     outputs
 }

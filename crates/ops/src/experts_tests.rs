@@ -182,6 +182,20 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
         }
         exact
     });
+    // With the gradients of weights beside it, backward finds the same.
+    let mut beside = [&gate_up, &down].map(|w| tensor(ctx, w.shape(), &vec![0.5; w.len()], DType::F32));
+    let [gate_up_grad, down_grad] = &mut beside;
+    let into = ExpertGrads { gate_up: gate_up_grad, down: down_grad };
+    let both = experts_backward_with_weight_grad(ctx, (&x, &dy), weights, rows, &saved, (Write::Add, false), into);
+    for (together, apart) in [&both.dx, &both.dh, &both.d_row_weights, &beside[0], &beside[1]].into_iter().zip([
+        &backward.dx,
+        &backward.dh,
+        &backward.d_row_weights,
+        &added[0],
+        &added[1],
+    ]) {
+        assert!(together.bytes() == apart.bytes(), "{case:?}, {w_type:?}");
+    }
     let rounds_rows = w_type == DType::BF16;
     Run { y, saved, backward, replaced, added, rounds_rows }
 }

@@ -13,7 +13,7 @@
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::time::Instant;
 
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_moe::{GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
 use moeworks_ops::counting_sort::sort_choices;
 use moeworks_ops::embedding::embedding;
 use moeworks_ops::experts::ExpertRows;
@@ -155,7 +155,8 @@ impl Layer {
             let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &input);
             if is_both {
                 let (layer, weights, grads) = self.parts(ctx);
-                let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
+                let now = GradsNow { write: Writing::Replace, of_used: true, grads: &mut *grads };
+                let (_, task) = layer.backward_with_next(ctx, weights, &saved, (&dy, None), &losses, Some(now));
                 task.run_for_used_experts(ctx, grads);
             }
             drop(y);

@@ -1,6 +1,6 @@
 //! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
 
-use moeworks_moe::{LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{GradsNow, LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
     experts_forward_onto, experts_weight_grad,
@@ -145,8 +145,8 @@ impl FeedForwardBlock {
         }
     }
 
-    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The norm weight's gradient is
-    /// written to `d_norm` as `write` says. `dnext` is the gradient of the router's logits by the next MoE layer.
+    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients but for those that are better found at
+    /// once, which are written to `grads`. The norm weight's gradient is written to `d_norm`, both as `write` says. `dnext` is the gradient of the router's logits by the next MoE layer.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -154,7 +154,7 @@ impl FeedForwardBlock {
         (x, saved): (&Tensor, FeedForwardSaved),
         (dy, dnext, loss_grad): (&Tensor, Option<&Tensor>, Option<&LossGrad>),
         write: Write,
-        d_norm: &mut NormWeights,
+        (d_norm, grads): (&mut NormWeights, &mut FeedForwardWeights),
     ) -> (Tensor, FeedForwardGradTask) {
         let ctx = pass.ctx;
         let FeedForwardSaved { norm, normed, inner } = saved;
@@ -163,7 +163,9 @@ impl FeedForwardBlock {
             (InnerSaved::Moe(saved, is_whole), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
                 let run = Run::of(pass, is_whole);
                 let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
-                let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad);
+                let FeedForwardWeights::Moe(grads) = grads else { panic!("{WRONG_KIND}") };
+                let now = Some(GradsNow { write, of_used: false, grads });
+                let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad, now);
                 let dx = match run {
                     None => dx,
                     Some(run) => run.whole(ctx, &dx),

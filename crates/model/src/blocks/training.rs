@@ -137,8 +137,14 @@ impl Training<'_> {
         let LayerSaved { attention, cross, middle, feed_forward } = saved;
         let loss_grad = block.moe.is_some().then(|| loss_grads.pop()).flatten();
         let dy = (&flow.dx, flow.dnext.as_ref(), loss_grad.as_ref());
-        let (d_middle, task) =
-            block.backward(pass, w, (&middle, feed_forward), dy, write, &mut grads.feed_forward_norm);
+        let (d_middle, task) = block.backward(
+            pass,
+            w,
+            (&middle, feed_forward),
+            dy,
+            write,
+            (&mut grads.feed_forward_norm, &mut grads.feed_forward),
+        );
         task.replace_dnext(&mut flow.dnext);
         task.run(pass, write, &mut grads.feed_forward);
         flow.dx = d_middle;

@@ -379,7 +379,7 @@ fn run(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, numbers: &Num
         ..LossGrad::default()
     };
     let dy = tensor(ctx, &[T, D], dy);
-    let (dx, task) = layer.backward_with_next(ctx, &weights, &saved, (&dy, d_next.as_ref()), &losses);
+    let (dx, task) = layer.backward_with_next(ctx, &weights, &saved, (&dy, d_next.as_ref()), &losses, None);
     let d_previous = task.d_previous_logits().map(|grad| grad.f32s().to_vec());
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
     task.run(ctx, Write::Replace, &mut grads);

@@ -34,7 +34,7 @@ use crate::parallel::piece_range;
 use crate::simd::kernel;
 use rows::Weight;
 
-pub(crate) use outer::{Gradients, weight_gradients};
+pub(crate) use outer::{Gradients, weight_gradients, weight_gradients_beside};
 
 /// The most rows of a group that these kernels take.
 const MAX_FEW: usize = 16;

@@ -11,7 +11,7 @@ use crate::Context;
 use crate::gemm::kernel::Kernels;
 use crate::gemm::source::{Format, Source, pack_straight};
 use crate::gemm::store::{Store, Stream};
-use crate::gemm::{Compute, Group, Panels, Product, Slots};
+use crate::gemm::{Compute, Group, Panels, Product, Slots, Tasks};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, Level, fence, kernel};
@@ -51,6 +51,16 @@ pub(crate) struct Gradients<'a, T> {
 
 /// Computes products of the form `A^T B`, whatever the number of rows.
 pub(crate) fn weight_gradients<T: Float>(ctx: &Context, product: &Product<'_>, gradients: Gradients<'_, T>) {
+    weight_gradients_beside(ctx, product, gradients, None);
+}
+
+/// The same, and `others` beside those products that are taken here.
+pub(crate) fn weight_gradients_beside<T: Float>(
+    ctx: &Context,
+    product: &Product<'_>,
+    gradients: Gradients<'_, T>,
+    others: Option<Tasks<'_>>,
+) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let most = if kernels.lanes == LANES && !kernels.are_tiles { MAX_FEW_WIDE } else { MAX_FEW };
     let is_few = |group: &Group<'_>| group.depth <= most && group.columns == gradients.stride;
@@ -66,7 +76,7 @@ pub(crate) fn weight_gradients<T: Float>(ctx: &Context, product: &Product<'_>, g
         let num_tasks = if group.columns == 0 { 0 } else { group.rows.div_ceil(rows) };
         tasks.extend((0..num_tasks).map(|task| Task { group: index, rows: piece_range(task, rows, group.rows) }));
     }
-    run_tasks(ctx, product, &gradients, &tasks);
+    run_tasks(ctx, product, &gradients, &tasks, others);
 
     let many: Vec<usize> = (0..product.groups.len()).filter(|&index| !is_few(&product.groups[index])).collect();
     if many.is_empty() {
@@ -100,10 +110,13 @@ struct Task {
     rows: std::ops::Range<usize>,
 }
 
-fn run_tasks<T: Float>(ctx: &Context, product: &Product<'_>, gradients: &Gradients<'_, T>, tasks: &[Task]) {
-    if tasks.is_empty() {
-        return;
-    }
+fn run_tasks<T: Float>(
+    ctx: &Context,
+    product: &Product<'_>,
+    gradients: &Gradients<'_, T>,
+    tasks: &[Task],
+    others: Option<Tasks<'_>>,
+) {
     let bytes: usize = tasks.iter().map(|task| size_of::<T>() * task.rows.len() * gradients.stride).sum();
     let is_streamed = is_streamed(gradients.write, bytes);
     let put = match gradients.write {
@@ -120,10 +133,10 @@ fn run_tasks<T: Float>(ctx: &Context, product: &Product<'_>, gradients: &Gradien
         [b, a].map(|(len, width)| units * len.next_multiple_of(width))
     };
     let scratch_units = tasks.iter().map(|task| layout(task).iter().sum()).max().unwrap_or(0);
-    let num_threads = ctx.threads().count().min(tasks.len());
+    let num_threads = ctx.threads().count().min(tasks.len()).max(1);
     let mut scratch = ctx.empty(&[num_threads, scratch_units], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
-    ctx.threads().run(tasks.len(), |index| {
+    let run = |index: usize, _: usize| {
         let task = &tasks[index];
         let group = &product.groups[task.group];
         scratch.with(|scratch, held| {
@@ -148,7 +161,12 @@ fn run_tasks<T: Float>(ctx: &Context, product: &Product<'_>, gradients: &Gradien
         if is_streamed {
             fence();
         }
-    });
+    };
+    let tasks = Tasks { count: tasks.len(), run: &run };
+    match others {
+        Some(others) => others.run_beside(ctx, tasks),
+        None => tasks.run(ctx),
+    }
 }
 
 kernel! {

@@ -155,27 +155,60 @@ impl<E: Epilogue> Finish for E {
     }
 }
 
+/// Tasks that write to places of their own and may be done in any order.
+#[derive(Clone, Copy)]
+pub(crate) struct Tasks<'a> {
+    pub(crate) count: usize,
+    /// Does a task, whose number comes first; a thread will probably take the one so many further next.
+    pub(crate) run: &'a (dyn Fn(usize, usize) + Sync),
+}
+
+impl Tasks<'_> {
+    /// Does all of them.
+    pub(crate) fn run(self, ctx: &Context) {
+        let ahead = ctx.threads().count().min(self.count);
+        ctx.threads().run(self.count, |index| (self.run)(index, ahead));
+    }
+
+    /// Does all of both, evenly mixed: where one kind reads from memory what the other writes there, both go on at a time.
+    pub(crate) fn run_beside(self, ctx: &Context, other: Self) {
+        let (all, num_threads) = (self.count + other.count, ctx.threads().count());
+        let ahead = |count: usize| (num_threads * count).div_ceil(all.max(1));
+        // Of the first so many tasks these are our own.
+        let own = |index: usize| index * self.count / all;
+        ctx.threads().run(all, |index| {
+            if own(index + 1) > own(index) {
+                (self.run)(own(index), ahead(self.count));
+            } else {
+                (other.run)(index - own(index), ahead(other.count));
+            }
+        });
+    }
+}
+
 /// Computes all products of the list.
 pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
+    with_tasks(ctx, product, epilogue, |tasks| tasks.run(ctx));
+}
+
+/// Hands the tasks that compute all products of the list to `work`.
+pub(crate) fn with_tasks(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish, work: impl FnOnce(Tasks<'_>)) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let plan = tasks::plan(product, &kernels, ctx.threads().count());
     let few = few_rows::Plan::of(product, &kernels);
-    let num_tasks = plan.tasks.len() + few.tasks.len();
-    if num_tasks == 0 {
-        return;
-    }
-    let num_threads = ctx.threads().count().min(num_tasks);
+    let count = plan.tasks.len() + few.tasks.len();
+    let num_threads = ctx.threads().count().min(count).max(1);
     let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
-    ctx.threads().run(num_tasks, |index| {
+    let run = |index: usize, ahead: usize| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
-            let (next, lanes) = (few.tasks.get(task + num_threads), kernels.lanes);
+            let (next, lanes) = (few.tasks.get(task + ahead), kernels.lanes);
             let work = few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, lanes };
             scratch.with(|scratch, held| few_rows::run_task(work, scratch, held, epilogue));
             return;
         }
         // Tasks are taken in order, so this is about the one that this thread will take next.
-        let next = plan.tasks.get(index + num_threads);
+        let next = plan.tasks.get(index + ahead);
         let work = Work {
             product,
             group: &product.groups[plan.tasks[index].group],
@@ -187,7 +220,8 @@ pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
         scratch.with(|scratch, held| work.run(scratch, held, epilogue));
         // The epilogue may have written past the caches.
         fence();
-    });
+    };
+    work(Tasks { count, run: &run });
 }
 
 /// The number of panels that so many columns are cut into.
