@@ -288,11 +288,11 @@ pub fn experts_backward_with_weight_grad(
     grads: ExpertGrads<'_>,
 ) -> ExpertsBackward {
     let keeps_unused = of_used || write == Write::Add;
-    let num_used = used_experts(rows).len();
+    // The last is asked of the host's lists alone: those of a GPU would be waited for.
     let is_apart = On::of(ctx).is_some()
         || weights.multiply_in_fp8(ctx)
         || weights.gate_up.dtype().is_quantized()
-        || rows.tokens.len() > MAX_ROWS_BESIDE * num_used;
+        || rows.tokens.len() > MAX_ROWS_BESIDE * used_experts(rows).len();
     if is_apart {
         let back = experts_backward(ctx, dy, weights, rows, saved);
         let inputs = WeightGradInputs { x, dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
