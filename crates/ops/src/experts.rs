@@ -380,7 +380,7 @@ fn backward(
     let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d], |tasks| match &mut beside {
         Some(Beside { x, experts, write, grads }) => {
             let of = GradOf { ctx, rows, experts, write: *write, others: Some(tasks) };
-            of.gate_up((&dh, x), grads.gate_up);
+            of.gate_up((&dh, x), s.af, grads.gate_up);
         }
         None => tasks.run(ctx),
     });
@@ -468,7 +468,7 @@ fn weight_grad(
     let a = weighed_activations(ctx, (saved, dtype), activation, rows, f);
     of.down((dy, &a), grads.down);
     drop(a);
-    of.gate_up((dh, x), grads.gate_up);
+    of.gate_up((dh, x), af, grads.gate_up);
 }
 
 /// Each row's weight times its activations, `[R, F]`.
@@ -520,16 +520,16 @@ impl GradOf<'_> {
         self.product(&product, Compute::of(a.dtype()), (dy.cols(), a.cols()), grad);
     }
 
-    /// `dh^T x` for each expert, of `dh [R, A F]` and `x [T, D]`.
-    fn gate_up(self, (dh, x): (&Tensor, &Tensor), grad: &mut Tensor) {
+    /// `dh^T x` for each expert, of `dh [R, A F]`, whose shape without rows may be another, and `x [T, D]`.
+    fn gate_up(self, (dh, x): (&Tensor, &Tensor), af: usize, grad: &mut Tensor) {
         let product = groups(self.experts, |_, range| Group {
             a: Source::rows(dh, range.start),
             b: Source::gathered(x, &self.rows.tokens[range.clone()]),
-            rows: dh.cols(),
+            rows: af,
             columns: x.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(dh.dtype()), (dh.cols(), x.cols()), grad);
+        self.product(&product, Compute::of(dh.dtype()), (af, x.cols()), grad);
     }
 
     fn product(self, groups: &[Group<'_>], compute: Compute, size: (usize, usize), grad: &mut Tensor) {
