@@ -72,7 +72,7 @@ pub(crate) fn weight_gradients_beside<T: Float>(
         if group.depth == 0 && gradients.write == Write::Add {
             continue;
         }
-        let rows = (bytes_of_task / (size_of::<T>() * group.columns).max(1)).next_multiple_of(tile_rows(LANES));
+        let rows = (bytes_of_task / (size_of::<T>() * group.columns).max(1)).max(1).next_multiple_of(tile_rows(LANES));
         let num_tasks = if group.columns == 0 { 0 } else { group.rows.div_ceil(rows) };
         tasks.extend((0..num_tasks).map(|task| Task { group: index, rows: piece_range(task, rows, group.rows) }));
     }
