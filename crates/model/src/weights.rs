@@ -409,7 +409,7 @@ impl DecoderWeights {
     /// f32 zeros of the same shapes, where the device computes: gradients, moments.
     #[must_use]
     pub fn zeros_like(&self, ctx: &Context) -> Self {
-        self.map(|_, _, tensor| ctx.zeros_there(tensor.shape(), DType::F32))
+        self.zero_gradients(ctx, DType::F32)
     }
 
     /// Zeros for gradients: f32, but `experts` (f32 or bf16) where they are of the matrices of routed experts.

@@ -450,8 +450,8 @@ impl MoeGradTask {
         self.router.as_ref()?.dprevious.as_ref()
     }
 
-    /// Computes the gradients of all weights of the layer and writes or adds them to `grads`, which is f32 throughout. An
-    /// expert without rows gets zeros, or is left as it is.
+    /// Computes the gradients of all weights of the layer and writes or adds them to `grads`, which is f32, or bf16 for
+    /// the experts' matrices. An expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
         let joined = self.timed(|| {

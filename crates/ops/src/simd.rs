@@ -7,6 +7,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod rounding;
+#[cfg(target_arch = "x86_64")]
+mod totals;
 
 use moeworks_tensor::{DType, Element, bf16, f16};
 
@@ -276,65 +278,6 @@ macro_rules! x86_level {
     };
 }
 
-/// The sum of eight lanes, halves first.
-///
-/// # Safety
-/// The machine must have AVX2.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn total_of_8(lanes: core::arch::x86_64::__m256) -> f32 {
-    use core::arch::x86_64::{
-        _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps, _mm256_castps256_ps128,
-        _mm256_extractf128_ps,
-    };
-    // SAFETY: the caller's machine has the instructions.
-    unsafe {
-        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
-        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
-    }
-}
-
-/// The sum of sixteen lanes, halves first.
-///
-/// # Safety
-/// The machine must have AVX-512 F and DQ.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn total_of_16(lanes: core::arch::x86_64::__m512) -> f32 {
-    use core::arch::x86_64::{_mm256_add_ps, _mm512_castps512_ps256, _mm512_extractf32x8_ps};
-    // SAFETY: the caller's machine has the instructions.
-    unsafe { total_of_8(_mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes))) }
-}
-
-/// [`total_of_16`] of four vectors.
-///
-/// # Safety
-/// The machine must have AVX-512 F and DQ.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn totals_of_16([a, b, c, d]: [core::arch::x86_64::__m512; 4]) -> [f32; 4] {
-    use core::arch::x86_64::{
-        _mm_cvtss_f32, _mm512_add_ps, _mm512_castps512_ps128, _mm512_extractf32x4_ps, _mm512_permute_ps,
-        _mm512_shuffle_f32x4,
-    };
-    // SAFETY: the caller's machine has the instructions.
-    unsafe {
-        let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
-        let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
-        // Each quarter is now what is left of one vector.
-        let four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
-        let two = _mm512_add_ps(four, _mm512_permute_ps::<0x4e>(four));
-        let one = _mm512_add_ps(two, _mm512_permute_ps::<0xb1>(two));
-        [
-            _mm_cvtss_f32(_mm512_castps512_ps128(one)),
-            _mm_cvtss_f32(_mm512_extractf32x4_ps::<1>(one)),
-            _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(one)),
-            _mm_cvtss_f32(_mm512_extractf32x4_ps::<3>(one)),
-        ]
-    }
-}
-
 /// The 32 bits `at` units behind `from`, in all lanes, by the instruction for integers. Compilers choose the one for floats, which takes
 /// a place among multiplications on Zen 4: tiles of 8 rows by 1 vector then have 2.6 instead of 3.2 (f32) and 3.5 (pairs of bf16) G
 /// products of vectors a second.
@@ -364,14 +307,14 @@ x86_level!(
     /// AVX2 with FMA.
     Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps,
     _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps,
-    _mm_loadu_si128, _mm256_cvtph_ps, total_of_8
+    _mm_loadu_si128, _mm256_cvtph_ps, totals::total_of_8
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX-512 with F, BW, DQ and VL.
     Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
-    _mm256_loadu_si256, _mm512_cvtph_ps, total_of_16,
+    _mm256_loadu_si256, _mm512_cvtph_ps, totals::total_of_16,
     #[inline(always)]
     unsafe fn splat_at(from: *const f32, at: usize) -> Self::Vector {
         // SAFETY: as in `splat`, and the caller promises a readable element.
@@ -380,7 +323,7 @@ x86_level!(
     #[inline(always)]
     fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
         // SAFETY: as in `splat`.
-        unsafe { totals_of_16(vectors) }
+        unsafe { totals::totals_of_16(vectors) }
     }
 );
 #[cfg(target_arch = "x86_64")]
@@ -388,7 +331,7 @@ x86_level!(
     /// The same with the conversion and the product of AVX-512 BF16.
     Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
-    _mm256_loadu_si256, _mm512_cvtph_ps, total_of_16,
+    _mm256_loadu_si256, _mm512_cvtph_ps, totals::total_of_16,
     #[inline(always)]
     unsafe fn splat_at(from: *const f32, at: usize) -> Self::Vector {
         // SAFETY: as in `splat`, and the caller promises a readable element.
@@ -397,7 +340,7 @@ x86_level!(
     #[inline(always)]
     fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
         // SAFETY: as in `splat`.
-        unsafe { totals_of_16(vectors) }
+        unsafe { totals::totals_of_16(vectors) }
     },
     const HAS_PAIR_DOT: bool = true;,
     #[inline(always)]

@@ -146,7 +146,8 @@ impl FeedForwardBlock {
     }
 
     /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients but for those that are better found at
-    /// once, which are written to `grads`. The norm weight's gradient is written to `d_norm`, both as `write` says. `dnext` is the gradient of the router's logits by the next MoE layer.
+    /// once, which are written to `grads`. The norm weight's gradient is written to `d_norm`, both as `write` says. `dnext` is the
+    /// gradient of the router's logits by the next MoE layer.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,

@@ -1,0 +1,170 @@
+//! The gradients of the experts' weights, alone or beside those of their inputs.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
+use crate::cuda::ops::{self as cuda, On};
+use crate::elementwise::{rounded_once, written_wide};
+use crate::few_rows::{Gradients, weight_gradients_beside};
+use crate::gemm::source::Source;
+use crate::gemm::{Compute, Form, Group, Product, Tasks};
+use crate::linear::Write;
+use crate::parallel::{Lent, PIECE};
+use crate::simd::with_float;
+use crate::{Activation, Context};
+
+/// Buffers for the gradients of [`ExpertWeights`], same shapes, f32, or bf16 where half the bytes are worth a rounding: sums are taken
+/// in f32 and rounded once.
+pub struct ExpertGrads<'a> {
+    /// Gradient of `gate_up`.
+    pub gate_up: &'a mut Tensor,
+    /// Gradient of `down`.
+    pub down: &'a mut Tensor,
+}
+
+/// What [`experts_weight_grad`] computes from.
+#[derive(Clone, Copy)]
+pub struct WeightGradInputs<'a> {
+    /// `[T, D]`: the layer's input.
+    pub x: &'a Tensor,
+    /// `[T, D]`: the gradient of its output.
+    pub dy: &'a Tensor,
+    /// What forward saved.
+    pub saved: &'a ExpertsSaved,
+    /// `[R, A F]`: what backward found.
+    pub dh: &'a Tensor,
+    /// `[R, F]`: [`ExpertsBackward::weighed`]; without it the host computes.
+    pub weighed: Option<&'a Tensor>,
+}
+
+/// The gradients of the weights, from the input `x`, the output's gradient `dy` and what the two passes left. With
+/// [`Write::Replace`] an expert without rows gets zeros, with [`Write::Add`] it is not touched.
+pub fn experts_weight_grad(
+    ctx: &Context,
+    inputs: WeightGradInputs<'_>,
+    activation: Activation,
+    rows: ExpertRows<'_>,
+    write: Write,
+    grads: ExpertGrads<'_>,
+) {
+    weight_grad(ctx, inputs, activation, (rows, write == Write::Add), write, grads);
+}
+
+/// As [`experts_weight_grad`] with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a
+/// caller who knows that they are zeros, or who looks at those of the others alone. With few tokens most of the time of
+/// replacing goes into zeros.
+pub fn experts_weight_grad_of_used(
+    ctx: &Context,
+    inputs: WeightGradInputs<'_>,
+    activation: Activation,
+    rows: ExpertRows<'_>,
+    grads: ExpertGrads<'_>,
+) {
+    weight_grad(ctx, inputs, activation, (rows, true), Write::Replace, grads);
+}
+
+/// The gradients of the weights; with `keeps_unused` those of experts without rows stay as they are.
+pub(super) fn weight_grad(
+    ctx: &Context,
+    inputs: WeightGradInputs<'_>,
+    activation: Activation,
+    (rows, keeps_unused): (ExpertRows<'_>, bool),
+    write: Write,
+    grads: ExpertGrads<'_>,
+) {
+    let WeightGradInputs { x, dy, saved, dh, weighed } = inputs;
+    let (d, f) = (x.cols(), grads.down.cols());
+    let af = f * activation.num_inputs();
+    let (r, dtype) = (rows.tokens.len(), dh.dtype());
+    assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
+    if let Some((on, weighed)) = On::of(ctx).zip(weighed) {
+        let ExpertGrads { gate_up, down } = grads;
+        let is_read = keeps_unused || write == Write::Add;
+        return written_wide(ctx, gate_up, is_read, |gate_up| {
+            written_wide(ctx, down, is_read, |down| {
+                let grads = ExpertGrads { gate_up, down };
+                cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
+            });
+        });
+    }
+    // An expert without rows is a product without depth: zeros.
+    let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
+    let dy = &*rounded_once(ctx, dy, dtype);
+    let of = GradOf { ctx, rows, experts, write, others: None };
+    let a = weighed_activations(ctx, (saved, dtype), activation, rows, f);
+    of.down((dy, &a), grads.down);
+    drop(a);
+    of.gate_up((dh, x), af, grads.gate_up);
+}
+
+/// Each row's weight times its activations, `[R, F]`.
+pub(super) fn weighed_activations(
+    ctx: &Context,
+    (saved, dtype): (&ExpertsSaved, DType),
+    activation: Activation,
+    rows: ExpertRows<'_>,
+    f: usize,
+) -> Tensor {
+    let af = f * activation.num_inputs();
+    let mut a = ctx.empty(&[rows.tokens.len(), f], dtype);
+    with_float!(dtype, T => {
+        let (isa, h) = (ctx.isa(), saved.h.slice::<T>());
+        let rows_per_piece = (PIECE / f.max(1)).max(1);
+        ctx.threads().run_pieces(a.slice_mut::<T>(), rows_per_piece * f.max(1), |index, a| {
+            let first = index * rows_per_piece;
+            let rows = h[first * af..].chunks_exact(af).zip(&rows.weights[first..]);
+            for ((h, &weight), a) in rows.zip(a.chunks_exact_mut(f)) {
+                activate_row::<T>(isa, (activation, weight), h, a);
+            }
+        });
+    });
+    a
+}
+
+/// What the gradients of both stacks of matrices have in common.
+#[derive(Clone, Copy)]
+pub(super) struct GradOf<'a> {
+    pub(super) ctx: &'a Context,
+    pub(super) rows: ExpertRows<'a>,
+    /// Whose gradients are written.
+    pub(super) experts: &'a [Expert],
+    pub(super) write: Write,
+    /// What is done beside.
+    pub(super) others: Option<Tasks<'a>>,
+}
+
+impl GradOf<'_> {
+    /// `dy^T a` for each expert, of `dy [T, D]` and the weighed activations `[R, F]`.
+    pub(super) fn down(self, (dy, a): (&Tensor, &Tensor), grad: &mut Tensor) {
+        let product = groups(self.experts, |_, range| Group {
+            a: Source::gathered(dy, &self.rows.tokens[range.clone()]),
+            b: Source::rows(a, range.start),
+            rows: dy.cols(),
+            columns: a.cols(),
+            depth: range.len(),
+        });
+        self.product(&product, Compute::of(a.dtype()), (dy.cols(), a.cols()), grad);
+    }
+
+    /// `dh^T x` for each expert, of `dh [R, A F]`, whose shape without rows may be another, and `x [T, D]`.
+    pub(super) fn gate_up(self, (dh, x): (&Tensor, &Tensor), af: usize, grad: &mut Tensor) {
+        let product = groups(self.experts, |_, range| Group {
+            a: Source::rows(dh, range.start),
+            b: Source::gathered(x, &self.rows.tokens[range.clone()]),
+            rows: af,
+            columns: x.cols(),
+            depth: range.len(),
+        });
+        self.product(&product, Compute::of(dh.dtype()), (af, x.cols()), grad);
+    }
+
+    fn product(self, groups: &[Group<'_>], compute: Compute, size: (usize, usize), grad: &mut Tensor) {
+        let offsets: Vec<_> = self.experts.iter().map(|(e, _)| e * size.0 * size.1).collect();
+        let product = Product { form: Form::Tn, compute, groups, is_paired: false };
+        with_float!(grad.dtype(), T => {
+            let to = Lent::new(grad.slice_mut::<T>());
+            let gradients = Gradients { to, offsets: &offsets, stride: size.1, write: self.write };
+            weight_gradients_beside(self.ctx, &product, gradients, self.others);
+        });
+    }
+}
