@@ -13,7 +13,7 @@ use crate::parallel::{Lent, PIECE};
 use crate::simd::with_float;
 use crate::{Activation, Context};
 
-/// Buffers for the gradients of [`ExpertWeights`], same shapes, f32, or bf16 where half the bytes are worth a rounding: sums are taken
+/// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes, f32, or bf16 where half the bytes are worth a rounding: sums are taken
 /// in f32 and rounded once.
 pub struct ExpertGrads<'a> {
     /// Gradient of `gate_up`.
@@ -33,7 +33,7 @@ pub struct WeightGradInputs<'a> {
     pub saved: &'a ExpertsSaved,
     /// `[R, A F]`: what backward found.
     pub dh: &'a Tensor,
-    /// `[R, F]`: [`ExpertsBackward::weighed`]; without it the host computes.
+    /// `[R, F]`: [`ExpertsBackward::weighed`](super::ExpertsBackward::weighed); without it the host computes.
     pub weighed: Option<&'a Tensor>,
 }
 
