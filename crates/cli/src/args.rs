@@ -326,6 +326,8 @@ pub(crate) struct BenchArgs {
     /// their links; `overlap` states how much of a layer's communication between ranks is hidden under its computation, by the
     /// number of chunks; `moe` times the MoE layers that lines of standard input name, such as
     /// `{"d": 1024, "f": 384, "e": 128, "k": 8, "activation": "swiglu", "dtype": "bf16", "tokens": 16, "both": true}`;
+    /// `layers` times whole layers of four published shapes, from one token to 4,096, forward and both passes (about two minutes;
+    /// `"layers T 512"` those with such a name);
     /// `routing` times every scheme of routing beside a layer's forward pass, `"routing cosine"` those with such a name
     #[arg(default_value = "")]
     pub(crate) filter: String,

@@ -3,6 +3,8 @@
 mod comm;
 mod decode;
 mod gradients;
+mod layers;
+mod machine;
 mod moe;
 mod overlap;
 mod pass;
@@ -49,15 +51,20 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     if args.filter == "decode" {
         output.decode(&ctx, &peaks, args.model.as_deref())?;
-        output.finish(&ctx, &peaks);
+        output.finish(&ctx, &peaks, &args.filter)?;
         return Ok(ExitCode::SUCCESS);
     }
     if let Some(schemes) = args.filter.strip_prefix("routing") {
         output.routing(&ctx, schemes.trim())?;
-        output.finish(&ctx, &peaks);
+        output.finish(&ctx, &peaks, &args.filter)?;
         return Ok(ExitCode::SUCCESS);
     }
     output.header(&ctx, &peaks);
+    if let Some(cases) = args.filter.strip_prefix("layers") {
+        layers::measure(&ctx, &peaks, cases.trim(), |result| output.case(result))?;
+        output.finish(&ctx, &peaks, &args.filter)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     for dtype in [DType::F32, DType::BF16] {
         bench_cases(&ctx, &peaks, dtype, &args.filter, |result| output.case(result));
         moe_layer(&ctx, &peaks, dtype, &args.filter, &mut output)?;
@@ -67,7 +74,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     for precision in [Precision::F32, Precision::Bf16].into_iter().chain(fp8) {
         output.training(args, precision)?;
     }
-    output.finish(&ctx, &peaks);
+    output.finish(&ctx, &peaks, &args.filter)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -75,6 +82,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1}%", 100.0 * share)
 }
 
 /// Prints as it goes, or keeps everything for one JSON value.
@@ -88,7 +99,7 @@ impl Output {
         if self.is_json {
             return;
         }
-        println!("{}", ctx.describe());
+        println!("{}", machine::describe(ctx));
         println!("peaks measured now, on registers alone and reading memory:");
         println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
         if let Some(flops) = peaks.bf16_flops {
@@ -99,17 +110,22 @@ impl Output {
         }
         println!("  memory       {:9.1} GB/s", peaks.read_bytes_per_s / 1e9);
         println!();
-        println!("  {:62} {:>10} {:>9} {:>7}", "case", "ms", "GFLOP/s", "share");
+        println!(
+            "share: of what the peak or the memory allows, whichever binds; from caches it can be more than all of memory's"
+        );
+        println!("  {:66} {:>10} {:>9} {:>8} {:>7}", "case", "ms", "GFLOP/s", "GB/s", "share");
     }
 
     fn case(&mut self, result: &BenchResult) {
-        let (seconds, rate, share) = (result.seconds, result.flops_per_s(), result.share_of_peak());
+        let (seconds, share, limit) = (result.seconds, result.share_of_limit(), result.limit.name());
+        let (flops, bytes) = (result.flops_per_s(), result.bytes_per_s());
         self.cases.push(json!({
-            "name": result.name, "seconds": seconds, "flops_per_s": rate, "share_of_peak": share,
+            "name": result.name, "seconds": seconds, "flops_per_s": flops, "bytes_per_s": bytes,
+            "limit": limit, "share_of_limit": share,
         }));
         if !self.is_json {
-            let share = format!("{:.1}%", 100.0 * share);
-            println!("  {:62} {:10.3} {:9.1} {share:>7}", result.name, seconds * 1e3, rate / 1e9);
+            let rates = format!("{:9.1} {:8.1}", flops / 1e9, bytes / 1e9);
+            println!("  {:66} {:10.3} {rates} {:>7} of {limit}", result.name, seconds * 1e3, percent(share));
         }
     }
 
@@ -125,10 +141,12 @@ impl Output {
         config.train.device = args.machine.device;
         config.train.precision = precision;
         let speed = tokens_per_second(&config)?;
-        self.cases.push(json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "share_of_peak": speed.mfu }));
+        self.cases.push(
+            json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "limit": "peak", "share_of_limit": speed.mfu }),
+        );
         if !self.is_json {
-            let share = format!("{:.1}%", 100.0 * speed.mfu);
-            println!("  {name:62} {:>10} {:9.0} {share:>7}", "tokens/s:", speed.tokens_per_s);
+            let share = percent(speed.mfu);
+            println!("  {name:66} {:10.0} tokens/s          {share:>7} of peak", speed.tokens_per_s);
         }
         Ok(())
     }
@@ -153,7 +171,7 @@ impl Output {
             }
         }
         if !self.is_json {
-            println!("{}, memory {:.1} GB/s", ctx.describe(), peaks.read_bytes_per_s / 1e9);
+            println!("{}, memory {:.1} GB/s", machine::describe(ctx), peaks.read_bytes_per_s / 1e9);
             tables::print(&decode::HEADER, &rows);
         }
         Ok(())
@@ -179,19 +197,27 @@ impl Output {
             })?;
         }
         if !self.is_json {
-            println!("{}, {shape:?}", ctx.describe());
+            println!("{}, {shape:?}", machine::describe(ctx));
             tables::print(&["routing", "ms", "layer's forward, ms", "share", "experts a token"], &rows);
         }
         Ok(())
     }
 
-    fn finish(self, ctx: &Context, peaks: &Peaks) {
+    /// Says so where `filter` leaves no case.
+    fn finish(self, ctx: &Context, peaks: &Peaks, filter: &str) -> Result<(), Failure> {
+        if self.cases.is_empty() {
+            let kinds = "decode, routing, moe, layers, overlap, comm";
+            return Err(Failure::input(format!(
+                "bench {filter:?}: no case has this in its name (other kinds: {kinds})"
+            )));
+        }
         let stats = ctx.pool().stats();
         if !self.is_json {
             println!("\npeak memory of the cases {}", bytes(stats.peak_bytes as u64));
-            return;
+            return Ok(());
         }
         let value = json!({
+            "machine": machine::name(ctx),
             "threads": ctx.threads().count(),
             "kernels": format!("{:?}", ctx.isa()),
             "device": ctx.describe(),
@@ -203,6 +229,7 @@ impl Output {
             "cases": self.cases,
         });
         println!("{value:#}");
+        Ok(())
     }
 }
 
@@ -214,8 +241,9 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
         return Ok(());
     }
     let shape = moe::Shape { d, f, e, k, activation: Activation::SwiGlu, dtype, gradients: DType::F32 };
+    let cost = layers::cost(shape, (t, e), true);
     let mut made = moe::Layer::new(ctx, shape)?;
-    let (x, dy) = made.tokens(ctx, t);
+    let (x, dy) = made.tokens(ctx, t, 0);
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
     let seconds = best_seconds_of_many(ctx, || {
         let (layer, weights, grads) = made.parts(ctx);
@@ -223,6 +251,6 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
         let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
         task.run(ctx, Write::Replace, grads);
     });
-    output.case(&BenchResult { name, flops: 18.0 * (t * k * d * f) as f64, seconds, peak: peaks.flops(dtype) });
+    output.case(&BenchResult::new(name, cost, seconds, peaks));
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Times matrix products and experts against the measured peaks of this machine: `cargo bench -p moeworks-ops`. With
-//! `--bench ops -- TEXT` only the cases whose name contains the text.
+//! Times operations against the measured limits of this machine: `cargo bench -p moeworks-ops`. With `--bench ops -- TEXT` only the
+//! cases whose name contains the text.
 
 use moeworks_ops::{Context, Isa, measure, peak};
 use moeworks_tensor::DType;
@@ -27,14 +27,15 @@ fn table(ctx: &Context, dtypes: &[DType], filter: &str) {
     }
     println!("memory read    {:8.1} GB/s", peaks.read_bytes_per_s / 1e9);
     for &dtype in dtypes {
-        println!("share of {:.1} GFLOP/s:", peaks.flops(dtype) / 1e9);
         measure::bench_cases(ctx, &peaks, dtype, filter, |result| {
             println!(
-                "{:60} {:9.3} ms {:8.1} GFLOP/s {:5.1}%",
+                "{:66} {:9.3} ms {:8.1} GFLOP/s {:7.1} GB/s {:5.1}% of {}",
                 result.name,
                 result.seconds * 1e3,
                 result.flops_per_s() / 1e9,
-                100.0 * result.share_of_peak()
+                result.bytes_per_s() / 1e9,
+                100.0 * result.share_of_limit(),
+                result.limit.name(),
             );
         });
     }

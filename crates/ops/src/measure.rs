@@ -1,16 +1,18 @@
-//! Timing of operations, and the table of products that `cargo bench` and `moeworks bench` print.
+//! Timing of operations, and the tables that `cargo bench` and `moeworks bench` print.
+//!
+//! Each case is held against the limit that binds it: the rate of products on registers alone, or that of reading memory,
+//! whichever takes longer.
+
+mod products;
+mod vector;
 
 use std::time::Instant;
 
-use moeworks_tensor::{DType, Tensor, bf16};
+use moeworks_tensor::DType;
 
-use crate::experts::{
-    ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, WeightGradInputs, experts_backward, experts_forward,
-    experts_weight_grad,
-};
-use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use crate::Context;
+use crate::experts::ExpertRows;
 use crate::peak::Peaks;
-use crate::{Activation, Context};
 
 /// The shortest of a number of runs, in seconds.
 pub fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
@@ -36,103 +38,125 @@ pub fn best_seconds_of_many(ctx: &Context, mut run: impl FnMut()) -> f64 {
     best
 }
 
+/// What a case has to do at least.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// Floating-point operations of one run; a multiply-add counts as two.
+    pub flops: f64,
+    /// Bytes of operands and results, each read or written once.
+    pub bytes: f64,
+    /// What is multiplied.
+    pub dtype: DType,
+}
+
+impl Cost {
+    /// Of an operation that only moves memory.
+    pub(crate) fn of_bytes(bytes: usize) -> Self {
+        Self { flops: 0.0, bytes: bytes as f64, dtype: DType::F32 }
+    }
+
+    /// That of several runs, or of a part of one.
+    pub(crate) fn times(self, factor: f64) -> Self {
+        Self { flops: factor * self.flops, bytes: factor * self.bytes, ..self }
+    }
+
+    /// The seconds that the machine's rates leave for it, and the rate that binds. Memory is taken to move at the rate of reading.
+    #[must_use]
+    pub fn limit(&self, peaks: &Peaks) -> (f64, Limit) {
+        let (products, memory) = (self.flops / peaks.flops(self.dtype), self.bytes / peaks.read_bytes_per_s);
+        if memory > products { (memory, Limit::Memory) } else { (products, Limit::Products) }
+    }
+}
+
+/// What binds a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    /// The peak of the type's products.
+    Products,
+    /// The rate of reading memory. What lies in caches can be quicker than that.
+    Memory,
+}
+
+impl Limit {
+    /// In a table.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Products => "peak",
+            Self::Memory => "memory",
+        }
+    }
+}
+
 /// The time of one case.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BenchResult {
     /// What was computed, with its sizes.
     pub name: String,
-    /// Floating-point operations of one run; a multiply-add counts as two.
-    pub flops: f64,
-    /// The shortest run.
+    /// What it has to do.
+    pub cost: Cost,
+    /// The shortest run, or the median where that is said.
     pub seconds: f64,
-    /// The measured peak that the case is compared with, in operations a second.
-    pub peak: f64,
+    /// The least seconds by the measured rates.
+    pub least_seconds: f64,
+    /// Which of them binds.
+    pub limit: Limit,
 }
 
 impl BenchResult {
+    /// A case that took `seconds`, on a machine with these rates.
+    #[must_use]
+    pub fn new(name: String, cost: Cost, seconds: f64, peaks: &Peaks) -> Self {
+        let (least_seconds, limit) = cost.limit(peaks);
+        Self { name, cost, seconds, least_seconds, limit }
+    }
+
     /// Operations a second.
     #[must_use]
     pub fn flops_per_s(&self) -> f64 {
-        self.flops / self.seconds
+        self.cost.flops / self.seconds
     }
 
-    /// The part of the peak that was reached.
+    /// Bytes a second.
     #[must_use]
-    pub fn share_of_peak(&self) -> f64 {
-        self.flops_per_s() / self.peak
+    pub fn bytes_per_s(&self) -> f64 {
+        self.cost.bytes / self.seconds
+    }
+
+    /// The part of what the binding rate allows.
+    #[must_use]
+    pub fn share_of_limit(&self) -> f64 {
+        self.least_seconds / self.seconds
     }
 }
 
-/// A linear layer to time: tokens, outputs, inputs.
-const LINEAR_CASES: [(usize, usize, usize); 6] =
-    [(2048, 2048, 2048), (64, 2048, 2048), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 512), (1, 2048, 2048)];
-
-/// An MoE layer's experts to time.
-#[derive(Clone, Copy)]
-struct ExpertsCase {
-    t: usize,
-    d: usize,
-    f: usize,
-    e: usize,
-    k: usize,
-}
-
-const EXPERTS_CASES: [ExpertsCase; 3] = [
-    ExpertsCase { t: 1024, d: 1024, f: 512, e: 32, k: 4 },
-    ExpertsCase { t: 4096, d: 256, f: 512, e: 8, k: 2 },
-    ExpertsCase { t: 1, d: 1024, f: 512, e: 32, k: 4 },
-];
-
-/// Times products of linear layers and experts with weights of a type and hands each result to `report` as it comes: the three
-/// forms of dense products, and the experts forward, backward, and all phases. Only cases whose name contains `filter` are run.
-/// Takes some seconds.
+/// Times products of linear layers and experts with weights of a type, attention, norms, the optimizer and what else there is, and
+/// hands each result to `report` as it comes. Only cases whose name contains `filter` are run. Takes some twenty seconds.
 pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&BenchResult)) {
-    let mut timing = Timing { ctx, peak: peaks.flops(dtype), filter, report: &mut report };
-    for sizes in LINEAR_CASES {
-        bench_linear(ctx, dtype, sizes, &mut timing);
-    }
-    for case in EXPERTS_CASES {
-        bench_experts(ctx, dtype, case, &mut timing);
-    }
+    let mut timing = Timing { ctx, peaks, filter, report: &mut report };
+    products::bench(&mut timing, dtype);
+    vector::bench(&mut timing, dtype);
 }
 
 /// What is done with each case.
 struct Timing<'a> {
     ctx: &'a Context,
-    peak: f64,
+    peaks: &'a Peaks,
     filter: &'a str,
     report: &'a mut dyn FnMut(&BenchResult),
 }
 
 impl Timing<'_> {
-    fn case(&mut self, name: String, flops: f64, run: impl FnMut()) {
-        if name.contains(self.filter) {
+    fn wants(&self, name: &str) -> bool {
+        name.contains(self.filter)
+    }
+
+    fn case(&mut self, name: String, cost: Cost, run: impl FnMut()) {
+        if self.wants(&name) {
             let seconds = best_seconds_of_many(self.ctx, run);
-            (self.report)(&BenchResult { name, flops, seconds, peak: self.peak });
+            (self.report)(&BenchResult::new(name, cost, seconds, self.peaks));
         }
     }
-}
-
-fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
-    let mut tensor = ctx.empty(shape, dtype);
-    let value = |i: usize| ((i * 7919) % 2003) as f32 / 2003.0 - 0.5;
-    match dtype {
-        DType::BF16 => tensor.bf16s_mut().iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(value(i))),
-        _ => tensor.f32s_mut().iter_mut().enumerate().for_each(|(i, x)| *x = value(i)),
-    }
-    tensor
-}
-
-fn bench_linear(ctx: &Context, dtype: DType, (t, o, i): (usize, usize, usize), timing: &mut Timing<'_>) {
-    let (x, w, dy) = (values(ctx, &[t, i], dtype), values(ctx, &[o, i], dtype), values(ctx, &[t, o], dtype));
-    let mut dw = ctx.zeros(&[o, i], DType::F32);
-    let flops = 2.0 * (t * o * i) as f64;
-    let mut case = |what: &str, run: &mut dyn FnMut()| {
-        timing.case(format!("{what} {t} x {o} x {i}, {dtype:?}"), flops, run);
-    };
-    case("x w^T  ", &mut || drop(linear(ctx, &x, &w, dtype)));
-    case("dy w   ", &mut || drop(linear_backward_input(ctx, &dy, &w, DType::F32)));
-    case("dy^T x ", &mut || linear_backward_weight(ctx, &dy, &x, dtype, Write::Replace, &mut dw));
 }
 
 /// Rows of experts for tokens that have K different experts each, with equal weights.
@@ -166,37 +190,4 @@ impl Choices {
     pub fn rows(&self) -> ExpertRows<'_> {
         ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.token_rows, self.num_choices)
     }
-}
-
-fn bench_experts(ctx: &Context, dtype: DType, case: ExpertsCase, timing: &mut Timing<'_>) {
-    let ExpertsCase { t, d, f, e, k } = case;
-    let (x, dy) = (values(ctx, &[t, d], dtype), values(ctx, &[t, d], DType::F32));
-    let (gate_up, down) = (values(ctx, &[e, 2 * f, d], dtype), values(ctx, &[e, d, f], dtype));
-    let (mut gate_up_grad, mut down_grad) =
-        (ctx.zeros(gate_up.shape(), DType::F32), ctx.zeros(down.shape(), DType::F32));
-    let activation = Activation::SwiGlu;
-    let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-    // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows.
-    let choices = Choices::new((t, e, k), |token, choice| (token + choice * e / k) % e);
-    let rows = choices.rows();
-    let flops = 6.0 * (t * k * d * f) as f64;
-    let mut result = |what: &str, passes: f64, run: &mut dyn FnMut()| {
-        timing.case(format!("experts {what} T {t} D {d} F {f} E {e} K {k}, {dtype:?}"), passes * flops, run);
-    };
-    result("forward", 1.0, &mut || drop(experts_forward(ctx, &x, weights, rows)));
-    let (_, saved) = experts_forward(ctx, &x, weights, rows);
-    result("backward", 1.0, &mut || drop(experts_backward(ctx, &dy, weights, rows, &saved)));
-    let backward = experts_backward(ctx, &dy, weights, rows, &saved);
-    let mut weight_grad = |saved: &_, back: &ExpertsBackward| {
-        let inputs = WeightGradInputs { x: &x, dy: &dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
-        let grads = ExpertGrads { gate_up: &mut gate_up_grad, down: &mut down_grad };
-        experts_weight_grad(ctx, inputs, activation, rows, Write::Replace, grads);
-    };
-    result("weight gradient", 1.0, &mut || weight_grad(&saved, &backward));
-    drop(backward);
-    result("all phases", 3.0, &mut || {
-        let (_, saved) = experts_forward(ctx, &x, weights, rows);
-        let backward = experts_backward(ctx, &dy, weights, rows, &saved);
-        weight_grad(&saved, &backward);
-    });
 }

@@ -10,6 +10,7 @@
 //! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "products"` times the grouped products
 //! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
 
+use std::collections::HashSet;
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::time::Instant;
 
@@ -108,7 +109,7 @@ impl Case {
 
 /// A layer with its weights and gradients.
 pub(super) struct Layer {
-    shape: Shape,
+    pub(super) shape: Shape,
     layer: MoeLayer,
     pub(super) weights: MoeWeights,
     /// As large as the weights twice: made when a backward pass is first asked for.
@@ -136,31 +137,41 @@ impl Layer {
         (&self.layer, &self.weights, self.grads.get_or_insert_with(new))
     }
 
-    /// Random inputs, and gradients of outputs.
-    pub(super) fn tokens(&self, ctx: &Context, count: usize) -> (Tensor, Tensor) {
+    /// Random inputs, and gradients of outputs; each `set` is another.
+    pub(super) fn tokens(&self, ctx: &Context, count: usize, set: usize) -> (Tensor, Tensor) {
         let draw = |stream, dtype| {
             let mut tensor: Tensor = ctx.empty(&[count, self.shape.d], DType::F32);
-            elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 1.0, &mut tensor);
+            elementwise::fill_normal(ctx, &Random::new(set as u64, Purpose::Test, stream), 1.0, &mut tensor);
             elementwise::cast(ctx, &tensor, dtype)
         };
         (draw(0, self.shape.dtype), draw(1, DType::F32))
     }
 
+    /// How many experts some tokens go to.
+    pub(super) fn num_used(&self, ctx: &Context, x: &Tensor) -> usize {
+        let input = RouterInput { is_forward_only: true, ..RouterInput::default() };
+        let (_, saved) = self.layer.forward(ctx, &self.weights, x, &input);
+        saved.routing().expert_ids().iter().collect::<HashSet<_>>().len()
+    }
+
+    /// Forward, and with `is_both` backward with the gradients of the weights of the experts that have rows.
+    pub(super) fn pass(&mut self, ctx: &Context, x: &Tensor, dy: &Tensor, is_both: bool) {
+        let input = RouterInput { is_forward_only: !is_both, ..RouterInput::default() };
+        let (y, saved) = self.layer.forward(ctx, &self.weights, x, &input);
+        if is_both {
+            let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
+            let (layer, weights, grads) = self.parts(ctx);
+            let now = GradsNow { write: Writing::Replace, of_used: true, grads: &mut *grads };
+            let (_, task) = layer.backward_with_next(ctx, weights, &saved, (dy, None), &losses, Some(now));
+            task.run_for_used_experts(ctx, grads);
+        }
+        drop(y);
+    }
+
     /// Seconds of each of some runs.
     fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
-        let (x, dy) = self.tokens(ctx, tokens);
-        let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
-        timed(ctx, || {
-            let input = RouterInput { is_forward_only: !is_both, ..RouterInput::default() };
-            let (y, saved) = self.layer.forward(ctx, &self.weights, &x, &input);
-            if is_both {
-                let (layer, weights, grads) = self.parts(ctx);
-                let now = GradsNow { write: Writing::Replace, of_used: true, grads: &mut *grads };
-                let (_, task) = layer.backward_with_next(ctx, weights, &saved, (&dy, None), &losses, Some(now));
-                task.run_for_used_experts(ctx, grads);
-            }
-            drop(y);
-        })
+        let (x, dy) = self.tokens(ctx, tokens, 0);
+        timed(ctx, || self.pass(ctx, &x, &dy, is_both))
     }
 }
 
@@ -198,7 +209,7 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
     let rows =
         ExpertRows { tokens: (&in_order).into(), token_rows: (&in_order).into(), num_choices: 1, ..sorted.rows() };
     let (to_h, to_y) = (GroupedRows { rows, ..by_token }, GroupedRows { rows, first: 0, width: d });
-    let (x, _) = layer.tokens(ctx, tokens);
+    let (x, _) = layer.tokens(ctx, tokens, 0);
     // Numbers that look random: a GPU multiplies zeros faster.
     let repeated: Vec<u32> = (0..tokens * k).map(|row| (row % REPEATED_ROWS) as u32).collect();
     let [a, h, y] = [f, af, d].map(|columns| {

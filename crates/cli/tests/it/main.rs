@@ -1,6 +1,7 @@
 //! What a user of the program sees, and the shape of the workspace.
 
 mod bad_input;
+mod bench;
 mod bench_comm;
 mod chat;
 mod device;

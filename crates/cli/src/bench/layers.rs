@@ -1,0 +1,128 @@
+//! `moeworks bench layers`: whole MoE layers of four published shapes from one token to thousands, forward and both passes, in f32 and
+//! bf16, each against the limit that binds it: the peak of products, or what reading the touched weights (and, with both passes, reading
+//! them again and writing their gradients) takes at the rate that memory has just then.
+
+use std::time::Instant;
+
+use moeworks_ops::measure::{BenchResult, Cost};
+use moeworks_ops::peak::{Peaks, ReadMemory};
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::DType;
+
+use super::moe::{Layer, Shape};
+use crate::failure::Failure;
+
+/// A layer's name, D, F, E, K and activation: those that `bench/compare/run moe` holds beside PyTorch.
+type Named = (&'static str, (usize, usize, usize, usize), Activation);
+
+const LAYERS: [Named; 4] = [
+    ("a", (2048, 1024, 64, 8), Activation::SwiGlu),
+    ("b", (1024, 3584, 8, 2), Activation::SwiGlu),
+    ("c", (768, 3072, 64, 1), Activation::Gelu),
+    ("d", (1024, 384, 128, 8), Activation::SwiGlu),
+];
+
+const TOKENS: [usize; 4] = [1, 16, 512, 4096];
+
+/// Few tokens come in so many sets, each for other experts, so that weights come from memory as those of a model's many layers do.
+const SETS: usize = 8;
+const MAX_TOKENS_IN_SETS: usize = 16;
+
+/// Times of a case go on for so long, and are so many at least.
+const SECONDS: f64 = 0.3;
+const MIN_TIMES: usize = 3;
+
+/// What a pass of `tokens` tokens through a layer has to do when they touch `num_used` experts.
+pub(super) fn cost(shape: Shape, (tokens, num_used): (usize, usize), is_both: bool) -> Cost {
+    let Shape { d, f, e, k, activation, dtype, gradients } = shape;
+    let of_expert = (activation.num_inputs() + 1) * d * f;
+    let (weights, rows) = (num_used * of_expert, tokens * d);
+    let (size, wide) = (dtype.size(), DType::F32.size());
+    let flops = 2 * tokens * (k * of_expert + e * d);
+    let forward = weights * size + rows * (size + wide);
+    // Backward reads the weights once more, writes gradients of them, and reads and writes those of rows.
+    let backward = weights * (size + gradients.size()) + 2 * rows * wide;
+    let (flops, bytes) = if is_both { (3 * flops, forward + backward) } else { (flops, forward) };
+    Cost { flops: flops as f64, bytes: bytes as f64, dtype }
+}
+
+/// Hands each case whose name contains `filter` to `report` as it comes. All of them take about two minutes.
+pub(super) fn measure(
+    ctx: &Context,
+    peaks: &Peaks,
+    filter: &str,
+    mut report: impl FnMut(&BenchResult),
+) -> Result<(), Failure> {
+    let memory = ctx.gpu().is_none().then(|| ReadMemory::new(ctx));
+    for (name, (d, f, e, k), activation) in LAYERS {
+        for dtype in [DType::F32, DType::BF16] {
+            let shape = Shape { d, f, e, k, activation, dtype, gradients: dtype };
+            let passes = |tokens: usize| [false, true].map(|is_both| (tokens, is_both));
+            let cases: Vec<(String, usize, bool)> = TOKENS
+                .into_iter()
+                .flat_map(passes)
+                .map(|(tokens, is_both)| {
+                    let pass = if is_both { "both" } else { "forward" };
+                    (format!("layer {name} D {d} F {f} E {e} K {k} T {tokens} {pass}, {dtype:?}"), tokens, is_both)
+                })
+                .filter(|(name, ..)| name.contains(filter))
+                .collect();
+            if cases.is_empty() {
+                continue;
+            }
+            let mut layer = Layer::new(ctx, shape)?;
+            for (name, tokens, is_both) in cases {
+                let mut peaks = *peaks;
+                if let Some(memory) = &memory {
+                    peaks.read_bytes_per_s = (0..3).map(|_| memory.read(ctx)).fold(0.0, f64::max);
+                }
+                let (cost, seconds) = time(ctx, &mut layer, tokens, is_both);
+                report(&BenchResult::new(name, cost, seconds, &peaks));
+            }
+            drop(layer);
+            // The next layer's tensors are of other sizes.
+            ctx.pool().trim();
+        }
+    }
+    Ok(())
+}
+
+/// What a pass has to do, and the median of its seconds.
+fn time(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool) -> (Cost, f64) {
+    let num_sets = if tokens > MAX_TOKENS_IN_SETS { 1 } else { SETS };
+    let sets: Vec<_> = (0..num_sets).map(|set| layer.tokens(ctx, tokens, set)).collect();
+    let num_used = sets.iter().map(|(x, _)| layer.num_used(ctx, x)).sum::<usize>();
+    let cost = cost(layer.shape, (num_sets * tokens, num_used), is_both);
+    let start = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < MIN_TIMES || start.elapsed().as_secs_f64() < SECONDS {
+        let start = Instant::now();
+        for (x, dy) in &sets {
+            layer.pass(ctx, x, dy, is_both);
+        }
+        ctx.wait();
+        times.push(start.elapsed().as_secs_f64() / num_sets as f64);
+    }
+    let one = 1.0 / num_sets as f64;
+    (Cost { flops: cost.flops * one, bytes: cost.bytes * one, ..cost }, super::median(times))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One token and two of eight experts with three matrices of 4 x 6.
+    #[test]
+    fn the_cost_of_a_pass_counts_products_of_choices_and_weights_that_are_touched() {
+        let (activation, dtype, gradients) = (Activation::SwiGlu, DType::BF16, DType::F32);
+        let shape = Shape { d: 4, f: 6, e: 8, k: 2, activation, dtype, gradients };
+        let weights = 2 * 3 * 4 * 6;
+        let forward = cost(shape, (1, 2), false);
+        assert_eq!((forward.flops, forward.bytes), (f64::from(2 * (weights + 8 * 4)), f64::from(2 * weights + 4 * 6)));
+        let both = cost(shape, (1, 2), true);
+        assert_eq!(
+            (both.flops, both.bytes),
+            (3.0 * forward.flops, forward.bytes + f64::from((2 + 4) * weights + 4 * 8))
+        );
+    }
+}

@@ -1,0 +1,34 @@
+//! `moeworks bench`: what it says of each case.
+
+use serde_json::Value;
+
+use crate::bad_input::refused;
+use crate::program::{Workplace, assert_success, stdout};
+
+#[test]
+fn bench_says_of_each_case_which_limit_binds_it_and_how_much_of_it_is_reached() {
+    let workplace = Workplace::new();
+    let output = workplace.run(&["bench", "4096 x 256, 256 classes", "--json"]);
+    assert_success(&output);
+    let value: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    let number = |value: &Value, name: &str| value[name].as_f64().expect("a number");
+    assert!(value["machine"].as_str().is_some_and(|name| !name.is_empty()));
+    let cases = value["cases"].as_array().expect("cases");
+    assert_eq!(cases.len(), 4, "the output layer forward and backward, in f32 and bf16");
+    for case in cases {
+        let name = case["name"].as_str().expect("a name");
+        assert_eq!(case["limit"], "peak", "{name}: 256 products for each weight");
+        let is_bf16 = name.ends_with("BF16") && value["bf16_flops_per_s"].is_number();
+        let peak =
+            number(&value, "f32_flops_per_s").max(if is_bf16 { number(&value, "bf16_flops_per_s") } else { 0.0 });
+        let share = number(case, "flops_per_s") / peak;
+        assert!((number(case, "share_of_limit") / share - 1.0).abs() < 1e-9, "{name}");
+    }
+}
+
+#[test]
+fn bench_without_a_case_of_that_name_says_so() {
+    let workplace = Workplace::new();
+    refused(&workplace, &["bench", "no such case"], &["\"no such case\"", "no case", "layers"]);
+    refused(&workplace, &["bench", "routing no such scheme"], &["\"routing no such scheme\""]);
+}

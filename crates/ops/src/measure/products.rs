@@ -1,0 +1,149 @@
+//! Dense products and experts.
+
+use moeworks_tensor::{DType, Tensor, bf16};
+
+use super::{Choices, Cost, Timing};
+use crate::experts::{
+    ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
+    experts_forward, experts_weight_grad,
+};
+use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use crate::{Activation, Context};
+
+/// A linear layer to time: tokens, outputs, inputs.
+const LINEAR_CASES: [(usize, usize, usize); 6] =
+    [(2048, 2048, 2048), (64, 2048, 2048), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 512), (1, 2048, 2048)];
+
+/// An MoE layer's experts to time.
+#[derive(Clone, Copy)]
+struct ExpertsCase {
+    t: usize,
+    d: usize,
+    f: usize,
+    e: usize,
+    k: usize,
+}
+
+const EXPERTS_CASES: [ExpertsCase; 3] = [
+    ExpertsCase { t: 1024, d: 1024, f: 512, e: 32, k: 4 },
+    ExpertsCase { t: 4096, d: 256, f: 512, e: 8, k: 2 },
+    ExpertsCase { t: 1, d: 1024, f: 512, e: 32, k: 4 },
+];
+
+/// Weights of cases of one token, one after the other: those of one matrix would lie in a cache, which those of a model do not.
+const COLD_MATRICES: usize = 16;
+
+pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
+    for sizes in LINEAR_CASES {
+        linears(timing, dtype, sizes);
+    }
+    for case in EXPERTS_CASES {
+        experts(timing, dtype, case);
+    }
+}
+
+fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
+    let mut tensor = ctx.empty(shape, dtype);
+    let value = |i: usize| ((i * 7919) % 2003) as f32 / 2003.0 - 0.5;
+    match dtype {
+        DType::BF16 => tensor.bf16s_mut().iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(value(i))),
+        _ => tensor.f32s_mut().iter_mut().enumerate().for_each(|(i, x)| *x = value(i)),
+    }
+    tensor
+}
+
+fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usize)) {
+    let names = ["x w^T  ", "dy w   ", "dy^T x "].map(|what| format!("{what} {t} x {o} x {i}, {dtype:?}"));
+    if !names.iter().any(|name| timing.wants(name)) {
+        return;
+    }
+    let [forward, to_input, to_weight] = names;
+    let ctx = timing.ctx;
+    let (x, dy) = (values(ctx, &[t, i], dtype), values(ctx, &[t, o], dtype));
+    let copies = if t == 1 { COLD_MATRICES } else { 1 };
+    let weights: Vec<Tensor> = (0..copies).map(|_| values(ctx, &[o, i], dtype)).collect();
+    // Written once already: what is fresh comes page by page.
+    let mut grads: Vec<Tensor> = (0..copies).map(|_| values(ctx, &[o, i], DType::F32)).collect();
+    let (size, wide) = (dtype.size(), DType::F32.size());
+    let cost = |x: usize, w: usize, y: usize| Cost {
+        flops: 2.0 * (t * o * i) as f64,
+        bytes: (x * t * i + w * o * i + y * t * o) as f64,
+        dtype,
+    };
+    let mut turn = 0;
+    let mut next = move || {
+        turn = (turn + 1) % copies;
+        turn
+    };
+    timing.case(forward, cost(size, size, size), || drop(linear(ctx, &x, &weights[next()], dtype)));
+    timing.case(to_input, cost(wide, size, size), || {
+        drop(linear_backward_input(ctx, &dy, &weights[next()], DType::F32));
+    });
+    timing.case(to_weight, cost(size, wide, size), || {
+        linear_backward_weight(ctx, &dy, &x, dtype, Write::Replace, &mut grads[next()]);
+    });
+}
+
+/// How many experts have rows.
+fn num_used(rows: ExpertRows<'_>) -> usize {
+    rows.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count()
+}
+
+fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
+    let ExpertsCase { t, d, f, e, k } = case;
+    let names = ["forward", "backward", "weight gradient", "all phases"]
+        .map(|what| format!("experts {what} T {t} D {d} F {f} E {e} K {k}, {dtype:?}"));
+    if !names.iter().any(|name| timing.wants(name)) {
+        return;
+    }
+    let [forward, backward, weight_gradient, all_phases] = names;
+    let ctx = timing.ctx;
+    let (x, dy) = (values(ctx, &[t, d], dtype), values(ctx, &[t, d], DType::F32));
+    let (gate_up, down) = (values(ctx, &[e, 2 * f, d], dtype), values(ctx, &[e, d, f], dtype));
+    let (mut gate_up_grad, mut down_grad) =
+        (ctx.zeros(gate_up.shape(), DType::F32), ctx.zeros(down.shape(), DType::F32));
+    let activation = Activation::SwiGlu;
+    let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
+    // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows. Few tokens come in turns with other experts.
+    let turns = (e / (t * k)).max(1);
+    let all: Vec<Choices> =
+        (0..turns).map(|turn| Choices::new((t, e, k), |token, choice| (turn + token + choice * e / k) % e)).collect();
+    let used = num_used(all[0].rows());
+    let flops = 6.0 * (t * k * d * f) as f64;
+    let (of_expert, rows_bytes) = (3 * d * f, (dtype.size() + DType::F32.size()) * t * d);
+    let cost = |bytes: usize| Cost { flops, bytes: (bytes + rows_bytes) as f64, dtype };
+    let read = cost(used * of_expert * dtype.size());
+    // Experts without rows get zeros.
+    let written = cost(e * of_expert * DType::F32.size());
+    let mut weight_grad = |saved: &ExpertsSaved, back: &ExpertsBackward, rows: ExpertRows<'_>| {
+        let inputs = WeightGradInputs { x: &x, dy: &dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
+        let grads = ExpertGrads { gate_up: &mut gate_up_grad, down: &mut down_grad };
+        experts_weight_grad(ctx, inputs, activation, rows, Write::Replace, grads);
+    };
+    let mut turn = 0;
+    let mut next = || {
+        turn = (turn + 1) % turns;
+        turn
+    };
+    let rows = |turn: usize| all[turn].rows();
+    timing.case(forward, read, || drop(experts_forward(ctx, &x, weights, rows(next()))));
+    let saved: Vec<ExpertsSaved> = (0..turns).map(|turn| experts_forward(ctx, &x, weights, rows(turn)).1).collect();
+    timing.case(backward, read, || {
+        let turn = next();
+        drop(experts_backward(ctx, &dy, weights, rows(turn), &saved[turn]));
+    });
+    let backs: Vec<ExpertsBackward> =
+        (0..turns).map(|turn| experts_backward(ctx, &dy, weights, rows(turn), &saved[turn])).collect();
+    timing.case(weight_gradient, written, || {
+        let turn = next();
+        weight_grad(&saved[turn], &backs[turn], rows(turn));
+    });
+    drop(backs);
+    let all_cost = Cost { flops: 3.0 * flops, bytes: 2.0 * read.bytes + written.bytes, dtype };
+    timing.case(all_phases, all_cost, || {
+        let rows = rows(next());
+        let (_, saved) = experts_forward(ctx, &x, weights, rows);
+        let backward = experts_backward(ctx, &dy, weights, rows, &saved);
+        weight_grad(&saved, &backward, rows);
+    });
+}

@@ -1,0 +1,183 @@
+//! Operations other than matrix products: attention, the output layer with its loss, norms, rotations, embeddings, conversions and the
+//! optimizer, of sizes that no cache holds where memory binds them.
+
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use super::{Cost, Timing};
+use crate::Context;
+use crate::adamw::{AdamWStep, AdamWTensors, adamw};
+use crate::attention::{AttentionShape, attention, attention_backward};
+use crate::elementwise::{add_assign, cast, cast_into, scale_assign, sum_of_squares};
+use crate::embedding::{embedding, embedding_backward};
+use crate::head_loss::{head_loss, head_loss_backward};
+use crate::linear::Write;
+use crate::rms_norm::{rms_norm, rms_norm_backward};
+use crate::rope::{RopeTable, Rotation, rope};
+
+/// Elements of a tensor that is gone through as a whole: 128 MiB in f32.
+const LEN: usize = 32 << 20;
+
+/// Rows of norms, rotations and embeddings, and how wide they are.
+const ROWS: (usize, usize) = (16_384, 1024);
+
+const HEAD_DIM: usize = 64;
+
+/// Name, sequences, their (queries, keys), (heads, heads of keys), width of a head.
+type AttentionCase = (&'static str, usize, (usize, usize), (usize, usize), usize);
+
+const ATTENTION_CASES: [AttentionCase; 6] = [
+    ("16 x 256 heads 4/4 x 64", 16, (256, 256), (4, 4), 64),
+    ("16 x 256 heads 4/2 x 64", 16, (256, 256), (4, 2), 64),
+    ("4 x 1024 heads 16/16 x 64", 4, (1024, 1024), (16, 16), 64),
+    ("1 x 4096 heads 8/2 x 128", 1, (4096, 4096), (8, 2), 128),
+    ("of a step 1 x 8192 heads 16/4 x 128", 1, (1, 8192), (16, 4), 128),
+    ("of a step 8 x 4096 heads 8/8 x 64", 8, (1, 4096), (8, 8), 64),
+];
+
+/// Tokens, width, classes.
+const HEAD_CASES: [(usize, usize, usize); 2] = [(4096, 256, 256), (1024, 512, 32_000)];
+
+pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
+    for case in ATTENTION_CASES {
+        attentions(timing, dtype, case);
+    }
+    for sizes in HEAD_CASES {
+        heads(timing, dtype, sizes);
+    }
+    rows(timing, dtype);
+    whole(timing, dtype);
+}
+
+/// Random numbers, of which 8,191 come again and again.
+fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
+    let random = Random::new(1, Purpose::Test, 0);
+    let values: Vec<f32> = (0..8191).map(|i| random.normal(i)).collect();
+    let repeated: Vec<f32> = values.into_iter().cycle().take(shape.iter().product()).collect();
+    cast(ctx, &Tensor::from_slice(ctx.pool(), shape, &repeated), dtype)
+}
+
+/// Causal; counted are the pairs that the mask leaves, and that backward takes five products where forward takes two.
+fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
+    let (name, batch, (seq_len, kv_len), (num_heads, num_kv_heads), head_dim) = case;
+    let [forward, backward] = ["forward", "backward"].map(|pass| format!("attention {pass} {name}, {dtype:?}"));
+    if !timing.wants(&forward) && !timing.wants(&backward) {
+        return;
+    }
+    let ctx = timing.ctx;
+    let shape = AttentionShape {
+        batch,
+        seq_len,
+        kv_len,
+        kv_capacity: kv_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        value_dim: head_dim,
+        window: None,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+    };
+    let q = normal(ctx, &[batch * seq_len, num_heads * head_dim], dtype);
+    let [k, v] = [(); 2].map(|()| normal(ctx, &[batch * kv_len, num_kv_heads * head_dim], dtype));
+    let pairs = batch * num_heads * seq_len * (2 * kv_len - seq_len + 1) / 2;
+    let operands = q.num_bytes() + k.num_bytes() + v.num_bytes();
+    let cost = Cost { flops: (4 * pairs * head_dim) as f64, bytes: (operands + q.num_bytes()) as f64, dtype };
+    timing.case(forward, cost, || drop(attention(ctx, &q, &k, &v, &shape)));
+    if seq_len == 1 {
+        return;
+    }
+    let d_o = normal(ctx, &[batch * seq_len, num_heads * head_dim], DType::F32);
+    let (o, lse) = attention(ctx, &q, &k, &v, &shape);
+    timing.case(backward, cost.times(2.5), || {
+        drop(attention_backward(ctx, &d_o, (&q, &k, &v), (&o, &lse), &shape));
+    });
+}
+
+/// The output layer with cross entropy.
+fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize, usize, usize)) {
+    let [forward, backward] = ["forward", "backward"]
+        .map(|pass| format!("output layer and loss {pass} {tokens} x {width}, {classes} classes, {dtype:?}"));
+    if !timing.wants(&forward) && !timing.wants(&backward) {
+        return;
+    }
+    let ctx = timing.ctx;
+    let (x, w) = (normal(ctx, &[tokens, width], dtype), normal(ctx, &[classes, width], dtype));
+    let mut dw = ctx.zeros(&[classes, width], DType::F32);
+    let targets: Vec<u32> = (0..tokens as u32).map(|i| i % classes as u32).collect();
+    let flops = (2 * tokens * width * classes) as f64;
+    let cost = Cost { flops, bytes: (x.num_bytes() + w.num_bytes()) as f64, dtype };
+    timing.case(forward, cost, || _ = head_loss(ctx, &x, &w, &targets));
+    timing.case(backward, cost.times(3.0), || {
+        drop(head_loss_backward(ctx, &x, &w, &targets, 1e-3, Write::Replace, &mut dw));
+    });
+}
+
+fn rows(timing: &mut Timing<'_>, dtype: DType) {
+    let (tokens, width) = ROWS;
+    let label = format!("{tokens} x {width}, {dtype:?}");
+    let names = ["rms norm", "rope", "embedding"];
+    if !names
+        .iter()
+        .any(|name| [" forward", " backward", ""].iter().any(|pass| timing.wants(&format!("{name}{pass} {label}"))))
+    {
+        return;
+    }
+    let ctx = timing.ctx;
+    let (elements, size) = (tokens * width, dtype.size());
+    let (mut x, weight) = (normal(ctx, &[tokens, width], dtype), normal(ctx, &[width], DType::F32));
+    let dy = normal(ctx, &[tokens, width], DType::F32);
+    let mut dweight = ctx.zeros(&[width], DType::F32);
+    timing.case(format!("rms norm forward {label}"), Cost::of_bytes(2 * size * elements), || {
+        drop(rms_norm(ctx, &x, &weight, 1e-6, dtype));
+    });
+    let (_, inv_rms) = rms_norm(ctx, &x, &weight, 1e-6, dtype);
+    timing.case(format!("rms norm backward {label}"), Cost::of_bytes((8 + size) * elements), || {
+        drop(rms_norm_backward(ctx, &dy, &x, &weight, &inv_rms, Write::Add, &mut dweight));
+    });
+    let table = RopeTable::new(HEAD_DIM, 10_000.0, 2048);
+    let positions: Vec<u32> = (0..tokens as u32).map(|i| i % 2048).collect();
+    timing.case(format!("rope {label}"), Cost::of_bytes(2 * size * elements), || {
+        rope(ctx, &mut x, &table, &positions, Rotation::Forward);
+    });
+    let classes = 32_000;
+    let random = Random::new(2, Purpose::Test, 0);
+    let ids: Vec<u32> = (0..tokens as u64).map(|i| random.below(i, classes) as u32).collect();
+    let mut table = normal(ctx, &[classes as usize, width], DType::F32);
+    timing.case(format!("embedding forward {label}"), Cost::of_bytes((4 + size) * elements), || {
+        drop(embedding(ctx, &ids, &table, dtype));
+    });
+    if dtype == DType::F32 {
+        timing.case(format!("embedding backward {label}"), Cost::of_bytes(12 * elements), || {
+            embedding_backward(ctx, &ids, &dy, &mut table);
+        });
+    }
+}
+
+/// What goes through whole tensors of f32, or of f32 with something in `dtype` beside it.
+fn whole(timing: &mut Timing<'_>, dtype: DType) {
+    let names = ["add", "sum of squares", "scale", "cast f32 to", "cast to f32 of", "adamw"];
+    let name = |what: &str| format!("{what} {}M, {dtype:?}", LEN >> 20);
+    if !names.iter().any(|what| timing.wants(&name(what))) {
+        return;
+    }
+    let ctx = timing.ctx;
+    let is_bf16 = dtype == DType::BF16;
+    let size = dtype.size();
+    let f = |bytes: usize| Cost::of_bytes(bytes * LEN);
+    let (mut y, x) = (normal(ctx, &[LEN], DType::F32), normal(ctx, &[LEN], DType::F32));
+    let mut other = cast(ctx, &x, dtype);
+    timing.case(name("add"), f(8 + size), || add_assign(ctx, &mut y, &other));
+    timing.case(name("sum of squares"), f(size), || _ = sum_of_squares(ctx, &other));
+    if is_bf16 {
+        timing.case(name("cast f32 to"), f(4 + size), || cast_into(ctx, &x, &mut other));
+        timing.case(name("cast to f32 of"), f(4 + size), || cast_into(ctx, &other, &mut y));
+    } else {
+        timing.case(name("scale"), f(8), || scale_assign(ctx, &mut y, 0.5));
+    }
+    let (mut m, mut v) = (ctx.zeros(&[LEN], DType::F32), ctx.zeros(&[LEN], DType::F32));
+    let step = AdamWStep { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
+    // Beside weights in f32 a copy in bf16 is written for the products.
+    timing.case(name("adamw"), f(if is_bf16 { 28 + size } else { 28 }), || {
+        let compute = is_bf16.then_some(&mut other);
+        adamw(ctx, &step, AdamWTensors { param: &mut y, grad: &x, m: &mut m, v: &mut v, compute });
+    });
+}
