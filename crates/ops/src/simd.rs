@@ -6,6 +6,8 @@
 //! same order and results differ by fused rounding at most.
 
 #[cfg(target_arch = "x86_64")]
+mod powers;
+#[cfg(target_arch = "x86_64")]
 mod rounding;
 #[cfg(target_arch = "x86_64")]
 mod totals;
@@ -115,6 +117,19 @@ pub(crate) trait Level: Copy {
             Self::round_all(&wide[..2 * Self::WIDTH], &mut rounded[..2 * Self::WIDTH]);
             Self::load(rounded.as_ptr().cast())
         }
+    }
+    /// [`vmath::exp2_falling`](crate::vmath::exp2_falling) of each.
+    #[inline(always)]
+    fn exp2_falling(mut x: [f32; LANES]) -> [f32; LANES] {
+        for x in &mut x {
+            *x = crate::vmath::exp2_falling::<Self>(*x);
+        }
+        x
+    }
+    /// The same for what is then rounded to bf16: within 3e-6 of it.
+    #[inline(always)]
+    fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
+        Self::exp2_falling(x)
     }
     /// Rounds as [`Float::store`] does, one for one. A level with an instruction for it may turn subnormals into zeros.
     #[inline(always)]
@@ -302,6 +317,20 @@ pub(crate) unsafe fn splat_unit(from: *const u32, at: usize) -> core::arch::x86_
     all
 }
 
+/// Powers of two of sixteen numbers by one of the polynomials of [`powers`].
+#[cfg(target_arch = "x86_64")]
+macro_rules! powers_of {
+    ($x:ident, $polynomial:ident) => {{
+        let mut powers = $x;
+        // SAFETY: as in `splat`; the arrays are vectors of sixteen lanes.
+        unsafe {
+            let power = powers::exp2_falling(Self::load($x.as_ptr()), powers::$polynomial);
+            Self::store(powers.as_mut_ptr(), power);
+        }
+        powers
+    }};
+}
+
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX2 with FMA.
@@ -324,6 +353,14 @@ x86_level!(
     fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
         // SAFETY: as in `splat`.
         unsafe { totals::totals_of_16(vectors) }
+    },
+    #[inline(always)]
+    fn exp2_falling(x: [f32; LANES]) -> [f32; LANES] {
+        powers_of!(x, FIVE)
+    },
+    #[inline(always)]
+    fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
+        powers_of!(x, FOUR)
     }
 );
 #[cfg(target_arch = "x86_64")]
@@ -382,6 +419,14 @@ x86_level!(
     fn round_all(from: &[f32], to: &mut [bf16]) {
         // SAFETY: as in `splat`.
         unsafe { rounding::round_by_instruction(from, to) }
+    },
+    #[inline(always)]
+    fn exp2_falling(x: [f32; LANES]) -> [f32; LANES] {
+        powers_of!(x, FIVE)
+    },
+    #[inline(always)]
+    fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
+        powers_of!(x, FOUR)
     }
 );
 

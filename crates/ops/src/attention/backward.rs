@@ -8,10 +8,11 @@ use moeworks_tensor::{DType, Tensor};
 use super::AttentionShape;
 use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS, key_elements, lanes_of, lanes_of_mut, seen_by_all};
 use super::products::{Left, Products, Right, Size};
+use super::softmax::powers;
 use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, transpose};
+use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
-use crate::{Context, vmath};
 
 /// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
 const MIN_TASKS: usize = 16;
@@ -398,8 +399,8 @@ impl State<'_> {
         row_dots(isa, &self.o[..rows.len * value_width], self.copy, value_width, &mut statistics.delta);
         self.dq.fill(0.0);
         (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
-        statistics.lse =
-            std::array::from_fn(|row| if row < rows.len { inputs.lse[rows.statistic(row)] * LOG2_E } else { 0.0 });
+        let at = rows.statistics();
+        statistics.lse = std::array::from_fn(|row| if row < rows.len { inputs.lse[at[row]] * LOG2_E } else { 0.0 });
     }
 
     /// Makes both operands of the rows of `d_o` in `copy`.
@@ -524,7 +525,7 @@ kernel! {
         if words == Words::Singles {
             let keys = scores.p.chunks_exact_mut(stride).zip(scores.ds.chunks_exact_mut(stride)).take(num_keys);
             for (key, (p, ds)) in keys.enumerate() {
-                grads_of_key::<S>(&rows, scale, key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
+                grads_of_key::<S>((&rows, scale, words), key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
             }
             return;
         }
@@ -533,9 +534,9 @@ kernel! {
         let ds_words = scores.ds_words.chunks_exact_mut(ROWS).zip(scores.ds_pairs.chunks_exact_mut(ROWS));
         for (pair, ((p, ds), (p_words, (ds_words, ds_pairs)))) in pairs.zip(p_words.zip(ds_words)).enumerate() {
             let (mut low, mut ds_low) = (*lanes_of(p, at), *lanes_of(ds, at));
-            grads_of_key::<S>(&rows, scale, 2 * pair, &mut low, &mut ds_low);
+            grads_of_key::<S>((&rows, scale, words), 2 * pair, &mut low, &mut ds_low);
             let (mut high, mut ds_high) = (*lanes_of(p, stride + at), *lanes_of(ds, stride + at));
-            grads_of_key::<S>(&rows, scale, 2 * pair + 1, &mut high, &mut ds_high);
+            grads_of_key::<S>((&rows, scale, words), 2 * pair + 1, &mut high, &mut ds_high);
             _ = words_of_two::<S>(&low, &high, first_col, p_words);
             *lanes_of_mut(ds_pairs, first_col) = words_of_two::<S>(&ds_low, &ds_high, first_col, ds_words);
         }
@@ -544,9 +545,17 @@ kernel! {
 
 /// The softmax and the gradient of the scores of key number `key` and some rows, in place.
 #[inline(always)]
-fn grads_of_key<S: Level>(rows: &SomeRows, scale: f32, key: usize, p: &mut [f32; COL_UNIT], ds: &mut [f32; COL_UNIT]) {
+fn grads_of_key<S: Level>(
+    (rows, scale, words): (&SomeRows, f32, Words),
+    key: usize,
+    p: &mut [f32; COL_UNIT],
+    ds: &mut [f32; COL_UNIT],
+) {
+    for (p, lse) in p.iter_mut().zip(&rows.lse) {
+        *p = *p * scale - lse;
+    }
+    *p = powers::<S>(words, *p);
     for i in 0..COL_UNIT {
-        p[i] = vmath::exp2_falling::<S>(p[i] * scale - rows.lse[i]);
         ds[i] = p[i] * (ds[i] - rows.delta[i]);
     }
     if key >= rows.num_open {

@@ -61,19 +61,36 @@ impl<'a> RowBlock<'a> {
         (row / group, self.kv_head * group + row % group)
     }
 
-    fn element(&self, row: usize, dim: usize) -> usize {
-        let (query, head) = self.query_and_head(row);
-        ((self.batch * self.shape.seq_len + query) * self.shape.num_heads + head) * dim
+    /// `make(query, head)` of each row, and of the last again for those beyond it. Goes on from row to row: a division takes as long as
+    /// a few hundred products.
+    #[inline(always)]
+    fn of_rows<T>(&self, make: impl Fn(usize, usize) -> T) -> [T; ROWS] {
+        let ((mut query, mut head), group) = (self.query_and_head(0), group(self.shape));
+        let end = (self.kv_head + 1) * group;
+        std::array::from_fn(|row| {
+            if row > 0 && row < self.len {
+                head += 1;
+                if head == end {
+                    (query, head) = (query + 1, end - group);
+                }
+            }
+            make(query, head)
+        })
+    }
+
+    fn starts(&self, dim: usize) -> [usize; ROWS] {
+        let (first, step) = (self.batch * self.shape.seq_len, self.shape.num_heads);
+        self.of_rows(|query, head| ((first + query) * step + head) * dim)
     }
 
     /// Where the rows start in `q` and its gradient.
     pub(super) fn elements(&self) -> [usize; ROWS] {
-        std::array::from_fn(|row| self.element(row.min(self.len - 1), self.shape.head_dim))
+        self.starts(self.shape.head_dim)
     }
 
     /// Where the rows start in `o` and its gradient.
     pub(super) fn value_elements(&self) -> [usize; ROWS] {
-        std::array::from_fn(|row| self.element(row.min(self.len - 1), self.shape.value_dim))
+        self.starts(self.shape.value_dim)
     }
 
     /// The query head of a row.
@@ -81,21 +98,26 @@ impl<'a> RowBlock<'a> {
         self.query_and_head(row.min(self.len - 1)).1
     }
 
-    /// Where a row is in `lse`.
-    pub(super) fn statistic(&self, row: usize) -> usize {
-        let (query, head) = self.query_and_head(row);
-        (self.batch * self.shape.num_heads + head) * self.shape.seq_len + query
+    /// Where the rows are in `lse`.
+    pub(super) fn statistics(&self) -> [usize; ROWS] {
+        let (first, len) = (self.batch * self.shape.num_heads, self.shape.seq_len);
+        self.of_rows(|query, head| (first + head) * len + query)
     }
 
     /// The number of keys that a row sees; it never falls from one row to the next. Rows beyond the last see as many.
     pub(super) fn visible(&self, row: usize) -> usize {
         let (query, _) = self.query_and_head(row.min(self.len - 1));
+        self.keys_until(query)
+    }
+
+    /// The number of keys that a query sees.
+    fn keys_until(&self, query: usize) -> usize {
         query + self.shape.kv_len - self.shape.seq_len + 1
     }
 
     /// [`visible`](Self::visible) of all rows, in the form that kernels compare with.
     pub(super) fn visible_counts(&self) -> [i32; ROWS] {
-        std::array::from_fn(|row| i32::try_from(self.visible(row)).unwrap_or(i32::MAX))
+        self.of_rows(|query, _| i32::try_from(self.keys_until(query)).unwrap_or(i32::MAX))
     }
 
     /// The first key that a row sees; it never falls from one row to the next either.
@@ -105,7 +127,10 @@ impl<'a> RowBlock<'a> {
 
     /// [`first_visible`](Self::first_visible) of all rows, in the form that kernels compare with.
     pub(super) fn first_visible_counts(&self) -> [i32; ROWS] {
-        std::array::from_fn(|row| i32::try_from(self.first_visible(row)).unwrap_or(i32::MAX))
+        self.of_rows(|query, _| {
+            let first = self.shape.window.map_or(0, |window| self.keys_until(query).saturating_sub(window));
+            i32::try_from(first).unwrap_or(i32::MAX)
+        })
     }
 
     /// Whether any of the rows sees any of the keys.

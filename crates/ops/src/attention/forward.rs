@@ -52,8 +52,7 @@ pub(super) fn run(
                     let o = unsafe { o.range(start..start + from.len()) };
                     scale_kernel::<T>(ctx.isa(), from, 1.0 / state.sum[row], o);
                 });
-                for row in 0..rows.len {
-                    let statistic = rows.statistic(row);
+                for (row, &statistic) in rows.statistics()[..rows.len].iter().enumerate() {
                     // SAFETY: as above.
                     let lse = unsafe { lse.range(statistic..statistic + 1) };
                     lse[0] = state.max[row] * LN_2 + state.sum[row].ln();

@@ -96,19 +96,13 @@ fn raise(
 ) -> [f32; COL_UNIT] {
     let Columns { first_key, scale, .. } = columns;
     let (open, edge) = scores.split_at_mut(num_open * SCORE_COLS);
-    // Several maxima that do not wait for each other.
-    let mut maxima = [max; 4];
-    let (fours, rest) = open.as_chunks::<{ 4 * SCORE_COLS }>();
-    for scores in fours {
-        for (key, max) in maxima.iter_mut().enumerate() {
-            *max = greater(*max, scaled(lanes_of(scores, key * SCORE_COLS + columns.at()), scale));
-        }
-    }
-    for scores in rest.chunks_exact(SCORE_COLS) {
-        maxima[0] = greater(maxima[0], scaled(lanes_of(scores, columns.at()), scale));
-    }
-    let [a, b, c, d] = maxima;
-    max = greater(greater(a, b), greater(c, d));
+    let at = columns.at();
+    max = if scale > 0.0 {
+        // The greatest of the scaled scores is the greatest score scaled.
+        greater(max, scaled(&greatest(open, at, [f32::NEG_INFINITY; COL_UNIT], |score| score), scale))
+    } else {
+        greatest(open, at, max, |score| score * scale)
+    };
     for (key, scores) in (first_key + num_open..).zip(edge.chunks_exact_mut(SCORE_COLS)) {
         let key = key as i32;
         let scores = lanes_of_mut(scores, columns.at());
@@ -121,6 +115,31 @@ fn raise(
         *scores = masked;
     }
     max
+}
+
+/// The greatest of `max` and what `of` makes of the scores of some keys, from column `at` on.
+#[inline(always)]
+fn greatest(scores: &[f32], at: usize, max: [f32; COL_UNIT], of: impl Fn(f32) -> f32) -> [f32; COL_UNIT] {
+    let lanes = |scores: &[f32], key: usize| {
+        let mut lanes = *lanes_of(scores, key * SCORE_COLS + at);
+        for lane in &mut lanes {
+            *lane = of(*lane);
+        }
+        lanes
+    };
+    // Several maxima that do not wait for each other.
+    let mut maxima = [max; 4];
+    let (fours, rest) = scores.as_chunks::<{ 4 * SCORE_COLS }>();
+    for scores in fours {
+        for (key, max) in maxima.iter_mut().enumerate() {
+            *max = greater(*max, lanes(scores, key));
+        }
+    }
+    for scores in rest.chunks_exact(SCORE_COLS) {
+        maxima[0] = greater(maxima[0], lanes(scores, 0));
+    }
+    let [a, b, c, d] = maxima;
+    greater(greater(a, b), greater(c, d))
 }
 
 #[inline(always)]
@@ -141,6 +160,12 @@ fn greater(mut max: [f32; COL_UNIT], scores: [f32; COL_UNIT]) -> [f32; COL_UNIT]
     max
 }
 
+/// Powers of two, as precise as words are.
+#[inline(always)]
+pub(super) fn powers<S: Level>(words: Words, x: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
+    if words.are_pairs() { S::exp2_falling_for_bf16(x) } else { S::exp2_falling(x) }
+}
+
 /// The weights of key number `key`, added to `sum`; keys from `num_open` on have been scaled.
 #[inline(always)]
 fn weights_of<S: Level>(
@@ -154,14 +179,12 @@ fn weights_of<S: Level>(
     if key < num_open {
         // Rounded before the subtraction, as the maximum and backward's scores are: fused, what the two make of a large
         // score would differ.
-        for i in 0..COL_UNIT {
-            weights[i] = vmath::exp2_falling::<S>(weights[i] * columns.scale - max[i]);
-        }
-    } else {
-        for i in 0..COL_UNIT {
-            weights[i] = vmath::exp2_falling::<S>(weights[i] - max[i]);
-        }
+        weights = scaled(&weights, columns.scale);
     }
+    for i in 0..COL_UNIT {
+        weights[i] -= max[i];
+    }
+    weights = powers::<S>(columns.words, weights);
     for i in 0..COL_UNIT {
         sum[i] += weights[i];
     }

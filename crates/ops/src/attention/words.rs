@@ -107,6 +107,19 @@ pub(super) struct Rows<'a> {
     pub(super) width: usize,
 }
 
+/// By so many rows those that are copied later are asked for ahead: they are short and far apart, so that processors do not foresee them.
+const ROWS_AHEAD: usize = 12;
+
+impl Rows<'_> {
+    /// Asks for the row that comes [`ROWS_AHEAD`] rows behind `row`.
+    #[inline(always)]
+    fn ask_behind<T>(&self, row: usize, values: &[T]) {
+        if let Some(&start) = self.starts.get(row + ROWS_AHEAD) {
+            prefetch_elements_far(values.as_ptr().wrapping_add(start), self.cols);
+        }
+    }
+}
+
 impl Values<'_> {
     /// Asks for rows that will be copied.
     pub(super) fn prefetch(self, starts: &[usize], cols: usize) {
@@ -148,15 +161,17 @@ impl Values<'_> {
 
 kernel! {
     fn copy_kernel<S: Level, T: Float>(values: &[T], rows: Rows<'_>, to: &mut [f32]) {
-        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width)) {
+        for ((row, &start), to) in rows.starts.iter().enumerate().zip(to.chunks_exact_mut(rows.width)) {
+            rows.ask_behind(row, values);
             let from = &values[start..start + rows.cols];
             let (from, last) = from.as_chunks::<COL_UNIT>();
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
-            for (to, from) in to.iter_mut().zip(from) {
+            let load = |to: &mut [f32; COL_UNIT], from: &[T; COL_UNIT]| {
                 for i in 0..COL_UNIT {
                     to[i] = from[i].load();
                 }
-            }
+            };
+            in_pairs(to, from, load);
             for (chunk, to) in to[from.len()..].iter_mut().enumerate() {
                 for (i, to) in to.iter_mut().enumerate() {
                     *to = last.get(chunk * COL_UNIT + i).map_or(0.0, |value| value.load());
@@ -169,10 +184,15 @@ kernel! {
 kernel! {
     fn copy_pairs_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
         let to: &mut [bf16] = bytemuck::cast_slice_mut(to);
-        for (&start, to) in rows.starts.iter().zip(to.chunks_exact_mut(rows.width)) {
+        for ((row, &start), to) in rows.starts.iter().enumerate().zip(to.chunks_exact_mut(rows.width)) {
+            rows.ask_behind(row, values);
             let (from, last) = values[start..start + rows.cols].as_chunks::<COL_UNIT>();
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
-            to.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+            let (twos, one) = from.as_chunks::<2>();
+            in_pairs(to.as_chunks_mut::<2>().0, twos, |to, from| *to = *from);
+            if let [one] = one {
+                to[from.len() - 1] = *one;
+            }
             for (chunk, to) in to[from.len()..].iter_mut().enumerate() {
                 *to = padded(last.get(chunk * COL_UNIT..).unwrap_or(&[]));
             }
@@ -180,10 +200,25 @@ kernel! {
     }
 }
 
+/// `copy` of each chunk, two in a turn: of one the compiler would make a call of a function for each row, which are too short for that.
+#[inline(always)]
+fn in_pairs<T, U>(to: &mut [T], from: &[U], copy: impl Fn(&mut T, &U)) {
+    let (twos, one) = from.as_chunks::<2>();
+    let (to_twos, _) = to[..from.len()].as_chunks_mut::<2>();
+    for ([to, next_to], [from, next]) in to_twos.iter_mut().zip(twos) {
+        copy(to, from);
+        copy(next_to, next);
+    }
+    if let ([from], Some(to)) = (one, to[..from.len()].last_mut()) {
+        copy(to, from);
+    }
+}
+
 kernel! {
     fn pair_down_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
         let to: &mut [u32] = bytemuck::cast_slice_mut(to);
-        for (starts, to) in rows.starts.chunks(2).zip(to.chunks_exact_mut(rows.width)) {
+        for ((pair, starts), to) in rows.starts.chunks(2).enumerate().zip(to.chunks_exact_mut(rows.width)) {
+            [2 * pair, 2 * pair + 1].into_iter().for_each(|row| rows.ask_behind(row, values));
             // The last row may have none to pair with.
             let (high, mask) = starts.get(1).map_or((starts[0], 0), |&start| (start, u32::MAX << 16));
             let row = |start: usize| values[start..start + rows.cols].as_chunks::<COL_UNIT>();

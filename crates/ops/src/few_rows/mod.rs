@@ -44,10 +44,10 @@ const MAX_UNTURNED: usize = 4;
 
 /// The same where pairs of bf16 are multiplied, which takes half the products, and the rows of A lie in the first-level cache: where
 /// they have at most [`CLOSE_PAIRS`] elements.
-const MAX_UNTURNED_PAIRS: usize = 8;
+const MAX_UNTURNED_PAIRS: usize = 12;
 
-/// Elements of rows of A that stay in half of a first-level cache of 32 KiB beside the weights that pass by.
-const CLOSE_PAIRS: usize = 7680;
+/// Elements of rows of A that stay in two thirds of a first-level cache of 32 KiB beside the weights that pass by.
+const CLOSE_PAIRS: usize = 10_000;
 
 /// Bytes of all groups' weights, about, from which on they hardly lie in a cache.
 const MEMORY_BYTES: usize = 1 << 20;
