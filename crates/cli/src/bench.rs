@@ -61,7 +61,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     }
     output.header(&ctx, &peaks);
     if let Some(cases) = args.filter.strip_prefix("layers") {
-        layers::measure(&ctx, &peaks, cases.trim(), |result| output.case(result))?;
+        layers::measure(&ctx, &peaks, cases.trim_start(), |result| output.case(result))?;
         output.finish(&ctx, &peaks, &args.filter)?;
         return Ok(ExitCode::SUCCESS);
     }

@@ -1,6 +1,6 @@
 //! `moeworks bench layers`: whole MoE layers of four published shapes from one token to thousands, forward and both passes, in f32 and
 //! bf16, each against the limit that binds it: the peak of products, or what reading the touched weights (and, with both passes, reading
-//! them again and writing their gradients) takes at the rate that memory has just then.
+//! them again and writing their gradients) takes at the rate of reading memory just before and after.
 
 use std::time::Instant;
 
@@ -9,6 +9,7 @@ use moeworks_ops::peak::{Peaks, ReadMemory};
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::DType;
 
+use super::median;
 use super::moe::{Layer, Shape};
 use crate::failure::Failure;
 
@@ -27,6 +28,9 @@ const TOKENS: [usize; 4] = [1, 16, 512, 4096];
 /// Few tokens come in so many sets, each for other experts, so that weights come from memory as those of a model's many layers do.
 const SETS: usize = 8;
 const MAX_TOKENS_IN_SETS: usize = 16;
+
+/// How often memory is read before a case and after it: its rate is another every few seconds where machines are shared.
+const READS: usize = 3;
 
 /// Times of a case go on for so long, and are so many at least.
 const SECONDS: f64 = 0.3;
@@ -72,11 +76,13 @@ pub(super) fn measure(
             }
             let mut layer = Layer::new(ctx, shape)?;
             for (name, tokens, is_both) in cases {
-                let mut peaks = *peaks;
-                if let Some(memory) = &memory {
-                    peaks.read_bytes_per_s = (0..3).map(|_| memory.read(ctx)).fold(0.0, f64::max);
-                }
+                let rate = || memory.as_ref().map(|memory| median((0..READS).map(|_| memory.read(ctx)).collect()));
+                let before = rate();
                 let (cost, seconds) = time(ctx, &mut layer, tokens, is_both);
+                let mut peaks = *peaks;
+                if let Some((before, after)) = before.zip(rate()) {
+                    peaks.read_bytes_per_s = (before + after) / 2.0;
+                }
                 report(&BenchResult::new(name, cost, seconds, &peaks));
             }
             drop(layer);
@@ -104,7 +110,7 @@ fn time(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool) -> (Cost
         times.push(start.elapsed().as_secs_f64() / num_sets as f64);
     }
     let one = 1.0 / num_sets as f64;
-    (Cost { flops: cost.flops * one, bytes: cost.bytes * one, ..cost }, super::median(times))
+    (Cost { flops: cost.flops * one, bytes: cost.bytes * one, ..cost }, median(times))
 }
 
 #[cfg(test)]

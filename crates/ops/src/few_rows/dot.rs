@@ -12,8 +12,9 @@ use crate::simd::{Level, kernel};
 /// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.
 const A_BYTES: usize = 24 << 10;
 
-/// Bytes of a row of weights from which on a single row of A meets rows from as many parts of the panel as there are [`STREAMS`].
-const STREAM_BYTES: usize = 2 << 10;
+/// The most rows of A that meet rows of weights from as many parts of the panel as there are [`STREAMS`]: as many as leave registers for
+/// the sums with one row of each.
+const MAX_STREAMED: usize = 6;
 
 /// Streams in which memory is then read, far enough apart that the waits at the starts of pages (for a translation of the address, and
 /// for the processor's own fetching to set in) of one are spent on the others.
@@ -82,7 +83,7 @@ kernel! {
         assert!(columns <= TILE_STRIDE && tiles.len() > (num_rows - 1) / MAX_ROWS * panel.tile_step);
         assert!(waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
         let pass = rows_of_pass::<S>(num_rows);
-        let is_stream = num_rows == 1 && S::WIDTH >= 16 && depth * size_of::<T>() >= STREAM_BYTES;
+        let is_stream = num_rows <= MAX_STREAMED && S::WIDTH >= 16;
         let wanted = weights_of_pass::<S>(pass);
         // Rows of weights of a stream.
         let len = if is_stream { columns / STREAMS } else { 0 };
