@@ -1,11 +1,12 @@
 """Attention of training and of prefill on the CPU: Moeworks beside PyTorch's scaled_dot_product_attention, causal, in turn.
 
-Ours are the cases of `cargo bench -p moeworks-ops --bench vector -- train`, of which each prints its best time; PyTorch's times
-are the best of as many runs of the same shapes. A round is one of ours and one of PyTorch's; a cell shows the medians of the
-rounds. Backward is the backward pass alone, on both sides.
+Ours are the cases of `moeworks bench attention` with more than one query, the best time of each; PyTorch's times are the best of
+as many runs of the same shapes. A round is one of ours and one of PyTorch's; a cell shows the medians of the rounds. Backward is the
+backward pass alone, on both sides.
 """
 
 import argparse
+import json
 import os
 import re
 import statistics
@@ -14,18 +15,18 @@ import time
 
 import torch
 
-from moeworks_bench import ROOT
+from moeworks_bench import PROGRAM
 
-LINE = re.compile(r"^(attention(?:_backward)?) train (\d+)x(\d+) (\d+)/(\d+)x(\d+) (f32|bf16)\s+([\d.]+) ms")
+NAME = re.compile(r"^attention (forward|backward) (\d+) x (\d+) heads (\d+)/(\d+) x (\d+), (F32|BF16)$")
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def ours():
     """Milliseconds by (pass, batch, positions, heads, key heads, head size, type)."""
-    command = ["cargo", "bench", "--quiet", "--locked", "-p", "moeworks-ops", "--bench", "vector", "--", "train"]
-    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    found = [LINE.match(line) for line in lines]
-    return {(m[1], *map(int, m.groups()[1:6]), m[7]): float(m[8]) for m in found if m}
+    command = [PROGRAM, "bench", "attention", "--json"]
+    cases = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["cases"]
+    found = [(NAME.match(case["name"]), case["seconds"]) for case in cases]
+    return {(m[1], *map(int, m.groups()[1:6]), m[7].lower()): 1e3 * seconds for m, seconds in found if m}
 
 
 def best(run, prepare):
@@ -43,7 +44,7 @@ def theirs(name, batch, positions, heads, kv_heads, size, dtype):
     shape = lambda heads: (batch, positions, heads, size)
     q, k, v = (torch.randn(shape(h), dtype=DTYPES[dtype]).transpose(1, 2) for h in (heads, kv_heads, kv_heads))
     attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-    if name == "attention":
+    if name == "forward":
         attend()
         return best(lambda _: attend(), lambda: None)
     for x in (q, k, v):
