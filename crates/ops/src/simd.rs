@@ -356,11 +356,11 @@ x86_level!(
     },
     #[inline(always)]
     fn exp2_falling(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FIVE)
+        powers_of!(x, FOR_F32)
     },
     #[inline(always)]
     fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FOUR)
+        powers_of!(x, FOR_BF16)
     }
 );
 #[cfg(target_arch = "x86_64")]
@@ -422,11 +422,11 @@ x86_level!(
     },
     #[inline(always)]
     fn exp2_falling(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FIVE)
+        powers_of!(x, FOR_F32)
     },
     #[inline(always)]
     fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FOUR)
+        powers_of!(x, FOR_BF16)
     }
 );
 
