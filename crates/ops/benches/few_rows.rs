@@ -8,8 +8,8 @@
 use std::time::Instant;
 
 use moeworks_ops::experts::{
-    ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
-    experts_forward, experts_weight_grad,
+    ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward, experts_forward,
+    experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::measure::Choices;
@@ -71,10 +71,6 @@ fn choices(t: usize, e: usize, k: usize, turn: usize) -> Choices {
     Choices::new((t, e, k), |token, choice| (turn * k + token * 5 + choice * 7 + token * token / 3) % e)
 }
 
-fn num_experts(rows: ExpertRows<'_>) -> usize {
-    rows.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count()
-}
-
 fn bench(ctx: &Context, shape: &Shape, dtype: DType, tokens: &[usize], read_rate: f64) {
     let Shape { name, d, f, e, k, activation } = *shape;
     let af = f * activation.num_inputs();
@@ -88,7 +84,7 @@ fn bench(ctx: &Context, shape: &Shape, dtype: DType, tokens: &[usize], read_rate
         for turn in 0..TRIES {
             let choices = choices(t, e, k, turn);
             let rows = choices.rows();
-            touched = num_experts(rows);
+            touched = choices.num_used();
             let (forward, saved): (f64, ExpertsSaved) = timed(|| experts_forward(ctx, &x, weights, rows).1);
             let (backward, back): (f64, ExpertsBackward) = timed(|| experts_backward(ctx, &dy, weights, rows, &saved));
             let mut grad = |write: Write| {

@@ -151,6 +151,11 @@ impl Timing<'_> {
         name.contains(self.filter)
     }
 
+    /// Whether there is any use in making what the cases of these names take.
+    fn wants_any(&self, names: &[impl AsRef<str>]) -> bool {
+        names.iter().any(|name| self.wants(name.as_ref()))
+    }
+
     fn case(&mut self, name: String, cost: Cost, run: impl FnMut()) {
         if self.wants(&name) {
             let seconds = best_seconds_of_many(self.ctx, run);
@@ -183,6 +188,12 @@ impl Choices {
         }
         let weights = vec![1.0 / k as f32; tokens.len()];
         Self { offsets, tokens, weights, token_rows, num_choices: k }
+    }
+
+    /// Experts that have rows.
+    #[must_use]
+    pub fn num_used(&self) -> usize {
+        self.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count()
     }
 
     /// As operations on experts take them.

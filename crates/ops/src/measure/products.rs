@@ -54,7 +54,7 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
 
 fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usize)) {
     let names = ["x w^T  ", "dy w   ", "dy^T x "].map(|what| format!("{what} {t} x {o} x {i}, {dtype:?}"));
-    if !names.iter().any(|name| timing.wants(name)) {
+    if !timing.wants_any(&names) {
         return;
     }
     let [forward, to_input, to_weight] = names;
@@ -84,16 +84,11 @@ fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usiz
     });
 }
 
-/// How many experts have rows.
-fn num_used(rows: ExpertRows<'_>) -> usize {
-    rows.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count()
-}
-
 fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
     let ExpertsCase { t, d, f, e, k } = case;
     let names = ["forward", "backward", "weight gradient", "all phases"]
         .map(|what| format!("experts {what} T {t} D {d} F {f} E {e} K {k}, {dtype:?}"));
-    if !names.iter().any(|name| timing.wants(name)) {
+    if !timing.wants_any(&names) {
         return;
     }
     let [forward, backward, weight_gradient, all_phases] = names;
@@ -108,7 +103,7 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
     let turns = (e / (t * k)).max(1);
     let all: Vec<Choices> =
         (0..turns).map(|turn| Choices::new((t, e, k), |token, choice| (turn + token + choice * e / k) % e)).collect();
-    let used = num_used(all[0].rows());
+    let used = all[0].num_used();
     let flops = 6.0 * (t * k * d * f) as f64;
     let (of_expert, rows_bytes) = (3 * d * f, (dtype.size() + DType::F32.size()) * t * d);
     let cost = |bytes: usize| Cost { flops, bytes: (bytes + rows_bytes) as f64, dtype };

@@ -60,7 +60,7 @@ fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
 fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     let (name, batch, (seq_len, kv_len), (num_heads, num_kv_heads), head_dim) = case;
     let [forward, backward] = ["forward", "backward"].map(|pass| format!("attention {pass} {name}, {dtype:?}"));
-    if !timing.wants(&forward) && !timing.wants(&backward) {
+    if !timing.wants_any(&[&forward, &backward]) {
         return;
     }
     let ctx = timing.ctx;
@@ -96,7 +96,7 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
 fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize, usize, usize)) {
     let [forward, backward] = ["forward", "backward"]
         .map(|pass| format!("output layer and loss {pass} {tokens} x {width}, {classes} classes, {dtype:?}"));
-    if !timing.wants(&forward) && !timing.wants(&backward) {
+    if !timing.wants_any(&[&forward, &backward]) {
         return;
     }
     let ctx = timing.ctx;
@@ -113,40 +113,38 @@ fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize
 
 fn rows(timing: &mut Timing<'_>, dtype: DType) {
     let (tokens, width) = ROWS;
-    let label = format!("{tokens} x {width}, {dtype:?}");
-    let names = ["rms norm", "rope", "embedding"];
-    if !names
-        .iter()
-        .any(|name| [" forward", " backward", ""].iter().any(|pass| timing.wants(&format!("{name}{pass} {label}"))))
-    {
+    let names = ["rms norm forward", "rms norm backward", "rope", "embedding forward", "embedding backward"]
+        .map(|what| format!("{what} {tokens} x {width}, {dtype:?}"));
+    if !timing.wants_any(&names) {
         return;
     }
+    let [norm_forward, norm_backward, rotation, embedding_forward, to_embedding] = names;
     let ctx = timing.ctx;
     let (elements, size) = (tokens * width, dtype.size());
     let (mut x, weight) = (normal(ctx, &[tokens, width], dtype), normal(ctx, &[width], DType::F32));
     let dy = normal(ctx, &[tokens, width], DType::F32);
     let mut dweight = ctx.zeros(&[width], DType::F32);
-    timing.case(format!("rms norm forward {label}"), Cost::of_bytes(2 * size * elements), || {
+    timing.case(norm_forward, Cost::of_bytes(2 * size * elements), || {
         drop(rms_norm(ctx, &x, &weight, 1e-6, dtype));
     });
     let (_, inv_rms) = rms_norm(ctx, &x, &weight, 1e-6, dtype);
-    timing.case(format!("rms norm backward {label}"), Cost::of_bytes((8 + size) * elements), || {
+    timing.case(norm_backward, Cost::of_bytes((8 + size) * elements), || {
         drop(rms_norm_backward(ctx, &dy, &x, &weight, &inv_rms, Write::Add, &mut dweight));
     });
     let table = RopeTable::new(HEAD_DIM, 10_000.0, 2048);
     let positions: Vec<u32> = (0..tokens as u32).map(|i| i % 2048).collect();
-    timing.case(format!("rope {label}"), Cost::of_bytes(2 * size * elements), || {
+    timing.case(rotation, Cost::of_bytes(2 * size * elements), || {
         rope(ctx, &mut x, &table, &positions, Rotation::Forward);
     });
     let classes = 32_000;
     let random = Random::new(2, Purpose::Test, 0);
     let ids: Vec<u32> = (0..tokens as u64).map(|i| random.below(i, classes) as u32).collect();
     let mut table = normal(ctx, &[classes as usize, width], DType::F32);
-    timing.case(format!("embedding forward {label}"), Cost::of_bytes((4 + size) * elements), || {
+    timing.case(embedding_forward, Cost::of_bytes((4 + size) * elements), || {
         drop(embedding(ctx, &ids, &table, dtype));
     });
     if dtype == DType::F32 {
-        timing.case(format!("embedding backward {label}"), Cost::of_bytes(12 * elements), || {
+        timing.case(to_embedding, Cost::of_bytes(12 * elements), || {
             embedding_backward(ctx, &ids, &dy, &mut table);
         });
     }
@@ -156,7 +154,7 @@ fn rows(timing: &mut Timing<'_>, dtype: DType) {
 fn whole(timing: &mut Timing<'_>, dtype: DType) {
     let names = ["add", "sum of squares", "scale", "cast f32 to", "cast to f32 of", "adamw"];
     let name = |what: &str| format!("{what} {}M, {dtype:?}", LEN >> 20);
-    if !names.iter().any(|what| timing.wants(&name(what))) {
+    if !timing.wants_any(&names.map(name)) {
         return;
     }
     let ctx = timing.ctx;
