@@ -24,7 +24,7 @@ use crate::e4m3;
 use crate::elementwise::{add_assign, rounded_once};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
-use crate::gemm::{self, Compute, Finish, Form, Group, Product, Tasks};
+use crate::gemm::{self, Compute, Finish, Form, Group, Product};
 use crate::late::List;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
@@ -358,14 +358,14 @@ fn backward(
             num_panels,
         };
         let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &first, is_paired: false };
-        gemm::with_tasks(ctx, &product, &epilogue, |tasks| match &mut beside {
+        match &mut beside {
             Some(Beside { experts, write, grads, .. }) => {
                 let a = weighed_activations(ctx, (saved, dtype), weights.activation, rows, s.f);
-                let of = GradOf { ctx, rows, experts, write: *write, others: Some(tasks) };
+                let of = GradOf { ctx, rows, experts, write: *write, beside: Some((&product, &epilogue)) };
                 of.down((dy, &a), grads.down);
             }
-            None => tasks.run(ctx),
-        });
+            None => gemm::run(ctx, &product, &epilogue),
+        }
     });
     let mut d_row_weights = ctx.empty(&[s.r], DType::F32);
     for (r, sum) in d_row_weights.f32s_mut().iter_mut().enumerate() {
@@ -379,12 +379,19 @@ fn backward(
         columns: s.d,
         depth: s.af,
     });
-    let outputs = row_outputs(ctx, Form::Nn, dtype, &experts, &second, &[s.r, s.d], |tasks| match &mut beside {
-        Some(Beside { x, experts, write, grads }) => {
-            let of = GradOf { ctx, rows, experts, write: *write, others: Some(tasks) };
-            of.gate_up((&dh, x), s.af, grads.gate_up);
+    let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &second, is_paired: false };
+    let mut outputs = ctx.empty(&[s.r, s.d], dtype.of_activations());
+    let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
+    with_float!(outputs.dtype(), T => {
+        let to = Lent::new(outputs.slice_mut::<T>());
+        let store = Store { to, offsets: &offsets, stride: s.d, write: Write::Replace };
+        match &mut beside {
+            Some(Beside { x, experts, write, grads }) => {
+                let of = GradOf { ctx, rows, experts, write: *write, beside: Some((&product, &store)) };
+                of.gate_up((&dh, x), s.af, grads.gate_up);
+            }
+            None => gemm::run(ctx, &product, &store),
         }
-        None => tasks.run(ctx),
     });
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
 }
@@ -423,27 +430,6 @@ fn used_experts(rows: ExpertRows<'_>) -> Vec<Expert> {
 
 fn groups<'a>(experts: &[Expert], group: impl Fn(usize, Range<usize>) -> Group<'a>) -> Vec<Group<'a>> {
     experts.iter().map(|(e, range)| group(*e, range.clone())).collect()
-}
-
-/// The plain product of each expert's rows as f32 `[R, D]`.
-fn row_outputs(
-    ctx: &Context,
-    form: Form,
-    dtype: DType,
-    experts: &[Expert],
-    groups: &[Group<'_>],
-    shape: &[usize; 2],
-    run: impl FnOnce(Tasks<'_>),
-) -> Tensor {
-    let mut outputs = ctx.empty(shape, dtype.of_activations());
-    let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
-    let product = Product { form, compute: Compute::of(dtype), groups, is_paired: false };
-    with_float!(outputs.dtype(), T => {
-        let to = Lent::new(outputs.slice_mut::<T>());
-        let store = Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace };
-        gemm::with_tasks(ctx, &product, &store, run);
-    });
-    outputs
 }
 
 /// Adds up the rows `[R, D]` (f32 or bf16) of each token in the order of its choices, each times its weight if there are weights `[R]`:

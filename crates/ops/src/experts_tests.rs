@@ -407,6 +407,54 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
     }
 }
 
+/// Gradients of megabytes, which are written where products of few rows read the matrices: one row, three, none and more than are few;
+/// rows of whole lines, and for matrices down also one row more than tiles have.
+#[test]
+fn gradients_written_where_products_read_matrices_are_those_of_a_pass_of_their_own() {
+    let choices: Vec<_> = [0, 1, 1, 1].into_iter().chain([3; 17]).map(|e| vec![Some(e)]).collect();
+    let on_host = || contexts().into_iter().filter(|ctx| ctx.gpu().is_none());
+    for ((d, f), activation) in [((560, 1072), Activation::Gelu), ((1003, 544), Activation::SwiGlu)] {
+        let (t, e) = (choices.len(), 4);
+        let case = Case { t, d, f, e, choices: choices.clone(), activation };
+        let routing = case.routing();
+        let rows = ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, 1);
+        let af = f * activation.num_inputs();
+        let [x, dy] = [1, 2].map(|seed| numbers(t * d, seed));
+        let [gate_up, down] = [(af, 3), (f, 4)].map(|(len, seed)| numbers(e * len * d, seed));
+        for (ctx, dtype) in on_host().flat_map(|ctx| [DType::F32, DType::BF16].map(|dtype| (ctx.clone(), dtype))) {
+            let [x, dy] = [&x, &dy].map(|x| tensor(&ctx, &[t, d], x, DType::F32));
+            let gate_up = tensor(&ctx, &[e, af, d], &gate_up, dtype);
+            let down = tensor(&ctx, &[e, d, f], &down, dtype);
+            let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
+            let (_, saved) = experts_forward(&ctx, &x, weights, rows);
+            let apart = experts_backward(&ctx, &dy, weights, rows, &saved);
+            let inputs = WeightGradInputs { x: &x, dy: &dy, saved: &saved, dh: &apart.dh, weighed: None };
+            for (grads_type, of_used) in [(DType::F32, false), (dtype, true)] {
+                let sevens = || [&gate_up, &down].map(|w| tensor(&ctx, w.shape(), &vec![7.0; w.len()], grads_type));
+                let (mut own, mut beside) = (sevens(), sevens());
+                let into = |[gate_up, down]: &mut [Tensor; 2], run: &mut dyn FnMut(ExpertGrads<'_>)| {
+                    run(ExpertGrads { gate_up, down });
+                };
+                into(&mut own, &mut |grads| match of_used {
+                    true => experts_weight_grad_of_used(&ctx, inputs, activation, rows, grads),
+                    false => experts_weight_grad(&ctx, inputs, activation, rows, Write::Replace, grads),
+                });
+                let mut back = None;
+                into(&mut beside, &mut |grads| {
+                    let how = (Write::Replace, of_used);
+                    back = Some(experts_backward_with_weight_grad(&ctx, (&x, &dy), weights, rows, &saved, how, grads));
+                });
+                let back = back.expect("the pass has run");
+                let found = [&back.dx, &back.dh, &back.d_row_weights, &beside[0], &beside[1]];
+                let expected = [&apart.dx, &apart.dh, &apart.d_row_weights, &own[0], &own[1]];
+                for (index, (found, expected)) in found.into_iter().zip(expected).enumerate() {
+                    assert!(found.bytes() == expected.bytes(), "{d} x {f}, {dtype:?}, {:?}: {index}", ctx.isa());
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn no_tokens_or_no_rows_give_empty_results_and_zero_gradients() {
     check(&Case { t: 0, d: 8, f: 6, e: 3, choices: Vec::new(), activation: Activation::SwiGlu });

@@ -18,6 +18,15 @@ pub(crate) struct Lent<'a, T> {
     lifetime: PhantomData<&'a mut [T]>,
 }
 
+impl<T> Clone for Lent<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+/// What is promised of ranges is promised of those of all copies.
+impl<T> Copy for Lent<'_, T> {}
+
 impl<'a, T: Send> Lent<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
         Self { start: SendPointer(slice.as_mut_ptr()), len: slice.len(), lifetime: PhantomData }
@@ -32,6 +41,12 @@ impl<'a, T: Send> Lent<'a, T> {
         assert!(range.start <= range.end && range.end <= self.len, "a task's range is outside the slice");
         // SAFETY: the range is inside the slice, which is borrowed for 'a; nobody else has it: the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.get().add(range.start), range.end - range.start) }
+    }
+
+    /// Where `range` begins, for a task that writes to some of its elements, each its own.
+    pub(crate) fn start_of(&self, range: &Range<usize>) -> *mut T {
+        assert!(range.start <= range.end && range.end <= self.len, "a task's range is outside the slice");
+        self.start.get().wrapping_add(range.start)
     }
 
     /// Whether a cache line begins with the element.

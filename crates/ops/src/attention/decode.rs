@@ -215,9 +215,9 @@ fn weigh_values<S: Level, V: Weight>(shape: &AttentionShape, weights: &[f32], v:
             // SAFETY: `count` values from `first` on, their weights and whole blocks of the heads' sums exist, as asserted.
             unsafe {
                 match count {
-                    8 => rows.add::<S, 8>(first, to),
-                    4 => rows.add::<S, 4>(first, to),
-                    _ => rows.add::<S, 1>(first, to),
+                    8 => rows.add::<S, 8>(first, to, &mut ()),
+                    4 => rows.add::<S, 4>(first, to, &mut ()),
+                    _ => rows.add::<S, 1>(first, to, &mut ()),
                 }
             }
         }

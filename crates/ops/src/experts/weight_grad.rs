@@ -5,9 +5,9 @@ use moeworks_tensor::{DType, Tensor};
 use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
 use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::{rounded_once, written_wide};
-use crate::few_rows::{Gradients, weight_gradients_beside};
+use crate::few_rows::{Gradients, product_with_gradients, weight_gradients};
 use crate::gemm::source::Source;
-use crate::gemm::{Compute, Form, Group, Product, Tasks};
+use crate::gemm::{Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::with_float;
@@ -90,7 +90,7 @@ pub(super) fn weight_grad(
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
     let dy = &*rounded_once(ctx, dy, dtype);
-    let of = GradOf { ctx, rows, experts, write, others: None };
+    let of = GradOf { ctx, rows, experts, write, beside: None };
     let a = weighed_activations(ctx, (saved, dtype), activation, rows, f);
     of.down((dy, &a), grads.down);
     drop(a);
@@ -129,8 +129,9 @@ pub(super) struct GradOf<'a> {
     /// Whose gradients are written.
     pub(super) experts: &'a [Expert],
     pub(super) write: Write,
-    /// What is done beside.
-    pub(super) others: Option<Tasks<'a>>,
+    /// The product `A B` with the matrices whose gradients these are, for the same rows and with what becomes of it, if it is computed
+    /// beside.
+    pub(super) beside: Option<(&'a Product<'a>, &'a dyn Finish)>,
 }
 
 impl GradOf<'_> {
@@ -164,7 +165,10 @@ impl GradOf<'_> {
         with_float!(grad.dtype(), T => {
             let to = Lent::new(grad.slice_mut::<T>());
             let gradients = Gradients { to, offsets: &offsets, stride: size.1, write: self.write };
-            weight_gradients_beside(self.ctx, &product, gradients, self.others);
+            match self.beside {
+                Some(beside) => product_with_gradients(self.ctx, beside, &product, gradients),
+                None => weight_gradients(self.ctx, &product, gradients),
+            }
         });
     }
 }

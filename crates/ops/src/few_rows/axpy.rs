@@ -3,11 +3,14 @@
 //! A strip is some columns wide, so that it stays in the first-level cache while the rows of weights pass by, some at a
 //! time. Within the strip columns stand in the order in which weights come out of their blocks.
 
+use std::ops::Range;
+
 use moeworks_tensor::{DType, bf16};
 
+use super::beside::Gradient;
 use super::rows::{Weight, partial_block};
 use crate::gemm::kernel::prefetch_far;
-use crate::simd::{Level, kernel};
+use crate::simd::{Float, Level, kernel};
 
 /// A strip of the product.
 #[derive(Clone, Copy)]
@@ -28,49 +31,108 @@ kernel! {
     /// `to [rows, to_stride]` becomes the sums. `to_stride` is at least the columns, filled up to whole blocks. `a [rows, a_stride]` are
     /// the factors of each row of the result, at least `depth`, with zeros beyond; they become pairs of bf16 where these are multiplied.
     pub(super) fn run<S: Level, T: Weight>(strip: Strip<'_, T>, a: &mut [f32], to: &mut [f32], to_stride: usize) {
-        let Strip { weights, stride, depth, columns, a_stride } = strip;
-        to.fill(0.0);
-        if depth == 0 || columns == 0 || to_stride == 0 {
+        sum_up::<S, T>(strip, a, (to, to_stride), &mut ());
+    }
+}
+
+kernel! {
+    bf16 if matches!(T::DTYPE, DType::BF16);
+    /// As [`run`], and writes the gradient of the strip's weights: that of some rows and a block of columns as soon as these have been
+    /// read, because memory is read and written at a time quicker than one after the other.
+    pub(super) fn run_beside<S: Level, T: Weight, G: Float>(
+        strip: Strip<'_, T>,
+        a: &mut [f32],
+        to: &mut [f32],
+        to_stride: usize,
+        gradient: Gradient<'_, G>,
+    ) {
+        let mut writer = Writer { gradient, done: 0 };
+        sum_up::<S, T>(strip, a, (to, to_stride), &mut writer);
+        for column in (0..strip.columns).step_by(2 * S::WIDTH) {
+            gradient.write_from::<S>(writer.done, column);
+        }
+    }
+}
+
+/// What is done with rows of weights after their products have been added. Not a function that is handed on: one without the features
+/// of an instruction set would be called for each of its instructions.
+pub(crate) trait Visit {
+    /// Some rows, and a block of columns that begins with one. The blocks of the same rows come one after the other.
+    fn block<S: Level>(&mut self, rows: Range<usize>, column: usize);
+}
+
+impl Visit for () {
+    #[inline(always)]
+    fn block<S: Level>(&mut self, _: Range<usize>, _: usize) {}
+}
+
+/// Writes a gradient.
+struct Writer<'a, G> {
+    gradient: Gradient<'a, G>,
+    /// Rows that are written.
+    done: usize,
+}
+
+impl<G: Float> Visit for Writer<'_, G> {
+    #[inline(always)]
+    fn block<S: Level>(&mut self, rows: Range<usize>, column: usize) {
+        let end = rows.end;
+        if self.gradient.write::<S>(rows, column) {
+            self.done = end;
+        }
+    }
+}
+
+/// [`run`], and what is to be done beside it.
+#[inline(always)]
+fn sum_up<S: Level, T: Weight>(
+    strip: Strip<'_, T>,
+    a: &mut [f32],
+    (to, to_stride): (&mut [f32], usize),
+    visit: &mut impl Visit,
+) {
+    let Strip { weights, stride, depth, columns, a_stride } = strip;
+    to.fill(0.0);
+    if depth == 0 || columns == 0 || to_stride == 0 {
+        return;
+    }
+    let num_rows = to.len() / to_stride;
+    assert!(to_stride >= columns.next_multiple_of(2 * S::WIDTH), "a strip is whole blocks");
+    assert!(weights.len() >= (depth - 1) * stride + columns, "weights of a strip");
+    assert!(a_stride >= depth && a.len() >= num_rows * a_stride, "factors of a strip");
+    if T::is_dotted::<S>() {
+        assert!(a_stride >= depth.next_multiple_of(2), "factors of whole pairs");
+        a.chunks_exact_mut(a_stride).take(num_rows).for_each(make_pairs::<S>);
+    }
+    let rows = Rows { weights: weights.as_ptr(), stride, columns, a: a.as_ptr(), a_stride };
+    let to = (to.as_mut_ptr(), to_stride, num_rows);
+    let mut k = 0;
+    // SAFETY: rows `k..k + N` of weights and factors exist, and the result's rows are as long as asserted.
+    unsafe {
+        if T::is_dotted::<S>() {
+            while k + 2 * PAIRS <= depth {
+                rows.add_pairs::<S, PAIRS>((k, 2 * PAIRS), to, visit);
+                k += 2 * PAIRS;
+            }
+            while k < depth {
+                rows.add_pairs::<S, 1>((k, (depth - k).min(2)), to, visit);
+                k += 2;
+            }
             return;
         }
-        let num_rows = to.len() / to_stride;
-        assert!(to_stride >= columns.next_multiple_of(2 * S::WIDTH), "a strip is whole blocks");
-        assert!(weights.len() >= (depth - 1) * stride + columns, "weights of a strip");
-        assert!(a_stride >= depth && a.len() >= num_rows * a_stride, "factors of a strip");
-        if T::is_dotted::<S>() {
-            assert!(a_stride >= depth.next_multiple_of(2), "factors of whole pairs");
-            a.chunks_exact_mut(a_stride).take(num_rows).for_each(make_pairs::<S>);
+        if S::WIDTH >= 16 {
+            while k + 8 <= depth {
+                rows.add::<S, 8>(k, to, visit);
+                k += 8;
+            }
+        } else {
+            while k + 4 <= depth {
+                rows.add::<S, 4>(k, to, visit);
+                k += 4;
+            }
         }
-        let rows = Rows { weights: weights.as_ptr(), stride, columns, a: a.as_ptr(), a_stride };
-        let mut k = 0;
-        // SAFETY: rows `k..k + N` of weights and factors exist, and the result's rows are as long as asserted.
-        unsafe {
-            if T::is_dotted::<S>() {
-                let to = (to.as_mut_ptr(), to_stride, num_rows);
-                while k + 2 * PAIRS <= depth {
-                    rows.add_pairs::<S, PAIRS>((k, 2 * PAIRS), to);
-                    k += 2 * PAIRS;
-                }
-                while k < depth {
-                    rows.add_pairs::<S, 1>((k, (depth - k).min(2)), to);
-                    k += 2;
-                }
-                return;
-            }
-            if S::WIDTH >= 16 {
-                while k + 8 <= depth {
-                    rows.add::<S, 8>(k, (to.as_mut_ptr(), to_stride, num_rows));
-                    k += 8;
-                }
-            } else {
-                while k + 4 <= depth {
-                    rows.add::<S, 4>(k, (to.as_mut_ptr(), to_stride, num_rows));
-                    k += 4;
-                }
-            }
-            for k in k..depth {
-                rows.add::<S, 1>(k, (to.as_mut_ptr(), to_stride, num_rows));
-            }
+        for k in k..depth {
+            rows.add::<S, 1>(k, to, visit);
         }
     }
 }
@@ -118,6 +180,7 @@ impl<T: Weight> Rows<T> {
         &self,
         (k, count): (usize, usize),
         (to, to_stride, num_rows): (*mut f32, usize, usize),
+        visit: &mut impl Visit,
     ) {
         let block = 2 * S::WIDTH;
         // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy, and so is a row that is not there.
@@ -156,6 +219,7 @@ impl<T: Weight> Rows<T> {
                     S::store(to, sums[0]);
                     S::store(to.add(S::WIDTH), sums[1]);
                 }
+                visit.block::<S>(k..k + count, column);
             }
         }
     }
@@ -169,6 +233,7 @@ impl<T: Weight> Rows<T> {
         &self,
         k: usize,
         (to, to_stride, num_rows): (*mut f32, usize, usize),
+        visit: &mut impl Visit,
     ) {
         let block = 2 * S::WIDTH;
         // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy.
@@ -200,6 +265,7 @@ impl<T: Weight> Rows<T> {
                     S::store(to, sums[0]);
                     S::store(to.add(S::WIDTH), sums[1]);
                 }
+                visit.block::<S>(k..k + N, column);
             }
         }
     }

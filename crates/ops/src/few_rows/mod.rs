@@ -9,6 +9,8 @@
 //!   cache holds; several rows of weights at a time, so that the strip is read and written seldom.
 //! - `A^T B` ([`outer`]): the gradient of the weights, a sum of a few outer products; what is written past the caches.
 //!
+//! The last two of one matrix go together where both are wanted ([`beside`]).
+//!
 //! Work is cut by bytes of weights and not by group, and by shape alone. Every element is one sum whose order depends on
 //! the depth and the instruction set only.
 //!
@@ -16,6 +18,7 @@
 //! between a group of few rows and one of many, as it does between instruction sets.
 
 pub(crate) mod axpy;
+mod beside;
 pub(crate) mod dot;
 mod outer;
 pub(crate) mod rows;
@@ -34,7 +37,8 @@ use crate::parallel::piece_range;
 use crate::simd::kernel;
 use rows::Weight;
 
-pub(crate) use outer::{Gradients, weight_gradients, weight_gradients_beside};
+pub(crate) use beside::{StripGradients, product_with_gradients};
+pub(crate) use outer::{Gradients, weight_gradients};
 
 /// The most rows of a group that these kernels take.
 const MAX_FEW: usize = 16;
@@ -100,19 +104,26 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn of(product: &Product<'_>, kernels: &Kernels) -> Self {
+    /// Some groups' tasks also write gradients, if there are any.
+    pub(crate) fn of(product: &Product<'_>, kernels: &Kernels, gradients: Option<&dyn StripGradients>) -> Self {
         let mut plan = Self { tasks: Vec::new(), scratch_units: 0 };
         let groups = product.groups.iter().enumerate();
         for (index, group) in groups.filter(|(_, group)| takes(product, group, kernels)) {
             let panels = Panels::of(group.columns, kernels.lanes);
             let share = panels_per_task(product, group, &panels);
             let num_tasks = panels.count.div_ceil(share);
-            let share = panels.count.div_ceil(num_tasks);
-            for task in 0..num_tasks {
+            let mut share = panels.count.div_ceil(num_tasks);
+            if product.form == Form::Nn {
+                // Strips begin with whole blocks and lines.
+                share = share.next_multiple_of(2).min(panels.count);
+            }
+            for task in 0..panels.count.div_ceil(share) {
                 let range = piece_range(task, share, panels.count);
                 plan.tasks.push(Task { group: index, panels: (range.start, range.len()) });
             }
-            plan.scratch_units = plan.scratch_units.max(Layout::of(product, group, &panels, share).len());
+            let has_gradient = gradients.is_some_and(|gradients| gradients.has(index));
+            let layout = Layout::of(product, group, (&panels, share), has_gradient.then_some(kernels));
+            plan.scratch_units = plan.scratch_units.max(layout.len());
         }
         plan
     }
@@ -146,13 +157,21 @@ struct Layout {
     strip: usize,
     /// Tiles for the epilogue.
     tiles: usize,
+    /// Operands of gradients.
+    gradient: usize,
 }
 
 impl Layout {
     /// A cache line.
     const LINE: usize = 16;
 
-    fn of(product: &Product<'_>, group: &Group<'_>, panels: &Panels, share: usize) -> Self {
+    /// `with_gradient` are the kernels if the gradient of the group's matrix is written, too.
+    fn of(
+        product: &Product<'_>,
+        group: &Group<'_>,
+        (panels, share): (&Panels, usize),
+        with_gradient: Option<&Kernels>,
+    ) -> Self {
         let depth = group.depth.next_multiple_of(2 * Self::LINE);
         let columns = (share * panels.panel(0).2).next_multiple_of(2 * Self::LINE);
         Self {
@@ -163,11 +182,12 @@ impl Layout {
                 depth.max(dot::waiting_words(group.rows))
             },
             tiles: product.num_tiles() * group.rows.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4),
+            gradient: with_gradient.map_or(0, |kernels| beside::room_words(product, group, columns, kernels)),
         }
     }
 
     fn len(self) -> usize {
-        self.a + self.strip + self.tiles
+        self.a + self.strip + self.tiles + self.gradient
     }
 }
 
@@ -179,8 +199,10 @@ pub(crate) struct Work<'a> {
     pub(crate) task: &'a Task,
     /// The task that this thread will probably take next.
     pub(crate) next: Option<&'a Task>,
-    /// The panels of the group's columns are those of these kernels.
-    pub(crate) lanes: usize,
+    /// The panels of the group's columns are those of these.
+    pub(crate) kernels: &'a Kernels,
+    /// Gradients that are written as well.
+    pub(crate) gradients: Option<&'a dyn StripGradients>,
 }
 
 /// Computes a task and hands its tiles to the epilogue.
@@ -192,12 +214,14 @@ pub(crate) fn run_task(work: Work<'_>, scratch: &mut [u32], held: &mut Held, epi
 impl Work<'_> {
     fn run<T: Weight>(&self, weights: &[T], memory: (&mut [u32], &mut Held), epilogue: &dyn Finish) {
         let (scratch, held) = memory;
-        let Self { isa, product, task, lanes, .. } = *self;
+        let Self { isa, product, task, kernels, .. } = *self;
         let group = &product.groups[task.group];
-        let panels = Panels::of(group.columns, lanes);
-        let layout = Layout::of(product, group, &panels, task.panels.1);
+        let panels = Panels::of(group.columns, kernels.lanes);
+        let gradients = self.gradients.filter(|gradients| gradients.has(task.group));
+        let layout = Layout::of(product, group, (&panels, task.panels.1), gradients.map(|_| kernels));
         let (a, rest) = bytemuck::cast_slice_mut::<u32, f32>(&mut scratch[..layout.len()]).split_at_mut(layout.a);
-        let (strip, tiles) = rest.split_at_mut(layout.strip);
+        let (strip, rest) = rest.split_at_mut(layout.strip);
+        let (tiles, operands) = rest.split_at_mut(layout.tiles);
         let tiles = tile_slice(bytemuck::cast_slice_mut(tiles));
         let range = task.panels.0..task.panels.0 + task.panels.1;
         let num_tiles = product.num_tiles();
@@ -207,7 +231,8 @@ impl Work<'_> {
                 self.spread_rows::<T>(group, strip, a);
             }
         } else {
-            self.sum_strip(group, weights, (&panels, range.clone()), a, strip);
+            let gradients = gradients.map(|gradients| (gradients, bytemuck::cast_slice_mut(operands)));
+            self.sum_strip(group, weights, (&panels, range.clone()), (a, strip), gradients);
         }
         for panel in range.clone() {
             let (column, columns, _) = panels.panel(panel);
@@ -234,7 +259,7 @@ impl Work<'_> {
 
     /// Where the weights are that are read after a panel.
     fn after(&self, panels: &Panels, panel: usize, pair: usize) -> *const u8 {
-        let Self { product, task, lanes, .. } = *self;
+        let Self { product, task, kernels: &Kernels { lanes, .. }, .. } = *self;
         let first = |group: &Group<'_>, panels: &Panels, panel: usize| group.b.address(panels.panel(panel).0, 0);
         let group = &product.groups[task.group];
         if pair + 1 < product.num_tiles() {
@@ -258,14 +283,14 @@ impl Work<'_> {
         }
     }
 
-    /// The sums of the form `A B` for the columns of some panels.
+    /// The sums of the form `A B` for the columns of some panels, and the gradient of those columns if it is wanted.
     fn sum_strip<T: Weight>(
         &self,
         group: &Group<'_>,
         weights: &[T],
         (panels, range): (&Panels, Range<usize>),
-        a: &mut [f32],
-        strip: &mut [f32],
+        (a, strip): (&mut [f32], &mut [f32]),
+        gradients: Option<(&dyn StripGradients, &mut [u32])>,
     ) {
         let a_stride = a.len() / group.rows;
         for (row, a) in a.chunks_exact_mut(a_stride.max(1)).enumerate() {
@@ -273,6 +298,12 @@ impl Work<'_> {
         }
         let first = panels.panel(range.start).0;
         let (last, columns, _) = panels.panel(range.end - 1);
+        let to_stride = strip.len() / group.rows;
+        if let Some((gradients, room)) = gradients {
+            let Self { isa, product, task, kernels, .. } = *self;
+            let of = beside::StripOf { isa, product, group: task.group, columns: first..last + columns };
+            return gradients.sum_strip(kernels, of, a, (strip, to_stride), room);
+        }
         let weights = &weights[(group.b.offset + first).min(weights.len())..];
         let strip_of = axpy::Strip {
             weights,
@@ -281,7 +312,6 @@ impl Work<'_> {
             columns: last + columns - first,
             a_stride,
         };
-        let to_stride = strip.len() / group.rows;
         axpy::run::<T>(self.isa, strip_of, a, strip, to_stride);
     }
 }

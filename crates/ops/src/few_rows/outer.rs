@@ -34,9 +34,9 @@ const STREAM_BYTES: usize = 8 << 20;
 const LANES: usize = 16;
 
 /// Vectors of columns that are computed together, and rows: as many as there are registers for their sums.
-const VECTORS: usize = 2;
+pub(super) const VECTORS: usize = 2;
 
-const fn tile_rows(lanes: usize) -> usize {
+pub(super) const fn tile_rows(lanes: usize) -> usize {
     if lanes >= LANES { 8 } else { 4 }
 }
 
@@ -100,7 +100,7 @@ pub(crate) fn weight_gradients_beside<T: Float>(
 }
 
 /// Whether gradients are written past the caches.
-fn is_streamed(write: Write, bytes: usize) -> bool {
+pub(super) fn is_streamed(write: Write, bytes: usize) -> bool {
     write == Write::Replace && bytes >= STREAM_BYTES
 }
 
@@ -172,7 +172,7 @@ fn run_tasks<T: Float>(
 kernel! {
     bf16
     /// Brings some columns of a source's first rows, their first and how many, into units: panels `[unit][width]`, with zeros beyond.
-    fn lay_out<S: Level>(
+    pub(super) fn lay_out<S: Level>(
         source: &Source<'_>,
         depth: usize,
         columns: (usize, usize),
@@ -189,7 +189,7 @@ kernel! {
 
 /// How sums come to where they belong.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Put {
+pub(super) enum Put {
     Store,
     /// Past the caches, where vectors are aligned.
     Stream,
@@ -198,48 +198,88 @@ enum Put {
 
 /// The operands of some rows of the gradient, of f32 or of pairs of bf16: panels `[unit][tile_rows]` and `[unit][VECTORS * lanes]`.
 #[derive(Clone, Copy)]
-struct Sums<'a> {
-    a: &'a [f32],
-    b: &'a [f32],
-    num_units: usize,
-    are_pairs: bool,
+pub(super) struct Sums<'a> {
+    pub(super) a: &'a [f32],
+    pub(super) b: &'a [f32],
+    pub(super) num_units: usize,
+    pub(super) are_pairs: bool,
 }
 
 kernel! {
     bf16
     fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [T]) {
-        let is_whole = |bytes: usize| bytes.is_multiple_of(4 * S::WIDTH);
-        let is_aligned = is_whole(to.as_ptr().addr()) && is_whole(columns * size_of::<T>());
-        let put = if put == Put::Stream && !is_aligned { Put::Store } else { put };
+        let put = put.where_aligned::<S, T>(to.as_ptr(), columns);
         for (block, to) in to.chunks_mut(tile_rows(S::WIDTH) * columns).enumerate() {
-            if S::WIDTH >= 16 {
-                sums.rows::<S, T, 8>(block, put, columns, to);
-            } else {
-                sums.rows::<S, T, 4>(block, put, columns, to);
+            let num_rows = to.len() / columns;
+            for column in (0..columns).step_by(VECTORS * S::WIDTH) {
+                let size = (num_rows, columns - column);
+                // SAFETY: `to` has so many rows from the column on.
+                unsafe { sums.put::<S, T>((block, column), size, put, to.as_mut_ptr().add(column), columns) };
             }
         }
     }
 }
 
-impl Sums<'_> {
-    /// Up to `N` rows of the gradient, which `to` has, with panel `block` of `a`.
+impl Put {
+    /// [`Put::Stream`] only where all vectors of rows so far apart are aligned.
     #[inline(always)]
-    fn rows<S: Level, T: Float, const N: usize>(&self, block: usize, put: Put, columns: usize, to: &mut [T]) {
-        let (width, len) = (VECTORS * S::WIDTH, to.len() / columns);
-        let a = &self.a[block * self.num_units * N..][..self.num_units * N];
-        for (panel, column) in (0..columns).step_by(width).enumerate() {
-            let b = &self.b[panel * self.num_units * width..][..self.num_units * width];
-            let sums =
-                if S::HAS_PAIR_DOT && self.are_pairs { tile::<S, true, N>(a, b) } else { tile::<S, false, N>(a, b) };
-            if len == N && column + width <= columns {
-                assert!(to.len() >= (N - 1) * columns + column + width, "a tile inside the result");
-                // SAFETY: as asserted; rows are whole aligned vectors where they are streamed.
-                unsafe { put_tile::<S, T, N>(&sums, put, to.as_mut_ptr().add(column), columns) };
-                continue;
+    pub(super) fn where_aligned<S: Level, T>(self, to: *const T, stride: usize) -> Self {
+        let is_whole = |bytes: usize| bytes.is_multiple_of(4 * S::WIDTH);
+        let is_aligned = is_whole(to.addr()) && is_whole(stride * size_of::<T>());
+        if self == Self::Stream && !is_aligned { Self::Store } else { self }
+    }
+}
+
+impl Sums<'_> {
+    /// A tile of the gradient, with panel `block` of `a` and the panel of `b` that begins with a column: as many of the rows and columns
+    /// that there are as it has, which is `size` or less.
+    ///
+    /// # Safety
+    /// `size` rows and columns must be writable at `to`, rows `stride` apart, and whole vectors of them aligned if they are streamed.
+    #[inline(always)]
+    pub(super) unsafe fn put<S: Level, T: Float>(
+        &self,
+        at: (usize, usize),
+        size: (usize, usize),
+        put: Put,
+        to: *mut T,
+        stride: usize,
+    ) {
+        // SAFETY: the caller's promise is handed on.
+        unsafe {
+            if S::WIDTH >= LANES {
+                self.put_rows::<S, T, 8>(at, size, put, to, stride);
+            } else {
+                self.put_rows::<S, T, 4>(at, size, put, to, stride);
             }
-            let columns_here = width.min(columns - column);
-            for (sums, to) in sums.iter().take(len).zip(to[column..].chunks_mut(columns)) {
-                put_row::<S, T>(sums, put, &mut to[..columns_here]);
+        }
+    }
+
+    /// [`put`](Self::put) with the number of rows of a tile.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn put_rows<S: Level, T: Float, const N: usize>(
+        &self,
+        (block, column): (usize, usize),
+        (num_rows, num_columns): (usize, usize),
+        put: Put,
+        to: *mut T,
+        stride: usize,
+    ) {
+        let (panel, width) = (column / (VECTORS * S::WIDTH), VECTORS * S::WIDTH);
+        let a = &self.a[block * self.num_units * N..][..self.num_units * N];
+        let b = &self.b[panel * self.num_units * width..][..self.num_units * width];
+        let sums = if S::HAS_PAIR_DOT && self.are_pairs { tile::<S, true, N>(a, b) } else { tile::<S, false, N>(a, b) };
+        // SAFETY: the caller's promise.
+        unsafe {
+            if num_rows >= N && num_columns >= width {
+                return put_tile::<S, T, N>(&sums, put, to, stride);
+            }
+            for (row, sums) in sums.iter().enumerate().take(num_rows) {
+                let to = std::slice::from_raw_parts_mut(to.add(row * stride), num_columns.min(width));
+                put_row::<S, T>(sums, put, to);
             }
         }
     }

@@ -188,23 +188,33 @@ impl Tasks<'_> {
 
 /// Computes all products of the list.
 pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
-    with_tasks(ctx, product, epilogue, |tasks| tasks.run(ctx));
+    with_tasks(ctx, product, epilogue, None, |tasks| tasks.run(ctx));
 }
 
-/// Hands the tasks that compute all products of the list to `work`.
-pub(crate) fn with_tasks(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish, work: impl FnOnce(Tasks<'_>)) {
+/// Hands the tasks that compute all products of the list, and gradients of their matrices if there are any, to `work`.
+pub(crate) fn with_tasks(
+    ctx: &Context,
+    product: &Product<'_>,
+    epilogue: &dyn Finish,
+    gradients: Option<&dyn few_rows::StripGradients>,
+    work: impl FnOnce(Tasks<'_>),
+) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let plan = tasks::plan(product, &kernels, ctx.threads().count());
-    let few = few_rows::Plan::of(product, &kernels);
+    let few = few_rows::Plan::of(product, &kernels, gradients);
     let count = plan.tasks.len() + few.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
     let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
     let run = |index: usize, ahead: usize| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
-            let (next, lanes) = (few.tasks.get(task + ahead), kernels.lanes);
-            let work = few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, lanes };
+            let next = few.tasks.get(task + ahead);
+            let work =
+                few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, kernels: &kernels, gradients };
             scratch.with(|scratch, held| few_rows::run_task(work, scratch, held, epilogue));
+            if gradients.is_some() {
+                fence();
+            }
             return;
         }
         // Tasks are taken in order, so this is about the one that this thread will take next.
