@@ -100,7 +100,7 @@ impl Output {
             return;
         }
         println!("{}", machine::describe(ctx));
-        println!("peaks measured now, on registers alone and reading memory:");
+        println!("peaks measured now, on registers alone, and of memory:");
         println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
         if let Some(flops) = peaks.bf16_flops {
             println!("  bf16         {:9.1} GFLOP/s", flops / 1e9);
@@ -108,7 +108,10 @@ impl Output {
         if let Some(flops) = peaks.fp8_flops {
             println!("  fp8          {:9.1} GFLOP/s", flops / 1e9);
         }
-        println!("  memory       {:9.1} GB/s", peaks.read_bytes_per_s / 1e9);
+        println!("  reading      {:9.1} GB/s", peaks.read_bytes_per_s / 1e9);
+        if let Some(rate) = peaks.copy_bytes_per_s {
+            println!("  copying      {:9.1} GB/s, read and written", rate / 1e9);
+        }
         println!();
         println!(
             "share: of what the peak or the memory allows, whichever binds; from caches it can be more than all of memory's"
@@ -225,6 +228,7 @@ impl Output {
             "bf16_flops_per_s": peaks.bf16_flops,
             "fp8_flops_per_s": peaks.fp8_flops,
             "read_bytes_per_s": peaks.read_bytes_per_s,
+            "copy_bytes_per_s": peaks.copy_bytes_per_s,
             "peak_bytes": stats.peak_bytes,
             "cases": self.cases,
         });

@@ -1,7 +1,7 @@
 //! Timing of operations, and the tables that `cargo bench` and `moeworks bench` print.
 //!
-//! Each case is held against the limit that binds it: the rate of products on registers alone, or that of reading memory,
-//! whichever takes longer.
+//! Each case is held against the limit that binds it: the rate of products on registers alone, or those of reading and copying
+//! memory, whichever takes longer.
 
 mod products;
 mod vector;
@@ -45,26 +45,44 @@ pub struct Cost {
     pub flops: f64,
     /// Bytes of operands and results, each read or written once.
     pub bytes: f64,
+    /// Those of them that are written.
+    pub written: f64,
     /// What is multiplied.
     pub dtype: DType,
 }
 
 impl Cost {
-    /// Of an operation that only moves memory.
-    pub(crate) fn of_bytes(bytes: usize) -> Self {
-        Self { flops: 0.0, bytes: bytes as f64, dtype: DType::F32 }
+    /// Of an operation that only moves memory: so many bytes that are read, and that are written.
+    #[must_use]
+    pub fn of_bytes(read: usize, written: usize) -> Self {
+        Self { flops: 0.0, bytes: (read + written) as f64, written: written as f64, dtype: DType::F32 }
     }
 
     /// That of several runs, or of a part of one.
-    pub(crate) fn times(self, factor: f64) -> Self {
-        Self { flops: factor * self.flops, bytes: factor * self.bytes, ..self }
+    #[must_use]
+    pub fn times(self, factor: f64) -> Self {
+        Self { flops: factor * self.flops, bytes: factor * self.bytes, written: factor * self.written, ..self }
     }
 
-    /// The seconds that the machine's rates leave for it, and the rate that binds. Memory is taken to move at the rate of reading.
+    /// The seconds that the machine's rates leave for it, and the rate that binds. As many bytes are read as written at the rate of
+    /// copying; what is left of either, at that of reading.
     #[must_use]
     pub fn limit(&self, peaks: &Peaks) -> (f64, Limit) {
-        let (products, memory) = (self.flops / peaks.flops(self.dtype), self.bytes / peaks.read_bytes_per_s);
+        let copied = 2.0 * self.written.min(self.bytes - self.written);
+        let copying = copied / peaks.copy_bytes_per_s.unwrap_or(peaks.read_bytes_per_s);
+        let memory = copying + (self.bytes - copied) / peaks.read_bytes_per_s;
+        let products = self.flops / peaks.flops(self.dtype);
         if memory > products { (memory, Limit::Memory) } else { (products, Limit::Products) }
+    }
+}
+
+/// Both, one after the other; the first says what is multiplied.
+impl std::ops::Add for Cost {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        let (bytes, written) = (self.bytes + other.bytes, self.written + other.written);
+        Self { flops: self.flops + other.flops, bytes, written, ..self }
     }
 }
 
@@ -73,7 +91,7 @@ impl Cost {
 pub enum Limit {
     /// The peak of the type's products.
     Products,
-    /// The rate of reading memory. What lies in caches can be quicker than that.
+    /// The rates of reading and copying memory. What lies in caches can be quicker than that.
     Memory,
 }
 

@@ -1,4 +1,4 @@
-//! What this machine can do at best: the register-only rate of multiply-adds and the rate of reading memory.
+//! What this machine can do at best: the register-only rate of multiply-adds and the rates of reading and of copying memory.
 //!
 //! Shares of peak that Moeworks reports are shares of these measured rates, so that they mean the same on any machine,
 //! whatever its clock does.
@@ -11,7 +11,7 @@ use crate::cuda::ops::{self as cuda, On};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::amx;
 use crate::measure::best_seconds;
-use crate::simd::{LANES, Level, kernel};
+use crate::simd::{LANES, Level, fence, kernel};
 use crate::{Context, Isa};
 
 /// The measured rates of a context: all its threads, its instruction set.
@@ -26,6 +26,9 @@ pub struct Peaks {
     pub fp8_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
+    /// Bytes a second that they read and write there, half of them each: past the caches, a line read for each line written. None on a
+    /// GPU, where this is not measured.
+    pub copy_bytes_per_s: Option<f64>,
 }
 
 impl Peaks {
@@ -49,7 +52,7 @@ const STEPS: usize = 2_000_000;
 /// disturbs no rate every time.
 const ROUNDS: usize = 4;
 
-/// Bytes read by each pass of the memory measurement, more than most caches hold.
+/// Bytes read, or read and written, by each pass of the memory measurement, more than most caches hold.
 const READ_BYTES: usize = 256 << 20;
 
 /// Measures a context. Takes about a third of a second, and 256 MiB of memory for that time; on a GPU 2 GiB of its own.
@@ -58,12 +61,14 @@ pub fn measure(ctx: &Context) -> Peaks {
     if let Some(on) = On::of(ctx) {
         return cuda::peak::measure(on);
     }
-    let memory = ReadMemory::new(ctx);
-    let mut best = Peaks { f32_flops: 0.0, bf16_flops: None, fp8_flops: None, read_bytes_per_s: 0.0 };
+    let mut memory = Memory::new(ctx);
+    let mut best =
+        Peaks { f32_flops: 0.0, bf16_flops: None, fp8_flops: None, read_bytes_per_s: 0.0, copy_bytes_per_s: None };
     for _ in 0..ROUNDS {
         best.f32_flops = best.f32_flops.max(f32_rate(ctx));
         best.bf16_flops = bf16_rate(ctx).map(|rate| rate.max(best.bf16_flops.unwrap_or(0.0)));
         best.read_bytes_per_s = best.read_bytes_per_s.max(memory.read(ctx));
+        best.copy_bytes_per_s = Some(memory.copy(ctx).max(best.copy_bytes_per_s.unwrap_or(0.0)));
     }
     best
 }
@@ -149,12 +154,15 @@ unsafe fn bf16_dots(steps: usize) {
     black_box(sums);
 }
 
-/// Memory that is read to see how fast that goes.
-pub struct ReadMemory {
+/// Memory that is read and copied to see how fast that goes.
+pub struct Memory {
     buffer: Tensor,
 }
 
-impl ReadMemory {
+/// f32 of a task that reads or copies: 1 MiB.
+const PIECE: usize = 1 << 18;
+
+impl Memory {
     /// Takes 256 MiB.
     #[must_use]
     pub fn new(ctx: &Context) -> Self {
@@ -167,13 +175,37 @@ impl ReadMemory {
     /// Bytes a second that the threads of the processor together read all of it with, once.
     #[must_use]
     pub fn read(&self, ctx: &Context) -> f64 {
-        let (values, piece, isa) = (self.buffer.f32s(), 1 << 18, ctx.isa());
+        let (values, isa) = (self.buffer.f32s(), ctx.isa());
         let seconds = best_seconds(1, || {
-            ctx.threads().run(values.len() / piece, |index| {
-                black_box(sum(isa, &values[index * piece..][..piece]));
+            ctx.threads().run(values.len() / PIECE, |index| {
+                black_box(sum(isa, &values[index * PIECE..][..PIECE]));
             });
         });
         READ_BYTES as f64 / seconds
+    }
+
+    /// Bytes a second that they together read one half of it and write the other with.
+    #[must_use]
+    pub fn copy(&mut self, ctx: &Context) -> f64 {
+        let isa = ctx.isa();
+        let seconds = best_seconds(1, || {
+            let values = self.buffer.f32s_mut();
+            let (from, to) = values.split_at_mut(values.len() / 2);
+            ctx.threads().run_pieces(to, PIECE, |index, to| copy(isa, &from[index * PIECE..][..PIECE], to));
+        });
+        READ_BYTES as f64 / seconds
+    }
+}
+
+kernel! {
+    /// Copies past the caches, line by line. Both are as long, and `to` is aligned as memory of the pool is.
+    fn copy<S: Level>(from: &[f32], to: &mut [f32]) {
+        assert!(from.len() == to.len() && to.as_ptr().addr().is_multiple_of(4 * S::WIDTH), "whole vectors");
+        for at in (0..to.len() / S::WIDTH).map(|i| i * S::WIDTH) {
+            // SAFETY: a vector of each from `at` on is inside, and of `to` aligned.
+            unsafe { S::stream(to.as_mut_ptr().add(at), S::load(from.as_ptr().add(at))) };
+        }
+        fence();
     }
 }
 

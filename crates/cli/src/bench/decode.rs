@@ -16,7 +16,7 @@ use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
 use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, QkNorm, Role};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
-use moeworks_ops::peak::{Peaks, ReadMemory};
+use moeworks_ops::peak::{Memory, Peaks};
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
@@ -162,7 +162,7 @@ fn ids(config: &ModelConfig, count: usize) -> Vec<u32> {
 
 /// Seconds a step, and bytes a second that were read from memory meanwhile: medians.
 fn decoding(ctx: &Context, peaks: &Peaks, texts: &mut Texts<'_>) -> Result<(f64, f64), Failure> {
-    let memory = (ctx.device() == Device::Cpu).then(|| ReadMemory::new(ctx));
+    let memory = (ctx.device() == Device::Cpu).then(|| Memory::new(ctx));
     let (mut times, mut rates) = (Vec::new(), Vec::new());
     for token in 0..DECODED {
         times.push(texts.next()?);

@@ -1,11 +1,11 @@
 //! `moeworks bench layers`: whole MoE layers of four published shapes from one token to thousands, forward and both passes, in f32 and
-//! bf16, each against the limit that binds it: the peak of products, or what reading the touched weights (and, with both passes, reading
-//! them again and writing their gradients) takes at the rate of reading memory just before and after.
+//! bf16, each against the limit that binds it: the peak of products, or what reading the touched weights takes at the rate of reading
+//! memory meanwhile, and with both passes reading them again and writing their gradients at that of copying.
 
 use std::time::Instant;
 
 use moeworks_ops::measure::{BenchResult, Cost};
-use moeworks_ops::peak::{Peaks, ReadMemory};
+use moeworks_ops::peak::{Memory, Peaks};
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::DType;
 
@@ -29,12 +29,12 @@ const TOKENS: [usize; 4] = [1, 16, 512, 4096];
 const SETS: usize = 8;
 const MAX_TOKENS_IN_SETS: usize = 16;
 
-/// How often memory is read before a case and after it: its rate is another every few seconds where machines are shared.
-const READS: usize = 3;
-
 /// Times of a case go on for so long, and are so many at least.
-const SECONDS: f64 = 0.3;
+const SECONDS: f64 = 0.4;
 const MIN_TIMES: usize = 3;
+
+/// Seconds of a case between two measurements of memory, whose rate is another from one second to the next where machines are shared.
+const SECONDS_APART: f64 = 0.02;
 
 /// What a pass of `tokens` tokens through a layer has to do when they touch `num_used` experts.
 pub(super) fn cost(shape: Shape, (tokens, num_used): (usize, usize), is_both: bool) -> Cost {
@@ -43,11 +43,13 @@ pub(super) fn cost(shape: Shape, (tokens, num_used): (usize, usize), is_both: bo
     let (weights, rows) = (num_used * of_expert, tokens * d);
     let (size, wide) = (dtype.size(), DType::F32.size());
     let flops = 2 * tokens * (k * of_expert + e * d);
-    let forward = weights * size + rows * (size + wide);
+    let forward = Cost { flops: flops as f64, dtype, ..Cost::of_bytes(weights * size + rows * size, rows * wide) };
+    if !is_both {
+        return forward;
+    }
     // Backward reads the weights once more, writes gradients of them, and reads and writes those of rows.
-    let backward = weights * (size + gradients.size()) + 2 * rows * wide;
-    let (flops, bytes) = if is_both { (3 * flops, forward + backward) } else { (flops, forward) };
-    Cost { flops: flops as f64, bytes: bytes as f64, dtype }
+    let backward = Cost::of_bytes(weights * size + rows * wide, weights * gradients.size() + rows * wide);
+    forward + Cost { flops: 2.0 * forward.flops, ..backward }
 }
 
 /// Hands each case whose name contains `filter` to `report` as it comes. All of them take about two minutes.
@@ -57,7 +59,7 @@ pub(super) fn measure(
     filter: &str,
     mut report: impl FnMut(&BenchResult),
 ) -> Result<(), Failure> {
-    let memory = ctx.gpu().is_none().then(|| ReadMemory::new(ctx));
+    let mut memory = ctx.gpu().is_none().then(|| Memory::new(ctx));
     for (name, (d, f, e, k), activation) in LAYERS {
         for dtype in [DType::F32, DType::BF16] {
             let shape = Shape { d, f, e, k, activation, dtype, gradients: dtype };
@@ -76,13 +78,7 @@ pub(super) fn measure(
             }
             let mut layer = Layer::new(ctx, shape)?;
             for (name, tokens, is_both) in cases {
-                let rate = || memory.as_ref().map(|memory| median((0..READS).map(|_| memory.read(ctx)).collect()));
-                let before = rate();
-                let (cost, seconds) = time(ctx, &mut layer, tokens, is_both);
-                let mut peaks = *peaks;
-                if let Some((before, after)) = before.zip(rate()) {
-                    peaks.read_bytes_per_s = (before + after) / 2.0;
-                }
+                let (cost, seconds, peaks) = time(ctx, &mut layer, (tokens, is_both), (memory.as_mut(), *peaks));
                 report(&BenchResult::new(name, cost, seconds, &peaks));
             }
             drop(layer);
@@ -93,24 +89,40 @@ pub(super) fn measure(
     Ok(())
 }
 
-/// What a pass has to do, and the median of its seconds.
-fn time(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool) -> (Cost, f64) {
+/// What a pass has to do, the median of its seconds, and the peaks with medians of the memory's rates meanwhile.
+fn time(
+    ctx: &Context,
+    layer: &mut Layer,
+    (tokens, is_both): (usize, bool),
+    (mut memory, mut peaks): (Option<&mut Memory>, Peaks),
+) -> (Cost, f64, Peaks) {
     let num_sets = if tokens > MAX_TOKENS_IN_SETS { 1 } else { SETS };
     let sets: Vec<_> = (0..num_sets).map(|set| layer.tokens(ctx, tokens, set)).collect();
     let num_used = sets.iter().map(|(x, _)| layer.num_used(ctx, x)).sum::<usize>();
     let cost = cost(layer.shape, (num_sets * tokens, num_used), is_both);
-    let start = Instant::now();
-    let mut times = Vec::new();
-    while times.len() < MIN_TIMES || start.elapsed().as_secs_f64() < SECONDS {
+    let (mut times, mut reads, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut passed, mut measured_at) = (0.0, 0.0);
+    while times.len() < MIN_TIMES || passed < SECONDS {
+        if let Some(memory) = &mut memory
+            && (reads.is_empty() || passed - measured_at >= SECONDS_APART)
+        {
+            reads.push(memory.read(ctx));
+            copies.push(memory.copy(ctx));
+            measured_at = passed;
+        }
         let start = Instant::now();
         for (x, dy) in &sets {
             layer.pass(ctx, x, dy, is_both);
         }
         ctx.wait();
-        times.push(start.elapsed().as_secs_f64() / num_sets as f64);
+        let seconds = start.elapsed().as_secs_f64();
+        passed += seconds;
+        times.push(seconds / num_sets as f64);
     }
-    let one = 1.0 / num_sets as f64;
-    (Cost { flops: cost.flops * one, bytes: cost.bytes * one, ..cost }, median(times))
+    if !reads.is_empty() {
+        (peaks.read_bytes_per_s, peaks.copy_bytes_per_s) = (median(reads), Some(median(copies)));
+    }
+    (cost.times(1.0 / num_sets as f64), median(times), peaks)
 }
 
 #[cfg(test)]
@@ -124,11 +136,10 @@ mod tests {
         let shape = Shape { d: 4, f: 6, e: 8, k: 2, activation, dtype, gradients };
         let weights = 2 * 3 * 4 * 6;
         let forward = cost(shape, (1, 2), false);
-        assert_eq!((forward.flops, forward.bytes), (f64::from(2 * (weights + 8 * 4)), f64::from(2 * weights + 4 * 6)));
-        let both = cost(shape, (1, 2), true);
-        assert_eq!(
-            (both.flops, both.bytes),
-            (3.0 * forward.flops, forward.bytes + f64::from((2 + 4) * weights + 4 * 8))
-        );
+        let counted = |cost: &Cost| [cost.flops, cost.bytes, cost.written].map(|count| count as usize);
+        assert_eq!(counted(&forward), [2 * (weights + 8 * 4), 2 * weights + 4 * 6, 4 * 4]);
+        let both = counted(&cost(shape, (1, 2), true));
+        let backward = [4 * (weights + 8 * 4), (2 + 4) * weights + 4 * 8, 4 * weights + 4 * 4];
+        assert_eq!(both.to_vec(), counted(&forward).iter().zip(backward).map(|(a, b)| a + b).collect::<Vec<usize>>());
     }
 }

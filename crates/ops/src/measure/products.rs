@@ -65,21 +65,19 @@ fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usiz
     // Written once already: what is fresh comes page by page.
     let mut grads: Vec<Tensor> = (0..copies).map(|_| values(ctx, &[o, i], DType::F32)).collect();
     let (size, wide) = (dtype.size(), DType::F32.size());
-    let cost = |x: usize, w: usize, y: usize| Cost {
-        flops: 2.0 * (t * o * i) as f64,
-        bytes: (x * t * i + w * o * i + y * t * o) as f64,
-        dtype,
-    };
+    let flops = 2.0 * (t * o * i) as f64;
+    let (of_x, of_w, of_y) = (t * i, o * i, t * o);
+    let cost = |read: usize, written: usize| Cost { flops, dtype, ..Cost::of_bytes(read, written) };
     let mut turn = 0;
     let mut next = move || {
         turn = (turn + 1) % copies;
         turn
     };
-    timing.case(forward, cost(size, size, size), || drop(linear(ctx, &x, &weights[next()], dtype)));
-    timing.case(to_input, cost(wide, size, size), || {
+    timing.case(forward, cost(size * (of_x + of_w), size * of_y), || drop(linear(ctx, &x, &weights[next()], dtype)));
+    timing.case(to_input, cost(size * (of_y + of_w), wide * of_x), || {
         drop(linear_backward_input(ctx, &dy, &weights[next()], DType::F32));
     });
-    timing.case(to_weight, cost(size, wide, size), || {
+    timing.case(to_weight, cost(size * (of_x + of_y), wide * of_w), || {
         linear_backward_weight(ctx, &dy, &x, dtype, Write::Replace, &mut grads[next()]);
     });
 }
@@ -105,11 +103,11 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
         (0..turns).map(|turn| Choices::new((t, e, k), |token, choice| (turn + token + choice * e / k) % e)).collect();
     let used = all[0].num_used();
     let flops = 6.0 * (t * k * d * f) as f64;
-    let (of_expert, rows_bytes) = (3 * d * f, (dtype.size() + DType::F32.size()) * t * d);
-    let cost = |bytes: usize| Cost { flops, bytes: (bytes + rows_bytes) as f64, dtype };
-    let read = cost(used * of_expert * dtype.size());
+    let (of_expert, of_rows, wide) = (3 * d * f, t * d, DType::F32.size());
+    let cost = |read: usize, written: usize| Cost { flops, dtype, ..Cost::of_bytes(read, written) };
+    let read = cost(used * of_expert * dtype.size() + of_rows * dtype.size(), of_rows * wide);
     // Experts without rows get zeros.
-    let written = cost(e * of_expert * DType::F32.size());
+    let written = cost(of_rows * (dtype.size() + wide), e * of_expert * wide);
     let mut weight_grad = |saved: &ExpertsSaved, back: &ExpertsBackward, rows: ExpertRows<'_>| {
         let inputs = WeightGradInputs { x: &x, dy: &dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
         let grads = ExpertGrads { gate_up: &mut gate_up_grad, down: &mut down_grad };
@@ -134,8 +132,7 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
         weight_grad(&saved[turn], &backs[turn], rows(turn));
     });
     drop(backs);
-    let all_cost = Cost { flops: 3.0 * flops, bytes: 2.0 * read.bytes + written.bytes, dtype };
-    timing.case(all_phases, all_cost, || {
+    timing.case(all_phases, read + read + written, || {
         let rows = rows(next());
         let (_, saved) = experts_forward(ctx, &x, weights, rows);
         let backward = experts_backward(ctx, &dy, weights, rows, &saved);

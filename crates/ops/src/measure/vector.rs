@@ -79,8 +79,8 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     let q = normal(ctx, &[batch * seq_len, num_heads * head_dim], dtype);
     let [k, v] = [(); 2].map(|()| normal(ctx, &[batch * kv_len, num_kv_heads * head_dim], dtype));
     let pairs = batch * num_heads * seq_len * (2 * kv_len - seq_len + 1) / 2;
-    let operands = q.num_bytes() + k.num_bytes() + v.num_bytes();
-    let cost = Cost { flops: (4 * pairs * head_dim) as f64, bytes: (operands + q.num_bytes()) as f64, dtype };
+    let [operands, written] = [q.num_bytes() + k.num_bytes() + v.num_bytes(), q.num_bytes()];
+    let cost = Cost { flops: (4 * pairs * head_dim) as f64, dtype, ..Cost::of_bytes(operands, written) };
     timing.case(forward, cost, || drop(attention(ctx, &q, &k, &v, &shape)));
     if seq_len == 1 {
         return;
@@ -104,7 +104,7 @@ fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize
     let mut dw = ctx.zeros(&[classes, width], DType::F32);
     let targets: Vec<u32> = (0..tokens as u32).map(|i| i % classes as u32).collect();
     let flops = (2 * tokens * width * classes) as f64;
-    let cost = Cost { flops, bytes: (x.num_bytes() + w.num_bytes()) as f64, dtype };
+    let cost = Cost { flops, dtype, ..Cost::of_bytes(x.num_bytes() + w.num_bytes(), 0) };
     timing.case(forward, cost, || _ = head_loss(ctx, &x, &w, &targets));
     timing.case(backward, cost.times(3.0), || {
         drop(head_loss_backward(ctx, &x, &w, &targets, 1e-3, Write::Replace, &mut dw));
@@ -124,27 +124,27 @@ fn rows(timing: &mut Timing<'_>, dtype: DType) {
     let (mut x, weight) = (normal(ctx, &[tokens, width], dtype), normal(ctx, &[width], DType::F32));
     let dy = normal(ctx, &[tokens, width], DType::F32);
     let mut dweight = ctx.zeros(&[width], DType::F32);
-    timing.case(norm_forward, Cost::of_bytes(2 * size * elements), || {
+    timing.case(norm_forward, Cost::of_bytes(size * elements, size * elements), || {
         drop(rms_norm(ctx, &x, &weight, 1e-6, dtype));
     });
     let (_, inv_rms) = rms_norm(ctx, &x, &weight, 1e-6, dtype);
-    timing.case(norm_backward, Cost::of_bytes((8 + size) * elements), || {
+    timing.case(norm_backward, Cost::of_bytes((4 + size) * elements, 4 * elements), || {
         drop(rms_norm_backward(ctx, &dy, &x, &weight, &inv_rms, Write::Add, &mut dweight));
     });
     let table = RopeTable::new(HEAD_DIM, 10_000.0, 2048);
     let positions: Vec<u32> = (0..tokens as u32).map(|i| i % 2048).collect();
-    timing.case(rotation, Cost::of_bytes(2 * size * elements), || {
+    timing.case(rotation, Cost::of_bytes(size * elements, size * elements), || {
         rope(ctx, &mut x, &table, &positions, Rotation::Forward);
     });
     let classes = 32_000;
     let random = Random::new(2, Purpose::Test, 0);
     let ids: Vec<u32> = (0..tokens as u64).map(|i| random.below(i, classes) as u32).collect();
     let mut table = normal(ctx, &[classes as usize, width], DType::F32);
-    timing.case(embedding_forward, Cost::of_bytes((4 + size) * elements), || {
+    timing.case(embedding_forward, Cost::of_bytes(4 * elements, size * elements), || {
         drop(embedding(ctx, &ids, &table, dtype));
     });
     if dtype == DType::F32 {
-        timing.case(to_embedding, Cost::of_bytes(12 * elements), || {
+        timing.case(to_embedding, Cost::of_bytes(8 * elements, 4 * elements), || {
             embedding_backward(ctx, &ids, &dy, &mut table);
         });
     }
@@ -160,21 +160,21 @@ fn whole(timing: &mut Timing<'_>, dtype: DType) {
     let ctx = timing.ctx;
     let is_bf16 = dtype == DType::BF16;
     let size = dtype.size();
-    let f = |bytes: usize| Cost::of_bytes(bytes * LEN);
+    let f = |read: usize, written: usize| Cost::of_bytes(read * LEN, written * LEN);
     let (mut y, x) = (normal(ctx, &[LEN], DType::F32), normal(ctx, &[LEN], DType::F32));
     let mut other = cast(ctx, &x, dtype);
-    timing.case(name("add"), f(8 + size), || add_assign(ctx, &mut y, &other));
-    timing.case(name("sum of squares"), f(size), || _ = sum_of_squares(ctx, &other));
+    timing.case(name("add"), f(4 + size, 4), || add_assign(ctx, &mut y, &other));
+    timing.case(name("sum of squares"), f(size, 0), || _ = sum_of_squares(ctx, &other));
     if is_bf16 {
-        timing.case(name("cast f32 to"), f(4 + size), || cast_into(ctx, &x, &mut other));
-        timing.case(name("cast to f32 of"), f(4 + size), || cast_into(ctx, &other, &mut y));
+        timing.case(name("cast f32 to"), f(4, size), || cast_into(ctx, &x, &mut other));
+        timing.case(name("cast to f32 of"), f(size, 4), || cast_into(ctx, &other, &mut y));
     } else {
-        timing.case(name("scale"), f(8), || scale_assign(ctx, &mut y, 0.5));
+        timing.case(name("scale"), f(4, 4), || scale_assign(ctx, &mut y, 0.5));
     }
     let (mut m, mut v) = (ctx.zeros(&[LEN], DType::F32), ctx.zeros(&[LEN], DType::F32));
     let step = AdamWStep { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
     // Beside weights in f32 a copy in bf16 is written for the products.
-    timing.case(name("adamw"), f(if is_bf16 { 28 + size } else { 28 }), || {
+    timing.case(name("adamw"), f(16, if is_bf16 { 12 + size } else { 12 }), || {
         let compute = is_bf16.then_some(&mut other);
         adamw(ctx, &step, AdamWTensors { param: &mut y, grad: &x, m: &mut m, v: &mut v, compute });
     });

@@ -41,6 +41,7 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
             .hopper_processors()
             .map(|_| hopper_rate(on, &amount, "hopper_byte_products", HOPPER_BYTE_PRODUCT)),
         read_bytes_per_s: read_rate(on, &amount),
+        copy_bytes_per_s: None,
     }
 }
 
