@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
-use crate::parallel::{Lent, PIECE, piece_range};
+use crate::parallel::{Lent, PIECE, piece_range, prefetch_elements_far};
 use crate::simd::{Float, kernel, with_float, with_stored};
 use crate::{Context, quantized};
 
@@ -48,7 +48,11 @@ fn rows_of_blocks<Y: Float>(ids: &[u32], table: &Tensor, y: &mut [Y]) {
 
 kernel! {
     fn gather_kernel<S: Level, X: Float, Y: Float>(ids: &[u32], table: &[X], cols: usize, y: &mut [Y]) {
-        for (y, &id) in y.chunks_exact_mut(cols).zip(ids) {
+        for (t, (y, &id)) in y.chunks_exact_mut(cols).zip(ids).enumerate() {
+            if let Some(&next) = ids.get(t + 1) {
+                // Rows are anywhere: the processor does not foresee the next one.
+                prefetch_elements_far(table.as_ptr().wrapping_add(next as usize * cols), cols);
+            }
             for (y, x) in y.iter_mut().zip(&table[id as usize * cols..][..cols]) {
                 *y = Y::store(x.load());
             }
