@@ -12,7 +12,7 @@ use moeworks_tensor::DType;
 
 use crate::Context;
 use crate::experts::ExpertRows;
-use crate::peak::Peaks;
+use crate::peak::{Memory, Peaks};
 
 /// The shortest of a number of runs, in seconds.
 pub fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
@@ -151,7 +151,8 @@ impl BenchResult {
 /// Times products of linear layers and experts with weights of a type, attention, norms, the optimizer and what else there is, and
 /// hands each result to `report` as it comes. Only cases whose name contains `filter` are run. Takes some twenty seconds.
 pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&BenchResult)) {
-    let mut timing = Timing { ctx, peaks, filter, report: &mut report };
+    let memory = ctx.gpu().is_none().then(|| Memory::new(ctx));
+    let mut timing = Timing { ctx, peaks: *peaks, memory, filter, report: &mut report };
     products::bench(&mut timing, dtype);
     vector::bench(&mut timing, dtype);
 }
@@ -159,7 +160,9 @@ pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut
 /// What is done with each case.
 struct Timing<'a> {
     ctx: &'a Context,
-    peaks: &'a Peaks,
+    peaks: Peaks,
+    /// Where its rates are to be measured anew for each case that it may bind.
+    memory: Option<Memory>,
     filter: &'a str,
     report: &'a mut dyn FnMut(&BenchResult),
 }
@@ -176,9 +179,22 @@ impl Timing<'_> {
 
     fn case(&mut self, name: String, cost: Cost, run: impl FnMut()) {
         if self.wants(&name) {
+            let before = self.rates();
             let seconds = best_seconds_of_many(self.ctx, run);
-            (self.report)(&BenchResult::new(name, cost, seconds, self.peaks));
+            if let Some((before, after)) = before.zip(self.rates()) {
+                self.peaks.read_bytes_per_s = before.0.max(after.0);
+                self.peaks.copy_bytes_per_s = Some(before.1.max(after.1));
+            }
+            (self.report)(&BenchResult::new(name, cost, seconds, &self.peaks));
         }
+    }
+
+    /// The best of a few rates of reading and copying: it is another every few seconds where machines are shared.
+    fn rates(&mut self) -> Option<(f64, f64)> {
+        const TRIES: usize = 3;
+        let (memory, ctx) = (self.memory.as_mut()?, self.ctx);
+        let rates = (0..TRIES).map(|_| (memory.read(ctx), memory.copy(ctx)));
+        Some(rates.fold((0.0, 0.0), |best: (f64, f64), now| (best.0.max(now.0), best.1.max(now.1))))
     }
 }
 
