@@ -3,8 +3,8 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
-use crate::parallel::{Lent, PIECE, piece_range, prefetch_elements_far};
-use crate::simd::{Float, kernel, with_float, with_stored};
+use crate::parallel::{FAR_BYTES, Lent, PIECE, piece_range, prefetch_elements_far};
+use crate::simd::{Float, LANES, fence, kernel, stream_lanes, with_float, with_stored};
 use crate::{Context, quantized};
 
 /// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16, f16 or in blocks) as `out`. Every id is below V.
@@ -27,10 +27,11 @@ pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tens
         return y;
     }
     let rows_per_task = (PIECE / cols).max(1);
+    let is_far = y.num_bytes() >= FAR_BYTES && cols.is_multiple_of(LANES);
     with_stored!(table.dtype(), X => with_float!(out, Y => {
         let table = table.slice::<X>();
         ctx.threads().run_pieces(y.slice_mut::<Y>(), rows_per_task * cols, |task, y| {
-            gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, cols, y);
+            gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, (cols, is_far), y);
         });
     }));
     y
@@ -47,15 +48,27 @@ fn rows_of_blocks<Y: Float>(ids: &[u32], table: &Tensor, y: &mut [Y]) {
 }
 
 kernel! {
-    fn gather_kernel<S: Level, X: Float, Y: Float>(ids: &[u32], table: &[X], cols: usize, y: &mut [Y]) {
+    fn gather_kernel<S: Level, X: Float, Y: Float>(ids: &[u32], table: &[X], how: (usize, bool), y: &mut [Y]) {
+        let (cols, is_far) = how;
         for (t, (y, &id)) in y.chunks_exact_mut(cols).zip(ids).enumerate() {
             if let Some(&next) = ids.get(t + 1) {
                 // Rows are anywhere: the processor does not foresee the next one.
                 prefetch_elements_far(table.as_ptr().wrapping_add(next as usize * cols), cols);
             }
-            for (y, x) in y.iter_mut().zip(&table[id as usize * cols..][..cols]) {
+            let row = &table[id as usize * cols..][..cols];
+            if is_far && Y::DTYPE == DType::F32 {
+                let y: &mut [f32] = bytemuck::cast_slice_mut(y);
+                for (y, x) in y.as_chunks_mut::<LANES>().0.iter_mut().zip(row.as_chunks::<LANES>().0) {
+                    stream_lanes::<S>(&x.map(X::load), y);
+                }
+                continue;
+            }
+            for (y, x) in y.iter_mut().zip(row) {
                 *y = Y::store(x.load());
             }
+        }
+        if is_far {
+            fence();
         }
     }
 }

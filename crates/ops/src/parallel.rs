@@ -8,6 +8,10 @@ use crate::threads::SendPointer;
 /// Elements that one task handles in memory-bound operations: large against the fork, small enough to balance.
 pub(crate) const PIECE: usize = 1 << 15;
 
+/// Results of so many bytes are no longer in a cache when they are read again: a store that first fetches the line that it overwrites
+/// moves twice the bytes for nothing.
+pub(crate) const FAR_BYTES: usize = 32 << 20;
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
 

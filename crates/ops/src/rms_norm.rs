@@ -12,8 +12,8 @@ use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::add_assign;
 use crate::linear::Write;
-use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{Float, LANES, kernel, store_all, sum_lanes, with_float};
+use crate::parallel::{FAR_BYTES, Lent, PIECE, piece_range};
+use crate::simd::{Float, LANES, fence, kernel, store_all, stream_lanes, sum_lanes, with_float};
 pub use parts::{rms_norm_part, rms_norm_part_backward, row_products};
 
 /// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out` is
@@ -29,12 +29,13 @@ pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType
     let mut inv_rms = ctx.empty(&[rows.count], DType::F32);
     with_float!(x.dtype(), X => with_float!(out, Y => {
         let x = x.slice::<X>();
+        let is_far = y.num_bytes() >= FAR_BYTES && weight.len().is_multiple_of(LANES);
         let (y, inv_rms) = (Lent::new(y.slice_mut::<Y>()), Lent::new(inv_rms.f32s_mut()));
         ctx.threads().run(rows.num_tasks(), |task| {
             let (range, elements) = rows.task(task);
             // SAFETY: the tasks' rows do not overlap.
             let (y, inv_rms) = unsafe { (y.range(elements.clone()), inv_rms.range(range)) };
-            forward_kernel::<X, Y>(ctx.isa(), &x[elements], &weight, eps, y, inv_rms);
+            forward_kernel::<X, Y>(ctx.isa(), &x[elements], (&weight, eps), y, inv_rms, is_far);
         });
     }));
     (y, inv_rms)
@@ -47,11 +48,12 @@ kernel! {
     bf16 if matches!(Y::DTYPE, DType::BF16);
     fn forward_kernel<S: Level, X: Float, Y: Float>(
         x: &[X],
-        weight: &[f32],
-        eps: f32,
+        with: (&[f32], f32),
         y: &mut [Y],
         inv_rms: &mut [f32],
+        is_far: bool,
     ) {
+        let (weight, eps) = with;
         let width = weight.len();
         for ((x, y), inv_rms) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(inv_rms) {
             let mut lanes = [0.0; LANES];
@@ -66,6 +68,13 @@ kernel! {
             }
             let scale = 1.0 / (sum_lanes(lanes) / width as f32 + eps).sqrt();
             *inv_rms = scale;
+            if is_far && Y::DTYPE == DType::F32 {
+                let (columns, y) = (x.as_chunks::<LANES>().0.iter().zip(weight.as_chunks::<LANES>().0), bytemuck::cast_slice_mut(y));
+                for ((x, weight), y) in columns.zip(y.as_chunks_mut::<LANES>().0) {
+                    stream_lanes::<S>(&std::array::from_fn(|i| x[i].load() * scale * weight[i]), y);
+                }
+                continue;
+            }
             if !matches!(Y::DTYPE, DType::BF16) {
                 for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
                     *y = Y::store(x.load() * scale * weight);
@@ -84,6 +93,9 @@ kernel! {
             for ((y, x), weight) in last_y.iter_mut().zip(last_x).zip(last_weights) {
                 *y = Y::store(x.load() * scale * weight);
             }
+        }
+        if is_far {
+            fence();
         }
     }
 }
@@ -130,12 +142,14 @@ pub fn rms_norm_backward_onto(
     let mut partial = ctx.zeros(&[rows.num_tasks(), rows.width], DType::F32);
     with_float!(x.dtype(), X => with_float!(dy.dtype(), Y => {
         let (x, dy) = (x.slice::<X>(), dy.slice::<Y>());
+        let is_far = dx.num_bytes() >= FAR_BYTES && rows.width.is_multiple_of(LANES);
         let (dx, partial) = (Lent::new(dx.f32s_mut()), Lent::new(partial.f32s_mut()));
         ctx.threads().run(rows.num_tasks(), |task| {
             let (range, elements) = rows.task(task);
             // SAFETY: the tasks' rows do not overlap, nor do their partial sums.
             let (dx, sums) = unsafe { (dx.range(elements.clone()), partial.range(task * rows.width..(task + 1) * rows.width)) };
-            backward_kernel::<X, Y>(ctx.isa(), &dy[elements.clone()], &x[elements], &weight, &inv_rms[range], dx, sums);
+            let (dy, x) = (&dy[elements.clone()], &x[elements]);
+            backward_kernel::<X, Y>(ctx.isa(), dy, x, &weight, &inv_rms[range], (dx, is_far), sums);
         });
     }));
     let dweight = dweight.f32s_mut();
@@ -157,10 +171,10 @@ kernel! {
         x: &[X],
         weight: &[f32],
         inv_rms: &[f32],
-        dx: &mut [f32],
+        to: (&mut [f32], bool),
         dweight: &mut [f32],
     ) {
-        let width = weight.len();
+        let (width, (dx, is_far)) = (weight.len(), to);
         let rows = dy.chunks_exact(width).zip(x.chunks_exact(width)).zip(dx.chunks_exact_mut(width)).zip(inv_rms);
         for (((dy, x), dx), &scale) in rows {
             let mut lanes = [0.0; LANES];
@@ -176,13 +190,24 @@ kernel! {
                 *lane = S::mul_add(dy.load() * weight, x.load(), *lane);
             }
             let shift = sum_lanes(lanes) / width as f32 * scale * scale;
+            let dx_of = |dy: Y, x: X, weight: f32| scale * (dy.load() * weight - x.load() * shift);
             // Two loops, so that each writes one slice.
-            for (((dx, dy), x), weight) in dx.iter_mut().zip(dy).zip(x).zip(weight) {
-                *dx = scale * (dy.load() * weight - x.load() * shift);
+            if is_far {
+                let groups = groups.iter().zip(groups_x).zip(groups_weight);
+                for (dx, ((dy, x), weight)) in dx.as_chunks_mut::<LANES>().0.iter_mut().zip(groups) {
+                    stream_lanes::<S>(&std::array::from_fn(|i| dx_of(dy[i], x[i], weight[i])), dx);
+                }
+            } else {
+                for (((dx, dy), x), &weight) in dx.iter_mut().zip(dy).zip(x).zip(weight) {
+                    *dx = dx_of(*dy, *x, weight);
+                }
             }
             for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
                 *dweight = S::mul_add(dy.load(), x.load() * scale, *dweight);
             }
+        }
+        if is_far {
+            fence();
         }
     }
 }

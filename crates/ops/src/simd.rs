@@ -147,6 +147,16 @@ pub(crate) fn store_all<S: Level, T: Float>(from: &[f32], to: &mut [T]) {
     }
 }
 
+/// Stores [`LANES`] elements past the caches; [`fence`] must follow before another thread reads them.
+#[inline(always)]
+pub(crate) fn stream_lanes<S: Level>(from: &[f32; LANES], to: &mut [f32; LANES]) {
+    assert!(to.as_ptr().addr().is_multiple_of(4 * S::WIDTH), "what is streamed is aligned");
+    for v in (0..LANES / S::WIDTH).map(|v| v * S::WIDTH) {
+        // SAFETY: a vector from `v` on is inside both, and aligned where it is written.
+        unsafe { S::stream(to.as_mut_ptr().add(v), S::load(from.as_ptr().add(v))) };
+    }
+}
+
 /// Orders [`Level::stream`]s before everything that follows.
 pub(crate) fn fence() {
     // SAFETY: every x86-64 processor has the instruction.

@@ -68,3 +68,18 @@ proptest! {
         check("random", &Context::cpu(2), ids, vocabulary, cols, DType::F32);
     }
 }
+
+/// 32 MiB and more are written past the caches.
+#[test]
+fn rows_of_many_megabytes_are_those_of_the_table() {
+    let (tokens, cols) = (8200, 1024);
+    for isa in moeworks_ops::Isa::available() {
+        let ctx = Context::cpu(2).with_isa(isa);
+        let table = normal_tensor(&ctx, 1, &[7, cols], DType::F32);
+        let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 3 % 7).collect();
+        let y = embedding(&ctx, &ids, &table, DType::F32);
+        for (y, &id) in y.f32s().chunks_exact(cols).zip(&ids) {
+            assert!(y == &table.f32s()[id as usize * cols..][..cols], "{isa:?}: row {id}");
+        }
+    }
+}

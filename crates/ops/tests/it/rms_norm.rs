@@ -1,10 +1,11 @@
 //! RMS norm against its definition in f64.
 
-use moeworks_ops::Context;
+use moeworks_ops::elementwise::cast;
 use moeworks_ops::linear::Write;
 use moeworks_ops::rms_norm::{
     rms_norm, rms_norm_backward, rms_norm_backward_onto, rms_norm_part, rms_norm_part_backward, row_products,
 };
+use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
 
@@ -172,5 +173,34 @@ proptest! {
     #[test]
     fn agrees_with_the_definition_on_random_shapes(rows in 0..40_usize, width in 1..300_usize, is_bf16: bool) {
         check("random", &Context::cpu(2), &[rows, width], width, if is_bf16 { DType::BF16 } else { DType::F32 });
+    }
+}
+
+/// 32 MiB and more are written past the caches.
+#[test]
+fn results_of_many_megabytes_have_the_bits_of_those_of_parts() {
+    let (rows, width) = (8192, 1024);
+    for (isa, dtype) in Isa::available().into_iter().flat_map(|isa| [DType::F32, DType::BF16].map(|dtype| (isa, dtype)))
+    {
+        let ctx = Context::cpu(2).with_isa(isa);
+        let x = normal_tensor(&ctx, 1, &[rows, width], dtype);
+        let (weight, dy) =
+            (normal_tensor(&ctx, 2, &[width], DType::F32), normal_tensor(&ctx, 3, &[rows, width], dtype));
+        let pass = |first: usize, count: usize| {
+            let part = |tensor: &Tensor| {
+                let values = &tensor.to_f32_vec()[first * width..][..count * width];
+                cast(&ctx, &Tensor::from_slice(ctx.pool(), &[count, width], values), dtype)
+            };
+            let (x, dy) = (part(&x), part(&dy));
+            let (y, inv_rms) = rms_norm(&ctx, &x, &weight, EPS, DType::F32);
+            let mut dweight = ctx.zeros(&[width], DType::F32);
+            let dx = rms_norm_backward(&ctx, &dy, &x, &weight, &inv_rms, Write::Replace, &mut dweight);
+            [y, dx]
+        };
+        let (whole, parts) = (pass(0, rows), [0, rows / 2].map(|first| pass(first, rows / 2)));
+        for (index, whole) in whole.iter().enumerate() {
+            let joined = [parts[0][index].bytes(), parts[1][index].bytes()].concat();
+            assert!(whole.bytes() == joined, "{isa:?}, {dtype:?}, {index}");
+        }
     }
 }
