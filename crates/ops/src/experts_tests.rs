@@ -412,7 +412,7 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
 #[test]
 fn gradients_written_where_products_read_matrices_are_those_of_a_pass_of_their_own() {
     let choices: Vec<_> = [0, 1, 1, 1].into_iter().chain([3; 17]).map(|e| vec![Some(e)]).collect();
-    let on_host = || contexts().into_iter().filter(|ctx| ctx.gpu().is_none());
+    let on_host = || contexts().filter(|ctx| ctx.gpu().is_none());
     for ((d, f), activation) in [((560, 1072), Activation::Gelu), ((1003, 544), Activation::SwiGlu)] {
         let (t, e) = (choices.len(), 4);
         let case = Case { t, d, f, e, choices: choices.clone(), activation };
