@@ -100,7 +100,7 @@ pub(crate) fn weight_gradients_beside<T: Float>(
 }
 
 /// Whether gradients are written past the caches.
-pub(super) fn is_streamed(write: Write, bytes: usize) -> bool {
+fn is_streamed(write: Write, bytes: usize) -> bool {
     write == Write::Replace && bytes >= STREAM_BYTES
 }
 
