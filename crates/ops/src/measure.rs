@@ -151,7 +151,7 @@ impl BenchResult {
 /// Times products of linear layers and experts with weights of a type, attention, norms, the optimizer and what else there is, and
 /// hands each result to `report` as it comes. Only cases whose name contains `filter` are run. Takes some twenty seconds.
 pub fn bench_cases(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&BenchResult)) {
-    let memory = ctx.gpu().is_none().then(|| Memory::new(ctx));
+    let memory = ctx.gpu().is_none().then(Memory::default);
     let mut timing = Timing { ctx, peaks: *peaks, memory, filter, report: &mut report };
     products::bench(&mut timing, dtype);
     vector::bench(&mut timing, dtype);

@@ -13,7 +13,7 @@ pub(crate) const PIECE: usize = 1 << 15;
 pub(crate) const FAR_BYTES: usize = 32 << 20;
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 
 /// A mutable slice from which tasks take ranges that do not overlap.
 pub(crate) struct Lent<'a, T> {

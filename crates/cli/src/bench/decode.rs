@@ -162,7 +162,7 @@ fn ids(config: &ModelConfig, count: usize) -> Vec<u32> {
 
 /// Seconds a step, and bytes a second that were read from memory meanwhile: medians.
 fn decoding(ctx: &Context, peaks: &Peaks, texts: &mut Texts<'_>) -> Result<(f64, f64), Failure> {
-    let memory = (ctx.device() == Device::Cpu).then(|| Memory::new(ctx));
+    let memory = (ctx.device() == Device::Cpu).then(Memory::default);
     let (mut times, mut rates) = (Vec::new(), Vec::new());
     for token in 0..DECODED {
         times.push(texts.next()?);

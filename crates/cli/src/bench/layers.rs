@@ -59,7 +59,7 @@ pub(super) fn measure(
     filter: &str,
     mut report: impl FnMut(&BenchResult),
 ) -> Result<(), Failure> {
-    let mut memory = ctx.gpu().is_none().then(|| Memory::new(ctx));
+    let mut memory = ctx.gpu().is_none().then(Memory::default);
     for (name, (d, f, e, k), activation) in LAYERS {
         for dtype in [DType::F32, DType::BF16] {
             let shape = Shape { d, f, e, k, activation, dtype, gradients: dtype };

@@ -14,15 +14,12 @@ use crate::gemm::kernel::Kernels;
 use crate::gemm::source::{Elements, Format, Source};
 use crate::gemm::{self, Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
-use crate::parallel::Lent;
+use crate::parallel::{LINE, Lent};
 use crate::simd::{Float, Level};
 
 /// Gradients of fewer bytes may still be in a cache when they are read next. What is written here goes past the caches: stores that first
 /// fetch the lines that they overwrite are slower one by one in many rows than along a row.
 const MIN_BYTES: usize = 2 << 20;
-
-/// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
 
 /// Computes `product`, of the form `A B`, and the gradients of matrices `A^T X`, of the form `A^T B`. Groups of these that have rows are
 /// those of `product`, in its order and with its A; others are zeros.
@@ -35,7 +32,7 @@ pub(crate) fn product_with_gradients<G: Float>(
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let Gradients { to, offsets, stride, write } = gradients;
     let is_taken = |group: &Group<'_>, offset: usize| {
-        let are_lines = to.is_line(offset) && (stride * size_of::<G>()).is_multiple_of(LINE_BYTES);
+        let are_lines = to.is_line(offset) && (stride * size_of::<G>()).is_multiple_of(LINE);
         are_lines && group.columns == stride && can_be_beside(product, group, &kernels)
     };
     let mut groups = product.groups.iter();
@@ -107,7 +104,7 @@ fn operand_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kerne
 
 /// Words of room that [`StripGradients::sum_strip`] needs.
 pub(super) fn room_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kernels: &Kernels) -> usize {
-    operand_words(product, group, columns, kernels).iter().sum::<usize>().next_multiple_of(LINE_BYTES / 4)
+    operand_words(product, group, columns, kernels).iter().sum::<usize>().next_multiple_of(LINE / 4)
 }
 
 impl<G: Float> StripGradients for Beside<'_, G> {
