@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
-use crate::parallel::{FAR_BYTES, Lent, PIECE, piece_range, prefetch_elements_far};
+use crate::parallel::{Lent, PIECE, is_far, piece_range, prefetch_elements_far};
 use crate::simd::{Float, LANES, fence, kernel, stream_lanes, with_float, with_stored};
 use crate::{Context, quantized};
 
@@ -27,11 +27,11 @@ pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tens
         return y;
     }
     let rows_per_task = (PIECE / cols).max(1);
-    let is_far = y.num_bytes() >= FAR_BYTES && cols.is_multiple_of(LANES);
+    let how = (cols, is_far(&y, cols));
     with_stored!(table.dtype(), X => with_float!(out, Y => {
         let table = table.slice::<X>();
         ctx.threads().run_pieces(y.slice_mut::<Y>(), rows_per_task * cols, |task, y| {
-            gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, (cols, is_far), y);
+            gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, how, y);
         });
     }));
     y

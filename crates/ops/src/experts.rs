@@ -379,19 +379,12 @@ fn backward(
         columns: s.d,
         depth: s.af,
     });
-    let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &second, is_paired: false };
-    let mut outputs = ctx.empty(&[s.r, s.d], dtype.of_activations());
-    let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * s.d).collect();
-    with_float!(outputs.dtype(), T => {
-        let to = Lent::new(outputs.slice_mut::<T>());
-        let store = Store { to, offsets: &offsets, stride: s.d, write: Write::Replace };
-        match &mut beside {
-            Some(Beside { x, experts, write, grads }) => {
-                let of = GradOf { ctx, rows, experts, write: *write, beside: Some((&product, &store)) };
-                of.gate_up((&dh, x), s.af, grads.gate_up);
-            }
-            None => gemm::run(ctx, &product, &store),
+    let outputs = row_outputs(ctx, dtype, (&experts, &second), &[s.r, s.d], |product, store| match &mut beside {
+        Some(Beside { x, experts, write, grads }) => {
+            let of = GradOf { ctx, rows, experts, write: *write, beside: Some((product, store)) };
+            of.gate_up((&dh, x), s.af, grads.gate_up);
         }
+        None => gemm::run(ctx, product, store),
     });
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
 }
@@ -430,6 +423,24 @@ fn used_experts(rows: ExpertRows<'_>) -> Vec<Expert> {
 
 fn groups<'a>(experts: &[Expert], group: impl Fn(usize, Range<usize>) -> Group<'a>) -> Vec<Group<'a>> {
     experts.iter().map(|(e, range)| group(*e, range.clone())).collect()
+}
+
+/// The plain products `A B` of each expert's rows, `[R, D]`, for `run` to compute.
+fn row_outputs(
+    ctx: &Context,
+    dtype: DType,
+    (experts, groups): (&[Expert], &[Group<'_>]),
+    shape: &[usize; 2],
+    run: impl FnOnce(&Product<'_>, &dyn Finish),
+) -> Tensor {
+    let mut outputs = ctx.empty(shape, dtype.of_activations());
+    let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
+    let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups, is_paired: false };
+    with_float!(outputs.dtype(), T => {
+        let to = Lent::new(outputs.slice_mut::<T>());
+        run(&product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
+    });
+    outputs
 }
 
 /// Adds up the rows `[R, D]` (f32 or bf16) of each token in the order of its choices, each times its weight if there are weights `[R]`:

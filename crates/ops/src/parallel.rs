@@ -3,6 +3,9 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use moeworks_tensor::{DType, Tensor};
+
+use crate::simd::LANES;
 use crate::threads::SendPointer;
 
 /// Elements that one task handles in memory-bound operations: large against the fork, small enough to balance.
@@ -10,7 +13,12 @@ pub(crate) const PIECE: usize = 1 << 15;
 
 /// Results of so many bytes are no longer in a cache when they are read again: a store that first fetches the line that it overwrites
 /// moves twice the bytes for nothing.
-pub(crate) const FAR_BYTES: usize = 32 << 20;
+const FAR_BYTES: usize = 32 << 20;
+
+/// Whether a result of f32 is written past the caches, in rows of whole groups of lanes.
+pub(crate) fn is_far(result: &Tensor, width: usize) -> bool {
+    result.dtype() == DType::F32 && result.num_bytes() >= FAR_BYTES && width.is_multiple_of(LANES)
+}
 
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;

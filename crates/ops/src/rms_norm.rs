@@ -12,7 +12,7 @@ use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
 use crate::elementwise::add_assign;
 use crate::linear::Write;
-use crate::parallel::{FAR_BYTES, Lent, PIECE, piece_range};
+use crate::parallel::{Lent, PIECE, is_far, piece_range};
 use crate::simd::{Float, LANES, fence, kernel, store_all, stream_lanes, sum_lanes, with_float};
 pub use parts::{rms_norm_part, rms_norm_part_backward, row_products};
 
@@ -29,7 +29,7 @@ pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType
     let mut inv_rms = ctx.empty(&[rows.count], DType::F32);
     with_float!(x.dtype(), X => with_float!(out, Y => {
         let x = x.slice::<X>();
-        let is_far = y.num_bytes() >= FAR_BYTES && weight.len().is_multiple_of(LANES);
+        let is_far = is_far(&y, rows.width);
         let (y, inv_rms) = (Lent::new(y.slice_mut::<Y>()), Lent::new(inv_rms.f32s_mut()));
         ctx.threads().run(rows.num_tasks(), |task| {
             let (range, elements) = rows.task(task);
@@ -69,7 +69,8 @@ kernel! {
             let scale = 1.0 / (sum_lanes(lanes) / width as f32 + eps).sqrt();
             *inv_rms = scale;
             if is_far && Y::DTYPE == DType::F32 {
-                let (columns, y) = (x.as_chunks::<LANES>().0.iter().zip(weight.as_chunks::<LANES>().0), bytemuck::cast_slice_mut(y));
+                let y: &mut [f32] = bytemuck::cast_slice_mut(y);
+                let columns = groups.iter().zip(weight.as_chunks::<LANES>().0);
                 for ((x, weight), y) in columns.zip(y.as_chunks_mut::<LANES>().0) {
                     stream_lanes::<S>(&std::array::from_fn(|i| x[i].load() * scale * weight[i]), y);
                 }
@@ -142,7 +143,7 @@ pub fn rms_norm_backward_onto(
     let mut partial = ctx.zeros(&[rows.num_tasks(), rows.width], DType::F32);
     with_float!(x.dtype(), X => with_float!(dy.dtype(), Y => {
         let (x, dy) = (x.slice::<X>(), dy.slice::<Y>());
-        let is_far = dx.num_bytes() >= FAR_BYTES && rows.width.is_multiple_of(LANES);
+        let is_far = is_far(&dx, rows.width);
         let (dx, partial) = (Lent::new(dx.f32s_mut()), Lent::new(partial.f32s_mut()));
         ctx.threads().run(rows.num_tasks(), |task| {
             let (range, elements) = rows.task(task);

@@ -9,6 +9,7 @@ use moeworks_tensor::{DType, bf16};
 
 use super::beside::Gradient;
 use super::rows::{Weight, partial_block};
+use crate::gemm::Group;
 use crate::gemm::kernel::prefetch_far;
 use crate::simd::{Float, Level, kernel};
 
@@ -24,6 +25,15 @@ pub(super) struct Strip<'a, T> {
     /// Columns of the strip.
     pub(super) columns: usize,
     pub(super) a_stride: usize,
+}
+
+impl<'a, T> Strip<'a, T> {
+    /// Some columns of a group's B, whose elements are `weights`, for factors that take `a_len` words in all.
+    pub(super) fn of(group: &Group<'_>, weights: &'a [T], columns: Range<usize>, a_len: usize) -> Self {
+        let weights = &weights[(group.b.offset + columns.start).min(weights.len())..];
+        let (stride, depth, a_stride) = (group.b.stride, group.depth, a_len / group.rows);
+        Self { weights, stride, depth, columns: columns.len(), a_stride }
+    }
 }
 
 kernel! {

@@ -7,12 +7,12 @@
 use std::ops::Range;
 
 use super::axpy::{self, Strip};
-use super::outer::{Put, Sums, VECTORS, lay_out, tile_rows, weight_gradients_beside};
+use super::outer::{Operands, Put, Sums, tile_rows, weight_gradients_beside};
 use super::{Gradients, takes};
 use crate::Context;
 use crate::gemm::kernel::Kernels;
-use crate::gemm::source::{Elements, Format, Source};
-use crate::gemm::{self, Compute, Finish, Form, Group, Product};
+use crate::gemm::source::{Elements, Source, with_elements};
+use crate::gemm::{self, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{LINE, Lent};
 use crate::simd::{Float, Level};
@@ -33,7 +33,7 @@ pub(crate) fn product_with_gradients<G: Float>(
     let Gradients { to, offsets, stride, write } = gradients;
     let is_taken = |group: &Group<'_>, offset: usize| {
         let are_lines = to.is_line(offset) && (stride * size_of::<G>()).is_multiple_of(LINE);
-        are_lines && group.columns == stride && can_be_beside(product, group, &kernels)
+        are_lines && group.columns == stride && product.form == Form::Nn && takes(product, group, &kernels)
     };
     let mut groups = product.groups.iter();
     let (mut rest, mut rest_offsets) = (Vec::new(), Vec::new());
@@ -58,11 +58,6 @@ pub(crate) fn product_with_gradients<G: Float>(
         let matrices = Product { groups, ..*matrices };
         weight_gradients_beside(ctx, &matrices, Gradients { to, offsets, stride, write }, Some(tasks));
     });
-}
-
-/// Whether the product of a group can write the gradient of its matrix.
-fn can_be_beside(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
-    product.form == Form::Nn && takes(product, group, kernels) && !matches!(group.b.elements, Elements::F16(_))
 }
 
 /// The rows of X of each group whose gradient is written here, and where it begins.
@@ -90,21 +85,10 @@ pub(crate) struct StripOf<'a> {
     pub(crate) columns: Range<usize>,
 }
 
-/// How the operands of gradients lie.
-fn format(product: &Product<'_>, kernels: &Kernels) -> Format {
-    Format { multiple: 1, ..kernels.format(product.compute) }
-}
-
-/// Words of A and of X as the gradient of so many columns takes them.
-fn operand_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kernels: &Kernels) -> [usize; 2] {
-    let units = format(product, kernels).units_of(group.rows);
-    [(group.depth, tile_rows(kernels.lanes)), (columns, VECTORS * kernels.lanes)]
-        .map(|(len, width)| units * len.next_multiple_of(width))
-}
-
 /// Words of room that [`StripGradients::sum_strip`] needs.
 pub(super) fn room_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kernels: &Kernels) -> usize {
-    operand_words(product, group, columns, kernels).iter().sum::<usize>().next_multiple_of(LINE / 4)
+    let operands = Operands::of(kernels, product.compute, group.rows);
+    (operands.words_of_a(group.depth) + operands.words_of_b(columns)).next_multiple_of(LINE / 4)
 }
 
 impl<G: Float> StripGradients for Beside<'_, G> {
@@ -123,37 +107,22 @@ impl<G: Float> StripGradients for Beside<'_, G> {
         let StripOf { isa, product, group: index, columns } = of;
         let group = &product.groups[index];
         let (x, offset) = self.taken[index].expect("a group whose gradient is written here");
-        let format = format(product, kernels);
-        let [a_words, x_words] = operand_words(product, group, columns.len(), kernels);
-        let (of_a, of_x) = room[..a_words + x_words].split_at_mut(a_words);
         // Both have the product's rows as their depth.
-        lay_out(isa, &group.a, group.rows, (0, group.depth), tile_rows(kernels.lanes), format, of_a);
-        lay_out(isa, &x, group.rows, (columns.start, columns.len()), VECTORS * kernels.lanes, format, of_x);
-        let operands = Sums {
-            a: bytemuck::cast_slice(of_a),
-            b: bytemuck::cast_slice(of_x),
-            num_units: format.units_of(group.rows),
-            are_pairs: format.units == Compute::Bf16,
-        };
+        let operands = Operands::of(kernels, product.compute, group.rows);
+        let (of_a, of_x) = room.split_at_mut(operands.words_of_a(group.depth));
+        let of_x = &mut of_x[..operands.words_of_b(columns.len())];
+        operands.lay_out_a(isa, &group.a, (0, group.depth), of_a);
+        operands.lay_out_b(isa, &x, (columns.start, columns.len()), of_x);
         let range = offset..offset + group.depth * self.stride;
         assert!(columns.end <= self.stride, "columns of a gradient");
         let to = self.to.start_of(&range).wrapping_add(columns.start);
         // SAFETY: the matrix is inside the slice that was lent, and no other task writes to these columns of it.
-        let gradient = unsafe { Gradient::new(operands, (to, self.stride), (group.depth, columns.len())) };
-        let a_stride = a.len() / group.rows;
-        macro_rules! run {
-            ($weights:expr) => {{
-                let weights = &$weights[group.b.offset + columns.start..];
-                let (stride, depth) = (group.b.stride, group.depth);
-                let strip = Strip { weights, stride, depth, columns: columns.len(), a_stride };
-                axpy::run_beside(isa, strip, a, sums.0, sums.1, gradient);
-            }};
-        }
-        match group.b.elements {
-            Elements::F32(weights) => run!(weights),
-            Elements::Bf16(weights) => run!(weights),
-            Elements::F16(_) => unreachable!("such a group has no gradient here"),
-        }
+        let gradient =
+            unsafe { Gradient::new(operands.sums(of_a, of_x), (to, self.stride), (group.depth, columns.len())) };
+        let (sums, to_stride) = sums;
+        with_elements!(group.b.elements, weights => {
+            axpy::run_beside(isa, Strip::of(group, weights, columns, a.len()), a, sums, to_stride, gradient);
+        });
     }
 }
 

@@ -298,20 +298,13 @@ impl Work<'_> {
         }
         let first = panels.panel(range.start).0;
         let (last, columns, _) = panels.panel(range.end - 1);
-        let to_stride = strip.len() / group.rows;
+        let (columns, to_stride) = (first..last + columns, strip.len() / group.rows);
         if let Some((gradients, room)) = gradients {
             let Self { isa, product, task, kernels, .. } = *self;
-            let of = beside::StripOf { isa, product, group: task.group, columns: first..last + columns };
+            let of = beside::StripOf { isa, product, group: task.group, columns };
             return gradients.sum_strip(kernels, of, a, (strip, to_stride), room);
         }
-        let weights = &weights[(group.b.offset + first).min(weights.len())..];
-        let strip_of = axpy::Strip {
-            weights,
-            stride: group.b.stride,
-            depth: group.depth,
-            columns: last + columns - first,
-            a_stride,
-        };
+        let strip_of = axpy::Strip::of(group, weights, columns, a.len());
         axpy::run::<T>(self.isa, strip_of, a, strip, to_stride);
     }
 }

@@ -34,7 +34,7 @@ const STREAM_BYTES: usize = 8 << 20;
 const LANES: usize = 16;
 
 /// Vectors of columns that are computed together, and rows: as many as there are registers for their sums.
-pub(super) const VECTORS: usize = 2;
+const VECTORS: usize = 2;
 
 pub(super) const fn tile_rows(lanes: usize) -> usize {
     if lanes >= LANES { 8 } else { 4 }
@@ -125,14 +125,12 @@ fn run_tasks<T: Float>(
         Write::Replace => Put::Store,
     };
     let kernels = Kernels::select(ctx.isa(), product.compute);
-    let format = Format { multiple: 1, ..kernels.format(product.compute) };
-    let layout = |task: &Task| {
-        let group = &product.groups[task.group];
-        let units = format.units_of(group.depth);
-        let [b, a] = [(group.columns, VECTORS * kernels.lanes), (task.rows.len(), tile_rows(kernels.lanes))];
-        [b, a].map(|(len, width)| units * len.next_multiple_of(width))
+    let operands_of = |task: &Task| Operands::of(&kernels, product.compute, product.groups[task.group].depth);
+    let words_of = |task: &Task| {
+        let operands = operands_of(task);
+        [operands.words_of_b(product.groups[task.group].columns), operands.words_of_a(task.rows.len())]
     };
-    let scratch_units = tasks.iter().map(|task| layout(task).iter().sum()).max().unwrap_or(0);
+    let scratch_units = tasks.iter().map(|task| words_of(task).iter().sum()).max().unwrap_or(0);
     let num_threads = ctx.threads().count().min(tasks.len()).max(1);
     let mut scratch = ctx.empty(&[num_threads, scratch_units], DType::U32);
     let scratch = Slots::new(&mut scratch, num_threads);
@@ -140,23 +138,18 @@ fn run_tasks<T: Float>(
         let task = &tasks[index];
         let group = &product.groups[task.group];
         scratch.with(|scratch, held| {
-            let [b_units, a_units] = layout(task);
-            let (b, a) = scratch.split_at_mut(b_units);
-            let a = &mut a[..a_units];
+            let (operands, [b_words, a_words]) = (operands_of(task), words_of(task));
+            let (b, a) = scratch.split_at_mut(b_words);
+            let a = &mut a[..a_words];
             // The thread's last task may have left it.
             if held.rows_of.replace((task.group, 0)) != Some((task.group, 0)) {
-                let columns = (0, group.columns);
-                lay_out(ctx.isa(), &group.b, group.depth, columns, VECTORS * kernels.lanes, format, b);
+                operands.lay_out_b(ctx.isa(), &group.b, (0, group.columns), b);
             }
-            let rows = (task.rows.start, task.rows.len());
-            lay_out(ctx.isa(), &group.a, group.depth, rows, tile_rows(kernels.lanes), format, a);
+            operands.lay_out_a(ctx.isa(), &group.a, (task.rows.start, task.rows.len()), a);
             let start = gradients.offsets[task.group] + task.rows.start * gradients.stride;
             // SAFETY: the tasks' rows do not overlap, nor do the groups' matrices.
             let to = unsafe { gradients.to.range(start..start + task.rows.len() * gradients.stride) };
-            let (a, b) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b));
-            let num_units = format.units_of(group.depth);
-            let sums = Sums { a, b, num_units, are_pairs: format.units == Compute::Bf16 };
-            outer_kernel(ctx.isa(), sums, put, group.columns, to);
+            outer_kernel(ctx.isa(), operands.sums(a, b), put, group.columns, to);
         });
         if is_streamed {
             fence();
@@ -169,10 +162,50 @@ fn run_tasks<T: Float>(
     }
 }
 
+/// How the operands of a gradient lie: panels as wide as a tile has rows, or columns, over a depth.
+#[derive(Clone, Copy)]
+pub(super) struct Operands {
+    format: Format,
+    lanes: usize,
+    depth: usize,
+}
+
+impl Operands {
+    pub(super) fn of(kernels: &Kernels, compute: Compute, depth: usize) -> Self {
+        Self { format: Format { multiple: 1, ..kernels.format(compute) }, lanes: kernels.lanes, depth }
+    }
+
+    /// Words of so many rows of the gradient.
+    pub(super) fn words_of_a(self, rows: usize) -> usize {
+        self.format.units_of(self.depth) * rows.next_multiple_of(tile_rows(self.lanes))
+    }
+
+    /// Words of so many of its columns.
+    pub(super) fn words_of_b(self, columns: usize) -> usize {
+        self.format.units_of(self.depth) * columns.next_multiple_of(VECTORS * self.lanes)
+    }
+
+    /// Lays out rows, their first and how many.
+    pub(super) fn lay_out_a(self, isa: crate::Isa, source: &Source<'_>, rows: (usize, usize), to: &mut [u32]) {
+        lay_out(isa, source, self.depth, rows, tile_rows(self.lanes), self.format, to);
+    }
+
+    /// Lays out columns, their first and how many.
+    pub(super) fn lay_out_b(self, isa: crate::Isa, source: &Source<'_>, columns: (usize, usize), to: &mut [u32]) {
+        lay_out(isa, source, self.depth, columns, VECTORS * self.lanes, self.format, to);
+    }
+
+    /// What has been laid out, to be summed up.
+    pub(super) fn sums<'a>(self, a: &'a [u32], b: &'a [u32]) -> Sums<'a> {
+        let (num_units, are_pairs) = (self.format.units_of(self.depth), self.format.units == Compute::Bf16);
+        Sums { a: bytemuck::cast_slice(a), b: bytemuck::cast_slice(b), num_units, are_pairs }
+    }
+}
+
 kernel! {
     bf16
     /// Brings some columns of a source's first rows, their first and how many, into units: panels `[unit][width]`, with zeros beyond.
-    pub(super) fn lay_out<S: Level>(
+    fn lay_out<S: Level>(
         source: &Source<'_>,
         depth: usize,
         columns: (usize, usize),
@@ -199,10 +232,10 @@ pub(super) enum Put {
 /// The operands of some rows of the gradient, of f32 or of pairs of bf16: panels `[unit][tile_rows]` and `[unit][VECTORS * lanes]`.
 #[derive(Clone, Copy)]
 pub(super) struct Sums<'a> {
-    pub(super) a: &'a [f32],
-    pub(super) b: &'a [f32],
-    pub(super) num_units: usize,
-    pub(super) are_pairs: bool,
+    a: &'a [f32],
+    b: &'a [f32],
+    num_units: usize,
+    are_pairs: bool,
 }
 
 kernel! {
