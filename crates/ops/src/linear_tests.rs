@@ -152,6 +152,27 @@ fn gradients_that_are_written_past_the_caches_match_f64() {
     }
 }
 
+#[test]
+fn gradients_to_inputs_have_the_bits_of_those_of_a_wider_matrix() {
+    // Matrices with whole vectors of columns are read where they lie and packed beside products, others are packed before.
+    for (t, o, i) in [17, 23, 40, 300].into_iter().flat_map(|t| [(t, 33, 16), (t, 64, 48), (t, 258, 64), (t, 600, 528)])
+    {
+        let (dy, w) = (numbers(t * o, 1), numbers(o * i, 2));
+        let wider: Vec<f32> = w.chunks_exact(i).flat_map(|row| [row, &[f32::NAN]].concat()).collect();
+        for (ctx, w_type) in
+            contexts().filter(|ctx| ctx.gpu().is_none()).flat_map(|ctx| FLOATS.map(|w| (ctx.clone(), w)))
+        {
+            let dys = tensor(&ctx, &[t, o], &dy, DType::F32);
+            let gradient = |w: &[f32]| {
+                linear_backward_input(&ctx, &dys, &tensor(&ctx, &[o, w.len() / o], w, w_type), DType::F32).to_f32_vec()
+            };
+            let expected = gradient(&wider).chunks_exact(i + 1).flat_map(|row| row[..i].to_vec()).collect::<Vec<_>>();
+            let name = format!("{t} rows, depth {o}, {i} columns of {w_type:?}, {:?}", kind(&ctx));
+            assert!(gradient(&w).iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}");
+        }
+    }
+}
+
 /// `values` as bf16 in memory that begins at an address between two multiples of four, as a tensor of a mapped file may.
 fn between_multiples_of_four(shape: &[usize], values: &[f32]) -> Tensor {
     let values: Vec<u8> = values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();

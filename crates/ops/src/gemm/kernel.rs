@@ -58,8 +58,10 @@ pub(crate) struct TileArgs {
     pub(crate) a: [*const u32; MAX_ROWS],
     /// Units from one unit of a row of A to the next: 1, or [`Kernels::rows`] where rows are packed.
     pub(crate) a_step: usize,
-    /// The packed panel of B.
+    /// The packed panel of B; for [`run_packing`](Kernels::run_packing) the columns' elements of the first row.
     pub(crate) b: *const u32,
+    /// What that does: words of 32 bits from the rows that are a unit to the next ones, and where the panel goes.
+    pub(crate) packing: (usize, *mut u32),
     /// The sums, rows [`TILE_STRIDE`] apart.
     pub(crate) tile: *mut f32,
     /// Whether to go on from the sums that are in `tile`.
@@ -71,7 +73,7 @@ pub(crate) struct TileArgs {
 
 /// # Safety
 /// The machine must have the instructions of the kernel; `a` must be readable at `depth` units for each of the kernel's
-/// rows, `b` at `depth` times its width, and `tile` must be a [`Tile`].
+/// rows, `b` at `depth` times its width (or as said of [`Kernels::run_packing`]), and `tile` must be a [`Tile`].
 type Kernel = unsafe fn(&TileArgs);
 
 /// All tile sizes of a kernel function. Those with more rows than the instruction set's largest tile, of `up to` so many, are never
@@ -125,6 +127,9 @@ pub(crate) struct Kernels {
     pub(crate) compute: Compute,
     /// By rows less one and the whole vectors beside it, for half a vector, where halves are vectors, too.
     pub(crate) halves: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
+    /// By rows and vectors, each less one: kernels that read a B whose rows run across the depth where it lies, and pack it for the rows
+    /// of C that come after theirs.
+    packing: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
     /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
     pub(crate) are_tiles: bool,
     /// Units of depth for each line that kernels ask for ahead.
@@ -145,11 +150,13 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512Bf16, Compute::Bf16) => Self {
                 halves: table!(halves x86::half_bf16),
+                packing: Some(table!(x86::packing_bf16)),
                 ..Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16)
             },
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, _) => {
-                Self { halves: table!(halves x86::half), ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
+                let (halves, packing) = (table!(halves x86::half), Some(table!(x86::packing)));
+                Self { halves, packing, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => {
@@ -161,7 +168,7 @@ impl Kernels {
     }
 
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
-        Self { table, rows, lanes, compute, halves: None, are_tiles: false, at_once: 1 }
+        Self { table, rows, lanes, compute, halves: None, packing: None, are_tiles: false, at_once: 1 }
     }
 
     /// What these kernels take of operands in `precision`.
@@ -178,6 +185,24 @@ impl Kernels {
     pub(crate) unsafe fn run(&self, rows: usize, vectors: usize, args: &TileArgs) {
         // SAFETY: the caller's promise is handed on.
         unsafe { self.table[rows - 1][vectors - 1](args) }
+    }
+
+    /// Whether there is [`run_packing`](Self::run_packing).
+    #[inline(always)]
+    pub(crate) fn can_pack(&self) -> bool {
+        self.packing.is_some()
+    }
+
+    /// As [`run`](Self::run) for a B that is not packed yet, which this does beside.
+    ///
+    /// # Safety
+    /// As there, but for B: the rows of `depth` units must be readable from `b` on for as many elements as the vectors have lanes, and the
+    /// panel must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn run_packing(&self, rows: usize, vectors: usize, args: &TileArgs) {
+        let packing = self.packing.as_ref().expect("kernels that pack");
+        // SAFETY: the caller's promise is handed on.
+        unsafe { packing[rows - 1][vectors - 1](args) }
     }
 }
 
@@ -225,6 +250,14 @@ trait Halves: Math {
 
     /// The first half of units that are all alike.
     fn half(units: Self::Units) -> <Self::Half as Math>::Units;
+}
+
+/// A [`Math`] that makes units of rows that run across the depth, where these lie.
+#[cfg(target_arch = "x86_64")]
+trait Across: Math {
+    /// The units of `VECTORS` vectors of columns from `row` on, of rows of which those of a unit take `step` words.
+    unsafe fn across<const VECTORS: usize>(row: *const u32, step: usize) -> [Self::Units; VECTORS];
+    unsafe fn keep(to: *mut u32, units: Self::Units);
 }
 
 struct F32<S>(S);
@@ -331,6 +364,33 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
             add_unit::<M, ROWS, VECTORS>(&mut sums, &args.a, at, b);
             b = b.add(VECTORS * M::WIDTH);
             at += args.a_step;
+        }
+        end::<M, ROWS, VECTORS>(args, &sums);
+    }
+}
+
+/// As [`tile`] for a B that is not packed yet, which this does beside: bringing it to registers and to the panel takes the places that
+/// products leave.
+///
+/// # Safety
+/// As for [`Kernels::run_packing`].
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn tile_packing<M: Across, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: rows, their columns, the panel and places in the tile are inside what the caller promises.
+    unsafe {
+        let mut sums = begin::<M, ROWS, VECTORS>(args);
+        let (mut b, (step, mut to)) = (args.b, args.packing);
+        let (mut ahead, ahead_step) = args.ahead;
+        for at in 0..args.depth {
+            prefetch_far(ahead);
+            ahead = ahead.wrapping_add(ahead_step);
+            let columns = M::across::<VECTORS>(b, step);
+            for (v, &column) in columns.iter().enumerate() {
+                M::keep(to.add(v * M::WIDTH), column);
+            }
+            add_columns::<M, ROWS, VECTORS>(&mut sums, &args.a, at, &columns);
+            (b, to) = (b.wrapping_add(step), to.add(VECTORS * M::WIDTH));
         }
         end::<M, ROWS, VECTORS>(args, &sums);
     }
@@ -459,11 +519,26 @@ unsafe fn add_unit<M: Math, const ROWS: usize, const VECTORS: usize>(
         for (v, column) in columns.iter_mut().enumerate() {
             *column = M::units(b.add(v * M::WIDTH));
         }
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let row = M::splat(a[r], at);
-            for (sum, &column) in sums.iter_mut().zip(&columns) {
-                *sum = M::add_product(*sum, row, column);
-            }
+        add_columns::<M, ROWS, VECTORS>(sums, a, at, &columns);
+    }
+}
+
+/// [`add_unit`] with the columns' units at hand.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn add_columns<M: Math, const ROWS: usize, const VECTORS: usize>(
+    sums: &mut Sums<M, ROWS, VECTORS>,
+    a: &[*const u32; MAX_ROWS],
+    at: usize,
+    columns: &[M::Units; VECTORS],
+) {
+    for (r, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: the caller's promise is handed on.
+        let row = unsafe { M::splat(a[r], at) };
+        for (sum, &column) in sums.iter_mut().zip(columns) {
+            *sum = M::add_product(*sum, row, column);
         }
     }
 }

@@ -322,6 +322,8 @@ struct Rows {
     count: usize,
     a: [*const u32; MAX_ROWS],
     a_step: usize,
+    /// Whether the panels of B are packed, or to be packed beside the products of these rows.
+    is_b_packed: bool,
 }
 
 /// How far a task is with what it asks for ahead, and room for its epilogue.
@@ -355,7 +357,10 @@ impl Work<'_> {
             let stream = self.stream_after(part, b_room.as_ptr().cast());
             let mut progress = Progress { stream, num_calls: 0, room: &mut room };
             let depth = (part.start, part.depth);
-            pack_b(self.isa, self, depth, b_room);
+            let is_packed_beside = self.packs_beside(part);
+            if !is_packed_beside {
+                pack_b(self.isa, self, depth, b_room);
+            }
             if product.form == Form::Tn {
                 pack_a(self.isa, self, depth, a_room);
             }
@@ -366,7 +371,7 @@ impl Work<'_> {
                 } else {
                     (self.rows_of_a(task.rows.0 + first, count, depth, a_room), 1)
                 };
-                let rows = Rows { first, count, a, a_step };
+                let rows = Rows { first, count, a, a_step, is_b_packed: !is_packed_beside || block > 0 };
                 self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], &mut progress, epilogue);
             }
         }
@@ -387,7 +392,7 @@ impl Work<'_> {
         &self,
         rows: &Rows,
         part: Part,
-        mut b: &[u32],
+        mut b: &mut [u32],
         tiles: &mut [Tile],
         progress: &mut Progress<'_>,
         epilogue: &dyn Finish,
@@ -412,28 +417,51 @@ impl Work<'_> {
             }
             let tiles = &mut tiles[first_tile..first_tile + num_tiles];
             for tile in tiles.iter_mut() {
-                let (now, later) = b.split_at(num_units * width);
+                let (now, later) = b.split_at_mut(num_units * width);
                 b = later;
+                let panel = now.as_mut_ptr();
+                let in_place = if rows.is_b_packed { None } else { self.across(part, (column, width)) };
                 let ahead = progress.stream.at_call(progress.num_calls, num_units, step);
                 progress.num_calls += 1;
                 let args = TileArgs {
                     depth: num_units,
                     a: rows.a,
                     a_step: rows.a_step,
-                    b: now.as_ptr(),
+                    b: in_place.unwrap_or(panel.cast_const()),
+                    packing: (group.b.stride, panel),
                     tile: tile.0.as_mut_ptr(),
                     is_continued: !is_first,
                     ahead,
                 };
                 // SAFETY: the kernels fit the context's instruction set; `a` points at as many rows of `num_units` units,
-                // checked where the pointers were made, and `b` is a packed panel.
-                unsafe { kernels.run(rows.count, width / kernels.lanes, &args) };
+                // checked where the pointers were made, as were those to rows of B, and `panel` is one, packed or to be.
+                unsafe {
+                    match in_place {
+                        Some(_) => kernels.run_packing(rows.count, width / kernels.lanes, &args),
+                        None => kernels.run(rows.count, width / kernels.lanes, &args),
+                    }
+                }
             }
             if is_last {
                 let (first, second) = tiles.split_at_mut(1);
                 epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), progress.room);
             }
         }
+    }
+
+    /// Whether a part of B, whose rows run across the depth, is packed during the products of the task's first rows: packing alone
+    /// takes as long as the products of a dozen rows, and of these no longer.
+    fn packs_beside(&self, part: Part) -> bool {
+        self.kernels.can_pack()
+            && self.product.form == Form::Nn
+            && self.group.columns.is_multiple_of(self.kernels.lanes)
+            && self.across(part, (0, self.group.columns)).is_some()
+    }
+
+    /// Where some columns of a part of B lie, whole vectors of them.
+    #[inline(always)]
+    fn across(&self, part: Part, columns: (usize, usize)) -> Option<*const u32> {
+        self.group.b.across((part.start, part.depth), columns, self.format())
     }
 
     #[inline(always)]

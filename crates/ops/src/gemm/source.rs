@@ -158,6 +158,25 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Of rows across the depth, which are `depth.0 .. depth.0 + depth.1`, `len` elements from one on: where those of the first row lie,
+    /// if all can be made units of where they lie, each row as far from the one before as the stride says.
+    #[inline(always)]
+    pub(crate) fn across(
+        &self,
+        depth: (usize, usize),
+        (column, len): (usize, usize),
+        format: Format,
+    ) -> Option<*const u32> {
+        let num_steps = depth.1.checked_sub(1)?;
+        let (first, last) = (self.start(depth.0), self.start(depth.0 + num_steps));
+        let is_even = self.indices.is_none() && last == first + num_steps * self.stride;
+        let is_whole = depth.1.is_multiple_of(format.elements_of(1)) && self.stride.is_multiple_of(2);
+        if !is_even || !is_whole || self.blocks.is_some() || !self.is_direct(format) {
+            return None;
+        }
+        Some(with_elements!(self.elements, x => x[first + column..last + column + len].as_ptr().cast()))
+    }
+
     /// Whether rows of an even length can be used where they lie.
     #[inline(always)]
     pub(crate) fn is_direct(&self, format: Format) -> bool {

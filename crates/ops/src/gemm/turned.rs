@@ -248,6 +248,7 @@ impl Work<'_> {
                         a: a.map(|row: *const u32| row.wrapping_add(at)),
                         a_step: 1,
                         b: b[at * width..].as_ptr(),
+                        packing: (0, std::ptr::null_mut()),
                         tile,
                         is_continued: !part.is_first || at > 0,
                         ahead: later.next(),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use moeworks_ops::experts::{ExpertRows, ExpertWeights, experts_forward};
+use moeworks_ops::grouped_linear::{GroupedRows, grouped_linear_backward_input};
 use moeworks_ops::quantized::{dequantize, quantize};
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{Bytes, DType, MemoryPool, Purpose, Random, Tensor};
@@ -10,6 +11,7 @@ use moeworks_tensor::{Bytes, DType, MemoryPool, Purpose, Random, Tensor};
 const EXPERTS: usize = 3;
 const WIDTH: usize = 64;
 const HIDDEN: usize = 96;
+const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 const TYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::Q8, DType::Q4];
 
 fn random(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
@@ -68,6 +70,23 @@ fn experts_that_lie_apart_give_the_bits_of_a_stack_and_are_not_copied() {
         assert_eq!(files.stats().used_bytes, held, "{dtype:?} is copied");
         assert_eq!((apart.0.bytes(), apart.1.bytes()), (gate_up.bytes(), down.bytes()));
         assert!(files.stats().used_bytes > held);
+    }
+}
+
+#[test]
+fn gradients_to_inputs_of_experts_that_lie_apart_are_those_of_a_stack() {
+    let pool = MemoryPool::new();
+    // The depth, which is that of both halves, is summed up at once or in parts that end where the first half does.
+    for ((width, hidden), dtype) in [(WIDTH, HIDDEN), (640, 256)].into_iter().flat_map(|size| FLOATS.map(|x| (size, x)))
+    {
+        let ctx = Context::cpu(2);
+        let gate_up = random(&ctx, &[EXPERTS, 2 * hidden, width], dtype, 1);
+        let dh = random(&ctx, &[43, 2 * hidden], DType::F32, 2);
+        let rows: Vec<u32> = (0..43).collect();
+        let rows = ExpertRows::new(&[0, 40, 42, 43], &rows, &[1.0; 43], &rows, 1);
+        let rows = GroupedRows { rows, first: 0, width: 2 * hidden };
+        let gradient = |w: &Tensor| grouped_linear_backward_input(&ctx, &dh, w, rows).to_f32_vec();
+        assert_eq!(gradient(&in_pieces(&pool, &gate_up, 2)), gradient(&gate_up), "{width} x {hidden}, {dtype:?}");
     }
 }
 

@@ -1,11 +1,13 @@
 //! The kernels for the vectors of x86-64.
 
 use core::arch::x86_64::{
-    __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps,
-    _mm512_castps512_ps256, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_setzero_ps,
+    _mm256_storeu_ps, _mm512_castps512_ps256, _mm512_castsi256_si512, _mm512_castsi512_ps, _mm512_dpbf16_ps,
+    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
-use super::{AVX2_ROWS, F32, Halves, Math, TileArgs, tile, tile_beside, tile_in_rounds};
+use super::{AVX2_ROWS, Across, F32, Halves, Math, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing};
+use crate::gemm::pack::in_turn;
 use crate::simd::{Avx2, Avx512, Level};
 
 /// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
@@ -86,6 +88,72 @@ impl Halves for F32<Avx512> {
         // SAFETY: see above.
         unsafe { _mm512_castps512_ps256(units) }
     }
+}
+
+impl Across for F32<Avx512> {
+    #[inline(always)]
+    unsafe fn across<const VECTORS: usize>(row: *const u32, _step: usize) -> [__m512; VECTORS] {
+        // SAFETY: the caller's promise is handed on.
+        unsafe {
+            let mut columns = [Self::zero(); VECTORS];
+            for (v, column) in columns.iter_mut().enumerate() {
+                *column = Self::units(row.add(v * Self::WIDTH));
+            }
+            columns
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn keep(to: *mut u32, units: __m512) {
+        // SAFETY: the caller promises writable memory.
+        unsafe { _mm512_storeu_ps(to.cast(), units) }
+    }
+}
+
+/// Two rows are a unit: their elements are brought together in registers.
+impl Across for Bf16Dot {
+    #[inline(always)]
+    unsafe fn across<const VECTORS: usize>(row: *const u32, step: usize) -> [__m512; VECTORS] {
+        // SAFETY: see above; the caller promises so many elements of both rows.
+        unsafe {
+            let rows: [*const u32; 2] = [row, row.add(step / 2)];
+            let mut columns = [Self::zero(); VECTORS];
+            for v in (0..VECTORS).step_by(2) {
+                let halves = rows.map(|row| row.add(v * Self::WIDTH / 2));
+                if v + 1 < VECTORS {
+                    let units = in_turn(halves.map(|at| _mm512_loadu_si512(at.cast())));
+                    columns[v] = _mm512_castsi512_ps(units[0]);
+                    columns[v + 1] = _mm512_castsi512_ps(units[1]);
+                } else {
+                    let units = in_turn(halves.map(|at| _mm512_castsi256_si512(_mm256_loadu_si256(at.cast()))));
+                    columns[v] = _mm512_castsi512_ps(units[0]);
+                }
+            }
+            columns
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn keep(to: *mut u32, units: __m512) {
+        // SAFETY: the caller promises writable memory.
+        unsafe { _mm512_storeu_ps(to.cast(), units) }
+    }
+}
+
+/// # Safety
+/// As for [`super::Kernels::run_packing`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
+pub(super) unsafe fn packing_bf16<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile_packing::<Bf16Dot, ROWS, VECTORS>(args) }
+}
+
+/// # Safety
+/// As for [`super::Kernels::run_packing`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) unsafe fn packing<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+    // SAFETY: the caller's promise is handed on.
+    unsafe { tile_packing::<F32<Avx512>, ROWS, VECTORS>(args) }
 }
 
 /// # Safety
