@@ -304,17 +304,23 @@ impl Sums<'_> {
         let (panel, width) = (column / (VECTORS * S::WIDTH), VECTORS * S::WIDTH);
         let a = &self.a[block * self.num_units * N..][..self.num_units * N];
         let b = &self.b[panel * self.num_units * width..][..self.num_units * width];
-        let sums = if S::HAS_PAIR_DOT && self.are_pairs { tile::<S, true, N>(a, b) } else { tile::<S, false, N>(a, b) };
         // SAFETY: the caller's promise.
         unsafe {
             if num_rows >= N && num_columns >= width {
-                return put_tile::<S, T, N>(&sums, put, to, stride);
+                return put_tile::<S, T, N>(&self.tile::<S, N>(a, b), put, to, stride);
             }
+            // Sums of their own: those above stay in registers since nothing asks for a row of them by its number.
+            let sums = self.tile::<S, N>(a, b);
             for (row, sums) in sums.iter().enumerate().take(num_rows) {
                 let to = std::slice::from_raw_parts_mut(to.add(row * stride), num_columns.min(width));
                 put_row::<S, T>(sums, put, to);
             }
         }
+    }
+
+    #[inline(always)]
+    fn tile<S: Level, const N: usize>(&self, a: &[f32], b: &[f32]) -> [[S::Vector; VECTORS]; N] {
+        if S::HAS_PAIR_DOT && self.are_pairs { tile::<S, true, N>(a, b) } else { tile::<S, false, N>(a, b) }
     }
 }
 
@@ -341,6 +347,19 @@ fn tile<S: Level, const PAIRS: bool, const N: usize>(a: &[f32], b: &[f32]) -> [[
     sums
 }
 
+/// Does the same with each row of a tile, written out: sums that a loop counts through are brought to memory first.
+macro_rules! each_row {
+    ($rows:ident, $n:ident => $work:expr) => {
+        each_row!(@ $rows, $n => $work, 0 1 2 3 4 5 6 7)
+    };
+    (@ $rows:ident, $n:ident => $work:expr, $($row:literal)*) => {{
+        $(if $row < $rows {
+            let $n = $row;
+            $work;
+        })*
+    }};
+}
+
 /// Brings a tile of sums to `to`, whose rows are `stride` apart.
 ///
 /// # Safety
@@ -352,16 +371,15 @@ unsafe fn put_tile<S: Level, T: Float, const N: usize>(
     to: *mut T,
     stride: usize,
 ) {
-    // Each way has a loop of its own, so that the sums stay in registers.
-    let rows = sums.iter().enumerate().map(|(n, &sums)| (to.wrapping_add(n * stride), sums));
     // SAFETY: the caller's promise.
     unsafe {
         match put {
-            Put::Store => rows.for_each(|(to, sums)| put_vectors::<S, T>(to, sums, false)),
-            Put::Stream => rows.for_each(|(to, sums)| put_vectors::<S, T>(to, sums, true)),
-            Put::Add => rows.for_each(|(to, sums)| {
-                let (one, old) = (S::splat(1.0), load_vectors::<S, T>(to));
-                let sums = std::array::from_fn(|v| S::vector_mul_add(sums[v], one, old[v]));
+            Put::Store => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], false)),
+            Put::Stream => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], true)),
+            Put::Add => each_row!(N, n => {
+                let (to, one) = (to.add(n * stride), S::splat(1.0));
+                let old = load_vectors::<S, T>(to);
+                let sums = [S::vector_mul_add(sums[n][0], one, old[0]), S::vector_mul_add(sums[n][1], one, old[1])];
                 put_vectors::<S, T>(to, sums, false);
             }),
         }
