@@ -4,8 +4,9 @@
 //! group for a linear layer). A group is cut into tasks of some rows by some panels of columns. A task packs its panels
 //! of B into memory of its thread that the second-level cache holds, then goes through its rows eight at a time, each
 //! group of rows against all panels; what a kernel leaves for a tile goes to the product's [`Epilogue`] at once. A row
-//! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra. Where a group has so
-//! few rows that packing B would take as long as its products, it is A that is packed (`turned`).
+//! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra. Where B's rows run across
+//! the depth, kernels pack them beside the products of the first rows. Where they run along it and a group has so few rows that
+//! packing B would take as long as its products, it is A that is packed (`turned`).
 //!
 //! Every element is one sum over the depth in an order fixed by the depth alone, so results do not depend on how tasks
 //! are cut; the cut itself may therefore depend on the number of threads.
@@ -386,7 +387,7 @@ impl Work<'_> {
         Part { start, depth, num_units, is_first: index == 0, is_last: index + 1 == num_parts }
     }
 
-    /// The tiles of some rows with all packed panels of B. Sums that wait have a tile each in `tiles`.
+    /// The tiles of some rows with all panels of B. Sums that wait have a tile each in `tiles`.
     #[inline(always)]
     fn multiply_rows(
         &self,
@@ -419,28 +420,9 @@ impl Work<'_> {
             for tile in tiles.iter_mut() {
                 let (now, later) = b.split_at_mut(num_units * width);
                 b = later;
-                let panel = now.as_mut_ptr();
-                let in_place = if rows.is_b_packed { None } else { self.across(part, (column, width)) };
                 let ahead = progress.stream.at_call(progress.num_calls, num_units, step);
                 progress.num_calls += 1;
-                let args = TileArgs {
-                    depth: num_units,
-                    a: rows.a,
-                    a_step: rows.a_step,
-                    b: in_place.unwrap_or(panel.cast_const()),
-                    packing: (group.b.stride, panel),
-                    tile: tile.0.as_mut_ptr(),
-                    is_continued: !is_first,
-                    ahead,
-                };
-                // SAFETY: the kernels fit the context's instruction set; `a` points at as many rows of `num_units` units,
-                // checked where the pointers were made, as were those to rows of B, and `panel` is one, packed or to be.
-                unsafe {
-                    match in_place {
-                        Some(_) => kernels.run_packing(rows.count, width / kernels.lanes, &args),
-                        None => kernels.run(rows.count, width / kernels.lanes, &args),
-                    }
-                }
+                self.multiply_panel(rows, part, (column, width), now, tile, ahead);
             }
             if is_last {
                 let (first, second) = tiles.split_at_mut(1);
@@ -449,8 +431,41 @@ impl Work<'_> {
         }
     }
 
-    /// Whether a part of B, whose rows run across the depth, is packed during the products of the task's first rows: packing alone
-    /// takes as long as the products of a dozen rows, and of these no longer.
+    /// The tile of some rows with one panel of B, its first column and width, and the panel if it is packed beside.
+    #[inline(always)]
+    fn multiply_panel(
+        &self,
+        rows: &Rows,
+        part: Part,
+        (column, width): (usize, usize),
+        panel: &mut [u32],
+        tile: &mut Tile,
+        ahead: (*const u8, usize),
+    ) {
+        let (kernels, to) = (&self.kernels, panel.as_mut_ptr());
+        let in_place = if rows.is_b_packed { None } else { self.across(part, (column, width)) };
+        let args = TileArgs {
+            depth: part.num_units,
+            a: rows.a,
+            a_step: rows.a_step,
+            b: in_place.unwrap_or(to.cast_const()),
+            packing: (self.group.b.stride, to),
+            tile: tile.0.as_mut_ptr(),
+            is_continued: !part.is_first,
+            ahead,
+        };
+        // SAFETY: the kernels fit the context's instruction set; `a` points at as many rows of units as there are, checked where the
+        // pointers were made, as were those to rows of B, and `panel` is as long as its width and the units ask.
+        unsafe {
+            match in_place {
+                Some(_) => kernels.run_packing(rows.count, width / kernels.lanes, &args),
+                None => kernels.run(rows.count, width / kernels.lanes, &args),
+            }
+        }
+    }
+
+    /// Whether a part of B, whose rows run across the depth, is packed beside the products of the task's first rows: on its own packing
+    /// takes as long as the products of a dozen rows.
     fn packs_beside(&self, part: Part) -> bool {
         self.kernels.can_pack()
             && self.product.form == Form::Nn
