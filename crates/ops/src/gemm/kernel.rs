@@ -3,8 +3,8 @@
 //! Depth is counted in units of 32 bits: one f32, or a pair of bf16 that the dot-product instruction takes together. So
 //! one body serves both. A comes as a pointer for each row and a step between units, which covers rows of a row-major
 //! matrix wherever they lie (rows gathered by token need no copy) as well as packed panels. B comes packed, a row of
-//! vectors for each unit, or is packed by the way. The sums go to a small buffer from which the caller's epilogue takes them while it is in the
-//! first-level cache; that costs about 1% and keeps epilogues out of the kernels.
+//! vectors for each unit, or is packed by the way. The sums go to a small buffer from which the caller's epilogue takes
+//! them while it is in the first-level cache; that costs about 1% and keeps epilogues out of the kernels.
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
