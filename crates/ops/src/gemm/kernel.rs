@@ -257,7 +257,6 @@ trait Halves: Math {
 trait Across: Math {
     /// The units of `VECTORS` vectors of columns from `row` on, of rows of which those of a unit take `step` words.
     unsafe fn across<const VECTORS: usize>(row: *const u32, step: usize) -> [Self::Units; VECTORS];
-    unsafe fn keep(to: *mut u32, units: Self::Units);
 }
 
 struct F32<S>(S);
@@ -376,7 +375,9 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
 /// As for [`Kernels::run_packing`].
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-unsafe fn tile_packing<M: Across, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+unsafe fn tile_packing<M: Across + Math<Sums = V, Units = V>, V: Copy, const ROWS: usize, const VECTORS: usize>(
+    args: &TileArgs,
+) {
     // SAFETY: rows, their columns, the panel and places in the tile are inside what the caller promises.
     unsafe {
         let mut sums = begin::<M, ROWS, VECTORS>(args);
@@ -387,7 +388,7 @@ unsafe fn tile_packing<M: Across, const ROWS: usize, const VECTORS: usize>(args:
             ahead = ahead.wrapping_add(ahead_step);
             let columns = M::across::<VECTORS>(b, step);
             for (v, &column) in columns.iter().enumerate() {
-                M::keep(to.add(v * M::WIDTH), column);
+                M::store(to.add(v * M::WIDTH).cast(), column);
             }
             add_columns::<M, ROWS, VECTORS>(&mut sums, &args.a, at, &columns);
             (b, to) = (b.wrapping_add(step), to.add(VECTORS * M::WIDTH));
@@ -418,10 +419,7 @@ unsafe fn tile_beside<M: Halves, const ROWS: usize, const VECTORS: usize>(args: 
             }
             prefetch_far(ahead);
             ahead = ahead.wrapping_add(ahead_step);
-            let mut columns = [M::units(b); VECTORS];
-            for (v, column) in columns.iter_mut().enumerate() {
-                *column = M::units(b.add(v * M::WIDTH));
-            }
+            let columns = units_of::<M, VECTORS>(b);
             let last = M::Half::units(b.add(whole));
             for (r, sums) in sums.iter_mut().enumerate() {
                 let row = M::splat(args.a[r], at);
@@ -515,11 +513,23 @@ unsafe fn add_unit<M: Math, const ROWS: usize, const VECTORS: usize>(
 ) {
     // SAFETY: the caller's promise is handed on.
     unsafe {
+        add_columns::<M, ROWS, VECTORS>(sums, a, at, &units_of::<M, VECTORS>(b));
+    }
+}
+
+/// The units of so many vectors of columns.
+///
+/// # Safety
+/// They must be readable.
+#[inline(always)]
+unsafe fn units_of<M: Math, const VECTORS: usize>(b: *const u32) -> [M::Units; VECTORS] {
+    // SAFETY: the caller's promise is handed on.
+    unsafe {
         let mut columns = [M::units(b); VECTORS];
         for (v, column) in columns.iter_mut().enumerate() {
             *column = M::units(b.add(v * M::WIDTH));
         }
-        add_columns::<M, ROWS, VECTORS>(sums, a, at, &columns);
+        columns
     }
 }
 

@@ -6,7 +6,9 @@ use core::arch::x86_64::{
     _mm512_loadu_ps, _mm512_loadu_si512, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
-use super::{AVX2_ROWS, Across, F32, Halves, Math, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing};
+use super::{
+    AVX2_ROWS, Across, F32, Halves, Math, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing, units_of,
+};
 use crate::gemm::pack::in_turn;
 use crate::simd::{Avx2, Avx512, Level};
 
@@ -94,19 +96,7 @@ impl Across for F32<Avx512> {
     #[inline(always)]
     unsafe fn across<const VECTORS: usize>(row: *const u32, _step: usize) -> [__m512; VECTORS] {
         // SAFETY: the caller's promise is handed on.
-        unsafe {
-            let mut columns = [Self::zero(); VECTORS];
-            for (v, column) in columns.iter_mut().enumerate() {
-                *column = Self::units(row.add(v * Self::WIDTH));
-            }
-            columns
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn keep(to: *mut u32, units: __m512) {
-        // SAFETY: the caller promises writable memory.
-        unsafe { _mm512_storeu_ps(to.cast(), units) }
+        unsafe { units_of::<Self, VECTORS>(row) }
     }
 }
 
@@ -132,12 +122,6 @@ impl Across for Bf16Dot {
             columns
         }
     }
-
-    #[inline(always)]
-    unsafe fn keep(to: *mut u32, units: __m512) {
-        // SAFETY: the caller promises writable memory.
-        unsafe { _mm512_storeu_ps(to.cast(), units) }
-    }
 }
 
 /// # Safety
@@ -145,7 +129,7 @@ impl Across for Bf16Dot {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
 pub(super) unsafe fn packing_bf16<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: the caller's promise is handed on.
-    unsafe { tile_packing::<Bf16Dot, ROWS, VECTORS>(args) }
+    unsafe { tile_packing::<Bf16Dot, _, ROWS, VECTORS>(args) }
 }
 
 /// # Safety
@@ -153,7 +137,7 @@ pub(super) unsafe fn packing_bf16<const ROWS: usize, const VECTORS: usize>(args:
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) unsafe fn packing<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: the caller's promise is handed on.
-    unsafe { tile_packing::<F32<Avx512>, ROWS, VECTORS>(args) }
+    unsafe { tile_packing::<F32<Avx512>, _, ROWS, VECTORS>(args) }
 }
 
 /// # Safety
