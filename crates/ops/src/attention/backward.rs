@@ -12,7 +12,7 @@ use super::softmax::powers;
 use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, transpose};
 use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
-use crate::simd::{LANES, Level, kernel, sum_lanes};
+use crate::simd::{Level, kernel};
 
 /// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
 const MIN_TASKS: usize = 16;
@@ -257,7 +257,7 @@ struct Scratch {
 
 impl Scratch {
     fn new(ctx: &Context, width: usize, value_width: usize) -> Self {
-        let elements = ROWS * 3 * (width + value_width)
+        let elements = ROWS * (3 * width + 2 * value_width)
             + (KEYS + ROWS / 2) * width.max(value_width)
             + (2 * KEYS + 3 * KEYS / 2) * ROWS;
         Self { memory: ctx.empty(&[elements], DType::F32) }
@@ -267,7 +267,6 @@ impl Scratch {
         let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
         let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
         let (dq, memory) = memory.split_at_mut(ROWS * width);
-        let (o, memory) = memory.split_at_mut(ROWS * value_width);
         let (d_o, memory) = memory.split_at_mut(ROWS * value_width);
         let (d_o_transposed, memory) = memory.split_at_mut(ROWS * value_width);
         let (copy, memory) = memory.split_at_mut(KEYS * width.max(value_width));
@@ -286,7 +285,6 @@ impl Scratch {
             q,
             q_transposed,
             dq,
-            o,
             d_o,
             d_o_transposed,
             copy,
@@ -310,8 +308,6 @@ struct State<'a> {
     q_transposed: &'a mut [f32],
     /// `[ROWS, width]`, with tiles `[width, ROWS]`: the gradient of the rows, without the scale.
     dq: &'a mut [f32],
-    /// `[ROWS, value_width]`
-    o: &'a mut [f32],
     /// `[ROWS, value_width]` elements, words along the rows of queries.
     d_o: &'a mut [f32],
     /// `[value_dim, ROWS]` elements, words along `value_dim`.
@@ -391,12 +387,11 @@ impl State<'_> {
         transpose(isa, self.copy, size, words.count(shape.head_dim), self.q_transposed);
         inputs.q.copy_words_down(isa, words, copied, self.q);
         let copied = Rows { starts: value_elements, cols: shape.value_dim, width: value_width };
-        inputs.o.copy_rows(isa, copied, self.o);
         inputs.d_o.copy_rows(isa, copied, self.copy);
         self.spread_d_o((rows.len, shape.value_dim));
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
-        row_dots(isa, &self.o[..rows.len * value_width], self.copy, value_width, &mut statistics.delta);
+        inputs.o.row_dots(isa, copied, self.copy, &mut statistics.delta);
         self.dq.fill(0.0);
         (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
         let at = rows.statistics();
@@ -435,8 +430,7 @@ impl State<'_> {
         let [p, ds, ds_along_keys] = self.scores.operands(words);
         for key in (0..keys.len()).step_by(words.key_unit()) {
             // Rows before the first that sees the panel contribute nothing; their scores were not computed.
-            let first =
-                self.statistics.visible[..rows.len].partition_point(|&visible| visible as usize <= keys.start + key);
+            let first = rows.first_that_sees(keys.start + key);
             if first == rows.len {
                 break;
             }
@@ -483,21 +477,6 @@ impl State<'_> {
                 let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, words };
                 score_grads(isa, columns, shape.scale * LOG2_E, &mut self.scores, &self.statistics);
             }
-        }
-    }
-}
-
-kernel! {
-    /// The dot products of the rows of `a` and `b`.
-    fn row_dots<S: Level>(a: &[f32], b: &[f32], width: usize, dots: &mut [f32; ROWS]) {
-        for ((a, b), dot) in a.chunks_exact(width).zip(b.chunks_exact(width)).zip(dots) {
-            let mut lanes = [0.0; LANES];
-            for (a, b) in a.as_chunks::<LANES>().0.iter().zip(b.as_chunks::<LANES>().0) {
-                for i in 0..LANES {
-                    lanes[i] = S::mul_add(a[i], b[i], lanes[i]);
-                }
-            }
-            *dot = sum_lanes(lanes);
         }
     }
 }

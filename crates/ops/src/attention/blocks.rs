@@ -115,6 +115,12 @@ impl<'a> RowBlock<'a> {
         query + self.shape.kv_len - self.shape.seq_len + 1
     }
 
+    /// The first row whose keys reach up to `key` or beyond; [`len`](Self::len) if there is none.
+    pub(super) fn first_that_sees(&self, key: usize) -> usize {
+        let query = (key + self.shape.seq_len).saturating_sub(self.shape.kv_len);
+        (query * group(self.shape)).saturating_sub(self.start).min(self.len)
+    }
+
     /// [`visible`](Self::visible) of all rows, in the form that kernels compare with.
     pub(super) fn visible_counts(&self) -> [i32; ROWS] {
         self.of_rows(|query, _| i32::try_from(self.keys_until(query)).unwrap_or(i32::MAX))

@@ -8,7 +8,7 @@ use moeworks_tensor::{DType, Tensor, bf16};
 use super::blocks::{COL_UNIT, ROW_UNIT, ROWS, SCORE_COLS};
 use crate::Isa;
 use crate::parallel::prefetch_elements_far;
-use crate::simd::{Float, kernel};
+use crate::simd::{Float, LANES, kernel, sum_lanes};
 
 /// Words that a tile register takes along the inner dimension.
 const TILE_WORDS: usize = 16;
@@ -139,6 +139,14 @@ impl Values<'_> {
         }
     }
 
+    /// The dot products of rows and those of `others [rows, width]`.
+    pub(super) fn row_dots(self, isa: Isa, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
+        match self {
+            Self::F32(values) => dots_kernel::<f32>(isa, values, rows, others, dots),
+            Self::Bf16(values) => dots_kernel::<bf16>(isa, values, rows, others, dots),
+        }
+    }
+
     /// Copies rows as words along their elements: `to [rows, count(width)]`.
     pub(super) fn copy_words(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
         match (words, self) {
@@ -177,6 +185,26 @@ kernel! {
                     *to = last.get(chunk * COL_UNIT + i).map_or(0.0, |value| value.load());
                 }
             }
+        }
+    }
+}
+
+kernel! {
+    fn dots_kernel<S: Level, T: Float>(values: &[T], rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
+        for (((row, &start), other), dot) in rows.starts.iter().enumerate().zip(others.chunks_exact(rows.width)).zip(dots) {
+            rows.ask_behind(row, values);
+            let (row, rest) = values[start..start + rows.cols].as_chunks::<LANES>();
+            let (other, other_rest) = other[..rows.cols].as_chunks::<LANES>();
+            let mut sums = [0.0; LANES];
+            for (a, b) in row.iter().zip(other) {
+                for i in 0..LANES {
+                    sums[i] = S::mul_add(a[i].load(), b[i], sums[i]);
+                }
+            }
+            for ((a, b), sum) in rest.iter().zip(other_rest).zip(&mut sums) {
+                *sum = S::mul_add(a.load(), *b, *sum);
+            }
+            *dot = sum_lanes(sums);
         }
     }
 }
