@@ -26,8 +26,40 @@ const MIN_KEYS: usize = 32;
 const MAX_RANGES: usize = 64;
 /// The maximum of no score; finite, as in the pass over blocks.
 const LEAST: f32 = -f32::MAX;
-/// Where a head's weighted values begin in what a range leaves of it: after the maximum and the sum.
-const VALUES: usize = 2;
+
+/// What a range leaves of all heads, in f32.
+#[derive(Clone, Copy)]
+struct Layout {
+    num_heads: usize,
+    /// Weighted values of a head: whole blocks, in the order of the values' vectors. Behind those of all heads come a maximum and a sum
+    /// for each.
+    width: usize,
+}
+
+impl Layout {
+    fn len(self) -> usize {
+        self.num_heads * (self.width + 2)
+    }
+
+    /// What is there of a head: its maximum, sum and weighted values.
+    #[inline(always)]
+    fn of_head(self, part: &[f32], head: usize) -> Part<'_> {
+        let (values, statistics) = part.split_at(self.num_heads * self.width);
+        Part {
+            max: statistics[2 * head],
+            sum: statistics[2 * head + 1],
+            values: &values[head * self.width..][..self.width],
+        }
+    }
+}
+
+/// What a range leaves of a head.
+#[derive(Clone, Copy, Default)]
+struct Part<'a> {
+    max: f32,
+    sum: f32,
+    values: &'a [f32],
+}
 
 /// Computes `o` and `lse` where `shape.seq_len` is 1.
 pub(super) fn run(
@@ -40,33 +72,32 @@ pub(super) fn run(
     let seen = shape.window.map_or(0, |window| shape.kv_len.saturating_sub(window))..shape.kv_len;
     let keys_per_range = seen.len().div_ceil(MAX_RANGES).next_multiple_of(MIN_KEYS);
     let num_ranges = seen.len().div_ceil(keys_per_range);
-    let (heads, part) = (shape.num_heads, VALUES + shape.value_dim);
-    let mut parts = ctx.empty(&[shape.batch * num_ranges, heads * part], DType::F32);
+    let (isa, heads) = (isa_for(ctx.isa(), q.dtype()), shape.num_heads);
+    let layout = Layout { num_heads: heads, width: shape.value_dim.next_multiple_of(block_len(isa)) };
+    let mut parts = ctx.empty(&[shape.batch * num_ranges, layout.len()], DType::F32);
     with_float!(k.dtype(), K => with_float!(v.dtype(), V => {
-        let isa = isa_for(ctx.isa(), q.dtype());
         let queries = Queries::of::<K>(isa, q, shape);
         let (k, v) = (k.slice::<K>(), v.slice::<V>());
-        ctx.threads().run_pieces(parts.f32s_mut(), heads * part, |task, parts| {
+        ctx.threads().run_pieces(parts.f32s_mut(), layout.len(), |task, parts| {
             let (batch, range) = (task / num_ranges, piece_range(task % num_ranges, keys_per_range, seen.len()));
             let first = batch * shape.kv_capacity + seen.start + range.start;
             let rows = |width: usize| first * shape.num_kv_heads * width..(first + range.len()) * shape.num_kv_heads * width;
             let (k, v) = (&k[rows(shape.head_dim)], &v[rows(shape.value_dim)]);
-            range_kernel::<K, V>(isa, shape, queries.of_sequence(batch), k, v, parts);
+            range_kernel::<K, V>(isa, shape, queries.of_sequence(batch), k, v, layout, parts);
         });
     }));
     let (parts, lse) = (parts.f32s(), Lent::new(lse.f32s_mut()));
-    with_float!(o.dtype(), T => {
+    with_float!(v.dtype(), V => with_float!(o.dtype(), T => {
         ctx.threads().run_pieces(o.slice_mut::<T>(), shape.value_dim.max(1), |row, o| {
             let (batch, head) = (row / heads, row % heads);
-            let parts = parts[batch * num_ranges * heads * part..].chunks_exact(heads * part).take(num_ranges);
-            let of_head = parts.map(|parts| &parts[head * part..][..part]);
-            let mut parts: [&[f32]; MAX_RANGES] = [&[]; MAX_RANGES];
-            parts.iter_mut().zip(of_head).for_each(|(to, part)| *to = part);
+            let of_ranges = parts[batch * num_ranges * layout.len()..].chunks_exact(layout.len()).take(num_ranges);
+            let mut parts = [Part::default(); MAX_RANGES];
+            parts.iter_mut().zip(of_ranges).for_each(|(to, part)| *to = layout.of_head(part, head));
             // SAFETY: each row is one task's.
             let lse = unsafe { lse.range(row..row + 1) };
-            lse[0] = join_kernel::<T>(ctx.isa(), &parts[..num_ranges], sinks.map(|sinks| sinks[head]), o);
+            lse[0] = join_kernel::<V, T>(isa, &parts[..num_ranges], sinks.map(|sinks| sinks[head]), o);
         });
-    });
+    }));
 }
 
 /// Queries that are not bf16 are not to be rounded: then pairs are not multiplied.
@@ -102,32 +133,25 @@ impl Queries {
 
 kernel! {
     bf16 if matches!(K::DTYPE, DType::BF16) || matches!(V::DTYPE, DType::BF16);
-    /// What the keys `k` and values `v` of some tokens leave of each head, in `parts`.
+    /// What the keys `k` and values `v` of some tokens leave of each head.
     fn range_kernel<S: Level, K: Weight, V: Weight>(
         shape: &AttentionShape,
         queries: &[f32],
         k: &[K],
         v: &[V],
-        parts: &mut [f32],
+        layout: Layout,
+        part: &mut [f32],
     ) {
-        let AttentionShape { num_heads, num_kv_heads, value_dim, scale, .. } = *shape;
-        let num_keys = k.len() / (num_kv_heads * shape.head_dim);
+        let Layout { num_heads, width } = layout;
+        let num_keys = k.len() / (shape.num_kv_heads * shape.head_dim);
         let mut scores = vec![0.0_f32; num_heads * num_keys];
         scores_of::<S, K>(shape, queries, k, &mut scores);
-        let block = 2 * S::WIDTH;
-        let mut sums = vec![0.0_f32; num_heads * value_dim.next_multiple_of(block)];
-        let stride = sums.len() / num_heads;
-        let of_heads = parts.chunks_exact_mut(VALUES + value_dim);
-        for (scores, part) in scores.chunks_exact_mut(num_keys).zip(of_heads) {
-            (part[0], part[1]) = exponentials::<S>(scores, scale * LOG2_E);
+        let (sums, statistics) = part.split_at_mut(num_heads * width);
+        for (scores, statistics) in scores.chunks_exact_mut(num_keys).zip(statistics.as_chunks_mut().0) {
+            *statistics = exponentials::<S>(scores, shape.scale * LOG2_E);
         }
-        weigh_values::<S, V>(shape, &scores, v, &mut sums);
-        let of_heads = parts.chunks_exact_mut(VALUES + value_dim);
-        for (sums, part) in sums.chunks_exact(stride).zip(of_heads) {
-            for (i, to) in part[VALUES..].iter_mut().enumerate() {
-                *to = sums[i / block * block + V::place(i % block, S::WIDTH)];
-            }
-        }
+        sums.fill(0.0);
+        weigh_values::<S, V>(shape, &scores, v, sums);
     }
 }
 
@@ -180,14 +204,26 @@ fn scores_of<S: Level, K: Weight>(shape: &AttentionShape, queries: &[f32], k: &[
 
 /// Scales scores and replaces them by powers of two relative to the largest; that one, and their sum.
 #[inline(always)]
-fn exponentials<S: Level>(scores: &mut [f32], scale: f32) -> (f32, f32) {
-    scores.iter_mut().for_each(|score| *score *= scale);
-    let max = scores.iter().fold(LEAST, |max, &score| if score > max { score } else { max });
-    scores.iter_mut().for_each(|score| *score = exp2_falling::<S>(*score - max));
+fn exponentials<S: Level>(scores: &mut [f32], scale: f32) -> [f32; 2] {
+    let (whole, rest) = scores.as_chunks_mut::<LANES>();
+    // In lanes: one maximum after the other would wait for the one before.
+    let mut maxima = [LEAST; LANES];
+    for scores in whole.iter_mut() {
+        for (score, max) in scores.iter_mut().zip(&mut maxima) {
+            *score *= scale;
+            *max = if *score > *max { *score } else { *max };
+        }
+    }
+    rest.iter_mut().for_each(|score| *score *= scale);
+    let max = maxima.iter().chain(&*rest).fold(LEAST, |max, &score| if score > max { score } else { max });
     let mut lanes = [0.0; LANES];
-    let (whole, rest) = scores.as_chunks::<LANES>();
-    whole.iter().for_each(|scores| lanes.iter_mut().zip(scores).for_each(|(lane, score)| *lane += score));
-    (max, sum_lanes(lanes) + rest.iter().sum::<f32>())
+    for scores in whole {
+        scores.iter_mut().for_each(|score| *score -= max);
+        *scores = S::exp2_falling(*scores);
+        lanes.iter_mut().zip(scores).for_each(|(lane, score)| *lane += *score);
+    }
+    rest.iter_mut().for_each(|score| *score = exp2_falling::<S>(*score - max));
+    [max, sum_lanes(lanes) + rest.iter().sum::<f32>()]
 }
 
 /// Adds the values, times their weights `[H, keys]`, to `sums`, a row of whole blocks for each head.
@@ -227,21 +263,23 @@ fn weigh_values<S: Level, V: Weight>(shape: &AttentionShape, weights: &[f32], v:
 
 kernel! {
     /// Joins what the ranges left of a head, and returns the log of the softmax's sum.
-    fn join_kernel<S: Level, T: Float>(parts: &[&[f32]], sink: Option<f32>, o: &mut [T]) -> f32 {
+    fn join_kernel<S: Level, V: Weight, T: Float>(parts: &[Part<'_>], sink: Option<f32>, o: &mut [T]) -> f32 {
         let start = sink.map_or(LEAST, |sink| sink * LOG2_E);
-        let max = parts.iter().fold(start, |max, part| if part[0] > max { part[0] } else { max });
+        let max = parts.iter().fold(start, |max, part| if part.max > max { part.max } else { max });
         // A sink is a key without a value.
         let mut sum = if sink.is_some() { exp2_falling::<S>(start - max) } else { 0.0 };
-        let mut sums = vec![0.0_f32; o.len()];
+        let mut sums = vec![0.0_f32; parts.first().map_or(0, |part| part.values.len())];
         for part in parts {
-            let factor = exp2_falling::<S>(part[0] - max);
-            sum = S::mul_add(part[1], factor, sum);
-            for (sum, value) in sums.iter_mut().zip(&part[VALUES..]) {
+            let factor = exp2_falling::<S>(part.max - max);
+            sum = S::mul_add(part.sum, factor, sum);
+            for (sum, value) in sums.iter_mut().zip(part.values) {
                 *sum = S::mul_add(*value, factor, *sum);
             }
         }
-        let scale = 1.0 / sum;
-        o.iter_mut().zip(&sums).for_each(|(o, sum)| *o = T::store(sum * scale));
+        let (scale, block) = (1.0 / sum, 2 * S::WIDTH);
+        for (i, o) in o.iter_mut().enumerate() {
+            *o = T::store(sums[i / block * block + V::place(i % block, S::WIDTH)] * scale);
+        }
         max * LN_2 + sum.ln()
     }
 }
