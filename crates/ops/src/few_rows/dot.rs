@@ -6,11 +6,18 @@
 use moeworks_tensor::DType;
 
 use super::rows::{MAX_BLOCK, Weight, partial_block};
+use crate::gemm::Panels;
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
 use crate::simd::{Level, kernel};
 
 /// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.
 const A_BYTES: usize = 24 << 10;
+
+/// Rows of weights that are taken at once, at most.
+const MAX_WEIGHTS: usize = 8;
+
+/// Numbers of a tile.
+const TILE_LEN: usize = size_of::<Tile>() / size_of::<f32>();
 
 /// The most rows of A that meet rows of weights from as many parts of the panel as there are [`STREAMS`]: as many as leave registers for
 /// the sums with one row of each.
@@ -20,14 +27,19 @@ const MAX_STREAMED: usize = 6;
 /// for the processor's own fetching to set in) of one are spent on the others.
 const STREAMS: usize = 4;
 
-/// Bytes by which such a stream is asked for ahead of its use, and of the next panel's at the end of a panel.
+/// Bytes by which such a stream is asked for ahead of its use, and of those of the next stretch at the end of one.
 const STREAM_AHEAD: usize = 1 << 10;
 
-/// The product of rows of A with a panel of rows of weights.
+/// Panels of columns whose rows of weights are read in the same streams, at most: short streams are as many starts.
+pub(super) const MAX_PANELS: usize = 8;
+
+/// The product of rows of A with the rows of weights of some panels of columns: one, or up to [`MAX_PANELS`] where [`is_streamed`] says so.
 #[derive(Clone, Copy)]
-pub(super) struct Panel<'a, T> {
+pub(super) struct Stretch<'a, T> {
     /// The rows of weights, one after the other.
     pub(super) weights: &'a [T],
+    /// What their group's columns are cut into, and the first of these.
+    pub(super) panels: (Panels, usize),
     /// Elements of a row of weights.
     pub(super) depth: usize,
     /// Rows of A as [`spread`](super::rows::spread) lays them out.
@@ -36,7 +48,7 @@ pub(super) struct Panel<'a, T> {
     pub(super) num_rows: usize,
     /// Every how many tiles the sums of the next [`MAX_ROWS`] rows go.
     pub(super) tile_step: usize,
-    /// What will be read after this panel, to be asked for at its end.
+    /// What will be read after this, to be asked for at its end.
     pub(super) next: *const u8,
 }
 
@@ -74,31 +86,34 @@ kernel! {
     bf16 if matches!(T::DTYPE, DType::BF16);
     /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c. `waiting` has
     /// [`waiting_words`].
-    pub(super) fn run<S: Level, T: Weight>(panel: Panel<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
-        let Panel { depth, num_rows, .. } = panel;
+    pub(super) fn run<S: Level, T: Weight>(panel: Stretch<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
+        let Stretch { depth, num_rows, .. } = panel;
         let columns = panel.weights.len().checked_div(depth).unwrap_or(0);
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         let num_blocks = depth.div_ceil(block);
         assert!(panel.a.len() >= num_blocks * words * num_rows, "rows of A are filled up to whole blocks");
-        assert!(columns <= TILE_STRIDE && tiles.len() > (num_rows - 1) / MAX_ROWS * panel.tile_step);
-        assert!(waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
         let pass = rows_of_pass::<S>(num_rows);
-        let is_stream = num_rows <= MAX_STREAMED && S::WIDTH >= 16;
+        let is_stream = are_streams::<S>(num_rows);
+        let num_parts = num_parts::<S, T>(num_rows, depth);
+        assert!(num_parts == 1 || waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
         let wanted = weights_of_pass::<S>(pass);
         // Rows of weights of a stream.
         let len = if is_stream { columns / STREAMS } else { 0 };
-        // With more rows of A than fit near the registers they are taken in parts of their depth.
-        let num_parts = (4 * num_blocks * words * pass).div_ceil(A_BYTES).max(1);
-        let part = if pass <= 3 { num_blocks } else { num_blocks.div_ceil(num_parts) } * block;
+        let part = num_blocks.div_ceil(num_parts) * block;
         for start in (0..depth).step_by(part.max(1)) {
             let end = (start + part).min(depth);
+            let mut streams = Streams::default();
             for (column, count, apart) in turns(columns, len, wanted) {
+                let places = match len {
+                    1.. if apart == len => streams.next::<S, T>(&panel, column, len),
+                    _ => std::array::from_fn(|n| panel.place::<S>((column + n).min(columns - 1)).0),
+                };
                 for first in (0..num_rows).step_by(pass) {
                     let ahead = match len {
                         0 => panel.ahead((column, count), columns, (start, end)),
                         _ => panel.row(column).wrapping_add(STREAM_AHEAD),
                     };
-                    let part = Part { panel, column, apart, first, depth: (start, end), pass, ahead };
+                    let part = Part { panel, column, apart, places, first, depth: (start, end), pass, ahead };
                     // SAFETY: `count` rows of weights from `column` on, so far apart, and `pass` rows of A from `first` on, or as
                     // many as there are, exist.
                     unsafe { part.run::<S>((count, pass.min(num_rows - first)), waiting, tiles) };
@@ -115,6 +130,52 @@ kernel! {
     }
 }
 
+/// Where the sums of the columns at hand of [`STREAMS`] streams go, and how many columns are left there with each.
+#[derive(Default)]
+struct Streams([(usize, usize); STREAMS]);
+
+impl Streams {
+    /// The places of the columns `len` apart from `column` on, one further than those of the call before.
+    #[inline(always)]
+    fn next<S: Level, T: Weight>(
+        &mut self,
+        stretch: &Stretch<'_, T>,
+        column: usize,
+        len: usize,
+    ) -> [usize; MAX_WEIGHTS] {
+        let mut places = [0; MAX_WEIGHTS];
+        for (stream, ((at, left), place)) in self.0.iter_mut().zip(&mut places).enumerate() {
+            if *left == 0 {
+                (*at, *left) = stretch.place::<S>(column + stream * len);
+            }
+            *place = *at;
+            (*at, *left) = (*at + 1, *left - 1);
+        }
+        places
+    }
+}
+
+/// Whether so few rows meet rows of weights from several parts of a stretch at once.
+#[inline(always)]
+fn are_streams<S: Level>(num_rows: usize) -> bool {
+    num_rows <= MAX_STREAMED && S::WIDTH >= 16
+}
+
+/// With more rows of A than fit near the registers they are taken in parts of their depth.
+#[inline(always)]
+fn num_parts<S: Level, T: Weight>(num_rows: usize, depth: usize) -> usize {
+    let (pass, num_blocks) = (rows_of_pass::<S>(num_rows), depth.div_ceil(2 * S::WIDTH));
+    if pass <= 3 { 1 } else { (4 * num_blocks * T::block_words::<S>() * pass).div_ceil(A_BYTES).max(1) }
+}
+
+kernel! {
+    bf16 if matches!(T::DTYPE, DType::BF16);
+    /// Whether rows of weights of several panels may be taken as one stretch: they are read in streams, and no sums wait.
+    pub(super) fn is_streamed<S: Level, T: Weight>(num_rows: usize, depth: usize) -> bool {
+        are_streams::<S>(num_rows) && num_parts::<S, T>(num_rows, depth) == 1
+    }
+}
+
 /// Which rows of weights are taken at once: the first, how many, and how far apart. If streams have a length, there are as many of
 /// them, and what is left is taken one by one.
 #[inline(always)]
@@ -125,7 +186,16 @@ fn turns(columns: usize, len: usize, wanted: usize) -> impl Iterator<Item = (usi
     of_streams.chain((0..whole).map(move |i| (i * wanted, wanted, 1))).chain(left.map(|column| (column, 1, 1)))
 }
 
-impl<T: Weight> Panel<'_, T> {
+impl<T: Weight> Stretch<'_, T> {
+    /// Where the sum of a column and the first row of A goes, counted in numbers of tiles, and how many columns are left there with it.
+    #[inline(always)]
+    fn place<S: Level>(&self, column: usize) -> (usize, usize) {
+        let (panels, first) = self.panels;
+        let (panel, column) = panels.place(panels.panel(first).0 + column, S::WIDTH);
+        let tiles = (panel - first) * self.num_rows.div_ceil(MAX_ROWS) * self.tile_step;
+        (tiles * TILE_LEN + column, panels.width(panel) - column)
+    }
+
     /// Where a row of weights lies.
     #[inline(always)]
     fn row(&self, column: usize) -> *const u8 {
@@ -148,10 +218,12 @@ impl<T: Weight> Panel<'_, T> {
 
 /// Some rows of weights with some rows of A, over a part of the depth.
 struct Part<'a, T> {
-    panel: Panel<'a, T>,
+    panel: Stretch<'a, T>,
     column: usize,
     /// From one row of weights to the next.
     apart: usize,
+    /// Where their sums with the first row of A go.
+    places: [usize; MAX_WEIGHTS],
     first: usize,
     depth: (usize, usize),
     /// Rows of A in a pass.
@@ -190,7 +262,7 @@ impl<T: Weight> Part<'_, T> {
     /// `N` rows of weights and `R` rows of A must exist.
     #[inline(always)]
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self, waiting: &mut [f32], tiles: &mut [Tile]) {
-        let Self { panel, column, apart, first, depth: (start, end), .. } = self;
+        let Self { panel, column, apart, places, first, depth: (start, end), .. } = self;
         let place = |n: usize, r: usize| ((column + n * apart) * panel.num_rows + first + r) * S::WIDTH;
         let mut sums = [[S::splat(0.0); R]; N];
         // SAFETY: the caller's promise; `waiting` has a vector for each row of A and column.
@@ -212,10 +284,15 @@ impl<T: Weight> Part<'_, T> {
                 return;
             }
         }
-        totals::<S, N, R>(&sums, |n, r, sum| {
+        let rows: [usize; R] = std::array::from_fn(|r| {
             let row = first + r;
-            tiles[row / MAX_ROWS * panel.tile_step].0[row % MAX_ROWS * TILE_STRIDE + column + n * apart] = sum;
+            row / MAX_ROWS * panel.tile_step * TILE_LEN + row % MAX_ROWS * TILE_STRIDE
         });
+        let last = places[..N].iter().max().zip(rows.last()).map_or(0, |(column, row)| column + row);
+        assert!(last < tiles.len() * TILE_LEN, "tiles for all rows and columns");
+        let to = tiles.as_mut_ptr().cast::<f32>();
+        // SAFETY: tiles are numbers one after the other, and no place is behind the last, which is among them.
+        totals::<S, N, R>(&sums, |n, r, sum| unsafe { *to.add(places[n] + rows[r]) = sum });
     }
 
     /// Adds the products of this part of the depth, block by block.
@@ -224,8 +301,8 @@ impl<T: Weight> Part<'_, T> {
     /// As for [`sums`](Self::sums).
     #[inline(always)]
     unsafe fn add_blocks<S: Level, const N: usize, const R: usize>(&self, sums: &mut [[S::Vector; R]; N]) {
-        let Self { panel, column, apart, first, depth: (start, end), pass, ahead } = *self;
-        let Panel { weights, depth, a, num_rows, .. } = panel;
+        let Self { panel, column, apart, first, depth: (start, end), pass, ahead, .. } = *self;
+        let Stretch { weights, depth, a, num_rows, .. } = panel;
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         // Each pass asks for its share of the lines.
         let num_turns = num_rows.div_ceil(pass);

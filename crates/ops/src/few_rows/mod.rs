@@ -11,8 +11,8 @@
 //!
 //! The last two of one matrix go together where both are wanted ([`beside`]).
 //!
-//! Work is cut by bytes of weights and not by group, and by shape alone. Every element is one sum whose order depends on
-//! the depth and the instruction set only.
+//! Work is cut by bytes of weights and not by group. Every element is one sum whose order depends on the depth and the instruction set
+//! only, so that it does not matter how.
 //!
 //! Which groups come here depends on their shape and type alone ([`takes`]). A row's result can therefore differ in the last bits
 //! between a group of few rows and one of many, as it does between instruction sets.
@@ -56,8 +56,12 @@ const CLOSE_PAIRS: usize = 10_000;
 /// Bytes of all groups' weights, about, from which on they hardly lie in a cache.
 const MEMORY_BYTES: usize = 1 << 20;
 
-/// Bytes of weights that a task of the form `A B^T` streams, at least: some ten microseconds.
-const TASK_BYTES: usize = 192 << 10;
+/// Bytes of weights that a task of the form `A B^T` streams, at least: some ten microseconds; and in place of these as many as leave each
+/// thread [`TASKS_PER_THREAD`], up to the second number, as long streams are read faster.
+const TASK_BYTES: (usize, usize) = (192 << 10, 768 << 10);
+
+/// Tasks for each thread at which the ends of threads lie close together.
+const TASKS_PER_THREAD: usize = 8;
 
 /// Bytes of a row of weights that a task of the form `A B` streams at a stretch, at least.
 const STRETCH_BYTES: usize = 4 << 10;
@@ -105,12 +109,20 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Some groups' tasks also write gradients, if there are any.
-    pub(crate) fn of(product: &Product<'_>, kernels: &Kernels, gradients: Option<&dyn StripGradients>) -> Self {
+    pub(crate) fn of(
+        product: &Product<'_>,
+        kernels: &Kernels,
+        gradients: Option<&dyn StripGradients>,
+        num_threads: usize,
+    ) -> Self {
         let mut plan = Self { tasks: Vec::new(), scratch_units: 0 };
-        let groups = product.groups.iter().enumerate();
-        for (index, group) in groups.filter(|(_, group)| takes(product, group, kernels)) {
+        let groups = || product.groups.iter().enumerate().filter(|(_, group)| takes(product, group, kernels));
+        let bytes = |group: &Group<'_>| group.b.bytes_of(group.depth) * group.columns * product.num_tiles();
+        let all_bytes: usize = groups().map(|(_, group)| bytes(group)).sum();
+        let task_bytes = (all_bytes / (TASKS_PER_THREAD * num_threads)).clamp(TASK_BYTES.0, TASK_BYTES.1);
+        for (index, group) in groups() {
             let panels = Panels::of(group.columns, kernels.lanes);
-            let share = panels_per_task(product, group, &panels);
+            let share = panels_per_task(product, group, &panels, task_bytes);
             let num_tasks = panels.count.div_ceil(share);
             let mut share = panels.count.div_ceil(num_tasks);
             if product.form == Form::Nn {
@@ -129,7 +141,7 @@ impl Plan {
     }
 }
 
-fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) -> usize {
+fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels, task_bytes: usize) -> usize {
     let (_, columns, _) = panels.panel(0);
     let columns = columns.max(1);
     let wanted = if product.form == Form::Nt {
@@ -137,7 +149,7 @@ fn panels_per_task(product: &Product<'_>, group: &Group<'_>, panels: &Panels) ->
         let panel_bytes = group.b.bytes_of(group.depth) * columns * product.num_tiles();
         // Each task lays out the rows of A for itself.
         let all_bytes = panel_bytes * panels.count * product.groups.len();
-        TASK_BYTES.max(4 * x_bytes).max((16 * x_bytes).min(all_bytes / MIN_TASKS)).div_ceil(panel_bytes.max(1))
+        task_bytes.max(4 * x_bytes).max((16 * x_bytes).min(all_bytes / MIN_TASKS)).div_ceil(panel_bytes.max(1))
     } else {
         // A single group, of one token say, is still to be divided.
         let num_groups = product.groups.len().clamp(1, MIN_TASKS);
@@ -181,7 +193,10 @@ impl Layout {
             } else {
                 depth.max(dot::waiting_words(group.rows))
             },
-            tiles: product.num_tiles() * group.rows.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4),
+            tiles: share.min(dot::MAX_PANELS)
+                * product.num_tiles()
+                * group.rows.div_ceil(MAX_ROWS)
+                * (size_of::<Tile>() / 4),
             gradient: with_gradient.map_or(0, |kernels| beside::room_words(product, group, columns, kernels)),
         }
     }
@@ -234,19 +249,18 @@ impl Work<'_> {
             let gradients = gradients.map(|gradients| (gradients, bytemuck::cast_slice_mut(operands)));
             self.sum_strip(group, weights, (&panels, range.clone()), (a, strip), gradients);
         }
-        for panel in range.clone() {
-            let (column, columns, _) = panels.panel(panel);
-            let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
+        let at_once = self.panels_at_once::<T>(group);
+        for first in range.clone().step_by(at_once) {
+            let stretch = first..(first + at_once).min(range.end);
+            let places = stretch.clone().flat_map(|panel| {
+                let (column, columns, _) = panels.panel(panel);
+                Place::of_panel((task.group, group.rows), (column, columns), panel)
+            });
             places.clone().for_each(|at| epilogue.ask_ahead(at));
             if product.form == Form::Nt {
-                for pair in 0..num_tiles {
-                    let first = group.b.start(column + pair * group.columns);
-                    let weights = &weights[first..][..columns * group.depth];
-                    let (depth, num_rows, next) = (group.depth, group.rows, self.after(&panels, panel, pair));
-                    let panel = dot::Panel { weights, depth, a, num_rows, tile_step: num_tiles, next };
-                    dot::run::<T>(isa, panel, strip, &mut tiles[pair..]);
-                }
+                self.sum_rows(group, weights, (&panels, stretch), (a, strip), tiles);
             } else {
+                let (column, columns, _) = panels.panel(first);
                 let first = column - panels.panel(range.start).0;
                 strip_to_tiles::<T>(isa, strip, group.rows, (first, columns), tiles);
             }
@@ -257,18 +271,50 @@ impl Work<'_> {
         }
     }
 
-    /// Where the weights are that are read after a panel.
-    fn after(&self, panels: &Panels, panel: usize, pair: usize) -> *const u8 {
+    /// Panels whose tiles are computed before the first of them goes to the epilogue.
+    fn panels_at_once<T: Weight>(&self, group: &Group<'_>) -> usize {
+        let is_stretch = self.product.form == Form::Nt && dot::is_streamed::<T>(self.isa, group.rows, group.depth);
+        if !is_stretch {
+            return 1;
+        }
+        let num_panels = self.task.panels.1;
+        num_panels.div_ceil(num_panels.div_ceil(dot::MAX_PANELS))
+    }
+
+    /// The sums of the form `A B^T` for the columns of some panels.
+    fn sum_rows<T: Weight>(
+        &self,
+        group: &Group<'_>,
+        weights: &[T],
+        (panels, stretch): (&Panels, Range<usize>),
+        (a, waiting): (&[f32], &mut [f32]),
+        tiles: &mut [Tile],
+    ) {
+        let (num_tiles, depth, num_rows) = (self.product.num_tiles(), group.depth, group.rows);
+        let column = panels.panel(stretch.start).0;
+        let (last, columns, _) = panels.panel(stretch.end - 1);
+        let columns = last + columns - column;
+        for pair in 0..num_tiles {
+            let first = group.b.start(column + pair * group.columns);
+            let (weights, next) = (&weights[first..][..columns * depth], self.after(panels, &stretch, pair));
+            let panels = (*panels, stretch.start);
+            let stretch = dot::Stretch { weights, panels, depth, a, num_rows, tile_step: num_tiles, next };
+            dot::run::<T>(self.isa, stretch, waiting, &mut tiles[pair..]);
+        }
+    }
+
+    /// Where the weights are that are read after some panels.
+    fn after(&self, panels: &Panels, stretch: &Range<usize>, pair: usize) -> *const u8 {
         let Self { product, task, kernels: &Kernels { lanes, .. }, .. } = *self;
         let first = |group: &Group<'_>, panels: &Panels, panel: usize| group.b.address(panels.panel(panel).0, 0);
         let group = &product.groups[task.group];
         if pair + 1 < product.num_tiles() {
-            return group.b.address(panels.panel(panel).0 + group.columns, 0);
+            return group.b.address(panels.panel(stretch.start).0 + group.columns, 0);
         }
-        if panel + 1 < task.panels.0 + task.panels.1 {
-            return first(group, panels, panel + 1);
+        if stretch.end < task.panels.0 + task.panels.1 {
+            return first(group, panels, stretch.end);
         }
-        let Some(next) = self.next else { return first(group, panels, panel) };
+        let Some(next) = self.next else { return first(group, panels, stretch.start) };
         let group = &product.groups[next.group];
         first(group, &Panels::of(group.columns, lanes), next.panels.0)
     }

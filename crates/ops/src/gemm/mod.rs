@@ -202,7 +202,7 @@ pub(crate) fn with_tasks(
 ) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
     let plan = tasks::plan(product, &kernels, ctx.threads().count());
-    let few = few_rows::Plan::of(product, &kernels, gradients);
+    let few = few_rows::Plan::of(product, &kernels, gradients, ctx.threads().count());
     let count = plan.tasks.len() + few.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
     let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);

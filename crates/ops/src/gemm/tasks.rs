@@ -85,6 +85,19 @@ impl Panels {
         (start, (self.columns - start).min(width), width)
     }
 
+    /// The panel of a column, and the column's place there, of panels for vectors of so many lanes: a constant, so that nothing is divided.
+    #[inline(always)]
+    pub(crate) fn place(&self, column: usize, lanes: usize) -> (usize, usize) {
+        let wide = widest(lanes) * lanes;
+        debug_assert_eq!(self.wide, wide, "panels of other vectors");
+        match column.checked_sub(self.num_wide * wide) {
+            None => (column / wide, column % wide),
+            Some(rest) if rest < self.narrow => (self.num_wide, rest),
+            // There are two at most.
+            Some(rest) => (self.num_wide + 1, rest - self.narrow),
+        }
+    }
+
     #[inline(always)]
     pub(crate) fn width(&self, index: usize) -> usize {
         if index < self.num_wide { self.wide } else { self.narrow }
