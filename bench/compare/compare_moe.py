@@ -222,7 +222,7 @@ def line_of(cell, args):
         flops = layer_flops(args.all_shapes[cell["shape"]], cell["tokens"], cell["pass"] == "both")
         times += f"{flops / cell['moeworks_s'] / args.dense:8.0%}{flops / cell['pytorch_s'][cell['best']] / args.dense:8.0%}"
         times += f"{1 - cell['products_s'] / cell['moeworks_s']:8.0%}" if "products_s" in cell else f"{'':8}"
-    return f"{cell['shape']:12}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
+    return f"{cell['shape']:20}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
 
 
 def summary(cells):
@@ -232,10 +232,25 @@ def summary(cells):
     return mean, f"geometric mean of {len(cells)} ratios {mean:.2f}, least {worst['ratio']:.2f} ({where})"
 
 
+def shape_of(name):
+    """A shape by its name, or by its sizes and activation; ValueError says what would be right."""
+    known = SHAPES | GPU_SHAPES
+    if name in known:
+        return known[name]
+    *sizes, activation = name.split(",") if name.count(",") == 4 else [*name.split(","), "swiglu"]
+    if len(sizes) != 4 or not all(size.isdecimal() and int(size) > 0 for size in sizes) or activation not in ("swiglu", "gelu"):
+        raise ValueError(f"shape {name}: one of {', '.join(known)}, or D,F,E,K with or without swiglu or gelu behind them")
+    d, f, e, k = map(int, sizes)
+    if k > e:
+        raise ValueError(f"shape {name}: {k} choices of {e} experts")
+    return (d, f, e, k, activation)
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, *GPU_SHAPES])
+    names = ", ".join([*SHAPES, *GPU_SHAPES])
+    parser.add_argument("--shapes", nargs="*", metavar="SHAPE", help=f"{names}, or sizes as in 512,2048,16,2,gelu (D,F,E,K; swiglu)")
     parser.add_argument("--dtypes", nargs="*", choices=list(DTYPES))
     parser.add_argument("--tokens", nargs="*", type=int)
     parser.add_argument("--passes", nargs="*", default=["forward", "both"], choices=["forward", "both"])
@@ -246,9 +261,12 @@ def arguments():
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.shapes, args.tokens = 1, ["d"], [1, 16, 512]
-    args.all_shapes = SHAPES | GPU_SHAPES
     is_cpu = args.device == "cpu"
     args.shapes = args.shapes or list(SHAPES if is_cpu else GPU_SHAPES)
+    try:
+        args.all_shapes = {name: shape_of(name) for name in args.shapes}
+    except ValueError as error:
+        parser.error(str(error))
     args.dtypes = args.dtypes or (["f32", "bf16"] if is_cpu else ["bf16", "fp8"])
     args.tokens = args.tokens or ([1, 16, 512, 4096] if is_cpu else [16384, 65536])
     return args
@@ -259,13 +277,14 @@ def main():
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     cells = json.loads(args.json.read_text())["cells"] if args.json and args.json.exists() else []
+    args.all_shapes |= {cell["shape"]: shape_of(cell["shape"]) for cell in cells}
     done = {tuple(cell[name] for name in KEY) for cell in cells}
     args.dense = 0.0 if args.device == "cpu" else dense_rate(args.device)
     ours = Moeworks(args.threads, args.device)
     where = f"{args.threads} threads" if args.device == "cpu" else f"{torch.cuda.get_device_name()}, dense {args.dense / 1e12:.0f} TFLOP/s"
     print(f"{where}, PyTorch {torch.__version__}; milliseconds, medians")
     shares = f"{'share':>8}{'its':>8}{'rest':>8}" if args.dense else ""
-    print(f"{'shape':12}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}{shares}  best way")
+    print(f"{'shape':20}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}{shares}  best way")
     for cell in cells:
         print(line_of(cell, args))
     for name, dtype in itertools.product(args.shapes, args.dtypes):
