@@ -19,7 +19,7 @@ const MAX_WEIGHTS: usize = 8;
 /// Numbers of a tile.
 const TILE_LEN: usize = size_of::<Tile>() / size_of::<f32>();
 
-/// The most rows of A that meet rows of weights from as many parts of the panel as there are [`STREAMS`]: as many as leave registers for
+/// The most rows of A that meet rows of weights from as many parts of a stretch as there are [`STREAMS`]: as many as leave registers for
 /// the sums with one row of each.
 const MAX_STREAMED: usize = 6;
 
@@ -84,14 +84,14 @@ fn weights_of_pass<S: Level>(rows: usize) -> usize {
 
 kernel! {
     bf16 if matches!(T::DTYPE, DType::BF16);
-    /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c. `waiting` has
-    /// [`waiting_words`].
-    pub(super) fn run<S: Level, T: Weight>(panel: Stretch<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
-        let Stretch { depth, num_rows, .. } = panel;
-        let columns = panel.weights.len().checked_div(depth).unwrap_or(0);
+    /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step` of those of the column's panel, which come one panel's
+    /// after the other's, at the column's place in the panel. `waiting` has [`waiting_words`] if sums wait.
+    pub(super) fn run<S: Level, T: Weight>(stretch: Stretch<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
+        let Stretch { depth, num_rows, .. } = stretch;
+        let columns = stretch.weights.len().checked_div(depth).unwrap_or(0);
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         let num_blocks = depth.div_ceil(block);
-        assert!(panel.a.len() >= num_blocks * words * num_rows, "rows of A are filled up to whole blocks");
+        assert!(stretch.a.len() >= num_blocks * words * num_rows, "rows of A are filled up to whole blocks");
         let pass = rows_of_pass::<S>(num_rows);
         let is_stream = are_streams::<S>(num_rows);
         let num_parts = num_parts::<S, T>(num_rows, depth);
@@ -99,21 +99,23 @@ kernel! {
         let wanted = weights_of_pass::<S>(pass);
         // Rows of weights of a stream.
         let len = if is_stream { columns / STREAMS } else { 0 };
+        assert!(len > 0 || columns <= TILE_STRIDE, "only streams go through several panels");
         let part = num_blocks.div_ceil(num_parts) * block;
         for start in (0..depth).step_by(part.max(1)) {
             let end = (start + part).min(depth);
             let mut streams = Streams::default();
             for (column, count, apart) in turns(columns, len, wanted) {
                 let places = match len {
-                    1.. if apart == len => streams.next::<S, T>(&panel, column, len),
-                    _ => std::array::from_fn(|n| panel.place::<S>((column + n).min(columns - 1)).0),
+                    0 => std::array::from_fn(|n| column + n),
+                    _ if count == STREAMS => streams.next::<S, T>(&stretch, column, len),
+                    _ => [stretch.place::<S>(column).0; MAX_WEIGHTS],
                 };
                 for first in (0..num_rows).step_by(pass) {
                     let ahead = match len {
-                        0 => panel.ahead((column, count), columns, (start, end)),
-                        _ => panel.row(column).wrapping_add(STREAM_AHEAD),
+                        0 => stretch.ahead((column, count), columns, (start, end)),
+                        _ => stretch.row(column).wrapping_add(STREAM_AHEAD),
                     };
-                    let part = Part { panel, column, apart, places, first, depth: (start, end), pass, ahead };
+                    let part = Part { stretch, column, apart, places, first, depth: (start, end), pass, ahead };
                     // SAFETY: `count` rows of weights from `column` on, so far apart, and `pass` rows of A from `first` on, or as
                     // many as there are, exist.
                     unsafe { part.run::<S>((count, pass.min(num_rows - first)), waiting, tiles) };
@@ -123,7 +125,7 @@ kernel! {
         if len > 0 {
             // While the sums are put to use.
             for stream in 0..STREAMS {
-                let first = panel.next.wrapping_add(stream * len * depth * size_of::<T>());
+                let first = stretch.next.wrapping_add(stream * len * depth * size_of::<T>());
                 (0..STREAM_AHEAD).step_by(64).for_each(|line| prefetch_far(first.wrapping_add(line)));
             }
         }
@@ -218,7 +220,7 @@ impl<T: Weight> Stretch<'_, T> {
 
 /// Some rows of weights with some rows of A, over a part of the depth.
 struct Part<'a, T> {
-    panel: Stretch<'a, T>,
+    stretch: Stretch<'a, T>,
     column: usize,
     /// From one row of weights to the next.
     apart: usize,
@@ -262,8 +264,8 @@ impl<T: Weight> Part<'_, T> {
     /// `N` rows of weights and `R` rows of A must exist.
     #[inline(always)]
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self, waiting: &mut [f32], tiles: &mut [Tile]) {
-        let Self { panel, column, apart, places, first, depth: (start, end), .. } = self;
-        let place = |n: usize, r: usize| ((column + n * apart) * panel.num_rows + first + r) * S::WIDTH;
+        let Self { stretch, column, apart, places, first, depth: (start, end), .. } = self;
+        let place = |n: usize, r: usize| ((column + n * apart) * stretch.num_rows + first + r) * S::WIDTH;
         let mut sums = [[S::splat(0.0); R]; N];
         // SAFETY: the caller's promise; `waiting` has a vector for each row of A and column.
         unsafe {
@@ -275,7 +277,7 @@ impl<T: Weight> Part<'_, T> {
                 }
             }
             self.add_blocks::<S, N, R>(&mut sums);
-            if end < panel.depth {
+            if end < stretch.depth {
                 for (n, sums) in sums.iter().enumerate() {
                     for (r, &sum) in sums.iter().enumerate() {
                         S::store(waiting.as_mut_ptr().add(place(n, r)), sum);
@@ -286,7 +288,7 @@ impl<T: Weight> Part<'_, T> {
         }
         let rows: [usize; R] = std::array::from_fn(|r| {
             let row = first + r;
-            row / MAX_ROWS * panel.tile_step * TILE_LEN + row % MAX_ROWS * TILE_STRIDE
+            row / MAX_ROWS * stretch.tile_step * TILE_LEN + row % MAX_ROWS * TILE_STRIDE
         });
         let last = places[..N].iter().max().zip(rows.last()).map_or(0, |(column, row)| column + row);
         assert!(last < tiles.len() * TILE_LEN, "tiles for all rows and columns");
@@ -301,8 +303,8 @@ impl<T: Weight> Part<'_, T> {
     /// As for [`sums`](Self::sums).
     #[inline(always)]
     unsafe fn add_blocks<S: Level, const N: usize, const R: usize>(&self, sums: &mut [[S::Vector; R]; N]) {
-        let Self { panel, column, apart, first, depth: (start, end), pass, ahead, .. } = *self;
-        let Stretch { weights, depth, a, num_rows, .. } = panel;
+        let Self { stretch, column, apart, first, depth: (start, end), pass, ahead, .. } = *self;
+        let Stretch { weights, depth, a, num_rows, .. } = stretch;
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         // Each pass asks for its share of the lines.
         let num_turns = num_rows.div_ceil(pass);

@@ -77,6 +77,16 @@ fn weights_of_several_tasks_match_f64() {
 }
 
 #[test]
+fn short_rows_of_many_panels_match_f64() {
+    // So many that they are read in several stretches, that end in wide panels, in narrow ones, and amid a stream.
+    for (columns, depth) in [(1015, 40), (48 * 11, 33), (437, 7), (48 * 8 + 3, 64)] {
+        for (rows, dtype) in [1, 2, 3, 4, 6].into_iter().flat_map(|rows| [(rows, DType::F32), (rows, DType::BF16)]) {
+            check(Case { rows, depth, columns, dtype });
+        }
+    }
+}
+
+#[test]
 fn rows_of_weights_that_lie_in_memory_match_f64() {
     // More bytes than the limit from which on rows are packed as lanes, and numbers of rows on both sides of it.
     for rows in [4, 8, 12, 16] {
