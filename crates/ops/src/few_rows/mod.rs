@@ -61,7 +61,7 @@ const MEMORY_BYTES: usize = 1 << 20;
 const TASK_BYTES: (usize, usize) = (192 << 10, 768 << 10);
 
 /// Tasks for each thread at which the ends of threads lie close together.
-const TASKS_PER_THREAD: usize = 8;
+const TASKS_PER_THREAD: usize = 16;
 
 /// Bytes of a row of weights that a task of the form `A B` streams at a stretch, at least.
 const STRETCH_BYTES: usize = 4 << 10;
