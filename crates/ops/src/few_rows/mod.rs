@@ -87,10 +87,15 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
 /// vector of weights, where these come from memory. What lies in caches stays with sums in many lanes, which round less.
 fn is_better_turned(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return group.b.bytes_of(group.depth) * group.columns * product.num_tiles() * product.groups.len() >= MEMORY_BYTES
+    return weight_bytes(product, group) * product.groups.len() >= MEMORY_BYTES
         && turned::takes(product, group, kernels);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
+}
+
+/// Bytes of a group's matrix.
+fn weight_bytes(product: &Product<'_>, group: &Group<'_>) -> usize {
+    group.b.bytes_of(group.depth) * group.columns * product.num_tiles()
 }
 
 /// Some panels of a group's columns, for all its rows.
@@ -117,8 +122,7 @@ impl Plan {
     ) -> Self {
         let mut plan = Self { tasks: Vec::new(), scratch_units: 0 };
         let groups = || product.groups.iter().enumerate().filter(|(_, group)| takes(product, group, kernels));
-        let bytes = |group: &Group<'_>| group.b.bytes_of(group.depth) * group.columns * product.num_tiles();
-        let all_bytes: usize = groups().map(|(_, group)| bytes(group)).sum();
+        let all_bytes: usize = groups().map(|(_, group)| weight_bytes(product, group)).sum();
         let task_bytes = (all_bytes / (TASKS_PER_THREAD * num_threads)).clamp(TASK_BYTES.0, TASK_BYTES.1);
         for (index, group) in groups() {
             let panels = Panels::of(group.columns, kernels.lanes);
