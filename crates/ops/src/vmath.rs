@@ -67,12 +67,9 @@ pub(crate) fn sigmoid<S: Level>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<S>(-x))
 }
 
-/// `ln(1 + e^x)` within a few units in the last place.
+/// `2 artanh(s)` for `|s|` of at most 1/3.
 #[inline(always)]
-pub(crate) fn softplus<S: Level>(x: f32) -> f32 {
-    // ln(1 + y) = 2 artanh(y / (2 + y)) with y at most 1.
-    let y = exp::<S>(-x.abs());
-    let s = y / (2.0 + y);
+fn twice_artanh<S: Level>(s: f32) -> f32 {
     let z = s * s;
     let mut p = S::mul_add(z, 1.0 / 15.0, 1.0 / 13.0);
     p = S::mul_add(p, z, 1.0 / 11.0);
@@ -80,7 +77,32 @@ pub(crate) fn softplus<S: Level>(x: f32) -> f32 {
     p = S::mul_add(p, z, 1.0 / 7.0);
     p = S::mul_add(p, z, 1.0 / 5.0);
     p = S::mul_add(p, z, 1.0 / 3.0);
-    let log = 2.0 * s * S::mul_add(p, z, 1.0);
+    2.0 * s * S::mul_add(p, z, 1.0)
+}
+
+/// `ln(x)` within a few units in the last place; of 0 minus infinity, of less and of NaN NaN. Subnormal numbers count as 0.
+#[inline(always)]
+pub(crate) fn ln<S: Level>(x: f32) -> f32 {
+    /// ln 2 in two parts; products of the first with exponents are exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    // x = 2^n m with m from sqrt(1/2) to sqrt(2), and ln(m) = 2 artanh((m - 1) / (m + 1)).
+    let n = x.to_bits().wrapping_sub(std::f32::consts::FRAC_1_SQRT_2.to_bits()) as i32 >> 23;
+    let m = f32::from_bits(x.to_bits().wrapping_sub((n << 23) as u32));
+    let log = twice_artanh::<S>((m - 1.0) / (m + 1.0));
+    let n = n as f32;
+    let y = S::mul_add(n, LN_2_HIGH, S::mul_add(n, LN_2_LOW, log));
+    let y = if x < f32::MIN_POSITIVE { f32::NEG_INFINITY } else { y };
+    let y = if x < f32::INFINITY { y } else { x };
+    if x < 0.0 { f32::NAN } else { y }
+}
+
+/// `ln(1 + e^x)` within a few units in the last place.
+#[inline(always)]
+pub(crate) fn softplus<S: Level>(x: f32) -> f32 {
+    // ln(1 + y) = 2 artanh(y / (2 + y)) with y at most 1.
+    let y = exp::<S>(-x.abs());
+    let log = twice_artanh::<S>(y / (2.0 + y));
     // Not `max`, which would lose a NaN.
     if x < 0.0 { log } else { x + log }
 }

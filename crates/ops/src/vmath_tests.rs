@@ -36,6 +36,39 @@ fn exp_of_extremes() {
 }
 
 kernel! {
+    fn ln_all<S: Level>(x: &mut [f32]) {
+        for x in x {
+            *x = ln::<S>(*x);
+        }
+    }
+}
+
+#[test]
+fn ln_is_close_to_the_exact_value_everywhere() {
+    let near_one = (-1000..=1000).map(|i| 1.0 + i as f32 * f32::EPSILON);
+    let inputs = (0x80_0000..f32::INFINITY.to_bits()).step_by(9_973).map(f32::from_bits).chain(near_one);
+    let inputs: Vec<f32> = inputs.collect();
+    for isa in Isa::available() {
+        let mut y = inputs.clone();
+        ln_all(isa, &mut y);
+        for (&x, &y) in inputs.iter().zip(&y) {
+            let exact = f64::from(x).ln();
+            assert!((f64::from(y) - exact).abs() <= 3e-7 * exact.abs(), "{isa:?}: ln({x}) = {y}, exactly {exact}");
+        }
+    }
+}
+
+#[test]
+fn ln_of_extremes() {
+    for isa in Isa::available() {
+        let mut y = [1.0, 0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, -1.0, f32::NAN];
+        ln_all(isa, &mut y);
+        assert_eq!(y[..4], [0.0, f32::NEG_INFINITY, f32::NEG_INFINITY, f32::INFINITY]);
+        assert!(y[4..].iter().all(|y| y.is_nan()));
+    }
+}
+
+kernel! {
     fn normal_all<S: Level>(x: &[f32], cdf: &mut [f32], pdf: &mut [f32]) {
         for ((&x, cdf), pdf) in x.iter().zip(cdf).zip(pdf) {
             (*cdf, *pdf) = normal::<S>(x);

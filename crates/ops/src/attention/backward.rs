@@ -9,7 +9,7 @@ use super::AttentionShape;
 use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS, key_elements, lanes_of, lanes_of_mut, seen_by_all};
 use super::products::{Left, Products, Right, Size};
 use super::softmax::powers;
-use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, transpose};
+use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, store_scaled, transpose};
 use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Level, kernel};
@@ -121,7 +121,7 @@ impl Task<'_> {
             self.store_dq(rows, &mut state, outputs);
         }
         for keys in self.blocks() {
-            let (key_elements, value_elements) = key_elements(shape, self.batch, self.kv_head, &keys);
+            let (key_elements, value_elements) = key_elements::<KEYS>(shape, self.batch, self.kv_head, &keys);
             for (&start, &value_start) in key_elements.iter().zip(&value_elements).take(keys.len()) {
                 outputs.dk.prefetch_far(start, shape.head_dim);
                 outputs.dv.prefetch_far(value_start, shape.value_dim);
@@ -133,8 +133,8 @@ impl Task<'_> {
                     let dk = outputs.dk.range(start..start + shape.head_dim);
                     (dk, outputs.dv.range(value_start..value_start + shape.value_dim))
                 };
-                scale_kernel(isa, &dk[row * width..][..shape.head_dim], shape.scale, to_dk);
-                to_dv.copy_from_slice(&dv[row * value_width..][..shape.value_dim]);
+                store_scaled(isa, &dk[row * width..][..shape.head_dim], shape.scale, to_dk);
+                store_scaled(isa, &dv[row * value_width..][..shape.value_dim], 1.0, to_dv);
             }
         }
     }
@@ -174,7 +174,7 @@ impl Task<'_> {
     ) {
         let (head_dim, value_dim) = (self.shape.head_dim, self.shape.value_dim);
         let &Products { isa, words, .. } = products;
-        let (starts, value_starts) = key_elements(self.shape, self.batch, self.kv_head, keys);
+        let (starts, value_starts) = key_elements::<KEYS>(self.shape, self.batch, self.kv_head, keys);
         let rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: words.width(head_dim) };
         let (k, v) = to.split_at_mut(KEYS * rows.width);
         if words.are_pairs() {
@@ -216,16 +216,8 @@ impl Task<'_> {
         let elements = rows.elements();
         products.each_row(dq, (rows.len, self.shape.head_dim), copy, |row, first, dq| {
             let start = elements[row] + first;
-            scale_kernel(products.isa, dq, self.shape.scale, self.share(start..start + dq.len(), outputs));
+            store_scaled(products.isa, dq, self.shape.scale, self.share(start..start + dq.len(), outputs));
         });
-    }
-}
-
-kernel! {
-    fn scale_kernel<S: Level>(from: &[f32], scale: f32, to: &mut [f32]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from * scale;
-        }
     }
 }
 
@@ -448,7 +440,7 @@ impl State<'_> {
         }
         for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
             let weights = Right { values: &ds_along_keys[col..], stride: ROWS };
-            products.add_of_keys((rows, col, keys), weights, (block.k_right, width), self.dq);
+            products.sum_of_keys((rows, col, keys), weights, (block.k_right, width), true, self.dq);
         }
     }
 

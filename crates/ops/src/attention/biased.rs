@@ -156,7 +156,7 @@ impl KeyHead<'_> {
     fn store(&self, from: &Tensor, dim: usize, scale: f32, to: &Lent<'_, f32>) {
         let keys = 0..self.shape.kv_len;
         for (key, from) in keys.zip(from.f32s().chunks_exact(from.cols())) {
-            let start = key_starts(self.shape, (self.batch, self.kv_head), &(key..key + 1), dim)[0];
+            let start = key_starts::<1>(self.shape, (self.batch, self.kv_head), &(key..key + 1), dim)[0];
             // SAFETY: each key of a sequence and head belongs to one task.
             let to = unsafe { to.range(start..start + dim) };
             to.iter_mut().zip(from).for_each(|(to, x)| *to = scale * x);
@@ -290,7 +290,7 @@ impl<'a> Block<'a> {
         let mut copy = ctx.empty(&[KEYS, of.width()], DType::F32);
         for block in 0..self.shape.kv_len.div_ceil(KEYS) {
             let keys = piece_range(block, KEYS, self.shape.kv_len);
-            let starts = key_starts(self.shape, (self.batch, kv_head), &keys, of.dim);
+            let starts = key_starts::<KEYS>(self.shape, (self.batch, kv_head), &keys, of.dim);
             let rows = Rows { starts: &starts[..keys.len()], cols: of.dim, width: of.width() };
             of.values.copy_rows(ctx.isa(), rows, copy.f32s_mut());
             look(keys, copy.f32s());

@@ -7,8 +7,10 @@ use super::words::Words;
 
 /// Query rows of a block.
 pub(super) const ROWS: usize = 64;
-/// Keys of a block.
+/// Keys of a block; the forward pass has [more](keys_forward) where it can.
 pub(super) const KEYS: usize = 128;
+/// Keys of a block of the forward pass, at most.
+pub(super) const MAX_KEYS: usize = 2 * KEYS;
 /// Rows of products come in multiples of this.
 pub(super) const ROW_UNIT: usize = 8;
 /// Columns of products come in multiples of this.
@@ -16,6 +18,12 @@ pub(super) const COL_UNIT: usize = 16;
 
 /// Columns of scores that are computed together: what the widest tile of a product has.
 pub(super) const SCORE_COLS: usize = 2 * COL_UNIT;
+
+/// Keys of a block of the forward pass: each block takes what rows have summed up from memory and back. With tiles, which turn blocks
+/// of values round, as many words as there are [`ROWS`].
+pub(super) fn keys_forward(words: Words) -> usize {
+    if words == Words::Tiles { KEYS } else { MAX_KEYS }
+}
 
 /// A part of the scores of a block of rows and a block of keys.
 pub(super) struct ScorePart {
@@ -46,8 +54,8 @@ impl<'a> RowBlock<'a> {
         Self { shape, batch, kv_head, start, len: ROWS.min(shape.seq_len * group(shape) - start) }
     }
 
-    /// Where the rows of `keys` (at most [`KEYS`]) start in `k` and in `v`.
-    pub(super) fn key_elements(&self, keys: &Range<usize>) -> ([usize; KEYS], [usize; KEYS]) {
+    /// Where the rows of `keys` start in `k` and in `v`.
+    pub(super) fn key_elements(&self, keys: &Range<usize>) -> ([usize; MAX_KEYS], [usize; MAX_KEYS]) {
         key_elements(self.shape, self.batch, self.kv_head, keys)
     }
 
@@ -144,6 +152,11 @@ impl<'a> RowBlock<'a> {
         self.visible(self.len - 1) > keys.start && self.first_visible(0) < keys.end
     }
 
+    /// Whether some of the rows see these keys and none before them.
+    pub(super) fn begins_with(&self, keys: &Range<usize>) -> bool {
+        keys.contains(&self.first_visible(0))
+    }
+
     /// Of the keys from `first` to `end`, how many are not behind row `row`.
     pub(super) fn visible_in(&self, row: usize, keys: &Range<usize>) -> usize {
         self.visible(row).clamp(keys.start, keys.end) - keys.start
@@ -182,24 +195,24 @@ fn group(shape: &AttentionShape) -> usize {
     shape.num_heads / shape.num_kv_heads
 }
 
-/// Where the rows of `keys` (at most [`KEYS`]) start in `k` and in `v`.
-pub(super) fn key_elements(
+/// Where the rows of `keys` (at most `N`) start in `k` and in `v`.
+pub(super) fn key_elements<const N: usize>(
     shape: &AttentionShape,
     batch: usize,
     kv_head: usize,
     keys: &Range<usize>,
-) -> ([usize; KEYS], [usize; KEYS]) {
+) -> ([usize; N], [usize; N]) {
     let starts = |dim: usize| key_starts(shape, (batch, kv_head), keys, dim);
     (starts(shape.head_dim), starts(shape.value_dim))
 }
 
-/// Where the rows of `keys` (at most [`KEYS`]) of a sequence and key head start in a tensor with `dim` elements a head.
-pub(super) fn key_starts(
+/// Where the rows of `keys` (at most `N`) of a sequence and key head start in a tensor with `dim` elements a head.
+pub(super) fn key_starts<const N: usize>(
     shape: &AttentionShape,
     (batch, kv_head): (usize, usize),
     keys: &Range<usize>,
     dim: usize,
-) -> [usize; KEYS] {
+) -> [usize; N] {
     let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
     std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * dim)
 }

@@ -8,13 +8,14 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS};
+use super::blocks::{COL_UNIT, ROWS, RowBlock, SCORE_COLS, keys_forward};
 use super::products::{Left, Products, Right, Size};
 use super::softmax::{Columns, softmax};
-use super::words::{Rows, Values, Words, transpose};
+use super::words::{Rows, Values, Words, store_scaled, transpose};
 use crate::Context;
 use crate::parallel::{Lent, piece_range};
-use crate::simd::{Float, kernel, with_float};
+use crate::simd::{kernel, with_float};
+use crate::vmath;
 
 /// Blocks of rows that a task takes at most: they share its copies of keys and values, and what it holds of them should
 /// stay in a core's cache.
@@ -46,16 +47,17 @@ pub(super) fn run(
             for (rows, state) in task.rows().zip(states) {
                 let starts = rows.value_elements();
                 starts[..rows.len].iter().for_each(|&start| o.prefetch_far(start, shape.value_dim));
+                let (factors, logs) = totals(ctx.isa(), state.max, state.sum);
                 task.products.each_row(state.o, (rows.len, shape.value_dim), shared.scores, |row, first, from| {
                     let start = starts[row] + first;
                     // SAFETY: each row belongs to one block, and each block to one task.
                     let o = unsafe { o.range(start..start + from.len()) };
-                    scale_kernel::<T>(ctx.isa(), from, 1.0 / state.sum[row], o);
+                    store_scaled::<T>(ctx.isa(), from, factors[row], o);
                 });
-                for (row, &statistic) in rows.statistics()[..rows.len].iter().enumerate() {
+                for (&log, &statistic) in logs.iter().zip(&rows.statistics()[..rows.len]) {
                     // SAFETY: as above.
                     let lse = unsafe { lse.range(statistic..statistic + 1) };
-                    lse[0] = state.max[row] * LN_2 + state.sum[row].ln();
+                    lse[0] = log;
                 }
             }
         });
@@ -63,10 +65,14 @@ pub(super) fn run(
 }
 
 kernel! {
-    fn scale_kernel<S: Level, T: Float>(from: &[f32], scale: f32, to: &mut [T]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = T::store(from * scale);
+    /// What rows' values are to be multiplied by, and the log of each softmax's sum.
+    fn totals<S: Level>(max: &[f32; ROWS], sum: &[f32; ROWS]) -> ([f32; ROWS], [f32; ROWS]) {
+        let (mut factors, mut logs) = ([0.0; ROWS], [0.0; ROWS]);
+        for row in 0..ROWS {
+            factors[row] = 1.0 / sum[row];
+            logs[row] = max[row] * LN_2 + vmath::ln::<S>(sum[row]);
         }
+        (factors, logs)
     }
 }
 
@@ -77,6 +83,8 @@ const LEAST: f32 = -f32::MAX;
 struct Scratch {
     shared: Tensor,
     states: Tensor,
+    /// Keys of a block.
+    num_keys: usize,
     width: usize,
     value_width: usize,
 }
@@ -84,10 +92,12 @@ struct Scratch {
 impl Scratch {
     fn new(ctx: &Context, words: Words, shape: &AttentionShape, num_blocks: usize) -> Self {
         let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| words.width(dim));
-        let shared = KEYS * (width + value_width + SCORE_COLS + SCORE_COLS / 2);
+        let num_keys = keys_forward(words);
+        let shared = num_keys * (width + value_width + SCORE_COLS + SCORE_COLS / 2);
         Self {
             shared: ctx.empty(&[shared], DType::F32),
             states: ctx.empty(&[num_blocks, ROWS * (width + value_width + 2)], DType::F32),
+            num_keys,
             width,
             value_width,
         }
@@ -95,10 +105,10 @@ impl Scratch {
 
     /// What all blocks use, and what is known of each.
     fn split(&mut self) -> (Shared<'_>, impl Iterator<Item = State<'_>>) {
-        let (width, value_width) = (self.width, self.value_width);
-        let (k, memory) = self.shared.f32s_mut().split_at_mut(KEYS * width);
-        let (v, memory) = memory.split_at_mut(KEYS * value_width);
-        let (scores, weights) = memory.split_at_mut(KEYS * SCORE_COLS);
+        let Self { num_keys, width, value_width, .. } = *self;
+        let (k, memory) = self.shared.f32s_mut().split_at_mut(num_keys * width);
+        let (v, memory) = memory.split_at_mut(num_keys * value_width);
+        let (scores, weights) = memory.split_at_mut(num_keys * SCORE_COLS);
         let states = self.states.f32s_mut().chunks_exact_mut(ROWS * (width + value_width + 2)).map(move |memory| {
             let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
             let (o, memory) = memory.split_at_mut(ROWS * value_width);
@@ -116,14 +126,14 @@ struct Shared<'a> {
     width: usize,
     /// Elements of a head of values, rounded up likewise.
     value_width: usize,
-    /// `[KEYS, width]` elements in words: the keys at hand.
+    /// `[num_keys, width]` elements in words: the keys at hand.
     k: &'a mut [f32],
-    /// `[KEYS, value_width]` elements in words along the keys: their values. For tiles `[value_width, KEYS / 2]` words, and room for as
-    /// many.
+    /// `[num_keys, value_width]` elements in words along the keys: their values. For tiles `[value_width, num_keys / 2]` words, and room
+    /// for as many.
     v: &'a mut [f32],
-    /// `[KEYS, SCORE_COLS]`
+    /// `[num_keys, SCORE_COLS]`
     scores: &'a mut [f32],
-    /// `[KEYS / 2, SCORE_COLS]`: what scores become, as pairs.
+    /// `[num_keys / 2, SCORE_COLS]`: what scores become, as pairs.
     weights: &'a mut [f32],
 }
 
@@ -131,7 +141,7 @@ struct Shared<'a> {
 struct State<'a> {
     /// `[h, ROWS]` elements in words.
     q_transposed: &'a mut [f32],
-    /// `[ROWS, value_width]`, with tiles `[value_width, ROWS]`: sum over keys of `2^(score - max) v`.
+    /// `[ROWS, value_width]`, with tiles `[value_width, ROWS]`: sum over keys of `2^(score - max) v`; anything before the first keys.
     o: &'a mut [f32],
     /// Largest score of each row so far.
     max: &'a mut [f32; ROWS],
@@ -164,10 +174,11 @@ impl<'a> Task<'a> {
         }
         let (Some(first), Some(last)) = (self.rows().next(), self.rows().last()) else { return };
         // Blocks of keys lie where they lie for all tasks, so that sums do not depend on how blocks of rows are dealt out.
-        let start = first.first_visible(0) / KEYS * KEYS;
+        let num_keys = keys_forward(self.products.words);
+        let start = first.first_visible(0) / num_keys * num_keys;
         let end = last.visible(last.len - 1);
-        for start in (start..end).step_by(KEYS) {
-            let keys = start..(start + KEYS).min(end);
+        for start in (start..end).step_by(num_keys) {
+            let keys = start..(start + num_keys).min(end);
             let (mut shared, states) = scratch.split();
             self.load_keys(first, &keys, (k, v), &mut shared);
             for (rows, state) in self.rows().zip(states) {
@@ -184,7 +195,6 @@ impl<'a> Task<'a> {
         let copied = Rows { starts: &rows.elements()[..rows.len], cols: dim, width: shared.width };
         q.copy_words(isa, words, copied, shared.k);
         transpose(isa, shared.k, (rows.len, words.count(shared.width)), words.count(dim), state.q_transposed);
-        state.o.fill(0.0);
         // A sink is a key that was already seen and has no value.
         (*state.max, *state.sum) = match self.sinks {
             Some(sinks) => (std::array::from_fn(|row| sinks[rows.head(row)] * LOG2_E), [1.0; ROWS]),
@@ -214,6 +224,7 @@ impl<'a> Task<'a> {
         let (isa, words) = (self.products.isa, self.products.words);
         let width = words.count(shared.width);
         let visible = (rows.first_visible_counts(), rows.visible_counts());
+        let are_first = rows.begins_with(keys);
         let (v, _) = of_keys(words, shared.v);
         for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
             for part in rows.score_parts(words, col, keys) {
@@ -228,11 +239,12 @@ impl<'a> Task<'a> {
                 let num_keys = rows.num_scored(words, first_col, keys);
                 let scale = self.shape.scale * LOG2_E;
                 let columns = Columns { first_col, first_key: keys.start, num_keys, scale, words };
-                softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), state.o);
+                let o = (!are_first).then_some(&mut *state.o);
+                softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), o);
             }
             let weights = if words.are_pairs() { &*shared.weights } else { &*shared.scores };
             let weights = Right { values: weights, stride: SCORE_COLS };
-            self.products.add_of_keys((rows, col, keys), weights, (v, shared.value_width), state.o);
+            self.products.sum_of_keys((rows, col, keys), weights, (v, shared.value_width), !are_first, state.o);
         }
     }
 }

@@ -125,32 +125,33 @@ impl Products {
         product(self.isa, size, a, b, add, c, c_stride);
     }
 
-    /// Adds to [`SCORE_COLS`] rows from `col` on of a block `to` of queries what the keys that they see give them: `weights`, a row
-    /// for each word of keys and a column for each query from `col` on, times the rows of `of_keys`, both in words along the keys.
-    /// Tiles have rows and columns of `to` and of `of_keys` change places: neither product has a transposed left operand then.
-    pub(super) fn add_of_keys(
+    /// Writes or, with `add`, adds to [`SCORE_COLS`] rows from `col` on of a block `to` of queries what the keys that they see give
+    /// them: `weights`, a row for each word of keys and a column for each query from `col` on, times the rows of `of_keys`, both in
+    /// words along the keys. Tiles have rows and columns of `to` and of `of_keys` change places: neither product has a transposed left operand then.
+    pub(super) fn sum_of_keys(
         &self,
         (rows, col, keys): (RowBlock<'_>, usize, &Range<usize>),
         weights: Right<'_>,
         (of_keys, width): (&[f32], usize),
+        add: bool,
         to: &mut [f32],
     ) {
         let words = self.words;
         if words == Words::Tiles {
             let inner = words.count(rows.num_scored(words, col, keys));
             let size = Size { rows: width, cols: SCORE_COLS, inner, words };
-            return self.run(size, Left::rows(of_keys, KEYS / 2), weights, true, &mut to[col..], ROWS);
+            return self.run(size, Left::rows(of_keys, KEYS / 2), weights, add, &mut to[col..], ROWS);
         }
         for row in (col..rows.len.min(col + SCORE_COLS)).step_by(ROW_UNIT) {
             let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
             let size = Size { rows: ROW_UNIT, cols: width, inner, words };
             let left = Left::columns(&weights.values[row - col..], weights.stride);
             let right = Right { values: of_keys, stride: width };
-            self.run(size, left, right, true, &mut to[row * width..], width);
+            self.run(size, left, right, add, &mut to[row * width..], width);
         }
     }
 
-    /// Copies some keys' rows as the right operand of [`add_of_keys`](Self::add_of_keys); tiles need room for as much again.
+    /// Copies some keys' rows as the right operand of [`sum_of_keys`](Self::sum_of_keys); tiles need room for as much again.
     pub(super) fn copy_of_keys(&self, values: Values<'_>, rows: Rows<'_>, to: &mut [f32], room: &mut [f32]) {
         let (isa, words) = (self.isa, self.words);
         if words != Words::Tiles {
@@ -160,7 +161,7 @@ impl Products {
         transpose(isa, room, (words.count(rows.starts.len()), rows.width), rows.width, to);
     }
 
-    /// Rows `[ROWS, width]` that [`add_of_keys`](Self::add_of_keys) has summed up, some columns of them at a time: `take` gets each
+    /// Rows `[ROWS, width]` that [`sum_of_keys`](Self::sum_of_keys) has summed up, some columns of them at a time: `take` gets each
     /// row's number, its first column and the elements. Tiles need room for `[ROWS, ROWS]`.
     pub(super) fn each_row(
         &self,

@@ -28,7 +28,7 @@ impl Columns {
 kernel! {
     bf16
     /// Turns scores `[keys, SCORE_COLS]` into `2^(score - max)`, zero where a row does not see the key, after raising the rows'
-    /// maxima; scales what the rows have summed up so far (`o`) accordingly. `state` is the maximum and the sum of each row. The
+    /// maxima; scales what the rows have summed up so far (`o`), if anything, accordingly. `state` is the maximum and the sum of each row. The
     /// weights take the place of the scores, or go to `pairs` `[keys / 2, SCORE_COLS]` as pairs along the keys.
     pub(super) fn softmax<S: Level>(
         columns: Columns,
@@ -36,7 +36,7 @@ kernel! {
         pairs: &mut [f32],
         visible: &([i32; ROWS], [i32; ROWS]),
         state: (&mut [f32; ROWS], &mut [f32; ROWS]),
-        o: &mut [f32],
+        o: Option<&mut [f32]>,
     ) {
         let Columns { first_col, first_key, num_keys, .. } = columns;
         if num_keys == 0 {
@@ -57,7 +57,9 @@ kernel! {
             sum[i] = S::mul_add(sum[i], factors[i], new_sum[i]);
         }
         *max = new_max;
-        scale::<S>(o, columns, &factors);
+        if let Some(o) = o {
+            scale::<S>(o, columns, &factors);
+        }
     }
 }
 

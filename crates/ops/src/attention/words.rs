@@ -8,7 +8,7 @@ use moeworks_tensor::{DType, Tensor, bf16};
 use super::blocks::{COL_UNIT, ROW_UNIT, ROWS, SCORE_COLS};
 use crate::Isa;
 use crate::parallel::prefetch_elements_far;
-use crate::simd::{Float, LANES, kernel, sum_lanes};
+use crate::simd::{Float, LANES, kernel, store_all, sum_lanes};
 
 /// Words that a tile register takes along the inner dimension.
 const TILE_WORDS: usize = 16;
@@ -284,6 +284,26 @@ kernel! {
     /// `from`, rows of an even number of elements one after the other, as pairs along the rows.
     pub(super) fn round_rows<S: Level>(from: &[f32], to: &mut [f32]) {
         S::round_all(from, &mut bytemuck::cast_slice_mut(to)[..from.len()]);
+    }
+}
+
+kernel! {
+    bf16
+    /// Writes elements times `scale`.
+    pub(super) fn store_scaled<S: Level, T: Float>(from: &[f32], scale: f32, to: &mut [T]) {
+        if T::DTYPE != DType::BF16 {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = T::store(from * scale));
+            return;
+        }
+        let ((from, rest), (to, to_rest)) = (from.as_chunks::<{ 2 * LANES }>(), to.as_chunks_mut::<{ 2 * LANES }>());
+        for (from, to) in from.iter().zip(to) {
+            let mut scaled = *from;
+            for x in &mut scaled {
+                *x *= scale;
+            }
+            store_all::<S, T>(&scaled, to);
+        }
+        to_rest.iter_mut().zip(rest).for_each(|(to, from)| *to = T::store(from * scale));
     }
 }
 

@@ -170,6 +170,9 @@ fn awkward_shapes() -> Vec<AttentionShape> {
         AttentionShape { window: Some(130), ..shape(1, (300, 300), (2, 1), 16) },
         AttentionShape { window: Some(64), ..shape(1, (1, 500), (4, 2), 16) },
         AttentionShape { window: Some(900), ..shape(1, (150, 150), (2, 1), 8) },
+        // More blocks of keys than one in both passes, and rows of which some see no key of the first.
+        shape(1, (270, 600), (2, 1), 24),
+        AttentionShape { window: Some(90), ..shape(1, (300, 900), (2, 1), 16) },
         shape(1, (90, 170), (6, 2), 128),
         AttentionShape { value_dim: 72, window: Some(100), ..shape(2, (40, 230), (5, 1), 96) },
         // Heads of more than 128: latent attention's, and the largest that GPUs have kernels for.
