@@ -58,6 +58,8 @@ pub(crate) trait Level: Copy {
     unsafe fn store(to: *mut f32, value: Self::Vector);
     /// `a * b + c` in each lane.
     fn vector_mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// `a + b` in each lane: some processors have units for it beside those for products.
+    fn vector_add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// The bf16 elements at `from`, widened: those at even places, then those at odd ones. That order is what falls out
     /// of 32-bit lanes with a shift and a mask.
     ///
@@ -203,6 +205,11 @@ impl Level for Baseline {
     }
 
     #[inline(always)]
+    fn vector_add(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        [a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]]
+    }
+
+    #[inline(always)]
     unsafe fn load_pairs(from: *const bf16) -> [[f32; 4]; 2] {
         // SAFETY: the caller promises eight readable elements.
         let pairs = unsafe { from.cast::<[[bf16; 2]; 4]>().read_unaligned() };
@@ -231,7 +238,7 @@ impl Level for Baseline {
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_level {
     (
-        $(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident,
+        $(#[$meta:meta])* $name:ident, $vector:ident, $width:literal, $splat:ident, $load:ident, $store:ident, $fma:ident, $add:ident,
         $stream:ident, $load_int:ident, $shift:ident, $and:ident, $splat_int:ident, $cast:ident, $load_half:ident,
         $widen:ident, $total:path
         $(, $own:item)*
@@ -267,6 +274,12 @@ macro_rules! x86_level {
             fn vector_mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
                 // SAFETY: as in `splat`.
                 unsafe { core::arch::x86_64::$fma(a, b, c) }
+            }
+
+            #[inline(always)]
+            fn vector_add(a: Self::Vector, b: Self::Vector) -> Self::Vector {
+                // SAFETY: as in `splat`.
+                unsafe { core::arch::x86_64::$add(a, b) }
             }
 
             #[inline(always)]
@@ -344,14 +357,14 @@ macro_rules! powers_of {
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX2 with FMA.
-    Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps,
+    Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps,
     _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps,
     _mm_loadu_si128, _mm256_cvtph_ps, totals::total_of_8
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX-512 with F, BW, DQ and VL.
-    Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
+    Avx512, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
     _mm256_loadu_si256, _mm512_cvtph_ps, totals::total_of_16,
     #[inline(always)]
@@ -376,7 +389,7 @@ x86_level!(
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// The same with the conversion and the product of AVX-512 BF16.
-    Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps,
+    Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
     _mm256_loadu_si256, _mm512_cvtph_ps, totals::total_of_16,
     #[inline(always)]

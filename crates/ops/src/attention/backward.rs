@@ -9,7 +9,7 @@ use super::AttentionShape;
 use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS, key_elements, lanes_of, lanes_of_mut, seen_by_all};
 use super::products::{Left, Products, Right, Size};
 use super::softmax::powers;
-use super::words::{Rows, Values, Words, pair_rows, round_in_place, round_rows, store_scaled, transpose};
+use super::words::{Rows, Values, Words, store_scaled, transpose};
 use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Level, kernel};
@@ -249,9 +249,8 @@ struct Scratch {
 
 impl Scratch {
     fn new(ctx: &Context, width: usize, value_width: usize) -> Self {
-        let elements = ROWS * (3 * width + 2 * value_width)
-            + (KEYS + ROWS / 2) * width.max(value_width)
-            + (2 * KEYS + 3 * KEYS / 2) * ROWS;
+        let elements =
+            ROWS * (3 * width + 2 * value_width) + KEYS * width.max(value_width) + (2 * KEYS + 3 * KEYS / 2) * ROWS;
         Self { memory: ctx.empty(&[elements], DType::F32) }
     }
 
@@ -262,7 +261,6 @@ impl Scratch {
         let (d_o, memory) = memory.split_at_mut(ROWS * value_width);
         let (d_o_transposed, memory) = memory.split_at_mut(ROWS * value_width);
         let (copy, memory) = memory.split_at_mut(KEYS * width.max(value_width));
-        let (rounded, memory) = memory.split_at_mut(ROWS / 2 * width.max(value_width));
         let (p, memory) = memory.split_at_mut(KEYS * ROWS);
         let (ds, memory) = memory.split_at_mut(KEYS * ROWS);
         let (p_words, memory) = memory.split_at_mut(KEYS / 2 * ROWS);
@@ -270,20 +268,7 @@ impl Scratch {
         let (lse, delta, seen_from, visible) = ([0.0; ROWS], [0.0; ROWS], [0; ROWS], [0; ROWS]);
         let statistics = Statistics { lse, delta, seen_from, visible };
         let scores = Scores { p, ds, p_words, ds_words, ds_pairs };
-        State {
-            products,
-            width,
-            value_width,
-            q,
-            q_transposed,
-            dq,
-            d_o,
-            d_o_transposed,
-            copy,
-            rounded,
-            scores,
-            statistics,
-        }
+        State { products, width, value_width, q, q_transposed, dq, d_o, d_o_transposed, copy, scores, statistics }
     }
 }
 
@@ -306,7 +291,6 @@ struct State<'a> {
     d_o_transposed: &'a mut [f32],
     /// Rows on their way to words.
     copy: &'a mut [f32],
-    rounded: &'a mut [f32],
     scores: Scores<'a>,
     statistics: Statistics,
 }
@@ -379,33 +363,17 @@ impl State<'_> {
         transpose(isa, self.copy, size, words.count(shape.head_dim), self.q_transposed);
         inputs.q.copy_words_down(isa, words, copied, self.q);
         let copied = Rows { starts: value_elements, cols: shape.value_dim, width: value_width };
-        inputs.d_o.copy_rows(isa, copied, self.copy);
-        self.spread_d_o((rows.len, shape.value_dim));
+        // Rounded alike, so is what cancels in `d_o v^T - rowsum(d_o o)`.
+        inputs.d_o.copy_both_ways(isa, words, copied, self.copy, self.d_o);
+        let size = (rows.len, words.count(value_width));
+        transpose(isa, self.copy, size, words.count(shape.value_dim), self.d_o_transposed);
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
-        inputs.o.row_dots(isa, copied, self.copy, &mut statistics.delta);
+        inputs.o.row_dots(isa, words, copied, self.copy, &mut statistics.delta);
         self.dq.fill(0.0);
         (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
         let at = rows.statistics();
         statistics.lse = std::array::from_fn(|row| if row < rows.len { inputs.lse[at[row]] * LOG2_E } else { 0.0 });
-    }
-
-    /// Makes both operands of the rows of `d_o` in `copy`.
-    fn spread_d_o(&mut self, (num_rows, value_dim): (usize, usize)) {
-        let (isa, words, width) = (self.products.isa, self.products.words, self.value_width);
-        let rows = &mut self.copy[..num_rows * width];
-        let size = (num_rows, words.count(width));
-        if words == Words::Singles {
-            transpose(isa, rows, size, value_dim, self.d_o_transposed);
-            self.d_o[..rows.len()].copy_from_slice(rows);
-            return;
-        }
-        // So that what cancels in `d_o v^T - rowsum(d_o o)` is rounded alike.
-        round_in_place(isa, rows);
-        round_rows(isa, rows, self.rounded);
-        transpose(isa, self.rounded, size, words.count(value_dim), self.d_o_transposed);
-        pair_rows(isa, rows, width, (num_rows, width), self.d_o);
-        words.fill(num_rows, width, self.d_o);
     }
 
     /// Adds what the rows and the keys at hand contribute to the three gradients.

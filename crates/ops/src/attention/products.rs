@@ -262,7 +262,7 @@ unsafe fn tile_product<S: Level, const COLUMNS: bool, const PAIRS: bool, const M
         for (m, sums) in sums.iter().enumerate() {
             for (n, &sum) in sums.iter().enumerate() {
                 let to = c.add(m * c_stride + n * S::WIDTH);
-                let sum = if add { S::vector_mul_add(sum, S::splat(1.0), S::load(to)) } else { sum };
+                let sum = if add { S::vector_add(sum, S::load(to)) } else { sum };
                 S::store(to, sum);
             }
         }

@@ -139,11 +139,14 @@ impl Values<'_> {
         }
     }
 
-    /// The dot products of rows and those of `others [rows, width]`.
-    pub(super) fn row_dots(self, isa: Isa, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
-        match self {
-            Self::F32(values) => dots_kernel::<f32>(isa, values, rows, others, dots),
-            Self::Bf16(values) => dots_kernel::<bf16>(isa, values, rows, others, dots),
+    /// The dot products of rows and those of `others [rows, count(width)]`, words along their elements.
+    pub(super) fn row_dots(self, isa: Isa, words: Words, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
+        let pairs: &[bf16] = bytemuck::cast_slice(others);
+        match (self, words.are_pairs()) {
+            (Self::F32(values), false) => dots_kernel::<f32, f32>(isa, values, rows, others, dots),
+            (Self::F32(values), true) => dots_kernel::<f32, bf16>(isa, values, rows, pairs, dots),
+            (Self::Bf16(values), false) => dots_kernel::<bf16, f32>(isa, values, rows, others, dots),
+            (Self::Bf16(values), true) => dots_kernel::<bf16, bf16>(isa, values, rows, pairs, dots),
         }
     }
 
@@ -164,6 +167,21 @@ impl Values<'_> {
             (_, Self::F32(_)) => panic!("pairs of f32"),
         }
         words.fill(rows.starts.len(), rows.width, to);
+    }
+
+    /// Copies rows both ways: as [`copy_words`](Self::copy_words) and as [`copy_words_down`](Self::copy_words_down); f32 rounded alike in
+    /// both where words are pairs.
+    pub(super) fn copy_both_ways(self, isa: Isa, words: Words, rows: Rows<'_>, along: &mut [f32], down: &mut [f32]) {
+        match (words, self) {
+            (Words::Pairs | Words::Tiles, Self::F32(values)) => {
+                round_both_ways(isa, values, rows, along, down);
+                words.fill(rows.starts.len(), rows.width, down);
+            }
+            _ => {
+                self.copy_words(isa, words, rows, along);
+                self.copy_words_down(isa, words, rows, down);
+            }
+        }
     }
 }
 
@@ -190,7 +208,7 @@ kernel! {
 }
 
 kernel! {
-    fn dots_kernel<S: Level, T: Float>(values: &[T], rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
+    fn dots_kernel<S: Level, T: Float, U: Float>(values: &[T], rows: Rows<'_>, others: &[U], dots: &mut [f32]) {
         for (((row, &start), other), dot) in rows.starts.iter().enumerate().zip(others.chunks_exact(rows.width)).zip(dots) {
             rows.ask_behind(row, values);
             let (row, rest) = values[start..start + rows.cols].as_chunks::<LANES>();
@@ -198,11 +216,11 @@ kernel! {
             let mut sums = [0.0; LANES];
             for (a, b) in row.iter().zip(other) {
                 for i in 0..LANES {
-                    sums[i] = S::mul_add(a[i].load(), b[i], sums[i]);
+                    sums[i] = S::mul_add(a[i].load(), b[i].load(), sums[i]);
                 }
             }
             for ((a, b), sum) in rest.iter().zip(other_rest).zip(&mut sums) {
-                *sum = S::mul_add(a.load(), *b, *sum);
+                *sum = S::mul_add(a.load(), b.load(), *sum);
             }
             *dot = sum_lanes(sums);
         }
@@ -281,14 +299,6 @@ fn padded(last: &[bf16]) -> [bf16; COL_UNIT] {
 
 kernel! {
     bf16
-    /// `from`, rows of an even number of elements one after the other, as pairs along the rows.
-    pub(super) fn round_rows<S: Level>(from: &[f32], to: &mut [f32]) {
-        S::round_all(from, &mut bytemuck::cast_slice_mut(to)[..from.len()]);
-    }
-}
-
-kernel! {
-    bf16
     /// Writes elements times `scale`.
     pub(super) fn store_scaled<S: Level, T: Float>(from: &[f32], scale: f32, to: &mut [T]) {
         if T::DTYPE != DType::BF16 {
@@ -308,33 +318,46 @@ kernel! {
 }
 
 kernel! {
-    /// Puts the nearest bf16 in the place of each value.
-    pub(super) fn round_in_place<S: Level>(values: &mut [f32]) {
-        values.iter_mut().for_each(|value| *value = bf16::store(*value).load());
-    }
-}
-
-kernel! {
     bf16
-    /// `to [rows / 2, cols]`: pairs down the columns of `from`, whose rows and those of `to` lie `stride` apart. A row
-    /// that is missing at the end counts as zeros. `cols` is a multiple of [`COL_UNIT`].
-    pub(super) fn pair_rows<S: Level>(from: &[f32], stride: usize, size: (usize, usize), to: &mut [f32]) {
-        let (rows, cols) = size;
-        assert!(S::HAS_PAIR_DOT && cols.is_multiple_of(COL_UNIT) && cols <= stride);
-        assert!(rows == 0 || from.len() >= (rows - 1) * stride + cols);
-        assert!(rows == 0 || to.len() >= (rows - 1) / 2 * stride + cols);
-        for row in (0..rows).step_by(2) {
-            for col in (0..cols).step_by(COL_UNIT) {
-                // SAFETY: the assertions above; vectors have COL_UNIT lanes where pairs are multiplied.
+    /// Rows as pairs along their elements, `along [rows, width / 2]`, and along the rows' index, `down [rows / 2, width]`. A row that is
+    /// missing at the end counts as zeros.
+    fn round_both_ways<S: Level>(values: &[f32], rows: Rows<'_>, along: &mut [f32], down: &mut [f32]) {
+        const HALF: usize = COL_UNIT / 2;
+        assert!(S::HAS_PAIR_DOT, "pairs of bf16");
+        let twos = along.chunks_mut(rows.width).zip(down.chunks_exact_mut(rows.width));
+        for (pair, (starts, (along, down))) in rows.starts.chunks(2).zip(twos).enumerate() {
+            [2 * pair, 2 * pair + 1].into_iter().for_each(|row| rows.ask_behind(row, values));
+            let low = &values[starts[0]..][..rows.cols];
+            let high = starts.get(1).map_or(&[][..], |&start| &values[start..][..rows.cols]);
+            let (to_low, to_high) = along.split_at_mut(rows.width / 2);
+            for (chunk, down) in down.as_chunks_mut::<COL_UNIT>().0.iter_mut().enumerate() {
+                let (low, high) = (lanes_or_zeros(low, chunk), lanes_or_zeros(high, chunk));
+                let mut in_order = [0.0; COL_UNIT];
+                // SAFETY: arrays of COL_UNIT lanes, as vectors have where pairs are multiplied.
                 unsafe {
-                    let at = from.as_ptr().add(row * stride + col);
-                    let low = S::load(at);
-                    let high = if row + 1 < rows { S::load(at.add(stride)) } else { S::splat(0.0) };
-                    S::store(to.as_mut_ptr().add(row / 2 * stride + col), S::pair(low, high));
+                    let [both, pairs] = S::round_and_pair(S::load(low.as_ptr()), S::load(high.as_ptr()));
+                    S::store(in_order.as_mut_ptr(), both);
+                    S::store(down.as_mut_ptr(), pairs);
                 }
+                to_low[chunk * HALF..][..HALF].copy_from_slice(&in_order[..HALF]);
+                to_high[chunk * HALF..][..HALF].copy_from_slice(&in_order[HALF..]);
             }
         }
     }
+}
+
+/// Chunk number `chunk` of [`COL_UNIT`] elements of a row, filled up with zeros.
+#[inline(always)]
+fn lanes_or_zeros(row: &[f32], chunk: usize) -> [f32; COL_UNIT] {
+    let rest = row.get(chunk * COL_UNIT..).unwrap_or(&[]);
+    if let Some(lanes) = rest.first_chunk() {
+        return *lanes;
+    }
+    let mut lanes = [0.0; COL_UNIT];
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane = *x;
+    }
+    lanes
 }
 
 /// `to [cols, ROWS] = from [num_rows, width]^T` of words, the first `cols` columns of it; what is left of [`SCORE_COLS`] columns of

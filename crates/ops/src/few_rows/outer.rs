@@ -377,10 +377,9 @@ unsafe fn put_tile<S: Level, T: Float, const N: usize>(
             Put::Store => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], false)),
             Put::Stream => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], true)),
             Put::Add => each_row!(N, n => {
-                let (to, one) = (to.add(n * stride), S::splat(1.0));
+                let to = to.add(n * stride);
                 let old = load_vectors::<S, T>(to);
-                let sums = [S::vector_mul_add(sums[n][0], one, old[0]), S::vector_mul_add(sums[n][1], one, old[1])];
-                put_vectors::<S, T>(to, sums, false);
+                put_vectors::<S, T>(to, [S::vector_add(sums[n][0], old[0]), S::vector_add(sums[n][1], old[1])], false);
             }),
         }
     }
