@@ -2,6 +2,7 @@
 
 use moeworks_model::ModelConfig;
 use moeworks_model::account::{self, Parameters, TrainingMemory};
+use moeworks_train::config::GradientType;
 use serde_json::{Value, json};
 
 use crate::progress::{bytes, thousands};
@@ -34,10 +35,28 @@ fn routing_flops(config: &ModelConfig) -> Option<(u64, u64)> {
     Some(account::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
 }
 
+/// What memory for training depends on beside the model and the precision.
+#[derive(Clone, Copy)]
+pub(crate) struct Training {
+    /// Tokens of a micro-batch.
+    pub(crate) tokens: usize,
+    pub(crate) expert_gradients: GradientType,
+}
+
+impl Training {
+    fn memory(self, config: &ModelConfig, is_bf16: bool, checkpoint: bool) -> TrainingMemory {
+        let memory = TrainingMemory::of(config, self.tokens, is_bf16, checkpoint);
+        match self.expert_gradients {
+            GradientType::F32 => memory,
+            GradientType::Bf16 => memory.with_expert_gradients_in_bf16(config),
+        }
+    }
+}
+
 /// Memory for training at each precision.
-pub(crate) fn print_training_memory(config: &ModelConfig, tokens: usize) {
+pub(crate) fn print_training_memory(config: &ModelConfig, training: Training) {
     let row = |name: &str, is_bf16: bool, checkpoint: bool| {
-        let memory = TrainingMemory::of(config, tokens, is_bf16, checkpoint);
+        let memory = training.memory(config, is_bf16, checkpoint);
         vec![
             name.to_owned(),
             bytes(memory.weights_bytes),
@@ -47,7 +66,7 @@ pub(crate) fn print_training_memory(config: &ModelConfig, tokens: usize) {
             bytes(memory.total_bytes()),
         ]
     };
-    let header = format!("training, {} tokens a micro-batch", thousands(tokens as u64));
+    let header = format!("training, {} tokens a micro-batch", thousands(training.tokens as u64));
     tables::print(
         &[&header, "weights", "gradients", "optimizer", "activations", "all"],
         &[
@@ -76,15 +95,15 @@ pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
 }
 
 /// The same as JSON.
-pub(crate) fn json(config: &ModelConfig, tokens: usize, seq_len: usize) -> Value {
+pub(crate) fn json(config: &ModelConfig, training: Training, seq_len: usize) -> Value {
     let parameters = Parameters::of(config);
     let parts: Vec<Value> = parameters
         .parts
         .iter()
         .map(|part| json!({ "name": part.name, "total": part.total, "active": part.active }))
         .collect();
-    let training = |is_bf16| {
-        let memory = TrainingMemory::of(config, tokens, is_bf16, false);
+    let memory = |is_bf16| {
+        let memory = training.memory(config, is_bf16, false);
         json!({
             "weights_bytes": memory.weights_bytes,
             "gradients_bytes": memory.gradients_bytes,
@@ -95,7 +114,7 @@ pub(crate) fn json(config: &ModelConfig, tokens: usize, seq_len: usize) -> Value
     };
     json!({
         "parameters": { "total": parameters.total(), "active": parameters.active(), "parts": parts },
-        "training": { "tokens": tokens, "f32": training(false), "bf16": training(true) },
+        "training": { "tokens": training.tokens, "f32": memory(false), "bf16": memory(true) },
         "inference": {
             "f32_bytes": parameters.total() * 4,
             "bf16_bytes": parameters.total() * 2,

@@ -7,7 +7,7 @@ use moeworks_train::config::{Precision, RunConfig};
 use moeworks_train::measure::tokens_per_second;
 use serde_json::json;
 
-use crate::account;
+use crate::account::{self, Training};
 use crate::args::EstimateArgs;
 use crate::failure::Failure;
 use crate::progress::{duration, thousands};
@@ -21,12 +21,13 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     config.model.vocab_size = vocabulary(&config);
     let train = &config.train;
     let micro_tokens = train.batch_size * train.seq_len;
+    let training = Training { tokens: micro_tokens, expert_gradients: train.expert_gradients };
     let tokens = micro_tokens as u64 * train.grad_accumulation as u64 * train.steps;
     let flops = training_flops_per_token(&config.model, train.seq_len);
     let measured = tokens_per_second(&config)?;
     let seconds = tokens as f64 / measured.tokens_per_s;
     if args.json {
-        let mut value = account::json(&config.model, micro_tokens, train.seq_len);
+        let mut value = account::json(&config.model, training, train.seq_len);
         value["tokens"] = json!(tokens);
         value["tokens_per_s"] = json!(measured.tokens_per_s);
         value["mfu"] = json!(measured.mfu);
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     }
     account::print_parameters(&config.model);
     println!();
-    account::print_training_memory(&config.model, micro_tokens);
+    account::print_training_memory(&config.model, training);
     println!();
     account::print_inference_memory(&config.model, train.seq_len);
     println!();

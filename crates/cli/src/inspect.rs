@@ -7,18 +7,19 @@ use moeworks_model::gguf::block_types;
 use moeworks_model::{DecoderWeights, ModelConfig};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
+use moeworks_train::config::GradientType;
 use moeworks_train::metrics::{Record, read_last_record};
 use serde_json::{Value, json};
 
-use crate::account;
+use crate::account::{self, Training};
 use crate::args::InspectArgs;
 use crate::failure::Failure;
 use crate::model::Source;
 use crate::progress::{bytes, thousands};
 use crate::tables;
 
-/// Tokens of a micro-batch for the memory table, unless the run says otherwise.
-const DEFAULT_TOKENS: usize = 4096;
+/// Of the memory table.
+const TRAINING: Training = Training { tokens: 4096, expert_gradients: GradientType::F32 };
 
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
@@ -29,7 +30,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;
     if args.json {
-        let mut value = account::json(&config, DEFAULT_TOKENS, seq_len);
+        let mut value = account::json(&config, TRAINING, seq_len);
         value["model"] = serde_json::to_value(&config)?;
         value["stored_bytes"] = serde_json::to_value(stored_bytes(&weights))?;
         if let Some(record) = &record {
@@ -51,7 +52,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     println!();
     account::print_parameters(&config);
     println!();
-    account::print_training_memory(&config, DEFAULT_TOKENS);
+    account::print_training_memory(&config, TRAINING);
     println!();
     account::print_inference_memory(&config, seq_len);
     if let Some(record) = record.filter(|record| !record.layers.is_empty()) {

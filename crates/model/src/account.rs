@@ -113,6 +113,13 @@ impl Parameters {
         self.parts.iter().map(|part| part.total).sum()
     }
 
+    /// Parameters of routed experts: in all, and those that a token passes through.
+    #[must_use]
+    pub fn experts(&self) -> [u64; 2] {
+        let part = self.parts.iter().find(|part| part.name == EXPERTS);
+        part.map_or([0, 0], |part| [part.total, part.active])
+    }
+
     /// Parameters that one token passes through: all but the experts it is not sent to.
     #[must_use]
     pub fn active(&self) -> u64 {
@@ -166,7 +173,7 @@ pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer
 pub struct TrainingMemory {
     /// f32 weights, and in bf16 precision their bf16 copy.
     pub weights_bytes: u64,
-    /// f32 gradients.
+    /// Gradients: f32, [those of experts](Self::with_expert_gradients_in_bf16) possibly bf16.
     pub gradients_bytes: u64,
     /// The two f32 moments of AdamW.
     pub optimizer_bytes: u64,
@@ -188,6 +195,12 @@ impl TrainingMemory {
             optimizer_bytes: parameters * 8,
             activations_bytes: (kept * tokens) as u64,
         }
+    }
+
+    /// With gradients of routed experts in bf16 instead of f32.
+    #[must_use]
+    pub fn with_expert_gradients_in_bf16(self, config: &ModelConfig) -> Self {
+        Self { gradients_bytes: self.gradients_bytes - 2 * Parameters::of(config).experts()[0], ..self }
     }
 
     /// The sum.
@@ -223,7 +236,7 @@ fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: 
 #[must_use]
 pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape {
     let parameters = Parameters::of(config);
-    let experts = parameters.parts.iter().find(|part| part.name == EXPERTS).map_or((0, 0), |p| (p.total, p.active));
+    let [experts, active_experts] = parameters.experts();
     let num_moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
     let whole = |split: TensorSplit| {
         let is_whole = |name: &str| !is_of_experts(name) && split.of(name).cut.is_none();
@@ -239,9 +252,9 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
         num_moe_layers,
         num_experts: config.num_experts,
         top_k: config.top_k,
-        expert_params: experts.0 / (config.num_experts * num_moe_layers).max(1) as u64,
-        dense_params: parameters.total() - experts.0,
-        dense_flops: forward_flops_per_token(config, seq_len) - 2.0 * experts.1 as f64,
+        expert_params: experts / (config.num_experts * num_moe_layers).max(1) as u64,
+        dense_params: parameters.total() - experts,
+        dense_flops: forward_flops_per_token(config, seq_len) - 2.0 * active_experts as f64,
         activation_bytes: TrainingMemory::of(config, 1, is_bf16, false).activations_bytes as f64,
     }
 }

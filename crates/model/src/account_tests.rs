@@ -153,6 +153,16 @@ fn checkpointing_keeps_less_and_bf16_keeps_less() {
     assert!(TrainingMemory::of(&config, 4096, true, false).activations_bytes < plain.activations_bytes);
 }
 
+#[test]
+fn gradients_of_experts_in_bf16_take_half_of_theirs() {
+    let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
+    let plain = TrainingMemory::of(&config, 4096, true, false);
+    let experts = Parameters::of(&config).experts()[0];
+    assert!(experts > 0);
+    let saved = plain.total_bytes() - plain.with_expert_gradients_in_bf16(&config).total_bytes();
+    assert_eq!(saved, 2 * experts);
+}
+
 /// A tree of 8 clusters of 8 experts, two of them open, costs 24 products of the model's width instead of 64.
 #[test]
 fn a_tree_of_clusters_is_counted_by_those_that_a_token_opens() {
