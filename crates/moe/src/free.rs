@@ -63,7 +63,8 @@ impl FreeChoices<'_> {
     pub(crate) fn forward(&self, y: &mut Tensor) {
         let d = self.x.cols();
         let k = self.routing.top_k();
-        for (choice, kind) in self.choices() {
+        // Nothing is looked at for those that give nothing: on a GPU that would bring the rows here.
+        for (choice, kind) in self.choices().filter(|(_, kind)| !matches!(kind, Free::Nothing)) {
             let range = choice / k * d..(choice / k + 1) * d;
             let (x, weight) = (&self.x.f32s()[range.clone()], self.routing.expert_weights()[choice]);
             let y = &mut y.f32s_mut()[range];

@@ -244,7 +244,7 @@ pub(crate) fn written_wide(ctx: &Context, x: &mut Tensor, is_read: bool, work: i
     if x.dtype() == DType::F32 {
         return work(x);
     }
-    let mut wide = if is_read { cast(ctx, x, DType::F32) } else { ctx.empty(x.shape(), DType::F32) };
+    let mut wide = if is_read { cast(ctx, x, DType::F32) } else { ctx.empty_there(x.shape(), DType::F32) };
     work(&mut wide);
     cast_into(ctx, &wide, x);
 }

@@ -131,7 +131,8 @@ impl Heads {
     fn clip(&self, ctx: &Context, x: &mut Tensor) -> Option<Tensor> {
         (self.clip > 0.0).then(|| {
             elementwise::clip_assign(ctx, x, self.clip);
-            x.copied(ctx.pool())
+            // Where it is: not by way of the host.
+            elementwise::cast(ctx, x, x.dtype())
         })
     }
 

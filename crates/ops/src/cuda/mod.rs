@@ -136,6 +136,13 @@ impl Backend {
         }
     }
 
+    /// Blocks that nothing uses come to an order in which a step that asks for the same as the one before gets the same.
+    fn settle(&self) {
+        if let Self::Nvidia(device) = self {
+            device.settle();
+        }
+    }
+
     fn meter(&self) -> &traffic::Meter {
         match self {
             Self::Nvidia(device) => device.meter(),
@@ -246,7 +253,9 @@ impl Gpu {
     /// Runs a step that comes again and again with the same operations, such as a token of decoding: its kernels go to the GPU
     /// together, from the second time on as one graph. The GPU begins when the step has been put together, or when it reads a result.
     pub fn repeated<R>(&self, step: impl FnOnce() -> R) -> R {
-        self.device.steps().begin();
+        if self.device.steps().begin() {
+            self.device.backend.settle();
+        }
         let collecting = Collecting(&self.device);
         let result = step();
         self.device.flush();
@@ -307,6 +316,15 @@ impl Gpu {
         match &self.device.backend {
             Backend::Nvidia(device) => device.name(),
             Backend::Emulated(device) => device.name(),
+        }
+    }
+
+    /// Bytes of the GPU's memory, of which other processes may have some; none of an emulation.
+    #[must_use]
+    pub fn memory_bytes(&self) -> Option<u64> {
+        match &self.device.backend {
+            Backend::Nvidia(device) => device.memory_bytes(),
+            Backend::Emulated(_) => None,
         }
     }
 
@@ -448,18 +466,18 @@ impl Gpu {
     }
 
     fn block(&self, bytes: usize) -> DeviceBlock {
-        let block = match &self.device.backend {
+        let block = self.allocated(|| match &self.device.backend {
             Backend::Nvidia(device) => device.block(bytes),
             Backend::Emulated(device) => Ok(device.block(bytes)),
-        };
+        });
         self.counted(block, bytes)
     }
 
     fn upload(&self, bytes: &[u8]) -> DeviceBlock {
-        let block = match &self.device.backend {
+        let block = self.allocated(|| match &self.device.backend {
             Backend::Nvidia(device) => device.upload(bytes),
             Backend::Emulated(device) => Ok(device.upload(bytes)),
-        };
+        });
         self.counted(block, bytes.len())
     }
 
@@ -474,12 +492,21 @@ impl Gpu {
     ) -> (Tensor, Option<Copied>) {
         let (block, copied) = match &self.device.backend {
             Backend::Nvidia(device) => match is_ahead.then(|| device.upload_ahead(bytes)) {
-                Some(Ok((block, copied))) => (self.counted(Ok(block), bytes.len()), Some(copied)),
-                _ => (self.counted(device.upload_to_stay(bytes), bytes.len()), None),
+                Some(Ok((block, copied))) => (self.counted(block, bytes.len()), Some(copied)),
+                _ => (self.counted(self.allocated(|| device.upload_to_stay(bytes)), bytes.len()), None),
             },
             Backend::Emulated(_) => (self.upload(bytes), None),
         };
         (Tensor::from_device(pool, shape, dtype, block), copied)
+    }
+
+    /// What `make` gives. Where there is no memory for it, what a step that is being collected keeps of blocks that were dropped makes way.
+    fn allocated<T>(&self, make: impl Fn() -> Result<T, GpuError>) -> T {
+        let again = |_| {
+            self.device.flush();
+            make()
+        };
+        make().or_else(again).unwrap_or_else(|error| panic_any(error))
     }
 
     /// The most shared memory that a block of a kernel may have, in bytes.
@@ -508,8 +535,7 @@ impl Gpu {
         self.device.flush();
     }
 
-    fn counted(&self, block: Result<DeviceBlock, GpuError>, bytes: usize) -> DeviceBlock {
-        let inner = block.unwrap_or_else(|error| panic_any(error));
+    fn counted(&self, inner: DeviceBlock, bytes: usize) -> DeviceBlock {
         self.device.held.fetch_add(bytes, Ordering::Relaxed);
         Box::new(Block { device: Arc::clone(&self.device), inner: Some(inner), bytes })
     }

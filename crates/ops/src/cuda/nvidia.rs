@@ -235,6 +235,16 @@ impl Nvidia {
         &self.shared.meter
     }
 
+    /// Bytes of memory, if the driver says so.
+    pub(super) fn memory_bytes(&self) -> Option<u64> {
+        self.shared.context.total_mem().ok().map(|bytes| bytes as u64)
+    }
+
+    /// A step begins: see [`Shared::settle`].
+    pub(super) fn settle(&self) {
+        self.shared.settle();
+    }
+
     pub(super) fn synchronize(&self) -> Result<(), GpuError> {
         self.shared.stream.synchronize().map_err(failed("waiting"))
     }

@@ -18,8 +18,9 @@ const MIN_NODES: usize = 8;
 /// Launches of which a graph has no more: between two graphs kernels do not overlap, and putting a hundred launches together takes the
 /// host as long as the GPU some ten of them.
 const MAX_NODES: usize = 96;
-/// Graphs that are kept at most: a step has one for each stretch between results that the host reads, and for so many launches.
-const MAX_GRAPHS: usize = 64;
+/// Graphs that are kept at most: a step has one for each stretch between results that the host reads, and for so many launches. Where
+/// experts have a room, each layer is a stretch; with fewer graphs than a step has stretches none would ever be used again.
+const MAX_GRAPHS: usize = 512;
 
 /// A launch that owns what it is made of.
 #[derive(Clone, PartialEq)]
@@ -90,12 +91,14 @@ pub(super) struct Steps {
 }
 
 impl Steps {
-    /// From here on launches are collected, until as many ends as beginnings have come.
-    pub(super) fn begin(&mut self) {
-        if self.depth == 0 {
+    /// From here on launches are collected, until as many ends as beginnings have come. Whether this is the first beginning.
+    pub(super) fn begin(&mut self) -> bool {
+        let is_first = self.depth == 0;
+        if is_first {
             self.place = 0;
         }
         self.depth += 1;
+        is_first
     }
 
     pub(super) fn end(&mut self) {

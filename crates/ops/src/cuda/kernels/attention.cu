@@ -101,7 +101,7 @@ DEVICE void forward(Values q, Values k, Values v, const f32* sinks, void* o, u32
     }
     if (r >= end) return;
     if (sinks) {
-        f32 sink = sinks[g * s.group() + r % s.group()], new_top = sink > top ? sink : top, fade = expf(top - new_top);
+        f32 sink = sinks[g * s.group() + s.head(r)], new_top = sink > top ? sink : top, fade = expf(top - new_top);
         total = total * fade + expf(sink - new_top);
         top = new_top;
         for (u32 i = 0; i < DIM / 4; i++) sums[i] *= fade;

@@ -14,12 +14,16 @@ template <u32 DIM> DEVICE u32 spot(u32 row, u32 chunk) { return row * DIM * 2 + 
 // Starts copying rows `first..` of a key head, or its keys; zeros from `limit` on, and from element `dim` on.
 template <u32 N, u32 DIM>
 DEVICE void copy_part(unsigned char* to, const bf16* from, const Sizes& s, u32 g, u32 first, u32 limit, u32 dim, bool is_keys) {
-    for (u32 i = threadIdx.x; i < N * (DIM / 8); i += THREADS) {
-        u32 row = i / (DIM / 8), chunk = i % (DIM / 8), place = first + row;
+    static_assert(N * (DIM / 8) % THREADS == 0, "each thread copies as much");
+    // Keys lie equally far from each other.
+    const bf16* first_key = from + s.key_place(blockIdx.z, g, first) * dim;
+    u32 from_key_to_key = s.kv_heads * dim;
+#pragma unroll 2
+    for (u32 n = 0; n < N * (DIM / 8) / THREADS; n++) {
+        u32 i = threadIdx.x + n * THREADS, row = i / (DIM / 8), chunk = i % (DIM / 8), place = first + row;
         bool is_there = place < limit && chunk * 8 < dim;
-        u64 at = 0;
-        if (is_there) at = (is_keys ? s.key_place(blockIdx.z, g, place) : s.place(blockIdx.z, g, place)) * dim + chunk * 8;
-        copy_async(to + spot<DIM>(row, chunk), from + at, is_there);
+        const bf16* at = is_keys ? first_key + row * from_key_to_key : from + s.place(blockIdx.z, g, place) * dim;
+        copy_async(to + spot<DIM>(row, chunk), is_there ? at + chunk * 8 : from, is_there);
     }
 }
 template <u32 N, u32 DIM> DEVICE void copy_rows(unsigned char* to, const bf16* from, const Sizes& s, u32 first, u32 dim) {
@@ -133,15 +137,27 @@ template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2
     }
 }
 
-// Scales scores of a block's rows from `first` for keys from `key` on to powers of two; keys that a row does not see count as nothing.
-template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Sizes& s, u32 first, u32 end, u32 key) {
-    bool is_whole = sees_all(s, first, end, key, 8 * N);
+// The keys that a thread's two rows see: from `first` to `last`.
+struct Seen {
+    u32 first[2], last[2];
+    DEVICE_MEMBER void begin(const Sizes& s, u32 first_row) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u32 to = s.last_key(first_row + row_of(half * 2));
+            first[half] = s.first_before(to);
+            last[half] = min(to, s.kv_len - 1);
+        }
+    }
+    DEVICE_MEMBER bool has(u32 i, u32 key) const { return key <= last[i / 2] && key >= first[i / 2]; }
+};
+
+// Scales scores for keys from `key` on to powers of two; keys that a row does not see count as nothing. `is_whole`: rows see them all.
+template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Sizes& s, const Seen& seen, bool is_whole, u32 key) {
 #pragma unroll
     for (u32 j = 0; j < N; j++)
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
-            u32 r = first + row_of(i), column = key + j * 8 + column_of(i);
-            bool is_seen = is_whole || (column < s.kv_len && s.sees(r, column));
+            bool is_seen = is_whole || seen.has(i, key + j * 8 + column_of(i));
             scores[j][i] = is_seen ? scores[j][i] * (s.scale * LOG2_E) : bits_float(0xff800000u);
         }
 }
@@ -179,20 +195,26 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sink
     copy_rows<OWN, DIM>(q_tile, q, s, first, s.head_dim);
     copy(low);
     f32 sums[DIM / 8][4] = {}, top[2] = {bits_float(0xff800000u), bits_float(0xff800000u)}, total[2] = {};
+    Seen seen;
+    seen.begin(s, first);
+    // With few queries, as in decoding, some warps have no rows.
+    bool has_rows = first + warp_row < end;
     for (u32 key = low; key < high; key += KEYS) {
         copy(key + KEYS);
         copy_wait<1>();
         __syncthreads();
-        const unsigned char* k_tile = tiles + key / KEYS % 2 * 2 * BYTES;
-        f32 scores[KEYS / 8][4] = {}, fade[2];
-        multiply_across<DIM>(scores, q_tile, warp_row, k_tile);
-        see(scores, s, first, end, key);
-        take_exponentials(scores, top, total, fade);
+        if (has_rows) {
+            const unsigned char* k_tile = tiles + key / KEYS % 2 * 2 * BYTES;
+            f32 scores[KEYS / 8][4] = {}, fade[2];
+            multiply_across<DIM>(scores, q_tile, warp_row, k_tile);
+            see(scores, s, seen, sees_all(s, first, end, key, KEYS), key);
+            take_exponentials(scores, top, total, fade);
 #pragma unroll
-        for (u32 d = 0; d < DIM / 8; d++)
+            for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) sums[d][i] *= fade[i / 2];
-        multiply_down<DIM>(sums, scores, k_tile + BYTES);
+                for (u32 i = 0; i < 4; i++) sums[d][i] *= fade[i / 2];
+            multiply_down<DIM>(sums, scores, k_tile + BYTES);
+        }
         __syncthreads();
     }
     copy_wait<0>();
@@ -211,7 +233,7 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sink
             continue;
         }
         f32 factor = 1.0f;
-        if (sinks) factor = add_sink(sinks[g * s.group() + r % s.group()], top[half], total[half]);
+        if (sinks) factor = add_sink(sinks[g * s.group() + s.head(r)], top[half], total[half]);
         factor /= total[half];
         u64 to = s.place(blockIdx.z, g, r) * s.value_dim;
 #pragma unroll
@@ -223,29 +245,42 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sink
     }
 }
 
-// Joins the parts of row blockIdx.x of a key head, in their order; a block of one warp a row.
+// Joins the parts of row blockIdx.x of a key head, in an order that is always the same; a block of one warp a row. A lane has every 32nd
+// part's largest score and sum, and every 32nd column of the sums.
 KERNEL(32) attention_tensor_join(f32* data, u32 count, const f32* sinks, bf16* o, f32* lse, SIZES) {
+    const u32 MOST_COLUMNS = 8;
     Sizes s = THE_SIZES;
     Parts parts = {data, count, 0};
     u32 r = blockIdx.x, g = blockIdx.y, lane = threadIdx.x, dim = s.value_dim;
     f32 top = bits_float(0xff800000u), total = 0.0f;
-    for (u32 i = 0; i < count; i++) {
+    for (u32 i = lane; i < count; i += 32) {
         f32 other = parts.of(s, r, i)[dim];
         top = other > top || other != other ? other : top;
     }
-    f32 joined = top;
-    for (u32 i = 0; i < count; i++) total += power_of_two(parts.of(s, r, i)[dim] - joined) * parts.of(s, r, i)[dim + 1];
-    f32 factor = sinks ? add_sink(sinks[g * s.group() + r % s.group()], top, total) : 1.0f;
+    top = warp_max(top);
+    f32 joined = top, sums[MOST_COLUMNS] = {};
+    for (u32 i = 0; i < count; i += 32) {
+        f32 weight = 0.0f;
+        if (i + lane < count) {
+            const f32* part = parts.of(s, r, i + lane);
+            weight = power_of_two(part[dim] - joined);
+            total += weight * part[dim + 1];
+        }
+        for (u32 from = 0; from < min(count - i, 32u); from++) {
+            const f32* part = parts.of(s, r, i + from);
+            f32 of_part = from_lane(weight, (int)from);
+#pragma unroll
+            for (u32 c = 0; c < MOST_COLUMNS; c++)
+                if (lane + 32 * c < dim) sums[c] = fmaf(of_part, part[lane + 32 * c], sums[c]);
+        }
+    }
+    total = warp_sum(total);
+    f32 factor = sinks ? add_sink(sinks[g * s.group() + s.head(r)], top, total) : 1.0f;
     factor /= total;
     u64 to = s.place(blockIdx.z, g, r) * dim;
-    for (u32 column = lane; column < dim; column += 32) {
-        f32 sum = 0.0f;
-        for (u32 i = 0; i < count; i++) {
-            const f32* part = parts.of(s, r, i);
-            sum = fmaf(power_of_two(part[dim] - joined), part[column], sum);
-        }
-        store(o[to + column], sum * factor);
-    }
+#pragma unroll
+    for (u32 c = 0; c < MOST_COLUMNS; c++)
+        if (lane + 32 * c < dim) store(o[to + lane + 32 * c], sums[c] * factor);
     if (lane == 0) lse[s.lse_place(blockIdx.z, g, r)] = top * LN_2 + logf(total);
 }
 
@@ -287,6 +322,8 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
         own_lse[half] = r < end ? lse[s.lse_place(blockIdx.z, g, r)] : 0.0f;
         own_delta[half] = r < end ? delta[s.lse_place(blockIdx.z, g, r)] : 0.0f;
     }
+    Seen seen;
+    seen.begin(s, first);
     for (u32 key = low; key < high; key += KEYS_BACK) {
         copy(key + KEYS_BACK);
         copy_wait<1>();
@@ -300,8 +337,7 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
         for (u32 j = 0; j < KEYS_BACK / 8; j++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                u32 r = first + row_of(i), column = key + j * 8 + column_of(i);
-                bool is_seen = r < end && (is_whole || (column < s.kv_len && s.sees(r, column)));
+                bool is_seen = first + row_of(i) < end && (is_whole || seen.has(i, key + j * 8 + column_of(i)));
                 slopes[j][i] = is_seen ? weight(s, scores[j][i], own_lse[i / 2]) * (slopes[j][i] - own_delta[i / 2]) : 0.0f;
             }
         multiply_down<DIM>(sums, slopes, k_tile);
@@ -320,6 +356,7 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
                           f32* dv, const Sizes& s) {
     SHARED(shared);
     __shared__ f32 log_sums[2][ROWS_BACK], deltas[2][ROWS_BACK];
+    __shared__ u32 last_keys[2][ROWS_BACK];
     const u32 BYTES = ROWS_BACK * DIM * 2;
     u32 g = blockIdx.y, first = blockIdx.x * OWN, warp_row = threadIdx.x / 32 * 16;
     unsigned char *k_tile = shared, *v_tile = shared + OWN * DIM * 2, *tiles = v_tile + OWN * DIM * 2;
@@ -333,8 +370,10 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
             copy_rows<ROWS_BACK, DIM>(to + BYTES, d_o, s, start, s.value_dim);
             u32 r = start + threadIdx.x;
             if (threadIdx.x < ROWS_BACK) {
-                log_sums[step % 2][threadIdx.x] = r < high ? lse[s.lse_place(blockIdx.z, g, r)] : 0.0f;
-                deltas[step % 2][threadIdx.x] = r < high ? delta[s.lse_place(blockIdx.z, g, r)] : 0.0f;
+                u64 at = s.lse_place(blockIdx.z, g, r);
+                log_sums[step % 2][threadIdx.x] = r < high ? lse[at] : 0.0f;
+                deltas[step % 2][threadIdx.x] = r < high ? delta[at] : 0.0f;
+                last_keys[step % 2][threadIdx.x] = s.last_key(r);
             }
         }
         copy_commit();
@@ -356,8 +395,9 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
         for (u32 j = 0; j < ROWS_BACK / 8; j++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                u32 inside = j * 8 + column_of(i), r = start + inside, key = first + row_of(i);
-                bool is_seen = is_whole || (r < high && key < s.kv_len && s.sees(r, key));
+                u32 inside = j * 8 + column_of(i), last = last_keys[step % 2][inside], key = first + row_of(i);
+                bool sees = key <= last && key >= s.first_before(last);
+                bool is_seen = is_whole || (start + inside < high && key < s.kv_len && sees);
                 f32 p = is_seen ? weight(s, scores[j][i], log_sums[step % 2][inside]) : 0.0f;
                 scores[j][i] = p;
                 slopes[j][i] = is_seen ? p * (slopes[j][i] - deltas[step % 2][inside]) : 0.0f;

@@ -192,11 +192,13 @@ DEVICE void decode_any(u32 type, f32 (&w)[8], const u8* row, u32 k) {
 }
 
 // to [groups, rows, width] = the nearest bf16 numbers to blocks; groups that no row is multiplied with are left alone. A block of threads
-// has a row of a group; `offsets` may be null. If they are `listed`, `blocks` are addresses of each group's.
-KERNEL(256) blocks_to_bf16(const u8* blocks, bf16* to, const u32* offsets, u32 type, u32 rows, u32 width, u32 row_bytes, u32 listed) {
-    u32 group = blockIdx.y;
+// has a row of a group; `offsets` may be null. With `listed`, which names groups, `to` has these alone, and `blocks` are the addresses of
+// all groups'.
+KERNEL(256) blocks_to_bf16(const u8* blocks, bf16* to, const u32* offsets, u32 type, u32 rows, u32 width, u32 row_bytes,
+                           const u32* listed) {
+    u32 group = listed ? listed[blockIdx.y] : blockIdx.y;
     if (offsets && offsets[group] == offsets[group + 1]) return;
-    u64 row = (u64)group * rows + blockIdx.x;
+    u64 row = (u64)blockIdx.y * rows + blockIdx.x;
     const u8* from = listed ? ((const u8* const*)blocks)[group] + (u64)blockIdx.x * row_bytes : blocks + row * row_bytes;
     for (u32 k = threadIdx.x * 8; k < width; k += 256 * 8) {
         f32 w[8];

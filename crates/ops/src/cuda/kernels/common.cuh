@@ -199,15 +199,20 @@ DEVICE u32 ordered(f32 x) {
     return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
 }
 
+// The sum of `own` over the lanes up to this one.
+template <typename T> DEVICE T warp_sum_up_to(T own) {
+    for (int delta = 1; delta < 32; delta *= 2) {
+        T other = from_lane_below(own, delta);
+        if (threadIdx.x % 32 >= (u32)delta) own += other;
+    }
+    return own;
+}
+
 // The sum of `own` over the threads of a block of whole warps that come before this one; `all` is that over all.
 template <typename T> DEVICE T sum_below(T own, T& all) {
     __shared__ T warps[32];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    T sum = own, below = 0;
-    for (int delta = 1; delta < 32; delta *= 2) {
-        T other = from_lane_below(sum, delta);
-        if (lane >= (u32)delta) sum += other;
-    }
+    T sum = warp_sum_up_to(own), below = 0;
     if (lane == 31) warps[warp] = sum;
     __syncthreads();
     all = 0;

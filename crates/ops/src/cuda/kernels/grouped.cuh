@@ -471,7 +471,8 @@ DEVICE Problem rows_problem(const Rows& r, u32 index, u32 column) {
     p.a = Operand{r.a, r.gather, tile[1], r.a_stride, r.a_bf16};
     p.b = r.b_listed ? Operand{((const void* const*)r.b)[tile[0]], nullptr, 0, r.b_stride, r.b_bf16}
                      : Operand{r.b, nullptr, (u64)tile[0] * r.group_rows, r.b_stride, r.b_bf16};
-    is_global(p.b.data);
+    // A tile without rows may name a matrix that is not there.
+    if (tile[2]) is_global(p.b.data);
     p.rows = tile[2];
     p.columns = r.columns;
     p.depth = r.depth;

@@ -58,12 +58,14 @@ DEVICE void multiply_tiles(const RowTiles& tiles, const Scales& scales, const Ri
         TileScales<IS_PAIRED> of_tile;
         of_tile.begin(p, scales);
         StepScales<IS_PAIRED> step = of_tile.at(0);
-        f32 sums[64] = {}, products[64];
+        f32 sums[64] = {}, products[64] = {};
         ask_ahead(p, epilogue, warp * 16, 16, Narrow::COLUMNS);
         for (u32 k = 0; k < scales.depths; k++) {
             const unsigned char* a = shared + count % Narrow::STAGES * Narrow::STAGE_BYTES + warp / 4 * A_GROUP;
             const unsigned char* b = shared + count % Narrow::STAGES * Narrow::STAGE_BYTES + A_BYTES;
             ring.wait_full(count);
+            // What was read of the last step's products was read before the fence.
+            wgmma_sums_are_there(products);
             wgmma_begin();
             wgmma_e4m3<false>(products, descriptor(a, 1024, 16), descriptor(b, 1024, 16));
 #pragma unroll

@@ -33,6 +33,8 @@ DEVICE void multiply_tiles(const Tiles& tiles, const Ring<Wide>& ring, unsigned 
         Problem p;
         if (!tiles.problem(index, p)) continue;
         f32 sums[128] = {};
+        // Zeros before the first fence, not behind it.
+        wgmma_sums_are_there(sums);
         ask_ahead(p, epilogue, warp * 16, 16, Wide::COLUMNS);
         for (u32 k = 0; k < p.depth; k += DEPTH) {
             const unsigned char* a = shared + count % Wide::STAGES * Wide::STAGE_BYTES + warp / 4 * A_GROUP;

@@ -8,13 +8,12 @@
 
 const u32 TILE_ROWS = 128, DEPTH = 64;
 const u32 COPIERS = 128, MULTIPLYING_WARPS = 8, A_BYTES = TILE_ROWS * DEPTH * 2;
-// Stages whose copies may be under way, and which are thus not said to be full yet: the oldest of them is when this many are, before
-// there is room for the next. The products of a stage end one stage later at most, so of four stages two may be waited for here.
-const u32 LAG = 2;
-
 // Columns of a tile, and stages of the ring.
 template <u32 TILE_COLUMNS, u32 RING_STAGES> struct Tiling {
     static const u32 COLUMNS = TILE_COLUMNS, STAGES = RING_STAGES, STAGE_BYTES = A_BYTES + COLUMNS * DEPTH * 2;
+    // Stages whose copies may be under way, and which are thus not said to be full yet: the oldest of them is when this many are, before
+    // there is room for the next. The products of a stage end one stage later at most.
+    static const u32 LAG = STAGES - 2;
     static const u32 OWN_AT = STAGES * STAGE_BYTES, BARRIERS_AT = OWN_AT + MULTIPLYING_WARPS * OWN_BYTES;
 };
 
@@ -157,8 +156,8 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
             // The next step's rows are on their way while this one's are copied.
             Named<A_MAJOR, B_MAJOR> next = named;
             next.step(p, k + DEPTH);
-            if (count - said == LAG) {
-                copy_wait<LAG - 1>();
+            if (count - said == T::LAG) {
+                copy_wait<T::LAG - 1>();
                 say_full(ring, said++);
             }
             ring.wait_empty(count);

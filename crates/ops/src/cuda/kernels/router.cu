@@ -226,7 +226,7 @@ KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u
     write_tiles(offsets, tiles, groups, height, num_tiles);
 }
 
-const u32 MAX_FEW_CHOICES = 1024, MAX_EXPERTS = 1024;
+const u32 MAX_FEW_CHOICES = 512, MAX_EXPERTS = 1024;
 
 // All of this at once for few choices, each of which has a row, by one block, with the tiles that the rows are cut into.
 struct FewChoices {

@@ -86,13 +86,34 @@ struct Kept {
     const Logits& logits;
     Cut cut;
     u64 least;
-    // `ties` counts the tokens of the cut's key before and including this one.
-    DEVICE_MEMBER u64 weight(u32 id, u64& ties) const {
+    // Whether it is one of the likeliest that the cut leaves some of.
+    DEVICE_MEMBER bool is_tied(u32 id) const { return cut.key != 0 && key_of(logits.values[id]) == cut.key; }
+    // `ties` tied tokens come before this one.
+    DEVICE_MEMBER u64 weight(u32 id, u64 ties) const {
         u32 key = key_of(logits.values[id]);
-        if (key == 0 || key < cut.key) return 0;
-        if (key == cut.key && ties++ >= cut.ties) return 0;
+        if (key == 0 || key < cut.key || (is_tied(id) && ties >= cut.ties)) return 0;
         u64 weight = logits.weight(id);
         return weight >= least ? weight : 0;
+    }
+};
+
+// A warp's tokens, which follow those of the warp before: lanes have every 32nd, so that what a warp reads lies together.
+struct WarpTokens {
+    u32 first, end;
+    DEVICE_MEMBER u32 own_ties(const Kept& kept) const {
+        u32 ties = 0;
+        for (u32 id = first + threadIdx.x % 32; id < end; id += 32) ties += kept.is_tied(id);
+        return ties;
+    }
+    // Calls `take(id, weight)` with every lane's of 32 at a time, id >= end beyond the last, until it says that it has enough. `ties` are
+    // those before the warp's first token.
+    template <typename Take> DEVICE_MEMBER void weigh(const Kept& kept, u64 ties, Take take) const {
+        for (u32 at = first; at < end; at += 32) {
+            u32 id = at + threadIdx.x % 32, tied = lanes_where(id < end && kept.is_tied(id));
+            u64 weight = id < end ? kept.weight(id, ties + __popc(tied & ((1u << threadIdx.x % 32) - 1))) : 0;
+            ties += __popc(tied);
+            if (take(id, weight)) return;
+        }
     }
 };
 
@@ -126,18 +147,17 @@ KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k
     Logits logits = {values, count, temperature, values[likeliest]};
     Kept kept = {logits, Cut{0, 0}, (u64)(min_p * 1099511627776.0f)};
     if (top_k > 0 && top_k < possible) kept.cut = cut_at(logits, top_k, [](u32) { return (u64)1; });
-    // A thread's ids follow one another.
-    u32 share = (count + DRAWING_THREADS - 1) / DRAWING_THREADS, first = min(threadIdx.x * share, count), end = min(first + share, count);
+    u32 share = (count + DRAWING_WARPS - 1) / DRAWING_WARPS, first = min(threadIdx.x / 32 * share, count);
+    WarpTokens tokens = {first, min(first + share, count)};
     for (u32 pass = top_p < 1.0f ? 0 : 1; pass < 2; pass++) {
-        u64 own = 0, sum = 0, ties = 0;
-        for (u32 id = first; id < end; id++) own += key_of(values[id]) == kept.cut.key;
-        u64 before = sum_below(own, ties);
+        u64 sum = 0, ties = 0;
+        u64 before = from_lane(sum_below((u64)tokens.own_ties(kept), ties), 0);
         u64 least = kept.least;
         // The nucleus is one of all weights that are left; the least likely are taken away after it.
         if (pass == 0) kept.least = 0;
-        own = before;
-        for (u32 id = first; id < end; id++) sum += kept.weight(id, own);
-        u64 start = sum_below(sum, total);
+        tokens.weigh(kept, before, [&](u32, u64 weight) { sum += weight; return false; });
+        // Where the warp's weights begin.
+        u64 start = from_lane(sum_below(sum, total), 0);
         kept.least = least;
         if (pass == 0) {
             u64 enough = (u64)((double)top_p * (double)total);
@@ -145,15 +165,13 @@ KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k
             continue;
         }
         u64 place = (u64)((double)drawn * (double)total);
-        if (place < start || place >= start + sum) continue;
-        own = before;
-        for (u32 id = first; id < end; id++) {
-            u64 weight = kept.weight(id, own);
-            if (place < start + weight) {
-                result[0] = id;
-                break;
-            }
-            start += weight;
-        }
+        if (place < start || place >= start + warp_sum(sum)) continue;
+        tokens.weigh(kept, before, [&](u32 id, u64 weight) {
+            u64 up_to = start + warp_sum_up_to(weight);
+            u32 beyond = lanes_where(place < up_to);
+            if (beyond != 0 && (u32)__ffs((int)beyond) - 1 == threadIdx.x % 32) result[0] = id;
+            start = from_lane(up_to, 31);
+            return beyond != 0;
+        });
     }
 }

@@ -54,6 +54,12 @@ impl Shared {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Brings what nothing uses into an order that does not depend on what was freed first: a step that asks for the same blocks as the one
+    /// before gets the same addresses.
+    pub(super) fn settle(&self) {
+        self.free().by_size.values_mut().for_each(|blocks| blocks.sort_unstable());
+    }
+
     /// Gives back to the driver what nothing uses.
     fn give_back(&self) {
         let blocks: Vec<_> = self.free().by_size.drain().flat_map(|(_, blocks)| blocks).collect();

@@ -4,6 +4,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::grouped::Apart;
 use super::{On, THREADS};
 use crate::cuda::sources::BLOCKS;
 use crate::cuda::{Arg, Launch};
@@ -48,23 +49,25 @@ pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
 }
 
 /// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in
-/// their place is unspecified. Where there are `addresses`, each group's blocks are at its own.
-pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, addresses: Option<&Tensor>) -> Tensor {
+/// their place is unspecified. Of matrices that are `apart` there are those alone, one behind the other.
+pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apart: Option<Apart<'_>>) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
     let rows = blocks.len() / (groups * width).max(1);
-    let mut y = on.empty(blocks.shape(), DType::BF16);
+    let count = apart.map_or(groups, |apart| apart.groups.len());
+    let mut y = on.empty(&[count, rows, width], DType::BF16);
+    let names = apart.map(|apart| on.u32s(apart.groups));
     let args = [
-        on.read(addresses.unwrap_or(blocks)),
+        on.read(apart.map_or(blocks, |apart| apart.addresses)),
         on.write(&mut y),
         on.read_or_none(offsets),
         code(dtype).into(),
         rows.into(),
         width.into(),
         row_bytes(dtype, width).into(),
-        addresses.is_some().into(),
+        on.read_or_none(names.as_ref()),
     ];
-    let grid = [rows, groups, 1];
+    let grid = [rows, count, 1];
     let launch = Launch { source: &BLOCKS, kernel: "blocks_to_bf16", grid, threads: THREADS, shared: 0, args: &args };
     // SAFETY: a block reads its row of the blocks and writes that of `y`.
     unsafe { on.gpu.launch(&launch) };

@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
-use super::grouped::{DepthsProduct, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
+use super::grouped::{Apart, DepthsProduct, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
 use super::{Listed, On, THREADS, WARPS, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
@@ -76,6 +76,8 @@ struct Part {
     offsets: Vec<u32>,
     /// Those of them that have rows; of all parts that are not in a room there is one.
     experts: Option<Vec<usize>>,
+    /// Whether another part comes before it.
+    is_later: bool,
 }
 
 /// The same with its matrices at hand.
@@ -83,6 +85,8 @@ struct Part {
 struct PartThere {
     offsets: Option<Tensor>,
     addresses: Option<[Tensor; 2]>,
+    /// Whose matrices have addresses.
+    experts: Vec<u32>,
     tiles: ListedTiles,
 }
 
@@ -95,7 +99,7 @@ impl Part {
         let part = |experts: &[usize]| {
             let (first, last) = (offsets[experts[0]], offsets[experts[experts.len() - 1] + 1]);
             let offsets = offsets.iter().map(|&offset| offset.clamp(first, last)).collect();
-            Self { offsets, experts: Some(experts.to_vec()) }
+            Self { offsets, experts: Some(experts.to_vec()), is_later: experts[0] != used[0] }
         };
         used.chunks(room.capacity(weights.stacks(num_experts))).map(part).collect()
     }
@@ -104,14 +108,21 @@ impl Part {
     fn come(self, on: On<'_>, weights: ExpertWeights<'_>) -> PartThere {
         let Some((room, experts)) = on.gpu.room().zip(self.experts) else { return PartThere::default() };
         let stacks = weights.stacks(self.offsets.len() - 1);
+        if self.is_later {
+            // The part before makes way, which it does not while launches that use it are collected.
+            on.gpu.flush();
+        }
         let addresses = room.take(on.gpu, on.ctx.pool(), stacks, &experts).map(|addresses| on.u32s(&addresses));
-        PartThere { offsets: Some(on.u32s(&self.offsets)), addresses: Some(addresses), ..PartThere::default() }
+        let experts = experts.iter().map(|&expert| expert as u32).collect();
+        let offsets = Some(on.u32s(&self.offsets));
+        PartThere { offsets, addresses: Some(addresses), experts, ..PartThere::default() }
     }
 }
 
 impl PartThere {
-    fn addresses(&self, stack: usize) -> Option<&Tensor> {
-        self.addresses.as_ref().map(|addresses| &addresses[stack])
+    /// The matrices of a stack, if they are not all there.
+    fn apart(&self, stack: usize) -> Option<Apart<'_>> {
+        self.addresses.as_ref().map(|addresses| Apart { addresses: &addresses[stack], groups: &self.experts })
     }
 
     /// The kernel that is taken does not depend on how many parts there are.
@@ -234,7 +245,7 @@ pub(crate) fn forward(
             a: &of_x.data,
             gather: Some(map.tokens.tensor()),
             b: &gate_up.data,
-            addresses: part.addresses(0),
+            apart: part.apart(0),
             group_rows: inputs * f,
             columns: f,
             depth: d,
@@ -258,7 +269,7 @@ pub(crate) fn forward(
             a: &a.data,
             gather: None,
             b: &down.data,
-            addresses: part.addresses(1),
+            apart: part.apart(1),
             group_rows: d,
             columns: d,
             depth: f,
@@ -409,7 +420,7 @@ pub(crate) fn backward(
         a: &of_dy.data,
         gather: Some(map.tokens.tensor()),
         b: &down.data,
-        addresses: None,
+        apart: None,
         group_rows: if form == Form::Nt { f } else { d },
         columns: f,
         depth: d,

@@ -114,6 +114,28 @@ fn in_one_dimension(tiles: [usize; 3], processors: usize) -> [usize; 3] {
     [tiles.iter().product::<usize>().min(processors), 1, 1]
 }
 
+/// Matrices that are not in one stack.
+#[derive(Clone, Copy)]
+pub(super) struct Apart<'a> {
+    /// `[E]` of 64 bits, as pairs of 32: where each group's is.
+    pub(super) addresses: &'a Tensor,
+    /// The groups that have one.
+    pub(super) groups: &'a [u32],
+}
+
+impl Apart<'_> {
+    /// The addresses of these groups' matrices where a stack has them alone, one behind the other.
+    fn in_stack(self, on: On<'_>, stack: &Tensor) -> Tensor {
+        let mut addresses = vec![0; self.addresses.len()];
+        let bytes = stack.num_bytes() / self.groups.len().max(1);
+        for (place, &group) in self.groups.iter().enumerate() {
+            let address = on.gpu.address(stack) + (place * bytes) as u64;
+            addresses[2 * group as usize..][..2].copy_from_slice(&[address as u32, (address >> 32) as u32]);
+        }
+        on.u32s(&addresses)
+    }
+}
+
 /// Products of rows: `A B_g^T` ([`Form::Nt`]) or `A B_g` ([`Form::Nn`]) for the rows of each group g.
 pub(super) struct RowsProduct<'a> {
     pub(super) form: Form,
@@ -123,8 +145,8 @@ pub(super) struct RowsProduct<'a> {
     pub(super) gather: Option<&'a Tensor>,
     /// The matrices, `group_rows` rows each.
     pub(super) b: &'a Tensor,
-    /// `[E]` of 64 bits: where each group's matrix is, if not in `b`, whose type and sizes they have.
-    pub(super) addresses: Option<&'a Tensor>,
+    /// The groups' matrices, if they are not in `b`, whose type and sizes they have.
+    pub(super) apart: Option<Apart<'a>>,
     pub(super) group_rows: usize,
     /// Rows of B (nt) or columns (nn) that are multiplied with; with pairs the first of each pair.
     pub(super) columns: usize,
@@ -272,9 +294,11 @@ impl RowsProduct<'_> {
             Groups::One { .. } => None,
             Groups::Many { offsets, .. } => Some(offsets),
         };
-        let b = &blocks::to_bf16(on, self.b, offsets, self.addresses);
+        let b = &blocks::to_bf16(on, self.b, offsets, self.apart);
+        let addresses = self.apart.map(|apart| apart.in_stack(on, b));
+        let apart = self.apart.zip(addresses.as_ref()).map(|(apart, addresses)| Apart { addresses, ..apart });
         // SAFETY: the caller's promise.
-        unsafe { RowsProduct { b, addresses: None, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
+        unsafe { RowsProduct { b, apart, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
     }
 
     /// Whether the kernel of few rows multiplies with blocks as they lie. Groups of more rows than it takes at once read their blocks
@@ -309,7 +333,7 @@ impl RowsProduct<'_> {
         let mut args = vec![
             on.read(a),
             on.read_or_none(self.gather),
-            on.read(self.addresses.unwrap_or(self.b)),
+            on.read(self.apart.map_or(self.b, |apart| apart.addresses)),
             on.read(&tiles),
             is_bf16(a),
             is_bf16(self.b),
@@ -319,7 +343,7 @@ impl RowsProduct<'_> {
             self.columns.into(),
             depth.into(),
             self.pair.unwrap_or(0).into(),
-            self.addresses.is_some().into(),
+            self.apart.is_some().into(),
         ];
         args.extend_from_slice(&epilogue.args);
         args.extend(kernel.last_arg(self.compute, grid[1]));
@@ -336,7 +360,7 @@ impl RowsProduct<'_> {
     /// The map of B for tensor copies of Hopper's kernels, in the GPU's memory: boxes of a tile's columns, or of a pair's half of them,
     /// where rows lie along the depth, and of a stage's depth where they lie across it.
     fn b_map(&self, on: On<'_>, b_stride: usize) -> Option<Tensor> {
-        if self.addresses.is_some() {
+        if self.apart.is_some() {
             return None;
         }
         let (rows, count) = match (self.groups, self.form) {
@@ -369,8 +393,7 @@ impl RowsProduct<'_> {
     /// Whether NVIDIA's library took the product, one of plain matrices for tensor cores.
     fn is_taken(&self, on: On<'_>, y: &mut Tensor, base: Option<&Tensor>) -> bool {
         let Groups::One { rows } = self.groups else { return false };
-        let is_plain =
-            self.gather.is_none() && self.addresses.is_none() && self.pair.is_none() && self.scales.is_none();
+        let is_plain = self.gather.is_none() && self.apart.is_none() && self.pair.is_none() && self.scales.is_none();
         if !is_plain || !on.gpu.takes_dense() || !self.kernel(on).uses_tensor_cores() {
             return false;
         }

@@ -37,7 +37,7 @@ fn product<'a>(
         a,
         gather: (form == Form::Nt).then_some(map.tokens.tensor()),
         b,
-        addresses: None,
+        apart: None,
         group_rows,
         columns,
         depth,

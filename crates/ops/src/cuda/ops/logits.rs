@@ -55,7 +55,7 @@ fn product<'a>(
         a,
         gather: None,
         b,
-        addresses: None,
+        apart: None,
         group_rows: 0,
         columns,
         depth,

@@ -23,7 +23,7 @@ const SUMMED_CHOICES: usize = 512;
 /// Tokens of a block of the sort.
 const SORT_TOKENS: usize = 256;
 /// Choices that one block sorts.
-const MAX_FEW_CHOICES: usize = 1024;
+const MAX_FEW_CHOICES: usize = 512;
 /// With more experts the sort's counts do not fit into a block's shared memory.
 const MAX_SORTED_EXPERTS: usize = 1024;
 
