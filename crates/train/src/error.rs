@@ -120,6 +120,19 @@ pub enum TrainError {
         /// Bytes that the machine has.
         machine_bytes: u64,
     },
+    /// What a GPU keeps of the model and its training state does not fit in its memory.
+    #[error(
+        "training needs about {} MB of the GPU's memory for weights, gradients and what the optimizer keeps there, and it has {} MB: \
+         train.offload_optimizer = true or a smaller model.width, model.num_layers or model.num_experts may fit",
+        needed_bytes / 1_000_000,
+        gpu_bytes / 1_000_000
+    )]
+    GpuMemory {
+        /// Bytes of what is kept there.
+        needed_bytes: u64,
+        /// Bytes that the GPU has.
+        gpu_bytes: u64,
+    },
     /// Too many steps in a row had a loss or gradient that is not finite.
     #[error(
         "step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite (train.max_bad_steps); \

@@ -3,8 +3,8 @@
 use moeworks_model::Tokenizer;
 use moeworks_model::account::shape;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::GpuError;
-use moeworks_plan::{Tokens, Workload, rank_memory};
+use moeworks_ops::cuda::{Gpu, GpuError};
+use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
 use crate::config::{ConfigError, GradientType, Precision, RunConfig, ScheduleKind};
 use crate::error::TrainError;
@@ -29,22 +29,45 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
     Ok(given)
 }
 
-/// Refuses a model whose training state cannot fit, before the system ends the program for it. Activations are not counted:
+/// Refuses a model whose training state cannot fit, before the system or the driver ends the program for it. Activations are not counted:
 /// they are an estimate, and checkpointing bounds them.
-pub(crate) fn check_memory(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
+pub(crate) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
+    let of_rank = state_of_rank(config);
+    let needed_bytes = (of_rank.state() * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64;
+    if let Some(machine_bytes) = machine_bytes().filter(|&machine_bytes| needed_bytes > machine_bytes) {
+        return Err(TrainError::Memory { needed_bytes, machine_bytes });
+    }
+    let needed_bytes = bytes_on_gpu(config, &of_rank) as u64;
+    match ctx.gpu().and_then(Gpu::memory_bytes) {
+        Some(gpu_bytes) if needed_bytes > gpu_bytes => Err(TrainError::GpuMemory { needed_bytes, gpu_bytes }),
+        _ => Ok(()),
+    }
+}
+
+/// What the rank that holds the most keeps from step to step.
+fn state_of_rank(config: &RunConfig) -> RankMemory {
     let is_bf16 = config.train.precision.has_bf16_copies();
-    let precision = config.train.precision.kept();
-    let workload = Workload { tokens: Tokens::OfEachRank(0), precision, zero: config.parallel.zero };
+    let workload = Workload {
+        tokens: Tokens::OfEachRank(0),
+        precision: config.train.precision.kept(),
+        zero: config.parallel.zero,
+    };
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
-    let of_rank = rank_memory(&shape, &workload, &config.parallel.layout()).state();
+    let of_rank = rank_memory(&shape, &workload, &config.parallel.layout());
     // On one rank, gradients of experts may be half as long.
     let experts = shape.expert_params * (shape.num_experts * shape.num_moe_layers) as u64;
     let of_experts = if config.train.expert_gradients == GradientType::Bf16 { 2 * experts } else { 0 };
-    let needed_bytes = (of_rank * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64 - of_experts;
-    match machine_bytes() {
-        Some(machine_bytes) if needed_bytes > machine_bytes => Err(TrainError::Memory { needed_bytes, machine_bytes }),
-        _ => Ok(()),
+    RankMemory { gradients: of_rank.gradients - of_experts as f64, ..of_rank }
+}
+
+/// Of that what a GPU keeps: without the optimizer there are gradients and what products read of weights.
+fn bytes_on_gpu(config: &RunConfig, of_rank: &RankMemory) -> f64 {
+    if !config.train.offload_optimizer {
+        return of_rank.state();
     }
+    let precision = config.train.precision.kept();
+    let read = precision.bytes() as f64 / precision.weight_bytes() as f64;
+    of_rank.weights * read + of_rank.gradients
 }
 
 /// The machine's memory, where the system says so in `/proc/meminfo`.
@@ -88,5 +111,31 @@ pub(crate) fn schedule(config: &RunConfig) -> Schedule {
             ScheduleKind::Wsd => Decay::Wsd { decay_steps: (train.decay_fraction * train.steps as f64).round() as u64 },
             ScheduleKind::Constant => Decay::Constant,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moeworks_model::account::Parameters;
+
+    use super::*;
+
+    #[test]
+    fn of_18_bytes_a_weight_6_are_on_a_gpu_without_the_optimizer_and_2_less_with_gradients_of_experts_in_bf16() {
+        let mut config = RunConfig::default();
+        config.model.vocab_size = 300;
+        config.train.precision = Precision::Bf16;
+        let parameters = Parameters::of(&config.model);
+        let bytes_a_weight = |config: &RunConfig| {
+            let bytes = bytes_on_gpu(config, &state_of_rank(config));
+            let of_experts = parameters.experts()[0] as f64;
+            (bytes / parameters.total() as f64, (18.0 * parameters.total() as f64 - bytes) / of_experts)
+        };
+        assert_eq!(bytes_a_weight(&config), (18.0, 0.0));
+        config.train.offload_optimizer = true;
+        assert_eq!(bytes_a_weight(&config).0, 6.0);
+        config.train.offload_optimizer = false;
+        config.train.expert_gradients = GradientType::Bf16;
+        assert_eq!(bytes_a_weight(&config).1, 2.0);
     }
 }

@@ -146,7 +146,7 @@ impl Trainer {
         let corpus = root_first(ranks.as_deref(), || Corpus::open(&config, None))?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = decoder(&config, ranks.as_ref())?;
-        check_memory(&config, ranks.as_deref())?;
+        check_memory(&ctx, &config, ranks.as_deref())?;
         let mut keep = keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);
         let weights = match from {
             Some(dir) => weights_from(&ctx, decoder.config(), dir, &mut keep)?,
