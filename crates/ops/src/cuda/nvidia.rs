@@ -3,6 +3,7 @@
 //! Not run on a GPU yet.
 
 mod memory;
+mod staging;
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -38,7 +39,7 @@ pub(super) struct Nvidia {
     processors: usize,
     /// The most shared memory that a block may have.
     most_shared: usize,
-    /// Whether it reads memory of the host where it lies, by the host's own page tables.
+    /// Whether it reads memory of the host where it lies.
     reads_host_pages: bool,
     /// The major version of CUDA that the driver knows.
     driver_major: i32,
@@ -156,8 +157,7 @@ impl Nvidia {
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as usize;
         let most_shared =
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as usize;
-        let reads_host_pages =
-            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? == 1;
+        let reads_host_pages = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS)? == 1;
         let driver_major = version / 1000;
         let compiler = Nvrtc::find_for(driver_major)?;
         let target = compiler.target_for(capability);

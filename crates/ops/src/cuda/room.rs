@@ -2,8 +2,8 @@
 //! layers together, and those that the next layer will probably want can come ahead ("Fast Inference of Mixture-of-Experts Language
 //! Models with Offloading", 2312.17238).
 //!
-//! Weights that a room knows must not be written to: it would go on with what it copied. What comes is copied from memory that is not
-//! pinned, so the host waits until it has been read.
+//! Weights that a room knows must not be written to: it would go on with what it copied. What comes goes by way of memory that the device
+//! reads by itself (`nvidia/staging.rs`): the host is done with it when it lies there.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -3,12 +3,13 @@
 //! Not run on a GPU yet.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUmemPool_attribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
+use super::staging::{Engine, STAGING_BYTES, Staging};
 use super::{GpuError, Nvidia, describe, failed};
 use crate::cuda::traffic::Meter;
 
@@ -22,6 +23,84 @@ pub(super) struct Shared {
     /// The driver's for the device.
     pub(super) number: usize,
     free: Mutex<FreeBlocks>,
+    /// What copies of either stream go by way of: those of one do not wait for the other's.
+    staging: LazyStaging,
+    staging_of_copies: LazyStaging,
+}
+
+/// Memory that is had at the first copy, or none where the system gives none.
+#[derive(Default)]
+struct LazyStaging(OnceLock<Option<Staging<Event>>>);
+
+impl LazyStaging {
+    /// The context must be this thread's.
+    fn get(&self) -> Option<&Staging<Event>> {
+        let make = || {
+            // SAFETY: no flags; the memory is given back once.
+            let start: *mut u8 = unsafe { result::malloc_host(STAGING_BYTES, 0) }.ok()?.cast();
+            // SAFETY: as many bytes are this process's own.
+            unsafe {
+                start.write_bytes(0, STAGING_BYTES);
+                Some(Staging::new(start))
+            }
+        };
+        self.0.get_or_init(make).as_ref()
+    }
+
+    /// Gives the memory back when the copies of `stream` that are under way are over. The context must be this thread's.
+    fn give_back(&mut self, stream: &CudaStream) {
+        let Some(staging) = self.0.take().flatten() else { return };
+        for event in staging.take_under_way() {
+            _ = stream.wait_for(event);
+        }
+        // SAFETY: the driver gave the memory, and no copy is under way. A device that failed has nothing to give back.
+        _ = unsafe { result::free_host(staging.start().cast()) };
+    }
+}
+
+/// A moment of a stream.
+pub(super) struct Event(sys::CUevent);
+// SAFETY: the driver's handles may be used from any thread in whose context they are.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// The moment when what the stream was asked for until now is over. The context must be this thread's.
+    fn of(stream: &CudaStream) -> Result<Self, DriverError> {
+        let event = Self(result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?);
+        // SAFETY: the event and the stream are this context's.
+        unsafe { result::event::record(event.0, stream.cu_stream()) }?;
+        Ok(event)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: the event is this value's own; the driver keeps it for as long as something waits for it ("cuEventDestroy"). Of a
+        // device that failed there is nothing to give back.
+        _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
+impl Engine for CudaStream {
+    type Event = Event;
+    type Error = DriverError;
+
+    fn begin_up(&self, piece: &[u8], address: u64) -> Result<Event, DriverError> {
+        // SAFETY: the block at the address is as long; the piece stays as it is until the event.
+        unsafe { result::memcpy_htod_async(address, piece, self.cu_stream()) }?;
+        Event::of(self)
+    }
+
+    fn begin_down(&self, piece: &mut [u8], address: u64) -> Result<Event, DriverError> {
+        // SAFETY: as above, and nobody reads the piece before the event.
+        unsafe { result::memcpy_dtoh_async(piece, address, self.cu_stream()) }?;
+        Event::of(self)
+    }
+
+    fn wait_for(&self, event: Event) -> Result<(), DriverError> {
+        // SAFETY: the event is there until it is dropped.
+        unsafe { result::event::synchronize(event.0) }
+    }
 }
 
 /// Blocks that nothing uses after what the stream was asked for already, by their size: what is asked of it later may have them at once. A
@@ -47,7 +126,9 @@ impl Shared {
         let new_stream = || context.new_stream().map_err(failed("cuStreamCreate"));
         let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
-        Ok(Self { context, stream, copies, meter: Meter::default(), number, free: Mutex::default() })
+        let (free, meter) = (Mutex::default(), Meter::default());
+        let (staging, staging_of_copies) = Default::default();
+        Ok(Self { context, stream, copies, meter, number, free, staging, staging_of_copies })
     }
 
     fn free(&self) -> MutexGuard<'_, FreeBlocks> {
@@ -77,6 +158,10 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         self.give_back();
+        if self.context.bind_to_thread().is_ok() {
+            self.staging.give_back(&self.stream);
+            self.staging_of_copies.give_back(&self.copies);
+        }
     }
 }
 
@@ -94,20 +179,16 @@ fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
 /// A copy to the GPU that is under way beside everything else. When this is dropped, what is asked of the GPU afterwards waits for it.
 pub(crate) struct Copied {
     shared: Arc<Shared>,
-    event: sys::CUevent,
+    event: Event,
 }
-// SAFETY: the driver's handles may be used from any thread in whose context they are.
-unsafe impl Send for Copied {}
 
 impl Drop for Copied {
     fn drop(&mut self) {
         let Shared { context, stream, .. } = &*self.shared;
-        // SAFETY: the event is this value's own, and of this context; the driver keeps it for as long as a stream waits for it
-        // ("cuEventDestroy"). A device that failed has nothing to wait for.
+        // SAFETY: the event and the stream are of this context. A device that failed has nothing to wait for.
         _ = context.bind_to_thread().and_then(|()| unsafe {
             let waits = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            result::stream::wait_event(stream.cu_stream(), self.event, waits)?;
-            result::event::destroy(self.event)
+            result::stream::wait_event(stream.cu_stream(), self.event.0, waits)
         });
     }
 }
@@ -152,24 +233,27 @@ impl Nvidia {
 
     pub(in crate::cuda) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.reused(bytes.len())?;
-        self.copy(bytes, &block, &self.shared.stream)?;
+        self.copy(bytes, &block, (&self.shared.stream, &self.shared.staging))?;
         Ok(Box::new(block))
     }
 
     /// The same for what stays long: its memory goes back to the driver afterwards, for whatever comes.
     pub(in crate::cuda) fn upload_to_stay(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.allocate_or_give_back(bytes.len(), &self.shared.stream)?;
-        self.copy(bytes, &block, &self.shared.stream)?;
+        self.copy(bytes, &block, (&self.shared.stream, &self.shared.staging))?;
         Ok(Box::new(block))
     }
 
-    /// Copies these bytes to a block by a stream.
-    fn copy(&self, bytes: &[u8], to: &Block, stream: &CudaStream) -> Result<(), GpuError> {
+    /// Copies these bytes to a block by a stream, by way of its memory for that.
+    fn copy(&self, bytes: &[u8], to: &Block, (stream, staging): (&CudaStream, &LazyStaging)) -> Result<(), GpuError> {
         self.meter().uploaded(bytes.len());
         if bytes.is_empty() {
             return Ok(());
         }
         self.bind()?;
+        if let Some(staging) = staging.get() {
+            return staging.upload(stream, bytes, to.address).map_err(failed("copying to the GPU"));
+        }
         // SAFETY: the block is as long. From pageable memory the call returns when the bytes have been read.
         unsafe { result::memcpy_htod_async(to.address, bytes, stream.cu_stream()) }
             .map_err(failed("copying to the GPU"))?;
@@ -184,12 +268,9 @@ impl Nvidia {
     pub(in crate::cuda) fn upload_ahead(&self, bytes: &[u8]) -> Result<(DeviceBlock, Copied), GpuError> {
         let copies = &self.shared.copies;
         let block = self.allocate_or_give_back(bytes.len(), copies)?;
-        self.copy(bytes, &block, copies)?;
-        let event =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
+        self.copy(bytes, &block, (copies, &self.shared.staging_of_copies))?;
+        let event = Event::of(copies).map_err(failed("cuEventRecord"))?;
         let copied = Copied { shared: Arc::clone(&self.shared), event };
-        // SAFETY: the event and the stream are this context's.
-        unsafe { result::event::record(copied.event, copies.cu_stream()) }.map_err(failed("cuEventRecord"))?;
         Ok((Box::new(block), copied))
     }
 }
@@ -218,6 +299,9 @@ impl DeviceMemory for Block {
         let Shared { context, stream, meter, .. } = &*self.shared;
         meter.downloaded(to.len());
         let copied = context.bind_to_thread().and_then(|()| {
+            if let Some(staging) = self.shared.staging.get() {
+                return staging.download(&**stream, to, self.address);
+            }
             // SAFETY: the block holds at least as many bytes, and the wait is over before `to` is used again.
             unsafe { result::memcpy_dtoh_async(to, self.address, stream.cu_stream()) }?;
             stream.synchronize()
