@@ -20,6 +20,7 @@ mod blocks;
 mod decode;
 mod forward;
 mod products;
+mod sinks;
 mod softmax;
 mod words;
 
@@ -27,6 +28,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::linear::Write;
 
 pub use biased::{BiasedGrads, ScoreRule, attention_biased, attention_biased_backward};
 
@@ -63,14 +65,14 @@ pub fn attention(ctx: &Context, q: &Tensor, k: &Tensor, v: &Tensor, shape: &Atte
     attention_with_sinks(ctx, (q, k, v), None, shape)
 }
 
-/// As [`attention`] with a further score for each head, `sinks [H]`, that takes part in the softmax and has no value
+/// As [`attention`] with a further score for each head, `sinks [H]` (f32), that takes part in the softmax and has no value
 /// (GPT-OSS). The gradients of the others are those of [`attention_backward`], as the log-sums contain the sinks; that of
 /// the sinks is [`sinks_backward`].
 #[must_use]
 pub fn attention_with_sinks(
     ctx: &Context,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
-    sinks: Option<&[f32]>,
+    sinks: Option<&Tensor>,
     shape: &AttentionShape,
 ) -> (Tensor, Tensor) {
     shape.check(q, k, v);
@@ -78,6 +80,7 @@ pub fn attention_with_sinks(
     if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, false)) {
         return cuda::attention::forward(on, (q, k, v), sinks, shape);
     }
+    let sinks = sinks.map(Tensor::f32s);
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
     if shape.seq_len == 1 && !o.is_empty() {
@@ -88,21 +91,25 @@ pub fn attention_with_sinks(
     (o, lse)
 }
 
-/// The gradient of the sinks `[H]`: `-sum over queries of p (d_o . o)`, with `p` the sink's share of the softmax.
-#[must_use]
-pub fn sinks_backward(d_o: &Tensor, (o, lse): (&Tensor, &Tensor), sinks: &[f32], shape: &AttentionShape) -> Vec<f32> {
-    let (num_heads, dim) = (shape.num_heads, shape.value_dim);
-    assert_eq!((d_o.len(), sinks.len()), (o.len(), num_heads), "sinks backward: {shape:?}");
-    let (d_o, o, lse) = (d_o.to_f32_vec(), o.to_f32_vec(), lse.f32s());
-    let mut sums = vec![0.0_f64; num_heads];
-    for (row, (d_o, o)) in d_o.chunks_exact(dim).zip(o.chunks_exact(dim)).enumerate() {
-        let (token, head) = (row / num_heads, row % num_heads);
-        let (batch, query) = (token / shape.seq_len, token % shape.seq_len);
-        let delta: f64 = d_o.iter().zip(o).map(|(d, o)| f64::from(*d) * f64::from(*o)).sum();
-        let share = f64::from(sinks[head] - lse[(batch * num_heads + head) * shape.seq_len + query]).exp();
-        sums[head] -= share * delta;
+/// Writes the gradient of the sinks `[H]` (f32) to `d_sinks` as `write` says: `-sum over queries of p (d_o . o)`, with `p` the sink's
+/// share of the softmax. `d_o` and `o` are f32 or bf16.
+pub fn sinks_backward(
+    ctx: &Context,
+    d_o: &Tensor,
+    (o, lse): (&Tensor, &Tensor),
+    sinks: &Tensor,
+    (shape, write): (&AttentionShape, Write),
+    d_sinks: &mut Tensor,
+) {
+    let sizes = [(d_o.len(), o.len()), (sinks.len(), shape.num_heads), (d_sinks.len(), shape.num_heads)];
+    assert!(sizes.iter().all(|(a, b)| a == b), "sinks backward: {shape:?}");
+    if let Some(on) = On::taking(ctx, &[d_o.dtype(), o.dtype()]) {
+        return cuda::attention::sinks_backward(on, d_o, (o, lse), sinks, (shape, write), d_sinks);
     }
-    sums.into_iter().map(|sum| sum as f32).collect()
+    let found = sinks::grads(ctx, d_o, (o, lse), sinks.f32s(), shape);
+    for (to, found) in d_sinks.f32s_mut().iter_mut().zip(found) {
+        *to = if write == Write::Add { *to + found as f32 } else { found as f32 };
+    }
 }
 
 /// The gradients of [`attention`] for `q`, `k` and `v`, f32 in their shapes; rows of `k` and `v` beyond `kv_len` get

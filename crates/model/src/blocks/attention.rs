@@ -183,9 +183,7 @@ impl AttentionBlock {
         let shape = self.shape(pass, pass.seq_len, pass.seq_len);
         let [q, k, v] = &qkv;
         if let (Some(sinks), Some(d_sinks)) = (&w.sinks, &mut grads.attention.sinks) {
-            let found = sinks_backward(&d_o, (&o, &lse), sinks.f32s(), &shape);
-            let keep = if write == Write::Add { 1.0 } else { 0.0 };
-            d_sinks.f32s_mut().iter_mut().zip(found).for_each(|(sum, d)| *sum = keep * *sum + d);
+            sinks_backward(ctx, &d_o, (&o, &lse), sinks, (&shape, write), d_sinks);
         }
         let (d_qkv, bias) = attend_backward(pass, &d_o, (q, k, v), (&o, &lse), &shape);
         drop(d_o);
@@ -209,7 +207,7 @@ pub(super) fn attend(
     shape: &AttentionShape,
 ) -> (Tensor, Tensor) {
     match &pass.relative {
-        None => attention_with_sinks(pass.ctx, qkv, sinks.map(Tensor::f32s), shape),
+        None => attention_with_sinks(pass.ctx, qkv, sinks, shape),
         Some(relative) => (attention_biased(pass.ctx, qkv, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32)),
     }
 }

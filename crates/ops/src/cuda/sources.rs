@@ -78,7 +78,7 @@ sources! {
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",
     ];
     ATTENTION = "attention" after "attention.cuh": [
-        "attention_delta",
+        "attention_delta", "attention_sinks_back",
         "attention_64", "attention_backward_queries_64", "attention_backward_keys_64",
         "attention_128", "attention_backward_queries_128", "attention_backward_keys_128",
         "attention_256", "attention_backward_queries_256", "attention_backward_keys_256",

@@ -2,6 +2,7 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{AttentionShape, attention, attention_backward, attention_with_sinks, sinks_backward};
+use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor, bf16};
 use proptest::prelude::*;
 
@@ -108,7 +109,7 @@ impl Case {
 
     fn run(&self, ctx: &Context) -> [Tensor; 5] {
         let inputs = (&self.q, &self.k, &self.v);
-        let (o, lse) = attention_with_sinks(ctx, inputs, self.sinks.as_ref().map(Tensor::f32s), &self.shape);
+        let (o, lse) = attention_with_sinks(ctx, inputs, self.sinks.as_ref(), &self.shape);
         let (dq, dk, dv) = attention_backward(ctx, &self.d_o, inputs, (&o, &lse), &self.shape);
         [o, lse, dq, dk, dv]
     }
@@ -202,16 +203,22 @@ fn sinks_take_their_share_of_the_softmax() {
 
 #[test]
 fn gradients_of_sinks_are_those_of_finite_differences() {
-    let ctx = Context::cpu(2);
-    let shape = AttentionShape { value_dim: 5, window: Some(4), ..shape(2, (6, 9), (4, 2), 3) };
-    let case = Case::new(&ctx, shape, DType::F32, 7).with_sinks(&ctx, 3);
-    let [o, lse, ..] = case.run(&ctx);
-    let sinks = case.sinks.as_ref().unwrap();
-    let found: Vec<f64> =
-        sinks_backward(&case.d_o, (&o, &lse), sinks.f32s(), &shape).into_iter().map(f64::from).collect();
-    let (q, k, v, d_o) = (doubles(&case.q), doubles(&case.k), doubles(&case.v), doubles(&case.d_o));
-    let loss = |sinks: &[f64]| dot(&reference((&q, &k, &v), Some(sinks), &shape).0, &d_o);
-    assert_close("sinks", &found, &finite_differences(&doubles(sinks), loss), 1e-5);
+    let shape = AttentionShape { value_dim: 5, window: Some(4), ..shape(2, (70, 73), (4, 2), 3) };
+    for (name, ctx) in contexts() {
+        let case = Case::new(&ctx, shape, DType::F32, 7).with_sinks(&ctx, 3);
+        let [o, lse, ..] = case.run(&ctx);
+        let sinks = case.sinks.as_ref().unwrap();
+        let (q, k, v, d_o) = (doubles(&case.q), doubles(&case.k), doubles(&case.v), doubles(&case.d_o));
+        let loss = |sinks: &[f64]| dot(&reference((&q, &k, &v), Some(sinks), &shape).0, &d_o);
+        let expected = finite_differences(&doubles(sinks), loss);
+        // What was there before does not matter, or is added to.
+        let mut d_sinks = Tensor::from_slice(ctx.pool(), &[4], &[f32::NAN; 4]);
+        for (write, times) in [(Write::Replace, 1.0), (Write::Add, 2.0)] {
+            sinks_backward(&ctx, &case.d_o, (&o, &lse), sinks, (&shape, write), &mut d_sinks);
+            let expected: Vec<f64> = expected.iter().map(|d| times * d).collect();
+            assert_close(&format!("sinks on {name}"), &doubles(&d_sinks), &expected, 2e-5);
+        }
+    }
 }
 
 #[test]

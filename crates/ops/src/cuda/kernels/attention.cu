@@ -130,6 +130,19 @@ KERNEL(128) attention_delta(const void* d_o, u32 d_o_bf16, const void* o, u32 o_
     if (lane == 0) delta[((u64)batch * heads + head) * seq_len + query] = sum;
 }
 
+// d_sinks [H] = the sinks' gradients, or added to what is there: minus the sum over queries of the sink's share of the softmax times
+// `delta`. A block has a head.
+KERNEL(256) attention_sinks_back(const f32* lse, const f32* delta, const f32* sinks, f32* d_sinks, u32 adds, u32 batches, u32 seq_len, u32 heads) {
+    u32 head = blockIdx.x;
+    f32 sum = 0.0f, sink = sinks[head];
+    for (u32 batch = 0; batch < batches; batch++) {
+        u64 first = ((u64)batch * heads + head) * seq_len;
+        for (u32 i = threadIdx.x; i < seq_len; i += 256) sum -= expf(sink - lse[first + i]) * delta[first + i];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) d_sinks[head] = adds ? d_sinks[head] + sum : sum;
+}
+
 // p of a score and its gradient, of a visible key; zeros otherwise.
 struct Pulled {
     f32 p, ds;

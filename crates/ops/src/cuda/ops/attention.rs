@@ -8,11 +8,14 @@ use super::{On, elementwise};
 use crate::attention::AttentionShape;
 use crate::cuda::sources::{ATTENTION, ATTENTION_TENSOR};
 use crate::cuda::{Arg, Launch};
+use crate::linear::Write;
 
 /// Rows, and keys, of a block on the plain units, and on tensor cores; and its threads.
 const BLOCK: usize = 32;
 const TENSOR_BLOCK: usize = 64;
 const THREADS: usize = 128;
+/// Threads that add up what a head's sink gets.
+const SINK_THREADS: usize = 256;
 /// Blocks that keep a GPU busy, and the fewest keys for which one is worth it.
 const WANTED_BLOCKS: usize = 256;
 const MIN_PART_KEYS: usize = 256;
@@ -117,17 +120,16 @@ fn launch(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionSh
     unsafe { on.gpu.launch(&launch) };
 }
 
-pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&[f32]>, shape: &AttentionShape) -> (Tensor, Tensor) {
+pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&Tensor>, shape: &AttentionShape) -> (Tensor, Tensor) {
     let (rows, out) = (shape.batch * shape.seq_len, qkv.0.dtype());
     let mut o = on.empty(&[rows, shape.num_heads * shape.value_dim], out);
     let mut lse = on.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    let sinks = sinks.map(|sinks| on.floats(sinks));
     if is_for_tensor_cores(on, qkv, shape) {
-        forward_tensor(on, qkv, sinks.as_ref(), shape, (&mut o, &mut lse));
+        forward_tensor(on, qkv, sinks, shape, (&mut o, &mut lse));
         return (o, lse);
     }
     let mut args = inputs(on, qkv);
-    args.push(on.read_or_none(sinks.as_ref()));
+    args.push(on.read_or_none(sinks));
     args.extend([on.write(&mut o), (out == DType::BF16).into(), on.write(&mut lse)]);
     args.extend(sizes(shape));
     launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape, BLOCK), (shape, FORWARD_TILES), &args);
@@ -179,16 +181,11 @@ fn parts(shape: &AttentionShape) -> (usize, usize) {
     (seen.div_ceil(keys).max(1), keys)
 }
 
-pub(crate) fn backward(
-    on: On<'_>,
-    d_o: &Tensor,
-    (q, k, v): Inputs<'_>,
-    (o, lse): (&Tensor, &Tensor),
-    shape: &AttentionShape,
-) -> (Tensor, Tensor, Tensor) {
+/// The dot products of rows of outputs and their gradients, in the order of `lse`.
+fn row_dots(on: On<'_>, both: [&Tensor; 2], lse: &Tensor, shape: &AttentionShape) -> Tensor {
     let mut delta = on.empty(lse.shape(), DType::F32);
     let rows = shape.batch * shape.seq_len * shape.num_heads;
-    let mut args: Vec<_> = [d_o, o].into_iter().flat_map(|x| with_type(on, x)).collect();
+    let mut args: Vec<_> = both.into_iter().flat_map(|x| with_type(on, x)).collect();
     args.push(on.write(&mut delta));
     args.extend([shape.seq_len, shape.num_heads, shape.value_dim, rows].map(Arg::from));
     let grid = [rows.div_ceil(THREADS / 32), 1, 1];
@@ -196,6 +193,36 @@ pub(crate) fn backward(
     // SAFETY: a warp reads its row of both and writes its sum.
     unsafe { on.gpu.launch(&sums) };
     drop(args);
+    delta
+}
+
+/// As [`sinks_backward`](crate::attention::sinks_backward).
+pub(crate) fn sinks_backward(
+    on: On<'_>,
+    d_o: &Tensor,
+    (o, lse): (&Tensor, &Tensor),
+    sinks: &Tensor,
+    (shape, write): (&AttentionShape, Write),
+    d_sinks: &mut Tensor,
+) {
+    let delta = row_dots(on, [d_o, o], lse, shape);
+    let sizes = [shape.batch, shape.seq_len, shape.num_heads].map(Arg::from);
+    let mut args = vec![on.read(lse), on.read(&delta), on.read(sinks), on.write(d_sinks), (write == Write::Add).into()];
+    args.extend(sizes);
+    let (grid, threads) = ([shape.num_heads, 1, 1], SINK_THREADS);
+    let launch = Launch { source: &ATTENTION, kernel: "attention_sinks_back", grid, threads, shared: 0, args: &args };
+    // SAFETY: a block reads its head's log-sums and dot products, and writes its sum.
+    unsafe { on.gpu.launch(&launch) };
+}
+
+pub(crate) fn backward(
+    on: On<'_>,
+    d_o: &Tensor,
+    (q, k, v): Inputs<'_>,
+    (o, lse): (&Tensor, &Tensor),
+    shape: &AttentionShape,
+) -> (Tensor, Tensor, Tensor) {
+    let delta = row_dots(on, [d_o, o], lse, shape);
     let mut dq = on.empty(q.shape(), DType::F32);
     let (mut dk, mut dv) = (on.empty(k.shape(), DType::F32), on.empty(v.shape(), DType::F32));
     let plainly = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
