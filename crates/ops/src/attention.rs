@@ -112,6 +112,12 @@ pub fn sinks_backward(
     }
 }
 
+/// Whether heads of so many elements are the host's though `ctx` has a GPU: what is kept of them had better stay there.
+#[must_use]
+pub fn is_for_host(ctx: &Context, head_dim: usize) -> bool {
+    On::of(ctx).is_some() && head_dim > cuda::attention::MAX_DIM
+}
+
 /// The gradients of [`attention`] for `q`, `k` and `v`, f32 in their shapes; rows of `k` and `v` beyond `kv_len` get
 /// zeros. `d_o` is the gradient of `o`, f32 or bf16; `o` and `lse` are what forward returned.
 ///

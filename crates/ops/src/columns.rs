@@ -5,6 +5,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float};
 
@@ -36,6 +37,12 @@ pub fn copy_columns(
     (to, to_at): (&mut Tensor, Columns),
 ) {
     assert_eq!(from.dtype(), to.dtype(), "copy_columns: types");
+    check(blocks, (from, at), (to, to_at));
+    // Where a block is named again the last counts, which threads of a GPU do not know of each other.
+    let are_apart = blocks.count < 2 || to_at.step >= blocks.width;
+    if let Some(on) = On::taking(ctx, &[to.dtype()]).filter(|_| are_apart) {
+        return cuda::elementwise::copy_columns(on, blocks, (from, at), (to, to_at));
+    }
     with_float!(to.dtype(), T => {
         let values = from.slice::<T>();
         for_rows::<T>(ctx, blocks, (from, at), (to, to_at), |row, from, to| {
@@ -46,11 +53,22 @@ pub fn copy_columns(
 
 /// Adds blocks of columns of `from` to those of `to`, both f32.
 pub fn add_columns(ctx: &Context, blocks: Blocks, (from, at): (&Tensor, Columns), (to, to_at): (&mut Tensor, Columns)) {
-    assert_eq!(to.dtype(), DType::F32, "add_columns: type");
+    assert_eq!((from.dtype(), to.dtype()), (DType::F32, DType::F32), "add_columns: types");
+    check(blocks, (from, at), (to, to_at));
+    if let Some(on) = On::of(ctx) {
+        return cuda::elementwise::add_columns(on, blocks, (from, at), (to, to_at));
+    }
     let values = from.f32s();
     for_rows::<f32>(ctx, blocks, (from, at), (to, to_at), |row, from, to| {
         to.iter_mut().zip(&values[row * from.1 + from.0..]).for_each(|(to, from)| *to += from);
     });
+}
+
+fn check(Blocks { count, width }: Blocks, (from, at): (&Tensor, Columns), (to, to_at): (&Tensor, Columns)) {
+    let (from_cols, cols) = (from.cols(), to.cols());
+    let fits = |at: Columns, cols: usize| count == 0 || at.start + (count - 1) * at.step + width <= cols;
+    let are_there = from.rows() == to.rows() && fits(at, from_cols) && fits(to_at, cols);
+    assert!(are_there, "columns {at:?} to {to_at:?} of {cols}");
 }
 
 /// Calls `f` with the row, the first column and the number of columns of `from`, and the block of `to`, for every block.
@@ -62,8 +80,6 @@ fn for_rows<T: Float>(
     f: impl Fn(usize, (usize, usize), &mut [T]) + Sync,
 ) {
     let (from_cols, cols, rows) = (from.cols(), to.cols(), to.rows());
-    let fits = |at: Columns, cols: usize| count == 0 || at.start + (count - 1) * at.step + width <= cols;
-    assert!(from.rows() == rows && fits(at, from_cols) && fits(to_at, cols), "columns {at:?} to {to_at:?} of {cols}");
     if to.is_empty() {
         return;
     }

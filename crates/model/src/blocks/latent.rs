@@ -8,7 +8,7 @@
 //! instead and attend to the narrow vectors, which are keys and values at once, and what each head has summed up is widened
 //! at the end (section 2.1.2 there; "absorbed" weights).
 
-use moeworks_ops::attention::AttentionShape;
+use moeworks_ops::attention::{AttentionShape, is_for_host};
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
 use moeworks_ops::heads::{HeadParts, linear_by_head, transposed_linear_by_head};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
@@ -108,7 +108,10 @@ impl Latent {
         let ctx = pass.ctx;
         let (q, _) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
-        cache.append(ctx, &[&self.joined(ctx, (&kv.normed, &key))]);
+        // Kept on the GPU all of it would come to the host for each token.
+        let is_for_host = is_for_host(ctx, self.row_dim());
+        let place = if is_for_host { ctx.on_host() } else { ctx.clone() };
+        cache.append(&place, &[&self.joined(ctx, (&kv.normed, &key))]);
         let (held, kept) = (cache.held(), &cache.kept()[0]);
         // What several sequences keep does not follow one another.
         let follows = held == pass.seq_len || pass.num_sequences == 1;
@@ -160,9 +163,9 @@ impl Latent {
     fn narrowed(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Narrow, Tensor) {
         let (ctx, dtype, rank) = (pass.ctx, w.q.dtype().of_activations(), self.sizes.kv_rank);
         let down = project(ctx, normed, &w.kv_down, dtype);
-        let mut x = ctx.empty(&[normed.rows(), rank], dtype);
+        let mut x = ctx.empty_there(&[normed.rows(), rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, (&down, at(0)), (&mut x, at(0)));
-        let mut key = ctx.zeros(&[normed.rows(), self.key_dim()], dtype);
+        let mut key = ctx.zeros_there(&[normed.rows(), self.key_dim()], dtype);
         copy_columns(ctx, self.rotated_part(), (&down, at(rank)), (&mut key, at(self.sizes.plain_dim)));
         Self::turn(pass, &mut key, Rotation::Forward);
         (self.narrow(ctx, x, &w.kv_norm), key)
@@ -176,10 +179,10 @@ impl Latent {
     fn widened(&self, ctx: &Context, w: &LatentWeights, (narrow, key): (&Tensor, &Tensor)) -> (Tensor, Tensor) {
         let (rows, plain) = (narrow.rows(), self.sizes.plain_dim);
         let heads = linear(ctx, narrow, &w.kv, narrow.dtype());
-        let mut k = ctx.empty(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
+        let mut k = ctx.empty_there(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
         copy_columns(ctx, self.per_head(plain), (&heads, self.wide_columns(0)), (&mut k, self.key_columns(0)));
         copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (key, at(plain)), (&mut k, self.key_columns(plain)));
-        let mut v = ctx.empty(&[rows, self.num_heads * self.value_dim], narrow.dtype());
+        let mut v = ctx.empty_there(&[rows, self.num_heads * self.value_dim], narrow.dtype());
         let to = Columns { start: 0, step: self.value_dim };
         copy_columns(ctx, self.per_head(self.value_dim), (&heads, self.wide_columns(plain)), (&mut v, to));
         (k, v)
@@ -188,7 +191,7 @@ impl Latent {
     /// What is kept of tokens, `[T, L + R]`: the narrow vector and the rotated part.
     fn joined(&self, ctx: &Context, (narrow, key): (&Tensor, &Tensor)) -> Tensor {
         let rank = self.sizes.kv_rank;
-        let mut row = ctx.empty(&[narrow.rows(), self.row_dim()], narrow.dtype());
+        let mut row = ctx.empty_there(&[narrow.rows(), self.row_dim()], narrow.dtype());
         copy_columns(ctx, Blocks { count: 1, width: rank }, (narrow, at(0)), (&mut row, at(0)));
         copy_columns(ctx, self.rotated_part(), (key, at(self.sizes.plain_dim)), (&mut row, at(rank)));
         row
@@ -200,9 +203,9 @@ impl Latent {
         let mut rows = ctx.empty(&[count, self.row_dim()], dtype);
         let len = rows.num_bytes();
         rows.bytes_mut().copy_from_slice(&kept.bytes()[..len]);
-        let mut narrow = ctx.empty(&[count, rank], dtype);
+        let mut narrow = ctx.empty_there(&[count, rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, (&rows, at(0)), (&mut narrow, at(0)));
-        let mut key = ctx.zeros(&[count, self.key_dim()], dtype);
+        let mut key = ctx.zeros_there(&[count, self.key_dim()], dtype);
         copy_columns(ctx, self.rotated_part(), (&rows, at(rank)), (&mut key, at(self.sizes.plain_dim)));
         (narrow, key)
     }
@@ -220,7 +223,8 @@ impl Latent {
         };
         transposed_linear_by_head(ctx, q, kv, &parts, &mut narrow);
         let (from, to) = (self.key_columns(self.sizes.plain_dim), Columns { start: rank, step });
-        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (q, from), (&mut narrow, to));
+        // Products by head are the host's, and so is what they made.
+        copy_columns(&ctx.on_host(), self.per_head(self.sizes.rotary_dim), (q, from), (&mut narrow, to));
         narrow
     }
 
@@ -273,7 +277,7 @@ impl Latent {
         d_norm: &mut Tensor,
     ) -> (Tensor, Tensor) {
         let rows = dk.rows();
-        let mut d_heads = ctx.empty(&[rows, self.num_heads * self.wide_dim()], DType::F32);
+        let mut d_heads = ctx.empty_there(&[rows, self.num_heads * self.wide_dim()], DType::F32);
         let (plain, rank, rotary) = (self.sizes.plain_dim, self.sizes.kv_rank, self.sizes.rotary_dim);
         let (from, to) = (self.key_columns(0), self.wide_columns(0));
         copy_columns(ctx, self.per_head(plain), (dk, from), (&mut d_heads, to));
@@ -281,7 +285,7 @@ impl Latent {
         copy_columns(ctx, self.per_head(self.value_dim), (dv, from), (&mut d_heads, self.wide_columns(plain)));
         let d_narrow = linear_backward_input(ctx, &d_heads, &w.kv, DType::F32);
         let d_narrow = rms_norm_backward(ctx, &d_narrow, &narrow.x, &w.kv_norm, &narrow.inv_rms, write, d_norm);
-        let mut d_down = ctx.zeros(&[rows, rank + rotary], DType::F32);
+        let mut d_down = ctx.zeros_there(&[rows, rank + rotary], DType::F32);
         copy_columns(ctx, Blocks { count: 1, width: rank }, (&d_narrow, at(0)), (&mut d_down, at(0)));
         let (from, to) = (self.key_columns(plain), at(rank));
         add_columns(ctx, self.per_head(rotary), (dk, from), (&mut d_down, to));

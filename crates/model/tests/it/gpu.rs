@@ -1,7 +1,9 @@
 //! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
 
 use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
-use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, PassOptions};
+use moeworks_model::{
+    Decoder, DecoderWeights, FeedForwardWeights, LatentAttention, ModelConfig, PassOptions, QkNorm, Variant,
+};
 use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
 use moeworks_ops::cuda::{Emulation, Gpu, Traffic};
@@ -39,8 +41,8 @@ fn config(times: usize) -> ModelConfig {
 }
 
 /// What the second of two equal training steps copies.
-fn of_step(ctx: &Context, times: usize) -> Traffic {
-    let (decoder, weights) = model(ctx, config(times));
+fn of_step(ctx: &Context, config: ModelConfig) -> Traffic {
+    let (decoder, weights) = model(ctx, config);
     let ids = random_ids(50, 4 * SEQ_LEN, 1);
     let targets = next_ids(&ids, SEQ_LEN);
     let mut grads = weights.zeros_like(ctx);
@@ -58,13 +60,38 @@ fn of_step(ctx: &Context, times: usize) -> Traffic {
 #[test]
 fn what_a_training_step_copies_to_and_from_a_gpu_does_not_grow_with_the_model() {
     let Some(ctx) = emulated() else { return };
-    let (small, large) = (of_step(&ctx, 1), of_step(&ctx, 3));
+    let (small, large) = (of_step(&ctx, config(1)), of_step(&ctx, config(3)));
     assert_eq!(small, large);
     // For each layer the counts, sums of scores, of logits and of choices; once the rows of the loss.
     assert!(small.downloads <= 2 * 4 + 1, "{small:?}");
     // Ids, targets, positions and the order of ids, of four bytes a token each; the loss takes three numbers of a token.
     let tokens = 4 * SEQ_LEN as u64;
     assert!(small.uploaded_bytes <= 6 * 4 * tokens && small.downloaded_bytes <= 3 * 4 * tokens + 1024, "{small:?}");
+}
+
+#[test]
+fn nor_does_it_with_latent_attention_or_with_sinks_or_with_queries_that_are_cut() {
+    let Some(ctx) = emulated() else { return };
+    let of = |times: usize, variant: Variant| ModelConfig {
+        num_kv_heads: 4,
+        qk_norm: QkNorm::None,
+        variant: Variant { value_dim: 8 * times, ..variant },
+        ..config(times)
+    };
+    let latent = |times: usize| {
+        let sizes = LatentAttention { query_rank: 0, kv_rank: 12 * times, plain_dim: 4 * times, rotary_dim: 4 * times };
+        of(times, Variant { latent: Some(sizes), ..Variant::default() })
+    };
+    let sinks = |times| of(times, Variant { sinks: true, ..Variant::default() });
+    let cut = |times| of(times, Variant { clip_qkv: 0.5, ..Variant::default() });
+    let copies =
+        |traffic: Traffic| (traffic.uploads, traffic.uploaded_bytes, traffic.downloads, traffic.downloaded_bytes);
+    let plain = copies(of_step(&ctx, config(1)));
+    for config in [&latent as &dyn Fn(usize) -> ModelConfig, &sinks, &cut] {
+        for times in [1, 3] {
+            assert_eq!(copies(of_step(&ctx, config(times))), plain, "{times}: {:?}", config(1).variant);
+        }
+    }
 }
 
 /// What the third token after a prompt copies until it is drawn.

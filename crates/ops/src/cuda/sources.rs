@@ -91,7 +91,7 @@ sources! {
     ];
     ELEMENTWISE = "elementwise": [
         "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "clip_elements", "clip_backward", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "add_parts", "sums_of_squares", "adamw_step", "gather_rows",
-        "add_rows_of_ids", "rotate",
+        "add_rows_of_ids", "rotate", "copy_columns", "add_columns",
     ];
     PLACE_HEADS = "place_heads" after "few.cuh": ["place_heads_f32", "place_heads_bf16"];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];

@@ -3,12 +3,12 @@
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
 use moeworks_tensor::DType;
 
-use crate::common::{doubles, normal_tensor, thread_counts};
+use crate::common::{contexts, doubles, normal_tensor, thread_counts};
 
 #[test]
 fn blocks_are_copied_repeated_and_added_where_they_belong() {
-    for ctx in thread_counts() {
-        for rows in [0, 1, 3000] {
+    for ctx in thread_counts().into_iter().chain(contexts().into_iter().map(|(_, ctx)| ctx)) {
+        for rows in [0, 1, 300] {
             let from = normal_tensor(&ctx, 1, &[rows, 10], DType::F32);
             let blocks = Blocks { count: 3, width: 2 };
             for (start, step) in [(1, 3), (4, 0)] {
@@ -30,6 +30,37 @@ fn blocks_are_copied_repeated_and_added_where_they_belong() {
                 each(&mut expected, |to, x| *to += x);
                 assert_eq!(doubles(&to), expected);
             }
+        }
+    }
+}
+
+#[test]
+fn heads_of_either_type_are_parted_and_joined_and_added_up_to_one() {
+    let (heads, plain, rotary, rows) = (5, 24, 8, 37);
+    let wide = plain + rotary;
+    for (name, ctx) in contexts() {
+        for dtype in [DType::F32, DType::BF16] {
+            // Widths in units of 16 bytes, and of 2.
+            for extra in [0, 1] {
+                let from = normal_tensor(&ctx, 3, &[rows, heads * (wide + extra)], dtype);
+                let mut to = ctx.zeros(&[rows, heads * plain], dtype);
+                let (at, to_at) = (Columns { start: rotary, step: wide + extra }, Columns { start: 0, step: plain });
+                copy_columns(&ctx, Blocks { count: heads, width: plain }, (&from, at), (&mut to, to_at));
+                let (from, to) = (doubles(&from), doubles(&to));
+                for (i, x) in to.iter().enumerate() {
+                    let (row, head, column) = (i / (heads * plain), i / plain % heads, i % plain);
+                    let place = (row * heads + head) * (wide + extra) + rotary + column;
+                    assert_eq!(*x, from[place], "{name}, {dtype:?}, element {i}");
+                }
+            }
+        }
+        let from = normal_tensor(&ctx, 4, &[rows, heads * wide], DType::F32);
+        let mut to = ctx.zeros(&[rows, rotary], DType::F32);
+        let (at, to_at) = (Columns { start: plain, step: wide }, Columns { start: 0, step: 0 });
+        add_columns(&ctx, Blocks { count: heads, width: rotary }, (&from, at), (&mut to, to_at));
+        for (i, x) in to.f32s().iter().enumerate() {
+            let of_head = |head| from.f32s()[(i / rotary * heads + head) * wide + plain + i % rotary];
+            assert_eq!(*x, (0..heads).map(of_head).fold(0.0, |sum, x| sum + x), "{name}, element {i}");
         }
     }
 }

@@ -215,3 +215,28 @@ KERNEL(256) rotate(void* x, u32 x_bf16, const f32* angles, const u32* positions,
         store_any(x, x_bf16, high, fmaf(b, cosine, a * sine));
     }
 }
+
+// Blocks of columns of row blockIdx.x from one matrix to another, all in units of so many bytes.
+template <typename T>
+DEVICE void copy_blocks(const T* from, T* to, u32 count, u32 width, u32 from_start, u32 from_step, u32 to_start, u32 to_step) {
+    for (u32 i = threadIdx.x; i < count * width; i += blockDim.x) {
+        u32 block = i / width, column = i % width;
+        to[to_start + block * to_step + column] = from[from_start + block * from_step + column];
+    }
+}
+KERNEL(256) copy_columns(const void* from, void* to, u32 unit, u32 count, u32 width, u32 from_width, u32 from_start, u32 from_step,
+                         u32 to_width, u32 to_start, u32 to_step) {
+    u64 from_row = (u64)blockIdx.x * from_width, to_row = (u64)blockIdx.x * to_width;
+    if (unit == 16) copy_blocks((const uint4*)from + from_row, (uint4*)to + to_row, count, width, from_start, from_step, to_start, to_step);
+    else if (unit == 4) copy_blocks((const u32*)from + from_row, (u32*)to + to_row, count, width, from_start, from_step, to_start, to_step);
+    else copy_blocks((const u16*)from + from_row, (u16*)to + to_row, count, width, from_start, from_step, to_start, to_step);
+}
+
+// The same added, f32, block after block: they may be one of `to` again and again.
+KERNEL(256) add_columns(const f32* from, f32* to, u32 count, u32 width, u32 from_width, u32 from_start, u32 from_step, u32 to_width,
+                        u32 to_start, u32 to_step) {
+    from += (u64)blockIdx.x * from_width + from_start;
+    to += (u64)blockIdx.x * to_width + to_start;
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x)
+        for (u32 block = 0; block < count; block++) to[block * to_step + i] += from[block * from_step + i];
+}

@@ -20,7 +20,7 @@ const SINK_THREADS: usize = 256;
 const WANTED_BLOCKS: usize = 256;
 const MIN_PART_KEYS: usize = 256;
 /// The largest head that there are kernels for, and for which tensor cores take the gradients of keys and values.
-const MAX_DIM: usize = 256;
+pub(crate) const MAX_DIM: usize = 256;
 const MAX_KEYS_DIM: usize = 192;
 /// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
 /// two of half as many rows that come while two are computed with.

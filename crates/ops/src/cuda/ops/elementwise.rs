@@ -4,6 +4,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS, double};
 use crate::adamw::{AdamWTensors, Factors};
+use crate::columns::{Blocks, Columns};
 use crate::cuda::sources::{ELEMENTWISE, NOISE};
 use crate::cuda::{Arg, Launch};
 use crate::late::{Late, List};
@@ -54,6 +55,51 @@ pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&
     let args = [on.read(x), on.write(y), first, start, len];
     // SAFETY: the rows lie within both, and a thread copies its words.
     unsafe { on.launch(&ELEMENTWISE, "copy_words", blocks(count * words), &args) };
+}
+
+/// Bytes that a thread copies at once, if all that counts columns is a multiple of it.
+const UNITS: [usize; 3] = [16, 4, 2];
+
+/// As [`copy_columns`](crate::columns::copy_columns), of blocks that do not overlap.
+pub(crate) fn copy_columns(
+    on: On<'_>,
+    blocks: Blocks,
+    (from, at): (&Tensor, Columns),
+    (to, to_at): (&mut Tensor, Columns),
+) {
+    let size = to.dtype().size();
+    let all = [blocks.width, from.cols(), at.start, at.step, to.cols(), to_at.start, to_at.step]
+        .map(|columns| columns * size);
+    let unit = UNITS.into_iter().find(|unit| all.iter().all(|bytes| bytes.is_multiple_of(*unit))).unwrap_or(size);
+    let (rows, threads) = (to.rows(), THREADS);
+    let mut args = vec![on.read(from), on.write(to), unit.into(), blocks.count.into()];
+    args.extend(all.map(|bytes| Arg::from(bytes / unit)));
+    let launch = Launch {
+        source: &ELEMENTWISE,
+        kernel: "copy_columns",
+        grid: [rows * usize::from(blocks.count * blocks.width > 0), 1, 1],
+        threads,
+        shared: 0,
+        args: &args,
+    };
+    // SAFETY: the blocks are columns of both; a block of threads copies those of its row, each thread its own units.
+    unsafe { on.gpu.launch(&launch) };
+}
+
+/// As [`add_columns`](crate::columns::add_columns): a thread has a column of all blocks, one after the other.
+pub(crate) fn add_columns(
+    on: On<'_>,
+    blocks: Blocks,
+    (from, at): (&Tensor, Columns),
+    (to, to_at): (&mut Tensor, Columns),
+) {
+    let (rows, cols) = (to.rows(), to.cols());
+    let mut args = vec![on.read(from), on.write(to)];
+    args.extend(
+        [blocks.count, blocks.width, from.cols(), at.start, at.step, cols, to_at.start, to_at.step].map(Arg::from),
+    );
+    // SAFETY: the blocks are columns of both; a block of threads adds to those of its row.
+    unsafe { on.launch(&ELEMENTWISE, "add_columns", rows * usize::from(blocks.count * blocks.width > 0), &args) };
 }
 
 /// The same of `rows` rows of each of `count` sequences.
