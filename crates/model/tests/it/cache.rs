@@ -138,6 +138,10 @@ fn sequences_that_go_on_together_have_the_logits_of_each_alone() {
     };
     let ctx = Context::cpu(2).with_gpu(gpu);
     check_together(&ctx, ModelConfig { max_seq_len: 1000, ..small_config() }, 3, &[5, 1, 1, 60, 1, 1], 1e-4);
+    // Narrow vectors that the GPU attends to, and such as are the host's.
+    for kv_rank in [6, 260] {
+        check_together(&ctx, latent(7, kv_rank), 3, &[5, 1, 1, 60, 1, 1], 1e-4);
+    }
 }
 
 #[test]

@@ -111,6 +111,28 @@ fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traff
 }
 
 #[test]
+fn a_latent_cache_that_the_host_attends_to_does_not_pass_for_each_token() {
+    let Some(ctx) = emulated() else { return };
+    // Rows of 264 numbers, more than there are kernels of attention for.
+    let sizes = LatentAttention { query_rank: 0, kv_rank: 260, plain_dim: 4, rotary_dim: 4 };
+    let variant = Variant { latent: Some(sizes), value_dim: 8, ..Variant::default() };
+    let config = ModelConfig { num_kv_heads: 4, qk_norm: QkNorm::None, variant, max_seq_len: 500, ..config(1) };
+    let (decoder, weights) = model(&ctx, config);
+    let mut cache = KvCache::new(decoder.config());
+    let mut bytes_of = |ids: &[u32]| {
+        let before = traffic(&ctx);
+        drop(decoder.extend(&ctx, &weights, &mut cache, ids).expect("tokens").to_f32_vec());
+        traffic(&ctx).since(&before).downloaded_bytes
+    };
+    bytes_of(&random_ids(50, 5, 1));
+    bytes_of(&[1]);
+    let after_few = bytes_of(&[2]);
+    bytes_of(&random_ids(50, 300, 2));
+    bytes_of(&[1]);
+    assert_eq!(bytes_of(&[2]), after_few);
+}
+
+#[test]
 fn a_decoding_step_waits_for_a_gpu_once() {
     let Some(ctx) = emulated() else { return };
     let (decoder, weights) = model(&ctx, config(1));
