@@ -65,6 +65,26 @@ pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     });
 }
 
+/// `[pieces, C]`: the sums of the rows of `x` `[R, C]` (f32) from each of `starts` to the next, in their order; the last of them is R.
+#[must_use]
+pub fn sums_of_rows(ctx: &Context, x: &Tensor, starts: &[u32]) -> Tensor {
+    let (cols, count) = (x.cols(), starts.len().saturating_sub(1));
+    assert!(
+        starts.is_sorted() && starts.last().is_none_or(|&end| end as usize <= x.rows()),
+        "sums of rows: {starts:?}"
+    );
+    if let Some(on) = On::taking(ctx, &[x.dtype()]).filter(|_| count > 0) {
+        return cuda::elementwise::sums_of_rows(on, x, starts);
+    }
+    let mut sums = ctx.zeros(&[count, cols], DType::F32);
+    let x = x.f32s();
+    ctx.threads().run_pieces(sums.f32s_mut(), cols.max(1), |piece, sums| {
+        let rows = starts[piece] as usize * cols..starts[piece + 1] as usize * cols;
+        x[rows].chunks_exact(cols.max(1)).for_each(|row| add_kernel::<f32>(ctx.isa(), sums, row));
+    });
+    sums
+}
+
 kernel! {
     fn add_kernel<S: Level, T: Float>(y: &mut [f32], x: &[T]) {
         for (y, x) in y.iter_mut().zip(x) {

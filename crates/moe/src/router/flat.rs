@@ -7,6 +7,7 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::SortedChoices;
+use moeworks_ops::elementwise::sums_of_rows;
 use moeworks_ops::late::Late;
 use moeworks_ops::score_top_k::{ScoreRule, Scored, score_top_k};
 use moeworks_ops::top_k::{TopK, softmax_top_k_with};
@@ -62,6 +63,8 @@ pub(crate) struct FlatSaved {
     /// `[T]`: the modality of each token; empty where there is one.
     pub(crate) modalities: Vec<u32>,
     pub(crate) seq_len: usize,
+    /// Where a GPU has the distributions, for the sequence-wise loss: sums of those of some tokens of a sequence from each of these on.
+    pub(crate) sums_of_pieces: Option<(Vec<u32>, Tensor)>,
     /// Tokens of each local group; 0: all.
     pub(crate) group_len: usize,
     /// The first choices in local groups that are shared with other ranks.
@@ -158,6 +161,7 @@ impl FlatRouter<'_> {
             },
             modalities,
             seq_len: self.input.seq_len,
+            sums_of_pieces: None,
             group_len: self.router().local_group,
             shared_groups: self.shared_groups(&ids),
             ids,
@@ -166,6 +170,11 @@ impl FlatRouter<'_> {
             way,
             residual,
         };
+        if way != Way::StepByStep && ctx.gpu().is_some() && saved.seq_len > 0 {
+            let starts = pieces_of_sequences(saved.scores.probs.rows(), saved.seq_len);
+            let sums = sums_of_rows(ctx, &saved.scores.probs, &starts);
+            saved.sums_of_pieces = Some((starts, sums));
+        }
         if let Some(clean) = &saved.clean {
             saved.smooth_load = load::smooth_load(ctx, &saved, clean, self.config.top_k);
         }
@@ -285,9 +294,12 @@ impl FlatRouter<'_> {
             return Way::StepByStep;
         }
         let is_flat = !matches!(scorer, Scorer::None | Scorer::Tree(_));
-        if router.is_softmax_top_k() && self.temperature() == 1.0 {
+        let has_kernel = ctx.gpu().is_some() && is_flat && router.is_score_top_k();
+        // The gradients of losses of sequences are those kernels' alone.
+        let is_fused = router.is_softmax_top_k() && self.temperature() == 1.0;
+        if is_fused && !(has_kernel && self.input.seq_len > 0) {
             Way::Fused
-        } else if ctx.gpu().is_some() && is_flat && router.is_score_top_k() {
+        } else if has_kernel {
             Way::OnGpu
         } else {
             Way::StepByStep
@@ -556,4 +568,14 @@ fn rank_row(ranking: &mut [f32], gates: &[f32], logits: &[f32], bias: Option<&[f
         let gate = if gate.is_nan() { 0.0 } else { gate };
         *rank = if logit == f32::NEG_INFINITY { logit } else { gate + bias.map_or(0.0, |bias| bias[i]) };
     }
+}
+
+/// Tokens whose distributions are added up at most before the sums go on in f64.
+const PIECE_TOKENS: usize = 128;
+
+/// The tokens from which pieces of at most [`PIECE_TOKENS`] of sequences begin, and the number of tokens.
+fn pieces_of_sequences(num_tokens: usize, seq_len: usize) -> Vec<u32> {
+    let sequences = (0..num_tokens).step_by(seq_len);
+    let pieces = sequences.flat_map(|start| (start..(start + seq_len).min(num_tokens)).step_by(PIECE_TOKENS));
+    pieces.chain([num_tokens]).map(|start| start as u32).collect()
 }

@@ -210,7 +210,14 @@ impl FlatSaved {
     /// of the sequence's choices times E and `P_i` its mean probability there.
     pub(crate) fn sequence_loss(&self) -> f64 {
         let e = self.scores.probs.cols();
-        e as f64 * self.sequences().loss(self.scores.probs.f32s(), e)
+        e as f64
+            * match &self.sums_of_pieces {
+                Some((starts, sums)) => {
+                    let starts = starts.iter().map(|&start| start as usize);
+                    self.sequences().loss_of(starts.zip(sums.f32s().chunks(e)), e)
+                }
+                None => self.sequences().loss(self.scores.probs.f32s(), e),
+            }
     }
 
     /// The auxiliary loss of GShard (2006.16668, algorithm 1), the mean of the local groups' `(1/E) sum_i c_i m_i`, with

@@ -50,12 +50,17 @@ impl Parts {
     /// The mean of the parts' losses for tokens of distributions `probs [T, E]`. Of several ranks it is what these tokens add, so
     /// that the mean over ranks by their tokens is the whole.
     pub(crate) fn loss(&self, probs: &[f32], num_experts: usize) -> f64 {
-        let token_loss = |(token, probs): (usize, &[f32])| {
+        self.loss_of(probs.chunks(num_experts).enumerate(), num_experts)
+    }
+
+    /// The same of sums of distributions, each with the first of the tokens that it is of, which are all of one part.
+    pub(crate) fn loss_of<'a>(&self, sums: impl Iterator<Item = (usize, &'a [f32])>, num_experts: usize) -> f64 {
+        let loss = |(token, sums): (usize, &[f32])| {
             let part = self.part_of(token);
             let shares = &self.shares[part * num_experts..];
-            shares.iter().zip(probs).map(|(&f, &p)| f * f64::from(p)).sum::<f64>() / self.sizes[part] as f64
+            shares.iter().zip(sums).map(|(&f, &p)| f * f64::from(p)).sum::<f64>() / self.sizes[part] as f64
         };
-        let sum: f64 = probs.chunks(num_experts).enumerate().map(token_loss).sum();
+        let sum: f64 = sums.map(loss).sum();
         if self.share == 0.0 { 0.0 } else { sum / (self.num_parts as f64 * self.share) }
     }
 

@@ -2,7 +2,7 @@
 
 use moeworks_ops::elementwise::{
     add_assign, add_rows, cast, cast_into, clip_assign, clip_backward_assign, copy_rows, fill_normal, scale_assign,
-    sum_of_squares, sum_rows,
+    sum_of_squares, sum_rows, sums_of_rows,
 };
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
@@ -12,6 +12,26 @@ use crate::common::{assert_close, contexts, doubles, normal_tensor, normals, ten
 
 /// Lengths on and around the edges of vectors and of pieces.
 const LENGTHS: [usize; 7] = [0, 1, 15, 33, 1000, 32_768, 70_001];
+
+#[test]
+fn rows_are_added_up_from_each_start_to_the_next() {
+    for (name, ctx) in contexts() {
+        for cols in [1, 33, 300] {
+            let x = normal_tensor(&ctx, 4, &[100, cols], DType::F32);
+            let values = doubles(&x);
+            for starts in [&[][..], &[7], &[0, 100], &[0, 1, 1, 64, 90]] {
+                let of = |piece: &[u32], col: usize| -> f64 {
+                    (piece[0]..piece[1]).map(|row| values[row as usize * cols + col]).sum()
+                };
+                let pieces = starts.windows(2);
+                let expected: Vec<f64> = pieces.flat_map(|piece| (0..cols).map(move |col| of(piece, col))).collect();
+                let sums = sums_of_rows(&ctx, &x, starts);
+                assert_eq!(sums.shape(), [starts.len().saturating_sub(1), cols]);
+                assert_close(&format!("{name}: {starts:?}"), &doubles(&sums), &expected, 1e-5);
+            }
+        }
+    }
+}
 
 #[test]
 fn sums_and_scales_are_those_of_scalar_code() {

@@ -282,6 +282,12 @@ pub(crate) fn embedding_backward(on: On<'_>, ids: &[u32], dy: &Tensor, dtable: &
     add_rows_of_ids(on, Some(&used), (&pieces_of_used, None), &pieces, dtable);
 }
 
+pub(crate) fn sums_of_rows(on: On<'_>, x: &Tensor, starts: &[u32]) -> Tensor {
+    let mut sums = on.empty(&[starts.len() - 1, x.cols()], DType::F32);
+    add_rows_of_ids(on, None, (&on.u32s(starts), None), x, &mut sums);
+    sums
+}
+
 fn add_rows_of_ids(
     on: On<'_>,
     ids: Option<&Tensor>,
