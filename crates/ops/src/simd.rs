@@ -10,9 +10,14 @@ mod powers;
 #[cfg(target_arch = "x86_64")]
 mod rounding;
 #[cfg(target_arch = "x86_64")]
+mod splat;
+#[cfg(target_arch = "x86_64")]
 mod totals;
 
 use moeworks_tensor::{DType, Element, bf16, f16};
+
+#[cfg(target_arch = "x86_64")]
+use splat::splat_unit;
 
 /// Partial sums of a reduction: one AVX-512 register of f32, or two AVX2 ones.
 pub(crate) const LANES: usize = 16;
@@ -314,30 +319,6 @@ macro_rules! x86_level {
             $($own)*
         }
     };
-}
-
-/// The 32 bits `at` units behind `from`, in all lanes, by the instruction for integers. Compilers choose the one for floats, which takes
-/// a place among multiplications on Zen 4: tiles of 8 rows by 1 vector then have 2.6 instead of 3.2 (f32) and 3.5 (pairs of bf16) G
-/// products of vectors a second.
-///
-/// # Safety
-/// The machine must have AVX-512 F, and the unit must be readable. It need not be aligned.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(crate) unsafe fn splat_unit(from: *const u32, at: usize) -> core::arch::x86_64::__m512 {
-    let all;
-    // SAFETY: reads the unit alone, as the caller promises.
-    unsafe {
-        core::arch::asm!(
-            "vpbroadcastd {all}, dword ptr [{from} + 4 * {at}]",
-            all = lateout(zmm_reg) all,
-            from = in(reg) from,
-            at = in(reg) at,
-            options(pure, readonly, nostack, preserves_flags)
-        );
-    }
-    all
 }
 
 /// Powers of two of sixteen numbers by one of the polynomials of [`powers`].
