@@ -1,7 +1,7 @@
 //! What a run is set up with, as functions of its configuration.
 
 use moeworks_model::Tokenizer;
-use moeworks_model::account::shape;
+use moeworks_model::account::{Parameters, shape};
 use moeworks_ops::Context;
 use moeworks_ops::cuda::{Gpu, GpuError};
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
@@ -55,7 +55,7 @@ fn state_of_rank(config: &RunConfig) -> RankMemory {
     let shape = shape(&config.model, config.train.seq_len, is_bf16);
     let of_rank = rank_memory(&shape, &workload, &config.parallel.layout());
     // On one rank, gradients of experts may be half as long.
-    let experts = shape.expert_params * (shape.num_experts * shape.num_moe_layers) as u64;
+    let [experts, _] = Parameters::of(&config.model).experts();
     let of_experts = if config.train.expert_gradients == GradientType::Bf16 { 2 * experts } else { 0 };
     RankMemory { gradients: of_rank.gradients - of_experts as f64, ..of_rank }
 }
@@ -116,8 +116,6 @@ pub(crate) fn schedule(config: &RunConfig) -> Schedule {
 
 #[cfg(test)]
 mod tests {
-    use moeworks_model::account::Parameters;
-
     use super::*;
 
     #[test]

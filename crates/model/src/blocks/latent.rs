@@ -109,8 +109,7 @@ impl Latent {
         let (q, _) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
         // Kept on the GPU all of it would come to the host for each token.
-        let is_for_host = is_for_host(ctx, self.row_dim());
-        let place = if is_for_host { ctx.on_host() } else { ctx.clone() };
+        let place = if is_for_host(ctx, self.row_dim()) { ctx.on_host() } else { ctx.clone() };
         cache.append(&place, &[&self.joined(ctx, (&kv.normed, &key))]);
         let (held, kept) = (cache.held(), &cache.kept()[0]);
         // What several sequences keep does not follow one another.

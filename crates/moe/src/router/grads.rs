@@ -209,15 +209,15 @@ impl FlatSaved {
     /// The sequence-wise balance loss (DeepSeek-V3), the mean of the sequences' `sum_i f_i P_i`, with `f_i` expert i's share
     /// of the sequence's choices times E and `P_i` its mean probability there.
     pub(crate) fn sequence_loss(&self) -> f64 {
-        let e = self.scores.probs.cols();
-        e as f64
-            * match &self.sums_of_pieces {
-                Some((starts, sums)) => {
-                    let starts = starts.iter().map(|&start| start as usize);
-                    self.sequences().loss_of(starts.zip(sums.f32s().chunks(e)), e)
-                }
-                None => self.sequences().loss(self.scores.probs.f32s(), e),
+        let (e, sequences) = (self.scores.probs.cols(), self.sequences());
+        let loss = match &self.sums_of_pieces {
+            Some((starts, sums)) => {
+                let starts = starts.iter().map(|&start| start as usize);
+                sequences.loss_of(starts.zip(sums.f32s().chunks(e)), e)
             }
+            None => sequences.loss(self.scores.probs.f32s(), e),
+        };
+        e as f64 * loss
     }
 
     /// The auxiliary loss of GShard (2006.16668, algorithm 1), the mean of the local groups' `(1/E) sum_i c_i m_i`, with
