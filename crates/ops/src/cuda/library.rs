@@ -1,8 +1,8 @@
 //! Libraries that are found at run time: where they may be, and the functions of them that are used.
 
-use std::env;
 use std::ffi::{c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
+use std::{env, fs};
 
 use libloading::Library;
 
@@ -62,6 +62,13 @@ impl Functions {
 
     /// The library at `path`, or what the loader says.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
+        // The compiler loads its built-in functions by name alone; those beside it are found so only where they are loaded already.
+        for beside in path.parent().into_iter().flat_map(fs::read_dir).flatten().flatten() {
+            if beside.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
+                // What does not load is no loss: the compiler says so when it needs it.
+                _ = load(&beside.path());
+            }
+        }
         Self::of(load(path)?).map_err(reason)
     }
 }

@@ -120,8 +120,9 @@ impl Nvrtc {
         Target { capability: newest.unwrap_or(80), is_specific: false, is_virtual: true }
     }
 
-    /// The options of every compilation, besides the target.
-    const OPTIONS: [&'static str; 2] = ["--std=c++17", "-lineinfo"];
+    /// The options of every compilation, besides the target. Before 13.2 the compiler takes a lambda inside a function of the device for one
+    /// of the host, unless everything is the device's.
+    const OPTIONS: [&'static str; 3] = ["--std=c++17", "-lineinfo", "--device-as-default-execution-space"];
 
     /// The cubin, or for a virtual target the PTX, of a source. Needs no GPU.
     pub fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
