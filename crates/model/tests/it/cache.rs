@@ -3,7 +3,7 @@
 use moeworks_model::generation::KvCache;
 use moeworks_model::{BatchError, LatentAttention, ModelConfig, QkNorm, Variant};
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Emulation, Gpu};
+use moeworks_ops::cuda::Gpu;
 use moeworks_tensor::DType;
 use proptest::prelude::*;
 
@@ -132,8 +132,8 @@ fn sequences_that_go_on_together_have_the_logits_of_each_alone() {
             check_together(&ctx, latent(0, 6), count, &pieces, 5e-5);
         }
     }
-    let Ok(gpu) = Gpu::emulated(Emulation::default()) else {
-        println!("SKIPPED: sequences together on a GPU: there is no emulation of one");
+    let Ok(gpu) = Gpu::for_a_test() else {
+        println!("SKIPPED: sequences together on a GPU: there is none, nor an emulation of one");
         return;
     };
     let ctx = Context::cpu(2).with_gpu(gpu);

@@ -6,6 +6,7 @@ mod deepseek;
 mod edges;
 mod fixtures;
 mod gpu;
+mod gpu_large;
 #[cfg(target_os = "linux")]
 #[path = "../../../comm/tests/it/launcher.rs"]
 mod launcher;

@@ -2,7 +2,7 @@
 
 use moeworks_model::is_of_experts;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Emulation, Gpu};
+use moeworks_ops::cuda::Gpu;
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
@@ -10,8 +10,8 @@ use moeworks_tensor::DType;
 use crate::steps::Steps;
 
 fn contexts() -> Vec<Context> {
-    let gpu = Gpu::emulated(Emulation::default())
-        .inspect_err(|missing| println!("SKIPPED: gradients of experts in bf16 on a GPU: {missing}"));
+    let gpu =
+        Gpu::for_a_test().inspect_err(|missing| println!("SKIPPED: gradients of experts in bf16 on a GPU: {missing}"));
     let cpu = Context::cpu(2);
     gpu.into_iter().map(|gpu| cpu.clone().with_gpu(gpu)).chain([cpu.clone()]).collect()
 }

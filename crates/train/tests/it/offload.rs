@@ -1,7 +1,7 @@
 //! Where the optimizer's state is while a GPU computes.
 
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Emulation, Gpu};
+use moeworks_ops::cuda::Gpu;
 
 use crate::steps::Steps;
 
@@ -19,9 +19,9 @@ fn trained(gpu: &Gpu, is_offloaded: bool) -> (f64, f64) {
 
 #[test]
 fn an_offloaded_optimizer_leaves_a_third_of_the_bytes_on_the_gpu_and_makes_the_same_steps() {
-    let gpus = [false, true].map(|_| Gpu::emulated(Emulation::default()));
+    let gpus = [false, true].map(|_| Gpu::for_a_test());
     let [Ok(first), Ok(second)] = &gpus else {
-        println!("SKIPPED: memory of an offloaded optimizer: there is no emulation of a GPU");
+        println!("SKIPPED: memory of an offloaded optimizer: there is no GPU, nor an emulation of one");
         return;
     };
     let ((kept, loss), (offloaded, loss_offloaded)) = (trained(first, false), trained(second, true));
