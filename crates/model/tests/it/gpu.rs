@@ -6,18 +6,17 @@ use moeworks_model::{
 };
 use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Emulation, Gpu, Traffic};
+use moeworks_ops::cuda::{Gpu, Traffic};
 use moeworks_ops::linear::Write;
 
 use crate::common::{batch, model, next_ids, random_ids, small_config};
 
 const SEQ_LEN: usize = 16;
 
-/// A context with the emulation of a GPU; says so where there is none.
-fn emulated() -> Option<Context> {
-    let gpu = Gpu::emulated(Emulation::default())
-        .inspect_err(|missing| println!("SKIPPED: what passes to and from a GPU: {missing}"))
-        .ok()?;
+/// A context with a GPU or its emulation; says so where there is none.
+fn with_gpu() -> Option<Context> {
+    let gpu =
+        Gpu::for_a_test().inspect_err(|missing| println!("SKIPPED: what passes to and from a GPU: {missing}")).ok()?;
     Some(Context::cpu(2).with_gpu(gpu))
 }
 
@@ -59,7 +58,7 @@ fn of_step(ctx: &Context, config: ModelConfig) -> Traffic {
 
 #[test]
 fn what_a_training_step_copies_to_and_from_a_gpu_does_not_grow_with_the_model() {
-    let Some(ctx) = emulated() else { return };
+    let Some(ctx) = with_gpu() else { return };
     let (small, large) = (of_step(&ctx, config(1)), of_step(&ctx, config(3)));
     assert_eq!(small, large);
     // For each layer the counts, sums of scores, of logits and of choices; once the rows of the loss.
@@ -71,7 +70,7 @@ fn what_a_training_step_copies_to_and_from_a_gpu_does_not_grow_with_the_model() 
 
 #[test]
 fn nor_does_it_with_latent_attention_or_with_sinks_or_with_queries_that_are_cut() {
-    let Some(ctx) = emulated() else { return };
+    let Some(ctx) = with_gpu() else { return };
     let of = |times: usize, variant: Variant| ModelConfig {
         num_kv_heads: 4,
         qk_norm: QkNorm::None,
@@ -112,7 +111,7 @@ fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traff
 
 #[test]
 fn a_latent_cache_that_the_host_attends_to_does_not_pass_for_each_token() {
-    let Some(ctx) = emulated() else { return };
+    let Some(ctx) = with_gpu() else { return };
     // Rows of 264 numbers, more than there are kernels of attention for.
     let sizes = LatentAttention { query_rank: 0, kv_rank: 260, plain_dim: 4, rotary_dim: 4 };
     let variant = Variant { latent: Some(sizes), value_dim: 8, ..Variant::default() };
@@ -134,7 +133,7 @@ fn a_latent_cache_that_the_host_attends_to_does_not_pass_for_each_token() {
 
 #[test]
 fn a_decoding_step_waits_for_a_gpu_once() {
-    let Some(ctx) = emulated() else { return };
+    let Some(ctx) = with_gpu() else { return };
     let (decoder, weights) = model(&ctx, config(1));
     let token = of_token(&ctx, &decoder, &weights);
     // The next id comes back, and whether there was a NaN; the id and its position go there, and which row the head takes is known.
@@ -143,16 +142,16 @@ fn a_decoding_step_waits_for_a_gpu_once() {
 }
 
 #[test]
-fn a_decoding_step_is_one_graph_and_a_draw_from_the_second_on() {
-    let Some(ctx) = emulated() else { return };
+fn a_decoding_step_is_two_graphs_and_a_draw_from_the_second_on() {
+    let Some(ctx) = with_gpu() else { return };
     let (decoder, weights) = model(&ctx, config(1));
     let token = of_token(&ctx, &decoder, &weights);
-    assert_eq!((token.launches, token.graphs), (1, 1), "{token:?}");
+    assert_eq!((token.launches, token.graphs), (1, 2), "{token:?}");
 }
 
 #[test]
 fn tokens_from_graphs_have_the_logits_of_a_pass_over_all() {
-    let Some(ctx) = emulated() else { return };
+    let Some(ctx) = with_gpu() else { return };
     let (decoder, weights) = model(&ctx, ModelConfig { max_seq_len: 128, ..config(1) });
     let ids = random_ids(50, 80, 3);
     let mut cache = KvCache::new(decoder.config());
@@ -172,7 +171,7 @@ fn tokens_from_graphs_have_the_logits_of_a_pass_over_all() {
 
 #[test]
 fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
-    let Some(ctx) = emulated() else { return };
+    let Some(ctx) = with_gpu() else { return };
     let config = ModelConfig { num_layers: 6, ..config(1) };
     let (decoder, weights) = model(&Context::cpu(2), config.clone());
     let (_, twin) = model(&Context::cpu(2), config.clone());
