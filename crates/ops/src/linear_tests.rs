@@ -106,6 +106,14 @@ fn the_three_products_match_f64_at_awkward_sizes() {
 }
 
 #[test]
+fn the_three_products_of_few_rows_match_f64_where_weights_have_many_short_rows() {
+    // Their kernel on a GPU takes two columns at a time.
+    for (t, i, o) in [(1, 264, 528), (3, 40, 528), (8, 520, 544)] {
+        check_sizes(t, i, o);
+    }
+}
+
+#[test]
 fn the_three_products_match_f64_over_a_long_depth() {
     // Longer than the parts that sums are cut into, by an odd rest.
     check_sizes(3, 4_099, 5);

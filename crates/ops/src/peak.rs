@@ -26,8 +26,7 @@ pub struct Peaks {
     pub fp8_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
-    /// Bytes a second that they read and write there, half of them each: past the caches, a line read for each line written. None on a
-    /// GPU, where this is not measured.
+    /// Bytes a second that they read and write there, half of them each: past the caches, a line read for each line written.
     pub copy_bytes_per_s: Option<f64>,
 }
 

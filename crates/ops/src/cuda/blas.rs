@@ -3,8 +3,6 @@
 //!
 //! The library counts along columns: what it takes for the columns of a matrix are our rows. So it is asked for the transposed product,
 //! whose operands change sides.
-//!
-//! Not run on a GPU yet.
 
 use std::collections::HashMap;
 use std::env;

@@ -1,6 +1,4 @@
 //! A device behind NVIDIA's driver, which is loaded at run time (`cudarc`).
-//!
-//! Not run on a GPU yet.
 
 mod memory;
 mod staging;

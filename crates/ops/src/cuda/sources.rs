@@ -52,7 +52,7 @@ sources! {
         "layer_norm_backward_f32_f32", "layer_norm_backward_f32_bf16", "layer_norm_backward_bf16_f32", "layer_norm_backward_bf16_bf16",
     ];
     GROUPED = "grouped" after "grouped.cuh": [
-        "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_each", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
+        "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_both_nt", "few_each", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases", "add_bias_dots", "sum_group_rows",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
@@ -66,13 +66,13 @@ sources! {
     E4M3 = "e4m3": ["e4m3_rows", "e4m3_matrices"];
     BLOCKS = "blocks" after "grouped.cuh" "some_rows.cuh": [
         "blocks_to_bf16", "gather_block_rows",
-        "few_rows_nt_q8", "few_each_q8", "some_each_q8", "few_up_paired_q8", "few_up_single_q8",
-        "few_rows_nt_q4", "few_each_q4", "some_each_q4", "few_up_paired_q4", "few_up_single_q4",
-        "few_rows_nt_q4k", "few_each_q4k", "some_each_q4k", "few_up_paired_q4k", "few_up_single_q4k",
-        "few_rows_nt_q5k", "few_each_q5k", "some_each_q5k", "few_up_paired_q5k", "few_up_single_q5k",
-        "few_rows_nt_q6k", "few_each_q6k", "some_each_q6k", "few_up_paired_q6k", "few_up_single_q6k",
-        "few_rows_nt_mxfp4", "few_each_mxfp4", "some_each_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
-        "few_rows_nt_f8", "few_each_f8", "some_each_f8", "few_up_paired_f8", "few_up_single_f8",
+        "few_rows_nt_q8", "few_both_nt_q8", "few_each_q8", "some_each_q8", "few_up_paired_q8", "few_up_single_q8",
+        "few_rows_nt_q4", "few_both_nt_q4", "few_each_q4", "some_each_q4", "few_up_paired_q4", "few_up_single_q4",
+        "few_rows_nt_q4k", "few_both_nt_q4k", "few_each_q4k", "some_each_q4k", "few_up_paired_q4k", "few_up_single_q4k",
+        "few_rows_nt_q5k", "few_both_nt_q5k", "few_each_q5k", "some_each_q5k", "few_up_paired_q5k", "few_up_single_q5k",
+        "few_rows_nt_q6k", "few_both_nt_q6k", "few_each_q6k", "some_each_q6k", "few_up_paired_q6k", "few_up_single_q6k",
+        "few_rows_nt_mxfp4", "few_both_nt_mxfp4", "few_each_mxfp4", "some_each_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
+        "few_rows_nt_f8", "few_both_nt_f8", "few_each_f8", "some_each_f8", "few_up_paired_f8", "few_up_single_f8",
     ];
     ROUTER = "router" after "softmax.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",
@@ -94,7 +94,7 @@ sources! {
         "add_rows_of_ids", "rotate", "copy_columns", "add_columns",
     ];
     PLACE_HEADS = "place_heads" after "few.cuh": ["place_heads_f32", "place_heads_bf16"];
-    PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory"];
+    PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory", "copy_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
     NOISE = "noise": ["times_factors"];
     SCORES = "scores" after "softmax.cuh": ["score_top_k", "score_top_k_backward"];

@@ -1,6 +1,4 @@
 //! Maps of weights for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a matrix.
-//!
-//! Not run on a GPU yet.
 
 use std::sync::OnceLock;
 

@@ -263,6 +263,14 @@ fn every_number_of_rows_is_within_the_bound() {
 }
 
 #[test]
+fn many_short_rows_are_within_the_bound() {
+    // Their kernel on a GPU takes two columns at a time.
+    for (rows, dtype) in [1, 3].into_iter().flat_map(|rows| all_types().map(move |dtype| (rows, dtype))) {
+        check(Case::new(rows, 64, 528, dtype));
+    }
+}
+
+#[test]
 fn odd_and_even_numbers_of_blocks_and_partial_panels_are_within_the_bound() {
     for (depth, columns) in [(32, 1), (64, 48), (96, 7), (160, 49), (544, 97), (1024, 12)] {
         for dtype in all_types() {

@@ -219,8 +219,8 @@ KERNEL(256) gather_block_rows(const u32* ids, const u8* blocks, void* y, u32 y_b
 // Rows of B that are blocks; its stride is in bytes.
 template <u32 TYPE> struct Blocks {
     const Operand& b;
-    // All of them have one scale, and half of the smallest blocks' lie in the same bytes as the other half.
-    static const u32 HELD = Layout<TYPE>::LEN == 32 ? 32 : 16;
+    // Neighbouring lanes have neighbouring elements: of a whole block each, every load of a warp would touch as many lines as it has lanes.
+    static const u32 HELD = 8;
     static const bool HAS_LEVELS = true, HAS_LEAST = TYPE == Q4K || TYPE == Q5K;
     // The product of eight elements with as many others.
     DEVICE_MEMBER f32 dot(const f32 (&a)[8], u32 row, u32 k) const {
@@ -246,6 +246,11 @@ template <u32 TYPE> struct Blocks {
         after_earlier_for_few(THE_ROWS, b_stride);                                         \
         Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
         by_columns<false>(p, Blocks<TYPE>{p.b}, THE_STORE, is_rounded);                    \
+    }                                                                                      \
+    KERNEL_OF_TWO(256) few_both_nt_##NAME(ROWS, STORE, u32 is_rounded) {                   \
+        after_earlier_for_few(THE_ROWS, b_stride);                                         \
+        Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);                                   \
+        by_columns<true>(p, Blocks<TYPE>{p.b}, StoreBoth{THE_STORE, pair}, is_rounded);    \
     }                                                                                      \
     KERNEL_OF_TWO(256) few_each_##NAME(EACH, u32 is_rounded) {                                    \
         Store store;                                                                       \

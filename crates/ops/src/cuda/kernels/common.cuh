@@ -129,18 +129,19 @@ DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
     else ((f32*)p)[i] = x;
 }
 
+// Eight bf16 numbers.
+DEVICE void unpack(f32 (&x)[8], uint4 words) {
+    u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        x[2 * i] = bits_float(pairs[i] << 16);
+        x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
+    }
+}
+
 // 8 elements from `at` on, a multiple of 8.
 DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
-    if (is_bf16) {
-        uint4 words = *(const uint4*)((const bf16*)data + at);
-        u32 pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            x[2 * i] = bits_float(pairs[i] << 16);
-            x[2 * i + 1] = bits_float(pairs[i] & 0xffff0000u);
-        }
-        return;
-    }
+    if (is_bf16) return unpack(x, *(const uint4*)((const bf16*)data + at));
     const float4* from = (const float4*)((const f32*)data + at);
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {

@@ -111,7 +111,7 @@ KERNEL(256) sum_columns(const void* x, u32 x_bf16, f32* sums, u32 rows, u32 colu
     u32 first = blockIdx.y * rows_each, end = min(first + rows_each, rows);
     f32 sum = 0.0f;
     if (column < columns) {
-#pragma unroll 4
+#pragma unroll 8
         for (u32 row = first + warp; row < end; row += 8) sum += load_any(x, x_bf16, (u64)row * columns + column);
     }
     of_warps[warp][lane] = sum;

@@ -124,7 +124,9 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
         }
         u32 first_row = warp / 4 * 64 + part * 16, column = p.column + columns * (IS_PAIRED ? OWN_PAIRS : OWN_COLUMNS);
         f32 row_parts[Own<IS_PAIRED>::HELD] = {};
-        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts);
+        typename Epilogue::Ahead ahead[Own<IS_PAIRED>::HELD] = {};
+        look_ahead<IS_PAIRED>(p, epilogue, first_row, column, ahead);
+        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts, ahead, false);
         if constexpr (Epilogue::HAS_PARTS)
             take_row_parts<IS_PAIRED>(row_parts, first_row, [&](u32 row, f32 part) { rows[columns * TILE + row] = part; });
     }
@@ -223,6 +225,11 @@ KERNEL_OF_TWO(256) few_rows_nt(ROWS, STORE, u32 is_rounded) {
     after_earlier_for_few(THE_ROWS, b_stride * (b_bf16 ? 2 : 4));
     Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
     by_float_columns<false>(p, THE_STORE, is_rounded);
+}
+KERNEL_OF_TWO(256) few_both_nt(ROWS, STORE, u32 is_rounded) {
+    after_earlier_for_few(THE_ROWS, b_stride * (b_bf16 ? 2 : 4));
+    Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
+    by_float_columns<true>(p, StoreBoth{THE_STORE, pair}, is_rounded);
 }
 
 KERNEL_OF_TWO(256) few_each(EACH, u32 is_rounded) {

@@ -101,7 +101,9 @@ DEVICE f32 rounded(f32 x, u32 is_rounded) {
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
 // gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
 
-// What epilogues read they may ask for while sums are computed: `ask` gets a row and the first of 64 columns that are there.
+// What epilogues read they may ask for while sums are computed: `ask` gets a row and the first of 64 columns that are there. Of eight
+// columns they read it ahead (`ahead`), while what comes before is at work.
+struct NothingAhead {};
 
 // What is stored is the sum, and what `base` (if it is there, in f32; the same memory or another) has in its place besides.
 struct Store {
@@ -109,6 +111,14 @@ struct Store {
     const f32* base;
     u32 is_bf16, stride;
     static const bool HAS_PARTS = false;
+    struct Ahead {
+        float4 low, high;
+    };
+    DEVICE_MEMBER Ahead ahead(u64 row, u32 column) const {
+        if (!base) return {};
+        const float4* from = (const float4*)(base + row * stride + column);
+        return {from[0], from[1]};
+    }
     DEVICE_MEMBER void ask(u64 row, u32 column) const {
         if (!base) return;
         ask_for(base + row * stride + column);
@@ -120,16 +130,24 @@ struct Store {
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return stride % 8 == 0; }
-    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&x)[8], f32 (&)[8]) const {
-        u64 at = row * stride + column;
+    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&x)[8], f32 (&)[8], const Ahead& ahead) const {
         if (base) {
-            f32 before[8];
-            load_vector(before, base, 0, at);
+            f32 before[8] = {ahead.low.x, ahead.low.y, ahead.low.z, ahead.low.w, ahead.high.x, ahead.high.y, ahead.high.z, ahead.high.w};
 #pragma unroll
             for (u32 i = 0; i < 8; i++) x[i] += before[i];
         }
-        store_vector(to, is_bf16, at, x);
+        store_vector(to, is_bf16, row * stride + column, x);
         return 0.0f;
+    }
+};
+
+// The same of pairs that are two columns of the output: short rows of B are read two at a time.
+struct StoreBoth {
+    Store store;
+    u32 pair;
+    DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32 y) const {
+        store.take(group, row, column, x, 0.0f);
+        return store.take(group, row, column + pair, y, 0.0f);
     }
 };
 
@@ -140,6 +158,8 @@ struct Activate {
     u32 is_bf16, width;
     Shape shape;
     static const bool HAS_PARTS = false;
+    typedef NothingAhead Ahead;
+    DEVICE_MEMBER Ahead ahead(u64, u32) const { return {}; }
     DEVICE_MEMBER void ask(u64, u32) const {}
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 gate, f32 up) const {
         u32 inputs = is_gated(shape) ? 2 : 1;
@@ -158,7 +178,7 @@ struct Activate {
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
-    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&gate)[8], f32 (&up)[8]) const {
+    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&gate)[8], f32 (&up)[8], const Ahead&) const {
         u32 inputs = is_gated(shape) ? 2 : 1;
         if (bias) {
             const f32* own = bias + (u64)group * inputs * width + column;
@@ -193,6 +213,15 @@ struct PullBack {
     u32 is_bf16, width;
     Shape shape;
     static const bool HAS_PARTS = true;
+    struct Ahead {
+        uint4 gate, up;
+    };
+    DEVICE_MEMBER Ahead ahead(u64 row, u32 column) const {
+        if (!is_bf16) return {};
+        bool has_up = is_gated(shape);
+        const bf16* from = (const bf16*)h + row * (has_up ? 2 : 1) * width + column;
+        return {*(const uint4*)from, *(const uint4*)(has_up ? from + width : from)};
+    }
     // Of bf16; of f32 it is half.
     DEVICE_MEMBER void ask(u64 row, u32 column) const {
         u64 size = is_bf16 ? 2 : 4, at = row * (is_gated(shape) ? 2 : 1) * width + column;
@@ -210,12 +239,17 @@ struct PullBack {
         return part;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
-    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&u)[8], f32 (&)[8]) const {
+    DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&u)[8], f32 (&)[8], const Ahead& ahead) const {
         u32 inputs = is_gated(shape) ? 2 : 1;
         u64 at = row * inputs * width + column;
         f32 gate[8], up[8] = {}, weight = row_weights[row];
-        load_vector(gate, h, is_bf16, at);
-        if (inputs == 2) load_vector(up, h, is_bf16, at + width);
+        if (is_bf16) {
+            unpack(gate, ahead.gate);
+            unpack(up, ahead.up);
+        } else {
+            load_vector(gate, h, 0, at);
+            if (inputs == 2) load_vector(up, h, 0, at + width);
+        }
         f32 part = pull_back(shape, weight, u, gate, up);
         store_vector(dh, is_bf16, at, gate);
         if (inputs == 2) store_vector(dh, is_bf16, at + width, up);
@@ -274,12 +308,29 @@ DEVICE void lay_down(f32* own, u32 block, u32 half, f32 x, f32 y) {
     *(float2*)(own + (lane / 4 + 8 * half) * OWN_STRIDE + block * 8 + lane % 4 * 2) = make_float2(x, y);
 }
 
+// What the epilogue reads for each of the lane's rows from `first_row` of the tile on, and for its eight columns of those from
+// `first_column` on.
+template <bool IS_PAIRED, typename Epilogue>
+DEVICE void look_ahead(const Problem& p, const Epilogue& epilogue, u32 first_row, u32 first_column,
+                       typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD]) {
+    u32 lane = threadIdx.x % 32, column = first_column + lane % Own<IS_PAIRED>::LANES * 8;
+    if (!epilogue.has_vectors() || column + 8 > p.columns) return;
+#pragma unroll
+    for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
+        u32 row = first_row + lane / Own<IS_PAIRED>::LANES + i * 8;
+        if (row < p.rows) ahead[i] = epilogue.ahead(p.row + row, column);
+    }
+}
+
 // Hands to the epilogue what the warp has laid down: rows from `first_row` of the tile on, and columns from `first_column`. `parts` gets
-// what the epilogue returned for each of the lane's rows.
+// what the epilogue returned for each of the lane's rows. `ahead` is what it reads there and, if it goes on, becomes what it
+// reads as many columns on.
 template <bool IS_PAIRED, typename Epilogue>
 DEVICE void hand_over(const Problem& p, const Epilogue& epilogue, const f32* own, u32 first_row, u32 first_column,
-                      f32 (&parts)[Own<IS_PAIRED>::HELD]) {
+                      f32 (&parts)[Own<IS_PAIRED>::HELD], typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD], bool goes_on) {
+    const u32 WIDTH = IS_PAIRED ? OWN_PAIRS : OWN_COLUMNS;
     u32 lane = threadIdx.x % 32, column = first_column + lane % Own<IS_PAIRED>::LANES * 8;
+    bool has_next = goes_on && column + WIDTH + 8 <= p.columns;
     __syncwarp();
 #pragma unroll
     for (u32 i = 0; i < Own<IS_PAIRED>::HELD; i++) {
@@ -292,7 +343,9 @@ DEVICE void hand_over(const Problem& p, const Epilogue& epilogue, const f32* own
             f32 x[8], y[8];
             load_vector(x, first, 0, 0);
             load_vector(y, second, 0, 0);
-            parts[i] += epilogue.take_eight(p.group, p.row + row, column, x, y);
+            typename Epilogue::Ahead now = ahead[i];
+            if (has_next) ahead[i] = epilogue.ahead(p.row + row, column + WIDTH);
+            parts[i] += epilogue.take_eight(p.group, p.row + row, column, x, y, now);
             continue;
         }
 #pragma unroll 1
@@ -374,7 +427,7 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
     };
     const u32 STEP = 32 * Matrix::HELD;
     u32 whole = p.depth / STEP, rest = whole * STEP + lane * Matrix::HELD;
-#pragma unroll (!IS_BF16 || Matrix::HELD == 32 ? 1 : ROWS == 1 ? 32 / Matrix::HELD : 16 / Matrix::HELD)
+#pragma unroll (ROWS == 1 ? 32 / Matrix::HELD : 16 / Matrix::HELD)
     for (u32 step = 0; step < whole; step++) add(step * STEP + lane * Matrix::HELD);
     if (rest < p.depth) add(rest);
     // Lane r has row r.
@@ -398,7 +451,10 @@ template <bool IS_PAIRED, typename Matrix, typename Epilogue>
 DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
     u32 column = p.column + threadIdx.x / 32;
     if (column >= p.columns || p.rows == 0) return;
-    if (p.a.is_bf16 && p.rows == 1) return column_of_rows<IS_PAIRED, true, 1>(p, 0, column, matrix, epilogue, is_rounded);
+    if (p.rows == 1) {
+        if (p.a.is_bf16) return column_of_rows<IS_PAIRED, true, 1>(p, 0, column, matrix, epilogue, is_rounded);
+        return column_of_rows<IS_PAIRED, false, 1>(p, 0, column, matrix, epilogue, is_rounded);
+    }
 #pragma unroll 1
     for (u32 first = 0; first < p.rows; first += FEW_AT_ONCE)
         if (p.a.is_bf16) column_of_rows<IS_PAIRED, true, FEW_AT_ONCE>(p, first, column, matrix, epilogue, is_rounded);
@@ -410,6 +466,7 @@ template <bool IS_PAIRED, typename Epilogue> DEVICE void by_float_columns(const 
     if (p.b.is_bf16) return by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
     u32 column = p.column + threadIdx.x / 32;
     if (column >= p.columns) return;
+    if (p.rows == 1) return column_of_rows<IS_PAIRED, false, 1>(p, 0, column, Floats<false>{p.b}, epilogue, is_rounded);
 #pragma unroll 1
     for (u32 first = 0; first < p.rows; first += FEW_AT_ONCE)
         column_of_rows<IS_PAIRED, false, FEW_AT_ONCE>(p, first, column, Floats<false>{p.b}, epilogue, is_rounded);

@@ -81,13 +81,15 @@ DEVICE void multiply_tiles(const RowTiles& tiles, const Scales& scales, const Ri
             step = next;
             count++;
         }
-        finish<IS_PAIRED>(p, epilogue, sums, parts, tiles.column_tiles(), own);
+        typename Epilogue::Ahead ahead[Own<IS_PAIRED>::HELD] = {};
+        look_ahead<IS_PAIRED>(p, epilogue, warp * 16, p.column, ahead);
+        finish<IS_PAIRED>(p, epilogue, sums, parts, tiles.column_tiles(), own, ahead);
     }
 }
 
 template <bool IS_PAIRED, typename Epilogue>
 DEVICE void products(const RowTiles& tiles, const Scales& scales, const Epilogue& epilogue, f32* parts) {
-    by_groups_of_warps<Narrow, true, true, IS_PAIRED>(tiles, [&](const Ring<Narrow>& ring, unsigned char* shared) {
+    by_groups_of_warps<Narrow, Registers<104>, true, true, IS_PAIRED>(tiles, [&](const Ring<Narrow>& ring, unsigned char* shared) {
         multiply_tiles<IS_PAIRED>(tiles, scales, ring, shared, epilogue, parts);
     });
 }

@@ -6,6 +6,7 @@ typedef Tiling<256, 4> Wide;
 struct DepthTiles {
     Depths depths;
     u32 groups;
+    const void *a_map, *b_map;  // for tensor copies, or null
     DEVICE_MEMBER u32 column_tiles() const { return (depths.columns + Wide::COLUMNS - 1) / Wide::COLUMNS; }
     DEVICE_MEMBER u32 row_tiles() const { return (depths.rows + TILE_ROWS - 1) / TILE_ROWS; }
     DEVICE_MEMBER u32 count() const { return groups * row_tiles() * column_tiles(); }
@@ -16,11 +17,25 @@ struct DepthTiles {
         p.row += (u64)group * depths.rows;
         return is_there;
     }
-    // The group's end is amid the rows that a box would have.
-    DEVICE_MEMBER const void* map() const { return nullptr; }
+    DEVICE_MEMBER void maps_are_there() const {
+        if (a_map) map_is_there(a_map);
+        if (b_map) map_is_there(b_map);
+    }
+    // None where the group's end is amid the rows that a box has.
+    DEVICE_MEMBER Boxes boxes(const Problem& p, u32 k) const {
+        bool is_whole = k + DEPTH <= p.depth;
+        return {is_whole ? a_map : nullptr, is_whole ? b_map : nullptr, (u32)p.a.first + k, (u32)p.b.first + k, 0};
+    }
     // The tile's first row of its group's.
     DEVICE_MEMBER u32 first_row(const Problem& p) const { return (u32)(p.row - (u64)p.group * depths.rows); }
 };
+
+// How deep the products of a tile are when what its epilogue reads is asked for.
+DEVICE u32 ask_at(u32 depth) {
+    const u32 STEPS_BEFORE = 12;
+    u32 steps = (depth + DEPTH - 1) / DEPTH;
+    return steps > STEPS_BEFORE ? (steps - STEPS_BEFORE) * DEPTH : 0;
+}
 
 template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles, typename Epilogue>
 DEVICE void multiply_tiles(const Tiles& tiles, const Ring<Wide>& ring, unsigned char* shared, const Epilogue& epilogue, f32* parts) {
@@ -35,8 +50,9 @@ DEVICE void multiply_tiles(const Tiles& tiles, const Ring<Wide>& ring, unsigned 
         f32 sums[128] = {};
         // Zeros before the first fence, not behind it.
         wgmma_sums_are_there(sums);
-        ask_ahead(p, epilogue, warp * 16, 16, Wide::COLUMNS);
         for (u32 k = 0; k < p.depth; k += DEPTH) {
+            // Asked for earlier, it would have left the cache again.
+            if (k == ask_at(p.depth)) ask_ahead(p, epilogue, warp * 16, 16, Wide::COLUMNS);
             const unsigned char* a = shared + count % Wide::STAGES * Wide::STAGE_BYTES + warp / 4 * A_GROUP;
             const unsigned char* b = shared + count % Wide::STAGES * Wide::STAGE_BYTES + A_BYTES;
             ring.wait_full(count);
@@ -52,16 +68,20 @@ DEVICE void multiply_tiles(const Tiles& tiles, const Ring<Wide>& ring, unsigned 
             }
             count++;
         }
+        typename Epilogue::Ahead ahead[Own<IS_PAIRED>::HELD] = {};
+        look_ahead<IS_PAIRED>(p, epilogue, warp * 16, p.column, ahead);
         wgmma_wait<0>();
         wgmma_sums_are_there(sums);
         if (p.depth > 0) ring.release(count - 1);
-        finish<IS_PAIRED>(p, epilogue, sums, parts, tiles.column_tiles(), own);
+        finish<IS_PAIRED>(p, epilogue, sums, parts, tiles.column_tiles(), own, ahead);
     }
 }
 
 template <bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles, typename Epilogue>
 DEVICE void products(const Tiles& tiles, const Epilogue& epilogue, f32* parts) {
-    by_groups_of_warps<Wide, A_MAJOR, B_MAJOR, IS_PAIRED>(tiles, [&](const Ring<Wide>& ring, unsigned char* shared) {
+    // What pulls gradients back has more in hand.
+    typedef Registers<Epilogue::HAS_PARTS ? 88 : 104> Shares;
+    by_groups_of_warps<Wide, Shares, A_MAJOR, B_MAJOR, IS_PAIRED>(tiles, [&](const Ring<Wide>& ring, unsigned char* shared) {
         multiply_tiles<A_MAJOR, B_MAJOR, IS_PAIRED>(tiles, ring, shared, epilogue, parts);
     });
 }
@@ -83,7 +103,7 @@ HOPPER_KERNEL(384) hopper_up_single(ROWS, ACTIVATE, ROW_LIST) {
 HOPPER_KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, ROW_LIST) {
     products<true, false, false>(ROW_TILES(Wide::COLUMNS), THE_PULL_BACK, parts);
 }
-HOPPER_KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups) {
+HOPPER_KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups, const void* a_map, const void* b_map) {
     Store store = {to, add ? to : nullptr, 0, columns};
-    products<false, false, false>(DepthTiles{THE_DEPTHS, groups}, store, nullptr);
+    products<false, false, false>(DepthTiles{THE_DEPTHS, groups, a_map, b_map}, store, nullptr);
 }

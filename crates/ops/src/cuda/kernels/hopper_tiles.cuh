@@ -2,7 +2,7 @@
 // is multiplied into a ring of stages, lines of 128 bytes deep, and run ahead into the next tile; the other two groups of four multiply
 // 64 rows each straight from there (`wgmma`), and hand the sums to the epilogue by way of shared memory, so that it has eight
 // neighbouring columns at a time. Rows of A are gathered, which tensor copies (TMA) cannot: they come by asynchronous copies of 16 bytes.
-// B comes by tensor copies where the host gave a map of it: one thread asks for what would be two thirds of all copies.
+// What is not gathered comes by tensor copies where the host gave a map of it: one thread asks for what would be many copies.
 //
 // Operands along the depth are copied as numbers of 16 bits, whatever they are.
 
@@ -27,6 +27,13 @@ template <typename T> struct Ring {
     }
 };
 
+// What comes by tensor copies in a stage: the maps of both operands, or null. Boxes of an operand across the depth begin at its row
+// `a_row` or `b_row`, in matrix `group`.
+struct Boxes {
+    const void *a, *b;
+    u32 a_row, b_row, group;
+};
+
 // Which tiles there are, and what each is; `problem` is false where nothing is to be done.
 struct RowTiles {
     Rows rows;
@@ -41,7 +48,10 @@ struct RowTiles {
         return p.rows > 0;
     }
     DEVICE_MEMBER u32 first_row(const Problem&) const { return 0; }
-    DEVICE_MEMBER const void* map() const { return b_map; }
+    DEVICE_MEMBER void maps_are_there() const {
+        if (b_map) map_is_there(b_map);
+    }
+    DEVICE_MEMBER Boxes boxes(const Problem& p, u32 k) const { return {nullptr, b_map, 0, k, p.group}; }
 };
 
 // ---- copying ----
@@ -71,12 +81,25 @@ DEVICE void name_depths(u32 (&rows)[2], const Operand& o, u32 k, u32 depth) {
     }
 }
 
-// A stage of an operand whose rows lie across the depth: WIDTH columns from `first` on, in blocks of 64.
+// A stage of an operand whose rows lie across the depth: WIDTH columns from `first` on, in blocks of 64. The copiers have little more time
+// than it takes to name what they copy, so where all of it is there nothing is asked.
 template <u32 WIDTH>
 DEVICE void copy_depths(unsigned char* to, const Operand& o, const u32 (&rows)[2], u32 first, u32 edge, u32 k, u32 depth) {
     const u32 CHUNKS = WIDTH / 8, AT_ONCE = COPIERS / CHUNKS;
     u32 chunk = threadIdx.x % CHUNKS;
     const bf16* from = (const bf16*)o.data + first + chunk * 8;
+    if (k + DEPTH <= depth && WIDTH <= edge) {
+        // Chunks are swapped as eight lines before.
+        unsigned char* block = to + chunk / 8 * (DEPTH * 128);
+        unsigned char* lines[2] = {block + in_line(threadIdx.x / CHUNKS, chunk % 8), block + in_line(threadIdx.x / CHUNKS + AT_ONCE, chunk % 8)};
+        u32 row_bytes = o.stride * 2, own = threadIdx.x / CHUNKS;
+#pragma unroll
+        for (u32 i = 0; i < DEPTH / AT_ONCE; i++) {
+            u32 row = from_lane(rows[i * AT_ONCE / 32], (int)(own + AT_ONCE * i % 32));
+            copy_async(lines[i % 2] + i / 2 * (2 * AT_ONCE * 128), (const char*)from + (u64)row * row_bytes, true);
+        }
+        return;
+    }
 #pragma unroll
     for (u32 i = 0; i < DEPTH / AT_ONCE; i++) {
         u32 line = threadIdx.x / CHUNKS + AT_ONCE * i;
@@ -106,27 +129,33 @@ template <bool A_MAJOR, bool B_MAJOR> struct Named {
     }
 };
 
-// A stage of B by tensor copies, whose bytes the stage's barrier waits for.
+// Blocks of 64 columns across the depth.
+template <u32 WIDTH> DEVICE void copy_blocks(unsigned char* to, const void* map, u32 column, u32 row, u32 group, u64* full) {
+    for (u32 i = 0; i < WIDTH / 64; i++) copy_box(to + i * (DEPTH * 128), map, column + i * 64, row, group, full);
+}
+
+// A stage's tensor copies, whose bytes its barrier waits for.
 template <typename T, bool B_MAJOR, bool IS_PAIRED>
-DEVICE void copy_boxes(unsigned char* b, const void* map, const Problem& p, u32 k, u64* full) {
-    const u32 BLOCK_BYTES = DEPTH * 128;
-    expect_bytes(full, T::COLUMNS * 128);
+DEVICE void copy_boxes(unsigned char* to, const Boxes& boxes, const Problem& p, u32 first_row, u32 k, u64* full) {
+    unsigned char* b = to + A_BYTES;
+    expect_bytes(full, (boxes.a ? A_BYTES : 0) + (boxes.b ? T::COLUMNS * 128 : 0));
+    if (boxes.a) copy_blocks<TILE_ROWS>(to, boxes.a, first_row, boxes.a_row, boxes.group, full);
+    if (!boxes.b) return;
     if constexpr (B_MAJOR) {
-        copy_box(b, map, k, p.column, p.group, full);
-        if constexpr (IS_PAIRED) copy_box(b + T::COLUMNS / 2 * 128, map, k, p.column + (u32)p.pair, p.group, full);
-    } else
-        for (u32 i = 0; i < T::COLUMNS / 64; i++) copy_box(b + i * BLOCK_BYTES, map, p.column + i * 64, k, p.group, full);
+        copy_box(b, boxes.b, k, p.column, boxes.group, full);
+        if constexpr (IS_PAIRED) copy_box(b + T::COLUMNS / 2 * 128, boxes.b, k, p.column + (u32)p.pair, boxes.group, full);
+    } else copy_blocks<T::COLUMNS>(b, boxes.b, p.column, boxes.b_row, boxes.group, full);
 }
 
 template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED>
-DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR, B_MAJOR>& named, u32 first_row, u32 k, const void* map,
+DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR, B_MAJOR>& named, u32 first_row, u32 k, const Boxes& boxes,
                        u64* full) {
     u32 edge = p.columns - p.column, pair = (u32)p.pair;
     unsigned char* b = to + A_BYTES;
-    if (map && threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(b, map, p, k, full);
+    if ((boxes.a || boxes.b) && threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(to, boxes, p, first_row, k, full);
     if constexpr (A_MAJOR) copy_rows<8>(to, p.a, [&](u32 i) { return named.a[i]; }, p.rows, k, p.depth);
-    else copy_depths<TILE_ROWS>(to, p.a, named.a, first_row, p.rows, k, p.depth);
-    if (map) return;
+    else if (!boxes.a) copy_depths<TILE_ROWS>(to, p.a, named.a, first_row, p.rows, k, p.depth);
+    if (boxes.b) return;
     if constexpr (IS_PAIRED) {
         // The rows of all first columns of pairs, then those of their second ones.
         copy_rows<T::COLUMNS / 32>(b, p.b, [&](u32 i) { return named.b[0] + 16 * i; }, edge, k, p.depth);
@@ -143,8 +172,7 @@ template <typename T> DEVICE void say_full(const Ring<T>& ring, u32 count) {
 
 template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles>
 DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* stages) {
-    const void* map = tiles.map();
-    if (map && threadIdx.x == 0) map_is_there(map);
+    if (threadIdx.x == 0) tiles.maps_are_there();
     u32 count = 0, said = 0;
     for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
         Problem p;
@@ -162,7 +190,7 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
             }
             ring.wait_empty(count);
             unsigned char* to = stages + count % T::STAGES * T::STAGE_BYTES;
-            copy_stage<T, A_MAJOR, B_MAJOR, IS_PAIRED>(to, p, named, first_row, k, map, ring.full + count % T::STAGES);
+            copy_stage<T, A_MAJOR, B_MAJOR, IS_PAIRED>(to, p, named, first_row, k, tiles.boxes(p, k), ring.full + count % T::STAGES);
             copy_commit();
             named = next;
             count++;
@@ -177,8 +205,10 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
 
 // Hands a warp's sums to the epilogue: 16 rows in parts of 32 columns, or of 16 pairs, of which all first
 // columns come before all second ones.
+// `ahead` is what the epilogue reads for the first part.
 template <bool IS_PAIRED, u32 SUMS, typename Epilogue>
-DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[SUMS], f32* parts, u32 num_parts, f32* own) {
+DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[SUMS], f32* parts, u32 num_parts, f32* own,
+                   typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD]) {
     u32 first_row = (threadIdx.x - COPIERS) / 32 * 16;
     const u32 PARTS = SUMS / 16;
     f32 row_parts[Own<IS_PAIRED>::HELD] = {};
@@ -195,7 +225,7 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
             }
         }
         u32 column = p.column + part * (IS_PAIRED ? OWN_PAIRS : OWN_COLUMNS);
-        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts);
+        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts, ahead, part + 1 < PARTS);
     }
     if constexpr (Epilogue::HAS_PARTS)
         take_row_parts<IS_PAIRED>(row_parts, first_row, [&](u32 row, f32 part) {
@@ -203,8 +233,13 @@ DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)
         });
 }
 
+// Registers of a thread that copies, and of one that multiplies: 128 of these and 256 of those have what 384 x 168 are.
+template <u32 OF_COPIERS> struct Registers {
+    static const u32 COPIERS = OF_COPIERS, OTHERS = (3 * 168 - OF_COPIERS) / 16 * 8;
+};
+
 // `multiply` is what the groups of warps do that multiply; it gets the ring and all of the shared memory.
-template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles, typename Multiply>
+template <typename T, typename Registers, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles, typename Multiply>
 DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
     SHARED(shared);
     u64* barriers = (u64*)(shared + T::BARRIERS_AT);
@@ -217,12 +252,11 @@ DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
         phases_are_there();
     }
     __syncthreads();
-    // 128 x 104 and 256 x 200 registers are what 384 x 168 were.
     if (threadIdx.x < COPIERS) {
-        give_registers<104>();
+        give_registers<Registers::COPIERS>();
         copy_tiles<T, A_MAJOR, B_MAJOR, IS_PAIRED>(tiles, ring, shared);
     } else {
-        take_registers<200>();
+        take_registers<Registers::OTHERS>();
         multiply(ring, shared);
     }
 }

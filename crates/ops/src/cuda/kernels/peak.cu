@@ -46,3 +46,9 @@ KERNEL(256) read_memory(const uint4* data, u32* results, u32 len) {
     }
     results[(u64)blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
+
+// Copies `len` vectors of 16 bytes.
+KERNEL(256) copy_memory(const uint4* from, uint4* to, u32 len) {
+#pragma unroll 4
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += (u64)gridDim.x * blockDim.x) to[i] = from[i];
+}

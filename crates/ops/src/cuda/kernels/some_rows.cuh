@@ -32,20 +32,22 @@ DEVICE void pairs_of(u32 (&x)[4], const Operand& a, u32 row, u32 k, bool is_ther
     pack_pairs(x, values);
 }
 
-template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix& matrix, const Store& store) {
-    __shared__ __align__(16) f32 of_warps[8][16 * SOME_STRIDE];
+// The warp's part of the depth, of up to 8 GROUPS rows. A single group leaves registers for what several steps read.
+template <u32 GROUPS, typename Matrix>
+DEVICE void add_some_rows(f32 (&sums)[2][GROUPS][4], const Problem& p, const Matrix& matrix) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4, column = p.column + line;
-    f32 sums[2][8][4] = {};
-    for (u32 k = warp * 32 + lane % 4 * 8;; k += 256) {
-        // Every lane takes part in instructions as long as one has something.
-        if (k - lane % 4 * 8 >= p.depth) break;
+    // Every lane takes part in instructions as long as one has something.
+    u32 steps = p.depth > warp * 32 ? (p.depth - warp * 32 + 255) / 256 : 0;
+#pragma unroll (GROUPS == 1 ? 4 : 1)
+    for (u32 step = 0; step < steps; step++) {
+        u32 k = warp * 32 + step * 256 + lane % 4 * 8;
         bool is_inside = k < p.depth;
-        u32 w[2][2][4] = {}, x[8][4];
+        u32 w[2][2][4] = {}, x[GROUPS][4];
 #pragma unroll
         for (u32 i = 0; i < 4; i++)
             if (is_inside && column + 8 * i < p.columns) matrix.pairs(w[i / 2][i % 2], column + 8 * i, k);
 #pragma unroll
-        for (u32 n = 0; n < 8; n++)
+        for (u32 n = 0; n < GROUPS; n++)
             if (8 * n < p.rows) pairs_of(x[n], p.a, 8 * n + line, k, is_inside && 8 * n + line < p.rows);
 #pragma unroll
         for (u32 m = 0; m < 2; m++)
@@ -53,14 +55,21 @@ template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix&
             for (u32 s = 0; s < 4; s += 2) {
                 u32 fragment[4] = {w[m][0][s], w[m][1][s], w[m][0][s + 1], w[m][1][s + 1]};
 #pragma unroll
-                for (u32 n = 0; n < 8; n++)
+                for (u32 n = 0; n < GROUPS; n++)
                     if (8 * n < p.rows) mma_bf16(sums[m][n], fragment, x[n][s], x[n][s + 1]);
             }
     }
+}
+
+template <u32 GROUPS, typename Matrix>
+DEVICE void some_rows_of(const Problem& p, const Matrix& matrix, const Store& store, f32 (&of_warps)[8][16 * SOME_STRIDE]) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4;
+    f32 sums[2][GROUPS][4] = {};
+    add_some_rows<GROUPS>(sums, p, matrix);
 #pragma unroll
     for (u32 m = 0; m < 2; m++) {
 #pragma unroll
-        for (u32 n = 0; n < 8; n++) {
+        for (u32 n = 0; n < GROUPS; n++) {
             if (8 * n >= p.rows) continue;
 #pragma unroll
             for (u32 half = 0; half < 2; half++)
@@ -77,4 +86,10 @@ template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix&
         }
         __syncthreads();
     }
+}
+
+template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix& matrix, const Store& store) {
+    __shared__ __align__(16) f32 of_warps[8][16 * SOME_STRIDE];
+    if (p.rows <= 8) some_rows_of<1>(p, matrix, store, of_warps);
+    else some_rows_of<SOME / 8>(p, matrix, store, of_warps);
 }

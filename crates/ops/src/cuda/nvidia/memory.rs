@@ -1,6 +1,4 @@
 //! A device's memory: blocks that are kept for what comes later in the stream, and copies from the host.
-//!
-//! Not run on a GPU yet.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

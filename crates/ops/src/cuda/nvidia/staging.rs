@@ -3,8 +3,6 @@
 //! From memory of a program the driver copies at a fraction of the bus's rate, and whoever asks has to wait; from page-locked memory the
 //! device fetches by itself, while the host fills the next piece (CUDA programming guide, "Page-locked host memory"). What a program asks
 //! to be copied is read before the call returns: it may be written to at once.
-//!
-//! Not run on a GPU yet.
 
 use std::collections::VecDeque;
 use std::ops::Range;

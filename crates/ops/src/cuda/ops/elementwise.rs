@@ -172,7 +172,7 @@ pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
 }
 
 /// Rows that one block adds up, at most.
-const SUMMED_ROWS: usize = 1024;
+const SUMMED_ROWS: usize = 128;
 
 pub(crate) fn sum_rows(on: On<'_>, x: &Tensor, write: Write, sums: &mut Tensor) {
     let (rows, columns, parts) = (x.rows(), x.cols(), x.rows().div_ceil(SUMMED_ROWS));

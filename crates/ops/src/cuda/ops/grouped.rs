@@ -31,6 +31,9 @@ const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
 pub(super) const FEW_ROWS: usize = 8;
 const FEW_COLUMNS: usize = 8;
+/// Bytes of a short row of weights, and the fewest blocks of two columns a warp that are worth having half as many.
+const MAX_SHORT_ROW: usize = 2048;
+const MIN_SHORT_BLOCKS: usize = 32;
 /// Plain tiles that are few.
 const MAX_FEW_TILES: usize = 32;
 
@@ -245,6 +248,22 @@ impl RowsProduct<'_> {
         }
     }
 
+    /// Whether a warp that has few rows takes two columns at a time, since one is over before it has asked for enough.
+    fn has_short_rows(&self, on: On<'_>) -> bool {
+        let is_as_it_lies = !self.b.dtype().is_quantized() || self.reads_blocks();
+        let row_bytes = match self.b.dtype() {
+            dtype if dtype.is_quantized() => blocks::row_bytes(dtype, self.depth),
+            dtype => self.depth * dtype.size(),
+        };
+        let tiles = match self.groups {
+            Groups::One { rows } => rows.div_ceil(FEW_ROWS),
+            Groups::Many { offsets, rows, .. } => num_tiles(FEW_ROWS, rows, offsets.len() - 1),
+        };
+        let has_two = self.pair.is_none() && self.columns.is_multiple_of(2 * FEW_COLUMNS);
+        let are_many = self.columns / (2 * FEW_COLUMNS) * tiles >= MIN_SHORT_BLOCKS;
+        has_two && are_many && row_bytes <= MAX_SHORT_ROW && is_as_it_lies && self.kernel(on) == Kernel::Few
+    }
+
     /// Columns of a block's tile.
     fn tile_columns(&self, on: On<'_>) -> usize {
         let all = match self.kernel(on) {
@@ -418,7 +437,14 @@ impl RowsProduct<'_> {
         };
         let args = vec![on.write(y), on.read_or_none(base), is_bf16.into(), self.columns.into()];
         // SAFETY: the output has a row for each row of the groups.
-        unsafe { self.run(on, &Epilogue { kernels, args }) };
+        unsafe {
+            if self.has_short_rows(on) {
+                let half = self.columns / 2;
+                let kernels = [kernels[0], kernels[1], "few_both_nt"];
+                return Self { columns: half, pair: Some(half), ..*self }.run(on, &Epilogue { kernels, args });
+            }
+            self.run(on, &Epilogue { kernels, args });
+        }
     }
 }
 
@@ -491,6 +517,13 @@ pub(super) struct DepthsProduct<'a> {
     pub(super) keeps_unused: bool,
 }
 
+/// The map for tensor copies of rows that lie across the depth and follow one another.
+fn depth_map(on: On<'_>, x: &Tensor, width: usize) -> Option<Tensor> {
+    let address = on.gpu.address(x);
+    let matrices = Matrices { address, columns: width, rows: x.len() / width.max(1), count: 1, box_rows: HOPPER_DEPTH };
+    Some(on.kept(&on.gpu.tensor_map(&matrices)?))
+}
+
 impl DepthsProduct<'_> {
     /// Writes or adds the gradients to `to`.
     pub(super) fn run(&self, on: On<'_>, write: Write, to: &mut Tensor) {
@@ -527,6 +560,14 @@ impl DepthsProduct<'_> {
         let groups = self.offsets.len() - 1;
         let grid = [self.columns.div_ceil(tile_columns), self.rows.div_ceil(tile_rows), groups];
         args.extend(kernel.last_arg(self.compute, groups));
+        let operands = [(a, self.a.1, self.rows), (b, self.b.1, self.columns)];
+        let maps = operands.map(|(x, gather, width)| match (kernel.is_of_hopper(), gather) {
+            (true, None) => depth_map(on, x, width),
+            _ => None,
+        });
+        if kernel.is_of_hopper() {
+            args.extend(maps.iter().map(|map| on.read_or_none(map.as_ref())));
+        }
         let (source, name) = kernel.source_and_name(["depths_tn", "plain_depths_tn", ""], DType::F32);
         let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own

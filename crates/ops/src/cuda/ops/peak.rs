@@ -41,7 +41,7 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
             .hopper_processors()
             .map(|_| hopper_rate(on, &amount, "hopper_byte_products", HOPPER_BYTE_PRODUCT)),
         read_bytes_per_s: read_rate(on, &amount),
-        copy_bytes_per_s: None,
+        copy_bytes_per_s: Some(copy_rate(on, &amount)),
     }
 }
 
@@ -80,6 +80,17 @@ fn read_rate(on: On<'_>, amount: &Amount) -> f64 {
     let seconds = timed(on, || {
         // SAFETY: the vectors lie within the data, and a thread writes its result.
         unsafe { on.launch(&PEAK, "read_memory", amount.blocks, &args) };
+    });
+    amount.bytes as f64 / seconds
+}
+
+/// Bytes a second that are read and written.
+fn copy_rate(on: On<'_>, amount: &Amount) -> f64 {
+    let [from, mut to] = [(); 2].map(|()| on.empty(&[amount.bytes / 8], DType::U32));
+    let args = [on.read(&from), on.write(&mut to), (amount.bytes / 32).into()];
+    let seconds = timed(on, || {
+        // SAFETY: the vectors lie within both halves.
+        unsafe { on.launch(&PEAK, "copy_memory", amount.blocks, &args) };
     });
     amount.bytes as f64 / seconds
 }
