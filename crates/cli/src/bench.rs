@@ -14,11 +14,11 @@ use std::process::ExitCode;
 
 use moeworks_moe::measure::RoutingShape;
 use moeworks_moe::{LossGrad, RouterInput};
-use moeworks_ops::linear::Write;
+use moeworks_ops::linear::{Write, linear};
 use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds_of_many};
 use moeworks_ops::peak::{self, Peaks};
-use moeworks_ops::{Activation, Context};
-use moeworks_tensor::DType;
+use moeworks_ops::{Activation, Context, elementwise};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use moeworks_train::config::{Precision, RunConfig};
 use moeworks_train::measure::tokens_per_second;
 use serde_json::{Value, json};
@@ -78,6 +78,19 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Operations a second of a large plain product in bf16, of random numbers, on a GPU.
+fn dense_rate(ctx: &Context) -> Option<f64> {
+    const SIZE: usize = 8192;
+    ctx.gpu()?.memory_bytes()?;
+    let [x, w] = [0, 1].map(|stream| {
+        let mut normal: Tensor = ctx.empty(&[SIZE, SIZE], DType::F32);
+        elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 1.0, &mut normal);
+        elementwise::cast(ctx, &normal, DType::BF16)
+    });
+    let seconds = best_seconds_of_many(ctx, || drop(linear(ctx, &x, &w, DType::BF16)));
+    Some(2.0 * (SIZE as f64).powi(3) / seconds)
+}
+
 /// The middle one of some values, of two the greater.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
@@ -111,6 +124,9 @@ impl Output {
         println!("  reading      {:9.1} GB/s", peaks.read_bytes_per_s / 1e9);
         if let Some(rate) = peaks.copy_bytes_per_s {
             println!("  copying      {:9.1} GB/s, read and written", rate / 1e9);
+        }
+        if let Some(flops) = dense_rate(ctx) {
+            println!("  bf16 product of 8192 x 8192 matrices {:9.1} GFLOP/s", flops / 1e9);
         }
         println!();
         println!(
