@@ -245,6 +245,7 @@ impl Output {
             "fp8_flops_per_s": peaks.fp8_flops,
             "read_bytes_per_s": peaks.read_bytes_per_s,
             "copy_bytes_per_s": peaks.copy_bytes_per_s,
+            "dense_bf16_flops_per_s": dense_rate(ctx),
             "peak_bytes": stats.peak_bytes,
             "cases": self.cases,
         });

@@ -51,12 +51,12 @@ sources! {
         "layer_norm_f32_f32", "layer_norm_f32_bf16", "layer_norm_bf16_f32", "layer_norm_bf16_bf16",
         "layer_norm_backward_f32_f32", "layer_norm_backward_f32_bf16", "layer_norm_backward_bf16_f32", "layer_norm_backward_bf16_bf16",
     ];
-    GROUPED = "grouped" after "grouped.cuh": [
+    GROUPED = "grouped" after "grouped.cuh" "few_rows.cuh": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_both_nt", "few_each", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases", "add_bias_dots", "sum_group_rows",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
-    SOME_ROWS = "some_rows" after "grouped.cuh" "some_rows.cuh": ["some_each"];
+    SOME_ROWS = "some_rows" after "grouped.cuh" "few_rows.cuh" "some_rows.cuh": ["some_each"];
     GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
         "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",
     ];
@@ -64,7 +64,7 @@ sources! {
         "fp8_rows_nt", "fp8_up_paired", "fp8_up_single", "fp8_pull_back_rows",
     ];
     E4M3 = "e4m3": ["e4m3_rows", "e4m3_matrices"];
-    BLOCKS = "blocks" after "grouped.cuh" "some_rows.cuh": [
+    BLOCKS = "blocks" after "grouped.cuh" "few_rows.cuh" "some_rows.cuh": [
         "blocks_to_bf16", "gather_block_rows",
         "few_rows_nt_q8", "few_both_nt_q8", "few_each_q8", "some_each_q8", "few_up_paired_q8", "few_up_single_q8",
         "few_rows_nt_q4", "few_both_nt_q4", "few_each_q4", "some_each_q4", "few_up_paired_q4", "few_up_single_q4",
