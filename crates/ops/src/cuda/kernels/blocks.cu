@@ -219,8 +219,6 @@ KERNEL(256) gather_block_rows(const u32* ids, const u8* blocks, void* y, u32 y_b
 // Rows of B that are blocks; its stride is in bytes.
 template <u32 TYPE> struct Blocks {
     const Operand& b;
-    // Neighbouring lanes have neighbouring elements: of a whole block each, every load of a warp would touch as many lines as it has lanes.
-    static const u32 HELD = 8;
     static const bool HAS_LEVELS = true, HAS_LEAST = TYPE == Q4K || TYPE == Q5K;
     // The product of eight elements with as many others.
     DEVICE_MEMBER f32 dot(const f32 (&a)[8], u32 row, u32 k) const {

@@ -5,8 +5,7 @@ const u32 FEW = 8, FEW_COLUMNS = 8;
 // Rows of B that are floats.
 template <bool IS_BF16> struct Floats {
     const Operand& b;
-    // Neighbouring elements that a lane has, and whether they are levels with a scale.
-    static const u32 HELD = 8;
+    // Whether elements are levels with a scale.
     static const bool HAS_LEVELS = false;
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, IS_BF16, b.row(row) + k); }
 };
@@ -46,15 +45,11 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
             }
         }
     };
-    auto add = [&](u32 first) {
-#pragma unroll
-        for (u32 k = 0; k < Matrix::HELD; k += 8) add_eight(first + k);
-    };
-    const u32 STEP = 32 * Matrix::HELD;
-    u32 whole = p.depth / STEP, rest = whole * STEP + lane * Matrix::HELD;
-#pragma unroll (COUNT == 1 ? 32 / Matrix::HELD : 16 / Matrix::HELD)
-    for (u32 step = 0; step < whole; step++) add(step * STEP + lane * Matrix::HELD);
-    if (rest < p.depth) add(rest);
+    const u32 STEP = 32 * 8;
+    u32 whole = p.depth / STEP, rest = whole * STEP + lane * 8;
+#pragma unroll (COUNT == 1 ? 4 : 2)
+    for (u32 step = 0; step < whole; step++) add_eight(step * STEP + lane * 8);
+    if (rest < p.depth) add_eight(rest);
     // Lane r has row r.
     f32 own = 0.0f, own_second = 0.0f;
 #pragma unroll
@@ -71,7 +66,8 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
 // Rows that a warp has at a time if there are several.
 const u32 FEW_AT_ONCE = 4;
 
-// `matrix` gives 8 elements of a row of B, of which there are whole multiples of those that a lane has.
+// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have neighbouring ones: of a block
+// of 32 each, every load of a warp would touch as many lines as it has lanes.
 template <bool IS_PAIRED, typename Matrix, typename Epilogue>
 DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
     u32 column = p.column + threadIdx.x / 32;
@@ -88,13 +84,8 @@ DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& e
 
 // The same for rows of B that are floats of any type.
 template <bool IS_PAIRED, typename Epilogue> DEVICE void by_float_columns(const Problem& p, const Epilogue& epilogue, u32 is_rounded) {
-    if (p.b.is_bf16) return by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
-    u32 column = p.column + threadIdx.x / 32;
-    if (column >= p.columns) return;
-    if (p.rows == 1) return column_of_rows<IS_PAIRED, false, 1>(p, 0, column, Floats<false>{p.b}, epilogue, is_rounded);
-#pragma unroll 1
-    for (u32 first = 0; first < p.rows; first += FEW_AT_ONCE)
-        column_of_rows<IS_PAIRED, false, FEW_AT_ONCE>(p, first, column, Floats<false>{p.b}, epilogue, is_rounded);
+    if (p.b.is_bf16) by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
+    else by_columns<IS_PAIRED>(p, Floats<false>{p.b}, epilogue, is_rounded);
 }
 
 // Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then of the next.

@@ -90,9 +90,9 @@ DEVICE void copy_depths(unsigned char* to, const Operand& o, const u32 (&rows)[2
     const bf16* from = (const bf16*)o.data + first + chunk * 8;
     if (k + DEPTH <= depth && WIDTH <= edge) {
         // Chunks are swapped as eight lines before.
-        unsigned char* block = to + chunk / 8 * (DEPTH * 128);
-        unsigned char* lines[2] = {block + in_line(threadIdx.x / CHUNKS, chunk % 8), block + in_line(threadIdx.x / CHUNKS + AT_ONCE, chunk % 8)};
         u32 row_bytes = o.stride * 2, own = threadIdx.x / CHUNKS;
+        unsigned char* block = to + chunk / 8 * (DEPTH * 128);
+        unsigned char* lines[2] = {block + in_line(own, chunk % 8), block + in_line(own + AT_ONCE, chunk % 8)};
 #pragma unroll
         for (u32 i = 0; i < DEPTH / AT_ONCE; i++) {
             u32 row = from_lane(rows[i * AT_ONCE / 32], (int)(own + AT_ONCE * i % 32));
