@@ -369,6 +369,13 @@ static inline u16 round_bf16(float x) {
     return (u16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 static inline u32 pack_bf16(float low, float high) { return (u32)round_bf16(low) | ((u32)round_bf16(high) << 16); }
+template <u32 MASK> static inline u32 masked_with(u32 x, u32 bits) { return (x & MASK) | bits; }
+static inline u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
+    u16 halves[2];
+    for (int h = 0; h < 2; h++)
+        halves[h] = round_bf16(fmaf(emulator::widen((u16)(a >> 16 * h)), emulator::widen((u16)(b >> 16 * h)), emulator::widen((u16)(c >> 16 * h))));
+    return halves[0] | (u32)halves[1] << 16;
+}
 
 struct EmulatedMatrices { u32 r[4]; };
 static inline void emulated_load(u32 (&r)[4], const void* row, bool transposed) {

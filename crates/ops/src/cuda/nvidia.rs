@@ -14,7 +14,7 @@ use cudarc::driver::{CudaContext, DriverError, result};
 use super::blas::{self, Blas, DenseProduct, Places, WORKSPACE_BYTES};
 use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
-use super::sources::{BLOCKS, E4M3, GROUPED_FP8, PEAK, PEAK_HOPPER, SOURCES};
+use super::sources::SOURCES;
 use super::steps::Node;
 use super::tensor_map::{BOX_COLUMNS, Matrices, TensorMap};
 use super::traffic::Meter;
@@ -389,8 +389,9 @@ impl Nvidia {
     /// Compiles all that training and generating need at once, where it is not on disk yet: one after the other would take longer.
     /// What fails is compiled again, and its error said, when it is needed.
     fn compile_usual(&self) {
-        let rare = [&BLOCKS, &E4M3, &GROUPED_FP8, &PEAK, &PEAK_HOPPER];
-        let is_rare = |source: &Source| rare.iter().any(|rare| rare.name == source.name);
+        let rare = ["blocks", "e4m3", "grouped_fp8", "peak", "peak_hopper"];
+        let is_of_blocks = |source: &Source| source.file == "some_rows" && source.name != "some_rows_bf16";
+        let is_rare = |source: &Source| rare.contains(&source.file) || is_of_blocks(source);
         let is_usual = |source: &Source| source.is_for(self.target) && !is_rare(source);
         let jobs: Vec<_> =
             SOURCES.iter().filter(|source| is_usual(source)).map(|source| (*source, self.target)).collect();

@@ -2,11 +2,13 @@
 
 use super::Target;
 
-/// A file of kernels, compiled as one module.
+/// A file of kernels, compiled as one module, or as several with other definitions.
 #[derive(Debug)]
 pub struct Source {
-    /// The file's name without its ending.
+    /// The module's name: the file's without its ending, unless there are several.
     pub name: &'static str,
+    /// The file's name without its ending.
+    pub file: &'static str,
     /// The kernels it defines.
     pub kernels: &'static [&'static str],
     /// The capabilities that it is for; none if it is for all.
@@ -17,7 +19,7 @@ pub struct Source {
 }
 
 impl PartialEq for Source {
-    /// Names are those of files: nothing else need be compared, for each launch of a step that comes again.
+    /// Names are those of modules: nothing else need be compared, for each launch of a step that comes again.
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name
     }
@@ -26,16 +28,27 @@ impl PartialEq for Source {
 /// What every source begins with.
 const COMMON: &str = include_str!("kernels/common.cuh");
 
+/// The file of a source that names one, or has its own name.
+macro_rules! file_of {
+    ($name:literal) => {
+        $name
+    };
+    ($name:literal $file:literal) => {
+        $file
+    };
+}
+
 /// Declares a source and its place in the table.
 macro_rules! sources {
-    ($($(#[$docs:meta])* $constant:ident = $name:literal $(after $($header:literal)+)? $(only $capability:literal)?:
-        [$($kernel:literal),* $(,)?];)*) => {
+    ($($(#[$docs:meta])* $constant:ident = $name:literal $(in $file:literal with $definition:literal)?
+        $(after $($header:literal)+)? $(only $capability:literal)?: [$($kernel:literal),* $(,)?];)*) => {
         $($(#[$docs])* pub(crate) static $constant: Source = Source {
             name: $name,
+            file: file_of!($name $($file)?),
             kernels: &[$($kernel),*],
             only: &[$($capability)?],
-            header: concat!("" $($(, include_str!(concat!("kernels/", $header)), "\n")+)?),
-            text: include_str!(concat!("kernels/", $name, ".cu")),
+            header: concat!($($definition, "\n",)? $($(include_str!(concat!("kernels/", $header)), "\n"),+)?),
+            text: include_str!(concat!("kernels/", file_of!($name $($file)?), ".cu")),
         };)*
         /// Every source.
         pub static SOURCES: &[&Source] = &[$(&$constant),*];
@@ -56,7 +69,6 @@ sources! {
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases", "add_bias_dots", "sum_group_rows",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
-    SOME_ROWS = "some_rows" after "grouped.cuh" "few_rows.cuh" "some_rows.cuh": ["some_each"];
     GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
         "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",
     ];
@@ -64,16 +76,31 @@ sources! {
         "fp8_rows_nt", "fp8_up_paired", "fp8_up_single", "fp8_pull_back_rows",
     ];
     E4M3 = "e4m3": ["e4m3_rows", "e4m3_matrices"];
-    BLOCKS = "blocks" after "grouped.cuh" "few_rows.cuh" "some_rows.cuh": [
-        "blocks_to_bf16", "gather_block_rows",
-        "few_rows_nt_q8", "few_both_nt_q8", "few_each_q8", "some_each_q8", "few_up_paired_q8", "few_up_single_q8",
-        "few_rows_nt_q4", "few_both_nt_q4", "few_each_q4", "some_each_q4", "few_up_paired_q4", "few_up_single_q4",
-        "few_rows_nt_q4k", "few_both_nt_q4k", "few_each_q4k", "some_each_q4k", "few_up_paired_q4k", "few_up_single_q4k",
-        "few_rows_nt_q5k", "few_both_nt_q5k", "few_each_q5k", "some_each_q5k", "few_up_paired_q5k", "few_up_single_q5k",
-        "few_rows_nt_q6k", "few_both_nt_q6k", "few_each_q6k", "some_each_q6k", "few_up_paired_q6k", "few_up_single_q6k",
-        "few_rows_nt_mxfp4", "few_both_nt_mxfp4", "few_each_mxfp4", "some_each_mxfp4", "few_up_paired_mxfp4", "few_up_single_mxfp4",
-        "few_rows_nt_f8", "few_both_nt_f8", "few_each_f8", "some_each_f8", "few_up_paired_f8", "few_up_single_f8",
-    ];
+    BLOCKS = "blocks" after "blocks.cuh": ["blocks_to_bf16", "gather_block_rows"];
+    SOME_ROWS_BF16 = "some_rows_bf16" in "some_rows" with "#define OF_TYPE(name) name##_bf16\n#define TYPE_OF_WEIGHTS BF16"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_bf16", "some_each_bf16", "some_up_paired_bf16", "some_up_single_bf16"];
+    SOME_ROWS_Q8 = "some_rows_q8" in "some_rows" with "#define OF_TYPE(name) name##_q8\n#define TYPE_OF_WEIGHTS Q8"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_q8", "some_each_q8", "some_up_paired_q8", "some_up_single_q8"];
+    SOME_ROWS_Q4 = "some_rows_q4" in "some_rows" with "#define OF_TYPE(name) name##_q4\n#define TYPE_OF_WEIGHTS Q4"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_q4", "some_each_q4", "some_up_paired_q4", "some_up_single_q4"];
+    SOME_ROWS_Q4K = "some_rows_q4k" in "some_rows" with "#define OF_TYPE(name) name##_q4k\n#define TYPE_OF_WEIGHTS Q4K"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_q4k", "some_each_q4k", "some_up_paired_q4k", "some_up_single_q4k"];
+    SOME_ROWS_Q5K = "some_rows_q5k" in "some_rows" with "#define OF_TYPE(name) name##_q5k\n#define TYPE_OF_WEIGHTS Q5K"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_q5k", "some_each_q5k", "some_up_paired_q5k", "some_up_single_q5k"];
+    SOME_ROWS_Q6K = "some_rows_q6k" in "some_rows" with "#define OF_TYPE(name) name##_q6k\n#define TYPE_OF_WEIGHTS Q6K"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_q6k", "some_each_q6k", "some_up_paired_q6k", "some_up_single_q6k"];
+    SOME_ROWS_MXFP4 = "some_rows_mxfp4" in "some_rows" with "#define OF_TYPE(name) name##_mxfp4\n#define TYPE_OF_WEIGHTS MXFP4"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_mxfp4", "some_each_mxfp4", "some_up_paired_mxfp4", "some_up_single_mxfp4"];
+    SOME_ROWS_F8 = "some_rows_f8" in "some_rows" with "#define OF_TYPE(name) name##_f8\n#define TYPE_OF_WEIGHTS F8"
+        after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "some_rows.cuh":
+        ["some_rows_nt_f8", "some_each_f8", "some_up_paired_f8", "some_up_single_f8"];
     ROUTER = "router" after "softmax.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",
     ];
@@ -133,13 +160,13 @@ impl Source {
     /// The whole text, for a CUDA compiler.
     #[must_use]
     pub fn cuda_text(&self) -> String {
-        format!("{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}", self.header, self.name, waiting(self.text))
+        format!("{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}", self.header, self.file, waiting(self.text))
     }
 
     /// The whole text, for a C++ compiler, with a function for each kernel that the emulation calls.
     pub(super) fn emulated_text(&self) -> String {
         let entries: String = self.kernels.iter().map(|kernel| format!("EMULATED_KERNEL({kernel})\n")).collect();
         let machine = include_str!("emulator.h");
-        format!("{machine}\n{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}\n{entries}", self.header, self.name, self.text)
+        format!("{machine}\n{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}\n{entries}", self.header, self.file, self.text)
     }
 }

@@ -76,7 +76,7 @@ fn no_file_of_kernels_is_missing_from_the_table() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels");
     for file in entries(&folder).iter().filter(|file| file.extension().is_some_and(|ending| ending == "cu")) {
         let name = file.file_stem().unwrap_or_default().to_string_lossy();
-        let source = SOURCES.iter().find(|source| source.name == name);
+        let source = SOURCES.iter().find(|source| source.file == name);
         let source = source.unwrap_or_else(|| panic!("{name}.cu is not in `cuda::SOURCES`"));
         assert!(!source.kernels.is_empty(), "{name}.cu has no kernels");
     }

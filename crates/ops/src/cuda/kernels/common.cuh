@@ -64,6 +64,20 @@ DEVICE u32 pack_bf16(float low, float high) {
     return pair;
 }
 
+// a b + c for both halves of words of two bf16 numbers.
+DEVICE u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
+    u32 y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
+}
+
+// `x & MASK | bits` as one instruction, for which `bits`, a constant, has to be in a register.
+template <u32 MASK> DEVICE u32 masked_with(u32 x, u32 bits) {
+    u32 y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "n"(MASK), "r"(bits));
+    return y;
+}
+
 // One over x, to two units in the last place: a division asks for the few numbers with which that is harder, and waits for the answer.
 DEVICE float reciprocal(float x) {
     float y;

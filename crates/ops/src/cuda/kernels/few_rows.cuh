@@ -5,8 +5,6 @@ const u32 FEW = 8, FEW_COLUMNS = 8;
 // Rows of B that are floats.
 template <bool IS_BF16> struct Floats {
     const Operand& b;
-    // Whether elements are levels with a scale.
-    static const bool HAS_LEVELS = false;
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, IS_BF16, b.row(row) + k); }
 };
 
@@ -26,13 +24,6 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
     };
     auto add_eight = [&](u32 k) {
         f32 w[8], v[8], a[8];
-        if constexpr (COUNT == 1 && Matrix::HAS_LEVELS) {
-            // Only the sum of eight is scaled.
-            load_row(a, 0, k);
-            sums[0] += matrix.dot(a, column, k);
-            if (IS_PAIRED) seconds[0] += matrix.dot(a, column + (u32)p.pair, k);
-            return;
-        }
         matrix.load(w, column, k);
         if (IS_PAIRED) matrix.load(v, column + (u32)p.pair, k);
 #pragma unroll
@@ -66,8 +57,7 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
 // Rows that a warp has at a time if there are several.
 const u32 FEW_AT_ONCE = 4;
 
-// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have neighbouring ones: of a block
-// of 32 each, every load of a warp would touch as many lines as it has lanes.
+// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have neighbouring ones.
 template <bool IS_PAIRED, typename Matrix, typename Epilogue>
 DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
     u32 column = p.column + threadIdx.x / 32;

@@ -1,8 +1,21 @@
-// Products of some rows with matrices of bf16 (some_rows.cuh); blocks.cu has those with blocks.
+// Products of some rows with weights of TYPE_OF_WEIGHTS (some_rows.cuh): a module for bf16 and each of the types of blocks that most files
+// have, as few runs need more than two. OF_TYPE makes a kernel's name the type's.
 
-KERNEL_OF_TWO(256) some_each(EACH) {
+KERNEL_OF_TWO(256) OF_TYPE(some_rows_nt)(ROWS, STORE) {
+    multiply_some<false, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, SOME_COLUMNS), THE_STORE);
+}
+
+KERNEL_OF_TWO(256) OF_TYPE(some_each)(EACH) {
     Store store;
     Problem p = problem_of_each(THE_EACH, SOME, SOME_COLUMNS, store);
-    after_earlier_with(p.b.data, p.column, SOME_COLUMNS / 8, p.columns, b_stride * 2);
-    some_rows(p, Bf16Rows{p.b}, store);
+    after_earlier_with(p.b.data, p.column, SOME_COLUMNS / 8, p.columns, b_stride);
+    multiply_some<false, TYPE_OF_WEIGHTS>(p, store);
+}
+
+KERNEL_OF_TWO(256) OF_TYPE(some_up_paired)(ROWS, ACTIVATE) {
+    multiply_some<true, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, SOME_PAIRS), THE_ACTIVATE);
+}
+
+KERNEL_OF_TWO(256) OF_TYPE(some_up_single)(ROWS, ACTIVATE) {
+    multiply_some<false, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, SOME_COLUMNS), THE_ACTIVATE);
 }

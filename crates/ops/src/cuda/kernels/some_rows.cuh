@@ -1,95 +1,329 @@
-// Products of up to 64 rows on tensor cores, as in decoding several texts: tiles of 128 rows would keep a few multiprocessors busy. A block
-// has 32 columns, whose rows of B its eight warps read once, each its part of the depth, straight into the fragments of instructions, and
-// adds up what they have. Which elements of the depth an instruction takes for which of its own does not matter as long as both operands
-// have the same: a lane takes eight neighbours.
+// Products of up to 32 rows with weights as they lie, bf16 or blocks, on tensor cores: tiles of 128 rows would keep a few multiprocessors
+// busy. What a block's numbers are before its scale (levels) are whole numbers of at most eight bits, or floats of eight or
+// four, all of them exact in bf16; so levels are multiplied with activations in bf16, and the sum of 32 of them (16 of Q6_K) by
+// the scale in f32. Columns of weights take the place of an instruction's 16 rows, rows of activations that of its 8 columns.
+// Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
+//
+// A block of threads has 32 columns, or 16 pairs: two tiles of 16 lines of weights, of which four warps each have every fourth chunk of
+// the depth. A warp copies chunks to its own shared memory whole, so that all of a short depth is under way at once, and takes the
+// levels from there: in place most loads would be of two bytes, with the memory's latency for each.
 
-const u32 SOME = 64, SOME_COLUMNS = 32, SOME_STRIDE = SOME + 8;
+// As blocks of 32 numbers without scales.
+const u32 BF16 = NUM_TYPES;
+LAYOUT(BF16, 32, 64, 16);
 
-// Rows of B that are bf16 already.
-struct Bf16Rows {
-    const Operand& b;
-    DEVICE_MEMBER void pairs(u32 (&x)[4], u32 row, u32 k) const {
-        uint4 words = *(const uint4*)((const bf16*)b.data + b.row(row) + k);
-        x[0] = words.x;
-        x[1] = words.y;
-        x[2] = words.z;
-        x[3] = words.w;
-    }
+// Warps that share a tile's chunks, tiles, and chunks that a warp has under way.
+const u32 DEPTH_PARTS = 4, LINE_TILES = 2, CHUNK_STAGES = 2;
+const u32 LINES = 16, SOME_COLUMNS = LINES * LINE_TILES, SOME_PAIRS = SOME_COLUMNS / 2;
+// The most rows of a tile, and floats from a line's sums to the next one's.
+const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
+
+// A chunk of the depth in shared memory: of each line the pieces of 16 bytes that its weights lie in, with gaps, so that lines that are read
+// together are in different banks.
+template <u32 TYPE> struct Chunk {
+    typedef Layout<TYPE> L;
+    static const u32 DEPTH = TYPE == BF16 ? 128 : 256;
+    static const u32 BYTES = DEPTH / L::LEN * L::BYTES, MISPLACED = L::ALIGN < 16 ? 16 - L::ALIGN : 0;
+    static const u32 PIECES = (BYTES + MISPLACED + 15) / 16, STRIDE = TYPE == BF16 ? BYTES + 64 : (PIECES | 1) * 16;
+    static const u32 SIZE = LINES * STRIDE;
 };
 
-DEVICE void pack_pairs(u32 (&x)[4], const f32 (&values)[8]) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) x[i] = pack_bf16(values[2 * i], values[2 * i + 1]);
+// Where a lane's two lines of weights lie, lane / 4 of 16 and the one eight further on: of two columns, or of a pair.
+struct LaneLines {
+    const u8* rows[2];
+    bool are_there[2];
+    u32 row_bytes;
+};
+
+// Those of a tile of the block's columns; rows of B are `b.stride` bytes.
+template <bool IS_PAIRED> DEVICE LaneLines lines_of(const Problem& p, u32 tile) {
+    u32 column = p.column + tile * (IS_PAIRED ? 8 : LINES) + threadIdx.x % 32 / 4;
+    const u8* row = (const u8*)p.b.data + p.b.row(column);
+    u64 second = IS_PAIRED ? p.pair : 8;
+    return LaneLines{{row, row + second * p.b.stride}, {column < p.columns, column + (IS_PAIRED ? 0 : 8) < p.columns}, p.b.stride};
 }
 
-// Eight elements of a row of A from `k` on, or zeros.
-DEVICE void pairs_of(u32 (&x)[4], const Operand& a, u32 row, u32 k, bool is_there) {
-    x[0] = x[1] = x[2] = x[3] = 0;
-    if (!is_there) return;
-    if (a.is_bf16) return Bf16Rows{a}.pairs(x, row, k);
-    f32 values[8];
-    load_vector(values, a.data, 0, a.row(row) + k);
-    pack_pairs(x, values);
+// Copies the lines' weights from a byte of their rows on, as far as they are there: four lanes have a line.
+template <u32 TYPE> DEVICE void copy_chunk(u8* to, const LaneLines& lines, u32 first_byte) {
+    typedef Chunk<TYPE> C;
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const u8* from = lines.rows[half] + first_byte;
+        u32 misplaced = (u32)((u64)from & 15);
+        u32 bytes = lines.are_there[half] ? min(misplaced + lines.row_bytes - first_byte, C::PIECES * 16) : 0;
+        from -= misplaced;
+        u8* line = to + (lane / 4 + 8 * half) * C::STRIDE;
+#pragma unroll
+        for (u32 i = 0; i < (C::PIECES + 3) / 4; i++) {
+            u32 at = (lane % 4 + 4 * i) * 16;
+            if (at < bytes) copy_async(line + at, from + at, true);
+        }
+    }
 }
 
-// The warp's part of the depth, of up to 8 GROUPS rows. A single group leaves registers for what several steps read.
-template <u32 GROUPS, typename Matrix>
-DEVICE void add_some_rows(f32 (&sums)[2][GROUPS][4], const Problem& p, const Matrix& matrix) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4, column = p.column + line;
-    // Every lane takes part in instructions as long as one has something.
-    u32 steps = p.depth > warp * 32 ? (p.depth - warp * 32 + 255) / 256 : 0;
-#pragma unroll (GROUPS == 1 ? 4 : 1)
-    for (u32 step = 0; step < steps; step++) {
-        u32 k = warp * 32 + step * 256 + lane % 4 * 8;
-        bool is_inside = k < p.depth;
-        u32 w[2][2][4] = {}, x[GROUPS][4];
+// ---- levels: of 32 elements a lane has those from 4 (lane % 4) on and from 16 further on, four each, in pairs (0, 2), (1, 3), as bytes and
+// halves of bytes come apart; of bf16 it has eight neighbours in order ----
+
+// Four bytes of a chunk, whose address is a multiple of ALIGN.
+template <u32 ALIGN> DEVICE u32 word_at(const u8* at) {
+    if (ALIGN >= 4) return *(const u32*)at;
+    if (ALIGN == 2) return ((const u16*)at)[0] | (u32)((const u16*)at)[1] << 16;
+    // From the two words that they may lie in: behind a line's last piece there is another line, or room for one piece.
+    u32 misplaced = (u32)(u64)at & 3;
+    const u32* words = (const u32*)(at - misplaced);
+    return (u32)(((u64)words[1] << 32 | words[0]) >> misplaced * 8);
+}
+
+// Of halves of words, the bits in MASK: as many over 128, of which a unit is the lowest bit, less 128 and `ZERO`.
+template <u32 MASK, u32 ZERO> DEVICE u32 pair_of_counts(u32 bits) {
+    return multiply_add_pairs(masked_with<MASK * 0x10001>(bits, 0x43004300u), 0x3f803f80u, 0xc300c300u | ZERO * 0x10001u);
+}
+
+// Of the low bytes of halves, signed numbers: seven bits count from 128 on, the sign takes away 128 more.
+DEVICE u32 pair_of_bytes(u32 bits) {
+    return multiply_add_pairs(masked_with<0x007f007f>(bits, 0x43004300u), 0x3f803f80u, masked_with<0x00800080>(bits, 0xc300c300u));
+}
+
+// E4M3 floats there: their bits are those of floats that are 2^120 times smaller, or NaN.
+DEVICE u32 pair_of_f8(u32 bits) {
+    u32 sizes = bits & 0x007f007f, are_nan = (sizes + 0x00010001) >> 7 & 0x00010001;
+    return multiply_add_pairs(sizes << 4 | (bits & 0x00800080) << 8, 0x7b807b80u, 0x80008000u) | are_nan * 0x7fff;
+}
+
+// Twice the E2M1 floats in the low four bits of halves: bits of floats that are 2^127 times smaller.
+DEVICE u32 pair_of_fp4(u32 bits) { return multiply_add_pairs((bits & 0x00070007) << 6 | (bits & 0x00080008) << 12, 0x7f007f00u, 0x80008000u); }
+
+template <u32 TYPE> DEVICE u32 pair_of_levels(u32 bits) {
+    if constexpr (TYPE == Q8) return pair_of_bytes(bits);
+    else if constexpr (TYPE == F8) return pair_of_f8(bits);
+    else if constexpr (TYPE == MXFP4) return pair_of_fp4(bits);
+    else if constexpr (TYPE == Q6K) return pair_of_counts<0x3f, 32>(bits);
+    else return pair_of_counts<TYPE == Q5K ? 0x1f : 0xf, TYPE == Q4 ? 8 : 0>(bits);
+}
+
+// A line's levels of 32 elements, the scales of the first and of the last 16, and what is to be taken from each number.
+struct LevelPairs {
+    u32 pairs[4];
+    f32 scales[2], least;
+};
+
+// The low four bits of every byte, and above them those of others that are in the mask.
+DEVICE u32 with_high_bits(u32 low, u32 high, u32 mask) { return (low & 0x0f0f0f0f) | (high & mask) << 4; }
+
+// Those of the elements from 32 `index` on of a chunk whose first block is at `blocks`.
+template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
+    typedef Layout<TYPE> L;
+    const u32 PARTS = L::LEN / 32;
+    u32 part = index % PARTS, at = threadIdx.x % 4 * 4;
+    const u8* block = blocks + index / PARTS * L::BYTES;
+    LevelPairs y;
+    y.least = 0.0f;
+    if constexpr (TYPE == BF16) {
+        uint4 words = *(const uint4*)(block + at * 4);
+        y.pairs[0] = words.x;
+        y.pairs[1] = words.y;
+        y.pairs[2] = words.z;
+        y.pairs[3] = words.w;
+        y.scales[0] = y.scales[1] = 1.0f;
+        return y;
+    }
+    // The first and the second four in the low bits of bytes; of others there may be more above them.
+    u32 words[2];
+    if (TYPE == Q8 || TYPE == F8) {
+        const u8* bytes = block + (TYPE == Q8 ? 2 : 4 + part * 32) + at;
+        words[0] = word_at<L::ALIGN>(bytes);
+        words[1] = word_at<L::ALIGN>(bytes + 16);
+        y.scales[0] = TYPE == Q8 ? half_value(*(const u16*)block) : *(const f32*)block;
+    } else if (TYPE == Q4 || TYPE == MXFP4) {
+        u32 word = word_at<L::ALIGN>(block + (TYPE == Q4 ? 2 : 1) + at);
+        words[0] = word;
+        words[1] = word >> 4;
+        y.scales[0] = TYPE == Q4 ? half_value(*(const u16*)block) : half_power(block[0]);
+    } else if (TYPE == Q4K || TYPE == Q5K) {
+        const u8* bytes = block + (TYPE == Q5K ? 48 : 16) + part / 2 * 32 + at;
 #pragma unroll
-        for (u32 i = 0; i < 4; i++)
-            if (is_inside && column + 8 * i < p.columns) matrix.pairs(w[i / 2][i % 2], column + 8 * i, k);
+        for (u32 i = 0; i < 2; i++) {
+            words[i] = *(const u32*)(bytes + 16 * i) >> part % 2 * 4;
+            if (TYPE == Q5K) words[i] = with_high_bits(words[i], *(const u32*)(block + 16 + at + 16 * i) >> part, 0x01010101);
+        }
+        float2 both = scale_and_least(block, part);
+        y.scales[0] = both.x;
+        y.least = both.y;
+    } else {
+        const u8 *bytes = block + part / 4 * 64 + part % 2 * 32 + at, *highs = block + 128 + part / 4 * 32 + at;
+        f32 scale = half_value(*(const u16*)(block + 208));
 #pragma unroll
-        for (u32 n = 0; n < GROUPS; n++)
-            if (8 * n < p.rows) pairs_of(x[n], p.a, 8 * n + line, k, is_inside && 8 * n + line < p.rows);
+        for (u32 i = 0; i < 2; i++) {
+            u32 low = word_at<2>(bytes + 16 * i) >> part % 4 / 2 * 4;
+            words[i] = with_high_bits(low, word_at<2>(highs + 16 * i) >> part % 4 * 2, 0x03030303);
+            y.scales[i] = scale * (f32)(signed char)block[192 + part * 2 + i];
+        }
+    }
+    if (TYPE != Q6K) y.scales[1] = y.scales[0];
 #pragma unroll
-        for (u32 m = 0; m < 2; m++)
+    for (u32 i = 0; i < 4; i++) y.pairs[i] = pair_of_levels<TYPE>(words[i / 2] >> i % 2 * 8);
+    return y;
+}
+
+// The rows of A that a lane has, one of each eight, if they are there.
+template <u32 GROUPS> struct LaneRows {
+    u64 at[GROUPS];
+    bool are_there[GROUPS];
+};
+
+template <u32 GROUPS> DEVICE LaneRows<GROUPS> rows_of(const Problem& p) {
+    LaneRows<GROUPS> y;
 #pragma unroll
-            for (u32 s = 0; s < 4; s += 2) {
-                u32 fragment[4] = {w[m][0][s], w[m][1][s], w[m][0][s + 1], w[m][1][s + 1]};
+    for (u32 g = 0; g < GROUPS; g++) {
+        u32 row = 8 * g + threadIdx.x % 32 / 4;
+        y.are_there[g] = row < p.rows;
+        y.at[g] = y.are_there[g] ? p.a.row(row) : 0;
+    }
+    return y;
+}
+
+// Activations of COUNT times 32 elements in the order of levels, or zeros.
+template <u32 COUNT, u32 GROUPS> struct Activations { u32 pairs[COUNT][GROUPS][4]; };
+
+template <bool IS_IN_ORDER, u32 COUNT, u32 GROUPS>
+DEVICE Activations<COUNT, GROUPS> activations(const Operand& a, const LaneRows<GROUPS>& rows, u32 k, u32 depth) {
+    Activations<COUNT, GROUPS> y = {};
+    const u32 OWN = IS_IN_ORDER ? 8 : 4, APART = IS_IN_ORDER ? 4 : 16;
+    auto for_all = [&](auto load) {
 #pragma unroll
-                for (u32 n = 0; n < GROUPS; n++)
-                    if (8 * n < p.rows) mma_bf16(sums[m][n], fragment, x[n][s], x[n][s + 1]);
+        for (u32 i = 0; i < COUNT; i++)
+#pragma unroll
+            for (u32 g = 0; g < GROUPS; g++)
+                if (rows.are_there[g] && k + 32 * i < depth) load(rows.at[g] + k + 32 * i + threadIdx.x % 4 * OWN, y.pairs[i][g]);
+    };
+    if (a.is_bf16) {
+        for_all([&](u64 at, u32(&pairs)[4]) {
+            const uint2* from = (const uint2*)((const bf16*)a.data + at);
+            uint2 first = from[0], second = from[APART / 4];
+            pairs[0] = IS_IN_ORDER ? first.x : (first.x & 0xffff) | first.y << 16;
+            pairs[1] = IS_IN_ORDER ? first.y : first.x >> 16 | (first.y & 0xffff0000u);
+            pairs[2] = IS_IN_ORDER ? second.x : (second.x & 0xffff) | second.y << 16;
+            pairs[3] = IS_IN_ORDER ? second.y : second.x >> 16 | (second.y & 0xffff0000u);
+        });
+    } else {
+        for_all([&](u64 at, u32(&pairs)[4]) {
+            const float4* from = (const float4*)((const f32*)a.data + at);
+            float4 first = from[0], second = from[APART / 4];
+            pairs[0] = pack_bf16(first.x, IS_IN_ORDER ? first.y : first.z);
+            pairs[1] = pack_bf16(IS_IN_ORDER ? first.z : first.y, first.w);
+            pairs[2] = pack_bf16(second.x, IS_IN_ORDER ? second.y : second.z);
+            pairs[3] = pack_bf16(IS_IN_ORDER ? second.z : second.y, second.w);
+        });
+    }
+    return y;
+}
+
+// Adds the products of elements from 32 `index` of a chunk on: to a lane's sums of its two lines with rows 2 (lane % 4) on of each eight.
+template <u32 TYPE, u32 GROUPS>
+DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 index, const u32 (&x)[GROUPS][4], bool is_inside) {
+    const bool HAS_LEAST = TYPE == Q4K || TYPE == Q5K, HAS_TWO_SCALES = TYPE == Q6K;
+    // What lies behind a row's end is another's, or nothing.
+    if (TYPE == BF16 && !is_inside) return;
+    LevelPairs w[2] = {level_pairs<TYPE>(lines[0], index), level_pairs<TYPE>(lines[1], index)};
+#pragma unroll
+    for (u32 g = 0; g < GROUPS; g++) {
+        f32 products[4] = {}, whole[4] = {};
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 fragment[4] = {w[0].pairs[2 * i], w[1].pairs[2 * i], w[0].pairs[2 * i + 1], w[1].pairs[2 * i + 1]};
+            if (TYPE == BF16) {
+                mma_bf16(sums[g], fragment, x[g][2 * i], x[g][2 * i + 1]);
+                continue;
             }
+            mma_bf16(products, fragment, x[g][2 * i], x[g][2 * i + 1]);
+            if (HAS_LEAST) {
+                const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+                mma_bf16(whole, ones, x[g][2 * i], x[g][2 * i + 1]);
+            }
+            if (!HAS_TWO_SCALES && i == 0) continue;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                if (is_inside) sums[g][j] += w[j / 2].scales[i] * products[j] - (HAS_LEAST ? w[j / 2].least * whole[j] : 0.0f);
+                products[j] = 0.0f;
+            }
+        }
     }
 }
 
-template <u32 GROUPS, typename Matrix>
-DEVICE void some_rows_of(const Problem& p, const Matrix& matrix, const Store& store, f32 (&of_warps)[8][16 * SOME_STRIDE]) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4;
-    f32 sums[2][GROUPS][4] = {};
-    add_some_rows<GROUPS>(sums, p, matrix);
+// The warp's part of the sums of up to 8 GROUPS rows.
+template <u32 TYPE, u32 GROUPS> DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own) {
+    typedef Chunk<TYPE> C;
+    // How many times 32 elements of the depth have their activations in registers.
+    const u32 HELD = GROUPS == 1 ? C::DEPTH / 32 : 4 / GROUPS;
+    u32 part = threadIdx.x / 32 / LINE_TILES, line = threadIdx.x % 32 / 4;
+    u32 chunks = (p.depth + C::DEPTH - 1) / C::DEPTH, count = chunks > part ? (chunks - part + DEPTH_PARTS - 1) / DEPTH_PARTS : 0;
+    auto copy = [&](u32 i) {
+        if (i < count) copy_chunk<TYPE>(own + i % CHUNK_STAGES * C::SIZE, lines, (part + i * DEPTH_PARTS) * C::BYTES);
+        copy_commit();
+    };
 #pragma unroll
-    for (u32 m = 0; m < 2; m++) {
+    for (u32 i = 0; i < CHUNK_STAGES; i++) copy(i);
+    LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
+#pragma unroll 1
+    for (u32 i = 0; i < count; i++) {
+        u32 chunk = part + i * DEPTH_PARTS, k = chunk * C::DEPTH;
+        const u8 *from = own + i % CHUNK_STAGES * C::SIZE + line * C::STRIDE, *blocks[2];
 #pragma unroll
-        for (u32 n = 0; n < GROUPS; n++) {
-            if (8 * n >= p.rows) continue;
+        for (u32 half = 0; half < 2; half++)
+            blocks[half] = from + 8 * half * C::STRIDE + ((u32)(u64)lines.rows[half] + chunk * C::BYTES) % 16;
+        Activations<HELD, GROUPS> x = activations<TYPE == BF16, HELD, GROUPS>(p.a, rows, k, p.depth);
+        copy_wait<CHUNK_STAGES - 1>();
+        __syncwarp();
+#pragma unroll 1
+        for (u32 held = 0; held < C::DEPTH / 32; held += HELD) {
+            if (held > 0) x = activations<TYPE == BF16, HELD, GROUPS>(p.a, rows, k + held * 32, p.depth);
 #pragma unroll
-            for (u32 half = 0; half < 2; half++)
-                *(float2*)(of_warps[warp] + (line + 8 * half) * SOME_STRIDE + 8 * n + lane % 4 * 2) =
-                    make_float2(sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+            for (u32 j = 0; j < HELD; j++) add_levels<TYPE, GROUPS>(sums, blocks, held + j, x.pairs[j], k + (held + j) * 32 < p.depth);
         }
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < 16 * p.rows; i += 256) {
-            u32 of_tile = i % 16, row = i / 16, to = p.column + 16 * m + of_tile;
-            f32 sum = 0.0f;
+        __syncwarp();
+        copy(i + CHUNK_STAGES);
+    }
+    copy_wait<0>();
+}
+
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
+DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u8* own = shared + warp * CHUNK_STAGES * Chunk<TYPE>::SIZE;
+    f32 sums[GROUPS][4] = {};
+    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % LINE_TILES), own);
+    // What the warps have is added up by way of the memory of chunks.
+    f32* of_warp = (f32*)own;
+    __syncwarp();
 #pragma unroll
-            for (u32 other = 0; other < 8; other++) sum += of_warps[other][of_tile * SOME_STRIDE + row];
-            if (to < p.columns) store.take(0, p.row + row, to, sum, 0.0f);
+    for (u32 g = 0; g < GROUPS; g++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+            *(float2*)(of_warp + (lane / 4 + 8 * half) * SUMS_STRIDE + 8 * g + lane % 4 * 2) = make_float2(sums[g][2 * half], sums[g][2 * half + 1]);
+    __syncthreads();
+    auto all = [&](u32 tile, u32 line, u32 row) {
+        f32 sum = 0.0f;
+#pragma unroll
+        for (u32 part = 0; part < DEPTH_PARTS; part++) {
+            const u8* other = shared + (part * LINE_TILES + tile) * CHUNK_STAGES * Chunk<TYPE>::SIZE;
+            sum += ((const f32*)other)[line * SUMS_STRIDE + row];
         }
-        __syncthreads();
+        return sum;
+    };
+    const u32 WIDTH = IS_PAIRED ? SOME_PAIRS : SOME_COLUMNS, OF_TILE = IS_PAIRED ? 8 : LINES;
+    for (u32 i = threadIdx.x; i < WIDTH * p.rows; i += 256) {
+        u32 column = i % WIDTH, row = i / WIDTH, tile = column / OF_TILE, line = column % OF_TILE;
+        if (p.column + column >= p.columns) continue;
+        epilogue.take(p.group, p.row + row, p.column + column, all(tile, line, row), IS_PAIRED ? all(tile, line + 8, row) : 0.0f);
     }
 }
 
-template <typename Matrix> DEVICE void some_rows(const Problem& p, const Matrix& matrix, const Store& store) {
-    __shared__ __align__(16) f32 of_warps[8][16 * SOME_STRIDE];
-    if (p.rows <= 8) some_rows_of<1>(p, matrix, store, of_warps);
-    else some_rows_of<SOME / 8>(p, matrix, store, of_warps);
+template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, const Epilogue& epilogue) {
+    static_assert(CHUNK_STAGES * Chunk<TYPE>::SIZE >= LINES * SUMS_STRIDE * 4, "sums fit where a warp's chunks were");
+    SHARED(shared);
+    if (p.rows == 0) return;
+    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, epilogue, shared);
+    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, epilogue, shared);
+    else multiply_groups<IS_PAIRED, TYPE, 4>(p, epilogue, shared);
 }

@@ -1,10 +1,11 @@
-//! Weights in [blocks](crate::quantized) on a GPU: read as they lie by products of few rows, those of the types that most files have;
-//! turned into bf16 for all others, anew for each product, of a layer's experts those that have rows. Activations are not rounded to whole
-//! numbers as they are on the host.
+//! Weights in [blocks](crate::quantized) on a GPU: read as they lie by products of up to some rows, those of the types that most files
+//! have; turned into bf16 for all others, anew for each product, of a layer's experts those that have rows. Activations are rounded to
+//! bf16, not to whole numbers as they are on the host.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::Apart;
+use super::some_rows::row_bytes;
 use super::{On, THREADS};
 use crate::cuda::sources::BLOCKS;
 use crate::cuda::{Arg, Launch};
@@ -27,25 +28,6 @@ fn code(dtype: DType) -> u32 {
         DType::F8 => 12,
         dtype => panic!("{dtype:?} is no type of blocks"),
     }
-}
-
-/// How kernels of few rows call a type that they read as it lies.
-pub(super) fn name_of_few(dtype: DType) -> Option<&'static str> {
-    Some(match dtype {
-        DType::Q8 => "q8",
-        DType::Q4 => "q4",
-        DType::Q4K => "q4k",
-        DType::Q5K => "q5k",
-        DType::Q6K => "q6k",
-        DType::Mxfp4 => "mxfp4",
-        DType::F8 => "f8",
-        _ => return None,
-    })
-}
-
-/// Bytes of a row of so many elements.
-pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
-    width / dtype.block_len() * dtype.size()
 }
 
 /// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in

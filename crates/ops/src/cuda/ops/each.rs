@@ -4,15 +4,12 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::FEW_ROWS;
-use super::{On, THREADS, blocks};
-use crate::cuda::sources::{BLOCKS, GROUPED, SOME_ROWS};
+use super::{On, THREADS, some_rows};
+use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 
-/// Rows that are some, and columns of their blocks.
+/// The most rows that are some.
 const SOME_ROWS_AT_MOST: usize = 64;
-const SOME_COLUMNS: usize = 32;
-/// Rows that the plain units have at a time.
-const FEW_AT_ONCE: usize = 4;
 /// Columns of blocks of few rows.
 const FEW_COLUMNS: usize = 8;
 /// Columns from which on tiles of more rows keep a GPU busy.
@@ -29,7 +26,9 @@ pub(super) struct Each<'a> {
 /// How many rows go through a launch's blocks, and how.
 #[derive(Clone, Copy)]
 enum Way {
+    /// On the plain units.
     Few,
+    /// On tensor cores.
     Some,
 }
 
@@ -40,16 +39,15 @@ impl Each<'_> {
     fn way(&self) -> Option<Way> {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
         let is_one_type = self.bs.iter().all(|b| b.dtype() == dtype);
-        let takes = self.bs.len() <= Self::MOST && is_one_type && depth.is_multiple_of(8) && depth > 0;
-        let (are_blocks, columns) = (blocks::name_of_few(dtype).is_some(), self.bs.iter().map(|b| b.rows()).sum());
-        let is_narrow = (1..MANY_COLUMNS).contains(&columns);
-        let are_some = rows <= SOME_ROWS_AT_MOST && (are_blocks || dtype == DType::BF16 && is_narrow);
+        if self.bs.len() > Self::MOST || !is_one_type || !depth.is_multiple_of(8) || depth == 0 {
+            return None;
+        }
+        let columns: usize = self.bs.iter().map(|b| b.rows()).sum();
+        let are_some = dtype.is_quantized() || rows <= FEW_ROWS || columns < MANY_COLUMNS;
         match rows {
-            _ if !takes || dtype.is_quantized() && !are_blocks => None,
-            // More go through tensor cores at once, and by fours on the plain units.
-            _ if are_some && rows > FEW_AT_ONCE => Some(Way::Some),
+            1..=SOME_ROWS_AT_MOST if are_some && some_rows::takes(dtype, depth) => Some(Way::Some),
             // One alone has a kernel that does the same.
-            1..=FEW_ROWS if self.bs.len() > 1 => Some(Way::Few),
+            1..=FEW_ROWS if !dtype.is_quantized() && self.bs.len() > 1 => Some(Way::Few),
             _ => None,
         }
     }
@@ -64,11 +62,16 @@ impl Each<'_> {
 
     fn store_to(&self, on: On<'_>, way: Way, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
-        let stride = if dtype.is_quantized() { blocks::row_bytes(dtype, depth) } else { depth };
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
-        let (name, height, width, floats) = match way {
-            Way::Few => ("few_each", FEW_ROWS, FEW_COLUMNS, &GROUPED),
-            Way::Some => ("some_each", SOME_ROWS_AT_MOST, SOME_COLUMNS, &SOME_ROWS),
+        let (height, width, stride, shared) = match way {
+            Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),
+            Way::Some => {
+                (some_rows::ROWS, some_rows::COLUMNS, some_rows::row_bytes(dtype, depth), some_rows::shared(dtype))
+            }
+        };
+        let (source, kernel) = match way {
+            Way::Few => (&GROUPED, "few_each".into()),
+            Way::Some => some_rows::kernel("each", dtype),
         };
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
         let out_is_bf16 = ys[0].dtype() == DType::BF16;
@@ -83,10 +86,8 @@ impl Each<'_> {
         if let Way::Few = way {
             args.push((dtype.of_activations() == DType::BF16).into());
         }
-        let blocks = blocks::name_of_few(dtype).map(|blocks| (&BLOCKS, format!("{name}_{blocks}")));
-        let (source, kernel) = blocks.unwrap_or((floats, name.into()));
         let grid = [num_blocks, rows.div_ceil(height), 1];
-        let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared: 0, args: &args };
+        let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };
         // SAFETY: a block reads its columns' rows of one matrix and the rows of A, and writes their sums; the base is as large as the
         // first result.
         unsafe { on.gpu.launch(&launch) };

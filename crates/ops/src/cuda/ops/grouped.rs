@@ -1,6 +1,7 @@
 //! Products on a GPU: of groups of rows with matrices of their own, and plain ones as one group.
 //!
-//! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once. Other bf16 products whose sizes are
+//! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once; so have groups of some rows with matrices of
+//! bf16 or in blocks, on tensor cores. Other bf16 products whose sizes are
 //! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; on Hopper `wgmma`, and tensor copies of matrices;
 //! `mma.sync` elsewhere); all others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
@@ -9,8 +10,8 @@ use std::cell::OnceCell;
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
-use super::{On, blocks, elementwise};
-use crate::cuda::sources::{BLOCKS, GROUPED, GROUPED_FP8, GROUPED_HOPPER};
+use super::{On, blocks, elementwise, some_rows};
+use crate::cuda::sources::{GROUPED, GROUPED_FP8, GROUPED_HOPPER};
 use crate::cuda::{Arg, DenseProduct, Launch, Matrices, Onto, Source};
 use crate::gemm::Form;
 use crate::linear::Write;
@@ -56,6 +57,8 @@ enum Kernel {
     },
     Plain,
     Few,
+    /// On tensor cores with matrices of this type as they lie.
+    Some(DType),
 }
 
 impl Kernel {
@@ -72,15 +75,15 @@ impl Kernel {
         matches!(self, Self::Hopper { .. } | Self::Fp8 { .. })
     }
 
-    /// Of names for tensor cores, for the plain kernel and for few rows, the one for B of a type, and where it is.
-    fn source_and_name(self, [tensor, plain, few]: [&str; 3], b: DType) -> (&'static Source, String) {
-        match (self, blocks::name_of_few(b)) {
-            (Self::Few, Some(blocks)) => (&BLOCKS, format!("{few}_{blocks}")),
-            (Self::Few, None) => (&GROUPED, few.into()),
-            (Self::Plain, _) => (&GROUPED, plain.into()),
-            (Self::Tensor, _) => (&GROUPED, tensor.into()),
-            (Self::Hopper { .. }, _) => (&GROUPED_HOPPER, format!("hopper_{tensor}")),
-            (Self::Fp8 { .. }, _) => (&GROUPED_FP8, format!("fp8_{tensor}")),
+    /// Of names for tensor cores, for the plain kernel and for few rows, its own, and where it is.
+    fn source_and_name(self, [tensor, plain, few]: [&str; 3]) -> (&'static Source, String) {
+        match self {
+            Self::Few => (&GROUPED, few.into()),
+            Self::Plain => (&GROUPED, plain.into()),
+            Self::Tensor => (&GROUPED, tensor.into()),
+            Self::Hopper { .. } => (&GROUPED_HOPPER, format!("hopper_{tensor}")),
+            Self::Fp8 { .. } => (&GROUPED_FP8, format!("fp8_{tensor}")),
+            Self::Some(dtype) => some_rows::kernel(tensor, dtype),
         }
     }
 
@@ -88,7 +91,7 @@ impl Kernel {
     /// groups there are; those without tensor cores are told to round.
     fn last_arg(self, compute: DType, listed: usize) -> Option<Arg<'static>> {
         match self {
-            Self::Tensor => None,
+            Self::Tensor | Self::Some(_) => None,
             Self::Hopper { .. } | Self::Fp8 { .. } => Some(listed.into()),
             Self::Plain | Self::Few => Some((compute == DType::BF16).into()),
         }
@@ -107,6 +110,7 @@ impl Kernel {
             Self::Hopper { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, HOPPER_SHARED),
             Self::Fp8 { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, FP8_SHARED),
             Self::Plain | Self::Few => (tiles, 256, 0),
+            Self::Some(dtype) => (tiles, 256, some_rows::shared(dtype)),
         };
         Launch { source, kernel, grid, threads, shared, args }
     }
@@ -227,10 +231,13 @@ impl RowsProduct<'_> {
         let is_whole = self.depth.is_multiple_of(8) && self.depth > 0;
         let has_few_rows = self.groups.most() <= FEW_ROWS;
         if self.b.dtype().is_quantized() {
-            // Only where that has a kernel (`reads_blocks`).
-            return Kernel::Few;
+            // Only where there is one (`reads_blocks`).
+            return Kernel::Some(self.b.dtype());
         }
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
+        if is_bf16 && self.has_some_rows() && some_rows::takes(DType::BF16, self.depth) {
+            return Kernel::Some(DType::BF16);
+        }
         match self.form {
             Form::Nt if is_whole && (has_few_rows || self.has_few_tiles()) => Kernel::Few,
             Form::Nt if is_whole && is_bf16 => Kernel::on_tensor_cores(on),
@@ -250,18 +257,17 @@ impl RowsProduct<'_> {
 
     /// Whether a warp that has few rows takes two columns at a time, since one is over before it has asked for enough.
     fn has_short_rows(&self, on: On<'_>) -> bool {
-        let is_as_it_lies = !self.b.dtype().is_quantized() || self.reads_blocks();
-        let row_bytes = match self.b.dtype() {
-            dtype if dtype.is_quantized() => blocks::row_bytes(dtype, self.depth),
-            dtype => self.depth * dtype.size(),
-        };
+        if self.b.dtype().is_quantized() {
+            return false;
+        }
+        let row_bytes = self.depth * self.b.dtype().size();
         let tiles = match self.groups {
             Groups::One { rows } => rows.div_ceil(FEW_ROWS),
             Groups::Many { offsets, rows, .. } => num_tiles(FEW_ROWS, rows, offsets.len() - 1),
         };
         let has_two = self.pair.is_none() && self.columns.is_multiple_of(2 * FEW_COLUMNS);
         let are_many = self.columns / (2 * FEW_COLUMNS) * tiles >= MIN_SHORT_BLOCKS;
-        has_two && are_many && row_bytes <= MAX_SHORT_ROW && is_as_it_lies && self.kernel(on) == Kernel::Few
+        has_two && are_many && row_bytes <= MAX_SHORT_ROW && self.kernel(on) == Kernel::Few
     }
 
     /// Columns of a block's tile.
@@ -271,6 +277,7 @@ impl RowsProduct<'_> {
             Kernel::Hopper { .. } => HOPPER_COLUMNS,
             Kernel::Plain => return PLAIN_TILE,
             Kernel::Few => return FEW_COLUMNS,
+            Kernel::Some(_) => some_rows::COLUMNS,
         };
         if self.pair.is_some() { all / 2 } else { all }
     }
@@ -285,7 +292,8 @@ impl RowsProduct<'_> {
         let height = match self.kernel(on) {
             Kernel::Tensor | Kernel::Hopper { .. } | Kernel::Fp8 { .. } => TILE,
             Kernel::Plain => PLAIN_TILE,
-            Kernel::Few => FEW_ROWS,
+            Kernel::Some(_) if self.groups.most() > FEW_ROWS => some_rows::ROWS,
+            Kernel::Few | Kernel::Some(_) => FEW_ROWS,
         };
         match self.groups {
             Groups::One { rows } => {
@@ -298,8 +306,7 @@ impl RowsProduct<'_> {
         }
     }
 
-    /// Computes all sums and hands them to the epilogue. Blocks that few rows are not multiplied with as they lie are turned into bf16
-    /// first.
+    /// Computes all sums and hands them to the epilogue. Blocks that are not multiplied with as they lie are turned into bf16 first.
     ///
     /// # Safety
     ///
@@ -320,15 +327,27 @@ impl RowsProduct<'_> {
         unsafe { RowsProduct { b, apart, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
     }
 
-    /// Whether the kernel of few rows multiplies with blocks as they lie. Groups of more rows than it takes at once read their blocks
-    /// several times; turned into bf16 first, blocks of four bits cost eight times their bytes.
-    fn reads_blocks(&self) -> bool {
-        let (rows, groups) = match self.groups {
+    /// Rows, and how many groups have them.
+    fn rows_and_groups(&self) -> (usize, usize) {
+        match self.groups {
             Groups::One { rows } => (rows, 1),
             Groups::Many { offsets, rows, .. } => (rows, offsets.len() - 1),
-        };
-        let are_few = self.groups.most() <= FEW_ROWS || rows <= 2 * FEW_ROWS * groups;
-        are_few && blocks::name_of_few(self.b.dtype()).is_some()
+        }
+    }
+
+    /// Whether groups have so few rows on average that most of a tile of tensor cores would be empty.
+    fn has_some_rows(&self) -> bool {
+        let (rows, groups) = self.rows_and_groups();
+        let is_decoding = self.groups.most() <= FEW_ROWS || rows <= some_rows::ROWS / 2 * groups && groups > 1;
+        self.form == Form::Nt && self.scales.is_none() && is_decoding
+    }
+
+    /// Whether blocks are multiplied with as they lie. Groups of more rows than are taken at once read their blocks several times, and the
+    /// rows for every few columns; turned into bf16 first, blocks of four bits cost eight times their bytes.
+    fn reads_blocks(&self) -> bool {
+        let (rows, groups) = self.rows_and_groups();
+        let are_few = self.groups.most() <= some_rows::ROWS || rows <= some_rows::ROWS * groups;
+        are_few && some_rows::takes(self.b.dtype(), self.depth)
     }
 
     /// # Safety
@@ -344,7 +363,7 @@ impl RowsProduct<'_> {
         // Kernels copy eight-bit floats in pairs.
         let depth = if is_fp8 { self.depth / 2 } else { self.depth };
         let b_stride = match self.form {
-            _ if self.b.dtype().is_quantized() => blocks::row_bytes(self.b.dtype(), self.depth),
+            _ if matches!(kernel, Kernel::Some(_)) => some_rows::row_bytes(self.b.dtype(), self.depth),
             Form::Nt => depth,
             _ => self.columns,
         };
@@ -369,7 +388,7 @@ impl RowsProduct<'_> {
         let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));
         args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));
         args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));
-        let (source, name) = kernel.source_and_name(epilogue.kernels, self.b.dtype());
+        let (source, name) = kernel.source_and_name(epilogue.kernels);
         let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
@@ -555,7 +574,7 @@ impl DepthsProduct<'_> {
         let (tile_rows, tile_columns) = match kernel {
             Kernel::Tensor | Kernel::Fp8 { .. } => (TILE, TILE),
             Kernel::Hopper { .. } => (TILE, HOPPER_COLUMNS),
-            Kernel::Plain | Kernel::Few => (PLAIN_TILE, PLAIN_TILE),
+            Kernel::Plain | Kernel::Few | Kernel::Some(_) => (PLAIN_TILE, PLAIN_TILE),
         };
         let groups = self.offsets.len() - 1;
         let grid = [self.columns.div_ceil(tile_columns), self.rows.div_ceil(tile_rows), groups];
@@ -568,7 +587,7 @@ impl DepthsProduct<'_> {
         if kernel.is_of_hopper() {
             args.extend(maps.iter().map(|map| on.read_or_none(map.as_ref())));
         }
-        let (source, name) = kernel.source_and_name(["depths_tn", "plain_depths_tn", ""], DType::F32);
+        let (source, name) = kernel.source_and_name(["depths_tn", "plain_depths_tn", ""]);
         let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
         // tile of its group's matrix.

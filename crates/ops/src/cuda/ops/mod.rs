@@ -20,6 +20,7 @@ pub(crate) mod place_heads;
 pub(crate) mod rms_norm;
 pub(crate) mod router;
 pub(crate) mod sampling;
+mod some_rows;
 
 use moeworks_tensor::{DType, Element, Tensor};
 

@@ -1,0 +1,58 @@
+//! Products of up to some rows with weights as they lie: which types have kernels, and what these need.
+
+use moeworks_tensor::DType;
+
+use super::WARPS;
+use crate::cuda::Source;
+use crate::cuda::sources::{
+    SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_MXFP4, SOME_ROWS_Q4, SOME_ROWS_Q4K, SOME_ROWS_Q5K, SOME_ROWS_Q6K,
+    SOME_ROWS_Q8,
+};
+
+/// Rows that are taken at once, and columns of a block of threads.
+pub(super) const ROWS: usize = 32;
+pub(super) const COLUMNS: usize = 32;
+/// Lines of weights that a warp copies at a time, chunks of them that it has room for, and elements that a depth is whole multiples of.
+const LINES: usize = 16;
+const STAGES: usize = 2;
+const WHOLE_DEPTH: usize = 32;
+
+/// The kernels for weights of a type, and what they are called behind what they do.
+fn of_type(dtype: DType) -> Option<(&'static Source, &'static str)> {
+    Some(match dtype {
+        DType::BF16 => (&SOME_ROWS_BF16, "bf16"),
+        DType::Q8 => (&SOME_ROWS_Q8, "q8"),
+        DType::Q4 => (&SOME_ROWS_Q4, "q4"),
+        DType::Q4K => (&SOME_ROWS_Q4K, "q4k"),
+        DType::Q5K => (&SOME_ROWS_Q5K, "q5k"),
+        DType::Q6K => (&SOME_ROWS_Q6K, "q6k"),
+        DType::Mxfp4 => (&SOME_ROWS_MXFP4, "mxfp4"),
+        DType::F8 => (&SOME_ROWS_F8, "f8"),
+        _ => return None,
+    })
+}
+
+/// Whether there are kernels for weights of a type and depth.
+pub(super) fn takes(dtype: DType, depth: usize) -> bool {
+    of_type(dtype).is_some() && depth > 0 && depth.is_multiple_of(WHOLE_DEPTH)
+}
+
+/// The kernel that does `what` with weights of a type that there are kernels for.
+pub(super) fn kernel(what: &str, dtype: DType) -> (&'static Source, String) {
+    let (source, name) = of_type(dtype).expect("a type with kernels");
+    (source, format!("some_{what}_{name}"))
+}
+
+/// The shared memory that they need: chunks of lines in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps.
+pub(super) fn shared(dtype: DType) -> usize {
+    let line = match dtype {
+        DType::BF16 => row_bytes(dtype, 128) + 64,
+        _ => (((row_bytes(dtype, 256) + 2 * 15) / 16) | 1) * 16,
+    };
+    WARPS * STAGES * LINES * line
+}
+
+/// Bytes of a row of so many elements.
+pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
+    width / dtype.block_len() * dtype.size()
+}
