@@ -316,6 +316,15 @@ static inline u32 lanes_like(u32 x) {
     });
 }
 
+static inline u32 warp_greatest_of(u32 x) {
+    return emulator::with_warp<u32, u32>(8, x, [](const u32* const* in, u32* const* out) {
+        u32 y = *in[0];
+        for (int i = 1; i < 32; i++) y = *in[i] > y ? *in[i] : y;
+        for (int i = 0; i < 32; i++) *out[i] = y;
+    });
+}
+static inline u32 warp_least_of(u32 x) { return ~warp_greatest_of(~x); }
+
 static inline u32 float_bits(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 static inline float bits_float(u32 x) { float f; memcpy(&f, &x, 4); return f; }
 static inline u32 __popc(u32 x) { return __builtin_popcount(x); }

@@ -24,6 +24,10 @@ template <typename T> DEVICE T from_lane_below(T x, int delta) { return __shfl_u
 DEVICE u32 lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEVICE u32 lanes_like(u32 x) { return __match_any_sync(0xffffffffu, x); }
 
+// The greatest and the least of a warp's numbers, in every lane.
+DEVICE u32 warp_greatest_of(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
+DEVICE u32 warp_least_of(u32 x) { return __reduce_min_sync(0xffffffffu, x); }
+
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // c += a b over a warp: a is 16 x 16 and b is 16 x 8 (bf16, the fragments of PTX's m16n8k16), c is 16 x 8 in f32.

@@ -334,24 +334,28 @@ KERNEL(256) sum_group_rows(const void* x, u32 is_bf16, const u32* tokens, const 
 }
 
 // Adds to the sums of eight columns from `column` on those of a token's rows, times their weights if there are any. Where all of them are
-// there, which is almost always, four are read at a time.
+// there, which is almost always, eight are read at a time, or four.
 template <bool IS_BF16>
 DEVICE void add_rows(f32 (&sum)[8], const void* outputs, const u32* rows, const f32* row_weights, u32 choices, u32 width, u32 column) {
     bool are_there = true;
     for (u32 c = 0; c < choices; c++) are_there &= rows[c] != 0xffffffffu;
     u32 c = 0;
-    for (; are_there && c + 4 <= choices; c += 4) {
-        f32 x[4][8], weights[4];
+    auto add = [&](auto count) {
+        const u32 COUNT = decltype(count)::VALUE;
+        f32 x[COUNT][8], weights[COUNT];
 #pragma unroll
-        for (u32 n = 0; n < 4; n++) {
+        for (u32 n = 0; n < COUNT; n++) {
             load_vector(x[n], outputs, IS_BF16, (u64)rows[c + n] * width + column);
             weights[n] = row_weights ? row_weights[rows[c + n]] : 1.0f;
         }
 #pragma unroll
-        for (u32 n = 0; n < 4; n++)
+        for (u32 n = 0; n < COUNT; n++)
 #pragma unroll
             for (u32 j = 0; j < 8; j++) sum[j] = fmaf(weights[n], x[n][j], sum[j]);
-    }
+        c += COUNT;
+    };
+    while (are_there && c + 8 <= choices) add(Kind<8>{});
+    if (are_there && c + 4 <= choices) add(Kind<4>{});
     for (; c < choices; c++) {
         if (rows[c] == 0xffffffffu) continue;
         f32 x[8], weight = row_weights ? row_weights[rows[c]] : 1.0f;

@@ -1,32 +1,64 @@
 // y = x / rms(x) * weight. See rms_norm.rs for the formulas. Elements go by fours where rows are whole vectors.
 
+// Pieces of a row that a thread keeps between its two passes over it.
+const u32 HELD = 4;
+
+// `by` threads have a row, thread `own` of them; where HOLDS they keep it, and what it is multiplied with comes meanwhile.
+template <bool HOLDS, u32 N, typename X, typename Y, typename Sum>
+DEVICE void norm_row(const X* __restrict__ x, const f32* __restrict__ weight, f32 eps, Y* __restrict__ y, f32* __restrict__ inv_rms, u32 width,
+                     u32 own, u32 by, Sum sum_of) {
+    Few<N> held[HOLDS ? HELD : 1], weights[HOLDS ? HELD : 1];
+    f32 sum = 0.0f;
+    auto add = [&](const Few<N>& v) {
+#pragma unroll
+        for (u32 j = 0; j < N; j++) sum = fmaf(v.x[j], v.x[j], sum);
+    };
+    if constexpr (HOLDS) {
+#pragma unroll
+        for (u32 p = 0; p < HELD; p++) {
+            u32 i = (own + p * by) * N;
+            held[p] = weights[p] = {};
+            if (i < width) {
+                held[p] = few<N>(x + i);
+                weights[p] = few<N>(weight + i);
+            }
+        }
+#pragma unroll
+        for (u32 p = 0; p < HELD; p++) add(held[p]);
+    } else {
+#pragma unroll 4
+        for (u32 i = own * N; i < width; i += by * N) add(few<N>(x + i));
+    }
+    f32 scale = 1.0f / sqrtf(sum_of(sum) / (f32)width + eps);
+    if (own == 0) *inv_rms = scale;
+    auto store = [&](u32 i, Few<N> v, const Few<N>& w) {
+#pragma unroll
+        for (u32 j = 0; j < N; j++) v.x[j] = v.x[j] * scale * w.x[j];
+        put(y + i, v);
+    };
+    if constexpr (HOLDS) {
+#pragma unroll
+        for (u32 p = 0; p < HELD; p++)
+            if ((own + p * by) * N < width) store((own + p * by) * N, held[p], weights[p]);
+    } else {
+#pragma unroll 4
+        for (u32 i = own * N; i < width; i += by * N) store(i, few<N>(x + i), few<N>(weight + i));
+    }
+}
+
 // A warp a row, or a block if there are as many blocks as rows: where rows are few, one warp would be long about it.
 template <u32 N, typename X, typename Y>
 DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, f32 eps, Y* __restrict__ y,
                     f32* __restrict__ inv_rms, u32 rows, u32 width) {
-    bool is_by_block = gridDim.x == rows;
-    u32 row = is_by_block ? blockIdx.x : (blockIdx.x * 256 + threadIdx.x) / 32;
-    if (row >= rows) return;
-    u32 own = (is_by_block ? threadIdx.x : threadIdx.x % 32) * N, step = (is_by_block ? 256 : 32) * N;
-    x += (u64)row * width;
-    y += (u64)row * width;
-    f32 sum = 0.0f;
-#pragma unroll 4
-    for (u32 i = own; i < width; i += step) {
-        Few<N> v = few<N>(x + i);
-#pragma unroll
-        for (u32 j = 0; j < N; j++) sum = fmaf(v.x[j], v.x[j], sum);
+    auto of_block = [](f32 x) { return block_sum(x); };
+    if (gridDim.x == rows) {
+        u64 row = blockIdx.x, at = row * width;
+        if (width <= HELD * 256 * N) norm_row<true, N>(x + at, weight, eps, y + at, inv_rms + row, width, threadIdx.x, 256, of_block);
+        else norm_row<false, N>(x + at, weight, eps, y + at, inv_rms + row, width, threadIdx.x, 256, of_block);
+        return;
     }
-    sum = is_by_block ? block_sum(sum) : warp_sum(sum);
-    f32 scale = 1.0f / sqrtf(sum / (f32)width + eps);
-    if (own == 0) inv_rms[row] = scale;
-#pragma unroll 4
-    for (u32 i = own; i < width; i += step) {
-        Few<N> v = few<N>(x + i), w = few<N>(weight + i);
-#pragma unroll
-        for (u32 j = 0; j < N; j++) v.x[j] = v.x[j] * scale * w.x[j];
-        put(y + i, v);
-    }
+    u64 row = (blockIdx.x * 256 + threadIdx.x) / 32, at = row * width;
+    if (row < rows) norm_row<false, N>(x + at, weight, eps, y + at, inv_rms + row, width, threadIdx.x % 32, 32, [](f32 x) { return warp_sum(x); });
 }
 
 const u32 ROWS_EACH = 16, WARPS = 8;

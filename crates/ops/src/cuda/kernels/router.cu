@@ -9,6 +9,61 @@ struct TopK {
     u32 width, k, normalize;
 
     DEVICE_MEMBER void row(u32 row) const {
+        if (k > 32) of_any_width(row);
+        else if (width <= 64) of_width<2>(row);
+        else if (width <= 256) of_width<8>(row);
+        else of_any_width(row);
+    }
+
+    // The same with the row in registers, PER numbers in each lane; lane c gets choice c.
+    template <u32 PER> DEVICE_MEMBER void of_width(u32 row) const {
+        u32 lane = threadIdx.x % 32;
+        f32 *p = probs + (u64)row * width, x[PER], square = 0.0f, own_lse, own_entropy;
+        // Those that may be chosen have numbers above 0.
+        u32 open[PER];
+#pragma unroll
+        for (u32 j = 0; j < PER; j++) {
+            bool is_there = lane + 32 * j < width;
+            x[j] = is_there ? p[lane + 32 * j] : negative_infinity();
+            open[j] = is_there ? max(ordered(x[j]), 1u) : 0;
+            square = is_there ? fmaf(x[j], x[j], square) : square;
+        }
+        u32 chosen = 0;
+        for (u32 choice = 0; choice < k; choice++) {
+            u32 best = 0, index = 0;
+#pragma unroll
+            for (u32 j = 0; j < PER; j++)
+                if (open[j] > best) {
+                    best = open[j];
+                    index = lane + 32 * j;
+                }
+            u32 id = warp_least_of(warp_greatest_of(best) == best ? index : NOBODY);
+            if (lane == choice) chosen = id;
+#pragma unroll
+            for (u32 j = 0; j < PER; j++)
+                if (id == lane + 32 * j) open[j] = 0;
+        }
+        softmax_of_lanes(x, width, own_lse, own_entropy);
+        square = warp_sum(square);
+        if (lane == 0) {
+            lse[row] = own_lse;
+            entropy[row] = own_entropy;
+            squares[row] = square;
+        }
+        f32 weight = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < PER; j++) {
+            if (lane + 32 * j < width) p[lane + 32 * j] = x[j];
+            f32 other = from_lane(x[j], (int)(chosen % 32));
+            if (chosen / 32 == j) weight = other;
+        }
+        f32 sum = warp_sum(lane < k ? weight : 0.0f);
+        if (lane >= k) return;
+        ids[(u64)row * k + lane] = chosen;
+        weights[(u64)row * k + lane] = weight * (normalize ? 1.0f / sum : 1.0f);
+    }
+
+    DEVICE_MEMBER void of_any_width(u32 row) const {
         u32 lane = threadIdx.x % 32;
         f32 *p = probs + (u64)row * width, *w = weights + (u64)row * k;
         u32* chosen = ids + (u64)row * k;

@@ -12,19 +12,41 @@ DEVICE f32 warp_greatest(f32 x) {
     return x;
 }
 
+// e to the power of a logit less the highest, of which `total` is the sum and `moment` that of e times the distance.
+DEVICE f32 add_exponential(f32 logit, f32 top, f32& total, f32& moment) {
+    f32 distance = logit - top, e = expf(distance);
+    total += e;
+    // e^x is 0 below: bounds the distance where 0 times infinity would be NaN.
+    moment = fmaf(e, distance < -104.0f ? -104.0f : distance, moment);
+    return e;
+}
+
+// Softmax of a row of which lane l has numbers l + 32 j, in their place, and what it says of the row.
+template <u32 PER> DEVICE void softmax_of_lanes(f32 (&x)[PER], u32 width, f32& lse, f32& entropy) {
+    u32 lane = threadIdx.x % 32;
+    f32 top = negative_infinity(), total = 0.0f, moment = 0.0f;
+#pragma unroll
+    for (u32 j = 0; j < PER; j++) top = x[j] > top ? x[j] : top;
+    top = warp_greatest(top);
+#pragma unroll
+    for (u32 j = 0; j < PER; j++)
+        if (lane + 32 * j < width) x[j] = add_exponential(x[j], top, total, moment);
+    total = warp_sum(total);
+    moment = warp_sum(moment);
+    f32 scale = 1.0f / total;
+#pragma unroll
+    for (u32 j = 0; j < PER; j++) x[j] *= scale;
+    lse = top + logf(total);
+    entropy = logf(total) - moment * scale;
+}
+
 // Softmax of the row of `logits`, whose memory `probs` may be, and what it says of the row.
 DEVICE void softmax_row(const f32* logits, f32* probs, u32 width, f32& lse, f32& entropy) {
     u32 lane = threadIdx.x % 32;
     f32 top = negative_infinity(), total = 0.0f, moment = 0.0f;
     for (u32 i = lane; i < width; i += 32) top = logits[i] > top ? logits[i] : top;
     top = warp_greatest(top);
-    for (u32 i = lane; i < width; i += 32) {
-        f32 distance = logits[i] - top, e = expf(distance);
-        probs[i] = e;
-        total += e;
-        // e^x is 0 below: bounds the distance where 0 times infinity would be NaN.
-        moment = fmaf(e, distance < -104.0f ? -104.0f : distance, moment);
-    }
+    for (u32 i = lane; i < width; i += 32) probs[i] = add_exponential(logits[i], top, total, moment);
     total = warp_sum(total);
     moment = warp_sum(moment);
     f32 scale = 1.0f / total;

@@ -6,8 +6,8 @@ use super::{On, WARPS, elementwise, name};
 use crate::cuda::sources::RMS_NORM;
 use crate::linear::Write;
 
-/// Rows that get a block each: more keep a GPU busy by warps.
-const FEW: usize = 256;
+/// Rows that get a block each: more keep a GPU busy by warps. (512 rows of 2,048 by warps took an H100 14 us, 256 by blocks 5.)
+const FEW: usize = 4096;
 /// Rows whose part of the weight's gradient one block adds up.
 const ROWS_EACH: usize = 16;
 
