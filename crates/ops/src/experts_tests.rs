@@ -462,6 +462,34 @@ fn no_tokens_or_no_rows_give_empty_results_and_zero_gradients() {
 }
 
 #[test]
+fn one_token_matches_f64_whatever_its_experts() {
+    let choices = [vec![Some(2), Some(6), None, Some(0), Some(3)], vec![Some(4)], vec![None, None]];
+    // Sizes that are whole vectors and no whole chunks of what a GPU copies at a time, or several of them.
+    for ((d, f), choices) in [(40, 96), (64, 1184)].into_iter().flat_map(|sizes| choices.clone().map(|c| (sizes, c))) {
+        check(&Case { t: 1, d, f, e: 7, choices: vec![choices], activation: Activation::SwiGlu });
+    }
+}
+
+#[test]
+fn a_base_is_added_to_what_one_token_and_several_get() {
+    for (ctx, t) in contexts().into_iter().flat_map(|ctx| [(ctx.clone(), 1), (ctx, 3)]) {
+        let (d, f, e) = (64, 96, 5);
+        let case = Case { t, d, f, e, choices: vec![vec![Some(3), Some(1)]; t], activation: Activation::SwiGlu };
+        let routing = case.routing();
+        let of = |shape: &[usize], seed, dtype| tensor(&ctx, shape, &numbers(shape.iter().product(), seed), dtype);
+        let (gate_up, down) = (of(&[e, 2 * f, d], 3, DType::BF16), of(&[e, d, f], 4, DType::BF16));
+        let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
+        let rows = ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, 2);
+        let (x, base) = (of(&[t, d], 1, DType::BF16), of(&[t, d], 2, DType::F32));
+        let y = experts_forward_onto(&ctx, &x, weights, None, rows, (None, true)).0;
+        let onto = experts_forward_onto(&ctx, &x, weights, None, rows, (Some(&base), true)).0;
+        for ((y, base), onto) in y.f32s().iter().zip(base.f32s()).zip(onto.f32s()) {
+            assert!((y + base - onto).abs() <= 1e-5 * (y.abs() + base.abs()), "{t} tokens: {y} + {base}, {onto}");
+        }
+    }
+}
+
+#[test]
 fn nan_stays_with_its_token() {
     let ctx = Context::cpu(2);
     for (w_type, activation) in

@@ -391,6 +391,25 @@ fn experts_in_blocks_of_files_give_nearly_what_their_weights_give_as_floats() {
 }
 
 #[test]
+fn one_token_gets_nearly_the_sum_of_its_experts() {
+    let (d, f, e) = (256, 768, 5);
+    // Experts 0, 2 and 4 have its rows.
+    let (offsets, tokens, weights, token_rows) = ([0, 1, 1, 2, 2, 3], [0; 3], [0.5, 0.25, 1.5], [2, 0, 1]);
+    for (ctx, dtype) in kinds().into_iter().flat_map(|ctx| all_types().map(move |dtype| (ctx.clone(), dtype))) {
+        let x = tensor(&ctx, &[1, d], &numbers(d, 1), DType::F32);
+        let quantized = [blocks(&ctx, &[e, 2 * f, d], dtype, 2), blocks(&ctx, &[e, d, f], dtype, 3)];
+        let floats = [&quantized[0], &quantized[1]].map(|w| dequantize(&ctx, w, DType::F32));
+        let [y, exact] = [&quantized, &floats].map(|[gate_up, down]| {
+            let experts = ExpertWeights { gate_up, down, activation: Activation::SwiGlu };
+            experts_forward(&ctx, &x, experts, ExpertRows::new(&offsets, &tokens, &weights, &token_rows, 3)).0
+        });
+        let size: f32 = exact.f32s().iter().map(|x| x * x).sum();
+        let error: f32 = exact.f32s().iter().zip(y.f32s()).map(|(a, b)| (a - b) * (a - b)).sum();
+        assert!(error <= 2e-3 * size, "{dtype:?}, {}: {}", ctx.describe(), (error / size).sqrt());
+    }
+}
+
+#[test]
 fn rows_of_a_table_in_blocks_are_the_numbers_that_the_blocks_stand_for() {
     let ids = [3, 0, 4, 4, 1];
     for dtype in all_types() {

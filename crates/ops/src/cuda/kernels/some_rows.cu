@@ -19,3 +19,7 @@ KERNEL_OF_TWO(256) OF_TYPE(some_up_paired)(ROWS, ACTIVATE) {
 KERNEL_OF_TWO(256) OF_TYPE(some_up_single)(ROWS, ACTIVATE) {
     multiply_some<false, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, SOME_COLUMNS), THE_ACTIVATE);
 }
+
+KERNEL_OF_TWO(256) OF_TYPE(some_combined)(ROWS, const f32* row_weights, u32 count, STORE) {
+    combine_some<TYPE_OF_WEIGHTS>(THE_ROWS, row_weights, count, THE_STORE);
+}

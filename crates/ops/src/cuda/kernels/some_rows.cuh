@@ -251,64 +251,91 @@ DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 
     }
 }
 
-// The warp's part of the sums of up to 8 GROUPS rows.
-template <u32 TYPE, u32 GROUPS> DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own) {
+// Adds the products of a chunk that is in shared memory from `from` on: its lines begin at a byte of `lines`, and it is `k` into the depth.
+// `arrived` returns when it is there; what activations there are comes meanwhile.
+template <u32 TYPE, u32 GROUPS, typename Arrived>
+DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& lines, u32 first_byte, const Operand& a, const LaneRows<GROUPS>& rows,
+                      u32 k, u32 depth, Arrived arrived) {
     typedef Chunk<TYPE> C;
     // How many times 32 elements of the depth have their activations in registers.
     const u32 HELD = GROUPS == 1 ? C::DEPTH / 32 : 4 / GROUPS;
-    u32 part = threadIdx.x / 32 / LINE_TILES, line = threadIdx.x % 32 / 4;
-    u32 chunks = (p.depth + C::DEPTH - 1) / C::DEPTH, count = chunks > part ? (chunks - part + DEPTH_PARTS - 1) / DEPTH_PARTS : 0;
-    auto copy = [&](u32 i) {
-        if (i < count) copy_chunk<TYPE>(own + i % CHUNK_STAGES * C::SIZE, lines, (part + i * DEPTH_PARTS) * C::BYTES);
+    const u8* blocks[2];
+#pragma unroll
+    for (u32 half = 0; half < 2; half++)
+        blocks[half] = from + (threadIdx.x % 32 / 4 + 8 * half) * C::STRIDE + ((u32)(u64)lines.rows[half] + first_byte) % 16;
+    Activations<HELD, GROUPS> x = activations<TYPE == BF16, HELD, GROUPS>(a, rows, k, depth);
+    arrived();
+#pragma unroll 1
+    for (u32 held = 0; held < C::DEPTH / 32; held += HELD) {
+        if (held > 0) x = activations<TYPE == BF16, HELD, GROUPS>(a, rows, k + held * 32, depth);
+#pragma unroll
+        for (u32 j = 0; j < HELD; j++) add_levels<TYPE, GROUPS>(sums, blocks, held + j, x.pairs[j], k + (held + j) * 32 < depth);
+    }
+}
+
+// Goes through a warp's chunks in turn: `copy` asks for one, and `add` adds it, each of which gets its number and its place.
+template <u32 TYPE, typename Copy, typename Add> DEVICE void for_chunks(u32 count, u8* own, Copy copy, Add add) {
+    auto ask = [&](u32 i) {
+        if (i < count) copy(i, own + i % CHUNK_STAGES * Chunk<TYPE>::SIZE);
         copy_commit();
     };
 #pragma unroll
-    for (u32 i = 0; i < CHUNK_STAGES; i++) copy(i);
-    LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
+    for (u32 i = 0; i < CHUNK_STAGES; i++) ask(i);
 #pragma unroll 1
     for (u32 i = 0; i < count; i++) {
-        u32 chunk = part + i * DEPTH_PARTS, k = chunk * C::DEPTH;
-        const u8 *from = own + i % CHUNK_STAGES * C::SIZE + line * C::STRIDE, *blocks[2];
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-            blocks[half] = from + 8 * half * C::STRIDE + ((u32)(u64)lines.rows[half] + chunk * C::BYTES) % 16;
-        Activations<HELD, GROUPS> x = activations<TYPE == BF16, HELD, GROUPS>(p.a, rows, k, p.depth);
-        copy_wait<CHUNK_STAGES - 1>();
+        add(i, own + i % CHUNK_STAGES * Chunk<TYPE>::SIZE, [] {
+            copy_wait<CHUNK_STAGES - 1>();
+            __syncwarp();
+        });
         __syncwarp();
-#pragma unroll 1
-        for (u32 held = 0; held < C::DEPTH / 32; held += HELD) {
-            if (held > 0) x = activations<TYPE == BF16, HELD, GROUPS>(p.a, rows, k + held * 32, p.depth);
-#pragma unroll
-            for (u32 j = 0; j < HELD; j++) add_levels<TYPE, GROUPS>(sums, blocks, held + j, x.pairs[j], k + (held + j) * 32 < p.depth);
-        }
-        __syncwarp();
-        copy(i + CHUNK_STAGES);
+        ask(i + CHUNK_STAGES);
     }
     copy_wait<0>();
+    __syncwarp();
 }
 
-template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
-DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u8* own = shared + warp * CHUNK_STAGES * Chunk<TYPE>::SIZE;
-    f32 sums[GROUPS][4] = {};
-    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % LINE_TILES), own);
-    // What the warps have is added up by way of the memory of chunks.
-    f32* of_warp = (f32*)own;
-    __syncwarp();
+// How many of `all` chunks a warp has that is `part` of `parts`.
+DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
+
+// The warp's part of the sums of up to 8 GROUPS rows.
+template <u32 TYPE, u32 GROUPS> DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own) {
+    typedef Chunk<TYPE> C;
+    u32 part = threadIdx.x / 32 / LINE_TILES;
+    LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
+    for_chunks<TYPE>(
+        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, DEPTH_PARTS), own,
+        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * DEPTH_PARTS) * C::BYTES); },
+        [&](u32 i, const u8* from, auto arrived) {
+            u32 chunk = part + i * DEPTH_PARTS;
+            add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, p.a, rows, chunk * C::DEPTH, p.depth, arrived);
+        });
+}
+
+// Where a warp's sums lie for the others, in the place of its chunks.
+template <u32 TYPE> DEVICE f32* sums_of_warp(u8* shared, u32 warp) { return (f32*)(shared + warp * CHUNK_STAGES * Chunk<TYPE>::SIZE); }
+
+template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROUPS][4], u8* shared) {
+    static_assert(CHUNK_STAGES * Chunk<TYPE>::SIZE >= LINES * SUMS_STRIDE * 4, "sums fit where a warp's chunks were");
+    u32 lane = threadIdx.x % 32;
+    f32* own = sums_of_warp<TYPE>(shared, threadIdx.x / 32);
 #pragma unroll
     for (u32 g = 0; g < GROUPS; g++)
 #pragma unroll
         for (u32 half = 0; half < 2; half++)
-            *(float2*)(of_warp + (lane / 4 + 8 * half) * SUMS_STRIDE + 8 * g + lane % 4 * 2) = make_float2(sums[g][2 * half], sums[g][2 * half + 1]);
+            *(float2*)(own + (lane / 4 + 8 * half) * SUMS_STRIDE + 8 * g + lane % 4 * 2) = make_float2(sums[g][2 * half], sums[g][2 * half + 1]);
     __syncthreads();
+}
+
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
+DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared) {
+    u32 warp = threadIdx.x / 32;
+    f32 sums[GROUPS][4] = {};
+    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % LINE_TILES), (u8*)sums_of_warp<TYPE>(shared, warp));
+    lay_down_sums<TYPE, GROUPS>(sums, shared);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
 #pragma unroll
-        for (u32 part = 0; part < DEPTH_PARTS; part++) {
-            const u8* other = shared + (part * LINE_TILES + tile) * CHUNK_STAGES * Chunk<TYPE>::SIZE;
-            sum += ((const f32*)other)[line * SUMS_STRIDE + row];
-        }
+        for (u32 part = 0; part < DEPTH_PARTS; part++) sum += sums_of_warp<TYPE>(shared, part * LINE_TILES + tile)[line * SUMS_STRIDE + row];
         return sum;
     };
     const u32 WIDTH = IS_PAIRED ? SOME_PAIRS : SOME_COLUMNS, OF_TILE = IS_PAIRED ? 8 : LINES;
@@ -320,10 +347,50 @@ DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shar
 }
 
 template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, const Epilogue& epilogue) {
-    static_assert(CHUNK_STAGES * Chunk<TYPE>::SIZE >= LINES * SUMS_STRIDE * 4, "sums fit where a warp's chunks were");
     SHARED(shared);
     if (p.rows == 0) return;
     if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, epilogue, shared);
     else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, epilogue, shared);
     else multiply_groups<IS_PAIRED, TYPE, 4>(p, epilogue, shared);
+}
+
+// The sum of `count` rows, at most 32 and each a tile of its own, each times its group's matrix and its weight: what becomes of a token whose
+// experts have one row each. A block has 16 columns, and its warps every eighth chunk of all rows' depths.
+template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weights, u32 count, const Store& store) {
+    typedef Chunk<TYPE> C;
+    SHARED(shared);
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (r.depth + C::DEPTH - 1) / C::DEPTH;
+    u32 column = blockIdx.x * LINES + lane / 4;
+    // Lane i knows row i.
+    u32 group = lane < count ? r.tiles[3 * lane] : 0;
+    f32 weight = lane < count ? row_weights[lane] : 0.0f, sums[1][4] = {};
+    Operand a = Operand{r.a, nullptr, 0, r.a_stride, r.a_bf16};
+    auto lines_of_row = [&](u32 row) {
+        u32 own = from_lane(group, (int)row);
+        const u8* data = r.b_listed ? ((const u8* const*)r.b)[own] : (const u8*)r.b + (u64)own * r.group_rows * r.b_stride;
+        is_global(data);
+        const u8* line = data + (u64)column * r.b_stride;
+        return LaneLines{{line, line + 8 * (u64)r.b_stride}, {column < r.columns, column + 8 < r.columns}, r.b_stride};
+    };
+    for_chunks<TYPE>(
+        chunks_of(chunks * count, warp, 8), (u8*)sums_of_warp<TYPE>(shared, warp),
+        [&](u32 i, u8* to) {
+            u32 n = warp + 8 * i;
+            copy_chunk<TYPE>(to, lines_of_row(n / chunks), n % chunks * C::BYTES);
+        },
+        [&](u32 i, const u8* from, auto arrived) {
+            u32 n = warp + 8 * i, row = n / chunks, chunk = n % chunks;
+            LaneRows<1> rows = {{a.row(row)}, {lane < 4}};
+            f32 products[1][4] = {}, own = from_lane(weight, (int)row);
+            add_chunk<TYPE, 1>(products, from, lines_of_row(row), chunk * C::BYTES, a, rows, chunk * C::DEPTH, r.depth, arrived);
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) sums[0][j] = fmaf(own, products[0][j], sums[0][j]);
+        });
+    lay_down_sums<TYPE, 1>(sums, shared);
+    u32 own = blockIdx.x * LINES + threadIdx.x;
+    if (threadIdx.x >= LINES || own >= r.columns) return;
+    f32 sum = 0.0f;
+#pragma unroll
+    for (u32 other = 0; other < 8; other++) sum += sums_of_warp<TYPE>(shared, other)[threadIdx.x * SUMS_STRIDE];
+    store.take(0, 0, own, sum, 0.0f);
 }

@@ -3,8 +3,9 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::depths::DepthsProduct;
 use super::e4m3::{self, Packed};
-use super::grouped::{Apart, DepthsProduct, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
+use super::grouped::{Apart, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
 use super::{Listed, On, THREADS, WARPS, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
@@ -234,10 +235,12 @@ pub(crate) fn forward(
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
     let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], dtype));
-    let mut outputs = on.empty(&[r, d], type_of_rows(weights));
+    let mut outputs = None;
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);
-    for part in Part::all(on, weights, rows, is_fp8) {
+    let parts = Part::all(on, weights, rows, is_fp8);
+    let is_one_token = parts.len() == 1 && map.num_tokens == 1 && biases.is_none();
+    for part in parts {
         let part = part.come(on, weights);
         let gate_up = numbers.matrices(on, (weights.gate_up, f), &map);
         let up = RowsProduct {
@@ -278,8 +281,12 @@ pub(crate) fn forward(
             scales: scales(&a, &down),
             ..up
         };
-        down.store_to(on, &mut outputs);
+        if is_one_token && down.can_be_combined(on) {
+            return (down.combined(on, map.weights.tensor(), base), h.map(|h| ExpertsSaved { h }));
+        }
+        down.store_to(on, outputs.get_or_insert_with(|| on.empty(&[r, d], type_of_rows(weights))));
     }
+    let mut outputs = outputs.unwrap_or_else(|| on.empty(&[r, d], type_of_rows(weights)));
     if let Some(biases) = biases {
         add_biases(on, &mut outputs, biases.down, &map);
     }

@@ -14,21 +14,20 @@ use super::{On, blocks, elementwise, some_rows};
 use crate::cuda::sources::{GROUPED, GROUPED_FP8, GROUPED_HOPPER};
 use crate::cuda::{Arg, DenseProduct, Launch, Matrices, Onto, Source};
 use crate::gemm::Form;
-use crate::linear::Write;
 
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
 pub(super) const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 /// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, the depth of a stage, and their shared
 /// memory: four stages, sums of eight warps on their way, and barriers.
-const HOPPER_COLUMNS: usize = 256;
+pub(super) const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
-const HOPPER_DEPTH: usize = 64;
+pub(super) const HOPPER_DEPTH: usize = 64;
 const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * 16 * 40 * 4 + 8 * 8;
 /// The same of products in eight-bit floats: square tiles, six stages of 128 in depth.
 const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * 16 * 40 * 4 + 12 * 8;
 /// Rows and columns of a plain block's tile.
-const PLAIN_TILE: usize = 64;
+pub(super) const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
 pub(super) const FEW_ROWS: usize = 8;
 const FEW_COLUMNS: usize = 8;
@@ -45,7 +44,7 @@ pub(super) fn are_few_tiles(rows: usize, columns: usize) -> bool {
 
 /// Which kernel takes a product.
 #[derive(Clone, Copy, PartialEq)]
-enum Kernel {
+pub(super) enum Kernel {
     Tensor,
     /// The same on Hopper, by so many blocks at most.
     Hopper {
@@ -62,21 +61,21 @@ enum Kernel {
 }
 
 impl Kernel {
-    fn on_tensor_cores(on: On<'_>) -> Self {
+    pub(super) fn on_tensor_cores(on: On<'_>) -> Self {
         on.gpu.hopper_processors().map_or(Self::Tensor, |processors| Self::Hopper { processors })
     }
 
-    fn uses_tensor_cores(self) -> bool {
+    pub(super) fn uses_tensor_cores(self) -> bool {
         self == Self::Tensor || self.is_of_hopper()
     }
 
     /// Whether it is one of those whose blocks stay for many tiles, and which take matrices by tensor copies.
-    fn is_of_hopper(self) -> bool {
+    pub(super) fn is_of_hopper(self) -> bool {
         matches!(self, Self::Hopper { .. } | Self::Fp8 { .. })
     }
 
     /// Of names for tensor cores, for the plain kernel and for few rows, its own, and where it is.
-    fn source_and_name(self, [tensor, plain, few]: [&str; 3]) -> (&'static Source, String) {
+    pub(super) fn source_and_name(self, [tensor, plain, few]: [&str; 3]) -> (&'static Source, String) {
         match self {
             Self::Few => (&GROUPED, few.into()),
             Self::Plain => (&GROUPED, plain.into()),
@@ -89,7 +88,7 @@ impl Kernel {
 
     /// What a kernel's arguments end with: Hopper's have no dimension of blocks to tell them how long the list of tiles, or how many
     /// groups there are; those without tensor cores are told to round.
-    fn last_arg(self, compute: DType, listed: usize) -> Option<Arg<'static>> {
+    pub(super) fn last_arg(self, compute: DType, listed: usize) -> Option<Arg<'static>> {
         match self {
             Self::Tensor | Self::Some(_) => None,
             Self::Hopper { .. } | Self::Fp8 { .. } => Some(listed.into()),
@@ -98,7 +97,7 @@ impl Kernel {
     }
 
     /// A launch for so many tiles of columns, of rows, and of groups.
-    fn launch<'a>(
+    pub(super) fn launch<'a>(
         self,
         source: &'static Source,
         kernel: &'a str,
@@ -312,7 +311,7 @@ impl RowsProduct<'_> {
     ///
     /// The epilogue's arguments are those of its kernels for R rows of `columns` columns.
     pub(super) unsafe fn run(&self, on: On<'_>, epilogue: &Epilogue<'_>) {
-        if !self.b.dtype().is_quantized() || self.reads_blocks() {
+        if self.is_there() {
             // SAFETY: the caller's promise.
             return unsafe { self.run_as_it_lies(on, epilogue) };
         }
@@ -367,22 +366,7 @@ impl RowsProduct<'_> {
             Form::Nt => depth,
             _ => self.columns,
         };
-        let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
-        let mut args = vec![
-            on.read(a),
-            on.read_or_none(self.gather),
-            on.read(self.apart.map_or(self.b, |apart| apart.addresses)),
-            on.read(&tiles),
-            is_bf16(a),
-            is_bf16(self.b),
-            depth.into(),
-            b_stride.into(),
-            self.group_rows.into(),
-            self.columns.into(),
-            depth.into(),
-            self.pair.unwrap_or(0).into(),
-            self.apart.is_some().into(),
-        ];
+        let mut args = self.operands(on, a, &tiles, (depth, b_stride)).to_vec();
         args.extend_from_slice(&epilogue.args);
         args.extend(kernel.last_arg(self.compute, grid[1]));
         let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));
@@ -393,6 +377,64 @@ impl RowsProduct<'_> {
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
         unsafe { on.gpu.launch(&launch) };
+    }
+
+    /// What the arguments of every kernel begin with, for A as it is read, a list of tiles, the depth and the stride of B.
+    fn operands<'a>(
+        &'a self,
+        on: On<'_>,
+        a: &'a Tensor,
+        tiles: &'a Tensor,
+        (depth, b_stride): (usize, usize),
+    ) -> [Arg<'a>; 13] {
+        let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
+        [
+            on.read(a),
+            on.read_or_none(self.gather),
+            on.read(self.apart.map_or(self.b, |apart| apart.addresses)),
+            on.read(tiles),
+            is_bf16(a),
+            is_bf16(self.b),
+            depth.into(),
+            b_stride.into(),
+            self.group_rows.into(),
+            self.columns.into(),
+            depth.into(),
+            self.pair.unwrap_or(0).into(),
+            self.apart.is_some().into(),
+        ]
+    }
+
+    /// Whether [`combined`](Self::combined) has a kernel: for up to so many rows, each of a group of its own.
+    pub(super) fn can_be_combined(&self, on: On<'_>) -> bool {
+        let Groups::Many { rows, most: 1, .. } = self.groups else { return false };
+        let is_whole = self.gather.is_none() && self.pair.is_none();
+        (1..=some_rows::ROWS).contains(&rows)
+            && is_whole
+            && matches!(self.kernel(on), Kernel::Some(_))
+            && self.is_there()
+    }
+
+    /// Whether the matrices are there as kernels read them.
+    fn is_there(&self) -> bool {
+        !self.b.dtype().is_quantized() || self.reads_blocks()
+    }
+
+    /// The sum of all rows' products, each times its row's weight, and of `base`, if it is there: `[1, columns]` f32.
+    pub(super) fn combined(&self, on: On<'_>, weights: &Tensor, base: Option<&Tensor>) -> Tensor {
+        let (rows, _) = self.rows_and_groups();
+        let (dtype, tiles, mut y) = (self.b.dtype(), self.tiles(on), on.empty(&[1, self.columns], DType::F32));
+        let mut args =
+            self.operands(on, self.a, &tiles, (self.depth, some_rows::row_bytes(dtype, self.depth))).to_vec();
+        args.extend([on.read(weights), rows.into()]);
+        args.extend([on.write(&mut y), on.read_or_none(base), false.into(), self.columns.into()]);
+        let (source, kernel) = some_rows::kernel("combined", dtype);
+        let (grid, shared) = ([self.columns.div_ceil(some_rows::LINES), 1, 1], some_rows::shared(dtype));
+        let launch = Launch { source, kernel: &kernel, grid, threads: 256, shared, args: &args };
+        // SAFETY: the rows' tiles name groups that have matrices; a block writes its columns.
+        unsafe { on.gpu.launch(&launch) };
+        drop(args);
+        y
     }
 
     /// The map of B for tensor copies of Hopper's kernels, in the GPU's memory: boxes of a tile's columns, or of a pair's half of them,
@@ -467,130 +509,7 @@ impl RowsProduct<'_> {
     }
 }
 
-/// Tiles that keep a GPU busy, and the fewest rows of depth that are worth a tile of their own.
-const WANTED_TILES: usize = 128;
-const MIN_PART_DEPTH: usize = 512;
-
-/// In how many parts the sums `a^T b` over so many rows are taken: enough that there are tiles for all of a GPU. It depends on sizes
-/// alone.
-fn parts_of_depth(rows: usize, columns: usize, depth: usize) -> usize {
-    let num_tiles = rows.div_ceil(TILE) * columns.div_ceil(HOPPER_COLUMNS);
-    (WANTED_TILES / num_tiles.max(1)).clamp(1, (depth / MIN_PART_DEPTH).max(1))
-}
-
-/// `a^T b` of `a [T, M]` and `b [T, N]` in parts of the rows, `[parts M, N]` f32, and how many.
-pub(super) fn sums_in_parts(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType) -> (Tensor, usize) {
-    let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
-    let num_parts = parts_of_depth(rows, columns, depth);
-    let offsets: Vec<u32> = (0..=num_parts).map(|part| (depth * part / num_parts) as u32).collect();
-    let mut sums = on.empty(&[num_parts * rows, columns], DType::F32);
-    let (a, b, offsets) = ((a, None), (b, None), &on.kept(&offsets));
-    DepthsProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, Write::Replace, &mut sums);
-    (sums, num_parts)
-}
-
 /// The tensor in bf16, itself if it is.
-fn rounded(on: On<'_>, x: &Tensor) -> Tensor {
+pub(super) fn rounded(on: On<'_>, x: &Tensor) -> Tensor {
     if x.dtype() == DType::BF16 { x.clone() } else { elementwise::cast(on, x, DType::BF16) }
-}
-
-/// Writes or adds `a^T b` to `to`.
-pub(super) fn sums(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
-    let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
-    let is_whole = [rows, columns].iter().all(|size| size.is_multiple_of(8));
-    if compute == DType::BF16 && is_whole && on.gpu.takes_dense() {
-        // What is not bf16 is rounded once, whoever takes the product.
-        let (a, b) = (&rounded(on, a), &rounded(on, b));
-        let product = DenseProduct { form: Form::Tn, rows, columns, depth, is_rounded: false };
-        let onto = if write == Write::Add { Onto::Itself } else { Onto::Nothing };
-        if !on.gpu.dense(product, [a, b], onto, to) {
-            sums_by_kernels(on, (a, b), compute, write, to);
-        }
-        return;
-    }
-    sums_by_kernels(on, (a, b), compute, write, to);
-}
-
-fn sums_by_kernels(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
-    let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
-    if parts_of_depth(rows, columns, depth) > 1 {
-        let (sums, num_parts) = sums_in_parts(on, a, b, compute);
-        return elementwise::add_parts(on, &sums, (1, num_parts), write, to);
-    }
-    let (a, b, offsets) = ((a, None), (b, None), &on.kept(&[0, depth as u32]));
-    DepthsProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, write, to);
-}
-
-/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32.
-pub(super) struct DepthsProduct<'a> {
-    /// `[.., rows]`, and which of its rows.
-    pub(super) a: (&'a Tensor, Option<&'a Tensor>),
-    /// `[.., columns]`, and which of its rows.
-    pub(super) b: (&'a Tensor, Option<&'a Tensor>),
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-    /// `[E + 1]` u32: where each group's rows begin.
-    pub(super) offsets: &'a Tensor,
-    pub(super) compute: DType,
-    /// Matrices of groups without rows stay as they are.
-    pub(super) keeps_unused: bool,
-}
-
-/// The map for tensor copies of rows that lie across the depth and follow one another.
-fn depth_map(on: On<'_>, x: &Tensor, width: usize) -> Option<Tensor> {
-    let address = on.gpu.address(x);
-    let matrices = Matrices { address, columns: width, rows: x.len() / width.max(1), count: 1, box_rows: HOPPER_DEPTH };
-    Some(on.kept(&on.gpu.tensor_map(&matrices)?))
-}
-
-impl DepthsProduct<'_> {
-    /// Writes or adds the gradients to `to`.
-    pub(super) fn run(&self, on: On<'_>, write: Write, to: &mut Tensor) {
-        let is_whole = self.rows.is_multiple_of(8) && self.columns.is_multiple_of(8);
-        let kernel = match self.compute == DType::BF16 && is_whole {
-            true => Kernel::on_tensor_cores(on),
-            false => Kernel::Plain,
-        };
-        let rounded = |x: &Tensor| {
-            (kernel.uses_tensor_cores() && x.dtype() != DType::BF16).then(|| elementwise::cast(on, x, DType::BF16))
-        };
-        let (rounded_a, rounded_b) = (rounded(self.a.0), rounded(self.b.0));
-        let (a, b) = (rounded_a.as_ref().unwrap_or(self.a.0), rounded_b.as_ref().unwrap_or(self.b.0));
-        let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
-        let mut args = vec![
-            on.read(a),
-            on.read_or_none(self.a.1),
-            on.read(b),
-            on.read_or_none(self.b.1),
-            on.read(self.offsets),
-            is_bf16(a),
-            is_bf16(b),
-            self.rows.into(),
-            self.columns.into(),
-            self.keeps_unused.into(),
-            on.write(to),
-            (write == Write::Add).into(),
-        ];
-        let (tile_rows, tile_columns) = match kernel {
-            Kernel::Tensor | Kernel::Fp8 { .. } => (TILE, TILE),
-            Kernel::Hopper { .. } => (TILE, HOPPER_COLUMNS),
-            Kernel::Plain | Kernel::Few | Kernel::Some(_) => (PLAIN_TILE, PLAIN_TILE),
-        };
-        let groups = self.offsets.len() - 1;
-        let grid = [self.columns.div_ceil(tile_columns), self.rows.div_ceil(tile_rows), groups];
-        args.extend(kernel.last_arg(self.compute, groups));
-        let operands = [(a, self.a.1, self.rows), (b, self.b.1, self.columns)];
-        let maps = operands.map(|(x, gather, width)| match (kernel.is_of_hopper(), gather) {
-            (true, None) => depth_map(on, x, width),
-            _ => None,
-        });
-        if kernel.is_of_hopper() {
-            args.extend(maps.iter().map(|map| on.read_or_none(map.as_ref())));
-        }
-        let (source, name) = kernel.source_and_name(["depths_tn", "plain_depths_tn", ""]);
-        let launch = kernel.launch(source, &name, grid, &args);
-        // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
-        // tile of its group's matrix.
-        unsafe { on.gpu.launch(&launch) };
-    }
 }

@@ -3,8 +3,9 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
+use super::depths::DepthsProduct;
 use super::experts::{Rows, combine};
-use super::grouped::{DepthsProduct, RowsProduct};
+use super::grouped::RowsProduct;
 use crate::gemm::Form;
 use crate::grouped_linear::GroupedRows;
 use crate::linear::Write;

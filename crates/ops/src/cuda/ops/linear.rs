@@ -2,9 +2,9 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::On;
 use super::each::Each;
-use super::grouped::{self, Groups, RowsProduct};
+use super::grouped::{Groups, RowsProduct};
+use super::{On, depths};
 use crate::gemm::Form;
 use crate::linear::Write;
 
@@ -44,5 +44,5 @@ fn product(
 }
 
 pub(crate) fn backward_weight(on: On<'_>, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
-    grouped::sums(on, (dy, x), compute, write, dw);
+    depths::sums(on, (dy, x), compute, write, dw);
 }

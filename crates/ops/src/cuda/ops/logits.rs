@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::{self, Groups, RowsProduct};
-use super::{On, THREADS, elementwise};
+use super::{On, THREADS, depths, elementwise};
 use crate::cuda::sources::LOGITS;
 use crate::gemm::Form;
 use crate::linear::Write;
@@ -68,7 +68,7 @@ fn product<'a>(
 
 pub(crate) fn backward_weight(on: On<'_>, dlogits: &Tensor, x: &Tensor, write: Write, dw: &mut Tensor) {
     let dlogits = cut(on, dlogits, x.rows(), &[0, 1, 2]);
-    let (sums, num_parts) = grouped::sums_in_parts(on, &dlogits, x, DType::BF16);
+    let (sums, num_parts) = depths::sums_in_parts(on, &dlogits, x, DType::BF16);
     elementwise::add_parts(on, &sums, (1, num_parts * PARTS), write, dw);
 }
 

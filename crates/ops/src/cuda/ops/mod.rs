@@ -5,6 +5,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod blocks;
+mod depths;
 pub(crate) mod e4m3;
 mod each;
 pub(crate) mod elementwise;

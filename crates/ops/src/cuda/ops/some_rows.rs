@@ -12,8 +12,9 @@ use crate::cuda::sources::{
 /// Rows that are taken at once, and columns of a block of threads.
 pub(super) const ROWS: usize = 32;
 pub(super) const COLUMNS: usize = 32;
-/// Lines of weights that a warp copies at a time, chunks of them that it has room for, and elements that a depth is whole multiples of.
-const LINES: usize = 16;
+/// Lines of weights that a warp copies at a time.
+pub(super) const LINES: usize = 16;
+/// Chunks of them that it has room for, and elements that a depth is whole multiples of.
 const STAGES: usize = 2;
 const WHOLE_DEPTH: usize = 32;
 
