@@ -343,12 +343,8 @@ impl MoeLayer {
         let input = RouterInput::default();
         let grads = (&dweights, saved.routing.tensors().0);
         let router = self.router(weights, &input);
-        let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, (losses, dnext)));
-        let router = router.map(|(router_dx, task)| {
-            add_assign(ctx, &mut dx, &router_dx);
-            task
-        });
-
+        let router =
+            self.timed("router, backward", || router.backward(ctx, &saved.router, grads, (losses, dnext), &mut dx));
         let shared = saved.shared.as_ref().zip(weights.shared.as_ref()).map(|(saved, weights)| {
             let (shared_dx, task) = saved.backward(ctx, weights, self.config.activation, dy);
             add_assign(ctx, &mut dx, &shared_dx);

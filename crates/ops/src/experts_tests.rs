@@ -472,7 +472,7 @@ fn one_token_matches_f64_whatever_its_experts() {
 
 #[test]
 fn a_base_is_added_to_what_one_token_and_several_get() {
-    for (ctx, t) in contexts().into_iter().flat_map(|ctx| [(ctx.clone(), 1), (ctx, 3)]) {
+    for (ctx, t) in contexts().flat_map(|ctx| [(ctx.clone(), 1), (ctx, 3)]) {
         let (d, f, e) = (64, 96, 5);
         let case = Case { t, d, f, e, choices: vec![vec![Some(3), Some(1)]; t], activation: Activation::SwiGlu };
         let routing = case.routing();

@@ -10,6 +10,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
+use crate::elementwise::add_assign;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 
 /// `[T, E]` f32 of `x [T, D]` (f32 or bf16) and `w [E, D]` (f32).
@@ -26,10 +27,23 @@ pub fn logits(ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
 #[must_use]
 pub fn logits_backward_input(ctx: &Context, dlogits: &Tensor, w: &Tensor, of: DType) -> Tensor {
     assert_eq!((w.rows(), w.dtype()), (dlogits.cols(), DType::F32), "logits: gradient {:?}", dlogits.shape());
-    match On::of(ctx).filter(|_| cuda::logits::takes_backward([dlogits.rows(), w.rows(), w.cols()], of)) {
-        Some(on) => cuda::logits::backward_input(on, dlogits, w),
+    match with_kernels_back(ctx, dlogits, w, of) {
+        Some(on) => cuda::logits::backward_input(on, dlogits, w, None),
         None => linear_backward_input(ctx, dlogits, w, DType::F32),
     }
+}
+
+/// Adds the same to `dx`, `[T, D]` f32.
+pub fn logits_backward_input_add(ctx: &Context, dlogits: &Tensor, w: &Tensor, of: DType, dx: &mut Tensor) {
+    assert_eq!(dx.shape(), [dlogits.rows(), w.cols()], "logits: gradient {:?}", dlogits.shape());
+    match with_kernels_back(ctx, dlogits, w, of) {
+        Some(on) => *dx = cuda::logits::backward_input(on, dlogits, w, Some(dx)),
+        None => add_assign(ctx, dx, &linear_backward_input(ctx, dlogits, w, DType::F32)),
+    }
+}
+
+fn with_kernels_back<'a>(ctx: &'a Context, dlogits: &Tensor, w: &Tensor, of: DType) -> Option<On<'a>> {
+    On::of(ctx).filter(|_| cuda::logits::takes_backward([dlogits.rows(), w.rows(), w.cols()], of))
 }
 
 /// The gradient of `w` (f32), written or added, from that of the logits (f32).

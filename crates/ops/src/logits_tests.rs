@@ -31,6 +31,13 @@ fn check(t: usize, e: usize, d: usize, of: DType) {
         let pairs = (0..t).flat_map(|t| (0..d).map(move |i| (t, i)));
         let exact = pairs.map(|(t, i)| dot((0..e).map(|o| dl_at(t, o)), (0..e).map(|o| w_at(o, i))));
         assert_close(&name("dx"), &dx, exact, e);
+        let mut onto = dx.copied(ctx.pool());
+        logits_backward_input_add(&ctx, &dls, &ws, of, &mut onto);
+        assert!(
+            onto.f32s().iter().zip(dx.f32s()).all(|(onto, dx)| (onto - 2.0 * dx).abs() <= 1e-5),
+            "{}",
+            name("onto")
+        );
         let mut dw = of_f32(&[e, d], &vec![f32::NAN; e * d]);
         let pairs = || (0..e).flat_map(|o| (0..d).map(move |i| (o, i)));
         let exact: Vec<_> =

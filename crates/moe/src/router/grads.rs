@@ -30,7 +30,7 @@ pub(crate) struct RouterGradTask {
 }
 
 impl FlatRouter<'_> {
-    /// The gradient of `x` through the router, and what is left to do for its weights; none for a router without weights.
+    /// Adds the gradient of `x` through the router to `dx`; what is left to do for its weights, none for a router without weights.
     /// `dweights [T, K]` is the gradient of the weights, `used [T, K]` the experts that they have been used for, `dnext [T, E]`
     /// the gradient of the logits by the next layer's, if these look at them; the gradient of those of the layer before comes
     /// back in the task.
@@ -40,7 +40,8 @@ impl FlatRouter<'_> {
         saved: &FlatSaved,
         (dweights, used): (&Tensor, &Tensor),
         (losses, dnext): (&LossGrad, Option<&Tensor>),
-    ) -> Option<(Tensor, RouterGradTask)> {
+        dx: &mut Tensor,
+    ) -> Option<RouterGradTask> {
         if matches!(saved.scorer, Scorer::None) {
             return None;
         }
@@ -66,15 +67,21 @@ impl FlatRouter<'_> {
         }
         let dprevious = saved.residual.as_ref().and_then(|residual| residual.backward(ctx, self.weights, &dlogits));
         let z = losses.z / saved.ids.rows().max(1) as f32;
-        let (mut dx, scorer) = saved.scorer.backward(ctx, self.weights, &dlogits, z);
-        if let Some(draw) = &draw {
-            let noise_dx = linear_backward_input(ctx, draw, self.weights.extra(NOISE), DType::F32);
-            add_assign(ctx, &mut dx, &noise_dx);
-        }
-        if let Some(noise) = saved.input_noise {
-            noise.apply_assign(ctx, &mut dx);
-        }
-        Some((dx, RouterGradTask { dlogits, draw, dprevious, scorer }))
+        let scorer = if draw.is_none() && saved.input_noise.is_none() {
+            saved.scorer.backward(ctx, self.weights, &dlogits, z, dx)
+        } else {
+            let (mut own, scorer) = saved.scorer.backward_alone(ctx, self.weights, &dlogits, z);
+            if let Some(draw) = &draw {
+                let noise_dx = linear_backward_input(ctx, draw, self.weights.extra(NOISE), DType::F32);
+                add_assign(ctx, &mut own, &noise_dx);
+            }
+            if let Some(noise) = saved.input_noise {
+                noise.apply_assign(ctx, &mut own);
+            }
+            add_assign(ctx, dx, &own);
+            scorer
+        };
+        Some(RouterGradTask { dlogits, draw, dprevious, scorer })
     }
 
     fn fused_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {

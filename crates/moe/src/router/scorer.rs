@@ -4,10 +4,10 @@
 //! `m_e` a vector of each expert, and the scale `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
 
 use moeworks_ops::Context;
-use moeworks_ops::elementwise::{self, add_rows, cast, sum_rows};
+use moeworks_ops::elementwise::{self, add_assign, add_rows, cast, sum_rows};
 use moeworks_ops::late::Late;
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use moeworks_ops::logits::{logits, logits_backward_input, logits_backward_weight};
+use moeworks_ops::logits::{logits, logits_backward_input, logits_backward_input_add, logits_backward_weight};
 use moeworks_ops::router_rows::softplus;
 use moeworks_tensor::{DType, Tensor};
 
@@ -107,9 +107,27 @@ impl Scorer {
         if let Self::Tree(tree) = self { tree.lower_lse_squared() } else { 0.0 }
     }
 
-    /// The gradient of `x`, and those of the weights as far as they are due now; `z` is the gradient of each squared
+    /// Adds the gradient of `x` to `dx`; those of the weights as far as they are due now. `z` is the gradient of each squared
     /// log-sum-exp that is not that of the logits.
     pub(crate) fn backward(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        dlogits: &Tensor,
+        z: f32,
+        dx: &mut Tensor,
+    ) -> ScorerGrads {
+        if let &Self::Linear(of) = self {
+            logits_backward_input_add(ctx, dlogits, &weights.router, of, dx);
+            return ScorerGrads::Linear;
+        }
+        let (alone, grads) = self.backward_alone(ctx, weights, dlogits, z);
+        add_assign(ctx, dx, &alone);
+        grads
+    }
+
+    /// The gradient of `x`, and those of the weights.
+    pub(crate) fn backward_alone(
         &self,
         ctx: &Context,
         weights: &MoeWeights,

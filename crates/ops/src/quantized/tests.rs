@@ -395,7 +395,7 @@ fn one_token_gets_nearly_the_sum_of_its_experts() {
     let (d, f, e) = (256, 768, 5);
     // Experts 0, 2 and 4 have its rows.
     let (offsets, tokens, weights, token_rows) = ([0, 1, 1, 2, 2, 3], [0; 3], [0.5, 0.25, 1.5], [2, 0, 1]);
-    for (ctx, dtype) in kinds().into_iter().flat_map(|ctx| all_types().map(move |dtype| (ctx.clone(), dtype))) {
+    for (ctx, dtype) in kinds().flat_map(|ctx| all_types().map(move |dtype| (ctx.clone(), dtype))) {
         let x = tensor(&ctx, &[1, d], &numbers(d, 1), DType::F32);
         let quantized = [blocks(&ctx, &[e, 2 * f, d], dtype, 2), blocks(&ctx, &[e, d, f], dtype, 3)];
         let floats = [&quantized[0], &quantized[1]].map(|w| dequantize(&ctx, w, DType::F32));

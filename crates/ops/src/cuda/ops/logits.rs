@@ -38,11 +38,12 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor) -> Tensor {
     logits
 }
 
-pub(crate) fn backward_input(on: On<'_>, dlogits: &Tensor, w: &Tensor) -> Tensor {
+/// With what `base` (f32) has besides.
+pub(crate) fn backward_input(on: On<'_>, dlogits: &Tensor, w: &Tensor, base: Option<&Tensor>) -> Tensor {
     let (t, e, d) = (dlogits.rows(), w.rows(), w.cols());
     let dlogits = cut(on, dlogits, t, &PAIRS.map(|(of_logits, _)| of_logits));
     let w = cut(on, w, 1, &PAIRS.map(|(_, of_w)| of_w));
-    product(Form::Nn, (&dlogits, &w), (t, d, PAIRS.len() * e)).store(on, t, DType::F32)
+    product(Form::Nn, (&dlogits, &w), (t, d, PAIRS.len() * e)).store_onto(on, t, DType::F32, base)
 }
 
 fn product<'a>(
