@@ -24,6 +24,11 @@ impl Arg<'_> {
         Self { bits: count as u64, kind: b'l', tensor: PhantomData }
     }
 
+    /// A number of 32 bits.
+    pub(crate) fn number(self) -> u32 {
+        self.bits as u32
+    }
+
     /// The same without the borrow: whoever keeps it sees to it that the tensor's memory outlives its use.
     pub(super) fn detached(self) -> Arg<'static> {
         Arg { bits: self.bits, kind: self.kind, tensor: PhantomData }

@@ -44,7 +44,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
 
 use self::room::Room;
-use self::steps::{Graph, Node, Steps};
+use self::steps::{Graph, Steps};
 
 pub use blas::CUBLASLT_VARIABLE;
 pub(crate) use blas::{DenseProduct, Onto};
@@ -56,6 +56,7 @@ pub(crate) use nvidia::Copied;
 pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
 pub use room::RoomStats;
 pub use sources::{SOURCES, Source};
+pub(crate) use steps::Node;
 pub(crate) use tensor_map::Matrices;
 pub use tensor_map::NO_TENSOR_COPIES_VARIABLE;
 pub use traffic::Traffic;
@@ -66,6 +67,7 @@ pub struct Gpu {
     device: Arc<Device>,
     kept: Arc<Mutex<KeptLists>>,
     all_rows: Arc<Mutex<HashMap<usize, [Tensor; 2]>>>,
+    counter: Arc<Mutex<Option<Tensor>>>,
     room: Option<Arc<Room>>,
 }
 
@@ -227,6 +229,7 @@ impl Gpu {
             device: Arc::new(Device { backend, steps: Mutex::default(), held: AtomicUsize::new(0) }),
             kept: Arc::default(),
             all_rows: Arc::default(),
+            counter: Arc::default(),
             room: None,
         }
     }
@@ -429,6 +432,18 @@ impl Gpu {
         }
         // SAFETY: the caller's promise.
         unsafe { self.device.backend.launch(launch) }.unwrap_or_else(|error| panic_any(error));
+    }
+
+    /// The last launch of a step that is being collected, if there is one and it is as `is_wanted` says. It will not be made: whoever asks
+    /// for it launches a kernel that does what it would have done, with its arguments.
+    pub(crate) fn take_last(&self, is_wanted: impl FnOnce(&Node) -> bool) -> Option<Node> {
+        self.device.steps().take_last(is_wanted)
+    }
+
+    /// Memory for a number that kernels find 0 and leave 0.
+    pub(crate) fn counter(&self, pool: &MemoryPool) -> Tensor {
+        let make = || Tensor::from_slice(pool, &[1], &[0_u32]);
+        self.counter.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(make).clone()
     }
 
     /// Whether [`dense`](Self::dense) may take products now.

@@ -8,6 +8,9 @@
 //! While a step is collected, nothing that it frees is given back: kernels that are still to be launched may use it. What is
 //! uploaded meanwhile goes into memory that no earlier kernel of the step knows, so it need not wait; whoever reads results makes the
 //! kernels before them go first. A long step goes in several graphs, so that the GPU is at work while the host puts the rest together.
+//!
+//! A launch that was collected last can be taken back by one that does the same beside its own work: a norm by the product of what is
+//! normed. A kernel of few rows is over sooner than the next one begins.
 
 use moeworks_tensor::DeviceBlock;
 
@@ -26,13 +29,13 @@ const MAX_GRAPHS: usize = 512;
 
 /// A launch that owns what it is made of.
 #[derive(Clone, PartialEq)]
-pub(super) struct Node {
+pub(crate) struct Node {
     source: &'static Source,
-    kernel: String,
-    grid: [usize; 3],
+    pub(crate) kernel: String,
+    pub(crate) grid: [usize; 3],
     threads: usize,
     shared: usize,
-    args: Vec<Arg<'static>>,
+    pub(crate) args: Vec<Arg<'static>>,
 }
 
 impl Node {
@@ -123,6 +126,11 @@ impl Steps {
             self.nodes.push(Node::of(launch));
         }
         self.depth > 0
+    }
+
+    /// The last launch that was collected, if it is as `is_wanted` says: it is not made, and what it does is left to who asks for it.
+    pub(super) fn take_last(&mut self, is_wanted: impl FnOnce(&Node) -> bool) -> Option<Node> {
+        self.nodes.pop_if(|node| is_wanted(node))
     }
 
     /// Keeps a block until the launches that may use it are made; gives it back if there are none.

@@ -4,8 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use moeworks_ops::Context;
 use moeworks_ops::cuda::Traffic;
-use moeworks_ops::elementwise::{add_assign, fill};
-use moeworks_tensor::{DType, Tensor};
+use moeworks_ops::elementwise::{add_assign, cast, fill, fill_normal};
+use moeworks_ops::linear::linear_each;
+use moeworks_ops::logits::logits;
+use moeworks_ops::rms_norm::rms_norm;
+use moeworks_ops::top_k::softmax_top_k_with;
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::common::gpu_contexts;
 
@@ -102,5 +106,70 @@ fn a_step_that_panics_leaves_the_gpu_as_it_was() {
         let before = ctx.gpu().expect("a GPU").traffic();
         assert_doubled(&doubled(&ctx, &x, 3), 3);
         assert!(since(&ctx, &before).launches >= 3, "kernels are launched at once again");
+    }
+}
+
+/// Random numbers of a type.
+fn random(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
+    let mut x = ctx.zeros(shape, DType::F32);
+    fill_normal(&ctx.on_host(), &Random::new(seed, Purpose::Test, 0), 0.3, &mut x);
+    cast(ctx, &x, dtype)
+}
+
+/// How many launches a step of its own makes.
+fn launches<R>(ctx: &Context, step: impl FnOnce() -> R) -> (R, u64) {
+    let before = ctx.gpu().expect("a GPU").traffic();
+    let result = step();
+    (result, since(ctx, &before).launches)
+}
+
+#[test]
+fn products_of_few_rows_take_the_norm_before_them_with_the_same_bits() {
+    let all = gpu_contexts().flat_map(|(_, ctx)| [1, 3, 8, 9].map(|rows| (ctx.clone(), rows)));
+    for ((ctx, rows), (of_x, of_y)) in
+        all.flat_map(|case| [DType::F32, DType::BF16].map(|of_x| (case.clone(), (of_x, DType::BF16))))
+    {
+        let (x, weight) = (random(&ctx, &[rows, 416], of_x, 1), random(&ctx, &[416], DType::F32, 2));
+        let ws = [40, 72].map(|columns| random(&ctx, &[columns, 416], DType::BF16, columns as u64));
+        let step = || {
+            let (y, inv_rms) = rms_norm(&ctx, &x, &weight, 1e-5, of_y);
+            let [a, b] = linear_each(&ctx, &y, [&ws[0], &ws[1]], DType::F32);
+            [y, inv_rms, a, b]
+        };
+        let (apart, two) = launches(&ctx, step);
+        let (together, one) = launches(&ctx, || ctx.repeated(step));
+        for (apart, together) in apart.iter().zip(&together) {
+            assert!(apart.bytes() == together.bytes(), "{rows} rows of {of_x:?}");
+        }
+        assert_eq!((two, one), (2, if rows <= 8 { 1 } else { 2 }), "{rows} rows");
+    }
+}
+
+#[test]
+fn a_router_for_few_tokens_is_one_kernel_with_the_same_decision() {
+    for (_, ctx) in gpu_contexts() {
+        for (tokens, experts, k, of_y) in
+            [(1, 64, 8, DType::BF16), (5, 24, 2, DType::F32), (8, 300, 8, DType::BF16), (9, 64, 8, DType::BF16)]
+        {
+            let (x, weight) = (random(&ctx, &[tokens, 96], DType::F32, 1), random(&ctx, &[96], DType::F32, 2));
+            let w = random(&ctx, &[experts, 96], DType::F32, 3);
+            let step = || {
+                let (y, _) = rms_norm(&ctx, &x, &weight, 1e-5, of_y);
+                let scores = softmax_top_k_with(&ctx, logits(&ctx, &y, &w), (k, true), false);
+                let sorted =
+                    scores.sorted.map(|sorted| [sorted.offsets, sorted.tokens, sorted.weights, sorted.token_rows]);
+                [y, scores.probs, scores.ids, scores.weights].into_iter().chain(sorted.into_iter().flatten())
+            };
+            let (apart, three) = launches(&ctx, || step().collect::<Vec<_>>());
+            // The second time as a graph, if it is of enough launches; a counter is left as it was.
+            for _ in 0..2 {
+                let (together, one) = launches(&ctx, || ctx.repeated(step).collect::<Vec<_>>());
+                assert_eq!(apart.len(), together.len());
+                for (apart, together) in apart.iter().zip(&together) {
+                    assert!(apart.bytes() == together.bytes(), "{tokens} tokens, {experts} experts");
+                }
+                assert_eq!((three, one), if tokens <= 8 { (3, 1) } else { (3, 3) }, "{tokens} tokens");
+            }
+        }
     }
 }

@@ -5,11 +5,12 @@ KERNEL_OF_TWO(256) OF_TYPE(some_rows_nt)(ROWS, STORE) {
     multiply_some<false, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, SOME_COLUMNS), THE_STORE);
 }
 
-KERNEL_OF_TWO(256) OF_TYPE(some_each)(EACH) {
+KERNEL_OF_TWO(256) OF_TYPE(some_each)(EACH, NORM) {
     Store store;
     Problem p = problem_of_each(THE_EACH, SOME, SOME_COLUMNS, store);
     after_earlier_with(p.b.data, p.column, SOME_COLUMNS / 8, p.columns, b_stride);
-    multiply_some<false, TYPE_OF_WEIGHTS>(p, store);
+    if (norm_x) multiply_normed<TYPE_OF_WEIGHTS>(p, THE_NORM, store);
+    else multiply_some<false, TYPE_OF_WEIGHTS>(p, store);
 }
 
 KERNEL_OF_TWO(256) OF_TYPE(some_up_paired)(ROWS, ACTIVATE) {

@@ -273,14 +273,17 @@ DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& l
     }
 }
 
-// Goes through a warp's chunks in turn: `copy` asks for one, and `add` adds it, each of which gets its number and its place.
-template <u32 TYPE, typename Copy, typename Add> DEVICE void for_chunks(u32 count, u8* own, Copy copy, Add add) {
+// Goes through a warp's chunks in turn: `copy` asks for one, and `add` adds it, each of which gets its number and its place. `begin` is done
+// while the first are under way.
+template <u32 TYPE, typename Copy, typename Begin, typename Add>
+DEVICE void for_chunks(u32 count, u8* own, Copy copy, Begin begin, Add add) {
     auto ask = [&](u32 i) {
         if (i < count) copy(i, own + i % CHUNK_STAGES * Chunk<TYPE>::SIZE);
         copy_commit();
     };
 #pragma unroll
     for (u32 i = 0; i < CHUNK_STAGES; i++) ask(i);
+    begin();
 #pragma unroll 1
     for (u32 i = 0; i < count; i++) {
         add(i, own + i % CHUNK_STAGES * Chunk<TYPE>::SIZE, [] {
@@ -298,13 +301,14 @@ template <u32 TYPE, typename Copy, typename Add> DEVICE void for_chunks(u32 coun
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
 // The warp's part of the sums of up to 8 GROUPS rows.
-template <u32 TYPE, u32 GROUPS> DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own) {
+template <u32 TYPE, u32 GROUPS, typename Begin>
+DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own, Begin begin) {
     typedef Chunk<TYPE> C;
     u32 part = threadIdx.x / 32 / LINE_TILES;
     LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
     for_chunks<TYPE>(
         chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, DEPTH_PARTS), own,
-        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * DEPTH_PARTS) * C::BYTES); },
+        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * DEPTH_PARTS) * C::BYTES); }, begin,
         [&](u32 i, const u8* from, auto arrived) {
             u32 chunk = part + i * DEPTH_PARTS;
             add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, p.a, rows, chunk * C::DEPTH, p.depth, arrived);
@@ -326,11 +330,11 @@ template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROU
     __syncthreads();
 }
 
-template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
-DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared) {
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue, typename Begin>
+DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared, Begin begin) {
     u32 warp = threadIdx.x / 32;
     f32 sums[GROUPS][4] = {};
-    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % LINE_TILES), (u8*)sums_of_warp<TYPE>(shared, warp));
+    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % LINE_TILES), (u8*)sums_of_warp<TYPE>(shared, warp), begin);
     lay_down_sums<TYPE, GROUPS>(sums, shared);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
@@ -348,10 +352,19 @@ DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shar
 
 template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, const Epilogue& epilogue) {
     SHARED(shared);
+    auto nothing = [] {};
     if (p.rows == 0) return;
-    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, epilogue, shared);
-    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, epilogue, shared);
-    else multiply_groups<IS_PAIRED, TYPE, 4>(p, epilogue, shared);
+    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, epilogue, shared, nothing);
+    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, epilogue, shared, nothing);
+    else multiply_groups<IS_PAIRED, TYPE, 4>(p, epilogue, shared, nothing);
+}
+
+// The same for up to eight rows that are normed first.
+template <u32 TYPE, typename Epilogue> DEVICE void multiply_normed(Problem p, const Norm& norm, const Epilogue& epilogue) {
+    SHARED(shared);
+    u8* rows = (u8*)sums_of_warp<TYPE>(shared, 8);
+    p.a = Operand{rows, nullptr, 0, p.depth, 1};
+    multiply_groups<false, TYPE, 1>(p, epilogue, shared, [&] { norm_rows(norm, rows, 1, p.rows, p.depth); });
 }
 
 // The sum of `count` rows, at most 32 and each a tile of its own, each times its group's matrix and its weight: what becomes of a token whose
@@ -378,6 +391,7 @@ template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weigh
             u32 n = warp + 8 * i;
             copy_chunk<TYPE>(to, lines_of_row(n / chunks), n % chunks * C::BYTES);
         },
+        [] {},
         [&](u32 i, const u8* from, auto arrived) {
             u32 n = warp + 8 * i, row = n / chunks, chunk = n % chunks;
             LaneRows<1> rows = {{a.row(row)}, {lane < 4}};

@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::FEW_ROWS;
-use super::{On, THREADS, some_rows};
+use super::{On, THREADS, normed, some_rows};
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 
@@ -14,6 +14,9 @@ const SOME_ROWS_AT_MOST: usize = 64;
 const FEW_COLUMNS: usize = 8;
 /// Columns from which on tiles of more rows keep a GPU busy.
 const MANY_COLUMNS: usize = 16_384;
+
+/// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their own.
+const MAX_SHARED_OF_TWO: usize = 108 << 10;
 
 /// `x w^T` for several matrices, at least one.
 pub(super) struct Each<'a> {
@@ -73,6 +76,11 @@ impl Each<'_> {
             Way::Few => (&GROUPED, "few_each".into()),
             Way::Some => some_rows::kernel("each", dtype),
         };
+        // Normed rows lie in shared memory as bf16, if two blocks still have room.
+        let with_rows = shared + rows * depth * 2;
+        let takes_norm = matches!(way, Way::Some) && with_rows <= MAX_SHARED_OF_TWO;
+        let norm = if takes_norm { normed::take(on, on.read(self.a), rows) } else { None };
+        let shared = if norm.is_some() { with_rows } else { shared };
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
         let out_is_bf16 = ys[0].dtype() == DType::BF16;
         let none = || std::iter::repeat_with(Arg::none);
@@ -83,8 +91,9 @@ impl Each<'_> {
         args.extend(columns.into_iter().map(Arg::from));
         args.extend([self.a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
         args.extend([rows, depth, stride].map(Arg::from));
-        if let Way::Few = way {
-            args.push((dtype.of_activations() == DType::BF16).into());
+        match way {
+            Way::Few => args.push((dtype.of_activations() == DType::BF16).into()),
+            Way::Some => args.extend(norm.unwrap_or_else(normed::nothing)),
         }
         let grid = [num_blocks, rows.div_ceil(height), 1];
         let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };

@@ -16,6 +16,7 @@ pub(crate) mod head_loss;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod logits;
+mod normed;
 pub(crate) mod peak;
 pub(crate) mod place_heads;
 pub(crate) mod rms_norm;

@@ -7,9 +7,9 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::{FEW_ROWS, num_tiles};
-use super::{On, THREADS, WARPS, double};
+use super::{On, THREADS, WARPS, double, normed};
 use crate::counting_sort::SortedChoices;
-use crate::cuda::sources::{ROUTER, SCORES};
+use crate::cuda::sources::{ROUTE_FEW, ROUTER, SCORES};
 use crate::cuda::{Arg, Launch};
 use crate::experts::NO_ROW;
 use crate::late::Late;
@@ -24,6 +24,8 @@ const SUMMED_CHOICES: usize = 512;
 const SORT_TOKENS: usize = 256;
 /// Choices that one block sorts.
 const MAX_FEW_CHOICES: usize = 512;
+/// Bytes of normed rows that are kept in shared memory.
+const MAX_NORMED_BYTES: usize = 64 << 10;
 /// With more experts the sort's counts do not fit into a block's shared memory.
 const MAX_SORTED_EXPERTS: usize = 1024;
 
@@ -48,8 +50,7 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     let mut sorted = is_few.then(|| FewChoices::new(on, (rows, k), width));
     if let Some(sorted) = &mut sorted {
         args.extend(sorted.args(on));
-        // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
-        unsafe { on.launch(&ROUTER, "decide_for_few", 1, &args) };
+        decide_for_few(on, args[0], rows, &args);
     } else {
         // SAFETY: a warp reads and writes its row of each.
         unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
@@ -58,6 +59,32 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     let rows = RowScores { probs: &logits, lse: &lse, entropy: &entropy, squares: Some(&squares) };
     let sums = sum_scores(on, rows, are_sums_wanted);
     TopK { probs: logits, ids, weights, lse, sums, sorted: sorted.map(FewChoices::sorted) }
+}
+
+/// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is multiplied, if these
+/// would be launched next.
+fn decide_for_few(on: On<'_>, logits: Arg<'_>, rows: usize, decision: &[Arg<'_>]) {
+    // (a, gather, b, tiles, types of a and b, strides of both, .., depth in the eleventh place, ..; to, ..): grouped.rs.
+    let product = on.gpu.take_last(|node| {
+        let is_product = node.kernel == "few_rows_nt" && node.grid[1] == 1;
+        is_product && node.args[13] == logits && [node.args[1], node.args[5]] == [Arg::none(), false.into()]
+    });
+    let Some(product) = product else {
+        // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
+        return unsafe { on.launch(&ROUTER, "decide_for_few", 1, decision) };
+    };
+    let shared = rows * product.args[10].number() as usize * 4;
+    let norm = if shared <= MAX_NORMED_BYTES { normed::take(on, product.args[0], rows) } else { None };
+    let shared = if norm.is_some() { shared } else { 0 };
+    let counter = on.gpu.counter(on.ctx.pool());
+    let mut args = norm.unwrap_or_else(normed::nothing).to_vec();
+    args.extend(product.args);
+    args.extend_from_slice(decision);
+    args.push(on.read(&counter));
+    let launch =
+        Launch { source: &ROUTE_FEW, kernel: "route_few", grid: product.grid, threads: THREADS, shared, args: &args };
+    // SAFETY: what the three kernels may do; the last block has the decision alone, and kernels that use the counter follow one another.
+    unsafe { on.gpu.launch(&launch) };
 }
 
 /// What is added up over the rows: `[T, E]`, and `[T]` each.

@@ -1,0 +1,32 @@
+// A router for few tokens as one kernel: logits, by as many blocks as there are columns for, and by the last of them to be done the decision.
+
+// Whether all other blocks of the kernel are done with what they wrote before, which then can be read. `arrived` is 0 before and after.
+DEVICE bool is_last_block(u32* arrived) {
+    __shared__ u32 is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(arrived, 1u) == gridDim.x * gridDim.y - 1;
+        if (is_last) *arrived = 0;
+    }
+    __syncthreads();
+    if (is_last) __threadfence();
+    return is_last;
+}
+
+// The products of few_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and decide_for_few (router.cu).
+KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOICES, u32* arrived) {
+    SHARED(shared);
+    after_earlier_for_few(THE_ROWS, b_stride * 4);
+    Problem p = rows_problem(THE_ROWS, FEW_COLUMNS);
+    if (norm_x) {
+        norm_rows(THE_NORM, shared, 0, p.rows, depth);
+        p.a = Operand{shared, nullptr, 0, depth, 0};
+    }
+    by_columns<false>(p, Floats<false>{p.b}, THE_STORE, is_rounded);
+    if (!is_last_block(arrived)) return;
+    u32 row = threadIdx.x / 32;
+    if (row < rows) THE_TOP_K.row(row);
+    __syncthreads();
+    THE_FEW_CHOICES.sort(ids, weights);
+}
