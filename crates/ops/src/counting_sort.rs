@@ -29,7 +29,7 @@ pub struct SortedChoices {
     pub weights: Tensor,
     /// `[T, K]` u32: the row of each choice, [`NO_ROW`] if it was dropped or is none.
     pub token_rows: Tensor,
-    /// The tiles of few rows that a GPU listed with the sort of few choices.
+    /// The tiles of rows that a GPU listed with the sort of few choices.
     pub few_tiles: Option<Tensor>,
 }
 

@@ -67,7 +67,7 @@ pub struct Gpu {
     device: Arc<Device>,
     kept: Arc<Mutex<KeptLists>>,
     all_rows: Arc<Mutex<HashMap<usize, [Tensor; 2]>>>,
-    counter: Arc<Mutex<Option<Tensor>>>,
+    counters: Arc<Mutex<Option<Tensor>>>,
     room: Option<Arc<Room>>,
 }
 
@@ -76,6 +76,9 @@ type KeptLists = HashMap<Vec<u32>, Tensor>;
 
 /// Lists that are kept at most: a model of a hundred layers has about a thousand maps of matrices (`tensor_map.rs`).
 const MAX_KEPT: usize = 4096;
+
+/// Numbers by which blocks of a kernel find out who of them is the last.
+pub(crate) const COUNTERS: usize = 16;
 
 /// Numbers of rows whose lists are kept at most.
 const MAX_ALL_ROWS: usize = 16;
@@ -229,7 +232,7 @@ impl Gpu {
             device: Arc::new(Device { backend, steps: Mutex::default(), held: AtomicUsize::new(0) }),
             kept: Arc::default(),
             all_rows: Arc::default(),
-            counter: Arc::default(),
+            counters: Arc::default(),
             room: None,
         }
     }
@@ -440,10 +443,10 @@ impl Gpu {
         self.device.steps().take_last(is_wanted)
     }
 
-    /// Memory for a number that kernels find 0 and leave 0.
-    pub(crate) fn counter(&self, pool: &MemoryPool) -> Tensor {
-        let make = || Tensor::from_slice(pool, &[1], &[0_u32]);
-        self.counter.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(make).clone()
+    /// Memory for [`COUNTERS`] numbers that kernels find 0 and leave 0.
+    pub(crate) fn counters(&self, pool: &MemoryPool) -> Tensor {
+        let make = || Tensor::from_slice(pool, &[COUNTERS], &[0_u32; COUNTERS]);
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(make).clone()
     }
 
     /// Whether [`dense`](Self::dense) may take products now.

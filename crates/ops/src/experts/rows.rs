@@ -18,7 +18,7 @@ pub struct ExpertRows<'a> {
     pub token_rows: List<'a, u32>,
     /// K, the choices a token has.
     pub num_choices: usize,
-    /// The tiles of few rows that a GPU listed when it sorted the choices.
+    /// The tiles of rows that a GPU listed when it sorted few choices.
     pub few_tiles: Option<&'a Tensor>,
 }
 

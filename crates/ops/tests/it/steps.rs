@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use moeworks_ops::Context;
+use moeworks_ops::counting_sort::{SortedChoices, sort_all_choices};
 use moeworks_ops::cuda::Traffic;
 use moeworks_ops::elementwise::{add_assign, cast, fill, fill_normal};
 use moeworks_ops::linear::linear_each;
@@ -145,31 +146,60 @@ fn products_of_few_rows_take_the_norm_before_them_with_the_same_bits() {
     }
 }
 
+/// A router's normed rows, scores and sorted choices.
+fn decision(
+    ctx: &Context,
+    (x, norm, w): (&Tensor, &Tensor, &Tensor),
+    (k, of_y): (usize, DType),
+) -> (Vec<Tensor>, Option<SortedChoices>) {
+    let (y, _) = rms_norm(ctx, x, norm, 1e-5, of_y);
+    let scores = softmax_top_k_with(ctx, logits(ctx, &y, w), (k, true), false);
+    (vec![y, scores.probs, scores.ids, scores.weights], scores.sorted)
+}
+
 #[test]
 fn a_router_for_few_tokens_is_one_kernel_with_the_same_decision() {
-    for (_, ctx) in gpu_contexts() {
-        for (tokens, experts, k, of_y) in
-            [(1, 64, 8, DType::BF16), (5, 24, 2, DType::F32), (8, 300, 8, DType::BF16), (9, 64, 8, DType::BF16)]
-        {
-            let (x, weight) = (random(&ctx, &[tokens, 96], DType::F32, 1), random(&ctx, &[96], DType::F32, 2));
-            let w = random(&ctx, &[experts, 96], DType::F32, 3);
-            let step = || {
-                let (y, _) = rms_norm(&ctx, &x, &weight, 1e-5, of_y);
-                let scores = softmax_top_k_with(&ctx, logits(&ctx, &y, &w), (k, true), false);
-                let sorted =
-                    scores.sorted.map(|sorted| [sorted.offsets, sorted.tokens, sorted.weights, sorted.token_rows]);
-                [y, scores.probs, scores.ids, scores.weights].into_iter().chain(sorted.into_iter().flatten())
-            };
-            let (apart, three) = launches(&ctx, || step().collect::<Vec<_>>());
-            // The second time as a graph, if it is of enough launches; a counter is left as it was.
-            for _ in 0..2 {
-                let (together, one) = launches(&ctx, || ctx.repeated(step).collect::<Vec<_>>());
-                assert_eq!(apart.len(), together.len());
-                for (apart, together) in apart.iter().zip(&together) {
-                    assert!(apart.bytes() == together.bytes(), "{tokens} tokens, {experts} experts");
-                }
-                assert_eq!((three, one), if tokens <= 8 { (3, 1) } else { (3, 3) }, "{tokens} tokens");
+    let cases = [
+        (1, 64, 8, DType::BF16),
+        (5, 24, 2, DType::F32),
+        (8, 300, 8, DType::BF16),
+        (9, 64, 8, DType::BF16),
+        (64, 20, 8, DType::F32),
+        (65, 20, 2, DType::BF16),
+    ];
+    for ((_, ctx), (tokens, experts, k, of_y)) in gpu_contexts().flat_map(|ctx| cases.map(|case| (ctx.clone(), case))) {
+        let what = format!("{tokens} tokens, {experts} experts");
+        let (x, weight) = (random(&ctx, &[tokens, 96], DType::F32, 1), random(&ctx, &[96], DType::F32, 2));
+        let w = random(&ctx, &[experts, 96], DType::F32, 3);
+        let step = || decision(&ctx, (&x, &weight, &w), (k, of_y));
+        let ((apart, _), three) = launches(&ctx, step);
+        let by_hand = sort_all_choices(&Context::cpu(1), &apart[2], &apart[3], experts);
+        // The second time counters have to be as they were.
+        for _ in 0..2 {
+            let ((together, sorted), count) = launches(&ctx, || ctx.repeated(step));
+            for (apart, together) in apart.iter().zip(&together) {
+                assert!(apart.bytes() == together.bytes(), "{what}");
             }
+            // A norm of more than eight rows is a launch of its own.
+            let expected = if tokens <= 8 {
+                1
+            } else if tokens <= 64 {
+                2
+            } else {
+                3
+            };
+            assert_eq!((three, count, sorted.is_some()), (3, expected, tokens <= 64), "{what}");
+            let Some(sorted) = sorted else { continue };
+            let lists = |sorted: &SortedChoices| {
+                [&sorted.counts, &sorted.offsets, &sorted.tokens, &sorted.token_rows].map(|list| list.u32s().to_vec())
+            };
+            assert_eq!(lists(&sorted), lists(&by_hand), "{what}");
+            assert_eq!(sorted.weights.bytes(), by_hand.weights.bytes(), "{what}");
+            let tiles = sorted.few_tiles.expect("tiles");
+            let rows: u32 = tiles.u32s().chunks(3).map(|tile| tile[2]).sum();
+            assert_eq!(rows as usize, tokens * k, "{what}");
+            let most = if tokens <= 8 { 8 } else { 32 };
+            assert!(tiles.u32s().chunks(3).all(|tile| tile[2] <= most), "{what}");
         }
     }
 }

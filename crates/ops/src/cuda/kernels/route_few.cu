@@ -1,12 +1,13 @@
-// A router for few tokens as one kernel: logits, by as many blocks as there are columns for, and by the last of them to be done the decision.
+// A router for few tokens as one kernel: logits, by as many blocks as there are columns and eights of rows for; of each eight the last of them to
+// be done chooses, and the last of those sorts.
 
-// Whether all other blocks of the kernel are done with what they wrote before, which then can be read. `arrived` is 0 before and after.
-DEVICE bool is_last_block(u32* arrived) {
+// Whether all other ones of `count` blocks are done with what they wrote before, which then can be read. `arrived` is 0 before and after.
+DEVICE bool is_last_block(u32* arrived, u32 count) {
     __shared__ u32 is_last;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(arrived, 1u) == gridDim.x * gridDim.y - 1;
+        is_last = atomicAdd(arrived, 1u) == count - 1;
         if (is_last) *arrived = 0;
     }
     __syncthreads();
@@ -15,6 +16,7 @@ DEVICE bool is_last_block(u32* arrived) {
 }
 
 // The products of few_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and decide_for_few (router.cu).
+// `arrived` counts blocks in its first number and those of each eight rows in the others.
 KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOICES, u32* arrived) {
     SHARED(shared);
     after_earlier_for_few(THE_ROWS, b_stride * 4);
@@ -24,9 +26,10 @@ KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOIC
         p.a = Operand{shared, nullptr, 0, depth, 0};
     }
     by_columns<false>(p, Floats<false>{p.b}, THE_STORE, is_rounded);
-    if (!is_last_block(arrived)) return;
-    u32 row = threadIdx.x / 32;
+    if (!is_last_block(arrived + 1 + blockIdx.y, gridDim.x)) return;
+    u32 row = blockIdx.y * 8 + threadIdx.x / 32;
     if (row < rows) THE_TOP_K.row(row);
-    __syncthreads();
+    if (gridDim.y == 1) __syncthreads();
+    else if (!is_last_block(arrived, gridDim.y)) return;
     THE_FEW_CHOICES.sort(ids, weights);
 }

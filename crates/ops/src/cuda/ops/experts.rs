@@ -47,12 +47,13 @@ pub(super) struct Rows<'a> {
 
 impl<'a> Rows<'a> {
     pub(super) fn of(on: On<'_>, rows: ExpertRows<'a>) -> Self {
+        let num_tokens = rows.token_rows.len() / rows.num_choices.max(1);
         Self {
             offsets: on.list(rows.offsets),
             tokens: on.list(rows.tokens),
             weights: on.list(rows.weights),
-            num_tokens: rows.token_rows.len() / rows.num_choices.max(1),
-            tiles: ListedTiles::of_few(rows.few_tiles),
+            num_tokens,
+            tiles: ListedTiles::of_few(rows.few_tiles, num_tokens),
         }
     }
 

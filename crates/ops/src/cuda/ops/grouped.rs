@@ -178,10 +178,15 @@ pub(super) enum Groups<'a> {
 /// The tiles of some groups' rows.
 #[derive(Default)]
 pub(super) struct ListedTiles {
-    /// Those of [`FEW_ROWS`] rows, if they were listed before.
-    few: Option<Tensor>,
+    /// Those that were listed with the sort of few choices, and their height.
+    few: Option<(usize, Tensor)>,
     /// Those of another height, listed when a product first needs them.
     others: OnceCell<(usize, Tensor)>,
+}
+
+/// Rows of the tiles that are listed with the sort of so many tokens' choices: those of the kernels that most weights have then.
+pub(super) fn listed_height(num_tokens: usize) -> usize {
+    if num_tokens <= FEW_ROWS { FEW_ROWS } else { some_rows::ROWS }
 }
 
 /// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one that is not full.
@@ -190,13 +195,14 @@ pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
 }
 
 impl ListedTiles {
-    /// With those of [`FEW_ROWS`] rows, if they are listed already.
-    pub(super) fn of_few(tiles: Option<&Tensor>) -> Self {
-        Self { few: tiles.cloned(), others: OnceCell::new() }
+    /// With those that were listed with the sort of so many tokens' choices, if there are any.
+    pub(super) fn of_few(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
+        let few = tiles.map(|tiles| (listed_height(num_tokens), tiles.clone()));
+        Self { few, others: OnceCell::new() }
     }
 
     fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
-        if let Some(few) = self.few.as_ref().filter(|_| height == FEW_ROWS) {
+        if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
             return few.clone();
         }
         let (own, tiles) = self.others.get_or_init(|| (height, list()));

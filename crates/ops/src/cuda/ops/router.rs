@@ -6,11 +6,11 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::{FEW_ROWS, num_tiles};
+use super::grouped::{listed_height, num_tiles};
 use super::{On, THREADS, WARPS, double, normed};
 use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::{ROUTE_FEW, ROUTER, SCORES};
-use crate::cuda::{Arg, Launch};
+use crate::cuda::{Arg, COUNTERS, Launch, Node};
 use crate::experts::NO_ROW;
 use crate::late::Late;
 use crate::score_top_k::{ScoreRule, Scored, ScoredGrads};
@@ -24,6 +24,8 @@ const SUMMED_CHOICES: usize = 512;
 const SORT_TOKENS: usize = 256;
 /// Choices that one block sorts.
 const MAX_FEW_CHOICES: usize = 512;
+/// Rows for which a router's logits, choice and sort are one kernel.
+const MAX_DECIDED: usize = 64;
 /// Bytes of normed rows that are kept in shared memory.
 const MAX_NORMED_BYTES: usize = 64 << 10;
 /// With more experts the sort's counts do not fit into a block's shared memory.
@@ -46,11 +48,12 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
         normalize.into(),
     ];
     // A step of decoding, whose choices are surely dispatched.
-    let is_few = !are_sums_wanted && (1..=WARPS).contains(&rows) && rows * k <= MAX_FEW_CHOICES && sorts(width);
-    let mut sorted = is_few.then(|| FewChoices::new(on, (rows, k), width));
+    let is_few = !are_sums_wanted && (1..=MAX_DECIDED).contains(&rows) && rows * k <= MAX_FEW_CHOICES && sorts(width);
+    let product = if is_few { product_of(on, args[0]) } else { None };
+    let mut sorted = (is_few && (rows <= WARPS || product.is_some())).then(|| FewChoices::new(on, (rows, k), width));
     if let Some(sorted) = &mut sorted {
         args.extend(sorted.args(on));
-        decide_for_few(on, args[0], rows, &args);
+        decide_for_few(on, product, rows, &args);
     } else {
         // SAFETY: a warp reads and writes its row of each.
         unsafe { on.launch(&ROUTER, "softmax_top_k", rows.div_ceil(WARPS), &args) };
@@ -61,14 +64,18 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     TopK { probs: logits, ids, weights, lse, sums, sorted: sorted.map(FewChoices::sorted) }
 }
 
-/// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is multiplied, if these
-/// would be launched next.
-fn decide_for_few(on: On<'_>, logits: Arg<'_>, rows: usize, decision: &[Arg<'_>]) {
+/// The product that makes these logits, if it would be launched next: it is not, and who asks for it does it.
+fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<Node> {
     // (a, gather, b, tiles, types of a and b, strides of both, .., depth in the eleventh place, ..; to, ..): grouped.rs.
-    let product = on.gpu.take_last(|node| {
-        let is_product = node.kernel == "few_rows_nt" && node.grid[1] == 1;
+    on.gpu.take_last(|node| {
+        let is_product = node.kernel == "few_rows_nt" && node.grid[1] < COUNTERS;
         is_product && node.args[13] == logits && [node.args[1], node.args[5]] == [Arg::none(), false.into()]
-    });
+    })
+}
+
+/// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is multiplied if that would
+/// be launched next.
+fn decide_for_few(on: On<'_>, product: Option<Node>, rows: usize, decision: &[Arg<'_>]) {
     let Some(product) = product else {
         // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
         return unsafe { on.launch(&ROUTER, "decide_for_few", 1, decision) };
@@ -76,14 +83,15 @@ fn decide_for_few(on: On<'_>, logits: Arg<'_>, rows: usize, decision: &[Arg<'_>]
     let shared = rows * product.args[10].number() as usize * 4;
     let norm = if shared <= MAX_NORMED_BYTES { normed::take(on, product.args[0], rows) } else { None };
     let shared = if norm.is_some() { shared } else { 0 };
-    let counter = on.gpu.counter(on.ctx.pool());
+    let counters = on.gpu.counters(on.ctx.pool());
     let mut args = norm.unwrap_or_else(normed::nothing).to_vec();
     args.extend(product.args);
     args.extend_from_slice(decision);
-    args.push(on.read(&counter));
+    args.push(on.read(&counters));
     let launch =
         Launch { source: &ROUTE_FEW, kernel: "route_few", grid: product.grid, threads: THREADS, shared, args: &args };
-    // SAFETY: what the three kernels may do; the last block has the decision alone, and kernels that use the counter follow one another.
+    // SAFETY: what the three kernels may do; the last blocks have what they decide alone, and kernels that use the counters follow one
+    // another.
     unsafe { on.gpu.launch(&launch) };
 }
 
@@ -335,7 +343,7 @@ impl FewChoices {
             token_rows: numbers(&[num_tokens, k]),
             few_tiles: None,
         };
-        let tiles = numbers(&[num_tiles(FEW_ROWS, num_tokens * k, num_experts), 3]);
+        let tiles = numbers(&[num_tiles(listed_height(num_tokens), num_tokens * k, num_experts), 3]);
         Self { sorted, tiles }
     }
 
@@ -351,7 +359,7 @@ impl FewChoices {
             on.write(tiles),
             num_tokens.into(),
             num_experts.into(),
-            FEW_ROWS.into(),
+            listed_height(num_tokens).into(),
             num_tiles.into(),
         ]
     }
