@@ -78,7 +78,7 @@ type KeptLists = HashMap<Vec<u32>, Tensor>;
 const MAX_KEPT: usize = 4096;
 
 /// Numbers by which blocks of a kernel find out who of them is the last.
-pub(crate) const COUNTERS: usize = 16;
+pub(crate) const COUNTERS: usize = 1024;
 
 /// Numbers of rows whose lists are kept at most.
 const MAX_ALL_ROWS: usize = 16;

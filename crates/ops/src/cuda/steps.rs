@@ -51,7 +51,7 @@ impl Node {
         }
     }
 
-    pub(super) fn launch(&self) -> Launch<'_> {
+    pub(crate) fn launch(&self) -> Launch<'_> {
         Launch {
             source: self.source,
             kernel: &self.kernel,

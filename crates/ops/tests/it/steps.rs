@@ -2,12 +2,15 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use moeworks_ops::Activation;
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_all_choices};
 use moeworks_ops::cuda::Traffic;
 use moeworks_ops::elementwise::{add_assign, cast, fill, fill_normal};
+use moeworks_ops::experts::{ExpertWeights, experts_forward_onto};
 use moeworks_ops::linear::linear_each;
 use moeworks_ops::logits::logits;
+use moeworks_ops::quantized::quantize;
 use moeworks_ops::rms_norm::rms_norm;
 use moeworks_ops::top_k::softmax_top_k_with;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -200,6 +203,34 @@ fn a_router_for_few_tokens_is_one_kernel_with_the_same_decision() {
             assert_eq!(rows as usize, tokens * k, "{what}");
             let most = if tokens <= 8 { 8 } else { 32 };
             assert!(tiles.u32s().chunks(3).all(|tile| tile[2] <= most), "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_few_tokens_rows_are_combined_by_the_kernel_that_makes_them_with_the_same_bits() {
+    let (d, f, e, k) = (96, 64, 6, 2);
+    for ((_, ctx), (tokens, dtype)) in gpu_contexts()
+        .flat_map(|ctx| [2, 7, 16, 17].map(|tokens| (ctx.clone(), tokens)))
+        .flat_map(|(ctx, tokens)| [DType::BF16, DType::Q8].map(|dtype| (ctx.clone(), (tokens, dtype))))
+    {
+        let of = |shape: &[usize], seed| match dtype {
+            DType::BF16 => random(&ctx, shape, dtype, seed),
+            _ => quantize(&ctx, &random(&ctx, shape, DType::F32, seed), dtype),
+        };
+        let (gate_up, down) = (of(&[e, 2 * f, d], 1), of(&[e, d, f], 2));
+        let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: Activation::SwiGlu };
+        let (x, base) = (random(&ctx, &[tokens, d], DType::F32, 3), random(&ctx, &[tokens, d], DType::F32, 4));
+        let ids: Vec<u32> = (0..tokens as u32).flat_map(|token| [token % 5, 5]).collect();
+        let (ids, shares) =
+            (Tensor::from_slice(ctx.pool(), &[tokens, k], &ids), random(&ctx, &[tokens, k], DType::F32, 5));
+        let sorted = sort_all_choices(&ctx, &ids, &shares, e);
+        for base in [None, Some(&base)] {
+            let step = || experts_forward_onto(&ctx, &x, weights, None, sorted.rows(), (base, true)).0;
+            let (apart, all) = launches(&ctx, step);
+            let (together, fewer) = launches(&ctx, || ctx.repeated(step));
+            assert!(apart.bytes() == together.bytes(), "{tokens} tokens of {dtype:?}");
+            assert_eq!(all - fewer, u64::from(tokens <= 16), "{tokens} tokens of {dtype:?}");
         }
     }
 }

@@ -1,20 +1,6 @@
 // A router for few tokens as one kernel: logits, by as many blocks as there are columns and eights of rows for; of each eight the last of them to
 // be done chooses, and the last of those sorts.
 
-// Whether all other ones of `count` blocks are done with what they wrote before, which then can be read. `arrived` is 0 before and after.
-DEVICE bool is_last_block(u32* arrived, u32 count) {
-    __shared__ u32 is_last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(arrived, 1u) == count - 1;
-        if (is_last) *arrived = 0;
-    }
-    __syncthreads();
-    if (is_last) __threadfence();
-    return is_last;
-}
-
 // The products of few_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and decide_for_few (router.cu).
 // `arrived` counts blocks in its first number and those of each eight rows in the others.
 KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOICES, u32* arrived) {

@@ -408,3 +408,31 @@ template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weigh
     for (u32 other = 0; other < 8; other++) sum += sums_of_warp<TYPE>(shared, other)[threadIdx.x * SUMS_STRIDE];
     store.take(0, 0, own, sum, 0.0f);
 }
+
+// What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of each 32 columns adds up. With no `y` nothing does.
+struct Combine {
+    const u32* token_rows;
+    const f32 *row_weights, *base;
+    f32* y;
+    u32 tokens, choices;
+    u32* arrived;
+};
+
+#define COMBINE const u32 *token_rows, const f32 *row_weights, const f32 *combined_base, f32 *combined, u32 tokens, u32 choices, u32 *arrived
+#define THE_COMBINE Combine{token_rows, row_weights, combined_base, combined, tokens, choices, arrived}
+
+DEVICE void combine_columns(const Combine& c, const Store& rows) {
+    if (!c.y || !is_last_block(c.arrived + blockIdx.x, gridDim.y)) return;
+    u32 column = blockIdx.x * SOME_COLUMNS + threadIdx.x % SOME_COLUMNS;
+    if (column >= rows.stride) return;
+    for (u32 token = threadIdx.x / SOME_COLUMNS; token < c.tokens; token += 256 / SOME_COLUMNS) {
+        f32 sum = 0.0f;
+#pragma unroll 8
+        for (u32 i = 0; i < c.choices; i++) {
+            u32 row = c.token_rows[token * c.choices + i];
+            if (row != 0xffffffffu) sum = fmaf(c.row_weights ? c.row_weights[row] : 1.0f, load_any(rows.to, rows.is_bf16, (u64)row * rows.stride + column), sum);
+        }
+        u64 at = (u64)token * rows.stride + column;
+        c.y[at] = c.base ? c.base[at] + sum : sum;
+    }
+}

@@ -37,6 +37,17 @@ const MIN_SHORT_BLOCKS: usize = 32;
 /// Plain tiles that are few.
 const MAX_FEW_TILES: usize = 32;
 
+/// What kernels are called that store the products of rows.
+const ROWS_NT: &str = "rows_nt";
+
+/// What the arguments of those of some rows end with where rows are not combined (experts.rs).
+pub(super) const COMBINE_ARGS: usize = 7;
+
+fn nothing_to_combine() -> [Arg<'static>; COMBINE_ARGS] {
+    let none = Arg::none;
+    [none(), none(), none(), none(), 0_u32.into(), 0_u32.into(), none()]
+}
+
 /// Whether a result of these sizes is of few plain tiles.
 pub(super) fn are_few_tiles(rows: usize, columns: usize) -> bool {
     rows.div_ceil(PLAIN_TILE) * columns.div_ceil(PLAIN_TILE) <= MAX_FEW_TILES
@@ -374,6 +385,9 @@ impl RowsProduct<'_> {
         };
         let mut args = self.operands(on, a, &tiles, (depth, b_stride)).to_vec();
         args.extend_from_slice(&epilogue.args);
+        if matches!(kernel, Kernel::Some(_)) && epilogue.kernels[0] == ROWS_NT {
+            args.extend(nothing_to_combine());
+        }
         args.extend(kernel.last_arg(self.compute, grid[1]));
         let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));
         args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));
@@ -499,7 +513,7 @@ impl RowsProduct<'_> {
         }
         let is_bf16 = y.dtype() == DType::BF16;
         let kernels = match self.form {
-            Form::Nt => ["rows_nt", "plain_rows_nt", "few_rows_nt"],
+            Form::Nt => [ROWS_NT, "plain_rows_nt", "few_rows_nt"],
             _ => ["rows_nn", "plain_rows_nn", ""],
         };
         let args = vec![on.write(y), on.read_or_none(base), is_bf16.into(), self.columns.into()];

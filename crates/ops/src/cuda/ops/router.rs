@@ -10,7 +10,7 @@ use super::grouped::{listed_height, num_tiles};
 use super::{On, THREADS, WARPS, double, normed};
 use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::{ROUTE_FEW, ROUTER, SCORES};
-use crate::cuda::{Arg, COUNTERS, Launch, Node};
+use crate::cuda::{Arg, Launch, Node};
 use crate::experts::NO_ROW;
 use crate::late::Late;
 use crate::score_top_k::{ScoreRule, Scored, ScoredGrads};
@@ -68,7 +68,7 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
 fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<Node> {
     // (a, gather, b, tiles, types of a and b, strides of both, .., depth in the eleventh place, ..; to, ..): grouped.rs.
     on.gpu.take_last(|node| {
-        let is_product = node.kernel == "few_rows_nt" && node.grid[1] < COUNTERS;
+        let is_product = node.kernel == "few_rows_nt" && node.grid[1] <= MAX_DECIDED / WARPS;
         is_product && node.args[13] == logits && [node.args[1], node.args[5]] == [Arg::none(), false.into()]
     })
 }
