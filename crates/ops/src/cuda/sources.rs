@@ -79,28 +79,28 @@ sources! {
     BLOCKS = "blocks" after "blocks.cuh": ["blocks_to_bf16", "gather_block_rows"];
     SOME_ROWS_BF16 = "some_rows_bf16" in "some_rows" with "#define OF_TYPE(name) name##_bf16\n#define TYPE_OF_WEIGHTS BF16"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_bf16", "some_each_bf16", "some_up_paired_bf16", "some_up_single_bf16", "some_combined_bf16"];
+        ["some_rows_nt_bf16", "some_each_bf16", "some_narrow_bf16", "some_up_paired_bf16", "some_up_single_bf16", "some_combined_bf16"];
     SOME_ROWS_Q8 = "some_rows_q8" in "some_rows" with "#define OF_TYPE(name) name##_q8\n#define TYPE_OF_WEIGHTS Q8"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q8", "some_each_q8", "some_up_paired_q8", "some_up_single_q8", "some_combined_q8"];
+        ["some_rows_nt_q8", "some_each_q8", "some_narrow_q8", "some_up_paired_q8", "some_up_single_q8", "some_combined_q8"];
     SOME_ROWS_Q4 = "some_rows_q4" in "some_rows" with "#define OF_TYPE(name) name##_q4\n#define TYPE_OF_WEIGHTS Q4"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q4", "some_each_q4", "some_up_paired_q4", "some_up_single_q4", "some_combined_q4"];
+        ["some_rows_nt_q4", "some_each_q4", "some_narrow_q4", "some_up_paired_q4", "some_up_single_q4", "some_combined_q4"];
     SOME_ROWS_Q4K = "some_rows_q4k" in "some_rows" with "#define OF_TYPE(name) name##_q4k\n#define TYPE_OF_WEIGHTS Q4K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q4k", "some_each_q4k", "some_up_paired_q4k", "some_up_single_q4k", "some_combined_q4k"];
+        ["some_rows_nt_q4k", "some_each_q4k", "some_narrow_q4k", "some_up_paired_q4k", "some_up_single_q4k", "some_combined_q4k"];
     SOME_ROWS_Q5K = "some_rows_q5k" in "some_rows" with "#define OF_TYPE(name) name##_q5k\n#define TYPE_OF_WEIGHTS Q5K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q5k", "some_each_q5k", "some_up_paired_q5k", "some_up_single_q5k", "some_combined_q5k"];
+        ["some_rows_nt_q5k", "some_each_q5k", "some_narrow_q5k", "some_up_paired_q5k", "some_up_single_q5k", "some_combined_q5k"];
     SOME_ROWS_Q6K = "some_rows_q6k" in "some_rows" with "#define OF_TYPE(name) name##_q6k\n#define TYPE_OF_WEIGHTS Q6K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q6k", "some_each_q6k", "some_up_paired_q6k", "some_up_single_q6k", "some_combined_q6k"];
+        ["some_rows_nt_q6k", "some_each_q6k", "some_narrow_q6k", "some_up_paired_q6k", "some_up_single_q6k", "some_combined_q6k"];
     SOME_ROWS_MXFP4 = "some_rows_mxfp4" in "some_rows" with "#define OF_TYPE(name) name##_mxfp4\n#define TYPE_OF_WEIGHTS MXFP4"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_mxfp4", "some_each_mxfp4", "some_up_paired_mxfp4", "some_up_single_mxfp4", "some_combined_mxfp4"];
+        ["some_rows_nt_mxfp4", "some_each_mxfp4", "some_narrow_mxfp4", "some_up_paired_mxfp4", "some_up_single_mxfp4", "some_combined_mxfp4"];
     SOME_ROWS_F8 = "some_rows_f8" in "some_rows" with "#define OF_TYPE(name) name##_f8\n#define TYPE_OF_WEIGHTS F8"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_f8", "some_each_f8", "some_up_paired_f8", "some_up_single_f8", "some_combined_f8"];
+        ["some_rows_nt_f8", "some_each_f8", "some_narrow_f8", "some_up_paired_f8", "some_up_single_f8", "some_combined_f8"];
     ROUTE_FEW = "route_few" after "grouped.cuh" "few_rows.cuh" "norm_rows.cuh" "last_block.cuh" "softmax.cuh" "router.cuh": ["route_few"];
     ROUTER = "router" after "softmax.cuh" "router.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",

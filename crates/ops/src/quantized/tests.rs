@@ -274,6 +274,14 @@ fn odd_and_even_numbers_of_blocks_and_partial_panels_are_within_the_bound() {
 }
 
 #[test]
+fn many_columns_are_within_the_bound() {
+    // Few are given to a GPU's blocks by halves.
+    for (rows, dtype) in [1, 7].into_iter().flat_map(|rows| all_types().map(move |dtype| (rows, dtype))) {
+        check(Case::new(rows, 64, 4129, dtype));
+    }
+}
+
+#[test]
 fn sums_over_a_long_depth_are_within_the_bound() {
     // A GPU's warps copy chunks of it in turn to where earlier ones were.
     for (rows, dtype) in [1, 13, 31].into_iter().flat_map(|rows| all_types().map(move |dtype| (rows, dtype))) {

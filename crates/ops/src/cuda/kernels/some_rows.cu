@@ -10,8 +10,15 @@ KERNEL_OF_TWO(256) OF_TYPE(some_each)(EACH, NORM) {
     Store store;
     Problem p = problem_of_each(THE_EACH, SOME, SOME_COLUMNS, store);
     after_earlier_with(p.b.data, p.column, SOME_COLUMNS / 8, p.columns, b_stride);
-    if (norm_x) multiply_normed<TYPE_OF_WEIGHTS>(p, THE_NORM, store);
+    if (norm_x) multiply_few<TYPE_OF_WEIGHTS, LINE_TILES>(p, THE_NORM, store);
     else multiply_some<false, TYPE_OF_WEIGHTS>(p, store);
+}
+
+KERNEL_OF_TWO(256) OF_TYPE(some_narrow)(EACH, NORM) {
+    Store store;
+    Problem p = problem_of_each(THE_EACH, SOME, LINES, store);
+    after_earlier_with(p.b.data, p.column, LINES / 8, p.columns, b_stride);
+    multiply_few<TYPE_OF_WEIGHTS, 1>(p, THE_NORM, store);
 }
 
 KERNEL_OF_TWO(256) OF_TYPE(some_up_paired)(ROWS, ACTIVATE) {

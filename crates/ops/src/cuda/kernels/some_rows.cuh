@@ -5,15 +5,15 @@
 // Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
 //
 // A block of threads has 32 columns, or 16 pairs: two tiles of 16 lines of weights, of which four warps each have every fourth chunk of
-// the depth. A warp copies chunks to its own shared memory whole, so that all of a short depth is under way at once, and takes the
+// the depth. (Where there are few columns, it has one tile, and each of its warps every eighth chunk.) A warp copies chunks to its own shared memory whole, so that all of a short depth is under way at once, and takes the
 // levels from there: in place most loads would be of two bytes, with the memory's latency for each.
 
 // As blocks of 32 numbers without scales.
 const u32 BF16 = NUM_TYPES;
 LAYOUT(BF16, 32, 64, 16);
 
-// Warps that share a tile's chunks, tiles, and chunks that a warp has under way.
-const u32 DEPTH_PARTS = 4, LINE_TILES = 2, CHUNK_STAGES = 2;
+// Tiles of a block, and chunks that a warp has under way.
+const u32 LINE_TILES = 2, CHUNK_STAGES = 2;
 const u32 LINES = 16, SOME_COLUMNS = LINES * LINE_TILES, SOME_PAIRS = SOME_COLUMNS / 2;
 // The most rows of a tile, and floats from a line's sums to the next one's.
 const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
@@ -300,17 +300,17 @@ DEVICE void for_chunks(u32 count, u8* own, Copy copy, Begin begin, Add add) {
 // How many of `all` chunks a warp has that is `part` of `parts`.
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
-// The warp's part of the sums of up to 8 GROUPS rows.
-template <u32 TYPE, u32 GROUPS, typename Begin>
+// The warp's part of the sums of up to 8 GROUPS rows, where it is one of PARTS that share a tile.
+template <u32 TYPE, u32 GROUPS, u32 PARTS, typename Begin>
 DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own, Begin begin) {
     typedef Chunk<TYPE> C;
-    u32 part = threadIdx.x / 32 / LINE_TILES;
+    u32 part = threadIdx.x / 32 / (8 / PARTS);
     LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
     for_chunks<TYPE>(
-        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, DEPTH_PARTS), own,
-        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * DEPTH_PARTS) * C::BYTES); }, begin,
+        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, PARTS), own,
+        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * PARTS) * C::BYTES); }, begin,
         [&](u32 i, const u8* from, auto arrived) {
-            u32 chunk = part + i * DEPTH_PARTS;
+            u32 chunk = part + i * PARTS;
             add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, p.a, rows, chunk * C::DEPTH, p.depth, arrived);
         });
 }
@@ -330,19 +330,20 @@ template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROU
     __syncthreads();
 }
 
-template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue, typename Begin>
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, u32 TILES = LINE_TILES, typename Epilogue, typename Begin>
 DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared, Begin begin) {
+    const u32 PARTS = 8 / TILES;
     u32 warp = threadIdx.x / 32;
     f32 sums[GROUPS][4] = {};
-    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % LINE_TILES), (u8*)sums_of_warp<TYPE>(shared, warp), begin);
+    add_chunks<TYPE, GROUPS, PARTS>(sums, p, lines_of<IS_PAIRED>(p, warp % TILES), (u8*)sums_of_warp<TYPE>(shared, warp), begin);
     lay_down_sums<TYPE, GROUPS>(sums, shared);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
 #pragma unroll
-        for (u32 part = 0; part < DEPTH_PARTS; part++) sum += sums_of_warp<TYPE>(shared, part * LINE_TILES + tile)[line * SUMS_STRIDE + row];
+        for (u32 part = 0; part < PARTS; part++) sum += sums_of_warp<TYPE>(shared, part * TILES + tile)[line * SUMS_STRIDE + row];
         return sum;
     };
-    const u32 WIDTH = IS_PAIRED ? SOME_PAIRS : SOME_COLUMNS, OF_TILE = IS_PAIRED ? 8 : LINES;
+    const u32 OF_TILE = IS_PAIRED ? 8 : LINES, WIDTH = OF_TILE * TILES;
     for (u32 i = threadIdx.x; i < WIDTH * p.rows; i += 256) {
         u32 column = i % WIDTH, row = i / WIDTH, tile = column / OF_TILE, line = column % OF_TILE;
         if (p.column + column >= p.columns) continue;
@@ -359,12 +360,13 @@ template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some
     else multiply_groups<IS_PAIRED, TYPE, 4>(p, epilogue, shared, nothing);
 }
 
-// The same for up to eight rows that are normed first.
-template <u32 TYPE, typename Epilogue> DEVICE void multiply_normed(Problem p, const Norm& norm, const Epilogue& epilogue) {
+// The same of up to eight rows, which are normed first if there is something to norm, by blocks of so many tiles.
+template <u32 TYPE, u32 TILES, typename Epilogue> DEVICE void multiply_few(Problem p, const Norm& norm, const Epilogue& epilogue) {
     SHARED(shared);
+    if (!norm.x) return multiply_groups<false, TYPE, 1, TILES>(p, epilogue, shared, [] {});
     u8* rows = (u8*)sums_of_warp<TYPE>(shared, 8);
     p.a = Operand{rows, nullptr, 0, p.depth, 1};
-    multiply_groups<false, TYPE, 1>(p, epilogue, shared, [&] { norm_rows(norm, rows, 1, p.rows, p.depth); });
+    multiply_groups<false, TYPE, 1, TILES>(p, epilogue, shared, [&] { norm_rows(norm, rows, 1, p.rows, p.depth); });
 }
 
 // The sum of `count` rows, at most 32 and each a tile of its own, each times its group's matrix and its weight: what becomes of a token whose

@@ -15,6 +15,8 @@ const FEW_COLUMNS: usize = 8;
 /// Columns from which on tiles of more rows keep a GPU busy.
 const MANY_COLUMNS: usize = 16_384;
 
+/// Columns up to which blocks of so many are too few for a large GPU.
+const MAX_NARROW: usize = 4096;
 /// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their own.
 const MAX_SHARED_OF_TWO: usize = 108 << 10;
 
@@ -33,6 +35,8 @@ enum Way {
     Few,
     /// On tensor cores.
     Some,
+    /// The same of few rows with few columns, half as many in each block.
+    Narrow,
 }
 
 impl Each<'_> {
@@ -47,8 +51,11 @@ impl Each<'_> {
         }
         let columns: usize = self.bs.iter().map(|b| b.rows()).sum();
         let are_some = dtype.is_quantized() || rows <= FEW_ROWS || columns < MANY_COLUMNS;
+        let is_narrow = rows <= FEW_ROWS && columns <= MAX_NARROW;
         match rows {
-            1..=SOME_ROWS_AT_MOST if are_some && some_rows::takes(dtype, depth) => Some(Way::Some),
+            1..=SOME_ROWS_AT_MOST if are_some && some_rows::takes(dtype, depth) => {
+                Some(if is_narrow { Way::Narrow } else { Way::Some })
+            }
             // One alone has a kernel that does the same.
             1..=FEW_ROWS if !dtype.is_quantized() && self.bs.len() > 1 => Some(Way::Few),
             _ => None,
@@ -68,17 +75,19 @@ impl Each<'_> {
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
         let (height, width, stride, shared) = match way {
             Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),
-            Way::Some => {
-                (some_rows::ROWS, some_rows::COLUMNS, some_rows::row_bytes(dtype, depth), some_rows::shared(dtype))
+            Way::Some | Way::Narrow => {
+                let width = if let Way::Narrow = way { some_rows::LINES } else { some_rows::COLUMNS };
+                (some_rows::ROWS, width, some_rows::row_bytes(dtype, depth), some_rows::shared(dtype))
             }
         };
         let (source, kernel) = match way {
             Way::Few => (&GROUPED, "few_each".into()),
             Way::Some => some_rows::kernel("each", dtype),
+            Way::Narrow => some_rows::kernel("narrow", dtype),
         };
         // Normed rows lie in shared memory as bf16, if two blocks still have room.
         let with_rows = shared + rows * depth * 2;
-        let takes_norm = matches!(way, Way::Some) && with_rows <= MAX_SHARED_OF_TWO;
+        let takes_norm = !matches!(way, Way::Few) && with_rows <= MAX_SHARED_OF_TWO;
         let norm = if takes_norm { normed::take(on, on.read(self.a), rows) } else { None };
         let shared = if norm.is_some() { with_rows } else { shared };
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
@@ -93,7 +102,7 @@ impl Each<'_> {
         args.extend([rows, depth, stride].map(Arg::from));
         match way {
             Way::Few => args.push((dtype.of_activations() == DType::BF16).into()),
-            Way::Some => args.extend(norm.unwrap_or_else(normed::nothing)),
+            Way::Some | Way::Narrow => args.extend(norm.unwrap_or_else(normed::nothing)),
         }
         let grid = [num_blocks, rows.div_ceil(height), 1];
         let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };
