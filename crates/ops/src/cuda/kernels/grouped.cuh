@@ -141,11 +141,11 @@ struct Store {
     }
 };
 
-// h [R, A F], if it is kept, and its activation a [R, F].
+// h [R, A F], if it is kept, and its activation a [R, F]; the activation is taken of numbers of h's type.
 struct Activate {
     void *h, *a;
     const f32* bias;
-    u32 is_bf16, width;
+    u32 is_bf16, a_bf16, width;
     Shape shape;
     static const bool HAS_PARTS = false;
     typedef NothingAhead Ahead;
@@ -164,7 +164,7 @@ struct Activate {
         // What is saved is what the activation is taken of, so that backward sees the same function.
         f32 gates[1] = {rounded(gate, is_bf16)}, ups[1] = {rounded(up, is_bf16)};
         activate(shape, gates, ups);
-        store_any(a, is_bf16, row * width + column, gates[0]);
+        store_any(a, a_bf16, row * width + column, gates[0]);
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }
@@ -189,7 +189,7 @@ struct Activate {
             up[i] = rounded(up[i], is_bf16);
         }
         activate(shape, gate, up);
-        store_vector(a, is_bf16, row * width + column, gate);
+        store_vector(a, a_bf16, row * width + column, gate);
         return 0.0f;
     }
 };
@@ -419,8 +419,8 @@ DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_probl
 #define STORE void *to, const f32 *base, u32 to_bf16, u32 stride
 #define THE_STORE Store{to, base, to_bf16, stride}
 
-#define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit
-#define THE_ACTIVATE Activate{h, activated, bias, h_bf16, width, Shape{kind, alpha, limit}}
+#define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 activated_bf16, u32 width, u32 kind, f32 alpha, f32 limit
+#define THE_ACTIVATE Activate{h, activated, bias, h_bf16, activated_bf16, width, Shape{kind, alpha, limit}}
 
 #define PULL_BACK const void *h, void *dh, void *weighed, const f32 *row_weights, u32 h_bf16, u32 width, u32 kind, f32 alpha, f32 limit, f32 *parts
 #define THE_PULL_BACK PullBack{h, dh, weighed, row_weights, h_bf16, width, Shape{kind, alpha, limit}}

@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::FEW_ROWS;
-use super::{On, THREADS, normed, some_rows};
+use super::{On, THREADS, elementwise, normed, some_rows};
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 
@@ -72,6 +72,11 @@ impl Each<'_> {
 
     fn store_to(&self, on: On<'_>, way: Way, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
+        // Kernels round what they multiply with blocks to bf16: made so once, it is half as much for all that read it.
+        let num_columns: usize = self.bs.iter().map(|b| b.rows()).sum();
+        let is_rounded =
+            dtype.is_quantized() && rows > FEW_ROWS && num_columns > MAX_NARROW && self.a.dtype() == DType::F32;
+        let a = &if is_rounded { elementwise::cast(on, self.a, DType::BF16) } else { self.a.clone() };
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
         let (height, width, stride, shared) = match way {
             Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),
@@ -88,17 +93,17 @@ impl Each<'_> {
         // Normed rows lie in shared memory as bf16, if two blocks still have room.
         let with_rows = shared + rows * depth * 2;
         let takes_norm = !matches!(way, Way::Few) && with_rows <= MAX_SHARED_OF_TWO;
-        let norm = if takes_norm { normed::take(on, on.read(self.a), rows) } else { None };
+        let norm = if takes_norm { normed::take(on, on.read(a), rows) } else { None };
         let shared = if norm.is_some() { with_rows } else { shared };
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
         let out_is_bf16 = ys[0].dtype() == DType::BF16;
         let none = || std::iter::repeat_with(Arg::none);
-        let mut args = vec![on.read(self.a)];
+        let mut args = vec![on.read(a)];
         args.extend(self.bs.iter().map(|b| on.read(b)).chain(none()).take(Self::MOST));
         args.extend(ys.iter_mut().map(|y| on.write(y)).chain(none()).take(Self::MOST));
         args.push(on.read_or_none(self.base));
         args.extend(columns.into_iter().map(Arg::from));
-        args.extend([self.a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
+        args.extend([a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
         args.extend([rows, depth, stride].map(Arg::from));
         match way {
             Way::Few => args.push((dtype.of_activations() == DType::BF16).into()),

@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::depths::DepthsProduct;
 use super::e4m3::{self, Packed};
 use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
-use super::{Listed, On, THREADS, WARPS, takes_weights};
+use super::{Listed, On, THREADS, WARPS, elementwise, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
 use crate::cuda::sources::GROUPED;
@@ -235,7 +235,11 @@ pub(crate) fn forward(
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
-    let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], dtype));
+    // Kernels round what they multiply with blocks to bf16: made so once, it is half as much for all that read it.
+    let type_of_a = if weights.down.dtype().is_quantized() { DType::BF16 } else { dtype };
+    let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], type_of_a));
+    let is_rounded = weights.gate_up.dtype().is_quantized() && map.num_tokens > FEW_ROWS && x.dtype() == DType::F32;
+    let x = &if is_rounded { elementwise::cast(on, x, DType::BF16) } else { x.clone() };
     let mut outputs = None;
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);
@@ -264,7 +268,8 @@ pub(crate) fn forward(
         };
         let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
         let to_h = h.as_mut().map_or(Arg::none(), |h| on.write(h));
-        let mut args = vec![to_h, on.write(&mut a), bias, (dtype == DType::BF16).into(), f.into()];
+        let types = [dtype, type_of_a].map(|dtype| Arg::from(dtype == DType::BF16));
+        let mut args = vec![to_h, on.write(&mut a), bias, types[0], types[1], f.into()];
         args.extend(shape(weights.activation));
         // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
         unsafe { up.run(on, &Epilogue { kernels, args }) };
