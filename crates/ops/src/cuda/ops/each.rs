@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::FEW_ROWS;
-use super::{On, THREADS, elementwise, normed, some_rows};
+use super::{On, THREADS, normed, some_rows};
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 
@@ -72,11 +72,7 @@ impl Each<'_> {
 
     fn store_to(&self, on: On<'_>, way: Way, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
-        // Kernels round what they multiply with blocks to bf16: made so once, it is half as much for all that read it.
-        let num_columns: usize = self.bs.iter().map(|b| b.rows()).sum();
-        let is_rounded =
-            dtype.is_quantized() && rows > FEW_ROWS && num_columns > MAX_NARROW && self.a.dtype() == DType::F32;
-        let a = &if is_rounded { elementwise::cast(on, self.a, DType::BF16) } else { self.a.clone() };
+        let a = &some_rows::rounded(on, self.a, dtype, rows > some_rows::ROWS);
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
         let (height, width, stride, shared) = match way {
             Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),

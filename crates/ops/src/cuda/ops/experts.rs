@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::depths::DepthsProduct;
 use super::e4m3::{self, Packed};
 use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
-use super::{Listed, On, THREADS, WARPS, elementwise, takes_weights};
+use super::{Listed, On, THREADS, WARPS, some_rows, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
 use crate::cuda::sources::GROUPED;
@@ -235,11 +235,10 @@ pub(crate) fn forward(
     let map = Rows::of(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let inputs = weights.activation.num_inputs();
-    // Kernels round what they multiply with blocks to bf16: made so once, it is half as much for all that read it.
+    // Which kernels would round to bf16.
     let type_of_a = if weights.down.dtype().is_quantized() { DType::BF16 } else { dtype };
     let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], type_of_a));
-    let is_rounded = weights.gate_up.dtype().is_quantized() && map.num_tokens > FEW_ROWS && x.dtype() == DType::F32;
-    let x = &if is_rounded { elementwise::cast(on, x, DType::BF16) } else { x.clone() };
+    let x = &some_rows::rounded(on, x, weights.gate_up.dtype(), map.num_tokens > 2 * FEW_ROWS);
     let mut outputs = None;
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);

@@ -1,8 +1,8 @@
 //! Products of up to some rows with weights as they lie: which types have kernels, and what these need.
 
-use moeworks_tensor::DType;
+use moeworks_tensor::{DType, Tensor};
 
-use super::WARPS;
+use super::{On, WARPS, elementwise};
 use crate::cuda::Source;
 use crate::cuda::sources::{
     SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_MXFP4, SOME_ROWS_Q4, SOME_ROWS_Q4K, SOME_ROWS_Q5K, SOME_ROWS_Q6K,
@@ -56,4 +56,11 @@ pub(super) fn shared(dtype: DType) -> usize {
 /// Bytes of a row of so many elements.
 pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
     width / dtype.block_len() * dtype.size()
+}
+
+/// Activations as kernels multiply them with weights in blocks, bf16, where `are_many`: made so once, they are half as much for all blocks
+/// that read them, which then is worth a launch. Others are as they were.
+pub(super) fn rounded(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Tensor {
+    let is_rounded = are_many && weights.is_quantized() && x.dtype() == DType::F32;
+    if is_rounded { elementwise::cast(on, x, DType::BF16) } else { x.clone() }
 }
