@@ -1,5 +1,5 @@
 // A router for few tokens as one kernel: logits, by as many blocks as there are columns and eights of rows for; of each eight the last of them to
-// be done chooses, and the last of those sorts.
+// be done chooses, and the last of those sorts. (Not run on a GPU yet.)
 
 // The products of few_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and decide_for_few (router.cu).
 // `arrived` counts blocks in its first number and those of each eight rows in the others.

@@ -6,7 +6,7 @@
 //
 // A block of threads has 32 columns, or 16 pairs: two tiles of 16 lines of weights, of which four warps each have every fourth chunk of
 // the depth. (Where there are few columns, it has one tile, and each of its warps every eighth chunk.) A warp copies chunks to its own shared memory whole, so that all of a short depth is under way at once, and takes the
-// levels from there: in place most loads would be of two bytes, with the memory's latency for each.
+// levels from there: in place most loads would be of two bytes, with the memory's latency for each. (Not run on a GPU yet.)
 
 // As blocks of 32 numbers without scales.
 const u32 BF16 = NUM_TYPES;

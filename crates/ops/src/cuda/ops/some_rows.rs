@@ -1,4 +1,5 @@
-//! Products of up to some rows with weights as they lie: which types have kernels, and what these need.
+//! Products of up to some rows with weights as they lie: which types have kernels, and what these need. They ran on the emulation, not on a
+//! GPU yet.
 
 use moeworks_tensor::{DType, Tensor};
 
