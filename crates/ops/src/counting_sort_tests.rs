@@ -75,7 +75,16 @@ fn no_choice_gives_no_row() {
 /// Many blocks, several threads: against a stable sort by (expert, rank, token).
 #[test]
 fn many_blocks_sort_as_a_stable_sort_does() {
-    let (num_tokens, k, num_experts) = (1500, 3, 7_u32);
+    sorts_as_a_stable_sort_does(1500, 3, 7);
+}
+
+#[test]
+fn many_choices_of_many_experts_sort_as_a_stable_sort_does() {
+    // More counts than a GPU's block has room for at a time.
+    sorts_as_a_stable_sort_does(300, 11, 1000);
+}
+
+fn sorts_as_a_stable_sort_does(num_tokens: usize, k: usize, num_experts: u32) {
     let ids: Vec<u32> = (0..num_tokens * k).map(|i| (i * i + i / 7) as u32 % num_experts).collect();
     for limit in [None, Some(0), Some(100), Some(700)] {
         let mut expected: Vec<(u32, usize, usize)> = (0..num_tokens * k).map(|i| (ids[i], i % k, i / k)).collect();

@@ -102,8 +102,8 @@ sources! {
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
         ["some_rows_nt_f8", "some_each_f8", "some_narrow_f8", "some_up_paired_f8", "some_up_single_f8", "some_combined_f8"];
     ROUTE_FEW = "route_few" after "grouped.cuh" "few_rows.cuh" "norm_rows.cuh" "last_block.cuh" "softmax.cuh" "router.cuh": ["route_few"];
-    ROUTER = "router" after "softmax.cuh" "router.cuh": [
-        "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "first_rows", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",
+    ROUTER = "router" after "last_block.cuh" "softmax.cuh" "router.cuh": [
+        "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",
     ];
     ATTENTION = "attention" after "attention.cuh": [
         "attention_delta", "attention_sinks_back",

@@ -128,32 +128,35 @@ KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* 
 
 const u32 SORT_TOKENS = 256;
 
-KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts, u32 last) {
+// `ranks` of them have room for their counts at a time.
+KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts, u32 last, u32 ranks) {
     SHARED(shared);
-    u32* counts = (u32*)shared;  // [E]
+    u32* counts = (u32*)shared;  // [ranks, E]
     u32 token = blockIdx.x * SORT_TOKENS + threadIdx.x;
-    for (u32 rank = 0; rank < k; rank++) {
-        for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) counts[e] = 0;
+    for (u32 first = 0; first < k; first += ranks) {
+        u32 here = min(ranks, k - first);
+        for (u32 i = threadIdx.x; i < here * experts; i += SORT_TOKENS) counts[i] = 0;
         __syncthreads();
-        u32 expert = token < tokens ? min(ids[(u64)token * k + rank], last) : 0xffffffffu;
-        if (expert < experts) atomicAdd(&counts[expert], 1u);
+        for (u32 rank = 0; rank < here && token < tokens; rank++) {
+            u32 expert = min(ids[(u64)token * k + first + rank], last);
+            if (expert < experts) atomicAdd(&counts[rank * experts + expert], 1u);
+        }
         __syncthreads();
-        for (u32 e = threadIdx.x; e < experts; e += SORT_TOKENS) cells[((u64)e * k + rank) * gridDim.x + blockIdx.x] = counts[e];
+        for (u32 i = threadIdx.x; i < here * experts; i += SORT_TOKENS)
+            cells[((u64)(i / here) * k + first + i % here) * gridDim.x + blockIdx.x] = counts[i % here * experts + i / here];
         __syncthreads();
     }
 }
 
-// Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert.
-KERNEL(256) scan_cells(u32* cells, u32* counts, u32 num_cells) {
+// Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert; the last to be done writes offsets
+// [E + 1], if they are wanted: the sums of the experts' counts before each.
+KERNEL(256) scan_cells(u32* cells, u32* counts, u32 num_cells, u32* offsets, u32* arrived) {
     cells += (u64)blockIdx.x * num_cells;
     u32 count = scan(cells, cells, num_cells);
     if (threadIdx.x == 0) counts[blockIdx.x] = count;
-}
-
-// offsets [E + 1]: the sums of the experts' counts before each. One block.
-KERNEL(256) first_rows(const u32* counts, u32* offsets, u32 experts) {
-    u32 rows = scan(counts, offsets, experts);
-    if (threadIdx.x == 0) offsets[experts] = rows;
+    if (!offsets || !is_last_block(arrived, gridDim.x)) return;
+    u32 rows = scan(counts, offsets, gridDim.x);
+    if (threadIdx.x == 0) offsets[gridDim.x] = rows;
 }
 
 KERNEL(256) list_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {

@@ -28,6 +28,8 @@ const MAX_FEW_CHOICES: usize = 512;
 const MAX_DECIDED: usize = 64;
 /// Bytes of normed rows that are kept in shared memory.
 const MAX_NORMED_BYTES: usize = 64 << 10;
+/// Shared memory for the sort's counts.
+const SORT_SHARED: usize = 32 << 10;
 /// With more experts the sort's counts do not fit into a block's shared memory.
 const MAX_SORTED_EXPERTS: usize = 1024;
 
@@ -275,26 +277,37 @@ pub(crate) fn sort_choices(
     let (mut cells, mut counts) =
         (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
     let last = if limit.is_none() { num_experts as u32 - 1 } else { NO_ROW };
-    let args = [on.read(ids), on.write(&mut cells), num_tokens.into(), k.into(), num_experts.into(), last.into()];
+    let ranks = (SORT_SHARED / (4 * num_experts)).clamp(1, k);
+    let args = [
+        on.read(ids),
+        on.write(&mut cells),
+        num_tokens.into(),
+        k.into(),
+        num_experts.into(),
+        last.into(),
+        ranks.into(),
+    ];
     let launch = |kernel: &str, shared: usize, args: &[Arg<'_>]| {
         let launch = Launch { source: &ROUTER, kernel, grid: [num_blocks, 1, 1], threads: THREADS, shared, args };
         // SAFETY: a block reads its tokens' choices and writes its own cells, and the rows that they count.
         unsafe { on.gpu.launch(&launch) };
     };
-    launch("count_choices", num_experts * 4, &args[..]);
-    let args = [on.write(&mut cells), on.write(&mut counts), (k * num_blocks).into()];
-    // SAFETY: a block scans its expert's cells.
+    launch("count_choices", ranks * num_experts * 4, &args[..]);
+    let counters = on.gpu.counters(on.ctx.pool());
+    let mut offsets = limit.is_none().then(|| on.empty(&[num_experts + 1], DType::U32));
+    let to = offsets.as_mut().map_or(Arg::none(), |offsets| on.write(offsets));
+    let args = [on.write(&mut cells), on.write(&mut counts), (k * num_blocks).into(), to, on.read(&counters)];
+    // SAFETY: a block scans its expert's cells, and the last one has the offsets alone.
     unsafe { on.launch(&ROUTER, "scan_cells", num_experts, &args) };
     let empty = |shape: &[usize], dtype| on.empty(shape, dtype);
-    let mut sorted = match limit {
-        // The number of rows decides sizes: the one thing that the host waits for.
-        Some(limit) => SortedChoices::with_room(on.ctx, counts, limit, (num_tokens, k), empty),
-        None => {
-            let offsets = first_rows(on, &counts);
+    let mut sorted = match (limit, offsets) {
+        (None, Some(offsets)) => {
             let [tokens, weights] = [DType::U32, DType::F32].map(|dtype| empty(&[num_tokens * k], dtype));
             let token_rows = empty(&[num_tokens, k], DType::U32);
             SortedChoices { counts, offsets, tokens, weights, token_rows, few_tiles: None }
         }
+        // The number of rows decides sizes: the one thing that the host waits for.
+        (limit, _) => SortedChoices::with_room(on.ctx, counts, limit.unwrap_or(NO_ROW), (num_tokens, k), empty),
     };
     debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
     let args = [
@@ -367,15 +380,6 @@ impl FewChoices {
     fn sorted(self) -> SortedChoices {
         SortedChoices { few_tiles: Some(self.tiles), ..self.sorted }
     }
-}
-
-/// `[E + 1]`: the sums of the counts `[E]` before each.
-fn first_rows(on: On<'_>, counts: &Tensor) -> Tensor {
-    let mut offsets = on.empty(&[counts.len() + 1], DType::U32);
-    let args = [on.read(counts), on.write(&mut offsets), counts.len().into()];
-    // SAFETY: the one block writes an offset for each count, and the last.
-    unsafe { on.launch(&ROUTER, "first_rows", 1, &args) };
-    offsets
 }
 
 /// `num_tiles` triples (group, first row, rows): the tiles of at most `height` rows of the groups that begin at `offsets`, and after
