@@ -379,6 +379,12 @@ static inline u16 round_bf16(float x) {
 }
 static inline u32 pack_bf16(float low, float high) { return (u32)round_bf16(low) | ((u32)round_bf16(high) << 16); }
 template <u32 MASK> static inline u32 masked_with(u32 x, u32 bits) { return (x & MASK) | bits; }
+static inline u32 bytes_named(u32 low, u32 high, u32 selector) {
+    u64 bytes = (u64)high << 32 | low;
+    u32 y = 0;
+    for (int i = 0; i < 4; i++) y |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return y;
+}
 static inline u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
     u16 halves[2];
     for (int h = 0; h < 2; h++)

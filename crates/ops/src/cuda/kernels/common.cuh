@@ -82,6 +82,9 @@ template <u32 MASK> DEVICE u32 masked_with(u32 x, u32 bits) {
     return y;
 }
 
+// Of the bytes of `low` and `high`, numbered 0 to 7, those that the selector's four lowest digits name.
+DEVICE u32 bytes_named(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
 // One over x, to two units in the last place: a division asks for the few numbers with which that is harder, and waits for the answer.
 DEVICE float reciprocal(float x) {
     float y;

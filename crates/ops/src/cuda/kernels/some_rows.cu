@@ -1,5 +1,5 @@
-// Products of some rows with weights of TYPE_OF_WEIGHTS (some_rows.cuh): a module for bf16 and each of the types of blocks that most files
-// have, as few runs need more than two. OF_TYPE makes a kernel's name the type's.
+// Products of some rows with weights of TYPE_OF_WEIGHTS (some_rows.cuh): a module for bf16 and for each type of blocks, as few runs need more
+// than two. OF_TYPE makes a kernel's name the type's.
 
 KERNEL_OF_TWO(256) OF_TYPE(some_rows_nt)(ROWS, STORE, COMBINE) {
     multiply_some<false, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, SOME_COLUMNS), THE_STORE);

@@ -1,6 +1,6 @@
 // Products of up to 32 rows with weights as they lie, bf16 or blocks, on tensor cores: tiles of 128 rows would keep a few multiprocessors
 // busy. What a block's numbers are before its scale (levels) are whole numbers of at most eight bits, or floats of eight or
-// four, all of them exact in bf16; so levels are multiplied with activations in bf16, and the sum of 32 of them (16 of Q6_K) by
+// four, all of them exact in bf16; so levels are multiplied with activations in bf16, and the sum of 32 of them (or 16) by
 // the scale in f32. Columns of weights take the place of an instruction's 16 rows, rows of activations that of its 8 columns.
 // Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
 //
@@ -95,21 +95,40 @@ DEVICE u32 pair_of_f8(u32 bits) {
 DEVICE u32 pair_of_fp4(u32 bits) { return multiply_add_pairs((bits & 0x00070007) << 6 | (bits & 0x00080008) << 12, 0x7f007f00u, 0x80008000u); }
 
 template <u32 TYPE> DEVICE u32 pair_of_levels(u32 bits) {
-    if constexpr (TYPE == Q8) return pair_of_bytes(bits);
+    if constexpr (TYPE == Q8 || TYPE == IQ4_NL) return pair_of_bytes(bits);
     else if constexpr (TYPE == F8) return pair_of_f8(bits);
     else if constexpr (TYPE == MXFP4) return pair_of_fp4(bits);
     else if constexpr (TYPE == Q6K) return pair_of_counts<0x3f, 32>(bits);
-    else return pair_of_counts<TYPE == Q5K ? 0x1f : 0xf, TYPE == Q4 ? 8 : 0>(bits);
+    else if constexpr (TYPE == Q3K) return pair_of_counts<0x7, 4>(bits);
+    else if constexpr (TYPE == Q2K) return pair_of_counts<0x3, 0>(bits);
+    else if constexpr (TYPE == Q5_0) return pair_of_counts<0x1f, 16>(bits);
+    else return pair_of_counts<TYPE == Q5K || TYPE == Q5_1 ? 0x1f : 0xf, TYPE == Q4 ? 8 : 0>(bits);
 }
 
-// A line's levels of 32 elements, the scales of the first and of the last 16, and what is to be taken from each number.
+// A line's levels of 32 elements; the scales of the first and of the last 16, and what is to be taken from each number of theirs.
 struct LevelPairs {
     u32 pairs[4];
-    f32 scales[2], least;
+    f32 scales[2], least[2];
+};
+
+// Whether something is to be taken, and whether that and scales are those of 16 elements.
+template <u32 TYPE> struct Scaling {
+    static const bool HAS_LEAST = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q2K || TYPE == Q4K || TYPE == Q5K;
+    static const bool HAS_TWO_SCALES = TYPE == Q2K || TYPE == Q3K || TYPE == Q6K;
 };
 
 // The low four bits of every byte, and above them those of others that are in the mask.
 DEVICE u32 with_high_bits(u32 low, u32 high, u32 mask) { return (low & 0x0f0f0f0f) | (high & mask) << 4; }
+
+// Four bits, each the lowest of a byte.
+DEVICE u32 bits_apart(u32 bits) { return (bits & 15) * 0x00204081 & 0x01010101; }
+
+// IQ4_NL's numbers of the low four bits of every byte (iq4_level).
+DEVICE u32 iq4_bytes(u32 word) {
+    u32 low = word & 0x07070707, pairs = (low | low >> 4) & 0x00ff00ff, selector = (pairs | pairs >> 8) & 0xffff;
+    u32 are_upper = (word >> 3 & 0x01010101) * 255;
+    return (bytes_named(0xbfad9881, 0xf6eaddcf, selector) & ~are_upper) | (bytes_named(0x26190d01, 0x71594535, selector) & are_upper);
+}
 
 // Those of the elements from 32 `index` on of a chunk whose first block is at `blocks`.
 template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
@@ -118,7 +137,7 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
     u32 part = index % PARTS, at = threadIdx.x % 4 * 4;
     const u8* block = blocks + index / PARTS * L::BYTES;
     LevelPairs y;
-    y.least = 0.0f;
+    y.least[0] = 0.0f;
     if constexpr (TYPE == BF16) {
         uint4 words = *(const uint4*)(block + at * 4);
         y.pairs[0] = words.x;
@@ -140,6 +159,33 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
         words[0] = word;
         words[1] = word >> 4;
         y.scales[0] = TYPE == Q4 ? half_value(*(const u16*)block) : half_power(block[0]);
+    } else if (TYPE == IQ4_NL) {
+        u32 word = word_at<2>(block + 2 + at);
+        words[0] = iq4_bytes(word);
+        words[1] = iq4_bytes(word >> 4);
+        y.scales[0] = half_value(*(const u16*)block);
+    } else if (TYPE == Q4_1 || TYPE == Q5_0 || TYPE == Q5_1) {
+        const u32 FIRST = TYPE == Q4_1 ? 4 : TYPE == Q5_0 ? 6 : 8;
+        u32 word = word_at<L::ALIGN>(block + FIRST + at), high = TYPE == Q4_1 ? 0 : word_at<L::ALIGN>(block + FIRST - 4) >> at;
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) words[i] = with_high_bits(word >> 4 * i, bits_apart(high >> 16 * i), 0x01010101);
+        y.scales[0] = half_value(*(const u16*)block);
+        if (TYPE != Q5_0) y.least[0] = -half_value(*(const u16*)(block + 2));
+    } else if (TYPE == Q2K || TYPE == Q3K) {
+        const u8* bytes = block + (TYPE == Q2K ? 16 : 32) + part / 4 * 32 + at;
+        f32 scale = half_value(*(const u16*)(block + 80)), least = half_value(*(const u16*)(block + 82));
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            words[i] = word_at<2>(bytes + 16 * i) >> part % 4 * 2;
+            if (TYPE == Q3K) {
+                words[i] = (words[i] & 0x03030303) | (word_at<2>(block + at + 16 * i) >> part & 0x01010101) << 2;
+                y.scales[i] = q3_scale(block, part * 2 + i);
+            } else {
+                u32 both = block[part * 2 + i];
+                y.scales[i] = scale * (f32)(both & 15);
+                y.least[i] = least * (f32)(both >> 4);
+            }
+        }
     } else if (TYPE == Q4K || TYPE == Q5K) {
         const u8* bytes = block + (TYPE == Q5K ? 48 : 16) + part / 2 * 32 + at;
 #pragma unroll
@@ -149,7 +195,7 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
         }
         float2 both = scale_and_least(block, part);
         y.scales[0] = both.x;
-        y.least = both.y;
+        y.least[0] = both.y;
     } else {
         const u8 *bytes = block + part / 4 * 64 + part % 2 * 32 + at, *highs = block + 128 + part / 4 * 32 + at;
         f32 scale = half_value(*(const u16*)(block + 208));
@@ -160,7 +206,10 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
             y.scales[i] = scale * (f32)(signed char)block[192 + part * 2 + i];
         }
     }
-    if (TYPE != Q6K) y.scales[1] = y.scales[0];
+    if (!Scaling<TYPE>::HAS_TWO_SCALES) {
+        y.scales[1] = y.scales[0];
+        y.least[1] = y.least[0];
+    }
 #pragma unroll
     for (u32 i = 0; i < 4; i++) y.pairs[i] = pair_of_levels<TYPE>(words[i / 2] >> i % 2 * 8);
     return y;
@@ -222,7 +271,7 @@ DEVICE Activations<COUNT, GROUPS> activations(const Operand& a, const LaneRows<G
 // Adds the products of elements from 32 `index` of a chunk on: to a lane's sums of its two lines with rows 2 (lane % 4) on of each eight.
 template <u32 TYPE, u32 GROUPS>
 DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 index, const u32 (&x)[GROUPS][4], bool is_inside) {
-    const bool HAS_LEAST = TYPE == Q4K || TYPE == Q5K, HAS_TWO_SCALES = TYPE == Q6K;
+    const bool HAS_LEAST = Scaling<TYPE>::HAS_LEAST, HAS_TWO_SCALES = Scaling<TYPE>::HAS_TWO_SCALES;
     // What lies behind a row's end is another's, or nothing.
     if (TYPE == BF16 && !is_inside) return;
     LevelPairs w[2] = {level_pairs<TYPE>(lines[0], index), level_pairs<TYPE>(lines[1], index)};
@@ -244,8 +293,8 @@ DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 
             if (!HAS_TWO_SCALES && i == 0) continue;
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                if (is_inside) sums[g][j] += w[j / 2].scales[i] * products[j] - (HAS_LEAST ? w[j / 2].least * whole[j] : 0.0f);
-                products[j] = 0.0f;
+                if (is_inside) sums[g][j] += w[j / 2].scales[i] * products[j] - (HAS_LEAST ? w[j / 2].least[i] * whole[j] : 0.0f);
+                products[j] = whole[j] = 0.0f;
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Weights in [blocks](crate::quantized) on a GPU: read as they lie by products of up to some rows, those of the types that most files
-//! have; turned into bf16 for all others, anew for each product, of a layer's experts those that have rows. Activations are rounded to
-//! bf16, not to whole numbers as they are on the host.
+//! Weights in [blocks](crate::quantized) on a GPU: multiplied with as they lie by up to some rows (`some_rows.rs`); turned into bf16 for
+//! more, anew for each product, of a layer's experts those that have rows. Activations are rounded to bf16, not to whole numbers as they
+//! are on the host.
 
 use moeworks_tensor::{DType, Tensor};
 

@@ -6,8 +6,8 @@ use moeworks_tensor::{DType, Tensor};
 use super::{On, WARPS, elementwise};
 use crate::cuda::Source;
 use crate::cuda::sources::{
-    SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_MXFP4, SOME_ROWS_Q4, SOME_ROWS_Q4K, SOME_ROWS_Q5K, SOME_ROWS_Q6K,
-    SOME_ROWS_Q8,
+    SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_IQ4_NL, SOME_ROWS_MXFP4, SOME_ROWS_Q2K, SOME_ROWS_Q3K, SOME_ROWS_Q4,
+    SOME_ROWS_Q4_1, SOME_ROWS_Q4K, SOME_ROWS_Q5_0, SOME_ROWS_Q5_1, SOME_ROWS_Q5K, SOME_ROWS_Q6K, SOME_ROWS_Q8,
 };
 
 /// Rows that are taken at once, and columns of a block of threads.
@@ -30,6 +30,12 @@ fn of_type(dtype: DType) -> Option<(&'static Source, &'static str)> {
         DType::Q6K => (&SOME_ROWS_Q6K, "q6k"),
         DType::Mxfp4 => (&SOME_ROWS_MXFP4, "mxfp4"),
         DType::F8 => (&SOME_ROWS_F8, "f8"),
+        DType::Q4_1 => (&SOME_ROWS_Q4_1, "q4_1"),
+        DType::Q5_0 => (&SOME_ROWS_Q5_0, "q5_0"),
+        DType::Q5_1 => (&SOME_ROWS_Q5_1, "q5_1"),
+        DType::Q2K => (&SOME_ROWS_Q2K, "q2k"),
+        DType::Q3K => (&SOME_ROWS_Q3K, "q3k"),
+        DType::Iq4Nl => (&SOME_ROWS_IQ4_NL, "iq4_nl"),
         _ => return None,
     })
 }
