@@ -5,8 +5,9 @@
 // Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
 //
 // A block of threads has 32 columns, or 16 pairs: two tiles of 16 lines of weights, of which four warps each have every fourth chunk of
-// the depth. (Where there are few columns, it has one tile, and each of its warps every eighth chunk.) A warp copies chunks to its own shared memory whole, so that all of a short depth is under way at once, and takes the
-// levels from there: in place most loads would be of two bytes, with the memory's latency for each. (Not run on a GPU yet.)
+// the depth. (Where there are few columns, it has one tile, and each of its warps every eighth chunk.) A warp copies chunks to its own
+// shared memory whole, so that all of a short depth is under way at once, and takes the levels from there: in place most loads would be
+// of two bytes, with the memory's latency for each. (Not run on a GPU yet.)
 
 // As blocks of 32 numbers without scales.
 const u32 BF16 = NUM_TYPES;
@@ -130,25 +131,11 @@ DEVICE u32 iq4_bytes(u32 word) {
     return (bytes_named(0xbfad9881, 0xf6eaddcf, selector) & ~are_upper) | (bytes_named(0x26190d01, 0x71594535, selector) & are_upper);
 }
 
-// Those of the elements from 32 `index` on of a chunk whose first block is at `blocks`.
-template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
+// The first and the second four of a lane's numbers in the low bits of bytes, above which there may be more; and the block's scales.
+// `part` is that of a block of several times 32.
+template <u32 TYPE> DEVICE void words_of_short_block(u32 (&words)[2], LevelPairs& y, const u8* block, u32 part) {
     typedef Layout<TYPE> L;
-    const u32 PARTS = L::LEN / 32;
-    u32 part = index % PARTS, at = threadIdx.x % 4 * 4;
-    const u8* block = blocks + index / PARTS * L::BYTES;
-    LevelPairs y;
-    y.least[0] = 0.0f;
-    if constexpr (TYPE == BF16) {
-        uint4 words = *(const uint4*)(block + at * 4);
-        y.pairs[0] = words.x;
-        y.pairs[1] = words.y;
-        y.pairs[2] = words.z;
-        y.pairs[3] = words.w;
-        y.scales[0] = y.scales[1] = 1.0f;
-        return y;
-    }
-    // The first and the second four in the low bits of bytes; of others there may be more above them.
-    u32 words[2];
+    u32 at = threadIdx.x % 4 * 4;
     if (TYPE == Q8 || TYPE == F8) {
         const u8* bytes = block + (TYPE == Q8 ? 2 : 4 + part * 32) + at;
         words[0] = word_at<L::ALIGN>(bytes);
@@ -171,7 +158,12 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
         for (u32 i = 0; i < 2; i++) words[i] = with_high_bits(word >> 4 * i, bits_apart(high >> 16 * i), 0x01010101);
         y.scales[0] = half_value(*(const u16*)block);
         if (TYPE != Q5_0) y.least[0] = -half_value(*(const u16*)(block + 2));
-    } else if (TYPE == Q2K || TYPE == Q3K) {
+    }
+}
+
+template <u32 TYPE> DEVICE void words_of_long_block(u32 (&words)[2], LevelPairs& y, const u8* block, u32 part) {
+    u32 at = threadIdx.x % 4 * 4;
+    if (TYPE == Q2K || TYPE == Q3K) {
         const u8* bytes = block + (TYPE == Q2K ? 16 : 32) + part / 4 * 32 + at;
         f32 scale = half_value(*(const u16*)(block + 80)), least = half_value(*(const u16*)(block + 82));
 #pragma unroll
@@ -206,6 +198,26 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
             y.scales[i] = scale * (f32)(signed char)block[192 + part * 2 + i];
         }
     }
+}
+
+// Levels of the elements from 32 `index` on of a chunk whose first block is at `blocks`.
+template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
+    typedef Layout<TYPE> L;
+    const u32 PARTS = L::LEN / 32;
+    u32 part = index % PARTS, words[2];
+    const u8* block = blocks + index / PARTS * L::BYTES;
+    LevelPairs y;
+    y.least[0] = 0.0f;
+    if constexpr (TYPE == BF16) {
+        uint4 eight = *(const uint4*)(block + threadIdx.x % 4 * 16);
+        y.pairs[0] = eight.x;
+        y.pairs[1] = eight.y;
+        y.pairs[2] = eight.z;
+        y.pairs[3] = eight.w;
+        return y;
+    }
+    if constexpr (L::LEN == 256) words_of_long_block<TYPE>(words, y, block, part);
+    else words_of_short_block<TYPE>(words, y, block, part);
     if (!Scaling<TYPE>::HAS_TWO_SCALES) {
         y.scales[1] = y.scales[0];
         y.least[1] = y.least[0];
