@@ -1,6 +1,6 @@
 //! The emulation: kernels compiled for the host, memory that is the host's.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -27,7 +27,7 @@ const GUARD: usize = 256;
 const FILL: u8 = 0xff;
 
 /// The compiler's options. Contraction is that of a GPU: a product and a sum may be one operation.
-const OPTIONS: [&str; 7] = ["-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-pthread", "-D_FORTIFY_SOURCE=0"];
+const OPTIONS: [&str; 6] = ["-std=c++17", "-O2", "-w", "-fPIC", "-pthread", "-D_FORTIFY_SOURCE=0"];
 
 pub(super) struct Emulated {
     /// None where nothing is computed.
@@ -197,22 +197,31 @@ fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
     let failed = |reason: String| GpuError::NoEmulation { reason };
     let folder = to.with_extension("sources");
     fs::create_dir_all(&folder).map_err(|error| failed(format!("{}: {error}", folder.display())))?;
-    let mut command = Command::new("c++");
-    command.args(OPTIONS).arg("-o").arg(to).current_dir(&folder);
+    let run = |args: &[&OsStr], files: &[String]| {
+        let output = Command::new("c++").args(OPTIONS).args(args).args(files).current_dir(&folder).output();
+        let output = output.map_err(|error| failed(format!("c++: {error}")))?;
+        let log = || String::from_utf8_lossy(&output.stderr).into_owned();
+        let error = || GpuError::Compile { source_name: "*".into(), target: "the host".into(), log: log() };
+        output.status.success().then_some(()).ok_or_else(error)
+    };
+    let file = |name: &str, ending: &str| format!("{name}.{ending}");
     for (name, text) in texts {
-        let name = format!("{name}.cpp");
+        let name = file(name, "cpp");
         fs::write(folder.join(&name), text).map_err(|error| failed(format!("{name}: {error}")))?;
-        command.arg(name);
     }
-    let output = command.output().map_err(|error| failed(format!("c++: {error}")));
-    // Only sources are in it; they cost nothing if they stay.
+    // Processors take files in turn.
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    let of_one = |first: usize| texts.iter().skip(first).step_by(count).map(|(name, _)| file(name, "cpp")).collect();
+    let parts: Vec<Vec<String>> = (0..count.min(texts.len())).map(of_one).collect();
+    let compiled = std::thread::scope(|scope| {
+        let all: Vec<_> = parts.iter().map(|part| scope.spawn(|| run(&["-c".as_ref()], part))).collect();
+        all.into_iter().try_for_each(|one| one.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    let objects: Vec<String> = texts.iter().map(|(name, _)| file(name, "o")).collect();
+    let result = compiled.and_then(|()| run(&["-shared".as_ref(), "-o".as_ref(), to.as_os_str()], &objects));
+    // Only sources and objects are in it; they cost nothing if they stay.
     let _ = fs::remove_dir_all(&folder);
-    let output = output?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let log = String::from_utf8_lossy(&output.stderr).into_owned();
-    Err(GpuError::Compile { source_name: "*".into(), target: "the host".into(), log })
+    result
 }
 
 /// A block of the host's memory between two guards.
