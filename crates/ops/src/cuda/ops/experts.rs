@@ -5,7 +5,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::depths::DepthsProduct;
 use super::e4m3::{self, Packed};
-use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct};
+use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct, place};
 use super::{Listed, On, THREADS, WARPS, some_rows, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
@@ -261,17 +261,10 @@ pub(crate) fn forward(
             groups: part.groups(&map),
             scales: scales(&of_x, &gate_up),
         };
-        let kernels = match inputs {
-            2 => ["up_paired", "plain_up_paired", "few_up_paired"],
-            _ => ["up_single", "plain_up_single", "few_up_single"],
-        };
-        let bias = on.read_or_none(biases.as_ref().map(|biases| biases.gate_up));
-        let to_h = h.as_mut().map_or(Arg::none(), |h| on.write(h));
-        let types = [dtype, type_of_a].map(|dtype| Arg::from(dtype == DType::BF16));
-        let mut args = vec![to_h, on.write(&mut a), bias, types[0], types[1], f.into()];
-        args.extend(shape(weights.activation));
+        let epilogue = activation(on, weights, biases, (h.as_mut(), &mut a), dtype);
         // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
-        unsafe { up.run(on, &Epilogue { kernels, args }) };
+        unsafe { up.run(on, &epilogue) };
+        drop(epilogue);
         let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, (weights.down, d), &map));
         let down = RowsProduct {
             a: &a.data,
@@ -296,6 +289,26 @@ pub(crate) fn forward(
         add_biases(on, &mut outputs, biases.down, &map);
     }
     (combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base), h.map(|h| ExpertsSaved { h }))
+}
+
+/// What becomes of the first products: `h`, if it is kept, and `a`, the activation of numbers of a type.
+fn activation<'a>(
+    on: On<'_>,
+    weights: ExpertWeights<'a>,
+    biases: Option<ExpertBiases<'a>>,
+    (h, a): (Option<&'a mut Tensor>, &'a mut Tensor),
+    dtype: DType,
+) -> Epilogue<'a> {
+    let kernels = match weights.activation.num_inputs() {
+        2 => ["up_paired", "plain_up_paired", "few_up_paired"],
+        _ => ["up_single", "plain_up_single", "few_up_single"],
+    };
+    let types = [dtype, a.dtype()].map(|dtype| Arg::from(dtype == DType::BF16));
+    let bias = on.read_or_none(biases.map(|biases| biases.gate_up));
+    let to_h = h.map_or(Arg::none(), |h| on.write(h));
+    let mut args = vec![to_h, on.write(a), bias, types[0], types[1], weights.down.cols().into()];
+    args.extend(shape(weights.activation));
+    Epilogue { kernels, args }
 }
 
 /// Adds each row's expert's bias `[E, D]` to the row of `outputs`.
@@ -387,9 +400,8 @@ fn product_of(on: On<'_>, outputs: &Tensor, num_tokens: usize) -> Option<Node> {
         return None;
     }
     on.gpu.take_last(|node| {
-        // (.., to, base, ..) are the fourteenth and the next: grouped.rs.
         let is_product = node.kernel.starts_with("some_rows_nt_") && node.grid[0] <= COUNTERS;
-        is_product && [node.args[13], node.args[14]] == [on.read(outputs), Arg::none()]
+        is_product && [node.args[place::TO], node.args[place::BASE]] == [on.read(outputs), Arg::none()]
     })
 }
 

@@ -40,6 +40,17 @@ const MAX_FEW_TILES: usize = 32;
 /// What kernels are called that store the products of rows.
 const ROWS_NT: &str = "rows_nt";
 
+/// Where arguments of kernels that store stand, for launches that are taken back: A, which of its rows, B's type and the depth
+/// ([`RowsProduct::operands`]), then where sums go and what they come on top of.
+pub(super) mod place {
+    pub(in super::super) const A: usize = 0;
+    pub(in super::super) const GATHER: usize = 1;
+    pub(in super::super) const B_IS_BF16: usize = 5;
+    pub(in super::super) const DEPTH: usize = 10;
+    pub(in super::super) const TO: usize = 13;
+    pub(in super::super) const BASE: usize = 14;
+}
+
 /// What the arguments of those of some rows end with where rows are not combined (experts.rs).
 pub(super) const COMBINE_ARGS: usize = 7;
 

@@ -6,7 +6,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::{listed_height, num_tiles};
+use super::grouped::{listed_height, num_tiles, place};
 use super::{On, THREADS, WARPS, double, normed};
 use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::{ROUTE_FEW, ROUTER, SCORES};
@@ -68,10 +68,10 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
 
 /// The product that makes these logits, if it would be launched next: it is not, and who asks for it does it.
 fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<Node> {
-    // (a, gather, b, tiles, types of a and b, strides of both, .., depth in the eleventh place, ..; to, ..): grouped.rs.
     on.gpu.take_last(|node| {
         let is_product = node.kernel == "few_rows_nt" && node.grid[1] <= MAX_DECIDED / WARPS;
-        is_product && node.args[13] == logits && [node.args[1], node.args[5]] == [Arg::none(), false.into()]
+        let has = |place: usize, arg: Arg<'_>| node.args[place] == arg;
+        is_product && has(place::TO, logits) && has(place::GATHER, Arg::none()) && has(place::B_IS_BF16, false.into())
     })
 }
 
@@ -82,8 +82,8 @@ fn decide_for_few(on: On<'_>, product: Option<Node>, rows: usize, decision: &[Ar
         // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
         return unsafe { on.launch(&ROUTER, "decide_for_few", 1, decision) };
     };
-    let shared = rows * product.args[10].number() as usize * 4;
-    let norm = if shared <= MAX_NORMED_BYTES { normed::take(on, product.args[0], rows) } else { None };
+    let shared = rows * product.args[place::DEPTH].number() as usize * 4;
+    let norm = if shared <= MAX_NORMED_BYTES { normed::take(on, product.args[place::A], rows) } else { None };
     let shared = if norm.is_some() { shared } else { 0 };
     let counters = on.gpu.counters(on.ctx.pool());
     let mut args = norm.unwrap_or_else(normed::nothing).to_vec();
@@ -273,32 +273,8 @@ pub(crate) fn sort_choices(
     if limit.is_none() && (1..=MAX_FEW_CHOICES).contains(&ids.len()) {
         return sort_few_choices(on, (ids, weights), num_experts);
     }
-    let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
-    let (mut cells, mut counts) =
-        (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
     let last = if limit.is_none() { num_experts as u32 - 1 } else { NO_ROW };
-    let ranks = (SORT_SHARED / (4 * num_experts)).clamp(1, k);
-    let args = [
-        on.read(ids),
-        on.write(&mut cells),
-        num_tokens.into(),
-        k.into(),
-        num_experts.into(),
-        last.into(),
-        ranks.into(),
-    ];
-    let launch = |kernel: &str, shared: usize, args: &[Arg<'_>]| {
-        let launch = Launch { source: &ROUTER, kernel, grid: [num_blocks, 1, 1], threads: THREADS, shared, args };
-        // SAFETY: a block reads its tokens' choices and writes its own cells, and the rows that they count.
-        unsafe { on.gpu.launch(&launch) };
-    };
-    launch("count_choices", ranks * num_experts * 4, &args[..]);
-    let counters = on.gpu.counters(on.ctx.pool());
-    let mut offsets = limit.is_none().then(|| on.empty(&[num_experts + 1], DType::U32));
-    let to = offsets.as_mut().map_or(Arg::none(), |offsets| on.write(offsets));
-    let args = [on.write(&mut cells), on.write(&mut counts), (k * num_blocks).into(), to, on.read(&counters)];
-    // SAFETY: a block scans its expert's cells, and the last one has the offsets alone.
-    unsafe { on.launch(&ROUTER, "scan_cells", num_experts, &args) };
+    let Counted { cells, counts, offsets } = count_choices(on, ids, (num_experts, last), limit.is_none());
     let empty = |shape: &[usize], dtype| on.empty(shape, dtype);
     let mut sorted = match (limit, offsets) {
         (None, Some(offsets)) => {
@@ -324,8 +300,42 @@ pub(crate) fn sort_choices(
         last.into(),
         limit.unwrap_or(NO_ROW).into(),
     ];
-    launch("place_choices", WARPS * num_experts * 4, &args[..]);
+    let (grid, shared) = ([num_tokens.div_ceil(SORT_TOKENS), 1, 1], WARPS * num_experts * 4);
+    let launch = Launch { source: &ROUTER, kernel: "place_choices", grid, threads: THREADS, shared, args: &args };
+    // SAFETY: a block reads its tokens' choices and writes the rows that were counted for them.
+    unsafe { on.gpu.launch(&launch) };
     sorted
+}
+
+/// What the sort counts: `cells [E, K, blocks]`, the choices before those of an expert, rank and block of tokens; `counts [E]`; and, where
+/// they are wanted, `offsets [E + 1]`, the sums of the counts before each.
+struct Counted {
+    cells: Tensor,
+    counts: Tensor,
+    offsets: Option<Tensor>,
+}
+
+/// An id above `last` is taken for it.
+fn count_choices(on: On<'_>, ids: &Tensor, (num_experts, last): (usize, u32), are_offsets_wanted: bool) -> Counted {
+    let (num_tokens, k) = (ids.rows(), ids.cols());
+    let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
+    let (mut cells, mut counts) =
+        (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
+    let ranks = (SORT_SHARED / (4 * num_experts)).clamp(1, k);
+    let mut args = vec![on.read(ids), on.write(&mut cells)];
+    args.extend([num_tokens, k, num_experts].map(Arg::from));
+    args.extend([Arg::from(last), ranks.into()]);
+    let (grid, shared) = ([num_blocks, 1, 1], ranks * num_experts * 4);
+    let launch = Launch { source: &ROUTER, kernel: "count_choices", grid, threads: THREADS, shared, args: &args };
+    // SAFETY: a block reads its tokens' choices and writes its own cells.
+    unsafe { on.gpu.launch(&launch) };
+    let counters = on.gpu.counters(on.ctx.pool());
+    let mut offsets = are_offsets_wanted.then(|| on.empty(&[num_experts + 1], DType::U32));
+    let to = offsets.as_mut().map_or(Arg::none(), |offsets| on.write(offsets));
+    let args = [on.write(&mut cells), on.write(&mut counts), (k * num_blocks).into(), to, on.read(&counters)];
+    // SAFETY: a block scans its expert's cells, and the last one has the offsets alone.
+    unsafe { on.launch(&ROUTER, "scan_cells", num_experts, &args) };
+    Counted { cells, counts, offsets }
 }
 
 /// The same of few choices, all of which have rows, by one kernel: what a step of decoding waits for.
