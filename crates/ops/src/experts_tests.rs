@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::elementwise::cast;
-use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
+use crate::test_data::{contexts, gpus, is_close, kind, numbers, rounded, tensor};
 
 /// A layer's shape, who goes where, and how. A choice is an expert, or `None` for a dropped one.
 #[derive(Clone, Debug)]
@@ -339,6 +339,19 @@ fn every_phase_matches_f64_for_every_activation() {
 fn sizes_beyond_a_tile_match_f64() {
     let choices = round_robin(61, 3, 2);
     check(&Case { t: 61, d: 67, f: 113, e: 3, choices, activation: Activation::SwiGlu });
+}
+
+/// Boxes of several blocks of columns, in tiles after the first and of matrices after the first, are there on GPUs that copy tensors.
+#[test]
+fn several_tiles_of_whole_blocks_match_f64_on_every_gpu() {
+    let (t, d, f, e) = (70, 320, 320, 2);
+    let case = Case { t, d, f, e, choices: round_robin(t, e, 2), activation: Activation::SwiGlu };
+    let [x, dy] = [1, 2].map(|seed| numbers(t * d, seed));
+    let inputs = Inputs { x, dy, gate_up: numbers(e * 2 * f * d, 3), down: numbers(e * d * f, 4) };
+    for ctx in gpus() {
+        let run = run(&ctx, &case, &inputs, DType::BF16, DType::BF16);
+        compare(&case, &inputs, &run, DType::BF16, DType::BF16);
+    }
 }
 
 #[test]

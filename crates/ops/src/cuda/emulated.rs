@@ -102,10 +102,10 @@ impl Emulated {
         if !self.kind.is_hopper || self.kind.is_reversed {
             return None;
         }
-        let Matrices { address, columns, rows, count, box_rows } = *matrices;
+        let Matrices { address, columns, rows, count, box_rows, box_blocks } = *matrices;
         let mut map: TensorMap = [0; 32];
         map[..2].copy_from_slice(&[address as u32, (address >> 32) as u32]);
-        map[2..6].copy_from_slice(&[columns, rows, count, box_rows].map(|size| size as u32));
+        map[2..7].copy_from_slice(&[columns, rows, count, box_rows, box_blocks].map(|size| size as u32));
         Some(map)
     }
 

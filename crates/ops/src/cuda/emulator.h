@@ -55,7 +55,7 @@ struct Copy { void* to; const void* from; bool is_there; };
 struct Phases { u16 arrivals, left; u32 phase; };
 
 // A tensor's map: what the host's twin of the driver's function writes (`emulated.rs`), of elements of two bytes.
-struct Map { u64 address; u32 columns, rows, matrices, box_rows; };
+struct Map { u64 address; u32 columns, rows, matrices, box_rows, box_blocks; };
 // What a phase waits for besides arrivals: tensor copies, and the bytes that it was told to expect.
 struct Box { unsigned char* to; Map map; u32 x, y, z; };
 struct Expected { const void* barrier; u32 bytes = 0; std::vector<Box> boxes; };
@@ -457,18 +457,28 @@ static inline emulator::Expected& emulated_expected(const u64* barrier) {
     return all.back();
 }
 static inline void expect_bytes(u64* barrier, u32 bytes) { emulated_expected(barrier).bytes += bytes; }
-static inline void copy_box(unsigned char* to, const void* map, u32 x, u32 y, u32 z, u64* barrier) {
+static inline void emulated_box(unsigned char* to, const emulator::Map& map, u32 x, u32 y, u32 z, u64* barrier) {
     if (shared_address(to) % 1024 != 0) emulator::fail("a box is not aligned to lines that are swapped");
-    emulated_expected(barrier).boxes.push_back({to, *(const emulator::Map*)map, x, y, z});
+    emulated_expected(barrier).boxes.push_back({to, map, x, y, z});
+}
+static inline void copy_box(unsigned char* to, const void* map, u32 x, u32 y, u32 z, u64* barrier) {
+    const auto& of = *(const emulator::Map*)map;
+    if (of.box_blocks != 1) emulator::fail("a box of several blocks of columns is copied as one of one");
+    emulated_box(to, of, x, y, z, barrier);
+}
+static inline void copy_blocks_box(unsigned char* to, const void* map, u32 block, u32 y, u32 z, u64* barrier) {
+    const auto& of = *(const emulator::Map*)map;
+    if (of.box_blocks == 1) emulator::fail("a box of one block of columns is copied as one of several");
+    emulated_box(to, of, block * 64, y, z, barrier);
 }
 // Boxes come as late as they may: when a phase waits for nothing else.
 static inline void emulated_boxes(const u64* barrier) {
     auto& expected = emulated_expected(barrier);
     for (const auto& box : expected.boxes) {
         const auto& map = box.map;
-        expected.bytes -= map.box_rows * 128;
-        for (u32 i = 0; i < map.box_rows * 64; i++) {
-            u32 at = i * 2, row = box.y + i / 64, column = box.x + i % 64;
+        expected.bytes -= map.box_blocks * map.box_rows * 128;
+        for (u32 i = 0; i < map.box_blocks * map.box_rows * 64; i++) {
+            u32 at = i * 2, line = i / 64, row = box.y + line % map.box_rows, column = box.x + line / map.box_rows * 64 + i % 64;
             bool is_there = row < map.rows && column < map.columns && box.z < map.matrices;
             u64 from = ((u64)box.z * map.rows + row) * map.columns + column;
             *(u16*)(box.to + (at ^ (at >> 7 & 7) << 4)) = is_there ? ((const u16*)map.address)[from] : 0;
@@ -477,8 +487,12 @@ static inline void emulated_boxes(const u64* barrier) {
     if (expected.bytes != 0) emulator::fail("a phase expects other bytes than its tensor copies bring");
     expected = {barrier};
 }
+// A lane may speak for its warp.
 static inline void phase_arrive(u64* barrier) {
-    if (emulator_fiber().has_unseen_copies) emulator::fail("products may not read copies yet that a phase says are there");
+    emulator::Machine& m = *emulator::running;
+    for (int i = 0; i < emulator::WARP; i++)
+        if (m.fibers[m.current / emulator::WARP * emulator::WARP + i]->has_unseen_copies)
+            emulator::fail("products may not read copies yet that a phase says are there");
     auto& phases = *(emulator::Phases*)barrier;
     if (--phases.left > 0) return;
     emulated_boxes(barrier);

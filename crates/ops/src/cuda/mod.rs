@@ -57,8 +57,8 @@ pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
 pub use room::RoomStats;
 pub use sources::{SOURCES, Source};
 pub(crate) use steps::Node;
-pub(crate) use tensor_map::Matrices;
 pub use tensor_map::NO_TENSOR_COPIES_VARIABLE;
+pub(crate) use tensor_map::{BOX_COLUMNS, Matrices};
 pub use traffic::Traffic;
 
 /// A GPU, or its emulation. Cloning gives another handle.

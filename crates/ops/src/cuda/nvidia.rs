@@ -16,7 +16,7 @@ use super::launch::{Launch, pointers};
 use super::nvrtc::{Nvrtc, Target};
 use super::sources::SOURCES;
 use super::steps::Node;
-use super::tensor_map::{BOX_COLUMNS, Matrices, TensorMap};
+use super::tensor_map::{Dimensions, Matrices, TensorMap};
 use super::traffic::Meter;
 use super::{GpuError, Source};
 pub(crate) use memory::Copied;
@@ -199,22 +199,21 @@ impl Nvidia {
     pub(super) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         self.hopper_processors()?;
         self.bind().ok()?;
-        let Matrices { address, columns, rows, count, box_rows } = *matrices;
-        let dims = [columns, rows, count].map(|size| size as u64);
-        let strides = [matrices.row_bytes(), matrices.row_bytes() * rows as u64];
-        let (sizes, steps) = ([BOX_COLUMNS, box_rows as u32, 1], [1; 3]);
+        let Dimensions { sizes, steps, of_box } = matrices.dimensions();
+        let every = vec![1; of_box.len()];
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        // SAFETY: the driver writes the map, and reads three numbers of each list, of `strides` two; it does not touch the matrices.
+        // SAFETY: the driver writes the map, and reads as many numbers of each list as there are sizes, of `steps` one less; it does not
+        // touch the matrices.
         let status = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &raw mut map,
                 sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                dims.len() as u32,
-                address as *mut c_void,
-                dims.as_ptr(),
-                strides.as_ptr(),
+                sizes.len() as u32,
+                matrices.address as *mut c_void,
                 sizes.as_ptr(),
                 steps.as_ptr(),
+                of_box.as_ptr(),
+                every.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -14,12 +14,15 @@ DEVICE void phases_begin(u64* barrier, u32 arrivals) {
 DEVICE void phase_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Waits until the phase of this parity is over; phases count from 0, and the one before them, of parity 1, is over from the start.
+// Waits until the phase of this parity is over; phases count from 0, and the one before them, of parity 1, is over from the start. The
+// thread sleeps meanwhile, for up to 10 ms a try: one that only tries again asks every 15 to 30 clocks, and eight warps that do so take
+// a clock in four of the pipe that copies to shared memory go through, too (counters of an H100: 38 tries a stage of gradients of weights).
 DEVICE void phase_wait(u64* barrier, u32 parity) {
+    const u32 MOST_NS = 10000000;
     u32 is_over;
     do {
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(is_over) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(is_over) : "r"(shared_address(barrier)), "r"(parity), "r"(MOST_NS) : "memory");
     } while (!is_over);
 }
 
@@ -40,6 +43,12 @@ DEVICE void map_is_there(const void* map) {
 DEVICE void copy_box(unsigned char* to, const void* map, u32 x, u32 y, u32 z, u64* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)) : "memory");
+}
+
+// The same from block `block` of 64 columns on, for a map whose boxes have several of them: one after the other.
+DEVICE void copy_blocks_box(unsigned char* to, const void* map, u32 block, u32 y, u32 z, u64* barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 ::"r"(shared_address(to)), "l"(map), "r"(0), "r"(y), "r"(block), "r"(z), "r"(shared_address(barrier)) : "memory");
 }
 
 // Makes this thread's writes to shared memory visible to products, which read it another way than loads do.

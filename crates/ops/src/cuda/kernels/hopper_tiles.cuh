@@ -129,22 +129,17 @@ template <bool A_MAJOR, bool B_MAJOR> struct Named {
     }
 };
 
-// Blocks of 64 columns across the depth.
-template <u32 WIDTH> DEVICE void copy_blocks(unsigned char* to, const void* map, u32 column, u32 row, u32 group, u64* full) {
-    for (u32 i = 0; i < WIDTH / 64; i++) copy_box(to + i * (DEPTH * 128), map, column + i * 64, row, group, full);
-}
-
 // A stage's tensor copies, whose bytes its barrier waits for.
 template <typename T, bool B_MAJOR, bool IS_PAIRED>
 DEVICE void copy_boxes(unsigned char* to, const Boxes& boxes, const Problem& p, u32 first_row, u32 k, u64* full) {
     unsigned char* b = to + A_BYTES;
     expect_bytes(full, (boxes.a ? A_BYTES : 0) + (boxes.b ? T::COLUMNS * 128 : 0));
-    if (boxes.a) copy_blocks<TILE_ROWS>(to, boxes.a, first_row, boxes.a_row, boxes.group, full);
+    if (boxes.a) copy_blocks_box(to, boxes.a, first_row / 64, boxes.a_row, boxes.group, full);
     if (!boxes.b) return;
     if constexpr (B_MAJOR) {
         copy_box(b, boxes.b, k, p.column, boxes.group, full);
         if constexpr (IS_PAIRED) copy_box(b + T::COLUMNS / 2 * 128, boxes.b, k, p.column + (u32)p.pair, boxes.group, full);
-    } else copy_blocks<T::COLUMNS>(b, boxes.b, p.column, boxes.b_row, boxes.group, full);
+    } else copy_blocks_box(b, boxes.b, p.column / 64, boxes.b_row, boxes.group, full);
 }
 
 template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED>
@@ -152,7 +147,11 @@ DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR,
                        u64* full) {
     u32 edge = p.columns - p.column, pair = (u32)p.pair;
     unsigned char* b = to + A_BYTES;
-    if ((boxes.a || boxes.b) && threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(to, boxes, p, first_row, k, full);
+    if (boxes.a || boxes.b) {
+        if (threadIdx.x == 0) copy_boxes<T, B_MAJOR, IS_PAIRED>(to, boxes, p, first_row, k, full);
+        // The warp's lanes go on together: apart, each of what follows would be done for one of them after the other.
+        __syncwarp();
+    }
     if constexpr (A_MAJOR) copy_rows<8>(to, p.a, [&](u32 i) { return named.a[i]; }, p.rows, k, p.depth);
     else if (!boxes.a) copy_depths<TILE_ROWS>(to, p.a, named.a, first_row, p.rows, k, p.depth);
     if (boxes.b) return;
@@ -164,10 +163,12 @@ DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR,
     else copy_depths<T::COLUMNS>(b, p.b, named.b, p.column, edge, k, p.depth);
 }
 
-// Says that the stage is full whose copies this thread has waited for.
+// Says that the stage is full whose copies the warp's threads have waited for: once for all of them, as arrivals at one barrier wait for
+// each other.
 template <typename T> DEVICE void say_full(const Ring<T>& ring, u32 count) {
     products_may_read();
-    phase_arrive(ring.full + count % T::STAGES);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) phase_arrive(ring.full + count % T::STAGES);
 }
 
 template <typename T, bool A_MAJOR, bool B_MAJOR, bool IS_PAIRED, typename Tiles>
@@ -246,7 +247,7 @@ DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
     Ring<T> ring = {barriers, barriers + T::STAGES};
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < T::STAGES; i++) {
-            phases_begin(ring.full + i, COPIERS);
+            phases_begin(ring.full + i, COPIERS / 32);
             phases_begin(ring.empty + i, MULTIPLYING_WARPS);
         }
         phases_are_there();

@@ -4,7 +4,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::{HOPPER_COLUMNS, HOPPER_DEPTH, Kernel, PLAIN_TILE, TILE, rounded};
 use super::{On, elementwise};
-use crate::cuda::{Arg, DenseProduct, Matrices, Onto};
+use crate::cuda::{Arg, BOX_COLUMNS, DenseProduct, Matrices, Onto};
 use crate::gemm::Form;
 use crate::linear::Write;
 
@@ -72,10 +72,11 @@ pub(super) struct DepthsProduct<'a> {
     pub(super) keeps_unused: bool,
 }
 
-/// The map for tensor copies of rows that lie across the depth and follow one another.
-fn depth_map(on: On<'_>, x: &Tensor, width: usize) -> Option<Tensor> {
-    let address = on.gpu.address(x);
-    let matrices = Matrices { address, columns: width, rows: x.len() / width.max(1), count: 1, box_rows: HOPPER_DEPTH };
+/// The map for tensor copies of rows that lie across the depth and follow one another, of as many columns at once as a tile has.
+fn depth_map(on: On<'_>, x: &Tensor, (width, tile): (usize, usize)) -> Option<Tensor> {
+    let (address, box_blocks) = (on.gpu.address(x), tile / BOX_COLUMNS as usize);
+    let rows = x.len() / width.max(1);
+    let matrices = Matrices { address, columns: width, rows, count: 1, box_rows: HOPPER_DEPTH, box_blocks };
     Some(on.kept(&on.gpu.tensor_map(&matrices)?))
 }
 
@@ -115,9 +116,9 @@ impl DepthsProduct<'_> {
         let groups = self.offsets.len() - 1;
         let grid = [self.columns.div_ceil(tile_columns), self.rows.div_ceil(tile_rows), groups];
         args.extend(kernel.last_arg(self.compute, groups));
-        let operands = [(a, self.a.1, self.rows), (b, self.b.1, self.columns)];
-        let maps = operands.map(|(x, gather, width)| match (kernel.is_of_hopper(), gather) {
-            (true, None) => depth_map(on, x, width),
+        let operands = [(a, self.a.1, (self.rows, tile_rows)), (b, self.b.1, (self.columns, tile_columns))];
+        let maps = operands.map(|(x, gather, widths)| match (kernel.is_of_hopper(), gather) {
+            (true, None) => depth_map(on, x, widths),
             _ => None,
         });
         if kernel.is_of_hopper() {

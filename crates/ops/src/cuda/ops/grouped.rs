@@ -12,7 +12,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::router::list_tiles;
 use super::{On, blocks, elementwise, some_rows};
 use crate::cuda::sources::{GROUPED, GROUPED_FP8, GROUPED_HOPPER};
-use crate::cuda::{Arg, DenseProduct, Launch, Matrices, Onto, Source};
+use crate::cuda::{Arg, BOX_COLUMNS, DenseProduct, Launch, Matrices, Onto, Source};
 use crate::gemm::Form;
 
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
@@ -479,8 +479,12 @@ impl RowsProduct<'_> {
             (Groups::One { .. }, Form::Nt) => (self.pair.unwrap_or(0) + self.columns, 1),
             (Groups::One { .. }, _) => (self.depth, 1),
         };
-        let box_rows = if self.form == Form::Nt { self.tile_columns(on) } else { HOPPER_DEPTH };
-        let matrices = Matrices { address: on.gpu.address(self.b), columns: b_stride, rows, count, box_rows };
+        let (box_rows, box_blocks) = match self.form {
+            Form::Nt => (self.tile_columns(on), 1),
+            _ => (HOPPER_DEPTH, HOPPER_COLUMNS / BOX_COLUMNS as usize),
+        };
+        let address = on.gpu.address(self.b);
+        let matrices = Matrices { address, columns: b_stride, rows, count, box_rows, box_blocks };
         Some(on.kept(&on.gpu.tensor_map(&matrices)?))
     }
 
