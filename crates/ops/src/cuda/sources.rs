@@ -69,10 +69,10 @@ sources! {
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases", "add_bias_dots", "sum_group_rows",
         "combine_rows", "add_row_parts", "grads_of_choices",
     ];
-    GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
+    GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" "hopper_finish.cuh" only 90: [
         "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",
     ];
-    GROUPED_FP8 = "grouped_fp8" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" only 90: [
+    GROUPED_FP8 = "grouped_fp8" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" "hopper_finish.cuh" only 90: [
         "fp8_rows_nt", "fp8_up_paired", "fp8_up_single", "fp8_pull_back_rows",
     ];
     E4M3 = "e4m3": ["e4m3_rows", "e4m3_matrices"];

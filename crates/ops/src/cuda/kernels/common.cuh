@@ -174,10 +174,13 @@ DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
     }
 }
 
+DEVICE uint4 packed(const f32 (&x)[8]) {
+    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+}
+
 DEVICE void store_vector(void* to, u32 is_bf16, u64 at, const f32 (&x)[8]) {
     if (is_bf16) {
-        *(uint4*)((bf16*)to + at) =
-            make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+        *(uint4*)((bf16*)to + at) = packed(x);
         return;
     }
     float4* four = (float4*)((f32*)to + at);

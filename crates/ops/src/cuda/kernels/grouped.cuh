@@ -4,7 +4,8 @@
 
 enum Activation { SWIGLU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 
-DEVICE f32 sigmoid(f32 x) { return reciprocal(1.0f + expf(-x)); }
+// To a few units in the last place (|x| / 30 more of them): `expf` has eight instructions for two.
+DEVICE f32 sigmoid(f32 x) { return reciprocal(1.0f + power_of_two(-1.44269504f * x)); }
 // Not fminf, which would lose a NaN.
 DEVICE f32 cut_above(f32 x, f32 limit) { return x > limit ? limit : x; }
 DEVICE f32 cut(f32 x, f32 limit) { return x < -limit ? -limit : cut_above(x, limit); }

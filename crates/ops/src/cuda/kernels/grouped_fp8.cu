@@ -51,7 +51,7 @@ DEVICE void multiply_tiles(const RowTiles& tiles, const Scales& scales, const Ri
                            const Epilogue& epilogue, f32* parts) {
     const u32 A_GROUP = 64 * 128;
     u32 warp = threadIdx.x / 32 - COPIERS / 32, count = 0;
-    f32* own = (f32*)(shared + Narrow::OWN_AT + warp * OWN_BYTES);
+    f32* own = (f32*)(shared + Narrow::OWN_AT + warp * OWN_BUFFERS_BYTES);
     for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
         Problem p;
         if (!tiles.problem(index, p)) continue;

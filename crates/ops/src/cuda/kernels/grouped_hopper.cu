@@ -43,7 +43,7 @@ DEVICE void multiply_tiles(const Tiles& tiles, const Ring<Wide>& ring, unsigned 
     const u32 A_BLOCK = A_MAJOR ? 16 : DEPTH * 128, B_BLOCK = B_MAJOR ? 16 : DEPTH * 128;
     const u32 A_GROUP = DEPTH * 128, A_STEP = A_MAJOR ? 32 : 16 * 128, B_STEP = B_MAJOR ? 32 : 16 * 128;
     u32 warp = threadIdx.x / 32 - COPIERS / 32, count = 0;
-    f32* own = (f32*)(shared + Wide::OWN_AT + warp * OWN_BYTES);
+    f32* own = (f32*)(shared + Wide::OWN_AT + warp * OWN_BUFFERS_BYTES);
     for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
         Problem p;
         if (!tiles.problem(index, p)) continue;

@@ -8,13 +8,15 @@
 
 const u32 TILE_ROWS = 128, DEPTH = 64;
 const u32 COPIERS = 128, MULTIPLYING_WARPS = 8, A_BYTES = TILE_ROWS * DEPTH * 2;
+// Of a warp's shared memory for sums on their way to the epilogue: two times 16 rows of 32 (hopper_finish.cuh).
+const u32 OWN_BUFFERS_BYTES = 4096;
 // Columns of a tile, and stages of the ring.
 template <u32 TILE_COLUMNS, u32 RING_STAGES> struct Tiling {
     static const u32 COLUMNS = TILE_COLUMNS, STAGES = RING_STAGES, STAGE_BYTES = A_BYTES + COLUMNS * DEPTH * 2;
     // Stages whose copies may be under way, and which are thus not said to be full yet: the oldest of them is when this many are, before
     // there is room for the next. The products of a stage end one stage later at most.
     static const u32 LAG = STAGES - 2;
-    static const u32 OWN_AT = STAGES * STAGE_BYTES, BARRIERS_AT = OWN_AT + MULTIPLYING_WARPS * OWN_BYTES;
+    static const u32 OWN_AT = STAGES * STAGE_BYTES, BARRIERS_AT = OWN_AT + MULTIPLYING_WARPS * OWN_BUFFERS_BYTES;
 };
 
 template <typename T> struct Ring {
@@ -202,37 +204,7 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
     }
 }
 
-// ---- what comes of it ----
-
-// Hands a warp's sums to the epilogue: 16 rows in parts of 32 columns, or of 16 pairs, of which all first
-// columns come before all second ones.
-// `ahead` is what the epilogue reads for the first part.
-template <bool IS_PAIRED, u32 SUMS, typename Epilogue>
-DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[SUMS], f32* parts, u32 num_parts, f32* own,
-                   typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD]) {
-    u32 first_row = (threadIdx.x - COPIERS) / 32 * 16;
-    const u32 PARTS = SUMS / 16;
-    f32 row_parts[Own<IS_PAIRED>::HELD] = {};
-    // Which registers a part has must be known when this is compiled.
-#pragma unroll 1
-    for (u32 part = 0; part < PARTS; part++) {
-#pragma unroll
-        for (u32 chosen = 0; chosen < PARTS; chosen++) {
-            if (chosen != part) continue;
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) {
-                u32 block = i / 2, half = i % 2, at = IS_PAIRED ? block / 2 * (PARTS * 2) + chosen * 2 + block % 2 : chosen * 4 + block;
-                lay_down(own, block, half, sums[at * 4 + half * 2], sums[at * 4 + half * 2 + 1]);
-            }
-        }
-        u32 column = p.column + part * (IS_PAIRED ? OWN_PAIRS : OWN_COLUMNS);
-        hand_over<IS_PAIRED>(p, epilogue, own, first_row, column, row_parts, ahead, part + 1 < PARTS);
-    }
-    if constexpr (Epilogue::HAS_PARTS)
-        take_row_parts<IS_PAIRED>(row_parts, first_row, [&](u32 row, f32 part) {
-            if (row < p.rows) parts[(p.row + row) * num_parts + p.column / (SUMS * 2)] = part;
-        });
-}
+// ---- who does what ----
 
 // Registers of a thread that copies, and of one that multiplies: 128 of these and 256 of those have what 384 x 168 are.
 template <u32 OF_COPIERS> struct Registers {

@@ -18,14 +18,16 @@ use crate::gemm::Form;
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
 pub(super) const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
+/// Bytes of a warp's sums on their way to an epilogue of Hopper's kernels (`hopper_finish.cuh`).
+const OWN_BUFFERS: usize = 4096;
 /// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, the depth of a stage, and their shared
 /// memory: four stages, sums of eight warps on their way, and barriers.
 pub(super) const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
 pub(super) const HOPPER_DEPTH: usize = 64;
-const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * 16 * 40 * 4 + 8 * 8;
+const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * OWN_BUFFERS + 8 * 8;
 /// The same of products in eight-bit floats: square tiles, six stages of 128 in depth.
-const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * 16 * 40 * 4 + 12 * 8;
+const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * OWN_BUFFERS + 12 * 8;
 /// Rows and columns of a plain block's tile.
 pub(super) const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
