@@ -112,10 +112,11 @@ pub fn sinks_backward(
     }
 }
 
-/// Whether heads of so many elements are the host's though `ctx` has a GPU: what is kept of them had better stay there.
+/// Whether one head of keys of so many elements, which are values as well, is the host's though `ctx` has a GPU: what is kept of
+/// them had better stay there.
 #[must_use]
-pub fn is_for_host(ctx: &Context, head_dim: usize) -> bool {
-    On::of(ctx).is_some() && head_dim > cuda::attention::MAX_DIM
+pub fn is_for_host(ctx: &Context, head_dim: usize, dtype: DType) -> bool {
+    On::of(ctx).is_some_and(|on| !cuda::attention::takes_kept(on, head_dim, dtype))
 }
 
 /// The gradients of [`attention`] for `q`, `k` and `v`, f32 in their shapes; rows of `k` and `v` beyond `kv_len` get

@@ -7,6 +7,7 @@ use moeworks_tensor::Tensor;
 
 use crate::Context;
 use crate::columns::Columns;
+use crate::cuda::ops::{self as cuda, On};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{Compute, Form, Group, Product, run};
@@ -68,6 +69,10 @@ fn by_head(
     );
     if y.is_empty() {
         return;
+    }
+    let types = [x.dtype(), w.dtype(), y.dtype()];
+    if let Some(on) = On::taking(ctx, &types).filter(|_| depth > 0 && cuda::heads::takes(x)) {
+        return cuda::heads::by_head(on, form, (x, w), parts, y);
     }
     let group = |head: usize| {
         let a = Source::rows(x, 0);

@@ -10,6 +10,7 @@
 
 use moeworks_ops::attention::{AttentionShape, is_for_host};
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
+use moeworks_ops::elementwise::copy_rows;
 use moeworks_ops::heads::{HeadParts, linear_by_head, transposed_linear_by_head};
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
@@ -62,6 +63,14 @@ fn at(start: usize) -> Columns {
     Columns { start, step: 0 }
 }
 
+/// The type of what is made with the matrices. A GPU attends to bf16 by its tensor cores, also beside blocks of small integers.
+fn activations(ctx: &Context, w: &LatentWeights) -> DType {
+    match w.q.dtype() {
+        dtype if dtype.is_quantized() && ctx.gpu().is_some() => DType::BF16,
+        dtype => dtype.of_activations(),
+    }
+}
+
 impl Latent {
     fn key_dim(&self) -> usize {
         self.sizes.plain_dim + self.sizes.rotary_dim
@@ -108,24 +117,26 @@ impl Latent {
         let ctx = pass.ctx;
         let (q, _) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
+        let row = self.joined(ctx, (&kv.normed, &key));
         // Kept on the GPU all of it would come to the host for each token.
-        let place = if is_for_host(ctx, self.row_dim()) { ctx.on_host() } else { ctx.clone() };
-        cache.append(&place, &[&self.joined(ctx, (&kv.normed, &key))]);
+        let place = &if is_for_host(ctx, row.cols(), row.dtype()) { ctx.on_host() } else { ctx.clone() };
+        cache.append(place, &[&row]);
         let (held, kept) = (cache.held(), &cache.kept()[0]);
         // What several sequences keep does not follow one another.
         let follows = held == pass.seq_len || pass.num_sequences == 1;
         if follows && self.should_widen(pass.seq_len, held) {
-            let (narrow, key) = if held == pass.seq_len { (kv.normed, key) } else { self.parted(ctx, kept, held) };
+            let (narrow, key) =
+                if held == pass.seq_len { (kv.normed, key) } else { self.parted((ctx, place), kept, held) };
             let (k, v) = self.widened(ctx, w, (&narrow, &key));
             return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;
         }
-        let kv = w.kv.dtype().is_quantized().then(|| quantized::dequantize(ctx, &w.kv, DType::F32));
+        let kv = w.kv.dtype().is_quantized().then(|| quantized::dequantize(place, &w.kv, q.dtype()));
         let kv = kv.as_ref().unwrap_or(&w.kv);
-        let q = self.narrow_queries(ctx, &q, kv);
+        let q = self.narrow_queries(place, &q, kv);
         let row = self.row_dim();
         let shape = AttentionShape { num_kv_heads: 1, head_dim: row, value_dim: row, ..shape(held, cache.capacity()) };
         let (sums, _) = attend(pass, (&q, kept, kept), sinks, &shape);
-        let mut o = ctx.empty(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
+        let mut o = place.empty_there(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
         let parts = HeadParts {
             count: self.num_heads,
             x: Columns { start: 0, step: row },
@@ -133,7 +144,7 @@ impl Latent {
             num_rows: self.value_dim,
             y: Columns { start: 0, step: self.value_dim },
         };
-        linear_by_head(ctx, &sums, kv, &parts, &mut o);
+        linear_by_head(place, &sums, kv, &parts, &mut o);
         o
     }
 
@@ -151,7 +162,7 @@ impl Latent {
 
     /// Queries, `[T, H (N + R)]`, and the narrow vectors that they were made of.
     fn queries(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Tensor, Option<Narrow>) {
-        let (ctx, dtype) = (pass.ctx, w.q.dtype().of_activations());
+        let (ctx, dtype) = (pass.ctx, activations(pass.ctx, w));
         let narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
         let mut q = linear(ctx, narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
         Self::turn(pass, &mut q, Rotation::Forward);
@@ -160,7 +171,7 @@ impl Latent {
 
     /// The narrow vectors that keys and values are made of, and a head of keys `[T, N + R]` with the rotated part alone.
     fn narrowed(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Narrow, Tensor) {
-        let (ctx, dtype, rank) = (pass.ctx, w.q.dtype().of_activations(), self.sizes.kv_rank);
+        let (ctx, dtype, rank) = (pass.ctx, activations(pass.ctx, w), self.sizes.kv_rank);
         let down = project(ctx, normed, &w.kv_down, dtype);
         let mut x = ctx.empty_there(&[normed.rows(), rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, (&down, at(0)), (&mut x, at(0)));
@@ -196,12 +207,11 @@ impl Latent {
         row
     }
 
-    /// The first `count` rows of what [`joined`](Self::joined) made, taken apart.
-    fn parted(&self, ctx: &Context, kept: &Tensor, count: usize) -> (Tensor, Tensor) {
+    /// The first `count` rows of what [`joined`](Self::joined) made, which is in `place`, taken apart.
+    fn parted(&self, (ctx, place): (&Context, &Context), kept: &Tensor, count: usize) -> (Tensor, Tensor) {
         let (rank, dtype) = (self.sizes.kv_rank, kept.dtype());
-        let mut rows = ctx.empty(&[count, self.row_dim()], dtype);
-        let len = rows.num_bytes();
-        rows.bytes_mut().copy_from_slice(&kept.bytes()[..len]);
+        let mut rows = place.empty_there(&[count, self.row_dim()], dtype);
+        copy_rows(place, (kept, 0), (&mut rows, 0), count);
         let mut narrow = ctx.empty_there(&[count, rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, (&rows, at(0)), (&mut narrow, at(0)));
         let mut key = ctx.zeros_there(&[count, self.key_dim()], dtype);
@@ -212,7 +222,7 @@ impl Latent {
     /// Queries for what is kept, `[T, H (L + R)]`.
     fn narrow_queries(&self, ctx: &Context, q: &Tensor, kv: &Tensor) -> Tensor {
         let (rank, step) = (self.sizes.kv_rank, self.row_dim());
-        let mut narrow = ctx.empty(&[q.rows(), self.num_heads * step], q.dtype());
+        let mut narrow = ctx.empty_there(&[q.rows(), self.num_heads * step], q.dtype());
         let parts = HeadParts {
             count: self.num_heads,
             x: self.key_columns(0),
@@ -222,8 +232,7 @@ impl Latent {
         };
         transposed_linear_by_head(ctx, q, kv, &parts, &mut narrow);
         let (from, to) = (self.key_columns(self.sizes.plain_dim), Columns { start: rank, step });
-        // Products by head are the host's, and so is what they made.
-        copy_columns(&ctx.on_host(), self.per_head(self.sizes.rotary_dim), (q, from), (&mut narrow, to));
+        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (q, from), (&mut narrow, to));
         narrow
     }
 

@@ -1,8 +1,10 @@
 //! Model folders with matrices in blocks of small integers.
 
+use moeworks_model::generation::KvCache;
 use moeworks_model::hf::{LoadError, ModelFolder, Quantize, SaveError, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::ModelFiles;
 use moeworks_model::{Decoder, DecoderWeights, LatentAttention, ModelConfig, QkNorm, Variant};
+use moeworks_ops::cuda::Gpu;
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::DType;
 use serde_json::{Value, json};
@@ -87,6 +89,19 @@ fn latent_attention_computes_in_blocks() {
     let largest = exact.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let mean = exact.iter().zip(&found).map(|(a, b)| (a - b).abs()).sum::<f32>() / exact.len() as f32;
     assert!(mean < 0.02 * largest, "{mean} of {largest}");
+    // A token at a time, on GPUs, which keep narrow vectors in bf16.
+    for (name, gpu) in Gpu::for_tests() {
+        let ctx = ctx.clone().with_gpu(gpu);
+        let mut cache = KvCache::new(decoder.config());
+        let mut last = decoder.extend(&ctx, &loaded, &mut cache, &ids[..8]).unwrap();
+        for id in &ids[8..] {
+            last = decoder.extend(&ctx, &loaded, &mut cache, &[*id]).unwrap();
+        }
+        let last = last.to_f32_vec();
+        let exact = &exact[exact.len() - last.len()..];
+        let mean = exact.iter().zip(&last).map(|(a, b)| (a - b).abs()).sum::<f32>() / last.len() as f32;
+        assert!(mean < 0.04 * largest, "{name}: {mean} of {largest}");
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
 use moeworks_ops::cuda::{Gpu, Traffic};
 use moeworks_ops::linear::Write;
+use moeworks_tensor::DType;
 
 use crate::common::{batch, model, next_ids, random_ids, small_config};
 
@@ -139,6 +140,21 @@ fn a_decoding_step_waits_for_a_gpu_once() {
     // The next id comes back, and whether there was a NaN; the id and its position go there, and which row the head takes is known.
     assert_eq!((token.downloads, token.downloaded_bytes), (1, 2 * 4), "{token:?}");
     assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
+}
+
+/// Narrow vectors in bf16, of which there are rows that kernels for other heads take and wider ones.
+#[test]
+fn nor_does_it_wait_more_often_with_latent_attention_in_bf16() {
+    let Some(ctx) = with_gpu() else { return };
+    for kv_rank in [28, 260] {
+        let sizes = LatentAttention { query_rank: 0, kv_rank, plain_dim: 4, rotary_dim: 4 };
+        let variant = Variant { latent: Some(sizes), value_dim: 8, ..Variant::default() };
+        let config = ModelConfig { num_kv_heads: 4, qk_norm: QkNorm::None, variant, ..config(1) };
+        let (decoder, weights) = model(&ctx, config);
+        let token = of_token(&ctx, &decoder, &weights.compute_copy(&ctx, DType::BF16));
+        assert_eq!((token.downloads, token.downloaded_bytes), (1, 2 * 4), "{token:?}");
+        assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
+    }
 }
 
 #[test]

@@ -123,13 +123,15 @@ sources! {
     ROUTER = "router" after "last_block.cuh" "softmax.cuh" "router.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",
     ];
+    ATTENTION_WIDE = "attention_wide" after "attention.cuh" "attention_tiles.cuh": ["attention_wide_320", "attention_wide_576", "attention_wide_join"];
+    HEADS = "heads": ["heads_nt", "heads_nn"];
     ATTENTION = "attention" after "attention.cuh": [
         "attention_delta", "attention_sinks_back",
         "attention_64", "attention_backward_queries_64", "attention_backward_keys_64",
         "attention_128", "attention_backward_queries_128", "attention_backward_keys_128",
         "attention_256", "attention_backward_queries_256", "attention_backward_keys_256",
     ];
-    ATTENTION_TENSOR = "attention_tensor" after "attention.cuh": [
+    ATTENTION_TENSOR = "attention_tensor" after "attention.cuh" "attention_tiles.cuh": [
         "attention_tensor_64", "attention_tensor_queries_64", "attention_tensor_keys_64",
         "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128",
         "attention_tensor_192", "attention_tensor_queries_192", "attention_tensor_keys_192",

@@ -46,6 +46,7 @@ mod weights;
 use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Q4Block, Q8Block, Tensor};
 
 use crate::Context;
+use crate::cuda::ops::{self as cuda, On};
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float, with_stored};
 use block::FromNumbers;
@@ -135,6 +136,10 @@ crate::simd::kernel! {
 /// The numbers that a quantized tensor stands for, as `dtype` (f32, exact, or bf16, rounded).
 #[must_use]
 pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
+    // A matrix that is one piece; kernels know bf16 alone.
+    if let Some(on) = On::of(ctx).filter(|_| dtype == DType::BF16 && x.parts().len() == 1 && !x.is_empty()) {
+        return cuda::blocks::dequantized(on, x);
+    }
     let mut y = ctx.empty(x.shape(), dtype);
     with_float!(dtype, T => {
         let mut to = y.slice_mut::<T>();

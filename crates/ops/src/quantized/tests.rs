@@ -458,6 +458,8 @@ fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
                     let mut found = vec![bf16::from_f32(7.0); exact.len()];
                     super::dequantize::to_bf16(&ctx, Weights::of(&blocks), shape.into(), &mut found);
                     assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
+                    let found = dequantize(&ctx, &blocks, DType::BF16);
+                    assert!(found.slice::<bf16>() == nearest, "{dtype:?}, {num_blocks} blocks, {}", ctx.describe());
                 }
             }
         }

@@ -190,6 +190,34 @@ fn awkward_shapes() -> Vec<AttentionShape> {
     ]
 }
 
+/// What latent attention keeps: one head of keys, which are values as well, wider than others.
+#[test]
+fn keys_that_are_values_agree_with_the_definition() {
+    let shapes = [
+        shape(1, (1, 70), (16, 1), 576),
+        shape(2, (1, 300), (5, 1), 576),
+        AttentionShape { window: Some(40), ..shape(1, (7, 150), (20, 1), 512) },
+        shape(1, (3, 33), (40, 1), 264),
+        shape(2, (40, 40), (2, 1), 320),
+        shape(1, (1, 1), (3, 1), 288),
+    ];
+    for (name, ctx) in contexts() {
+        for (seed, shape) in shapes.into_iter().enumerate() {
+            let case = Case::new(&ctx, shape, DType::BF16, 10 * seed as u64);
+            let case = if seed % 2 == 0 { case } else { case.with_sinks(&ctx, seed as u64) };
+            let (o, lse) = attention_with_sinks(&ctx, (&case.q, &case.k, &case.k), case.sinks.as_ref(), &shape);
+            let (q, k, sinks) = (doubles(&case.q), doubles(&case.k), case.sinks.as_ref().map(doubles));
+            let (expected_o, expected_lse) = reference((&q, &k, &k), sinks.as_deref(), &shape);
+            let sizes: Vec<f64> = k.iter().map(|k| k.abs()).collect();
+            let (weighed_sizes, _) = reference((&q, &k, &sizes), sinks.as_deref(), &shape);
+            let slack = rounding(DType::BF16);
+            let weights_slack: Vec<f64> = weighed_sizes.iter().map(|size| slack * size).collect();
+            assert_within(&format!("{name}, {shape:?}"), &doubles(&o), &expected_o, 1e-5 + slack, &weights_slack);
+            assert_close(&format!("{name}, {shape:?}, lse"), &doubles(&lse), &expected_lse, 1e-5);
+        }
+    }
+}
+
 #[test]
 fn sinks_take_their_share_of_the_softmax() {
     for (name, ctx) in contexts() {

@@ -1,13 +1,14 @@
 //! [`attention`](crate::attention) on a GPU: bf16 tensors whose heads are whole vectors of 8 on tensor cores, in blocks of 64 rows; others
 //! in f32 on the plain units, blocks of 32 rows against 32 keys at a time. Where
-//! there are few rows, as in decoding, several blocks share the keys of one.
+//! there are few rows, as in decoding, several blocks share the keys of one. Wider heads, whose keys are their values (what latent attention
+//! keeps), have a kernel forward alone.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::{On, elementwise};
 use crate::attention::AttentionShape;
-use crate::cuda::sources::{ATTENTION, ATTENTION_TENSOR};
-use crate::cuda::{Arg, Launch};
+use crate::cuda::sources::{ATTENTION, ATTENTION_TENSOR, ATTENTION_WIDE};
+use crate::cuda::{Arg, Launch, Source};
 use crate::linear::Write;
 
 /// Rows, and keys, of a block on the plain units, and on tensor cores; and its threads.
@@ -16,12 +17,16 @@ const TENSOR_BLOCK: usize = 64;
 const THREADS: usize = 128;
 /// Threads that add up what a head's sink gets.
 const SINK_THREADS: usize = 256;
-/// Blocks that keep a GPU busy, and the fewest keys for which one is worth it.
+/// Blocks that keep a GPU busy, and the fewest keys for which one is worth it: of wide heads a key is as much as four others.
 const WANTED_BLOCKS: usize = 256;
 const MIN_PART_KEYS: usize = 256;
+const MIN_WIDE_PART_KEYS: usize = 64;
 /// The largest head that there are kernels for, and for which tensor cores take the gradients of keys and values.
-pub(crate) const MAX_DIM: usize = 256;
+const MAX_DIM: usize = 256;
 const MAX_KEYS_DIM: usize = 192;
+/// The sizes of wider heads whose keys are their values, forward, as kernels' names end, and the threads of a block.
+const WIDE_DIMS: [usize; 2] = [320, 576];
+const WIDE_THREADS: usize = 256;
 /// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
 /// two of half as many rows that come while two are computed with.
 const TENSOR_TILES: usize = 5;
@@ -35,7 +40,36 @@ const BACKWARD_TILES: usize = 2;
 pub(crate) fn takes(on: On<'_>, qkv: Inputs<'_>, shape: &AttentionShape, is_backward: bool) -> bool {
     let tiles = if is_backward { BACKWARD_TILES } else { FORWARD_TILES };
     let has_room = || is_for_tensor_cores(on, qkv, shape) || shared_bytes(shape, tiles) <= on.gpu.most_shared();
+    if !is_backward && is_wide(on, qkv, shape) {
+        return true;
+    }
     shape.head_dim.max(shape.value_dim) <= MAX_DIM && shape.head_dim > 0 && shape.value_dim > 0 && has_room()
+}
+
+/// Whether there are kernels for one head of keys, of this type, which are values as well: those of any queries.
+pub(crate) fn takes_kept(on: On<'_>, head_dim: usize, dtype: DType) -> bool {
+    head_dim <= MAX_DIM || (dtype == DType::BF16 && wide_dim(on, head_dim).is_some())
+}
+
+/// The size of the kernel for heads that are too wide for the others.
+fn wide_dim(on: On<'_>, head_dim: usize) -> Option<usize> {
+    let dim = WIDE_DIMS.into_iter().find(|&dim| head_dim <= dim)?;
+    (head_dim > MAX_DIM && head_dim.is_multiple_of(8) && wide_bytes(dim) <= on.gpu.most_shared()).then_some(dim)
+}
+
+/// Shared memory of such a block: its rows of queries, two tiles of keys, scores, their weights, and three numbers a row
+/// (`attention_wide.cu`).
+fn wide_bytes(dim: usize) -> usize {
+    2 * (TENSOR_BLOCK + 2 * BLOCK) * dim + TENSOR_BLOCK * (4 * (BLOCK + 4) + 2 * (BLOCK + 8) + 3 * 4)
+}
+
+fn is_wide(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
+    let are_bf16 = [q, k, v].iter().all(|x| x.dtype() == DType::BF16);
+    let are_same = shape.head_dim == shape.value_dim && k.len() == v.len();
+    are_bf16
+        && are_same
+        && wide_dim(on, shape.head_dim).is_some()
+        && (std::ptr::eq(k, v) || on.gpu.address(k) == on.gpu.address(v))
 }
 
 /// Shared memory of a block on the plain units: tiles of queries and keys, of values and gradients, and one of scores for each of these.
@@ -124,7 +158,7 @@ pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&Tensor>, shape
     let (rows, out) = (shape.batch * shape.seq_len, qkv.0.dtype());
     let mut o = on.empty(&[rows, shape.num_heads * shape.value_dim], out);
     let mut lse = on.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    if is_for_tensor_cores(on, qkv, shape) {
+    if is_wide(on, qkv, shape) || is_for_tensor_cores(on, qkv, shape) {
         forward_tensor(on, qkv, sinks, shape, (&mut o, &mut lse));
         return (o, lse);
     }
@@ -144,39 +178,55 @@ fn forward_tensor(
     shape: &AttentionShape,
     (o, lse): (&mut Tensor, &mut Tensor),
 ) {
-    let (count, keys) = parts(shape);
+    let wide = wide_dim(on, shape.head_dim);
+    let (count, keys) = parts(shape, if wide.is_some() { MIN_WIDE_PART_KEYS } else { MIN_PART_KEYS });
     let rows = shape.batch * shape.seq_len * shape.num_heads;
     let mut parts = (count > 1).then(|| on.empty(&[rows, count, shape.value_dim + 2], DType::F32));
     let outputs = [on.read_or_none(sinks), on.write(o), on.write(lse)];
     let mut args = plain_inputs(on, qkv);
+    if wide.is_some() {
+        // Keys are values.
+        args.pop();
+    }
     args.extend(outputs);
     args.push(parts.as_mut().map_or(Arg::none(), |parts| on.write(parts)));
     args.extend([count, keys].map(Arg::from));
     args.extend(sizes(shape));
-    launch_tensor(on, "", row_blocks(shape, TENSOR_BLOCK) * count, (shape, TENSOR_TILES), &args);
+    let blocks = row_blocks(shape, TENSOR_BLOCK) * count;
+    match wide {
+        Some(dim) => launch_wide(on, dim, blocks, shape, &args),
+        None => launch_tensor(on, "", blocks, (shape, TENSOR_TILES), &args),
+    }
     drop(args);
     let Some(parts) = parts else { return };
     let mut args = vec![on.read(&parts), count.into()];
     args.extend(outputs);
     args.extend(sizes(shape));
     let grid = [row_blocks(shape, 1), shape.num_kv_heads, shape.batch];
-    let launch = Launch {
-        source: &ATTENTION_TENSOR,
-        kernel: "attention_tensor_join",
-        grid,
-        threads: 32,
-        shared: 0,
-        args: &args,
+    let (source, kernel): (&'static Source, _) = match wide {
+        Some(_) => (&ATTENTION_WIDE, "attention_wide_join"),
+        None => (&ATTENTION_TENSOR, "attention_tensor_join"),
     };
+    let launch = Launch { source, kernel, grid, threads: 32, shared: 0, args: &args };
     // SAFETY: a block reads the parts of its row and writes it.
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// How many blocks share the keys of one row, as few queries have too few blocks to occupy a GPU, and how many keys each has.
-fn parts(shape: &AttentionShape) -> (usize, usize) {
+/// Launches the kernel of wide heads.
+fn launch_wide(on: On<'_>, dim: usize, blocks: usize, shape: &AttentionShape, args: &[Arg<'_>]) {
+    let kernel = &format!("attention_wide_{dim}");
+    let (grid, shared) = ([blocks, shape.num_kv_heads, shape.batch], wide_bytes(dim));
+    let launch = Launch { source: &ATTENTION_WIDE, kernel, grid, threads: WIDE_THREADS, shared, args };
+    // SAFETY: the shape is checked against the tensors; a block writes its own rows, or their parts.
+    unsafe { on.gpu.launch(&launch) };
+}
+
+/// How many blocks share the keys of one row, as few queries have too few blocks to occupy a GPU, and how many keys each has, at least
+/// about `min_keys`.
+fn parts(shape: &AttentionShape, min_keys: usize) -> (usize, usize) {
     let blocks = row_blocks(shape, TENSOR_BLOCK) * shape.num_kv_heads * shape.batch;
     let seen = shape.window.map_or(shape.kv_len, |window| shape.kv_len.min(window + shape.seq_len + TENSOR_BLOCK));
-    let count = (WANTED_BLOCKS / blocks.max(1)).min(seen / MIN_PART_KEYS).max(1);
+    let count = (WANTED_BLOCKS / blocks.max(1)).min(seen / min_keys).max(1);
     let keys = seen.div_ceil(count).next_multiple_of(TENSOR_BLOCK);
     (seen.div_ceil(keys).max(1), keys)
 }

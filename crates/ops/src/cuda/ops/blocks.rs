@@ -56,6 +56,11 @@ pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apa
     y
 }
 
+/// As [`dequantize`](crate::quantized::dequantize) to bf16.
+pub(crate) fn dequantized(on: On<'_>, blocks: &Tensor) -> Tensor {
+    to_bf16(on, blocks, None, None).reshaped(blocks.shape())
+}
+
 /// Rows of a table in blocks; the ids are rows of it.
 pub(crate) fn embedding(on: On<'_>, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
     let (dtype, width) = (table.dtype(), table.cols());

@@ -13,6 +13,7 @@ pub(crate) mod experts;
 mod grouped;
 pub(crate) mod grouped_linear;
 pub(crate) mod head_loss;
+pub(crate) mod heads;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod logits;
