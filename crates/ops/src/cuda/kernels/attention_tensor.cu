@@ -89,21 +89,16 @@ template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2
     for (u32 half = 0; half < 2; half++) {
         f32 best = NOTHING, added = 0.0f;
 #pragma unroll
-        for (u32 j = 0; j < N; j++)
-#pragma unroll
-            for (u32 c = 0; c < 2; c++) {
-                f32 x = scores[j][half * 2 + c];
-                best = x > best || x != x ? x : best;
-            }
-        best = quad_max(best);
-        f32 new_top = best > top[half] || best != best ? best : top[half];
-        bool is_empty = new_top == NOTHING;
-        fade[half] = is_empty ? 1.0f : power_of_two(top[half] - new_top);
+        for (u32 j = 0; j < N; j++) best = larger(best, larger(scores[j][half * 2], scores[j][half * 2 + 1]));
+        f32 new_top = larger(top[half], quad_max(best));
+        // Where nothing is seen yet all powers are 0, and so are all sums.
+        f32 less = new_top == NOTHING ? 0.0f : new_top;
+        fade[half] = power_of_two(top[half] - less);
 #pragma unroll
         for (u32 j = 0; j < N; j++)
 #pragma unroll
             for (u32 c = 0; c < 2; c++) {
-                f32 p = is_empty ? 0.0f : power_of_two(scores[j][half * 2 + c] - new_top);
+                f32 p = power_of_two(scores[j][half * 2 + c] - less);
                 scores[j][half * 2 + c] = p;
                 added += p;
             }
@@ -112,29 +107,33 @@ template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2
     }
 }
 
-// The keys that a thread's two rows see: from `first` to `last`.
+// The keys that a thread's two rows see: from `first` on, and so many more. (Rows behind the last one may see others; nobody asks.)
 struct Seen {
-    u32 first[2], last[2];
+    u32 first[2], more[2];
     DEVICE_MEMBER void begin(const Sizes& s, u32 first_row) {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             u32 to = s.last_key(first_row + row_of(half * 2));
             first[half] = s.first_before(to);
-            last[half] = min(to, s.kv_len - 1);
+            more[half] = min(to, s.kv_len - 1) - first[half];
         }
     }
-    DEVICE_MEMBER bool has(u32 i, u32 key) const { return key <= last[i / 2] && key >= first[i / 2]; }
+    DEVICE_MEMBER bool has(u32 i, u32 key) const { return key - first[i / 2] <= more[i / 2]; }
 };
 
-// Scales scores for keys from `key` on to powers of two; keys that a row does not see count as nothing. `is_whole`: rows see them all.
+// Scales scores for keys from `key` on to powers of two; keys that a row does not see count as nothing. `is_whole`: rows see them all,
+// which is asked once and not of each score.
 template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Sizes& s, const Seen& seen, bool is_whole, u32 key) {
 #pragma unroll
     for (u32 j = 0; j < N; j++)
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            bool is_seen = is_whole || seen.has(i, key + j * 8 + column_of(i));
-            scores[j][i] = is_seen ? scores[j][i] * (s.scale * LOG2_E) : bits_float(0xff800000u);
-        }
+        for (u32 i = 0; i < 4; i++) scores[j][i] *= s.scale * LOG2_E;
+    if (is_whole) return;
+#pragma unroll
+    for (u32 j = 0; j < N; j++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            scores[j][i] = seen.has(i, key + j * 8 + column_of(i)) ? scores[j][i] : bits_float(0xff800000u);
 }
 
 template <u32 DIM>
@@ -252,14 +251,16 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
         f32 scores[KEYS_BACK / 8][4] = {}, slopes[KEYS_BACK / 8][4] = {};
         multiply_across<DIM>(scores, q_tile, warp_row, k_tile);
         multiply_across<DIM>(slopes, d_o_tile, warp_row, k_tile + BYTES);
-        bool is_whole = sees_all(s, first, end, key, KEYS_BACK);
+        // Rows behind the last one have slopes of 0: zeros times zeros.
 #pragma unroll
         for (u32 j = 0; j < KEYS_BACK / 8; j++)
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                bool is_seen = first + row_of(i) < end && (is_whole || seen.has(i, key + j * 8 + column_of(i)));
-                slopes[j][i] = is_seen ? weight(s, scores[j][i], own_lse[i / 2]) * (slopes[j][i] - own_delta[i / 2]) : 0.0f;
-            }
+            for (u32 i = 0; i < 4; i++) slopes[j][i] = weight(s, scores[j][i], own_lse[i / 2]) * (slopes[j][i] - own_delta[i / 2]);
+        if (!sees_all(s, first, end, key, KEYS_BACK))
+#pragma unroll
+            for (u32 j = 0; j < KEYS_BACK / 8; j++)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) slopes[j][i] = seen.has(i, key + j * 8 + column_of(i)) ? slopes[j][i] : 0.0f;
         multiply_down<DIM>(sums, slopes, k_tile);
         __syncthreads();
     }
@@ -276,7 +277,8 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
                           f32* dv, const Sizes& s) {
     SHARED(shared);
     __shared__ f32 log_sums[2][ROWS_BACK], deltas[2][ROWS_BACK];
-    __shared__ u32 last_keys[2][ROWS_BACK];
+    // The keys that rows see: from these on, and so many more; none behind the last row.
+    __shared__ u32 first_keys[2][ROWS_BACK], more_keys[2][ROWS_BACK];
     const u32 BYTES = ROWS_BACK * DIM * 2;
     u32 g = blockIdx.y, first = blockIdx.x * OWN, warp_row = threadIdx.x / 32 * 16;
     unsigned char *k_tile = shared, *v_tile = shared + OWN * DIM * 2, *tiles = v_tile + OWN * DIM * 2;
@@ -293,7 +295,8 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
                 u64 at = s.lse_place(blockIdx.z, g, r);
                 log_sums[step % 2][threadIdx.x] = r < high ? lse[at] : 0.0f;
                 deltas[step % 2][threadIdx.x] = r < high ? delta[at] : 0.0f;
-                last_keys[step % 2][threadIdx.x] = s.last_key(r);
+                first_keys[step % 2][threadIdx.x] = r < high ? s.first_key(r) : 0xffffffffu;
+                more_keys[step % 2][threadIdx.x] = r < high ? s.last_key(r) - s.first_key(r) : 0;
             }
         }
         copy_commit();
@@ -310,18 +313,30 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
         f32 scores[ROWS_BACK / 8][4] = {}, slopes[ROWS_BACK / 8][4] = {};
         multiply_across<DIM>(scores, k_tile, warp_row, q_tile);
         multiply_across<DIM>(slopes, v_tile, warp_row, q_tile + BYTES);
-        bool is_whole = start + ROWS_BACK <= high && sees_all(s, start, start + ROWS_BACK, first, OWN);
+        // Scores become weights, a thread's two rows of each eight at a time.
+#pragma unroll
+        for (u32 j = 0; j < ROWS_BACK / 8; j++) {
+            u32 inside = j * 8 + column_of(0);
+            float2 log_sum = *(const float2*)(log_sums[step % 2] + inside), own_delta = *(const float2*)(deltas[step % 2] + inside);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                scores[j][i] = weight(s, scores[j][i], i % 2 ? log_sum.y : log_sum.x);
+                slopes[j][i] -= i % 2 ? own_delta.y : own_delta.x;
+            }
+        }
+        // What is seen of all rows by all keys is asked once.
+        if (start + ROWS_BACK > high || !sees_all(s, start, start + ROWS_BACK, first, OWN))
+#pragma unroll
+            for (u32 j = 0; j < ROWS_BACK / 8; j++)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    u32 inside = j * 8 + column_of(i), from_first = first + row_of(i) - first_keys[step % 2][inside];
+                    scores[j][i] = from_first <= more_keys[step % 2][inside] ? scores[j][i] : 0.0f;
+                }
 #pragma unroll
         for (u32 j = 0; j < ROWS_BACK / 8; j++)
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                u32 inside = j * 8 + column_of(i), last = last_keys[step % 2][inside], key = first + row_of(i);
-                bool sees = key <= last && key >= s.first_before(last);
-                bool is_seen = is_whole || (start + inside < high && key < s.kv_len && sees);
-                f32 p = is_seen ? weight(s, scores[j][i], log_sums[step % 2][inside]) : 0.0f;
-                scores[j][i] = p;
-                slopes[j][i] = is_seen ? p * (slopes[j][i] - deltas[step % 2][inside]) : 0.0f;
-            }
+            for (u32 i = 0; i < 4; i++) slopes[j][i] *= scores[j][i];
         multiply_down<DIM>(dv_sums, scores, q_tile + BYTES);
         multiply_down<DIM>(dk_sums, slopes, q_tile);
         __syncthreads();

@@ -7,20 +7,27 @@ const f32 LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 template <u32 DIM> DEVICE u32 spot(u32 row, u32 chunk) { return row * DIM * 2 + (chunk ^ (row & 7)) * 16; }
 
-// The left operand: 16 rows of a tile from `row`, 16 elements from `k`.
+// From where a lane's row and vector lie, the first or second of a row, so many rows (a multiple of 8) and elements (of 16) further: the order of
+// vectors is that of the lane's row, and what differs between loads is known when this is compiled.
+template <u32 DIM> DEVICE u32 further(u32 spot, u32 rows, u32 elements) {
+    u32 chunk = elements / 8;
+    return (spot ^ (chunk & 7) * 16) + (chunk & ~7u) * 16 + rows * DIM * 2;
+}
+
+// The left operand: 16 rows of a tile from `row`, a multiple of 8, and 16 elements from `k`.
 template <u32 DIM> DEVICE void load_left(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
-    load_matrices(r, tile + spot<DIM>(row + lane % 16, k / 8 + lane / 16));
+    load_matrices(r, tile + further<DIM>(spot<DIM>(lane % 16, lane / 16), row, k));
 }
 // The right one of A B^T: 16 rows of B from `row`, which become columns, 16 elements from `k`. Two pairs of registers.
 template <u32 DIM> DEVICE void load_right(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
-    load_matrices(r, tile + spot<DIM>(row + lane % 8 + lane / 16 * 8, k / 8 + (lane / 8 & 1)));
+    load_matrices(r, tile + further<DIM>(spot<DIM>(lane % 8 + lane / 16 * 8, lane / 8 & 1), row, k));
 }
 // The right one of A B: 16 rows of B from `row`, along the sum, 16 columns from `column`.
 template <u32 DIM> DEVICE void load_right_down(u32 (&r)[4], const unsigned char* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
-    load_matrices_transposed(r, tile + spot<DIM>(row + lane % 16, column / 8 + lane / 16));
+    load_matrices_transposed(r, tile + further<DIM>(spot<DIM>(lane % 16, lane / 16), row, column));
 }
 
 // The rows' block, with `each` blocks of the grid: the last ones, which see most keys, come first.

@@ -102,6 +102,13 @@ DEVICE float power_of_two(float x) {
 // An address that comes from memory is one of global memory, which the compiler cannot know: it would load in a way that takes any.
 DEVICE void is_global(const void* at) { __builtin_assume(__isGlobal(at)); }
 
+// The larger one, or NaN if either is.
+DEVICE float larger(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 // Asks for the line at `at`, which is there, to be in the second-level cache soon.
 DEVICE void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
