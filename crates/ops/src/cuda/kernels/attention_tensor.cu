@@ -82,15 +82,16 @@ DEVICE bool sees_all(const Sizes& s, u32 first, u32 end, u32 key, u32 count) {
 
 // ---- forward ----
 
-// Replaces scores by their exponentials relative to the largest so far, in powers of two; `fade` is what sums before shrink by.
-template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2], f32 (&total)[2], f32 (&fade)[2]) {
+// Replaces scores, which `scale` (above 0) makes powers of two, by their exponentials relative to the largest so far; `fade` is what sums before
+// shrink by.
+template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 scale, f32 (&top)[2], f32 (&total)[2], f32 (&fade)[2]) {
     const f32 NOTHING = bits_float(0xff800000u);
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         f32 best = NOTHING, added = 0.0f;
 #pragma unroll
         for (u32 j = 0; j < N; j++) best = larger(best, larger(scores[j][half * 2], scores[j][half * 2 + 1]));
-        f32 new_top = larger(top[half], quad_max(best));
+        f32 new_top = larger(top[half], scale * quad_max(best));
         // Where nothing is seen yet all powers are 0, and so are all sums.
         f32 less = new_top == NOTHING ? 0.0f : new_top;
         fade[half] = power_of_two(top[half] - less);
@@ -98,7 +99,7 @@ template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 (&top)[2
         for (u32 j = 0; j < N; j++)
 #pragma unroll
             for (u32 c = 0; c < 2; c++) {
-                f32 p = power_of_two(scores[j][half * 2 + c] - less);
+                f32 p = power_of_two(fmaf(scale, scores[j][half * 2 + c], -less));
                 scores[j][half * 2 + c] = p;
                 added += p;
             }
@@ -121,14 +122,8 @@ struct Seen {
     DEVICE_MEMBER bool has(u32 i, u32 key) const { return key - first[i / 2] <= more[i / 2]; }
 };
 
-// Scales scores for keys from `key` on to powers of two; keys that a row does not see count as nothing. `is_whole`: rows see them all,
-// which is asked once and not of each score.
-template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Sizes& s, const Seen& seen, bool is_whole, u32 key) {
-#pragma unroll
-    for (u32 j = 0; j < N; j++)
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) scores[j][i] *= s.scale * LOG2_E;
-    if (is_whole) return;
+// Of scores for keys from `key` on, those of keys that a row does not see count as nothing.
+template <u32 N> DEVICE void see(f32 (&scores)[N][4], const Seen& seen, u32 key) {
 #pragma unroll
     for (u32 j = 0; j < N; j++)
 #pragma unroll
@@ -161,8 +156,9 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const f32* sink
             const unsigned char* k_tile = tiles + key / KEYS % 2 * 2 * BYTES;
             f32 scores[KEYS / 8][4] = {}, fade[2];
             multiply_across<DIM>(scores, q_tile, warp_row, k_tile);
-            see(scores, s, seen, sees_all(s, first, end, key, KEYS), key);
-            take_exponentials(scores, top, total, fade);
+            // What is seen of all keys by all rows is asked once and not of each score.
+            if (!sees_all(s, first, end, key, KEYS)) see(scores, seen, key);
+            take_exponentials(scores, s.scale * LOG2_E, top, total, fade);
 #pragma unroll
             for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
@@ -205,8 +201,8 @@ KERNEL(32) attention_tensor_join(f32* data, u32 count, const f32* sinks, bf16* o
 
 // ---- backward ----
 
-// The softmax's weight of a score, from the log-sum of its row.
-DEVICE f32 weight(const Sizes& s, f32 score, f32 row_lse) { return power_of_two(LOG2_E * (s.scale * score - row_lse)); }
+// The softmax's weight of a score, from the log-sum of its row in powers of two.
+DEVICE f32 weight(const Sizes& s, f32 score, f32 row_lse) { return power_of_two(fmaf(s.scale * LOG2_E, score, -row_lse)); }
 
 // Writes a warp's 16 rows times `factor`; `to(i)` is where the row of sum i begins, or null.
 template <u32 DIM, typename To> DEVICE void write_sums(const f32 (&sums)[DIM / 8][4], f32 factor, u32 dim, To to) {
@@ -238,7 +234,7 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         u32 r = first + row_of(half * 2);
-        own_lse[half] = r < end ? lse[s.lse_place(blockIdx.z, g, r)] : 0.0f;
+        own_lse[half] = r < end ? LOG2_E * lse[s.lse_place(blockIdx.z, g, r)] : 0.0f;
         own_delta[half] = r < end ? delta[s.lse_place(blockIdx.z, g, r)] : 0.0f;
     }
     Seen seen;
@@ -293,7 +289,7 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
             u32 r = start + threadIdx.x;
             if (threadIdx.x < ROWS_BACK) {
                 u64 at = s.lse_place(blockIdx.z, g, r);
-                log_sums[step % 2][threadIdx.x] = r < high ? lse[at] : 0.0f;
+                log_sums[step % 2][threadIdx.x] = r < high ? LOG2_E * lse[at] : 0.0f;
                 deltas[step % 2][threadIdx.x] = r < high ? delta[at] : 0.0f;
                 first_keys[step % 2][threadIdx.x] = r < high ? s.first_key(r) : 0xffffffffu;
                 more_keys[step % 2][threadIdx.x] = r < high ? s.last_key(r) - s.first_key(r) : 0;

@@ -124,7 +124,8 @@ fn is_for_tensor_cores(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape
     let is_whole = |dim: usize| dim.is_multiple_of(8) && dim <= MAX_DIM;
     let has_room = tensor_bytes(shape, TENSOR_TILES) <= on.gpu.most_shared();
     let are_bf16 = [q, k, v].iter().all(|x| x.dtype() == DType::BF16);
-    are_bf16 && is_whole(shape.head_dim) && is_whole(shape.value_dim) && has_room
+    // The largest score is that of the largest product.
+    are_bf16 && is_whole(shape.head_dim) && is_whole(shape.value_dim) && has_room && shape.scale > 0.0
 }
 
 fn with_type<'a>(on: On<'_>, x: &'a Tensor) -> [Arg<'a>; 2] {
