@@ -27,6 +27,20 @@ template <u32 N, u32 DIM> DEVICE void copy_keys(unsigned char* to, const bf16* f
     copy_part<N, DIM>(to, from, s, blockIdx.y, first, s.kv_len, dim, true);
 }
 
+// Starts copying N rows of two tensors of queries' shapes, one behind the other: where a row is is worked out once.
+template <u32 N, u32 DIM>
+DEVICE void copy_rows_of_both(unsigned char* to, const bf16* q, const bf16* d_o, const Sizes& s, u32 first, u32 limit) {
+#pragma unroll 2
+    for (u32 n = 0; n < N * (DIM / 8) / THREADS; n++) {
+        u32 i = threadIdx.x + n * THREADS, row = i / (DIM / 8), chunk = i % (DIM / 8), r = first + row;
+        u64 place = s.place(blockIdx.z, blockIdx.y, r);
+        bool has_q = r < limit && chunk * 8 < s.head_dim, has_d_o = r < limit && chunk * 8 < s.value_dim;
+        unsigned char* at = to + spot<DIM>(row, chunk);
+        copy_async(at, has_q ? q + place * s.head_dim + chunk * 8 : q, has_q);
+        copy_async(at + N * DIM * 2, has_d_o ? d_o + place * s.value_dim + chunk * 8 : d_o, has_d_o);
+    }
+}
+
 // Starts copying the N keys from `key` on and their values, if there are any before `high`, into one of two places that take turns.
 template <u32 N, u32 DIM>
 DEVICE void copy_next(unsigned char* tiles, const bf16* k, const bf16* v, const Sizes& s, u32 key, u32 high) {
@@ -284,8 +298,7 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
     auto copy = [&](u32 start, u32 step) {
         if (!is_passed(start)) {
             unsigned char* to = tiles + step % 2 * 2 * BYTES;
-            copy_rows<ROWS_BACK, DIM>(to, q, s, start, s.head_dim);
-            copy_rows<ROWS_BACK, DIM>(to + BYTES, d_o, s, start, s.value_dim);
+            copy_rows_of_both<ROWS_BACK, DIM>(to, q, d_o, s, start, high);
             u32 r = start + threadIdx.x;
             if (threadIdx.x < ROWS_BACK) {
                 u64 at = s.lse_place(blockIdx.z, g, r);
