@@ -200,11 +200,35 @@ KERNEL(256) add_rows_of_ids(const u32* ids, const u32* starts, const u32* rows, 
     }
 }
 
+// Eight pairs at once of heads whose halves are whole vectors.
+DEVICE void rotate_vectors(void* x, u32 x_bf16, const f32* cosines, u32 columns, u32 head_dim, u32 start, u32 half, f32 sign) {
+    u32 of_half = half / 8, count = columns / head_dim * of_half;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+        u32 pair = i % of_half * 8;
+        u64 low = (u64)blockIdx.x * columns + i / of_half * head_dim + start + pair;
+        f32 a[8], b[8], cosine[8], sine[8];
+        load_vector(a, x, x_bf16, low);
+        load_vector(b, x, x_bf16, low + half);
+        load_vector(cosine, cosines, 0, pair);
+        load_vector(sine, cosines, 0, half + pair);
+#pragma unroll
+        for (u32 j = 0; j < 8; j++) {
+            f32 own = a[j], other = b[j], turn = sine[j] * sign;
+            a[j] = fmaf(own, cosine[j], -(other * turn));
+            b[j] = fmaf(other, cosine[j], own * turn);
+        }
+        store_vector(x, x_bf16, low, a);
+        store_vector(x, x_bf16, low + half, b);
+    }
+}
+
 // Rotates the pairs of every head of row blockIdx.x of x by the angle of its position. `angles` [positions, 2, half] are
 // cosines, then sines.
 KERNEL(256) rotate(void* x, u32 x_bf16, const f32* angles, const u32* positions, u32 columns, u32 head_dim, u32 start, u32 half,
                    u32 is_interleaved, f32 sign) {
     const f32* cosines = angles + (u64)positions[blockIdx.x] * 2 * half;
+    if (!is_interleaved && (columns | head_dim | start | half) % 8 == 0)
+        return rotate_vectors(x, x_bf16, cosines, columns, head_dim, start, half, sign);
     u32 pairs = columns / head_dim * half;
     for (u32 i = threadIdx.x; i < pairs; i += blockDim.x) {
         u32 pair = i % half;
