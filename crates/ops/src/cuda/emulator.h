@@ -370,6 +370,7 @@ static inline float half_value(u16 bits) { return emulator::widen_half(bits); }
 
 static inline float reciprocal(float x) { return 1.0f / x; }
 static inline float power_of_two(float x) { return exp2f(x); }
+static inline float power_of_two_if_asked(float x) { return power_of_two(x); }
 static inline float larger(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
 static inline void ask_for(const void*) {}
 static inline void is_global(const void*) {}

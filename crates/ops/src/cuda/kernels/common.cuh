@@ -102,6 +102,13 @@ DEVICE float power_of_two(float x) {
 // An address that comes from memory is one of global memory, which the compiler cannot know: it would load in a way that takes any.
 DEVICE void is_global(const void* at) { __builtin_assume(__isGlobal(at)); }
 
+// The same, only where it is asked for: the compiler does not work it out ahead of a choice.
+DEVICE float power_of_two_if_asked(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The larger one, or NaN if either is.
 DEVICE float larger(float x, float y) {
     float z;
@@ -150,6 +157,13 @@ DEVICE float load(bf16 x) { return bits_float((u32)x.bits << 16); }
 
 DEVICE void store(float& to, float x) { to = x; }
 DEVICE void store(bf16& to, float x) { to.bits = round_bf16(x); }
+DEVICE f32 rounded(f32 x, u32 is_rounded) {
+    if (!is_rounded) return x;
+    bf16 y;
+    store(y, x);
+    return load(y);
+}
+
 // Any float type, known at run time.
 DEVICE f32 load_any(const void* p, u32 is_bf16, u64 i) { return is_bf16 ? load(((const bf16*)p)[i]) : ((const f32*)p)[i]; }
 DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {

@@ -4,8 +4,9 @@
 
 enum Activation { SWIGLU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 
-// To a few units in the last place (|x| / 30 more of them): `expf` has eight instructions for two.
-DEVICE f32 sigmoid(f32 x) { return reciprocal(1.0f + power_of_two(-1.44269504f * x)); }
+// To a few units in the last place (|x| / 30 more of them): `expf` has eight instructions for two. As one that costs so little NVRTC would work
+// out all activations and choose then, and take 45 s in place of 9 to find out how.
+DEVICE f32 sigmoid(f32 x) { return reciprocal(1.0f + power_of_two_if_asked(-1.44269504f * x)); }
 // Not fminf, which would lose a NaN.
 DEVICE f32 cut_above(f32 x, f32 limit) { return x > limit ? limit : x; }
 DEVICE f32 cut(f32 x, f32 limit) { return x < -limit ? -limit : cut_above(x, limit); }
@@ -41,11 +42,12 @@ template <u32 KIND> DEVICE f32 activate_as(const Shape& s, f32 gate, f32 up) {
 }
 
 // The activations of N gates, in their place.
-template <u32 N> DEVICE void activate(const Shape& s, f32 (&gate)[N], const f32 (&up)[N]) {
-    for_kind(s, [&](auto kind) {
+template <u32 KIND, u32 N> DEVICE void activate_all_as(const Shape& s, f32 (&gate)[N], const f32 (&up)[N]) {
 #pragma unroll
-        for (u32 i = 0; i < N; i++) gate[i] = activate_as<decltype(kind)::VALUE>(s, gate[i], up[i]);
-    });
+    for (u32 i = 0; i < N; i++) gate[i] = activate_as<KIND>(s, gate[i], up[i]);
+}
+template <u32 N> DEVICE void activate(const Shape& s, f32 (&gate)[N], const f32 (&up)[N]) {
+    for_kind(s, [&](auto kind) { activate_all_as<decltype(kind)::VALUE>(s, gate, up); });
 }
 
 // The activation, and with da its own gradient the gradients of gate and up in their place.
@@ -77,27 +79,23 @@ template <u32 KIND> DEVICE f32 pull_back_as(const Shape& s, f32 da, f32& gate, f
 
 // From u, the gradients of N activations before their row's weight: those of gates and ups in their place, the activations times the weight
 // in that of u; the sum of u times the activations is returned.
+template <u32 KIND, u32 N> DEVICE f32 pull_all_back_as(const Shape& s, f32 weight, f32 (&u)[N], f32 (&gate)[N], f32 (&up)[N]) {
+    f32 part = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < N; i++) {
+        f32 a = pull_back_as<KIND>(s, weight * u[i], gate[i], up[i]);
+        part += u[i] * a;
+        u[i] = weight * a;
+    }
+    return part;
+}
 template <u32 N> DEVICE f32 pull_back(const Shape& s, f32 weight, f32 (&u)[N], f32 (&gate)[N], f32 (&up)[N]) {
     f32 part = 0.0f;
-    for_kind(s, [&](auto kind) {
-#pragma unroll
-        for (u32 i = 0; i < N; i++) {
-            f32 a = pull_back_as<decltype(kind)::VALUE>(s, weight * u[i], gate[i], up[i]);
-            part += u[i] * a;
-            u[i] = weight * a;
-        }
-    });
+    for_kind(s, [&](auto kind) { part = pull_all_back_as<decltype(kind)::VALUE>(s, weight, u, gate, up); });
     return part;
 }
 
 DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
-
-DEVICE f32 rounded(f32 x, u32 is_rounded) {
-    if (!is_rounded) return x;
-    bf16 y;
-    store(y, x);
-    return load(y);
-}
 
 // ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
 // gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
@@ -115,6 +113,11 @@ struct Store {
     struct Ahead {
         float4 low, high;
     };
+    static DEVICE_MEMBER void add(f32 (&x)[8], const Ahead& ahead) {
+        f32 before[8] = {ahead.low.x, ahead.low.y, ahead.low.z, ahead.low.w, ahead.high.x, ahead.high.y, ahead.high.z, ahead.high.w};
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) x[i] += before[i];
+    }
     DEVICE_MEMBER Ahead ahead(u64 row, u32 column) const {
         if (!base) return {};
         const float4* from = (const float4*)(base + row * stride + column);
@@ -132,11 +135,7 @@ struct Store {
     }
     DEVICE_MEMBER bool has_vectors() const { return stride % 8 == 0; }
     DEVICE_MEMBER f32 take_eight(u32 group, u64 row, u32 column, f32 (&x)[8], f32 (&)[8], const Ahead& ahead) const {
-        if (base) {
-            f32 before[8] = {ahead.low.x, ahead.low.y, ahead.low.z, ahead.low.w, ahead.high.x, ahead.high.y, ahead.high.z, ahead.high.w};
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) x[i] += before[i];
-        }
+        if (base) add(x, ahead);
         store_vector(to, is_bf16, row * stride + column, x);
         return 0.0f;
     }

@@ -1,5 +1,5 @@
 // Products by head (heads.rs): each head multiplies columns of its own of x with rows of its own of w, for the few rows that a step of
-// decoding has. Blocks have four rows each; more rows read w again from the second-level cache. (Not run on a GPU yet.)
+// decoding has; with bf16 weights x is rounded. Blocks have four rows each; more rows read w again from the second-level cache. (Not run on a GPU yet.)
 
 const u32 AT_ONCE = 4, BLOCK_COLUMNS = 256;
 
@@ -15,14 +15,6 @@ DEVICE void load_up_to_eight(f32 (&x)[8], const OfHeads& from, u64 at, u32 count
     if (is_whole && count >= 8) return load_vector(x, from.data, from.is_bf16, at);
 #pragma unroll
     for (u32 i = 0; i < 8; i++) x[i] = i < count ? load_any(from.data, from.is_bf16, at + i) : 0.0f;
-}
-
-// What is multiplied with bf16 weights is rounded.
-DEVICE f32 as_multiplied(f32 x, u32 is_bf16) {
-    if (!is_bf16) return x;
-    bf16 y;
-    store(y, x);
-    return load(y);
 }
 
 #define HEADS const void *x, const void *w, void *y, u32 x_bf16, u32 w_bf16, u32 y_bf16, u32 rows, u32 num_rows, u32 is_whole, u32 x_width, \
@@ -45,7 +37,7 @@ KERNEL(256) heads_nt(HEADS) {
             if (first + r >= rows) break;
             load_up_to_eight(own, of_x, of_x.at(first + r, head) + k, w_width - k, is_whole);
 #pragma unroll
-            for (u32 i = 0; i < 8; i++) sums[r] = fmaf(as_multiplied(own[i], w_bf16), weights[i], sums[r]);
+            for (u32 i = 0; i < 8; i++) sums[r] = fmaf(rounded(own[i], w_bf16), weights[i], sums[r]);
         }
     }
 #pragma unroll
@@ -70,7 +62,7 @@ KERNEL(256) heads_nn(HEADS) {
 #pragma unroll
             for (u32 r = 0; r < AT_ONCE; r++) {
                 u32 row = min(first + r, rows - 1);
-                f32 factor = as_multiplied(load_any(x, x_bf16, of_x.at(row, head) + k), w_bf16);
+                f32 factor = rounded(load_any(x, x_bf16, of_x.at(row, head) + k), w_bf16);
 #pragma unroll
                 for (u32 i = 0; i < 8; i++) sums[r][i] = fmaf(factor, weights[i], sums[r][i]);
             }

@@ -24,11 +24,7 @@ template <bool IS_BF16, bool HAS_BASE> struct StoreKnown {
         return {from[0], from[1]};
     }
     DEVICE_MEMBER f32 take(const Row& row, u32 at, f32 (&x)[8], f32 (&)[8], const Store::Ahead& ahead) const {
-        if (HAS_BASE) {
-            f32 before[8] = {ahead.low.x, ahead.low.y, ahead.low.z, ahead.low.w, ahead.high.x, ahead.high.y, ahead.high.z, ahead.high.w};
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) x[i] += before[i];
-        }
+        if (HAS_BASE) Store::add(x, ahead);
         store_vector(row.to, IS_BF16, at, x);
         return 0.0f;
     }
@@ -54,8 +50,7 @@ struct SwigluKnown {
         }
         unpack(gate, gates);
         unpack(up, ups);
-#pragma unroll
-        for (u32 i = 0; i < 8; i++) gate[i] = activate_as<SWIGLU>(activate.shape, gate[i], up[i]);
+        activate_all_as<SWIGLU>(activate.shape, gate, up);
         *(uint4*)(row.a + at) = packed(gate);
         return 0.0f;
     }
@@ -78,15 +73,10 @@ struct SwigluPulledBack {
         return {*(const uint4*)(row.h + at), *(const uint4*)(row.h + pulled.width + at)};
     }
     DEVICE_MEMBER f32 take(const Row& row, u32 at, f32 (&u)[8], f32 (&)[8], const PullBack::Ahead& ahead) const {
-        f32 gate[8], up[8], part = 0.0f;
+        f32 gate[8], up[8];
         unpack(gate, ahead.gate);
         unpack(up, ahead.up);
-#pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            f32 a = pull_back_as<SWIGLU>(pulled.shape, row.weight * u[i], gate[i], up[i]);
-            part += u[i] * a;
-            u[i] = row.weight * a;
-        }
+        f32 part = pull_all_back_as<SWIGLU>(pulled.shape, row.weight, u, gate, up);
         *(uint4*)(row.dh + at) = packed(gate);
         *(uint4*)(row.dh + pulled.width + at) = packed(up);
         *(uint4*)(row.weighed + at) = packed(u);
