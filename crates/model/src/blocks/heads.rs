@@ -8,7 +8,7 @@ use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
-use super::projection::{project_each, project_grads};
+use super::projection::{attended_type, project_each, project_grads};
 use crate::generation::LayerCache;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::HeadWeights;
@@ -70,12 +70,8 @@ impl Made {
 impl Heads {
     /// The projections of `normed [T, D]`.
     fn projected(pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> [Tensor; 3] {
-        // Files with blocks of small integers have some of the three in other types. A GPU attends to bf16 by its tensor cores.
-        let is_on_gpu = pass.ctx.gpu().is_some();
-        let matrices = [&w.q, &w.k, &w.v].map(|w| match w.weight.dtype() {
-            dtype if dtype.is_quantized() && is_on_gpu => DType::BF16,
-            dtype => dtype.of_activations(),
-        });
+        // Files with blocks of small integers have some of the three in other types.
+        let matrices = [&w.q, &w.k, &w.v].map(|w| attended_type(pass.ctx, w.weight.dtype()));
         let dtype = if matrices.contains(&DType::F32) { DType::F32 } else { matrices[0] };
         project_each(pass.ctx, normed, [&w.q, &w.k, &w.v], dtype)
     }

@@ -20,7 +20,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::attention::attend;
-use super::projection::{project, project_grads};
+use super::projection::{attended_type, project, project_grads};
 use crate::config::LatentAttention;
 use crate::generation::LayerCache;
 use crate::weights::LatentWeights;
@@ -61,14 +61,6 @@ pub(crate) struct LatentGradTask {
 /// One block of columns from `start` on, or the same for every head.
 fn at(start: usize) -> Columns {
     Columns { start, step: 0 }
-}
-
-/// The type of what is made with the matrices. A GPU attends to bf16 by its tensor cores, also beside blocks of small integers.
-fn activations(ctx: &Context, w: &LatentWeights) -> DType {
-    match w.q.dtype() {
-        dtype if dtype.is_quantized() && ctx.gpu().is_some() => DType::BF16,
-        dtype => dtype.of_activations(),
-    }
 }
 
 impl Latent {
@@ -162,7 +154,7 @@ impl Latent {
 
     /// Queries, `[T, H (N + R)]`, and the narrow vectors that they were made of.
     fn queries(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Tensor, Option<Narrow>) {
-        let (ctx, dtype) = (pass.ctx, activations(pass.ctx, w));
+        let (ctx, dtype) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()));
         let narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
         let mut q = linear(ctx, narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
         Self::turn(pass, &mut q, Rotation::Forward);
@@ -171,7 +163,7 @@ impl Latent {
 
     /// The narrow vectors that keys and values are made of, and a head of keys `[T, N + R]` with the rotated part alone.
     fn narrowed(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Narrow, Tensor) {
-        let (ctx, dtype, rank) = (pass.ctx, activations(pass.ctx, w), self.sizes.kv_rank);
+        let (ctx, dtype, rank) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()), self.sizes.kv_rank);
         let down = project(ctx, normed, &w.kv_down, dtype);
         let mut x = ctx.empty_there(&[normed.rows(), rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, (&down, at(0)), (&mut x, at(0)));

@@ -7,6 +7,11 @@ use moeworks_tensor::{DType, Tensor};
 use super::Pass;
 use crate::weights::LinearWeights;
 
+/// The type of what is made with matrices of this type. A GPU attends to bf16 by its tensor cores, also beside blocks of small integers.
+pub(super) fn attended_type(ctx: &Context, matrix: DType) -> DType {
+    if matrix.is_quantized() && ctx.gpu().is_some() { DType::BF16 } else { matrix.of_activations() }
+}
+
 /// `x w^T + b` as `out`.
 pub(crate) fn project(ctx: &Context, x: &Tensor, w: &LinearWeights, out: DType) -> Tensor {
     let [y] = project_each(ctx, x, [w], out);

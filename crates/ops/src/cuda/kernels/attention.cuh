@@ -44,8 +44,6 @@ DEVICE f32 quad_sum(f32 x) {
     return x + from_lane_xor(x, 2);
 }
 DEVICE f32 quad_max(f32 x) {
-    f32 other = from_lane_xor(x, 1);
-    x = other > x || other != other ? other : x;
-    other = from_lane_xor(x, 2);
-    return other > x || other != other ? other : x;
+    x = larger(x, from_lane_xor(x, 1));
+    return larger(x, from_lane_xor(x, 2));
 }

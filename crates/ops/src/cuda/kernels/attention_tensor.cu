@@ -241,8 +241,7 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
     unsigned char *q_tile = shared, *d_o_tile = shared + OWN * DIM * 2, *tiles = d_o_tile + OWN * DIM * 2;
     u32 low = s.first_key(first) / KEYS_BACK * KEYS_BACK, high = min(s.last_key(end - 1) + 1, s.kv_len);
     auto copy = [&](u32 key) { copy_next<KEYS_BACK, DIM>(tiles, k, v, s, key, high); };
-    copy_rows<OWN, DIM>(q_tile, q, s, first, s.head_dim);
-    copy_rows<OWN, DIM>(d_o_tile, d_o, s, first, s.value_dim);
+    copy_rows_of_both<OWN, DIM>(q_tile, q, d_o, s, first, s.rows());
     copy(low);
     f32 sums[DIM / 8][4] = {}, own_lse[2], own_delta[2];
 #pragma unroll

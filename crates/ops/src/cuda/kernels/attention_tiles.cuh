@@ -61,10 +61,7 @@ template <u32 MOST_COLUMNS> DEVICE void join_parts(f32* data, u32 count, const f
     Parts parts = {data, count, 0};
     u32 r = blockIdx.x, g = blockIdx.y, lane = threadIdx.x, dim = s.value_dim;
     f32 top = bits_float(0xff800000u), total = 0.0f;
-    for (u32 i = lane; i < count; i += 32) {
-        f32 other = parts.of(s, r, i)[dim];
-        top = other > top || other != other ? other : top;
-    }
+    for (u32 i = lane; i < count; i += 32) top = larger(top, parts.of(s, r, i)[dim]);
     top = warp_max(top);
     f32 joined = top, sums[MOST_COLUMNS] = {};
     for (u32 i = 0; i < count; i += 32) {

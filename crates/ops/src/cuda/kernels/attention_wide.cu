@@ -61,10 +61,9 @@ DEVICE f32 weigh(RowState& state, const f32* scores, bf16* weights, f32 scale, u
     for (u32 i = 0; i < KEYS / 4; i++) {
         u32 c = lane + 4 * i;
         own[i] = key + c >= from && key + c < to ? scores[c] * (scale * LOG2_E) : NOTHING;
-        best = own[i] > best || own[i] != own[i] ? own[i] : best;
+        best = larger(best, own[i]);
     }
-    best = quad_max(best);
-    f32 new_top = best > state.top || best != best ? best : state.top;
+    f32 new_top = larger(state.top, quad_max(best));
     bool is_empty = new_top == NOTHING;
     f32 fade = is_empty ? 1.0f : power_of_two(state.top - new_top);
 #pragma unroll

@@ -157,6 +157,7 @@ DEVICE float load(bf16 x) { return bits_float((u32)x.bits << 16); }
 
 DEVICE void store(float& to, float x) { to = x; }
 DEVICE void store(bf16& to, float x) { to.bits = round_bf16(x); }
+// As a bf16 number would be, if it is to be one.
 DEVICE f32 rounded(f32 x, u32 is_rounded) {
     if (!is_rounded) return x;
     bf16 y;
@@ -195,6 +196,7 @@ DEVICE void load_vector(f32 (&x)[8], const void* data, u32 is_bf16, u64 at) {
     }
 }
 
+// Eight numbers as bf16.
 DEVICE uint4 packed(const f32 (&x)[8]) {
     return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }
@@ -223,8 +225,7 @@ template <typename T> DEVICE T warp_sum(T x) {
 }
 DEVICE float warp_max(float x) {
     for (int mask = 16; mask > 0; mask >>= 1) {
-        float other = from_lane_xor(x, mask);
-        x = other > x || other != other ? other : x;
+        x = larger(x, from_lane_xor(x, mask));
     }
     return x;
 }

@@ -113,6 +113,7 @@ struct Store {
     struct Ahead {
         float4 low, high;
     };
+    // What was read ahead of the base on top of the sums.
     static DEVICE_MEMBER void add(f32 (&x)[8], const Ahead& ahead) {
         f32 before[8] = {ahead.low.x, ahead.low.y, ahead.low.z, ahead.low.w, ahead.high.x, ahead.high.y, ahead.high.z, ahead.high.w};
 #pragma unroll

@@ -163,6 +163,7 @@ DEVICE void finish_whole(const Problem& p, const Known& known, const f32 (&sums)
             row_parts[i] += known.take(rows[i], part * WIDTH, x, y, now);
         }
     };
+    // Both ways written out: by a function that lays down what it is handed, NVRTC brings the sums to memory.
     if constexpr (Known::IS_SHORT) {
 #pragma unroll
         for (u32 part = 0; part < PARTS; part++) {
