@@ -77,10 +77,10 @@ DEVICE void forward(Values q, Values k, Values v, const f32* sinks, void* o, u32
             bool is_seen = r < end && key + c < s.kv_len && s.sees(r, key + c);
             f32 score = is_seen ? s.scale * dot(q_tile + row * (s.head_dim + 1), k_tile + c * (s.head_dim + 1), s.head_dim) : bits_float(0xff800000u);
             scores[row * SCORES + c] = score;
-            best = score > best || score != score ? score : best;
+            best = larger(best, score);
         }
         best = quad_max(best);
-        f32 new_top = best > top || best != best ? best : top;
+        f32 new_top = larger(top, best);
         bool is_empty = new_top == bits_float(0xff800000u);
         f32 fade = is_empty ? 1.0f : expf(top - new_top), added = 0.0f;
 #pragma unroll
