@@ -50,12 +50,27 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Memory that kernels ask for, `count` lines with each block of the depth: any address.
+/// Memory that kernels ask for while they multiply: any addresses.
 #[derive(Clone, Copy)]
+#[repr(C)]
 pub(super) struct Ahead {
     pub(super) at: *const u8,
+    /// Lines with each block of the depth, at least one: those that follow, or where there are [`Later`] sums a line of each of so
+    /// many rows.
     pub(super) count: usize,
 }
+
+/// What comes next in a task whose sums wait for the next part of the depth.
+#[derive(Clone, Copy)]
+pub(super) struct Later {
+    /// The tiles that the sums of the next call are in.
+    pub(super) sums: [usize; 2],
+    /// Bytes from one row that is asked for to the next.
+    pub(super) row_step: usize,
+}
+
+/// Bytes that rows are apart, or a multiple, where a cache has too few places for what is asked for and for what is in use.
+pub(super) const FAR: usize = 4096;
 
 /// One or two times sixteen rows of A, a packed panel of B, and what kernels do besides multiplying them.
 pub(super) struct Call<'a> {
@@ -67,6 +82,7 @@ pub(super) struct Call<'a> {
     /// Whether to go on from the sums that are there.
     pub(super) is_continued: bool,
     pub(super) ahead: Option<Ahead>,
+    pub(super) later: Option<Later>,
 }
 
 impl Call<'_> {
@@ -96,13 +112,21 @@ impl Call<'_> {
             is_continued: self.is_continued,
             // Without anything to ask for, the line that is read next.
             ahead: self.ahead.unwrap_or(Ahead { at: self.b.as_ptr().cast(), count: 1 }),
+            later_sums: self.later.map_or([to[0], to[last]], |later| later.sums).map(|at| sums.wrapping_add(at).cast()),
+            row_step: self.later.map_or(0, |later| later.row_step),
+        };
+        let kernel = match (last, self.width / BLOCK) {
+            (1, 3) if self.later.is_some() => two_by_three_of_parts,
+            (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
+            (_, vectors) => KERNELS[last][vectors - 1],
         };
         // SAFETY: the operands and the sums are as long as the assertions here and in `Rows` say, and the registers are set up.
-        unsafe { KERNELS[last][self.width / BLOCK - 1](&args) };
+        unsafe { kernel(&args) };
     }
 }
 
 /// What a kernel is called with.
+#[repr(C)]
 struct TileArgs {
     /// Blocks of depth, at least one.
     depth: usize,
@@ -117,6 +141,9 @@ struct TileArgs {
     /// Whether to go on from the sums that are there.
     is_continued: bool,
     ahead: Ahead,
+    /// The sums of the call that follows, and bytes between rows that are asked for.
+    later_sums: [*mut f32; 2],
+    row_step: usize,
 }
 
 /// # Safety
@@ -124,10 +151,23 @@ struct TileArgs {
 /// sums as the epilogue's tiles of that many rows.
 type Kernel = unsafe fn(&TileArgs);
 
-/// A kernel: where sums are taken up and left (`$sum` at `$place` of the block of rows `$rows`) and what is done for one block of depth
-/// (`$step`).
+/// A kernel: where sums are taken up and left (`$sum` at `$place` of the block of rows `$rows`), what is done for one block of depth
+/// (`$step`), and what is asked for meanwhile (`$ask`): lines that follow each other if it does not say.
 macro_rules! tile_kernel {
-    ($name:ident, $vectors:literal, [$($sum:literal $rows:literal $place:literal),+], [$($step:literal),+]) => {
+    ($name:ident, $vectors:literal, $sums:tt, $step:tt) => {
+        tile_kernel!($name, $vectors, $sums, $step, [
+            "mov {count}, [{args} + {ahead_at} + {count_at}]",
+            "4:",
+            "prefetcht1 [{ahead}]",
+            "add {ahead}, 64",
+            "dec {count}",
+            "jnz 4b"
+        ]);
+    };
+    (
+        $name:ident, $vectors:literal, [$($sum:literal $rows:literal $place:literal),+], [$($step:literal),+],
+        [$($ask:literal),+]
+    ) => {
         /// # Safety
         /// As for [`Kernel`].
         unsafe fn $name(args: &TileArgs) {
@@ -135,27 +175,36 @@ macro_rules! tile_kernel {
             // ahead may be any address.
             unsafe {
                 asm!(
-                    "# {sums0} {sums1}",
+                    "mov {sums0}, [{args} + {sums_at}]",
+                    "mov {sums1}, [{args} + {sums_at} + 8]",
                     "test {count}, {count}",
                     "jz 3f",
                     $(concat!("tileloadd ", $sum, ", [{", $rows, "} + {stride} + ", $place, "]"),)+
-                    "jmp 2f",
+                    "jmp 5f",
                     "3:",
                     $(concat!("tilezero ", $sum),)+
+                    "5:",
+                    // From here to the end these are the sums that come next.
+                    "mov {sums0}, [{args} + {later_at}]",
+                    "mov {sums1}, [{args} + {later_at} + 8]",
                     "2:",
                     $($step,)+
-                    "mov {count}, {ahead_count}",
-                    "4:",
-                    "prefetcht1 [{ahead}]",
-                    "add {ahead}, 64",
-                    "dec {count}",
-                    "jnz 4b",
+                    $($ask,)+
                     "add {a0}, {a_step}",
                     "add {a1}, {a_step}",
                     concat!("add {b}, 1024 * ", $vectors),
                     "dec {depth}",
                     "jnz 2b",
+                    "mov {sums0}, [{args} + {sums_at}]",
+                    "mov {sums1}, [{args} + {sums_at} + 8]",
                     $(concat!("tilestored [{", $rows, "} + {stride} + ", $place, "], ", $sum),)+
+                    "# {line} {row_step_at}",
+                    args = in(reg) args,
+                    sums_at = const std::mem::offset_of!(TileArgs, sums),
+                    later_at = const std::mem::offset_of!(TileArgs, later_sums),
+                    row_step_at = const std::mem::offset_of!(TileArgs, row_step),
+                    ahead_at = const std::mem::offset_of!(TileArgs, ahead),
+                    count_at = const std::mem::offset_of!(Ahead, count),
                     // Asked at first, then the lines that are left to be asked for.
                     count = inout(reg) u64::from(args.is_continued) => _,
                     a0 = inout(reg) args.a[0] => _,
@@ -165,11 +214,11 @@ macro_rules! tile_kernel {
                     a_row = in(reg) args.a_row,
                     a_step = in(reg) args.a_step,
                     b_row = in(reg) 64_usize * $vectors,
-                    sums0 = in(reg) args.sums[0],
-                    sums1 = in(reg) args.sums[1],
+                    sums0 = out(reg) _,
+                    sums1 = out(reg) _,
                     stride = in(reg) 4 * TILE_STRIDE,
                     ahead = inout(reg) args.ahead.at => _,
-                    ahead_count = in(reg) args.ahead.count,
+                    line = out(reg) _,
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                     out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                     options(nostack)
@@ -195,6 +244,66 @@ tile_kernel!(
         "tdpbf16ps tmm2, tmm6, tmm7",
         "tileloadd tmm6, [{a1} + {a_row}]",
         "tdpbf16ps tmm5, tmm6, tmm7"
+    ]
+);
+// Of a part of the depth, where sums wait for the next part in the second-level cache: those of the next call come to the first
+// meanwhile, a sixteenth with each block of the depth, and rows of A that are packed later come to the second.
+tile_kernel!(
+    two_by_three_of_parts, 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
+    [
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tileloaddt1 tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloadd tmm6, [{a1} + {a_row}]",
+        "tdpbf16ps tmm3, tmm6, tmm7",
+        "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm4, tmm6, tmm7",
+        "tileloadd tmm6, [{a0} + {a_row}]",
+        "tdpbf16ps tmm1, tmm6, tmm7",
+        "tileloaddt1 tmm7, [{b} + {b_row} + 128]",
+        "tdpbf16ps tmm2, tmm6, tmm7",
+        "tileloadd tmm6, [{a1} + {a_row}]",
+        "tdpbf16ps tmm5, tmm6, tmm7"
+    ],
+    [
+        "prefetchw [{sums0}]",
+        "prefetchw [{sums0} + 64]",
+        "prefetchw [{sums0} + 128]",
+        "prefetchw [{sums1}]",
+        "prefetchw [{sums1} + 64]",
+        "prefetchw [{sums1} + 128]",
+        "add {sums0}, {stride}",
+        "add {sums1}, {stride}",
+        "mov {line}, {ahead}",
+        "mov {count}, [{args} + {ahead_at} + {count_at}]",
+        "4:",
+        "prefetcht1 [{line}]",
+        "add {line}, [{args} + {row_step_at}]",
+        "dec {count}",
+        "jnz 4b",
+        "add {ahead}, 64"
+    ]
+);
+// Rows of A that are [`FAR`] apart all want the same few places of the first-level cache: each tile of them is loaded once, and tiles
+// of B, which stay there, twice.
+tile_kernel!(
+    two_by_three_far, 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
+    [
+        "tileloaddt1 tmm6, [{a0} + {a_row}]",
+        "tileloadd tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm0, tmm6, tmm7",
+        "tileloadd tmm7, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm1, tmm6, tmm7",
+        "tileloadd tmm7, [{b} + {b_row} + 128]",
+        "tdpbf16ps tmm2, tmm6, tmm7",
+        "tileloaddt1 tmm6, [{a1} + {a_row}]",
+        "tdpbf16ps tmm5, tmm6, tmm7",
+        "tileloadd tmm7, [{b} + {b_row} + 64]",
+        "tdpbf16ps tmm4, tmm6, tmm7",
+        "tileloadd tmm7, [{b} + {b_row}]",
+        "tdpbf16ps tmm3, tmm6, tmm7"
     ]
 );
 tile_kernel!(

@@ -9,6 +9,8 @@ use core::arch::x86_64::{
     _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
 };
 
+use moeworks_tensor::bf16;
+
 use super::BLOCK;
 use crate::gemm::kernel::prefetch_far;
 use crate::gemm::pack::{across, along, in_turn, store};
@@ -55,28 +57,50 @@ in_vectors! {
         if num_blocks == 0 {
             return;
         }
-        for row in 0..rows.next_multiple_of(BLOCK) {
-            let to = &mut to[row / BLOCK * num_blocks * BLOCK * BLOCK + row % BLOCK * BLOCK..];
-            let mut whole = 0;
-            if row < rows && let Elements::Bf16(x) = source.elements {
-                let x = &x[source.start(first + row) + start..][..depth];
-                let (blocks, places) = (x.chunks_exact(DEPTH), to.chunks_mut(BLOCK * BLOCK));
-                whole = depth / DEPTH;
-                for (from, to) in blocks.zip(places) {
-                    // SAFETY: 32 elements of 16 bits are there.
-                    store(unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }, to);
+        for (number, to) in to.chunks_exact_mut(num_blocks * BLOCK * BLOCK).enumerate().take(rows.div_ceil(BLOCK)) {
+            let (first, rows) = (first + number * BLOCK, (rows - number * BLOCK).min(BLOCK));
+            let whole = if let Elements::Bf16(x) = source.elements { whole_blocks(source, x, (first, rows), (start, depth), to) } else { 0 };
+            for (block, to) in to.chunks_exact_mut(BLOCK * BLOCK).enumerate().skip(whole) {
+                let done = block * DEPTH;
+                for (row, to) in to.chunks_exact_mut(BLOCK).enumerate() {
+                    let units = if row < rows {
+                        along(source, first + row, start + done, (depth - done).min(DEPTH))
+                    } else {
+                        _mm512_setzero_si512()
+                    };
+                    store(units, to);
                 }
             }
-            for block in whole..num_blocks {
-                let done = block * DEPTH;
-                let units = if row < rows {
-                    along(source, first + row, start + done, (depth - done).min(DEPTH))
-                } else {
-                    _mm512_setzero_si512()
-                };
-                store(units, &mut to[block * BLOCK * BLOCK..]);
+        }
+    }
+}
+
+in_vectors! {
+    /// The whole blocks of the depth of sixteen rows of bf16, and how many they are. A block is written from end to end: row by row
+    /// took a twentieth of the time of products longer.
+    fn whole_blocks(
+        source: &Source<'_>,
+        x: &[bf16],
+        (first, rows): (usize, usize),
+        (start, depth): (usize, usize),
+        to: &mut [u32],
+    ) -> usize {
+        if rows < BLOCK {
+            return 0;
+        }
+        let mut of_rows = [&x[..0]; BLOCK];
+        for (row, of_row) in (first..).zip(&mut of_rows) {
+            *of_row = &x[source.start(row) + start..][..depth];
+        }
+        let whole = depth / DEPTH;
+        for (block, to) in to.chunks_exact_mut(BLOCK * BLOCK).enumerate().take(whole) {
+            for (of_row, to) in of_rows.iter().zip(to.chunks_exact_mut(BLOCK)) {
+                let from = &of_row[block * DEPTH..][..DEPTH];
+                // SAFETY: 32 elements of 16 bits are there.
+                store(unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }, to);
             }
         }
+        whole
     }
 }
 

@@ -1,7 +1,7 @@
 //! `A B` and `A^T B`: a task packs its panels of B, whose rows are paired, then rows of A go by, 32 at a time, each against all panels.
 
 use super::cut::PART_UNITS;
-use super::kernel::{Call, Rows};
+use super::kernel::{Ahead, Call, Later, Rows};
 use super::{BLOCK, ROWS, Registers, pack};
 use crate::gemm::kernel::{MAX_ROWS, Tile};
 use crate::gemm::store::Room;
@@ -10,6 +10,32 @@ use crate::gemm::{Finish, Form, Held, Part, Place, Work, tile_slice};
 
 /// Tiles of the epilogue that the rows of a kernel are.
 const TILES: usize = ROWS / MAX_ROWS;
+
+/// The rows of A that are packed after those that are multiplied.
+#[derive(Clone, Copy)]
+struct RowsAfter {
+    /// Where their part of the depth begins; nowhere if they are packed already or not evenly spaced.
+    at: Option<*const u8>,
+    row_step: usize,
+}
+
+impl RowsAfter {
+    fn of(work: &Work<'_>, row: usize, start: usize) -> Self {
+        let a = &work.group.a;
+        let is_even = work.product.form == Form::Nn && a.indices.is_none();
+        let at = is_even.then(|| a.address_later(work.task.rows.0 + row, ROWS, start));
+        Self { at, row_step: a.row_step() }
+    }
+
+    /// What the call with one of `count` panels asks for: of some of the rows a line with each block of the depth, and the sums of the
+    /// next call, which follow those of this one.
+    fn at_panel(&self, panel: usize, count: usize) -> (Option<Ahead>, Option<Later>) {
+        let rows = ROWS.div_ceil(count);
+        let first = (panel * rows).min(ROWS - rows);
+        let ahead = self.at.map(|at| Ahead { at: at.wrapping_add(first * self.row_step), count: rows });
+        (ahead, Some(Later { sums: [TILES, TILES + 2], row_step: self.row_step }))
+    }
+}
 
 impl Work<'_> {
     /// Computes a task of the forms `A B` and `A^T B`.
@@ -71,6 +97,8 @@ impl Work<'_> {
         let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
         let num_stretches = num_units.div_ceil(PART_UNITS).max(1);
         let are_kept = !(is_first && is_last) || num_stretches > 1;
+        let is_in_parts = !(is_first && is_last);
+        let rows_after = RowsAfter::of(self, row, part.start);
         for stretch in 0..num_stretches {
             let done = stretch * PART_UNITS;
             let units = (num_units - done).min(PART_UNITS);
@@ -91,7 +119,9 @@ impl Work<'_> {
                     let (now, later) = b.split_at(num_units * width);
                     b = later;
                     let b = &now[done * width..];
-                    let call = Call { a, b, width, is_continued: !is_first || stretch > 0, ahead: None };
+                    let (ahead, later) =
+                        if is_in_parts { rows_after.at_panel(offset, task.panels.1) } else { (None, None) };
+                    let call = Call { a, b, width, is_continued: !is_first || stretch > 0, ahead, later };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(tiles, &[0, 2][..a.len()]) };
                 }

@@ -4,7 +4,7 @@
 //! [vectors](crate::gemm::turned), whose layout of sums this shares.
 
 use super::cut::{PART_UNITS, TILES, panels_of_slab};
-use super::kernel::{Ahead, Call, Rows};
+use super::kernel::{Ahead, Call, FAR, Rows};
 use super::{BLOCK, Registers, pack};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Block;
@@ -17,8 +17,9 @@ use crate::gemm::{Finish, Held, Work, tile_slice};
 const BLOCKS: usize = 3;
 /// Blocks of a slab.
 const SLAB: usize = 2 * BLOCKS;
-/// Bytes that rows are apart, or a multiple, where a cache has too few places for what is asked for and for what is in use.
-const FAR: usize = 4096;
+
+/// Panels of lanes from which on rows that are [`FAR`] apart are asked for: with fewer, memory and not products set the time.
+const FAR_LANES: usize = 4;
 
 /// Sixteen columns, which are rows of B: the first, how many there are, and the place of the block in its slab.
 #[derive(Clone, Copy)]
@@ -153,7 +154,8 @@ impl Work<'_> {
                     let b = &packed[first_lane * num_units..][..num_units * width];
                     let ahead = later.at_call((lane, lanes.count()), num_units);
                     ask_for_share(number * lanes.count() + lane);
-                    let call = Call { a: &[first, last][..blocks.len()], b, width, is_continued: start > 0, ahead };
+                    let a = &[first, last][..blocks.len()];
+                    let call = Call { a, b, width, is_continued: start > 0, ahead, later: None };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
                 }
@@ -171,7 +173,7 @@ impl Work<'_> {
                     let (first_lane, width) = lanes.panel(lane);
                     let b = &packed[first_lane * num_units + done * width..][..units * width];
                     let is_continued = start > 0 || done > 0;
-                    let call = Call { a: &a[..blocks.len()], b, width, is_continued, ahead: None };
+                    let call = Call { a: &a[..blocks.len()], b, width, is_continued, ahead: None, later: None };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
                 }
@@ -187,10 +189,10 @@ impl Work<'_> {
             let b = &self.product.groups[task.group].b;
             let Some(blocks) = blocks else { return Later::NOTHING };
             let ends = [&blocks[0], &blocks[blocks.len() - 1]];
-            let is_spread = b.row_step().is_multiple_of(FAR);
             Later {
                 runs: ends.map(|block| b.address(block.first, 0)),
-                len: if is_spread { 0 } else { BLOCK * b.row_step() },
+                len: BLOCK * b.row_step(),
+                least_lanes: if b.row_step().is_multiple_of(FAR) { FAR_LANES } else { 1 },
             }
         };
         if let Some(blocks) = slab.pairs().nth(number + 1) {
@@ -210,10 +212,12 @@ struct Later {
     runs: [*const u8; 2],
     /// Bytes of each.
     len: usize,
+    /// Panels of lanes of which a task has at least so many if it asks.
+    least_lanes: usize,
 }
 
 impl Later {
-    const NOTHING: Self = Self { runs: [std::ptr::null(); 2], len: 0 };
+    const NOTHING: Self = Self { runs: [std::ptr::null(); 2], len: 0, least_lanes: 0 };
 
     /// What the call with panel `lane` of `count` panels of lanes asks for.
     fn at_call(&self, (lane, count): (usize, usize), num_units: usize) -> Option<Ahead> {
@@ -221,7 +225,7 @@ impl Later {
         // All of both runs, the second after the first.
         let share = (2 * lines).div_ceil(count);
         let from = lane * share;
-        let run = self.runs.get(from.checked_div(lines)?)?;
+        let run = self.runs.get(from.checked_div(lines)?).filter(|_| count >= self.least_lanes)?;
         let at = run.wrapping_add(64 * (from % lines));
         Some(Ahead { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
     }
