@@ -133,6 +133,15 @@ fn the_three_products_match_f64_over_many_tasks() {
 }
 
 #[test]
+fn the_three_products_match_f64_where_tiles_have_kernels_of_their_own() {
+    // Rows of weights that are 4 KiB apart in bf16, and whole panels whose sums wait for the next part of the depth.
+    let contexts: Vec<_> = contexts().filter(|ctx| ctx.gpu().is_none()).collect();
+    for (t, i, o) in [(75, 2_048, 80), (75, 144, 1_100)] {
+        check_on(&contexts, Sizes { t, i, o }, &numbers(t * i, 1), &numbers(o * i, 2), &numbers(t * o, 3));
+    }
+}
+
+#[test]
 fn gradients_that_are_written_past_the_caches_match_f64() {
     // 8 MiB and more, with rows that are whole cache lines and with others, of few tokens and of many.
     for (t, i, o) in [(20, 1_456, 1_448), (70, 1_456, 1_448), (70, 1_453, 1_448)] {
