@@ -227,45 +227,39 @@ macro_rules! tile_kernel {
         }
     };
 }
-tile_kernel!(
-    two_by_three, 3,
-    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm6, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm6, tmm7",
-        "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm4, tmm6, tmm7",
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tdpbf16ps tmm1, tmm6, tmm7",
-        "tileloaddt1 tmm7, [{b} + {b_row} + 128]",
-        "tdpbf16ps tmm2, tmm6, tmm7",
-        "tileloadd tmm6, [{a1} + {a_row}]",
-        "tdpbf16ps tmm5, tmm6, tmm7"
-    ]
-);
+/// A kernel of two times sixteen rows and three vectors, whatever it asks for.
+macro_rules! two_by_three_kernel {
+    ($name:ident $(, $ask:tt)?) => {
+        tile_kernel!(
+            $name, 3,
+            [
+                "tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128",
+                "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"
+            ],
+            [
+                "tileloadd tmm6, [{a0} + {a_row}]",
+                "tileloaddt1 tmm7, [{b} + {b_row}]",
+                "tdpbf16ps tmm0, tmm6, tmm7",
+                "tileloadd tmm6, [{a1} + {a_row}]",
+                "tdpbf16ps tmm3, tmm6, tmm7",
+                "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
+                "tdpbf16ps tmm4, tmm6, tmm7",
+                "tileloadd tmm6, [{a0} + {a_row}]",
+                "tdpbf16ps tmm1, tmm6, tmm7",
+                "tileloaddt1 tmm7, [{b} + {b_row} + 128]",
+                "tdpbf16ps tmm2, tmm6, tmm7",
+                "tileloadd tmm6, [{a1} + {a_row}]",
+                "tdpbf16ps tmm5, tmm6, tmm7"
+            ]
+            $(, $ask)?
+        );
+    };
+}
+two_by_three_kernel!(two_by_three);
 // Of a part of the depth, where sums wait for the next part in the second-level cache: those of the next call come to the first
 // meanwhile, a sixteenth with each block of the depth, and rows of A that are packed later come to the second.
-tile_kernel!(
-    two_by_three_of_parts, 3,
-    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm6, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm6, tmm7",
-        "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm4, tmm6, tmm7",
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tdpbf16ps tmm1, tmm6, tmm7",
-        "tileloaddt1 tmm7, [{b} + {b_row} + 128]",
-        "tdpbf16ps tmm2, tmm6, tmm7",
-        "tileloadd tmm6, [{a1} + {a_row}]",
-        "tdpbf16ps tmm5, tmm6, tmm7"
-    ],
+two_by_three_kernel!(
+    two_by_three_of_parts,
     [
         "prefetchw [{sums0}]",
         "prefetchw [{sums0} + 64]",
