@@ -101,6 +101,13 @@ impl Call<'_> {
         if first.num_units == 0 {
             return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
         }
+        let kernel = match (last, self.width / BLOCK) {
+            (1, 3) if self.later.is_some() => two_by_three_of_parts,
+            (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
+            (_, vectors) => KERNELS[last][vectors - 1],
+        };
+        // Narrower kernels do not ask for rows that are apart.
+        let asks = self.later.is_none() || (last, self.width) == (1, 3 * BLOCK);
         let sums = tiles.as_mut_ptr();
         let args = TileArgs {
             depth: first.num_units / BLOCK,
@@ -111,14 +118,9 @@ impl Call<'_> {
             sums: [to[0], to[last]].map(|at| sums.wrapping_add(at).cast()),
             is_continued: self.is_continued,
             // Without anything to ask for, the line that is read next.
-            ahead: self.ahead.unwrap_or(Ahead { at: self.b.as_ptr().cast(), count: 1 }),
+            ahead: self.ahead.filter(|_| asks).unwrap_or(Ahead { at: self.b.as_ptr().cast(), count: 1 }),
             later_sums: self.later.map_or([to[0], to[last]], |later| later.sums).map(|at| sums.wrapping_add(at).cast()),
             row_step: self.later.map_or(0, |later| later.row_step),
-        };
-        let kernel = match (last, self.width / BLOCK) {
-            (1, 3) if self.later.is_some() => two_by_three_of_parts,
-            (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
-            (_, vectors) => KERNELS[last][vectors - 1],
         };
         // SAFETY: the operands and the sums are as long as the assertions here and in `Rows` say, and the registers are set up.
         unsafe { kernel(&args) };

@@ -59,7 +59,10 @@ in_vectors! {
         }
         for (number, to) in to.chunks_exact_mut(num_blocks * BLOCK * BLOCK).enumerate().take(rows.div_ceil(BLOCK)) {
             let (first, rows) = (first + number * BLOCK, (rows - number * BLOCK).min(BLOCK));
-            let whole = if let Elements::Bf16(x) = source.elements { whole_blocks(source, x, (first, rows), (start, depth), to) } else { 0 };
+            let whole = match source.elements {
+                Elements::Bf16(x) => whole_blocks(source, x, (first, rows), (start, depth), to),
+                _ => 0,
+            };
             for (block, to) in to.chunks_exact_mut(BLOCK * BLOCK).enumerate().skip(whole) {
                 let done = block * DEPTH;
                 for (row, to) in to.chunks_exact_mut(BLOCK).enumerate() {

@@ -96,8 +96,8 @@ impl Work<'_> {
         let Part { num_units, is_first, is_last, .. } = part;
         let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
         let num_stretches = num_units.div_ceil(PART_UNITS).max(1);
-        let are_kept = !(is_first && is_last) || num_stretches > 1;
         let is_in_parts = !(is_first && is_last);
+        let are_kept = is_in_parts || num_stretches > 1;
         let rows_after = RowsAfter::of(self, row, part.start);
         for stretch in 0..num_stretches {
             let done = stretch * PART_UNITS;
