@@ -159,7 +159,8 @@ fn gradients_are_added_when_asked() {
 
 #[test]
 fn a_step_in_steady_state_takes_no_memory_from_the_system() {
-    let ctx = Context::cpu(2);
+    // With more threads the first steps may happen to run fewer tasks at a time than a later one, each with memory of its own.
+    let ctx = Context::cpu(1);
     let mut config = config(16, 8, 6, 2);
     config.shared_width = 8;
     config.jitter = Ramp::constant(0.01);
