@@ -297,13 +297,15 @@ fn a_library_takes_plain_products_of_more_than_some_rows() {
 
 #[test]
 fn nan_and_infinity_reach_the_sums_they_belong_to_and_no_other() {
-    let s = Sizes { t: 19, i: 37, o: 53 };
-    let (mut x, mut w, mut dy) = (numbers(s.t * s.i, 1), numbers(s.o * s.i, 2), numbers(s.t * s.o, 3));
-    // The last column is half of an incomplete pair of bf16.
-    (x[36], x[7 * 37 + 36], x[3 * 37]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
-    (w[52 * 37 + 36], w[5 * 37]) = (f32::INFINITY, f32::NAN);
-    (dy[52], dy[18 * 53 + 52]) = (f32::NAN, f32::INFINITY);
-    check(s, &x, &w, &dy);
+    // The second are products that tiles take in parts.
+    for s @ Sizes { t, i, o } in [Sizes { t: 19, i: 37, o: 53 }, Sizes { t: 101, i: 137, o: 153 }] {
+        let (mut x, mut w, mut dy) = (numbers(t * i, 1), numbers(o * i, 2), numbers(t * o, 3));
+        // The last column is half of an incomplete pair of bf16.
+        (x[i - 1], x[8 * i - 1], x[3 * i]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
+        (w[o * i - 1], w[5 * i]) = (f32::INFINITY, f32::NAN);
+        (dy[o - 1], dy[19 * o - 1]) = (f32::NAN, f32::INFINITY);
+        check(s, &x, &w, &dy);
+    }
 }
 
 proptest! {

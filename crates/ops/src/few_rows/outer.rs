@@ -23,6 +23,9 @@ const MAX_FEW: usize = 16;
 /// the products of so few rows do not make up for elsewhere.
 const MAX_FEW_WIDE: usize = 256;
 
+/// The same where tiles take products of f32 in parts.
+const MAX_FEW_BESIDE_PARTS: usize = 96;
+
 /// Bytes that a task writes, at most and at least, about: between them so many that all threads have several tasks.
 const TASK_BYTES: (usize, usize) = (512 << 10, 16 << 10);
 const TASKS_OF_THREAD: usize = 4;
@@ -62,7 +65,11 @@ pub(crate) fn weight_gradients_beside<T: Float>(
     others: Option<Tasks<'_>>,
 ) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
-    let most = if kernels.lanes == LANES && !kernels.are_tiles { MAX_FEW_WIDE } else { MAX_FEW };
+    let most = match Kernels::in_parts(ctx.isa(), product.compute) {
+        Some(_) => MAX_FEW_BESIDE_PARTS,
+        None if kernels.lanes == LANES && !kernels.are_tiles => MAX_FEW_WIDE,
+        None => MAX_FEW,
+    };
     let is_few = |group: &Group<'_>| group.depth <= most && group.columns == gradients.stride;
     let few = || product.groups.iter().enumerate().filter(|(_, group)| is_few(group));
     let bytes: usize = few().map(|(_, group)| size_of::<T>() * group.rows * group.columns).sum();

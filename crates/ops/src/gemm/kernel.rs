@@ -132,6 +132,8 @@ pub(crate) struct Kernels {
     packing: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
     /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
     pub(crate) are_tiles: bool,
+    /// Parts of bf16 that they take elements in: one but for f32 in tiles.
+    pub(crate) parts: usize,
     /// Units of depth for each line that kernels ask for ahead.
     pub(crate) at_once: usize,
 }
@@ -167,14 +169,24 @@ impl Kernels {
         }
     }
 
+    /// Those that take products of f32 as several of bf16, where the machine has tiles: for groups of many rows.
+    pub(crate) fn in_parts(isa: Isa, compute: Compute) -> Option<Self> {
+        #[cfg(target_arch = "x86_64")]
+        if (isa, compute) == (Isa::Amx, Compute::F32) {
+            return Some(Self { parts: super::amx::PARTS, ..Self::select(isa, Compute::Bf16) });
+        }
+        let _ = (isa, compute);
+        None
+    }
+
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
-        Self { table, rows, lanes, compute, halves: None, packing: None, are_tiles: false, at_once: 1 }
+        Self { table, rows, lanes, compute, halves: None, packing: None, are_tiles: false, parts: 1, at_once: 1 }
     }
 
     /// What these kernels take of operands in `precision`.
     #[inline(always)]
     pub(crate) fn format(&self, precision: Compute) -> Format {
-        Format { units: self.compute, precision, multiple: if self.are_tiles { 16 } else { 1 } }
+        Format { units: self.compute, precision, multiple: if self.are_tiles { 16 } else { 1 }, parts: self.parts }
     }
 
     /// Runs the kernel for `rows` rows and `vectors` vectors.

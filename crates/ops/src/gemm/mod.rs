@@ -201,7 +201,8 @@ pub(crate) fn with_tasks(
     work: impl FnOnce(Tasks<'_>),
 ) {
     let kernels = Kernels::select(ctx.isa(), product.compute);
-    let plan = tasks::plan(product, &kernels, ctx.threads().count());
+    let in_parts = Kernels::in_parts(ctx.isa(), product.compute);
+    let plan = tasks::plan(product, &kernels, in_parts.as_ref(), ctx.threads().count());
     let few = few_rows::Plan::of(product, &kernels, gradients, ctx.threads().count());
     let count = plan.tasks.len() + few.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
@@ -220,14 +221,9 @@ pub(crate) fn with_tasks(
         }
         // Tasks are taken in order, so this is about the one that this thread will take next.
         let next = plan.tasks.get(index + ahead);
-        let work = Work {
-            product,
-            group: &product.groups[plan.tasks[index].group],
-            task: &plan.tasks[index],
-            next,
-            kernels,
-            isa: ctx.isa(),
-        };
+        let task = &plan.tasks[index];
+        let kernels = in_parts.filter(|_| task.is_in_parts).unwrap_or(kernels);
+        let work = Work { product, group: &product.groups[task.group], task, next, kernels, isa: ctx.isa() };
         scratch.with(|scratch, held| work.run(scratch, held, epilogue));
         // The epilogue may have written past the caches.
         fence();
@@ -528,6 +524,11 @@ compiled! {
                 let (now, later) = to.split_at_mut(format.units_of(depth.1) * width);
                 to = later;
                 let block = Block { rows: (column + pair * group.columns, columns), columns: depth };
+                #[cfg(target_arch = "x86_64")]
+                if format.parts > 1 {
+                    amx::pack_columns(&group.b, block, (format, width), now);
+                    continue;
+                }
                 source::pack_transposed::<S>(&group.b, block, format, width, now);
             }
         }

@@ -44,6 +44,11 @@ impl Columns<'_> {
     /// The machine must have AVX-512 F, BW, DQ and VL, and AVX-512 BF16 where units are pairs of bf16.
     #[inline(always)]
     pub(super) unsafe fn pack(&self, to: &mut [u32]) -> bool {
+        if self.format.parts > 1 {
+            // SAFETY: elements are in parts only where there are tiles, and with them all these instructions.
+            unsafe { super::amx::pack_in_parts(self, to) };
+            return true;
+        }
         // SAFETY: the caller's promise is handed on.
         unsafe {
             match (self.source.elements, self.format.units, self.format.precision) {
@@ -60,7 +65,7 @@ impl Columns<'_> {
 
     /// The rows of `x` that lie `unit` units of `SIZE` rows into the depth, from the first packed column to the last.
     #[inline(always)]
-    fn rows<'x, T: Copy, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [&'x [T]; SIZE] {
+    pub(super) fn rows<'x, T: Copy, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [&'x [T]; SIZE] {
         let (first, end) = self.span();
         // A loop: closures of the library's functions on arrays stay calls here.
         let mut rows = [&x[..0]; SIZE];
@@ -80,12 +85,18 @@ impl Columns<'_> {
     /// Asks for the rows that come [`ROWS_AHEAD`] after those of a unit.
     #[inline(always)]
     fn prefetch(&self, unit: usize, size: usize) {
+        for row in size * unit..(size * (unit + 1)).min(self.depth.1) {
+            self.prefetch_row(row, ROWS_AHEAD);
+        }
+    }
+
+    /// Asks for the row that comes so many after one.
+    #[inline(always)]
+    pub(super) fn prefetch_row(&self, row: usize, ahead: usize) {
         let (first, end) = self.span();
         let bytes = self.source.bytes_of(end - first);
-        for row in size * unit..(size * (unit + 1)).min(self.depth.1) {
-            let later = self.source.address_later(self.depth.0 + row, ROWS_AHEAD, first);
-            (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
-        }
+        let later = self.source.address_later(self.depth.0 + row, ahead, first);
+        (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
     }
 }
 
@@ -183,7 +194,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    fn widened[T: Float](row: &[T], at: usize) -> __m512 {
+    pub(super) fn widened[T: Float](row: &[T], at: usize) -> __m512 {
         let x = row.get(at..).unwrap_or(&[]);
         let mask = mask_of(x.len());
         match T::DTYPE {

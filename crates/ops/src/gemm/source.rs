@@ -151,7 +151,9 @@ impl<'a> Source<'a> {
         let start = self.start(row) + at;
         match (self.elements, format.units, format.precision) {
             (Elements::F32(x), Compute::F32, Compute::F32) => Some(x[start..start + len].as_ptr().cast()),
-            (Elements::Bf16(x), Compute::Bf16, _) if len.is_multiple_of(2) && start.is_multiple_of(2) => {
+            (Elements::Bf16(x), Compute::Bf16, _)
+                if format.parts == 1 && len.is_multiple_of(2) && start.is_multiple_of(2) =>
+            {
                 Some(x[start..start + len].as_ptr().cast())
             }
             _ => None,
@@ -182,7 +184,7 @@ impl<'a> Source<'a> {
     pub(crate) fn is_direct(&self, format: Format) -> bool {
         match self.elements {
             Elements::F32(_) => format.units == Compute::F32 && format.precision == Compute::F32,
-            Elements::Bf16(_) => format.units == Compute::Bf16,
+            Elements::Bf16(_) => format.units == Compute::Bf16 && format.parts == 1,
             Elements::F16(_) => false,
         }
     }
@@ -257,6 +259,8 @@ pub(crate) struct Format {
     pub(crate) precision: Compute,
     /// Units that the depth is filled up to a multiple of.
     pub(crate) multiple: usize,
+    /// How many bf16 an element is the sum of: blocks of `multiple` units are followed by as many with the next part of each element.
+    pub(crate) parts: usize,
 }
 
 impl Format {
@@ -265,16 +269,16 @@ impl Format {
     pub(crate) fn units_of(self, len: usize) -> usize {
         match self.units {
             Compute::F32 => len,
-            Compute::Bf16 => len.div_ceil(2).next_multiple_of(self.multiple),
+            Compute::Bf16 => len.div_ceil(2).next_multiple_of(self.multiple) * self.parts,
         }
     }
 
-    /// Elements that so many units hold.
+    /// Elements that so many units hold, which are whole blocks where elements are in parts.
     #[inline(always)]
     pub(crate) fn elements_of(self, units: usize) -> usize {
         match self.units {
             Compute::F32 => units,
-            Compute::Bf16 => 2 * units,
+            Compute::Bf16 => 2 * units / self.parts,
         }
     }
 

@@ -36,6 +36,8 @@ pub(super) struct Task {
     pub(super) a_units: usize,
     /// Whether A is packed and B is not.
     pub(super) is_turned: bool,
+    /// Whether [`Kernels::in_parts`] do it.
+    pub(super) is_in_parts: bool,
 }
 
 pub(super) struct Plan {
@@ -104,7 +106,7 @@ impl Panels {
     }
 }
 
-pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, num_threads: usize) -> Plan {
+pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, in_parts: Option<&Kernels>, num_threads: usize) -> Plan {
     let num_tiles = product.num_tiles();
     let work = |group: &Group<'_>| group.rows * group.columns * num_tiles * group.depth;
     let total: usize = product.groups.iter().map(work).sum();
@@ -112,10 +114,21 @@ pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, num_threads: usize)
     let mut plan = Plan { tasks: Vec::new(), scratch_units: 0 };
     for (index, group) in product.groups.iter().enumerate() {
         if group.rows > 0 && group.columns > 0 && !crate::few_rows::takes(product, group, kernels) {
-            cut_group(product, (index, group), kernels, budget, &mut plan);
+            let in_parts = in_parts.filter(|_| is_worth_parts(product, group));
+            cut_group(product, (index, group), in_parts.unwrap_or(kernels), budget, &mut plan);
         }
     }
     plan
+}
+
+/// Whether products of f32 are faster as several of bf16 in tiles: where the operands' elements are used often enough to make up for
+/// taking them apart.
+fn is_worth_parts(product: &Product<'_>, group: &Group<'_>) -> bool {
+    const MIN: usize = 96;
+    /// Rows across the depth are taken apart as they are paired.
+    const MIN_ACROSS: usize = 48;
+    let rows = if product.form == Form::Nn { MIN_ACROSS } else { MIN };
+    group.rows >= rows && group.columns * product.num_tiles() >= MIN && group.depth >= MIN
 }
 
 fn cut_group(
@@ -182,7 +195,7 @@ fn cut_group(
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
     let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts: false };
     push_tasks(plan, group, &panels, size);
 }
 

@@ -137,7 +137,7 @@ pub(super) fn cut_group(
     let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
     plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
     let (rows, chunk, part) = ((0, group.rows), (0, chunk), format.elements_of(part));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: true };
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: true, is_in_parts: false };
     push_tasks(plan, group, &panels, size);
 }
 

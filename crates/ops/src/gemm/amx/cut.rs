@@ -5,6 +5,7 @@
 
 use super::{BLOCK, ROWS};
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::source::Format;
 use crate::gemm::tasks::{Panels, Plan, Task, push_tasks};
 use crate::gemm::turned::Lanes;
 use crate::gemm::{Form, Group, Product};
@@ -13,7 +14,7 @@ use crate::gemm::{Form, Group, Product};
 /// just as many panels as make an even number of chunks.
 const B_UNITS: usize = 272 << 10;
 /// Units of the depth that are summed at once where rows of A are packed: 32 of them are 32 KiB of the first-level cache.
-pub(super) const PART_UNITS: usize = 256;
+const PART_UNITS: usize = 256;
 /// The fewest of them that B is cut into.
 const MIN_PART_UNITS: usize = 64;
 /// Units of the depth up to which B and A are packed at once where both have to be.
@@ -37,6 +38,10 @@ const MIN_STAYING: usize = 96;
 const MAX_STAYING: usize = 256;
 /// Columns of such a task, paired ones counted twice, from which on packing the rows that stay is cheap.
 const MIN_COLUMNS: usize = 480;
+/// Units of packed B in parts, half a MiB, and rows with them: both operands take time to take apart, and with their sums fill the
+/// second-level cache.
+const B_PARTS: usize = 128 << 10;
+const MAX_ROWS_IN_PARTS: usize = 512;
 /// Sums that wait while the depth is cut for the rows that stay, at most.
 const WAITING_TURNED: usize = 160 << 10;
 /// The same where B is cut.
@@ -51,6 +56,16 @@ pub(super) fn panels_of_slab(num_tiles: usize) -> usize {
     2 / num_tiles
 }
 
+/// Units of a block of the depth, with all parts of its elements.
+fn block_units(format: Format) -> usize {
+    BLOCK * format.parts
+}
+
+/// [`PART_UNITS`] in whole blocks.
+pub(super) fn part_units(format: Format) -> usize {
+    PART_UNITS / block_units(format) * block_units(format)
+}
+
 /// Cuts a group into tasks.
 pub(in crate::gemm) fn cut_group(
     product: &Product<'_>,
@@ -59,7 +74,8 @@ pub(in crate::gemm) fn cut_group(
     budget: usize,
     plan: &mut Plan,
 ) {
-    if product.form == Form::Nt {
+    // In parts neither operand can be used as it lies.
+    if product.form == Form::Nt && (kernels.parts == 1 || group.1.rows <= FEW_ROWS) {
         cut_turned(product, group, kernels, budget, plan);
     } else {
         cut_straight(product, group, kernels, budget, plan);
@@ -78,9 +94,10 @@ fn cut_turned(
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, BLOCK);
     let units = format.units_of(group.depth);
+    let (block, longest) = (block_units(format), part_units(format));
 
     let num_stretches = (units * MIN_STAYING.min(group.rows)).div_ceil(STAY_UNITS).max(1);
-    let stretch = units.div_ceil(num_stretches).next_multiple_of(if num_stretches > 1 { PART_UNITS } else { BLOCK });
+    let stretch = units.div_ceil(num_stretches).next_multiple_of(if num_stretches > 1 { longest } else { block });
     let num_stretches = units.div_ceil(stretch.max(1)).max(1);
     let most = (STAY_UNITS / stretch.max(1)).clamp(MIN_STAYING, MAX_STAYING);
     // A few more than that are better kept together than halved.
@@ -100,7 +117,7 @@ fn cut_turned(
     chunk = panels.count.div_ceil(panels.count.div_ceil(chunk)).next_multiple_of(at_once).min(panels.count);
     let held = if num_stretches > 1 { chunk.next_multiple_of(at_once) } else { at_once };
 
-    let (a_units, b_units) = (2 * BLOCK * stretch.min(PART_UNITS), stretch * lanes.width());
+    let (a_units, b_units) = (2 * BLOCK * stretch.min(longest), stretch * lanes.width());
     let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
     plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
     let part = format.elements_of(stretch).max(2 * BLOCK);
@@ -109,7 +126,8 @@ fn cut_turned(
         for first_panel in (0..panels.count).step_by(chunk) {
             let rows = (first_row, rows.min(group.rows - first_row));
             let panels = (first_panel, chunk.min(panels.count - first_panel));
-            plan.tasks.push(Task { group: index, rows, panels, part, b_units, a_units, is_turned: true });
+            let is_in_parts = kernels.parts > 1;
+            plan.tasks.push(Task { group: index, rows, panels, part, b_units, a_units, is_turned: true, is_in_parts });
         }
     }
 }
@@ -128,6 +146,7 @@ fn cut_straight(
     let is_a_packed_whole = product.form == Form::Tn;
     let Shares { part_units, chunk, max_rows } = Shares::of(product, group, kernels, &panels, budget);
     let format = kernels.format(product.compute);
+    let longest = self::part_units(format);
     let num_parts = format.units_of(group.depth).div_ceil(part_units).max(1);
     let part = format.elements_of(part_units);
     let panel_width = TILE_STRIDE * num_tiles;
@@ -139,7 +158,7 @@ fn cut_straight(
 
     let b_units = (part_units * panel_width * chunk).next_multiple_of(BLOCK);
     let a_units = (part_units * if is_a_packed_whole { rows } else { kernels.rows }).next_multiple_of(BLOCK);
-    let waiting = match (num_parts, part_units > PART_UNITS) {
+    let waiting = match (num_parts, part_units > longest) {
         (1, false) => 1,
         (1, true) => chunk,
         _ => rows / kernels.rows * chunk,
@@ -147,7 +166,8 @@ fn cut_straight(
     let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * TILE_UNITS;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
     let (rows, chunk) = ((0, rows), (0, chunk));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false };
+    let is_in_parts = kernels.parts > 1;
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts };
     push_tasks(plan, group, &panels, size);
 }
 
@@ -164,14 +184,23 @@ struct Shares {
 impl Shares {
     fn of(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels, panels: &Panels, budget: usize) -> Self {
         let panel_width = TILE_STRIDE * product.num_tiles();
-        let units = kernels.format(product.compute).units_of(group.depth).max(BLOCK);
-        let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(BLOCK);
+        let format = kernels.format(product.compute);
+        let (block, longest) = (block_units(format), part_units(format));
+        let units = format.units_of(group.depth).max(block);
+        let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(block);
         // Even shares of all panels, of so many at most.
         let chunk_of = |most: usize| panels.count.div_ceil(panels.count.div_ceil(most.clamp(1, panels.count)));
         if product.form == Form::Tn {
             // B of the whole depth is packed once for all tasks of a thread that follow each other, A for each of them. In parts B is
             // packed again for each task as well.
-            let part_units = if units <= LONG_UNITS { units } else { even(PART_UNITS) };
+            let part_units = if units <= LONG_UNITS { units } else { even(longest) };
+            if format.parts > 1 {
+                return Self {
+                    part_units,
+                    chunk: chunk_of(B_PARTS / (longest * panel_width)),
+                    max_rows: MAX_ROWS_IN_PARTS,
+                };
+            }
             let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
             return Self { part_units, chunk: chunk_of(B_UNITS / (part_units * panel_width)), max_rows };
         }
@@ -180,10 +209,17 @@ impl Shares {
             let of_panel = group.rows.next_multiple_of(ROWS) * panel_width;
             let in_budget = (budget / (of_panel * group.depth).max(1)).max(MIN_FEW_PANELS);
             let chunk = chunk_of(in_budget.min(WAITING / of_panel));
-            let part_units = even((B_UNITS / 2 / (chunk * panel_width)).clamp(MIN_PART_UNITS, PART_UNITS));
+            let part_units = even((B_UNITS / 2 / (chunk * panel_width)).clamp(MIN_PART_UNITS, longest));
             return Self { part_units, chunk, max_rows: FEW_ROWS };
         }
-        let part_units = even(PART_UNITS);
+        let part_units = even(longest);
+        if format.parts > 1 {
+            return Self {
+                part_units,
+                chunk: chunk_of(B_PARTS / (longest * panel_width)),
+                max_rows: MAX_ROWS_IN_PARTS,
+            };
+        }
         let chunk = chunk_of(B_UNITS / 2 / (part_units * panel_width));
         let max_rows = if part_units == units { usize::MAX } else { WAITING / (chunk * panel_width) / ROWS * ROWS };
         Self { part_units, chunk, max_rows: max_rows.max(MIN_ROWS) }

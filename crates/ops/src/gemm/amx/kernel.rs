@@ -7,7 +7,7 @@
 use std::arch::asm;
 use std::marker::PhantomData;
 
-use super::BLOCK;
+use super::{BLOCK, PARTS};
 use crate::gemm::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
 use crate::gemm::source::{Format, Source};
 
@@ -81,6 +81,8 @@ pub(super) struct Call<'a> {
     pub(super) width: usize,
     /// Whether to go on from the sums that are there.
     pub(super) is_continued: bool,
+    /// Parts of each element, one or [`PARTS`].
+    pub(super) parts: usize,
     pub(super) ahead: Option<Ahead>,
     pub(super) later: Option<Later>,
 }
@@ -102,6 +104,8 @@ impl Call<'_> {
             return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
         }
         let kernel = match (last, self.width / BLOCK) {
+            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_of_parts_in_parts,
+            (_, vectors) if self.parts == PARTS => KERNELS_OF_PARTS[last][vectors - 1],
             (1, 3) if self.later.is_some() => two_by_three_of_parts,
             (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
             (_, vectors) => KERNELS[last][vectors - 1],
@@ -110,10 +114,10 @@ impl Call<'_> {
         let asks = self.later.is_none() || (last, self.width) == (1, 3 * BLOCK);
         let sums = tiles.as_mut_ptr();
         let args = TileArgs {
-            depth: first.num_units / BLOCK,
+            depth: first.num_units / (BLOCK * self.parts),
             a: [first.at, self.a[last].at],
             a_row: first.row,
-            a_step: first.step,
+            a_step: first.step * self.parts,
             b: self.b.as_ptr(),
             sums: [to[0], to[last]].map(|at| sums.wrapping_add(at).cast()),
             is_continued: self.is_continued,
@@ -154,10 +158,11 @@ struct TileArgs {
 type Kernel = unsafe fn(&TileArgs);
 
 /// A kernel: where sums are taken up and left (`$sum` at `$place` of the block of rows `$rows`), what is done for one block of depth
-/// (`$step`), and what is asked for meanwhile (`$ask`): lines that follow each other if it does not say.
+/// (`$step`), how many parts its elements have, and what is asked for meanwhile (`$ask`): lines that follow each other if it does not
+/// say.
 macro_rules! tile_kernel {
-    ($name:ident, $vectors:literal, $sums:tt, $step:tt) => {
-        tile_kernel!($name, $vectors, $sums, $step, [
+    ($name:ident, $vectors:literal of $parts:literal, $sums:tt, $step:tt) => {
+        tile_kernel!($name, $vectors of $parts, $sums, $step, [
             "mov {count}, [{args} + {ahead_at} + {count_at}]",
             "4:",
             "prefetcht1 [{ahead}]",
@@ -167,7 +172,7 @@ macro_rules! tile_kernel {
         ]);
     };
     (
-        $name:ident, $vectors:literal, [$($sum:literal $rows:literal $place:literal),+], [$($step:literal),+],
+        $name:ident, $vectors:literal of $parts:literal, [$($sum:literal $rows:literal $place:literal),+], [$($step:expr),+],
         [$($ask:literal),+]
     ) => {
         /// # Safety
@@ -194,7 +199,7 @@ macro_rules! tile_kernel {
                     $($ask,)+
                     "add {a0}, {a_step}",
                     "add {a1}, {a_step}",
-                    concat!("add {b}, 1024 * ", $vectors),
+                    concat!("add {b}, 1024 * ", $vectors, " * ", $parts),
                     "dec {depth}",
                     "jnz 2b",
                     "mov {sums0}, [{args} + {sums_at}]",
@@ -229,39 +234,185 @@ macro_rules! tile_kernel {
         }
     };
 }
-/// A kernel of two times sixteen rows and three vectors, whatever it asks for.
-macro_rules! two_by_three_kernel {
-    ($name:ident $(, $ask:tt)?) => {
+
+/// The products of a block of depth: of part `$p` of rows of A and part `$q` of a panel of B, whose tiles are loaded by `$load`. Parts
+/// follow each other in both.
+macro_rules! products {
+    (two by three, $load:literal, $p:literal, $q:literal) => {
+        concat!(
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 3072 * ",
+            $q,
+            "]\n",
+            "tdpbf16ps tmm0, tmm6, tmm7\n",
+            "tileloadd tmm6, [{a1} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            "tdpbf16ps tmm3, tmm6, tmm7\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 3072 * ",
+            $q,
+            " + 64]\n",
+            "tdpbf16ps tmm4, tmm6, tmm7\n",
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            "tdpbf16ps tmm1, tmm6, tmm7\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 3072 * ",
+            $q,
+            " + 128]\n",
+            "tdpbf16ps tmm2, tmm6, tmm7\n",
+            "tileloadd tmm6, [{a1} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            "tdpbf16ps tmm5, tmm6, tmm7"
+        )
+    };
+    (two by two, $load:literal, $p:literal, $q:literal) => {
+        concat!(
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 2048 * ",
+            $q,
+            "]\n",
+            "tdpbf16ps tmm0, tmm6, tmm7\n",
+            "tileloadd tmm5, [{a1} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            "tdpbf16ps tmm3, tmm5, tmm7\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 2048 * ",
+            $q,
+            " + 64]\n",
+            "tdpbf16ps tmm1, tmm6, tmm7\n",
+            "tdpbf16ps tmm4, tmm5, tmm7"
+        )
+    };
+    (two by one, $load:literal, $p:literal, $q:literal) => {
+        concat!(
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 1024 * ",
+            $q,
+            "]\n",
+            "tdpbf16ps tmm0, tmm6, tmm7\n",
+            "tileloadd tmm5, [{a1} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            "tdpbf16ps tmm3, tmm5, tmm7"
+        )
+    };
+    (one by three, $load:literal, $p:literal, $q:literal) => {
+        concat!(
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 3072 * ",
+            $q,
+            "]\n",
+            "tdpbf16ps tmm0, tmm6, tmm7\n",
+            $load,
+            " tmm5, [{b} + {b_row} + 3072 * ",
+            $q,
+            " + 64]\n",
+            "tdpbf16ps tmm1, tmm6, tmm5\n",
+            $load,
+            " tmm4, [{b} + {b_row} + 3072 * ",
+            $q,
+            " + 128]\n",
+            "tdpbf16ps tmm2, tmm6, tmm4"
+        )
+    };
+    (one by two, $load:literal, $p:literal, $q:literal) => {
+        concat!(
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 2048 * ",
+            $q,
+            "]\n",
+            "tdpbf16ps tmm0, tmm6, tmm7\n",
+            $load,
+            " tmm5, [{b} + {b_row} + 2048 * ",
+            $q,
+            " + 64]\n",
+            "tdpbf16ps tmm1, tmm6, tmm5"
+        )
+    };
+    (one by one, $load:literal, $p:literal, $q:literal) => {
+        concat!(
+            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
+            $p,
+            "]\n",
+            $load,
+            " tmm7, [{b} + {b_row} + 1024 * ",
+            $q,
+            "]\n",
+            "tdpbf16ps tmm0, tmm6, tmm7"
+        )
+    };
+}
+
+/// The kernel of some rows and vectors for f32 in parts of bf16.
+///
+/// Of the nine products of three parts and three those are left out that are below 2^-26 of the whole, the smallest first. Tiles of B
+/// that are used once pass by the first-level cache.
+macro_rules! kernel_of_parts {
+    ($name:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt $(, $ask:tt)?) => {
         tile_kernel!(
-            $name, 3,
+            $name, $number of 3, $sums,
             [
-                "tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128",
-                "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"
-            ],
-            [
-                "tileloadd tmm6, [{a0} + {a_row}]",
-                "tileloaddt1 tmm7, [{b} + {b_row}]",
-                "tdpbf16ps tmm0, tmm6, tmm7",
-                "tileloadd tmm6, [{a1} + {a_row}]",
-                "tdpbf16ps tmm3, tmm6, tmm7",
-                "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
-                "tdpbf16ps tmm4, tmm6, tmm7",
-                "tileloadd tmm6, [{a0} + {a_row}]",
-                "tdpbf16ps tmm1, tmm6, tmm7",
-                "tileloaddt1 tmm7, [{b} + {b_row} + 128]",
-                "tdpbf16ps tmm2, tmm6, tmm7",
-                "tileloadd tmm6, [{a1} + {a_row}]",
-                "tdpbf16ps tmm5, tmm6, tmm7"
+                products!($rows by $vectors, "tileloadd", 2, 0),
+                products!($rows by $vectors, "tileloadd", 1, 0),
+                products!($rows by $vectors, "tileloadd", 0, 0),
+                products!($rows by $vectors, "tileloadd", 0, 1),
+                products!($rows by $vectors, "tileloadd", 1, 1),
+                products!($rows by $vectors, "tileloaddt1", 0, 2)
             ]
             $(, $ask)?
         );
     };
 }
-two_by_three_kernel!(two_by_three);
+
+/// The kernel of bf16 of some rows and vectors, and that of f32 in parts.
+macro_rules! both_kernels {
+    ($name:ident $in_parts:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt) => {
+        tile_kernel!($name, $number of 1, $sums, [products!($rows by $vectors, "tileloaddt1", 0, 0)]);
+        kernel_of_parts!($in_parts, $rows by $vectors $number, $sums);
+    };
+}
+both_kernels!(
+    two_by_three two_by_three_in_parts, two by three 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"]
+);
+both_kernels!(
+    two_by_two two_by_two_in_parts, two by two 2,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm3" "sums1" "0", "tmm4" "sums1" "64"]
+);
+both_kernels!(two_by_one two_by_one_in_parts, two by one 1, ["tmm0" "sums0" "0", "tmm3" "sums1" "0"]);
+both_kernels!(
+    one_by_three one_by_three_in_parts, one by three 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128"]
+);
+both_kernels!(one_by_two one_by_two_in_parts, one by two 2, ["tmm0" "sums0" "0", "tmm1" "sums0" "64"]);
+both_kernels!(one_by_one one_by_one_in_parts, one by one 1, ["tmm0" "sums0" "0"]);
+
 // Of a part of the depth, where sums wait for the next part in the second-level cache: those of the next call come to the first
 // meanwhile, a sixteenth with each block of the depth, and rows of A that are packed later come to the second.
-two_by_three_kernel!(
-    two_by_three_of_parts,
+tile_kernel!(
+    two_by_three_of_parts, 3 of 1,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
+    [products!(two by three, "tileloaddt1", 0, 0)],
     [
         "prefetchw [{sums0}]",
         "prefetchw [{sums0} + 64]",
@@ -281,10 +432,26 @@ two_by_three_kernel!(
         "add {ahead}, 64"
     ]
 );
+// The same of elements in parts, of which a block of the depth is two lines.
+kernel_of_parts!(
+    two_by_three_of_parts_in_parts, two by three 3,
+    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
+    [
+        "mov {line}, {ahead}",
+        "mov {count}, [{args} + {ahead_at} + {count_at}]",
+        "4:",
+        "prefetcht1 [{line}]",
+        "prefetcht1 [{line} + 64]",
+        "add {line}, [{args} + {row_step_at}]",
+        "dec {count}",
+        "jnz 4b",
+        "add {ahead}, 128"
+    ]
+);
 // Rows of A that are [`FAR`] apart all want the same few places of the first-level cache: each tile of them is loaded once, and tiles
 // of B, which stay there, twice.
 tile_kernel!(
-    two_by_three_far, 3,
+    two_by_three_far, 3 of 1,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [
         "tileloaddt1 tmm6, [{a0} + {a_row}]",
@@ -302,65 +469,12 @@ tile_kernel!(
         "tdpbf16ps tmm3, tmm6, tmm7"
     ]
 );
-tile_kernel!(
-    two_by_two, 2,
-    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm3" "sums1" "0", "tmm4" "sums1" "64"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm5, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm5, tmm7",
-        "tileloaddt1 tmm7, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm1, tmm6, tmm7",
-        "tdpbf16ps tmm4, tmm5, tmm7"
-    ]
-);
-tile_kernel!(
-    two_by_one, 1,
-    ["tmm0" "sums0" "0", "tmm3" "sums1" "0"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloadd tmm5, [{a1} + {a_row}]",
-        "tdpbf16ps tmm3, tmm5, tmm7"
-    ]
-);
-tile_kernel!(
-    one_by_three, 3,
-    ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloaddt1 tmm5, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm1, tmm6, tmm5",
-        "tileloaddt1 tmm4, [{b} + {b_row} + 128]",
-        "tdpbf16ps tmm2, tmm6, tmm4"
-    ]
-);
-tile_kernel!(
-    one_by_two, 2,
-    ["tmm0" "sums0" "0", "tmm1" "sums0" "64"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7",
-        "tileloaddt1 tmm5, [{b} + {b_row} + 64]",
-        "tdpbf16ps tmm1, tmm6, tmm5"
-    ]
-);
-tile_kernel!(
-    one_by_one, 1,
-    ["tmm0" "sums0" "0"],
-    [
-        "tileloadd tmm6, [{a0} + {a_row}]",
-        "tileloaddt1 tmm7, [{b} + {b_row}]",
-        "tdpbf16ps tmm0, tmm6, tmm7"
-    ]
-);
 
 /// By blocks of rows and vectors, each less one.
 const KERNELS: [[Kernel; MAX_VECTORS]; 2] =
     [[one_by_one, one_by_two, one_by_three], [two_by_one, two_by_two, two_by_three]];
+/// The same for f32 in parts.
+const KERNELS_OF_PARTS: [[Kernel; MAX_VECTORS]; 2] = [
+    [one_by_one_in_parts, one_by_two_in_parts, one_by_three_in_parts],
+    [two_by_one_in_parts, two_by_two_in_parts, two_by_three_in_parts],
+];

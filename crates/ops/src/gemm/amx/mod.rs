@@ -12,8 +12,10 @@
 //! The compiler has no stable functions for tiles, so they are written as assembly.
 
 mod cut;
+mod finite;
 mod kernel;
 mod pack;
+mod parts;
 mod straight;
 pub(crate) mod strided;
 mod turned;
@@ -22,11 +24,15 @@ use std::arch::asm;
 use std::marker::PhantomData;
 
 pub(super) use cut::cut_group;
+pub(super) use pack::transposed_columns as pack_columns;
+pub(super) use parts::panels as pack_in_parts;
 
 /// Rows of a block of A, and units of its depth.
 pub(super) const BLOCK: usize = 16;
 /// Rows that a kernel takes at most.
 pub(super) const ROWS: usize = 2 * BLOCK;
+/// Parts of bf16 that an f32 is the sum of: 24 bits.
+pub(super) const PARTS: usize = 3;
 
 /// Whether the processor has tiles with a bf16 product and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
@@ -117,6 +123,8 @@ pub(crate) unsafe fn products(steps: usize) {
 impl super::Work<'_> {
     /// Runs a task in tiles.
     pub(super) fn run_in_tiles(&self, scratch: &mut [u32], held: &mut super::Held, epilogue: &dyn super::Finish) {
+        let exact = finite::Exact { work: self, epilogue };
+        let epilogue: &dyn super::Finish = if self.task.is_in_parts { &exact } else { epilogue };
         if self.task.is_turned {
             self.run_turned_tiles(scratch, held, epilogue);
         } else {

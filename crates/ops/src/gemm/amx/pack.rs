@@ -2,7 +2,7 @@
 //!
 //! Sixteen rows along the depth are read 32 elements at a time, two rows across it 16 elements at a time; either gives a
 //! vector of 16 units. A transposition of 16 vectors turns one kind into the other. Columns of B are packed as for the dot
-//! product ([`pack`](crate::gemm::pack)).
+//! product ([`pack`](crate::gemm::pack)). Elements in several [`parts`] make as many vectors, of which blocks follow each other.
 
 use core::arch::x86_64::{
     __m512i, _mm512_loadu_si512, _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_unpackhi_epi32,
@@ -11,10 +11,10 @@ use core::arch::x86_64::{
 
 use moeworks_tensor::bf16;
 
-use super::BLOCK;
+use super::{BLOCK, PARTS, parts};
 use crate::gemm::kernel::prefetch_far;
 use crate::gemm::pack::{across, along, in_turn, store};
-use crate::gemm::source::{Block, Elements, Source};
+use crate::gemm::source::{Block, Elements, Format, Source};
 
 /// Elements of the depth in a block.
 const DEPTH: usize = 2 * BLOCK;
@@ -22,56 +22,83 @@ const DEPTH: usize = 2 * BLOCK;
 /// Packs rows of A that run along the depth: for each sixteen rows the blocks of the depth one after the other, each
 /// `[row][unit]`.
 #[inline(always)]
-pub(super) fn rows(source: &Source<'_>, (first, rows): (usize, usize), depth: (usize, usize), to: &mut [u32]) {
+pub(super) fn rows(source: &Source<'_>, rows: (usize, usize), depth: (usize, usize), format: Format, to: &mut [u32]) {
     // SAFETY: tiles are used only on machines that have these instructions.
-    unsafe { rows_in_vectors(source, (first, rows), depth, to) }
+    unsafe {
+        match format.parts {
+            1 => rows_in_vectors::<1>(source, rows, depth, to),
+            _ => rows_in_vectors::<PARTS>(source, rows, depth, to),
+        }
+    }
 }
 
 /// Packs columns `columns` of rows of A that run across the depth, in the same form as [`rows`].
 #[inline(always)]
-pub(super) fn transposed_rows(source: &Source<'_>, columns: (usize, usize), depth: (usize, usize), to: &mut [u32]) {
+pub(super) fn transposed_rows(
+    source: &Source<'_>,
+    columns: (usize, usize),
+    depth: (usize, usize),
+    format: Format,
+    to: &mut [u32],
+) {
     // SAFETY: as above.
-    unsafe { transposed_rows_in_vectors(source, columns, depth, to) }
+    unsafe {
+        match format.parts {
+            1 => transposed_rows_in_vectors::<1>(source, columns, depth, to),
+            _ => transposed_rows_in_vectors::<PARTS>(source, columns, depth, to),
+        }
+    }
 }
 
 /// Packs a panel of B whose rows run along the depth, as [`Columns`](crate::gemm::pack::Columns) are.
 #[inline(always)]
-pub(in crate::gemm) fn transposed_columns(source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
+pub(in crate::gemm) fn transposed_columns(
+    source: &Source<'_>,
+    block: Block,
+    (format, width): (Format, usize),
+    to: &mut [u32],
+) {
     // SAFETY: as above.
-    unsafe { transposed_columns_in_vectors(source, block, width, to) }
+    unsafe {
+        match format.parts {
+            1 => transposed_columns_in_vectors::<1>(source, block, width, to),
+            _ => transposed_columns_in_vectors::<PARTS>(source, block, width, to),
+        }
+    }
 }
 
 /// The instructions that every machine with tiles has and that packing uses.
 macro_rules! in_vectors {
-    ($(#[$meta:meta])* fn $name:ident($($arg:tt)*) $(-> $result:ty)? $body:block) => {
+    ($(#[$meta:meta])* fn $name:ident$([$N:ident])?($($arg:tt)*) $(-> $result:ty)? $body:block) => {
         $(#[$meta])*
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
-        fn $name($($arg)*) $(-> $result)? $body
+        fn $name$(<const $N: usize>)?($($arg)*) $(-> $result)? $body
     };
 }
 
 in_vectors! {
-    fn rows_in_vectors(source: &Source<'_>, (first, rows): (usize, usize), (start, depth): (usize, usize), to: &mut [u32]) {
+    fn rows_in_vectors[N](source: &Source<'_>, (first, rows): (usize, usize), (start, depth): (usize, usize), to: &mut [u32]) {
         let num_blocks = depth.div_ceil(DEPTH);
         if num_blocks == 0 {
             return;
         }
-        for (number, to) in to.chunks_exact_mut(num_blocks * BLOCK * BLOCK).enumerate().take(rows.div_ceil(BLOCK)) {
+        for (number, to) in to.chunks_exact_mut(N * num_blocks * BLOCK * BLOCK).enumerate().take(rows.div_ceil(BLOCK)) {
             let (first, rows) = (first + number * BLOCK, (rows - number * BLOCK).min(BLOCK));
             let whole = match source.elements {
-                Elements::Bf16(x) => whole_blocks(source, x, (first, rows), (start, depth), to),
+                Elements::Bf16(x) if N == 1 => whole_blocks(source, x, (first, rows), (start, depth), to),
                 _ => 0,
             };
-            for (block, to) in to.chunks_exact_mut(BLOCK * BLOCK).enumerate().skip(whole) {
+            for (block, to) in to.chunks_exact_mut(N * BLOCK * BLOCK).enumerate().skip(whole) {
                 let done = block * DEPTH;
-                for (row, to) in to.chunks_exact_mut(BLOCK).enumerate() {
-                    let units = if row < rows {
-                        along(source, first + row, start + done, (depth - done).min(DEPTH))
-                    } else {
-                        _mm512_setzero_si512()
-                    };
-                    store(units, to);
+                for row in 0..BLOCK {
+                    let mut units = [_mm512_setzero_si512(); N];
+                    if row < rows {
+                        units = units_along(source, first + row, start + done, (depth - done).min(DEPTH));
+                    }
+                    for (part, units) in units.into_iter().enumerate() {
+                        store(units, &mut to[(part * BLOCK + row) * BLOCK..]);
+                    }
                 }
             }
         }
@@ -108,7 +135,20 @@ in_vectors! {
 }
 
 in_vectors! {
-    fn transposed_rows_in_vectors(
+    /// At most 32 elements of a row as units, in `N` parts.
+    fn units_along[N](source: &Source<'_>, row: usize, at: usize, len: usize) -> [__m512i; N] {
+        let mut units = [_mm512_setzero_si512(); N];
+        if N == 1 {
+            units[0] = along(source, row, at, len);
+        } else {
+            units.copy_from_slice(&parts::along(source, row, at, len));
+        }
+        units
+    }
+}
+
+in_vectors! {
+    fn transposed_rows_in_vectors[N](
         source: &Source<'_>,
         (first, columns): (usize, usize),
         (start, depth): (usize, usize),
@@ -125,26 +165,48 @@ in_vectors! {
             }
             for column in (0..columns).step_by(DEPTH) {
                 let num_columns = (columns - column).min(DEPTH);
-                let mut units = [[_mm512_setzero_si512(); BLOCK]; 2];
-                let units = &mut units[..num_columns.div_ceil(BLOCK)];
-                if let (DEPTH, DEPTH, [low, high]) = (rows, num_columns, &mut *units) {
-                    whole_pairs(source, row, first + column, [low, high]);
+                let mut units = [[[_mm512_setzero_si512(); BLOCK]; N]; 2];
+                let halves = &mut units[..num_columns.div_ceil(BLOCK)];
+                if let (1, DEPTH, DEPTH, [low, high]) = (N, rows, num_columns, &mut *halves) {
+                    whole_pairs(source, row, first + column, [&mut low[0], &mut high[0]]);
                 } else {
-                    for (half, units) in units.iter_mut().enumerate() {
+                    for (half, units) in halves.iter_mut().enumerate() {
                         let num_columns = (num_columns - half * BLOCK).min(BLOCK);
-                        for (unit, units) in units.iter_mut().enumerate() {
-                            let rows = rows.saturating_sub(2 * unit).min(2);
-                            *units = across(source, (row + 2 * unit, rows), first + column + half * BLOCK, num_columns);
+                        let columns = (first + column + half * BLOCK, num_columns);
+                        units_across(source, (row, rows), columns, units);
+                    }
+                }
+                for (half, units) in halves.iter_mut().enumerate() {
+                    for (part, units) in units.iter_mut().enumerate() {
+                        transpose(units);
+                        let at = (((column / BLOCK + half) * num_blocks + block) * N + part) * BLOCK * BLOCK;
+                        let to = &mut to[at..][..BLOCK * BLOCK];
+                        for (units, to) in units.iter().zip(to.chunks_exact_mut(BLOCK)) {
+                            store(*units, to);
                         }
                     }
                 }
-                for (half, units) in units.iter_mut().enumerate() {
-                    transpose(units);
-                    let at = ((column / BLOCK + half) * num_blocks + block) * BLOCK * BLOCK;
-                    let to = &mut to[at..][..BLOCK * BLOCK];
-                    for (units, to) in units.iter().zip(to.chunks_exact_mut(BLOCK)) {
-                        store(*units, to);
-                    }
+            }
+        }
+    }
+}
+
+in_vectors! {
+    /// At most 16 columns of at most 32 rows as units, in `N` parts: a vector for each unit.
+    fn units_across[N](
+        source: &Source<'_>,
+        (first, rows): (usize, usize),
+        columns: (usize, usize),
+        units: &mut [[__m512i; BLOCK]; N],
+    ) {
+        for unit in 0..BLOCK {
+            if N == 1 {
+                let rows = rows.saturating_sub(2 * unit).min(2);
+                units[0][unit] = across(source, (first + 2 * unit, rows), columns.0, columns.1);
+            } else {
+                let parts = parts::across(source, (first, rows), unit, columns);
+                for (to, part) in units.iter_mut().zip(parts) {
+                    to[unit] = part;
                 }
             }
         }
@@ -164,21 +226,25 @@ in_vectors! {
 }
 
 in_vectors! {
-    fn transposed_columns_in_vectors(source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
+    fn transposed_columns_in_vectors[N](source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
         let ((first, columns), (start, depth)) = (block.rows, block.columns);
         for column in (0..width).step_by(BLOCK) {
             for block in 0..depth.div_ceil(DEPTH) {
                 let done = block * DEPTH;
-                let mut units = [_mm512_setzero_si512(); BLOCK];
-                for (row, units) in units.iter_mut().enumerate() {
-                    if column + row < columns {
-                        prefetch_far(source.address_later(first + column + row, BLOCK, start + done));
-                        *units = along(source, first + column + row, start + done, (depth - done).min(DEPTH));
+                let mut units = [[_mm512_setzero_si512(); BLOCK]; N];
+                for row in 0..BLOCK.min(columns.saturating_sub(column)) {
+                    let later = source.address_later(first + column + row, BLOCK, start + done);
+                    (0..source.bytes_of(DEPTH)).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
+                    let parts: [_; N] = units_along(source, first + column + row, start + done, (depth - done).min(DEPTH));
+                    for (units, part) in units.iter_mut().zip(parts) {
+                        units[row] = part;
                     }
                 }
-                transpose(&mut units);
-                for (unit, units) in units.iter().enumerate() {
-                    store(*units, &mut to[(block * BLOCK + unit) * width + column..]);
+                for (part, units) in units.iter_mut().enumerate() {
+                    transpose(units);
+                    for (unit, units) in units.iter().enumerate() {
+                        store(*units, &mut to[((block * N + part) * BLOCK + unit) * width + column..]);
+                    }
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! `A B` and `A^T B`: a task packs its panels of B, whose rows are paired, then rows of A go by, 32 at a time, each against all panels.
 
-use super::cut::PART_UNITS;
+use super::cut::part_units;
 use super::kernel::{Ahead, Call, Later, Rows};
 use super::{BLOCK, ROWS, Registers, pack};
 use crate::gemm::kernel::{MAX_ROWS, Tile};
@@ -22,7 +22,7 @@ struct RowsAfter {
 impl RowsAfter {
     fn of(work: &Work<'_>, row: usize, start: usize) -> Self {
         let a = &work.group.a;
-        let is_even = work.product.form == Form::Nn && a.indices.is_none();
+        let is_even = work.product.form != Form::Tn && a.indices.is_none();
         let at = is_even.then(|| a.address_later(work.task.rows.0 + row, ROWS, start));
         Self { at, row_step: a.row_step() }
     }
@@ -60,7 +60,7 @@ impl Work<'_> {
                 crate::gemm::pack_b(self.isa, self, (start, depth), b_room);
             }
             if product.form == Form::Tn {
-                pack::transposed_rows(&group.a, task.rows, (start, depth), a_room);
+                pack::transposed_rows(&group.a, task.rows, (start, depth), self.format(), a_room);
             }
             let part = Part { start, depth, num_units, is_first: part == 0, is_last: part + 1 == num_parts };
             for row in (0..task.rows.1).step_by(ROWS) {
@@ -68,7 +68,7 @@ impl Work<'_> {
                 let a = if product.form == Form::Tn {
                     &a_room[row * num_units..]
                 } else {
-                    pack::rows(&group.a, (task.rows.0 + row, rows), (start, depth), a_room);
+                    pack::rows(&group.a, (task.rows.0 + row, rows), (start, depth), self.format(), a_room);
                     &*a_room
                 };
                 let first = if num_parts > 1 { row / ROWS * tiles_of_rows } else { 0 };
@@ -95,13 +95,14 @@ impl Work<'_> {
         let (panels, tiles_of_panel) = (Panels::of(group.columns, BLOCK), TILES * product.num_tiles());
         let Part { num_units, is_first, is_last, .. } = part;
         let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
-        let num_stretches = num_units.div_ceil(PART_UNITS).max(1);
+        let longest = part_units(self.format());
+        let num_stretches = num_units.div_ceil(longest).max(1);
         let is_in_parts = !(is_first && is_last);
         let are_kept = is_in_parts || num_stretches > 1;
         let rows_after = RowsAfter::of(self, row, part.start);
         for stretch in 0..num_stretches {
-            let done = stretch * PART_UNITS;
-            let units = (num_units - done).min(PART_UNITS);
+            let done = stretch * longest;
+            let units = (num_units - done).min(longest);
             let a = &[Rows::packed(&a[BLOCK * done..], units), Rows::packed(&last[BLOCK * done..], units)]
                 [..rows.div_ceil(BLOCK)];
             let mut b = b;
@@ -121,7 +122,8 @@ impl Work<'_> {
                     let b = &now[done * width..];
                     let (ahead, later) =
                         if is_in_parts { rows_after.at_panel(offset, task.panels.1) } else { (None, None) };
-                    let call = Call { a, b, width, is_continued: !is_first || stretch > 0, ahead, later };
+                    let (is_continued, parts) = (!is_first || stretch > 0, self.kernels.parts);
+                    let call = Call { a, b, width, is_continued, parts, ahead, later };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(tiles, &[0, 2][..a.len()]) };
                 }

@@ -3,7 +3,7 @@
 //! The sums, columns by rows, are turned back in blocks of 16 by 16 on their way to the epilogue, as for
 //! [vectors](crate::gemm::turned), whose layout of sums this shares.
 
-use super::cut::{PART_UNITS, TILES, panels_of_slab};
+use super::cut::{TILES, panels_of_slab, part_units};
 use super::kernel::{Ahead, Call, FAR, Rows};
 use super::{BLOCK, Registers, pack};
 use crate::gemm::kernel::Tile;
@@ -112,7 +112,7 @@ impl Work<'_> {
             let (first, width) = lanes.panel(panel);
             let count = (self.task.rows.1 - first).min(width);
             let block = Block { rows: (self.task.rows.0 + first, count), columns: depth };
-            pack::transposed_columns(&self.group.a, block, width, &mut packed[first * num_units..]);
+            pack::transposed_columns(&self.group.a, block, (self.format(), width), &mut packed[first * num_units..]);
         }
     }
 
@@ -155,25 +155,28 @@ impl Work<'_> {
                     let ahead = later.at_call((lane, lanes.count()), num_units);
                     ask_for_share(number * lanes.count() + lane);
                     let a = &[first, last][..blocks.len()];
-                    let call = Call { a, b, width, is_continued: start > 0, ahead, later: None };
+                    let call = Call { a, b, width, is_continued: start > 0, parts: 1, ahead, later: None };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
                 }
                 continue;
             }
-            for done in (0..num_units.max(1)).step_by(PART_UNITS) {
-                let units = (num_units - done).min(PART_UNITS);
-                let from = (start + 2 * done, (depth - 2 * done).min(2 * units));
+            let (format, longest) = (self.format(), part_units(self.format()));
+            for done in (0..num_units.max(1)).step_by(longest) {
+                let units = (num_units - done).min(longest);
+                let elements = format.elements_of(done);
+                let from = (start + elements, (depth - elements).min(format.elements_of(units)));
                 let (first, second) = room.split_at_mut(BLOCK * units);
                 for (columns, room) in blocks.iter().zip([&mut *first, &mut *second]) {
-                    pack::rows(&self.group.b, (columns.first, columns.count), from, room);
+                    pack::rows(&self.group.b, (columns.first, columns.count), from, format, room);
                 }
                 let a = [Rows::packed(first, units), Rows::packed(second, units)];
                 for lane in 0..lanes.count() {
                     let (first_lane, width) = lanes.panel(lane);
                     let b = &packed[first_lane * num_units + done * width..][..units * width];
                     let is_continued = start > 0 || done > 0;
-                    let call = Call { a: &a[..blocks.len()], b, width, is_continued, ahead: None, later: None };
+                    let (a, parts) = (&a[..blocks.len()], format.parts);
+                    let call = Call { a, b, width, is_continued, parts, ahead: None, later: None };
                     // SAFETY: the task has set the registers up.
                     unsafe { call.run(sums, &places(lane)[..blocks.len()]) };
                 }
