@@ -115,6 +115,9 @@ impl Output {
         println!("{}", machine::describe(ctx));
         println!("peaks measured now, on registers alone, and of memory:");
         println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
+        if let Some(flops) = peaks.f32_in_tiles_flops {
+            println!("  f32 in tiles {:9.1} GFLOP/s, of six products of bf16 each", flops / 1e9);
+        }
         if let Some(flops) = peaks.bf16_flops {
             println!("  bf16         {:9.1} GFLOP/s", flops / 1e9);
         }
@@ -241,6 +244,7 @@ impl Output {
             "kernels": format!("{:?}", ctx.isa()),
             "device": ctx.describe(),
             "f32_flops_per_s": peaks.f32_flops,
+            "f32_in_tiles_flops_per_s": peaks.f32_in_tiles_flops,
             "bf16_flops_per_s": peaks.bf16_flops,
             "fp8_flops_per_s": peaks.fp8_flops,
             "read_bytes_per_s": peaks.read_bytes_per_s,

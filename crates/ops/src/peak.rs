@@ -19,6 +19,8 @@ use crate::{Context, Isa};
 pub struct Peaks {
     /// f32 floating-point operations a second with multiply-adds on registers alone; a multiply-add counts as two.
     pub f32_flops: f64,
+    /// The same for products of f32 as several of bf16 in tiles, where the context takes large ones so.
+    pub f32_in_tiles_flops: Option<f64>,
     /// The same for the bf16 dot product or for tiles of bf16, where the machine has them (whether or not the context uses
     /// them).
     pub bf16_flops: Option<f64>,
@@ -36,7 +38,7 @@ impl Peaks {
     pub fn flops(&self, dtype: DType) -> f64 {
         match (dtype, self.bf16_flops) {
             (DType::BF16, Some(bf16_flops)) => bf16_flops.max(self.f32_flops),
-            _ => self.f32_flops,
+            _ => self.f32_flops.max(self.f32_in_tiles_flops.unwrap_or(0.0)),
         }
     }
 }
@@ -61,13 +63,23 @@ pub fn measure(ctx: &Context) -> Peaks {
         return cuda::peak::measure(on);
     }
     let mut memory = Memory::default();
-    let mut best =
-        Peaks { f32_flops: 0.0, bf16_flops: None, fp8_flops: None, read_bytes_per_s: 0.0, copy_bytes_per_s: None };
+    let mut best = Peaks {
+        f32_flops: 0.0,
+        f32_in_tiles_flops: None,
+        bf16_flops: None,
+        fp8_flops: None,
+        read_bytes_per_s: 0.0,
+        copy_bytes_per_s: None,
+    };
     for _ in 0..ROUNDS {
         best.f32_flops = best.f32_flops.max(f32_rate(ctx));
         best.bf16_flops = bf16_rate(ctx).map(|rate| rate.max(best.bf16_flops.unwrap_or(0.0)));
         best.read_bytes_per_s = best.read_bytes_per_s.max(memory.read(ctx));
         best.copy_bytes_per_s = Some(memory.copy(ctx).max(best.copy_bytes_per_s.unwrap_or(0.0)));
+    }
+    #[cfg(target_arch = "x86_64")]
+    if ctx.isa() == Isa::Amx {
+        best.f32_in_tiles_flops = best.bf16_flops.map(|rate| rate / amx::PRODUCTS_OF_PARTS);
     }
     best
 }

@@ -32,6 +32,7 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
     };
     Peaks {
         f32_flops: rate(on, &amount, "multiply_adds", amount.blocks * THREADS * SUMS * 2),
+        f32_in_tiles_flops: None,
         bf16_flops: Some(match on.gpu.hopper_processors() {
             Some(_) => hopper_rate(on, &amount, "hopper_matrix_products", HOPPER_PRODUCT),
             None => rate(on, &amount, "matrix_products", amount.blocks * WARPS * SUMS * 2 * PRODUCT),

@@ -34,6 +34,9 @@ pub(super) const ROWS: usize = 2 * BLOCK;
 /// Parts of bf16 that an f32 is the sum of: 24 bits.
 pub(super) const PARTS: usize = 3;
 
+/// Products of parts that make one of f32.
+pub(crate) const PRODUCTS_OF_PARTS: f64 = 6.0;
+
 /// Whether the processor has tiles with a bf16 product and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
     static IS_AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
