@@ -209,7 +209,7 @@ type Rows<'a> = (&'a mut Tensor, Option<&'a mut Tensor>);
 /// Where gradients of logits go in bf16, if products take them so: otherwise each of the two would round them again for every few of
 /// its columns.
 fn room_for_rounded(ctx: &Context, logits: &Tensor, dtype: DType) -> Option<Tensor> {
-    let are_rounded = dtype == DType::BF16 && matches!(ctx.isa(), Isa::Avx512Bf16 | Isa::Amx);
+    let are_rounded = dtype == DType::BF16 && ctx.isa() >= Isa::Avx512Bf16;
     are_rounded.then(|| ctx.empty(logits.shape(), DType::BF16))
 }
 

@@ -15,6 +15,10 @@ pub enum Isa {
     Avx512Bf16,
     /// [`Isa::Avx512Bf16`] and the tiles of AMX with their bf16 product, on Linux.
     Amx,
+    /// [`Isa::Amx`], and products of f32 of many rows in tiles, too, each as six of bf16: as exact, and in a loop of their own twice as
+    /// fast. Only where `MOEWORKS_F32_TILES` asks for it: on a host whose other guests leave it little power tiles take three times as
+    /// long, multiply-adds half as long again.
+    AmxF32,
 }
 
 impl Isa {
@@ -26,11 +30,17 @@ impl Isa {
         static FASTEST: OnceLock<Isa> = OnceLock::new();
         *FASTEST.get_or_init(|| match Self::best() {
             Self::Avx512Bf16 if !crate::peak::is_bf16_dot_fast() => Self::Avx512,
+            Self::Amx if std::env::var("MOEWORKS_F32_TILES").is_ok_and(|value| value == "1") => Self::AmxF32,
             best => best,
         })
     }
 
-    /// The highest level whose instructions this machine has.
+    /// Whether bf16 is multiplied in tiles.
+    pub(crate) fn has_tiles(self) -> bool {
+        self >= Self::Amx
+    }
+
+    /// The highest level whose instructions this machine has, but for [`Isa::AmxF32`], which has those of [`Isa::Amx`].
     #[must_use]
     pub fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -61,7 +71,7 @@ impl Isa {
     #[must_use]
     pub fn available() -> Vec<Self> {
         let best = Self::best();
-        let all = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
-        all.into_iter().filter(|&isa| isa <= best).collect()
+        let all = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx, Self::AmxF32];
+        all.into_iter().filter(|&isa| isa <= best || isa.has_tiles() && best.has_tiles()).collect()
     }
 }

@@ -78,7 +78,7 @@ pub fn measure(ctx: &Context) -> Peaks {
         best.copy_bytes_per_s = Some(memory.copy(ctx).max(best.copy_bytes_per_s.unwrap_or(0.0)));
     }
     #[cfg(target_arch = "x86_64")]
-    if ctx.isa() == Isa::Amx {
+    if ctx.isa() == Isa::AmxF32 {
         best.f32_in_tiles_flops = best.bf16_flops.map(|rate| rate / amx::PRODUCTS_OF_PARTS);
     }
     best
@@ -89,7 +89,7 @@ fn f32_rate(ctx: &Context) -> f64 {
     let lanes = match isa {
         Isa::Portable => crate::simd::Baseline::WIDTH,
         Isa::Avx2 => 8,
-        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => 16,
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32 => 16,
     };
     rate(ctx, 2 * SUMS * lanes * STEPS, || multiply_adds(isa, STEPS))
 }
@@ -102,7 +102,7 @@ fn bf16_rate(ctx: &Context) -> Option<f64> {
         Isa::Avx512Bf16 => Some(rate(ctx, 4 * SUMS * 16 * STEPS, || unsafe { bf16_dots(STEPS) })),
         // SAFETY: the machine has tiles.
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx => Some(rate(ctx, amx::FLOPS * STEPS, || unsafe { amx::products(STEPS) })),
+        Isa::Amx | Isa::AmxF32 => Some(rate(ctx, amx::FLOPS * STEPS, || unsafe { amx::products(STEPS) })),
         _ => None,
     }
 }

@@ -13,6 +13,6 @@ fn every_rate_is_measured_on_every_instruction_set() {
         assert!(peaks.f32_flops > 1e8 && peaks.read_bytes_per_s > 1e7, "{isa:?}: {peaks:?}");
         assert_eq!(peaks.bf16_flops.is_some(), Isa::best() >= Isa::Avx512Bf16);
         assert!(peaks.flops(DType::BF16) >= peaks.flops(DType::F32));
-        assert_eq!(peaks.f32_in_tiles_flops.is_some(), isa == Isa::Amx);
+        assert_eq!(peaks.f32_in_tiles_flops.is_some(), isa == Isa::AmxF32);
     }
 }

@@ -470,12 +470,12 @@ macro_rules! kernel {
                 $crate::Isa::Avx2 => unsafe { avx2::<$($T),*>($($arg),*) },
                 // SAFETY: as above. A branch that a constant rules out is not compiled, nor is what it calls.
                 #[cfg(target_arch = "x86_64")]
-                $crate::Isa::Avx512Bf16 | $crate::Isa::Amx if const { $has_own } => unsafe {
+                $crate::Isa::Avx512Bf16 | $crate::Isa::Amx | $crate::Isa::AmxF32 if const { $has_own } => unsafe {
                     avx512_bf16::<$($T),*>($($arg),*)
                 },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => unsafe {
+                $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx | $crate::Isa::AmxF32 => unsafe {
                     avx512::<$($T),*>($($arg),*)
                 },
                 #[cfg(not(target_arch = "x86_64"))]

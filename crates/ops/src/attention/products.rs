@@ -102,7 +102,7 @@ impl Products {
     /// # Panics
     /// If words are for tiles, which the machine must have, and the context's instruction set does not.
     pub(super) fn new(isa: Isa, words: Words) -> Self {
-        assert!(words != Words::Tiles || isa == Isa::Amx, "tiles");
+        assert!(words != Words::Tiles || isa.has_tiles(), "tiles");
         Self {
             isa,
             words,

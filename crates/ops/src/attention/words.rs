@@ -29,7 +29,7 @@ impl Words {
     pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
         match isa {
             Isa::Avx512Bf16 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Pairs,
-            Isa::Amx if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Tiles,
+            Isa::Amx | Isa::AmxF32 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Tiles,
             _ => Self::Singles,
         }
     }
@@ -365,7 +365,7 @@ fn lanes_or_zeros(row: &[f32], chunk: usize) -> [f32; COL_UNIT] {
 pub(super) fn transpose(isa: Isa, from: &[f32], (num_rows, width): (usize, usize), cols: usize, to: &mut [f32]) {
     let mut first = 0;
     #[cfg(target_arch = "x86_64")]
-    if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx) {
+    if isa >= Isa::Avx512 {
         let units: &[u32] = bytemuck::cast_slice(from);
         let to: &mut [u32] = bytemuck::cast_slice_mut(to);
         while first + 16 <= num_rows {

@@ -144,7 +144,7 @@ impl Kernels {
     pub(crate) fn select(isa: Isa, compute: Compute) -> Self {
         match (isa, compute) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Amx, Compute::Bf16) => Self {
+            (Isa::Amx | Isa::AmxF32, Compute::Bf16) => Self {
                 rows: super::amx::ROWS,
                 are_tiles: true,
                 ..Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16)
@@ -156,7 +156,7 @@ impl Kernels {
                 ..Self::vectors(table!(x86::avx512_bf16), 8, 16, Compute::Bf16)
             },
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, _) => {
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32, _) => {
                 let (halves, packing) = (table!(halves x86::half), Some(table!(x86::packing)));
                 Self { halves, packing, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
@@ -169,10 +169,10 @@ impl Kernels {
         }
     }
 
-    /// Those that take products of f32 as several of bf16, where the machine has tiles: for groups of many rows.
+    /// Those that take products of f32 as several of bf16 in tiles: for groups of many rows.
     pub(crate) fn in_parts(isa: Isa, compute: Compute) -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
-        if (isa, compute) == (Isa::Amx, Compute::F32) {
+        if (isa, compute) == (Isa::AmxF32, Compute::F32) {
             return Some(Self { parts: super::amx::PARTS, ..Self::select(isa, Compute::Bf16) });
         }
         let _ = (isa, compute);

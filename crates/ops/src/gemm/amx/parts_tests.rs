@@ -11,11 +11,11 @@ type Sizes = (usize, usize, usize);
 
 /// A context with tiles and one without, if there are tiles.
 fn contexts() -> Option<[Context; 2]> {
-    let are_there = Isa::available().contains(&Isa::Amx);
+    let are_there = Isa::available().contains(&Isa::AmxF32);
     if !are_there {
         eprintln!("SKIPPED: products of f32 in tiles: this processor has none");
     }
-    are_there.then(|| [Isa::Amx, Isa::Avx512].map(|isa| Context::cpu(2).with_isa(isa)))
+    are_there.then(|| [Isa::AmxF32, Isa::Avx512].map(|isa| Context::cpu(2).with_isa(isa)))
 }
 
 /// The product of `a [rows, depth]` and `b [columns, depth]` in each of the three forms.
