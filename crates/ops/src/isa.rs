@@ -24,7 +24,8 @@ pub enum Isa {
 impl Isa {
     /// The level whose kernels are fastest here: the best one, but without the bf16 dot product where that is slower
     /// than f32 multiply-adds. (On some processors it is: it is then half as fast for the same number of products, and
-    /// bf16 matrices are better widened while they are packed.) Measured once for a process, in under a millisecond.
+    /// bf16 matrices are better widened while they are packed.) Measured once for a process, in under a millisecond. With
+    /// `MOEWORKS_F32_TILES=1` in the environment [`Isa::AmxF32`] where there are tiles.
     #[must_use]
     pub fn detect() -> Self {
         static FASTEST: OnceLock<Isa> = OnceLock::new();

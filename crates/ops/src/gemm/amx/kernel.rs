@@ -104,9 +104,9 @@ impl Call<'_> {
             return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
         }
         let kernel = match (last, self.width / BLOCK) {
-            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_of_parts_in_parts,
-            (_, vectors) if self.parts == PARTS => KERNELS_OF_PARTS[last][vectors - 1],
-            (1, 3) if self.later.is_some() => two_by_three_of_parts,
+            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_cut_in_parts,
+            (_, vectors) if self.parts == PARTS => KERNELS_IN_PARTS[last][vectors - 1],
+            (1, 3) if self.later.is_some() => two_by_three_cut,
             (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
             (_, vectors) => KERNELS[last][vectors - 1],
         };
@@ -235,139 +235,96 @@ macro_rules! tile_kernel {
     };
 }
 
-/// The products of a block of depth: of part `$p` of rows of A and part `$q` of a panel of B, whose tiles are loaded by `$load`. Parts
-/// follow each other in both.
+/// Loads part `$p` of a block of the depth of sixteen rows of A. Parts follow each other, as they do in B.
+macro_rules! load_a {
+    ($tile:literal, $rows:literal, $p:literal) => {
+        concat!("tileloadd ", $tile, ", [{", $rows, "} + {a_row} + 1024 * ", $p, "]\n")
+    };
+}
+
+/// Loads part `$q` of vector `$vector` of a panel of B of so many vectors.
+macro_rules! load_b {
+    ($load:literal, $tile:literal, $vectors:literal, $q:literal, $vector:literal) => {
+        concat!($load, " ", $tile, ", [{b} + {b_row} + 1024 * ", $vectors, " * ", $q, " + 64 * ", $vector, "]\n")
+    };
+}
+
+macro_rules! multiply {
+    ($sum:literal, $a:literal, $b:literal) => {
+        concat!("tdpbf16ps ", $sum, ", ", $a, ", ", $b, "\n")
+    };
+}
+
+/// The products of a block of depth: of part `$p` of rows of A and part `$q` of a panel of B, whose tiles are loaded by `$load`.
 macro_rules! products {
     (two by three, $load:literal, $p:literal, $q:literal) => {
         concat!(
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 3072 * ",
-            $q,
-            "]\n",
-            "tdpbf16ps tmm0, tmm6, tmm7\n",
-            "tileloadd tmm6, [{a1} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            "tdpbf16ps tmm3, tmm6, tmm7\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 3072 * ",
-            $q,
-            " + 64]\n",
-            "tdpbf16ps tmm4, tmm6, tmm7\n",
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            "tdpbf16ps tmm1, tmm6, tmm7\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 3072 * ",
-            $q,
-            " + 128]\n",
-            "tdpbf16ps tmm2, tmm6, tmm7\n",
-            "tileloadd tmm6, [{a1} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            "tdpbf16ps tmm5, tmm6, tmm7"
+            load_a!("tmm6", "a0", $p),
+            load_b!($load, "tmm7", 3, $q, 0),
+            multiply!("tmm0", "tmm6", "tmm7"),
+            load_a!("tmm6", "a1", $p),
+            multiply!("tmm3", "tmm6", "tmm7"),
+            load_b!($load, "tmm7", 3, $q, 1),
+            multiply!("tmm4", "tmm6", "tmm7"),
+            load_a!("tmm6", "a0", $p),
+            multiply!("tmm1", "tmm6", "tmm7"),
+            load_b!($load, "tmm7", 3, $q, 2),
+            multiply!("tmm2", "tmm6", "tmm7"),
+            load_a!("tmm6", "a1", $p),
+            multiply!("tmm5", "tmm6", "tmm7"),
         )
     };
     (two by two, $load:literal, $p:literal, $q:literal) => {
         concat!(
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 2048 * ",
-            $q,
-            "]\n",
-            "tdpbf16ps tmm0, tmm6, tmm7\n",
-            "tileloadd tmm5, [{a1} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            "tdpbf16ps tmm3, tmm5, tmm7\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 2048 * ",
-            $q,
-            " + 64]\n",
-            "tdpbf16ps tmm1, tmm6, tmm7\n",
-            "tdpbf16ps tmm4, tmm5, tmm7"
+            load_a!("tmm6", "a0", $p),
+            load_b!($load, "tmm7", 2, $q, 0),
+            multiply!("tmm0", "tmm6", "tmm7"),
+            load_a!("tmm5", "a1", $p),
+            multiply!("tmm3", "tmm5", "tmm7"),
+            load_b!($load, "tmm7", 2, $q, 1),
+            multiply!("tmm1", "tmm6", "tmm7"),
+            multiply!("tmm4", "tmm5", "tmm7"),
         )
     };
     (two by one, $load:literal, $p:literal, $q:literal) => {
         concat!(
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 1024 * ",
-            $q,
-            "]\n",
-            "tdpbf16ps tmm0, tmm6, tmm7\n",
-            "tileloadd tmm5, [{a1} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            "tdpbf16ps tmm3, tmm5, tmm7"
+            load_a!("tmm6", "a0", $p),
+            load_b!($load, "tmm7", 1, $q, 0),
+            multiply!("tmm0", "tmm6", "tmm7"),
+            load_a!("tmm5", "a1", $p),
+            multiply!("tmm3", "tmm5", "tmm7"),
         )
     };
     (one by three, $load:literal, $p:literal, $q:literal) => {
         concat!(
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 3072 * ",
-            $q,
-            "]\n",
-            "tdpbf16ps tmm0, tmm6, tmm7\n",
-            $load,
-            " tmm5, [{b} + {b_row} + 3072 * ",
-            $q,
-            " + 64]\n",
-            "tdpbf16ps tmm1, tmm6, tmm5\n",
-            $load,
-            " tmm4, [{b} + {b_row} + 3072 * ",
-            $q,
-            " + 128]\n",
-            "tdpbf16ps tmm2, tmm6, tmm4"
+            load_a!("tmm6", "a0", $p),
+            load_b!($load, "tmm7", 3, $q, 0),
+            multiply!("tmm0", "tmm6", "tmm7"),
+            load_b!($load, "tmm5", 3, $q, 1),
+            multiply!("tmm1", "tmm6", "tmm5"),
+            load_b!($load, "tmm4", 3, $q, 2),
+            multiply!("tmm2", "tmm6", "tmm4"),
         )
     };
     (one by two, $load:literal, $p:literal, $q:literal) => {
         concat!(
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 2048 * ",
-            $q,
-            "]\n",
-            "tdpbf16ps tmm0, tmm6, tmm7\n",
-            $load,
-            " tmm5, [{b} + {b_row} + 2048 * ",
-            $q,
-            " + 64]\n",
-            "tdpbf16ps tmm1, tmm6, tmm5"
+            load_a!("tmm6", "a0", $p),
+            load_b!($load, "tmm7", 2, $q, 0),
+            multiply!("tmm0", "tmm6", "tmm7"),
+            load_b!($load, "tmm5", 2, $q, 1),
+            multiply!("tmm1", "tmm6", "tmm5"),
         )
     };
     (one by one, $load:literal, $p:literal, $q:literal) => {
-        concat!(
-            "tileloadd tmm6, [{a0} + {a_row} + 1024 * ",
-            $p,
-            "]\n",
-            $load,
-            " tmm7, [{b} + {b_row} + 1024 * ",
-            $q,
-            "]\n",
-            "tdpbf16ps tmm0, tmm6, tmm7"
-        )
+        concat!(load_a!("tmm6", "a0", $p), load_b!($load, "tmm7", 1, $q, 0), multiply!("tmm0", "tmm6", "tmm7"),)
     };
 }
 
 /// The kernel of some rows and vectors for f32 in parts of bf16.
 ///
-/// Of the nine products of three parts and three those are left out that are below 2^-26 of the whole, the smallest first. Tiles of B
-/// that are used once pass by the first-level cache.
-macro_rules! kernel_of_parts {
+/// Of the nine products of three parts and three those are left out that are below 2^-26 of the whole. Tiles of B that are used once pass
+/// by the first-level cache.
+macro_rules! kernel_in_parts {
     ($name:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt $(, $ask:tt)?) => {
         tile_kernel!(
             $name, $number of 3, $sums,
@@ -388,7 +345,7 @@ macro_rules! kernel_of_parts {
 macro_rules! both_kernels {
     ($name:ident $in_parts:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt) => {
         tile_kernel!($name, $number of 1, $sums, [products!($rows by $vectors, "tileloaddt1", 0, 0)]);
-        kernel_of_parts!($in_parts, $rows by $vectors $number, $sums);
+        kernel_in_parts!($in_parts, $rows by $vectors $number, $sums);
     };
 }
 both_kernels!(
@@ -410,7 +367,7 @@ both_kernels!(one_by_one one_by_one_in_parts, one by one 1, ["tmm0" "sums0" "0"]
 // Of a part of the depth, where sums wait for the next part in the second-level cache: those of the next call come to the first
 // meanwhile, a sixteenth with each block of the depth, and rows of A that are packed later come to the second.
 tile_kernel!(
-    two_by_three_of_parts, 3 of 1,
+    two_by_three_cut, 3 of 1,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [products!(two by three, "tileloaddt1", 0, 0)],
     [
@@ -433,8 +390,8 @@ tile_kernel!(
     ]
 );
 // The same of elements in parts, of which a block of the depth is two lines.
-kernel_of_parts!(
-    two_by_three_of_parts_in_parts, two by three 3,
+kernel_in_parts!(
+    two_by_three_cut_in_parts, two by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [
         "mov {line}, {ahead}",
@@ -474,7 +431,7 @@ tile_kernel!(
 const KERNELS: [[Kernel; MAX_VECTORS]; 2] =
     [[one_by_one, one_by_two, one_by_three], [two_by_one, two_by_two, two_by_three]];
 /// The same for f32 in parts.
-const KERNELS_OF_PARTS: [[Kernel; MAX_VECTORS]; 2] = [
+const KERNELS_IN_PARTS: [[Kernel; MAX_VECTORS]; 2] = [
     [one_by_one_in_parts, one_by_two_in_parts, one_by_three_in_parts],
     [two_by_one_in_parts, two_by_two_in_parts, two_by_three_in_parts],
 ];

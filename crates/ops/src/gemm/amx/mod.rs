@@ -9,6 +9,9 @@
 //! tiles as they lie: there the product is turned round ([`turned`]), and nothing but the rows of A is transposed. In the other forms
 //! ([`straight`]) neighbouring rows of B are paired, and a task's panels of them stay in the second-level cache.
 //!
+//! Products of f32 are taken here, too, where [`Isa::AmxF32`](crate::Isa::AmxF32) asks for it: as six of the three [`parts`] of bf16 that
+//! an element is the sum of. Sums that are [not finite](finite) are then taken again by vectors.
+//!
 //! The compiler has no stable functions for tiles, so they are written as assembly.
 
 mod cut;

@@ -97,8 +97,8 @@ impl Work<'_> {
         let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
         let longest = part_units(self.format());
         let num_stretches = num_units.div_ceil(longest).max(1);
-        let is_in_parts = !(is_first && is_last);
-        let are_kept = is_in_parts || num_stretches > 1;
+        let is_cut = !(is_first && is_last);
+        let are_kept = is_cut || num_stretches > 1;
         let rows_after = RowsAfter::of(self, row, part.start);
         for stretch in 0..num_stretches {
             let done = stretch * longest;
@@ -120,8 +120,7 @@ impl Work<'_> {
                     let (now, later) = b.split_at(num_units * width);
                     b = later;
                     let b = &now[done * width..];
-                    let (ahead, later) =
-                        if is_in_parts { rows_after.at_panel(offset, task.panels.1) } else { (None, None) };
+                    let (ahead, later) = if is_cut { rows_after.at_panel(offset, task.panels.1) } else { (None, None) };
                     let (is_continued, parts) = (!is_first || stretch > 0, self.kernels.parts);
                     let call = Call { a, b, width, is_continued, parts, ahead, later };
                     // SAFETY: the task has set the registers up.
