@@ -190,16 +190,16 @@ impl Shares {
         let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(block);
         // Even shares of all panels, of so many at most.
         let chunk_of = |most: usize| panels.count.div_ceil(panels.count.div_ceil(most.clamp(1, panels.count)));
+        let in_parts = |part_units: usize| {
+            let chunk = chunk_of(B_PARTS / (longest * panel_width));
+            Self { part_units, chunk, max_rows: MAX_ROWS_IN_PARTS }
+        };
         if product.form == Form::Tn {
             // B of the whole depth is packed once for all tasks of a thread that follow each other, A for each of them. In parts B is
             // packed again for each task as well.
             let part_units = if units <= LONG_UNITS { units } else { even(longest) };
             if format.parts > 1 {
-                return Self {
-                    part_units,
-                    chunk: chunk_of(B_PARTS / (longest * panel_width)),
-                    max_rows: MAX_ROWS_IN_PARTS,
-                };
+                return in_parts(part_units);
             }
             let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
             return Self { part_units, chunk: chunk_of(B_UNITS / (part_units * panel_width)), max_rows };
@@ -214,11 +214,7 @@ impl Shares {
         }
         let part_units = even(longest);
         if format.parts > 1 {
-            return Self {
-                part_units,
-                chunk: chunk_of(B_PARTS / (longest * panel_width)),
-                max_rows: MAX_ROWS_IN_PARTS,
-            };
+            return in_parts(part_units);
         }
         let chunk = chunk_of(B_UNITS / 2 / (part_units * panel_width));
         let max_rows = if part_units == units { usize::MAX } else { WAITING / (chunk * panel_width) / ROWS * ROWS };
