@@ -9,7 +9,6 @@ mod moe;
 mod overlap;
 mod pass;
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use moeworks_moe::measure::RoutingShape;
@@ -33,6 +32,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     if args.model.is_some() && args.filter != "decode" {
         return Err(Failure::input("--model is for `bench decode`"));
     }
+    if (args.layers.is_some() || !args.types.is_empty()) && args.filter != "decode" {
+        return Err(Failure::input("--layers and --types are for `bench decode`"));
+    }
+    let types = decode::types(&args.types)?;
     match args.filter.as_str() {
         "comm" => return comm::run(args),
         "overlap" => return overlap::run(args),
@@ -50,7 +53,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     if args.filter == "decode" {
-        output.decode(&ctx, &peaks, args.model.as_deref())?;
+        output.decode((&ctx, &peaks), args, &types)?;
         output.finish(&ctx, &peaks, &args.filter)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -174,7 +177,7 @@ impl Output {
     }
 
     /// A model of OLMoE's shape in every type of weights, or a given one.
-    fn decode(&mut self, ctx: &Context, peaks: &Peaks, model: Option<&Path>) -> Result<(), Failure> {
+    fn decode(&mut self, (ctx, peaks): (&Context, &Peaks), args: &BenchArgs, types: &[DType]) -> Result<(), Failure> {
         let mut rows = Vec::new();
         let mut add = |all: Vec<decode::Measured>| {
             for measured in all {
@@ -182,11 +185,11 @@ impl Output {
                 rows.push(measured.cells());
             }
         };
-        match model {
+        match &args.model {
             Some(model) => add(decode::measure_model(ctx, peaks, model)?),
             None => {
-                for dtype in [DType::F32, DType::BF16, DType::Q8, DType::Q4] {
-                    add(decode::measure(ctx, peaks, dtype)?);
+                for &dtype in types {
+                    add(decode::measure(ctx, peaks, dtype, args.layers.map(usize::from))?);
                     // The next type's weights are of other sizes.
                     ctx.pool().trim();
                 }

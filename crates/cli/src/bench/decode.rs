@@ -1,6 +1,6 @@
 //! `moeworks bench decode`: how fast a model of OLMoE's shape goes on with a text, in every type of weights.
 //!
-//! Two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192,
+//! Two layers (`--layers`) of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192,
 //! with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
 //! projection once; the share is that of the rate of reading memory, which is measured between the tokens, since on a machine
 //! with neighbours it changes within seconds: both are medians. Prefill is compared with a square product in the same type (in
@@ -35,6 +35,9 @@ const TOKENS_PER_READ: usize = 4;
 const PREFILL: usize = 512;
 /// Times that a prefill and a product take turns.
 const PREFILLS: usize = 3;
+
+/// Layers of OLMoE-1B-7B.
+const OLMOE_LAYERS: usize = 16;
 
 /// Sequences that go on together, on a GPU; elsewhere one alone.
 const BATCHES: [usize; 3] = [1, 8, 64];
@@ -88,11 +91,24 @@ impl Measured {
 pub(super) const HEADER: [&str; 8] =
     ["weights", "texts", "MB a step", "ms a step", "tokens/s", "of bandwidth", "prefill tokens/s", "of product"];
 
-fn config() -> ModelConfig {
+/// The types that `--types` names, all without.
+pub(super) fn types(names: &[String]) -> Result<Vec<DType>, Failure> {
+    const TYPES: [(&str, DType); 4] =
+        [("f32", DType::F32), ("bf16", DType::BF16), ("q8", DType::Q8), ("q4", DType::Q4)];
+    let named = |name: &String| {
+        let found = TYPES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
+        found.map(|&(_, dtype)| dtype).ok_or_else(|| Failure::input(format!("--types {name}: f32, bf16, q8 or q4")))
+    };
+    if names.is_empty() { Ok(TYPES.map(|(_, dtype)| dtype).to_vec()) } else { names.iter().map(named).collect() }
+}
+
+/// Of OLMoE's shape, with a small vocabulary unless it has as many layers as OLMoE.
+fn config(num_layers: Option<usize>) -> ModelConfig {
+    let num_layers = num_layers.unwrap_or(2);
     ModelConfig {
-        vocab_size: 8192,
+        vocab_size: if num_layers < OLMOE_LAYERS { 8192 } else { 50304 },
         width: 2048,
-        num_layers: 2,
+        num_layers,
         num_heads: 16,
         num_kv_heads: 16,
         head_dim: 128,
@@ -108,9 +124,14 @@ fn config() -> ModelConfig {
     }
 }
 
-/// Times one type of weights: some seconds, and the memory of 873 million weights.
-pub(super) fn measure(ctx: &Context, peaks: &Peaks, dtype: DType) -> Result<Vec<Measured>, Failure> {
-    let decoder = Decoder::new(config())?;
+/// Times one type of weights: with two layers some seconds, and the memory of 873 million weights.
+pub(super) fn measure(
+    ctx: &Context,
+    peaks: &Peaks,
+    dtype: DType,
+    num_layers: Option<usize>,
+) -> Result<Vec<Measured>, Failure> {
+    let decoder = Decoder::new(config(num_layers))?;
     let weights = random_weights(ctx, &decoder, dtype);
     timed(ctx, peaks, (&decoder, &weights), dtype)
 }
