@@ -21,7 +21,9 @@ const MIN_NODES: usize = 8;
 /// Launches of which a graph has no more: between two graphs kernels do not overlap, and putting a hundred launches together takes the
 /// host as long as the GPU some ten of them.
 const MAX_NODES: usize = 96;
-/// The same of a step's first graph: until it goes to the GPU, that waits for the host.
+/// The same of a step's first graph: until it goes to the GPU, that waits for the host. Each graph after it has twice as many as the one
+/// before, which takes the GPU longer than the host needs to put them together. (An H100: 12 and then 96 left the GPU without work for a
+/// tenth of a token of OLMoE.)
 const MAX_FIRST_NODES: usize = 12;
 /// Graphs that are kept at most: a step has one for each stretch between results that the host reads, and for so many launches. Where
 /// experts have a room, each layer is a stretch; with fewer graphs than a step has stretches none would ever be used again.
@@ -117,7 +119,7 @@ impl Steps {
 
     /// Whether as many launches were collected as go to the GPU at once.
     pub(super) fn is_full(&self) -> bool {
-        self.nodes.len() >= if self.place == 0 { MAX_FIRST_NODES } else { MAX_NODES }
+        self.nodes.len() >= (MAX_FIRST_NODES << self.place.min(MAX_NODES.ilog2() as usize)).min(MAX_NODES)
     }
 
     /// Keeps the launch for later if a step is being collected.
