@@ -354,6 +354,21 @@ fn several_tiles_of_whole_blocks_match_f64_on_every_gpu() {
     }
 }
 
+/// Products more than one epoch deep, with tiles of the list that no group has: Hopper's blocks count how far each is.
+#[test]
+fn blocks_that_keep_together_leave_their_counters_as_they_were() {
+    let (t, d, f, e) = (90, 1032, 16, 5);
+    let case = Case { t, d, f, e, choices: round_robin(t, 2, 1), activation: Activation::SwiGlu };
+    let [x, dy] = [1, 2].map(|seed| numbers(t * d, seed));
+    let inputs = Inputs { x, dy, gate_up: numbers(e * 2 * f * d, 3), down: numbers(e * d * f, 4) };
+    for ctx in gpus() {
+        let run = run(&ctx, &case, &inputs, DType::BF16, DType::BF16);
+        compare(&case, &inputs, &run, DType::BF16, DType::BF16);
+        let counters = ctx.gpu().expect("a GPU").counters(ctx.pool());
+        assert!(counters.u32s().iter().all(|&count| count == 0), "counters of {ctx:?}", ctx = ctx.device());
+    }
+}
+
 #[test]
 fn all_tokens_at_one_expert_match_f64() {
     let choices = vec![vec![Some(2)]; 50];

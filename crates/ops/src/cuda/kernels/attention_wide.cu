@@ -2,7 +2,7 @@
 // keeps of a sequence, 576 numbers a token of DeepSeek's (2405.04434, section 2.1.2), for the rows that a step of decoding has. A block of
 // eight warps takes 64 rows and goes through tiles of 32 keys that are copied while the tile before is computed with. For scores a
 // warp has 16 rows and 16 keys; for sums it has all rows and an eighth of the columns, so scores and weights go by way of shared memory,
-// where four lanes have a row's softmax. (Not run on a GPU yet.)
+// where four lanes have a row's softmax.
 
 const u32 OWN = 64, THREADS = 256, WARPS = 8, KEYS = 32, ROW_TILES = OWN / 16;
 // Numbers from a row of scores, and of weights, to the next: lanes that read together are in different banks.

@@ -119,6 +119,14 @@ DEVICE float larger(float x, float y) {
 // Asks for the line at `at`, which is there, to be in the second-level cache soon.
 DEVICE void ask_for(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
+// A number that other blocks change meanwhile, and so many nanoseconds in which a thread does nothing, about.
+DEVICE u32 read_now(const u32* at) {
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+DEVICE void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
 // What every kernel begins with (sources.rs puts it there): the blocks of a kernel that follows may come as soon as there is room for
 // them, and this one's wait until all that is written before them is there (PTX, "griddepcontrol"). It does nothing where the driver
 // was not told that kernels may overlap so.

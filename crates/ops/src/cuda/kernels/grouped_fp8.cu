@@ -54,13 +54,17 @@ DEVICE void multiply_tiles(const RowTiles& tiles, const Scales& scales, const Ri
     f32* own = (f32*)(shared + Narrow::OWN_AT + warp * OWN_BUFFERS_BYTES);
     for (u32 index = blockIdx.x; index < tiles.count(); index += gridDim.x) {
         Problem p;
-        if (!tiles.problem(index, p)) continue;
+        if (!tiles.problem(index, p)) {
+            tiles.pace.pass(ring.own_epochs(), 1);
+            continue;
+        }
         TileScales<IS_PAIRED> of_tile;
         of_tile.begin(p, scales);
         StepScales<IS_PAIRED> step = of_tile.at(0);
         f32 sums[64] = {}, products[64] = {};
         ask_ahead(p, epilogue, warp * 16, 16, Narrow::COLUMNS);
         for (u32 k = 0; k < scales.depths; k++) {
+            tiles.pace.keep(ring.own_epochs(), k * DEPTH);
             const unsigned char* a = shared + count % Narrow::STAGES * Narrow::STAGE_BYTES + warp / 4 * A_GROUP;
             const unsigned char* b = shared + count % Narrow::STAGES * Narrow::STAGE_BYTES + A_BYTES;
             ring.wait_full(count);
@@ -85,6 +89,7 @@ DEVICE void multiply_tiles(const RowTiles& tiles, const Scales& scales, const Ri
         look_ahead<IS_PAIRED>(p, epilogue, warp * 16, p.column, ahead);
         finish<IS_PAIRED>(p, epilogue, sums, parts, tiles.column_tiles(), own, ahead);
     }
+    tiles.pace.end(ring.own_epochs(), tiles.count());
 }
 
 template <bool IS_PAIRED, typename Epilogue>

@@ -1,8 +1,7 @@
 // What becomes of a tile's sums on Hopper: tensor cores wait meanwhile, for which a warp has few instructions to spare. (Counters of an H100:
-// an eighth to a quarter of a product's time, most of it instructions that wait for the one before. What is here, of which there
-// are a seventh to three quarters as many, was not timed on a GPU yet.) So a warp whose rows and columns are all there goes to
-// an epilogue of which all is known when this is compiled that need not be asked for each part of a tile; any other one to
-// hand_over (grouped.cuh).
+// an eighth to a quarter of a product's time, most of it instructions that wait for the one before; here they are a seventh to three quarters
+// as many.) So a warp whose rows and columns are all there goes to an epilogue of which all is known when this is compiled that need not be
+// asked for each part of a tile; any other one to hand_over (grouped.cuh).
 
 // ---- epilogues of which more is known: `row` is where a row's first column goes, and `take` gets eight columns from `at` columns further
 // on; they give what those of grouped.cuh do. Those that are SHORT are there once for each part of a tile ----
@@ -143,6 +142,11 @@ DEVICE void finish_whole(const Problem& p, const Known& known, const f32 (&sums)
     typename Known::Row rows[HELD];
 #pragma unroll
     for (u32 i = 0; i < HELD; i++) rows[i] = known.row(p.row + first_row + row + 8 * i, p.column + chunk * 4);
+    // What a part's epilogue reads is on its way while two parts before it are at work: behind one it is waited for. (Counters of an H100: a
+    // quarter of the time of gradients of activations.)
+    Ahead next[HELD];
+#pragma unroll
+    for (u32 i = 0; i < HELD; i++) next[i] = known.ahead(rows[i], WIDTH);
     auto lay_down_part = [&](u32 part, f32* const (&upper)[4]) {
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
@@ -159,7 +163,8 @@ DEVICE void finish_whole(const Problem& p, const Known& known, const f32 (&sums)
             take_up(x, buffer, row + 8 * i, chunk);
             if (IS_PAIRED) take_up(y, buffer, row + 8 * i, chunk + 4);
             Ahead now = ahead[i];
-            if (part + 1 < PARTS) ahead[i] = known.ahead(rows[i], (part + 1) * WIDTH);
+            ahead[i] = next[i];
+            if (part + 2 < PARTS) next[i] = known.ahead(rows[i], (part + 2) * WIDTH);
             row_parts[i] += known.take(rows[i], part * WIDTH, x, y, now);
         }
     };

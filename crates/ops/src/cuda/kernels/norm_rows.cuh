@@ -1,7 +1,5 @@
 // The norm of few rows as the beginning of a kernel that multiplies with them: a launch of its own takes longer than all blocks doing it.
 
-const u32 NORMED_ROWS = 8;
-
 // As in rms_norm.cu. With no `x` there is nothing to norm.
 struct Norm {
     const void* x;
@@ -15,50 +13,84 @@ struct Norm {
 #define NORM const void *norm_x, const f32 *norm_weight, f32 norm_eps, void *norm_y, f32 *norm_inv_rms, u32 norm_x_bf16, u32 norm_y_bf16
 #define THE_NORM Norm{norm_x, norm_weight, norm_eps, norm_y, norm_inv_rms, norm_x_bf16, norm_y_bf16}
 
-DEVICE Few<4> four_of(const void* data, u32 is_bf16, u64 at) {
-    return is_bf16 ? few<4>((const bf16*)data + at) : few<4>((const f32*)data + at);
-}
 DEVICE void put_four(void* to, u32 is_bf16, u64 at, const Few<4>& four) {
     if (is_bf16) put((bf16*)to + at, four);
     else put((f32*)to + at, four);
 }
 
+DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) sum = fmaf(v.x[j], v.x[j], sum);
+    return sum;
+}
+
+DEVICE f32 scale_of(f32 sum, u32 width, f32 eps) { return 1.0f / sqrtf(sum / (f32)width + eps); }
+
+// The normed rows: the block's own go to y, too.
+struct NormedRows {
+    const Norm& norm;
+    void* to;
+    u32 to_bf16, width;
+    DEVICE_MEMBER bool is_own(u32 row) const { return blockIdx.y == 0 && row % gridDim.x == blockIdx.x; }
+    DEVICE_MEMBER void put_normed(u32 row, u32 i, Few<4> v, f32 scale) const {
+        Few<4> w = few<4>(norm.weight + i);
+        u64 at = (u64)row * width + i;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) v.x[j] = rounded(v.x[j] * scale * w.x[j], norm.y_bf16);
+        if (is_own(row)) put_four(norm.y, norm.y_bf16, at, v);
+        put_four(to, to_bf16, at, v);
+    }
+};
+
+// One row, by all warps.
+template <typename T> DEVICE void norm_one(const NormedRows& n, const T* x) {
+    __shared__ f32 of_warps[8];
+    f32 sum = 0.0f;
+    for (u32 i = threadIdx.x * 4; i < n.width; i += 1024) sum = add_squares(sum, few<4>(x + i));
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0.0f;
+#pragma unroll
+    for (u32 w = 0; w < 8; w++) sum += of_warps[w];
+    f32 scale = scale_of(sum, n.width, n.norm.eps);
+    if (n.is_own(0) && threadIdx.x == 0) n.norm.inv_rms[0] = scale;
+    for (u32 i = threadIdx.x * 4; i < n.width; i += 1024) n.put_normed(0, i, few<4>(x + i), scale);
+}
+
+// Up to eight rows, one a warp: what the eight warps of one row have there, its lanes have one after the other. All of 1,024 elements are
+// on their way before the first is needed.
+template <typename T> DEVICE void norm_by_warps(const NormedRows& n, const T* x, u32 rows) {
+    u32 row = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    x += (u64)row * n.width;
+    f32 of_warps[8] = {}, sum = 0.0f;
+    for (u32 start = lane * 4; start < n.width; start += 1024) {
+        Few<4> v[8];
+#pragma unroll
+        for (u32 w = 0; w < 8; w++) v[w] = few<4>(x + (start + w * 128 < n.width ? start + w * 128 : 0));
+#pragma unroll
+        for (u32 w = 0; w < 8; w++)
+            if (start + w * 128 < n.width) of_warps[w] = add_squares(of_warps[w], v[w]);
+    }
+#pragma unroll
+    for (u32 w = 0; w < 8; w++) sum += warp_sum(of_warps[w]);
+    f32 scale = scale_of(sum, n.width, n.norm.eps);
+    if (n.is_own(row) && lane == 0) n.norm.inv_rms[row] = scale;
+#pragma unroll 4
+    for (u32 i = lane * 4; i < n.width; i += 128) n.put_normed(row, i, few<4>(x + i), scale);
+}
+
+template <typename T> DEVICE void norm_as(const NormedRows& n, const T* x, u32 rows) {
+    if (rows == 1) norm_one(n, x);
+    else norm_by_warps(n, x, rows);
+}
+
 // Writes the `rows` normed rows of whole fours to shared memory, as bf16 or f32, and those that are this block's to y: the numbers are
 // those of y, and sums are taken in the order of rms_norm.cu. A whole block of 256 threads, which then all see them.
 DEVICE void norm_rows(const Norm& n, void* to, u32 to_bf16, u32 rows, u32 width) {
-    __shared__ f32 of_warps[NORMED_ROWS][8];
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    f32 sums[NORMED_ROWS] = {};
-    for (u32 i = threadIdx.x * 4; i < width; i += 1024)
-#pragma unroll
-        for (u32 r = 0; r < NORMED_ROWS; r++) {
-            if (r >= rows) break;
-            Few<4> v = four_of(n.x, n.x_bf16, (u64)r * width + i);
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) sums[r] = fmaf(v.x[j], v.x[j], sums[r]);
-        }
-#pragma unroll
-    for (u32 r = 0; r < NORMED_ROWS; r++) {
-        if (r >= rows) break;
-        f32 sum = warp_sum(sums[r]);
-        if (lane == 0) of_warps[r][warp] = sum;
-    }
-    __syncthreads();
-    for (u32 r = 0; r < rows; r++) {
-        f32 sum = 0.0f;
-#pragma unroll
-        for (u32 w = 0; w < 8; w++) sum += of_warps[r][w];
-        f32 scale = 1.0f / sqrtf(sum / (f32)width + n.eps);
-        bool is_own = blockIdx.y == 0 && r % gridDim.x == blockIdx.x;
-        if (is_own && threadIdx.x == 0) n.inv_rms[r] = scale;
-        for (u32 i = threadIdx.x * 4; i < width; i += 1024) {
-            u64 at = (u64)r * width + i;
-            Few<4> v = four_of(n.x, n.x_bf16, at), w = few<4>(n.weight + i);
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) v.x[j] = rounded(v.x[j] * scale * w.x[j], n.y_bf16);
-            if (is_own) put_four(n.y, n.y_bf16, at, v);
-            put_four(to, to_bf16, at, v);
-        }
-    }
+    NormedRows normed = {n, to, to_bf16, width};
+    if (n.x_bf16) norm_as(normed, (const bf16*)n.x, rows);
+    else norm_as(normed, (const f32*)n.x, rows);
     __syncthreads();
 }

@@ -1,5 +1,6 @@
 // A router for few tokens as one kernel: logits, by as many blocks as there are columns and eights of rows for; of each eight the last of them to
-// be done chooses, and the last of those sorts. (Not run on a GPU yet.)
+// be done chooses, and the last of those sorts.
+// Instructions are fetched once, from memory: what is done once has few of them rather than loops that are taken apart.
 
 // The products of few_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and decide_for_few (router.cu).
 // `arrived` counts blocks in its first number and those of each eight rows in the others.
@@ -11,7 +12,8 @@ KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOIC
         norm_rows(THE_NORM, shared, 0, p.rows, depth);
         p.a = Operand{shared, nullptr, 0, depth, 0};
     }
-    by_columns<false>(p, Floats<false>{p.b}, THE_STORE, is_rounded);
+    // What was normed is rounded already.
+    by_columns<false>(p, Floats<false>{p.b}, THE_STORE, is_rounded && !(norm_x && norm_y_bf16));
     if (!is_last_block(arrived + 1 + blockIdx.y, gridDim.x)) return;
     u32 row = blockIdx.y * 8 + threadIdx.x / 32;
     if (row < rows) THE_TOP_K.row(row);

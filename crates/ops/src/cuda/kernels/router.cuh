@@ -29,6 +29,7 @@ struct TopK {
             square = is_there ? fmaf(x[j], x[j], square) : square;
         }
         u32 chosen = 0;
+#pragma unroll 1
         for (u32 choice = 0; choice < k; choice++) {
             u32 best = 0, index = 0;
 #pragma unroll
@@ -90,6 +91,7 @@ struct TopK {
 // Writes the sums of the numbers before each of `len` numbers, which may be in their place; returns that of all. A whole block.
 DEVICE u32 scan(const u32* from, u32* to, u32 len) {
     u32 before = 0;
+#pragma unroll 1
     for (u32 first = 0; first < len; first += 256) {
         u32 i = first + threadIdx.x, all, own = i < len ? from[i] : 0;
         u32 below = sum_below(own, all);
@@ -103,6 +105,7 @@ DEVICE u32 scan(const u32* from, u32* to, u32 len) {
 // tiles without rows up to `num_tiles`. One block.
 DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
     u32 before = 0;
+#pragma unroll 1
     for (u32 start = 0; start < groups; start += 256) {
         u32 g = start + threadIdx.x, all, first = 0, end = 0;
         if (g < groups) {
@@ -110,6 +113,7 @@ DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, 
             end = offsets[g + 1];
         }
         u32 own = (end - first + height - 1) / height, to = before + sum_below(own, all);
+#pragma unroll 1
         for (u32 i = 0; i < own; i++) {
             u32* tile = tiles + 3 * (to + i);
             tile[0] = g;
@@ -118,6 +122,7 @@ DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, 
         }
         before += all;
     }
+#pragma unroll 1
     for (u32 i = before + threadIdx.x; i < num_tiles; i += 256) tiles[3 * i] = tiles[3 * i + 1] = tiles[3 * i + 2] = 0;
 }
 
@@ -134,20 +139,26 @@ struct FewChoices {
         __shared__ u32 keys[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS];
         u32 choices = tokens * k;
         // By rank, then by token: the order that an expert serves them in.
+#pragma unroll 1
         for (u32 i = threadIdx.x; i < choices; i += 256) keys[i % k * tokens + i / k] = min(ids[i], experts - 1);
         __syncthreads();
+#pragma unroll 1
         for (u32 e = threadIdx.x; e < experts; e += 256) {
             u32 count = 0;
+#pragma unroll 4
             for (u32 i = 0; i < choices; i++) count += keys[i] == e;
             of_experts[e] = counts[e] = count;
         }
         __syncthreads();
         u32 rows = scan(of_experts, first, experts);
         __syncthreads();
+#pragma unroll 1
         for (u32 e = threadIdx.x; e < experts; e += 256) offsets[e] = first[e];
         if (threadIdx.x == 0) offsets[experts] = rows;
+#pragma unroll 1
         for (u32 i = threadIdx.x; i < choices; i += 256) {
             u32 row = first[keys[i]], token = i % tokens, choice = token * k + i / tokens;
+#pragma unroll 4
             for (u32 before = 0; before < i; before++) row += keys[before] == keys[i];
             row_tokens[row] = token;
             row_weights[row] = weights[choice];

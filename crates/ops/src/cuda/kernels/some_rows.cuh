@@ -4,18 +4,19 @@
 // the scale in f32. Columns of weights take the place of an instruction's 16 rows, rows of activations that of its 8 columns.
 // Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
 //
-// A block of threads has 32 columns, or 16 pairs: two tiles of 16 lines of weights, of which four warps each have every fourth chunk of
-// the depth. (Where there are few columns, it has one tile, and each of its warps every eighth chunk.) A warp copies chunks to its own
-// shared memory whole, so that all of a short depth is under way at once, and takes the levels from there: in place most loads would be
-// of two bytes, with the memory's latency for each. (Not run on a GPU yet.)
+// A block of threads has one, two or eight tiles of 16 lines of weights, and each of its eight warps an equal share of a tile's chunks of
+// the depth: one tile where there are few columns, eight where there are so many blocks that all multiprocessors have some in turn. A block
+// that is over after a chunk or two waits longer for its first chunk and for its warps' sums than it has to read. A warp copies chunks to
+// its own shared memory whole, and takes the levels from there: in place most loads would be of two bytes, with the memory's latency for
+// each.
 
 // As blocks of 32 numbers without scales.
 const u32 BF16 = NUM_TYPES;
 LAYOUT(BF16, 32, 64, 16);
 
-// Tiles of a block, and chunks that a warp has under way.
-const u32 LINE_TILES = 2, CHUNK_STAGES = 2;
-const u32 LINES = 16, SOME_COLUMNS = LINES * LINE_TILES, SOME_PAIRS = SOME_COLUMNS / 2;
+// Chunks that a warp has under way.
+const u32 CHUNK_STAGES = 2;
+const u32 LINES = 16;
 // The most rows of a tile, and floats from a line's sums to the next one's.
 const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
 
@@ -328,9 +329,12 @@ DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& l
     arrived();
 #pragma unroll 1
     for (u32 held = 0; held < C::DEPTH / 32; held += HELD) {
-        if (held > 0) x = activations<TYPE == BF16, HELD, GROUPS>(a, rows, k + held * 32, depth);
+        // The next ones come while these are multiplied with.
+        Activations<HELD, GROUPS> next = {};
+        if (held + HELD < C::DEPTH / 32) next = activations<TYPE == BF16, HELD, GROUPS>(a, rows, k + (held + HELD) * 32, depth);
 #pragma unroll
         for (u32 j = 0; j < HELD; j++) add_levels<TYPE, GROUPS>(sums, blocks, held + j, x.pairs[j], k + (held + j) * 32 < depth);
+        x = next;
     }
 }
 
@@ -361,17 +365,16 @@ DEVICE void for_chunks(u32 count, u8* own, Copy copy, Begin begin, Add add) {
 // How many of `all` chunks a warp has that is `part` of `parts`.
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
-// The warp's part of the sums of up to 8 GROUPS rows, where it is one of PARTS that share a tile.
-template <u32 TYPE, u32 GROUPS, u32 PARTS, typename Begin>
-DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u8* own, Begin begin) {
+// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile.
+template <u32 TYPE, u32 GROUPS, typename Begin>
+DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, u8* own, Begin begin) {
     typedef Chunk<TYPE> C;
-    u32 part = threadIdx.x / 32 / (8 / PARTS);
     LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
     for_chunks<TYPE>(
-        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, PARTS), own,
-        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * PARTS) * C::BYTES); }, begin,
+        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), own,
+        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * parts) * C::BYTES); }, begin,
         [&](u32 i, const u8* from, auto arrived) {
-            u32 chunk = part + i * PARTS;
+            u32 chunk = part + i * parts;
             add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, p.a, rows, chunk * C::DEPTH, p.depth, arrived);
         });
 }
@@ -391,43 +394,46 @@ template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROU
     __syncthreads();
 }
 
-template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, u32 TILES = LINE_TILES, typename Epilogue, typename Begin>
-DEVICE void multiply_groups(const Problem& p, const Epilogue& epilogue, u8* shared, Begin begin) {
-    const u32 PARTS = 8 / TILES;
-    u32 warp = threadIdx.x / 32;
+// By a block of 1, 2 or 8 tiles.
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue, typename Begin>
+DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, u8* shared, Begin begin) {
+    u32 warp = threadIdx.x / 32, parts = 8 / tiles;
     f32 sums[GROUPS][4] = {};
-    add_chunks<TYPE, GROUPS, PARTS>(sums, p, lines_of<IS_PAIRED>(p, warp % TILES), (u8*)sums_of_warp<TYPE>(shared, warp), begin);
+    LaneLines lines = lines_of<IS_PAIRED>(p, warp % tiles);
+    add_chunks<TYPE, GROUPS>(sums, p, lines, warp / tiles, parts, (u8*)sums_of_warp<TYPE>(shared, warp), begin);
     lay_down_sums<TYPE, GROUPS>(sums, shared);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
-#pragma unroll
-        for (u32 part = 0; part < PARTS; part++) sum += sums_of_warp<TYPE>(shared, part * TILES + tile)[line * SUMS_STRIDE + row];
+        for (u32 part = 0; part < parts; part++) sum += sums_of_warp<TYPE>(shared, part * tiles + tile)[line * SUMS_STRIDE + row];
         return sum;
     };
-    const u32 OF_TILE = IS_PAIRED ? 8 : LINES, WIDTH = OF_TILE * TILES;
-    for (u32 i = threadIdx.x; i < WIDTH * p.rows; i += 256) {
-        u32 column = i % WIDTH, row = i / WIDTH, tile = column / OF_TILE, line = column % OF_TILE;
+    const u32 OF_TILE = IS_PAIRED ? 8 : LINES;
+    // A power of two.
+    u32 width = OF_TILE * tiles, log_width = tiles == 8 ? 3 : tiles / 2;
+    log_width += IS_PAIRED ? 3 : 4;
+    for (u32 i = threadIdx.x; i < width * p.rows; i += 256) {
+        u32 column = i & (width - 1), row = i >> log_width, tile = column / OF_TILE, line = column % OF_TILE;
         if (p.column + column >= p.columns) continue;
         epilogue.take(p.group, p.row + row, p.column + column, all(tile, line, row), IS_PAIRED ? all(tile, line + 8, row) : 0.0f);
     }
 }
 
-template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, const Epilogue& epilogue) {
+template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, u32 tiles, const Epilogue& epilogue) {
     SHARED(shared);
     auto nothing = [] {};
     if (p.rows == 0) return;
-    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, epilogue, shared, nothing);
-    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, epilogue, shared, nothing);
-    else multiply_groups<IS_PAIRED, TYPE, 4>(p, epilogue, shared, nothing);
+    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, shared, nothing);
+    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, shared, nothing);
+    else multiply_groups<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, shared, nothing);
 }
 
-// The same of up to eight rows, which are normed first if there is something to norm, by blocks of so many tiles.
-template <u32 TYPE, u32 TILES, typename Epilogue> DEVICE void multiply_few(Problem p, const Norm& norm, const Epilogue& epilogue) {
+// The same of up to eight rows, which are normed first if there is something to norm.
+template <u32 TYPE, typename Epilogue> DEVICE void multiply_few(Problem p, u32 tiles, const Norm& norm, const Epilogue& epilogue) {
     SHARED(shared);
-    if (!norm.x) return multiply_groups<false, TYPE, 1, TILES>(p, epilogue, shared, [] {});
+    if (!norm.x) return multiply_groups<false, TYPE, 1>(p, tiles, epilogue, shared, [] {});
     u8* rows = (u8*)sums_of_warp<TYPE>(shared, 8);
     p.a = Operand{rows, nullptr, 0, p.depth, 1};
-    multiply_groups<false, TYPE, 1, TILES>(p, epilogue, shared, [&] { norm_rows(norm, rows, 1, p.rows, p.depth); });
+    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, shared, [&] { norm_rows(norm, rows, 1, p.rows, p.depth); });
 }
 
 // The sum of `count` rows, at most 32 and each a tile of its own, each times its group's matrix and its weight: what becomes of a token whose
@@ -472,7 +478,7 @@ template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weigh
     store.take(0, 0, own, sum, 0.0f);
 }
 
-// What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of each 32 columns adds up. With no `y` nothing does.
+// What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of some columns adds up. With no `y` nothing does.
 struct Combine {
     const u32* token_rows;
     const f32 *row_weights, *base;
@@ -484,11 +490,11 @@ struct Combine {
 #define COMBINE const u32 *token_rows, const f32 *row_weights, const f32 *combined_base, f32 *combined, u32 tokens, u32 choices, u32 *arrived
 #define THE_COMBINE Combine{token_rows, row_weights, combined_base, combined, tokens, choices, arrived}
 
-DEVICE void combine_columns(const Combine& c, const Store& rows) {
+DEVICE void combine_columns(const Combine& c, u32 width, const Store& rows) {
     if (!c.y || !is_last_block(c.arrived + blockIdx.x, gridDim.y)) return;
-    u32 column = blockIdx.x * SOME_COLUMNS + threadIdx.x % SOME_COLUMNS;
+    u32 column = blockIdx.x * width + threadIdx.x % width;
     if (column >= rows.stride) return;
-    for (u32 token = threadIdx.x / SOME_COLUMNS; token < c.tokens; token += 256 / SOME_COLUMNS) {
+    for (u32 token = threadIdx.x / width; token < c.tokens; token += 256 / width) {
         f32 sum = 0.0f;
 #pragma unroll 8
         for (u32 i = 0; i < c.choices; i++) {

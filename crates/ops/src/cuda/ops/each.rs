@@ -77,7 +77,7 @@ impl Each<'_> {
         let (height, width, stride, shared) = match way {
             Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),
             Way::Some | Way::Narrow => {
-                let width = if let Way::Narrow = way { some_rows::LINES } else { some_rows::COLUMNS };
+                let width = if let Way::Narrow = way { some_rows::LINES } else { some_rows::TILES * some_rows::LINES };
                 (some_rows::ROWS, width, some_rows::row_bytes(dtype, depth), some_rows::shared(dtype))
             }
         };

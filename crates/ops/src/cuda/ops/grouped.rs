@@ -21,13 +21,16 @@ const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 /// Bytes of a warp's sums on their way to an epilogue of Hopper's kernels (`hopper_finish.cuh`).
 const OWN_BUFFERS: usize = 4096;
 /// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, the depth of a stage, and their shared
-/// memory: four stages, sums of eight warps on their way, and barriers.
+/// memory: four stages, sums of eight warps on their way, barriers, and how far the block is.
 pub(super) const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
 pub(super) const HOPPER_DEPTH: usize = 64;
-const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * OWN_BUFFERS + 8 * 8;
+const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * OWN_BUFFERS + 8 * 8 + 8;
 /// The same of products in eight-bit floats: square tiles, six stages of 128 in depth.
-const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * OWN_BUFFERS + 12 * 8;
+const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * OWN_BUFFERS + 12 * 8 + 8;
+/// The depth in which Hopper's blocks may be apart, about; a power of two. All tiles at work have 0.6 MB of operands for each
+/// of its 16 stages, of 50 MB that an H100's second-level cache holds.
+const EPOCH_DEPTH: usize = 1024;
 /// Rows and columns of a plain block's tile.
 pub(super) const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
@@ -306,9 +309,25 @@ impl RowsProduct<'_> {
             Kernel::Hopper { .. } => HOPPER_COLUMNS,
             Kernel::Plain => return PLAIN_TILE,
             Kernel::Few => return FEW_COLUMNS,
-            Kernel::Some(_) => some_rows::COLUMNS,
+            Kernel::Some(_) => self.line_tiles() * some_rows::LINES,
         };
         if self.pair.is_some() { all / 2 } else { all }
+    }
+
+    /// Tiles of 16 lines of weights that a block for few rows has (`some_rows.cuh`).
+    fn line_tiles(&self) -> usize {
+        let tiles = match self.groups {
+            Groups::One { rows } => rows.div_ceil(some_rows::ROWS),
+            Groups::Many { offsets, rows, .. } => num_tiles(self.some_height(), rows, offsets.len() - 1),
+        };
+        let lines = self.columns * if self.pair.is_some() { 2 } else { 1 };
+        let blocks = lines / (some_rows::MOST_TILES * some_rows::LINES) * tiles;
+        if blocks >= some_rows::MANY_BLOCKS { some_rows::MOST_TILES } else { some_rows::TILES }
+    }
+
+    /// Rows of a tile of few.
+    fn some_height(&self) -> usize {
+        if self.groups.most() > FEW_ROWS { some_rows::ROWS } else { FEW_ROWS }
     }
 
     /// Tiles that the columns are cut into.
@@ -321,8 +340,8 @@ impl RowsProduct<'_> {
         let height = match self.kernel(on) {
             Kernel::Tensor | Kernel::Hopper { .. } | Kernel::Fp8 { .. } => TILE,
             Kernel::Plain => PLAIN_TILE,
-            Kernel::Some(_) if self.groups.most() > FEW_ROWS => some_rows::ROWS,
-            Kernel::Few | Kernel::Some(_) => FEW_ROWS,
+            Kernel::Some(_) => self.some_height(),
+            Kernel::Few => FEW_ROWS,
         };
         match self.groups {
             Groups::One { rows } => {
@@ -398,10 +417,17 @@ impl RowsProduct<'_> {
         };
         let mut args = self.operands(on, a, &tiles, (depth, b_stride)).to_vec();
         args.extend_from_slice(&epilogue.args);
-        if matches!(kernel, Kernel::Some(_)) && epilogue.kernels[0] == ROWS_NT {
-            args.extend(nothing_to_combine());
+        if matches!(kernel, Kernel::Some(_)) {
+            args.push(self.line_tiles().into());
+            if epilogue.kernels[0] == ROWS_NT {
+                args.extend(nothing_to_combine());
+            }
         }
         args.extend(kernel.last_arg(self.compute, grid[1]));
+        let counters = kernel.is_of_hopper().then(|| on.gpu.counters(on.ctx.pool()));
+        if let Some(counters) = &counters {
+            args.extend([on.read(counters), (EPOCH_DEPTH - 1).into(), depth.div_ceil(EPOCH_DEPTH).into()]);
+        }
         let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));
         args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));
         args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));

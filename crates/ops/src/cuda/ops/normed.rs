@@ -1,4 +1,4 @@
-//! Norms of few rows by the kernels that multiply with what is normed. (Not run on a GPU yet.)
+//! Norms of few rows by the kernels that multiply with what is normed.
 
 use super::On;
 use crate::cuda::Arg;

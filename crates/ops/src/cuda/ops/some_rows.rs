@@ -1,5 +1,4 @@
-//! Products of up to some rows with weights as they lie: which types have kernels, and what these need. They ran on the emulation, not on a
-//! GPU yet.
+//! Products of up to some rows with weights as they lie: which types have kernels, and what these need.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -10,11 +9,14 @@ use crate::cuda::sources::{
     SOME_ROWS_Q4_1, SOME_ROWS_Q4K, SOME_ROWS_Q5_0, SOME_ROWS_Q5_1, SOME_ROWS_Q5K, SOME_ROWS_Q6K, SOME_ROWS_Q8,
 };
 
-/// Rows that are taken at once, and columns of a block of threads.
+/// Rows that are taken at once.
 pub(super) const ROWS: usize = 32;
-pub(super) const COLUMNS: usize = 32;
-/// Lines of weights that a warp copies at a time.
+/// Lines of weights that a warp copies at a time, a tile; tiles of a block, and of one of those that are many.
 pub(super) const LINES: usize = 16;
+pub(super) const TILES: usize = 2;
+pub(super) const MOST_TILES: usize = 8;
+/// Blocks of most tiles that are enough to keep all multiprocessors busy.
+pub(super) const MANY_BLOCKS: usize = 256;
 /// Chunks of them that it has room for, and elements that a depth is whole multiples of.
 const STAGES: usize = 2;
 const WHOLE_DEPTH: usize = 32;
