@@ -23,7 +23,7 @@ template <typename T> struct Ring {
     u64 *full, *empty;
     DEVICE_MEMBER void wait_full(u32 count) const { phase_wait(full + count % T::STAGES, count / T::STAGES & 1); }
     DEVICE_MEMBER void wait_empty(u32 count) const { phase_wait(empty + count % T::STAGES, (count / T::STAGES & 1) ^ 1); }
-    // Behind the barriers.
+    // Behind the barriers: epochs that the block has begun, and how often it has waited in vain (`Pace`).
     DEVICE_MEMBER u32* own_epochs() const { return (u32*)(empty + T::STAGES); }
     // By one lane of each warp that multiplies, when the products of this stage are over.
     DEVICE_MEMBER void release(u32 count) const {
@@ -42,7 +42,8 @@ struct Boxes {
 // one that is ahead by more than the second-level cache holds reads from memory alone, and so do those behind it, each for itself. Nothing
 // brings them together again, as all then go on at the rate of memory. (Counters of an H100: a product 28,672 deep read 42 GB of memory, of
 // 9 that blocks in step with each other need; kept together, 14.) So a tile's depth has some epochs: a block that begins one adds it to
-// those that all have begun, and waits while it is ahead of their average. It does not wait for long, whatever the others do.
+// those that all have begun, and waits while it is ahead of their average. It does not wait for long, nor often in vain: blocks that other work
+// keeps from their multiprocessors begin nothing.
 //
 // A warp of those who multiply sees to it, whose products of the stage before are at work meanwhile. In the loop of those who copy the same
 // costs registers and the compiler's knowledge of what all lanes have in common: half as many instructions again, 12% of a layer's time.
@@ -58,17 +59,22 @@ struct Pace {
         __syncwarp();
     }
     DEVICE_MEMBER void begin(u32* own) const {
-        const u32 MOST_TRIES = 24, NAP_NS = 200;
-        u32 least = *own * gridDim.x;
-        *own += 1;
+        const u32 MOST_TRIES = 48, NAP_NS = 200, MOST_IN_VAIN = 4;
+        u32 least = own[0] * gridDim.x, tries = 0;
+        own[0] += 1;
         atomicAdd(begun, 1u);
+        if (own[1] == MOST_IN_VAIN) return;
 #pragma unroll 1
-        for (u32 i = 0; i < MOST_TRIES && read_now(begun) < least; i++) nap(NAP_NS);
+        while (tries < MOST_TRIES && read_now(begun) < least) {
+            nap(NAP_NS);
+            tries++;
+        }
+        if (tries == MOST_TRIES) own[1]++;
     }
     // Of tiles that the block has not.
     DEVICE_MEMBER void pass(u32* own, u32 tiles) const {
         if (!is_kept()) return;
-        *own += tiles * epochs;
+        own[0] += tiles * epochs;
         atomicAdd(begun, tiles * epochs);
     }
     // The block is done, as if it had tiles as long as any has.
@@ -275,7 +281,7 @@ DEVICE void by_groups_of_warps(const Tiles& tiles, Multiply multiply) {
             phases_begin(ring.empty + i, MULTIPLYING_WARPS);
         }
         phases_are_there();
-        *ring.own_epochs() = 0;
+        ring.own_epochs()[0] = ring.own_epochs()[1] = 0;
     }
     __syncthreads();
     if (threadIdx.x < COPIERS) {

@@ -6,6 +6,7 @@
 //! `mma.sync` elsewhere); all others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
 use std::cell::OnceCell;
+use std::sync::OnceLock;
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -31,6 +32,9 @@ const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * OWN_BUFFERS + 12 * 8 + 8
 /// The depth in which Hopper's blocks may be apart, about; a power of two. All tiles at work have 0.6 MB of operands for each
 /// of its 16 stages, of 50 MB that an H100's second-level cache holds.
 const EPOCH_DEPTH: usize = 1024;
+/// Set to anything to let blocks drift apart, to compare.
+const NO_PACE_VARIABLE: &str = "MOEWORKS_NO_PACE";
+
 /// Rows and columns of a plain block's tile.
 pub(super) const PLAIN_TILE: usize = 64;
 /// Rows that are few, and columns of their blocks: one for each warp.
@@ -41,6 +45,12 @@ const MAX_SHORT_ROW: usize = 2048;
 const MIN_SHORT_BLOCKS: usize = 32;
 /// Plain tiles that are few.
 const MAX_FEW_TILES: usize = 32;
+
+/// Whether blocks keep together (`hopper_tiles.cuh`).
+fn keep_together() -> bool {
+    static ARE_APART: OnceLock<bool> = OnceLock::new();
+    !*ARE_APART.get_or_init(|| std::env::var_os(NO_PACE_VARIABLE).is_some())
+}
 
 /// What kernels are called that store the products of rows.
 const ROWS_NT: &str = "rows_nt";
@@ -322,7 +332,8 @@ impl RowsProduct<'_> {
         };
         let lines = self.columns * if self.pair.is_some() { 2 } else { 1 };
         let blocks = lines / (some_rows::MOST_TILES * some_rows::LINES) * tiles;
-        if blocks >= some_rows::MANY_BLOCKS { some_rows::MOST_TILES } else { some_rows::TILES }
+        let are_many = blocks >= some_rows::MANY_BLOCKS && self.depth <= some_rows::SHORT_DEPTH;
+        if are_many { some_rows::MOST_TILES } else { some_rows::TILES }
     }
 
     /// Rows of a tile of few.
@@ -426,7 +437,8 @@ impl RowsProduct<'_> {
         args.extend(kernel.last_arg(self.compute, grid[1]));
         let counters = kernel.is_of_hopper().then(|| on.gpu.counters(on.ctx.pool()));
         if let Some(counters) = &counters {
-            args.extend([on.read(counters), (EPOCH_DEPTH - 1).into(), depth.div_ceil(EPOCH_DEPTH).into()]);
+            let counters = if keep_together() { on.read(counters) } else { Arg::none() };
+            args.extend([counters, (EPOCH_DEPTH - 1).into(), depth.div_ceil(EPOCH_DEPTH).into()]);
         }
         let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));
         args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));

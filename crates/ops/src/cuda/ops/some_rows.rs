@@ -15,8 +15,10 @@ pub(super) const ROWS: usize = 32;
 pub(super) const LINES: usize = 16;
 pub(super) const TILES: usize = 2;
 pub(super) const MOST_TILES: usize = 8;
-/// Blocks of most tiles that are enough to keep all multiprocessors busy.
+/// Blocks of most tiles that are enough to keep all multiprocessors busy, and the depth up to which so many tiles are worth having: blocks
+/// that are at work for longer are shared out better if they are small.
 pub(super) const MANY_BLOCKS: usize = 256;
+pub(super) const SHORT_DEPTH: usize = 2048;
 /// Chunks of them that it has room for, and elements that a depth is whole multiples of.
 const STAGES: usize = 2;
 const WHOLE_DEPTH: usize = 32;
