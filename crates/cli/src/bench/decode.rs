@@ -1,7 +1,7 @@
 //! `moeworks bench decode`: how fast a model of OLMoE's shape goes on with a text, in every type of weights.
 //!
-//! Two layers (`--layers`) of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192,
-//! with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
+//! Two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192 (with
+//! `--layers 16` OLMoE-1B-7B's own), with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
 //! projection once; the share is that of the rate of reading memory, which is measured between the tokens, since on a machine
 //! with neighbours it changes within seconds: both are medians. Prefill is compared with a square product in the same type (in
 //! bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16), in turn with it: both are the best of three.

@@ -81,7 +81,9 @@ struct Pace {
     // The block is done, as if it had tiles as long as any has.
     DEVICE_MEMBER void end(u32* own, u32 tiles) const {
         if (!is_kept()) return;
-        pass(own, (tiles + gridDim.x - 1 - blockIdx.x) / gridDim.x < (tiles + gridDim.x - 1) / gridDim.x ? 1 : 0);
+        // The last round has tiles for the first blocks alone.
+        u32 rest = tiles % gridDim.x;
+        if (rest > 0 && blockIdx.x >= rest) pass(own, 1);
         __threadfence();
         if (atomicAdd(begun + 1, 1u) == gridDim.x - 1) begun[0] = begun[1] = 0;
     }

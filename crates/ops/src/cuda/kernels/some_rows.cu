@@ -8,10 +8,10 @@ KERNEL_OF_TWO(256) OF_TYPE(some_rows_nt)(ROWS, STORE, u32 line_tiles, COMBINE) {
 
 KERNEL_OF_TWO(256) OF_TYPE(some_each)(EACH, NORM) {
     Store store;
-    Problem p = problem_of_each(THE_EACH, SOME, 2 * LINES, store);
-    after_earlier_with(p.b.data, p.column, 2 * LINES / 8, p.columns, b_stride);
-    if (norm_x) multiply_few<TYPE_OF_WEIGHTS>(p, 2, THE_NORM, store);
-    else multiply_some<false, TYPE_OF_WEIGHTS>(p, 2, store);
+    Problem p = problem_of_each(THE_EACH, SOME, EACH_TILES * LINES, store);
+    after_earlier_with(p.b.data, p.column, EACH_TILES * LINES / 8, p.columns, b_stride);
+    if (norm_x) multiply_few<TYPE_OF_WEIGHTS>(p, EACH_TILES, THE_NORM, store);
+    else multiply_some<false, TYPE_OF_WEIGHTS>(p, EACH_TILES, store);
 }
 
 KERNEL_OF_TWO(256) OF_TYPE(some_narrow)(EACH, NORM) {

@@ -14,9 +14,8 @@
 const u32 BF16 = NUM_TYPES;
 LAYOUT(BF16, 32, 64, 16);
 
-// Chunks that a warp has under way.
-const u32 CHUNK_STAGES = 2;
-const u32 LINES = 16;
+// Chunks that a warp has under way, lines of a tile, and tiles of a block of `some_each`.
+const u32 CHUNK_STAGES = 2, LINES = 16, EACH_TILES = 2;
 // The most rows of a tile, and floats from a line's sums to the next one's.
 const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
 
