@@ -97,6 +97,7 @@ struct Machine {
     std::vector<unsigned char> memory;
     std::vector<Expected> expected;
     unsigned char* shared = nullptr;
+    u32 shared_bytes = 0;
     Size block_index, block_size, grid_size, thread_index;
     Call* call = nullptr;
     int current = 0;
@@ -189,6 +190,7 @@ inline const char* run(Call& call, const u32* grid, u32 threads, u32 shared_byte
     running = &m;
     while (m.fibers.size() < threads) m.fibers.emplace_back(new Fiber);
     m.memory.resize(shared_bytes + 2048);
+    m.shared_bytes = shared_bytes;
     m.shared = (unsigned char*)(((uintptr_t)m.memory.data() + 1023) & ~(uintptr_t)1023);
     m.grid_size = {grid[0], grid[1], grid[2]};
     m.block_size = {threads, 1, 1};
@@ -428,6 +430,8 @@ static inline void copy_async(void* to, const void* from, bool is_there) {
     if ((uintptr_t)to % 16 != 0 || (is_there && (uintptr_t)from % 16 != 0)) emulator::fail("a copy is not aligned to 16 bytes");
     emulator_copies().back().push_back({to, from, is_there});
 }
+static inline u64 read_once() { return 0; }
+static inline void copy_async_cached(u32 to, const void* from, u64) { copy_async(emulator::running->shared + to, from, true); }
 static inline void copy_commit() { emulator_copies().emplace_back(); }
 template <int N> static inline void copy_wait() {
     auto& groups = emulator_copies();
@@ -445,6 +449,7 @@ template <int N> static inline void copy_wait() {
 
 #define HOPPER_KERNEL(max_threads) KERNEL(max_threads)
 
+static inline u32 shared_bytes() { return emulator::running->shared_bytes; }
 static inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - emulator::running->shared); }
 
 static inline emulator::Fiber& emulator_fiber() { return *emulator::running->fibers[emulator::running->current]; }

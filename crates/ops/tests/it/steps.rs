@@ -151,6 +151,24 @@ fn products_of_few_rows_take_the_norm_before_them_with_the_same_bits() {
     }
 }
 
+#[test]
+fn a_norm_for_which_a_blocks_shared_memory_has_no_room_is_a_kernel_of_its_own() {
+    // One that large GPUs have room for, and one that none has.
+    for (ctx, depth) in gpu_contexts().flat_map(|(_, ctx)| [2048, 4096].map(|depth| (ctx.clone(), depth))) {
+        let (x, weight) = (random(&ctx, &[8, depth], DType::F32, 1), random(&ctx, &[depth], DType::F32, 2));
+        let w = quantize(&ctx, &random(&ctx, &[40, depth], DType::F32, 3), DType::Q8);
+        let step = || {
+            let (y, _) = rms_norm(&ctx, &x, &weight, 1e-5, DType::BF16);
+            let [z] = linear_each(&ctx, &y, [&w], DType::F32);
+            [y, z]
+        };
+        let (apart, together) = (step(), ctx.repeated(step));
+        for (apart, together) in apart.iter().zip(&together) {
+            assert!(apart.bytes() == together.bytes(), "depth {depth}");
+        }
+    }
+}
+
 /// A router's normed rows, scores and sorted choices.
 fn decision(
     ctx: &Context,

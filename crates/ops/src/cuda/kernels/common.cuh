@@ -28,6 +28,12 @@ DEVICE u32 lanes_like(u32 x) { return __match_any_sync(0xffffffffu, x); }
 DEVICE u32 warp_greatest_of(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 DEVICE u32 warp_least_of(u32 x) { return __reduce_min_sync(0xffffffffu, x); }
 
+// Bytes of shared memory that the launch gave the block.
+DEVICE u32 shared_bytes() {
+    u32 bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    return bytes;
+}
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // c += a b over a warp: a is 16 x 16 and b is 16 x 8 (bf16, the fragments of PTX's m16n8k16), c is 16 x 8 in f32.
@@ -150,6 +156,16 @@ DEVICE void after_earlier_asking(const void* from, u32 bytes) {
 DEVICE void copy_async(void* to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+// How copies are cached of what nobody reads again soon: it leaves the second-level cache before what every step needs, such as instructions.
+DEVICE u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// Copies 16 bytes that are there to an address of shared memory.
+DEVICE void copy_async_cached(u32 to, const void* from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N groups of this thread's copies are under way.

@@ -8,7 +8,7 @@ template <bool IS_BF16> struct Floats {
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, IS_BF16, b.row(row) + k); }
 };
 
-// The products of up to COUNT rows of A from `first_row` on, bf16 ones or any, with a warp's column. Rows that are not there are the first
+// The products of up to COUNT rows of A from `first_row` on, bf16 or f32, with a warp's column. Rows that are not there are the first
 // once more, without branches, so that what several steps read is asked for before any of it is needed.
 template <bool IS_PAIRED, bool IS_BF16, u32 COUNT, typename Matrix, typename Epilogue>
 DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
@@ -18,7 +18,7 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
 #pragma unroll
     for (u32 r = 0; r < COUNT; r++) rows[r] = p.a.row(first_row + (r < there ? r : 0));
     auto load_row = [&](f32 (&a)[8], u32 r, u32 k) {
-        load_vector(a, p.a.data, IS_BF16 ? 1 : p.a.is_bf16, rows[r] + k);
+        load_vector(a, p.a.data, IS_BF16, rows[r] + k);
 #pragma unroll
         for (u32 i = 0; i < 8; i++) a[i] = IS_BF16 ? a[i] : rounded(a[i], is_rounded);
     };
@@ -57,25 +57,26 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
 // Rows that a warp has at a time if there are several.
 const u32 FEW_AT_ONCE = 4;
 
-// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have neighbouring ones.
-template <bool IS_PAIRED, typename Matrix, typename Epilogue>
+// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have neighbouring ones. A block
+// has COLUMNS columns; where these are fewer than warps, several warps share a column's rows.
+template <bool IS_PAIRED, u32 COLUMNS, typename Matrix, typename Epilogue>
 DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
-    u32 column = p.column + threadIdx.x / 32;
-    if (column >= p.columns || p.rows == 0) return;
+    u32 warp = threadIdx.x / 32, column = p.column + warp % COLUMNS, own = warp / COLUMNS * FEW_AT_ONCE;
+    if (column >= p.columns || own >= p.rows) return;
     if (p.rows == 1) {
         if (p.a.is_bf16) return column_of_rows<IS_PAIRED, true, 1>(p, 0, column, matrix, epilogue, is_rounded);
         return column_of_rows<IS_PAIRED, false, 1>(p, 0, column, matrix, epilogue, is_rounded);
     }
 #pragma unroll 1
-    for (u32 first = 0; first < p.rows; first += FEW_AT_ONCE)
+    for (u32 first = own; first < p.rows; first += 8 / COLUMNS * FEW_AT_ONCE)
         if (p.a.is_bf16) column_of_rows<IS_PAIRED, true, FEW_AT_ONCE>(p, first, column, matrix, epilogue, is_rounded);
         else column_of_rows<IS_PAIRED, false, FEW_AT_ONCE>(p, first, column, matrix, epilogue, is_rounded);
 }
 
 // The same for rows of B that are floats of any type.
 template <bool IS_PAIRED, typename Epilogue> DEVICE void by_float_columns(const Problem& p, const Epilogue& epilogue, u32 is_rounded) {
-    if (p.b.is_bf16) by_columns<IS_PAIRED>(p, Floats<true>{p.b}, epilogue, is_rounded);
-    else by_columns<IS_PAIRED>(p, Floats<false>{p.b}, epilogue, is_rounded);
+    if (p.b.is_bf16) by_columns<IS_PAIRED, FEW_COLUMNS>(p, Floats<true>{p.b}, epilogue, is_rounded);
+    else by_columns<IS_PAIRED, FEW_COLUMNS>(p, Floats<false>{p.b}, epilogue, is_rounded);
 }
 
 // Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then of the next.
@@ -118,9 +119,9 @@ DEVICE void after_earlier_with(const void* b, u32 first, u32 each, u32 columns, 
 #define THE_EACH Each{a, b0, b1, b2, to0, to1, to2, base, columns0, columns1, columns2, a_bf16, b_bf16, to_bf16, rows, depth, b_stride}
 
 // As `after_earlier_with`, for the columns of few rows, where it is known which matrix they are of: the only one.
-DEVICE void after_earlier_for_few(const Rows& r, u32 row_bytes) {
+DEVICE void after_earlier_for_few(const Rows& r, u32 row_bytes, u32 width = FEW_COLUMNS) {
     bool is_known = r.group_rows == 0 && !r.b_listed;
-    after_earlier_with(r.b, blockIdx.x * FEW_COLUMNS, 1, is_known ? r.columns : 0, row_bytes);
+    after_earlier_with(r.b, blockIdx.x * width, 1, is_known ? r.columns : 0, row_bytes);
 }
 
 // `Store` of pairs that are two columns of the output: short rows of B are read two at a time.

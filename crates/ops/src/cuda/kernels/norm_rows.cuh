@@ -18,6 +18,13 @@ DEVICE void put_four(void* to, u32 is_bf16, u64 at, const Few<4>& four) {
     else put((f32*)to + at, four);
 }
 
+// Normed rows in shared memory as they lie elsewhere, in f32. Whoever takes them has `put_at`, for four neighbours of a row.
+struct RowsInOrder {
+    f32* to;
+    u32 width;
+    DEVICE_MEMBER void put_at(u32 row, u32 i, const Few<4>& four) const { put(to + row * width + i, four); }
+};
+
 DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
 #pragma unroll
     for (u32 j = 0; j < 4; j++) sum = fmaf(v.x[j], v.x[j], sum);
@@ -27,23 +34,22 @@ DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
 DEVICE f32 scale_of(f32 sum, u32 width, f32 eps) { return 1.0f / sqrtf(sum / (f32)width + eps); }
 
 // The normed rows: the block's own go to y, too.
-struct NormedRows {
+template <typename To> struct NormedRows {
     const Norm& norm;
-    void* to;
-    u32 to_bf16, width;
+    const To& to;
+    u32 width;
     DEVICE_MEMBER bool is_own(u32 row) const { return blockIdx.y == 0 && row % gridDim.x == blockIdx.x; }
     DEVICE_MEMBER void put_normed(u32 row, u32 i, Few<4> v, f32 scale) const {
         Few<4> w = few<4>(norm.weight + i);
-        u64 at = (u64)row * width + i;
 #pragma unroll
         for (u32 j = 0; j < 4; j++) v.x[j] = rounded(v.x[j] * scale * w.x[j], norm.y_bf16);
-        if (is_own(row)) put_four(norm.y, norm.y_bf16, at, v);
-        put_four(to, to_bf16, at, v);
+        if (is_own(row)) put_four(norm.y, norm.y_bf16, (u64)row * width + i, v);
+        to.put_at(row, i, v);
     }
 };
 
 // One row, by all warps.
-template <typename T> DEVICE void norm_one(const NormedRows& n, const T* x) {
+template <typename To, typename T> DEVICE void norm_one(const NormedRows<To>& n, const T* x) {
     __shared__ f32 of_warps[8];
     f32 sum = 0.0f;
     for (u32 i = threadIdx.x * 4; i < n.width; i += 1024) sum = add_squares(sum, few<4>(x + i));
@@ -60,7 +66,7 @@ template <typename T> DEVICE void norm_one(const NormedRows& n, const T* x) {
 
 // Up to eight rows, one a warp: what the eight warps of one row have there, its lanes have one after the other. All of 1,024 elements are
 // on their way before the first is needed.
-template <typename T> DEVICE void norm_by_warps(const NormedRows& n, const T* x, u32 rows) {
+template <typename To, typename T> DEVICE void norm_by_warps(const NormedRows<To>& n, const T* x, u32 rows) {
     u32 row = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     x += (u64)row * n.width;
@@ -81,15 +87,15 @@ template <typename T> DEVICE void norm_by_warps(const NormedRows& n, const T* x,
     for (u32 i = lane * 4; i < n.width; i += 128) n.put_normed(row, i, few<4>(x + i), scale);
 }
 
-template <typename T> DEVICE void norm_as(const NormedRows& n, const T* x, u32 rows) {
+template <typename To, typename T> DEVICE void norm_as(const NormedRows<To>& n, const T* x, u32 rows) {
     if (rows == 1) norm_one(n, x);
     else norm_by_warps(n, x, rows);
 }
 
-// Writes the `rows` normed rows of whole fours to shared memory, as bf16 or f32, and those that are this block's to y: the numbers are
+// Hands the `rows` normed rows of whole fours to `to`, and those that are this block's to y: the numbers are
 // those of y, and sums are taken in the order of rms_norm.cu. A whole block of 256 threads, which then all see them.
-DEVICE void norm_rows(const Norm& n, void* to, u32 to_bf16, u32 rows, u32 width) {
-    NormedRows normed = {n, to, to_bf16, width};
+template <typename To> DEVICE void norm_rows(const Norm& n, const To& to, u32 rows, u32 width) {
+    NormedRows<To> normed = {n, to, width};
     if (n.x_bf16) norm_as(normed, (const bf16*)n.x, rows);
     else norm_as(normed, (const f32*)n.x, rows);
     __syncthreads();

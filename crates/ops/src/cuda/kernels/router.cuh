@@ -136,36 +136,46 @@ struct FewChoices {
     u32 tokens, k, experts, height, num_tiles;
 
     DEVICE_MEMBER void sort(const u32* ids, const f32* weights) const {
-        __shared__ u32 keys[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS];
+        __shared__ u32 keys[MAX_FEW_CHOICES], earlier[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS + 1];
         u32 choices = tokens * k;
         // By rank, then by token: the order that an expert serves them in.
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i < choices; i += 256) keys[i % k * tokens + i / k] = min(ids[i], experts - 1);
-        __syncthreads();
+        for (u32 i = threadIdx.x; i < choices; i += 256) keys[i] = min(ids[i % tokens * k + i / tokens], experts - 1);
 #pragma unroll 1
-        for (u32 e = threadIdx.x; e < experts; e += 256) {
-            u32 count = 0;
-#pragma unroll 4
-            for (u32 i = 0; i < choices; i++) count += keys[i] == e;
-            of_experts[e] = counts[e] = count;
-        }
+        for (u32 e = threadIdx.x; e < experts; e += 256) of_experts[e] = 0;
+        __syncthreads();
+        if (threadIdx.x < 32) count_earlier(keys, earlier, of_experts, choices);
         __syncthreads();
         u32 rows = scan(of_experts, first, experts);
+        if (threadIdx.x == 0) first[experts] = rows;
         __syncthreads();
 #pragma unroll 1
-        for (u32 e = threadIdx.x; e < experts; e += 256) offsets[e] = first[e];
-        if (threadIdx.x == 0) offsets[experts] = rows;
+        for (u32 e = threadIdx.x; e <= experts; e += 256) {
+            offsets[e] = first[e];
+            if (e < experts) counts[e] = of_experts[e];
+        }
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < choices; i += 256) {
-            u32 row = first[keys[i]], token = i % tokens, choice = token * k + i / tokens;
-#pragma unroll 4
-            for (u32 before = 0; before < i; before++) row += keys[before] == keys[i];
+            u32 token = i % tokens, choice = token * k + i / tokens, row = first[keys[i]] + earlier[i];
             row_tokens[row] = token;
             row_weights[row] = weights[choice];
             token_rows[choice] = row;
         }
-        __syncthreads();
-        write_tiles(offsets, tiles, experts, height, num_tiles);
+        write_tiles(first, tiles, experts, height, num_tiles);
+    }
+
+    // How many choices before each are of its expert, and how many each expert has: by one warp, 32 choices at a time.
+    DEVICE_MEMBER void count_earlier(const u32* keys, u32* earlier, u32* of_experts, u32 choices) const {
+        u32 lane = threadIdx.x;
+#pragma unroll 1
+        for (u32 start = 0; start < choices; start += 32) {
+            bool is_there = start + lane < choices;
+            u32 key = is_there ? keys[start + lane] : NOBODY, alike = lanes_like(key), below = __popc(alike & ((1u << lane) - 1));
+            if (is_there) earlier[start + lane] = of_experts[key] + below;
+            __syncwarp();
+            if (is_there && below == 0) of_experts[key] += __popc(alike);
+            __syncwarp();
+        }
     }
 };
 

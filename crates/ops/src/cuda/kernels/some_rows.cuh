@@ -8,7 +8,8 @@
 // the depth: one tile where there are few columns, eight where there are so many blocks that all multiprocessors have some in turn. A block
 // that is over after a chunk or two waits longer for its first chunk and for its warps' sums than it has to read. A warp copies chunks to
 // its own shared memory whole, and takes the levels from there: in place most loads would be of two bytes, with the memory's latency for
-// each.
+// each. Activations lie in the block's shared memory as instructions take them: all warps read the same ones, and to find, load and round
+// them in each warp takes more instructions than the weights do.
 
 // As blocks of 32 numbers without scales.
 const u32 BF16 = NUM_TYPES;
@@ -19,13 +20,13 @@ const u32 CHUNK_STAGES = 2, LINES = 16, EACH_TILES = 2;
 // The most rows of a tile, and floats from a line's sums to the next one's.
 const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
 
-// A chunk of the depth in shared memory: of each line the pieces of 16 bytes that its weights lie in, with gaps, so that lines that are read
-// together are in different banks.
+// A chunk of the depth in shared memory: of each line the pieces of 16 bytes that its weights lie in. Lines that are read together are in
+// different banks: blocks have gaps, and of bf16 every second line has each two neighbouring 64 bytes the other way round.
 template <u32 TYPE> struct Chunk {
     typedef Layout<TYPE> L;
     static const u32 DEPTH = TYPE == BF16 ? 128 : 256;
     static const u32 BYTES = DEPTH / L::LEN * L::BYTES, MISPLACED = L::ALIGN < 16 ? 16 - L::ALIGN : 0;
-    static const u32 PIECES = (BYTES + MISPLACED + 15) / 16, STRIDE = TYPE == BF16 ? BYTES + 64 : (PIECES | 1) * 16;
+    static const u32 PIECES = (BYTES + MISPLACED + 15) / 16, STRIDE = TYPE == BF16 ? BYTES : (PIECES | 1) * 16;
     static const u32 SIZE = LINES * STRIDE;
 };
 
@@ -44,22 +45,26 @@ template <bool IS_PAIRED> DEVICE LaneLines lines_of(const Problem& p, u32 tile) 
     return LaneLines{{row, row + second * p.b.stride}, {column < p.columns, column + (IS_PAIRED ? 0 : 8) < p.columns}, p.b.stride};
 }
 
+// Where in a line a lane's 16 of the bytes from 64 `index` on are.
+template <u32 TYPE> DEVICE int piece_at(u32 index) {
+    int turned = TYPE == BF16 ? threadIdx.x / 4 % 2 * 64 : 0, first = threadIdx.x % 4 * 16;
+    return (index % 2 ? first - turned : first + turned) + index * 64;
+}
+
 // Copies the lines' weights from a byte of their rows on, as far as they are there: four lanes have a line.
 template <u32 TYPE> DEVICE void copy_chunk(u8* to, const LaneLines& lines, u32 first_byte) {
     typedef Chunk<TYPE> C;
-    u32 lane = threadIdx.x % 32;
+    u64 policy = read_once();
+    u32 first = threadIdx.x % 4 * 16, line = shared_address(to) + threadIdx.x % 32 / 4 * C::STRIDE;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         const u8* from = lines.rows[half] + first_byte;
         u32 misplaced = (u32)((u64)from & 15);
         u32 bytes = lines.are_there[half] ? min(misplaced + lines.row_bytes - first_byte, C::PIECES * 16) : 0;
-        from -= misplaced;
-        u8* line = to + (lane / 4 + 8 * half) * C::STRIDE;
+        from = from - misplaced + first;
 #pragma unroll
-        for (u32 i = 0; i < (C::PIECES + 3) / 4; i++) {
-            u32 at = (lane % 4 + 4 * i) * 16;
-            if (at < bytes) copy_async(line + at, from + at, true);
-        }
+        for (u32 i = 0; i < (C::PIECES + 3) / 4; i++)
+            if (first + 64 * i < bytes) copy_async_cached(line + (8 * half * C::STRIDE + piece_at<TYPE>(i)), from + 64 * i, policy);
     }
 }
 
@@ -209,7 +214,7 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
     LevelPairs y;
     y.least[0] = 0.0f;
     if constexpr (TYPE == BF16) {
-        uint4 eight = *(const uint4*)(block + threadIdx.x % 4 * 16);
+        uint4 eight = *(const uint4*)(blocks + piece_at<BF16>(index));
         y.pairs[0] = eight.x;
         y.pairs[1] = eight.y;
         y.pairs[2] = eight.z;
@@ -227,135 +232,127 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
     return y;
 }
 
-// The rows of A that a lane has, one of each eight, if they are there.
-template <u32 GROUPS> struct LaneRows {
-    u64 at[GROUPS];
-    bool are_there[GROUPS];
+// ---- activations in shared memory: of each 32 elements of the depth and of each eight rows 512 bytes, 16 for every lane ----
+
+// As many rows as eight GROUPS, in the order of levels of a TYPE.
+template <u32 TYPE, u32 GROUPS> struct StagedRows {
+    u8* to;
+    // Four neighbours, the first of which is a multiple of four.
+    DEVICE_MEMBER void put_at(u32 row, u32 k, const Few<4>& v) const {
+        u32 quarter = TYPE == BF16 ? k % 32 / 8 : k % 16 / 4, half = TYPE == BF16 ? k % 8 / 4 : k % 32 / 16;
+        u8* own = to + (k / 32 * GROUPS + row / 8) * 512 + (row % 8 * 4 + quarter) * 16 + half * 8;
+        const u32 SECOND = TYPE == BF16 ? 1 : 2;
+        *(uint2*)own = make_uint2(pack_bf16(v.x[0], v.x[SECOND]), pack_bf16(v.x[3 - SECOND], v.x[3]));
+    }
+    // `rows` rows of A, at most 32 and of `len` elements from `start` on, by a whole block. Eight of them are on their way at a time.
+    template <typename T> DEVICE_MEMBER void put_all(const Operand& a, u32 rows, u32 start, u32 len) const {
+        const T* data = (const T*)a.data + start;
+        // Lane i knows where row i is.
+        u32 lane = threadIdx.x % 32, own = (u32)a.first + lane;
+        if (a.gather && lane < rows) own = a.gather[own];
+#pragma unroll 1
+        for (u32 first = 0; first < rows; first += 8)
+#pragma unroll 1
+            for (u32 k = threadIdx.x * 4; k < (len + 127) / 128 * 128; k += 1024) {
+                Few<4> v[8];
+#pragma unroll
+                for (u32 r = 0; r < 8; r++) {
+                    const T* row = data + (u64)from_lane(own, (int)(first + r)) * a.stride;
+                    if (first + r < rows && k < len) v[r] = few<4>(row + k);
+                }
+#pragma unroll
+                for (u32 r = 0; r < 8; r++)
+                    if (first + r < rows && k < len) put_at(first + r, k, v[r]);
+            }
+    }
 };
 
-template <u32 GROUPS> DEVICE LaneRows<GROUPS> rows_of(const Problem& p) {
-    LaneRows<GROUPS> y;
-#pragma unroll
-    for (u32 g = 0; g < GROUPS; g++) {
-        u32 row = 8 * g + threadIdx.x % 32 / 4;
-        y.are_there[g] = row < p.rows;
-        y.at[g] = y.are_there[g] ? p.a.row(row) : 0;
-    }
-    return y;
-}
-
-// Activations of COUNT times 32 elements in the order of levels, or zeros.
-template <u32 COUNT, u32 GROUPS> struct Activations { u32 pairs[COUNT][GROUPS][4]; };
-
-template <bool IS_IN_ORDER, u32 COUNT, u32 GROUPS>
-DEVICE Activations<COUNT, GROUPS> activations(const Operand& a, const LaneRows<GROUPS>& rows, u32 k, u32 depth) {
-    Activations<COUNT, GROUPS> y = {};
-    const u32 OWN = IS_IN_ORDER ? 8 : 4, APART = IS_IN_ORDER ? 4 : 16;
-    auto for_all = [&](auto load) {
-#pragma unroll
-        for (u32 i = 0; i < COUNT; i++)
-#pragma unroll
-            for (u32 g = 0; g < GROUPS; g++)
-                if (rows.are_there[g] && k + 32 * i < depth) load(rows.at[g] + k + 32 * i + threadIdx.x % 4 * OWN, y.pairs[i][g]);
-    };
-    if (a.is_bf16) {
-        for_all([&](u64 at, u32(&pairs)[4]) {
-            const uint2* from = (const uint2*)((const bf16*)a.data + at);
-            uint2 first = from[0], second = from[APART / 4];
-            pairs[0] = IS_IN_ORDER ? first.x : (first.x & 0xffff) | first.y << 16;
-            pairs[1] = IS_IN_ORDER ? first.y : first.x >> 16 | (first.y & 0xffff0000u);
-            pairs[2] = IS_IN_ORDER ? second.x : (second.x & 0xffff) | second.y << 16;
-            pairs[3] = IS_IN_ORDER ? second.y : second.x >> 16 | (second.y & 0xffff0000u);
-        });
-    } else {
-        for_all([&](u64 at, u32(&pairs)[4]) {
-            const float4* from = (const float4*)((const f32*)a.data + at);
-            float4 first = from[0], second = from[APART / 4];
-            pairs[0] = pack_bf16(first.x, IS_IN_ORDER ? first.y : first.z);
-            pairs[1] = pack_bf16(IS_IN_ORDER ? first.z : first.y, first.w);
-            pairs[2] = pack_bf16(second.x, IS_IN_ORDER ? second.y : second.z);
-            pairs[3] = pack_bf16(IS_IN_ORDER ? second.z : second.y, second.w);
-        });
-    }
-    return y;
+template <u32 TYPE, u32 GROUPS> DEVICE void stage(u8* to, const Operand& a, u32 rows, u32 start, u32 len) {
+    StagedRows<TYPE, GROUPS> staged = {to};
+    if (a.is_bf16) staged.template put_all<bf16>(a, rows, start, len);
+    else staged.template put_all<f32>(a, rows, start, len);
 }
 
 // Adds the products of elements from 32 `index` of a chunk on: to a lane's sums of its two lines with rows 2 (lane % 4) on of each eight.
-template <u32 TYPE, u32 GROUPS>
-DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 index, const u32 (&x)[GROUPS][4], bool is_inside) {
+// `x` is where the first eight rows' activations of these elements are.
+template <u32 TYPE, u32 GROUPS> DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 index, const u8* x) {
     const bool HAS_LEAST = Scaling<TYPE>::HAS_LEAST, HAS_TWO_SCALES = Scaling<TYPE>::HAS_TWO_SCALES;
-    // What lies behind a row's end is another's, or nothing.
-    if (TYPE == BF16 && !is_inside) return;
     LevelPairs w[2] = {level_pairs<TYPE>(lines[0], index), level_pairs<TYPE>(lines[1], index)};
 #pragma unroll
     for (u32 g = 0; g < GROUPS; g++) {
+        uint4 own = *(const uint4*)(x + g * 512 + threadIdx.x % 32 * 16);
+        u32 pairs[4] = {own.x, own.y, own.z, own.w};
         f32 products[4] = {}, whole[4] = {};
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
             u32 fragment[4] = {w[0].pairs[2 * i], w[1].pairs[2 * i], w[0].pairs[2 * i + 1], w[1].pairs[2 * i + 1]};
             if (TYPE == BF16) {
-                mma_bf16(sums[g], fragment, x[g][2 * i], x[g][2 * i + 1]);
+                mma_bf16(sums[g], fragment, pairs[2 * i], pairs[2 * i + 1]);
                 continue;
             }
-            mma_bf16(products, fragment, x[g][2 * i], x[g][2 * i + 1]);
+            mma_bf16(products, fragment, pairs[2 * i], pairs[2 * i + 1]);
             if (HAS_LEAST) {
                 const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
-                mma_bf16(whole, ones, x[g][2 * i], x[g][2 * i + 1]);
+                mma_bf16(whole, ones, pairs[2 * i], pairs[2 * i + 1]);
             }
             if (!HAS_TWO_SCALES && i == 0) continue;
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                if (is_inside) sums[g][j] += w[j / 2].scales[i] * products[j] - (HAS_LEAST ? w[j / 2].least[i] * whole[j] : 0.0f);
+                sums[g][j] = fmaf(w[j / 2].scales[i], products[j], sums[g][j]);
+                if (HAS_LEAST) sums[g][j] = fmaf(-w[j / 2].least[i], whole[j], sums[g][j]);
                 products[j] = whole[j] = 0.0f;
             }
         }
     }
 }
 
-// Adds the products of a chunk that is in shared memory from `from` on: its lines begin at a byte of `lines`, and it is `k` into the depth.
-// `arrived` returns when it is there; what activations there are comes meanwhile.
-template <u32 TYPE, u32 GROUPS, typename Arrived>
-DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& lines, u32 first_byte, const Operand& a, const LaneRows<GROUPS>& rows,
-                      u32 k, u32 depth, Arrived arrived) {
+// Adds the products of a chunk that is in shared memory from `from` on: its lines begin at a byte of `lines`, and `left` elements of the depth
+// are left. `x` is where the activations of its first elements are, `step` bytes before the next 32 elements'.
+template <u32 TYPE, u32 GROUPS>
+DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& lines, u32 first_byte, const u8* x, u32 step, u32 left) {
     typedef Chunk<TYPE> C;
-    // How many times 32 elements of the depth have their activations in registers.
-    const u32 HELD = GROUPS == 1 ? C::DEPTH / 32 : 4 / GROUPS;
     const u8* blocks[2];
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
         blocks[half] = from + (threadIdx.x % 32 / 4 + 8 * half) * C::STRIDE + ((u32)(u64)lines.rows[half] + first_byte) % 16;
-    Activations<HELD, GROUPS> x = activations<TYPE == BF16, HELD, GROUPS>(a, rows, k, depth);
-    arrived();
-#pragma unroll 1
-    for (u32 held = 0; held < C::DEPTH / 32; held += HELD) {
-        // The next ones come while these are multiplied with.
-        Activations<HELD, GROUPS> next = {};
-        if (held + HELD < C::DEPTH / 32) next = activations<TYPE == BF16, HELD, GROUPS>(a, rows, k + (held + HELD) * 32, depth);
-#pragma unroll
-        for (u32 j = 0; j < HELD; j++) add_levels<TYPE, GROUPS>(sums, blocks, held + j, x.pairs[j], k + (held + j) * 32 < depth);
-        x = next;
+    if (left >= C::DEPTH) {
+        // One or two chunks are over before the instructions of a loop that is taken apart have come.
+#pragma unroll (GROUPS == 1 && Layout<TYPE>::LEN == 32 ? 2 : 4)
+        for (u32 i = 0; i < C::DEPTH / 32; i++) add_levels<TYPE, GROUPS>(sums, blocks, i, x + i * step);
+        return;
     }
+    // What lies behind a row's end is another's, or nothing.
+#pragma unroll 1
+    for (u32 i = 0; i < left / 32; i++) add_levels<TYPE, GROUPS>(sums, blocks, i, x + i * step);
 }
 
-// Goes through a warp's chunks in turn: `copy` asks for one, and `add` adds it, each of which gets its number and its place. `begin` is done
-// while the first are under way.
-template <u32 TYPE, typename Copy, typename Begin, typename Add>
-DEVICE void for_chunks(u32 count, u8* own, Copy copy, Begin begin, Add add) {
+// Goes through a warp's chunks in turn, each of which `chunk_of` gives its place in the depth: `copy` asks for one, and `add` adds it, when it
+// is there. The depth comes in pieces, the same for all warps: `stage` puts the activations of one into shared memory.
+template <u32 TYPE, typename ChunkOf, typename Copy, typename Stage, typename Add>
+DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, u8* own, ChunkOf chunk_of, Copy copy, Stage stage, Add add) {
+    typedef Chunk<TYPE> C;
     auto ask = [&](u32 i) {
-        if (i < count) copy(i, own + i % CHUNK_STAGES * Chunk<TYPE>::SIZE);
+        if (i < count) copy(i, chunk_of(i), own + i % CHUNK_STAGES * C::SIZE);
         copy_commit();
     };
 #pragma unroll
     for (u32 i = 0; i < CHUNK_STAGES; i++) ask(i);
-    begin();
+    u32 i = 0;
 #pragma unroll 1
-    for (u32 i = 0; i < count; i++) {
-        add(i, own + i % CHUNK_STAGES * Chunk<TYPE>::SIZE, [] {
+    for (u32 start = 0; start < depth; start += of_piece) {
+        // Nobody reads those of the piece before any more.
+        if (start > 0) __syncthreads();
+        stage(start, min(depth - start, of_piece));
+        __syncthreads();
+#pragma unroll 1
+        for (; i < count && chunk_of(i) * C::DEPTH < start + of_piece; i++) {
+            u32 chunk = chunk_of(i);
             copy_wait<CHUNK_STAGES - 1>();
             __syncwarp();
-        });
-        __syncwarp();
-        ask(i + CHUNK_STAGES);
+            add(i, chunk, chunk * C::DEPTH - start, own + i % CHUNK_STAGES * C::SIZE);
+            __syncwarp();
+            ask(i + CHUNK_STAGES);
+        }
     }
     copy_wait<0>();
     __syncwarp();
@@ -364,22 +361,35 @@ DEVICE void for_chunks(u32 count, u8* own, Copy copy, Begin begin, Add add) {
 // How many of `all` chunks a warp has that is `part` of `parts`.
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
-// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile.
-template <u32 TYPE, u32 GROUPS, typename Begin>
-DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, u8* own, Begin begin) {
-    typedef Chunk<TYPE> C;
-    LaneRows<GROUPS> rows = rows_of<GROUPS>(p);
-    for_chunks<TYPE>(
-        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), own,
-        [&](u32 i, u8* to) { copy_chunk<TYPE>(to, lines, (part + i * parts) * C::BYTES); }, begin,
-        [&](u32 i, const u8* from, auto arrived) {
-            u32 chunk = part + i * parts;
-            add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, p.a, rows, chunk * C::DEPTH, p.depth, arrived);
-        });
-}
-
 // Where a warp's sums lie for the others, in the place of its chunks.
 template <u32 TYPE> DEVICE f32* sums_of_warp(u8* shared, u32 warp) { return (f32*)(shared + warp * CHUNK_STAGES * Chunk<TYPE>::SIZE); }
+
+// Where activations lie, and how much of the depth there is room for, in whole chunks.
+template <u32 TYPE> DEVICE u8* staged_at(u8* shared) { return (u8*)sums_of_warp<TYPE>(shared, 8); }
+template <u32 TYPE, u32 GROUPS> DEVICE u32 staged_depth() {
+    typedef Chunk<TYPE> C;
+    return (shared_bytes() - 8 * CHUNK_STAGES * C::SIZE) / (16 * GROUPS) / C::DEPTH * C::DEPTH;
+}
+
+// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile. What is to be normed, if
+// anything, is so at once, and all of it has room.
+template <u32 TYPE, u32 GROUPS>
+DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, u8* shared, const Norm& norm) {
+    typedef Chunk<TYPE> C;
+    u8* staged = staged_at<TYPE>(shared);
+    const u32 STEP = GROUPS * 512;
+    for_chunks<TYPE>(
+        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), p.depth, norm.x ? p.depth : staged_depth<TYPE, GROUPS>(),
+        (u8*)sums_of_warp<TYPE>(shared, threadIdx.x / 32), [&](u32 i) { return part + i * parts; },
+        [&](u32, u32 chunk, u8* to) { copy_chunk<TYPE>(to, lines, chunk * C::BYTES); },
+        [&](u32 start, u32 len) {
+            if (norm.x) norm_rows(norm, StagedRows<TYPE, GROUPS>{staged}, p.rows, p.depth);
+            else stage<TYPE, GROUPS>(staged, p.a, p.rows, start, len);
+        },
+        [&](u32, u32 chunk, u32 k, const u8* from) {
+            add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, staged + k / 32 * STEP, STEP, p.depth - chunk * C::DEPTH);
+        });
+}
 
 template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROUPS][4], u8* shared) {
     static_assert(CHUNK_STAGES * Chunk<TYPE>::SIZE >= LINES * SUMS_STRIDE * 4, "sums fit where a warp's chunks were");
@@ -394,12 +404,11 @@ template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROU
 }
 
 // By a block of 1, 2 or 8 tiles.
-template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue, typename Begin>
-DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, u8* shared, Begin begin) {
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
+DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, u8* shared, const Norm& norm) {
     u32 warp = threadIdx.x / 32, parts = 8 / tiles;
     f32 sums[GROUPS][4] = {};
-    LaneLines lines = lines_of<IS_PAIRED>(p, warp % tiles);
-    add_chunks<TYPE, GROUPS>(sums, p, lines, warp / tiles, parts, (u8*)sums_of_warp<TYPE>(shared, warp), begin);
+    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % tiles), warp / tiles, parts, shared, norm);
     lay_down_sums<TYPE, GROUPS>(sums, shared);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
@@ -419,33 +428,30 @@ DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogu
 
 template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, u32 tiles, const Epilogue& epilogue) {
     SHARED(shared);
-    auto nothing = [] {};
     if (p.rows == 0) return;
-    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, shared, nothing);
-    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, shared, nothing);
-    else multiply_groups<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, shared, nothing);
+    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, shared, Norm{});
+    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, shared, Norm{});
+    else multiply_groups<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, shared, Norm{});
 }
 
 // The same of up to eight rows, which are normed first if there is something to norm.
-template <u32 TYPE, typename Epilogue> DEVICE void multiply_few(Problem p, u32 tiles, const Norm& norm, const Epilogue& epilogue) {
+template <u32 TYPE, typename Epilogue> DEVICE void multiply_few(const Problem& p, u32 tiles, const Norm& norm, const Epilogue& epilogue) {
     SHARED(shared);
-    if (!norm.x) return multiply_groups<false, TYPE, 1>(p, tiles, epilogue, shared, [] {});
-    u8* rows = (u8*)sums_of_warp<TYPE>(shared, 8);
-    p.a = Operand{rows, nullptr, 0, p.depth, 1};
-    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, shared, [&] { norm_rows(norm, rows, 1, p.rows, p.depth); });
+    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, shared, norm);
 }
 
-// The sum of `count` rows, at most 32 and each a tile of its own, each times its group's matrix and its weight: what becomes of a token whose
-// experts have one row each. A block has 16 columns, and its warps every eighth chunk of all rows' depths.
-template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weights, u32 count, const Store& store) {
+// The sum of `count` rows, at most eight GROUPS and each a tile of its own, each times its group's matrix and its weight: what becomes of a
+// token whose experts have one row each. A block has 16 columns, and its warps every eighth chunk of all rows, those of the same elements one
+// after the other. Activations lie together as rows of a tile do: a chunk is multiplied with those of eight rows, and its own row's sums count.
+template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const f32* row_weights, u32 count, const Store& store, u8* shared) {
     typedef Chunk<TYPE> C;
-    SHARED(shared);
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (r.depth + C::DEPTH - 1) / C::DEPTH;
-    u32 column = blockIdx.x * LINES + lane / 4;
+    const u32 STEP = GROUPS * 512;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * LINES + lane / 4;
     // Lane i knows row i.
     u32 group = lane < count ? r.tiles[3 * lane] : 0;
     f32 weight = lane < count ? row_weights[lane] : 0.0f, sums[1][4] = {};
     Operand a = Operand{r.a, nullptr, 0, r.a_stride, r.a_bf16};
+    u8* staged = staged_at<TYPE>(shared);
     auto lines_of_row = [&](u32 row) {
         u32 own = from_lane(group, (int)row);
         const u8* data = r.b_listed ? ((const u8* const*)r.b)[own] : (const u8*)r.b + (u64)own * r.group_rows * r.b_stride;
@@ -454,20 +460,23 @@ template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weigh
         return LaneLines{{line, line + 8 * (u64)r.b_stride}, {column < r.columns, column + 8 < r.columns}, r.b_stride};
     };
     for_chunks<TYPE>(
-        chunks_of(chunks * count, warp, 8), (u8*)sums_of_warp<TYPE>(shared, warp),
-        [&](u32 i, u8* to) {
-            u32 n = warp + 8 * i;
-            copy_chunk<TYPE>(to, lines_of_row(n / chunks), n % chunks * C::BYTES);
-        },
-        [] {},
-        [&](u32 i, const u8* from, auto arrived) {
-            u32 n = warp + 8 * i, row = n / chunks, chunk = n % chunks;
-            LaneRows<1> rows = {{a.row(row)}, {lane < 4}};
+        chunks_of((r.depth + C::DEPTH - 1) / C::DEPTH * count, warp, 8), r.depth, staged_depth<TYPE, GROUPS>(),
+        (u8*)sums_of_warp<TYPE>(shared, warp), [&](u32 i) { return (warp + 8 * i) / count; },
+        [&](u32 i, u32 chunk, u8* to) { copy_chunk<TYPE>(to, lines_of_row((warp + 8 * i) % count), chunk * C::BYTES); },
+        [&](u32 start, u32 len) { stage<TYPE, GROUPS>(staged, a, count, start, len); },
+        [&](u32 i, u32 chunk, u32 k, const u8* from) {
+            u32 row = (warp + 8 * i) % count;
             f32 products[1][4] = {}, own = from_lane(weight, (int)row);
-            add_chunk<TYPE, 1>(products, from, lines_of_row(row), chunk * C::BYTES, a, rows, chunk * C::DEPTH, r.depth, arrived);
+            const u8* x = staged + k / 32 * STEP + row / 8 * 512;
+            add_chunk<TYPE, 1>(products, from, lines_of_row(row), chunk * C::BYTES, x, STEP, r.depth - chunk * C::DEPTH);
+            if (lane % 4 != row % 8 / 2) return;
 #pragma unroll
-            for (u32 j = 0; j < 4; j++) sums[0][j] = fmaf(own, products[0][j], sums[0][j]);
+            for (u32 j = 0; j < 4; j += 2) sums[0][j] = fmaf(own, row % 2 ? products[0][j + 1] : products[0][j], sums[0][j]);
         });
+#pragma unroll
+    for (u32 j = 0; j < 4; j += 2)
+#pragma unroll
+        for (int mask = 1; mask < 4; mask *= 2) sums[0][j] += from_lane_xor(sums[0][j], mask);
     lay_down_sums<TYPE, 1>(sums, shared);
     u32 own = blockIdx.x * LINES + threadIdx.x;
     if (threadIdx.x >= LINES || own >= r.columns) return;
@@ -475,6 +484,12 @@ template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weigh
 #pragma unroll
     for (u32 other = 0; other < 8; other++) sum += sums_of_warp<TYPE>(shared, other)[threadIdx.x * SUMS_STRIDE];
     store.take(0, 0, own, sum, 0.0f);
+}
+
+template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weights, u32 count, const Store& store) {
+    SHARED(shared);
+    if (count <= 8) combine_groups<TYPE, 1>(r, row_weights, count, store, shared);
+    else combine_groups<TYPE, 4>(r, row_weights, count, store, shared);
 }
 
 // What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of some columns adds up. With no `y` nothing does.

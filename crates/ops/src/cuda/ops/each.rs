@@ -78,7 +78,7 @@ impl Each<'_> {
             Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),
             Way::Some | Way::Narrow => {
                 let width = if let Way::Narrow = way { some_rows::LINES } else { some_rows::TILES * some_rows::LINES };
-                (some_rows::ROWS, width, some_rows::row_bytes(dtype, depth), some_rows::shared(dtype))
+                (some_rows::ROWS, width, some_rows::row_bytes(dtype, depth), some_rows::shared(on, dtype))
             }
         };
         let (source, kernel) = match way {
@@ -87,10 +87,13 @@ impl Each<'_> {
             Way::Narrow => some_rows::kernel("narrow", dtype),
         };
         // Normed rows lie in shared memory as bf16, if two blocks still have room.
-        let with_rows = shared + rows * depth * 2;
-        let takes_norm = !matches!(way, Way::Few) && with_rows <= MAX_SHARED_OF_TWO;
-        let norm = if takes_norm { normed::take(on, on.read(a), rows) } else { None };
-        let shared = if norm.is_some() { with_rows } else { shared };
+        let with_rows = match way {
+            Way::Few => None,
+            Way::Some | Way::Narrow => Some(some_rows::shared_with_norm(on, dtype, depth)),
+        };
+        let with_rows = with_rows.filter(|bytes| *bytes <= MAX_SHARED_OF_TWO.min(on.gpu.most_shared()));
+        let norm = with_rows.and_then(|bytes| Some((normed::take(on, on.read(a), rows)?, bytes)));
+        let shared = norm.as_ref().map_or(shared, |(_, bytes)| *bytes);
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
         let out_is_bf16 = ys[0].dtype() == DType::BF16;
         let none = || std::iter::repeat_with(Arg::none);
@@ -103,7 +106,7 @@ impl Each<'_> {
         args.extend([rows, depth, stride].map(Arg::from));
         match way {
             Way::Few => args.push((dtype.of_activations() == DType::BF16).into()),
-            Way::Some | Way::Narrow => args.extend(norm.unwrap_or_else(normed::nothing)),
+            Way::Some | Way::Narrow => args.extend(norm.map_or_else(normed::nothing, |(norm, _)| norm)),
         }
         let grid = [num_blocks, rows.div_ceil(height), 1];
         let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };

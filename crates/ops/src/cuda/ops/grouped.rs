@@ -55,12 +55,13 @@ fn keep_together() -> bool {
 /// What kernels are called that store the products of rows.
 const ROWS_NT: &str = "rows_nt";
 
-/// Where arguments of kernels that store stand, for launches that are taken back: A, which of its rows, B's type and the depth
-/// ([`RowsProduct::operands`]), then where sums go and what they come on top of.
+/// Where arguments of kernels that store stand, for launches that are taken back: A, which of its rows, B's type, the
+/// columns and the depth ([`RowsProduct::operands`]), then where sums go and what they come on top of.
 pub(super) mod place {
     pub(in super::super) const A: usize = 0;
     pub(in super::super) const GATHER: usize = 1;
     pub(in super::super) const B_IS_BF16: usize = 5;
+    pub(in super::super) const COLUMNS: usize = 9;
     pub(in super::super) const DEPTH: usize = 10;
     pub(in super::super) const TO: usize = 13;
     pub(in super::super) const BASE: usize = 14;
@@ -136,6 +137,7 @@ impl Kernel {
     /// A launch for so many tiles of columns, of rows, and of groups.
     pub(super) fn launch<'a>(
         self,
+        on: On<'_>,
         source: &'static Source,
         kernel: &'a str,
         tiles: [usize; 3],
@@ -146,7 +148,7 @@ impl Kernel {
             Self::Hopper { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, HOPPER_SHARED),
             Self::Fp8 { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, FP8_SHARED),
             Self::Plain | Self::Few => (tiles, 256, 0),
-            Self::Some(dtype) => (tiles, 256, some_rows::shared(dtype)),
+            Self::Some(dtype) => (tiles, 256, some_rows::shared(on, dtype)),
         };
         Launch { source, kernel, grid, threads, shared, args }
     }
@@ -444,7 +446,7 @@ impl RowsProduct<'_> {
         args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));
         args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));
         let (source, name) = kernel.source_and_name(epilogue.kernels);
-        let launch = kernel.launch(source, &name, grid, &args);
+        let launch = kernel.launch(on, source, &name, grid, &args);
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
         unsafe { on.gpu.launch(&launch) };
@@ -500,7 +502,7 @@ impl RowsProduct<'_> {
         args.extend([on.read(weights), rows.into()]);
         args.extend([on.write(&mut y), on.read_or_none(base), false.into(), self.columns.into()]);
         let (source, kernel) = some_rows::kernel("combined", dtype);
-        let (grid, shared) = ([self.columns.div_ceil(some_rows::LINES), 1, 1], some_rows::shared(dtype));
+        let (grid, shared) = ([self.columns.div_ceil(some_rows::LINES), 1, 1], some_rows::shared(on, dtype));
         let launch = Launch { source, kernel: &kernel, grid, threads: 256, shared, args: &args };
         // SAFETY: the rows' tiles name groups that have matrices; a block writes its columns.
         unsafe { on.gpu.launch(&launch) };

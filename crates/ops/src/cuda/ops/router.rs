@@ -26,6 +26,8 @@ const SORT_TOKENS: usize = 256;
 const MAX_FEW_CHOICES: usize = 512;
 /// Rows for which a router's logits, choice and sort are one kernel.
 const MAX_DECIDED: usize = 64;
+/// Columns of a block of `route_few`.
+const ROUTE_COLUMNS: usize = 4;
 /// Bytes of normed rows that are kept in shared memory.
 const MAX_NORMED_BYTES: usize = 64 << 10;
 /// Shared memory for the sort's counts.
@@ -85,13 +87,14 @@ fn decide_for_few(on: On<'_>, product: Option<Node>, rows: usize, decision: &[Ar
     let shared = rows * product.args[place::DEPTH].number() as usize * 4;
     let norm = if shared <= MAX_NORMED_BYTES { normed::take(on, product.args[place::A], rows) } else { None };
     let shared = if norm.is_some() { shared } else { 0 };
+    let columns = product.args[place::COLUMNS].number() as usize;
+    let grid = [columns.div_ceil(ROUTE_COLUMNS), product.grid[1], 1];
     let counters = on.gpu.counters(on.ctx.pool());
     let mut args = norm.unwrap_or_else(normed::nothing).to_vec();
     args.extend(product.args);
     args.extend_from_slice(decision);
     args.push(on.read(&counters));
-    let launch =
-        Launch { source: &ROUTE_FEW, kernel: "route_few", grid: product.grid, threads: THREADS, shared, args: &args };
+    let launch = Launch { source: &ROUTE_FEW, kernel: "route_few", grid, threads: THREADS, shared, args: &args };
     // SAFETY: what the three kernels may do; the last blocks have what they decide alone, and kernels that use the counters follow one
     // another.
     unsafe { on.gpu.launch(&launch) };

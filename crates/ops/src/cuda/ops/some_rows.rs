@@ -22,6 +22,12 @@ pub(super) const SHORT_DEPTH: usize = 2048;
 /// Chunks of them that it has room for, and elements that a depth is whole multiples of.
 const STAGES: usize = 2;
 const WHOLE_DEPTH: usize = 32;
+/// Bytes of activations that a block has in shared memory at a time, where two blocks of a multiprocessor have room for so many and
+/// elsewhere; and bytes of a block besides. Kernels take what they are given.
+const STAGED_BYTES: [usize; 2] = [32 << 10, 16 << 10];
+const OTHER_BYTES: usize = 2 << 10;
+/// Rows that have room where they are normed.
+const NORMED_ROWS: usize = 8;
 
 /// The kernels for weights of a type, and what they are called behind what they do.
 fn of_type(dtype: DType) -> Option<(&'static Source, &'static str)> {
@@ -55,10 +61,21 @@ pub(super) fn kernel(what: &str, dtype: DType) -> (&'static Source, String) {
     (source, format!("some_{what}_{name}"))
 }
 
-/// The shared memory that they need: chunks of lines in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps.
-pub(super) fn shared(dtype: DType) -> usize {
+/// The shared memory that they need: chunks of lines in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and
+/// activations, as many as two blocks have room for.
+pub(super) fn shared(on: On<'_>, dtype: DType) -> usize {
+    let [many, few] = STAGED_BYTES.map(|bytes| chunk_bytes(dtype) + bytes);
+    if 2 * (many + OTHER_BYTES) <= on.gpu.most_shared() { many } else { few }
+}
+
+/// The same where rows of so many elements are normed: all of them lie there then.
+pub(super) fn shared_with_norm(on: On<'_>, dtype: DType, depth: usize) -> usize {
+    shared(on, dtype).max(chunk_bytes(dtype) + depth * NORMED_ROWS * 2)
+}
+
+fn chunk_bytes(dtype: DType) -> usize {
     let line = match dtype {
-        DType::BF16 => row_bytes(dtype, 128) + 64,
+        DType::BF16 => row_bytes(dtype, 128),
         _ => (((row_bytes(dtype, 256) + 2 * 15) / 16) | 1) * 16,
     };
     WARPS * STAGES * LINES * line
