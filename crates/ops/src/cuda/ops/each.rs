@@ -86,7 +86,7 @@ impl Each<'_> {
             Way::Some => some_rows::kernel("each", dtype),
             Way::Narrow => some_rows::kernel("narrow", dtype),
         };
-        // Normed rows lie in shared memory as bf16, if two blocks still have room.
+        // Normed rows lie in shared memory as bf16, if two blocks still have room, and one of a small GPU.
         let with_rows = match way {
             Way::Few => None,
             Way::Some | Way::Narrow => Some(some_rows::shared_with_norm(on, dtype, depth)),

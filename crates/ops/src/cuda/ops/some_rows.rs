@@ -23,7 +23,7 @@ pub(super) const SHORT_DEPTH: usize = 2048;
 const STAGES: usize = 2;
 const WHOLE_DEPTH: usize = 32;
 /// Bytes of activations that a block has in shared memory at a time, where two blocks of a multiprocessor have room for so many and
-/// elsewhere; and bytes of a block besides. Kernels take what they are given.
+/// elsewhere; and bytes of a block besides. Kernels take what they are given, whole chunks of the depth: the fewer are one chunk of 32 rows.
 const STAGED_BYTES: [usize; 2] = [32 << 10, 16 << 10];
 const OTHER_BYTES: usize = 2 << 10;
 /// Rows that have room where they are normed.
