@@ -15,7 +15,7 @@ use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::time::Instant;
 
 use moeworks_moe::{GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
-use moeworks_ops::counting_sort::sort_choices;
+use moeworks_ops::counting_sort::sort_all_choices;
 use moeworks_ops::embedding::embedding;
 use moeworks_ops::experts::ExpertRows;
 use moeworks_ops::grouped_linear::{
@@ -206,7 +206,7 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
     let Shape { d, f, e, k, activation, dtype, .. } = layer.shape;
     let af = f * activation.num_inputs();
     let (ids, weights) = random_choices(ctx, tokens, layer.shape);
-    let sorted = sort_choices(ctx, &ids, &weights, e, None);
+    let sorted = sort_all_choices(ctx, &ids, &weights, e);
     let by_token = GroupedRows { rows: sorted.rows(), first: 0, width: af };
     let in_order: Vec<u32> = (0..(tokens * k) as u32).collect();
     let rows =
@@ -242,7 +242,7 @@ fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
     let at_once = if ctx.gpu().is_some() { SORTS_AT_ONCE } else { 1 };
     let times = timed(ctx, || {
         for _ in 0..at_once {
-            let sorted = sort_choices(ctx, &ids, &weights, e, None);
+            let sorted = sort_all_choices(ctx, &ids, &weights, e);
             if case.part == Part::Dispatch {
                 drop(embedding(ctx, &sorted.rows().tokens, &x, dtype));
             }

@@ -124,28 +124,40 @@ KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* 
 // ---- counting sort: choices by expert, then by rank, then by token ----
 //
 // An id above `last` is taken for it: that is the last expert where every choice has to have a row, and above all experts where some
-// are none. Tokens come in blocks of 256. Cells [E, K, blocks] hold the choices of each (expert, rank, block), then their first position.
+// are none. A block has the choices of one rank (blockIdx.y) of 1,024 tokens, a warp those of 128. Cells [E, K, blocks of tokens] hold the
+// choices of each (expert, rank, block), then their first position.
 
-const u32 SORT_TOKENS = 256;
+const u32 OF_THREAD = 4, SORT_TOKENS = 256 * OF_THREAD;
 
-// `ranks` of them have room for their counts at a time.
-KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts, u32 last, u32 ranks) {
-    SHARED(shared);
-    u32* counts = (u32*)shared;  // [ranks, E]
-    u32 token = blockIdx.x * SORT_TOKENS + threadIdx.x;
-    for (u32 first = 0; first < k; first += ranks) {
-        u32 here = min(ranks, k - first);
-        for (u32 i = threadIdx.x; i < here * experts; i += SORT_TOKENS) counts[i] = 0;
-        __syncthreads();
-        for (u32 rank = 0; rank < here && token < tokens; rank++) {
-            u32 expert = min(ids[(u64)token * k + first + rank], last);
-            if (expert < experts) atomicAdd(&counts[rank * experts + expert], 1u);
-        }
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < here * experts; i += SORT_TOKENS)
-            cells[((u64)(i / here) * k + first + i % here) * gridDim.x + blockIdx.x] = counts[i % here * experts + i / here];
-        __syncthreads();
+// A thread's choices in its block, every 32nd of its warp's.
+struct OwnChoices {
+    u32 tokens, k, first;
+    DEVICE_MEMBER OwnChoices(u32 tokens, u32 k)
+        : tokens(tokens), k(k), first(blockIdx.x * SORT_TOKENS + threadIdx.x / 32 * 32 * OF_THREAD + threadIdx.x % 32) {}
+    DEVICE_MEMBER u32 token(u32 i) const { return first + 32 * i; }
+    DEVICE_MEMBER bool is_there(u32 i) const { return token(i) < tokens; }
+    DEVICE_MEMBER u64 choice(u32 i) const { return (u64)token(i) * k + blockIdx.y; }
+    // Experts, or more where there is none.
+    DEVICE_MEMBER void load(u32 (&experts)[OF_THREAD], const u32* ids, u32 last) const {
+#pragma unroll
+        for (u32 i = 0; i < OF_THREAD; i++) experts[i] = is_there(i) ? min(ids[choice(i)], last) : NOBODY;
     }
+};
+
+// The block's cell of an expert.
+DEVICE u64 cell_of(u32 expert, u32 k) { return ((u64)expert * k + blockIdx.y) * gridDim.x + blockIdx.x; }
+
+KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 experts, u32 last) {
+    SHARED(shared);
+    u32 *counts = (u32*)shared, own[OF_THREAD];
+    OwnChoices(tokens, k).load(own, ids, last);
+    for (u32 e = threadIdx.x; e < experts; e += 256) counts[e] = 0;
+    __syncthreads();
+#pragma unroll
+    for (u32 i = 0; i < OF_THREAD; i++)
+        if (own[i] < experts) atomicAdd(&counts[own[i]], 1u);
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < experts; e += 256) cells[cell_of(e, k)] = counts[e];
 }
 
 // Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert; the last to be done writes offsets
@@ -173,36 +185,55 @@ KERNEL(256) decide_for_few(TOP_K, FEW_CHOICES) {
     THE_FEW_CHOICES.sort(ids, weights);
 }
 
+// The choices of a warp's tokens that come before each of its own and are of the same expert; `counts` [E], zeros before, are those of all.
+DEVICE void count_before(u32 (&before)[OF_THREAD], const u32 (&own)[OF_THREAD], u32* counts, u32 experts) {
+#pragma unroll
+    for (u32 i = 0; i < OF_THREAD; i++) {
+        u32 alike = lanes_like(own[i]), below = __popc(alike & ((1u << threadIdx.x % 32) - 1));
+        if (own[i] < experts) before[i] = counts[own[i]] + below;
+        __syncwarp();
+        if (own[i] < experts && below == 0) counts[own[i]] += __popc(alike);
+        __syncwarp();
+    }
+}
+
 // Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.
 KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, const u32* offsets, u32* row_tokens,
                           f32* row_weights, u32* token_rows, u32 tokens, u32 k, u32 experts, u32 last, u32 limit) {
     SHARED(shared);
-    u32* counts = (u32*)shared;  // [8 warps, E]: choices of a warp's tokens
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * SORT_TOKENS + threadIdx.x;
-    for (u32 i = threadIdx.x; i < 8 * experts; i += SORT_TOKENS) counts[i] = 0;
+    u32 *counts = (u32*)shared, *of_warp = counts + threadIdx.x / 32 * experts;  // [8 warps, E]
+    OwnChoices choices(tokens, k);
+    u32 own[OF_THREAD], before[OF_THREAD];
+    f32 own_weights[OF_THREAD];
+    choices.load(own, ids, last);
+#pragma unroll
+    for (u32 i = 0; i < OF_THREAD; i++) own_weights[i] = own[i] < experts ? weights[choices.choice(i)] : 0.0f;
+    for (u32 e = threadIdx.x; e < 8 * experts; e += 256) counts[e] = 0;
     __syncthreads();
-    for (u32 rank = 0; rank < k; rank++) {
-        u64 choice = (u64)token * k + rank;
-        u32 expert = token < tokens ? min(ids[choice], last) : 0xffffffffu;
-        u32 same = lanes_like(expert);
-        u32 earlier = __popc(same & ((1u << lane) - 1));
-        bool is_choice = expert < experts;
-        if (is_choice && earlier == 0) counts[warp * experts + expert] = __popc(same);
-        __syncthreads();
-        if (is_choice) {
-            u32 position = cells[((u64)expert * k + rank) * gridDim.x + blockIdx.x] + earlier;
-            for (u32 w = 0; w < warp; w++) position += counts[w * experts + expert];
-            u32 row = position < limit ? offsets[expert] + position : 0xffffffffu;
-            if (position < limit) {
-                row_tokens[row] = token;
-                row_weights[row] = weights[choice];
-            }
-            token_rows[choice] = row;
-        } else if (token < tokens) {
-            token_rows[choice] = 0xffffffffu;
+    count_before(before, own, of_warp, experts);
+    __syncthreads();
+    // Counts become positions of each warp's first.
+    for (u32 e = threadIdx.x; e < experts; e += 256) {
+        u32 position = cells[cell_of(e, k)];
+#pragma unroll
+        for (u32 warp = 0; warp < 8; warp++) {
+            u32 count = counts[warp * experts + e];
+            counts[warp * experts + e] = position;
+            position += count;
         }
-        __syncthreads();
-        if (is_choice && earlier == 0) counts[warp * experts + expert] = 0;
-        __syncthreads();
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 i = 0; i < OF_THREAD; i++) {
+        u32 row = NOBODY;
+        if (own[i] < experts) {
+            u32 position = of_warp[own[i]] + before[i];
+            if (position < limit) {
+                row = offsets[own[i]] + position;
+                row_tokens[row] = choices.token(i);
+                row_weights[row] = own_weights[i];
+            }
+        }
+        if (choices.is_there(i)) token_rows[choices.choice(i)] = row;
     }
 }

@@ -1,6 +1,6 @@
 //! [`top_k`](crate::top_k), [`score_top_k`](mod@crate::score_top_k) and [`counting_sort`](crate::counting_sort) on a GPU.
 //!
-//! A warp has a row of scores. The sort counts choices by (expert, rank, block of 256 tokens), scans each expert's counts by a
+//! A warp has a row of scores. The sort counts choices by (expert, rank, block of 1,024 tokens), scans each expert's counts by a
 //! block, and gives rows out by warps that compare their lanes' experts: the order is that of the CPU, without atomics that
 //! could change it.
 
@@ -20,8 +20,8 @@ use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK};
 const ROWS_EACH: usize = 128;
 /// Choices that one block adds up.
 const SUMMED_CHOICES: usize = 512;
-/// Tokens of a block of the sort.
-const SORT_TOKENS: usize = 256;
+/// Tokens of which a block of the sort has the choices of one rank.
+const SORT_TOKENS: usize = 1024;
 /// Choices that one block sorts.
 const MAX_FEW_CHOICES: usize = 512;
 /// Rows for which a router's logits, choice and sort are one kernel.
@@ -30,8 +30,6 @@ const MAX_DECIDED: usize = 64;
 const ROUTE_COLUMNS: usize = 4;
 /// Bytes of normed rows that are kept in shared memory.
 const MAX_NORMED_BYTES: usize = 64 << 10;
-/// Shared memory for the sort's counts.
-const SORT_SHARED: usize = 32 << 10;
 /// With more experts the sort's counts do not fit into a block's shared memory.
 const MAX_SORTED_EXPERTS: usize = 1024;
 
@@ -303,9 +301,9 @@ pub(crate) fn sort_choices(
         last.into(),
         limit.unwrap_or(NO_ROW).into(),
     ];
-    let (grid, shared) = ([num_tokens.div_ceil(SORT_TOKENS), 1, 1], WARPS * num_experts * 4);
+    let (grid, shared) = ([num_tokens.div_ceil(SORT_TOKENS), k, 1], WARPS * num_experts * 4);
     let launch = Launch { source: &ROUTER, kernel: "place_choices", grid, threads: THREADS, shared, args: &args };
-    // SAFETY: a block reads its tokens' choices and writes the rows that were counted for them.
+    // SAFETY: a block reads its choices and writes the rows that were counted for them.
     unsafe { on.gpu.launch(&launch) };
     sorted
 }
@@ -324,13 +322,10 @@ fn count_choices(on: On<'_>, ids: &Tensor, (num_experts, last): (usize, u32), ar
     let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
     let (mut cells, mut counts) =
         (on.empty(&[num_experts, k, num_blocks], DType::U32), on.empty(&[num_experts], DType::U32));
-    let ranks = (SORT_SHARED / (4 * num_experts)).clamp(1, k);
-    let mut args = vec![on.read(ids), on.write(&mut cells)];
-    args.extend([num_tokens, k, num_experts].map(Arg::from));
-    args.extend([Arg::from(last), ranks.into()]);
-    let (grid, shared) = ([num_blocks, 1, 1], ranks * num_experts * 4);
+    let args = [on.read(ids), on.write(&mut cells), num_tokens.into(), k.into(), num_experts.into(), last.into()];
+    let (grid, shared) = ([num_blocks, k, 1], num_experts * 4);
     let launch = Launch { source: &ROUTER, kernel: "count_choices", grid, threads: THREADS, shared, args: &args };
-    // SAFETY: a block reads its tokens' choices and writes its own cells.
+    // SAFETY: a block reads its choices and writes its own cells.
     unsafe { on.gpu.launch(&launch) };
     let counters = on.gpu.counters(on.ctx.pool());
     let mut offsets = are_offsets_wanted.then(|| on.empty(&[num_experts + 1], DType::U32));
