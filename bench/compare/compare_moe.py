@@ -10,7 +10,7 @@ the first round are not run in further ones. The ways:
 - one sort by expert, a split, and a linear layer an expert,
 - torch._grouped_mm by hand on the sorted rows.
 
-Gradients of weights in bf16 are bf16 on the CPU, as PyTorch's are.
+Gradients of weights in bf16 are bf16, as PyTorch's are.
 
 With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, our layer is also timed with experts that multiply
 in eight-bit floats (`fp8`, against PyTorch's in bf16), and lines have the shares of a dense bf16
@@ -186,14 +186,18 @@ def near_best(contenders, times):
     return [c for c in contenders if c[0] in medians and medians[c[0]] <= 1.5 * min(medians.values())]
 
 
+def our_times(ours, shape, dtype, tokens, is_both, **rest):
+    """Ours, with gradients of the type that PyTorch's have."""
+    return ours.times(shape, dtype, tokens, both=is_both, gradients="f32" if dtype == "f32" else "bf16", **rest)
+
+
 def measured(args, ours, contenders, case, tokens, is_both):
     """Each side's times of a cell of one shape."""
     shape, dtype = args.all_shapes[case[0]], case[1]
     draw = lambda: torch.randn(tokens, shape[0], device=args.device, dtype=DTYPES[dtype])
     x, dy, times = draw().requires_grad_(is_both), draw(), {}
-    gradients = "bf16" if dtype == "bf16" and args.device == "cpu" else "f32"
     for round in range(args.rounds):
-        times.setdefault("moeworks", []).extend(ours.times(shape, dtype, tokens, both=is_both, gradients=gradients))
+        times.setdefault("moeworks", []).extend(our_times(ours, shape, dtype, tokens, is_both))
         running = contenders if round == 0 else near_best(contenders, times)
         for way, function, module in running:
             try:
@@ -296,7 +300,8 @@ def main():
             _, _, tokens, which = key
             times = measured(args, ours, contenders, (name, dtype), tokens, which == "both")
             shape = args.all_shapes[name]
-            products = ours.times(shape, dtype, tokens, both=which == "both", part="products") if args.dense and dtype != "fp8" else None
+            is_split = args.dense and dtype != "fp8"
+            products = our_times(ours, shape, dtype, tokens, which == "both", part="products") if is_split else None
             cells.append(cell_of(key, times, products))
             print(line_of(cells[-1], args), flush=True)
             if args.json:

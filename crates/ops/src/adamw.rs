@@ -7,7 +7,6 @@ use moeworks_tensor::{Tensor, bf16};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
-use crate::elementwise::wide;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 
@@ -53,8 +52,7 @@ pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
     assert!(has_room, "adamw: the copy of a parameter {:?}", tensors.param.shape());
     let factors = Factors::of(step);
     if let Some(on) = On::of(ctx) {
-        let grad = &*wide(ctx, tensors.grad);
-        return cuda::elementwise::adamw(on, &factors, AdamWTensors { grad, ..tensors });
+        return cuda::elementwise::adamw(on, &factors, tensors);
     }
     let AdamWTensors { param, grad, m, v, compute } = tensors;
     let has_copy = compute.is_some();

@@ -253,11 +253,6 @@ pub(crate) fn rounded_once<'a>(ctx: &Context, x: &'a Tensor, dtype: DType) -> Co
     if is_rounded { Cow::Owned(cast(ctx, x, DType::BF16)) } else { Cow::Borrowed(x) }
 }
 
-/// `x` (f32 or bf16) as f32.
-pub(crate) fn wide<'a>(ctx: &Context, x: &'a Tensor) -> Cow<'a, Tensor> {
-    if x.dtype() == DType::F32 { Cow::Borrowed(x) } else { Cow::Owned(cast(ctx, x, DType::F32)) }
-}
-
 /// Lets `work` write to `x` as f32, which is rounded where `x` is bf16; `is_read` says that it looks at what was there or leaves some of
 /// it.
 pub(crate) fn written_wide(ctx: &Context, x: &mut Tensor, is_read: bool, work: impl FnOnce(&mut Tensor)) {

@@ -9,7 +9,6 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::cuda::ops::{self as cuda, On};
-use crate::elementwise::written_wide;
 use crate::experts::{ExpertRows, combine};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
@@ -104,10 +103,7 @@ pub fn grouped_linear_backward_weight(
     groups.check(dw);
     assert_eq!(dy.shape(), [groups.num_rows(), groups.width], "gradient of a grouped linear map");
     if let Some(on) = groups.on_gpu(ctx, dy.dtype()) {
-        let is_read = write == Write::Add || groups.num_groups() * groups.width < dw.rows();
-        return written_wide(ctx, dw, is_read, |dw| {
-            cuda::grouped_linear::backward_weight(on, dy, x, groups, write, dw);
-        });
+        return cuda::grouped_linear::backward_weight(on, dy, x, groups, write, dw);
     }
     let columns = x.cols();
     let group = |(_, range): (usize, std::ops::Range<usize>)| Group {

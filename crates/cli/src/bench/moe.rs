@@ -140,14 +140,14 @@ impl Layer {
         (&self.layer, &self.weights, self.grads.get_or_insert_with(new))
     }
 
-    /// Random inputs, and gradients of outputs; each `set` is another.
+    /// Random inputs, and gradients of outputs, in the type of the weights; each `set` is another.
     pub(super) fn tokens(&self, ctx: &Context, count: usize, set: usize) -> (Tensor, Tensor) {
         let draw = |stream, dtype| {
             let mut tensor: Tensor = ctx.empty(&[count, self.shape.d], DType::F32);
             elementwise::fill_normal(ctx, &Random::new(set as u64, Purpose::Test, stream), 1.0, &mut tensor);
             elementwise::cast(ctx, &tensor, dtype)
         };
-        (draw(0, self.shape.dtype), draw(1, DType::F32))
+        (draw(0, self.shape.dtype), draw(1, self.shape.dtype))
     }
 
     /// How many experts some tokens go to.

@@ -4,7 +4,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
 use crate::cuda::ops::{self as cuda, On};
-use crate::elementwise::{rounded_once, written_wide};
+use crate::elementwise::rounded_once;
 use crate::few_rows::{Gradients, product_with_gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::{Compute, Finish, Form, Group, Product};
@@ -78,14 +78,7 @@ pub(super) fn weight_grad(
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     if let Some((on, weighed)) = On::of(ctx).zip(weighed) {
-        let ExpertGrads { gate_up, down } = grads;
-        let is_read = keeps_unused || write == Write::Add;
-        return written_wide(ctx, gate_up, is_read, |gate_up| {
-            written_wide(ctx, down, is_read, |down| {
-                let grads = ExpertGrads { gate_up, down };
-                cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
-            });
-        });
+        return cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
     }
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };

@@ -158,11 +158,11 @@ KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, 
 }
 
 // One step of AdamW; see adamw.rs for the formulas. `compute` may be null.
-KERNEL(256) adamw_step(f32* param, const f32* grad, f32* m, f32* v, bf16* compute, u64 len, f32 grad_scale, f32 keep, f32 beta1,
-                       f32 one_minus_beta1, f32 beta2, f32 one_minus_beta2, f32 inv_root_correction2, f32 eps, f32 step_size) {
+KERNEL(256) adamw_step(f32* param, const void* grad, u32 grad_bf16, f32* m, f32* v, bf16* compute, u64 len, f32 grad_scale, f32 keep,
+                       f32 beta1, f32 one_minus_beta1, f32 beta2, f32 one_minus_beta2, f32 inv_root_correction2, f32 eps, f32 step_size) {
     FOR_EACH(i, len) {
         // All are asked for before anything is written: the compiler cannot know that they are different memory.
-        f32 g = grad[i] * grad_scale, mean = m[i], square = v[i], p = param[i];
+        f32 g = load_any(grad, grad_bf16, i) * grad_scale, mean = m[i], square = v[i], p = param[i];
         mean = fmaf(mean, beta1, g * one_minus_beta1);
         square = fmaf(square, beta2, g * g * one_minus_beta2);
         p = p * keep - step_size * (mean / fmaf(sqrtf(square), inv_root_correction2, eps));

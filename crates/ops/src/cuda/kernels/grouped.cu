@@ -265,8 +265,8 @@ KERNEL(256) plain_pull_back_rows(ROWS, PULL_BACK, u32 is_rounded) {
 #define DEPTHS_PROBLEM(tile)                                                                                        \
     Problem p;                                                                                                      \
     if (!depths_problem(THE_DEPTHS, blockIdx.z, blockIdx.y * tile, blockIdx.x * tile, tile, p)) return;             \
-    f32* own = to + (u64)blockIdx.z * rows * columns;                                                               \
-    Store store = {own, add ? own : nullptr, 0, columns}
+    u8* own = (u8*)to + (u64)blockIdx.z * rows * columns * (to_bf16 ? 2 : 4);                                       \
+    Store store = {own, add ? own : nullptr, to_bf16, columns, to_bf16}
 
 KERNEL(256) depths_tn(DEPTHS) {
     DEPTHS_PROBLEM(TILE);

@@ -104,11 +104,11 @@ DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWI
 // columns they read it ahead (`ahead`), while what comes before is at work.
 struct NothingAhead {};
 
-// What is stored is the sum, and what `base` (if it is there, in f32; the same memory or another) has in its place besides.
+// What is stored is the sum, and what `base` (if it is there, in f32 unless it says bf16; the same memory or another) has in its place besides.
 struct Store {
     void* to;
-    const f32* base;
-    u32 is_bf16, stride;
+    const void* base;
+    u32 is_bf16, stride, base_bf16;
     static const bool HAS_PARTS = false;
     struct Ahead {
         float4 low, high;
@@ -121,17 +121,20 @@ struct Store {
     }
     DEVICE_MEMBER Ahead ahead(u64 row, u32 column) const {
         if (!base) return {};
-        const float4* from = (const float4*)(base + row * stride + column);
-        return {from[0], from[1]};
+        f32 x[8];
+        load_vector(x, base, base_bf16, row * stride + column);
+        return {make_float4(x[0], x[1], x[2], x[3]), make_float4(x[4], x[5], x[6], x[7])};
     }
     DEVICE_MEMBER void ask(u64 row, u32 column) const {
         if (!base) return;
-        ask_for(base + row * stride + column);
-        ask_for(base + row * stride + min(column + 32, stride - 1));
+        const u8* from = (const u8*)base;
+        u64 size = base_bf16 ? 2 : 4, start = row * stride;
+        ask_for(from + (start + column) * size);
+        ask_for(from + (start + min(column + 32, stride - 1)) * size);
     }
     DEVICE_MEMBER f32 take(u32 group, u64 row, u32 column, f32 x, f32) const {
         u64 at = row * stride + column;
-        store_any(to, is_bf16, at, base ? base[at] + x : x);
+        store_any(to, is_bf16, at, base ? load_any(base, base_bf16, at) + x : x);
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return stride % 8 == 0; }
@@ -450,5 +453,5 @@ DEVICE bool depths_problem(const Depths& d, u32 group, u32 row, u32 column, u32 
 }
 
 #define DEPTHS const void *a, const u32 *a_gather, const void *b, const u32 *b_gather, const u32 *offsets, u32 a_bf16, u32 b_bf16, \
-               u32 rows, u32 columns, u32 keeps_unused, f32 *to, u32 add
+               u32 rows, u32 columns, u32 keeps_unused, void *to, u32 to_bf16, u32 add
 #define THE_DEPTHS Depths{a, b, a_gather, b_gather, offsets, a_bf16, b_bf16, rows, columns, keeps_unused}

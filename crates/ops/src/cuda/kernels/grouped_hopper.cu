@@ -111,6 +111,6 @@ HOPPER_KERNEL(384) hopper_pull_back_rows(ROWS, PULL_BACK, ROW_LIST) {
     products<true, false, false>(ROW_TILES(Wide::COLUMNS), THE_PULL_BACK, parts);
 }
 HOPPER_KERNEL(384) hopper_depths_tn(DEPTHS, u32 groups, const void* a_map, const void* b_map) {
-    Store store = {to, add ? to : nullptr, 0, columns};
+    Store store = {to, add ? to : nullptr, to_bf16, columns, to_bf16};
     products<false, false, false>(DepthTiles{THE_DEPTHS, groups, a_map, b_map}, store, nullptr);
 }

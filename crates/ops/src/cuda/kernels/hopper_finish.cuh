@@ -15,7 +15,7 @@ template <bool IS_BF16, bool HAS_BASE> struct StoreKnown {
     };
     DEVICE_MEMBER Row row(u64 row, u32 column) const {
         u64 at = row * store.stride + column;
-        return {IS_BF16 ? (f32*)((bf16*)store.to + at) : (f32*)store.to + at, HAS_BASE ? store.base + at : nullptr};
+        return {IS_BF16 ? (f32*)((bf16*)store.to + at) : (f32*)store.to + at, HAS_BASE ? (const f32*)store.base + at : nullptr};
     }
     DEVICE_MEMBER Store::Ahead ahead(const Row& row, u32 at) const {
         if (!HAS_BASE) return {};

@@ -57,7 +57,7 @@ fn sums_by_kernels(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write
     DepthsProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, write, to);
 }
 
-/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32.
+/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32, or bf16, to which sums are rounded once.
 pub(super) struct DepthsProduct<'a> {
     /// `[.., rows]`, and which of its rows.
     pub(super) a: (&'a Tensor, Option<&'a Tensor>),
@@ -94,6 +94,7 @@ impl DepthsProduct<'_> {
         let (rounded_a, rounded_b) = (rounded(self.a.0), rounded(self.b.0));
         let (a, b) = (rounded_a.as_ref().unwrap_or(self.a.0), rounded_b.as_ref().unwrap_or(self.b.0));
         let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
+        let to_bf16 = is_bf16(to);
         let mut args = vec![
             on.read(a),
             on.read_or_none(self.a.1),
@@ -106,6 +107,7 @@ impl DepthsProduct<'_> {
             self.columns.into(),
             self.keeps_unused.into(),
             on.write(to),
+            to_bf16,
             (write == Write::Add).into(),
         ];
         let (tile_rows, tile_columns) = match kernel {

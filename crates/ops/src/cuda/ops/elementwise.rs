@@ -230,6 +230,7 @@ pub(crate) fn adamw(on: On<'_>, factors: &Factors, tensors: AdamWTensors<'_>) {
     let args = [
         on.write(param),
         on.read(grad),
+        is_bf16(grad).into(),
         on.write(m),
         on.write(v),
         compute,
