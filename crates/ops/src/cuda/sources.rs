@@ -131,7 +131,10 @@ sources! {
         "attention_128", "attention_backward_queries_128", "attention_backward_keys_128",
         "attention_256", "attention_backward_queries_256", "attention_backward_keys_256",
     ];
-    ATTENTION_TENSOR = "attention_tensor" after "attention.cuh" "attention_tiles.cuh": [
+    ATTENTION_PLACED = "attention_placed" after "few.cuh" "rotation.cuh" "attention.cuh" "attention_tiles.cuh" "attention_forward.cuh": [
+        "attention_placed_64", "attention_placed_128",
+    ];
+    ATTENTION_TENSOR = "attention_tensor" after "attention.cuh" "attention_tiles.cuh" "attention_forward.cuh": [
         "attention_tensor_64", "attention_tensor_queries_64", "attention_tensor_keys_64",
         "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128",
         "attention_tensor_192", "attention_tensor_queries_192", "attention_tensor_keys_192",
@@ -141,7 +144,7 @@ sources! {
         "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "clip_elements", "clip_backward", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "add_parts", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate", "copy_columns", "add_columns",
     ];
-    PLACE_HEADS = "place_heads" after "few.cuh": ["place_heads_f32", "place_heads_bf16"];
+    PLACE_HEADS = "place_heads" after "few.cuh" "rotation.cuh": ["place_heads_f32", "place_heads_bf16"];
     PEAK = "peak": ["multiply_adds", "matrix_products", "read_memory", "copy_memory"];
     PEAK_HOPPER = "peak_hopper" after "hopper.cuh" only 90: ["hopper_matrix_products", "hopper_byte_products"];
     NOISE = "noise": ["times_factors"];

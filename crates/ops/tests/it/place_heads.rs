@@ -1,13 +1,14 @@
 //! What becomes of projections, by one operation, against what the operations that it is made of give on the processor.
 
 use moeworks_ops::Context;
+use moeworks_ops::attention::{AttentionShape, attention_with_sinks};
 use moeworks_ops::elementwise::copy_rows_of_each;
 use moeworks_ops::place_heads::{Kept, Placing, place_heads};
 use moeworks_ops::rms_norm::rms_norm;
 use moeworks_ops::rope::{RopeLayout, RopeTable, Rotation, default_frequencies, rope};
 use moeworks_tensor::{DType, Tensor};
 
-use crate::common::{assert_close, below, contexts, doubles, normal_tensor, rounding, tensor};
+use crate::common::{assert_close, below, contexts, doubles, gpu_contexts, normal_tensor, rounding, tensor};
 
 const EPS: f32 = 1e-5;
 
@@ -109,5 +110,92 @@ fn a_row_that_is_not_finite_stays_alone() {
                 assert_eq!(x.iter().all(|x| x.is_finite()), row != bad, "{name}: row {row}");
             }
         }
+    }
+}
+
+/// Attention of new tokens right behind, within a step: one kernel for both if a sequence has one new token.
+fn check_with_attention(ctx: &Context, (s, normed): (Sizes, Normed), shape: &AttentionShape) {
+    let what = format!("{s:?}, {normed:?}, {shape:?}");
+    let (rows, num_sequences, held) = (shape.batch * shape.seq_len, shape.batch, shape.kv_len - shape.seq_len);
+    let widths = [s.heads[0] * s.width, s.heads[1] * s.width, s.heads[1] * s.value];
+    let layout = RopeLayout { head_dim: s.width, start: s.start, is_interleaved: s.is_interleaved };
+    let table = RopeTable::with_frequencies(layout, &default_frequencies(2 * s.half, 1e4), 0.75, 800);
+    let norm = |i: usize| match normed {
+        Normed::Nothing => None,
+        Normed::Rows => Some(normal_tensor(ctx, 10 + i as u64, &[widths[i]], DType::F32)),
+        Normed::Heads => Some(normal_tensor(ctx, 10 + i as u64, &[s.width], DType::F32)),
+    };
+    let (norms, sinks) = ([norm(0), norm(1)], normal_tensor(ctx, 30, &[s.heads[0]], DType::F32));
+    let positions = Tensor::from_slice(ctx.pool(), &[rows], &below(1, rows, 800));
+    let [q, k, v] = [0, 1, 2].map(|i| normal_tensor(ctx, i as u64, &[rows, widths[i]], DType::BF16));
+    let kept =
+        |i: usize| normal_tensor(ctx, 20 + i as u64, &[num_sequences * shape.kv_capacity, widths[i]], DType::BF16);
+    let run = |is_step: bool| {
+        let (mut keys, mut values) = (kept(1), kept(2));
+        let before = ctx.gpu().expect("a GPU").traffic();
+        let mut both = || {
+            let placing =
+                Placing { norms: norms.each_ref().map(Option::as_ref), eps: EPS, table: &table, positions: &positions };
+            let mut kept = Kept { keys: &mut keys, values: &mut values, held, num_sequences };
+            let queries = place_heads(ctx, [q.clone(), k.clone(), v.clone()], &placing, &mut kept);
+            let (o, lse) = attention_with_sinks(ctx, (&queries, &keys, &values), Some(&sinks), shape);
+            [queries, o, lse]
+        };
+        let [queries, o, lse] = if is_step { ctx.repeated(both) } else { both() };
+        let launches = ctx.gpu().expect("a GPU").traffic().since(&before).launches;
+        ([queries, o, lse, keys, values], launches)
+    };
+    let ((apart, all), (together, fewer)) = (run(false), run(true));
+    for (index, (apart, together)) in apart.iter().zip(&together).enumerate() {
+        assert!(apart.bytes() == together.bytes(), "{what}: result {index}");
+    }
+    assert_eq!(all - fewer, u64::from(shape.seq_len == 1), "{what}");
+}
+
+#[test]
+fn attention_of_a_new_token_makes_its_queries_key_and_value_with_the_same_bits() {
+    let of_two = Sizes { heads: [2, 2], width: 128, value: 128, start: 0, half: 64, is_interleaved: false };
+    let part = Sizes { heads: [6, 2], width: 24, value: 40, start: 8, half: 6, is_interleaved: true };
+    for (_, ctx) in gpu_contexts() {
+        for (s, normed) in [
+            (WHOLE, Normed::Rows),
+            (WHOLE, Normed::Nothing),
+            (of_two, Normed::Rows),
+            (of_two, Normed::Heads),
+            (part, Normed::Heads),
+            (Sizes { heads: [5, 1], ..part }, Normed::Rows),
+        ] {
+            // The first key, the last and the first of a tile, and parts of the keys by blocks of their own.
+            for (kv_len, batch, window) in
+                [(1, 1, None), (64, 1, None), (65, 3, None), (600, 1, None), (130, 2, Some(40))]
+            {
+                let shape = AttentionShape {
+                    batch,
+                    seq_len: 1,
+                    kv_len,
+                    kv_capacity: kv_len + 3,
+                    num_heads: s.heads[0],
+                    num_kv_heads: s.heads[1],
+                    head_dim: s.width,
+                    value_dim: s.value,
+                    window,
+                    scale: 0.3,
+                };
+                check_with_attention(&ctx, (s, normed), &shape);
+            }
+        }
+        let two = AttentionShape {
+            batch: 1,
+            seq_len: 2,
+            kv_len: 9,
+            kv_capacity: 9,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 16,
+            value_dim: 16,
+            window: None,
+            scale: 0.3,
+        };
+        check_with_attention(&ctx, (WHOLE, Normed::Rows), &two);
     }
 }

@@ -28,25 +28,6 @@ DEVICE void norm_in_place(f32* row, const f32* weight, u32 width, u32 norm_width
     }
 }
 
-struct Angles {
-    const f32* cosines;  // of the row's position, and then its sines
-    u32 head_dim, start, half, is_interleaved;
-};
-
-// As `rotate` in elementwise.cu.
-DEVICE void rotate_in_place(f32* row, u32 width, const Angles& angles) {
-    u32 pairs = width / angles.head_dim * angles.half;
-    for (u32 i = threadIdx.x; i < pairs; i += 256) {
-        u32 pair = i % angles.half;
-        f32* head = row + i / angles.half * angles.head_dim + angles.start;
-        f32* low = head + (angles.is_interleaved ? 2 * pair : pair);
-        f32* high = head + (angles.is_interleaved ? 2 * pair + 1 : pair + angles.half);
-        f32 a = *low, b = *high, cosine = angles.cosines[pair], sine = angles.cosines[angles.half + pair];
-        *low = fmaf(a, cosine, -(b * sine));
-        *high = fmaf(b, cosine, a * sine);
-    }
-}
-
 template <u32 N, typename T>
 DEVICE void place_row(f32* row, const T* from, T* to, const f32* norm, u32 width, u32 norm_width, f32 eps, bool is_rotated, const Angles& angles) {
     for (u32 i = threadIdx.x * N; i < width; i += 256 * N) {
@@ -81,7 +62,7 @@ DEVICE void place_row(f32* row, const T* from, T* to, const f32* norm, u32 width
         T* to = (part == 0 ? queries : part == 1 ? keys : values) + place * width;                                                    \
         const f32* norm = part == 0 ? q_norm : part == 1 ? k_norm : nullptr;                                                          \
         u32 norm_width = part == 0 ? q_norm_width : k_norm_width;                                                                     \
-        Angles own = {angles + (u64)positions[row] * 2 * half, head_dim, start, half, is_interleaved};                                \
+        Angles own = angles_of(angles, positions[row], head_dim, start, half, is_interleaved);                                        \
         if (width % 4 == 0 && norm_width % 4 == 0)                                                                                    \
             place_row<4>((f32*)shared, from, to, norm, width, norm_width, eps, part < 2, own);                                        \
         else place_row<1>((f32*)shared, from, to, norm, width, norm_width, eps, part < 2, own);                                       \

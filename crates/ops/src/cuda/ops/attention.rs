@@ -5,9 +5,9 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::{On, elementwise};
+use super::{On, elementwise, place_heads};
 use crate::attention::AttentionShape;
-use crate::cuda::sources::{ATTENTION, ATTENTION_TENSOR, ATTENTION_WIDE};
+use crate::cuda::sources::{ATTENTION, ATTENTION_PLACED, ATTENTION_TENSOR, ATTENTION_WIDE};
 use crate::cuda::{Arg, Launch, Source};
 use crate::linear::Write;
 
@@ -30,6 +30,8 @@ const WIDE_THREADS: usize = 256;
 /// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
 /// two of half as many rows that come while two are computed with.
 const TENSOR_TILES: usize = 5;
+/// The largest heads of which queries, keys and values are made by the kernel that attends to them.
+const MAX_PLACED_DIM: usize = 128;
 const TENSOR_TILES_BACK: usize = 4;
 
 /// Tiles of values and gradients of a block on the plain units, forward and backward.
@@ -137,6 +139,19 @@ fn row_blocks(shape: &AttentionShape, block: usize) -> usize {
     (shape.seq_len * shape.num_heads / shape.num_kv_heads).div_ceil(block)
 }
 
+/// Shared memory of a block that also makes the queries that share a key head, the key and the value: these, and a number for each row.
+fn placed_bytes(shape: &AttentionShape) -> usize {
+    let rows = shape.num_heads / shape.num_kv_heads + 1;
+    tensor_bytes(shape, TENSOR_TILES) + 2 * shape.value_dim + 4 * rows * (shape.head_dim + 1)
+}
+
+/// What makes queries, the newest keys and values, if that would be launched next and the kernel that attends can do it.
+fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<place_heads::Placed> {
+    let has_room = tensor_dim(shape) <= MAX_PLACED_DIM && placed_bytes(shape) <= on.gpu.most_shared();
+    let is_one_block = row_blocks(shape, TENSOR_BLOCK) == 1;
+    if has_room && is_one_block { place_heads::take(on, [q, k, v].map(|x| on.read(x)), shape) } else { None }
+}
+
 /// Launches a kernel of tensor cores, with `tiles` tiles of 64 rows or keys in shared memory.
 fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
     let kernel = &format!("attention_tensor{kernel}_{}", tensor_dim(shape));
@@ -184,7 +199,8 @@ fn forward_tensor(
     let rows = shape.batch * shape.seq_len * shape.num_heads;
     let mut parts = (count > 1).then(|| on.empty(&[rows, count, shape.value_dim + 2], DType::F32));
     let outputs = [on.read_or_none(sinks), on.write(o), on.write(lse)];
-    let mut args = plain_inputs(on, qkv);
+    let placed = if wide.is_none() { placed(on, qkv, shape) } else { None };
+    let mut args = placed.map_or_else(|| plain_inputs(on, qkv), |placed| placed.to_vec());
     if wide.is_some() {
         // Keys are values.
         args.pop();
@@ -196,6 +212,7 @@ fn forward_tensor(
     let blocks = row_blocks(shape, TENSOR_BLOCK) * count;
     match wide {
         Some(dim) => launch_wide(on, dim, blocks, shape, &args),
+        None if placed.is_some() => launch_placed(on, blocks, shape, &args),
         None => launch_tensor(on, "", blocks, (shape, TENSOR_TILES), &args),
     }
     drop(args);
@@ -210,6 +227,16 @@ fn forward_tensor(
     };
     let launch = Launch { source, kernel, grid, threads: 32, shared: 0, args: &args };
     // SAFETY: a block reads the parts of its row and writes it.
+    unsafe { on.gpu.launch(&launch) };
+}
+
+/// Launches the kernel that makes queries, keys and values, too.
+fn launch_placed(on: On<'_>, blocks: usize, shape: &AttentionShape, args: &[Arg<'_>]) {
+    let kernel = &format!("attention_placed_{}", tensor_dim(shape));
+    let (grid, shared) = ([blocks, shape.num_kv_heads, shape.batch], placed_bytes(shape));
+    let launch = Launch { source: &ATTENTION_PLACED, kernel, grid, threads: THREADS, shared, args };
+    // SAFETY: as of `place_heads` and of attention: of what a block makes, it alone reads the key and the value, and who reads the queries
+    // comes after it.
     unsafe { on.gpu.launch(&launch) };
 }
 

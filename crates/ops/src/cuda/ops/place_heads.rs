@@ -4,8 +4,9 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::elementwise::Rotation;
 use super::{On, THREADS, name};
-use crate::cuda::Launch;
+use crate::attention::AttentionShape;
 use crate::cuda::sources::PLACE_HEADS;
+use crate::cuda::{Arg, Launch};
 use crate::place_heads::{Kept, Placing};
 
 /// Elements of a row that a block has room for.
@@ -62,4 +63,36 @@ pub(crate) fn run(
     // the table.
     unsafe { on.gpu.launch(&launch) };
     queries
+}
+
+/// What a kernel is told that does this beside its own work.
+pub(super) type Placed = [Arg<'static>; 16];
+
+/// Of one token of each sequence, in bf16: if that would be launched next, and makes the queries, the last key and the last value of so
+/// shaped an attention, it is not launched, and who asks for it does it.
+pub(super) fn take(on: On<'_>, qkv: [Arg<'_>; 3], shape: &AttentionShape) -> Option<Placed> {
+    if shape.seq_len != 1 {
+        return None;
+    }
+    let widths =
+        [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim];
+    let node = on.gpu.take_last(|node| {
+        let number = |at: usize| node.args[at].number() as usize;
+        // Norms of whole rows or of heads.
+        let is_known = |norm: usize, width: usize| {
+            node.args[norm] == Arg::none() || [width, shape.head_dim].contains(&number(norm + 2))
+        };
+        node.kernel == "place_heads_bf16"
+            && node.grid[0] == shape.batch
+            && node.args[3..6] == qkv
+            && [17, 18, 19].map(number) == widths
+            && [number(13), number(20)] == [shape.head_dim, 1]
+            && [number(21), number(22) + 1] == [shape.kv_capacity, shape.kv_len]
+            && is_known(6, widths[0])
+            && is_known(7, widths[1])
+    })?;
+    let mut placed = [Arg::none(); 16];
+    placed[..13].copy_from_slice(&node.args[..13]);
+    placed[13..].copy_from_slice(&node.args[14..17]);
+    Some(placed)
 }
