@@ -149,7 +149,8 @@ fn check_with_attention(ctx: &Context, (s, normed): (Sizes, Normed), shape: &Att
     for (index, (apart, together)) in apart.iter().zip(&together).enumerate() {
         assert!(apart.bytes() == together.bytes(), "{what}: result {index}");
     }
-    assert_eq!(all - fewer, u64::from(shape.seq_len == 1), "{what}");
+    let is_one = shape.seq_len == 1 && shape.num_kv_heads * shape.batch <= 256;
+    assert_eq!(all - fewer, u64::from(is_one), "{what}");
 }
 
 #[test]
@@ -184,18 +185,21 @@ fn attention_of_a_new_token_makes_its_queries_key_and_value_with_the_same_bits()
                 check_with_attention(&ctx, (s, normed), &shape);
             }
         }
-        let two = AttentionShape {
-            batch: 1,
-            seq_len: 2,
-            kv_len: 9,
-            kv_capacity: 9,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 16,
-            value_dim: 16,
-            window: None,
-            scale: 0.3,
-        };
-        check_with_attention(&ctx, (WHOLE, Normed::Rows), &two);
+        // Two new tokens, and more sequences than there are blocks at a time.
+        for (batch, seq_len) in [(1, 2), (129, 1)] {
+            let shape = AttentionShape {
+                batch,
+                seq_len,
+                kv_len: 9,
+                kv_capacity: 9,
+                num_heads: 4,
+                num_kv_heads: 2,
+                head_dim: 16,
+                value_dim: 16,
+                window: None,
+                scale: 0.3,
+            };
+            check_with_attention(&ctx, (WHOLE, Normed::Rows), &shape);
+        }
     }
 }

@@ -30,9 +30,12 @@ const WIDE_THREADS: usize = 256;
 /// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
 /// two of half as many rows that come while two are computed with.
 const TENSOR_TILES: usize = 5;
-/// The largest heads of which queries, keys and values are made by the kernel that attends to them.
-const MAX_PLACED_DIM: usize = 128;
 const TENSOR_TILES_BACK: usize = 4;
+/// The largest heads of which queries, keys and values are made by the kernel that attends to them, and what that has in shared memory
+/// besides what it asks for, with what aligns both. Of more blocks than a GPU has at a time each would wait for what it makes.
+const MAX_PLACED_DIM: usize = 128;
+const PLACED_OTHER_BYTES: usize = 2 << 10;
+const MAX_PLACED_BLOCKS: usize = 256;
 
 /// Tiles of values and gradients of a block on the plain units, forward and backward.
 const FORWARD_TILES: usize = 1;
@@ -147,9 +150,13 @@ fn placed_bytes(shape: &AttentionShape) -> usize {
 
 /// What makes queries, the newest keys and values, if that would be launched next and the kernel that attends can do it.
 fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<place_heads::Placed> {
-    let has_room = tensor_dim(shape) <= MAX_PLACED_DIM && placed_bytes(shape) <= on.gpu.most_shared();
-    let is_one_block = row_blocks(shape, TENSOR_BLOCK) == 1;
-    if has_room && is_one_block { place_heads::take(on, [q, k, v].map(|x| on.read(x)), shape) } else { None }
+    let has_room = placed_bytes(shape) + PLACED_OTHER_BYTES <= on.gpu.most_shared();
+    let are_few = row_blocks(shape, TENSOR_BLOCK) == 1 && shape.num_kv_heads * shape.batch <= MAX_PLACED_BLOCKS;
+    if has_room && are_few && tensor_dim(shape) <= MAX_PLACED_DIM {
+        place_heads::take(on, [q, k, v].map(|x| on.read(x)), shape)
+    } else {
+        None
+    }
 }
 
 /// Launches a kernel of tensor cores, with `tiles` tiles of 64 rows or keys in shared memory.
