@@ -179,7 +179,10 @@ pub(super) struct Operands {
 
 impl Operands {
     pub(super) fn of(kernels: &Kernels, compute: Compute, depth: usize) -> Self {
-        Self { format: Format { multiple: 1, ..kernels.format(compute) }, lanes: kernels.lanes, depth }
+        let format = kernels.format(compute);
+        // Processors with tiles begin a product of pairs every second cycle, two multiply-adds every one: half as many products.
+        let units = if kernels.are_tiles { Compute::F32 } else { format.units };
+        Self { format: Format { multiple: 1, units, ..format }, lanes: kernels.lanes, depth }
     }
 
     /// Words of so many rows of the gradient.
