@@ -153,7 +153,7 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
 #define INPUTS const bf16 *q, const bf16 *k, const bf16 *v
 #define DEFINE(DIM)                                                                                                                 \
     KERNEL(128) attention_tensor_##DIM(INPUTS, const f32* sinks, bf16* o, f32* lse, f32* parts, u32 count, u32 keys, SIZES) {       \
-        forward<DIM>(StoredQueries{q}, k, v, sinks, o, lse, Parts{parts, count, keys}, THE_SIZES);                                                 \
+        forward<DIM>(StoredQueries{q}, k, v, sinks, o, lse, Parts{parts, count, keys}, THE_SIZES);                                  \
     }                                                                                                                               \
     KERNEL(128) attention_tensor_queries_##DIM(const bf16* d_o, INPUTS, const f32* lse, const f32* delta, f32* dq, SIZES) {         \
         backward_queries<DIM>(d_o, q, k, v, lse, delta, dq, THE_SIZES);                                                             \
