@@ -27,14 +27,9 @@ struct PlacedQueries {
     // The sum of squares from a thread's first four on, every `step`; orders are those of place_heads.cu.
     static DEVICE_MEMBER f32 squares(const bf16* x, u32 first, u32 width, u32 step) {
         f32 sum = 0.0f;
-        for (u32 i = first; i < width; i += step) {
-            Few<4> four = few<4>(x + i);
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) sum = fmaf(four.x[j], four.x[j], sum);
-        }
+        for (u32 i = first; i < width; i += step) sum = add_squares(sum, few<4>(x + i));
         return sum;
     }
-    DEVICE_MEMBER f32 scale_of(f32 sum, u32 width) const { return 1.0f / sqrtf(sum / (f32)width + eps); }
 
     // What a norm of whole rows multiplies with: each thread has what two of 256 would have.
     DEVICE_MEMBER f32 scale_of_row(const bf16* x, u32 width) const {
@@ -49,7 +44,7 @@ struct PlacedQueries {
         f32 sum = 0.0f;
 #pragma unroll
         for (u32 warp = 0; warp < 8; warp++) sum += sums[warp];
-        return scale_of(sum, width);
+        return scale_of(sum, width, eps);
     }
 
     // Those of heads `first..end`, whose norm has this weight, if any.
@@ -62,7 +57,7 @@ struct PlacedQueries {
         if (!norm) return;
         for (u32 head = first + threadIdx.x / 32; head < end; head += THREADS / 32) {
             f32 sum = warp_sum(squares(x + place(head, s), threadIdx.x % 32 * 4, s.head_dim, 128));
-            if (threadIdx.x % 32 == 0) scales[head] = scale_of(sum, s.head_dim);
+            if (threadIdx.x % 32 == 0) scales[head] = scale_of(sum, s.head_dim, eps);
         }
     }
 

@@ -23,3 +23,11 @@ template <u32 N> DEVICE void put(bf16* to, const Few<N>& few) {
     if constexpr (N == 4) *(uint2*)to = make_uint2(pack_bf16(few.x[0], few.x[1]), pack_bf16(few.x[2], few.x[3]));
     else store(to[0], few.x[0]);
 }
+
+// Of RMS norms: squares of four elements on top of others, and what a row of so many with that sum is multiplied with.
+DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) sum = fmaf(v.x[j], v.x[j], sum);
+    return sum;
+}
+DEVICE f32 scale_of(f32 sum, u32 width, f32 eps) { return 1.0f / sqrtf(sum / (f32)width + eps); }

@@ -25,14 +25,6 @@ struct RowsInOrder {
     DEVICE_MEMBER void put_at(u32 row, u32 i, const Few<4>& four) const { put(to + row * width + i, four); }
 };
 
-DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) sum = fmaf(v.x[j], v.x[j], sum);
-    return sum;
-}
-
-DEVICE f32 scale_of(f32 sum, u32 width, f32 eps) { return 1.0f / sqrtf(sum / (f32)width + eps); }
-
 // The normed rows: the block's own go to y, too.
 template <typename To> struct NormedRows {
     const Norm& norm;
