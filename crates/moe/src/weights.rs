@@ -7,7 +7,7 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::MoeConfig;
 
-/// The weights of an MoE layer, or their gradients (then all f32). `A` is 2 with a gated activation, 1 otherwise.
+/// The weights of an MoE layer, or their gradients (then f32, or bf16 for those of experts' matrices). `A` is 2 with a gated activation, 1 otherwise.
 #[derive(Clone, Debug)]
 pub struct MoeWeights {
     /// `[E, D]`, always f32: the router's logits are `x router^T`. See [`MoeConfig::router_shape`] for other schemes.

@@ -185,18 +185,6 @@ KERNEL(256) decide_for_few(TOP_K, FEW_CHOICES) {
     THE_FEW_CHOICES.sort(ids, weights);
 }
 
-// The choices of a warp's tokens that come before each of its own and are of the same expert; `counts` [E], zeros before, are those of all.
-DEVICE void count_before(u32 (&before)[OF_THREAD], const u32 (&own)[OF_THREAD], u32* counts, u32 experts) {
-#pragma unroll
-    for (u32 i = 0; i < OF_THREAD; i++) {
-        u32 alike = lanes_like(own[i]), below = __popc(alike & ((1u << threadIdx.x % 32) - 1));
-        if (own[i] < experts) before[i] = counts[own[i]] + below;
-        __syncwarp();
-        if (own[i] < experts && below == 0) counts[own[i]] += __popc(alike);
-        __syncwarp();
-    }
-}
-
 // Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.
 KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, const u32* offsets, u32* row_tokens,
                           f32* row_weights, u32* token_rows, u32 tokens, u32 k, u32 experts, u32 last, u32 limit) {
@@ -210,7 +198,8 @@ KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, 
     for (u32 i = 0; i < OF_THREAD; i++) own_weights[i] = own[i] < experts ? weights[choices.choice(i)] : 0.0f;
     for (u32 e = threadIdx.x; e < 8 * experts; e += 256) counts[e] = 0;
     __syncthreads();
-    count_before(before, own, of_warp, experts);
+#pragma unroll
+    for (u32 i = 0; i < OF_THREAD; i++) before[i] = counted_before(of_warp, own[i], own[i] < experts);
     __syncthreads();
     // Counts become positions of each warp's first.
     for (u32 e = threadIdx.x; e < experts; e += 256) {

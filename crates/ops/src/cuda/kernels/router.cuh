@@ -126,6 +126,16 @@ DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, 
     for (u32 i = before + threadIdx.x; i < num_tiles; i += 256) tiles[3 * i] = tiles[3 * i + 1] = tiles[3 * i + 2] = 0;
 }
 
+// Of a warp's lanes, which have a choice of expert `key` each if it `is_there`: how many choices before a lane's are of its expert, those that
+// `counts` has and those of lower lanes. Then `counts` has them all.
+DEVICE u32 counted_before(u32* counts, u32 key, bool is_there) {
+    u32 alike = lanes_like(key), below = __popc(alike & ((1u << threadIdx.x % 32) - 1)), before = is_there ? counts[key] + below : 0;
+    __syncwarp();
+    if (is_there && below == 0) counts[key] += __popc(alike);
+    __syncwarp();
+    return before;
+}
+
 const u32 MAX_FEW_CHOICES = 512, MAX_EXPERTS = 1024;
 
 // All of this at once for few choices, each of which has a row, by one block, with the tiles that the rows are cut into.
@@ -170,11 +180,8 @@ struct FewChoices {
 #pragma unroll 1
         for (u32 start = 0; start < choices; start += 32) {
             bool is_there = start + lane < choices;
-            u32 key = is_there ? keys[start + lane] : NOBODY, alike = lanes_like(key), below = __popc(alike & ((1u << lane) - 1));
-            if (is_there) earlier[start + lane] = of_experts[key] + below;
-            __syncwarp();
-            if (is_there && below == 0) of_experts[key] += __popc(alike);
-            __syncwarp();
+            u32 before = counted_before(of_experts, is_there ? keys[start + lane] : NOBODY, is_there);
+            if (is_there) earlier[start + lane] = before;
         }
     }
 };
