@@ -108,7 +108,15 @@ fn the_three_products_match_f64_at_awkward_sizes() {
 #[test]
 fn the_three_products_of_few_rows_match_f64_where_weights_have_many_short_rows() {
     // Their kernel on a GPU takes two columns at a time.
-    for (t, i, o) in [(1, 264, 528), (3, 40, 528), (8, 520, 544)] {
+    for (t, i, o) in [(1, 264, 528), (3, 40, 528), (8, 520, 544), (180, 32, 32)] {
+        check_sizes(t, i, o);
+    }
+}
+
+#[test]
+fn the_three_products_match_f64_whatever_a_gpus_blocks_have() {
+    // An emulated one has three multiprocessors: blocks of a tile with much under way, and of eight, four and two with all rows.
+    for (t, i, o) in [(1, 4_960, 18), (20, 544, 330), (20, 544, 100), (9, 160, 40), (70, 160, 100)] {
         check_sizes(t, i, o);
     }
 }

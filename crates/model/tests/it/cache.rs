@@ -116,7 +116,12 @@ fn check_together(ctx: &Context, config: ModelConfig, count: usize, pieces: &[us
         for ((cache, text), logits) in alone.iter_mut().zip(&texts).zip(all.chunks(50)) {
             let expected = decoder.extend(ctx, &weights, cache, &of_text(text)).unwrap().to_f32_vec();
             for (x, y) in logits.iter().zip(expected) {
-                assert!((x - y).abs() < tolerance, "after {start} + {piece} tokens on {}: {x}, {y}", ctx.describe());
+                let what = format!("{count} sequences of {:?}", decoder.config().variant.latent);
+                assert!(
+                    (x - y).abs() < tolerance,
+                    "{what}, after {start} + {piece} tokens on {}: {x}, {y}",
+                    ctx.describe()
+                );
             }
         }
         start += piece;

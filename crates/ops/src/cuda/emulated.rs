@@ -87,9 +87,12 @@ impl Emulated {
         }
     }
 
+    pub(super) fn processors(&self) -> usize {
+        if self.kind.is_listed { LISTED_PROCESSORS } else { PROCESSORS }
+    }
+
     pub(super) fn hopper_processors(&self) -> Option<usize> {
-        let processors = if self.kind.is_listed { LISTED_PROCESSORS } else { PROCESSORS };
-        self.kind.is_hopper.then_some(processors)
+        self.kind.is_hopper.then_some(self.processors())
     }
 
     /// The most shared memory that a block may have: with threads in reverse as little as on GPUs of capability 8.6 and 8.9.

@@ -342,6 +342,14 @@ impl Gpu {
         }
     }
 
+    /// Multiprocessors.
+    pub(crate) fn processors(&self) -> usize {
+        match &self.device.backend {
+            Backend::Nvidia(device) => device.processors(),
+            Backend::Emulated(device) => device.processors(),
+        }
+    }
+
     /// Multiprocessors, if kernels made of Hopper's own instructions (`sm_90a`) can run here.
     pub(crate) fn hopper_processors(&self) -> Option<usize> {
         match &self.device.backend {

@@ -190,6 +190,10 @@ impl Nvidia {
         self.most_shared
     }
 
+    pub(super) fn processors(&self) -> usize {
+        self.processors
+    }
+
     /// Multiprocessors, if the compiler and the device both know Hopper's instructions.
     pub(super) fn hopper_processors(&self) -> Option<usize> {
         (self.target == Target::real(90) && self.compiler.knows_hopper()).then_some(self.processors)

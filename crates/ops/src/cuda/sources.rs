@@ -79,46 +79,46 @@ sources! {
     BLOCKS = "blocks" after "blocks.cuh": ["blocks_to_bf16", "gather_block_rows"];
     SOME_ROWS_BF16 = "some_rows_bf16" in "some_rows" with "#define OF_TYPE(name) name##_bf16\n#define TYPE_OF_WEIGHTS BF16"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_bf16", "some_each_bf16", "some_narrow_bf16", "some_up_paired_bf16", "some_up_single_bf16", "some_combined_bf16"];
+        ["some_rows_nt_bf16", "some_each_bf16", "some_up_paired_bf16", "some_up_single_bf16", "some_combined_bf16"];
     SOME_ROWS_Q8 = "some_rows_q8" in "some_rows" with "#define OF_TYPE(name) name##_q8\n#define TYPE_OF_WEIGHTS Q8"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q8", "some_each_q8", "some_narrow_q8", "some_up_paired_q8", "some_up_single_q8", "some_combined_q8"];
+        ["some_rows_nt_q8", "some_each_q8", "some_up_paired_q8", "some_up_single_q8", "some_combined_q8"];
     SOME_ROWS_Q4 = "some_rows_q4" in "some_rows" with "#define OF_TYPE(name) name##_q4\n#define TYPE_OF_WEIGHTS Q4"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q4", "some_each_q4", "some_narrow_q4", "some_up_paired_q4", "some_up_single_q4", "some_combined_q4"];
+        ["some_rows_nt_q4", "some_each_q4", "some_up_paired_q4", "some_up_single_q4", "some_combined_q4"];
     SOME_ROWS_Q4K = "some_rows_q4k" in "some_rows" with "#define OF_TYPE(name) name##_q4k\n#define TYPE_OF_WEIGHTS Q4K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q4k", "some_each_q4k", "some_narrow_q4k", "some_up_paired_q4k", "some_up_single_q4k", "some_combined_q4k"];
+        ["some_rows_nt_q4k", "some_each_q4k", "some_up_paired_q4k", "some_up_single_q4k", "some_combined_q4k"];
     SOME_ROWS_Q5K = "some_rows_q5k" in "some_rows" with "#define OF_TYPE(name) name##_q5k\n#define TYPE_OF_WEIGHTS Q5K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q5k", "some_each_q5k", "some_narrow_q5k", "some_up_paired_q5k", "some_up_single_q5k", "some_combined_q5k"];
+        ["some_rows_nt_q5k", "some_each_q5k", "some_up_paired_q5k", "some_up_single_q5k", "some_combined_q5k"];
     SOME_ROWS_Q6K = "some_rows_q6k" in "some_rows" with "#define OF_TYPE(name) name##_q6k\n#define TYPE_OF_WEIGHTS Q6K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q6k", "some_each_q6k", "some_narrow_q6k", "some_up_paired_q6k", "some_up_single_q6k", "some_combined_q6k"];
+        ["some_rows_nt_q6k", "some_each_q6k", "some_up_paired_q6k", "some_up_single_q6k", "some_combined_q6k"];
     SOME_ROWS_MXFP4 = "some_rows_mxfp4" in "some_rows" with "#define OF_TYPE(name) name##_mxfp4\n#define TYPE_OF_WEIGHTS MXFP4"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_mxfp4", "some_each_mxfp4", "some_narrow_mxfp4", "some_up_paired_mxfp4", "some_up_single_mxfp4", "some_combined_mxfp4"];
+        ["some_rows_nt_mxfp4", "some_each_mxfp4", "some_up_paired_mxfp4", "some_up_single_mxfp4", "some_combined_mxfp4"];
     SOME_ROWS_F8 = "some_rows_f8" in "some_rows" with "#define OF_TYPE(name) name##_f8\n#define TYPE_OF_WEIGHTS F8"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_f8", "some_each_f8", "some_narrow_f8", "some_up_paired_f8", "some_up_single_f8", "some_combined_f8"];
+        ["some_rows_nt_f8", "some_each_f8", "some_up_paired_f8", "some_up_single_f8", "some_combined_f8"];
     SOME_ROWS_Q4_1 = "some_rows_q4_1" in "some_rows" with "#define OF_TYPE(name) name##_q4_1\n#define TYPE_OF_WEIGHTS Q4_1"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q4_1", "some_each_q4_1", "some_narrow_q4_1", "some_up_paired_q4_1", "some_up_single_q4_1", "some_combined_q4_1"];
+        ["some_rows_nt_q4_1", "some_each_q4_1", "some_up_paired_q4_1", "some_up_single_q4_1", "some_combined_q4_1"];
     SOME_ROWS_Q5_0 = "some_rows_q5_0" in "some_rows" with "#define OF_TYPE(name) name##_q5_0\n#define TYPE_OF_WEIGHTS Q5_0"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q5_0", "some_each_q5_0", "some_narrow_q5_0", "some_up_paired_q5_0", "some_up_single_q5_0", "some_combined_q5_0"];
+        ["some_rows_nt_q5_0", "some_each_q5_0", "some_up_paired_q5_0", "some_up_single_q5_0", "some_combined_q5_0"];
     SOME_ROWS_Q5_1 = "some_rows_q5_1" in "some_rows" with "#define OF_TYPE(name) name##_q5_1\n#define TYPE_OF_WEIGHTS Q5_1"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q5_1", "some_each_q5_1", "some_narrow_q5_1", "some_up_paired_q5_1", "some_up_single_q5_1", "some_combined_q5_1"];
+        ["some_rows_nt_q5_1", "some_each_q5_1", "some_up_paired_q5_1", "some_up_single_q5_1", "some_combined_q5_1"];
     SOME_ROWS_Q2K = "some_rows_q2k" in "some_rows" with "#define OF_TYPE(name) name##_q2k\n#define TYPE_OF_WEIGHTS Q2K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q2k", "some_each_q2k", "some_narrow_q2k", "some_up_paired_q2k", "some_up_single_q2k", "some_combined_q2k"];
+        ["some_rows_nt_q2k", "some_each_q2k", "some_up_paired_q2k", "some_up_single_q2k", "some_combined_q2k"];
     SOME_ROWS_Q3K = "some_rows_q3k" in "some_rows" with "#define OF_TYPE(name) name##_q3k\n#define TYPE_OF_WEIGHTS Q3K"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_q3k", "some_each_q3k", "some_narrow_q3k", "some_up_paired_q3k", "some_up_single_q3k", "some_combined_q3k"];
+        ["some_rows_nt_q3k", "some_each_q3k", "some_up_paired_q3k", "some_up_single_q3k", "some_combined_q3k"];
     SOME_ROWS_IQ4_NL = "some_rows_iq4_nl" in "some_rows" with "#define OF_TYPE(name) name##_iq4_nl\n#define TYPE_OF_WEIGHTS IQ4_NL"
         after "grouped.cuh" "few_rows.cuh" "blocks.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "some_rows.cuh":
-        ["some_rows_nt_iq4_nl", "some_each_iq4_nl", "some_narrow_iq4_nl", "some_up_paired_iq4_nl", "some_up_single_iq4_nl", "some_combined_iq4_nl"];
+        ["some_rows_nt_iq4_nl", "some_each_iq4_nl", "some_up_paired_iq4_nl", "some_up_single_iq4_nl", "some_combined_iq4_nl"];
     ROUTE_FEW = "route_few" after "grouped.cuh" "few_rows.cuh" "few.cuh" "norm_rows.cuh" "last_block.cuh" "softmax.cuh" "router.cuh": ["route_few"];
     ROUTER = "router" after "last_block.cuh" "softmax.cuh" "router.cuh": [
         "softmax_top_k", "sum_scores", "sum_choices", "add_choices", "softmax_top_k_backward", "count_choices", "scan_cells", "list_tiles", "place_choices", "sort_few_choices", "decide_for_few",

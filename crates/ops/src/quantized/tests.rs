@@ -282,6 +282,14 @@ fn many_columns_are_within_the_bound() {
 }
 
 #[test]
+fn blocks_of_threads_of_every_layout_are_within_the_bound() {
+    // An emulated GPU has three multiprocessors: blocks of a tile with four chunks under way, and of eight, four and two with all rows.
+    for (rows, depth, columns) in [(1, 9056, 18), (20, 544, 330), (20, 544, 100), (9, 160, 40), (70, 160, 100)] {
+        all_types().for_each(|dtype| check(Case::new(rows, depth, columns, dtype)));
+    }
+}
+
+#[test]
 fn sums_over_a_long_depth_are_within_the_bound() {
     // A GPU's warps copy chunks of it in turn to where earlier ones were.
     for (rows, dtype) in [1, 13, 31].into_iter().flat_map(|rows| all_types().map(move |dtype| (rows, dtype))) {

@@ -4,9 +4,10 @@
 // the scale in f32. Columns of weights take the place of an instruction's 16 rows, rows of activations that of its 8 columns.
 // Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
 //
-// A block of threads has one, two or eight tiles of 16 lines of weights, and each of its eight warps an equal share of a tile's chunks of
-// the depth: one tile where there are few columns, eight where there are so many blocks that all multiprocessors have some in turn. A block
-// that is over after a chunk or two waits longer for its first chunk and for its warps' sums than it has to read. A warp copies chunks to
+// A block of threads has one, two, four or eight tiles of 16 lines of weights, and each of its eight warps an equal share of a tile's chunks of
+// the depth: one tile where there are few columns, eight where there are so many blocks that all multiprocessors have some. A block
+// that is over after a chunk or two waits longer for its first chunk and for its warps' sums than it has to read. A warp has two chunks
+// under way where a multiprocessor has two blocks, and four where it has one. A warp copies chunks to
 // its own shared memory whole, and takes the levels from there: in place most loads would be of two bytes, with the memory's latency for
 // each. Activations lie in the block's shared memory as instructions take them: all warps read the same ones, and to find, load and round
 // them in each warp takes more instructions than the weights do.
@@ -15,8 +16,8 @@
 const u32 BF16 = NUM_TYPES;
 LAYOUT(BF16, 32, 64, 16);
 
-// Chunks that a warp has under way, lines of a tile, and tiles of a block of `some_each`.
-const u32 CHUNK_STAGES = 2, LINES = 16, EACH_TILES = 2;
+// Lines of a tile.
+const u32 LINES = 16;
 // The most rows of a tile, and floats from a line's sums to the next one's.
 const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
 
@@ -244,32 +245,48 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
         const u32 SECOND = TYPE == BF16 ? 1 : 2;
         *(uint2*)own = make_uint2(pack_bf16(v.x[0], v.x[SECOND]), pack_bf16(v.x[3 - SECOND], v.x[3]));
     }
-    // `rows` rows of A, at most 32 and of `len` elements from `start` on, by a whole block. Eight of them are on their way at a time.
+    // `rows` rows of A, at most 32 and of `len` elements from `start` on, by a whole block. A thread has eight of them on their way at a time.
     template <typename T> DEVICE_MEMBER void put_all(const Operand& a, u32 rows, u32 start, u32 len) const {
         const T* data = (const T*)a.data + start;
-        // Lane i knows where row i is.
-        u32 lane = threadIdx.x % 32, own = (u32)a.first + lane;
-        if (a.gather && lane < rows) own = a.gather[own];
+        u32 own = lanes_row(a, rows), fours = len / 4, all = (rows + 7) / 8 * fours;
 #pragma unroll 1
-        for (u32 first = 0; first < rows; first += 8)
-#pragma unroll 1
-            for (u32 k = threadIdx.x * 4; k < (len + 127) / 128 * 128; k += 1024) {
-                Few<4> v[8];
+        for (u32 i = threadIdx.x; i < (all + 31) / 32 * 32; i += 256) {
+            u32 first = i / fours * 8, k = i % fours * 4;
+            Few<4> v[8];
 #pragma unroll
-                for (u32 r = 0; r < 8; r++) {
-                    const T* row = data + (u64)from_lane(own, (int)(first + r)) * a.stride;
-                    if (first + r < rows && k < len) v[r] = few<4>(row + k);
-                }
-#pragma unroll
-                for (u32 r = 0; r < 8; r++)
-                    if (first + r < rows && k < len) put_at(first + r, k, v[r]);
+            for (u32 r = 0; r < 8; r++) {
+                const T* row = data + (u64)from_lane(own, (int)(first + r)) * a.stride;
+                if (first + r < rows) v[r] = few<4>(row + k);
             }
+#pragma unroll
+            for (u32 r = 0; r < 8; r++)
+                if (first + r < rows) put_at(first + r, k, v[r]);
+        }
+    }
+    // The same of rows in bf16 at whole pieces of 16 bytes, beside weights in bf16: they lie in order, and all of them are on their way at once.
+    DEVICE_MEMBER void copy_all(const Operand& a, u32 rows, u32 start, u32 len) const {
+        u32 lane = threadIdx.x % 32, own = lanes_row(a, rows);
+        const bf16* from[GROUPS];
+#pragma unroll
+        for (u32 g = 0; g < GROUPS; g++)
+            from[g] = (const bf16*)a.data + (u64)from_lane(own, (int)(8 * g + lane / 4)) * a.stride + start + lane % 4 * 8;
+        for (u32 k = threadIdx.x / 32 * 32; k < len; k += 256)
+#pragma unroll
+            for (u32 g = 0; g < GROUPS; g++) copy_async(to + (k / 32 * GROUPS + g) * 512 + lane * 16, from[g] + k, 8 * g + lane / 4 < rows);
+        copy_commit();
+        copy_wait<0>();
+    }
+    // Lane i knows where row i is.
+    DEVICE_MEMBER u32 lanes_row(const Operand& a, u32 rows) const {
+        u32 lane = threadIdx.x % 32, own = (u32)a.first + lane;
+        return a.gather && lane < rows ? a.gather[own] : own;
     }
 };
 
 template <u32 TYPE, u32 GROUPS> DEVICE void stage(u8* to, const Operand& a, u32 rows, u32 start, u32 len) {
     StagedRows<TYPE, GROUPS> staged = {to};
-    if (a.is_bf16) staged.template put_all<bf16>(a, rows, start, len);
+    if (TYPE == BF16 && a.is_bf16 && ((u64)a.data | a.stride * 2) % 16 == 0) staged.copy_all(a, rows, start, len);
+    else if (a.is_bf16) staged.template put_all<bf16>(a, rows, start, len);
     else staged.template put_all<f32>(a, rows, start, len);
 }
 
@@ -326,17 +343,35 @@ DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& l
     for (u32 i = 0; i < left / 32; i++) add_levels<TYPE, GROUPS>(sums, blocks, i, x + i * step);
 }
 
+// A block's shared memory: the chunks that each warp has under way, two or four, in the place of which its sums lie for the others later, and
+// behind them activations.
+template <u32 TYPE> struct Room {
+    typedef Chunk<TYPE> C;
+    u8* shared;
+    u32 stages;
+    DEVICE_MEMBER u8* chunk(u32 i) const { return shared + (threadIdx.x / 32 * stages + (i & (stages - 1))) * C::SIZE; }
+    // Waits for the oldest of all that are under way.
+    DEVICE_MEMBER void wait() const {
+        if (stages == 2) copy_wait<1>();
+        else copy_wait<3>();
+    }
+    DEVICE_MEMBER f32* sums(u32 warp) const { return (f32*)(shared + warp * stages * C::SIZE); }
+    DEVICE_MEMBER u8* staged() const { return shared + 8 * stages * C::SIZE; }
+    // How much of the depth there is room for, in whole chunks.
+    template <u32 GROUPS> DEVICE_MEMBER u32 depth() const { return (shared_bytes() - 8 * stages * C::SIZE) / (16 * GROUPS) / C::DEPTH * C::DEPTH; }
+};
+
 // Goes through a warp's chunks in turn, each of which `chunk_of` gives its place in the depth: `copy` asks for one, and `add` adds it, when it
 // is there. The depth comes in pieces, the same for all warps: `stage` puts the activations of one into shared memory.
 template <u32 TYPE, typename ChunkOf, typename Copy, typename Stage, typename Add>
-DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, u8* own, ChunkOf chunk_of, Copy copy, Stage stage, Add add) {
+DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& room, ChunkOf chunk_of, Copy copy, Stage stage, Add add) {
     typedef Chunk<TYPE> C;
     auto ask = [&](u32 i) {
-        if (i < count) copy(i, chunk_of(i), own + i % CHUNK_STAGES * C::SIZE);
+        if (i < count) copy(i, chunk_of(i), room.chunk(i));
         copy_commit();
     };
-#pragma unroll
-    for (u32 i = 0; i < CHUNK_STAGES; i++) ask(i);
+#pragma unroll 1
+    for (u32 i = 0; i < room.stages; i++) ask(i);
     u32 i = 0;
 #pragma unroll 1
     for (u32 start = 0; start < depth; start += of_piece) {
@@ -347,11 +382,11 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, u8* own, ChunkOf chun
 #pragma unroll 1
         for (; i < count && chunk_of(i) * C::DEPTH < start + of_piece; i++) {
             u32 chunk = chunk_of(i);
-            copy_wait<CHUNK_STAGES - 1>();
+            room.wait();
             __syncwarp();
-            add(i, chunk, chunk * C::DEPTH - start, own + i % CHUNK_STAGES * C::SIZE);
+            add(i, chunk, chunk * C::DEPTH - start, room.chunk(i));
             __syncwarp();
-            ask(i + CHUNK_STAGES);
+            ask(i + room.stages);
         }
     }
     copy_wait<0>();
@@ -361,26 +396,16 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, u8* own, ChunkOf chun
 // How many of `all` chunks a warp has that is `part` of `parts`.
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
-// Where a warp's sums lie for the others, in the place of its chunks.
-template <u32 TYPE> DEVICE f32* sums_of_warp(u8* shared, u32 warp) { return (f32*)(shared + warp * CHUNK_STAGES * Chunk<TYPE>::SIZE); }
-
-// Where activations lie, and how much of the depth there is room for, in whole chunks.
-template <u32 TYPE> DEVICE u8* staged_at(u8* shared) { return (u8*)sums_of_warp<TYPE>(shared, 8); }
-template <u32 TYPE, u32 GROUPS> DEVICE u32 staged_depth() {
-    typedef Chunk<TYPE> C;
-    return (shared_bytes() - 8 * CHUNK_STAGES * C::SIZE) / (16 * GROUPS) / C::DEPTH * C::DEPTH;
-}
-
 // The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile. What is to be normed, if
 // anything, is so at once, and all of it has room.
 template <u32 TYPE, u32 GROUPS>
-DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, u8* shared, const Norm& norm) {
+DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, const Room<TYPE>& room, const Norm& norm) {
     typedef Chunk<TYPE> C;
-    u8* staged = staged_at<TYPE>(shared);
+    u8* staged = room.staged();
     const u32 STEP = GROUPS * 512;
     for_chunks<TYPE>(
-        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), p.depth, norm.x ? p.depth : staged_depth<TYPE, GROUPS>(),
-        (u8*)sums_of_warp<TYPE>(shared, threadIdx.x / 32), [&](u32 i) { return part + i * parts; },
+        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), p.depth, norm.x ? p.depth : room.template depth<GROUPS>(), room,
+        [&](u32 i) { return part + i * parts; },
         [&](u32, u32 chunk, u8* to) { copy_chunk<TYPE>(to, lines, chunk * C::BYTES); },
         [&](u32 start, u32 len) {
             if (norm.x) norm_rows(norm, StagedRows<TYPE, GROUPS>{staged}, p.rows, p.depth);
@@ -391,10 +416,10 @@ DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines
         });
 }
 
-template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROUPS][4], u8* shared) {
-    static_assert(CHUNK_STAGES * Chunk<TYPE>::SIZE >= LINES * SUMS_STRIDE * 4, "sums fit where a warp's chunks were");
+template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROUPS][4], const Room<TYPE>& room) {
+    static_assert(2 * Chunk<TYPE>::SIZE >= LINES * SUMS_STRIDE * 4, "sums fit where a warp's chunks were");
     u32 lane = threadIdx.x % 32;
-    f32* own = sums_of_warp<TYPE>(shared, threadIdx.x / 32);
+    f32* own = room.sums(threadIdx.x / 32);
 #pragma unroll
     for (u32 g = 0; g < GROUPS; g++)
 #pragma unroll
@@ -403,16 +428,16 @@ template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROU
     __syncthreads();
 }
 
-// By a block of 1, 2 or 8 tiles.
+// By a block of 1, 2, 4 or 8 tiles.
 template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
-DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, u8* shared, const Norm& norm) {
+DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, const Room<TYPE>& room, const Norm& norm) {
     u32 warp = threadIdx.x / 32, parts = 8 / tiles;
     f32 sums[GROUPS][4] = {};
-    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % tiles), warp / tiles, parts, shared, norm);
-    lay_down_sums<TYPE, GROUPS>(sums, shared);
+    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % tiles), warp / tiles, parts, room, norm);
+    lay_down_sums<TYPE, GROUPS>(sums, room);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
-        for (u32 part = 0; part < parts; part++) sum += sums_of_warp<TYPE>(shared, part * tiles + tile)[line * SUMS_STRIDE + row];
+        for (u32 part = 0; part < parts; part++) sum += room.sums(part * tiles + tile)[line * SUMS_STRIDE + row];
         return sum;
     };
     const u32 OF_TILE = IS_PAIRED ? 8 : LINES;
@@ -426,24 +451,26 @@ DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogu
     }
 }
 
-template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, u32 tiles, const Epilogue& epilogue) {
+template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, u32 tiles, u32 stages, const Epilogue& epilogue) {
     SHARED(shared);
+    Room<TYPE> room = {shared, stages};
     if (p.rows == 0) return;
-    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, shared, Norm{});
-    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, shared, Norm{});
-    else multiply_groups<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, shared, Norm{});
+    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, room, Norm{});
+    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, room, Norm{});
+    else multiply_groups<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, room, Norm{});
 }
 
-// The same of up to eight rows, which are normed first if there is something to norm.
-template <u32 TYPE, typename Epilogue> DEVICE void multiply_few(const Problem& p, u32 tiles, const Norm& norm, const Epilogue& epilogue) {
+// The same of up to eight rows, which are normed first.
+template <u32 TYPE, typename Epilogue>
+DEVICE void multiply_normed(const Problem& p, u32 tiles, u32 stages, const Norm& norm, const Epilogue& epilogue) {
     SHARED(shared);
-    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, shared, norm);
+    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, Room<TYPE>{shared, stages}, norm);
 }
 
 // The sum of `count` rows, at most eight GROUPS and each a tile of its own, each times its group's matrix and its weight: what becomes of a
 // token whose experts have one row each. A block has 16 columns, and its warps every eighth chunk of all rows, those of the same elements one
 // after the other. Activations lie together as rows of a tile do: a chunk is multiplied with those of eight rows, and its own row's sums count.
-template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const f32* row_weights, u32 count, const Store& store, u8* shared) {
+template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const f32* row_weights, u32 count, const Store& store, const Room<TYPE>& room) {
     typedef Chunk<TYPE> C;
     const u32 STEP = GROUPS * 512;
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * LINES + lane / 4;
@@ -451,7 +478,7 @@ template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const 
     u32 group = lane < count ? r.tiles[3 * lane] : 0;
     f32 weight = lane < count ? row_weights[lane] : 0.0f, sums[1][4] = {};
     Operand a = Operand{r.a, nullptr, 0, r.a_stride, r.a_bf16};
-    u8* staged = staged_at<TYPE>(shared);
+    u8* staged = room.staged();
     auto lines_of_row = [&](u32 row) {
         u32 own = from_lane(group, (int)row);
         const u8* data = r.b_listed ? ((const u8* const*)r.b)[own] : (const u8*)r.b + (u64)own * r.group_rows * r.b_stride;
@@ -460,8 +487,8 @@ template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const 
         return LaneLines{{line, line + 8 * (u64)r.b_stride}, {column < r.columns, column + 8 < r.columns}, r.b_stride};
     };
     for_chunks<TYPE>(
-        chunks_of((r.depth + C::DEPTH - 1) / C::DEPTH * count, warp, 8), r.depth, staged_depth<TYPE, GROUPS>(),
-        (u8*)sums_of_warp<TYPE>(shared, warp), [&](u32 i) { return (warp + 8 * i) / count; },
+        chunks_of((r.depth + C::DEPTH - 1) / C::DEPTH * count, warp, 8), r.depth, room.template depth<GROUPS>(), room,
+        [&](u32 i) { return (warp + 8 * i) / count; },
         [&](u32 i, u32 chunk, u8* to) { copy_chunk<TYPE>(to, lines_of_row((warp + 8 * i) % count), chunk * C::BYTES); },
         [&](u32 start, u32 len) { stage<TYPE, GROUPS>(staged, a, count, start, len); },
         [&](u32 i, u32 chunk, u32 k, const u8* from) {
@@ -477,19 +504,20 @@ template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const 
     for (u32 j = 0; j < 4; j += 2)
 #pragma unroll
         for (int mask = 1; mask < 4; mask *= 2) sums[0][j] += from_lane_xor(sums[0][j], mask);
-    lay_down_sums<TYPE, 1>(sums, shared);
+    lay_down_sums<TYPE, 1>(sums, room);
     u32 own = blockIdx.x * LINES + threadIdx.x;
     if (threadIdx.x >= LINES || own >= r.columns) return;
     f32 sum = 0.0f;
 #pragma unroll
-    for (u32 other = 0; other < 8; other++) sum += sums_of_warp<TYPE>(shared, other)[threadIdx.x * SUMS_STRIDE];
+    for (u32 other = 0; other < 8; other++) sum += room.sums(other)[threadIdx.x * SUMS_STRIDE];
     store.take(0, 0, own, sum, 0.0f);
 }
 
-template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weights, u32 count, const Store& store) {
+template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weights, u32 count, const Store& store, u32 stages) {
     SHARED(shared);
-    if (count <= 8) combine_groups<TYPE, 1>(r, row_weights, count, store, shared);
-    else combine_groups<TYPE, 4>(r, row_weights, count, store, shared);
+    Room<TYPE> room = {shared, stages};
+    if (count <= 8) combine_groups<TYPE, 1>(r, row_weights, count, store, room);
+    else combine_groups<TYPE, 4>(r, row_weights, count, store, room);
 }
 
 // What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of some columns adds up. With no `y` nothing does.

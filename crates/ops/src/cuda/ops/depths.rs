@@ -127,7 +127,7 @@ impl DepthsProduct<'_> {
             args.extend(maps.iter().map(|map| on.read_or_none(map.as_ref())));
         }
         let (source, name) = kernel.source_and_name(["depths_tn", "plain_depths_tn", ""]);
-        let launch = kernel.launch(on, source, &name, grid, &args);
+        let launch = kernel.launch(source, &name, grid, &args);
         // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
         // tile of its group's matrix.
         unsafe { on.gpu.launch(&launch) };

@@ -4,7 +4,8 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::FEW_ROWS;
-use super::{On, THREADS, normed, some_rows};
+use super::some_rows::{self, Layout};
+use super::{On, THREADS, normed};
 use crate::cuda::sources::GROUPED;
 use crate::cuda::{Arg, Launch};
 
@@ -17,8 +18,6 @@ const MANY_COLUMNS: usize = 16_384;
 
 /// Columns up to which blocks of so many are too few for a large GPU.
 const MAX_NARROW: usize = 4096;
-/// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their own.
-const MAX_SHARED_OF_TWO: usize = 108 << 10;
 
 /// `x w^T` for several matrices, at least one.
 pub(super) struct Each<'a> {
@@ -70,31 +69,39 @@ impl Each<'_> {
         Some(ys)
     }
 
+    /// How blocks are laid out that multiply on tensor cores.
+    fn layout(&self, on: On<'_>, way: Way) -> Option<Layout> {
+        let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
+        let row_tiles = rows.div_ceil(some_rows::ROWS);
+        let blocks = |tiles: usize| -> usize {
+            self.bs.iter().map(|b| b.rows().div_ceil(tiles * some_rows::LINES) * row_tiles).sum()
+        };
+        match way {
+            Way::Few => None,
+            Way::Some => Some(Layout::new(on, (dtype, depth), (rows, true), blocks)),
+            Way::Narrow => Some(Layout::of_one_tile(on, dtype, blocks(some_rows::LEAST_TILES))),
+        }
+    }
+
     fn store_to(&self, on: On<'_>, way: Way, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
         let a = &some_rows::rounded(on, self.a, dtype, rows > some_rows::ROWS);
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
-        let (height, width, stride, shared) = match way {
-            Way::Few => (FEW_ROWS, FEW_COLUMNS, depth, 0),
-            Way::Some | Way::Narrow => {
-                let width = if let Way::Narrow = way { some_rows::LINES } else { some_rows::TILES * some_rows::LINES };
-                (some_rows::ROWS, width, some_rows::row_bytes(dtype, depth), some_rows::shared(on, dtype))
-            }
+        let layout = self.layout(on, way);
+        let (height, width, stride) = match layout {
+            None => (FEW_ROWS, FEW_COLUMNS, depth),
+            Some(layout) => (some_rows::ROWS, layout.tiles * some_rows::LINES, some_rows::row_bytes(dtype, depth)),
         };
         let (source, kernel) = match way {
             Way::Few => (&GROUPED, "few_each".into()),
-            Way::Some => some_rows::kernel("each", dtype),
-            Way::Narrow => some_rows::kernel("narrow", dtype),
+            Way::Some | Way::Narrow => some_rows::kernel("each", dtype),
         };
-        // Normed rows lie in shared memory as bf16, if two blocks still have room, and one of a small GPU.
-        let with_rows = match way {
-            Way::Few => None,
-            Way::Some | Way::Narrow => Some(some_rows::shared_with_norm(on, dtype, depth)),
-        };
-        let with_rows = with_rows.filter(|bytes| *bytes <= MAX_SHARED_OF_TWO.min(on.gpu.most_shared()));
-        let norm = with_rows.and_then(|bytes| Some((normed::take(on, on.read(a), rows)?, bytes)));
-        let shared = norm.as_ref().map_or(shared, |(_, bytes)| *bytes);
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
+        // Normed rows lie in shared memory as bf16.
+        let with_norm = layout.and_then(|layout| layout.with_norm(on, dtype, (rows, depth), num_blocks));
+        let norm = with_norm.and_then(|layout| Some((normed::take(on, on.read(a), rows)?, layout)));
+        let layout = norm.as_ref().map(|(_, layout)| *layout).or(layout);
+        let shared = layout.map_or(0, |layout| layout.shared);
         let out_is_bf16 = ys[0].dtype() == DType::BF16;
         let none = || std::iter::repeat_with(Arg::none);
         let mut args = vec![on.read(a)];
@@ -104,9 +111,12 @@ impl Each<'_> {
         args.extend(columns.into_iter().map(Arg::from));
         args.extend([a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
         args.extend([rows, depth, stride].map(Arg::from));
-        match way {
-            Way::Few => args.push((dtype.of_activations() == DType::BF16).into()),
-            Way::Some | Way::Narrow => args.extend(norm.map_or_else(normed::nothing, |(norm, _)| norm)),
+        match layout {
+            None => args.push((dtype.of_activations() == DType::BF16).into()),
+            Some(layout) => {
+                args.extend(layout.args());
+                args.extend(norm.map_or_else(normed::nothing, |(norm, _)| norm));
+            }
         }
         let grid = [num_blocks, rows.div_ceil(height), 1];
         let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };

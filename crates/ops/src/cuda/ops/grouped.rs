@@ -11,7 +11,8 @@ use std::sync::OnceLock;
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
-use super::{On, blocks, elementwise, some_rows};
+use super::some_rows::{self, Layout};
+use super::{On, blocks, elementwise};
 use crate::cuda::sources::{GROUPED, GROUPED_FP8, GROUPED_HOPPER};
 use crate::cuda::{Arg, BOX_COLUMNS, DenseProduct, Launch, Matrices, Onto, Source};
 use crate::gemm::Form;
@@ -137,7 +138,6 @@ impl Kernel {
     /// A launch for so many tiles of columns, of rows, and of groups.
     pub(super) fn launch<'a>(
         self,
-        on: On<'_>,
         source: &'static Source,
         kernel: &'a str,
         tiles: [usize; 3],
@@ -148,7 +148,8 @@ impl Kernel {
             Self::Hopper { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, HOPPER_SHARED),
             Self::Fp8 { processors } => (in_one_dimension(tiles, processors), HOPPER_THREADS, FP8_SHARED),
             Self::Plain | Self::Few => (tiles, 256, 0),
-            Self::Some(dtype) => (tiles, 256, some_rows::shared(on, dtype)),
+            // What it has is its layout's.
+            Self::Some(_) => (tiles, 256, 0),
         };
         Launch { source, kernel, grid, threads, shared, args }
     }
@@ -321,21 +322,20 @@ impl RowsProduct<'_> {
             Kernel::Hopper { .. } => HOPPER_COLUMNS,
             Kernel::Plain => return PLAIN_TILE,
             Kernel::Few => return FEW_COLUMNS,
-            Kernel::Some(_) => self.line_tiles() * some_rows::LINES,
+            Kernel::Some(dtype) => self.layout(on, dtype).tiles * some_rows::LINES,
         };
         if self.pair.is_some() { all / 2 } else { all }
     }
 
-    /// Tiles of 16 lines of weights that a block for few rows has (`some_rows.cuh`).
-    fn line_tiles(&self) -> usize {
-        let tiles = match self.groups {
-            Groups::One { rows } => rows.div_ceil(some_rows::ROWS),
-            Groups::Many { offsets, rows, .. } => num_tiles(self.some_height(), rows, offsets.len() - 1),
+    /// How blocks for few rows are laid out (`some_rows.cuh`).
+    fn layout(&self, on: On<'_>, dtype: DType) -> Layout {
+        let (tiles, is_one) = match self.groups {
+            Groups::One { rows } => (rows.div_ceil(some_rows::ROWS), true),
+            Groups::Many { offsets, rows, .. } => (num_tiles(self.some_height(), rows, offsets.len() - 1), false),
         };
         let lines = self.columns * if self.pair.is_some() { 2 } else { 1 };
-        let blocks = lines / (some_rows::MOST_TILES * some_rows::LINES) * tiles;
-        let are_many = blocks >= some_rows::MANY_BLOCKS && self.depth <= some_rows::SHORT_DEPTH;
-        if are_many { some_rows::MOST_TILES } else { some_rows::TILES }
+        let blocks = |of_block| lines.div_ceil(of_block * some_rows::LINES) * tiles;
+        Layout::new(on, (dtype, self.depth), (self.groups.most(), is_one), blocks)
     }
 
     /// Rows of a tile of few.
@@ -430,8 +430,9 @@ impl RowsProduct<'_> {
         };
         let mut args = self.operands(on, a, &tiles, (depth, b_stride)).to_vec();
         args.extend_from_slice(&epilogue.args);
-        if matches!(kernel, Kernel::Some(_)) {
-            args.push(self.line_tiles().into());
+        let layout = if let Kernel::Some(dtype) = kernel { Some(self.layout(on, dtype)) } else { None };
+        if let Some(layout) = layout {
+            args.extend(layout.args());
             if epilogue.kernels[0] == ROWS_NT {
                 args.extend(nothing_to_combine());
             }
@@ -446,7 +447,8 @@ impl RowsProduct<'_> {
         args.extend(map.as_ref().map(|map| on.read_or_none(map.as_ref())));
         args.extend(self.scales.into_iter().flatten().map(|scales| on.read(scales)));
         let (source, name) = kernel.source_and_name(epilogue.kernels);
-        let launch = kernel.launch(on, source, &name, grid, &args);
+        let launch = kernel.launch(source, &name, grid, &args);
+        let launch = Launch { shared: layout.map_or(launch.shared, |layout| layout.shared), ..launch };
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
         unsafe { on.gpu.launch(&launch) };
@@ -499,11 +501,12 @@ impl RowsProduct<'_> {
         let (dtype, tiles, mut y) = (self.b.dtype(), self.tiles(on), on.empty(&[1, self.columns], DType::F32));
         let mut args =
             self.operands(on, self.a, &tiles, (self.depth, some_rows::row_bytes(dtype, self.depth))).to_vec();
-        args.extend([on.read(weights), rows.into()]);
+        let blocks = self.columns.div_ceil(some_rows::LINES);
+        let Layout { stages, shared, .. } = Layout::of_one_tile(on, dtype, blocks);
+        args.extend([on.read(weights), rows.into(), stages.into()]);
         args.extend([on.write(&mut y), on.read_or_none(base), false.into(), self.columns.into()]);
         let (source, kernel) = some_rows::kernel("combined", dtype);
-        let (grid, shared) = ([self.columns.div_ceil(some_rows::LINES), 1, 1], some_rows::shared(on, dtype));
-        let launch = Launch { source, kernel: &kernel, grid, threads: 256, shared, args: &args };
+        let launch = Launch { source, kernel: &kernel, grid: [blocks, 1, 1], threads: 256, shared, args: &args };
         // SAFETY: the rows' tiles name groups that have matrices; a block writes its columns.
         unsafe { on.gpu.launch(&launch) };
         drop(args);

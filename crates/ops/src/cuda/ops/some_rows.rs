@@ -3,31 +3,126 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::{On, WARPS, elementwise};
-use crate::cuda::Source;
 use crate::cuda::sources::{
     SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_IQ4_NL, SOME_ROWS_MXFP4, SOME_ROWS_Q2K, SOME_ROWS_Q3K, SOME_ROWS_Q4,
     SOME_ROWS_Q4_1, SOME_ROWS_Q4K, SOME_ROWS_Q5_0, SOME_ROWS_Q5_1, SOME_ROWS_Q5K, SOME_ROWS_Q6K, SOME_ROWS_Q8,
 };
+use crate::cuda::{Arg, Source};
 
 /// Rows that are taken at once.
 pub(super) const ROWS: usize = 32;
-/// Lines of weights that a warp copies at a time, a tile; tiles of a block, and of one of those that are many.
+/// Lines of weights that a warp copies at a time, a tile.
 pub(super) const LINES: usize = 16;
-pub(super) const TILES: usize = 2;
-pub(super) const MOST_TILES: usize = 8;
-/// Blocks of most tiles that are enough to keep all multiprocessors busy, and the depth up to which so many tiles are worth having: blocks
-/// that are at work for longer are shared out better if they are small.
-pub(super) const MANY_BLOCKS: usize = 256;
-pub(super) const SHORT_DEPTH: usize = 2048;
-/// Chunks of them that it has room for, and elements that a depth is whole multiples of.
+/// Tiles of a block, of one for few rows with few columns, and of one of those that are many.
+const TILES: usize = 2;
+pub(super) const LEAST_TILES: usize = 1;
+const MOST_TILES: usize = 8;
+/// Blocks of most tiles that are enough to keep all multiprocessors busy, two on each, and the depth up to which so many tiles are worth
+/// having there: blocks that are at work for longer are shared out better if they are small.
+const MANY_BLOCKS: usize = 256;
+const SHORT_DEPTH: usize = 2048;
+/// Chunks of lines that a warp has room for, where a multiprocessor has two blocks and where it has one; and elements that a depth is whole
+/// multiples of.
 const STAGES: usize = 2;
+const STAGES_ALONE: usize = 4;
 const WHOLE_DEPTH: usize = 32;
+/// The depth of chunks: activations have room in whole ones.
+const CHUNK_DEPTH: usize = 256;
 /// Bytes of activations that a block has in shared memory at a time, where two blocks of a multiprocessor have room for so many and
 /// elsewhere; and bytes of a block besides. Kernels take what they are given, whole chunks of the depth: the fewer are one chunk of 32 rows.
 const STAGED_BYTES: [usize; 2] = [32 << 10, 16 << 10];
 const OTHER_BYTES: usize = 2 << 10;
-/// Rows that have room where they are normed.
+/// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their own.
+const MAX_SHARED_OF_TWO: usize = 108 << 10;
+/// Rows that have room where they are normed, and blocks that each norm several of them at most.
 const NORMED_ROWS: usize = 8;
+const MAX_NORMING_BLOCKS: usize = 512;
+
+/// How a product's blocks are laid out: tiles of lines that a block has, chunks that a warp has under way, and shared memory: chunks of lines
+/// in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and activations.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Layout {
+    pub(super) tiles: usize,
+    pub(super) stages: usize,
+    pub(super) shared: usize,
+}
+
+impl Layout {
+    /// Of a product whose tiles have up to `rows` rows of one matrix, if there `is_one`, where tiles of so many lines make so many blocks.
+    /// How many tiles a block has, which decides the order of sums, does not depend on the GPU's shared memory.
+    pub(super) fn new(
+        on: On<'_>,
+        (dtype, depth): (DType, usize),
+        (rows, is_one): (usize, bool),
+        blocks: impl Fn(usize) -> usize,
+    ) -> Self {
+        let (processors, most) = (on.gpu.processors(), blocks(MOST_TILES));
+        if is_one && rows > NORMED_ROWS {
+            // As few blocks as keep most multiprocessors busy, since each of them has all activations.
+            let tiles = [MOST_TILES, MOST_TILES / 2].into_iter().find(|tiles| 2 * blocks(*tiles) > processors);
+            return Self::with_all_rows(on, (dtype, depth), tiles.unwrap_or(TILES));
+        }
+        if is_one {
+            return Self::of_two(on, dtype, TILES);
+        }
+        if most >= MANY_BLOCKS && depth <= SHORT_DEPTH {
+            return Self::of_two(on, dtype, MOST_TILES);
+        }
+        // As many blocks as multiprocessors, about, of which each warp has a tile to itself.
+        if (processors - processors / 4..=processors + processors / 8).contains(&most) {
+            return Self::alone(on, dtype, MOST_TILES);
+        }
+        Self::of_two(on, dtype, TILES)
+    }
+
+    /// Of blocks of which two have a multiprocessor.
+    fn of_two(on: On<'_>, dtype: DType, tiles: usize) -> Self {
+        let [many, few] = STAGED_BYTES.map(|bytes| chunk_bytes(dtype, STAGES) + bytes);
+        let shared = if 2 * (many + OTHER_BYTES) <= on.gpu.most_shared() { many } else { few };
+        Self { tiles, stages: STAGES, shared }
+    }
+
+    /// Of blocks that have a multiprocessor each, if there is room.
+    fn alone(on: On<'_>, dtype: DType, tiles: usize) -> Self {
+        let shared = chunk_bytes(dtype, STAGES_ALONE) + STAGED_BYTES[0];
+        let has_room = shared + OTHER_BYTES <= on.gpu.most_shared();
+        if has_room { Self { tiles, stages: STAGES_ALONE, shared } } else { Self::of_two(on, dtype, tiles) }
+    }
+
+    /// Of blocks that have all activations of up to 32 rows at once, if there is room: each piece of them takes longer to come than to
+    /// multiply with.
+    fn with_all_rows(on: On<'_>, (dtype, depth): (DType, usize), tiles: usize) -> Self {
+        let shared = chunk_bytes(dtype, STAGES) + depth.next_multiple_of(CHUNK_DEPTH) * ROWS * 2;
+        let has_room = shared + OTHER_BYTES <= on.gpu.most_shared();
+        if has_room { Self { tiles, stages: STAGES, shared } } else { Self::of_two(on, dtype, tiles) }
+    }
+
+    /// Of blocks of one tile, so many.
+    pub(super) fn of_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
+        let is_alone = blocks <= on.gpu.processors();
+        if is_alone { Self::alone(on, dtype, LEAST_TILES) } else { Self::of_two(on, dtype, LEAST_TILES) }
+    }
+
+    /// The same where so many rows of so many elements are normed, all of which lie there then, if each of so many blocks may have so much.
+    /// Where there are many blocks, a kernel that norms several rows once is quicker than all of them.
+    pub(super) fn with_norm(
+        self,
+        on: On<'_>,
+        dtype: DType,
+        (rows, depth): (usize, usize),
+        blocks: usize,
+    ) -> Option<Self> {
+        let shared = self.shared.max(chunk_bytes(dtype, self.stages) + depth * NORMED_ROWS * 2);
+        let most = if self.stages == STAGES { MAX_SHARED_OF_TWO } else { usize::MAX };
+        let is_worth_it = rows == 1 || blocks <= MAX_NORMING_BLOCKS;
+        (is_worth_it && shared <= most.min(on.gpu.most_shared())).then_some(Self { shared, ..self })
+    }
+
+    /// What kernels are told of it.
+    pub(super) fn args(self) -> [Arg<'static>; 2] {
+        [self.tiles, self.stages].map(Arg::from)
+    }
+}
 
 /// The kernels for weights of a type, and what they are called behind what they do.
 fn of_type(dtype: DType) -> Option<(&'static Source, &'static str)> {
@@ -61,24 +156,12 @@ pub(super) fn kernel(what: &str, dtype: DType) -> (&'static Source, String) {
     (source, format!("some_{what}_{name}"))
 }
 
-/// The shared memory that they need: chunks of lines in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and
-/// activations, as many as two blocks have room for.
-pub(super) fn shared(on: On<'_>, dtype: DType) -> usize {
-    let [many, few] = STAGED_BYTES.map(|bytes| chunk_bytes(dtype) + bytes);
-    if 2 * (many + OTHER_BYTES) <= on.gpu.most_shared() { many } else { few }
-}
-
-/// The same where rows of so many elements are normed: all of them lie there then.
-pub(super) fn shared_with_norm(on: On<'_>, dtype: DType, depth: usize) -> usize {
-    shared(on, dtype).max(chunk_bytes(dtype) + depth * NORMED_ROWS * 2)
-}
-
-fn chunk_bytes(dtype: DType) -> usize {
+fn chunk_bytes(dtype: DType, stages: usize) -> usize {
     let line = match dtype {
         DType::BF16 => row_bytes(dtype, 128),
         _ => (((row_bytes(dtype, 256) + 2 * 15) / 16) | 1) * 16,
     };
-    WARPS * STAGES * LINES * line
+    WARPS * stages * LINES * line
 }
 
 /// Bytes of a row of so many elements.
