@@ -103,7 +103,7 @@ DEVICE Problem problem_of_each(const Each& e, u32 height, u32 width, Store& stor
     p.depth = e.depth;
     p.column = block * width;
     p.row = blockIdx.y * height;
-    store = Store{which(m, e.to0, e.to1, e.to2), m == 0 ? e.base : nullptr, e.to_bf16, columns};
+    store = Store{which(m, e.to0, e.to1, e.to2), m == 0 ? e.base : nullptr, e.to_bf16, columns, 0};
     return p;
 }
 

@@ -105,6 +105,7 @@ DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWI
 struct NothingAhead {};
 
 // What is stored is the sum, and what `base` (if it is there, in f32 unless it says bf16; the same memory or another) has in its place besides.
+// All members are always given: NVRTC 13.0 leaves one that is not as it may be where this lies in another structure, as in StoreBoth.
 struct Store {
     void* to;
     const void* base;
@@ -421,7 +422,7 @@ DEVICE Problem rows_problem(const Rows& r, u32 tile_columns) { return rows_probl
 #define THE_ROWS Rows{a, gather, b, tiles, a_bf16, b_bf16, a_stride, b_stride, group_rows, columns, depth, pair, b_listed}
 
 #define STORE void *to, const f32 *base, u32 to_bf16, u32 stride
-#define THE_STORE Store{to, base, to_bf16, stride}
+#define THE_STORE Store{to, base, to_bf16, stride, 0}
 
 #define ACTIVATE void *h, void *activated, const f32 *bias, u32 h_bf16, u32 activated_bf16, u32 width, u32 kind, f32 alpha, f32 limit
 #define THE_ACTIVATE Activate{h, activated, bias, h_bf16, activated_bf16, width, Shape{kind, alpha, limit}}
