@@ -46,8 +46,7 @@ struct Boxes {
 // keeps from their multiprocessors begin nothing.
 //
 // A warp of those who multiply sees to it, whose products of the stage before are at work meanwhile. In the loop of those who copy the same
-// costs registers and the compiler's knowledge of what all lanes have in common: half as many instructions again, 12% of a layer's time. (That
-// form ran on a GPU; this one did not yet.)
+// costs registers and the compiler's knowledge of what all lanes have in common: half as many instructions again, 12% of a layer's time.
 struct Pace {
     u32* begun;  // epochs of all blocks, and blocks that are done; 0 before and after. Or null
     u32 in_epoch, epochs;  // bits of a depth within its epoch; epochs of a tile
