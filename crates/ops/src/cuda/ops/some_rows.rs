@@ -2,6 +2,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::grouped::FEW_ROWS;
 use super::{On, WARPS, elementwise};
 use crate::cuda::sources::{
     SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_IQ4_NL, SOME_ROWS_MXFP4, SOME_ROWS_Q2K, SOME_ROWS_Q3K, SOME_ROWS_Q4,
@@ -57,7 +58,7 @@ impl Layout {
         blocks: impl Fn(usize) -> usize,
     ) -> Self {
         let (processors, most) = (on.gpu.processors(), blocks(MOST_TILES));
-        if is_one && rows > NORMED_ROWS {
+        if is_one && rows > FEW_ROWS {
             // As few blocks as keep most multiprocessors busy, since each of them has all activations.
             let tiles = [MOST_TILES, MOST_TILES / 2].into_iter().find(|tiles| 2 * blocks(*tiles) > processors);
             return Self::with_all_rows(on, (dtype, depth), tiles.unwrap_or(TILES));
@@ -82,19 +83,22 @@ impl Layout {
         Self { tiles, stages: STAGES, shared }
     }
 
-    /// Of blocks that have a multiprocessor each, if there is room.
+    /// Of blocks that have a multiprocessor each.
     fn alone(on: On<'_>, dtype: DType, tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES_ALONE) + STAGED_BYTES[0];
-        let has_room = shared + OTHER_BYTES <= on.gpu.most_shared();
-        if has_room { Self { tiles, stages: STAGES_ALONE, shared } } else { Self::of_two(on, dtype, tiles) }
+        Self { tiles, stages: STAGES_ALONE, shared }.or_of_two(on, dtype)
     }
 
-    /// Of blocks that have all activations of up to 32 rows at once, if there is room: each piece of them takes longer to come than to
-    /// multiply with.
+    /// Of blocks that have all activations of up to 32 rows at once: each piece of them takes longer to come than to multiply with.
     fn with_all_rows(on: On<'_>, (dtype, depth): (DType, usize), tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES) + depth.next_multiple_of(CHUNK_DEPTH) * ROWS * 2;
-        let has_room = shared + OTHER_BYTES <= on.gpu.most_shared();
-        if has_room { Self { tiles, stages: STAGES, shared } } else { Self::of_two(on, dtype, tiles) }
+        Self { tiles, stages: STAGES, shared }.or_of_two(on, dtype)
+    }
+
+    /// Itself where a block may have so much memory, and what takes less elsewhere.
+    fn or_of_two(self, on: On<'_>, dtype: DType) -> Self {
+        let has_room = self.shared + OTHER_BYTES <= on.gpu.most_shared();
+        if has_room { self } else { Self::of_two(on, dtype, self.tiles) }
     }
 
     /// Of blocks of one tile, so many.
