@@ -14,8 +14,8 @@ Gradients of weights in bf16 are bf16, as PyTorch's are.
 
 With `--device cuda` both compute on the GPU, shapes and numbers of tokens are others, our layer is also timed with experts that multiply
 in eight-bit floats (`fp8`, against PyTorch's in bf16), and lines have the shares of a dense bf16
-product's rate, which PyTorch is timed at first, and the share of our layer's time that is not its products' (router, dispatch and
-combine): below what it is, even below nothing, as products alone write f32 and fuse nothing. The counting sort of 65,536 tokens' 8 choices of 256 experts comes last.
+product's rate, which PyTorch is timed at first, and the share of our layer's time that all but its experts' products takes alone, by the
+same operations (router, dispatch and combine; `"part": "routing"` of `moeworks bench moe`). The counting sort of 65,536 tokens' 8 choices of 256 experts comes last.
 """
 
 import argparse
@@ -211,13 +211,13 @@ def measured(args, ours, contenders, case, tokens, is_both):
     return times
 
 
-def cell_of(key, times, products):
-    """What a cell's times say, and those of our layer's products alone where they were taken."""
+def cell_of(key, times, routing):
+    """What a cell's times say, and those of all that is not the experts' in our layer where they were taken."""
     medians = {way: statistics.median(found) for way, found in times.items()}
     mine = medians.pop("moeworks")
     best = min(medians, key=medians.get)
     cell = dict(zip(KEY, key), moeworks_s=mine, pytorch_s=medians, best=best, ratio=medians[best] / mine)
-    return cell | ({"products_s": statistics.median(products)} if products else {})
+    return cell | ({"routing_s": statistics.median(routing)} if routing else {})
 
 
 def line_of(cell, args):
@@ -225,7 +225,7 @@ def line_of(cell, args):
     if args.dense:
         flops = layer_flops(args.all_shapes[cell["shape"]], cell["tokens"], cell["pass"] == "both")
         times += f"{flops / cell['moeworks_s'] / args.dense:8.0%}{flops / cell['pytorch_s'][cell['best']] / args.dense:8.0%}"
-        times += f"{1 - cell['products_s'] / cell['moeworks_s']:8.0%}" if "products_s" in cell else f"{'':8}"
+        times += f"{cell['routing_s'] / cell['moeworks_s']:9.1%}" if "routing_s" in cell else f"{'':9}"
     return f"{cell['shape']:20}{cell['dtype']:6}{cell['pass']:9}{cell['tokens']:6}{times}  {cell['best']}"
 
 
@@ -287,7 +287,7 @@ def main():
     ours = Moeworks(args.threads, args.device)
     where = f"{args.threads} threads" if args.device == "cpu" else f"{torch.cuda.get_device_name()}, dense {args.dense / 1e12:.0f} TFLOP/s"
     print(f"{where}, PyTorch {torch.__version__}; milliseconds, medians")
-    shares = f"{'share':>8}{'its':>8}{'rest':>8}" if args.dense else ""
+    shares = f"{'share':>8}{'its':>8}{'routing':>9}" if args.dense else ""
     print(f"{'shape':20}{'type':6}{'pass':9}{'T':>6}{'Moeworks':>11}{'PyTorch':>11}{'ratio':>8}{shares}  best way")
     for cell in cells:
         print(line_of(cell, args))
@@ -300,9 +300,8 @@ def main():
             _, _, tokens, which = key
             times = measured(args, ours, contenders, (name, dtype), tokens, which == "both")
             shape = args.all_shapes[name]
-            is_split = args.dense and dtype != "fp8"
-            products = our_times(ours, shape, dtype, tokens, which == "both", part="products") if is_split else None
-            cells.append(cell_of(key, times, products))
+            routing = our_times(ours, shape, dtype, tokens, which == "both", part="routing") if args.dense else None
+            cells.append(cell_of(key, times, routing))
             print(line_of(cells[-1], args), flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"geometric_mean": summary(cells)[0], "cells": cells}, indent=1))

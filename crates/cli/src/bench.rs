@@ -8,6 +8,7 @@ mod machine;
 mod moe;
 mod overlap;
 mod pass;
+mod routing;
 
 use std::process::ExitCode;
 

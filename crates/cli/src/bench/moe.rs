@@ -7,7 +7,8 @@
 //! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole layer alone.
 //! `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`.
 //! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
-//! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "products"` times the grouped products
+//! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times all that is not the experts'
+//! (`routing.rs`). `"part": "products"` times the grouped products
 //! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
 
 use std::collections::HashSet;
@@ -26,6 +27,7 @@ use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde_json::{Value, json};
 
+use super::routing::Routed;
 use crate::failure::Failure;
 
 /// Seconds that the runs of an answer take together, about; between the least and the most number of runs.
@@ -57,6 +59,7 @@ pub(super) struct Shape {
 enum Part {
     Layer { is_both: bool },
     Products { is_both: bool },
+    Routing { is_both: bool },
     Dispatch,
     Sort,
 }
@@ -99,10 +102,11 @@ impl Case {
         let part = match value["part"].as_str() {
             None | Some("layer") => Part::Layer { is_both },
             Some("products") => Part::Products { is_both },
+            Some("routing") => Part::Routing { is_both },
             Some("dispatch") => Part::Dispatch,
             Some("sort") => Part::Sort,
             Some(_) => {
-                let names = "\"layer\", \"products\", \"dispatch\" or \"sort\"";
+                let names = "\"layer\", \"products\", \"routing\", \"dispatch\" or \"sort\"";
                 return Err(Failure::input(format!("{line}: \"part\" must be {names}")));
             }
         };
@@ -268,6 +272,10 @@ pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
         let times = match (case.part, &mut layer) {
             (Part::Layer { is_both }, Some(layer)) => layer.times(ctx, case.tokens, is_both),
             (Part::Products { is_both }, Some(layer)) => product_times(ctx, layer, case.tokens, is_both),
+            (Part::Routing { is_both }, _) => {
+                let routed = Routed::new(ctx, case.shape, case.tokens);
+                timed(ctx, || routed.pass(ctx, is_both))
+            }
             _ => dispatch_times(ctx, &case),
         };
         println!("{}", json!({ "seconds": times }));
