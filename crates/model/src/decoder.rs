@@ -9,11 +9,13 @@ mod ends;
 
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, RouterInput, RouterKind};
 use moeworks_ops::linear::Write;
+use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
+use self::ends::Ids;
 use crate::blocks::attention::AttentionBlock;
 use crate::blocks::cross::CrossBlock;
 use crate::blocks::feed_forward::FeedForwardBlock;
@@ -259,7 +261,9 @@ impl Decoder {
             self.encoder.as_ref().map(|_| self.encode_watched(ctx, weights, &sources, &mut watch)).transpose()?;
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory.as_ref());
         let before = self.config.num_encoder_layers();
-        let x = self.hidden(&pass, weights, batch.inputs, Rules::Inference, None, |i, saved| watch(before + i, saved));
+        let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), Rules::Inference, None, |i, saved| {
+            watch(before + i, saved)
+        });
         let loss = self.head_loss(ctx, weights, &x, batch.targets);
         self.merge_stats(&mut layers);
         let (router, _) = router_losses(&layers, (&self.config.router, self.config.top_k), &PassOptions::default());
@@ -281,7 +285,7 @@ impl Decoder {
         let gathered = self.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (num_sequences, seq_len, 0), None);
-        self.hidden(&pass, weights, inputs, rules, None, watch);
+        self.hidden(&pass, weights, Ids::Known(inputs), rules, None, watch);
         Ok(())
     }
 
@@ -309,7 +313,7 @@ impl Decoder {
         num_sequences: usize,
     ) -> Tensor {
         let pass = self.pass(ctx, weights, (num_sequences, inputs.len() / num_sequences, 0), memory);
-        let x = self.hidden(&pass, weights, inputs, Rules::Inference, None, |_, _| ());
+        let x = self.hidden(&pass, weights, Ids::Known(inputs), Rules::Inference, None, |_, _| ());
         self.head_logits(ctx, weights, &x)
     }
 
@@ -341,10 +345,9 @@ impl Decoder {
         ids: &[u32],
         watch: impl FnMut(usize, &MoeSaved),
     ) -> Result<Tensor, BatchError> {
-        let (start, num_sequences) = (cache.len(), cache.num_sequences());
+        let num_sequences = cache.num_sequences();
         let seq_len = ids.len() / num_sequences;
         self.check_ids("prompt", ids)?;
-        self.check_len(start + seq_len)?;
         if seq_len * num_sequences != ids.len() {
             let seq_len = seq_len + 1;
             return Err(BatchError::Length { what: "prompt", len: ids.len(), num_sequences, seq_len });
@@ -352,6 +355,47 @@ impl Decoder {
         if ids.is_empty() {
             return Err(BatchError::Empty);
         }
+        self.extend_by(ctx, weights, cache, (Ids::Known(ids), seq_len), watch)
+    }
+
+    /// As [`extend`](Self::extend) by one token of each sequence, which was drawn: a GPU begins before the host knows it, if nothing
+    /// else has to.
+    pub fn extend_drawn(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        cache: &mut KvCache,
+        drawn: &DrawnTokens,
+    ) -> Result<Tensor, BatchError> {
+        let num_sequences = cache.num_sequences();
+        let (len, fits) = (drawn.ids().len(), drawn.vocabulary() <= weights.embedding.rows());
+        if !fits || len != num_sequences || !self.goes_on_unknowing(ctx) {
+            return self.extend(ctx, weights, cache, &Ids::Drawn(drawn).in_host());
+        }
+        let logits = self.extend_by(ctx, weights, cache, (Ids::Drawn(drawn), 1), |_, _| ())?;
+        Ok(logits.reshaped(&[num_sequences * self.config.vocab_size]))
+    }
+
+    /// Whether a step can begin before the host knows its tokens: on a GPU, where routers do not look at ids and no other rank waits for
+    /// them.
+    #[must_use]
+    pub fn goes_on_unknowing(&self, ctx: &Context) -> bool {
+        let router = &self.config.router;
+        let is_by_ids = router.kind == RouterKind::Hash || !router.modality_boundaries.is_empty();
+        let is_alone = self.tensor.is_none() && self.ranks.is_none() && self.gather.is_none();
+        ctx.gpu().is_some() && is_alone && !is_by_ids
+    }
+
+    fn extend_by(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        cache: &mut KvCache,
+        (ids, seq_len): (Ids<'_>, usize),
+        watch: impl FnMut(usize, &MoeSaved),
+    ) -> Result<Tensor, BatchError> {
+        let (start, num_sequences) = (cache.len(), cache.num_sequences());
+        self.check_len(start + seq_len)?;
         let (caches, memory) = cache.parts();
         if self.encoder.is_some() && memory.is_none() {
             return Err(BatchError::NoSource);
@@ -378,7 +422,7 @@ impl Decoder {
         &self,
         pass: &Pass<'_>,
         weights: &DecoderWeights,
-        ids: &[u32],
+        ids: Ids<'_>,
         rules: Rules,
         caches: Option<&mut [LayerCache]>,
         watch: impl FnMut(usize, &MoeSaved),
@@ -386,7 +430,8 @@ impl Decoder {
         let x = self.embed(pass, weights, ids);
         let is_inference = rules == Rules::Inference;
         let stack = self.stack(if is_inference { &self.inference } else { &self.training });
-        let input = RouterInput { token_ids: ids, is_inference, is_forward_only: true, ..RouterInput::default() };
+        let input =
+            RouterInput { token_ids: ids.known(), is_inference, is_forward_only: true, ..RouterInput::default() };
         let num_layers = weights.layers.len();
         let layer = |i| self.layer(pass.ctx, weights, (i, after(i, num_layers)));
         stack.forward(pass, layer, x, &input, caches, watch)
@@ -410,7 +455,7 @@ impl Decoder {
         weights: &DecoderWeights,
         stats: &mut Vec<LayerStats>,
     ) -> (Tensor, Vec<LayerRecord>) {
-        let mut x = self.embed(training.pass, weights, training.token_ids);
+        let mut x = self.embed(training.pass, weights, Ids::Known(training.token_ids));
         let num_layers = weights.layers.len();
         let mut previous = None;
         let layer = |i| {

@@ -3,22 +3,36 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::ops::{self as cuda, On};
+use crate::late::List;
 use crate::parallel::{Lent, PIECE, is_far, piece_range, prefetch_elements_far};
+use crate::sampling::DrawnTokens;
 use crate::simd::{Float, LANES, fence, kernel, stream_lanes, with_float, with_stored};
 use crate::{Context, quantized};
 
 /// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16, f16 or in blocks) as `out`. Every id is below V.
 #[must_use]
 pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
-    let cols = table.cols();
     check_ids(ids, table);
+    rows_of_ids(ctx, ids.into(), table, out)
+}
+
+/// The same of tokens that were drawn from V or fewer, which a GPU need not wait for.
+#[must_use]
+pub fn embedding_of_drawn(ctx: &Context, drawn: &DrawnTokens, table: &Tensor, out: DType) -> Tensor {
+    let (vocabulary, rows) = (drawn.vocabulary(), table.rows());
+    assert!(vocabulary <= rows, "embedding: tokens drawn from {vocabulary} in a table of {rows} rows");
+    rows_of_ids(ctx, drawn.ids().into(), table, out)
+}
+
+fn rows_of_ids(ctx: &Context, ids: List<'_, u32>, table: &Tensor, out: DType) -> Tensor {
+    let cols = table.cols();
     if let Some(on) = On::taking(ctx, &[table.dtype()]) {
         return cuda::elementwise::embedding(on, ids, table, out);
     }
     if let Some(on) = On::of(ctx).filter(|_| table.dtype().is_quantized()) {
         return cuda::blocks::embedding(on, ids, table, out);
     }
-    let mut y = ctx.empty(&[ids.len(), cols], out);
+    let (ids, mut y) = (&*ids, ctx.empty(&[ids.len(), cols], out));
     if cols == 0 {
         return y;
     }

@@ -6,6 +6,7 @@
 use moeworks_tensor::Tensor;
 
 use crate::cuda::ops::{self as cuda, On};
+use crate::late::Late;
 use crate::simd::{LANES, kernel};
 use crate::vmath::exp;
 use crate::{Context, Isa};
@@ -37,27 +38,59 @@ pub struct Drawn {
 /// of the largest are none.
 #[must_use]
 pub fn draw(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: f32) -> Drawn {
-    draw_each(ctx, logits, filters, &[drawn])[0]
+    draw_each(ctx, logits, filters, &[drawn]).wait()[0]
+}
+
+/// Tokens that were drawn. Those of a GPU are there for its next step before the host knows them.
+#[derive(Clone, Debug)]
+pub struct DrawnTokens {
+    ids: Tensor,
+    in_host: Late<Vec<Drawn>>,
+    vocabulary: usize,
+}
+
+impl DrawnTokens {
+    /// `[R]` u32, all below [`vocabulary`](Self::vocabulary).
+    #[must_use]
+    pub fn ids(&self) -> &Tensor {
+        &self.ids
+    }
+
+    /// How many tokens could be drawn.
+    #[must_use]
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// What was drawn for each row, when the host has it: it waits for nothing that a GPU was asked for afterwards.
+    #[must_use]
+    pub fn wait(&self) -> &[Drawn] {
+        &self.in_host
+    }
 }
 
 /// As [`draw`] of each row of `logits` `[R, V]`, with R numbers drawn.
 #[must_use]
-pub fn draw_each(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> Vec<Drawn> {
+pub fn draw_each(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> DrawnTokens {
     assert!(
         !logits.is_empty() && logits.len().is_multiple_of(drawn.len()),
         "{} draws of {:?}",
         drawn.len(),
         logits.shape()
     );
+    let vocabulary = logits.len() / drawn.len();
     if let Some(on) = On::of(ctx) {
-        return cuda::sampling::draw_each(on, logits, filters, drawn);
+        let (ids, in_host) = cuda::sampling::draw_each(on, logits, filters, drawn);
+        return DrawnTokens { ids, in_host, vocabulary };
     }
     let of_row = |(logits, &drawn): (&[f32], &f32)| {
         let has_nan = logits.iter().any(|logit| logit.is_nan());
         let id = if filters.temperature == 0.0 { None } else { filters.draw(ctx.isa(), logits, f64::from(drawn)) };
         Drawn { id: id.unwrap_or_else(|| most_likely(logits)), has_nan }
     };
-    logits.f32s().chunks_exact(logits.len() / drawn.len()).zip(drawn).map(of_row).collect()
+    let drawn: Vec<Drawn> = logits.f32s().chunks_exact(vocabulary).zip(drawn).map(of_row).collect();
+    let ids: Vec<u32> = drawn.iter().map(|drawn| drawn.id).collect();
+    DrawnTokens { ids: Tensor::from_slice(ctx.pool(), &[ids.len()], &ids), in_host: Late::now(drawn), vocabulary }
 }
 
 impl Filters {

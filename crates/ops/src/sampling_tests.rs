@@ -1,6 +1,8 @@
-use moeworks_tensor::Tensor;
+use moeworks_tensor::{DType, Tensor};
 
 use super::*;
+use crate::embedding::{embedding, embedding_of_drawn};
+use crate::quantized::quantize;
 use crate::test_data::{gpus, numbers};
 
 #[test]
@@ -52,7 +54,7 @@ fn drawn(ctx: &Context, logits: &[f32], filters: &Filters) -> Vec<Drawn> {
     let draws: Vec<f32> = (0..23).map(|i| i as f32 / 23.0).collect();
     let one_by_one: Vec<Drawn> = draws.iter().map(|&drawn| draw(ctx, &logits, filters, drawn)).collect();
     let rows = Tensor::from_slice(ctx.pool(), &[23, logits.len()], &logits.f32s().repeat(23));
-    assert_eq!(draw_each(ctx, &rows, filters, &draws), one_by_one, "{filters:?} of rows on {}", ctx.describe());
+    assert_eq!(draw_each(ctx, &rows, filters, &draws).wait(), one_by_one, "{filters:?} of rows on {}", ctx.describe());
     one_by_one
 }
 
@@ -68,6 +70,22 @@ fn a_gpu_draws_what_the_processor_draws() {
                 let (found, expected) = (drawn(&ctx, &logits, filters), drawn(&host, &logits, filters));
                 assert_eq!(found, expected, "{filters:?} of {len} on {}", ctx.describe());
             }
+        }
+    }
+}
+
+#[test]
+fn a_device_has_the_ids_that_the_host_gets_and_looks_up_their_rows() {
+    for ctx in gpus().chain([Context::cpu(1)]) {
+        let logits = Tensor::from_slice(ctx.pool(), &[5, 37], &numbers(5 * 37, 1));
+        let tokens = draw_each(&ctx, &logits, &ALL, &[0.0, 0.3, 0.5, 0.7, 0.9]);
+        let ids: Vec<u32> = tokens.wait().iter().map(|drawn| drawn.id).collect();
+        assert_eq!((tokens.ids().u32s(), tokens.vocabulary()), (&ids[..], 37), "{}", ctx.describe());
+        let floats = Tensor::from_slice(ctx.pool(), &[40, 32], &numbers(40 * 32, 2));
+        for table in [quantize(&ctx, &floats, DType::Q8), floats] {
+            let rows = embedding_of_drawn(&ctx, &tokens, &table, DType::F32);
+            let what = format!("{:?} on {}", table.dtype(), ctx.describe());
+            assert_eq!(rows.f32s(), embedding(&ctx, &ids, &table, DType::F32).f32s(), "{what}");
         }
     }
 }

@@ -17,6 +17,7 @@ use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, Q
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
 use moeworks_ops::peak::{Memory, Peaks};
+use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
@@ -213,22 +214,24 @@ impl<'a> Texts<'a> {
         Ok(Self { ctx, model, cache, logits, sampler })
     }
 
-    fn drawn(&mut self) -> Vec<u32> {
+    fn drawn(&mut self) -> DrawnTokens {
         let count = self.cache.num_sequences();
-        self.sampler.sample_each(self.ctx, &self.logits, count).iter().map(|drawn| drawn.id).collect()
+        self.sampler.sample_each(self.ctx, &self.logits, count)
     }
 
     /// Makes a token of each text; their seconds.
     fn next(&mut self) -> Result<f64, Failure> {
         let start = Instant::now();
-        let ids = self.drawn();
-        self.logits = self.model.0.extend(self.ctx, self.model.1, &mut self.cache, &ids)?;
+        // As `generate` does: the next step begins on a GPU before the host knows what was drawn.
+        let drawn = self.drawn();
+        self.logits = self.model.0.extend_drawn(self.ctx, self.model.1, &mut self.cache, &drawn)?;
+        assert_eq!(drawn.wait().len(), self.cache.num_sequences());
         Ok(start.elapsed().as_secs_f64())
     }
 
     /// How many experts of each layer the next tokens go to; 0 in layers without.
     fn experts(&mut self) -> Result<Vec<usize>, Failure> {
-        let ids = self.drawn();
+        let ids: Vec<u32> = self.drawn().wait().iter().map(|drawn| drawn.id).collect();
         let (decoder, weights) = self.model;
         let mut experts = vec![0; decoder.config().num_layers];
         decoder.extend_watched(self.ctx, weights, &mut self.cache, &ids, |layer, saved| {

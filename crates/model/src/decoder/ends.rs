@@ -1,11 +1,14 @@
 //! The two ends of a decoder: embedded tokens, and the output projection with its loss.
 
-use moeworks_ops::embedding::{embedding, embedding_backward};
+use std::borrow::Cow;
+
+use moeworks_ops::embedding::{embedding, embedding_backward, embedding_of_drawn};
 use moeworks_ops::head_loss::{
     HeadGrads, HeadLoss, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part, head_loss_biased,
     head_loss_of_part,
 };
 use moeworks_ops::linear::{Write, linear};
+use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
@@ -14,12 +17,38 @@ use crate::blocks::Pass;
 use crate::blocks::norm::Norm;
 use crate::weights::DecoderWeights;
 
+/// Ids of tokens: the host's, or drawn and perhaps not known to it yet.
+#[derive(Clone, Copy)]
+pub(super) enum Ids<'a> {
+    Known(&'a [u32]),
+    Drawn(&'a DrawnTokens),
+}
+
+impl<'a> Ids<'a> {
+    /// The ids, which the host may have to wait for.
+    pub(super) fn in_host(self) -> Cow<'a, [u32]> {
+        match self {
+            Self::Known(ids) => ids.into(),
+            Self::Drawn(drawn) => drawn.wait().iter().map(|drawn| drawn.id).collect(),
+        }
+    }
+
+    /// Those that the host has.
+    pub(super) fn known(self) -> &'a [u32] {
+        match self {
+            Self::Known(ids) => ids,
+            Self::Drawn(_) => &[],
+        }
+    }
+}
+
 impl Decoder {
     /// The embedded tokens `[T, D]` f32.
-    pub(super) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: &[u32]) -> Tensor {
-        let mut x = match &self.tensor {
-            None => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
-            Some(ranks) => ranks.embed(pass.ctx, ids, &weights.embedding),
+    pub(super) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: Ids<'_>) -> Tensor {
+        let mut x = match (&self.tensor, ids) {
+            (None, Ids::Known(ids)) => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
+            (None, Ids::Drawn(drawn)) => embedding_of_drawn(pass.ctx, drawn, &weights.embedding, DType::F32),
+            (Some(ranks), ids) => ranks.embed(pass.ctx, &ids.in_host(), &weights.embedding),
         };
         let multiplier = self.config.variant.embedding_multiplier;
         if multiplier != 1.0 {

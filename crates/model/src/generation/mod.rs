@@ -110,12 +110,56 @@ pub fn generate_cached(
             &[encoder.start_id][..]
         }
     };
+    let request = GenerateRequest { prompt: first, ..*request };
+    // A step that turns out to be one too many is taken back, which a cache of a window may not be able to.
+    if decoder.goes_on_unknowing(ctx) && config.variant.window == 0 {
+        return generate_ahead(decoder, (ctx, weights), sequence, &request, sampler, on_token);
+    }
     let next = |ids: &[u32]| {
         let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
         sequence.ids.extend(ids);
         Ok(logits)
     };
-    generate_by(next, &GenerateRequest { prompt: first, ..*request }, (ctx, sampler), on_token)
+    generate_by(next, &request, (ctx, sampler), on_token)
+}
+
+/// As [`generate_cached`] behind what the sequence keeps: each step begins before the host knows the token that it takes.
+fn generate_ahead(
+    decoder: &Decoder,
+    (ctx, weights): (&Context, &DecoderWeights),
+    sequence: &mut CachedSequence,
+    request: &GenerateRequest<'_>,
+    sampler: &mut Sampler,
+    mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+) -> Result<(Vec<u32>, StopReason), BatchError> {
+    let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
+    let mut ids = Vec::new();
+    let mut logits = decoder.extend(ctx, weights, &mut sequence.cache, prompt)?;
+    sequence.ids.extend(prompt);
+    let mut reason = StopReason::MaxTokens;
+    while ids.len() < max_new_tokens {
+        let drawn = sampler.sample_each(ctx, &logits, 1);
+        let is_last = ids.len() + 1 == max_new_tokens;
+        if !is_last {
+            logits = decoder.extend_drawn(ctx, weights, &mut sequence.cache, &drawn)?;
+        }
+        let Drawn { id, has_nan } = drawn.wait()[0];
+        if has_nan {
+            sequence.cache.truncate(sequence.ids.len());
+            return Err(BatchError::NotANumber);
+        }
+        ids.push(id);
+        let is_asked = on_token(id).is_break();
+        if is_asked || stop_ids.contains(&id) {
+            reason = if is_asked { StopReason::Asked } else { StopReason::StopId };
+            break;
+        }
+        if !is_last {
+            sequence.ids.push(id);
+        }
+    }
+    sequence.cache.truncate(sequence.ids.len());
+    Ok((ids, reason))
 }
 
 /// As [`generate`] with logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before.

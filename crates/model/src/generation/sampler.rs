@@ -2,7 +2,7 @@
 
 use moeworks_moe::ConfigError;
 use moeworks_ops::Context;
-use moeworks_ops::sampling::{Drawn, Filters, draw_each};
+use moeworks_ops::sampling::{Drawn, DrawnTokens, Filters, draw_each};
 use moeworks_tensor::{Purpose, Random, Tensor};
 
 /// How tokens are drawn.
@@ -55,12 +55,12 @@ impl Sampler {
     /// as impossible, and it is said.
     #[must_use]
     pub fn sample(&mut self, ctx: &Context, logits: &Tensor) -> Drawn {
-        self.sample_each(ctx, logits, 1)[0]
+        self.sample_each(ctx, logits, 1).wait()[0]
     }
 
     /// The next token of each of `count` sequences, whose logits are one row behind the other.
     #[must_use]
-    pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> Vec<Drawn> {
+    pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> DrawnTokens {
         let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();
         self.num_drawn += count as u64;
         draw_each(ctx, logits, &self.filters, &draws)

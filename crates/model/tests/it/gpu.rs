@@ -1,6 +1,10 @@
 //! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
 
-use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
+use std::ops::ControlFlow;
+
+use moeworks_model::generation::{
+    CachedSequence, GenerateRequest, KvCache, Sampler, SamplingOptions, StopReason, generate_cached,
+};
 use moeworks_model::{
     Decoder, DecoderWeights, FeedForwardWeights, LatentAttention, ModelConfig, PassOptions, QkNorm, Variant,
 };
@@ -108,6 +112,51 @@ fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traff
     extend(&[1, 2, 3, 4, 5]);
     extend(&[6]);
     extend(&[7])
+}
+
+/// The tokens behind a prompt, each of which the host knows before the next step begins.
+fn one_by_one(
+    ctx: &Context,
+    (decoder, weights): (&Decoder, &DecoderWeights),
+    prompt: &[u32],
+    count: usize,
+) -> Vec<u32> {
+    let mut cache = KvCache::new(decoder.config());
+    let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
+    let mut logits = decoder.extend(ctx, weights, &mut cache, prompt).expect("a prompt");
+    let mut next = || {
+        let id = sampler.sample(ctx, &logits).id;
+        logits = decoder.extend(ctx, weights, &mut cache, &[id]).expect("a token");
+        id
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+#[test]
+fn a_step_that_began_before_its_token_was_known_is_taken_back_where_the_text_had_ended() {
+    let Some(ctx) = with_gpu() else { return };
+    let (decoder, weights) = model(&ctx, config(1));
+    assert!(decoder.goes_on_unknowing(&ctx) && !decoder.goes_on_unknowing(&ctx.on_host()));
+    let generate = |sequence: &mut CachedSequence, prompt: &[u32], stop_ids: &[u32]| {
+        let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
+        let request = GenerateRequest { prompt, max_new_tokens: 6, stop_ids };
+        generate_cached(&decoder, (&ctx, &weights), sequence, &request, &mut sampler, |_| ControlFlow::Continue(()))
+            .expect("a text")
+    };
+    let prompt = [1, 2, 3];
+    let all = one_by_one(&ctx, (&decoder, &weights), &prompt, 6);
+    let last = all.iter().position(|id| *id == all[2]).expect("one of them");
+    for (stop_ids, text, reason) in
+        [(&all[2..3], &all[..=last], StopReason::StopId), (&[], &all[..], StopReason::MaxTokens)]
+    {
+        let mut sequence = CachedSequence::new(decoder.config());
+        assert_eq!(generate(&mut sequence, &prompt, stop_ids), (text.to_vec(), reason));
+        assert_eq!(sequence.ids(), [&prompt[..], &text[..text.len() - 1]].concat());
+        // The cache has what the ids say.
+        let longer = [&prompt[..], text, &[7]].concat();
+        let expected = one_by_one(&ctx, (&decoder, &weights), &longer, 6);
+        assert_eq!(generate(&mut sequence, &longer, &[]).0, expected, "behind {text:?}");
+    }
 }
 
 #[test]

@@ -25,6 +25,7 @@ mod cache;
 mod choice;
 mod emulated;
 mod error;
+mod fetch;
 mod launch;
 mod library;
 mod nvidia;
@@ -165,9 +166,13 @@ struct Device {
     held: AtomicUsize,
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Device {
     fn steps(&self) -> MutexGuard<'_, Steps> {
-        self.steps.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.steps)
     }
 
     /// Makes the launches that were collected.
@@ -390,7 +395,7 @@ impl Gpu {
 
     /// A list that comes again and again, such as the tiles of a product of so many rows: it is copied to the GPU once.
     pub(crate) fn kept(&self, pool: &MemoryPool, list: &[u32]) -> Tensor {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(&self.kept);
         if let Some(tensor) = kept.get(list) {
             return tensor.clone();
         }
@@ -404,7 +409,7 @@ impl Gpu {
 
     /// What `make` gives for so many rows, of which a process knows few numbers: those of steps and of batches of texts.
     pub(crate) fn all_rows(&self, rows: usize, make: impl FnOnce() -> [Tensor; 2]) -> [Tensor; 2] {
-        let mut kept = self.all_rows.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(&self.all_rows);
         if kept.len() == MAX_ALL_ROWS && !kept.contains_key(&rows) {
             kept.clear();
         }
@@ -454,7 +459,7 @@ impl Gpu {
     /// Memory for [`COUNTERS`] numbers that kernels find 0 and leave 0.
     pub(crate) fn counters(&self, pool: &MemoryPool) -> Tensor {
         let make = || Tensor::from_slice(pool, &[COUNTERS], &[0_u32; COUNTERS]);
-        self.counters.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(make).clone()
+        lock(&self.counters).get_or_insert_with(make).clone()
     }
 
     /// Whether [`dense`](Self::dense) may take products now.

@@ -1,5 +1,6 @@
 //! A device behind NVIDIA's driver, which is loaded at run time (`cudarc`).
 
+mod late;
 mod memory;
 mod staging;
 
@@ -19,6 +20,7 @@ use super::steps::Node;
 use super::tensor_map::{Dimensions, Matrices, TensorMap};
 use super::traffic::Meter;
 use super::{GpuError, Source};
+pub(super) use late::Download;
 pub(crate) use memory::Copied;
 use memory::Shared;
 

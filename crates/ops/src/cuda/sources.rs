@@ -141,7 +141,7 @@ sources! {
         "attention_tensor_256", "attention_tensor_queries_256", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
-        "cast_elements", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "clip_elements", "clip_backward", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "add_parts", "sums_of_squares", "adamw_step", "gather_rows",
+        "cast_elements", "cast_to_levels", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "clip_elements", "clip_backward", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "add_parts", "sums_of_squares", "adamw_step", "gather_rows",
         "add_rows_of_ids", "rotate", "copy_columns", "add_columns",
     ];
     PLACE_HEADS = "place_heads" after "few.cuh" "rotation.cuh": ["place_heads_f32", "place_heads_bf16"];

@@ -31,34 +31,55 @@ struct PlacedQueries {
         return sum;
     }
 
-    // What a norm of whole rows multiplies with: each thread has what two of 256 would have.
-    DEVICE_MEMBER f32 scale_of_row(const bf16* x, u32 width) const {
-        __shared__ f32 sums[8];
-        __syncthreads();
+    // What norms of whole rows multiply with, of a row of queries and one of keys (none has no width): each thread has what two of 256 would
+    // have, and loads of both rows are under way together.
+    DEVICE_MEMBER float2 scales_of_rows(u32 q_width, u32 k_width) const {
+        __shared__ f32 of_warps[2][8];
+        const bf16* rows[2] = {q + (u64)blockIdx.z * q_width, k + (u64)blockIdx.z * k_width};
+        u32 widths[2] = {q_width, k_width};
+        f32 sums[2][2] = {};
+        for (u32 start = threadIdx.x * 4; start < max(q_width, k_width); start += 8 * THREADS)
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            f32 sum = warp_sum(squares(x, (threadIdx.x + half * THREADS) * 4, width, 8 * THREADS));
-            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32 + half * 4] = sum;
+            for (u32 i = 0; i < 4; i++) {
+                u32 at = start + i % 2 * 4 * THREADS;
+                if (at < widths[i / 2]) sums[i / 2][i % 2] = add_squares(sums[i / 2][i % 2], few<4>(rows[i / 2] + at));
+            }
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            f32 sum = warp_sum(sums[i / 2][i % 2]);
+            if (threadIdx.x % 32 == 0) of_warps[i / 2][threadIdx.x / 32 + i % 2 * 4] = sum;
         }
         __syncthreads();
-        f32 sum = 0.0f;
+        f32 all[2] = {};
 #pragma unroll
-        for (u32 warp = 0; warp < 8; warp++) sum += sums[warp];
-        return scale_of(sum, width, eps);
+        for (u32 warp = 0; warp < 8; warp++) {
+            all[0] += of_warps[0][warp];
+            all[1] += of_warps[1][warp];
+        }
+        return make_float2(scale_of(all[0], q_width, eps), scale_of(all[1], k_width, eps));
     }
 
-    // Those of heads `first..end`, whose norm has this weight, if any.
-    DEVICE_MEMBER void make_scales(f32* scales, u32 first, u32 end, const bf16* x, const f32* norm, u32 norm_width, u32 width, const Sizes& s) const {
-        if (norm && norm_width == width) {
-            f32 scale = scale_of_row(x + (u64)blockIdx.z * width, width);
-            for (u32 head = first + threadIdx.x; head < end; head += THREADS) scales[head] = scale;
-            return;
+    // Those of the block's heads, whose norms have these weights, if any.
+    DEVICE_MEMBER void make_scales(f32* scales, u32 q_width, u32 k_width, const Sizes& s) const {
+        bool has_whole[2] = {q_norm && q_norm_width == q_width, k_norm && k_norm_width == k_width};
+        float2 of_rows = make_float2(0.0f, 0.0f);
+        if (has_whole[0] || has_whole[1]) of_rows = scales_of_rows(has_whole[0] ? q_width : 0, has_whole[1] ? k_width : 0);
+        for (u32 head = threadIdx.x / 32; head <= s.group(); head += THREADS / 32) {
+            bool is_query = head < s.group();
+            f32 scale = is_query ? of_rows.x : of_rows.y;
+            if ((is_query ? q_norm : k_norm) && !has_whole[is_query ? 0 : 1]) {
+                f32 sum = warp_sum(squares((is_query ? q : k) + place(head, s), threadIdx.x % 32 * 4, s.head_dim, 128));
+                scale = scale_of(sum, s.head_dim, eps);
+            }
+            if (threadIdx.x % 32 == 0) scales[head] = scale;
         }
-        if (!norm) return;
-        for (u32 head = first + threadIdx.x / 32; head < end; head += THREADS / 32) {
-            f32 sum = warp_sum(squares(x + place(head, s), threadIdx.x % 32 * 4, s.head_dim, 128));
-            if (threadIdx.x % 32 == 0) scales[head] = scale_of(sum, s.head_dim, eps);
-        }
+    }
+
+    // Asks for the norms' weights of the block's heads, or of one, which earlier kernels do not write.
+    DEVICE_MEMBER void ask_for_norms(u32 group, u32 dim) const {
+        u32 head = threadIdx.x * 32 / dim, at = threadIdx.x * 32 % dim;
+        if (q_norm && head < group) ask_for(q_norm + (q_norm_width == dim ? at : (blockIdx.y * group + head) * dim + at));
+        if (k_norm && head == 0) ask_for(k_norm + (k_norm_width == dim ? at : blockIdx.y * dim + at));
     }
 
     template <u32 DIM> DEVICE_MEMBER void copy(unsigned char*, const Sizes&, u32) const {}
@@ -67,8 +88,7 @@ struct PlacedQueries {
     template <u32 DIM> DEVICE_MEMBER void make(unsigned char* tile, u32 part, bool sees_newest, const Sizes& s) const {
         u32 group = s.group(), heads = group + 1, dim = s.head_dim, q_width = s.heads * dim, k_width = s.kv_heads * dim;
         f32 *rows = own_rows<DIM>(s), *scales = rows + heads * dim;
-        make_scales(scales, 0, group, q, q_norm, q_norm_width, q_width, s);
-        make_scales(scales, group, heads, k, k_norm, k_norm_width, k_width, s);
+        make_scales(scales, q_width, k_width, s);
         __syncthreads();
         for (u32 i = threadIdx.x * 4; i < heads * dim; i += 4 * THREADS) {
             u32 head = i / dim, at = i % dim;
@@ -123,8 +143,10 @@ struct PlacedQueries {
                u32 q_norm_width, u32 k_norm_width, f32 eps, const f32 *angles, const u32 *positions, u32 start, u32 half, u32 is_interleaved
 #define DEFINE(DIM)                                                                                                                     \
     KERNEL(128) attention_placed_##DIM(PLACED, const f32* sinks, bf16* o, f32* lse, f32* parts, u32 count, u32 keys_each, SIZES) {       \
-        Angles own = angles_of(angles, positions[blockIdx.z], head_dim, start, half, is_interleaved);                                   \
-        PlacedQueries made = {q, k, v, queries, keys, values, q_norm, k_norm, q_norm_width, k_norm_width, eps, own};                    \
+        PlacedQueries made = {q, k, v, queries, keys, values, q_norm, k_norm, q_norm_width, k_norm_width, eps, Angles{}};               \
+        made.ask_for_norms(heads / kv_heads, head_dim);                                                                                 \
+        after_earlier();                                                                                                                \
+        made.angles = angles_of(angles, positions[blockIdx.z], head_dim, start, half, is_interleaved);                                  \
         forward<DIM>(made, keys, values, sinks, o, lse, Parts{parts, count, keys_each}, THE_SIZES);                                     \
     }
 DEFINE(64)

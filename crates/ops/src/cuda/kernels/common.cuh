@@ -196,6 +196,13 @@ DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
     else ((f32*)p)[i] = x;
 }
 
+// What kernels are told of numbers that are bf16 in the order of blocks' levels (some_rows.cuh), and where of each 32 the element of a column is:
+// a lane's four of the first 16 and four of the others are neighbours, of four in pairs (0, 2), (1, 3).
+const u32 IN_LEVELS = 2;
+DEVICE u32 place_in_levels(u32 column) {
+    return (column & ~31u) | (column & 12) << 1 | (column & 16) >> 2 | (column & 1) << 1 | (column & 2) >> 1;
+}
+
 // Eight bf16 numbers.
 DEVICE void unpack(f32 (&x)[8], uint4 words) {
     u32 pairs[4] = {words.x, words.y, words.z, words.w};

@@ -20,6 +20,18 @@ KERNEL(256) cast_elements(const void* x, u32 x_bf16, void* y, u32 y_bf16, u64 le
         [&](u64 i) { store_any(y, y_bf16, i, load_any(x, x_bf16, i)); });
 }
 
+// As bf16 in the order of levels, whole rows of 32.
+KERNEL(256) cast_to_levels(const void* x, u32 x_bf16, bf16* y, u64 len) {
+    FOR_EACH(i, len / 8) {
+        u64 from = i / 4 * 32 + i % 4 * 4;
+        f32 v[8];
+#pragma unroll
+        for (u32 j = 0; j < 8; j++) v[j] = load_any(x, x_bf16, from + j % 4 + j / 4 * 16);
+        f32 in_order[8] = {v[0], v[2], v[1], v[3], v[4], v[6], v[5], v[7]};
+        store_vector(y, 1, i * 8, in_order);
+    }
+}
+
 KERNEL(256) fill_elements(f32* y, f32 value, u64 len) {
     FOR_EACH(i, len) y[i] = value;
 }

@@ -169,7 +169,7 @@ struct Activate {
         // What is saved is what the activation is taken of, so that backward sees the same function.
         f32 gates[1] = {rounded(gate, is_bf16)}, ups[1] = {rounded(up, is_bf16)};
         activate(shape, gates, ups);
-        store_any(a, a_bf16, row * width + column, gates[0]);
+        store_any(a, a_bf16, row * width + (a_bf16 == IN_LEVELS ? place_in_levels(column) : column), gates[0]);
         return 0.0f;
     }
     DEVICE_MEMBER bool has_vectors() const { return width % 8 == 0; }

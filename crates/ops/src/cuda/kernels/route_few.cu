@@ -9,10 +9,13 @@ const u32 ROUTE_COLUMNS = 4;
 // `arrived` counts blocks in its first number and those of each eight rows in the others.
 KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOICES, u32* arrived) {
     SHARED(shared);
+    ask_for_weight(THE_NORM, depth);
     after_earlier_for_few(THE_ROWS, b_stride * 4, ROUTE_COLUMNS);
     Problem p = rows_problem(THE_ROWS, ROUTE_COLUMNS);
     if (norm_x) {
-        norm_rows(THE_NORM, RowsInOrder{(f32*)shared, depth}, p.rows, depth);
+        HeldRow held = {};
+        if (p.rows == 1) held.load(THE_NORM, depth);
+        norm_rows(THE_NORM, RowsInOrder{(f32*)shared, depth}, p.rows, depth, held);
         p.a = Operand{shared, nullptr, 0, depth, 0};
     }
     // What was normed is rounded already.

@@ -117,14 +117,12 @@ struct WarpTokens {
     }
 };
 
-// result[0] is the token at the share `drawn` of the weights that the filters leave (the first of the likeliest ones at temperature
-// 0, or where nothing is possible), result[1] whether any logit is not a number; two of each row, whose share is in `draws` if there are
-// such. Filters: the `top_k` likeliest (0: all), of these the
-// fewest that have `top_p` of their weights (1: all), and none less than `min_p` times as likely as the likeliest.
+// A row's id is the token at the share `drawn` of the weights that the filters leave (the first of the likeliest ones at temperature
+// 0, or where nothing is possible); its share is in `draws` if there are such. The host's answer has the highest bit as well if any logit is
+// not a number. Filters: the `top_k` likeliest (0: all), of these the fewest that have `top_p` of their weights (1: all), and none less than `min_p` times as likely as the likeliest.
 KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k, f32 top_p, f32 min_p, f32 drawn, const f32* draws,
-                        u32* result) {
+                        u32* ids, u32* answers) {
     values += (u64)blockIdx.x * count;
-    result += 2 * blockIdx.x;
     if (draws) drawn = draws[blockIdx.x];
     u64 best = 0, bad = 0, possible = 0, total;
     for (u32 id = threadIdx.x; id < count; id += DRAWING_THREADS) {
@@ -139,8 +137,8 @@ KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k
     sum_below(possible, possible);
     u32 likeliest = (u32)(best >> 32) == 0 ? 0 : ~(u32)best;
     if (threadIdx.x == 0) {
-        result[0] = likeliest;
-        result[1] = (u32)bad;
+        ids[blockIdx.x] = likeliest;
+        answers[blockIdx.x] = likeliest | (u32)bad << 31;
     }
     if (temperature == 0.0f || possible == 0) return;
 
@@ -169,7 +167,10 @@ KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k
         tokens.weigh(kept, before, [&](u32 id, u64 weight) {
             u64 up_to = start + warp_sum_up_to(weight);
             u32 beyond = lanes_where(place < up_to);
-            if (beyond != 0 && (u32)__ffs((int)beyond) - 1 == threadIdx.x % 32) result[0] = id;
+            if (beyond != 0 && (u32)__ffs((int)beyond) - 1 == threadIdx.x % 32) {
+                ids[blockIdx.x] = id;
+                answers[blockIdx.x] = id | (u32)bad << 31;
+            }
             start = from_lane(up_to, 31);
             return beyond != 0;
         });

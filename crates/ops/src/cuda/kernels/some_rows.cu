@@ -9,6 +9,7 @@ KERNEL_OF_TWO(256) OF_TYPE(some_rows_nt)(ROWS, STORE, u32 line_tiles, u32 stages
 KERNEL_OF_TWO(256) OF_TYPE(some_each)(EACH, u32 line_tiles, u32 stages, NORM) {
     Store store;
     Problem p = problem_of_each(THE_EACH, SOME, line_tiles * LINES, store);
+    ask_for_weight(THE_NORM, depth);
     after_earlier_with(p.b.data, p.column, line_tiles * LINES / 8, p.columns, b_stride);
     if (norm_x) multiply_normed<TYPE_OF_WEIGHTS>(p, line_tiles, stages, THE_NORM, store);
     else multiply_some<false, TYPE_OF_WEIGHTS>(p, line_tiles, stages, store);

@@ -246,9 +246,10 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
         *(uint2*)own = make_uint2(pack_bf16(v.x[0], v.x[SECOND]), pack_bf16(v.x[3 - SECOND], v.x[3]));
     }
     // `rows` rows of A, at most 32 and of `len` elements from `start` on, by a whole block. A thread has eight of them on their way at a time.
-    template <typename T> DEVICE_MEMBER void put_all(const Operand& a, u32 rows, u32 start, u32 len) const {
+    // Each lane's `own` is where its row is.
+    template <typename T> DEVICE_MEMBER void put_all(const Operand& a, u32 own, u32 rows, u32 start, u32 len) const {
         const T* data = (const T*)a.data + start;
-        u32 own = lanes_row(a, rows), fours = len / 4, all = (rows + 7) / 8 * fours;
+        u32 fours = len / 4, all = (rows + 7) / 8 * fours;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < (all + 31) / 32 * 32; i += 256) {
             u32 first = i / fours * 8, k = i % fours * 4;
@@ -263,9 +264,9 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
                 if (first + r < rows) put_at(first + r, k, v[r]);
         }
     }
-    // The same of rows in bf16 at whole pieces of 16 bytes, beside weights in bf16: they lie in order, and all of them are on their way at once.
-    DEVICE_MEMBER void copy_all(const Operand& a, u32 rows, u32 start, u32 len) const {
-        u32 lane = threadIdx.x % 32, own = lanes_row(a, rows);
+    // The same of rows in bf16 that are in order already, at whole pieces of 16 bytes: all of them are on their way at once.
+    DEVICE_MEMBER void copy_all(const Operand& a, u32 own, u32 rows, u32 start, u32 len) const {
+        u32 lane = threadIdx.x % 32;
         const bf16* from[GROUPS];
 #pragma unroll
         for (u32 g = 0; g < GROUPS; g++)
@@ -273,22 +274,41 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
         for (u32 k = threadIdx.x / 32 * 32; k < len; k += 256)
 #pragma unroll
             for (u32 g = 0; g < GROUPS; g++) copy_async(to + (k / 32 * GROUPS + g) * 512 + lane * 16, from[g] + k, 8 * g + lane / 4 < rows);
-        copy_commit();
-        copy_wait<0>();
-    }
-    // Lane i knows where row i is.
-    DEVICE_MEMBER u32 lanes_row(const Operand& a, u32 rows) const {
-        u32 lane = threadIdx.x % 32, own = (u32)a.first + lane;
-        return a.gather && lane < rows ? a.gather[own] : own;
     }
 };
 
-template <u32 TYPE, u32 GROUPS> DEVICE void stage(u8* to, const Operand& a, u32 rows, u32 start, u32 len) {
-    StagedRows<TYPE, GROUPS> staged = {to};
-    if (TYPE == BF16 && a.is_bf16 && ((u64)a.data | a.stride * 2) % 16 == 0) staged.copy_all(a, rows, start, len);
-    else if (a.is_bf16) staged.template put_all<bf16>(a, rows, start, len);
-    else staged.template put_all<f32>(a, rows, start, len);
-}
+// Activations of up to eight GROUPS rows: `begin` asks for what says where they are, and `put` brings a piece of the depth, which is there
+// then, or on its way as copies.
+template <u32 TYPE, u32 GROUPS> struct Activations {
+    static const bool COME_AMID = GROUPS == 1, ARE_COPIED = true;
+    StagedRows<TYPE, GROUPS> to;
+    Operand a;
+    u32 rows, own;
+    DEVICE_MEMBER void begin() {
+        u32 lane = threadIdx.x % 32;
+        own = (u32)a.first + lane;
+        if (a.gather && lane < rows) own = a.gather[own];
+    }
+    DEVICE_MEMBER void put(u32 start, u32 len) const {
+        bool is_in_order = a.is_bf16 == (TYPE == BF16 ? 1 : IN_LEVELS);
+        if (is_in_order && ((u64)a.data | a.stride * 2) % 16 == 0) to.copy_all(a, own, rows, start, len);
+        else if (a.is_bf16) to.template put_all<bf16>(a, own, rows, start, len);
+        else to.template put_all<f32>(a, own, rows, start, len);
+    }
+};
+
+// Those that are normed first, the whole depth at once: one row is asked for before weights, and normed behind what asks for these.
+template <u32 TYPE, u32 GROUPS> struct NormedActivations {
+    static const bool COME_AMID = false, ARE_COPIED = false;
+    StagedRows<TYPE, GROUPS> to;
+    const Norm& norm;
+    u32 rows, width;
+    HeldRow held;
+    DEVICE_MEMBER void begin() {
+        if (rows == 1) held.load(norm, width);
+    }
+    DEVICE_MEMBER void put(u32, u32) const { norm_rows(norm, to, rows, width, held); }
+};
 
 // Adds the products of elements from 32 `index` of a chunk on: to a lane's sums of its two lines with rows 2 (lane % 4) on of each eight.
 // `x` is where the first eight rows' activations of these elements are.
@@ -355,6 +375,11 @@ template <u32 TYPE> struct Room {
         if (stages == 2) copy_wait<1>();
         else copy_wait<3>();
     }
+    // Waits for what was asked for before the second half of them.
+    DEVICE_MEMBER void wait_for_half() const {
+        if (stages == 2) copy_wait<1>();
+        else copy_wait<2>();
+    }
     DEVICE_MEMBER f32* sums(u32 warp) const { return (f32*)(shared + warp * stages * C::SIZE); }
     DEVICE_MEMBER u8* staged() const { return shared + 8 * stages * C::SIZE; }
     // How much of the depth there is room for, in whole chunks.
@@ -362,23 +387,32 @@ template <u32 TYPE> struct Room {
 };
 
 // Goes through a warp's chunks in turn, each of which `chunk_of` gives its place in the depth: `copy` asks for one, and `add` adds it, when it
-// is there. The depth comes in pieces, the same for all warps: `stage` puts the activations of one into shared memory.
-template <u32 TYPE, typename ChunkOf, typename Copy, typename Stage, typename Add>
-DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& room, ChunkOf chunk_of, Copy copy, Stage stage, Add add) {
+// is there. The depth comes in pieces, the same for all warps, of which `activations` are in shared memory. Few of them are asked for amid the
+// first weights: behind all that a multiprocessor may have under way they would come when all of that has, and before it memory would have
+// little to do. Many, which take longer than weights, come behind those. (An H200: a text of OLMoE's 1% less, 64 texts amid weights 3% more.)
+template <u32 TYPE, typename Activations, typename ChunkOf, typename Copy, typename Add>
+DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& room, Activations& activations, ChunkOf chunk_of, Copy copy, Add add) {
     typedef Chunk<TYPE> C;
     auto ask = [&](u32 i) {
         if (i < count) copy(i, chunk_of(i), room.chunk(i));
         copy_commit();
     };
+    activations.begin();
+    u32 before = Activations::COME_AMID ? room.stages / 2 : room.stages;
 #pragma unroll 1
-    for (u32 i = 0; i < room.stages; i++) ask(i);
+    for (u32 i = 0; i <= room.stages; i++) {
+        if (i == before) {
+            activations.put(0, min(depth, of_piece));
+            copy_commit();
+        }
+        if (i < room.stages) ask(i);
+    }
+    if (Activations::COME_AMID) room.wait_for_half();
+    else if (Activations::ARE_COPIED) copy_wait<0>();
+    __syncthreads();
     u32 i = 0;
 #pragma unroll 1
-    for (u32 start = 0; start < depth; start += of_piece) {
-        // Nobody reads those of the piece before any more.
-        if (start > 0) __syncthreads();
-        stage(start, min(depth - start, of_piece));
-        __syncthreads();
+    for (u32 start = 0;;) {
 #pragma unroll 1
         for (; i < count && chunk_of(i) * C::DEPTH < start + of_piece; i++) {
             u32 chunk = chunk_of(i);
@@ -388,6 +422,14 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& roo
             __syncwarp();
             ask(i + room.stages);
         }
+        start += of_piece;
+        if (start >= depth) break;
+        // Nobody reads those of the piece before any more.
+        __syncthreads();
+        activations.put(start, min(depth - start, of_piece));
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
     }
     copy_wait<0>();
     __syncwarp();
@@ -396,21 +438,16 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& roo
 // How many of `all` chunks a warp has that is `part` of `parts`.
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
-// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile. What is to be normed, if
-// anything, is so at once, and all of it has room.
-template <u32 TYPE, u32 GROUPS>
-DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, const Room<TYPE>& room, const Norm& norm) {
+// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile. Pieces of the depth are `of_piece`.
+template <u32 TYPE, u32 GROUPS, typename Activations>
+DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, const Room<TYPE>& room, u32 of_piece,
+                       Activations& activations) {
     typedef Chunk<TYPE> C;
-    u8* staged = room.staged();
+    const u8* staged = room.staged();
     const u32 STEP = GROUPS * 512;
     for_chunks<TYPE>(
-        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), p.depth, norm.x ? p.depth : room.template depth<GROUPS>(), room,
-        [&](u32 i) { return part + i * parts; },
+        chunks_of((p.depth + C::DEPTH - 1) / C::DEPTH, part, parts), p.depth, of_piece, room, activations, [&](u32 i) { return part + i * parts; },
         [&](u32, u32 chunk, u8* to) { copy_chunk<TYPE>(to, lines, chunk * C::BYTES); },
-        [&](u32 start, u32 len) {
-            if (norm.x) norm_rows(norm, StagedRows<TYPE, GROUPS>{staged}, p.rows, p.depth);
-            else stage<TYPE, GROUPS>(staged, p.a, p.rows, start, len);
-        },
         [&](u32, u32 chunk, u32 k, const u8* from) {
             add_chunk<TYPE, GROUPS>(sums, from, lines, chunk * C::BYTES, staged + k / 32 * STEP, STEP, p.depth - chunk * C::DEPTH);
         });
@@ -429,11 +466,11 @@ template <u32 TYPE, u32 GROUPS> DEVICE void lay_down_sums(const f32 (&sums)[GROU
 }
 
 // By a block of 1, 2, 4 or 8 tiles.
-template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
-DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, const Room<TYPE>& room, const Norm& norm) {
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Activations, typename Epilogue>
+DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogue, const Room<TYPE>& room, u32 of_piece, Activations& activations) {
     u32 warp = threadIdx.x / 32, parts = 8 / tiles;
     f32 sums[GROUPS][4] = {};
-    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % tiles), warp / tiles, parts, room, norm);
+    add_chunks<TYPE, GROUPS>(sums, p, lines_of<IS_PAIRED>(p, warp % tiles), warp / tiles, parts, room, of_piece, activations);
     lay_down_sums<TYPE, GROUPS>(sums, room);
     auto all = [&](u32 tile, u32 line, u32 row) {
         f32 sum = 0.0f;
@@ -451,20 +488,28 @@ DEVICE void multiply_groups(const Problem& p, u32 tiles, const Epilogue& epilogu
     }
 }
 
+template <bool IS_PAIRED, u32 TYPE, u32 GROUPS, typename Epilogue>
+DEVICE void multiply_up_to(const Problem& p, u32 tiles, const Epilogue& epilogue, const Room<TYPE>& room) {
+    Activations<TYPE, GROUPS> activations = {{room.staged()}, p.a, p.rows, 0};
+    multiply_groups<IS_PAIRED, TYPE, GROUPS>(p, tiles, epilogue, room, room.template depth<GROUPS>(), activations);
+}
+
 template <bool IS_PAIRED, u32 TYPE, typename Epilogue> DEVICE void multiply_some(const Problem& p, u32 tiles, u32 stages, const Epilogue& epilogue) {
     SHARED(shared);
     Room<TYPE> room = {shared, stages};
     if (p.rows == 0) return;
-    if (p.rows <= 8) multiply_groups<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, room, Norm{});
-    else if (p.rows <= 16) multiply_groups<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, room, Norm{});
-    else multiply_groups<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, room, Norm{});
+    if (p.rows <= 8) multiply_up_to<IS_PAIRED, TYPE, 1>(p, tiles, epilogue, room);
+    else if (p.rows <= 16) multiply_up_to<IS_PAIRED, TYPE, 2>(p, tiles, epilogue, room);
+    else multiply_up_to<IS_PAIRED, TYPE, 4>(p, tiles, epilogue, room);
 }
 
-// The same of up to eight rows, which are normed first.
+// The same of up to eight rows, which are normed first: all of them have room.
 template <u32 TYPE, typename Epilogue>
 DEVICE void multiply_normed(const Problem& p, u32 tiles, u32 stages, const Norm& norm, const Epilogue& epilogue) {
     SHARED(shared);
-    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, Room<TYPE>{shared, stages}, norm);
+    Room<TYPE> room = {shared, stages};
+    NormedActivations<TYPE, 1> activations = {{room.staged()}, norm, p.rows, p.depth, {}};
+    multiply_groups<false, TYPE, 1>(p, tiles, epilogue, room, p.depth, activations);
 }
 
 // The sum of `count` rows, at most eight GROUPS and each a tile of its own, each times its group's matrix and its weight: what becomes of a
@@ -477,8 +522,8 @@ template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const 
     // Lane i knows row i.
     u32 group = lane < count ? r.tiles[3 * lane] : 0;
     f32 weight = lane < count ? row_weights[lane] : 0.0f, sums[1][4] = {};
-    Operand a = Operand{r.a, nullptr, 0, r.a_stride, r.a_bf16};
-    u8* staged = room.staged();
+    const u8* staged = room.staged();
+    Activations<TYPE, GROUPS> activations = {{room.staged()}, Operand{r.a, nullptr, 0, r.a_stride, r.a_bf16}, count, 0};
     auto lines_of_row = [&](u32 row) {
         u32 own = from_lane(group, (int)row);
         const u8* data = r.b_listed ? ((const u8* const*)r.b)[own] : (const u8*)r.b + (u64)own * r.group_rows * r.b_stride;
@@ -487,10 +532,9 @@ template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const 
         return LaneLines{{line, line + 8 * (u64)r.b_stride}, {column < r.columns, column + 8 < r.columns}, r.b_stride};
     };
     for_chunks<TYPE>(
-        chunks_of((r.depth + C::DEPTH - 1) / C::DEPTH * count, warp, 8), r.depth, room.template depth<GROUPS>(), room,
+        chunks_of((r.depth + C::DEPTH - 1) / C::DEPTH * count, warp, 8), r.depth, room.template depth<GROUPS>(), room, activations,
         [&](u32 i) { return (warp + 8 * i) / count; },
         [&](u32 i, u32 chunk, u8* to) { copy_chunk<TYPE>(to, lines_of_row((warp + 8 * i) % count), chunk * C::BYTES); },
-        [&](u32 start, u32 len) { stage<TYPE, GROUPS>(staged, a, count, start, len); },
         [&](u32 i, u32 chunk, u32 k, const u8* from) {
             u32 row = (warp + 8 * i) % count;
             f32 products[1][4] = {}, own = from_lane(weight, (int)row);

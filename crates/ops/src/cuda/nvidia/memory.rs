@@ -7,6 +7,7 @@ use cudarc::driver::sys::{self, CUmemPool_attribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use moeworks_tensor::{DeviceBlock, DeviceMemory};
 
+use super::late::Slots;
 use super::staging::{Engine, STAGING_BYTES, Staging};
 use super::{GpuError, Nvidia, describe, failed};
 use crate::cuda::traffic::Meter;
@@ -24,6 +25,8 @@ pub(super) struct Shared {
     /// What copies of either stream go by way of: those of one do not wait for the other's.
     staging: LazyStaging,
     staging_of_copies: LazyStaging,
+    /// What small results go by way of that are waited for alone.
+    pub(super) late: Slots,
 }
 
 /// Memory that is had at the first copy, or none where the system gives none.
@@ -63,11 +66,19 @@ unsafe impl Send for Event {}
 
 impl Event {
     /// The moment when what the stream was asked for until now is over. The context must be this thread's.
-    fn of(stream: &CudaStream) -> Result<Self, DriverError> {
+    pub(super) fn of(stream: &CudaStream) -> Result<Self, DriverError> {
         let event = Self(result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?);
         // SAFETY: the event and the stream are this context's.
         unsafe { result::event::record(event.0, stream.cu_stream()) }?;
         Ok(event)
+    }
+}
+
+impl Event {
+    /// Waits for it. The context must be this thread's.
+    pub(super) fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: the event is there until it is dropped.
+        unsafe { result::event::synchronize(self.0) }
     }
 }
 
@@ -96,8 +107,7 @@ impl Engine for CudaStream {
     }
 
     fn wait_for(&self, event: Event) -> Result<(), DriverError> {
-        // SAFETY: the event is there until it is dropped.
-        unsafe { result::event::synchronize(event.0) }
+        event.wait()
     }
 }
 
@@ -125,8 +135,8 @@ impl Shared {
         let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
         let (free, meter) = (Mutex::default(), Meter::default());
-        let (staging, staging_of_copies) = Default::default();
-        Ok(Self { context, stream, copies, meter, number, free, staging, staging_of_copies })
+        let (staging, staging_of_copies, late) = Default::default();
+        Ok(Self { context, stream, copies, meter, number, free, staging, staging_of_copies, late })
     }
 
     fn free(&self) -> MutexGuard<'_, FreeBlocks> {
@@ -159,6 +169,7 @@ impl Drop for Shared {
         if self.context.bind_to_thread().is_ok() {
             self.staging.give_back(&self.stream);
             self.staging_of_copies.give_back(&self.copies);
+            self.late.give_back();
         }
     }
 }

@@ -9,6 +9,7 @@ use super::some_rows::row_bytes;
 use super::{On, THREADS};
 use crate::cuda::sources::BLOCKS;
 use crate::cuda::{Arg, Launch};
+use crate::late::List;
 
 /// How kernels call a type of blocks.
 fn code(dtype: DType) -> u32 {
@@ -62,11 +63,11 @@ pub(crate) fn dequantized(on: On<'_>, blocks: &Tensor) -> Tensor {
 }
 
 /// Rows of a table in blocks; the ids are rows of it.
-pub(crate) fn embedding(on: On<'_>, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
+pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DType) -> Tensor {
     let (dtype, width) = (table.dtype(), table.cols());
-    let (mut y, list) = (on.empty(&[ids.len(), width], out), on.u32s(ids));
+    let (mut y, list) = (on.empty(&[ids.len(), width], out), on.list(ids));
     let args: [Arg<'_>; 7] = [
-        on.read(&list),
+        on.read(list.tensor()),
         on.read(table),
         on.write(&mut y),
         (out == DType::BF16).into(),

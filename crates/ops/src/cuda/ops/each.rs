@@ -85,7 +85,8 @@ impl Each<'_> {
 
     fn store_to(&self, on: On<'_>, way: Way, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
-        let a = &some_rows::rounded(on, self.a, dtype, rows > some_rows::ROWS);
+        let levels = some_rows::in_levels(on, self.a, dtype, rows >= some_rows::MANY_ROWS);
+        let a = levels.as_ref().unwrap_or(self.a);
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
         let layout = self.layout(on, way);
         let (height, width, stride) = match layout {
@@ -109,7 +110,8 @@ impl Each<'_> {
         args.extend(ys.iter_mut().map(|y| on.write(y)).chain(none()).take(Self::MOST));
         args.push(on.read_or_none(self.base));
         args.extend(columns.into_iter().map(Arg::from));
-        args.extend([a.dtype() == DType::BF16, dtype == DType::BF16, out_is_bf16].map(Arg::from));
+        args.push(some_rows::kind_of(a.dtype(), levels.is_some()));
+        args.extend([dtype == DType::BF16, out_is_bf16].map(Arg::from));
         args.extend([rows, depth, stride].map(Arg::from));
         match layout {
             None => args.push((dtype.of_activations() == DType::BF16).into()),

@@ -249,11 +249,17 @@ pub(crate) fn adamw(on: On<'_>, factors: &Factors, tensors: AdamWTensors<'_>) {
     unsafe { on.launch(&ELEMENTWISE, "adamw_step", blocks(len), &args) };
 }
 
-pub(crate) fn embedding(on: On<'_>, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
-    let (mut y, list) = (on.empty(&[ids.len(), table.cols()], out), on.u32s(ids));
+pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DType) -> Tensor {
+    let (mut y, list) = (on.empty(&[ids.len(), table.cols()], out), on.list(ids));
     let y_bf16 = is_bf16(&y);
-    let args =
-        [on.read(&list), on.read(table), is_bf16(table).into(), on.write(&mut y), y_bf16.into(), table.cols().into()];
+    let args = [
+        on.read(list.tensor()),
+        on.read(table),
+        is_bf16(table).into(),
+        on.write(&mut y),
+        y_bf16.into(),
+        table.cols().into(),
+    ];
     // SAFETY: the ids are rows of the table, and a block writes its row.
     unsafe { on.launch(&ELEMENTWISE, "gather_rows", ids.len(), &args) };
     y

@@ -5,7 +5,8 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::depths::DepthsProduct;
 use super::e4m3::{self, Packed};
-use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, ListedTiles, RowsProduct, place};
+use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct, place};
+use super::listed::ListedTiles;
 use super::{Listed, On, THREADS, WARPS, some_rows, takes_weights};
 use crate::Activation;
 use crate::cuda::room::Stacks;
@@ -238,7 +239,6 @@ pub(crate) fn forward(
     // Which kernels would round to bf16.
     let type_of_a = if weights.down.dtype().is_quantized() { DType::BF16 } else { dtype };
     let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], type_of_a));
-    let x = &some_rows::rounded(on, x, weights.gate_up.dtype(), map.num_tokens > 2 * FEW_ROWS);
     let mut outputs = None;
     let numbers = Numbers::of(on, is_fp8, (d, f), &map);
     let of_x = numbers.rows(on, x);
@@ -259,9 +259,12 @@ pub(crate) fn forward(
             pair: (inputs == 2).then_some(f),
             compute: dtype,
             groups: part.groups(&map),
+            a_in_levels: false,
             scales: scales(&of_x, &gate_up),
         };
-        let epilogue = activation(on, weights, biases, (h.as_mut(), &mut a), dtype);
+        // As the second product takes them, if the kernel of the first gives them so.
+        let in_levels = up.is_of_some(on) && up.reads_levels(weights.down.dtype(), f);
+        let epilogue = activation(on, weights, biases, (h.as_mut(), (&mut a, in_levels)), dtype);
         // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
         unsafe { up.run(on, &epilogue) };
         drop(epilogue);
@@ -276,6 +279,7 @@ pub(crate) fn forward(
             depth: f,
             pair: None,
             compute: weights.down.dtype().of_activations(),
+            a_in_levels: in_levels,
             scales: scales(&a, &down),
             ..up
         };
@@ -296,14 +300,14 @@ fn activation<'a>(
     on: On<'_>,
     weights: ExpertWeights<'a>,
     biases: Option<ExpertBiases<'a>>,
-    (h, a): (Option<&'a mut Tensor>, &'a mut Tensor),
+    (h, (a, in_levels)): (Option<&'a mut Tensor>, (&'a mut Tensor, bool)),
     dtype: DType,
 ) -> Epilogue<'a> {
     let kernels = match weights.activation.num_inputs() {
         2 => ["up_paired", "plain_up_paired", "few_up_paired"],
         _ => ["up_single", "plain_up_single", "few_up_single"],
     };
-    let types = [dtype, a.dtype()].map(|dtype| Arg::from(dtype == DType::BF16));
+    let types = [some_rows::kind_of(dtype, false), some_rows::kind_of(a.dtype(), in_levels)];
     let bias = on.read_or_none(biases.map(|biases| biases.gate_up));
     let to_h = h.map_or(Arg::none(), |h| on.write(h));
     let mut args = vec![to_h, on.write(a), bias, types[0], types[1], weights.down.cols().into()];
@@ -479,6 +483,7 @@ pub(crate) fn backward(
         pair: None,
         compute: dtype,
         groups: map.groups(),
+        a_in_levels: false,
         scales: scales(&of_dy, &down),
     };
     let num_parts = first.column_tiles(on);

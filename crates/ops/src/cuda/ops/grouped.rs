@@ -5,11 +5,11 @@
 //! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; on Hopper `wgmma`, and tensor copies of matrices;
 //! `mma.sync` elsewhere); all others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
-use std::cell::OnceCell;
 use std::sync::OnceLock;
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::listed::{ListedTiles, num_tiles};
 use super::router::list_tiles;
 use super::some_rows::{self, Layout};
 use super::{On, blocks, elementwise};
@@ -202,6 +202,8 @@ pub(super) struct RowsProduct<'a> {
     /// f32 or bf16: what elements are multiplied as.
     pub(super) compute: DType,
     pub(super) groups: Groups<'a>,
+    /// Whether A is bf16 in the order of levels, as products take it that [`reads_levels`](RowsProduct::reads_levels) says.
+    pub(super) a_in_levels: bool,
     /// The scales of A and B, where these are [eight-bit floats](super::e4m3::Packed) (of [`Form::Nt`], on Hopper).
     pub(super) scales: Option<[&'a Tensor; 2]>,
 }
@@ -213,41 +215,6 @@ pub(super) enum Groups<'a> {
     One { rows: usize },
     /// Group g has rows `offsets[g]..offsets[g + 1]` of so many in all, and at most `most`.
     Many { offsets: &'a Tensor, rows: usize, most: usize, listed: &'a ListedTiles },
-}
-
-/// The tiles of some groups' rows.
-#[derive(Default)]
-pub(super) struct ListedTiles {
-    /// Those that were listed with the sort of few choices, and their height.
-    few: Option<(usize, Tensor)>,
-    /// Those of another height, listed when a product first needs them.
-    others: OnceCell<(usize, Tensor)>,
-}
-
-/// Rows of the tiles that are listed with the sort of so many tokens' choices: those of the kernels that most weights have then.
-pub(super) fn listed_height(num_tokens: usize) -> usize {
-    if num_tokens <= FEW_ROWS { FEW_ROWS } else { some_rows::ROWS }
-}
-
-/// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one that is not full.
-pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
-    rows / height + rows.min(groups)
-}
-
-impl ListedTiles {
-    /// With those that were listed with the sort of so many tokens' choices, if there are any.
-    pub(super) fn of_few(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
-        let few = tiles.map(|tiles| (listed_height(num_tokens), tiles.clone()));
-        Self { few, others: OnceCell::new() }
-    }
-
-    fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
-        if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
-            return few.clone();
-        }
-        let (own, tiles) = self.others.get_or_init(|| (height, list()));
-        if *own == height { tiles.clone() } else { list() }
-    }
 }
 
 impl Groups<'_> {
@@ -403,12 +370,25 @@ impl RowsProduct<'_> {
         self.form == Form::Nt && self.scales.is_none() && is_decoding
     }
 
+    /// Whether it is one of some rows with matrices as they lie.
+    pub(super) fn is_of_some(&self, on: On<'_>) -> bool {
+        self.is_there() && matches!(self.kernel(on), Kernel::Some(_))
+    }
+
+    /// Whether matrices of this type and depth, one for each group as of this product, are in blocks that are multiplied with as they lie.
+    pub(super) fn reads_levels(&self, dtype: DType, depth: usize) -> bool {
+        dtype.is_quantized() && self.has_few_rows_for_blocks() && some_rows::takes(dtype, depth)
+    }
+
     /// Whether blocks are multiplied with as they lie. Groups of more rows than are taken at once read their blocks several times, and the
     /// rows for every few columns; turned into bf16 first, blocks of four bits cost eight times their bytes.
     fn reads_blocks(&self) -> bool {
+        self.has_few_rows_for_blocks() && some_rows::takes(self.b.dtype(), self.depth)
+    }
+
+    fn has_few_rows_for_blocks(&self) -> bool {
         let (rows, groups) = self.rows_and_groups();
-        let are_few = self.groups.most() <= some_rows::ROWS || rows <= some_rows::ROWS * groups;
-        are_few && some_rows::takes(self.b.dtype(), self.depth)
+        self.groups.most() <= some_rows::ROWS || rows <= some_rows::ROWS * groups
     }
 
     /// # Safety
@@ -420,7 +400,10 @@ impl RowsProduct<'_> {
         let is_fp8 = self.scales.is_some();
         let rounded = (kernel.uses_tensor_cores() && !is_fp8 && self.a.dtype() != DType::BF16)
             .then(|| elementwise::cast(on, self.a, DType::BF16));
-        let a = rounded.as_ref().unwrap_or(self.a);
+        let is_to_be_ordered =
+            matches!(kernel, Kernel::Some(_)) && !self.a_in_levels && self.a.rows() >= some_rows::MANY_ROWS;
+        let levels = some_rows::in_levels(on, self.a, self.b.dtype(), is_to_be_ordered);
+        let a = levels.as_ref().or(rounded.as_ref()).unwrap_or(self.a);
         // Kernels copy eight-bit floats in pairs.
         let depth = if is_fp8 { self.depth / 2 } else { self.depth };
         let b_stride = match self.form {
@@ -428,7 +411,7 @@ impl RowsProduct<'_> {
             Form::Nt => depth,
             _ => self.columns,
         };
-        let mut args = self.operands(on, a, &tiles, (depth, b_stride)).to_vec();
+        let mut args = self.operands(on, (a, self.a_in_levels || levels.is_some()), &tiles, (depth, b_stride)).to_vec();
         args.extend_from_slice(&epilogue.args);
         let layout = if let Kernel::Some(dtype) = kernel { Some(self.layout(on, dtype)) } else { None };
         if let Some(layout) = layout {
@@ -458,18 +441,17 @@ impl RowsProduct<'_> {
     fn operands<'a>(
         &'a self,
         on: On<'_>,
-        a: &'a Tensor,
+        (a, a_in_levels): (&'a Tensor, bool),
         tiles: &'a Tensor,
         (depth, b_stride): (usize, usize),
     ) -> [Arg<'a>; 13] {
-        let is_bf16 = |tensor: &Tensor| Arg::from(tensor.dtype() == DType::BF16);
         [
             on.read(a),
             on.read_or_none(self.gather),
             on.read(self.apart.map_or(self.b, |apart| apart.addresses)),
             on.read(tiles),
-            is_bf16(a),
-            is_bf16(self.b),
+            some_rows::kind_of(a.dtype(), a_in_levels),
+            (self.b.dtype() == DType::BF16).into(),
             depth.into(),
             b_stride.into(),
             self.group_rows.into(),
@@ -499,8 +481,9 @@ impl RowsProduct<'_> {
     pub(super) fn combined(&self, on: On<'_>, weights: &Tensor, base: Option<&Tensor>) -> Tensor {
         let (rows, _) = self.rows_and_groups();
         let (dtype, tiles, mut y) = (self.b.dtype(), self.tiles(on), on.empty(&[1, self.columns], DType::F32));
-        let mut args =
-            self.operands(on, self.a, &tiles, (self.depth, some_rows::row_bytes(dtype, self.depth))).to_vec();
+        let mut args = self
+            .operands(on, (self.a, self.a_in_levels), &tiles, (self.depth, some_rows::row_bytes(dtype, self.depth)))
+            .to_vec();
         let blocks = self.columns.div_ceil(some_rows::LINES);
         let Layout { stages, shared, .. } = Layout::of_one_tile(on, dtype, blocks);
         args.extend([on.read(weights), rows.into(), stages.into()]);

@@ -45,6 +45,7 @@ fn product<'a>(
         pair: None,
         compute: b.dtype().of_activations(),
         groups: map.groups(),
+        a_in_levels: false,
         scales: None,
     }
 }

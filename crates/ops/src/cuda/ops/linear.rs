@@ -38,8 +38,8 @@ fn product(
 ) -> Tensor {
     let (rows, compute) = (a.rows(), b.dtype().of_activations());
     let groups = Groups::One { rows };
-    let (gather, apart, pair, scales) = (None, None, None, None);
-    RowsProduct { form, a, gather, b, apart, group_rows: 0, columns, depth, pair, compute, groups, scales }
+    let (gather, apart, pair, scales, a_in_levels) = (None, None, None, None, false);
+    RowsProduct { form, a, gather, b, apart, group_rows: 0, columns, depth, pair, compute, groups, a_in_levels, scales }
         .store_onto(on, rows, out, base)
 }
 

@@ -63,6 +63,7 @@ fn product<'a>(
         pair: None,
         compute: DType::BF16,
         groups: Groups::One { rows },
+        a_in_levels: false,
         scales: None,
     }
 }

@@ -16,6 +16,7 @@ pub(crate) mod head_loss;
 pub(crate) mod heads;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
+mod listed;
 pub(crate) mod logits;
 mod normed;
 pub(crate) mod peak;

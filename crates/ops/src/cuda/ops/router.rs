@@ -6,7 +6,8 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::{listed_height, num_tiles, place};
+use super::grouped::place;
+use super::listed::{listed_height, num_tiles};
 use super::{On, THREADS, WARPS, double, normed};
 use crate::counting_sort::SortedChoices;
 use crate::cuda::sources::{ROUTE_FEW, ROUTER, SCORES};

@@ -3,15 +3,18 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::grouped::FEW_ROWS;
-use super::{On, WARPS, elementwise};
+use super::{On, THREADS, WARPS};
 use crate::cuda::sources::{
-    SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_IQ4_NL, SOME_ROWS_MXFP4, SOME_ROWS_Q2K, SOME_ROWS_Q3K, SOME_ROWS_Q4,
-    SOME_ROWS_Q4_1, SOME_ROWS_Q4K, SOME_ROWS_Q5_0, SOME_ROWS_Q5_1, SOME_ROWS_Q5K, SOME_ROWS_Q6K, SOME_ROWS_Q8,
+    ELEMENTWISE, SOME_ROWS_BF16, SOME_ROWS_F8, SOME_ROWS_IQ4_NL, SOME_ROWS_MXFP4, SOME_ROWS_Q2K, SOME_ROWS_Q3K,
+    SOME_ROWS_Q4, SOME_ROWS_Q4_1, SOME_ROWS_Q4K, SOME_ROWS_Q5_0, SOME_ROWS_Q5_1, SOME_ROWS_Q5K, SOME_ROWS_Q6K,
+    SOME_ROWS_Q8,
 };
 use crate::cuda::{Arg, Source};
 
 /// Rows that are taken at once.
 pub(super) const ROWS: usize = 32;
+/// Rows from which on activations are put in order first, where weights are in blocks.
+pub(super) const MANY_ROWS: usize = 9;
 /// Lines of weights that a warp copies at a time, a tile.
 pub(super) const LINES: usize = 16;
 /// Tiles of a block, of one for few rows with few columns, and of one of those that are many.
@@ -173,9 +176,20 @@ pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
     width / dtype.block_len() * dtype.size()
 }
 
-/// Activations as kernels multiply them with weights in blocks, bf16, where `are_many`: made so once, they are half as much for all blocks
-/// that read them, which then is worth a launch. Others are as they were.
-pub(super) fn rounded(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Tensor {
-    let is_rounded = are_many && weights.is_quantized() && x.dtype() == DType::F32;
-    if is_rounded { elementwise::cast(on, x, DType::BF16) } else { x.clone() }
+/// How numbers lie that kernels read or write, as they are told.
+pub(super) fn kind_of(dtype: DType, are_in_levels: bool) -> Arg<'static> {
+    (u32::from(dtype == DType::BF16) + u32::from(are_in_levels)).into()
+}
+
+/// Activations as bf16 in the order in which kernels take them beside weights in blocks (`some_rows.cuh`): made so once, blocks of threads
+/// copy them without looking at them, which is worth a launch where there `are_many` rows. None if they stay as they are.
+pub(super) fn in_levels(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Option<Tensor> {
+    if !are_many || !weights.is_quantized() || !x.cols().is_multiple_of(WHOLE_DEPTH) {
+        return None;
+    }
+    let mut y = on.empty(x.shape(), DType::BF16);
+    let args = [on.read(x), (x.dtype() == DType::BF16).into(), on.write(&mut y), Arg::elements(x.len())];
+    // SAFETY: a thread reads eight numbers of 32 and writes as many there.
+    unsafe { on.launch(&ELEMENTWISE, "cast_to_levels", x.len().div_ceil(8 * THREADS), &args) };
+    Some(y)
 }

@@ -1,0 +1,115 @@
+//! Small results that the host will want while the GPU goes on: copied behind the kernel that makes them, and waited for alone.
+//!
+//! What is copied when it is asked for comes after everything that the GPU was asked for meanwhile. Drawn tokens are such: the next step
+//! begins before the host knows them.
+
+use std::panic::panic_any;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::result;
+
+use super::memory::{Event, Shared};
+use super::{GpuError, Nvidia, failed};
+
+/// Results that may be under way at a time, and the most bytes of one.
+const SLOTS: usize = 16;
+const SLOT_BYTES: usize = 4096;
+
+/// Memory that the system does not move, in slots; had at the first copy, or none where the system gives none.
+#[derive(Default)]
+pub(super) struct Slots {
+    start: OnceLock<Option<Start>>,
+    free: Mutex<Vec<usize>>,
+}
+
+struct Start(*mut u8);
+// SAFETY: the memory may be used from any thread; a slot is used by who took it alone.
+unsafe impl Send for Start {}
+// SAFETY: as above.
+unsafe impl Sync for Start {}
+
+impl Slots {
+    /// A slot's number and its place. The context must be this thread's.
+    fn take(&self) -> Option<(usize, *mut u8)> {
+        let make = || {
+            self.free().extend(0..SLOTS);
+            // SAFETY: no flags; the memory is given back once.
+            unsafe { result::malloc_host(SLOTS * SLOT_BYTES, 0) }.ok().map(|start| Start(start.cast()))
+        };
+        let start = self.start.get_or_init(make).as_ref()?;
+        let slot = self.free().pop()?;
+        // SAFETY: the slot is one of those that there is memory for.
+        Some((slot, unsafe { start.0.add(slot * SLOT_BYTES) }))
+    }
+
+    fn free(&self) -> std::sync::MutexGuard<'_, Vec<usize>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the memory back. No copy is under way: each keeps what the slots are part of. The context must be this thread's.
+    pub(super) fn give_back(&mut self) {
+        if let Some(Start(start)) = self.start.take().flatten() {
+            // SAFETY: the driver gave the memory. A device that failed has nothing to give back.
+            _ = unsafe { result::free_host(start.cast()) };
+        }
+    }
+}
+
+/// A copy to the host that is under way.
+pub(crate) struct Download {
+    shared: Arc<Shared>,
+    event: Option<Event>,
+    slot: usize,
+    at: *const u8,
+    len: usize,
+}
+// SAFETY: the slot is this value's alone, and memory that any thread may use.
+unsafe impl Send for Download {}
+// SAFETY: shared, it does nothing.
+unsafe impl Sync for Download {}
+
+impl Download {
+    /// The bytes, when they are there.
+    pub(crate) fn wait(mut self) -> Vec<u8> {
+        self.settle().unwrap_or_else(|error| panic_any(error));
+        // SAFETY: the copies that wrote as many bytes of the slot are over.
+        unsafe { std::slice::from_raw_parts(self.at, self.len) }.to_vec()
+    }
+
+    fn settle(&mut self) -> Result<(), GpuError> {
+        let Some(event) = self.event.take() else { return Ok(()) };
+        self.shared.context.bind_to_thread().map_err(failed("cuCtxSetCurrent"))?;
+        event.wait().map_err(failed("copying from the GPU"))
+    }
+}
+
+impl Drop for Download {
+    fn drop(&mut self) {
+        // A slot is used again when nothing writes to it; of a device that failed nothing does.
+        _ = self.settle();
+        self.shared.late.free().push(self.slot);
+    }
+}
+
+impl Nvidia {
+    /// Copies so many bytes at an address to the host; none where there is no room for them now.
+    ///
+    /// # Safety
+    ///
+    /// They are there, and stay until what is asked of the stream later.
+    pub(in crate::cuda) unsafe fn download_soon(&self, address: u64, len: usize) -> Result<Option<Download>, GpuError> {
+        if len > SLOT_BYTES {
+            return Ok(None);
+        }
+        self.bind()?;
+        let Some((slot, at)) = self.shared.late.take() else { return Ok(None) };
+        let mut download = Download { shared: Arc::clone(&self.shared), event: None, slot, at, len };
+        let stream = &self.shared.stream;
+        // SAFETY: the caller's promise; the slot has room for them, and nobody reads it before the event.
+        unsafe { result::memcpy_dtoh_async(std::slice::from_raw_parts_mut(at, len), address, stream.cu_stream()) }
+            .map_err(failed("copying from the GPU"))?;
+        download.event = Some(Event::of(stream).map_err(failed("cuEventRecord"))?);
+        self.meter().downloaded(len);
+        Ok(Some(download))
+    }
+}
