@@ -262,7 +262,7 @@ impl Decoder {
         let pass = self.pass(ctx, weights, (batch.num_sequences, batch.seq_len, 0), memory.as_ref());
         let before = self.config.num_encoder_layers();
         let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), Rules::Inference, None, |i, saved| {
-            watch(before + i, saved)
+            watch(before + i, saved);
         });
         let loss = self.head_loss(ctx, weights, &x, batch.targets);
         self.merge_stats(&mut layers);

@@ -397,22 +397,25 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& roo
         if (i < count) copy(i, chunk_of(i), room.chunk(i));
         copy_commit();
     };
-    activations.begin();
-    u32 before = Activations::COME_AMID ? room.stages / 2 : room.stages;
+    auto ask_from = [&](u32 first, u32 end) {
 #pragma unroll 1
-    for (u32 i = 0; i <= room.stages; i++) {
-        if (i == before) {
-            activations.put(0, min(depth, of_piece));
-            copy_commit();
-        }
-        if (i < room.stages) ask(i);
-    }
-    if (Activations::COME_AMID) room.wait_for_half();
-    else if (Activations::ARE_COPIED) copy_wait<0>();
-    __syncthreads();
+        for (u32 i = first; i < end; i++) ask(i);
+    };
+    const bool COME_AMID = Activations::COME_AMID;
+    activations.begin();
+    ask_from(0, COME_AMID ? room.stages / 2 : room.stages);
     u32 i = 0;
 #pragma unroll 1
-    for (u32 start = 0;;) {
+    for (u32 start = 0; start < depth; start += of_piece) {
+        // Nobody reads those of the piece before any more.
+        if (start > 0) __syncthreads();
+        activations.put(start, min(depth - start, of_piece));
+        copy_commit();
+        if (COME_AMID && start == 0) {
+            ask_from(room.stages / 2, room.stages);
+            room.wait_for_half();
+        } else if (Activations::ARE_COPIED) copy_wait<0>();
+        __syncthreads();
 #pragma unroll 1
         for (; i < count && chunk_of(i) * C::DEPTH < start + of_piece; i++) {
             u32 chunk = chunk_of(i);
@@ -422,14 +425,6 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& roo
             __syncwarp();
             ask(i + room.stages);
         }
-        start += of_piece;
-        if (start >= depth) break;
-        // Nobody reads those of the piece before any more.
-        __syncthreads();
-        activations.put(start, min(depth - start, of_piece));
-        copy_commit();
-        copy_wait<0>();
-        __syncthreads();
     }
     copy_wait<0>();
     __syncwarp();
