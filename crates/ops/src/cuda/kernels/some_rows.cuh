@@ -410,7 +410,7 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& roo
         // Nobody reads those of the piece before any more.
         if (start > 0) __syncthreads();
         activations.put(start, min(depth - start, of_piece));
-        copy_commit();
+        if (Activations::ARE_COPIED) copy_commit();
         if (COME_AMID && start == 0) {
             ask_from(room.stages / 2, room.stages);
             room.wait_for_half();
