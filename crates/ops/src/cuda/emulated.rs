@@ -16,7 +16,6 @@ use super::launch::{Launch, pointers};
 use super::library::reason;
 use super::sources::SOURCES;
 use super::tensor_map::{Matrices, TensorMap};
-use super::traffic::Meter;
 use super::{GpuError, cache};
 
 /// Memory is aligned as a GPU's is for vectors and tensor copies.
@@ -34,7 +33,6 @@ pub(super) struct Emulated {
     library: Option<&'static Library>,
     kind: Emulation,
     blas: Option<Blas>,
-    meter: Meter,
     number: usize,
 }
 
@@ -69,10 +67,10 @@ impl Emulated {
         static OPENED: AtomicUsize = AtomicUsize::new(FIRST_NUMBER);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
         if kind.is_listed {
-            return Ok(Self { library: None, kind, blas: None, meter: Meter::default(), number });
+            return Ok(Self { library: None, kind, blas: None, number });
         }
         let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
-        let mut emulated = Self { library: Some(library), kind, blas: None, meter: Meter::default(), number };
+        let mut emulated = Self { library: Some(library), kind, blas: None, number };
         if kind.has_library {
             emulated.blas = Blas::open(library, BLAS_MAJOR, emulated.block(WORKSPACE_BYTES));
         }
@@ -112,10 +110,6 @@ impl Emulated {
         Some(map)
     }
 
-    pub(super) fn meter(&self) -> &Meter {
-        &self.meter
-    }
-
     pub(super) fn number(&self) -> usize {
         self.number
     }
@@ -127,7 +121,6 @@ impl Emulated {
 
     /// A copy of `bytes`.
     pub(super) fn upload(&self, bytes: &[u8]) -> DeviceBlock {
-        self.meter.uploaded(bytes.len());
         if self.kind.is_listed {
             eprintln!("to the GPU: {} bytes", bytes.len());
         }
@@ -229,7 +222,6 @@ fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
 
 /// A block of the host's memory between two guards.
 struct Block {
-    meter: Meter,
     is_listed: bool,
     memory: Vec<u8>,
     start: usize,
@@ -239,11 +231,11 @@ struct Block {
 
 impl Block {
     fn new(bytes: usize, on: &Emulated) -> Self {
-        let Emulated { meter, kind: Emulation { is_listed, .. }, number, .. } = on;
+        let Emulated { kind: Emulation { is_listed, .. }, number, .. } = on;
         let len = bytes + ALIGN + 2 * GUARD;
         let memory = if *is_listed { vec![0; len] } else { vec![FILL; len] };
         let start = (memory.as_ptr().addr() + GUARD).next_multiple_of(ALIGN) - memory.as_ptr().addr();
-        Self { meter: meter.clone(), is_listed: *is_listed, memory, start, bytes, device: *number }
+        Self { is_listed: *is_listed, memory, start, bytes, device: *number }
     }
 }
 
@@ -257,7 +249,6 @@ impl DeviceMemory for Block {
     }
 
     fn download(&self, to: &mut [u8]) {
-        self.meter.downloaded(to.len());
         if self.is_listed {
             eprintln!("to the host: {} bytes", to.len());
         }

@@ -31,6 +31,12 @@ impl Gpu {
         let Backend::Nvidia(device) = &self.device.backend else { return Fetched::Later(tensor) };
         // SAFETY: the tensor's block has as many bytes, and when it is dropped goes to what the stream is asked for later.
         let download = unsafe { device.download_soon(self.address(&tensor), tensor.stored_bytes()) };
-        download.unwrap_or_else(|error| panic_any(error)).map_or(Fetched::Later(tensor), Fetched::UnderWay)
+        match download.unwrap_or_else(|error| panic_any(error)) {
+            Some(download) => {
+                self.device.meter.downloaded(tensor.stored_bytes());
+                Fetched::UnderWay(download)
+            }
+            None => Fetched::Later(tensor),
+        }
     }
 }

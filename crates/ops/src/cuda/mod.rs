@@ -46,6 +46,7 @@ use moeworks_tensor::{DType, DeviceBlock, DeviceMemory, MemoryPool, Tensor};
 
 use self::room::Room;
 use self::steps::{Graph, Steps};
+use self::traffic::Meter;
 
 pub use blas::CUBLASLT_VARIABLE;
 pub(crate) use blas::{DenseProduct, Onto};
@@ -94,7 +95,6 @@ impl Backend {
     ///
     /// As of [`Gpu::launch`].
     unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), GpuError> {
-        self.meter().launched();
         // SAFETY: the caller's promise.
         unsafe {
             match self {
@@ -116,7 +116,6 @@ impl Backend {
     ///
     /// As of [`Gpu::launch`], for each launch with the arguments that it has now.
     unsafe fn run_graph(&self, graph: &Graph) -> Result<(), GpuError> {
-        self.meter().launched_graph();
         // SAFETY: the caller's promise.
         unsafe {
             match (graph, self) {
@@ -148,13 +147,6 @@ impl Backend {
             device.settle();
         }
     }
-
-    fn meter(&self) -> &traffic::Meter {
-        match self {
-            Self::Nvidia(device) => device.meter(),
-            Self::Emulated(device) => device.meter(),
-        }
-    }
 }
 
 /// What handles of a GPU and blocks of its memory share.
@@ -164,6 +156,8 @@ struct Device {
     backend: Backend,
     /// Bytes of blocks that are in use.
     held: AtomicUsize,
+    /// Of these handles alone: others of the same GPU have their own.
+    meter: Meter,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -178,7 +172,7 @@ impl Device {
     /// Makes the launches that were collected.
     fn flush(&self) {
         // SAFETY: what was collected came through `Gpu::launch`; blocks that were dropped since are kept until now.
-        unsafe { self.steps().flush(&self.backend) }.unwrap_or_else(|error| panic_any(error));
+        unsafe { self.steps().flush(&self.backend, &self.meter) }.unwrap_or_else(|error| panic_any(error));
     }
 }
 
@@ -206,6 +200,9 @@ impl DeviceMemory for Block {
 
     fn download(&self, to: &mut [u8]) {
         self.device.flush();
+        if !to.is_empty() {
+            self.device.meter.downloaded(to.len());
+        }
         self.inner().download(to);
     }
 }
@@ -234,7 +231,12 @@ impl Drop for Collecting<'_> {
 impl Gpu {
     fn of(backend: Backend) -> Self {
         Self {
-            device: Arc::new(Device { backend, steps: Mutex::default(), held: AtomicUsize::new(0) }),
+            device: Arc::new(Device {
+                backend,
+                steps: Mutex::default(),
+                held: AtomicUsize::new(0),
+                meter: Meter::default(),
+            }),
             kept: Arc::default(),
             all_rows: Arc::default(),
             counters: Arc::default(),
@@ -367,10 +369,10 @@ impl Gpu {
         matches!(&self.device.backend, Backend::Emulated(_))
     }
 
-    /// What was copied to and from the GPU since it was opened.
+    /// What was copied to and from the GPU by this handle and its clones since it was opened.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
-        self.device.backend.meter().traffic()
+        self.device.meter.traffic()
     }
 
     /// Bytes of the GPU's memory that tensors hold now.
@@ -446,6 +448,7 @@ impl Gpu {
             }
             return;
         }
+        self.device.meter.launched();
         // SAFETY: the caller's promise.
         unsafe { self.device.backend.launch(launch) }.unwrap_or_else(|error| panic_any(error));
     }
@@ -499,7 +502,7 @@ impl Gpu {
         // SAFETY: sizes and types were compared, and `y` is borrowed for writing. What is asked of the device later comes later.
         let is_taken = unsafe { self.device.backend.dense(product, at) }.unwrap_or_else(|error| panic_any(error));
         if is_taken {
-            self.device.backend.meter().took_product();
+            self.device.meter.took_product();
         }
         is_taken
     }
@@ -513,6 +516,7 @@ impl Gpu {
     }
 
     fn upload(&self, bytes: &[u8]) -> DeviceBlock {
+        self.device.meter.uploaded(bytes.len());
         let block = self.allocated(|| match &self.device.backend {
             Backend::Nvidia(device) => device.upload(bytes),
             Backend::Emulated(device) => Ok(device.upload(bytes)),
@@ -529,12 +533,14 @@ impl Gpu {
         bytes: &[u8],
         is_ahead: bool,
     ) -> (Tensor, Option<Copied>) {
-        let (block, copied) = match &self.device.backend {
-            Backend::Nvidia(device) => match is_ahead.then(|| device.upload_ahead(bytes)) {
-                Some(Ok((block, copied))) => (self.counted(block, bytes.len()), Some(copied)),
-                _ => (self.counted(self.allocated(|| device.upload_to_stay(bytes)), bytes.len()), None),
-            },
-            Backend::Emulated(_) => (self.upload(bytes), None),
+        let device = match &self.device.backend {
+            Backend::Nvidia(device) => device,
+            Backend::Emulated(_) => return (Tensor::from_device(pool, shape, dtype, self.upload(bytes)), None),
+        };
+        self.device.meter.uploaded(bytes.len());
+        let (block, copied) = match is_ahead.then(|| device.upload_ahead(bytes)) {
+            Some(Ok((block, copied))) => (self.counted(block, bytes.len()), Some(copied)),
+            _ => (self.counted(self.allocated(|| device.upload_to_stay(bytes)), bytes.len()), None),
         };
         (Tensor::from_device(pool, shape, dtype, block), copied)
     }

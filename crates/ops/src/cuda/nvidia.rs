@@ -18,7 +18,6 @@ use super::nvrtc::{Nvrtc, Target};
 use super::sources::SOURCES;
 use super::steps::Node;
 use super::tensor_map::{Dimensions, Matrices, TensorMap};
-use super::traffic::Meter;
 use super::{GpuError, Source};
 pub(super) use late::Download;
 pub(crate) use memory::Copied;
@@ -232,10 +231,6 @@ impl Nvidia {
             pair.copy_from_slice(&[word as u32, (word >> 32) as u32]);
         }
         Some(words)
-    }
-
-    pub(super) fn meter(&self) -> &Meter {
-        &self.shared.meter
     }
 
     /// Bytes of memory, if the driver says so.

@@ -14,6 +14,7 @@
 
 use moeworks_tensor::DeviceBlock;
 
+use super::traffic::Meter;
 use super::{Arg, Backend, GpuError, Launch, Source};
 
 /// A step of fewer launches is not worth a graph.
@@ -149,10 +150,10 @@ impl Steps {
     /// # Safety
     ///
     /// Each launch is one that [`Gpu::launch`](super::Gpu::launch) may make, and the memory of its arguments was not given back since.
-    pub(super) unsafe fn flush(&mut self, backend: &Backend) -> Result<(), GpuError> {
+    pub(super) unsafe fn flush(&mut self, backend: &Backend, meter: &Meter) -> Result<(), GpuError> {
         let nodes = std::mem::take(&mut self.nodes);
         // SAFETY: the caller's promise.
-        let result = unsafe { self.run(backend, nodes) };
+        let result = unsafe { self.run((backend, meter), nodes) };
         self.freed.clear();
         result
     }
@@ -166,7 +167,7 @@ impl Steps {
     /// # Safety
     ///
     /// As of [`flush`](Self::flush).
-    unsafe fn run(&mut self, backend: &Backend, nodes: Vec<Node>) -> Result<(), GpuError> {
+    unsafe fn run(&mut self, (backend, meter): (&Backend, &Meter), nodes: Vec<Node>) -> Result<(), GpuError> {
         let place = self.place;
         self.place += usize::from(!nodes.is_empty());
         let is_same = |known: &Known| {
@@ -187,8 +188,14 @@ impl Steps {
         // SAFETY: the caller's promise; the graph has the arguments of these launches.
         unsafe {
             match &graph {
-                Some(graph) => backend.run_graph(graph)?,
-                None => nodes.iter().try_for_each(|node| backend.launch(&node.launch()))?,
+                Some(graph) => {
+                    meter.launched_graph();
+                    backend.run_graph(graph)?;
+                }
+                None => nodes.iter().try_for_each(|node| {
+                    meter.launched();
+                    backend.launch(&node.launch())
+                })?,
             }
         }
         if nodes.len() >= MIN_NODES {

@@ -1,6 +1,5 @@
 //! What is copied between the host and a GPU, and what is launched.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Copies between the host and a GPU: how many, and of how many bytes; and launches. The host waits for each copy that it gets.
@@ -38,9 +37,9 @@ impl Traffic {
     }
 }
 
-/// Counts copies and launches; clones count together.
-#[derive(Clone, Default)]
-pub(super) struct Meter(Arc<[AtomicU64; 7]>);
+/// Counts copies and launches.
+#[derive(Default)]
+pub(super) struct Meter([AtomicU64; 7]);
 
 impl Meter {
     pub(super) fn uploaded(&self, bytes: usize) {

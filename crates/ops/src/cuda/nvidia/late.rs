@@ -34,7 +34,10 @@ impl Slots {
         let make = || {
             self.free().extend(0..SLOTS);
             // SAFETY: no flags; the memory is given back once.
-            unsafe { result::malloc_host(SLOTS * SLOT_BYTES, 0) }.ok().map(|start| Start(start.cast()))
+            let start: *mut u8 = unsafe { result::malloc_host(SLOTS * SLOT_BYTES, 0) }.ok()?.cast();
+            // SAFETY: as many bytes are this process's own.
+            unsafe { start.write_bytes(0, SLOTS * SLOT_BYTES) };
+            Some(Start(start))
         };
         let start = self.start.get_or_init(make).as_ref()?;
         let slot = self.free().pop()?;
@@ -109,7 +112,6 @@ impl Nvidia {
         unsafe { result::memcpy_dtoh_async(std::slice::from_raw_parts_mut(at, len), address, stream.cu_stream()) }
             .map_err(failed("copying from the GPU"))?;
         download.event = Some(Event::of(stream).map_err(failed("cuEventRecord"))?);
-        self.meter().downloaded(len);
         Ok(Some(download))
     }
 }

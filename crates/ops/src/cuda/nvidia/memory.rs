@@ -10,7 +10,6 @@ use moeworks_tensor::{DeviceBlock, DeviceMemory};
 use super::late::Slots;
 use super::staging::{Engine, STAGING_BYTES, Staging};
 use super::{GpuError, Nvidia, describe, failed};
-use crate::cuda::traffic::Meter;
 
 /// What blocks of memory keep alive: the context and its streams.
 pub(super) struct Shared {
@@ -18,7 +17,6 @@ pub(super) struct Shared {
     pub(super) stream: Arc<CudaStream>,
     /// Where copies go that nothing else waits for.
     pub(super) copies: Arc<CudaStream>,
-    pub(super) meter: Meter,
     /// The driver's for the device.
     pub(super) number: usize,
     free: Mutex<FreeBlocks>,
@@ -134,9 +132,9 @@ impl Shared {
         let new_stream = || context.new_stream().map_err(failed("cuStreamCreate"));
         let (stream, copies) = (new_stream()?, new_stream()?);
         keep_freed_memory(&context).map_err(failed("setting up the memory pool"))?;
-        let (free, meter) = (Mutex::default(), Meter::default());
+        let free = Mutex::default();
         let (staging, staging_of_copies, late) = Default::default();
-        Ok(Self { context, stream, copies, meter, number, free, staging, staging_of_copies, late })
+        Ok(Self { context, stream, copies, number, free, staging, staging_of_copies, late })
     }
 
     fn free(&self) -> MutexGuard<'_, FreeBlocks> {
@@ -255,7 +253,6 @@ impl Nvidia {
 
     /// Copies these bytes to a block by a stream, by way of its memory for that.
     fn copy(&self, bytes: &[u8], to: &Block, (stream, staging): (&CudaStream, &LazyStaging)) -> Result<(), GpuError> {
-        self.meter().uploaded(bytes.len());
         if bytes.is_empty() {
             return Ok(());
         }
@@ -305,8 +302,7 @@ impl DeviceMemory for Block {
         if to.is_empty() {
             return;
         }
-        let Shared { context, stream, meter, .. } = &*self.shared;
-        meter.downloaded(to.len());
+        let Shared { context, stream, .. } = &*self.shared;
         let copied = context.bind_to_thread().and_then(|()| {
             if let Some(staging) = self.shared.staging.get() {
                 return staging.download(&**stream, to, self.address);
