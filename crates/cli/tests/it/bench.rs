@@ -1,6 +1,8 @@
 //! `moeworks bench`: what it says of each case.
 
-use serde_json::Value;
+use std::fs::File;
+
+use serde_json::{Value, json};
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stdout};
@@ -33,4 +35,26 @@ fn bench_without_a_case_of_that_name_says_so() {
     refused(&workplace, &["bench", "decode", "--types", "bf16,q3"], &["--types q3", "f32, bf16, q8 or q4"]);
     refused(&workplace, &["bench", "layers", "--layers", "2"], &["--layers", "`bench decode`"]);
     refused(&workplace, &["bench", "routing no such scheme"], &["\"routing no such scheme\""]);
+}
+
+#[test]
+fn bench_moe_answers_a_line_for_each_part_of_a_layer_with_the_seconds_of_its_runs() {
+    let workplace = Workplace::new();
+    let parts = ["layer", "products", "routing", "dispatch", "sort"];
+    let line = |part| {
+        let layer = json!({"d": 16, "f": 8, "e": 4, "k": 2, "activation": "swiglu", "dtype": "bf16", "tokens": 5});
+        let Value::Object(mut layer) = layer else { unreachable!("an object") };
+        layer.extend([("part".to_owned(), json!(part)), ("both".to_owned(), json!(true))]);
+        Value::Object(layer).to_string()
+    };
+    let lines = workplace.file("lines", parts.map(line).join("\n"));
+    let output = workplace.command(&["bench", "moe"]).stdin(File::open(lines).expect("lines")).output().expect("a run");
+    assert_success(&output);
+    let answers: Vec<Value> = stdout(&output).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(answers.len(), parts.len());
+    for (part, answer) in parts.iter().zip(&answers) {
+        let seconds = answer["seconds"].as_array().expect("a list");
+        assert!(seconds.iter().all(|time| time.as_f64().is_some_and(|time| time > 0.0)), "{part}: {answer}");
+        assert!(seconds.len() >= 3, "{part}: {answer}");
+    }
 }
