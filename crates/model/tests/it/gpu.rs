@@ -186,7 +186,8 @@ fn a_decoding_step_waits_for_a_gpu_once() {
     let Some(ctx) = with_gpu() else { return };
     let (decoder, weights) = model(&ctx, config(1));
     let token = of_token(&ctx, &decoder, &weights);
-    // The next id comes back, with a bit that says whether there was a NaN; the id and its position go there, and which row the head takes is known.
+    // The next id comes back, with a bit that says whether there was a NaN; the id and its position go there, and which row the head
+    // takes is known.
     assert_eq!((token.downloads, token.downloaded_bytes), (1, 4), "{token:?}");
     assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
 }

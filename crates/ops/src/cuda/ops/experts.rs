@@ -263,7 +263,7 @@ pub(crate) fn forward(
             scales: scales(&of_x, &gate_up),
         };
         // As the second product takes them, if the kernel of the first gives them so.
-        let in_levels = up.is_of_some(on) && up.reads_levels(weights.down.dtype(), f);
+        let in_levels = up.is_of_some(on) && up.reads_blocks(weights.down.dtype(), f);
         let epilogue = activation(on, weights, biases, (h.as_mut(), (&mut a, in_levels)), dtype);
         // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
         unsafe { up.run(on, &epilogue) };

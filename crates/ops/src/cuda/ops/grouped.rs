@@ -202,7 +202,7 @@ pub(super) struct RowsProduct<'a> {
     /// f32 or bf16: what elements are multiplied as.
     pub(super) compute: DType,
     pub(super) groups: Groups<'a>,
-    /// Whether A is bf16 in the order of levels, as products take it that [`reads_levels`](RowsProduct::reads_levels) says.
+    /// Whether A is bf16 in the order of levels, as products take it that [`reads_blocks`](RowsProduct::reads_blocks) says.
     pub(super) a_in_levels: bool,
     /// The scales of A and B, where these are [eight-bit floats](super::e4m3::Packed) (of [`Form::Nt`], on Hopper).
     pub(super) scales: Option<[&'a Tensor; 2]>,
@@ -376,19 +376,12 @@ impl RowsProduct<'_> {
     }
 
     /// Whether matrices of this type and depth, one for each group as of this product, are in blocks that are multiplied with as they lie.
-    pub(super) fn reads_levels(&self, dtype: DType, depth: usize) -> bool {
-        dtype.is_quantized() && self.has_few_rows_for_blocks() && some_rows::takes(dtype, depth)
-    }
-
-    /// Whether blocks are multiplied with as they lie. Groups of more rows than are taken at once read their blocks several times, and the
-    /// rows for every few columns; turned into bf16 first, blocks of four bits cost eight times their bytes.
-    fn reads_blocks(&self) -> bool {
-        self.has_few_rows_for_blocks() && some_rows::takes(self.b.dtype(), self.depth)
-    }
-
-    fn has_few_rows_for_blocks(&self) -> bool {
+    /// Groups of more rows than are taken at once read their blocks several times, and the rows for every few columns; turned into bf16
+    /// first, blocks of four bits cost eight times their bytes.
+    pub(super) fn reads_blocks(&self, dtype: DType, depth: usize) -> bool {
         let (rows, groups) = self.rows_and_groups();
-        self.groups.most() <= some_rows::ROWS || rows <= some_rows::ROWS * groups
+        let are_few = self.groups.most() <= some_rows::ROWS || rows <= some_rows::ROWS * groups;
+        dtype.is_quantized() && are_few && some_rows::takes(dtype, depth)
     }
 
     /// # Safety
@@ -474,7 +467,7 @@ impl RowsProduct<'_> {
 
     /// Whether the matrices are there as kernels read them.
     fn is_there(&self) -> bool {
-        !self.b.dtype().is_quantized() || self.reads_blocks()
+        !self.b.dtype().is_quantized() || self.reads_blocks(self.b.dtype(), self.depth)
     }
 
     /// The sum of all rows' products, each times its row's weight, and of `base`, if it is there: `[1, columns]` f32.

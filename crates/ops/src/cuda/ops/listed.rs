@@ -33,6 +33,7 @@ impl ListedTiles {
         Self { few, others: OnceCell::new() }
     }
 
+    /// Those of this height, which `list` makes where they are not there yet.
     pub(super) fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
         if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
             return few.clone();
