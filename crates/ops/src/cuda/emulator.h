@@ -370,6 +370,7 @@ static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 static inline float half_value(u16 bits) { return emulator::widen_half(bits); }
 
+static inline float one_over_root(float x) { return 1.0f / sqrtf(x); }
 static inline float reciprocal(float x) { return 1.0f / x; }
 static inline float power_of_two(float x) { return exp2f(x); }
 static inline float power_of_two_if_asked(float x) { return power_of_two(x); }

@@ -135,10 +135,10 @@ sources! {
         "attention_placed_64", "attention_placed_128",
     ];
     ATTENTION_TENSOR = "attention_tensor" after "attention.cuh" "attention_tiles.cuh" "attention_forward.cuh": [
-        "attention_tensor_64", "attention_tensor_queries_64", "attention_tensor_keys_64",
-        "attention_tensor_128", "attention_tensor_queries_128", "attention_tensor_keys_128",
-        "attention_tensor_192", "attention_tensor_queries_192", "attention_tensor_keys_192",
-        "attention_tensor_256", "attention_tensor_queries_256", "attention_tensor_join",
+        "attention_tensor_64", "attention_few_64", "attention_tensor_queries_64", "attention_tensor_keys_64",
+        "attention_tensor_128", "attention_few_128", "attention_tensor_queries_128", "attention_tensor_keys_128",
+        "attention_tensor_192", "attention_few_192", "attention_tensor_queries_192", "attention_tensor_keys_192",
+        "attention_tensor_256", "attention_few_256", "attention_tensor_queries_256", "attention_tensor_join",
     ];
     ELEMENTWISE = "elementwise": [
         "cast_elements", "cast_to_levels", "fill_elements", "copy_words", "copy_words_of_each", "add_elements", "scale_elements", "clip_elements", "clip_backward", "sigmoid_elements", "sigmoid_backward", "add_bias", "sum_columns", "add_parts", "sums_of_squares", "adamw_step", "gather_rows",

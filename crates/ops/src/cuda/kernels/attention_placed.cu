@@ -14,7 +14,7 @@ struct PlacedQueries {
     // In shared memory behind the tiles: the new value, the queries and the key of the key head in f32, and what norms make of each of them.
     template <u32 DIM> static DEVICE_MEMBER bf16* own_value() {
         SHARED(shared);
-        return (bf16*)(shared + (OWN + 4 * KEYS) * DIM * 2);
+        return (bf16*)(shared + (FEW_OWN + 4 * KEYS) * DIM * 2);
     }
     template <u32 DIM> static DEVICE_MEMBER f32* own_rows(const Sizes& s) { return (f32*)(own_value<DIM>() + s.value_dim); }
 
@@ -82,7 +82,7 @@ struct PlacedQueries {
         if (k_norm && head == 0) ask_for(k_norm + (k_norm_width == dim ? at : blockIdx.y * dim + at));
     }
 
-    template <u32 DIM> DEVICE_MEMBER void copy(unsigned char*, const Sizes&, u32) const {}
+    template <u32 DIM, u32 ROWS> DEVICE_MEMBER void copy(unsigned char*, const Sizes&, u32) const {}
 
     // Fills the tile of queries, and writes them if this is the first part of the keys; the new key and value are written if it sees them.
     template <u32 DIM> DEVICE_MEMBER void make(unsigned char* tile, u32 part, bool sees_newest, const Sizes& s) const {
@@ -147,7 +147,7 @@ struct PlacedQueries {
         made.ask_for_norms(heads / kv_heads, head_dim);                                                                                 \
         after_earlier();                                                                                                                \
         made.angles = angles_of(angles, positions[blockIdx.z], head_dim, start, half, is_interleaved);                                  \
-        forward<DIM>(made, keys, values, sinks, o, lse, Parts{parts, count, keys_each}, THE_SIZES);                                     \
+        forward<DIM, true>(made, keys, values, sinks, o, lse, Parts{parts, count, keys_each}, THE_SIZES);                                     \
     }
 DEFINE(64)
 DEFINE(128)

@@ -42,7 +42,7 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
         own_delta[half] = r < end ? delta[s.lse_place(blockIdx.z, g, r)] : 0.0f;
     }
     Seen seen;
-    seen.begin(s, first);
+    seen.begin(s, first + warp_row);
     for (u32 key = low; key < high; key += KEYS_BACK) {
         copy(key + KEYS_BACK);
         copy_wait<1>();
@@ -153,7 +153,10 @@ DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const b
 #define INPUTS const bf16 *q, const bf16 *k, const bf16 *v
 #define DEFINE(DIM)                                                                                                                 \
     KERNEL(128) attention_tensor_##DIM(INPUTS, const f32* sinks, bf16* o, f32* lse, f32* parts, u32 count, u32 keys, SIZES) {       \
-        forward<DIM>(StoredQueries{q}, k, v, sinks, o, lse, Parts{parts, count, keys}, THE_SIZES);                                  \
+        forward<DIM, false>(StoredQueries{q}, k, v, sinks, o, lse, Parts{parts, count, keys}, THE_SIZES);                           \
+    }                                                                                                                               \
+    KERNEL(128) attention_few_##DIM(INPUTS, const f32* sinks, bf16* o, f32* lse, f32* parts, u32 count, u32 keys, SIZES) {          \
+        forward<DIM, true>(StoredQueries{q}, k, v, sinks, o, lse, Parts{parts, count, keys}, THE_SIZES);                            \
     }                                                                                                                               \
     KERNEL(128) attention_tensor_queries_##DIM(const bf16* d_o, INPUTS, const f32* lse, const f32* delta, f32* dq, SIZES) {         \
         backward_queries<DIM>(d_o, q, k, v, lse, delta, dq, THE_SIZES);                                                             \

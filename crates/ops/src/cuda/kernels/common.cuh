@@ -98,6 +98,13 @@ DEVICE float reciprocal(float x) {
     return y;
 }
 
+// One over the root of x, to two units in the last place: a root and a division have fifty instructions.
+DEVICE float one_over_root(float x) {
+    float y;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two to the power of x, to two units in the last place; what is below normal floats is 0.
 DEVICE float power_of_two(float x) {
     float y;
@@ -163,9 +170,10 @@ DEVICE u64 read_once() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// Copies 16 bytes that are there to an address of shared memory.
+// Copies 16 bytes that are there to an address of shared memory. The second-level cache gets the whole line from memory at once. (An H100, weights
+// of OLMoE's experts: 2.87 to 2.97 TB/s; blocks of four bits, which lines of weights share 128 bytes of, 3% as well.)
 DEVICE void copy_async_cached(u32 to, const void* from, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N groups of this thread's copies are under way.

@@ -30,4 +30,4 @@ DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
     for (u32 j = 0; j < 4; j++) sum = fmaf(v.x[j], v.x[j], sum);
     return sum;
 }
-DEVICE f32 scale_of(f32 sum, u32 width, f32 eps) { return 1.0f / sqrtf(sum / (f32)width + eps); }
+DEVICE f32 scale_of(f32 sum, u32 width, f32 eps) { return one_over_root(fmaf(sum, reciprocal((f32)width), eps)); }

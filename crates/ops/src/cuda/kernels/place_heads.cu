@@ -15,7 +15,7 @@ DEVICE void norm_in_place(f32* row, const f32* weight, u32 width, u32 norm_width
 #pragma unroll
             for (u32 j = 0; j < N; j++) sum = fmaf(x[i + j], x[i + j], sum);
         sum = has_one ? block_sum(sum) : warp_sum(sum);
-        f32 scale = 1.0f / sqrtf(sum / (f32)norm_width + eps);
+        f32 scale = scale_of(sum, norm_width, eps);
         for (u32 i = own; i < norm_width; i += stride) {
             Few<N> w = few<N>(weight + i);
 #pragma unroll

@@ -29,7 +29,7 @@ DEVICE void norm_row(const X* __restrict__ x, const f32* __restrict__ weight, f3
 #pragma unroll 4
         for (u32 i = own * N; i < width; i += by * N) add(few<N>(x + i));
     }
-    f32 scale = 1.0f / sqrtf(sum_of(sum) / (f32)width + eps);
+    f32 scale = scale_of(sum_of(sum), width, eps);
     if (own == 0) *inv_rms = scale;
     auto store = [&](u32 i, Few<N> v, const Few<N>& w) {
 #pragma unroll

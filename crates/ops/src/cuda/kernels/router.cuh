@@ -101,8 +101,22 @@ DEVICE u32 scan(const u32* from, u32* to, u32 len) {
     return before;
 }
 
-// The tiles of rows that groups are cut into, triples (group, first row, rows): at most `height` rows each, groups in their order, and
-// tiles without rows up to `num_tiles`. One block.
+// The tiles of a group's rows from `first` to `end`, triples (group, first row, rows) of at most `height` rows each, from tile `to` on.
+DEVICE void write_tiles_of(u32* tiles, u32 to, u32 group, u32 first, u32 end, u32 height) {
+#pragma unroll 1
+    for (; first < end; first += height, to++) {
+        tiles[3 * to] = group;
+        tiles[3 * to + 1] = first;
+        tiles[3 * to + 2] = min(end - first, height);
+    }
+}
+// Tiles without rows from `from` up to `num_tiles`, by a block.
+DEVICE void write_no_tiles(u32* tiles, u32 from, u32 num_tiles) {
+#pragma unroll 1
+    for (u32 i = 3 * from + threadIdx.x; i < 3 * num_tiles; i += 256) tiles[i] = 0;
+}
+
+// The tiles of the rows that groups are cut into, groups in their order, and tiles without rows up to `num_tiles`. One block.
 DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
     u32 before = 0;
 #pragma unroll 1
@@ -112,26 +126,18 @@ DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, 
             first = offsets[g];
             end = offsets[g + 1];
         }
-        u32 own = (end - first + height - 1) / height, to = before + sum_below(own, all);
-#pragma unroll 1
-        for (u32 i = 0; i < own; i++) {
-            u32* tile = tiles + 3 * (to + i);
-            tile[0] = g;
-            tile[1] = first + i * height;
-            tile[2] = min(end - tile[1], height);
-        }
+        write_tiles_of(tiles, before + sum_below((end - first + height - 1) / height, all), g, first, end, height);
         before += all;
     }
-#pragma unroll 1
-    for (u32 i = before + threadIdx.x; i < num_tiles; i += 256) tiles[3 * i] = tiles[3 * i + 1] = tiles[3 * i + 2] = 0;
+    write_no_tiles(tiles, before, num_tiles);
 }
 
 // Of a warp's lanes, which have a choice of expert `key` each if it `is_there`: how many choices before a lane's are of its expert, those that
 // `counts` has and those of lower lanes. Then `counts` has them all.
-DEVICE u32 counted_before(u32* counts, u32 key, bool is_there) {
+template <typename Count> DEVICE u32 counted_before(Count* counts, u32 key, bool is_there) {
     u32 alike = lanes_like(key), below = __popc(alike & ((1u << threadIdx.x % 32) - 1)), before = is_there ? counts[key] + below : 0;
     __syncwarp();
-    if (is_there && below == 0) counts[key] += __popc(alike);
+    if (is_there && below == 0) counts[key] += (Count)__popc(alike);
     __syncwarp();
     return before;
 }
@@ -145,44 +151,64 @@ struct FewChoices {
     u32 *token_rows, *tiles;
     u32 tokens, k, experts, height, num_tiles;
 
+    // Choices by rank, then by token: the order that an expert serves them in. A warp counts as many of them, one after the other, as there
+    // are for each of eight warps, and each expert's count is then known from those of the warps before.
     DEVICE_MEMBER void sort(const u32* ids, const f32* weights) const {
-        __shared__ u32 keys[MAX_FEW_CHOICES], earlier[MAX_FEW_CHOICES], of_experts[MAX_EXPERTS], first[MAX_EXPERTS + 1];
-        u32 choices = tokens * k;
-        // By rank, then by token: the order that an expert serves them in.
-#pragma unroll 1
-        for (u32 i = threadIdx.x; i < choices; i += 256) keys[i] = min(ids[i % tokens * k + i / tokens], experts - 1);
-#pragma unroll 1
-        for (u32 e = threadIdx.x; e < experts; e += 256) of_experts[e] = 0;
-        __syncthreads();
-        if (threadIdx.x < 32) count_earlier(keys, earlier, of_experts, choices);
-        __syncthreads();
-        u32 rows = scan(of_experts, first, experts);
-        if (threadIdx.x == 0) first[experts] = rows;
-        __syncthreads();
-#pragma unroll 1
-        for (u32 e = threadIdx.x; e <= experts; e += 256) {
-            offsets[e] = first[e];
-            if (e < experts) counts[e] = of_experts[e];
+        const u32 MOST = MAX_FEW_CHOICES / 256;
+        __shared__ u16 of_warps[8][MAX_EXPERTS];
+        __shared__ u32 first[MAX_EXPERTS];
+        u32 choices = tokens * k, each = (choices + 255) / 256, warps = (choices + each * 32 - 1) / (each * 32), warp = threadIdx.x / 32;
+        u32 keys[MOST], places[MOST], earlier[MOST];
+        f32 own_weights[MOST];
+#pragma unroll
+        for (u32 n = 0; n < MOST; n++) {
+            u32 i = (warp * each + n) * 32 + threadIdx.x % 32;
+            places[n] = n < each && i < choices ? i % tokens * k + i / tokens : NOBODY;
+            keys[n] = places[n] != NOBODY ? min(ids[places[n]], experts - 1) : NOBODY;
+            own_weights[n] = places[n] != NOBODY ? weights[places[n]] : 0.0f;
         }
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i < choices; i += 256) {
-            u32 token = i % tokens, choice = token * k + i / tokens, row = first[keys[i]] + earlier[i];
-            row_tokens[row] = token;
-            row_weights[row] = weights[choice];
-            token_rows[choice] = row;
+        for (u32 w = 0; w < warps; w++)
+            for (u32 e = threadIdx.x; e < experts; e += 256) of_warps[w][e] = 0;
+        __syncthreads();
+#pragma unroll
+        for (u32 n = 0; n < MOST; n++)
+            if (n < each) earlier[n] = counted_before(of_warps[warp], keys[n], keys[n] != NOBODY);
+        __syncthreads();
+        list_experts(of_warps, warps, first);
+        __syncthreads();
+#pragma unroll
+        for (u32 n = 0; n < MOST; n++) {
+            if (keys[n] == NOBODY) continue;
+            u32 row = first[keys[n]] + of_warps[warp][keys[n]] + earlier[n];
+            row_tokens[row] = places[n] / k;
+            row_weights[row] = own_weights[n];
+            token_rows[places[n]] = row;
         }
-        write_tiles(first, tiles, experts, height, num_tiles);
     }
 
-    // How many choices before each are of its expert, and how many each expert has: by one warp, 32 choices at a time.
-    DEVICE_MEMBER void count_earlier(const u32* keys, u32* earlier, u32* of_experts, u32 choices) const {
-        u32 lane = threadIdx.x;
+    // Replaces the warps' counts of each expert by how many of its choices the warps before have, and writes what is known of experts. Rows
+    // and tiles are counted at once, in halves of a word.
+    DEVICE_MEMBER void list_experts(u16 (&of_warps)[8][MAX_EXPERTS], u32 warps, u32 (&first)[MAX_EXPERTS]) const {
+        u32 before = 0;
 #pragma unroll 1
-        for (u32 start = 0; start < choices; start += 32) {
-            bool is_there = start + lane < choices;
-            u32 before = counted_before(of_experts, is_there ? keys[start + lane] : NOBODY, is_there);
-            if (is_there) earlier[start + lane] = before;
+        for (u32 start = 0; start < experts; start += 256) {
+            u32 e = start + threadIdx.x, all, count = 0;
+            for (u32 w = 0; w < warps && e < experts; w++) {
+                u32 own = of_warps[w][e];
+                of_warps[w][e] = (u16)count;
+                count += own;
+            }
+            u32 below = before + sum_below(count | (count + height - 1) / height << 16, all), row = below & 0xffff;
+            if (e < experts) {
+                first[e] = offsets[e] = row;
+                counts[e] = count;
+                write_tiles_of(tiles, below >> 16, e, row, row + count, height);
+            }
+            before += all;
         }
+        if (threadIdx.x == 0) offsets[experts] = before & 0xffff;
+        write_no_tiles(tiles, before >> 16, num_tiles);
     }
 };
 

@@ -14,6 +14,8 @@ use crate::linear::Write;
 /// Rows, and keys, of a block on the plain units, and on tensor cores; and its threads.
 const BLOCK: usize = 32;
 const TENSOR_BLOCK: usize = 64;
+/// Rows that all warps of a block have, as in decoding.
+const FEW_ROWS: usize = 16;
 const THREADS: usize = 128;
 /// Threads that add up what a head's sink gets.
 const SINK_THREADS: usize = 256;
@@ -142,16 +144,27 @@ fn row_blocks(shape: &AttentionShape, block: usize) -> usize {
     (shape.seq_len * shape.num_heads / shape.num_kv_heads).div_ceil(block)
 }
 
+/// Whether so few queries share a key head that a block's warps share their keys and not their rows.
+fn are_few(shape: &AttentionShape) -> bool {
+    row_blocks(shape, FEW_ROWS) == 1
+}
+
+/// Shared memory of a block forward.
+fn forward_bytes(shape: &AttentionShape) -> usize {
+    let other_rows = if are_few(shape) { (TENSOR_BLOCK - FEW_ROWS) * tensor_dim(shape) * 2 } else { 0 };
+    tensor_bytes(shape, TENSOR_TILES) - other_rows
+}
+
 /// Shared memory of a block that also makes the queries that share a key head, the key and the value: these, and a number for each row.
 fn placed_bytes(shape: &AttentionShape) -> usize {
     let rows = shape.num_heads / shape.num_kv_heads + 1;
-    tensor_bytes(shape, TENSOR_TILES) + 2 * shape.value_dim + 4 * rows * (shape.head_dim + 1)
+    forward_bytes(shape) + 2 * shape.value_dim + 4 * rows * (shape.head_dim + 1)
 }
 
 /// What makes queries, the newest keys and values, if that would be launched next and the kernel that attends can do it.
 fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<place_heads::Placed> {
     let has_room = placed_bytes(shape) + PLACED_OTHER_BYTES <= on.gpu.most_shared();
-    let are_few = row_blocks(shape, TENSOR_BLOCK) == 1 && shape.num_kv_heads * shape.batch <= MAX_PLACED_BLOCKS;
+    let are_few = are_few(shape) && shape.num_kv_heads * shape.batch <= MAX_PLACED_BLOCKS;
     if has_room && are_few && tensor_dim(shape) <= MAX_PLACED_DIM {
         place_heads::take(on, [q, k, v].map(|x| on.read(x)), shape)
     } else {
@@ -159,11 +172,10 @@ fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<p
     }
 }
 
-/// Launches a kernel of tensor cores, with `tiles` tiles of 64 rows or keys in shared memory.
-fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
-    let kernel = &format!("attention_tensor{kernel}_{}", tensor_dim(shape));
+/// Launches a kernel of tensor cores, with so many bytes of shared memory.
+fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, shared): (&AttentionShape, usize), args: &[Arg<'_>]) {
+    let kernel = &format!("attention_{kernel}_{}", tensor_dim(shape));
     let grid = [blocks, shape.num_kv_heads, shape.batch];
-    let shared = tensor_bytes(shape, tiles);
     let launch = Launch { source: &ATTENTION_TENSOR, kernel, grid, threads: THREADS, shared, args };
     // SAFETY: the shape is checked against the tensors; a block writes its own rows, or those of its keys.
     unsafe { on.gpu.launch(&launch) };
@@ -220,7 +232,10 @@ fn forward_tensor(
     match wide {
         Some(dim) => launch_wide(on, dim, blocks, shape, &args),
         None if placed.is_some() => launch_placed(on, blocks, shape, &args),
-        None => launch_tensor(on, "", blocks, (shape, TENSOR_TILES), &args),
+        None => {
+            let kernel = if are_few(shape) { "few" } else { "tensor" };
+            launch_tensor(on, kernel, blocks, (shape, forward_bytes(shape)), &args);
+        }
     }
     drop(args);
     let Some(parts) = parts else { return };
@@ -327,12 +342,12 @@ pub(crate) fn backward(
             args.extend([on.read(lse), on.read(&delta)]);
             args.extend_from_slice(outputs);
             args.extend(sizes(shape));
-            launch_tensor(on, kernel, blocks, (shape, TENSOR_TILES_BACK), &args);
+            launch_tensor(on, kernel, blocks, (shape, tensor_bytes(shape, TENSOR_TILES_BACK)), &args);
         };
-        of(&[on.write(&mut dq)], "_queries", row_blocks(shape, TENSOR_BLOCK));
+        of(&[on.write(&mut dq)], "tensor_queries", row_blocks(shape, TENSOR_BLOCK));
         let outputs = [on.write(&mut dk), on.write(&mut dv)];
         if tensor_dim(shape) <= MAX_KEYS_DIM {
-            of(&outputs, "_keys", tensor_keys);
+            of(&outputs, "tensor_keys", tensor_keys);
         } else {
             plainly(&outputs, "keys", plain_keys);
         }
