@@ -64,10 +64,10 @@ sources! {
         "layer_norm_f32_f32", "layer_norm_f32_bf16", "layer_norm_bf16_f32", "layer_norm_bf16_bf16",
         "layer_norm_backward_f32_f32", "layer_norm_backward_f32_bf16", "layer_norm_backward_bf16_f32", "layer_norm_backward_bf16_bf16",
     ];
-    GROUPED = "grouped" after "grouped.cuh" "few_rows.cuh": [
+    GROUPED = "grouped" after "grouped.cuh" "few_rows.cuh" "few.cuh": [
         "rows_nt", "rows_nn", "plain_rows_nt", "plain_rows_nn", "few_rows_nt", "few_both_nt", "few_each", "few_up_paired", "few_up_single", "up_paired", "up_single", "plain_up_paired", "plain_up_single",
         "pull_back_rows", "plain_pull_back_rows", "depths_tn", "plain_depths_tn", "add_row_biases", "add_bias_dots", "sum_group_rows",
-        "combine_rows", "add_row_parts", "grads_of_choices",
+        "combine_rows", "combine_rows_normed", "add_row_parts", "grads_of_choices",
     ];
     GROUPED_HOPPER = "grouped_hopper" after "grouped.cuh" "hopper.cuh" "hopper_tiles.cuh" "hopper_finish.cuh" only 90: [
         "hopper_rows_nt", "hopper_rows_nn", "hopper_up_paired", "hopper_up_single", "hopper_pull_back_rows", "hopper_depths_tn",

@@ -255,3 +255,33 @@ fn a_few_tokens_rows_are_combined_by_the_kernel_that_makes_them_with_the_same_bi
         }
     }
 }
+
+#[test]
+fn a_norm_of_combined_rows_is_made_by_the_kernel_that_combines_them_with_the_same_bits() {
+    let (f, e, k) = (32, 6, 2);
+    for ((_, ctx), (tokens, d)) in
+        gpu_contexts().flat_map(|ctx| [(5, 96), (33, 2056), (33, 100)].map(|sizes| (ctx.clone(), sizes)))
+    {
+        let of = |shape: &[usize], seed| random(&ctx, shape, DType::BF16, seed);
+        let (gate_up, down) = (of(&[e, 2 * f, d], 1), of(&[e, d, f], 2));
+        let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: Activation::SwiGlu };
+        let (x, norm) = (random(&ctx, &[tokens, d], DType::F32, 3), random(&ctx, &[d], DType::F32, 4));
+        let ids: Vec<u32> = (0..tokens as u32).flat_map(|token| [token % 5, 5]).collect();
+        let (ids, shares) =
+            (Tensor::from_slice(ctx.pool(), &[tokens, k], &ids), random(&ctx, &[tokens, k], DType::F32, 5));
+        let sorted = sort_all_choices(&ctx, &ids, &shares, e);
+        for out in [DType::BF16, DType::F32] {
+            let step = || {
+                let sums = experts_forward_onto(&ctx, &x, weights, None, sorted.rows(), (Some(&x), true)).0;
+                let (y, inv_rms) = rms_norm(&ctx, &sums, &norm, 1e-5, out);
+                [sums, y, inv_rms]
+            };
+            let (apart, all) = launches(&ctx, step);
+            let (together, fewer) = launches(&ctx, || ctx.repeated(step));
+            for (apart, together) in apart.iter().zip(&together) {
+                assert!(apart.bytes() == together.bytes(), "{tokens} tokens of {d} to {out:?}");
+            }
+            assert_eq!(all - fewer, u64::from(d % 8 == 0), "{tokens} tokens of {d} to {out:?}");
+        }
+    }
+}

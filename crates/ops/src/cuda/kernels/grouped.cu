@@ -365,32 +365,61 @@ DEVICE void add_rows(f32 (&sum)[8], const void* outputs, const u32* rows, const 
     }
 }
 
+// Gives `take` what combine_rows has of the block's token, eight columns at a time.
+template <typename Take>
+DEVICE void combine_vectors(const void* outputs, u32 is_bf16, const u32* rows, const f32* row_weights, const f32* base, u32 choices, u32 width, Take take) {
+    for (u32 i = (blockIdx.y * 256 + threadIdx.x) * 8; i < width; i += gridDim.y * 256 * 8) {
+        f32 sum[8] = {}, before[8] = {};
+        if (base) load_vector(before, base, 0, i);
+        if (is_bf16) add_rows<true>(sum, outputs, rows, row_weights, choices, width, i);
+        else add_rows<false>(sum, outputs, rows, row_weights, choices, width, i);
+#pragma unroll
+        for (u32 j = 0; j < 8; j++) sum[j] += before[j];
+        take(i, sum);
+    }
+}
+
+#define COMBINED const void *outputs, u32 is_bf16, const u32 *token_rows, const f32 *row_weights, const f32 *base, f32 *y, u32 choices, u32 width
+
 // y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any, and what
 // `base` has (if it is there). A token is blockIdx.x, and blocks go on by y.
-KERNEL(256) combine_rows(const void* outputs, u32 is_bf16, const u32* token_rows, const f32* row_weights, const f32* base, f32* y, u32 choices,
-                         u32 width) {
+KERNEL(256) combine_rows(COMBINED) {
     const u32* rows = token_rows + (u64)blockIdx.x * choices;
     f32* to = y + (u64)blockIdx.x * width;
     const f32* from = base ? base + (u64)blockIdx.x * width : nullptr;
-    u32 first = blockIdx.y * 256 + threadIdx.x, step = gridDim.y * 256;
-    if (width % 8 == 0) {
-        for (u32 i = first * 8; i < width; i += step * 8) {
-            f32 sum[8] = {}, before[8] = {};
-            if (from) load_vector(before, from, 0, i);
-            if (is_bf16) add_rows<true>(sum, outputs, rows, row_weights, choices, width, i);
-            else add_rows<false>(sum, outputs, rows, row_weights, choices, width, i);
-#pragma unroll
-            for (u32 j = 0; j < 8; j++) sum[j] += before[j];
-            store_vector(to, 0, i, sum);
-        }
-        return;
-    }
-    for (u32 i = first; i < width; i += step) {
+    if (width % 8 == 0)
+        return combine_vectors(outputs, is_bf16, rows, row_weights, from, choices, width, [&](u32 i, const f32 (&sum)[8]) { store_vector(to, 0, i, sum); });
+    for (u32 i = blockIdx.y * 256 + threadIdx.x; i < width; i += gridDim.y * 256) {
         f32 sum = 0.0f;
         for (u32 c = 0; c < choices; c++)
             if (rows[c] != 0xffffffffu)
                 sum = fmaf(row_weights ? row_weights[rows[c]] : 1.0f, load_any(outputs, is_bf16, (u64)rows[c] * width + i), sum);
         to[i] = from ? from[i] + sum : sum;
+    }
+}
+
+// The same of whole vectors by one block a token, which norms what it has made (rms_norm.cu, whose order of sums this is): its row is in
+// shared memory still.
+KERNEL(256) combine_rows_normed(COMBINED, const f32* weight, f32 eps, void* normed, u32 normed_bf16, f32* inv_rms) {
+    SHARED(shared);
+    f32* row = (f32*)shared;
+    u64 at = (u64)blockIdx.x * width;
+    combine_vectors(outputs, is_bf16, token_rows + (u64)blockIdx.x * choices, row_weights, base ? base + at : nullptr, choices, width,
+                    [&](u32 i, const f32 (&sum)[8]) {
+                        store_vector(y, 0, at + i, sum);
+                        store_vector(row, 0, i, sum);
+                    });
+    __syncthreads();
+    f32 sum = 0.0f;
+    for (u32 i = threadIdx.x * 4; i < width; i += 1024) sum = add_squares(sum, few<4>(row + i));
+    f32 scale = scale_of(block_sum(sum), width, eps);
+    if (threadIdx.x == 0) inv_rms[blockIdx.x] = scale;
+    for (u32 i = threadIdx.x * 4; i < width; i += 1024) {
+        Few<4> v = few<4>(row + i), w = few<4>(weight + i);
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) v.x[j] = v.x[j] * scale * w.x[j];
+        if (normed_bf16) put((bf16*)normed + at + i, v);
+        else put((f32*)normed + at + i, v);
     }
 }
 
