@@ -187,6 +187,11 @@ fn awkward_shapes() -> Vec<AttentionShape> {
         AttentionShape { value_dim: 3, window: Some(1), ..shape(3, (1, 70), (4, 1), 5) },
         shape(2, (2, 1030), (8, 2), 64),
         AttentionShape { window: Some(700), ..shape(1, (1, 1500), (3, 1), 32) },
+        // As many queries of a key head as GPUs share keys among warps for, one more, and fewer: keys on the edges of warps' quarters.
+        shape(1, (1, 80), (16, 1), 128),
+        shape(1, (17, 49), (1, 1), 64),
+        AttentionShape { value_dim: 72, window: Some(60), ..shape(2, (3, 144), (5, 1), 104) },
+        AttentionShape { value_dim: 128, ..shape(1, (2, 65), (8, 1), 192) },
     ]
 }
 
