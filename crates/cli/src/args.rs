@@ -334,10 +334,13 @@ pub(crate) struct BenchArgs {
     /// For `decode`: this model instead (a run, a checkpoint, a model folder or a GGUF file)
     #[arg(long)]
     pub(crate) model: Option<PathBuf>,
+    /// For `decode`: a model of the shape that this folder's `config.json` describes, with random weights; no others need be there
+    #[arg(long, value_name = "FOLDER", conflicts_with = "model")]
+    pub(crate) shape: Option<PathBuf>,
     /// For `decode`: types of the weights, of f32, bf16, q8 and q4 (default: all four)
     #[arg(long, value_name = "TYPE", value_delimiter = ',', conflicts_with = "model")]
     pub(crate) types: Vec<String>,
-    /// For `decode`: layers of the model, of which OLMoE-1B-7B has 16 (6.9 billion weights)
+    /// For `decode`: layers of the model, of which OLMoE-1B-7B has 16 (6.9 billion weights); with `--shape` its first ones
     #[arg(long, value_name = "N", conflicts_with = "model", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) layers: Option<u16>,
     /// For `decode` with `--model`: print the seconds of each token as it comes, until stopped

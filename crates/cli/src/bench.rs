@@ -33,8 +33,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     if args.model.is_some() && args.filter != "decode" {
         return Err(Failure::input("--model is for `bench decode`"));
     }
-    if (args.layers.is_some() || !args.types.is_empty()) && args.filter != "decode" {
-        return Err(Failure::input("--layers and --types are for `bench decode`"));
+    if (args.layers.is_some() || args.shape.is_some() || !args.types.is_empty()) && args.filter != "decode" {
+        return Err(Failure::input("--shape, --layers and --types are for `bench decode`"));
     }
     let types = decode::types(&args.types)?;
     match args.filter.as_str() {
@@ -177,7 +177,7 @@ impl Output {
         Ok(())
     }
 
-    /// A model of OLMoE's shape in every type of weights, or a given one.
+    /// A model of OLMoE's shape, or of another's, in every type of weights, or a given one.
     fn decode(&mut self, (ctx, peaks): (&Context, &Peaks), args: &BenchArgs, types: &[DType]) -> Result<(), Failure> {
         let mut rows = Vec::new();
         let mut add = |all: Vec<decode::Measured>| {
@@ -189,8 +189,9 @@ impl Output {
         match &args.model {
             Some(model) => add(decode::measure_model(ctx, peaks, model)?),
             None => {
+                let config = decode::config(args.shape.as_deref(), args.layers.map(usize::from))?;
                 for &dtype in types {
-                    add(decode::measure(ctx, peaks, dtype, args.layers.map(usize::from))?);
+                    add(decode::measure(ctx, peaks, dtype, &config)?);
                     // The next type's weights are of other sizes.
                     ctx.pool().trim();
                 }

@@ -1,10 +1,11 @@
 //! `moeworks bench decode`: how fast a model of OLMoE's shape goes on with a text, in every type of weights.
 //!
 //! Two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token, and a vocabulary of 8,192 (with
-//! `--layers 16` OLMoE-1B-7B's own), with weights drawn at random. A token reads the weights of its experts, of attention, of the routers and of the output
-//! projection once; the share is that of the rate of reading memory, which is measured between the tokens, since on a machine
-//! with neighbours it changes within seconds: both are medians. Prefill is compared with a square product in the same type (in
-//! bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16), in turn with it: both are the best of three.
+//! `--layers 16` OLMoE-1B-7B's own), or with `--shape` what a `config.json` describes, with weights drawn at random. A token reads the
+//! weights of its experts, of attention, of the routers and of the output projection once; the share is that of the rate of reading memory,
+//! which is measured between the tokens, since on a machine with neighbours it changes within seconds: both are medians. Prefill is compared
+//! with a square product in the same type (in bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16), in turn with
+//! it: both are the best of three.
 
 use std::io::Write;
 use std::path::Path;
@@ -13,6 +14,7 @@ use std::time::Instant;
 
 use moeworks_model::account::Parameters;
 use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
+use moeworks_model::hf::ModelFolder;
 use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, QkNorm, Role};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
@@ -103,9 +105,43 @@ pub(super) fn types(names: &[String]) -> Result<Vec<DType>, Failure> {
     if names.is_empty() { Ok(TYPES.map(|(_, dtype)| dtype).to_vec()) } else { names.iter().map(named).collect() }
 }
 
-/// Of OLMoE's shape, with a small vocabulary unless it has as many layers as OLMoE.
-fn config(num_layers: Option<usize>) -> ModelConfig {
-    let num_layers = num_layers.unwrap_or(2);
+/// Of the shape that a folder's `config.json` describes, or OLMoE's; of so many layers, if it is said.
+pub(super) fn config(shape: Option<&Path>, num_layers: Option<usize>) -> Result<ModelConfig, Failure> {
+    let Some(dir) = shape else { return Ok(of_olmoe(num_layers.unwrap_or(2))) };
+    let mut config = ModelFolder::open(dir)?.config().clone();
+    if config.variant.encoder.is_some() {
+        return Err(Failure::input(format!("{}: has an encoder, only decoders are timed", dir.display())));
+    }
+    takes_prefill(&config, dir)?;
+    if let Some(count) = num_layers {
+        take_layers(&mut config, count, dir)?;
+    }
+    Ok(config)
+}
+
+/// Leaves so many of the layers, the first ones.
+fn take_layers(config: &mut ModelConfig, count: usize, dir: &Path) -> Result<(), Failure> {
+    if count > config.num_layers {
+        let all = config.num_layers;
+        return Err(Failure::input(format!("--layers {count}: {} has {all}", dir.display())));
+    }
+    config.num_layers = count;
+    config.variant.dense_layers.retain(|&layer| layer < count);
+    config.variant.full_attention_layers.retain(|&layer| layer < count);
+    Ok(())
+}
+
+/// Whether the model takes as many tokens as a prefill has.
+fn takes_prefill(config: &ModelConfig, path: &Path) -> Result<(), Failure> {
+    if config.max_seq_len >= PREFILL {
+        return Ok(());
+    }
+    let longest = config.max_seq_len;
+    Err(Failure::input(format!("{}: takes {longest} tokens at most, not {PREFILL}", path.display())))
+}
+
+/// OLMoE's shape, with a small vocabulary unless it has as many layers as OLMoE.
+fn of_olmoe(num_layers: usize) -> ModelConfig {
     ModelConfig {
         vocab_size: if num_layers < OLMOE_LAYERS { 8192 } else { 50304 },
         width: 2048,
@@ -130,9 +166,9 @@ pub(super) fn measure(
     ctx: &Context,
     peaks: &Peaks,
     dtype: DType,
-    num_layers: Option<usize>,
+    config: &ModelConfig,
 ) -> Result<Vec<Measured>, Failure> {
-    let decoder = Decoder::new(config(num_layers))?;
+    let decoder = Decoder::new(config.clone())?;
     let weights = random_weights(ctx, &decoder, dtype);
     timed(ctx, peaks, (&decoder, &weights), dtype)
 }
@@ -140,10 +176,7 @@ pub(super) fn measure(
 /// Times a model, whatever its types are; `dtype` of the result is that of the first layer's feed-forward.
 pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Vec<Measured>, Failure> {
     let (config, weights) = Source::open(model)?.load(ctx)?;
-    if config.max_seq_len < PREFILL {
-        let longest = config.max_seq_len;
-        return Err(Failure::input(format!("{}: takes {longest} tokens at most, not {PREFILL}", model.display())));
-    }
+    takes_prefill(&config, model)?;
     let dtype = match weights.layers.first().map(|layer| &layer.feed_forward) {
         Some(FeedForwardWeights::Moe(moe)) => moe.gate_up.dtype(),
         Some(FeedForwardWeights::Dense(dense)) => dense.gate_up.dtype(),

@@ -34,6 +34,7 @@ fn bench_without_a_case_of_that_name_says_so() {
     refused(&workplace, &["bench", "no such case"], &["\"no such case\"", "no case", "layers"]);
     refused(&workplace, &["bench", "decode", "--types", "bf16,q3"], &["--types q3", "f32, bf16, q8 or q4"]);
     refused(&workplace, &["bench", "layers", "--layers", "2"], &["--layers", "`bench decode`"]);
+    refused(&workplace, &["bench", "decode", "--shape", "nowhere"], &["nowhere"]);
     refused(&workplace, &["bench", "routing no such scheme"], &["\"routing no such scheme\""]);
 }
 
@@ -57,4 +58,33 @@ fn bench_moe_answers_a_line_for_each_part_of_a_layer_with_the_seconds_of_its_run
         assert!(seconds.iter().all(|time| time.as_f64().is_some_and(|time| time > 0.0)), "{part}: {answer}");
         assert!(seconds.len() >= 3, "{part}: {answer}");
     }
+}
+
+/// Latent attention, a dense layer before two of experts, and shared experts.
+const DEEPSEEK: &str = r#"{
+    "model_type": "deepseek_v2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "kv_lora_rank": 8, "q_lora_rank": null, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_method": "greedy",
+    "vocab_size": 64, "max_position_embeddings": 600, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0
+}"#;
+
+#[test]
+fn bench_decode_times_the_shape_of_a_folder_that_has_no_weights() {
+    let workplace = Workplace::new();
+    workplace.file("config.json", DEEPSEEK);
+    let run = |more: &[&str]| {
+        let args = [&["bench", "decode", "--shape", ".", "--types", "bf16", "--json"], more].concat();
+        let output = workplace.run(&args);
+        assert_success(&output);
+        let value: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+        let case = &value["cases"].as_array().expect("cases")[0];
+        assert_eq!(case["name"], "decode, BF16");
+        case["bytes_per_token"].as_f64().expect("bytes")
+    };
+    // Of two thirds of the layers it is the larger third that is missing: experts.
+    let (all, two) = (run(&[]), run(&["--layers", "2"]));
+    assert!(two < 0.8 * all && two > 0.4 * all, "{two} of {all} bytes");
+    refused(&workplace, &["bench", "decode", "--shape", ".", "--layers", "4"], &["--layers 4", "has 3"]);
+    workplace.file("config.json", DEEPSEEK.replace("600", "200"));
+    refused(&workplace, &["bench", "decode", "--shape", "."], &["200 tokens at most", "512"]);
 }
