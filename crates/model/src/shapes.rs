@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 use crate::config::{ModelConfig, NormKind, PositionKind, QkNorm};
 use crate::weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights,
+    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, Numbers,
 };
 
 /// Makes tensors of given shapes.
@@ -167,6 +167,7 @@ impl<F: FnMut(&[usize]) -> Tensor, S: FnMut(&[usize]) -> Tensor> Maker<'_, F, S>
             kv_down: self.linear(kv_rank + latent.rotary_dim, d, bias),
             kv_norm: (self.make)(&[kv_rank]),
             kv: (self.make)(&[h * (latent.plain_dim + c.value_dim()), kv_rank]),
+            kv_numbers: Numbers::default(),
         }
     }
 

@@ -3,6 +3,8 @@
 //! Shape letters: V vocabulary, D width, H query heads, G key and value heads, h head width, E experts, F hidden width of
 //! a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
 
+use std::sync::OnceLock;
+
 use moeworks_moe::{LayerStats, MoeConfig, MoeWeights, next_state};
 use moeworks_ops::{Context, elementwise, quantized};
 use moeworks_tensor::{DType, Tensor};
@@ -73,6 +75,27 @@ pub struct LatentWeights {
     pub kv_norm: Tensor,
     /// `[H (N + w), Lkv]`.
     pub kv: Tensor,
+    /// What `kv` stands for, if it is in blocks.
+    pub(crate) kv_numbers: Numbers,
+}
+
+/// What a matrix in blocks stands for, on the processor, worked out when a step first multiplies with it by head. Nothing changes such a
+/// matrix in its place; a clone works it out for itself.
+#[derive(Default)]
+pub(crate) struct Numbers(OnceLock<Tensor>);
+
+impl Clone for Numbers {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
+impl Numbers {
+    /// Those of `blocks` as `dtype`, unless they were asked for as another before.
+    pub(crate) fn of(&self, ctx: &Context, blocks: &Tensor, dtype: DType) -> Option<&Tensor> {
+        let numbers = self.0.get_or_init(|| quantized::dequantize(ctx, blocks, dtype));
+        (numbers.dtype() == dtype).then_some(numbers)
+    }
 }
 
 /// Weights of a dense feed-forward: an expert without a router.
@@ -524,5 +547,25 @@ impl DecoderWeights {
     /// The places of all tensors, with name and role, in the order of [`DecoderWeights::tensors`].
     pub(crate) fn places(&mut self) -> Vec<(String, Role, &mut Tensor)> {
         list_tensors!(self, iter_mut, as_mut, mut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_blocks_are_worked_out_once_and_anew_for_a_clone() {
+        let ctx = Context::cpu(1);
+        let mut x = ctx.zeros(&[4, 32], DType::F32);
+        x.f32s_mut()[33] = 127.0;
+        let blocks = quantized::quantize(&ctx, &x, DType::Q8);
+        let numbers = Numbers::default();
+        let first = numbers.of(&ctx, &blocks, DType::F32).expect("numbers").f32s().as_ptr();
+        let again = numbers.of(&ctx, &blocks, DType::F32).expect("numbers");
+        assert_eq!((again.f32s().as_ptr(), again.f32s()[33]), (first, 127.0));
+        assert!(numbers.of(&ctx, &blocks, DType::BF16).is_none(), "of one type");
+        let clone = numbers.clone();
+        assert_eq!(clone.of(&ctx, &blocks, DType::BF16).map(Tensor::dtype), Some(DType::BF16));
     }
 }

@@ -16,7 +16,7 @@ use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{Rotation, rope};
 use moeworks_ops::{Context, elementwise, quantized};
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::{DType, Device, Tensor};
 
 use super::Pass;
 use super::attention::attend;
@@ -32,6 +32,12 @@ pub(crate) struct Latent {
     pub(crate) num_heads: usize,
     pub(crate) value_dim: usize,
     pub(crate) eps: f32,
+}
+
+/// The numbers of `kv`, which is in blocks, that are kept from step to step: to work them out takes the processor longer than to multiply with
+/// them.
+fn kept_numbers<'a>(place: &Context, w: &'a LatentWeights, dtype: DType) -> Option<&'a Tensor> {
+    if place.device() == Device::Cpu { w.kv_numbers.of(place, &w.kv, dtype) } else { None }
 }
 
 /// A narrow vector a token: before the norm, its 1/rms, after the norm.
@@ -122,8 +128,17 @@ impl Latent {
             let (k, v) = self.widened(ctx, w, (&narrow, &key));
             return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;
         }
-        let kv = w.kv.dtype().is_quantized().then(|| quantized::dequantize(place, &w.kv, q.dtype()));
-        let kv = kv.as_ref().unwrap_or(&w.kv);
+        let made;
+        let kv = match w.kv.dtype().is_quantized() {
+            false => &w.kv,
+            true => match kept_numbers(place, w, q.dtype()) {
+                Some(numbers) => numbers,
+                None => {
+                    made = quantized::dequantize(place, &w.kv, q.dtype());
+                    &made
+                }
+            },
+        };
         let q = self.narrow_queries(place, &q, kv);
         let row = self.row_dim();
         let shape = AttentionShape { num_kv_heads: 1, head_dim: row, value_dim: row, ..shape(held, cache.capacity()) };
