@@ -8,6 +8,8 @@
 //! instead and attend to the narrow vectors, which are keys and values at once, and what each head has summed up is widened
 //! at the end (section 2.1.2 there; "absorbed" weights).
 
+use std::borrow::Cow;
+
 use moeworks_ops::attention::{AttentionShape, is_for_host};
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
 use moeworks_ops::elementwise::copy_rows;
@@ -32,12 +34,6 @@ pub(crate) struct Latent {
     pub(crate) num_heads: usize,
     pub(crate) value_dim: usize,
     pub(crate) eps: f32,
-}
-
-/// The numbers of `kv`, which is in blocks, that are kept from step to step: to work them out takes the processor longer than to multiply with
-/// them.
-fn kept_numbers<'a>(place: &Context, w: &'a LatentWeights, dtype: DType) -> Option<&'a Tensor> {
-    if place.device() == Device::Cpu { w.kv_numbers.of(place, &w.kv, dtype) } else { None }
 }
 
 /// A narrow vector a token: before the norm, its 1/rms, after the norm.
@@ -128,17 +124,7 @@ impl Latent {
             let (k, v) = self.widened(ctx, w, (&narrow, &key));
             return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;
         }
-        let made;
-        let kv = match w.kv.dtype().is_quantized() {
-            false => &w.kv,
-            true => match kept_numbers(place, w, q.dtype()) {
-                Some(numbers) => numbers,
-                None => {
-                    made = quantized::dequantize(place, &w.kv, q.dtype());
-                    &made
-                }
-            },
-        };
+        let kv = &*numbers_of_kv(place, w, q.dtype());
         let q = self.narrow_queries(place, &q, kv);
         let row = self.row_dim();
         let shape = AttentionShape { num_kv_heads: 1, head_dim: row, value_dim: row, ..shape(held, cache.capacity()) };
@@ -319,4 +305,13 @@ impl LatentGradTask {
         linear_backward_weight(ctx, &d_heads, &saved.kv.normed, compute, write, &mut grads.kv);
         project_grads(ctx, (&d_kv_down, &normed), compute, write, &mut grads.kv_down);
     }
+}
+
+/// `kv` as products by head take it. To work out what blocks stand for takes the processor longer than to multiply with it, which therefore keeps it.
+fn numbers_of_kv<'a>(place: &Context, w: &'a LatentWeights, dtype: DType) -> Cow<'a, Tensor> {
+    if !w.kv.dtype().is_quantized() {
+        return Cow::Borrowed(&w.kv);
+    }
+    let kept = if place.device() == Device::Cpu { w.kv_numbers.of(place, &w.kv, dtype) } else { None };
+    kept.map_or_else(|| Cow::Owned(quantized::dequantize(place, &w.kv, dtype)), Cow::Borrowed)
 }
