@@ -149,31 +149,38 @@ fn the_three_products_match_f64_where_tiles_have_kernels_of_their_own() {
     }
 }
 
+/// Gradients of weights on the processor, of which every 997th is compared.
+fn check_weight_gradients(Sizes { t, i, o }: Sizes) {
+    let (x, dy) = (numbers(t * i, 1), numbers(t * o, 3));
+    for (ctx, w_type) in contexts().filter(|ctx| ctx.gpu().is_none()).flat_map(|ctx| FLOATS.map(|w| (ctx.clone(), w))) {
+        let (xs, dys) = (tensor(&ctx, &[t, i], &x, DType::F32), tensor(&ctx, &[t, o], &dy, DType::F32));
+        let mut grad = tensor(&ctx, &[o, i], &vec![f32::NAN; o * i], DType::F32);
+        linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Replace, &mut grad);
+        assert!(grad.f32s().iter().all(|x| x.is_finite()), "elements that nobody wrote");
+        for at in (0..o * i).step_by(997) {
+            let term = |t: usize| rounded(dy[t * o + at / i], w_type) * rounded(x[t * i + at % i], w_type);
+            let (exact, size) = (0..t).map(term).fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+            let y = grad.f32s()[at];
+            let is_close = is_close(y, exact, size, t, DType::F32);
+            let what = (t, i, o);
+            assert!(is_close, "element {at} of {what:?}, w {w_type:?}, {:?} is {y}, exactly {exact}", kind(&ctx));
+        }
+    }
+}
+
 #[test]
 fn gradients_that_are_written_past_the_caches_match_f64() {
     // 8 MiB and more, with rows that are whole cache lines and with others, of few tokens and of many.
     for (t, i, o) in [(20, 1_456, 1_448), (70, 1_456, 1_448), (70, 1_453, 1_448)] {
-        let (x, dy) = (numbers(t * i, 1), numbers(t * o, 3));
-        for (ctx, w_type) in
-            contexts().filter(|ctx| ctx.gpu().is_none()).flat_map(|ctx| FLOATS.map(|w| (ctx.clone(), w)))
-        {
-            let (xs, dys) = (tensor(&ctx, &[t, i], &x, DType::F32), tensor(&ctx, &[t, o], &dy, DType::F32));
-            let mut grad = tensor(&ctx, &[o, i], &vec![f32::NAN; o * i], DType::F32);
-            linear_backward_weight(&ctx, &dys, &xs, w_type, Write::Replace, &mut grad);
-            assert!(grad.f32s().iter().all(|x| x.is_finite()), "elements that nobody wrote");
-            for at in (0..o * i).step_by(997) {
-                let term = |t: usize| rounded(dy[t * o + at / i], w_type) * rounded(x[t * i + at % i], w_type);
-                let (exact, size) = (0..t).map(term).fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
-                let y = grad.f32s()[at];
-                let is_close = is_close(y, exact, size, t, DType::F32);
-                assert!(
-                    is_close,
-                    "element {at} of {:?}, w {w_type:?}, {:?} is {y}, exactly {exact}",
-                    (t, i, o),
-                    kind(&ctx)
-                );
-            }
-        }
+        check_weight_gradients(Sizes { t, i, o });
+    }
+}
+
+#[test]
+fn gradients_match_f64_where_panels_take_turns_with_rows_that_stay_packed() {
+    // Sums that are too many for a cache on one thread, and few enough on several; tokens in one long part and in several.
+    for (t, i, o) in [(1_030, 1_100, 99), (4_130, 1_061, 104)] {
+        check_weight_gradients(Sizes { t, i, o });
     }
 }
 

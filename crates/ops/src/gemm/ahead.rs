@@ -5,14 +5,16 @@ use std::ops::Range;
 use super::kernel::prefetch_far;
 use super::source::Source;
 use super::{Form, Part, Work};
+use crate::Isa;
 
 impl Work<'_> {
     /// The rows of A after those of the tiles from `row` on, to be asked for while these are computed.
     #[inline(always)]
     pub(super) fn ahead_of(&self, row: usize, start: usize, depth: usize) -> Ahead<'_> {
         let next = row + self.kernels.rows;
-        // Processors with tiles foresee rows by themselves, and lines that are asked for hold the places of those that kernels wait for.
-        let is_foreseen = self.isa.has_tiles();
+        // Intel's processors, which have tiles or multiply pairs of bf16 slowly, foresee rows by themselves, and lines that are asked for
+        // hold the places of those that kernels wait for.
+        let is_foreseen = self.isa.has_tiles() || self.isa == Isa::Avx512;
         let is_idle = is_foreseen || self.product.form == Form::Tn || self.task.panels.1 < 2;
         let end = if is_idle { 0 } else { self.task.rows.1 };
         let end = self.task.rows.0 + end.min(next + self.kernels.rows);

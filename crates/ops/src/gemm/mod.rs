@@ -6,7 +6,8 @@
 //! group of rows against all panels; what a kernel leaves for a tile goes to the product's [`Epilogue`] at once. A row
 //! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra. Where B's rows run across
 //! the depth, kernels pack them beside the products of the first rows. Where they run along it and a group has so few rows that
-//! packing B would take as long as its products, it is A that is packed (`turned`).
+//! packing B would take as long as its products, it is A that is packed (`turned`). Where rows of both run across the depth, both are
+//! packed: a task's rows of A once, against which panels of B take turns.
 //!
 //! Every element is one sum over the depth in an order fixed by the depth alone, so results do not depend on how tasks
 //! are cut; the cut itself may therefore depend on the number of threads.
@@ -32,7 +33,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::parallel::Lent;
 use crate::simd::{Level, fence, kernel as compiled};
 use crate::{Context, Isa, few_rows};
-use kernel::{Kernels, MAX_ROWS, Tile, TileArgs};
+use kernel::{Kernels, MAX_ROWS, Tile, TileArgs, widest};
 use source::{Block, Format, Source};
 use store::Room;
 pub(crate) use tasks::Panels;
@@ -313,10 +314,16 @@ struct Part {
     is_last: bool,
 }
 
-/// Some rows of C of a task: the first, counted from the task's, their number, and where their rows of A are.
+/// Columns of A that are packed at once: whole panels for kernels of 4, 6 and 8 rows, and whole cache lines. Of more the lines that
+/// are written, one of each panel, would fall on more places of a set of the first-level cache than it has.
+const A_COLUMNS: usize = 48;
+
+/// Some rows of C of a task: the first, counted from the task's, their number, the panels that they are multiplied with (the first and
+/// the number of them), and where their rows of A are.
 struct Rows {
     first: usize,
     count: usize,
+    panels: (usize, usize),
     a: [*const u32; MAX_ROWS],
     a_step: usize,
     /// Whether the panels of B are packed, or to be packed beside the products of these rows.
@@ -347,30 +354,58 @@ impl Work<'_> {
         // Sums wait here between parts of the depth; with one part a single place serves all tiles.
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
-        let held = if num_parts > 1 { task.panels.1 * product.num_tiles() } else { 0 };
+        let held = if num_parts > 1 { product.num_tiles() } else { 0 };
         let mut room = Room::new();
         for index in 0..num_parts {
             let part = self.part(index, num_parts);
             let stream = self.stream_after(part, b_room.as_ptr().cast());
             let mut progress = Progress { stream, num_calls: 0, room: &mut room };
-            let depth = (part.start, part.depth);
-            let is_packed_beside = self.packs_beside(part);
-            if !is_packed_beside {
-                pack_b(self.isa, self, depth, b_room);
+            let at_once = self.panels_at_once(part);
+            for first in (0..task.panels.1).step_by(at_once) {
+                let panels = (task.panels.0 + first, at_once.min(task.panels.1 - first));
+                let tiles = &mut tiles[first * held..];
+                self.multiply_panels(part, panels, (a_room, b_room, tiles), &mut progress, epilogue);
             }
-            if product.form == Form::Tn {
-                pack_a(self.isa, self, depth, a_room);
-            }
-            for (block, first) in (0..task.rows.1).step_by(kernels.rows).enumerate() {
-                let count = (task.rows.1 - first).min(kernels.rows);
-                let (a, a_step) = if product.form == Form::Tn {
-                    (packed_rows(&a_room[first * part.num_units..], count), kernels.rows)
-                } else {
-                    (self.rows_of_a(task.rows.0 + first, count, depth, a_room), 1)
-                };
-                let rows = Rows { first, count, a, a_step, is_b_packed: !is_packed_beside || block > 0 };
-                self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], &mut progress, epilogue);
-            }
+        }
+    }
+
+    /// The panels of B that are packed at once: as many as there is room for.
+    fn panels_at_once(&self, part: Part) -> usize {
+        let width = widest(self.kernels.lanes) * self.kernels.lanes * self.product.num_tiles();
+        (self.task.b_units / (part.num_units * width).max(1)).clamp(1, self.task.panels.1)
+    }
+
+    /// All rows of a task with some panels of B, which are packed first. Sums that wait have a place each in `tiles`, eight rows with all
+    /// panels of the task after the eight before them.
+    fn multiply_panels(
+        &self,
+        part: Part,
+        panels: (usize, usize),
+        (a_room, b_room, tiles): (&mut [u32], &mut [u32], &mut [Tile]),
+        progress: &mut Progress<'_>,
+        epilogue: &dyn Finish,
+    ) {
+        let Self { product, task, ref kernels, .. } = *self;
+        let depth = (part.start, part.depth);
+        let held = if part.is_first && part.is_last { 0 } else { task.panels.1 * product.num_tiles() };
+        let is_packed_beside = self.packs_beside(part);
+        if !is_packed_beside {
+            pack_b(self.isa, self, depth, panels, b_room);
+        }
+        for (block, first) in (0..task.rows.1).step_by(kernels.rows).enumerate() {
+            let count = (task.rows.1 - first).min(kernels.rows);
+            let (a, a_step) = if product.form == Form::Tn {
+                // The first panels find rows of A not packed yet.
+                if panels.0 == task.panels.0 && first % A_COLUMNS == 0 {
+                    pack_a(self.isa, self, depth, first, &mut a_room[first * part.num_units..]);
+                }
+                (packed_rows(&a_room[first * part.num_units..], count), kernels.rows)
+            } else {
+                (self.rows_of_a(task.rows.0 + first, count, depth, a_room), 1)
+            };
+            let is_b_packed = !is_packed_beside || block > 0;
+            let rows = Rows { first, count, panels, a, a_step, is_b_packed };
+            self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], progress, epilogue);
         }
     }
 
@@ -399,8 +434,8 @@ impl Work<'_> {
         let Part { num_units, is_first, is_last, .. } = part;
         let mut ahead = self.ahead_of(rows.first, part.start, part.depth);
         let step = progress.stream.step(num_units);
-        for offset in 0..task.panels.1 {
-            let panel = task.panels.0 + offset;
+        for offset in 0..rows.panels.1 {
+            let panel = rows.panels.0 + offset;
             let (column, columns, width) = panels.panel(panel);
             let rows_of_tile = (task.rows.0 + rows.first, rows.count);
             let at = Place { group: task.group, rows: rows_of_tile, columns: (column, columns), panel };
@@ -409,7 +444,7 @@ impl Work<'_> {
             }
             ahead.advance();
             let first_tile = if is_first && is_last { 0 } else { offset * num_tiles };
-            if !is_first && offset + 1 < task.panels.1 {
+            if !is_first && offset + 1 < rows.panels.1 {
                 tiles[first_tile + num_tiles..][..num_tiles].iter().for_each(|tile| tile.ask_for(rows.count, width));
             }
             let tiles = &mut tiles[first_tile..first_tile + num_tiles];
@@ -509,12 +544,12 @@ impl Work<'_> {
 
 compiled! {
     bf16
-    /// Packs the task's panels of B, paired ones next to each other.
-    fn pack_b<S: Level>(work: &Work<'_>, depth: (usize, usize), to: &mut [u32]) {
-        let Work { product, group, task, .. } = *work;
+    /// Packs some of the task's panels of B, the first and the number of them, paired ones next to each other.
+    fn pack_b<S: Level>(work: &Work<'_>, depth: (usize, usize), panels_of: (usize, usize), to: &mut [u32]) {
+        let Work { product, group, .. } = *work;
         let (format, mut to) = (work.format(), to);
         let panels = Panels::of(group.columns, work.kernels.lanes);
-        let range = task.panels.0..task.panels.0 + task.panels.1;
+        let range = panels_of.0..panels_of.0 + panels_of.1;
         if product.form != Form::Nt {
             return source::pack_straight::<S>(&group.b, depth, &panels, range, format, to);
         }
@@ -537,11 +572,11 @@ compiled! {
 
 compiled! {
     bf16
-    /// Packs the task's rows of C, which are columns of A, as panels as narrow as a kernel has rows.
-    fn pack_a<S: Level>(work: &Work<'_>, depth: (usize, usize), to: &mut [u32]) {
+    /// Packs [`A_COLUMNS`] of the task's rows of C from one on, which are columns of A, as panels as narrow as a kernel has rows.
+    fn pack_a<S: Level>(work: &Work<'_>, depth: (usize, usize), first: usize, to: &mut [u32]) {
         let (rows, width) = (work.task.rows, work.kernels.rows);
-        let panels = Panels::equal(rows.0 + rows.1, width);
-        source::pack_straight::<S>(&work.group.a, depth, &panels, rows.0 / width..panels.count, work.format(), to);
+        let panels = Panels::equal(rows.0 + (first + A_COLUMNS).min(rows.1), width);
+        source::pack_straight::<S>(&work.group.a, depth, &panels, (rows.0 + first) / width..panels.count, work.format(), to);
     }
 }
 

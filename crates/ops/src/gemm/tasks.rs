@@ -1,6 +1,7 @@
 //! How a list of products is cut into tasks.
 
 use super::kernel::{Kernels, Tile, widest};
+use super::source::Format;
 use super::{Form, Group, Product};
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
@@ -9,10 +10,16 @@ const B_UNITS: usize = 128 << 10;
 const FEW_ROWS: usize = 96;
 /// The longest part of the depth that is summed at once where A is used in place.
 const LONG_PART: usize = 2048;
-/// The same, in units, where both operands are packed, and in elements where narrow pieces of rows are far apart.
+/// The same, in units, where both operands are packed and sums wait in a cache, and in elements where narrow pieces of rows are far apart.
 const SHORT_PART: usize = 256;
 /// Rows of a task where sums wait between parts of the depth, or where A is packed.
 const MAX_WAITING_ROWS: usize = 512;
+/// Fewest rows and columns of a task where both operands are packed.
+const PACKED: (usize, usize) = (128, 480);
+/// Most columns of such a task where sums wait.
+const MAX_WAITING_COLUMNS: usize = 1024;
+/// Sums of a task that stay in the second-level cache beside what is packed: 384 KiB.
+const NEAR_SUMS: usize = 96 << 10;
 /// Fewest rows for which packing B once more is cheap against the products.
 const MIN_ROWS: usize = 192;
 /// Tasks for each thread at which the ends of threads lie close together.
@@ -144,6 +151,9 @@ fn cut_group(
     } else if super::turned::takes(product, group, kernels) {
         return super::turned::cut_group(product, (index, group), kernels, budget, plan);
     }
+    if product.form == Form::Tn {
+        return cut_packed((index, group), (kernels, kernels.format(product.compute)), budget, plan);
+    }
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
@@ -153,49 +163,82 @@ fn cut_group(
         product.form == Form::Nn && group.depth * group.columns > 2 * B_UNITS && group.rows <= MAX_WAITING_ROWS;
     // Rows of A that are converted are converted again for each chunk of columns, so these are better wide, too.
     let is_converted = !group.a.is_direct(format) && group.depth * group.columns > 2 * B_UNITS;
-    let longest = match product.form {
-        Form::Tn => format.elements_of(SHORT_PART),
-        _ if is_far || is_converted => SHORT_PART,
-        _ => LONG_PART,
-    };
+    let longest = if is_far || is_converted { SHORT_PART } else { LONG_PART };
     let num_parts = group.depth.div_ceil(longest).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
     let panel_width = widest(kernels.lanes) * kernels.lanes * num_tiles;
 
-    let max_rows = if num_parts > 1 || product.form == Form::Tn { MAX_WAITING_ROWS } else { usize::MAX };
+    let max_rows = if num_parts > 1 { MAX_WAITING_ROWS } else { usize::MAX };
     let mut rows = group.rows.min(max_rows);
     // The next task's B comes into the same cache meanwhile: with few rows all of it waits there at once.
     let b_room = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { B_UNITS };
     let mut chunk = (b_room / (part_units * panel_width).max(1)).clamp(1, panels.count);
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
-    // Where A is packed, each chunk of columns packs it again: rows are cut rather than columns.
-    let min_rows = if product.form == Form::Tn { MIN_ROWS * 2 / 3 } else { MIN_ROWS };
     // Where pieces are far apart two tasks for each thread are enough, of four panels: of one a whole depth of pieces of a few lines
     // took twice as long, and each block of rows packs them again.
     let least = if is_far { 4 } else { 2 };
-    while product.form != Form::Tn && chunk > least && cost(rows, chunk) > budget {
+    while chunk > least && cost(rows, chunk) > budget {
         chunk -= 1;
     }
     let budget = if is_far { budget.saturating_mul(TASKS_PER_THREAD / 2) } else { budget };
-    if cost(rows, chunk) > budget && rows > min_rows {
-        rows = rows.div_ceil(cost(rows, chunk).div_ceil(budget)).max(min_rows);
+    if cost(rows, chunk) > budget && rows > MIN_ROWS {
+        rows = rows.div_ceil(cost(rows, chunk).div_ceil(budget)).max(MIN_ROWS);
     }
-    while product.form != Form::Tn && chunk > 1 && cost(rows, chunk) > budget {
+    while chunk > 1 && cost(rows, chunk) > budget {
         chunk -= 1;
     }
     // Even shares instead of a small rest.
     chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
     rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
 
-    let a_rows = if product.form == Form::Tn { rows } else { kernels.rows };
     let b_units = (part_units * panel_width * chunk).next_multiple_of(LINE);
-    let a_units = (part_units * a_rows).next_multiple_of(LINE);
+    let a_units = (part_units * kernels.rows).next_multiple_of(LINE);
     let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
     plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
     let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
     let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts: false };
+    push_tasks(plan, group, &panels, size);
+}
+
+/// As [`cut_group`] for products `A^T B`. A task packs its rows of A and its columns of B once for each other, so that it is best square.
+/// Sums that are too many for the second-level cache would come and go between parts of the depth as slowly as operands: then parts are
+/// long, and of B a few panels at a time are packed.
+fn cut_packed(
+    (index, group): (usize, &Group<'_>),
+    (kernels, format): (&Kernels, Format),
+    budget: usize,
+    plan: &mut Plan,
+) {
+    let (panels, width) = (Panels::of(group.columns, kernels.lanes), widest(kernels.lanes) * kernels.lanes);
+    let cost = |rows: usize, wide: usize| rows * (wide * width).min(group.columns) * group.depth;
+    let (mut rows, mut wide) = (group.rows.min(MAX_WAITING_ROWS), panels.count);
+    let least = (PACKED.0, PACKED.1.div_ceil(width));
+    while cost(rows, wide) > budget && (rows > least.0 || wide > least.1) {
+        if wide > least.1 && (wide * width >= rows || rows <= least.0) {
+            wide = wide.div_ceil(2).max(least.1);
+        } else {
+            rows = rows.div_ceil(2).max(least.0);
+        }
+    }
+    let longest = if rows * wide * width > NEAR_SUMS { LONG_PART } else { SHORT_PART };
+    let num_parts = group.depth.div_ceil(format.elements_of(longest)).max(1);
+    if num_parts > 1 {
+        wide = wide.min(MAX_WAITING_COLUMNS.div_ceil(width));
+    }
+    wide = panels.count.div_ceil(panels.count.div_ceil(wide));
+    rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
+    let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
+    let part_units = format.units_of(part.min(group.depth));
+    let at_once = (B_UNITS / (part_units * width).max(1)).clamp(1, wide);
+    let at_once = wide.div_ceil(wide.div_ceil(at_once));
+    let b_units = (part_units * width * at_once).next_multiple_of(LINE);
+    let a_units = (part_units * rows).next_multiple_of(LINE);
+    let waiting = if num_parts > 1 { rows / kernels.rows * wide } else { 1 };
+    plan.scratch_units = plan.scratch_units.max(b_units + a_units + waiting * size_of::<Tile>() / 4);
+    let (rows, wide, part) = ((0, rows), (0, wide), part.max(2));
+    let size = Task { group: index, rows, panels: wide, part, b_units, a_units, is_turned: false, is_in_parts: false };
     push_tasks(plan, group, &panels, size);
 }
 

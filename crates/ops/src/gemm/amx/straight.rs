@@ -57,7 +57,7 @@ impl Work<'_> {
             // The thread's last task may have left the same panels.
             let columns = (task.group, task.panels.0);
             if held.rows_of.replace(columns) != Some(columns) || num_parts > 1 {
-                crate::gemm::pack_b(self.isa, self, (start, depth), b_room);
+                crate::gemm::pack_b(self.isa, self, (start, depth), task.panels, b_room);
             }
             if product.form == Form::Tn {
                 pack::transposed_rows(&group.a, task.rows, (start, depth), self.format(), a_room);
