@@ -222,10 +222,13 @@ fn cut_packed(
             rows = rows.div_ceil(2).max(least.0);
         }
     }
-    let longest = if rows * wide * width > NEAR_SUMS { LONG_PART } else { SHORT_PART };
+    // Tiles of narrower vectors would fetch the rows of a long part three times as often, and wait in three times the memory.
+    let is_narrow = kernels.lanes < 16;
+    let longest = if rows * wide * width > NEAR_SUMS && !is_narrow { LONG_PART } else { SHORT_PART };
     let num_parts = group.depth.div_ceil(format.elements_of(longest)).max(1);
     if num_parts > 1 {
-        wide = wide.min(MAX_WAITING_COLUMNS.div_ceil(width));
+        let most = if is_narrow { B_UNITS / longest } else { MAX_WAITING_COLUMNS };
+        wide = wide.min(most.div_ceil(width));
     }
     wide = panels.count.div_ceil(panels.count.div_ceil(wide));
     rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
