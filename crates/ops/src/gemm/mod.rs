@@ -314,8 +314,7 @@ struct Part {
     is_last: bool,
 }
 
-/// Columns of A that are packed at once: whole panels for kernels of 4, 6 and 8 rows, and whole cache lines. Of more the lines that
-/// are written, one of each panel, would fall on more places of a set of the first-level cache than it has.
+/// Columns of A packed at once: whole panels of 4, 6 and 8 rows. One line of each is written at a time, and a cache's set has places for 8.
 const A_COLUMNS: usize = 48;
 
 /// Some rows of C of a task: the first, counted from the task's, their number, the panels that they are multiplied with (the first and
@@ -403,8 +402,7 @@ impl Work<'_> {
             } else {
                 (self.rows_of_a(task.rows.0 + first, count, depth, a_room), 1)
             };
-            let is_b_packed = !is_packed_beside || block > 0;
-            let rows = Rows { first, count, panels, a, a_step, is_b_packed };
+            let rows = Rows { first, count, panels, a, a_step, is_b_packed: !is_packed_beside || block > 0 };
             self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], progress, epilogue);
         }
     }
