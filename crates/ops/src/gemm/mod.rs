@@ -416,7 +416,7 @@ impl Work<'_> {
         Part { start, depth, num_units, is_first: index == 0, is_last: index + 1 == num_parts }
     }
 
-    /// The tiles of some rows with all panels of B. Sums that wait have a tile each in `tiles`.
+    /// The tiles of some rows with the panels of B that are packed. Sums that wait have a tile each in `tiles`.
     #[inline(always)]
     fn multiply_rows(
         &self,

@@ -8,7 +8,7 @@ use super::{Form, Group, Product};
 const B_UNITS: usize = 128 << 10;
 /// Rows of a group up to which packing B takes as long as multiplying with it, about.
 const FEW_ROWS: usize = 96;
-/// The longest part of the depth that is summed at once where A is used in place.
+/// The longest part of the depth that is summed at once where A is used in place, in elements, or where sums that wait are far, in units.
 const LONG_PART: usize = 2048;
 /// The same, in units, where both operands are packed and sums wait in a cache, and in elements where narrow pieces of rows are far apart.
 const SHORT_PART: usize = 256;
