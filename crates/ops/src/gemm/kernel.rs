@@ -136,7 +136,16 @@ pub(crate) struct Kernels {
     pub(crate) parts: usize,
     /// Units of depth for each line that kernels ask for ahead.
     pub(crate) at_once: usize,
+    /// The longest part of the depth that is summed at once where rows of A are used in place, in elements.
+    pub(crate) part: usize,
 }
+
+/// [`Kernels::part`]: sums wait for few other parts.
+const LONG_PART: usize = 2048;
+/// The same on Intel's processors: a tile's rows of A take half of 32 KiB of the first-level cache, so that panels find them there, and
+/// several panels fit the second-level one.
+#[cfg(target_arch = "x86_64")]
+const NEAR_PART: usize = 512;
 
 impl Kernels {
     /// The kernels for products in `compute` on `isa`. Where the instruction set has no bf16 product these are f32
@@ -158,7 +167,8 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32, _) => {
                 let (halves, packing) = (table!(halves x86::half), Some(table!(x86::packing)));
-                Self { halves, packing, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
+                let part = if isa == Isa::Avx512Bf16 { LONG_PART } else { NEAR_PART };
+                Self { halves, packing, part, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => {
@@ -180,7 +190,8 @@ impl Kernels {
     }
 
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
-        Self { table, rows, lanes, compute, halves: None, packing: None, are_tiles: false, parts: 1, at_once: 1 }
+        let part = LONG_PART;
+        Self { table, rows, lanes, compute, halves: None, packing: None, are_tiles: false, parts: 1, at_once: 1, part }
     }
 
     /// What these kernels take of operands in `precision`.

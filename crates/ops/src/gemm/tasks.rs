@@ -8,9 +8,9 @@ use super::{Form, Group, Product};
 const B_UNITS: usize = 128 << 10;
 /// Rows of a group up to which packing B takes as long as multiplying with it, about.
 const FEW_ROWS: usize = 96;
-/// The longest part of the depth that is summed at once where A is used in place, in elements, or where sums that wait are far, in units.
+/// The longest part of the depth that is summed at once where both operands are packed and sums that wait are far, in units.
 const LONG_PART: usize = 2048;
-/// The same, in units, where both operands are packed and sums wait in a cache, and in elements where narrow pieces of rows are far apart.
+/// The same where sums wait in a cache, and in elements where A is used in place and narrow pieces of rows are far apart.
 const SHORT_PART: usize = 256;
 /// Rows of a task where sums wait between parts of the depth, or where A is packed.
 const MAX_WAITING_ROWS: usize = 512;
@@ -163,7 +163,7 @@ fn cut_group(
         product.form == Form::Nn && group.depth * group.columns > 2 * B_UNITS && group.rows <= MAX_WAITING_ROWS;
     // Rows of A that are converted are converted again for each chunk of columns, so these are better wide, too.
     let is_converted = !group.a.is_direct(format) && group.depth * group.columns > 2 * B_UNITS;
-    let longest = if is_far || is_converted { SHORT_PART } else { LONG_PART };
+    let longest = if is_far || is_converted { SHORT_PART } else { kernels.part };
     let num_parts = group.depth.div_ceil(longest).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
