@@ -9,8 +9,9 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use crate::Isa;
+use crate::gemm::{Compute, source::Format, tasks::Blocking};
 use crate::simd::{Baseline, Level};
-use crate::{Isa, gemm::Compute, gemm::source::Format};
 
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 8;
@@ -136,16 +137,9 @@ pub(crate) struct Kernels {
     pub(crate) parts: usize,
     /// Units of depth for each line that kernels ask for ahead.
     pub(crate) at_once: usize,
-    /// The longest part of the depth that is summed at once where rows of A are used in place, in elements.
-    pub(crate) part: usize,
+    /// How tasks whose rows of A are used in place are cut.
+    pub(crate) blocking: Blocking,
 }
-
-/// [`Kernels::part`]: sums wait for few other parts.
-const LONG_PART: usize = 2048;
-/// The same on Intel's processors: a tile's rows of A take half of 32 KiB of the first-level cache, so that panels find them there, and
-/// several panels fit the second-level one.
-#[cfg(target_arch = "x86_64")]
-const NEAR_PART: usize = 512;
 
 impl Kernels {
     /// The kernels for products in `compute` on `isa`. Where the instruction set has no bf16 product these are f32
@@ -167,8 +161,8 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32, _) => {
                 let (halves, packing) = (table!(halves x86::half), Some(table!(x86::packing)));
-                let part = if isa == Isa::Avx512Bf16 { LONG_PART } else { NEAR_PART };
-                Self { halves, packing, part, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
+                let blocking = Blocking::of_f32(isa);
+                Self { halves, packing, blocking, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => {
@@ -190,8 +184,8 @@ impl Kernels {
     }
 
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
-        let part = LONG_PART;
-        Self { table, rows, lanes, compute, halves: None, packing: None, are_tiles: false, parts: 1, at_once: 1, part }
+        let (halves, packing, blocking) = (None, None, Blocking::LONG);
+        Self { table, rows, lanes, compute, halves, packing, are_tiles: false, parts: 1, at_once: 1, blocking }
     }
 
     /// What these kernels take of operands in `precision`.

@@ -8,9 +8,9 @@ use super::{Form, Group, Product};
 const B_UNITS: usize = 128 << 10;
 /// Rows of a group up to which packing B takes as long as multiplying with it, about.
 const FEW_ROWS: usize = 96;
-/// The longest part of the depth that is summed at once where both operands are packed and sums that wait are far, in units.
+/// The longest part of the depth that is summed at once where A is used in place, in elements, or where sums that wait are far, in units.
 const LONG_PART: usize = 2048;
-/// The same where sums wait in a cache, and in elements where A is used in place and narrow pieces of rows are far apart.
+/// The same, in units, where both operands are packed and sums wait in a cache, and in elements where narrow pieces of rows are far apart.
 const SHORT_PART: usize = 256;
 /// Rows of a task where sums wait between parts of the depth, or where A is packed.
 const MAX_WAITING_ROWS: usize = 512;
@@ -26,6 +26,34 @@ const MIN_ROWS: usize = 192;
 const TASKS_PER_THREAD: usize = 8;
 /// Units in a cache line: where parts of the scratch begin.
 const LINE: usize = 16;
+
+/// How much of a product whose rows of A are used in place is done at once.
+#[derive(Clone, Copy)]
+pub(crate) struct Blocking {
+    /// The longest part of the depth that is summed at once, in elements.
+    part: usize,
+    /// Units of packed B of products `A B`, between whose parts sums wait.
+    b_units: usize,
+}
+
+impl Blocking {
+    /// Sums wait for few other parts.
+    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS };
+
+    /// Of f32 with vectors of 16 lanes.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn of_f32(isa: crate::Isa) -> Self {
+        // On Intel's processors a tile's rows of A are to take no more than half of the first-level cache's 32 KiB: panels after the first
+        // then find them there, and several panels fit the second level.
+        const NEAR: usize = 512;
+        match isa {
+            // Where the second level has 1 MiB, sums and packed panels share it.
+            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2 },
+            crate::Isa::Amx | crate::Isa::AmxF32 => Self { part: NEAR, ..Self::LONG },
+            _ => Self::LONG,
+        }
+    }
+}
 
 /// A rectangle of a group's result.
 #[derive(Clone, Copy, Debug)]
@@ -163,7 +191,7 @@ fn cut_group(
         product.form == Form::Nn && group.depth * group.columns > 2 * B_UNITS && group.rows <= MAX_WAITING_ROWS;
     // Rows of A that are converted are converted again for each chunk of columns, so these are better wide, too.
     let is_converted = !group.a.is_direct(format) && group.depth * group.columns > 2 * B_UNITS;
-    let longest = if is_far || is_converted { SHORT_PART } else { kernels.part };
+    let longest = if is_far || is_converted { SHORT_PART } else { kernels.blocking.part };
     let num_parts = group.depth.div_ceil(longest).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
@@ -172,7 +200,8 @@ fn cut_group(
     let max_rows = if num_parts > 1 { MAX_WAITING_ROWS } else { usize::MAX };
     let mut rows = group.rows.min(max_rows);
     // The next task's B comes into the same cache meanwhile: with few rows all of it waits there at once.
-    let b_room = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { B_UNITS };
+    let b_units = if product.form == Form::Nn { kernels.blocking.b_units } else { B_UNITS };
+    let b_room = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { b_units };
     let mut chunk = (b_room / (part_units * panel_width).max(1)).clamp(1, panels.count);
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
     // Where pieces are far apart two tasks for each thread are enough, of four panels: of one a whole depth of pieces of a few lines
