@@ -141,6 +141,12 @@ fn the_three_products_match_f64_over_many_tasks() {
 }
 
 #[test]
+fn the_three_products_match_f64_where_sums_of_many_rows_wait_for_the_next_part_of_the_depth() {
+    check_sizes(261, 1_030, 18);
+    check_sizes(261, 18, 1_030);
+}
+
+#[test]
 fn the_three_products_match_f64_where_tiles_have_kernels_of_their_own() {
     // Rows of weights that are 4 KiB apart in bf16, and whole panels whose sums wait for the next part of the depth.
     let contexts: Vec<_> = contexts().filter(|ctx| ctx.gpu().is_none()).collect();
