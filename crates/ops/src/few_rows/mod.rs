@@ -43,7 +43,7 @@ pub(crate) use outer::{Gradients, weight_gradients};
 /// The most rows of a group that these kernels take.
 const MAX_FEW: usize = 16;
 
-/// The most that they take where packing them as lanes is there, too.
+/// The most that they take where packing them as lanes is there, too. Of f32, [`Blocking`](crate::gemm::Blocking) says it.
 const MAX_UNTURNED: usize = 4;
 
 /// The same where pairs of bf16 are multiplied, which takes half the products, and the rows of A lie in the first-level cache: where
@@ -76,7 +76,9 @@ const MIN_TASKS: usize = 8;
 pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
     let most = match product.compute {
         _ if !is_better_turned(product, group, kernels) => MAX_FEW,
-        Compute::F32 => MAX_UNTURNED,
+        // Rows of weights would be widened for few products.
+        _ if kernels.compute == Compute::F32 && matches!(group.b.elements, Elements::Bf16(_)) => MAX_FEW,
+        Compute::F32 => kernels.blocking.unturned,
         Compute::Bf16 if kernels.are_tiles => MAX_UNTURNED,
         Compute::Bf16 => (CLOSE_PAIRS / group.depth).clamp(MAX_UNTURNED, MAX_UNTURNED_PAIRS),
     };

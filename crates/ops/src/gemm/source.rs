@@ -191,8 +191,12 @@ impl<'a> Source<'a> {
 
     /// Whether rows are to be widened before they can be used.
     #[inline(always)]
-    pub(crate) fn is_widened(&self) -> bool {
-        matches!(self.elements, Elements::F16(_))
+    pub(crate) fn is_widened(&self, format: Format) -> bool {
+        match self.elements {
+            Elements::F32(_) => false,
+            Elements::Bf16(_) => format.units == Compute::F32,
+            Elements::F16(_) => true,
+        }
     }
 
     /// Where the elements of a row from `at` on lie, in bytes from anywhere.
@@ -240,6 +244,10 @@ impl<'a> Source<'a> {
         let start = self.start(row) + at;
         match self.elements {
             Elements::F16(x) if format.units == Compute::F32 => widen_row::<S>(&x[start..start + len], to),
+            // In either precision they are what they are.
+            Elements::Bf16(x) if format.units == Compute::F32 => {
+                to.iter_mut().zip(&x[start..start + len]).for_each(|(to, x)| *to = u32::from(x.to_bits()) << 16);
+            }
             elements => with_elements!(elements, x => load_row(&x[start..start + len], format, to)),
         }
     }

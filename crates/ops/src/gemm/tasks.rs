@@ -27,18 +27,20 @@ const TASKS_PER_THREAD: usize = 8;
 /// Units in a cache line: where parts of the scratch begin.
 const LINE: usize = 16;
 
-/// How much of a product whose rows of A are used in place is done at once.
+/// How much of a product of f32 is done at once, and in which way.
 #[derive(Clone, Copy)]
 pub(crate) struct Blocking {
     /// The longest part of the depth that is summed at once, in elements.
     part: usize,
     /// Units of packed B of products `A B`, between whose parts sums wait.
     b_units: usize,
+    /// The most rows that are not packed as lanes, where that is done.
+    pub(crate) unturned: usize,
 }
 
 impl Blocking {
     /// Sums wait for few other parts.
-    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS };
+    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, unturned: 4 };
 
     /// Of f32 with vectors of 16 lanes.
     #[cfg(target_arch = "x86_64")]
@@ -47,8 +49,8 @@ impl Blocking {
         // then find them there, and several panels fit the second level.
         const NEAR: usize = 512;
         match isa {
-            // Where the second level has 1 MiB, sums and packed panels share it.
-            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2 },
+            // Where the second level has 1 MiB, sums and packed panels share it. Few rows keep up with memory there.
+            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2, unturned: 8 },
             crate::Isa::Amx | crate::Isa::AmxF32 => Self { part: NEAR, ..Self::LONG },
             _ => Self::LONG,
         }

@@ -1,5 +1,5 @@
-//! `A B^T` with a few to some hundred rows, turned round: rows of B, which are weights, are read where they lie, and rows of A are
-//! packed, so that lanes are rows of A.
+//! `A B^T` with a few to some hundred rows, turned round: rows of B, which are weights, are read where they lie (narrower ones than units,
+//! and those in blocks, become units eight at a time), and rows of A are packed, so that lanes are rows of A.
 //!
 //! Packing B takes as long as multiplying it with a few dozen rows. A is small then: a task packs all its rows once, keeps
 //! them in the second-level cache, and streams its rows of B past them, eight at a time. The sums, columns by rows, are turned
@@ -12,7 +12,7 @@ use super::source::Source;
 use super::store::Room;
 use super::tasks::{Panels, Plan, Task, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Compute, Finish, Form, Group, Part, Place, Product, Work, convert_row, tile_slice};
+use super::{Finish, Form, Group, Part, Place, Product, Work, convert_row, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::kernel;
 
@@ -37,7 +37,7 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
     let elements = format.elements_of(1);
     (are_there(kernels) || kernels.are_tiles)
         && product.form == Form::Nt
-        && (group.b.is_direct(format) || group.b.is_widened())
+        && (group.b.is_direct(format) || group.b.is_widened(format))
         && group.b.indices.is_none()
         && [group.depth, group.b.stride, group.b.offset].iter().all(|len| len.is_multiple_of(elements))
         && group.b.gap.is_none_or(|(_, gap)| gap.is_multiple_of(elements))
@@ -49,9 +49,9 @@ fn are_there(kernels: &Kernels) -> bool {
     kernels.halves.is_some() && !kernels.are_tiles
 }
 
-/// Whether groups of so many rows with bf16 weights are computed here: then the weights may be in blocks.
+/// Whether groups of so many rows are computed here whatever their weights are: then these may be in blocks.
 pub(crate) fn takes_blocks(kernels: &Kernels, rows: usize) -> bool {
-    are_there(kernels) && kernels.compute == Compute::Bf16 && (1..=MAX_TURNED).contains(&rows)
+    are_there(kernels) && (1..=MAX_TURNED).contains(&rows)
 }
 
 /// Rows as lanes: panels of some vectors, and at the end, where half a vector is enough, one of half a vector, alone or beside one or
@@ -207,7 +207,7 @@ kernel! {
 
 impl Work<'_> {
     /// The sums of a panel's columns with all rows: to a tile for each eight columns, and after those of one panel of
-    /// lanes those of the next. Rows of B in blocks become bf16 in `room`, those in f16 f32.
+    /// lanes those of the next. Rows of B in blocks, and those narrower than units, become units in `room`.
     fn sum_panel(
         &self,
         (panel, pair): (usize, usize),
@@ -221,7 +221,7 @@ impl Work<'_> {
         let (column, columns, _) = self.panels().panel(panel);
         let first = column + pair * group.columns;
         let num_blocks = columns.div_ceil(MAX_ROWS);
-        let is_made = group.b.blocks.is_some() || group.b.is_widened();
+        let is_made = group.b.blocks.is_some() || group.b.is_widened(self.format());
         let mut later = Later::new(&group.b, part, lanes.count());
         for block in 0..num_blocks {
             if let Some(epilogue) = asked {
@@ -286,7 +286,7 @@ impl Work<'_> {
     /// Brings a row of B into units where it cannot be read as it lies.
     fn make_row(&self, row: usize, part: Part, to: &mut [u32]) {
         match &self.group.b.blocks {
-            Some(blocks) => blocks.to_bf16(row, part.start, bytemuck::cast_slice_mut(to)),
+            Some(blocks) => blocks.to_units(row, part.start, self.format().units, to),
             None => convert_row(self.isa, &self.group.b, (row, part.start, part.depth), self.format(), to),
         }
     }

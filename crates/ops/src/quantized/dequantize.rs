@@ -1,8 +1,11 @@
 //! Blocks turned into the bf16 numbers nearest to what they stand for, for products of many rows.
 
+#[cfg(target_arch = "x86_64")]
+use bytemuck::cast_slice_mut;
 use moeworks_tensor::{DType, bf16};
 
-use super::kernel::has_vnni;
+#[cfg(target_arch = "x86_64")]
+use super::put::{ByWords, Widened};
 use super::weights::Weights;
 use super::{blocks_of, row_kernel, with_values};
 use crate::gemm::Compute;
@@ -22,7 +25,12 @@ pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, (rows, depth): (usize
             #[cfg(target_arch = "x86_64")]
             if is_fast {
                 // SAFETY: `is_fast` has found the instructions.
-                unsafe { vectors::row((numbers, scales), weights.layout, to) };
+                unsafe {
+                    match ctx.isa() {
+                        Isa::Avx512 => vectors::row::<ByWords>((numbers, scales), weights.layout, to),
+                        _ => vectors::row_by_instruction((numbers, scales), weights.layout, to),
+                    }
+                };
                 continue;
             }
             with_values!(weights.layout, B => row_kernel::<B, bf16>(ctx.isa(), blocks_of::<B>(numbers), scales, to));
@@ -30,10 +38,10 @@ pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, (rows, depth): (usize
     });
 }
 
-/// Whether the machine has the byte kernels' instructions and rounds to bf16 by itself.
+/// Whether the machine has the vectors that blocks are turned in.
 fn is_fast(isa: Isa) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return isa >= Isa::Avx512Bf16 && has_vnni(isa);
+    return isa >= Isa::Avx512;
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }
@@ -94,16 +102,23 @@ impl<'a> Blocks<'a> {
         len * self.halves[0].numbers.row_bytes() / self.depth
     }
 
-    /// Writes a row's numbers from element `at`, the first of a block, on to `to`: as many as there is room for.
+    /// Writes a row's numbers from element `at`, the first of a block, on to `to`, as many as there is room for: in pairs of bf16 or as
+    /// f32.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) fn to_bf16(self, row: usize, at: usize, to: &mut [bf16]) {
+    pub(crate) fn to_units(self, row: usize, at: usize, units: Compute, to: &mut [u32]) {
         let (half, row) = self.place(row);
-        let numbers = &half.numbers.row(row)[self.bytes_of(at)..][..self.bytes_of(to.len())];
+        let len = if units == Compute::Bf16 { 2 * to.len() } else { to.len() };
+        let numbers = &half.numbers.row(row)[self.bytes_of(at)..][..self.bytes_of(len)];
         let scales = half.scales.row(row);
         let scales = &scales[at * scales.len() / self.depth..];
-        // SAFETY: `new` has found the instructions.
-        unsafe { vectors::row((numbers, scales), half.layout, to) };
+        // SAFETY: `new` has found the instructions, and units are pairs only where there is a product of such.
+        unsafe {
+            match units {
+                Compute::Bf16 => vectors::row_by_instruction((numbers, scales), half.layout, cast_slice_mut(to)),
+                Compute::F32 => vectors::row::<Widened>((numbers, scales), half.layout, to),
+            }
+        };
     }
 }
 
@@ -111,9 +126,8 @@ impl<'a> Blocks<'a> {
 mod vectors {
     use core::arch::x86_64::{
         __m128i, __m512, __m512i, _mm512_castsi512_si128, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
-        _mm512_cvtne2ps_pbh, _mm512_extracti32x4_epi32, _mm512_loadu_si512, _mm512_mul_ps, _mm512_permutexvar_epi16,
-        _mm512_permutexvar_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_storeu_si512, _mm512_sub_epi8,
-        _mm512_sub_ps,
+        _mm512_extracti32x4_epi32, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_epi8, _mm512_set1_epi32,
+        _mm512_sub_epi8, _mm512_sub_ps,
     };
 
     use moeworks_tensor::DType;
@@ -122,6 +136,7 @@ mod vectors {
     use crate::quantized::float8::{self, with_floats};
     use crate::quantized::lanes::{Lanes, PARTS};
     use crate::quantized::layouts::PART;
+    use crate::quantized::put::{ByInstruction, Put};
     use crate::quantized::stream::unit_of_scales;
     use crate::quantized::weights::Layout;
     use crate::quantized::{blocks_of, with_ints};
@@ -129,105 +144,120 @@ mod vectors {
     /// Writes as many numbers of a row of whole blocks, or of its part, as there is room for.
     ///
     /// # Safety
-    /// The machine must have AVX-512 F, BW, DQ, VL, VNNI and BF16, AVX2, FMA and F16C.
+    /// The machine must have AVX-512 F, BW, DQ, VL and BF16, AVX2, FMA, F16C and BMI2.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
+    pub(super) unsafe fn row_by_instruction(row: (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+        // SAFETY: the caller's promise.
+        unsafe { write_row::<ByInstruction>(row, layout, to) }
+    }
+
+    /// As [`row_by_instruction`], in another way.
+    ///
+    /// # Safety
+    /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA, F16C and BMI2, which must be enough for `P`.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
+    pub(super) unsafe fn row<P: Put>(row: (&[u8], &[u8]), layout: Layout, to: &mut [P::Number]) {
+        // SAFETY: the caller's promise.
+        unsafe { write_row::<P>(row, layout, to) }
+    }
+
+    // What follows is inlined into those two, and has their instructions.
+
+    /// # Safety
+    /// As for [`row`], with what `P` asks for.
     #[inline(always)]
-    pub(super) unsafe fn row((numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+    unsafe fn write_row<P: Put>((numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [P::Number]) {
         // SAFETY: the caller's promise.
         unsafe {
             if layout.dtype == DType::F8 {
-                with_floats!(layout, B => float8::to_bf16(blocks_of::<B>(numbers), scales, to));
+                with_floats!(layout, B => float8::write::<B, P>(blocks_of::<B>(numbers), scales, to));
             } else {
-                with_ints!(layout, B => run(blocks_of::<B>(numbers), scales, to));
+                with_ints!(layout, B => write::<B, P>(blocks_of::<B>(numbers), scales, to));
             }
         }
     }
 
     /// # Safety
-    /// As for [`row`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    unsafe fn run<B: Lanes>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
+    /// As for [`write_row`].
+    #[inline(always)]
+    unsafe fn write<B: Lanes, P: Put>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
         assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
         let units = blocks.chunks(B::BLOCKS);
         for (index, (unit, to)) in units.zip(to.chunks_mut(B::BLOCKS * B::LEN)).enumerate() {
             let scales = &scales[index * B::BLOCKS * B::APART..];
             if unit.len() == B::BLOCKS {
                 // SAFETY: the caller's promise.
-                unsafe { write_unit((unit.as_ptr(), scales.as_ptr()), to) };
+                unsafe { write_unit::<B, P>((unit.as_ptr(), scales.as_ptr()), to) };
                 continue;
             }
             let mut whole = [B::zeroed(); PARTS];
             whole[..unit.len()].copy_from_slice(unit);
             // SAFETY: as above; short blocks have units of `PARTS`.
-            unsafe { write_unit((whole.as_ptr(), unit_of_scales(scales).as_ptr()), to) };
+            unsafe { write_unit::<B, P>((whole.as_ptr(), unit_of_scales(scales).as_ptr()), to) };
         }
     }
 
     /// Writes as many numbers of a unit as there is room for.
     ///
     /// # Safety
-    /// As for [`row`]; the unit and its scales must be readable.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    unsafe fn write_unit<B: Lanes>((unit, scales): (*const B, *const u8), to: &mut [bf16]) {
+    /// As for [`write_row`]; the unit and its scales must be readable.
+    #[inline(always)]
+    unsafe fn write_unit<B: Lanes, P: Put>((unit, scales): (*const B, *const u8), to: &mut [P::Number]) {
         // SAFETY: the caller's promise.
         let scales = unsafe { B::scales(unit, scales) };
         for (quad, to) in to.chunks_mut(PARTS * PART).enumerate() {
             // SAFETY: as above.
             let numbers = unsafe { B::numbers(unit, quad) };
-            let [first, second] = [quarters::<B>(numbers[0]), quarters::<B>(numbers[1])];
+            // SAFETY: as above.
+            let [first, second] = unsafe { [quarters::<B>(numbers[0]), quarters::<B>(numbers[1])] };
             for (part, to) in to.as_chunks_mut().0.iter_mut().enumerate() {
                 let lanes = B::SCALE_LANES[quad].map(|lanes| lanes[4 * part]);
-                write_part::<B>([first[part], second[part]], (scales, lanes), to);
+                // SAFETY: as above.
+                unsafe { write_part::<B, P>([first[part], second[part]], (scales, lanes), to) };
             }
         }
     }
 
     /// The numbers without their offset, 16 by 16.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    fn quarters<B: Lanes>(numbers: __m512i) -> [__m128i; PARTS] {
-        let numbers = _mm512_sub_epi8(numbers, _mm512_set1_epi8(B::OFFSET));
-        [
-            _mm512_castsi512_si128(numbers),
-            _mm512_extracti32x4_epi32::<1>(numbers),
-            _mm512_extracti32x4_epi32::<2>(numbers),
-            _mm512_extracti32x4_epi32::<3>(numbers),
-        ]
-    }
-
-    /// Numbers in turn of both halves.
-    const fn woven() -> [u16; PART] {
-        let mut order = [0; PART];
-        let mut i = 0;
-        while i < PART {
-            order[i] = (i / 2 + i % 2 * (PART / 2)) as u16;
-            i += 1;
-        }
-        order
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")]
-    fn write_part<B: Lanes>(numbers: [__m128i; 2], (scales, lanes): ([__m512; 2], [i32; 2]), to: &mut [bf16; PART]) {
-        // No `map`, which has not the instructions, so that its closure would stay a call.
-        let [first, second] = numbers;
-        let mut floats =
-            [_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second))];
-        for (floats, lane) in floats.iter_mut().zip(lanes) {
-            *floats = _mm512_mul_ps(*floats, _mm512_permutexvar_ps(_mm512_set1_epi32(lane), scales[0]));
-            if B::HAS_LEAST {
-                let lane = _mm512_set1_epi32(lane + B::FIRST_LEAST);
-                *floats = _mm512_sub_ps(*floats, _mm512_permutexvar_ps(lane, scales[1]));
-            }
-        }
-        // SAFETY: the transmute renames 512 bits, and 32 bf16 have as many.
+    ///
+    /// # Safety
+    /// As for [`write_row`].
+    #[inline(always)]
+    unsafe fn quarters<B: Lanes>(numbers: __m512i) -> [__m128i; PARTS] {
+        // SAFETY: the caller's promise.
         unsafe {
-            let mut rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(floats[1], floats[0]));
-            if B::IS_PAIRED {
-                let order = const { &woven() };
-                rounded = _mm512_permutexvar_epi16(_mm512_loadu_si512(order.as_ptr().cast()), rounded);
+            let numbers = _mm512_sub_epi8(numbers, _mm512_set1_epi8(B::OFFSET));
+            [
+                _mm512_castsi512_si128(numbers),
+                _mm512_extracti32x4_epi32::<1>(numbers),
+                _mm512_extracti32x4_epi32::<2>(numbers),
+                _mm512_extracti32x4_epi32::<3>(numbers),
+            ]
+        }
+    }
+
+    /// # Safety
+    /// As for [`write_row`].
+    #[inline(always)]
+    unsafe fn write_part<B: Lanes, P: Put>(
+        numbers: [__m128i; 2],
+        (scales, lanes): ([__m512; 2], [i32; 2]),
+        to: &mut [P::Number; PART],
+    ) {
+        // No `map`, which has not the instructions, so that its closure would stay a call.
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [first, second] = numbers;
+            let mut floats =
+                [_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second))];
+            for (floats, lane) in floats.iter_mut().zip(lanes) {
+                *floats = _mm512_mul_ps(*floats, _mm512_permutexvar_ps(_mm512_set1_epi32(lane), scales[0]));
+                if B::HAS_LEAST {
+                    let lane = _mm512_set1_epi32(lane + B::FIRST_LEAST);
+                    *floats = _mm512_sub_ps(*floats, _mm512_permutexvar_ps(lane, scales[1]));
+                }
             }
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+            if B::IS_PAIRED { P::put_in_turn(floats, to) } else { P::put(floats, to) }
         }
     }
 }

@@ -142,24 +142,25 @@ kernel! {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use vectors::{run, to_bf16};
+pub(super) use vectors::{run, write};
 
 #[cfg(target_arch = "x86_64")]
 mod vectors {
     use core::arch::x86_64::{
         __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512, _mm512_castsi512_si256,
-        _mm512_cmpeq_epi16_mask, _mm512_cvtepu8_epi16, _mm512_cvtne2ps_pbh, _mm512_cvtph_ps, _mm512_dpbf16_ps,
-        _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mask_mov_epi16,
-        _mm512_mul_ps, _mm512_or_si512, _mm512_permutex2var_epi8, _mm512_set1_epi8, _mm512_set1_epi16, _mm512_set1_ps,
-        _mm512_setzero_ps, _mm512_slli_epi16, _mm512_storeu_si512, _mm512_unpackhi_epi8, _mm512_unpacklo_epi8,
+        _mm512_cmpeq_epi16_mask, _mm512_cvtepu8_epi16, _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_extracti64x4_epi64,
+        _mm512_fmadd_ps, _mm512_load_si512, _mm512_loadu_si512, _mm512_mask_mov_epi16, _mm512_mul_ps, _mm512_or_si512,
+        _mm512_permutex2var_epi8, _mm512_set1_epi8, _mm512_set1_epi16, _mm512_set1_ps, _mm512_setzero_ps,
+        _mm512_slli_epi16, _mm512_unpackhi_epi8, _mm512_unpacklo_epi8,
     };
     use std::mem::transmute;
 
-    use moeworks_tensor::{F8_BLOCK_LEN, bf16};
+    use moeworks_tensor::F8_BLOCK_LEN;
 
     use super::{Floats, Panel, Quad, Tile, VALUES, blocks_of};
     use crate::gemm::kernel::prefetch_far;
     use crate::quantized::kernel::{with_rows, write_column};
+    use crate::quantized::put::Put;
     use crate::simd::{Avx512, Level};
 
     /// The low or the high bytes of the bf16 numbers that the first 128 floats are; the others are less than zero.
@@ -296,18 +297,18 @@ mod vectors {
     /// Writes as many numbers of some blocks as there is room for, a multiple of 32.
     ///
     /// # Safety
-    /// The machine must have AVX-512 F, BW, DQ, VL and BF16, AVX2, FMA and F16C.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    pub(in crate::quantized) unsafe fn to_bf16<B: Floats>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
+    /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C, and what `P` asks for.
+    #[inline(always)]
+    pub(in crate::quantized) unsafe fn write<B: Floats, P: Put>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
         for (index, (block, to)) in blocks.iter().zip(to.chunks_mut(F8_BLOCK_LEN)).enumerate() {
             // As f16 the same bits are 256 times smaller; both factors together are exact.
-            let scale = _mm512_set1_ps(256.0 * block.scale(&scales[index * B::APART..]));
+            let scale = block.scale(&scales[index * B::APART..]);
             for (values, to) in block.values().as_chunks::<32>().0.iter().zip(to.as_chunks_mut::<32>().0) {
-                // SAFETY: 32 bytes are read, and as many bf16 written; the transmute renames 512 bits.
+                // SAFETY: the caller's promise; 32 bytes are read.
                 unsafe {
+                    let scale = _mm512_set1_ps(256.0 * scale);
                     let [first, second] = as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(values.as_ptr().cast())));
-                    let rounded = _mm512_cvtne2ps_pbh(_mm512_mul_ps(second, scale), _mm512_mul_ps(first, scale));
-                    _mm512_storeu_si512(to.as_mut_ptr().cast(), transmute::<__m512bh, __m512i>(rounded));
+                    P::put([_mm512_mul_ps(first, scale), _mm512_mul_ps(second, scale)], to);
                 }
             }
         }

@@ -36,6 +36,8 @@ mod maddubs;
 #[cfg(target_arch = "x86_64")]
 mod octets;
 mod product;
+#[cfg(target_arch = "x86_64")]
+mod put;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod stream;

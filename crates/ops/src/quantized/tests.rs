@@ -8,8 +8,12 @@ use super::kernel::Kernel;
 use super::layouts::Block;
 use super::*;
 use crate::Activation;
+#[cfg(target_arch = "x86_64")]
+use crate::Isa;
 use crate::embedding::embedding;
 use crate::experts::{ExpertRows, ExpertWeights, experts_forward};
+#[cfg(target_arch = "x86_64")]
+use crate::gemm::Compute;
 use crate::gemm::store::Store;
 use crate::linear::{Write, linear};
 use crate::parallel::Lent;
@@ -470,6 +474,58 @@ fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
                     let found = dequantize(&ctx, &blocks, DType::BF16);
                     assert!(found.slice::<bf16>() == nearest, "{dtype:?}, {num_blocks} blocks, {}", ctx.describe());
                 }
+            }
+        }
+    }
+}
+
+/// A matrix in blocks as the f32 units of products that turn its rows themselves, each row from an element on.
+#[cfg(target_arch = "x86_64")]
+fn as_units(ctx: &Context, blocks: &Tensor, start: usize) -> Vec<f32> {
+    let (rows, depth) = (blocks.rows(), blocks.cols());
+    let source = Blocks::new(ctx.isa(), [Weights::of(blocks); 2], (rows, depth));
+    let mut found = vec![0; rows * (depth - start)];
+    for (row, to) in found.chunks_exact_mut(depth - start).enumerate() {
+        source.to_units(row, start, Compute::F32, to);
+    }
+    found.into_iter().map(f32::from_bits).collect()
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn blocks_in_products_of_f32_become_the_same_bf16_numbers() {
+    const START: usize = 256;
+    for ctx in contexts().filter(|ctx| ctx.isa() >= Isa::Avx512) {
+        for dtype in all_types() {
+            for depth in [512, 768] {
+                let blocks = blocks(&ctx, &[3, depth], dtype, 5);
+                let exact = dequantize(&ctx, &blocks, DType::F32);
+                let rows = exact.f32s().chunks_exact(depth);
+                let nearest = rows.flat_map(|row| row[START..].iter().map(|&x| bf16::from_f32(x).to_f32()));
+                let nearest: Vec<f32> = nearest.collect();
+                for blocks in parted(&ctx, &blocks).into_iter().chain([blocks]) {
+                    assert!(as_units(&ctx, &blocks, START) == nearest, "{dtype:?}, {depth}, {:?}", ctx.isa());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_scale_that_is_nan_makes_its_whole_block_nan_when_it_is_turned_into_bf16() {
+    for ctx in contexts() {
+        for dtype in [DType::Q8, DType::Q4, DType::Iq4Nl, DType::Q5_0] {
+            let mut blocks = blocks(&ctx, &[1, 256], dtype, 6);
+            // Of all payloads the one that rounding would carry into the sign.
+            blocks.bytes_mut()[3 * dtype.size()..][..2].copy_from_slice(&0x7fff_u16.to_le_bytes());
+            let is_right = |(i, is_nan): (usize, bool)| is_nan == (i / BLOCK_LEN == 3);
+            let mut found = vec![bf16::from_f32(7.0); 256];
+            super::dequantize::to_bf16(&ctx, Weights::of(&blocks), (1, 256), &mut found);
+            assert!(found.iter().map(|x| x.is_nan()).enumerate().all(is_right), "{dtype:?} on {:?}", ctx.isa());
+            #[cfg(target_arch = "x86_64")]
+            if ctx.isa() >= Isa::Avx512 {
+                let found = as_units(&ctx, &blocks, 0);
+                assert!(found.iter().map(|x| x.is_nan()).enumerate().all(is_right), "{dtype:?} on {:?}", ctx.isa());
             }
         }
     }

@@ -1,0 +1,168 @@
+//! How the numbers that blocks stand for are written, rounded to bf16, for products of many rows.
+
+use core::arch::x86_64::{
+    __m512, __m512i, _CMP_ORD_Q, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_cmp_ps_mask,
+    _mm512_cvtne2ps_pbh, _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_permutex2var_epi16,
+    _mm512_permutex2var_epi32, _mm512_permutexvar_epi16, _mm512_set1_epi32, _mm512_srli_epi32, _mm512_storeu_si512,
+};
+
+use moeworks_tensor::bf16;
+
+use super::layouts::PART;
+
+/// The lanes of two vectors, which are as many numbers as a part.
+const HALF: usize = PART / 2;
+
+/// A way to write numbers.
+///
+/// All functions ask for a machine with AVX-512 F, BW, DQ and VL.
+pub(super) trait Put {
+    /// What a number is in memory.
+    type Number;
+
+    /// Writes the lanes of the first vector and then those of the other.
+    ///
+    /// # Safety
+    /// As the trait says, and what the implementation adds.
+    unsafe fn put(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
+
+    /// Writes a lane of either vector in turn.
+    ///
+    /// # Safety
+    /// As the trait says, and what the implementation adds.
+    unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
+}
+
+/// For each number the place of its lane among those of both vectors, whose lanes come one vector after the other or in turn.
+const fn places(are_in_turn: bool) -> [u32; PART] {
+    let mut places = [0; PART];
+    let mut i = 0;
+    while i < PART {
+        places[i] = if are_in_turn { i / 2 + i % 2 * HALF } else { i } as u32;
+        i += 1;
+    }
+    places
+}
+
+/// Word `word` of each of those places, which are of so many words.
+const fn words(places: [u32; PART], words_each: u32, word: u32) -> [u16; PART] {
+    let mut words = [0; PART];
+    let mut i = 0;
+    while i < PART {
+        words[i] = (words_each * places[i] + word) as u16;
+        i += 1;
+    }
+    words
+}
+
+/// bf16 by the instruction of AVX-512 BF16, which the machine must have. What is too small for a normal number becomes zero.
+pub(super) struct ByInstruction;
+
+impl Put for ByInstruction {
+    type Number = bf16;
+
+    #[inline(always)]
+    unsafe fn put([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise; the transmute renames 512 bits, and 32 bf16 have as many.
+        unsafe {
+            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(second, first));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
+        let order = const { &words(places(true), 1, 0) };
+        // SAFETY: as above.
+        unsafe {
+            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(second, first));
+            let rounded = _mm512_permutexvar_epi16(_mm512_loadu_si512(order.as_ptr().cast()), rounded);
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+        }
+    }
+}
+
+/// bf16 by the operations of whole numbers.
+pub(super) struct ByWords;
+
+impl ByWords {
+    /// # Safety
+    /// As [`Put`] says.
+    #[inline(always)]
+    unsafe fn put_words([first, second]: [__m512; 2], words: &[u16; PART], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise; there are 512 bits at `words` and room for as many.
+        unsafe {
+            let words = _mm512_loadu_si512(words.as_ptr().cast());
+            let rounded = _mm512_permutex2var_epi16(rounded(first), words, rounded(second));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+        }
+    }
+}
+
+impl Put for ByWords {
+    type Number = bf16;
+
+    #[inline(always)]
+    unsafe fn put(lanes: [__m512; 2], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise.
+        unsafe { Self::put_words(lanes, const { &words(places(false), 2, 1) }, to) }
+    }
+
+    #[inline(always)]
+    unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise.
+        unsafe { Self::put_words(lanes, const { &words(places(true), 2, 1) }, to) }
+    }
+}
+
+/// The bits of f32 that are bf16, too.
+pub(super) struct Widened;
+
+impl Put for Widened {
+    type Number = u32;
+
+    #[inline(always)]
+    unsafe fn put(lanes: [__m512; 2], to: &mut [u32; PART]) {
+        for (lanes, to) in lanes.into_iter().zip(to.chunks_exact_mut(HALF)) {
+            // SAFETY: the caller's promise; there is room for 16 numbers.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), upper_words(lanes)) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [u32; PART]) {
+        let places = const { &places(true) };
+        // SAFETY: the caller's promise; there is room for 32 numbers, and there are as many places.
+        unsafe {
+            let (first, second) = (upper_words(first), upper_words(second));
+            for (places, to) in places.chunks_exact(HALF).zip(to.chunks_exact_mut(HALF)) {
+                let places = _mm512_loadu_si512(places.as_ptr().cast());
+                _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_permutex2var_epi32(first, places, second));
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`Put`] says.
+#[inline(always)]
+unsafe fn upper_words(lanes: __m512) -> __m512i {
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_and_si512(rounded(lanes), _mm512_set1_epi32(0xffff_0000_u32.cast_signed())) }
+}
+
+/// Lanes whose upper words are the nearest bf16, of two equally near ones the even one.
+///
+/// # Safety
+/// As [`Put`] says.
+#[inline(always)]
+unsafe fn rounded(lanes: __m512) -> __m512i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = _mm512_castps_si512(lanes);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+        // To a NaN nothing is added: it could become a number.
+        _mm512_mask_add_epi32(bits, _mm512_cmp_ps_mask::<_CMP_ORD_Q>(lanes, lanes), bits, half)
+    }
+}
