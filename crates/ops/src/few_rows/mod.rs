@@ -44,7 +44,7 @@ pub(crate) use outer::{Gradients, weight_gradients};
 const MAX_FEW: usize = 16;
 
 /// The most that they take where packing them as lanes is there, too; of f32 what the kernels' blocking says.
-const MAX_UNTURNED: usize = 4;
+pub(crate) const MAX_UNTURNED: usize = 4;
 
 /// The same where pairs of bf16 are multiplied, which takes half the products, and the rows of A lie in the first-level cache: where
 /// they have at most [`CLOSE_PAIRS`] elements.

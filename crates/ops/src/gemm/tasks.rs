@@ -3,6 +3,7 @@
 use super::kernel::{Kernels, Tile, widest};
 use super::source::Format;
 use super::{Form, Group, Product};
+use crate::few_rows::MAX_UNTURNED;
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
 const B_UNITS: usize = 128 << 10;
@@ -27,7 +28,7 @@ const TASKS_PER_THREAD: usize = 8;
 /// Units in a cache line: where parts of the scratch begin.
 const LINE: usize = 16;
 
-/// How much of a product of f32 is done at once, and in which way.
+/// How products are cut where that depends on the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Blocking {
     /// The longest part of the depth that is summed at once, in elements.
@@ -40,7 +41,7 @@ pub(crate) struct Blocking {
 
 impl Blocking {
     /// Sums wait for few other parts.
-    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, unturned: 4 };
+    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, unturned: MAX_UNTURNED };
 
     /// Of f32 with vectors of 16 lanes.
     #[cfg(target_arch = "x86_64")]

@@ -302,11 +302,11 @@ mod vectors {
     pub(in crate::quantized) unsafe fn write<B: Floats, P: Put>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
         for (index, (block, to)) in blocks.iter().zip(to.chunks_mut(F8_BLOCK_LEN)).enumerate() {
             // As f16 the same bits are 256 times smaller; both factors together are exact.
-            let scale = block.scale(&scales[index * B::APART..]);
+            let scale = 256.0 * block.scale(&scales[index * B::APART..]);
             for (values, to) in block.values().as_chunks::<32>().0.iter().zip(to.as_chunks_mut::<32>().0) {
                 // SAFETY: the caller's promise; 32 bytes are read.
                 unsafe {
-                    let scale = _mm512_set1_ps(256.0 * scale);
+                    let scale = _mm512_set1_ps(scale);
                     let [first, second] = as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(values.as_ptr().cast())));
                     P::put([_mm512_mul_ps(first, scale), _mm512_mul_ps(second, scale)], to);
                 }

@@ -2,13 +2,14 @@
 
 use core::arch::x86_64::{
     __m512, __m512i, _CMP_ORD_Q, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_cmp_ps_mask,
-    _mm512_cvtne2ps_pbh, _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_permutex2var_epi16,
-    _mm512_permutex2var_epi32, _mm512_permutexvar_epi16, _mm512_set1_epi32, _mm512_srli_epi32, _mm512_storeu_si512,
+    _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_permutex2var_epi16, _mm512_permutex2var_epi32, _mm512_set1_epi32,
+    _mm512_srli_epi32, _mm512_storeu_si512,
 };
 
 use moeworks_tensor::bf16;
 
 use super::layouts::PART;
+use crate::simd::{Avx512Bf16, Level};
 
 /// The lanes of two vectors, which are as many numbers as a part.
 const HALF: usize = PART / 2;
@@ -44,12 +45,12 @@ const fn places(are_in_turn: bool) -> [u32; PART] {
     places
 }
 
-/// Word `word` of each of those places, which are of so many words.
-const fn words(places: [u32; PART], words_each: u32, word: u32) -> [u16; PART] {
+/// The upper of the two words of each of those places.
+const fn upper_of(places: [u32; PART]) -> [u16; PART] {
     let mut words = [0; PART];
     let mut i = 0;
     while i < PART {
-        words[i] = (words_each * places[i] + word) as u16;
+        words[i] = (2 * places[i] + 1) as u16;
         i += 1;
     }
     words
@@ -62,23 +63,15 @@ impl Put for ByInstruction {
     type Number = bf16;
 
     #[inline(always)]
-    unsafe fn put([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
-        // SAFETY: the caller's promise; the transmute renames 512 bits, and 32 bf16 have as many.
-        unsafe {
-            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(second, first));
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
-        }
+    unsafe fn put(lanes: [__m512; 2], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise; 32 bf16 have the bits of a vector.
+        unsafe { Avx512Bf16::store(to.as_mut_ptr().cast(), Avx512Bf16::round(lanes)) };
     }
 
     #[inline(always)]
     unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
-        let order = const { &words(places(true), 1, 0) };
         // SAFETY: as above.
-        unsafe {
-            let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(second, first));
-            let rounded = _mm512_permutexvar_epi16(_mm512_loadu_si512(order.as_ptr().cast()), rounded);
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
-        }
+        unsafe { Avx512Bf16::store(to.as_mut_ptr().cast(), Avx512Bf16::pair(first, second)) };
     }
 }
 
@@ -105,13 +98,13 @@ impl Put for ByWords {
     #[inline(always)]
     unsafe fn put(lanes: [__m512; 2], to: &mut [bf16; PART]) {
         // SAFETY: the caller's promise.
-        unsafe { Self::put_words(lanes, const { &words(places(false), 2, 1) }, to) }
+        unsafe { Self::put_words(lanes, const { &upper_of(places(false)) }, to) }
     }
 
     #[inline(always)]
     unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [bf16; PART]) {
         // SAFETY: the caller's promise.
-        unsafe { Self::put_words(lanes, const { &words(places(true), 2, 1) }, to) }
+        unsafe { Self::put_words(lanes, const { &upper_of(places(true)) }, to) }
     }
 }
 
