@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use moeworks_tensor::{Bytes, Device, F8Block, Mxfp4Block, Place, Q4Block, Q8Block, bf16, f8_value};
+use moeworks_tensor::{Bytes, Device, F8Block, Mxfp4Block, Place, Q4Block, Q8Block, bf16, f8_value, f16};
 use proptest::prelude::*;
 
 use super::block::FromNumbers;
@@ -153,6 +153,25 @@ proptest! {
         // With the smallest of the scales that are tried the largest magnitude is 8.4, and what has the other sign becomes 7.
         let (error, bound) = error_and_bound::<Q4Block>(&x, 1.4, 8.0);
         prop_assert!(error <= bound, "4 bits: {error}, at most {bound}");
+    }
+
+    #[test]
+    fn the_scale_of_four_bits_is_the_best_of_those_that_are_tried(seed in 0_u64..10_000, exponent in -12_i32..12) {
+        let x: [f32; BLOCK_LEN] = numbers(BLOCK_LEN, seed).try_into().expect("a block");
+        let x = x.map(|x| x * x.abs() * 2.0_f32.powi(exponent));
+        let squares = |scale: f32, numbers: [f32; BLOCK_LEN]| -> f64 {
+            x.iter().zip(numbers).map(|(&x, n)| (f64::from(x) - f64::from(scale) * f64::from(n)).powi(2)).sum()
+        };
+        let largest = x.iter().copied().reduce(|a, b| if b.abs() > a.abs() { b } else { a }).expect("a number");
+        let tried = (-4..=8).map(|step| f16::from_f32(largest / (-8.0 + 0.1 * step as f32)).to_f32());
+        let best = tried.map(|scale| squares(scale, x.map(|x| (x / scale).round_ties_even().clamp(-8.0, 7.0))));
+        let best = best.reduce(f64::min).expect("scales");
+        for ctx in contexts() {
+            let block = quantize(&ctx, &tensor(&ctx, &[1, BLOCK_LEN], &x, DType::F32), DType::Q4);
+            let block: Q4Block = bytemuck::pod_read_unaligned(block.bytes());
+            let found = squares(block.scale(), block.ints(0).map(f32::from));
+            prop_assert!(found <= best * 1.0001, "{found} instead of {best} on {:?}", ctx.isa());
+        }
     }
 }
 
