@@ -5,8 +5,10 @@ use bytemuck::cast_slice_mut;
 use moeworks_tensor::{DType, bf16};
 
 #[cfg(target_arch = "x86_64")]
+use super::octet_rows;
+#[cfg(target_arch = "x86_64")]
 use super::put::{ByWords, Widened};
-use super::weights::Weights;
+use super::weights::{Layout, Weights};
 use super::{blocks_of, row_kernel, with_values};
 use crate::gemm::Compute;
 use crate::gemm::kernel::Kernels;
@@ -15,30 +17,34 @@ use crate::{Context, Isa};
 
 /// Writes the numbers of so many rows of so many weights to `to`. Those too small for a normal bf16 may become zero.
 pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, (rows, depth): (usize, usize), to: &mut [bf16]) {
-    let is_fast = is_fast(ctx.isa());
     assert_eq!(rows * depth, to.len(), "room for rows of weights");
     let rows_per_task = (PIECE / depth.max(1)).max(1);
     ctx.threads().run_pieces(to, rows_per_task * depth.max(1), |task, to| {
         for (row, to) in to.chunks_exact_mut(depth.max(1)).enumerate() {
             let row = task * rows_per_task + row;
-            let (numbers, scales) = (weights.numbers.row(row), weights.scales.row(row));
-            #[cfg(target_arch = "x86_64")]
-            if is_fast {
-                // SAFETY: `is_fast` has found the instructions.
-                unsafe {
-                    match ctx.isa() {
-                        Isa::Avx512 => vectors::row::<ByWords>((numbers, scales), weights.layout, to),
-                        _ => vectors::row_by_instruction((numbers, scales), weights.layout, to),
-                    }
-                };
-                continue;
-            }
-            with_values!(weights.layout, B => row_kernel::<B, bf16>(ctx.isa(), blocks_of::<B>(numbers), scales, to));
+            row_to_bf16(ctx.isa(), (weights.numbers.row(row), weights.scales.row(row)), weights.layout, to);
         }
     });
 }
 
-/// Whether the machine has the vectors that blocks are turned in.
+fn row_to_bf16(isa: Isa, (numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: each level has the instructions of what is called with it.
+    unsafe {
+        match isa {
+            // Eight-bit floats are simple enough for loops.
+            Isa::Avx2 if layout.dtype != DType::F8 => return octet_rows::write_row((numbers, scales), layout, to),
+            Isa::Avx512 => return vectors::row::<ByWords>((numbers, scales), layout, to),
+            Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32 => {
+                return vectors::row_by_instruction((numbers, scales), layout, to);
+            }
+            _ => {}
+        }
+    }
+    with_values!(layout, B => row_kernel::<B, bf16>(isa, blocks_of::<B>(numbers), scales, to));
+}
+
+/// Whether the machine has the vectors that blocks are turned in within products.
 fn is_fast(isa: Isa) -> bool {
     #[cfg(target_arch = "x86_64")]
     return isa >= Isa::Avx512;

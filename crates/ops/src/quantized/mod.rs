@@ -34,6 +34,8 @@ mod layouts;
 #[cfg(target_arch = "x86_64")]
 mod maddubs;
 #[cfg(target_arch = "x86_64")]
+mod octet_rows;
+#[cfg(target_arch = "x86_64")]
 mod octets;
 mod product;
 #[cfg(target_arch = "x86_64")]
