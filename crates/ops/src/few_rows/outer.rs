@@ -39,6 +39,13 @@ const LANES: usize = 16;
 /// Vectors of columns that are computed together, and rows: as many as there are registers for their sums.
 const VECTORS: usize = 2;
 
+/// Bytes of all columns' operands that stay in the first-level cache.
+const CLOSE_BYTES: usize = 16 << 10;
+
+/// Where they are more, so many blocks of rows meet the columns of a panel before the next: lines from the second-level cache have to wait
+/// where lines on their way to memory, past the caches, take up the places in which either are held.
+const BLOCKS: usize = 8;
+
 pub(super) const fn tile_rows(lanes: usize) -> usize {
     if lanes >= LANES { 8 } else { 4 }
 }
@@ -252,12 +259,14 @@ kernel! {
     bf16
     fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [T]) {
         let put = put.where_aligned::<S, T>(to.as_ptr(), columns);
-        for (block, to) in to.chunks_mut(tile_rows(S::WIDTH) * columns).enumerate() {
-            let num_rows = to.len() / columns;
+        let (tile, blocks) = (tile_rows(S::WIDTH), if size_of_val(sums.b) > CLOSE_BYTES { BLOCKS } else { 1 });
+        for (index, to) in to.chunks_mut(blocks * tile * columns).enumerate() {
             for column in (0..columns).step_by(VECTORS * S::WIDTH) {
-                let size = (num_rows, columns - column);
-                // SAFETY: `to` has so many rows from the column on.
-                unsafe { sums.put::<S, T>((block, column), size, put, to.as_mut_ptr().add(column), columns) };
+                for (block, to) in to.chunks_mut(tile * columns).enumerate() {
+                    let (at, size) = ((index * blocks + block, column), (to.len() / columns, columns - column));
+                    // SAFETY: `to` has so many rows from the column on.
+                    unsafe { sums.put::<S, T>(at, size, put, to.as_mut_ptr().add(column), columns) };
+                }
             }
         }
     }
