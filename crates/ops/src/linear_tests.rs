@@ -132,6 +132,8 @@ fn the_three_products_match_f64_over_a_long_depth() {
     check_sizes(40, 61, 1_700);
     // Large enough to be cut where A is converted or rows of B are far apart.
     check_sizes(9, 1_101, 301);
+    // And of so few rows that parts are short; rows of B are packed beside products if they are whole vectors.
+    check_sizes(33, 1_104, 257);
 }
 
 #[test]

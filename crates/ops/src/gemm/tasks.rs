@@ -23,6 +23,10 @@ const MAX_WAITING_COLUMNS: usize = 1024;
 const NEAR_SUMS: usize = 96 << 10;
 /// Fewest rows for which packing B once more is cheap against the products.
 const MIN_ROWS: usize = 192;
+/// The most rows for which parts are as short as [`Blocking::strip`] says.
+const MAX_STRIP_ROWS: usize = 256;
+/// Fewest panels of a task where the pieces of B's rows are far apart.
+const MIN_FAR_PANELS: usize = 4;
 /// Tasks for each thread at which the ends of threads lie close together.
 const TASKS_PER_THREAD: usize = 8;
 /// Units in a cache line: where parts of the scratch begin.
@@ -37,11 +41,13 @@ pub(crate) struct Blocking {
     b_units: usize,
     /// The most rows that are not packed as lanes, where that is done.
     pub(crate) unturned: usize,
+    /// Of products `A B` of few rows whose B is far and not converted: the longest part of the depth, and the most sums that wait.
+    strip: Option<(usize, usize)>,
 }
 
 impl Blocking {
     /// Sums wait for few other parts.
-    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, unturned: MAX_UNTURNED };
+    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, unturned: MAX_UNTURNED, strip: None };
 
     /// Of f32 with vectors of 16 lanes.
     #[cfg(target_arch = "x86_64")]
@@ -49,9 +55,12 @@ impl Blocking {
         // On Intel's processors a tile's rows of A are to take no more than half of the first-level cache's 32 KiB: panels after the first
         // then find them there, and several panels fit the second level.
         const NEAR: usize = 512;
+        // So many rows of B are one piece of memory each for most of their length, which such processors fetch ahead by themselves; sums
+        // come and go for each of their parts.
+        const STRIP: (usize, usize) = (64, 36 << 10);
         match isa {
             // Where the second level has 1 MiB, sums and packed panels share it. Few rows keep up with memory there.
-            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2, unturned: 8 },
+            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2, unturned: 8, strip: Some(STRIP) },
             crate::Isa::Amx | crate::Isa::AmxF32 => Self { part: NEAR, ..Self::LONG },
             _ => Self::LONG,
         }
@@ -194,7 +203,12 @@ fn cut_group(
         product.form == Form::Nn && group.depth * group.columns > 2 * B_UNITS && group.rows <= MAX_WAITING_ROWS;
     // Rows of A that are converted are converted again for each chunk of columns, so these are better wide, too.
     let is_converted = !group.a.is_direct(format) && group.depth * group.columns > 2 * B_UNITS;
-    let longest = if is_far || is_converted { SHORT_PART } else { kernels.blocking.part };
+    let strip = kernels.blocking.strip.filter(|_| is_far && group.rows <= MAX_STRIP_ROWS && group.b.is_direct(format));
+    let longest = match strip {
+        Some((part, _)) => part,
+        None if is_far || is_converted => SHORT_PART,
+        None => kernels.blocking.part,
+    };
     let num_parts = group.depth.div_ceil(longest).max(1);
     let part = group.depth.div_ceil(num_parts).next_multiple_of(2 * format.multiple);
     let part_units = format.units_of(part.min(group.depth));
@@ -206,10 +220,13 @@ fn cut_group(
     let b_units = if product.form == Form::Nn { kernels.blocking.b_units } else { B_UNITS };
     let b_room = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { b_units };
     let mut chunk = (b_room / (part_units * panel_width).max(1)).clamp(1, panels.count);
+    if let Some((_, sums)) = strip {
+        chunk = (sums / (group.rows * panel_width)).clamp(MIN_FAR_PANELS.min(panels.count), panels.count);
+    }
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
     // Where pieces are far apart two tasks for each thread are enough, of four panels: of one a whole depth of pieces of a few lines
     // took twice as long, and each block of rows packs them again.
-    let least = if is_far { 4 } else { 2 };
+    let least = if is_far { MIN_FAR_PANELS } else { 2 };
     while chunk > least && cost(rows, chunk) > budget {
         chunk -= 1;
     }
