@@ -224,6 +224,28 @@ fn cut_group(
         chunk = (sums / (group.rows * panel_width)).clamp(MIN_FAR_PANELS.min(panels.count), panels.count);
     }
     let cost = |rows: usize, chunk: usize| rows * (chunk * panel_width).min(group.columns * num_tiles) * group.depth;
+    (rows, chunk) = within_budget((rows, chunk), cost, is_far, budget);
+    // Even shares instead of a small rest.
+    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
+    rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
+
+    let b_units = (part_units * panel_width * chunk).next_multiple_of(LINE);
+    let a_units = (part_units * kernels.rows).next_multiple_of(LINE);
+    let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
+    let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
+    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
+    let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts: false };
+    push_tasks(plan, group, &panels, size);
+}
+
+/// So many rows and panels of a task, or fewer, that it costs no more than `budget`, about.
+fn within_budget(
+    (mut rows, mut chunk): (usize, usize),
+    cost: impl Fn(usize, usize) -> usize,
+    is_far: bool,
+    budget: usize,
+) -> (usize, usize) {
     // Where pieces are far apart two tasks for each thread are enough, of four panels: of one a whole depth of pieces of a few lines
     // took twice as long, and each block of rows packs them again.
     let least = if is_far { MIN_FAR_PANELS } else { 2 };
@@ -237,18 +259,7 @@ fn cut_group(
     while chunk > 1 && cost(rows, chunk) > budget {
         chunk -= 1;
     }
-    // Even shares instead of a small rest.
-    chunk = panels.count.div_ceil(panels.count.div_ceil(chunk));
-    rows = group.rows.div_ceil(group.rows.div_ceil(rows)).next_multiple_of(kernels.rows);
-
-    let b_units = (part_units * panel_width * chunk).next_multiple_of(LINE);
-    let a_units = (part_units * kernels.rows).next_multiple_of(LINE);
-    let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
-    let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
-    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
-    let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts: false };
-    push_tasks(plan, group, &panels, size);
+    (rows, chunk)
 }
 
 /// As [`cut_group`] for products `A^T B`. A task packs its rows of A and its columns of B once for each other, so that it is best square.

@@ -83,8 +83,10 @@ impl FromNumbers for Q8Block {
     }
 }
 
-/// Scales that are tried for a block of four bits: a tenth of a step apart, about the one that maps the largest magnitude to -8.
+/// Scales that are tried for a block of four bits: those that map the largest magnitude to numbers a tenth apart, about -8.
 const TRIED: usize = 13;
+
+/// How many tenths the first of these numbers is from -8.
 const FIRST: f32 = -4.0;
 
 /// Those and others, which are the last once more: whole vectors.
