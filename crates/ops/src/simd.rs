@@ -8,7 +8,7 @@
 #[cfg(target_arch = "x86_64")]
 mod powers;
 #[cfg(target_arch = "x86_64")]
-mod rounding;
+pub(crate) mod rounding;
 #[cfg(target_arch = "x86_64")]
 mod splat;
 #[cfg(target_arch = "x86_64")]
@@ -321,26 +321,17 @@ macro_rules! x86_level {
     };
 }
 
-/// Powers of two of sixteen numbers by one of the polynomials of [`powers`].
-#[cfg(target_arch = "x86_64")]
-macro_rules! powers_of {
-    ($x:ident, $polynomial:ident) => {{
-        let mut powers = $x;
-        // SAFETY: as in `splat`; the arrays are vectors of sixteen lanes.
-        unsafe {
-            let power = powers::exp2_falling(Self::load($x.as_ptr()), powers::$polynomial);
-            Self::store(powers.as_mut_ptr(), power);
-        }
-        powers
-    }};
-}
-
 #[cfg(target_arch = "x86_64")]
 x86_level!(
     /// AVX2 with FMA.
     Avx2, __m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps,
     _mm256_stream_ps, _mm256_loadu_si256, _mm256_slli_epi32, _mm256_and_si256, _mm256_set1_epi32, _mm256_castsi256_ps,
-    _mm_loadu_si128, _mm256_cvtph_ps, totals::total_of_8
+    _mm_loadu_si128, _mm256_cvtph_ps, totals::total_of_8,
+    #[inline(always)]
+    fn round([low, high]: [Self::Vector; 2]) -> Self::Vector {
+        // SAFETY: as in `splat`.
+        unsafe { rounding::round_8(low, high) }
+    }
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
@@ -359,12 +350,17 @@ x86_level!(
         unsafe { totals::totals_of_16(vectors) }
     },
     #[inline(always)]
+    fn round([low, high]: [Self::Vector; 2]) -> Self::Vector {
+        // SAFETY: as in `splat`.
+        unsafe { rounding::round_16(low, high) }
+    },
+    #[inline(always)]
     fn exp2_falling(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FOR_F32)
+        powers::powers_of!(x, FOR_F32)
     },
     #[inline(always)]
     fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FOR_BF16)
+        powers::powers_of!(x, FOR_BF16)
     }
 );
 #[cfg(target_arch = "x86_64")]
@@ -426,11 +422,11 @@ x86_level!(
     },
     #[inline(always)]
     fn exp2_falling(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FOR_F32)
+        powers::powers_of!(x, FOR_F32)
     },
     #[inline(always)]
     fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
-        powers_of!(x, FOR_BF16)
+        powers::powers_of!(x, FOR_BF16)
     }
 );
 

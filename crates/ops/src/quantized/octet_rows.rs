@@ -1,11 +1,9 @@
 //! Rows of blocks turned into the bf16 numbers nearest to what they stand for, by AVX2.
 
 use core::arch::x86_64::{
-    __m128i, __m256, __m256i, _CMP_ORD_Q, _mm_srli_si128, _mm256_add_epi32, _mm256_and_si256, _mm256_castps_si256,
-    _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_extracti128_si256,
-    _mm256_mul_ps, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_set1_epi8, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_unpackhi_epi8,
-    _mm256_unpacklo_epi8,
+    __m128i, _mm_srli_si128, _mm256_castsi256_si128, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps,
+    _mm256_extracti128_si256, _mm256_mul_ps, _mm256_set1_epi8, _mm256_set1_ps, _mm256_storeu_ps, _mm256_sub_epi8,
+    _mm256_sub_ps, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8,
 };
 
 use moeworks_tensor::bf16;
@@ -15,6 +13,7 @@ use super::octets::Octets;
 use super::stream::{MAX_BLOCKS, unit_of_scales};
 use super::weights::Layout;
 use super::{blocks_of, with_ints};
+use crate::simd::rounding::round_8;
 
 /// Half of a part.
 const HALF: usize = PART / 2;
@@ -128,26 +127,6 @@ unsafe fn write_half(numbers: __m128i, (scale, least): (f32, Option<f32>), to: &
             let least = _mm256_set1_ps(least);
             (first, second) = (_mm256_sub_ps(first, least), _mm256_sub_ps(second, least));
         }
-        let words = _mm256_packus_epi32(upper_words(first), upper_words(second));
-        // Packing goes by halves of vectors.
-        let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-        _mm256_storeu_si256(to.as_mut_ptr().cast(), words);
-    }
-}
-
-/// The nearest bf16, of two equally near ones the even one, in 32 bits.
-///
-/// # Safety
-/// As for [`write_row`].
-#[inline(always)]
-unsafe fn upper_words(lanes: __m256) -> __m256i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let bits = _mm256_castps_si256(lanes);
-        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-        let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-        // To a NaN nothing is added: it could become a number.
-        let is_number = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_ORD_Q>(lanes, lanes));
-        _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, _mm256_and_si256(half, is_number)))
+        _mm256_storeu_ps(to.as_mut_ptr().cast(), round_8(first, second));
     }
 }

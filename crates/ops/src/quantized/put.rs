@@ -1,14 +1,14 @@
 //! How the numbers that blocks stand for are written, rounded to bf16, for products of many rows.
 
 use core::arch::x86_64::{
-    __m512, __m512i, _CMP_ORD_Q, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_cmp_ps_mask,
-    _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_permutex2var_epi16, _mm512_permutex2var_epi32, _mm512_set1_epi32,
-    _mm512_srli_epi32, _mm512_storeu_si512,
+    __m512, __m512i, _mm512_and_si512, _mm512_loadu_si512, _mm512_permutex2var_epi16, _mm512_permutex2var_epi32,
+    _mm512_set1_epi32, _mm512_storeu_si512,
 };
 
 use moeworks_tensor::bf16;
 
 use super::layouts::PART;
+use crate::simd::rounding::nearest_of_16;
 use crate::simd::{Avx512Bf16, Level};
 
 /// The lanes of two vectors, which are as many numbers as a part.
@@ -86,7 +86,7 @@ impl ByWords {
         // SAFETY: the caller's promise; there are 512 bits at `words` and room for as many.
         unsafe {
             let words = _mm512_loadu_si512(words.as_ptr().cast());
-            let rounded = _mm512_permutex2var_epi16(rounded(first), words, rounded(second));
+            let rounded = _mm512_permutex2var_epi16(nearest_of_16(first), words, nearest_of_16(second));
             _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
         }
     }
@@ -141,21 +141,5 @@ impl Put for Widened {
 #[inline(always)]
 unsafe fn upper_words(lanes: __m512) -> __m512i {
     // SAFETY: the caller's promise.
-    unsafe { _mm512_and_si512(rounded(lanes), _mm512_set1_epi32(0xffff_0000_u32.cast_signed())) }
-}
-
-/// Lanes whose upper words are the nearest bf16, of two equally near ones the even one.
-///
-/// # Safety
-/// As [`Put`] says.
-#[inline(always)]
-unsafe fn rounded(lanes: __m512) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let bits = _mm512_castps_si512(lanes);
-        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-        // To a NaN nothing is added: it could become a number.
-        _mm512_mask_add_epi32(bits, _mm512_cmp_ps_mask::<_CMP_ORD_Q>(lanes, lanes), bits, half)
-    }
+    unsafe { _mm512_and_si512(nearest_of_16(lanes), _mm512_set1_epi32(0xffff_0000_u32.cast_signed())) }
 }

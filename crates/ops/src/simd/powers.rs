@@ -28,3 +28,17 @@ pub(super) fn exp2_falling<const N: usize>(x: __m512, polynomial: [f32; N]) -> _
     let is_there = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(crate::vmath::LEAST_POWER));
     _mm512_maskz_scalef_ps(is_there, sum, whole)
 }
+
+/// Powers of two of sixteen numbers by one of these polynomials, for a level of vectors of as many lanes.
+macro_rules! powers_of {
+    ($x:ident, $polynomial:ident) => {{
+        let mut powers = $x;
+        // SAFETY: as in `splat`; the arrays are vectors of sixteen lanes.
+        unsafe {
+            let power = powers::exp2_falling(Self::load($x.as_ptr()), powers::$polynomial);
+            Self::store(powers.as_mut_ptr(), power);
+        }
+        powers
+    }};
+}
+pub(super) use powers_of;

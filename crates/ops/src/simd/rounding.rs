@@ -1,8 +1,12 @@
-//! Rounding by the instruction of AVX-512 BF16.
+//! Rounding to bf16: by the instruction of AVX-512 BF16, and by operations of whole numbers, which does as [`Float::store`].
 
 use core::arch::x86_64::{
-    __m512, __m512bh, __m512i, _mm512_castsi512_ps, _mm512_cvtne2ps_pbh, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_permutexvar_epi16, _mm512_storeu_si512,
+    __m256, __m256i, __m512, __m512bh, __m512i, _CMP_ORD_Q, _CMP_UNORD_Q, _mm256_add_epi32, _mm256_and_si256,
+    _mm256_blendv_epi8, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_or_si256, _mm256_packus_epi32,
+    _mm256_permute4x64_epi64, _mm256_set1_epi32, _mm256_srli_epi32, _mm512_add_epi32, _mm512_and_si512,
+    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtne2ps_pbh, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_mask_or_epi32, _mm512_permutex2var_epi16, _mm512_permutexvar_epi16, _mm512_set1_epi32,
+    _mm512_srli_epi32, _mm512_storeu_si512,
 };
 
 use moeworks_tensor::bf16;
@@ -45,5 +49,101 @@ pub(super) fn round_and_pair(low: __m512, high: __m512) -> [__m512; 2] {
         let rounded = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
         let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
         [rounded, _mm512_permutexvar_epi16(turns, rounded)].map(|x| _mm512_castsi512_ps(x))
+    }
+}
+
+/// Half of the least step of bf16, less one, in the bits of f32.
+const BELOW_HALF: i32 = 0x7fff;
+/// What makes a NaN a quiet one, whose upper word is NaN, too.
+const QUIET: i32 = 0x0040_0000;
+
+/// Lanes whose upper words are the nearest bf16, of two equally near ones the even one.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+pub(crate) fn nearest_of_16(lanes: __m512) -> __m512i {
+    let bits = _mm512_castps_si512(lanes);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(BELOW_HALF)));
+    // What is added to a NaN could make it a number.
+    let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lanes, lanes);
+    _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(QUIET))
+}
+
+/// The lanes of both, one after the other, as bf16.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) fn round_16(low: __m512, high: __m512) -> __m512 {
+    /// The upper words of both.
+    const UPPER: [u16; 32] = {
+        let mut words = [0; 32];
+        let mut i = 0;
+        while i < 32 {
+            words[i] = 2 * i as u16 + 1;
+            i += 1;
+        }
+        words
+    };
+    // SAFETY: there are 512 bits at `UPPER`.
+    let upper = unsafe { _mm512_loadu_si512(UPPER.as_ptr().cast()) };
+    _mm512_castsi512_ps(_mm512_permutex2var_epi16(nearest_of_16(low), upper, nearest_of_16(high)))
+}
+
+/// The nearest bf16, of two equally near ones the even one, in 32 bits.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi2")]
+fn nearest_of_8(lanes: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(lanes);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(BELOW_HALF)));
+    let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(QUIET));
+    // What is added to a NaN could make it a number.
+    let is_number = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_ORD_Q>(lanes, lanes));
+    _mm256_srli_epi32::<16>(_mm256_blendv_epi8(quiet, rounded, is_number))
+}
+
+/// The lanes of both, one after the other, as bf16.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi2")]
+pub(crate) fn round_8(low: __m256, high: __m256) -> __m256 {
+    let words = _mm256_packus_epi32(nearest_of_8(low), nearest_of_8(high));
+    // Packing goes by halves of vectors.
+    _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(words))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Avx2, Avx512, Baseline, Level};
+    use super::*;
+
+    fn round<S: Level>(values: &[f32; 32]) -> Vec<u16> {
+        let (mut rounded, step) = ([bf16::ZERO; 32], 2 * S::WIDTH);
+        for (from, to) in values.chunks_exact(step).zip(rounded.chunks_exact_mut(step)) {
+            // SAFETY: two vectors are read and the half of them is written.
+            unsafe {
+                let both = [S::load(from.as_ptr()), S::load(from[S::WIDTH..].as_ptr())];
+                S::store(to.as_mut_ptr().cast(), S::round(both));
+            }
+        }
+        rounded.iter().map(|x| x.to_bits()).collect()
+    }
+
+    #[test]
+    fn levels_round_as_elements_are_stored() {
+        let edges = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x1_7fff, 0x1_8000, 0x1_8001];
+        let tops = [0, 0x007f_0000, 0x3f80_0000, 0x7f7e_0000, 0x7f7f_0000, 0x7f80_0000, 0x7fa0_0000, 0x7fff_0000];
+        let bits = tops.iter().flat_map(|top: &u32| edges.map(|edge: u32| top.wrapping_add(edge)));
+        let values: Vec<f32> = bits.flat_map(|bits| [bits, bits ^ 0x8000_0000]).map(f32::from_bits).collect();
+        let num_values = values.len();
+        for first in 0..num_values {
+            let values: [f32; 32] = std::array::from_fn(|i| values[(first + i) % num_values]);
+            let expected: Vec<u16> = values.iter().map(|&x| bf16::store(x).to_bits()).collect();
+            assert_eq!(round::<Baseline>(&values), expected);
+            if crate::Isa::available().contains(&crate::Isa::Avx2) {
+                assert_eq!(round::<Avx2>(&values), expected);
+            }
+            if crate::Isa::available().contains(&crate::Isa::Avx512) {
+                assert_eq!(round::<Avx512>(&values), expected);
+            }
+        }
     }
 }
