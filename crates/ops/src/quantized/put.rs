@@ -9,14 +9,14 @@ use moeworks_tensor::bf16;
 
 use super::layouts::PART;
 use crate::simd::rounding::nearest_of_16;
-use crate::simd::{Avx512Bf16, Level};
+use crate::simd::{Avx512, Avx512Bf16, Level};
 
 /// The lanes of two vectors, which are as many numbers as a part.
 const HALF: usize = PART / 2;
 
 /// A way to write numbers.
 ///
-/// All functions ask for a machine with AVX-512 F, BW, DQ and VL.
+/// All functions ask for a machine with AVX2, FMA, F16C, BMI2 and AVX-512 F, BW, DQ and VL, and are inlined where their callers have these.
 pub(super) trait Put {
     /// What a number is in memory.
     type Number;
@@ -34,27 +34,27 @@ pub(super) trait Put {
     unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
 }
 
-/// For each number the place of its lane among those of both vectors, whose lanes come one vector after the other or in turn.
-const fn places(are_in_turn: bool) -> [u32; PART] {
+/// For each number, a lane of either vector in turn, the place of its lane among those of both.
+const IN_TURN: [u32; PART] = {
     let mut places = [0; PART];
     let mut i = 0;
     while i < PART {
-        places[i] = if are_in_turn { i / 2 + i % 2 * HALF } else { i } as u32;
+        places[i] = (i / 2 + i % 2 * HALF) as u32;
         i += 1;
     }
     places
-}
+};
 
 /// The upper of the two words of each of those places.
-const fn upper_of(places: [u32; PART]) -> [u16; PART] {
+const UPPER_IN_TURN: [u16; PART] = {
     let mut words = [0; PART];
     let mut i = 0;
     while i < PART {
-        words[i] = (2 * places[i] + 1) as u16;
+        words[i] = (2 * IN_TURN[i] + 1) as u16;
         i += 1;
     }
     words
-}
+};
 
 /// bf16 by the instruction of AVX-512 BF16, which the machine must have. What is too small for a normal number becomes zero.
 pub(super) struct ByInstruction;
@@ -78,33 +78,23 @@ impl Put for ByInstruction {
 /// bf16 by the operations of whole numbers.
 pub(super) struct ByWords;
 
-impl ByWords {
-    /// # Safety
-    /// As [`Put`] says.
-    #[inline(always)]
-    unsafe fn put_words([first, second]: [__m512; 2], words: &[u16; PART], to: &mut [bf16; PART]) {
-        // SAFETY: the caller's promise; there are 512 bits at `words` and room for as many.
-        unsafe {
-            let words = _mm512_loadu_si512(words.as_ptr().cast());
-            let rounded = _mm512_permutex2var_epi16(nearest_of_16(first), words, nearest_of_16(second));
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
-        }
-    }
-}
-
 impl Put for ByWords {
     type Number = bf16;
 
     #[inline(always)]
     unsafe fn put(lanes: [__m512; 2], to: &mut [bf16; PART]) {
-        // SAFETY: the caller's promise.
-        unsafe { Self::put_words(lanes, const { &upper_of(places(false)) }, to) }
+        // SAFETY: the caller's promise; 32 bf16 have the bits of a vector.
+        unsafe { Avx512::store(to.as_mut_ptr().cast(), Avx512::round(lanes)) };
     }
 
     #[inline(always)]
-    unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [bf16; PART]) {
-        // SAFETY: the caller's promise.
-        unsafe { Self::put_words(lanes, const { &upper_of(places(true)) }, to) }
+    unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise; there are 512 bits at the words and room for as many.
+        unsafe {
+            let words = _mm512_loadu_si512(const { &UPPER_IN_TURN }.as_ptr().cast());
+            let rounded = _mm512_permutex2var_epi16(nearest_of_16(first), words, nearest_of_16(second));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+        }
     }
 }
 
@@ -124,11 +114,10 @@ impl Put for Widened {
 
     #[inline(always)]
     unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [u32; PART]) {
-        let places = const { &places(true) };
         // SAFETY: the caller's promise; there is room for 32 numbers, and there are as many places.
         unsafe {
             let (first, second) = (upper_words(first), upper_words(second));
-            for (places, to) in places.chunks_exact(HALF).zip(to.chunks_exact_mut(HALF)) {
+            for (places, to) in const { &IN_TURN }.chunks_exact(HALF).zip(to.chunks_exact_mut(HALF)) {
                 let places = _mm512_loadu_si512(places.as_ptr().cast());
                 _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_permutex2var_epi32(first, places, second));
             }
