@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytemuck::{Pod, Zeroable};
-use memmap2::{Advice, MmapMut};
+use memmap2::MmapMut;
 
 /// Blocks of at least this many bytes are mappings of their own; smaller ones come from the allocator.
 const MAPPING_MIN_BYTES: usize = 1 << 20;
@@ -30,7 +30,7 @@ impl Block {
         {
             // Advice only: where huge pages are not available the mapping works all the same.
             #[cfg(target_os = "linux")]
-            let _ = mapping.advise(Advice::HugePage);
+            let _ = mapping.advise(memmap2::Advice::HugePage);
             return Self::Mapping(mapping);
         }
         Self::Lines(vec![Line([0; 64]); bytes.div_ceil(64)])
