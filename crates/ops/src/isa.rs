@@ -5,8 +5,10 @@ use std::sync::OnceLock;
 /// A level of vector instructions. A kernel exists for each, or falls back to the one below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Isa {
-    /// Whatever the compiler makes of plain code (on aarch64 this includes NEON).
+    /// Whatever the compiler makes of plain code.
     Portable,
+    /// aarch64 with NEON, as all have: pairs of its vectors, so 8 f32 lanes. bf16 is widened. Tested by emulation, never timed.
+    Neon,
     /// x86-64 with AVX2, FMA and F16C: 8 f32 lanes.
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ and VL: 16 f32 lanes.
@@ -65,14 +67,18 @@ impl Isa {
                 return Self::Avx2;
             }
         }
-        Self::Portable
+        if cfg!(target_arch = "aarch64") { Self::Neon } else { Self::Portable }
     }
 
     /// Every level this machine can run, lowest first: tests run all of them.
     #[must_use]
     pub fn available() -> Vec<Self> {
         let best = Self::best();
-        let all = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx, Self::AmxF32];
-        all.into_iter().filter(|&isa| isa <= best || isa.has_tiles() && best.has_tiles()).collect()
+        let all: &[Self] = if cfg!(target_arch = "aarch64") {
+            &[Self::Portable, Self::Neon]
+        } else {
+            &[Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx, Self::AmxF32]
+        };
+        all.iter().copied().filter(|&isa| isa <= best || isa.has_tiles() && best.has_tiles()).collect()
     }
 }

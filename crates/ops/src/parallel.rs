@@ -83,13 +83,13 @@ impl<'a, T: Send> Lent<'a, T> {
 /// Asks for the cache lines of elements, of which nothing is read yet.
 #[inline(always)]
 pub(crate) fn prefetch_elements<T>(first: *const T, len: usize) {
-    lines(first, len).for_each(|line| crate::gemm::kernel::prefetch(line.cast()));
+    lines(first, len).for_each(|line| crate::prefetch::prefetch(line.cast()));
 }
 
 /// As [`prefetch_elements`], into the second-level cache.
 #[inline(always)]
 pub(crate) fn prefetch_elements_far<T>(first: *const T, len: usize) {
-    lines(first, len).for_each(crate::gemm::kernel::prefetch_far);
+    lines(first, len).for_each(crate::prefetch::prefetch_far);
 }
 
 /// An address in each cache line of elements.

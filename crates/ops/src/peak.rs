@@ -88,7 +88,7 @@ fn f32_rate(ctx: &Context) -> f64 {
     let isa = ctx.isa();
     let lanes = match isa {
         Isa::Portable => crate::simd::Baseline::WIDTH,
-        Isa::Avx2 => 8,
+        Isa::Neon | Isa::Avx2 => 8,
         Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32 => 16,
     };
     rate(ctx, 2 * SUMS * lanes * STEPS, || multiply_adds(isa, STEPS))

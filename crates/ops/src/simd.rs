@@ -5,17 +5,23 @@
 //! data and of calls that are not inlined; sums keep [`LANES`] partial sums, so that every instruction set adds in the
 //! same order and results differ by fused rounding at most.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod powers;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod rounding;
 #[cfg(target_arch = "x86_64")]
 mod splat;
+#[cfg(test)]
+mod tests;
 #[cfg(target_arch = "x86_64")]
 mod totals;
 
 use moeworks_tensor::{DType, Element, bf16, f16};
 
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use splat::splat_unit;
 
@@ -461,6 +467,9 @@ macro_rules! kernel {
             }
             match isa {
                 $crate::Isa::Portable => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
+                // All machines of this kind have these instructions, and so has code that is compiled for them.
+                #[cfg(target_arch = "aarch64")]
+                $crate::Isa::Neon => body::<$crate::simd::Neon $(, $T)*>($($arg),*),
                 // SAFETY: a context holds only instruction sets that the machine has.
                 #[cfg(target_arch = "x86_64")]
                 $crate::Isa::Avx2 => unsafe { avx2::<$($T),*>($($arg),*) },
@@ -474,7 +483,7 @@ macro_rules! kernel {
                 $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx | $crate::Isa::AmxF32 => unsafe {
                     avx512::<$($T),*>($($arg),*)
                 },
-                #[cfg(not(target_arch = "x86_64"))]
+                // Instruction sets of other processors.
                 _ => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
             }
         }

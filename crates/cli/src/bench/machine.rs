@@ -16,7 +16,13 @@ pub(super) fn name(ctx: &Context) -> String {
     match (field("model name"), field("cpu family"), field("model")) {
         (Some(name), Some(family), Some(model)) => format!("{name} (family {family}, model {model})"),
         (Some(name), ..) => name.to_owned(),
-        _ => std::env::consts::ARCH.to_owned(),
+        // Arm's have numbers alone: `lscpu` has a table of their names.
+        _ => match (field("CPU implementer"), field("CPU part")) {
+            (Some(implementer), Some(part)) => {
+                format!("{} (implementer {implementer}, part {part})", std::env::consts::ARCH)
+            }
+            _ => std::env::consts::ARCH.to_owned(),
+        },
     }
 }
 

@@ -10,7 +10,7 @@ use moeworks_tensor::{DType, bf16};
 use super::beside::Gradient;
 use super::rows::{Weight, partial_block};
 use crate::gemm::Group;
-use crate::gemm::kernel::prefetch_far;
+use crate::prefetch::prefetch_far;
 use crate::simd::{Float, Level, kernel};
 
 /// A strip of the product.

@@ -7,7 +7,8 @@ use moeworks_tensor::DType;
 
 use super::rows::{MAX_BLOCK, Weight, partial_block};
 use crate::gemm::Panels;
-use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, prefetch_far};
+use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
+use crate::prefetch::prefetch_far;
 use crate::simd::{Level, kernel};
 
 /// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use super::kernel::prefetch_far;
 use super::source::Source;
 use super::{Form, Part, Work};
 use crate::Isa;
+use crate::prefetch::prefetch_far;
 
 impl Work<'_> {
     /// The rows of A after those of the tiles from `row` on, to be asked for while these are computed.

@@ -6,18 +6,21 @@
 //! vectors for each unit, or is packed by the way. The sums go to a small buffer from which the caller's epilogue takes
 //! them while it is in the first-level cache; that costs about 1% and keeps epilogues out of the kernels.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use crate::Isa;
 use crate::gemm::{Compute, source::Format, tasks::Blocking};
+use crate::prefetch::{prefetch, prefetch_far};
 use crate::simd::{Baseline, Level};
 
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 8;
 /// Rows of the largest tile of vectors of 8 lanes.
-#[cfg(target_arch = "x86_64")]
-const AVX2_ROWS: usize = 6;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const ROWS_OF_8: usize = 6;
 /// Vectors of the widest tile.
 pub(crate) const MAX_VECTORS: usize = 3;
 /// Columns of the widest tile of the widest vectors; rows of a [`Tile`] are this far apart.
@@ -167,8 +170,10 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => {
                 let table = table!(up to 6, x86::avx2);
-                Self { at_once: AT_ONCE, ..Self::vectors(table, AVX2_ROWS, 8, Compute::F32) }
+                Self { at_once: AT_ONCE, ..Self::vectors(table, ROWS_OF_8, 8, Compute::F32) }
             }
+            #[cfg(target_arch = "aarch64")]
+            (Isa::Neon, _) => Self::vectors(table!(up to 6, neon::neon), ROWS_OF_8, 8, Compute::F32),
             _ => Self::vectors(table!(up to 4, portable), 4, Baseline::WIDTH, Compute::F32),
         }
     }
@@ -321,30 +326,6 @@ impl<S: Level> Math for F32<S> {
     fn prefetch(at: *const u32) {
         prefetch(at);
     }
-}
-
-/// Asks for the cache line at `at`, which may be any address, to be brought close.
-#[inline(always)]
-pub(crate) fn prefetch(at: *const u32) {
-    // SAFETY: a prefetch reads nothing that the program sees and ignores addresses that are not mapped.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(at.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
-}
-
-/// Asks for the cache line at `at`, which may be any address, to be brought into the second-level cache.
-#[inline(always)]
-pub(crate) fn prefetch_far(at: *const u8) {
-    // SAFETY: a prefetch reads nothing that the program sees and ignores addresses that are not mapped.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T1 }>(at.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
 }
 
 /// Units in a cache line.

@@ -21,7 +21,7 @@ mod pack;
 pub(crate) mod source;
 pub(crate) mod store;
 mod tasks;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod transpose;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod turned;

@@ -16,9 +16,9 @@ use std::ops::Range;
 use moeworks_tensor::DType;
 
 use super::Compute;
-use super::kernel::prefetch_far;
 use super::source::{Elements, Format, Source};
 use super::tasks::Panels;
+use crate::prefetch::prefetch_far;
 use crate::simd::Float;
 
 /// Lanes of a vector, and its units.

@@ -481,13 +481,14 @@ fn transposed<S: Level, T: Float>(
         let tile_rows = rows.saturating_sub(tile).min(lanes);
         let tile_width = (width - tile).min(lanes);
         let mut done = 0;
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if tile_rows == lanes && num_units > 0 {
             let row = |r: usize| &x[source.start(first + tile + r) + column..][..depth];
             let to = &mut to[tile..];
-            // SAFETY: these levels are in use only on machines with AVX-512 and AVX2.
+            // SAFETY: levels of these widths are in use only on machines with AVX-512, and with AVX2 or NEON.
             done = unsafe {
                 match S::WIDTH {
+                    #[cfg(target_arch = "x86_64")]
                     16 => super::transpose::units(&std::array::from_fn::<_, 16, _>(row), format, width, to),
                     8 => super::transpose::units_of_8(&std::array::from_fn::<_, 8, _>(row), format, width, to),
                     _ => 0,

@@ -158,7 +158,7 @@ mod vectors {
     use moeworks_tensor::F8_BLOCK_LEN;
 
     use super::{Floats, Panel, Quad, Tile, VALUES, blocks_of};
-    use crate::gemm::kernel::prefetch_far;
+    use crate::prefetch::prefetch_far;
     use crate::quantized::kernel::{with_rows, write_column};
     use crate::quantized::put::Put;
     use crate::simd::{Avx512, Level};

@@ -12,7 +12,8 @@ use super::blocks_of;
 use super::float8::{Floats, with_floats};
 use super::kernel::{MAX_FEW, Panel, with_rows, write_column};
 use super::rows::Quad;
-use crate::gemm::kernel::{Tile, prefetch_far};
+use crate::gemm::kernel::Tile;
+use crate::prefetch::prefetch_far;
 use crate::simd::{Avx2, Level};
 
 /// Numbers of a vector of f32, and floats that are read at a time.

@@ -35,8 +35,16 @@ pub(super) struct Panel<'a> {
 const AHEAD_BYTES: usize = 8 << 10;
 
 /// The most rows of activations that a row of weights meets at once: so many that registers hold all that goes with them.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const MAX_PASS: usize = 4;
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+impl Panel<'_> {
+    /// How many rows of activations meet a row of weights at once, at most.
+    pub(super) fn pass(&self) -> usize {
+        self.a.len().div_ceil(self.a.len().div_ceil(MAX_PASS).max(1)).max(1)
+    }
+}
 
 #[cfg(target_arch = "x86_64")]
 impl<'a> Panel<'a> {
@@ -51,15 +59,10 @@ impl<'a> Panel<'a> {
         let later = column + rows_ahead;
         if later < self.columns { self.weights.starting_at(later) } else { self.next.starting_at(later - self.columns) }
     }
-
-    /// How many rows of activations meet a row of weights at once, at most.
-    pub(super) fn pass(&self) -> usize {
-        self.a.len().div_ceil(self.a.len().div_ceil(MAX_PASS).max(1)).max(1)
-    }
 }
 
 /// Evaluates an expression with a name bound to the rows of a [pass](Panel::pass) as an array.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! with_rows {
     ($pass:expr, $rows:ident => $body:expr) => {
         match *$pass {
@@ -83,7 +86,7 @@ macro_rules! with_rows {
         }
     };
 }
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use with_rows;
 
 /// How whole numbers are multiplied.
@@ -97,6 +100,9 @@ pub(super) enum Kernel {
     /// The byte dot product of AVX-512 VNNI.
     #[cfg(target_arch = "x86_64")]
     Vnni,
+    /// The byte dot product of Armv8.2.
+    #[cfg(target_arch = "aarch64")]
+    Sdot,
     /// Multiply-adds of eight-bit floats that F16C makes f32.
     #[cfg(target_arch = "x86_64")]
     Halves,
@@ -117,6 +123,10 @@ impl Kernel {
             kernels.extend((isa >= Isa::Avx2).then_some(Self::Maddubs));
             kernels.extend(has_vnni(isa).then_some(Self::Vnni));
         }
+        #[cfg(target_arch = "aarch64")]
+        if dtype != DType::F8 && isa == Isa::Neon && std::arch::is_aarch64_feature_detected!("dotprod") {
+            kernels.push(Self::Sdot);
+        }
         kernels
     }
 
@@ -125,6 +135,8 @@ impl Kernel {
         match self {
             Self::Plain(_) if layout.dtype == DType::F8 => Beside::Floats,
             Self::Plain(_) => Beside::Offset(0),
+            #[cfg(target_arch = "aarch64")]
+            Self::Sdot => Beside::Offset(0),
             #[cfg(target_arch = "x86_64")]
             Self::Maddubs => with_ints!(layout, B => super::maddubs::beside::<B>()),
             #[cfg(target_arch = "x86_64")]
@@ -159,6 +171,9 @@ pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kernel::Vnni => with_ints!(panel.weights.layout, B => unsafe { super::vnni::run::<B>(panel, tiles) }),
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        Kernel::Sdot => with_ints!(panel.weights.layout, B => unsafe { super::sdot::run::<B>(panel, tiles) }),
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kernel::Halves => unsafe { super::halves::run(panel, tiles) },

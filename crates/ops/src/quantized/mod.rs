@@ -41,6 +41,10 @@ mod product;
 #[cfg(target_arch = "x86_64")]
 mod put;
 mod rows;
+#[cfg(target_arch = "aarch64")]
+mod sdot;
+#[cfg(target_arch = "aarch64")]
+mod sixteens;
 #[cfg(target_arch = "x86_64")]
 mod stream;
 #[cfg(target_arch = "x86_64")]

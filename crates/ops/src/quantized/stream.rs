@@ -3,7 +3,7 @@
 use super::kernel::Panel;
 use super::layouts::{Block, PART};
 use super::rows::Beside;
-use crate::gemm::kernel::prefetch_far;
+use crate::prefetch::prefetch_far;
 
 /// The most blocks of a unit, which is what a kernel takes at a time.
 pub(super) const MAX_BLOCKS: usize = 4;

@@ -12,9 +12,9 @@ use core::arch::x86_64::{
 use moeworks_tensor::bf16;
 
 use super::{BLOCK, PARTS, parts};
-use crate::gemm::kernel::prefetch_far;
 use crate::gemm::pack::{across, along, in_turn, store};
 use crate::gemm::source::{Block, Elements, Format, Source};
+use crate::prefetch::prefetch_far;
 
 /// Elements of the depth in a block.
 const DEPTH: usize = 2 * BLOCK;

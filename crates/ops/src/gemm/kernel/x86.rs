@@ -7,7 +7,7 @@ use core::arch::x86_64::{
 };
 
 use super::{
-    AVX2_ROWS, Across, F32, Halves, Math, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing, units_of,
+    Across, F32, Halves, Math, ROWS_OF_8, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing, units_of,
 };
 use crate::gemm::pack::in_turn;
 use crate::simd::{Avx2, Avx512, Level};
@@ -191,5 +191,5 @@ pub(super) unsafe fn half<const ROWS: usize, const VECTORS: usize>(args: &TileAr
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
 pub(super) unsafe fn avx2<const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: the caller's promise is handed on.
-    unsafe { tile_in_rounds::<F32<Avx2>, ROWS, VECTORS, AVX2_ROWS>(args) }
+    unsafe { tile_in_rounds::<F32<Avx2>, ROWS, VECTORS, ROWS_OF_8>(args) }
 }

@@ -1,0 +1,91 @@
+//! Transposition of 8 rows by 8 units with NEON registers.
+
+use core::arch::aarch64::{
+    float32x4_t, vandq_u32, vcvt_f32_f16, vdupq_n_u32, vget_high_u16, vget_low_u16, vld1q_f32, vreinterpret_f16_u16,
+    vreinterpretq_f32_f64, vreinterpretq_f32_u32, vreinterpretq_f64_f32, vreinterpretq_u16_f32, vreinterpretq_u32_f32,
+    vshlq_n_u32, vtrn1q_f32, vtrn2q_f32, vuzp1q_u16, vuzp2q_u16, vzip1q_f64, vzip2q_f64,
+};
+
+use moeworks_tensor::DType;
+
+use super::{Steps, steps};
+use crate::gemm::source::Format;
+use crate::simd::{Float, Level, Neon};
+
+/// Writes unit u of row r to `to[u * width + r]` for as many units as whole blocks cover, and returns their number. Does
+/// nothing where elements would have to be rounded.
+///
+/// # Safety
+/// The machine must have NEON.
+pub(in crate::gemm) unsafe fn units_of_8<T: Float>(
+    rows: &[&[T]; 8],
+    format: Format,
+    width: usize,
+    to: &mut [u32],
+) -> usize {
+    let Some(Steps { elements_per_step, units_per_step, blocks, num_units }) = steps(rows, format) else { return 0 };
+    assert!(to.len() >= (num_units - 1) * width + 8, "room for the transposed block");
+    for block in 0..blocks {
+        let from = rows.map(|row| row[block * 8 * elements_per_step..].as_ptr().cast());
+        // SAFETY: 8 steps of each row and 8 lanes of each unit's place are inside the slices, as checked above.
+        unsafe {
+            let columns = transpose_8(&from);
+            let to = to.as_mut_ptr().add(block * 8 * units_per_step * width);
+            for (i, &column) in columns.iter().enumerate() {
+                if units_per_step == 2 {
+                    let [low, high] = widened::<T>(column);
+                    Neon::store(to.add(2 * i * width).cast(), low);
+                    Neon::store(to.add((2 * i + 1) * width).cast(), high);
+                } else {
+                    Neon::store(to.add(i * width).cast(), column);
+                }
+            }
+        }
+    }
+    num_units
+}
+
+/// The first elements of 8 pairs of f16 or bf16, and the second ones.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn widened<T: Float>(pairs: [float32x4_t; 2]) -> [[float32x4_t; 2]; 2] {
+    // SAFETY: the caller's machine has the instructions.
+    unsafe {
+        if T::DTYPE == DType::F16 {
+            let [low, high] = pairs.map(|pairs| vreinterpretq_u16_f32(pairs));
+            return [vuzp1q_u16(low, high), vuzp2q_u16(low, high)].map(|halves| {
+                [vget_low_u16(halves), vget_high_u16(halves)].map(|half| vcvt_f32_f16(vreinterpret_f16_u16(half)))
+            });
+        }
+        let odd = vdupq_n_u32(0xffff_0000);
+        [
+            pairs.map(|pairs| vreinterpretq_f32_u32(vshlq_n_u32::<16>(vreinterpretq_u32_f32(pairs)))),
+            pairs.map(|pairs| vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pairs), odd))),
+        ]
+    }
+}
+
+/// # Safety
+/// The machine must have NEON, and 8 elements must be readable at each pointer.
+#[inline(always)]
+unsafe fn transpose_8(from: &[*const f32; 8]) -> [[float32x4_t; 2]; 8] {
+    // SAFETY: the caller's machine has the instructions, and what is read is inside the 8 elements that it promises.
+    unsafe {
+        let mut columns = [Neon::splat(0.0); 8];
+        for half in 0..2 {
+            for quarter in 0..2 {
+                let row = |r: usize| vld1q_f32(from[4 * half + r].add(4 * quarter));
+                let [a, b, c, d] = [row(0), row(1), row(2), row(3)];
+                let [ab, ba] = [vtrn1q_f32(a, b), vtrn2q_f32(a, b)].map(|x| vreinterpretq_f64_f32(x));
+                let [cd, dc] = [vtrn1q_f32(c, d), vtrn2q_f32(c, d)].map(|x| vreinterpretq_f64_f32(x));
+                let of_quarter = [vzip1q_f64(ab, cd), vzip1q_f64(ba, dc), vzip2q_f64(ab, cd), vzip2q_f64(ba, dc)];
+                for (i, column) in of_quarter.into_iter().enumerate() {
+                    columns[4 * quarter + i][half] = vreinterpretq_f32_f64(column);
+                }
+            }
+        }
+        columns
+    }
+}
