@@ -41,6 +41,10 @@ fn row_to_bf16(isa: Isa, (numbers, scales): (&[u8], &[u8]), layout: Layout, to: 
             _ => {}
         }
     }
+    #[cfg(target_arch = "aarch64")]
+    if isa == Isa::Neon && layout.dtype != DType::F8 {
+        return super::sixteen_rows::write_row((numbers, scales), layout, to);
+    }
     with_values!(layout, B => row_kernel::<B, bf16>(isa, blocks_of::<B>(numbers), scales, to));
 }
 

@@ -44,6 +44,8 @@ mod rows;
 #[cfg(target_arch = "aarch64")]
 mod sdot;
 #[cfg(target_arch = "aarch64")]
+mod sixteen_rows;
+#[cfg(target_arch = "aarch64")]
 mod sixteens;
 #[cfg(target_arch = "x86_64")]
 mod stream;
