@@ -6,7 +6,7 @@
 //! same order and results differ by fused rounding at most.
 
 #[cfg(target_arch = "aarch64")]
-mod neon;
+pub(crate) mod neon;
 #[cfg(target_arch = "x86_64")]
 mod powers;
 #[cfg(target_arch = "x86_64")]

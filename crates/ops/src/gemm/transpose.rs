@@ -1,5 +1,38 @@
 //! Transposition in registers, for packing weights that run across the depth.
 
+/// The body of a function of `$rows` rows that writes unit u of row r to `$to[u * width + r]` for as many units as whole blocks cover, and
+/// returns their number, or does nothing where elements would have to be rounded. A macro, as what it calls has the instructions of the
+/// function that it stands in: `$transpose` of rows' pointers, `$widened` into the two elements of each pair, `$store` to a unit's place.
+macro_rules! write_blocks {
+    ($count:literal, $rows:ident, $format:ident, ($width:ident, $to:ident), $transpose:expr, $widened:expr, $store:expr) => {{
+        let Some(steps) = $crate::gemm::transpose::steps($rows, $format) else { return 0 };
+        let $crate::gemm::transpose::Steps { elements_per_step, units_per_step, blocks, num_units } = steps;
+        assert!($to.len() >= (num_units - 1) * $width + $count, "room for the transposed block");
+        for block in 0..blocks {
+            let mut from: [*const f32; $count] = [std::ptr::null(); $count];
+            for (from, row) in from.iter_mut().zip($rows) {
+                *from = row[block * $count * elements_per_step..].as_ptr().cast();
+            }
+            // SAFETY: as many steps of each row as there are rows, and as many lanes of each unit's place, are inside the slices, as
+            // checked above; the machine has the instructions by the caller's promise.
+            unsafe {
+                let columns = $transpose(&from);
+                let to = $to.as_mut_ptr().add(block * $count * units_per_step * $width);
+                for (i, &column) in columns.iter().enumerate() {
+                    if units_per_step == 2 {
+                        let [low, high] = $widened(column);
+                        $store(to.add(2 * i * $width).cast(), low);
+                        $store(to.add((2 * i + 1) * $width).cast(), high);
+                    } else {
+                        $store(to.add(i * $width).cast(), column);
+                    }
+                }
+            }
+        }
+        num_units
+    }};
+}
+
 #[cfg(target_arch = "aarch64")]
 mod neon;
 #[cfg(target_arch = "x86_64")]

@@ -4,8 +4,8 @@ use core::arch::aarch64::{
     float32x4_t, uint16x8_t, uint32x4_t, vaddq_f32, vaddq_u32, vandq_u32, vbslq_u32, vceqq_f32, vcvt_f32_f16,
     vdupq_n_f32, vdupq_n_u32, vfmaq_f32, vget_high_u16, vget_low_u16, vgetq_lane_f32, vld1q_f32, vld1q_u16, vorrq_u32,
     vpaddq_f32, vreinterpret_f16_u16, vreinterpretq_f32_f64, vreinterpretq_f32_u16, vreinterpretq_f32_u32,
-    vreinterpretq_f64_f32, vreinterpretq_u16_u32, vreinterpretq_u32_f32, vreinterpretq_u32_u16, vshlq_n_u32,
-    vshrq_n_u32, vst1q_f32, vuzp2q_u16, vzip1q_f64, vzip2q_f64,
+    vreinterpretq_f64_f32, vreinterpretq_u16_u32, vreinterpretq_u32_f32, vshlq_n_u32, vshrq_n_u32, vst1q_f32,
+    vuzp2q_u16, vzip1q_f64, vzip2q_f64,
 };
 
 use moeworks_tensor::{bf16, f16};
@@ -58,23 +58,13 @@ impl Level for Neon {
     #[inline(always)]
     unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2] {
         // SAFETY: as above, and the caller promises sixteen readable elements.
-        unsafe {
-            let pairs = [0, 8].map(|at| vreinterpretq_u32_u16(vld1q_u16(from.add(at).cast())));
-            let odd = vdupq_n_u32(0xffff_0000);
-            [
-                pairs.map(|pairs| vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs))),
-                pairs.map(|pairs| vreinterpretq_f32_u32(vandq_u32(pairs, odd))),
-            ]
-        }
+        unsafe { bf16_pairs(Self::load(from.cast())) }
     }
 
     #[inline(always)]
     unsafe fn load_halves(from: *const f16) -> Self::Vector {
         // SAFETY: as above, and the caller promises eight readable elements.
-        unsafe {
-            let halves = vld1q_u16(from.cast());
-            [vget_low_u16(halves), vget_high_u16(halves)].map(|half| vcvt_f32_f16(vreinterpret_f16_u16(half)))
-        }
+        unsafe { widened_halves(vld1q_u16(from.cast())) }
     }
 
     #[inline(always)]
@@ -114,6 +104,32 @@ impl Level for Neon {
         // SAFETY: as above.
         unsafe { vectors.map(|[low, high]| vreinterpretq_f32_u16(upper_words(nearest(low), nearest(high)))) }
     }
+}
+
+/// The first elements of pairs of bf16, and the second ones.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+pub(crate) unsafe fn bf16_pairs(pairs: [float32x4_t; 2]) -> [[float32x4_t; 2]; 2] {
+    // SAFETY: the caller's machine has the instructions.
+    unsafe {
+        let (pairs, odd) = (pairs.map(|pairs| vreinterpretq_u32_f32(pairs)), vdupq_n_u32(0xffff_0000));
+        [
+            pairs.map(|pairs| vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs))),
+            pairs.map(|pairs| vreinterpretq_f32_u32(vandq_u32(pairs, odd))),
+        ]
+    }
+}
+
+/// Eight f16.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+pub(crate) unsafe fn widened_halves(halves: uint16x8_t) -> [float32x4_t; 2] {
+    // SAFETY: the caller's machine has the instructions.
+    unsafe { [vget_low_u16(halves), vget_high_u16(halves)].map(|half| vcvt_f32_f16(vreinterpret_f16_u16(half))) }
 }
 
 /// The sums of the two halves of `a`, and then those of `b`.

@@ -1,16 +1,15 @@
 //! Transposition of 8 rows by 8 units with NEON registers.
 
 use core::arch::aarch64::{
-    float32x4_t, vandq_u32, vcvt_f32_f16, vdupq_n_u32, vget_high_u16, vget_low_u16, vld1q_f32, vreinterpret_f16_u16,
-    vreinterpretq_f32_f64, vreinterpretq_f32_u32, vreinterpretq_f64_f32, vreinterpretq_u16_f32, vreinterpretq_u32_f32,
-    vshlq_n_u32, vtrn1q_f32, vtrn2q_f32, vuzp1q_u16, vuzp2q_u16, vzip1q_f64, vzip2q_f64,
+    float32x4_t, vld1q_f32, vreinterpretq_f32_f64, vreinterpretq_f64_f32, vreinterpretq_u16_f32, vtrn1q_f32,
+    vtrn2q_f32, vuzp1q_u16, vuzp2q_u16, vzip1q_f64, vzip2q_f64,
 };
 
 use moeworks_tensor::DType;
 
-use super::{Steps, steps};
 use crate::gemm::source::Format;
-use crate::simd::{Float, Level, Neon};
+use crate::simd::neon::{Neon, bf16_pairs, widened_halves};
+use crate::simd::{Float, Level};
 
 /// Writes unit u of row r to `to[u * width + r]` for as many units as whole blocks cover, and returns their number. Does
 /// nothing where elements would have to be rounded.
@@ -23,26 +22,7 @@ pub(in crate::gemm) unsafe fn units_of_8<T: Float>(
     width: usize,
     to: &mut [u32],
 ) -> usize {
-    let Some(Steps { elements_per_step, units_per_step, blocks, num_units }) = steps(rows, format) else { return 0 };
-    assert!(to.len() >= (num_units - 1) * width + 8, "room for the transposed block");
-    for block in 0..blocks {
-        let from = rows.map(|row| row[block * 8 * elements_per_step..].as_ptr().cast());
-        // SAFETY: 8 steps of each row and 8 lanes of each unit's place are inside the slices, as checked above.
-        unsafe {
-            let columns = transpose_8(&from);
-            let to = to.as_mut_ptr().add(block * 8 * units_per_step * width);
-            for (i, &column) in columns.iter().enumerate() {
-                if units_per_step == 2 {
-                    let [low, high] = widened::<T>(column);
-                    Neon::store(to.add(2 * i * width).cast(), low);
-                    Neon::store(to.add((2 * i + 1) * width).cast(), high);
-                } else {
-                    Neon::store(to.add(i * width).cast(), column);
-                }
-            }
-        }
-    }
-    num_units
+    write_blocks!(8, rows, format, (width, to), transpose_8, widened::<T>, Neon::store)
 }
 
 /// The first elements of 8 pairs of f16 or bf16, and the second ones.
@@ -55,15 +35,9 @@ unsafe fn widened<T: Float>(pairs: [float32x4_t; 2]) -> [[float32x4_t; 2]; 2] {
     unsafe {
         if T::DTYPE == DType::F16 {
             let [low, high] = pairs.map(|pairs| vreinterpretq_u16_f32(pairs));
-            return [vuzp1q_u16(low, high), vuzp2q_u16(low, high)].map(|halves| {
-                [vget_low_u16(halves), vget_high_u16(halves)].map(|half| vcvt_f32_f16(vreinterpret_f16_u16(half)))
-            });
+            return [vuzp1q_u16(low, high), vuzp2q_u16(low, high)].map(|halves| widened_halves(halves));
         }
-        let odd = vdupq_n_u32(0xffff_0000);
-        [
-            pairs.map(|pairs| vreinterpretq_f32_u32(vshlq_n_u32::<16>(vreinterpretq_u32_f32(pairs)))),
-            pairs.map(|pairs| vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pairs), odd))),
-        ]
+        bf16_pairs(pairs)
     }
 }
 

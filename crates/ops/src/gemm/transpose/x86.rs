@@ -1,19 +1,17 @@
 //! Transposition of 16 rows by 16 units with AVX-512 registers, and of 8 by 8 with those of AVX2.
 
 use core::arch::x86_64::{
-    __m128, __m128i, __m256, __m256i, __m512, __m512i, _mm_loadu_ps, _mm256_and_si256, _mm256_castpd_ps,
-    _mm256_castps_pd, _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_cvtph_ps,
-    _mm256_insertf128_ps, _mm256_set1_epi32, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
-    _mm256_unpackhi_pd, _mm256_unpackhi_ps, _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_and_si512, _mm512_castpd_ps,
-    _mm512_castps_pd, _mm512_castps_si512, _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps,
-    _mm512_cvtepi32_epi16, _mm512_cvtph_ps, _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps,
-    _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps,
+    __m128, __m128i, __m256, __m256i, __m512, _mm_loadu_ps, _mm256_and_si256, _mm256_castpd_ps, _mm256_castps_pd,
+    _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_cvtph_ps, _mm256_insertf128_ps,
+    _mm256_set1_epi32, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
+    _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512,
+    _mm512_castps128_ps512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cvtepi32_epi16, _mm512_cvtph_ps,
+    _mm512_insertf32x4, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
+    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use moeworks_tensor::DType;
 
-use super::{Steps, steps};
 use crate::gemm::source::Format;
 use crate::simd::Float;
 
@@ -29,33 +27,14 @@ pub(in crate::gemm) unsafe fn units<T: Float>(
     width: usize,
     to: &mut [u32],
 ) -> usize {
-    let Some(Steps { elements_per_step, units_per_step, blocks, num_units }) = steps(rows, format) else { return 0 };
-    let is_widened = units_per_step == 2;
-    assert!(to.len() >= (num_units - 1) * width + 16, "room for the transposed block");
-    for block in 0..blocks {
-        let from: [*const f32; 16] = rows.map(|row| row[block * 16 * elements_per_step..].as_ptr().cast());
-        // SAFETY: 16 steps of each row and 16 lanes of each unit's place are inside the slices, as checked above.
-        unsafe {
-            let columns = transpose(&from);
-            let to = to.as_mut_ptr().add(block * 16 * units_per_step * width);
-            for (i, &column) in columns.iter().enumerate() {
-                if is_widened {
-                    let [low, high] = widened::<T>(_mm512_castps_si512(column));
-                    _mm512_storeu_ps(to.add(2 * i * width).cast(), low);
-                    _mm512_storeu_ps(to.add((2 * i + 1) * width).cast(), high);
-                } else {
-                    _mm512_storeu_ps(to.add(i * width).cast(), column);
-                }
-            }
-        }
-    }
-    num_units
+    write_blocks!(16, rows, format, (width, to), transpose, widened::<T>, _mm512_storeu_ps)
 }
 
 /// The first elements of 16 pairs of f16 or bf16, and the second ones.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn widened<T: Float>(pairs: __m512i) -> [__m512; 2] {
+fn widened<T: Float>(pairs: __m512) -> [__m512; 2] {
+    let pairs = _mm512_castps_si512(pairs);
     if T::DTYPE == DType::F16 {
         return [pairs, _mm512_srli_epi32::<16>(pairs)].map(|half| _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)));
     }
@@ -138,35 +117,14 @@ pub(in crate::gemm) unsafe fn units_of_8<T: Float>(
     width: usize,
     to: &mut [u32],
 ) -> usize {
-    let Some(Steps { elements_per_step, units_per_step, blocks, num_units }) = steps(rows, format) else { return 0 };
-    assert!(to.len() >= (num_units - 1) * width + 8, "room for the transposed block");
-    for block in 0..blocks {
-        let mut from = [std::ptr::null(); 8];
-        for (from, row) in from.iter_mut().zip(rows) {
-            *from = row[block * 8 * elements_per_step..].as_ptr().cast();
-        }
-        // SAFETY: 8 steps of each row and 8 lanes of each unit's place are inside the slices, as checked above.
-        unsafe {
-            let columns = transpose_8(&from);
-            let to = to.as_mut_ptr().add(block * 8 * units_per_step * width);
-            for (i, &column) in columns.iter().enumerate() {
-                if units_per_step == 2 {
-                    let [low, high] = widened_8::<T>(_mm256_castps_si256(column));
-                    _mm256_storeu_ps(to.add(2 * i * width).cast(), low);
-                    _mm256_storeu_ps(to.add((2 * i + 1) * width).cast(), high);
-                } else {
-                    _mm256_storeu_ps(to.add(i * width).cast(), column);
-                }
-            }
-        }
-    }
-    num_units
+    write_blocks!(8, rows, format, (width, to), transpose_8, widened_8::<T>, _mm256_storeu_ps)
 }
 
 /// [`widened`] of eight pairs.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-fn widened_8<T: Float>(pairs: __m256i) -> [__m256; 2] {
+fn widened_8<T: Float>(pairs: __m256) -> [__m256; 2] {
+    let pairs = _mm256_castps_si256(pairs);
     if T::DTYPE == DType::F16 {
         // SAFETY: the transmute renames 256 bits.
         let halves = unsafe { std::mem::transmute::<__m256i, [u16; 16]>(pairs) };
