@@ -22,7 +22,7 @@ pub(crate) fn expected_json(dir: &Path) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-fn input_ids(expected: &Value) -> (Vec<u32>, usize) {
+pub(crate) fn input_ids(expected: &Value) -> (Vec<u32>, usize) {
     let rows: Vec<Vec<u32>> = serde_json::from_value(expected["input_ids"].clone()).unwrap();
     let seq_len = rows[0].len();
     (rows.concat(), seq_len)
@@ -31,17 +31,22 @@ fn input_ids(expected: &Value) -> (Vec<u32>, usize) {
 /// Logits, greedy ids, and the folder written and read again.
 fn compare_inference(dir: &Path, model_type: &str) {
     let ctx = Context::cpu(2);
-    let (config, stored) = load_model(&ctx, dir).unwrap();
-    // The comparison is in f32, also of weights in another type.
-    let weights = stored.compute_copy(&ctx, DType::F32);
+    let (decoder, stored) = compare_logits(&ctx, dir);
+    save_and_load(&ctx, (&decoder, &stored), dir, model_type);
+}
+
+/// Logits and greedy ids in f32, whatever the type of the weights; the model, and its weights as they are stored.
+pub(crate) fn compare_logits(ctx: &Context, dir: &Path) -> (Decoder, DecoderWeights) {
+    let (config, stored) = load_model(ctx, dir).unwrap();
+    let weights = stored.compute_copy(ctx, DType::F32);
     let expected = expected_json(dir);
     let tensors = SafetensorsFile::open(&dir.join("expected.safetensors")).unwrap();
     let (ids, seq_len) = input_ids(&expected);
     let decoder = Decoder::new(config).unwrap();
-    let logits = decoder.logits(&ctx, &weights, &ids, ids.len() / seq_len).unwrap();
-    assert_close("logits", logits.f32s(), tensors.tensor(&ctx, "logits").unwrap().f32s(), TOLERANCE);
-    compare_greedy(&ctx, &decoder, &weights, &expected);
-    save_and_load(&ctx, (&decoder, &stored), dir, model_type);
+    let logits = decoder.logits(ctx, &weights, &ids, ids.len() / seq_len).unwrap();
+    assert_close("logits", logits.f32s(), tensors.tensor(ctx, "logits").unwrap().f32s(), TOLERANCE);
+    compare_greedy(ctx, &decoder, &weights, &expected);
+    (decoder, stored)
 }
 
 fn compare_greedy(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, expected: &Value) {
@@ -57,14 +62,18 @@ fn compare_greedy(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, ex
 /// All that [`compare_inference`] compares, and one training step: losses and every gradient.
 pub(crate) fn compare_with_transformers(dir: &Path, model_type: &str) {
     compare_inference(dir, model_type);
-    let ctx = Context::cpu(2);
-    let (config, weights) = load_model(&ctx, dir).unwrap();
-    let weights = weights.compute_copy(&ctx, DType::F32);
+    compare_training_step(&Context::cpu(2), dir);
+}
+
+/// One training step in f32: losses and every gradient.
+pub(crate) fn compare_training_step(ctx: &Context, dir: &Path) {
+    let (config, weights) = load_model(ctx, dir).unwrap();
+    let weights = weights.compute_copy(ctx, DType::F32);
     let expected = expected_json(dir);
     let (ids, seq_len) = input_ids(&expected);
     let targets = next_ids(&ids, seq_len);
     let decoder = Decoder::new(config).unwrap();
-    let mut grads = weights.zeros_like(&ctx);
+    let mut grads = weights.zeros_like(ctx);
     let num_targets = targets.iter().filter(|&&id| id != u32::MAX).count();
     let options = PassOptions {
         balance_coef: expected["aux_coef"].as_f64().unwrap() as f32,
@@ -73,7 +82,7 @@ pub(crate) fn compare_with_transformers(dir: &Path, model_type: &str) {
         ..PassOptions::default()
     };
     let step = batch(&ids, &targets, seq_len);
-    let stats = decoder.forward_backward(&ctx, &weights, &step, &options, Write::Replace, &mut grads).unwrap();
+    let stats = decoder.forward_backward(ctx, &weights, &step, &options, Write::Replace, &mut grads).unwrap();
     assert_eq!(stats.num_targets, num_targets);
     let close = |what: &str, found: f64| assert_as_expected(&expected, what, found);
     close("cross_entropy", stats.mean_loss());
@@ -81,7 +90,7 @@ pub(crate) fn compare_with_transformers(dir: &Path, model_type: &str) {
         close("aux_loss", stats.balance_loss);
         close("loss", stats.mean_loss() + f64::from(options.balance_coef) * stats.balance_loss);
     }
-    compare_gradients(&ctx, &grads, &dir.join("grads"));
+    compare_gradients(ctx, &grads, &dir.join("grads"));
 }
 
 /// A figure that `transformers` found.

@@ -5,7 +5,7 @@ mod cache;
 mod chat;
 mod common;
 mod decoder;
-
+mod families_on_gpu;
 mod fixtures;
 mod folders;
 mod generation;

@@ -33,7 +33,10 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn of(dir: PathBuf) -> Self {
-        let ctx = Context::cpu(2);
+        Self::on(Context::cpu(2), dir)
+    }
+
+    pub(crate) fn on(ctx: Context, dir: PathBuf) -> Self {
         let (config, weights) = load_model(&ctx, &dir).unwrap();
         let weights = weights.compute_copy(&ctx, DType::F32);
         let expected = expected_json(&dir);

@@ -15,6 +15,7 @@ use moeworks_tensor::DType;
 use serde_json::{Value, json};
 
 use crate::common::{assert_close, fixture, model, random_ids, small_config};
+use crate::families_on_gpu::compare_on_gpus;
 use crate::fixtures::compare_with_transformers;
 use crate::switch::Case;
 
@@ -160,4 +161,5 @@ fn compare_one(folder: &Path) {
         }
         model_type => compare_with_transformers(folder, model_type),
     }
+    compare_on_gpus(folder);
 }
