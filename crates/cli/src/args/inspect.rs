@@ -1,0 +1,53 @@
+//! The options of `evaluate`, `inspect` and `routing`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::ComputeArgs;
+
+#[derive(Debug, Args)]
+pub(crate) struct EvaluateArgs {
+    /// A run, a checkpoint, a model folder or a GGUF file
+    pub(crate) model: PathBuf,
+    /// Texts to evaluate on, as for `train --data`
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(crate) data: Vec<String>,
+    /// Tokens a sequence (default: as in training, or the model's maximum up to 1,024)
+    #[arg(long)]
+    pub(crate) seq_len: Option<usize>,
+    /// Sequences at most (0: all of the text)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) max_sequences: usize,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// A run, a checkpoint, a model folder or a GGUF file
+    pub(crate) model: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RoutingArgs {
+    /// A run, a checkpoint, a model folder or a GGUF file
+    pub(crate) model: PathBuf,
+    /// The text, as for `train --data`
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub(crate) data: Vec<String>,
+    /// The page (default: routing.html in the run's folder; in the current one for a model folder)
+    #[arg(long, value_name = "PAGE.html")]
+    pub(crate) out: Option<PathBuf>,
+    /// How much of the text is shown, from its beginning
+    #[arg(long, value_name = "N", default_value_t = 2000)]
+    pub(crate) max_tokens: usize,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+}

@@ -1,0 +1,35 @@
+//! The options of `plan` and `estimate`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::ConfigArgs;
+
+#[derive(Debug, Args)]
+pub(crate) struct EstimateArgs {
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Ranks in all (default: those of --topology)
+    #[arg(long, value_name = "N")]
+    pub(crate) ranks: Option<usize>,
+    /// A TOML file with the nodes, their ranks and the links between them (default: this machine, shared by the ranks)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) topology: Option<PathBuf>,
+    /// The table of a cluster that grows from 8 to 2,048 ranks (or --ranks), with the same tokens on each; without --topology,
+    /// --config and --preset for a described cluster and model
+    #[arg(long)]
+    pub(crate) simulate: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
