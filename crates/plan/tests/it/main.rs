@@ -4,4 +4,5 @@ mod layouts;
 mod placements;
 mod proposals;
 mod published;
+mod schedules;
 mod topologies;
