@@ -37,6 +37,7 @@ impl Span {
 #[derive(Clone, Debug)]
 pub struct Timeline<'a> {
     pub(super) schedule: &'a Schedule,
+    pub(super) has_messages: bool,
     pub(super) times: &'a Times,
     /// The spans of the entries of each rank.
     pub spans: Vec<Vec<Span>>,
@@ -310,6 +311,7 @@ impl<'a> Clock<'a> {
         let span = |clock: &RankClock| end(clock) - clock.first.unwrap_or(0.0);
         Timeline {
             schedule: self.schedule,
+            has_messages: self.has_messages,
             times: self.times,
             makespan: self.ranks.iter().map(end).fold(0.0, f64::max),
             longest_span: self.ranks.iter().map(span).fold(0.0, f64::max),

@@ -1,7 +1,8 @@
 //! Pipeline schedules as values: for each rank the list of its actions.
 //!
 //! A [`Schedule`] can be written by hand or made by a generator ([`ScheduleKind::generate`]). [`Schedule::check`] proves that it
-//! can be carried out, and gives the peaks of memory; the [`Checked`] schedule gives a [`Timeline`] for given [`Times`].
+//! can be carried out, and gives the peaks of memory; the [`Checked`] schedule gives a [`Timeline`] for given [`Times`], which is
+//! drawn by [`Timeline::to_svg`].
 //!
 //! # Carrying out
 //!
@@ -35,6 +36,7 @@ mod check;
 mod expand;
 mod generators;
 mod makespan;
+mod svg;
 mod text;
 mod times;
 
@@ -42,6 +44,7 @@ pub use action::{Action, ActionError, Chain, Entry, Kind};
 pub use check::{CheckError, Checked, Peaks, Place};
 pub use generators::{GenerateError, ScheduleKind, ScheduleRequest, UnknownSchedule};
 pub use makespan::{Span, Timeline};
+pub use svg::SvgOptions;
 pub use text::ScheduleError;
 pub use times::{PairTime, StageTimes, Times, TimesError};
 

@@ -5,7 +5,7 @@ mod order;
 mod rows;
 
 pub use error::{CheckError, Place};
-pub(super) use order::awaited;
+pub(super) use order::{awaited, releases};
 pub(super) use rows::{is_from_other_rank, message_peer, source_stage};
 
 use super::Schedule;

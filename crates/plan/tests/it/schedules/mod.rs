@@ -3,6 +3,7 @@
 mod carried_out;
 mod checked;
 mod mutated;
+mod pictures;
 mod published;
 mod texts;
 
