@@ -1,18 +1,97 @@
 //! Files written so that a reader finds the old one or the whole new one, never a part.
+//!
+//! A program that is told to end in the middle leaves nothing half-written either: what is being written is noted in a list, and
+//! [`remove_unfinished`] clears it away.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Files and folders that this process is writing under temporary names.
+static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// A file or folder that cannot be made: which, and what the system says.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {source}", path.display())]
+pub struct FileError {
+    /// The file or folder.
+    pub path: PathBuf,
+    /// What the system said.
+    #[source]
+    pub source: io::Error,
+}
+
+impl FileError {
+    /// An error about `path`.
+    pub fn at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self { path, source }
+    }
+}
+
+/// A note that a file or folder is being written under a temporary name; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Unfinished {
+    path: PathBuf,
+}
+
+impl Unfinished {
+    /// Notes `path`. To be called before it is made.
+    #[must_use]
+    pub fn note(path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        unfinished().insert(path.clone());
+        Self { path }
+    }
+
+    /// The path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        unfinished().remove(&self.path);
+    }
+}
+
+fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes what is being written now. For a program that is about to end: other threads that would begin or complete a file wait from
+/// now on.
+pub fn remove_unfinished() {
+    let list = unfinished();
+    for path in list.iter() {
+        // What cannot be removed has a temporary name.
+        let _ = remove(path);
+    }
+    std::mem::forget(list);
+}
+
+/// Removes a file, or a folder with what is in it. It is fine if nothing is there.
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
+        _ => fs::remove_file(path),
+    }
+}
 
 /// Writes `path` by way of `path.tmp`: `write` fills the file, which is then synced and renamed. On failure nothing is
 /// left behind and a file that was there before is as it was.
 pub(crate) fn write_through(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
-    let tmp = PathBuf::from(name);
-    let filled = fill(&tmp, write).and_then(|()| fs::rename(&tmp, path));
+    let tmp = Unfinished::note(name);
+    let filled = fill(tmp.path(), write).and_then(|()| fs::rename(tmp.path(), path));
     if filled.is_err() {
-        let _ = fs::remove_file(&tmp);
+        let _ = fs::remove_file(tmp.path());
     }
     filled
 }
@@ -29,4 +108,38 @@ fn fill(tmp: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) 
 /// What the system says.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_through(path, |file| file.write_all(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_ends_in_the_middle_removes_what_it_is_writing_and_nothing_else() {
+        // In a process of its own: afterwards nothing can be noted any more.
+        if std::env::var_os("MOEWORKS_TEST_UNFINISHED").is_none() {
+            let test = "files::tests::a_program_that_ends_in_the_middle_removes_what_it_is_writing_and_nothing_else";
+            let program = std::env::current_exe().unwrap();
+            let mut child = std::process::Command::new(program);
+            let status = child.args(["--exact", test]).env("MOEWORKS_TEST_UNFINISHED", "1").status().unwrap();
+            assert!(status.success());
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        write_whole(&path("whole"), b"done").unwrap();
+        let dir = Unfinished::note(path("dir"));
+        fs::create_dir(dir.path()).unwrap();
+        fs::write(dir.path().join("part"), b"part").unwrap();
+        write_through(&path("file"), |file| {
+            file.write_all(b"part")?;
+            assert!(path("file.tmp").exists());
+            remove_unfinished();
+            let left: Vec<_> = fs::read_dir(folder.path())?.map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(left, ["whole"]);
+            // Whatever would be completed now waits for the end.
+            std::process::exit(0)
+        })
+        .unwrap();
+    }
 }

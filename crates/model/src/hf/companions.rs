@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::error::SaveError;
 
 /// The names of the files that are kept.
-const COMPANIONS: [&str; 12] = [
+pub(super) const COMPANIONS: [&str; 12] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

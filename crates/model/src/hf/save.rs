@@ -21,7 +21,7 @@ use super::load::ModelFolder;
 use super::mxfp4;
 use super::names::{Piece, View, forms};
 use crate::config::{EncoderConfig, ModelConfig};
-use crate::files::write_whole;
+use crate::files::{FileError, write_whole};
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
 use crate::tokenizer::Tokenizer;
 use crate::weights::{DecoderWeights, Role};
@@ -142,7 +142,8 @@ impl Folder<'_> {
         };
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         fs::create_dir_all(dir).map_err(io(dir))?;
-        write_shards(dir, tensors, &metadata, self.options.max_shard_bytes).map_err(io(dir))?;
+        let written = write_shards(dir, tensors, &metadata, self.options.max_shard_bytes);
+        written.map_err(|FileError { path, source }| SaveError::Io { path, source })?;
         let eos_id = self.options.tokenizer.and_then(Tokenizer::eos_id);
         let generation = generation_json(self.config, eos_id);
         for (name, json) in [("config.json", self.config_json(tensors, counts)), ("generation_config.json", generation)]

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::FileDType;
-use crate::files::{write_through, write_whole};
+use crate::files::{FileError, write_through, write_whole};
 
 /// A tensor to be written: its bytes are borrowed, so that a part of a stacked tensor needs no copy.
 pub struct TensorBytes<'a> {
@@ -95,11 +95,11 @@ pub fn write_shards(
     tensors: &[TensorBytes<'_>],
     metadata: &BTreeMap<String, String>,
     max_shard_bytes: usize,
-) -> io::Result<()> {
+) -> Result<(), FileError> {
     let (whole, index) = (dir.join("model.safetensors"), dir.join("model.safetensors.index.json"));
     let total: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
     if total <= max_shard_bytes {
-        write(&whole, tensors, metadata)?;
+        write(&whole, tensors, metadata).map_err(FileError::at(&whole))?;
         return remove_if_there(&index);
     }
     let mut shards: Vec<(usize, Vec<&TensorBytes<'_>>)> = Vec::new();
@@ -115,17 +115,18 @@ pub fn write_shards(
     let mut weight_map = Map::new();
     for (number, (_, shard)) in shards.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", number + 1, shards.len());
-        write_refs(&dir.join(&name), shard, metadata)?;
+        let path = dir.join(&name);
+        write_refs(&path, shard, metadata).map_err(FileError::at(&path))?;
         weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), Value::from(name.clone()))));
     }
     let text = format!("{:#}\n", json!({"metadata": {"total_size": total}, "weight_map": weight_map}));
-    write_whole(&index, text.as_bytes())?;
+    write_whole(&index, text.as_bytes()).map_err(FileError::at(&index))?;
     remove_if_there(&whole)
 }
 
-fn remove_if_there(path: &Path) -> io::Result<()> {
+fn remove_if_there(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(FileError::at(path)(error)),
         _ => Ok(()),
     }
 }
