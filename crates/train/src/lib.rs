@@ -17,10 +17,11 @@ mod setup;
 mod state;
 pub mod store;
 pub mod study;
+pub mod system;
 pub mod trace;
 mod trainer;
 
 pub use error::TrainError;
 pub use ranks::Ranks;
 pub use state::{Progress, resumed_config};
-pub use trainer::{Event, Outcome, Requests, Trainer};
+pub use trainer::{Event, IfTaken, Outcome, Requests, RunFolder, Trainer};

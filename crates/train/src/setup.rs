@@ -11,6 +11,7 @@ use crate::error::TrainError;
 use crate::optimizer::AdamWConfig;
 use crate::ranks::Ranks;
 use crate::schedule::{Decay, Schedule};
+use crate::system::System;
 
 /// The model's vocabulary: the tokenizer's, unless a larger one is set.
 pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
@@ -70,12 +71,10 @@ fn bytes_on_gpu(config: &RunConfig, of_rank: &RankMemory) -> f64 {
     of_rank.weights * read + of_rank.gradients
 }
 
-/// The machine's memory, where the system says so in `/proc/meminfo`.
+/// The memory that this process may use, that of the machine or of its container, where the system says so.
 #[must_use]
 pub fn machine_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
-    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+    System::default().usable_memory_bytes()
 }
 
 /// A context with the device and the threads that the configuration asks for: of all cores a rank takes its share of those of its node.

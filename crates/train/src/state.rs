@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use moeworks_model::files::write_whole;
+use moeworks_model::files::{FileError, write_whole};
 use moeworks_model::hf::{self, ComingWeights, SaveOptions};
 use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
 use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer};
@@ -40,6 +40,39 @@ pub struct Progress {
     pub data_hash: String,
 }
 
+/// What a run began with besides its configuration, in its folder.
+pub(crate) const ORIGIN_FILE: &str = "origin.json";
+
+/// The content of [`ORIGIN_FILE`].
+#[derive(Serialize, Deserialize)]
+struct Origin {
+    /// The model folder whose weights the run began with.
+    from: String,
+}
+
+/// Notes in a run's folder which model it begins with, so that it can be begun again.
+pub(crate) fn write_origin(run_dir: &Path, from: Option<&Path>) -> Result<(), TrainError> {
+    let Some(from) = from else { return Ok(()) };
+    let path = run_dir.join(ORIGIN_FILE);
+    let from = std::path::absolute(from).map_err(TrainError::io(from))?.display().to_string();
+    let text = serde_json::to_string(&Origin { from }).map_err(|error| TrainError::io(&path)(error.into()))?;
+    write_whole(&path, text.as_bytes()).map_err(TrainError::io(&path))
+}
+
+/// The model folder that the run in `run_dir` began with, if it did.
+pub(crate) fn read_origin(run_dir: &Path) -> Result<Option<PathBuf>, TrainError> {
+    let path = run_dir.join(ORIGIN_FILE);
+    let bytes = match fs::read(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        bytes => bytes.map_err(TrainError::io(&path))?,
+    };
+    let origin: Origin = serde_json::from_slice(&bytes).map_err(|error| TrainError::State {
+        path,
+        problem: format!("does not say what the run began with: {error}"),
+    })?;
+    Ok(Some(origin.from.into()))
+}
+
 /// Why a part of a checkpoint cannot be written.
 pub(crate) type WriteError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -67,8 +100,9 @@ pub(crate) fn save_coming(
 }
 
 /// Writes the optimizer's moments into `dir`.
-pub(crate) fn save_moments(dir: &Path, moments: &[TensorBytes<'_>]) -> std::io::Result<()> {
-    safetensors::write(&dir.join(OPTIMIZER_FILE), moments, &BTreeMap::new())
+pub(crate) fn save_moments(dir: &Path, moments: &[TensorBytes<'_>]) -> Result<(), FileError> {
+    let path = dir.join(OPTIMIZER_FILE);
+    safetensors::write(&path, moments, &BTreeMap::new()).map_err(FileError::at(&path))
 }
 
 /// The moments of an optimizer, with what their tensors' names begin with in a checkpoint.
@@ -223,13 +257,18 @@ fn flatten(name: &str, value: serde_json::Value, settings: &mut Vec<(String, Str
     }
 }
 
-/// Refuses settings that would make the resumed steps those of another run: the model, the tokens and the seed.
+/// Refuses settings that would make the resumed steps those of another run (the model, the tokens and the seed), and those that are used
+/// only when a run begins.
 pub(crate) fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunConfig) -> Result<(), TrainError> {
     let fixed = |config: &RunConfig| -> Result<Vec<(String, String)>, serde_json::Error> {
         let mut settings = Vec::new();
         flatten("model", serde_json::to_value(&config.model)?, &mut settings);
         settings.push(("data.tokenizer".to_owned(), String::from(config.data.tokenizer.clone())));
         settings.push(("data.validation_seed".to_owned(), config.data.validation_seed.to_string()));
+        settings.push(("data.bpe_vocab_size".to_owned(), config.data.bpe_vocab_size.to_string()));
+        settings.push(("data.hash_embeddings".to_owned(), config.data.hash_embeddings.display().to_string()));
+        settings.push(("run.out".to_owned(), config.run.out.display().to_string()));
+        settings.push(("run.name".to_owned(), config.run.name.clone()));
         settings.push(("train.seed".to_owned(), config.train.seed.to_string()));
         settings.push(("train.seq_len".to_owned(), config.train.seq_len.to_string()));
         Ok(settings)

@@ -7,6 +7,7 @@
 //! the run.
 
 mod disk;
+mod holding;
 mod manifest;
 mod resolve;
 
@@ -16,6 +17,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use disk::Disk;
+use moeworks_model::files::Unfinished;
+
+pub use holding::Holding;
 pub use manifest::{Checkpoint, Metadata};
 pub use resolve::{Pick, Resolved, newest_run, resolve_run};
 
@@ -175,16 +179,17 @@ impl Store {
     {
         let step = metadata.step;
         let name = folder_name(step);
-        let tmp = self.dir.join(format!("{SAVING_PREFIX}{name}"));
+        let tmp = Unfinished::note(self.dir.join(format!("{SAVING_PREFIX}{name}")));
+        let tmp = tmp.path();
         let final_path = self.dir.join(&name);
-        let written = self.write_folder(&tmp, metadata, write).and_then(|mut checkpoint| {
-            self.put_in_place(&tmp, &final_path).map_err(|(path, source)| StoreError::Save { step, path, source })?;
+        let written = self.write_folder(tmp, metadata, write).and_then(|mut checkpoint| {
+            self.put_in_place(tmp, &final_path).map_err(|(path, source)| StoreError::Save { step, path, source })?;
             checkpoint.path.clone_from(&final_path);
             Ok(checkpoint)
         });
         if written.is_err() {
             // The error that is reported is the first one; what cannot be removed now is removed at the next start.
-            let _ = self.disk.remove_tree(&tmp);
+            let _ = self.disk.remove_tree(tmp);
         } else {
             self.prune(keep);
         }
@@ -293,6 +298,19 @@ impl Store {
         }
         folders.sort();
         Ok(folders)
+    }
+
+    /// Whether the run has not come to a checkpoint yet: there is none, whole or damaged.
+    pub fn is_empty(&self) -> Result<bool, StoreError> {
+        Ok(self.folders()?.is_empty())
+    }
+
+    /// Removes every checkpoint, whole or damaged.
+    pub fn remove_all(&self) -> Result<(), StoreError> {
+        for (_, path) in self.folders()? {
+            self.disk.remove_tree(&path).map_err(StoreError::access(&path))?;
+        }
+        Ok(())
     }
 
     /// The newest checkpoint that is whole: every file has the checksum of its manifest. Damaged ones are passed over

@@ -335,7 +335,7 @@ fn runs_checkpoints_and_models_are_told_apart() {
 }
 
 #[test]
-fn the_newest_run_is_the_one_written_last_that_has_a_checkpoint() {
+fn the_newest_run_is_the_one_written_last_that_can_be_gone_on_with_or_begun_again() {
     let out = tempfile::tempdir().unwrap();
     assert_eq!(newest_run(&out.path().join("missing")).unwrap(), None);
     assert_eq!(newest_run(out.path()).unwrap(), None);
@@ -356,6 +356,13 @@ fn the_newest_run_is_the_one_written_last_that_has_a_checkpoint() {
     fs::create_dir(out.path().join("not-a-run")).unwrap();
     fs::write(out.path().join("file"), "").unwrap();
     assert_eq!(newest_run(out.path()).unwrap(), Some(newest));
+    // With its configuration a run without a checkpoint can begin again; not one that has lost its checkpoints.
+    let begun = at("e", 500, false);
+    fs::write(begun.join(CONFIG_FILE), "").unwrap();
+    let damaged = at("f", 600, false);
+    fs::write(damaged.join(CONFIG_FILE), "").unwrap();
+    fs::create_dir(damaged.join(CHECKPOINTS_DIR).join("step-00000001")).unwrap();
+    assert_eq!(newest_run(out.path()).unwrap(), Some(begun));
 }
 
 /// Not a test of its own: what the next test kills.

@@ -3,6 +3,7 @@
 //! Everything random is a function of (seed, step), and everything else that a step depends on is in a checkpoint, so a
 //! resumed run makes the same steps as one that was never stopped, bit for bit.
 
+mod folder;
 mod keep;
 mod observe;
 mod open;
@@ -10,7 +11,7 @@ mod phases;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
@@ -33,6 +34,7 @@ use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
 use crate::state::Progress;
 use crate::store::Store;
+pub use folder::{IfTaken, RunFolder};
 use phases::Phases;
 
 /// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
@@ -42,6 +44,37 @@ pub struct Requests {
     pub stop: Arc<AtomicBool>,
     /// Write a checkpoint after this step and go on.
     pub save: Arc<AtomicBool>,
+    /// Trainers that are making steps and look at these requests between them.
+    num_listening: Arc<AtomicUsize>,
+}
+
+impl Requests {
+    /// Asks to stop, if a trainer is making steps. Otherwise, before the first step and after the last, nobody would look at it:
+    /// returns false, and whoever asks may end the program.
+    #[must_use]
+    pub fn ask_to_stop(&self) -> bool {
+        let is_heard = self.num_listening.load(Ordering::SeqCst) > 0;
+        if is_heard {
+            self.stop.store(true, Ordering::SeqCst);
+        }
+        is_heard
+    }
+
+    fn listen(&self) -> Listening {
+        self.num_listening.fetch_add(1, Ordering::SeqCst);
+        Listening { count: Arc::clone(&self.num_listening) }
+    }
+}
+
+/// A trainer that makes steps, until this is dropped.
+struct Listening {
+    count: Arc<AtomicUsize>,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// What happens during training, for whoever shows it.
@@ -152,6 +185,7 @@ impl Trainer {
     /// Runs until all steps are done or somebody asks to stop.
     pub fn run(&mut self, requests: &Requests, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, TrainError> {
         let total_steps = self.config.train.steps;
+        let _listening = requests.listen();
         while self.progress.step < total_steps {
             let mut record = self.step(on_event)?;
             let step = self.progress.step;

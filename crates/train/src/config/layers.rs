@@ -62,6 +62,12 @@ impl Override {
         Self { setting: setting.into(), value: value.into(), text: None }
     }
 
+    /// The setting's dotted name.
+    #[must_use]
+    pub fn setting(&self) -> &str {
+        &self.setting
+    }
+
     /// `SETTING=VALUE` as typed: the value is TOML, or a bare word for text.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let malformed = || ConfigError::Override { text: text.into() };

@@ -48,6 +48,12 @@ impl CachePlace {
         Self { folders: folders.collect() }
     }
 
+    /// The folders, in the order in which they are tried.
+    #[must_use]
+    pub fn folders(&self) -> &[PathBuf] {
+        &self.folders
+    }
+
     /// One folder and no other.
     #[must_use]
     pub fn at(folder: &Path) -> Self {

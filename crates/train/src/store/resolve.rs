@@ -63,8 +63,8 @@ fn run_of(checkpoint: &Path) -> Option<PathBuf> {
     (dir.file_name()? == CHECKPOINTS_DIR).then(|| dir.parent().map(Path::to_owned))?
 }
 
-/// The run in `out_dir` that was written to last and has a checkpoint, `None` if there is none. This is what
-/// `--resume auto` means.
+/// The run in `out_dir` that was written to last and can be gone on with, or begun again since it was stopped before its first
+/// checkpoint; `None` if there is none. This is what `--resume auto` means.
 pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let entries = match fs::read_dir(out_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -73,8 +73,9 @@ pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let mut runs = Vec::new();
     for entry in entries {
         let path = entry.map_err(StoreError::access(out_dir))?.path();
-        // Cheap first: the folder of a run that was started but not yet saved is no run to go on with.
-        if path.join(CHECKPOINTS_DIR).is_dir() && !Store::open(&path).list()?.is_empty() {
+        let store = Store::open(&path);
+        let can_begin_again = || Ok::<_, StoreError>(path.join(CONFIG_FILE).is_file() && store.is_empty()?);
+        if !store.list()?.is_empty() || can_begin_again()? {
             runs.push((last_written(&path), path));
         }
     }

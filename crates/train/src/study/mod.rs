@@ -17,7 +17,7 @@ use crate::config::{RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, METRICS_JSONL, Record, read_records};
 use crate::state;
-use crate::store::Store;
+use crate::store::CONFIG_FILE;
 use crate::trainer::{Event, Outcome, Requests, Trainer};
 
 pub use plot::plot;
@@ -225,7 +225,7 @@ fn train(
     requests: &Requests,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, TrainError> {
-    let is_begun = !Store::open(run_dir).list()?.is_empty();
+    let is_begun = run_dir.join(CONFIG_FILE).is_file();
     let mut trainer = if is_begun {
         state::make_absolute(&mut config)?;
         let stored = state::read_config(run_dir)?;

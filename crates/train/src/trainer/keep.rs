@@ -7,6 +7,7 @@ use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use moeworks_model::files::FileError;
 use moeworks_model::generation::{
     GenerateRequest, KvCache, Sampler, SamplingOptions, TextStream, generate, generate_by,
 };
@@ -84,7 +85,8 @@ impl Trainer {
         let checkpoint = output.store.save(&state::metadata(&self.progress), keep, |dir| {
             write_model(dir)?;
             state::save_moments(dir, moments)?;
-            self.routing.as_ref().map_or(Ok(()), |sample| sample.save(dir)).map_err(WriteError::from)
+            let routing = self.routing.as_ref().map_or(Ok(()), |sample| sample.save(dir));
+            routing.map_err(FileError::at(dir)).map_err(WriteError::from)
         })?;
         output.last_checkpoint = Some(checkpoint.path.clone());
         Ok(checkpoint.path)

@@ -10,17 +10,17 @@ use moeworks_ops::elementwise::cast;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Tensor};
 
+use super::folder::RunFolder;
 use super::{Output, Trainer};
 use crate::config::{ConfigError, RunConfig, print_config};
 use crate::corpus::Corpus;
 use crate::error::TrainError;
-use crate::metrics::MetricsWriter;
 use crate::optimizer::Optimizer;
 use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, schedule, vocab_size};
 use crate::state::{self, Keep, Progress};
-use crate::store::{CONFIG_FILE, Checkpoint, Pick, Store, resolve_run};
+use crate::store::{Checkpoint, Pick, Store, resolve_run};
 
 /// What this rank keeps of the tensors of a whole model, each by its name, in their order: all of it, its part, or where `are_shared`
 /// says that ranks share these out a slice of that.
@@ -121,7 +121,7 @@ fn first_optimizer(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>, wei
 }
 
 impl Trainer {
-    /// Starts a new run in the folder `run_dir`, in which there must be no run yet. Nothing is written before the whole
+    /// Starts a new run in the folder `run_dir`, which must be empty or not there. Nothing is written before the whole
     /// configuration and the data have proved usable.
     pub fn start(config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
         Self::start_over(config, run_dir, None, None)
@@ -130,16 +130,31 @@ impl Trainer {
     /// As [`Trainer::start`], with the weights of the model folder `from` in place of random ones, whose model the
     /// configuration's must be up to settings of training; and as one of several `ranks`, all of which call this.
     pub fn start_over(
-        mut config: RunConfig,
-        run_dir: PathBuf,
+        config: RunConfig,
+        folder: impl Into<RunFolder>,
         from: Option<&Path>,
         ranks: Option<Ranks>,
     ) -> Result<Self, TrainError> {
-        if is_root(ranks.as_ref()) && run_dir.join(CONFIG_FILE).exists() {
-            let problem = "holds a run already; go on with it by --resume, or choose another folder".to_owned();
-            return Err(TrainError::State { path: run_dir, problem });
+        let folder = folder.into();
+        if is_root(ranks.as_ref()) {
+            folder.check()?;
         }
-        let ranks = ranks.map(Arc::new);
+        Self::begin(config, from, ranks.map(Arc::new), |config, is_root| {
+            if !is_root {
+                return Ok((None, folder.path().to_owned()));
+            }
+            Output::create(&folder, config, from).map(|(output, run_dir)| (Some(output), run_dir))
+        })
+    }
+
+    /// A run before its first step: with random weights, or those of the model folder `from`. `output` makes what the root of several
+    /// ranks writes to, and says where that is.
+    fn begin(
+        mut config: RunConfig,
+        from: Option<&Path>,
+        ranks: Option<Arc<Ranks>>,
+        output: impl FnOnce(&RunConfig, bool) -> Result<(Option<Output>, PathBuf), TrainError>,
+    ) -> Result<Self, TrainError> {
         state::make_absolute(&mut config)?;
         check_ranks(&config, ranks.as_deref())?;
         let ctx = context(&config, ranks.as_deref())?;
@@ -154,14 +169,14 @@ impl Trainer {
         };
         drop(keep);
         let optimizer = first_optimizer(&ctx, &config, ranks.as_deref(), &weights);
-        let output = is_root(ranks.as_deref()).then(|| Output::create(&run_dir, &config)).transpose()?;
+        let (output, run_dir) = output(&config, is_root(ranks.as_deref()))?;
         let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
         let routing = None;
         Self::new(Parts { ctx, config, run_dir, decoder, corpus, weights, optimizer, progress, routing, output, ranks })
     }
 
-    /// Goes on from the newest whole checkpoint of the run in `run_dir`. `change` may change settings, but not those that
-    /// would make the model or its data others.
+    /// Goes on from the newest whole checkpoint of the run in `run_dir`, or begins it again if it has none yet. `change` may change
+    /// settings, but not those that would make the model or its data others.
     pub fn resume(
         run_dir: PathBuf,
         change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
@@ -175,11 +190,39 @@ impl Trainer {
     pub fn resume_over(run_dir: PathBuf, config: RunConfig, ranks: Option<Ranks>) -> Result<Self, TrainError> {
         let ranks = ranks.map(Arc::new);
         check_ranks(&config, ranks.as_deref())?;
-        let (store, checkpoint, corpus) = root_first(ranks.as_deref(), || {
-            let (store, checkpoint) = newest(&run_dir, is_root(ranks.as_deref()))?;
-            let corpus = Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?))?;
-            Ok((store, checkpoint, corpus))
-        })?;
+        let (store, checkpoint) = root_first(ranks.as_deref(), || newest(&run_dir, is_root(ranks.as_deref())))?;
+        match checkpoint {
+            Some(checkpoint) => Self::go_on((store, checkpoint), run_dir, config, ranks),
+            None => Self::begin_again(store, run_dir, config, ranks),
+        }
+    }
+
+    /// Begins a run again that was stopped before its first checkpoint.
+    fn begin_again(
+        store: Option<Store>,
+        run_dir: PathBuf,
+        config: RunConfig,
+        ranks: Option<Arc<Ranks>>,
+    ) -> Result<Self, TrainError> {
+        if store.is_some() {
+            tracing::warn!("{}: has no checkpoint yet, and begins again", run_dir.display());
+        }
+        let from = state::read_origin(&run_dir)?;
+        Self::begin(config, from.as_deref(), ranks, |config, _| {
+            let output = store.map(|store| Output::begin(store, &run_dir, config)).transpose()?;
+            Ok((output, run_dir.clone()))
+        })
+    }
+
+    /// Goes on from a checkpoint; `store` is that of the rank that writes.
+    fn go_on(
+        (store, checkpoint): (Option<Store>, Checkpoint),
+        run_dir: PathBuf,
+        config: RunConfig,
+        ranks: Option<Arc<Ranks>>,
+    ) -> Result<Self, TrainError> {
+        let corpus =
+            root_first(ranks.as_deref(), || Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?)))?;
         let ctx = context(&config, ranks.as_deref())?;
         let decoder = decoder(&config, ranks.as_ref())?;
         let of_weights = || keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);
@@ -234,17 +277,15 @@ impl Trainer {
     }
 }
 
-/// The newest checkpoint of a run that is gone on with, and its store where this rank writes.
-fn newest(run_dir: &Path, is_root: bool) -> Result<(Option<Store>, Checkpoint), TrainError> {
-    let store = if is_root { Some(Store::open_to_write(run_dir)?) } else { None };
-    let checkpoint = match &store {
-        Some(store) => store.latest()?,
-        None => Store::open(run_dir).latest()?,
-    };
-    checkpoint.map(|checkpoint| (store, checkpoint)).ok_or_else(|| {
+/// The newest checkpoint of a run that is gone on with, none where it has not come to one, and its store where this rank writes.
+fn newest(run_dir: &Path, is_root: bool) -> Result<(Option<Store>, Option<Checkpoint>), TrainError> {
+    let store = if is_root { Store::open_to_write(run_dir)? } else { Store::open(run_dir) };
+    let checkpoint = store.latest()?;
+    if checkpoint.is_none() && !store.is_empty()? {
         let problem = "the run has no complete checkpoint to go on from".to_owned();
-        TrainError::State { path: run_dir.to_owned(), problem }
-    })
+        return Err(TrainError::State { path: run_dir.to_owned(), problem });
+    }
+    Ok((is_root.then_some(store), checkpoint))
 }
 
 /// Operations a second of all ranks: this one's times their number, but no more than the cores of a node.
@@ -253,24 +294,6 @@ fn peak_flops(ctx: &Context, is_bf16: bool, ranks: Option<&Ranks>) -> f64 {
     ranks.map_or(own, |ranks| {
         own * ranks.num_ranks() as f64 * (ranks.num_cores() / ctx.threads().count() as f64).min(1.0)
     })
-}
-
-impl Output {
-    /// That of a new run.
-    fn create(run_dir: &Path, config: &RunConfig) -> Result<Self, TrainError> {
-        let store = Store::open_to_write(run_dir)?;
-        let metrics = MetricsWriter::create(run_dir, &config.model.moe_layer_numbers())?;
-        state::write_config(run_dir, config)?;
-        Ok(Self { store, metrics, last_checkpoint: None })
-    }
-
-    /// That of a run that goes on from `checkpoint`: what came later is gone.
-    fn go_on(store: Store, run_dir: &Path, config: &RunConfig, checkpoint: Checkpoint) -> Result<Self, TrainError> {
-        store.discard_after(checkpoint.metadata.step)?;
-        state::write_config(run_dir, config)?;
-        let metrics = MetricsWriter::resume(run_dir, &config.model.moe_layer_numbers(), checkpoint.metadata.step)?;
-        Ok(Self { store, metrics, last_checkpoint: Some(checkpoint.path) })
-    }
 }
 
 /// What a trainer is put together from.

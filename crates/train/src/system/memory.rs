@@ -1,0 +1,55 @@
+//! Memory.
+
+use super::System;
+
+/// The memory of a machine, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// All of it.
+    pub total_bytes: u64,
+    /// What programs can have without others being swapped out.
+    pub available_bytes: u64,
+    /// On disk.
+    pub swap_bytes: u64,
+}
+
+/// Who gets large pages of memory without asking for a pool of them (transparent huge pages).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HugePages {
+    /// Every program.
+    Always,
+    /// Programs that ask.
+    Madvise,
+    /// None.
+    Never,
+}
+
+impl System {
+    /// The memory, as `/proc/meminfo` has it.
+    #[must_use]
+    pub fn memory(&self) -> Option<Memory> {
+        let text = self.text("proc/meminfo")?;
+        let bytes = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+            line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+        };
+        let total_bytes = bytes("MemTotal")?;
+        // Kernels before 3.14 do not say what is available.
+        let available_bytes = bytes("MemAvailable").or_else(|| bytes("MemFree")).unwrap_or(0);
+        Some(Memory { total_bytes, available_bytes, swap_bytes: bytes("SwapTotal").unwrap_or(0) })
+    }
+
+    /// Who gets large pages, where the system has them.
+    #[must_use]
+    pub fn huge_pages(&self) -> Option<HugePages> {
+        let text = self.text("sys/kernel/mm/transparent_hugepage/enabled")?;
+        // "always [madvise] never": the one in brackets.
+        let chosen = text.split_once('[')?.1.split_once(']')?.0;
+        match chosen {
+            "always" => Some(HugePages::Always),
+            "madvise" => Some(HugePages::Madvise),
+            "never" => Some(HugePages::Never),
+            _ => None,
+        }
+    }
+}
