@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use moeworks_model::hf::{self, ModelFolder, Quantize, SaveOptions, Saved, copy_companions};
+use moeworks_model::hf::{self, ModelFolder, NewFolder, Quantize, SaveOptions, Saved, copy_companions};
 use moeworks_model::safetensors::FileDType;
 use moeworks_model::{ModelConfig, UpcycleOptions};
 use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType};
-use moeworks_train::store::{Pick, resolve_run};
+use moeworks_train::store::{Holding, Pick, resolve_run};
 
 use crate::args::{ConvertArgs, UpcycleArgs};
 use crate::failure::Failure;
@@ -19,7 +19,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let blocks = args.quantize.as_deref().map(blocks).transpose()?;
     let only_experts = only_experts(args.only.as_deref())?;
     let source = Source::open(&args.model)?;
-    check_target(source.path(), &args.out)?;
+    check_target(source.path(), (&args.out, args.force))?;
     let ctx = Context::cpu_all_cores();
     let (config, mut weights) = source.load(&ctx)?;
     if let Some(dtype) = dtype.filter(|_| weights.has_blocks()) {
@@ -27,25 +27,25 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     }
     let quantize = blocks.map(|dtype| Quantize { ctx: &ctx, dtype, only_experts });
     let options = SaveOptions { dtype, quantize, ..SaveOptions::default() };
-    let saved = match &source {
+    let saved = write_folder(&args.out, |dir| match &source {
         Source::Folder(run) => {
             let origin = Some(&ModelFolder::open(&run.model_dir)?);
-            let saved = hf::save_model(&args.out, &config, &weights, &SaveOptions { origin, ..options })?;
-            copy_companions(&run.model_dir, &args.out)?;
-            saved
+            let saved = hf::save_model(dir, &config, &weights, &SaveOptions { origin, ..options })?;
+            copy_companions(&run.model_dir, dir)?;
+            Ok(saved)
         }
         Source::Gguf(file) => {
             let tokenizer = Some(&file.tokenizer()?);
-            hf::save_model(&args.out, &config, &weights, &SaveOptions { tokenizer, ..options })?
+            Ok(hf::save_model(dir, &config, &weights, &SaveOptions { tokenizer, ..options })?)
         }
-    };
+    })?;
     println!("{}: {}", args.out.display(), describe(&saved));
     Ok(ExitCode::SUCCESS)
 }
 
 pub(crate) fn upcycle(args: &UpcycleArgs) -> Result<ExitCode, Failure> {
     let from = resolve_run(&args.dense, Pick::Latest)?.model_dir;
-    check_target(&from, &args.out)?;
+    check_target(&from, (&args.out, args.force))?;
     let ctx = Context::cpu_all_cores();
     let (config, mut weights) = hf::load_model(&ctx, &from)?;
     if weights.has_blocks() {
@@ -54,8 +54,11 @@ pub(crate) fn upcycle(args: &UpcycleArgs) -> Result<ExitCode, Failure> {
     let UpcycleArgs { experts: num_experts, top_k, every, noise, seed, .. } = *args;
     let options = UpcycleOptions { num_experts, top_k, every, noise, seed };
     let (config, weights) = moeworks_model::upcycle(&ctx, &config, &weights, &options)?;
-    let saved = hf::save_model(&args.out, &config, &weights, &SaveOptions::default())?;
-    copy_companions(&from, &args.out)?;
+    let saved = write_folder(&args.out, |dir| {
+        let saved = hf::save_model(dir, &config, &weights, &SaveOptions::default())?;
+        copy_companions(&from, dir)?;
+        Ok(saved)
+    })?;
     println!("{}: {}, {}", args.out.display(), describe(&saved), parameters(&config));
     Ok(ExitCode::SUCCESS)
 }
@@ -80,14 +83,40 @@ fn parameters(config: &ModelConfig) -> String {
     format!("{} parameters, {} active per token", thousands(parameters.total()), thousands(parameters.active()))
 }
 
-/// Weights are read from the folder while the new one is written: they must not be the same.
-fn check_target(from: &Path, to: &Path) -> Result<(), Failure> {
-    match (from.canonicalize(), to.canonicalize()) {
-        (Ok(from), Ok(to)) if from == to => {
-            Err(Failure::input(format!("{}: the folder to write is the one that is read; give another", to.display())))
-        }
-        _ => Ok(()),
+/// Refuses to write into the folder that is read, and over what somebody may want to keep.
+fn check_target(from: &Path, (to, is_forced): (&Path, bool)) -> Result<(), Failure> {
+    let shown = to.display();
+    // Weights are read from the folder while the new one is written.
+    if let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize())
+        && from == to
+    {
+        return Err(Failure::input(format!("{shown}: the folder to write is the one that is read; give another")));
     }
+    let holding = Holding::of(to).map_err(|error| Failure::input(format!("{shown}: {error}")))?;
+    let Some(problem) = holding.describe() else { return Ok(()) };
+    match holding {
+        Holding::File => Err(Failure::input(format!("{shown}: {problem}; give the name of a folder"))),
+        Holding::Run | Holding::Checkpoint => {
+            Err(Failure::input(format!("{shown}: {problem}, which no model is written over; choose another folder")))
+        }
+        _ if is_forced => Ok(()),
+        Holding::Model => {
+            Err(Failure::input(format!("{shown}: {problem}; choose another folder, or --force to replace it")))
+        }
+        _ => Err(Failure::input(format!("{shown}: {problem}; choose another folder, or --force to write beside that"))),
+    }
+}
+
+/// Writes the model folder `out`, whole or not at all: `write` gets a folder with a temporary name.
+fn write_folder<R>(out: &Path, write: impl FnOnce(&Path) -> Result<R, Failure>) -> Result<R, Failure> {
+    let folder = NewFolder::begin(out)?;
+    let named = |failure: Failure| {
+        let (temporary, asked) = (folder.path().display().to_string(), out.display().to_string());
+        Failure { message: failure.message.replace(&temporary, &asked), ..failure }
+    };
+    let written = write(folder.path()).map_err(named)?;
+    folder.finish()?;
+    Ok(written)
 }
 
 fn dtype(name: &str) -> Result<FileDType, Failure> {

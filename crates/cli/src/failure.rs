@@ -1,13 +1,11 @@
 //! How a command fails: one line for the user and an exit code.
 
 use std::fmt::{self, Display};
-use std::io::Write as _;
 
-/// Says what is wrong on a line of standard error, in one write: other ranks write there, too, and a launcher may end this process at
-/// any moment.
+/// Says what is wrong on a line of its own on standard error, in one write: a launcher may end this process at any moment.
 pub(crate) fn say_error(message: impl Display) {
-    // Where nobody listens nothing can be said.
-    let _ = std::io::stderr().write_all(format!("error: {message}\n").as_bytes());
+    crate::output::end_line();
+    eprintln!("error: {message}");
 }
 
 /// A failed command.

@@ -1,6 +1,6 @@
 //! `moeworks generate`: continues a prompt, printing as it goes.
 
-use std::io::{Read as _, Write as _, stdin, stdout};
+use std::io::{Read as _, stdin};
 use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -114,6 +114,5 @@ pub(crate) fn print_answer(
 }
 
 pub(crate) fn flush() {
-    // A reader that went away ends the program at the next print; there is nobody to tell.
-    let _ = stdout().flush();
+    crate::output::flush();
 }

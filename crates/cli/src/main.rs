@@ -1,6 +1,7 @@
 //! The `moeworks` program: raw arguments, one resolved configuration, printing. The work is done in the crates below.
 //!
-//! Exit codes: 0 done; 1 the program's own fault; 2 something the user gave is wrong; 130 stopped by Ctrl-C.
+//! Exit codes: 0 done; 1 the program's own fault; 2 something the user gave is wrong; 130, 143 and 129 stopped by
+//! Ctrl-C, SIGTERM and SIGHUP.
 
 #[macro_use]
 mod output;
@@ -10,6 +11,7 @@ mod args;
 mod bench;
 mod chat;
 mod convert;
+mod doctor;
 mod estimate;
 mod evaluate;
 mod failure;
@@ -19,11 +21,14 @@ mod model;
 mod page;
 mod plan;
 mod progress;
+mod quote;
 mod ranks;
 mod routing;
+mod signals;
 mod study;
 mod tables;
 mod train;
+mod version;
 
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
@@ -37,10 +42,10 @@ use crate::failure::Failure;
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| output::LogWriter).without_time().init();
     let command = Cli::try_parse().unwrap_or_else(|error| refuse(&error)).command;
     match or_device_failure(|| run(command)) {
-        Ok(code) => code,
+        Ok(code) => output::finish(code),
         Err(Failure { message, code }) => {
             ranks::fail_together(&message);
             failure::say_error(message);
@@ -57,10 +62,20 @@ fn refuse(error: &clap::Error) -> ! {
         let line = text.lines().next().unwrap_or_default();
         ranks::fail_together(line.strip_prefix("error: ").unwrap_or(line));
     }
-    error.exit()
+    if error.use_stderr() {
+        eprint!("{}", error.render());
+    } else {
+        print!("{}", error.render());
+        output::flush();
+    }
+    std::process::exit(error.exit_code())
 }
 
 fn run(command: Command) -> Result<ExitCode, Failure> {
+    // `chat` has its own use for Ctrl-C, and the process of a template is ended by the one that started it.
+    if !matches!(command, Command::Chat(_) | Command::RenderTemplate) {
+        signals::watch();
+    }
     match command {
         Command::Train(args) => train::run(args),
         Command::Generate(args) => generate::run(&args),
@@ -75,6 +90,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Convert(args) => convert::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::RenderTemplate => chat::render::serve(),
     }
 }

@@ -12,6 +12,7 @@ use moeworks_train::store::{Pick, Resolved, resolve_run};
 
 use crate::args::{ComputeArgs, MachineArgs};
 use crate::failure::Failure;
+use crate::ranks::MAX_THREADS;
 
 /// What a path means.
 pub(crate) enum Source {
@@ -131,6 +132,10 @@ impl Model {
 /// What computes, as asked for.
 pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
     let MachineArgs { threads, device, expert_room } = *machine;
+    if threads > MAX_THREADS {
+        let expected = format!("must be at most {MAX_THREADS}; 0 for one on each core");
+        return Err(Failure::input(format!("--threads {threads}: {expected}")));
+    }
     if !(0.0..=1e6).contains(&expert_room) {
         return Err(Failure::input(format!("--expert-room {expert_room}: must be a number of GB, at least 0")));
     }

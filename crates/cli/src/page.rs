@@ -1,24 +1,55 @@
-//! Pages that a command writes: where they may be, and all or nothing.
+//! Files that a command writes where the user says: they may replace what the same command made before, and nothing else.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
 use moeworks_model::files;
 
 use crate::failure::Failure;
 
-/// Refuses a place where no file can be, before any work is done.
-pub(crate) fn check_place(out: &Path) -> Result<(), Failure> {
-    let dir = out.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if out.is_dir() || out.file_name().is_none() {
-        return Err(Failure::input(format!("--out {}: is a folder; give the name of a file", out.display())));
-    }
-    if !dir.is_dir() {
-        return Err(Failure::input(format!("--out {}: there is no folder {}", out.display(), dir.display())));
-    }
-    Ok(())
+/// How much of a file is looked at to see who made it.
+const BEGINNING: u64 = 4096;
+
+/// A file that is to be written.
+pub(crate) struct Target<'a> {
+    /// The option that names it.
+    pub(crate) option: &'a str,
+    pub(crate) path: &'a Path,
+    /// A text in the beginning of every such file that this program makes.
+    pub(crate) mark: &'a str,
+    /// Whether somebody else's file may be replaced.
+    pub(crate) is_forced: bool,
 }
 
-/// Writes a whole page or none.
+impl Target<'_> {
+    /// Refuses a place where no file can be, or where somebody else's is, before any work is done.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        let Self { option, path, .. } = self;
+        let shown = path.display();
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if path.is_dir() || path.file_name().is_none() {
+            return Err(Failure::input(format!("{option} {shown}: is a folder; give the name of a file")));
+        }
+        if !dir.is_dir() {
+            return Err(Failure::input(format!("{option} {shown}: there is no folder {}", dir.display())));
+        }
+        if !self.is_forced && path.exists() && !self.is_ours() {
+            let message = format!("{option} {shown}: is there already and was not made by this command");
+            return Err(Failure::input(format!("{message}; give another name, or --force to replace it")));
+        }
+        Ok(())
+    }
+
+    fn is_ours(&self) -> bool {
+        let mut beginning = Vec::new();
+        let read = File::open(self.path).and_then(|file| file.take(BEGINNING).read_to_end(&mut beginning));
+        // An empty file is nobody's loss.
+        read.is_ok_and(|count| count == 0 || String::from_utf8_lossy(&beginning).contains(self.mark))
+    }
+}
+
+/// Writes a whole file or none.
 pub(crate) fn write_whole(out: &Path, page: &str) -> Result<(), Failure> {
     files::write_whole(out, page.as_bytes())
         .map_err(|error| Failure::input(format!("cannot write {}: {error}", out.display())))

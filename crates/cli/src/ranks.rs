@@ -11,6 +11,14 @@ use crate::failure::{Failure, say_error};
 /// How long a rank that hangs may keep the program after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
 
+/// Ranks that are threads of one process, and threads of a rank, at most: more than any machine has cores for.
+pub(crate) const MAX_THREADS: usize = 1024;
+
+/// What is wrong with more ranks than that.
+pub(crate) fn too_many_ranks() -> String {
+    format!("but threads of one process can be at most {MAX_THREADS}; start processes with mpirun for more")
+}
+
 /// The exit code of a run whose ranks failed.
 const FAILED: i32 = 2;
 
@@ -34,6 +42,10 @@ pub(crate) fn on_ranks<R: Send>(
     if num_ranks == 1 {
         return work(None);
     }
+    if num_ranks > MAX_THREADS {
+        let layout = config.parallel.layout();
+        return Err(CommError::Start(format!("{layout} is {num_ranks} ranks, {}", too_many_ranks())).into());
+    }
     let stuck = |error: &CommError| {
         say_error(error);
         std::process::exit(FAILED);
@@ -46,7 +58,7 @@ pub(crate) fn on_ranks<R: Send>(
 /// where there are no others, or where they have met and it was said.
 pub(crate) fn fail_together(message: &str) {
     #[cfg(unix)]
-    if std::env::args().nth(1).is_some_and(|command| command == "train") && is_one_of_many() {
+    if std::env::args_os().nth(1).is_some_and(|command| command == "train") && is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
         let failed = |_: &dyn Communicator| Err::<(), _>(Failure::input(message));
         // What comes back is that the ranks cannot meet, or have done so before.

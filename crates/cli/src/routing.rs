@@ -8,12 +8,12 @@ use moeworks_model::Rules;
 use moeworks_train::config::DataConfig;
 use moeworks_train::data::Sources;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
-use moeworks_train::store::{Pick, Resolved, resolve_run};
+use moeworks_train::store::Resolved;
 
 use crate::args::RoutingArgs;
 use crate::failure::Failure;
-use crate::model::Model;
-use crate::page::{check_place, write_whole};
+use crate::model::{Model, Source};
+use crate::page::{Target, write_whole};
 use crate::progress::thousands;
 
 /// Tokens on a page at most: it holds every choice of each in every layer.
@@ -26,12 +26,13 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     if !(1..=MAX_TOKENS).contains(&args.max_tokens) {
         return Err(Failure::input(format!("--max-tokens {}: must be from 1 to {MAX_TOKENS}", args.max_tokens)));
     }
-    let resolved = resolve_run(&args.model, Pick::Latest)?;
-    let default_out = resolved.run_dir.as_deref().map_or_else(|| PAGE_FILE.into(), |run| run.join(PAGE_FILE));
+    let source = Source::open(&args.model)?;
+    let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
+    let default_out = run_dir.map_or_else(|| PAGE_FILE.into(), |run| run.join(PAGE_FILE));
     let out = args.out.clone().unwrap_or(default_out);
-    check_place(&out)?;
+    Target { option: "--out", path: &out, mark: "Moeworks routing", is_forced: args.force }.check()?;
     let sources = Sources::find(&DataConfig { paths: args.data.clone(), ..DataConfig::default() })?;
-    let model = Model::load(&args.model, &args.compute)?;
+    let model = Model::of(&source, &args.compute)?;
     let config = model.decoder.config();
     if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {
         return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", args.model.display())));
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     // Without a capacity both rules are the same.
     let window = (SEQ_LEN.min(config.max_seq_len), Rules::Training);
     let text = RoutedText::new(&model.ctx, (&model.decoder, &model.weights), &model.tokenizer, token_ids, window)?;
-    let page = routing_page(&text, &name_of(&args.model), &facts(&model, &resolved, &text, &sources));
+    let page = routing_page(&text, &name_of(&args.model), &facts(&model, source.run(), &text, &sources));
     write_whole(&out, &page)?;
     println!("{}", out.display());
     Ok(ExitCode::SUCCESS)
@@ -52,14 +53,14 @@ fn name_of(path: &Path) -> String {
     named.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-fn facts(model: &Model, resolved: &Resolved, text: &RoutedText, sources: &Sources) -> Vec<String> {
+fn facts(model: &Model, run: Option<&Resolved>, text: &RoutedText, sources: &Sources) -> Vec<String> {
     let config = model.decoder.config();
     let num_layers = text.layers.len();
     let mut facts = vec![
         format!("the first {} tokens of {}", thousands(text.token_ids.len() as u64), sources.describe()),
         format!("{num_layers} MoE layer{} of {} experts", if num_layers == 1 { "" } else { "s" }, text.num_experts),
     ];
-    if let Some(checkpoint) = &resolved.checkpoint {
+    if let Some(checkpoint) = run.and_then(|run| run.checkpoint.as_ref()) {
         facts.push(format!("checkpoint of step {}", thousands(checkpoint.metadata.step)));
     }
     if config.capacity_factor != 0.0 {

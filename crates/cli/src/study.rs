@@ -1,5 +1,7 @@
 //! `moeworks study`: routing schemes compared, from one command to a page with a table and a plot.
 
+use std::ffi::OsString;
+use std::path::Path;
 use std::process::ExitCode;
 
 use moeworks_train::Event;
@@ -8,20 +10,25 @@ use moeworks_train::study::{BASE, Study, plot, report};
 
 use crate::args::StudyArgs;
 use crate::failure::Failure;
-use crate::page::{check_place, write_whole};
+use crate::page::{Target, write_whole};
 use crate::progress::Display;
-use crate::train::{EXIT_INTERRUPTED, requests};
+use crate::quote;
+use crate::signals::{exit_code, requests};
+
+/// Seeds of a variant at most.
+const MAX_SEEDS: u64 = 1000;
 
 pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
-    if args.seeds == 0 {
-        return Err(Failure::input("--seeds 0: must be at least 1"));
+    if !(1..=MAX_SEEDS).contains(&args.seeds) {
+        return Err(Failure::input(format!("--seeds {}: must be from 1 to {MAX_SEEDS}", args.seeds)));
     }
-    check_place(&args.out)?;
+    let target = |path, mark| Target { option: "--out", path, mark, is_forced: args.force };
+    target(&*args.out, "# Routing schemes compared").check()?;
     let plot_path = args.out.with_extension("svg");
     if plot_path == args.out {
         return Err(Failure::input(format!("--out {}: is the name of the plot; give one of .md", args.out.display())));
     }
-    check_place(&plot_path)?;
+    target(&*plot_path, "validation loss of routing schemes").check()?;
     let study = study_of(args)?;
     let variants = study.variants()?;
     eprintln!("{} variants, {} seeds each, in {}", variants.len(), args.seeds, args.runs.display());
@@ -40,7 +47,7 @@ pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
     })?;
     let Some(findings) = findings else {
         eprintln!("Stopped. The same command goes on.");
-        return Ok(ExitCode::from(EXIT_INTERRUPTED));
+        return Ok(ExitCode::from(exit_code()));
     };
     let plot_name = plot_path.file_name().unwrap_or_default().to_string_lossy();
     write_whole(&plot_path, &plot(&findings))?;
@@ -65,19 +72,20 @@ fn study_of(args: &StudyArgs) -> Result<Study, Failure> {
     if base.model.num_experts == 0 {
         return Err(Failure::input("model.num_experts = 0: the base of a study needs experts"));
     }
+    let last_seed = base.train.seed.checked_add(args.seeds - 1).filter(|&seed| i64::try_from(seed).is_ok());
+    if last_seed.is_none() {
+        let message = format!("train.seed = {}: {} seeds from there on are too large", base.train.seed, args.seeds);
+        return Err(Failure::input(message));
+    }
     Ok(Study { base, runs_dir: args.runs.clone(), num_seeds: args.seeds, only: args.only.clone() })
 }
 
 /// The command as it was typed, with the names of files but not their folders: a page is read elsewhere.
 fn command() -> String {
-    let argument = |argument: String| {
-        let name = std::path::Path::new(&argument);
-        let shown = if name.is_absolute() {
-            name.file_name().unwrap_or_default().to_string_lossy()
-        } else {
-            argument.as_str().into()
-        };
-        if shown.contains([' ', '*', '$', '"', '\'']) { format!("'{shown}'") } else { shown.into_owned() }
+    let argument = |argument: OsString| {
+        let name = Path::new(&argument);
+        let shown = if name.is_absolute() { name.file_name().unwrap_or_default() } else { &argument };
+        quote::word(shown)
     };
-    std::env::args().skip(1).fold("moeworks".to_owned(), |line, next| line + " " + &argument(next))
+    std::env::args_os().skip(1).fold("moeworks".to_owned(), |line, next| line + " " + &argument(next))
 }

@@ -2,35 +2,43 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use moeworks_train::config::{ConfigLayers, Override, RunConfig, print_config};
+use moeworks_train::config::{ConfigLayers, OutputConfig, Override, RunConfig, print_config};
 use moeworks_train::report::write_report;
 use moeworks_train::store::{Pick, newest_run, resolve_run};
-use moeworks_train::{Event, Outcome, Progress, Ranks, Requests, TrainError, Trainer, resumed_config};
+use moeworks_train::{
+    Event, IfTaken, Outcome, Progress, Ranks, Requests, RunFolder, TrainError, Trainer, resumed_config,
+};
 
 use crate::args::{ConfigArgs, ReportArgs, TrainArgs};
 use crate::failure::Failure;
+use crate::page::Target;
 use crate::progress::{Display, duration, thousands};
+use crate::quote;
 use crate::ranks::on_ranks;
+use crate::signals::{exit_code, requests};
 
-/// The exit code of a program that Ctrl-C ended.
-pub(crate) const EXIT_INTERRUPTED: u8 = 130;
+/// How a trace that this program made begins.
+const TRACE_MARK: &str =
+    "\"traceEvents\":[\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"tid\":0,\"args\":{\"name\":\"rank 0\"}}";
 
 pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
     let flags = flag_settings(&args)?;
+    let start = Start::of(&args, flags)?;
     if args.print_config {
-        print!("{}", print_config(&resolve_from(&args, flags)?.0));
+        print!("{}", print_config(start.config()));
         return Ok(ExitCode::SUCCESS);
     }
-    let requests = requests()?;
     let started = std::time::Instant::now();
-    let start = Start::of(&args, flags)?;
     let trace = args.trace.as_deref();
-    if trace.is_some() && start.config().parallel.num_ranks() == 1 {
-        return Err(Failure::input("--trace shows what ranks do: it needs --ep or --dp above 1"));
+    if let Some(path) = trace {
+        if start.config().parallel.num_ranks() == 1 {
+            return Err(Failure::input("--trace shows what ranks do: it needs --ep or --dp above 1"));
+        }
+        Target { option: "--trace", path, mark: TRACE_MARK, is_forced: args.force }.check()?;
     }
+    let requests = requests()?;
     let end = on_ranks((start.config(), trace.is_some()), |ranks| one_rank(&start, ranks, (&requests, trace)))?;
     match end {
         Some(end) => end.show(started.elapsed().as_secs_f64()),
@@ -40,7 +48,7 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
 
 /// How a run begins.
 enum Start {
-    New { config: RunConfig, run_dir: PathBuf, from: Option<PathBuf> },
+    New { config: RunConfig, folder: RunFolder, from: Option<PathBuf> },
     Resumed { config: RunConfig, run_dir: PathBuf },
 }
 
@@ -50,8 +58,8 @@ impl Start {
             return resumed(run, args, flags);
         }
         let (config, from) = resolve_from(args, flags)?;
-        let run_dir = args.out.clone().unwrap_or_else(|| new_run_dir(&config));
-        Ok(Self::New { config, run_dir, from })
+        let folder = new_folder(args, &config);
+        Ok(Self::New { config, folder, from })
     }
 
     fn config(&self) -> &RunConfig {
@@ -62,8 +70,8 @@ impl Start {
 
     fn trainer(&self, ranks: Option<Ranks>) -> Result<Trainer, TrainError> {
         match self {
-            Self::New { config, run_dir, from } => {
-                Trainer::start_over(config.clone(), run_dir.clone(), from.as_deref(), ranks)
+            Self::New { config, folder, from } => {
+                Trainer::start_over(config.clone(), folder.clone(), from.as_deref(), ranks)
             }
             Self::Resumed { config, run_dir } => Trainer::resume_over(run_dir.clone(), config.clone(), ranks),
         }
@@ -113,7 +121,7 @@ struct End {
 
 impl End {
     fn show(&self, seconds: f64) -> Result<ExitCode, Failure> {
-        let (steps, shown) = (self.progress.step, self.run_dir.display());
+        let steps = self.progress.step;
         eprintln!();
         match self.outcome {
             Outcome::Finished => eprintln!("Done: {} steps in {}.", thousands(steps), duration(seconds)),
@@ -126,13 +134,13 @@ impl End {
             eprintln!("Checkpoint: {}", checkpoint.display());
         }
         eprintln!("Report:     {}", self.report.display());
-        // As this program was called, so that the line can be pasted.
-        let program = std::env::args().next().unwrap_or_else(|| "moeworks".to_owned());
+        // Lines to paste.
+        let (program, run) = (quote::program(), quote::path(&self.run_dir));
         if self.outcome == Outcome::Stopped {
-            eprintln!("Go on:      {program} train --resume {shown}");
-            return Ok(ExitCode::from(EXIT_INTERRUPTED));
+            eprintln!("Go on:      {program} train --resume {run}");
+            return Ok(ExitCode::from(exit_code()));
         }
-        eprintln!("Next:       {program} generate {shown} --prompt {:?}", self.prompt);
+        eprintln!("Next:       {program} generate {run} {}", quote::option("--prompt", &self.prompt));
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -163,15 +171,15 @@ fn layers(args: &ConfigArgs, flags: Vec<Override>) -> Result<ConfigLayers, Failu
     Ok(ConfigLayers { preset: args.preset.clone(), from: None, file: args.config.clone(), overrides })
 }
 
-/// The folder of a new run: by its name, or by the date and time, with a number where that is taken.
-fn new_run_dir(config: &RunConfig) -> PathBuf {
-    let out = &config.run.out;
-    if !config.run.name.is_empty() {
-        return out.join(&config.run.name);
+/// The folder of a new run: the one that is asked for, by its name, or by the date and time, with a number where that is taken.
+fn new_folder(args: &TrainArgs, config: &RunConfig) -> RunFolder {
+    let if_taken = if args.force { IfTaken::Replace } else { IfTaken::Refuse };
+    let OutputConfig { out, name } = &config.run;
+    match &args.out {
+        Some(path) => RunFolder::new(path.clone(), if_taken),
+        None if !name.is_empty() => RunFolder::new(out.join(name), if_taken),
+        None => RunFolder::new(out.join(timestamp()), IfTaken::Number),
     }
-    let stamp = timestamp();
-    let numbered = (2..).map(|n| out.join(format!("{stamp}-{n}")));
-    std::iter::once(out.join(&stamp)).chain(numbered).find(|dir| !dir.exists()).unwrap_or_else(|| out.join(stamp))
 }
 
 /// The date and time in UTC, such as 20261121-054200 (days to dates after H. Hinnant, "chrono-compatible low-level date
@@ -211,32 +219,19 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
 }
 
 fn resumed(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Start, Failure> {
+    let mut layers = layers(&args.config, flags)?;
     let run_dir = if run == "auto" {
         let out = resolve_config(&args.config, Vec::new())?.run.out;
+        // It says where to look, and that is all.
+        layers.overrides.retain(|given| given.setting() != "run.out");
         newest_run(&out)?.ok_or_else(|| {
-            Failure::input(format!("--resume auto: there is no run with a checkpoint in {}", out.display()))
+            Failure::input(format!("--resume auto: there is no run to go on with in {}", out.display()))
         })?
     } else {
         PathBuf::from(run)
     };
-    let layers = layers(&args.config, flags)?;
     let config = resumed_config(&run_dir, |stored| layers.resolve_over(stored))?;
     Ok(Start::Resumed { config, run_dir })
-}
-
-/// The first signal asks for an end after the step; a second one leaves at once.
-pub(crate) fn requests() -> Result<Requests, Failure> {
-    let requests = Requests::default();
-    let signals = |error: std::io::Error| Failure::input(format!("cannot watch for signals: {error}"));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        let exit_code = 128 + signal;
-        signal_hook::flag::register_conditional_shutdown(signal, exit_code, Arc::clone(&requests.stop))
-            .map_err(signals)?;
-        signal_hook::flag::register(signal, Arc::clone(&requests.stop)).map_err(signals)?;
-    }
-    #[cfg(unix)]
-    signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&requests.save)).map_err(signals)?;
-    Ok(requests)
 }
 
 fn announce(trainer: &Trainer) {

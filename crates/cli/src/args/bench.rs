@@ -50,4 +50,7 @@ pub(crate) struct BenchArgs {
     /// For `comm`: where the measured topology is written, for `moeworks plan`
     #[arg(long, default_value = "topology.toml")]
     pub(crate) topology: PathBuf,
+    /// For `comm`: replace a file there that `bench comm` did not write
+    #[arg(long)]
+    pub(crate) force: bool,
 }

@@ -25,6 +25,9 @@ pub(crate) struct UpcycleArgs {
     /// Seed of routers and noise
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+    /// Replace the model that is in the folder already
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 #[derive(Debug, Args)]
@@ -42,4 +45,7 @@ pub(crate) struct ConvertArgs {
     /// Which matrices --quantize means: experts (default: all)
     #[arg(long, requires = "quantize", value_name = "WHICH")]
     pub(crate) only: Option<String>,
+    /// Replace the model that is in the folder already
+    #[arg(long)]
+    pub(crate) force: bool,
 }

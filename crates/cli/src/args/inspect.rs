@@ -48,6 +48,16 @@ pub(crate) struct RoutingArgs {
     /// How much of the text is shown, from its beginning
     #[arg(long, value_name = "N", default_value_t = 2000)]
     pub(crate) max_tokens: usize,
+    /// Replace a file that is where the page is to be and was not made by `routing`
+    #[arg(long)]
+    pub(crate) force: bool,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }

@@ -10,17 +10,19 @@ mod train;
 
 use clap::{Parser, Subcommand};
 
+use crate::version;
+
 pub(crate) use bench::BenchArgs;
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
-pub(crate) use inspect::{EvaluateArgs, InspectArgs, RoutingArgs};
+pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs};
 pub(crate) use machine::{ComputeArgs, MachineArgs};
 pub(crate) use plan::{EstimateArgs, PlanArgs};
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and serve Mixture-of-Experts models.
 #[derive(Debug, Parser)]
-#[command(name = "moeworks", version, arg_required_else_help = true)]
+#[command(name = "moeworks", version = version::short(), long_version = version::long(), arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -54,6 +56,8 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Write a run's HTML report again from its metrics
     Report(ReportArgs),
+    /// Say what of this machine the program can use, what is missing, and what to do
+    Doctor(DoctorArgs),
     /// Carries out a chat template for another process
     #[command(hide = true)]
     RenderTemplate,

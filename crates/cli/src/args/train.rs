@@ -52,11 +52,15 @@ pub(crate) struct TrainArgs {
     /// Folder of this run (default: a new one under runs/)
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
+    /// Replace the run that is in the folder already, and the file of --trace
+    #[arg(long)]
+    pub(crate) force: bool,
     /// Begin with the model of this run, checkpoint or model folder: its configuration, weights and tokenizer
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["resume", "preset"])]
     pub(crate) from: Option<PathBuf>,
-    /// Go on where a run stopped: its folder, or `auto` for the newest
-    #[arg(long, value_name = "RUN")]
+    /// Go on where a run stopped: its folder, or `auto` for the newest; a run without a checkpoint begins again. Its settings stay
+    /// but for those given by --set and other options
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["preset", "config", "out", "force"])]
     pub(crate) resume: Option<String>,
     /// Print the full effective configuration with comments, and do nothing else
     #[arg(long)]
@@ -83,6 +87,9 @@ pub(crate) struct StudyArgs {
     /// Only these variants, such as dense top-k
     #[arg(long, value_name = "NAME", num_args = 1..)]
     pub(crate) only: Vec<String>,
+    /// Replace files that are where the page and the plot are to be and were not made by `study`
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 #[derive(Debug, Args)]

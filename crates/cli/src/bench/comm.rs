@@ -11,10 +11,13 @@ use moeworks_ops::measure::best_seconds_of_many;
 use moeworks_ops::{Context, peak};
 use moeworks_plan::{Link, Nodes, RankSpec, Topology};
 use moeworks_tensor::{DType, Tensor};
+use moeworks_train::measure::machine_bytes;
 use serde_json::{Value, json};
 
 use crate::args::BenchArgs;
 use crate::failure::Failure;
+use crate::page::{Target, write_whole};
+use crate::ranks::{MAX_THREADS, too_many_ranks};
 use crate::tables;
 
 /// Bytes that each rank holds.
@@ -22,6 +25,9 @@ const SIZES: [usize; 6] = [64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20];
 
 /// How long ranks wait for each other: on a busy machine some measure much longer.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(300);
+
+/// Memory of a machine that does not say.
+const UNKNOWN_MEMORY: u64 = 8 << 30;
 
 const HEADER: [&str; 7] = ["collective", "bytes", "µs", "GB/s", "of a copy", "MPI's own, µs", "of MPI's own"];
 
@@ -57,14 +63,17 @@ struct Measured {
     topology: Topology,
 }
 
+/// How the file of a topology begins.
+const MARK: &str = "# Measured by `moeworks bench comm`";
+
 pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
+    Target { option: "--topology", path: &args.topology, mark: MARK, is_forced: args.force }.check()?;
     let measured = on_ranks(args.ranks, |comm| {
         let raw = is_launched().then(RawMpi::of_run).transpose().map_err(CommError::from)?;
         measure_all(comm, raw.as_ref(), args.max_bytes)
     })?;
     let Some(measured) = measured else { return Ok(ExitCode::SUCCESS) };
-    std::fs::write(&args.topology, topology_file(&measured))
-        .map_err(|error| Failure::input(format!("{}: {error}", args.topology.display())))?;
+    write_whole(&args.topology, &topology_file(&measured))?;
     if args.json {
         println!("{:#}", measured.json());
     } else {
@@ -85,6 +94,9 @@ pub(super) fn on_ranks<T: Send>(
         // As it is used where speed counts, also in a debug build: without comparing calls first.
         let options = MpiOptions::default().with_checks(false).with_timeout(PATIENCE);
         return Ok(run_mpi(&options, report, work)?);
+    }
+    if num_ranks > MAX_THREADS {
+        return Err(Failure::input(format!("--ranks {num_ranks}: {}", too_many_ranks())));
     }
     let num_ranks = if num_ranks == 0 { num_cores().max(2) } else { num_ranks };
     let results = try_run_ranks(&RankOptions::new(num_ranks).with_timeout(PATIENCE), work)?;
@@ -141,7 +153,11 @@ fn topology(comm: &dyn Communicator, links: &Links) -> Result<Topology, CommErro
     let cores = num_cores();
     let ctx = Context::cpu((cores / largest).max(1));
     comm.barrier()?;
-    let mut rates = [product_rate(&ctx), peak::measure(&ctx).read_bytes_per_s, memory_bytes() / largest as f64];
+    let mut rates = [
+        product_rate(&ctx),
+        peak::measure(&ctx).read_bytes_per_s,
+        machine_bytes().unwrap_or(UNKNOWN_MEMORY) as f64 / largest as f64,
+    ];
     comm.all_reduce(&mut rates, Reduce::Min)?;
     let rank = RankSpec { flops: rates[0], memory_bytes: rates[2], memory_bytes_per_s: rates[1] };
     // What there is none of costs as much as the other.
@@ -159,16 +175,8 @@ fn product_rate(ctx: &Context) -> f64 {
     2.0 * (rows * width * width) as f64 / seconds
 }
 
-/// Of this machine; where it does not say, 8 GB.
-fn memory_bytes() -> f64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
-    total.and_then(|kilobytes| kilobytes.trim().parse::<f64>().ok()).map_or(8e9, |kilobytes| kilobytes * 1024.0)
-}
-
 fn topology_file(measured: &Measured) -> String {
-    let mut text =
-        format!("# Measured by `moeworks bench comm` with {} ranks ({}).\n", measured.num_ranks, measured.kind);
+    let mut text = format!("{MARK} with {} ranks ({}).\n", measured.num_ranks, measured.kind);
     if measured.links.cluster.is_none() {
         text +=
             "# There is one node: cluster_link is a copy of node_link, to be replaced by what your network gives.\n";

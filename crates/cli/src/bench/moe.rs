@@ -12,7 +12,7 @@
 //! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
 
 use std::collections::HashSet;
-use std::io::{BufRead as _, Write as _, stdin, stdout};
+use std::io::{BufRead as _, stdin};
 use std::time::Instant;
 
 use moeworks_moe::{GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
@@ -25,6 +25,7 @@ use moeworks_ops::grouped_linear::{
 use moeworks_ops::linear::Write as Writing;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use moeworks_train::measure::machine_bytes;
 use serde_json::{Value, json};
 
 use super::routing::Routed;
@@ -110,8 +111,23 @@ impl Case {
                 return Err(Failure::input(format!("{line}: \"part\" must be {names}")));
             }
         };
-        Ok(Self { shape, is_fp8, tokens: number("tokens")?, part })
+        let tokens = number("tokens")?;
+        check_memory(shape, tokens).map_err(|problem| Failure::input(format!("{line}: {problem}")))?;
+        Ok(Self { shape, is_fp8, tokens, part })
     }
+}
+
+/// Refuses what does not fit in memory: weights as they are drawn, as they are stored, and their gradients; rows, some times over.
+fn check_memory(shape: Shape, tokens: usize) -> Result<(), String> {
+    let [d, f, e, k, tokens] = [shape.d, shape.f, shape.e, shape.k, tokens].map(|size| size as u128);
+    let weights = e * d * f * (shape.activation.num_inputs() as u128 + 1);
+    let rows = tokens * (k * (d + 2 * f) + e);
+    let needed = 12 * weights + 16 * rows;
+    let there = u128::from(machine_bytes().unwrap_or(u64::MAX));
+    if needed > there || tokens * k >= 1 << 31 {
+        return Err(format!("needs about {} GB of memory, of which there are {}", needed >> 30, there >> 30));
+    }
+    Ok(())
 }
 
 /// A layer with its weights and gradients.
@@ -279,8 +295,8 @@ pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
             _ => dispatch_times(ctx, &case),
         };
         println!("{}", json!({ "seconds": times }));
-        // Whoever asked waits for the answer; one that went away ends the program with its next line.
-        let _ = stdout().flush();
+        // Whoever asked waits for the answer.
+        crate::output::flush();
     }
     Ok(())
 }

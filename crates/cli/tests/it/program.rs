@@ -75,6 +75,25 @@ impl Workplace {
         self.command(args).output().expect("the program starts")
     }
 
+    /// Runs a line of `sh`, in which "$M" is the program.
+    pub(crate) fn shell(&self, script: &str) -> Output {
+        self.shell_of("sh", script)
+    }
+
+    /// The same of another shell.
+    pub(crate) fn shell_of(&self, shell: &str, script: &str) -> Output {
+        let program = self.command(&[]);
+        let mut shell = Command::new(shell);
+        shell.args(["-c", script]).current_dir(self.dir.path()).env("M", program.get_program()).stdin(Stdio::null());
+        for (name, value) in program.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        shell.output().expect("a shell starts")
+    }
+
     /// `train` of the tiny model on the text into the folder `out`, `steps` steps, with more arguments.
     pub(crate) fn train_command(&self, out: &str, steps: u64, more: &[&str]) -> Command {
         let steps = format!("train.steps={steps}");
