@@ -1,7 +1,10 @@
 //! Generation: one sequence, token by token, with a cache of keys and values.
 
 mod cache;
+mod defaults;
+mod penalties;
 mod sampler;
+mod stop_texts;
 mod stream;
 
 use std::ops::ControlFlow;
@@ -12,7 +15,10 @@ use moeworks_tensor::Tensor;
 
 pub use cache::KvCache;
 pub(crate) use cache::LayerCache;
+pub use defaults::SamplingDefaults;
+pub use penalties::Penalties;
 pub use sampler::{Sampler, SamplingOptions};
+pub use stop_texts::StopTexts;
 pub use stream::TextStream;
 
 use crate::config::ModelConfig;
@@ -103,16 +109,21 @@ pub fn generate_cached(
     decoder.check_len(prompt.len().saturating_add(request.max_new_tokens))?;
     let config = decoder.config();
     let first = match &config.variant.encoder {
-        None => &prompt[sequence.keep(prompt)..],
+        None => {
+            sampler.begin(prompt);
+            &prompt[sequence.keep(prompt)..]
+        }
         Some(encoder) => {
             let memory = decoder.encode(ctx, weights, &SourceBatch { ids: prompt, num_sequences: 1 })?;
             *sequence = CachedSequence { cache: KvCache::answering(config, memory), ids: Vec::new() };
+            sampler.begin(&[encoder.start_id]);
             &[encoder.start_id][..]
         }
     };
     let request = GenerateRequest { prompt: first, ..*request };
     // A step that turns out to be one too many is taken back, which a cache of a window may not be able to.
-    if decoder.goes_on_unknowing(ctx) && config.variant.window == 0 {
+    let is_ahead = decoder.goes_on_unknowing(ctx) && !sampler.counts_tokens();
+    if is_ahead && config.variant.window == 0 {
         return generate_ahead(decoder, (ctx, weights), sequence, &request, sampler, on_token);
     }
     let next = |ids: &[u32]| {

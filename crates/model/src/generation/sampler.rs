@@ -5,6 +5,8 @@ use moeworks_ops::Context;
 use moeworks_ops::sampling::{Drawn, DrawnTokens, Filters, draw_each};
 use moeworks_tensor::{Purpose, Random, Tensor};
 
+use super::penalties::{History, Penalties};
+
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingOptions {
@@ -16,13 +18,15 @@ pub struct SamplingOptions {
     pub top_p: f32,
     /// Only tokens at least this many times as likely as the most likely one; 0 for all.
     pub min_p: f32,
+    /// How much less likely tokens become that have occurred.
+    pub penalties: Penalties,
     /// Seed of the random numbers.
     pub seed: u64,
 }
 
 impl Default for SamplingOptions {
     fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, penalties: Penalties::default(), seed: 0 }
     }
 }
 
@@ -30,6 +34,8 @@ impl Default for SamplingOptions {
 #[derive(Clone, Debug)]
 pub struct Sampler {
     filters: Filters,
+    /// The tokens so far, where penalties count them.
+    history: Option<History>,
     random: Random,
     num_drawn: u64,
 }
@@ -37,7 +43,7 @@ pub struct Sampler {
 impl Sampler {
     /// A sampler. Fails if an option is out of range.
     pub fn new(options: SamplingOptions) -> Result<Self, ConfigError> {
-        let SamplingOptions { temperature, top_k, top_p, min_p, seed } = options;
+        let SamplingOptions { temperature, top_k, top_p, min_p, penalties, seed } = options;
         if !(temperature >= 0.0 && temperature.is_finite()) {
             return Err(ConfigError::new("temperature", temperature, "must be a number of at least 0"));
         }
@@ -47,22 +53,57 @@ impl Sampler {
         if !(0.0..=1.0).contains(&min_p) {
             return Err(ConfigError::new("min_p", min_p, "must be from 0 to 1"));
         }
+        check_penalties(&penalties)?;
         let filters = Filters { temperature, top_k, top_p, min_p };
-        Ok(Self { filters, random: Random::new(seed, Purpose::Sampling, 0), num_drawn: 0 })
+        let history = (!penalties.are_none()).then(|| History::new(penalties));
+        Ok(Self { filters, history, random: Random::new(seed, Purpose::Sampling, 0), num_drawn: 0 })
     }
 
-    /// The next token. `logits` (f32) has one entry a token of the vocabulary, at least one; an entry that is not a number counts
-    /// as impossible, and it is said.
+    /// Begins a sequence with `prompt`, whose tokens the repetition penalty counts. The random numbers go on.
+    pub fn begin(&mut self, prompt: &[u32]) {
+        if let Some(history) = &mut self.history {
+            history.begin(prompt);
+        }
+    }
+
+    /// Whether a token depends on those before it, so that it cannot be drawn before the host knows them.
+    #[must_use]
+    pub fn counts_tokens(&self) -> bool {
+        self.history.is_some()
+    }
+
+    /// Draws the next token of the sequence. `logits` (f32) has one entry a token of the vocabulary, at least one; an entry that is
+    /// not a number counts as impossible, and it is said.
     #[must_use]
     pub fn sample(&mut self, ctx: &Context, logits: &Tensor) -> Drawn {
-        self.sample_each(ctx, logits, 1).wait()[0]
+        let Some(history) = &self.history else { return self.sample_each(ctx, logits, 1).wait()[0] };
+        let mut changed = Tensor::from_slice(ctx.pool(), logits.shape(), logits.f32s());
+        history.apply(changed.f32s_mut());
+        let drawn = self.sample_each(ctx, &changed, 1).wait()[0];
+        if let Some(history) = &mut self.history {
+            history.push(drawn.id);
+        }
+        drawn
     }
 
-    /// The next token of each of `count` sequences, whose logits are one row behind the other.
+    /// Draws the next token of each of `count` sequences, whose logits are one row behind the other. Penalties do not apply.
     #[must_use]
     pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> DrawnTokens {
         let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();
         self.num_drawn += count as u64;
         draw_each(ctx, logits, &self.filters, &draws)
     }
+}
+
+fn check_penalties(penalties: &Penalties) -> Result<(), ConfigError> {
+    let Penalties { repetition, presence, frequency, .. } = *penalties;
+    if !(repetition > 0.0 && repetition.is_finite()) {
+        return Err(ConfigError::new("repetition_penalty", repetition, "must be a number above 0 (1 for none)"));
+    }
+    for (name, value) in [("presence_penalty", presence), ("frequency_penalty", frequency)] {
+        if !value.is_finite() {
+            return Err(ConfigError::new(name, value, "must be a number (0 for none)"));
+        }
+    }
+    Ok(())
 }

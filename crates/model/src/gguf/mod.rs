@@ -107,7 +107,7 @@ impl GgufFile {
     }
 
     /// The value of a key that must be of a kind if it is there.
-    fn optional<'a, T>(
+    pub(crate) fn optional<'a, T>(
         &'a self,
         key: &str,
         of: impl Fn(&'a Value) -> Option<T>,
@@ -117,7 +117,7 @@ impl GgufFile {
         of(value).map(Some).ok_or_else(|| self.wrong_key(key, format!("must be {kind}")))
     }
 
-    fn wrong_key(&self, key: &str, reason: String) -> GgufError {
+    pub(crate) fn wrong_key(&self, key: &str, reason: String) -> GgufError {
         GgufError::Key { path: self.path.clone(), key: key.to_owned(), reason }
     }
 }

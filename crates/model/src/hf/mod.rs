@@ -23,6 +23,7 @@ mod names;
 mod new_folder;
 mod pieces;
 mod rope_json;
+mod sampling_defaults;
 mod save;
 mod stop_ids;
 
@@ -33,5 +34,6 @@ pub(crate) use config_json::config_of_keys;
 pub use error::{LoadError, SaveError};
 pub use load::{ModelFolder, load_model};
 pub use new_folder::NewFolder;
+pub use sampling_defaults::sampling_defaults;
 pub use save::{SaveOptions, Saved, save_coming, save_model};
 pub use stop_ids::stop_ids;

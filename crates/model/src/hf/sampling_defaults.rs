@@ -1,0 +1,17 @@
+//! The sampling settings that a folder recommends.
+
+use std::path::Path;
+
+use super::error::LoadError;
+use super::load::read_json;
+use crate::generation::SamplingDefaults;
+
+/// Reads what `generation_config.json` of the folder `dir` recommends; nothing if there is no such file.
+pub fn sampling_defaults(dir: &Path) -> Result<SamplingDefaults, LoadError> {
+    let path = dir.join("generation_config.json");
+    if !path.exists() {
+        return Ok(SamplingDefaults::default());
+    }
+    let json = read_json(&path)?;
+    SamplingDefaults::from_generation_config(&json).map_err(|reason| LoadError::Config { path, reason })
+}
