@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::value::{Rest, Serde, Value, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, State, escape_formatter};
+use minijinja_contrib::globals::{cycler, joiner};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde::Serialize;
-use serde_json::ser::{CompactFormatter, Formatter, PrettyFormatter};
-use serde_json::{Map, Serializer};
+use serde_json::Map;
 
 use super::clock::strftime_now;
+use super::python::{float, string_method, to_json};
 use super::{ChatError, MAX_BYTES, MAX_STEPS, Message};
 
 /// Carries a template out.
@@ -30,7 +30,7 @@ pub(super) fn render(
         ("tools", ().into()),
         ("documents", ().into()),
     ]);
-    let source = without_generation_tags(source);
+    let source = without_generation_tags(&with_plain_line_ends(source));
     let environment = environment();
     let mut text = Bounded(Vec::new());
     environment
@@ -49,6 +49,16 @@ fn environment() -> Environment<'static> {
     environment.set_fuel(Some(MAX_STEPS));
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", to_json);
+    environment.add_filter("wordcount", |text: Cow<'_, str>| text.split_whitespace().count());
+    environment.add_function("cycler", |items: Rest<Value>| cycler(items.0));
+    environment.add_function("joiner", joiner);
+    environment.set_formatter(|output, state, value| {
+        let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+        match f64::try_from(value.clone()) {
+            Ok(number) if is_float => Ok(output.write_str(&float(number))?),
+            _ => escape_formatter(output, state, value),
+        }
+    });
     // Nothing is iterable here, but not in Python.
     environment.add_test("iterable", |value: &Value| {
         value.as_str().is_some() || (!value.is_none() && value.try_iter().is_ok())
@@ -64,20 +74,8 @@ fn environment() -> Environment<'static> {
 
 /// A method of Python's that the engine does not have.
 fn method(state: &mut State<'_, '_>, value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
-    match value.as_str() {
-        Some(text) if method == "title" && arguments.is_empty() => Ok(Value::from(titled(text))),
-        _ => unknown_method_callback(state, value, method, arguments),
-    }
-}
-
-/// As `str.title`: a letter behind none is large, the others are small.
-fn titled(text: &str) -> String {
-    let mut is_inside = false;
-    let letter = |c: char| {
-        let was_inside = std::mem::replace(&mut is_inside, c.is_alphabetic());
-        if was_inside { c.to_lowercase().collect::<String>() } else { c.to_uppercase().collect() }
-    };
-    text.chars().map(letter).collect()
+    let own = value.as_str().and_then(|text| string_method(text, method, arguments));
+    own.unwrap_or_else(|| unknown_method_callback(state, value, method, arguments))
 }
 
 fn failure(error: &Error) -> ChatError {
@@ -112,6 +110,11 @@ impl Write for Bounded {
     }
 }
 
+/// Makes every line end a line feed, as Jinja does when it reads a template.
+fn with_plain_line_ends(source: &str) -> Cow<'_, str> {
+    if source.contains('\r') { source.replace("\r\n", "\n").replace('\r', "\n").into() } else { source.into() }
+}
+
 /// The source with `{% generation %}` and `{% endgeneration %}`, which `transformers` knows as marks of what a model said,
 /// replaced by tags that do nothing but keep the marks' signs for white space.
 fn without_generation_tags(source: &str) -> String {
@@ -139,46 +142,6 @@ fn without_generation_tags(source: &str) -> String {
         rest = &rest[end..];
     }
     result + rest
-}
-
-/// JSON as Python's `json.dumps(value, ensure_ascii=False, indent=indent)` writes it.
-fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    for ignored in ["ensure_ascii", "separators", "sort_keys"] {
-        let _: Option<Value> = options.get(ignored)?;
-    }
-    options.assert_all_used()?;
-    let text = match indent {
-        Some(indent) => {
-            let indent = " ".repeat(indent.min(16));
-            serialized(value, PrettyFormatter::with_indent(indent.as_bytes()))
-        }
-        None => serialized(value, PythonFormatter(CompactFormatter)),
-    };
-    text.map(Value::from).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
-}
-
-fn serialized(value: &Value, formatter: impl Formatter) -> Result<String, serde_json::Error> {
-    let mut bytes = Vec::new();
-    value.serialize(&mut Serializer::with_formatter(&mut bytes, formatter))?;
-    Ok(String::from_utf8(bytes).unwrap_or_default())
-}
-
-/// One line with spaces behind commas and colons.
-struct PythonFormatter(CompactFormatter);
-
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]

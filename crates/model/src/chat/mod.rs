@@ -13,6 +13,7 @@
 mod channels;
 mod clock;
 mod environment;
+mod python;
 
 use std::io;
 use std::path::{Path, PathBuf};
