@@ -23,62 +23,69 @@ use moeworks_train::config::{Precision, RunConfig};
 use moeworks_train::measure::tokens_per_second;
 use serde_json::{Value, json};
 
-use crate::args::BenchArgs;
+use crate::args::{BenchArgs, BenchKind, CasesArgs, DecodeArgs};
 use crate::estimate::BYTE_VOCABULARY;
 use crate::failure::Failure;
+use crate::model::context;
 use crate::progress::bytes;
 use crate::tables;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
-    if args.model.is_some() && args.filter != "decode" {
-        return Err(Failure::input("--model is for `bench decode`"));
+    match &args.kind {
+        BenchKind::Kernels(args) => kernels(args),
+        BenchKind::Layers(args) => cases(args, |output, ctx, peaks, filter| {
+            output.header(ctx, peaks);
+            layers::measure(ctx, peaks, filter, |result| output.case(result))
+        }),
+        BenchKind::Routing(args) => cases(args, |output, ctx, _, filter| output.routing(ctx, filter)),
+        BenchKind::Decode(args) => decode(args),
+        BenchKind::Overlap(args) => overlap::run(args),
+        BenchKind::Comm(args) => comm::run(args),
+        BenchKind::Moe(args) => {
+            moe::answer(&context(&args.machine)?)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
-    if (args.layers.is_some() || args.shape.is_some() || !args.types.is_empty()) && args.filter != "decode" {
-        return Err(Failure::input("--shape, --layers and --types are for `bench decode`"));
-    }
-    let types = decode::types(&args.types)?;
-    match args.filter.as_str() {
-        "comm" => return comm::run(args),
-        "overlap" => return overlap::run(args),
-        _ if args.link.is_some() => return Err(Failure::input("--link is for `bench overlap`")),
-        _ => {}
-    }
-    let ctx = crate::model::context(&args.machine)?;
-    if args.filter == "moe" {
-        moe::answer(&ctx)?;
-        return Ok(ExitCode::SUCCESS);
-    }
+}
+
+/// Measures the cases of a kind that its filter leaves, by `measure`.
+fn cases(
+    args: &CasesArgs,
+    measure: impl FnOnce(&mut Output, &Context, &Peaks, &str) -> Result<(), Failure>,
+) -> Result<ExitCode, Failure> {
+    let (ctx, filter) = (context(&args.machine)?, args.filter());
+    let peaks = peak::measure(&ctx);
+    let mut output = Output { is_json: args.json, cases: Vec::new() };
+    measure(&mut output, &ctx, &peaks, &filter)?;
+    output.finish(&ctx, &peaks, &filter)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn kernels(args: &CasesArgs) -> Result<ExitCode, Failure> {
+    cases(args, |output, ctx, peaks, filter| {
+        output.header(ctx, peaks);
+        for dtype in [DType::F32, DType::BF16] {
+            bench_cases(ctx, peaks, dtype, filter, |result| output.case(result));
+            moe_layer(ctx, peaks, dtype, filter, output)?;
+        }
+        // Elsewhere eight-bit floats are computed with as bf16.
+        let fp8 = peaks.fp8_flops.map(|_| Precision::Fp8);
+        for precision in [Precision::F32, Precision::Bf16].into_iter().chain(fp8) {
+            output.training(args, precision)?;
+        }
+        Ok(())
+    })
+}
+
+fn decode(args: &DecodeArgs) -> Result<ExitCode, Failure> {
+    let ctx = context(&args.machine)?;
     if let (true, Some(model)) = (args.endless, &args.model) {
         return decode::endless(&ctx, model);
     }
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
-    if args.filter == "decode" {
-        output.decode((&ctx, &peaks), args, &types)?;
-        output.finish(&ctx, &peaks, &args.filter)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    if let Some(schemes) = args.filter.strip_prefix("routing") {
-        output.routing(&ctx, schemes.trim())?;
-        output.finish(&ctx, &peaks, &args.filter)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    output.header(&ctx, &peaks);
-    if let Some(cases) = args.filter.strip_prefix("layers") {
-        layers::measure(&ctx, &peaks, cases.trim_start(), |result| output.case(result))?;
-        output.finish(&ctx, &peaks, &args.filter)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    for dtype in [DType::F32, DType::BF16] {
-        bench_cases(&ctx, &peaks, dtype, &args.filter, |result| output.case(result));
-        moe_layer(&ctx, &peaks, dtype, &args.filter, &mut output)?;
-    }
-    // Elsewhere eight-bit floats are computed with as bf16.
-    let fp8 = peaks.fp8_flops.map(|_| Precision::Fp8);
-    for precision in [Precision::F32, Precision::Bf16].into_iter().chain(fp8) {
-        output.training(args, precision)?;
-    }
-    output.finish(&ctx, &peaks, &args.filter)?;
+    output.decode(&ctx, &peaks, args)?;
+    output.finish(&ctx, &peaks, "decode")?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -156,9 +163,9 @@ impl Output {
     }
 
     /// Training steps of the comparison model: 4 layers, D 256, 8 experts of 512, K 2, byte vocabulary, S 256, batch 16.
-    fn training(&mut self, args: &BenchArgs, precision: Precision) -> Result<(), Failure> {
+    fn training(&mut self, args: &CasesArgs, precision: Precision) -> Result<(), Failure> {
         let name = format!("training steps of the comparison model, {precision:?}");
-        if !name.contains(&args.filter) {
+        if !name.contains(&args.filter()) {
             return Ok(());
         }
         let mut config = RunConfig::default();
@@ -177,8 +184,8 @@ impl Output {
         Ok(())
     }
 
-    /// A model of OLMoE's shape, or of another's, in every type of weights, or a given one.
-    fn decode(&mut self, (ctx, peaks): (&Context, &Peaks), args: &BenchArgs, types: &[DType]) -> Result<(), Failure> {
+    /// Times a given model, or one of a given shape or OLMoE's in each type of weights.
+    fn decode(&mut self, ctx: &Context, peaks: &Peaks, args: &DecodeArgs) -> Result<(), Failure> {
         let mut rows = Vec::new();
         let mut add = |all: Vec<decode::Measured>| {
             for measured in all {
@@ -190,7 +197,7 @@ impl Output {
             Some(model) => add(decode::measure_model(ctx, peaks, model)?),
             None => {
                 let config = decode::config(args.shape.as_deref(), args.layers.map(usize::from))?;
-                for &dtype in types {
+                for dtype in decode::types(&args.types) {
                     add(decode::measure(ctx, peaks, dtype, &config)?);
                     // The next type's weights are of other sizes.
                     ctx.pool().trim();
@@ -233,9 +240,9 @@ impl Output {
     /// Says so where `filter` leaves no case.
     fn finish(self, ctx: &Context, peaks: &Peaks, filter: &str) -> Result<(), Failure> {
         if self.cases.is_empty() {
-            let kinds = "decode, routing, moe, layers, overlap, comm";
+            let kinds = "kernels, layers, routing, decode, overlap, comm, moe";
             return Err(Failure::input(format!(
-                "bench {filter:?}: no case has this in its name (other kinds: {kinds})"
+                "bench {filter:?}: no case has this in its name; the kinds are {kinds} (`moeworks bench --help`)"
             )));
         }
         let stats = ctx.pool().stats();

@@ -5,11 +5,14 @@
 
 #[macro_use]
 mod output;
+#[macro_use]
+mod notice;
 
 mod account;
 mod args;
 mod bench;
 mod chat;
+mod completions;
 mod convert;
 mod doctor;
 mod estimate;
@@ -24,27 +27,29 @@ mod progress;
 mod quote;
 mod ranks;
 mod routing;
+mod sampling;
 mod signals;
 mod study;
 mod tables;
+mod terminal;
 mod train;
 mod version;
 
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::error::ErrorKind;
 use moeworks_ops::cuda::GpuError;
+use tracing_subscriber::EnvFilter;
 
-use crate::args::{Cli, Command};
+use crate::args::{Command, OneLine, TalkArgs};
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| output::LogWriter).without_time().init();
-    let command = Cli::try_parse().unwrap_or_else(|error| refuse(&error)).command;
-    match or_device_failure(|| run(command)) {
+    let cli = args::parse(std::env::args_os()).unwrap_or_else(|error| refuse(&error));
+    notice::set_quiet(cli.talk.quiet);
+    log(cli.talk);
+    match or_device_failure(|| run(cli.command)) {
         Ok(code) => output::finish(code),
         Err(Failure { message, code }) => {
             ranks::fail_together(&message);
@@ -54,21 +59,39 @@ fn main() -> ExitCode {
     }
 }
 
+/// Sends what the crates below log to standard error: warnings, or as much as `RUST_LOG`, `--quiet` or `--verbose` asks for.
+fn log(talk: TalkArgs) {
+    let level = match talk {
+        TalkArgs { quiet: true, .. } => Some("error"),
+        TalkArgs { verbose: true, .. } => Some("info"),
+        _ => None,
+    };
+    let filter = level
+        .map_or_else(|| EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn")), EnvFilter::new);
+    let with_colours = terminal::stderr_takes_escapes();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(|| output::LogWriter)
+        .with_ansi(with_colours)
+        .without_time()
+        .init();
+}
+
 /// Says what is wrong with the arguments, or what was asked about them.
 fn refuse(error: &clap::Error) -> ! {
-    if error.use_stderr() {
-        let text = error.to_string();
-        // The rest is how the command is used.
-        let line = text.lines().next().unwrap_or_default();
-        ranks::fail_together(line.strip_prefix("error: ").unwrap_or(line));
-    }
-    if error.use_stderr() {
-        eprint!("{}", error.render());
-    } else {
+    if !error.use_stderr() {
         print!("{}", error.render());
         output::flush();
+        std::process::exit(error.exit_code());
     }
-    std::process::exit(error.exit_code())
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        eprint!("{}", error.render());
+        std::process::exit(error.exit_code());
+    }
+    let OneLine { message, usage } = OneLine::new(error);
+    ranks::fail_together(&message);
+    failure::say_error(if usage.is_empty() { message } else { format!("{message}\n\n{usage}") });
+    std::process::exit(2)
 }
 
 fn run(command: Command) -> Result<ExitCode, Failure> {
@@ -91,6 +114,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Bench(args) => bench::run(&args),
         Command::Report(args) => train::report(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Completions(args) => completions::run(&args),
         Command::RenderTemplate => chat::render::serve(),
     }
 }

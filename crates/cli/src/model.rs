@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use moeworks_model::chat::ChatTemplate;
+use moeworks_model::generation::SamplingDefaults;
 use moeworks_model::gguf::{self, GgufFile};
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, hf};
 use moeworks_ops::Context;
@@ -59,6 +60,14 @@ impl Source {
         match self {
             Self::Folder(run) => Ok(hf::stop_ids(&run.model_dir, tokenizer)?),
             Self::Gguf(file) => Ok(file.stop_ids()?),
+        }
+    }
+
+    /// The sampling settings that the model's files recommend, and the name of what has them.
+    pub(crate) fn sampling_defaults(&self) -> Result<(SamplingDefaults, &'static str), Failure> {
+        match self {
+            Self::Folder(run) => Ok((hf::sampling_defaults(&run.model_dir)?, "generation_config.json")),
+            Self::Gguf(file) => Ok((SamplingDefaults::from_gguf(file)?, "general.sampling of the GGUF file")),
         }
     }
 
@@ -142,7 +151,7 @@ pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
     let ctx = if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) };
     let (ctx, missing) = ctx.on_device(device)?;
     if let Some(missing) = missing {
-        eprintln!("--device auto computes on the processor: {missing}");
+        notice!("--device auto computes on the CPU: {missing}");
     }
     if expert_room > 0.0 {
         let Some(gpu) = ctx.gpu().cloned() else {

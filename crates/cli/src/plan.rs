@@ -21,6 +21,8 @@ use crate::train::resolve_config;
 
 /// Layouts that are shown.
 const SHOWN: usize = 8;
+/// Ranks of the smallest cluster that is simulated.
+const LEAST_SIMULATED_RANKS: usize = 8;
 /// Ranks of the largest cluster that is simulated, unless told.
 const SIMULATED_RANKS: usize = 2048;
 /// Tokens of a rank in the table on paper.
@@ -94,6 +96,12 @@ fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Est
 }
 
 fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    if let Some(ranks) = args.ranks.filter(|&ranks| ranks < LEAST_SIMULATED_RANKS) {
+        return Err(Failure::input(format!(
+            "--simulate --ranks {ranks}: the table begins at {LEAST_SIMULATED_RANKS} ranks; give at least as many, or leave \
+             --simulate out for layouts on {ranks}"
+        )));
+    }
     let is_own_model = args.config.config.is_some() || args.config.preset.is_some() || !args.config.settings.is_empty();
     let (shape, workload) = if is_own_model {
         let config = config_to_lay_out(args)?;

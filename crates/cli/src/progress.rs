@@ -1,15 +1,17 @@
 //! The live line of a training run, on standard error. Standard output is kept for what the user asked for.
 
-use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moeworks_train::metrics::Record;
 
+use crate::notice::is_quiet;
+use crate::terminal::stderr_takes_escapes;
+
 /// Without a terminal a line is printed at most this often.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Shows a run step by step: one line that is drawn anew on a terminal, a plain line now and then elsewhere.
+/// Shows a run step by step: one line that is drawn anew on a terminal that takes escape codes, a plain line now and then elsewhere.
 pub(crate) struct Display {
     bar: Option<ProgressBar>,
     started: Instant,
@@ -20,7 +22,7 @@ pub(crate) struct Display {
 
 impl Display {
     pub(crate) fn new(first_step: u64) -> Self {
-        let bar = stderr().is_terminal().then(|| {
+        let bar = (stderr_takes_escapes() && !is_quiet()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(10));
             if let Ok(style) = ProgressStyle::with_template("{msg}") {
                 bar.set_style(style);
@@ -44,7 +46,7 @@ impl Display {
         let is_due = self.last_plain.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL);
         if is_due || record.val_loss.is_some() || record.step == total_steps {
             self.last_plain = Some(Instant::now());
-            eprintln!("{line}");
+            notice!("{line}");
         }
     }
 
@@ -68,8 +70,8 @@ impl Display {
     /// Prints something above the live line.
     pub(crate) fn note(&self, text: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+            Some(bar) => bar.suspend(|| notice!("{text}")),
+            None => notice!("{text}"),
         }
     }
 

@@ -58,7 +58,8 @@ pub(crate) fn on_ranks<R: Send>(
 /// where there are no others, or where they have met and it was said.
 pub(crate) fn fail_together(message: &str) {
     #[cfg(unix)]
-    if std::env::args_os().nth(1).is_some_and(|command| command == "train") && is_one_of_many() {
+    let command = std::env::args_os().skip(1).find(|arg| !arg.as_encoded_bytes().starts_with(b"-"));
+    if command.is_some_and(|command| command == "train") && is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
         let failed = |_: &dyn Communicator| Err::<(), _>(Failure::input(message));
         // What comes back is that the ranks cannot meet, or have done so before.

@@ -31,14 +31,14 @@ pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
     target(&*plot_path, "validation loss of routing schemes").check()?;
     let study = study_of(args)?;
     let variants = study.variants()?;
-    eprintln!("{} variants, {} seeds each, in {}", variants.len(), args.seeds, args.runs.display());
+    notice!("{} variants, {} seeds each, in {}", variants.len(), args.seeds, args.runs.display());
     let mut shown: Option<(String, Display)> = None;
     let findings = study.run(&requests()?, |name, event| {
         if shown.as_ref().is_none_or(|(of, _)| of != name) {
             if let Some((_, display)) = shown.take() {
                 display.finish();
             }
-            eprintln!("{name}");
+            notice!("{name}");
         }
         let (_, display) = shown.get_or_insert_with(|| (name.to_owned(), Display::new(0)));
         if let Event::Step { record, total_steps, val_loss } = event {
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
         }
     })?;
     let Some(findings) = findings else {
-        eprintln!("Stopped. The same command goes on.");
+        notice!("Stopped. The same command goes on.");
         return Ok(ExitCode::from(exit_code()));
     };
     let plot_name = plot_path.file_name().unwrap_or_default().to_string_lossy();

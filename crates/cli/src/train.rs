@@ -18,6 +18,7 @@ use crate::progress::{Display, duration, thousands};
 use crate::quote;
 use crate::ranks::on_ranks;
 use crate::signals::{exit_code, requests};
+use crate::terminal::printable;
 
 /// How a trace that this program made begins.
 const TRACE_MARK: &str =
@@ -122,25 +123,25 @@ struct End {
 impl End {
     fn show(&self, seconds: f64) -> Result<ExitCode, Failure> {
         let steps = self.progress.step;
-        eprintln!();
+        notice!();
         match self.outcome {
-            Outcome::Finished => eprintln!("Done: {} steps in {}.", thousands(steps), duration(seconds)),
-            Outcome::Stopped => eprintln!("Stopped after step {} of {}.", steps, self.total_steps),
+            Outcome::Finished => notice!("Done: {} steps in {}.", thousands(steps), duration(seconds)),
+            Outcome::Stopped => notice!("Stopped after step {} of {}.", steps, self.total_steps),
         }
         if let Some(loss) = self.progress.val_loss {
-            eprintln!("Validation loss {loss:.4} ({:.3} bits a token).", loss / std::f64::consts::LN_2);
+            notice!("Validation loss {loss:.4} ({:.3} bits a token).", loss / std::f64::consts::LN_2);
         }
         if let Some(checkpoint) = &self.checkpoint {
-            eprintln!("Checkpoint: {}", checkpoint.display());
+            notice!("Checkpoint: {}", checkpoint.display());
         }
-        eprintln!("Report:     {}", self.report.display());
+        notice!("Report:     {}", self.report.display());
         // Lines to paste.
         let (program, run) = (quote::program(), quote::path(&self.run_dir));
         if self.outcome == Outcome::Stopped {
-            eprintln!("Go on:      {program} train --resume {run}");
+            notice!("Go on:      {program} train --resume {run}");
             return Ok(ExitCode::from(exit_code()));
         }
-        eprintln!("Next:       {program} generate {run} {}", quote::option("--prompt", &self.prompt));
+        notice!("Next:       {program} generate {run} {}", quote::option("--prompt", &self.prompt));
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -238,19 +239,14 @@ fn announce(trainer: &Trainer) {
     let config = trainer.config();
     let (dataset, seq_len) = (trainer.dataset(), config.train.seq_len as u64);
     let parameters = moeworks_model::account::Parameters::of(&config.model);
-    eprintln!(
+    notice!(
         "Training {} parameters ({} active per token) on {} tokens, validating on {}.",
         thousands(parameters.total()),
         thousands(parameters.active()),
         thousands(dataset.train().len() * seq_len),
         thousands(dataset.validation().len() * seq_len),
     );
-    eprintln!("Run:        {}", trainer.run_dir().display());
-}
-
-/// A model that has learnt little writes control characters, which a terminal would obey.
-fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
+    notice!("Run:        {}", trainer.run_dir().display());
 }
 
 fn watch(trainer: &mut Trainer, requests: &Requests) -> Result<Outcome, TrainError> {

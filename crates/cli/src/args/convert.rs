@@ -5,6 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 
 #[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  moeworks upcycle DENSE OUT --experts 8 --top-k 2\n  moeworks train --from OUT --data text.txt"
+)]
 pub(crate) struct UpcycleArgs {
     /// The dense model: a run, a checkpoint or a model folder
     pub(crate) dense: PathBuf,
@@ -31,19 +34,22 @@ pub(crate) struct UpcycleArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  moeworks convert MODEL OUT --dtype bf16\n  moeworks convert MODEL OUT --quantize int8 --only experts"
+)]
 pub(crate) struct ConvertArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     /// The folder that is written
     pub(crate) out: PathBuf,
-    /// Type of the matrices: f32, bf16 or f16 (default: as they are)
-    #[arg(long)]
+    /// Type of the matrices (default: as they are)
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16"])]
     pub(crate) dtype: Option<String>,
-    /// Write matrices as blocks of 32 small integers with a scale: int8 or int4. Embeddings, norms, biases and routers stay
-    #[arg(long, value_name = "TYPE")]
+    /// Write matrices as blocks of 32 small integers with a scale. Embeddings, norms, biases and routers stay
+    #[arg(long, value_name = "TYPE", value_parser = ["int8", "int4"])]
     pub(crate) quantize: Option<String>,
-    /// Which matrices --quantize means: experts (default: all)
-    #[arg(long, requires = "quantize", value_name = "WHICH")]
+    /// Which matrices --quantize means (default: all)
+    #[arg(long, requires = "quantize", value_name = "WHICH", value_parser = ["experts"])]
     pub(crate) only: Option<String>,
     /// Replace the model that is in the folder already
     #[arg(long)]

@@ -7,6 +7,10 @@ use clap::Args;
 use super::ComputeArgs;
 
 #[derive(Debug, Args)]
+#[command(
+    override_usage = "moeworks evaluate [OPTIONS] <MODEL> --data <PATH>...",
+    before_help = "Usual use:\n  moeworks evaluate MODEL --data held-out.txt"
+)]
 pub(crate) struct EvaluateArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
@@ -27,6 +31,7 @@ pub(crate) struct EvaluateArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(before_help = "Usual use:\n  moeworks inspect MODEL")]
 pub(crate) struct InspectArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
@@ -36,6 +41,10 @@ pub(crate) struct InspectArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    override_usage = "moeworks routing [OPTIONS] <MODEL> --data <FILE>...",
+    before_help = "Usual use:\n  moeworks routing MODEL --data text.txt    writes routing.html"
+)]
 pub(crate) struct RoutingArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,

@@ -1,28 +1,50 @@
 //! The options that say what computes, shared by commands.
 
-use clap::Args;
+use std::ffi::OsStr;
+use std::str::FromStr as _;
+
+use clap::builder::{PossibleValue, TypedValueParser};
+use clap::{Arg, Args, Command, Error};
 use moeworks_ops::cuda::DeviceChoice;
 
-/// In what way a model computes.
+/// The options that say in what way a model computes.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Machine")]
 pub(crate) struct ComputeArgs {
-    /// Precision of the products: that of the weights as they are stored, f32 or bf16
-    #[arg(long, default_value = "stored")]
+    /// Precision of the products; `stored` is that of the weights as they are in the files
+    #[arg(long, default_value = "stored", value_parser = ["stored", "f32", "bf16"])]
     pub(crate) precision: String,
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
 }
 
-/// What computes.
+/// The options that say which threads and which device compute.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Machine")]
 pub(crate) struct MachineArgs {
     /// Threads (0: one for each core)
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) threads: usize,
-    /// cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto: a GPU if there is one
-    #[arg(long, default_value_t)]
+    /// The device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (a GPU if there is one)
+    #[arg(long, value_name = "NAME", default_value_t, value_parser = DeviceParser, hide_possible_values = true)]
     pub(crate) device: DeviceChoice,
-    /// GB of a GPU's memory for experts; those that find no room stay in the host's until tokens choose them (0: all are on the GPU)
+    /// GB of a GPU's memory for experts; the others stay in the host's memory until tokens choose them (0: all on the GPU)
     #[arg(long, value_name = "GB", default_value_t = 0.0)]
     pub(crate) expert_room: f64,
+}
+
+/// Reads the name of a device. The shells' completions offer the common ones.
+#[derive(Clone)]
+pub(super) struct DeviceParser;
+
+impl TypedValueParser for DeviceParser {
+    type Value = DeviceChoice;
+
+    fn parse_ref(&self, cmd: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<DeviceChoice, Error> {
+        DeviceChoice::from_str.parse_ref(cmd, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(["cpu", "cuda", "auto"].into_iter().map(PossibleValue::new)))
+    }
 }

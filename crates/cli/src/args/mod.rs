@@ -2,63 +2,97 @@
 
 mod bench;
 mod convert;
+mod errors;
 mod generate;
+mod help;
 mod inspect;
 mod machine;
+mod parse;
 mod plan;
 mod train;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
 
 use crate::version;
 
-pub(crate) use bench::BenchArgs;
+pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
-pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
+pub(crate) use errors::OneLine;
+pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs, TokenLimit};
+pub(crate) use help::command;
 pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs};
 pub(crate) use machine::{ComputeArgs, MachineArgs};
+pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 
-/// Train, balance and serve Mixture-of-Experts models.
+/// Train, balance and run Mixture-of-Experts language models.
 #[derive(Debug, Parser)]
 #[command(name = "moeworks", version = version::short(), long_version = version::long(), arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+    #[command(flatten)]
+    pub(crate) talk: TalkArgs,
+}
+
+/// How much the program says on standard error.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct TalkArgs {
+    /// Print only results and errors: no progress, notes or warnings
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
+    /// Say more of what is done, such as the sampling settings and tokens per second
+    #[arg(short, long, global = true)]
+    pub(crate) verbose: bool,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Train a language model on text; with no options on the text of the checkout you stand in
+    /// Train a language model on text
     Train(TrainArgs),
-    /// Continue a prompt with a trained model
+    /// Continue a text
     Generate(GenerateArgs),
-    /// Talk with a model by its own chat template; turns are lines, typed or piped in
+    /// Talk with a model by its own chat template
     Chat(ChatArgs),
-    /// Loss, perplexity, bits per byte and expert load of a model on a text
+    /// Measure how well a model predicts a text: loss, perplexity, bits per byte, expert load
     Evaluate(EvaluateArgs),
-    /// What a run or a model folder holds: parameters, memory, expert load
+    /// Show what a model has: parameters, memory, expert load
     Inspect(InspectArgs),
-    /// What training a configuration would cost, before training it
+    /// Say what training a configuration would cost
     Estimate(EstimateArgs),
-    /// Propose how to lay a model out on ranks, and say what each layout costs
+    /// Propose layouts of a model on several ranks, and say what each costs
     Plan(PlanArgs),
-    /// Show a text coloured by the experts that its tokens go to, layer by layer, as an HTML page
+    /// Write a page that shows which experts the tokens of a text go to
     Routing(RoutingArgs),
-    /// Train the same small model with each routing scheme, and a dense one beside it, and compare them on a page
+    /// Compare routing schemes: train the same small model with each, and a dense one beside it
     Study(StudyArgs),
-    /// Make a Mixture-of-Experts from a dense model: experts are copies of its feed-forwards
+    /// Make an MoE of a dense model: experts are copies of its feed-forward layers
     Upcycle(UpcycleArgs),
-    /// Write a model folder with its matrices in another type
+    /// Write a model folder in another type, also from a GGUF file
     Convert(ConvertArgs),
-    /// Measure this machine's peaks and the kernels' share of them
+    /// Measure this machine and the kernels on it
     Bench(BenchArgs),
-    /// Write a run's HTML report again from its metrics
+    /// Write the HTML report of a run again
     Report(ReportArgs),
     /// Say what of this machine the program can use, what is missing, and what to do
     Doctor(DoctorArgs),
+    /// Print a script that completes commands and options in a shell
+    Completions(CompletionsArgs),
     /// Carries out a chat template for another process
     #[command(hide = true)]
     RenderTemplate,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  source <(moeworks completions bash)                                       bash, for this session\n  \
+                         moeworks completions zsh > ~/.zfunc/_moeworks                             zsh, with ~/.zfunc in $fpath\n  \
+                         moeworks completions fish > ~/.config/fish/completions/moeworks.fish      fish"
+)]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    #[arg(value_enum)]
+    pub(crate) shell: Shell,
 }

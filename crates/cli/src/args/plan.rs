@@ -7,6 +7,9 @@ use clap::Args;
 use super::ConfigArgs;
 
 #[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  moeworks estimate --config run.toml\n  moeworks estimate --preset small --set train.steps=5000"
+)]
 pub(crate) struct EstimateArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
@@ -16,6 +19,11 @@ pub(crate) struct EstimateArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  moeworks plan --ranks 8                   layouts on 8 ranks of this machine\n  \
+                         moeworks plan --topology cluster.toml     layouts on a described cluster\n  \
+                         moeworks plan --simulate                  how a described cluster scales from 8 to 2,048 ranks"
+)]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,

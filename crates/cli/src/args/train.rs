@@ -3,13 +3,17 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::PossibleValuesParser;
 use moeworks_ops::cuda::DeviceChoice;
+use moeworks_train::config::PRESETS;
+
+use super::machine::DeviceParser;
 
 /// Where a configuration comes from; later ones win: preset, file, single settings.
 #[derive(Debug, Args)]
 pub(crate) struct ConfigArgs {
-    /// A named preset: tiny, small, olmoe-like, switch-like, deepseek-like
-    #[arg(long)]
+    /// A named shape of model with its settings (default: tiny)
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(PRESETS.map(|(name, _)| name)))]
     pub(crate) preset: Option<String>,
     /// A TOML file with settings (see `train --print-config`)
     #[arg(long, value_name = "FILE")]
@@ -20,6 +24,11 @@ pub(crate) struct ConfigArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  moeworks train                               a small model on the text of this folder, in minutes\n  \
+                         moeworks train --data books/ --preset small  on your own text\n  \
+                         moeworks train --resume auto                 go on with the newest run"
+)]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
@@ -40,8 +49,8 @@ pub(crate) struct TrainArgs {
     /// parallel.tp=N)
     #[arg(long, value_name = "N")]
     pub(crate) tp: Option<u64>,
-    /// What computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set train.device=NAME)
-    #[arg(long, value_name = "NAME")]
+    /// The device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set train.device=NAME)
+    #[arg(long, value_name = "NAME", value_parser = DeviceParser, hide_possible_values = true)]
     pub(crate) device: Option<DeviceChoice>,
     /// Let the ranks' threads run on any core (same as --set parallel.pin=false)
     #[arg(long)]
@@ -68,6 +77,7 @@ pub(crate) struct TrainArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(before_help = "Usual use:\n  moeworks study --data text.txt --only dense top-k")]
 pub(crate) struct StudyArgs {
     /// Settings of the base model, over those of a small one
     #[command(flatten)]
@@ -93,6 +103,7 @@ pub(crate) struct StudyArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(before_help = "Usual use:\n  moeworks report runs/NAME")]
 pub(crate) struct ReportArgs {
     /// A run folder
     pub(crate) run: PathBuf,

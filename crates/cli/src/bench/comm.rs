@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 use moeworks_train::measure::machine_bytes;
 use serde_json::{Value, json};
 
-use crate::args::BenchArgs;
+use crate::args::CommArgs;
 use crate::failure::Failure;
 use crate::page::{Target, write_whole};
 use crate::ranks::{MAX_THREADS, too_many_ranks};
@@ -66,7 +66,7 @@ struct Measured {
 /// How the file of a topology begins.
 const MARK: &str = "# Measured by `moeworks bench comm`";
 
-pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
+pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {
     Target { option: "--topology", path: &args.topology, mark: MARK, is_forced: args.force }.check()?;
     let measured = on_ranks(args.ranks, |comm| {
         let raw = is_launched().then(RawMpi::of_run).transpose().map_err(CommError::from)?;

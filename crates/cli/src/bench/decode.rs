@@ -93,15 +93,12 @@ impl Measured {
 pub(super) const HEADER: [&str; 8] =
     ["weights", "texts", "MB a step", "ms a step", "tokens/s", "of bandwidth", "prefill tokens/s", "of product"];
 
-/// The types that `--types` names, all without.
-pub(super) fn types(names: &[String]) -> Result<Vec<DType>, Failure> {
+/// Returns the types that `--types` names; all of them if it names none.
+pub(super) fn types(names: &[String]) -> Vec<DType> {
     const TYPES: [(&str, DType); 4] =
         [("f32", DType::F32), ("bf16", DType::BF16), ("q8", DType::Q8), ("q4", DType::Q4)];
-    let named = |name: &String| {
-        let found = TYPES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
-        found.map(|&(_, dtype)| dtype).ok_or_else(|| Failure::input(format!("--types {name}: f32, bf16, q8 or q4")))
-    };
-    if names.is_empty() { Ok(TYPES.map(|(_, dtype)| dtype).to_vec()) } else { names.iter().map(named).collect() }
+    let is_asked = |known: &str| names.is_empty() || names.iter().any(|name| name.eq_ignore_ascii_case(known));
+    TYPES.iter().filter(|(known, _)| is_asked(known)).map(|&(_, dtype)| dtype).collect()
 }
 
 /// Of the shape that a folder's `config.json` describes, or OLMoE's; of so many layers, if it is said.

@@ -18,7 +18,7 @@ use serde_json::json;
 use super::comm::{num_cores, on_ranks};
 use super::gradients;
 use super::pass::Pass;
-use crate::args::BenchArgs;
+use crate::args::OverlapArgs;
 use crate::failure::Failure;
 use crate::tables;
 
@@ -34,7 +34,7 @@ const SEED: u64 = 1;
 /// Communication below this share of a pass is too little to say how much of it is hidden.
 const LITTLE: f64 = 0.02;
 
-pub(super) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
+pub(super) fn run(args: &OverlapArgs) -> Result<ExitCode, Failure> {
     let link = args.link.as_deref().map(parse_link).transpose()?;
     let measured = on_ranks(args.ranks, |comm| {
         let passes = measure(comm, link)?;

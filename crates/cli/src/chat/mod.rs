@@ -9,20 +9,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moeworks_model::BatchError;
 use moeworks_model::chat::{ChatTemplate, Message, final_message};
-use moeworks_model::generation::{CachedSequence, GenerateRequest, Sampler, StopReason};
+use moeworks_model::generation::{CachedSequence, GenerateRequest, Sampler};
 
-use crate::args::ChatArgs;
+use crate::args::{ChatArgs, TokenLimit};
 use crate::failure::Failure;
-use crate::generate::{flush, print_answer, sampler};
+use crate::generate::{End, flush, print_answer};
 use crate::model::{Model, Source};
+use crate::sampling::{Sampling, stop_texts, warn_of_unused};
 
 /// The exit code of a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
-    let sampler = sampler(&args.sampling)?;
     let source = Source::open(&args.model)?;
+    let (defaults, file) = source.sampling_defaults()?;
+    let sampling = Sampling::resolve(&args.sampling, &defaults, file)?;
+    let (sampler, stops) = (sampling.sampler()?, stop_texts(&args.stop, &args.sampling, &defaults)?);
     let model = Model::of(&source, &args.compute)?;
+    warn_of_unused(&args.sampling, &defaults, file);
+    tracing::info!("sampling: {}", sampling.description);
     let template = match &args.template {
         Some(path) => ChatTemplate::from_file(path, &model.tokenizer)?,
         None => source.chat_template(&model.tokenizer)?.ok_or_else(|| {
@@ -34,7 +39,12 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let mut chat = Chat {
         messages: system.collect(),
         sequence: CachedSequence::new(model.decoder.config()),
-        max_tokens: args.max_tokens,
+        max_tokens: match args.max_tokens {
+            Some(TokenLimit::Tokens(count)) => Some(count),
+            Some(TokenLimit::Room) => None,
+            None => defaults.max_new_tokens.filter(|_| !args.sampling.no_model_sampling),
+        },
+        stops,
         interrupts: Interrupts::watch()?,
         model: &model,
         template,
@@ -46,8 +56,8 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
         if line.trim().is_empty() {
             continue;
         }
-        let reason = chat.turn(&line)?;
-        if reason == StopReason::Asked && !is_interactive {
+        let end = chat.turn(&line)?;
+        if end == End::Interrupted && !is_interactive {
             return Ok(ExitCode::from(INTERRUPTED));
         }
     }
@@ -103,12 +113,13 @@ struct Chat<'a> {
     messages: Vec<Message>,
     sequence: CachedSequence,
     max_tokens: Option<usize>,
+    stops: Vec<String>,
     interrupts: Interrupts,
 }
 
 impl Chat<'_> {
     /// Says `text` to the model and prints what it answers.
-    fn turn(&mut self, text: &str) -> Result<StopReason, Failure> {
+    fn turn(&mut self, text: &str) -> Result<End, Failure> {
         let Model { tokenizer, decoder, stop_ids, .. } = self.model;
         self.messages.push(Message::new("user", tokenizer.guard(text)));
         let prompt = tokenizer.encode_rendered(&render::render(&self.template, &self.messages)?)?;
@@ -121,13 +132,14 @@ impl Chat<'_> {
         let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids };
         self.interrupts.set_answering(true);
         let is_asked = &self.interrupts.is_asked;
-        let answer = print_answer(self.model, &mut self.sequence, &request, &mut self.sampler, || {
-            is_asked.load(Ordering::Relaxed)
-        })?;
+        let is_asked = || is_asked.load(Ordering::Relaxed);
+        let answer = print_answer(self.model, &mut self.sequence, &request, &mut self.sampler, &self.stops, is_asked);
         self.interrupts.set_answering(false);
+        // An error stands on a line of its own.
         println!();
+        let answer = answer?;
         let kept = if tokenizer.has_channels() { final_message(&answer.text) } else { &answer.text };
         self.messages.push(Message::new("assistant", tokenizer.guard(kept)));
-        Ok(answer.reason)
+        Ok(answer.end)
     }
 }

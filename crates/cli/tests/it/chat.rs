@@ -86,8 +86,57 @@ fn a_prompt_may_come_from_standard_input_and_room_is_kept_to() {
         piped(&work, &["generate", "run", "--prompt", "-", "--temperature", "0", "--max-tokens", "9"], "Line 7\n");
     assert_success(&read);
     assert_eq!(stdout(&typed), stdout(&read));
+    let file = work.file("prompt.txt", "Line 7\n");
+    let of_file = work.run(&["generate", "run", "--prompt-file", &file, "--temperature", "0", "--max-tokens", "9"]);
+    assert_eq!(stdout(&typed), stdout(&of_file));
     // 100 tokens of prompt leave room for 156, fewer than the usual 200.
     let long = "y".repeat(100);
     assert_success(&work.run(&["generate", "run", "--prompt", &long]));
+    assert_success(&work.run(&["generate", "run", "--prompt", &long, "--max-tokens", "-1"]));
     refused(&work, &["generate", "run", "--prompt", &long, "--max-tokens", "157"], &["256"]);
+    let nothing = work.run(&["generate", "run", "--prompt", "Line 7", "--max-tokens", "0"]);
+    assert_eq!(stdout(&nothing), "Line 7\n");
+}
+
+#[test]
+fn what_a_models_files_recommend_is_used_unless_options_say_otherwise() {
+    let work = with_model();
+    let args = ["generate", "model", "--prompt", "Line 7", "--max-tokens", "30", "-v"];
+    let run = |config: &str, more: &[&str]| {
+        work.file("model/generation_config.json", config);
+        let output = work.run(&[&args[..], more].concat());
+        assert_success(&output);
+        (stdout(&output), stderr(&output))
+    };
+    let greedy = run("{}", &["--temperature", "0"]).0;
+    assert_eq!(run(r#"{"do_sample": false}"#, &[]).0, greedy);
+    let (text, told) = run(r#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "num_beams": 4}"#, &[]);
+    assert!(told.contains("temperature 0.6 (generation_config.json), top_k 20 (generation_config.json)"), "{told}");
+    assert!(told.contains("not used here: num_beams = 4"), "{told}");
+    assert_eq!(text, run("{}", &["--temperature", "0.6", "--top-k", "20"]).0);
+    let (text, told) = run(r#"{"do_sample": true, "temperature": 0.6}"#, &["--no-model-sampling"]);
+    assert!(told.contains("temperature 0.8 (default)"), "{told}");
+    assert_eq!(text, run("{}", &[]).0);
+    // The likeliest token of a model that has learnt little comes again and again, unless that is made dear.
+    let penalised = run(r#"{"do_sample": false, "repetition_penalty": 5.0}"#, &[]).0;
+    assert_ne!(penalised, greedy);
+    assert_eq!(penalised, run("{}", &["--temperature", "0", "--repetition-penalty", "5"]).0);
+    work.file("model/generation_config.json", r#"{"temperature": "hot"}"#);
+    refused(&work, &["generate", "model"], &["generation_config.json", "temperature = \"hot\"", "must be a number"]);
+}
+
+#[test]
+fn a_stop_text_ends_the_answer_before_it() {
+    let work = with_model();
+    let args = ["generate", "run", "--prompt", "Line 7", "--max-tokens", "40", "--temperature", "5", "--seed", "3"];
+    let whole = stdout(&work.run(&args));
+    let answer: Vec<char> = whole.trim_end().chars().skip("Line 7".len()).collect();
+    // A text across several tokens, which are bytes here.
+    let stop: String = answer[10..14].iter().collect();
+    let before = whole.split(&stop).next().expect("a beginning");
+    let output = work.run(&[&args[..], &["--stop", "no such text", "--stop", &stop]].concat());
+    assert_success(&output);
+    assert_eq!(stdout(&output).trim_end_matches('\n'), before.trim_end_matches('\n'));
+    let told = work.run(&[&args[..], &["--stop", &stop, "-v"]].concat());
+    assert!(stderr(&told).contains("ended by a stop text"), "{}", stderr(&told));
 }

@@ -20,3 +20,4 @@ mod streams;
 mod study;
 mod switch;
 mod training;
+mod usage;
