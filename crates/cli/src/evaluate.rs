@@ -3,9 +3,10 @@
 //! A model with an encoder predicts what is left out of a text, in the way that T5 is trained.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use moeworks_model::PassStats;
-use moeworks_train::config::{DataConfig, RunConfig};
+use moeworks_train::config::RunConfig;
 use moeworks_train::data::{Batch, CachePlace, Sources, SpanRule, TokenStore, evaluation_batches, span_batches};
 use serde_json::{Value, json};
 
@@ -13,6 +14,7 @@ use crate::args::EvaluateArgs;
 use crate::failure::Failure;
 use crate::model::Model;
 use crate::progress::thousands;
+use crate::reading;
 use crate::tables;
 
 /// Tokens of a batch, whatever the sequence length.
@@ -98,10 +100,11 @@ fn print(model: &Model, result: &PassStats, bytes: Option<f64>) {
 
 /// The tokens of the texts, through the same cache as in training.
 fn tokens_of(model: &Model, args: &EvaluateArgs) -> Result<TokenStore, Failure> {
-    let config =
-        RunConfig { data: DataConfig { paths: args.data.clone(), ..DataConfig::default() }, ..RunConfig::default() };
-    let sources = Sources::find(&config.data)?;
+    let config = RunConfig { data: args.text.config(), ..RunConfig::default() };
+    let sources = Sources::find(&config.data, &reading::watch(Arc::default()))?;
     let tokens = TokenStore::open(&sources, &model.tokenizer, &CachePlace::of(&config))?;
+    tokens.notes().warn();
+    notice!("Data:       {}", tokens.summary(sources.num_files()));
     if tokens.len() < 2 {
         let message = format!("{}: {} tokens, but at least 2 are needed", sources.describe(), tokens.len());
         return Err(Failure::input(message));

@@ -26,6 +26,7 @@ mod plan;
 mod progress;
 mod quote;
 mod ranks;
+mod reading;
 mod routing;
 mod sampling;
 mod signals;

@@ -22,14 +22,7 @@ pub(crate) struct Display {
 
 impl Display {
     pub(crate) fn new(first_step: u64) -> Self {
-        let bar = (stderr_takes_escapes() && !is_quiet()).then(|| {
-            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(10));
-            if let Ok(style) = ProgressStyle::with_template("{msg}") {
-                bar.set_style(style);
-            }
-            bar
-        });
-        Self { bar, started: Instant::now(), first_step, last_plain: None, speed: None }
+        Self { bar: live_line(), started: Instant::now(), first_step, last_plain: None, speed: None }
     }
 
     /// Shows the state after a step.
@@ -81,6 +74,17 @@ impl Display {
             bar.abandon();
         }
     }
+}
+
+/// A line that is drawn anew, on a terminal that takes escape codes, unless `--quiet` was given.
+pub(crate) fn live_line() -> Option<ProgressBar> {
+    (stderr_takes_escapes() && !is_quiet()).then(|| {
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(10));
+        if let Ok(style) = ProgressStyle::with_template("{msg}") {
+            bar.set_style(style);
+        }
+        bar
+    })
 }
 
 /// Seconds as people say them.

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use moeworks_model::Rules;
-use moeworks_train::config::DataConfig;
 use moeworks_train::data::Sources;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
 use moeworks_train::store::Resolved;
@@ -15,6 +15,7 @@ use crate::failure::Failure;
 use crate::model::{Model, Source};
 use crate::page::{Target, write_whole};
 use crate::progress::thousands;
+use crate::reading;
 
 /// Tokens on a page at most: it holds every choice of each in every layer.
 const MAX_TOKENS: usize = 100_000;
@@ -31,7 +32,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     let default_out = run_dir.map_or_else(|| PAGE_FILE.into(), |run| run.join(PAGE_FILE));
     let out = args.out.clone().unwrap_or(default_out);
     Target { option: "--out", path: &out, mark: "Moeworks routing", is_forced: args.force }.check()?;
-    let sources = Sources::find(&DataConfig { paths: args.data.clone(), ..DataConfig::default() })?;
+    let sources = Sources::find(&args.text.config(), &reading::watch(Arc::default()))?;
     let model = Model::of(&source, &args.compute)?;
     let config = model.decoder.config();
     if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {

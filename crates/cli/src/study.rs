@@ -3,9 +3,11 @@
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use moeworks_train::Event;
 use moeworks_train::config::{ConfigLayers, Override};
+use moeworks_train::data::is_piped;
 use moeworks_train::study::{BASE, Study, plot, report};
 
 use crate::args::StudyArgs;
@@ -13,6 +15,7 @@ use crate::failure::Failure;
 use crate::page::{Target, write_whole};
 use crate::progress::Display;
 use crate::quote;
+use crate::reading;
 use crate::signals::{exit_code, requests};
 
 /// Seeds of a variant at most.
@@ -29,11 +32,16 @@ pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::input(format!("--out {}: is the name of the plot; give one of .md", args.out.display())));
     }
     target(&*plot_path, "validation loss of routing schemes").check()?;
+    if let Some(path) = args.data.iter().find(|path| is_piped(path)) {
+        return Err(Failure::input(format!("--data {path}: a study reads its text again for each run; name a file")));
+    }
     let study = study_of(args)?;
     let variants = study.variants()?;
     notice!("{} variants, {} seeds each, in {}", variants.len(), args.seeds, args.runs.display());
     let mut shown: Option<(String, Display)> = None;
-    let findings = study.run(&requests()?, |name, event| {
+    let requests = requests()?;
+    let watch = reading::watch(Arc::clone(&requests.stop));
+    let findings = study.run(&requests, &watch, |name, event| {
         if shown.as_ref().is_none_or(|(of, _)| of != name) {
             if let Some((_, display)) = shown.take() {
                 display.finish();

@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use moeworks_train::config::{ConfigLayers, OutputConfig, Override, RunConfig, print_config};
+use moeworks_train::data::DataError;
 use moeworks_train::report::write_report;
 use moeworks_train::store::{Pick, newest_run, resolve_run};
 use moeworks_train::{
@@ -17,6 +19,7 @@ use crate::page::Target;
 use crate::progress::{Display, duration, thousands};
 use crate::quote;
 use crate::ranks::on_ranks;
+use crate::reading;
 use crate::signals::{exit_code, requests};
 use crate::terminal::printable;
 
@@ -40,8 +43,12 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
         Target { option: "--trace", path, mark: TRACE_MARK, is_forced: args.force }.check()?;
     }
     let requests = requests()?;
-    let end = on_ranks((start.config(), trace.is_some()), |ranks| one_rank(&start, ranks, (&requests, trace)))?;
-    match end {
+    let end = on_ranks((start.config(), trace.is_some()), |ranks| one_rank(&start, ranks, (&requests, trace)));
+    if matches!(end, Err(TrainError::Data(DataError::Stopped))) {
+        eprintln!("Stopped while data was read; nothing was written.");
+        return Ok(ExitCode::from(exit_code()));
+    }
+    match end? {
         Some(end) => end.show(started.elapsed().as_secs_f64()),
         None => Ok(ExitCode::SUCCESS),
     }
@@ -69,12 +76,13 @@ impl Start {
         }
     }
 
-    fn trainer(&self, ranks: Option<Ranks>) -> Result<Trainer, TrainError> {
+    fn trainer(&self, ranks: Option<Ranks>, requests: &Requests) -> Result<Trainer, TrainError> {
+        let watch = &reading::watch(Arc::clone(&requests.stop));
         match self {
             Self::New { config, folder, from } => {
-                Trainer::start_over(config.clone(), folder.clone(), from.as_deref(), ranks)
+                Trainer::start_over(config.clone(), folder.clone(), from.as_deref(), ranks, watch)
             }
-            Self::Resumed { config, run_dir } => Trainer::resume_over(run_dir.clone(), config.clone(), ranks),
+            Self::Resumed { config, run_dir } => Trainer::resume_over(run_dir.clone(), config.clone(), ranks, watch),
         }
     }
 }
@@ -87,12 +95,12 @@ fn one_rank(
 ) -> Result<Option<End>, TrainError> {
     let write_trace = |trainer: &Trainer| trace.map_or(Ok(()), |path| trainer.write_trace(path));
     if ranks.as_ref().is_some_and(|ranks| !ranks.is_root()) {
-        let mut trainer = start.trainer(ranks)?;
+        let mut trainer = start.trainer(ranks, requests)?;
         trainer.run(requests, &mut |_| ())?;
         write_trace(&trainer)?;
         return Ok(None);
     }
-    let mut trainer = start.trainer(ranks)?;
+    let mut trainer = start.trainer(ranks, requests)?;
     announce(&trainer);
     let outcome = watch(&mut trainer, requests).and_then(|outcome| write_trace(&trainer).map(|()| outcome));
     // The report is also wanted of a run that failed.
@@ -106,6 +114,7 @@ fn one_rank(
         progress: trainer.progress().clone(),
         total_steps: trainer.config().train.steps,
         prompt: trainer.config().train.sample_prompt.clone(),
+        shares: reading::shares(trainer.dataset(), trainer.progress().step),
     }))
 }
 
@@ -118,6 +127,8 @@ struct End {
     progress: Progress,
     total_steps: u64,
     prompt: String,
+    /// The shares that sources had, if there are several.
+    shares: Option<String>,
 }
 
 impl End {
@@ -130,6 +141,9 @@ impl End {
         }
         if let Some(loss) = self.progress.val_loss {
             notice!("Validation loss {loss:.4} ({:.3} bits a token).", loss / std::f64::consts::LN_2);
+        }
+        if let Some(shares) = &self.shares {
+            notice!("Shares:     {shares} of the tokens trained on");
         }
         if let Some(checkpoint) = &self.checkpoint {
             notice!("Checkpoint: {}", checkpoint.display());
@@ -238,13 +252,17 @@ fn resumed(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Start, F
 fn announce(trainer: &Trainer) {
     let config = trainer.config();
     let (dataset, seq_len) = (trainer.dataset(), config.train.seq_len as u64);
+    notice!("Data:       {}", dataset.summary());
+    for source in reading::sources(dataset, config.train.steps) {
+        notice!("            {source}");
+    }
     let parameters = moeworks_model::account::Parameters::of(&config.model);
     notice!(
         "Training {} parameters ({} active per token) on {} tokens, validating on {}.",
         thousands(parameters.total()),
         thousands(parameters.active()),
-        thousands(dataset.train().len() * seq_len),
-        thousands(dataset.validation().len() * seq_len),
+        thousands(dataset.num_train() * seq_len),
+        thousands(dataset.num_validation() * seq_len),
     );
     notice!("Run:        {}", trainer.run_dir().display());
 }

@@ -5,6 +5,7 @@
 //! where a value came from, and no setting is optional: a run reads the value that [`print_config`] shows.
 
 mod check;
+mod data;
 mod error;
 mod layers;
 mod presets;
@@ -21,6 +22,7 @@ use moeworks_plan::{Layout, Order, Wire};
 use moeworks_tensor::DType;
 use serde::{Deserialize, Serialize};
 
+pub use data::{DataConfig, DataFormat, TokenizerChoice};
 pub use error::ConfigError;
 pub use layers::{ConfigLayers, Override};
 pub use presets::PRESETS;
@@ -49,78 +51,6 @@ pub struct RunConfig {
     pub parallel: ParallelConfig,
     /// Where the results go.
     pub run: OutputConfig,
-}
-
-/// Where text comes from and how it becomes tokens.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct DataConfig {
-    /// Files, folders and globs, relative to the folder that the program is started in; empty for the text of the
-    /// checkout that the program stands in.
-    pub paths: Vec<String>,
-    /// How text becomes tokens.
-    pub tokenizer: TokenizerChoice,
-    /// Tokens of a tokenizer that is trained on the data (`tokenizer = "bpe"`).
-    pub bpe_vocab_size: usize,
-    /// Share of the tokens held out for validation, 0 to 0.5.
-    pub validation_fraction: f64,
-    /// Which tokens those are: the same text and sequence length give the same ones whatever the seed of training is.
-    pub validation_seed: u64,
-    /// Field of a JSON line and column of a Parquet file that holds the text.
-    pub text_field: String,
-    /// The run or model folder whose embeddings `router.hash = "clustered"` clusters; empty for none.
-    #[serde(serialize_with = "as_text")]
-    pub hash_embeddings: PathBuf,
-    /// Folder of tokenised data; empty for the user's cache folder.
-    #[serde(serialize_with = "as_text")]
-    pub cache_dir: PathBuf,
-}
-
-impl Default for DataConfig {
-    fn default() -> Self {
-        Self {
-            paths: Vec::new(),
-            tokenizer: TokenizerChoice::Bytes,
-            bpe_vocab_size: 8192,
-            validation_fraction: 0.05,
-            validation_seed: 1,
-            text_field: "text".into(),
-            hash_embeddings: PathBuf::new(),
-            cache_dir: PathBuf::new(),
-        }
-    }
-}
-
-/// How text becomes tokens; written as `"bytes"`, `"bpe"` or a path.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "String", into = "String")]
-pub enum TokenizerChoice {
-    /// A token for each byte.
-    Bytes,
-    /// Byte-pair encoding trained on the data.
-    Bpe,
-    /// A `tokenizer.json`.
-    File(String),
-}
-
-impl From<String> for TokenizerChoice {
-    fn from(text: String) -> Self {
-        match text.as_str() {
-            "bytes" => Self::Bytes,
-            "bpe" => Self::Bpe,
-            _ => Self::File(text),
-        }
-    }
-}
-
-impl From<TokenizerChoice> for String {
-    fn from(choice: TokenizerChoice) -> Self {
-        match choice {
-            TokenizerChoice::Bytes => "bytes".into(),
-            TokenizerChoice::Bpe => "bpe".into(),
-            TokenizerChoice::File(path) => path,
-        }
-    }
 }
 
 /// How the learning rate goes after the warm-up.

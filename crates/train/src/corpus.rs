@@ -4,7 +4,7 @@ use moeworks_model::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::config::{RunConfig, TokenizerChoice};
-use crate::data::{Dataset, Encode, Sources, SpanRule};
+use crate::data::{Dataset, Encode, Mix, SpanRule, Watch};
 use crate::error::TrainError;
 
 /// A BPE tokenizer learns from at most this much text: more changes few merges and takes long.
@@ -38,26 +38,26 @@ pub(crate) struct Corpus {
 }
 
 impl Corpus {
-    /// Finds the texts of `config` and tokenises them: with `tokenizer` if the run has one already, else with the one that the
+    /// Finds the texts of `config` and tokenises them, told to `watch`: with `tokenizer` if the run has one already, else with the one that the
     /// configuration names or asks to be trained.
-    pub(crate) fn open(config: &RunConfig, tokenizer: Option<Tokenizer>) -> Result<Self, TrainError> {
-        let sources = Sources::find(&config.data)?;
+    pub(crate) fn open(config: &RunConfig, tokenizer: Option<Tokenizer>, watch: &Watch) -> Result<Self, TrainError> {
+        let mix = Mix::find(&config.data, watch)?;
         let tokenizer = match tokenizer {
             Some(tokenizer) => tokenizer,
-            None => choose_tokenizer(config, &sources)?,
+            None => choose_tokenizer(config, &mix)?,
         };
         let spans = SpanRule::of(&config.model, &tokenizer)?;
-        let dataset = Dataset::open(config, &sources, &tokenizer)?.with_spans(spans);
-        Ok(Self { dataset, tokenizer, hash: format!("{:032x}", sources.hash()) })
+        let dataset = Dataset::open(config, &mix, &tokenizer)?.with_spans(spans);
+        Ok(Self { dataset, tokenizer, hash: format!("{:032x}", mix.hash()) })
     }
 }
 
-fn choose_tokenizer(config: &RunConfig, sources: &Sources) -> Result<Tokenizer, TrainError> {
+fn choose_tokenizer(config: &RunConfig, mix: &Mix) -> Result<Tokenizer, TrainError> {
     Ok(match &config.data.tokenizer {
         TokenizerChoice::Bytes => Tokenizer::bytes(),
         TokenizerChoice::File(path) => Tokenizer::from_file(path.as_ref())?,
         TokenizerChoice::Bpe => {
-            let texts = sources.sample_texts(BPE_TRAINING_BYTES)?;
+            let texts = mix.sample_texts(BPE_TRAINING_BYTES)?;
             let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
             Tokenizer::train_bpe(&texts, config.data.bpe_vocab_size)?
         }

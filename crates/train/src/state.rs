@@ -14,6 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
+use crate::data::is_stdin;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
 use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
@@ -195,7 +196,7 @@ impl Stored {
 /// Makes the paths of the data absolute, so that the run can be resumed from any folder.
 pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
     let absolute = |path: &Path| std::path::absolute(path).map_err(TrainError::io(path));
-    for path in &mut config.data.paths {
+    for path in config.data.paths.iter_mut().filter(|path| !is_stdin(path)) {
         *path = absolute(Path::new(path))?.display().to_string();
     }
     if !config.data.hash_embeddings.as_os_str().is_empty() {

@@ -3,8 +3,36 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use moeworks_train::config::{DataConfig, DataFormat};
 
 use super::ComputeArgs;
+
+/// The text that a command reads.
+#[derive(Debug, Args)]
+pub(crate) struct DataArgs {
+    /// The text, as for `train --data`; - for standard input
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(crate) data: Vec<String>,
+    /// Field of JSON rows and column of CSV and Parquet files that holds the text
+    #[arg(long, value_name = "NAME", default_value = "text")]
+    pub(crate) text_field: String,
+    /// How the files hold documents: auto (by name and content), text, json (rows), csv or parquet
+    #[arg(long, value_name = "FORMAT", default_value = "auto")]
+    pub(crate) data_format: DataFormat,
+}
+
+impl DataArgs {
+    /// The data as settings.
+    pub(crate) fn config(&self) -> DataConfig {
+        let Self { data, text_field, data_format } = self;
+        DataConfig {
+            paths: data.clone(),
+            text_field: text_field.clone(),
+            format: *data_format,
+            ..DataConfig::default()
+        }
+    }
+}
 
 #[derive(Debug, Args)]
 #[command(
@@ -14,9 +42,8 @@ use super::ComputeArgs;
 pub(crate) struct EvaluateArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
-    /// Texts to evaluate on, as for `train --data`
-    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
-    pub(crate) data: Vec<String>,
+    #[command(flatten)]
+    pub(crate) text: DataArgs,
     /// Tokens a sequence (default: as in training, or the model's maximum up to 1,024)
     #[arg(long)]
     pub(crate) seq_len: Option<usize>,
@@ -48,9 +75,8 @@ pub(crate) struct InspectArgs {
 pub(crate) struct RoutingArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
-    /// The text, as for `train --data`
-    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
-    pub(crate) data: Vec<String>,
+    #[command(flatten)]
+    pub(crate) text: DataArgs,
     /// The page (default: routing.html in the run's folder; in the current one for a model folder)
     #[arg(long, value_name = "PAGE.html")]
     pub(crate) out: Option<PathBuf>,

@@ -72,10 +72,10 @@ mod tests {
         ] {
             let Ok(Typed::Evaluate(args)) = typed(line) else { panic!("{line}: {:?}", typed(line)) };
             assert_eq!(args.model, Path::new("M"), "{line}");
-            assert_eq!(args.data, ["a.txt", "b.txt"], "{line}");
+            assert_eq!(args.text.data, ["a.txt", "b.txt"], "{line}");
         }
         let Ok(Typed::Routing(args)) = typed("moeworks routing --data - M") else { panic!("routing") };
-        assert_eq!((args.model.as_path(), args.data), (Path::new("M"), vec!["-".to_owned()]));
+        assert_eq!((args.model.as_path(), args.text.data), (Path::new("M"), vec!["-".to_owned()]));
         assert_eq!(typed("moeworks evaluate --data a.txt").unwrap_err().kind(), ErrorKind::MissingRequiredArgument);
     }
 

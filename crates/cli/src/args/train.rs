@@ -32,8 +32,9 @@ pub(crate) struct ConfigArgs {
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// Text files, folders, globs, .jsonl or .parquet files, gzip or zstd compressed or not
-    #[arg(long, value_name = "PATH", num_args = 1..)]
+    /// Text files, folders, globs, .jsonl, .json, .csv or .parquet files, gzip or zstd compressed or not; - for standard input.
+    /// With a weight behind each, such as books=0.3 web=0.7, training draws from them in proportion
+    #[arg(long, value_name = "PATH[=WEIGHT]", num_args = 1..)]
     pub(crate) data: Vec<String>,
     /// Optimizer steps (same as --set train.steps=N)
     #[arg(long, value_name = "N")]

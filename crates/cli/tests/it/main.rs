@@ -4,6 +4,7 @@ mod bad_input;
 mod bench;
 mod bench_comm;
 mod chat;
+mod data;
 mod device;
 mod extremes;
 mod layers;

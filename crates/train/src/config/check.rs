@@ -3,6 +3,8 @@
 use moeworks_model::TensorSplit;
 use moeworks_moe::{HashTable, RouterKind};
 
+use crate::data::is_piped;
+
 use super::{ConfigError, GradientType, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 
 /// No size of a model or a batch is larger: above it, products of sizes would no longer fit.
@@ -167,6 +169,11 @@ impl RunConfig {
         within_toml("data.validation_seed", data.validation_seed)?;
         if data.paths.iter().any(String::is_empty) {
             return Err(wrong("data.paths", format!("{:?}", data.paths), "must not hold an empty path"));
+        }
+        if data.paths.iter().any(|path| is_piped(path)) && self.parallel.num_ranks() > 1 {
+            let expected =
+                "must hold no pipe, such as -, with several ranks, each of which reads the data; name a file";
+            return Err(wrong("data.paths", format!("{:?}", data.paths), expected));
         }
         let is_clustered = self.model.router.kind == RouterKind::Hash && self.model.router.hash == HashTable::Clustered;
         if is_clustered && data.hash_embeddings.as_os_str().is_empty() {

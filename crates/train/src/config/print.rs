@@ -117,13 +117,21 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ),
     ("model.router.local_group", "Tokens that share a capacity; 0: all of a microbatch."),
     ("data", "Where text comes from and how it becomes tokens."),
-    ("data.paths", "Text files, folders, globs, .jsonl, .parquet, also .gz and .zst; []: the text of this checkout."),
+    (
+        "data.paths",
+        "Text files, folders, globs, .jsonl, .json, .csv, .parquet, also .gz and .zst; - is standard input; []: the text of this\n\
+         checkout. A weight behind each, such as \"books=0.3\", says in what proportion training draws from them.",
+    ),
+    ("data.format", "auto: by names and first bytes; or text, json (rows), csv or parquet for all files."),
     ("data.tokenizer", "bytes, bpe (trained on the data) or the path of a tokenizer.json."),
     ("data.bpe_vocab_size", "Tokens of a tokenizer trained on the data."),
     ("data.validation_fraction", "Share of the tokens held out for validation, 0 to 0.5."),
     ("data.validation_seed", "Which tokens those are; training's own seed has no part in it."),
     ("data.hash_embeddings", "Run or model whose embeddings model.router.hash = \"clustered\" clusters."),
-    ("data.text_field", "Field of JSON lines and column of Parquet files that holds the text."),
+    (
+        "data.text_field",
+        "Field of JSON rows and column of CSV and Parquet files that holds the text; a.b is field b within a.",
+    ),
     ("data.cache_dir", "Folder of tokenised data; \"\": moeworks in the user's cache folder."),
     ("train", "How the model is trained."),
     ("train.steps", "Optimizer steps in total."),

@@ -11,7 +11,7 @@ use crate::config::DataConfig;
 
 fn find(folder: &Path, name: &str) -> Result<Sources, DataError> {
     let paths = vec![folder.join(name).display().to_string()];
-    Sources::find(&DataConfig { paths, ..DataConfig::default() })
+    Sources::find(&DataConfig { paths, ..DataConfig::default() }, &Watch::default())
 }
 
 /// Each piece with whether it ends its document.
@@ -69,7 +69,7 @@ fn a_checkout_is_what_people_wrote() {
     write("build/made.rs", "made");
     write("results/first/metrics.jsonl", "{}");
     write("results/first/report.html", "made");
-    let sources = Sources::of_checkout(folder.path(), &DataConfig::default()).unwrap();
+    let sources = Sources::of_checkout(folder.path(), &DataConfig::default(), &Watch::default()).unwrap();
     assert_eq!(pieces(&sources).unwrap(), [("written".to_owned(), true)]);
 }
 

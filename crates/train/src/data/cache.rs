@@ -5,22 +5,25 @@
 //! one that is not whole is made again.
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Seek, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::ops::{ControlFlow, Range};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{env, thread};
 
+use moeworks_model::files::Unfinished;
 use moeworks_ops::MappedFile;
 use tempfile::NamedTempFile;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::{DataError, Encode, Piece, Sources};
+use super::notes::StoredNote;
+use super::{DataError, Encode, Notes, Piece, ReadSummary, Sources, Watch};
 use crate::config::RunConfig;
 
 const MAGIC: [u8; 8] = *b"MOEWTOK\0";
-const VERSION: u32 = 1;
-const HEADER_BYTES: usize = 80;
+const VERSION: u32 = 2;
+const HEADER_BYTES: usize = 88;
 
 /// Text that is tokenised together, in bytes: enough for all threads, little beside a model.
 const ROUND_BYTES: usize = 4 << 20;
@@ -60,13 +63,11 @@ impl CachePlace {
         Self { folders: vec![folder.into()] }
     }
 
-    /// An empty file beside which nothing is yet, and the folder it is in.
-    fn create(&self) -> Result<(NamedTempFile, &Path), DataError> {
+    /// An empty file that is being written, and the folder it is in.
+    fn create(&self) -> Result<(Draft, &Path), DataError> {
         let mut failure = None;
         for folder in &self.folders {
-            let file = fs::create_dir_all(folder)
-                .and_then(|()| tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).tempfile_in(folder));
-            match file {
+            match fs::create_dir_all(folder).and_then(|()| Draft::create(folder)) {
                 Ok(file) => {
                     remove_stale(folder);
                     return Ok((file, folder));
@@ -78,6 +79,43 @@ impl CachePlace {
             }
         }
         Err(failure.unwrap_or_else(|| cache_error(Path::new("."), io::ErrorKind::NotFound.into())))
+    }
+}
+
+/// A cache file under a temporary name. It goes when this is dropped, and when a signal ends the program.
+struct Draft {
+    // Dropped first: the file is gone before it is forgotten.
+    file: NamedTempFile,
+    _note: Unfinished,
+}
+
+impl Draft {
+    fn create(folder: &Path) -> io::Result<Self> {
+        let mut note = None;
+        // The name is noted before there is a file by it.
+        let file = tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).make_in(folder, |path| {
+            note = Some(Unfinished::note(path));
+            // Texts may be private.
+            File::options().read(true).write(true).create_new(true).mode(0o600).open(path)
+        })?;
+        let note = note.unwrap_or_else(|| Unfinished::note(file.path()));
+        Ok(Self { file, _note: note })
+    }
+}
+
+impl Write for Draft {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+impl Seek for Draft {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.file.seek(to)
     }
 }
 
@@ -106,6 +144,8 @@ struct Header {
     num_tokens: u64,
     num_text_bytes: u64,
     num_documents: u64,
+    /// Bytes behind the tokens, which hold the notes on rows as JSON.
+    num_note_bytes: u64,
     payload_hash: u64,
 }
 
@@ -116,7 +156,7 @@ impl Header {
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.token_bytes.to_le_bytes());
         bytes[16..32].copy_from_slice(&self.key.to_le_bytes());
-        let counts = [self.num_tokens, self.num_text_bytes, self.num_documents, self.payload_hash];
+        let counts = [self.num_tokens, self.num_text_bytes, self.num_documents, self.num_note_bytes, self.payload_hash];
         for (i, count) in counts.into_iter().enumerate() {
             bytes[32 + 8 * i..40 + 8 * i].copy_from_slice(&count.to_le_bytes());
         }
@@ -143,12 +183,14 @@ impl Header {
             num_tokens: number(32),
             num_text_bytes: number(40),
             num_documents: number(48),
-            payload_hash: number(56),
+            num_note_bytes: number(56),
+            payload_hash: number(64),
         };
         if parsed.key != key || !matches!(parsed.token_bytes, 2 | 4) {
             return Err("belongs to other data");
         }
-        if parsed.num_tokens.checked_mul(u64::from(parsed.token_bytes)) != Some(payload.len() as u64) {
+        let token_bytes = parsed.num_tokens.checked_mul(u64::from(parsed.token_bytes));
+        if token_bytes.and_then(|bytes| bytes.checked_add(parsed.num_note_bytes)) != Some(payload.len() as u64) {
             return Err("is not whole");
         }
         if xxh3_64(payload) != parsed.payload_hash {
@@ -164,6 +206,7 @@ pub struct TokenStore {
     num_tokens: u64,
     num_text_bytes: u64,
     num_documents: u64,
+    notes: Notes,
 }
 
 enum Payload {
@@ -180,7 +223,13 @@ impl std::fmt::Debug for TokenStore {
 impl From<Vec<u32>> for TokenStore {
     fn from(tokens: Vec<u32>) -> Self {
         let num_tokens = tokens.len() as u64;
-        Self { payload: Payload::Memory(tokens), num_tokens, num_text_bytes: num_tokens, num_documents: 1 }
+        Self {
+            payload: Payload::Memory(tokens),
+            num_tokens,
+            num_text_bytes: num_tokens,
+            num_documents: 1,
+            notes: Notes::default(),
+        }
     }
 }
 
@@ -191,7 +240,7 @@ impl TokenStore {
         let name = format!("{key:032x}.tokens");
         for folder in &place.folders {
             let path = folder.join(&name);
-            match Self::map(&path, key) {
+            match Self::map(&path, key, sources) {
                 Ok(Some(store)) => {
                     tracing::debug!("{}: tokenised data from before", path.display());
                     return Ok(store);
@@ -208,9 +257,9 @@ impl TokenStore {
             sources.num_files(),
             sources.num_bytes()
         );
-        let writer = Writer::new(file, tokenizer, key);
+        let writer = Writer::new(file, sources, tokenizer, key);
         writer.write_all(sources)?.persist(&path)?;
-        let mapped = Self::map(&path, key);
+        let mapped = Self::map(&path, key, sources);
         mapped
             .map_err(io::Error::other)
             .and_then(|store| store.ok_or_else(|| io::ErrorKind::NotFound.into()))
@@ -218,14 +267,17 @@ impl TokenStore {
     }
 
     /// The store in the file at `path`; none if there is no file; what is wrong with it if it cannot be used.
-    fn map(path: &Path, key: u128) -> Result<Option<Self>, String> {
+    fn map(path: &Path, key: u128, sources: &Sources) -> Result<Option<Self>, String> {
         let file = match MappedFile::open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(format!("cannot be read: {error}")),
         };
         let header = Header::check(file.as_ref(), key)?;
+        let notes = &file.as_ref()[file.as_ref().len() - header.num_note_bytes as usize..];
+        let notes: Vec<StoredNote> = serde_json::from_slice(notes).map_err(|error| format!("is damaged: {error}"))?;
         Ok(Some(Self {
+            notes: Notes::restore(notes, &sources.paths()),
             payload: Payload::Mapped { file, token_bytes: header.token_bytes as usize },
             num_tokens: header.num_tokens,
             num_text_bytes: header.num_text_bytes,
@@ -255,6 +307,19 @@ impl TokenStore {
     #[must_use]
     pub fn num_documents(&self) -> u64 {
         self.num_documents
+    }
+
+    /// Figures of the data, which was in `num_files` files.
+    #[must_use]
+    pub fn summary(&self, num_files: usize) -> ReadSummary {
+        let Self { num_documents, num_text_bytes, num_tokens, .. } = *self;
+        ReadSummary { num_files, num_documents, num_text_bytes, num_tokens }
+    }
+
+    /// What was passed over of the rows.
+    #[must_use]
+    pub fn notes(&self) -> &Notes {
+        &self.notes
     }
 
     /// Appends the tokens of `range` to `out`.
@@ -297,7 +362,8 @@ struct Waiting {
 
 /// A cache file that is being written. Dropping it deletes the file.
 struct Writer<'t> {
-    file: BufWriter<NamedTempFile>,
+    file: BufWriter<Draft>,
+    watch: &'t Watch,
     tokenizer: &'t dyn Encode,
     header: Header,
     payload: Xxh3,
@@ -305,16 +371,19 @@ struct Writer<'t> {
 }
 
 impl<'t> Writer<'t> {
-    fn new(file: NamedTempFile, tokenizer: &'t dyn Encode, key: u128) -> Self {
+    fn new(file: Draft, sources: &'t Sources, tokenizer: &'t dyn Encode, key: u128) -> Self {
         let token_bytes = if tokenizer.vocab_size() <= 1 << 16 { 2 } else { 4 };
-        let header = Header { key, token_bytes, num_tokens: 0, num_text_bytes: 0, num_documents: 0, payload_hash: 0 };
-        Self { file: BufWriter::new(file), tokenizer, header, payload: Xxh3::new(), bytes: Vec::new() }
+        let [num_tokens, num_text_bytes, num_documents, num_note_bytes, payload_hash] = [0; 5];
+        let header =
+            Header { key, token_bytes, num_tokens, num_text_bytes, num_documents, num_note_bytes, payload_hash };
+        let (file, watch) = (BufWriter::new(file), sources.watch());
+        Self { file, watch, tokenizer, header, payload: Xxh3::new(), bytes: Vec::new() }
     }
 
     fn write_all(mut self, sources: &Sources) -> Result<Self, DataError> {
         self.write(&[0; HEADER_BYTES])?;
         let (mut waiting, mut num_bytes) = (Vec::new(), 0);
-        sources.for_each(|piece| {
+        let notes = sources.for_each(|piece| {
             num_bytes += piece.text.len();
             let Piece { text, ends_document, path } = piece;
             waiting.push(Waiting { text: text.into(), ends_document, path: path.into() });
@@ -326,6 +395,11 @@ impl<'t> Writer<'t> {
             Ok(ControlFlow::Continue(()))
         })?;
         self.tokenise(&waiting)?;
+        // Notes are numbers and names, which are always JSON.
+        let notes = serde_json::to_vec(&notes.store(&sources.paths())).unwrap_or_default();
+        self.header.num_note_bytes = notes.len() as u64;
+        self.payload.update(&notes);
+        self.write(&notes)?;
         Ok(self)
     }
 
@@ -333,10 +407,10 @@ impl<'t> Writer<'t> {
     fn tokenise(&mut self, pieces: &[Waiting]) -> Result<(), DataError> {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         let share = pieces.len().div_ceil(threads).max(1);
-        let tokenizer = self.tokenizer;
+        let (tokenizer, watch) = (self.tokenizer, self.watch);
         let parts: Vec<Result<Vec<u32>, DataError>> = thread::scope(|scope| {
             let running: Vec<_> =
-                pieces.chunks(share).map(|part| scope.spawn(move || encode_part(tokenizer, part))).collect();
+                pieces.chunks(share).map(|part| scope.spawn(move || encode_part(tokenizer, part, watch))).collect();
             running
                 .into_iter()
                 .map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -366,7 +440,7 @@ impl<'t> Writer<'t> {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
-        self.file.write_all(bytes).map_err(|source| cache_error(self.file.get_ref().path(), source))
+        self.file.write_all(bytes).map_err(|source| cache_error(self.file.get_ref().file.path(), source))
     }
 
     /// Completes the header, syncs the file and gives it its name.
@@ -375,7 +449,7 @@ impl<'t> Writer<'t> {
         let finish = || -> io::Result<()> {
             self.file.rewind()?;
             self.file.write_all(&self.header.to_bytes())?;
-            let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+            let Draft { file, _note } = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
             file.as_file().sync_all()?;
             file.persist(path).map_err(|error| error.error)?;
             // The name is on the disk when the folder is.
@@ -386,9 +460,10 @@ impl<'t> Writer<'t> {
 }
 
 /// The tokens of the pieces, one after the other.
-fn encode_part(tokenizer: &dyn Encode, pieces: &[Waiting]) -> Result<Vec<u32>, DataError> {
+fn encode_part(tokenizer: &dyn Encode, pieces: &[Waiting], watch: &Watch) -> Result<Vec<u32>, DataError> {
     let mut ids = Vec::new();
     for piece in pieces {
+        watch.check()?;
         let refused = |problem| DataError::Tokenizer { path: piece.path.clone(), problem };
         let start = ids.len();
         tokenizer.encode(&piece.text, &mut ids).map_err(refused)?;

@@ -55,7 +55,7 @@ impl Workshop {
             fs::write(&path, text).unwrap();
             config.paths.push(path.display().to_string());
         }
-        Sources::find(&config).unwrap()
+        Sources::find(&config, &Watch::default()).unwrap()
     }
 
     fn place(&self) -> CachePlace {
@@ -158,4 +158,19 @@ fn the_next_folder_is_used_where_the_first_cannot_be_written() {
     assert_eq!(shop.cached().len(), 1);
     let error = TokenStore::open(&sources, &Bytes::new(0, 257), &CachePlace::at(&blocked)).unwrap_err();
     assert!(error.to_string().starts_with(&format!("{}: tokenised data cannot be written: ", blocked.display())));
+}
+
+#[test]
+fn what_was_passed_over_is_told_again_when_tokens_come_from_the_cache() {
+    let shop = Workshop::new();
+    for name in ["a", "b"] {
+        let path = shop.folder.path().join(format!("{name}.jsonl"));
+        fs::write(&path, "{\"text\": \"x\"}\n{\"text\": null}\n").unwrap();
+        let config = DataConfig { paths: vec![path.display().to_string()], ..DataConfig::default() };
+        let sources = Sources::find(&config, &Watch::default()).unwrap();
+        let store = TokenStore::open(&sources, &Bytes::new(0, 257), &shop.place()).unwrap();
+        let expected = format!("1 row passed over: its text is null ({}:2)", path.display());
+        assert_eq!(store.notes().line(), Some(expected));
+    }
+    assert_eq!(shop.cached().len(), 1);
 }

@@ -7,7 +7,10 @@ use moeworks_model::TokenBatch;
 use moeworks_tensor::{Purpose, Random};
 
 use super::windows::Split;
-use super::{CachePlace, DataError, Encode, Permutation, Sources, SpanLengths, SpanRule, TokenStore, Windows};
+use super::{
+    Blend, CachePlace, DataError, Encode, Mix, Notes, Permutation, ReadSummary, SpanLengths, SpanRule, TokenStore,
+    Windows,
+};
 use crate::config::RunConfig;
 
 /// A target that has no loss.
@@ -15,6 +18,9 @@ pub const IGNORE: u32 = u32::MAX;
 
 /// The stream of random numbers that orders the held-out windows; epochs never get this far.
 const VALIDATION_STREAM: u64 = (1 << 56) - 2;
+
+/// Tokens that are counted of several sources together.
+const COUNTED: f64 = 1e9;
 
 /// Sequences of equal length and, for each token, the one that follows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -100,34 +106,131 @@ impl DatasetOptions {
     }
 }
 
+/// A source of a data set: its tokens, and which of them are trained on and held out.
+#[derive(Clone, Debug)]
+pub struct Part {
+    name: String,
+    tokens: Arc<TokenStore>,
+    split: Split,
+}
+
+impl Part {
+    /// The source's paths, as given.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its tokens.
+    #[must_use]
+    pub fn tokens(&self) -> &TokenStore {
+        &self.tokens
+    }
+
+    /// The training windows; one epoch passes each once.
+    #[must_use]
+    pub fn train(&self) -> &Windows {
+        &self.split.train
+    }
+
+    /// The held-out windows.
+    #[must_use]
+    pub fn validation(&self) -> &Windows {
+        &self.split.validation
+    }
+}
+
 /// Training and validation batches over the same tokens.
 #[derive(Clone, Debug)]
 pub struct Dataset {
-    tokens: Arc<TokenStore>,
+    parts: Vec<Part>,
+    /// Which source a sequence is from.
+    blend: Blend,
     options: DatasetOptions,
-    split: Split,
     spans: Option<SpanRule>,
+    num_files: usize,
 }
 
 impl Dataset {
-    /// Reads `sources` through the token cache and splits them as `config` says.
-    pub fn open(config: &RunConfig, sources: &Sources, tokenizer: &dyn Encode) -> Result<Self, DataError> {
-        let tokens = TokenStore::open(sources, tokenizer, &CachePlace::of(config))?;
-        Self::new(Arc::new(tokens), DatasetOptions::of(config), &sources.describe())
+    /// Reads the sources of `mix` through the token cache and splits each as `config` says. Warns in one line of rows that are
+    /// passed over.
+    pub fn open(config: &RunConfig, mix: &Mix, tokenizer: &dyn Encode) -> Result<Self, DataError> {
+        let (options, place) = (DatasetOptions::of(config), CachePlace::of(config));
+        let (mut parts, mut notes, mut num_files) = (Vec::new(), Notes::default(), 0);
+        for source in mix.sources() {
+            let tokens = TokenStore::open(source, tokenizer, &place)?;
+            notes.merge(tokens.notes());
+            num_files += source.num_files();
+            parts.push((Arc::new(tokens), source.describe()));
+        }
+        mix.warn(&notes);
+        let parts = parts.into_iter().map(|(tokens, name)| part(tokens, options, name)).collect::<Result<_, _>>()?;
+        Ok(Self { parts, blend: Blend::new(mix.weights()), options, spans: None, num_files })
     }
 
     /// Batches of `tokens`. `place` names the data where it is too short for one sequence.
     pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DataError> {
-        let DatasetOptions { seq_len, validation_fraction, validation_seed, .. } = options;
-        let split = Split::new(tokens.len(), seq_len as u64, validation_fraction, validation_seed);
-        if split.train.is_empty() {
-            let needed = options.seq_len as u64 + 1;
-            return Err(DataError::TooShort { place: place.into(), tokens: tokens.len(), needed });
+        Self::blended(vec![(tokens, place.into())], &[1.0], options)
+    }
+
+    /// Batches of sources, tokens with a name, each of which has a weight.
+    pub fn blended(
+        sources: Vec<(Arc<TokenStore>, String)>,
+        weights: &[f64],
+        options: DatasetOptions,
+    ) -> Result<Self, DataError> {
+        let num_files = sources.len();
+        let parts = sources.into_iter().map(|(tokens, name)| part(tokens, options, name)).collect::<Result<_, _>>()?;
+        Ok(Self { parts, blend: Blend::new(weights), options, spans: None, num_files })
+    }
+
+    /// The sources.
+    #[must_use]
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// The share of the training sequences that are from source `part`.
+    #[must_use]
+    pub fn share(&self, part: usize) -> f64 {
+        self.blend.share(part)
+    }
+
+    /// How many of the first `num_sequences` training sequences are from each source.
+    #[must_use]
+    pub fn sequences_of_parts(&self, num_sequences: u64) -> Vec<u64> {
+        self.blend.at(num_sequences).counts().to_vec()
+    }
+
+    /// Training sequences of the first `num_steps` steps.
+    #[must_use]
+    pub fn num_sequences(&self, num_steps: u64) -> u64 {
+        num_steps * (self.options.grad_accumulation * self.options.batch_size) as u64
+    }
+
+    /// Training windows of all sources.
+    #[must_use]
+    pub fn num_train(&self) -> u64 {
+        self.parts.iter().map(|part| part.split.train.len()).sum()
+    }
+
+    /// Held-out windows of all sources.
+    #[must_use]
+    pub fn num_validation(&self) -> u64 {
+        self.parts.iter().map(|part| part.split.validation.len()).sum()
+    }
+
+    /// Figures of what was read.
+    #[must_use]
+    pub fn summary(&self) -> ReadSummary {
+        let mut summary = ReadSummary { num_files: self.num_files, ..ReadSummary::default() };
+        for Part { tokens, .. } in &self.parts {
+            let part = tokens.summary(0);
+            summary.num_documents += part.num_documents;
+            summary.num_text_bytes += part.num_text_bytes;
+            summary.num_tokens += part.num_tokens;
         }
-        if split.validation.is_empty() && options.validation_fraction > 0.0 {
-            tracing::warn!("{place}: too short to hold anything out for validation");
-        }
-        Ok(Self { tokens, options, split, spans: None })
+        summary
     }
 
     /// The same texts with spans left out by `rule`, for models with an encoder: of a sequence in other places each time.
@@ -148,51 +251,29 @@ impl Dataset {
         self.span_lengths().map_or(self.options.seq_len, |lengths| lengths.answer)
     }
 
-    /// Adds the window that begins at token `start`; `random` says what is left out.
-    fn push(&self, start: u64, random: &Random, batch: &mut Batch) {
-        let Some(rule) = &self.spans else { return batch.push(&self.tokens, start) };
+    /// Adds the window of `tokens` that begins at token `start`; `random` says what is left out.
+    fn push(&self, tokens: &TokenStore, start: u64, random: &Random, batch: &mut Batch) {
+        let Some(rule) = &self.spans else { return batch.push(tokens, start) };
         let mut window = Vec::new();
-        self.tokens.read(start..start + self.options.seq_len as u64, &mut window);
+        tokens.read(start..start + self.options.seq_len as u64, &mut window);
         batch.push_spans(&window, rule, random);
     }
 
-    /// The tokens that the batches are made of.
-    #[must_use]
-    pub fn tokens(&self) -> &TokenStore {
-        &self.tokens
-    }
-
-    /// The training windows; one epoch passes each once.
-    #[must_use]
-    pub fn train(&self) -> &Windows {
-        &self.split.train
-    }
-
-    /// The held-out windows.
-    #[must_use]
-    pub fn validation(&self) -> &Windows {
-        &self.split.validation
-    }
-
-    /// How often each id below `vocab_size` stands in the training windows, or in 65,536 of them spread evenly.
+    /// How often each id below `vocab_size` stands in the training windows, or in 65,536 of them spread evenly; of several sources
+    /// in proportion to their shares.
     #[must_use]
     pub fn token_counts(&self, vocab_size: usize) -> Vec<u64> {
-        const MAX_WINDOWS: u64 = 1 << 16;
-        let train = &self.split.train;
-        let stride = train.len().div_ceil(MAX_WINDOWS).max(1);
-        let (mut counts, mut ids) = (vec![0_u64; vocab_size], Vec::new());
-        for window in (0..train.len()).step_by(stride as usize) {
-            ids.clear();
-            let Range { start, end } = train.tokens(window);
-            // The last token is a target alone, and the first of the next window.
-            self.tokens.read(start..end - 1, &mut ids);
-            for &id in &ids {
-                if let Some(count) = counts.get_mut(id as usize) {
-                    *count += 1;
-                }
-            }
+        if let [part] = &self.parts[..] {
+            return part.token_counts(vocab_size);
         }
-        counts
+        let mut sum = vec![0_u64; vocab_size];
+        for (i, part) in self.parts.iter().enumerate() {
+            let counts = part.token_counts(vocab_size);
+            let total = counts.iter().sum::<u64>().max(1) as f64;
+            let scale = self.share(i) * COUNTED / total;
+            sum.iter_mut().zip(counts).for_each(|(sum, count)| *sum += (count as f64 * scale).round() as u64);
+        }
+        sum
     }
 
     /// Microbatch `micro` of optimizer step `step`, both from 0.
@@ -211,41 +292,88 @@ impl Dataset {
     }
 
     /// Training sequences `first..first + num_sequences` of the endless sequence of epochs. Their order depends on nothing
-    /// but the seed and the tokens, so a run may go on with batches of another size.
+    /// but the seed, the tokens and the weights, so a run may go on with batches of another size.
     pub fn fill_sequences(&self, first: u64, num_sequences: usize, batch: &mut Batch) {
         batch.clear(self.options.seq_len);
-        let per_epoch = self.split.train.len();
-        let mut order: Option<(u64, Permutation)> = None;
+        let mut cursor = self.blend.at(first);
+        let mut orders: Vec<Option<(u64, Permutation)>> = vec![None; self.parts.len()];
         for position in first..first + num_sequences as u64 {
-            let epoch = position / per_epoch;
-            let permutation = match order {
+            let (source, item) = cursor.advance();
+            let Part { tokens, split, .. } = &self.parts[source];
+            let (epoch, item) = (item / split.train.len(), item % split.train.len());
+            let permutation = match orders[source] {
                 Some((known, permutation)) if known == epoch => permutation,
-                _ => Permutation::new(per_epoch, self.options.seed, epoch),
+                _ => Permutation::new(split.train.len(), seed_of(self.options.seed, source), epoch),
             };
-            order = Some((epoch, permutation));
-            let window = permutation.at(position % per_epoch);
+            orders[source] = Some((epoch, permutation));
             let random = Random::new(self.options.seed, Purpose::Spans, position);
-            self.push(self.split.train.tokens(window).start, &random, batch);
+            self.push(tokens, split.train.tokens(permutation.at(item)).start, &random, batch);
         }
     }
 
     /// The first `max_batches` batches of the held-out windows, all of them for 0. They come in a fixed mixed order, so
-    /// that a few are like the whole; the last may have fewer sequences; none come if nothing is held out.
+    /// that a few are like the whole, sources in turn by their weights until they are through; the last may have fewer sequences;
+    /// none come if nothing is held out.
     pub fn validation_batches(&self, max_batches: usize) -> impl Iterator<Item = Batch> + '_ {
-        let windows = &self.split.validation;
-        let order = Permutation::new(windows.len(), self.options.validation_seed, VALIDATION_STREAM);
-        let size = self.options.batch_size as u64;
-        let num_batches = windows.len().div_ceil(size);
+        let lens: Vec<u64> = self.parts.iter().map(|part| part.split.validation.len()).collect();
+        let seed = self.options.validation_seed;
+        let order = |(source, len): (usize, &u64)| Permutation::new(*len, seed_of(seed, source), VALIDATION_STREAM);
+        let orders: Vec<Permutation> = lens.iter().enumerate().map(order).collect();
+        let (size, num_windows) = (self.options.batch_size as u64, self.num_validation());
+        let num_batches = num_windows.div_ceil(size);
         let num_batches = if max_batches == 0 { num_batches } else { num_batches.min(max_batches as u64) };
+        let mut cursor = self.blend.at(0);
         (0..num_batches).map(move |i| {
             let mut batch = Batch::default();
             batch.clear(self.options.seq_len);
-            for position in i * size..((i + 1) * size).min(windows.len()) {
-                let random = Random::new(self.options.validation_seed, Purpose::Spans, VALIDATION_STREAM - position);
-                self.push(windows.tokens(order.at(position)).start, &random, &mut batch);
+            for position in i * size..((i + 1) * size).min(num_windows) {
+                let Some((source, item)) = cursor.advance_within(&lens) else { break };
+                let Part { tokens, split, .. } = &self.parts[source];
+                let random = Random::new(seed, Purpose::Spans, VALIDATION_STREAM - position);
+                self.push(tokens, split.validation.tokens(orders[source].at(item)).start, &random, &mut batch);
             }
             batch
         })
+    }
+}
+
+/// The seed by which a source is mixed. The first one has that of a run of one source.
+fn seed_of(seed: u64, source: usize) -> u64 {
+    seed.wrapping_add((source as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// A source of `tokens`, split as the options say.
+fn part(tokens: Arc<TokenStore>, options: DatasetOptions, name: String) -> Result<Part, DataError> {
+    let DatasetOptions { seq_len, validation_fraction, validation_seed, .. } = options;
+    let split = Split::new(tokens.len(), seq_len as u64, validation_fraction, validation_seed);
+    if split.train.is_empty() {
+        return Err(DataError::TooShort { place: name, tokens: tokens.len(), needed: seq_len as u64 + 1 });
+    }
+    if split.validation.is_empty() && validation_fraction > 0.0 {
+        tracing::warn!("{name}: too short to hold anything out for validation");
+    }
+    Ok(Part { name, tokens, split })
+}
+
+impl Part {
+    /// How often each id below `vocab_size` stands in the training windows, or in 65,536 of them spread evenly.
+    fn token_counts(&self, vocab_size: usize) -> Vec<u64> {
+        const MAX_WINDOWS: u64 = 1 << 16;
+        let train = &self.split.train;
+        let stride = train.len().div_ceil(MAX_WINDOWS).max(1);
+        let (mut counts, mut ids) = (vec![0_u64; vocab_size], Vec::new());
+        for window in (0..train.len()).step_by(stride as usize) {
+            ids.clear();
+            let Range { start, end } = train.tokens(window);
+            // The last token is a target alone, and the first of the next window.
+            self.tokens.read(start..end - 1, &mut ids);
+            for &id in &ids {
+                if let Some(count) = counts.get_mut(id as usize) {
+                    *count += 1;
+                }
+            }
+        }
+        counts
     }
 }
 

@@ -38,7 +38,7 @@ fn ids_are_counted_in_the_training_windows_alone() {
     let tokens: Vec<u32> = (0..4000).map(|t| t % 5).collect();
     let data = Dataset::new(Arc::new(TokenStore::from(tokens)), OPTIONS, "here").unwrap();
     let counts = data.token_counts(6);
-    assert_eq!(counts.iter().sum::<u64>(), data.train().len() * 7);
+    assert_eq!(counts.iter().sum::<u64>(), data.parts()[0].train().len() * 7);
     assert!(counts[..5].iter().all(|n| n.abs_diff(counts[0]) < 100) && counts[5] == 0, "{counts:?}");
 }
 
@@ -46,12 +46,12 @@ proptest! {
     #[test]
     fn each_epoch_passes_every_window_once(num_tokens in 20u32..2000, seed: u64, first in 0u64..4) {
         let data = dataset(num_tokens, DatasetOptions { seed, ..OPTIONS });
-        let per_epoch = data.train().len();
+        let per_epoch = data.parts()[0].train().len();
         let mut batch = Batch::default();
         data.fill_sequences(first * per_epoch, per_epoch as usize, &mut batch);
         let mut seen = first_tokens(&batch);
         seen.sort_unstable();
-        let expected: Vec<u32> = (0..per_epoch).map(|i| data.train().tokens(i).start as u32).collect();
+        let expected: Vec<u32> = (0..per_epoch).map(|i| data.parts()[0].train().tokens(i).start as u32).collect();
         prop_assert_eq!(seen, expected);
     }
 
@@ -75,7 +75,7 @@ proptest! {
 #[test]
 fn epochs_come_in_different_orders() {
     let data = dataset(2000, OPTIONS);
-    let per_epoch = data.train().len();
+    let per_epoch = data.parts()[0].train().len();
     let mut epochs = [Batch::default(), Batch::default()];
     for (epoch, batch) in epochs.iter_mut().enumerate() {
         data.fill_sequences(epoch as u64 * per_epoch, per_epoch as usize, batch);
@@ -96,7 +96,7 @@ fn held_out_batches_are_the_held_out_windows() {
     let batches: Vec<Batch> = data.validation_batches(0).collect();
     let mut seen: Vec<u32> = batches.iter().flat_map(first_tokens).collect();
     seen.sort_unstable();
-    let windows = data.validation();
+    let windows = data.parts()[0].validation();
     assert_eq!(seen, (0..windows.len()).map(|i| windows.tokens(i).start as u32).collect::<Vec<_>>());
     assert_eq!(data.validation_batches(2).collect::<Vec<_>>(), batches[..2]);
     assert_eq!(data.validation_batches(1000).count(), batches.len());
@@ -109,7 +109,7 @@ fn the_seed_of_training_changes_its_order_and_nothing_that_is_held_out() {
     assert_eq!(data.validation_batches(0).collect::<Vec<_>>(), other.validation_batches(0).collect::<Vec<_>>());
     assert_ne!(data.train_batch(0, 0), other.train_batch(0, 0));
     let elsewhere = dataset(2000, DatasetOptions { validation_seed: 5, ..OPTIONS });
-    assert_ne!(data.validation(), elsewhere.validation());
+    assert_ne!(data.parts()[0].validation(), elsewhere.parts()[0].validation());
 }
 
 proptest! {
@@ -136,5 +136,5 @@ fn data_shorter_than_a_sequence_says_what_there_is_and_what_is_needed() {
     let error = Dataset::new(Arc::new(TokenStore::from(vec![0; 7])), OPTIONS, "a.txt").unwrap_err();
     let expected = "a.txt: 7 tokens, but a sequence needs 8 (train.seq_len + 1); give more data or lower train.seq_len";
     assert_eq!(error.to_string(), expected);
-    assert_eq!(dataset(8, OPTIONS).train().len(), 1);
+    assert_eq!(dataset(8, OPTIONS).parts()[0].train().len(), 1);
 }

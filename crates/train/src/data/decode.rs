@@ -1,11 +1,15 @@
-//! Opening data files: gzip and Zstandard are told by their first bytes, not by the name.
+//! Opening data files: compression and encoding are told by the first bytes, not by the name.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, ErrorKind, Read, Seek};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::DataError;
+use super::gzip::Members;
+use super::input::Input;
+use super::watch::Watched;
+use super::wide::{Narrow, Wide};
+use super::{DataError, foreign};
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
@@ -34,48 +38,84 @@ pub(super) fn special_kind(file_type: fs::FileType) -> &'static str {
     }
 }
 
-/// The content of the regular file at `path`, decompressed.
-pub(super) fn open(path: &Path) -> Result<Box<dyn Read>, DataError> {
-    try_open(path).map_err(|source| unreadable(path, source))
+/// The content of a file as it is on disk.
+pub(super) fn open_raw(input: &Input<'_>) -> Result<File, DataError> {
+    let open = || {
+        if let Some(spool) = input.spool {
+            let mut file = spool.try_clone()?;
+            file.rewind()?;
+            return Ok(file);
+        }
+        // Opening a pipe would wait for a writer that may never come.
+        if !fs::metadata(input.path)?.is_file() {
+            return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
+        }
+        File::open(input.path)
+    };
+    open().map_err(|source| unreadable(input.path, source))
 }
 
-/// Whether the file at `path` is compressed.
-pub(super) fn is_compressed(path: &Path) -> Result<bool, DataError> {
-    let magic =
-        File::open(path).and_then(|mut file| read_magic(&mut file)).map_err(|source| unreadable(path, source))?;
-    Ok(is_gzip(magic) || is_zstd(magic))
+/// The content of a file, decompressed. An archive or a compression that is not read is an error.
+pub(super) fn open<'a>(input: Input<'a>) -> Result<Box<dyn Read + 'a>, DataError> {
+    let unreadable = |source| unreadable(input.path, source);
+    let mut file = open_raw(&input)?;
+    let start = read_start(&mut file).map_err(unreadable)?;
+    file.rewind().map_err(unreadable)?;
+    let reader = Watched { reader: file, pass: input.pass };
+    if is_gzip(&start) {
+        return peeled(input, Box::new(Members::new(BufReader::with_capacity(1 << 16, reader), input)));
+    }
+    if is_zstd(&start) {
+        let open = || {
+            let mut decoder = zstd::stream::read::Decoder::new(reader)?;
+            decoder.window_log_max(ZSTD_WINDOW_LOG)?;
+            Ok(decoder)
+        };
+        return peeled(input, Box::new(open().map_err(unreadable)?));
+    }
+    peeled(input, Box::new(reader))
 }
 
-fn try_open(path: &Path) -> io::Result<Box<dyn Read>> {
-    // Opening a pipe would wait for a writer that may never come.
-    if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
-    }
-    let mut file = File::open(path)?;
-    let magic = read_magic(&mut file)?;
-    file.rewind()?;
-    if is_gzip(magic) {
-        return Ok(Box::new(flate2::bufread::MultiGzDecoder::new(BufReader::with_capacity(1 << 16, file))));
-    }
-    if is_zstd(magic) {
-        let mut decoder = zstd::stream::read::Decoder::new(file)?;
-        decoder.window_log_max(ZSTD_WINDOW_LOG)?;
-        return Ok(Box::new(decoder));
-    }
-    Ok(Box::new(file))
+/// The text of a file as UTF-8: as [`open`], with wide encodings turned. The mark of byte order of UTF-8 stays.
+pub(super) fn open_text<'a>(input: Input<'a>) -> Result<Box<dyn Read + 'a>, DataError> {
+    let mut reader = open(input)?;
+    let mut start = Vec::with_capacity(4);
+    (&mut reader).take(4).read_to_end(&mut start).map_err(|source| unreadable(input.path, source))?;
+    Ok(match Wide::of(&start) {
+        Some((wide, mark)) => Box::new(Narrow::new(io::Cursor::new(start.split_off(mark)).chain(reader), wide)),
+        None => Box::new(io::Cursor::new(start).chain(reader)),
+    })
 }
 
-fn read_magic(file: &mut File) -> io::Result<[u8; 4]> {
+/// The content after decompression, unless it is of a format that is not read.
+fn peeled<'a>(input: Input<'a>, mut reader: Box<dyn Read + 'a>) -> Result<Box<dyn Read + 'a>, DataError> {
+    let mut start = Vec::with_capacity(foreign::START_BYTES);
+    let read = (&mut reader).take(foreign::START_BYTES as u64).read_to_end(&mut start);
+    read.map_err(|source| unreadable(input.path, source))?;
+    if let Some(foreign::Foreign { kind, remedy }) = foreign::of(&start) {
+        return Err(DataError::Packed { path: input.path.into(), kind, remedy });
+    }
+    Ok(Box::new(io::Cursor::new(start).chain(reader)))
+}
+
+/// Whether a file is compressed as a whole.
+pub(super) fn is_compressed(input: &Input<'_>) -> Result<bool, DataError> {
+    let start =
+        open_raw(input).and_then(|mut file| read_start(&mut file).map_err(|source| unreadable(input.path, source)))?;
+    Ok(is_gzip(&start) || is_zstd(&start))
+}
+
+fn read_start(file: &mut File) -> io::Result<[u8; 4]> {
     let mut start = Vec::with_capacity(4);
     file.take(4).read_to_end(&mut start)?;
     start.resize(4, 0);
     Ok([start[0], start[1], start[2], start[3]])
 }
 
-fn is_gzip(magic: [u8; 4]) -> bool {
-    magic[..2] == GZIP
+fn is_gzip(start: &[u8; 4]) -> bool {
+    start[..2] == GZIP
 }
 
-fn is_zstd(magic: [u8; 4]) -> bool {
-    magic == ZSTD || (magic[0] & 0xf0 == 0x50 && magic[1..] == ZSTD_SKIPPABLE)
+fn is_zstd(start: &[u8; 4]) -> bool {
+    *start == ZSTD || (start[0] & 0xf0 == 0x50 && start[1..] == ZSTD_SKIPPABLE)
 }

@@ -58,6 +58,27 @@ pub enum DataError {
         /// Where the first wrong byte stands, from 0, after decompression.
         offset: u64,
     },
+    /// An archive, a compression or another format that is not read.
+    #[error("{}: is {kind}, which is not read; {remedy}", path.display())]
+    Packed {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+        /// What would make it readable.
+        remedy: &'static str,
+    },
+    /// A weight that is none, or that other sources lack.
+    #[error("--data {path}: {problem}")]
+    Weight {
+        /// The source as given.
+        path: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Reading was asked to stop.
+    #[error("stopped while data was read")]
+    Stopped,
     /// A JSON line or a Parquet file that does not hold what it should.
     #[error("{}{place}: {problem}", path.display())]
     Format {

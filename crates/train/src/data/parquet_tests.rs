@@ -7,6 +7,7 @@ use ::parquet::file::writer::SerializedFileWriter;
 use ::parquet::schema::parser::parse_message_type;
 use proptest::prelude::*;
 
+use super::super::input::with_input;
 use super::*;
 
 /// A file with a column of numbers and one of texts, in row groups of three.
@@ -36,9 +37,11 @@ fn read_file(content: &[u8], column: &str) -> Result<Vec<String>, String> {
     let path = folder.path().join("a.parquet");
     fs::write(&path, content).unwrap();
     let mut texts = Vec::new();
-    let flow = read(&path, column, &mut |piece| {
-        texts.push(piece.text.to_string());
-        Ok(ControlFlow::Continue(()))
+    let (flow, _) = with_input(&path, column, |input| {
+        read(input, &mut |piece| {
+            texts.push(piece.text.to_string());
+            Ok(ControlFlow::Continue(()))
+        })
     });
     let message = |error: DataError| error.to_string().replace(&folder.path().display().to_string(), "");
     flow.map(|_| texts).map_err(message)
@@ -82,7 +85,7 @@ fn wrong_columns_and_files_are_named() {
     }
     let wrong = file_of(&[Some(b"a"), Some(b"b\xff")], Compression::SNAPPY);
     let message = read_file(&wrong, "text").unwrap_err();
-    assert!(message.contains("column text, near row 0: not UTF-8 at byte 1 of the text"), "{message}");
+    assert!(message.contains("/a.parquet row 2: column \"text\" is not UTF-8 at byte 1 of the text"), "{message}");
 }
 
 proptest! {

@@ -4,17 +4,22 @@
 //! cache, and tells text from other things, so that a folder with a picture in it still works and a half-read one never
 //! leaves half its tokens behind.
 
-use std::collections::HashSet;
+use std::cell::RefCell;
 use std::fs::{self, File};
 use std::io::Read;
 use std::ops::ControlFlow;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::{DataError, checkout, decode, jsonl, parquet, text};
-use crate::config::DataConfig;
+use super::input::Input;
+use super::notes::{Note, Notes};
+use super::search::{Candidate, Search, Walk};
+use super::watch::{Pass, ReadPhase, Watch};
+use super::{DataError, STDIN, checkout, csv, decode, json, mix, parquet, spool, text};
+use crate::config::{DataConfig, DataFormat};
 
 /// A stretch of a document: the whole of it, unless the document is larger than a megabyte or so.
 #[derive(Clone, Copy, Debug)]
@@ -30,18 +35,21 @@ pub struct Piece<'a> {
 /// What is done with each piece; it may ask for no more.
 pub(super) type Visit<'v> = dyn FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError> + 'v;
 
-/// How a file holds documents.
+/// How a file holds documents. The numbers are part of hashes that name cache files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
-    Text,
-    JsonLines,
-    Parquet,
+    Text = 0,
+    Json = 1,
+    Parquet = 2,
+    Csv = 3,
 }
 
 /// A file of data.
 #[derive(Clone, Debug)]
 struct SourceFile {
     path: PathBuf,
+    /// What came through a pipe.
+    spool: Option<Arc<File>>,
     format: Format,
     stamp: Stamp,
     hash: u128,
@@ -55,71 +63,103 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(path: &Path) -> Result<Self, DataError> {
-        let metadata = fs::metadata(path).map_err(|source| decode::unreadable(path, source))?;
+    fn of(path: &Path, spool: Option<&File>) -> Result<Self, DataError> {
+        let metadata = spool.map_or_else(|| fs::metadata(path), File::metadata);
+        let metadata = metadata.map_err(|source| decode::unreadable(path, source))?;
         Ok(Self { num_bytes: metadata.len(), modified: metadata.modified().ok() })
     }
 }
 
-/// The files of a data set, in the order in which their documents come.
+/// The files of a source, in the order in which their documents come.
 #[derive(Clone, Debug)]
 pub struct Sources {
     files: Vec<SourceFile>,
     text_field: String,
     place: String,
+    watch: Watch,
 }
 
 impl Sources {
-    /// Finds the files that `config.paths` names; with none, those of the checkout that the current folder is in.
-    pub fn find(config: &DataConfig) -> Result<Self, DataError> {
+    /// Finds the files that `config.paths` names, which must have no weights; with none, those of the checkout that the
+    /// current folder is in. Warns in one line of what is passed over.
+    pub fn find(config: &DataConfig, watch: &Watch) -> Result<Self, DataError> {
         if config.paths.is_empty() {
             let here = std::env::current_dir().map_err(|source| decode::unreadable(Path::new("."), source))?;
-            return Self::of_checkout(&here, config);
+            return Self::of_checkout(&here, config, watch);
         }
-        let mut search = Search::default();
-        for path in &config.paths {
-            search.add(path)?;
+        if let Some(path) = config.paths.iter().find(|path| mix::has_weight(path)) {
+            let problem = "has a weight, which only training has a use for; leave out what follows the last =";
+            return Err(DataError::Weight { path: path.clone(), problem: problem.into() });
         }
-        Self::look_through(search, &config.text_field, config.paths.join(", "))
+        let mut search = Search::new(watch);
+        let sources = Self::search(&mut search, &config.paths, config, watch)?;
+        watch.warn(&search.notes);
+        Ok(sources)
     }
 
     /// The sources and documents of the checkout that `start` is in.
-    pub fn of_checkout(start: &Path, config: &DataConfig) -> Result<Self, DataError> {
+    pub fn of_checkout(start: &Path, config: &DataConfig, watch: &Watch) -> Result<Self, DataError> {
         let nothing = |skipped| DataError::NoText { place: start.display().to_string(), skipped };
         let root = checkout::root(start).ok_or_else(|| nothing(" (not in a checkout)".into()))?;
-        let mut search = Search::default();
-        search.walk(&root, &checkout::is_document)?;
-        Self::look_through(search, &config.text_field, root.display().to_string())
+        let mut search = Search::new(watch);
+        search.walk(&root, Walk { is_wanted: &checkout::is_document, is_checkout: true })?;
+        Self::look_through(&mut search, config, root.display().to_string(), watch)
     }
 
-    fn look_through(search: Search, text_field: &str, place: String) -> Result<Self, DataError> {
+    /// Finds the files of `paths` that `search` has not seen yet, and notes in it what is passed over.
+    pub(super) fn search(
+        search: &mut Search<'_>,
+        paths: &[String],
+        config: &DataConfig,
+        watch: &Watch,
+    ) -> Result<Self, DataError> {
+        for path in paths {
+            search.add(path)?;
+        }
+        let name = |path: &String| if path == STDIN { spool::STDIN_NAME.into() } else { path.clone() };
+        Self::look_through(search, config, paths.iter().map(name).collect::<Vec<_>>().join(", "), watch)
+    }
+
+    fn look_through(
+        search: &mut Search<'_>,
+        config: &DataConfig,
+        place: String,
+        watch: &Watch,
+    ) -> Result<Self, DataError> {
+        let candidates = std::mem::take(&mut search.candidates);
+        let size = |candidate: &Candidate| {
+            Stamp::of(&candidate.path, candidate.spool.as_deref()).map_or(0, |stamp| stamp.num_bytes)
+        };
+        let total = candidates.iter().map(size).sum();
+        let pass = Pass::new(watch, ReadPhase::Looking, candidates.len(), total);
         let mut files = Vec::new();
         let mut empty = None;
-        let mut num_skipped = 0;
-        for Candidate { path, named } in search.candidates {
-            match look_at(&path) {
-                Ok(file) if file.stamp.num_bytes == 0 => empty = empty.or(named.then_some(path)),
-                Ok(file) => files.push(file),
-                Err(DataError::Binary { .. } | DataError::NotUtf8 { .. }) if !named => num_skipped += 1,
-                Err(error) => return Err(error),
-            }
-        }
-        if num_skipped > 0 {
-            tracing::info!("{place}: passed over {num_skipped} files that are not UTF-8 text");
-        }
-        match (files.is_empty(), empty) {
-            (true, Some(path)) => Err(DataError::Empty { path }),
-            (true, None) => {
-                let skipped = format!(" ({num_skipped} files that are not UTF-8 passed over)");
-                Err(DataError::NoText { place, skipped: if num_skipped > 0 { skipped } else { String::new() } })
-            }
-            (false, empty) => {
-                if let Some(path) = empty {
-                    tracing::warn!("{}: is empty", path.display());
+        for candidate in candidates {
+            let before = pass.num_bytes_done();
+            let notes = RefCell::default();
+            let looked = look_at(&candidate, config, &pass, &notes);
+            watch.check()?;
+            let mut notes = notes.into_inner();
+            // The reading for good tells it.
+            notes.forget(Note::Trailing);
+            search.notes.merge(&notes);
+            match looked {
+                Ok(file) if file.stamp.num_bytes > 0 => {
+                    pass.end_file(before, file.stamp.num_bytes);
+                    files.push(file);
                 }
-                Ok(Self { files, text_field: text_field.into(), place })
+                looked => {
+                    search.notes.add(reason_to_pass_over(looked, candidate.named)?, &candidate.path, String::new);
+                    empty = empty.or(candidate.named.then_some(candidate.path));
+                }
             }
         }
+        if !files.is_empty() {
+            return Ok(Self { files, text_field: config.text_field.clone(), place, watch: watch.clone() });
+        }
+        let skipped = search.notes.line().map_or_else(String::new, |line| format!(": {line}"));
+        // Files that are named are passed over only if they are empty.
+        Err(empty.map_or(DataError::NoText { place, skipped }, |path| DataError::Empty { path }))
     }
 
     /// What a user would call this data: the paths as given, or the checkout.
@@ -152,25 +192,49 @@ impl Sources {
         hasher.digest128()
     }
 
-    /// Calls `visit` with every piece of every document, until it breaks.
-    pub fn for_each<F>(&self, mut visit: F) -> Result<(), DataError>
+    /// The names of the files.
+    pub(super) fn paths(&self) -> Vec<&Path> {
+        self.files.iter().map(|file| &*file.path).collect()
+    }
+
+    pub(super) fn watch(&self) -> &Watch {
+        &self.watch
+    }
+
+    /// Calls `visit` with every piece of every document, until it breaks. Returns what was passed over of rows.
+    pub fn for_each<F>(&self, visit: F) -> Result<Notes, DataError>
     where
         F: FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError>,
     {
+        self.read_all(ReadPhase::Tokenising, visit)
+    }
+
+    fn read_all<F>(&self, phase: ReadPhase, mut visit: F) -> Result<Notes, DataError>
+    where
+        F: FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError>,
+    {
+        let pass = Pass::new(&self.watch, phase, self.files.len(), self.num_bytes());
+        let notes = RefCell::default();
         for file in &self.files {
-            let flow = match file.format {
-                Format::Text => text::read(&file.path, &mut visit)?,
-                Format::JsonLines => jsonl::read(&file.path, &self.text_field, &mut visit)?,
-                Format::Parquet => parquet::read(&file.path, &self.text_field, &mut visit)?,
+            let before = pass.num_bytes_done();
+            let SourceFile { path, spool, format, stamp, .. } = file;
+            let input = Input { path, spool: spool.as_deref(), field: &self.text_field, pass: &pass, notes: &notes };
+            let flow = match format {
+                Format::Text => text::read(input, &mut visit),
+                Format::Json => json::read(input, &mut visit),
+                Format::Parquet => parquet::read(input, &mut visit),
+                Format::Csv => csv::read(input, &mut visit),
             };
-            if flow.is_break() {
-                return Ok(());
+            self.watch.check()?;
+            if flow?.is_break() {
+                break;
             }
-            if Stamp::of(&file.path)? != file.stamp {
-                return Err(DataError::Changed { path: file.path.clone() });
+            if Stamp::of(path, spool.as_deref())? != *stamp {
+                return Err(DataError::Changed { path: path.clone() });
             }
+            pass.end_file(before, stamp.num_bytes);
         }
-        Ok(())
+        Ok(notes.into_inner())
     }
 
     /// Text to train a tokenizer on: about `max_bytes`, taken evenly from all pieces when there is more.
@@ -179,7 +243,7 @@ impl Sources {
         let (mut seen, mut kept) = (0u64, 0u64);
         // Compressed files hold more than this, which takes more of their beginning; the bound holds all the same.
         let share = (max_bytes as f64 / self.num_bytes().max(1) as f64).min(1.0);
-        self.for_each(|piece| {
+        self.read_all(ReadPhase::Sampling, |piece| {
             if kept as f64 <= seen as f64 * share {
                 kept += piece.text.len() as u64;
                 texts.push(piece.text.to_string());
@@ -191,155 +255,118 @@ impl Sources {
     }
 }
 
-/// A path that may hold data.
-struct Candidate {
-    path: PathBuf,
-    /// Whether the user named this very file, so that passing it over would be wrong.
-    named: bool,
-}
-
-#[derive(Default)]
-struct Search {
-    candidates: Vec<Candidate>,
-    seen: HashSet<PathBuf>,
-}
-
-impl Search {
-    /// Adds what a path, folder or glob of the user's stands for.
-    fn add(&mut self, given: &str) -> Result<(), DataError> {
-        let path = Path::new(given);
-        if !path.exists() && given.contains(['*', '?', '[']) {
-            return self.add_glob(given);
-        }
-        self.add_path(path, true)
+/// Why a file that was looked at is passed over. What is wrong with a file that the user named is an error.
+fn reason_to_pass_over(looked: Result<SourceFile, DataError>, named: bool) -> Result<Note, DataError> {
+    match looked {
+        Ok(_) => Ok(Note::Empty),
+        Err(DataError::NotUtf8 { .. }) if !named => Ok(Note::NotUtf8),
+        Err(DataError::Binary { .. }) if !named => Ok(Note::Binary),
+        Err(DataError::Packed { .. }) if !named => Ok(Note::Packed),
+        Err(error) => Err(error),
     }
-
-    fn add_glob(&mut self, pattern: &str) -> Result<(), DataError> {
-        let wrong = |problem: String| DataError::Glob { pattern: pattern.into(), problem };
-        let paths = glob::glob(pattern).map_err(|error| wrong(format!("not a glob: {error}")))?;
-        let mut matched = false;
-        for path in paths {
-            let path = path.map_err(|error| {
-                let path = error.path().to_owned();
-                decode::unreadable(&path, error.into())
-            })?;
-            // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would panic
-            // on names that are not UTF-8.
-            if num_hidden(&path) <= num_hidden(Path::new(pattern)) {
-                matched = true;
-                self.add_path(&path, false)?;
-            }
-        }
-        if matched { Ok(()) } else { Err(wrong("matches no file".into())) }
-    }
-
-    fn add_path(&mut self, path: &Path, named: bool) -> Result<(), DataError> {
-        let file_type = fs::metadata(path).map_err(|source| decode::unreadable(path, source))?.file_type();
-        if file_type.is_dir() {
-            self.walk(path, &|_| true)
-        } else if file_type.is_file() {
-            self.push(path, named);
-            Ok(())
-        } else {
-            Err(DataError::Special { path: path.into(), kind: decode::special_kind(file_type) })
-        }
-    }
-
-    /// Adds the files below `folder` that are wanted, by name in each folder. Folders are not entered through links, which
-    /// may lead in circles; files are.
-    fn walk(&mut self, folder: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<(), DataError> {
-        let unreadable = |source| decode::unreadable(folder, source);
-        let entries = fs::read_dir(folder).map_err(unreadable)?;
-        let mut entries = entries.collect::<Result<Vec<_>, _>>().map_err(unreadable)?;
-        entries.sort_by_key(fs::DirEntry::file_name);
-        for entry in entries {
-            let path = entry.path();
-            if entry.file_name().as_encoded_bytes().starts_with(b".") {
-                continue;
-            }
-            let file_type = entry.file_type().map_err(|source| decode::unreadable(&path, source))?;
-            if file_type.is_dir() {
-                if !is_made_by_programs(&path) {
-                    self.walk(&path, wanted)?;
-                }
-            } else if wanted(&path) && fs::metadata(&path).is_ok_and(|metadata| metadata.is_file()) {
-                self.push(&path, false);
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds a file once, however many of the user's paths lead to it: seen twice it could be trained on and held out.
-    fn push(&mut self, path: &Path, named: bool) {
-        let real = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-        if self.seen.insert(real) {
-            self.candidates.push(Candidate { path: path.into(), named });
-        }
-    }
-}
-
-/// How many parts of a path have the name of something hidden.
-fn num_hidden(path: &Path) -> usize {
-    let is_hidden =
-        |part: &Component<'_>| matches!(part, Component::Normal(name) if name.as_encoded_bytes().starts_with(b"."));
-    path.components().filter(is_hidden).count()
-}
-
-/// Folders whose content nobody wrote: build outputs, runs of this program, installed packages. Cargo and others mark
-/// what they make with a `CACHEDIR.TAG`, a run has its metrics, whatever the folders are called.
-fn is_made_by_programs(folder: &Path) -> bool {
-    let name = folder.file_name().unwrap_or_default().to_string_lossy();
-    matches!(&*name, "target" | "runs" | "node_modules" | "__pycache__")
-        || ["pyvenv.cfg", "CACHEDIR.TAG", "metrics.jsonl"].iter().any(|mark| folder.join(mark).exists())
 }
 
 /// Reads a file through once: what it is, whether it is text, and its hash.
-fn look_at(path: &Path) -> Result<SourceFile, DataError> {
-    let format = format_of(path)?;
-    let mut file = SourceFile { path: path.into(), format, stamp: Stamp::of(path)?, hash: 0 };
+fn look_at(
+    candidate: &Candidate,
+    config: &DataConfig,
+    pass: &Pass<'_>,
+    notes: &RefCell<Notes>,
+) -> Result<SourceFile, DataError> {
+    let Candidate { path, spool, named } = candidate;
+    let field = &config.text_field;
+    let input = Input { path, spool: spool.as_deref(), field, pass, notes };
+    let mut stamp = Stamp::of(path, input.spool)?;
+    let format = if stamp.num_bytes == 0 { Format::Text } else { format_of(input, config.format, *named)? };
     let mut hasher = Xxh3::new();
     if format == Format::Text {
-        let mut num_bytes = 0;
-        let _always_to_the_end = text::read(path, &mut |piece| {
+        let (mut num_bytes, mut has_nul) = (0, false);
+        let _always_to_the_end = text::read(input, &mut |piece| {
             num_bytes += piece.text.len() as u64;
+            has_nul |= piece.text.contains('\0');
             hasher.update(piece.text.as_bytes());
             Ok(ControlFlow::Continue(()))
         })?;
         if num_bytes == 0 {
-            file.stamp.num_bytes = 0;
+            stamp.num_bytes = 0;
+        }
+        if has_nul {
+            input.note(Note::Nul, String::new);
         }
     } else {
-        hash_raw(path, &mut hasher).map_err(|source| decode::unreadable(path, source))?;
+        hash_raw(input, &mut hasher)?;
     }
-    file.hash = hasher.digest128();
-    Ok(file)
+    Ok(SourceFile { path: path.clone(), spool: spool.clone(), format, stamp, hash: hasher.digest128() })
 }
 
-fn hash_raw(path: &Path, hasher: &mut Xxh3) -> std::io::Result<()> {
-    let mut reader = File::open(path)?;
+fn hash_raw(input: Input<'_>, hasher: &mut Xxh3) -> Result<(), DataError> {
+    let mut reader = decode::open_raw(&input)?;
     let mut buffer = vec![0; 1 << 18];
     loop {
-        match reader.read(&mut buffer)? {
+        input.pass.check()?;
+        match reader.read(&mut buffer).map_err(|source| decode::unreadable(input.path, source))? {
             0 => return Ok(()),
-            count => hasher.update(&buffer[..count]),
+            count => {
+                hasher.update(&buffer[..count]);
+                input.pass.add_bytes(count as u64);
+            }
         }
     }
 }
 
-/// By the name, without an ending that tells the compression; Parquet also by its first bytes.
-fn format_of(path: &Path) -> Result<Format, DataError> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
-    let name = name.trim_end_matches(".gz").trim_end_matches(".zst");
-    if name.ends_with(".jsonl") || name.ends_with(".ndjson") {
-        return Ok(Format::JsonLines);
+/// As the setting says, or by the name, without an ending that tells the compression; Parquet, and what comes through a pipe, by the
+/// content. Files
+/// that may be tables but lack the text column are text, unless the user named them.
+fn format_of(input: Input<'_>, asked: DataFormat, named: bool) -> Result<Format, DataError> {
+    let format = match asked {
+        DataFormat::Text => return Ok(Format::Text),
+        DataFormat::Json => Format::Json,
+        DataFormat::Csv => Format::Csv,
+        DataFormat::Parquet => Format::Parquet,
+        DataFormat::Auto => return guess(input, named),
+    };
+    // What is compressed or packed in other ways is told now, as for text.
+    if format != Format::Parquet {
+        decode::open(input)?;
     }
-    if name.ends_with(".parquet") {
+    Ok(format)
+}
+
+fn guess(input: Input<'_>, named: bool) -> Result<Format, DataError> {
+    let name = input.path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let name = [".gz", ".gzip", ".zst", ".zstd"].iter().fold(&*name, |name, end| name.trim_end_matches(end));
+    // Another look has no part in what is told.
+    let (apart, quiet) = (RefCell::default(), input.pass.quiet());
+    let look = Input { notes: &apart, pass: &quiet, ..input };
+    let mut magic = Vec::new();
+    let read = decode::open(look)?.take(parquet::MAGIC.len() as u64).read_to_end(&mut magic);
+    if name.ends_with(".parquet") || (read.is_ok() && magic == parquet::MAGIC) {
         return Ok(Format::Parquet);
     }
-    let mut magic = Vec::new();
-    // A damaged compressed file is found out when it is read as text.
-    let _ = decode::open(path)?.take(parquet::MAGIC.len() as u64).read_to_end(&mut magic);
-    Ok(if magic == parquet::MAGIC { Format::Parquet } else { Format::Text })
+    // A pipe has no name that tells: rows of objects are told by the first of them.
+    if input.spool.is_some() && json::begins_as_rows(look)? && json::survey(look)? == json::Survey::Rows {
+        return Ok(Format::Json);
+    }
+    if [".jsonl", ".ndjson"].iter().any(|end| name.ends_with(end)) {
+        return Ok(Format::Json);
+    }
+    if name.ends_with(".json") {
+        match json::survey(look)? {
+            json::Survey::Rows => return Ok(Format::Json),
+            json::Survey::RowsWithoutField if named => return Ok(Format::Json),
+            _ => input.note(Note::PlainText, String::new),
+        }
+    }
+    if [".csv", ".tsv"].iter().any(|end| name.ends_with(end)) {
+        if csv::has_column(look)? {
+            return Ok(Format::Csv);
+        }
+        if named {
+            return Err(csv::without_column(look)?);
+        }
+        input.note(Note::PlainText, String::new);
+    }
+    Ok(Format::Text)
 }
 
 #[cfg(test)]

@@ -21,10 +21,17 @@ impl Folder {
     }
 
     fn find(&self, names: &[&str]) -> Result<Sources, DataError> {
-        Sources::find(&DataConfig {
-            paths: names.iter().map(|name| self.path(name)).collect(),
-            ..DataConfig::default()
-        })
+        let paths = names.iter().map(|name| self.path(name)).collect();
+        Sources::find(&DataConfig { paths, ..DataConfig::default() }, &Watch::default())
+    }
+
+    /// The line that tells what is passed over, with paths relative to the folder.
+    fn line(&self, names: &[&str]) -> String {
+        let watch = Watch::default();
+        let mut search = Search::new(&watch);
+        let paths: Vec<String> = names.iter().map(|name| self.path(name)).collect();
+        Sources::search(&mut search, &paths, &DataConfig::default(), &watch).unwrap();
+        search.notes.line().unwrap_or_default().replace(&format!("{}/", self.0.path().display()), "")
     }
 
     fn documents(&self, names: &[&str]) -> Vec<String> {
@@ -63,19 +70,29 @@ fn zstandard(content: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn folders_are_walked_by_name_without_hidden_and_made_files() {
+fn folders_are_walked_by_name_and_what_is_passed_over_is_counted() {
     let folder = Folder::new(&[
         ("d/b.txt", b"b"),
         ("d/a/z.md", b"z"),
         ("d/.hidden", b"no"),
         ("d/.git/config", b"no"),
-        ("d/target/debug/x.txt", b"no"),
+        ("d/target/x.txt", b"target"),
+        ("d/runs/y.txt", b"runs"),
+        ("d/build/CACHEDIR.TAG", b"no"),
+        ("d/node_modules/x.js", b"no"),
+        ("d/x.zip", b"PK\x03\x04\x14\0\0\0"),
         ("d/picture.png", b"\x89PNG\0\0"),
         ("d/latin1.txt", b"caf\xe9"),
         ("d/empty.txt", b""),
         ("d/venv/pyvenv.cfg", b"no"),
     ]);
-    assert_eq!(folder.documents(&["d"]), ["z", "b"]);
+    assert_eq!(folder.documents(&["d"]), ["z", "b", "runs", "target"]);
+    assert_eq!(
+        folder.line(&["d"]),
+        "1 file passed over: not UTF-8 (d/latin1.txt); 1 file passed over: binary (d/picture.png); \
+         1 file passed over: a format that is not read (d/x.zip); 1 hidden file or folder passed over (d/.hidden); \
+         3 folders passed over: made by programs (first: d/build); 1 empty file (d/empty.txt)"
+    );
 }
 
 #[test]
@@ -83,6 +100,90 @@ fn globs_match_and_files_come_once() {
     let folder = Folder::new(&[("a.txt", b"a"), ("b.txt", b"b"), ("c.md", b"c"), ("d/e.txt", b"e"), ("[x].txt", b"x")]);
     assert_eq!(folder.documents(&["*.txt", "a.txt", "**/e.txt"]), ["x", "a", "b", "e"]);
     assert_eq!(folder.documents(&["[x].txt"]), ["x"]);
+}
+
+/// The beginning of a tar archive.
+fn tar() -> Vec<u8> {
+    let mut header = vec![0; 512];
+    header[..5].copy_from_slice(b"a.txt");
+    header[257..262].copy_from_slice(b"ustar");
+    header
+}
+
+#[test]
+fn words_that_begin_like_other_formats_are_text() {
+    let folder =
+        Folder::new(&[("a.txt", b"BZh is how bzip2 begins"), ("b.txt", b"ORCs and GGUFs"), ("c.txt", b"LZIP")]);
+    assert_eq!(folder.documents(&["."]), ["BZh is how bzip2 begins", "ORCs and GGUFs", "LZIP"]);
+}
+
+#[test]
+fn rows_without_the_field_are_plain_text_in_a_folder_and_an_error_by_name() {
+    let contents = ["{\"name\": \"x\", \"version\": 1}", "id,body\n1,a\n", "// not JSON\n{}"];
+    let names = ["d/package.json", "d/t.csv", "d/z.json"];
+    let files: Vec<(&str, &[u8])> = names.into_iter().zip(contents.map(str::as_bytes)).collect();
+    let folder = Folder::new(&files);
+    assert_eq!(folder.documents(&["d"]), contents);
+    assert_eq!(
+        folder.line(&["d"]),
+        "3 files of rows without the text field are read as plain text (first: d/package.json)"
+    );
+    assert_eq!(folder.documents(&["d/package.json"]), contents[..1]);
+    assert!(folder.error(&["d/t.csv"]).starts_with("d/t.csv: no column \"text\""));
+}
+
+#[test]
+fn linked_folders_are_read_unless_they_lead_back() {
+    let folder = Folder::new(&[("a/x.txt", b"x"), ("d/y.txt", b"y"), ("other/z.txt", b"z")]);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, folder.path(name)).unwrap();
+    link("../other", "d/linked");
+    link("..", "d/up");
+    link("nowhere", "d/dangling");
+    link("y.txt", "d/same.txt");
+    assert_eq!(folder.documents(&["d"]), ["z", "y"]);
+    assert_eq!(
+        folder.line(&["d"]),
+        "1 linked folder passed over: leads back (d/up); 1 link passed over: leads nowhere (d/dangling); \
+         1 file named more than once is read once (d/y.txt)"
+    );
+}
+
+#[test]
+fn a_setting_says_how_files_hold_documents() {
+    let folder = Folder::new(&[("rows", br#"{"text": "a"}"#), ("a.jsonl", br#"{"text": "b"}"#), ("t", b"text\nc\n")]);
+    for (name, format, expected) in [
+        ("rows", "auto", r#"{"text": "a"}"#),
+        ("rows", "json", "a"),
+        ("rows", "jsonl", "a"),
+        ("a.jsonl", "text", r#"{"text": "b"}"#),
+        ("t", "csv", "c"),
+        ("t", "tsv", "c"),
+    ] {
+        let (paths, format) = (vec![folder.path(name)], format.parse().unwrap());
+        let config = DataConfig { paths, format, ..DataConfig::default() };
+        assert_eq!(documents(&Sources::find(&config, &Watch::default()).unwrap()), [expected], "{name}");
+    }
+    assert_eq!("xml".parse::<DataFormat>().unwrap_err(), "must be auto, text, json, csv or parquet");
+}
+
+#[test]
+fn a_pipe_that_is_open_already_is_read_once_and_rows_in_it_are_told_by_the_first() {
+    use std::os::fd::AsRawFd;
+    for (content, format, expected) in [
+        (&b"{\"text\": \"row\"}\n{\"text\": \"other\"}"[..], "auto", &["row", "other"][..]),
+        (b"{\"text\": \"row\"}", "text", &["{\"text\": \"row\"}"]),
+        (b"{ braces in a text }", "auto", &["{ braces in a text }"]),
+        (b"\"quoted\"\nwords", "auto", &["\"quoted\"\nwords"]),
+        (&gzip(b"zipped"), "auto", &["zipped"]),
+    ] {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        writer.write_all(content).unwrap();
+        drop(writer);
+        let paths = vec![format!("/dev/fd/{}", reader.as_raw_fd())];
+        let config = DataConfig { paths, format: format.parse().unwrap(), ..DataConfig::default() };
+        let sources = Sources::find(&config, &Watch::default()).unwrap();
+        assert_eq!([documents(&sources), documents(&sources)], [expected, expected]);
+    }
 }
 
 #[test]
@@ -131,6 +232,12 @@ fn bad_input_is_named() {
         ("bad.jsonl", b"{}\n"),
         ("bad.parquet", b"PAR1 nonsense"),
         ("none/latin1.txt", b"caf\xe9"),
+        ("text.xz", b"\xfd7zXZ\0\0\x04"),
+        ("text.bz2", b"BZh91AY&SY\x85\x90"),
+        ("text.zip", b"PK\x03\x04\x14\0\0\0"),
+        ("text.tar.gz", &gzip(&tar())),
+        ("lfs.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"),
+        ("table.csv", b"id,body\n1,a\n"),
         ("none/.hidden", b"text"),
     ]);
     for (name, expected) in [
@@ -143,7 +250,16 @@ fn bad_input_is_named() {
         ("cut.txt.zst", "cut.txt.zst: cannot be read: "),
         ("bad.jsonl", "bad.jsonl:1: no field \"text\" (fields: none); data.text_field names the one to use"),
         ("bad.parquet", "bad.parquet: not a readable Parquet file: "),
-        ("none", "none: no text found (1 files that are not UTF-8 passed over); give text files, .jsonl or .parquet"),
+        ("none", "none: no text found: 1 file passed over: not UTF-8 (none/latin1.txt); 1 hidden file"),
+        (
+            "text.xz",
+            "text.xz: is compressed by xz, which is not read; decompress it, or compress it by gzip or zstd instead",
+        ),
+        ("text.bz2", "text.bz2: is compressed by bzip2, which is not read; decompress it"),
+        ("text.zip", "text.zip: is a zip archive, which is not read; unpack it and name the folder"),
+        ("text.tar.gz", "text.tar.gz: is a tar archive, which is not read; unpack it and name the folder"),
+        ("lfs.jsonl", "lfs.jsonl: is a pointer of Git LFS, not the data, which is not read; `git lfs pull` fetches"),
+        ("table.csv", "table.csv: no column \"text\" (columns: id, body); data.text_field names the one to use, "),
         ("*.pdf", "*.pdf: matches no file"),
         ("a[", "a[: not a glob: "),
     ] {
@@ -162,7 +278,8 @@ fn pipes_devices_and_circles_do_not_hang() {
     std::os::unix::fs::symlink("nowhere", folder.path("dangling")).unwrap();
     assert_eq!(folder.documents(&["."]), ["a"]);
     assert_eq!(folder.error(&["pipe"]), "pipe: is a named pipe; must be a file, a folder or a glob");
-    let device = Sources::find(&DataConfig { paths: vec!["/dev/zero".into()], ..DataConfig::default() });
+    let device =
+        Sources::find(&DataConfig { paths: vec!["/dev/zero".into()], ..DataConfig::default() }, &Watch::default());
     assert_eq!(device.unwrap_err().to_string(), "/dev/zero: is a device; must be a file, a folder or a glob");
 }
 
@@ -183,7 +300,8 @@ fn a_checkout_is_found_from_within() {
         ("crates/x/data.bin", b"bin"),
         ("runs/1/log.txt", b"no"),
     ]);
-    let sources = Sources::of_checkout(&folder.0.path().join("crates/x"), &DataConfig::default()).unwrap();
+    let sources =
+        Sources::of_checkout(&folder.0.path().join("crates/x"), &DataConfig::default(), &Watch::default()).unwrap();
     assert_eq!(documents(&sources), ["readme", "toml", "lib"]);
 }
 

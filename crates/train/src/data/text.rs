@@ -4,6 +4,7 @@ use std::io::{ErrorKind, Read};
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use super::input::Input;
 use super::sources::Visit;
 use super::{DataError, Piece, decode};
 
@@ -18,10 +19,10 @@ const BINARY_BYTES: usize = 1024;
 
 pub(super) const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// Reads the text file at `path` as one document. The mark of byte order at the start is left out; line ends stay as they
-/// are.
-pub(super) fn read(path: &Path, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
-    let mut reader = decode::open(path)?;
+/// Reads a text file as one document. The mark of byte order at the start is left out; line ends stay as they are.
+pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
+    let path = input.path;
+    let mut reader = decode::open_text(input)?;
     let mut buffer = Vec::with_capacity(PIECE_BYTES);
     // Bytes of the content before the buffer.
     let mut offset = 0u64;
@@ -54,7 +55,8 @@ pub(super) fn read(path: &Path, visit: &mut Visit<'_>) -> Result<ControlFlow<()>
 }
 
 /// Gives a document that is in memory to `visit`, in pieces if it is long. An empty one is none.
-pub(super) fn give(mut text: &str, path: &Path, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
+pub(super) fn give(mut text: &str, input: &Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
+    let path = input.path;
     while text.len() > PIECE_BYTES {
         let (piece, rest) = text.split_at(cut_before(&text[..text.floor_char_boundary(PIECE_BYTES)]));
         if visit(Piece { text: piece, ends_document: false, path })?.is_break() {

@@ -2,6 +2,7 @@ use std::fs;
 
 use proptest::prelude::*;
 
+use super::super::input::with_input;
 use super::*;
 
 /// The pieces of a file with this content.
@@ -10,11 +11,13 @@ fn pieces(content: &[u8]) -> Result<Vec<(String, bool)>, DataError> {
     let path = folder.path().join("a.txt");
     fs::write(&path, content).unwrap();
     let mut pieces = Vec::new();
-    let _ = read(&path, &mut |piece| {
-        pieces.push((piece.text.to_string(), piece.ends_document));
-        Ok(ControlFlow::Continue(()))
-    })?;
-    Ok(pieces)
+    let (flow, _) = with_input(&path, "text", |input| {
+        read(input, &mut |piece| {
+            pieces.push((piece.text.to_string(), piece.ends_document));
+            Ok(ControlFlow::Continue(()))
+        })
+    });
+    flow.map(|_| pieces)
 }
 
 /// Text of more than two pieces, whose characters of several bytes stand across every possible border.

@@ -136,7 +136,7 @@ impl RoutedLayer {
 pub fn first_tokens(sources: &Sources, tokenizer: &Tokenizer, max: usize) -> Result<Vec<u32>, TrainError> {
     let mut ids = Vec::new();
     let mut failed = None;
-    sources.for_each(|piece| {
+    let notes = sources.for_each(|piece| {
         match tokenizer.encode(piece.text) {
             Ok(more) => ids.extend(more),
             Err(error) => {
@@ -152,6 +152,7 @@ pub fn first_tokens(sources: &Sources, tokenizer: &Tokenizer, max: usize) -> Res
     match failed {
         Some(error) => Err(error.into()),
         None => {
+            notes.warn();
             ids.truncate(max);
             Ok(ids)
         }

@@ -14,6 +14,7 @@ use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, training_flops_per_token};
 
 use crate::config::{RunConfig, TokenizerChoice};
+use crate::data::{DataError, Watch};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, METRICS_JSONL, Record, read_records};
 use crate::state;
@@ -188,11 +189,12 @@ impl Study {
         self.runs_dir.join(format!("{name}-seed{seed}"))
     }
 
-    /// Trains what is not trained yet, and reads what came of it. `on_event` sees the name of a run and its events.
-    /// `None` if it was asked to stop.
+    /// Trains what is not trained yet, and reads what came of it. `on_event` sees the name of a run and its events; `watch` goes
+    /// along while data is read. `None` if it was asked to stop.
     pub fn run(
         &self,
         requests: &Requests,
+        watch: &Watch,
         mut on_event: impl FnMut(&str, Event<'_>),
     ) -> Result<Option<Vec<Finding>>, TrainError> {
         let mut findings = Vec::new();
@@ -207,7 +209,7 @@ impl Study {
                 let run_dir = self.run_dir(variant.name, seed);
                 let name = run_dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 let mut on_event = |event: Event<'_>| on_event(&name, event);
-                if train(config, &run_dir, requests, &mut on_event)? == Outcome::Stopped {
+                if train(config, &run_dir, (requests, watch), &mut on_event)? == Outcome::Stopped {
                     return Ok(None);
                 }
                 runs.push(run_dir);
@@ -222,11 +224,11 @@ impl Study {
 fn train(
     mut config: RunConfig,
     run_dir: &Path,
-    requests: &Requests,
+    (requests, watch): (&Requests, &Watch),
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, TrainError> {
     let is_begun = run_dir.join(CONFIG_FILE).is_file();
-    let mut trainer = if is_begun {
+    let opened = if is_begun {
         state::make_absolute(&mut config)?;
         let stored = state::read_config(run_dir)?;
         config.model.vocab_size = stored.model.vocab_size;
@@ -236,11 +238,15 @@ fn train(
                 "holds a run with other settings; remove it, or choose another folder for the runs".to_owned();
             return Err(TrainError::State { path: run_dir.to_owned(), problem });
         }
-        Trainer::resume(run_dir.to_owned(), Ok)?
+        Trainer::resume_over(run_dir.to_owned(), stored, None, watch)
     } else {
-        Trainer::start(config, run_dir.to_owned())?
+        Trainer::start_over(config, run_dir.to_owned(), None, None, watch)
     };
-    trainer.run(requests, on_event)
+    match opened {
+        Ok(mut trainer) => trainer.run(requests, on_event),
+        Err(TrainError::Data(DataError::Stopped)) => Ok(Outcome::Stopped),
+        Err(error) => Err(error),
+    }
 }
 
 fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {

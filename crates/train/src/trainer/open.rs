@@ -14,6 +14,7 @@ use super::folder::RunFolder;
 use super::{Output, Trainer};
 use crate::config::{ConfigError, RunConfig, print_config};
 use crate::corpus::Corpus;
+use crate::data::Watch;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
 use crate::ranks::Ranks;
@@ -100,6 +101,11 @@ fn root_first<R>(ranks: Option<&Ranks>, work: impl FnOnce() -> Result<R, TrainEr
     }
 }
 
+/// The watch of this rank's reading: the root alone tells how far it is.
+fn watch_of(watch: &Watch, ranks: Option<&Ranks>) -> Watch {
+    if is_root(ranks) { watch.clone() } else { watch.silent() }
+}
+
 fn is_root(ranks: Option<&Ranks>) -> bool {
     ranks.is_none_or(Ranks::is_root)
 }
@@ -124,22 +130,26 @@ impl Trainer {
     /// Starts a new run in the folder `run_dir`, which must be empty or not there. Nothing is written before the whole
     /// configuration and the data have proved usable.
     pub fn start(config: RunConfig, run_dir: PathBuf) -> Result<Self, TrainError> {
-        Self::start_over(config, run_dir, None, None)
+        Self::start_over(config, run_dir, None, None, &Watch::default())
     }
 
     /// As [`Trainer::start`], with the weights of the model folder `from` in place of random ones, whose model the
-    /// configuration's must be up to settings of training; and as one of several `ranks`, all of which call this.
+    /// configuration's must be up to settings of training; and as one of several `ranks`, all of which call this. `watch` goes
+    /// along while data is read.
     pub fn start_over(
         config: RunConfig,
         folder: impl Into<RunFolder>,
         from: Option<&Path>,
         ranks: Option<Ranks>,
+        watch: &Watch,
     ) -> Result<Self, TrainError> {
         let folder = folder.into();
         if is_root(ranks.as_ref()) {
             folder.check()?;
         }
-        Self::begin(config, from, ranks.map(Arc::new), |config, is_root| {
+        let ranks = ranks.map(Arc::new);
+        let watch = watch_of(watch, ranks.as_deref());
+        Self::begin(config, from, ranks, &watch, |config, is_root| {
             if !is_root {
                 return Ok((None, folder.path().to_owned()));
             }
@@ -153,12 +163,13 @@ impl Trainer {
         mut config: RunConfig,
         from: Option<&Path>,
         ranks: Option<Arc<Ranks>>,
+        watch: &Watch,
         output: impl FnOnce(&RunConfig, bool) -> Result<(Option<Output>, PathBuf), TrainError>,
     ) -> Result<Self, TrainError> {
         state::make_absolute(&mut config)?;
         check_ranks(&config, ranks.as_deref())?;
         let ctx = context(&config, ranks.as_deref())?;
-        let corpus = root_first(ranks.as_deref(), || Corpus::open(&config, None))?;
+        let corpus = root_first(ranks.as_deref(), || Corpus::open(&config, None, watch))?;
         config.model.vocab_size = vocab_size(&config, &corpus.tokenizer)?;
         let decoder = decoder(&config, ranks.as_ref())?;
         check_memory(&ctx, &config, ranks.as_deref())?;
@@ -182,18 +193,24 @@ impl Trainer {
         change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
     ) -> Result<Self, TrainError> {
         let config = state::resumed_config(&run_dir, change)?;
-        Self::resume_over(run_dir, config, None)
+        Self::resume_over(run_dir, config, None, &Watch::default())
     }
 
     /// As [`Trainer::resume`], with the settings of [`resumed_config`](crate::resumed_config), as one of several `ranks`, all of
     /// which call this. The checkpoint may be one of any number of ranks.
-    pub fn resume_over(run_dir: PathBuf, config: RunConfig, ranks: Option<Ranks>) -> Result<Self, TrainError> {
+    pub fn resume_over(
+        run_dir: PathBuf,
+        config: RunConfig,
+        ranks: Option<Ranks>,
+        watch: &Watch,
+    ) -> Result<Self, TrainError> {
         let ranks = ranks.map(Arc::new);
         check_ranks(&config, ranks.as_deref())?;
+        let watch = &watch_of(watch, ranks.as_deref());
         let (store, checkpoint) = root_first(ranks.as_deref(), || newest(&run_dir, is_root(ranks.as_deref())))?;
         match checkpoint {
-            Some(checkpoint) => Self::go_on((store, checkpoint), run_dir, config, ranks),
-            None => Self::begin_again(store, run_dir, config, ranks),
+            Some(checkpoint) => Self::go_on((store, checkpoint), run_dir, config, ranks, watch),
+            None => Self::begin_again(store, run_dir, config, ranks, watch),
         }
     }
 
@@ -203,12 +220,13 @@ impl Trainer {
         run_dir: PathBuf,
         config: RunConfig,
         ranks: Option<Arc<Ranks>>,
+        watch: &Watch,
     ) -> Result<Self, TrainError> {
         if store.is_some() {
             tracing::warn!("{}: has no checkpoint yet, and begins again", run_dir.display());
         }
         let from = state::read_origin(&run_dir)?;
-        Self::begin(config, from.as_deref(), ranks, |config, _| {
+        Self::begin(config, from.as_deref(), ranks, watch, |config, _| {
             let output = store.map(|store| Output::begin(store, &run_dir, config)).transpose()?;
             Ok((output, run_dir.clone()))
         })
@@ -220,9 +238,10 @@ impl Trainer {
         run_dir: PathBuf,
         config: RunConfig,
         ranks: Option<Arc<Ranks>>,
+        watch: &Watch,
     ) -> Result<Self, TrainError> {
-        let corpus =
-            root_first(ranks.as_deref(), || Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?)))?;
+        let open = || Corpus::open(&config, Some(Tokenizer::from_dir(&checkpoint.path)?), watch);
+        let corpus = root_first(ranks.as_deref(), open)?;
         let ctx = context(&config, ranks.as_deref())?;
         let decoder = decoder(&config, ranks.as_ref())?;
         let of_weights = || keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
+use moeworks_train::data::Watch;
 use moeworks_train::metrics::{METRICS_JSONL, read_records};
 use moeworks_train::{Event, Ranks, Requests, TrainError, Trainer, resumed_config};
 
@@ -51,7 +52,7 @@ impl Place {
         (config.parallel.ep, config.parallel.timeout_s) = (num_ranks, timeout_s);
         try_run_ranks(&RankOptions::new(num_ranks), |comm| {
             let ranks = Some(Ranks::of_config(comm, &config, false)?);
-            let mut trainer = Trainer::start_over(config.clone(), self.run_dir(name), None, ranks)?;
+            let mut trainer = Trainer::start_over(config.clone(), self.run_dir(name), None, ranks, &Watch::default())?;
             trainer.run(&Requests::default(), &mut |event| {
                 if let Event::Step { record, .. } = event {
                     on_step(comm.rank(), record.step);
@@ -81,7 +82,8 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
         config.parallel.ep = 1;
         Ok(config)
     });
-    let mut resumed = Trainer::resume_over(run_dir.clone(), config.expect("it can"), None).expect("resumed");
+    let mut resumed =
+        Trainer::resume_over(run_dir.clone(), config.expect("it can"), None, &Watch::default()).expect("resumed");
     assert_eq!(resumed.progress().step, 4);
     resumed.run(&Requests::default(), &mut |_| ()).expect("trained");
     place.train("whole", (1, 25), |_, _| ()).expect("trained");

@@ -1,6 +1,8 @@
 //! What users of the crate see.
 
 mod config;
+mod data_files;
+mod data_mix;
 mod expert_gradients;
 mod fp8;
 mod listed;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use moeworks_train::config::RunConfig;
-use moeworks_train::data::{Dataset, Encode, Sources};
+use moeworks_train::data::{Dataset, Encode, Mix, Sources, Watch};
 
 struct Bytes;
 
@@ -36,9 +36,10 @@ fn the_checkout_itself_is_data() {
     let cache = tempfile::tempdir().unwrap();
     let mut config = RunConfig::default();
     config.data.cache_dir = cache.path().into();
-    let sources = Sources::of_checkout(&repository(), &config.data).unwrap();
-    let data = Dataset::open(&config, &sources, &Bytes).unwrap();
-    assert_eq!(data.tokens().len(), data.tokens().num_text_bytes() + data.tokens().num_documents());
+    let sources = Sources::of_checkout(&repository(), &config.data, &Watch::default()).unwrap();
+    let data = Dataset::open(&config, &Mix::from(sources), &Bytes).unwrap();
+    let tokens = data.parts()[0].tokens();
+    assert_eq!(tokens.len(), tokens.num_text_bytes() + tokens.num_documents());
     assert!(data.train_batch(0, 0).inputs.iter().all(|&id| id < 257));
     assert!(data.validation_batches(0).count() > 0);
 }
@@ -57,9 +58,9 @@ fn real_text_is_read_and_found_again() {
     let mut batches = Vec::new();
     for _ in 0..2 {
         let start = Instant::now();
-        let sources = Sources::find(&config.data).unwrap();
-        let data = Dataset::open(&config, &sources, &Bytes).unwrap();
-        eprintln!("{} bytes in {:?}", sources.num_bytes(), start.elapsed());
+        let mix = Mix::find(&config.data, &Watch::default()).unwrap();
+        let data = Dataset::open(&config, &mix, &Bytes).unwrap();
+        eprintln!("{} in {:?}", data.summary(), start.elapsed());
         batches.push(data.train_batch(1_000_000, 0));
     }
     assert_eq!(batches[0], batches[1]);

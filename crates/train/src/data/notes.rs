@@ -1,0 +1,139 @@
+//! What is not read as a user may think, counted, so that one line tells it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// A kind of thing that is passed over or changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) enum Note {
+    NotUtf8,
+    Binary,
+    Packed,
+    Hidden,
+    MadeByPrograms,
+    Circle,
+    Dangling,
+    Special,
+    Empty,
+    Twice,
+    PlainText,
+    Nul,
+    NullText,
+    MissingText,
+    EmptyText,
+    Surrogate,
+    Trailing,
+}
+
+/// How often something was found, and where first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Found {
+    count: u64,
+    path: PathBuf,
+    /// The place in the file, such as `:11`, or nothing.
+    place: String,
+}
+
+/// Counts of what is passed over or changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Notes {
+    found: BTreeMap<Note, Found>,
+}
+
+/// Notes about rows as a cache file keeps them: files by their numbers, because names may change.
+#[derive(Serialize, Deserialize)]
+pub(super) struct StoredNote {
+    note: Note,
+    count: u64,
+    file: usize,
+    place: String,
+}
+
+impl Notes {
+    pub(super) fn add(&mut self, note: Note, path: &Path, place: impl FnOnce() -> String) {
+        let first = || Found { count: 0, path: path.into(), place: place() };
+        self.found.entry(note).or_insert_with(first).count += 1;
+    }
+
+    /// Adds those of `other`.
+    pub(super) fn merge(&mut self, other: &Self) {
+        for (&note, found) in &other.found {
+            match self.found.get_mut(&note) {
+                Some(known) => known.count += found.count,
+                None => drop(self.found.insert(note, found.clone())),
+            }
+        }
+    }
+
+    pub(super) fn forget(&mut self, note: Note) {
+        self.found.remove(&note);
+    }
+
+    /// One line that tells all of it; nothing where there is nothing to tell.
+    #[must_use]
+    pub fn line(&self) -> Option<String> {
+        let told = |(&note, found): (&Note, &Found)| {
+            let first = if found.count == 1 { "" } else { "first: " };
+            format!("{} ({first}{}{})", words(note, found.count), found.path.display(), found.place)
+        };
+        let parts: Vec<String> = self.found.iter().map(told).collect();
+        // Names of files may hold line breaks.
+        (!parts.is_empty()).then(|| parts.join("; ").replace(['\n', '\r'], " "))
+    }
+
+    /// Warns of it in one line.
+    pub fn warn(&self) {
+        if let Some(line) = self.line() {
+            tracing::warn!("{line}");
+        }
+    }
+
+    /// The notes with the files' numbers in `paths`.
+    pub(super) fn store(&self, paths: &[&Path]) -> Vec<StoredNote> {
+        let stored = |(&note, found): (&Note, &Found)| StoredNote {
+            note,
+            count: found.count,
+            file: paths.iter().position(|path| *path == found.path).unwrap_or(0),
+            place: found.place.clone(),
+        };
+        self.found.iter().map(stored).collect()
+    }
+
+    /// The notes that [`Self::store`] gave, with the names that the files have now.
+    pub(super) fn restore(stored: Vec<StoredNote>, paths: &[&Path]) -> Self {
+        let found = stored.into_iter().map(|StoredNote { note, count, file, place }| {
+            let path = paths.get(file).copied().unwrap_or(Path::new("")).into();
+            (note, Found { count, path, place })
+        });
+        Self { found: found.collect() }
+    }
+}
+
+/// The words for `count` of a kind.
+fn words(note: Note, count: u64) -> String {
+    let [one, many] = match note {
+        Note::NotUtf8 => ["file passed over: not UTF-8", "files passed over: not UTF-8"],
+        Note::Binary => ["file passed over: binary", "files passed over: binary"],
+        Note::Packed => ["file passed over: a format that is not read", "files passed over: formats that are not read"],
+        Note::Hidden => ["hidden file or folder passed over", "hidden files and folders passed over"],
+        Note::MadeByPrograms => ["folder passed over: made by programs", "folders passed over: made by programs"],
+        Note::Circle => ["linked folder passed over: leads back", "linked folders passed over: they lead back"],
+        Note::Dangling => ["link passed over: leads nowhere", "links passed over: they lead nowhere"],
+        Note::Special => ["pipe, socket or device passed over", "pipes, sockets and devices passed over"],
+        Note::Empty => ["empty file", "empty files"],
+        Note::Twice => ["file named more than once is read once", "files named more than once are read once"],
+        Note::PlainText => [
+            "file of rows without the text field is read as plain text",
+            "files of rows without the text field are read as plain text",
+        ],
+        Note::Nul => ["file with NUL characters in its text", "files with NUL characters in their text"],
+        Note::NullText => ["row passed over: its text is null", "rows passed over: their text is null"],
+        Note::MissingText => ["row passed over: has no text field", "rows passed over: they have no text field"],
+        Note::EmptyText => ["row passed over: its text is empty", "rows passed over: their text is empty"],
+        Note::Surrogate => ["row with a lone surrogate, now U+FFFD", "rows with lone surrogates, now U+FFFD"],
+        Note::Trailing => ["gzip file with other bytes behind its end", "gzip files with other bytes behind their end"],
+    };
+    format!("{count} {}", if count == 1 { one } else { many })
+}

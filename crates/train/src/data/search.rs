@@ -1,0 +1,196 @@
+//! Which files the paths that a user gives stand for.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use super::notes::{Note, Notes};
+use super::watch::Watch;
+use super::{DataError, decode, spool};
+
+/// Hidden names that are never data and stand in many folders of data: nobody has to be told of them.
+const KNOWN_HIDDEN: [&str; 6] = [".git", ".gitattributes", ".gitignore", ".DS_Store", ".cache", ".huggingface"];
+
+/// A path that may hold data.
+pub(super) struct Candidate {
+    pub(super) path: PathBuf,
+    /// What came through a pipe.
+    pub(super) spool: Option<Arc<File>>,
+    /// Whether the user named this very file, so that passing it over would be wrong.
+    pub(super) named: bool,
+}
+
+/// A search for files. Several sources of one data set share `seen`, so that no file is in two of them.
+pub(super) struct Search<'w> {
+    pub(super) candidates: Vec<Candidate>,
+    pub(super) seen: HashSet<PathBuf>,
+    pub(super) notes: Notes,
+    watch: &'w Watch,
+}
+
+/// The rule by which folders are walked.
+#[derive(Clone, Copy)]
+pub(super) struct Walk<'r> {
+    /// Whether a file is wanted.
+    pub(super) is_wanted: &'r dyn Fn(&Path) -> bool,
+    /// Whether the folder is a checkout, in which no user named anything.
+    pub(super) is_checkout: bool,
+}
+
+impl<'w> Search<'w> {
+    pub(super) fn new(watch: &'w Watch) -> Self {
+        Self { candidates: Vec::new(), seen: HashSet::new(), notes: Notes::default(), watch }
+    }
+
+    /// Adds what a path, folder or glob of the user's stands for.
+    pub(super) fn add(&mut self, given: &str) -> Result<(), DataError> {
+        let path = Path::new(given);
+        if given == spool::STDIN {
+            return self.add_spool(Path::new(spool::STDIN_NAME), spool::read_stdin);
+        }
+        if spool::is_open_pipe(path) {
+            return self.add_spool(path, |watch| spool::read_pipe(path, watch));
+        }
+        if is_glob(given) {
+            return self.add_glob(given);
+        }
+        self.add_path(path, true)
+    }
+
+    /// Adds what `read` reads from a pipe, once.
+    fn add_spool(
+        &mut self,
+        name: &Path,
+        read: impl FnOnce(&Watch) -> Result<File, DataError>,
+    ) -> Result<(), DataError> {
+        if !self.seen.insert(name.into()) {
+            self.notes.add(Note::Twice, name, String::new);
+            return Ok(());
+        }
+        let spool = Some(Arc::new(read(self.watch)?));
+        self.candidates.push(Candidate { path: name.into(), spool, named: true });
+        Ok(())
+    }
+
+    fn add_glob(&mut self, pattern: &str) -> Result<(), DataError> {
+        let wrong = |problem: String| DataError::Glob { pattern: pattern.into(), problem };
+        let paths = glob::glob(pattern).map_err(|error| wrong(format!("not a glob: {error}")))?;
+        let mut matched = false;
+        for path in paths {
+            self.watch.check()?;
+            let path = path.map_err(|error| {
+                let path = error.path().to_owned();
+                decode::unreadable(&path, error.into())
+            })?;
+            // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would panic
+            // on names that are not UTF-8.
+            if num_hidden(&path) <= num_hidden(Path::new(pattern)) {
+                matched = true;
+                self.add_path(&path, false)?;
+            }
+        }
+        if matched { Ok(()) } else { Err(wrong("matches no file".into())) }
+    }
+
+    fn add_path(&mut self, path: &Path, named: bool) -> Result<(), DataError> {
+        let file_type = fs::metadata(path).map_err(|source| decode::unreadable(path, source))?.file_type();
+        if file_type.is_dir() {
+            self.walk(path, Walk { is_wanted: &|_| true, is_checkout: false })
+        } else if file_type.is_file() {
+            self.push(path, named);
+            Ok(())
+        } else {
+            Err(DataError::Special { path: path.into(), kind: decode::special_kind(file_type) })
+        }
+    }
+
+    /// Adds the files below `folder` that are wanted, by name in each folder.
+    pub(super) fn walk(&mut self, folder: &Path, rule: Walk<'_>) -> Result<(), DataError> {
+        let mut above = Vec::new();
+        self.walk_below(folder, rule, &mut above)
+    }
+
+    /// Walks a folder; `above` holds the real paths of the folders that lead to it, so that links do not lead in circles.
+    fn walk_below(&mut self, folder: &Path, rule: Walk<'_>, above: &mut Vec<PathBuf>) -> Result<(), DataError> {
+        self.watch.check()?;
+        let unreadable = |source| decode::unreadable(folder, source);
+        let entries = fs::read_dir(folder).map_err(unreadable)?;
+        let mut entries = entries.collect::<Result<Vec<_>, _>>().map_err(unreadable)?;
+        entries.sort_by_key(fs::DirEntry::file_name);
+        above.push(fs::canonicalize(folder).unwrap_or_else(|_| folder.into()));
+        for entry in entries {
+            let path = entry.path();
+            let name = entry.file_name();
+            if name.as_encoded_bytes().starts_with(b".") {
+                if !KNOWN_HIDDEN.iter().any(|known| name == *known) {
+                    self.notes.add(Note::Hidden, &path, String::new);
+                }
+                continue;
+            }
+            let is_link = entry.file_type().map_err(|source| decode::unreadable(&path, source))?.is_symlink();
+            let Ok(metadata) = fs::metadata(&path) else {
+                self.notes.add(Note::Dangling, &path, String::new);
+                continue;
+            };
+            if metadata.is_dir() {
+                self.enter(&path, is_link, rule, above)?;
+            } else if !metadata.is_file() {
+                self.notes.add(Note::Special, &path, String::new);
+            } else if (rule.is_wanted)(&path) {
+                self.push(&path, false);
+            }
+        }
+        above.pop();
+        Ok(())
+    }
+
+    /// Walks a folder within a folder, unless programs made it or it is a link that leads back.
+    fn enter(&mut self, path: &Path, is_link: bool, rule: Walk<'_>, above: &mut Vec<PathBuf>) -> Result<(), DataError> {
+        if is_made_by_programs(path, rule.is_checkout) {
+            self.notes.add(Note::MadeByPrograms, path, String::new);
+            return Ok(());
+        }
+        if is_link {
+            let real = fs::canonicalize(path).unwrap_or_else(|_| path.into());
+            // A checkout is what stands in it.
+            if rule.is_checkout || above.iter().any(|folder| folder.starts_with(&real)) {
+                self.notes.add(Note::Circle, path, String::new);
+                return Ok(());
+            }
+        }
+        self.walk_below(path, rule, above)
+    }
+
+    /// Adds a file once, however many of the user's paths lead to it: seen twice it could be trained on and held out.
+    fn push(&mut self, path: &Path, named: bool) {
+        let real = fs::canonicalize(path).unwrap_or_else(|_| path.into());
+        if self.seen.insert(real) {
+            self.candidates.push(Candidate { path: path.into(), spool: None, named });
+        } else {
+            self.notes.add(Note::Twice, path, String::new);
+        }
+    }
+}
+
+/// Whether a path of the user's is a pattern: it has signs of one, and is no file by itself.
+pub(super) fn is_glob(given: &str) -> bool {
+    given.contains(['*', '?', '[']) && !Path::new(given).exists()
+}
+
+/// How many parts of a path have the name of something hidden.
+fn num_hidden(path: &Path) -> usize {
+    let is_hidden =
+        |part: &Component<'_>| matches!(part, Component::Normal(name) if name.as_encoded_bytes().starts_with(b"."));
+    path.components().filter(is_hidden).count()
+}
+
+/// Whether nobody wrote what is in a folder: build outputs, runs of this program, installed packages. Cargo and others mark
+/// what they make with a `CACHEDIR.TAG`, a run has its metrics, whatever the folders are called. In a checkout names tell it,
+/// too; a folder of data may well be called `target`.
+fn is_made_by_programs(folder: &Path, is_checkout: bool) -> bool {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    matches!(&*name, "node_modules" | "__pycache__")
+        || (is_checkout && matches!(&*name, "target" | "runs"))
+        || ["pyvenv.cfg", "CACHEDIR.TAG", "metrics.jsonl"].iter().any(|mark| folder.join(mark).exists())
+}
