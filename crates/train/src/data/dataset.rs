@@ -345,6 +345,9 @@ fn seed_of(seed: u64, source: usize) -> u64 {
 /// A source of `tokens`, split as the options say.
 fn part(tokens: Arc<TokenStore>, options: DatasetOptions, name: String) -> Result<Part, DataError> {
     let DatasetOptions { seq_len, validation_fraction, validation_seed, .. } = options;
+    if tokens.is_empty() {
+        return Err(DataError::NoText { place: name, skipped: String::new() });
+    }
     let split = Split::new(tokens.len(), seq_len as u64, validation_fraction, validation_seed);
     if split.train.is_empty() {
         return Err(DataError::TooShort { place: name, tokens: tokens.len(), needed: seq_len as u64 + 1 });

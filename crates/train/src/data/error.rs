@@ -51,7 +51,7 @@ pub enum DataError {
         offset: u64,
     },
     /// Text that is not UTF-8.
-    #[error("{}: not UTF-8 at byte {offset}; must be converted to UTF-8", path.display())]
+    #[error("{}: not UTF-8 at byte {offset}; must be converted to UTF-8, as by iconv -f latin1 -t utf-8", path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,

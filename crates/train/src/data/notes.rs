@@ -67,10 +67,6 @@ impl Notes {
         }
     }
 
-    pub(super) fn forget(&mut self, note: Note) {
-        self.found.remove(&note);
-    }
-
     /// One line that tells all of it; nothing where there is nothing to tell.
     #[must_use]
     pub fn line(&self) -> Option<String> {

@@ -139,10 +139,7 @@ impl Sources {
             let notes = RefCell::default();
             let looked = look_at(&candidate, config, &pass, &notes);
             watch.check()?;
-            let mut notes = notes.into_inner();
-            // The reading for good tells it.
-            notes.forget(Note::Trailing);
-            search.notes.merge(&notes);
+            search.notes.merge(&notes.into_inner());
             match looked {
                 Ok(file) if file.stamp.num_bytes > 0 => {
                     pass.end_file(before, file.stamp.num_bytes);
@@ -214,11 +211,13 @@ impl Sources {
         F: FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError>,
     {
         let pass = Pass::new(&self.watch, phase, self.files.len(), self.num_bytes());
-        let notes = RefCell::default();
+        let [notes, told] = [RefCell::default(), RefCell::default()];
         for file in &self.files {
             let before = pass.num_bytes_done();
             let SourceFile { path, spool, format, stamp, .. } = file;
-            let input = Input { path, spool: spool.as_deref(), field: &self.text_field, pass: &pass, notes: &notes };
+            // What there is to tell of plain text was told when it was looked through.
+            let notes = if *format == Format::Text { &told } else { &notes };
+            let input = Input { path, spool: spool.as_deref(), field: &self.text_field, pass: &pass, notes };
             let flow = match format {
                 Format::Text => text::read(input, &mut visit),
                 Format::Json => json::read(input, &mut visit),

@@ -111,6 +111,18 @@ fn tar() -> Vec<u8> {
 }
 
 #[test]
+fn bytes_behind_the_end_of_a_gzip_file_are_told() {
+    let with_garbage = |content: &[u8]| [gzip(content), b"garbage".to_vec()].concat();
+    let folder = Folder::new(&[("a.gz", &with_garbage(b"a")), ("b.gz", &[gzip(b"b"), vec![0; 9]].concat())]);
+    assert_eq!(folder.documents(&["."]), ["a", "b"]);
+    assert_eq!(folder.line(&["."]), "1 gzip file with other bytes behind its end (./a.gz)");
+    let folder = Folder::new(&[("a.jsonl.gz", &with_garbage(b"{\"text\": \"a\"}"))]);
+    assert_eq!(folder.line(&["."]), "");
+    let notes = folder.find(&["."]).unwrap().for_each(|_| Ok(ControlFlow::Continue(()))).unwrap();
+    assert!(notes.line().unwrap().starts_with("1 gzip file with other bytes behind its end ("));
+}
+
+#[test]
 fn words_that_begin_like_other_formats_are_text() {
     let folder =
         Folder::new(&[("a.txt", b"BZh is how bzip2 begins"), ("b.txt", b"ORCs and GGUFs"), ("c.txt", b"LZIP")]);
