@@ -72,7 +72,7 @@ impl Notes {
     pub fn line(&self) -> Option<String> {
         let told = |(&note, found): (&Note, &Found)| {
             let first = if found.count == 1 { "" } else { "first: " };
-            format!("{} ({first}{}{})", words(note, found.count), found.path.display(), found.place)
+            format!("{} ({first}{}{})", words(note, found.count), shown(&found.path), found.place)
         };
         let parts: Vec<String> = self.found.iter().map(told).collect();
         // Names of files may hold line breaks.
@@ -105,6 +105,13 @@ impl Notes {
         });
         Self { found: found.collect() }
     }
+}
+
+/// A path as a user would type it: from the current folder on, if it is below.
+pub(super) fn shown(path: &Path) -> String {
+    let here = std::env::current_dir().unwrap_or_default();
+    let below = path.strip_prefix(&here).ok().filter(|below| !below.as_os_str().is_empty());
+    below.unwrap_or(path).display().to_string()
 }
 
 /// The words for `count` of a kind.

@@ -15,7 +15,7 @@ use std::time::SystemTime;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::input::Input;
-use super::notes::{Note, Notes};
+use super::notes::{Note, Notes, shown};
 use super::search::{Candidate, Search, Walk};
 use super::watch::{Pass, ReadPhase, Watch};
 use super::{DataError, STDIN, checkout, csv, decode, json, mix, parquet, spool, text};
@@ -116,7 +116,7 @@ impl Sources {
         for path in paths {
             search.add(path)?;
         }
-        let name = |path: &String| if path == STDIN { spool::STDIN_NAME.into() } else { path.clone() };
+        let name = |path: &String| if path == STDIN { spool::STDIN_NAME.into() } else { shown(Path::new(path)) };
         Self::look_through(search, config, paths.iter().map(name).collect::<Vec<_>>().join(", "), watch)
     }
 
