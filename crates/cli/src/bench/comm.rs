@@ -68,6 +68,9 @@ const MARK: &str = "# Measured by `moeworks bench comm`";
 
 pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {
     Target { option: "--topology", path: &args.topology, mark: MARK, is_forced: args.force }.check()?;
+    if args.max_bytes < SIZES[0] {
+        return Err(Failure::input(format!("--max-bytes {}: must be at least {}", args.max_bytes, SIZES[0])));
+    }
     let measured = on_ranks(args.ranks, |comm| {
         let raw = is_launched().then(RawMpi::of_run).transpose().map_err(CommError::from)?;
         measure_all(comm, raw.as_ref(), args.max_bytes)
@@ -90,6 +93,9 @@ pub(super) fn on_ranks<T: Send>(
     work: impl Fn(&dyn Communicator) -> Result<Option<T>, CommError> + Sync,
 ) -> Result<Option<T>, Failure> {
     if is_launched() {
+        if num_ranks > 0 {
+            return Err(Failure::input("--ranks: the processes that the launcher started are the ranks; leave it out"));
+        }
         let report = |rank: usize, error: &dyn std::fmt::Display| eprintln!("moeworks: rank {rank}: {error}");
         // As it is used where speed counts, also in a debug build: without comparing calls first.
         let options = MpiOptions::default().with_checks(false).with_timeout(PATIENCE);

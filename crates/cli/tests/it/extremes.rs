@@ -183,3 +183,24 @@ fn numbers_of_threads_and_ranks_are_checked_before_anything_starts() {
     }
     assert!(!work.path("runs").exists() && !work.path("topology.toml").exists());
 }
+
+#[test]
+fn options_that_would_be_ignored_are_refused() {
+    let work = Workplace::new();
+    let cases: [(&[&str], &str); 9] = [
+        (&["bench", "--ranks", "2"], "--ranks"),
+        (&["bench", "decode", "--link", "1,1"], "--link"),
+        (&["bench", "overlap", "--max-bytes", "64"], "--max-bytes"),
+        (&["bench", "layers", "--topology", "x.toml"], "--topology"),
+        (&["bench", "comm", "--threads", "2"], "--threads"),
+        (&["bench", "comm", "--max-bytes", "1"], "--max-bytes 1"),
+        (&["convert", "run", "model", "--only", "experts"], "--quantize"),
+        (&["generate", "run", "--max-tokens", "0"], "--max-tokens"),
+        (&["chat", "run", "--max-tokens", "0"], "--max-tokens"),
+    ];
+    for (args, part) in cases {
+        let output = work.run(args);
+        let shown = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && shown.contains(part), "{args:?}: {shown}");
+    }
+}

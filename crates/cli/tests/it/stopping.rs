@@ -48,6 +48,24 @@ fn a_signal_while_data_is_read_ends_the_program_at_once_and_leaves_nothing() {
 }
 
 #[test]
+fn a_signal_while_tokens_are_written_leaves_no_part_of_them() {
+    let work = Workplace::new();
+    long_text(&work);
+    let mut args = vec!["train", "--data", "long.txt", "--out", "run"];
+    TINY.iter().for_each(|setting| args.extend(["--set", setting]));
+    let child = work.command(&args).stderr(Stdio::piped()).spawn().expect("the program starts");
+    let start = Instant::now();
+    while leftovers(&work.path("cache/moeworks")).is_empty() {
+        assert!(start.elapsed() < Duration::from_secs(60), "no tokens are written");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    send(&child, "TERM");
+    let output = child.wait_with_output().expect("ended");
+    assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
+    assert_eq!(leftovers(&work.path("cache/moeworks")), [""; 0]);
+}
+
+#[test]
 fn the_second_signal_does_not_wait_for_the_step() {
     let work = Workplace::new();
     // A step of very many tokens.

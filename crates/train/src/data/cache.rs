@@ -409,12 +409,17 @@ impl<'t> Writer<'t> {
         let share = pieces.len().div_ceil(threads).max(1);
         let (tokenizer, watch) = (self.tokenizer, self.watch);
         let parts: Vec<Result<Vec<u32>, DataError>> = thread::scope(|scope| {
-            let running: Vec<_> =
-                pieces.chunks(share).map(|part| scope.spawn(move || encode_part(tokenizer, part, watch))).collect();
-            running
-                .into_iter()
-                .map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
+            let start = |part| {
+                let work = move || encode_part(tokenizer, part, watch);
+                // Where no more threads can be had this one does the work.
+                thread::Builder::new().spawn_scoped(scope, work).map_err(|_| part)
+            };
+            let running: Vec<_> = pieces.chunks(share).map(start).collect();
+            let finish = |part: Result<thread::ScopedJoinHandle<'_, _>, _>| match part {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(part) => encode_part(tokenizer, part, watch),
+            };
+            running.into_iter().map(finish).collect()
         });
         for ids in parts {
             self.put(&ids?)?;
