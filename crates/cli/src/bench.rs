@@ -33,11 +33,11 @@ use crate::tables;
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     match &args.kind {
         BenchKind::Kernels(args) => kernels(args),
-        BenchKind::Layers(args) => cases(args, |output, ctx, peaks, filter| {
+        BenchKind::Layers(args) => cases("layers", args, |output, ctx, peaks, filter| {
             output.header(ctx, peaks);
             layers::measure(ctx, peaks, filter, |result| output.case(result))
         }),
-        BenchKind::Routing(args) => cases(args, |output, ctx, _, filter| output.routing(ctx, filter)),
+        BenchKind::Routing(args) => cases("routing", args, |output, ctx, _, filter| output.routing(ctx, filter)),
         BenchKind::Decode(args) => decode(args),
         BenchKind::Overlap(args) => overlap::run(args),
         BenchKind::Comm(args) => comm::run(args),
@@ -50,6 +50,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
 
 /// Measures the cases of a kind that its filter leaves, by `measure`.
 fn cases(
+    kind: &str,
     args: &CasesArgs,
     measure: impl FnOnce(&mut Output, &Context, &Peaks, &str) -> Result<(), Failure>,
 ) -> Result<ExitCode, Failure> {
@@ -57,12 +58,12 @@ fn cases(
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
     measure(&mut output, &ctx, &peaks, &filter)?;
-    output.finish(&ctx, &peaks, &filter)?;
+    output.finish(&ctx, &peaks, format!("{kind} {filter}").trim())?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn kernels(args: &CasesArgs) -> Result<ExitCode, Failure> {
-    cases(args, |output, ctx, peaks, filter| {
+    cases("", args, |output, ctx, peaks, filter| {
         output.header(ctx, peaks);
         for dtype in [DType::F32, DType::BF16] {
             bench_cases(ctx, peaks, dtype, filter, |result| output.case(result));

@@ -151,7 +151,7 @@ pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
     let ctx = if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) };
     let (ctx, missing) = ctx.on_device(device)?;
     if let Some(missing) = missing {
-        notice!("--device auto computes on the CPU: {missing}");
+        notice!("--device auto computes on the processor: {missing}");
     }
     if expert_room > 0.0 {
         let Some(gpu) = ctx.gpu().cloned() else {

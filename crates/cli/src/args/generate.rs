@@ -92,8 +92,11 @@ pub(crate) struct GenerateArgs {
 }
 
 #[derive(Debug, Args)]
-#[command(before_help = "Usual use:\n  moeworks chat MODEL\n  moeworks chat MODEL --system \"You are brief.\"\n  \
-                         printf 'Hello\\nAnd now?\\n' | moeworks chat MODEL")]
+#[command(
+    before_help = "Usual use:\n  moeworks chat MODEL\n  moeworks chat MODEL --system \"You are brief.\"\n  \
+                         printf 'Hello\\nAnd now?\\n' | moeworks chat MODEL",
+    after_help = "In a chat, /help lists the commands (/clear, /undo, /regen, /system TEXT, /exit). Ctrl-C stops an answer."
+)]
 pub(crate) struct ChatArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
@@ -103,12 +106,15 @@ pub(crate) struct ChatArgs {
     /// A chat template in Jinja in place of the model's own
     #[arg(long, value_name = "FILE")]
     pub(crate) template: Option<PathBuf>,
-    /// Tokens of an answer at most; -1 for as many as fit (default: as many as fit)
+    /// Tokens of an answer at most; -1 for as many as fit (default: as many as leave room for another turn)
     #[arg(long, short = 'n', value_name = "N", allow_negative_numbers = true)]
     pub(crate) max_tokens: Option<TokenLimit>,
     /// End an answer before this text, which is not printed; may be repeated
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) stop: Vec<String>,
+    /// Neither read nor write the history of typed lines ($XDG_STATE_HOME/moeworks/history)
+    #[arg(long)]
+    pub(crate) no_history: bool,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]

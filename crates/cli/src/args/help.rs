@@ -102,7 +102,7 @@ mod tests {
             let examples =
                 help.lines().skip_while(|line| !line.starts_with("Usual use")).take_while(|line| !line.is_empty());
             for line in examples {
-                let Some(start) = line.rfind("moeworks ") else { continue };
+                let Some(start) = line.find("moeworks ") else { continue };
                 let end = ["  ", " >", ")"].iter().filter_map(|mark| line[start..].find(mark)).min();
                 let example = end.map_or(&line[start..], |end| &line[start..start + end]);
                 parse(words(example)).unwrap_or_else(|error| panic!("{example}: {error}"));

@@ -1,145 +1,184 @@
-//! `moeworks chat`: a conversation by the model's own template, a line a turn.
+//! `moeworks chat`: a conversation by the model's own template, with commands that begin with a slash.
 
+mod commands;
+mod conversation;
+mod input;
 pub(crate) mod render;
 
-use std::io::{BufRead as _, IsTerminal as _, stdin, stdout};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moeworks_model::BatchError;
-use moeworks_model::chat::{ChatTemplate, Message, final_message};
-use moeworks_model::generation::{CachedSequence, GenerateRequest, Sampler};
+use moeworks_model::chat::ChatTemplate;
 
+use self::commands::{Line, help};
+use self::conversation::{Conversation, TurnError};
+use self::input::{Input, Typed};
 use crate::args::{ChatArgs, TokenLimit};
-use crate::failure::Failure;
-use crate::generate::{End, flush, print_answer};
+use crate::failure::{Failure, say_error};
+use crate::generate::{End, Printed};
 use crate::model::{Model, Source};
 use crate::sampling::{Sampling, stop_texts, warn_of_unused};
 
 /// The exit code of a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
+/// The exit code where a piped turn was refused.
+const REFUSED: u8 = 2;
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let (defaults, file) = source.sampling_defaults()?;
     let sampling = Sampling::resolve(&args.sampling, &defaults, file)?;
     let (sampler, stops) = (sampling.sampler()?, stop_texts(&args.stop, &args.sampling, &defaults)?);
+    if args.max_tokens == Some(TokenLimit::Tokens(0)) {
+        return Err(Failure::input("--max-tokens 0: an answer needs at least 1 token, or -1 for as many as fit"));
+    }
     let model = Model::of(&source, &args.compute)?;
     warn_of_unused(&args.sampling, &defaults, file);
-    tracing::info!("sampling: {}", sampling.description);
-    let template = match &args.template {
-        Some(path) => ChatTemplate::from_file(path, &model.tokenizer)?,
-        None => source.chat_template(&model.tokenizer)?.ok_or_else(|| {
-            let path = source.path().display();
-            Failure::input(format!("{path}: has no chat template; give one by --template FILE, or use `generate`"))
-        })?,
-    };
-    let system = args.system.iter().map(|text| Message::new("system", model.tokenizer.guard(text)));
-    let mut chat = Chat {
-        messages: system.collect(),
-        sequence: CachedSequence::new(model.decoder.config()),
-        max_tokens: match args.max_tokens {
-            Some(TokenLimit::Tokens(count)) => Some(count),
-            Some(TokenLimit::Room) => None,
-            None => defaults.max_new_tokens.filter(|_| !args.sampling.no_model_sampling),
-        },
-        stops,
-        interrupts: Interrupts::watch()?,
-        model: &model,
-        template,
-        sampler,
-    };
-    let is_interactive = stdin().is_terminal() && stdout().is_terminal();
-    loop {
-        let Some(line) = next_line(is_interactive)? else { return Ok(ExitCode::SUCCESS) };
-        if line.trim().is_empty() {
-            continue;
-        }
-        let end = chat.turn(&line)?;
-        if end == End::Interrupted && !is_interactive {
-            return Ok(ExitCode::from(INTERRUPTED));
-        }
+    let template = template(args, &source, &model)?;
+    let input = Input::open(!args.no_history)?;
+    let of_model = defaults.max_new_tokens.filter(|_| !args.sampling.no_model_sampling);
+    let mut conversation = Conversation::new(&model, template, sampler);
+    (conversation.limit, conversation.limit_of_model) = (args.max_tokens, of_model);
+    conversation.stops = stops;
+    conversation.set_system(args.system.as_deref());
+    greet(&input, &sampling);
+    let interrupts = Interrupts::watch(Arc::clone(&conversation.is_asked), input.reads_interrupts())?;
+    Session { input, conversation, interrupts, is_leaving: false, was_refused: false }.run()
+}
+
+fn template(args: &ChatArgs, source: &Source, model: &Model) -> Result<ChatTemplate, Failure> {
+    if let Some(path) = &args.template {
+        return Ok(ChatTemplate::from_file(path, &model.tokenizer)?);
+    }
+    source.chat_template(&model.tokenizer)?.ok_or_else(|| {
+        let path = source.path().display();
+        Failure::input(format!("{path}: has no chat template; give one by --template FILE, or use `generate`"))
+    })
+}
+
+/// Says how the chat is used, to someone at a terminal.
+fn greet(input: &Input, sampling: &Sampling) {
+    if input.is_terminal() {
+        notice!("Sampling: {}. /help lists the commands, Ctrl-D ends the chat.", sampling.description);
+    } else {
+        tracing::info!("sampling: {}", sampling.description);
     }
 }
 
-/// The next line of standard input without its end; none at the end.
-fn next_line(is_interactive: bool) -> Result<Option<String>, Failure> {
-    if is_interactive {
-        print!("> ");
-        flush();
-    }
-    let mut line = String::new();
-    let count =
-        stdin().lock().read_line(&mut line).map_err(|error| Failure::input(format!("standard input: {error}")))?;
-    if count == 0 {
-        if is_interactive {
-            println!();
-        }
-        return Ok(None);
-    }
-    Ok(Some(line.trim_end_matches(['\n', '\r']).to_owned()))
+/// A chat under way.
+struct Session<'a> {
+    input: Input,
+    conversation: Conversation<'a>,
+    interrupts: Interrupts,
+    /// Whether the last thing that was typed is Ctrl-C.
+    is_leaving: bool,
+    /// Whether a turn was refused.
+    was_refused: bool,
 }
 
-/// Ctrl-C ends an answer; between answers it ends the program.
+impl Session<'_> {
+    /// Answers line by line until the end.
+    fn run(mut self) -> Result<ExitCode, Failure> {
+        loop {
+            let line = match self.input.next()? {
+                Typed::Line(line) => line,
+                Typed::End => break,
+                Typed::Interrupted if self.is_leaving => return Ok(ExitCode::from(INTERRUPTED)),
+                Typed::Interrupted => {
+                    self.is_leaving = true;
+                    notice!("(Ctrl-C again, Ctrl-D or /exit ends the chat.)");
+                    continue;
+                }
+            };
+            self.is_leaving = false;
+            let line = Line::new(&line);
+            if line == Line::Exit {
+                break;
+            }
+            let end = self.obey(&line)?;
+            if end == Some(End::Interrupted) && !self.input.is_terminal() {
+                return Ok(ExitCode::from(INTERRUPTED));
+            }
+        }
+        let is_failed = self.was_refused && !self.input.is_terminal();
+        Ok(if is_failed { ExitCode::from(REFUSED) } else { ExitCode::SUCCESS })
+    }
+
+    /// Carries out a line. Returns how an answer ended, if there was one.
+    fn obey(&mut self, line: &Line<'_>) -> Result<Option<End>, Failure> {
+        match line {
+            Line::Say(text) => return self.answer(|conversation| conversation.say(text)),
+            Line::Regenerate => return self.regenerate(),
+            Line::Help => eprintln!("{}", help()),
+            Line::Clear => self.conversation.clear(),
+            Line::Undo if self.conversation.undo() => notice!("(The last turn is taken back.)"),
+            Line::Undo => self.refuse("there is no turn to take back"),
+            Line::ShowSystem => match self.conversation.system() {
+                Some(text) => eprintln!("{text}"),
+                None => notice!("(There is no system message. /system TEXT sets one.)"),
+            },
+            Line::SetSystem(text) => self.conversation.set_system(*text),
+            Line::Unknown(name) => self.refuse(format!(
+                "{name} is no command: /help lists them; begin with // to say a message that begins with a slash"
+            )),
+            Line::Empty | Line::Exit => {}
+        }
+        Ok(None)
+    }
+
+    fn regenerate(&mut self) -> Result<Option<End>, Failure> {
+        if self.conversation.has_turn() {
+            return self.answer(|conversation| conversation.regenerate());
+        }
+        self.refuse("there is no message to answer again");
+        Ok(None)
+    }
+
+    fn answer(
+        &mut self,
+        turn: impl FnOnce(&mut Conversation<'_>) -> Result<Printed, TurnError>,
+    ) -> Result<Option<End>, Failure> {
+        self.interrupts.set_answering(true);
+        let result = turn(&mut self.conversation);
+        self.interrupts.set_answering(false);
+        match result {
+            Ok(answer) => Ok(Some(answer.end)),
+            Err(TurnError::Refused(failure)) => {
+                self.refuse(failure);
+                Ok(None)
+            }
+            Err(TurnError::Fatal(failure)) => Err(failure),
+        }
+    }
+
+    fn refuse(&mut self, why: impl std::fmt::Display) {
+        self.was_refused = true;
+        say_error(why);
+    }
+}
+
+/// Ctrl-C ends an answer. Between answers it ends the program, unless the line editor reads it as a key.
 struct Interrupts {
-    is_waiting: Arc<AtomicBool>,
+    is_ending: Arc<AtomicBool>,
     is_asked: Arc<AtomicBool>,
+    reads_interrupts: bool,
 }
 
 impl Interrupts {
-    fn watch() -> Result<Self, Failure> {
-        let result = Self { is_waiting: Arc::new(AtomicBool::new(true)), is_asked: Arc::default() };
+    fn watch(is_asked: Arc<AtomicBool>, reads_interrupts: bool) -> Result<Self, Failure> {
+        let result = Self { is_ending: Arc::new(AtomicBool::new(!reads_interrupts)), is_asked, reads_interrupts };
         let signal = signal_hook::consts::SIGINT;
-        let is_waiting = Arc::clone(&result.is_waiting);
-        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), is_waiting)
+        let is_ending = Arc::clone(&result.is_ending);
+        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), is_ending)
             .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&result.is_asked)))
             .map_err(|error| Failure::input(format!("cannot watch for signals: {error}")))?;
         Ok(result)
     }
 
-    /// Whether an answer is under way.
+    /// Says whether an answer is under way.
     fn set_answering(&self, is_answering: bool) {
         self.is_asked.store(false, Ordering::Relaxed);
-        self.is_waiting.store(!is_answering, Ordering::Relaxed);
-    }
-}
-
-/// A conversation.
-struct Chat<'a> {
-    model: &'a Model,
-    template: ChatTemplate,
-    sampler: Sampler,
-    messages: Vec<Message>,
-    sequence: CachedSequence,
-    max_tokens: Option<usize>,
-    stops: Vec<String>,
-    interrupts: Interrupts,
-}
-
-impl Chat<'_> {
-    /// Says `text` to the model and prints what it answers.
-    fn turn(&mut self, text: &str) -> Result<End, Failure> {
-        let Model { tokenizer, decoder, stop_ids, .. } = self.model;
-        self.messages.push(Message::new("user", tokenizer.guard(text)));
-        let prompt = tokenizer.encode_rendered(&render::render(&self.template, &self.messages)?)?;
-        let max_seq_len = decoder.config().max_seq_len;
-        let room = decoder.room(prompt.len()).min(max_seq_len);
-        if room == 0 {
-            return Err(BatchError::TooLong { len: prompt.len() + 1, max_seq_len }.into());
-        }
-        let max_new_tokens = self.max_tokens.map_or(room, |max| max.min(room));
-        let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids };
-        self.interrupts.set_answering(true);
-        let is_asked = &self.interrupts.is_asked;
-        let is_asked = || is_asked.load(Ordering::Relaxed);
-        let answer = print_answer(self.model, &mut self.sequence, &request, &mut self.sampler, &self.stops, is_asked);
-        self.interrupts.set_answering(false);
-        // An error stands on a line of its own.
-        println!();
-        let answer = answer?;
-        let kept = if tokenizer.has_channels() { final_message(&answer.text) } else { &answer.text };
-        self.messages.push(Message::new("assistant", tokenizer.guard(kept)));
-        Ok(answer.end)
+        self.is_ending.store(!is_answering && !self.reads_interrupts, Ordering::Relaxed);
     }
 }

@@ -33,13 +33,12 @@ pub(super) fn render(template: &ChatTemplate, messages: &[Message]) -> Result<St
     let request = serde_json::to_vec(&request)?;
     let cannot =
         |error: std::io::Error| Failure::input(format!("cannot start a process for the chat template: {error}"));
-    let mut child = Command::new(std::env::current_exe().map_err(cannot)?)
-        .arg("render-template")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(cannot)?;
+    let mut command = Command::new(std::env::current_exe().map_err(cannot)?);
+    command.arg("render-template").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // Ctrl-C is for the answer: a terminal sends it to a whole group of processes.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    let mut child = command.spawn().map_err(cannot)?;
     let (mut to, from, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let (text, message, status) = thread::scope(|scope| {
         // A process that has ended early does not read: what it said tells why.

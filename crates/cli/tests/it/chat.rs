@@ -99,6 +99,61 @@ fn a_prompt_may_come_from_standard_input_and_room_is_kept_to() {
 }
 
 #[test]
+fn a_full_context_ends_no_conversation() {
+    let work = with_model();
+    work.file("model/chat_template.jinja", TEMPLATE);
+    // Each turn has some 90 tokens with its answer, so that the third does not fit behind the first two.
+    let line = "y".repeat(60);
+    let chat = ["chat", "model", "--temperature", "0", "--max-tokens", "20"];
+    let output = piped(&work, &chat, &format!("{line}\n").repeat(6));
+    assert_success(&output);
+    assert!(stderr(&output).contains("oldest turn"), "{}", stderr(&output));
+    // An answer without an end leaves room for the next turn.
+    let output = piped(&work, &["chat", "model", "--temperature", "0"], "a\na\n");
+    assert_success(&output);
+    assert_eq!(stderr(&output).matches("was cut").count(), 2, "{}", stderr(&output));
+    // What does not fit at all is refused, and the chat goes on.
+    let long = "x".repeat(300);
+    let alone = piped(&work, &chat, "Hello\n");
+    let output = piped(&work, &chat, &format!("{long}\nHello\n"));
+    assert_eq!(output.status.code(), Some(2));
+    assert_eq!(stderr(&output).matches("error: ").count(), 1, "{}", stderr(&output));
+    assert_eq!(stdout(&output), stdout(&alone));
+}
+
+#[test]
+fn commands_of_a_chat_change_what_the_model_is_told() {
+    let work = with_model();
+    // The answer depends on all that is said: what is said is shown by an error.
+    let told = work.file("told.jinja", "{{ raise_exception(messages|map(attribute='content')|join('/')) }}");
+    let said = |input: &str| {
+        let output = piped(&work, &["chat", "run", "--template", &told, "--system", "S", "--max-tokens", "1"], input);
+        let shown = stderr(&output);
+        shown.lines().last().unwrap_or_default().rsplit("fails in line 1: ").next().unwrap_or_default().to_owned()
+    };
+    assert_eq!(said("a\n"), "S/a");
+    // A turn that is refused is taken back.
+    assert_eq!(said("a\nb\n"), "S/b");
+    assert_eq!(said("/system T\na\n"), "T/a");
+    assert_eq!(said("/system -\na\n"), "a");
+    assert_eq!(said("//etc\n"), "S//etc");
+    let template = work.file("plain.jinja", TEMPLATE);
+    let chat = ["chat", "run", "--template", &template, "--temperature", "0", "--max-tokens", "6"];
+    let answers = |input: &str| {
+        let output = piped(&work, &chat, input);
+        assert_success(&output);
+        stdout(&output)
+    };
+    let once = answers("Hello\n");
+    assert_eq!(answers("Hello\n/regen\n"), once.repeat(2));
+    assert_eq!(answers("Hello\n/clear\nHello\n"), once.repeat(2));
+    assert_eq!(answers("Hello\n/undo\nHello\n/exit\nHello\n"), once.repeat(2));
+    let output = piped(&work, &chat, "/nothing\nHello\n");
+    assert_eq!((output.status.code(), stdout(&output)), (Some(2), once));
+    assert!(stderr(&output).contains("/nothing is no command") && stderr(&output).contains("/help"));
+}
+
+#[test]
 fn what_a_models_files_recommend_is_used_unless_options_say_otherwise() {
     let work = with_model();
     let args = ["generate", "model", "--prompt", "Line 7", "--max-tokens", "30", "-v"];
