@@ -35,9 +35,9 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
     }
     let tokens = tokens_of(&model, args)?;
     let spans = SpanRule::of(config, &model.tokenizer)?;
-    let result = evaluate(&model, (&tokens, spans.as_ref()), seq_len, args.max_sequences)?;
+    let (result, num_ignored) = evaluate(&model, (&tokens, spans.as_ref()), seq_len, args.max_sequences)?;
     // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens evaluated.
-    let share = result.num_targets as f64 / (tokens.len() - 1) as f64;
+    let share = (result.num_targets + num_ignored) as f64 / (tokens.len() - 1) as f64;
     let bytes = (!has_encoder).then(|| tokens.num_text_bytes() as f64 * share);
     if !result.mean_loss().is_finite() {
         return Err(model.not_a_number());
@@ -113,23 +113,28 @@ fn tokens_of(model: &Model, args: &EvaluateArgs) -> Result<TokenStore, Failure> 
 }
 
 /// Goes through the text in windows that follow each other: the last one is filled up and the filling not counted, or a model
-/// with an encoder is to find the spans that are left out of each by `spans`.
+/// with an encoder is to find the spans that are left out of each by `spans`. Each document begins with what the tokenizer puts before
+/// a text, which is read but not counted; a window that begins inside a document reads nothing before it, as in training. Returns the
+/// figures and how many tokens were not counted.
 fn evaluate(
     model: &Model,
     (tokens, spans): (&TokenStore, Option<&SpanRule>),
     seq_len: usize,
     max_sequences: usize,
-) -> Result<PassStats, Failure> {
+) -> Result<(PassStats, usize), Failure> {
     let (batch_size, max_batches) = batches(seq_len, max_sequences);
     let batches: Box<dyn Iterator<Item = Batch>> = match spans {
         None => Box::new(evaluation_batches(tokens, seq_len, batch_size)),
         Some(rule) => Box::new(span_batches(tokens, seq_len, batch_size, rule)),
     };
-    let mut sum = PassStats::default();
-    for batch in batches.take(max_batches) {
+    let (mut sum, mut num_ignored) = (PassStats::default(), 0);
+    for mut batch in batches.take(max_batches) {
+        if spans.is_none() {
+            num_ignored += batch.ignore_text_starts(model.tokenizer.text_start(), model.tokenizer.eos_id());
+        }
         add(&mut sum, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens())?);
     }
-    Ok(sum)
+    Ok((sum, num_ignored))
 }
 
 /// Sequences of a batch, and batches at most. With a limit, batches of one sequence end exactly there.

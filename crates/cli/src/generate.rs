@@ -30,7 +30,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let model = Model::of(&source, &args.compute)?;
     warn_of_unused(&args.sampling, &defaults, file);
     tracing::info!("sampling: {}", sampling.description);
-    let prompt = prompt_ids(&model, &text)?;
+    let prompt = prompt_ids(&model, &text, args.special)?;
     let of_model = defaults.max_new_tokens.filter(|_| !args.sampling.no_model_sampling);
     let max_new_tokens = num_tokens(&model, prompt.len(), args.max_tokens, of_model)?;
     // A model with an encoder answers its prompt and does not continue it.
@@ -66,13 +66,12 @@ fn tell_expert_room(model: &Model) {
     }
 }
 
-fn prompt_ids(model: &Model, text: &str) -> Result<Vec<u32>, Failure> {
-    let mut prompt =
-        if model.has_encoder() { model.tokenizer.encode_source(text)? } else { model.tokenizer.encode(text)? };
-    if prompt.is_empty() {
-        // An empty prompt asks for a document from its beginning, which follows the end of another.
-        prompt.extend(model.tokenizer.eos_id());
-    }
+fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<u32>, Failure> {
+    let tokenizer = &model.tokenizer;
+    let prompt = match model.has_encoder() {
+        true => tokenizer.encode_source(text)?,
+        false => tokenizer.encode_prompt(text, reads_special)?,
+    };
     if prompt.is_empty() {
         return Err(Failure::input("--prompt is empty, and the tokenizer has no token that a text begins with"));
     }
@@ -180,6 +179,8 @@ pub(crate) fn print_answer(
     // Which span follows, or which channel, special tokens say.
     let shows_special = model.has_encoder() || tokenizer.has_channels();
     let stream = if shows_special { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
+    // An answer is a text of its own; what continues a text is not.
+    let stream = if model.has_encoder() { stream } else { stream.after(request.prompt) };
     let mut printer = Printer { stream, stops: StopTexts::new(stops), text: String::new() };
     let (mut failure, mut is_interrupted) = (None, false);
     let (compute, decoder) = ((&model.ctx, &model.weights), &model.decoder);

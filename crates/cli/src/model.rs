@@ -59,7 +59,7 @@ impl Source {
     fn stop_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
         match self {
             Self::Folder(run) => Ok(hf::stop_ids(&run.model_dir, tokenizer)?),
-            Self::Gguf(file) => Ok(file.stop_ids()?),
+            Self::Gguf(file) => Ok(file.stop_ids(tokenizer)?),
         }
     }
 

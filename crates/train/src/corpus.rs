@@ -16,6 +16,10 @@ impl Encode for Tokenizer {
         Ok(())
     }
 
+    fn text_start(&self) -> &[u32] {
+        Self::text_start(self)
+    }
+
     fn eos(&self) -> Option<u32> {
         self.eos_id()
     }
@@ -25,7 +29,10 @@ impl Encode for Tokenizer {
     }
 
     fn fingerprint(&self) -> u128 {
-        xxh3_128(self.json().as_bytes())
+        let fingerprint = xxh3_128(self.json().as_bytes());
+        // Tokens made before anything was added stay usable where nothing is.
+        let start: Vec<u8> = Self::text_start(self).iter().flat_map(|id| id.to_le_bytes()).collect();
+        if start.is_empty() { fingerprint } else { fingerprint ^ xxh3_128(&start) }
     }
 }
 

@@ -53,6 +53,11 @@ pub trait Encode: Sync {
     /// Appends the ids of `text`, with no special token added. The error says why the text cannot be encoded.
     fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), String>;
 
+    /// The tokens that begin every document; as a rule one or none.
+    fn text_start(&self) -> &[u32] {
+        &[]
+    }
+
     /// The token that ends a document, if there is one.
     fn eos(&self) -> Option<u32>;
 

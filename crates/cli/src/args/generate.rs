@@ -85,6 +85,9 @@ pub(crate) struct GenerateArgs {
     /// End before this text, which is not printed; may be repeated
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) stop: Vec<String>,
+    /// Read special tokens that the prompt spells, such as <|im_start|>, as these tokens and not as text
+    #[arg(long)]
+    pub(crate) special: bool,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]

@@ -16,6 +16,7 @@ mod rank_failures;
 mod ranks;
 mod routing;
 mod schemes;
+mod special_tokens;
 mod stopping;
 mod streams;
 mod study;

@@ -5,11 +5,17 @@ use crate::tokenizer::{Tokenizer, TokenizerError};
 /// Ids that may wait for the rest of a character: one of four bytes lacks its last, and an id has at least one byte.
 const MAX_PENDING: usize = 3;
 
+/// Ids of a prompt that are enough context for the text behind it.
+const MAX_CONTEXT: usize = 16;
+
 /// Turns ids into text one by one. A piece that ends inside a character is held back until the character is complete.
+///
+/// A decoder may take blanks from the beginning of a text, so that the text of an id depends on whether it is the first.
+/// Behind a prompt ([`after`](Self::after)) it is not.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// Ids whose text is out, kept as context for decoders that look at the id before.
-    shown: Vec<u32>,
+    /// Ids whose text is out, kept as context for decoders that look at the ids before.
+    context: Vec<u32>,
     /// Ids whose text is not out yet.
     pending: Vec<u32>,
     shows_special: bool,
@@ -19,13 +25,26 @@ impl<'a> TextStream<'a> {
     /// A stream at the start of a text.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, shown: Vec::new(), pending: Vec::new(), shows_special: false }
+        Self { tokenizer, context: Vec::new(), pending: Vec::new(), shows_special: false }
     }
 
-    /// As [`new`](Self::new), with special tokens as they are spelled: those of an answer in T5's way say which span follows.
+    /// A stream that shows special tokens as they are spelled: those of an answer in T5's way say which span follows.
     #[must_use]
     pub fn with_special(tokenizer: &'a Tokenizer) -> Self {
         Self { shows_special: true, ..Self::new(tokenizer) }
+    }
+
+    /// The same stream behind the ids of a prompt: all its pieces together are the text of prompt and ids without that of the
+    /// prompt.
+    #[must_use]
+    pub fn after(self, prompt: &[u32]) -> Self {
+        Self { context: prompt[prompt.len().saturating_sub(MAX_CONTEXT)..].to_vec(), ..self }
+    }
+
+    /// Ids whose text is held back.
+    #[must_use]
+    pub fn num_pending(&self) -> usize {
+        self.pending.len()
     }
 
     /// The text that `id` completes, which may be empty. Special tokens have no text unless they are to be shown.
@@ -47,12 +66,23 @@ impl<'a> TextStream<'a> {
         Ok(self.take(self.pending.len(), text))
     }
 
+    /// The context of the first pending id. A byte that begins a character has nothing to do with the bytes of the one before,
+    /// but decoders take bytes that follow each other for valid or invalid together.
+    fn context(&self) -> &[u32] {
+        let is_byte = |id: &u32| self.tokenizer.is_byte_token(*id);
+        if !self.pending.first().is_some_and(is_byte) {
+            return &self.context;
+        }
+        let end = self.context.iter().rposition(|id| !is_byte(id)).map_or(0, |last| last + 1);
+        &self.context[..end]
+    }
+
     /// The text of the first `count` pending ids.
     fn text_of(&self, count: usize) -> Result<String, TokenizerError> {
-        let before = self.decode(&self.shown)?;
-        let ids: Vec<u32> = self.shown.iter().chain(&self.pending[..count]).copied().collect();
+        let before = self.decode(self.context())?;
+        let ids: Vec<u32> = self.context().iter().chain(&self.pending[..count]).copied().collect();
         let text = self.decode(&ids)?;
-        Ok(text.get(before.len()..).unwrap_or_default().to_owned())
+        Ok(text.strip_prefix(&before[..]).map_or_else(|| differing(&before, &text), str::to_owned))
     }
 
     fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
@@ -61,12 +91,20 @@ impl<'a> TextStream<'a> {
 
     /// Counts the first `count` pending ids as shown.
     fn take(&mut self, count: usize, text: String) -> String {
+        let is_byte = self.pending.first().is_some_and(|&id| self.tokenizer.is_byte_token(id));
+        let mut context = if is_byte { self.context().to_vec() } else { Vec::new() };
         let rest = self.pending.split_off(count);
-        let taken = std::mem::replace(&mut self.pending, rest);
+        context.extend(std::mem::replace(&mut self.pending, rest));
         // Ids without text are no context.
         if !text.is_empty() {
-            self.shown = taken;
+            self.context = context;
         }
         text
     }
+}
+
+/// The text behind what it has in common with the text `before`, which a decoder changed when more followed.
+fn differing(before: &str, text: &str) -> String {
+    let common: usize = before.chars().zip(text.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum();
+    text[common..].to_owned()
 }

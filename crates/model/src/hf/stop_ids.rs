@@ -8,10 +8,10 @@ use super::error::LoadError;
 use super::load::read_json;
 use crate::tokenizer::Tokenizer;
 
-/// The tokenizer's end of a text, and the ids that `eos_token_id` in `generation_config.json` and `config.json` gives, one
-/// or many (a model made for conversations ends an answer with another token than a text).
+/// The ids that `eos_token_id` in `generation_config.json` and `config.json` gives, one or many (a model made for conversations
+/// ends an answer with another token than a text), and those that the tokenizer knows.
 pub fn stop_ids(dir: &Path, tokenizer: &Tokenizer) -> Result<Vec<u32>, LoadError> {
-    let mut ids: Vec<u32> = tokenizer.eos_id().into_iter().collect();
+    let mut ids: Vec<u32> = Vec::new();
     for name in ["generation_config.json", "config.json"] {
         let path = dir.join(name);
         if !path.exists() {
@@ -24,13 +24,9 @@ pub fn stop_ids(dir: &Path, tokenizer: &Tokenizer) -> Result<Vec<u32>, LoadError
             one => as_id(one).map(|id| vec![id]),
         };
         let reason = || format!("eos_token_id = {}: must be an id or a list of ids", json["eos_token_id"]);
-        for id in found.ok_or_else(|| LoadError::Config { path: path.clone(), reason: reason() })? {
-            if !ids.contains(&id) {
-                ids.push(id);
-            }
-        }
+        ids.extend(found.ok_or_else(|| LoadError::Config { path: path.clone(), reason: reason() })?);
     }
-    Ok(ids)
+    Ok(tokenizer.stop_ids(&ids))
 }
 
 fn as_id(value: &Value) -> Option<u32> {

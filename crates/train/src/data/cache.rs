@@ -356,6 +356,7 @@ fn cache_key(sources: &Sources, tokenizer: &dyn Encode) -> u128 {
 /// A piece that waits to be tokenised.
 struct Waiting {
     text: String,
+    begins_document: bool,
     ends_document: bool,
     path: PathBuf,
 }
@@ -382,11 +383,12 @@ impl<'t> Writer<'t> {
 
     fn write_all(mut self, sources: &Sources) -> Result<Self, DataError> {
         self.write(&[0; HEADER_BYTES])?;
-        let (mut waiting, mut num_bytes) = (Vec::new(), 0);
+        let (mut waiting, mut num_bytes, mut begins_document) = (Vec::new(), 0, true);
         let notes = sources.for_each(|piece| {
             num_bytes += piece.text.len();
             let Piece { text, ends_document, path } = piece;
-            waiting.push(Waiting { text: text.into(), ends_document, path: path.into() });
+            waiting.push(Waiting { text: text.into(), begins_document, ends_document, path: path.into() });
+            begins_document = ends_document;
             if num_bytes >= ROUND_BYTES {
                 self.tokenise(&waiting)?;
                 waiting.clear();
@@ -471,6 +473,9 @@ fn encode_part(tokenizer: &dyn Encode, pieces: &[Waiting], watch: &Watch) -> Res
         watch.check()?;
         let refused = |problem| DataError::Tokenizer { path: piece.path.clone(), problem };
         let start = ids.len();
+        if piece.begins_document {
+            ids.extend(tokenizer.text_start());
+        }
         tokenizer.encode(&piece.text, &mut ids).map_err(refused)?;
         if piece.ends_document {
             ids.extend(tokenizer.eos());

@@ -174,3 +174,39 @@ fn what_was_passed_over_is_told_again_when_tokens_come_from_the_cache() {
     }
     assert_eq!(shop.cached().len(), 1);
 }
+
+/// The same bytes with tokens before each document.
+struct Begun(Bytes);
+
+impl Encode for Begun {
+    fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        self.0.encode(text, ids)
+    }
+
+    fn text_start(&self) -> &[u32] {
+        &[298, 299]
+    }
+
+    fn eos(&self) -> Option<u32> {
+        self.0.eos()
+    }
+
+    fn vocab_size(&self) -> usize {
+        300
+    }
+
+    fn fingerprint(&self) -> u128 {
+        1
+    }
+}
+
+#[test]
+fn each_document_begins_with_what_texts_begin_with() {
+    let shop = Workshop::new();
+    // The second is read in several pieces, of which only the first begins it.
+    let long = "x\n".repeat(400_000);
+    let store = TokenStore::open(&shop.sources(&["ab", &long]), &Begun(Bytes::new(0, 257)), &shop.place()).unwrap();
+    let ids = all(&store);
+    assert_eq!(ids[..8], [298, 299, 97, 98, 256, 298, 299, 120]);
+    assert_eq!(ids.len(), 3 + 2 + 2 + long.len() + 1);
+}

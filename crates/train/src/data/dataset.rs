@@ -380,6 +380,30 @@ impl Part {
     }
 }
 
+impl Batch {
+    /// Takes the loss from the tokens `text_start`, which begin every document: nobody asks a model for them. Returns how many there
+    /// were. `eos` ends the document before.
+    pub fn ignore_text_starts(&mut self, text_start: &[u32], eos: Option<u32>) -> usize {
+        let mut num_ignored = 0;
+        let sequences = self.inputs.chunks(self.seq_len.max(1)).zip(self.targets.chunks_mut(self.seq_len.max(1)));
+        for (inputs, targets) in sequences {
+            for at in 0..targets.len() {
+                // Where in the beginning of a document the target stands, by the tokens before it.
+                let is_at = |k: usize| {
+                    let begun = at.checked_sub(k).map(|start| (inputs[start], &inputs[start + 1..=at]));
+                    begun
+                        .is_some_and(|(before, begun)| eos.is_none_or(|eos| eos == before) && begun == &text_start[..k])
+                };
+                if (0..text_start.len()).any(|k| targets[at] == text_start[k] && is_at(k)) {
+                    targets[at] = IGNORE;
+                    num_ignored += 1;
+                }
+            }
+        }
+        num_ignored
+    }
+}
+
 /// All of `tokens` in order, each but the first the target of exactly one position, in batches of at most `batch_size`
 /// sequences. The end of the last sequence is padded with targets of [`IGNORE`].
 pub fn evaluation_batches(tokens: &TokenStore, seq_len: usize, batch_size: usize) -> impl Iterator<Item = Batch> + '_ {

@@ -132,11 +132,15 @@ impl RoutedLayer {
     }
 }
 
-/// The first `max` tokens of the texts that `sources` finds, the ends of documents included.
+/// The first `max` tokens of the texts that `sources` finds, with what belongs before and behind each document.
 pub fn first_tokens(sources: &Sources, tokenizer: &Tokenizer, max: usize) -> Result<Vec<u32>, TrainError> {
     let mut ids = Vec::new();
-    let mut failed = None;
+    let (mut failed, mut begins_document) = (None, true);
     let notes = sources.for_each(|piece| {
+        if begins_document {
+            ids.extend(tokenizer.text_start());
+        }
+        begins_document = piece.ends_document;
         match tokenizer.encode(piece.text) {
             Ok(more) => ids.extend(more),
             Err(error) => {

@@ -2,10 +2,8 @@
 
 use std::ops::Range;
 
+use moeworks_model::generation::TextStream;
 use moeworks_model::{Tokenizer, TokenizerError};
-
-/// Bytes of the longest character, and so of the tokens that may have to wait for its end.
-const MAX_CHAR_BYTES: usize = 4;
 
 /// Tokens whose text belongs together: one as a rule, several where they are the bytes of one character.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,19 +16,18 @@ pub(super) struct Piece {
 
 /// Cuts `ids` into pieces of whole characters. Bytes that are no character come as U+FFFD.
 pub(super) fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Result<Vec<Piece>, TokenizerError> {
-    let mut pieces: Vec<Piece> = Vec::new();
-    let mut start = 0;
-    for end in 1..=ids.len() {
-        // Decoders may look at the token before, so that its text is decoded along and taken off again.
-        let before = pieces.last().map_or(start..start, |piece| piece.tokens.clone());
-        let known = tokenizer.decode(&ids[before.clone()])?;
-        let text = tokenizer.decode(&ids[before.start..end])?;
-        let text = text.get(known.len()..).unwrap_or_default();
-        let may_go_on = text.ends_with(char::REPLACEMENT_CHARACTER) && end - start < MAX_CHAR_BYTES && end < ids.len();
-        if !may_go_on {
-            pieces.push(Piece { text: text.to_owned(), tokens: start..end });
+    let (mut pieces, mut stream, mut start) = (Vec::new(), TextStream::new(tokenizer), 0);
+    for (at, &id) in ids.iter().enumerate() {
+        let text = stream.push(id)?;
+        let end = at + 1 - stream.num_pending();
+        if end > start {
+            pieces.push(Piece { text, tokens: start..end });
             start = end;
         }
+    }
+    let text = stream.finish()?;
+    if start < ids.len() {
+        pieces.push(Piece { text, tokens: start..ids.len() });
     }
     Ok(pieces)
 }

@@ -133,16 +133,17 @@ impl Trainer {
         let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
         let (tokenizer, has_encoder) = (&self.tokenizer, self.config.model.variant.encoder.is_some());
         let text = &train.sample_prompt;
-        let mut prompt = if has_encoder { tokenizer.encode_source(text)? } else { tokenizer.encode(text)? };
-        if prompt.is_empty() {
-            prompt.extend(tokenizer.eos_id());
-        }
+        let mut prompt =
+            if has_encoder { tokenizer.encode_source(text)? } else { tokenizer.encode_prompt(text, false)? };
         prompt.truncate(self.decoder.room(0) / 2);
-        let stop_ids: Vec<u32> = tokenizer.eos_id().into_iter().collect();
+        let stop_ids = tokenizer.stop_ids(&[]);
         let max_new_tokens = train.sample_tokens.min(self.decoder.room(prompt.len()));
         let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
         let ids = write(&request, &mut sampler)?;
-        let mut stream = if has_encoder { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
+        let mut stream = match has_encoder {
+            true => TextStream::with_special(tokenizer),
+            false => TextStream::new(tokenizer).after(&prompt),
+        };
         let mut text = String::new();
         for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {
             text += &stream.push(id)?;

@@ -1,0 +1,123 @@
+//! Regular expressions that divide text, matched as Oniguruma does, the engine of Hugging Face's Python package.
+//!
+//! The library divides by an engine of its own choice, which gives up in silence on long runs of blanks. So expressions are matched here:
+//! in linear time where they allow it, else by backtracking, which reports when it gives up.
+
+use std::fmt;
+
+use fancy_regex::RegexBuilder;
+use regex_automata::meta;
+use regex_automata::{Anchored, Input, Span};
+
+use super::oniguruma::translate;
+
+/// The end of most expressions: a run of blanks, without the last of them if something follows.
+const BLANKS: &str = r"|\s+(?!\S)|\s+";
+
+/// Steps back that a match may take before it fails.
+const MAX_STEPS_BACK: usize = 100_000_000;
+
+/// A compiled expression.
+pub(super) struct Pattern {
+    source: String,
+    engine: Engine,
+}
+
+enum Engine {
+    Linear(meta::Regex),
+    /// The expression before [`BLANKS`], and a run of blanks.
+    WithBlanks(meta::Regex),
+    Backtracking(fancy_regex::Regex),
+}
+
+impl fmt::Debug for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pattern").field(&self.source).finish()
+    }
+}
+
+impl Pattern {
+    /// Compiles an expression in Oniguruma's spelling.
+    pub(super) fn new(source: &str) -> Result<Self, String> {
+        let translated = translate(source)?;
+        let engine = match translated.strip_suffix(BLANKS).map(|head| meta::Regex::new_many(&[head, r"\s+"])) {
+            Some(Ok(regex)) => Engine::WithBlanks(regex),
+            _ => match meta::Regex::new(&translated) {
+                Ok(regex) => Engine::Linear(regex),
+                Err(_) => Self::backtracking(&translated).map_err(|e| format!("the expression {source:?}: {e}"))?,
+            },
+        };
+        Ok(Self { source: source.to_owned(), engine })
+    }
+
+    fn backtracking(translated: &str) -> Result<Engine, fancy_regex::Error> {
+        RegexBuilder::new(translated).backtrack_limit(MAX_STEPS_BACK).build().map(Engine::Backtracking)
+    }
+
+    /// The first match at or behind `at`.
+    fn find(&self, text: &str, at: usize) -> Result<Option<Span>, String> {
+        // Most matches begin where the last one ended, and to ask for such a one alone takes half the time.
+        let linear = |regex: &meta::Regex| {
+            let input = Input::new(text).range(at..);
+            regex.search(&input.clone().anchored(Anchored::Yes)).or_else(|| regex.search(&input))
+        };
+        Ok(match &self.engine {
+            Engine::Linear(regex) => linear(regex).map(|found| found.span()),
+            Engine::WithBlanks(regex) => linear(regex).map(|found| {
+                let span = found.span();
+                if found.pattern().as_usize() == 0 { span } else { without_last_blank(text, span) }
+            }),
+            Engine::Backtracking(regex) => {
+                let found = regex.find_from_pos(text, at);
+                let found = found.map_err(|error| format!("the expression {:?}: {error}", self.source))?;
+                found.map(|found| Span { start: found.start(), end: found.end() })
+            }
+        })
+    }
+
+    /// Every match, in order. One that is empty does not stand directly behind another.
+    pub(super) fn find_all(&self, text: &str) -> Result<Vec<Span>, String> {
+        let (mut found, mut at, mut last) = (Vec::new(), 0, None);
+        while at <= text.len() {
+            let Some(span) = self.find(text, at)? else { break };
+            if span.is_empty() && last == Some(span.end) {
+                at += text[at..].chars().next().map_or(1, char::len_utf8);
+                continue;
+            }
+            (at, last) = (span.end, Some(span.end));
+            found.push(span);
+        }
+        Ok(found)
+    }
+}
+
+impl tokenizers::pattern::Pattern for &Pattern {
+    fn find_matches(&self, inside: &str) -> tokenizers::Result<Vec<((usize, usize), bool)>> {
+        if inside.is_empty() {
+            return Ok(vec![((0, 0), false)]);
+        }
+        let (mut pieces, mut end) = (Vec::new(), 0);
+        for span in self.find_all(inside)? {
+            if end != span.start {
+                pieces.push(((end, span.start), false));
+            }
+            pieces.push(((span.start, span.end), true));
+            end = span.end;
+        }
+        if end != inside.len() {
+            pieces.push(((end, inside.len()), false));
+        }
+        Ok(pieces)
+    }
+}
+
+/// The run of blanks `span`; if something follows, its last blank belongs to that, unless it is the only one.
+fn without_last_blank(text: &str, span: Span) -> Span {
+    let last = text[span.start..span.end].chars().next_back().map_or(0, char::len_utf8);
+    let is_followed = span.end < text.len();
+    Span { end: if is_followed && last < span.len() { span.end - last } else { span.end }, ..span }
+}
+
+#[cfg(test)]
+#[path = "pattern_tests.rs"]
+mod tests;
