@@ -2,8 +2,11 @@
 
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
-/// Ids that may wait for the rest of a character: one of four bytes lacks its last, and an id has at least one byte.
+/// Ids that a character's beginning may be spread over: one of four bytes lacks its last, and an id has at least one byte.
 const MAX_PENDING: usize = 3;
+
+/// Ids that wait at most, where each ends one character and begins another.
+const MAX_STRADDLING: usize = 64;
 
 /// Ids of a prompt that are enough context for the text behind it.
 const MAX_CONTEXT: usize = 16;
@@ -16,8 +19,10 @@ pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     /// Ids whose text is out, kept as context for decoders that look at the ids before.
     context: Vec<u32>,
-    /// Ids whose text is not out yet.
+    /// Ids whose text is not out yet, or not all of it.
     pending: Vec<u32>,
+    /// Bytes of the pending ids' text that are out.
+    num_shown: usize,
     shows_special: bool,
 }
 
@@ -25,7 +30,7 @@ impl<'a> TextStream<'a> {
     /// A stream at the start of a text.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, context: Vec::new(), pending: Vec::new(), shows_special: false }
+        Self { tokenizer, context: Vec::new(), pending: Vec::new(), num_shown: 0, shows_special: false }
     }
 
     /// A stream that shows special tokens as they are spelled: those of an answer in T5's way say which span follows.
@@ -56,8 +61,27 @@ impl<'a> TextStream<'a> {
         }
         // Only the last few ids can be a character's beginning; what is before them will never be one.
         let count = self.pending.len().saturating_sub(MAX_PENDING);
+        if self.begins_with_byte() {
+            let text = self.text_of(count)?;
+            return Ok(self.take(count, text));
+        }
+        let end = text.len() - char::REPLACEMENT_CHARACTER.len_utf8();
+        let shown = text[self.num_shown.min(end)..end].to_owned();
+        self.num_shown = self.num_shown.max(end);
+        self.let_go(count)?;
+        Ok(shown)
+    }
+
+    /// Counts as shown what is before the last few ids, if no character goes on behind it.
+    fn let_go(&mut self, count: usize) -> Result<(), TokenizerError> {
         let text = self.text_of(count)?;
-        Ok(self.take(count, text))
+        if text.is_empty() || text.ends_with(char::REPLACEMENT_CHARACTER) && count < MAX_STRADDLING {
+            return Ok(());
+        }
+        let num_shown = self.num_shown.saturating_sub(text.len());
+        self.take(count, text);
+        self.num_shown = num_shown;
+        Ok(())
     }
 
     /// The text that is still held back; bytes that are no character come as U+FFFD.
@@ -66,14 +90,18 @@ impl<'a> TextStream<'a> {
         Ok(self.take(self.pending.len(), text))
     }
 
+    fn begins_with_byte(&self) -> bool {
+        self.pending.first().is_some_and(|&id| self.tokenizer.is_byte_token(id))
+    }
+
     /// The context of the first pending id. A byte that begins a character has nothing to do with the bytes of the one before,
     /// but decoders take bytes that follow each other for valid or invalid together.
     fn context(&self) -> &[u32] {
-        let is_byte = |id: &u32| self.tokenizer.is_byte_token(*id);
-        if !self.pending.first().is_some_and(is_byte) {
+        if !self.begins_with_byte() {
             return &self.context;
         }
-        let end = self.context.iter().rposition(|id| !is_byte(id)).map_or(0, |last| last + 1);
+        let is_end = |&id: &u32| !self.tokenizer.is_byte_token(id) && self.tokenizer.is_shown(id, self.shows_special);
+        let end = self.context.iter().rposition(is_end).map_or(0, |last| last + 1);
         &self.context[..end]
     }
 
@@ -89,17 +117,20 @@ impl<'a> TextStream<'a> {
         if self.shows_special { self.tokenizer.decode_with_special(ids) } else { self.tokenizer.decode(ids) }
     }
 
-    /// Counts the first `count` pending ids as shown.
+    /// Counts the first `count` pending ids, of this text, as shown. Returns what was not out of it.
     fn take(&mut self, count: usize, text: String) -> String {
-        let is_byte = self.pending.first().is_some_and(|&id| self.tokenizer.is_byte_token(id));
-        let mut context = if is_byte { self.context().to_vec() } else { Vec::new() };
+        // A blank that begins a text has none, but the next one has; ids without text stand for nothing by themselves.
+        let mut context = match (text.is_empty(), self.begins_with_byte()) {
+            (true, _) => std::mem::take(&mut self.context),
+            (false, true) => self.context().to_vec(),
+            (false, false) => Vec::new(),
+        };
         let rest = self.pending.split_off(count);
         context.extend(std::mem::replace(&mut self.pending, rest));
-        // Ids without text are no context.
-        if !text.is_empty() {
-            self.context = context;
-        }
-        text
+        context.drain(..context.len().saturating_sub(MAX_CONTEXT));
+        self.context = context;
+        let num_shown = std::mem::take(&mut self.num_shown);
+        text.get(num_shown..).unwrap_or_default().to_owned()
     }
 }
 

@@ -141,8 +141,18 @@ impl Engine {
         encode(&self.text, text)
     }
 
+    /// Whether an id takes part in the text of ids.
+    pub(super) fn is_shown(&self, id: u32, shows_special: bool) -> bool {
+        let is_special = |token: &String| self.text.get_added_vocabulary().is_special_token(token);
+        self.text.id_to_token(id).is_some_and(|token| shows_special || !is_special(&token))
+    }
+
     /// The text of ids; those that there are none of have none.
     pub(super) fn decode(&self, ids: &[u32], shows_special: bool) -> Result<String, String> {
+        // Some decoders do not take nothing.
+        if !ids.iter().any(|&id| self.is_shown(id, shows_special)) {
+            return Ok(String::new());
+        }
         self.text.decode(ids, !shows_special).map_err(|error| error.to_string())
     }
 }

@@ -157,6 +157,11 @@ impl Tokenizer {
         self.byte_tokens.binary_search(&id).is_ok()
     }
 
+    /// Whether an id takes part in the text of ids, as a special token does only where these are shown.
+    pub(crate) fn is_shown(&self, id: u32, shows_special: bool) -> bool {
+        self.engine.is_shown(id, shows_special)
+    }
+
     /// The `tokenizer.json`.
     #[must_use]
     pub fn json(&self) -> &str {

@@ -6,9 +6,11 @@
 use std::iter::Peekable;
 use std::str::Chars;
 
-/// What `\w` is: without the joiners of emoji and Indic scripts.
-const WORD: &str = r"[\w&&[^\x{200C}\x{200D}]]";
-const NOT_WORD: &str = r"[\W\x{200C}\x{200D}]";
+/// What `\w` is: without the joiners of emoji and Indic scripts. Outside classes it has the numbers of Latin-1, such as ½.
+const WORD: &str = r"[[\w²³¹¼-¾]&&[^\x{200C}\x{200D}]]";
+const NOT_WORD: &str = r"[[^\w²³¹¼-¾]\x{200C}\x{200D}]";
+const WORD_IN_CLASS: &str = r"[\w&&[^\x{200C}\x{200D}]]";
+const NOT_WORD_IN_CLASS: &str = r"[\W\x{200C}\x{200D}]";
 
 /// Names of POSIX, between colons in a class or in `\p{}`, where Rust's engines do not have them for all of Unicode.
 const POSIX: [(&str, &str); 11] = [
@@ -22,7 +24,7 @@ const POSIX: [(&str, &str); 11] = [
     ("space", r"\s"),
     ("upper", r"\p{Uppercase}"),
     ("xdigit", "0-9a-fA-F"),
-    ("word", r"[\w&&[^\x{200C}\x{200D}]]"),
+    ("word", WORD_IN_CLASS),
 ];
 
 /// The expression as Rust's engines spell it.
@@ -32,6 +34,23 @@ pub(super) fn translate(source: &str) -> Result<String, String> {
     translator.run()?;
     let Translator { out, has_lines, .. } = translator;
     Ok(if has_lines { format!("(?m){out}") } else { out })
+}
+
+/// Whether a translated expression forbids to step back somewhere, as in `a++`, which engines without stepping back take for a repetition
+/// of a repetition.
+pub(super) fn forbids_stepping_back(translated: &str) -> bool {
+    let (mut depth, mut is_quantifier, mut chars) = (0_usize, false, translated.chars());
+    while let Some(c) = chars.next() {
+        match c {
+            '\\' => drop(chars.next()),
+            '[' => depth += 1,
+            ']' => depth = depth.saturating_sub(1),
+            '+' if is_quantifier => return true,
+            _ => {}
+        }
+        is_quantifier = depth == 0 && matches!(c, '*' | '+' | '?');
+    }
+    translated.contains("(?>")
 }
 
 struct Translator<'a> {
@@ -125,6 +144,8 @@ impl Translator<'_> {
             'h' if in_class => self.out.push_str("0-9a-fA-F"),
             'h' => self.out.push_str("[0-9a-fA-F]"),
             'H' => self.out.push_str("[^0-9a-fA-F]"),
+            'w' if in_class => self.out.push_str(WORD_IN_CLASS),
+            'W' if in_class => self.out.push_str(NOT_WORD_IN_CLASS),
             'w' => self.out.push_str(WORD),
             'W' => self.out.push_str(NOT_WORD),
             'R' => self.out.push_str(r"(?>\r\n|[\n\x0B\f\r\x{85}\x{2028}\x{2029}])"),

@@ -24,7 +24,7 @@ fn what_means_something_else_is_said_otherwise() {
         (r"(?m:a.b)", r"(?s:a.b)"),
         (r"(?mi-x)a", r"(?si-x)a"),
         (r"\h+[\h_]", r"[0-9a-fA-F]+[0-9a-fA-F_]"),
-        (r"\w", r"[\w&&[^\x{200C}\x{200D}]]"),
+        (r"\w", r"[[\w²³¹¼-¾]&&[^\x{200C}\x{200D}]]"),
         (r"[^\w\s]", r"[^[\w&&[^\x{200C}\x{200D}]]\s]"),
         (r"[[:alpha:]_]", r"[\p{Alphabetic}_]"),
         (r"[^[:^digit:]]", r"[^[^\p{Nd}]]"),

@@ -9,7 +9,7 @@ use fancy_regex::RegexBuilder;
 use regex_automata::meta;
 use regex_automata::{Anchored, Input, Span};
 
-use super::oniguruma::translate;
+use super::oniguruma::{forbids_stepping_back, translate};
 
 /// The end of most expressions: a run of blanks, without the last of them if something follows.
 const BLANKS: &str = r"|\s+(?!\S)|\s+";
@@ -40,14 +40,20 @@ impl Pattern {
     /// Compiles an expression in Oniguruma's spelling.
     pub(super) fn new(source: &str) -> Result<Self, String> {
         let translated = translate(source)?;
-        let engine = match translated.strip_suffix(BLANKS).map(|head| meta::Regex::new_many(&[head, r"\s+"])) {
-            Some(Ok(regex)) => Engine::WithBlanks(regex),
-            _ => match meta::Regex::new(&translated) {
-                Ok(regex) => Engine::Linear(regex),
-                Err(_) => Self::backtracking(&translated).map_err(|e| format!("the expression {source:?}: {e}"))?,
-            },
+        let engine = match Self::linear(&translated) {
+            Some(engine) => engine,
+            None => Self::backtracking(&translated).map_err(|error| format!("the expression {source:?}: {error}"))?,
         };
         Ok(Self { source: source.to_owned(), engine })
+    }
+
+    fn linear(translated: &str) -> Option<Engine> {
+        if forbids_stepping_back(translated) {
+            return None;
+        }
+        let with_blanks = |head| meta::Regex::new_many(&[head, r"\s+"]).ok().map(Engine::WithBlanks);
+        let with_blanks = translated.strip_suffix(BLANKS).and_then(with_blanks);
+        with_blanks.or_else(|| meta::Regex::new(translated).ok().map(Engine::Linear))
     }
 
     fn backtracking(translated: &str) -> Result<Engine, fancy_regex::Error> {

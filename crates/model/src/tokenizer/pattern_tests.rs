@@ -45,6 +45,16 @@ fn empty_matches_cut_and_do_not_repeat() {
 }
 
 #[test]
+fn what_forbids_stepping_back_is_not_taken_for_a_repetition() {
+    let spans = |source: &str, text: &str| -> Vec<(usize, usize)> {
+        Pattern::new(source).unwrap().find_all(text).unwrap().iter().map(|span| (span.start, span.end)).collect()
+    };
+    assert_eq!(spans(r"[^\p{L}]?+\p{L}+|[^\p{L}]", ", a"), [(0, 1), (1, 3)]);
+    assert_eq!(spans(r"a++b|[+*]+", "aab+*+"), [(0, 3), (3, 6)]);
+    assert_eq!(spans(r"\p{N}{1,2}+", "12345"), [(0, 5)]);
+}
+
+#[test]
 fn an_expression_that_is_none_is_refused() {
     assert!(Pattern::new("(").unwrap_err().contains("\"(\""));
 }

@@ -127,12 +127,13 @@ fn load(json: &str, config: Option<&str>) -> Result<Tokenizer, TokenizerError> {
 fn the_end_of_text_is_the_one_that_the_configuration_names() {
     let mut json: Value = serde_json::from_str(trained().json()).unwrap();
     let mut other = json["added_tokens"][0].clone();
-    (other["id"], other["content"]) = (400.into(), "<stop>".into());
+    let stop = trained().vocab_size() as u32;
+    (other["id"], other["content"]) = (stop.into(), "<stop>".into());
     json["added_tokens"].as_array_mut().unwrap().push(other);
     let eos = |config| load(&json.to_string(), config).unwrap().eos_id();
     assert_eq!(eos(None), Some(0));
-    assert_eq!(eos(Some(r#"{"eos_token":"<stop>"}"#)), Some(400));
-    assert_eq!(eos(Some(r#"{"eos_token":{"content":"<stop>","lstrip":false}}"#)), Some(400));
+    assert_eq!(eos(Some(r#"{"eos_token":"<stop>"}"#)), Some(stop));
+    assert_eq!(eos(Some(r#"{"eos_token":{"content":"<stop>","lstrip":false}}"#)), Some(stop));
     assert_eq!(eos(Some("{}")), Some(0));
 }
 

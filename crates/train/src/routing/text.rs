@@ -17,15 +17,16 @@ pub(super) struct Piece {
 /// Cuts `ids` into pieces of whole characters. Bytes that are no character come as U+FFFD.
 pub(super) fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Result<Vec<Piece>, TokenizerError> {
     let (mut pieces, mut stream, mut start) = (Vec::new(), TextStream::new(tokenizer), 0);
+    let mut text = String::new();
     for (at, &id) in ids.iter().enumerate() {
-        let text = stream.push(id)?;
+        text += &stream.push(id)?;
         let end = at + 1 - stream.num_pending();
         if end > start {
-            pieces.push(Piece { text, tokens: start..end });
+            pieces.push(Piece { text: std::mem::take(&mut text), tokens: start..end });
             start = end;
         }
     }
-    let text = stream.finish()?;
+    text += &stream.finish()?;
     if start < ids.len() {
         pieces.push(Piece { text, tokens: start..ids.len() });
     }
