@@ -12,7 +12,7 @@ use moeworks_train::store::{Holding, Pick, resolve_run};
 
 use crate::args::{ConvertArgs, UpcycleArgs};
 use crate::failure::Failure;
-use crate::model::Source;
+use crate::model::{Source, check_weights};
 
 pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let dtype = args.dtype.as_deref().map(dtype).transpose()?;
@@ -21,12 +21,12 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     check_target(source.path(), (&args.out, args.force))?;
     let ctx = Context::cpu_all_cores();
-    let (config, mut weights) = source.load(&ctx)?;
+    let (config, mut weights) = source.load(&ctx, args.check.check_weights)?;
     if let Some(dtype) = dtype.filter(|_| weights.has_blocks()) {
         weights = weights.compute_copy(&ctx, if dtype == FileDType::BF16 { DType::BF16 } else { DType::F32 });
     }
     let quantize = blocks.map(|dtype| Quantize { ctx: &ctx, dtype, only_experts });
-    let options = SaveOptions { dtype, quantize, ..SaveOptions::default() };
+    let options = SaveOptions { dtype, quantize, clamp: args.clamp, ..SaveOptions::default() };
     let saved = write_folder(&args.out, |dir| match &source {
         Source::Folder(run) => {
             let origin = Some(&ModelFolder::open(&run.model_dir)?);
@@ -48,6 +48,7 @@ pub(crate) fn upcycle(args: &UpcycleArgs) -> Result<ExitCode, Failure> {
     check_target(&from, (&args.out, args.force))?;
     let ctx = Context::cpu_all_cores();
     let (config, mut weights) = hf::load_model(&ctx, &from)?;
+    check_weights(&from, args.check.check_weights, |most| Ok(hf::check_weights(&ctx, &from, most)?))?;
     if weights.has_blocks() {
         weights = weights.compute_copy(&ctx, DType::F32);
     }

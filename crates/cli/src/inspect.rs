@@ -24,8 +24,8 @@ const TRAINING: Training = Training { tokens: 4096, expert_gradients: GradientTy
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let ctx = Context::cpu_all_cores();
-    // Loading checks every tensor; weights are mapped, not read.
-    let (config, weights) = source.load(&ctx)?;
+    // Loading checks the shape of every tensor.
+    let (config, weights) = source.load(&ctx, args.check.check_weights)?;
     let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
     let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;

@@ -5,14 +5,16 @@ use std::path::Path;
 use moeworks_model::chat::ChatTemplate;
 use moeworks_model::generation::SamplingDefaults;
 use moeworks_model::gguf::{self, GgufFile};
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, hf};
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, WeightCheck, hf, only_gguf};
 use moeworks_ops::Context;
 use moeworks_ops::cuda::DeviceChoice;
 use moeworks_tensor::{DType, Device};
+use moeworks_train::measure::machine_bytes;
 use moeworks_train::store::{Pick, Resolved, resolve_run};
 
-use crate::args::{ComputeArgs, MachineArgs};
+use crate::args::{CheckWeights, ComputeArgs, MachineArgs};
 use crate::failure::Failure;
+use crate::progress::bytes;
 use crate::ranks::MAX_THREADS;
 
 /// What a path means.
@@ -27,6 +29,9 @@ impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self, Failure> {
         if gguf::is_gguf(path) {
             return Ok(Self::Gguf(GgufFile::open(path)?));
+        }
+        if let Some(file) = only_gguf(path) {
+            return Ok(Self::Gguf(GgufFile::open(&file)?));
         }
         Ok(Self::Folder(resolve_run(path, Pick::Latest)?))
     }
@@ -47,12 +52,18 @@ impl Source {
         }
     }
 
-    /// Configuration and weights, as they are stored.
-    pub(crate) fn load(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), Failure> {
-        match self {
-            Self::Folder(run) => Ok(hf::load_model(ctx, &run.model_dir)?),
-            Self::Gguf(file) => Ok(file.load_model(ctx)?),
-        }
+    /// Configuration and weights, as they are stored. Weights that are no numbers are told of.
+    pub(crate) fn load(&self, ctx: &Context, check: CheckWeights) -> Result<(ModelConfig, DecoderWeights), Failure> {
+        let loaded = match self {
+            Self::Folder(run) => hf::load_model(ctx, &run.model_dir)?,
+            Self::Gguf(file) => file.load_model(ctx)?,
+        };
+        let find = |most| match self {
+            Self::Folder(run) => Ok(hf::check_weights(ctx, &run.model_dir, most)?),
+            Self::Gguf(file) => Ok(file.check_weights(ctx, most)),
+        };
+        check_weights(self.path(), check, find)?;
+        Ok(loaded)
     }
 
     /// The ids at which the model ends what it says.
@@ -86,6 +97,33 @@ impl Source {
             Self::Gguf(file) => Ok(file.tokenizer()?),
         }
     }
+}
+
+/// Says on one line of standard error what is wrong with the weights that `find` looks at, which is told the bytes above which
+/// experts are left out.
+pub(crate) fn check_weights(
+    path: &Path,
+    which: CheckWeights,
+    find: impl FnOnce(u64) -> Result<WeightCheck, Failure>,
+) -> Result<(), Failure> {
+    let most = match which {
+        CheckWeights::None => return Ok(()),
+        CheckWeights::All => u64::MAX,
+        CheckWeights::Auto => machine_bytes().map_or(u64::MAX, |bytes| bytes / 2),
+    };
+    let found = find(most)?;
+    if let Some(problem) = found.problem() {
+        tracing::warn!("{}: {problem}", path.display());
+    }
+    if found.num_checked < found.num_bytes {
+        let (checked, all) = (bytes(found.num_checked), bytes(found.num_bytes));
+        eprintln!(
+            "{}: {checked} of {all} were looked at for NaN and infinity, not the experts: the model is larger than half of \
+             the memory (--check-weights all or none)",
+            path.display()
+        );
+    }
+    Ok(())
 }
 
 /// A model ready to compute.
@@ -123,7 +161,7 @@ impl Model {
     pub(crate) fn of(source: &Source, compute: &ComputeArgs) -> Result<Self, Failure> {
         let dtype = dtype(&compute.precision)?;
         let ctx = context(&compute.machine)?;
-        let (config, weights) = source.load(&ctx)?;
+        let (config, weights) = source.load(&ctx, compute.check.check_weights)?;
         let tokenizer = source.tokenizer()?;
         // A GPU's kernels know no f16.
         let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;

@@ -5,6 +5,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use moeworks_model::hf;
+use moeworks_ops::Context;
 use moeworks_train::config::{ConfigLayers, OutputConfig, Override, RunConfig, print_config};
 use moeworks_train::data::DataError;
 use moeworks_train::report::write_report;
@@ -13,8 +15,9 @@ use moeworks_train::{
     Event, IfTaken, Outcome, Progress, Ranks, Requests, RunFolder, TrainError, Trainer, resumed_config,
 };
 
-use crate::args::{ConfigArgs, ReportArgs, TrainArgs};
+use crate::args::{CheckWeights, ConfigArgs, ReportArgs, TrainArgs};
 use crate::failure::Failure;
+use crate::model::check_weights;
 use crate::page::Target;
 use crate::progress::{Display, duration, thousands};
 use crate::quote;
@@ -175,6 +178,10 @@ pub(crate) fn resolve_config(args: &ConfigArgs, flags: Vec<Override>) -> Result<
 fn resolve_from(args: &TrainArgs, flags: Vec<Override>) -> Result<(RunConfig, Option<PathBuf>), Failure> {
     let from = args.from.as_deref().map(|path| resolve_run(path, Pick::Latest)).transpose()?;
     let from = from.map(|resolved| resolved.model_dir);
+    if let Some(dir) = &from {
+        let ctx = Context::cpu_all_cores();
+        check_weights(dir, CheckWeights::Auto, |most| Ok(hf::check_weights(&ctx, dir, most)?))?;
+    }
     let layers = ConfigLayers { from: from.clone(), ..layers(&args.config, flags)? };
     Ok((layers.resolve()?, from))
 }

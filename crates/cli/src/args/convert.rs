@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::CheckArgs;
+
 #[derive(Debug, Args)]
 #[command(
     before_help = "Usual use:\n  moeworks upcycle DENSE OUT --experts 8 --top-k 2\n  moeworks train --from OUT --data text.txt"
@@ -31,6 +33,8 @@ pub(crate) struct UpcycleArgs {
     /// Replace the model that is in the folder already
     #[arg(long)]
     pub(crate) force: bool,
+    #[command(flatten)]
+    pub(crate) check: CheckArgs,
 }
 
 #[derive(Debug, Args)]
@@ -54,4 +58,9 @@ pub(crate) struct ConvertArgs {
     /// Replace the model that is in the folder already
     #[arg(long)]
     pub(crate) force: bool,
+    /// Write the nearest number that fits where one is too large for its new type, instead of refusing
+    #[arg(long)]
+    pub(crate) clamp: bool,
+    #[command(flatten)]
+    pub(crate) check: CheckArgs,
 }

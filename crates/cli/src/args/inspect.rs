@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use moeworks_train::config::{DataConfig, DataFormat};
 
-use super::ComputeArgs;
+use super::{CheckArgs, ComputeArgs};
 
 /// The text that a command reads.
 #[derive(Debug, Args)]
@@ -62,6 +62,8 @@ pub(crate) struct EvaluateArgs {
 pub(crate) struct InspectArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
+    #[command(flatten)]
+    pub(crate) check: CheckArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -4,8 +4,29 @@ use std::ffi::OsStr;
 use std::str::FromStr as _;
 
 use clap::builder::{PossibleValue, TypedValueParser};
-use clap::{Arg, Args, Command, Error};
+use clap::{Arg, Args, Command, Error, ValueEnum};
 use moeworks_ops::cuda::DeviceChoice;
+
+/// Which weights are looked at for NaN and infinity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CheckWeights {
+    /// All of them.
+    All,
+    /// All, but of a model larger than half of the machine's memory not those of experts.
+    #[default]
+    Auto,
+    /// None of them.
+    None,
+}
+
+/// Whether weights are looked at before they are used.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// Which weights are looked at for NaN and infinity first: all, none, or auto: all, but no experts of a model larger than half of
+    /// the memory
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t)]
+    pub(crate) check_weights: CheckWeights,
+}
 
 /// The options that say in what way a model computes.
 #[derive(Debug, Args)]
@@ -14,6 +35,8 @@ pub(crate) struct ComputeArgs {
     /// Precision of the products; `stored` is that of the weights as they are in the files
     #[arg(long, default_value = "stored", value_parser = ["stored", "f32", "bf16"])]
     pub(crate) precision: String,
+    #[command(flatten)]
+    pub(crate) check: CheckArgs,
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
 }

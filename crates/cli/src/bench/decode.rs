@@ -24,6 +24,7 @@ use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
 
 use super::median;
+use crate::args::CheckWeights;
 use crate::failure::Failure;
 use crate::model::Source;
 
@@ -171,7 +172,7 @@ pub(super) fn measure(
 
 /// Times a model, whatever its types are; `dtype` of the result is that of the first layer's feed-forward.
 pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Vec<Measured>, Failure> {
-    let (config, weights) = Source::open(model)?.load(ctx)?;
+    let (config, weights) = Source::open(model)?.load(ctx, CheckWeights::None)?;
     takes_prefill(&config, model)?;
     let dtype = match weights.layers.first().map(|layer| &layer.feed_forward) {
         Some(FeedForwardWeights::Moe(moe)) => moe.gate_up.dtype(),
@@ -272,7 +273,7 @@ impl<'a> Texts<'a> {
 
 /// Prints the seconds of each token as it comes, text after text, until the process is stopped or nobody reads on.
 pub(super) fn endless(ctx: &Context, model: &Path) -> Result<ExitCode, Failure> {
-    let (config, weights) = Source::open(model)?.load(ctx)?;
+    let (config, weights) = Source::open(model)?.load(ctx, CheckWeights::None)?;
     let decoder = Decoder::new(config)?;
     loop {
         let mut text = Texts::new(ctx, (&decoder, &weights), 1)?;

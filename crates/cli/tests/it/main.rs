@@ -9,6 +9,7 @@ mod device;
 mod extremes;
 mod layers;
 mod models;
+mod numbers;
 mod overwriting;
 mod plan;
 mod program;

@@ -192,18 +192,21 @@ impl RopeScaling {
     fn validate(&self, num_frequencies: usize) -> Result<(), ConfigError> {
         let setting = "variant.rotary.scaling";
         let wrong = |value: String, expected: String| Err(ConfigError::new(setting, value, expected));
-        let (numbers, original_len): (Vec<f64>, usize) = match self {
+        let (numbers, original_len): (Vec<(&str, f64)>, usize) = match self {
             Self::None => (vec![], 1),
-            Self::Linear { factor } => (vec![*factor], 1),
+            Self::Linear { factor } => (vec![("factor", *factor)], 1),
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_len } => {
                 if low_freq_factor >= high_freq_factor {
                     let expected = format!("low_freq_factor must be below high_freq_factor, {high_freq_factor}");
                     return wrong(low_freq_factor.to_string(), expected);
                 }
-                (vec![*factor, *low_freq_factor, *high_freq_factor], *original_len)
+                let low = ("low_freq_factor", *low_freq_factor);
+                (vec![("factor", *factor), low, ("high_freq_factor", *high_freq_factor)], *original_len)
             }
             Self::Yarn { factor, beta_fast, beta_slow, original_len, attention_factor, .. } => {
-                (vec![*factor, *beta_fast, *beta_slow, attention_factor.unwrap_or(1.0)], *original_len)
+                let amplitude = ("attention_factor", attention_factor.unwrap_or(1.0));
+                let betas = [("beta_fast", *beta_fast), ("beta_slow", *beta_slow)];
+                ([("factor", *factor), betas[0], betas[1], amplitude].to_vec(), *original_len)
             }
             Self::LongRope { short_factor, long_factor, short_amplitude, long_amplitude, original_len } => {
                 for factors in [short_factor, long_factor] {
@@ -212,12 +215,13 @@ impl RopeScaling {
                         return wrong(found, format!("must have one for each of {num_frequencies} frequencies"));
                     }
                 }
-                let amplitudes = [*short_amplitude, *long_amplitude];
-                (short_factor.iter().chain(long_factor).copied().chain(amplitudes).collect(), *original_len)
+                let amplitudes = [("attention_factor", *short_amplitude), ("attention_factor", *long_amplitude)];
+                let factors = short_factor.iter().chain(long_factor).map(|&factor| ("factor", factor));
+                (factors.chain(amplitudes).collect(), *original_len)
             }
         };
-        match numbers.into_iter().find(|x| !(*x > 0.0 && x.is_finite())) {
-            Some(number) => wrong(number.to_string(), "must be a positive number".to_owned()),
+        match numbers.into_iter().find(|(_, x)| !(*x > 0.0 && x.is_finite())) {
+            Some((name, number)) => wrong(number.to_string(), format!("{name} must be a positive number")),
             None if original_len == 0 => wrong("0".to_owned(), "the original context must be at least 1".to_owned()),
             None => Ok(()),
         }

@@ -19,16 +19,36 @@ pub(super) fn none(_: &GgufFile, _: &mut Keys) -> Result<(), GgufError> {
     Ok(())
 }
 
-/// GPT-OSS: the bounds of YaRN's ramp are not rounded; a file without scaling means none.
-pub(super) fn gpt_oss(_: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
-    if let Some(width) = keys.get("moe_intermediate_size").cloned() {
-        keys.insert("intermediate_size".to_owned(), width);
+/// GPT-OSS: the bounds of YaRN's ramp are not rounded; a file without scaling means none. Every second layer has a window,
+/// unless the file says which.
+pub(super) fn gpt_oss(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
+    let name = "gpt-oss.attention.sliding_window_pattern";
+    let layers = keys.get("num_hidden_layers").and_then(Json::as_u64).unwrap_or(0).min(1 << 14) as usize;
+    if let Some(value) = file.keys().get(name) {
+        let kinds = kinds_of_layers(value, layers);
+        let reason = || file.wrong_key(name, "must be a number of layers, or a truth value for each layer".to_owned());
+        keys.insert("layer_types".to_owned(), json!(kinds.ok_or_else(reason)?));
     }
     let scaling = keys.entry("rope_scaling").or_insert_with(|| json!({ "rope_type": "default" }));
     if scaling["rope_type"] == "yarn" {
         scaling["truncate"] = json!(false);
     }
     Ok(())
+}
+
+/// The kinds of layers: of so many the last sees everything, or each as the list says.
+fn kinds_of_layers(value: &Value, layers: usize) -> Option<Vec<&'static str>> {
+    let is_sliding: Vec<bool> = match value {
+        Value::Numbers(numbers) if numbers.len() == layers => (0..layers)
+            .map(|i| numbers.get(i).and_then(|x| x.as_bool().or(x.as_usize().map(|x| x != 0))))
+            .collect::<Option<_>>()?,
+        value => {
+            let period = value.as_usize()?;
+            (0..layers).map(|i| period == 0 || i % period < period - 1).collect()
+        }
+    };
+    let kind = |is_sliding| if is_sliding { "sliding_attention" } else { "full_attention" };
+    Some(is_sliding.into_iter().map(kind).collect())
 }
 
 /// Granite-MoE: multipliers.
@@ -40,7 +60,9 @@ pub(super) fn granite_moe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufEr
         ("logit_scale", "logits_scaling"),
     ];
     for (ours, theirs) in multipliers {
-        if let Some(x) = file.optional(&format!("granitemoe.{ours}"), Value::as_f64, "a number")? {
+        let x = file.optional(&format!("granitemoe.{ours}"), Value::as_f64, "a number")?;
+        // 0 says nothing, as in llama.cpp.
+        if let Some(x) = x.filter(|&x| x != 0.0) {
             keys.insert(theirs.to_owned(), json!(shortest(x)));
         }
     }

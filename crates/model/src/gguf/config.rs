@@ -14,25 +14,28 @@ use crate::hf::config_of_keys;
 /// An architecture of llama.cpp, and what it is called elsewhere.
 pub(super) struct Architecture {
     /// `general.architecture`.
-    name: &'static str,
+    pub(super) name: &'static str,
     /// `model_type` of models without and with experts; none where there are none.
-    dense: Option<&'static str>,
-    moe: Option<&'static str>,
+    pub(super) dense: Option<&'static str>,
+    pub(super) moe: Option<&'static str>,
     /// Whether rows of queries and keys are stored so that neighbours rotate together.
     pub(super) has_rotary_neighbours: bool,
     /// Whether router weights are normalised where the file does not say.
-    normalizes: bool,
+    pub(super) normalizes: bool,
+    /// Keys that it reads besides those of all.
+    pub(super) own_keys: &'static [&'static str],
     /// Adds to the keys what the architecture says in its own way.
     adjust: Adjust,
 }
 
-const ARCHITECTURES: [Architecture; 9] = [
+pub(super) const ARCHITECTURES: [Architecture; 9] = [
     Architecture {
         name: "llama",
         dense: Some("llama"),
         moe: Some("mixtral"),
         has_rotary_neighbours: true,
         normalizes: true,
+        own_keys: &[],
         adjust: none,
     },
     Architecture {
@@ -41,6 +44,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: None,
         has_rotary_neighbours: false,
         normalizes: true,
+        own_keys: &[],
         adjust: none,
     },
     Architecture {
@@ -49,6 +53,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("qwen2_moe"),
         has_rotary_neighbours: false,
         normalizes: false,
+        own_keys: &[],
         adjust: none,
     },
     Architecture {
@@ -57,6 +62,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("qwen3_moe"),
         has_rotary_neighbours: false,
         normalizes: true,
+        own_keys: &[],
         adjust: none,
     },
     Architecture {
@@ -65,6 +71,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("olmoe"),
         has_rotary_neighbours: false,
         normalizes: false,
+        own_keys: &[],
         adjust: none,
     },
     Architecture {
@@ -73,6 +80,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("gpt_oss"),
         has_rotary_neighbours: false,
         normalizes: true,
+        own_keys: &["attention.sliding_window_pattern"],
         adjust: gpt_oss,
     },
     Architecture {
@@ -81,6 +89,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("granitemoe"),
         has_rotary_neighbours: true,
         normalizes: true,
+        own_keys: &["attention.scale", "embedding_scale", "logit_scale", "residual_scale"],
         adjust: granite_moe,
     },
     Architecture {
@@ -89,6 +98,19 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("deepseek_v2"),
         has_rotary_neighbours: false,
         normalizes: false,
+        own_keys: &[
+            "attention.key_length_mla",
+            "attention.kv_lora_rank",
+            "attention.q_lora_rank",
+            "attention.value_length_mla",
+            "expert_gating_func",
+            "expert_group_count",
+            "expert_group_used_count",
+            "expert_shared_count",
+            "expert_weights_scale",
+            "leading_dense_block_count",
+            "rope.scaling.yarn_log_multiplier",
+        ],
         adjust: deepseek,
     },
     Architecture {
@@ -97,6 +119,7 @@ const ARCHITECTURES: [Architecture; 9] = [
         moe: Some("phimoe"),
         has_rotary_neighbours: false,
         normalizes: false,
+        own_keys: &[],
         adjust: phimoe,
     },
 ];
@@ -131,23 +154,32 @@ impl GgufFile {
 
     /// The configuration of the model in the file.
     pub fn config(&self) -> Result<ModelConfig, GgufError> {
+        self.read_config().map(|(config, _)| config)
+    }
+
+    /// The configuration, and the keys that nothing is known of.
+    pub(super) fn read_config(&self) -> Result<(ModelConfig, Vec<String>), GgufError> {
         let architecture = self.known_architecture()?;
+        let unknown = self.check_keys(architecture)?;
         let keys = self.family_keys(architecture)?;
         let name = format!("the keys of {}", architecture.name);
         let mut config = config_of_keys(&Json::Object(keys)).map_err(|reason| self.wrong_key(&name, reason))?;
-        self.stretch_frequencies(&mut config)?;
+        self.rotated_part(architecture, &mut config)?;
+        self.stretch_frequencies(architecture, &mut config)?;
         config.validate().map_err(|source: ConfigError| GgufError::Setting { path: self.path().to_owned(), source })?;
         if config.vocab_size == 0 {
             return Err(self.wrong_key("token_embd.weight", "has no rows: the vocabulary must not be empty".into()));
         }
-        Ok(config)
+        Ok((config, unknown))
     }
 
     fn family_keys(&self, architecture: &Architecture) -> Result<Map<String, Json>, GgufError> {
         let mut keys = Map::new();
         let name = |key: &str| format!("{}.{key}", architecture.name);
         for (ours, theirs) in SIZES {
-            if let Some(size) = self.optional(&name(ours), Value::as_usize, "a whole number")? {
+            if let Some(size) =
+                self.optional(&name(ours), Value::as_one_usize, "a whole number, the same for all layers")?
+            {
                 keys.insert(theirs.to_owned(), size.into());
             }
         }
@@ -157,6 +189,15 @@ impl GgufFile {
             }
         }
         let embedding = self.tensor_info("token_embd.weight")?;
+        let width = keys.get("hidden_size").and_then(Json::as_u64).map(|width| width as usize);
+        if let (Some(width), [rows, cols]) = (width, &embedding.shape[..])
+            && *cols != width
+        {
+            let (path, found) = (self.path().to_owned(), embedding.shape.clone());
+            let (tensor, expected) = ("token_embd.weight".to_owned(), vec![*rows, width]);
+            return Err(GgufError::WrongShape { path, tensor, found, expected });
+        }
+        self.check_head(architecture, &mut keys)?;
         keys.insert("vocab_size".to_owned(), embedding.shape.first().copied().unwrap_or(0).into());
         keys.insert("tie_word_embeddings".to_owned(), json!(!self.tensors().contains_key("output.weight")));
         keys.insert("attention_bias".to_owned(), json!(self.tensors().contains_key("blk.0.attn_output.bias")));
@@ -188,6 +229,11 @@ impl GgufFile {
         keys.insert("num_local_experts".to_owned(), count.into());
         let normalizes = self.optional(&name("expert_weights_norm"), Value::as_bool, "a truth value")?;
         keys.insert("norm_topk_prob".to_owned(), normalizes.unwrap_or(architecture.normalizes).into());
+        // Families with experts alone call their width so.
+        let is_alone = !["qwen2_moe", "qwen3_moe", "deepseek_v2"].contains(&model_type);
+        if let Some(width) = keys.get("moe_intermediate_size").cloned().filter(|width| is_alone && *width != 0) {
+            keys.insert("intermediate_size".to_owned(), width);
+        }
         // Older files give the experts' width by their tensors alone.
         if !keys.contains_key("moe_intermediate_size")
             && let Some(width) = self.tensors().get("blk.0.ffn_gate_exps.weight").and_then(|gate| gate.shape.get(1))
@@ -197,50 +243,136 @@ impl GgufFile {
         Ok(())
     }
 
+    /// A head's width where the file does not say it, which is then the same for values.
+    fn check_head(&self, architecture: &Architecture, keys: &mut Map<String, Json>) -> Result<(), GgufError> {
+        let (width, heads) = (keys.get("hidden_size"), keys.get("num_attention_heads"));
+        let each = width.zip(heads).and_then(|(width, heads)| width.as_u64()?.checked_div(heads.as_u64()?));
+        let head = keys.get("head_dim").and_then(Json::as_u64).or(each);
+        if let Some(head) = head {
+            keys.insert("head_dim".to_owned(), head.into());
+        }
+        let name = format!("{}.attention.value_length", architecture.name);
+        let value = self.optional(&name, Value::as_one_usize, "a whole number, the same for all layers")?;
+        match (value, head) {
+            // Latent attention says both in its own way.
+            (Some(value), Some(head)) if value as u64 != head && architecture.moe != Some("deepseek_v2") => {
+                Err(self
+                    .wrong_key(&name, format!("is {value}: must be {head}, the length of a key, in this architecture")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What multiplies cosines and sines, whatever the scaling.
+    pub(super) fn amplitude(&self, architecture: &Architecture) -> Result<f64, GgufError> {
+        let name = format!("{}.rope.scaling.attn_factor", architecture.name);
+        Ok(shortest(self.optional(&name, Value::as_f64, "a number")?.unwrap_or(1.0)))
+    }
+
     fn rope_scaling(&self, architecture: &Architecture) -> Result<Option<Json>, GgufError> {
-        let name = |key: &str| format!("{}.rope.scaling.{key}", architecture.name);
+        let name = |key: &str| format!("{}.rope.{key}", architecture.name);
         let number = |key: &str| self.optional(&name(key), Value::as_f64, "a number");
-        let kind = self.optional(&name("type"), Value::as_text, "text")?.unwrap_or("none");
-        let factor = number("factor")?.unwrap_or(1.0);
-        let original = number("original_context_length")?;
+        // Without a type a factor divides, under its old name too; 0 is none.
+        let kind = self.optional(&name("scaling.type"), Value::as_text, "text")?.unwrap_or("linear");
+        let factor =
+            number("scaling.factor")?.or(number("scale_linear")?).filter(|&factor| factor != 0.0).unwrap_or(1.0);
+        let amplitude = self.amplitude(architecture)?;
+        let original = self.optional(&name("scaling.original_context_length"), Value::as_usize, "a whole number")?;
+        let [beta_fast, beta_slow] = [number("scaling.yarn_beta_fast")?, number("scaling.yarn_beta_slow")?];
         Ok(match kind {
             // The architecture has the divisors as tensors.
             "none" | "longrope" => None,
-            "linear" => Some(json!({ "rope_type": "linear", "factor": factor })),
+            "linear" if factor == 1.0 => None,
+            "linear" => Some(json!({ "rope_type": "linear", "factor": shortest(factor) })),
             "yarn" => {
-                let mut scaling = json!({ "rope_type": "yarn", "factor": factor });
+                let mut scaling = json!({ "rope_type": "yarn", "factor": shortest(factor) });
                 if let Some(original) = original {
-                    scaling["original_max_position_embeddings"] = json!(original as u64);
+                    scaling["original_max_position_embeddings"] = json!(original);
                 }
-                for (key, theirs) in [("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")] {
-                    if let Some(beta) = number(key)? {
-                        scaling[theirs] = json!(beta);
+                for (beta, theirs) in [(beta_fast, "beta_fast"), (beta_slow, "beta_slow")] {
+                    if let Some(beta) = beta {
+                        scaling[theirs] = json!(shortest(beta));
                     }
+                }
+                if amplitude != 1.0 {
+                    let grown = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+                    scaling["attention_factor"] = json!(amplitude * grown);
                 }
                 Some(scaling)
             }
             other => {
-                let reason = format!("is {other:?}: must be \"none\", \"linear\" or \"yarn\"");
-                return Err(self.wrong_key(&name("type"), reason));
+                let reason = format!("is {other:?}: must be \"none\", \"linear\", \"yarn\" or \"longrope\"");
+                return Err(self.wrong_key(&name("scaling.type"), reason));
             }
         })
     }
 
-    /// Llama 3.1's stretched frequencies come as a tensor of divisors.
-    fn stretch_frequencies(&self, config: &mut ModelConfig) -> Result<(), GgufError> {
-        let Some(tensor) = self.tensors().get(FREQUENCIES) else { return Ok(()) };
-        let expected = vec![config.head_dim / 2];
-        if tensor.shape != expected {
-            let (path, found) = (self.path().to_owned(), tensor.shape.clone());
-            return Err(GgufError::WrongShape { path, tensor: FREQUENCIES.to_owned(), found, expected });
+    /// The part of a head that is rotated.
+    fn rotated_part(&self, architecture: &Architecture, config: &mut ModelConfig) -> Result<(), GgufError> {
+        let name = format!("{}.rope.dimension_count", architecture.name);
+        let dim = self.optional(&name, Value::as_one_usize, "a whole number, the same for all layers")?;
+        let Some(dim) = dim.filter(|_| config.variant.latent.is_none()) else { return Ok(()) };
+        if dim == config.head_dim {
+            return Ok(());
         }
-        let factors = self.numbers(tensor);
-        config.variant.rotary.scaling = RopeScaling::LongRope {
-            short_factor: factors.clone(),
-            long_factor: factors,
-            short_amplitude: 1.0,
-            long_amplitude: 1.0,
-            original_len: config.max_seq_len,
+        if architecture.has_rotary_neighbours || dim == 0 || dim > config.head_dim || !dim.is_multiple_of(2) {
+            let expected = if architecture.has_rotary_neighbours { "" } else { " or an even number below it" };
+            let head = config.head_dim;
+            return Err(self.wrong_key(&name, format!("is {dim}: must be {head}, the width of a head{expected}")));
+        }
+        config.variant.rotary.dim = dim;
+        Ok(())
+    }
+
+    /// Divisors of frequencies that come as tensors (Llama 3.1's, and LongRoPE's for short and long contexts), and an amplitude
+    /// without YaRN.
+    fn stretch_frequencies(&self, architecture: &Architecture, config: &mut ModelConfig) -> Result<(), GgufError> {
+        let rotated = config.variant.latent.map_or(config.head_dim, |latent| latent.rotary_dim);
+        let rotary = &mut config.variant.rotary;
+        let expected = if rotary.dim > 0 { rotary.dim } else { rotated } / 2;
+        let divisors = |name: &str| -> Result<Option<Vec<f64>>, GgufError> {
+            let Some(tensor) = self.tensors().get(name) else { return Ok(None) };
+            if tensor.shape != [expected] {
+                let (path, found) = (self.path().to_owned(), tensor.shape.clone());
+                return Err(GgufError::WrongShape { path, tensor: name.to_owned(), found, expected: vec![expected] });
+            }
+            Ok(Some(self.numbers(tensor)))
+        };
+        let type_key = format!("{}.rope.scaling.type", architecture.name);
+        let is_long = self.optional(&type_key, Value::as_text, "text")? == Some("longrope");
+        let amplitude = self.amplitude(architecture)?;
+        let [short, long] = FREQUENCIES_BY_LENGTH.map(divisors);
+        let (short, long) = match (divisors(FREQUENCIES)?, short?, long?) {
+            // Read with the family's keys.
+            (None, _, _) if matches!(rotary.scaling, RopeScaling::LongRope { .. }) => return Ok(()),
+            (None, Some(short), Some(long)) if is_long => (short, long),
+            _ if is_long => {
+                let missing = FREQUENCIES_BY_LENGTH.join(" and ");
+                return Err(self.wrong_key(&type_key, format!("is \"longrope\", but there are no tensors {missing}")));
+            }
+            (Some(factors), None, None) => (factors.clone(), factors),
+            (None, None, None) if amplitude == 1.0 || matches!(rotary.scaling, RopeScaling::Yarn { .. }) => {
+                return Ok(());
+            }
+            (None, None, None) => (vec![1.0; expected], vec![1.0; expected]),
+            _ => {
+                let reason = format!("must be \"longrope\" for the tensors {}", FREQUENCIES_BY_LENGTH.join(" and "));
+                return Err(self.wrong_key(&type_key, reason));
+            }
+        };
+        let factor = match rotary.scaling {
+            RopeScaling::None | RopeScaling::LongRope { .. } => 1.0,
+            RopeScaling::Linear { factor } => factor,
+            _ => return Err(self.wrong_key(&type_key, format!("is \"yarn\": not supported beside {FREQUENCIES}"))),
+        };
+        let name = format!("{}.rope.scaling.original_context_length", architecture.name);
+        let original = self.optional(&name, Value::as_usize, "a whole number")?.filter(|_| is_long);
+        rotary.scaling = RopeScaling::LongRope {
+            short_factor: short.iter().map(|x| x * factor).collect(),
+            long_factor: long.iter().map(|x| x * factor).collect(),
+            short_amplitude: amplitude,
+            long_amplitude: amplitude,
+            original_len: original.unwrap_or(config.max_seq_len),
         };
         Ok(())
     }

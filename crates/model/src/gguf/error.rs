@@ -1,13 +1,15 @@
 //! What can be wrong with a GGUF file.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moeworks_moe::ConfigError;
 
 use super::blocks::GgmlType;
 use super::config::supported;
+use crate::instead::cut_by_bytes;
 use crate::tokenizer::TokenizerError;
+use crate::words::{OF_GGUF, in_words};
 
 /// A GGUF file that cannot be used. Each kind of fault is a variant that names the file.
 #[derive(Debug, thiserror::Error)]
@@ -29,12 +31,20 @@ pub enum GgufError {
         reason: String,
     },
     /// The file ends before something that its header announces.
-    #[error("{}: the file ends inside {what}: it is cut short", path.display())]
+    #[error("{}: the file ends inside {what}: it is cut short{}", path.display(), rest_of_cut(path))]
     Truncated {
         /// The file.
         path: PathBuf,
         /// What was being read.
         what: String,
+    },
+    /// A part of a model in several files that is missing, or that is not what its name says.
+    #[error("{}: {reason}", path.display())]
+    Parts {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what would be right.
+        reason: String,
     },
     /// A number or a name in the header that cannot be.
     #[error("{}: bad header: {reason}", path.display())]
@@ -73,7 +83,7 @@ pub enum GgufError {
         reason: String,
     },
     /// A setting is out of range.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {}", path.display(), in_words(source, OF_GGUF))]
     Setting {
         /// The file.
         path: PathBuf,
@@ -118,4 +128,11 @@ pub enum GgufError {
         /// Why.
         source: TokenizerError,
     },
+}
+
+/// What to do with a file that ends too early.
+fn rest_of_cut(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let advice = cut_by_bytes(&name).unwrap_or_else(|| "download it again".to_owned());
+    format!("; {advice}")
 }

@@ -12,6 +12,7 @@ use super::GgufTensor;
 use super::blocks::GgmlType;
 use super::error::GgufError;
 use super::value::{Numbers, Value};
+use crate::foreign;
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// The alignment of data where the file does not say.
@@ -36,13 +37,18 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
     let not_gguf = |reason: String| GgufError::NotGguf { path: path.to_owned(), reason };
     match bytes.first_chunk::<4>() {
         Some(MAGIC) => reader.at = 4,
-        _ => return Err(not_gguf("it does not begin with GGUF".to_owned())),
+        _ => {
+            let what = foreign::what(bytes).map_or_else(String::new, |what| format!("; this is {what}"));
+            return Err(not_gguf(format!("it does not begin with GGUF{what}")));
+        }
     }
     match reader.u32("the version")? {
         2 | 3 => {}
         version if version.swap_bytes() == 2 || version.swap_bytes() == 3 => {
-            return Err(not_gguf("its numbers are big-endian".to_owned()));
+            let advice = "get a little-endian file, or turn it with llama.cpp's gguf_convert_endian.py";
+            return Err(not_gguf(format!("its numbers are big-endian; {advice}")));
         }
+        1 => return Err(not_gguf("its version is 1, of August 2023: get the model in a newer file".to_owned())),
         version => return Err(not_gguf(format!("its version is {version}"))),
     }
     let num_tensors = reader.u64("the number of tensors")?;
@@ -82,7 +88,8 @@ fn alignment(reader: &Reader<'_>, keys: &BTreeMap<String, Value>) -> Result<usiz
             .as_usize()
             .filter(|&alignment| alignment.is_power_of_two() && (8..=MAX_ALIGNMENT).contains(&alignment))
             .ok_or_else(|| {
-                reader.bad(format!("general.alignment is {value:?}: must be a power of two from 8 to {MAX_ALIGNMENT}"))
+                let found = value.as_f64().map_or_else(|| "no number".to_owned(), |x| x.to_string());
+                reader.bad(format!("general.alignment is {found}: must be a power of two from 8 to {MAX_ALIGNMENT}"))
             }),
     }
 }
@@ -126,7 +133,7 @@ impl TensorInfo {
         match begin.zip(end) {
             None => Err(reader.bad(format!("tensor {name:?}: no such size or offset: {shape:?}"))),
             Some((_, end)) if end > reader.bytes.len() => Err(reader.truncated(&format!("tensor {name:?}"))),
-            Some((begin, end)) => Ok((name, GgufTensor { ty, shape, range: begin..end })),
+            Some((begin, end)) => Ok((name, GgufTensor { ty, shape, file: 0, range: begin..end })),
         }
     }
 }

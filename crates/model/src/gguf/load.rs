@@ -12,6 +12,7 @@ use super::blocks::GgmlType;
 use super::config::{FREQUENCIES, FREQUENCIES_BY_LENGTH};
 use super::error::GgufError;
 use crate::config::ModelConfig;
+use crate::hf::warn_of_keys;
 use crate::shapes::weights_with;
 use crate::weights::{DecoderWeights, Role};
 
@@ -74,7 +75,8 @@ impl GgufFile {
     /// The configuration and the weights. Matrices of floats and in blocks stay what they are, and are lent from the mapped
     /// file, whole or in pieces, where they need no reordering. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
-        let config = self.config()?;
+        let (config, unknown) = self.read_config()?;
+        warn_of_keys(self.path(), &unknown);
         let architecture = self.known_architecture()?;
         self.check_layers(&config)?;
         let (mut shapes, mut state_shapes) = (Vec::new(), Vec::new());
@@ -290,13 +292,13 @@ impl GgufFile {
             return Err(GgufError::WrongShape { path, tensor: name.to_owned(), found, expected });
         }
         used.insert(name.to_owned());
-        Ok(Part { ty: info.ty, start: info.range.start, bytes: self.bytes(info) })
+        Ok(Part { ty: info.ty, file: info.file, start: info.range.start, bytes: self.bytes(info) })
     }
 
     /// The tensor as the file has it, if it is of the type that it is to have: whole or in pieces.
     fn lent(&self, ctx: &Context, parts: &[Part<'_>], shape: &[usize], dtype: DType) -> Option<Tensor> {
         let lent = |part: &Part<'_>, shape: &[usize]| {
-            let lent = || Tensor::from_foreign(self.data.clone(), part.range(), shape, dtype);
+            let lent = || Tensor::from_foreign(self.files[part.file].1.clone(), part.range(), shape, dtype);
             part.is_stored_as(dtype).then(lent).flatten()
         };
         if let [part] = parts {
@@ -351,7 +353,9 @@ impl Read<'_> {
 #[derive(Clone, Copy)]
 struct Part<'a> {
     ty: GgmlType,
-    /// Where the bytes begin in the file.
+    /// Which file it is in.
+    file: usize,
+    /// Where the bytes begin there.
     start: usize,
     bytes: &'a [u8],
 }

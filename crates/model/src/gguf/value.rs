@@ -90,6 +90,14 @@ impl Value {
         }
     }
 
+    /// The value as a size or a count that is the same for all layers: one number, or as many equal ones.
+    #[must_use]
+    pub fn as_one_usize(&self) -> Option<usize> {
+        let Self::Numbers(numbers) = self else { return self.as_usize() };
+        let first = numbers.get(0)?.as_usize()?;
+        (1..numbers.len()).all(|i| numbers.get(i).and_then(|x| x.as_usize()) == Some(first)).then_some(first)
+    }
+
     /// The value as a number.
     #[must_use]
     pub fn as_f64(&self) -> Option<f64> {

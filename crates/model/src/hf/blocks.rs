@@ -14,8 +14,11 @@ use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
 use serde_json::{Value, json};
 
+use super::error::DoesNotFit;
+use super::fit;
 use crate::gguf::block_types;
 use crate::safetensors::{FileDType, Payload, TensorBytes};
+use crate::scan::place;
 use crate::weights::Role;
 
 /// `quant_method` in `config.json`.
@@ -39,6 +42,31 @@ impl Quantize<'_> {
         role == Some(Role::Product)
             && !name.contains("embed_tokens")
             && (!self.only_experts || name.contains("experts"))
+    }
+
+    /// Fails if a number of a matrix does not fit blocks: it is NaN or infinite, or so large that even the largest scale cuts
+    /// it, which `clamp` allows.
+    pub(super) fn check_fits(&self, name: &str, tensor: &Tensor, clamp: bool) -> Result<(), DoesNotFit> {
+        let most = if clamp { f32::MAX } else { fit::largest_in_blocks(self.dtype) };
+        let mut before = 0;
+        for part in tensor.parts() {
+            let exact;
+            let (bytes, from) = match part.dtype() {
+                dtype @ (DType::F32 | DType::BF16 | DType::F16) => (part.bytes(), FileDType::from(dtype)),
+                _ => {
+                    exact = quantized::dequantize(self.ctx, part, DType::F32);
+                    (exact.bytes(), FileDType::F32)
+                }
+            };
+            let is_misfit = |x: f32| x.is_nan() || x.abs() > most;
+            if let Some((index, value)) = fit::values(bytes, from).enumerate().find(|(_, x)| is_misfit(*x)) {
+                let dtype = if self.dtype == DType::Q8 { "int8" } else { "int4" };
+                let place = place(before + index, tensor.shape());
+                return Err(DoesNotFit { tensor: name.to_owned(), value, place, dtype: dtype.to_owned() });
+            }
+            before += part.len();
+        }
+        Ok(())
     }
 
     /// What `config.json` says about the folder.

@@ -4,6 +4,7 @@
 //! other programs find theirs, and both are read. Keys that we do not know are none of our business here: they are kept
 //! when a folder is saved from another (see `Origin`).
 
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::families::OURS;
@@ -83,29 +84,45 @@ pub(super) enum Fault {
     Other(String),
 }
 
-/// The family and the configuration that `json` describes. Not validated yet.
 /// What the keys of a `config.json` say.
 pub(crate) fn config_of_keys(json: &Value) -> Result<ModelConfig, String> {
-    read(json).map(|(_, config)| config).map_err(|fault| match fault {
+    read(json).map(|read| read.config).map_err(|fault| match fault {
         Fault::UnknownFamily(model_type) => format!("no family {model_type:?}"),
         Fault::Other(reason) => reason,
     })
 }
 
-pub(super) fn read(json: &Value) -> Result<(&'static Family, ModelConfig), Fault> {
+/// What a `config.json` describes.
+pub(super) struct ConfigFile {
+    pub(super) family: &'static Family,
+    /// Not validated yet.
+    pub(super) config: ModelConfig,
+    /// Keys that nothing is known of.
+    pub(super) unknown_keys: Vec<String>,
+}
+
+pub(super) fn read(json: &Value) -> Result<ConfigFile, Fault> {
     let keys = Keys::new(json.as_object().ok_or_else(|| Fault::Other("not a JSON object".to_owned()))?);
     let model_type: String = keys.required(&["model_type"]).map_err(Fault::Other)?;
     let family = Family::named(&model_type).ok_or(Fault::UnknownFamily(model_type))?;
-    let ours: Option<ModelConfig> = keys.optional(&[OUR_KEY]).map_err(Fault::Other)?;
+    let ours: Option<ModelConfig> = ours(json).map_err(Fault::Other)?;
     if family.model_type == OURS.model_type {
-        return ours.map(|ours| (family, ours)).ok_or_else(|| Fault::Other(format!("key {OUR_KEY:?} is missing")));
+        let config = ours.ok_or_else(|| Fault::Other(format!("key {OUR_KEY:?} is missing")))?;
+        return Ok(ConfigFile { family, config, unknown_keys: Vec::new() });
     }
-    let theirs = (family.read)(&keys).and_then(|config| keys.check_off().map(|()| config)).map_err(Fault::Other)?;
+    let theirs = (family.read)(&keys).map_err(Fault::Other)?;
+    let unknown_keys = keys.check(&family.keys).map_err(Fault::Other)?;
     // Ours has settings that the family's keys cannot say. It counts if it says the same where both speak.
     let agrees = |ours: &ModelConfig| {
         let written = write(family, ours, "", None);
         let said = written.as_object().map(Keys::new).and_then(|keys| (family.read)(&keys).ok());
         ours.computed() == theirs.computed() && said.is_some_and(|said| said == theirs)
     };
-    Ok((family, ours.filter(agrees).unwrap_or(theirs)))
+    Ok(ConfigFile { family, config: ours.filter(agrees).unwrap_or(theirs), unknown_keys })
+}
+
+/// Our own configuration, if the file has it.
+fn ours(json: &Value) -> Result<Option<ModelConfig>, String> {
+    let value = json.get(OUR_KEY).filter(|value| !value.is_null());
+    value.map(|value| ModelConfig::deserialize(value).map_err(|error| format!("{OUR_KEY}: {error}"))).transpose()
 }

@@ -1,5 +1,6 @@
 //! What can go wrong with a model folder.
 
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -9,6 +10,7 @@ use moeworks_tensor::BLOCK_LEN;
 use super::family::supported;
 use crate::safetensors::SafetensorsError;
 use crate::tokenizer::TokenizerError;
+use crate::words::{OF_CONFIG_JSON, in_words};
 
 /// A folder that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +32,7 @@ pub enum LoadError {
         reason: String,
     },
     /// A setting is out of range.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {}", path.display(), in_words(source, OF_CONFIG_JSON))]
     Setting {
         /// The file.
         path: PathBuf,
@@ -103,10 +105,42 @@ pub enum SaveError {
         /// The folder.
         path: PathBuf,
     },
+    /// A number that is too large for the type that it was to be written in. Nothing was written.
+    #[error("{}: {misfit}", path.display())]
+    DoesNotFit {
+        /// The folder.
+        path: PathBuf,
+        /// Which number.
+        misfit: DoesNotFit,
+    },
     /// The folder that the model came from cannot be read again.
     #[error(transparent)]
     Origin(#[from] LoadError),
     /// The tokenizer cannot be written.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
+}
+
+/// A number that is too large for the type that it was to be written in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DoesNotFit {
+    /// The tensor's name, on disk or, of matrices in blocks, ours.
+    pub tensor: String,
+    /// The first such number.
+    pub value: f32,
+    /// Where it is, outermost dim first.
+    pub place: Vec<usize>,
+    /// The type.
+    pub dtype: String,
+}
+
+impl fmt::Display for DoesNotFit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tensor, value, place, dtype } = self;
+        if value.is_finite() {
+            let advice = "nothing was written; choose a wider type, or --clamp to write the nearest number that fits";
+            return write!(f, "tensor {tensor:?}: {value:e} at {place:?} does not fit {dtype}: {advice}");
+        }
+        write!(f, "tensor {tensor:?}: {value} at {place:?} cannot be in blocks of {dtype}; nothing was written")
+    }
 }

@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 
 use super::config_json::{self, Keys};
 use super::families::{FAMILIES, OURS};
+use super::key_table::KeyTable;
 use super::names::Rule;
 use crate::config::ModelConfig;
 
@@ -23,6 +24,8 @@ pub(crate) struct Family {
     pub(crate) ignored: &'static [&'static str],
     /// Whether layers behind the last may be on disk, which predict further tokens and take no part.
     pub(crate) has_further_layers: bool,
+    /// What is made of the keys of its `config.json`.
+    pub(crate) keys: KeyTable,
     /// The configuration from the family's keys.
     pub(crate) read: fn(&Keys<'_>) -> Result<ModelConfig, String>,
     /// The family's keys from the configuration, besides those that [`config_json::write`] writes for all.

@@ -6,30 +6,16 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 
 use super::blocks::METHOD;
+use super::key_table::KeyTable;
 use super::rope_json;
 use crate::config::{ActivationKind, ModelConfig};
-
-/// Keys under which a family computes something that ours does not, unless the family's file asks for them.
-const MUST_BE_OFF: [&str; 13] = [
-    "attention_bias",
-    "qkv_bias",
-    "mlp_bias",
-    "clip_qkv",
-    "use_sliding_window",
-    "sliding_window",
-    "quantization_config",
-    "shared_expert_intermediate_size",
-    "n_shared_experts",
-    "mlp_only_layers",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "lm_head_bias",
-];
 
 /// The keys of a `config.json`. It remembers which were asked for.
 pub(crate) struct Keys<'a> {
     map: &'a Map<String, Value>,
     asked: RefCell<BTreeSet<String>>,
+    /// Keys inside of others that were not asked for.
+    unused: RefCell<Vec<String>>,
 }
 
 /// What a family assumes where the file says nothing.
@@ -45,7 +31,17 @@ pub(crate) const USUAL: Defaults = Defaults { norm_eps: 1e-6, rope_theta: 10_000
 
 impl<'a> Keys<'a> {
     pub(crate) fn new(map: &'a Map<String, Value>) -> Self {
-        Self { map, asked: RefCell::default() }
+        Self { map, asked: RefCell::default(), unused: RefCell::default() }
+    }
+
+    /// The keys that were asked for.
+    pub(crate) fn asked(&self) -> BTreeSet<String> {
+        self.asked.borrow().clone()
+    }
+
+    /// Notes that a key inside of another is not used.
+    pub(super) fn note_unused(&self, key: String) {
+        self.unused.borrow_mut().push(key);
     }
 
     /// The first of the keys that is there and not null.
@@ -56,7 +52,9 @@ impl<'a> Keys<'a> {
 
     pub(crate) fn optional<T: serde::de::DeserializeOwned>(&self, names: &[&str]) -> Result<Option<T>, String> {
         let Some((name, value)) = self.find(names) else { return Ok(None) };
-        T::deserialize(value).map(Some).map_err(|error| format!("{name} = {}: {error}", abridged(value)))
+        T::deserialize(value)
+            .map(Some)
+            .map_err(|_| format!("{name} = {}: must be {}", abridged(value), expected::<T>()))
     }
 
     pub(crate) fn required<T: serde::de::DeserializeOwned>(&self, names: &[&str]) -> Result<T, String> {
@@ -108,12 +106,11 @@ impl<'a> Keys<'a> {
         Ok(config)
     }
 
-    /// The routed experts, whose width is under `width_key`; weights are normalised if `norm_topk_prob` says so.
+    /// The routed experts, whose width is under `width_key`.
     pub(crate) fn experts(&self, config: &mut ModelConfig, width_key: &str) -> Result<(), String> {
         config.num_experts = self.required(&["num_experts", "num_local_experts", "n_routed_experts"])?;
-        config.top_k = self.required(&["num_experts_per_tok"])?;
+        config.top_k = self.required(&["num_experts_per_tok", "experts_per_token"])?;
         config.expert_width = self.required(&[width_key])?;
-        config.normalize_weights = self.flag("norm_topk_prob")?;
         Ok(())
     }
 
@@ -169,30 +166,42 @@ impl<'a> Keys<'a> {
         let Some((key, value)) = self.find(&["quantization_config"]) else { return Ok(()) };
         match value.get("quant_method").and_then(Value::as_str) {
             Some(method) if method == known || method == METHOD => Ok(()),
-            _ => Err(format!("{key} = {}: not supported in this family, only {known:?}", abridged(value))),
+            _ => Err(format!(
+                "{key} = {}: not supported in this family, only {known:?}; get the model unquantized, or as GGUF",
+                abridged(value)
+            )),
         }
     }
 
-    /// Fails if the model computes something that neither the family's file nor we know.
-    pub(crate) fn check_off(&self) -> Result<(), String> {
-        if !self.asked.borrow().contains("layer_types") {
-            let kinds: Vec<String> = self.optional(&["layer_types"])?.unwrap_or_default();
+    /// Fails if the file says something that the family does not compute, and returns the keys that nothing is known of.
+    pub(crate) fn check(&self, table: &KeyTable) -> Result<Vec<String>, String> {
+        let has_kinds = table.used().any(|key| key == LAYER_TYPES);
+        if has_kinds && !self.asked.borrow().contains(LAYER_TYPES) {
+            let kinds: Vec<String> = self.optional(&[LAYER_TYPES])?.unwrap_or_default();
             if let Some(kind) = kinds.iter().find(|kind| *kind != "full_attention") {
                 return Err(format!("layer_types: {kind:?} is not supported in this family, only \"full_attention\""));
             }
         }
-        for key in MUST_BE_OFF {
-            let value = self.map.get(key).unwrap_or(&Value::Null);
-            let is_off = value.is_null()
-                || *value == Value::Bool(false)
-                || value.as_f64() == Some(0.0)
-                || value.as_array().is_some_and(Vec::is_empty)
-                || (key == "quantization_config" && value["quant_method"] == METHOD);
-            if !is_off && !self.asked.borrow().contains(key) {
-                return Err(format!("{key} = {}: not supported in this family", abridged(value)));
-            }
-        }
-        Ok(())
+        let mut unknown = table.check(self.map)?;
+        unknown.extend(self.unused.borrow().iter().cloned());
+        Ok(unknown)
+    }
+}
+
+const LAYER_TYPES: &str = "layer_types";
+
+/// A type of value in words.
+fn expected<T>() -> &'static str {
+    match std::any::type_name::<T>() {
+        "usize" | "u32" | "u64" => "a whole number of at least 0",
+        "f32" | "f64" => "a number",
+        "bool" => "true or false",
+        "alloc::string::String" => "a text",
+        name if name.contains("Vec<usize>") => "a list of whole numbers",
+        name if name.contains("Vec<f64>") => "a list of numbers",
+        name if name.contains("Vec<alloc::string::String>") => "a list of texts",
+        name if name.contains("Map") => "an object",
+        _ => "something else",
     }
 }
 

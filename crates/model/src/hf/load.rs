@@ -4,22 +4,24 @@
 //! allocated is never more than the files hold.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{Bytes, DType, Tensor, bf16, f16};
 use serde_json::{Map, Value};
 
 use super::blocks;
-use super::config_json::{self, Fault};
+use super::config_json::{self, ConfigFile, Fault};
 use super::error::LoadError;
 use super::family::Family;
 use super::mxfp4;
 use super::names::{Piece, forms};
 use super::pieces::{PieceReader, ReadElement};
 use crate::config::ModelConfig;
+use crate::foreign;
 use crate::gguf::block_types;
 use crate::safetensors::ModelFiles;
 use crate::shapes::weights_with;
@@ -34,6 +36,7 @@ pub struct ModelFolder {
     pub(super) family: &'static Family,
     pub(super) keys: Map<String, Value>,
     config: ModelConfig,
+    unknown_keys: Vec<String>,
 }
 
 impl ModelFolder {
@@ -42,7 +45,7 @@ impl ModelFolder {
         let path = &dir.join("config.json");
         let bad = |reason: String| LoadError::Config { path: path.clone(), reason };
         let json = read_json(path)?;
-        let (family, config) = config_json::read(&json).map_err(|fault| match fault {
+        let ConfigFile { family, config, unknown_keys } = config_json::read(&json).map_err(|fault| match fault {
             Fault::UnknownFamily(model_type) => LoadError::UnknownFamily { path: path.clone(), model_type },
             Fault::Other(reason) => bad(reason),
         })?;
@@ -51,13 +54,20 @@ impl ModelFolder {
             return Err(bad("vocab_size = 0: must be at least 1".to_owned()));
         }
         let Value::Object(keys) = json else { return Err(bad("not a JSON object".to_owned())) };
-        Ok(Self { dir: dir.to_owned(), family, keys, config })
+        Ok(Self { dir: dir.to_owned(), family, keys, config, unknown_keys })
     }
 
     /// What the folder's model is.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Keys of `config.json` that nothing is known of and that are no bookkeeping by their form: they may change what the
+    /// model's makers compute.
+    #[must_use]
+    pub fn unknown_keys(&self) -> &[String] {
+        &self.unknown_keys
     }
 
     /// `model_type` in `config.json`.
@@ -75,12 +85,29 @@ impl ModelFolder {
 /// pieces](Tensor::pieces). Of matrices in MXFP4 and in eight-bit floats numbers and scales stay [where they are](Tensor::apart), and
 /// stacks that are transposed on disk [stay so](Tensor::turned).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
-    let ModelFolder { family, config, .. } = ModelFolder::open(dir)?;
+    let ModelFolder { family, config, unknown_keys, .. } = ModelFolder::open(dir)?;
+    warn_of_keys(&dir.join("config.json"), &unknown_keys);
     let files = ModelFiles::open(dir)?;
     let loader = Loader { dir, ctx, family, reader: PieceReader { files: &files, used: RefCell::default() } };
     let weights = loader.decoder(&config)?;
     loader.check_all_used(&config)?;
     Ok((config, weights))
+}
+
+/// Says on one line which keys of a file are not used, once for each file.
+pub(crate) fn warn_of_keys(path: &Path, unknown_keys: &[String]) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    if unknown_keys.is_empty() {
+        return;
+    }
+    let line = format!(
+        "{}: keys that are not used: {} (if one of them changes what the model computes, results are wrong)",
+        path.display(),
+        unknown_keys.join(", ")
+    );
+    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(line.clone()) {
+        tracing::warn!("{line}");
+    }
 }
 
 pub(super) fn read_json(path: &Path) -> Result<Value, LoadError> {
@@ -90,8 +117,8 @@ pub(super) fn read_json(path: &Path) -> Result<Value, LoadError> {
     if !metadata.is_file() || metadata.len() > MAX_CONFIG_BYTES {
         return Err(bad(format!("not a file of at most {MAX_CONFIG_BYTES} bytes")));
     }
-    let text = fs::read_to_string(path).map_err(io)?;
-    serde_json::from_str(&text).map_err(|error| bad(error.to_string()))
+    let json = foreign::json(fs::read(path).map_err(io)?).map_err(bad)?;
+    foreign::server_error(&json).map_or(Ok(json), |what| Err(bad(format!("this is {what}"))))
 }
 
 struct Loader<'a> {

@@ -8,19 +8,23 @@
 //! (capacity, jitter, ...) survive; it counts only while it agrees with the other keys.
 
 mod blocks;
+mod check;
 mod coming;
 mod companions;
 mod config_json;
 mod error;
 mod families;
 mod family;
+mod fit;
 mod fp8;
 mod further;
+mod key_table;
 mod keys;
 mod load;
 mod mxfp4;
 mod names;
 mod new_folder;
+mod page;
 mod pieces;
 mod rope_json;
 mod sampling_defaults;
@@ -28,12 +32,16 @@ mod save;
 mod stop_ids;
 
 pub use blocks::Quantize;
+pub use check::check_weights;
 pub use coming::ComingWeights;
 pub use companions::copy_companions;
 pub(crate) use config_json::config_of_keys;
-pub use error::{LoadError, SaveError};
+pub use error::{DoesNotFit, LoadError, SaveError};
+pub(crate) use load::warn_of_keys;
 pub use load::{ModelFolder, load_model};
 pub use new_folder::NewFolder;
+pub use page::families_page;
+pub(crate) use page::list;
 pub use sampling_defaults::sampling_defaults;
 pub use save::{SaveOptions, Saved, save_coming, save_model};
 pub use stop_ids::stop_ids;

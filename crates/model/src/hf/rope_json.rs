@@ -5,38 +5,109 @@ use serde_json::{Map, Value, json};
 use super::keys::{Keys, abridged};
 use crate::config::{ModelConfig, RopeScaling};
 
-/// Reads base and scaling. No family rotates a part of a head: `transformers` does not look at `partial_rotary_factor` where
-/// nothing is scaled, and fails otherwise.
+/// Reads base and scaling. No family rotates a part of a head: `transformers` does not look at `partial_rotary_factor` in these
+/// families, others do, so that it must be 1.
 pub(super) fn read(keys: &Keys<'_>, default_theta: f64, config: &mut ModelConfig) -> Result<(), String> {
-    let new: Map<String, Value> = keys.optional(&["rope_parameters"])?.unwrap_or_default();
-    let old: Map<String, Value> = keys.optional(&["rope_scaling"])?.unwrap_or_default();
-    let theta = Keys::new(&new).optional(&["rope_theta"])?;
-    config.rope_theta = theta.or(keys.optional(&["rope_theta"])?).unwrap_or(default_theta);
-    let (name, map) =
-        if is_scaled(&new) || !is_scaled(&old) { ("rope_parameters", new) } else { ("rope_scaling", old) };
-    let inner = Keys::new(&map);
-    let scaling = scaling(keys, &inner, config).map_err(|reason| format!("{name}: {reason}"))?;
-    let part: Option<f64> = inner.optional(&["partial_rotary_factor"])?.or(keys.optional(&["partial_rotary_factor"])?);
-    if let Some(part) = part.filter(|&part| part != 1.0 && scaling != RopeScaling::None) {
-        return Err(format!("{name}: partial_rotary_factor = {part}: must be 1 where the rotary embedding is scaled"));
+    let new: Map<String, Value> = keys.optional(&[NEW])?.unwrap_or_default();
+    let old: Map<String, Value> = keys.optional(&[OLD])?.unwrap_or_default();
+    let theta = keys.optional(&["rope_theta"])?;
+    let (new, old) = (flat(keys, NEW, new, theta)?, flat(keys, OLD, old, theta)?);
+    let inner_theta = Keys::new(&new).optional(&["rope_theta"])?.or(Keys::new(&old).optional(&["rope_theta"])?);
+    if let (Some(inner), Some(outer)) = (inner_theta, theta)
+        && inner != outer
+    {
+        return Err(format!("rope_theta = {outer}: {NEW} says {inner}; leave one of them out"));
     }
-    config.variant.rotary.scaling = scaling;
+    config.rope_theta = inner_theta.or(theta).unwrap_or(default_theta);
+    let of = |name: &str, map: &Map<String, Value>| {
+        let inner = Keys::new(map);
+        let found =
+            scaling(keys, &inner, config).and_then(|scaling| check_rest(name, map, &inner, keys).map(|()| scaling));
+        found.map_err(|reason| format!("{name}: {reason}"))
+    };
+    let (of_new, of_old) = (of(NEW, &new)?, of(OLD, &old)?);
+    if !new.is_empty() && !old.is_empty() && of_new != of_old {
+        return Err(format!("{NEW} and {OLD} say different things; leave one of them out"));
+    }
+    if let Some(part) = keys.optional::<f64>(&[PART])?.filter(|&part| part != 1.0) {
+        return Err(format!("{PART} = {part}: must be 1 in this family"));
+    }
+    config.variant.rotary.scaling = if new.is_empty() { of_old } else { of_new };
     Ok(())
 }
 
-fn is_scaled(map: &Map<String, Value>) -> bool {
-    kind_of(map).is_some_and(|kind| kind != "default")
+/// The key of version 5.
+const NEW: &str = "rope_parameters";
+/// The key of version 4.
+const OLD: &str = "rope_scaling";
+/// What part of a head is rotated.
+const PART: &str = "partial_rotary_factor";
+
+/// The parameters that all layers have, where those of each kind of layer stand apart.
+fn flat(
+    keys: &Keys<'_>,
+    name: &str,
+    map: Map<String, Value>,
+    theta: Option<f64>,
+) -> Result<Map<String, Value>, String> {
+    let is_kind =
+        |(key, value): &(&String, &Value)| key.ends_with("_attention") && (value.is_object() || value.is_null());
+    if !map.iter().any(|entry| is_kind(&entry)) {
+        return Ok(map);
+    }
+    let used: Vec<String> = keys.optional(&["layer_types"])?.unwrap_or_default();
+    let is_used = |kind: &str| used.is_empty() || used.iter().any(|used| used == kind);
+    let mut all: Option<(&str, Map<String, Value>)> = None;
+    for (kind, parameters) in map.iter().filter(is_kind).filter(|(kind, _)| is_used(kind)) {
+        let Some(mut parameters) = parameters.as_object().cloned() else {
+            return Err(format!(
+                "{name}: {kind} has no parameters; layers without a rotary embedding are not supported"
+            ));
+        };
+        if let Some(theta) = theta {
+            parameters.entry("rope_theta").or_insert_with(|| theta.into());
+        }
+        match &all {
+            Some((first, of_first)) if *of_first != parameters => {
+                let reason = "layers with different rotary embeddings are not supported in this family";
+                return Err(format!("{name}: {first} and {kind} differ; {reason}"));
+            }
+            Some(_) => {}
+            None => all = Some((kind, parameters)),
+        }
+    }
+    all.map(|(_, parameters)| parameters).ok_or_else(|| format!("{name}: nothing for the layer_types of this model"))
 }
 
-fn kind_of(map: &Map<String, Value>) -> Option<&str> {
-    ["rope_type", "type"].iter().find_map(|key| map.get(*key)?.as_str())
+/// Looks at the keys that the kind of scaling does not use.
+fn check_rest(name: &str, map: &Map<String, Value>, inner: &Keys<'_>, keys: &Keys<'_>) -> Result<(), String> {
+    let asked = inner.asked();
+    // Of YaRN's first programs, and of others that go beyond what is computed here.
+    for (key, off) in [(PART, 1.0), ("attn_factor", 1.0), ("extrapolation_factor", 1.0), ("mscale_all_dim", 0.0)] {
+        let value = map.get(key).filter(|value| !value.is_null() && !asked.contains(key));
+        if let Some(value) = value.filter(|value| value.as_f64() != Some(off)) {
+            return Err(format!("{key} = {}: must be {off} or absent", abridged(value)));
+        }
+    }
+    if let Some(value) = map.get("mrope_section").filter(|value| !value.is_null()) {
+        return Err(format!("mrope_section = {}: positions of images are not supported", abridged(value)));
+    }
+    let harmless =
+        ["rope_theta", "rope_type", "type", "finetuned", PART, "attn_factor", "extrapolation_factor", "mscale_all_dim"];
+    let is_used = |key: &String| asked.contains(key) || harmless.contains(&&**key) || key == ORIGINAL;
+    let unused = map.iter().filter(|(key, value)| !value.is_null() && !is_used(key));
+    unused.for_each(|(key, _)| keys.note_unused(format!("{name}.{key}")));
+    Ok(())
 }
+
+/// The context that a model was first trained for.
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 fn scaling(keys: &Keys<'_>, inner: &Keys<'_>, config: &ModelConfig) -> Result<RopeScaling, String> {
     let kind: Value = inner.optional(&["rope_type", "type"])?.unwrap_or_else(|| "default".into());
     let factor = || inner.required::<f64>(&["factor"]);
     let original_len = || -> Result<usize, String> {
-        let key = ["original_max_position_embeddings"];
+        let key = [ORIGINAL];
         Ok(keys.optional(&key)?.or(inner.optional(&key)?).unwrap_or(config.max_seq_len))
     };
     Ok(match kind.as_str() {

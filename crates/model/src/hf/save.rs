@@ -13,8 +13,9 @@ use serde_json::{Value, json};
 use super::blocks::{self, METHOD, Quantize};
 use super::coming::{Arrivals, ComingWeights, PartBytes};
 use super::config_json;
-use super::error::{LoadError, SaveError};
+use super::error::{DoesNotFit, LoadError, SaveError};
 use super::family::Family;
+use super::fit::{self, Misfit};
 use super::fp8;
 use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
@@ -23,6 +24,7 @@ use super::names::{Piece, View, forms};
 use crate::config::{EncoderConfig, ModelConfig};
 use crate::files::{FileError, write_whole};
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
+use crate::scan::place;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{DecoderWeights, Role};
 
@@ -41,11 +43,20 @@ pub struct SaveOptions<'a> {
     /// Which matrices are written in blocks of small integers. Those that are in blocks already stay so in any case; in MXFP4 as
     /// the family has it, if it does, and eight-bit floats as they are.
     pub quantize: Option<Quantize<'a>>,
+    /// Write the nearest number that fits where one does not fit the type on disk, instead of refusing.
+    pub clamp: bool,
 }
 
 impl Default for SaveOptions<'_> {
     fn default() -> Self {
-        Self { tokenizer: None, max_shard_bytes: 5_000_000_000, origin: None, dtype: None, quantize: None }
+        Self {
+            tokenizer: None,
+            max_shard_bytes: 5_000_000_000,
+            origin: None,
+            dtype: None,
+            quantize: None,
+            clamp: false,
+        }
     }
 }
 
@@ -77,7 +88,8 @@ pub fn save_model(
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
     let further = FurtherLayers::of(origin.zip(files.as_ref()), config);
-    let (mut tensors, counts) = tensors(family, weights, is_gated(config), options);
+    let (mut tensors, counts) = tensors(family, weights, is_gated(config), options)
+        .map_err(|misfit| SaveError::DoesNotFit { path: dir.to_owned(), misfit })?;
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
@@ -241,14 +253,14 @@ struct Counts {
     eight_bit_floats: usize,
 }
 
-/// Every tensor as it stands on disk; those that are parts of ours are borrowed.
+/// Every tensor as it stands on disk; those that are parts of ours are borrowed. Fails if a number does not fit its type there.
 fn tensors<'a>(
     family: &Family,
     weights: &'a DecoderWeights,
     is_gated: bool,
     options: &SaveOptions<'a>,
-) -> (Vec<TensorBytes<'a>>, Counts) {
-    let (mut list, mut counts) = (OnDiskList::default(), Counts::default());
+) -> Result<(Vec<TensorBytes<'a>>, Counts), DoesNotFit> {
+    let (mut list, mut counts) = (OnDiskList { clamp: options.clamp, ..OnDiskList::default() }, Counts::default());
     let (mut in_blocks, mut four_bit_floats, mut eight_bit_floats) = (Vec::new(), Vec::new(), Vec::new());
     let roles = weights.roles().into_iter().map(Some).chain(std::iter::repeat(None));
     for ((name, tensor), role) in weights.tensors().into_iter().chain(weights.states()).zip(roles) {
@@ -263,6 +275,9 @@ fn tensors<'a>(
             let parts = pieces.iter().enumerate().map(|(index, piece)| (part_rows(tensor, index, count), piece));
             eight_bit_floats.extend(parts.flat_map(|(part, piece)| fp8::on_disk(part, piece)));
         } else if let Some(dtype) = target {
+            if let Some(quantize) = options.quantize.filter(|_| tensor.dtype() != dtype) {
+                quantize.check_fits(&name, tensor, options.clamp)?;
+            }
             in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
         } else {
             let dtype = options.dtype.filter(|_| role == Some(Role::Product));
@@ -273,12 +288,15 @@ fn tensors<'a>(
     counts.four_bit_floats = four_bit_floats.len();
     counts.eight_bit_floats = eight_bit_floats.len();
     let others = in_blocks.into_iter().chain(four_bit_floats).chain(eight_bit_floats);
-    (list.into_bytes().into_iter().chain(others).collect(), counts)
+    list.check_fits()?;
+    Ok((list.into_bytes().into_iter().chain(others).collect(), counts))
 }
 
 /// Tensors on disk and where they are in the list.
 #[derive(Default)]
 struct OnDiskList<'a> {
+    /// Whether numbers that do not fit are cut.
+    clamp: bool,
     tensors: Vec<OnDisk<'a>>,
     places: BTreeMap<String, usize>,
 }
@@ -319,8 +337,13 @@ impl<'a> OnDiskList<'a> {
         }
     }
 
+    /// Fails if a number does not fit the type that it is to be written in.
+    fn check_fits(&self) -> Result<(), DoesNotFit> {
+        if self.clamp { Ok(()) } else { self.tensors.iter().try_for_each(OnDisk::check_fits) }
+    }
+
     fn into_bytes(self) -> Vec<TensorBytes<'a>> {
-        self.tensors.into_iter().map(OnDisk::into_bytes).collect()
+        self.tensors.into_iter().map(|tensor| tensor.into_bytes(self.clamp)).collect()
     }
 }
 
@@ -363,14 +386,31 @@ struct OnDisk<'a> {
 }
 
 impl<'a> OnDisk<'a> {
-    fn into_bytes(self) -> TensorBytes<'a> {
+    fn check_fits(&self) -> Result<(), DoesNotFit> {
+        let Some(to) = self.dtype else { return Ok(()) };
+        for (bytes, view) in &self.parts {
+            // Those that are yet to come keep their type.
+            let PartBytes::Lent(bytes) = bytes else { continue };
+            if let Some(Misfit { index, value }) = fit::overflow(bytes, self.from, to) {
+                let mut there = index;
+                if let Some(view) = view {
+                    view.for_each(|ours, theirs| there = if ours == index { theirs } else { there });
+                }
+                let place = place(there, &self.shape);
+                return Err(DoesNotFit { tensor: self.name.clone(), value, place, dtype: to.name().to_owned() });
+            }
+        }
+        Ok(())
+    }
+
+    fn into_bytes(self, clamp: bool) -> TensorBytes<'a> {
         let Self { name, shape, from, dtype, parts } = self;
         let to = dtype.unwrap_or(from);
         let bytes = match parts[..] {
             [(PartBytes::Lent(bytes), None)] if to == from => Payload::Lent(bytes),
             _ => {
                 let num_elements = shape.iter().product::<usize>();
-                let make = move || made(&parts, (from, to), num_elements);
+                let make = move || made(&parts, Change { from, to, clamp }, num_elements);
                 Payload::Made { len: num_elements * size(to), make: Box::new(make) }
             }
         };
@@ -383,28 +423,30 @@ fn size(dtype: FileDType) -> usize {
     dtype.bits() as usize / 8
 }
 
-/// The bytes of a tensor on disk, of the type `to`, that is made of parts of the type `from`.
-fn made(
-    parts: &[(PartBytes<'_>, Option<View>)],
-    (from, to): (FileDType, FileDType),
-    num_elements: usize,
-) -> io::Result<Vec<u8>> {
+/// How the type of numbers changes.
+#[derive(Clone, Copy)]
+struct Change {
+    from: FileDType,
+    to: FileDType,
+    /// Whether those that do not fit are cut.
+    clamp: bool,
+}
+
+/// The bytes of a tensor on disk that is made of parts.
+fn made(parts: &[(PartBytes<'_>, Option<View>)], change: Change, num_elements: usize) -> io::Result<Vec<u8>> {
+    let Change { from, to, .. } = change;
     let parts = parts.iter().map(|(part, view)| Ok((part.arrived()?, *view))).collect::<io::Result<Vec<_>>>()?;
     let parts: Vec<(&[u8], Option<View>)> = parts.iter().map(|(bytes, view)| (bytes.bytes(), *view)).collect();
     let bytes = match parts[..] {
         [(bytes, None)] => Cow::Borrowed(bytes),
         _ => Cow::Owned(woven(&parts, size(from), num_elements * size(from))),
     };
-    Ok(if to == from { bytes.into_owned() } else { converted(&bytes, from, to) })
+    Ok(if to == from { bytes.into_owned() } else { converted(&bytes, change) })
 }
 
 /// Little-endian elements of one type, f32, bf16 or f16, as those of another, rounded to the nearest.
-fn converted(bytes: &[u8], from: FileDType, to: FileDType) -> Vec<u8> {
-    let values: Box<dyn Iterator<Item = f32> + '_> = match from {
-        FileDType::F16 => Box::new(bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b).to_f32())),
-        FileDType::BF16 => Box::new(bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32())),
-        _ => Box::new(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
-    };
+fn converted(bytes: &[u8], Change { from, to, clamp }: Change) -> Vec<u8> {
+    let values = fit::values(bytes, from).map(|x| if clamp { fit::clamped(x, to) } else { x });
     match to {
         FileDType::BF16 => values.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
         FileDType::F16 => values.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),

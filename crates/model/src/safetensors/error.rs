@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::FileDType;
+use crate::instead::instead_of_weights;
 
 /// A file that is not what it should be. Each kind of fault is a variant, named with the file and the tensor.
 #[derive(Debug, thiserror::Error)]
@@ -17,7 +18,7 @@ pub enum SafetensorsError {
         source: io::Error,
     },
     /// The file ends before its header does.
-    #[error("{}: {len} bytes, but the header alone needs {needed}: the file is cut short or not safetensors", path.display())]
+    #[error("{}: {len} bytes, but the header alone needs {needed}: the file is cut short, empty or not safetensors; download it again", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -131,13 +132,19 @@ pub enum SafetensorsError {
         /// Its type.
         dtype: FileDType,
     },
+    /// Another kind of file.
+    #[error("{}: not a safetensors file: this is {what}", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// What it is, and what to do.
+        what: String,
+    },
     /// A folder without weights that can be read.
-    #[error("{}: no model.safetensors and no model.safetensors.index.json{hint}", path.display())]
+    #[error("{}: no model.safetensors and no model.safetensors.index.json{}", path.display(), instead_of_weights(path))]
     NoWeights {
         /// The folder.
         path: PathBuf,
-        /// What is there instead, if it helps.
-        hint: &'static str,
     },
     /// The index of a folder in parts is wrong.
     #[error("{}: {reason}", path.display())]

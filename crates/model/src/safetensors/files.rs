@@ -7,6 +7,7 @@ use std::path::{Component, Path, PathBuf};
 use serde::Deserialize;
 
 use super::{SafetensorsError, SafetensorsFile, TensorInfo};
+use crate::foreign;
 
 /// The largest index that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 100_000_000;
@@ -37,13 +38,7 @@ impl ModelFiles {
         if index.exists() {
             return Self::open_index(dir, &index);
         }
-        let has_pickle = dir.join("pytorch_model.bin").exists() || dir.join("pytorch_model.bin.index.json").exists();
-        let hint = if has_pickle {
-            "; pytorch_model.bin is a pickle, which can run code and is not read: save it again with `safe_serialization`"
-        } else {
-            ""
-        };
-        Err(SafetensorsError::NoWeights { path: dir.to_owned(), hint })
+        Err(SafetensorsError::NoWeights { path: dir.to_owned() })
     }
 
     fn open_index(dir: &Path, index: &Path) -> Result<Self, SafetensorsError> {
@@ -57,8 +52,10 @@ impl ModelFiles {
         if bytes > MAX_INDEX_BYTES {
             return Err(bad(format!("{bytes} bytes, but an index has at most {MAX_INDEX_BYTES}")));
         }
-        let text = fs::read_to_string(index).map_err(io)?;
-        let Index { weight_map } = serde_json::from_str(&text).map_err(|error| bad(error.to_string()))?;
+        let Index { weight_map } = foreign::json(fs::read(index).map_err(io)?).map_err(bad)?;
+        if weight_map.is_empty() {
+            return Err(bad("weight_map names no tensor: download it again".to_owned()));
+        }
         let mut files: Vec<SafetensorsFile> = Vec::new();
         let mut numbers = BTreeMap::new();
         let mut places = BTreeMap::new();
@@ -69,7 +66,13 @@ impl ModelFiles {
                     if !is_plain_name(&name) {
                         return Err(bad(format!("{name:?} is not the name of a file in this folder")));
                     }
-                    files.push(SafetensorsFile::open(&dir.join(&name))?);
+                    let path = dir.join(&name);
+                    if !path.exists() {
+                        let reason = "not there, though model.safetensors.index.json names it: download it as well";
+                        let source = std::io::Error::new(std::io::ErrorKind::NotFound, reason);
+                        return Err(SafetensorsError::Io { path, source });
+                    }
+                    files.push(SafetensorsFile::open(&path)?);
                     numbers.insert(name, files.len() - 1);
                     files.len() - 1
                 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
 use super::{FileDType, SafetensorsError, TensorInfo};
+use crate::foreign;
 
 /// The largest header that is read: the limit of the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -17,8 +18,17 @@ const LEN_BYTES: usize = 8;
 
 type Contents = (BTreeMap<String, TensorInfo>, BTreeMap<String, String>);
 
-/// The tensors and the metadata of the file with these bytes.
+/// The tensors and the metadata of the file with these bytes. A file that is none of this format is named as what it is.
 pub(super) fn read(path: &Path, file: &[u8]) -> Result<Contents, SafetensorsError> {
+    read_header(path, file).map_err(|error| {
+        match foreign::what(file).filter(|_| !file.is_empty() && !foreign::is_safetensors(file)) {
+            Some(what) => SafetensorsError::Foreign { path: path.to_owned(), what },
+            None => error,
+        }
+    })
+}
+
+fn read_header(path: &Path, file: &[u8]) -> Result<Contents, SafetensorsError> {
     let len = file.len() as u64;
     let truncated = |needed| SafetensorsError::Truncated { path: path.to_owned(), len, needed };
     let (len_bytes, rest) = file.split_first_chunk::<LEN_BYTES>().ok_or_else(|| truncated(LEN_BYTES as u64))?;

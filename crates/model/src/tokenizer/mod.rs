@@ -24,6 +24,8 @@ use serde_json::Value;
 use special::Additions;
 
 use crate::chat::CHANNEL;
+use crate::foreign;
+use crate::instead::instead_of_tokenizer;
 
 pub(crate) use ends::is_known_end;
 pub(crate) use special::template;
@@ -272,14 +274,31 @@ fn failed(error: impl ToString) -> TokenizerError {
 
 fn read_text(path: &Path) -> Result<String, TokenizerError> {
     let io = |source| TokenizerError::Io { path: path.to_owned(), source };
-    let metadata = fs::metadata(path).map_err(io)?;
+    let metadata = fs::metadata(path).map_err(|error| io(with_advice(error, path)))?;
     if !metadata.is_file() {
         return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
     }
     if metadata.len() > MAX_FILE_BYTES {
         return Err(TokenizerError::TooLarge { path: path.to_owned(), bytes: metadata.len() });
     }
-    fs::read_to_string(path).map_err(io)
+    let invalid = |reason| TokenizerError::Invalid { origin: path.display().to_string(), reason };
+    let no_text = |reason| io(io::Error::new(io::ErrorKind::InvalidData, reason));
+    let text = foreign::utf8(fs::read(path).map_err(io)?).map_err(|reason: String| no_text(reason))?;
+    if text.is_empty() {
+        return Err(invalid("EOF: this file is empty: download it again".to_owned()));
+    }
+    // A whole tokenizer is none of the kinds of file that are known by their first bytes.
+    let what = (text.len() < 4096).then(|| foreign::what(text.as_bytes())).flatten();
+    what.map_or(Ok(text), |what| Err(invalid(format!("this is {what}"))))
+}
+
+/// What the system says, and for a tokenizer.json that is not there what its folder has instead.
+fn with_advice(error: io::Error, path: &Path) -> io::Error {
+    let is_missing = error.kind() == io::ErrorKind::NotFound && path.ends_with("tokenizer.json");
+    match path.parent().filter(|_| is_missing) {
+        Some(dir) => io::Error::new(error.kind(), format!("not there{}", instead_of_tokenizer(dir))),
+        None => error,
+    }
 }
 
 fn pretty(value: &Value) -> String {

@@ -176,6 +176,22 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("rope_parameters", json!({"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0})),
         ("rope_scaling", json!({"type": "linear"})),
         ("rope_scaling", json!({"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5})),
+        ("rope_scaling", json!({"type": "yarn", "factor": 2.0, "attn_factor": 3.0})),
+        ("rope_scaling", json!({"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0})),
+        ("rope_scaling", json!({"type": "linear", "factor": "2"})),
+        ("rope_scaling", json!({"type": "default", "mrope_section": [2, 1]})),
+        ("rope_theta", json!(500.0)),
+        ("partial_rotary_factor", json!(0.5)),
+        ("rope_parameters", json!({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
+        ("rope_parameters", json!({"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 500.0}})),
+        ("rope_parameters", json!({"full_attention": {"rope_theta": 1e4}, "sliding_attention": null})),
+        ("num_hidden_layers", json!(2.0)),
+        ("rms_norm_eps", json!("nan")),
+        ("routed_scaling_factor", json!(2.5)),
+        ("scoring_func", json!("sigmoid")),
+        ("attn_logit_softcapping", json!(30.0)),
+        ("logit_scale", json!(0.5)),
+        ("is_encoder_decoder", json!(true)),
         ("mlp_only_layers", json!("1")),
         ("shared_expert_intermediate_size", json!(64)),
     ] {
@@ -207,6 +223,53 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
     }
     fs::remove_file(dir.0.path().join("config.json")).unwrap();
     assert!(matches!(dir.fault(), LoadError::Io { .. }));
+}
+
+/// One embedding for all kinds of layers, said for each of them.
+#[test]
+fn rotary_parameters_that_are_the_same_for_every_kind_of_layer_are_used() {
+    let of = |parameters: Value| Copy::of("qwen3_moe").set("rope_parameters", parameters).load().unwrap();
+    let plain = of(json!({"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}));
+    let each = json!({"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0});
+    assert_eq!(of(json!({"full_attention": each, "sliding_attention": each})), plain);
+    // Of a kind that no layer is nothing is asked.
+    let other = json!({"rope_type": "default", "rope_theta": 1e4});
+    let nested = json!({"full_attention": each, "sliding_attention": other});
+    let kinds = json!(["full_attention", "full_attention"]);
+    let dir = Copy::of("qwen3_moe").set("layer_types", kinds).set("rope_parameters", nested);
+    assert_eq!(dir.load().unwrap(), plain);
+}
+
+#[test]
+fn messages_about_settings_name_the_keys_of_the_file() {
+    for (key, value, parts) in [
+        ("num_key_value_heads", json!(3), ["num_key_value_heads = 3", "num_attention_heads, 4"]),
+        ("num_experts_per_tok", json!(6), ["num_experts_per_tok = 6", "5"]),
+        ("hidden_size", json!(0), ["hidden_size = 0", "at least 1"]),
+        (
+            "rope_parameters",
+            json!({"rope_type": "linear", "factor": -2.0}),
+            ["rope_parameters", "factor must be a positive"],
+        ),
+        ("num_hidden_layers", json!(2.0), ["num_hidden_layers = 2.0", "a whole number"]),
+        ("tie_word_embeddings", json!("yes"), ["tie_word_embeddings = \"yes\"", "true or false"]),
+    ] {
+        let error = Copy::of("qwen3_moe").set(key, value).fault().to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{key}: {error}");
+    }
+}
+
+#[test]
+fn keys_that_nothing_is_known_of_are_told() {
+    let dir = Copy::of("qwen3_moe")
+        .set("new_scale", json!(2.0))
+        .set("_attn", json!("x"))
+        .set("rope_parameters", json!({"rope_type": "linear", "factor": 2.0, "bent": 1.0}));
+    let folder = ModelFolder::open(dir.0.path()).unwrap();
+    assert_eq!(folder.unknown_keys(), ["new_scale", "rope_parameters.bent"]);
+    for name in ["gpt_oss", "deepseek_v3", "switch", "phimoe"] {
+        assert_eq!(ModelFolder::open(&fixture(name)).unwrap().unknown_keys(), [""; 0], "{name}");
+    }
 }
 
 /// `transformers` writes the shared experts of a DeepSeek that has none.

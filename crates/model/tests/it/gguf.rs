@@ -29,7 +29,7 @@ const MODELS: [&str; 11] = [
     "deepseek2",
 ];
 
-fn path(name: &str) -> PathBuf {
+pub(crate) fn path(name: &str) -> PathBuf {
     fixture("gguf").join(format!("{name}.gguf"))
 }
 

@@ -4,6 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use moeworks_model::instead_of_model;
+
 use super::{CHECKPOINTS_DIR, CONFIG_FILE, Checkpoint, MANIFEST_FILE, Store, StoreError};
 use crate::metrics::METRICS_JSONL;
 
@@ -30,10 +32,9 @@ pub struct Resolved {
 
 /// Finds the model that a path means: a run folder (its checkpoint by `pick`), a checkpoint folder, or a model folder.
 pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
-    let not_found = |problem: &str| StoreError::NotFound { path: path.to_owned(), problem: problem.to_owned() };
-    let metadata = fs::metadata(path).map_err(StoreError::access(path))?;
-    if !metadata.is_dir() {
-        return Err(not_found("not a folder; give a run, checkpoint or model folder"));
+    let not_found = |problem: String| StoreError::NotFound { path: path.to_owned(), problem };
+    if !path.is_dir() {
+        return Err(not_found(instead_of_model(path)));
     }
     if path.join(MANIFEST_FILE).exists() {
         let checkpoint = Checkpoint::read(path)?;
@@ -46,14 +47,14 @@ pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
             Pick::Latest => store.latest()?,
             Pick::Best => store.best()?,
         };
-        let checkpoint = checkpoint.ok_or_else(|| not_found("the run has no complete checkpoint yet"))?;
+        let checkpoint = checkpoint.ok_or_else(|| not_found("the run has no complete checkpoint yet".to_owned()))?;
         let model_dir = checkpoint.path.clone();
         return Ok(Resolved { run_dir: Some(path.to_owned()), checkpoint: Some(checkpoint), model_dir });
     }
     if path.join("config.json").is_file() {
         return Ok(Resolved { run_dir: None, checkpoint: None, model_dir: path.to_owned() });
     }
-    Err(not_found("neither a run (checkpoints/), nor a checkpoint (checkpoint.json), nor a model (config.json)"))
+    Err(not_found(instead_of_model(path)))
 }
 
 /// The run folder around a checkpoint folder: the parent of `checkpoints/`.

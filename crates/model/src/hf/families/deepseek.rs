@@ -8,7 +8,30 @@ use crate::config::{LatentAttention, ModelConfig};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
 use crate::hf::fp8;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, QUANTIZED, Refused, refused};
 use crate::hf::keys::USUAL;
+
+/// What both versions read.
+const LATENT: &[&str] = &[
+    "attention_bias",
+    "first_k_dense_replace",
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "n_group",
+    "n_shared_experts",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "routed_scaling_factor",
+    "topk_group",
+    "v_head_dim",
+];
+
+/// What can be found from others, and settings of training.
+const HARMLESS: &[&str] = &["qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"];
+
+/// Every layer behind the dense ones has experts.
+const ONE_IN_ONE: Refused = refused("moe_layer_freq", &["1"]);
 
 pub(crate) const V2: Family = Family {
     model_type: "deepseek_v2",
@@ -18,6 +41,12 @@ pub(crate) const V2: Family = Family {
     rules: &[],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[DECODER, EXPERTS, LATENT, &["topk_method", QUANTIZED]],
+        harmless: HARMLESS,
+        // What the file says of normalisation transformers does not compute in this family, and others do.
+        refused: &[refused("norm_topk_prob", &["false"]), refused("rope_interleave", &["true"]), ONE_IN_ONE],
+    },
     read: read_v2,
     write: write_v2,
 };
@@ -26,6 +55,11 @@ pub(crate) const V3: Family = Family {
     model_type: "deepseek_v3",
     architecture: "DeepseekV3ForCausalLM",
     has_further_layers: true,
+    keys: KeyTable {
+        used: &[DECODER, EXPERTS, LATENT, &["norm_topk_prob", "rope_interleave", QUANTIZED]],
+        harmless: HARMLESS,
+        refused: &[refused("scoring_func", &["\"sigmoid\""]), refused("topk_method", &["\"noaux_tc\""]), ONE_IN_ONE],
+    },
     read: read_v3,
     write: write_v3,
     ..V2
@@ -41,11 +75,16 @@ fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> R
         plain_dim: keys.optional(&["qk_nope_head_dim"])?.unwrap_or(128),
         rotary_dim: keys.optional(&["qk_rope_head_dim"])?.unwrap_or(64),
     };
-    config.num_kv_heads = config.num_heads;
+    if config.num_kv_heads != config.num_heads {
+        return Err(format!(
+            "num_key_value_heads = {}: must be num_attention_heads, {}, in this family",
+            config.num_kv_heads, config.num_heads
+        ));
+    }
     config.head_dim = latent.plain_dim.saturating_add(latent.rotary_dim);
     config.variant.latent = Some(latent);
     config.variant.value_dim = keys.optional(&["v_head_dim"])?.unwrap_or(128);
-    config.variant.rotary.is_interleaved = keys.optional(&["rope_interleave"])?.unwrap_or(true);
+    config.variant.rotary.is_interleaved = true;
     config.variant.qkv_bias = keys.flag("attention_bias")?;
     config.variant.output_bias = config.variant.qkv_bias;
     keys.experts(&mut config, "moe_intermediate_size")?;
@@ -53,9 +92,6 @@ fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> R
     config.shared_width = num_shared.saturating_mul(config.expert_width);
     let num_dense: usize = keys.optional(&["first_k_dense_replace"])?.unwrap_or(if groups.0 > 1 { 3 } else { 0 });
     config.variant.dense_layers = (0..num_dense.min(config.num_layers)).collect();
-    if keys.optional(&["moe_layer_freq"])?.unwrap_or(1_usize) != 1 {
-        return Err("moe_layer_freq: only 1 is supported".to_owned());
-    }
     config.router = RouterConfig {
         num_groups: keys.optional(&["n_group"])?.unwrap_or(groups.0),
         top_groups: keys.optional(&["topk_group"])?.unwrap_or(groups.1),
@@ -67,7 +103,6 @@ fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> R
 
 fn read_v2(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = read(keys, 2, (1, 1), 1.0)?;
-    // What the file says of normalisation is not computed in this family.
     config.normalize_weights = false;
     let method: String = keys.optional(&["topk_method"])?.unwrap_or_else(|| "greedy".to_owned());
     match method.as_str() {
@@ -80,6 +115,7 @@ fn read_v2(keys: &Keys<'_>) -> Result<ModelConfig, String> {
 
 fn read_v3(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = read(keys, 1, (8, 4), 2.5)?;
+    config.variant.rotary.is_interleaved = keys.optional(&["rope_interleave"])?.unwrap_or(true);
     config.normalize_weights = keys.optional(&["norm_topk_prob"])?.unwrap_or(true);
     config.router.scores = ScoreFunction::Sigmoid;
     config.router.expert_bias = true;

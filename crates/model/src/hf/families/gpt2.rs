@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{ActivationKind, ModelConfig, NormKind, PositionKind, QkNorm};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{KeyTable, refused};
 use crate::hf::names::{Form, Rule};
 
 pub(crate) const FAMILY: Family = Family {
@@ -43,6 +44,36 @@ pub(crate) const FAMILY: Family = Family {
     // Causal masks of older versions.
     ignored: &[".attn.bias", ".attn.masked_bias"],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[&[
+            "activation_function",
+            "n_embd",
+            "hidden_size",
+            "n_head",
+            "num_attention_heads",
+            "n_layer",
+            "num_hidden_layers",
+            "n_inner",
+            "n_positions",
+            "max_position_embeddings",
+            "n_ctx",
+            "layer_norm_epsilon",
+            "vocab_size",
+            "tie_word_embeddings",
+            "initializer_range",
+        ]],
+        harmless: &[
+            "n_special",
+            "predict_special_tokens",
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        ],
+        refused: &[refused("scale_attn_weights", &["true"]), refused("scale_attn_by_inverse_layer_idx", &["false"])],
+    },
     read,
     write,
 };
@@ -58,11 +89,6 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
         "relu" => ActivationKind::Relu,
         _ => return Err(format!("activation_function = {act:?}: not supported, only gelu_new, gelu and relu")),
     };
-    for (key, expected) in [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false)] {
-        if keys.optional(&[key])?.unwrap_or(expected) != expected {
-            return Err(format!("{key}: only {expected} is supported"));
-        }
-    }
     let width: usize = keys.required(&["n_embd", "hidden_size"])?;
     let num_heads: usize = keys.required(&["n_head", "num_attention_heads"])?;
     let mut config = ModelConfig {
@@ -78,7 +104,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
         activation,
         tie_embeddings: keys.optional(&["tie_word_embeddings"])?.unwrap_or(true),
         norm_eps: keys.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-5),
-        max_seq_len: keys.required(&["n_positions", "n_ctx"])?,
+        max_seq_len: keys.required(&["n_positions", "max_position_embeddings", "n_ctx"])?,
         init_std: keys.optional(&["initializer_range"])?.unwrap_or(0.02),
         ..ModelConfig::default()
     };

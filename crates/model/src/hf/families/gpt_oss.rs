@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{ActivationKind, ModelConfig, RopeScaling};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, QUANTIZED, refused};
 use crate::hf::keys::{Defaults, layer_types};
 use crate::hf::mxfp4;
 use crate::hf::names::{Form, Rule};
@@ -32,6 +33,11 @@ pub(crate) const FAMILY: Family = Family {
     ],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[DECODER, EXPERTS, &["attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit"], &[QUANTIZED]],
+        harmless: &["initial_context_length"],
+        refused: &[refused("norm_topk_prob", &["true"])],
+    },
     read,
     write,
 };

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::config::ModelConfig;
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, refused};
 use crate::hf::keys::USUAL;
 use crate::hf::names::{Form, Rule};
 
@@ -24,6 +25,21 @@ pub(crate) const FAMILY: Family = Family {
     ],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[
+            DECODER,
+            EXPERTS,
+            &[
+                "attention_bias",
+                "attention_multiplier",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+            ],
+        ],
+        harmless: &[],
+        refused: &[refused("norm_topk_prob", &["true"]), refused("normalization_function", &["\"rmsnorm\""])],
+    },
     read,
     write,
 };

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::config::ModelConfig;
 use crate::hf::config_json::Keys;
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, KeyTable};
 use crate::hf::keys::USUAL;
 use crate::hf::names::{Form, Rule};
 
@@ -19,6 +20,11 @@ pub(crate) const FAMILY: Family = Family {
     ],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[DECODER, &["attention_bias", "mlp_bias"]],
+        harmless: &["max_window_layers"],
+        refused: &[],
+    },
     read,
     write,
 };

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::config::ModelConfig;
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, refused};
 use crate::hf::keys::{Defaults, USUAL};
 use crate::hf::names::{Form, Rule};
 
@@ -33,6 +34,11 @@ pub(crate) const FAMILY: Family = Family {
     ],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[DECODER, EXPERTS, &["router_jitter_noise", "sliding_window"]],
+        harmless: &["max_window_layers"],
+        refused: &[refused("norm_topk_prob", &["true"])],
+    },
     read,
     write,
 };

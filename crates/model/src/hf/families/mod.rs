@@ -18,6 +18,7 @@ mod qwen3_moe;
 mod switch;
 
 use super::family::Family;
+use super::key_table::KeyTable;
 
 /// Every family, the first that fits first.
 pub(crate) const FAMILIES: [&Family; 13] = [
@@ -45,6 +46,7 @@ pub(crate) const OURS: Family = Family {
     rules: &[],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable { used: &[], harmless: &[], refused: &[] },
     read: |_| Err("read from its own key".to_owned()),
     write: |config, map| qwen3_moe::write(config, map),
 };

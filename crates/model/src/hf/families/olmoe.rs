@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{ModelConfig, QkNorm};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, refused};
 use crate::hf::keys::{Defaults, USUAL};
 
 pub(crate) const FAMILY: Family = Family {
@@ -15,6 +16,11 @@ pub(crate) const FAMILY: Family = Family {
     rules: &[],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[DECODER, EXPERTS, &["norm_topk_prob", "attention_bias", "clip_qkv"]],
+        harmless: &[],
+        refused: &[refused("qk_norm", &["true"]), refused("use_qk_norm", &["true"])],
+    },
     read,
     write,
 };
@@ -29,6 +35,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
         return Err("head_dim: must be hidden_size over num_attention_heads in this family".to_owned());
     }
     keys.experts(&mut config, "intermediate_size")?;
+    config.normalize_weights = keys.flag("norm_topk_prob")?;
     Ok(config)
 }
 

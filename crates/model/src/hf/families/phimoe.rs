@@ -9,6 +9,7 @@ use super::mixtral;
 use crate::config::{ModelConfig, NormKind};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, refused};
 use crate::hf::keys::{Defaults, USUAL};
 use crate::hf::names::{Form, Rule};
 
@@ -26,6 +27,11 @@ pub(crate) const FAMILY: Family = Family {
     ],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[DECODER, EXPERTS, &["attention_bias", "lm_head_bias", "router_jitter_noise", "sliding_window"]],
+        harmless: &["input_jitter_noise"],
+        refused: &[refused("norm_topk_prob", &["false"])],
+    },
     read,
     write,
 };

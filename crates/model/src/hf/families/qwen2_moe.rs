@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::config::ModelConfig;
 use crate::hf::config_json::Keys;
 use crate::hf::family::Family;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable};
 use crate::hf::keys::{USUAL, layer_types};
 use crate::hf::names::{Form, Rule};
 
@@ -22,6 +23,25 @@ pub(crate) const FAMILY: Family = Family {
     ],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[
+            DECODER,
+            EXPERTS,
+            &[
+                "norm_topk_prob",
+                "moe_intermediate_size",
+                "qkv_bias",
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "shared_expert_intermediate_size",
+                "sliding_window",
+                "use_sliding_window",
+                "max_window_layers",
+            ],
+        ],
+        harmless: &[],
+        refused: &[],
+    },
     read,
     write,
 };
@@ -30,6 +50,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&USUAL)?;
     config.variant.qkv_bias = keys.optional(&["qkv_bias"])?.unwrap_or(true);
     keys.experts(&mut config, "moe_intermediate_size")?;
+    config.normalize_weights = keys.flag("norm_topk_prob")?;
     keys.sparse_layers(&mut config)?;
     config.shared_width = keys.optional(&["shared_expert_intermediate_size"])?.unwrap_or(5632);
     config.variant.shared_gate = true;

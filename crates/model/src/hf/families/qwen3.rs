@@ -6,6 +6,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::hf::config_json::Keys;
 use crate::hf::family::Family;
 use crate::hf::fp8;
+use crate::hf::key_table::{DECODER, KeyTable, QUANTIZED, refused};
 use crate::hf::keys::{Defaults, USUAL, layer_types};
 
 pub(crate) const FAMILY: Family = Family {
@@ -16,6 +17,15 @@ pub(crate) const FAMILY: Family = Family {
     rules: &[],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[
+            DECODER,
+            &["attention_bias", "sliding_window", "use_sliding_window", "max_window_layers"],
+            &[QUANTIZED],
+        ],
+        harmless: &[],
+        refused: &[refused("qk_norm", &["true"]), refused("use_qk_norm", &["true"])],
+    },
     read,
     write,
 };

@@ -6,6 +6,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::hf::config_json::Keys;
 use crate::hf::family::Family;
 use crate::hf::fp8;
+use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, QUANTIZED, refused};
 use crate::hf::keys::USUAL;
 
 pub(crate) const FAMILY: Family = Family {
@@ -16,6 +17,24 @@ pub(crate) const FAMILY: Family = Family {
     rules: &[],
     ignored: &[],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[
+            DECODER,
+            EXPERTS,
+            &[
+                "norm_topk_prob",
+                "moe_intermediate_size",
+                "attention_bias",
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "sliding_window",
+                "use_sliding_window",
+            ],
+            &[QUANTIZED],
+        ],
+        harmless: &["max_window_layers"],
+        refused: &[refused("qk_norm", &["true"]), refused("use_qk_norm", &["true"])],
+    },
     read,
     write,
 };
@@ -27,6 +46,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     config.variant.qkv_bias = keys.flag("attention_bias")?;
     config.variant.output_bias = config.variant.qkv_bias;
     keys.experts(&mut config, "moe_intermediate_size")?;
+    config.normalize_weights = keys.flag("norm_topk_prob")?;
     keys.sparse_layers(&mut config)?;
     let window: Option<usize> = keys.optional(&["sliding_window"])?;
     let is_used = keys.flag("use_sliding_window")?;

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{ActivationKind, EncoderConfig, ModelConfig, PositionKind, QkNorm};
 use crate::hf::config_json::{Keys, shortest};
 use crate::hf::family::Family;
+use crate::hf::key_table::{KeyTable, refused};
 use crate::hf::names::{Form, Rule};
 
 /// A rule for one tensor of the same elements.
@@ -67,6 +68,49 @@ pub(crate) const FAMILY: Family = Family {
     // Copies of a tied embedding, and the one that takes no part in a model without.
     ignored: &["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "shared.weight"],
     has_further_layers: false,
+    keys: KeyTable {
+        used: &[&[
+            "d_model",
+            "hidden_size",
+            "d_kv",
+            "d_ff",
+            "num_heads",
+            "num_attention_heads",
+            "num_layers",
+            "num_hidden_layers",
+            "num_decoder_layers",
+            "vocab_size",
+            "num_experts",
+            "expert_capacity",
+            "dense_act_fn",
+            "router_bias",
+            "router_jitter_noise",
+            "num_sparse_encoder_layers",
+            "num_sparse_decoder_layers",
+            "encoder_sparse_step",
+            "decoder_sparse_step",
+            "relative_attention_num_buckets",
+            "relative_attention_max_distance",
+            "layer_norm_epsilon",
+            "n_positions",
+            "tie_word_embeddings",
+            "decoder_start_token_id",
+            "pad_token_id",
+        ]],
+        // Routers compute in f32 whatever the file says; padding is none of a model's own.
+        harmless: &[
+            "is_encoder_decoder",
+            "router_dtype",
+            "router_ignore_padding_tokens",
+            "add_router_probs",
+            "output_past",
+        ],
+        refused: &[
+            refused("router_type", &["\"tokens_masked\""]),
+            refused("feed_forward_proj", &["\"relu\""]),
+            refused("is_gated_act", &["false"]),
+        ],
+    },
     read,
     write,
 };
