@@ -86,10 +86,10 @@ impl Terminal {
         let mut editor = Editor::with_config(config).map_err(|error| failure(&error))?;
         editor.set_helper(Some(ChatHelper));
         let history = history_file().filter(|_| with_history);
-        if let Some(file) = history.as_ref().filter(|file| file.exists()) {
-            if let Err(error) = editor.load_history(file) {
-                tracing::warn!("the history {} cannot be read: {error}", file.display());
-            }
+        if let Some(file) = history.as_ref().filter(|file| file.exists())
+            && let Err(error) = editor.load_history(file)
+        {
+            tracing::warn!("the history {} cannot be read: {error}", file.display());
         }
         Ok(Self { editor, history })
     }
