@@ -64,7 +64,7 @@ pub use times::{PairTime, StageTimes, Times, TimesError};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
-    /// The name, printable and on one line.
+    /// The name: one line without `#`, which begins a comment in the text form, and without spaces around it.
     pub name: String,
     /// The copies of the weights, each with the microbatches that go through it: one, or two in DualPipe.
     pub copies: Vec<WeightCopy>,

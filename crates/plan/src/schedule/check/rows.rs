@@ -11,6 +11,10 @@ use super::{Change, CheckError, Peaks, Place, Schedule};
 pub(super) fn check_shape(schedule: &Schedule) -> Result<(), CheckError> {
     let shape = |problem: String| Err(CheckError::Shape(problem));
     let (num_ranks, num_stages) = (schedule.num_ranks(), schedule.num_stages());
+    let name = &schedule.name;
+    if name.is_empty() || name.trim() != name || name.contains(|c: char| c == '#' || c.is_control()) {
+        return shape(format!("the name is {name:?}: must be one line without # and spaces around it"));
+    }
     if num_ranks == 0 || num_stages == 0 {
         return shape(format!("{num_ranks} ranks and {num_stages} stages: there must be at least 1 of each"));
     }

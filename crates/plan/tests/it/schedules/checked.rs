@@ -96,6 +96,8 @@ fn shapes_that_do_not_fit_are_refused() {
         schedule.check().map_or_else(|error| error.to_string(), |_| "right".to_owned())
     };
     assert_eq!(check(|_| ()), "right");
+    let said_of_it = "the name is \"a\\nb\": must be one line without # and spaces around it";
+    assert_eq!(check(|of| of.name = "a\nb".to_owned()), said_of_it);
     assert_eq!(check(|of| of.ranks.clear()), "0 ranks and 1 stages: there must be at least 1 of each");
     assert_eq!(check(|of| of.moe_layers = vec![1, 1]), "MoE layers of 2 stages: the schedule has 1 stages");
     let said_of_it = "copy 0 has 1 stages and 0 microbatches: must have 1 stages and at least 1 microbatch";

@@ -1,6 +1,8 @@
 //! Pictures of timelines.
 
-use moeworks_plan::schedule::SvgOptions;
+use std::path::PathBuf;
+
+use moeworks_plan::schedule::{PairTime, SvgOptions};
 use moeworks_plan::{Schedule, ScheduleKind, StageTimes, Times};
 
 use super::{generate, with_timeline};
@@ -59,7 +61,7 @@ fn boxes_are_where_the_times_say() {
 #[test]
 fn all_to_alls_are_drawn_under_the_row_of_their_rank() {
     let stage = StageTimes { dispatch: 1.0, combine: 1.0, ..StageTimes::new(4.0, 4.0, 4.0) };
-    let times = Times { stages: vec![stage], message: 0.0, pair: moeworks_plan::schedule::PairTime::Sum };
+    let times = Times { stages: vec![stage], message: 0.0, pair: PairTime::Sum };
     let whole = generate(ScheduleKind::OneFOneBOverlap, 2, 4, &times);
     let expanded = whole.check().unwrap().with_all_to_alls(&[1, 1]).unwrap();
     let svg = draw(&expanded, &times);
@@ -78,4 +80,34 @@ fn large_and_empty_timelines_are_drawn() {
     assert!(svg.contains(">and 44 more ranks</text>") && !svg.contains(">rank 256</text>"));
     let none = Times::uniform(0.0, 0.0, 0.0);
     assert_well_formed(&draw(&generate(ScheduleKind::OneFOneB, 2, 2, &none), &none));
+}
+
+/// The pictures of docs/schedules.md, by the name of the file: those of its lines with `moeworks simulate`.
+fn documented() -> Vec<(String, String)> {
+    let options = SvgOptions::default();
+    let unit = Times::uniform(1.0, 1.0, 1.0);
+    let of_kind = |kind: ScheduleKind| {
+        let schedule = generate(kind, 4, 8, &unit);
+        (kind.name().to_owned(), with_timeline(&schedule, &unit, |timeline| timeline.to_svg(&options)))
+    };
+    let mut pictures: Vec<_> = ScheduleKind::ALL.into_iter().map(of_kind).collect();
+    let stage = StageTimes { dispatch: 1.0, combine: 1.0, ..StageTimes::new(4.0, 4.0, 4.0) };
+    let times = Times { stages: vec![stage], message: 0.5, pair: PairTime::Sum };
+    let overlap = generate(ScheduleKind::OneFOneBOverlap, 2, 6, &times);
+    let expanded = overlap.check().unwrap().with_all_to_alls(&[1, 1]).unwrap();
+    pictures.push(("all_to_alls".to_owned(), with_timeline(&expanded, &times, |timeline| timeline.to_svg(&options))));
+    pictures
+}
+
+/// `MOEWORKS_WRITE_GOLDEN=1` draws them again.
+#[test]
+fn pictures_of_the_docs_are_those_that_are_drawn() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../docs/schedules");
+    for (name, svg) in documented() {
+        let path = folder.join(format!("{name}.svg"));
+        if std::env::var_os("MOEWORKS_WRITE_GOLDEN").is_some() {
+            std::fs::write(&path, &svg).expect("a file in the checkout");
+        }
+        assert!(std::fs::read_to_string(&path).is_ok_and(|drawn| drawn == svg), "docs/schedules/{name}.svg");
+    }
 }
