@@ -30,6 +30,7 @@ mod reading;
 mod routing;
 mod sampling;
 mod signals;
+mod simulate;
 mod study;
 mod tables;
 mod terminal;
@@ -108,6 +109,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Inspect(args) => inspect::run(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
         Command::Routing(args) => routing::run(&args),
         Command::Study(args) => study::run(&args),
         Command::Upcycle(args) => convert::upcycle(&args),

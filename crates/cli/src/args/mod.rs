@@ -9,6 +9,7 @@ mod inspect;
 mod machine;
 mod parse;
 mod plan;
+mod simulate;
 mod train;
 
 use clap::{Args, Parser, Subcommand};
@@ -25,6 +26,7 @@ pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs};
 pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs};
 pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
+pub(crate) use simulate::SimulateArgs;
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and run Mixture-of-Experts language models.
@@ -64,6 +66,8 @@ pub(crate) enum Command {
     Estimate(EstimateArgs),
     /// Propose layouts of a model on several ranks, and say what each costs
     Plan(PlanArgs),
+    /// Show when each rank of a pipeline schedule does what, and what it holds, by given times
+    Simulate(SimulateArgs),
     /// Write a page that shows which experts the tokens of a text go to
     Routing(RoutingArgs),
     /// Compare routing schemes: train the same small model with each, and a dense one beside it

@@ -18,6 +18,7 @@ mod ranks;
 mod routing;
 mod schemes;
 mod special_tokens;
+mod simulate;
 mod stopping;
 mod streams;
 mod study;
