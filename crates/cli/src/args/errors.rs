@@ -9,7 +9,7 @@ use super::command;
 pub(crate) struct OneLine {
     /// What is wrong and what would be right, without `error:` before it.
     pub(crate) message: String,
-    /// How the command is used.
+    /// The usage of the command; empty where a value is wrong.
     pub(crate) usage: String,
 }
 
@@ -32,7 +32,9 @@ impl OneLine {
         if let Some(kinds) = kinds_with(error) {
             message = message.split("; tip:").next().unwrap_or_default().to_owned() + &format!("; it is for {kinds}");
         }
-        Self { message, usage: rest.trim().to_owned() }
+        // Without a usage line the rest only points to --help.
+        let usage = if rest.contains("Usage:") { rest.trim() } else { "" };
+        Self { message, usage: usage.to_owned() }
     }
 }
 

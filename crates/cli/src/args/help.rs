@@ -10,7 +10,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     ("Run", &["chat", "generate"]),
     ("Inspect", &["inspect", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
-    ("Plan", &["estimate", "plan"]),
+    ("Plan", &["estimate", "plan", "simulate"]),
     ("Measure", &["bench", "doctor"]),
 ];
 

@@ -105,15 +105,15 @@ fn a_quantized_folder_is_smaller_and_nearly_the_same_model() {
     // And back to floats, which are the blocks' values.
     assert_success(&work.run(&["convert", "int4", "back", "--dtype", "f32"]));
     assert!((loss(&work, "back") - loss(&work, "int4")).abs() < 0.02);
-    refused(&work, &["convert", "run", "out", "--quantize", "int3"], &["--quantize int3", "int8"]);
-    refused(&work, &["convert", "run", "out", "--quantize", "int8", "--only", "norms"], &["--only norms", "experts"]);
+    refused(&work, &["convert", "run", "out", "--quantize", "int3"], &["int3", "--quantize", "int8"]);
+    refused(&work, &["convert", "run", "out", "--quantize", "int8", "--only", "norms"], &["norms", "--only", "experts"]);
 }
 
 #[test]
 fn folders_that_cannot_be_made_are_refused() {
     let work = Workplace::new();
     assert_success(&work.train("run", 2, &[]));
-    refused(&work, &["convert", "run", "out", "--dtype", "int3"], &["--dtype int3", "bf16"]);
+    refused(&work, &["convert", "run", "out", "--dtype", "int3"], &["int3", "--dtype", "bf16"]);
     refused(&work, &["convert", "nowhere", "out"], &["nowhere"]);
     assert_success(&work.run(&["convert", "run", "model"]));
     refused(&work, &["convert", "model", "model"], &["model", "another"]);

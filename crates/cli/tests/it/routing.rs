@@ -45,7 +45,7 @@ fn bad_input_is_one_line_and_leaves_no_page() {
         (&["run", "--data", "text.txt", "--max-tokens", "0"], "--max-tokens 0: must be from 1 to 100000"),
         (&["run", "--data", "text.txt", "--out", "run"], "is a folder"),
         (&["run", "--data", "text.txt", "--out", "no/such/page.html"], "there is no folder no/such"),
-        (&["run", "--data", "text.txt", "--precision", "fp8"], "must be stored, f32 or bf16"),
+        (&["run", "--data", "text.txt", "--precision", "fp8"], "[possible values: stored, f32, bf16]"),
         (&["dense", "--data", "text.txt"], "dense: is a dense model"),
         (&["nowhere", "--data", "text.txt"], "nowhere"),
         (&["text.txt", "--data", "text.txt"], "text.txt"),

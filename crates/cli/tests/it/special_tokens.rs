@@ -28,19 +28,29 @@ fn folders() -> Workplace {
 #[test]
 fn a_prompt_begins_as_texts_do_and_may_spell_special_tokens() {
     let work = folders();
-    let answer = |folder: &str, prompt: &str, more: &[&str]| {
-        let args =
-            ["generate", folder, "--prompt", prompt, "--temperature", "0", "--max-tokens", "9", "--threads", "1"];
+    let answer = |folder: &str, prompt: &str, max_tokens: &str, more: &[&str]| {
+        let args = [
+            "generate",
+            folder,
+            "--prompt",
+            prompt,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            max_tokens,
+            "--threads",
+            "1",
+        ];
         let output = work.run(&[&args[..], more].concat());
         assert_success(&output);
         stdout(&output).strip_prefix(prompt).unwrap().to_owned()
     };
-    let begun = answer("begun", "hello", &[]);
-    assert_eq!(answer("begun", "<|endoftext|>hello", &["--special"]), begun);
-    assert_eq!(answer("plain", "<|endoftext|>hello", &["--special"]), begun);
+    let begun = answer("begun", "hello", "9", &[]);
+    assert_eq!(answer("begun", "<|endoftext|>hello", "9", &["--special"]), begun);
+    assert_eq!(answer("plain", "<|endoftext|>hello", "9", &["--special"]), begun);
     // The model has room for 64 tokens.
     let long = "x".repeat(60);
-    answer("plain", &long, &["--max-tokens", "4"]);
+    answer("plain", &long, "4", &[]);
     refused(&work, &["generate", "begun", "--prompt", &long, "--max-tokens", "5"], &["64"]);
 }
 

@@ -119,7 +119,11 @@ pub(super) fn deepseek(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError
         "routed_scaling_factor": shortest(scale),
         "n_group": groups,
         "topk_group": size("expert_group_used_count")?.unwrap_or(1),
-        "topk_method": if groups > 1 { "group_limited_greedy" } else { "greedy" },
+        "topk_method": match (is_sigmoid, groups) {
+            (true, _) => "noaux_tc",
+            (false, 1) => "greedy",
+            (false, _) => "group_limited_greedy",
+        },
     });
     keys.extend(own.as_object().cloned().unwrap_or_default());
     let multiplier = file.optional(&name("rope.scaling.yarn_log_multiplier"), Value::as_f64, "a number")?;

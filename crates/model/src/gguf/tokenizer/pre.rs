@@ -10,6 +10,8 @@ pub(super) struct Pre {
     names: &'static [&'static str],
     /// The expressions, each of which cuts what those before it left.
     words: &'static [&'static str],
+    /// Expressions that cut once bytes are spelled as characters, some of which count as digits.
+    cuts_of_spelled_bytes: &'static [&'static str],
     /// Whether characters are composed first (NFC).
     composes: bool,
     /// Whether a word that is a token is that token, whatever the merges say.
@@ -18,7 +20,8 @@ pub(super) struct Pre {
     pub(super) adds_bos: bool,
 }
 
-const PLAIN: Pre = Pre { names: &[], words: &[], composes: false, ignores_merges: false, adds_bos: false };
+const PLAIN: Pre =
+    Pre { names: &[], words: &[], cuts_of_spelled_bytes: &[], composes: false, ignores_merges: false, adds_bos: false };
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const CL100K: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -107,7 +110,12 @@ const PRES: [Pre; 29] = [
         words: &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EARLY_DEEPSEEK_CJK, DIGIT],
         ..PLAIN
     },
-    Pre { names: &["falcon"], words: &[PUNCTUATION, GPT2, "[0-9][0-9][0-9]"], ..PLAIN },
+    Pre {
+        names: &["falcon"],
+        words: &[PUNCTUATION, GPT2],
+        cuts_of_spelled_bytes: &[r"\p{N}+", "[0-9][0-9][0-9]"],
+        ..PLAIN
+    },
     Pre {
         names: &["starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"],
         words: &[DIGIT, GPT2],
@@ -191,7 +199,8 @@ impl Pre {
         let uses_regex = self.words.last() == Some(&GPT2);
         let cuts = if uses_regex { &self.words[..self.words.len() - 1] } else { self.words };
         let split = |words: &&str| json!({ "type": "Split", "pattern": { "Regex": words }, "behavior": "Isolated", "invert": false });
-        let steps: Vec<Json> = cuts.iter().map(split).chain([byte_level(uses_regex)]).collect();
+        let spelled = self.cuts_of_spelled_bytes.iter().map(split);
+        let steps: Vec<Json> = cuts.iter().map(split).chain([byte_level(uses_regex)]).chain(spelled).collect();
         if let [step] = &steps[..] { step.clone() } else { json!({ "type": "Sequence", "pretokenizers": steps }) }
     }
 }

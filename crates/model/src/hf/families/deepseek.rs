@@ -75,12 +75,8 @@ fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> R
         plain_dim: keys.optional(&["qk_nope_head_dim"])?.unwrap_or(128),
         rotary_dim: keys.optional(&["qk_rope_head_dim"])?.unwrap_or(64),
     };
-    if config.num_kv_heads != config.num_heads {
-        return Err(format!(
-            "num_key_value_heads = {}: must be num_attention_heads, {}, in this family",
-            config.num_kv_heads, config.num_heads
-        ));
-    }
+    // Latent attention makes keys and values for every head, whatever the file says of their number.
+    config.num_kv_heads = config.num_heads;
     config.head_dim = latent.plain_dim.saturating_add(latent.rotary_dim);
     config.variant.latent = Some(latent);
     config.variant.value_dim = keys.optional(&["v_head_dim"])?.unwrap_or(128);
