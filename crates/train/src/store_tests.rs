@@ -328,7 +328,9 @@ fn runs_checkpoints_and_models_are_told_apart() {
     assert!(error(&copied).contains("copied/model.safetensors: 1 bytes long, 800 were written"));
     let model = out.join("model");
     fs::create_dir(&model).unwrap();
-    assert!(error(&model).contains("neither a run"));
+    assert!(error(&model).contains("an empty folder"));
+    fs::write(model.join("notes.txt"), "x").unwrap();
+    assert!(error(&model).contains("neither a run"), "{}", error(&model));
     fs::write(model.join("config.json"), "{}").unwrap();
     let resolved = resolve_run(&model, Pick::Latest).unwrap();
     assert_eq!((resolved.run_dir, resolved.checkpoint, resolved.model_dir), (None, None, model));

@@ -106,7 +106,11 @@ fn a_quantized_folder_is_smaller_and_nearly_the_same_model() {
     assert_success(&work.run(&["convert", "int4", "back", "--dtype", "f32"]));
     assert!((loss(&work, "back") - loss(&work, "int4")).abs() < 0.02);
     refused(&work, &["convert", "run", "out", "--quantize", "int3"], &["int3", "--quantize", "int8"]);
-    refused(&work, &["convert", "run", "out", "--quantize", "int8", "--only", "norms"], &["norms", "--only", "experts"]);
+    refused(
+        &work,
+        &["convert", "run", "out", "--quantize", "int8", "--only", "norms"],
+        &["norms", "--only", "experts"],
+    );
 }
 
 #[test]

@@ -279,11 +279,12 @@ pub(crate) fn is_bookkeeping(key: &str) -> bool {
 impl Refused {
     /// Whether a value says nothing.
     fn is_off(&self, value: &Value) -> bool {
-        let is = |off: &&str| match (value.as_f64(), off.parse::<f64>()) {
+        let text = value.to_string();
+        let is = |off: &str| match (value.as_f64(), off.parse::<f64>()) {
             (Some(value), Ok(off)) => value == off,
-            _ => value.to_string() == **off,
+            _ => text == off,
         };
-        value.is_null() || self.off.iter().any(|off| is(&off))
+        value.is_null() || self.off.iter().any(|off| is(off))
     }
 
     /// The values that say nothing, for a line.

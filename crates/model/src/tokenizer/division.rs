@@ -53,8 +53,9 @@ impl Division {
         if !matches!(last, Step::ByteAlphabet(_)) || !cuts.iter().all(is_cut) {
             return None;
         }
-        let pattern = |step| if let &Step::Split { ref pattern, .. } = step { Some(pattern) } else { None };
-        Some(cuts.iter().filter_map(pattern).collect())
+        let patterns =
+            cuts.iter().filter_map(|step| if let Step::Split { pattern, .. } = step { Some(pattern) } else { None });
+        Some(patterns.collect())
     }
 }
 

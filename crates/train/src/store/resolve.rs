@@ -74,6 +74,9 @@ pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let mut runs = Vec::new();
     for entry in entries {
         let path = entry.map_err(StoreError::access(out_dir))?.path();
+        if !path.is_dir() {
+            continue;
+        }
         let store = Store::open(&path);
         let can_begin_again = || Ok::<_, StoreError>(path.join(CONFIG_FILE).is_file() && store.is_empty()?);
         if !store.list()?.is_empty() || can_begin_again()? {
