@@ -15,8 +15,8 @@ fuzz_target!(|bytes: &[u8]| {
     let _ = file.chat_template();
     if let Ok(tokenizer) = file.tokenizer() {
         let _ = tokenizer.encode("Hello, world").map(|ids| tokenizer.decode(&ids));
+        let _ = file.stop_ids(&tokenizer);
     }
-    let _ = file.stop_ids();
     if let Ok((config, weights)) = file.load_model(context()) {
         assert!(config.vocab_size > 0 && weights.num_parameters() > 0);
     }
