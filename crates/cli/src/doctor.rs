@@ -95,7 +95,7 @@ fn verdict(can_run: bool, notes: usize) -> String {
     match (can_run, notes) {
         (false, _) => "The program cannot run here: see what is marked as missing.".to_owned(),
         (true, 0) => "Everything is there.".to_owned(),
-        (true, 1) => "The program can run; one thing could be better.".to_owned(),
-        (true, notes) => format!("The program can run; {notes} things could be better."),
+        (true, 1) => "The program can run; one note says what more it could use.".to_owned(),
+        (true, notes) => format!("The program can run; {notes} notes say what more it could use."),
     }
 }

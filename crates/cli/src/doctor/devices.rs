@@ -21,8 +21,10 @@ fn gpus() -> Vec<Finding> {
     let count = match Gpu::count() {
         Ok(count) => count,
         Err(GpuError::NoDriver) => {
-            let text = "no NVIDIA driver: --device cuda is not there, everything computes on the processor";
-            return vec![Finding::new(State::Ok, "gpu", text)];
+            let text = "no NVIDIA driver: the CPU computes everything, --device cuda is refused";
+            let advice =
+                "if this machine has an NVIDIA GPU, install its driver (in a container: start it with --gpus all)";
+            return vec![Finding::new(State::Note, "gpu", text).advise(advice)];
         }
         Err(error) => return vec![Finding::new(State::Note, "gpu", error.to_string())],
     };
@@ -85,7 +87,7 @@ fn mpi() -> Finding {
         Err(error) => {
             let text = format!("{error}{launched}");
             let advice = "only several machines need it: ranks of one machine are threads. Install Open MPI or MPICH, or set the variable";
-            Finding::new(if is_launched() { State::Missing } else { State::Ok }, "mpi", text).advise(advice)
+            Finding::new(if is_launched() { State::Missing } else { State::Note }, "mpi", text).advise(advice)
         }
     }
 }
@@ -97,5 +99,6 @@ fn launchers() -> Finding {
     let found: Vec<String> =
         ["mpirun", "mpiexec", "srun"].into_iter().filter_map(find).map(|file| file.display().to_string()).collect();
     let text = if found.is_empty() { "none on the path (mpirun, mpiexec, srun)".to_owned() } else { found.join(", ") };
-    Finding::new(State::Ok, "launcher", text).with_facts(json!({ "found": found }))
+    let state = if found.is_empty() { State::Note } else { State::Ok };
+    Finding::new(state, "launcher", text).with_facts(json!({ "found": found }))
 }
