@@ -1,4 +1,4 @@
-//! What is wrong with a command line, in one line.
+//! Errors of the command line, each as one line.
 
 use clap::Error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -7,7 +7,7 @@ use super::command;
 
 /// An error of the command line, as one line and what stands below it.
 pub(crate) struct OneLine {
-    /// What is wrong and what would be right, without `error:` before it.
+    /// The fault and what would be right, without `error:` before it.
     pub(crate) message: String,
     /// The usage of the command; empty where a value is wrong.
     pub(crate) usage: String,

@@ -16,7 +16,7 @@ pub(crate) struct DataArgs {
     /// Field of JSON rows and column of CSV and Parquet files that holds the text
     #[arg(long, value_name = "NAME", default_value = "text")]
     pub(crate) text_field: String,
-    /// How the files hold documents: auto (by name and content), text, json (rows), csv or parquet
+    /// Format of the files: auto (by name and content), text, json (rows), csv or parquet
     #[arg(long, value_name = "FORMAT", default_value = "auto")]
     pub(crate) data_format: DataFormat,
 }
@@ -82,7 +82,7 @@ pub(crate) struct RoutingArgs {
     /// The page (default: routing.html in the run's folder; in the current one for a model folder)
     #[arg(long, value_name = "PAGE.html")]
     pub(crate) out: Option<PathBuf>,
-    /// How much of the text is shown, from its beginning
+    /// Tokens of the text to show, from its beginning
     #[arg(long, value_name = "N", default_value_t = 2000)]
     pub(crate) max_tokens: usize,
     /// Replace a file that is where the page is to be and was not made by `routing`

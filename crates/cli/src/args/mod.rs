@@ -39,7 +39,7 @@ pub(crate) struct Cli {
     pub(crate) talk: TalkArgs,
 }
 
-/// How much the program says on standard error.
+/// Options for how much the program says on standard error.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct TalkArgs {
     /// Print only results and errors: no progress, notes or warnings

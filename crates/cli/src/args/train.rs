@@ -9,7 +9,7 @@ use moeworks_train::config::PRESETS;
 
 use super::machine::DeviceParser;
 
-/// Where a configuration comes from; later ones win: preset, file, single settings.
+/// Sources of a configuration; later ones win: preset, file, single settings.
 #[derive(Debug, Args)]
 pub(crate) struct ConfigArgs {
     /// A named shape of model with its settings (default: tiny)

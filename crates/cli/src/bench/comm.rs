@@ -63,7 +63,7 @@ struct Measured {
     topology: Topology,
 }
 
-/// How the file of a topology begins.
+/// The first line of a topology file that this program writes.
 const MARK: &str = "# Measured by `moeworks bench comm`";
 
 pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {

@@ -16,7 +16,7 @@ use super::commands::NAMES;
 use crate::failure::Failure;
 
 const PROMPT: &str = "> ";
-/// What opens and closes a message of several lines.
+/// The mark that opens and closes a message of several lines.
 const QUOTES: &str = "\"\"\"";
 const MAX_HISTORY: usize = 1000;
 
