@@ -19,7 +19,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let blocks = args.quantize.as_deref().map(blocks).transpose()?;
     let only_experts = only_experts(args.only.as_deref())?;
     let source = Source::open(&args.model)?;
-    check_target(source.path(), (&args.out, args.force))?;
+    check_target(source.path(), &args.out, args.force)?;
     let ctx = Context::cpu_all_cores();
     let (config, mut weights) = source.load(&ctx, args.check.check_weights)?;
     if let Some(dtype) = dtype.filter(|_| weights.has_blocks()) {
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
 
 pub(crate) fn upcycle(args: &UpcycleArgs) -> Result<ExitCode, Failure> {
     let from = resolve_run(&args.dense, Pick::Latest)?.model_dir;
-    check_target(&from, (&args.out, args.force))?;
+    check_target(&from, &args.out, args.force)?;
     let ctx = Context::cpu_all_cores();
     let (config, mut weights) = hf::load_model(&ctx, &from)?;
     check_weights(&from, args.check.check_weights, |most| Ok(hf::check_weights(&ctx, &from, most)?))?;
@@ -85,7 +85,7 @@ fn parameters(config: &ModelConfig) -> String {
 }
 
 /// Refuses to write into the folder that is read, and over what somebody may want to keep.
-fn check_target(from: &Path, (to, is_forced): (&Path, bool)) -> Result<(), Failure> {
+fn check_target(from: &Path, to: &Path, is_forced: bool) -> Result<(), Failure> {
     let shown = to.display();
     // Weights are read from the folder while the new one is written.
     if let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize())
