@@ -6,11 +6,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use moeworks_gpu::{ExpertCacheStats, Gpu};
 use moeworks_model::BatchError;
 use moeworks_model::generation::{
     CachedSequence, GenerateRequest, Sampler, StopReason, StopTexts, TextStream, generate_cached,
 };
-use moeworks_ops::cuda::{Gpu, RoomStats};
 
 use crate::args::{GenerateArgs, TokenLimit};
 use crate::failure::Failure;
@@ -51,17 +51,17 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let Printed { count, end, .. } = answer?;
     let speed = count as f64 / start.elapsed().as_secs_f64();
     tracing::info!("{count} tokens, {speed:.1} tokens/s, ended by {}", end.name());
-    tell_expert_room(&model);
+    tell_expert_cache(&model);
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tells how often experts were on the GPU when they were needed.
-fn tell_expert_room(model: &Model) {
-    if let Some(stats) = model.ctx.gpu().and_then(Gpu::expert_room_stats) {
-        let RoomStats { found, foreseen, fetched, sent_ahead } = stats;
+/// Logs the hits and misses of the expert cache, if there is one.
+fn tell_expert_cache(model: &Model) {
+    if let Some(stats) = model.ctx.gpu().and_then(Gpu::expert_cache_stats) {
+        let ExpertCacheStats { hits, prefetch_hits, misses, prefetches } = stats;
         tracing::info!(
-            "experts were on the GPU {found} times, of which {foreseen} had been sent ahead ({sent_ahead} were in all), and \
-             were waited for {fetched} times"
+            "expert cache: {hits} hits, of which {prefetch_hits} had been prefetched ({prefetches} prefetches in all), and \
+             {misses} misses"
         );
     }
 }

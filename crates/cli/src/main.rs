@@ -41,7 +41,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use moeworks_ops::cuda::GpuError;
+use moeworks_gpu::GpuError;
 use tracing_subscriber::EnvFilter;
 
 use crate::args::{Command, OneLine, TalkArgs};

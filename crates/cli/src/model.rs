@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
+use moeworks_gpu::DeviceChoice;
 use moeworks_model::chat::ChatTemplate;
 use moeworks_model::generation::SamplingDefaults;
 use moeworks_model::gguf::{self, GgufFile};
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, WeightCheck, hf, only_gguf};
 use moeworks_ops::Context;
-use moeworks_ops::cuda::DeviceChoice;
 use moeworks_tensor::{DType, Device};
 use moeworks_train::measure::machine_bytes;
 use moeworks_train::store::{Pick, Resolved, resolve_run};
@@ -198,7 +198,7 @@ pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
                 _ => Err(Failure::input(format!("--expert-room {expert_room}: needs a GPU, --device cuda"))),
             };
         };
-        return Ok(ctx.with_gpu(gpu.with_expert_room((expert_room * 1e9) as usize)));
+        return Ok(ctx.with_gpu(gpu.with_expert_cache((expert_room * 1e9) as usize)));
     }
     Ok(ctx)
 }

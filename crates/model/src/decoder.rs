@@ -404,7 +404,7 @@ impl Decoder {
         let weights = gathered.as_ref().unwrap_or(weights);
         let pass = self.pass(ctx, weights, (num_sequences, seq_len, start), memory);
         if seq_len == 1 {
-            return Ok(ctx.repeated(|| {
+            return Ok(ctx.capture_replay(|| {
                 let x = self.hidden(&pass, weights, ids, Rules::Inference, Some(caches), watch);
                 self.head_logits(ctx, weights, &x)
             }));

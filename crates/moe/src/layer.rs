@@ -283,7 +283,7 @@ impl MoeLayer {
     }
 
     /// Sends experts that were [foreseen](Self::foresee) ahead to a GPU, where they otherwise stay in the host's memory
-    /// ([`Gpu::with_expert_room`](moeworks_ops::cuda::Gpu::with_expert_room)).
+    /// (`moeworks_gpu::Gpu::with_expert_cache`).
     pub fn send_ahead(&self, ctx: &Context, weights: &MoeWeights, ids: &Tensor) {
         let num_experts = weights.gate_up.shape()[0];
         send_experts_ahead(ctx, weights.experts(self.config.activation), num_experts, ids.u32s());

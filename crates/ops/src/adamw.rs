@@ -6,7 +6,7 @@
 use moeworks_tensor::{Tensor, bf16};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 

@@ -27,7 +27,7 @@ mod words;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::linear::Write;
 
 pub use biased::{BiasedGrads, ScoreRule, attention_biased, attention_biased_backward};

@@ -5,7 +5,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float};
 

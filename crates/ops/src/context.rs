@@ -2,9 +2,9 @@
 
 use moeworks_tensor::{DType, Device, MemoryPool, Tensor};
 
-use crate::cuda::ops::{self as cuda, On};
-use crate::cuda::{DeviceChoice, Gpu, GpuError};
+use crate::cuda::{self, On};
 use crate::{Isa, Threads};
+use moeworks_gpu::{DeviceChoice, Gpu, GpuError};
 
 /// The device, its memory and its threads, handed to every operation. Cloning shares the pool and the threads.
 #[derive(Clone)]
@@ -109,10 +109,10 @@ impl Context {
         self.gpu.as_ref()
     }
 
-    /// Runs a step that comes again and again with the same operations; on a GPU as [`Gpu::repeated`] says.
-    pub fn repeated<R>(&self, step: impl FnOnce() -> R) -> R {
+    /// Runs a step that comes again and again with the same operations; on a GPU as [`Gpu::capture_replay`] says.
+    pub fn capture_replay<R>(&self, step: impl FnOnce() -> R) -> R {
         match &self.gpu {
-            Some(gpu) => gpu.repeated(step),
+            Some(gpu) => gpu.capture_replay(step),
             None => step(),
         }
     }

@@ -8,7 +8,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::experts::{ExpertRows, NO_ROW};
 use crate::parallel::{Lent, piece_range};
 

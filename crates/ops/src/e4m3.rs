@@ -7,7 +7,7 @@
 
 use moeworks_tensor::{DType, Tensor, bf16};
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, Isa};

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use moeworks_tensor::{DType, Random, Tensor};
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::late::Late;
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};

@@ -2,7 +2,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::late::List;
 use crate::parallel::{Lent, PIECE, is_far, piece_range, prefetch_elements_far};
 use crate::sampling::DrawnTokens;

@@ -19,7 +19,7 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::activation::activate;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::e4m3;
 use crate::elementwise::{add_assign, rounded_once};
 use crate::gemm::source::Source;
@@ -206,10 +206,10 @@ fn activations(
 }
 
 /// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise stay in the host's
-/// memory ([`Gpu::with_expert_room`](crate::cuda::Gpu::with_expert_room)). `ids` are the experts, in any order and perhaps repeated.
+/// memory ([`Gpu::with_expert_cache`](moeworks_gpu::Gpu::with_expert_cache)). `ids` are the experts, in any order and perhaps repeated.
 pub fn send_experts_ahead(ctx: &Context, weights: ExpertWeights<'_>, num_experts: usize, ids: &[u32]) {
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        cuda::experts::send_ahead(on, weights, num_experts, ids);
+        cuda::experts::prefetch(on, weights, num_experts, ids);
     }
 }
 

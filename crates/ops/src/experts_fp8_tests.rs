@@ -1,8 +1,8 @@
 use super::*;
-use crate::cuda::Gpu;
 use crate::e4m3::BLOCK;
 use crate::e4m3::tests::exact_matrices;
 use crate::test_data::{is_close, kinds, numbers, rounded, tensor};
+use moeworks_gpu::Gpu;
 
 /// A layer whose tokens have one or two experts, most of them the first.
 struct Case {

@@ -7,7 +7,7 @@ mod part;
 
 use moeworks_tensor::{DType, Device, Tensor, bf16};
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::elementwise::{add_rows, copy_rows, sum_rows};
 use crate::late::Late;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};

@@ -7,7 +7,7 @@ use moeworks_tensor::Tensor;
 
 use crate::Context;
 use crate::columns::Columns;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{Compute, Form, Group, Product, run};

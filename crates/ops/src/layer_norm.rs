@@ -6,7 +6,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};

@@ -7,7 +7,7 @@
 
 use moeworks_tensor::{DType, Device, Tensor};
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::elementwise::{add_assign, rounded_once, written_wide};
 use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;

@@ -4,8 +4,8 @@ use moeworks_tensor::{Bytes, bf16};
 use proptest::prelude::*;
 
 use super::*;
-use crate::cuda::{Emulation, Gpu, GpuError};
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
+use moeworks_gpu::{Emulation, Gpu, GpuError};
 
 const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -308,7 +308,7 @@ fn a_library_takes_plain_products_of_more_than_some_rows() {
             let sums = sums.f32s().iter().zip(base.f32s()).map(|(sum, base)| sum + base);
             assert!(y.f32s().iter().copied().eq(sums), "{s:?}: on top of a base");
             assert_eq!(gpu.traffic().since(&before).by_library, 2, "{s:?}");
-            let in_step = ctx.repeated(|| linear(&ctx, &x, &w, DType::F32));
+            let in_step = ctx.capture_replay(|| linear(&ctx, &x, &w, DType::F32));
             assert_eq!(
                 (in_step.len(), gpu.traffic().since(&before).by_library),
                 (t * o, 2),

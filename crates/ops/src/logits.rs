@@ -9,7 +9,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::elementwise::add_assign;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 

@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::amx;
 use crate::measure::best_seconds;

@@ -3,7 +3,7 @@
 use moeworks_tensor::{Random, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::simd::kernel;
 
 /// Factors on elements: noise, and elements that are left out.

@@ -9,7 +9,7 @@ mod parts;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::elementwise::add_assign;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, is_far, piece_range};

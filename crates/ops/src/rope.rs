@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use moeworks_tensor::{MemoryPool, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::late::List;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};

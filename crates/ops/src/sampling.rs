@@ -5,7 +5,7 @@
 
 use moeworks_tensor::Tensor;
 
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::late::Late;
 use crate::simd::{LANES, kernel};
 use crate::vmath::exp;

@@ -7,7 +7,7 @@
 use moeworks_tensor::Tensor;
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::late::{Late, List};
 use crate::top_k::ScoreSums;
 

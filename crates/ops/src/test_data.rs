@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor, bf16, f16};
 
 use crate::Context;
-use crate::cuda::Gpu;
+use moeworks_gpu::Gpu;
 
 /// Contexts of every instruction set with one, two and three threads, and of every GPU or its emulation.
 pub(crate) fn contexts() -> impl Iterator<Item = Context> {

@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::counting_sort::SortedChoices;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::late::{Late, List};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};

@@ -14,10 +14,10 @@ mod schemes;
 
 use std::path::{Path, PathBuf};
 
+use moeworks_gpu::DeviceChoice;
 use moeworks_model::ModelConfig;
 use moeworks_moe::Ramp;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::DeviceChoice;
 use moeworks_plan::{Layout, Order, Wire};
 use moeworks_tensor::DType;
 use serde::{Deserialize, Serialize};
@@ -225,7 +225,7 @@ impl TrainConfig {
 
 /// A device as its name.
 mod device_name {
-    use moeworks_ops::cuda::DeviceChoice;
+    use moeworks_gpu::DeviceChoice;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
     pub(super) fn serialize<S: Serializer>(choice: &DeviceChoice, serializer: S) -> Result<S::Ok, S::Error> {

@@ -4,8 +4,8 @@ use std::io;
 use std::path::PathBuf;
 
 use moeworks_comm::CommError;
+use moeworks_gpu::GpuError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
-use moeworks_ops::cuda::GpuError;
 use moeworks_plan::Layout;
 
 use crate::config::ConfigError;

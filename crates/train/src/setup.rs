@@ -1,9 +1,9 @@
 //! What a run is set up with, as functions of its configuration.
 
+use moeworks_gpu::{Gpu, GpuError};
 use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, shape};
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Gpu, GpuError};
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
 use crate::config::{ConfigError, GradientType, Precision, RunConfig, ScheduleKind};

@@ -5,7 +5,7 @@ use std::str::FromStr as _;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Args, Command, Error, ValueEnum};
-use moeworks_ops::cuda::DeviceChoice;
+use moeworks_gpu::DeviceChoice;
 
 /// Which weights are looked at for NaN and infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

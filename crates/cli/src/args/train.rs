@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
-use moeworks_ops::cuda::DeviceChoice;
+use moeworks_gpu::DeviceChoice;
 use moeworks_train::config::PRESETS;
 
 use super::machine::DeviceParser;

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use moeworks_comm::mpi::{RawMpi, is_launched};
-use moeworks_ops::cuda::{Gpu, GpuError, Nvrtc};
+use moeworks_gpu::{Gpu, GpuError, Nvrtc};
 use serde_json::json;
 
 use super::{Finding, State};

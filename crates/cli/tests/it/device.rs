@@ -1,6 +1,6 @@
 //! What `--device` does: the same results wherever they are computed, and one line where there is no GPU.
 
-use moeworks_ops::cuda::{Emulation, Gpu};
+use moeworks_gpu::{Emulation, Gpu};
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, losses, stderr, stdout};

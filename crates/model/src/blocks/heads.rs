@@ -1,7 +1,7 @@
 //! Queries, keys and values by a matrix each, with an optional norm of queries and keys, then the rotary embedding.
 
 use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_input_onto};
-use moeworks_ops::place_heads::{Kept, Placing, place_heads};
+use moeworks_ops::qkv_norm_rope_append::{Kept, Placing, qkv_norm_rope_append};
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{Rotation, rope};
 use moeworks_ops::{Context, elementwise};
@@ -96,7 +96,7 @@ impl Heads {
         let (num_sequences, kinds) = (cache.num_sequences(), [&k, &v].map(|x| (x.cols(), x.dtype())));
         cache.append_with(ctx, q.rows(), &kinds, |kept, held| {
             let [keys, values] = kept else { unreachable!("a layer keeps keys and values") };
-            place_heads(ctx, [q, k, v], &placing, &mut Kept { keys, values, held, num_sequences })
+            qkv_norm_rope_append(ctx, [q, k, v], &placing, &mut Kept { keys, values, held, num_sequences })
         })
     }
 

@@ -81,7 +81,7 @@ impl Stack<'_> {
         middle: &Tensor,
         input: &RouterInput<'_>,
     ) -> Option<(Cow<'w, LayerWeights>, Tensor)> {
-        let has_room = pass.ctx.gpu().is_some_and(|gpu| gpu.expert_room_stats().is_some());
+        let has_room = pass.ctx.gpu().is_some_and(|gpu| gpu.expert_cache_stats().is_some());
         let next = self.feed_forward.get(index).filter(|_| has_room && middle.rows() <= MAX_FORESEEN_TOKENS)?;
         let weights = layer(index);
         let ids = next.foresee(pass, &weights, middle, input)?;

@@ -1,10 +1,10 @@
 //! Model folders with matrices in blocks of small integers.
 
+use moeworks_gpu::Gpu;
 use moeworks_model::generation::KvCache;
 use moeworks_model::hf::{LoadError, ModelFolder, Quantize, SaveError, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::ModelFiles;
 use moeworks_model::{Decoder, DecoderWeights, LatentAttention, ModelConfig, QkNorm, Variant};
-use moeworks_ops::cuda::Gpu;
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::DType;
 use serde_json::{Value, json};

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use moeworks_gpu::Gpu;
 use moeworks_model::generation::KvCache;
 use moeworks_model::{Decoder, DecoderWeights};
 use moeworks_ops::Context;
-use moeworks_ops::cuda::Gpu;
 use moeworks_tensor::DType;
 
 use crate::common::{assert_close, fixture};

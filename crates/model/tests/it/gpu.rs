@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 
+use moeworks_gpu::{Gpu, Traffic};
 use moeworks_model::generation::{
     CachedSequence, GenerateRequest, KvCache, Sampler, SamplingOptions, StopReason, generate_cached,
 };
@@ -10,7 +11,6 @@ use moeworks_model::{
 };
 use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Gpu, Traffic};
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
 
@@ -244,7 +244,7 @@ fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
     let of_expert = |e: &MoeWeights| (e.gate_up.num_bytes() + e.down.num_bytes()) / config.num_experts;
     let FeedForwardWeights::Moe(experts) = &weights.layers[0].feed_forward else { panic!("a layer of experts") };
     // Of 30 experts a third find room.
-    let gpu = ctx.gpu().expect("a GPU").clone().with_expert_room(10 * of_expert(experts));
+    let gpu = ctx.gpu().expect("a GPU").clone().with_expert_cache(10 * of_expert(experts));
     let with_room = Context::cpu(2).with_gpu(gpu.clone());
     let (mut cache, mut twin_cache) = (KvCache::new(&config), KvCache::new(&config));
     for ids in [&random_ids(50, 20, 3)[..], &[7], &[9], &[7], &[30]] {
@@ -252,10 +252,10 @@ fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
         let expected = decoder.extend(&ctx, &twin, &mut twin_cache, ids).expect("tokens").to_f32_vec();
         assert_eq!(found, expected, "after {ids:?}");
     }
-    let stats = gpu.expert_room_stats().expect("room");
+    let stats = gpu.expert_cache_stats().expect("a cache");
     // The prompt went to all experts, each of four tokens to as many as it may in each layer.
-    assert_eq!(stats.found + stats.fetched, (6 * (5 + 4 * config.top_k)) as u64, "{stats:?}");
-    assert!(stats.fetched >= 30 && stats.foreseen > 0 && stats.sent_ahead >= stats.foreseen, "{stats:?}");
+    assert_eq!(stats.hits + stats.misses, (6 * (5 + 4 * config.top_k)) as u64, "{stats:?}");
+    assert!(stats.misses >= 30 && stats.prefetch_hits > 0 && stats.prefetches >= stats.prefetch_hits, "{stats:?}");
     for layer in &weights.layers {
         let FeedForwardWeights::Moe(experts) = &layer.feed_forward else { panic!("a layer of experts") };
         assert!(experts.gate_up.is_in_host() && experts.down.is_in_host());

@@ -1,11 +1,11 @@
 //! Routing on a GPU against the same layer on the processor, scheme by scheme, and that what is there stays there.
 
+use moeworks_gpu::Gpu;
 use moeworks_moe::{
     GroupScore, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, RouterKind,
     ScoreFunction, balance_loss_per_layer,
 };
 use moeworks_ops::Context;
-use moeworks_ops::cuda::Gpu;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 

@@ -1,8 +1,8 @@
 //! Layers of published sizes on a GPU against the processor: more tiles than multiprocessors, many stages, long sums. The emulation would
 //! take hours, so they are skipped where there is no GPU.
 
+use moeworks_gpu::Gpu;
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
-use moeworks_ops::cuda::Gpu;
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};

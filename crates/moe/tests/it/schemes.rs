@@ -4,12 +4,12 @@
 mod cases;
 mod trees;
 
+use moeworks_gpu::Gpu;
 use moeworks_moe::{
     EntropyRule, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, NO_EXPERT, Ramp, RouterConfig,
     RouterInput, RouterKind, ScoreFunction, SecondExpert, balance_loss_per_layer, cv_squared, entropy_loss, l1_loads,
 };
 use moeworks_ops::Context;
-use moeworks_ops::cuda::Gpu;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 

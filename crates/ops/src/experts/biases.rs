@@ -5,7 +5,7 @@ use moeworks_tensor::Tensor;
 use super::ExpertRows;
 use super::epilogues::dot;
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::linear::Write;
 use crate::parallel::PIECE;
 

@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::elementwise::rounded_once;
 use crate::few_rows::{Gradients, product_with_gradients, weight_gradients};
 use crate::gemm::source::Source;

@@ -56,7 +56,7 @@ mod weights;
 use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Q4Block, Q8Block, Tensor};
 
 use crate::Context;
-use crate::cuda::ops::{self as cuda, On};
+use crate::cuda::{self, On};
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float, with_stored};
 use block::FromNumbers;

@@ -1,6 +1,6 @@
 //! Inputs and comparisons shared by the tests.
 
-use moeworks_ops::cuda::Gpu;
+use moeworks_gpu::Gpu;
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 

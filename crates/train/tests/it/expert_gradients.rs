@@ -1,8 +1,8 @@
 //! Gradients of experts in bf16.
 
+use moeworks_gpu::Gpu;
 use moeworks_model::is_of_experts;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::Gpu;
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;

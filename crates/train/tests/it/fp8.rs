@@ -1,7 +1,7 @@
 //! Training whose experts multiply in eight-bit floats.
 
+use moeworks_gpu::{Emulation, Gpu};
 use moeworks_ops::Context;
-use moeworks_ops::cuda::{Emulation, Gpu};
 
 use crate::steps::Steps;
 

@@ -1,7 +1,7 @@
 //! Where the optimizer's state is while a GPU computes.
 
+use moeworks_gpu::Gpu;
 use moeworks_ops::Context;
-use moeworks_ops::cuda::Gpu;
 
 use crate::steps::Steps;
 

@@ -1,0 +1,54 @@
+//! The GPUs that tests run on.
+
+use std::sync::{Once, OnceLock};
+
+use crate::{Emulation, Gpu, GpuError};
+
+impl Gpu {
+    /// The devices that tests of operations run on besides the CPU, each with a name: the emulation in both orders and with Hopper's
+    /// kernels, and the first GPU. Says once which of them are missing. `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    ///
+    /// # Panics
+    ///
+    /// If the kernels do not compile for the emulation.
+    #[must_use]
+    pub fn for_tests() -> Vec<(&'static str, Self)> {
+        static SKIPPED: Once = Once::new();
+        // A device that nobody has is closed, and takes a second to open again.
+        static KEPT: OnceLock<Result<Gpu, GpuError>> = OnceLock::new();
+        let _ = KEPT.get_or_init(|| Self::open(0));
+        let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
+            Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
+            None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }),
+        };
+        let all = [
+            ("emulated GPU", emulation(false, false)),
+            ("emulated GPU in reverse", emulation(true, false)),
+            ("emulated Hopper", emulation(false, true)),
+            ("emulated Hopper in reverse", emulation(true, true)),
+            ("GPU", Self::open(0)),
+        ];
+        // A compiler that is missing is no failure, one that finds an error is.
+        for (name, gpu) in &all {
+            if let Err(error @ GpuError::Compile { .. }) = gpu {
+                panic!("{name}: {error}");
+            }
+        }
+        let (there, missing): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, gpu)| gpu.is_ok());
+        SKIPPED.call_once(|| {
+            for (name, error) in missing.iter().filter_map(|(name, gpu)| Some((name, gpu.as_ref().err()?))) {
+                eprintln!("SKIPPED: the operations' tests on the {name}: {error}");
+            }
+        });
+        there.into_iter().filter_map(|(name, gpu)| Some((name, gpu.ok()?))).collect()
+    }
+
+    /// The device for a test that needs any GPU: the first one, or else the emulation.
+    ///
+    /// # Errors
+    ///
+    /// The reason why there is no emulation.
+    pub fn for_a_test() -> Result<Self, GpuError> {
+        Self::open(0).or_else(|_| Self::emulated(Emulation::default()))
+    }
+}

@@ -1,0 +1,3 @@
+//! Tests of the driver half through its public face.
+
+mod kernels;

@@ -1,0 +1,81 @@
+//! Weights in [blocks](crate::quantized) on a GPU: multiplied with as they lie by up to some rows (`small_m_gemm.rs`); turned into bf16 for
+//! more, anew for each product, of a layer's experts those that have rows. Activations are rounded to bf16, not to whole numbers as they
+//! are on the host.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::grouped::Apart;
+use super::small_m_gemm::row_bytes;
+use super::{On, THREADS};
+use crate::late::List;
+use moeworks_gpu::sources::BLOCKS;
+use moeworks_gpu::{Arg, Launch};
+
+/// How kernels call a type of blocks.
+fn code(dtype: DType) -> u32 {
+    match dtype {
+        DType::Q8 => 0,
+        DType::Q4 => 1,
+        DType::Q4_1 => 2,
+        DType::Q5_0 => 3,
+        DType::Q5_1 => 4,
+        DType::Q2K => 5,
+        DType::Q3K => 6,
+        DType::Q4K => 7,
+        DType::Q5K => 8,
+        DType::Q6K => 9,
+        DType::Iq4Nl => 10,
+        DType::Mxfp4 => 11,
+        DType::F8 => 12,
+        dtype => panic!("{dtype:?} is no type of blocks"),
+    }
+}
+
+/// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in
+/// their place is unspecified. Of matrices that are `apart` there are those alone, one behind the other.
+pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apart: Option<Apart<'_>>) -> Tensor {
+    let (dtype, width) = (blocks.dtype(), blocks.cols());
+    let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
+    let rows = blocks.len() / (groups * width).max(1);
+    let count = apart.map_or(groups, |apart| apart.groups.len());
+    let mut y = on.empty(&[count, rows, width], DType::BF16);
+    let names = apart.map(|apart| on.u32s(apart.groups));
+    let args = [
+        on.read(apart.map_or(blocks, |apart| apart.addresses)),
+        on.write(&mut y),
+        on.read_or_none(offsets),
+        code(dtype).into(),
+        rows.into(),
+        width.into(),
+        row_bytes(dtype, width).into(),
+        on.read_or_none(names.as_ref()),
+    ];
+    let grid = [rows, count, 1];
+    let launch = Launch { source: &BLOCKS, kernel: "blocks_to_bf16", grid, threads: THREADS, shared: 0, args: &args };
+    // SAFETY: a block reads its row of the blocks and writes that of `y`.
+    unsafe { on.gpu.launch(&launch) };
+    y
+}
+
+/// As [`dequantize`](crate::quantized::dequantize) to bf16.
+pub(crate) fn dequantized(on: On<'_>, blocks: &Tensor) -> Tensor {
+    to_bf16(on, blocks, None, None).reshaped(blocks.shape())
+}
+
+/// Rows of a table in blocks; the ids are rows of it.
+pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DType) -> Tensor {
+    let (dtype, width) = (table.dtype(), table.cols());
+    let (mut y, list) = (on.empty(&[ids.len(), width], out), on.list(ids));
+    let args: [Arg<'_>; 7] = [
+        on.read(list.tensor()),
+        on.read(table),
+        on.write(&mut y),
+        (out == DType::BF16).into(),
+        code(dtype).into(),
+        width.into(),
+        row_bytes(dtype, width).into(),
+    ];
+    // SAFETY: the ids are rows of the table, and a block writes its row.
+    unsafe { on.launch(&BLOCKS, "gather_block_rows", ids.len(), &args) };
+    y
+}

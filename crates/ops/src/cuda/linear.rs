@@ -1,0 +1,48 @@
+//! [`linear`](crate::linear) on a GPU: products of one group.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::batched_gemm::BatchedGemm;
+use super::grouped::{Groups, RowsProduct};
+use super::{On, wgrad};
+use crate::gemm::Form;
+use crate::linear::Write;
+
+pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
+    forward_onto(on, x, w, out, None)
+}
+
+/// With what `base` (f32) has besides.
+pub(crate) fn forward_onto(on: On<'_>, x: &Tensor, w: &Tensor, out: DType, base: Option<&Tensor>) -> Tensor {
+    let each = BatchedGemm { a: x, bs: &[w], base };
+    let alone = || product(on, (Form::Nt, x, w), (w.rows(), w.cols()), out, base);
+    each.products(on, out).map_or_else(alone, |[y]| y)
+}
+
+/// The same by several matrices, at once where there is a kernel for that.
+pub(crate) fn forward_each<const N: usize>(on: On<'_>, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
+    let one_by_one = || ws.map(|w| forward(on, x, w, out));
+    BatchedGemm { a: x, bs: &ws, base: None }.products(on, out).unwrap_or_else(one_by_one)
+}
+
+pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, out: DType, base: Option<&Tensor>) -> Tensor {
+    product(on, (Form::Nn, dy, w), (w.cols(), w.rows()), out, base)
+}
+
+fn product(
+    on: On<'_>,
+    (form, a, b): (Form, &Tensor, &Tensor),
+    (columns, depth): (usize, usize),
+    out: DType,
+    base: Option<&Tensor>,
+) -> Tensor {
+    let (rows, compute) = (a.rows(), b.dtype().of_activations());
+    let groups = Groups::One { rows };
+    let (gather, apart, pair, scales, a_in_levels) = (None, None, None, None, false);
+    RowsProduct { form, a, gather, b, apart, group_rows: 0, columns, depth, pair, compute, groups, a_in_levels, scales }
+        .store_onto(on, rows, out, base)
+}
+
+pub(crate) fn backward_weight(on: On<'_>, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
+    wgrad::sums(on, (dy, x), compute, write, dw);
+}

@@ -1,0 +1,81 @@
+//! [`rms_norm`](crate::rms_norm) on a GPU. Rows are read twice and come from the cache the second time.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::{On, THREADS, WARPS, elementwise, name};
+use crate::linear::Write;
+use moeworks_gpu::sources::{GROUPED, RMS_NORM};
+use moeworks_gpu::{Arg, CapturedLaunch, Launch};
+
+/// Rows that get a block each: more keep a GPU busy by warps. (512 rows of 2,048 by warps took an H100 14 us, 256 by blocks 5.)
+const FEW: usize = 4096;
+/// Rows whose part of the weight's gradient one block adds up.
+const ROWS_EACH: usize = 16;
+/// Elements of a row that is normed by the block that has made it, and keeps it in shared memory.
+const MAX_KEPT: usize = 8192;
+
+pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
+    let (width, rows) = (weight.len(), x.len() / weight.len());
+    let (mut y, mut inv_rms) = (on.empty(x.shape(), out), on.empty(&[rows], DType::F32));
+    let kernel = format!("rms_norm_{}_{}", name(x.dtype()), name(out));
+    let weight = on.f32s(weight);
+    let args =
+        [on.read(x), on.read(&weight), eps.into(), on.write(&mut y), on.write(&mut inv_rms), rows.into(), width.into()];
+    if combine_and_norm(on, (x, out), &args) {
+        return (y, inv_rms);
+    }
+    let blocks = if rows <= FEW { rows } else { rows.div_ceil(WARPS) };
+    // SAFETY: a warp or a block reads and writes its row of `rows` by `width` elements.
+    unsafe { on.launch(&RMS_NORM, &kernel, blocks, &args) };
+    (y, inv_rms)
+}
+
+/// Launches the kernel that combines experts' rows and norms the sums, instead of the one that would be launched next if it makes `x`. One row is
+/// left to the product that takes its norm ([`fused_norm`](super::fused_norm)).
+fn combine_and_norm(on: On<'_>, (x, out): (&Tensor, DType), norm: &[Arg<'_>; 7]) -> bool {
+    let [from, weight, eps, y, inv_rms, rows, width] = *norm;
+    let (rows, width) = (rows.number() as usize, width.number() as usize);
+    let is_kept = (2..=FEW).contains(&rows) && width.is_multiple_of(8) && width <= MAX_KEPT && x.dtype() == DType::F32;
+    // (outputs, is_bf16, token_rows, row_weights, base, y, choices, width): experts.rs.
+    let is_combined =
+        |node: &CapturedLaunch| node.kernel == "combine_rows" && node.args[5] == from && node.grid[0] == rows;
+    let Some(combined) = is_kept.then(|| on.gpu.fuse_with_last(is_combined)).flatten() else { return false };
+    let args: Vec<_> =
+        combined.args.into_iter().chain([weight, eps, y, (out == DType::BF16).into(), inv_rms]).collect();
+    let (grid, shared) = ([rows, 1, 1], width * 4);
+    let kernel = "combine_rows_normed";
+    let launch = Launch { source: &GROUPED, kernel, grid, threads: THREADS, shared, args: &args };
+    // SAFETY: as of both: a block writes its token's row of sums and of what is normed.
+    unsafe { on.gpu.launch(&launch) };
+    true
+}
+
+pub(crate) fn backward(
+    on: On<'_>,
+    dy: &Tensor,
+    (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+    base: Option<&Tensor>,
+    write: Write,
+    dweight: &mut Tensor,
+) -> Tensor {
+    let (width, rows) = (weight.len(), x.len() / weight.len());
+    let parts = rows.div_ceil(ROWS_EACH);
+    let (mut dx, mut partials) = (on.empty(x.shape(), DType::F32), on.empty(&[parts, width], DType::F32));
+    let kernel = format!("rms_norm_backward_{}_{}", name(x.dtype()), name(dy.dtype()));
+    let weight = on.f32s(weight);
+    let args = [
+        on.read(dy),
+        on.read(x),
+        on.read(&weight),
+        on.read(inv_rms),
+        on.read_or_none(base),
+        on.write(&mut dx),
+        on.write(&mut partials),
+        rows.into(),
+        width.into(),
+    ];
+    // SAFETY: a block reads and writes its rows and its row of the partial sums.
+    unsafe { on.launch(&RMS_NORM, &kernel, parts, &args) };
+    elementwise::sum_rows(on, &partials, write, dweight);
+    dx
+}

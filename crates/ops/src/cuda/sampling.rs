@@ -1,0 +1,54 @@
+//! [`sampling`](crate::sampling) on a GPU: the host gets the tokens and not the logits, and the GPU need not wait until it has.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::On;
+use crate::late::Late;
+use crate::sampling::{Drawn, Filters};
+use moeworks_gpu::Launch;
+use moeworks_gpu::sources::SAMPLING;
+
+/// Threads of the block that has a row.
+const THREADS: usize = 512;
+/// The bit of an answer that says that a logit is not a number.
+const HAS_NAN: u32 = 1 << 31;
+
+/// The ids `[R]`, and what the host gets.
+pub(crate) fn draw_each(on: On<'_>, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> (Tensor, Late<Vec<Drawn>>) {
+    let Filters { temperature, top_k, top_p, min_p } = *filters;
+    let (rows, count) = (drawn.len(), logits.len() / drawn.len().max(1));
+    let [mut ids, mut answers] = [(); 2].map(|()| on.empty(&[rows], DType::U32));
+    // One comes as an argument: nothing is copied.
+    let draws = (rows > 1).then(|| on.floats(drawn));
+    let args = [
+        on.read(logits),
+        count.into(),
+        temperature.into(),
+        top_k.min(count).into(),
+        top_p.into(),
+        min_p.into(),
+        drawn.first().copied().unwrap_or(0.0).into(),
+        on.read_or_none(draws.as_ref()),
+        on.write(&mut ids),
+        on.write(&mut answers),
+    ];
+    let launch = Launch {
+        source: &SAMPLING,
+        kernel: "draw_tokens",
+        grid: [rows, 1, 1],
+        threads: THREADS,
+        shared: 0,
+        args: &args,
+    };
+    // SAFETY: a block reads its row of logits and writes its results.
+    unsafe { on.gpu.launch(&launch) };
+    let fetched = on.gpu.fetch(answers);
+    let in_host = Late::new(move || {
+        let drawn = |bytes: &[u8; 4]| {
+            let answer = u32::from_ne_bytes(*bytes);
+            Drawn { id: answer & !HAS_NAN, has_nan: answer & HAS_NAN != 0 }
+        };
+        fetched.bytes().as_chunks().0.iter().map(drawn).collect()
+    });
+    (ids, in_host)
+}

@@ -1,0 +1,197 @@
+//! Products of up to some rows with weights as they lie: which types have kernels, and what these need.
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::grouped::FEW_ROWS;
+use super::{On, THREADS, WARPS};
+use moeworks_gpu::sources::{
+    ELEMENTWISE, SMALL_M_GEMM_BF16, SMALL_M_GEMM_F8, SMALL_M_GEMM_IQ4_NL, SMALL_M_GEMM_MXFP4, SMALL_M_GEMM_Q2K,
+    SMALL_M_GEMM_Q3K, SMALL_M_GEMM_Q4, SMALL_M_GEMM_Q4_1, SMALL_M_GEMM_Q4K, SMALL_M_GEMM_Q5_0, SMALL_M_GEMM_Q5_1,
+    SMALL_M_GEMM_Q5K, SMALL_M_GEMM_Q6K, SMALL_M_GEMM_Q8,
+};
+use moeworks_gpu::{Arg, Source};
+
+/// Rows that are taken at once.
+pub(super) const ROWS: usize = 32;
+/// Rows from which on activations are put in order first, where weights are in blocks.
+pub(super) const MANY_ROWS: usize = 9;
+/// Lines of weights that a warp copies at a time, a tile.
+pub(super) const LINES: usize = 16;
+/// Tiles of a block, of one for few rows with few columns, and of one of those that are many.
+const TILES: usize = 2;
+pub(super) const LEAST_TILES: usize = 1;
+const MOST_TILES: usize = 8;
+/// Blocks of most tiles that are enough to keep all multiprocessors busy, two on each, and the depth up to which so many tiles are worth
+/// having there: blocks that are at work for longer are shared out better if they are small.
+const MANY_BLOCKS: usize = 256;
+const SHORT_DEPTH: usize = 2048;
+/// Chunks of lines that a warp has room for, where a multiprocessor has two blocks and where it has one; and elements that a depth is whole
+/// multiples of.
+const STAGES: usize = 2;
+const STAGES_ALONE: usize = 4;
+const WHOLE_DEPTH: usize = 32;
+/// The depth of chunks: activations have room in whole ones.
+const CHUNK_DEPTH: usize = 256;
+/// Bytes of activations that a block has in shared memory at a time, where two blocks of a multiprocessor have room for so many and
+/// elsewhere; and bytes of a block besides. Kernels take what they are given, whole chunks of the depth: the fewer are one chunk of 32 rows.
+const STAGED_BYTES: [usize; 2] = [32 << 10, 16 << 10];
+const OTHER_BYTES: usize = 2 << 10;
+/// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their own.
+const MAX_SHARED_OF_TWO: usize = 108 << 10;
+/// Rows that have room where they are normed, and blocks that each norm several of them at most.
+const NORMED_ROWS: usize = 8;
+const MAX_NORMING_BLOCKS: usize = 512;
+
+/// How a product's blocks are laid out: tiles of lines that a block has, chunks that a warp has under way, and shared memory: chunks of lines
+/// in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and activations.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Layout {
+    pub(super) tiles: usize,
+    pub(super) stages: usize,
+    pub(super) shared: usize,
+}
+
+impl Layout {
+    /// Of a product whose tiles have up to `rows` rows of one matrix, if there `is_one`, where tiles of so many lines make so many blocks.
+    /// How many tiles a block has, which decides the order of sums, does not depend on the GPU's shared memory.
+    pub(super) fn new(
+        on: On<'_>,
+        (dtype, depth): (DType, usize),
+        (rows, is_one): (usize, bool),
+        blocks: impl Fn(usize) -> usize,
+    ) -> Self {
+        let (processors, most) = (on.gpu.processors(), blocks(MOST_TILES));
+        if is_one && rows > FEW_ROWS {
+            // As few blocks as keep most multiprocessors busy, since each of them has all activations.
+            let tiles = [MOST_TILES, MOST_TILES / 2].into_iter().find(|tiles| 2 * blocks(*tiles) > processors);
+            return Self::with_all_rows(on, (dtype, depth), tiles.unwrap_or(TILES));
+        }
+        if is_one {
+            return Self::of_two(on, dtype, TILES);
+        }
+        if most >= MANY_BLOCKS && depth <= SHORT_DEPTH {
+            // Of bf16 it is memory that takes the time, not instructions: smaller blocks end together.
+            return Self::of_two(on, dtype, if dtype == DType::BF16 { MOST_TILES / 2 } else { MOST_TILES });
+        }
+        // As many blocks as multiprocessors, about, of which each warp has a tile to itself.
+        if (processors - processors / 4..=processors + processors / 8).contains(&most) {
+            return Self::alone(on, dtype, MOST_TILES);
+        }
+        Self::of_two(on, dtype, TILES)
+    }
+
+    /// Of blocks of which two have a multiprocessor.
+    fn of_two(on: On<'_>, dtype: DType, tiles: usize) -> Self {
+        let [many, few] = STAGED_BYTES.map(|bytes| chunk_bytes(dtype, STAGES) + bytes);
+        let shared = if 2 * (many + OTHER_BYTES) <= on.gpu.most_shared() { many } else { few };
+        Self { tiles, stages: STAGES, shared }
+    }
+
+    /// Of blocks that have a multiprocessor each.
+    fn alone(on: On<'_>, dtype: DType, tiles: usize) -> Self {
+        let shared = chunk_bytes(dtype, STAGES_ALONE) + STAGED_BYTES[0];
+        Self { tiles, stages: STAGES_ALONE, shared }.or_of_two(on, dtype)
+    }
+
+    /// Of blocks that have all activations of up to 32 rows at once: each piece of them takes longer to come than to multiply with.
+    fn with_all_rows(on: On<'_>, (dtype, depth): (DType, usize), tiles: usize) -> Self {
+        let shared = chunk_bytes(dtype, STAGES) + depth.next_multiple_of(CHUNK_DEPTH) * ROWS * 2;
+        Self { tiles, stages: STAGES, shared }.or_of_two(on, dtype)
+    }
+
+    /// Itself where a block may have so much memory, and what takes less elsewhere.
+    fn or_of_two(self, on: On<'_>, dtype: DType) -> Self {
+        let has_room = self.shared + OTHER_BYTES <= on.gpu.most_shared();
+        if has_room { self } else { Self::of_two(on, dtype, self.tiles) }
+    }
+
+    /// Of blocks of one tile, so many. Where each has a multiprocessor it asks for more than half of its memory, whether its warps have use
+    /// for it or not: blocks that come while others are still at work are else put two to a multiprocessor. (An H200, a text of OLMoE: 3%.)
+    pub(super) fn of_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
+        let is_alone = blocks <= on.gpu.processors();
+        if is_alone { Self::alone(on, dtype, LEAST_TILES) } else { Self::of_two(on, dtype, LEAST_TILES) }
+    }
+
+    /// The same where so many rows of so many elements are normed, all of which lie there then, if each of so many blocks may have so much.
+    /// Where there are many blocks, a kernel that norms several rows once is quicker than all of them.
+    pub(super) fn with_norm(
+        self,
+        on: On<'_>,
+        dtype: DType,
+        (rows, depth): (usize, usize),
+        blocks: usize,
+    ) -> Option<Self> {
+        let shared = self.shared.max(chunk_bytes(dtype, self.stages) + depth * NORMED_ROWS * 2);
+        let most = if self.stages == STAGES { MAX_SHARED_OF_TWO } else { usize::MAX };
+        let is_worth_it = rows == 1 || blocks <= MAX_NORMING_BLOCKS;
+        (is_worth_it && shared <= most.min(on.gpu.most_shared())).then_some(Self { shared, ..self })
+    }
+
+    /// What kernels are told of it.
+    pub(super) fn args(self) -> [Arg<'static>; 2] {
+        [self.tiles, self.stages].map(Arg::from)
+    }
+}
+
+/// The kernels for weights of a type, and what they are called behind what they do.
+fn of_type(dtype: DType) -> Option<(&'static Source, &'static str)> {
+    Some(match dtype {
+        DType::BF16 => (&SMALL_M_GEMM_BF16, "bf16"),
+        DType::Q8 => (&SMALL_M_GEMM_Q8, "q8"),
+        DType::Q4 => (&SMALL_M_GEMM_Q4, "q4"),
+        DType::Q4K => (&SMALL_M_GEMM_Q4K, "q4k"),
+        DType::Q5K => (&SMALL_M_GEMM_Q5K, "q5k"),
+        DType::Q6K => (&SMALL_M_GEMM_Q6K, "q6k"),
+        DType::Mxfp4 => (&SMALL_M_GEMM_MXFP4, "mxfp4"),
+        DType::F8 => (&SMALL_M_GEMM_F8, "f8"),
+        DType::Q4_1 => (&SMALL_M_GEMM_Q4_1, "q4_1"),
+        DType::Q5_0 => (&SMALL_M_GEMM_Q5_0, "q5_0"),
+        DType::Q5_1 => (&SMALL_M_GEMM_Q5_1, "q5_1"),
+        DType::Q2K => (&SMALL_M_GEMM_Q2K, "q2k"),
+        DType::Q3K => (&SMALL_M_GEMM_Q3K, "q3k"),
+        DType::Iq4Nl => (&SMALL_M_GEMM_IQ4_NL, "iq4_nl"),
+        _ => return None,
+    })
+}
+
+/// Whether there are kernels for weights of a type and depth.
+pub(super) fn takes(dtype: DType, depth: usize) -> bool {
+    of_type(dtype).is_some() && depth > 0 && depth.is_multiple_of(WHOLE_DEPTH)
+}
+
+/// The kernel that does `what` with weights of a type that there are kernels for.
+pub(super) fn kernel(what: &str, dtype: DType) -> (&'static Source, String) {
+    let (source, name) = of_type(dtype).expect("a type with kernels");
+    (source, format!("small_m_{what}_{name}"))
+}
+
+fn chunk_bytes(dtype: DType, stages: usize) -> usize {
+    let line = match dtype {
+        DType::BF16 => row_bytes(dtype, 128),
+        _ => (((row_bytes(dtype, 256) + 2 * 15) / 16) | 1) * 16,
+    };
+    WARPS * stages * LINES * line
+}
+
+/// Bytes of a row of so many elements.
+pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
+    width / dtype.block_len() * dtype.size()
+}
+
+/// How numbers lie that kernels read or write, as they are told.
+pub(super) fn kind_of(dtype: DType, are_in_levels: bool) -> Arg<'static> {
+    (u32::from(dtype == DType::BF16) + u32::from(are_in_levels)).into()
+}
+
+/// Activations as bf16 in the order in which kernels take them beside weights in blocks (`small_m_gemm.cuh`): made so once, blocks of threads
+/// copy them without looking at them, which is worth a launch where there `are_many` rows. None if they stay as they are.
+pub(super) fn in_levels(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Option<Tensor> {
+    if !are_many || !weights.is_quantized() || !x.cols().is_multiple_of(WHOLE_DEPTH) {
+        return None;
+    }
+    let mut y = on.empty(x.shape(), DType::BF16);
+    let args = [on.read(x), (x.dtype() == DType::BF16).into(), on.write(&mut y), Arg::elements(x.len())];
+    // SAFETY: a thread reads eight numbers of 32 and writes as many there.
+    unsafe { on.launch(&ELEMENTWISE, "cast_to_levels", x.len().div_ceil(8 * THREADS), &args) };
+    Some(y)
+}

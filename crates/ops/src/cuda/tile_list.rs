@@ -1,0 +1,44 @@
+//! Tiles of groups' rows, which are listed once for each height.
+
+use std::cell::OnceCell;
+
+use moeworks_tensor::Tensor;
+
+use super::grouped::FEW_ROWS;
+use super::small_m_gemm;
+
+/// The tiles of some groups' rows.
+#[derive(Default)]
+pub(super) struct TileLists {
+    /// Those that were listed with the sort of few choices, and their height.
+    few: Option<(usize, Tensor)>,
+    /// Those of another height, listed when a product first needs them.
+    others: OnceCell<(usize, Tensor)>,
+}
+
+/// Rows of the tiles that are listed with the sort of so many tokens' choices: those of the kernels that most weights have then.
+pub(super) fn listed_height(num_tokens: usize) -> usize {
+    if num_tokens <= FEW_ROWS { FEW_ROWS } else { small_m_gemm::ROWS }
+}
+
+/// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one that is not full.
+pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
+    rows / height + rows.min(groups)
+}
+
+impl TileLists {
+    /// With those that were listed with the sort of so many tokens' choices, if there are any.
+    pub(super) fn of_few(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
+        let few = tiles.map(|tiles| (listed_height(num_tokens), tiles.clone()));
+        Self { few, others: OnceCell::new() }
+    }
+
+    /// Those of this height, which `list` makes where they are not there yet.
+    pub(super) fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
+        if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
+            return few.clone();
+        }
+        let (own, tiles) = self.others.get_or_init(|| (height, list()));
+        if *own == height { tiles.clone() } else { list() }
+    }
+}
