@@ -1,4 +1,4 @@
-//! Norms of few rows by the kernels that multiply with what is normed.
+//! Norms of few rows, fused into the kernels that multiply with their results.
 
 use super::On;
 use moeworks_gpu::Arg;
@@ -9,7 +9,7 @@ const MAX_ROWS: usize = 8;
 /// The arguments of a kernel's norm.
 pub(super) type Norm = [Arg<'static>; 7];
 
-/// Those of nothing to norm.
+/// The arguments of a kernel that norms nothing.
 pub(super) fn nothing() -> Norm {
     let none = Arg::none;
     [none(), none(), Arg::from(0.0), none(), none(), false.into(), false.into()]

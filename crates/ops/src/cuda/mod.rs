@@ -47,17 +47,17 @@ pub(crate) struct On<'a> {
 }
 
 impl<'a> On<'a> {
-    /// Of a context that has a GPU.
+    /// The GPU of a context; none if it has none.
     pub(crate) fn of(ctx: &'a Context) -> Option<Self> {
         ctx.gpu().map(|gpu| Self { ctx, gpu })
     }
 
-    /// The same, if there are kernels for weights of this type: floats of 16 or 32 bits, or any blocks.
+    /// The GPU of a context, if it has kernels for weights of this type: floats of 16 or 32 bits, or any blocks.
     pub(crate) fn taking_weights(ctx: &'a Context, dtype: DType) -> Option<Self> {
         Self::of(ctx).filter(|_| takes_weights(dtype))
     }
 
-    /// The same, if its kernels take all of these types; what is of another type is computed with on the host.
+    /// The GPU of a context, if its kernels take all of these types; the host computes with others.
     pub(crate) fn taking(ctx: &'a Context, dtypes: &[DType]) -> Option<Self> {
         Self::of(ctx).filter(|_| dtypes.iter().all(|dtype| matches!(dtype, DType::F32 | DType::BF16)))
     }
@@ -87,7 +87,7 @@ impl<'a> On<'a> {
         Tensor::from_slice(self.ctx.pool(), &[values.len()], values)
     }
 
-    /// The same of a list that comes again and again.
+    /// A list of whole numbers that is copied to the GPU once, because it is needed again and again.
     fn cached_list(self, values: &[u32]) -> Tensor {
         self.gpu.cached_list(self.ctx.pool(), values)
     }
@@ -113,7 +113,7 @@ impl<'a> On<'a> {
     ///
     /// # Safety
     ///
-    /// As of [`Gpu::launch`].
+    /// As for [`Gpu::launch`].
     unsafe fn launch(self, source: &'static Source, kernel: &str, blocks: usize, args: &[Arg<'_>]) {
         let launch = Launch { source, kernel, grid: [blocks, 1, 1], threads: THREADS, shared: 0, args };
         // SAFETY: the caller's promise.
@@ -152,7 +152,7 @@ fn takes_weights(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16) || dtype.is_quantized()
 }
 
-/// How kernels' names call a float type.
+/// The name of a float type in kernels' names.
 fn name(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "bf16",

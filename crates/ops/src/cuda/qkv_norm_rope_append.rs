@@ -65,7 +65,7 @@ pub(crate) fn run(
     queries
 }
 
-/// What a kernel is told that does this beside its own work.
+/// The arguments of a kernel that does this beside its own work.
 pub(super) type Placed = [Arg<'static>; 16];
 
 /// Of one token of each sequence, in bf16: if that would be launched next, and makes the queries, the last key and the last value of so

@@ -1,4 +1,4 @@
-//! Products of up to some rows with weights as they lie: which types have kernels, and what these need.
+//! GEMMs of up to 32 rows with weights as they are stored: the types that have kernels, and the layout of their blocks.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -42,7 +42,7 @@ const MAX_SHARED_OF_TWO: usize = 108 << 10;
 const NORMED_ROWS: usize = 8;
 const MAX_NORMING_BLOCKS: usize = 512;
 
-/// How a product's blocks are laid out: tiles of lines that a block has, chunks that a warp has under way, and shared memory: chunks of lines
+/// The layout of a product's blocks: tiles of lines that a block has, chunks that a warp has under way, and shared memory: chunks of lines
 /// in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and activations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Layout {
@@ -52,8 +52,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Of a product whose tiles have up to `rows` rows of one matrix, if there `is_one`, where tiles of so many lines make so many blocks.
-    /// How many tiles a block has, which decides the order of sums, does not depend on the GPU's shared memory.
+    /// The layout for a product whose tiles have up to `rows` rows, of one matrix if there `is_one`; `blocks` is the number of blocks for a
+    /// number of tiles each. The number of tiles of a block decides the order of sums and does not depend on the GPU's shared memory.
     pub(super) fn new(
         on: On<'_>,
         (dtype, depth): (DType, usize),
@@ -80,20 +80,20 @@ impl Layout {
         Self::of_two(on, dtype, TILES)
     }
 
-    /// Of blocks of which two have a multiprocessor.
+    /// A layout for two blocks on a multiprocessor.
     fn of_two(on: On<'_>, dtype: DType, tiles: usize) -> Self {
         let [many, few] = STAGED_BYTES.map(|bytes| chunk_bytes(dtype, STAGES) + bytes);
         let shared = if 2 * (many + OTHER_BYTES) <= on.gpu.most_shared() { many } else { few };
         Self { tiles, stages: STAGES, shared }
     }
 
-    /// Of blocks that have a multiprocessor each.
+    /// A layout for one block on a multiprocessor.
     fn alone(on: On<'_>, dtype: DType, tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES_ALONE) + STAGED_BYTES[0];
         Self { tiles, stages: STAGES_ALONE, shared }.or_of_two(on, dtype)
     }
 
-    /// Of blocks that have all activations of up to 32 rows at once: each piece of them takes longer to come than to multiply with.
+    /// A layout for blocks that have all activations of up to 32 rows at once: each piece of them takes longer to come than to multiply with.
     fn with_all_rows(on: On<'_>, (dtype, depth): (DType, usize), tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES) + depth.next_multiple_of(CHUNK_DEPTH) * ROWS * 2;
         Self { tiles, stages: STAGES, shared }.or_of_two(on, dtype)
@@ -105,15 +105,15 @@ impl Layout {
         if has_room { self } else { Self::of_two(on, dtype, self.tiles) }
     }
 
-    /// Of blocks of one tile, so many. Where each has a multiprocessor it asks for more than half of its memory, whether its warps have use
+    /// The layout for so many blocks of one tile. Where each has a multiprocessor it asks for more than half of its memory, whether its warps have use
     /// for it or not: blocks that come while others are still at work are else put two to a multiprocessor. (An H200, a text of OLMoE: 3%.)
     pub(super) fn of_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
         let is_alone = blocks <= on.gpu.processors();
         if is_alone { Self::alone(on, dtype, LEAST_TILES) } else { Self::of_two(on, dtype, LEAST_TILES) }
     }
 
-    /// The same where so many rows of so many elements are normed, all of which lie there then, if each of so many blocks may have so much.
-    /// Where there are many blocks, a kernel that norms several rows once is quicker than all of them.
+    /// The layout with room for so many rows of so many elements that each block norms; none if there is not enough shared memory. With
+    /// many blocks, a kernel that norms several rows once is quicker than all of them.
     pub(super) fn with_norm(
         self,
         on: On<'_>,
@@ -127,7 +127,7 @@ impl Layout {
         (is_worth_it && shared <= most.min(on.gpu.most_shared())).then_some(Self { shared, ..self })
     }
 
-    /// What kernels are told of it.
+    /// The layout as arguments of a kernel.
     pub(super) fn args(self) -> [Arg<'static>; 2] {
         [self.tiles, self.stages].map(Arg::from)
     }
@@ -178,7 +178,7 @@ pub(super) fn row_bytes(dtype: DType, width: usize) -> usize {
     width / dtype.block_len() * dtype.size()
 }
 
-/// How numbers lie that kernels read or write, as they are told.
+/// The order and type of numbers as an argument of a kernel.
 pub(super) fn kind_of(dtype: DType, are_in_levels: bool) -> Arg<'static> {
     (u32::from(dtype == DType::BF16) + u32::from(are_in_levels)).into()
 }

@@ -1,4 +1,4 @@
-//! Tiles of groups' rows, which are listed once for each height.
+//! Lists of the tiles of groups' rows, made once for each height.
 
 use std::cell::OnceCell;
 
@@ -10,9 +10,9 @@ use super::small_m_gemm;
 /// The tiles of some groups' rows.
 #[derive(Default)]
 pub(super) struct TileLists {
-    /// Those that were listed with the sort of few choices, and their height.
+    /// The tiles that the sort of few choices listed, and their height.
     few: Option<(usize, Tensor)>,
-    /// Those of another height, listed when a product first needs them.
+    /// The tiles of another height, listed when a product first needs them.
     others: OnceCell<(usize, Tensor)>,
 }
 
@@ -27,13 +27,13 @@ pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
 }
 
 impl TileLists {
-    /// With those that were listed with the sort of so many tokens' choices, if there are any.
+    /// Begins with the tiles that the sort of so many tokens' choices listed, if there are any.
     pub(super) fn of_few(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
         let few = tiles.map(|tiles| (listed_height(num_tokens), tiles.clone()));
         Self { few, others: OnceCell::new() }
     }
 
-    /// Those of this height, which `list` makes where they are not there yet.
+    /// Returns the tiles of this height, which `list` makes if they are not there yet.
     pub(super) fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
         if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
             return few.clone();
