@@ -3,16 +3,17 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+use moeworks_infer::open::Source;
+use moeworks_infer::store::{Holding, Pick, resolve_run};
 use moeworks_model::hf::{self, ModelFolder, NewFolder, Quantize, SaveOptions, Saved, copy_companions};
 use moeworks_model::safetensors::FileDType;
 use moeworks_model::{ModelConfig, UpcycleOptions};
 use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType};
-use moeworks_train::store::{Holding, Pick, resolve_run};
 
 use crate::args::{ConvertArgs, UpcycleArgs};
 use crate::failure::Failure;
-use crate::model::{Source, check_weights};
+use crate::model::{check_weights, load};
 
 pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let dtype = args.dtype.as_deref().map(dtype).transpose()?;
@@ -21,7 +22,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     check_target(source.path(), &args.out, args.force)?;
     let ctx = Context::cpu_all_cores();
-    let (config, mut weights) = source.load(&ctx, args.check.check_weights)?;
+    let (config, mut weights) = load(&source, &ctx, args.check.check_weights)?;
     if let Some(dtype) = dtype.filter(|_| weights.has_blocks()) {
         weights = weights.compute_copy(&ctx, if dtype == FileDType::BF16 { DType::BF16 } else { DType::F32 });
     }

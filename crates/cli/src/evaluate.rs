@@ -5,6 +5,7 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use moeworks_infer::open::Model;
 use moeworks_model::PassStats;
 use moeworks_train::config::RunConfig;
 use moeworks_train::data::{Batch, CachePlace, Sources, SpanRule, TokenStore, evaluation_batches, span_batches};
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::args::EvaluateArgs;
 use crate::failure::Failure;
-use crate::model::Model;
+use crate::model::{open_path, with_options};
 use crate::progress::thousands;
 use crate::reading;
 use crate::tables;
@@ -23,7 +24,7 @@ const BATCH_TOKENS: usize = 4096;
 const DEFAULT_SEQ_LEN: usize = 1024;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
-    let model = Model::load(&args.model, &args.compute)?;
+    let model = open_path(&args.model, &args.compute)?;
     let config = model.decoder.config();
     let (longest, has_encoder) = (config.max_seq_len, config.variant.encoder.is_some());
     let seq_len = args.seq_len.unwrap_or(DEFAULT_SEQ_LEN.min(longest));
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
     let share = (result.num_targets + num_ignored) as f64 / (tokens.len() - 1) as f64;
     let bytes = (!has_encoder).then(|| tokens.num_text_bytes() as f64 * share);
     if !result.mean_loss().is_finite() {
-        return Err(model.not_a_number());
+        return Err(with_options(model.not_a_number()));
     }
     if args.json {
         println!("{:#}", as_json(&model, &result, bytes));

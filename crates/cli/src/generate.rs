@@ -7,52 +7,73 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use moeworks_gpu::{ExpertCacheStats, Gpu};
-use moeworks_model::BatchError;
-use moeworks_model::generation::{
-    CachedSequence, GenerateRequest, Sampler, StopReason, StopTexts, TextStream, generate_cached,
+use moeworks_infer::generation::{
+    Answer, CachedSequence, End, GenerateRequest, TokenLimits, answer, max_new_tokens, prompt_ids,
 };
+use moeworks_infer::open::{Model, Source};
 
-use crate::args::{GenerateArgs, TokenLimit};
+use crate::args::GenerateArgs;
 use crate::failure::Failure;
-use crate::model::{Model, Source};
-use crate::sampling::{Sampling, stop_texts, warn_of_unused};
+use crate::model::{open, with_options};
+use crate::sampling::{Sampling, warn_of_unused};
 use crate::terminal::shown;
-
-/// Tokens to generate where nobody says how many.
-const DEFAULT_TOKENS: usize = 200;
 
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let text = prompt_text(args)?;
     let source = Source::open(&args.model)?;
-    let (defaults, file) = source.sampling_defaults()?;
-    let sampling = Sampling::resolve(&args.sampling, &defaults, file)?;
-    let (mut sampler, stops) = (sampling.sampler()?, stop_texts(&args.stop, &args.sampling, &defaults)?);
-    let model = Model::of(&source, &args.compute)?;
-    warn_of_unused(&args.sampling, &defaults, file);
+    let defaults = source.sampling_defaults()?;
+    let mut sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
+    let model = open(&source, &args.compute)?;
+    warn_of_unused(&args.sampling, &defaults);
     tracing::info!("sampling: {}", sampling.description);
-    let prompt = prompt_ids(&model, &text, args.special)?;
-    let of_model = defaults.max_new_tokens.filter(|_| !args.sampling.no_model_sampling);
-    let max_new_tokens = num_tokens(&model, prompt.len(), args.max_tokens, of_model)?;
+    let prompt = prompt_ids(&model, &text, args.special).map_err(with_options)?;
+    let limits = TokenLimits { asked: args.max_tokens, of_model: sampling.limit_of_model };
+    let max_new_tokens = max_new_tokens(&model, prompt.len(), limits).map_err(with_options)?;
     // A model with an encoder answers its prompt and does not continue it.
     if !model.has_encoder() {
         print!("{}", shown(&text));
-        flush();
+        crate::output::flush();
     }
     let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };
     let start = Instant::now();
-    let mut sequence = CachedSequence::new(model.decoder.config());
-    let answer = if max_new_tokens == 0 {
-        Ok(Printed::default())
-    } else {
-        print_answer(&model, &mut sequence, &request, &mut sampler, &stops, || false)
-    };
+    let answer = print_answer(&model, &request, &mut sampling);
     // An error stands on a line of its own.
     println!();
-    let Printed { count, end, .. } = answer?;
-    let speed = count as f64 / start.elapsed().as_secs_f64();
-    tracing::info!("{count} tokens, {speed:.1} tokens/s, ended by {}", end.name());
+    let Answer { num_tokens, end, .. } = answer?;
+    let speed = num_tokens as f64 / start.elapsed().as_secs_f64();
+    tracing::info!("{num_tokens} tokens, {speed:.1} tokens/s, ended by {}", name_of(end));
     tell_expert_cache(&model);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Generates and prints as it goes. No line end is printed behind.
+fn print_answer(model: &Model, request: &GenerateRequest<'_>, sampling: &mut Sampling) -> Result<Answer, Failure> {
+    if request.max_new_tokens == 0 {
+        return Ok(Answer::default());
+    }
+    let mut sequence = CachedSequence::new(model.decoder.config());
+    let on_text = |piece: &str| {
+        print_piece(piece);
+        ControlFlow::Continue(())
+    };
+    answer(model, &mut sequence, request, &mut sampling.sampler, &sampling.stops, on_text).map_err(with_options)
+}
+
+/// Prints a piece of an answer, which reaches its reader at once.
+pub(crate) fn print_piece(piece: &str) {
+    if !piece.is_empty() {
+        print!("{}", shown(piece));
+        crate::output::flush();
+    }
+}
+
+fn name_of(end: End) -> &'static str {
+    match end {
+        End::StopToken => "a stop token",
+        End::StopText => "a stop text",
+        End::Limit => "the limit on tokens",
+        End::Interrupted => "Ctrl-C",
+    }
 }
 
 /// Logs the hits and misses of the expert cache, if there is one.
@@ -66,45 +87,7 @@ fn tell_expert_cache(model: &Model) {
     }
 }
 
-fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<u32>, Failure> {
-    let tokenizer = &model.tokenizer;
-    let prompt = match model.has_encoder() {
-        true => tokenizer.encode_source(text)?,
-        false => tokenizer.encode_prompt(text, reads_special)?,
-    };
-    if prompt.is_empty() {
-        return Err(Failure::input("--prompt is empty, and the tokenizer has no token that a text begins with"));
-    }
-    Ok(prompt)
-}
-
-/// The tokens to generate at most: as many as are asked for, which must fit behind the prompt, or as many as the model's files or the
-/// program choose and fit.
-fn num_tokens(
-    model: &Model,
-    prompt_len: usize,
-    asked: Option<TokenLimit>,
-    of_model: Option<usize>,
-) -> Result<usize, Failure> {
-    let (room, context) = (model.decoder.room(prompt_len), model.decoder.config().max_seq_len);
-    if (room == 0 && asked != Some(TokenLimit::Tokens(0))) || prompt_len > context.saturating_add(room) {
-        let longest = context.saturating_sub(1);
-        return Err(Failure::input(format!(
-            "the prompt has {prompt_len} tokens, but the model's context is {context}: shorten it to at most {longest}"
-        )));
-    }
-    match asked {
-        Some(TokenLimit::Tokens(count)) if count > room => Err(Failure::input(format!(
-            "--max-tokens {count}: the model's context is {context} tokens and the prompt has {prompt_len}: \
-             give at most {room}, or -1 for as many as fit"
-        ))),
-        Some(TokenLimit::Tokens(count)) => Ok(count),
-        Some(TokenLimit::Room) => Ok(room),
-        None => Ok(of_model.unwrap_or(DEFAULT_TOKENS).min(room)),
-    }
-}
-
-/// The text to continue, from wherever it is to come.
+/// Reads the text to continue, from wherever it is to come.
 fn prompt_text(args: &GenerateArgs) -> Result<String, Failure> {
     match &args.prompt_file {
         Some(path) => prompt_of_file(path),
@@ -131,115 +114,4 @@ fn prompt_of_file(path: &Path) -> Result<String, Failure> {
 fn without_line_end(mut text: String) -> String {
     text.truncate(text.strip_suffix('\n').map_or(text.len(), |line| line.strip_suffix('\r').unwrap_or(line).len()));
     text
-}
-
-/// Why an answer ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum End {
-    StopToken,
-    StopText,
-    /// The number of tokens that was allowed.
-    #[default]
-    Limit,
-    /// The user asked for it.
-    Interrupted,
-}
-
-impl End {
-    fn name(self) -> &'static str {
-        match self {
-            Self::StopToken => "a stop token",
-            Self::StopText => "a stop text",
-            Self::Limit => "the limit on tokens",
-            Self::Interrupted => "Ctrl-C",
-        }
-    }
-}
-
-/// A text that was generated and printed.
-#[derive(Debug, Default)]
-pub(crate) struct Printed {
-    /// The text, with special tokens where they say what follows.
-    pub(crate) text: String,
-    /// Tokens, with the one that ended it.
-    pub(crate) count: usize,
-    pub(crate) end: End,
-}
-
-/// Generates and prints as it goes, until one of `stops` comes or `is_stopped`. No line end is printed behind.
-pub(crate) fn print_answer(
-    model: &Model,
-    sequence: &mut CachedSequence,
-    request: &GenerateRequest<'_>,
-    sampler: &mut Sampler,
-    stops: &[String],
-    is_stopped: impl Fn() -> bool,
-) -> Result<Printed, Failure> {
-    let tokenizer = &model.tokenizer;
-    // Which span follows, or which channel, special tokens say.
-    let shows_special = model.has_encoder() || tokenizer.has_channels();
-    let stream = if shows_special { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
-    // An answer is a text of its own; what continues a text is not.
-    let stream = if model.has_encoder() { stream } else { stream.after(request.prompt) };
-    let mut printer = Printer { stream, stops: StopTexts::new(stops), text: String::new() };
-    let (mut failure, mut is_interrupted) = (None, false);
-    let (compute, decoder) = ((&model.ctx, &model.weights), &model.decoder);
-    let (ids, reason) = generate_cached(decoder, compute, sequence, request, sampler, |id| {
-        if request.stop_ids.contains(&id) {
-            return ControlFlow::Continue(());
-        }
-        failure = printer.push(id).err();
-        is_interrupted = is_stopped();
-        let is_end = is_interrupted || failure.is_some() || printer.stops.is_found();
-        if is_end { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })
-    .map_err(|error| if error == BatchError::NotANumber { model.not_a_number() } else { error.into() })?;
-    if let Some(error) = failure {
-        return Err(error);
-    }
-    printer.finish()?;
-    let end = match reason {
-        _ if printer.stops.is_found() => End::StopText,
-        StopReason::StopId => End::StopToken,
-        StopReason::MaxTokens => End::Limit,
-        StopReason::Asked => End::Interrupted,
-    };
-    Ok(Printed { text: printer.text, count: ids.len(), end })
-}
-
-/// Prints text as its tokens come, up to a stop text.
-struct Printer<'a> {
-    stream: TextStream<'a>,
-    stops: StopTexts,
-    /// The text that was printed.
-    text: String,
-}
-
-impl Printer<'_> {
-    fn push(&mut self, id: u32) -> Result<(), Failure> {
-        let piece = self.stream.push(id)?;
-        let piece = self.stops.push(&piece);
-        self.print(&piece);
-        Ok(())
-    }
-
-    /// Prints what was held back.
-    fn finish(&mut self) -> Result<(), Failure> {
-        let rest = self.stream.finish()?;
-        let rest = self.stops.push(&rest) + &self.stops.finish();
-        self.print(&rest);
-        Ok(())
-    }
-
-    fn print(&mut self, piece: &str) {
-        if !piece.is_empty() {
-            print!("{}", shown(piece));
-            flush();
-            self.text += piece;
-        }
-    }
-}
-
-pub(crate) fn flush() {
-    crate::output::flush();
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
+use moeworks_infer::open::Source;
 use moeworks_model::gguf::block_types;
 use moeworks_model::{DecoderWeights, ModelConfig};
 use moeworks_ops::Context;
@@ -14,7 +15,7 @@ use serde_json::{Value, json};
 use crate::account::{self, Training};
 use crate::args::InspectArgs;
 use crate::failure::Failure;
-use crate::model::Source;
+use crate::model::load;
 use crate::progress::{bytes, thousands};
 use crate::tables;
 
@@ -25,7 +26,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let ctx = Context::cpu_all_cores();
     // Loading checks the shape of every tensor.
-    let (config, weights) = source.load(&ctx, args.check.check_weights)?;
+    let (config, weights) = load(&source, &ctx, args.check.check_weights)?;
     let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
     let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;

@@ -118,7 +118,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Report(args) => train::report(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => completions::run(&args),
-        Command::RenderTemplate => chat::render::serve(),
+        Command::RenderTemplate => chat::serve_template(),
     }
 }
 

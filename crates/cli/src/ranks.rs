@@ -11,8 +11,8 @@ use crate::failure::{Failure, say_error};
 /// How long a rank that hangs may keep the program after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Ranks that are threads of one process, and threads of a rank, at most: more than any machine has cores for.
-pub(crate) const MAX_THREADS: usize = 1024;
+/// Ranks that are threads of one process, and threads of a rank, at most.
+pub(crate) use moeworks_infer::compute::MAX_THREADS;
 
 /// What is wrong with more ranks than that.
 pub(crate) fn too_many_ranks() -> String {

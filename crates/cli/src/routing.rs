@@ -5,14 +5,15 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use moeworks_infer::open::{Model, Source};
+use moeworks_infer::store::Resolved;
 use moeworks_model::Rules;
 use moeworks_train::data::Sources;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
-use moeworks_train::store::Resolved;
 
 use crate::args::RoutingArgs;
 use crate::failure::Failure;
-use crate::model::{Model, Source};
+use crate::model::open;
 use crate::page::{Target, write_whole};
 use crate::progress::thousands;
 use crate::reading;
@@ -33,7 +34,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     let out = args.out.clone().unwrap_or(default_out);
     Target { option: "--out", path: &out, mark: "Moeworks routing", is_forced: args.force }.check()?;
     let sources = Sources::find(&args.text.config(), &reading::watch(Arc::default()))?;
-    let model = Model::of(&source, &args.compute)?;
+    let model = open(&source, &args.compute)?;
     let config = model.decoder.config();
     if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {
         return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", args.model.display())));

@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
+use moeworks_infer::system::System;
 use moeworks_ops::Isa;
-use moeworks_train::system::System;
 
 /// The version, and the commit with its day where the program was built from a checkout.
 pub(crate) fn short() -> &'static str {

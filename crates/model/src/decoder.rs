@@ -27,7 +27,7 @@ use crate::blocks::{Memory, Pass};
 use crate::config::ModelConfig;
 use crate::encoder::Encoder;
 use crate::gather::{Gather, after};
-use crate::generation::{KvCache, LayerCache};
+use crate::kv_cache::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;

@@ -2,7 +2,6 @@
 
 pub mod account;
 mod blocks;
-pub mod chat;
 mod config;
 mod decoder;
 mod encoder;
@@ -10,10 +9,10 @@ pub mod files;
 mod finite;
 mod foreign;
 mod gather;
-pub mod generation;
 pub mod gguf;
 pub mod hf;
 mod instead;
+mod kv_cache;
 mod losses;
 mod over_ranks;
 mod pass;
@@ -38,6 +37,7 @@ pub use encoder::SourceBatch;
 pub use gather::Gather;
 pub use hf::LoadError;
 pub use instead::{instead_of_model, only_gguf};
+pub use kv_cache::KvCache;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
 pub use scan::{NotFinite, WeightCheck};
 pub use split::{Cut, TensorShare, TensorSplit};

@@ -12,7 +12,7 @@ use crate::config::ConfigError;
 use crate::data::DataError;
 use crate::metrics::MetricsError;
 use crate::report::ReportError;
-use crate::store::StoreError;
+use moeworks_infer::store::StoreError;
 
 /// Why a run cannot start or cannot go on.
 #[derive(Debug, thiserror::Error)]

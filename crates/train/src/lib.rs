@@ -15,9 +15,7 @@ pub mod routing;
 pub mod schedule;
 mod setup;
 mod state;
-pub mod store;
 pub mod study;
-pub mod system;
 pub mod trace;
 mod trainer;
 

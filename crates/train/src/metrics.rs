@@ -8,6 +8,7 @@ mod lines;
 mod ranks;
 mod writer;
 
+pub use moeworks_infer::store::METRICS_JSONL;
 use moeworks_model::RouterLosses;
 use moeworks_moe::{self as moe, LayerStats};
 
@@ -18,8 +19,6 @@ pub(crate) use ranks::NUM_FIGURES;
 pub use ranks::{RankRecord, RanksRecord};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
 
-/// File of the records in a run folder: one JSON object a line.
-pub const METRICS_JSONL: &str = "metrics.jsonl";
 /// File of the records in a run folder, as a table.
 pub const METRICS_CSV: &str = "metrics.csv";
 /// File of the sampled texts in a run folder: one JSON object a line.

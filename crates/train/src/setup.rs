@@ -11,7 +11,7 @@ use crate::error::TrainError;
 use crate::optimizer::AdamWConfig;
 use crate::ranks::Ranks;
 use crate::schedule::{Decay, Schedule};
-use crate::system::System;
+use moeworks_infer::system::System;
 
 /// The model's vocabulary: the tokenizer's, unless a larger one is set.
 pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {

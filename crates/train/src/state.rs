@@ -17,7 +17,7 @@ use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig,
 use crate::data::is_stdin;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
-use crate::store::{CONFIG_FILE, Checkpoint, Metadata};
+use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Metadata};
 
 /// The optimizer's moments, in a checkpoint.
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";

@@ -33,8 +33,8 @@ use crate::ranks::{Ranks, SumsUnderWay};
 use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
 use crate::state::Progress;
-use crate::store::Store;
 pub use folder::{IfTaken, RunFolder};
+use moeworks_infer::store::Store;
 use phases::Phases;
 
 /// What somebody outside asks of a running trainer. Set from signal handlers or other threads.

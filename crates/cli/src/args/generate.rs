@@ -1,9 +1,9 @@
 //! The options of `generate` and `chat`.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::Args;
+use moeworks_infer::generation::{SamplingSettings, TokenLimit};
 
 use super::ComputeArgs;
 
@@ -46,23 +46,20 @@ pub(crate) struct SamplingArgs {
     pub(crate) no_model_sampling: bool,
 }
 
-/// A number of tokens at most.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TokenLimit {
-    /// This many.
-    Tokens(usize),
-    /// As many as the model's context has room for.
-    Room,
-}
-
-impl FromStr for TokenLimit {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text.parse::<i64>() {
-            Ok(-1) => Ok(Self::Room),
-            Ok(count @ 0..) => Ok(Self::Tokens(usize::try_from(count).unwrap_or(usize::MAX))),
-            _ => Err("must be a whole number, or -1 for as many as fit".to_owned()),
+impl SamplingArgs {
+    /// The settings that are given.
+    pub(crate) fn settings(&self) -> SamplingSettings {
+        SamplingSettings {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            penalty_last: self.penalty_last_n,
+            seed: self.seed,
+            ignores_model: self.no_model_sampling,
         }
     }
 }

@@ -6,6 +6,7 @@ use std::str::FromStr as _;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Args, Command, Error, ValueEnum};
 use moeworks_gpu::DeviceChoice;
+use moeworks_infer::open::WeightsToCheck;
 
 /// Which weights are looked at for NaN and infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -17,6 +18,16 @@ pub(crate) enum CheckWeights {
     Auto,
     /// None of them.
     None,
+}
+
+impl From<CheckWeights> for WeightsToCheck {
+    fn from(check: CheckWeights) -> Self {
+        match check {
+            CheckWeights::All => Self::All,
+            CheckWeights::Auto => Self::Auto,
+            CheckWeights::None => Self::None,
+        }
+    }
 }
 
 /// Whether weights are looked at before they are used.

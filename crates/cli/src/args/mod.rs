@@ -20,7 +20,7 @@ use crate::version;
 pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
-pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs, TokenLimit};
+pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
 pub(crate) use help::command;
 pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs};
 pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs};

@@ -11,10 +11,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use moeworks_infer::generation::{Sampler, SamplingOptions};
+use moeworks_infer::open::{LoadedWeights, Source, WeightsToCheck};
 use moeworks_model::account::Parameters;
-use moeworks_model::generation::{KvCache, Sampler, SamplingOptions};
 use moeworks_model::hf::ModelFolder;
-use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, QkNorm, Role};
+use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, KvCache, ModelConfig, QkNorm, Role};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
 use moeworks_ops::peak::{Memory, Peaks};
@@ -24,9 +25,7 @@ use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
 
 use super::median;
-use crate::args::CheckWeights;
 use crate::failure::Failure;
-use crate::model::Source;
 
 /// Tokens of the prompt that are in the cache before decoding is timed.
 const PROMPT: usize = 32;
@@ -172,7 +171,7 @@ pub(super) fn measure(
 
 /// Times a model, whatever its types are; `dtype` of the result is that of the first layer's feed-forward.
 pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Vec<Measured>, Failure> {
-    let (config, weights) = Source::open(model)?.load(ctx, CheckWeights::None)?;
+    let LoadedWeights { config, weights, .. } = Source::open(model)?.load(ctx, WeightsToCheck::None)?;
     takes_prefill(&config, model)?;
     let dtype = match weights.layers.first().map(|layer| &layer.feed_forward) {
         Some(FeedForwardWeights::Moe(moe)) => moe.gate_up.dtype(),
@@ -273,7 +272,7 @@ impl<'a> Texts<'a> {
 
 /// Prints the seconds of each token as it comes, text after text, until the process is stopped or nobody reads on.
 pub(super) fn endless(ctx: &Context, model: &Path) -> Result<ExitCode, Failure> {
-    let (config, weights) = Source::open(model)?.load(ctx, CheckWeights::None)?;
+    let LoadedWeights { config, weights, .. } = Source::open(model)?.load(ctx, WeightsToCheck::None)?;
     let decoder = Decoder::new(config)?;
     loop {
         let mut text = Texts::new(ctx, (&decoder, &weights), 1)?;

@@ -1,24 +1,24 @@
 //! `moeworks chat`: a conversation by the model's own template, with commands that begin with a slash.
 
 mod commands;
-mod conversation;
 mod input;
-pub(crate) mod render;
 
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moeworks_model::chat::ChatTemplate;
+use moeworks_infer::chat::{ChatTemplate, Conversation, ConversationOptions, Cut, Sandbox, Turn, TurnError, TurnEvent};
+use moeworks_infer::generation::{End, TokenLimit, TokenLimits};
+use moeworks_infer::open::{Model, Source};
 
 use self::commands::{Line, help};
-use self::conversation::{Conversation, TurnError};
 use self::input::{Input, Typed};
-use crate::args::{ChatArgs, TokenLimit};
+use crate::args::ChatArgs;
 use crate::failure::{Failure, say_error};
-use crate::generate::{End, Printed};
-use crate::model::{Model, Source};
-use crate::sampling::{Sampling, stop_texts, warn_of_unused};
+use crate::generate::print_piece;
+use crate::model::{open, with_options};
+use crate::sampling::{Sampling, warn_of_unused};
 
 /// The exit code of a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
@@ -27,24 +27,36 @@ const REFUSED: u8 = 2;
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
-    let (defaults, file) = source.sampling_defaults()?;
-    let sampling = Sampling::resolve(&args.sampling, &defaults, file)?;
-    let (sampler, stops) = (sampling.sampler()?, stop_texts(&args.stop, &args.sampling, &defaults)?);
+    let defaults = source.sampling_defaults()?;
+    let sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
     if args.max_tokens == Some(TokenLimit::Tokens(0)) {
         return Err(Failure::input("--max-tokens 0: an answer needs at least 1 token, or -1 for as many as fit"));
     }
-    let model = Model::of(&source, &args.compute)?;
-    warn_of_unused(&args.sampling, &defaults, file);
+    let model = open(&source, &args.compute)?;
+    warn_of_unused(&args.sampling, &defaults);
     let template = template(args, &source, &model)?;
     let input = Input::open(!args.no_history)?;
-    let of_model = defaults.max_new_tokens.filter(|_| !args.sampling.no_model_sampling);
-    let mut conversation = Conversation::new(&model, template, sampler);
-    (conversation.limit, conversation.limit_of_model) = (args.max_tokens, of_model);
-    conversation.stops = stops;
-    conversation.set_system(args.system.as_deref());
     greet(&input, &sampling);
-    let interrupts = Interrupts::watch(Arc::clone(&conversation.is_asked), input.reads_interrupts())?;
+    let Sampling { sampler, stops, limit_of_model, .. } = sampling;
+    let options =
+        ConversationOptions { limits: TokenLimits { asked: args.max_tokens, of_model: limit_of_model }, stops };
+    let mut conversation = Conversation::new(&model, template, sandbox()?, sampler, options);
+    conversation.set_system(args.system.as_deref());
+    let interrupts = Interrupts::watch(input.reads_interrupts())?;
     Session { input, conversation, interrupts, is_leaving: false, was_refused: false }.run()
+}
+
+/// The program itself, which carries templates out when it is told to.
+fn sandbox() -> Result<Sandbox, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::input(format!("cannot start a process for the chat template: {error}")))?;
+    Ok(Sandbox::new(program, ["render-template"]))
+}
+
+/// Serves the sandbox of another process of this program.
+pub(crate) fn serve_template() -> Result<ExitCode, Failure> {
+    moeworks_infer::chat::serve()?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn template(args: &ChatArgs, source: &Source, model: &Model) -> Result<ChatTemplate, Failure> {
@@ -108,7 +120,7 @@ impl Session<'_> {
     /// Carries out a line. Returns how an answer ended, if there was one.
     fn obey(&mut self, line: &Line<'_>) -> Result<Option<End>, Failure> {
         match line {
-            Line::Say(text) => return self.answer(|conversation| conversation.say(text)),
+            Line::Say(text) => return self.answer(|conversation, on_event| conversation.say(text, on_event)),
             Line::Regenerate => return self.regenerate(),
             Line::Help => eprintln!("{}", help()),
             Line::Clear => self.conversation.clear(),
@@ -129,7 +141,7 @@ impl Session<'_> {
 
     fn regenerate(&mut self) -> Result<Option<End>, Failure> {
         if self.conversation.has_turn() {
-            return self.answer(|conversation| conversation.regenerate());
+            return self.answer(|conversation, on_event| conversation.regenerate(on_event));
         }
         self.refuse("there is no message to answer again");
         Ok(None)
@@ -137,18 +149,24 @@ impl Session<'_> {
 
     fn answer(
         &mut self,
-        turn: impl FnOnce(&mut Conversation<'_>) -> Result<Printed, TurnError>,
+        turn: impl FnOnce(&mut Conversation<'_>, &mut OnEvent<'_>) -> Result<Turn, TurnError>,
     ) -> Result<Option<End>, Failure> {
         self.interrupts.set_answering(true);
-        let result = turn(&mut self.conversation);
+        let is_asked = Arc::clone(&self.interrupts.is_asked);
+        let result = turn(&mut self.conversation, &mut |event| show(event, &is_asked));
         self.interrupts.set_answering(false);
+        if let Err(TurnError::Refused(error)) = result {
+            self.refuse(with_options(error));
+            return Ok(None);
+        }
+        // An error stands on a line of its own.
+        println!();
         match result {
-            Ok(answer) => Ok(Some(answer.end)),
-            Err(TurnError::Refused(failure)) => {
-                self.refuse(failure);
-                Ok(None)
+            Ok(turn) => {
+                say_cut(&turn);
+                Ok(Some(turn.answer.end))
             }
-            Err(TurnError::Fatal(failure)) => Err(failure),
+            Err(TurnError::Refused(error) | TurnError::Fatal(error)) => Err(with_options(error)),
         }
     }
 
@@ -156,6 +174,35 @@ impl Session<'_> {
         self.was_refused = true;
         say_error(why);
     }
+}
+
+/// Called with the events of a turn; it may end the answer.
+type OnEvent<'a> = dyn FnMut(TurnEvent<'_>) -> ControlFlow<()> + 'a;
+
+/// Shows an event of a turn, and ends the answer if Ctrl-C asked for it.
+fn show(event: TurnEvent<'_>, is_asked: &AtomicBool) -> ControlFlow<()> {
+    match event {
+        TurnEvent::Text(piece) => print_piece(piece),
+        TurnEvent::Forgot { num_turns, context } => {
+            let turns = match num_turns {
+                1 => "oldest turn was".to_owned(),
+                count => format!("{count} oldest turns were"),
+            };
+            notice!("(The context of {context} tokens is full: the {turns} forgotten.)");
+        }
+    }
+    if is_asked.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+}
+
+/// Says why an answer ended early, if it did.
+fn say_cut(turn: &Turn) {
+    let why = match turn.cut {
+        None => return,
+        Some(Cut::ModelLimit) => "as the model's files recommend",
+        Some(Cut::NextTurn) => "to leave room for the next turn",
+    };
+    let count = turn.answer.num_tokens;
+    notice!("(The answer was cut after {count} tokens, {why}; --max-tokens N sets another limit.)");
 }
 
 /// Ctrl-C ends an answer. Between answers it ends the program, unless the line editor reads it as a key.
@@ -166,8 +213,9 @@ struct Interrupts {
 }
 
 impl Interrupts {
-    fn watch(is_asked: Arc<AtomicBool>, reads_interrupts: bool) -> Result<Self, Failure> {
-        let result = Self { is_ending: Arc::new(AtomicBool::new(!reads_interrupts)), is_asked, reads_interrupts };
+    fn watch(reads_interrupts: bool) -> Result<Self, Failure> {
+        let is_ending = Arc::new(AtomicBool::new(!reads_interrupts));
+        let result = Self { is_ending, is_asked: Arc::default(), reads_interrupts };
         let signal = signal_hook::consts::SIGINT;
         let is_ending = Arc::clone(&result.is_ending);
         signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), is_ending)

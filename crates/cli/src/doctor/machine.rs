@@ -4,10 +4,10 @@ use std::fs;
 use std::io::IsTerminal as _;
 use std::path::Path;
 
+use moeworks_infer::system::{ContainerLimits, HugePages, System, limits};
 use moeworks_ops::Isa;
 use moeworks_train::config::RunConfig;
 use moeworks_train::data::CachePlace;
-use moeworks_train::system::{ContainerLimits, HugePages, System, limits};
 use serde_json::json;
 
 use super::{Finding, State};

@@ -17,7 +17,7 @@ use super::latent::{Latent, LatentGradTask, LatentSaved};
 use super::norm::Norm;
 use super::projection::{project_grads, project_summed};
 use crate::config::ModelConfig;
-use crate::generation::LayerCache;
+use crate::kv_cache::LayerCache;
 use crate::split::TensorSplit;
 use crate::weights::{AttentionInputs, AttentionWeights, LayerWeights};
 

@@ -9,7 +9,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::projection::{attended_type, project_each, project_grads};
-use crate::generation::LayerCache;
+use crate::kv_cache::LayerCache;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::HeadWeights;
 

@@ -24,7 +24,7 @@ use super::Pass;
 use super::attention::attend;
 use super::projection::{attended_type, project, project_grads};
 use crate::config::LatentAttention;
-use crate::generation::LayerCache;
+use crate::kv_cache::LayerCache;
 use crate::weights::LatentWeights;
 
 /// Makes queries, keys and values.

@@ -9,7 +9,7 @@ use super::Pass;
 use super::attention::{AttentionBlock, WRONG_KIND};
 use super::cross::CrossBlock;
 use super::feed_forward::FeedForwardBlock;
-use crate::generation::LayerCache;
+use crate::kv_cache::LayerCache;
 use crate::weights::LayerWeights;
 
 /// More tokens than these go to most experts of a layer.

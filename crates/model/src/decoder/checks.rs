@@ -66,7 +66,8 @@ impl Decoder {
         if is_limited { self.config.max_seq_len.saturating_sub(len) } else { usize::MAX }
     }
 
-    pub(crate) fn check_len(&self, len: usize) -> Result<(), BatchError> {
+    /// Refuses a sequence of `len` tokens that is longer than the positions reach.
+    pub fn check_len(&self, len: usize) -> Result<(), BatchError> {
         let max_seq_len = self.config.max_seq_len;
         let is_limited = !matches!(self.config.variant.positions, PositionKind::Relative { .. });
         if is_limited && len > max_seq_len { Err(BatchError::TooLong { len, max_seq_len }) } else { Ok(()) }

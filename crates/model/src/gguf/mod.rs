@@ -129,8 +129,8 @@ impl GgufFile {
         self.optional(key, of, kind)?.ok_or_else(|| self.wrong_key(key, format!("is missing: must be {kind}")))
     }
 
-    /// The value of a key that must be of a kind if it is there.
-    pub(crate) fn optional<'a, T>(
+    /// Returns the value of a key that must be of a kind if it is there.
+    pub fn optional<'a, T>(
         &'a self,
         key: &str,
         of: impl Fn(&'a Value) -> Option<T>,
@@ -140,7 +140,9 @@ impl GgufFile {
         of(value).map(Some).ok_or_else(|| self.wrong_key(key, format!("must be {kind}")))
     }
 
-    pub(crate) fn wrong_key(&self, key: &str, reason: String) -> GgufError {
+    /// Returns the error of a key whose value is wrong.
+    #[must_use]
+    pub fn wrong_key(&self, key: &str, reason: String) -> GgufError {
         GgufError::Key { path: self.path.clone(), key: key.to_owned(), reason }
     }
 }

@@ -110,7 +110,8 @@ pub(crate) fn warn_of_keys(path: &Path, unknown_keys: &[String]) {
     }
 }
 
-pub(super) fn read_json(path: &Path) -> Result<Value, LoadError> {
+/// Reads a JSON file of a model folder, of a few megabytes at most.
+pub fn read_json(path: &Path) -> Result<Value, LoadError> {
     let io = |source| LoadError::Io { path: path.to_owned(), source };
     let bad = |reason: String| LoadError::Config { path: path.to_owned(), reason };
     let metadata = fs::metadata(path).map_err(io)?;

@@ -23,7 +23,6 @@ use engine::{Engine, Spelling};
 use serde_json::Value;
 use special::Additions;
 
-use crate::chat::CHANNEL;
 use crate::foreign;
 use crate::instead::instead_of_tokenizer;
 
@@ -42,6 +41,9 @@ const MAX_ID: u64 = 1 << 24;
 /// Stands behind the first character of what spells a special token but is none. No character: Unicode keeps it for use
 /// inside programs.
 const GUARD: char = '\u{FDD0}';
+
+/// The special token before the name of a channel, of tokenizers whose models answer in channels.
+const CHANNEL: &str = "<|channel|>";
 
 /// What can go wrong with a tokenizer.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +144,7 @@ impl Tokenizer {
         &self.sentinels
     }
 
-    /// Whether answers come in channels, as GPT-OSS gives them: see [`final_message`](crate::chat::final_message).
+    /// Whether answers come in channels, as GPT-OSS gives them (OpenAI's harmony format).
     #[must_use]
     pub fn has_channels(&self) -> bool {
         self.special_tokens.iter().any(|token| token == CHANNEL)
@@ -155,12 +157,14 @@ impl Tokenizer {
     }
 
     /// Whether an id stands for one byte, which may be a part of a character.
-    pub(crate) fn is_byte_token(&self, id: u32) -> bool {
+    #[must_use]
+    pub fn is_byte_token(&self, id: u32) -> bool {
         self.byte_tokens.binary_search(&id).is_ok()
     }
 
     /// Whether an id takes part in the text of ids, as a special token does only where these are shown.
-    pub(crate) fn is_shown(&self, id: u32, shows_special: bool) -> bool {
+    #[must_use]
+    pub fn is_shown(&self, id: u32, shows_special: bool) -> bool {
         self.engine.is_shown(id, shows_special)
     }
 

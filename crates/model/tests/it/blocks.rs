@@ -1,7 +1,7 @@
 //! Model folders with matrices in blocks of small integers.
 
 use moeworks_gpu::Gpu;
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_model::hf::{LoadError, ModelFolder, Quantize, SaveError, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::ModelFiles;
 use moeworks_model::{Decoder, DecoderWeights, LatentAttention, ModelConfig, QkNorm, Variant};

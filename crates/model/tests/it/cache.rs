@@ -1,7 +1,7 @@
 //! What is kept of a sequence while it grows: of a window its tokens alone, of latent attention the narrow vectors.
 
 use moeworks_gpu::Gpu;
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_model::{BatchError, LatentAttention, ModelConfig, QkNorm, Variant};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, TokenBatch};
+use moeworks_model::{Decoder, DecoderWeights, KvCache, ModelConfig, TokenBatch};
 use moeworks_ops::Context;
 use moeworks_ops::head_loss::IGNORE;
 use moeworks_tensor::{Purpose, Random};
@@ -47,6 +47,27 @@ pub(crate) fn next_ids(inputs: &[u32], seq_len: usize) -> Vec<u32> {
 
 pub(crate) fn batch<'a>(inputs: &'a [u32], targets: &'a [u32], seq_len: usize) -> TokenBatch<'a> {
     TokenBatch { inputs, targets, num_sequences: inputs.len() / seq_len, seq_len, ..TokenBatch::default() }
+}
+
+/// The likeliest ids behind `first`, one after the other.
+pub(crate) fn greedy(
+    ctx: &Context,
+    decoder: &Decoder,
+    weights: &DecoderWeights,
+    cache: &mut KvCache,
+    first: &[u32],
+    count: usize,
+) -> Vec<u32> {
+    let mut ids = Vec::new();
+    let mut next = first.to_vec();
+    while ids.len() < count {
+        let logits = decoder.extend(ctx, weights, cache, &next).unwrap();
+        let logits = logits.f32s();
+        let likeliest = (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+        ids.push(likeliest as u32);
+        next = vec![likeliest as u32];
+    }
+    ids
 }
 
 pub(crate) fn fixture(name: &str) -> PathBuf {

@@ -1,6 +1,6 @@
 //! The decoder against itself: what must not change results, and inputs that it must refuse.
 
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_model::{
     ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, PassOptions,
     PassStats, QkNorm, RouterNoise, Rules, TokenBatch,

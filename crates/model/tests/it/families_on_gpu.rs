@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use moeworks_gpu::Gpu;
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_model::{Decoder, DecoderWeights};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;

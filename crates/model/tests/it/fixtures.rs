@@ -1,18 +1,16 @@
 //! One training step of tiny checkpoints made by `transformers`: logits, losses and every gradient.
 
-use std::ops::ControlFlow;
 use std::path::Path;
 
-use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, generate};
 use moeworks_model::hf::{ModelFolder, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::{ModelFiles, SafetensorsFile};
-use moeworks_model::{BalanceKind, Decoder, DecoderWeights, PassOptions};
+use moeworks_model::{BalanceKind, Decoder, DecoderWeights, KvCache, PassOptions};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 use serde_json::Value;
 
-use crate::common::{assert_close, assert_same_bits, batch, fixture, next_ids};
+use crate::common::{assert_close, assert_same_bits, batch, fixture, greedy, next_ids};
 
 /// The tolerance, relative to the largest element of each tensor.
 pub(crate) const TOLERANCE: f32 = 1e-4;
@@ -50,13 +48,10 @@ pub(crate) fn compare_logits(ctx: &Context, dir: &Path) -> (Decoder, DecoderWeig
 }
 
 fn compare_greedy(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, expected: &Value) {
-    let greedy: Vec<u32> = serde_json::from_value(expected["greedy"].clone()).unwrap();
-    let (prompt, wanted) = greedy.split_at(5);
-    let mut sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() }).unwrap();
-    let request = GenerateRequest { prompt, max_new_tokens: wanted.len(), stop_ids: &[] };
-    let go_on = |_| ControlFlow::Continue(());
-    let (found, _) = generate(decoder, ctx, weights, &request, &mut sampler, go_on).unwrap();
-    assert_eq!(found, wanted);
+    let ids: Vec<u32> = serde_json::from_value(expected["greedy"].clone()).unwrap();
+    let (prompt, wanted) = ids.split_at(5);
+    let mut cache = KvCache::new(decoder.config());
+    assert_eq!(greedy(ctx, decoder, weights, &mut cache, prompt, wanted.len()), wanted);
 }
 
 /// All that [`compare_inference`] compares, and one training step: losses and every gradient.

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_model::gguf::{GgufError, GgufFile, is_gguf};
 use moeworks_model::hf::{SaveOptions, load_model, save_model};
 use moeworks_model::{Decoder, ModelConfig, is_of_experts};

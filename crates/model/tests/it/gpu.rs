@@ -1,17 +1,13 @@
 //! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
 
-use std::ops::ControlFlow;
-
 use moeworks_gpu::{Gpu, Traffic};
-use moeworks_model::generation::{
-    CachedSequence, GenerateRequest, KvCache, Sampler, SamplingOptions, StopReason, generate_cached,
-};
 use moeworks_model::{
-    Decoder, DecoderWeights, FeedForwardWeights, LatentAttention, ModelConfig, PassOptions, QkNorm, Variant,
+    Decoder, DecoderWeights, FeedForwardWeights, KvCache, LatentAttention, ModelConfig, PassOptions, QkNorm, Variant,
 };
 use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
+use moeworks_ops::sampling::{Filters, draw_each};
 use moeworks_tensor::DType;
 
 use crate::common::{batch, model, next_ids, random_ids, small_config};
@@ -101,62 +97,17 @@ fn nor_does_it_with_latent_attention_or_with_sinks_or_with_queries_that_are_cut(
 /// What the third token after a prompt copies until it is drawn.
 fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traffic {
     let mut cache = KvCache::new(decoder.config());
-    let mut sampler = Sampler::new(SamplingOptions { top_p: 0.9, ..SamplingOptions::default() }).expect("options");
+    let filters = Filters { temperature: 1.0, top_k: 0, top_p: 0.9, min_p: 0.0 };
     let mut extend = |ids: &[u32]| {
         let before = traffic(ctx);
         let logits = decoder.extend(ctx, weights, &mut cache, ids).expect("a token");
-        let drawn = sampler.sample(ctx, &logits);
+        let drawn = draw_each(ctx, &logits, &filters, &[0.5]).wait()[0];
         assert!(drawn.id < 50 && !drawn.has_nan, "{drawn:?}");
         traffic(ctx).since(&before)
     };
     extend(&[1, 2, 3, 4, 5]);
     extend(&[6]);
     extend(&[7])
-}
-
-/// The tokens behind a prompt, each of which the host knows before the next step begins.
-fn one_by_one(
-    ctx: &Context,
-    (decoder, weights): (&Decoder, &DecoderWeights),
-    prompt: &[u32],
-    count: usize,
-) -> Vec<u32> {
-    let mut cache = KvCache::new(decoder.config());
-    let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
-    let mut logits = decoder.extend(ctx, weights, &mut cache, prompt).expect("a prompt");
-    let mut next = || {
-        let id = sampler.sample(ctx, &logits).id;
-        logits = decoder.extend(ctx, weights, &mut cache, &[id]).expect("a token");
-        id
-    };
-    (0..count).map(|_| next()).collect()
-}
-
-#[test]
-fn a_step_that_began_before_its_token_was_known_is_taken_back_where_the_text_had_ended() {
-    let Some(ctx) = with_gpu() else { return };
-    let (decoder, weights) = model(&ctx, config(1));
-    assert!(decoder.goes_on_unknowing(&ctx) && !decoder.goes_on_unknowing(&ctx.on_host()));
-    let generate = |sequence: &mut CachedSequence, prompt: &[u32], stop_ids: &[u32]| {
-        let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
-        let request = GenerateRequest { prompt, max_new_tokens: 6, stop_ids };
-        generate_cached(&decoder, (&ctx, &weights), sequence, &request, &mut sampler, |_| ControlFlow::Continue(()))
-            .expect("a text")
-    };
-    let prompt = [1, 2, 3];
-    let all = one_by_one(&ctx, (&decoder, &weights), &prompt, 6);
-    let last = all.iter().position(|id| *id == all[2]).expect("one of them");
-    for (stop_ids, text, reason) in
-        [(&all[2..3], &all[..=last], StopReason::StopId), (&[], &all[..], StopReason::MaxTokens)]
-    {
-        let mut sequence = CachedSequence::new(decoder.config());
-        assert_eq!(generate(&mut sequence, &prompt, stop_ids), (text.to_vec(), reason));
-        assert_eq!(sequence.ids(), [&prompt[..], &text[..text.len() - 1]].concat());
-        // The cache has what the ids say.
-        let longer = [&prompt[..], text, &[7]].concat();
-        let expected = one_by_one(&ctx, (&decoder, &weights), &longer, 6);
-        assert_eq!(generate(&mut sequence, &longer, &[]).0, expected, "behind {text:?}");
-    }
 }
 
 #[test]

@@ -2,13 +2,11 @@
 
 mod blocks;
 mod cache;
-mod chat;
 mod common;
 mod decoder;
 mod families_on_gpu;
 mod fixtures;
 mod folders;
-mod generation;
 mod gguf;
 mod gguf_keys;
 mod gguf_parts;

@@ -1,7 +1,7 @@
 //! A step on several ranks is that of one: losses, statistics and the gradient of every weight.
 
 use moeworks_comm::{RankOptions, try_run_ranks};
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_model::{
     BalanceKind, LatentAttention, LayerDone, ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch,
     Variant,

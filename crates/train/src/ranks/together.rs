@@ -3,7 +3,7 @@
 
 use moeworks_model::Decoder;
 use moeworks_model::DecoderWeights;
-use moeworks_model::generation::KvCache;
+use moeworks_model::KvCache;
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 

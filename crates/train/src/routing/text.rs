@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use moeworks_model::generation::TextStream;
+use moeworks_infer::generation::TextStream;
 use moeworks_model::{Tokenizer, TokenizerError};
 
 /// Tokens whose text belongs together: one as a rule, several where they are the bytes of one character.

@@ -18,8 +18,8 @@ use crate::data::{DataError, Watch};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, METRICS_JSONL, Record, read_records};
 use crate::state;
-use crate::store::CONFIG_FILE;
 use crate::trainer::{Event, Outcome, Requests, Trainer};
+use moeworks_infer::store::CONFIG_FILE;
 
 pub use plot::plot;
 pub use table::report;

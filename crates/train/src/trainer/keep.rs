@@ -7,12 +7,12 @@ use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use moeworks_model::files::FileError;
-use moeworks_model::generation::{
-    GenerateRequest, KvCache, Sampler, SamplingOptions, TextStream, generate, generate_by,
+use moeworks_infer::generation::{
+    CachedSequence, GenerateRequest, ModelRef, Sampler, SamplingOptions, TextStream, generate, generate_with,
 };
+use moeworks_model::files::FileError;
 use moeworks_model::safetensors::TensorBytes;
-use moeworks_model::{Decoder, DecoderWeights};
+use moeworks_model::{Decoder, DecoderWeights, KvCache};
 use moeworks_ops::Context;
 
 use super::{Event, Output, Trainer};
@@ -20,7 +20,7 @@ use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::metrics::Sample;
 use crate::state::{self, WriteError};
-use crate::store::Keep;
+use moeworks_infer::store::Keep;
 
 impl Trainer {
     /// Writes a checkpoint.
@@ -101,14 +101,15 @@ impl Trainer {
                 let model = self.model_for_products();
                 let sample = self.sample(|request, sampler| {
                     let next = |ids: &[u32]| ranks.extend_together(model, &mut cache, ids);
-                    Ok(generate_by(next, request, (&self.ctx, sampler), |_| ControlFlow::Continue(()))?.0)
+                    Ok(generate_with(next, &self.ctx, request, sampler, |_| ControlFlow::Continue(()))?.ids)
                 })?;
                 ranks.end_text()?;
                 sample
             }
             None => self.sample(|request, sampler| {
                 let (ctx, decoder, weights) = self.model_for_products();
-                Ok(generate(decoder, ctx, weights, request, sampler, |_| ControlFlow::Continue(()))?.0)
+                let (model, mut sequence) = (ModelRef { ctx, decoder, weights }, CachedSequence::new(decoder.config()));
+                Ok(generate(model, &mut sequence, request, sampler, |_| ControlFlow::Continue(()))?.ids)
             })?,
         };
         if let Some(output) = &mut self.output {

@@ -21,7 +21,7 @@ use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, schedule, vocab_size};
 use crate::state::{self, Keep, Progress};
-use crate::store::{Checkpoint, Pick, Store, resolve_run};
+use moeworks_infer::store::{Checkpoint, Pick, Store, resolve_run};
 
 /// What this rank keeps of the tensors of a whole model, each by its name, in their order: all of it, its part, or where `are_shared`
 /// says that ranks share these out a slice of that.

@@ -1,33 +1,44 @@
 //! Generation: one sequence, token by token, with a cache of keys and values.
 
-mod cache;
+mod answer;
 mod defaults;
+mod files;
+mod limit;
 mod penalties;
+mod resolve;
 mod sampler;
 mod stop_texts;
 mod stream;
 
 use std::ops::ControlFlow;
 
+use moeworks_model::{BatchError, Decoder, DecoderWeights, KvCache, ModelConfig, SourceBatch};
 use moeworks_ops::Context;
 use moeworks_ops::sampling::Drawn;
 use moeworks_tensor::Tensor;
 
-pub use cache::KvCache;
-pub(crate) use cache::LayerCache;
+pub use answer::{Answer, End, answer, prompt_ids};
 pub use defaults::SamplingDefaults;
+pub use files::sampling_defaults;
+pub use limit::{DEFAULT_TOKENS, TokenLimit, TokenLimits, max_new_tokens};
 pub use penalties::Penalties;
+pub use resolve::{ResolvedSampling, SamplingSettings};
 pub use sampler::{Sampler, SamplingOptions};
 pub use stop_texts::StopTexts;
 pub use stream::TextStream;
 
-use crate::config::ModelConfig;
-use crate::decoder::Decoder;
-use crate::encoder::SourceBatch;
-use crate::pass::BatchError;
-use crate::weights::DecoderWeights;
+/// A decoder with its weights and the context that computes.
+#[derive(Clone, Copy)]
+pub struct ModelRef<'a> {
+    /// Computes.
+    pub ctx: &'a Context,
+    /// The layers.
+    pub decoder: &'a Decoder,
+    /// The weights as products take them.
+    pub weights: &'a DecoderWeights,
+}
 
-/// What is to be generated.
+/// A request for new tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateRequest<'a> {
     /// The ids to go on from, or of the source to answer in a model with an encoder; at least one.
@@ -38,7 +49,7 @@ pub struct GenerateRequest<'a> {
     pub stop_ids: &'a [u32],
 }
 
-/// Why generation ended.
+/// The reason why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
     /// One of the stop ids came; it is the last of the ids.
@@ -49,6 +60,15 @@ pub enum StopReason {
     Asked,
 }
 
+/// Ids that were generated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Generated {
+    /// The new ids, the stop id included.
+    pub ids: Vec<u32>,
+    /// Says why there are no more.
+    pub reason: StopReason,
+}
+
 /// A sequence whose keys and values are kept, so that the next prompt costs only what is new in it.
 pub struct CachedSequence {
     cache: KvCache,
@@ -57,7 +77,7 @@ pub struct CachedSequence {
 }
 
 impl CachedSequence {
-    /// An empty one for a model of `config`.
+    /// Returns an empty one for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
         Self { cache: KvCache::new(config), ids: Vec::new() }
@@ -79,32 +99,23 @@ impl CachedSequence {
 }
 
 /// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit, or
-/// `on_token`, which is called with each id as it is drawn, says so. Returns the new ids. Fails before anything is computed if
-/// prompt and new tokens together do not fit in the model's `max_seq_len`, if that is a limit: the window does not slide,
-/// because the keys of a cache carry their positions. Fails at the first logits that are not numbers
+/// `on_token`, which is called with each id as it is drawn, says so.
+///
+/// `sequence` is used again where its beginning is that of the prompt. It holds the prompt and the new ids afterwards, all but the
+/// last one.
+///
+/// # Errors
+/// Fails before anything is computed if prompt and new tokens together do not fit in the model's `max_seq_len`, if that is a limit: the
+/// window does not slide, because the keys of a cache carry their positions. Fails at the first logits that are not numbers
 /// ([`DecoderWeights::first_not_finite`] may say why).
 pub fn generate(
-    decoder: &Decoder,
-    ctx: &Context,
-    weights: &DecoderWeights,
-    request: &GenerateRequest<'_>,
-    sampler: &mut Sampler,
-    on_token: impl FnMut(u32) -> ControlFlow<()>,
-) -> Result<(Vec<u32>, StopReason), BatchError> {
-    let mut sequence = CachedSequence::new(decoder.config());
-    generate_cached(decoder, (ctx, weights), &mut sequence, request, sampler, on_token)
-}
-
-/// As [`generate`], with a sequence whose beginning is used again where it is that of the prompt, and which holds prompt and
-/// new ids afterwards, but the last one.
-pub fn generate_cached(
-    decoder: &Decoder,
-    (ctx, weights): (&Context, &DecoderWeights),
+    model: ModelRef<'_>,
     sequence: &mut CachedSequence,
     request: &GenerateRequest<'_>,
     sampler: &mut Sampler,
     on_token: impl FnMut(u32) -> ControlFlow<()>,
-) -> Result<(Vec<u32>, StopReason), BatchError> {
+) -> Result<Generated, BatchError> {
+    let ModelRef { ctx, decoder, weights } = model;
     let prompt = request.prompt;
     decoder.check_len(prompt.len().saturating_add(request.max_new_tokens))?;
     let config = decoder.config();
@@ -124,25 +135,24 @@ pub fn generate_cached(
     // A step that turns out to be one too many is taken back, which a cache of a window may not be able to.
     let is_ahead = decoder.goes_on_unknowing(ctx) && !sampler.counts_tokens();
     if is_ahead && config.variant.window == 0 {
-        return generate_ahead(decoder, (ctx, weights), sequence, &request, sampler, on_token);
+        return generate_ahead(model, sequence, &request, sampler, on_token);
     }
     let next = |ids: &[u32]| {
         let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
         sequence.ids.extend(ids);
         Ok(logits)
     };
-    generate_by(next, &request, (ctx, sampler), on_token)
+    generate_with(next, ctx, &request, sampler, on_token)
 }
 
-/// As [`generate_cached`] behind what the sequence keeps: each step begins before the host knows the token that it takes.
+/// Goes on behind what the sequence keeps; each step begins before the host knows the token that it takes.
 fn generate_ahead(
-    decoder: &Decoder,
-    (ctx, weights): (&Context, &DecoderWeights),
+    ModelRef { ctx, decoder, weights }: ModelRef<'_>,
     sequence: &mut CachedSequence,
     request: &GenerateRequest<'_>,
     sampler: &mut Sampler,
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
-) -> Result<(Vec<u32>, StopReason), BatchError> {
+) -> Result<Generated, BatchError> {
     let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
     let mut ids = Vec::new();
     let mut logits = decoder.extend(ctx, weights, &mut sequence.cache, prompt)?;
@@ -170,17 +180,18 @@ fn generate_ahead(
         }
     }
     sequence.cache.truncate(sequence.ids.len());
-    Ok((ids, reason))
+    Ok(Generated { ids, reason })
 }
 
-/// As [`generate`] with logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before.
-/// These are first the prompt's, whose length nothing here limits, then one at a time.
-pub fn generate_by<E: From<BatchError>>(
+/// Generates from logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before. These are
+/// first the prompt's, whose length nothing here limits, then one at a time.
+pub fn generate_with<E: From<BatchError>>(
     mut next: impl FnMut(&[u32]) -> Result<Tensor, E>,
+    ctx: &Context,
     request: &GenerateRequest<'_>,
-    (ctx, sampler): (&Context, &mut Sampler),
+    sampler: &mut Sampler,
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
-) -> Result<(Vec<u32>, StopReason), E> {
+) -> Result<Generated, E> {
     let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
     let mut ids = Vec::new();
     let mut logits = next(prompt)?;
@@ -191,14 +202,14 @@ pub fn generate_by<E: From<BatchError>>(
         }
         ids.push(id);
         if on_token(id).is_break() {
-            return Ok((ids, StopReason::Asked));
+            return Ok(Generated { ids, reason: StopReason::Asked });
         }
         if stop_ids.contains(&id) {
-            return Ok((ids, StopReason::StopId));
+            return Ok(Generated { ids, reason: StopReason::StopId });
         }
         if ids.len() < max_new_tokens {
             logits = next(&[id])?;
         }
     }
-    Ok((ids, StopReason::MaxTokens))
+    Ok(Generated { ids, reason: StopReason::MaxTokens })
 }

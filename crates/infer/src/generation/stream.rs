@@ -1,6 +1,6 @@
 //! Text from ids as they come.
 
-use crate::tokenizer::{Tokenizer, TokenizerError};
+use moeworks_model::{Tokenizer, TokenizerError};
 
 /// Ids that a character's beginning may be spread over: one of four bytes lacks its last, and an id has at least one byte.
 const MAX_PENDING: usize = 3;

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
-use super::error::LoadError;
-use super::load::read_json;
-use crate::generation::SamplingDefaults;
+use moeworks_model::LoadError;
+use moeworks_model::hf::read_json;
+
+use super::SamplingDefaults;
 
 /// Reads what `generation_config.json` of the folder `dir` recommends; nothing if there is no such file.
 pub fn sampling_defaults(dir: &Path) -> Result<SamplingDefaults, LoadError> {

@@ -4,27 +4,29 @@
 //! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (none), the names of special tokens,
 //! `raise_exception`, `strftime_now` (in UTC), the methods of Python's strings, lists and dicts; blocks are trimmed as there.
 //! It reaches no file and no other template. It ends after [`MAX_STEPS`] steps, and its text is at most [`MAX_BYTES`] long.
-//! What it keeps in variables meanwhile is not bounded here: a program that opens models of strangers carries templates out
-//! in a process of limited memory, as ours does.
+//! What it keeps in variables meanwhile is not bounded: a [`Sandbox`] carries templates out in a process of
+//! limited memory.
 //!
 //! What people write never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
 //! template sees them, [`Tokenizer::encode_rendered`] divides the text there.
 
 mod channels;
 mod clock;
+mod conversation;
 mod environment;
 mod python;
+mod sandbox;
 
 use std::io;
 use std::path::{Path, PathBuf};
 
+use moeworks_model::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-pub(crate) use channels::CHANNEL;
 pub use channels::final_message;
-
-use crate::tokenizer::Tokenizer;
+pub use conversation::{Conversation, ConversationOptions, Cut, Turn, TurnError, TurnEvent};
+pub use sandbox::{Sandbox, SandboxError, serve};
 
 /// Steps that a template may take. One for 2,000 messages takes some hundred thousand.
 pub const MAX_STEPS: u64 = 5_000_000;

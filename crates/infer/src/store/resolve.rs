@@ -6,8 +6,7 @@ use std::time::SystemTime;
 
 use moeworks_model::instead_of_model;
 
-use super::{CHECKPOINTS_DIR, CONFIG_FILE, Checkpoint, MANIFEST_FILE, Store, StoreError};
-use crate::metrics::METRICS_JSONL;
+use super::{CHECKPOINTS_DIR, CONFIG_FILE, Checkpoint, MANIFEST_FILE, METRICS_JSONL, Store, StoreError};
 
 /// Which checkpoint of a run is meant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Answers in channels, as GPT-OSS gives them (OpenAI's harmony format): what it thinks, what it says and what it calls are
 //! messages of their own, `<|channel|>NAME<|message|>TEXT` with `<|end|>`, `<|return|>` or `<|call|>` behind.
 
-/// What stands before the name of a channel.
-pub(crate) const CHANNEL: &str = "<|channel|>";
+/// The mark before the name of a channel.
+const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
 const ENDS: [&str; 3] = ["<|end|>", "<|return|>", "<|call|>"];
 

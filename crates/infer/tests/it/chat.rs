@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use moeworks_infer::chat::{ChatError, ChatTemplate, Message, final_message};
 use moeworks_model::Tokenizer;
-use moeworks_model::chat::{ChatError, ChatTemplate, Message, final_message};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -29,6 +29,8 @@ pub const CHECKPOINTS_DIR: &str = "checkpoints";
 pub const CONFIG_FILE: &str = "config.toml";
 /// The manifest in a checkpoint folder.
 pub const MANIFEST_FILE: &str = "checkpoint.json";
+/// File of the records in a run folder: one JSON object a line.
+pub const METRICS_JSONL: &str = "metrics.jsonl";
 /// Held by the trainer of a run while it works.
 const LOCK_FILE: &str = ".lock";
 /// Names of what is being written, replaced or deleted. Nothing else begins like this, so leftovers can be removed.

@@ -2,7 +2,9 @@
 
 use std::ops::ControlFlow;
 
-use moeworks_model::generation::{GenerateRequest, Sampler, SamplingOptions, StopReason, TextStream, generate};
+use moeworks_infer::generation::{
+    CachedSequence, GenerateRequest, Generated, ModelRef, Sampler, SamplingOptions, StopReason, TextStream,
+};
 use moeworks_model::{BatchError, Tokenizer};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -20,6 +22,17 @@ fn draw(options: SamplingOptions, logits: &[f32], count: usize) -> Vec<usize> {
         counts[sampler.sample(&ctx, &logits).id as usize] += 1;
     }
     counts
+}
+
+/// Generates behind a sequence of its own.
+fn generate(
+    model: ModelRef<'_>,
+    request: &GenerateRequest<'_>,
+    sampler: &mut Sampler,
+    on_token: impl FnMut(u32) -> ControlFlow<()>,
+) -> Result<Generated, BatchError> {
+    let mut sequence = CachedSequence::new(model.decoder.config());
+    moeworks_infer::generation::generate(model, &mut sequence, request, sampler, on_token)
 }
 
 #[test]
@@ -133,7 +146,9 @@ fn generation_goes_on_as_full_passes_would() {
         seen.push(id);
         ControlFlow::Continue(())
     };
-    let (ids, reason) = generate(&decoder, &ctx, &weights, &request, &mut sampler, on_token).unwrap();
+    let Generated { ids, reason } =
+        generate(ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights }, &request, &mut sampler, on_token)
+            .unwrap();
     assert_eq!((ids.len(), reason, &ids), (12, StopReason::MaxTokens, &seen));
     let mut all = prompt;
     for id in ids {
@@ -151,20 +166,25 @@ fn generation_ends_when_told() {
     let run = |max_new_tokens, stop_ids: &[u32], flow| {
         let mut sampler = Sampler::new(SamplingOptions::default()).unwrap();
         let request = GenerateRequest { prompt: &[1, 2], max_new_tokens, stop_ids };
-        generate(&decoder, &ctx, &weights, &request, &mut sampler, |_| flow)
+        generate(ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights }, &request, &mut sampler, |_| flow)
     };
+    let generated = |ids: &[u32], reason| Generated { ids: ids.to_vec(), reason };
     let go_on = ControlFlow::Continue(());
-    let (free, _) = run(20, &[], go_on).unwrap();
+    let free = run(20, &[], go_on).unwrap().ids;
     let first = free.iter().position(|&id| id == free[7]).unwrap();
-    assert_eq!(run(20, &[free[7]], go_on).unwrap(), (free[..=first].to_vec(), StopReason::StopId));
-    assert_eq!(run(20, &[], ControlFlow::Break(())).unwrap(), (free[..1].to_vec(), StopReason::Asked));
-    assert_eq!(run(0, &[], go_on).unwrap(), (vec![], StopReason::MaxTokens));
-    assert_eq!(run(62, &[], go_on).unwrap().0.len(), 62);
+    assert_eq!(run(20, &[free[7]], go_on).unwrap(), generated(&free[..=first], StopReason::StopId));
+    assert_eq!(run(20, &[], ControlFlow::Break(())).unwrap(), generated(&free[..1], StopReason::Asked));
+    assert_eq!(run(0, &[], go_on).unwrap(), generated(&[], StopReason::MaxTokens));
+    assert_eq!(run(62, &[], go_on).unwrap().ids.len(), 62);
     assert_eq!(run(63, &[], go_on).unwrap_err(), BatchError::TooLong { len: 65, max_seq_len: 64 });
     assert!(matches!(run(usize::MAX, &[], go_on).unwrap_err(), BatchError::TooLong { .. }));
     let empty = GenerateRequest { prompt: &[], max_new_tokens: 3, stop_ids: &[] };
     let mut sampler = Sampler::new(SamplingOptions::default()).unwrap();
-    assert_eq!(generate(&decoder, &ctx, &weights, &empty, &mut sampler, |_| go_on).unwrap_err(), BatchError::Empty);
+    assert_eq!(
+        generate(ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights }, &empty, &mut sampler, |_| go_on)
+            .unwrap_err(),
+        BatchError::Empty
+    );
 }
 
 #[test]
@@ -214,7 +234,8 @@ fn weights_that_are_no_numbers_are_named() {
     let request = GenerateRequest { prompt: &[1, 2], max_new_tokens: 3, stop_ids: &[] };
     let mut sampler = Sampler::new(SamplingOptions::default()).unwrap();
     let go_on = |_| ControlFlow::Continue(());
-    let error = generate(&decoder, &ctx, &weights, &request, &mut sampler, go_on).unwrap_err();
+    let error = generate(ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights }, &request, &mut sampler, go_on)
+        .unwrap_err();
     assert_eq!(error, BatchError::NotANumber);
     assert_eq!(weights.first_not_finite(&ctx).as_deref(), Some(name));
 }

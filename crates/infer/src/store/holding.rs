@@ -5,8 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::{CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, MANIFEST_FILE};
-use crate::metrics::METRICS_JSONL;
+use super::{CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, MANIFEST_FILE, METRICS_JSONL};
 
 /// What is in a place, so that nothing of somebody else's is written over.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,9 +4,8 @@
 //! A folder's file is read as `transformers` reads it: with `do_sample` true, what it does not set is temperature 1 and the 50 likeliest
 //! tokens; with `do_sample` false the likeliest token is taken. Without `do_sample`, only what it sets counts, as in vLLM.
 
+use moeworks_model::gguf::{GgufError, GgufFile, Value};
 use serde_json::Value as Json;
-
-use crate::gguf::{GgufError, GgufFile, Value};
 
 /// The settings of `transformers` for a file that asks for sampling and says no more.
 const SAMPLE_TEMPERATURE: f32 = 1.0;

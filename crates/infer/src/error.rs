@@ -1,0 +1,105 @@
+//! Errors of opening and using a model.
+
+use moeworks_gpu::GpuError;
+use moeworks_model::gguf::GgufError;
+use moeworks_model::{BatchError, LoadError, TokenizerError};
+use moeworks_moe::ConfigError;
+
+use crate::chat::{ChatError, SandboxError};
+use crate::store::StoreError;
+
+/// An error of opening or using a model, as one line: what is wrong, where, and what would be right.
+#[derive(Debug, thiserror::Error)]
+pub enum InferError {
+    /// The path means no model, or a checkpoint that is damaged.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A model folder cannot be read.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A GGUF file cannot be read.
+    #[error(transparent)]
+    Gguf(#[from] GgufError),
+    /// The tokenizer cannot be read, or refuses a text.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// A setting is out of range.
+    #[error(transparent)]
+    Setting(#[from] ConfigError),
+    /// The tokens do not fit the model.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// The device cannot be used.
+    #[error(transparent)]
+    Device(#[from] GpuError),
+    /// The chat template cannot be read.
+    #[error(transparent)]
+    Chat(#[from] ChatError),
+    /// The chat template cannot be carried out.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+    /// More threads than any machine has cores for.
+    #[error("{threads} threads: must be at most {most}; 0 for one on each core")]
+    ManyThreads {
+        /// The threads that were asked for.
+        threads: usize,
+        /// The most that there can be.
+        most: usize,
+    },
+    /// An expert cache without a GPU.
+    #[error("an expert cache needs a GPU; choose the device cuda")]
+    ExpertCacheWithoutGpu,
+    /// A result of the model is not a number.
+    #[error("the model's result is not a number{}", explain(tensor.as_deref()))]
+    NotANumber {
+        /// The tensor that is to blame; none if all weights are numbers.
+        tensor: Option<String>,
+    },
+    /// A prompt without a token.
+    #[error("the prompt is empty, and the tokenizer has no token that a text begins with")]
+    EmptyPrompt,
+    /// A prompt that leaves no room for an answer.
+    #[error(
+        "the prompt has {prompt_len} tokens, but the model's context is {context}: shorten it to at most {}",
+        context.saturating_sub(1)
+    )]
+    LongPrompt {
+        /// Its tokens.
+        prompt_len: usize,
+        /// The tokens of the model's context.
+        context: usize,
+    },
+    /// More new tokens than fit behind the prompt.
+    #[error(
+        "{asked} new tokens: the model's context is {context} tokens and the prompt has {prompt_len}: give at most {room}, \
+         or as many as fit"
+    )]
+    ManyTokens {
+        /// The tokens that were asked for.
+        asked: usize,
+        /// The tokens of the model's context.
+        context: usize,
+        /// The tokens of the prompt.
+        prompt_len: usize,
+        /// The tokens that fit.
+        room: usize,
+    },
+    /// A message that fills the model's context.
+    #[error(
+        "this message has {len} tokens with what the template puts around it, but the model's context is {context}: shorten it"
+    )]
+    LongMessage {
+        /// Its tokens.
+        len: usize,
+        /// The tokens of the model's context.
+        context: usize,
+    },
+}
+
+/// Says why a result is not a number, as the rest of a line.
+fn explain(tensor: Option<&str>) -> String {
+    match tensor {
+        Some(name) => format!(": tensor {name:?} holds NaN or infinity; the file may be damaged"),
+        None => ", though all weights are: they are too large for the precision".to_owned(),
+    }
+}

@@ -1,0 +1,253 @@
+//! Opening the model that a path means: a run, a checkpoint, a model folder or a GGUF file.
+
+use std::path::{Path, PathBuf};
+
+use moeworks_model::gguf::{self, GgufFile};
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, WeightCheck, hf, only_gguf};
+use moeworks_ops::Context;
+use moeworks_tensor::{DType, Device};
+
+use crate::InferError;
+use crate::chat::ChatTemplate;
+use crate::generation::{ModelRef, SamplingDefaults, sampling_defaults};
+use crate::store::{Pick, Resolved, resolve_run};
+use crate::system::System;
+
+/// The files of a model.
+pub enum Source {
+    /// A model folder, perhaps that of a checkpoint of a run.
+    Folder(Resolved),
+    /// A file of llama.cpp's format.
+    Gguf(GgufFile),
+}
+
+/// The weights that are looked at for NaN and infinity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WeightsToCheck {
+    /// All of them.
+    All,
+    /// All, except those of experts where the model is larger than half of the machine's memory.
+    #[default]
+    Auto,
+    /// None of them.
+    None,
+}
+
+/// The precision of the products.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Precision {
+    /// The type of the weights in the files.
+    #[default]
+    Stored,
+    /// Single precision.
+    F32,
+    /// Bfloat16 products with f32 sums.
+    Bf16,
+}
+
+impl Precision {
+    /// The type of the weights to compute with; none for that of the files.
+    fn dtype(self) -> Option<DType> {
+        match self {
+            Self::Stored => None,
+            Self::F32 => Some(DType::F32),
+            Self::Bf16 => Some(DType::BF16),
+        }
+    }
+}
+
+/// Options of opening a model.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OpenOptions {
+    /// The precision of the products.
+    pub precision: Precision,
+    /// The weights that are looked at first.
+    pub check: WeightsToCheck,
+}
+
+/// The sampling settings that a model's files recommend.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FileDefaults {
+    /// The settings.
+    pub sampling: SamplingDefaults,
+    /// The name of the file that has them, for people.
+    pub file: &'static str,
+}
+
+/// A configuration with weights as they are stored.
+pub struct LoadedWeights {
+    /// The configuration.
+    pub config: ModelConfig,
+    /// The weights.
+    pub weights: DecoderWeights,
+    /// Set where not all weights were looked at.
+    pub part_checked: Option<PartChecked>,
+}
+
+/// Weights that were looked at in part, because the model is large.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PartChecked {
+    /// The model's folder or file.
+    pub path: PathBuf,
+    /// Bytes that were looked at.
+    pub num_checked: u64,
+    /// Bytes that there are.
+    pub num_bytes: u64,
+}
+
+impl Source {
+    /// Finds the model that `path` means and reads what says so, not the weights.
+    ///
+    /// # Errors
+    /// If there is none, or a file or checkpoint is damaged.
+    pub fn open(path: &Path) -> Result<Self, InferError> {
+        if gguf::is_gguf(path) {
+            return Ok(Self::Gguf(GgufFile::open(path)?));
+        }
+        if let Some(file) = only_gguf(path) {
+            return Ok(Self::Gguf(GgufFile::open(&file)?));
+        }
+        Ok(Self::Folder(resolve_run(path, Pick::Latest)?))
+    }
+
+    /// The folder or file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Folder(run) => &run.model_dir,
+            Self::Gguf(file) => file.path(),
+        }
+    }
+
+    /// The run, if the folder belongs to one.
+    #[must_use]
+    pub fn run(&self) -> Option<&Resolved> {
+        match self {
+            Self::Folder(run) => Some(run),
+            Self::Gguf(_) => None,
+        }
+    }
+
+    /// Loads configuration and weights as they are stored. Weights that are no numbers are warned of.
+    pub fn load(&self, ctx: &Context, check: WeightsToCheck) -> Result<LoadedWeights, InferError> {
+        let (config, weights) = match self {
+            Self::Folder(run) => hf::load_model(ctx, &run.model_dir)?,
+            Self::Gguf(file) => file.load_model(ctx)?,
+        };
+        let find = |most| match self {
+            Self::Folder(run) => Ok(hf::check_weights(ctx, &run.model_dir, most)?),
+            Self::Gguf(file) => Ok(file.check_weights(ctx, most)),
+        };
+        let part_checked = check_weights(self.path(), check, find)?;
+        Ok(LoadedWeights { config, weights, part_checked })
+    }
+
+    /// Reads the ids at which the model ends a text.
+    pub fn stop_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, InferError> {
+        match self {
+            Self::Folder(run) => Ok(hf::stop_ids(&run.model_dir, tokenizer)?),
+            Self::Gguf(file) => Ok(file.stop_ids(tokenizer)?),
+        }
+    }
+
+    /// Reads the sampling settings that the model's files recommend.
+    pub fn sampling_defaults(&self) -> Result<FileDefaults, InferError> {
+        Ok(match self {
+            Self::Folder(run) => {
+                FileDefaults { sampling: sampling_defaults(&run.model_dir)?, file: "generation_config.json" }
+            }
+            Self::Gguf(file) => {
+                FileDefaults { sampling: SamplingDefaults::from_gguf(file)?, file: "general.sampling of the GGUF file" }
+            }
+        })
+    }
+
+    /// Reads the model's own chat template, if it has one.
+    pub fn chat_template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>, InferError> {
+        let dir = match self {
+            Self::Folder(run) => Some(&*run.model_dir),
+            Self::Gguf(_) => None,
+        };
+        Ok(ChatTemplate::find(dir, tokenizer)?)
+    }
+
+    /// Reads the tokenizer.
+    pub fn tokenizer(&self) -> Result<Tokenizer, InferError> {
+        match self {
+            Self::Folder(run) => Ok(Tokenizer::from_dir(&run.model_dir)?),
+            Self::Gguf(file) => Ok(file.tokenizer()?),
+        }
+    }
+}
+
+/// Warns of weights at `path` that are no numbers. `find` looks at them; it is told the bytes above which experts are left out. Returns
+/// what was looked at where that is not all.
+pub fn check_weights(
+    path: &Path,
+    which: WeightsToCheck,
+    find: impl FnOnce(u64) -> Result<WeightCheck, InferError>,
+) -> Result<Option<PartChecked>, InferError> {
+    let most = match which {
+        WeightsToCheck::None => return Ok(None),
+        WeightsToCheck::All => u64::MAX,
+        WeightsToCheck::Auto => System::default().usable_memory_bytes().map_or(u64::MAX, |bytes| bytes / 2),
+    };
+    let found = find(most)?;
+    if let Some(problem) = found.problem() {
+        tracing::warn!("{}: {problem}", path.display());
+    }
+    let WeightCheck { num_checked, num_bytes, .. } = found;
+    Ok((num_checked < num_bytes).then(|| PartChecked { path: path.to_owned(), num_checked, num_bytes }))
+}
+
+/// A model ready to compute.
+pub struct Model {
+    /// Computes.
+    pub ctx: Context,
+    /// The layers.
+    pub decoder: Decoder,
+    /// The weights, in the precision that was asked for.
+    pub weights: DecoderWeights,
+    /// Text to ids and back.
+    pub tokenizer: Tokenizer,
+    /// The ids at which it ends a text.
+    pub stop_ids: Vec<u32>,
+    /// Set where not all weights were looked at.
+    pub part_checked: Option<PartChecked>,
+}
+
+impl Model {
+    /// Loads the model of `source`, to compute by `ctx`.
+    pub fn open(ctx: Context, source: &Source, options: OpenOptions) -> Result<Self, InferError> {
+        let LoadedWeights { config, weights, part_checked } = source.load(&ctx, options.check)?;
+        let tokenizer = source.tokenizer()?;
+        // A GPU's kernels know no f16.
+        let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
+        let weights = match options.precision.dtype().or(is_half.then_some(DType::F32)) {
+            // In the host's memory: a GPU gets what it reads.
+            Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx.on_host(), dtype),
+            _ => weights,
+        };
+        let decoder = Decoder::new(config)?;
+        let stop_ids = source.stop_ids(&tokenizer)?;
+        Ok(Self { ctx, decoder, weights, tokenizer, stop_ids, part_checked })
+    }
+
+    /// The parts that compute.
+    #[must_use]
+    pub fn as_model_ref(&self) -> ModelRef<'_> {
+        ModelRef { ctx: &self.ctx, decoder: &self.decoder, weights: &self.weights }
+    }
+
+    /// Whether it answers a text instead of continuing it.
+    #[must_use]
+    pub fn has_encoder(&self) -> bool {
+        self.decoder.config().variant.encoder.is_some()
+    }
+
+    /// Returns the error of a result that is not a number, with the tensor that is to blame if it is one.
+    #[must_use]
+    pub fn not_a_number(&self) -> InferError {
+        InferError::NotANumber { tensor: self.weights.first_not_finite(&self.ctx) }
+    }
+}

@@ -1,0 +1,7 @@
+//! Integration tests of models in use, one binary.
+
+mod chat;
+mod common;
+mod generation;
+mod gpu;
+mod streams;
