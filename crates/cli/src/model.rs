@@ -99,6 +99,10 @@ pub(crate) fn with_options(error: InferError) -> Failure {
             "--max-tokens {asked}: the model's context is {context} tokens and the prompt has {prompt_len}: \
              give at most {room}, or -1 for as many as fit"
         )),
+        InferError::SeqLen { seq_len, least, longest } => {
+            let message = format!("--seq-len {seq_len}: must be from {least} to the model's maximum, {longest}");
+            Failure::input(message)
+        }
         InferError::NotANumber { tensor: None } => Failure::input(
             "the model's result is not a number, though all weights are: they are too large for --precision",
         ),

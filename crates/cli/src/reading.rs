@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
-use moeworks_train::data::{Dataset, ReadPhase, ReadProgress, Watch};
+use moeworks_infer::data::{ReadPhase, ReadProgress, Watch};
+use moeworks_train::data::Dataset;
 
 use crate::progress::{bytes, duration, live_line, thousands};
 

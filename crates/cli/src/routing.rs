@@ -5,10 +5,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use moeworks_infer::data::Sources;
 use moeworks_infer::open::{Model, Source};
 use moeworks_infer::store::Resolved;
 use moeworks_model::Rules;
-use moeworks_train::data::Sources;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
 
 use crate::args::RoutingArgs;
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     let default_out = run_dir.map_or_else(|| PAGE_FILE.into(), |run| run.join(PAGE_FILE));
     let out = args.out.clone().unwrap_or(default_out);
     Target { option: "--out", path: &out, mark: "Moeworks routing", is_forced: args.force }.check()?;
-    let sources = Sources::find(&args.text.config(), &reading::watch(Arc::default()))?;
+    let sources = Sources::find(&args.text.texts(), &reading::watch(Arc::default()))?;
     let model = open(&source, &args.compute)?;
     let config = model.decoder.config();
     if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use moeworks_infer::data::is_piped;
 use moeworks_train::Event;
 use moeworks_train::config::{ConfigLayers, Override};
-use moeworks_train::data::is_piped;
 use moeworks_train::study::{BASE, Study, plot, report};
 
 use crate::args::StudyArgs;

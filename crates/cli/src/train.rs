@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use moeworks_infer::data::DataError;
 use moeworks_infer::store::{Pick, newest_run, resolve_run};
 use moeworks_model::hf;
 use moeworks_ops::Context;
 use moeworks_train::config::{ConfigLayers, OutputConfig, Override, RunConfig, print_config};
-use moeworks_train::data::DataError;
 use moeworks_train::report::write_report;
 use moeworks_train::{
     Event, IfTaken, Outcome, Progress, Ranks, Requests, RunFolder, TrainError, Trainer, resumed_config,

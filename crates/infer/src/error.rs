@@ -6,6 +6,7 @@ use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_moe::ConfigError;
 
 use crate::chat::{ChatError, SandboxError};
+use crate::data::DataError;
 use crate::store::StoreError;
 
 /// An error of opening or using a model, as one line: what is wrong, where, and what would be right.
@@ -83,6 +84,25 @@ pub enum InferError {
         prompt_len: usize,
         /// The tokens that fit.
         room: usize,
+    },
+    /// The text cannot be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// Windows of a length that the model cannot read.
+    #[error("windows of {seq_len} tokens: must be from {least} to the model's maximum, {longest}")]
+    SeqLen {
+        /// The length that was asked for.
+        seq_len: usize,
+        /// The least that is possible.
+        least: usize,
+        /// The most that is possible.
+        longest: usize,
+    },
+    /// A text too short to be evaluated.
+    #[error("{num_tokens} tokens, but at least 2 are needed")]
+    FewTokens {
+        /// Its tokens.
+        num_tokens: u64,
     },
     /// A message that fills the model's context.
     #[error(

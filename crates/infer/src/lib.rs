@@ -1,7 +1,8 @@
 //! Models in use: everything that a program, a server or Python needs to open a model and let it answer, without training.
 //!
 //! [`open`] finds the model that a path means (a run, a checkpoint, a model folder, a GGUF file) and loads it; [`generation`] draws
-//! tokens; [`chat`] holds conversations by the model's own template; [`store`] knows run folders and their checkpoints; [`system`] knows
+//! tokens; [`chat`] holds conversations by the model's own template; [`data`] reads text and makes tokens of it, [`evaluation`] says how
+//! well a model predicts it; [`store`] knows run folders and their checkpoints; [`system`] knows
 //! the machine. Nothing here prints or ends the process: what there is to say comes back as values, and errors are [`InferError`].
 //!
 //! ```no_run
@@ -31,7 +32,9 @@
 
 pub mod chat;
 pub mod compute;
+pub mod data;
 mod error;
+pub mod evaluation;
 pub mod generation;
 pub mod open;
 pub mod store;

@@ -22,7 +22,7 @@ use moeworks_plan::{Layout, Order, Wire};
 use moeworks_tensor::DType;
 use serde::{Deserialize, Serialize};
 
-pub use data::{DataConfig, DataFormat, TokenizerChoice};
+pub use data::{DataConfig, TokenizerChoice};
 pub use error::ConfigError;
 pub use layers::{ConfigLayers, Override};
 pub use presets::PRESETS;

@@ -1,40 +1,14 @@
 //! Text and tokenizer together: from what a configuration names to tokens.
 
+use moeworks_infer::data::{SpanRule, Watch};
 use moeworks_model::Tokenizer;
-use xxhash_rust::xxh3::xxh3_128;
 
 use crate::config::{RunConfig, TokenizerChoice};
-use crate::data::{Dataset, Encode, Mix, SpanRule, Watch};
+use crate::data::{Dataset, Mix};
 use crate::error::TrainError;
 
 /// A BPE tokenizer learns from at most this much text: more changes few merges and takes long.
 const BPE_TRAINING_BYTES: u64 = 16 << 20;
-
-impl Encode for Tokenizer {
-    fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), String> {
-        ids.extend(Self::encode(self, text).map_err(|error| error.to_string())?);
-        Ok(())
-    }
-
-    fn text_start(&self) -> &[u32] {
-        Self::text_start(self)
-    }
-
-    fn eos(&self) -> Option<u32> {
-        self.eos_id()
-    }
-
-    fn vocab_size(&self) -> usize {
-        Self::vocab_size(self)
-    }
-
-    fn fingerprint(&self) -> u128 {
-        let fingerprint = xxh3_128(self.json().as_bytes());
-        // Tokens made before anything was added stay usable where nothing is.
-        let start: Vec<u8> = Self::text_start(self).iter().flat_map(|id| id.to_le_bytes()).collect();
-        if start.is_empty() { fingerprint } else { fingerprint ^ xxh3_128(&start) }
-    }
-}
 
 /// The data of a run, ready for batches.
 pub(crate) struct Corpus {
@@ -48,7 +22,7 @@ impl Corpus {
     /// Finds the texts of `config` and tokenises them, told to `watch`: with `tokenizer` if the run has one already, else with the one that the
     /// configuration names or asks to be trained.
     pub(crate) fn open(config: &RunConfig, tokenizer: Option<Tokenizer>, watch: &Watch) -> Result<Self, TrainError> {
-        let mix = Mix::find(&config.data, watch)?;
+        let mix = Mix::find(&config.data.texts(), watch)?;
         let tokenizer = match tokenizer {
             Some(tokenizer) => tokenizer,
             None => choose_tokenizer(config, &mix)?,

@@ -9,9 +9,9 @@ use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_plan::Layout;
 
 use crate::config::ConfigError;
-use crate::data::DataError;
 use crate::metrics::MetricsError;
 use crate::report::ReportError;
+use moeworks_infer::data::DataError;
 use moeworks_infer::store::StoreError;
 
 /// Why a run cannot start or cannot go on.

@@ -14,9 +14,9 @@ use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
-use crate::data::is_stdin;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
+use moeworks_infer::data::is_stdin;
 use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Metadata};
 
 /// The optimizer's moments, in a checkpoint.

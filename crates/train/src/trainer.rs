@@ -24,7 +24,7 @@ use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 
 use crate::config::{BalanceChoice, RunConfig};
-use crate::data::{Batch, Dataset};
+use crate::data::Dataset;
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
 use crate::optimizer::{Optimizer, clip_scale, global_norm};
@@ -34,6 +34,7 @@ use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
 use crate::state::Progress;
 pub use folder::{IfTaken, RunFolder};
+use moeworks_infer::data::Batch;
 use moeworks_infer::store::Store;
 use phases::Phases;
 

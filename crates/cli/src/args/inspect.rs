@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use moeworks_train::config::{DataConfig, DataFormat};
+use moeworks_infer::data::{DataFormat, TextOptions};
 
 use super::{CheckArgs, ComputeArgs};
 
@@ -22,15 +22,10 @@ pub(crate) struct DataArgs {
 }
 
 impl DataArgs {
-    /// The data as settings.
-    pub(crate) fn config(&self) -> DataConfig {
+    /// The texts to read.
+    pub(crate) fn texts(&self) -> TextOptions {
         let Self { data, text_field, data_format } = self;
-        DataConfig {
-            paths: data.clone(),
-            text_field: text_field.clone(),
-            format: *data_format,
-            ..DataConfig::default()
-        }
+        TextOptions { paths: data.clone(), text_field: text_field.clone(), format: *data_format }
     }
 }
 

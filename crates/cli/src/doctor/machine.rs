@@ -7,7 +7,6 @@ use std::path::Path;
 use moeworks_infer::system::{ContainerLimits, HugePages, System, limits};
 use moeworks_ops::Isa;
 use moeworks_train::config::RunConfig;
-use moeworks_train::data::CachePlace;
 use serde_json::json;
 
 use super::{Finding, State};
@@ -114,7 +113,7 @@ fn runs(system: &System) -> Finding {
 
 /// Where tokenised data is kept.
 fn cache(system: &System) -> Finding {
-    let place_of_cache = CachePlace::of(&RunConfig::default());
+    let place_of_cache = RunConfig::default().cache_place();
     let folders = place_of_cache.folders();
     let advice = "set data.cache_dir, or XDG_CACHE_HOME, to a folder that can be written";
     let mut findings = folders.iter().map(|folder| place(system, "cache", folder, advice));

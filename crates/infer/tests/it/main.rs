@@ -2,6 +2,7 @@
 
 mod chat;
 mod common;
+mod data_files;
 mod generation;
 mod gpu;
 mod streams;

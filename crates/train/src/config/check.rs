@@ -3,7 +3,7 @@
 use moeworks_model::TensorSplit;
 use moeworks_moe::{HashTable, RouterKind};
 
-use crate::data::is_piped;
+use moeworks_infer::data::is_piped;
 
 use super::{ConfigError, GradientType, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 

@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
+use moeworks_infer::data::{CachePlace, DataFormat, TextOptions};
 use serde::{Deserialize, Serialize};
+
+use super::RunConfig;
 
 /// Where text comes from and how it becomes tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,33 +51,24 @@ impl Default for DataConfig {
     }
 }
 
-/// How files hold documents.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DataFormat {
-    /// As their names and their first bytes say; text where those say nothing.
-    #[default]
-    Auto,
-    /// Each file is one document.
-    Text,
-    /// JSON: an object a line, or an array of objects.
-    #[serde(alias = "jsonl")]
-    Json,
-    /// A table whose first row names the columns.
-    #[serde(alias = "tsv")]
-    Csv,
-    /// Parquet.
-    Parquet,
+impl RunConfig {
+    /// The folders for tokenised data: `data.cache_dir`, or else those of the user and then `cache` in the folder of runs.
+    #[must_use]
+    pub fn cache_place(&self) -> CachePlace {
+        let folder = &self.data.cache_dir;
+        if folder.as_os_str().is_empty() {
+            CachePlace::of_user(self.run.out.join("cache"))
+        } else {
+            CachePlace::at(folder)
+        }
+    }
 }
 
-impl std::str::FromStr for DataFormat {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        use serde::de::IntoDeserializer;
-        use serde::de::value::{Error, StrDeserializer};
-        let name: StrDeserializer<'_, Error> = name.into_deserializer();
-        Self::deserialize(name).map_err(|_| "must be auto, text, json, csv or parquet".into())
+impl DataConfig {
+    /// The texts that the settings name.
+    #[must_use]
+    pub fn texts(&self) -> TextOptions {
+        TextOptions { paths: self.paths.clone(), format: self.format, text_field: self.text_field.clone() }
     }
 }
 

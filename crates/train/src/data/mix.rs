@@ -1,14 +1,7 @@
-//! What a run trains on: one source, or several with weights.
+//! The text of a run: one source, or several with weights.
 
-use std::fmt;
-use std::path::Path;
-
+use moeworks_infer::data::{DataError, Notes, Sources, TextOptions, Watch, WeightedPath};
 use xxhash_rust::xxh3::Xxh3;
-
-use super::search::Search;
-use super::watch::Watch;
-use super::{DataError, Notes, STDIN, Sources};
-use crate::config::DataConfig;
 
 /// One source of text, or several that training draws from by weight.
 #[derive(Clone, Debug)]
@@ -25,25 +18,22 @@ impl From<Sources> for Mix {
 }
 
 impl Mix {
-    /// Finds the files that `config.paths` names: all of them as one source, or each path with a weight behind it, such as
+    /// Finds the files that `texts.paths` names: all of them as one source, or each path with a weight behind it, such as
     /// `books=0.3`, as one. A path that exists as it is has no weight. Either all paths have weights or none, as in Megatron-LM.
     /// Warns in one line of what is passed over.
-    pub fn find(config: &DataConfig, watch: &Watch) -> Result<Self, DataError> {
-        let entries: Vec<Entry<'_>> = config.paths.iter().map(|path| Entry::parse(path)).collect::<Result<_, _>>()?;
-        if entries.iter().all(|entry| entry.weight.is_none()) {
-            return Sources::find(config, watch).map(Self::from);
+    pub fn find(texts: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
+        let given: Vec<WeightedPath<'_>> =
+            texts.paths.iter().map(|path| WeightedPath::parse(path)).collect::<Result<_, _>>()?;
+        if given.iter().all(|path| path.weight.is_none()) {
+            return Sources::find(texts, watch).map(Self::from);
         }
-        if let Some(without) = entries.iter().find(|entry| entry.weight.is_none()) {
+        if let Some(without) = given.iter().find(|path| path.weight.is_none()) {
             let problem = "has no weight, but other sources have; give each one, such as --data a.txt=0.3 b.txt=0.7";
             return Err(DataError::Weight { path: without.path.into(), problem: problem.into() });
         }
-        let mut search = Search::new(watch);
-        let mut sources = Vec::new();
-        for Entry { path, .. } in &entries {
-            sources.push(Sources::search(&mut search, &[(*path).to_owned()], config, watch)?);
-        }
-        watch.warn(&search.notes);
-        Ok(Self { sources, weights: entries.iter().filter_map(|entry| entry.weight).collect() })
+        let paths = given.iter().map(|given| given.path.to_owned()).collect();
+        let sources = Sources::find_each(&TextOptions { paths, ..texts.clone() }, watch)?;
+        Ok(Self { sources, weights: given.iter().filter_map(|path| path.weight).collect() })
     }
 
     /// Warns in one line of rows that are passed over.
@@ -89,66 +79,3 @@ impl Mix {
         Ok(texts)
     }
 }
-
-/// A path of the user's, perhaps with a weight.
-struct Entry<'p> {
-    path: &'p str,
-    weight: Option<f64>,
-}
-
-impl<'p> Entry<'p> {
-    fn parse(given: &'p str) -> Result<Self, DataError> {
-        let whole = Ok(Self { path: given, weight: None });
-        if Path::new(given).exists() {
-            return whole;
-        }
-        let Some((path, number)) = given.rsplit_once('=').filter(|(path, _)| !path.is_empty()) else { return whole };
-        match number.trim().parse::<f64>() {
-            Ok(weight) if weight > 0.0 && weight.is_finite() => Ok(Self { path, weight: Some(weight) }),
-            // Not a weight, but a part of a name that does not exist.
-            Err(_) if path != STDIN && !Path::new(path).exists() => whole,
-            _ => {
-                let problem = "its weight, behind the last =, must be a number above 0, such as 0.3".into();
-                Err(DataError::Weight { path: given.into(), problem })
-            }
-        }
-    }
-}
-
-/// Whether a path of the user's has a weight, be it a wrong one.
-pub(super) fn has_weight(given: &str) -> bool {
-    !matches!(Entry::parse(given), Ok(Entry { weight: None, .. }))
-}
-
-/// Figures of data that was read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReadSummary {
-    /// Files that hold documents.
-    pub num_files: usize,
-    /// Documents: text files, and rows with a text.
-    pub num_documents: u64,
-    /// Bytes of their text.
-    pub num_text_bytes: u64,
-    /// Their tokens.
-    pub num_tokens: u64,
-}
-
-impl fmt::Display for ReadSummary {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let counted = |number: u64, one: &str| {
-            let digits = number.to_string();
-            let grouped: Vec<&str> =
-                digits.as_bytes().rchunks(3).rev().filter_map(|part| str::from_utf8(part).ok()).collect();
-            format!("{} {one}{}", grouped.join(","), if number == 1 { "" } else { "s" })
-        };
-        let Self { num_files, num_documents, num_text_bytes, num_tokens } = *self;
-        let numbers =
-            [(num_files as u64, "file"), (num_documents, "document"), (num_text_bytes, "byte"), (num_tokens, "token")];
-        let parts = numbers.map(|(number, one)| counted(number, one));
-        f.write_str(&parts.join(", "))
-    }
-}
-
-#[cfg(test)]
-#[path = "mix_tests.rs"]
-mod tests;

@@ -10,8 +10,8 @@ use moeworks_ops::Context;
 use moeworks_ops::experts::NO_ROW;
 
 use super::text::{self, Piece};
-use crate::data::Sources;
 use crate::error::TrainError;
+use moeworks_infer::data::Sources;
 
 /// One expert that a token was sent to.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -14,11 +14,11 @@ use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, training_flops_per_token};
 
 use crate::config::{RunConfig, TokenizerChoice};
-use crate::data::{DataError, Watch};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, METRICS_JSONL, Record, read_records};
 use crate::state;
 use crate::trainer::{Event, Outcome, Requests, Trainer};
+use moeworks_infer::data::{DataError, Watch};
 use moeworks_infer::store::CONFIG_FILE;
 
 pub use plot::plot;

@@ -14,13 +14,13 @@ use super::folder::RunFolder;
 use super::{Output, Trainer};
 use crate::config::{ConfigError, RunConfig, print_config};
 use crate::corpus::Corpus;
-use crate::data::Watch;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
 use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, schedule, vocab_size};
 use crate::state::{self, Keep, Progress};
+use moeworks_infer::data::Watch;
 use moeworks_infer::store::{Checkpoint, Pick, Store, resolve_run};
 
 /// What this rank keeps of the tensors of a whole model, each by its name, in their order: all of it, its part, or where `are_shared`

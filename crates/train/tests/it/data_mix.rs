@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use moeworks_infer::data::{DataError, ReadPhase, Watch};
 use moeworks_model::Tokenizer;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
-use moeworks_train::data::{DataError, Dataset, Mix, ReadPhase, Watch};
+use moeworks_train::data::{Dataset, Mix};
 use moeworks_train::{Event, Outcome, Requests, TrainError, Trainer};
 
 /// A small model on the sources `paths`.
@@ -62,7 +63,7 @@ impl Texts {
     fn dataset(&self, names: &[&str]) -> Result<Dataset, DataError> {
         let paths: Vec<String> = names.iter().map(|name| self.path(name)).collect();
         let config = config(&self.0.path().join("cache"), &paths, &[]);
-        Dataset::open(&config, &Mix::find(&config.data, &Watch::default())?, &Tokenizer::bytes())
+        Dataset::open(&config, &Mix::find(&config.data.texts(), &Watch::default())?, &Tokenizer::bytes())
     }
 
     fn run(&self, name: &str) -> PathBuf {
@@ -72,7 +73,7 @@ impl Texts {
 
 /// Which source each of the first `num` training sequences is from: 0 for small letters, 1 for capitals, 2 for digits.
 fn sources(data: &Dataset, num: usize) -> Vec<usize> {
-    let mut batch = moeworks_train::data::Batch::default();
+    let mut batch = moeworks_infer::data::Batch::default();
     data.fill_sequences(0, num, &mut batch);
     let kind = |ids: &[u32]| match ids[0] as u8 {
         b'a'..=b'z' => 0,
@@ -126,7 +127,7 @@ fn a_single_source_is_the_same_with_a_weight_and_without() {
 fn without_weights_the_order_is_what_it_was() {
     let texts = Texts::new();
     let data = texts.dataset(&["large.txt", "small.txt"]).unwrap();
-    let firsts = |batch: moeworks_train::data::Batch| -> Vec<String> {
+    let firsts = |batch: moeworks_infer::data::Batch| -> Vec<String> {
         let text = |ids: &[u32]| ids[..4].iter().map(|&id| char::from(id as u8)).collect();
         batch.inputs.chunks(batch.seq_len).map(text).collect()
     };

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use moeworks_comm::{RankOptions, try_run_ranks};
+use moeworks_infer::data::Watch;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
-use moeworks_train::data::Watch;
 use moeworks_train::metrics::{METRICS_JSONL, read_records};
 use moeworks_train::{Event, Ranks, Requests, TrainError, Trainer, resumed_config};
 

@@ -1,7 +1,6 @@
 //! What users of the crate see.
 
 mod config;
-mod data_files;
 mod data_mix;
 mod expert_gradients;
 mod fp8;

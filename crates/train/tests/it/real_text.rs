@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use moeworks_infer::data::{Encode, Sources, Watch};
 use moeworks_train::config::RunConfig;
-use moeworks_train::data::{Dataset, Encode, Mix, Sources, Watch};
+use moeworks_train::data::{Dataset, Mix};
 
 struct Bytes;
 
@@ -36,7 +37,7 @@ fn the_checkout_itself_is_data() {
     let cache = tempfile::tempdir().unwrap();
     let mut config = RunConfig::default();
     config.data.cache_dir = cache.path().into();
-    let sources = Sources::of_checkout(&repository(), &config.data, &Watch::default()).unwrap();
+    let sources = Sources::of_checkout(&repository(), &config.data.texts(), &Watch::default()).unwrap();
     let data = Dataset::open(&config, &Mix::from(sources), &Bytes).unwrap();
     let tokens = data.parts()[0].tokens();
     assert_eq!(tokens.len(), tokens.num_text_bytes() + tokens.num_documents());
@@ -58,7 +59,7 @@ fn real_text_is_read_and_found_again() {
     let mut batches = Vec::new();
     for _ in 0..2 {
         let start = Instant::now();
-        let mix = Mix::find(&config.data, &Watch::default()).unwrap();
+        let mix = Mix::find(&config.data.texts(), &Watch::default()).unwrap();
         let data = Dataset::open(&config, &mix, &Bytes).unwrap();
         eprintln!("{} in {:?}", data.summary(), start.elapsed());
         batches.push(data.train_batch(1_000_000, 0));

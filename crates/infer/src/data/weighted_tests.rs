@@ -17,16 +17,10 @@ fn a_weight_stands_behind_the_last_equals_sign_of_what_does_not_exist() {
         ("year=2020/x", "year=2020/x", None),
     ] {
         let given = path(name);
-        let entry = Entry::parse(&given).unwrap();
+        let entry = WeightedPath::parse(&given).unwrap();
         assert_eq!((entry.path, entry.weight), (&*path(expected_path), weight), "{name}");
     }
-    assert_eq!(Entry::parse("-").unwrap().weight, None);
-    assert_eq!(Entry::parse("-=0.25").unwrap().weight, Some(0.25));
+    assert_eq!(WeightedPath::parse("-").unwrap().weight, None);
+    assert_eq!(WeightedPath::parse("-=0.25").unwrap().weight, Some(0.25));
     assert!(has_weight("x=0.5") && has_weight("-=x") && !has_weight("-") && !has_weight("=0.5"));
-}
-
-#[test]
-fn a_summary_has_its_thousands_set_apart() {
-    let summary = ReadSummary { num_files: 1, num_documents: 12_345, num_text_bytes: 1_234_567, num_tokens: 999 };
-    assert_eq!(summary.to_string(), "1 file, 12,345 documents, 1,234,567 bytes, 999 tokens");
 }

@@ -19,7 +19,6 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::notes::StoredNote;
 use super::{DataError, Encode, Notes, Piece, ReadSummary, Sources, Watch};
-use crate::config::RunConfig;
 
 const MAGIC: [u8; 8] = *b"MOEWTOK\0";
 const VERSION: u32 = 2;
@@ -39,15 +38,12 @@ pub struct CachePlace {
 }
 
 impl CachePlace {
-    /// `data.cache_dir`, or else `moeworks` in the user's cache folder and then `cache` in the folder of runs.
+    /// The folder `moeworks` in the user's cache folder, and then `fallback`.
     #[must_use]
-    pub fn of(config: &RunConfig) -> Self {
-        if !config.data.cache_dir.as_os_str().is_empty() {
-            return Self::at(&config.data.cache_dir);
-        }
+    pub fn of_user(fallback: PathBuf) -> Self {
         let absolute = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let user = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
-        let folders = user.map(|folder| folder.join("moeworks")).into_iter().chain([config.run.out.join("cache")]);
+        let folders = user.map(|folder| folder.join("moeworks")).into_iter().chain([fallback]);
         Self { folders: folders.collect() }
     }
 

@@ -2,7 +2,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
-use crate::config::DataConfig;
+use crate::data::TextOptions;
 
 /// A token for each byte, `shift` higher; 256 + `shift` ends a document.
 struct Bytes {
@@ -48,7 +48,7 @@ impl Workshop {
     }
 
     fn sources(&self, texts: &[&str]) -> Sources {
-        let mut config = DataConfig::default();
+        let mut config = TextOptions::default();
         for text in texts {
             self.num_files.set(self.num_files.get() + 1);
             let path = self.folder.path().join(format!("{}.txt", self.num_files.get()));
@@ -166,7 +166,7 @@ fn what_was_passed_over_is_told_again_when_tokens_come_from_the_cache() {
     for name in ["a", "b"] {
         let path = shop.folder.path().join(format!("{name}.jsonl"));
         fs::write(&path, "{\"text\": \"x\"}\n{\"text\": null}\n").unwrap();
-        let config = DataConfig { paths: vec![path.display().to_string()], ..DataConfig::default() };
+        let config = TextOptions { paths: vec![path.display().to_string()], ..TextOptions::default() };
         let sources = Sources::find(&config, &Watch::default()).unwrap();
         let store = TokenStore::open(&sources, &Bytes::new(0, 257), &shop.place()).unwrap();
         let expected = format!("1 row passed over: its text is null ({}:2)", path.display());

@@ -22,7 +22,7 @@ impl Folder {
 
     fn find(&self, names: &[&str]) -> Result<Sources, DataError> {
         let paths = names.iter().map(|name| self.path(name)).collect();
-        Sources::find(&DataConfig { paths, ..DataConfig::default() }, &Watch::default())
+        Sources::find(&TextOptions { paths, ..TextOptions::default() }, &Watch::default())
     }
 
     /// The line that tells what is passed over, with paths relative to the folder.
@@ -30,7 +30,7 @@ impl Folder {
         let watch = Watch::default();
         let mut search = Search::new(&watch);
         let paths: Vec<String> = names.iter().map(|name| self.path(name)).collect();
-        Sources::search(&mut search, &paths, &DataConfig::default(), &watch).unwrap();
+        Sources::search(&mut search, &paths, &TextOptions::default(), &watch).unwrap();
         search.notes.line().unwrap_or_default().replace(&format!("{}/", self.0.path().display()), "")
     }
 
@@ -172,7 +172,7 @@ fn a_setting_says_how_files_hold_documents() {
         ("t", "tsv", "c"),
     ] {
         let (paths, format) = (vec![folder.path(name)], format.parse().unwrap());
-        let config = DataConfig { paths, format, ..DataConfig::default() };
+        let config = TextOptions { paths, format, ..TextOptions::default() };
         assert_eq!(documents(&Sources::find(&config, &Watch::default()).unwrap()), [expected], "{name}");
     }
     assert_eq!("xml".parse::<DataFormat>().unwrap_err(), "must be auto, text, json, csv or parquet");
@@ -192,7 +192,7 @@ fn a_pipe_that_is_open_already_is_read_once_and_rows_in_it_are_told_by_the_first
         writer.write_all(content).unwrap();
         drop(writer);
         let paths = vec![format!("/dev/fd/{}", reader.as_raw_fd())];
-        let config = DataConfig { paths, format: format.parse().unwrap(), ..DataConfig::default() };
+        let config = TextOptions { paths, format: format.parse().unwrap(), ..TextOptions::default() };
         let sources = Sources::find(&config, &Watch::default()).unwrap();
         assert_eq!([documents(&sources), documents(&sources)], [expected, expected]);
     }
@@ -291,7 +291,7 @@ fn pipes_devices_and_circles_do_not_hang() {
     assert_eq!(folder.documents(&["."]), ["a"]);
     assert_eq!(folder.error(&["pipe"]), "pipe: is a named pipe; must be a file, a folder or a glob");
     let device =
-        Sources::find(&DataConfig { paths: vec!["/dev/zero".into()], ..DataConfig::default() }, &Watch::default());
+        Sources::find(&TextOptions { paths: vec!["/dev/zero".into()], ..TextOptions::default() }, &Watch::default());
     assert_eq!(device.unwrap_err().to_string(), "/dev/zero: is a device; must be a file, a folder or a glob");
 }
 
@@ -313,7 +313,7 @@ fn a_checkout_is_found_from_within() {
         ("runs/1/log.txt", b"no"),
     ]);
     let sources =
-        Sources::of_checkout(&folder.0.path().join("crates/x"), &DataConfig::default(), &Watch::default()).unwrap();
+        Sources::of_checkout(&folder.0.path().join("crates/x"), &TextOptions::default(), &Watch::default()).unwrap();
     assert_eq!(documents(&sources), ["readme", "toml", "lib"]);
 }
 

@@ -64,7 +64,7 @@ impl SpanRule {
 
 impl Batch {
     /// Adds a pair made of the text `window`, which is as long as the others.
-    pub(super) fn push_spans(&mut self, window: &[u32], rule: &SpanRule, random: &Random) {
+    pub fn push_spans(&mut self, window: &[u32], rule: &SpanRule, random: &Random) {
         let SpanPair { source, answer } = leave_out_spans(window, rule, random);
         self.sources.extend(source);
         self.inputs.push(rule.start);

@@ -9,10 +9,11 @@ use super::watch::{Pass, ReadPhase, Watch};
 use super::{DataError, decode};
 
 /// The path that stands for standard input.
-pub(crate) const STDIN: &str = "-";
+pub const STDIN: &str = "-";
 
 /// Whether a path of the user's is standard input, perhaps with a weight.
-pub(crate) fn is_stdin(path: &str) -> bool {
+#[must_use]
+pub fn is_stdin(path: &str) -> bool {
     path.strip_prefix(STDIN).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
 }
 

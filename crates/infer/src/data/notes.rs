@@ -58,7 +58,7 @@ impl Notes {
     }
 
     /// Adds those of `other`.
-    pub(super) fn merge(&mut self, other: &Self) {
+    pub fn merge(&mut self, other: &Self) {
         for (&note, found) in &other.found {
             match self.found.get_mut(&note) {
                 Some(known) => known.count += found.count,

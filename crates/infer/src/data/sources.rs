@@ -18,8 +18,8 @@ use super::input::Input;
 use super::notes::{Note, Notes, shown};
 use super::search::{Candidate, Search, Walk};
 use super::watch::{Pass, ReadPhase, Watch};
-use super::{DataError, STDIN, checkout, csv, decode, json, mix, parquet, spool, text};
-use crate::config::{DataConfig, DataFormat};
+use super::weighted::has_weight;
+use super::{DataError, DataFormat, STDIN, TextOptions, checkout, csv, decode, json, parquet, spool, text};
 
 /// A stretch of a document: the whole of it, unless the document is larger than a megabyte or so.
 #[derive(Clone, Copy, Debug)]
@@ -80,49 +80,59 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Finds the files that `config.paths` names, which must have no weights; with none, those of the checkout that the
+    /// Finds the files that `options.paths` names, which must have no weights; with none, those of the checkout that the
     /// current folder is in. Warns in one line of what is passed over.
-    pub fn find(config: &DataConfig, watch: &Watch) -> Result<Self, DataError> {
-        if config.paths.is_empty() {
+    pub fn find(options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
+        if options.paths.is_empty() {
             let here = std::env::current_dir().map_err(|source| decode::unreadable(Path::new("."), source))?;
-            return Self::of_checkout(&here, config, watch);
+            return Self::of_checkout(&here, options, watch);
         }
-        if let Some(path) = config.paths.iter().find(|path| mix::has_weight(path)) {
+        if let Some(path) = options.paths.iter().find(|path| has_weight(path)) {
             let problem = "has a weight, which only training has a use for; leave out what follows the last =";
             return Err(DataError::Weight { path: path.clone(), problem: problem.into() });
         }
         let mut search = Search::new(watch);
-        let sources = Self::search(&mut search, &config.paths, config, watch)?;
+        let sources = Self::search(&mut search, &options.paths, options, watch)?;
+        watch.warn(&search.notes);
+        Ok(sources)
+    }
+
+    /// Finds the files of each path of `options`, none of which is in two sources. Warns in one line of what is passed over.
+    pub fn find_each(options: &TextOptions, watch: &Watch) -> Result<Vec<Self>, DataError> {
+        let mut search = Search::new(watch);
+        let paths = options.paths.iter();
+        let search_one = |path| Self::search(&mut search, std::slice::from_ref(path), options, watch);
+        let sources = paths.map(search_one).collect::<Result<_, _>>()?;
         watch.warn(&search.notes);
         Ok(sources)
     }
 
     /// The sources and documents of the checkout that `start` is in.
-    pub fn of_checkout(start: &Path, config: &DataConfig, watch: &Watch) -> Result<Self, DataError> {
+    pub fn of_checkout(start: &Path, options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         let nothing = |skipped| DataError::NoText { place: start.display().to_string(), skipped };
         let root = checkout::root(start).ok_or_else(|| nothing(" (not in a checkout)".into()))?;
         let mut search = Search::new(watch);
         search.walk(&root, Walk { is_wanted: &checkout::is_document, is_checkout: true })?;
-        Self::look_through(&mut search, config, root.display().to_string(), watch)
+        Self::look_through(&mut search, options, root.display().to_string(), watch)
     }
 
     /// Finds the files of `paths` that `search` has not seen yet, and notes in it what is passed over.
-    pub(super) fn search(
+    fn search(
         search: &mut Search<'_>,
         paths: &[String],
-        config: &DataConfig,
+        options: &TextOptions,
         watch: &Watch,
     ) -> Result<Self, DataError> {
         for path in paths {
             search.add(path)?;
         }
         let name = |path: &String| if path == STDIN { spool::STDIN_NAME.into() } else { shown(Path::new(path)) };
-        Self::look_through(search, config, paths.iter().map(name).collect::<Vec<_>>().join(", "), watch)
+        Self::look_through(search, options, paths.iter().map(name).collect::<Vec<_>>().join(", "), watch)
     }
 
     fn look_through(
         search: &mut Search<'_>,
-        config: &DataConfig,
+        options: &TextOptions,
         place: String,
         watch: &Watch,
     ) -> Result<Self, DataError> {
@@ -137,7 +147,7 @@ impl Sources {
         for candidate in candidates {
             let before = pass.num_bytes_done();
             let notes = RefCell::default();
-            let looked = look_at(&candidate, config, &pass, &notes);
+            let looked = look_at(&candidate, options, &pass, &notes);
             watch.check()?;
             search.notes.merge(&notes.into_inner());
             match looked {
@@ -152,7 +162,7 @@ impl Sources {
             }
         }
         if !files.is_empty() {
-            return Ok(Self { files, text_field: config.text_field.clone(), place, watch: watch.clone() });
+            return Ok(Self { files, text_field: options.text_field.clone(), place, watch: watch.clone() });
         }
         let skipped = search.notes.line().map_or_else(String::new, |line| format!(": {line}"));
         // Files that are named are passed over only if they are empty.
@@ -194,7 +204,9 @@ impl Sources {
         self.files.iter().map(|file| &*file.path).collect()
     }
 
-    pub(super) fn watch(&self) -> &Watch {
+    /// The watch that is told how far reading is.
+    #[must_use]
+    pub fn watch(&self) -> &Watch {
         &self.watch
     }
 
@@ -268,15 +280,15 @@ fn reason_to_pass_over(looked: Result<SourceFile, DataError>, named: bool) -> Re
 /// Reads a file through once: what it is, whether it is text, and its hash.
 fn look_at(
     candidate: &Candidate,
-    config: &DataConfig,
+    options: &TextOptions,
     pass: &Pass<'_>,
     notes: &RefCell<Notes>,
 ) -> Result<SourceFile, DataError> {
     let Candidate { path, spool, named } = candidate;
-    let field = &config.text_field;
+    let field = &options.text_field;
     let input = Input { path, spool: spool.as_deref(), field, pass, notes };
     let mut stamp = Stamp::of(path, input.spool)?;
-    let format = if stamp.num_bytes == 0 { Format::Text } else { format_of(input, config.format, *named)? };
+    let format = if stamp.num_bytes == 0 { Format::Text } else { format_of(input, options.format, *named)? };
     let mut hasher = Xxh3::new();
     if format == Format::Text {
         let (mut num_bytes, mut has_nul) = (0, false);

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use moeworks_train::config::DataConfig;
-use moeworks_train::data::{DataError, Sources, Watch};
+use moeworks_infer::data::{DataError, Sources, TextOptions, Watch};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -36,7 +35,7 @@ fn fixture(name: &str) -> PathBuf {
 /// The documents of a file, and the line that tells what of its rows was passed over.
 fn read(path: &Path, field: &str) -> Result<(Vec<String>, String), DataError> {
     let config =
-        DataConfig { paths: vec![path.display().to_string()], text_field: field.into(), ..DataConfig::default() };
+        TextOptions { paths: vec![path.display().to_string()], text_field: field.into(), ..TextOptions::default() };
     let mut texts = Vec::new();
     let sources = Sources::find(&config, &Watch::default())?;
     let notes = sources.for_each(|piece| {

@@ -46,7 +46,7 @@ impl Watch {
     }
 
     /// Warns of `notes`, unless another rank does.
-    pub(super) fn warn(&self, notes: &Notes) {
+    pub fn warn(&self, notes: &Notes) {
         if !self.is_silent {
             notes.warn();
         }

@@ -7,11 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::*;
-use crate::config::DataConfig;
 
 fn find(folder: &Path, name: &str) -> Result<Sources, DataError> {
     let paths = vec![folder.join(name).display().to_string()];
-    Sources::find(&DataConfig { paths, ..DataConfig::default() }, &Watch::default())
+    Sources::find(&TextOptions { paths, ..TextOptions::default() }, &Watch::default())
 }
 
 /// Each piece with whether it ends its document.
@@ -69,7 +68,7 @@ fn a_checkout_is_what_people_wrote() {
     write("build/made.rs", "made");
     write("results/first/metrics.jsonl", "{}");
     write("results/first/report.html", "made");
-    let sources = Sources::of_checkout(folder.path(), &DataConfig::default(), &Watch::default()).unwrap();
+    let sources = Sources::of_checkout(folder.path(), &TextOptions::default(), &Watch::default()).unwrap();
     assert_eq!(pieces(&sources).unwrap(), [("written".to_owned(), true)]);
 }
 

@@ -1,0 +1,161 @@
+//! How well a model predicts a text, and where its tokens go.
+//!
+//! A text is gone through in windows that follow each other. The last one is filled up and the filling is not counted. Each document
+//! begins with the tokens that the tokenizer puts before a text; they are read but not counted. A window that begins inside a document
+//! reads nothing before it, as in training. A model with an encoder finds the spans that are left out of each window, as T5 is trained.
+
+use std::f64::consts::LN_2;
+use std::ops::ControlFlow;
+
+use moeworks_model::PassStats;
+
+use crate::InferError;
+use crate::data::{Batch, SpanRule, TokenStore, evaluation_batches, span_batches};
+use crate::open::Model;
+
+/// Tokens of a batch, whatever the sequence length.
+const BATCH_TOKENS: usize = 4096;
+/// The longest sequence that is chosen without being asked for.
+const DEFAULT_SEQ_LEN: usize = 1024;
+/// The longest window that is given to an encoder, which itself has no limit.
+const MAX_SOURCE_LEN: usize = 1 << 20;
+
+/// Options of an evaluation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EvaluationOptions {
+    /// Tokens of a window; none for the model's maximum, up to 1,024.
+    pub seq_len: Option<usize>,
+    /// Windows at most; 0 for all of the text.
+    pub max_sequences: usize,
+}
+
+impl EvaluationOptions {
+    /// Returns the tokens of a window.
+    ///
+    /// # Errors
+    /// If the model cannot read windows of the length that is asked for.
+    pub fn seq_len(&self, model: &Model) -> Result<usize, InferError> {
+        let longest = model.decoder.config().max_seq_len;
+        let seq_len = self.seq_len.unwrap_or(DEFAULT_SEQ_LEN.min(longest));
+        // An encoder needs something to be left out of a window.
+        let (least, longest) = if model.has_encoder() { (2, MAX_SOURCE_LEN) } else { (1, longest) };
+        let is_possible = (least..=longest).contains(&seq_len);
+        if is_possible { Ok(seq_len) } else { Err(InferError::SeqLen { seq_len, least, longest }) }
+    }
+}
+
+/// Progress of an evaluation, after a batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EvaluationProgress {
+    /// Tokens that were gone through.
+    pub num_tokens_done: u64,
+    /// Tokens of the text.
+    pub num_tokens: u64,
+    /// The mean loss so far, in nats a token.
+    pub mean_loss: f64,
+}
+
+/// Figures of an evaluation.
+#[derive(Clone, Debug)]
+pub struct Evaluation {
+    /// Losses, and where tokens went in each MoE layer.
+    pub stats: PassStats,
+    /// Bytes of the text that the targets stand for; none where spans are left out.
+    pub num_bytes: Option<f64>,
+}
+
+impl Evaluation {
+    /// The mean loss, in nats a token.
+    #[must_use]
+    pub fn loss(&self) -> f64 {
+        self.stats.mean_loss()
+    }
+
+    /// The perplexity of a token.
+    #[must_use]
+    pub fn perplexity(&self) -> f64 {
+        self.loss().exp()
+    }
+
+    /// The loss in bits a byte of the text; none where spans are left out.
+    #[must_use]
+    pub fn bits_per_byte(&self) -> Option<f64> {
+        self.num_bytes.map(|bytes| self.stats.loss_sum / LN_2 / bytes)
+    }
+
+    /// The share of targets that the model finds the likeliest.
+    #[must_use]
+    pub fn accuracy(&self) -> f64 {
+        self.stats.num_correct as f64 / self.stats.num_targets.max(1) as f64
+    }
+}
+
+/// Evaluates `model` on `tokens`. `on_batch` is called after each batch, and may end the evaluation there.
+///
+/// # Errors
+/// If there are fewer than two tokens, the tokenizer lacks what an encoder's task needs, or the loss is not a number.
+pub fn evaluate(
+    model: &Model,
+    tokens: &TokenStore,
+    options: EvaluationOptions,
+    mut on_batch: impl FnMut(EvaluationProgress) -> ControlFlow<()>,
+) -> Result<Evaluation, InferError> {
+    let seq_len = options.seq_len(model)?;
+    if tokens.len() < 2 {
+        return Err(InferError::FewTokens { num_tokens: tokens.len() });
+    }
+    let spans = SpanRule::of(model.decoder.config(), &model.tokenizer)?;
+    let sizes = BatchSizes::new(seq_len, options.max_sequences);
+    let batches: Box<dyn Iterator<Item = Batch>> = match &spans {
+        None => Box::new(evaluation_batches(tokens, seq_len, sizes.batch_size)),
+        Some(rule) => Box::new(span_batches(tokens, seq_len, sizes.batch_size, rule)),
+    };
+    let (mut stats, mut num_ignored, mut num_sequences) = (PassStats::default(), 0, 0);
+    for mut batch in batches.take(sizes.max_batches) {
+        if spans.is_none() {
+            num_ignored += batch.ignore_text_starts(model.tokenizer.text_start(), model.tokenizer.eos_id());
+        }
+        add(&mut stats, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens())?);
+        num_sequences += batch.num_sequences as u64;
+        let num_tokens = tokens.len();
+        let num_tokens_done = (num_sequences * seq_len as u64).min(num_tokens);
+        let progress = EvaluationProgress { num_tokens_done, num_tokens, mean_loss: stats.mean_loss() };
+        if on_batch(progress).is_break() {
+            break;
+        }
+    }
+    if !stats.mean_loss().is_finite() {
+        return Err(model.not_a_number());
+    }
+    // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens evaluated.
+    let share = (stats.num_targets + num_ignored) as f64 / (tokens.len() - 1) as f64;
+    let num_bytes = (!model.has_encoder()).then(|| tokens.num_text_bytes() as f64 * share);
+    Ok(Evaluation { stats, num_bytes })
+}
+
+/// Sizes of batches. With a limit on sequences, batches of one sequence end exactly there.
+struct BatchSizes {
+    batch_size: usize,
+    max_batches: usize,
+}
+
+impl BatchSizes {
+    fn new(seq_len: usize, max_sequences: usize) -> Self {
+        match max_sequences {
+            0 => Self { batch_size: (BATCH_TOKENS / seq_len).max(1), max_batches: usize::MAX },
+            limit => Self { batch_size: 1, max_batches: limit },
+        }
+    }
+}
+
+/// Adds the figures of a batch.
+fn add(sum: &mut PassStats, stats: PassStats) {
+    sum.loss_sum += stats.loss_sum;
+    sum.num_targets += stats.num_targets;
+    sum.num_correct += stats.num_correct;
+    if sum.layers.is_empty() {
+        sum.layers = stats.layers;
+    } else {
+        sum.layers.iter_mut().zip(&stats.layers).for_each(|(sum, layer)| sum.merge(layer));
+    }
+}
