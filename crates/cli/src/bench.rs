@@ -10,8 +10,6 @@ mod overlap;
 mod pass;
 mod routing;
 
-use std::process::ExitCode;
-
 use moeworks_moe::measure::RoutingShape;
 use moeworks_moe::{LossGrad, RouterInput};
 use moeworks_ops::linear::{Write, linear};
@@ -25,6 +23,7 @@ use serde_json::{Value, json};
 
 use crate::args::{BenchArgs, BenchKind, CasesArgs, DecodeArgs};
 use crate::estimate::BYTE_VOCABULARY;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::context;
 use crate::progress::bytes;

@@ -1,8 +1,7 @@
 //! `moeworks completions`: scripts that complete commands, options and their values in a shell.
 
-use std::process::ExitCode;
-
 use crate::args::{CompletionsArgs, command};
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 
 pub(crate) fn run(args: &CompletionsArgs) -> Result<ExitCode, Failure> {

@@ -1,7 +1,6 @@
 //! `moeworks convert` and `moeworks upcycle`: a model folder from another.
 
 use std::path::Path;
-use std::process::ExitCode;
 
 use moeworks_infer::open::Source;
 use moeworks_infer::store::{Holding, Pick, resolve_run};
@@ -12,6 +11,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType};
 
 use crate::args::{ConvertArgs, UpcycleArgs};
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::{check_weights, load};
 

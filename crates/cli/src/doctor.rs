@@ -3,11 +3,10 @@
 mod devices;
 mod machine;
 
-use std::process::ExitCode;
-
 use serde_json::{Value, json};
 
 use crate::args::DoctorArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::version;
 

@@ -1,7 +1,5 @@
 //! `moeworks estimate`: what training a configuration would cost on this machine, before training it.
 
-use std::process::ExitCode;
-
 use moeworks_model::account::training_flops_per_token;
 use moeworks_train::config::{Precision, RunConfig};
 use moeworks_train::measure::tokens_per_second;
@@ -9,6 +7,7 @@ use serde_json::json;
 
 use crate::account::{self, Training};
 use crate::args::EstimateArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::progress::{duration, thousands};
 use crate::train::resolve_config;

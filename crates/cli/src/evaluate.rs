@@ -3,7 +3,6 @@
 //! A model with an encoder predicts what is left out of a text, in the way that T5 is trained.
 
 use std::ops::ControlFlow;
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use moeworks_infer::data::{Sources, TokenStore};
@@ -14,6 +13,7 @@ use moeworks_train::config::RunConfig;
 use serde_json::{Value, json};
 
 use crate::args::EvaluateArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::{open_path, with_options};
 use crate::progress::thousands;

@@ -3,7 +3,6 @@
 use std::io::{Read as _, stdin};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::Instant;
 
 use moeworks_gpu::{ExpertCacheStats, Gpu};
@@ -13,6 +12,7 @@ use moeworks_infer::generation::{
 use moeworks_infer::open::{Model, Source};
 
 use crate::args::GenerateArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::{open, with_options};
 use crate::sampling::{Sampling, warn_of_unused};

@@ -1,7 +1,6 @@
 //! `moeworks inspect`: what a run or a model folder holds.
 
 use std::collections::BTreeMap;
-use std::process::ExitCode;
 
 use moeworks_infer::open::Source;
 use moeworks_model::gguf::block_types;
@@ -14,6 +13,7 @@ use serde_json::{Value, json};
 
 use crate::account::{self, Training};
 use crate::args::InspectArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::load;
 use crate::progress::{bytes, thousands};

@@ -1,23 +1,40 @@
 //! Printing. The standard macros panic where a stream cannot be written; these do what a program in a pipeline is expected to do.
 //!
-//! Standard output that was closed at the other end, as by `moeworks bench | head`, ends the program quietly: nobody reads what is still
-//! to come. Standard output that is full, or was closed from the start, is an error. What standard error does not take is lost; there is
-//! nowhere to say it.
+//! Standard output that was closed at the other end, as by `moeworks bench | head`, ends the call quietly: nobody reads what is still to
+//! come. Standard output that is full, or was closed from the start, is an error. The call ends by unwinding with [`OutputGone`], which it
+//! catches. What standard error does not take is lost; there is nowhere to say it.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write, stderr, stdout};
-use std::process::ExitCode;
+use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::failure::say_error;
 
 /// The exit code where standard output cannot be written.
-const FAILED: i32 = 2;
+const FAILED: u8 = 2;
 
-/// Whether the program was started without a standard output. The standard library opens `/dev/null` in its place before `main`.
-static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
-/// Whether what was printed last did not end its line.
-static IS_MID_LINE: AtomicBool = AtomicBool::new(false);
+/// The streams of the call under way: there is one call at a time, since the process has one standard output.
+static STREAMS: Streams = Streams {
+    is_quiet: AtomicBool::new(false),
+    is_closed: AtomicBool::new(false),
+    is_mid_line: AtomicBool::new(false),
+};
+
+struct Streams {
+    /// Whether notes are left out.
+    is_quiet: AtomicBool,
+    /// Whether there is no standard output.
+    is_closed: AtomicBool,
+    /// Whether the last print did not end its line.
+    is_mid_line: AtomicBool,
+}
+
+/// The end of a call whose standard output cannot be written.
+pub(crate) struct OutputGone {
+    /// The call's exit code.
+    pub(crate) code: u8,
+}
 
 /// Prints a line.
 macro_rules! println {
@@ -41,21 +58,46 @@ macro_rules! eprint {
     ($($arg:tt)*) => { $crate::output::print_error(format_args!($($arg)*)) };
 }
 
-#[cfg(unix)]
-ctor::declarative::ctor! {
-    /// Runs before `main`, and before the standard library looks at its streams.
-    #[ctor(unsafe)]
-    fn note_closed_output() {
-        let is_closed = rustix::io::fcntl_getfd(rustix::stdio::stdout()).is_err();
-        WAS_CLOSED.store(is_closed, Ordering::Relaxed);
+/// Prints a line for the user to standard error, unless `--quiet` was given.
+macro_rules! notice {
+    () => { $crate::output::print_note(format_args!("\n")) };
+    ($($arg:tt)*) => { $crate::output::print_note(format_args!("{}\n", format_args!($($arg)*))) };
+}
+
+/// Begins a call, with nothing of the one before.
+pub(crate) fn begin(is_closed: bool) {
+    STREAMS.is_quiet.store(false, Ordering::Relaxed);
+    STREAMS.is_closed.store(is_closed, Ordering::Relaxed);
+    STREAMS.is_mid_line.store(false, Ordering::Relaxed);
+}
+
+/// Ends a call: brings out what a failed command has printed, if that is possible.
+pub(crate) fn end() {
+    let _ = stdout().flush();
+}
+
+/// Leaves out notes from now on, or does not.
+pub(crate) fn set_quiet(is_quiet: bool) {
+    STREAMS.is_quiet.store(is_quiet, Ordering::Relaxed);
+}
+
+/// Whether notes are left out.
+pub(crate) fn is_quiet() -> bool {
+    STREAMS.is_quiet.load(Ordering::Relaxed)
+}
+
+/// Writes a note in one piece: other ranks write there, too.
+pub(crate) fn print_note(text: Arguments<'_>) {
+    if !is_quiet() {
+        print_error(text);
     }
 }
 
-/// Prints on standard output, or ends the program where that is not possible.
+/// Prints on standard output, or ends the call where that is not possible.
 pub(crate) fn print(text: Arguments<'_>) {
     let text = text.to_string();
     let Some(&last) = text.as_bytes().last() else { return };
-    IS_MID_LINE.store(last != b'\n', Ordering::Relaxed);
+    STREAMS.is_mid_line.store(last != b'\n', Ordering::Relaxed);
     or_end(write(text.as_bytes()));
 }
 
@@ -71,20 +113,14 @@ pub(crate) fn flush() {
 
 /// Ends a line of standard output that is not ended, before something else is said.
 pub(crate) fn end_line() {
-    if IS_MID_LINE.swap(false, Ordering::Relaxed) {
+    if STREAMS.is_mid_line.swap(false, Ordering::Relaxed) {
         // Whoever reads it may be gone; what follows is not for them.
         let _ = stdout().write_all(b"\n").and_then(|()| stdout().flush());
     }
 }
 
-/// The exit code of a command that is done, once everything that it printed has arrived.
-pub(crate) fn finish(code: ExitCode) -> ExitCode {
-    flush();
-    code
-}
-
 fn write(bytes: &[u8]) -> io::Result<()> {
-    if WAS_CLOSED.load(Ordering::Relaxed) {
+    if STREAMS.is_closed.load(Ordering::Relaxed) {
         return Err(io::Error::other("it is closed"));
     }
     stdout().write_all(bytes)
@@ -93,11 +129,11 @@ fn write(bytes: &[u8]) -> io::Result<()> {
 fn or_end(result: io::Result<()>) {
     let Err(error) = result else { return };
     if error.kind() == ErrorKind::BrokenPipe {
-        std::process::exit(0);
+        panic::resume_unwind(Box::new(OutputGone { code: 0 }));
     }
-    IS_MID_LINE.store(false, Ordering::Relaxed);
+    STREAMS.is_mid_line.store(false, Ordering::Relaxed);
     say_error(format_args!("standard output cannot be written: {error}"));
-    std::process::exit(FAILED);
+    panic::resume_unwind(Box::new(OutputGone { code: FAILED }));
 }
 
 /// Log lines on standard error, which take no harm where it cannot be written.

@@ -1,21 +1,25 @@
 //! `moeworks plan`: how to lay a model out on ranks, and what that costs, before any rank starts.
 
+mod explain;
+mod json;
+mod rows;
+
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use moeworks_model::account::{shape, training_flops_per_token};
-use moeworks_plan::{
-    Algorithm, Estimate, ModelShape, Order, Precision, RankSpec, ScalingRow, Tokens, Topology, Workload, propose,
-    weak_scaling,
-};
+use moeworks_plan::{Estimate, ModelShape, Precision, RankSpec, Tokens, Topology, Workload, propose, weak_scaling};
 use moeworks_train::config::RunConfig;
 use moeworks_train::measure::{machine_bytes, memory_bytes_per_s, tokens_per_second};
 use serde_json::{Value, json};
 
+use self::explain::explain;
+use self::json::{as_json, scaling_json};
+use self::rows::{HEADER, SCALING_HEADER, scaling_row, table_row};
 use crate::args::PlanArgs;
 use crate::estimate::vocabulary;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
-use crate::progress::{bytes, thousands};
+use crate::progress::thousands;
 use crate::tables;
 use crate::train::resolve_config;
 
@@ -180,186 +184,4 @@ fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place:
         thousands(workload.tokens.of_group(topology.num_ranks(), 1) as u64),
     );
     println!();
-}
-
-const HEADER: [&str; 10] = [
-    "layout",
-    "memory of a rank",
-    "sent in the node",
-    "to other nodes",
-    "compute",
-    "all-to-all",
-    "all-reduce",
-    "tp sums",
-    "update",
-    "step",
-];
-
-fn table_row(estimate: &Estimate) -> Vec<String> {
-    let time = &estimate.time;
-    let memory = bytes(estimate.memory.total() as u64) + if estimate.fits { "" } else { " (too much)" };
-    vec![
-        layout_name(estimate),
-        memory,
-        bytes(estimate.traffic.node_bytes as u64),
-        bytes(estimate.traffic.cluster_bytes as u64),
-        milliseconds(time.compute),
-        milliseconds(time.all_to_all),
-        milliseconds(time.all_reduce),
-        milliseconds(time.tensor_parallel),
-        milliseconds(time.optimizer),
-        milliseconds(time.total()),
-    ]
-}
-
-fn layout_name(estimate: &Estimate) -> String {
-    let layout = &estimate.layout;
-    let apart = if layout.order == Order::Apart { ", apart" } else { "" };
-    format!(
-        "dp {}, ep {}, tp {}{apart}{}",
-        layout.dp,
-        layout.ep,
-        layout.tp,
-        match estimate.exchange.algorithm {
-            Algorithm::Linear => "",
-            Algorithm::Hierarchical => ", hierarchical",
-            Algorithm::TwoHop => ", two-hop",
-        }
-    )
-}
-
-fn milliseconds(seconds: f64) -> String {
-    format!("{:.1} ms", 1e3 * seconds)
-}
-
-/// Why the first layout is proposed.
-fn explain(found: &[Estimate], zero: u8, topology: &Topology) {
-    let Some(best) = found.first() else { return };
-    let memory = &best.memory;
-    if !best.fits {
-        println!(
-            "No layout fits: a rank has {}, and the smallest asks for {}, with weights, gradients and optimizer state shared out \
-             among copies. More ranks or fewer tokens would help.",
-            bytes(topology.rank.memory_bytes as u64),
-            bytes(found.iter().map(|e| e.memory.total()).fold(f64::INFINITY, f64::min) as u64),
-        );
-        return;
-    }
-    let apart = if best.layout.order == Order::Apart { " --set parallel.apart=true" } else { "" };
-    let shared = if zero > 0 { format!(" --set parallel.zero={zero}") } else { String::new() };
-    println!("Proposed: --dp {} --ep {} --tp {}{apart}{shared}", best.layout.dp, best.layout.ep, best.layout.tp);
-    println!(
-        "  memory   {} weights, {} gradients, {} optimizer, {} activations, {} received rows; a rank has {}",
-        bytes(memory.weights as u64),
-        bytes(memory.gradients as u64),
-        bytes(memory.optimizer as u64),
-        bytes(memory.activations as u64),
-        bytes(memory.received as u64),
-        bytes(topology.rank.memory_bytes as u64),
-    );
-    println!(
-        "  links    {} sent in the node and {} to other nodes by each rank in a step",
-        bytes(best.traffic.node_bytes as u64),
-        bytes(best.traffic.cluster_bytes as u64),
-    );
-    explain_cut(best, found);
-    match found.get(1) {
-        Some(next) if next.fits => println!(
-            "  time     {} a step, against {} for {}",
-            milliseconds(best.time.total()),
-            milliseconds(next.time.total()),
-            layout_name(next)
-        ),
-        Some(_) => println!("  time     {} a step; no other layout fits in memory", milliseconds(best.time.total())),
-        None => println!("  time     {} a step", milliseconds(best.time.total())),
-    }
-}
-
-/// What cutting matrices gives, or would cost.
-fn explain_cut(best: &Estimate, found: &[Estimate]) {
-    let sums = |estimate: &Estimate| milliseconds(estimate.time.tensor_parallel);
-    let is_other = |estimate: &&Estimate| (estimate.layout.tp > 1) != (best.layout.tp > 1);
-    match found.iter().find(is_other) {
-        Some(whole) if best.layout.tp > 1 => println!(
-            "  tp       sums over cut matrices take {}; whole matrices ask for {} a rank and {} a step",
-            sums(best),
-            bytes(whole.memory.total() as u64),
-            milliseconds(whole.time.total()),
-        ),
-        Some(cut) => println!(
-            "  tp       matrices stay whole: with --tp {} sums over them take {}, and a rank needs {}",
-            cut.layout.tp,
-            sums(cut),
-            bytes(cut.memory.total() as u64),
-        ),
-        None => {}
-    }
-}
-
-fn as_json(estimate: &Estimate) -> Value {
-    let Estimate { layout, exchange, memory, traffic, time, fits } = estimate;
-    json!({
-        "dp": layout.dp,
-        "ep": layout.ep,
-        "tp": layout.tp,
-        "apart": layout.order == Order::Apart,
-        "algorithm": format!("{:?}", exchange.algorithm).to_lowercase(),
-        "chunks": exchange.chunks,
-        "fits": fits,
-        "memory_bytes": {
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-            "received": memory.received,
-            "total": memory.total(),
-        },
-        "sent_bytes": { "node": traffic.node_bytes, "cluster": traffic.cluster_bytes },
-        "seconds": {
-            "compute": time.compute,
-            "all_to_all": time.all_to_all,
-            "all_reduce": time.all_reduce,
-            "tensor_parallel": time.tensor_parallel,
-            "optimizer": time.optimizer,
-            "total": time.total(),
-        },
-    })
-}
-
-const SCALING_HEADER: [&str; 8] =
-    ["ranks", "layout", "step", "share", "hierarchical", "+ overlap", "+ compression", "matrices cut"];
-
-fn share(estimate: &Estimate) -> f64 {
-    100.0 * estimate.time.all_to_all / estimate.time.total()
-}
-
-fn scaling_row(row: &ScalingRow) -> Vec<String> {
-    let after = |estimate: &Estimate| format!("{} {:.0}%", milliseconds(estimate.time.total()), share(estimate));
-    let cut = |estimate: &Estimate| {
-        let time = &estimate.time;
-        let share = 100.0 * time.tensor_parallel / time.total();
-        format!("tp {}: {} {share:.0}%", estimate.layout.tp, milliseconds(time.total()))
-    };
-    let layout = &row.linear.layout;
-    vec![
-        thousands(row.num_ranks as u64),
-        format!("dp {} ep {}", layout.dp, layout.ep),
-        milliseconds(row.linear.time.total()),
-        format!("{:.0}%", share(&row.linear)),
-        after(&row.hierarchical),
-        after(&row.overlapped),
-        after(&row.compressed),
-        row.cut.as_ref().map_or_else(String::new, cut),
-    ]
-}
-
-fn scaling_json(row: &ScalingRow) -> Value {
-    json!({
-        "ranks": row.num_ranks,
-        "linear": as_json(&row.linear),
-        "hierarchical": as_json(&row.hierarchical),
-        "overlapped": as_json(&row.overlapped),
-        "compressed": as_json(&row.compressed),
-        "cut": row.cut.as_ref().map(as_json),
-    })
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moeworks_train::metrics::Record;
 
-use crate::notice::is_quiet;
+use crate::output::is_quiet;
 use crate::terminal::stderr_takes_escapes;
 
 /// Without a terminal a line is printed at most this often.

@@ -1,6 +1,6 @@
 //! Command lines to be pasted into a shell.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -52,9 +52,9 @@ pub(crate) fn option(name: &str, value: &str) -> String {
     if value.starts_with('-') { format!("{name}={}", word(value)) } else { format!("{name} {}", word(value)) }
 }
 
-/// The program as it was called.
-pub(crate) fn program() -> String {
-    std::env::args_os().next().map_or_else(|| "moeworks".to_owned(), |name| path(Path::new(&name)))
+/// The program as it was called, the first of the words.
+pub(crate) fn program(words: &[OsString]) -> String {
+    words.first().map_or_else(|| "moeworks".to_owned(), |name| path(Path::new(name)))
 }
 
 #[cfg(test)]

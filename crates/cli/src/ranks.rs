@@ -7,6 +7,7 @@ use moeworks_train::config::RunConfig;
 use moeworks_train::{Ranks, TrainError};
 
 use crate::failure::{Failure, say_error};
+use crate::host::Call;
 
 /// How long a rank that hangs may keep the program after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
@@ -20,12 +21,22 @@ pub(crate) fn too_many_ranks() -> String {
 }
 
 /// The exit code of a run whose ranks failed.
-const FAILED: i32 = 2;
+const FAILED: u8 = 2;
 
-/// Runs `work` on every rank that `config` asks for and gives what that of rank 0, or of this process, returned. A run of one
-/// rank has no `Ranks`. `is_traced` says whether a trace will be written.
+/// The ranks of a run.
+#[derive(Clone, Copy)]
+pub(crate) struct RunRanks<'a> {
+    /// Says how many there are, and how they share the work out.
+    pub(crate) config: &'a RunConfig,
+    /// Whether a trace will be written.
+    pub(crate) is_traced: bool,
+}
+
+/// Runs `work` on every rank that the configuration asks for and gives what that of rank 0, or of this process, returned. A run of one
+/// rank has no `Ranks`.
 pub(crate) fn on_ranks<R: Send>(
-    (config, is_traced): (&RunConfig, bool),
+    call: &Call<'_>,
+    RunRanks { config, is_traced }: RunRanks<'_>,
     work: impl Fn(Option<Ranks>) -> Result<R, TrainError> + Sync,
 ) -> Result<R, TrainError> {
     let num_ranks = config.parallel.num_ranks();
@@ -46,19 +57,22 @@ pub(crate) fn on_ranks<R: Send>(
         let layout = config.parallel.layout();
         return Err(CommError::Start(format!("{layout} is {num_ranks} ranks, {}", too_many_ranks())).into());
     }
-    let stuck = |error: &CommError| {
-        say_error(error);
-        std::process::exit(FAILED);
-    };
-    let mut results = try_run_ranks(&RankOptions::new(num_ranks).on_stuck(GRACE, stuck), as_rank)?;
+    let mut options = RankOptions::new(num_ranks);
+    if let Some(end) = call.end() {
+        options = options.on_stuck(GRACE, move |error| {
+            say_error(error);
+            end(FAILED);
+        });
+    }
+    let mut results = try_run_ranks(&options, as_rank)?;
     Ok(results.swap_remove(0))
 }
 
 /// Where a launcher started this process beside others that train, ends them all, and lets one of each node say what is wrong. Returns
 /// where there are no others, or where they have met and it was said.
-pub(crate) fn fail_together(message: &str) {
+pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
+    let command = call.words().iter().skip(1).find(|word| !word.as_encoded_bytes().starts_with(b"-"));
     #[cfg(unix)]
-    let command = std::env::args_os().skip(1).find(|arg| !arg.as_encoded_bytes().starts_with(b"-"));
     if command.is_some_and(|command| command == "train") && is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
         let failed = |_: &dyn Communicator| Err::<(), _>(Failure::input(message));

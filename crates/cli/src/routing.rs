@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use moeworks_infer::data::Sources;
@@ -12,6 +11,7 @@ use moeworks_model::Rules;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
 
 use crate::args::RoutingArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::open;
 use crate::page::{Target, write_whole};

@@ -1,7 +1,6 @@
 //! `moeworks simulate`: the timeline of a pipeline schedule by given times, before any rank runs it.
 
 use std::path::Path;
-use std::process::ExitCode;
 use std::{fs, io};
 
 use moeworks_plan::schedule::{PairTime, Peaks, SvgOptions, Timeline};
@@ -9,6 +8,7 @@ use moeworks_plan::{Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
 use serde_json::json;
 
 use crate::args::SimulateArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::page::{Target, write_whole};
 use crate::tables;

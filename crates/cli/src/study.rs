@@ -2,26 +2,26 @@
 
 use std::ffi::OsString;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use moeworks_infer::data::is_piped;
-use moeworks_train::Event;
 use moeworks_train::config::{ConfigLayers, Override};
 use moeworks_train::study::{BASE, Study, plot, report};
+use moeworks_train::{Event, Requests};
 
 use crate::args::StudyArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::host::Call;
 use crate::page::{Target, write_whole};
 use crate::progress::Display;
 use crate::quote;
 use crate::reading;
-use crate::signals::{exit_code, requests};
 
 /// Seeds of a variant at most.
 const MAX_SEEDS: u64 = 1000;
 
-pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: &StudyArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     if !(1..=MAX_SEEDS).contains(&args.seeds) {
         return Err(Failure::input(format!("--seeds {}: must be from 1 to {MAX_SEEDS}", args.seeds)));
     }
@@ -39,7 +39,8 @@ pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
     let variants = study.variants()?;
     notice!("{} variants, {} seeds each, in {}", variants.len(), args.seeds, args.runs.display());
     let mut shown: Option<(String, Display)> = None;
-    let requests = requests()?;
+    let requests = Requests::default();
+    let _receiving = call.give_signals_to(&requests)?;
     let watch = reading::watch(Arc::clone(&requests.stop));
     let findings = study.run(&requests, &watch, |name, event| {
         if shown.as_ref().is_none_or(|(of, _)| of != name) {
@@ -55,11 +56,11 @@ pub(crate) fn run(args: &StudyArgs) -> Result<ExitCode, Failure> {
     })?;
     let Some(findings) = findings else {
         notice!("Stopped. The same command goes on.");
-        return Ok(ExitCode::from(exit_code()));
+        return Ok(ExitCode::from(call.interrupts().exit_code()));
     };
     let plot_name = plot_path.file_name().unwrap_or_default().to_string_lossy();
     write_whole(&plot_path, &plot(&findings))?;
-    write_whole(&args.out, &report(&study, &findings, &plot_name, &command()))?;
+    write_whole(&args.out, &report(&study, &findings, &plot_name, &command(call.words())))?;
     println!("{}", args.out.display());
     Ok(ExitCode::SUCCESS)
 }
@@ -89,11 +90,11 @@ fn study_of(args: &StudyArgs) -> Result<Study, Failure> {
 }
 
 /// The command as it was typed, with the names of files but not their folders: a page is read elsewhere.
-fn command() -> String {
-    let argument = |argument: OsString| {
-        let name = Path::new(&argument);
-        let shown = if name.is_absolute() { name.file_name().unwrap_or_default() } else { &argument };
+fn command(words: &[OsString]) -> String {
+    let argument = |argument: &OsString| {
+        let name = Path::new(argument);
+        let shown = if name.is_absolute() { name.file_name().unwrap_or_default() } else { argument };
         quote::word(shown)
     };
-    std::env::args_os().skip(1).fold("moeworks".to_owned(), |line, next| line + " " + &argument(next))
+    words.iter().skip(1).fold("moeworks".to_owned(), |line, next| line + " " + &argument(next))
 }

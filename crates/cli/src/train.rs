@@ -1,7 +1,6 @@
 //! `moeworks train`: from a command line to a run, shown as it goes.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,21 +15,22 @@ use moeworks_train::{
 };
 
 use crate::args::{CheckWeights, ConfigArgs, ReportArgs, TrainArgs};
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::host::Call;
 use crate::model::check_weights;
 use crate::page::Target;
 use crate::progress::{Display, duration, thousands};
 use crate::quote;
-use crate::ranks::on_ranks;
+use crate::ranks::{RunRanks, on_ranks};
 use crate::reading;
-use crate::signals::{exit_code, requests};
 use crate::terminal::printable;
 
 /// How a trace that this program made begins.
 const TRACE_MARK: &str =
     "\"traceEvents\":[\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"tid\":0,\"args\":{\"name\":\"rank 0\"}}";
 
-pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let flags = flag_settings(&args)?;
     let start = Start::of(&args, flags)?;
     if args.print_config {
@@ -45,14 +45,16 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode, Failure> {
         }
         Target { option: "--trace", path, mark: TRACE_MARK, is_forced: args.force }.check()?;
     }
-    let requests = requests()?;
-    let end = on_ranks((start.config(), trace.is_some()), |ranks| one_rank(&start, ranks, (&requests, trace)));
+    let requests = Requests::default();
+    let _receiving = call.give_signals_to(&requests)?;
+    let wanted = RunRanks { config: start.config(), is_traced: trace.is_some() };
+    let end = on_ranks(call, wanted, |ranks| one_rank(&start, ranks, Outside { requests: &requests, trace }));
     if matches!(end, Err(TrainError::Data(DataError::Stopped))) {
         eprintln!("Stopped while data was read; nothing was written.");
-        return Ok(ExitCode::from(exit_code()));
+        return Ok(ExitCode::from(call.interrupts().exit_code()));
     }
     match end? {
-        Some(end) => end.show(started.elapsed().as_secs_f64()),
+        Some(end) => end.show(call, started.elapsed().as_secs_f64()),
         None => Ok(ExitCode::SUCCESS),
     }
 }
@@ -90,11 +92,18 @@ impl Start {
     }
 }
 
+/// The wishes of the caller for a run under way: requests, and a file for its trace.
+#[derive(Clone, Copy)]
+struct Outside<'a> {
+    requests: &'a Requests,
+    trace: Option<&'a Path>,
+}
+
 /// Trains as one rank, or as the only one; what there is to say at the end, where this rank says it.
 fn one_rank(
     start: &Start,
     ranks: Option<Ranks>,
-    (requests, trace): (&Requests, Option<&Path>),
+    Outside { requests, trace }: Outside<'_>,
 ) -> Result<Option<End>, TrainError> {
     let write_trace = |trainer: &Trainer| trace.map_or(Ok(()), |path| trainer.write_trace(path));
     if ranks.as_ref().is_some_and(|ranks| !ranks.is_root()) {
@@ -135,7 +144,7 @@ struct End {
 }
 
 impl End {
-    fn show(&self, seconds: f64) -> Result<ExitCode, Failure> {
+    fn show(&self, call: &Call<'_>, seconds: f64) -> Result<ExitCode, Failure> {
         let steps = self.progress.step;
         notice!();
         match self.outcome {
@@ -153,10 +162,10 @@ impl End {
         }
         notice!("Report:     {}", self.report.display());
         // Lines to paste.
-        let (program, run) = (quote::program(), quote::path(&self.run_dir));
+        let (program, run) = (quote::program(call.words()), quote::path(&self.run_dir));
         if self.outcome == Outcome::Stopped {
             notice!("Go on:      {program} train --resume {run}");
-            return Ok(ExitCode::from(exit_code()));
+            return Ok(ExitCode::from(call.interrupts().exit_code()));
         }
         notice!("Next:       {program} generate {run} {}", quote::option("--prompt", &self.prompt));
         Ok(ExitCode::SUCCESS)

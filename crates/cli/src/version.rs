@@ -16,13 +16,9 @@ pub(crate) fn target() -> &'static str {
     env!("MOEWORKS_TARGET")
 }
 
-/// The same with the target, the instruction sets of this machine and the kernels that are chosen for it. They are looked for only where
-/// somebody asks.
+/// The version with the target, the instruction sets of this machine and the kernels that are chosen for it.
 pub(crate) fn long() -> &'static str {
     static TEXT: OnceLock<String> = OnceLock::new();
-    if !std::env::args_os().any(|argument| argument == "--version") {
-        return short();
-    }
     TEXT.get_or_init(|| {
         let found = System::default().processors().instructions;
         let found = if found.is_empty() { "not known".to_owned() } else { found.join(" ") };

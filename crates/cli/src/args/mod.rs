@@ -31,7 +31,7 @@ pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and run Mixture-of-Experts language models.
 #[derive(Debug, Parser)]
-#[command(name = "moeworks", version = version::short(), long_version = version::long(), arg_required_else_help = true)]
+#[command(name = "moeworks", version = version::short(), arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -6,6 +6,7 @@ use clap::error::ErrorKind;
 use clap::{Arg, Command, Error, FromArgMatches as _};
 
 use super::{Cli, bench, command};
+use crate::version;
 
 /// Reads a command line, whose first word is the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Error> {
@@ -23,6 +24,10 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Err
 
 fn read(args: &[OsString]) -> Result<Cli, Error> {
     let mut commands = command();
+    if args.iter().any(|word| word == "--version") {
+        // The machine is looked at only where somebody asks.
+        commands = commands.long_version(version::long());
+    }
     let mut matches = commands.try_get_matches_from_mut(args)?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut commands))
 }

@@ -1,8 +1,6 @@
 //! `moeworks bench comm`: how long each collective takes by size, among threads of this process or, under an MPI launcher,
 //! among its processes, beside a copy in memory and the library's own call; and the links, written as a topology.
 
-use std::process::ExitCode;
-
 use moeworks_comm::measure::{self, Collective, Links, Timing};
 use moeworks_comm::mpi::{MpiOptions, RawMpi, is_launched, run_mpi};
 use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, cores_by_numa_node, try_run_ranks};
@@ -15,6 +13,7 @@ use moeworks_train::measure::machine_bytes;
 use serde_json::{Value, json};
 
 use crate::args::CommArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::page::{Target, write_whole};
 use crate::ranks::{MAX_THREADS, too_many_ranks};

@@ -8,7 +8,6 @@
 //! it: both are the best of three.
 
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::Instant;
 
 use moeworks_infer::generation::{Sampler, SamplingOptions};
@@ -25,6 +24,7 @@ use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
 use serde_json::{Value, json};
 
 use super::median;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 
 /// Tokens of the prompt that are in the cache before decoding is timed.

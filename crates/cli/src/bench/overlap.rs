@@ -4,7 +4,6 @@
 //! chunks is hidden; that ranks wait for each other is another thing ([`Pass`]). The same of the sum of gradients: behind backward, and
 //! as soon as each is there.
 
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Shaped};
@@ -19,6 +18,7 @@ use super::comm::{num_cores, on_ranks};
 use super::gradients;
 use super::pass::Pass;
 use crate::args::OverlapArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::tables;
 

@@ -4,19 +4,21 @@ mod commands;
 mod input;
 
 use std::ops::ControlFlow;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moeworks_infer::chat::{ChatTemplate, Conversation, ConversationOptions, Cut, Sandbox, Turn, TurnError, TurnEvent};
+use moeworks_infer::chat::{ChatTemplate, Conversation, ConversationOptions, Cut, Turn, TurnError, TurnEvent};
 use moeworks_infer::generation::{End, TokenLimit, TokenLimits};
 use moeworks_infer::open::{Model, Source};
 
 use self::commands::{Line, help};
 use self::input::{Input, Typed};
 use crate::args::ChatArgs;
+use crate::exit_code::ExitCode;
 use crate::failure::{Failure, say_error};
 use crate::generate::print_piece;
+use crate::host::Call;
+use crate::interrupts::ChatSignals;
 use crate::model::{open, with_options};
 use crate::sampling::{Sampling, warn_of_unused};
 
@@ -25,7 +27,7 @@ const INTERRUPTED: u8 = 130;
 /// The exit code where a piped turn was refused.
 const REFUSED: u8 = 2;
 
-pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: &ChatArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
@@ -40,17 +42,11 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let Sampling { sampler, stops, limit_of_model, .. } = sampling;
     let options =
         ConversationOptions { limits: TokenLimits { asked: args.max_tokens, of_model: limit_of_model }, stops };
-    let mut conversation = Conversation::new(&model, template, sandbox()?, sampler, options);
+    let mut conversation = Conversation::new(&model, template, call.sandbox()?, sampler, options);
     conversation.set_system(args.system.as_deref());
-    let interrupts = Interrupts::watch(input.reads_interrupts())?;
-    Session { input, conversation, interrupts, is_leaving: false, was_refused: false }.run()
-}
-
-/// The program itself, which carries templates out when it is told to.
-fn sandbox() -> Result<Sandbox, Failure> {
-    let program = std::env::current_exe()
-        .map_err(|error| Failure::input(format!("cannot start a process for the chat template: {error}")))?;
-    Ok(Sandbox::new(program, ["render-template"]))
+    let signals = ChatSignals::new(input.reads_interrupts());
+    let _receiving = call.interrupts().give_to_chat(&signals);
+    Session { input, conversation, signals, is_leaving: false, was_refused: false }.run()
 }
 
 /// Serves the sandbox of another process of this program.
@@ -82,7 +78,7 @@ fn greet(input: &Input, sampling: &Sampling) {
 struct Session<'a> {
     input: Input,
     conversation: Conversation<'a>,
-    interrupts: Interrupts,
+    signals: ChatSignals,
     /// Whether the last thing that was typed is Ctrl-C.
     is_leaving: bool,
     /// Whether a turn was refused.
@@ -151,10 +147,10 @@ impl Session<'_> {
         &mut self,
         turn: impl FnOnce(&mut Conversation<'_>, &mut OnEvent<'_>) -> Result<Turn, TurnError>,
     ) -> Result<Option<End>, Failure> {
-        self.interrupts.set_answering(true);
-        let is_asked = Arc::clone(&self.interrupts.is_asked);
+        self.signals.set_answering(true);
+        let is_asked = Arc::clone(&self.signals.is_asked);
         let result = turn(&mut self.conversation, &mut |event| show(event, &is_asked));
-        self.interrupts.set_answering(false);
+        self.signals.set_answering(false);
         if let Err(TurnError::Refused(error)) = result {
             self.refuse(with_options(error));
             return Ok(None);
@@ -203,30 +199,4 @@ fn say_cut(turn: &Turn) {
     };
     let count = turn.answer.num_tokens;
     notice!("(The answer was cut after {count} tokens, {why}; --max-tokens N sets another limit.)");
-}
-
-/// Ctrl-C ends an answer. Between answers it ends the program, unless the line editor reads it as a key.
-struct Interrupts {
-    is_ending: Arc<AtomicBool>,
-    is_asked: Arc<AtomicBool>,
-    reads_interrupts: bool,
-}
-
-impl Interrupts {
-    fn watch(reads_interrupts: bool) -> Result<Self, Failure> {
-        let is_ending = Arc::new(AtomicBool::new(!reads_interrupts));
-        let result = Self { is_ending, is_asked: Arc::default(), reads_interrupts };
-        let signal = signal_hook::consts::SIGINT;
-        let is_ending = Arc::clone(&result.is_ending);
-        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), is_ending)
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&result.is_asked)))
-            .map_err(|error| Failure::input(format!("cannot watch for signals: {error}")))?;
-        Ok(result)
-    }
-
-    /// Says whether an answer is under way.
-    fn set_answering(&self, is_answering: bool) {
-        self.is_asked.store(false, Ordering::Relaxed);
-        self.is_ending.store(!is_answering && !self.reads_interrupts, Ordering::Relaxed);
-    }
 }

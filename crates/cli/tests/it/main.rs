@@ -7,6 +7,7 @@ mod chat;
 mod data;
 mod device;
 mod extremes;
+mod in_a_row;
 mod layers;
 mod models;
 mod numbers;

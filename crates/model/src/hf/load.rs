@@ -94,9 +94,16 @@ pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeig
     Ok((config, weights))
 }
 
-/// Says on one line which keys of a file are not used, once for each file.
+/// Warnings that were given.
+static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// Forgets which warnings were given, so that the next load of a model gives them again.
+pub fn warn_again() {
+    SAID.lock().unwrap_or_else(PoisonError::into_inner).clear();
+}
+
+/// Warns on one line of the keys of a file that are not used, once for each file.
 pub(crate) fn warn_of_keys(path: &Path, unknown_keys: &[String]) {
-    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     if unknown_keys.is_empty() {
         return;
     }

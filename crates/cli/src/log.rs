@@ -1,0 +1,60 @@
+//! The log on standard error: what the crates below say.
+//!
+//! A process has one subscriber, for the threads of all calls. The first call installs it; every call sets what it lets through, and
+//! nothing is left of that afterwards. Where a process has a subscriber of its own, that one decides.
+
+use std::sync::OnceLock;
+
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::reload::{self, Handle};
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Registry};
+
+use crate::args::TalkArgs;
+use crate::{output, terminal};
+
+/// The filter of the subscriber that this library installed; none where it found another.
+static FILTER: OnceLock<Option<Handle<EnvFilter, Registry>>> = OnceLock::new();
+
+/// The log of a call. It ends when this is dropped.
+pub(crate) struct Log(());
+
+impl Log {
+    /// Begins a log of warnings, or of as much as `RUST_LOG`, `--quiet` or `--verbose` asks for.
+    pub(crate) fn begin(talk: TalkArgs) -> Self {
+        let level = match talk {
+            TalkArgs { quiet: true, .. } => Some("error"),
+            TalkArgs { verbose: true, .. } => Some("info"),
+            _ => None,
+        };
+        let of_environment = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+        set(level.map_or_else(of_environment, EnvFilter::new));
+        Self(())
+    }
+}
+
+impl Drop for Log {
+    fn drop(&mut self) {
+        set(EnvFilter::new("off"));
+    }
+}
+
+/// Lets through what `filter` says, installing the subscriber at first.
+fn set(filter: EnvFilter) {
+    let mut first = Some(filter);
+    let handle = FILTER.get_or_init(|| install(first.take().unwrap_or_default()));
+    if let (Some(filter), Some(handle)) = (first, handle) {
+        // The subscriber lives as long as the process.
+        let _ = handle.reload(filter);
+    }
+}
+
+fn install(filter: EnvFilter) -> Option<Handle<EnvFilter, Registry>> {
+    let (filter, handle) = reload::Layer::new(filter);
+    let lines = tracing_subscriber::fmt::layer()
+        .with_writer(|| output::LogWriter)
+        .with_ansi(terminal::stderr_takes_escapes())
+        .without_time();
+    let installed = tracing_subscriber::registry().with(filter).with(lines).try_init();
+    installed.is_ok().then_some(handle)
+}
