@@ -1,6 +1,5 @@
 //! What a model costs: parameters, floating-point operations and memory, from its configuration alone.
 
-use moeworks_moe::RouterKind;
 use moeworks_plan::ModelShape;
 
 use crate::config::ModelConfig;
@@ -73,10 +72,10 @@ fn counts(config: &ModelConfig, name: &str, shape: &[usize]) -> [u64; 3] {
     [total, active, if is_matrix { active } else { 0 }]
 }
 
-/// Of a tree of clusters a token passes the open ones alone.
+/// Counts what a token passes of routers that are not passed whole.
 fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
     let moe = config.moe();
-    if moe.router.kind != RouterKind::Hierarchical {
+    if moe.router.passes_all_weights() {
         return;
     }
     let moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
@@ -218,7 +217,7 @@ fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: 
     let heads = config.num_heads * config.head_dim + kv_elements(config) + narrow;
     let layer = |i: usize| {
         let hidden = if config.is_moe_layer(i) {
-            config.top_k * config.expert_width + config.shared_width
+            config.moe().largest_top_k() * config.expert_width + config.shared_width
         } else {
             config.dense_width
         } * config.moe().activation.num_inputs();

@@ -169,8 +169,8 @@ fn a_tree_of_clusters_is_counted_by_those_that_a_token_opens() {
     let mut config =
         ModelConfig { vocab_size: 100, width: 32, num_layers: 2, num_experts: 64, ..ModelConfig::default() };
     let flat = Parameters::of(&config);
-    config.router.kind = RouterKind::Hierarchical;
-    (config.router.tree, config.router.tree_beam) = ("8".to_owned(), 2);
+    config.router.kind = moeworks_moe::RouterKind::Hierarchical;
+    (config.router.schemes.hierarchical.tree, config.router.schemes.hierarchical.beam) = ("8".to_owned(), 2);
     let tree = Parameters::of(&config);
     assert_eq!(routing_flops_per_token(&config), (2 * 24 * 32, 2 * 64 * 32));
     assert_eq!(tree.total() - flat.total(), 2 * 8 * 32);

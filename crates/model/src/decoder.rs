@@ -9,7 +9,7 @@ mod ends;
 
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, RouterInput, RouterKind};
+use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, RouterInput};
 use moeworks_ops::linear::Write;
 use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
@@ -380,8 +380,7 @@ impl Decoder {
     /// them.
     #[must_use]
     pub fn goes_on_unknowing(&self, ctx: &Context) -> bool {
-        let router = &self.config.router;
-        let is_by_ids = router.kind == RouterKind::Hash || !router.modality_boundaries.is_empty();
+        let is_by_ids = self.config.router.looks_at_ids();
         let is_alone = self.tensor.is_none() && self.ranks.is_none() && self.gather.is_none();
         ctx.gpu().is_some() && is_alone && !is_by_ids
     }
@@ -430,8 +429,9 @@ impl Decoder {
         let x = self.embed(pass, weights, ids);
         let is_inference = rules == Rules::Inference;
         let stack = self.stack(if is_inference { &self.inference } else { &self.training });
+        let (token_ids, first_token) = (ids.known(), pass.start * pass.num_sequences);
         let input =
-            RouterInput { token_ids: ids.known(), is_inference, is_forward_only: true, ..RouterInput::default() };
+            RouterInput { token_ids, first_token, is_inference, is_forward_only: true, ..RouterInput::default() };
         let num_layers = weights.layers.len();
         let layer = |i| self.layer(pass.ctx, weights, (i, after(i, num_layers)));
         stack.forward(pass, layer, x, &input, caches, watch)

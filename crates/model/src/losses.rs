@@ -1,9 +1,8 @@
 //! The losses on the routers of all layers, from what the layers say about themselves.
 
 use moeworks_moe::{
-    BalanceLoss, EntropyRule, LayerStats, LossGrad, RouterConfig, RouterKind, balance_loss_gshard,
-    balance_loss_of_groups, balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss,
-    l1_loads, z_loss,
+    BalanceLoss, EntropyRule, LayerStats, LossGrad, RouterConfig, balance_loss_gshard, balance_loss_of_groups,
+    balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss, l1_loads, z_loss,
 };
 
 use crate::pass::{BalanceKind, PassOptions, RouterLosses};
@@ -40,9 +39,9 @@ pub(crate) fn router_losses(
             grad.gshard = coef;
         }
         add_layer_losses(layer, options, &mut grad);
-        if router.kind == RouterKind::Relu {
+        if let Some(is_balanced) = router.l1_is_balanced() {
             grad.l1 = options.l1_scale / layers.len() as f32;
-            grad.l1_loads = if router.l1_balanced { l1_loads(layer, top_k) } else { Vec::new() };
+            grad.l1_loads = if is_balanced { l1_loads(layer, top_k) } else { Vec::new() };
         }
         grad
     });
@@ -83,7 +82,11 @@ fn other_losses(
     // Each expert's importance is the sum of its weights: all of a token's gates, but for the scale.
     let l1 = |layer: &LayerStats| {
         let scale = f64::from(router.routed_scale) * layer.num_tokens.max(1) as f64;
-        let loads = if router.l1_balanced { l1_loads(layer, top_k) } else { vec![1.0; layer.importance.len()] };
+        let loads = if router.l1_is_balanced() == Some(true) {
+            l1_loads(layer, top_k)
+        } else {
+            vec![1.0; layer.importance.len()]
+        };
         layer.importance.iter().zip(loads).map(|(sum, load)| sum * f64::from(load)).sum::<f64>() / scale
     };
     RouterLosses {
@@ -94,7 +97,7 @@ fn other_losses(
         load: if has_noise { sum(&|layer| cv_squared(&layer.smooth_load, 0.0).0) } else { None },
         local_entropy: sum(&|layer| entropy_loss(layer, &options.entropy).local),
         global_entropy: sum(&|layer| entropy_loss(layer, &options.entropy).global),
-        l1: if router.kind == RouterKind::Relu { sum(&l1).map(|sum| sum / layers.len() as f64) } else { None },
+        l1: if router.l1_is_balanced().is_some() { sum(&l1).map(|sum| sum / layers.len() as f64) } else { None },
     }
 }
 

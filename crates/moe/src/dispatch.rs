@@ -42,7 +42,7 @@ pub struct DispatchRule<'a> {
     /// K in the capacity.
     pub top_k: usize,
     /// Experts at the end of the routing's that compute nothing: their choices have no rows.
-    pub num_free: usize,
+    pub num_zero_computation: usize,
     /// With free experts: their share of the tokens over a computing expert's is one over this (MoE++'s tau); 1 for the
     /// same.
     pub free_ratio: f32,
@@ -68,7 +68,7 @@ impl DispatchRule<'_> {
         Self {
             capacity_factor,
             top_k,
-            num_free: 0,
+            num_zero_computation: 0,
             free_ratio: 1.0,
             group_tokens: 0,
             priority: None,
@@ -87,7 +87,7 @@ impl DispatchRule<'_> {
         let is_one_group = self.group_tokens == 0 || self.group_tokens >= num_tokens;
         // A token names an expert at most once.
         let has_room = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
-        self.num_free == 0
+        self.num_zero_computation == 0
             && self.shared.is_none()
             && has_room
             && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none() && self.counted.is_none()))
@@ -106,14 +106,14 @@ impl DispatchRule<'_> {
             return vec![rows; num_experts];
         }
         let size = self.group_size(num_tokens);
-        let num_free = self.num_free.min(num_experts);
-        let computing = num_experts - num_free;
-        if num_free == 0 {
+        let num_zero_computation = self.num_zero_computation.min(num_experts);
+        let computing = num_experts - num_zero_computation;
+        if num_zero_computation == 0 {
             let limit = capacity(self.capacity_factor, size, self.top_k, num_experts);
             return vec![rows_limit(limit); num_experts];
         }
         let tau = f64::from(self.free_ratio);
-        let share = (size * self.top_k) as f64 / (tau * computing as f64 + num_free as f64);
+        let share = (size * self.top_k) as f64 / (tau * computing as f64 + num_zero_computation as f64);
         let limit = |share: f64| rows_limit(share_capacity(self.capacity_factor, share));
         let mut limits = vec![limit(tau * share); computing];
         limits.resize(num_experts, limit(share));
@@ -179,11 +179,11 @@ impl Dispatch {
             let counted = rule.counted.unwrap_or(ids.u32s());
             let alone = || Cow::Owned(overflow::with_room(counted, routing.top_k(), room, rule.priority));
             let has_room = rule.shared.map_or_else(alone, |shared| Cow::Borrowed(&shared.has_room));
-            let (masked, ruled) = Ruled::of(ctx, routing, &has_room, num_experts - rule.num_free);
-            (sort_choices(ctx, &masked, weights, num_experts - rule.num_free, None), Some(ruled))
+            let (masked, ruled) = Ruled::of(ctx, routing, &has_room, num_experts - rule.num_zero_computation);
+            (sort_choices(ctx, &masked, weights, num_experts - rule.num_zero_computation, None), Some(ruled))
         };
         let is_fixed = rule.capacity_factor > 0.0 || rule.fixed.is_some();
-        let num_computing = num_experts - rule.num_free;
+        let num_computing = num_experts - rule.num_zero_computation;
         Self { sorted, limit, is_fixed, num_computing, ruled }
     }
 
@@ -218,7 +218,7 @@ impl Dispatch {
     /// `[T, K]`: the number, from 0, of the expert without computation that each kept choice names, [`NO_EXPERT`]
     /// elsewhere; none if no expert is without.
     #[must_use]
-    pub fn free_choices(&self) -> Option<&[u32]> {
+    pub fn zero_computation_choices(&self) -> Option<&[u32]> {
         self.ruled.as_ref()?.free.as_ref().map(Tensor::u32s)
     }
 
@@ -309,7 +309,7 @@ impl PartialEq for Dispatch {
             && self.token_rows() == other.token_rows()
             && self.row_tokens() == other.row_tokens()
             && self.row_weights() == other.row_weights()
-            && self.free_choices() == other.free_choices()
+            && self.zero_computation_choices() == other.zero_computation_choices()
     }
 }
 

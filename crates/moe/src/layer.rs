@@ -21,13 +21,13 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::top_k::{ChoiceSums, choice_sums, choice_sums_in_host};
 use moeworks_tensor::Tensor;
 
-use crate::free::{self, FreeChoices, FreeGrads};
-use crate::ranks::{Joined, RanksSaved, RanksTask, Together};
-use crate::router::{Decision, FlatRouter, FlatSaved, RouterGradTask};
+use crate::ranks::{CrossRank, Joined, RanksSaved, RanksTask};
+use crate::router::{Decision, RouterGradTask, RouterSaved, ScoreRouter};
 use crate::shared::{SharedSaved, SharedTask};
+use crate::zero_computation::{self, ZeroComputationChoices, ZeroComputationGrads};
 use crate::{
-    ConfigError, Dispatch, DispatchRule, ExpertRanks, FreeShare, LayerStats, LossGrad, MoeConfig, MoeWeights,
-    RouterInput, Routing, RoutingError,
+    ConfigError, Dispatch, DispatchRule, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput,
+    Routing, RoutingError, ZeroComputationShare,
 };
 
 /// An MoE layer: its configuration, checked. Weights are arguments.
@@ -48,10 +48,10 @@ struct Saved {
     x: Tensor,
     /// `x` in f32, where there are experts without computation.
     exact_x: Option<Tensor>,
-    router: FlatSaved,
+    router: RouterSaved,
     routing: Routing,
     choice_sums: Late<ChoiceSums>,
-    free: FreeShare,
+    free: ZeroComputationShare,
     /// Groups of experts.
     num_groups: usize,
     num_rerouted: usize,
@@ -99,7 +99,7 @@ pub struct MoeGradTask {
     saved: Arc<Saved>,
     dy: Tensor,
     router: Option<RouterGradTask>,
-    free: Option<FreeGrads>,
+    free: Option<ZeroComputationGrads>,
     experts: ExpertsTask,
     shared: Option<SharedTask>,
     config: MoeConfig,
@@ -156,16 +156,16 @@ impl MoeLayer {
         weights.check(&self.config, num_held);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let router = self.router(weights, input);
-        let ranks = self.ranks.as_ref().filter(|_| router.decides_together());
-        let together = ranks.map(|ranks| Together::of(ranks, x.rows()));
-        let together = together.as_ref();
-        let router = FlatRouter { together, ..router };
+        let ranks = self.ranks.as_ref().filter(|_| router.decides_across_ranks());
+        let cross_rank = ranks.map(|ranks| CrossRank::of(ranks, x.rows()));
+        let cross_rank = cross_rank.as_ref();
+        let router = ScoreRouter { cross_rank, ..router };
         let Decision { routing, saved: router_saved, num_rerouted } = self.timed("router", || router.forward(ctx, x));
         let priority = router.priority(&router_saved);
         let rule = DispatchRule { counted: router.counted(&router_saved), ..router.rule(priority.as_deref()) };
         let sizes = (routing.top_k(), routing.num_experts());
         let counted = || rule.counted.unwrap_or_else(|| routing.expert_ids());
-        let shared = together.filter(|_| rule.is_shared()).map(|together| together.room(&rule, counted(), sizes));
+        let shared = cross_rank.filter(|_| rule.is_shared()).map(|cross_rank| cross_rank.room(&rule, counted(), sizes));
         let rule = DispatchRule { shared: shared.as_ref(), ..rule };
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
         let choice_sums = choice_sums_of(ctx, &routing, !input.is_inference);
@@ -174,9 +174,10 @@ impl MoeLayer {
         let is_early = ctx.gpu().is_some() && self.ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
         let (mut y, experts) = self.experts_forward(ctx, weights, x, choices, (early, input.is_forward_only));
-        let exact_x = free::exact(ctx, &self.config, x);
+        let exact_x = zero_computation::exact(ctx, &self.config, x);
         if let Some(x) = &exact_x {
-            FreeChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }.forward(&mut y);
+            ZeroComputationChoices { config: &self.config, weights, routing: &routing, dispatch: &dispatch, x }
+                .forward(&mut y);
         }
         let shared = weights.shared.as_ref().map(|shared| {
             let options = (self.config.activation, input.is_forward_only);
@@ -188,7 +189,7 @@ impl MoeLayer {
             add_assign(ctx, &mut y, base);
         }
         let (x, router) = (x.clone(), router_saved);
-        let (free, num_groups) = (FreeShare::of(&self.config), self.config.router.num_groups);
+        let (free, num_groups) = (ZeroComputationShare::of(&self.config), self.config.router.num_groups);
         let saved = Saved {
             x,
             exact_x,
@@ -297,8 +298,8 @@ impl MoeLayer {
         }
     }
 
-    fn router<'a>(&'a self, weights: &'a MoeWeights, input: &'a RouterInput<'a>) -> FlatRouter<'a> {
-        FlatRouter { config: &self.config, weights, input, together: None }
+    fn router<'a>(&'a self, weights: &'a MoeWeights, input: &'a RouterInput<'a>) -> ScoreRouter<'a> {
+        ScoreRouter { config: &self.config, weights, input, cross_rank: None }
     }
 
     /// The gradient of the input `[T, D]` (f32), and the weights' gradients as a task. `dy` is `[T, D]`, f32 or bf16, the
@@ -336,8 +337,8 @@ impl MoeLayer {
         let (mut dx, mut dweights, experts) = self.experts_backward(ctx, weights, saved, dy, now);
         let free = saved.exact_x.as_ref().map(|x| {
             let (routing, dispatch) = (&saved.routing, &saved.dispatch);
-            let choices = FreeChoices { config: &self.config, weights, routing, dispatch, x };
-            let dy = free::exact(ctx, &self.config, dy);
+            let choices = ZeroComputationChoices { config: &self.config, weights, routing, dispatch, x };
+            let dy = zero_computation::exact(ctx, &self.config, dy);
             choices.backward(dy.as_ref().unwrap_or(x), &mut dx, &mut dweights)
         });
         let input = RouterInput::default();
@@ -425,7 +426,7 @@ impl MoeSaved {
         if *num_groups < 2 {
             return Vec::new();
         }
-        let computing = routing.num_experts() - free.num_free - free.num_null;
+        let computing = routing.num_experts() - free.num_zero_computation - free.num_null;
         let size = computing / num_groups;
         let mut counts = vec![0; *num_groups];
         let mut last = vec![usize::MAX; *num_groups];

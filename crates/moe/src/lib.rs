@@ -75,7 +75,6 @@
 
 mod config;
 mod dispatch;
-mod free;
 mod layer;
 mod losses;
 pub mod measure;
@@ -87,6 +86,7 @@ mod routing;
 mod shared;
 mod stats;
 mod weights;
+mod zero_computation;
 
 pub use config::{ConfigError, MoeConfig, ScoreOrder};
 pub use dispatch::{Dispatch, DispatchRule, capacity};
@@ -99,12 +99,13 @@ pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
 pub use ranks::{ExpertRanks, SharedRoom};
 pub use router::{
-    FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert,
-    WeightShape, balanced_hash, clustered_hash, next_state,
+    BenchChange, FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, SchemeDoc, Schemes,
+    ScoreFunction, SecondExpert, SettingDoc, StudyVariant, TableSource, WeightShape, balanced_hash, clustered_hash,
+    next_state, schemes_page,
 };
 pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{
-    FreeShare, LayerStats, Load, ModalityStats, cv, dead_expert_frac, e_max_violation, expert_diversity, load_entropy,
-    max_over_mean, num_dead_experts, share,
+    LayerStats, Load, ModalityStats, ZeroComputationShare, cv, dead_expert_frac, e_max_violation, expert_diversity,
+    load_entropy, max_over_mean, num_dead_experts, share,
 };
 pub use weights::{MoeWeights, NamedTensor, SharedWeights, select_experts};

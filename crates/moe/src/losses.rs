@@ -25,8 +25,8 @@ pub struct LossGrad {
     pub importance: Vec<f32>,
     /// `[E]`: gradient of each expert's smooth load, [`LayerStats::smooth_load`]. Empty for none.
     pub load: Vec<f32>,
-    /// Gradient of the L1 loss of [`RouterKind::Relu`](crate::RouterKind::Relu) times its weight, which is state: what the
-    /// whole loss is scaled by.
+    /// Gradient of the L1 loss on gates ([`RouterConfig::l1_is_balanced`](crate::RouterConfig::l1_is_balanced)) times its weight,
+    /// which is state: what the whole loss is scaled by.
     pub l1: f32,
     /// `[E]`: what a gate of each expert counts in it, [`l1_loads`]. Empty for one each.
     pub l1_loads: Vec<f32>,

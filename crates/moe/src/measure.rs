@@ -1,10 +1,11 @@
-//! What routing costs, scheme by scheme, beside the layer that it routes for: the table of `moeworks bench routing`.
+//! The cost of routing, scheme by scheme, beside the layer that it routes for: the table of `moeworks bench routing`.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{cast, fill_normal};
 use moeworks_ops::measure::best_seconds_of_many;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
+use crate::router::Gate;
 use crate::{
     ConfigError, MoeConfig, MoeLayer, MoeWeights, Overflow, Ramp, RouterInput, RouterKind, RoutingError, ScoreFunction,
 };
@@ -24,11 +25,11 @@ pub struct RoutingShape {
     pub top_k: usize,
 }
 
-/// What one scheme's routing costs.
+/// The cost of one scheme's routing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoutingCost {
     /// The scheme.
-    pub name: &'static str,
+    pub name: String,
     /// The shortest time of a routing decision in training, from tokens to [`Routing`](crate::Routing), in seconds.
     pub seconds: f64,
     /// The shortest time of the forward pass of a layer with as many experts a token by the plain scheme, in seconds.
@@ -56,23 +57,10 @@ pub enum MeasureError {
     Routing(#[from] RoutingError),
 }
 
-type Scheme = (&'static str, fn(&mut MoeConfig));
+type Options = (&'static str, fn(&mut MoeConfig));
 
-/// Every scheme, and the parts of others that cost something of their own.
-const SCHEMES: [Scheme; 20] = [
-    ("top_k", |_| {}),
-    ("switch, input jitter 0.01", |c| set(c, RouterKind::Switch, 1, 0.01)),
-    ("noisy_top_k", |c| set(c, RouterKind::NoisyTopK, 2, 0.0)),
-    ("gshard", |c| set(c, RouterKind::Gshard, 2, 0.0)),
-    ("cosine", |c| set(c, RouterKind::Cosine, 2, 0.0)),
-    ("gumbel", |c| set(c, RouterKind::Gumbel, 2, 0.0)),
-    ("expert_choice", |c| set(c, RouterKind::ExpertChoice, 2, 0.0)),
-    ("base", |c| set(c, RouterKind::Base, 1, 0.0)),
-    ("sinkhorn", |c| set(c, RouterKind::Sinkhorn, 2, 0.0)),
-    ("hash", |c| set(c, RouterKind::Hash, 2, 0.0)),
-    ("top_p", |c| set(c, RouterKind::TopP, 2, 0.0)),
-    ("relu", |c| set(c, RouterKind::Relu, 2, 0.0)),
-    ("hierarchical", |c| set(c, RouterKind::Hierarchical, 2, 0.0)),
+/// Parts of `top_k` that cost something of their own.
+const OPTIONS: [Options; 7] = [
     ("top_k, sigmoid and expert bias", |c| {
         (c.router.scores, c.router.expert_bias) = (ScoreFunction::Sigmoid, true);
     }),
@@ -90,11 +78,22 @@ const SCHEMES: [Scheme; 20] = [
     ("top_k, random choices", |c| c.router.random_share = 1.0),
 ];
 
-fn set(config: &mut MoeConfig, kind: RouterKind, top_k: usize, jitter: f32) {
-    (config.router.kind, config.top_k, config.jitter) = (kind, config.top_k.min(top_k), jitter.into());
-    if kind == RouterKind::Gumbel {
-        config.router.temperature = Ramp::constant(0.5);
-    }
+/// Every scheme, and the parts of others that cost something of their own, with their layers.
+fn cases(plain: &MoeConfig) -> Vec<(String, MoeConfig)> {
+    let of_kind = |&kind: &RouterKind| {
+        let mut config = plain.clone();
+        config.router.kind = kind;
+        config.top_k = config.top_k.min(config.router.scheme().fixed_top_k().unwrap_or(2));
+        let Some(change) = kind.doc().bench else { return (kind.name().to_owned(), config) };
+        (change.apply)(&mut config);
+        (format!("{}{}", kind.name(), change.label), config)
+    };
+    let of_options = |(name, change): Options| {
+        let mut config = plain.clone();
+        change(&mut config);
+        (name.to_owned(), config)
+    };
+    RouterKind::ALL.iter().map(of_kind).chain(OPTIONS.map(of_options)).collect()
 }
 
 impl RoutingShape {
@@ -114,10 +113,11 @@ impl RoutingShape {
         mut found: impl FnMut(&RoutingCost, f64),
     ) -> Result<(), MeasureError> {
         let is_meant = |name: &str| name.contains(schemes);
-        if !SCHEMES.iter().any(|(name, _)| is_meant(name)) {
+        let plain = self.config();
+        let cases: Vec<_> = cases(&plain).into_iter().filter(|(name, _)| is_meant(name)).collect();
+        if cases.is_empty() {
             return Ok(());
         }
-        let plain = self.config();
         let mut x = ctx.empty(&[self.num_tokens, self.width], DType::F32);
         fill_normal(ctx, &Random::new(0, Purpose::Test, 0), 1.0, &mut x);
         // The last element of each token is the same: what lies on it shifts all logits of an expert.
@@ -129,9 +129,7 @@ impl RoutingShape {
             let times = (self.layer_seconds(ctx, &config, &x)?, self.routing(ctx, &config, &x)?.0);
             plain_times.push((top_k, times));
         }
-        for (name, change) in SCHEMES.into_iter().filter(|(name, _)| is_meant(name)) {
-            let mut config = plain.clone();
-            change(&mut config);
+        for (name, config) in cases {
             let (seconds, experts_per_token) = self.routing(ctx, &config, &x)?;
             let times =
                 plain_times.iter().find(|(top_k, _)| *top_k == config.top_k).map_or((0.0, 0.0), |found| found.1);
@@ -160,7 +158,7 @@ impl RoutingShape {
         let config = MoeConfig { expert_width: 1, ..config.clone() };
         let layer = MoeLayer::new(config.clone())?;
         let mut weights = MoeWeights::random(ctx, &config, 0, 2.0 / (self.width as f32).sqrt());
-        if config.router.kind == RouterKind::Relu {
+        if config.router.scheme().gate(&config.router, config.top_k) == Gate::Relu {
             // The share K/E of a normal distribution lies above about this many deviations.
             let share = self.top_k as f32 / self.num_experts as f32;
             let shift = -2.0 * (-2.0 * (share * 2.5).min(0.9).ln()).sqrt();

@@ -40,7 +40,7 @@ pub struct LayerStats {
     /// The tokens of each modality; empty where there is one.
     pub modalities: Vec<ModalityStats>,
     /// What the balance loss makes of experts without computation.
-    pub free: FreeShare,
+    pub free: ZeroComputationShare,
 }
 
 /// The tokens of one modality in one MoE layer.
@@ -56,22 +56,26 @@ pub struct ModalityStats {
 
 /// How many of a layer's experts are without computation, and what the balance loss makes of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct FreeShare {
+pub struct ZeroComputationShare {
     /// Zero, copy and constant experts.
-    pub num_free: usize,
+    pub num_zero_computation: usize,
     /// What their part of the loss is multiplied by (MoE++'s tau).
     pub ratio: f64,
     /// Null experts, which count with their mean load (AdaMoE).
     pub num_null: usize,
 }
 
-impl FreeShare {
+impl ZeroComputationShare {
     /// That of `config`.
     #[must_use]
     pub fn of(config: &MoeConfig) -> Self {
         let router = &config.router;
         let num_null = router.null_experts;
-        Self { num_free: router.num_free() - num_null, ratio: f64::from(router.free_ratio), num_null }
+        Self {
+            num_zero_computation: router.num_zero_computation() - num_null,
+            ratio: f64::from(router.free_ratio),
+            num_null,
+        }
     }
 
     /// The loads that the balance loss takes of `loads`: null experts have their mean, free ones a share.
@@ -79,7 +83,7 @@ impl FreeShare {
     pub fn balanced(&self, loads: &[f64]) -> Vec<f64> {
         let mut loads = loads.to_vec();
         let first_null = loads.len().saturating_sub(self.num_null);
-        let first_free = first_null.saturating_sub(self.num_free);
+        let first_free = first_null.saturating_sub(self.num_zero_computation);
         loads[first_free..first_null].iter_mut().for_each(|load| *load *= self.ratio);
         let mean = loads[first_null..].iter().sum::<f64>() / self.num_null.max(1) as f64;
         loads[first_null..].fill(mean);
@@ -108,7 +112,7 @@ impl LayerStats {
             importance: vec![0.0; num_experts],
             smooth_load: Vec::new(),
             modalities: Vec::new(),
-            free: FreeShare::default(),
+            free: ZeroComputationShare::default(),
         }
     }
 
@@ -177,7 +181,7 @@ impl LayerStats {
     /// Of these, those that compute; they come first.
     #[must_use]
     pub fn num_computing(&self) -> usize {
-        self.num_experts().saturating_sub(self.free.num_free + self.free.num_null)
+        self.num_experts().saturating_sub(self.free.num_zero_computation + self.free.num_null)
     }
 
     /// Share of the choices that were dropped, 0 to 1.

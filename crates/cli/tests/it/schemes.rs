@@ -3,10 +3,12 @@
 use std::fs;
 use std::path::Path;
 
+use moeworks_moe::RouterKind;
+
 use crate::program::{Workplace, assert_success, losses, state, stderr, stdout};
 
 /// The settings of a scheme, each after `--set`; the first names it.
-const SCHEMES: [&[&str]; 18] = [
+const SCHEMES: [&[&str]; 21] = [
     &["model.router.kind=switch"],
     &["model.router.kind=noisy_top_k"],
     &["model.router.kind=gshard", "model.router.local_group=32"],
@@ -19,6 +21,9 @@ const SCHEMES: [&[&str]; 18] = [
     &["model.router.kind=top_p"],
     &["model.router.kind=relu"],
     &["model.router.kind=hierarchical", "model.router.tree='2'", "model.router.tree_beam=1"],
+    &["model.router.kind=low_rank", "model.router.low_rank_dim=3"],
+    &["model.router.kind=dense_to_sparse", "model.router.dense_share=1"],
+    &["model.router.kind=forced", "model.router.forced_load=zipf"],
     &["model.router.scores=sigmoid", "model.router.expert_bias=true", "train.balance=none", "train.sequence_coef=1e-4"],
     &[
         "model.router.num_groups=2",
@@ -92,6 +97,36 @@ fn every_scheme_trains_resumes_evaluates_and_generates() {
 }
 
 #[test]
+fn every_kind_of_the_table_is_among_the_schemes() {
+    for kind in RouterKind::ALL.iter().skip(1) {
+        let setting = format!("model.router.kind={}", kind.name());
+        assert!(SCHEMES.iter().any(|scheme| scheme[0] == setting), "{setting}");
+    }
+}
+
+/// The losses are those of one rank up to rounding, and they fall.
+#[test]
+fn low_rank_dense_to_sparse_and_forced_routing_learn_on_two_ranks_what_they_learn_on_one() {
+    const TOLERANCE: f64 = 2e-4;
+    for scheme in [&["low_rank", "low_rank_normalize=true"][..], &["dense_to_sparse", "dense_share=0.8"], &["forced"]] {
+        let work = Workplace::new();
+        let kind = format!("model.router.kind={}", scheme[0]);
+        let mut settings = vec!["--set".to_owned(), kind];
+        settings.extend(scheme[1..].iter().flat_map(|more| ["--set".to_owned(), format!("model.router.{more}")]));
+        let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+        assert_success(&work.train("one", 6, &settings));
+        assert_success(&work.train("two", 6, &[&settings[..], &["--ep", "2"]].concat()));
+        let numbers = |run| losses(&work.path(run)).into_iter().map(|(_, loss)| loss.parse().expect("a loss"));
+        let (one, two): (Vec<f64>, Vec<f64>) = (numbers("one").collect(), numbers("two").collect());
+        assert_eq!(one.len(), 6);
+        assert!(one[5] < one[0], "{scheme:?}: {one:?}");
+        for (one, two) in one.iter().zip(&two) {
+            assert!((one - two).abs() <= TOLERANCE * one, "{scheme:?}: {one} on one rank, {two} on two");
+        }
+    }
+}
+
+#[test]
 fn a_scheme_brings_what_it_was_published_with_and_gives_way_to_what_is_said() {
     let work = Workplace::new();
     let print = |more: &[&str]| {
@@ -130,6 +165,9 @@ fn a_wrong_setting_of_the_router_is_one_line() {
         ("model.router.top_p=0", "model.router.top_p = 0: must be above 0 and at most 1"),
         ("model.router.temperature=0", "model.router.temperature = 0: must be a number above 0"),
         ("model.router.modality_experts=x", "model.router.modality_experts = \"x\": must be whole numbers"),
+        ("model.router.dense_shape=fast", "model.router.dense_shape = \"fast\": unknown variant"),
+        ("model.router.low_rank_dim=-1", "model.router.low_rank_dim = -1: must be a whole number of at least 0"),
+        ("model.router.forced_hot_share=2", "model.router.forced_hot_share = 2: must be a number from 0 to 1"),
         ("model.router.expert_bias=2", "model.router.expert_bias = 2: must be true or false"),
         ("model.router.tree='3,x'", "model.router.tree = \"3,x\": must be whole numbers"),
         ("train.z_coef=linear", "train.z_coef = \"linear\": must be a number or a ramp"),

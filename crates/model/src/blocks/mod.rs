@@ -39,6 +39,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) memory: Option<&'a Memory>,
     /// `[T]` u32: the position of each token in its sequence.
     pub(crate) positions: Tensor,
+    /// The first of these positions.
+    pub(crate) start: usize,
     pub(crate) num_sequences: usize,
     pub(crate) seq_len: usize,
     /// The ranks that hold the matrices between them and make the same pass, if there are several.
@@ -62,7 +64,7 @@ impl<'a> Pass<'a> {
             *position = (start + t % seq_len) as u32;
         }
         let (all_rows, tensor) = (AllRows::new(ctx, tokens), None);
-        Self { ctx, rope, relative: None, memory: None, positions, num_sequences, seq_len, tensor, all_rows }
+        Self { ctx, rope, relative: None, memory: None, positions, start, num_sequences, seq_len, tensor, all_rows }
     }
 
     /// The gradient of the weights of relative positions, where there are such, from what went back through the layers.

@@ -295,7 +295,7 @@ impl ModelConfig {
             capacity_factor: self.capacity_factor,
             jitter: self.jitter,
             shared_width: self.shared_width,
-            router: RouterConfig { hash_ids: self.vocab_size, ..self.router.clone() },
+            router: RouterConfig { num_token_ids: self.vocab_size, ..self.router.clone() },
         }
     }
 

@@ -7,13 +7,13 @@
 //! bit of the result, the number of chunks its rounding (products of few rows and of many sum in different orders).
 //!
 //! The routing is that of one rank with all tokens: what looks at many tokens at once is decided over those of all ranks
-//! ([`Together`]), and so is what losses say ([`ExpertRanks::merge_stats`]).
+//! ([`CrossRank`]), and so is what losses say ([`ExpertRanks::merge_stats`]).
 
+mod cross_rank;
 mod experts;
 mod join;
 mod shadow;
 mod stats;
-mod together;
 mod travel;
 mod tuning;
 
@@ -26,10 +26,10 @@ use moeworks_plan::{Exchange, Moving, Placement, Wire};
 use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
+pub(crate) use cross_rank::CrossRank;
+pub use cross_rank::SharedRoom;
 pub(crate) use experts::{RanksSaved, RanksTask};
 pub(crate) use join::Joined;
-pub use together::SharedRoom;
-pub(crate) use together::Together;
 use travel::Travel;
 use tuning::Tuning;
 

@@ -2,7 +2,7 @@
 
 use moeworks_comm::{CommError, Communicator};
 
-use crate::{FreeShare, LayerStats, ModalityStats};
+use crate::{LayerStats, ModalityStats, ZeroComputationShare};
 
 /// Merges `layers` over the ranks of `world`, in the order of ranks.
 pub(super) fn merge(world: &dyn Communicator, layers: &mut [LayerStats]) -> Result<(), CommError> {
@@ -57,7 +57,7 @@ fn to_numbers(layer: &LayerStats) -> Vec<f64> {
 }
 
 /// What [`to_numbers`] made numbers of.
-fn from_numbers(e: usize, free: FreeShare, numbers: &mut impl Iterator<Item = f64>) -> LayerStats {
+fn from_numbers(e: usize, free: ZeroComputationShare, numbers: &mut impl Iterator<Item = f64>) -> LayerStats {
     let mut number = || numbers.next().unwrap_or(0.0);
     let mut stats = LayerStats { free, ..LayerStats::empty(e) };
     stats.num_tokens = number() as usize;

@@ -2,81 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::scheme::{FusedOps, RoutingScheme, TableSource};
+use super::schemes::{RouterKind, Schemes};
 use crate::Ramp;
 use crate::config::ConfigError;
 use crate::overflow::Overflow;
 
-/// How tokens and experts find each other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RouterKind {
-    /// Each token takes the K experts with the highest scores.
-    #[default]
-    TopK,
-    /// The one expert with the highest probability (Fedus et al., "Switch Transformers", 2101.03961); K is 1.
-    Switch,
-    /// In training logits get normal noise whose deviation is `softplus(x W_noise^T)`, learned (Shazeer et al., 1701.06538).
-    NoisyTopK,
-    /// The best two; the second one only sometimes, as [`SecondExpert`] says (Lepikhin et al., "GShard", 2006.16668); K is 2.
-    Gshard,
-    /// Logits are cosines of a projection of the token and a vector of each expert over a learned temperature (Hwang et
-    /// al., "Tutel", 2206.03382; Liu et al., "Swin V2", 2111.09883).
-    Cosine,
-    /// In training logits get Gumbel noise, and the weights are 1/K forward and those of the softmax backward
-    /// (straight-through; Jang et al., 1611.01144).
-    Gumbel,
-    /// Experts choose tokens, each K T / E of them (Zhou et al., 2202.09368). Outside training tokens choose.
-    ExpertChoice,
-    /// The assignment of highest total score that gives each expert equally many tokens (Lewis et al., "BASE layers",
-    /// 2103.16716), weighed by the sigmoid of the logit; K is 1. Outside training tokens choose.
-    Base,
-    /// The K best of the logits balanced by Sinkhorn's iteration (Clark et al., 2202.01169, as in Megatron-LM). Outside
-    /// training tokens choose.
-    Sinkhorn,
-    /// Experts by a hash of the token's id, with equal weights (Roller et al., 2106.04426), as [`RouterConfig::hash`] says;
-    /// nothing is learned.
-    Hash,
-    /// The fewest experts whose probabilities add up to [`RouterConfig::top_p`] (Huang et al., 2403.07652).
-    TopP,
-    /// All experts whose logit is positive, weighed by it (Wang et al., "ReMoE", 2412.14711); an adaptive L1 loss holds the
-    /// mean at K.
-    Relu,
-    /// A tree of clusters above the experts: a token scores the clusters, opens the likeliest, and takes the K likeliest of
-    /// the experts in these, by the product of the probabilities along the way (2510.02345; more levels as in
-    /// [`RouterConfig::tree`]). It costs `G + B E/G` products of length D where others cost E.
-    Hierarchical,
-}
-
-/// When a token's second expert is used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SecondExpert {
-    /// Always.
-    Always,
-    /// In training with a probability of its normalised weight over the threshold, at most 1 (GShard with 0.5, ST-MoE with
-    /// 0.2); outside training always.
-    #[default]
-    Random,
-    /// Where its normalised weight is above the threshold.
-    Threshold,
-}
-
-/// Which experts the ids of tokens go to ([`RouterKind::Hash`]).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum HashTable {
-    /// Random ones.
-    #[default]
-    Random,
-    /// Those of a table that a run makes of the frequencies of its training tokens, so that experts get equally many:
-    /// [`balanced_hash`](crate::balanced_hash). Ids that it does not have go to random ones.
-    Balanced,
-    /// Those of a table that a run makes of the embeddings of a trained model, so that ids with near embeddings go to the same
-    /// ones: [`clustered_hash`](crate::clustered_hash).
-    Clustered,
-}
-
-/// What makes scores of logits.
+/// The function that makes scores of logits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreFunction {
@@ -88,7 +20,7 @@ pub enum ScoreFunction {
     Sigmoid,
 }
 
-/// What a group of experts is chosen by.
+/// The score that a group of experts is chosen by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupScore {
@@ -101,11 +33,11 @@ pub enum GroupScore {
 
 /// The settings of a router.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(default)]
 pub struct RouterConfig {
     /// The scheme.
     pub kind: RouterKind,
-    /// What makes scores of logits.
+    /// The function that makes scores of logits.
     pub scores: ScoreFunction,
     /// A bias on each expert's score that counts in the choice and not in the weight; it is state and no weight: it has no
     /// gradient, and training moves it by [`bias_update_rate`](Self::bias_update_rate) (auxiliary-loss-free balance, Wang et
@@ -117,7 +49,7 @@ pub struct RouterConfig {
     pub num_groups: usize,
     /// Groups that a token's experts may be in.
     pub top_groups: usize,
-    /// What groups are chosen by.
+    /// The score that groups are chosen by.
     pub group_score: GroupScore,
     /// Multiplies the weights at the end (DeepSeek's `routed_scaling_factor`).
     pub routed_scale: f32,
@@ -135,34 +67,6 @@ pub struct RouterConfig {
     pub random_share: f64,
     /// The share of a run, after that, over which the probability of a random choice falls to 0.
     pub random_fade: f64,
-    /// When a token's second expert is used ([`RouterKind::Gshard`]).
-    pub second: SecondExpert,
-    /// Its threshold, above 0 to 1.
-    pub second_threshold: f32,
-    /// Which experts ids go to ([`RouterKind::Hash`]).
-    pub hash: HashTable,
-    /// Ids of the table of [`HashTable::Balanced`] and [`HashTable::Clustered`], those of a model's vocabulary: no setting, but set by whoever makes a layer.
-    #[serde(skip)]
-    pub hash_ids: usize,
-    /// Width of the projection; 0: 256 as in Tutel, or D where that is less ([`RouterKind::Cosine`]).
-    pub cosine_dim: usize,
-    /// The temperature that the learned one starts from ([`RouterKind::Cosine`]); it never falls below 0.01.
-    pub cosine_temperature: f32,
-    /// The sum of probabilities that is enough ([`RouterKind::TopP`]).
-    pub top_p: f32,
-    /// How many clusters the first level has, how many each of these has, and so on, such as "8" or "4, 4"; the last ones
-    /// share the experts evenly. Empty: one level of about as many clusters as each has experts
-    /// ([`RouterKind::Hierarchical`]).
-    pub tree: String,
-    /// B: clusters that a token opens at each level; 0: K ([`RouterKind::Hierarchical`]).
-    pub tree_beam: usize,
-    /// The weight of the L1 loss that a run starts from ([`RouterKind::Relu`]).
-    pub l1_start: f32,
-    /// The factor by which it changes in a step.
-    pub l1_rate: f32,
-    /// Whether that loss counts an expert's gates as often as it has more than its share of the tokens, so that it balances
-    /// them too (ReMoE, section 3.4, equations 10 and 11): [`l1_loads`](crate::l1_loads).
-    pub l1_balanced: bool,
     /// Experts that give nothing (Jin et al., "MoE++", 2410.07348, equation 3). Where weights are divided by their sum theirs count;
     /// in the authors' program they do not: null experts are like that.
     pub zero_experts: usize,
@@ -181,19 +85,25 @@ pub struct RouterConfig {
     /// Token ids at which a new modality begins, such as "1000, 2000": ids below 1000 are modality 0, and so on. Empty: one
     /// modality, or those of [`RouterInput::modalities`](crate::RouterInput::modalities).
     pub modality_boundaries: String,
-    /// How many experts are reserved for each modality, such as "4, 2": the first four for modality 0, the next two for
+    /// The number of experts reserved for each modality, such as "4, 2": the first four for modality 0, the next two for
     /// modality 1; the others are shared. Empty: all are shared.
     pub modality_experts: String,
-    /// What becomes of a choice whose expert has no room.
+    /// The fate of a choice whose expert has no room.
     pub overflow: Overflow,
     /// Tokens that share a capacity (GShard's local groups); 0: all tokens of a microbatch, those of all ranks.
     pub local_group: usize,
+    /// Ids of tokens that the model knows, for schemes with a table of them: no setting, but set by whoever makes a layer.
+    #[serde(skip)]
+    pub num_token_ids: usize,
+    /// The settings that schemes have of their own.
+    #[serde(flatten)]
+    pub schemes: Schemes,
 }
 
 impl Default for RouterConfig {
     fn default() -> Self {
         Self {
-            kind: RouterKind::TopK,
+            kind: RouterKind::default(),
             scores: ScoreFunction::Softmax,
             expert_bias: false,
             bias_update_rate: Ramp::constant(1e-3),
@@ -207,18 +117,6 @@ impl Default for RouterConfig {
             temperature: Ramp::constant(1.0),
             random_share: 0.0,
             random_fade: 0.1,
-            second: SecondExpert::Random,
-            second_threshold: 0.5,
-            hash: HashTable::Random,
-            hash_ids: 0,
-            cosine_dim: 0,
-            cosine_temperature: 0.5,
-            top_p: 0.4,
-            tree: String::new(),
-            tree_beam: 0,
-            l1_start: 1e-8,
-            l1_rate: 1.2,
-            l1_balanced: true,
             zero_experts: 0,
             copy_experts: 0,
             constant_experts: 0,
@@ -229,50 +127,78 @@ impl Default for RouterConfig {
             modality_experts: String::new(),
             overflow: Overflow::Drop,
             local_group: 0,
+            num_token_ids: 0,
+            schemes: Schemes::default(),
         }
     }
 }
 
 impl RouterConfig {
+    /// The chosen scheme.
+    pub(crate) fn scheme(&self) -> &dyn RoutingScheme {
+        self.schemes.get(self.kind)
+    }
+
     /// Whether a trained model chooses by softmax over linear logits and the highest K, nothing more.
     #[must_use]
     pub fn is_plain_at_inference(&self) -> bool {
-        matches!(self.kind, RouterKind::TopK | RouterKind::Switch | RouterKind::ExpertChoice)
-            && self.temperature.end == 1.0
-            && self.is_softmax_top_k()
+        self.scheme().is_plain_when_trained() && self.temperature.end == 1.0 && self.is_softmax_top_k()
     }
 
     /// Whether tokens, where they choose, take the highest K by softmax over logits, whatever these are, and weigh them by it.
     pub(crate) fn is_softmax_top_k(&self) -> bool {
-        use RouterKind::{Cosine, ExpertChoice, Gshard, NoisyTopK, Switch, TopK};
-        matches!(self.kind, TopK | Switch | ExpertChoice | Gshard | NoisyTopK | Cosine)
+        self.scheme().fused_ops() == FusedOps::Softmax
             && self.scores == ScoreFunction::Softmax
             && !self.expert_bias
             && self.top_groups == self.num_groups
             && self.routed_scale == 1.0
             && self.sparsemixer_jitter == 0.0
-            && self.num_free() == 0
+            && self.num_zero_computation() == 0
             && !self.gate_residual
             && self.modality_experts.is_empty()
     }
 
     /// Whether tokens, where they choose, take the highest K by softmax or sigmoid, by bias and groups, and weigh them by their scores.
     pub(crate) fn is_score_top_k(&self) -> bool {
-        use RouterKind::{Base, Cosine, ExpertChoice, Gshard, NoisyTopK, Sinkhorn, Switch, TopK};
-        matches!(self.kind, TopK | Switch | ExpertChoice | Gshard | NoisyTopK | Cosine | Base | Sinkhorn)
+        self.scheme().fused_ops() != FusedOps::None
             && self.sparsemixer_jitter == 0.0
             && self.modality_experts.is_empty()
     }
 
-    /// Experts without computation; they come after all others.
+    /// Whether the ids of tokens are looked at.
     #[must_use]
-    pub fn num_free(&self) -> usize {
-        self.zero_experts + self.copy_experts + self.constant_experts + self.null_experts
+    pub fn looks_at_ids(&self) -> bool {
+        self.scheme().looks_at_ids() || !self.modality_boundaries.is_empty()
     }
 
-    /// Whether tokens are weighed against each other in training, so that no token chooses for itself.
-    pub(crate) fn is_joint(&self) -> bool {
-        matches!(self.kind, RouterKind::ExpertChoice | RouterKind::Base | RouterKind::Sinkhorn)
+    /// Whether the logits have noise in training, of which the smooth load of the load loss is known.
+    #[must_use]
+    pub fn has_logit_noise(&self) -> bool {
+        self.scheme().has_learned_noise() || self.noise_std.range().1 > 0.0
+    }
+
+    /// Whether the gates have an L1 loss and, if so, whether it balances loads ([`l1_loads`](crate::l1_loads)).
+    #[must_use]
+    pub fn l1_is_balanced(&self) -> Option<bool> {
+        self.scheme().l1_is_balanced()
+    }
+
+    /// The data of which a run makes a table of ids before its first step.
+    #[must_use]
+    pub fn table_source(&self) -> Option<TableSource> {
+        self.scheme().table_source()
+    }
+
+    /// Whether every token passes all of the router's weights.
+    #[must_use]
+    pub fn passes_all_weights(&self) -> bool {
+        self.scheme().passes_all_weights()
+    }
+
+    /// Experts without computation; they come after all others.
+    #[must_use]
+    pub fn num_zero_computation(&self) -> usize {
+        self.zero_experts + self.copy_experts + self.constant_experts + self.null_experts
     }
 
     /// The probability that a token's choice is random when `progress` of the run is done.
@@ -288,26 +214,6 @@ impl RouterConfig {
         }
     }
 
-    /// Children of the root, of each cluster of the first level, and so on down to the experts.
-    pub(crate) fn tree_arities(&self, num_experts: usize) -> Result<Vec<usize>, ConfigError> {
-        let mut arities: Vec<usize> = numbers("router.tree", &self.tree)?;
-        if arities.is_empty() {
-            let root = num_experts.isqrt();
-            // The divisor that comes next to the root from below; a prime number of experts is a flat tree.
-            arities.extend((2..=root).rev().find(|&clusters| num_experts.is_multiple_of(clusters)));
-        }
-        let clusters = arities.iter().try_fold(1_usize, |all, &n| all.checked_mul(n));
-        let clusters = clusters.filter(|&n| n > 0 && num_experts.is_multiple_of(n) && arities.iter().all(|&n| n > 1));
-        let Some(clusters) = clusters else {
-            let expected = format!(
-                "must be numbers of at least 2 whose product divides the number of experts, {num_experts}, such as \"4, 2\""
-            );
-            return Err(ConfigError::new("router.tree", format!("{:?}", self.tree), expected));
-        };
-        arities.push(num_experts / clusters);
-        Ok(arities)
-    }
-
     /// The ids at which modalities begin after the first, and the experts reserved for each.
     pub(crate) fn modalities(&self) -> Result<(Vec<u32>, Vec<usize>), ConfigError> {
         let boundaries = numbers("router.modality_boundaries", &self.modality_boundaries)?;
@@ -319,12 +225,13 @@ impl RouterConfig {
     }
 }
 
-/// How many modalities there are, by where they begin and by the experts reserved for them.
+/// The number of modalities, by the ids at which they begin and the experts reserved for them.
 pub(crate) fn num_modalities(boundaries: &[u32], reserved: &[usize]) -> usize {
     if boundaries.is_empty() { reserved.len().max(1) } else { boundaries.len() + 1 }
 }
 
-fn numbers<T: std::str::FromStr>(setting: &'static str, text: &str) -> Result<Vec<T>, ConfigError> {
+/// The whole numbers of a setting that is a list.
+pub(crate) fn numbers<T: std::str::FromStr>(setting: &'static str, text: &str) -> Result<Vec<T>, ConfigError> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }

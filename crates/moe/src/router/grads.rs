@@ -8,13 +8,11 @@ use moeworks_ops::top_k::{ScoreGrads, TopK, softmax_top_k_backward};
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks::{self, ROWS};
-use super::config::RouterKind;
-use super::flat::{FlatRouter, FlatSaved, Way};
+use super::logits::{LogitGrads, NOISE};
 use super::noise::LogitNoise;
-use super::parts::{PartGrads, Parts};
-use super::scorer::{NOISE, Scorer, ScorerGrads};
+use super::score_router::{RouterSaved, ScoreBackend, ScoreRouter};
 use super::scores::{Gate, Scores};
-use super::state::L1_WEIGHT;
+use super::token_groups::{TokenGroupGrads, TokenGroups};
 use super::weigh::{WeightRule, is_normalized};
 use super::{load, rows};
 use crate::{LossGrad, ModalityStats, MoeWeights, NO_EXPERT};
@@ -26,10 +24,11 @@ pub(crate) struct RouterGradTask {
     draw: Option<Tensor>,
     /// Gradient of the logits of the layer before.
     pub(crate) dprevious: Option<Tensor>,
-    scorer: ScorerGrads,
+    /// The tensors that the backward of the logits left.
+    left: Vec<Tensor>,
 }
 
-impl FlatRouter<'_> {
+impl ScoreRouter<'_> {
     /// Adds the gradient of `x` through the router to `dx`; what is left to do for its weights, none for a router without weights.
     /// `dweights [T, K]` is the gradient of the weights, `used [T, K]` the experts that they have been used for, `dnext [T, E]`
     /// the gradient of the logits by the next layer's, if these look at them; the gradient of those of the layer before comes
@@ -37,18 +36,18 @@ impl FlatRouter<'_> {
     pub(crate) fn backward(
         &self,
         ctx: &Context,
-        saved: &FlatSaved,
+        saved: &RouterSaved,
         (dweights, used): (&Tensor, &Tensor),
         (losses, dnext): (&LossGrad, Option<&Tensor>),
         dx: &mut Tensor,
     ) -> Option<RouterGradTask> {
-        if matches!(saved.scorer, Scorer::None) {
+        if !saved.logits.is_learned() {
             return None;
         }
-        let mut dlogits = if saved.way == Way::Fused && losses.is_simple() {
+        let mut dlogits = if saved.backend == ScoreBackend::Fused && losses.is_simple() {
             self.fused_grads(ctx, saved, dweights, losses)
-        } else if saved.way == Way::OnGpu && losses.is_simple_by_parts() {
-            self.scored_grads(ctx, saved, dweights, losses)
+        } else if saved.backend == ScoreBackend::GpuScores && losses.is_simple_by_parts() {
+            self.fused_score_grads(ctx, saved, dweights, losses)
         } else {
             let mut dweights = dweights.copied(ctx.pool());
             add_importance(&mut dweights, used.u32s(), &losses.importance);
@@ -59,18 +58,18 @@ impl FlatRouter<'_> {
             draw = Some(noise_grads(ctx, saved, &dlogits));
         }
         if let Some(clean) = saved.clean.as_ref().filter(|_| !losses.load.is_empty()) {
-            let top_k = self.config.top_k;
-            load::backward(ctx, saved, clean, top_k, &losses.load, &mut dlogits, draw.as_mut());
+            load::backward(ctx, saved, clean, &losses.load, &mut dlogits, draw.as_mut());
         }
         if let Some(dnext) = dnext {
             add_assign(ctx, &mut dlogits, dnext);
         }
         let dprevious = saved.residual.as_ref().and_then(|residual| residual.backward(ctx, self.weights, &dlogits));
         let z = losses.z / saved.ids.rows().max(1) as f32;
-        let scorer = if draw.is_none() && saved.input_noise.is_none() {
-            saved.scorer.backward(ctx, self.weights, &dlogits, z, dx)
+        let logit_grads = LogitGrads { dlogits: &dlogits, z };
+        let left = if draw.is_none() && saved.input_noise.is_none() {
+            saved.logits.backward(ctx, self.weights, logit_grads, dx)
         } else {
-            let (mut own, scorer) = saved.scorer.backward_alone(ctx, self.weights, &dlogits, z);
+            let (mut own, left) = saved.logits.backward_alone(ctx, self.weights, logit_grads);
             if let Some(draw) = &draw {
                 let noise_dx = linear_backward_input(ctx, draw, self.weights.extra(NOISE), DType::F32);
                 add_assign(ctx, &mut own, &noise_dx);
@@ -79,12 +78,12 @@ impl FlatRouter<'_> {
                 noise.apply_assign(ctx, &mut own);
             }
             add_assign(ctx, dx, &own);
-            scorer
+            left
         };
-        Some(RouterGradTask { dlogits, draw, dprevious, scorer })
+        Some(RouterGradTask { dlogits, draw, dprevious, left })
     }
 
-    fn fused_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
+    fn fused_grads(&self, ctx: &Context, saved: &RouterSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let grads = ScoreGrads {
             weights: dweights.into(),
             probs: &losses.balance,
@@ -98,7 +97,7 @@ impl FlatRouter<'_> {
     }
 
     /// The gradient of the logits where a GPU made the scores.
-    fn scored_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
+    fn fused_score_grads(&self, ctx: &Context, saved: &RouterSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
         let mut part = (num_tokens.max(1), 0);
         let mut probs = losses.balance.clone();
@@ -115,17 +114,18 @@ impl FlatRouter<'_> {
         let (probs, gates, lse, sums) = (probs.clone(), gates.clone(), lse.clone(), sums.clone());
         let (logits, ids) = (logits.clone().expect("scores of a GPU keep their logits"), saved.ids.clone());
         let scored = Scored { probs, gates, logits, lse, ids, weights: saved.weights.clone(), sums };
-        score_top_k_backward(ctx, &scored, &self.score_rule(), grads).expect("a GPU")
+        let rule = self.score_rule(saved.top_k, saved.temperature);
+        score_top_k_backward(ctx, &scored, &rule, grads).expect("a GPU")
     }
 
     /// The gradient of the logits, before noise and temperature, token by token.
-    fn logit_grads(&self, ctx: &Context, saved: &FlatSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
+    fn logit_grads(&self, ctx: &Context, saved: &RouterSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
         let dprobs = ProbGrads::of(saved, losses);
         let z = 2.0 * losses.z / num_tokens.max(1) as f32;
         let l1 = self.l1(losses) / num_tokens.max(1) as f32;
         let rule = WeightRule::of(self.config);
-        let gate = if self.router().kind == RouterKind::Relu { Gate::Relu } else { Gate::Sigmoid };
+        let gate = self.gate();
         let mixer = self.sparsemixer();
         let mut dlogits = ctx.empty(&[num_tokens, e], DType::F32);
         blocks::for_each(ctx, blocks::of_mut(dlogits.f32s_mut(), e), |block, dlogits| {
@@ -153,16 +153,13 @@ impl FlatRouter<'_> {
 
     /// The gradient of each gate by the L1 loss, times T.
     fn l1(&self, losses: &LossGrad) -> f32 {
-        match self.router().kind {
-            RouterKind::Relu => losses.l1 * self.weights.state(L1_WEIGHT).f32s()[0],
-            _ => 0.0,
-        }
+        losses.l1 * self.scheme().l1_weight(self.weights)
     }
 }
 
 impl RouterGradTask {
     /// Writes or adds the gradients of the router's weights, from the layer's input.
-    pub(crate) fn run(self, ctx: &Context, saved: &FlatSaved, x: &Tensor, write: Write, grads: &mut MoeWeights) {
+    pub(crate) fn run(self, ctx: &Context, saved: &RouterSaved, x: &Tensor, write: Write, grads: &mut MoeWeights) {
         let noisy = saved.input_noise.map(|noise| noise.apply(ctx, x));
         let x = noisy.as_ref().unwrap_or(x);
         if let Some(draw) = &self.draw {
@@ -171,7 +168,7 @@ impl RouterGradTask {
         if let Some(residual) = &saved.residual {
             residual.run(ctx, &self.dlogits, write, grads);
         }
-        self.scorer.run(ctx, (&saved.scorer, &self.dlogits), x, write, grads);
+        saved.logits.weight_grads(ctx, &self.left, &self.dlogits, x, write, grads);
     }
 }
 
@@ -184,7 +181,7 @@ fn add_importance(dweights: &mut Tensor, used: &[u32], importance: &[f32]) {
 }
 
 /// The gradient of what the noise's deviations `softplus(r)` are taken of: `dlogit n sigmoid(r)`.
-fn noise_grads(ctx: &Context, saved: &FlatSaved, dlogits: &Tensor) -> Tensor {
+fn noise_grads(ctx: &Context, saved: &RouterSaved, dlogits: &Tensor) -> Tensor {
     let mut draw = dlogits.copied(ctx.pool());
     let LogitNoise::Learned(deviations, draws) = &saved.noise else { return draw };
     let e = deviations.cols();
@@ -198,7 +195,7 @@ fn noise_grads(ctx: &Context, saved: &FlatSaved, dlogits: &Tensor) -> Tensor {
     draw
 }
 
-impl FlatSaved {
+impl RouterSaved {
     fn row(&self, t: usize) -> Row<'_> {
         let Scores { probs, gates, logits, lse, .. } = &self.scores;
         let (e, k) = (probs.cols(), self.ids.cols());
@@ -244,29 +241,29 @@ impl FlatSaved {
     }
 
     /// The gradients of the distributions by the sequence-wise loss.
-    fn sequence_grads(&self, losses: &LossGrad) -> PartGrads {
+    fn sequence_grads(&self, losses: &LossGrad) -> TokenGroupGrads {
         let e = self.scores.probs.cols();
         self.sequences().grads(e, f64::from(losses.sequence) * e as f64)
     }
 
     /// The choices of each sequence.
-    fn sequences(&self) -> Parts {
+    fn sequences(&self) -> TokenGroups {
         let (ids, k) = (self.ids.u32s(), self.ids.cols());
-        Parts::of((ids, k), k, self.scores.probs.cols(), self.seq_len, None)
+        TokenGroups::of((ids, k), k, self.scores.probs.cols(), self.seq_len, None)
     }
 
-    /// What `get` gives for the first choices of each local group.
-    fn of_groups<R>(&self, get: impl FnOnce(&Parts) -> R) -> R {
+    /// The result of `get` for the first choices of each local group.
+    fn of_groups<R>(&self, get: impl FnOnce(&TokenGroups) -> R) -> R {
         match &self.shared_groups {
             Some(groups) => get(groups),
             None => {
                 let ids = (self.ids.u32s(), self.ids.cols());
-                get(&Parts::of(ids, 1, self.scores.probs.cols(), self.group_len, None))
+                get(&TokenGroups::of(ids, 1, self.scores.probs.cols(), self.group_len, None))
             }
         }
     }
 
-    /// What the tokens of each modality did; empty where there is one.
+    /// The statistics of the tokens of each modality; empty where there is one.
     pub(crate) fn modality_stats(&self) -> Vec<ModalityStats> {
         if self.modalities.is_empty() {
             return Vec::new();
@@ -338,11 +335,11 @@ impl Row<'_> {
     }
 }
 
-/// What the losses say of the distributions.
+/// The gradients of the distributions by the losses.
 struct ProbGrads<'a> {
     balance: &'a [f32],
-    /// Those of each sequence and of each local group.
-    parts: Vec<PartGrads>,
+    /// The gradients of each sequence and of each local group.
+    parts: Vec<TokenGroupGrads>,
     modalities: &'a [u32],
     /// `[M, E]`, or empty.
     modality_balance: &'a [f32],
@@ -351,7 +348,7 @@ struct ProbGrads<'a> {
 }
 
 impl<'a> ProbGrads<'a> {
-    fn of(saved: &'a FlatSaved, losses: &'a LossGrad) -> Self {
+    fn of(saved: &'a RouterSaved, losses: &'a LossGrad) -> Self {
         let e = saved.scores.probs.cols();
         let mut parts = Vec::new();
         if losses.sequence != 0.0 && saved.seq_len > 0 {

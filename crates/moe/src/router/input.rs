@@ -1,4 +1,4 @@
-//! What a router looks at besides the layer's input.
+//! The inputs of a router besides the layer's input.
 
 use moeworks_tensor::{Random, Tensor};
 
@@ -11,7 +11,7 @@ pub struct FixedCapacity {
     pub group_tokens: usize,
 }
 
-/// What a router looks at besides the layer's input `x [T, D]`.
+/// The inputs of a router besides the layer's input `x [T, D]`.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterInput<'a> {
     /// The source of all noise of a training pass, addressed by position, so that each layer and each pass needs a stream
@@ -71,7 +71,7 @@ impl RouterInput<'_> {
     }
 }
 
-/// Where in a pass's stream of random numbers each use begins: far apart, so that no two share a number.
+/// A use of a pass's stream of random numbers. They begin far apart, so that no two share a number.
 #[derive(Clone, Copy, Debug)]
 #[repr(u64)]
 pub(crate) enum Draw {

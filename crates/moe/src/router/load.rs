@@ -10,8 +10,8 @@ use moeworks_tensor::Tensor;
 
 use super::blocks::{self, ROWS};
 use super::choice;
-use super::flat::FlatSaved;
 use super::noise::LogitNoise;
+use super::score_router::RouterSaved;
 use crate::NO_EXPERT;
 
 /// The experts at rank K and K + 1 of a token's noisy logits, by which all of its thresholds are known.
@@ -27,14 +27,14 @@ impl Ranks {
     }
 
     /// Makes them those of token `t`.
-    fn read(&mut self, saved: &FlatSaved, t: usize) {
+    fn read(&mut self, saved: &RouterSaved, t: usize) {
         let e = self.noisy.len();
         let logits = saved.scores.logits.as_ref().map_or(&[][..], |logits| &logits.f32s()[t * e..(t + 1) * e]);
         self.noisy.iter_mut().zip(logits).for_each(|(noisy, logit)| *noisy = logit * saved.temperature);
         choice::top_k(&self.noisy, &mut self.ids);
     }
 
-    /// What each expert's noisy logit must be above for it to be chosen; negative infinity if there are no more than K.
+    /// The thresholds that the experts' noisy logits must be above for them to be chosen; negative infinity if there are no more than K.
     fn thresholds(&self, top_k: usize, thresholds: &mut [f32]) {
         let at = |rank: usize| self.ids.get(rank).map_or(f32::NEG_INFINITY, |&id| self.noisy[id as usize]);
         thresholds.fill(at(top_k - 1));
@@ -50,7 +50,8 @@ impl Ranks {
 }
 
 /// `[E]`: the smooth load of each expert.
-pub(crate) fn smooth_load(ctx: &Context, saved: &FlatSaved, clean: &Tensor, top_k: usize) -> Vec<f64> {
+pub(crate) fn smooth_load(ctx: &Context, saved: &RouterSaved, clean: &Tensor) -> Vec<f64> {
+    let top_k = saved.top_k;
     let e = clean.cols();
     let mut partial = vec![0.0; clean.rows().div_ceil(ROWS) * e];
     blocks::for_each(ctx, partial.chunks_mut(e).zip(blocks::of(clean.f32s(), e)), |block, (load, clean)| {
@@ -77,9 +78,8 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &FlatSaved, clean: &Tensor, top_
 /// taken of.
 pub(crate) fn backward(
     ctx: &Context,
-    saved: &FlatSaved,
+    saved: &RouterSaved,
     clean: &Tensor,
-    top_k: usize,
     dload: &[f32],
     dlogits: &mut Tensor,
     draw: Option<&mut Tensor>,
@@ -93,20 +93,20 @@ pub(crate) fn backward(
         let rows = dlogits.chunks_mut(e).zip(clean.chunks(e));
         for (t, (dlogits, clean)) in (block * ROWS..).zip(rows) {
             let draw = draws.as_mut().and_then(Iterator::next);
-            backward_row(saved, ctx.isa(), (t, clean), (top_k, dload), dlogits, draw);
+            backward_row(saved, ctx.isa(), (t, clean), dload, dlogits, draw);
         }
     });
 }
 
 fn backward_row(
-    saved: &FlatSaved,
+    saved: &RouterSaved,
     isa: Isa,
     (t, clean): (usize, &[f32]),
-    (top_k, dload): (usize, &[f32]),
+    dload: &[f32],
     dlogits: &mut [f32],
     mut draw: Option<&mut [f32]>,
 ) {
-    let e = clean.len();
+    let (e, top_k) = (clean.len(), saved.top_k);
     let mut ranks = Ranks::new(e, top_k);
     ranks.read(saved, t);
     let (Some(sigmas), Some(noise)) = (saved.noise.deviations(t * e, e), saved.noise.of(isa, t * e, e)) else {

@@ -1,6 +1,8 @@
-//! Routers: from a layer's input to a [`Routing`], and back from the gradient of its weights.
+//! Routers: from a layer's input to a [`Routing`](crate::Routing), and back from the gradient of its weights.
 //!
-//! Every scheme ends in the same value, so that dispatch, experts and statistics do not know which one was used.
+//! Every scheme ends in the same value, so that dispatch, experts and statistics do not know which one was used. A scheme is a file
+//! in `schemes/` behind the trait of `scheme.rs` and a line in the table of `schemes/mod.rs`; the steps that all of them share
+//! are `logits`, `scores`, `ranking` and `score_router`, which puts them together.
 
 mod assign;
 mod blocks;
@@ -8,28 +10,33 @@ mod check;
 mod choice;
 mod clusters;
 mod config;
-mod flat;
+mod global_assign;
 mod grads;
-mod hash;
 mod input;
-mod joint;
 mod load;
+mod logits;
 mod noise;
-mod parts;
+mod page;
+mod ranking;
 mod residual;
 mod rows;
-mod scorer;
+mod scheme;
+mod schemes;
+mod score_router;
 mod scores;
 mod sparsemixer;
 mod state;
-mod tree;
+mod token_groups;
 mod weigh;
 
 pub use clusters::clustered_hash;
-pub use config::{GroupScore, HashTable, RouterConfig, RouterKind, ScoreFunction, SecondExpert};
-pub(crate) use flat::{Decision, FlatRouter, FlatSaved};
+pub use config::{GroupScore, RouterConfig, ScoreFunction};
 pub(crate) use grads::RouterGradTask;
-pub use hash::balanced_hash;
 pub use input::{FixedCapacity, RouterInput};
-pub(crate) use scorer::put;
+pub(crate) use logits::store;
+pub use page::schemes_page;
+pub use scheme::{BenchChange, SchemeDoc, SettingDoc, StudyVariant, TableSource};
+pub use schemes::{HashTable, RouterKind, Schemes, SecondExpert, balanced_hash};
+pub(crate) use score_router::{Decision, RouterSaved, ScoreRouter};
+pub(crate) use scores::Gate;
 pub use state::{Init, WeightShape, next_state};

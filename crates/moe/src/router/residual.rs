@@ -1,7 +1,7 @@
 //! Gating residuals (Jin et al., "MoE++", 2410.07348, section 3.2, equation 6): a layer's logits are `W x + R l`, with l the logits of the
 //! MoE layer before and R a learned matrix. The first MoE layer has none before it and learns nothing of its R.
 //!
-//! What goes on to the next layer are the logits before noise, temperature and reach, so that they are finite and say the same
+//! The next layer gets the logits before noise, temperature and reach, so that they are finite and say the same
 //! in training and in use.
 
 use moeworks_ops::Context;

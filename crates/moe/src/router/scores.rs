@@ -10,7 +10,7 @@ use super::blocks::{self, ROWS};
 use super::noise::LogitNoise;
 use super::rows;
 
-/// What makes gates of logits.
+/// The function that makes gates of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gate {
     Softmax,
@@ -34,7 +34,7 @@ pub(crate) struct Scores {
     pub(crate) squared_logits: Late<Vec<f64>>,
 }
 
-/// What happens to a token's logits before scores are taken.
+/// The steps that a token's logits take before scores are taken.
 pub(crate) struct LogitRule<'a> {
     pub(crate) gate: Gate,
     pub(crate) noise: &'a LogitNoise,
@@ -88,7 +88,7 @@ impl Scores {
         Self { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) }
     }
 
-    /// What weights are taken from.
+    /// The gates that weights are taken from.
     pub(crate) fn gates(&self) -> &Tensor {
         self.gates.as_ref().unwrap_or(&self.probs)
     }

@@ -12,9 +12,9 @@ use moeworks_tensor::Random;
 use super::input::Draw;
 use crate::NO_EXPERT;
 
-/// What the weight of a choice that is not the highest is multiplied by, in transformers' digits of a third.
+/// The factor on the weight of a choice that is not the highest, in transformers' digits of a third.
 const THIRD: f32 = 0.3333;
-/// How often it is.
+/// The share of choices on which it stands.
 const THIRD_SHARE: f32 = 0.75;
 
 /// The rule of a pass.

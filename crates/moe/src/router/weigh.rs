@@ -1,12 +1,12 @@
 //! The weights of a token's experts, taken from their gates, and back.
 
-use super::config::RouterKind;
+use super::scheme::Weighing;
 use crate::{MoeConfig, NO_EXPERT, ScoreOrder};
 
 /// Added to the sum that weights are divided by (DeepSeek-V3).
 const WEIGHT_EPS: f32 = 1e-20;
 
-/// How the weights of a token's experts are taken from their gates.
+/// The rule by which the weights of a token's experts are taken from their gates.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightRule {
     /// Whether they are divided by their sum.
@@ -25,8 +25,8 @@ impl WeightRule {
         Self {
             is_normalized: is_normalized(config),
             scale: router.routed_scale,
-            first_null: config.num_experts + router.num_free() - router.null_experts,
-            is_equal: matches!(router.kind, RouterKind::Gumbel | RouterKind::Hash),
+            first_null: config.num_experts + router.num_zero_computation() - router.null_experts,
+            is_equal: router.scheme().weighing() == Weighing::Equal,
         }
     }
 
@@ -72,6 +72,6 @@ impl WeightRule {
 
 /// The softmax over the chosen logits is the softmax over all of them divided by the sum over the chosen.
 pub(crate) fn is_normalized(config: &MoeConfig) -> bool {
-    let is_free = matches!(config.router.kind, RouterKind::Base | RouterKind::Relu);
-    !is_free && (config.normalize_weights || config.score_order == ScoreOrder::TopKThenSoftmax)
+    let is_fixed = config.router.scheme().weighing() == Weighing::GatesAsTheyAre;
+    !is_fixed && (config.normalize_weights || config.score_order == ScoreOrder::TopKThenSoftmax)
 }

@@ -8,7 +8,7 @@ use moeworks_ops::Context;
 use moeworks_ops::experts::NO_ROW;
 use moeworks_tensor::{Purpose, Random};
 
-use crate::{KINDS, config, tensor};
+use crate::{config, kinds, tensor};
 
 const OVERFLOWS: [Overflow; 3] = [Overflow::Drop, Overflow::Priority, Overflow::Reroute];
 const E: usize = 6;
@@ -40,14 +40,14 @@ fn run(config: MoeConfig, num_tokens: usize, seed: u64) -> Case {
 /// Every kind in which tokens choose with every rule, capacity and size of groups.
 fn each(mut check: impl FnMut(&str, &Case)) {
     let is_joint = |kind| matches!(kind, RouterKind::ExpertChoice | RouterKind::Base | RouterKind::Sinkhorn);
-    for (seed, (kind, top_k)) in (0..).zip(KINDS.into_iter().filter(|(kind, _)| !is_joint(*kind))) {
+    for (seed, (kind, top_k)) in (0..).zip(kinds().filter(|(kind, _)| !is_joint(*kind))) {
         for overflow in OVERFLOWS.into_iter().filter(|o| *o != Overflow::Reroute || kind != RouterKind::Relu) {
             for (factor, group) in [(1.0, 0), (0.5, 7), (1.25, 0), (0.25, 16), (4.0, 5)] {
                 let mut config = config(5, 3, E, top_k);
                 config.capacity_factor = factor;
-                let tree = "2".to_owned();
-                config.router =
-                    RouterConfig { kind, overflow, local_group: group, cosine_dim: 4, tree, ..RouterConfig::default() };
+                config.router = RouterConfig { kind, overflow, local_group: group, ..RouterConfig::default() };
+                config.router.schemes.hierarchical.tree = "2".to_owned();
+                config.router.schemes.cosine.dim = 4;
                 let case = run(config, 40, seed);
                 check(&format!("{kind:?}, {overflow:?}, factor {factor}, groups of {group}"), &case);
             }

@@ -11,13 +11,14 @@ use moeworks_ops::Context;
 use moeworks_tensor::{Purpose, Random, Tensor};
 use proptest::prelude::*;
 
-use crate::{KINDS, config, tensor};
+use crate::{config, kinds, tensor};
 
 const E: usize = 8;
 
 fn of_kind(kind: RouterKind, top_k: usize) -> MoeConfig {
     let mut config = config(E, 2, E, top_k);
-    config.router = RouterConfig { kind, cosine_dim: 4, ..RouterConfig::default() };
+    config.router = RouterConfig { kind, ..RouterConfig::default() };
+    config.router.schemes.cosine.dim = 4;
     config
 }
 
@@ -76,7 +77,7 @@ proptest! {
                 _ => k,
             };
             let mut config = of_kind(kind, k);
-            config.router.second = SecondExpert::Always;
+            config.router.schemes.gshard.second = SecondExpert::Always;
             if is_sigmoid && kind == RouterKind::TopK {
                 config.router.scores = ScoreFunction::Sigmoid;
             }
@@ -99,7 +100,7 @@ proptest! {
         // No sum of shares of whole logits comes to this number.
         let p = 0.371_3;
         let mut config = of_kind(RouterKind::TopP, 2);
-        config.router.top_p = p as f32;
+        config.router.schemes.top_p.p = p as f32;
         let top_p = route(&ctx, &config, &x, &RouterInput::default()).unwrap();
         for (experts, logits) in experts(&top_p).iter().zip(x.chunks(E)) {
             let (probs, mut sum) = (softmax(logits), 0.0);
@@ -139,16 +140,14 @@ proptest! {
         let ids: Vec<u32> = (0..num_tokens as u32).map(|t| t % 37).collect();
         let noise = Random::new(seed, Purpose::Router, 5);
         let input = RouterInput { token_ids: &ids, progress, ..RouterInput::with_noise(noise) };
-        for (kind, k) in KINDS {
+        for (kind, k) in kinds() {
             let mut config = of_kind(kind, k);
             if kind != RouterKind::Hierarchical {
                 config.router.noise_std = Ramp::constant(0.3);
             }
-            let has_ranking =
-                !matches!(kind, RouterKind::ExpertChoice | RouterKind::Hash | RouterKind::TopP | RouterKind::Relu);
-            if has_ranking {
-                (config.router.random_share, config.router.random_fade) = (0.2, 0.5);
-            }
+            let mut random = config.clone();
+            (random.router.random_share, random.router.random_fade) = (0.2, 0.5);
+            config = if MoeLayer::new(random.clone()).is_ok() { random } else { config };
             let whole = route(&Context::cpu(1), &config, &x, &input).unwrap();
             for threads in [2, 3] {
                 prop_assert_eq!(&whole, &route(&Context::cpu(threads), &config, &x, &input).unwrap(), "{:?}", kind);
@@ -178,8 +177,8 @@ fn the_largest_logits_are_decided() {
         // Every other seed: all tokens want the first experts.
         let pick = |i: usize| random.below(if seed % 2 == 0 { i } else { i % E } as u64, 8) as usize;
         let x: Vec<f64> = (0..150 * E).map(|i| extremes[pick(i)]).collect();
-        for (kind, k) in
-            KINDS.into_iter().filter(|(kind, _)| !matches!(kind, RouterKind::Cosine | RouterKind::Hierarchical))
+        for (kind, k) in kinds()
+            .filter(|(kind, _)| !matches!(kind, RouterKind::Cosine | RouterKind::Hierarchical | RouterKind::LowRank))
         {
             let config = of_kind(kind, k);
             let routing = route(&ctx, &config, &x, &RouterInput::default()).unwrap();
@@ -200,7 +199,7 @@ fn the_largest_logits_are_decided() {
 #[test]
 fn what_is_not_finite_is_refused_by_every_scheme_with_logits() {
     let ctx = Context::cpu(2);
-    for (kind, k) in KINDS.into_iter().filter(|(kind, _)| *kind != RouterKind::Hash) {
+    for (kind, k) in kinds().filter(|(kind, _)| *kind != RouterKind::Hash) {
         for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
             let mut x = logits(1, 150, 3);
             x[140 * E + 2] = bad;
@@ -274,7 +273,7 @@ fn a_layer_follows_its_hash_table_and_hashes_what_the_table_lacks() {
     let ids = [3, 0, 3, 2, 9, 1];
     let input = RouterInput { token_ids: &ids, ..RouterInput::default() };
     let random = route(&ctx, &config, &logits(1, ids.len(), 1), &input).unwrap();
-    (config.router.hash, config.router.hash_ids) = (HashTable::Balanced, 4);
+    (config.router.schemes.hash.table, config.router.num_token_ids) = (HashTable::Balanced, 4);
     let layer = MoeLayer::new(config.clone()).unwrap();
     let mut weights = MoeWeights::zeros(&ctx, &config, moeworks_tensor::DType::F32);
     let x = ctx.zeros(&[ids.len(), E], moeworks_tensor::DType::F32);

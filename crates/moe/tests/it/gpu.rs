@@ -101,7 +101,8 @@ fn schemes() -> Vec<(&'static str, MoeConfig)> {
     let sigmoid = RouterConfig { scores: ScoreFunction::Sigmoid, ..plain.clone() };
     let biased = RouterConfig { expert_bias: true, ..plain.clone() };
     let noisy = RouterConfig { kind: RouterKind::NoisyTopK, ..sigmoid.clone() };
-    let cosine = RouterConfig { kind: RouterKind::Cosine, cosine_dim: 8, temperature: Ramp::constant(0.8), ..plain };
+    let mut cosine = RouterConfig { kind: RouterKind::Cosine, temperature: Ramp::constant(0.8), ..plain };
+    cosine.schemes.cosine.dim = 8;
     let jitter = MoeConfig { jitter: Ramp::constant(0.1), ..with_router(1, false, RouterConfig::default()) };
     let dropout = RouterConfig { input_dropout: Ramp::constant(0.3), ..RouterConfig::default() };
     vec![

@@ -14,6 +14,7 @@ mod moving;
 #[cfg(target_os = "linux")]
 #[path = "../../../comm/tests/it/namespaces.rs"]
 mod namespaces;
+mod pages;
 #[cfg(target_os = "linux")]
 mod processes;
 mod properties;
@@ -36,21 +37,10 @@ fn jitter_factor(random: &Random, position: u64, eps: f64) -> f64 {
 }
 
 /// Every kind, with experts a token.
-const KINDS: [(RouterKind, usize); 13] = [
-    (RouterKind::TopK, 3),
-    (RouterKind::Switch, 1),
-    (RouterKind::NoisyTopK, 2),
-    (RouterKind::Gshard, 2),
-    (RouterKind::Cosine, 2),
-    (RouterKind::Gumbel, 2),
-    (RouterKind::ExpertChoice, 2),
-    (RouterKind::Base, 1),
-    (RouterKind::Sinkhorn, 2),
-    (RouterKind::Hash, 2),
-    (RouterKind::TopP, 2),
-    (RouterKind::Relu, 2),
-    (RouterKind::Hierarchical, 2),
-];
+fn kinds() -> impl Iterator<Item = (RouterKind, usize)> {
+    let plain = |kind| if kind == RouterKind::TopK { 3 } else { 2 };
+    RouterKind::ALL.iter().map(move |&kind| (kind, kind.fixed_top_k().unwrap_or(plain(kind))))
+}
 
 /// A small SwiGLU layer; tests change what they are about.
 fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> MoeConfig {

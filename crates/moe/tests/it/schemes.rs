@@ -2,6 +2,9 @@
 //! gradients against central differences of the reference with its choices held.
 
 mod cases;
+mod dense_to_sparse;
+mod forced;
+mod low_rank;
 mod trees;
 
 use moeworks_gpu::Gpu;
@@ -139,8 +142,14 @@ impl Scheme<'_> {
             RouterKind::Cosine => {
                 let q = product(numbers.extra("projection.weight"), &x);
                 let scale = numbers.extra("log_scale")[0].min(100.0_f64.ln()).exp();
-                let rows = numbers.router.chunks(router.cosine_dim);
+                let rows = numbers.router.chunks(router.schemes.cosine.dim);
                 rows.map(|m| scale * dot(m, &q) / (dot(m, m) * dot(&q, &q)).sqrt()).collect()
+            }
+            RouterKind::LowRank => {
+                let q = product(numbers.extra("projection.weight"), &x);
+                let rms = (dot(&q, &q) / q.len() as f64 + 1e-6).sqrt();
+                let norm = if router.schemes.low_rank.normalize { rms } else { 1.0 };
+                product(&numbers.router, &q.iter().map(|q| q / norm).collect::<Vec<_>>())
             }
             RouterKind::Hash => vec![0.0; e],
             _ => product(&numbers.router, &x),
@@ -155,8 +164,11 @@ impl Scheme<'_> {
             }
             _ => vec![router.noise_std.at(self.input.progress); e],
         };
+        let is_dense = router.kind == RouterKind::DenseToSparse
+            && self.input.progress < router.schemes.dense_to_sparse.share
+            && !self.input.is_inference;
         let noise = |i: usize| match router.kind {
-            RouterKind::Gumbel => {
+            _ if is_dense || router.kind == RouterKind::Gumbel => {
                 self.random(2, t * e + i, Random::uniform).map_or(0.0, |u| -(-u.max(2.0_f64.powi(-25)).ln()).ln())
             }
             _ => deviations[i] * self.random(2, t * e + i, Random::normal).unwrap_or(0.0),
@@ -250,7 +262,7 @@ impl Scheme<'_> {
             if self.config.router.kind == RouterKind::Relu {
                 let count = |e: usize| held.used.iter().flatten().filter(|&&id| id == e as u32).count();
                 let load = |e: usize| (E * count(e)) as f64 / (self.config.top_k * T) as f64;
-                let is_balanced = self.config.router.l1_balanced;
+                let is_balanced = self.config.router.schemes.relu.l1_balanced;
                 let gates = token.gates.iter().enumerate();
                 loss +=
                     self.l1 * gates.map(|(e, g)| if is_balanced { load(e) * g } else { *g }).sum::<f64>() / T as f64;
@@ -373,7 +385,7 @@ fn run(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, numbers: &Num
         importance: cv_squared(&stats.importance, IMPORTANCE).1,
         load: if stats.smooth_load.is_empty() { Vec::new() } else { cv_squared(&stats.smooth_load, LOAD).1 },
         l1: 1.0,
-        l1_loads: if config.router.l1_balanced { l1_loads(&stats, config.top_k) } else { Vec::new() },
+        l1_loads: if config.router.schemes.relu.l1_balanced { l1_loads(&stats, config.top_k) } else { Vec::new() },
         entropy: entropy.entropy,
         modality_balance: entropy.modality_balance,
         ..LossGrad::default()
@@ -406,7 +418,7 @@ fn check(
         let other = run(&Context::cpu(2).with_gpu(gpu), config, &input, &numbers, &dy);
         assert_alike(&format!("{name} on the {device}"), &other, &outcome);
     }
-    let scheme = Scheme { config, input, l1: f64::from(config.router.l1_start) };
+    let scheme = Scheme { config, input, l1: f64::from(config.router.schemes.relu.l1_start) };
     let tokens: Vec<Token> = (0..T).map(|t| scheme.token(&numbers, t)).collect();
     let used: Vec<Vec<u32>> =
         outcome.saved.routing().expert_ids().chunks(outcome.saved.routing().top_k()).map(<[u32]>::to_vec).collect();
@@ -488,7 +500,8 @@ fn check_gradients(name: &str, scheme: &Scheme<'_>, numbers: &Numbers, (dy, held
 
 fn with(kind: RouterKind, top_k: usize) -> MoeConfig {
     let mut config = config(D, F, E, top_k);
-    config.router = RouterConfig { kind, cosine_dim: 4, ..RouterConfig::default() };
+    config.router = RouterConfig { kind, ..RouterConfig::default() };
+    config.router.schemes.cosine.dim = 4;
     config
 }
 

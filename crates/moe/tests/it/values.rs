@@ -1,8 +1,8 @@
 //! Routing, dispatch and statistics as plain values.
 
 use moeworks_moe::{
-    Dispatch, DispatchRule, FreeShare, LayerStats, NO_EXPERT, Routing, RoutingError, capacity, cv, dead_expert_frac,
-    e_max_violation, expert_diversity, load_entropy, max_over_mean, share,
+    Dispatch, DispatchRule, LayerStats, NO_EXPERT, Routing, RoutingError, ZeroComputationShare, capacity, cv,
+    dead_expert_frac, e_max_violation, expert_diversity, load_entropy, max_over_mean, share,
 };
 use moeworks_ops::Context;
 
@@ -107,11 +107,12 @@ fn an_expert_that_computes_nothing_has_room_and_no_rows() {
     let ctx = Context::cpu(2);
     // Experts 0 and 1 compute, 2 does not.
     let routing = Routing::new(&ctx, 3, 1, &[2, 0, 2, 1, 2, 0], &[1.0; 6]).unwrap();
-    let rule = |capacity_factor| DispatchRule { num_free: 1, ..DispatchRule::of(&routing, capacity_factor) };
+    let rule =
+        |capacity_factor| DispatchRule { num_zero_computation: 1, ..DispatchRule::of(&routing, capacity_factor) };
     let all = Dispatch::with_rule(&ctx, &routing, &rule(0.0));
     assert_eq!((all.tokens_per_expert(), all.offsets(), all.num_dropped()), (&[2, 1, 3][..], &[0, 2, 3][..], 0));
     let none = NO_EXPERT;
-    assert_eq!(all.free_choices().unwrap(), [0, none, 0, none, 0, none]);
+    assert_eq!(all.zero_computation_choices().unwrap(), [0, none, 0, none, 0, none]);
     let tight = Dispatch::with_rule(&ctx, &routing, &rule(0.5));
     assert_eq!((tight.kept_per_expert(), tight.num_dropped()), (vec![1, 1, 1], 3));
     // MoE++'s shares: with tau 0.5 a computing expert takes half of what a free one does, 6 tau / (2 tau + 1) = 1.5.
@@ -172,7 +173,7 @@ fn merged_statistics_are_those_of_all_tokens() {
         importance: vec![0.5, 0.25],
         smooth_load: vec![1.0, 2.0],
         modalities: Vec::new(),
-        free: FreeShare::default(),
+        free: ZeroComputationShare::default(),
     };
     let mut total = LayerStats::empty(2);
     total.merge(&LayerStats::empty(2));

@@ -1,7 +1,7 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
 use moeworks_model::TensorSplit;
-use moeworks_moe::{HashTable, RouterKind};
+use moeworks_moe::TableSource;
 
 use moeworks_infer::data::is_piped;
 
@@ -110,8 +110,7 @@ impl RunConfig {
                 return Err(wrong(setting, ramp, "needs model.router.num_groups of at least 2"));
             }
         }
-        let has_noise = router.kind == RouterKind::NoisyTopK || router.noise_std.range().1 > 0.0;
-        if self.train.load_coef.range().1 > 0.0 && !has_noise {
+        if self.train.load_coef.range().1 > 0.0 && !router.has_logit_noise() {
             let expected = "must be 0 without noise on the logits (model.router.noise_std, or the kind noisy_top_k)";
             return Err(wrong("train.load_coef", self.train.load_coef, expected));
         }
@@ -175,8 +174,8 @@ impl RunConfig {
                 "must hold no pipe, such as -, with several ranks, each of which reads the data; name a file";
             return Err(wrong("data.paths", format!("{:?}", data.paths), expected));
         }
-        let is_clustered = self.model.router.kind == RouterKind::Hash && self.model.router.hash == HashTable::Clustered;
-        if is_clustered && data.hash_embeddings.as_os_str().is_empty() {
+        let needs_embeddings = self.model.router.table_source() == Some(TableSource::Embeddings);
+        if needs_embeddings && data.hash_embeddings.as_os_str().is_empty() {
             let expected = "must be the run or model whose embeddings model.router.hash = \"clustered\" clusters";
             return Err(wrong("data.hash_embeddings", "\"\"", expected));
         }

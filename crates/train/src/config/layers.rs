@@ -194,7 +194,7 @@ impl Settings {
         self.config = RunConfig::deserialize_table(&self.table).map_err(wrong)?;
         self.origins.insert(setting.into(), origin.clone());
         if kind != self.config.model.router.kind {
-            for (setting, value) in schemes::companions(shown.trim_matches('"')) {
+            for (setting, value) in schemes::companions(self.config.model.router.kind) {
                 self.put(Given { setting, value, text: None, origin: origin.clone() })?;
             }
         }

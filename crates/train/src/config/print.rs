@@ -1,11 +1,15 @@
 //! The full effective configuration as TOML with a comment for each setting: it can be saved and used as it is.
 
+use moeworks_moe::RouterKind;
 use toml::Table;
 
 use super::RunConfig;
 
-/// What each setting means, by its dotted name. A test holds that none is missing and none is left over.
-pub(super) const COMMENTS: &[(&str, &str)] = &[
+/// Letters of a line of a comment that is put together.
+const COMMENT_WIDTH: usize = 110;
+
+/// The comments of settings, by their dotted names, besides those of routing schemes.
+const COMMENTS: &[(&str, &str)] = &[
     ("model", "The model's shape and rules."),
     ("model.vocab_size", "Tokens that the model knows; 0: as many as the tokenizer has."),
     ("model.width", "Width of the residual stream (D)."),
@@ -41,11 +45,6 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.max_seq_len", "The longest sequence that the model is made for."),
     ("model.init_std", "Standard deviation of the initial weights."),
     ("model.router", "How tokens and experts find each other."),
-    (
-        "model.router.kind",
-        "The scheme: top_k, switch, noisy_top_k, gshard, cosine, gumbel, expert_choice, base, sinkhorn, hash, top_p,\n\
-         relu or hierarchical. Choosing one also sets what it was published with, unless that is given too.",
-    ),
     ("model.router.scores", "What makes scores of logits: softmax or sigmoid."),
     (
         "model.router.expert_bias",
@@ -68,31 +67,6 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("model.router.temperature", "Logits are divided by this: a number or a ramp, whose end holds outside training."),
     ("model.router.random_share", "Share of the run over which choices are random."),
     ("model.router.random_fade", "Share of the run, after that, over which random choices become rare."),
-    ("model.router.second", "When gshard's second expert is used: always, random (by its weight) or threshold."),
-    ("model.router.second_threshold", "Its threshold: 0.5 in GShard, 0.2 in ST-MoE."),
-    (
-        "model.router.hash",
-        "Which experts hash sends ids of tokens to: random ones, balanced by how often ids stand in the\n\
-         training text, or clustered: those of ids with near embeddings (data.hash_embeddings) are the same.",
-    ),
-    (
-        "model.router.cosine_dim",
-        "Width of the cosine router's projection; 0: 256, or the width of the model if that is less.",
-    ),
-    ("model.router.cosine_temperature", "The temperature that the cosine router's learned one starts from."),
-    ("model.router.top_p", "top_p takes the fewest experts whose probabilities add up to this."),
-    (
-        "model.router.tree",
-        "Clusters of hierarchical: how many, how many in each of these, and so on, such as \"8\" or \"4, 4\";\n\
-         empty: one level, about as many as each has experts.",
-    ),
-    ("model.router.tree_beam", "Clusters that a token opens at each level; 0: top_k."),
-    ("model.router.l1_start", "The weight of relu's L1 loss at the beginning."),
-    (
-        "model.router.l1_balanced",
-        "Whether the L1 loss of relu weighs an expert's gates by its load, which balances it.",
-    ),
-    ("model.router.l1_rate", "The factor by which it changes in a step, to hold the mean number of experts at top_k."),
     ("model.router.zero_experts", "Experts that give nothing."),
     ("model.router.copy_experts", "Experts that give the token itself."),
     ("model.router.constant_experts", "Experts that give a mixture of the token and a learned vector."),
@@ -241,12 +215,40 @@ pub(super) const COMMENTS: &[(&str, &str)] = &[
     ("run.name", "Folder of this run within it; \"\": made from the date and the time."),
 ];
 
+/// The comments of all settings, by their dotted names. A test holds that none is missing and none is left over.
+pub(super) fn comments() -> Vec<(String, String)> {
+    let all = COMMENTS.iter().map(|(name, comment)| ((*name).to_owned(), (*comment).to_owned()));
+    let schemes = RouterKind::ALL.iter().flat_map(|kind| kind.doc().settings);
+    let of_schemes = schemes.map(|setting| (format!("model.router.{}", setting.name), setting.comment.to_owned()));
+    all.chain([("model.router.kind".to_owned(), kind_comment())]).chain(of_schemes).collect()
+}
+
+/// The comment of the setting that names the scheme, with all names in lines of a width that can be read.
+fn kind_comment() -> String {
+    let names: Vec<&str> = RouterKind::ALL.iter().map(|kind| kind.name()).collect();
+    let mut comment = "The scheme:".to_owned();
+    let mut width = comment.len();
+    for (i, name) in names.iter().enumerate() {
+        let word = match names.len() - i {
+            1 => format!("or {name}."),
+            2 => (*name).to_owned(),
+            _ => format!("{name},"),
+        };
+        let is_full = width + word.len() > COMMENT_WIDTH;
+        width = if is_full { word.len() } else { width + 1 + word.len() };
+        comment.push(if is_full { '\n' } else { ' ' });
+        comment.push_str(&word);
+    }
+    comment + "\nChoosing one also sets what it was published with, unless that is given too."
+}
+
 /// `config` as TOML, each setting under its comment. Reading it back gives the same value.
 ///
 /// # Panics
 /// If a seed is above `i64::MAX`, which no TOML can say and [`RunConfig::validate`] refuses.
 #[must_use]
 pub fn print_config(config: &RunConfig) -> String {
+    let comments = comments();
     let mut text = String::new();
     let mut section = String::new();
     for line in plain(config).lines() {
@@ -257,7 +259,7 @@ pub fn print_config(config: &RunConfig) -> String {
             }
             None => format!("{section}.{}", line.split(" = ").next().unwrap_or_default()),
         };
-        if let Some((_, comment)) = COMMENTS.iter().find(|(known, _)| *known == name) {
+        if let Some((_, comment)) = comments.iter().find(|(known, _)| *known == name) {
             for comment_line in comment.lines() {
                 text.push_str("# ");
                 text.push_str(comment_line.trim_start());

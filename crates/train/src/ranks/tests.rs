@@ -432,12 +432,15 @@ fn of_router(router: RouterConfig, capacity_factor: f32) -> ModelConfig {
 fn schemes() -> Vec<ModelConfig> {
     use RouterKind::*;
     let plain = RouterConfig::default();
-    let kinds =
-        [TopK, Switch, NoisyTopK, Gshard, Cosine, Gumbel, ExpertChoice, Base, Sinkhorn, Hash, TopP, Relu, Hierarchical];
     let mut schemes = Vec::new();
     for capacity_factor in [0.0, 0.6, -0.6] {
-        let of_kind = |kind| of_router(RouterConfig { kind, cosine_dim: 8, ..plain.clone() }, capacity_factor);
-        schemes.extend(kinds.map(of_kind));
+        let of_kind = |kind| {
+            let mut router = RouterConfig { kind, ..plain.clone() };
+            router.schemes.cosine.dim = 8;
+            router.schemes.dense_to_sparse.share = 0.6;
+            of_router(router, capacity_factor)
+        };
+        schemes.extend(RouterKind::ALL.iter().map(|&kind| of_kind(kind)));
         for (overflow, local_group) in [
             (Overflow::Priority, 0),
             (Overflow::Reroute, 0),

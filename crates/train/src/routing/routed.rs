@@ -178,7 +178,7 @@ fn choices_of(saved: &MoeSaved) -> impl Iterator<Item = Vec<Choice>> + '_ {
 
 /// Whether choice `i` of all choices was dropped: it has neither a row nor an expert that needs none.
 fn is_dropped(dispatch: &Dispatch, i: usize) -> bool {
-    let is_free = dispatch.free_choices().is_some_and(|free| free[i] != NO_EXPERT);
+    let is_free = dispatch.zero_computation_choices().is_some_and(|free| free[i] != NO_EXPERT);
     dispatch.token_rows()[i] == NO_ROW && !is_free
 }
 

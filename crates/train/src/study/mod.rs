@@ -167,9 +167,12 @@ impl Study {
             let known: Vec<&str> = possible.iter().map(|(name, _)| *name).collect();
             return Err(TrainError::Variant { name: name.clone(), known: known.join(", ") });
         }
-        // The clustered hash takes its embeddings from the dense model, which is trained first.
-        let is_asked =
-            |name| self.only.iter().any(|only| only == name || (name == DENSE && only == variants::CLUSTERED));
+        let is_named = |name: &str| self.only.iter().any(|only| only == name);
+        // Embeddings come from the dense model, which is trained first.
+        let is_dense_needed = possible.iter().any(|(name, variant)| {
+            is_named(name) && variant.as_ref().is_ok_and(|variant| variants::needs_embeddings(&variant.config))
+        });
+        let is_asked = |name| is_named(name) || (name == DENSE && is_dense_needed);
         let mut variants = Vec::new();
         for (name, variant) in possible {
             match variant {
@@ -203,7 +206,7 @@ impl Study {
             for seed in self.base.train.seed..self.base.train.seed + self.num_seeds {
                 let mut config = variant.config.clone();
                 config.train.seed = seed;
-                if variant.name == variants::CLUSTERED && self.base.data.hash_embeddings.as_os_str().is_empty() {
+                if variants::needs_embeddings(&config) && self.base.data.hash_embeddings.as_os_str().is_empty() {
                     config.data.hash_embeddings = self.run_dir(DENSE, seed);
                 }
                 let run_dir = self.run_dir(variant.name, seed);

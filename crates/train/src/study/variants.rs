@@ -1,9 +1,8 @@
 //! What a routing study compares: the one list of schemes.
 
-use moeworks_moe::RouterKind;
 use std::path::Path;
 
-use serde::de::{DeserializeOwned, Deserializer, Visitor};
+use moeworks_moe::{RouterKind, StudyVariant, TableSource};
 
 use crate::config::{ConfigError, ConfigLayers, Override, RunConfig};
 
@@ -113,17 +112,8 @@ const SCHEMES: &[Scheme] = &[
     ("no-balance", "no balance loss", &["train.balance=none"]),
 ];
 
-/// Kinds of router with settings that are not their own defaults.
-const KINDS: &[(&str, &str, &[&str])] = &[
-    ("hash-balanced", "hash", &["model.router.hash=balanced"]),
-    (CLUSTERED, "hash", &["model.router.hash=clustered"]),
-];
-
 /// The model without experts.
 pub(super) const DENSE: &str = "dense";
-
-/// The variant that hashes by the embeddings of a trained model.
-pub(super) const CLUSTERED: &str = "hash-clustered";
 
 /// A name, and its model or why the base allows none.
 pub(super) type Possible = (&'static str, Result<Variant, ConfigError>);
@@ -171,15 +161,20 @@ pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
     for (name, what, settings) in SCHEMES {
         add(name, what, &settings.iter().map(|&setting| setting.to_owned()).collect::<Vec<_>>());
     }
-    // Every kind of router that no scheme above sets, with its own defaults, and those with other ones.
-    let plain = kind_of(base);
-    let kinds = router_kinds().iter().filter(|kind| **kind != plain).map(|kind| (*kind, *kind, &[][..]));
-    for (name, kind, settings) in kinds.chain(KINDS.iter().copied()) {
-        let mut base = base.clone();
-        if name == CLUSTERED && base.data.hash_embeddings.as_os_str().is_empty() {
-            base.data.hash_embeddings = embeddings.to_owned();
+    // Every other kind of router, with its own defaults and with the settings of its variants.
+    for &kind in RouterKind::ALL.iter().filter(|kind| !kind.doc().is_synthetic) {
+        let own = (kind != base.model.router.kind).then_some(StudyVariant { name: kind.name(), settings: &[] });
+        for StudyVariant { name, settings } in own.into_iter().chain(kind.doc().variants.iter().copied()) {
+            let mut with_embeddings = base.clone();
+            if base.data.hash_embeddings.as_os_str().is_empty() {
+                with_embeddings.data.hash_embeddings = embeddings.to_owned();
+            }
+            let mut variant = of_kind(&with_embeddings, name, kind.name(), settings);
+            if let Some(other) = variant.as_mut().ok().filter(|variant| !needs_embeddings(&variant.config)) {
+                other.config.data.hash_embeddings.clone_from(&base.data.hash_embeddings);
+            }
+            variants.push((name, variant));
         }
-        variants.push((name, of_kind(&base, name, kind, settings)));
     }
     variants
 }
@@ -225,48 +220,9 @@ fn scale_for(base: &RunConfig, top_k: usize) -> String {
     format!("model.router.routed_scale={}", base.model.router.routed_scale * top_k as f32 / base.model.top_k as f32)
 }
 
-/// The kind as it is written in configurations.
-pub(super) fn kind_of(config: &RunConfig) -> String {
-    toml::Value::try_from(config.model.router.kind)
-        .map_or_else(|_| String::new(), |kind| kind.as_str().unwrap_or_default().to_owned())
-}
-
-/// Every kind of router that this program knows, as it is written in configurations.
-pub(super) fn router_kinds() -> &'static [&'static str] {
-    spellings::<RouterKind>()
-}
-
-/// The spellings of an enum: what its `Deserialize` says that it would take.
-fn spellings<T: DeserializeOwned>() -> &'static [&'static str] {
-    let mut found: &'static [&'static str] = &[];
-    // Always an error: there is nothing to read.
-    let _ = T::deserialize(Spellings(&mut found));
-    found
-}
-
-struct Spellings<'a>(&'a mut &'static [&'static str]);
-
-impl<'de> Deserializer<'de> for Spellings<'_> {
-    type Error = serde::de::value::Error;
-
-    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Self::Error> {
-        Err(serde::de::Error::custom("only the spellings are wanted"))
-    }
-
-    fn deserialize_enum<V: Visitor<'de>>(
-        self,
-        _: &'static str,
-        variants: &'static [&'static str],
-        visitor: V,
-    ) -> Result<V::Value, Self::Error> {
-        *self.0 = variants;
-        self.deserialize_any(visitor)
-    }
-
-    serde::forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit unit_struct
-        newtype_struct seq tuple tuple_struct map struct identifier ignored_any
-    }
+/// Whether a configuration needs the embeddings of a trained model.
+pub(super) fn needs_embeddings(config: &RunConfig) -> bool {
+    config.model.router.table_source() == Some(TableSource::Embeddings)
 }
 
 fn variant(base: &RunConfig, name: &'static str, what: &str, settings: &[String]) -> Result<Variant, ConfigError> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
-use moeworks_moe::{HashTable, RouterKind, balanced_hash, clustered_hash};
+use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Tensor};
@@ -58,17 +58,17 @@ fn first_weights(
     let mut weights = decoder.init_kept(ctx, config.train.seed, |name, tensor| keep(name, &tensor));
     let model = decoder.config();
     let (num_experts, top_k) = (model.num_experts, model.top_k);
-    match (model.router.kind, model.router.hash) {
-        (RouterKind::Hash, HashTable::Balanced) => {
+    match model.router.table_source() {
+        Some(TableSource::TokenCounts) => {
             let counts = corpus.dataset.token_counts(model.vocab_size);
             weights.set_hash_tables(&balanced_hash(&counts, num_experts, top_k));
         }
-        (RouterKind::Hash, HashTable::Clustered) => {
+        Some(TableSource::Embeddings) => {
             let embedding = embedding_of(ctx, &config.data.hash_embeddings, model.vocab_size)?;
             let points = (embedding.f32s(), embedding.cols());
             weights.set_hash_tables(&clustered_hash(ctx, points, num_experts, top_k, config.train.seed));
         }
-        _ => {}
+        None => {}
     }
     Ok(weights)
 }

@@ -41,7 +41,8 @@ fn gshards_second_expert_comes_by_chance() {
     {
         let mut config = with(RouterKind::Gshard, 2);
         config.normalize_weights = true;
-        (config.router.second, config.router.second_threshold) = (second, threshold);
+        let gshard = &mut config.router.schemes.gshard;
+        (gshard.second, gshard.second_threshold) = (second, threshold);
         let outcome = check("gshard", &config, noisy(), &best(2));
         let random = Random::new(3, Purpose::Router, 8);
         for t in 0..T {
@@ -106,7 +107,8 @@ fn the_cosine_router_decides_about_bf16_tokens_as_in_f64() {
     let ctx = Context::cpu(2);
     let (t, d, e, p) = (300, 96, 24, 40);
     let mut config = config(d, 2, e, 2);
-    config.router = RouterConfig { kind: RouterKind::Cosine, cosine_dim: p, ..RouterConfig::default() };
+    config.router = RouterConfig { kind: RouterKind::Cosine, ..RouterConfig::default() };
+    config.router.schemes.cosine.dim = p;
     let weights = MoeWeights::random(&ctx, &config, 9, 0.3);
     let x = moeworks_ops::elementwise::cast(&ctx, &tensor(&ctx, &[t, d], &draw(7, t * d)), DType::BF16);
     let (_, saved) = MoeLayer::new(config).unwrap().forward(&ctx, &weights, &x, &RouterInput::default());
@@ -252,7 +254,7 @@ fn top_p_takes_as_many_experts_as_it_needs() {
     for p in [0.3_f32, 0.7, 1.0] {
         for is_normalized in [false, true] {
             let mut config = with(RouterKind::TopP, 2);
-            (config.router.top_p, config.normalize_weights) = (p, is_normalized);
+            (config.router.schemes.top_p.p, config.normalize_weights) = (p, is_normalized);
             check("top-p", &config, quiet(), &|tokens| {
                 let of_token = |token: &Token| {
                     let order = sorted(&token.probs);
@@ -274,7 +276,8 @@ fn top_p_takes_as_many_experts_as_it_needs() {
 fn relu_takes_every_expert_with_a_positive_logit() {
     for is_balanced in [false, true] {
         let mut config = with(RouterKind::Relu, 2);
-        (config.router.l1_start, config.router.l1_balanced) = (0.3, is_balanced);
+        let relu = &mut config.router.schemes.relu;
+        (relu.l1_start, relu.l1_balanced) = (0.3, is_balanced);
         check("relu", &config, quiet(), &|tokens| {
             let positive =
                 |token: &Token| sorted(&token.gates).into_iter().filter(|&e| token.gates[e as usize] > 0.0).collect();

@@ -7,9 +7,13 @@ impl Scheme<'_> {
     /// logarithm of the share; a closed node's are spread evenly.
     pub(super) fn tree(&self, numbers: &Numbers, x: &[f64]) -> (Vec<f64>, Vec<bool>, f64) {
         let router = &self.config.router;
-        let mut arities: Vec<usize> = router.tree.split(", ").map(|n| n.parse().unwrap()).collect();
+        let mut arities: Vec<usize> =
+            router.schemes.hierarchical.tree.split(", ").map(|n| n.parse().unwrap()).collect();
         arities.push(E / arities.iter().product::<usize>());
-        let beam = if router.tree_beam == 0 { self.config.top_k } else { router.tree_beam };
+        let beam = match router.schemes.hierarchical.beam {
+            0 => self.config.top_k,
+            beam => beam,
+        };
         let (mut logits, mut lower_z, mut row, mut nodes) = (vec![0.0; E], 0.0, 0, 1);
         let mut open: Vec<(usize, f64)> = vec![(0, 0.0)];
         for (level, &arity) in arities.iter().enumerate() {
@@ -41,7 +45,8 @@ impl Scheme<'_> {
 
 fn tree(shape: &str, beam: usize, top_k: usize) -> MoeConfig {
     let mut config = with(RouterKind::Hierarchical, top_k);
-    (config.router.tree, config.router.tree_beam) = (shape.to_owned(), beam);
+    let tree = &mut config.router.schemes.hierarchical;
+    (tree.tree, tree.beam) = (shape.to_owned(), beam);
     config
 }
 
@@ -114,12 +119,9 @@ fn open_clusters_hide_nothing() {
 fn a_tree_costs_as_its_open_clusters() {
     let products = |experts: usize, shape: &str, beam: usize, k: usize| {
         let mut config = config(8, 4, experts, k);
-        config.router = RouterConfig {
-            kind: RouterKind::Hierarchical,
-            tree: shape.to_owned(),
-            tree_beam: beam,
-            ..RouterConfig::default()
-        };
+        config.router.kind = RouterKind::Hierarchical;
+        let tree = &mut config.router.schemes.hierarchical;
+        (tree.tree, tree.beam) = (shape.to_owned(), beam);
         MoeLayer::new(config.clone()).unwrap();
         (config.router_products(), config.extra_shapes().iter().map(|extra| extra.shape[0]).sum::<usize>())
     };
@@ -167,12 +169,12 @@ fn a_tree_that_cannot_be_is_refused() {
         let error = MoeLayer::new(config).unwrap_err().to_string();
         assert!(error.contains(setting), "{error}");
     };
-    refused(|c| c.router.tree = "4".to_owned(), "router.tree");
-    refused(|c| c.router.tree = "1".to_owned(), "router.tree");
-    refused(|c| c.router.tree = "3, 0".to_owned(), "router.tree");
-    refused(|c| c.router.tree = "18446744073709551615, 3".to_owned(), "router.tree");
-    refused(|c| c.router.tree = "three".to_owned(), "router.tree");
-    refused(|c| (c.router.tree_beam, c.top_k) = (1, 3), "router.tree_beam");
+    refused(|c| c.router.schemes.hierarchical.tree = "4".to_owned(), "router.tree");
+    refused(|c| c.router.schemes.hierarchical.tree = "1".to_owned(), "router.tree");
+    refused(|c| c.router.schemes.hierarchical.tree = "3, 0".to_owned(), "router.tree");
+    refused(|c| c.router.schemes.hierarchical.tree = "18446744073709551615, 3".to_owned(), "router.tree");
+    refused(|c| c.router.schemes.hierarchical.tree = "three".to_owned(), "router.tree");
+    refused(|c| (c.router.schemes.hierarchical.beam, c.top_k) = (1, 3), "router.tree_beam");
     refused(|c| c.router.scores = ScoreFunction::Sigmoid, "router.scores");
     refused(|c| c.router.expert_bias = true, "router.expert_bias");
     refused(|c| c.router.noise_std = Ramp::constant(0.1), "router.noise_std");

@@ -1,10 +1,10 @@
 //! Losses that take their means over parts of the tokens: the sequence-wise one over sequences, GShard's over local groups.
 
 use crate::NO_EXPERT;
-use crate::ranks::Together;
+use crate::ranks::CrossRank;
 
-/// What the tokens of each part chose: `sum_i shares_i P_i` is a part's loss, with `P_i` the mean probability of expert i there.
-pub(crate) struct Parts {
+/// The choices of the tokens of each part: `sum_i shares_i P_i` is a part's loss, with `P_i` the mean probability of expert i there.
+pub(crate) struct TokenGroups {
     /// `[parts that these tokens are in, E]`: each expert's share of the choices of the whole part.
     shares: Vec<f64>,
     /// Tokens of each of these parts, those of other ranks included.
@@ -18,18 +18,18 @@ pub(crate) struct Parts {
     share: f64,
 }
 
-impl Parts {
-    /// Parts of `len` tokens, 0 for all, by the first `first_k` of the choices `ids [T, top_k]`. With `together` the parts are those
+impl TokenGroups {
+    /// TokenGroups of `len` tokens, 0 for all, by the first `first_k` of the choices `ids [T, top_k]`. With `cross_rank` the parts are those
     /// of the tokens of all ranks.
     pub(crate) fn of(
         (ids, top_k): (&[u32], usize),
         first_k: usize,
         num_experts: usize,
         len: usize,
-        together: Option<&Together<'_>>,
+        cross_rank: Option<&CrossRank<'_>>,
     ) -> Self {
-        let own = together.map_or(0..ids.len() / top_k, Together::own);
-        let num_tokens = together.map_or(own.len(), Together::num_tokens);
+        let own = cross_rank.map_or(0..ids.len() / top_k, CrossRank::own);
+        let num_tokens = cross_rank.map_or(own.len(), CrossRank::num_tokens);
         let len = if len == 0 { num_tokens } else { len }.max(1);
         let first = own.start / len;
         let parts = first..if own.is_empty() { first } else { own.end.div_ceil(len) };
@@ -38,8 +38,8 @@ impl Parts {
             let counts = &mut counts[(token / len - first) * num_experts..];
             ids[..first_k].iter().filter(|id| **id != NO_EXPERT).for_each(|&id| counts[id as usize] += 1);
         }
-        if let Some(together) = together {
-            together.join_counts(&mut counts, first, num_experts);
+        if let Some(cross_rank) = cross_rank {
+            cross_rank.join_counts(&mut counts, first, num_experts);
         }
         let sizes = parts.map(|part| len.min(num_tokens - part * len)).collect();
         let share = own.len() as f64 / num_tokens.max(1) as f64;
@@ -53,7 +53,7 @@ impl Parts {
         self.loss_of(probs.chunks(num_experts).enumerate(), num_experts)
     }
 
-    /// The same of sums of distributions, each with the first of the tokens that it is of, which are all of one part.
+    /// The mean of the parts' losses from sums of distributions, each with the first of the tokens that it is of, which are all of one part.
     pub(crate) fn loss_of<'a>(&self, sums: impl Iterator<Item = (usize, &'a [f32])>, num_experts: usize) -> f64 {
         let loss = |(token, sums): (usize, &[f32])| {
             let part = self.part_of(token);
@@ -65,13 +65,13 @@ impl Parts {
     }
 
     /// The gradients of the tokens' distributions by this loss times `scale`.
-    pub(crate) fn grads(&self, num_experts: usize, scale: f64) -> PartGrads {
+    pub(crate) fn grads(&self, num_experts: usize, scale: f64) -> TokenGroupGrads {
         let scaled = |(shares, &size): (&[f64], &usize)| {
             let scale = scale / (self.num_parts * size) as f64;
             shares.iter().map(|share| (share * scale) as f32).collect::<Vec<_>>()
         };
         let rows = self.shares.chunks(num_experts).zip(&self.sizes).flat_map(scaled).collect();
-        PartGrads { rows, len: self.len, before: self.before }
+        TokenGroupGrads { rows, len: self.len, before: self.before }
     }
 
     fn part_of(&self, token: usize) -> usize {
@@ -80,20 +80,20 @@ impl Parts {
 }
 
 /// The gradients of the tokens' distributions, the same for all tokens of a part.
-pub(crate) struct PartGrads {
+pub(crate) struct TokenGroupGrads {
     /// `[parts, E]`
     rows: Vec<f32>,
     len: usize,
     before: usize,
 }
 
-impl PartGrads {
+impl TokenGroupGrads {
     /// `[parts, E]`, the tokens of a part, and those of the first part that come before these tokens.
     pub(crate) fn rows(self) -> (Vec<f32>, (usize, usize)) {
         (self.rows, (self.len, self.before))
     }
 
-    /// Those of `token`, of at least E elements.
+    /// The gradients of `token`, of at least E elements.
     pub(crate) fn of(&self, token: usize, num_experts: usize) -> &[f32] {
         &self.rows[(self.before + token) / self.len * num_experts..]
     }

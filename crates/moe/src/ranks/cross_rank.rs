@@ -14,7 +14,7 @@ use crate::overflow::{self, Room};
 use crate::{DispatchRule, NO_EXPERT};
 
 /// The tokens of all ranks as one rank sees them. All ranks make the same calls.
-pub(crate) struct Together<'a> {
+pub(crate) struct CrossRank<'a> {
     ranks: &'a ExpertRanks,
     /// Tokens of each rank.
     lens: Vec<usize>,
@@ -30,7 +30,7 @@ pub struct SharedRoom {
     pub(crate) num_tokens: usize,
 }
 
-impl<'a> Together<'a> {
+impl<'a> CrossRank<'a> {
     /// This rank has `num_tokens`.
     pub(crate) fn of(ranks: &'a ExpertRanks, num_tokens: usize) -> Self {
         let world = ranks.world();
@@ -48,7 +48,7 @@ impl<'a> Together<'a> {
         self.lens.iter().sum()
     }
 
-    /// Where this rank's tokens stand among all.
+    /// The places of this rank's tokens among all.
     pub(crate) fn own(&self) -> Range<usize> {
         self.own.clone()
     }

@@ -17,39 +17,155 @@ use moeworks_ops::elementwise::{add_assign, sum_of_squares};
 use moeworks_ops::grouped_linear::{
     GroupedRows, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
+use moeworks_ops::late::Late;
 use moeworks_ops::linear::Write;
 use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
 
-use super::blocks::{self, ROWS};
-use super::choice;
-use super::config::RouterConfig;
+use crate::config::ConfigError;
+use crate::router::blocks::{self, ROWS};
+use crate::router::choice;
+use crate::router::config::{RouterConfig, ScoreFunction, numbers};
+use crate::router::logits::{LogitGrads, NoisyInput, SavedLogits, SchemeLogits};
+use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
+use crate::router::score_router::ScoreRouter;
+use crate::router::state::{Init, WeightShape};
 use crate::{MoeConfig, MoeWeights};
 
 /// The vectors of the clusters, level by level from the top; those of the experts are the router's matrix.
-pub(crate) const TREE: &str = "tree.weight";
+const TREE: &str = "tree.weight";
+
+static DOC: SchemeDoc = SchemeDoc {
+    settings: &[
+        SettingDoc {
+            name: "tree",
+            default: "\"\"",
+            range: "numbers of at least 2 whose product divides the number of experts",
+            comment: "Clusters of hierarchical: how many, how many in each of these, and so on, such as \"8\" or \"4, 4\";\n\
+                      empty: one level, about as many as each has experts.",
+        },
+        SettingDoc {
+            name: "tree_beam",
+            default: "0",
+            range: "at least as many as leave a token top_k experts",
+            comment: "Clusters that a token opens at each level; 0: top_k.",
+        },
+    ],
+    ..SchemeDoc::new(
+        "A tree of clusters stands above the experts: a token scores the clusters, opens the likeliest, and takes the K likeliest of \
+         the experts in these, by the product of the probabilities along the way. It costs `G + B E/G` products of length D \
+         where others cost E.",
+        "Jordan and Jacobs, 1994; \"Breaking the MoE LLM Trilemma\", 2510.02345",
+    )
+};
+
+/// The settings of hierarchical routing.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Hierarchical {
+    /// The clusters of the first level, the clusters in each of these, and so on, such as "8" or "4, 4"; the last ones
+    /// share the experts evenly. Empty: one level of about as many clusters as each has experts.
+    pub tree: String,
+    /// B: clusters that a token opens at each level; 0: K.
+    #[serde(rename = "tree_beam")]
+    pub beam: usize,
+}
+
+impl Hierarchical {
+    /// Children of the root, of each cluster of the first level, and so on down to the experts.
+    fn arities(&self, num_experts: usize) -> Result<Vec<usize>, ConfigError> {
+        let mut arities: Vec<usize> = numbers("router.tree", &self.tree)?;
+        if arities.is_empty() {
+            let root = num_experts.isqrt();
+            // The divisor that comes next to the root from below; a prime number of experts is a flat tree.
+            arities.extend((2..=root).rev().find(|&clusters| num_experts.is_multiple_of(clusters)));
+        }
+        let clusters = arities.iter().try_fold(1_usize, |all, &n| all.checked_mul(n));
+        let clusters = clusters.filter(|&n| n > 0 && num_experts.is_multiple_of(n) && arities.iter().all(|&n| n > 1));
+        let Some(clusters) = clusters else {
+            let expected = format!(
+                "must be numbers of at least 2 whose product divides the number of experts, {num_experts}, such as \"4, 2\""
+            );
+            return Err(ConfigError::new("router.tree", format!("{:?}", self.tree), expected));
+        };
+        arities.push(num_experts / clusters);
+        Ok(arities)
+    }
+
+    /// The tree of a layer.
+    fn tree_of(&self, config: &MoeConfig) -> Tree {
+        self.shape(Sizes { num_experts: config.num_experts, top_k: config.top_k })
+    }
+
+    /// The tree over experts, of settings that are valid up to the beam.
+    fn shape(&self, Sizes { num_experts, top_k }: Sizes) -> Tree {
+        let beam = if self.beam == 0 { top_k } else { self.beam };
+        Tree { arities: self.arities(num_experts).unwrap_or_else(|_| vec![num_experts]), beam }
+    }
+}
+
+impl RoutingScheme for Hierarchical {
+    fn doc(&self) -> &'static SchemeDoc {
+        &DOC
+    }
+
+    fn check_settings(&self, sizes: Sizes) -> Check {
+        self.arities(sizes.num_experts).map(|_| ())
+    }
+
+    fn check(&self, router: &RouterConfig, sizes: Sizes) -> Check {
+        if router.scores != ScoreFunction::Softmax {
+            return wrong("router.scores", &"sigmoid", "must be softmax with this router.kind");
+        }
+        if router.noise_std.range().1 > 0.0 {
+            return wrong("router.noise_std", &router.noise_std, "must be 0 with this router.kind");
+        }
+        if router.sparsemixer_jitter > 0.0 {
+            return wrong("router.sparsemixer_jitter", &router.sparsemixer_jitter, "must be 0 with this router.kind");
+        }
+        let (reach, top_k) = (self.shape(sizes).reach(), sizes.top_k);
+        if reach < top_k {
+            let expected = format!("must leave a token at least top_k = {top_k} experts, but leaves {reach}");
+            return wrong("router.tree_beam", &self.beam, expected);
+        }
+        Ok(())
+    }
+
+    fn allows(&self, option: RouterOption) -> bool {
+        matches!(option, RouterOption::RandomChoices | RouterOption::Reroute)
+    }
+
+    fn weights(&self, config: &MoeConfig) -> Vec<WeightShape> {
+        let num_clusters = self.tree_of(config).num_clusters();
+        // A prime number of experts has none.
+        let clusters = || WeightShape::new(TREE, &[num_clusters, config.width], Init::Normal);
+        (num_clusters > 0).then(clusters).into_iter().collect()
+    }
+
+    fn num_products(&self, config: &MoeConfig) -> usize {
+        self.tree_of(config).products()
+    }
+
+    fn passes_all_weights(&self) -> bool {
+        false
+    }
+
+    fn logits(&self, router: &ScoreRouter<'_>, ctx: &Context, x: NoisyInput<'_>) -> SchemeLogits {
+        let (values, saved) = TreeScores::forward(ctx, self.tree_of(router.config), router.weights, &x.noisy(ctx));
+        SchemeLogits { values, saved: Box::new(saved), noise: None }
+    }
+}
 
 /// The shape of a tree: how many children the nodes of each level have, and how many are opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tree {
+struct Tree {
     /// Children of the root, of each cluster of the first level, and so on; their product is E.
     arities: Vec<usize>,
     beam: usize,
 }
 
 impl Tree {
-    /// The tree of `config`.
-    pub(crate) fn of(config: &MoeConfig) -> Self {
-        Self::new(&config.router, config.num_experts, config.top_k)
-    }
-
-    /// The tree of a router that is valid up to its beam.
-    pub(crate) fn new(router: &RouterConfig, num_experts: usize, top_k: usize) -> Self {
-        let beam = if router.tree_beam == 0 { top_k } else { router.tree_beam };
-        let arities = router.tree_arities(num_experts).unwrap_or_else(|_| vec![num_experts]);
-        Self { arities, beam }
-    }
-
     /// Nodes of a level; level 0 is the children of the root.
     fn nodes(&self, level: usize) -> usize {
         self.arities[..=level].iter().product()
@@ -71,21 +187,21 @@ impl Tree {
     }
 
     /// Vectors of clusters.
-    pub(crate) fn num_clusters(&self) -> usize {
+    fn num_clusters(&self) -> usize {
         (0..self.arities.len() - 1).map(|level| self.nodes(level)).sum()
     }
 
     /// Products of length D that a token takes.
-    pub(crate) fn products(&self) -> usize {
+    fn products(&self) -> usize {
         (0..self.arities.len()).map(|level| self.scored(level)).sum()
     }
 
     /// Experts that a token can choose from.
-    pub(crate) fn reach(&self) -> usize {
+    fn reach(&self) -> usize {
         self.scored(self.arities.len() - 1)
     }
 
-    /// Where a level's vectors are: in the matrix of the experts or in that of the clusters, from which row on.
+    /// The place of a level's vectors: in the matrix of the experts or in that of the clusters, from which row on.
     fn place(&self, level: usize) -> (bool, usize) {
         let is_last = level + 1 == self.arities.len();
         (is_last, if is_last { 0 } else { (0..level).map(|above| self.nodes(above)).sum() })
@@ -93,7 +209,7 @@ impl Tree {
 }
 
 /// The scores of all tokens at the nodes that they opened.
-pub(crate) struct TreeScores {
+struct TreeScores {
     tree: Tree,
     levels: Vec<Level>,
 }
@@ -111,14 +227,10 @@ struct Level {
     squares: f64,
 }
 
-/// The gradients of the logits of each level, for the gradients of the weights.
-pub(crate) struct TreeGrads(Vec<Tensor>);
-
 impl TreeScores {
     /// The logits `[T, E]` of `x [T, D]`, and what backward needs.
-    pub(crate) fn forward(ctx: &Context, config: &MoeConfig, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
-        let tree = Tree::of(config);
-        let mut logits = ctx.empty(&[x.rows(), config.num_experts], DType::F32);
+    fn forward(ctx: &Context, tree: Tree, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
+        let mut logits = ctx.empty(&[x.rows(), tree.nodes(tree.arities.len() - 1)], DType::F32);
         let mut scores = Self { levels: Vec::new(), tree };
         // The root is open to all.
         let mut parents = ctx.zeros(&[x.rows(), 1], DType::U32);
@@ -129,9 +241,15 @@ impl TreeScores {
         }
         (logits, scores)
     }
+}
+
+impl SavedLogits for TreeScores {
+    fn has_closed_parts(&self) -> bool {
+        true
+    }
 
     /// Puts the experts in closed clusters out of reach of the tokens of `ranking [T, E]`.
-    pub(crate) fn close(&self, ctx: &Context, ranking: &mut Tensor) {
+    fn close(&self, ctx: &Context, ranking: &mut Tensor) {
         let (Some(last), e) = (self.levels.last(), ranking.cols()) else { return };
         let (width, size) = (last.parents.cols(), last.probs.cols());
         let inputs = blocks::of_mut(ranking.f32s_mut(), e).zip(blocks::of(last.parents.u32s(), width));
@@ -149,26 +267,22 @@ impl TreeScores {
     }
 
     /// The sum of the squared logits, per expert as if each had one.
-    pub(crate) fn squared_logits(&self) -> f64 {
+    fn squared_logits(&self, _: &Context, _: &Tensor) -> Late<Vec<f64>> {
         let num_experts = self.tree.nodes(self.tree.arities.len() - 1) as f64;
-        self.levels.iter().map(|level| level.squares).sum::<f64>() * num_experts / self.tree.products() as f64
+        let squares = self.levels.iter().map(|level| level.squares).sum::<f64>();
+        Late::now(vec![squares * num_experts / self.tree.products() as f64])
     }
 
     /// The sum of the squared log-sum-exps below the first level, each softmax being a router of its own to the z-loss.
-    pub(crate) fn lower_lse_squared(&self) -> f64 {
+    fn lower_lse_squared(&self) -> f64 {
         let below = self.levels.iter().skip(1).filter(|level| level.is_choice());
         below.flat_map(|level| level.lse.f32s()).map(|&lse| f64::from(lse).powi(2)).sum()
     }
 
-    /// The gradient of `x` and those of each level's logits, from `dlogits [T, E]`; `z` is the gradient of the squared
-    /// log-sum-exp of each softmax below the first level, whose own is in `dlogits`.
-    pub(crate) fn backward(
-        &self,
-        ctx: &Context,
-        weights: &MoeWeights,
-        dlogits: &Tensor,
-        z: f32,
-    ) -> (Tensor, TreeGrads) {
+    /// The gradient of `x` and those of each level's logits; that of the squared log-sum-exp of the first level's softmax is in
+    /// that of the logits.
+    fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>) {
+        let (dlogits, z) = (grads.dlogits, 2.0 * grads.z);
         let mut dx: Option<Tensor> = None;
         let mut grads = Vec::with_capacity(self.levels.len());
         for (index, level) in self.levels.iter().enumerate() {
@@ -181,16 +295,15 @@ impl TreeScores {
             }
             grads.push(grad);
         }
-        (dx.expect("a tree has a level"), TreeGrads(grads))
+        (dx.expect("a tree has a level"), grads)
     }
 
-    /// Writes or adds the gradients of the weights; `x` is what forward saw.
-    pub(crate) fn run(&self, ctx: &Context, grads: TreeGrads, x: &Tensor, write: Write, to: &mut MoeWeights) {
-        for (index, (level, grad)) in self.levels.iter().zip(grads.0).enumerate() {
+    fn weight_grads(&self, ctx: &Context, left: &[Tensor], _: &Tensor, x: &Tensor, write: Write, to: &mut MoeWeights) {
+        for (index, (level, grad)) in self.levels.iter().zip(left).enumerate() {
             let (is_last, first) = self.tree.place(index);
             let groups = GroupedRows { rows: level.sorted.rows(), first, width: self.tree.arities[index] };
             let matrix = if is_last { &mut to.router } else { to.extra_mut(TREE) };
-            grouped_linear_backward_weight(ctx, &grad, x, groups, write, matrix);
+            grouped_linear_backward_weight(ctx, grad, x, groups, write, matrix);
         }
     }
 }

@@ -8,7 +8,7 @@ use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
-use crate::router::put;
+use crate::router::store;
 use crate::{Dispatch, MoeConfig, MoeWeights, NO_EXPERT, Routing};
 
 /// `[constant experts, D]`: their vectors.
@@ -16,7 +16,7 @@ pub(crate) const CONSTANT: &str = "constant.weight";
 /// `[2 constant experts, D]`: what mixes token and vector, two rows an expert.
 pub(crate) const CONSTANT_MIX: &str = "constant_mix.weight";
 
-/// What a free expert does.
+/// The work of an expert without computation.
 enum Free {
     Nothing,
     Copy,
@@ -24,7 +24,7 @@ enum Free {
 }
 
 /// The free choices of a pass.
-pub(crate) struct FreeChoices<'a> {
+pub(crate) struct ZeroComputationChoices<'a> {
     pub(crate) config: &'a MoeConfig,
     pub(crate) weights: &'a MoeWeights,
     pub(crate) routing: &'a Routing,
@@ -34,12 +34,12 @@ pub(crate) struct FreeChoices<'a> {
 }
 
 /// The gradients of the constant experts' weights.
-pub(crate) struct FreeGrads {
+pub(crate) struct ZeroComputationGrads {
     constant: Vec<f32>,
     mix: Vec<f32>,
 }
 
-impl FreeChoices<'_> {
+impl ZeroComputationChoices<'_> {
     fn kind(&self, free: u32) -> Free {
         let router = &self.config.router;
         let free = free as usize;
@@ -55,7 +55,7 @@ impl FreeChoices<'_> {
 
     /// The free choices with their places in `[T, K]`, in order.
     fn choices(&self) -> impl Iterator<Item = (usize, Free)> + '_ {
-        let free = self.dispatch.free_choices().unwrap_or(&[]);
+        let free = self.dispatch.zero_computation_choices().unwrap_or(&[]);
         free.iter().enumerate().filter(|(_, id)| **id != NO_EXPERT).map(|(i, &id)| (i, self.kind(id)))
     }
 
@@ -81,10 +81,10 @@ impl FreeChoices<'_> {
 
     /// Adds the gradient of x to `dx`, writes those of the choices' weights to `dweights [T, K]`, and returns those of the
     /// experts' own weights.
-    pub(crate) fn backward(&self, dy: &Tensor, dx: &mut Tensor, dweights: &mut Tensor) -> FreeGrads {
+    pub(crate) fn backward(&self, dy: &Tensor, dx: &mut Tensor, dweights: &mut Tensor) -> ZeroComputationGrads {
         let (d, k) = (self.x.cols(), self.routing.top_k());
         let count = self.config.router.constant_experts;
-        let mut grads = FreeGrads { constant: vec![0.0; count * d], mix: vec![0.0; 2 * count * d] };
+        let mut grads = ZeroComputationGrads { constant: vec![0.0; count * d], mix: vec![0.0; 2 * count * d] };
         for (choice, kind) in self.choices() {
             let range = choice / k * d..(choice / k + 1) * d;
             let (x, dy) = (&self.x.f32s()[range.clone()], &dy.f32s()[range.clone()]);
@@ -101,13 +101,13 @@ impl FreeChoices<'_> {
         grads
     }
 
-    /// Of one choice of a constant expert; returns the gradient of its weight.
+    /// Adds the gradients of one choice of a constant expert and returns that of its weight.
     fn constant_backward(
         &self,
         expert: usize,
         (x, dy, weight): (&[f32], &[f32], f32),
         dx: &mut [f32],
-        grads: &mut FreeGrads,
+        grads: &mut ZeroComputationGrads,
     ) -> f32 {
         let d = x.len();
         let (a, v) = (self.mixture(expert, x), self.constant(expert));
@@ -141,12 +141,12 @@ impl FreeChoices<'_> {
     }
 }
 
-impl FreeGrads {
+impl ZeroComputationGrads {
     /// Writes or adds the gradients.
     pub(crate) fn run(&self, write: Write, grads: &mut MoeWeights) {
         if !self.constant.is_empty() {
-            put(&self.constant, write, grads.extra_mut(CONSTANT));
-            put(&self.mix, write, grads.extra_mut(CONSTANT_MIX));
+            store(&self.constant, write, grads.extra_mut(CONSTANT));
+            store(&self.mix, write, grads.extra_mut(CONSTANT_MIX));
         }
     }
 }
@@ -157,7 +157,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 
 /// `x` as f32, if the configuration has experts that look at it.
 pub(crate) fn exact(ctx: &Context, config: &MoeConfig, x: &Tensor) -> Option<Tensor> {
-    (config.router.num_free() > 0).then(|| match x.dtype() {
+    (config.router.num_zero_computation() > 0).then(|| match x.dtype() {
         DType::F32 => x.clone(),
         _ => moeworks_ops::elementwise::cast(ctx, x, DType::F32),
     })

@@ -1,0 +1,60 @@
+//! Choices that are not each token's own: experts choose tokens, both are assigned to each other, or a full expert sends
+//! tokens on. Where tokens are on several ranks, all of them decide cross_rank.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use moeworks_tensor::Tensor;
+
+use super::score_router::ScoreRouter;
+use crate::overflow::{self, Overflow, Room};
+use crate::ranks::CrossRank;
+
+impl ScoreRouter<'_> {
+    /// Whether what is decided for a token depends on the tokens of other ranks, so that all of them take part in the pass.
+    pub(crate) fn decides_across_ranks(&self) -> bool {
+        let rule = self.rule(None);
+        let has_choices = !self.input.is_inference && self.scheme().is_global();
+        has_choices || rule.is_shared() || self.input.has_gshard_loss
+    }
+
+    /// `[T, E]` of all ranks' tokens from those of this rank's.
+    pub(super) fn of_all<'r>(&self, rows: &'r [f32], num_experts: usize) -> Cow<'r, [f32]> {
+        match self.cross_rank {
+            Some(cross_rank) => cross_rank.gather(rows, num_experts).into(),
+            None => rows.into(),
+        }
+    }
+
+    /// The places of this rank's tokens, `num_tokens`, among all.
+    pub(super) fn own_tokens(&self, num_tokens: usize) -> Range<usize> {
+        self.cross_rank.map_or(0..num_tokens, CrossRank::own)
+    }
+
+    /// Whether choices move to experts with room.
+    pub(super) fn reroutes(&self) -> bool {
+        self.router().overflow == Overflow::Reroute && self.config.capacity_factor != 0.0 && !self.input.is_inference
+    }
+
+    /// Moves choices to experts with room, if that is the scheme; returns how many of `ids [T, K]`.
+    pub(super) fn reroute(&self, ids: &mut Tensor, ranking: &Tensor) -> usize {
+        if !self.reroutes() {
+            return 0;
+        }
+        let (top_k, e, rule) = (ids.cols(), ranking.cols(), self.rule(None));
+        let num_tokens = self.cross_rank.map_or(ids.rows(), CrossRank::num_tokens);
+        let capacity = rule.capacities(num_tokens, e);
+        let room = Room { capacity: &capacity, group_tokens: rule.group_size(num_tokens), before: None };
+        let Some(cross_rank) = self.cross_rank else {
+            return overflow::reroute(ids.u32s_mut(), top_k, room, ranking.f32s());
+        };
+        let (mut all, width) = cross_rank.choices(ids.u32s(), top_k);
+        overflow::reroute(&mut all, width, room, &cross_rank.gather(ranking.f32s(), e));
+        let mut num_rerouted = 0;
+        for (ids, new) in ids.u32s_mut().chunks_mut(top_k).zip(cross_rank.own_rows(&all, width).chunks(width)) {
+            num_rerouted += ids.iter().zip(new).filter(|(old, new)| old != new).count();
+            ids.copy_from_slice(&new[..top_k]);
+        }
+        num_rerouted
+    }
+}

@@ -1,0 +1,242 @@
+//! The cosine router: `logit_e = <q, m_e> / (|q| |m_e|) s` with `q = P x`, `m_e` a vector of each expert, and the scale
+//! `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
+
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::cast;
+use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::router::blocks;
+use crate::router::logits::{LogitGrads, NoisyInput, PROJECTION, SavedLogits, SchemeLogits, store};
+use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, at_most, positive};
+use crate::router::score_router::ScoreRouter;
+use crate::router::state::{Init, WeightShape};
+use crate::{MoeConfig, MoeWeights};
+
+/// `[1]`: the logarithm of one over the temperature.
+const LOG_SCALE: &str = "log_scale";
+/// The temperature never falls below 1 / 100.
+const MAX_LOG_SCALE: f32 = 4.605_170_2;
+/// The norm of a vector counts as at least this.
+const MIN_NORM: f32 = 1e-12;
+
+static DOC: SchemeDoc = SchemeDoc {
+    settings: &[
+        SettingDoc {
+            name: "cosine_dim",
+            default: "0",
+            range: "0 to 65536",
+            comment: "Width of the cosine router's projection; 0: 256, or the width of the model if that is less.",
+        },
+        SettingDoc {
+            name: "cosine_temperature",
+            default: "0.5",
+            range: "above 0",
+            comment: "The temperature that the cosine router's learned one starts from.",
+        },
+    ],
+    ..SchemeDoc::new(
+        "As `top_k`, but logits are cosines of a projection of the token and a vector of each expert over a learned temperature: \
+         a token's length does not matter, and experts' vectors do not collapse. With `router.cosine_dim` of half the experts \
+         and a temperature of 0.3 it is the router of X-MoE.",
+        "Hwang et al., \"Tutel\", 2206.03382; Liu et al., \"Swin V2\", 2111.09883; Chi et al., \"X-MoE\", 2204.09179, \
+         section 3",
+    )
+};
+
+/// The settings of the cosine router.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Cosine {
+    /// Width of the projection; 0: 256 as in Tutel, or D where that is less.
+    #[serde(rename = "cosine_dim")]
+    pub dim: usize,
+    /// The temperature that the learned one starts from; it never falls below 0.01.
+    #[serde(rename = "cosine_temperature")]
+    pub temperature: f32,
+}
+
+impl Default for Cosine {
+    fn default() -> Self {
+        Self { dim: 0, temperature: 0.5 }
+    }
+}
+
+impl Cosine {
+    /// The width of the projection.
+    fn width(&self, config: &MoeConfig) -> usize {
+        if self.dim == 0 { config.width.min(256) } else { self.dim }
+    }
+}
+
+impl RoutingScheme for Cosine {
+    fn doc(&self) -> &'static SchemeDoc {
+        &DOC
+    }
+
+    fn check_settings(&self, _: Sizes) -> Check {
+        positive("router.cosine_temperature", f64::from(self.temperature))?;
+        at_most("router.cosine_dim", self.dim, 1 << 16)
+    }
+
+    fn matrix_shape(&self, config: &MoeConfig) -> [usize; 2] {
+        [config.num_choosable(), self.width(config)]
+    }
+
+    fn weights(&self, config: &MoeConfig) -> Vec<WeightShape> {
+        vec![
+            WeightShape::new(PROJECTION, &[self.width(config), config.width], Init::Normal),
+            WeightShape::new(LOG_SCALE, &[1], Init::Constant(-self.temperature.ln())),
+        ]
+    }
+
+    /// The projection, and cosines of its width, in products of length D.
+    fn num_products(&self, config: &MoeConfig) -> usize {
+        let width = self.width(config);
+        width + (config.num_choosable() * width).div_ceil(config.width.max(1))
+    }
+
+    fn fused_ops(&self) -> FusedOps {
+        FusedOps::Softmax
+    }
+
+    fn logits(&self, router: &ScoreRouter<'_>, ctx: &Context, x: NoisyInput<'_>) -> SchemeLogits {
+        let (values, saved) = Cosines::forward(ctx, router.weights, &x.noisy(ctx));
+        SchemeLogits { values, saved: Box::new(saved), noise: None }
+    }
+}
+
+/// The parts of cosines.
+struct Cosines {
+    /// `[T, P]`: the projection of the tokens.
+    projected: Tensor,
+    experts: Directions,
+    cosines: Tensor,
+}
+
+/// Rows divided by their norms.
+struct Directions {
+    /// `[n, P]`.
+    units: Tensor,
+    /// `[n]`.
+    norms: Vec<f32>,
+}
+
+impl Cosines {
+    /// The logits of `x [T, D]` and their parts. Of a bf16 input the projection, which gives the length that all cosines of a
+    /// token are divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
+    /// experts, `<P x, m> = <x, P^T m>`, is one of f32 numbers with E vectors of length D.
+    fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
+        let projection = weights.extra(PROJECTION);
+        let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
+        let (projected, mut cosines) = if x.dtype() == DType::BF16 {
+            let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
+            (linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32), linear(ctx, x, &back, DType::F32))
+        } else {
+            let projected = linear(ctx, x, projection, DType::F32);
+            let products = linear(ctx, &projected, &experts.units, DType::F32);
+            (projected, products)
+        };
+        let mut logits = ctx.empty(cosines.shape(), DType::F32);
+        let (e, width, scale) = (cosines.cols(), projected.cols(), scale(weights).0);
+        let outputs = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of_mut(logits.f32s_mut(), e));
+        blocks::for_each(ctx, outputs.zip(blocks::of(projected.f32s(), width)), |_, ((cosines, logits), rows)| {
+            let rows = cosines.chunks_mut(e).zip(logits.chunks_mut(e)).zip(rows.chunks(width));
+            for ((cosines, logits), row) in rows {
+                let share = 1.0 / norm(row);
+                for (cosine, logit) in cosines.iter_mut().zip(logits) {
+                    *cosine *= share;
+                    *logit = *cosine * scale;
+                }
+            }
+        });
+        (logits, Self { projected, experts, cosines })
+    }
+}
+
+impl SavedLogits for Cosines {
+    /// The gradient of `x`; of the weights those of `q`, of the experts' vectors and of the logarithm of the scale.
+    fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>) {
+        let Self { projected, experts, cosines } = self;
+        let dlogits = grads.dlogits;
+        let tokens = Directions::of(ctx, projected.copied(ctx.pool()));
+        let (scale, is_free) = scale(weights);
+        let products = dlogits.f32s().iter().zip(cosines.f32s()).map(|(&d, &c)| f64::from(d) * f64::from(c));
+        let dscale = products.sum::<f64>();
+        let mut dcosines = dlogits.copied(ctx.pool());
+        dcosines.f32s_mut().iter_mut().for_each(|d| *d *= scale);
+        let mut dq = linear_backward_input(ctx, &dcosines, &experts.units, DType::F32);
+        tokens.backward(ctx, &mut dq);
+        let mut dexperts = ctx.empty(experts.units.shape(), DType::F32);
+        linear_backward_weight(ctx, &dcosines, &tokens.units, DType::F32, Write::Replace, &mut dexperts);
+        experts.backward(ctx, &mut dexperts);
+        let dx = linear_backward_input(ctx, &dq, weights.extra(PROJECTION), DType::F32);
+        let log_scale = if is_free { (dscale * f64::from(scale)) as f32 } else { 0.0 };
+        (dx, vec![dq, dexperts, Tensor::from_slice(ctx.pool(), &[1], &[log_scale])])
+    }
+
+    fn weight_grads(
+        &self,
+        ctx: &Context,
+        left: &[Tensor],
+        _: &Tensor,
+        x: &Tensor,
+        write: Write,
+        grads: &mut MoeWeights,
+    ) {
+        let [dq, experts, log_scale] = left else { unreachable!("backward leaves three tensors") };
+        linear_backward_weight(ctx, dq, x, DType::F32, write, grads.extra_mut(PROJECTION));
+        store(experts.f32s(), write, &mut grads.router);
+        store(log_scale.f32s(), write, grads.extra_mut(LOG_SCALE));
+    }
+}
+
+/// The scale, and whether its logarithm still moves it.
+fn scale(weights: &MoeWeights) -> (f32, bool) {
+    let log_scale = weights.extra(LOG_SCALE).f32s()[0];
+    // Not `min`, which would lose a NaN.
+    if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
+}
+
+/// The norm, by lanes that vectors can hold; at least [`MIN_NORM`].
+fn norm(row: &[f32]) -> f32 {
+    let mut lanes = [0.0; 16];
+    let (groups, rest) = row.as_chunks::<16>();
+    for group in groups {
+        lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane += x * x);
+    }
+    let squares = lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>();
+    if squares == f32::INFINITY {
+        return row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt() as f32;
+    }
+    squares.sqrt().max(MIN_NORM)
+}
+
+impl Directions {
+    fn of(ctx: &Context, mut rows: Tensor) -> Self {
+        let width = rows.cols();
+        let mut norms = vec![0.0; rows.rows()];
+        let blocks = blocks::of_mut(rows.f32s_mut(), width).zip(blocks::of_mut(&mut norms, 1));
+        blocks::for_each(ctx, blocks, |_, (rows, norms)| {
+            for (row, of_row) in rows.chunks_mut(width).zip(norms) {
+                *of_row = norm(row);
+                let scale = 1.0 / *of_row;
+                row.iter_mut().for_each(|x| *x *= scale);
+            }
+        });
+        Self { units: rows, norms }
+    }
+
+    /// Makes the gradients of the units those of the rows.
+    fn backward(&self, ctx: &Context, grads: &mut Tensor) {
+        let width = grads.cols();
+        let units = blocks::of(self.units.f32s(), width).zip(blocks::of(&self.norms, 1));
+        blocks::for_each(ctx, blocks::of_mut(grads.f32s_mut(), width).zip(units), |_, (grads, (units, norms))| {
+            for ((grad, unit), norm) in grads.chunks_mut(width).zip(units.chunks(width)).zip(norms) {
+                let along: f32 = grad.iter().zip(unit).map(|(g, u)| g * u).sum();
+                grad.iter_mut().zip(unit).for_each(|(g, u)| *g = (*g - u * along) / norm);
+            }
+        });
+    }
+}

@@ -1,0 +1,152 @@
+//! Dense-to-sparse gating: every expert at first, K falling to its final value.
+
+use moeworks_ops::Context;
+use serde::{Deserialize, Serialize};
+
+use crate::router::config::RouterConfig;
+use crate::router::input::RouterInput;
+use crate::router::logits::{NoisyInput, SchemeLogits};
+use crate::router::noise::LogitNoise;
+use crate::router::scheme::{Check, FusedOps, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share, wrong};
+use crate::router::score_router::ScoreRouter;
+use crate::{MoeConfig, Ramp, RampShape};
+
+static DOC: SchemeDoc = SchemeDoc {
+    settings: &[
+        SettingDoc {
+            name: "dense_start",
+            default: "0",
+            range: "0, or top_k to num_experts",
+            comment: "Experts of a token that dense_to_sparse begins with; 0: all.",
+        },
+        SettingDoc {
+            name: "dense_share",
+            default: "0.25",
+            range: "above 0, at most 1",
+            comment: "Share of the run's steps over which dense_to_sparse falls to top_k experts.",
+        },
+        SettingDoc {
+            name: "dense_shape",
+            default: "\"linear\"",
+            range: "linear, cosine, exponential or step",
+            comment: "The way of that fall: linear, cosine, exponential (in equal factors) or step (all at once).",
+        },
+    ],
+    companions: &[("model.normalize_weights", "false"), ("model.router.temperature", "'linear 2 to 1 over 0.25'")],
+    ..SchemeDoc::new(
+        "A token begins with all experts (`router.dense_start`), weighed by a Gumbel-softmax whose temperature falls, and has \
+         fewer and fewer until `top_k` are left after `router.dense_share` of the run: experts and router learn together before \
+         the choice is made, and nothing is random from then on. With K = 1 it ends as `top_k` with one expert, and a trained \
+         model is one of `top_k`. Where the paper lets experts go whose weight is below a threshold, K is the same for all tokens \
+         here and follows a schedule.",
+        "Nie et al., \"EvoMoE\" (dense-to-sparse gate), 2112.14397",
+    )
+};
+
+/// The settings of dense-to-sparse gating.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DenseToSparse {
+    /// Experts of a token at first; 0: all.
+    #[serde(rename = "dense_start")]
+    pub start: usize,
+    /// The share of the run over which they become K.
+    #[serde(rename = "dense_share")]
+    pub share: f64,
+    /// The way there.
+    #[serde(rename = "dense_shape")]
+    pub shape: RampShape,
+}
+
+impl Default for DenseToSparse {
+    fn default() -> Self {
+        Self { start: 0, share: 0.25, shape: RampShape::Linear }
+    }
+}
+
+impl DenseToSparse {
+    /// Experts of a token at first.
+    fn first(&self, config: &MoeConfig) -> usize {
+        if self.start == 0 { config.num_choosable() } else { self.start }
+    }
+}
+
+impl RoutingScheme for DenseToSparse {
+    fn doc(&self) -> &'static SchemeDoc {
+        &DOC
+    }
+
+    fn check_settings(&self, _: Sizes) -> Check {
+        share("router.dense_share", self.share)
+    }
+
+    fn check(&self, _: &RouterConfig, Sizes { num_experts, top_k }: Sizes) -> Check {
+        if self.start == 0 || (top_k..=num_experts).contains(&self.start) {
+            return Ok(());
+        }
+        let expected = format!("must be 0 for all experts, or from top_k, {top_k}, to their number, {num_experts}");
+        wrong("router.dense_start", &self.start, expected)
+    }
+
+    fn allows(&self, option: RouterOption) -> bool {
+        !matches!(option, RouterOption::Groups | RouterOption::Sparsemixer)
+    }
+
+    /// K at this time of the run, rounded up.
+    fn top_k(&self, config: &MoeConfig, input: &RouterInput<'_>) -> usize {
+        if input.is_inference || input.progress >= self.share {
+            return config.top_k;
+        }
+        let (start, end) = (self.first(config) as f64, config.top_k as f64);
+        let ramp = Ramp { start, end, share: self.share, shape: self.shape };
+        // Not one more for what rounding adds to a whole number.
+        ((ramp.at(input.progress) - 1e-9).ceil() as usize).clamp(config.top_k, self.first(config))
+    }
+
+    fn largest_top_k(&self, config: &MoeConfig) -> usize {
+        self.first(config)
+    }
+
+    fn is_plain_when_trained(&self) -> bool {
+        true
+    }
+
+    fn fused_ops(&self) -> FusedOps {
+        FusedOps::Softmax
+    }
+
+    /// Linear logits, with Gumbel noise in training as long as K falls.
+    fn logits(&self, router: &ScoreRouter<'_>, ctx: &Context, x: NoisyInput<'_>) -> SchemeLogits {
+        let is_dense = router.input.progress < self.share;
+        let noise = router.logit_draws().filter(|_| is_dense).map(LogitNoise::Gumbel);
+        SchemeLogits { noise, ..SchemeLogits::linear(ctx, router.weights, x) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ks(scheme: &DenseToSparse, top_k: usize) -> Vec<usize> {
+        let config = MoeConfig::plain(4, 4, 8, top_k);
+        let at = |i: u32| RouterInput { progress: f64::from(i) / 10.0, ..RouterInput::default() };
+        (0..=10).map(|i| scheme.top_k(&config, &at(i))).collect()
+    }
+
+    #[test]
+    fn k_falls_to_its_final_value_as_the_shape_says() {
+        let with = |shape| DenseToSparse { start: 0, share: 0.5, shape };
+        assert_eq!(ks(&with(RampShape::Linear), 3), [8, 7, 6, 5, 4, 3, 3, 3, 3, 3, 3]);
+        assert_eq!(ks(&with(RampShape::Step), 1), [8, 8, 8, 8, 8, 1, 1, 1, 1, 1, 1]);
+        assert_eq!(ks(&with(RampShape::Exponential), 1), [8, 6, 4, 3, 2, 1, 1, 1, 1, 1, 1]);
+        let some = DenseToSparse { start: 4, share: 1.0, shape: RampShape::Cosine };
+        assert_eq!(ks(&some, 2), [4, 4, 4, 4, 4, 3, 3, 3, 3, 3, 2]);
+    }
+
+    #[test]
+    fn k_is_final_in_use_at_any_time_of_the_run() {
+        let config = MoeConfig::plain(4, 4, 8, 2);
+        let input = RouterInput { progress: 0.0, is_inference: true, ..RouterInput::default() };
+        assert_eq!(DenseToSparse::default().top_k(&config, &input), 2);
+    }
+}

@@ -1,0 +1,162 @@
+//! Forced routing for benchmarks: the choice is given by a token's position, not by its scores.
+
+use moeworks_ops::Context;
+use moeworks_ops::random::fill_gumbels;
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::router::config::RouterConfig;
+use crate::router::input::Draw;
+use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
+use crate::router::score_router::ScoreRouter;
+use crate::router::scores::Scores;
+use crate::router::{blocks, choice};
+
+/// The key of the draws of a skewed load: the same in every layer, step and run.
+const SEED: u64 = 0x6c6f_6164;
+
+/// Probabilities count as at least this, so that a token always has K experts.
+const MIN_PROBABILITY: f64 = 1e-30;
+
+static DOC: SchemeDoc = SchemeDoc {
+    settings: &[
+        SettingDoc {
+            name: "forced_load",
+            default: "\"balanced\"",
+            range: "balanced, zipf or hot",
+            comment: "The load that forced gives experts: balanced (each as many tokens), zipf or hot (some get more).",
+        },
+        SettingDoc {
+            name: "forced_zipf",
+            default: "1.0",
+            range: "0 to 16",
+            comment: "With zipf: expert i, from 1, is drawn with a probability of 1 over i to the power of this.",
+        },
+        SettingDoc {
+            name: "forced_hot_experts",
+            default: "1",
+            range: "1 to num_experts",
+            comment: "With hot: the first experts that are hot.",
+        },
+        SettingDoc {
+            name: "forced_hot_share",
+            default: "0.5",
+            range: "0 to 1",
+            comment: "With hot: the probability that a choice is one of these.",
+        },
+    ],
+    companions: &[("train.balance", "'none'")],
+    is_synthetic: true,
+    ..SchemeDoc::new(
+        "The load is given, for benchmarks: a token's experts follow from its position alone, perfectly balanced, by a Zipf \
+         distribution or with some hot experts (drawn without replacement, so that with K above 1 the load is flatter than the \
+         probabilities). Weights are those of `top_k`, from the softmax of live logits, so that all gradients flow and a step costs \
+         what it costs otherwise.",
+        "",
+    )
+};
+
+/// The load that experts are given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ForcedLoad {
+    /// Equally many tokens for each.
+    #[default]
+    Balanced,
+    /// By a Zipf distribution.
+    Zipf,
+    /// Some experts more than others.
+    Hot,
+}
+
+/// The settings of forced routing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Forced {
+    /// The load.
+    #[serde(rename = "forced_load")]
+    pub load: ForcedLoad,
+    /// The exponent of a Zipf distribution.
+    #[serde(rename = "forced_zipf")]
+    pub zipf: f64,
+    /// The number of hot experts.
+    #[serde(rename = "forced_hot_experts")]
+    pub hot_experts: usize,
+    /// The probability that a choice is one of these.
+    #[serde(rename = "forced_hot_share")]
+    pub hot_share: f64,
+}
+
+impl Default for Forced {
+    fn default() -> Self {
+        Self { load: ForcedLoad::Balanced, zipf: 1.0, hot_experts: 1, hot_share: 0.5 }
+    }
+}
+
+impl Forced {
+    /// `[E]`: the probability of each expert, not divided by their sum; none where the load is even.
+    fn probabilities(&self, num_experts: usize) -> Option<Vec<f64>> {
+        match self.load {
+            ForcedLoad::Balanced => None,
+            ForcedLoad::Zipf => Some((1..=num_experts).map(|i| (i as f64).powf(-self.zipf)).collect()),
+            ForcedLoad::Hot => {
+                let hot = self.hot_experts.min(num_experts);
+                let (of_hot, of_others) = (self.hot_share / hot as f64, 1.0 - self.hot_share);
+                let of_others = of_others / (num_experts - hot).max(1) as f64;
+                Some((0..num_experts).map(|e| if e < hot { of_hot } else { of_others }).collect())
+            }
+        }
+    }
+}
+
+impl RoutingScheme for Forced {
+    fn doc(&self) -> &'static SchemeDoc {
+        &DOC
+    }
+
+    fn check_settings(&self, _: Sizes) -> Check {
+        if !(0.0..=16.0).contains(&self.zipf) {
+            return wrong("router.forced_zipf", &self.zipf, "must be a number from 0 to 16");
+        }
+        if !(0.0..=1.0).contains(&self.hot_share) {
+            return wrong("router.forced_hot_share", &self.hot_share, "must be a number from 0 to 1");
+        }
+        if self.hot_experts == 0 {
+            return wrong("router.forced_hot_experts", &0, "must be at least 1");
+        }
+        Ok(())
+    }
+
+    fn check(&self, _: &RouterConfig, Sizes { num_experts, .. }: Sizes) -> Check {
+        if self.hot_experts <= num_experts {
+            return Ok(());
+        }
+        let expected = format!("must be at most the number of experts, {num_experts}");
+        wrong("router.forced_hot_experts", &self.hot_experts, expected)
+    }
+
+    fn allows(&self, option: RouterOption) -> bool {
+        matches!(option, RouterOption::GateResidual | RouterOption::Reroute)
+    }
+
+    fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, _: &Scores, ranking: &Tensor) -> Tensor {
+        let (e, k, first) = (ranking.cols(), router.top_k(), router.input.first_token);
+        let mut ids = ctx.empty(&[ranking.rows(), k], DType::U32);
+        let Some(probabilities) = self.probabilities(e) else {
+            ids.u32s_mut().iter_mut().zip(first * k..).for_each(|(id, place)| *id = (place % e) as u32);
+            return ids;
+        };
+        // The K highest of logarithms with Gumbel noise are drawn by the probabilities, without replacement.
+        let logs: Vec<f32> = probabilities.iter().map(|p| p.max(MIN_PROBABILITY).ln() as f32).collect();
+        let random = Random::new(SEED, Purpose::Router, 0);
+        blocks::for_each(ctx, blocks::of_mut(ids.u32s_mut(), k), |block, ids| {
+            let mut draws = vec![0.0; ids.len() / k * e];
+            fill_gumbels(ctx.isa(), &random, Draw::Ranking.at((first + block * blocks::ROWS) * e), &mut draws);
+            for (ids, draws) in ids.chunks_mut(k).zip(draws.chunks_mut(e)) {
+                draws.iter_mut().zip(&logs).for_each(|(draw, log)| *draw += log);
+                choice::top_k(draws, ids);
+            }
+        });
+        ids
+    }
+}
