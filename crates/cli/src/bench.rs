@@ -194,9 +194,10 @@ impl Output {
             }
         };
         match &args.model {
-            Some(model) => add(decode::measure_model(ctx, peaks, model)?),
+            Some(model) => add(decode::measure_model(ctx, peaks, model, &args.router)?),
             None => {
                 let config = decode::config(args.shape.as_deref(), args.layers.map(usize::from))?;
+                let config = decode::with_router(&config, &args.router)?;
                 for dtype in decode::types(&args.types) {
                     add(decode::measure(ctx, peaks, dtype, &config)?);
                     // The next type's weights are of other sizes.
@@ -279,7 +280,7 @@ fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &
     }
     let shape = moe::Shape { d, f, e, k, activation: Activation::SwiGlu, dtype, gradients: DType::F32 };
     let cost = layers::cost(shape, (t, e), true);
-    let mut made = moe::Layer::new(ctx, shape)?;
+    let mut made = moe::Layer::new(ctx, shape, &moeworks_moe::RouterConfig::default())?;
     let (x, dy) = made.tokens(ctx, t, 0);
     let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
     let seconds = best_seconds_of_many(ctx, || {

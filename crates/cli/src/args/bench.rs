@@ -80,6 +80,10 @@ pub(crate) struct DecodeArgs {
     /// Layers of the model: OLMoE-1B-7B has 16 (6.9 billion weights); with --shape its first ones
     #[arg(long, value_name = "N", conflicts_with = "model", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) layers: Option<u16>,
+    /// A setting of the router, such as kind=forced and forced_load=zipf for a skewed load (repeatable); with --model it must leave the
+    /// weights as they are
+    #[arg(long, value_name = "SETTING=VALUE", conflicts_with = "endless")]
+    pub(crate) router: Vec<String>,
     /// With --model: print the seconds of each token as it comes, until stopped
     #[arg(long, requires = "model", conflicts_with = "json")]
     pub(crate) endless: bool,

@@ -21,6 +21,7 @@ use moeworks_ops::peak::{Memory, Peaks};
 use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{DType, Device, Purpose, Random, Tensor, bf16};
+use moeworks_train::config::{ConfigLayers, Override, RunConfig};
 use serde_json::{Value, json};
 
 use super::median;
@@ -115,6 +116,19 @@ pub(super) fn config(shape: Option<&Path>, num_layers: Option<usize>) -> Result<
     Ok(config)
 }
 
+/// The model with these settings of its router, each as `setting=value`.
+pub(super) fn with_router(config: &ModelConfig, settings: &[String]) -> Result<ModelConfig, Failure> {
+    if settings.is_empty() {
+        return Ok(config.clone());
+    }
+    let parse = |setting: &String| Override::parse(&format!("model.router.{setting}"));
+    let overrides = settings.iter().map(parse).collect::<Result<_, _>>()?;
+    let mut base = RunConfig { model: config.clone(), ..RunConfig::default() };
+    base.train.seq_len = base.train.seq_len.min(config.max_seq_len);
+    let layers = ConfigLayers { overrides, ..ConfigLayers::default() };
+    Ok(ModelConfig { router: layers.resolve_over(base)?.model.router, ..config.clone() })
+}
+
 /// Leaves so many of the layers, the first ones.
 fn take_layers(config: &mut ModelConfig, count: usize, dir: &Path) -> Result<(), Failure> {
     if count > config.num_layers {
@@ -170,9 +184,23 @@ pub(super) fn measure(
 }
 
 /// Times a model, whatever its types are; `dtype` of the result is that of the first layer's feed-forward.
-pub(super) fn measure_model(ctx: &Context, peaks: &Peaks, model: &Path) -> Result<Vec<Measured>, Failure> {
-    let LoadedWeights { config, weights, .. } = Source::open(model)?.load(ctx, WeightsToCheck::None)?;
-    takes_prefill(&config, model)?;
+pub(super) fn measure_model(
+    ctx: &Context,
+    peaks: &Peaks,
+    model: &Path,
+    router: &[String],
+) -> Result<Vec<Measured>, Failure> {
+    let LoadedWeights { config: stored, weights, .. } = Source::open(model)?.load(ctx, WeightsToCheck::None)?;
+    takes_prefill(&stored, model)?;
+    let config = with_router(&stored, router)?;
+    let tensors = |config: &ModelConfig| {
+        let moe = config.moe();
+        (moe.router_shape(), moe.extra_shapes(), moe.state_shapes())
+    };
+    if tensors(&config) != tensors(&stored) {
+        let asked = router.join(" ");
+        return Err(Failure::input(format!("--router {asked}: the router of {} has other weights", model.display())));
+    }
     let dtype = match weights.layers.first().map(|layer| &layer.feed_forward) {
         Some(FeedForwardWeights::Moe(moe)) => moe.gate_up.dtype(),
         Some(FeedForwardWeights::Dense(dense)) => dense.gate_up.dtype(),

@@ -4,6 +4,7 @@
 
 use std::time::Instant;
 
+use moeworks_moe::RouterConfig;
 use moeworks_ops::measure::{BenchResult, Cost};
 use moeworks_ops::peak::{Memory, Peaks};
 use moeworks_ops::{Activation, Context};
@@ -76,7 +77,7 @@ pub(super) fn measure(
             if cases.is_empty() {
                 continue;
             }
-            let mut layer = Layer::new(ctx, shape)?;
+            let mut layer = Layer::new(ctx, shape, &RouterConfig::default())?;
             for (name, tokens, is_both) in cases {
                 let (cost, seconds, peaks) = time(ctx, &mut layer, (tokens, is_both), (memory.as_mut(), *peaks));
                 report(&BenchResult::new(name, cost, seconds, &peaks));

@@ -5,6 +5,8 @@
 //! tokens, as in a program whose experts' gradients are apart; the others stay zero.
 //!
 //! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole layer alone.
+//! `"router"` are settings of the router as a configuration has them below `model.router`, such as
+//! `{"kind": "forced", "forced_load": "zipf"}`, for the whole layer; without it the K highest of a softmax are chosen.
 //! `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`.
 //! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
 //! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times all that is not the experts'
@@ -15,7 +17,7 @@ use std::collections::HashSet;
 use std::io::{BufRead as _, stdin};
 use std::time::Instant;
 
-use moeworks_moe::{GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_moe::{GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput};
 use moeworks_ops::counting_sort::sort_all_choices;
 use moeworks_ops::embedding::embedding;
 use moeworks_ops::experts::ExpertRows;
@@ -72,6 +74,7 @@ struct Case {
     is_fp8: bool,
     tokens: usize,
     part: Part,
+    router: RouterConfig,
 }
 
 impl Case {
@@ -111,9 +114,17 @@ impl Case {
                 return Err(Failure::input(format!("{line}: \"part\" must be {names}")));
             }
         };
+        let router = match &value["router"] {
+            Value::Null => RouterConfig::default(),
+            _ if !matches!(part, Part::Layer { .. }) => {
+                return Err(Failure::input(format!("{line}: \"router\" goes with the part \"layer\" alone")));
+            }
+            settings => serde_json::from_value(settings.clone())
+                .map_err(|error| Failure::input(format!("{line}: \"router\": {error}")))?,
+        };
         let tokens = number("tokens")?;
         check_memory(shape, tokens).map_err(|problem| Failure::input(format!("{line}: {problem}")))?;
-        Ok(Self { shape, is_fp8, tokens, part })
+        Ok(Self { shape, is_fp8, tokens, part, router })
     }
 }
 
@@ -140,9 +151,10 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    pub(super) fn new(ctx: &Context, shape: Shape) -> Result<Self, Failure> {
+    pub(super) fn new(ctx: &Context, shape: Shape, router: &RouterConfig) -> Result<Self, Failure> {
         let layer = MoeLayer::new(MoeConfig {
             activation: shape.activation,
+            router: router.clone(),
             ..MoeConfig::plain(shape.d, shape.f, shape.e, shape.k)
         })?;
         // On the host, so that a GPU never has them in f32 as well.
@@ -152,6 +164,11 @@ impl Layer {
             *experts = elementwise::cast(&host, experts, shape.dtype);
         }
         Ok(Self { shape, layer, weights, grads: None })
+    }
+
+    /// Whether a case needs another layer.
+    fn is_other(&self, case: &Case) -> bool {
+        self.shape != case.shape || self.layer.config().router != case.router
     }
 
     /// The layer, its weights and their gradients.
@@ -182,7 +199,8 @@ impl Layer {
         let input = RouterInput { is_forward_only: !is_both, ..RouterInput::default() };
         let (y, saved) = self.layer.forward(ctx, &self.weights, x, &input);
         if is_both {
-            let losses = LossGrad { balance: vec![0.0; self.shape.e], z: 0.0, ..LossGrad::default() };
+            let losses =
+                LossGrad { balance: vec![0.0; self.layer.config().num_choosable()], z: 0.0, ..LossGrad::default() };
             let (layer, weights, grads) = self.parts(ctx);
             let now = GradsNow { write: Writing::Replace, of_used: true, grads: &mut *grads };
             let (_, task) = layer.backward_with_next(ctx, weights, &saved, (dy, None), &losses, Some(now));
@@ -279,10 +297,10 @@ pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
         let case = Case::parse(&line)?;
         let ctx = &ctx.clone().with_fp8_experts(case.is_fp8);
         let keeps_weights = matches!(case.part, Part::Layer { .. } | Part::Products { .. });
-        if keeps_weights && layer.as_ref().is_none_or(|layer| layer.shape != case.shape) {
+        if keeps_weights && layer.as_ref().is_none_or(|layer| layer.is_other(&case)) {
             drop(layer.take());
             ctx.pool().trim();
-            layer = Some(Layer::new(ctx, case.shape)?);
+            layer = Some(Layer::new(ctx, case.shape, &case.router)?);
             ctx.pool().trim();
         }
         let times = match (case.part, &mut layer) {

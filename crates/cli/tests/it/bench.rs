@@ -5,7 +5,7 @@ use std::fs::File;
 use serde_json::{Value, json};
 
 use crate::bad_input::refused;
-use crate::program::{Workplace, assert_success, stdout};
+use crate::program::{Workplace, assert_success, stderr, stdout};
 
 #[test]
 fn bench_says_of_each_case_which_limit_binds_it_and_how_much_of_it_is_reached() {
@@ -60,6 +60,37 @@ fn bench_moe_answers_a_line_for_each_part_of_a_layer_with_the_seconds_of_its_run
     }
 }
 
+#[test]
+fn bench_moe_takes_a_router_for_the_whole_layer() {
+    let workplace = Workplace::new();
+    let line = |router: &str, part: &str| {
+        format!(
+            "{{\"d\": 16, \"f\": 8, \"e\": 4, \"k\": 2, \"activation\": \"swiglu\", \"dtype\": \"f32\", \"tokens\": 9, \
+             \"both\": true, \"part\": \"{part}\", \"router\": {router}}}"
+        )
+    };
+    let answer = |lines: &str| {
+        let lines = workplace.file("lines", lines);
+        workplace.command(&["bench", "moe"]).stdin(File::open(lines).expect("lines")).output().expect("a run")
+    };
+    let routers =
+        ["{\"kind\": \"forced\"}", "{\"kind\": \"forced\", \"forced_load\": \"hot\"}", "{\"kind\": \"cosine\"}"];
+    let output = answer(&routers.map(|router| line(router, "layer")).join("\n"));
+    assert_success(&output);
+    assert_eq!(stdout(&output).lines().count(), routers.len());
+    for (router, part, expected) in [
+        ("{\"kind\": \"odd\"}", "layer", "unknown variant `odd`"),
+        ("{\"forced_lode\": 1}", "layer", "unknown field `forced_lode`"),
+        ("{\"kind\": \"forced\", \"forced_hot_experts\": 5}", "layer", "router.forced_hot_experts = 5"),
+        ("{\"kind\": \"forced\"}", "products", "goes with the part \"layer\" alone"),
+    ] {
+        let output = answer(&line(router, part));
+        let shown = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{shown}");
+        assert!(shown.contains(expected) && shown.trim().lines().count() == 1, "{shown}");
+    }
+}
+
 /// Latent attention, a dense layer before two of experts, and shared experts.
 const DEEPSEEK: &str = r#"{
     "model_type": "deepseek_v2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -84,6 +115,9 @@ fn bench_decode_times_the_shape_of_a_folder_that_has_no_weights() {
     // Of two thirds of the layers it is the larger third that is missing: experts.
     let (all, two) = (run(&[]), run(&["--layers", "2"]));
     assert!(two < 0.8 * all && two > 0.4 * all, "{two} of {all} bytes");
+    let forced = ["--router", "kind=forced", "--router", "forced_load=zipf"];
+    assert_eq!(run(&forced), all, "a token has as many experts whatever the load");
+    refused(&workplace, &["bench", "decode", "--shape", ".", "--router", "kind=odd"], &["model.router.kind = \"odd\""]);
     refused(&workplace, &["bench", "decode", "--shape", ".", "--layers", "4"], &["--layers 4", "has 3"]);
     workplace.file("config.json", DEEPSEEK.replace("600", "200"));
     refused(&workplace, &["bench", "decode", "--shape", "."], &["200 tokens at most", "512"]);
