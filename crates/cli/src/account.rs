@@ -29,13 +29,13 @@ pub(crate) fn print_parameters(config: &ModelConfig) {
     }
 }
 
-/// What a layer's router takes for a token and what scoring every expert takes, where it is less.
+/// The operations that a layer's router takes for a token, and those of scoring every expert, where they are fewer.
 fn routing_flops(config: &ModelConfig) -> Option<(u64, u64)> {
     let has_experts = (0..config.num_layers).any(|layer| config.is_moe_layer(layer));
     Some(account::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
 }
 
-/// What memory for training depends on beside the model and the precision.
+/// Settings of training that its memory depends on, besides the model and the precision.
 #[derive(Clone, Copy)]
 pub(crate) struct Training {
     /// Tokens of a micro-batch.
@@ -94,7 +94,7 @@ pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
     tables::print(&[&header, "weights", "KV cache", "all", "read per token"], &rows);
 }
 
-/// The same as JSON.
+/// The tables as JSON.
 pub(crate) fn json(config: &ModelConfig, training: Training, seq_len: usize) -> Value {
     let parameters = Parameters::of(config);
     let parts: Vec<Value> = parameters

@@ -10,10 +10,10 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::version;
 
-/// How something is.
+/// The state of something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// As it should be.
+    /// Nothing is to be done.
     Ok,
     /// Usable; something would be better otherwise, or an option is not there.
     Note,
@@ -35,9 +35,9 @@ impl State {
 struct Finding {
     state: State,
     topic: &'static str,
-    /// What there is.
+    /// The things that there are.
     text: String,
-    /// What to do, if something should be done.
+    /// Advice, if something should be done.
     advice: Option<String>,
     /// The numbers behind it.
     facts: Value,

@@ -1,4 +1,4 @@
-//! How a command fails: one line for the user and an exit code.
+//! Failures of commands: one line for the user and an exit code.
 
 use std::fmt::{self, Display};
 
@@ -11,7 +11,7 @@ pub(crate) fn say_error(message: impl Display) {
 /// A failed command.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// What is wrong, where, and what would be right, on one line.
+    /// The fault, its place, and what would be right, on one line.
     pub(crate) message: String,
     /// The program's exit code.
     pub(crate) code: u8,

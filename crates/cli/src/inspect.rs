@@ -19,7 +19,7 @@ use crate::model::load;
 use crate::progress::{bytes, thousands};
 use crate::tables;
 
-/// Of the memory table.
+/// The settings of the memory table.
 const TRAINING: Training = Training { tokens: 4096, expert_gradients: GradientType::F32 };
 
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {

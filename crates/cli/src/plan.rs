@@ -164,7 +164,7 @@ fn model_shape(config: &RunConfig) -> ModelShape {
     shape(&config.model, config.train.seq_len, config.train.precision.has_bf16_copies())
 }
 
-/// What a step of `config` does.
+/// Describes a step of `config`.
 fn workload(config: &RunConfig, tokens: Tokens) -> Workload {
     Workload { tokens, precision: config.train.precision.kept(), zero: config.parallel.zero }
 }

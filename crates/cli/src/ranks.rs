@@ -1,4 +1,4 @@
-//! Where the ranks of a run come from: threads of this process, or the processes of an MPI launcher.
+//! The ranks of a run: threads of this process, or the processes of an MPI launcher.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use moeworks_train::{Ranks, TrainError};
 use crate::failure::{Failure, say_error};
 use crate::host::Call;
 
-/// How long a rank that hangs may keep the program after the others have failed.
+/// The time that a rank that hangs may keep the program after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Ranks that are threads of one process, and threads of a rank, at most.
 pub(crate) use moeworks_infer::compute::MAX_THREADS;
 
-/// What is wrong with more ranks than that.
+/// Says what is wrong with more ranks than that.
 pub(crate) fn too_many_ranks() -> String {
     format!("but threads of one process can be at most {MAX_THREADS}; start processes with mpirun for more")
 }
@@ -68,8 +68,8 @@ pub(crate) fn on_ranks<R: Send>(
     Ok(results.swap_remove(0))
 }
 
-/// Where a launcher started this process beside others that train, ends them all, and lets one of each node say what is wrong. Returns
-/// where there are no others, or where they have met and it was said.
+/// Ends this process and the others that a launcher started to train, and lets one of each node say what is wrong. Returns where there are
+/// no others, or where they have met and it was said.
 pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
     let command = call.words().iter().skip(1).find(|word| !word.as_encoded_bytes().starts_with(b"-"));
     #[cfg(unix)]

@@ -1,4 +1,4 @@
-//! What is shown while data is read: a live line on a terminal, a plain one now and then elsewhere, nothing where it takes a moment.
+//! The progress of reading data: a live line on a terminal, a plain one now and then elsewhere, nothing where it takes a moment.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use moeworks_train::data::Dataset;
 
 use crate::progress::{bytes, duration, live_line, thousands};
 
-/// What takes less is not shown on a terminal.
+/// The least time that is shown on a terminal.
 const MOMENT: Duration = Duration::from_millis(400);
 
 /// Without a terminal a line is printed at most this often, and the first one after as long.
@@ -24,7 +24,7 @@ pub(crate) fn watch(stop: Arc<AtomicBool>) -> Watch {
     })
 }
 
-/// What is shown of the pass that is under way.
+/// The display of the pass that is under way.
 struct Display {
     bar: Option<ProgressBar>,
     pass: Option<Shown>,

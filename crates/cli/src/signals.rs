@@ -1,6 +1,6 @@
 //! Ctrl-C, SIGTERM and SIGHUP, for the program alone.
 //!
-//! Whatever the program is at, the first signal ends it at once, with 128 and the signal's number as in a shell, and what is half-written
+//! The first signal ends the program at once, whatever it is at, with 128 and the signal's number as in a shell, and what is half-written
 //! is removed. That is why it is done here and not by the library: loading, tokenising and computing ask nobody whether to go on, so that
 //! only the end of the process ends them, and a process belongs to its `main`. A run that makes steps finishes the step and writes a
 //! checkpoint first, and a chat ends its answer; the library says so, and there the second signal ends the program.

@@ -26,7 +26,7 @@ use crate::ranks::{RunRanks, on_ranks};
 use crate::reading;
 use crate::terminal::printable;
 
-/// How a trace that this program made begins.
+/// The beginning of a trace that this program made.
 const TRACE_MARK: &str =
     "\"traceEvents\":[\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"tid\":0,\"args\":{\"name\":\"rank 0\"}}";
 
@@ -59,7 +59,7 @@ pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
     }
 }
 
-/// How a run begins.
+/// The beginning of a run.
 enum Start {
     New { config: RunConfig, folder: RunFolder, from: Option<PathBuf> },
     Resumed { config: RunConfig, run_dir: PathBuf },
@@ -130,7 +130,7 @@ fn one_rank(
     }))
 }
 
-/// What there is to say of a run that ended.
+/// The figures to say of a run that ended.
 struct End {
     outcome: Outcome,
     report: PathBuf,
@@ -183,7 +183,7 @@ pub(crate) fn resolve_config(args: &ConfigArgs, flags: Vec<Override>) -> Result<
     Ok(layers(args, flags)?.resolve()?)
 }
 
-/// As [`resolve_config`], over the model that `--from` names, whose folder is returned too.
+/// Resolves the settings over those of the model that `--from` names, whose folder is returned too.
 fn resolve_from(args: &TrainArgs, flags: Vec<Override>) -> Result<(RunConfig, Option<PathBuf>), Failure> {
     let from = args.from.as_deref().map(|path| resolve_run(path, Pick::Latest)).transpose()?;
     let from = from.map(|resolved| resolved.model_dir);

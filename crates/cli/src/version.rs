@@ -1,4 +1,4 @@
-//! What this program is: `--version`.
+//! The version of this program, for `--version`.
 
 use std::sync::OnceLock;
 

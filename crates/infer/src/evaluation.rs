@@ -1,4 +1,4 @@
-//! How well a model predicts a text, and where its tokens go.
+//! Evaluation: the loss of a model on a text, and the experts that its tokens go to.
 //!
 //! A text is gone through in windows that follow each other. The last one is filled up and the filling is not counted. Each document
 //! begins with the tokens that the tokenizer puts before a text; they are read but not counted. A window that begins inside a document

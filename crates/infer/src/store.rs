@@ -48,7 +48,7 @@ pub enum StoreError {
         step: u64,
         /// The file or folder that could not be written.
         path: PathBuf,
-        /// What the system said.
+        /// The system's reason.
         #[source]
         source: io::Error,
     },
@@ -57,7 +57,7 @@ pub enum StoreError {
     Content {
         /// The step that was being saved.
         step: u64,
-        /// What the caller said.
+        /// The caller's reason.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -66,7 +66,7 @@ pub enum StoreError {
     Access {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's reason.
         #[source]
         source: io::Error,
     },
@@ -75,7 +75,7 @@ pub enum StoreError {
     Damaged {
         /// The checkpoint folder, or the file in it.
         path: PathBuf,
-        /// What is wrong and what would be right.
+        /// The fault and what would be right.
         problem: String,
     },
     /// Another process trains in this run folder.
@@ -89,12 +89,12 @@ pub enum StoreError {
     NotFound {
         /// The path that was given.
         path: PathBuf,
-        /// What is missing and what would be right.
+        /// The thing that is missing and what would be right.
         problem: String,
     },
 }
 
-/// What to do about an error of the system, and that nothing is lost.
+/// Advises what to do about an error of the system, and says that nothing is lost.
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

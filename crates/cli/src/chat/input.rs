@@ -29,7 +29,7 @@ pub(super) enum Typed {
     End,
 }
 
-/// Where lines come from.
+/// The source of lines.
 pub(super) enum Input {
     /// Lines as they are, without a prompt.
     Piped,

@@ -105,13 +105,13 @@ fn huge_pages(system: &System) -> Option<Finding> {
     Some(Finding::new(State::Ok, "huge pages", text))
 }
 
-/// Where runs are written.
+/// Looks at the folder that runs are written to.
 fn runs(system: &System) -> Finding {
     let out = RunConfig::default().run.out;
     place(system, "runs", &out, "start in another folder, or give --out")
 }
 
-/// Where tokenised data is kept.
+/// Looks at the folders for tokenised data.
 fn cache(system: &System) -> Finding {
     let place_of_cache = RunConfig::default().cache_place();
     let folders = place_of_cache.folders();

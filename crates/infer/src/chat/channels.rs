@@ -6,8 +6,8 @@ const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
 const ENDS: [&str; 3] = ["<|end|>", "<|return|>", "<|call|>"];
 
-/// What an answer, in which special tokens are spelled, leaves in the conversation: its last message in the channel `final`,
-/// nothing if it has none. What was thought is left out of later turns, as the family's template asks.
+/// Returns the part of an answer, in which special tokens are spelled, that stays in the conversation: its last message in the channel
+/// `final`, nothing if it has none. Thoughts are left out of later turns, as the family's template asks.
 #[must_use]
 pub fn final_message(answer: &str) -> &str {
     let messages = answer.split(CHANNEL).skip(1).filter_map(|part| part.split_once(MESSAGE));

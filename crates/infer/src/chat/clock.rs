@@ -25,7 +25,7 @@ pub(super) fn strftime_now(format: &str) -> Result<String, String> {
     strftime(now, format)
 }
 
-/// The same for some seconds after the beginning of 1970.
+/// Writes the time some seconds after the beginning of 1970 by `format`.
 fn strftime(seconds: u64, format: &str) -> Result<String, String> {
     let (days, second) = (seconds / DAY_SECONDS, seconds % DAY_SECONDS);
     let (year, month, day) = date(days);

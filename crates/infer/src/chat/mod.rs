@@ -4,10 +4,9 @@
 //! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (none), the names of special tokens,
 //! `raise_exception`, `strftime_now` (in UTC), the methods of Python's strings, lists and dicts; blocks are trimmed as there.
 //! It reaches no file and no other template. It ends after [`MAX_STEPS`] steps, and its text is at most [`MAX_BYTES`] long.
-//! What it keeps in variables meanwhile is not bounded: a [`Sandbox`] carries templates out in a process of
-//! limited memory.
+//! Its variables are not bounded: a [`Sandbox`] carries templates out in a process of limited memory.
 //!
-//! What people write never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
+//! A message never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
 //! template sees them, [`Tokenizer::encode_rendered`] divides the text there.
 
 mod channels;
@@ -42,7 +41,7 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
 pub struct Message {
     /// `system`, `user` or `assistant`.
     pub role: String,
-    /// What was said.
+    /// The text.
     pub content: String,
 }
 
@@ -61,7 +60,7 @@ pub struct ChatTemplate {
     tokens: Map<String, Value>,
 }
 
-/// What can go wrong with a chat template.
+/// An error of a chat template.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
     /// A file cannot be read.
@@ -77,13 +76,13 @@ pub enum ChatError {
     NoTemplate {
         /// The file.
         path: PathBuf,
-        /// What is wrong and what would be right.
+        /// The fault and what would be right.
         reason: String,
     },
     /// The template cannot be understood, or fails, or refuses the conversation.
     #[error("the chat template fails{}: {reason}", line.map_or_else(String::new, |line| format!(" in line {line}")))]
     Fails {
-        /// Where.
+        /// The line of the template.
         line: Option<usize>,
         /// Why.
         reason: String,

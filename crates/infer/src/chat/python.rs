@@ -41,7 +41,7 @@ pub(super) fn string_method(text: &str, method: &str, arguments: &[Value]) -> Op
     Some(result)
 }
 
-/// As `str.title`: a letter behind none is large, the others are small.
+/// Writes a text like `str.title`: a letter behind none is large, the others are small.
 fn titled(text: &str) -> String {
     let mut is_inside = false;
     let letter = |c: char| {

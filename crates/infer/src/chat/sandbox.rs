@@ -19,7 +19,7 @@ use super::{ChatError, ChatTemplate, Message};
 const MAX_MEMORY: u64 = 1 << 30;
 /// The longest that a rendering takes.
 const MAX_TIME: Duration = Duration::from_secs(10);
-/// How often the process is asked whether it has ended.
+/// The time between two looks at whether the process has ended.
 const POLL: Duration = Duration::from_millis(1);
 /// The exit code of a process in which a template failed.
 const REFUSED: i32 = 2;

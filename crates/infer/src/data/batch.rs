@@ -12,7 +12,7 @@ pub const IGNORE: u32 = u32::MAX;
 /// Sequences of equal length and, for each token, the one that follows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
-    /// What an encoder reads, `[num_sequences * source_len]`, to which the sequences are answers; empty where there is none.
+    /// Token ids for an encoder `[num_sequences * source_len]`, to which the sequences are answers; empty where there is none.
     pub sources: Vec<u32>,
     /// Token ids `[num_sequences * seq_len]`.
     pub inputs: Vec<u32>,

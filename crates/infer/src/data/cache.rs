@@ -27,7 +27,7 @@ const HEADER_BYTES: usize = 88;
 /// Text that is tokenised together, in bytes: enough for all threads, little beside a model.
 const ROUND_BYTES: usize = 4 << 20;
 
-/// How temporary files are called, and the age at which nobody writes to one any more.
+/// The beginning and end of the names of temporary files, and the age at which nobody writes to one any more.
 const TEMPORARY: (&str, &str) = ("tokens-", ".tmp");
 const STALE: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -132,7 +132,7 @@ fn cache_error(path: &Path, source: io::Error) -> DataError {
     DataError::Cache { path: path.into(), source }
 }
 
-/// What a cache file begins with. All numbers are little-endian.
+/// The header of a cache file. All numbers are little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     key: u128,
@@ -312,7 +312,7 @@ impl TokenStore {
         ReadSummary { num_files, num_documents, num_text_bytes, num_tokens }
     }
 
-    /// What was passed over of the rows.
+    /// The rows that were passed over.
     #[must_use]
     pub fn notes(&self) -> &Notes {
         &self.notes

@@ -15,7 +15,7 @@ use super::{DataError, decode};
 /// Longest field: a longer one is a quotation mark that is never closed.
 const MAX_FIELD_BYTES: usize = 256 << 20;
 
-/// What may stand between fields, by preference: that which makes a name of the text column in the first row.
+/// The characters that may stand between fields, by preference: the one that makes a name of the text column in the first row.
 const DELIMITERS: [u8; 3] = [b',', b';', b'\t'];
 
 /// Names of columns that an error lists at most.

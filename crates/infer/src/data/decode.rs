@@ -27,7 +27,7 @@ pub(super) fn unreadable(path: &Path, source: io::Error) -> DataError {
     }
 }
 
-/// What a path is that may be neither a file nor a folder.
+/// Names the kind of a path that may be neither a file nor a folder.
 pub(super) fn special_kind(file_type: fs::FileType) -> &'static str {
     if file_type.is_fifo() {
         "a named pipe"

@@ -1,4 +1,4 @@
-//! What can be wrong with data.
+//! Errors of data.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ pub enum DataError {
     Glob {
         /// The glob.
         pattern: String,
-        /// What is wrong with it.
+        /// The fault.
         problem: String,
     },
     /// A file or folder that cannot be read.
@@ -33,7 +33,7 @@ pub enum DataError {
     Special {
         /// The path.
         path: PathBuf,
-        /// What it is.
+        /// Its kind.
         kind: &'static str,
     },
     /// A file without a byte.
@@ -47,7 +47,7 @@ pub enum DataError {
     Binary {
         /// The file.
         path: PathBuf,
-        /// Where the first NUL stands, from 0, after decompression.
+        /// The place of the first NUL, from 0, after decompression.
         offset: u64,
     },
     /// Text that is not UTF-8.
@@ -55,7 +55,7 @@ pub enum DataError {
     NotUtf8 {
         /// The file.
         path: PathBuf,
-        /// Where the first wrong byte stands, from 0, after decompression.
+        /// The place of the first wrong byte, from 0, after decompression.
         offset: u64,
     },
     /// An archive, a compression or another format that is not read.
@@ -63,9 +63,9 @@ pub enum DataError {
     Packed {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// Its kind.
         kind: &'static str,
-        /// What would make it readable.
+        /// The way to make it readable.
         remedy: &'static str,
     },
     /// A weight that is none, or that other sources lack.
@@ -73,7 +73,7 @@ pub enum DataError {
     Weight {
         /// The source as given.
         path: String,
-        /// What is wrong with it.
+        /// The fault.
         problem: String,
     },
     /// Reading was asked to stop.
@@ -84,9 +84,9 @@ pub enum DataError {
     Format {
         /// The file.
         path: PathBuf,
-        /// Where in the file: `:line`, or nothing.
+        /// The place in the file: `:line`, or nothing.
         place: String,
-        /// What is wrong and what would be right.
+        /// The fault and what would be right.
         problem: String,
     },
     /// A file that changed between the two times that it was read.
@@ -98,15 +98,15 @@ pub enum DataError {
     /// Folders in which no text was found.
     #[error("{place}: no text found{skipped}; give text files, .jsonl or .parquet with --data")]
     NoText {
-        /// Where it was looked for.
+        /// The place where it was looked for.
         place: String,
-        /// What was passed over, as ` (3 files skipped ...)`, or nothing.
+        /// The files that were passed over, as ` (3 files skipped ...)`, or nothing.
         skipped: String,
     },
     /// A tokenizer without the tokens that a model with an encoder is trained by.
     #[error("the tokenizer has no {missing}: it must be T5's")]
     NoSpans {
-        /// What it has not.
+        /// The tokens that it lacks.
         missing: &'static str,
     },
     /// Fewer tokens than a sequence has.
@@ -127,7 +127,7 @@ pub enum DataError {
     Tokenizer {
         /// The file.
         path: PathBuf,
-        /// What the tokenizer says.
+        /// The tokenizer's reason.
         problem: String,
     },
     /// A cache file that cannot be written.

@@ -1,14 +1,14 @@
 //! Formats that are not read, told by their first bytes, each with what to do about it.
 
-/// How many bytes of a file are needed to tell.
+/// The bytes of a file that are needed to tell.
 pub(super) const START_BYTES: usize = 512;
 
 /// A format that is not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Foreign {
-    /// What the file is.
+    /// The kind of the file.
     pub(super) kind: &'static str,
-    /// What would make it readable.
+    /// The way to make it readable.
     pub(super) remedy: &'static str,
 }
 
@@ -45,7 +45,7 @@ const KINDS: [(&[u8], &str, &str); 20] = [
     ),
 ];
 
-/// What a file that begins with `start` is, if it is none of those that are read.
+/// Names the kind of a file that begins with `start`, if it is none of those that are read.
 pub(super) fn of(start: &[u8]) -> Option<Foreign> {
     if start.get(257..262) == Some(b"ustar") {
         return Some(Foreign { kind: "a tar archive", remedy: UNPACK });

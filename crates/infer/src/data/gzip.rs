@@ -7,7 +7,7 @@ use flate2::bufread::GzDecoder;
 use super::input::Input;
 use super::notes::Note;
 
-/// How a member begins.
+/// The bytes with which a member begins.
 const MEMBER: [u8; 2] = [0x1f, 0x8b];
 
 /// The content of all members.

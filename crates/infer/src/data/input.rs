@@ -12,13 +12,13 @@ use super::watch::Pass;
 pub(super) struct Input<'a> {
     /// The file, or a name for what came through a pipe.
     pub(super) path: &'a Path,
-    /// What came through a pipe.
+    /// The text that came through a pipe.
     pub(super) spool: Option<&'a File>,
     /// The field or column that holds the text.
     pub(super) field: &'a str,
     /// The pass that it is read in.
     pub(super) pass: &'a Pass<'a>,
-    /// What is found on the way.
+    /// The notes that are taken on the way.
     pub(super) notes: &'a RefCell<Notes>,
 }
 

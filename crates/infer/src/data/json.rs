@@ -26,7 +26,7 @@ const LISTS: [&str; 5] = ["data", "rows", "examples", "records", "documents"];
 /// Names of fields that an error lists at most.
 const MAX_NAMES: usize = 8;
 
-/// What is done with each row and its place; it may ask for no more.
+/// A visitor of rows with their places; it may ask for no more.
 type OnRow<'r> = dyn FnMut(Row<'_>, &dyn Fn() -> String) -> Result<ControlFlow<()>, DataError> + 'r;
 
 /// Reads the field of each row as a document. Empty lines are passed over.
@@ -39,7 +39,7 @@ pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlo
     Ok(flow)
 }
 
-/// What a file by the name of JSON is.
+/// The kind of a file by the name of JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Survey {
     /// Rows with the field.
@@ -254,7 +254,7 @@ impl Pick<'_> {
         }
     }
 
-    /// What is to be taken of a field named `key`.
+    /// Says which part of a field named `key` is to be taken.
     fn below(self, key: &str) -> Option<Self> {
         let path = self.path.strip_prefix(key)?;
         let path = if path.is_empty() { path } else { path.strip_prefix('.')? };

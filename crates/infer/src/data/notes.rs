@@ -1,4 +1,4 @@
-//! What is not read as a user may think, counted, so that one line tells it.
+//! Rows and files that are not read as a user may think, counted, so that one line tells it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ pub(super) enum Note {
     Trailing,
 }
 
-/// How often something was found, and where first.
+/// The number of times that something was found, and the first place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Found {
     count: u64,

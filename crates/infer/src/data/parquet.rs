@@ -24,7 +24,7 @@ use super::rows::{Row, Rows};
 use super::sources::Visit;
 use super::{DataError, decode};
 
-/// How Parquet files begin and end.
+/// The bytes with which Parquet files begin and end.
 pub(super) const MAGIC: &[u8] = b"PAR1";
 
 /// Rows that are decoded together.
@@ -101,7 +101,7 @@ fn open(input: Input<'_>) -> Result<File, DataError> {
 struct Batch {
     num_rows: usize,
     values: Vec<ByteArray>,
-    /// Of each row whether it has a value; empty where all have.
+    /// Whether each row has a value; empty where all have.
     has_value: Vec<bool>,
 }
 
@@ -141,7 +141,7 @@ fn check_codec(path: &Path, codec: Compression) -> Result<(), DataError> {
     Err(wrong(path, format!("its text is compressed by {name}, which is not read; {remedy}")))
 }
 
-/// Where the column of text stands among the leaves of the schema.
+/// Returns the place of the column of text among the leaves of the schema.
 fn column_index(input: Input<'_>, reader: &SerializedFileReader<File>) -> Result<usize, DataError> {
     let (path, name) = (input.path, input.field);
     let schema = reader.metadata().file_metadata().schema_descr();

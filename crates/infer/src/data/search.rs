@@ -15,7 +15,7 @@ const KNOWN_HIDDEN: [&str; 6] = [".git", ".gitattributes", ".gitignore", ".DS_St
 /// A path that may hold data.
 pub(super) struct Candidate {
     pub(super) path: PathBuf,
-    /// What came through a pipe.
+    /// The text that came through a pipe.
     pub(super) spool: Option<Arc<File>>,
     /// Whether the user named this very file, so that passing it over would be wrong.
     pub(super) named: bool,
@@ -178,7 +178,7 @@ pub(super) fn is_glob(given: &str) -> bool {
     given.contains(['*', '?', '[']) && !Path::new(given).exists()
 }
 
-/// How many parts of a path have the name of something hidden.
+/// Counts the parts of a path that have the name of something hidden.
 fn num_hidden(path: &Path) -> usize {
     let is_hidden =
         |part: &Component<'_>| matches!(part, Component::Normal(name) if name.as_encoded_bytes().starts_with(b"."));

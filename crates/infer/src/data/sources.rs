@@ -32,10 +32,10 @@ pub struct Piece<'a> {
     pub path: &'a Path,
 }
 
-/// What is done with each piece; it may ask for no more.
+/// A visitor of pieces; it may ask for no more.
 pub(super) type Visit<'v> = dyn FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError> + 'v;
 
-/// How a file holds documents. The numbers are part of hashes that name cache files.
+/// The way in which a file holds documents. The numbers are part of hashes that name cache files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Text = 0,
@@ -48,14 +48,14 @@ enum Format {
 #[derive(Clone, Debug)]
 struct SourceFile {
     path: PathBuf,
-    /// What came through a pipe.
+    /// The text that came through a pipe.
     spool: Option<Arc<File>>,
     format: Format,
     stamp: Stamp,
     hash: u128,
 }
 
-/// What changes when a file does.
+/// The marks of a file that change when it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     num_bytes: u64,
@@ -169,7 +169,7 @@ impl Sources {
         Err(empty.map_or(DataError::NoText { place, skipped }, |path| DataError::Empty { path }))
     }
 
-    /// What a user would call this data: the paths as given, or the checkout.
+    /// The name of this data for a user: the paths as given, or the checkout.
     #[must_use]
     pub fn describe(&self) -> String {
         self.place.clone()
@@ -325,7 +325,7 @@ fn hash_raw(input: Input<'_>, hasher: &mut Xxh3) -> Result<(), DataError> {
     }
 }
 
-/// As the setting says, or by the name, without an ending that tells the compression; Parquet, and what comes through a pipe, by the
+/// Finds the format as the setting says, or by the name, without an ending that tells the compression; Parquet, and what comes through a pipe, by the
 /// content. Files
 /// that may be tables but lack the text column are text, unless the user named them.
 fn format_of(input: Input<'_>, asked: DataFormat, named: bool) -> Result<Format, DataError> {

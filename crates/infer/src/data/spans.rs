@@ -1,7 +1,7 @@
 //! Span corruption, the task that T5 and Switch Transformers are trained on first (Raffel et al., 1910.10683, section 3.1.4):
 //! of a text some spans are left out, a sentinel in the place of each, and the spans are to be found from the rest.
 //!
-//! How many tokens and spans are left out depends on the length of the text alone, so that texts of equal length make pairs
+//! The number of tokens and spans left out depends on the length of the text alone, so that texts of equal length make pairs
 //! of equal lengths; which ones is random.
 
 use moeworks_model::{ModelConfig, Tokenizer};
@@ -21,11 +21,11 @@ pub struct SpanRule {
     pub sentinels: Vec<u32>,
     /// Ends sources and answers.
     pub eos: u32,
-    /// What a model reads before it writes an answer.
+    /// The token that a model reads before it writes an answer.
     pub start: u32,
 }
 
-/// What a text of some length becomes.
+/// The lengths of a source and an answer made of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanLengths {
     num_left_out: usize,
@@ -98,7 +98,7 @@ pub fn span_batches<'a>(
     })
 }
 
-/// What is read and what is to be answered.
+/// A source and its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanPair {
     /// The text with a sentinel for each span left out, and the end of text.

@@ -23,7 +23,7 @@ pub fn is_piped(path: &str) -> bool {
     is_stdin(path) || is_open_pipe(Path::new(path.rsplit_once('=').map_or(path, |(path, _)| path)))
 }
 
-/// How standard input is called in messages.
+/// The name of standard input in messages.
 pub(super) const STDIN_NAME: &str = "standard input";
 
 /// Whether `path` is a pipe that this process was started with, such as `/dev/stdin` or what a shell makes of `<(command)`.

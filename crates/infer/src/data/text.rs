@@ -11,7 +11,7 @@ use super::{DataError, Piece, decode};
 /// Bytes of a piece: much more than a token, much less than memory.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// How far before the end of a piece a good place to cut is looked for.
+/// Bytes before the end of a piece in which a good place to cut is looked for.
 const CUT_BYTES: usize = 1 << 16;
 
 /// A file with a NUL so early is no text.
@@ -94,7 +94,7 @@ fn valid_text<'b>(path: &Path, buffer: &'b [u8], offset: u64, at_end: bool) -> R
     }
 }
 
-/// Where a full piece is best cut, so that a tokenizer that works word by word gives the tokens that it would give to the
+/// Returns the best place to cut a full piece, so that a tokenizer that works word by word gives the tokens that it would give to the
 /// whole: before a single space between letters, else after a line end, else between characters. Always more than 0 and
 /// less than the length, so that the last piece is never empty.
 fn cut_before(text: &str) -> usize {

@@ -65,7 +65,7 @@ impl Watch {
 /// A pass over the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadPhase {
-    /// What comes through a pipe is stored; nobody knows how much will come.
+    /// Text from a pipe is stored; nobody knows how much will come.
     Piped,
     /// Files are looked through: whether they are text, and whether their tokens are known.
     Looking,

@@ -51,7 +51,7 @@ pub fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<
 /// comes, or `on_text` breaks.
 ///
 /// # Errors
-/// As [`generate`]; where a result is not a number the tensor that is to blame is named, if it is one.
+/// Fails where [`generate`] does. Where a result is not a number the error names the tensor that is to blame, if one is.
 pub fn answer(
     model: &Model,
     sequence: &mut CachedSequence,

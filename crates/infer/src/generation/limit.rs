@@ -13,7 +13,7 @@ pub const DEFAULT_TOKENS: usize = 200;
 pub enum TokenLimit {
     /// This many.
     Tokens(usize),
-    /// As many as the model's context has room for.
+    /// All that the model's context has room for.
     Room,
 }
 

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-/// How much less likely tokens become that have occurred.
+/// The penalties on tokens that have occurred.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
     /// Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones; 1 for none.
@@ -35,7 +35,7 @@ impl Penalties {
     }
 }
 
-/// How often a token stands among those that count.
+/// Occurrences of a token among those that count.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
     /// In the prompt and in what was generated.

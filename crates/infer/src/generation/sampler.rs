@@ -7,7 +7,7 @@ use moeworks_tensor::{Purpose, Random, Tensor};
 
 use super::penalties::{History, Penalties};
 
-/// How tokens are drawn.
+/// The options by which tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingOptions {
     /// Divides the logits; 0 takes the most likely token always.
@@ -18,7 +18,7 @@ pub struct SamplingOptions {
     pub top_p: f32,
     /// Only tokens at least this many times as likely as the most likely one; 0 for all.
     pub min_p: f32,
-    /// How much less likely tokens become that have occurred.
+    /// Penalties on tokens that have occurred.
     pub penalties: Penalties,
     /// Seed of the random numbers.
     pub seed: u64,

@@ -39,7 +39,7 @@ impl<'a> TextStream<'a> {
         Self { shows_special: true, ..Self::new(tokenizer) }
     }
 
-    /// The same stream behind the ids of a prompt: all its pieces together are the text of prompt and ids without that of the
+    /// Puts the stream behind the ids of a prompt: all its pieces together are the text of prompt and ids without that of the
     /// prompt.
     #[must_use]
     pub fn after(self, prompt: &[u32]) -> Self {

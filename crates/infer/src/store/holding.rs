@@ -1,4 +1,4 @@
-//! What is in a place that a command is asked to write to.
+//! The contents of a place that a command is asked to write to.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::{CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, MANIFEST_FILE, METRICS_JSONL};
 
-/// What is in a place, so that nothing of somebody else's is written over.
+/// The contents of a place, so that nothing of somebody else's is written over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holding {
     /// Nothing: there is no such file, or an empty folder.
@@ -55,7 +55,7 @@ impl Holding {
         Ok(Self::Nothing)
     }
 
-    /// What is there, in words, as the end of a sentence that begins with the path; none for nothing.
+    /// Describes the contents, as the end of a sentence that begins with the path; none for nothing.
     #[must_use]
     pub fn describe(&self) -> Option<String> {
         match self {

@@ -15,7 +15,7 @@ const FORMAT: u64 = 1;
 /// A manifest larger than this is not one of ours.
 const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 
-/// What a checkpoint is of.
+/// The state of a run that a checkpoint holds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Metadata {
     /// Optimizer steps done.
@@ -23,7 +23,7 @@ pub struct Metadata {
     /// Validation loss at this step, if there was an evaluation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
-    /// Whatever else the trainer wants back: position in the data, best loss so far, counters.
+    /// Other values that the trainer wants back: position in the data, best loss so far, counters.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub extra: Map<String, Value>,
 }
@@ -43,7 +43,7 @@ struct Entry {
 pub struct Checkpoint {
     /// The checkpoint folder.
     pub path: PathBuf,
-    /// What it is of.
+    /// The state of the run.
     pub metadata: Metadata,
     entries: Vec<Entry>,
 }

@@ -18,7 +18,7 @@ pub enum Pick {
     Best,
 }
 
-/// What a path stands for.
+/// The meaning of a path.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resolved {
     /// The run folder, unless the path is a model folder of its own or a checkpoint that lies elsewhere.

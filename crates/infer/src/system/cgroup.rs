@@ -7,7 +7,7 @@ use super::System;
 /// Version 1 says "no limit" by the largest number of whole pages.
 const UNLIMITED: u64 = 1 << 62;
 
-/// What a container may use; none where there is no limit.
+/// The limits of a container; none where there is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ContainerLimits {
     /// Bytes of memory.

@@ -7,7 +7,7 @@ use super::System;
 pub struct Memory {
     /// All of it.
     pub total_bytes: u64,
-    /// What programs can have without others being swapped out.
+    /// Memory that programs can have without others being swapped out.
     pub available_bytes: u64,
     /// On disk.
     pub swap_bytes: u64,

@@ -1,4 +1,4 @@
-//! What there is of the machine that this process runs on: processors, memory, limits of a container, disks. Read from the files under
+//! The machine that this process runs on: CPUs, memory, limits of a container, disks. Read from the files under
 //! `/proc` and `/sys` of Linux; elsewhere most of it is not known.
 
 mod cgroup;
@@ -14,7 +14,7 @@ pub use cpu::Processors;
 pub use disk::{Disk, limits};
 pub use memory::{HugePages, Memory};
 
-/// Where the files of the system lie.
+/// The files of the system.
 #[derive(Clone, Debug)]
 pub struct System {
     root: PathBuf,
