@@ -5,14 +5,14 @@ use std::path::PathBuf;
 
 use moeworks_comm::CommError;
 use moeworks_gpu::GpuError;
+use moeworks_infer::data::DataError;
+use moeworks_infer::store::StoreError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_plan::Layout;
 
 use crate::config::ConfigError;
 use crate::metrics::MetricsError;
 use crate::report::ReportError;
-use moeworks_infer::data::DataError;
-use moeworks_infer::store::StoreError;
 
 /// Why a run cannot start or cannot go on.
 #[derive(Debug, thiserror::Error)]

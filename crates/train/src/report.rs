@@ -14,11 +14,11 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use moeworks_infer::store::CONFIG_FILE;
 use moeworks_model::files::write_whole;
 
 use crate::metrics::{METRICS_JSONL, MetricsError, read_samples};
 use data::RunData;
-use moeworks_infer::store::CONFIG_FILE;
 pub(crate) use numbers::{Unit, grouped, short, tick_labels, ticks};
 pub(crate) use page::escape;
 use page::{Page, Settings};

@@ -1,6 +1,7 @@
 //! What a run is set up with, as functions of its configuration.
 
 use moeworks_gpu::{Gpu, GpuError};
+use moeworks_infer::system::System;
 use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, shape};
 use moeworks_ops::Context;
@@ -11,7 +12,6 @@ use crate::error::TrainError;
 use crate::optimizer::AdamWConfig;
 use crate::ranks::Ranks;
 use crate::schedule::{Decay, Schedule};
-use moeworks_infer::system::System;
 
 /// The model's vocabulary: the tokenizer's, unless a larger one is set.
 pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {

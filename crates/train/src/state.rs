@@ -5,6 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use moeworks_infer::data::is_stdin;
+use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Metadata};
 use moeworks_model::files::{FileError, write_whole};
 use moeworks_model::hf::{self, ComingWeights, SaveOptions};
 use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
@@ -16,8 +18,6 @@ use serde::{Deserialize, Serialize};
 use crate::config::{self, ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
-use moeworks_infer::data::is_stdin;
-use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Metadata};
 
 /// The optimizer's moments, in a checkpoint.
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";

@@ -14,6 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
+use moeworks_infer::data::Batch;
+use moeworks_infer::store::Store;
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::{
     BalanceKind, Decoder, DecoderWeights, LayerDone, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise,
@@ -34,8 +36,6 @@ use crate::routing::RoutingSample;
 use crate::schedule::Schedule;
 use crate::state::Progress;
 pub use folder::{IfTaken, RunFolder};
-use moeworks_infer::data::Batch;
-use moeworks_infer::store::Store;
 use phases::Phases;
 
 /// What somebody outside asks of a running trainer. Set from signal handlers or other threads.

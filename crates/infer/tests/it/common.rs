@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig};
+use moeworks_infer::open::Model;
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
 use moeworks_ops::Context;
 use moeworks_tensor::{Purpose, Random};
 
@@ -30,6 +31,15 @@ pub(crate) fn model(ctx: &Context, config: ModelConfig) -> (Decoder, DecoderWeig
     let decoder = Decoder::new(config).unwrap();
     let weights = decoder.init(ctx, 7);
     (decoder, weights)
+}
+
+/// A model of bytes with random weights.
+pub(crate) fn byte_model() -> Model {
+    let (ctx, tokenizer) = (Context::cpu(1), Tokenizer::bytes());
+    let config = ModelConfig { vocab_size: tokenizer.vocab_size(), ..small_config() };
+    let (decoder, weights) = model(&ctx, config);
+    let stop_ids = tokenizer.stop_ids(&[]);
+    Model { ctx, decoder, weights, tokenizer, stop_ids, part_checked: None }
 }
 
 /// Random ids below `vocab_size`.

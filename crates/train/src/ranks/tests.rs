@@ -1,6 +1,7 @@
 //! A step on several ranks is that of one: losses, statistics and the gradient of every weight.
 
 use moeworks_comm::{RankOptions, try_run_ranks};
+use moeworks_infer::generation::ModelRef;
 use moeworks_model::KvCache;
 use moeworks_model::{
     BalanceKind, LatentAttention, LayerDone, ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch,
@@ -525,7 +526,7 @@ fn text_on_ranks(case: &Case, ids: &[u32]) -> Vec<Vec<f32>> {
         let decoder = ranks.decoder(case.model.clone())?;
         let part = decoder.init_kept(&ctx, 7, |name, tensor| ranks.part(&ctx, name, &tensor));
         let weights = if case.zero == 3 { ranks.slices(&ctx, &part) } else { part };
-        let model = (&ctx, &decoder, &weights);
+        let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
         if !ranks.is_root() {
             return ranks.follow_text(model).map(|()| Vec::new());
         }

@@ -1,10 +1,8 @@
 //! Passes of inference that all ranks make together, over tokens of the root: a text that the model writes, and what its routers choose
 //! for some tokens. Nowhere is more of the model than there always is.
 
-use moeworks_model::Decoder;
-use moeworks_model::DecoderWeights;
+use moeworks_infer::generation::ModelRef;
 use moeworks_model::KvCache;
-use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
 use super::Ranks;
@@ -21,7 +19,7 @@ impl Ranks {
     /// The root's: tells the others which ids come next in the text, and finds the logits after them.
     pub(crate) fn extend_together(
         &self,
-        (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
+        ModelRef { ctx, decoder, weights }: ModelRef<'_>,
         cache: &mut KvCache,
         ids: &[u32],
     ) -> Result<Tensor, TrainError> {
@@ -32,10 +30,7 @@ impl Ranks {
     }
 
     /// The others': takes part in the text until the root [ends](Self::end_text) it.
-    pub(crate) fn follow_text(
-        &self,
-        (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
-    ) -> Result<(), TrainError> {
+    pub(crate) fn follow_text(&self, ModelRef { ctx, decoder, weights }: ModelRef<'_>) -> Result<(), TrainError> {
         let mut cache = KvCache::new(decoder.config());
         loop {
             let ids = self.told()?;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ops::ControlFlow;
 
+use moeworks_infer::data::Sources;
 use moeworks_model::{Decoder, DecoderWeights, Rules, Tokenizer, TokenizerError};
 use moeworks_moe::{Dispatch, MoeSaved, NO_EXPERT};
 use moeworks_ops::Context;
@@ -11,7 +12,6 @@ use moeworks_ops::experts::NO_ROW;
 
 use super::text::{self, Piece};
 use crate::error::TrainError;
-use moeworks_infer::data::Sources;
 
 /// One expert that a token was sent to.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -10,6 +10,8 @@ mod variants;
 
 use std::path::{Path, PathBuf};
 
+use moeworks_infer::data::{DataError, Watch};
+use moeworks_infer::store::CONFIG_FILE;
 use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, training_flops_per_token};
 
@@ -18,8 +20,6 @@ use crate::error::TrainError;
 use crate::metrics::{LayerRecord, METRICS_JSONL, Record, read_records};
 use crate::state;
 use crate::trainer::{Event, Outcome, Requests, Trainer};
-use moeworks_infer::data::{DataError, Watch};
-use moeworks_infer::store::CONFIG_FILE;
 
 pub use plot::plot;
 pub use table::report;

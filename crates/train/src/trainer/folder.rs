@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Holding, Store};
 use moeworks_model::files::Unfinished;
 
 use super::Output;
@@ -13,7 +14,6 @@ use crate::events::EventFile;
 use crate::metrics::{METRICS_CSV, METRICS_JSONL, MetricsWriter, SAMPLES_JSONL};
 use crate::report::REPORT_HTML;
 use crate::state::{self, ORIGIN_FILE};
-use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Holding, Store};
 
 /// What becomes of a run whose folder is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

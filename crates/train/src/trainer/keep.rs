@@ -10,17 +10,16 @@ use std::path::{Path, PathBuf};
 use moeworks_infer::generation::{
     CachedSequence, GenerateRequest, ModelRef, Sampler, SamplingOptions, TextStream, generate, generate_with,
 };
+use moeworks_infer::store::Keep;
+use moeworks_model::KvCache;
 use moeworks_model::files::FileError;
 use moeworks_model::safetensors::TensorBytes;
-use moeworks_model::{Decoder, DecoderWeights, KvCache};
-use moeworks_ops::Context;
 
 use super::{Event, Output, Trainer};
 use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::metrics::Sample;
 use crate::state::{self, WriteError};
-use moeworks_infer::store::Keep;
 
 impl Trainer {
     /// Writes a checkpoint.
@@ -107,8 +106,8 @@ impl Trainer {
                 sample
             }
             None => self.sample(|request, sampler| {
-                let (ctx, decoder, weights) = self.model_for_products();
-                let (model, mut sequence) = (ModelRef { ctx, decoder, weights }, CachedSequence::new(decoder.config()));
+                let model = self.model_for_products();
+                let mut sequence = CachedSequence::new(model.decoder.config());
                 Ok(generate(model, &mut sequence, request, sampler, |_| ControlFlow::Continue(()))?.ids)
             })?,
         };
@@ -120,8 +119,9 @@ impl Trainer {
     }
 
     /// The model with its weights as products take them.
-    pub(super) fn model_for_products(&self) -> (&Context, &Decoder, &DecoderWeights) {
-        (&self.ctx, &self.decoder, self.compute.as_ref().unwrap_or(&self.weights))
+    pub(super) fn model_for_products(&self) -> ModelRef<'_> {
+        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+        ModelRef { ctx: &self.ctx, decoder: &self.decoder, weights }
     }
 
     /// A text of which `write` finds the ids.

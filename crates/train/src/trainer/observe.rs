@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use moeworks_infer::generation::ModelRef;
 use moeworks_model::Rules;
 
 use super::Trainer;
@@ -73,7 +74,7 @@ impl Trainer {
         batch.num_sequences = batch.num_sequences.min((SAMPLE_TOKENS / batch.seq_len).max(1));
         batch.inputs.truncate(batch.num_sequences * batch.seq_len);
         let mut sample = RoutingSample::new(batch.inputs.clone());
-        let (ctx, decoder, weights) = self.model_for_products();
+        let ModelRef { ctx, decoder, weights } = self.model_for_products();
         if self.ranks.as_ref().is_none_or(|ranks| ranks.passes_with_root()) {
             let inputs = (&batch.inputs[..], batch.num_sequences);
             decoder.route(ctx, weights, inputs, Rules::Inference, |layer, saved| sample.add(layer, saved.routing()))?;

@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use moeworks_infer::data::Watch;
+use moeworks_infer::store::{Checkpoint, Pick, Store, resolve_run};
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
 use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
@@ -20,8 +22,6 @@ use crate::ranks::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, schedule, vocab_size};
 use crate::state::{self, Keep, Progress};
-use moeworks_infer::data::Watch;
-use moeworks_infer::store::{Checkpoint, Pick, Store, resolve_run};
 
 /// What this rank keeps of the tensors of a whole model, each by its name, in their order: all of it, its part, or where `are_shared`
 /// says that ranks share these out a slice of that.
