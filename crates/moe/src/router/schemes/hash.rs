@@ -48,7 +48,7 @@ pub enum HashTable {
     #[default]
     Random,
     /// The experts of a table that a run makes of the frequencies of its training tokens, so that experts get equally many:
-    /// [`balanced_hash`](crate::balanced_hash). Ids that it does not have go to random ones.
+    /// [`balanced_hash`]. Ids that it does not have go to random ones.
     Balanced,
     /// The experts of a table that a run makes of the embeddings of a trained model, so that ids with near embeddings go to the same
     /// ones: [`clustered_hash`](crate::clustered_hash).
