@@ -8,8 +8,9 @@ use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::router::config::RouterConfig;
 use crate::router::logits::{LogitGrads, NoisyInput, PROJECTION, SavedLogits, SchemeLogits, product};
-use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, at_most};
+use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, at_most, wrong};
 use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
 use crate::{MoeConfig, MoeWeights};
@@ -28,7 +29,7 @@ static DOC: SchemeDoc = SchemeDoc {
         SettingDoc {
             name: "low_rank_normalize",
             default: "false",
-            range: "true or false",
+            range: "true or false; false with one dimension",
             comment: "Whether low_rank divides a projected token by its root mean square, so that its length does not matter.",
         },
     ],
@@ -67,6 +68,15 @@ impl RoutingScheme for LowRank {
 
     fn check_settings(&self, _: Sizes) -> Check {
         at_most("router.low_rank_dim", self.dim, 1 << 16)
+    }
+
+    fn check(&self, _: &RouterConfig, Sizes { num_experts, .. }: Sizes) -> Check {
+        let dim = if self.dim == 0 { num_experts / 2 } else { self.dim };
+        if !self.normalize || dim > 1 {
+            return Ok(());
+        }
+        let expected = "must be false where tokens are projected to one dimension: only its sign would be left";
+        wrong("router.low_rank_normalize", &true, expected)
     }
 
     fn matrix_shape(&self, config: &MoeConfig) -> [usize; 2] {

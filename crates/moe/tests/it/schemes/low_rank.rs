@@ -14,7 +14,8 @@ fn low_rank(dim: usize, normalize: bool, top_k: usize) -> MoeConfig {
 #[test]
 fn low_rank_logits_are_those_of_the_projection() {
     for normalize in [false, true] {
-        for (dim, k) in [(1, 1), (2, 2), (3, 3), (4, 1)] {
+        // A normed token of one dimension is a sign.
+        for (dim, k) in [(1, 1), (2, 2), (3, 3), (4, 1)].into_iter().filter(|(dim, _)| *dim > 1 || !normalize) {
             let mut config = low_rank(dim, normalize, k);
             config.normalize_weights = k == 2;
             check("low rank", &config, quiet(), &best(k));
@@ -34,6 +35,17 @@ fn low_rank_takes_half_the_experts_as_dimensions_unless_it_is_told() {
     let mut large = low_rank(0, false, 2);
     (large.num_experts, large.width) = (64, 256);
     assert_eq!(large.router_products(), 32 + 64 * 32 / 256, "fewer than the 64 of a plain router");
+}
+
+#[test]
+fn low_rank_refuses_to_normalise_one_dimension() {
+    let mut few = low_rank(0, true, 1);
+    few.num_experts = 3;
+    for config in [low_rank(1, true, 1), few] {
+        let error = MoeLayer::new(config).unwrap_err().to_string();
+        assert!(error.starts_with("router.low_rank_normalize = true: must be false"), "{error}");
+    }
+    assert!(MoeLayer::new(low_rank(1, false, 1)).is_ok());
 }
 
 #[test]
