@@ -1,23 +1,28 @@
 //! Tables of what a model has and costs, shared by `inspect` and `estimate`.
 
-use moeworks_model::ModelConfig;
 use moeworks_model::account::{self, Parameters, TrainingMemory};
+use moeworks_model::{ModelConfig, WeightTable};
 use moeworks_train::config::GradientType;
 use serde_json::{Value, json};
 
 use crate::progress::{bytes, thousands};
 use crate::tables;
 
-/// The per-part table of parameters.
-pub(crate) fn print_parameters(config: &ModelConfig) {
-    let parameters = Parameters::of(config);
-    let mut rows: Vec<Vec<String>> = parameters
-        .parts
-        .iter()
-        .map(|part| vec![part.name.to_owned(), thousands(part.total), thousands(part.active)])
-        .collect();
-    rows.push(vec!["all".to_owned(), thousands(parameters.total()), thousands(parameters.active())]);
-    tables::print(&["parameters", "total", "active per token"], &rows);
+/// Prints the table of parameters by part, with those that are trained if some are not.
+pub(crate) fn print_parameters(config: &ModelConfig, table: &WeightTable) {
+    let parameters = Parameters::of_table(config, table);
+    let has_frozen = parameters.trainable() < parameters.total();
+    let row = |name: &str, [total, active, trainable]: [u64; 3]| {
+        let mut row = vec![name.to_owned(), thousands(total), thousands(active)];
+        row.extend(has_frozen.then(|| thousands(trainable)));
+        row
+    };
+    let parts = parameters.parts.iter();
+    let mut rows: Vec<Vec<String>> =
+        parts.map(|part| row(part.name, [part.total, part.active, part.trainable])).collect();
+    rows.push(row("all", [parameters.total(), parameters.active(), parameters.trainable()]));
+    let header = ["parameters", "total", "active per token", "trained"];
+    tables::print(if has_frozen { &header } else { &header[..3] }, &rows);
     if let Some((taken, flat)) = routing_flops(config) {
         let saved = 100.0 * (1.0 - taken as f64 / flat as f64);
         println!();
@@ -44,19 +49,25 @@ pub(crate) struct Training {
 }
 
 impl Training {
-    fn memory(self, config: &ModelConfig, is_bf16: bool, checkpoint: bool) -> TrainingMemory {
-        let memory = TrainingMemory::of(config, self.tokens, is_bf16, checkpoint);
+    fn memory(
+        self,
+        config: &ModelConfig,
+        parameters: &Parameters,
+        (is_bf16, checkpoint): (bool, bool),
+    ) -> TrainingMemory {
+        let memory = TrainingMemory::of(config, self.tokens, is_bf16, checkpoint).with_frozen(parameters);
         match self.expert_gradients {
             GradientType::F32 => memory,
-            GradientType::Bf16 => memory.with_expert_gradients_in_bf16(config),
+            GradientType::Bf16 => memory.with_expert_gradients_in_bf16(parameters),
         }
     }
 }
 
-/// Memory for training at each precision.
-pub(crate) fn print_training_memory(config: &ModelConfig, training: Training) {
+/// Prints the memory for training the weights of `table` at each precision.
+pub(crate) fn print_training_memory(config: &ModelConfig, table: &WeightTable, training: Training) {
+    let parameters = Parameters::of_table(config, table);
     let row = |name: &str, is_bf16: bool, checkpoint: bool| {
-        let memory = training.memory(config, is_bf16, checkpoint);
+        let memory = training.memory(config, &parameters, (is_bf16, checkpoint));
         vec![
             name.to_owned(),
             bytes(memory.weights_bytes),
@@ -94,16 +105,18 @@ pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
     tables::print(&[&header, "weights", "KV cache", "all", "read per token"], &rows);
 }
 
-/// The tables as JSON.
-pub(crate) fn json(config: &ModelConfig, training: Training, seq_len: usize) -> Value {
-    let parameters = Parameters::of(config);
+/// Returns all of these tables as JSON.
+pub(crate) fn json(config: &ModelConfig, table: &WeightTable, training: Training, seq_len: usize) -> Value {
+    let parameters = Parameters::of_table(config, table);
     let parts: Vec<Value> = parameters
         .parts
         .iter()
-        .map(|part| json!({ "name": part.name, "total": part.total, "active": part.active }))
+        .map(|part| {
+            json!({ "name": part.name, "total": part.total, "active": part.active, "trainable": part.trainable })
+        })
         .collect();
     let memory = |is_bf16| {
-        let memory = training.memory(config, is_bf16, false);
+        let memory = training.memory(config, &parameters, (is_bf16, false));
         json!({
             "weights_bytes": memory.weights_bytes,
             "gradients_bytes": memory.gradients_bytes,
@@ -113,7 +126,12 @@ pub(crate) fn json(config: &ModelConfig, training: Training, seq_len: usize) -> 
         })
     };
     json!({
-        "parameters": { "total": parameters.total(), "active": parameters.active(), "parts": parts },
+        "parameters": {
+            "total": parameters.total(),
+            "active": parameters.active(),
+            "trainable": parameters.trainable(),
+            "parts": parts,
+        },
         "training": { "tokens": training.tokens, "f32": memory(false), "bf16": memory(true) },
         "inference": {
             "f32_bytes": parameters.total() * 4,

@@ -18,6 +18,7 @@ pub(crate) const BYTE_VOCABULARY: usize = 257;
 pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     let mut config = resolve_config(&args.config, Vec::new())?;
     config.model.vocab_size = vocabulary(&config);
+    let table = config.weight_table()?;
     let train = &config.train;
     let micro_tokens = train.batch_size * train.seq_len;
     let training = Training { tokens: micro_tokens, expert_gradients: train.expert_gradients };
@@ -26,7 +27,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     let measured = tokens_per_second(&config)?;
     let seconds = tokens as f64 / measured.tokens_per_s;
     if args.json {
-        let mut value = account::json(&config.model, training, train.seq_len);
+        let mut value = account::json(&config.model, &table, training, train.seq_len);
         value["tokens"] = json!(tokens);
         value["tokens_per_s"] = json!(measured.tokens_per_s);
         value["mfu"] = json!(measured.mfu);
@@ -34,9 +35,9 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
         println!("{value:#}");
         return Ok(ExitCode::SUCCESS);
     }
-    account::print_parameters(&config.model);
+    account::print_parameters(&config.model, &table);
     println!();
-    account::print_training_memory(&config.model, training);
+    account::print_training_memory(&config.model, &table, training);
     println!();
     account::print_inference_memory(&config.model, train.seq_len);
     println!();

@@ -17,6 +17,7 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::load;
 use crate::progress::{bytes, thousands};
+use crate::sharding::{View, weight_table};
 use crate::tables;
 
 /// The settings of the memory table.
@@ -27,18 +28,27 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let ctx = Context::cpu_all_cores();
     // Loading checks the shape of every tensor.
     let (config, weights) = load(&source, &ctx, args.check.check_weights)?;
+    let sharding = args.sharding.sharding.then(|| View::new(&source, &config, &args.sharding)).transpose()?;
+    let table = weight_table(&source, &config);
     let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
     let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;
     if args.json {
-        let mut value = account::json(&config, TRAINING, seq_len);
+        let mut value = account::json(&config, &table, TRAINING, seq_len);
         value["model"] = serde_json::to_value(&config)?;
         value["stored_bytes"] = serde_json::to_value(stored_bytes(&weights))?;
         if let Some(record) = &record {
             value["step"] = json!(record.step);
             value["expert_load"] = load_json(record);
         }
+        if let Some(sharding) = &sharding {
+            value["sharding"] = sharding.json();
+        }
         println!("{value:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(sharding) = sharding {
+        sharding.print();
         return Ok(ExitCode::SUCCESS);
     }
     println!("{}", source.path().display());
@@ -51,9 +61,9 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
         println!("checkpoint of step {}{val}", thousands(checkpoint.metadata.step));
     }
     println!();
-    account::print_parameters(&config);
+    account::print_parameters(&config, &table);
     println!();
-    account::print_training_memory(&config, TRAINING);
+    account::print_training_memory(&config, &table, TRAINING);
     println!();
     account::print_inference_memory(&config, seq_len);
     if let Some(record) = record.filter(|record| !record.layers.is_empty()) {

@@ -38,6 +38,7 @@ mod ranks;
 mod reading;
 mod routing;
 mod sampling;
+mod sharding;
 mod simulate;
 mod study;
 mod tables;

@@ -60,7 +60,7 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
         }
     };
     let tokens = Tokens::Sequences { num: config.train.batch_size, len: config.train.seq_len };
-    let shape = model_shape(&config);
+    let shape = model_shape(&config)?;
     let (found, workload) = find(&shape, workload(&config, tokens), &topology);
     if args.json {
         let proposals: Vec<Value> = found.iter().map(as_json).collect();
@@ -110,7 +110,7 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let (shape, workload) = if is_own_model {
         let config = config_to_lay_out(args)?;
         let tokens = Tokens::OfEachRank(config.train.batch_size * config.train.seq_len);
-        (model_shape(&config), workload(&config, tokens))
+        (model_shape(&config)?, workload(&config, tokens))
     } else {
         let precision = Precision::Bf16;
         (ModelShape::example(), Workload { tokens: Tokens::OfEachRank(SIMULATED_TOKENS), precision, zero: 1 })
@@ -160,8 +160,9 @@ fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failur
     Ok(Topology::one_machine(num_ranks, whole))
 }
 
-fn model_shape(config: &RunConfig) -> ModelShape {
-    shape(&config.model, config.train.seq_len, config.train.precision.has_bf16_copies())
+fn model_shape(config: &RunConfig) -> Result<ModelShape, Failure> {
+    let (seq_len, is_bf16) = (config.train.seq_len, config.train.precision.has_bf16_copies());
+    Ok(shape(&config.model, &config.weight_table()?, seq_len, is_bf16))
 }
 
 /// Describes a step of `config`.

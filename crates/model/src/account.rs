@@ -3,17 +3,20 @@
 use moeworks_plan::ModelShape;
 
 use crate::config::ModelConfig;
-use crate::shapes::shapes_by_name;
 use crate::split::TensorSplit;
-use crate::weights::is_of_experts;
+use crate::weights::{WeightGroup, WeightPlace, WeightRole, WeightSpec, WeightTable};
 
 /// Parameters of one kind of part, over all layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// What it is, such as `experts`.
+    /// The group of weights.
+    pub group: WeightGroup,
+    /// Its name, such as `experts`.
     pub name: &'static str,
     /// Parameters in all.
     pub total: u64,
+    /// Those that are trained.
+    pub trainable: u64,
     /// Parameters that one token passes through.
     pub active: u64,
     /// Those of `active` that are in matrix products.
@@ -27,28 +30,6 @@ pub struct Parameters {
     pub parts: Vec<Part>,
 }
 
-/// The name of the routed experts' part.
-const EXPERTS: &str = "experts";
-/// The name of the routers' part.
-const ROUTERS: &str = "routers";
-
-/// The parts, in the order in which a token meets them, and what belongs to each by its name inside a layer.
-const PARTS: [(&str, &[&str]); 8] = [
-    ("embedding", &["embed_"]),
-    ("norms", &["norm"]),
-    ("attention", &["_attn.", "relative_bias"]),
-    (ROUTERS, &["mlp.gate."]),
-    (EXPERTS, &["mlp.experts."]),
-    ("shared experts", &["mlp.shared_expert"]),
-    ("dense feed-forward", &["mlp."]),
-    ("output projection", &["lm_head."]),
-];
-
-/// The part that a tensor belongs to: the first that knows its name.
-fn part_of(name: &str) -> usize {
-    PARTS.iter().position(|(_, names)| names.iter().any(|part| name.contains(part))).unwrap_or(PARTS.len() - 1)
-}
-
 /// Floating-point operations of one layer's router for a token: what it takes, and what scoring every expert would take.
 #[must_use]
 pub fn routing_flops_per_token(config: &ModelConfig) -> (u64, u64) {
@@ -57,19 +38,10 @@ pub fn routing_flops_per_token(config: &ModelConfig) -> (u64, u64) {
     (flops(moe.router_products()), flops(moe.num_choosable()))
 }
 
-/// Whether a tensor is looked up in, not multiplied with.
-fn is_table(name: &str) -> bool {
-    name.contains("embed_") || name.contains("relative_bias")
-}
-
-/// The parameters of a tensor: in all, those that a token passes, and of these those in products.
-fn counts(config: &ModelConfig, name: &str, shape: &[usize]) -> [u64; 3] {
-    let total = shape.iter().map(|&dim| dim as u64).product::<u64>();
-    let is_expert = name.contains("mlp.experts.");
-    let active = if is_expert { total / config.num_experts.max(1) as u64 * config.top_k as u64 } else { total };
-    // Biases of stacked experts have two dims, but multiply nothing.
-    let is_matrix = shape.len() > 1 && !name.ends_with("bias") && !is_table(name);
-    [total, active, if is_matrix { active } else { 0 }]
+/// Parameters of a tensor that a token passes, and of these those in products.
+fn active(config: &ModelConfig, spec: &WeightSpec) -> [u64; 2] {
+    let active = spec.active_elements(config.num_experts, config.top_k);
+    [active, if spec.is_multiplied() { active } else { 0 }]
 }
 
 /// Counts what a token passes of routers that are not passed whole.
@@ -80,7 +52,7 @@ fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
     }
     let moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
     let products = (moe_layers * moe.router_products() * config.width) as u64;
-    for part in parts.iter_mut().filter(|part| part.name == ROUTERS && part.total > 0) {
+    for part in parts.iter_mut().filter(|part| part.group == WeightGroup::Routers && part.total > 0) {
         (part.active, part.in_products) = (products, products);
     }
 }
@@ -89,19 +61,33 @@ impl Parameters {
     /// Counts the parameters of a model of `config`, whose `vocab_size` is set: those of every tensor that the model has.
     #[must_use]
     pub fn of(config: &ModelConfig) -> Self {
-        let mut parts: Vec<Part> =
-            PARTS.iter().map(|(name, _)| Part { name, total: 0, active: 0, in_products: 0 }).collect();
-        for (name, shape) in shapes_by_name(config) {
-            let [total, active, in_products] = counts(config, &name, &shape);
-            let part = &mut parts[part_of(&name)];
+        Self::of_table(config, &WeightTable::new(config))
+    }
+
+    /// As [`of`](Self::of), from the table of the model's weights, of which some may be frozen.
+    #[must_use]
+    pub fn of_table(config: &ModelConfig, table: &WeightTable) -> Self {
+        let mut parts = WeightGroup::ALL.map(|group| Part {
+            group,
+            name: group.name(),
+            total: 0,
+            trainable: 0,
+            active: 0,
+            in_products: 0,
+        });
+        for spec in table.specs() {
+            let total = spec.num_elements() as u64;
+            let [active, in_products] = active(config, spec);
+            let part = &mut parts[spec.role.group() as usize];
             part.total += total;
+            part.trainable += if spec.is_trainable { total } else { 0 };
             part.active += active;
             part.in_products += in_products;
         }
         narrow_routers(config, &mut parts);
         if config.tie_embeddings {
             // A tied projection computes but has no parameters of its own.
-            parts[part_of("lm_head.weight")].in_products += config.vocab_size as u64 * config.width as u64;
+            parts[WeightGroup::Head as usize].in_products += config.vocab_size as u64 * config.width as u64;
         }
         Self { parts: parts.into_iter().filter(|part| part.total + part.in_products > 0).collect() }
     }
@@ -112,10 +98,22 @@ impl Parameters {
         self.parts.iter().map(|part| part.total).sum()
     }
 
+    /// Parameters that are trained.
+    #[must_use]
+    pub fn trainable(&self) -> u64 {
+        self.parts.iter().map(|part| part.trainable).sum()
+    }
+
+    /// Parameters of a group that are trained.
+    #[must_use]
+    pub fn trainable_of(&self, group: WeightGroup) -> u64 {
+        self.parts.iter().filter(|part| part.group == group).map(|part| part.trainable).sum()
+    }
+
     /// Parameters of routed experts: in all, and those that a token passes through.
     #[must_use]
     pub fn experts(&self) -> [u64; 2] {
-        let part = self.parts.iter().find(|part| part.name == EXPERTS);
+        let part = self.parts.iter().find(|part| part.group == WeightGroup::Experts);
         part.map_or([0, 0], |part| [part.total, part.active])
     }
 
@@ -154,12 +152,12 @@ pub fn training_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
 pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer_len): (usize, usize)) -> f64 {
     let (source, answer) = (source_len as f64, answer_len as f64);
     // Keys and values of the decoder's attention to the source are made of the source.
-    let is_of_source = |name: &str| {
-        name.starts_with("model.encoder.") || name.contains("cross_attn.k_proj") || name.contains("cross_attn.v_proj")
+    let is_of_source = |spec: &&WeightSpec| {
+        matches!(spec.place, WeightPlace::Encoder | WeightPlace::EncoderLayer(_))
+            || matches!(spec.role, WeightRole::CrossK | WeightRole::CrossV)
     };
-    let tensors = shapes_by_name(config);
-    let of_source = tensors.iter().filter(|(name, _)| is_of_source(name));
-    let of_source: u64 = of_source.map(|(name, shape)| counts(config, name, shape)[2]).sum();
+    let table = WeightTable::new(config);
+    let of_source: u64 = table.specs().iter().filter(is_of_source).map(|spec| active(config, spec)[1]).sum();
     let of_answer = Parameters::of(config).in_products() - of_source;
     let pairs = config.num_encoder_layers() as f64 * source * source
         + config.num_layers as f64 * answer * (answer / 2.0 + source);
@@ -196,10 +194,18 @@ impl TrainingMemory {
         }
     }
 
-    /// With gradients of routed experts in bf16 instead of f32.
+    /// With gradients and optimizer state of the trainable ones of `parameters` alone. Gradients that a pass cannot leave out are not
+    /// counted.
     #[must_use]
-    pub fn with_expert_gradients_in_bf16(self, config: &ModelConfig) -> Self {
-        Self { gradients_bytes: self.gradients_bytes - 2 * Parameters::of(config).experts()[0], ..self }
+    pub fn with_frozen(self, parameters: &Parameters) -> Self {
+        let trainable = parameters.trainable();
+        Self { gradients_bytes: trainable * 4, optimizer_bytes: trainable * 8, ..self }
+    }
+
+    /// With gradients of the trainable routed experts of `parameters` in bf16 instead of f32.
+    #[must_use]
+    pub fn with_expert_gradients_in_bf16(self, parameters: &Parameters) -> Self {
+        Self { gradients_bytes: self.gradients_bytes - 2 * parameters.trainable_of(WeightGroup::Experts), ..self }
     }
 
     /// The sum.
@@ -231,21 +237,20 @@ fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: 
     }
 }
 
-/// What planning over ranks has to know of a model of `config`, whose vocabulary is set, on sequences of `seq_len`.
+/// The sizes that planning over ranks needs of a model of `config`, whose vocabulary is set, with the weights of `table`, on sequences of
+/// `seq_len`.
 #[must_use]
-pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape {
+pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, is_bf16: bool) -> ModelShape {
     let parameters = Parameters::of(config);
     let [experts, active_experts] = parameters.experts();
     let num_moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
-    let whole = |split: TensorSplit| {
-        let is_whole = |name: &str| !is_of_experts(name) && split.of(name).cut.is_none();
-        let shapes = shapes_by_name(config).into_iter().filter(|(name, _)| is_whole(name));
-        shapes.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum()
-    };
+    let params = |specs: &mut dyn Iterator<Item = &WeightSpec>| specs.map(|spec| spec.num_elements() as u64).sum();
+    let is_whole = |spec: &&WeightSpec| spec.shard.dim().is_none();
+    let is_outside = |spec: &&WeightSpec| !matches!(spec.place, WeightPlace::Layer(_) | WeightPlace::EncoderLayer(_));
     ModelShape {
-        whole_params: TensorSplit::new(config, (0, 1)).map_or(0, whole),
-        outside_params: outside_params(config),
-        max_tp: TensorSplit::most(config),
+        whole_params: params(&mut table.specs().iter().filter(is_whole)),
+        outside_params: params(&mut table.specs().iter().filter(is_outside)),
+        max_tp: TensorSplit::most(config, table),
         width: config.width,
         num_layers: config.num_layers,
         num_moe_layers,
@@ -256,12 +261,6 @@ pub fn shape(config: &ModelConfig, seq_len: usize, is_bf16: bool) -> ModelShape 
         dense_flops: forward_flops_per_token(config, seq_len) - 2.0 * active_experts as f64,
         activation_bytes: TrainingMemory::of(config, 1, is_bf16, false).activations_bytes as f64,
     }
-}
-
-/// Parameters that belong to no layer.
-fn outside_params(config: &ModelConfig) -> u64 {
-    let outside = shapes_by_name(config).into_iter().filter(|(name, _)| !name.contains(".layers."));
-    outside.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum()
 }
 
 /// Bytes of what is kept of a sequence of `len` tokens from one step of decoding to the next, in f32: keys and values, of a

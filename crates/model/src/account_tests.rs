@@ -159,7 +159,7 @@ fn gradients_of_experts_in_bf16_take_half_of_theirs() {
     let plain = TrainingMemory::of(&config, 4096, true, false);
     let experts = Parameters::of(&config).experts()[0];
     assert!(experts > 0);
-    let saved = plain.total_bytes() - plain.with_expert_gradients_in_bf16(&config).total_bytes();
+    let saved = plain.total_bytes() - plain.with_expert_gradients_in_bf16(&Parameters::of(&config)).total_bytes();
     assert_eq!(saved, 2 * experts);
 }
 

@@ -9,7 +9,9 @@ mod ends;
 
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{
+    ConfigError, ExpertRanks, LayerStats, MoeConfig, MoeLayer, MoeSaved, NamedTensor, RouterInput, WeightShape,
+};
 use moeworks_ops::linear::Write;
 use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
@@ -31,9 +33,8 @@ use crate::kv_cache::{KvCache, LayerCache};
 use crate::losses::router_losses;
 use crate::pass::{BatchError, PassOptions, PassStats, Rules, TokenBatch};
 use crate::rope_tables::RopeTables;
-use crate::shapes::{shapes_by_name, weights_with};
 use crate::tensor_ranks::TensorRanks;
-use crate::weights::{DecoderWeights, FeedForwardWeights};
+use crate::weights::{DecoderWeights, WeightGroup, WeightRole, WeightSpec, WeightTable};
 
 /// A decoder language model: its configuration and the blocks that carry it out. Weights are apart.
 ///
@@ -55,8 +56,26 @@ pub struct Decoder {
     pub(crate) ranks: Option<ExpertRanks>,
     /// The ranks that hold the matrices between them, if not all here.
     pub(crate) tensor: Option<TensorRanks>,
+    /// The weights of the model.
+    pub(crate) table: Arc<WeightTable>,
+    /// Whether ranks of `tensor` have parts of the embedding, and of the output projection.
+    cut_ends: CutEnds,
     /// What makes weights whole, if ranks keep parts of them.
     pub(crate) gather: Option<Arc<dyn Gather>>,
+}
+
+/// Which ends of a decoder are cut over tensor-parallel ranks.
+#[derive(Clone, Copy, Debug)]
+struct CutEnds {
+    embedding: bool,
+    head: bool,
+}
+
+impl CutEnds {
+    fn new(table: &WeightTable) -> Self {
+        let head = if table.is_tied() { WeightRole::Embedding } else { WeightRole::Head };
+        Self { embedding: table.is_cut_outside(WeightRole::Embedding), head: table.is_cut_outside(head) }
+    }
 }
 
 /// Who is told that the gradients of a layer are whole.
@@ -65,11 +84,19 @@ pub type LayerDone<'a> = &'a mut dyn FnMut(usize, &mut DecoderWeights);
 impl Decoder {
     /// A decoder of `config`, whose `vocab_size` must be set. Fails if a setting is out of range.
     pub fn new(config: ModelConfig) -> Result<Self, ConfigError> {
-        Self::build(config, None, None)
+        config.validate()?;
+        let table = WeightTable::new(&config);
+        Self::with_table(config, table)
+    }
+
+    /// As [`new`](Self::new), with the table of the model's weights, of which some may be frozen.
+    pub fn with_table(config: ModelConfig, table: WeightTable) -> Result<Self, ConfigError> {
+        Self::build(config, table, None, None)
     }
 
     pub(crate) fn build(
         config: ModelConfig,
+        table: WeightTable,
         ranks: Option<ExpertRanks>,
         tensor: Option<TensorRanks>,
     ) -> Result<Self, ConfigError> {
@@ -77,14 +104,30 @@ impl Decoder {
         if config.vocab_size == 0 {
             return Err(ConfigError::new("vocab_size", 0, "must be at least 1"));
         }
-        let training = feed_forwards(&config, &config.moe(), ranks.as_ref())?;
-        let inference = feed_forwards(&config, &config.inference_moe(), ranks.as_ref())?;
+        let is_cut = |i| table.is_cut_in_layer(i, WeightGroup::Dense);
+        let training = feed_forwards(&config, &config.moe(), ranks.as_ref(), is_cut)?;
+        let inference = feed_forwards(&config, &config.inference_moe(), ranks.as_ref(), is_cut)?;
         let encoder = config.of_encoder().map(|of_encoder| Encoder::new(of_encoder, config.num_layers)).transpose()?;
         let cross = encoder.is_some().then(|| CrossBlock::new(&config));
         let split = tensor.as_ref().map(TensorRanks::split);
-        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, split)).collect();
-        let rope = RopeTables::default();
-        Ok(Self { config, attention, training, inference, cross, encoder, rope, ranks, tensor, gather: None })
+        let split_of = |i| split.filter(|_| table.is_cut_in_layer(i, WeightGroup::Attention));
+        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, split_of(i))).collect();
+        let (rope, cut_ends, table) = (RopeTables::default(), CutEnds::new(&table), Arc::new(table));
+        let gather = None;
+        Ok(Self {
+            config,
+            attention,
+            training,
+            inference,
+            cross,
+            encoder,
+            rope,
+            ranks,
+            tensor,
+            table,
+            cut_ends,
+            gather,
+        })
     }
 
     /// The configuration.
@@ -104,54 +147,36 @@ impl Decoder {
         self.init_kept(ctx, seed, |_, tensor| tensor)
     }
 
-    /// As [`init`](Self::init), of each tensor what `keep` makes of its name and it, such as a part of it: never are all of them there
-    /// whole at a time.
+    /// As [`init`](Self::init), of each tensor what `keep` makes of its entry in the table and it, such as a part of it: never are all
+    /// of them there whole at a time.
     #[must_use]
-    pub fn init_kept(&self, ctx: &Context, seed: u64, mut keep: impl FnMut(&str, Tensor) -> Tensor) -> DecoderWeights {
-        let empty = |_: &[usize]| ctx.empty(&[0], DType::F32);
-        let (mut weights, std) = (weights_with(&self.config, empty, empty), self.config.init_std);
-        for (i, layer) in weights.layers.iter_mut().enumerate() {
-            if let FeedForwardWeights::Moe(moe) = &mut layer.feed_forward {
-                moe.init_extras(ctx, &self.config.moe(), (seed, (1 << 32) + 16 * i as u64), std);
-                moe.state = self.config.moe().first_state(ctx);
-            }
-        }
-        let places = weights.places().into_iter().zip(self.tensor_shapes()).zip(0..);
-        for (((name, _, place), (_, shape)), stream) in places {
-            let is_extra =
-                name.contains(".mlp.gate.") && !name.ends_with("gate.weight") && !name.ends_with("gate.bias");
-            let tensor = if is_extra { place.clone() } else { self.first_tensor(ctx, (seed, stream), &name, &shape) };
-            *place = keep(&name, tensor);
-        }
-        weights
+    pub fn init_kept(
+        &self,
+        ctx: &Context,
+        seed: u64,
+        mut keep: impl FnMut(&WeightSpec, Tensor) -> Tensor,
+    ) -> DecoderWeights {
+        let make = |spec: &WeightSpec| keep(spec, spec.first_values(ctx, seed));
+        DecoderWeights::build(&self.config, &self.table, make, |state| first_state(ctx, state))
     }
 
-    /// The first values of the tensor `name`, which is no router's extra, drawn from `stream` of `seed`.
-    fn first_tensor(&self, ctx: &Context, (seed, stream): (u64, u64), name: &str, shape: &[usize]) -> Tensor {
-        let (mut tensor, random) = (ctx.zeros(shape, DType::F32), Random::new(seed, Purpose::Init, stream));
-        let std = self.config.init_std;
-        if name.ends_with("norm.weight") {
-            tensor.f32s_mut().fill(1.0);
-        } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj") {
-            let residual_std = std / (2.0 * self.config.num_layers as f32).sqrt();
-            elementwise::fill_normal(ctx, &random, residual_std, &mut tensor);
-        } else if !name.ends_with("bias") {
-            elementwise::fill_normal(ctx, &random, std, &mut tensor);
-        }
-        tensor
+    /// The table of the model's weights.
+    #[must_use]
+    pub fn weight_table(&self) -> &Arc<WeightTable> {
+        &self.table
     }
 
     /// The name and shape of every tensor, in the order of [`DecoderWeights::tensors`].
     #[must_use]
     pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
-        shapes_by_name(&self.config)
+        self.table.specs().iter().map(|spec| (spec.name.clone(), spec.shape.clone())).collect()
     }
 
     /// f32 weights of zeros.
     #[must_use]
     pub fn zero_weights(&self, ctx: &Context) -> DecoderWeights {
         let zeros = |shape: &[usize]| ctx.zeros(shape, DType::F32);
-        weights_with(&self.config, zeros, zeros)
+        DecoderWeights::build(&self.config, &self.table, |spec| zeros(&spec.shape), |state| zeros(&state.shape))
     }
 
     /// One training pass: the losses of `batch` and the gradient of every weight, written to `grads` or added as `write`
@@ -484,11 +509,19 @@ impl Decoder {
     }
 }
 
-/// The feed-forward blocks of the layers of `config`, whose MoE layers are of `moe_config`.
+/// The state of a router before the first step.
+fn first_state(ctx: &Context, state: &WeightShape) -> Tensor {
+    let random = Random::new(0, Purpose::Init, 0);
+    NamedTensor::first(ctx, state, &random, 0.0).tensor
+}
+
+/// The feed-forward blocks of the layers of `config`, whose MoE layers are of `moe_config`; `is_cut` says which dense ones tensor-parallel
+/// ranks have parts of.
 pub(crate) fn feed_forwards(
     config: &ModelConfig,
     moe_config: &MoeConfig,
     ranks: Option<&ExpertRanks>,
+    is_cut: impl Fn(usize) -> bool,
 ) -> Result<Vec<FeedForwardBlock>, ConfigError> {
     let layer = |i| {
         let moe_layer = || match ranks {
@@ -501,6 +534,7 @@ pub(crate) fn feed_forwards(
             activation: config.activation.into(),
             norm: Norm { eps: config.norm_eps },
             residual_multiplier: config.variant.residual_multiplier,
+            is_cut: is_cut(i),
         })
     };
     (0..config.num_layers).map(layer).collect()

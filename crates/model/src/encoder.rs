@@ -58,8 +58,8 @@ impl Encoder {
     /// The encoder of `config`, the configuration of its layers, before so many of a decoder.
     pub(crate) fn new(config: ModelConfig, num_decoder_layers: usize) -> Result<Self, ConfigError> {
         let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, None)).collect();
-        let training = feed_forwards(&config, &config.moe(), None)?;
-        let inference = feed_forwards(&config, &config.inference_moe(), None)?;
+        let training = feed_forwards(&config, &config.moe(), None, |_| false)?;
+        let inference = feed_forwards(&config, &config.inference_moe(), None, |_| false)?;
         Ok(Self { config, num_decoder_layers, attention, training, inference })
     }
 

@@ -19,7 +19,7 @@ mod pass;
 mod rope_tables;
 pub mod safetensors;
 mod scan;
-mod shapes;
+mod sharding;
 mod split;
 mod tensor_ranks;
 mod tokenizer;
@@ -40,11 +40,13 @@ pub use instead::{instead_of_model, only_gguf};
 pub use kv_cache::KvCache;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
 pub use scan::{NotFinite, WeightCheck};
+pub use sharding::{HeldPart, Sharding};
 pub use split::{Cut, TensorShare, TensorSplit};
 pub use tensor_ranks::TensorRanks;
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, Role, is_of_experts,
+    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, Shard, WeightGroup, WeightPlace,
+    WeightRole, WeightRuleError, WeightSpec, WeightTable,
 };

@@ -15,7 +15,7 @@ use crate::gather::after;
 use crate::losses::{LossValues, router_losses};
 use crate::pass::{PassOptions, PassStats, TokenBatch};
 use crate::tensor_ranks::TensorRanks;
-use crate::weights::{DecoderWeights, FeedForwardWeights};
+use crate::weights::{DecoderWeights, FeedForwardWeights, WeightTable};
 
 /// The loss of no token.
 const NO_LOSS: HeadLoss = HeadLoss { loss_sum: 0.0, num_targets: 0, num_correct: 0 };
@@ -33,14 +33,14 @@ impl Decoder {
     /// All ranks that have tokens make the same passes, each over sequences of its own, or none. Statistics and losses are those of
     /// all sequences; gradients are what this rank's sequences, and rows of others in the experts here, give. After each pass
     /// [`ExpertRanks::failure`] says whether it counts.
-    pub fn over_ranks(config: ModelConfig, ranks: ExpertRanks) -> Result<Self, ConfigError> {
-        Self::build(config, Some(ranks), None)
+    pub fn over_ranks(config: ModelConfig, table: WeightTable, ranks: ExpertRanks) -> Result<Self, ConfigError> {
+        Self::build(config, table, Some(ranks), None)
     }
 
     /// As [`over_ranks`](Self::over_ranks) where the ranks of `ranks` hold the matrices of the other layers between them, too, and make
     /// the same passes over the same sequences. Weights are those that [`TensorSplit::part`](crate::TensorSplit::part) leaves.
-    pub fn over_tensor_ranks(config: ModelConfig, ranks: TensorRanks) -> Result<Self, ConfigError> {
-        Self::build(config, Some(ranks.experts().clone()), Some(ranks))
+    pub fn over_tensor_ranks(config: ModelConfig, table: WeightTable, ranks: TensorRanks) -> Result<Self, ConfigError> {
+        Self::build(config, table, Some(ranks.experts().clone()), Some(ranks))
     }
 
     /// The tokens of `batch` that this rank takes through layers with experts, of whose routers it knows: all of them, but where

@@ -16,7 +16,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
 use crate::config::{ModelConfig, QkNorm};
-use crate::weights::is_of_experts;
+use crate::weights::{Shard, WeightSpec, WeightTable};
 
 /// What a rank of a tensor-parallel group has of the tensors of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,14 +32,8 @@ pub struct TensorSplit {
     hidden: Range<usize>,
     /// All of them.
     dense_width: usize,
-    /// Whether their activation is gated.
-    is_gated: bool,
     /// Where each rank's part of the vocabulary begins, and the end of the last.
     vocabulary: Vec<usize>,
-    head_dim: usize,
-    value_dim: usize,
-    /// Of a head, what is made of the narrow vector in latent attention.
-    wide_dim: usize,
     /// Where a norm goes over all heads: how wide queries and keys are in all.
     normed_widths: Option<[usize; 2]>,
 }
@@ -75,9 +69,10 @@ fn times(range: &Range<usize>, size: usize) -> Range<usize> {
 }
 
 impl TensorSplit {
-    /// The part of rank `rank` of `size` in a model of `config`. Fails where there are more ranks than things to share out.
-    pub fn new(config: &ModelConfig, (rank, size): (usize, usize)) -> Result<Self, ConfigError> {
-        Self::check(config, size)?;
+    /// The part of rank `rank` of `size` in the weights of `table`, of a model of `config`. Fails where there are more ranks than things to
+    /// share out.
+    pub fn new(config: &ModelConfig, table: &WeightTable, (rank, size): (usize, usize)) -> Result<Self, ConfigError> {
+        Self::check(config, table, size)?;
         let (kv_heads, heads, kv_ranks) = heads_of(config, (rank, size));
         Ok(Self {
             rank,
@@ -87,11 +82,7 @@ impl TensorSplit {
             kv_ranks,
             hidden: even_share(config.dense_width, size, rank),
             dense_width: config.dense_width,
-            is_gated: config.moe().activation.num_inputs() > 1,
             vocabulary: (0..=size).map(|rank| even_share(config.vocab_size, size, rank).start).collect(),
-            head_dim: config.head_dim,
-            value_dim: config.value_dim(),
-            wide_dim: config.variant.latent.map_or(0, |latent| latent.plain_dim + config.value_dim()),
             normed_widths: (config.qk_norm == QkNorm::Whole)
                 .then(|| [config.num_heads, config.num_kv_heads].map(|heads| heads * config.head_dim)),
         })
@@ -99,8 +90,8 @@ impl TensorSplit {
 
     /// Fails where a model of `config` has less of something than `size` ranks: the error names it. A vocabulary that is not set yet
     /// is not looked at.
-    pub fn check(config: &ModelConfig, size: usize) -> Result<(), ConfigError> {
-        match limits(config).into_iter().find(|(_, len)| *len < size) {
+    pub fn check(config: &ModelConfig, table: &WeightTable, size: usize) -> Result<(), ConfigError> {
+        match limits(config, table).into_iter().find(|(_, len)| *len < size) {
             Some((name, len)) => Err(ConfigError::new(name, len, format!("must be at least parallel.tp, {size}"))),
             None => Ok(()),
         }
@@ -108,8 +99,8 @@ impl TensorSplit {
 
     /// The most ranks that a model of `config` can be cut across.
     #[must_use]
-    pub fn most(config: &ModelConfig) -> usize {
-        limits(config).into_iter().map(|(_, len)| len).fold(usize::MAX, usize::min)
+    pub fn most(config: &ModelConfig, table: &WeightTable) -> usize {
+        limits(config, table).into_iter().map(|(_, len)| len).fold(usize::MAX, usize::min)
     }
 
     /// Query heads here, and heads of keys and values.
@@ -154,41 +145,33 @@ impl TensorSplit {
         even_share(num_sequences * seq_len, self.size, rank)
     }
 
-    /// What this rank has of the tensor that [`DecoderWeights::tensors`](crate::DecoderWeights::tensors) names so. Of those of
-    /// routed experts a placement says more.
+    /// The share that this rank has of the tensor of `spec`. Of routed experts a placement says more.
     #[must_use]
-    pub fn of(&self, name: &str) -> TensorShare {
-        let last = |part: &str| name.ends_with(part);
-        let of_kv = |dim: usize, size: usize| {
-            let is_summed = self.kv_ranks.len() > 1;
-            TensorShare { is_summed, ranks: self.kv_ranks.clone(), ..self.own(dim, times(&self.kv_heads, size)) }
-        };
-        let heads = |dim: usize, size: usize| self.own(dim, times(&self.heads, size));
-        match () {
-            () if last("embed_tokens.weight") || name.starts_with("lm_head.") => {
-                self.own(0, self.vocabulary[self.rank]..self.vocabulary[self.rank + 1])
+    pub fn share(&self, spec: &WeightSpec) -> TensorShare {
+        let whole = |is_summed| TensorShare { cut: None, ranks: 0..self.size, is_summed };
+        match spec.shard {
+            Shard::Replicated | Shard::Experts => whole(false),
+            Shard::ReplicatedPartialGrad => whole(true),
+            Shard::Heads { dim, size } => self.own(dim, times(&self.heads, size)),
+            Shard::KvHeads { dim, size } => {
+                let (own, is_summed) = (self.own(dim, times(&self.kv_heads, size)), self.kv_ranks.len() > 1);
+                TensorShare { is_summed, ranks: self.kv_ranks.clone(), ..own }
             }
-            () if last("self_attn.q_norm.weight") && self.normed_widths.is_some() => heads(0, self.head_dim),
-            () if last("self_attn.k_norm.weight") && self.normed_widths.is_some() => of_kv(0, self.head_dim),
-            () if last("q_proj.weight") || last("q_proj.bias") || last("q_b_proj.weight") => heads(0, self.head_dim),
-            () if last("k_proj.weight") || last("k_proj.bias") => of_kv(0, self.head_dim),
-            () if last("v_proj.weight") || last("v_proj.bias") => of_kv(0, self.value_dim),
-            () if last("kv_b_proj.weight") => heads(0, self.wide_dim),
-            () if last("o_proj.weight") => heads(1, self.value_dim),
-            () if last("self_attn.sinks") => heads(0, 1),
-            () if last(".mlp.gate_up_proj") || last(".mlp.gate_up_proj_bias") => self.own_pieces(1, self.gate_up()),
-            () if last(".mlp.down_proj") => self.own(2, self.hidden.clone()),
-            () => TensorShare { cut: None, ranks: 0..self.size, is_summed: is_partly_passed(name) },
+            Shard::Hidden { dim } => self.own_pieces(dim, self.hidden_pieces(spec.shape[dim])),
+            Shard::Vocabulary => self.own(0, self.vocabulary[self.rank]..self.vocabulary[self.rank + 1]),
         }
     }
 
-    /// The shape of [`part`](Self::part) of a tensor of `shape`.
+    /// The ranks of the group that have the same heads of keys and values as this one.
     #[must_use]
-    pub fn part_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
-        match self.of(name).cut {
-            Some(cut) if !is_of_experts(name) => cut.shape(shape),
-            _ => shape.to_vec(),
-        }
+    pub fn kv_ranks(&self) -> Range<usize> {
+        self.kv_ranks.clone()
+    }
+
+    /// The shape of [`part`](Self::part) of the tensor of `spec`.
+    #[must_use]
+    pub fn part_shape(&self, spec: &WeightSpec) -> Vec<usize> {
+        self.share(spec).cut.map_or_else(|| spec.shape.clone(), |cut| cut.shape(&spec.shape))
     }
 
     fn own(&self, dim: usize, piece: Range<usize>) -> TensorShare {
@@ -199,28 +182,31 @@ impl TensorSplit {
         TensorShare { cut: Some(Cut { dim, pieces }), ranks: self.rank..self.rank + 1, is_summed: false }
     }
 
-    fn gate_up(&self) -> Vec<Range<usize>> {
+    /// This rank's hidden numbers in a dimension of `len`: where gate and up are stacked, in each of the two.
+    fn hidden_pieces(&self, len: usize) -> Vec<Range<usize>> {
         let Range { start, end } = self.hidden;
-        let up = self.is_gated.then(|| self.dense_width + start..self.dense_width + end);
-        [Some(start..end), up].into_iter().flatten().collect()
+        let stacked = (0..len / self.dense_width.max(1)).map(|i| i * self.dense_width);
+        stacked.map(|first| first + start..first + end).collect()
     }
 
-    /// This rank's part of the tensor `name`, in memory of its own where it is cut. Of those of routed experts it is all.
+    /// This rank's part of the tensor of `spec`, in memory of its own where it is cut. Of routed experts it is all of them.
     #[must_use]
-    pub fn part(&self, ctx: &Context, name: &str, whole: &Tensor) -> Tensor {
-        match self.of(name).cut {
-            Some(cut) if !is_of_experts(name) => cut.part(ctx, whole),
-            _ => whole.clone(),
-        }
+    pub fn part(&self, ctx: &Context, spec: &WeightSpec, whole: &Tensor) -> Tensor {
+        self.share(spec).cut.map_or_else(|| whole.clone(), |cut| cut.part(ctx, whole))
     }
 }
 
-/// What is shared out, of each at least one for every rank.
-fn limits(config: &ModelConfig) -> [(&'static str, usize); 3] {
-    let has_dense = (0..config.num_layers).any(|i| !config.is_moe_layer(i));
-    let dense_width = if has_dense { config.dense_width } else { usize::MAX };
-    let vocab_size = if config.vocab_size == 0 { usize::MAX } else { config.vocab_size };
-    [("num_heads", config.num_heads), ("dense_width", dense_width), ("vocab_size", vocab_size)]
+/// The sizes that are shared out, each at least one for every rank; those that nothing is cut by are without end.
+fn limits(config: &ModelConfig, table: &WeightTable) -> [(&'static str, usize); 3] {
+    let has = |is_cut: fn(Shard) -> bool| table.specs().iter().any(|spec| is_cut(spec.shard));
+    let limit = |is_shared_out: bool, len: usize| if is_shared_out { len } else { usize::MAX };
+    let by_heads = has(|shard| matches!(shard, Shard::Heads { .. } | Shard::KvHeads { .. }));
+    let by_vocabulary = has(|shard| shard == Shard::Vocabulary) && config.vocab_size > 0;
+    [
+        ("num_heads", limit(by_heads, config.num_heads)),
+        ("dense_width", limit(has(|shard| matches!(shard, Shard::Hidden { .. })), config.dense_width)),
+        ("vocab_size", limit(by_vocabulary, config.vocab_size)),
+    ]
 }
 
 /// Heads of keys and values, the query heads that look at them, and the ranks that have the same of the former.
@@ -236,14 +222,6 @@ fn heads_of(config: &ModelConfig, (rank, size): (usize, usize)) -> (Range<usize>
     let own = even_share(per_kv, ranks.len(), rank - ranks.start);
     let heads = kv_head * per_kv + own.start..kv_head * per_kv + own.end;
     (kv_head..kv_head + 1, heads, ranks)
-}
-
-/// Whether what passes a whole tensor on a rank is a part of the tokens, or what comes back to it is of a part of the heads: its
-/// gradient is then one of several that add up.
-fn is_partly_passed(name: &str) -> bool {
-    let of_runs = [".mlp.gate.", ".mlp.shared_expert"];
-    let of_heads = ["self_attn.q_norm", "self_attn.k_norm", "self_attn.q_a_", "self_attn.kv_a_"];
-    of_runs.into_iter().chain(of_heads).any(|part| name.contains(part))
 }
 
 impl Cut {
@@ -265,7 +243,7 @@ impl Cut {
     }
 
     /// The shape of the part of a tensor of `shape`.
-    fn shape(&self, shape: &[usize]) -> Vec<usize> {
+    pub(crate) fn shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut shape = shape.to_vec();
         shape[self.dim] = self.pieces.iter().map(Range::len).sum();
         shape
@@ -284,7 +262,7 @@ impl Cut {
     }
 
     /// Calls `copy` with each run of the whole, of elements of `size`, and where it begins in the part.
-    fn each(&self, shape: &[usize], size: usize, mut copy: impl FnMut(Range<usize>, usize)) {
+    pub(crate) fn each(&self, shape: &[usize], size: usize, mut copy: impl FnMut(Range<usize>, usize)) {
         let inner = shape[self.dim + 1..].iter().product::<usize>() * size;
         let outer: usize = shape[..self.dim].iter().product();
         let mut at = 0;

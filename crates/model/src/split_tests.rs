@@ -5,6 +5,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 use super::*;
 use crate::config::{LatentAttention, Variant};
 use crate::decoder::Decoder;
+use crate::weights::WeightTable;
 
 fn model(num_heads: usize, num_kv_heads: usize) -> ModelConfig {
     let variant = Variant { qkv_bias: true, output_bias: true, sinks: true, head_bias: true, ..Variant::default() };
@@ -27,22 +28,26 @@ fn model(num_heads: usize, num_kv_heads: usize) -> ModelConfig {
 /// Every element of every tensor is on one rank, or on all ranks that are said to have the same.
 fn check(config: &ModelConfig, size: usize) {
     let ctx = Context::cpu(1);
-    let decoder = Decoder::new(config.clone()).unwrap();
+    let (decoder, table) = (Decoder::new(config.clone()).unwrap(), WeightTable::new(config));
     let mut whole = decoder.zero_weights(&ctx);
     for (i, (_, tensor)) in whole.tensors_mut().into_iter().enumerate() {
         let random = Random::new(1, Purpose::Test, i as u64);
         tensor.f32s_mut().iter_mut().zip(0..).for_each(|(x, at)| *x = 1.0 + random.below(at, 1000) as f32);
     }
-    let splits: Vec<_> = (0..size).map(|rank| TensorSplit::new(config, (rank, size)).unwrap()).collect();
-    let parts: Vec<_> =
-        splits.iter().map(|split| whole.map_named(|name, tensor| split.part(&ctx, name, tensor))).collect();
-    for (index, (name, tensor)) in whole.tensors().into_iter().enumerate() {
+    let splits: Vec<_> = (0..size).map(|rank| TensorSplit::new(config, &table, (rank, size)).unwrap()).collect();
+    let part = |split: &TensorSplit| {
+        let mut specs = table.specs().iter();
+        whole.map_tensors(|tensor| split.part(&ctx, specs.next().unwrap(), tensor))
+    };
+    let parts: Vec<_> = splits.iter().map(part).collect();
+    for (spec, (name, tensor)) in table.specs().iter().zip(whole.tensors()) {
         let mut joined = ctx.zeros(tensor.shape(), DType::F32);
         let mut num_elements = 0;
         for (rank, split) in splits.iter().enumerate() {
-            let (share, part) = (split.of(&name), parts[rank].tensors()[index].1);
+            let (share, part) = (split.share(spec), parts[rank].tensors()[spec.index].1);
             let same = &splits[share.ranks.start];
-            assert!(share.ranks.contains(&rank) && same.of(&name) == share, "{name}: {share:?}");
+            assert!(share.ranks.contains(&rank) && same.share(spec) == share, "{name}: {share:?}");
+            assert_eq!(split.part_shape(spec), part.shape(), "{name}");
             num_elements += if share.ranks.start == rank { part.len() } else { 0 };
             match &share.cut {
                 Some(cut) => {
@@ -79,7 +84,7 @@ fn query_heads_stay_with_their_keys() {
         let config = model(num_heads, num_kv_heads);
         let per_kv = num_heads / num_kv_heads;
         for rank in 0..size {
-            let split = TensorSplit::new(&config, (rank, size)).unwrap();
+            let split = TensorSplit::new(&config, &WeightTable::new(&config), (rank, size)).unwrap();
             assert!(!split.heads.is_empty());
             assert_eq!(split.kv_heads, split.heads.start / per_kv..(split.heads.end - 1) / per_kv + 1);
             assert!(split.heads.len().is_multiple_of(split.kv_heads.len()));
@@ -89,6 +94,7 @@ fn query_heads_stay_with_their_keys() {
 
 #[test]
 fn more_ranks_than_heads_are_refused() {
-    let message = TensorSplit::new(&model(4, 2), (0, 5)).expect_err("refused").to_string();
+    let config = model(4, 2);
+    let message = TensorSplit::new(&config, &WeightTable::new(&config), (0, 5)).expect_err("refused").to_string();
     assert!(message.contains("num_heads") && message.contains("parallel.tp, 5"), "{message}");
 }

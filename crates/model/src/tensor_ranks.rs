@@ -17,6 +17,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::blocks::Pass;
 use crate::config::ModelConfig;
 use crate::split::TensorSplit;
+use crate::weights::WeightTable;
 
 /// One rank's part in a tensor-parallel group. Cloning shares it.
 ///
@@ -34,11 +35,16 @@ struct Inner {
 }
 
 impl TensorRanks {
-    /// `group` are the ranks with the same tokens, which hold the matrices of a model of `config` between them; `experts` is this
+    /// `group` are the ranks with the same tokens, which hold the matrices of `table`, of a model of `config`, between them; `experts` is this
     /// rank's part in layers with experts, in which each of `group` has tokens of its own. Fails where there are more ranks than
     /// things to share out.
-    pub fn new(config: &ModelConfig, group: Arc<dyn Communicator>, experts: ExpertRanks) -> Result<Self, ConfigError> {
-        let split = TensorSplit::new(config, (group.rank(), group.size()))?;
+    pub fn new(
+        config: &ModelConfig,
+        table: &WeightTable,
+        group: Arc<dyn Communicator>,
+        experts: ExpertRanks,
+    ) -> Result<Self, ConfigError> {
+        let split = TensorSplit::new(config, table, (group.rank(), group.size()))?;
         Ok(Self { inner: Arc::new(Inner { group, split, experts }) })
     }
 

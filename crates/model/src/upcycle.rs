@@ -60,7 +60,7 @@ pub fn upcycle(
         ..config.clone()
     };
     upcycled.validate()?;
-    let mut result = weights.map(|_, _, tensor| tensor.clone());
+    let mut result = weights.map(|_, tensor| tensor.clone());
     for (i, layer) in result.layers.iter_mut().enumerate().filter(|(i, _)| upcycled.is_moe_layer(*i)) {
         let FeedForwardWeights::Dense(dense) = &layer.feed_forward else { continue };
         let maker = ExpertMaker { ctx, options, layer: i as u64 };

@@ -24,6 +24,7 @@ use moeworks_tensor::Tensor;
 use crate::ranks::{CrossRank, Joined, RanksSaved, RanksTask};
 use crate::router::{Decision, RouterGradTask, RouterSaved, ScoreRouter};
 use crate::shared::{SharedSaved, SharedTask};
+use crate::weights::is_left_out;
 use crate::zero_computation::{self, ZeroComputationChoices, ZeroComputationGrads};
 use crate::{
     ConfigError, Dispatch, DispatchRule, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeWeights, RouterInput,
@@ -454,7 +455,7 @@ impl MoeGradTask {
         let joined = self.timed(|| {
             let joined = self.joined(ctx);
             let (inputs, rows) = self.inputs(joined.as_ref());
-            if !self.is_done() {
+            if !self.is_done() && !is_left_out(into.gate_up) {
                 experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into);
             }
             joined
@@ -469,7 +470,7 @@ impl MoeGradTask {
         let joined = self.timed(|| {
             let joined = self.joined(ctx);
             let (inputs, rows) = self.inputs(joined.as_ref());
-            if !self.is_done() {
+            if !self.is_done() && !is_left_out(into.gate_up) {
                 experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into);
             }
             joined
@@ -514,7 +515,7 @@ impl MoeGradTask {
     /// All but the experts' matrices.
     fn run_rest(self, ctx: &Context, write: Write, joined: Option<&Joined>, grads: &mut MoeWeights) {
         let Saved { x, router, .. } = &*self.saved;
-        if let Some((gate_up, down)) = &mut grads.biases {
+        if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
             let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(joined);
             experts_bias_grad(ctx, (dy, dh), rows, write, (gate_up, down));
         }

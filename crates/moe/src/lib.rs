@@ -108,4 +108,4 @@ pub use stats::{
     LayerStats, Load, ModalityStats, ZeroComputationShare, cv, dead_expert_frac, e_max_violation, expert_diversity,
     load_entropy, max_over_mean, num_dead_experts, share,
 };
-pub use weights::{MoeWeights, NamedTensor, SharedWeights, select_experts};
+pub use weights::{MoeWeights, NamedTensor, SharedWeights, is_left_out, select_experts};

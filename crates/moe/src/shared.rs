@@ -11,8 +11,8 @@ use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
-use crate::SharedWeights;
 use crate::layer::kept;
+use crate::{SharedWeights, is_left_out};
 
 /// What backward needs of forward.
 pub(crate) struct SharedSaved {
@@ -84,8 +84,10 @@ impl SharedTask {
     ) {
         let weighed = self.weighed.as_ref();
         let inputs = WeightGradInputs { x, dy, saved: kept(&saved.experts), dh: &self.dh, weighed };
-        let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        experts_weight_grad(ctx, inputs, activation, saved.rows.rows(), write, into);
+        if !is_left_out(&grads.gate_up) {
+            let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+            experts_weight_grad(ctx, inputs, activation, saved.rows.rows(), write, into);
+        }
         if let (Some(d_logits), Some(gate)) = (&self.d_logits, &mut grads.gate) {
             linear_backward_weight(ctx, d_logits, x, DType::F32, write, gate);
         }

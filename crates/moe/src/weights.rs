@@ -57,6 +57,12 @@ pub struct SharedWeights {
     pub gate: Option<Tensor>,
 }
 
+/// Whether a gradient is left out of a pass, as its weight is frozen: it then has no elements and one dimension.
+#[must_use]
+pub fn is_left_out(grad: &Tensor) -> bool {
+    *grad.shape() == [0]
+}
+
 /// `[experts, ..]`: these rows of a tensor `[E, ..]`.
 #[must_use]
 pub fn select_experts(ctx: &Context, tensor: &Tensor, experts: &[usize]) -> Tensor {

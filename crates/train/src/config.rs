@@ -214,6 +214,8 @@ pub struct TrainConfig {
     /// Where a GPU computes: what the optimizer alone reads stays in the host's memory, and weights are updated there. In bf16 that
     /// leaves 6 of 18 bytes a weight on the GPU (ZeRO-Offload, 2101.06840).
     pub offload_optimizer: bool,
+    /// Patterns of names of weights that training leaves as they are, such as `"*.mlp.experts.*"`; `*` stands for any run of characters.
+    pub freeze: Vec<String>,
 }
 
 impl TrainConfig {
@@ -280,6 +282,7 @@ impl Default for TrainConfig {
             threads: 0,
             device: DeviceChoice::Cpu,
             offload_optimizer: false,
+            freeze: Vec::new(),
         }
     }
 }
@@ -319,6 +322,9 @@ pub struct ParallelConfig {
     pub ordered_sums: bool,
     /// Seconds after which a rank that the others wait for within a step is taken for hung.
     pub timeout_s: u64,
+    /// The cuts of weights over the ranks of `tp` that differ from the usual ones: `"PATTERN=replicated"` or `"PATTERN=tensor"` (cut as
+    /// usual), later rules win.
+    pub sharding: Vec<String>,
 }
 
 /// By which hops tokens go.
@@ -423,6 +429,7 @@ impl Default for ParallelConfig {
             zero: 0,
             ordered_sums: false,
             timeout_s: 25,
+            sharding: Vec::new(),
         }
     }
 }

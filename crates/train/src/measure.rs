@@ -97,9 +97,9 @@ fn time_steps(
     let at = config.train.optimizer_context(ctx);
     let mut weights = decoder.init(ctx, 0);
     let mut compute = config.train.precision.has_bf16_copies().then(|| weights.compute_copy(&at, DType::BF16));
-    let mut grads = weights.zero_gradients(ctx, config.train.expert_gradients.dtype());
+    let mut grads = weights.gradients(ctx, decoder.weight_table(), config.train.expert_gradients.dtype());
     let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-    let mut optimizer = Optimizer::new(ctx, adamw, &weights);
+    let mut optimizer = Optimizer::new(ctx, adamw, decoder.weight_table(), &weights);
     let random = Random::new(0, Purpose::Test, 0);
     let ids: Vec<u32> =
         (0..(num_sequences * seq_len) as u64).map(|i| random.below(i, model.vocab_size as u64) as u32).collect();

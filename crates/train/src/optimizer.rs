@@ -1,6 +1,8 @@
 //! AdamW over all tensors of a model, and the guards around it: the global norm and clipping.
 
-use moeworks_model::DecoderWeights;
+use std::sync::Arc;
+
+use moeworks_model::{DecoderWeights, WeightTable};
 use moeworks_ops::Context;
 use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
 use moeworks_ops::elementwise::{cast_into, sums_of_squares};
@@ -19,28 +21,41 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
 }
 
-/// The optimizer's state: two moments for each weight, in f32, and the number of updates made.
+/// The optimizer's state: two moments for each trainable weight, in f32, and the number of updates made.
 pub struct Optimizer {
     config: AdamWConfig,
-    /// First moments.
+    table: Arc<WeightTable>,
+    /// First moments; those of frozen weights have no elements.
     pub first: DecoderWeights,
-    /// Second moments.
+    /// Second moments; those of frozen weights have no elements.
     pub second: DecoderWeights,
     /// Updates made so far; a skipped step makes none.
     pub updates: u64,
 }
 
 impl Optimizer {
-    /// The state before the first update.
+    /// The state before the first update of `weights`, which are those of `table` or parts of them.
     #[must_use]
-    pub fn new(ctx: &Context, config: AdamWConfig, weights: &DecoderWeights) -> Self {
-        Self { config, first: weights.zeros_like(ctx), second: weights.zeros_like(ctx), updates: 0 }
+    pub fn new(ctx: &Context, config: AdamWConfig, table: &Arc<WeightTable>, weights: &DecoderWeights) -> Self {
+        let moments = || weights.moments(ctx, table);
+        Self { config, table: Arc::clone(table), first: moments(), second: moments(), updates: 0 }
     }
 
     /// The state after `updates` updates that left these moments, first and second.
     #[must_use]
-    pub fn of_moments(config: AdamWConfig, [first, second]: [DecoderWeights; 2], updates: u64) -> Self {
-        Self { config, first, second, updates }
+    pub fn from_moments(
+        config: AdamWConfig,
+        table: &Arc<WeightTable>,
+        [first, second]: [DecoderWeights; 2],
+        updates: u64,
+    ) -> Self {
+        Self { config, table: Arc::clone(table), first, second, updates }
+    }
+
+    /// The table of the weights.
+    #[must_use]
+    pub fn table(&self) -> &WeightTable {
+        &self.table
     }
 
     /// Moves `weights` by one update with gradients `grads` times `grad_scale` at rate `lr`, and brings `compute`, the
@@ -60,17 +75,18 @@ impl Optimizer {
         let grads = grads.tensors().into_iter().map(|(_, tensor)| tensor);
         let firsts = self.first.tensors_mut().into_iter().map(|(_, tensor)| tensor);
         let seconds = self.second.tensors_mut().into_iter().map(|(_, tensor)| tensor);
-        for (i, (((param, grad), m), v)) in params.zip(grads).zip(firsts).zip(seconds).enumerate() {
+        let tensors = self.table.specs().iter().zip(params).zip(grads).zip(firsts).zip(seconds);
+        for ((((spec, param), grad), m), v) in tensors.filter(|((((spec, _), _), _), _)| spec.is_trainable) {
             let step = AdamWStep {
                 lr,
                 beta1: self.config.beta1,
                 beta2: self.config.beta2,
                 eps: self.config.eps,
-                weight_decay: if is_decayed(param) { self.config.weight_decay } else { 0.0 },
+                weight_decay: if spec.is_decayed() { self.config.weight_decay } else { 0.0 },
                 step: self.updates,
                 grad_scale,
             };
-            let copy = compute.as_mut().map(|tensors| &mut *tensors[i]);
+            let copy = compute.as_mut().map(|tensors| &mut *tensors[spec.index]);
             update_one(ctx, &step, (param, grad, m, v), copy);
         }
     }
@@ -98,15 +114,11 @@ fn update_one(
     }
 }
 
-/// Norm weights and biases are vectors; everything else is decayed.
-fn is_decayed(param: &Tensor) -> bool {
-    param.shape().len() > 1
-}
-
-/// The norm of all gradients as one vector. Not finite if any gradient is not.
+/// The norm of the gradients of all trainable weights of `table` as one vector. Not finite if any of these is not.
 #[must_use]
-pub fn global_norm(ctx: &Context, grads: &DecoderWeights) -> f64 {
-    let tensors: Vec<_> = grads.tensors().into_iter().map(|(_, tensor)| tensor).collect();
+pub fn global_norm(ctx: &Context, table: &WeightTable, grads: &DecoderWeights) -> f64 {
+    let trainable = table.specs().iter().zip(grads.tensors()).filter(|(spec, _)| spec.is_trainable);
+    let tensors: Vec<_> = trainable.map(|(_, (_, tensor))| tensor).collect();
     sums_of_squares(ctx, &tensors).iter().sum::<f64>().sqrt()
 }
 

@@ -2,8 +2,8 @@
 
 use moeworks_gpu::{Gpu, GpuError};
 use moeworks_infer::system::System;
-use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, shape};
+use moeworks_model::{Tokenizer, WeightGroup, WeightTable};
 use moeworks_ops::Context;
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
@@ -53,12 +53,20 @@ fn state_of_rank(config: &RunConfig) -> RankMemory {
         precision: config.train.precision.kept(),
         zero: config.parallel.zero,
     };
-    let shape = shape(&config.model, config.train.seq_len, is_bf16);
+    // Settings that give no table are refused where a run begins.
+    let table = config.weight_table().unwrap_or_else(|_| WeightTable::new(&config.model));
+    let shape = shape(&config.model, &table, config.train.seq_len, is_bf16);
     let of_rank = rank_memory(&shape, &workload, &config.parallel.layout());
+    let parameters = Parameters::of_table(&config.model, &table);
+    // Frozen weights have neither gradients nor moments: about the same share on each rank.
+    let trained = parameters.trainable() as f64 / parameters.total().max(1) as f64;
     // On one rank, gradients of experts may be half as long.
-    let [experts, _] = Parameters::of(&config.model).experts();
-    let of_experts = if config.train.expert_gradients == GradientType::Bf16 { 2 * experts } else { 0 };
-    RankMemory { gradients: of_rank.gradients - of_experts as f64, ..of_rank }
+    let of_experts = match config.train.expert_gradients {
+        GradientType::F32 => 0,
+        GradientType::Bf16 => 2 * parameters.trainable_of(WeightGroup::Experts),
+    };
+    let gradients = of_rank.gradients * trained - of_experts as f64;
+    RankMemory { gradients, optimizer: of_rank.optimizer * trained, ..of_rank }
 }
 
 /// Of that what a GPU keeps: without the optimizer there are gradients and what products read of weights.

@@ -10,7 +10,7 @@ use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Metadata};
 use moeworks_model::files::{FileError, write_whole};
 use moeworks_model::hf::{self, ComingWeights, SaveOptions};
 use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
-use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer};
+use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer, WeightSpec, WeightTable};
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -111,17 +111,18 @@ pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &DecoderWeights)
     [("first.", &optimizer.first), ("second.", &optimizer.second)]
 }
 
-/// The moments of an optimizer that has all of them, as a checkpoint has them.
-pub(crate) fn lent_moments(optimizer: &Optimizer) -> Vec<TensorBytes<'_>> {
+/// The moments of an optimizer that has all of them, as a checkpoint has them: those of trainable weights.
+pub(crate) fn lent_moments<'a>(optimizer: &'a Optimizer) -> Vec<TensorBytes<'a>> {
     let mut list = Vec::new();
     for (prefix, tensors) in moments(optimizer) {
-        let lent = tensors.tensors().into_iter().map(|(name, tensor)| TensorBytes {
-            name: format!("{prefix}{name}"),
+        let lent = |(spec, (_, tensor)): (&WeightSpec, (String, &'a Tensor))| TensorBytes {
+            name: format!("{prefix}{}", spec.name),
             dtype: FileDType::F32,
             shape: tensor.shape().to_vec(),
             bytes: tensor.bytes().into(),
-        });
-        list.extend(lent);
+        };
+        let trainable = optimizer.table().specs().iter().zip(tensors.tensors()).filter(|(spec, _)| spec.is_trainable);
+        list.extend(trainable.map(lent));
     }
     list
 }
@@ -136,8 +137,8 @@ pub(crate) fn metadata(progress: &Progress) -> Metadata {
     metadata
 }
 
-/// What is kept of a tensor of a whole model, given its name and it.
-pub(crate) type Keep<'a> = dyn FnMut(&str, &Tensor) -> Tensor + 'a;
+/// Gives the part that is kept of a tensor of a whole model, from its entry in the table and it.
+pub(crate) type Keep<'a> = dyn FnMut(&WeightSpec, &Tensor) -> Tensor + 'a;
 
 /// A checkpoint to train on from: tensors lie in its files, and only what is asked for is read.
 pub(crate) struct Stored {
@@ -163,23 +164,27 @@ pub(crate) fn load(ctx: &Context, decoder: &Decoder, checkpoint: &Checkpoint) ->
 }
 
 impl Stored {
-    /// What `keep` keeps of a moment, `first` or `second`.
+    /// The moments, `first` or `second`, of the weights of `table`: what `keep` keeps of them. Frozen weights have none.
     pub(crate) fn moment(
         &self,
         ctx: &Context,
+        table: &WeightTable,
         moment: &str,
         mut keep: Box<Keep<'_>>,
     ) -> Result<DecoderWeights, TrainError> {
         let mut failure = None;
-        let moments =
-            self.weights.kept(ctx, |name, like| match self.tensor(ctx, &format!("{moment}.{name}"), like.shape()) {
-                _ if failure.is_some() => ctx.empty(&[0], DType::F32),
-                Ok(tensor) => keep(name, &tensor),
+        let moments = self.weights.kept(ctx, table, |spec, _| {
+            if failure.is_some() || !spec.is_trainable {
+                return ctx.empty(&[0], DType::F32);
+            }
+            match self.tensor(ctx, &format!("{moment}.{}", spec.name), &spec.shape) {
+                Ok(tensor) => keep(spec, &tensor),
                 Err(error) => {
                     failure = Some(error);
                     ctx.empty(&[0], DType::F32)
                 }
-            });
+            }
+        });
         failure.map_or(Ok(moments), Err)
     }
 
@@ -272,6 +277,7 @@ pub(crate) fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunCon
         settings.push(("run.name".to_owned(), config.run.name.clone()));
         settings.push(("train.seed".to_owned(), config.train.seed.to_string()));
         settings.push(("train.seq_len".to_owned(), config.train.seq_len.to_string()));
+        settings.push(("train.freeze".to_owned(), format!("{:?}", config.train.freeze)));
         Ok(settings)
     };
     let as_state =

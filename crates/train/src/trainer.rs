@@ -312,7 +312,7 @@ impl Trainer {
     /// Makes of the gradients of this rank's sequences those of all: their norm, and this rank's slices of them where that is all
     /// that it updates.
     fn sum_gradients(&mut self, under_way: SumsUnderWay) -> Result<(f64, Option<DecoderWeights>), TrainError> {
-        let Some(ranks) = &self.ranks else { return Ok((global_norm(&self.ctx, &self.grads), None)) };
+        let Some(ranks) = &self.ranks else { return Ok((self.own_norm(), None)) };
         ranks.check()?;
         if ranks.shards_optimizer() {
             let slices = ranks.sum_to_slices(&self.ctx, &self.grads, under_way)?;
@@ -320,6 +320,11 @@ impl Trainer {
         }
         ranks.sum_gradients(&mut self.grads, under_way)?;
         Ok((ranks.global_norm(&self.ctx, &self.grads)?, None))
+    }
+
+    /// The norm of the gradients of a run on one rank.
+    fn own_norm(&self) -> f64 {
+        global_norm(&self.ctx, self.decoder.weight_table(), &self.grads)
     }
 
     /// Moves the weights at a rate and by gradients times a scale: by all of them, or by `slices` of them on each rank.
@@ -333,7 +338,7 @@ impl Trainer {
             self.optimizer.update(&ctx, (lr, scale), &mut self.weights, &grads, self.compute.as_mut());
             return Ok(());
         }
-        let mut params = ranks.slices(&ctx, &self.weights);
+        let mut params = ranks.trainable_slices(&ctx, &self.weights);
         self.optimizer.update(&ctx, (lr, scale), &mut params, &grads, None);
         ranks.join_slices(&params, &mut self.weights)?;
         if let Some(compute) = &mut self.compute {

@@ -53,15 +53,44 @@ pub(crate) struct EvaluateArgs {
 }
 
 #[derive(Debug, Args)]
-#[command(before_help = "Usual use:\n  moeworks inspect MODEL")]
+#[command(
+    before_help = "Usual use:\n  moeworks inspect MODEL\n  moeworks inspect MODEL --sharding --tp 2 --ep 4     the part of each weight on each rank"
+)]
 pub(crate) struct InspectArgs {
     /// A run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     #[command(flatten)]
     pub(crate) check: CheckArgs,
+    #[command(flatten)]
+    pub(crate) sharding: ShardingArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The options that say how weights are cut over ranks, and which of them are trained.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sharding")]
+pub(crate) struct ShardingArgs {
+    /// List the weights: shape, cut over ranks, the parts of ranks, bytes a rank, and whether they are trained. Of a run the settings
+    /// are its own unless given
+    #[arg(long)]
+    pub(crate) sharding: bool,
+    /// Groups of ranks, each with all experts
+    #[arg(long, value_name = "N", requires = "sharding")]
+    pub(crate) dp: Option<usize>,
+    /// Ranks of a group, which hold the experts between them
+    #[arg(long, value_name = "N", requires = "sharding")]
+    pub(crate) ep: Option<usize>,
+    /// Ranks that hold all other matrices between them
+    #[arg(long, value_name = "N", requires = "sharding")]
+    pub(crate) tp: Option<usize>,
+    /// A rule as in parallel.sharding, such as "model.layers.0.self_attn.*=replicated"; may be given several times
+    #[arg(long, value_name = "PATTERN=CUT", requires = "sharding")]
+    pub(crate) shard: Vec<String>,
+    /// Weights that are not trained, as in train.freeze, such as "*.mlp.experts.*"; may be given several times
+    #[arg(long, value_name = "PATTERN", requires = "sharding")]
+    pub(crate) freeze: Vec<String>,
 }
 
 #[derive(Debug, Args)]

@@ -14,7 +14,7 @@ use moeworks_infer::generation::{Sampler, SamplingOptions};
 use moeworks_infer::open::{LoadedWeights, Source, WeightsToCheck};
 use moeworks_model::account::Parameters;
 use moeworks_model::hf::ModelFolder;
-use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, KvCache, ModelConfig, QkNorm, Role};
+use moeworks_model::{Decoder, DecoderWeights, FeedForwardWeights, KvCache, ModelConfig, QkNorm, WeightRole};
 use moeworks_ops::linear::linear;
 use moeworks_ops::measure::best_seconds;
 use moeworks_ops::peak::{Memory, Peaks};
@@ -336,15 +336,15 @@ fn random_weights(ctx: &Context, decoder: &Decoder, dtype: DType) -> DecoderWeig
     // Zeros that nobody touches take no memory.
     let mut weights = decoder.zero_weights(ctx);
     let roles = weights.roles();
-    for (index, ((name, tensor), role)) in weights.tensors_mut().into_iter().zip(roles).enumerate() {
-        if name.ends_with("norm.weight") {
+    for (index, ((_, tensor), role)) in weights.tensors_mut().into_iter().zip(roles).enumerate() {
+        if role.is_norm() {
             tensor.f32s_mut().fill(1.0);
             continue;
         }
         let dtype = match role {
-            Role::Exact => DType::F32,
-            Role::Product if name.contains("embed_tokens") && dtype.is_quantized() => DType::BF16,
-            Role::Product => dtype,
+            WeightRole::Embedding if dtype.is_quantized() => DType::BF16,
+            role if role.is_product() => dtype,
+            _ => DType::F32,
         };
         *tensor = random_tensor(ctx, tensor.shape(), dtype, index as u64);
     }

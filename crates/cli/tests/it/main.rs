@@ -18,6 +18,7 @@ mod rank_failures;
 mod ranks;
 mod routing;
 mod schemes;
+mod sharding;
 mod simulate;
 mod special_tokens;
 mod stopping;

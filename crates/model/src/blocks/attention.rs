@@ -19,6 +19,7 @@ use super::projection::{project_grads, project_summed};
 use crate::config::ModelConfig;
 use crate::kv_cache::LayerCache;
 use crate::split::TensorSplit;
+use crate::tensor_ranks::TensorRanks;
 use crate::weights::{AttentionInputs, AttentionWeights, LayerWeights};
 
 /// Epsilon of the norms inside latent attention, whatever the others have (DeepSeek's code).
@@ -36,6 +37,8 @@ pub(crate) struct AttentionBlock {
     norm: Norm,
     inputs: Inputs,
     residual_multiplier: f32,
+    /// Whether ranks that make the same pass have some heads each.
+    is_cut: bool,
 }
 
 /// What makes queries, keys and values.
@@ -82,7 +85,7 @@ impl AttentionBlock {
         let (num_heads, num_kv_heads) = split.map_or((config.num_heads, config.num_kv_heads), TensorSplit::num_heads);
         let (value_dim, variant) = (config.value_dim(), &config.variant);
         let inputs = match variant.latent {
-            None => Inputs::Heads(Heads { eps, clip: variant.clip_qkv }),
+            None => Inputs::Heads(Heads { eps, clip: variant.clip_qkv, is_cut: split.is_some() }),
             Some(sizes) => Inputs::Latent(Latent { sizes, num_heads, value_dim, eps: LATENT_EPS }),
         };
         Self {
@@ -95,7 +98,13 @@ impl AttentionBlock {
             norm: Norm { eps },
             inputs,
             residual_multiplier: variant.residual_multiplier,
+            is_cut: split.is_some(),
         }
+    }
+
+    /// The ranks that have the other heads, if there are any.
+    fn ranks<'a>(&self, pass: &Pass<'a>) -> Option<&'a TensorRanks> {
+        pass.tensor.filter(|_| self.is_cut)
     }
 
     fn shape(&self, pass: &Pass<'_>, kv_len: usize, kv_capacity: usize) -> AttentionShape {
@@ -156,10 +165,11 @@ impl AttentionBlock {
 
     /// What heads found, brought back to the residual stream.
     fn output(&self, pass: &Pass<'_>, w: &AttentionWeights, o: &Tensor, x: &Tensor) -> Tensor {
-        if pass.tensor.is_none() && self.residual_multiplier == 1.0 && w.o.bias.is_none() {
+        let ranks = self.ranks(pass);
+        if ranks.is_none() && self.residual_multiplier == 1.0 && w.o.bias.is_none() {
             return linear_onto(pass.ctx, o, &w.o.weight, x);
         }
-        let mut y = project_summed(pass, o, &w.o);
+        let mut y = project_summed(pass.ctx, ranks, o, &w.o);
         add_residual(pass.ctx, &mut y, self.residual_multiplier, x);
         y
     }
@@ -189,7 +199,7 @@ impl AttentionBlock {
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;
         let (mut d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), d_qkv, write, inputs_grads);
-        if let Some(ranks) = pass.tensor {
+        if let Some(ranks) = self.ranks(pass) {
             ranks.sum(&mut d_normed);
         }
         let d_norm = &mut grads.attention_norm;

@@ -1,6 +1,6 @@
 //! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
 
-use moeworks_moe::{GradsNow, LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{GradsNow, LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput, is_left_out};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
     experts_forward_onto, experts_weight_grad,
@@ -12,7 +12,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::Pass;
 use super::attention::{WRONG_KIND, add_residual, scaled};
 use super::norm::Norm;
-use crate::tensor_ranks::Run;
+use crate::tensor_ranks::{Run, TensorRanks};
 use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights, NormWeights};
 
 /// A feed-forward block.
@@ -24,6 +24,8 @@ pub(crate) struct FeedForwardBlock {
     pub(crate) norm: Norm,
     /// Multiplies what the block adds to the residual stream.
     pub(crate) residual_multiplier: f32,
+    /// Whether ranks that make the same pass have some hidden numbers each, in a dense layer.
+    pub(crate) is_cut: bool,
 }
 
 /// What backward needs of forward, besides the block's input.
@@ -72,6 +74,11 @@ pub(crate) enum FeedForwardGradTask {
 }
 
 impl FeedForwardBlock {
+    /// The ranks that make the same pass and have a part in it: in a dense layer only where it is cut.
+    fn ranks<'a>(&self, pass: &Pass<'a>) -> Option<&'a TensorRanks> {
+        pass.tensor.filter(|_| self.moe.is_some() || self.is_cut)
+    }
+
     /// `x [T, D]` f32 to `y [T, D]` f32.
     pub(crate) fn forward(
         &self,
@@ -87,7 +94,8 @@ impl FeedForwardBlock {
         };
         let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
         // What the block adds to, where nothing has to be done to the sum first.
-        let base = (self.residual_multiplier == 1.0 && pass.tensor.is_none()).then_some(x);
+        let ranks = self.ranks(pass);
+        let base = (self.residual_multiplier == 1.0 && ranks.is_none()).then_some(x);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
                 let is_whole = input.seq_len > 0;
@@ -103,14 +111,14 @@ impl FeedForwardBlock {
             (FeedForwardWeights::Dense(w), None) => {
                 let rows = pass.all_rows.rows();
                 // The bias behind a sum over ranks is added once.
-                let zeros = pass.tensor.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
+                let zeros = ranks.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
                 let biases = w.biases.as_ref();
                 let of_part =
                     biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
                 let experts = dense(w, self.activation);
                 let options = (base, input.is_forward_only);
                 let (mut y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, options);
-                if let Some(ranks) = pass.tensor {
+                if let Some(ranks) = ranks {
                     let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
                     ranks.sum_biased(ctx, &mut y, bias.as_ref());
                 }
@@ -165,7 +173,7 @@ impl FeedForwardBlock {
                 let run = Run::of(pass, is_whole);
                 let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
                 let FeedForwardWeights::Moe(grads) = grads else { panic!("{WRONG_KIND}") };
-                let now = Some(GradsNow { write, of_used: false, grads });
+                let now = (!is_left_out(&grads.gate_up)).then_some(GradsNow { write, of_used: false, grads });
                 let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad, now);
                 let dx = match run {
                     None => dx,
@@ -177,7 +185,7 @@ impl FeedForwardBlock {
                 let saved = saved.expect("a pass that was to be forward only has no backward pass");
                 let rows = pass.all_rows.rows();
                 let mut back = experts_backward(ctx, &d_block, dense(w, self.activation), rows, &saved);
-                if let Some(ranks) = pass.tensor {
+                if let Some(ranks) = self.ranks(pass) {
                     ranks.sum(&mut back.dx);
                 }
                 let activation = self.activation;
@@ -214,9 +222,11 @@ impl FeedForwardGradTask {
                 let weighed = weighed.as_ref();
                 let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh, weighed };
                 let rows = pass.all_rows.rows();
-                let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-                experts_weight_grad(pass.ctx, inputs, activation, rows, write, into);
-                if let Some((gate_up, down)) = &mut grads.biases {
+                if !is_left_out(&grads.gate_up) {
+                    let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+                    experts_weight_grad(pass.ctx, inputs, activation, rows, write, into);
+                }
+                if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
                     experts_bias_grad(pass.ctx, (&dy, &dh), rows, write, (gate_up, down));
                 }
             }

@@ -17,8 +17,10 @@ use crate::weights::HeadWeights;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads {
     pub(crate) eps: f32,
-    /// Where projections are cut, both ways; 0: nowhere.
+    /// The bound that projections are clipped to, both ways; 0: none.
     pub(crate) clip: f32,
+    /// Whether ranks that make the same pass have some heads each.
+    pub(crate) is_cut: bool,
 }
 
 /// What backward needs of forward.
@@ -56,8 +58,8 @@ enum Made {
 
 impl Made {
     /// Where the norm goes over heads of several ranks: these, how wide it is in all, and whether this rank's part counts.
-    fn parts<'a>(self, pass: &Pass<'a>) -> Option<(&'a TensorRanks, (usize, bool))> {
-        let ranks = pass.tensor?;
+    fn parts<'a>(self, heads: &Heads, pass: &Pass<'a>) -> Option<(&'a TensorRanks, (usize, bool))> {
+        let ranks = pass.tensor.filter(|_| heads.is_cut)?;
         let [queries, keys] = ranks.split().normed_widths()?;
         let part = match self {
             Self::Queries => (queries, true),
@@ -84,7 +86,8 @@ impl Heads {
         normed: &Tensor,
         cache: &mut LayerCache,
     ) -> Tensor {
-        let (ctx, is_whole) = (pass.ctx, [Made::Queries, Made::Keys].iter().all(|made| made.parts(pass).is_none()));
+        let (ctx, is_whole) =
+            (pass.ctx, [Made::Queries, Made::Keys].iter().all(|made| made.parts(self, pass).is_none()));
         let Some(table) = pass.rope.as_ref().filter(|_| is_whole && self.clip == 0.0) else {
             let ([q, k, v], _) = self.forward(pass, w, normed);
             cache.append(ctx, &[&k, &v]);
@@ -114,7 +117,7 @@ impl Heads {
         let dtype = x.dtype();
         let mut saved = Saved::default();
         if let Some(norm) = norm {
-            let (y, inv_rms) = match made.parts(pass) {
+            let (y, inv_rms) = match made.parts(self, pass) {
                 Some((ranks, part)) => ranks.norm_part(pass.ctx, (&x, norm), part, (self.eps, dtype)),
                 None => rms_norm(pass.ctx, &x, norm, self.eps, dtype),
             };
@@ -180,7 +183,7 @@ impl Heads {
             elementwise::clip_backward_assign(pass.ctx, &mut d, clipped, self.clip);
         }
         match (saved.before_norm, norm, d_norm) {
-            (Some((x, inv_rms)), Some(norm), Some(d_norm)) => match made.parts(pass) {
+            (Some((x, inv_rms)), Some(norm), Some(d_norm)) => match made.parts(self, pass) {
                 Some((ranks, part)) => {
                     ranks.norm_part_backward(pass.ctx, &d, (&x, norm, &inv_rms), part, (write, d_norm))
                 }

@@ -14,7 +14,7 @@ use moeworks_ops::attention::{AttentionShape, is_for_host};
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_ops::heads::{HeadParts, linear_by_head, transposed_linear_by_head};
-use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_ops::linear::{Write, linear, linear_backward_input};
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{Rotation, rope};
 use moeworks_ops::{Context, elementwise, quantized};
@@ -22,7 +22,7 @@ use moeworks_tensor::{DType, Device, Tensor};
 
 use super::Pass;
 use super::attention::attend;
-use super::projection::{attended_type, project, project_grads};
+use super::projection::{attended_type, matrix_grad, project, project_grads};
 use crate::config::LatentAttention;
 use crate::kv_cache::LayerCache;
 use crate::weights::LatentWeights;
@@ -298,11 +298,11 @@ impl LatentGradTask {
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut LatentWeights) {
         let Self { normed, saved, dq, dq_narrow, d_heads, d_kv_down, compute } = self;
         let q_input = saved.q.as_ref().map_or(&normed, |narrow| &narrow.normed);
-        linear_backward_weight(ctx, &dq, q_input, compute, write, &mut grads.q);
+        matrix_grad(ctx, (&dq, q_input), compute, write, &mut grads.q);
         if let (Some(d), Some((down, _))) = (dq_narrow, &mut grads.q_down) {
             project_grads(ctx, (&d, &normed), compute, write, down);
         }
-        linear_backward_weight(ctx, &d_heads, &saved.kv.normed, compute, write, &mut grads.kv);
+        matrix_grad(ctx, (&d_heads, &saved.kv.normed), compute, write, &mut grads.kv);
         project_grads(ctx, (&d_kv_down, &normed), compute, write, &mut grads.kv_down);
     }
 }

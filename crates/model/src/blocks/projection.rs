@@ -1,10 +1,11 @@
 //! A linear map with an optional bias.
 
+use moeworks_moe::is_left_out;
 use moeworks_ops::linear::{Write, linear, linear_backward_weight, linear_each};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
-use super::Pass;
+use crate::tensor_ranks::TensorRanks;
 use crate::weights::LinearWeights;
 
 /// The type of what is made with matrices of this type. A GPU attends to bf16 by its tensor cores, also beside blocks of small integers.
@@ -34,13 +35,19 @@ pub(crate) fn project_each<const N: usize>(
     ys
 }
 
-/// As [`project`] to f32 where each rank of a tensor-parallel group has some columns of `x` and of the matrix: the sum of what they
-/// give.
-pub(crate) fn project_summed(pass: &Pass<'_>, x: &Tensor, w: &LinearWeights) -> Tensor {
-    let Some(ranks) = pass.tensor else { return project(pass.ctx, x, w, DType::F32) };
-    let mut y = linear(pass.ctx, x, &w.weight, DType::F32);
-    ranks.sum_biased(pass.ctx, &mut y, w.bias.as_ref());
+/// As [`project`] to f32; where each of `ranks` has some columns of `x` and of the matrix, their results are summed.
+pub(crate) fn project_summed(ctx: &Context, ranks: Option<&TensorRanks>, x: &Tensor, w: &LinearWeights) -> Tensor {
+    let Some(ranks) = ranks else { return project(ctx, x, w, DType::F32) };
+    let mut y = linear(ctx, x, &w.weight, DType::F32);
+    ranks.sum_biased(ctx, &mut y, w.bias.as_ref());
     y
+}
+
+/// Writes the gradient of a matrix unless it is left out; products are taken in `compute`.
+pub(crate) fn matrix_grad(ctx: &Context, (dy, x): (&Tensor, &Tensor), compute: DType, write: Write, grad: &mut Tensor) {
+    if !is_left_out(grad) {
+        linear_backward_weight(ctx, dy, x, compute, write, grad);
+    }
 }
 
 /// Writes the gradients of matrix and bias; products are taken in `compute`.
@@ -51,8 +58,8 @@ pub(crate) fn project_grads(
     write: Write,
     grads: &mut LinearWeights,
 ) {
-    linear_backward_weight(ctx, dy, x, compute, write, &mut grads.weight);
-    if let Some(bias) = &mut grads.bias {
+    matrix_grad(ctx, (dy, x), compute, write, &mut grads.weight);
+    if let Some(bias) = grads.bias.as_mut().filter(|bias| !is_left_out(bias)) {
         elementwise::sum_rows(ctx, dy, write, bias);
     }
 }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use moeworks_moe::is_left_out;
 use moeworks_ops::embedding::{embedding, embedding_backward, embedding_of_drawn};
 use moeworks_ops::head_loss::{
     HeadGrads, HeadLoss, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part, head_loss_biased,
@@ -15,6 +16,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::Decoder;
 use crate::blocks::Pass;
 use crate::blocks::norm::Norm;
+use crate::tensor_ranks::TensorRanks;
 use crate::weights::DecoderWeights;
 
 /// Ids of tokens: the host's, or drawn and perhaps not known to it yet.
@@ -43,9 +45,19 @@ impl<'a> Ids<'a> {
 }
 
 impl Decoder {
+    /// The ranks that have the other parts of the embedding, if it is cut.
+    fn embedding_ranks(&self) -> Option<&TensorRanks> {
+        self.tensor.as_ref().filter(|_| self.cut_ends.embedding)
+    }
+
+    /// The ranks that have the other parts of the output projection, if it is cut.
+    fn head_ranks(&self) -> Option<&TensorRanks> {
+        self.tensor.as_ref().filter(|_| self.cut_ends.head)
+    }
+
     /// The embedded tokens `[T, D]` f32.
     pub(super) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: Ids<'_>) -> Tensor {
-        let mut x = match (&self.tensor, ids) {
+        let mut x = match (self.embedding_ranks(), ids) {
             (None, Ids::Known(ids)) => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
             (None, Ids::Drawn(drawn)) => embedding_of_drawn(pass.ctx, drawn, &weights.embedding, DType::F32),
             (Some(ranks), ids) => ranks.embed(pass.ctx, &ids.in_host(), &weights.embedding),
@@ -76,6 +88,9 @@ impl Decoder {
             }
             embedding_backward(pass.ctx, pass.positions.u32s(), &dx, d_positions);
         }
+        if is_left_out(&grads.embedding) {
+            return;
+        }
         if write == Write::Replace && !is_tied {
             elementwise::fill(pass.ctx, &mut grads.embedding, 0.0);
         }
@@ -83,7 +98,7 @@ impl Decoder {
         if multiplier != 1.0 {
             elementwise::scale_assign(pass.ctx, &mut dx, multiplier);
         }
-        match &self.tensor {
+        match self.embedding_ranks() {
             None => embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding),
             Some(ranks) => ranks.embed_backward(pass.ctx, ids, &dx, &mut grads.embedding),
         }
@@ -97,7 +112,7 @@ impl Decoder {
         if let Some(bias) = &weights.head_bias {
             elementwise::add_rows(ctx, &mut logits, bias);
         }
-        match &self.tensor {
+        match self.head_ranks() {
             None => logits,
             Some(ranks) => ranks.whole_logits(ctx, &logits),
         }
@@ -108,7 +123,7 @@ impl Decoder {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
         let head = (head, weights.head_bias.as_ref());
-        match &self.tensor {
+        match self.head_ranks() {
             None => head_loss_biased(ctx, &normed, head, targets),
             Some(ranks) => ranks.with_vocabulary(|part| head_loss_of_part(ctx, &normed, head, targets, part)),
         }
@@ -146,7 +161,7 @@ impl Decoder {
         let bias = weights.head_bias.as_ref();
         let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
         let (head, how) = ((head, bias), (grad_scale, write));
-        let (loss, mut d_normed) = match &self.tensor {
+        let (loss, mut d_normed) = match self.head_ranks() {
             None => head_loss_backward_biased(ctx, &normed, head, targets, how, into),
             Some(ranks) => {
                 let backward = |part: &mut VocabularyPart<'_>| {

@@ -13,8 +13,7 @@ use super::config::{FREQUENCIES, FREQUENCIES_BY_LENGTH};
 use super::error::GgufError;
 use crate::config::ModelConfig;
 use crate::hf::warn_of_keys;
-use crate::shapes::weights_with;
-use crate::weights::{DecoderWeights, Role};
+use crate::weights::{DecoderWeights, WeightRole, WeightTable};
 
 /// Where one of our tensors is: some tensors of the file.
 enum Place {
@@ -79,32 +78,34 @@ impl GgufFile {
         warn_of_keys(self.path(), &unknown);
         let architecture = self.known_architecture()?;
         self.check_layers(&config)?;
-        let (mut shapes, mut state_shapes) = (Vec::new(), Vec::new());
+        let (table, mut state_shapes) = (WeightTable::new(&config), Vec::new());
         // First the structure and the shapes, then the tensors: nothing is allocated that the file does not hold.
-        let placeholder = |shapes: &mut Vec<Vec<usize>>, shape: &[usize]| {
-            shapes.push(shape.to_vec());
-            ctx.empty(&[0], DType::F32)
-        };
-        let mut weights = weights_with(
+        let empty = || ctx.empty(&[0], DType::F32);
+        let mut weights = DecoderWeights::build(
             &config,
-            |shape| placeholder(&mut shapes, shape),
-            |shape| placeholder(&mut state_shapes, shape),
+            &table,
+            |_| empty(),
+            |state| {
+                state_shapes.push(state.shape.clone());
+                empty()
+            },
         );
         let mut used: BTreeSet<String> =
             FREQUENCIES_BY_LENGTH.into_iter().chain([FREQUENCIES]).map(str::to_owned).collect();
         if config.tie_embeddings {
             used.insert("output.weight".to_owned());
         }
-        for ((name, role, to), shape) in weights.places().into_iter().zip(shapes) {
-            let heads = match name.rsplit_once("self_attn.").map_or("", |(_, local)| local) {
-                "q_proj.weight" | "q_proj.bias" => config.num_heads,
-                "k_proj.weight" | "k_proj.bias" => config.num_kv_heads,
+        for ((_, _, to), spec) in weights.entries_mut().into_iter().zip(table.specs()) {
+            let heads = match spec.role {
+                WeightRole::Q | WeightRole::QBias => config.num_heads,
+                WeightRole::K | WeightRole::KBias => config.num_kv_heads,
                 _ => 0,
             };
             let heads = if architecture.has_rotary_neighbours { heads } else { 0 };
-            let form = Read { shape: &shape, heads, may_be_blocks: role == Role::Product };
-            let tensor = self.read(ctx, &self.place(&name, &shape), form, &mut used)?;
-            *to = if role == Role::Exact { elementwise::cast(ctx, &tensor, DType::F32) } else { tensor };
+            let is_product = spec.role.is_product();
+            let form = Read { shape: &spec.shape, heads, may_be_blocks: is_product };
+            let tensor = self.read(ctx, &self.place(&spec.name, &spec.shape), form, &mut used)?;
+            *to = if is_product { tensor } else { elementwise::cast(ctx, &tensor, DType::F32) };
         }
         let states: Vec<String> = weights.states().into_iter().map(|(name, _)| name).collect();
         for ((name, to), shape) in states.iter().zip(weights.states_mut()).zip(state_shapes) {

@@ -19,7 +19,7 @@ use super::fit;
 use crate::gguf::block_types;
 use crate::safetensors::{FileDType, Payload, TensorBytes};
 use crate::scan::place;
-use crate::weights::Role;
+use crate::weights::{WeightGroup, WeightRole};
 
 /// `quant_method` in `config.json`.
 pub(crate) const METHOD: &str = "moeworks";
@@ -38,10 +38,9 @@ pub struct Quantize<'a> {
 
 impl Quantize<'_> {
     /// Whether a tensor is one of those that are to be in blocks if its rows allow it.
-    fn is_meant(&self, name: &str, role: Option<Role>) -> bool {
-        role == Some(Role::Product)
-            && !name.contains("embed_tokens")
-            && (!self.only_experts || name.contains("experts"))
+    fn is_meant(&self, role: WeightRole) -> bool {
+        let is_expert = matches!(role.group(), WeightGroup::Experts | WeightGroup::SharedExperts);
+        role.is_product() && role != WeightRole::Embedding && (!self.only_experts || is_expert)
     }
 
     /// Fails if a number of a matrix does not fit blocks: it is NaN or infinite, or so large that even the largest scale cuts
@@ -80,11 +79,11 @@ impl Quantize<'_> {
 /// The type of blocks that a tensor is to be written in, and whether it was meant to be in blocks but cannot.
 pub(super) fn target(
     quantize: Option<Quantize<'_>>,
-    name: &str,
-    role: Option<Role>,
+    role: Option<WeightRole>,
     tensor: &Tensor,
 ) -> (Option<DType>, bool) {
-    let meant = quantize.filter(|quantize| quantize.is_meant(name, role)).map(|quantize| quantize.dtype);
+    let is_meant = |quantize: &Quantize<'_>| role.is_some_and(|role| quantize.is_meant(role));
+    let meant = quantize.filter(is_meant).map(|quantize| quantize.dtype);
     let fits = tensor.cols().is_multiple_of(BLOCK_LEN);
     let stored = Some(tensor.dtype()).filter(|dtype| dtype.is_quantized());
     (meant.filter(|_| fits).or(stored), meant.is_some() && !fits)

@@ -24,8 +24,7 @@ use crate::config::ModelConfig;
 use crate::foreign;
 use crate::gguf::block_types;
 use crate::safetensors::ModelFiles;
-use crate::shapes::weights_with;
-use crate::weights::{DecoderWeights, Role};
+use crate::weights::{DecoderWeights, WeightTable};
 
 /// The largest `config.json` that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -141,22 +140,23 @@ impl Loader<'_> {
         let is_gated = config.moe().activation.num_inputs() == 2;
         self.check_layers(config)?;
         // First the structure and the shapes, then the tensors: nothing is allocated that the files do not hold.
-        let (mut shapes, mut state_shapes) = (Vec::new(), Vec::new());
-        let placeholder = |shapes: &mut Vec<Vec<usize>>, shape: &[usize]| {
-            shapes.push(shape.to_vec());
-            self.ctx.empty(&[0], DType::F32)
-        };
-        let mut weights = weights_with(
+        let (table, mut state_shapes) = (WeightTable::new(config), Vec::new());
+        let empty = || self.ctx.empty(&[0], DType::F32);
+        let mut weights = DecoderWeights::build(
             config,
-            |shape| placeholder(&mut shapes, shape),
-            |shape| placeholder(&mut state_shapes, shape),
+            &table,
+            |_| empty(),
+            |state| {
+                state_shapes.push(state.shape.clone());
+                empty()
+            },
         );
-        for ((name, role, place), shape) in weights.places().into_iter().zip(shapes) {
-            *place = self.tensor(&name, role, &shape, is_gated)?;
+        for ((_, _, to), spec) in weights.entries_mut().into_iter().zip(table.specs()) {
+            *to = self.tensor(&spec.name, spec.role.is_product(), &spec.shape, is_gated)?;
         }
         let names: Vec<String> = weights.states().into_iter().map(|(name, _)| name).collect();
         for ((name, place), shape) in names.iter().zip(weights.states_mut()).zip(state_shapes) {
-            *place = self.tensor(name, Role::Exact, &shape, is_gated)?;
+            *place = self.tensor(name, false, &shape, is_gated)?;
         }
         Ok(weights)
     }
@@ -171,21 +171,16 @@ impl Loader<'_> {
         Err(LoadError::Config { path: self.dir.join("config.json"), reason })
     }
 
-    /// The tensor `name` of ours, in the first form of which a piece is there.
-    fn tensor(&self, name: &str, role: Role, shape: &[usize], is_gated: bool) -> Result<Tensor, LoadError> {
-        if role == Role::Product
-            && let Some(tensor) = self.blocks(name, shape)?
-        {
+    /// The tensor `name` of ours, in the first form of which a piece is there; what is no operand of products becomes f32.
+    fn tensor(&self, name: &str, is_product: bool, shape: &[usize], is_gated: bool) -> Result<Tensor, LoadError> {
+        if is_product && let Some(tensor) = self.blocks(name, shape)? {
             return Ok(tensor);
         }
         let mut forms = forms(self.family, name, shape, is_gated);
         let found = forms.iter().position(|pieces| pieces.first().is_some_and(|piece| self.reader.has(piece)));
         let pieces = forms.swap_remove(found.unwrap_or(0));
-        let tensor = self.read(&pieces, shape, role)?;
-        match role {
-            Role::Product => Ok(tensor),
-            Role::Exact => Ok(elementwise::cast(self.ctx, &tensor, DType::F32)),
-        }
+        let tensor = self.read(&pieces, shape, is_product)?;
+        Ok(if is_product { tensor } else { elementwise::cast(self.ctx, &tensor, DType::F32) })
     }
 
     /// The tensor `name` of ours in blocks, lent from the file, if it is there in such.
@@ -200,7 +195,7 @@ impl Loader<'_> {
         Ok(None)
     }
 
-    fn read(&self, pieces: &[Piece], shape: &[usize], role: Role) -> Result<Tensor, LoadError> {
+    fn read(&self, pieces: &[Piece], shape: &[usize], is_product: bool) -> Result<Tensor, LoadError> {
         if let Some(piece) = pieces.first().and_then(Piece::as_mxfp4) {
             return mxfp4::read(self.ctx, &self.reader, piece);
         }
@@ -210,12 +205,10 @@ impl Loader<'_> {
         {
             return Ok(tensor.reshaped(shape));
         }
-        if role == Role::Product
-            && let Some(tensor) = self.turned(pieces)?
-        {
+        if is_product && let Some(tensor) = self.turned(pieces)? {
             return Ok(tensor);
         }
-        if let Some(tensor) = self.in_pieces(pieces, shape, role)? {
+        if let Some(tensor) = self.in_pieces(pieces, shape, is_product)? {
             return Ok(tensor);
         }
         let one_type = dtypes.first().filter(|first| dtypes.iter().all(|dtype| dtype == *first));
@@ -238,8 +231,8 @@ impl Loader<'_> {
 
     /// A tensor whose pieces, which have been checked, stay where the files have them, if they can. Gate and up of an expert that
     /// are in different files are brought together, since products read them as one matrix, but of blocks.
-    fn in_pieces(&self, pieces: &[Piece], shape: &[usize], role: Role) -> Result<Option<Tensor>, LoadError> {
-        let lent = self.reader.all_lent(self.ctx, pieces, role == Role::Product)?;
+    fn in_pieces(&self, pieces: &[Piece], shape: &[usize], is_product: bool) -> Result<Option<Tensor>, LoadError> {
+        let lent = self.reader.all_lent(self.ctx, pieces, is_product)?;
         let Some(mut tensors) = lent else { return Ok(None) };
         if let [tensor] = &*tensors {
             return Ok(Some(tensor.clone().reshaped(shape)));

@@ -26,7 +26,7 @@ use crate::files::{FileError, write_whole};
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
 use crate::scan::place;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{DecoderWeights, Role};
+use crate::weights::{DecoderWeights, WeightRole};
 
 /// What is written besides configuration and weights.
 #[derive(Clone, Copy)]
@@ -264,7 +264,7 @@ fn tensors<'a>(
     let (mut in_blocks, mut four_bit_floats, mut eight_bit_floats) = (Vec::new(), Vec::new(), Vec::new());
     let roles = weights.roles().into_iter().map(Some).chain(std::iter::repeat(None));
     for ((name, tensor), role) in weights.tensors().into_iter().chain(weights.states()).zip(roles) {
-        let (target, is_odd) = blocks::target(options.quantize, &name, role, tensor);
+        let (target, is_odd) = blocks::target(options.quantize, role, tensor);
         counts.not_in_blocks += usize::from(is_odd);
         let mut forms = forms(family, &name, tensor.shape(), is_gated);
         if let (Some(DType::Mxfp4), Some((piece, view))) = (target, forms.iter().flatten().find_map(Piece::as_mxfp4)) {
@@ -280,7 +280,7 @@ fn tensors<'a>(
             }
             in_blocks.push(blocks::on_disk(options.quantize, &name, tensor, dtype));
         } else {
-            let dtype = options.dtype.filter(|_| role == Some(Role::Product));
+            let dtype = options.dtype.filter(|_| role.is_some_and(WeightRole::is_product));
             list.add_lent(tensor, dtype, forms.swap_remove(0));
         }
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use moeworks_model::hf::{ComingWeights, LoadError, ModelFolder, SaveOptions, load_model, save_coming, save_model};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
-use moeworks_model::{ActivationKind, Decoder, ModelConfig, QkNorm, Tokenizer};
+use moeworks_model::{ActivationKind, Decoder, ModelConfig, QkNorm, Tokenizer, WeightTable};
 use moeworks_moe::Ramp;
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Tensor};
@@ -330,7 +330,7 @@ fn a_damaged_shard_is_refused() {
 fn assert_written_as_they_come(name: &str) {
     let (ctx, arriving) = (Context::cpu(2), Context::cpu(1));
     let (config, weights) = load_model(&ctx, &fixture(name)).unwrap();
-    let weights = weights.kept(&ctx, |_, tensor| tensor.clone());
+    let weights = weights.kept(&ctx, &WeightTable::new(&config), |_, tensor| tensor.clone());
     let tensors = weights.tensors();
     let largest = tensors.iter().map(|(_, tensor)| tensor.num_bytes()).max().unwrap();
     let (num_come, most_kept) = (Cell::new(0), Cell::new(0));

@@ -22,3 +22,4 @@ mod switch;
 mod tokenizer;
 mod transformers;
 mod upcycle;
+mod weight_list;

@@ -15,7 +15,7 @@ use moeworks_plan::{Exchange, LayerLoad, Links, MoveCosts, Moving, Wire, experts
 use moeworks_tensor::{DType, Tensor};
 
 use super::ExpertRanks;
-use crate::{Dispatch, MoeWeights, NO_EXPERT};
+use crate::{Dispatch, MoeWeights, NO_EXPERT, is_left_out};
 
 /// S experts that are here for a pass, and this rank's tokens for them.
 pub(crate) struct Shadows {
@@ -178,12 +178,15 @@ impl ShadowsSaved {
         let inputs = WeightGradInputs { x, dy, saved, dh: &task.dh, weighed: task.weighed.as_ref() };
         let rows = shadows.rows.rows();
         let like = |tensor: &Tensor| ctx.zeros(tensor.shape(), DType::F32);
-        let (mut gate_up, mut down) = (like(&shadows.gate_up), like(&shadows.down));
-        let into = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
-        experts_weight_grad(ctx, inputs, shadows.activation, rows, Write::Replace, into);
-        shadows.bring_home(&gate_up, &mut grads.gate_up);
-        shadows.bring_home(&down, &mut grads.down);
-        if let (Some((gate_up, down)), Some(to)) = (&shadows.biases, &mut grads.biases) {
+        if !is_left_out(&grads.gate_up) {
+            let (mut gate_up, mut down) = (like(&shadows.gate_up), like(&shadows.down));
+            let into = ExpertGrads { gate_up: &mut gate_up, down: &mut down };
+            experts_weight_grad(ctx, inputs, shadows.activation, rows, Write::Replace, into);
+            shadows.bring_home(&gate_up, &mut grads.gate_up);
+            shadows.bring_home(&down, &mut grads.down);
+        }
+        let biases = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up));
+        if let (Some((gate_up, down)), Some(to)) = (&shadows.biases, biases) {
             let mut found = (like(gate_up), like(down));
             experts_bias_grad(ctx, (dy, &task.dh), rows, Write::Replace, (&mut found.0, &mut found.1));
             shadows.bring_home(&found.0, &mut to.0);

@@ -1,6 +1,6 @@
 //! What values a configuration may have, each with the one line that says what would be right.
 
-use moeworks_model::TensorSplit;
+use moeworks_model::{TensorSplit, WeightRuleError, WeightTable};
 use moeworks_moe::TableSource;
 
 use moeworks_infer::data::is_piped;
@@ -56,6 +56,7 @@ impl RunConfig {
     /// Checks every setting by itself and with the others. The error is a [`ConfigError::Value`].
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_model()?;
+        self.weight_table()?;
         self.check_data()?;
         self.train.check_counts()?;
         self.train.check_numbers()?;
@@ -77,6 +78,18 @@ impl RunConfig {
             return Err(wrong("run.name", format!("{name:?}"), "must be the name of a folder, without slashes"));
         }
         Ok(())
+    }
+
+    /// The table of the model's weights with the settings `parallel.sharding` and `train.freeze`. Fails where one of these cannot be carried
+    /// out.
+    pub fn weight_table(&self) -> Result<WeightTable, ConfigError> {
+        let refused = |setting: &'static str| {
+            move |error: WeightRuleError| wrong(setting, format!("{:?}", error.rule), error.problem)
+        };
+        let mut table = WeightTable::new(&self.model);
+        table.set_sharding(&self.parallel.sharding).map_err(refused("parallel.sharding"))?;
+        table.freeze(&self.train.freeze).map_err(refused("train.freeze"))?;
+        Ok(table)
     }
 
     fn check_model(&self) -> Result<(), ConfigError> {
@@ -159,7 +172,7 @@ impl RunConfig {
         if tp == 1 {
             return Ok(());
         }
-        Ok(TensorSplit::check(&self.model, tp)?)
+        Ok(TensorSplit::check(&self.model, &self.weight_table()?, tp)?)
     }
 
     fn check_data(&self) -> Result<(), ConfigError> {

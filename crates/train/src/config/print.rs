@@ -169,6 +169,11 @@ const COMMENTS: &[(&str, &str)] = &[
         "train.offload_optimizer",
         "With a GPU: moments and f32 weights stay in the host's memory, and weights are updated there.",
     ),
+    (
+        "train.freeze",
+        "Weights that training leaves as they are, by patterns of names such as \"model.embed_tokens.*\" or \"*.mlp.experts.*\": no gradient,\n\
+         no optimizer state, no weight decay. `moeworks inspect MODEL --sharding` lists names.",
+    ),
     ("parallel", "How the model lies on ranks. Each trains on its share of the sequences of a microbatch."),
     ("parallel.dp", "Groups of ranks, each with all experts."),
     ("parallel.ep", "Ranks of a group, which hold the experts between them; each of them is tp ranks."),
@@ -210,6 +215,12 @@ const COMMENTS: &[(&str, &str)] = &[
          them sooner; all ranks have the same bits either way.",
     ),
     ("parallel.timeout_s", "Seconds after which a rank that others wait for in a step is taken for hung."),
+    (
+        "parallel.sharding",
+        "Weights whose cut over the ranks of tp differs from the usual one: \"PATTERN=replicated\" or \"PATTERN=tensor\" (cut as usual), later\n\
+         rules win, such as \"model.layers.0.self_attn.*=replicated\". The embedding, the output projection and the attention and dense\n\
+         feed-forward of each layer are cut or replicated as a whole. `moeworks inspect MODEL --sharding --tp N` shows the cuts.",
+    ),
     ("run", "Where the results go."),
     ("run.out", "Folder of all runs."),
     ("run.name", "Folder of this run within it; \"\": made from the date and the time."),

@@ -4,7 +4,7 @@ use std::io;
 
 use moeworks_comm::CommError;
 use moeworks_model::safetensors::{FileDType, Payload, TensorBytes};
-use moeworks_model::{Decoder, DecoderWeights, TensorShare, TensorSplit, is_of_experts};
+use moeworks_model::{Decoder, DecoderWeights, TensorShare, TensorSplit, WeightSpec};
 use moeworks_moe::select_experts;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::into_type;
@@ -18,74 +18,68 @@ use crate::error::TrainError;
 /// The tag of tensors on their way to the root.
 const TAG: u32 = 1;
 
-/// What a rank has of the weights or the moments of its part of a model.
+/// The weights or the moments of a rank's part of a model.
 #[derive(Clone, Copy)]
-pub(crate) enum Held<'a> {
-    /// All of it.
-    Part(&'a DecoderWeights),
-    /// A slice of every tensor.
-    Slices(&'a DecoderWeights),
+pub(crate) struct Held<'a> {
+    pub(super) tensors: &'a DecoderWeights,
+    /// Whether each tensor is a slice of the rank's part.
+    pub(super) are_slices: bool,
+    /// Whether frozen weights have none, as they have no moments.
+    pub(super) only_trainable: bool,
 }
 
-impl<'a> Held<'a> {
-    /// One tensor after another.
-    fn tensors(self) -> impl Iterator<Item = HeldTensor<'a>> {
-        let (tensors, is_slice) = match self {
-            Held::Part(part) => (part, false),
-            Held::Slices(slices) => (slices, true),
-        };
-        let tensors = tensors.tensors().into_iter().enumerate();
-        tensors.map(move |(place, (name, tensor))| HeldTensor { place, name, tensor, is_slice })
-    }
-}
-
-/// What a rank has of one of a model's tensors: its place among them, its name, and its part or a slice of that.
+/// A tensor of these: its entry in the table, and the rank's part or a slice of that.
 struct HeldTensor<'a> {
-    place: usize,
-    name: String,
+    spec: &'a WeightSpec,
     tensor: &'a Tensor,
     is_slice: bool,
 }
 
 impl Ranks {
-    /// The part of the tensor `name` of a whole model (weights or moments) that this rank keeps, or keeps slices of.
-    pub(crate) fn part(&self, ctx: &Context, name: &str, whole: &Tensor) -> Tensor {
-        if is_of_experts(name) {
+    /// The part of a tensor of a whole model (weights or moments) that this rank keeps, or keeps slices of.
+    pub(crate) fn part(&self, ctx: &Context, spec: &WeightSpec, whole: &Tensor) -> Tensor {
+        if spec.role.is_of_experts() {
             return select_experts(ctx, whole, self.experts.held());
         }
-        self.tensor_ranks().map_or_else(|| whole.clone(), |ranks| ranks.split().part(ctx, name, whole))
+        self.tensor_ranks().map_or_else(|| whole.clone(), |ranks| ranks.split().part(ctx, spec, whole))
     }
 
-    /// The shape of [`part`](Self::part) of a tensor of `shape`.
-    pub(super) fn part_shape(&self, name: &str, mut shape: Vec<usize>) -> Vec<usize> {
-        if is_of_experts(name) {
+    /// The shape of [`part`](Self::part).
+    pub(super) fn part_shape(&self, spec: &WeightSpec) -> Vec<usize> {
+        if spec.role.is_of_experts() {
+            let mut shape = spec.shape.clone();
             shape[0] = self.experts.held().len();
             return shape;
         }
-        self.tensor_ranks().map_or_else(|| shape.clone(), |ranks| ranks.split().part_shape(name, &shape))
+        self.tensor_ranks().map_or_else(|| spec.shape.clone(), |ranks| ranks.split().part_shape(spec))
     }
 
-    /// What this rank keeps, in f32, of the tensors of a whole model, each by its name, in their order: of its part a slice where
-    /// `are_shared`.
-    pub(crate) fn keeper(&self, ctx: &Context, are_shared: bool) -> impl FnMut(&str, &Tensor) -> Tensor {
-        let mut places = 0..;
-        move |name, whole| {
-            let place = places.next().unwrap_or_default();
+    /// Returns what gives, in f32, the part that this rank keeps of each tensor of a whole model, or a slice of that where `are_shared`.
+    pub(crate) fn keeper(&self, ctx: &Context, are_shared: bool) -> impl FnMut(&WeightSpec, &Tensor) -> Tensor {
+        move |spec, whole| {
             let is_packed = whole.dtype().is_quantized();
             let unpacked = is_packed.then(|| dequantize(ctx, whole, DType::F32));
-            let part = into_type(ctx, self.part(ctx, name, unpacked.as_ref().unwrap_or(whole)), DType::F32);
-            if are_shared { self.slice(ctx, place, &part) } else { part }
+            let part = into_type(ctx, self.part(ctx, spec, unpacked.as_ref().unwrap_or(whole)), DType::F32);
+            if are_shared { self.slice(ctx, spec.index, &part) } else { part }
         }
     }
 
     /// The weights as this rank has them.
     pub(crate) fn held_weights<'a>(&self, weights: &'a DecoderWeights) -> Held<'a> {
-        if self.shards_weights() { Held::Slices(weights) } else { Held::Part(weights) }
+        Held { tensors: weights, are_slices: self.shards_weights(), only_trainable: false }
     }
 
     /// The moments as this rank has them.
     pub(crate) fn held_moments<'a>(&self, moments: &'a DecoderWeights) -> Held<'a> {
-        if self.shards_optimizer() { Held::Slices(moments) } else { Held::Part(moments) }
+        Held { tensors: moments, are_slices: self.shards_optimizer(), only_trainable: true }
+    }
+
+    /// One tensor of `held` after another.
+    fn held_tensors<'a>(&'a self, held: Held<'a>) -> impl Iterator<Item = HeldTensor<'a>> + 'a {
+        let Held { tensors, are_slices, only_trainable } = held;
+        let tensors = self.table().specs().iter().zip(tensors.tensors());
+        let tensors = tensors.filter(move |(spec, _)| spec.is_trainable || !only_trainable);
+        tensors.map(move |(spec, (_, tensor))| HeldTensor { spec, tensor, is_slice: are_slices })
     }
 
     /// Whether this rank is of the root's group, which has all experts.
@@ -101,40 +95,43 @@ impl Ranks {
         held: &HeldTensor<'_>,
         whole: Option<&mut Tensor>,
     ) -> Result<(), TrainError> {
-        let &HeldTensor { place, ref name, tensor, is_slice } = held;
-        let joined = is_slice.then(|| self.start_joining(ctx, place, tensor)?.finish()).transpose()?;
+        let &HeldTensor { spec, tensor, is_slice } = held;
+        let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
         let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
         match whole {
-            Some(to) => self.collect_tensor(decoder, (name, part), to),
-            None if self.is_near_root() => Ok(self.give_tensor(name, part)?),
+            Some(to) => self.collect_tensor(decoder, (spec, part), to),
+            None if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
             None => Ok(()),
         }
     }
 
     /// Gives the root this rank's part of a tensor.
-    fn give_tensor(&self, name: &str, part: &Tensor) -> Result<(), CommError> {
-        if is_of_experts(name) { self.experts.group().send(part.f32s(), 0, TAG) } else { self.give_part(name, part) }
+    fn give_tensor(&self, spec: &WeightSpec, part: &Tensor) -> Result<(), CommError> {
+        match spec.role.is_of_experts() {
+            true => self.experts.group().send(part.f32s(), 0, TAG),
+            false => self.give_part(spec, part),
+        }
     }
 
     /// A tensor of which others have parts into `whole`; the root's part is `own`.
     fn collect_tensor(
         &self,
         decoder: &Decoder,
-        (name, own): (&str, &Tensor),
+        (spec, own): (&WeightSpec, &Tensor),
         whole: &mut Tensor,
     ) -> Result<(), TrainError> {
-        if is_of_experts(name) {
+        if spec.role.is_of_experts() {
             return Ok(self.collect(own, whole)?);
         }
-        self.collect_parts(decoder, (name, own), whole)
+        self.collect_parts(decoder, (spec, own), whole)
     }
 
     /// Gives the root this rank's part of a tensor, if it is of those that the root takes one of.
-    fn give_part(&self, name: &str, part: &Tensor) -> Result<(), CommError> {
+    fn give_part(&self, spec: &WeightSpec, part: &Tensor) -> Result<(), CommError> {
         let Some(ranks) = self.tensor_ranks().filter(|_| self.layout.place(self.world.rank()).1 == 0) else {
             return Ok(());
         };
-        let share = ranks.split().of(name);
+        let share = ranks.split().share(spec);
         if share.cut.is_some() && share.ranks.start == ranks.split().rank() {
             ranks.group().send(part.f32s(), 0, TAG)?;
         }
@@ -145,10 +142,10 @@ impl Ranks {
     fn collect_parts(
         &self,
         decoder: &Decoder,
-        (name, own): (&str, &Tensor),
+        (spec, own): (&WeightSpec, &Tensor),
         whole: &mut Tensor,
     ) -> Result<(), TrainError> {
-        let ranks = self.tensor_ranks().map(|ranks| (ranks, ranks.split().of(name)));
+        let ranks = self.tensor_ranks().map(|ranks| (ranks, ranks.split().share(spec)));
         let Some((ranks, TensorShare { cut: Some(cut), .. })) = ranks else {
             whole.f32s_mut().copy_from_slice(own.f32s());
             return Ok(());
@@ -156,8 +153,8 @@ impl Ranks {
         cut.put(own.f32s(), whole);
         let size = ranks.split().size();
         for rank in 1..size {
-            let split = TensorSplit::new(decoder.config(), (rank, size)).map_err(ConfigError::from)?;
-            let share = split.of(name);
+            let split = TensorSplit::new(decoder.config(), decoder.weight_table(), (rank, size));
+            let share = split.map_err(ConfigError::from)?.share(spec);
             if let Some(cut) = share.cut.filter(|_| share.ranks.start == rank) {
                 let mut part = vec![0.0; cut.len(whole.shape())];
                 ranks.group().receive(&mut part, rank, TAG)?;
@@ -192,18 +189,12 @@ impl Ranks {
         (ctx, decoder): (&'a Context, &'a Decoder),
         held: Held<'a>,
     ) -> impl Iterator<Item = io::Result<Tensor>> + 'a {
-        let shapes = decoder.tensor_shapes().into_iter();
-        held.tensors().zip(shapes).map(move |(held, (_, shape))| self.made_whole((ctx, decoder), &held, &shape))
+        self.held_tensors(held).map(move |held| self.made_whole((ctx, decoder), &held))
     }
 
-    /// The whole, of `shape`, of a tensor on the root.
-    fn made_whole(
-        &self,
-        (ctx, decoder): (&Context, &Decoder),
-        held: &HeldTensor<'_>,
-        shape: &[usize],
-    ) -> io::Result<Tensor> {
-        let mut whole = ctx.zeros(shape, DType::F32);
+    /// The whole of a tensor on the root.
+    fn made_whole(&self, (ctx, decoder): (&Context, &Decoder), held: &HeldTensor<'_>) -> io::Result<Tensor> {
+        let mut whole = ctx.zeros(&held.spec.shape, DType::F32);
         self.whole_tensor((ctx, decoder), held, Some(&mut whole)).map_err(io::Error::other)?;
         Ok(whole)
     }
@@ -215,18 +206,17 @@ impl Ranks {
         held: Held<'a>,
         prefix: &str,
     ) -> Vec<TensorBytes<'a>> {
-        let shapes = decoder.tensor_shapes().into_iter().map(|(_, shape)| shape);
-        let in_file = |(held, shape): (HeldTensor<'a>, Vec<usize>)| {
-            let (name, len) = (format!("{prefix}{}", held.name), size_of::<f32>() * shape.iter().product::<usize>());
-            let of_whole = shape.clone();
-            let make = move || Ok(self.made_whole((ctx, decoder), &held, &of_whole)?.bytes().to_vec());
+        let in_file = |held: HeldTensor<'a>| {
+            let (name, shape) = (format!("{prefix}{}", held.spec.name), held.spec.shape.clone());
+            let len = size_of::<f32>() * held.spec.num_elements();
+            let make = move || Ok(self.made_whole((ctx, decoder), &held)?.bytes().to_vec());
             TensorBytes { name, dtype: FileDType::F32, shape, bytes: Payload::Made { len, make: Box::new(make) } }
         };
-        held.tensors().zip(shapes).map(in_file).collect()
+        self.held_tensors(held).map(in_file).collect()
     }
 
     /// Gives the root this rank's part of all tensors, one after another.
     pub(crate) fn give_tensors(&self, (ctx, decoder): (&Context, &Decoder), held: Held<'_>) -> Result<(), TrainError> {
-        held.tensors().try_for_each(|held| self.whole_tensor((ctx, decoder), &held, None))
+        self.held_tensors(held).try_for_each(|held| self.whole_tensor((ctx, decoder), &held, None))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use moeworks_comm::{CommError, Pending, Reduce};
-use moeworks_model::{DecoderWeights, is_of_experts};
+use moeworks_model::DecoderWeights;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
@@ -12,10 +12,10 @@ use super::zero::GradSlices;
 use super::{Ranks, fingerprint};
 use crate::error::TrainError;
 
-/// Sums of gradients that were started, by the names of the tensors, and why one could not be.
+/// Sums of gradients that were started, by the numbers of the tensors, and why one could not be.
 #[derive(Default)]
 pub(crate) struct SumsUnderWay {
-    pending: Vec<(String, Pending<Tensor>)>,
+    pending: Vec<(usize, Pending<Tensor>)>,
     failure: Option<CommError>,
     /// Where ranks share gradients out: what becomes of them instead.
     pub(crate) slices: Option<GradSlices>,
@@ -40,50 +40,50 @@ impl Ranks {
         if let Some(slices) = &mut under_way.slices {
             return slices.layer_done(self, ctx, layer, grads);
         }
-        let prefix = format!("model.layers.{layer}.");
         let has_replicas = self.experts.placement().has_replicas();
-        for (name, tensor) in grads.tensors_mut() {
-            let is_waiting = is_of_experts(&name) && has_replicas;
-            let holders = self.holders(&name);
-            if !name.starts_with(&prefix) || is_waiting || holders.size() == 1 || under_way.failure.is_some() {
+        let specs = &self.table().specs()[self.table().layer(layer)];
+        for (spec, tensor) in specs.iter().zip(grads.layers[layer].tensors_mut()) {
+            let is_waiting = spec.role.is_of_experts() && has_replicas;
+            let holders = self.holders(spec);
+            if !spec.is_trainable || is_waiting || holders.size() == 1 || under_way.failure.is_some() {
                 continue;
             }
             let own = std::mem::replace(tensor, ctx.empty(&[0], DType::F32));
             match holders.start_all_reduce(own, Reduce::Sum) {
-                Ok(pending) => under_way.pending.push((name, pending)),
+                Ok(pending) => under_way.pending.push((spec.index, pending)),
                 Err(error) => under_way.failure = Some(error),
             }
         }
     }
 
     /// Puts the sums that were started in their places.
-    fn finish_sums(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<Vec<String>, TrainError> {
+    fn finish_sums(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<Vec<usize>, TrainError> {
         under_way.failure.map_or(Ok(()), Err)?;
-        let finished = under_way.pending.into_iter().map(|(name, pending)| Ok((name, pending.finish()?)));
+        let finished = under_way.pending.into_iter().map(|(index, pending)| Ok((index, pending.finish()?)));
         let mut sums = finished.collect::<Result<HashMap<_, _>, CommError>>()?;
         let mut done = Vec::with_capacity(sums.len());
-        for (name, tensor) in grads.tensors_mut() {
-            if let Some(sum) = sums.remove(&name) {
+        for (index, (_, tensor)) in grads.tensors_mut().into_iter().enumerate() {
+            if let Some(sum) = sums.remove(&index) {
                 *tensor = sum;
-                done.push(name);
+                done.push(index);
             }
         }
         Ok(done)
     }
 
-    /// Makes of this rank's gradients those of all tokens: each tensor is summed over the ranks that
-    /// hold it. All ranks then have the same bits of what they share. Sums `under_way` are finished.
+    /// Sums the gradients of trainable weights over the ranks that hold them, so that they are those of all tokens. All ranks then have
+    /// the same bits of what they share. Sums `under_way` are finished.
     pub(crate) fn sum_gradients(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<(), TrainError> {
         let done = self.finish_sums(grads, under_way)?;
-        for (name, tensor) in grads.tensors_mut() {
-            if done.contains(&name) {
+        for (spec, (_, tensor)) in self.table().specs().iter().zip(grads.tensors_mut()) {
+            if done.contains(&spec.index) || !spec.is_trainable {
                 continue;
             }
-            if is_of_experts(&name) {
+            if spec.role.is_of_experts() {
                 self.copies.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
                 self.sum_replicas(tensor)?;
             } else {
-                self.holders(&name).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
+                self.holders(spec).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
             }
         }
         Ok(())
@@ -95,8 +95,8 @@ impl Ranks {
         if self.shards_weights() {
             return Ok(());
         }
-        for (name, tensor) in weights.tensors() {
-            let holders = self.holders(&name);
+        for (spec, (name, tensor)) in self.table().specs().iter().zip(weights.tensors()) {
+            let holders = self.holders(spec);
             if let Some(rank) = holders.first_other(&fingerprint(tensor.bytes()))? {
                 return Err(TrainError::Drifted { rank, of: holders.world_ranks()[0], tensor: name });
             }
@@ -129,14 +129,15 @@ impl Ranks {
         Ok(())
     }
 
-    /// The norm of the summed gradients of the whole model as one vector, each expert counted once: the same bits on all ranks.
+    /// The norm of the summed gradients of all trainable weights as one vector, each expert counted once: the same bits on all ranks.
     pub(crate) fn global_norm(&self, ctx: &Context, grads: &DecoderWeights) -> Result<f64, TrainError> {
         let mut dense = [0.0];
         let mut experts = [0.0];
-        for (name, tensor) in grads.tensors() {
-            if is_of_experts(&name) {
+        let tensors = self.table().specs().iter().zip(grads.tensors());
+        for (spec, (_, tensor)) in tensors.filter(|(spec, _)| spec.is_trainable) {
+            if spec.role.is_of_experts() {
                 experts[0] += self.squares_of_own(ctx, tensor);
-            } else if self.is_first_holder(&name) {
+            } else if self.is_first_holder(spec) {
                 dense[0] += sum_of_squares(ctx, tensor);
             }
         }

@@ -28,7 +28,7 @@ use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
-use table::TensorTable;
+use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
 
 /// How long ranks wait for one that reads data or writes a checkpoint.
@@ -58,7 +58,7 @@ pub struct Ranks {
     /// themselves (ZeRO's stages).
     zero: u8,
     /// The tensors of this rank's part of the model, once it is known.
-    table: OnceLock<TensorTable>,
+    table: OnceLock<PartTable>,
 }
 
 impl Ranks {
@@ -166,13 +166,13 @@ impl Ranks {
     }
 
     /// The tensors of this rank's part of the model, known with its [`decoder`](Self::decoder).
-    fn table(&self) -> &TensorTable {
+    fn table(&self) -> &PartTable {
         self.table.get().expect("the decoder is made before its tensors are shared out")
     }
 
     /// The ranks that hold tensor `place` as this one does.
     fn holders_of(&self, place: usize) -> &dyn Communicator {
-        self.holders(self.table().name(place))
+        self.holders(self.table().spec(place))
     }
 
     /// Whether this is the rank that writes and shows.

@@ -24,11 +24,10 @@ impl Ranks {
         counts(self.table().shape(place).iter().product(), self.holders_of(place).size())
     }
 
-    /// Room for this rank's slice of tensor `place`; it has as many dimensions as far as it matters: vectors are not decayed.
+    /// Room for this rank's slice of tensor `place`.
     pub(super) fn empty_slice(&self, ctx: &Context, place: usize) -> Tensor {
         let len = self.slice_counts(place)[self.holders_of(place).rank()];
-        let shape: &[usize] = if self.table().shape(place).len() > 1 { &[1, len] } else { &[len] };
-        ctx.empty(shape, DType::F32)
+        ctx.empty(&[len], DType::F32)
     }
 
     /// `f` of the number of each tensor of `tensors` and it, in their places.
@@ -37,7 +36,7 @@ impl Ranks {
         mut f: impl FnMut(usize, &Tensor) -> Result<Tensor, E>,
     ) -> Result<DecoderWeights, E> {
         let (mut failure, mut places) = (None, 0..);
-        let mapped = tensors.map_named(|_, tensor| {
+        let mapped = tensors.map_tensors(|tensor| {
             let place = places.next().unwrap_or_default();
             if failure.is_some() {
                 return tensor.clone();
@@ -59,15 +58,17 @@ impl Ranks {
         slice
     }
 
-    /// This rank's slice of every tensor.
-    pub(crate) fn slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
-        let slice_of =
-            |place: usize, tensor: &Tensor| Ok::<_, std::convert::Infallible>(self.slice(ctx, place, tensor));
+    /// This rank's slice of every trainable tensor; of the others nothing.
+    pub(crate) fn trainable_slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
+        let slice_of = |place: usize, tensor: &Tensor| match self.table().is_trainable(place) {
+            true => Ok::<_, std::convert::Infallible>(self.slice(ctx, place, tensor)),
+            false => Ok(ctx.empty(&[0], DType::F32)),
+        };
         let Ok(slices) = Self::map_places(tensors, slice_of);
         slices
     }
 
-    /// This rank's slice of every gradient, summed over the ranks that hold the tensor: what `under_way` has, or else of `grads`.
+    /// This rank's slice of every trainable tensor's gradient, summed over the ranks that hold the tensor: what `under_way` has, or else of `grads`.
     pub(crate) fn sum_to_slices(
         &self,
         ctx: &Context,
@@ -76,7 +77,10 @@ impl Ranks {
     ) -> Result<DecoderWeights, TrainError> {
         let slices = match under_way.slices {
             Some(slices) => slices.finish(),
-            None => Self::map_places(grads, |place, tensor| self.summed_slice(ctx, place, tensor)),
+            None => Self::map_places(grads, |place, tensor| match self.table().is_trainable(place) {
+                true => self.summed_slice(ctx, place, tensor),
+                false => Ok(ctx.empty(&[0], DType::F32)),
+            }),
         };
         Ok(slices?)
     }
@@ -89,17 +93,19 @@ impl Ranks {
         Ok(slice)
     }
 
-    /// The norm of all gradients as one vector, from everybody's slices: the same bits on all ranks.
+    /// The norm of the gradients of all trainable weights as one vector, from everybody's slices: the same bits on all ranks.
     pub(crate) fn norm_of_slices(&self, ctx: &Context, slices: &DecoderWeights) -> Result<f64, TrainError> {
-        let only = slices.tensors().into_iter().filter(|(name, _)| self.is_only_slice(name));
-        let mut sum = [only.map(|(_, slice)| sum_of_squares(ctx, slice)).sum::<f64>()];
+        let slices = self.table().specs().iter().zip(slices.tensors());
+        let only = slices.filter(|(spec, _)| spec.is_trainable && self.is_only_slice(spec));
+        let mut sum = [only.map(|(_, (_, slice))| sum_of_squares(ctx, slice)).sum::<f64>()];
         self.world.all_reduce(&mut sum, Reduce::Sum)?;
         Ok(sum[0].sqrt())
     }
 
-    /// Puts everybody's slices together in `whole`.
+    /// Puts everybody's slices of trainable tensors together in `whole`.
     pub(crate) fn join_slices(&self, slices: &DecoderWeights, whole: &mut DecoderWeights) -> Result<(), TrainError> {
-        for (place, ((_, slice), (_, whole))) in slices.tensors().into_iter().zip(whole.tensors_mut()).enumerate() {
+        let tensors = slices.tensors().into_iter().zip(whole.tensors_mut()).enumerate();
+        for (place, ((_, slice), (_, whole))) in tensors.filter(|(place, _)| self.table().is_trainable(*place)) {
             self.holders_of(place).all_gather_v(slice.f32s(), whole.f32s_mut(), &self.slice_counts(place))?;
         }
         Ok(())

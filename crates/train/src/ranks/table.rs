@@ -1,43 +1,55 @@
-//! The tensors of a rank's part of a model, known by their numbers: where only slices of them are there, it says what they are of.
+//! The tensors of a rank's part of a model, known by their numbers: where a rank has slices of them alone, it says what they are of.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Names and shapes of the tensors of a model, in their order.
-pub(super) struct TensorTable {
-    names: Vec<String>,
+use moeworks_model::{WeightSpec, WeightTable};
+
+/// The table of a model's weights, and the shapes of this rank's parts of them.
+pub(super) struct PartTable {
+    weights: Arc<WeightTable>,
     shapes: Vec<Vec<usize>>,
-    /// The tensors of each layer.
-    layers: Vec<Range<usize>>,
 }
 
-impl TensorTable {
-    /// Of a model of so many layers.
-    pub(super) fn new(tensors: impl Iterator<Item = (String, Vec<usize>)>, num_layers: usize) -> Self {
-        let (names, shapes): (Vec<String>, Vec<_>) = tensors.unzip();
-        let of_layer = |layer: usize| {
-            let prefix = format!("model.layers.{layer}.");
-            let start = names.iter().take_while(|name| !name.starts_with(&prefix)).count();
-            start..start + names[start..].iter().take_while(|name| name.starts_with(&prefix)).count()
-        };
-        let layers = (0..num_layers).map(of_layer).collect();
-        Self { names, shapes, layers }
+impl PartTable {
+    /// The parts of `weights`, whose shapes `part_shape` gives.
+    pub(super) fn new(weights: &Arc<WeightTable>, part_shape: impl Fn(&WeightSpec) -> Vec<usize>) -> Self {
+        let shapes = weights.specs().iter().map(part_shape).collect();
+        Self { weights: Arc::clone(weights), shapes }
     }
 
-    pub(super) fn name(&self, place: usize) -> &str {
-        &self.names[place]
+    pub(super) fn weights(&self) -> &WeightTable {
+        &self.weights
+    }
+
+    pub(super) fn specs(&self) -> &[WeightSpec] {
+        self.weights.specs()
+    }
+
+    pub(super) fn spec(&self, place: usize) -> &WeightSpec {
+        &self.weights.specs()[place]
+    }
+
+    pub(super) fn is_trainable(&self, place: usize) -> bool {
+        self.spec(place).is_trainable
     }
 
     pub(super) fn shape(&self, place: usize) -> &[usize] {
         &self.shapes[place]
     }
 
+    /// The shape of the part's gradient while a pass computes it: none at all where the pass leaves it out.
+    pub(super) fn grad_shape(&self, place: usize) -> &[usize] {
+        if self.weights.skips_gradient(self.spec(place)) { &[0] } else { self.shape(place) }
+    }
+
     /// The numbers of a layer's tensors.
     pub(super) fn layer(&self, layer: usize) -> Range<usize> {
-        self.layers[layer].clone()
+        self.weights.layer(layer)
     }
 
     /// The numbers of the tensors that belong to no layer.
     pub(super) fn outside(&self) -> impl Iterator<Item = usize> {
-        (0..self.names.len()).filter(|place| !self.layers.iter().any(|layer| layer.contains(place)))
+        self.weights.outside().map(|spec| spec.index)
     }
 }

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
-use moeworks_model::{Decoder, ModelConfig, TensorRanks, is_of_experts};
+use moeworks_model::{Decoder, ModelConfig, TensorRanks, WeightSpec, WeightTable};
 
 use super::Ranks;
-use super::table::TensorTable;
+use super::table::PartTable;
 use super::whole_layers::WholeLayers;
 use crate::config::ConfigError;
 use crate::error::TrainError;
@@ -38,27 +38,26 @@ impl TensorGroups {
 }
 
 impl Ranks {
-    /// The decoder of `config`, whose vocabulary is set, of which this rank has its part, or slices of it. All ranks call this, once.
-    pub(crate) fn decoder(self: &Arc<Self>, config: ModelConfig) -> Result<Decoder, TrainError> {
-        let decoder = self.decoder_of_parts(config)?;
-        let parts =
-            || decoder.tensor_shapes().into_iter().map(|(name, shape)| (name.clone(), self.part_shape(&name, shape)));
-        self.table.get_or_init(|| TensorTable::new(parts(), decoder.config().num_layers));
+    /// The decoder of `config`, whose vocabulary is set, with the weights of `table`, of which this rank has its part, or slices of it. All
+    /// ranks call this, once.
+    pub(crate) fn decoder(self: &Arc<Self>, config: ModelConfig, table: WeightTable) -> Result<Decoder, TrainError> {
+        let decoder = self.decoder_of_parts(config, table)?;
+        self.table.get_or_init(|| PartTable::new(decoder.weight_table(), |spec| self.part_shape(spec)));
         let gather = || Arc::new(WholeLayers::new(Arc::clone(self)));
         Ok(if self.shards_weights() { decoder.gathering(gather()) } else { decoder })
     }
 
-    fn decoder_of_parts(&self, config: ModelConfig) -> Result<Decoder, TrainError> {
+    fn decoder_of_parts(&self, config: ModelConfig, table: WeightTable) -> Result<Decoder, TrainError> {
         let experts = self.experts().clone();
         let Some(TensorGroups { group, .. }) = &self.tensor else {
-            return Ok(Decoder::over_ranks(config, experts).map_err(ConfigError::from)?);
+            return Ok(Decoder::over_ranks(config, table, experts).map_err(ConfigError::from)?);
         };
-        let ranks = TensorRanks::new(&config, Arc::clone(group), experts).map_err(ConfigError::from)?;
-        let of_keys = ranks.split().of("self_attn.k_proj.weight").ranks.start;
+        let ranks = TensorRanks::new(&config, &table, Arc::clone(group), experts).map_err(ConfigError::from)?;
+        let of_keys = ranks.split().kv_ranks().start;
         let kv_holders = super::part(&*self.world, of_keys, self.world.rank())?;
         // A second decoder of the same model shares the first one's groups.
         let part = self.tensor_part.get_or_init(|| TensorPart { ranks, kv_holders });
-        Ok(Decoder::over_tensor_ranks(config, part.ranks.clone()).map_err(ConfigError::from)?)
+        Ok(Decoder::over_tensor_ranks(config, table, part.ranks.clone()).map_err(ConfigError::from)?)
     }
 
     /// What this rank holds with others, if it does so.
@@ -71,13 +70,13 @@ impl Ranks {
         self.tensor.as_ref().map_or_else(Totals::default, |groups| groups.meter.take_totals())
     }
 
-    /// The ranks that hold the tensor `name` as this one does, and over which its gradient is summed.
-    pub(super) fn holders(&self, name: &str) -> &dyn Communicator {
-        if is_of_experts(name) {
+    /// The ranks that hold the tensor of `spec` as this one does, and over which its gradient is summed.
+    pub(super) fn holders(&self, spec: &WeightSpec) -> &dyn Communicator {
+        if spec.role.is_of_experts() {
             return &*self.copies;
         }
         let (Some(part), Some(groups)) = (self.tensor_part.get(), &self.tensor) else { return &*self.world };
-        let share = part.ranks.split().of(name);
+        let share = part.ranks.split().share(spec);
         match (share.is_summed, share.cut) {
             (false, _) => &*groups.peers,
             (true, None) => &*self.world,
@@ -85,14 +84,14 @@ impl Ranks {
         }
     }
 
-    /// Whether this is the first of the ranks with the same sequences that have the tensor `name`, which is of no expert, as it does.
-    pub(super) fn is_first_holder(&self, name: &str) -> bool {
-        self.tensor_ranks().is_none_or(|ranks| ranks.split().of(name).ranks.start == ranks.split().rank())
+    /// Whether this is the first of the ranks with the same sequences that have the tensor of `spec`, which is of no expert, as it does.
+    pub(super) fn is_first_holder(&self, spec: &WeightSpec) -> bool {
+        self.tensor_ranks().is_none_or(|ranks| ranks.split().share(spec).ranks.start == ranks.split().rank())
     }
 
-    /// Whether this rank's slice of the tensor `name` is on no other rank.
-    pub(super) fn is_only_slice(&self, name: &str) -> bool {
-        let is_summed = || self.tensor_ranks().is_some_and(|ranks| ranks.split().of(name).is_summed);
-        is_of_experts(name) || self.is_first_holder(name) || is_summed()
+    /// Whether this rank's slice of the tensor of `spec` is on no other rank.
+    pub(super) fn is_only_slice(&self, spec: &WeightSpec) -> bool {
+        let is_summed = || self.tensor_ranks().is_some_and(|ranks| ranks.split().share(spec).is_summed);
+        spec.role.is_of_experts() || self.is_first_holder(spec) || is_summed()
     }
 }

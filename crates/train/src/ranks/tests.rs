@@ -15,7 +15,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 use super::gather::Held;
 use super::*;
 use crate::optimizer::global_norm;
-use moeworks_model::{Decoder, DecoderWeights, is_of_experts};
+use moeworks_model::{Decoder, DecoderWeights, Sharding, WeightTable};
 use moeworks_ops::Context;
 
 const SEQ_LEN: usize = 6;
@@ -37,6 +37,18 @@ struct Case {
     balance: BalanceKind,
     /// What ranks share out.
     zero: u8,
+    /// Rules for cuts, and patterns of frozen weights.
+    sharding: Vec<String>,
+    freeze: Vec<String>,
+}
+
+impl Case {
+    fn table(&self) -> WeightTable {
+        let mut table = WeightTable::new(&self.model);
+        table.set_sharding(&self.sharding).expect("rules that can be carried out");
+        table.freeze(&self.freeze).expect("patterns of names");
+        table
+    }
 }
 
 /// What a step gives: the account, the norm, and every gradient by name.
@@ -88,6 +100,8 @@ fn sliced((dp, ep, tp): (usize, usize, usize), model: ModelConfig) -> Case {
         is_overlapped: true,
         balance: BalanceKind::Pooled,
         zero: 0,
+        sharding: Vec::new(),
+        freeze: Vec::new(),
     }
 }
 
@@ -149,7 +163,7 @@ fn step_on_one(case: &Case) -> Step {
     let weights = decoder.init(&ctx, 7);
     let mut grads = weights.zeros_like(&ctx);
     let stats = pass(case, (&ctx, &decoder, &weights), 0..case.num_sequences, &mut |_, _| (), &mut grads);
-    Step { stats, norm: global_norm(&ctx, &grads), grads: named(&grads) }
+    Step { stats, norm: global_norm(&ctx, decoder.weight_table(), &grads), grads: named(&grads) }
 }
 
 /// The norm of the gradients, which are then whole.
@@ -174,6 +188,13 @@ fn finish_sums(
     Ok(norm)
 }
 
+/// A rank's slice of every tensor of its part.
+fn slices(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> DecoderWeights {
+    let slice = |place: usize, tensor: &_| Ok::<_, std::convert::Infallible>(ranks.slice(ctx, place, tensor));
+    let Ok(slices) = Ranks::map_places(part, slice);
+    slices
+}
+
 /// What all ranks have of `part`, on the root.
 fn whole_on_root(
     ranks: &Ranks,
@@ -181,10 +202,14 @@ fn whole_on_root(
     part: &DecoderWeights,
 ) -> Result<Option<Named>, TrainError> {
     if !ranks.is_root() {
-        return ranks.give_tensors(model, Held::Part(part)).map(|()| None);
+        return ranks
+            .give_tensors(model, Held { tensors: part, are_slices: false, only_trainable: false })
+            .map(|()| None);
     }
     let names = model.1.tensor_shapes().into_iter().map(|(name, _)| name);
-    let wholes = ranks.whole_one_by_one(model, Held::Part(part)).map(|whole| whole.expect("a tensor").f32s().to_vec());
+    let wholes = ranks
+        .whole_one_by_one(model, Held { tensors: part, are_slices: false, only_trainable: false })
+        .map(|whole| whole.expect("a tensor").f32s().to_vec());
     Ok(Some(names.zip(wholes).collect()))
 }
 
@@ -193,9 +218,9 @@ fn step_on_ranks(case: &Case) -> Step {
         let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
         let ranks = Arc::new(ranks);
         let ctx = Context::cpu(1);
-        let decoder = ranks.decoder(case.model.clone())?;
-        let part = decoder.init_kept(&ctx, 7, |name, tensor| ranks.part(&ctx, name, &tensor));
-        let weights = if case.zero == 3 { ranks.slices(&ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
+        let decoder = ranks.decoder(case.model.clone(), case.table())?;
+        let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
+        let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
         let (mut sums, mut grads) = (ranks.begin_sums(&ctx, &weights), ranks.first_grads(&ctx, &weights));
         if let Some(slices) = &sums.slices {
             slices.begin_pass(&ranks, &ctx, &mut grads);
@@ -290,6 +315,69 @@ fn every_kind_of_weight_is_cut_right() {
 }
 
 #[test]
+fn weights_that_rules_replicate_give_the_step_of_one_rank() {
+    let model = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 21, num_heads: 4, num_kv_heads: 2, ..model() };
+    let whole = ModelConfig { qk_norm: QkNorm::Whole, ..model.clone() };
+    let head = ModelConfig { qk_norm: QkNorm::Head, ..model.clone() };
+    let tied = ModelConfig { tie_embeddings: true, ..model.clone() };
+    for (model, rules) in [
+        (&model, &["model.embed_tokens.weight=replicated"][..]),
+        (&model, &["lm_head.*=replicated"]),
+        (&tied, &["model.embed_tokens.weight=replicated"]),
+        (&head, &["model.layers.1.self_attn.*=replicated"]),
+        (&whole, &["model.layers.0.self_attn.*=replicated"]),
+        (&model, &["model.layers.0.mlp.*=replicated"]),
+        (&head, &["*.self_attn.*=replicated", "model.layers.2.*=replicated", "model.layers.2.self_attn.*=tensor"]),
+    ] {
+        for (layout, zero) in [((1, 1, 2), 0), ((2, 1, 2), 3), ((1, 2, 2), 1), ((1, 1, 3), 0)] {
+            let sharding = rules.iter().map(|&rule| rule.to_owned()).collect();
+            check(&Case { sharding, zero, ..sliced(layout, model.clone()) });
+        }
+    }
+}
+
+#[test]
+fn ranks_hold_the_parts_that_the_table_of_weights_says() {
+    let variant = Variant { qkv_bias: true, feed_forward_bias: true, ..Variant::default() };
+    let model = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 21, num_heads: 4, variant, ..model() };
+    for (layout, rules) in [
+        ((1, 1, 1), &[][..]),
+        ((2, 3, 1), &[]),
+        ((1, 1, 3), &[]),
+        ((2, 2, 2), &[]),
+        ((1, 2, 2), &["lm_head.*=replicated", "model.layers.1.self_attn.*=replicated"]),
+    ] {
+        let case =
+            Case { sharding: rules.iter().map(|&rule| rule.to_owned()).collect(), ..sliced(layout, model.clone()) };
+        let table = case.table();
+        let sharding = Sharding::new(&model, &table, case.layout, case.placement.clone()).expect("a layout");
+        let num_parts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
+            let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?;
+            let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
+            let decoder = ranks.decoder(model.clone(), table.clone())?;
+            let whole = Decoder::new(model.clone()).expect("a model").init(&ctx, 7);
+            let held = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
+            for ((spec, (name, whole)), (_, held)) in table.specs().iter().zip(whole.tensors()).zip(held.tensors()) {
+                let expected =
+                    sharding.cut(spec, comm.rank()).map_or_else(|| whole.clone(), |cut| cut.part(&ctx, whole));
+                assert_eq!(held.shape(), sharding.part_shape(spec, comm.rank()), "{layout:?} {name}");
+                assert!(held.bytes() == expected.bytes(), "{layout:?} {name} on rank {}", comm.rank());
+                let of_part = sharding.parts(spec).into_iter().find(|part| part.ranks.contains(&comm.rank()));
+                let mut holders = ranks.holders(spec).world_ranks().to_vec();
+                holders.sort_unstable();
+                let of_part = of_part.expect("a part").ranks;
+                assert!(
+                    holders.iter().all(|rank| of_part.contains(rank)),
+                    "{layout:?} {name}: {holders:?} {of_part:?}"
+                );
+            }
+            Ok::<_, TrainError>(held.tensors().len())
+        });
+        assert!(num_parts.expect("the ranks talk").iter().all(|&num| num == table.specs().len()));
+    }
+}
+
+#[test]
 fn a_norm_over_all_heads_is_that_of_one_rank() {
     let model = ModelConfig { qk_norm: QkNorm::Whole, num_heads: 4, num_kv_heads: 2, ..model() };
     // Where there are more ranks than heads of keys and values, several norm the same of these.
@@ -347,10 +435,10 @@ fn memory_at_the_start(layout: Layout, zero: u8) -> (Vec<[usize; 2]>, usize) {
     let ranks = try_run_ranks(&RankOptions::new(layout.num_ranks()), |comm: &dyn Communicator| {
         let ranks = Ranks::new(comm, layout, placement.clone(), Exchange::plain(Wire::F32))?.with_zero(zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
-        let decoder = ranks.decoder(model.clone())?;
+        let decoder = ranks.decoder(model.clone(), WeightTable::new(&model))?;
         let largest = decoder.tensor_shapes().iter().map(|(_, shape)| 4 * shape.iter().product::<usize>()).max();
         let mut keep = ranks.keeper(&ctx, ranks.shards_weights());
-        let _weights = decoder.init_kept(&ctx, 7, |name, tensor| keep(name, &tensor));
+        let _weights = decoder.init_kept(&ctx, 7, |spec, tensor| keep(spec, &tensor));
         let stats = ctx.pool().stats();
         Ok::<_, TrainError>(([stats.used_bytes, stats.peak_bytes], largest))
     });
@@ -523,9 +611,9 @@ fn text_on_ranks(case: &Case, ids: &[u32]) -> Vec<Vec<f32>> {
     let texts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
         let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
-        let decoder = ranks.decoder(case.model.clone())?;
-        let part = decoder.init_kept(&ctx, 7, |name, tensor| ranks.part(&ctx, name, &tensor));
-        let weights = if case.zero == 3 { ranks.slices(&ctx, &part) } else { part };
+        let decoder = ranks.decoder(case.model.clone(), case.table())?;
+        let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
+        let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part };
         let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
         if !ranks.is_root() {
             return ranks.follow_text(model).map(|()| Vec::new());
@@ -583,10 +671,12 @@ fn ranks_whose_copies_of_weights_drift_apart_are_named() {
         let placement = Placement::sharded(model().num_experts, 2);
         let ranks = Arc::new(Ranks::new(comm, Layout::new(2, 2, 1), placement, Exchange::plain(Wire::F32))?);
         let ctx = Context::cpu(1);
-        let mut weights = ranks.decoder(model())?.init_kept(&ctx, 1, |name, whole| ranks.part(&ctx, name, &whole));
+        let mut weights = ranks
+            .decoder(model(), WeightTable::new(&model()))?
+            .init_kept(&ctx, 1, |spec, whole| ranks.part(&ctx, spec, &whole));
         ranks.check_copies(&weights)?;
         let (_, last_expert) =
-            weights.tensors_mut().into_iter().rfind(|(name, _)| is_of_experts(name)).expect("experts");
+            weights.tensors_mut().into_iter().rfind(|(name, _)| name.contains(".mlp.experts.")).expect("experts");
         let bits = last_expert.f32s()[0].to_bits() ^ u32::from(comm.rank() == 3);
         last_expert.f32s_mut()[0] = f32::from_bits(bits);
         ranks.check_copies(&weights)

@@ -25,11 +25,14 @@ impl GradSlices {
     /// Zeros, for the gradients of `weights` or of slices of them.
     pub(super) fn new(ranks: &Ranks, ctx: &Context, weights: &DecoderWeights) -> Self {
         let Ok(sums) = Ranks::map_places(weights, |place, _| {
+            if !ranks.table().is_trainable(place) {
+                return Ok::<_, std::convert::Infallible>(ctx.empty(&[0], DType::F32));
+            }
             let mut slice = ranks.empty_slice(ctx, place);
             slice.f32s_mut().fill(0.0);
-            Ok::<_, std::convert::Infallible>(slice)
+            Ok(slice)
         });
-        Self { sums, under_way: Vec::new(), failure: None }
+        Self { sums: sums.without_states(ctx), under_way: Vec::new(), failure: None }
     }
 
     /// Before a pass, which writes gradients anew: room for those of the last layer.
@@ -55,7 +58,7 @@ impl GradSlices {
     pub(crate) fn end_pass(&mut self, ranks: &Ranks, ctx: &Context, grads: &DecoderWeights) {
         self.settle(ctx);
         let (grads, mut sums) = (grads.tensors(), self.sums.tensors_mut());
-        for place in ranks.table().outside() {
+        for place in ranks.table().outside().filter(|&place| ranks.table().is_trainable(place)) {
             if self.failure.is_some() {
                 return;
             }
@@ -72,7 +75,7 @@ impl GradSlices {
     }
 
     fn start(&mut self, ranks: &Ranks, ctx: &Context, place: usize, whole: Tensor) {
-        if self.failure.is_some() {
+        if self.failure.is_some() || !ranks.table().is_trainable(place) {
             return;
         }
         let (slice, counts) = (ranks.empty_slice(ctx, place), ranks.slice_counts(place));
@@ -97,7 +100,7 @@ impl GradSlices {
 /// Room for the gradients of a layer.
 fn make_room(ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut DecoderWeights) {
     for (place, tensor) in ranks.table().layer(layer).zip(grads.layers[layer].tensors_mut()) {
-        *tensor = ctx.zeros(ranks.table().shape(place), DType::F32);
+        *tensor = ctx.zeros(ranks.table().grad_shape(place), DType::F32);
     }
 }
 
@@ -106,13 +109,13 @@ impl Ranks {
     /// when they are computed.
     pub(crate) fn first_grads(&self, ctx: &Context, weights: &DecoderWeights) -> DecoderWeights {
         if !self.shards_gradients() {
-            return weights.zeros_like(ctx);
+            return weights.gradients(ctx, self.table().weights(), DType::F32);
         }
         let outside: Vec<usize> = self.table().outside().collect();
         let Ok(grads) = Self::map_places(weights, |place, _| {
-            let shape = if outside.contains(&place) { self.table().shape(place) } else { &[0] };
+            let shape = if outside.contains(&place) { self.table().grad_shape(place) } else { &[0] };
             Ok::<_, std::convert::Infallible>(ctx.zeros(shape, DType::F32))
         });
-        grads
+        grads.without_states(ctx)
     }
 }

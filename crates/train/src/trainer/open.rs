@@ -6,7 +6,7 @@ use std::sync::Arc;
 use moeworks_infer::data::Watch;
 use moeworks_infer::store::{Checkpoint, Pick, Store, resolve_run};
 use moeworks_model::hf::load_model;
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer};
+use moeworks_model::{Decoder, DecoderWeights, Tokenizer, WeightSpec};
 use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::{Context, peak};
@@ -27,24 +27,24 @@ use crate::state::{self, Keep, Progress};
 /// says that ranks share these out a slice of that.
 fn keeper<'a>(ctx: &'a Context, ranks: Option<&'a Ranks>, are_shared: impl Fn(&Ranks) -> bool) -> Box<Keep<'a>> {
     match ranks {
-        None => Box::new(|_, tensor| tensor.clone()),
+        None => Box::new(|_: &WeightSpec, tensor: &Tensor| tensor.clone()),
         Some(ranks) => Box::new(ranks.keeper(ctx, are_shared(ranks))),
     }
 }
 
-/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `config`: what `keep` keeps of them.
+/// f32 weights, in memory of their own, of the model folder `dir`, which must hold a model of `decoder`: what `keep` keeps of them.
 fn weights_from(
     ctx: &Context,
-    config: &ModelConfig,
+    decoder: &Decoder,
     dir: &Path,
     keep: &mut Keep<'_>,
 ) -> Result<DecoderWeights, TrainError> {
     let (stored, weights) = load_model(ctx, dir)?;
-    if !stored.computes_as(config) {
+    if !stored.computes_as(decoder.config()) {
         let problem = "its weights are of another model than the settings under model.* describe; leave those to it";
         return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
     }
-    Ok(weights.kept(ctx, keep))
+    Ok(weights.kept(ctx, decoder.weight_table(), keep))
 }
 
 /// What `keep` keeps of random weights; routers that send ids to experts by a table have that of the training tokens or of a model's embeddings.
@@ -55,7 +55,7 @@ fn first_weights(
     corpus: &Corpus,
     keep: &mut Keep<'_>,
 ) -> Result<DecoderWeights, TrainError> {
-    let mut weights = decoder.init_kept(ctx, config.train.seed, |name, tensor| keep(name, &tensor));
+    let mut weights = decoder.init_kept(ctx, config.train.seed, |spec, tensor| keep(spec, &tensor));
     let model = decoder.config();
     let (num_experts, top_k) = (model.num_experts, model.top_k);
     match model.router.table_source() {
@@ -84,10 +84,10 @@ fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor,
 }
 
 fn decoder(config: &RunConfig, ranks: Option<&Arc<Ranks>>) -> Result<Decoder, TrainError> {
-    let model = config.model.clone();
+    let (model, table) = (config.model.clone(), config.weight_table()?);
     let decoder = match ranks {
-        None => Decoder::new(model).map_err(ConfigError::from)?,
-        Some(ranks) => ranks.decoder(model)?,
+        None => Decoder::with_table(model, table).map_err(ConfigError::from)?,
+        Some(ranks) => ranks.decoder(model, table)?,
     };
     decoder.check_trainable()?;
     Ok(decoder)
@@ -119,11 +119,16 @@ fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainErr
     ranks.map_or(Ok(()), |ranks| ranks.check_same("configuration", &print_config(config)))
 }
 
-/// The optimizer's state before the first update of the `weights` that a rank keeps.
-fn first_optimizer(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>, weights: &DecoderWeights) -> Optimizer {
+/// The optimizer's state before the first update of the `weights` of `decoder` that a rank keeps.
+fn first_optimizer(
+    ctx: &Context,
+    config: &RunConfig,
+    ranks: Option<&Ranks>,
+    (decoder, weights): (&Decoder, &DecoderWeights),
+) -> Optimizer {
     let slices = ranks.filter(|ranks| ranks.shards_optimizer() && !ranks.shards_weights());
-    let slices = slices.map(|ranks| ranks.slices(ctx, weights));
-    Optimizer::new(ctx, adamw_config(config), slices.as_ref().unwrap_or(weights))
+    let slices = slices.map(|ranks| ranks.trainable_slices(ctx, weights));
+    Optimizer::new(ctx, adamw_config(config), decoder.weight_table(), slices.as_ref().unwrap_or(weights))
 }
 
 impl Trainer {
@@ -175,11 +180,11 @@ impl Trainer {
         check_memory(&ctx, &config, ranks.as_deref())?;
         let mut keep = keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);
         let weights = match from {
-            Some(dir) => weights_from(&ctx, decoder.config(), dir, &mut keep)?,
+            Some(dir) => weights_from(&ctx, &decoder, dir, &mut keep)?,
             None => first_weights(&ctx, &decoder, &config, &corpus, &mut keep)?,
         };
         drop(keep);
-        let optimizer = first_optimizer(&ctx, &config, ranks.as_deref(), &weights);
+        let optimizer = first_optimizer(&ctx, &config, ranks.as_deref(), (&decoder, &weights));
         let (output, run_dir) = output(&config, is_root(ranks.as_deref()))?;
         let progress = Progress { data_hash: corpus.hash.clone(), ..Progress::default() };
         let routing = None;
@@ -247,9 +252,11 @@ impl Trainer {
         let of_weights = || keeper(&ctx, ranks.as_deref(), Ranks::shards_weights);
         let of_moments = || keeper(&ctx, ranks.as_deref(), Ranks::shards_optimizer);
         let stored = state::load(&ctx, &decoder, &checkpoint)?;
-        let weights = stored.weights.kept(&ctx, of_weights());
-        let moments = [stored.moment(&ctx, "first", of_moments())?, stored.moment(&ctx, "second", of_moments())?];
-        let optimizer = Optimizer::of_moments(adamw_config(&config), moments, stored.progress.updates);
+        let table = decoder.weight_table();
+        let weights = stored.weights.kept(&ctx, table, of_weights());
+        let moment = |name| stored.moment(&ctx, table, name, of_moments());
+        let moments = [moment("first")?, moment("second")?];
+        let optimizer = Optimizer::from_moments(adamw_config(&config), table, moments, stored.progress.updates);
         let progress = stored.progress;
         let routing = RoutingSample::load(&checkpoint.path)?;
         if progress.data_hash != corpus.hash {
@@ -270,7 +277,7 @@ impl Trainer {
         let peak_flops = if output.is_some() { peak_flops(&ctx, is_bf16, ranks.as_deref()) } else { 1.0 };
         let grads = match &ranks {
             Some(ranks) => ranks.first_grads(&ctx, &weights),
-            None => weights.zero_gradients(&ctx, config.train.expert_gradients.dtype()),
+            None => weights.gradients(&ctx, decoder.weight_table(), config.train.expert_gradients.dtype()),
         };
         let trainer = Self {
             grads,

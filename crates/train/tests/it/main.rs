@@ -4,6 +4,7 @@ mod config;
 mod data_mix;
 mod expert_gradients;
 mod fp8;
+mod freeze;
 mod listed;
 mod lost_ranks;
 mod offload;

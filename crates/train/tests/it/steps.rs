@@ -47,8 +47,8 @@ impl Steps {
         let random = Random::new(1, Purpose::Test, 0);
         Self {
             compute: weights.compute_copy(at, DType::BF16),
-            grads: weights.zero_gradients(ctx, gradients),
-            optimizer: Optimizer::new(ctx, adamw, &weights),
+            grads: weights.gradients(ctx, decoder.weight_table(), gradients),
+            optimizer: Optimizer::new(ctx, adamw, decoder.weight_table(), &weights),
             ids: (0..2 * SEQ_LEN as u64).map(|i| random.below(i, 300) as u32).collect(),
             decoder,
             weights,

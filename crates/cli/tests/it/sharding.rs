@@ -1,0 +1,80 @@
+//! The cuts of weights over ranks, as `inspect --sharding` lists them, and the settings that change them.
+
+use serde_json::Value;
+
+use crate::bad_input::refused;
+use crate::program::{Workplace, assert_success, stdout};
+
+/// The JSON of `inspect run --sharding` with more options.
+fn sharding(work: &Workplace, options: &[&str]) -> Value {
+    let output = work.run(&[&["inspect", "run", "--sharding", "--json"], options].concat());
+    assert_success(&output);
+    let value: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    value["sharding"].clone()
+}
+
+fn weight<'a>(sharding: &'a Value, name: &str) -> &'a Value {
+    let weights = sharding["weights"].as_array().expect("a list");
+    weights.iter().find(|weight| weight["name"] == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+fn ranks(part: &Value) -> Vec<u64> {
+    part["ranks"].as_array().expect("a list").iter().map(|rank| rank.as_u64().expect("a rank")).collect()
+}
+
+#[test]
+fn inspect_lists_the_part_of_each_weight_on_each_rank() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 1, &[]));
+    let one = sharding(&work, &[]);
+    let parameters: u64 = one["trainable_parameters"].as_u64().expect("a number");
+    assert_eq!(one["rank_bytes"][0].as_u64(), Some(4 * parameters), "one rank has all of it");
+    let many = sharding(&work, &["--dp", "2", "--ep", "2", "--tp", "1"]);
+    let experts = weight(&many, "model.layers.0.mlp.experts.down_proj");
+    let parts = experts["parts"].as_array().expect("parts");
+    assert_eq!(parts.iter().map(ranks).collect::<Vec<_>>(), [[0, 2], [1, 3]], "{experts}");
+    let norm = weight(&many, "model.norm.weight");
+    assert_eq!((&norm["cut"], ranks(&norm["parts"][0])), (&Value::from("replicated"), vec![0, 1, 2, 3]));
+    let cut = sharding(&work, &["--tp", "2"]);
+    let queries = weight(&cut, "model.layers.0.self_attn.q_proj.weight");
+    assert_eq!((&queries["dim"], queries["parts"].as_array().expect("parts").len()), (&Value::from(0), 2), "{queries}");
+    let whole = sharding(&work, &["--tp", "2", "--shard", "model.layers.0.self_attn.*=replicated"]);
+    let queries = weight(&whole, "model.layers.0.self_attn.q_proj.weight");
+    assert_eq!(queries["parts"].as_array().expect("parts").len(), 1, "{queries}");
+}
+
+#[test]
+fn the_table_shows_cuts_and_frozen_weights_of_a_run() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 1, &["--set", "train.freeze=*.mlp.experts.*"]));
+    let output = work.run(&["inspect", "run", "--sharding", "--tp", "2"]);
+    assert_success(&output);
+    let shown = stdout(&output);
+    for part in ["model.layers.*.self_attn.q_proj.weight", "dim 0 over tp, heads", "dim 0 over ep, experts", "frozen"] {
+        assert!(shown.contains(part), "{part:?} in {shown}");
+    }
+    let output = work.run(&["inspect", "run"]);
+    assert!(stdout(&output).contains("trained"), "{}", stdout(&output));
+}
+
+#[test]
+fn rules_and_patterns_that_cannot_be_carried_out_are_named() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 1, &[]));
+    let inspect = |options: &[&str], parts: &[&str]| {
+        refused(&work, &[&["inspect", "run", "--sharding"], options].concat(), parts);
+    };
+    inspect(
+        &["--shard", "*.q_prj.weight=replicated"],
+        &["parallel.sharding", "near names: model.layers.*.self_attn.q_proj"],
+    );
+    inspect(&["--shard", "*.q_proj.weight=replicated"], &["replicated as a whole", "self_attn.*=replicated"]);
+    inspect(&["--tp", "64"], &["num_heads", "parallel.tp, 64"]);
+    let train = |setting: &str, parts: &[&str]| {
+        refused(&work, &["train", "--data", "text.txt", "--set", setting], parts);
+    };
+    train("train.freeze=*.expert.*", &["train.freeze", "matches no weight; near names: model.layers.*.mlp.experts."]);
+    train("train.freeze=*", &["train.freeze", "leaves no weight to train"]);
+    train("parallel.sharding=*.experts.*=replicated", &["parallel.sharding", "parallel.placement"]);
+    refused(&work, &["inspect", "run", "--tp", "2"], &["--sharding"]);
+}

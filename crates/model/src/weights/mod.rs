@@ -1,0 +1,20 @@
+//! The weights of a model: the table that says what they are ([`WeightTable`]), and the struct that holds them ([`DecoderWeights`]).
+
+mod build;
+mod copies;
+mod pattern;
+mod role;
+mod settings;
+mod spec;
+mod structs;
+mod table;
+mod walk;
+
+pub use role::{WeightGroup, WeightPlace, WeightRole};
+pub use settings::WeightRuleError;
+pub use spec::{Init, Shard, WeightSpec};
+pub use structs::{
+    AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
+    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights,
+};
+pub use table::WeightTable;
