@@ -5,7 +5,7 @@ use moeworks_tensor::Tensor;
 use super::role::{WeightPlace, WeightRole};
 use super::structs::{AttentionInputs, DecoderWeights, FeedForwardWeights, LayerWeights};
 
-/// Lists the tensors of layers at `$place`, for both kinds of access as in [`list_tensors`].
+/// Lists the tensors of layers at `$place`, for both kinds of access as in `list_tensors`.
 macro_rules! list_layers {
     ($list:ident, $place:expr, $layers:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {
         for (i, layer) in $layers.$iter().enumerate() {
