@@ -2,26 +2,19 @@
 
 mod comm;
 mod decode;
-mod gradients;
-mod layers;
-mod machine;
-mod moe;
 mod overlap;
-mod pass;
-mod routing;
 
-use moeworks_moe::measure::RoutingShape;
-use moeworks_moe::{LossGrad, RouterInput};
-use moeworks_ops::linear::{Write, linear};
-use moeworks_ops::measure::{BenchResult, bench_cases, best_seconds_of_many};
+use std::io::{BufRead as _, stdin};
+
+use moeworks_bench::routing_schemes::RoutingShape;
+use moeworks_bench::{CaseResult, MoeRequests, kernels, layers, machine, training};
+use moeworks_ops::Context;
 use moeworks_ops::peak::{self, Peaks};
-use moeworks_ops::{Activation, Context, elementwise};
-use moeworks_tensor::{DType, Purpose, Random, Tensor};
+use moeworks_tensor::DType;
 use moeworks_train::config::{Precision, RunConfig};
-use moeworks_train::measure::tokens_per_second;
 use serde_json::{Value, json};
 
-use crate::args::{BenchArgs, BenchKind, CasesArgs, DecodeArgs};
+use crate::args::{BenchArgs, BenchKind, CasesArgs, DecodeArgs, MoeArgs};
 use crate::estimate::BYTE_VOCABULARY;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
@@ -31,19 +24,16 @@ use crate::tables;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     match &args.kind {
-        BenchKind::Kernels(args) => kernels(args),
+        BenchKind::Kernels(args) => time_kernels(args),
         BenchKind::Layers(args) => cases("layers", args, |output, ctx, peaks, filter| {
             output.header(ctx, peaks);
-            layers::measure(ctx, peaks, filter, |result| output.case(result))
+            Ok(layers::measure(ctx, peaks, filter, |result| output.case(result))?)
         }),
         BenchKind::Routing(args) => cases("routing", args, |output, ctx, _, filter| output.routing(ctx, filter)),
         BenchKind::Decode(args) => decode(args),
         BenchKind::Overlap(args) => overlap::run(args),
         BenchKind::Comm(args) => comm::run(args),
-        BenchKind::Moe(args) => {
-            moe::answer(&context(&args.machine)?)?;
-            Ok(ExitCode::SUCCESS)
-        }
+        BenchKind::Moe(args) => answer_moe_requests(args),
     }
 }
 
@@ -61,12 +51,12 @@ fn cases(
     Ok(ExitCode::SUCCESS)
 }
 
-fn kernels(args: &CasesArgs) -> Result<ExitCode, Failure> {
+fn time_kernels(args: &CasesArgs) -> Result<ExitCode, Failure> {
     cases("", args, |output, ctx, peaks, filter| {
         output.header(ctx, peaks);
         for dtype in [DType::F32, DType::BF16] {
-            bench_cases(ctx, peaks, dtype, filter, |result| output.case(result));
-            moe_layer(ctx, peaks, dtype, filter, output)?;
+            kernels::time_kernels(ctx, peaks, dtype, filter, |result| output.case(result));
+            layers::measure_backward(ctx, peaks, dtype, filter)?.iter().for_each(|result| output.case(result));
         }
         // Elsewhere eight-bit floats are computed with as bf16.
         let fp8 = peaks.fp8_flops.map(|_| Precision::Fp8);
@@ -84,28 +74,22 @@ fn decode(args: &DecodeArgs) -> Result<ExitCode, Failure> {
     }
     let peaks = peak::measure(&ctx);
     let mut output = Output { is_json: args.json, cases: Vec::new() };
-    output.decode(&ctx, &peaks, args)?;
+    decode::run(&mut output, &ctx, &peaks, args)?;
     output.finish(&ctx, &peaks, "decode")?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Operations a second of a large plain product in bf16, of random numbers, on a GPU.
-fn dense_rate(ctx: &Context) -> Option<f64> {
-    const SIZE: usize = 8192;
-    ctx.gpu()?.memory_bytes()?;
-    let [x, w] = [0, 1].map(|stream| {
-        let mut normal: Tensor = ctx.empty(&[SIZE, SIZE], DType::F32);
-        elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 1.0, &mut normal);
-        elementwise::cast(ctx, &normal, DType::BF16)
-    });
-    let seconds = best_seconds_of_many(ctx, || drop(linear(ctx, &x, &w, DType::BF16)));
-    Some(2.0 * (SIZE as f64).powi(3) / seconds)
-}
-
-/// The middle one of some values, of two the greater.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
+/// Answers every line of standard input.
+fn answer_moe_requests(args: &MoeArgs) -> Result<ExitCode, Failure> {
+    let ctx = context(&args.machine)?;
+    let mut requests = MoeRequests::default();
+    for line in stdin().lock().lines() {
+        let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
+        println!("{}", requests.answer(&ctx, &line)?);
+        // The other program waits for the answer.
+        crate::output::flush();
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn percent(share: f64) -> String {
@@ -139,7 +123,7 @@ impl Output {
         if let Some(rate) = peaks.copy_bytes_per_s {
             println!("  copying      {:9.1} GB/s, read and written", rate / 1e9);
         }
-        if let Some(flops) = dense_rate(ctx) {
+        if let Some(flops) = machine::dense_rate(ctx) {
             println!("  bf16 product of 8192 x 8192 matrices {:9.1} GFLOP/s", flops / 1e9);
         }
         println!();
@@ -149,7 +133,7 @@ impl Output {
         println!("  {:66} {:>10} {:>9} {:>8} {:>7}", "case", "ms", "GFLOP/s", "GB/s", "share");
     }
 
-    fn case(&mut self, result: &BenchResult) {
+    fn case(&mut self, result: &CaseResult) {
         let (seconds, share, limit) = (result.seconds, result.share_of_limit(), result.limit.name());
         let (flops, bytes) = (result.flops_per_s(), result.bytes_per_s());
         self.cases.push(json!({
@@ -173,7 +157,7 @@ impl Output {
         config.train.threads = args.machine.threads;
         config.train.device = args.machine.device;
         config.train.precision = precision;
-        let speed = tokens_per_second(&config)?;
+        let speed = training::tokens_per_second(&config)?;
         self.cases.push(
             json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "limit": "peak", "share_of_limit": speed.mfu }),
         );
@@ -184,40 +168,12 @@ impl Output {
         Ok(())
     }
 
-    /// Times a given model, or one of a given shape or OLMoE's in each type of weights.
-    fn decode(&mut self, ctx: &Context, peaks: &Peaks, args: &DecodeArgs) -> Result<(), Failure> {
-        let mut rows = Vec::new();
-        let mut add = |all: Vec<decode::Measured>| {
-            for measured in all {
-                self.cases.push(measured.json());
-                rows.push(measured.cells());
-            }
-        };
-        match &args.model {
-            Some(model) => add(decode::measure_model(ctx, peaks, model, &args.router)?),
-            None => {
-                let config = decode::config(args.shape.as_deref(), args.layers.map(usize::from))?;
-                let config = decode::with_router(&config, &args.router)?;
-                for dtype in decode::types(&args.types) {
-                    add(decode::measure(ctx, peaks, dtype, &config)?);
-                    // The next type's weights are of other sizes.
-                    ctx.pool().trim();
-                }
-            }
-        }
-        if !self.is_json {
-            println!("{}, memory {:.1} GB/s", machine::describe(ctx), peaks.read_bytes_per_s / 1e9);
-            tables::print(&decode::HEADER, &rows);
-        }
-        Ok(())
-    }
-
     /// What the routing of every scheme whose name has `schemes` in it costs beside the layer's forward pass.
     fn routing(&mut self, ctx: &Context, schemes: &str) -> Result<(), Failure> {
         let shape = RoutingShape { num_tokens: 4096, width: 1024, expert_width: 2048, num_experts: 64, top_k: 2 };
         let mut rows = Vec::new();
         for dtype in [DType::F32, DType::BF16] {
-            shape.measure(ctx, (dtype, schemes), |cost, share| {
+            shape.measure(ctx, dtype, schemes, |cost, share| {
                 self.cases.push(json!({
                     "name": cost.name, "dtype": format!("{dtype:?}"), "seconds": cost.seconds,
                     "layer_seconds": cost.layer_seconds, "share": share, "experts_per_token": cost.experts_per_token,
@@ -262,33 +218,11 @@ impl Output {
             "fp8_flops_per_s": peaks.fp8_flops,
             "read_bytes_per_s": peaks.read_bytes_per_s,
             "copy_bytes_per_s": peaks.copy_bytes_per_s,
-            "dense_bf16_flops_per_s": dense_rate(ctx),
+            "dense_bf16_flops_per_s": machine::dense_rate(ctx),
             "peak_bytes": stats.peak_bytes,
             "cases": self.cases,
         });
         println!("{value:#}");
         Ok(())
     }
-}
-
-/// The whole MoE layer, router, dispatch and combine included, forward and backward with weight gradients.
-fn moe_layer(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, output: &mut Output) -> Result<(), Failure> {
-    let (t, d, f, e, k) = (1024, 1024, 512, 32, 4);
-    let name = format!("MoE layer forward and backward T {t} D {d} F {f} E {e} K {k}, {dtype:?}");
-    if !name.contains(filter) {
-        return Ok(());
-    }
-    let shape = moe::Shape { d, f, e, k, activation: Activation::SwiGlu, dtype, gradients: DType::F32 };
-    let cost = layers::cost(shape, (t, e), true);
-    let mut made = moe::Layer::new(ctx, shape, &moeworks_moe::RouterConfig::default())?;
-    let (x, dy) = made.tokens(ctx, t, 0);
-    let losses = LossGrad { balance: vec![1e-5; e], z: 1e-3, ..LossGrad::default() };
-    let seconds = best_seconds_of_many(ctx, || {
-        let (layer, weights, grads) = made.parts(ctx);
-        let (_, saved) = layer.forward(ctx, weights, &x, &RouterInput::default());
-        let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
-        task.run(ctx, Write::Replace, grads);
-    });
-    output.case(&BenchResult::new(name, cost, seconds, peaks));
-    Ok(())
 }

@@ -1,8 +1,8 @@
 //! `moeworks estimate`: what training a configuration would cost on this machine, before training it.
 
+use moeworks_bench::training::tokens_per_second;
 use moeworks_model::account::training_flops_per_token;
 use moeworks_train::config::{Precision, RunConfig};
-use moeworks_train::measure::tokens_per_second;
 use serde_json::json;
 
 use crate::account::{self, Training};

@@ -6,10 +6,11 @@ mod rows;
 
 use std::path::{Path, PathBuf};
 
+use moeworks_bench::training::{memory_bytes_per_s, tokens_per_second};
 use moeworks_model::account::{shape, training_flops_per_token};
 use moeworks_plan::{Estimate, ModelShape, Precision, RankSpec, Tokens, Topology, Workload, propose, weak_scaling};
 use moeworks_train::config::RunConfig;
-use moeworks_train::measure::{machine_bytes, memory_bytes_per_s, tokens_per_second};
+use moeworks_train::machine_bytes;
 use serde_json::{Value, json};
 
 use self::explain::explain;

@@ -27,7 +27,6 @@ mod error;
 mod few;
 mod hierarchy;
 #[cfg(unix)]
-pub mod measure;
 mod meter;
 #[cfg(unix)]
 pub mod mpi;

@@ -77,7 +77,6 @@ mod config;
 mod dispatch;
 mod layer;
 mod losses;
-pub mod measure;
 mod overflow;
 mod ramp;
 mod ranks;

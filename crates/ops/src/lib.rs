@@ -52,7 +52,6 @@ pub mod layer_norm;
 pub mod linear;
 pub mod logits;
 mod mapped;
-pub mod measure;
 mod parallel;
 pub mod peak;
 mod prefetch;

@@ -4,15 +4,25 @@
 //! whatever its clock does.
 
 use std::hint::black_box;
+use std::time::Instant;
 
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
 use crate::cuda::{self, On};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::amx;
-use crate::measure::best_seconds;
 use crate::simd::{LANES, Level, fence, kernel};
 use crate::{Context, Isa};
+
+/// Returns the shortest of `tries` runs, in seconds.
+pub fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
+    let times = (0..tries).map(|_| {
+        let start = Instant::now();
+        run();
+        start.elapsed().as_secs_f64()
+    });
+    times.fold(f64::INFINITY, f64::min)
+}
 
 /// The measured rates of a context: all its threads, its instruction set.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -91,7 +91,8 @@ pub enum GradientType {
 
 impl GradientType {
     /// The tensors' type.
-    pub(crate) fn dtype(self) -> DType {
+    #[must_use]
+    pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
             Self::Bf16 => DType::BF16,
@@ -219,8 +220,9 @@ pub struct TrainConfig {
 }
 
 impl TrainConfig {
-    /// Where weights are updated.
-    pub(crate) fn optimizer_context(&self, ctx: &Context) -> Context {
+    /// Returns the context in which the optimizer updates weights: the host where `offload_optimizer` is set.
+    #[must_use]
+    pub fn optimizer_context(&self, ctx: &Context) -> Context {
         if self.offload_optimizer { ctx.on_host() } else { ctx.clone() }
     }
 }

@@ -5,7 +5,6 @@ mod corpus;
 pub mod data;
 mod error;
 pub mod events;
-pub mod measure;
 pub mod metrics;
 pub mod optimizer;
 mod processor;
@@ -21,5 +20,6 @@ mod trainer;
 
 pub use error::TrainError;
 pub use ranks::Ranks;
+pub use setup::{context, machine_bytes};
 pub use state::{Progress, resumed_config};
 pub use trainer::{Event, IfTaken, Outcome, Requests, RunFolder, Trainer};

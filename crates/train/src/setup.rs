@@ -85,8 +85,12 @@ pub fn machine_bytes() -> Option<u64> {
     System::default().usable_memory_bytes()
 }
 
-/// A context with the device and the threads that the configuration asks for: of all cores a rank takes its share of those of its node.
-pub(crate) fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Context, GpuError> {
+/// Returns a context with the device and the threads that the configuration asks for. With `train.threads = 0` a rank takes its share
+/// of the cores of its node.
+///
+/// # Errors
+/// [`GpuError`] where the device is not there.
+pub fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Context, GpuError> {
     let ctx = match (config.train.threads, ranks) {
         (0, None) => Context::cpu_all_cores(),
         (0, Some(ranks)) => Context::cpu((ranks.num_cores() as usize).max(1)),

@@ -84,6 +84,9 @@ pub(crate) struct DecodeArgs {
     /// weights as they are
     #[arg(long, value_name = "SETTING=VALUE", conflicts_with = "endless")]
     pub(crate) router: Vec<String>,
+    /// Texts that are generated together: several numbers are measured one after the other (default: 1, on a GPU 1, 8 and 64)
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) batch: Vec<u16>,
     /// With --model: print the seconds of each token as it comes, until stopped
     #[arg(long, requires = "model", conflicts_with = "json")]
     pub(crate) endless: bool,

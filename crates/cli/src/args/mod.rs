@@ -17,7 +17,7 @@ use clap_complete::Shell;
 
 use crate::version;
 
-pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, OverlapArgs};
+pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
 pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};

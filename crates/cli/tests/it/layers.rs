@@ -3,7 +3,7 @@
 use std::process::Command;
 
 /// The floors of the house, from the ground. Crates of one floor do not use each other.
-const FLOORS: [&[&str]; 9] = [
+const FLOORS: [&[&str]; 10] = [
     &["moeworks-plan", "moeworks-tensor"],
     &["moeworks-gpu"],
     &["moeworks-ops"],
@@ -12,6 +12,7 @@ const FLOORS: [&[&str]; 9] = [
     &["moeworks-model"],
     &["moeworks-infer"],
     &["moeworks-train"],
+    &["moeworks-bench"],
     &["moeworks"],
 ];
 

@@ -27,8 +27,7 @@ use std::time::Duration;
 use api::UNDEFINED;
 use group::Group;
 pub use library::{LIBRARY_VARIABLE, is_launched};
-pub(crate) use raw::EqualPieces;
-pub use raw::RawMpi;
+pub use raw::{EqualPieces, RawMpi};
 pub use run::{MpiOptions, run_mpi};
 use started::Started;
 

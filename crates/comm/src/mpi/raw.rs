@@ -7,21 +7,23 @@ use super::MpiError;
 use super::api::{Handle, Status};
 use super::library::{self, Mpi};
 
-/// The library's own calls among the ranks of one of its communicators.
+/// The library's own calls among the ranks of one of its communicators, unchecked: all ranks must make the same calls with the same
+/// lengths.
 pub struct RawMpi {
     mpi: &'static Mpi,
     comm: Handle,
 }
 
 /// Pieces of equal length, one for each rank, as the library wants them: prepared before anything is timed.
-pub(crate) struct EqualPieces {
+pub struct EqualPieces {
     counts: Vec<c_int>,
     starts: Vec<c_int>,
 }
 
 impl EqualPieces {
-    /// `len` elements for each of `num_ranks` ranks.
-    pub(crate) fn new(num_ranks: usize, len: usize) -> Self {
+    /// Pieces of `len` elements for each of `num_ranks` ranks.
+    #[must_use]
+    pub fn new(num_ranks: usize, len: usize) -> Self {
         let starts = (0..num_ranks).map(|rank| (rank * len) as c_int).collect();
         Self { counts: vec![len as c_int; num_ranks], starts }
     }
@@ -40,7 +42,7 @@ impl RawMpi {
         library::load().map(|mpi| Self { mpi, comm: mpi.constants.comm_world })
     }
 
-    /// What the library says of itself.
+    /// Returns the library's name and version.
     #[must_use]
     pub fn version(&self) -> String {
         self.mpi.functions.version()
@@ -59,14 +61,14 @@ impl RawMpi {
     }
 
     /// `MPI_Barrier`.
-    pub(crate) fn barrier(&self) {
+    pub fn barrier(&self) {
         // SAFETY: a call of all ranks.
         let code = unsafe { (self.mpi.functions.barrier)(self.comm) };
         assert_eq!(code, 0, "MPI_Barrier");
     }
 
     /// `MPI_Bcast`.
-    pub(crate) fn broadcast(&self, data: &mut [u8], root: usize) {
+    pub fn broadcast(&self, data: &mut [u8], root: usize) {
         let (functions, byte) = (&self.mpi.functions, self.mpi.constants.byte);
         // SAFETY: `data` is borrowed until the call returns, as in all that follow.
         let code = unsafe { (functions.bcast)(data.as_mut_ptr(), data.len() as c_int, byte, root as c_int, self.comm) };
@@ -74,7 +76,7 @@ impl RawMpi {
     }
 
     /// `MPI_Allgather`.
-    pub(crate) fn all_gather(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
+    pub fn all_gather(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
         assert!(send.len() * num_ranks <= recv.len(), "room for all pieces");
         let (functions, byte, len) = (&self.mpi.functions, self.mpi.constants.byte, send.len() as c_int);
         // SAFETY: as above.
@@ -83,7 +85,7 @@ impl RawMpi {
     }
 
     /// `MPI_Alltoallv` of equal pieces of bytes.
-    pub(crate) fn all_to_all(&self, send: &[u8], recv: &mut [u8], pieces: &EqualPieces) {
+    pub fn all_to_all(&self, send: &[u8], recv: &mut [u8], pieces: &EqualPieces) {
         assert!(pieces.total() <= send.len().min(recv.len()), "room for all pieces");
         let (byte, counts, starts) = (self.mpi.constants.byte, pieces.counts.as_ptr(), pieces.starts.as_ptr());
         let (from, to) = (send.as_ptr(), recv.as_mut_ptr());
@@ -94,7 +96,7 @@ impl RawMpi {
     }
 
     /// `MPI_Reduce_scatter` of equal pieces, the sum of f32.
-    pub(crate) fn reduce_scatter(&self, send: &[f32], recv: &mut [f32], pieces: &EqualPieces) {
+    pub fn reduce_scatter(&self, send: &[f32], recv: &mut [f32], pieces: &EqualPieces) {
         assert!(pieces.total() <= send.len() && pieces.counts[0] as usize <= recv.len(), "room for all pieces");
         let (functions, constants) = (&self.mpi.functions, &self.mpi.constants);
         let (from, to, counts) = (send.as_ptr().cast(), recv.as_mut_ptr().cast(), pieces.counts.as_ptr());
@@ -104,7 +106,7 @@ impl RawMpi {
     }
 
     /// `MPI_Allreduce`, the sum of f32 in place.
-    pub(crate) fn all_reduce(&self, data: &mut [f32]) {
+    pub fn all_reduce(&self, data: &mut [f32]) {
         let (functions, constants) = (&self.mpi.functions, &self.mpi.constants);
         let in_place = ptr::without_provenance(constants.in_place);
         let (to, count) = (data.as_mut_ptr().cast(), data.len() as c_int);
@@ -114,7 +116,7 @@ impl RawMpi {
     }
 
     /// `MPI_Send`.
-    pub(crate) fn send(&self, data: &[u8], to: usize) {
+    pub fn send(&self, data: &[u8], to: usize) {
         let (functions, byte) = (&self.mpi.functions, self.mpi.constants.byte);
         // SAFETY: as above.
         let code = unsafe { (functions.send)(data.as_ptr(), data.len() as c_int, byte, to as c_int, 0, self.comm) };
@@ -122,7 +124,7 @@ impl RawMpi {
     }
 
     /// `MPI_Recv`.
-    pub(crate) fn receive(&self, data: &mut [u8], from: usize) {
+    pub fn receive(&self, data: &mut [u8], from: usize) {
         let (functions, byte, mut status) = (&self.mpi.functions, self.mpi.constants.byte, Status::default());
         let (to, count) = (data.as_mut_ptr(), data.len() as c_int);
         // SAFETY: as above; `status` has room for any library's.

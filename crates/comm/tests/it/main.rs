@@ -7,7 +7,6 @@ mod failures;
 mod hosts;
 #[cfg(unix)]
 mod launcher;
-mod measuring;
 mod metering;
 #[cfg(unix)]
 mod mpi;

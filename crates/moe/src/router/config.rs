@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scheme::{FusedOps, RoutingScheme, TableSource};
 use super::schemes::{RouterKind, Schemes};
+use super::scores::Gate;
 use crate::Ramp;
 use crate::config::ConfigError;
 use crate::overflow::Overflow;
@@ -137,6 +138,18 @@ impl RouterConfig {
     /// The chosen scheme.
     pub(crate) fn scheme(&self) -> &dyn RoutingScheme {
         self.schemes.get(self.kind)
+    }
+
+    /// Returns the number of experts that each token must have with this scheme; none where any number works.
+    #[must_use]
+    pub fn fixed_top_k(&self) -> Option<usize> {
+        self.scheme().fixed_top_k()
+    }
+
+    /// Returns whether a token takes every expert whose logit is above 0, weighed by the logit.
+    #[must_use]
+    pub fn has_relu_gates(&self, top_k: usize) -> bool {
+        self.scheme().gate(self, top_k) == Gate::Relu
     }
 
     /// Whether a trained model chooses by softmax over linear logits and the highest K, nothing more.

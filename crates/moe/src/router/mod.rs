@@ -38,5 +38,4 @@ pub use page::schemes_page;
 pub use scheme::{BenchChange, SchemeDoc, SettingDoc, StudyVariant, TableSource};
 pub use schemes::{HashTable, RouterKind, Schemes, SecondExpert, balanced_hash};
 pub(crate) use score_router::{Decision, RouterSaved, ScoreRouter};
-pub(crate) use scores::Gate;
 pub use state::{Init, WeightShape, next_state};

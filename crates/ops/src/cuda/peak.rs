@@ -4,8 +4,7 @@
 use moeworks_tensor::DType;
 
 use super::{On, THREADS, WARPS};
-use crate::measure::best_seconds;
-use crate::peak::Peaks;
+use crate::peak::{Peaks, best_seconds};
 use moeworks_gpu::sources::{PEAK, PEAK_HOPPER};
 use moeworks_gpu::{Arg, Launch};
 

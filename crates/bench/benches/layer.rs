@@ -1,11 +1,12 @@
 //! The whole MoE layer, forward and backward with all gradients, against the dense product's rate measured in the same run:
-//! `cargo bench -p moeworks-moe`.
+//! `cargo bench -p moeworks-bench --bench layer`.
 //!
 //! The layer's rate counts the experts' operations alone (18 R D F for the three phases), so that everything else it does
 //! shows as a loss.
 
 use std::hint::black_box;
 
+use moeworks_bench::timing::best_seconds;
 use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{cast, fill_normal};
@@ -13,7 +14,6 @@ use moeworks_ops::experts::{
     ExpertGrads, ExpertWeights, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use moeworks_ops::measure::best_seconds;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 /// The time of each case is the best of so many.

@@ -1,8 +1,9 @@
-//! Times of collectives and links: `cargo bench -p moeworks-comm -- RANKS [MOST_BYTES]`, or the built program under mpirun.
+//! Times of collectives and links: `cargo bench -p moeworks-bench --bench collectives -- RANKS [MOST_BYTES]`, or the built
+//! program under mpirun.
 
 use std::fmt::Display;
 
-use moeworks_comm::measure::{Collective, links, time};
+use moeworks_bench::collectives::{Collective, links, time};
 use moeworks_comm::mpi::{MpiOptions, RawMpi, is_launched, run_mpi};
 use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 

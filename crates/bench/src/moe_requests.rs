@@ -1,6 +1,6 @@
-//! `moeworks bench moe`: times whole MoE layers, one for each line of JSON on standard input, and answers each with a line.
+//! Times MoE layers that requests describe, each a line of JSON that is answered with a line: `moeworks bench moe`.
 //!
-//! So a comparison can take turns with another program while both keep their weights. The layer, its weights and the
+//! A comparison can thus take turns with another program while both keep their weights. The layer, its weights and the
 //! gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the experts that got
 //! tokens, as in a program whose experts' gradients are apart; the others stay zero.
 //!
@@ -10,14 +10,10 @@
 //! `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`.
 //! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
 //! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times all that is not the experts'
-//! (`routing.rs`). `"part": "products"` times the grouped products
+//! (`routing_parts.rs`). `"part": "products"` times the grouped products
 //! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
 
-use std::collections::HashSet;
-use std::io::{BufRead as _, stdin};
-use std::time::Instant;
-
-use moeworks_moe::{GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput};
+use moeworks_moe::RouterConfig;
 use moeworks_ops::counting_sort::sort_all_choices;
 use moeworks_ops::embedding::embedding;
 use moeworks_ops::experts::ExpertRows;
@@ -27,16 +23,13 @@ use moeworks_ops::grouped_linear::{
 use moeworks_ops::linear::Write as Writing;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
-use moeworks_train::measure::machine_bytes;
+use moeworks_train::machine_bytes;
 use serde_json::{Value, json};
 
-use super::routing::Routed;
-use crate::failure::Failure;
-
-/// Seconds that the runs of an answer take together, about; between the least and the most number of runs.
-const SECONDS: f64 = 0.3;
-const MIN_RUNS: usize = 3;
-const MAX_RUNS: usize = 40;
+use crate::error::BenchError;
+use crate::moe_layer::{LayerShape, TimedLayer};
+use crate::routing_parts::Routed;
+use crate::timing::run_seconds;
 
 /// Sorts that a GPU is given at a time.
 const SORTS_AT_ONCE: usize = 16;
@@ -44,20 +37,7 @@ const SORTS_AT_ONCE: usize = 16;
 /// Rows that operands of products are made of, again and again.
 const REPEATED_ROWS: usize = 61;
 
-/// What stays the same between lines that differ in tokens and passes alone.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) struct Shape {
-    pub(super) d: usize,
-    pub(super) f: usize,
-    pub(super) e: usize,
-    pub(super) k: usize,
-    pub(super) activation: Activation,
-    pub(super) dtype: DType,
-    /// Of the gradients of the experts' weights.
-    pub(super) gradients: DType,
-}
-
-/// What of a layer is timed.
+/// The part of a layer that is timed.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
     Layer { is_both: bool },
@@ -67,9 +47,9 @@ enum Part {
     Sort,
 }
 
-/// A line.
+/// A request.
 struct Case {
-    shape: Shape,
+    shape: LayerShape,
     /// Whether the experts, in bf16, multiply in eight-bit floats.
     is_fp8: bool,
     tokens: usize,
@@ -78,30 +58,32 @@ struct Case {
 }
 
 impl Case {
-    fn parse(line: &str) -> Result<Self, Failure> {
-        let value: Value = serde_json::from_str(line).map_err(|error| Failure::input(format!("{line}: {error}")))?;
+    fn parse(line: &str) -> Result<Self, BenchError> {
+        let value: Value =
+            serde_json::from_str(line).map_err(|error| BenchError::Request(format!("{line}: {error}")))?;
         let number = |key: &str| {
             let number = value[key].as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n > 0 && n <= 1 << 24);
-            number.ok_or_else(|| Failure::input(format!("{line}: \"{key}\" must be a whole number from 1 to 2^24")))
+            number
+                .ok_or_else(|| BenchError::Request(format!("{line}: \"{key}\" must be a whole number from 1 to 2^24")))
         };
         let activation = match value["activation"].as_str() {
             Some("swiglu") => Activation::SwiGlu,
             Some("gelu") => Activation::Gelu,
-            _ => return Err(Failure::input(format!("{line}: \"activation\" must be \"swiglu\" or \"gelu\""))),
+            _ => return Err(BenchError::Request(format!("{line}: \"activation\" must be \"swiglu\" or \"gelu\""))),
         };
         let (dtype, is_fp8) = match value["dtype"].as_str() {
             Some("f32") => (DType::F32, false),
             Some("bf16") => (DType::BF16, false),
             Some("fp8") => (DType::BF16, true),
-            _ => return Err(Failure::input(format!("{line}: \"dtype\" must be \"f32\", \"bf16\" or \"fp8\""))),
+            _ => return Err(BenchError::Request(format!("{line}: \"dtype\" must be \"f32\", \"bf16\" or \"fp8\""))),
         };
         let gradients = match value["gradients"].as_str() {
             None | Some("f32") => DType::F32,
             Some("bf16") => DType::BF16,
-            Some(_) => return Err(Failure::input(format!("{line}: \"gradients\" must be \"f32\" or \"bf16\""))),
+            Some(_) => return Err(BenchError::Request(format!("{line}: \"gradients\" must be \"f32\" or \"bf16\""))),
         };
         let (d, f, e, k) = (number("d")?, number("f")?, number("e")?, number("k")?);
-        let shape = Shape { d, f, e, k, activation, dtype, gradients };
+        let shape = LayerShape { d, f, e, k, activation, dtype, gradients };
         let is_both = value["both"].as_bool().unwrap_or(false);
         let part = match value["part"].as_str() {
             None | Some("layer") => Part::Layer { is_both },
@@ -111,25 +93,25 @@ impl Case {
             Some("sort") => Part::Sort,
             Some(_) => {
                 let names = "\"layer\", \"products\", \"routing\", \"dispatch\" or \"sort\"";
-                return Err(Failure::input(format!("{line}: \"part\" must be {names}")));
+                return Err(BenchError::Request(format!("{line}: \"part\" must be {names}")));
             }
         };
         let router = match &value["router"] {
             Value::Null => RouterConfig::default(),
             _ if !matches!(part, Part::Layer { .. }) => {
-                return Err(Failure::input(format!("{line}: \"router\" goes with the part \"layer\" alone")));
+                return Err(BenchError::Request(format!("{line}: \"router\" goes with the part \"layer\" alone")));
             }
             settings => serde_json::from_value(settings.clone())
-                .map_err(|error| Failure::input(format!("{line}: \"router\": {error}")))?,
+                .map_err(|error| BenchError::Request(format!("{line}: \"router\": {error}")))?,
         };
         let tokens = number("tokens")?;
-        check_memory(shape, tokens).map_err(|problem| Failure::input(format!("{line}: {problem}")))?;
+        check_memory(shape, tokens).map_err(|problem| BenchError::Request(format!("{line}: {problem}")))?;
         Ok(Self { shape, is_fp8, tokens, part, router })
     }
 }
 
 /// Refuses what does not fit in memory: weights as they are drawn, as they are stored, and their gradients; rows, some times over.
-fn check_memory(shape: Shape, tokens: usize) -> Result<(), String> {
+fn check_memory(shape: LayerShape, tokens: usize) -> Result<(), String> {
     let [d, f, e, k, tokens] = [shape.d, shape.f, shape.e, shape.k, tokens].map(|size| size as u128);
     let weights = e * d * f * (shape.activation.num_inputs() as u128 + 1);
     let rows = tokens * (k * (d + 2 * f) + e);
@@ -141,97 +123,8 @@ fn check_memory(shape: Shape, tokens: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// A layer with its weights and gradients.
-pub(super) struct Layer {
-    pub(super) shape: Shape,
-    layer: MoeLayer,
-    pub(super) weights: MoeWeights,
-    /// As large as the weights twice: made when a backward pass is first asked for.
-    grads: Option<MoeWeights>,
-}
-
-impl Layer {
-    pub(super) fn new(ctx: &Context, shape: Shape, router: &RouterConfig) -> Result<Self, Failure> {
-        let layer = MoeLayer::new(MoeConfig {
-            activation: shape.activation,
-            router: router.clone(),
-            ..MoeConfig::plain(shape.d, shape.f, shape.e, shape.k)
-        })?;
-        // On the host, so that a GPU never has them in f32 as well.
-        let host = ctx.on_host();
-        let mut weights = MoeWeights::random(&host, layer.config(), 0, 0.02);
-        for experts in [&mut weights.gate_up, &mut weights.down] {
-            *experts = elementwise::cast(&host, experts, shape.dtype);
-        }
-        Ok(Self { shape, layer, weights, grads: None })
-    }
-
-    /// Whether a case needs another layer.
-    fn is_other(&self, case: &Case) -> bool {
-        self.shape != case.shape || self.layer.config().router != case.router
-    }
-
-    /// The layer, its weights and their gradients.
-    pub(super) fn parts(&mut self, ctx: &Context) -> (&MoeLayer, &MoeWeights, &mut MoeWeights) {
-        let new = || MoeWeights::zeros(ctx, self.layer.config(), self.shape.gradients);
-        (&self.layer, &self.weights, self.grads.get_or_insert_with(new))
-    }
-
-    /// Random inputs, and gradients of outputs, in the type of the weights; each `set` is another.
-    pub(super) fn tokens(&self, ctx: &Context, count: usize, set: usize) -> (Tensor, Tensor) {
-        let draw = |stream, dtype| {
-            let mut tensor: Tensor = ctx.empty(&[count, self.shape.d], DType::F32);
-            elementwise::fill_normal(ctx, &Random::new(set as u64, Purpose::Test, stream), 1.0, &mut tensor);
-            elementwise::cast(ctx, &tensor, dtype)
-        };
-        (draw(0, self.shape.dtype), draw(1, self.shape.dtype))
-    }
-
-    /// How many experts some tokens go to.
-    pub(super) fn num_used(&self, ctx: &Context, x: &Tensor) -> usize {
-        let input = RouterInput { is_forward_only: true, ..RouterInput::default() };
-        let (_, saved) = self.layer.forward(ctx, &self.weights, x, &input);
-        saved.routing().expert_ids().iter().collect::<HashSet<_>>().len()
-    }
-
-    /// Forward, and with `is_both` backward with the gradients of the weights of the experts that have rows.
-    pub(super) fn pass(&mut self, ctx: &Context, x: &Tensor, dy: &Tensor, is_both: bool) {
-        let input = RouterInput { is_forward_only: !is_both, ..RouterInput::default() };
-        let (y, saved) = self.layer.forward(ctx, &self.weights, x, &input);
-        if is_both {
-            let losses =
-                LossGrad { balance: vec![0.0; self.layer.config().num_choosable()], z: 0.0, ..LossGrad::default() };
-            let (layer, weights, grads) = self.parts(ctx);
-            let now = GradsNow { write: Writing::Replace, of_used: true, grads: &mut *grads };
-            let (_, task) = layer.backward_with_next(ctx, weights, &saved, (dy, None), &losses, Some(now));
-            task.run_for_used_experts(ctx, grads);
-        }
-        drop(y);
-    }
-
-    /// Seconds of each of some runs.
-    fn times(&mut self, ctx: &Context, tokens: usize, is_both: bool) -> Vec<f64> {
-        let (x, dy) = self.tokens(ctx, tokens, 0);
-        timed(ctx, || self.pass(ctx, &x, &dy, is_both))
-    }
-}
-
-/// Seconds of each of some runs, after one that warms up; a run is over when the device is done.
-fn timed(ctx: &Context, mut run: impl FnMut()) -> Vec<f64> {
-    let mut run = || {
-        let start = Instant::now();
-        run();
-        ctx.wait();
-        start.elapsed().as_secs_f64()
-    };
-    run();
-    let first = run();
-    let num_runs = ((SECONDS / first) as usize).clamp(MIN_RUNS, MAX_RUNS);
-    (0..num_runs).map(|_| run()).collect()
-}
-
 /// Random choices of experts for each token, and weights of one.
-fn random_choices(ctx: &Context, tokens: usize, shape: Shape) -> (Tensor, Tensor) {
+fn random_choices(ctx: &Context, tokens: usize, shape: LayerShape) -> (Tensor, Tensor) {
     let random = Random::new(0, Purpose::Test, 2);
     let (mut ids, mut weights) = (ctx.empty(&[tokens, shape.k], DType::U32), ctx.empty(&[tokens, shape.k], DType::F32));
     ids.u32s_mut().iter_mut().enumerate().for_each(|(i, id)| *id = random.words(i as u64)[0] % shape.e as u32);
@@ -240,8 +133,8 @@ fn random_choices(ctx: &Context, tokens: usize, shape: Shape) -> (Tensor, Tensor
 }
 
 /// Seconds of the grouped products that a layer's experts are made of, and of nothing else.
-fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool) -> Vec<f64> {
-    let Shape { d, f, e, k, activation, dtype, .. } = layer.shape;
+fn product_times(ctx: &Context, layer: &mut TimedLayer, tokens: usize, is_both: bool) -> Vec<f64> {
+    let LayerShape { d, f, e, k, activation, dtype, .. } = layer.shape;
     let af = f * activation.num_inputs();
     let (ids, weights) = random_choices(ctx, tokens, layer.shape);
     let sorted = sort_all_choices(ctx, &ids, &weights, e);
@@ -258,7 +151,7 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
         elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, 3), 1.0, &mut rows);
         embedding(ctx, &repeated, &rows, dtype)
     });
-    timed(ctx, || {
+    run_seconds(ctx, || {
         drop(grouped_linear(ctx, &x, &layer.weights.gate_up, by_token));
         drop(grouped_linear(ctx, &a, &layer.weights.down, to_y));
         if is_both {
@@ -273,12 +166,12 @@ fn product_times(ctx: &Context, layer: &mut Layer, tokens: usize, is_both: bool)
 
 /// Seconds of sorting random choices of experts, and of copying the tokens' rows in that order.
 fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
-    let Shape { d, e, dtype, .. } = case.shape;
+    let LayerShape { d, e, dtype, .. } = case.shape;
     let (ids, weights) = random_choices(ctx, case.tokens, case.shape);
     let x = if case.part == Part::Dispatch { ctx.zeros(&[case.tokens, d], dtype) } else { ctx.zeros(&[0, d], dtype) };
     // A GPU is given several at a time: what is timed is its work, not how long the host waits for the end of each.
     let at_once = if ctx.gpu().is_some() { SORTS_AT_ONCE } else { 1 };
-    let times = timed(ctx, || {
+    let times = run_seconds(ctx, || {
         for _ in 0..at_once {
             let sorted = sort_all_choices(ctx, &ids, &weights, e);
             if case.part == Part::Dispatch {
@@ -289,32 +182,38 @@ fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
     times.into_iter().map(|seconds| seconds / at_once as f64).collect()
 }
 
-/// Answers every line of standard input.
-pub(super) fn answer(ctx: &Context) -> Result<(), Failure> {
-    let mut layer: Option<Layer> = None;
-    for line in stdin().lock().lines() {
-        let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
-        let case = Case::parse(&line)?;
+/// Answers requests one after the other. A layer with its weights stays from one to the next while its shape stays.
+#[derive(Default)]
+pub struct MoeRequests {
+    layer: Option<TimedLayer>,
+}
+
+impl MoeRequests {
+    /// Returns the answer to a request, both lines of JSON.
+    ///
+    /// # Errors
+    /// [`BenchError`] where the line asks for nothing that can be timed.
+    pub fn answer(&mut self, ctx: &Context, line: &str) -> Result<Value, BenchError> {
+        let case = Case::parse(line)?;
         let ctx = &ctx.clone().with_fp8_experts(case.is_fp8);
         let keeps_weights = matches!(case.part, Part::Layer { .. } | Part::Products { .. });
-        if keeps_weights && layer.as_ref().is_none_or(|layer| layer.is_other(&case)) {
-            drop(layer.take());
+        if keeps_weights
+            && self.layer.as_ref().is_none_or(|layer| layer.shape != case.shape || *layer.router() != case.router)
+        {
+            drop(self.layer.take());
             ctx.pool().trim();
-            layer = Some(Layer::new(ctx, case.shape, &case.router)?);
+            self.layer = Some(TimedLayer::new(ctx, case.shape, &case.router)?);
             ctx.pool().trim();
         }
-        let times = match (case.part, &mut layer) {
+        let times = match (case.part, &mut self.layer) {
             (Part::Layer { is_both }, Some(layer)) => layer.times(ctx, case.tokens, is_both),
             (Part::Products { is_both }, Some(layer)) => product_times(ctx, layer, case.tokens, is_both),
             (Part::Routing { is_both }, _) => {
                 let routed = Routed::new(ctx, case.shape, case.tokens);
-                timed(ctx, || routed.pass(ctx, is_both))
+                run_seconds(ctx, || routed.pass(ctx, is_both))
             }
             _ => dispatch_times(ctx, &case),
         };
-        println!("{}", json!({ "seconds": times }));
-        // Whoever asked waits for the answer.
-        crate::output::flush();
+        Ok(json!({ "seconds": times }))
     }
-    Ok(())
 }

@@ -1,6 +1,6 @@
 //! Times of collectives and links: there are figures for each, and they are the same on all ranks.
 
-use moeworks_comm::measure::{Collective, links, time};
+use moeworks_bench::collectives::{Collective, links, time};
 use moeworks_comm::{CommError, RankOptions, run_ranks};
 
 #[test]

@@ -1,7 +1,8 @@
-//! Times operations against the measured limits of this machine: `cargo bench -p moeworks-ops`. With `--bench ops -- TEXT` only the
-//! cases whose name contains the text.
+//! Times operations against the measured limits of this machine: `cargo bench -p moeworks-bench --bench kernels`. With
+//! `-- TEXT` only the cases whose name contains the text.
 
-use moeworks_ops::{Context, Isa, measure, peak};
+use moeworks_bench::kernels::time_kernels;
+use moeworks_ops::{Context, Isa, peak};
 use moeworks_tensor::DType;
 
 fn main() {
@@ -27,7 +28,7 @@ fn table(ctx: &Context, dtypes: &[DType], filter: &str) {
     }
     println!("memory read    {:8.1} GB/s", peaks.read_bytes_per_s / 1e9);
     for &dtype in dtypes {
-        measure::bench_cases(ctx, &peaks, dtype, filter, |result| {
+        time_kernels(ctx, &peaks, dtype, filter, |result| {
             println!(
                 "{:66} {:9.3} ms {:8.1} GFLOP/s {:7.1} GB/s {:5.1}% of {}",
                 result.name,

@@ -1,4 +1,4 @@
-//! Times the experts with few tokens against the rate of reading memory: `cargo bench -p moeworks-ops --bench few_rows`.
+//! Times the experts with few tokens against the rate of reading memory: `cargo bench -p moeworks-bench --bench few_tokens`.
 //! With `-- TEXT` only the cases whose name contains the text.
 //!
 //! Each run sends the tokens to other experts than the one before, so that weights come from memory as they do in a model
@@ -7,12 +7,12 @@
 
 use std::time::Instant;
 
+use moeworks_bench::{ChoiceCounts, Choices};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward, experts_forward,
     experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
-use moeworks_ops::measure::Choices;
 use moeworks_ops::{Activation, Context, peak};
 use moeworks_tensor::{DType, Tensor, bf16};
 
@@ -68,7 +68,8 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
 /// Every token to `k` experts, scattered; `turn` moves all of them.
 fn choices(t: usize, e: usize, k: usize, turn: usize) -> Choices {
     // A multiplier without a factor in common with E: the choices of a token differ.
-    Choices::new((t, e, k), |token, choice| (turn * k + token * 5 + choice * 7 + token * token / 3) % e)
+    let counts = ChoiceCounts { tokens: t, experts: e, top_k: k };
+    Choices::new(counts, |token, choice| (turn * k + token * 5 + choice * 7 + token * token / 3) % e)
 }
 
 fn bench(ctx: &Context, shape: &Shape, dtype: DType, tokens: &[usize], read_rate: f64) {

@@ -1,14 +1,13 @@
 //! The cost of routing, scheme by scheme, beside the layer that it routes for: the table of `moeworks bench routing`.
 
-use moeworks_ops::Context;
-use moeworks_ops::elementwise::{cast, fill_normal};
-use moeworks_ops::measure::best_seconds_of_many;
-use moeworks_tensor::{DType, Purpose, Random, Tensor};
-
-use crate::router::Gate;
-use crate::{
+use moeworks_moe::{
     ConfigError, MoeConfig, MoeLayer, MoeWeights, Overflow, Ramp, RouterInput, RouterKind, RoutingError, ScoreFunction,
 };
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::{cast, fill_normal};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use crate::timing::best_seconds_of_many;
 
 /// The layer that routing is measured for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +29,7 @@ pub struct RoutingShape {
 pub struct RoutingCost {
     /// The scheme.
     pub name: String,
-    /// The shortest time of a routing decision in training, from tokens to [`Routing`](crate::Routing), in seconds.
+    /// The shortest time of a routing decision in training, from tokens to [`Routing`](moeworks_moe::Routing), in seconds.
     pub seconds: f64,
     /// The shortest time of the forward pass of a layer with as many experts a token by the plain scheme, in seconds.
     pub layer_seconds: f64,
@@ -83,7 +82,7 @@ fn cases(plain: &MoeConfig) -> Vec<(String, MoeConfig)> {
     let of_kind = |&kind: &RouterKind| {
         let mut config = plain.clone();
         config.router.kind = kind;
-        config.top_k = config.top_k.min(config.router.scheme().fixed_top_k().unwrap_or(2));
+        config.top_k = config.top_k.min(config.router.fixed_top_k().unwrap_or(2));
         let Some(change) = kind.doc().bench else { return (kind.name().to_owned(), config) };
         (change.apply)(&mut config);
         (format!("{}{}", kind.name(), change.label), config)
@@ -109,7 +108,8 @@ impl RoutingShape {
     pub fn measure(
         &self,
         ctx: &Context,
-        (dtype, schemes): (DType, &str),
+        dtype: DType,
+        schemes: &str,
         mut found: impl FnMut(&RoutingCost, f64),
     ) -> Result<(), MeasureError> {
         let is_meant = |name: &str| name.contains(schemes);
@@ -158,7 +158,7 @@ impl RoutingShape {
         let config = MoeConfig { expert_width: 1, ..config.clone() };
         let layer = MoeLayer::new(config.clone())?;
         let mut weights = MoeWeights::random(ctx, &config, 0, 2.0 / (self.width as f32).sqrt());
-        if config.router.scheme().gate(&config.router, config.top_k) == Gate::Relu {
+        if config.router.has_relu_gates(config.top_k) {
             // The share K/E of a normal distribution lies above about this many deviations.
             let share = self.top_k as f32 / self.num_experts as f32;
             let shift = -2.0 * (-2.0 * (share * 2.5).min(0.9).ln()).sqrt();
@@ -168,7 +168,7 @@ impl RoutingShape {
         let noise = Random::new(1, Purpose::Router, 0);
         let input = RouterInput { token_ids: &ids, progress: 0.5, ..RouterInput::with_noise(noise) };
         let routing = layer.route(ctx, &weights, x, &input)?;
-        let num_choices = routing.expert_ids().iter().filter(|id| **id != crate::NO_EXPERT).count();
+        let num_choices = routing.expert_ids().iter().filter(|id| **id != moeworks_moe::NO_EXPERT).count();
         let seconds = best_seconds_of_many(ctx, || drop(layer.route(ctx, &weights, x, &input)));
         Ok((seconds, num_choices as f64 / self.num_tokens.max(1) as f64))
     }

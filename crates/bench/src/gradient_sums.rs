@@ -1,4 +1,4 @@
-//! How much of the sum of gradients over ranks is hidden under backward, of matrices that every rank has.
+//! The share of the all-reduce of replicated gradients that is hidden under the backward pass.
 
 use std::sync::Arc;
 
@@ -7,20 +7,33 @@ use moeworks_ops::Context;
 use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_weight};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-use super::pass::Pass;
+use crate::pass::Pass;
 
 /// Matrices one behind the other, each of `WIDTH` by `WIDTH`.
 const LAYERS: usize = 8;
 const WIDTH: usize = 512;
 
-/// Sums that begin behind backward, and those that begin as soon as a matrix has its gradient: the medians of `passes` passes with
-/// `tokens` tokens, which take turns. `group` are the ranks of `comm` by the links that are measured.
-pub(super) fn measure(
+/// The medians of both orders of a backward pass and its all-reduces.
+#[derive(Clone, Copy, Debug)]
+pub struct GradientSums {
+    /// All-reduces that begin after the whole backward pass.
+    pub after: Pass,
+    /// All-reduces that begin as soon as a matrix has its gradient.
+    pub overlapped: Pass,
+}
+
+/// Times both orders in turns, `passes` times each, with `tokens` tokens. `group` holds the ranks of `comm` on the links that are
+/// measured.
+///
+/// # Errors
+/// [`CommError`], as all calls.
+pub fn measure(
     comm: &dyn Communicator,
     group: Box<dyn Communicator>,
     ctx: &Context,
-    (tokens, passes): (usize, usize),
-) -> Result<[Pass; 2], CommError> {
+    tokens: usize,
+    passes: usize,
+) -> Result<GradientSums, CommError> {
     let meter = Arc::new(Meter::new(true));
     let group = Metered::new(group, Arc::clone(&meter));
     let random = Random::new(1, Purpose::Test, comm.rank() as u64);
@@ -31,26 +44,28 @@ pub(super) fn measure(
     let (x, w) = (normal(tokens), normal(WIDTH));
     let mut both = [Vec::new(), Vec::new()];
     for _ in 0..passes {
-        for (passes, is_under) in both.iter_mut().zip([false, true]) {
-            passes.push(Pass::of(comm, &meter, || backward(&group, ctx, (&x, &w), is_under))?);
+        for (passes, is_overlapped) in both.iter_mut().zip([false, true]) {
+            passes.push(Pass::measure(comm, &meter, || backward(&group, ctx, &x, &w, is_overlapped))?);
         }
     }
-    Ok(both.map(|passes| Pass::median(&passes)))
+    let [after, overlapped] = both.map(|passes| Pass::median(&passes));
+    Ok(GradientSums { after, overlapped })
 }
 
 fn backward(
     group: &dyn Communicator,
     ctx: &Context,
-    (x, w): (&Tensor, &Tensor),
-    is_under: bool,
+    x: &Tensor,
+    w: &Tensor,
+    is_overlapped: bool,
 ) -> Result<(), CommError> {
     let mut dy = x.clone();
-    let (mut whole, mut under_way) = (Vec::new(), Vec::new());
+    let (mut whole, mut in_flight) = (Vec::new(), Vec::new());
     for _ in 0..LAYERS {
         let mut dw = ctx.empty(&[WIDTH, WIDTH], DType::F32);
         linear_backward_weight(ctx, &dy, x, DType::F32, Write::Replace, &mut dw);
-        if is_under {
-            under_way.push(group.start_all_reduce(dw, Reduce::Sum)?);
+        if is_overlapped {
+            in_flight.push(group.start_all_reduce(dw, Reduce::Sum)?);
         } else {
             whole.push(dw);
         }
@@ -59,5 +74,5 @@ fn backward(
     for mut dw in whole {
         group.all_reduce(dw.f32s_mut(), Reduce::Sum)?;
     }
-    under_way.into_iter().try_for_each(|sum| sum.finish().map(drop))
+    in_flight.into_iter().try_for_each(|sum| sum.finish().map(drop))
 }

@@ -2,13 +2,13 @@
 
 use moeworks_tensor::{DType, Tensor, bf16};
 
-use super::{Choices, Cost, Timing};
-use crate::experts::{
+use super::{ChoiceCounts, Choices, Cost, Timing};
+use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
     experts_forward, experts_weight_grad,
 };
-use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
-use crate::{Activation, Context};
+use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_ops::{Activation, Context};
 
 /// A linear layer to time: tokens, outputs, inputs.
 const LINEAR_CASES: [(usize, usize, usize); 6] =
@@ -67,7 +67,7 @@ fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usiz
     let (size, wide) = (dtype.size(), DType::F32.size());
     let flops = 2.0 * (t * o * i) as f64;
     let (of_x, of_w, of_y) = (t * i, o * i, t * o);
-    let cost = |read: usize, written: usize| Cost { flops, dtype, ..Cost::of_bytes(read, written) };
+    let cost = |read: usize, written: usize| Cost { flops, dtype, ..Cost::from_bytes(read, written) };
     let mut turn = 0;
     let mut next = move || {
         turn = (turn + 1) % copies;
@@ -99,12 +99,17 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
     // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows. Few tokens come in turns with other experts.
     let turns = (e / (t * k)).max(1);
-    let all: Vec<Choices> =
-        (0..turns).map(|turn| Choices::new((t, e, k), |token, choice| (turn + token + choice * e / k) % e)).collect();
+    let all: Vec<Choices> = (0..turns)
+        .map(|turn| {
+            Choices::new(ChoiceCounts { tokens: t, experts: e, top_k: k }, |token, choice| {
+                (turn + token + choice * e / k) % e
+            })
+        })
+        .collect();
     let used = all[0].num_used();
     let flops = 6.0 * (t * k * d * f) as f64;
     let (of_expert, of_rows, wide) = (3 * d * f, t * d, DType::F32.size());
-    let cost = |read: usize, written: usize| Cost { flops, dtype, ..Cost::of_bytes(read, written) };
+    let cost = |read: usize, written: usize| Cost { flops, dtype, ..Cost::from_bytes(read, written) };
     let read = cost(used * of_expert * dtype.size() + of_rows * dtype.size(), of_rows * wide);
     // Experts without rows get zeros.
     let written = cost(of_rows * (dtype.size() + wide), e * of_expert * wide);

@@ -1,4 +1,4 @@
-//! How fast this machine would train a configuration, from a few real steps on random tokens.
+//! The speed of training a configuration on this machine, measured in a few real steps on random tokens.
 
 use std::time::Instant;
 
@@ -7,13 +7,11 @@ use moeworks_model::{Decoder, ModelConfig, PassOptions, TokenBatch};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Purpose, Random};
+use moeworks_train::config::{ConfigError, RunConfig};
+use moeworks_train::optimizer::{AdamWConfig, Optimizer};
+use moeworks_train::{TrainError, context};
 
-use crate::config::{ConfigError, RunConfig};
-use crate::error::TrainError;
-use crate::optimizer::{AdamWConfig, Optimizer};
-use crate::setup::context;
-
-pub use crate::setup::machine_bytes;
+use crate::timing::median;
 
 /// Memory that the measurement may take.
 const MAX_BYTES: u64 = 2 << 30;
@@ -25,16 +23,19 @@ const TIMED_STEPS: usize = 3;
 /// A measured or scaled training speed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Speed {
-    /// Tokens a second.
+    /// Tokens per second.
     pub tokens_per_s: f64,
     /// Share of the machine's measured peak (model FLOPs utilisation).
     pub mfu: f64,
-    /// What was measured, for the reader.
+    /// The measurement in words, for the reader.
     pub how: String,
 }
 
 /// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short measurement is
 /// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
+///
+/// # Errors
+/// [`TrainError`] where the configuration or its device cannot be used.
 pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
     let ctx = context(config, None)?;
     let is_bf16 = config.train.precision.has_bf16_copies();
@@ -56,7 +57,10 @@ pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
     Ok(Speed { tokens_per_s, mfu, how })
 }
 
-/// Bytes a second that the threads of `config` read from memory together, measured.
+/// Measures the bytes per second that the threads of `config` read from memory together.
+///
+/// # Errors
+/// [`TrainError`] where the device is not there.
 pub fn memory_bytes_per_s(config: &RunConfig) -> Result<f64, TrainError> {
     Ok(peak::measure(&context(config, None)?).read_bytes_per_s)
 }
@@ -119,7 +123,5 @@ fn time_steps(
         ctx.wait();
         times.push(start.elapsed().as_secs_f64());
     }
-    let mut timed = times.split_off(1);
-    timed.sort_by(f64::total_cmp);
-    Ok(timed[timed.len() / 2])
+    Ok(median(times.split_off(1)))
 }

@@ -1,14 +1,13 @@
-//! How long communications take: each collective by size, beside a copy in memory and the MPI library's own call, and the
+//! Times of communication: each collective by size, beside a copy in memory and the MPI library's own call, and the
 //! links between ranks.
 
 use std::time::Instant;
 
+use moeworks_comm::mpi::{EqualPieces, RawMpi};
+use moeworks_comm::{CommError, Communicator, Reduce};
 use moeworks_plan::Link;
 
-use crate::mpi::{EqualPieces, RawMpi};
-use crate::{CommError, Communicator, Reduce};
-
-/// What is timed.
+/// A collective that is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collective {
     /// Nothing moves.
@@ -39,7 +38,7 @@ impl Collective {
         Self::AllReduce,
     ];
 
-    /// How many of it one run is.
+    /// Returns how many collectives one run makes.
     fn per_run(self) -> f64 {
         if self == Self::Message { 2.0 } else { 1.0 }
     }
@@ -48,7 +47,7 @@ impl Collective {
 /// The time of a collective, as the slowest rank sees it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timing {
-    /// What.
+    /// The collective.
     pub collective: Collective,
     /// Bytes that each rank holds, before or after.
     pub bytes: usize,
@@ -63,16 +62,16 @@ pub struct Timing {
 /// Seconds to spend on each case.
 const CASE_SECONDS: f64 = 0.3;
 
-/// What is compared. The ways take turns on the same memory, so that what else the machine does, and where the memory lies, meets all
+/// An implementation that is compared. They take turns on the same memory, so that what else the machine does, and where the memory lies, meets all
 /// of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Implementation {
     Ours,
     Copy,
     Raw,
 }
 
-/// What a case works with.
+/// The operands of a case.
 struct Case<'a> {
     comm: &'a dyn Communicator,
     raw: Option<&'a RawMpi>,
@@ -81,9 +80,9 @@ struct Case<'a> {
     recv: Vec<f32>,
     /// For each rank its numbers of `send`.
     shares: Vec<usize>,
-    /// The same as the library wants them: of numbers to add up, of bytes to send.
+    /// The shares in the form that the MPI library takes: counts of numbers to add up, or of bytes to send.
     pieces: EqualPieces,
-    /// Who sends to whom in [`Collective::Message`].
+    /// The ranks that send to each other in [`Collective::Message`].
     pairs: Vec<(usize, usize)>,
 }
 
@@ -98,7 +97,11 @@ pub fn time(
     bytes: usize,
 ) -> Result<Timing, CommError> {
     let mut case = Case::new((comm, raw), collective, bytes);
-    let ways: &[Way] = if raw.is_some() { &[Way::Ours, Way::Copy, Way::Raw] } else { &[Way::Ours, Way::Copy] };
+    let ways: &[Implementation] = if raw.is_some() {
+        &[Implementation::Ours, Implementation::Copy, Implementation::Raw]
+    } else {
+        &[Implementation::Ours, Implementation::Copy]
+    };
     let seconds = medians(comm, ways.len(), &mut |index| case.run(ways[index]))?;
     let per_run = collective.per_run();
     Ok(Timing {
@@ -128,14 +131,14 @@ impl<'a> Case<'a> {
         }
     }
 
-    fn run(&mut self, way: Way) -> Result<(), CommError> {
+    fn run(&mut self, way: Implementation) -> Result<(), CommError> {
         match way {
-            Way::Ours => return self.run_ours(),
-            Way::Copy => {
+            Implementation::Ours => return self.run_ours(),
+            Implementation::Copy => {
                 self.recv.copy_from_slice(&self.send);
                 std::hint::black_box(&mut self.recv);
             }
-            Way::Raw => self.run_raw(),
+            Implementation::Raw => self.run_raw(),
         }
         Ok(())
     }
@@ -190,7 +193,7 @@ fn to_and_fro<T: bytemuck::Pod>(
     Ok(())
 }
 
-/// The same by the library's own calls.
+/// Sends between pairs by the MPI library's own calls.
 fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize, usize)])) {
     for &(a, b) in pairs {
         if rank == a {

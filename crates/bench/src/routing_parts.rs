@@ -1,4 +1,4 @@
-//! All that an MoE layer does besides its experts: `"part": "routing"` of `moeworks bench moe`.
+//! The work of an MoE layer besides its experts: `"part": "routing"` of `moeworks bench moe`.
 //!
 //! By the operations of the layer itself (a softmax of linear logits, the K largest): logits, choices and their sums, the counting sort,
 //! and rows added up behind the experts; with `"both"` also the way back: gradients of the choices' weights, of logits, of the router and
@@ -12,11 +12,11 @@ use moeworks_ops::top_k::{ScoreGrads, TopK, choice_sums, softmax_top_k_backward,
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-use super::moe::Shape;
+use crate::moe_layer::LayerShape;
 
-/// What it works on: inputs, the router, what the experts make of the choices' rows, and the gradients of their weights.
-pub(super) struct Routed {
-    shape: Shape,
+/// The operands: inputs, the router, what the experts make of the choices' rows, and the gradients of their weights.
+pub(crate) struct Routed {
+    shape: LayerShape,
     x: Tensor,
     router: Tensor,
     outputs: Tensor,
@@ -24,8 +24,8 @@ pub(super) struct Routed {
 }
 
 impl Routed {
-    /// Of so many tokens, with random numbers.
-    pub(super) fn new(ctx: &Context, shape: Shape, tokens: usize) -> Self {
+    /// Draws operands for `tokens` tokens at random.
+    pub(crate) fn new(ctx: &Context, shape: LayerShape, tokens: usize) -> Self {
         let draw = |stream, rows: usize, columns: usize, dtype| {
             let mut tensor = ctx.empty(&[rows, columns], DType::F32);
             elementwise::fill_normal(ctx, &Random::new(0, Purpose::Test, stream), 1.0, &mut tensor);
@@ -41,9 +41,9 @@ impl Routed {
         }
     }
 
-    /// One way, or both.
-    pub(super) fn pass(&self, ctx: &Context, is_both: bool) {
-        let Shape { d, e, k, .. } = self.shape;
+    /// Runs the forward part, and with `is_both` the backward part.
+    pub(crate) fn pass(&self, ctx: &Context, is_both: bool) {
+        let LayerShape { d, e, k, .. } = self.shape;
         let size = [self.x.rows(), d];
         let scores = softmax_top_k_with(ctx, logits(ctx, &self.x, &self.router), (k, true), is_both);
         let sums = is_both.then(|| choice_sums(ctx, &scores.ids, &scores.weights, e));

@@ -4,15 +4,15 @@
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use super::{Cost, Timing};
-use crate::Context;
-use crate::adamw::{AdamWStep, AdamWTensors, adamw};
-use crate::attention::{AttentionShape, attention, attention_backward};
-use crate::elementwise::{add_assign, cast, cast_into, scale_assign, sum_of_squares};
-use crate::embedding::{embedding, embedding_backward};
-use crate::head_loss::{head_loss, head_loss_backward};
-use crate::linear::Write;
-use crate::rms_norm::{rms_norm, rms_norm_backward};
-use crate::rope::{RopeTable, Rotation, rope};
+use moeworks_ops::Context;
+use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
+use moeworks_ops::attention::{AttentionShape, attention, attention_backward};
+use moeworks_ops::elementwise::{add_assign, cast, cast_into, scale_assign, sum_of_squares};
+use moeworks_ops::embedding::{embedding, embedding_backward};
+use moeworks_ops::head_loss::{head_loss, head_loss_backward};
+use moeworks_ops::linear::Write;
+use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
+use moeworks_ops::rope::{RopeTable, Rotation, rope};
 
 /// Elements of a tensor that is gone through as a whole: 128 MiB in f32.
 const LEN: usize = 32 << 20;
@@ -80,7 +80,7 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     let [k, v] = [(); 2].map(|()| normal(ctx, &[batch * kv_len, num_kv_heads * head_dim], dtype));
     let pairs = batch * num_heads * seq_len * (2 * kv_len - seq_len + 1) / 2;
     let [operands, written] = [q.num_bytes() + k.num_bytes() + v.num_bytes(), q.num_bytes()];
-    let cost = Cost { flops: (4 * pairs * head_dim) as f64, dtype, ..Cost::of_bytes(operands, written) };
+    let cost = Cost { flops: (4 * pairs * head_dim) as f64, dtype, ..Cost::from_bytes(operands, written) };
     timing.case(forward, cost, || drop(attention(ctx, &q, &k, &v, &shape)));
     if seq_len == 1 {
         return;
@@ -104,7 +104,7 @@ fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize
     let mut dw = ctx.zeros(&[classes, width], DType::F32);
     let targets: Vec<u32> = (0..tokens as u32).map(|i| i % classes as u32).collect();
     let flops = (2 * tokens * width * classes) as f64;
-    let cost = Cost { flops, dtype, ..Cost::of_bytes(x.num_bytes() + w.num_bytes(), 0) };
+    let cost = Cost { flops, dtype, ..Cost::from_bytes(x.num_bytes() + w.num_bytes(), 0) };
     timing.case(forward, cost, || _ = head_loss(ctx, &x, &w, &targets));
     timing.case(backward, cost.times(3.0), || {
         drop(head_loss_backward(ctx, &x, &w, &targets, 1e-3, Write::Replace, &mut dw));
@@ -124,27 +124,27 @@ fn rows(timing: &mut Timing<'_>, dtype: DType) {
     let (mut x, weight) = (normal(ctx, &[tokens, width], dtype), normal(ctx, &[width], DType::F32));
     let dy = normal(ctx, &[tokens, width], DType::F32);
     let mut dweight = ctx.zeros(&[width], DType::F32);
-    timing.case(norm_forward, Cost::of_bytes(size * elements, size * elements), || {
+    timing.case(norm_forward, Cost::from_bytes(size * elements, size * elements), || {
         drop(rms_norm(ctx, &x, &weight, 1e-6, dtype));
     });
     let (_, inv_rms) = rms_norm(ctx, &x, &weight, 1e-6, dtype);
-    timing.case(norm_backward, Cost::of_bytes((4 + size) * elements, 4 * elements), || {
+    timing.case(norm_backward, Cost::from_bytes((4 + size) * elements, 4 * elements), || {
         drop(rms_norm_backward(ctx, &dy, &x, &weight, &inv_rms, Write::Add, &mut dweight));
     });
     let table = RopeTable::new(HEAD_DIM, 10_000.0, 2048);
     let positions: Vec<u32> = (0..tokens as u32).map(|i| i % 2048).collect();
-    timing.case(rotation, Cost::of_bytes(size * elements, size * elements), || {
+    timing.case(rotation, Cost::from_bytes(size * elements, size * elements), || {
         rope(ctx, &mut x, &table, &positions, Rotation::Forward);
     });
     let classes = 32_000;
     let random = Random::new(2, Purpose::Test, 0);
     let ids: Vec<u32> = (0..tokens as u64).map(|i| random.below(i, classes) as u32).collect();
     let mut table = normal(ctx, &[classes as usize, width], DType::F32);
-    timing.case(embedding_forward, Cost::of_bytes(4 * elements, size * elements), || {
+    timing.case(embedding_forward, Cost::from_bytes(4 * elements, size * elements), || {
         drop(embedding(ctx, &ids, &table, dtype));
     });
     if dtype == DType::F32 {
-        timing.case(to_embedding, Cost::of_bytes(8 * elements, 4 * elements), || {
+        timing.case(to_embedding, Cost::from_bytes(8 * elements, 4 * elements), || {
             embedding_backward(ctx, &ids, &dy, &mut table);
         });
     }
@@ -160,7 +160,7 @@ fn whole(timing: &mut Timing<'_>, dtype: DType) {
     let ctx = timing.ctx;
     let is_bf16 = dtype == DType::BF16;
     let size = dtype.size();
-    let f = |read: usize, written: usize| Cost::of_bytes(read * LEN, written * LEN);
+    let f = |read: usize, written: usize| Cost::from_bytes(read * LEN, written * LEN);
     let (mut y, x) = (normal(ctx, &[LEN], DType::F32), normal(ctx, &[LEN], DType::F32));
     let mut other = cast(ctx, &x, dtype);
     timing.case(name("add"), f(4 + size, 4), || add_assign(ctx, &mut y, &other));

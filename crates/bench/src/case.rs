@@ -1,0 +1,114 @@
+//! A timed case: its operations and bytes, and the rate of the machine that binds it.
+
+use moeworks_ops::peak::Peaks;
+use moeworks_tensor::DType;
+
+/// The least work of a case.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// Floating-point operations of one run; a multiply-add counts as two.
+    pub flops: f64,
+    /// Bytes of operands and results, each read or written once.
+    pub bytes: f64,
+    /// Bytes of results alone.
+    pub written: f64,
+    /// The type of the operands of its products.
+    pub dtype: DType,
+}
+
+impl Cost {
+    /// Returns the cost of an operation that only moves memory, in bytes read and bytes written.
+    #[must_use]
+    pub fn from_bytes(read: usize, written: usize) -> Self {
+        Self { flops: 0.0, bytes: (read + written) as f64, written: written as f64, dtype: DType::F32 }
+    }
+
+    /// Returns the cost of `factor` runs, which may be a part of one.
+    #[must_use]
+    pub fn times(self, factor: f64) -> Self {
+        Self { flops: factor * self.flops, bytes: factor * self.bytes, written: factor * self.written, ..self }
+    }
+
+    /// Returns the least seconds that the machine's rates allow, and the rate that binds. Bytes that are read and written in equal
+    /// number pass at the rate of copying, the rest at the rate of reading.
+    #[must_use]
+    pub fn limit(&self, peaks: &Peaks) -> (f64, Limit) {
+        let copied = 2.0 * self.written.min(self.bytes - self.written);
+        let copying = copied / peaks.copy_bytes_per_s.unwrap_or(peaks.read_bytes_per_s);
+        let memory = copying + (self.bytes - copied) / peaks.read_bytes_per_s;
+        let products = self.flops / peaks.flops(self.dtype);
+        if memory > products { (memory, Limit::Memory) } else { (products, Limit::Products) }
+    }
+}
+
+/// Adds the work of two operations; the type is that of the first.
+impl std::ops::Add for Cost {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        let (bytes, written) = (self.bytes + other.bytes, self.written + other.written);
+        Self { flops: self.flops + other.flops, bytes, written, ..self }
+    }
+}
+
+/// The rate that binds a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    /// The peak of the type's products.
+    Products,
+    /// The rates of reading and copying memory. Data in caches can exceed them.
+    Memory,
+}
+
+impl Limit {
+    /// Returns the name that tables print.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Products => "peak",
+            Self::Memory => "memory",
+        }
+    }
+}
+
+/// A timed case.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CaseResult {
+    /// The operation, with its sizes.
+    pub name: String,
+    /// The least work of it.
+    pub cost: Cost,
+    /// Seconds of the shortest run, or of the median one for whole layers.
+    pub seconds: f64,
+    /// The least seconds by the measured rates.
+    pub least_seconds: f64,
+    /// The rate that binds.
+    pub limit: Limit,
+}
+
+impl CaseResult {
+    /// A case that took `seconds`, on a machine of these rates.
+    #[must_use]
+    pub fn new(name: String, cost: Cost, seconds: f64, peaks: &Peaks) -> Self {
+        let (least_seconds, limit) = cost.limit(peaks);
+        Self { name, cost, seconds, least_seconds, limit }
+    }
+
+    /// Returns operations per second.
+    #[must_use]
+    pub fn flops_per_s(&self) -> f64 {
+        self.cost.flops / self.seconds
+    }
+
+    /// Returns bytes per second.
+    #[must_use]
+    pub fn bytes_per_s(&self) -> f64 {
+        self.cost.bytes / self.seconds
+    }
+
+    /// Returns the share of the binding rate that was reached.
+    #[must_use]
+    pub fn share_of_limit(&self) -> f64 {
+        self.least_seconds / self.seconds
+    }
+}

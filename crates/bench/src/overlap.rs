@@ -1,0 +1,118 @@
+//! The share of a layer's communication that runs under its computation, by the number of chunks, and of the all-reduce of gradients.
+//!
+//! In one piece nothing is hidden: a rank waits for all of its communication. Time in communication that is saved with chunks counts as
+//! hidden; waiting for slower ranks is told apart ([`Pass`]).
+
+use std::sync::Arc;
+
+use moeworks_comm::{CommError, Communicator, Meter, Metered, Shaped};
+use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_ops::Context;
+use moeworks_ops::linear::Write;
+use moeworks_plan::{Exchange, Link, Links, Placement, Wire};
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use crate::gradient_sums::{self, GradientSums};
+use crate::pass::Pass;
+use crate::ranks::num_cores;
+
+/// Numbers of chunks that are compared.
+pub const CHUNKS: [usize; 4] = [1, 2, 4, 8];
+/// Tokens of a rank.
+pub const TOKENS: usize = 1024;
+/// Passes of each; the median counts.
+const PASSES: usize = 5;
+/// The seed of weights and inputs.
+const SEED: u64 = 1;
+
+/// Makes a group of all ranks, with messages as slow as over `link` where one is given.
+fn part(comm: &dyn Communicator, link: Option<Link>) -> Result<Box<dyn Communicator>, CommError> {
+    let part = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
+    Ok(match link {
+        Some(link) => Box::new(Shaped::new(part, Links { node: link, cluster: link })),
+        None => part,
+    })
+}
+
+/// The medians of a run on all ranks.
+#[derive(Clone, Debug)]
+pub struct Overlap {
+    /// The number of ranks.
+    pub num_ranks: usize,
+    /// A pass of a layer for each of [`CHUNKS`].
+    pub passes: Vec<Pass>,
+    /// Backward passes of replicated matrices with their all-reduces.
+    pub gradient_sums: GradientSums,
+}
+
+/// Times passes of a layer and all-reduces of gradients, with messages as slow as over `link` where one is given. A call that all ranks
+/// make; rank 0 gets the times.
+///
+/// # Errors
+/// [`CommError`], as all calls.
+pub fn measure(comm: &dyn Communicator, link: Option<Link>) -> Result<Option<Overlap>, CommError> {
+    let passes = layer_passes(comm, link)?;
+    let ctx = Context::cpu((num_cores() / comm.size()).max(1));
+    let gradient_sums = gradient_sums::measure(comm, part(comm, link)?, &ctx, TOKENS, PASSES)?;
+    Ok(passes.map(|passes| Overlap { num_ranks: comm.size(), passes, gradient_sums }))
+}
+
+/// Times passes with each number of chunks; rank 0 gets the medians.
+fn layer_passes(comm: &dyn Communicator, link: Option<Link>) -> Result<Option<Vec<Pass>>, CommError> {
+    let mut layers = CHUNKS.into_iter().map(|chunks| Layer::new(comm, link, chunks)).collect::<Result<Vec<_>, _>>()?;
+    let mut passes = vec![Vec::new(); layers.len()];
+    // In turns, so that other work of the machine meets all alike.
+    for _ in 0..PASSES {
+        for (passes, layer) in passes.iter_mut().zip(&mut layers) {
+            passes.push(layer.pass(comm)?);
+        }
+    }
+    Ok((comm.rank() == 0).then(|| passes.iter().map(|passes| Pass::median(passes)).collect()))
+}
+
+/// Returns a layer of two experts a rank, each of width 1024, two of them for each token of width 512.
+fn config(num_ranks: usize) -> MoeConfig {
+    MoeConfig::plain(512, 1024, 2 * num_ranks, 2)
+}
+
+/// A layer over all ranks with its inputs.
+struct Layer {
+    ctx: Context,
+    layer: MoeLayer,
+    ranks: ExpertRanks,
+    meter: Arc<Meter>,
+    weights: MoeWeights,
+    grads: MoeWeights,
+    x: Tensor,
+}
+
+impl Layer {
+    fn new(comm: &dyn Communicator, link: Option<Link>, chunks: usize) -> Result<Self, CommError> {
+        let meter = Arc::new(Meter::new(true));
+        let group = Box::new(Metered::new(part(comm, link)?, Arc::clone(&meter)));
+        let exchange = Exchange { chunks, ..Exchange::plain(Wire::F32) };
+        let config = config(comm.size());
+        let placement = Placement::sharded(config.num_experts, comm.size());
+        let ranks = ExpertRanks::new(part(comm, link)?, group, placement, exchange)?;
+        let ctx = Context::cpu((num_cores() / comm.size()).max(1));
+        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).of_experts(&ctx, ranks.held());
+        let mut grads = weights.clone();
+        grads.tensors_mut().into_iter().for_each(|tensor| *tensor = ctx.zeros(tensor.shape(), DType::F32));
+        let random = Random::new(SEED, Purpose::Test, comm.rank() as u64);
+        let x: Vec<f32> = (0..TOKENS * config.width).map(|i| random.normal(i as u64)).collect();
+        let x = Tensor::from_slice(ctx.pool(), &[TOKENS, config.width], &x);
+        let layer = MoeLayer::over_ranks(config, ranks.clone()).expect("a valid layer");
+        Ok(Self { ctx, layer, ranks, meter, weights, grads, x })
+    }
+
+    /// Times the forward pass, the backward pass and the weights' gradients.
+    fn pass(&mut self, comm: &dyn Communicator) -> Result<Pass, CommError> {
+        let Self { ctx, layer, ranks, meter, weights, grads, x } = self;
+        Pass::measure(comm, meter, || {
+            let (y, saved) = layer.forward(ctx, weights, x, &RouterInput::default());
+            let (_, task) = layer.backward(ctx, weights, &saved, &y, &LossGrad::default());
+            task.run(ctx, Write::Replace, grads);
+            ranks.failure().map_or(Ok(()), Err)
+        })
+    }
+}
