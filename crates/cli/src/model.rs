@@ -59,18 +59,26 @@ fn say_part_checked(part: Option<&PartChecked>) {
 
 /// Makes the context that computes, as asked for.
 pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
-    let MachineArgs { threads, device, expert_room } = *machine;
+    let MachineArgs { threads, device, expert_cache, batch_invariant } = *machine;
     if threads > MAX_THREADS {
         let expected = format!("must be at most {MAX_THREADS}; 0 for one on each core");
         return Err(Failure::input(format!("--threads {threads}: {expected}")));
     }
-    if !(0.0..=1e6).contains(&expert_room) {
-        return Err(Failure::input(format!("--expert-room {expert_room}: must be a number of GB, at least 0")));
+    if !(0.0..=1e6).contains(&expert_cache) {
+        return Err(Failure::input(format!("--expert-cache {expert_cache}: must be a number of GB, at least 0")));
     }
-    let options = ComputeOptions { threads, device, expert_cache_bytes: (expert_room * 1e9) as usize };
+    let options = ComputeOptions {
+        threads,
+        device,
+        expert_cache_bytes: (expert_cache * 1e9) as usize,
+        is_batch_invariant: batch_invariant,
+    };
     let FoundContext { ctx, missing } = options.context().map_err(|error| match error {
         InferError::ExpertCacheWithoutGpu => {
-            Failure::input(format!("--expert-room {expert_room}: needs a GPU, --device cuda"))
+            Failure::input(format!("--expert-cache {expert_cache}: needs a GPU, --device cuda"))
+        }
+        InferError::BatchInvarianceOnGpu => {
+            Failure::input("--batch-invariant: works on the CPU alone; leave out --device or this option")
         }
         error => error.into(),
     })?;

@@ -17,6 +17,8 @@ pub struct ComputeOptions {
     pub device: DeviceChoice,
     /// Bytes of a GPU's memory for experts, of which the others stay in the host's memory until tokens choose them; 0 for all on the GPU.
     pub expert_cache_bytes: usize,
+    /// Whether a token has the same bits in any batch and in any pieces of a prompt ([`Context::with_batch_invariance`]).
+    pub is_batch_invariant: bool,
 }
 
 /// A context, and what it lacks.
@@ -31,14 +33,18 @@ impl ComputeOptions {
     /// Makes the context.
     ///
     /// # Errors
-    /// If there are too many threads, the device is not there, or an expert cache is asked for without a GPU.
+    /// If there are too many threads, the device is not there, an expert cache is asked for without a GPU, or batch invariance with one.
     pub fn context(self) -> Result<FoundContext, InferError> {
-        let Self { threads, device, expert_cache_bytes } = self;
+        let Self { threads, device, expert_cache_bytes, is_batch_invariant } = self;
         if threads > MAX_THREADS {
             return Err(InferError::ManyThreads { threads, most: MAX_THREADS });
         }
         let ctx = if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) };
         let (ctx, missing) = ctx.on_device(device)?;
+        if is_batch_invariant && ctx.gpu().is_some() {
+            return Err(InferError::BatchInvarianceOnGpu);
+        }
+        let ctx = ctx.with_batch_invariance(is_batch_invariant);
         let ctx = match ctx.gpu().cloned() {
             _ if expert_cache_bytes == 0 => ctx,
             Some(gpu) => ctx.with_gpu(gpu.with_expert_cache(expert_cache_bytes)),

@@ -50,6 +50,9 @@ pub enum InferError {
     /// An expert cache without a GPU.
     #[error("an expert cache needs a GPU; choose the device cuda")]
     ExpertCacheWithoutGpu,
+    /// Batch invariance on a GPU, whose kernels are chosen by the number of rows.
+    #[error("batch invariance works on the CPU alone; choose the device cpu")]
+    BatchInvarianceOnGpu,
     /// A result of the model is not a number.
     #[error("the model's result is not a number{}", explain(tensor.as_deref()))]
     NotANumber {

@@ -5,6 +5,7 @@
 //! once in so many steps.
 
 use moeworks_ops::Context;
+use moeworks_ops::attention::KEYS_OF_BLOCK;
 use moeworks_ops::elementwise::{copy_rows_of_each, copy_some_rows_of_each};
 use moeworks_tensor::{DType, Tensor};
 
@@ -157,7 +158,11 @@ impl LayerCache {
         write: impl FnOnce(&mut [Tensor], usize) -> R,
     ) -> R {
         let count = rows / self.num_sequences;
-        let seen = self.held.min(self.seen_before());
+        let mut seen = self.held.min(self.seen_before());
+        if ctx.is_batch_invariant() {
+            // Attention sums over blocks of keys: the tokens that stay keep their places in them.
+            seen = self.held - (self.held - seen) / KEYS_OF_BLOCK * KEYS_OF_BLOCK;
+        }
         let wanted = match self.window {
             // Twice what is seen; after many tokens at once less is needed again.
             Some(window) => (2 * window).max(seen + count).max(FIRST_CAPACITY),

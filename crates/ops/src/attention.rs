@@ -30,6 +30,10 @@ use crate::Context;
 use crate::cuda::{self, On};
 use crate::linear::Write;
 
+/// Keys that the forward pass sums up before it rescales, at most. Keys that lie a multiple of this further on are summed in the same
+/// order.
+pub const KEYS_OF_BLOCK: usize = blocks::MAX_KEYS;
+
 pub use biased::{BiasedGrads, ScoreRule, attention_biased, attention_biased_backward};
 
 /// The sizes of an attention. H query heads share G key and value heads, h elements each.
@@ -83,7 +87,7 @@ pub fn attention_with_sinks(
     let sinks = sinks.map(Tensor::f32s);
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    if shape.seq_len == 1 && !o.is_empty() {
+    if shape.seq_len == 1 && !o.is_empty() && !ctx.is_batch_invariant() {
         decode::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
     } else {
         forward::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);

@@ -14,6 +14,7 @@ pub struct Context {
     threads: Threads,
     isa: Isa,
     has_fp8_experts: bool,
+    is_batch_invariant: bool,
 }
 
 impl Context {
@@ -26,6 +27,7 @@ impl Context {
             threads: Threads::new(num_threads),
             isa: Isa::detect(),
             has_fp8_experts: false,
+            is_batch_invariant: false,
         }
     }
 
@@ -63,6 +65,25 @@ impl Context {
     #[must_use]
     pub fn has_fp8_experts(&self) -> bool {
         self.has_fp8_experts
+    }
+
+    /// Returns this context with or without batch invariance: the bits that a forward pass gives a row do not depend on the other rows
+    /// of the pass, on their number or on the pieces that a sequence is taken in. One kernel then takes all numbers of rows. Backward
+    /// passes and GPUs are not covered.
+    ///
+    /// With vectors of 512 bits and with tiles, products of floats skip the kernels for few rows, because all others sum in one order.
+    /// Elsewhere, and with weights in blocks everywhere, rows are taken in pieces of 16 by the kernels for few rows. Attention takes a
+    /// single query as it takes many.
+    #[must_use]
+    pub fn with_batch_invariance(mut self, is_batch_invariant: bool) -> Self {
+        self.is_batch_invariant = is_batch_invariant;
+        self
+    }
+
+    /// Returns whether forward passes are batch-invariant.
+    #[must_use]
+    pub fn is_batch_invariant(&self) -> bool {
+        self.is_batch_invariant
     }
 
     /// The same context without a GPU: all operations run on the host, where they fetch what only the GPU has.

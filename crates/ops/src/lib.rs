@@ -31,6 +31,8 @@
 mod activation;
 pub mod adamw;
 pub mod attention;
+#[cfg(test)]
+mod batch_invariance_tests;
 pub mod columns;
 mod context;
 pub mod counting_sort;

@@ -63,8 +63,11 @@ pub(crate) struct MachineArgs {
     #[arg(long, value_name = "NAME", default_value_t, value_parser = DeviceParser, hide_possible_values = true)]
     pub(crate) device: DeviceChoice,
     /// GB of a GPU's memory for experts; the others stay in the host's memory until tokens choose them (0: all on the GPU)
-    #[arg(long, value_name = "GB", default_value_t = 0.0)]
-    pub(crate) expert_room: f64,
+    #[arg(long, value_name = "GB", alias = "expert-room", default_value_t = 0.0)]
+    pub(crate) expert_cache: f64,
+    /// Give a token the same bits whatever else is computed with it, in any batch and in any pieces of a prompt (CPU only)
+    #[arg(long)]
+    pub(crate) batch_invariant: bool,
 }
 
 /// Reads the name of a device. The shells' completions offer the common ones.

@@ -15,9 +15,10 @@ fn a_device_that_is_not_there_is_named_and_auto_goes_on_without() {
     assert!(stderr(&typed).contains("must be cpu, cuda, cuda:N or auto"), "{}", stderr(&typed));
     let trained = work.train("run", 2, &["--device", "auto"]);
     assert_success(&trained);
-    refused(&work, &["generate", "run", "--expert-room", "2"], &["--expert-room 2", "GPU"]);
-    for room in ["-1", "nan", "1e9"] {
-        refused(&work, &["generate", "run", &format!("--expert-room={room}")], &["--expert-room", "at least 0"]);
+    refused(&work, &["generate", "run", "--expert-cache", "2"], &["--expert-cache 2", "GPU"]);
+    refused(&work, &["generate", "run", "--expert-room", "2"], &["--expert-cache 2", "GPU"]);
+    for size in ["-1", "nan", "1e9"] {
+        refused(&work, &["generate", "run", &format!("--expert-cache={size}")], &["--expert-cache", "at least 0"]);
     }
     refused(&work, &["generate", "run", "--device", "cuda:999"], &["GPU"]);
     let generated = work.run(&["generate", "run", "--max-tokens", "2", "--device", "auto"]);
@@ -86,7 +87,7 @@ fn a_gpu_trains_evaluates_and_generates_what_the_processor_does() {
             });
             assert_eq!(texts[0], texts[1], "{device}");
             let args = ["generate", &cpu, "--temperature", "0", "--max-tokens", "6", "--device", device];
-            let offloaded = work.run(&[&args[..], &["--prompt", "Line 1", "--expert-room", "0.001"]].concat());
+            let offloaded = work.run(&[&args[..], &["--prompt", "Line 1", "--expert-cache", "0.001"]].concat());
             assert_success(&offloaded);
             assert_eq!(stdout(&offloaded), texts[0], "{device} with experts in the host's memory");
             let evaluated = ["cpu", device].map(|device| {

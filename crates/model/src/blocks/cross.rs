@@ -101,7 +101,7 @@ impl CrossBlock {
         let q = project(ctx, &normed, &w.q, dtype);
         let (k, v) = &memory.layers[i];
         let shape = self.shape(pass, memory);
-        let o = if pass.seq_len == 1 {
+        let o = if pass.seq_len == 1 && !ctx.is_batch_invariant() {
             // The last query of a causal attention sees everything, and one alone has code of its own.
             attention(ctx, &q, k, v, &shape).0
         } else {

@@ -118,7 +118,7 @@ impl Latent {
         let (held, kept) = (cache.held(), &cache.kept()[0]);
         // What several sequences keep does not follow one another.
         let follows = held == pass.seq_len || pass.num_sequences == 1;
-        if follows && self.should_widen(pass.seq_len, held) {
+        if follows && !ctx.is_batch_invariant() && self.should_widen(pass.seq_len, held) {
             let (narrow, key) =
                 if held == pass.seq_len { (kv.normed, key) } else { self.parted((ctx, place), kept, held) };
             let (k, v) = self.widened(ctx, w, (&narrow, &key));

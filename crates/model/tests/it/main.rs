@@ -1,5 +1,6 @@
 //! Integration tests of the models, one binary.
 
+mod batch_invariance;
 mod blocks;
 mod cache;
 mod common;

@@ -41,7 +41,7 @@ pub(crate) use beside::{StripGradients, product_with_gradients};
 pub(crate) use outer::{Gradients, weight_gradients};
 
 /// The most rows of a group that these kernels take.
-const MAX_FEW: usize = 16;
+pub(crate) const MAX_FEW: usize = 16;
 
 /// The most that they take where packing them as lanes is there, too; of f32 what the kernels' blocking says.
 pub(crate) const MAX_UNTURNED: usize = 4;
@@ -82,7 +82,11 @@ pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels)
         Compute::Bf16 if kernels.are_tiles => MAX_UNTURNED,
         Compute::Bf16 => (CLOSE_PAIRS / group.depth).clamp(MAX_UNTURNED, MAX_UNTURNED_PAIRS),
     };
-    product.form != Form::Tn && (1..=most).contains(&group.rows) && group.columns > 0 && group.depth > 0
+    kernels.may_be_few
+        && product.form != Form::Tn
+        && (1..=most).contains(&group.rows)
+        && group.columns > 0
+        && group.depth > 0
 }
 
 /// Whether rows of f32 had better be packed as lanes: from some rows on that is faster than loading vectors of each of them for every

@@ -18,6 +18,7 @@ pub(crate) mod amx;
 pub(crate) mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod pack;
+pub(crate) mod row_pieces;
 pub(crate) mod source;
 pub(crate) mod store;
 mod tasks;
@@ -34,6 +35,7 @@ use crate::parallel::Lent;
 use crate::simd::{Level, fence, kernel as compiled};
 use crate::{Context, Isa, few_rows};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs, widest};
+use row_pieces::with_row_pieces;
 use source::{Block, Format, Source};
 use store::Room;
 pub(crate) use tasks::Panels;
@@ -201,8 +203,16 @@ pub(crate) fn with_tasks(
     gradients: Option<&dyn few_rows::StripGradients>,
     work: impl FnOnce(Tasks<'_>),
 ) {
-    let kernels = Kernels::select(ctx.isa(), product.compute);
-    let in_parts = Kernels::in_parts(ctx.isa(), product.compute);
+    let mut kernels = Kernels::select(ctx.isa(), product.compute);
+    let mut in_parts = Kernels::in_parts(ctx.isa(), product.compute);
+    if ctx.is_batch_invariant() && product.form != Form::Tn && gradients.is_none() {
+        in_parts = None;
+        if kernels.halves.is_some() || kernels.are_tiles {
+            kernels.may_be_few = false;
+        } else if product.groups.iter().any(|group| group.rows > few_rows::MAX_FEW) {
+            return with_row_pieces(ctx, product, epilogue, work);
+        }
+    }
     let plan = tasks::plan(product, &kernels, in_parts.as_ref(), ctx.threads().count());
     let few = few_rows::Plan::of(product, &kernels, gradients, ctx.threads().count());
     let count = plan.tasks.len() + few.tasks.len();

@@ -129,6 +129,21 @@ impl<'a> Source<'a> {
         Self { indices: Some(indices), ..Self::rows(tensor, 0) }
     }
 
+    /// The rows from `first` on.
+    pub(crate) fn skip_rows(self, first: usize) -> Self {
+        if let Some(indices) = self.indices {
+            return Self { indices: Some(&indices[first..]), ..self };
+        }
+        let gap = self.gap.map(|(row, gap)| (row.saturating_sub(first), gap));
+        // Rows that all lie behind the gap have it in their offset.
+        match self.gap {
+            Some((row, gap)) if first >= row => {
+                Self { offset: (self.offset + first * self.stride).wrapping_add(gap), gap: None, ..self }
+            }
+            _ => Self { offset: self.offset + first * self.stride, gap, ..self },
+        }
+    }
+
     #[inline(always)]
     pub(crate) fn start(&self, row: usize) -> usize {
         let row = self.indices.map_or(row, |indices| indices[row] as usize);

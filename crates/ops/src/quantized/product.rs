@@ -11,6 +11,7 @@ use super::rows::{Quad, QuantizedRows};
 use super::weights::Weights;
 use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
+use crate::gemm::row_pieces::{OfPieces, row_pieces};
 use crate::gemm::source::Source;
 use crate::gemm::store::Room;
 use crate::gemm::{self, Compute, Finish, Form, Held, Panels, Place, Slots, tile_slice};
@@ -57,6 +58,9 @@ impl Product<'_> {
 /// Computes all products of the list.
 pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
+    if ctx.is_batch_invariant() && product.groups.iter().any(|group| group.rows > MAX_FEW) {
+        return run_in_pieces(ctx, product, epilogue);
+    }
     let best = Kernel::available(ctx.isa(), product.weights.dtype()).pop().expect("a kernel for every instruction set");
     run_few(ctx, product, best, epilogue);
     if product.groups.iter().all(|group| group.rows <= MAX_FEW) {
@@ -67,6 +71,20 @@ pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     let product = &Product { a: rounded.as_ref().unwrap_or(product.a), ..*product };
     run_some(ctx, product, epilogue);
     run_many(ctx, product, epilogue);
+}
+
+/// Computes all products in pieces of so few rows that one kernel takes all of them.
+fn run_in_pieces(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
+    let pieces = row_pieces(product.groups.iter().map(|group| group.rows), MAX_FEW);
+    let groups: Vec<Group<'_>> = pieces
+        .iter()
+        .map(|piece| {
+            let group = product.groups[piece.group];
+            let indices = group.indices.map(|indices| &indices[piece.first..][..piece.rows]);
+            Group { indices, first: group.first + piece.first, rows: piece.rows, ..group }
+        })
+        .collect();
+    run(ctx, &Product { groups: &groups, ..*product }, &OfPieces { inner: epilogue, pieces: &pieces });
 }
 
 /// Some panels of a group.

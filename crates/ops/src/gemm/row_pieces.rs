@@ -1,0 +1,65 @@
+//! Groups cut into pieces of few rows, so that all rows meet the same kernel: batch invariance where only the kernels for few rows read
+//! weights where they lie.
+
+use crate::gemm::kernel::Tile;
+use crate::gemm::store::Room;
+use crate::gemm::{Finish, Group, Place, Product, Tasks, with_tasks};
+use crate::{Context, Isa, few_rows};
+
+/// Some consecutive rows of a group.
+#[derive(Clone, Copy)]
+pub(crate) struct RowPiece {
+    pub(crate) group: usize,
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
+}
+
+/// Cuts groups of these numbers of rows into pieces of at most `most` rows.
+pub(crate) fn row_pieces(rows_of_groups: impl Iterator<Item = usize>, most: usize) -> Vec<RowPiece> {
+    let of_group = |(group, rows): (usize, usize)| {
+        (0..rows).step_by(most).map(move |first| RowPiece { group, first, rows: (rows - first).min(most) })
+    };
+    rows_of_groups.enumerate().flat_map(of_group).collect()
+}
+
+/// The epilogue of a list of pieces: passes each tile to that of the whole groups.
+pub(crate) struct OfPieces<'a> {
+    pub(crate) inner: &'a dyn Finish,
+    pub(crate) pieces: &'a [RowPiece],
+}
+
+impl OfPieces<'_> {
+    fn place(&self, at: Place) -> Place {
+        let piece = self.pieces[at.group];
+        Place { group: piece.group, rows: (piece.first + at.rows.0, at.rows.1), ..at }
+    }
+}
+
+impl Finish for OfPieces<'_> {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+        self.inner.finish(isa, self.place(at), tile, second, room);
+    }
+
+    fn ask_ahead(&self, at: Place) {
+        self.inner.ask_ahead(self.place(at));
+    }
+}
+
+/// Hands the tasks of all products to `work` in pieces of so few rows that the kernels for few rows take all of them.
+pub(super) fn with_row_pieces(
+    ctx: &Context,
+    product: &Product<'_>,
+    epilogue: &dyn Finish,
+    work: impl FnOnce(Tasks<'_>),
+) {
+    let pieces = row_pieces(product.groups.iter().map(|group| group.rows), few_rows::MAX_FEW);
+    let groups: Vec<Group<'_>> = pieces
+        .iter()
+        .map(|piece| {
+            let group = product.groups[piece.group];
+            Group { a: group.a.skip_rows(piece.first), rows: piece.rows, ..group }
+        })
+        .collect();
+    let epilogue = OfPieces { inner: epilogue, pieces: &pieces };
+    with_tasks(ctx, &Product { groups: &groups, ..*product }, &epilogue, None, work);
+}
