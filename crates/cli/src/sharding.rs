@@ -106,7 +106,7 @@ impl View {
         ]
     }
 
-    /// The same as JSON, with the ranks that hold each part.
+    /// Returns the table as JSON, with the ranks that hold each part.
     pub(crate) fn json(&self) -> Value {
         let Layout { dp, ep, tp, .. } = *self.sharding.layout();
         let weights: Vec<Value> = self.table.specs().iter().map(|spec| self.weight_json(spec)).collect();

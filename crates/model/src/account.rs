@@ -15,7 +15,7 @@ pub struct Part {
     pub name: &'static str,
     /// Parameters in all.
     pub total: u64,
-    /// Those that are trained.
+    /// Trained parameters.
     pub trainable: u64,
     /// Parameters that one token passes through.
     pub active: u64,
@@ -64,7 +64,7 @@ impl Parameters {
         Self::of_table(config, &WeightTable::new(config))
     }
 
-    /// As [`of`](Self::of), from the table of the model's weights, of which some may be frozen.
+    /// Counts as [`of`](Self::of) does, from the table of the model's weights, of which some may be frozen.
     #[must_use]
     pub fn of_table(config: &ModelConfig, table: &WeightTable) -> Self {
         let mut parts = WeightGroup::ALL.map(|group| Part {

@@ -89,7 +89,7 @@ impl Decoder {
         Self::with_table(config, table)
     }
 
-    /// As [`new`](Self::new), with the table of the model's weights, of which some may be frozen.
+    /// Makes one as [`new`](Self::new) does, with the table of the model's weights, of which some may be frozen.
     pub fn with_table(config: ModelConfig, table: WeightTable) -> Result<Self, ConfigError> {
         Self::build(config, table, None, None)
     }
@@ -147,8 +147,8 @@ impl Decoder {
         self.init_kept(ctx, seed, |_, tensor| tensor)
     }
 
-    /// As [`init`](Self::init), of each tensor what `keep` makes of its entry in the table and it, such as a part of it: never are all
-    /// of them there whole at a time.
+    /// Initialises as [`init`](Self::init) does and keeps of each tensor the result of `keep`, such as a part of it. The tensors are
+    /// never all there whole at a time.
     #[must_use]
     pub fn init_kept(
         &self,

@@ -117,7 +117,7 @@ mod tests {
         }
     }
 
-    /// How often each element of the tensor is held by the ranks of `parts`, one rank of each.
+    /// Counts how often each element of the tensor is held by the ranks of `parts`, one rank of each.
     fn coverage(spec: &WeightSpec, parts: &[HeldPart]) -> Vec<u32> {
         let mut counts = vec![0; spec.num_elements()];
         for part in parts {

@@ -20,7 +20,7 @@ const TYPED: &str = "Line 1\n";
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moeworks");
 
-/// What a call showed: standard output, and standard error without its digits, which are times in part.
+/// The output of a call: standard output, and standard error without its digits, which are times in part.
 #[derive(Debug, PartialEq, Eq)]
 struct Shown {
     code: i32,

@@ -41,7 +41,7 @@ pub(crate) struct AttentionBlock {
     is_cut: bool,
 }
 
-/// What makes queries, keys and values.
+/// The maker of queries, keys and values.
 #[derive(Clone, Copy, Debug)]
 enum Inputs {
     Heads(Heads),

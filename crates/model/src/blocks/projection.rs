@@ -35,7 +35,7 @@ pub(crate) fn project_each<const N: usize>(
     ys
 }
 
-/// As [`project`] to f32; where each of `ranks` has some columns of `x` and of the matrix, their results are summed.
+/// Projects to f32; where each of `ranks` has some columns of `x` and of the matrix, their results are summed.
 pub(crate) fn project_summed(ctx: &Context, ranks: Option<&TensorRanks>, x: &Tensor, w: &LinearWeights) -> Tensor {
     let Some(ranks) = ranks else { return project(ctx, x, w, DType::F32) };
     let mut y = linear(ctx, x, &w.weight, DType::F32);

@@ -106,7 +106,7 @@ impl DecoderWeights {
         moments.without_states(ctx)
     }
 
-    /// The same tensors with routers' states that have no elements, for gradients and moments, which have no such state: what is shared
+    /// A copy with routers' states that have no elements, for gradients and moments, which have no such state: what is shared
     /// with the weights' could not be written to.
     #[must_use]
     pub fn without_states(mut self, ctx: &Context) -> Self {
@@ -173,7 +173,7 @@ impl DecoderWeights {
         }
     }
 
-    /// The same structure with every tensor replaced by `f` of its name and it, such as a part of it; routers' states are shared.
+    /// Returns the structure with every tensor replaced by `f` of its name and it, such as a part of it; routers' states are shared.
     #[must_use]
     pub fn map_named(&self, mut f: impl FnMut(&str, &Tensor) -> Tensor) -> Self {
         let names: Vec<String> = self.entries().into_iter().map(|(place, role, _)| role.name(place)).collect();
@@ -181,7 +181,7 @@ impl DecoderWeights {
         self.map_tensors(|tensor| f(names.next().map_or("", String::as_str), tensor))
     }
 
-    /// The same structure with every tensor replaced by `f` of it, in their order; routers' states are shared.
+    /// Returns the structure with every tensor replaced by `f` of it, in their order; routers' states are shared.
     #[must_use]
     pub fn map_tensors(&self, mut f: impl FnMut(&Tensor) -> Tensor) -> Self {
         let mut copy = self.shared();
@@ -191,7 +191,7 @@ impl DecoderWeights {
         copy
     }
 
-    /// The same structure with every tensor replaced by `f` of its role and it, routers' states, too.
+    /// Returns the structure with every tensor replaced by `f` of its role and it, routers' states, too.
     pub(crate) fn map(&self, mut f: impl FnMut(WeightRole, &Tensor) -> Tensor) -> Self {
         let mut copy = self.shared();
         for (_, role, tensor) in copy.entries_mut() {
@@ -203,7 +203,7 @@ impl DecoderWeights {
         copy
     }
 
-    /// The same tensors, whose memory is shared.
+    /// A copy that shares the memory of the tensors.
     pub(crate) fn shared(&self) -> Self {
         let Self { encoder, embedding, positions, relative, layers, final_norm, head, head_bias } = self;
         Self {

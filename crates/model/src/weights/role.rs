@@ -7,7 +7,7 @@ pub enum WeightRole {
     Embedding,
     /// Learned positions.
     Positions,
-    /// What is added to scores by distance.
+    /// A bias that is added to scores by distance.
     RelativeBias,
     /// The norm before attention.
     AttentionNorm,

@@ -49,7 +49,7 @@ pub enum Init {
 
 /// The cut of a tensor over ranks, and what each rank finds of its gradient.
 ///
-/// As in GShard (Lepikhin et al., 2006.16668, section 3.2) the cut is an annotation of the tensor; the computation follows it.
+/// The cut is an annotation of the tensor, and the computation follows it: GShard (Lepikhin et al., 2006.16668, section 3.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shard {
     /// Whole on every rank; each finds its whole gradient.

@@ -30,7 +30,7 @@ pub struct LinearWeights {
 /// Weights of an attention block.
 #[derive(Clone)]
 pub struct AttentionWeights {
-    /// What makes queries, keys and values.
+    /// The maker of queries, keys and values.
     pub inputs: AttentionInputs,
     /// `[D, H w]`, w elements of a head of values.
     pub o: LinearWeights,
@@ -38,7 +38,7 @@ pub struct AttentionWeights {
     pub sinks: Option<Tensor>,
 }
 
-/// What makes queries, keys and values.
+/// The maker of queries, keys and values.
 #[derive(Clone)]
 pub enum AttentionInputs {
     /// A matrix for each.
@@ -75,7 +75,7 @@ pub struct LatentWeights {
     pub kv_norm: Tensor,
     /// `[H (N + w), Lkv]`.
     pub kv: Tensor,
-    /// What `kv` stands for, if it is in blocks.
+    /// The numbers that `kv` stands for, if it is in blocks.
     pub(crate) kv_numbers: Numbers,
 }
 

@@ -152,8 +152,8 @@ impl DecoderWeights {
         self.entries().into_iter().map(|(place, role, tensor)| (role.name(place), tensor)).collect()
     }
 
-    /// As [`DecoderWeights::tensors`], for writing. Writing needs memory of its own: not that of weights that were read
-    /// from a mapped file, of which [`DecoderWeights::compute_copy`] makes a copy.
+    /// Lists the tensors as [`DecoderWeights::tensors`] does, for writing. Writing needs memory of its own, not that of a mapped file:
+    /// [`DecoderWeights::compute_copy`] makes a copy.
     #[must_use]
     pub fn tensors_mut(&mut self) -> Vec<(String, &mut Tensor)> {
         self.entries_mut().into_iter().map(|(place, role, tensor)| (role.name(place), tensor)).collect()
@@ -170,7 +170,7 @@ impl DecoderWeights {
         list_tensors!(self, iter, as_ref)
     }
 
-    /// As [`DecoderWeights::entries`], for writing.
+    /// Lists the entries as [`DecoderWeights::entries`] does, for writing.
     pub(crate) fn entries_mut(&mut self) -> Vec<(WeightPlace, WeightRole, &mut Tensor)> {
         list_tensors!(self, iter_mut, as_mut, mut)
     }
