@@ -49,12 +49,7 @@ pub(crate) struct Training {
 }
 
 impl Training {
-    fn memory(
-        self,
-        config: &ModelConfig,
-        parameters: &Parameters,
-        (is_bf16, checkpoint): (bool, bool),
-    ) -> TrainingMemory {
+    fn memory(self, config: &ModelConfig, parameters: &Parameters, is_bf16: bool, checkpoint: bool) -> TrainingMemory {
         let memory = TrainingMemory::of(config, self.tokens, is_bf16, checkpoint).with_frozen(parameters);
         match self.expert_gradients {
             GradientType::F32 => memory,
@@ -67,7 +62,7 @@ impl Training {
 pub(crate) fn print_training_memory(config: &ModelConfig, table: &WeightTable, training: Training) {
     let parameters = Parameters::of_table(config, table);
     let row = |name: &str, is_bf16: bool, checkpoint: bool| {
-        let memory = training.memory(config, &parameters, (is_bf16, checkpoint));
+        let memory = training.memory(config, &parameters, is_bf16, checkpoint);
         vec![
             name.to_owned(),
             bytes(memory.weights_bytes),
@@ -116,7 +111,7 @@ pub(crate) fn json(config: &ModelConfig, table: &WeightTable, training: Training
         })
         .collect();
     let memory = |is_bf16| {
-        let memory = training.memory(config, &parameters, (is_bf16, false));
+        let memory = training.memory(config, &parameters, is_bf16, false);
         json!({
             "weights_bytes": memory.weights_bytes,
             "gradients_bytes": memory.gradients_bytes,

@@ -129,7 +129,7 @@ impl ExpertCache {
                 None => {
                     state.evict_for(stacks.expert_bytes(), self.bytes);
                     state.stats.misses += 1;
-                    state.insert(gpu, pool, (stacks, expert), false);
+                    state.insert(gpu, pool, stacks, expert, false);
                 }
             }
             for (addresses, matrix) in addresses.iter_mut().zip(&state.experts[&key].matrices) {
@@ -151,7 +151,7 @@ impl ExpertCache {
                 return;
             }
             state.stats.prefetches += 1;
-            state.insert(gpu, pool, (stacks, expert), true);
+            state.insert(gpu, pool, stacks, expert, true);
         }
     }
 }
@@ -170,10 +170,10 @@ impl State {
         true
     }
 
-    fn insert(&mut self, gpu: &Gpu, pool: &MemoryPool, (stacks, expert): (ExpertStacks<'_>, usize), is_prefetch: bool) {
+    fn insert(&mut self, gpu: &Gpu, pool: &MemoryPool, stacks: ExpertStacks<'_>, expert: usize, is_prefetch: bool) {
         let mut buffer = Vec::new();
         let copies = stacks.both().map(|stack| {
-            let bytes = expert_bytes(stack, (expert, stacks.num_experts), &mut buffer);
+            let bytes = expert_bytes(stack, expert, stacks.num_experts, &mut buffer);
             let shape = &[1, stack.rows() / stacks.num_experts, stack.cols()];
             gpu.upload_tensor(pool, &UploadedTensor { shape, dtype: stack.dtype(), bytes }, is_prefetch)
         });
@@ -193,8 +193,8 @@ impl State {
 }
 
 /// The bytes of an expert's matrices in a stack, gathered in `buffer` if the stack is in pieces.
-fn expert_bytes<'a>(stack: &'a Tensor, (expert, count): (usize, usize), buffer: &'a mut Vec<u8>) -> &'a [u8] {
-    let len = stack.num_bytes() / count;
+fn expert_bytes<'a>(stack: &'a Tensor, expert: usize, num_experts: usize, buffer: &'a mut Vec<u8>) -> &'a [u8] {
+    let len = stack.num_bytes() / num_experts;
     match stack.pieces() {
         None => &stack.bytes()[expert * len..][..len],
         Some(_) => {

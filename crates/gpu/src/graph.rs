@@ -158,7 +158,7 @@ impl Capture {
     pub(crate) unsafe fn flush(&mut self, backend: &Backend, meter: &Meter) -> Result<(), GpuError> {
         let launches = std::mem::take(&mut self.launches);
         // SAFETY: the caller's promise.
-        let result = unsafe { self.run((backend, meter), launches) };
+        let result = unsafe { self.run(backend, meter, launches) };
         self.freed.clear();
         result
     }
@@ -182,11 +182,7 @@ impl Capture {
     /// # Safety
     ///
     /// As for [`flush`](Self::flush).
-    unsafe fn run(
-        &mut self,
-        (backend, meter): (&Backend, &Meter),
-        launches: Vec<CapturedLaunch>,
-    ) -> Result<(), GpuError> {
+    unsafe fn run(&mut self, backend: &Backend, meter: &Meter, launches: Vec<CapturedLaunch>) -> Result<(), GpuError> {
         let place = self.place;
         self.place += usize::from(!launches.is_empty());
         let graph = match self.take_known(place, &launches) {

@@ -290,7 +290,7 @@ impl Trainer {
         self.update((lr, scale), slices)?;
         let moe = self.config.model.moe();
         let progress = self.progress.step as f64 / self.config.train.steps as f64;
-        self.weights.next_states(&self.ctx, &moe, (&stats.layers, progress), self.compute.as_mut());
+        self.weights.next_states(&self.ctx, &moe, &stats.layers, progress, self.compute.as_mut());
         Ok(())
     }
 

@@ -245,19 +245,19 @@ impl Nvidia {
     /// A block with a copy of these bytes, which are the caller's again when this returns.
     pub(crate) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.reuse(bytes.len())?;
-        self.copy(bytes, &block, (&self.shared.stream, &self.shared.pinned))?;
+        self.copy(bytes, &block, &self.shared.stream, &self.shared.pinned)?;
         Ok(Box::new(block))
     }
 
     /// Uploads bytes to a block that stays long: it goes back to the driver afterwards and is not reused for its size.
     pub(crate) fn upload_persistent(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.allocate_or_give_back(bytes.len(), &self.shared.stream)?;
-        self.copy(bytes, &block, (&self.shared.stream, &self.shared.pinned))?;
+        self.copy(bytes, &block, &self.shared.stream, &self.shared.pinned)?;
         Ok(Box::new(block))
     }
 
     /// Copies these bytes to a block on a stream, by way of its page-locked memory.
-    fn copy(&self, bytes: &[u8], to: &Block, (stream, pinned): (&CudaStream, &LazyPinned)) -> Result<(), GpuError> {
+    fn copy(&self, bytes: &[u8], to: &Block, stream: &CudaStream, pinned: &LazyPinned) -> Result<(), GpuError> {
         if bytes.is_empty() {
             return Ok(());
         }
@@ -279,7 +279,7 @@ impl Nvidia {
     pub(crate) fn upload_async(&self, bytes: &[u8]) -> Result<(DeviceBlock, PendingCopy), GpuError> {
         let copies = &self.shared.copies;
         let block = self.allocate_or_give_back(bytes.len(), copies)?;
-        self.copy(bytes, &block, (copies, &self.shared.pinned_for_copies))?;
+        self.copy(bytes, &block, copies, &self.shared.pinned_for_copies)?;
         let event = Event::record(copies).map_err(failed("cuEventRecord"))?;
         let pending = PendingCopy { shared: Arc::clone(&self.shared), event };
         Ok((Box::new(block), pending))

@@ -7,5 +7,9 @@ mod data_files;
 mod evaluation;
 mod generation;
 mod gpu;
+#[path = "../../../model/tests/it/odd_tokenizers.rs"]
+mod odd_tokenizers;
 mod sandbox;
+#[path = "../../../model/tests/it/small_model.rs"]
+mod small_model;
 mod streams;

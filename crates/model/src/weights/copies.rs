@@ -158,7 +158,8 @@ impl DecoderWeights {
         &mut self,
         ctx: &Context,
         config: &MoeConfig,
-        (layers, progress): (&[LayerStats], f64),
+        layers: &[LayerStats],
+        progress: f64,
         copy: Option<&mut Self>,
     ) {
         let moe_layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {

@@ -148,7 +148,7 @@ impl ScoreRouter<'_> {
         let Choice { scores, ids, weights, num_rerouted, sorted } = match backend {
             ScoreBackend::Fused => self.fused(ctx, values, &noise),
             ScoreBackend::GpuScores => self.fused_scores(ctx, values, &noise),
-            ScoreBackend::StepByStep => self.step_by_step(ctx, values, (&noise, &*saved_logits), &modalities),
+            ScoreBackend::StepByStep => self.step_by_step(ctx, values, &noise, &*saved_logits, &modalities),
         };
         let has_all = self.gives_all(backend) && !self.scheme().may_leave_out();
         let routing = self.routing(self.scheme().used(self, ctx, &ids, &weights), weights.clone()).whole(has_all);
@@ -231,7 +231,8 @@ impl ScoreRouter<'_> {
         &self,
         ctx: &Context,
         values: Tensor,
-        (noise, saved): (&LogitNoise, &dyn SavedLogits),
+        noise: &LogitNoise,
+        saved: &dyn SavedLogits,
         modalities: &[u32],
     ) -> Choice {
         let (temperature, reach) = (self.temperature(), self.reach());

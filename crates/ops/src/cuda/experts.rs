@@ -76,7 +76,7 @@ impl<'a> Rows<'a> {
 struct Part {
     /// The first row of each expert and the end of the last one's, where this part's are, and only these, have rows.
     offsets: Vec<u32>,
-    /// Those of them that have rows; none without a cache, where there is one part.
+    /// The experts among them that have rows; none without a cache, where there is one part.
     experts: Option<Vec<usize>>,
     /// Whether another part comes before it.
     is_later: bool,

@@ -295,7 +295,7 @@ impl RowsProduct<'_> {
         if self.pair.is_some() { all / 2 } else { all }
     }
 
-    /// How blocks for few rows are laid out (`small_m_gemm.cuh`).
+    /// Returns the layout of blocks for few rows (`small_m_gemm.cuh`).
     fn layout(&self, on: On<'_>, dtype: DType) -> Layout {
         let (tiles, is_one) = match self.groups {
             Groups::One { rows } => (rows.div_ceil(small_m_gemm::ROWS), true),

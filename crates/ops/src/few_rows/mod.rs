@@ -29,10 +29,11 @@ use moeworks_tensor::DType;
 
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::source::{Elements, with_elements};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::turned;
-use crate::gemm::{Compute, Finish, Form, Group, Held, Panels, Place, Product, tile_slice};
+use crate::gemm::{Compute, Finish, Form, Group, Panels, Place, Product, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::kernel;
 use rows::Weight;
@@ -231,13 +232,13 @@ pub(crate) struct Work<'a> {
 }
 
 /// Computes a task and hands its tiles to the epilogue.
-pub(crate) fn run_task(work: Work<'_>, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
+pub(crate) fn run_task(work: Work<'_>, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
     let group = &work.product.groups[work.task.group];
     with_elements!(group.b.elements, weights => work.run(weights, (scratch, held), epilogue));
 }
 
 impl Work<'_> {
-    fn run<T: Weight>(&self, weights: &[T], memory: (&mut [u32], &mut Held), epilogue: &dyn Finish) {
+    fn run<T: Weight>(&self, weights: &[T], memory: (&mut [u32], &mut ScratchSlot), epilogue: &dyn Finish) {
         let (scratch, held) = memory;
         let Self { isa, product, task, kernels, .. } = *self;
         let group = &product.groups[task.group];

@@ -9,9 +9,10 @@ use moeworks_tensor::DType;
 
 use crate::Context;
 use crate::gemm::kernel::Kernels;
+use crate::gemm::scratch::ScratchPool;
 use crate::gemm::source::{Format, Source, pack_straight};
 use crate::gemm::store::{Store, Stream};
-use crate::gemm::{Compute, Group, Panels, Product, Slots, Tasks};
+use crate::gemm::{Compute, Group, Panels, Product, Tasks};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, Level, fence, kernel};
@@ -147,7 +148,7 @@ fn run_tasks<T: Float>(
     let scratch_units = tasks.iter().map(|task| words_of(task).iter().sum()).max().unwrap_or(0);
     let num_threads = ctx.threads().count().min(tasks.len()).max(1);
     let mut scratch = ctx.empty(&[num_threads, scratch_units], DType::U32);
-    let scratch = Slots::new(&mut scratch, num_threads);
+    let scratch = ScratchPool::new(&mut scratch, num_threads);
     let run = |index: usize, _: usize| {
         let task = &tasks[index];
         let group = &product.groups[task.group];

@@ -19,6 +19,7 @@ pub(crate) mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 pub(crate) mod row_pieces;
+pub(crate) mod scratch;
 pub(crate) mod source;
 pub(crate) mod store;
 mod tasks;
@@ -27,15 +28,13 @@ pub(crate) mod transpose;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod turned;
 
-use std::sync::{Mutex, PoisonError};
+use moeworks_tensor::DType;
 
-use moeworks_tensor::{DType, Tensor};
-
-use crate::parallel::Lent;
 use crate::simd::{Level, fence, kernel as compiled};
 use crate::{Context, Isa, few_rows};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs, widest};
 use row_pieces::with_row_pieces;
+use scratch::{ScratchPool, ScratchSlot};
 use source::{Block, Format, Source};
 use store::Room;
 pub(crate) use tasks::Panels;
@@ -218,7 +217,7 @@ pub(crate) fn with_tasks(
     let count = plan.tasks.len() + few.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
     let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
-    let scratch = Slots::new(&mut scratch, num_threads);
+    let scratch = ScratchPool::new(&mut scratch, num_threads);
     let run = |index: usize, ahead: usize| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
             let next = few.tasks.get(task + ahead);
@@ -245,47 +244,6 @@ pub(crate) fn with_tasks(
 /// The number of panels that so many columns are cut into.
 pub(crate) fn num_panels(ctx: &Context, compute: Compute, columns: usize) -> usize {
     Panels::of(columns, Kernels::select(ctx.isa(), compute).lanes).count
-}
-
-/// Scratch memory for as many tasks as run at a time.
-pub(crate) struct Slots<'a> {
-    memory: Lent<'a, u32>,
-    len: usize,
-    free: Mutex<Vec<Held>>,
-}
-
-/// What a slot holds besides memory, from one task of a product to the next.
-#[derive(Default)]
-pub(crate) struct Held {
-    slot: usize,
-    room: Option<Box<Room>>,
-    /// The group and the first row of the rows of A that are laid out in the slot's memory.
-    pub(crate) rows_of: Option<(usize, usize)>,
-}
-
-impl Held {
-    /// Room for epilogues.
-    pub(crate) fn room(&mut self) -> &mut Room {
-        self.room.get_or_insert_with(|| Box::new(Room::new()))
-    }
-}
-
-impl<'a> Slots<'a> {
-    pub(crate) fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
-        let memory = tensor.slice_mut::<u32>();
-        let len = memory.len() / num_slots;
-        let free = (0..num_slots).map(|slot| Held { slot, ..Held::default() });
-        Self { memory: Lent::new(memory), len, free: Mutex::new(free.collect()) }
-    }
-
-    pub(crate) fn with(&self, run: impl FnOnce(&mut [u32], &mut Held)) {
-        let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut held = lock().pop().expect("a slot for each thread");
-        let slot = held.slot;
-        // SAFETY: a slot is in the list once, so nobody else has it until it is put back below.
-        run(unsafe { self.memory.range(slot * self.len..(slot + 1) * self.len) }, &mut held);
-        lock().push(held);
-    }
 }
 
 compiled! {
@@ -347,7 +305,7 @@ struct Progress<'a> {
 }
 
 impl Work<'_> {
-    fn run(&self, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
+    fn run(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { product, group, task, ref kernels, .. } = *self;
         #[cfg(target_arch = "x86_64")]
         if kernels.are_tiles {

@@ -11,10 +11,10 @@ use super::rows::{Quad, QuantizedRows};
 use super::weights::Weights;
 use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
-use crate::gemm::row_pieces::{OfPieces, row_pieces};
+use crate::gemm::row_pieces::{OfPieces, RowPiece, row_pieces};
+use crate::gemm::scratch::{ScratchPool, ScratchSlot};
 use crate::gemm::source::Source;
-use crate::gemm::store::Room;
-use crate::gemm::{self, Compute, Finish, Form, Held, Panels, Place, Slots, tile_slice};
+use crate::gemm::{self, Compute, Finish, Form, Panels, Place, tile_slice};
 use crate::parallel::piece_range;
 use crate::{Context, Isa};
 
@@ -117,7 +117,7 @@ pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilog
     let num_threads = ctx.threads().count().min(tasks.len());
     let units = product.num_tiles() * MAX_FEW.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4);
     let mut scratch = ctx.empty(&[num_threads, units], DType::U32);
-    let scratch = Slots::new(&mut scratch, num_threads);
+    let scratch = ScratchPool::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let work = Work { product, tasks: (&tasks[index], tasks.get(index + num_threads)), rows: &rows, best, lanes };
         scratch.with(|scratch, held| work.run(ctx.isa(), (tile_slice(scratch), held), epilogue));
@@ -136,7 +136,7 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     /// Computes the task and hands its tiles to the epilogue.
-    fn run(&self, isa: Isa, memory: (&mut [Tile], &mut Held), epilogue: &dyn Finish) {
+    fn run(&self, isa: Isa, memory: (&mut [Tile], &mut ScratchSlot), epilogue: &dyn Finish) {
         let (tiles, held) = memory;
         let Work { product, tasks: (task, _), rows, best, lanes } = *self;
         let group = &product.groups[task.group];
@@ -194,7 +194,12 @@ fn run_some(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     };
     let groups: Vec<_> = indices.iter().map(group).collect();
     let list = gemm::Product { form: Form::Nt, compute: Compute::Bf16, groups: &groups, is_paired: product.is_paired };
-    gemm::run(ctx, &list, &Renumbered { inner: epilogue, groups: &indices });
+    gemm::run(ctx, &list, &OfPieces { inner: epilogue, pieces: &whole_groups(product, &indices) });
+}
+
+/// Some groups of a product, each as one piece of all its rows.
+fn whole_groups(product: &Product<'_>, indices: &[usize]) -> Vec<RowPiece> {
+    indices.iter().map(|&group| RowPiece { group, first: 0, rows: product.groups[group].rows }).collect()
 }
 
 /// A group with weights from elsewhere.
@@ -241,21 +246,5 @@ fn run_chunk(ctx: &Context, product: &Product<'_>, indices: &[usize], num_rows: 
     };
     let groups: Vec<_> = indices.iter().zip(&firsts).map(group).collect();
     let list = gemm::Product { form: Form::Nt, compute: Compute::Bf16, groups: &groups, is_paired: product.is_paired };
-    gemm::run(ctx, &list, &Renumbered { inner: epilogue, groups: indices });
-}
-
-/// An epilogue whose groups are some of another list.
-struct Renumbered<'a> {
-    inner: &'a dyn Finish,
-    groups: &'a [usize],
-}
-
-impl Finish for Renumbered<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        self.inner.finish(isa, Place { group: self.groups[at.group], ..at }, tile, second, room);
-    }
-
-    fn ask_ahead(&self, at: Place) {
-        self.inner.ask_ahead(Place { group: self.groups[at.group], ..at });
-    }
+    gemm::run(ctx, &list, &OfPieces { inner: epilogue, pieces: &whole_groups(product, indices) });
 }

@@ -99,7 +99,7 @@ impl Ranks {
         let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
         let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
         match whole {
-            Some(to) => self.collect_tensor(decoder, (spec, part), to),
+            Some(to) => self.collect_tensor(decoder, spec, part, to),
             None if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
             None => Ok(()),
         }
@@ -117,13 +117,14 @@ impl Ranks {
     fn collect_tensor(
         &self,
         decoder: &Decoder,
-        (spec, own): (&WeightSpec, &Tensor),
+        spec: &WeightSpec,
+        own: &Tensor,
         whole: &mut Tensor,
     ) -> Result<(), TrainError> {
         if spec.role.is_of_experts() {
             return Ok(self.collect(own, whole)?);
         }
-        self.collect_parts(decoder, (spec, own), whole)
+        self.collect_parts(decoder, spec, own, whole)
     }
 
     /// Gives the root this rank's part of a tensor, if it is of those that the root takes one of.
@@ -142,7 +143,8 @@ impl Ranks {
     fn collect_parts(
         &self,
         decoder: &Decoder,
-        (spec, own): (&WeightSpec, &Tensor),
+        spec: &WeightSpec,
+        own: &Tensor,
         whole: &mut Tensor,
     ) -> Result<(), TrainError> {
         let ranks = self.tensor_ranks().map(|ranks| (ranks, ranks.split().share(spec)));

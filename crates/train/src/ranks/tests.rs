@@ -18,6 +18,11 @@ use crate::optimizer::global_norm;
 use moeworks_model::{Decoder, DecoderWeights, Sharding, WeightTable};
 use moeworks_ops::Context;
 
+#[path = "text_tests.rs"]
+mod text;
+#[path = "weight_tests.rs"]
+mod weights;
+
 const SEQ_LEN: usize = 6;
 const VOCABULARY: usize = 31;
 /// Of the largest value of a tensor.
@@ -315,69 +320,6 @@ fn every_kind_of_weight_is_cut_right() {
 }
 
 #[test]
-fn weights_that_rules_replicate_give_the_step_of_one_rank() {
-    let model = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 21, num_heads: 4, num_kv_heads: 2, ..model() };
-    let whole = ModelConfig { qk_norm: QkNorm::Whole, ..model.clone() };
-    let head = ModelConfig { qk_norm: QkNorm::Head, ..model.clone() };
-    let tied = ModelConfig { tie_embeddings: true, ..model.clone() };
-    for (model, rules) in [
-        (&model, &["model.embed_tokens.weight=replicated"][..]),
-        (&model, &["lm_head.*=replicated"]),
-        (&tied, &["model.embed_tokens.weight=replicated"]),
-        (&head, &["model.layers.1.self_attn.*=replicated"]),
-        (&whole, &["model.layers.0.self_attn.*=replicated"]),
-        (&model, &["model.layers.0.mlp.*=replicated"]),
-        (&head, &["*.self_attn.*=replicated", "model.layers.2.*=replicated", "model.layers.2.self_attn.*=tensor"]),
-    ] {
-        for (layout, zero) in [((1, 1, 2), 0), ((2, 1, 2), 3), ((1, 2, 2), 1), ((1, 1, 3), 0)] {
-            let sharding = rules.iter().map(|&rule| rule.to_owned()).collect();
-            check(&Case { sharding, zero, ..sliced(layout, model.clone()) });
-        }
-    }
-}
-
-#[test]
-fn ranks_hold_the_parts_that_the_table_of_weights_says() {
-    let variant = Variant { qkv_bias: true, feed_forward_bias: true, ..Variant::default() };
-    let model = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 21, num_heads: 4, variant, ..model() };
-    for (layout, rules) in [
-        ((1, 1, 1), &[][..]),
-        ((2, 3, 1), &[]),
-        ((1, 1, 3), &[]),
-        ((2, 2, 2), &[]),
-        ((1, 2, 2), &["lm_head.*=replicated", "model.layers.1.self_attn.*=replicated"]),
-    ] {
-        let case =
-            Case { sharding: rules.iter().map(|&rule| rule.to_owned()).collect(), ..sliced(layout, model.clone()) };
-        let table = case.table();
-        let sharding = Sharding::new(&model, &table, case.layout, case.placement.clone()).expect("a layout");
-        let num_parts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-            let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?;
-            let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
-            let decoder = ranks.decoder(model.clone(), table.clone())?;
-            let whole = Decoder::new(model.clone()).expect("a model").init(&ctx, 7);
-            let held = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
-            for ((spec, (name, whole)), (_, held)) in table.specs().iter().zip(whole.tensors()).zip(held.tensors()) {
-                let expected =
-                    sharding.cut(spec, comm.rank()).map_or_else(|| whole.clone(), |cut| cut.part(&ctx, whole));
-                assert_eq!(held.shape(), sharding.part_shape(spec, comm.rank()), "{layout:?} {name}");
-                assert!(held.bytes() == expected.bytes(), "{layout:?} {name} on rank {}", comm.rank());
-                let of_part = sharding.parts(spec).into_iter().find(|part| part.ranks.contains(&comm.rank()));
-                let mut holders = ranks.holders(spec).world_ranks().to_vec();
-                holders.sort_unstable();
-                let of_part = of_part.expect("a part").ranks;
-                assert!(
-                    holders.iter().all(|rank| of_part.contains(rank)),
-                    "{layout:?} {name}: {holders:?} {of_part:?}"
-                );
-            }
-            Ok::<_, TrainError>(held.tensors().len())
-        });
-        assert!(num_parts.expect("the ranks talk").iter().all(|&num| num == table.specs().len()));
-    }
-}
-
-#[test]
 fn a_norm_over_all_heads_is_that_of_one_rank() {
     let model = ModelConfig { qk_norm: QkNorm::Whole, num_heads: 4, num_kv_heads: 2, ..model() };
     // Where there are more ranks than heads of keys and values, several norm the same of these.
@@ -590,56 +532,6 @@ fn layers_that_are_computed_again_and_other_routers_give_the_step_of_one_rank() 
         let mut case = case(1, 3);
         case.model.router = RouterConfig { kind, ..RouterConfig::default() };
         check(&case);
-    }
-}
-
-/// The logits after a prompt of five ids, and after each of three more, of a model on one rank.
-fn text_on_one(model: &ModelConfig, ids: &[u32]) -> Vec<Vec<f32>> {
-    let ctx = Context::cpu(1);
-    let decoder = Decoder::new(model.clone()).unwrap();
-    let (weights, mut cache) = (decoder.init(&ctx, 7), KvCache::new(model));
-    let mut extend = |ids: &[u32]| decoder.extend(&ctx, &weights, &mut cache, ids).unwrap().f32s().to_vec();
-    parts_of_text(ids).map(&mut extend).collect()
-}
-
-fn parts_of_text(ids: &[u32]) -> impl Iterator<Item = &[u32]> {
-    [&ids[..5]].into_iter().chain(ids[5..].chunks(1))
-}
-
-/// The same on ranks, which is what the root finds.
-fn text_on_ranks(case: &Case, ids: &[u32]) -> Vec<Vec<f32>> {
-    let texts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
-        let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
-        let decoder = ranks.decoder(case.model.clone(), case.table())?;
-        let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
-        let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part };
-        let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
-        if !ranks.is_root() {
-            return ranks.follow_text(model).map(|()| Vec::new());
-        }
-        let mut cache = KvCache::new(decoder.config());
-        let extend = |ids| Ok(ranks.extend_together(model, &mut cache, ids)?.f32s().to_vec());
-        let logits = parts_of_text(ids).map(extend).collect::<Result<_, TrainError>>()?;
-        ranks.end_text()?;
-        Ok::<_, TrainError>(logits)
-    });
-    texts.expect("the ranks talk").swap_remove(0)
-}
-
-#[test]
-fn ranks_write_the_text_of_one_rank() {
-    let layouts = [(1, 3, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (3, 1, 1)];
-    for (index, layout) in layouts.into_iter().enumerate() {
-        for zero in [0, 3] {
-            let case = Case { zero, ..sliced(layout, model()) };
-            let ids = &ids(&case, 0, 0..2)[..8];
-            let (one, many) = (text_on_one(&case.model, ids), text_on_ranks(&case, ids));
-            assert_eq!(many.len(), one.len());
-            for (one, many) in one.iter().flatten().zip(many.iter().flatten()) {
-                assert!((one - many).abs() <= 1e-5 * one.abs().max(1.0), "layout {index}, {zero}: {many}, not {one}");
-            }
-        }
     }
 }
 

@@ -8,9 +8,10 @@ use core::arch::x86_64::{_mm512_fpclass_ps_mask, _mm512_load_ps};
 use super::BLOCK;
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::store::Room;
 use crate::gemm::tasks::Task;
-use crate::gemm::{Compute, Finish, Held, Place, Work};
+use crate::gemm::{Compute, Finish, Place, Work};
 
 /// Elements of the depth that are summed at once where that is done again.
 const PART: usize = 2048;
@@ -99,5 +100,5 @@ fn sum_again(work: &Work<'_>, at: Place, epilogue: &dyn Finish) {
         is_turned: false,
         is_in_parts: false,
     };
-    Work { product, group, task: &task, next: None, kernels, isa }.run(scratch, &mut Held::default(), epilogue);
+    Work { product, group, task: &task, next: None, kernels, isa }.run(scratch, &mut ScratchSlot::default(), epilogue);
 }

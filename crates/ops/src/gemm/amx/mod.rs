@@ -128,7 +128,12 @@ pub(crate) unsafe fn products(steps: usize) {
 
 impl super::Work<'_> {
     /// Runs a task in tiles.
-    pub(super) fn run_in_tiles(&self, scratch: &mut [u32], held: &mut super::Held, epilogue: &dyn super::Finish) {
+    pub(super) fn run_in_tiles(
+        &self,
+        scratch: &mut [u32],
+        held: &mut super::scratch::ScratchSlot,
+        epilogue: &dyn super::Finish,
+    ) {
         let exact = finite::Exact { work: self, epilogue };
         let epilogue: &dyn super::Finish = if self.task.is_in_parts { &exact } else { epilogue };
         if self.task.is_turned {

@@ -4,9 +4,10 @@ use super::cut::part_units;
 use super::kernel::{Ahead, Call, Later, Rows};
 use super::{BLOCK, ROWS, Registers, pack};
 use crate::gemm::kernel::{MAX_ROWS, Tile};
+use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::store::Room;
 use crate::gemm::tasks::Panels;
-use crate::gemm::{Finish, Form, Held, Part, Place, Work, tile_slice};
+use crate::gemm::{Finish, Form, Part, Place, Work, tile_slice};
 
 /// Tiles of the epilogue that the rows of a kernel are.
 const TILES: usize = ROWS / MAX_ROWS;
@@ -39,7 +40,7 @@ impl RowsAfter {
 
 impl Work<'_> {
     /// Computes a task of the forms `A B` and `A^T B`.
-    pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
+    pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };

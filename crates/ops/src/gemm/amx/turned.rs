@@ -7,11 +7,12 @@ use super::cut::{TILES, panels_of_slab, part_units};
 use super::kernel::{Ahead, Call, FAR, Rows};
 use super::{BLOCK, Registers, pack};
 use crate::gemm::kernel::Tile;
+use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::source::Block;
 use crate::gemm::store::Room;
 use crate::gemm::tasks::{Panels, Task};
 use crate::gemm::turned::Lanes;
-use crate::gemm::{Finish, Held, Work, tile_slice};
+use crate::gemm::{Finish, Work, tile_slice};
 
 /// Blocks of sixteen columns of a panel.
 const BLOCKS: usize = 3;
@@ -64,7 +65,7 @@ impl Slab {
 
 impl Work<'_> {
     /// Computes a task of the form `A B^T`.
-    pub(super) fn run_turned_tiles(&self, scratch: &mut [u32], held: &mut Held, epilogue: &dyn Finish) {
+    pub(super) fn run_turned_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these tasks are made only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };

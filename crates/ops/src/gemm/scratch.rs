@@ -1,0 +1,49 @@
+//! Scratch memory of a product's tasks.
+
+use std::sync::{Mutex, PoisonError};
+
+use moeworks_tensor::Tensor;
+
+use super::store::Room;
+use crate::parallel::Lent;
+
+/// Scratch memory for as many tasks as run at a time.
+pub(crate) struct ScratchPool<'a> {
+    memory: Lent<'a, u32>,
+    len: usize,
+    free: Mutex<Vec<ScratchSlot>>,
+}
+
+/// What a slot holds besides memory, from one task of a product to the next.
+#[derive(Default)]
+pub(crate) struct ScratchSlot {
+    slot: usize,
+    room: Option<Box<Room>>,
+    /// The group and the first row of the rows of A that are laid out in the slot's memory.
+    pub(crate) rows_of: Option<(usize, usize)>,
+}
+
+impl ScratchSlot {
+    /// Room for epilogues.
+    pub(crate) fn room(&mut self) -> &mut Room {
+        self.room.get_or_insert_with(|| Box::new(Room::new()))
+    }
+}
+
+impl<'a> ScratchPool<'a> {
+    pub(crate) fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
+        let memory = tensor.slice_mut::<u32>();
+        let len = memory.len() / num_slots;
+        let free = (0..num_slots).map(|slot| ScratchSlot { slot, ..ScratchSlot::default() });
+        Self { memory: Lent::new(memory), len, free: Mutex::new(free.collect()) }
+    }
+
+    pub(crate) fn with(&self, run: impl FnOnce(&mut [u32], &mut ScratchSlot)) {
+        let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = lock().pop().expect("a slot for each thread");
+        let slot = held.slot;
+        // SAFETY: a slot is in the list once, so nobody else has it until it is put back below.
+        run(unsafe { self.memory.range(slot * self.len..(slot + 1) * self.len) }, &mut held);
+        lock().push(held);
+    }
+}
