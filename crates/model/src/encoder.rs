@@ -9,15 +9,15 @@ use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
-use crate::blocks::attention::{AttentionBlock, WRONG_KIND};
-use crate::blocks::feed_forward::FeedForwardBlock;
-use crate::blocks::norm::Norm;
-use crate::blocks::relative::Relative;
-use crate::blocks::stack::Stack;
-use crate::blocks::training::{Flow, LayerRecord, Training};
-use crate::blocks::{Memory, Pass};
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, feed_forwards};
+use crate::layers::attention::{AttentionBlock, WRONG_KIND};
+use crate::layers::feed_forward::FeedForwardBlock;
+use crate::layers::norm::Norm;
+use crate::layers::relative::Relative;
+use crate::layers::stack::Stack;
+use crate::layers::training::{Flow, LayerRecord, Training};
+use crate::layers::{Memory, Pass};
 use crate::pass::{BatchError, PassOptions, TokenBatch};
 use crate::weights::{DecoderWeights, EncoderWeights};
 

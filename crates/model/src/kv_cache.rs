@@ -9,8 +9,8 @@ use moeworks_ops::attention::KEYS_OF_BLOCK;
 use moeworks_ops::elementwise::{copy_rows_of_each, copy_some_rows_of_each};
 use moeworks_tensor::{DType, Tensor};
 
-use crate::blocks::Memory;
 use crate::config::ModelConfig;
+use crate::layers::Memory;
 
 /// Rows that a layer's cache has room for at first; without a window it doubles when full.
 const FIRST_CAPACITY: usize = 64;

@@ -1,10 +1,11 @@
 //! Models: a configuration of shared blocks plus a name table.
 
 pub mod account;
-mod blocks;
+
 mod config;
 mod decoder;
 mod encoder;
+mod expert_parallel;
 pub mod files;
 mod finite;
 mod foreign;
@@ -13,8 +14,8 @@ pub mod gguf;
 pub mod hf;
 mod instead;
 mod kv_cache;
+mod layers;
 mod losses;
-mod over_ranks;
 mod pass;
 mod rope_tables;
 pub mod safetensors;
@@ -27,7 +28,6 @@ mod upcycle;
 mod weights;
 mod words;
 
-pub use blocks::Memory;
 pub use config::{
     ActivationKind, EncoderConfig, LatentAttention, ModelConfig, NormKind, PositionKind, QkNorm, RopeScaling, Rotary,
     Variant,
@@ -38,6 +38,7 @@ pub use gather::Gather;
 pub use hf::LoadError;
 pub use instead::{instead_of_model, only_gguf};
 pub use kv_cache::KvCache;
+pub use layers::Memory;
 pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
 pub use scan::{NotFinite, WeightCheck};
 pub use sharding::{HeldPart, Sharding};

@@ -14,8 +14,8 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::rms_norm::{rms_norm_part, rms_norm_part_backward, row_products};
 use moeworks_tensor::{DType, Tensor};
 
-use crate::blocks::Pass;
 use crate::config::ModelConfig;
+use crate::layers::Pass;
 use crate::split::TensorSplit;
 use crate::weights::WeightTable;
 

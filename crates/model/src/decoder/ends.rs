@@ -14,8 +14,8 @@ use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
 use super::Decoder;
-use crate::blocks::Pass;
-use crate::blocks::norm::Norm;
+use crate::layers::Pass;
+use crate::layers::norm::Norm;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::DecoderWeights;
 

@@ -8,10 +8,10 @@ use moeworks_ops::head_loss::HeadLoss;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
-use crate::blocks::feed_forward::FeedForwardBlock;
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, LayerDone};
 use crate::gather::after;
+use crate::layers::feed_forward::FeedForwardBlock;
 use crate::losses::{LossValues, router_losses};
 use crate::pass::{PassOptions, PassStats, TokenBatch};
 use crate::tensor_ranks::TensorRanks;

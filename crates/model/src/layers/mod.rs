@@ -1,4 +1,4 @@
-//! The blocks that a decoder is made of, each in explicit phases: forward, backward, weight gradient.
+//! The blocks of a layer, each in explicit phases: forward, backward, weight gradient.
 //!
 //! A block is pre-norm and residual: `y = x + f(norm(x))`. Forward gives `y` and what backward needs; backward gives the
 //! gradient of `x` at once, writes the (small) gradients of norm weights, and leaves the matrices' gradients as a task.
