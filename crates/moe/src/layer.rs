@@ -21,7 +21,7 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::top_k::{ChoiceSums, choice_sums, choice_sums_in_host};
 use moeworks_tensor::Tensor;
 
-use crate::ranks::{CrossRank, Joined, RanksSaved, RanksTask};
+use crate::ep::{CrossRank, MergedChunks, RanksSaved, RanksTask};
 use crate::router::{Decision, RouterGradTask, RouterSaved, ScoreRouter};
 use crate::shared::{SharedSaved, SharedTask};
 use crate::weights::is_left_out;
@@ -452,30 +452,30 @@ impl MoeGradTask {
     /// the experts' matrices. An expert without rows gets zeros, or is left as it is.
     pub fn run(self, ctx: &Context, write: Write, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let joined = self.timed(|| {
-            let joined = self.joined(ctx);
-            let (inputs, rows) = self.inputs(joined.as_ref());
+        let merged = self.timed(|| {
+            let merged = self.merged(ctx);
+            let (inputs, rows) = self.inputs(merged.as_ref());
             if !self.is_done() && !is_left_out(into.gate_up) {
                 experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into);
             }
-            joined
+            merged
         });
-        self.run_rest(ctx, write, joined.as_ref(), grads);
+        self.run_rest(ctx, write, merged.as_ref(), grads);
     }
 
     /// As [`run`](Self::run) with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a caller
     /// who keeps them zero.
     pub fn run_for_used_experts(self, ctx: &Context, grads: &mut MoeWeights) {
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let joined = self.timed(|| {
-            let joined = self.joined(ctx);
-            let (inputs, rows) = self.inputs(joined.as_ref());
+        let merged = self.timed(|| {
+            let merged = self.merged(ctx);
+            let (inputs, rows) = self.inputs(merged.as_ref());
             if !self.is_done() && !is_left_out(into.gate_up) {
                 experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into);
             }
-            joined
+            merged
         });
-        self.run_rest(ctx, Write::Replace, joined.as_ref(), grads);
+        self.run_rest(ctx, Write::Replace, merged.as_ref(), grads);
     }
 
     /// Whether backward has found the gradients of the experts' matrices.
@@ -492,31 +492,31 @@ impl MoeGradTask {
     }
 
     /// What arrived from all ranks, where experts live on several.
-    fn joined(&self, ctx: &Context) -> Option<Joined> {
+    fn merged(&self, ctx: &Context) -> Option<MergedChunks> {
         match (&self.saved.experts, &self.experts) {
-            (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => Some(saved.joined(ctx, task)),
+            (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => Some(saved.merged(ctx, task)),
             _ => None,
         }
     }
 
     /// What the experts' gradients are computed from, and for which rows.
-    fn inputs<'a>(&'a self, joined: Option<&'a Joined>) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
+    fn inputs<'a>(&'a self, merged: Option<&'a MergedChunks>) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
         let Saved { x, experts, dispatch, .. } = &*self.saved;
-        match (experts, &self.experts, joined) {
+        match (experts, &self.experts, merged) {
             (ExpertsPart::Here(saved), ExpertsTask::Here { dh, weighed, .. }, _) => {
                 let saved = kept(saved);
                 (WeightGradInputs { x, dy: &self.dy, saved, dh, weighed: weighed.as_ref() }, dispatch.rows())
             }
-            (_, _, Some(joined)) => joined.inputs(),
+            (_, _, Some(merged)) => merged.inputs(),
             _ => unreachable!("backward makes the task of what forward saved"),
         }
     }
 
     /// All but the experts' matrices.
-    fn run_rest(self, ctx: &Context, write: Write, joined: Option<&Joined>, grads: &mut MoeWeights) {
+    fn run_rest(self, ctx: &Context, write: Write, merged: Option<&MergedChunks>, grads: &mut MoeWeights) {
         let Saved { x, router, .. } = &*self.saved;
         if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
-            let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(joined);
+            let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(merged);
             experts_bias_grad(ctx, (dy, dh), rows, write, (gate_up, down));
         }
         if let (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) = (&self.saved.experts, &self.experts) {

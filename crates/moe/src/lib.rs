@@ -75,11 +75,11 @@
 
 mod config;
 mod dispatch;
+mod ep;
 mod layer;
 mod losses;
 mod overflow;
 mod ramp;
-mod ranks;
 mod router;
 mod routing;
 mod shared;
@@ -89,6 +89,7 @@ mod zero_computation;
 
 pub use config::{ConfigError, MoeConfig, ScoreOrder};
 pub use dispatch::{Dispatch, DispatchRule, capacity};
+pub use ep::{ExpertRanks, SharedRoom};
 pub use layer::{GradsNow, MoeGradTask, MoeLayer, MoeSaved};
 pub use losses::{
     BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_of_groups,
@@ -96,7 +97,6 @@ pub use losses::{
 };
 pub use overflow::Overflow;
 pub use ramp::{Ramp, RampError, RampShape};
-pub use ranks::{ExpertRanks, SharedRoom};
 pub use router::{
     BenchChange, FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, SchemeDoc, Schemes,
     ScoreFunction, SecondExpert, SettingDoc, StudyVariant, TableSource, WeightShape, balanced_hash, clustered_hash,

@@ -7,8 +7,8 @@ use std::ops::Range;
 use moeworks_tensor::Tensor;
 
 use super::score_router::ScoreRouter;
+use crate::ep::CrossRank;
 use crate::overflow::{self, Overflow, Room};
-use crate::ranks::CrossRank;
 
 impl ScoreRouter<'_> {
     /// Whether what is decided for a token depends on the tokens of other ranks, so that all of them take part in the pass.

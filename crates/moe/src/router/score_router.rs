@@ -26,8 +26,8 @@ use super::state::EXPERT_BIAS;
 use super::token_groups::TokenGroups;
 use super::weigh::{WeightRule, is_normalized};
 use super::{choice, load};
+use crate::ep::CrossRank;
 use crate::overflow::Overflow;
-use crate::ranks::CrossRank;
 use crate::{DispatchRule, MoeConfig, MoeWeights, Ramp, Routing, RoutingError};
 
 /// A router at work: what it is, its weights and what it looks at.

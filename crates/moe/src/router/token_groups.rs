@@ -1,7 +1,7 @@
 //! Losses that take their means over parts of the tokens: the sequence-wise one over sequences, GShard's over local groups.
 
 use crate::NO_EXPERT;
-use crate::ranks::CrossRank;
+use crate::ep::CrossRank;
 
 /// The choices of the tokens of each part: `sum_i shares_i P_i` is a part's loss, with `P_i` the mean probability of expert i there.
 pub(crate) struct TokenGroups {

@@ -5,12 +5,12 @@ use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::{ExpertRows, ExpertsSaved, NO_ROW, WeightGradInputs};
 use moeworks_tensor::{DType, Tensor};
 
-use super::Travel;
+use super::EpDispatch;
 use crate::NO_EXPERT;
 
 /// Of all that arrived: inputs and gradients of outputs `[A, D]` by source and token, and what forward and backward left
 /// `[R, A F]` by expert.
-pub(crate) struct Joined {
+pub(crate) struct MergedChunks {
     x: Tensor,
     dy: Tensor,
     saved: ExpertsSaved,
@@ -21,28 +21,33 @@ pub(crate) struct Joined {
 /// x, dy, h and dh of a chunk.
 type Part = [Tensor; 4];
 
-impl Joined {
+impl MergedChunks {
     /// What weight gradients take.
     pub(crate) fn inputs(&self) -> (WeightGradInputs<'_>, ExpertRows<'_>) {
         let inputs = WeightGradInputs { x: &self.x, dy: &self.dy, saved: &self.saved, dh: &self.dh, weighed: None };
         (inputs, self.rows.rows())
     }
 
-    /// Of the chunks of `travel`, each with its part; without any there is nothing for the experts held here.
-    pub(super) fn of(ctx: &Context, travel: &Travel, (num_held, width): (usize, usize), parts: Vec<Part>) -> Self {
+    /// Of the chunks of `ep_dispatch`, each with its part; without any there is nothing for the experts held here.
+    pub(super) fn of(
+        ctx: &Context,
+        ep_dispatch: &EpDispatch,
+        (num_held, width): (usize, usize),
+        parts: Vec<Part>,
+    ) -> Self {
         let mut parts = parts;
         if parts.len() == 1 {
             let [x, dy, h, dh] = parts.swap_remove(0);
-            return Self { x, dy, saved: ExpertsSaved { h }, dh, rows: travel.chunks()[0].arrived().clone() };
+            return Self { x, dy, saved: ExpertsSaved { h }, dh, rows: ep_dispatch.chunks()[0].arrived().clone() };
         }
-        let Some([x, dy, h, dh]) = parts.first() else { return Self::empty(ctx, travel, num_held, width) };
-        let places = travel.places();
-        let rows = Self::sorted(ctx, travel, &places, num_held);
+        let Some([x, dy, h, dh]) = parts.first() else { return Self::empty(ctx, ep_dispatch, num_held, width) };
+        let places = ep_dispatch.places();
+        let rows = Self::sorted(ctx, ep_dispatch, &places, num_held);
         let moved: Vec<Vec<u32>> =
-            travel.chunks().iter().zip(&places).map(|(c, at)| moves(c.arrived(), at, &rows)).collect();
+            ep_dispatch.chunks().iter().zip(&places).map(|(c, at)| moves(c.arrived(), at, &rows)).collect();
         let num_rows = rows.tokens.len();
         let num_arrived: usize = places.iter().map(Vec::len).sum();
-        let join = |which: usize, like: &Tensor, num_rows: usize, to: &[Vec<u32>]| {
+        let merge = |which: usize, like: &Tensor, num_rows: usize, to: &[Vec<u32>]| {
             let mut whole = ctx.empty(&[num_rows, like.cols()], like.dtype());
             let bytes = like.cols() * like.dtype().size();
             for (part, to) in parts.iter().zip(to) {
@@ -52,18 +57,18 @@ impl Joined {
             }
             whole
         };
-        let saved = ExpertsSaved { h: join(2, h, num_rows, &moved) };
-        let (x, dy) = (join(0, x, num_arrived, &places), join(1, dy, num_arrived, &places));
-        Self { x, dy, saved, dh: join(3, dh, num_rows, &moved), rows }
+        let saved = ExpertsSaved { h: merge(2, h, num_rows, &moved) };
+        let (x, dy) = (merge(0, x, num_arrived, &places), merge(1, dy, num_arrived, &places));
+        Self { x, dy, saved, dh: merge(3, dh, num_rows, &moved), rows }
     }
 
     /// The choices of all chunks, sorted as if they had been one.
-    fn sorted(ctx: &Context, travel: &Travel, places: &[Vec<u32>], num_held: usize) -> SortedChoices {
-        let k = travel.num_choices();
+    fn sorted(ctx: &Context, ep_dispatch: &EpDispatch, places: &[Vec<u32>], num_held: usize) -> SortedChoices {
+        let k = ep_dispatch.num_choices();
         let shape = [places.iter().map(Vec::len).sum::<usize>(), k];
         let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.empty(&shape, DType::F32));
         ids.u32s_mut().fill(NO_EXPERT);
-        for (chunk, places) in travel.chunks().iter().zip(places) {
+        for (chunk, places) in ep_dispatch.chunks().iter().zip(places) {
             let arrived = chunk.arrived();
             let experts =
                 arrived.offsets.u32s().windows(2).zip(0..).flat_map(|(pair, e)| (pair[0]..pair[1]).map(move |_| e));
@@ -75,19 +80,19 @@ impl Joined {
             }
         }
         if num_held == 0 {
-            return travel.chunks()[0].arrived().clone();
+            return ep_dispatch.chunks()[0].arrived().clone();
         }
         sort_choices(ctx, &ids, &weights, num_held, None)
     }
 
-    fn empty(ctx: &Context, travel: &Travel, num_held: usize, width: usize) -> Self {
+    fn empty(ctx: &Context, ep_dispatch: &EpDispatch, num_held: usize, width: usize) -> Self {
         let nothing = |cols: usize, dtype| ctx.empty(&[0, cols], dtype);
         let rows = SortedChoices {
             counts: ctx.zeros(&[num_held], DType::U32),
             offsets: ctx.zeros(&[num_held + 1], DType::U32),
             tokens: ctx.empty(&[0], DType::U32),
             weights: ctx.empty(&[0], DType::F32),
-            token_rows: nothing(travel.num_choices(), DType::U32),
+            token_rows: nothing(ep_dispatch.num_choices(), DType::U32),
             few_tiles: None,
         };
         let none = nothing(width, DType::F32);

@@ -9,15 +9,15 @@ use moeworks_ops::experts::{
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
-use super::join::Joined;
+use super::merge_chunks::MergedChunks;
 use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
-use super::{ExpertRanks, Travel};
+use super::{EpDispatch, ExpertRanks};
 use crate::{Dispatch, MoeWeights};
 
 /// What backward needs of forward: the tokens that arrived, and what the experts held here saved of them.
 pub(crate) struct RanksSaved {
     ranks: ExpertRanks,
-    travel: Travel,
+    ep_dispatch: EpDispatch,
     /// Of each chunk; none where no backward pass follows.
     parts: Vec<SavedPart>,
     /// Experts that came here, with their part of forward; none either.
@@ -74,12 +74,12 @@ impl RanksSaved {
         let fetch = || Shadows::fetch(ctx, ranks, (weights, activation), fetched, dispatch, num_choices);
         let shadows = has_fetched.then(fetch);
         let is_fetched = |expert| shadows.as_ref().is_some_and(|shadows| shadows.has(expert));
-        let plan = || Travel::of(ctx, ranks, dispatch, (num_choices, num_chunks), is_fetched);
-        let travel = ranks.time("who goes where", plan);
+        let plan = || EpDispatch::of(ctx, ranks, dispatch, (num_choices, num_chunks), is_fetched);
+        let ep_dispatch = ranks.time("who goes where", plan);
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
-        travel.there_and_back(
+        ep_dispatch.there_and_back(
             ctx,
             (x, wire),
             || here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only)),
@@ -97,7 +97,7 @@ impl RanksSaved {
             shadows
         });
         ranks.count_forward(start.elapsed(), is_training);
-        (y, Self { ranks: ranks.clone(), travel, parts, shadows, width: x.cols(), num_own: num_choices })
+        (y, Self { ranks: ranks.clone(), ep_dispatch, parts, shadows, width: x.cols(), num_own: num_choices })
     }
 
     /// From `dy [T, D]`, f32 or bf16, the gradient of the output.
@@ -108,12 +108,12 @@ impl RanksSaved {
         dy: &Tensor,
     ) -> RanksBackward {
         let start = Instant::now();
-        let num_choices = self.travel.num_choices();
+        let num_choices = self.ep_dispatch.num_choices();
         let wire = self.ranks.exchange().wire.of_sums();
         let mut dx = ctx.zeros(&[dy.rows(), dy.cols()], DType::F32);
         let mut dweights = ctx.zeros(&[dy.rows() * num_choices], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(self.parts.len()), None);
-        self.travel.there_and_back(
+        self.ep_dispatch.there_and_back(
             ctx,
             (dy, wire),
             || here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy)),
@@ -150,26 +150,26 @@ impl RanksSaved {
         self.ranks.time(name, work)
     }
 
-    /// `[T K]` of this rank's K choices from that of as many as travelled.
-    fn own_choices(&self, ctx: &Context, travelled: Tensor) -> Tensor {
-        let (most, own) = (self.travel.num_choices(), self.num_own);
+    /// `[T K]` of this rank's K choices from that of as many as were sent.
+    fn own_choices(&self, ctx: &Context, sent: Tensor) -> Tensor {
+        let (most, own) = (self.ep_dispatch.num_choices(), self.num_own);
         if most == own {
-            return travelled;
+            return sent;
         }
-        let mut choices = ctx.empty(&[travelled.len() / most * own], DType::F32);
-        for (to, from) in choices.f32s_mut().chunks_exact_mut(own.max(1)).zip(travelled.f32s().chunks_exact(most)) {
+        let mut choices = ctx.empty(&[sent.len() / most * own], DType::F32);
+        for (to, from) in choices.f32s_mut().chunks_exact_mut(own.max(1)).zip(sent.f32s().chunks_exact(most)) {
             to.copy_from_slice(&from[..own]);
         }
         choices
     }
 
     /// What the weight gradients are computed from: all chunks as one, so that each expert's weights are read and written once.
-    pub(crate) fn joined(&self, ctx: &Context, task: &RanksTask) -> Joined {
+    pub(crate) fn merged(&self, ctx: &Context, task: &RanksTask) -> MergedChunks {
         let of = |saved: &SavedPart, task: &TaskPart| {
             [saved.x.clone(), task.dy.clone(), saved.experts.h.clone(), task.dh.clone()]
         };
         let parts: Vec<_> = self.parts.iter().zip(&task.parts).map(|(saved, task)| of(saved, task)).collect();
-        Joined::of(ctx, &self.travel, (self.ranks.held().len(), self.width), parts)
+        MergedChunks::of(ctx, &self.ep_dispatch, (self.ranks.held().len(), self.width), parts)
     }
 }
 

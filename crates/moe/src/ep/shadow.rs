@@ -95,7 +95,7 @@ fn costs(ranks: &ExpertRanks, width: usize, weights: &MoeWeights, (links, flops)
 }
 
 impl Shadows {
-    /// Fetches `experts` and takes the choices for them out of `choices` `[T, 2 K]` (see [`Travel`](super::Travel)).
+    /// Fetches `experts` and takes the choices for them out of `choices` `[T, 2 K]` (see [`EpDispatch`](super::EpDispatch)).
     pub(crate) fn fetch(
         ctx: &Context,
         ranks: &ExpertRanks,

@@ -1,7 +1,7 @@
 //! An MoE layer whose experts live on several ranks.
 //!
-//! Each rank has tokens of its own and decides for them alone. They then travel to the ranks that hold their experts
-//! ([`Travel`]), are computed there together with those of other ranks, weighed and summed, and the sums come back to where the
+//! Each rank has tokens of its own and decides for them alone. They are then sent to the ranks that hold their experts
+//! ([`EpDispatch`]), are computed there together with those of other ranks, weighed and summed, and the sums come back to where the
 //! tokens started, to be summed over ranks. Backward takes the same ways: gradients of outputs go there, those of inputs and of
 //! the weights of choices come back. By which hops, in which form and in how many chunks is an [`Exchange`]. The hops change no
 //! bit of the result, the number of chunks its rounding (products of few rows and of many sum in different orders).
@@ -10,11 +10,11 @@
 //! ([`CrossRank`]), and so is what losses say ([`ExpertRanks::merge_stats`]).
 
 mod cross_rank;
+mod ep_dispatch;
 mod experts;
-mod join;
+mod merge_chunks;
 mod shadow;
 mod stats;
-mod travel;
 mod tuning;
 
 use std::fmt;
@@ -28,9 +28,9 @@ use moeworks_tensor::Tensor;
 use crate::LayerStats;
 pub(crate) use cross_rank::CrossRank;
 pub use cross_rank::SharedRoom;
+use ep_dispatch::EpDispatch;
 pub(crate) use experts::{RanksSaved, RanksTask};
-pub(crate) use join::Joined;
-use travel::Travel;
+pub(crate) use merge_chunks::MergedChunks;
 use tuning::Tuning;
 
 /// One rank's part in layers whose experts live on several ranks. Cloning shares it.

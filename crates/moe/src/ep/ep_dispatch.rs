@@ -17,7 +17,7 @@ use super::ExpertRanks;
 use crate::{Dispatch, NO_EXPERT};
 
 /// Which tokens go to which rank, and which come from where.
-pub(crate) struct Travel {
+pub(crate) struct EpDispatch {
     ranks: ExpertRanks,
     /// None where the ranks could not agree.
     chunks: Vec<Chunk>,
@@ -49,7 +49,7 @@ impl Chunk {
     }
 }
 
-impl Travel {
+impl EpDispatch {
     /// The way of the tokens of `dispatch`, which have `num_choices` choices each, in `num_chunks` chunks, to all experts but those
     /// that `is_fetched` says are here. The ranks tell each other how many tokens they send, and their choices.
     pub(crate) fn of(
