@@ -2,16 +2,16 @@
 
 pub mod config;
 mod corpus;
+mod cpu_time;
 pub mod data;
 mod error;
 pub mod events;
+pub mod lr_schedule;
 pub mod metrics;
 pub mod optimizer;
-mod processor;
-mod ranks;
+mod parallel;
 pub mod report;
 pub mod routing;
-pub mod schedule;
 mod setup;
 mod state;
 pub mod study;
@@ -19,7 +19,7 @@ pub mod trace;
 mod trainer;
 
 pub use error::TrainError;
-pub use ranks::Ranks;
+pub use parallel::Ranks;
 pub use setup::{context, machine_bytes};
 pub use state::{Progress, resumed_config};
 pub use trainer::{Event, IfTaken, Outcome, Requests, RunFolder, Trainer};

@@ -9,9 +9,9 @@ use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
 use crate::config::{ConfigError, GradientType, Precision, RunConfig, ScheduleKind};
 use crate::error::TrainError;
+use crate::lr_schedule::{Decay, LrSchedule};
 use crate::optimizer::AdamWConfig;
-use crate::ranks::Ranks;
-use crate::schedule::{Decay, Schedule};
+use crate::parallel::Ranks;
 
 /// The model's vocabulary: the tokenizer's, unless a larger one is set.
 pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
@@ -110,9 +110,9 @@ pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {
     AdamWConfig { beta1: train.beta1, beta2: train.beta2, eps: train.eps, weight_decay: train.weight_decay }
 }
 
-pub(crate) fn schedule(config: &RunConfig) -> Schedule {
+pub(crate) fn schedule(config: &RunConfig) -> LrSchedule {
     let train = &config.train;
-    Schedule {
+    LrSchedule {
         peak: train.lr,
         min_ratio: train.min_lr_ratio,
         warmup_steps: train.warmup_steps,

@@ -4,10 +4,10 @@
 //! resumed run makes the same steps as one that was never stopped, bit for bit.
 
 mod folder;
-mod keep;
-mod observe;
 mod open;
-mod phases;
+mod run_outputs;
+mod step_timing;
+mod validation;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,17 +26,17 @@ use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 
 use crate::config::{BalanceChoice, RunConfig};
+use crate::cpu_time;
 use crate::data::Dataset;
 use crate::error::TrainError;
+use crate::lr_schedule::LrSchedule;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
 use crate::optimizer::{Optimizer, clip_scale, global_norm};
-use crate::processor;
-use crate::ranks::{Ranks, SumsUnderWay};
+use crate::parallel::{Ranks, SumsUnderWay};
 use crate::routing::RoutingSample;
-use crate::schedule::Schedule;
 use crate::state::Progress;
 pub use folder::{IfTaken, RunFolder};
-use phases::Phases;
+use step_timing::StepTiming;
 
 /// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
 #[derive(Clone, Debug, Default)]
@@ -131,7 +131,7 @@ pub struct Trainer {
     /// What the newest planned checkpoint's routers chose. Checkpoints that somebody asked for do not count, so that a run
     /// that was stopped has the records of one that was not.
     routing: Option<RoutingSample>,
-    schedule: Schedule,
+    schedule: LrSchedule,
     /// What only one rank writes.
     output: Option<Output>,
     peak_flops: f64,
@@ -223,14 +223,14 @@ impl Trainer {
 
     /// One optimizer step and, where one is due, an evaluation.
     fn step(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Record, TrainError> {
-        let (start, processor_start) = (Instant::now(), processor::seconds());
+        let (start, cpu_start) = (Instant::now(), cpu_time::seconds());
         let step = self.progress.step;
         let ranks = self.ranks.clone();
-        let mut phases = Phases::begin(ranks.as_deref());
+        let mut timing = StepTiming::begin(ranks.as_deref());
         let (stats, sums) = self.accumulate(step)?;
-        phases.passed();
+        timing.passed();
         let (norm, slices) = self.sum_gradients(sums)?;
-        phases.summed();
+        timing.summed();
         let loss = stats.loss_sum / stats.num_targets as f64;
         let lr = self.schedule.at(step);
         let is_skipped = !(loss.is_finite() && norm.is_finite());
@@ -239,11 +239,11 @@ impl Trainer {
         } else {
             self.learn(&stats, (lr, norm), slices)?;
         }
-        phases.updated();
-        let ranks = phases.join()?;
+        timing.updated();
+        let ranks = timing.join()?;
         self.progress.step += 1;
         self.progress.tokens += stats.num_targets as u64;
-        let (seconds, processor_seconds) = (start.elapsed().as_secs_f64(), processor::seconds() - processor_start);
+        let (seconds, cpu_seconds) = (start.elapsed().as_secs_f64(), cpu_time::seconds() - cpu_start);
         let tokens_per_s = stats.num_targets as f64 / seconds;
         let mut layers = layer_records(&self.config, &stats);
         let val_loss = self.evaluate_if_due(&mut layers)?;
@@ -260,7 +260,7 @@ impl Trainer {
             tokens_per_s,
             mfu: tokens_per_s * self.flops_per_target() / self.peak_flops,
             step_ms: seconds * 1e3,
-            processor_ms: processor_seconds * 1e3,
+            processor_ms: cpu_seconds * 1e3,
             memory_peak_bytes: self.ctx.pool().stats().peak_bytes as u64,
             val_loss,
             is_skipped,

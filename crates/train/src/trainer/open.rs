@@ -18,7 +18,7 @@ use crate::config::{ConfigError, RunConfig, print_config};
 use crate::corpus::Corpus;
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
-use crate::ranks::Ranks;
+use crate::parallel::Ranks;
 use crate::routing::RoutingSample;
 use crate::setup::{adamw_config, check_memory, context, schedule, vocab_size};
 use crate::state::{self, Keep, Progress};

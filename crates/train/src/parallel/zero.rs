@@ -11,7 +11,7 @@ use moeworks_ops::elementwise::add_assign;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
-use super::slices::PendingWhole;
+use super::zero_shards::PendingWhole;
 
 /// This rank's slices of the gradients, summed over ranks and passes so far.
 pub(crate) struct GradSlices {

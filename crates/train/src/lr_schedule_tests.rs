@@ -1,7 +1,7 @@
 use super::*;
 
-fn schedule(decay: Decay) -> Schedule {
-    Schedule { peak: 1.0, min_ratio: 0.1, warmup_steps: 10, total_steps: 111, decay }
+fn schedule(decay: Decay) -> LrSchedule {
+    LrSchedule { peak: 1.0, min_ratio: 0.1, warmup_steps: 10, total_steps: 111, decay }
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn every_rate_is_between_the_minimum_and_the_peak_whatever_the_lengths() {
     for total_steps in [1, 2, 3, 10, 50] {
         for warmup_steps in [0, 1, 2, 10, 100] {
             for decay in [Decay::Cosine, Decay::Constant, Decay::Wsd { decay_steps: 7 }] {
-                let s = Schedule { peak: 2.0, min_ratio: 0.0, warmup_steps, total_steps, decay };
+                let s = LrSchedule { peak: 2.0, min_ratio: 0.0, warmup_steps, total_steps, decay };
                 for step in 0..total_steps {
                     let rate = s.at(step);
                     assert!((0.0..=2.0).contains(&rate), "{s:?} at {step}: {rate}");

@@ -9,7 +9,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
 use super::Ranks;
-use super::slices::PendingWhole;
+use super::zero_shards::PendingWhole;
 
 /// Puts the slices of all ranks together where a pass needs them.
 pub(super) struct WholeLayers {

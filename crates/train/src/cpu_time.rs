@@ -1,6 +1,6 @@
-//! Time of the processor, which other programs on a machine change far less than they change the time that passes.
+//! CPU time, which other programs on a machine change far less than they change the time that passes.
 
-/// Seconds that the threads of this process have computed; NaN where the system does not say.
+/// Returns the CPU seconds of all threads of this process; NaN where the system does not say.
 #[cfg(unix)]
 pub(crate) fn seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);

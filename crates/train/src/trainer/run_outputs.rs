@@ -1,4 +1,4 @@
-//! What a run leaves behind while it goes: checkpoints and samples of text. Of several ranks the root writes both. For a checkpoint it
+//! What a run writes while it goes: checkpoints and samples of text. Of several ranks the root writes both. For a checkpoint it
 //! puts the model together tensor by tensor, since the whole may be more than one rank has memory for; a text is written by all ranks,
 //! each with its part of the model.
 

@@ -3,16 +3,16 @@
 //! Rank 0 is the root: it alone reads what only one may (a fresh token cache), writes (checkpoints, records, the report) and
 //! shows. A checkpoint is that of one rank: the root puts the experts together, so that any layout goes on from it.
 
-mod account;
 mod exchange;
 mod gather;
 mod gradients;
-mod slices;
+mod rank_records;
 mod table;
 mod tensor;
 mod together;
 mod whole_layers;
 mod zero;
+mod zero_shards;
 
 use std::fs;
 use std::ops::Range;

@@ -6,16 +6,16 @@ use moeworks_comm::Totals;
 
 use crate::error::TrainError;
 use crate::metrics::{RankRecord, RanksRecord};
-use crate::ranks::Ranks;
+use crate::parallel::Ranks;
 
 /// One rank's times of a step under way; nothing where there is only one.
-pub(super) struct Phases<'a> {
+pub(super) struct StepTiming<'a> {
     ranks: Option<&'a Ranks>,
     start: Instant,
     record: RankRecord,
 }
 
-impl<'a> Phases<'a> {
+impl<'a> StepTiming<'a> {
     pub(super) fn begin(ranks: Option<&'a Ranks>) -> Self {
         if let Some(ranks) = ranks {
             // What was before belongs to no step.

@@ -16,7 +16,7 @@ pub enum Decay {
 
 /// A learning-rate schedule over `total_steps` optimizer steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Schedule {
+pub struct LrSchedule {
     /// The highest rate.
     pub peak: f64,
     /// The last rate as a share of the highest.
@@ -29,7 +29,7 @@ pub struct Schedule {
     pub decay: Decay,
 }
 
-impl Schedule {
+impl LrSchedule {
     /// The rate of optimizer step `step`, counted from 0.
     #[must_use]
     pub fn at(&self, step: u64) -> f64 {
@@ -61,5 +61,5 @@ fn progress(step: u64, start: u64, end: u64) -> f64 {
 }
 
 #[cfg(test)]
-#[path = "schedule_tests.rs"]
+#[path = "lr_schedule_tests.rs"]
 mod tests;
