@@ -109,7 +109,7 @@ fn time_steps(
         (0..(num_sequences * seq_len) as u64).map(|i| random.below(i, model.vocab_size as u64) as u32).collect();
     // An encoder reads as much as is answered.
     let sources = if model.variant.encoder.is_some() { &ids[..] } else { &[] };
-    let batch = TokenBatch { sources, inputs: &ids, targets: &ids, num_sequences, seq_len };
+    let batch = TokenBatch { sources, inputs: &ids, targets: &ids, num_sequences, seq_len, ..TokenBatch::default() };
     let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, balance_coef: 0.01, ..PassOptions::default() };
     let mut times = Vec::new();
     for _ in 0..=TIMED_STEPS {

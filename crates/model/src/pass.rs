@@ -18,6 +18,39 @@ pub struct TokenBatch<'a> {
     pub num_sequences: usize,
     /// Tokens of each sequence.
     pub seq_len: usize,
+    /// Lengths of the consecutive pieces of the batch's tokens that do not see each other, such as the documents packed into a
+    /// sequence; positions begin at 0 in each. None crosses the end of a sequence. Empty: each sequence is one piece.
+    pub segments: &'a [usize],
+}
+
+impl TokenBatch<'_> {
+    /// Returns whether a sequence has more than one piece.
+    #[must_use]
+    pub fn has_pieces(&self) -> bool {
+        self.segments.iter().any(|&len| len != self.seq_len)
+    }
+
+    /// Checks that the pieces are not empty, end where sequences end, and add up to the batch.
+    ///
+    /// # Errors
+    /// If they do not.
+    pub fn check_segments(&self) -> Result<(), BatchError> {
+        let Self { segments, num_sequences, seq_len, .. } = *self;
+        if segments.is_empty() {
+            return Ok(());
+        }
+        let num_tokens = num_sequences.saturating_mul(seq_len);
+        let mut end = 0_usize;
+        for (index, &len) in segments.iter().enumerate() {
+            let room = if seq_len == 0 { 0 } else { seq_len - end % seq_len };
+            match len {
+                0 => return Err(BatchError::EmptySegment { index }),
+                _ if len > room => return Err(BatchError::SegmentCrosses { index, len, room }),
+                _ => end += len,
+            }
+        }
+        if end == num_tokens { Ok(()) } else { Err(BatchError::SegmentSum { sum: end, num_tokens }) }
+    }
 }
 
 /// Over what the balance loss takes its means.
@@ -257,7 +290,40 @@ pub enum BatchError {
     /// No token at all.
     #[error("no token: at least one is needed")]
     Empty,
+    /// A piece without tokens.
+    #[error("segments[{index}] = 0: each piece of a sequence needs at least one token")]
+    EmptySegment {
+        /// The piece.
+        index: usize,
+    },
+    /// A piece that goes on past the end of its sequence.
+    #[error(
+        "segments[{index}] = {len}: its sequence has only {room} more tokens; a piece ends with its sequence at the latest"
+    )]
+    SegmentCrosses {
+        /// The piece.
+        index: usize,
+        /// Its tokens.
+        len: usize,
+        /// Tokens of the sequence from the piece's first on.
+        room: usize,
+    },
+    /// Pieces that are fewer or more tokens than the batch.
+    #[error("the segments have {sum} tokens together, but the batch has {num_tokens}")]
+    SegmentSum {
+        /// Tokens of the pieces.
+        sum: usize,
+        /// Tokens of the batch.
+        num_tokens: usize,
+    },
+    /// A model that cannot keep the pieces of a sequence separate.
+    #[error("sequences of several documents that do not see each other: {0}")]
+    NoSegments(&'static str),
     /// A result that is not a number, as weights that are damaged or too large give.
     #[error("the model's result is not a number")]
     NotANumber,
 }
+
+#[cfg(test)]
+#[path = "pass_tests.rs"]
+mod tests;

@@ -22,14 +22,17 @@ pub struct Batch {
     pub num_sequences: usize,
     /// Tokens of each.
     pub seq_len: usize,
+    /// Lengths of the consecutive pieces of the sequences that do not see each other, as in
+    /// [`TokenBatch::segments`](moeworks_model::TokenBatch::segments).
+    pub segments: Vec<usize>,
 }
 
 impl Batch {
     /// The batch as a model takes it.
     #[must_use]
     pub fn tokens(&self) -> TokenBatch<'_> {
-        let Self { sources, inputs, targets, num_sequences, seq_len } = self;
-        TokenBatch { sources, inputs, targets, num_sequences: *num_sequences, seq_len: *seq_len }
+        let Self { sources, inputs, targets, num_sequences, seq_len, segments } = self;
+        TokenBatch { sources, inputs, targets, num_sequences: *num_sequences, seq_len: *seq_len, segments }
     }
 
     /// Empties it, for sequences of `seq_len` tokens; its memory is used again.
@@ -37,18 +40,30 @@ impl Batch {
         self.sources.clear();
         self.inputs.clear();
         self.targets.clear();
+        self.segments.clear();
         self.num_sequences = 0;
         self.seq_len = seq_len;
     }
 
     /// Keeps only these of its sequences.
     pub fn keep(&mut self, sequences: Range<usize>) {
+        self.keep_segments(&sequences);
         for ids in [&mut self.sources, &mut self.inputs, &mut self.targets] {
             let len = ids.len() / self.num_sequences.max(1);
             ids.truncate(sequences.end * len);
             ids.drain(..sequences.start * len);
         }
         self.num_sequences = sequences.len();
+    }
+
+    /// Keeps only the pieces of these sequences.
+    fn keep_segments(&mut self, sequences: &Range<usize>) {
+        let tokens = sequences.start * self.seq_len..sequences.end * self.seq_len;
+        let mut end = 0;
+        self.segments.retain(|&len| {
+            end += len;
+            tokens.start < end && end <= tokens.end
+        });
     }
 
     /// Adds a sequence of `seq_len + 1` tokens that begins at token `start`, or of what the store has from there on.

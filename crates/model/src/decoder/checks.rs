@@ -27,7 +27,15 @@ impl Decoder {
             (None, []) => {}
             (Some(_), _) => self.check_sources(&batch.source_batch())?,
         }
-        self.check_shape(batch)
+        self.check_shape(batch)?;
+        batch.check_segments()?;
+        match &self.encoder {
+            Some(_) if batch.has_pieces() => {
+                Err(BatchError::NoSegments("a model with an encoder answers one source each"))
+            }
+            None if batch.has_pieces() => Err(BatchError::NoSegments("this version does not compute them yet")),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn check_sources(&self, sources: &SourceBatch<'_>) -> Result<(), BatchError> {
