@@ -11,7 +11,7 @@ const FLOORS: [&[&str]; 10] = [
     &["moeworks-moe"],
     &["moeworks-model"],
     &["moeworks-infer"],
-    &["moeworks-train"],
+    &["moeworks-train", "moeworks-serve"],
     &["moeworks-bench"],
     &["moeworks"],
 ];
