@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use moeworks_model::BatchError;
 
-use super::{CachedSequence, GenerateRequest, Sampler, StopReason, StopTexts, TextStream, generate};
+use super::{AnswerText, CachedSequence, GenerateRequest, Sampler, StopReason, generate};
 use crate::InferError;
 use crate::open::Model;
 
@@ -60,7 +60,7 @@ pub fn answer(
     stops: &[String],
     mut on_text: impl FnMut(&str) -> ControlFlow<()>,
 ) -> Result<Answer, InferError> {
-    let mut writer = Writer::new(model, request, stops);
+    let mut writer = AnswerText::new(model, request.prompt, stops);
     let mut failure = None;
     let generated = generate(model.as_model_ref(), sequence, request, sampler, |id| {
         if request.stop_ids.contains(&id) {
@@ -71,7 +71,7 @@ pub fn answer(
             String::new()
         });
         let is_asked = on_text(&piece).is_break();
-        let is_end = is_asked || failure.is_some() || writer.stops.is_found();
+        let is_end = is_asked || failure.is_some() || writer.is_stopped();
         if is_end { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     let generated =
@@ -84,45 +84,10 @@ pub fn answer(
         let _ = on_text(&rest);
     }
     let end = match generated.reason {
-        _ if writer.stops.is_found() => End::StopText,
+        _ if writer.is_stopped() => End::StopText,
         StopReason::StopId => End::StopToken,
         StopReason::MaxTokens => End::Limit,
         StopReason::Asked => End::Interrupted,
     };
-    Ok(Answer { text: writer.text, num_tokens: generated.ids.len(), end })
-}
-
-/// Makes text of tokens as they come, up to a stop text.
-struct Writer<'a> {
-    stream: TextStream<'a>,
-    stops: StopTexts,
-    /// The text so far.
-    text: String,
-}
-
-impl<'a> Writer<'a> {
-    fn new(model: &'a Model, request: &GenerateRequest<'_>, stops: &[String]) -> Self {
-        let tokenizer = &model.tokenizer;
-        // Special tokens say which span follows, or which channel.
-        let shows_special = model.has_encoder() || tokenizer.has_channels();
-        let stream = if shows_special { TextStream::with_special(tokenizer) } else { TextStream::new(tokenizer) };
-        // An answer is a text of its own; what continues a text is not.
-        let stream = if model.has_encoder() { stream } else { stream.after(request.prompt) };
-        Self { stream, stops: StopTexts::new(stops), text: String::new() }
-    }
-
-    fn push(&mut self, id: u32) -> Result<String, InferError> {
-        let piece = self.stream.push(id)?;
-        let piece = self.stops.push(&piece);
-        self.text += &piece;
-        Ok(piece)
-    }
-
-    /// Returns the text that was held back.
-    fn finish(&mut self) -> Result<String, InferError> {
-        let rest = self.stream.finish()?;
-        let rest = self.stops.push(&rest) + &self.stops.finish();
-        self.text += &rest;
-        Ok(rest)
-    }
+    Ok(Answer { text: writer.into_text(), num_tokens: generated.ids.len(), end })
 }

@@ -1,6 +1,7 @@
 //! Generation: one sequence, token by token, with a cache of keys and values.
 
 mod answer;
+mod answer_text;
 mod defaults;
 mod files;
 mod limit;
@@ -18,6 +19,7 @@ use moeworks_ops::sampling::Drawn;
 use moeworks_tensor::Tensor;
 
 pub use answer::{Answer, End, answer, prompt_ids};
+pub use answer_text::AnswerText;
 pub use defaults::SamplingDefaults;
 pub use files::sampling_defaults;
 pub use limit::{DEFAULT_TOKENS, TokenLimit, TokenLimits, max_new_tokens};
