@@ -2,7 +2,7 @@
 //!
 //! The library's are as good: the MPI standard requires that all ranks get identical results of an all-reduce, and advises that a call
 //! gives the same whenever it is made with the same numbers (MPI 4.1, sections 6.9.6 and 6.9.1). But they are other bits than those
-//! of threads, and not always sooner there; what was measured is in `bench/HISTORY.md`.
+//! of threads, and not always sooner there; what was measured is in `bench/history/communication.md`.
 
 use super::group::ONE_STEP_BYTES;
 use crate::number::{NumberKind, Reduce};

@@ -114,10 +114,10 @@ fn flops_unit(flops: f64) -> (f64, &'static str) {
 }
 
 /// Settings of the base model over the defaults: so small that a run takes a minute, and that a dense model is soon as good as
-/// it gets: there experts show (`bench/HISTORY.md` has what was tried).
+/// it gets: there experts show (`bench/history/routing.md` has what was tried).
 ///
 /// A token's weights add up to K, not to 1: the sum of K experts is then as large as what a dense layer of K times their
-/// width gives. Half of it cost the MoE its lead over the dense model (`bench/HISTORY.md`), and so did weights that begin at
+/// width gives. Half of it cost the MoE its lead over the dense model (`bench/history/routing.md`), and so did weights that begin at
 /// a deviation of 0.02, a quarter of one over the root of the width.
 pub const BASE: [&str; 19] = [
     "model.width=64",
