@@ -108,3 +108,8 @@ pub use stats::{
     load_entropy, max_over_mean, num_dead_experts, share,
 };
 pub use weights::{MoeWeights, NamedTensor, SharedWeights, is_left_out, select_experts};
+
+/// Compiles the example on the front page.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct FrontPage;
