@@ -12,6 +12,7 @@ mod layers;
 mod models;
 mod numbers;
 mod overwriting;
+mod pages;
 mod plan;
 mod program;
 mod rank_failures;
