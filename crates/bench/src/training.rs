@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use moeworks_model::account::{TrainingMemory, training_flops_per_token};
-use moeworks_model::{Decoder, ModelConfig, PassOptions, TokenBatch};
+use moeworks_model::{Decoder, ModelConfig, ParamSet, PassOptions, TokenBatch};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
 use moeworks_tensor::{DType, Purpose, Random};
 use moeworks_train::config::{ConfigError, RunConfig};
-use moeworks_train::optimizer::{AdamWConfig, Optimizer};
+use moeworks_train::optimizer::{AdamWConfig, Optimizer, UpdateScale};
 use moeworks_train::{TrainError, context};
 
 use crate::timing::median;
@@ -119,7 +119,9 @@ fn time_steps(
         if let Err(error) = decoder.forward_backward(ctx, current, &batch, &options, Write::Replace, &mut grads) {
             unreachable!("{error}");
         }
-        optimizer.update(&at, (1e-4, 1.0), &mut weights, &grads, compute.as_mut());
+        let scale = UpdateScale { lr: 1e-4, grad_scale: 1.0 };
+        let copy = compute.as_mut().map(|copy| copy as &mut dyn ParamSet);
+        optimizer.update(&at, scale, &mut weights, &grads, copy);
         ctx.wait();
         times.push(start.elapsed().as_secs_f64());
     }

@@ -133,7 +133,7 @@ impl View {
             "cut": spec.shard.to_string(),
             "dim": spec.shard.dim(),
             "trainable": spec.is_trainable,
-            "decayed": spec.is_decayed(),
+            "decayed": spec.is_decayed,
             "parts": parts,
         })
     }

@@ -48,6 +48,6 @@ pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, Shard, WeightGroup, WeightPlace,
-    WeightRole, WeightRuleError, WeightSpec, WeightTable,
+    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, ParamSet, Shard, TableBuilder,
+    WeightGroup, WeightPlace, WeightRole, WeightRuleError, WeightSpec, WeightTable,
 };

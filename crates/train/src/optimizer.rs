@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use moeworks_model::{DecoderWeights, WeightTable};
+use moeworks_model::{ParamSet, WeightSpec, WeightTable};
 use moeworks_ops::Context;
 use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
 use moeworks_ops::elementwise::{cast_into, sums_of_squares};
-use moeworks_tensor::Tensor;
+use moeworks_tensor::{DType, Tensor};
 
 /// The constants of AdamW (Loshchilov & Hutter, 1711.05101).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,18 +26,40 @@ pub struct Optimizer {
     config: AdamWConfig,
     table: Arc<WeightTable>,
     /// First moments; those of frozen weights have no elements.
-    pub first: DecoderWeights,
+    pub first: Vec<Tensor>,
     /// Second moments; those of frozen weights have no elements.
-    pub second: DecoderWeights,
+    pub second: Vec<Tensor>,
     /// Updates made so far; a skipped step makes none.
     pub updates: u64,
 }
 
+/// The rate of an update, and the factor of its gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpdateScale {
+    /// The learning rate.
+    pub lr: f64,
+    /// The factor that gradients are multiplied by; see [`clip_scale`].
+    pub grad_scale: f32,
+}
+
+/// A weight with what an update reads and writes beside it.
+struct Updated<'a> {
+    param: &'a mut Tensor,
+    grad: &'a Tensor,
+    m: &'a mut Tensor,
+    v: &'a mut Tensor,
+    /// The copy that products read, if there is one.
+    copy: Option<&'a mut Tensor>,
+}
+
 impl Optimizer {
-    /// The state before the first update of `weights`, which are those of `table` or parts of them.
+    /// The state before the first update of `params`, which are the weights of `table` or parts of them.
     #[must_use]
-    pub fn new(ctx: &Context, config: AdamWConfig, table: &Arc<WeightTable>, weights: &DecoderWeights) -> Self {
-        let moments = || weights.moments(ctx, table);
+    pub fn new(ctx: &Context, config: AdamWConfig, table: &Arc<WeightTable>, params: &dyn ParamSet) -> Self {
+        let moment = |(spec, tensor): (&WeightSpec, &Tensor)| {
+            ctx.zeros_there(if spec.is_trainable { tensor.shape() } else { &[0] }, DType::F32)
+        };
+        let moments = || table.specs().iter().zip(params.params()).map(moment).collect();
         Self { config, table: Arc::clone(table), first: moments(), second: moments(), updates: 0 }
     }
 
@@ -46,7 +68,7 @@ impl Optimizer {
     pub fn from_moments(
         config: AdamWConfig,
         table: &Arc<WeightTable>,
-        [first, second]: [DecoderWeights; 2],
+        [first, second]: [Vec<Tensor>; 2],
         updates: u64,
     ) -> Self {
         Self { config, table: Arc::clone(table), first, second, updates }
@@ -58,46 +80,42 @@ impl Optimizer {
         &self.table
     }
 
-    /// Moves `weights` by one update with gradients `grads` times `grad_scale` at rate `lr`, and brings `compute`, the
-    /// copy that products read, up to date. With a context without a GPU moments and weights stay in the host's memory, or come there,
-    /// and what a GPU multiplies with goes there when it is next read.
+    /// Moves `params` by one update with gradients `grads`, and brings `compute`, the copy that products read, up to date. With a context
+    /// without a GPU moments and weights stay in the host's memory, or come there, and what a GPU multiplies with goes there when it is
+    /// next read.
     pub fn update(
         &mut self,
         ctx: &Context,
-        (lr, grad_scale): (f64, f32),
-        weights: &mut DecoderWeights,
-        grads: &DecoderWeights,
-        compute: Option<&mut DecoderWeights>,
+        scale: UpdateScale,
+        params: &mut dyn ParamSet,
+        grads: &dyn ParamSet,
+        compute: Option<&mut dyn ParamSet>,
     ) {
         self.updates += 1;
-        let mut compute = compute.map(|copy| copy.tensors_mut().into_iter().map(|(_, t)| t).collect::<Vec<_>>());
-        let params = weights.tensors_mut().into_iter().map(|(_, tensor)| tensor);
-        let grads = grads.tensors().into_iter().map(|(_, tensor)| tensor);
-        let firsts = self.first.tensors_mut().into_iter().map(|(_, tensor)| tensor);
-        let seconds = self.second.tensors_mut().into_iter().map(|(_, tensor)| tensor);
-        let tensors = self.table.specs().iter().zip(params).zip(grads).zip(firsts).zip(seconds);
-        for ((((spec, param), grad), m), v) in tensors.filter(|((((spec, _), _), _), _)| spec.is_trainable) {
+        let mut copies = compute.map(|copy| copy.params_mut().into_iter());
+        let moments = self.first.iter_mut().zip(&mut self.second);
+        let tensors = params.params_mut().into_iter().zip(grads.params()).zip(moments);
+        for (spec, ((param, grad), (m, v))) in self.table.specs().iter().zip(tensors) {
+            let copy = copies.as_mut().and_then(Iterator::next);
+            if !spec.is_trainable {
+                continue;
+            }
             let step = AdamWStep {
-                lr,
+                lr: scale.lr,
                 beta1: self.config.beta1,
                 beta2: self.config.beta2,
                 eps: self.config.eps,
-                weight_decay: if spec.is_decayed() { self.config.weight_decay } else { 0.0 },
+                weight_decay: if spec.is_decayed { self.config.weight_decay } else { 0.0 },
                 step: self.updates,
-                grad_scale,
+                grad_scale: scale.grad_scale,
             };
-            let copy = compute.as_mut().map(|tensors| &mut *tensors[spec.index]);
-            update_one(ctx, &step, (param, grad, m, v), copy);
+            update_one(ctx, &step, Updated { param, grad, m, v, copy });
         }
     }
 }
 
-fn update_one(
-    ctx: &Context,
-    step: &AdamWStep,
-    (param, grad, m, v): (&mut Tensor, &Tensor, &mut Tensor, &mut Tensor),
-    mut copy: Option<&mut Tensor>,
-) {
+fn update_one(ctx: &Context, step: &AdamWStep, updated: Updated<'_>) {
+    let Updated { param, grad, m, v, mut copy } = updated;
     if let Some(copy) = copy.as_mut().filter(|copy| ctx.gpu().is_none() && !copy.is_in_host()) {
         // It is written from end to end: what the GPU has of it need not be fetched.
         **copy = ctx.empty(copy.shape(), copy.dtype());
@@ -116,13 +134,13 @@ fn update_one(
 
 /// The norm of the gradients of all trainable weights of `table` as one vector. Not finite if any of these is not.
 #[must_use]
-pub fn global_norm(ctx: &Context, table: &WeightTable, grads: &DecoderWeights) -> f64 {
-    let trainable = table.specs().iter().zip(grads.tensors()).filter(|(spec, _)| spec.is_trainable);
-    let tensors: Vec<_> = trainable.map(|(_, (_, tensor))| tensor).collect();
+pub fn global_norm(ctx: &Context, table: &WeightTable, grads: &dyn ParamSet) -> f64 {
+    let trainable = table.specs().iter().zip(grads.params()).filter(|(spec, _)| spec.is_trainable);
+    let tensors: Vec<_> = trainable.map(|(_, tensor)| tensor).collect();
     sums_of_squares(ctx, &tensors).iter().sum::<f64>().sqrt()
 }
 
-/// What gradients of norm `norm` are multiplied by so that their norm is at most `clip_norm` (0: never clipped).
+/// Returns the factor of gradients of norm `norm` that makes their norm at most `clip_norm` (0: never clipped).
 #[must_use]
 pub fn clip_scale(norm: f64, clip_norm: f64) -> f32 {
     if clip_norm > 0.0 && norm > clip_norm { (clip_norm / norm) as f32 } else { 1.0 }

@@ -12,6 +12,7 @@ use moeworks_model::hf::{self, ComingWeights, SaveOptions};
 use moeworks_model::safetensors::{self, FileDType, SafetensorsFile, TensorBytes};
 use moeworks_model::{Decoder, DecoderWeights, LoadError, Tokenizer, WeightSpec, WeightTable};
 use moeworks_ops::Context;
+use moeworks_ops::elementwise::cast;
 use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -107,7 +108,7 @@ pub(crate) fn save_moments(dir: &Path, moments: &[TensorBytes<'_>]) -> Result<()
 }
 
 /// The moments of an optimizer, with what their tensors' names begin with in a checkpoint.
-pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &DecoderWeights); 2] {
+pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &Vec<Tensor>); 2] {
     [("first.", &optimizer.first), ("second.", &optimizer.second)]
 }
 
@@ -115,13 +116,13 @@ pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &DecoderWeights)
 pub(crate) fn lent_moments<'a>(optimizer: &'a Optimizer) -> Vec<TensorBytes<'a>> {
     let mut list = Vec::new();
     for (prefix, tensors) in moments(optimizer) {
-        let lent = |(spec, (_, tensor)): (&WeightSpec, (String, &'a Tensor))| TensorBytes {
+        let lent = |(spec, tensor): (&WeightSpec, &'a Tensor)| TensorBytes {
             name: format!("{prefix}{}", spec.name),
             dtype: FileDType::F32,
             shape: tensor.shape().to_vec(),
             bytes: tensor.bytes().into(),
         };
-        let trainable = optimizer.table().specs().iter().zip(tensors.tensors()).filter(|(spec, _)| spec.is_trainable);
+        let trainable = optimizer.table().specs().iter().zip(tensors).filter(|(spec, _)| spec.is_trainable);
         list.extend(trainable.map(lent));
     }
     list
@@ -171,21 +172,15 @@ impl Stored {
         table: &WeightTable,
         moment: &str,
         mut keep: Box<Keep<'_>>,
-    ) -> Result<DecoderWeights, TrainError> {
-        let mut failure = None;
-        let moments = self.weights.kept(ctx, table, |spec, _| {
-            if failure.is_some() || !spec.is_trainable {
-                return ctx.empty(&[0], DType::F32);
+    ) -> Result<Vec<Tensor>, TrainError> {
+        let kept = |spec: &WeightSpec| {
+            if !spec.is_trainable {
+                return Ok(ctx.empty(&[0], DType::F32));
             }
-            match self.tensor(ctx, &format!("{moment}.{}", spec.name), &spec.shape) {
-                Ok(tensor) => keep(spec, &tensor),
-                Err(error) => {
-                    failure = Some(error);
-                    ctx.empty(&[0], DType::F32)
-                }
-            }
-        });
-        failure.map_or(Ok(moments), Err)
+            let whole = self.tensor(ctx, &format!("{moment}.{}", spec.name), &spec.shape)?;
+            Ok(cast(ctx, &keep(spec, &whole), DType::F32))
+        };
+        table.specs().iter().map(kept).collect()
     }
 
     fn tensor(&self, ctx: &Context, name: &str, shape: &[usize]) -> Result<Tensor, TrainError> {

@@ -18,12 +18,13 @@ use moeworks_infer::data::Batch;
 use moeworks_infer::store::Store;
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::{
-    BalanceKind, Decoder, DecoderWeights, LayerDone, ModelConfig, PassOptions, PassStats, RouterLosses, RouterNoise,
-    Tokenizer,
+    BalanceKind, Decoder, DecoderWeights, LayerDone, ModelConfig, ParamSet, PassOptions, PassStats, RouterLosses,
+    RouterNoise, Tokenizer,
 };
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
+use moeworks_tensor::Tensor;
 
 use crate::config::{BalanceChoice, RunConfig};
 use crate::cpu_time;
@@ -31,7 +32,7 @@ use crate::data::Dataset;
 use crate::error::TrainError;
 use crate::lr_schedule::LrSchedule;
 use crate::metrics::{LayerRecord, MetricsWriter, Record, Sample};
-use crate::optimizer::{Optimizer, clip_scale, global_norm};
+use crate::optimizer::{Optimizer, UpdateScale, clip_scale, global_norm};
 use crate::parallel::{Ranks, SumsUnderWay};
 use crate::routing::RoutingSample;
 use crate::state::Progress;
@@ -237,7 +238,8 @@ impl Trainer {
         if is_skipped {
             self.skip(step, on_event)?;
         } else {
-            self.learn(&stats, (lr, norm), slices)?;
+            let grad_scale = clip_scale(norm, self.config.train.clip_norm);
+            self.learn(&stats, UpdateScale { lr, grad_scale }, slices)?;
         }
         timing.updated();
         let ranks = timing.join()?;
@@ -279,15 +281,9 @@ impl Trainer {
     }
 
     /// Moves the weights against their gradients, and the routers' states on, after a step that is not skipped.
-    fn learn(
-        &mut self,
-        stats: &PassStats,
-        (lr, norm): (f64, f64),
-        slices: Option<DecoderWeights>,
-    ) -> Result<(), TrainError> {
+    fn learn(&mut self, stats: &PassStats, scale: UpdateScale, slices: Option<Vec<Tensor>>) -> Result<(), TrainError> {
         self.progress.bad_in_a_row = 0;
-        let scale = clip_scale(norm, self.config.train.clip_norm);
-        self.update((lr, scale), slices)?;
+        self.update(scale, slices)?;
         let moe = self.config.model.moe();
         let progress = self.progress.step as f64 / self.config.train.steps as f64;
         self.weights.next_states(&self.ctx, &moe, &stats.layers, progress, self.compute.as_mut());
@@ -311,7 +307,7 @@ impl Trainer {
 
     /// Makes of the gradients of this rank's sequences those of all: their norm, and this rank's slices of them where that is all
     /// that it updates.
-    fn sum_gradients(&mut self, under_way: SumsUnderWay) -> Result<(f64, Option<DecoderWeights>), TrainError> {
+    fn sum_gradients(&mut self, under_way: SumsUnderWay) -> Result<(f64, Option<Vec<Tensor>>), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok((self.own_norm(), None)) };
         ranks.check()?;
         if ranks.shards_optimizer() {
@@ -328,21 +324,23 @@ impl Trainer {
     }
 
     /// Moves the weights at a rate and by gradients times a scale: by all of them, or by `slices` of them on each rank.
-    fn update(&mut self, (lr, scale): (f64, f32), slices: Option<DecoderWeights>) -> Result<(), TrainError> {
+    fn update(&mut self, scale: UpdateScale, slices: Option<Vec<Tensor>>) -> Result<(), TrainError> {
         let ctx = self.config.train.optimizer_context(&self.ctx);
         let (Some(ranks), Some(grads)) = (&self.ranks, slices) else {
-            self.optimizer.update(&ctx, (lr, scale), &mut self.weights, &self.grads, self.compute.as_mut());
+            let compute = self.compute.as_mut().map(|copy| copy as &mut dyn ParamSet);
+            self.optimizer.update(&ctx, scale, &mut self.weights, &self.grads, compute);
             return Ok(());
         };
         if ranks.shards_weights() {
-            self.optimizer.update(&ctx, (lr, scale), &mut self.weights, &grads, self.compute.as_mut());
+            let compute = self.compute.as_mut().map(|copy| copy as &mut dyn ParamSet);
+            self.optimizer.update(&ctx, scale, &mut self.weights, &grads, compute);
             return Ok(());
         }
         let mut params = ranks.trainable_slices(&ctx, &self.weights);
-        self.optimizer.update(&ctx, (lr, scale), &mut params, &grads, None);
+        self.optimizer.update(&ctx, scale, &mut params, &grads, None);
         ranks.join_slices(&params, &mut self.weights)?;
         if let Some(compute) = &mut self.compute {
-            self.weights.update_copy(&ctx, compute, false);
+            self.weights.update_copy(&ctx, compute);
         }
         Ok(())
     }
@@ -353,7 +351,7 @@ impl Trainer {
     fn accumulate(&mut self, step: u64) -> Result<(PassStats, SumsUnderWay), TrainError> {
         let num_micro = self.config.train.grad_accumulation;
         let mut sum: Option<PassStats> = None;
-        let begin = |ranks: &Arc<Ranks>| ranks.begin_sums(&self.ctx, &self.weights);
+        let begin = |ranks: &Arc<Ranks>| ranks.begin_sums(&self.ctx);
         let mut sums = self.ranks.as_ref().map_or_else(SumsUnderWay::default, begin);
         for micro in 0..num_micro {
             let stats = self.pass(step, micro, &mut sums)?;

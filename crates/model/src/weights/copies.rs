@@ -4,10 +4,9 @@ use moeworks_moe::{LayerStats, MoeConfig, next_state};
 use moeworks_ops::{Context, elementwise, quantized};
 use moeworks_tensor::{DType, Tensor};
 
+use super::param_set::ParamSet;
 use super::role::WeightRole;
-use super::spec::WeightSpec;
 use super::structs::{DecoderWeights, FeedForwardWeights};
-use super::table::WeightTable;
 
 impl DecoderWeights {
     /// Takes `table [ids, K]` as what ids of tokens go to in every layer whose router has a table; see
@@ -18,28 +17,6 @@ impl DecoderWeights {
                 moe.set_hash_table(table);
             }
         }
-    }
-
-    /// f32 weights, in memory of their own, of what `keep` gives for each tensor and its entry in `table`, such as a part of it.
-    #[must_use]
-    pub fn kept(
-        &self,
-        ctx: &Context,
-        table: &WeightTable,
-        mut keep: impl FnMut(&WeightSpec, &Tensor) -> Tensor,
-    ) -> Self {
-        let mut specs = table.specs().iter();
-        let mut kept = self.map_tensors(|tensor| {
-            let spec = specs.next().expect("the table is of the same model");
-            match keep(spec, tensor) {
-                kept if kept.dtype().is_quantized() => quantized::dequantize(ctx, &kept, DType::F32),
-                kept => elementwise::cast(ctx, &kept, DType::F32),
-            }
-        });
-        for state in kept.states_mut() {
-            *state = elementwise::cast(ctx, state, DType::F32);
-        }
-        kept
     }
 
     /// The number of parameters.
@@ -81,43 +58,8 @@ impl DecoderWeights {
         })
     }
 
-    /// Zeros for the gradients of `table`, the table of these weights: f32, but `experts` (f32 or bf16) where they are of the matrices of
-    /// routed experts. Gradients that a pass leaves out have no elements.
-    #[must_use]
-    pub fn gradients(&self, ctx: &Context, table: &WeightTable, experts: DType) -> Self {
-        let mut specs = table.specs().iter();
-        let gradients = self.map_tensors(|tensor| {
-            let spec = specs.next().expect("the table is of the same model");
-            let is_of_matrices = spec.role.is_product() && spec.role.is_of_experts();
-            let shape = if table.skips_gradient(spec) { &[0] } else { tensor.shape() };
-            ctx.zeros_there(shape, if is_of_matrices { experts } else { DType::F32 })
-        });
-        gradients.without_states(ctx)
-    }
-
-    /// f32 zeros for the optimizer's moments of `table`, the table of these weights. Those of frozen weights have no elements.
-    #[must_use]
-    pub fn moments(&self, ctx: &Context, table: &WeightTable) -> Self {
-        let mut specs = table.specs().iter();
-        let moments = self.map_tensors(|tensor| {
-            let spec = specs.next().expect("the table is of the same model");
-            ctx.zeros_there(if spec.is_trainable { tensor.shape() } else { &[0] }, DType::F32)
-        });
-        moments.without_states(ctx)
-    }
-
-    /// A copy with routers' states that have no elements, for gradients and moments, which have no such state: what is shared
-    /// with the weights' could not be written to.
-    #[must_use]
-    pub fn without_states(mut self, ctx: &Context) -> Self {
-        for state in self.states_mut() {
-            *state = ctx.empty(&[0], DType::F32);
-        }
-        self
-    }
-
     /// A copy whose matrices are of `dtype` and whose norm weights and routers are f32. It has memory of its own
-    /// throughout, so that the originals can be written to while it lives; [`DecoderWeights::update_copy`] brings it up to
+    /// throughout, so that the originals can be written to while it lives; [`ParamSet::update_copy`] brings it up to
     /// date.
     #[must_use]
     pub fn compute_copy(&self, ctx: &Context, dtype: DType) -> Self {
@@ -126,30 +68,6 @@ impl DecoderWeights {
             true => elementwise::cast(ctx, tensor, dtype),
             false => elementwise::cast(ctx, tensor, DType::F32),
         })
-    }
-
-    /// Writes these weights into `copy`, which [`DecoderWeights::compute_copy`] made. With `only_exact` only its f32
-    /// tensors are written: the optimizer's fused step has written the others.
-    pub fn update_copy(&self, ctx: &Context, copy: &mut Self, only_exact: bool) {
-        for ((_, role, from), (_, _, to)) in self.entries().into_iter().zip(copy.entries_mut()) {
-            if !role.is_product() || !only_exact {
-                elementwise::cast_into(ctx, from, to);
-            }
-        }
-        self.update_states(ctx, copy);
-    }
-
-    /// Writes the routers' states into those of `copy`.
-    fn update_states(&self, ctx: &Context, copy: &mut Self) {
-        for (from, to) in self.layers.iter().zip(&mut copy.layers) {
-            if let (FeedForwardWeights::Moe(from), FeedForwardWeights::Moe(to)) =
-                (&from.feed_forward, &mut to.feed_forward)
-            {
-                for (from, to) in from.state.iter().zip(&mut to.state) {
-                    elementwise::cast_into(ctx, &from.tensor, &mut to.tensor);
-                }
-            }
-        }
     }
 
     /// Moves the routers' states by what one whole step did: `layers` are the statistics of the MoE layers, first to last,

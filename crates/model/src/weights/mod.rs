@@ -2,14 +2,17 @@
 
 mod build;
 mod copies;
+mod param_set;
 mod pattern;
 mod role;
 mod settings;
 mod spec;
 mod structs;
 mod table;
+mod table_builder;
 mod walk;
 
+pub use param_set::ParamSet;
 pub use role::{WeightGroup, WeightPlace, WeightRole};
 pub use settings::WeightRuleError;
 pub use spec::{Init, Shard, WeightSpec};
@@ -18,3 +21,4 @@ pub use structs::{
     HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights,
 };
 pub use table::WeightTable;
+pub use table_builder::TableBuilder;

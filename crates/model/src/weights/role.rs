@@ -103,6 +103,10 @@ pub enum WeightRole {
     Head,
     /// The bias of the logits.
     HeadBias,
+    /// The matrix of a linear map that no other role describes, in models that are no decoders.
+    Linear,
+    /// The bias of such a map.
+    LinearBias,
 }
 
 /// The stack and the layer that a tensor belongs to.
@@ -224,6 +228,8 @@ impl WeightRole {
             Self::FinalNormBias => "norm.bias",
             Self::Head => "lm_head.weight",
             Self::HeadBias => "lm_head.bias",
+            Self::Linear => "linear.weight",
+            Self::LinearBias => "linear.bias",
         }
     }
 
@@ -250,7 +256,7 @@ impl WeightRole {
     pub fn is_product(self) -> bool {
         use WeightRole::{
             CrossK, CrossO, CrossQ, CrossV, DenseDown, DenseGateUp, Embedding, ExpertDown, ExpertGateUp, Head, K,
-            KvDown, KvUp, O, Q, QDown, QUp, SharedDown, SharedGateUp, V,
+            KvDown, KvUp, Linear, O, Q, QDown, QUp, SharedDown, SharedGateUp, V,
         };
         matches!(
             self,
@@ -274,6 +280,7 @@ impl WeightRole {
                 | ExpertDown
                 | SharedGateUp
                 | SharedDown
+                | Linear
         )
     }
 
@@ -294,8 +301,8 @@ impl WeightRole {
     pub fn is_bias(self) -> bool {
         use WeightRole::{
             AttentionNormBias, CrossNormBias, DenseDownBias, DenseGateUpBias, ExpertDownBias, ExpertGateUpBias,
-            FeedForwardNormBias, FinalNormBias, HeadBias, KBias, KvDownBias, OBias, QBias, QDownBias, RouterBias,
-            VBias,
+            FeedForwardNormBias, FinalNormBias, HeadBias, KBias, KvDownBias, LinearBias, OBias, QBias, QDownBias,
+            RouterBias, VBias,
         };
         matches!(
             self,
@@ -310,6 +317,7 @@ impl WeightRole {
                 | HeadBias
                 | KBias
                 | KvDownBias
+                | LinearBias
                 | OBias
                 | QBias
                 | QDownBias
@@ -373,6 +381,7 @@ impl WeightRole {
             }
             Self::SharedGateUp | Self::SharedDown | Self::SharedGate => WeightGroup::SharedExperts,
             Self::DenseGateUp | Self::DenseDown | Self::DenseGateUpBias | Self::DenseDownBias => WeightGroup::Dense,
+            Self::Linear | Self::LinearBias => WeightGroup::Dense,
             Self::Head | Self::HeadBias => WeightGroup::Head,
         }
     }

@@ -27,6 +27,8 @@ pub struct WeightSpec {
     pub shard: Shard,
     /// Whether training changes it. A frozen tensor has no optimizer state and is not decayed.
     pub is_trainable: bool,
+    /// Whether weight decay applies: to matrices, not to norms and biases of one dimension.
+    pub is_decayed: bool,
 }
 
 /// The values that a tensor has before training.
@@ -120,12 +122,6 @@ impl WeightSpec {
         self.shape.iter().product()
     }
 
-    /// Whether weight decay applies: to matrices, not to norms and biases of one dimension.
-    #[must_use]
-    pub fn is_decayed(&self) -> bool {
-        self.shape.len() > 1
-    }
-
     /// Parameters of `total` that one token passes through, where `top_k` of `num_experts` experts are used.
     pub(crate) fn active_elements(&self, num_experts: usize, top_k: usize) -> u64 {
         let total = self.shape.iter().map(|&dim| dim as u64).product::<u64>();
@@ -137,8 +133,9 @@ impl WeightSpec {
         self.shape.len() > 1 && !self.role.is_bias() && !self.role.is_lookup()
     }
 
-    /// The whole tensor as it is before training, f32.
-    pub(crate) fn first_values(&self, ctx: &Context, seed: u64) -> Tensor {
+    /// Returns the whole tensor as it is before training, f32, with random numbers of `seed`.
+    #[must_use]
+    pub fn first_values(&self, ctx: &Context, seed: u64) -> Tensor {
         let mut tensor = ctx.zeros(&self.shape, DType::F32);
         match self.init {
             Init::Zeros => {}

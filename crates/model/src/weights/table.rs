@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use moeworks_moe::Init as ExtraInit;
+use moeworks_moe::{Init as ExtraInit, MoeConfig, WeightShape};
 
 use super::role::{WeightGroup, WeightPlace, WeightRole};
 use super::spec::{Init, Shard, WeightSpec};
@@ -29,10 +29,14 @@ impl WeightTable {
     pub fn new(config: &ModelConfig) -> Self {
         let mut lister = Lister { config, specs: Vec::new(), place: WeightPlace::Model, num_layers: config.num_layers };
         lister.decoder();
-        let specs = lister.specs;
+        Self { is_tied: config.tie_embeddings, ..Self::from_specs(lister.specs) }
+    }
+
+    /// The table of weights whose entries are in their order; layers come one after another, from 0.
+    pub(super) fn from_specs(specs: Vec<WeightSpec>) -> Self {
         let in_layers = specs.chunk_by(|a, b| a.place == b.place).filter(|specs| is_in_layer(&specs[0]));
         let layers = in_layers.map(|specs| specs[0].index..specs[0].index + specs.len()).collect();
-        Self { specs, layers, is_tied: config.tie_embeddings }
+        Self { specs, layers, is_tied: false }
     }
 
     /// The weights, in their order.
@@ -43,6 +47,12 @@ impl WeightTable {
 
     pub(super) fn specs_mut(&mut self) -> &mut [WeightSpec] {
         &mut self.specs
+    }
+
+    /// Layers of the decoder, or of another model.
+    #[must_use]
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
     }
 
     /// The numbers of the tensors of layer `layer` of the decoder.
@@ -115,6 +125,7 @@ impl Lister<'_> {
             init,
             shard: shard(role, self.config),
             is_trainable: true,
+            is_decayed: shape.len() > 1,
         });
     }
 
@@ -246,23 +257,16 @@ impl Lister<'_> {
 
     fn moe(&mut self, i: usize) {
         let (c, moe) = (self.config, self.config.moe());
-        let a = moe.activation.num_inputs();
-        let (d, e, f, s) = (c.width, c.num_experts, c.expert_width, c.shared_width);
-        self.add(WeightRole::Router, &moe.router_shape());
-        self.add_if(c.variant.router_bias, WeightRole::RouterBias, &[e]);
-        self.add(WeightRole::ExpertGateUp, &[e, a * f, d]);
-        self.add(WeightRole::ExpertDown, &[e, d, f]);
-        self.add_if(c.variant.feed_forward_bias, WeightRole::ExpertGateUpBias, &[e, a * f]);
-        self.add_if(c.variant.feed_forward_bias, WeightRole::ExpertDownBias, &[e, d]);
-        self.add_if(s > 0, WeightRole::SharedGateUp, &[a * s, d]);
-        self.add_if(s > 0, WeightRole::SharedDown, &[d, s]);
-        self.add_if(s > 0 && c.variant.shared_gate, WeightRole::SharedGate, &[1, d]);
-        for (extra, stream) in moe.extra_shapes().into_iter().zip(FIRST_EXTRA_STREAM + 16 * i as u64..) {
-            let init = match extra.init {
-                ExtraInit::Normal => Init::Normal { std: c.init_std, stream },
-                ExtraInit::Deviation(std) => Init::Normal { std, stream },
-                ExtraInit::Constant(value) => Init::Constant(value),
-            };
+        let parts = MoeParts {
+            router_bias: c.variant.router_bias,
+            expert_biases: c.variant.feed_forward_bias,
+            shared_gate: c.variant.shared_gate,
+        };
+        for (role, shape) in moe_shapes(&moe, parts) {
+            self.add(role, &shape);
+        }
+        let shapes = moe.extra_shapes();
+        for (extra, init) in shapes.iter().zip(extra_inits(&shapes, i, c.init_std)) {
             self.add_with(WeightRole::RouterExtra(extra.name), &extra.shape, init);
         }
     }
@@ -275,6 +279,47 @@ impl Lister<'_> {
         self.add_if(c.variant.feed_forward_bias, WeightRole::DenseGateUpBias, &[1, af]);
         self.add_if(c.variant.feed_forward_bias, WeightRole::DenseDownBias, &[1, d]);
     }
+}
+
+/// The tensors that some MoE layers have besides those of all.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MoeParts {
+    /// A bias of the router's logits.
+    pub(super) router_bias: bool,
+    /// Biases of the routed experts.
+    pub(super) expert_biases: bool,
+    /// A gate of the shared experts' output.
+    pub(super) shared_gate: bool,
+}
+
+/// The tensors of an MoE layer with their shapes, in the order of [`MoeWeights::tensors`](moeworks_moe::MoeWeights::tensors), without
+/// those that only some routing schemes have.
+pub(super) fn moe_shapes(moe: &MoeConfig, parts: MoeParts) -> Vec<(WeightRole, Vec<usize>)> {
+    let a = moe.activation.num_inputs();
+    let (d, e, f, s) = (moe.width, moe.num_experts, moe.expert_width, moe.shared_width);
+    let all = [
+        (true, WeightRole::Router, moe.router_shape().to_vec()),
+        (parts.router_bias, WeightRole::RouterBias, vec![e]),
+        (true, WeightRole::ExpertGateUp, vec![e, a * f, d]),
+        (true, WeightRole::ExpertDown, vec![e, d, f]),
+        (parts.expert_biases, WeightRole::ExpertGateUpBias, vec![e, a * f]),
+        (parts.expert_biases, WeightRole::ExpertDownBias, vec![e, d]),
+        (s > 0, WeightRole::SharedGateUp, vec![a * s, d]),
+        (s > 0, WeightRole::SharedDown, vec![d, s]),
+        (s > 0 && parts.shared_gate, WeightRole::SharedGate, vec![1, d]),
+    ];
+    all.into_iter().filter(|(is_there, ..)| *is_there).map(|(_, role, shape)| (role, shape)).collect()
+}
+
+/// The first values of the weights that only some routing schemes have, in MoE layer `layer`.
+pub(super) fn extra_inits(shapes: &[WeightShape], layer: usize, std: f32) -> Vec<Init> {
+    let streams = FIRST_EXTRA_STREAM + 16 * layer as u64..;
+    let init = |(extra, stream): (&WeightShape, u64)| match extra.init {
+        ExtraInit::Normal => Init::Normal { std, stream },
+        ExtraInit::Deviation(std) => Init::Normal { std, stream },
+        ExtraInit::Constant(value) => Init::Constant(value),
+    };
+    shapes.iter().zip(streams).map(init).collect()
 }
 
 /// The cut of a tensor unless a setting says otherwise (Megatron-LM, Shoeybi et al., 1909.08053, section 3): matrices that make heads,

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use moeworks_model::hf::{ComingWeights, LoadError, ModelFolder, SaveOptions, load_model, save_coming, save_model};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
-use moeworks_model::{ActivationKind, Decoder, ModelConfig, QkNorm, Tokenizer, WeightTable};
+use moeworks_model::{ActivationKind, Decoder, ModelConfig, ParamSet, QkNorm, Tokenizer, WeightTable};
 use moeworks_moe::Ramp;
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Tensor};

@@ -139,7 +139,7 @@ fn list(config: &ModelConfig) -> String {
     let table = WeightTable::new(config);
     for (spec, (name, tensor)) in table.specs().iter().zip(weights.tensors()) {
         let role = if spec.role.is_product() { "product" } else { "exact" };
-        let decay = if spec.is_decayed() { "decayed" } else { "kept" };
+        let decay = if spec.is_decayed { "decayed" } else { "kept" };
         let cuts = [2, 3].map(|size| cut(config, &table, spec, size));
         writeln!(
             text,

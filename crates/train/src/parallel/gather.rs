@@ -4,7 +4,7 @@ use std::io;
 
 use moeworks_comm::CommError;
 use moeworks_model::safetensors::{FileDType, Payload, TensorBytes};
-use moeworks_model::{Decoder, DecoderWeights, TensorShare, TensorSplit, WeightSpec};
+use moeworks_model::{ParamSet, TensorShare, WeightSpec};
 use moeworks_moe::select_experts;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::into_type;
@@ -12,7 +12,6 @@ use moeworks_ops::quantized::dequantize;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
-use crate::config::ConfigError;
 use crate::error::TrainError;
 
 /// The tag of tensors on their way to the root.
@@ -21,7 +20,7 @@ const TAG: u32 = 1;
 /// The weights or the moments of a rank's part of a model.
 #[derive(Clone, Copy)]
 pub(crate) struct Held<'a> {
-    pub(super) tensors: &'a DecoderWeights,
+    pub(super) tensors: &'a dyn ParamSet,
     /// Whether each tensor is a slice of the rank's part.
     pub(super) are_slices: bool,
     /// Whether frozen weights have none, as they have no moments.
@@ -65,21 +64,21 @@ impl Ranks {
     }
 
     /// The weights as this rank has them.
-    pub(crate) fn held_weights<'a>(&self, weights: &'a DecoderWeights) -> Held<'a> {
+    pub(crate) fn held_weights<'a>(&self, weights: &'a dyn ParamSet) -> Held<'a> {
         Held { tensors: weights, are_slices: self.shards_weights(), only_trainable: false }
     }
 
     /// The moments as this rank has them.
-    pub(crate) fn held_moments<'a>(&self, moments: &'a DecoderWeights) -> Held<'a> {
+    pub(crate) fn held_moments<'a>(&self, moments: &'a dyn ParamSet) -> Held<'a> {
         Held { tensors: moments, are_slices: self.shards_optimizer(), only_trainable: true }
     }
 
     /// One tensor of `held` after another.
     fn held_tensors<'a>(&'a self, held: Held<'a>) -> impl Iterator<Item = HeldTensor<'a>> + 'a {
         let Held { tensors, are_slices, only_trainable } = held;
-        let tensors = self.table().specs().iter().zip(tensors.tensors());
+        let tensors = self.table().specs().iter().zip(tensors.params());
         let tensors = tensors.filter(move |(spec, _)| spec.is_trainable || !only_trainable);
-        tensors.map(move |(spec, (_, tensor))| HeldTensor { spec, tensor, is_slice: are_slices })
+        tensors.map(move |(spec, tensor)| HeldTensor { spec, tensor, is_slice: are_slices })
     }
 
     /// Whether this rank is of the root's group, which has all experts.
@@ -89,17 +88,12 @@ impl Ranks {
 
     /// The whole of a tensor into `whole`, which the root gives. All ranks call this: those whose group has slices put these together
     /// first.
-    fn whole_tensor(
-        &self,
-        (ctx, decoder): (&Context, &Decoder),
-        held: &HeldTensor<'_>,
-        whole: Option<&mut Tensor>,
-    ) -> Result<(), TrainError> {
+    fn whole_tensor(&self, ctx: &Context, held: &HeldTensor<'_>, whole: Option<&mut Tensor>) -> Result<(), TrainError> {
         let &HeldTensor { spec, tensor, is_slice } = held;
         let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
         let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
         match whole {
-            Some(to) => self.collect_tensor(decoder, spec, part, to),
+            Some(to) => self.collect_tensor(spec, part, to),
             None if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
             None => Ok(()),
         }
@@ -114,17 +108,11 @@ impl Ranks {
     }
 
     /// A tensor of which others have parts into `whole`; the root's part is `own`.
-    fn collect_tensor(
-        &self,
-        decoder: &Decoder,
-        spec: &WeightSpec,
-        own: &Tensor,
-        whole: &mut Tensor,
-    ) -> Result<(), TrainError> {
+    fn collect_tensor(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), TrainError> {
         if spec.role.is_of_experts() {
             return Ok(self.collect(own, whole)?);
         }
-        self.collect_parts(decoder, spec, own, whole)
+        self.collect_parts(spec, own, whole)
     }
 
     /// Gives the root this rank's part of a tensor, if it is of those that the root takes one of.
@@ -140,23 +128,15 @@ impl Ranks {
     }
 
     /// A tensor of no expert into `whole`; the root's part is `own`.
-    fn collect_parts(
-        &self,
-        decoder: &Decoder,
-        spec: &WeightSpec,
-        own: &Tensor,
-        whole: &mut Tensor,
-    ) -> Result<(), TrainError> {
+    fn collect_parts(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), TrainError> {
         let ranks = self.tensor_ranks().map(|ranks| (ranks, ranks.split().share(spec)));
         let Some((ranks, TensorShare { cut: Some(cut), .. })) = ranks else {
             whole.f32s_mut().copy_from_slice(own.f32s());
             return Ok(());
         };
         cut.put(own.f32s(), whole);
-        let size = ranks.split().size();
-        for rank in 1..size {
-            let split = TensorSplit::new(decoder.config(), decoder.weight_table(), (rank, size));
-            let share = split.map_err(ConfigError::from)?.share(spec);
+        for (rank, split) in self.tensor_splits().iter().enumerate().skip(1) {
+            let share = split.share(spec);
             if let Some(cut) = share.cut.filter(|_| share.ranks.start == rank) {
                 let mut part = vec![0.0; cut.len(whole.shape())];
                 ranks.group().receive(&mut part, rank, TAG)?;
@@ -188,37 +168,32 @@ impl Ranks {
     /// ranks [give](Self::give_tensors) theirs.
     pub(crate) fn whole_one_by_one<'a>(
         &'a self,
-        (ctx, decoder): (&'a Context, &'a Decoder),
+        ctx: &'a Context,
         held: Held<'a>,
     ) -> impl Iterator<Item = io::Result<Tensor>> + 'a {
-        self.held_tensors(held).map(move |held| self.made_whole((ctx, decoder), &held))
+        self.held_tensors(held).map(move |held| self.made_whole(ctx, &held))
     }
 
     /// The whole of a tensor on the root.
-    fn made_whole(&self, (ctx, decoder): (&Context, &Decoder), held: &HeldTensor<'_>) -> io::Result<Tensor> {
+    fn made_whole(&self, ctx: &Context, held: &HeldTensor<'_>) -> io::Result<Tensor> {
         let mut whole = ctx.zeros(&held.spec.shape, DType::F32);
-        self.whole_tensor((ctx, decoder), held, Some(&mut whole)).map_err(io::Error::other)?;
+        self.whole_tensor(ctx, held, Some(&mut whole)).map_err(io::Error::other)?;
         Ok(whole)
     }
 
     /// [The same](Self::whole_one_by_one) as a file has it. Names begin with `prefix`.
-    pub(crate) fn whole_tensors<'a>(
-        &'a self,
-        (ctx, decoder): (&'a Context, &'a Decoder),
-        held: Held<'a>,
-        prefix: &str,
-    ) -> Vec<TensorBytes<'a>> {
+    pub(crate) fn whole_tensors<'a>(&'a self, ctx: &'a Context, held: Held<'a>, prefix: &str) -> Vec<TensorBytes<'a>> {
         let in_file = |held: HeldTensor<'a>| {
             let (name, shape) = (format!("{prefix}{}", held.spec.name), held.spec.shape.clone());
             let len = size_of::<f32>() * held.spec.num_elements();
-            let make = move || Ok(self.made_whole((ctx, decoder), &held)?.bytes().to_vec());
+            let make = move || Ok(self.made_whole(ctx, &held)?.bytes().to_vec());
             TensorBytes { name, dtype: FileDType::F32, shape, bytes: Payload::Made { len, make: Box::new(make) } }
         };
         self.held_tensors(held).map(in_file).collect()
     }
 
     /// Gives the root this rank's part of all tensors, one after another.
-    pub(crate) fn give_tensors(&self, (ctx, decoder): (&Context, &Decoder), held: Held<'_>) -> Result<(), TrainError> {
-        self.held_tensors(held).try_for_each(|held| self.whole_tensor((ctx, decoder), &held, None))
+    pub(crate) fn give_tensors(&self, ctx: &Context, held: Held<'_>) -> Result<(), TrainError> {
+        self.held_tensors(held).try_for_each(|held| self.whole_tensor(ctx, &held, None))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use moeworks_comm::{CommError, Pending, Reduce};
-use moeworks_model::DecoderWeights;
+use moeworks_model::ParamSet;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
@@ -22,9 +22,9 @@ pub(crate) struct SumsUnderWay {
 }
 
 impl Ranks {
-    /// The sums of a step's gradients, of which none is under way; `weights` are this rank's, or its slices of them.
-    pub(crate) fn begin_sums(&self, ctx: &Context, weights: &DecoderWeights) -> SumsUnderWay {
-        let slices = self.shards_gradients().then(|| GradSlices::new(self, ctx, weights));
+    /// The sums of a step's gradients, of which none is under way.
+    pub(crate) fn begin_sums(&self, ctx: &Context) -> SumsUnderWay {
+        let slices = self.shards_gradients().then(|| GradSlices::new(self, ctx));
         SumsUnderWay { slices, ..SumsUnderWay::default() }
     }
 
@@ -34,15 +34,15 @@ impl Ranks {
         &self,
         ctx: &Context,
         layer: usize,
-        grads: &mut DecoderWeights,
+        grads: &mut dyn ParamSet,
         under_way: &mut SumsUnderWay,
     ) {
         if let Some(slices) = &mut under_way.slices {
             return slices.layer_done(self, ctx, layer, grads);
         }
         let has_replicas = self.experts.placement().has_replicas();
-        let specs = &self.table().specs()[self.table().layer(layer)];
-        for (spec, tensor) in specs.iter().zip(grads.layers[layer].tensors_mut()) {
+        for (place, tensor) in self.table().in_layer(layer, grads) {
+            let spec = self.table().spec(place);
             let is_waiting = spec.role.is_of_experts() && has_replicas;
             let holders = self.holders(spec);
             if !spec.is_trainable || is_waiting || holders.size() == 1 || under_way.failure.is_some() {
@@ -57,12 +57,12 @@ impl Ranks {
     }
 
     /// Puts the sums that were started in their places.
-    fn finish_sums(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<Vec<usize>, TrainError> {
+    fn finish_sums(&self, grads: &mut dyn ParamSet, under_way: SumsUnderWay) -> Result<Vec<usize>, TrainError> {
         under_way.failure.map_or(Ok(()), Err)?;
         let finished = under_way.pending.into_iter().map(|(index, pending)| Ok((index, pending.finish()?)));
         let mut sums = finished.collect::<Result<HashMap<_, _>, CommError>>()?;
         let mut done = Vec::with_capacity(sums.len());
-        for (index, (_, tensor)) in grads.tensors_mut().into_iter().enumerate() {
+        for (index, tensor) in grads.params_mut().into_iter().enumerate() {
             if let Some(sum) = sums.remove(&index) {
                 *tensor = sum;
                 done.push(index);
@@ -73,9 +73,9 @@ impl Ranks {
 
     /// Sums the gradients of trainable weights over the ranks that hold them, so that they are those of all tokens. All ranks then have
     /// the same bits of what they share. Sums `under_way` are finished.
-    pub(crate) fn sum_gradients(&self, grads: &mut DecoderWeights, under_way: SumsUnderWay) -> Result<(), TrainError> {
+    pub(crate) fn sum_gradients(&self, grads: &mut dyn ParamSet, under_way: SumsUnderWay) -> Result<(), TrainError> {
         let done = self.finish_sums(grads, under_way)?;
-        for (spec, (_, tensor)) in self.table().specs().iter().zip(grads.tensors_mut()) {
+        for (spec, tensor) in self.table().specs().iter().zip(grads.params_mut()) {
             if done.contains(&spec.index) || !spec.is_trainable {
                 continue;
             }
@@ -91,14 +91,14 @@ impl Ranks {
 
     /// Refuses ranks whose `weights` have drifted apart: those that hold the same have the same bits, as sums that a library took may
     /// only be if it keeps to the standard. All ranks call this.
-    pub(crate) fn check_copies(&self, weights: &DecoderWeights) -> Result<(), TrainError> {
+    pub(crate) fn check_copies(&self, weights: &dyn ParamSet) -> Result<(), TrainError> {
         if self.shards_weights() {
             return Ok(());
         }
-        for (spec, (name, tensor)) in self.table().specs().iter().zip(weights.tensors()) {
+        for (spec, tensor) in self.table().specs().iter().zip(weights.params()) {
             let holders = self.holders(spec);
             if let Some(rank) = holders.first_other(&fingerprint(tensor.bytes()))? {
-                return Err(TrainError::Drifted { rank, of: holders.world_ranks()[0], tensor: name });
+                return Err(TrainError::Drifted { rank, of: holders.world_ranks()[0], tensor: spec.name.clone() });
             }
         }
         Ok(())
@@ -130,11 +130,11 @@ impl Ranks {
     }
 
     /// The norm of the summed gradients of all trainable weights as one vector, each expert counted once: the same bits on all ranks.
-    pub(crate) fn global_norm(&self, ctx: &Context, grads: &DecoderWeights) -> Result<f64, TrainError> {
+    pub(crate) fn global_norm(&self, ctx: &Context, grads: &dyn ParamSet) -> Result<f64, TrainError> {
         let mut dense = [0.0];
         let mut experts = [0.0];
-        let tensors = self.table().specs().iter().zip(grads.tensors());
-        for (spec, (_, tensor)) in tensors.filter(|(spec, _)| spec.is_trainable) {
+        let tensors = self.table().specs().iter().zip(grads.params());
+        for (spec, tensor) in tensors.filter(|(spec, _)| spec.is_trainable) {
             if spec.role.is_of_experts() {
                 experts[0] += self.squares_of_own(ctx, tensor);
             } else if self.is_first_holder(spec) {

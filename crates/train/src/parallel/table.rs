@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use moeworks_model::{WeightSpec, WeightTable};
+use moeworks_model::{ParamSet, WeightSpec, WeightTable};
+use moeworks_tensor::Tensor;
 
 /// The table of a model's weights, and the shapes of this rank's parts of them.
 pub(super) struct PartTable {
@@ -41,6 +42,20 @@ impl PartTable {
     /// The shape of the part's gradient while a pass computes it: none at all where the pass leaves it out.
     pub(super) fn grad_shape(&self, place: usize) -> &[usize] {
         if self.weights.skips_gradient(self.spec(place)) { &[0] } else { self.shape(place) }
+    }
+
+    pub(super) fn num_layers(&self) -> usize {
+        self.weights.num_layers()
+    }
+
+    /// The tensors of `params` that belong to a layer, for writing, with their numbers.
+    pub(super) fn in_layer<'a>(
+        &self,
+        layer: usize,
+        params: &'a mut dyn ParamSet,
+    ) -> impl Iterator<Item = (usize, &'a mut Tensor)> + use<'a> {
+        let places = self.layer(layer);
+        params.params_mut().into_iter().enumerate().skip(places.start).take(places.len())
     }
 
     /// The numbers of a layer's tensors.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
-use moeworks_model::{Decoder, ModelConfig, TensorRanks, WeightSpec, WeightTable};
+use moeworks_model::{Decoder, ModelConfig, TensorRanks, TensorSplit, WeightSpec, WeightTable};
 
 use super::Ranks;
 use super::table::PartTable;
@@ -24,6 +24,8 @@ pub(super) struct TensorGroups {
 /// What they hold between them of a model.
 pub(super) struct TensorPart {
     ranks: TensorRanks,
+    /// The part of each rank of the group.
+    splits: Vec<TensorSplit>,
     /// The ranks of the whole run that have the same heads of keys and values.
     kv_holders: Box<dyn Communicator>,
 }
@@ -53,16 +55,24 @@ impl Ranks {
             return Ok(Decoder::over_ranks(config, table, experts).map_err(ConfigError::from)?);
         };
         let ranks = TensorRanks::new(&config, &table, Arc::clone(group), experts).map_err(ConfigError::from)?;
+        let size = ranks.split().size();
+        let splits = (0..size).map(|rank| TensorSplit::new(&config, &table, (rank, size)));
+        let splits = splits.collect::<Result<_, _>>().map_err(ConfigError::from)?;
         let of_keys = ranks.split().kv_ranks().start;
         let kv_holders = super::part(&*self.world, of_keys, self.world.rank())?;
         // A second decoder of the same model shares the first one's groups.
-        let part = self.tensor_part.get_or_init(|| TensorPart { ranks, kv_holders });
+        let part = self.tensor_part.get_or_init(|| TensorPart { ranks, splits, kv_holders });
         Ok(Decoder::over_tensor_ranks(config, table, part.ranks.clone()).map_err(ConfigError::from)?)
     }
 
     /// What this rank holds with others, if it does so.
     pub(super) fn tensor_ranks(&self) -> Option<&TensorRanks> {
         self.tensor_part.get().map(|part| &part.ranks)
+    }
+
+    /// The part of each rank of the group.
+    pub(super) fn tensor_splits(&self) -> &[TensorSplit] {
+        self.tensor_part.get().map_or(&[], |part| &part.splits)
     }
 
     /// What went through the group of ranks with the same sequences since the last call.

@@ -15,7 +15,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 use super::gather::Held;
 use super::*;
 use crate::optimizer::global_norm;
-use moeworks_model::{Decoder, DecoderWeights, Sharding, WeightTable};
+use moeworks_model::{Decoder, DecoderWeights, ParamSet, Sharding, WeightTable};
 use moeworks_ops::Context;
 
 #[path = "text_tests.rs"]
@@ -195,25 +195,19 @@ fn finish_sums(
 
 /// A rank's slice of every tensor of its part.
 fn slices(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> DecoderWeights {
-    let slice = |place: usize, tensor: &_| Ok::<_, std::convert::Infallible>(ranks.slice(ctx, place, tensor));
-    let Ok(slices) = Ranks::map_places(part, slice);
-    slices
+    part.map_params(ranks.table().weights(), |spec, tensor| ranks.slice(ctx, spec.index, tensor))
 }
 
 /// What all ranks have of `part`, on the root.
-fn whole_on_root(
-    ranks: &Ranks,
-    model: (&Context, &Decoder),
-    part: &DecoderWeights,
-) -> Result<Option<Named>, TrainError> {
+fn whole_on_root(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> Result<Option<Named>, TrainError> {
     if !ranks.is_root() {
         return ranks
-            .give_tensors(model, Held { tensors: part, are_slices: false, only_trainable: false })
+            .give_tensors(ctx, Held { tensors: part, are_slices: false, only_trainable: false })
             .map(|()| None);
     }
-    let names = model.1.tensor_shapes().into_iter().map(|(name, _)| name);
+    let names = ranks.table().specs().iter().map(|spec| spec.name.clone());
     let wholes = ranks
-        .whole_one_by_one(model, Held { tensors: part, are_slices: false, only_trainable: false })
+        .whole_one_by_one(ctx, Held { tensors: part, are_slices: false, only_trainable: false })
         .map(|whole| whole.expect("a tensor").f32s().to_vec());
     Ok(Some(names.zip(wholes).collect()))
 }
@@ -226,7 +220,7 @@ fn step_on_ranks(case: &Case) -> Step {
         let decoder = ranks.decoder(case.model.clone(), case.table())?;
         let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
         let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
-        let (mut sums, mut grads) = (ranks.begin_sums(&ctx, &weights), ranks.first_grads(&ctx, &weights));
+        let (mut sums, mut grads) = (ranks.begin_sums(&ctx), ranks.first_grads(&ctx, &weights));
         if let Some(slices) = &sums.slices {
             slices.begin_pass(&ranks, &ctx, &mut grads);
         }
@@ -239,7 +233,7 @@ fn step_on_ranks(case: &Case) -> Step {
         let stats = pass(case, (&ctx, &decoder, &weights), share, &mut done, &mut grads);
         ranks.check()?;
         let norm = finish_sums(&ranks, &ctx, &part, &mut grads, sums)?;
-        let grads = whole_on_root(&ranks, (&ctx, &decoder), &grads)?;
+        let grads = whole_on_root(&ranks, &ctx, &grads)?;
         Ok::<_, TrainError>((stats, norm, grads))
     })
     .expect("the ranks talk");

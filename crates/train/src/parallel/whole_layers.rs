@@ -4,7 +4,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use moeworks_model::{DecoderWeights, Gather, LayerWeights};
+use moeworks_model::{DecoderWeights, Gather, LayerWeights, ParamSet};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
@@ -56,9 +56,9 @@ impl Gather for WholeLayers {
             true => self.finish(ctx, place, slice, self.start(ctx, place, slice)),
             false => slice.clone(),
         };
-        let join = || Ranks::map_places(parts, |place, slice| Ok::<_, std::convert::Infallible>(join(place, slice)));
-        let Ok(whole) = self.ranks.experts.time("weights: gather", join);
-        whole
+        let table = self.ranks.table().weights();
+        let join = || parts.map_params(table, |spec, slice| join(spec.index, slice));
+        self.ranks.experts.time("weights: gather", join)
     }
 
     fn layer(&self, ctx: &Context, parts: &DecoderWeights, index: usize, next: Option<usize>) -> LayerWeights {

@@ -2,7 +2,7 @@
 //! tensor. Of optimizer state alone (stage 1) a rank sums only the gradients of its slice, and tells the others what came of it.
 
 use moeworks_comm::{CommError, Pending, Reduce};
-use moeworks_model::DecoderWeights;
+use moeworks_model::{ParamSet, WeightSpec};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
 use moeworks_tensor::{DType, Tensor};
@@ -30,25 +30,6 @@ impl Ranks {
         ctx.empty(&[len], DType::F32)
     }
 
-    /// `f` of the number of each tensor of `tensors` and it, in their places.
-    pub(super) fn map_places<E>(
-        tensors: &DecoderWeights,
-        mut f: impl FnMut(usize, &Tensor) -> Result<Tensor, E>,
-    ) -> Result<DecoderWeights, E> {
-        let (mut failure, mut places) = (None, 0..);
-        let mapped = tensors.map_tensors(|tensor| {
-            let place = places.next().unwrap_or_default();
-            if failure.is_some() {
-                return tensor.clone();
-            }
-            f(place, tensor).unwrap_or_else(|error| {
-                failure = Some(error);
-                tensor.clone()
-            })
-        });
-        failure.map_or(Ok(mapped), Err)
-    }
-
     /// This rank's slice of tensor `place`.
     pub(super) fn slice(&self, ctx: &Context, place: usize, tensor: &Tensor) -> Tensor {
         let start = self.slice_counts(place)[..self.holders_of(place).rank()].iter().sum::<usize>();
@@ -59,30 +40,29 @@ impl Ranks {
     }
 
     /// This rank's slice of every trainable tensor; of the others nothing.
-    pub(crate) fn trainable_slices(&self, ctx: &Context, tensors: &DecoderWeights) -> DecoderWeights {
-        let slice_of = |place: usize, tensor: &Tensor| match self.table().is_trainable(place) {
-            true => Ok::<_, std::convert::Infallible>(self.slice(ctx, place, tensor)),
-            false => Ok(ctx.empty(&[0], DType::F32)),
+    pub(crate) fn trainable_slices(&self, ctx: &Context, tensors: &dyn ParamSet) -> Vec<Tensor> {
+        let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable {
+            true => self.slice(ctx, spec.index, tensor),
+            false => ctx.empty(&[0], DType::F32),
         };
-        let Ok(slices) = Self::map_places(tensors, slice_of);
-        slices
+        self.table().specs().iter().zip(tensors.params()).map(slice_of).collect()
     }
 
     /// This rank's slice of every trainable tensor's gradient, summed over the ranks that hold the tensor: what `under_way` has, or else of `grads`.
     pub(crate) fn sum_to_slices(
         &self,
         ctx: &Context,
-        grads: &DecoderWeights,
+        grads: &dyn ParamSet,
         under_way: SumsUnderWay,
-    ) -> Result<DecoderWeights, TrainError> {
-        let slices = match under_way.slices {
-            Some(slices) => slices.finish(),
-            None => Self::map_places(grads, |place, tensor| match self.table().is_trainable(place) {
-                true => self.summed_slice(ctx, place, tensor),
-                false => Ok(ctx.empty(&[0], DType::F32)),
-            }),
+    ) -> Result<Vec<Tensor>, TrainError> {
+        if let Some(slices) = under_way.slices {
+            return Ok(slices.finish()?);
+        }
+        let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable {
+            true => self.summed_slice(ctx, spec.index, tensor),
+            false => Ok(ctx.empty(&[0], DType::F32)),
         };
-        Ok(slices?)
+        Ok(self.table().specs().iter().zip(grads.params()).map(slice_of).collect::<Result<_, _>>()?)
     }
 
     /// This rank's slice of the sum of a tensor over the ranks that hold it.
@@ -94,18 +74,18 @@ impl Ranks {
     }
 
     /// The norm of the gradients of all trainable weights as one vector, from everybody's slices: the same bits on all ranks.
-    pub(crate) fn norm_of_slices(&self, ctx: &Context, slices: &DecoderWeights) -> Result<f64, TrainError> {
-        let slices = self.table().specs().iter().zip(slices.tensors());
+    pub(crate) fn norm_of_slices(&self, ctx: &Context, slices: &[Tensor]) -> Result<f64, TrainError> {
+        let slices = self.table().specs().iter().zip(slices);
         let only = slices.filter(|(spec, _)| spec.is_trainable && self.is_only_slice(spec));
-        let mut sum = [only.map(|(_, (_, slice))| sum_of_squares(ctx, slice)).sum::<f64>()];
+        let mut sum = [only.map(|(_, slice)| sum_of_squares(ctx, slice)).sum::<f64>()];
         self.world.all_reduce(&mut sum, Reduce::Sum)?;
         Ok(sum[0].sqrt())
     }
 
     /// Puts everybody's slices of trainable tensors together in `whole`.
-    pub(crate) fn join_slices(&self, slices: &DecoderWeights, whole: &mut DecoderWeights) -> Result<(), TrainError> {
-        let tensors = slices.tensors().into_iter().zip(whole.tensors_mut()).enumerate();
-        for (place, ((_, slice), (_, whole))) in tensors.filter(|(place, _)| self.table().is_trainable(*place)) {
+    pub(crate) fn join_slices(&self, slices: &[Tensor], whole: &mut dyn ParamSet) -> Result<(), TrainError> {
+        let tensors = slices.iter().zip(whole.params_mut()).enumerate();
+        for (place, (slice, whole)) in tensors.filter(|(place, _)| self.table().is_trainable(*place)) {
             self.holders_of(place).all_gather_v(slice.f32s(), whole.f32s_mut(), &self.slice_counts(place))?;
         }
         Ok(())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use moeworks_infer::data::Watch;
 use moeworks_infer::store::{Checkpoint, Pick, Store, resolve_run};
 use moeworks_model::hf::load_model;
-use moeworks_model::{Decoder, DecoderWeights, Tokenizer, WeightSpec};
+use moeworks_model::{Decoder, DecoderWeights, ParamSet, Tokenizer, WeightSpec};
 use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::{Context, peak};
@@ -127,8 +127,11 @@ fn first_optimizer(
     (decoder, weights): (&Decoder, &DecoderWeights),
 ) -> Optimizer {
     let slices = ranks.filter(|ranks| ranks.shards_optimizer() && !ranks.shards_weights());
-    let slices = slices.map(|ranks| ranks.trainable_slices(ctx, weights));
-    Optimizer::new(ctx, adamw_config(config), decoder.weight_table(), slices.as_ref().unwrap_or(weights))
+    let (adamw, table) = (adamw_config(config), decoder.weight_table());
+    match slices {
+        Some(ranks) => Optimizer::new(ctx, adamw, table, &ranks.trainable_slices(ctx, weights)),
+        None => Optimizer::new(ctx, adamw, table, weights),
+    }
 }
 
 impl Trainer {

@@ -45,10 +45,10 @@ impl Trainer {
     fn help_to_save(&self) -> Result<(), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
         ranks.patiently(|| {
-            ranks.give_tensors((&self.ctx, &self.decoder), ranks.held_weights(&self.weights))?;
-            state::moments(&self.optimizer).into_iter().try_for_each(|(_, moments)| {
-                ranks.give_tensors((&self.ctx, &self.decoder), ranks.held_moments(moments))
-            })
+            ranks.give_tensors(&self.ctx, ranks.held_weights(&self.weights))?;
+            state::moments(&self.optimizer)
+                .into_iter()
+                .try_for_each(|(_, moments)| ranks.give_tensors(&self.ctx, ranks.held_moments(moments)))
         })
     }
 
@@ -58,13 +58,13 @@ impl Trainer {
             let write = |dir: &Path| state::save_model(dir, &self.decoder, &self.weights, &self.tokenizer);
             return self.write_checkpoint(output, &moments, write);
         };
-        let whole = |held, prefix| ranks.whole_tensors((&self.ctx, &self.decoder), held, prefix);
+        let whole = |held, prefix| ranks.whole_tensors(&self.ctx, held, prefix);
         let moments = state::moments(&self.optimizer).into_iter();
         let moments: Vec<_> =
             moments.flat_map(|(prefix, moments)| whole(ranks.held_moments(moments), prefix)).collect();
         ranks.patiently(|| {
             self.write_checkpoint(output, &moments, |dir| {
-                let weights = ranks.whole_one_by_one((&self.ctx, &self.decoder), ranks.held_weights(&self.weights));
+                let weights = ranks.whole_one_by_one(&self.ctx, ranks.held_weights(&self.weights));
                 let weights = RefCell::new(weights);
                 let next = || weights.borrow_mut().next().unwrap_or_else(|| Err(io::Error::other("no more tensors")));
                 state::save_coming(dir, &self.decoder, (&self.weights, &next), &self.tokenizer)

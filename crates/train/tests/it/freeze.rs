@@ -6,7 +6,7 @@ use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_infer::data::Watch;
 use moeworks_model::hf::load_model;
 use moeworks_model::safetensors::SafetensorsFile;
-use moeworks_model::{Decoder, ModelConfig, PassOptions, TokenBatch, WeightTable};
+use moeworks_model::{Decoder, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;

@@ -1,10 +1,10 @@
 //! Training steps of a small model in bf16 on one batch, for tests of where and in what they are computed.
 
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, PassOptions, TokenBatch};
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, ParamSet, PassOptions, TokenBatch};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random};
-use moeworks_train::optimizer::{AdamWConfig, Optimizer};
+use moeworks_train::optimizer::{AdamWConfig, Optimizer, UpdateScale};
 
 const SEQ_LEN: usize = 24;
 
@@ -74,7 +74,7 @@ impl Steps {
 
     pub(crate) fn update(&mut self, lr: f64) {
         let Self { at, optimizer, weights, grads, compute, .. } = self;
-        optimizer.update(at, (lr, 1.0), weights, grads, Some(compute));
+        optimizer.update(at, UpdateScale { lr, grad_scale: 1.0 }, weights, grads, Some(compute));
     }
 
     pub(crate) fn gradients(&self) -> &DecoderWeights {
