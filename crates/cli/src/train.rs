@@ -9,10 +9,9 @@ use moeworks_infer::store::{Pick, newest_run, resolve_run};
 use moeworks_model::hf;
 use moeworks_ops::Context;
 use moeworks_train::config::{ConfigLayers, OutputConfig, Override, RunConfig, print_config};
+use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
 use moeworks_train::report::write_report;
-use moeworks_train::{
-    Event, IfTaken, Outcome, Progress, Ranks, Requests, RunFolder, TrainError, Trainer, resumed_config,
-};
+use moeworks_train::{Event, IfTaken, Outcome, Progress, Ranks, Requests, RunFolder, TrainError, resumed_config};
 
 use crate::args::{CheckWeights, ConfigArgs, ReportArgs, TrainArgs};
 use crate::exit_code::ExitCode;
@@ -81,13 +80,17 @@ impl Start {
         }
     }
 
-    fn trainer(&self, ranks: Option<Ranks>, requests: &Requests) -> Result<Trainer, TrainError> {
+    fn trainer(&self, ranks: Option<Ranks>, requests: &Requests) -> Result<LanguageModelTrainer, TrainError> {
         let watch = &reading::watch(Arc::clone(&requests.stop));
         match self {
             Self::New { config, folder, from } => {
-                Trainer::start_over(config.clone(), folder.clone(), from.as_deref(), ranks, watch)
+                let (config, folder, from) = (config.clone(), folder.clone(), from.clone());
+                LanguageModel::start(LanguageModelStart { config, folder, from, ranks, watch })
             }
-            Self::Resumed { config, run_dir } => Trainer::resume_over(run_dir.clone(), config.clone(), ranks, watch),
+            Self::Resumed { config, run_dir } => {
+                let (config, run_dir) = (config.clone(), run_dir.clone());
+                LanguageModel::resume(LanguageModelResume { run_dir, config, ranks, watch })
+            }
         }
     }
 }
@@ -105,7 +108,7 @@ fn one_rank(
     ranks: Option<Ranks>,
     Outside { requests, trace }: Outside<'_>,
 ) -> Result<Option<End>, TrainError> {
-    let write_trace = |trainer: &Trainer| trace.map_or(Ok(()), |path| trainer.write_trace(path));
+    let write_trace = |trainer: &LanguageModelTrainer| trace.map_or(Ok(()), |path| trainer.write_trace(path));
     if ranks.as_ref().is_some_and(|ranks| !ranks.is_root()) {
         let mut trainer = start.trainer(ranks, requests)?;
         trainer.run(requests, &mut |_| ())?;
@@ -124,9 +127,9 @@ fn one_rank(
         run_dir: trainer.run_dir().to_owned(),
         checkpoint: trainer.last_checkpoint().map(Path::to_owned),
         progress: trainer.progress().clone(),
-        total_steps: trainer.config().train.steps,
-        prompt: trainer.config().train.sample_prompt.clone(),
-        shares: reading::shares(trainer.dataset(), trainer.progress().step),
+        total_steps: trainer.task().config().train.steps,
+        prompt: trainer.task().config().train.sample_prompt.clone(),
+        shares: reading::shares(trainer.task().dataset(), trainer.progress().step),
     }))
 }
 
@@ -265,9 +268,9 @@ fn resumed(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Start, F
     Ok(Start::Resumed { config, run_dir })
 }
 
-fn announce(trainer: &Trainer) {
-    let config = trainer.config();
-    let (dataset, seq_len) = (trainer.dataset(), config.train.seq_len as u64);
+fn announce(trainer: &LanguageModelTrainer) {
+    let config = trainer.task().config();
+    let (dataset, seq_len) = (trainer.task().dataset(), config.train.seq_len as u64);
     notice!("Data:       {}", dataset.summary());
     for source in reading::sources(dataset, config.train.steps) {
         notice!("            {source}");
@@ -283,7 +286,7 @@ fn announce(trainer: &Trainer) {
     notice!("Run:        {}", trainer.run_dir().display());
 }
 
-fn watch(trainer: &mut Trainer, requests: &Requests) -> Result<Outcome, TrainError> {
+fn watch(trainer: &mut LanguageModelTrainer, requests: &Requests) -> Result<Outcome, TrainError> {
     let mut display = Display::new(trainer.progress().step);
     let result = trainer.run(requests, &mut |event| match event {
         Event::Step { record, total_steps, val_loss } => display.step(record, total_steps, val_loss),

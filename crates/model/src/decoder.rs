@@ -156,7 +156,13 @@ impl Decoder {
         seed: u64,
         mut keep: impl FnMut(&WeightSpec, Tensor) -> Tensor,
     ) -> DecoderWeights {
-        let make = |spec: &WeightSpec| keep(spec, spec.first_values(ctx, seed));
+        self.build_weights(ctx, |spec| keep(spec, spec.first_values(ctx, seed)))
+    }
+
+    /// Puts weights together of tensors that `make` makes, one for each entry of the table in its order. Routers have the states of the
+    /// first step.
+    #[must_use]
+    pub fn build_weights(&self, ctx: &Context, make: impl FnMut(&WeightSpec) -> Tensor) -> DecoderWeights {
         DecoderWeights::build(&self.config, &self.table, make, |state| first_state(ctx, state))
     }
 

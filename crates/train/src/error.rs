@@ -99,6 +99,15 @@ pub enum TrainError {
         /// Those that there are.
         known: String,
     },
+    /// A task whose model cannot lie on ranks like this.
+    #[error("this task does not support {what}")]
+    Parallelism {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// A task failed.
+    #[error("{0}")]
+    Task(Box<dyn std::error::Error + Send + Sync>),
     /// A file of the run cannot be written or read.
     #[error("{}: {source}", path.display())]
     Io {

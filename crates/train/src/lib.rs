@@ -1,25 +1,31 @@
 //! Training: data, optimizer, checkpoints, the loop and its records.
+//!
+//! A [`Trainer`] trains any model that is a [`Task`]; the language model of `moeworks train` is
+//! [`LanguageModel`](language_model::LanguageModel).
 
+mod checkpoint;
 pub mod config;
-mod corpus;
 mod cpu_time;
 pub mod data;
 mod error;
 pub mod events;
+pub mod language_model;
 pub mod lr_schedule;
 pub mod metrics;
 pub mod optimizer;
 mod parallel;
 pub mod report;
 pub mod routing;
-mod setup;
-mod state;
 pub mod study;
+pub mod task;
 pub mod trace;
 mod trainer;
 
+pub use checkpoint::Progress;
 pub use error::TrainError;
+pub use language_model::{context, machine_bytes, resumed_config};
 pub use parallel::Ranks;
-pub use setup::{context, machine_bytes};
-pub use state::{Progress, resumed_config};
-pub use trainer::{Event, IfTaken, Outcome, Requests, RunFolder, Trainer};
+pub use task::Task;
+pub use trainer::{
+    Event, IfTaken, Outcome, Requests, ResumeOptions, RunFolder, StartOptions, Trainer, TrainerSettings,
+};

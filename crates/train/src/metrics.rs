@@ -59,10 +59,48 @@ pub struct Record {
     pub val_loss: Option<f64>,
     /// Whether the update was skipped because the loss or the gradient was not finite.
     pub is_skipped: bool,
+    /// The metrics of the task, such as `train/accuracy`, and `val/accuracy` on steps that were followed by an evaluation.
+    pub metrics: Vec<NamedFigure>,
     /// What the ranks spent the step on, where there are several.
     pub ranks: Option<RanksRecord>,
     /// The MoE layers, in order; empty for a dense model.
     pub layers: Vec<LayerRecord>,
+}
+
+/// A figure with its name in records.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedFigure {
+    /// The name.
+    pub name: String,
+    /// The value.
+    pub value: f64,
+}
+
+/// The columns of `metrics.csv` that depend on what is trained.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Columns {
+    /// The indices of the MoE layers.
+    moe_layers: Vec<usize>,
+    /// The names of metrics in records.
+    metrics: Vec<String>,
+}
+
+impl Columns {
+    /// The columns for a model with these MoE layers, whose passes and evaluations give these metrics.
+    #[must_use]
+    pub fn new(moe_layers: &[usize], metrics: &[&str]) -> Self {
+        let of = |kind: &'static str| metrics.iter().map(move |name| format!("{kind}/{name}"));
+        Self { moe_layers: moe_layers.to_vec(), metrics: of("train").chain(of("val")).collect() }
+    }
+
+    /// The metrics of a record in the order of the columns; NaN for those that it does not have.
+    fn metrics_of(&self, record: &Record) -> Vec<NamedFigure> {
+        let value = |name: &String| {
+            let found = record.metrics.iter().find(|metric| metric.name == *name);
+            NamedFigure { name: name.clone(), value: found.map_or(f64::NAN, |metric| metric.value) }
+        };
+        self.metrics.iter().map(value).collect()
+    }
 }
 
 /// One MoE layer in one training step, summed over microbatches.
@@ -91,6 +129,10 @@ pub struct LayerRecord {
     /// with such a checkpoint; see [`RoutingSample`](crate::routing::RoutingSample).
     pub checkpoint_agreement: Option<f64>,
 }
+
+/// Names of the figures of training and validation that every run has.
+const RUN_FIGURES: [&str; 7] =
+    ["train/loss", "train/balance_loss", "train/z_loss", "train/lr", "train/grad_norm", "train/is_skipped", "val/loss"];
 
 /// Names, within a layer, of figures that only some steps have. JSON lines of other steps leave them out.
 const OCCASIONAL: [&str; 3] = ["specialization", "specialization_nats", "checkpoint_agreement"];
@@ -226,6 +268,7 @@ impl Record {
             ("moe/routing_flops_saved", self.routing_flops_saved),
         ];
         let run = run.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let metrics = self.metrics.iter().map(|metric| (metric.name.clone(), metric.value));
         let losses = self.router_losses.named().into_iter();
         let losses = losses.map(|(name, value)| (router_loss_name(name), value.unwrap_or(f64::NAN)));
         let layers = self.layers.iter().flat_map(|layer| {
@@ -233,7 +276,7 @@ impl Record {
         });
         let ranks = self.ranks.as_ref().map_or([f64::NAN; RanksRecord::SCALARS.len()], RanksRecord::scalars);
         let ranks = RanksRecord::SCALARS.into_iter().zip(ranks).map(|(name, value)| (format!("ranks/{name}"), value));
-        run.chain(losses).chain(ranks).chain(layers).collect()
+        run.chain(metrics).chain(losses).chain(ranks).chain(layers).collect()
     }
 }
 

@@ -89,9 +89,9 @@ fn figures_that_only_some_steps_have_are_left_out_of_json_and_empty_in_csv() {
     assert_eq!(fields(4).get("moe/layer_1/specialization"), None);
     for step in [4, 5, 10] {
         assert_eq!(parse_record(json_line(&record(step)).as_bytes()).unwrap().layers, record(step).layers);
-        let line = csv_line(&record(step));
+        let line = csv_line(&record(step), &Columns::default());
         let cells: Vec<&str> = line.trim_end().split(',').collect();
-        let header = csv_header(&[1, 3]);
+        let header = csv_header(&Columns::new(&[1, 3], &[]));
         let at = |name: &str| cells[header.trim_end().split(',').position(|cell| cell == name).unwrap()];
         assert_eq!(at(agreement), if step == 10 { "0.875" } else { "" });
         assert_eq!(at("moe/layer_1/specialization"), if step == 4 { "" } else { "0.25" });
@@ -107,7 +107,7 @@ fn losses_that_are_not_computed_are_left_out_of_json_and_empty_in_csv() {
     assert_eq!((fields["moe/importance_loss"].as_f64(), fields["moe/l1_loss"].as_f64()), (Some(0.25), Some(3.0)));
     assert_eq!((fields.get("moe/device_loss"), fields.get("moe/load_loss")), (None, None));
     assert_eq!(parse_record(json_line(&record).as_bytes()).unwrap().router_losses, router_losses);
-    let (header, line) = (csv_header(&[]), csv_line(&record));
+    let (header, line) = (csv_header(&Columns::new(&[], &[])), csv_line(&record, &Columns::default()));
     let cell =
         |name: &str| line.trim_end().split(',').nth(header.trim_end().split(',').position(|n| n == name).unwrap());
     assert_eq!([cell("moe/importance_loss"), cell("moe/local_entropy_loss")], [Some("0.25"), Some("")]);
@@ -119,15 +119,34 @@ fn numbers_that_are_not_finite_are_null_in_json_and_empty_in_csv() {
     let json: serde_json::Value = serde_json::from_str(&json_line(&record)).unwrap();
     assert!(json["train/loss"].is_null() && json["train/grad_norm"].is_null());
     assert_eq!(json["train/lr"], 1e-300);
-    assert!(csv_line(&record).starts_with("1,0,,0,0,1e-300,,0,,"), "{}", csv_line(&record));
+    assert!(
+        csv_line(&record, &Columns::default()).starts_with("1,0,,0,0,1e-300,,0,,"),
+        "{}",
+        csv_line(&record, &Columns::default())
+    );
 }
 
 #[test]
 fn the_csv_header_has_a_name_for_each_field() {
-    let header = csv_header(&[1, 3]);
+    let header = csv_header(&Columns::new(&[1, 3], &[]));
     assert!(header.starts_with("step,tokens,train/loss,"));
     assert!(header.contains(",moe/layer_3/expert_diversity,"));
-    assert_eq!(header.split(',').count(), csv_line(&record(2)).split(',').count());
+    assert_eq!(header.split(',').count(), csv_line(&record(2), &Columns::default()).split(',').count());
+}
+
+#[test]
+fn metrics_of_a_task_have_columns_of_their_own_also_on_steps_without_an_evaluation() {
+    let columns = Columns::new(&[], &["accuracy"]);
+    let train = NamedFigure { name: "train/accuracy".to_owned(), value: 0.25 };
+    let record = Record { step: 3, metrics: vec![train], ..Record::default() };
+    let (header, line) = (csv_header(&columns), csv_line(&record, &columns));
+    let field = |name: &str| {
+        let at = header.trim_end().split(',').position(|column| column == name).expect("a column");
+        line.trim_end().split(',').nth(at).expect("a field").to_owned()
+    };
+    assert_eq!([field("train/accuracy"), field("val/accuracy")], ["0.25", ""]);
+    let json = json_line(&record);
+    assert!(json.contains("\"train/accuracy\":0.25") && !json.contains("val/accuracy"), "{json}");
 }
 
 proptest! {
@@ -154,9 +173,12 @@ proptest! {
         };
         let layers = counts.iter().enumerate().map(to_layer).collect();
         let router_losses = RouterLosses { load: Some(lr), l1: Some(z_loss), ..RouterLosses::default() };
+        let metrics = [("train/accuracy", mfu), ("val/accuracy", lr)]
+            .map(|(name, value)| NamedFigure { name: name.to_owned(), value })
+            .to_vec();
         let written = Record {
             step, tokens, loss, balance_loss, z_loss, router_losses, routing_flops_saved: mfu, lr, grad_norm, tokens_per_s, mfu, step_ms: loss, processor_ms: mfu,
-            memory_peak_bytes: 1 << 40, val_loss: val_loss.map(finite), is_skipped: step % 2 == 0, layers,
+            memory_peak_bytes: 1 << 40, val_loss: val_loss.map(finite), is_skipped: step % 2 == 0, layers, metrics,
             ranks: (step % 3 == 0).then(|| RanksRecord { ranks: vec![RankRecord { work_ms: 3.5, node_bytes: 7, ..RankRecord::default() }; 2] }),
         };
         prop_assert_eq!(parse_record(json_line(&written).as_bytes()).unwrap(), written);
@@ -166,18 +188,18 @@ proptest! {
 #[test]
 fn a_killed_and_resumed_run_has_the_records_of_one_that_was_never_stopped() {
     let whole = tempfile::tempdir().unwrap();
-    write_steps(&mut MetricsWriter::create(whole.path(), &[1, 3]).unwrap(), 1..=20);
+    write_steps(&mut MetricsWriter::create(whole.path(), &Columns::new(&[1, 3], &[])).unwrap(), 1..=20);
     // Killed at step 15 after a checkpoint at step `resumed`, with anything at all behind the last whole line.
     for (resumed, rest) in [(10, ""), (10, "{\"step\":16,\"tok"), (15, "16,655"), (0, "\0\0\0"), (12, "{}\n\n")] {
         let run = tempfile::tempdir().unwrap();
-        let mut writer = MetricsWriter::create(run.path(), &[1, 3]).unwrap();
+        let mut writer = MetricsWriter::create(run.path(), &Columns::new(&[1, 3], &[])).unwrap();
         write_steps(&mut writer, 1..=15);
         writer.sync().unwrap();
         for name in [METRICS_JSONL, METRICS_CSV, SAMPLES_JSONL] {
             let mut file = fs::OpenOptions::new().append(true).open(run.path().join(name)).unwrap();
             file.write_all(rest.as_bytes()).unwrap();
         }
-        let mut writer = MetricsWriter::resume(run.path(), &[1, 3], resumed).unwrap();
+        let mut writer = MetricsWriter::resume(run.path(), &Columns::new(&[1, 3], &[]), resumed).unwrap();
         write_steps(&mut writer, resumed + 1..=20);
         assert_eq!(read_run(run.path()), read_run(whole.path()), "resumed at {resumed} with {rest:?}");
     }
@@ -186,13 +208,13 @@ fn a_killed_and_resumed_run_has_the_records_of_one_that_was_never_stopped() {
 #[test]
 fn a_file_that_was_cut_at_any_byte_is_repaired() {
     let whole = tempfile::tempdir().unwrap();
-    write_steps(&mut MetricsWriter::create(whole.path(), &[1, 3]).unwrap(), 1..=3);
+    write_steps(&mut MetricsWriter::create(whole.path(), &Columns::new(&[1, 3], &[])).unwrap(), 1..=3);
     let [jsonl, csv, _] = read_run(whole.path());
     for cut in (0..jsonl.len().max(csv.len())).step_by(7) {
         let run = tempfile::tempdir().unwrap();
         fs::write(run.path().join(METRICS_JSONL), &jsonl[..cut.min(jsonl.len())]).unwrap();
         fs::write(run.path().join(METRICS_CSV), &csv[..cut.min(csv.len())]).unwrap();
-        drop(MetricsWriter::resume(run.path(), &[1, 3], 3).unwrap());
+        drop(MetricsWriter::resume(run.path(), &Columns::new(&[1, 3], &[]), 3).unwrap());
         let [repaired_jsonl, repaired_csv, _] = read_run(run.path());
         let whole_lines = |text: &str| text.rfind('\n').map_or(0, |end| end + 1);
         assert_eq!(repaired_jsonl, jsonl[..whole_lines(&jsonl[..cut.min(jsonl.len())])]);
@@ -210,19 +232,19 @@ fn lines_longer_than_a_read_are_cut_in_the_right_place() {
         |step: u64, len: usize| format!("{{\"prompt\":\"\",\"step\":{step},\"text\":\"{}\"}}\n", "x".repeat(len));
     let kept = line(1, 10) + &line(2, 300_000) + &line(3, 70_000);
     fs::write(&path, kept.clone() + &line(4, 500_000) + &line(5, 65_536) + "{\"half").unwrap();
-    drop(MetricsWriter::resume(run.path(), &[], 3).unwrap());
+    drop(MetricsWriter::resume(run.path(), &Columns::new(&[], &[]), 3).unwrap());
     assert_eq!(fs::read_to_string(&path).unwrap(), kept);
 }
 
 #[test]
 fn a_table_with_other_columns_is_made_anew() {
     let run = tempfile::tempdir().unwrap();
-    write_steps(&mut MetricsWriter::create(run.path(), &[1, 3]).unwrap(), 1..=5);
+    write_steps(&mut MetricsWriter::create(run.path(), &Columns::new(&[1, 3], &[])).unwrap(), 1..=5);
     let [_, csv, _] = read_run(run.path());
     for damaged in [None, Some("step,old\n1,2\n"), Some("")] {
         let path = run.path().join(METRICS_CSV);
         damaged.map_or_else(|| fs::remove_file(&path), |text| fs::write(&path, text)).unwrap();
-        drop(MetricsWriter::resume(run.path(), &[1, 3], 5).unwrap());
+        drop(MetricsWriter::resume(run.path(), &Columns::new(&[1, 3], &[]), 5).unwrap());
         assert_eq!(read_run(run.path())[1], csv);
     }
 }
@@ -230,7 +252,7 @@ fn a_table_with_other_columns_is_made_anew() {
 #[test]
 fn records_of_another_model_are_refused() {
     let run = tempfile::tempdir().unwrap();
-    let mut writer = MetricsWriter::create(run.path(), &[0]).unwrap();
+    let mut writer = MetricsWriter::create(run.path(), &Columns::new(&[0], &[])).unwrap();
     assert!(writer.write(&record(1)).unwrap_err().to_string().contains("other MoE layers"));
 }
 
@@ -238,7 +260,7 @@ fn records_of_another_model_are_refused() {
 fn samples_read_back_and_damaged_lines_are_passed_over() {
     let run = tempfile::tempdir().unwrap();
     assert_eq!(read_samples(run.path()).unwrap(), []);
-    write_steps(&mut MetricsWriter::create(run.path(), &[1, 3]).unwrap(), 1..=8);
+    write_steps(&mut MetricsWriter::create(run.path(), &Columns::new(&[1, 3], &[])).unwrap(), 1..=8);
     let path = run.path().join(SAMPLES_JSONL);
     fs::write(&path, "nonsense\n".to_owned() + &fs::read_to_string(&path).unwrap() + "{\"step\":9").unwrap();
     let samples = read_samples(run.path()).unwrap();
@@ -250,7 +272,7 @@ fn samples_read_back_and_damaged_lines_are_passed_over() {
 fn the_last_record_is_found_behind_a_cut_line() {
     let run = tempfile::tempdir().unwrap();
     assert_eq!(read_last_record(run.path()).unwrap(), None);
-    write_steps(&mut MetricsWriter::create(run.path(), &[1, 3]).unwrap(), 1..=8);
+    write_steps(&mut MetricsWriter::create(run.path(), &Columns::new(&[1, 3], &[])).unwrap(), 1..=8);
     let mut file = fs::OpenOptions::new().append(true).open(run.path().join(METRICS_JSONL)).unwrap();
     file.write_all(b"{\"step\":9,").unwrap();
     let last = read_last_record(run.path()).unwrap().unwrap();
@@ -261,9 +283,13 @@ fn the_last_record_is_found_behind_a_cut_line() {
 #[cfg(target_os = "linux")]
 fn a_full_disk_is_one_error_that_names_the_file() {
     let run = tempfile::tempdir().unwrap();
-    drop(MetricsWriter::create(run.path(), &[1, 3]).unwrap());
+    drop(MetricsWriter::create(run.path(), &Columns::new(&[1, 3], &[])).unwrap());
     fs::remove_file(run.path().join(METRICS_JSONL)).unwrap();
     std::os::unix::fs::symlink("/dev/full", run.path().join(METRICS_JSONL)).unwrap();
-    let error = MetricsWriter::open(run.path(), &[1, 3], None).unwrap().write(&record(1)).unwrap_err().to_string();
+    let error = MetricsWriter::open(run.path(), &Columns::new(&[1, 3], &[]), None)
+        .unwrap()
+        .write(&record(1))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("metrics.jsonl") && error.contains("No space left"), "{error}");
 }

@@ -3,13 +3,13 @@ use std::path::Path;
 
 use super::numbers::{Unit, bytes, duration, grouped, short, tick_labels, ticks};
 use super::*;
-use crate::metrics::{LayerRecord, MetricsWriter, RankRecord, RanksRecord, Record, SAMPLES_JSONL, Sample};
+use crate::metrics::{Columns, LayerRecord, MetricsWriter, RankRecord, RanksRecord, Record, SAMPLES_JSONL, Sample};
 use crate::routing::Specialization;
 
 /// A run of `num_steps` steps with `num_layers` MoE layers of `num_experts` experts.
 fn write_run(run_dir: &Path, num_steps: u64, num_layers: usize, num_experts: usize) {
     let layers: Vec<usize> = (0..num_layers).collect();
-    let mut writer = MetricsWriter::create(run_dir, &layers).unwrap();
+    let mut writer = MetricsWriter::create(run_dir, &Columns::new(&layers, &[])).unwrap();
     for step in 1..=num_steps {
         let layer = |layer: usize| LayerRecord {
             layer,
@@ -71,7 +71,7 @@ fn assert_is_self_contained(html: &str) {
 #[test]
 fn a_run_on_ranks_shows_each_of_them() {
     let run = tempfile::tempdir().unwrap();
-    let mut writer = MetricsWriter::create(run.path(), &[]).unwrap();
+    let mut writer = MetricsWriter::create(run.path(), &Columns::default()).unwrap();
     for step in 1..=3 {
         let rank = |work_ms| RankRecord {
             work_ms,
@@ -130,7 +130,7 @@ fn text_from_outside_cannot_become_markup() {
     write_run(&run_dir, 3, 1, 4);
     let config = toml::Table::from_iter([(hostile.to_owned(), toml::Value::String(hostile.repeat(100)))]);
     fs::write(run_dir.join(CONFIG_FILE), config.to_string()).unwrap();
-    let mut writer = MetricsWriter::resume(&run_dir, &[0], 3).unwrap();
+    let mut writer = MetricsWriter::resume(&run_dir, &Columns::new(&[0], &[]), 3).unwrap();
     writer.write_sample(&Sample { step: 3, prompt: hostile.to_owned(), text: hostile.repeat(1000) }).unwrap();
     let html = report_of(&run_dir);
     assert_tags_balance(&html);

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use moeworks_model::RouterLosses;
 
-use super::{LayerRecord, OCCASIONAL, RanksRecord, Record, router_loss_name};
+use super::{Columns, LayerRecord, NamedFigure, OCCASIONAL, RUN_FIGURES, RanksRecord, Record, router_loss_name};
 use crate::routing::Specialization;
 
 /// A file of records that cannot be written or read.
@@ -43,6 +43,7 @@ fn is_absent(record: &Record, name: &str, value: f64) -> bool {
     let in_layer = name.strip_prefix("moe/layer_").and_then(|rest| rest.split('/').nth(1));
     let is_router_loss = name.starts_with("moe/") && name.ends_with("_loss") && in_layer.is_none();
     (name == "val/loss" && record.val_loss.is_none())
+        || (value.is_nan() && name.starts_with("val/") && name != "val/loss")
         || (record.ranks.is_none() && name.starts_with("ranks/"))
         || (value.is_nan() && is_router_loss)
         || (value.is_nan() && in_layer.is_some_and(|name| OCCASIONAL.contains(&name)))
@@ -73,17 +74,19 @@ pub(super) fn json_line(record: &Record) -> String {
     line
 }
 
-/// The header of `metrics.csv` for a model with these MoE layers, with its line end.
-pub(super) fn csv_header(moe_layers: &[usize]) -> String {
-    let layers = moe_layers.iter().map(|&layer| LayerRecord { layer, ..LayerRecord::default() }).collect();
-    let names = Record { layers, ..Record::default() }.scalars().into_iter().map(|(name, _)| name);
+/// The header of `metrics.csv` with these columns, with its line end.
+pub(super) fn csv_header(columns: &Columns) -> String {
+    let layers = columns.moe_layers.iter().map(|&layer| LayerRecord { layer, ..LayerRecord::default() }).collect();
+    let metrics = columns.metrics_of(&Record::default());
+    let names = Record { layers, metrics, ..Record::default() }.scalars().into_iter().map(|(name, _)| name);
     let names: Vec<String> = ["step".to_owned(), "tokens".to_owned()].into_iter().chain(names).collect();
     names.join(",") + "\n"
 }
 
-/// One line of `metrics.csv`, with its line end.
-pub(super) fn csv_line(record: &Record) -> String {
+/// One line of `metrics.csv` with these columns, with its line end.
+pub(super) fn csv_line(record: &Record, columns: &Columns) -> String {
     let mut line = format!("{},{}", record.step, record.tokens);
+    let record = Record { metrics: columns.metrics_of(record), ..record.clone() };
     for (_, value) in record.scalars() {
         line.push(',');
         if value.is_finite() {
@@ -134,9 +137,18 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
         memory_peak_bytes: count("perf/memory_peak_bytes").unwrap_or(0),
         val_loss: fields.get("val/loss").map(|value| value.as_f64().unwrap_or(f64::NAN)),
         is_skipped: number("train/is_skipped") == 1.0,
+        metrics: parse_metrics(&fields),
         ranks: RanksRecord::parse(&fields),
         layers,
     })
+}
+
+/// The metrics of a task: all figures of training and validation that are not those of every run.
+fn parse_metrics(fields: &serde_json::Map<String, Value>) -> Vec<NamedFigure> {
+    let is_metric =
+        |name: &str| (name.starts_with("train/") || name.starts_with("val/")) && !RUN_FIGURES.contains(&name);
+    let metrics = fields.iter().filter(|(name, _)| is_metric(name));
+    metrics.map(|(name, value)| NamedFigure { name: name.clone(), value: value.as_f64().unwrap_or(f64::NAN) }).collect()
 }
 
 /// What a line says of a layer, but for the counts of its experts.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use super::lines::{MetricsError, csv_header, csv_line, csv_step, json_line, json_step, parse_record, read_records};
-use super::{METRICS_CSV, METRICS_JSONL, Record, SAMPLES_JSONL};
+use super::{Columns, METRICS_CSV, METRICS_JSONL, Record, SAMPLES_JSONL};
 use crate::events::EventFile;
 
 /// Histograms of the expert load go to TensorBoard every this many steps: it shows no more, and they are large.
@@ -32,7 +32,7 @@ pub struct Sample {
 #[derive(Debug)]
 pub struct MetricsWriter {
     run_dir: PathBuf,
-    moe_layers: Vec<usize>,
+    columns: Columns,
     jsonl: File,
     csv: File,
     samples: File,
@@ -41,21 +41,21 @@ pub struct MetricsWriter {
 
 impl MetricsWriter {
     /// Starts the records of a new run in `run_dir`, which is made where it is missing. Records that are there are
-    /// replaced. `moe_layers` are the indices of the MoE layers: they fix the columns of the CSV file.
-    pub fn create(run_dir: &Path, moe_layers: &[usize]) -> Result<Self, MetricsError> {
+    /// replaced. `columns` are those of the CSV file.
+    pub fn create(run_dir: &Path, columns: &Columns) -> Result<Self, MetricsError> {
         fs::create_dir_all(run_dir).map_err(MetricsError::new("make", run_dir))?;
         for name in [METRICS_JSONL, METRICS_CSV, SAMPLES_JSONL] {
             let path = run_dir.join(name);
             File::create(&path).map_err(MetricsError::new("write", &path))?;
         }
         EventFile::remove_all(run_dir).map_err(MetricsError::new("empty", run_dir))?;
-        Self::open(run_dir, moe_layers, None)
+        Self::open(run_dir, columns, None)
     }
 
     /// Goes on after step `step`. Records of later steps, which a killed run left, and half a line at the end are cut
     /// off, so that the files become those of a run that was never stopped. A new event file tells TensorBoard to
     /// forget the later steps.
-    pub fn resume(run_dir: &Path, moe_layers: &[usize], step: u64) -> Result<Self, MetricsError> {
+    pub fn resume(run_dir: &Path, columns: &Columns, step: u64) -> Result<Self, MetricsError> {
         fs::create_dir_all(run_dir).map_err(MetricsError::new("make", run_dir))?;
         for (name, step_of) in
             [(METRICS_JSONL, json_step as StepOf), (SAMPLES_JSONL, json_step), (METRICS_CSV, csv_step)]
@@ -63,14 +63,14 @@ impl MetricsWriter {
             let path = run_dir.join(name);
             cut_after(&path, step, step_of).map_err(MetricsError::new("write", &path))?;
         }
-        Self::open(run_dir, moe_layers, Some(step))
+        Self::open(run_dir, columns, Some(step))
     }
 
-    pub(super) fn open(run_dir: &Path, moe_layers: &[usize], resumed: Option<u64>) -> Result<Self, MetricsError> {
+    pub(super) fn open(run_dir: &Path, columns: &Columns, resumed: Option<u64>) -> Result<Self, MetricsError> {
         let csv_path = run_dir.join(METRICS_CSV);
-        let header = csv_header(moe_layers);
+        let header = csv_header(columns);
         if first_line(&csv_path).map_err(MetricsError::new("read", &csv_path))? != header {
-            rewrite_csv(run_dir, &header)?;
+            rewrite_csv(run_dir, columns)?;
         }
         Ok(Self {
             jsonl: append_to(&run_dir.join(METRICS_JSONL))?,
@@ -79,7 +79,7 @@ impl MetricsWriter {
             events: EventFile::create(run_dir, resumed.map(|step| step + 1))
                 .map_err(MetricsError::new("write event file in", run_dir))?,
             run_dir: run_dir.to_owned(),
-            moe_layers: moe_layers.to_vec(),
+            columns: columns.clone(),
         })
     }
 
@@ -88,7 +88,7 @@ impl MetricsWriter {
     /// # Errors
     /// If a file cannot be written, or the record's layers are not those that the files were opened for.
     pub fn write(&mut self, record: &Record) -> Result<(), MetricsError> {
-        if !record.layers.iter().map(|layer| layer.layer).eq(self.moe_layers.iter().copied()) {
+        if !record.layers.iter().map(|layer| layer.layer).eq(self.columns.moe_layers.iter().copied()) {
             let problem = format!("a record of step {} has other MoE layers than the table", record.step);
             let error = io::Error::new(io::ErrorKind::InvalidInput, problem);
             return Err(MetricsError::new("write", &self.run_dir.join(METRICS_CSV))(error));
@@ -97,7 +97,7 @@ impl MetricsWriter {
             append_line(file, line).map_err(MetricsError::new("write", &self.run_dir.join(name)))
         };
         write(&mut self.jsonl, METRICS_JSONL, &json_line(record))?;
-        write(&mut self.csv, METRICS_CSV, &csv_line(record))?;
+        write(&mut self.csv, METRICS_CSV, &csv_line(record, &self.columns))?;
         let mut scalars = record.scalars();
         // A loss or gradient that is not finite is news; a figure that is not known is none.
         scalars.retain(|(name, value)| value.is_finite() || name.starts_with("train/"));
@@ -186,16 +186,16 @@ fn first_line(path: &Path) -> io::Result<String> {
 }
 
 /// Makes the CSV file anew from the JSON lines: it was lost, or its columns are those of another version.
-fn rewrite_csv(run_dir: &Path, header: &str) -> Result<(), MetricsError> {
+fn rewrite_csv(run_dir: &Path, columns: &Columns) -> Result<(), MetricsError> {
     let path = run_dir.join(METRICS_CSV);
     let beside = run_dir.join(format!(".{METRICS_CSV}.new"));
     let failed = || MetricsError::new("write", &path);
     let mut file = io::BufWriter::new(File::create(&beside).map_err(failed())?);
-    file.write_all(header.as_bytes()).map_err(failed())?;
+    file.write_all(csv_header(columns).as_bytes()).map_err(failed())?;
     let jsonl = run_dir.join(METRICS_JSONL);
     if jsonl.exists() {
         for record in read_records(&jsonl)? {
-            file.write_all(csv_line(&record?).as_bytes()).map_err(failed())?;
+            file.write_all(csv_line(&record?, columns).as_bytes()).map_err(failed())?;
         }
     }
     let file = file.into_inner().map_err(|error| failed()(error.into_error()))?;

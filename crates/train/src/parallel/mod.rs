@@ -9,8 +9,6 @@ mod gradients;
 mod rank_records;
 mod table;
 mod tensor;
-mod together;
-mod whole_layers;
 mod zero;
 mod zero_shards;
 
@@ -22,6 +20,7 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, share_cores};
+use moeworks_model::WeightTable;
 use moeworks_moe::ExpertRanks;
 use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
 
@@ -30,6 +29,7 @@ use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
 use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
+pub(crate) use zero_shards::PendingWhole;
 
 /// How long ranks wait for one that reads data or writes a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
@@ -165,9 +165,30 @@ impl Ranks {
         self.zero >= 3
     }
 
-    /// The tensors of this rank's part of the model, known with its [`decoder`](Self::decoder).
-    fn table(&self) -> &PartTable {
-        self.table.get().expect("the decoder is made before its tensors are shared out")
+    /// The tensors of this rank's part of the model, known when it [holds](Self::hold) them.
+    pub(crate) fn table(&self) -> &PartTable {
+        self.table.get().expect("the table is known before its tensors are shared out")
+    }
+
+    /// Lets this rank hold its part of the weights of `table`. What it is of tensors that are cut must be known.
+    pub(crate) fn hold(&self, table: &Arc<WeightTable>) {
+        self.table.get_or_init(|| PartTable::new(table, |spec| self.part_shape(spec)));
+    }
+
+    /// All ranks.
+    pub(crate) fn world(&self) -> &dyn Communicator {
+        &*self.world
+    }
+
+    /// How the ranks lie.
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// This rank's number.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.world.rank()
     }
 
     /// The ranks that hold tensor `place` as this one does.
@@ -209,13 +230,15 @@ impl Ranks {
     }
 
     /// What the layers with experts take.
-    pub(crate) fn experts(&self) -> &ExpertRanks {
+    #[must_use]
+    pub fn experts(&self) -> &ExpertRanks {
         &self.experts
     }
 
     /// This rank's sequences of `num`: neighbouring ones, the first ranks have one more where they do not divide. Those that hold what
     /// is no expert between them have the same.
-    pub(crate) fn share(&self, num: usize) -> Range<usize> {
+    #[must_use]
+    pub fn share(&self, num: usize) -> Range<usize> {
         let tp = self.layout.tp;
         let (n, rank) = (self.world.size() / tp, self.world.rank() / tp);
         let start = |rank: usize| num / n * rank + rank.min(num % n);

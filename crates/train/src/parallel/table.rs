@@ -7,7 +7,7 @@ use moeworks_model::{ParamSet, WeightSpec, WeightTable};
 use moeworks_tensor::Tensor;
 
 /// The table of a model's weights, and the shapes of this rank's parts of them.
-pub(super) struct PartTable {
+pub(crate) struct PartTable {
     weights: Arc<WeightTable>,
     shapes: Vec<Vec<usize>>,
 }
@@ -19,7 +19,7 @@ impl PartTable {
         Self { weights: Arc::clone(weights), shapes }
     }
 
-    pub(super) fn weights(&self) -> &WeightTable {
+    pub(crate) fn weights(&self) -> &WeightTable {
         &self.weights
     }
 
@@ -35,7 +35,7 @@ impl PartTable {
         self.spec(place).is_trainable
     }
 
-    pub(super) fn shape(&self, place: usize) -> &[usize] {
+    pub(crate) fn shape(&self, place: usize) -> &[usize] {
         &self.shapes[place]
     }
 
@@ -59,12 +59,12 @@ impl PartTable {
     }
 
     /// The numbers of a layer's tensors.
-    pub(super) fn layer(&self, layer: usize) -> Range<usize> {
+    pub(crate) fn layer(&self, layer: usize) -> Range<usize> {
         self.weights.layer(layer)
     }
 
     /// The numbers of the tensors that belong to no layer.
-    pub(super) fn outside(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn outside(&self) -> impl Iterator<Item = usize> {
         self.weights.outside().map(|spec| spec.index)
     }
 }

@@ -3,11 +3,9 @@
 use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
-use moeworks_model::{Decoder, ModelConfig, TensorRanks, TensorSplit, WeightSpec, WeightTable};
+use moeworks_model::{ModelConfig, TensorRanks, TensorSplit, WeightSpec, WeightTable};
 
 use super::Ranks;
-use super::table::PartTable;
-use super::whole_layers::WholeLayers;
 use crate::config::ConfigError;
 use crate::error::TrainError;
 
@@ -40,29 +38,23 @@ impl TensorGroups {
 }
 
 impl Ranks {
-    /// The decoder of `config`, whose vocabulary is set, with the weights of `table`, of which this rank has its part, or slices of it. All
-    /// ranks call this, once.
-    pub(crate) fn decoder(self: &Arc<Self>, config: ModelConfig, table: WeightTable) -> Result<Decoder, TrainError> {
-        let decoder = self.decoder_of_parts(config, table)?;
-        self.table.get_or_init(|| PartTable::new(decoder.weight_table(), |spec| self.part_shape(spec)));
-        let gather = || Arc::new(WholeLayers::new(Arc::clone(self)));
-        Ok(if self.shards_weights() { decoder.gathering(gather()) } else { decoder })
-    }
-
-    fn decoder_of_parts(&self, config: ModelConfig, table: WeightTable) -> Result<Decoder, TrainError> {
-        let experts = self.experts().clone();
-        let Some(TensorGroups { group, .. }) = &self.tensor else {
-            return Ok(Decoder::over_ranks(config, table, experts).map_err(ConfigError::from)?);
-        };
-        let ranks = TensorRanks::new(&config, &table, Arc::clone(group), experts).map_err(ConfigError::from)?;
+    /// Cuts the tensors of `table`, of a model of `config`, over the ranks with the same tokens, if there are several of these. All ranks
+    /// call this before they [hold](Self::hold) their parts; a second model of the same shape shares the groups of the first.
+    pub(crate) fn cut_tensors(
+        &self,
+        config: &ModelConfig,
+        table: &WeightTable,
+    ) -> Result<Option<&TensorRanks>, TrainError> {
+        let Some(TensorGroups { group, .. }) = &self.tensor else { return Ok(None) };
+        let experts = self.experts.clone();
+        let ranks = TensorRanks::new(config, table, Arc::clone(group), experts).map_err(ConfigError::from)?;
         let size = ranks.split().size();
-        let splits = (0..size).map(|rank| TensorSplit::new(&config, &table, (rank, size)));
+        let splits = (0..size).map(|rank| TensorSplit::new(config, table, (rank, size)));
         let splits = splits.collect::<Result<_, _>>().map_err(ConfigError::from)?;
         let of_keys = ranks.split().kv_ranks().start;
         let kv_holders = super::part(&*self.world, of_keys, self.world.rank())?;
-        // A second decoder of the same model shares the first one's groups.
         let part = self.tensor_part.get_or_init(|| TensorPart { ranks, splits, kv_holders });
-        Ok(Decoder::over_tensor_ranks(config, table, part.ranks.clone()).map_err(ConfigError::from)?)
+        Ok(Some(&part.ranks))
     }
 
     /// What this rank holds with others, if it does so.

@@ -14,6 +14,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 
 use super::gather::Held;
 use super::*;
+use crate::language_model::decoder_on_ranks;
 use crate::optimizer::global_norm;
 use moeworks_model::{Decoder, DecoderWeights, ParamSet, Sharding, WeightTable};
 use moeworks_ops::Context;
@@ -217,7 +218,7 @@ fn step_on_ranks(case: &Case) -> Step {
         let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
         let ranks = Arc::new(ranks);
         let ctx = Context::cpu(1);
-        let decoder = ranks.decoder(case.model.clone(), case.table())?;
+        let decoder = decoder_on_ranks(&ranks, case.model.clone(), case.table())?;
         let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
         let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
         let (mut sums, mut grads) = (ranks.begin_sums(&ctx), ranks.first_grads(&ctx, &weights));
@@ -371,7 +372,7 @@ fn memory_at_the_start(layout: Layout, zero: u8) -> (Vec<[usize; 2]>, usize) {
     let ranks = try_run_ranks(&RankOptions::new(layout.num_ranks()), |comm: &dyn Communicator| {
         let ranks = Ranks::new(comm, layout, placement.clone(), Exchange::plain(Wire::F32))?.with_zero(zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
-        let decoder = ranks.decoder(model.clone(), WeightTable::new(&model))?;
+        let decoder = decoder_on_ranks(&ranks, model.clone(), WeightTable::new(&model))?;
         let largest = decoder.tensor_shapes().iter().map(|(_, shape)| 4 * shape.iter().product::<usize>()).max();
         let mut keep = ranks.keeper(&ctx, ranks.shards_weights());
         let _weights = decoder.init_kept(&ctx, 7, |spec, tensor| keep(spec, &tensor));
@@ -557,9 +558,9 @@ fn ranks_whose_copies_of_weights_drift_apart_are_named() {
         let placement = Placement::sharded(model().num_experts, 2);
         let ranks = Arc::new(Ranks::new(comm, Layout::new(2, 2, 1), placement, Exchange::plain(Wire::F32))?);
         let ctx = Context::cpu(1);
-        let mut weights = ranks
-            .decoder(model(), WeightTable::new(&model()))?
-            .init_kept(&ctx, 1, |spec, whole| ranks.part(&ctx, spec, &whole));
+        let mut weights =
+            decoder_on_ranks(&ranks, model(), WeightTable::new(&model()))?
+                .init_kept(&ctx, 1, |spec, whole| ranks.part(&ctx, spec, &whole));
         ranks.check_copies(&weights)?;
         let (_, last_expert) =
             weights.tensors_mut().into_iter().rfind(|(name, _)| name.contains(".mlp.experts.")).expect("experts");

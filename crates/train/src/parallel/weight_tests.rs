@@ -42,7 +42,7 @@ fn ranks_hold_the_parts_that_the_table_of_weights_says() {
         let num_parts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
             let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?;
             let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
-            let decoder = ranks.decoder(model.clone(), table.clone())?;
+            let decoder = decoder_on_ranks(&ranks, model.clone(), table.clone())?;
             let whole = Decoder::new(model.clone()).expect("a model").init(&ctx, 7);
             let held = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
             for ((spec, (name, whole)), (_, held)) in table.specs().iter().zip(whole.tensors()).zip(held.tensors()) {

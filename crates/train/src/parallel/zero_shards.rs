@@ -11,7 +11,7 @@ use super::{Ranks, SumsUnderWay};
 use crate::error::TrainError;
 
 /// A slice that was sent, and the whole tensor that comes.
-pub(super) type PendingWhole = Pending<(Tensor, Tensor)>;
+pub(crate) type PendingWhole = Pending<(Tensor, Tensor)>;
 
 /// Elements of each of `n` ranks' slices of `len` elements.
 fn counts(len: usize, n: usize) -> Vec<usize> {
@@ -92,7 +92,7 @@ impl Ranks {
     }
 
     /// Starts to put everybody's slices of tensor `place` together.
-    pub(super) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
+    pub(crate) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
         let whole = ctx.empty(self.table().shape(place), slice.dtype());
         self.holders_of(place).start_all_gather_v(slice.clone(), whole, &self.slice_counts(place))
     }

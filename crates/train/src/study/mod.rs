@@ -17,9 +17,9 @@ use moeworks_model::account::{Parameters, training_flops_per_token};
 
 use crate::config::{RunConfig, TokenizerChoice};
 use crate::error::TrainError;
+use crate::language_model::{self, LanguageModel, LanguageModelResume, LanguageModelStart};
 use crate::metrics::{LayerRecord, METRICS_JSONL, Record, read_records};
-use crate::state;
-use crate::trainer::{Event, Outcome, Requests, Trainer};
+use crate::trainer::{Event, Outcome, Requests};
 
 pub use plot::plot;
 pub use table::report;
@@ -232,8 +232,8 @@ fn train(
 ) -> Result<Outcome, TrainError> {
     let is_begun = run_dir.join(CONFIG_FILE).is_file();
     let opened = if is_begun {
-        state::make_absolute(&mut config)?;
-        let stored = state::read_config(run_dir)?;
+        language_model::make_absolute(&mut config)?;
+        let stored = language_model::read_config(run_dir)?;
         config.model.vocab_size = stored.model.vocab_size;
         config.train.threads = stored.train.threads;
         if (&config.model, &config.train, &config.data) != (&stored.model, &stored.train, &stored.data) {
@@ -241,9 +241,10 @@ fn train(
                 "holds a run with other settings; remove it, or choose another folder for the runs".to_owned();
             return Err(TrainError::State { path: run_dir.to_owned(), problem });
         }
-        Trainer::resume_over(run_dir.to_owned(), stored, None, watch)
+        let run_dir = run_dir.to_owned();
+        LanguageModel::resume(LanguageModelResume { run_dir, config: stored, ranks: None, watch })
     } else {
-        Trainer::start_over(config, run_dir.to_owned(), None, None, watch)
+        LanguageModel::start(LanguageModelStart::new(config, run_dir.to_owned(), watch))
     };
     match opened {
         Ok(mut trainer) => trainer.run(requests, on_event),
@@ -257,7 +258,7 @@ fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {
     for run in runs {
         all.push(read_records(&run.join(METRICS_JSONL))?.collect::<Result<Vec<Record>, _>>()?);
     }
-    let stored = state::read_config(&runs[0])?;
+    let stored = language_model::read_config(&runs[0])?;
     let flops_per_token = training_flops_per_token(&stored.model, stored.train.seq_len);
     let evaluated = |records: &[Record]| -> Vec<(f64, f64)> {
         let point = |record: &Record| Some((record.tokens as f64 * flops_per_token, record.val_loss?));

@@ -5,15 +5,15 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Holding, Store};
-use moeworks_model::files::Unfinished;
+use moeworks_model::files::{Unfinished, write_whole};
 
 use super::Output;
-use crate::config::RunConfig;
 use crate::error::TrainError;
 use crate::events::EventFile;
-use crate::metrics::{METRICS_CSV, METRICS_JSONL, MetricsWriter, SAMPLES_JSONL};
+use crate::language_model::ORIGIN_FILE;
+use crate::metrics::{Columns, METRICS_CSV, METRICS_JSONL, MetricsWriter, SAMPLES_JSONL};
 use crate::report::REPORT_HTML;
-use crate::state::{self, ORIGIN_FILE};
+use crate::task::Task;
 
 /// What becomes of a run whose folder is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +92,32 @@ impl RunFolder {
     }
 }
 
+/// What is written into the folder of a run besides its checkpoints.
+pub(super) struct RunFiles<'a> {
+    config_text: String,
+    columns: Columns,
+    /// Writes what only a new run has.
+    begin: Box<dyn Fn(&Path) -> Result<(), TrainError> + 'a>,
+}
+
+impl<'a> RunFiles<'a> {
+    /// The files of a run of `task`.
+    pub(super) fn new<T: Task>(task: &'a T) -> Self {
+        Self {
+            config_text: task.config_text(),
+            columns: Columns::new(&task.moe_layers(), &task.metric_names()),
+            begin: Box::new(|run_dir| task.begin_run(run_dir)),
+        }
+    }
+
+    /// Writes the run's effective configuration, replacing an older one at once.
+    fn write_config(&self, run_dir: &Path) -> Result<(), TrainError> {
+        let path = run_dir.join(CONFIG_FILE);
+        fs::create_dir_all(run_dir).map_err(TrainError::io(run_dir))?;
+        write_whole(&path, self.config_text.as_bytes()).map_err(TrainError::io(&path))
+    }
+}
+
 /// Removes the run that is in a folder whose `store` is open: its checkpoints, records and pages.
 fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
     store.remove_all()?;
@@ -107,15 +133,11 @@ fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
 
 impl Output {
     /// That of a new run, and its folder. A folder that was made for it and cannot be filled is removed again.
-    pub(super) fn create(
-        folder: &RunFolder,
-        config: &RunConfig,
-        from: Option<&Path>,
-    ) -> Result<(Self, PathBuf), TrainError> {
+    pub(super) fn create(folder: &RunFolder, files: &RunFiles<'_>) -> Result<(Self, PathBuf), TrainError> {
         let was_there = folder.if_taken != IfTaken::Number && folder.path.exists();
         let run_dir = folder.make()?;
         let new = (!was_there).then(|| Unfinished::note(&run_dir));
-        let output = Self::fill(&run_dir, folder.if_taken, config, from);
+        let output = Self::fill(&run_dir, folder.if_taken, files);
         if output.is_err() && new.is_some() {
             // What is reported is why it could not be filled.
             let _ = fs::remove_dir_all(&run_dir);
@@ -123,7 +145,7 @@ impl Output {
         Ok((output?, run_dir))
     }
 
-    fn fill(run_dir: &Path, if_taken: IfTaken, config: &RunConfig, from: Option<&Path>) -> Result<Self, TrainError> {
+    fn fill(run_dir: &Path, if_taken: IfTaken, files: &RunFiles<'_>) -> Result<Self, TrainError> {
         let store = Store::open_to_write(run_dir)?;
         if if_taken == IfTaken::Replace {
             remove_run(run_dir, &store)?;
@@ -131,14 +153,14 @@ impl Output {
             // Since the folder was looked at, another program has used it.
             RunFolder::new(run_dir.to_owned(), IfTaken::Refuse).check()?;
         }
-        state::write_origin(run_dir, from)?;
-        Self::begin(store, run_dir, config)
+        (files.begin)(run_dir)?;
+        Self::begin(store, run_dir, files)
     }
 
     /// That of a run that begins, or begins again, in a folder of its own.
-    pub(super) fn begin(store: Store, run_dir: &Path, config: &RunConfig) -> Result<Self, TrainError> {
-        let metrics = MetricsWriter::create(run_dir, &config.model.moe_layer_numbers())?;
-        state::write_config(run_dir, config)?;
+    pub(super) fn begin(store: Store, run_dir: &Path, files: &RunFiles<'_>) -> Result<Self, TrainError> {
+        let metrics = MetricsWriter::create(run_dir, &files.columns)?;
+        files.write_config(run_dir)?;
         Ok(Self { store, metrics, last_checkpoint: None })
     }
 
@@ -146,12 +168,12 @@ impl Output {
     pub(super) fn go_on(
         store: Store,
         run_dir: &Path,
-        config: &RunConfig,
+        files: &RunFiles<'_>,
         checkpoint: Checkpoint,
     ) -> Result<Self, TrainError> {
         store.discard_after(checkpoint.metadata.step)?;
-        state::write_config(run_dir, config)?;
-        let metrics = MetricsWriter::resume(run_dir, &config.model.moe_layer_numbers(), checkpoint.metadata.step)?;
+        files.write_config(run_dir)?;
+        let metrics = MetricsWriter::resume(run_dir, &files.columns, checkpoint.metadata.step)?;
         Ok(Self { store, metrics, last_checkpoint: Some(checkpoint.path) })
     }
 }

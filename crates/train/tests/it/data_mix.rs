@@ -9,7 +9,8 @@ use moeworks_infer::data::{DataError, ReadPhase, Watch};
 use moeworks_model::Tokenizer;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
 use moeworks_train::data::{Dataset, Mix};
-use moeworks_train::{Event, Outcome, Requests, TrainError, Trainer};
+use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
+use moeworks_train::{Event, Outcome, Requests, TrainError, resumed_config};
 
 /// A small model on the sources `paths`.
 fn config(cache: &Path, paths: &[String], settings: &[&str]) -> RunConfig {
@@ -161,7 +162,7 @@ fn weights_that_are_none_are_refused() {
     assert!(message.contains("small.txt: no text found: 2 files named more than once are read once"), "{message}");
 }
 
-fn losses(trainer: &mut Trainer, stop_after: u64) -> Vec<(u64, f64, Option<f64>)> {
+fn losses(trainer: &mut LanguageModelTrainer, stop_after: u64) -> Vec<(u64, f64, Option<f64>)> {
     let (requests, mut losses) = (Requests::default(), Vec::new());
     let stop = Arc::clone(&requests.stop);
     let outcome = trainer.run(&requests, &mut |event| {
@@ -179,13 +180,17 @@ fn a_run_on_weighted_sources_resumes_exactly() {
     let texts = Texts::new();
     let paths = ["large.txt=0.55", "small.txt=0.25", "digits=1=0.2"].map(|name| texts.path(name));
     let config = config(&texts.run("cache"), &paths, &[]);
-    let mut whole = Trainer::start(config.clone(), texts.run("whole")).unwrap();
+    let watch = Watch::default();
+    let start = |config, name| LanguageModel::start(LanguageModelStart::new(config, texts.run(name), &watch)).unwrap();
+    let mut whole = start(config.clone(), "whole");
     let unbroken = losses(&mut whole, 6);
-    let mut first = Trainer::start(config, texts.run("parts")).unwrap();
+    let mut first = start(config, "parts");
     let mut broken = losses(&mut first, 3);
     drop(first);
-    let mut second = Trainer::resume(texts.run("parts"), Ok).unwrap();
-    assert_eq!(second.dataset().train_batch(4, 1), whole.dataset().train_batch(4, 1));
+    let (run_dir, config) = (texts.run("parts"), resumed_config(&texts.run("parts"), Ok).unwrap());
+    let resume = LanguageModelResume { run_dir, config, ranks: None, watch: &watch };
+    let mut second = LanguageModel::resume(resume).unwrap();
+    assert_eq!(second.task().dataset().train_batch(4, 1), whole.task().dataset().train_batch(4, 1));
     broken.extend(losses(&mut second, 6));
     assert_eq!(broken, unbroken);
 }
@@ -203,7 +208,7 @@ fn reading_tells_how_far_it_is_and_stops_when_asked() {
         let is_half = !progress.is_over && progress.phase == ReadPhase::Tokenising && progress.num_bytes_done > 4 << 20;
         setter.store(is_half, Ordering::Relaxed);
     });
-    let error = Trainer::start_over(config, texts.run("run"), None, None, &watch).err().unwrap();
+    let error = LanguageModel::start(LanguageModelStart::new(config, texts.run("run"), &watch)).err().unwrap();
     assert!(matches!(error, TrainError::Data(DataError::Stopped)), "{error}");
     assert!(!texts.run("run").exists());
     assert_eq!(fs::read_dir(texts.run("cache")).unwrap().count(), 0, "nothing half-written stays");

@@ -11,9 +11,10 @@ use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
+use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
 use moeworks_train::metrics::{METRICS_JSONL, Record, read_records};
 use moeworks_train::optimizer::global_norm;
-use moeworks_train::{Ranks, Requests, Trainer, resumed_config};
+use moeworks_train::{Ranks, Requests, resumed_config};
 
 /// A model that makes a step in milliseconds, with experts in every other layer.
 const TINY: &str = "model.width=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8 \
@@ -54,7 +55,9 @@ impl Place {
         let mut config = self.config.clone();
         config.train.steps = steps;
         self.on_ranks(&config, |ranks| {
-            Trainer::start_over(config.clone(), self.run_dir(name), None, ranks, &Watch::default()).expect("a run")
+            let watch = Watch::default();
+            let start = LanguageModelStart::new(config.clone(), self.run_dir(name), &watch);
+            LanguageModel::start(LanguageModelStart { ranks, ..start }).expect("a run")
         })
     }
 
@@ -66,13 +69,14 @@ impl Place {
         };
         let config = resumed_config(&self.run_dir(name), change).expect("the run goes on");
         self.on_ranks(&config, |ranks| {
-            Trainer::resume_over(self.run_dir(name), config.clone(), ranks, &Watch::default()).expect("a run")
+            let (run_dir, config, watch) = (self.run_dir(name), config.clone(), &Watch::default());
+            LanguageModel::resume(LanguageModelResume { run_dir, config, ranks, watch }).expect("a run")
         })
     }
 
-    fn on_ranks(&self, config: &RunConfig, start: impl Fn(Option<Ranks>) -> Trainer + Sync) -> PathBuf {
+    fn on_ranks(&self, config: &RunConfig, start: impl Fn(Option<Ranks>) -> LanguageModelTrainer + Sync) -> PathBuf {
         let num_ranks = config.parallel.num_ranks();
-        let finish = |mut trainer: Trainer| {
+        let finish = |mut trainer: LanguageModelTrainer| {
             trainer.run(&Requests::default(), &mut |_| ()).expect("trained");
             trainer.last_checkpoint().map(Path::to_owned)
         };

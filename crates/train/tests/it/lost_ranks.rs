@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_infer::data::Watch;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
+use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart};
 use moeworks_train::metrics::{METRICS_JSONL, read_records};
-use moeworks_train::{Event, Ranks, Requests, TrainError, Trainer, resumed_config};
+use moeworks_train::{Event, Ranks, Requests, TrainError, resumed_config};
 
 /// A model that makes a step in milliseconds, with a checkpoint every other step.
 const TINY: &str = "model.width=16 model.num_layers=2 model.num_heads=1 model.num_kv_heads=1 model.head_dim=16 \
@@ -52,7 +53,9 @@ impl Place {
         (config.parallel.ep, config.parallel.timeout_s) = (num_ranks, timeout_s);
         try_run_ranks(&RankOptions::new(num_ranks), |comm| {
             let ranks = Some(Ranks::of_config(comm, &config, false)?);
-            let mut trainer = Trainer::start_over(config.clone(), self.run_dir(name), None, ranks, &Watch::default())?;
+            let watch = Watch::default();
+            let start = LanguageModelStart::new(config.clone(), self.run_dir(name), &watch);
+            let mut trainer = LanguageModel::start(LanguageModelStart { ranks, ..start })?;
             trainer.run(&Requests::default(), &mut |event| {
                 if let Event::Step { record, .. } = event {
                     on_step(comm.rank(), record.step);
@@ -82,8 +85,13 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
         config.parallel.ep = 1;
         Ok(config)
     });
-    let mut resumed =
-        Trainer::resume_over(run_dir.clone(), config.expect("it can"), None, &Watch::default()).expect("resumed");
+    let resume = LanguageModelResume {
+        run_dir: run_dir.clone(),
+        config: config.expect("it can"),
+        ranks: None,
+        watch: &Watch::default(),
+    };
+    let mut resumed = LanguageModel::resume(resume).expect("resumed");
     assert_eq!(resumed.progress().step, 4);
     resumed.run(&Requests::default(), &mut |_| ()).expect("trained");
     place.train("whole", (1, 25), |_, _| ()).expect("trained");

@@ -1,5 +1,6 @@
 //! What users of the crate see.
 
+mod any_model;
 mod config;
 mod data_mix;
 mod expert_gradients;

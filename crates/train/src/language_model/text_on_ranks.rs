@@ -5,14 +5,14 @@ use moeworks_infer::generation::ModelRef;
 use moeworks_model::KvCache;
 use moeworks_tensor::Tensor;
 
-use super::Ranks;
 use crate::error::TrainError;
+use crate::parallel::Ranks;
 
 impl Ranks {
     /// Whether this rank passes the root's tokens: the root, and those that hold what is no expert with it. The others serve rows of
     /// theirs.
     pub(crate) fn passes_with_root(&self) -> bool {
-        let (dp, ep, _) = self.layout.place(self.world.rank());
+        let (dp, ep, _) = self.layout().place(self.rank());
         (dp, ep) == (0, 0)
     }
 
@@ -52,15 +52,15 @@ impl Ranks {
     }
 
     fn tell(&self, ids: &[u32]) -> Result<(), TrainError> {
-        self.world.broadcast(&mut [ids.len() as u64], 0)?;
-        Ok(self.world.broadcast(&mut ids.to_vec(), 0)?)
+        self.world().broadcast(&mut [ids.len() as u64], 0)?;
+        Ok(self.world().broadcast(&mut ids.to_vec(), 0)?)
     }
 
     fn told(&self) -> Result<Vec<u32>, TrainError> {
         let mut len = [0_u64];
-        self.world.broadcast(&mut len, 0)?;
+        self.world().broadcast(&mut len, 0)?;
         let mut ids = vec![0; len[0] as usize];
-        self.world.broadcast(&mut ids, 0)?;
+        self.world().broadcast(&mut ids, 0)?;
         Ok(ids)
     }
 }

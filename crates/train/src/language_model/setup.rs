@@ -7,14 +7,12 @@ use moeworks_model::{Tokenizer, WeightGroup, WeightTable};
 use moeworks_ops::Context;
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
-use crate::config::{ConfigError, GradientType, Precision, RunConfig, ScheduleKind};
+use crate::config::{ConfigError, GradientType, Precision, RunConfig};
 use crate::error::TrainError;
-use crate::lr_schedule::{Decay, LrSchedule};
-use crate::optimizer::AdamWConfig;
 use crate::parallel::Ranks;
 
 /// The model's vocabulary: the tokenizer's, unless a larger one is set.
-pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
+pub(super) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
     let (given, needed) = (config.model.vocab_size, tokenizer.vocab_size());
     if given == 0 {
         return Ok(needed);
@@ -32,7 +30,7 @@ pub(crate) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 
 /// Refuses a model whose training state cannot fit, before the system or the driver ends the program for it. Activations are not counted:
 /// they are an estimate, and checkpointing bounds them.
-pub(crate) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
+pub(super) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let of_rank = state_of_rank(config);
     let needed_bytes = (of_rank.state() * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64;
     if let Some(machine_bytes) = machine_bytes().filter(|&machine_bytes| needed_bytes > machine_bytes) {
@@ -103,26 +101,6 @@ pub fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Context, Gpu
         tracing::warn!("train.device = auto computes on the processor: {missing}");
     }
     Ok(ctx.with_fp8_experts(config.train.precision == Precision::Fp8))
-}
-
-pub(crate) fn adamw_config(config: &RunConfig) -> AdamWConfig {
-    let train = &config.train;
-    AdamWConfig { beta1: train.beta1, beta2: train.beta2, eps: train.eps, weight_decay: train.weight_decay }
-}
-
-pub(crate) fn schedule(config: &RunConfig) -> LrSchedule {
-    let train = &config.train;
-    LrSchedule {
-        peak: train.lr,
-        min_ratio: train.min_lr_ratio,
-        warmup_steps: train.warmup_steps,
-        total_steps: train.steps,
-        decay: match train.schedule {
-            ScheduleKind::Cosine => Decay::Cosine,
-            ScheduleKind::Wsd => Decay::Wsd { decay_steps: (train.decay_fraction * train.steps as f64).round() as u64 },
-            ScheduleKind::Constant => Decay::Constant,
-        },
-    }
 }
 
 #[cfg(test)]

@@ -8,8 +8,7 @@ use moeworks_model::{DecoderWeights, Gather, LayerWeights, ParamSet};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
-use super::Ranks;
-use super::zero_shards::PendingWhole;
+use crate::parallel::{PendingWhole, Ranks};
 
 /// Puts the slices of all ranks together where a pass needs them.
 pub(super) struct WholeLayers {
@@ -31,12 +30,12 @@ impl WholeLayers {
 
     fn start(&self, ctx: &Context, place: usize, slice: &Tensor) -> Option<PendingWhole> {
         let start = || self.ranks.start_joining(ctx, place, slice).map(Some);
-        self.ranks.experts.attempt(None, start)
+        self.ranks.experts().attempt(None, start)
     }
 
     /// What has come; zeros if nothing can.
     fn finish(&self, ctx: &Context, place: usize, slice: &Tensor, pending: Option<PendingWhole>) -> Tensor {
-        let experts = &self.ranks.experts;
+        let experts = self.ranks.experts();
         let whole =
             pending.and_then(|pending| experts.attempt(None, || pending.finish().map(|(_, whole)| Some(whole))));
         whole.unwrap_or_else(|| ctx.zeros(self.ranks.table().shape(place), slice.dtype()))
@@ -58,7 +57,7 @@ impl Gather for WholeLayers {
         };
         let table = self.ranks.table().weights();
         let join = || parts.map_params(table, |spec, slice| join(spec.index, slice));
-        self.ranks.experts.time("weights: gather", join)
+        self.ranks.experts().time("weights: gather", join)
     }
 
     fn layer(&self, ctx: &Context, parts: &DecoderWeights, index: usize, next: Option<usize>) -> LayerWeights {
@@ -68,7 +67,7 @@ impl Gather for WholeLayers {
         *on_its_way = next.map(|next| self.start_layer(ctx, parts, next));
         let mut layer = parts.layers[index].clone();
         let tensors = self.ranks.table().layer(index).zip(layer.tensors_mut()).zip(now.tensors);
-        self.ranks.experts.time("weights: gather", || {
+        self.ranks.experts().time("weights: gather", || {
             for ((place, tensor), pending) in tensors {
                 *tensor = self.finish(ctx, place, tensor, pending);
             }
@@ -79,6 +78,6 @@ impl Gather for WholeLayers {
 
 impl fmt::Debug for WholeLayers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "slices of rank {} of {}", self.ranks.world.rank(), self.ranks.world.size())
+        write!(f, "slices of rank {} of {}", self.ranks.rank(), self.ranks.num_ranks())
     }
 }

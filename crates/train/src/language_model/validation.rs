@@ -1,60 +1,62 @@
-//! What a trainer looks at besides training: the validation loss, and what the routers do with validation tokens.
+//! The validation loss, and what the routers do with validation tokens.
 
 use std::collections::BTreeMap;
 
 use moeworks_infer::generation::ModelRef;
-use moeworks_model::Rules;
+use moeworks_model::{DecoderWeights, Rules};
 
-use super::Trainer;
+use super::{LanguageModel, own_share};
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, Record};
+use crate::parallel::Ranks;
 use crate::routing::{RoutingSample, specialization};
+use crate::task::ModelView;
 
 /// Tokens that specialisation is measured on at most, in each layer.
 const SPECIALIZATION_TOKENS: usize = 1 << 16;
 /// Tokens whose experts are kept from checkpoint to checkpoint, at most, unless a single sequence is longer.
 const SAMPLE_TOKENS: usize = 1 << 12;
 
-impl Trainer {
+impl LanguageModel {
     /// Mean loss on the validation windows, `None` where there are none. The specialisation of each layer goes to `layers`.
-    pub(super) fn validate(&self, layers: &mut [LayerRecord]) -> Result<Option<f64>, TrainError> {
-        let weights = self.compute.as_ref().unwrap_or(&self.weights);
+    pub(super) fn validate(
+        &self,
+        model: &ModelView<'_, DecoderWeights>,
+        layers: &mut [LayerRecord],
+    ) -> Result<Option<f64>, TrainError> {
         let num_encoder_layers = self.config.model.num_encoder_layers();
         let (mut loss, mut targets) = (0.0, 0);
         let mut first_choices: BTreeMap<usize, Vec<(u32, u32)>> = BTreeMap::new();
         for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
-            let batch = self.own_share(batch, &mut 0);
+            let batch = own_share(model.ranks, batch, &mut 0);
             let tokens = batch.tokens();
             let routed = &batch.inputs[self.decoder.routed_tokens(&tokens, false)];
-            let stats = self.decoder.evaluate_watched(&self.ctx, weights, &tokens, |layer, saved| {
+            let stats = self.decoder.evaluate_watched(model.ctx, model.params, &tokens, |layer, saved| {
                 let pairs = first_choices.entry(layer).or_default();
                 let room = SPECIALIZATION_TOKENS - pairs.len();
                 let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
                 let routed = if layer < num_encoder_layers { &batch.sources } else { routed };
                 pairs.extend(routed.iter().enumerate().filter_map(first).take(room));
             })?;
-            self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check())?;
+            model.ranks.map_or(Ok(()), Ranks::check)?;
             loss += stats.loss_sum;
             targets += stats.num_targets;
         }
         for layer in layers {
-            let pairs = self.all_pairs(first_choices.remove(&layer.layer).unwrap_or_default())?;
+            let pairs = all_pairs(model.ranks, first_choices.remove(&layer.layer).unwrap_or_default())?;
             layer.specialization = specialization(pairs);
         }
         Ok((targets > 0).then(|| loss / targets as f64))
     }
 
-    /// The pairs of all ranks.
-    fn all_pairs(&self, pairs: Vec<(u32, u32)>) -> Result<Vec<(u32, u32)>, TrainError> {
-        let Some(ranks) = &self.ranks else { return Ok(pairs) };
-        let flat: Vec<u32> = pairs.into_iter().flat_map(|(token, expert)| [token, expert]).collect();
-        Ok(ranks.all_values(&flat)?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
-    }
-
     /// Routes the sample of validation tokens, records in `record` how much of it the planned checkpoint before shares, and
     /// keeps it for the next one.
-    pub(super) fn compare_routing(&mut self, record: &mut Record) -> Result<(), TrainError> {
-        let sample = self.sample_routing()?;
+    pub(super) fn compare_routing(
+        &mut self,
+        model: &ModelView<'_, DecoderWeights>,
+        record: &mut Record,
+    ) -> Result<(), TrainError> {
+        let sample = self.sample_routing(model)?;
         if let (Some(now), Some(before)) = (&sample, &self.routing) {
             for layer in &mut record.layers {
                 layer.checkpoint_agreement = now.agreement(layer.layer, before);
@@ -66,7 +68,7 @@ impl Trainer {
 
     /// What the routers choose for the first validation sequences, on all ranks. `None` for a dense model, one with an encoder, and
     /// without validation data.
-    fn sample_routing(&self) -> Result<Option<RoutingSample>, TrainError> {
+    fn sample_routing(&self, view: &ModelView<'_, DecoderWeights>) -> Result<Option<RoutingSample>, TrainError> {
         if self.config.model.variant.encoder.is_some() {
             return Ok(None);
         }
@@ -74,18 +76,25 @@ impl Trainer {
         batch.num_sequences = batch.num_sequences.min((SAMPLE_TOKENS / batch.seq_len).max(1));
         batch.inputs.truncate(batch.num_sequences * batch.seq_len);
         let mut sample = RoutingSample::new(batch.inputs.clone());
-        let ModelRef { ctx, decoder, weights } = self.model_for_products();
-        if self.ranks.as_ref().is_none_or(|ranks| ranks.passes_with_root()) {
+        let ModelRef { ctx, decoder, weights } = self.model(view);
+        if view.ranks.is_none_or(Ranks::passes_with_root) {
             let inputs = (&batch.inputs[..], batch.num_sequences);
             decoder.route(ctx, weights, inputs, Rules::Inference, |layer, saved| sample.add(layer, saved.routing()))?;
         } else {
             decoder.serve_inference(ctx, weights);
         }
-        if let Some(ranks) = &self.ranks {
+        if let Some(ranks) = view.ranks {
             ranks.check()?;
             let layers = self.config.model.moe_layers().into_iter().map(|(_, layer)| layer);
             sample = sample.joined(layers, |own| ranks.all_values(own))?;
         }
         Ok((!sample.is_empty()).then_some(sample))
     }
+}
+
+/// The pairs of all ranks.
+fn all_pairs(ranks: Option<&Ranks>, pairs: Vec<(u32, u32)>) -> Result<Vec<(u32, u32)>, TrainError> {
+    let Some(ranks) = ranks else { return Ok(pairs) };
+    let flat: Vec<u32> = pairs.into_iter().flat_map(|(token, expert)| [token, expert]).collect();
+    Ok(ranks.all_values(&flat)?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
 }

@@ -1,0 +1,82 @@
+//! The settings of a pass, and those of the trainer, from the configuration of a run.
+
+use moeworks_model::{BalanceKind, PassOptions, RouterNoise};
+use moeworks_moe::{EntropyRule, Ramp};
+use moeworks_tensor::DType;
+
+use crate::config::{BalanceChoice, RunConfig, ScheduleKind};
+use crate::data::Dataset;
+use crate::lr_schedule::{Decay, LrSchedule};
+use crate::optimizer::AdamWConfig;
+use crate::task::Microbatch;
+use crate::trainer::TrainerSettings;
+
+/// The settings of a training pass.
+pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microbatch) -> PassOptions {
+    let train = &config.train;
+    let num_micro = batch.num;
+    let share = |coefficient: &Ramp| (coefficient.at(batch.progress) / num_micro as f64) as f32;
+    let balance = match train.balance {
+        BalanceChoice::Layer => BalanceKind::Layer,
+        BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
+        BalanceChoice::Gshard => BalanceKind::Gshard,
+    };
+    let most = (config.model.moe().num_choosable().max(1) as f64).ln();
+    PassOptions {
+        balance,
+        balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(&train.balance_coef) },
+        device_coef: share(&train.device_coef),
+        communication_coef: share(&train.communication_coef),
+        sequence_coef: share(&train.sequence_coef),
+        importance_coef: share(&train.importance_coef),
+        load_coef: share(&train.load_coef),
+        entropy: EntropyRule {
+            local: share(&train.local_entropy_coef),
+            global: share(&train.global_entropy_coef),
+            min_entropy: if train.min_entropy == 0.0 { most } else { train.min_entropy },
+        },
+        l1_scale: 1.0 / num_micro as f32,
+        z_coef: share(&train.z_coef),
+        progress: batch.progress,
+        first_token: 0,
+        noise: Some(RouterNoise { seed: train.seed, step: batch.number() }),
+        checkpoint_layers: train.checkpoint_layers,
+        grad_scale: 1.0 / (train.batch_size * dataset.targets_per_sequence() * num_micro) as f32,
+    }
+}
+
+/// The settings of the trainer.
+pub(super) fn trainer_settings(config: &RunConfig) -> TrainerSettings {
+    let train = &config.train;
+    TrainerSettings {
+        steps: train.steps,
+        grad_accumulation: train.grad_accumulation,
+        lr: lr_schedule(config),
+        adamw: AdamWConfig { beta1: train.beta1, beta2: train.beta2, eps: train.eps, weight_decay: train.weight_decay },
+        clip_norm: train.clip_norm,
+        max_bad_steps: train.max_bad_steps,
+        eval_every: train.eval_every,
+        sample_every: train.sample_every,
+        checkpoint_every: train.checkpoint_every,
+        keep_last: train.keep_last,
+        seed: train.seed,
+        products: if train.precision.has_bf16_copies() { DType::BF16 } else { DType::F32 },
+        expert_gradients: train.expert_gradients.dtype(),
+        offload_optimizer: train.offload_optimizer,
+    }
+}
+
+fn lr_schedule(config: &RunConfig) -> LrSchedule {
+    let train = &config.train;
+    LrSchedule {
+        peak: train.lr,
+        min_ratio: train.min_lr_ratio,
+        warmup_steps: train.warmup_steps,
+        total_steps: train.steps,
+        decay: match train.schedule {
+            ScheduleKind::Cosine => Decay::Cosine,
+            ScheduleKind::Wsd => Decay::Wsd { decay_steps: (train.decay_fraction * train.steps as f64).round() as u64 },
+            ScheduleKind::Constant => Decay::Constant,
+        },
+    }
+}

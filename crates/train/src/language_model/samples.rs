@@ -1,0 +1,77 @@
+//! Texts that the model writes while it is trained. On several ranks all of them write, each with its part of the model.
+
+use std::ops::ControlFlow;
+
+use moeworks_infer::generation::{
+    CachedSequence, GenerateRequest, ModelRef, Sampler, SamplingOptions, TextStream, generate, generate_with,
+};
+use moeworks_model::{DecoderWeights, KvCache};
+
+use super::LanguageModel;
+use crate::config::ConfigError;
+use crate::error::TrainError;
+use crate::metrics::Sample;
+use crate::task::ModelView;
+
+impl LanguageModel {
+    /// The model with its weights as products take them.
+    pub(super) fn model<'a>(&'a self, view: &ModelView<'a, DecoderWeights>) -> ModelRef<'a> {
+        ModelRef { ctx: view.ctx, decoder: &self.decoder, weights: view.params }
+    }
+
+    /// A text, on the root.
+    pub(super) fn write_text(
+        &self,
+        view: &ModelView<'_, DecoderWeights>,
+        step: u64,
+    ) -> Result<Option<Sample>, TrainError> {
+        let model = self.model(view);
+        let sample = match view.ranks {
+            Some(ranks) if !ranks.is_root() => return ranks.follow_text(model).map(|()| None),
+            Some(ranks) => {
+                let mut cache = KvCache::new(&self.config.model);
+                let sample = self.sampled(step, |request, sampler| {
+                    let next = |ids: &[u32]| ranks.extend_together(model, &mut cache, ids);
+                    Ok(generate_with(next, view.ctx, request, sampler, |_| ControlFlow::Continue(()))?.ids)
+                })?;
+                ranks.end_text()?;
+                sample
+            }
+            None => self.sampled(step, |request, sampler| {
+                let mut sequence = CachedSequence::new(model.decoder.config());
+                Ok(generate(model, &mut sequence, request, sampler, |_| ControlFlow::Continue(()))?.ids)
+            })?,
+        };
+        Ok(Some(sample))
+    }
+
+    /// A text of which `write` finds the ids.
+    fn sampled(
+        &self,
+        step: u64,
+        write: impl FnOnce(&GenerateRequest<'_>, &mut Sampler) -> Result<Vec<u32>, TrainError>,
+    ) -> Result<Sample, TrainError> {
+        let train = &self.config.train;
+        let options = SamplingOptions { temperature: 0.8, top_p: 0.95, seed: train.seed, ..SamplingOptions::default() };
+        let mut sampler = Sampler::new(options).map_err(ConfigError::from)?;
+        let (tokenizer, has_encoder) = (&self.tokenizer, self.config.model.variant.encoder.is_some());
+        let text = &train.sample_prompt;
+        let mut prompt =
+            if has_encoder { tokenizer.encode_source(text)? } else { tokenizer.encode_prompt(text, false)? };
+        prompt.truncate(self.decoder.room(0) / 2);
+        let stop_ids = tokenizer.stop_ids(&[]);
+        let max_new_tokens = train.sample_tokens.min(self.decoder.room(prompt.len()));
+        let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &stop_ids };
+        let ids = write(&request, &mut sampler)?;
+        let mut stream = match has_encoder {
+            true => TextStream::with_special(tokenizer),
+            false => TextStream::new(tokenizer).after(&prompt),
+        };
+        let mut text = String::new();
+        for &id in ids.iter().filter(|id| !stop_ids.contains(id)) {
+            text += &stream.push(id)?;
+        }
+        text += &stream.finish()?;
+        Ok(Sample { step, prompt: train.sample_prompt.clone(), text })
+    }
+}

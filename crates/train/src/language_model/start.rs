@@ -1,0 +1,207 @@
+//! How the training of a language model begins: a new run, or one that goes on, on one rank or on several.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use moeworks_infer::data::Watch;
+use moeworks_infer::store::{Pick, resolve_run};
+use moeworks_model::hf::load_model;
+use moeworks_model::{Decoder, DecoderWeights, ParamSet, Tokenizer};
+use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::cast;
+use moeworks_tensor::{DType, Tensor};
+
+use super::corpus::Corpus;
+use super::on_ranks::decoder_on_ranks;
+use super::options::trainer_settings;
+use super::setup::{check_memory, context, vocab_size};
+use super::{LanguageModel, LanguageModelTrainer, run_files};
+use crate::config::{ConfigError, RunConfig, print_config};
+use crate::error::TrainError;
+use crate::parallel::Ranks;
+use crate::task::KeepPart;
+use crate::trainer::{ResumeOptions, ResumePoint, RunFolder, StartOptions, Trainer, is_root, root_first};
+
+/// A new run of a language model.
+pub struct LanguageModelStart<'a> {
+    /// The settings.
+    pub config: RunConfig,
+    /// The folder of the run, which must be empty or not there unless it says otherwise.
+    pub folder: RunFolder,
+    /// The model folder whose weights the run begins with, in place of random ones. The configuration's model must be its model, up to
+    /// settings of training.
+    pub from: Option<PathBuf>,
+    /// This rank's place, if there are several; all of them start the run.
+    pub ranks: Option<Ranks>,
+    /// Goes along while data is read.
+    pub watch: &'a Watch,
+}
+
+impl<'a> LanguageModelStart<'a> {
+    /// A run on one rank with random weights.
+    #[must_use]
+    pub fn new(config: RunConfig, folder: impl Into<RunFolder>, watch: &'a Watch) -> Self {
+        Self { config, folder: folder.into(), from: None, ranks: None, watch }
+    }
+}
+
+/// A run of a language model that goes on.
+pub struct LanguageModelResume<'a> {
+    /// The folder of the run.
+    pub run_dir: PathBuf,
+    /// The settings, as [`resumed_config`](super::resumed_config) gives them.
+    pub config: RunConfig,
+    /// This rank's place, if there are several; all of them resume the run, whose checkpoint may be one of any number of ranks.
+    pub ranks: Option<Ranks>,
+    /// Goes along while data is read.
+    pub watch: &'a Watch,
+}
+
+/// A run that is about to begin or to go on: its settings, and where it computes.
+struct Run {
+    config: RunConfig,
+    ranks: Option<Arc<Ranks>>,
+    watch: Watch,
+}
+
+impl LanguageModel {
+    /// Starts a new run. Nothing is written before the whole configuration and the data have proved usable.
+    ///
+    /// # Errors
+    /// Where the folder is taken, or the configuration or the data cannot be used.
+    pub fn start(start: LanguageModelStart<'_>) -> Result<LanguageModelTrainer, TrainError> {
+        let LanguageModelStart { config, folder, from, ranks, watch } = start;
+        if is_root(ranks.as_ref()) {
+            folder.check()?;
+        }
+        let mut run = Run::new(config, ranks, watch);
+        let (task, ctx) = run.prepare(from)?;
+        Trainer::start(task, StartOptions { folder, settings: trainer_settings(&run.config), ctx, ranks: run.ranks })
+    }
+
+    /// Goes on from the newest whole checkpoint of a run, or begins it again if it has none yet.
+    ///
+    /// # Errors
+    /// Where the checkpoint is damaged, or the data cannot be used.
+    pub fn resume(resume: LanguageModelResume<'_>) -> Result<LanguageModelTrainer, TrainError> {
+        let LanguageModelResume { run_dir, config, ranks, watch } = resume;
+        let mut run = Run::new(config, ranks, watch);
+        run.check_ranks()?;
+        let point = ResumePoint::find(run_dir.clone(), run.ranks.as_deref())?;
+        let (task, ctx) = match &point.checkpoint {
+            Some(checkpoint) => run.prepare_to_go_on(&checkpoint.path)?,
+            None => run.prepare(run_files::read_origin(&run_dir)?)?,
+        };
+        let settings = trainer_settings(&run.config);
+        Trainer::resume_from(task, point, ResumeOptions { run_dir, settings, ctx, ranks: run.ranks })
+    }
+
+    /// f32 weights, in memory of their own, of the model folder `dir`, which must hold this model: what `keep` keeps of them.
+    pub(super) fn weights_from(
+        &self,
+        ctx: &Context,
+        dir: &Path,
+        keep: &mut KeepPart<'_>,
+    ) -> Result<DecoderWeights, TrainError> {
+        let (stored, weights) = load_model(ctx, dir)?;
+        if !stored.computes_as(self.decoder.config()) {
+            let problem =
+                "its weights are of another model than the settings under model.* describe; leave those to it";
+            return Err(TrainError::State { path: dir.to_owned(), problem: problem.to_owned() });
+        }
+        Ok(weights.kept(ctx, self.decoder.weight_table(), keep))
+    }
+
+    /// What `keep` keeps of random weights; routers that send ids to experts by a table have that of the training tokens or of a model's
+    /// embeddings.
+    pub(super) fn random_weights(
+        &self,
+        ctx: &Context,
+        seed: u64,
+        keep: &mut KeepPart<'_>,
+    ) -> Result<DecoderWeights, TrainError> {
+        let mut weights = self.decoder.init_kept(ctx, seed, |spec, tensor| keep(spec, &tensor));
+        let model = self.decoder.config();
+        let (num_experts, top_k) = (model.num_experts, model.top_k);
+        match model.router.table_source() {
+            Some(TableSource::TokenCounts) => {
+                let counts = self.dataset.token_counts(model.vocab_size);
+                weights.set_hash_tables(&balanced_hash(&counts, num_experts, top_k));
+            }
+            Some(TableSource::Embeddings) => {
+                let embedding = embedding_of(ctx, &self.config.data.hash_embeddings, model.vocab_size)?;
+                let points = (embedding.f32s(), embedding.cols());
+                weights.set_hash_tables(&clustered_hash(ctx, points, num_experts, top_k, seed));
+            }
+            None => {}
+        }
+        Ok(weights)
+    }
+}
+
+impl Run {
+    fn new(config: RunConfig, ranks: Option<Ranks>, watch: &Watch) -> Self {
+        // The root alone tells how far it is with reading.
+        let watch = if is_root(ranks.as_ref()) { watch.clone() } else { watch.silent() };
+        Self { config, ranks: ranks.map(Arc::new), watch }
+    }
+
+    /// Refuses ranks that were given other settings, or another number of ranks than the settings say.
+    fn check_ranks(&self) -> Result<(), TrainError> {
+        let (asked, num_ranks) = (self.config.parallel.num_ranks(), self.ranks.as_ref().map_or(1, |r| r.num_ranks()));
+        if asked != num_ranks {
+            return Err(TrainError::Ranks { layout: self.config.parallel.layout(), num_ranks });
+        }
+        let check = |ranks: &Arc<Ranks>| ranks.check_same("configuration", &print_config(&self.config));
+        self.ranks.as_ref().map_or(Ok(()), check)
+    }
+
+    /// The model and the data of a run that begins.
+    fn prepare(&mut self, from: Option<PathBuf>) -> Result<(LanguageModel, Context), TrainError> {
+        run_files::make_absolute(&mut self.config)?;
+        self.check_ranks()?;
+        let ranks = self.ranks.as_deref();
+        let ctx = context(&self.config, ranks)?;
+        let corpus = root_first(ranks, || Corpus::open(&self.config, None, &self.watch))?;
+        self.config.model.vocab_size = vocab_size(&self.config, &corpus.tokenizer)?;
+        let decoder = self.decoder()?;
+        check_memory(&ctx, &self.config, ranks)?;
+        Ok((self.task(corpus, decoder, from), ctx))
+    }
+
+    /// The model and the data of a run that goes on from the checkpoint in `dir`.
+    fn prepare_to_go_on(&self, dir: &Path) -> Result<(LanguageModel, Context), TrainError> {
+        let open = || Corpus::open(&self.config, Some(Tokenizer::from_dir(dir)?), &self.watch);
+        let corpus = root_first(self.ranks.as_deref(), open)?;
+        let ctx = context(&self.config, self.ranks.as_deref())?;
+        let decoder = self.decoder()?;
+        Ok((self.task(corpus, decoder, None), ctx))
+    }
+
+    fn decoder(&self) -> Result<Decoder, TrainError> {
+        let (model, table) = (self.config.model.clone(), self.config.weight_table()?);
+        let decoder = match &self.ranks {
+            None => Decoder::with_table(model, table).map_err(ConfigError::from)?,
+            Some(ranks) => decoder_on_ranks(ranks, model, table)?,
+        };
+        decoder.check_trainable()?;
+        Ok(decoder)
+    }
+
+    fn task(&self, corpus: Corpus, decoder: Decoder, from: Option<PathBuf>) -> LanguageModel {
+        let Corpus { dataset, tokenizer, hash: data_hash } = corpus;
+        let config = self.config.clone();
+        LanguageModel { config, decoder, tokenizer, dataset, data_hash, from, routing: None }
+    }
+}
+
+/// The embeddings, in f32, of the run or model at `path`, which must have `vocab_size` tokens.
+fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor, TrainError> {
+    let (stored, weights) = load_model(ctx, &resolve_run(path, Pick::Latest)?.model_dir)?;
+    if stored.vocab_size != vocab_size {
+        let problem = format!("has embeddings of {} tokens, but this model knows {vocab_size}", stored.vocab_size);
+        return Err(TrainError::State { path: path.to_owned(), problem });
+    }
+    Ok(cast(ctx, &weights.embedding, DType::F32))
+}

@@ -1,0 +1,101 @@
+//! The gradients of a step: passes over its microbatches, sums over ranks, and the update.
+
+use std::sync::Arc;
+
+use moeworks_model::ParamSet;
+use moeworks_ops::linear::Write;
+use moeworks_tensor::Tensor;
+
+use super::Trainer;
+use crate::error::TrainError;
+use crate::optimizer::{UpdateScale, global_norm};
+use crate::parallel::{Ranks, SumsUnderWay};
+use crate::task::{Microbatch, ModelView, ParamsAndCopy, PassFigures, PassGradients, Task};
+
+impl<T: Task> Trainer<T> {
+    /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets. On several ranks
+    /// the sums of a layer's gradients over them begin in the last micro-batch, as soon as the layer is done; where ranks share
+    /// gradients out, in each.
+    pub(super) fn accumulate(&mut self, step: u64) -> Result<(PassFigures, SumsUnderWay), TrainError> {
+        let num = self.settings.grad_accumulation;
+        let begin = |ranks: &Arc<Ranks>| ranks.begin_sums(&self.ctx);
+        let mut sums = self.ranks.as_ref().map_or_else(SumsUnderWay::default, begin);
+        let progress = step as f64 / self.settings.steps as f64;
+        let mut total: Option<PassFigures> = None;
+        for index in 0..num {
+            let figures = self.pass(Microbatch { step, index, num, progress }, &mut sums)?;
+            match &mut total {
+                Some(total) => total.add(&figures),
+                None => total = Some(figures),
+            }
+        }
+        Ok((total.unwrap_or_default().of_step(num), sums))
+    }
+
+    /// One micro-batch.
+    fn pass(&mut self, batch: Microbatch, sums: &mut SumsUnderWay) -> Result<PassFigures, TrainError> {
+        let is_last = batch.index + 1 == batch.num;
+        let ranks = self.ranks.as_deref();
+        // Gradients that are shared out are added up elsewhere.
+        let write = if batch.index == 0 || sums.slices.is_some() { Write::Replace } else { Write::Add };
+        if let (Some(ranks), Some(slices)) = (ranks, &sums.slices) {
+            slices.begin_pass(ranks, &self.ctx, &mut self.grads);
+        }
+        let is_whole = |ranks: &&Ranks| ranks.shards_gradients() || (is_last && !ranks.shards_optimizer());
+        let summing = ranks.filter(is_whole);
+        let mut layer_done = |layer: usize, grads: &mut dyn ParamSet| {
+            if let Some(ranks) = summing {
+                ranks.start_sums(&self.ctx, layer, grads, sums);
+            }
+        };
+        let model = ModelView { ctx: &self.ctx, ranks, params: self.copy.as_ref().unwrap_or(&self.params) };
+        let gradients = PassGradients { write, grads: &mut self.grads, layer_done: &mut layer_done };
+        let figures = self.task.train_pass(&model, batch, gradients)?;
+        if let (Some(ranks), Some(slices)) = (ranks, &mut sums.slices) {
+            slices.end_pass(ranks, &self.ctx, &self.grads);
+        }
+        Ok(figures)
+    }
+
+    /// Sums this rank's gradients over ranks. Returns the global norm, and this rank's slices where these are all that it updates.
+    pub(super) fn sum_gradients(&mut self, under_way: SumsUnderWay) -> Result<(f64, Option<Vec<Tensor>>), TrainError> {
+        let Some(ranks) = &self.ranks else {
+            return Ok((global_norm(&self.ctx, self.task.table(), &self.grads), None));
+        };
+        ranks.check()?;
+        if ranks.shards_optimizer() {
+            let slices = ranks.sum_to_slices(&self.ctx, &self.grads, under_way)?;
+            return Ok((ranks.norm_of_slices(&self.ctx, &slices)?, Some(slices)));
+        }
+        ranks.sum_gradients(&mut self.grads, under_way)?;
+        Ok((ranks.global_norm(&self.ctx, &self.grads)?, None))
+    }
+
+    /// Moves the weights by the gradients: by all of them, or by `slices` of them on each rank.
+    pub(super) fn update(&mut self, scale: UpdateScale, slices: Option<Vec<Tensor>>) -> Result<(), TrainError> {
+        let ctx = self.settings.optimizer_context(&self.ctx);
+        let copy = self.copy.as_mut().map(|copy| copy as &mut dyn ParamSet);
+        let (Some(ranks), Some(grads)) = (&self.ranks, slices) else {
+            self.optimizer.update(&ctx, scale, &mut self.params, &self.grads, copy);
+            return Ok(());
+        };
+        if ranks.shards_weights() {
+            self.optimizer.update(&ctx, scale, &mut self.params, &grads, copy);
+            return Ok(());
+        }
+        let mut params = ranks.trainable_slices(&ctx, &self.params);
+        self.optimizer.update(&ctx, scale, &mut params, &grads, None);
+        ranks.join_slices(&params, &mut self.params)?;
+        if let Some(copy) = &mut self.copy {
+            self.params.update_copy(&ctx, copy);
+        }
+        Ok(())
+    }
+
+    /// Moves the state that has no gradient, after a step that is not skipped.
+    pub(super) fn next_states(&mut self, figures: &PassFigures) {
+        let progress = self.progress.step as f64 / self.settings.steps as f64;
+        let params = ParamsAndCopy { params: &mut self.params, copy: self.copy.as_mut() };
+        self.task.next_states(&self.ctx, params, figures, progress);
+    }
+}

@@ -1,0 +1,82 @@
+//! Requests to a running trainer, and what it tells meanwhile.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::metrics::{Record, Sample};
+
+/// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
+#[derive(Clone, Debug, Default)]
+pub struct Requests {
+    /// Finish the step, write a checkpoint and return.
+    pub stop: Arc<AtomicBool>,
+    /// Write a checkpoint after this step and go on.
+    pub save: Arc<AtomicBool>,
+    /// Trainers that are making steps and look at these requests between them.
+    num_listening: Arc<AtomicUsize>,
+}
+
+impl Requests {
+    /// Asks to stop, if a trainer is making steps. Otherwise, before the first step and after the last, nobody would look at it:
+    /// returns false, and whoever asks may end the program.
+    #[must_use]
+    pub fn ask_to_stop(&self) -> bool {
+        let is_heard = self.num_listening.load(Ordering::SeqCst) > 0;
+        if is_heard {
+            self.stop.store(true, Ordering::SeqCst);
+        }
+        is_heard
+    }
+
+    pub(super) fn listen(&self) -> Listening {
+        self.num_listening.fetch_add(1, Ordering::SeqCst);
+        Listening { count: Arc::clone(&self.num_listening) }
+    }
+}
+
+/// A trainer that makes steps, until this is dropped.
+pub(super) struct Listening {
+    count: Arc<AtomicUsize>,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// What happens during training, for whoever shows it.
+pub enum Event<'a> {
+    /// A step is done.
+    Step {
+        /// Its record.
+        record: &'a Record,
+        /// Steps of the whole run.
+        total_steps: u64,
+        /// The newest validation loss.
+        val_loss: Option<f64>,
+    },
+    /// The model wrote a text.
+    Sample(&'a Sample),
+    /// A step's update was skipped: the loss or a gradient was not finite.
+    Skipped {
+        /// The step, counted from 1.
+        step: u64,
+        /// Skipped steps in a row, this one included.
+        in_a_row: u64,
+        /// How many in a row end the run.
+        max_in_a_row: u64,
+    },
+    /// A checkpoint was written.
+    Saved(&'a Path),
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done.
+    Finished,
+    /// It was asked to stop, and wrote a checkpoint.
+    Stopped,
+}
