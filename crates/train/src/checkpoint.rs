@@ -1,4 +1,4 @@
-//! What a checkpoint holds besides the model: the optimizer's moments, and how far the run is.
+//! The parts of a checkpoint besides the model: the optimizer's moments, and the progress of the run.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,7 +21,7 @@ const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 /// The key of [`Progress`] in a checkpoint's metadata.
 const PROGRESS_KEY: &str = "progress";
 
-/// How far a run is: everything that its next step depends on besides weights and moments.
+/// The progress of a run: everything that its next step depends on besides weights and moments.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps done, skipped ones included.
@@ -63,7 +63,7 @@ pub(crate) fn save_moments(dir: &Path, moments: &[TensorBytes<'_>]) -> Result<()
     safetensors::write(&path, moments, &BTreeMap::new()).map_err(FileError::at(&path))
 }
 
-/// The moments of an optimizer, with what their tensors' names begin with in a checkpoint.
+/// The moments of an optimizer, with the beginnings of their tensors' names in a checkpoint.
 pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &Vec<Tensor>); 2] {
     [("first.", &optimizer.first), ("second.", &optimizer.second)]
 }
@@ -83,7 +83,8 @@ pub(crate) fn lent_moments(optimizer: &Optimizer) -> Vec<TensorBytes<'_>> {
     list
 }
 
-/// The moments of a checkpoint, first and second, of the weights of `table`: what `keep` keeps of them. Frozen weights have none.
+/// The moments of a checkpoint, first and second, of the weights of `table`: the result of `keep` for each. Frozen weights have
+/// none.
 pub(crate) fn load_moments(
     ctx: &Context,
     table: &WeightTable,

@@ -1,4 +1,4 @@
-//! What is trained: a model with its batches, its loss and its metrics.
+//! A task of the trainer: a model with its batches, its loss and its metrics.
 //!
 //! A [`Trainer`](crate::Trainer) knows a model by its table of weights and by a [`Task`] alone. Steps, learning rates, clipping,
 //! microbatches, sums over ranks, evaluations, checkpoints and records are the trainer's. `docs/train-your-own-model.md` has an
@@ -65,7 +65,7 @@ pub trait Task {
     /// which it may add.
     ///
     /// # Errors
-    /// As [`train_pass`](Self::train_pass).
+    /// Those of [`train_pass`](Self::train_pass).
     fn evaluate(
         &mut self,
         model: &ModelView<'_, Self::Params>,
@@ -80,7 +80,8 @@ pub trait Task {
         Parallelism::default()
     }
 
-    /// The weights before the first step: what `keep` keeps of each tensor. Normally the table's first values, drawn from `seed`.
+    /// Makes the weights before the first step: the result of `keep` for each tensor. Normally these are the table's first values, drawn
+    /// from `seed`.
     ///
     /// # Errors
     /// Where the weights are read from files and these cannot be used.
@@ -108,7 +109,7 @@ pub trait Task {
         model_file::save(dir, self.table(), model)
     }
 
-    /// Reads what [`save_model`](Self::save_model) wrote: what `keep` keeps of each tensor, f32 and in memory of its own.
+    /// Reads the files of [`save_model`](Self::save_model): the result of `keep` for each tensor, f32 and in memory of its own.
     ///
     /// # Errors
     /// Where the files are damaged or of another model.
@@ -153,7 +154,7 @@ pub trait Task {
     /// Looks at the model before a planned checkpoint is written, and may add to the record of the step.
     ///
     /// # Errors
-    /// As [`train_pass`](Self::train_pass).
+    /// Those of [`train_pass`](Self::train_pass).
     fn at_planned_checkpoint(
         &mut self,
         model: &ModelView<'_, Self::Params>,
@@ -166,7 +167,7 @@ pub trait Task {
     /// A text that the model writes after `step` steps, on the rank that records; none for models that write none.
     ///
     /// # Errors
-    /// As [`train_pass`](Self::train_pass).
+    /// Those of [`train_pass`](Self::train_pass).
     fn sample(&mut self, model: &ModelView<'_, Self::Params>, step: u64) -> Result<Option<Sample>, TrainError> {
         let _ = (model, step);
         Ok(None)

@@ -46,7 +46,7 @@ pub struct Trainer<T: Task> {
     grads: T::Params,
     optimizer: Optimizer,
     progress: Progress,
-    /// What only one rank writes.
+    /// The files that only one rank writes.
     output: Option<Output>,
     /// Operations a second that all ranks reach at most, where the task counts its operations.
     peak_flops: f64,
@@ -54,7 +54,7 @@ pub struct Trainer<T: Task> {
     ranks: Option<Arc<Ranks>>,
 }
 
-/// What a run leaves on disk.
+/// The files of a run.
 struct Output {
     store: Store,
     metrics: MetricsWriter,
@@ -62,8 +62,8 @@ struct Output {
 }
 
 impl<T: Task> Trainer<T> {
-    /// Writes what the ranks did so far, and when, to `path` as a trace for Chrome or Perfetto; the root does, and all ranks call
-    /// this. A run of one rank has nothing to show.
+    /// Writes a trace of all ranks so far to `path`, for Chrome or Perfetto. All ranks call this, the root writes. A run of one rank has
+    /// nothing to show.
     pub fn write_trace(&self, path: &Path) -> Result<(), TrainError> {
         self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.write_trace(path))
     }
@@ -80,7 +80,7 @@ impl<T: Task> Trainer<T> {
         &self.run_dir
     }
 
-    /// What is trained.
+    /// The task.
     #[must_use]
     pub fn task(&self) -> &T {
         &self.task
@@ -92,7 +92,7 @@ impl<T: Task> Trainer<T> {
         &self.params
     }
 
-    /// How far the run is.
+    /// The progress of the run.
     #[must_use]
     pub fn progress(&self) -> &Progress {
         &self.progress
@@ -131,7 +131,7 @@ impl<T: Task> Trainer<T> {
         Ok(Outcome::Finished)
     }
 
-    /// What is asked of this rank or, if there are several, of any: to stop, and to write a checkpoint.
+    /// Returns whether this rank or any other was asked to stop, and to write a checkpoint.
     fn agreed(&self, requests: &Requests) -> Result<[bool; 2], TrainError> {
         let own = [requests.stop.load(Ordering::SeqCst), requests.save.swap(false, Ordering::SeqCst)];
         self.ranks.as_ref().map_or(Ok(own), |ranks| ranks.any(own))
@@ -180,7 +180,7 @@ impl<T: Task> Trainer<T> {
         })
     }
 
-    /// What the figures of a step that took `seconds` say of it.
+    /// The record of a step with these figures, which took `seconds`.
     fn record(&self, figures: &PassFigures, seconds: f64) -> Record {
         let tokens_per_s = figures.num_targets as f64 / seconds;
         let numbers = self.task.moe_layers().into_iter();
@@ -223,7 +223,7 @@ impl<T: Task> Trainer<T> {
         (&mut self.task, ModelView { ctx: &self.ctx, ranks: self.ranks.as_deref(), params })
     }
 
-    /// Tells the account of ranks what was done from `start` until now.
+    /// Records in the account of ranks that `what` was done from `start` until now.
     fn spent(&self, what: &'static str, start: Instant) {
         if let Some(ranks) = &self.ranks {
             ranks.meter().record(what, start);

@@ -1,5 +1,5 @@
-//! The language model as a task of the trainer: text and its tokens, windows of them as batches, texts that the model writes, and what
-//! its routers do.
+//! The language model as a task of the trainer: text and its tokens, windows of them as batches, texts that the model writes, and the
+//! choices of its routers.
 
 mod corpus;
 mod on_ranks;
@@ -54,7 +54,7 @@ pub struct LanguageModel {
     data_hash: String,
     /// The model folder whose weights a new run begins with.
     from: Option<PathBuf>,
-    /// What the newest planned checkpoint's routers chose. Checkpoints that somebody asked for do not count, so that a run
+    /// The choices of the newest planned checkpoint's routers. Checkpoints that somebody asked for do not count, so that a run
     /// that was stopped has the records of one that was not.
     routing: Option<RoutingSample>,
 }

@@ -1,4 +1,4 @@
-//! How the training of a language model begins: a new run, or one that goes on, on one rank or on several.
+//! The beginning of a language model's training: a new run, or one that goes on, on one rank or on several.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -97,7 +97,8 @@ impl LanguageModel {
         Trainer::resume_from(task, point, ResumeOptions { run_dir, settings, ctx, ranks: run.ranks })
     }
 
-    /// f32 weights, in memory of their own, of the model folder `dir`, which must hold this model: what `keep` keeps of them.
+    /// f32 weights, in memory of their own, of the model folder `dir`, which must hold this model: the result of `keep` for
+    /// each.
     pub(super) fn weights_from(
         &self,
         ctx: &Context,
@@ -113,8 +114,8 @@ impl LanguageModel {
         Ok(weights.kept(ctx, self.decoder.weight_table(), keep))
     }
 
-    /// What `keep` keeps of random weights; routers that send ids to experts by a table have that of the training tokens or of a model's
-    /// embeddings.
+    /// Random weights: the result of `keep` for each. Routers that send ids to experts by a table have that of the training tokens or of a
+    /// model's embeddings.
     pub(super) fn random_weights(
         &self,
         ctx: &Context,

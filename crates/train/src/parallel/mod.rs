@@ -77,7 +77,7 @@ impl Ranks {
         let (world, of_experts) = (part(comm, 0, rank)?, part(comm, 0, rank)?);
         let (copies, group) = (part(comm, place, dp)?, part(comm, dp, place)?);
         let experts = ExpertRanks::new(of_experts, group, placement, exchange)?;
-        let tensor = || TensorGroups::new(comm, (rank / layout.tp, tp));
+        let tensor = || TensorGroups::new(comm, rank / layout.tp, tp);
         let tensor = (layout.tp > 1).then(tensor).transpose()?;
         Ok(Self {
             layout,
@@ -170,7 +170,7 @@ impl Ranks {
         self.table.get().expect("the table is known before its tensors are shared out")
     }
 
-    /// Lets this rank hold its part of the weights of `table`. What it is of tensors that are cut must be known.
+    /// Lets this rank hold its part of the weights of `table`. [`cut_tensors`](Self::cut_tensors) comes first where tensors are cut.
     pub(crate) fn hold(&self, table: &Arc<WeightTable>) {
         self.table.get_or_init(|| PartTable::new(table, |spec| self.part_shape(spec)));
     }
@@ -180,7 +180,7 @@ impl Ranks {
         &*self.world
     }
 
-    /// How the ranks lie.
+    /// The layout of the ranks.
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -229,7 +229,7 @@ impl Ranks {
         self.cores
     }
 
-    /// What the layers with experts take.
+    /// This rank's part in layers with experts.
     #[must_use]
     pub fn experts(&self) -> &ExpertRanks {
         &self.experts

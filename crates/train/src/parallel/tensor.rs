@@ -29,8 +29,8 @@ pub(super) struct TensorPart {
 }
 
 impl TensorGroups {
-    /// Those of the rank at place `at` of group `number` among those of `comm`. All ranks call this.
-    pub(super) fn new(comm: &dyn Communicator, (number, at): (usize, usize)) -> Result<Self, CommError> {
+    /// The groups of the rank at place `at` of group `number` among those of `comm`. All ranks call this.
+    pub(super) fn new(comm: &dyn Communicator, number: usize, at: usize) -> Result<Self, CommError> {
         let (group, peers) = (super::part(comm, number, at)?, super::part(comm, at, number)?);
         let meter = Arc::new(Meter::new(false));
         Ok(Self { group: Arc::new(Metered::new(group, Arc::clone(&meter))), peers, meter })

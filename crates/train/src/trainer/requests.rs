@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::metrics::{Record, Sample};
 
-/// What somebody outside asks of a running trainer. Set from signal handlers or other threads.
+/// Requests to a running trainer from outside. They are set from signal handlers or other threads.
 #[derive(Clone, Debug, Default)]
 pub struct Requests {
     /// Finish the step, write a checkpoint and return.
@@ -46,7 +46,7 @@ impl Drop for Listening {
     }
 }
 
-/// What happens during training, for whoever shows it.
+/// An event during training, for whoever shows it.
 pub enum Event<'a> {
     /// A step is done.
     Step {
@@ -65,14 +65,14 @@ pub enum Event<'a> {
         step: u64,
         /// Skipped steps in a row, this one included.
         in_a_row: u64,
-        /// How many in a row end the run.
+        /// The number in a row that ends the run.
         max_in_a_row: u64,
     },
     /// A checkpoint was written.
     Saved(&'a Path),
 }
 
-/// How a run ended.
+/// The end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// All steps are done.

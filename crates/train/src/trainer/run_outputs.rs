@@ -1,4 +1,4 @@
-//! What a run writes while it goes: checkpoints and samples. Of several ranks the root writes both. For a checkpoint it
+//! The outputs of a run while it goes: checkpoints and samples. Of several ranks the root writes both. For a checkpoint it
 //! puts the model together tensor by tensor, since the whole may be more than one rank has memory for.
 
 use std::cell::RefCell;

@@ -1,4 +1,4 @@
-//! How a trainer begins: a new run, or one that goes on, on one rank or on several.
+//! The beginning of a trainer: a new run, or one that goes on, on one rank or on several.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub struct ResumeOptions {
 /// A run that goes on, and the checkpoint from which.
 pub(crate) struct ResumePoint {
     run_dir: PathBuf,
-    /// That of the rank that writes.
+    /// The store, on the rank that writes.
     store: Option<Store>,
     /// None where the run was stopped before its first.
     pub(crate) checkpoint: Option<Checkpoint>,
@@ -86,8 +86,8 @@ pub(crate) fn is_root(ranks: Option<&Ranks>) -> bool {
     ranks.is_none_or(Ranks::is_root)
 }
 
-/// Returns what this rank keeps of the tensors of a whole model: all of it, its part, or where `are_shared` says that ranks share these
-/// out a slice of that.
+/// Returns a function that keeps this rank's part of each tensor of a whole model: all of it on one rank, and where `are_shared` says so
+/// only a slice of the part.
 fn keeper<'a>(ctx: &'a Context, ranks: Option<&'a Ranks>, are_shared: impl Fn(&Ranks) -> bool) -> Box<KeepPart<'a>> {
     match ranks {
         None => Box::new(|_: &WeightSpec, tensor: &Tensor| tensor.clone()),
@@ -95,7 +95,7 @@ fn keeper<'a>(ctx: &'a Context, ranks: Option<&'a Ranks>, are_shared: impl Fn(&R
     }
 }
 
-/// What a trainer is put together from.
+/// The parts of a trainer that its caller gives.
 struct Setup<T: Task> {
     task: T,
     ctx: Context,
@@ -103,7 +103,7 @@ struct Setup<T: Task> {
     ranks: Option<Arc<Ranks>>,
 }
 
-/// What a trainer begins with.
+/// The parts of a trainer that begin or go on with its run.
 struct Begun<P> {
     run_dir: PathBuf,
     params: P,
@@ -112,7 +112,7 @@ struct Begun<P> {
     output: Option<Output>,
 }
 
-/// The folder of a run that begins, and what the rank that writes has of it.
+/// The files of a run, on the rank that writes, and its folder.
 type BegunOutput = (Option<Output>, PathBuf);
 
 impl<T: Task> Trainer<T> {
@@ -158,7 +158,7 @@ impl<T: Task> Trainer<T> {
 }
 
 impl<T: Task> Setup<T> {
-    /// A run before its first step. `output` makes what the rank that writes does so to, and says where that is.
+    /// Begins a run. `output` makes the files of the run, on the rank that writes, and its folder.
     fn begin(
         mut self,
         output: impl FnOnce(bool, &RunFiles<'_>) -> Result<BegunOutput, TrainError>,
@@ -177,7 +177,7 @@ impl<T: Task> Setup<T> {
         self.finish(Begun { run_dir, params, optimizer, progress, output })
     }
 
-    /// A run that goes on from a checkpoint; `store` is that of the rank that writes.
+    /// Goes on from a checkpoint; `store` is that of the rank that writes.
     fn go_on(
         mut self,
         run_dir: PathBuf,
