@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use super::{ChatTemplate, Message, Sandbox, final_message};
+use super::{ChatTemplate, Message, RenderOptions, Sandbox, final_message};
 use crate::InferError;
 use crate::generation::{Answer, CachedSequence, End, GenerateRequest, Sampler, TokenLimit, TokenLimits, answer};
 use crate::open::Model;
@@ -227,7 +227,7 @@ impl<'a> Conversation<'a> {
     ) -> Result<Vec<u32>, InferError> {
         let mut num_turns = 0;
         loop {
-            let text = self.sandbox.render(&self.template, &self.messages)?;
+            let text = self.sandbox.render(&self.template, &self.messages, &RenderOptions::default())?;
             let prompt = self.model.tokenizer.encode_rendered(&text)?;
             if self.room(prompt.len()) < self.wanted() && self.drop_oldest_turn() {
                 num_turns += 1;

@@ -13,20 +13,21 @@ use serde_json::Map;
 
 use super::clock::strftime_now;
 use super::python::{float, string_method, to_json};
-use super::{ChatError, MAX_BYTES, MAX_STEPS, Message};
+use super::{ChatError, MAX_BYTES, MAX_STEPS, Message, RenderOptions};
 
 /// Carries a template out.
 pub(super) fn render(
     source: &str,
     tokens: &Map<String, serde_json::Value>,
     messages: &[Message],
-    add_generation_prompt: bool,
+    options: &RenderOptions,
 ) -> Result<String, ChatError> {
     let mut context: BTreeMap<&str, Value> =
-        tokens.iter().filter_map(|(name, token)| Some((name.as_str(), token.as_str()?.into()))).collect();
+        options.variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))).collect();
+    context.extend(tokens.iter().filter_map(|(name, token)| Some((name.as_str(), token.as_str()?.into()))));
     context.extend([
         ("messages", Value::from(Serde(messages))),
-        ("add_generation_prompt", add_generation_prompt.into()),
+        ("add_generation_prompt", options.add_generation_prompt.into()),
         ("tools", ().into()),
         ("documents", ().into()),
     ]);

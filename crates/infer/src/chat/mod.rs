@@ -43,13 +43,32 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
+    /// The name of whoever speaks, for templates that show it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
 }
 
 impl Message {
     /// A message.
     #[must_use]
     pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.to_owned(), content: content.into() }
+        Self { role: role.to_owned(), content: content.into(), name: None }
+    }
+}
+
+/// Options of rendering a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RenderOptions {
+    /// Whether the beginning of an answer stands behind the messages.
+    pub add_generation_prompt: bool,
+    /// Further variables of the template, such as `enable_thinking`. They do not replace those that it always has.
+    #[serde(default)]
+    pub variables: Map<String, Value>,
+}
+
+impl Default for RenderOptions {
+    fn default() -> Self {
+        Self { add_generation_prompt: true, variables: Map::new() }
     }
 }
 
@@ -141,9 +160,15 @@ impl ChatTemplate {
         }
     }
 
-    /// The text of a conversation, with the beginning of an answer behind if `add_generation_prompt`.
-    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ChatError> {
-        environment::render(&self.source, &self.tokens, messages, add_generation_prompt)
+    /// The text of the template.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// The text of a conversation.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, ChatError> {
+        environment::render(&self.source, &self.tokens, messages, options)
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::{ChatError, ChatTemplate, Message};
+use super::{ChatError, ChatTemplate, Message, RenderOptions};
 
 /// Memory of the process, the program itself included.
 const MAX_MEMORY: u64 = 1 << 30;
@@ -61,6 +61,7 @@ pub enum SandboxError {
 struct Request {
     template: ChatTemplate,
     messages: Vec<Message>,
+    options: RenderOptions,
 }
 
 /// A program that carries templates out: started with the arguments, it calls [`serve`], says an error as `error: MESSAGE` on standard
@@ -77,12 +78,17 @@ impl Sandbox {
         Self { program: program.into(), arguments: arguments.into_iter().map(Into::into).collect() }
     }
 
-    /// Renders a conversation, with the beginning of an answer behind, in a process of its own.
+    /// Renders a conversation in a process of its own.
     ///
     /// # Errors
     /// If the process cannot be started, runs into a limit, or says that the template fails.
-    pub fn render(&self, template: &ChatTemplate, messages: &[Message]) -> Result<String, SandboxError> {
-        let request = Request { template: template.clone(), messages: messages.to_vec() };
+    pub fn render(
+        &self,
+        template: &ChatTemplate,
+        messages: &[Message],
+        options: &RenderOptions,
+    ) -> Result<String, SandboxError> {
+        let request = Request { template: template.clone(), messages: messages.to_vec(), options: options.clone() };
         let request = serde_json::to_vec(&request).map_err(|error| SandboxError::Start(error.into()))?;
         let mut child = self.command().spawn().map_err(SandboxError::Start)?;
         let Some(Output { status, stdout, stderr }) = converse(&mut child, request) else {
@@ -157,8 +163,8 @@ pub fn serve() -> Result<(), SandboxError> {
     let mut request = Vec::new();
     stdin().read_to_end(&mut request).map_err(failed("standard input"))?;
     let request = serde_json::from_slice(&request).map_err(|error| failed("standard input")(error.into()))?;
-    let Request { template, messages } = request;
-    let text = template.render(&messages, true)?;
+    let Request { template, messages, options } = request;
+    let text = template.render(&messages, &options)?;
     let mut to = stdout();
     to.write_all(text.as_bytes()).and_then(|()| to.flush()).map_err(failed("standard output"))
 }

@@ -5,6 +5,7 @@ use moeworks_ops::Context;
 use moeworks_ops::sampling::{Drawn, DrawnTokens, Filters, draw_each};
 use moeworks_tensor::{Purpose, Random, Tensor};
 
+use super::LogitRules;
 use super::penalties::{History, Penalties};
 
 /// The options by which tokens are drawn.
@@ -36,8 +37,11 @@ pub struct Sampler {
     filters: Filters,
     /// The tokens so far, where penalties count them.
     history: Option<History>,
+    rules: LogitRules,
     random: Random,
     num_drawn: u64,
+    /// Tokens drawn of the sequence under way.
+    sequence_len: u64,
 }
 
 impl Sampler {
@@ -56,11 +60,19 @@ impl Sampler {
         check_penalties(&penalties)?;
         let filters = Filters { temperature, top_k, top_p, min_p };
         let history = (!penalties.are_none()).then(|| History::new(penalties));
-        Ok(Self { filters, history, random: Random::new(seed, Purpose::Sampling, 0), num_drawn: 0 })
+        let random = Random::new(seed, Purpose::Sampling, 0);
+        Ok(Self { filters, history, rules: LogitRules::default(), random, num_drawn: 0, sequence_len: 0 })
+    }
+
+    /// Draws by rules for single tokens, too.
+    #[must_use]
+    pub fn with_rules(self, rules: LogitRules) -> Self {
+        Self { rules, ..self }
     }
 
     /// Begins a sequence with `prompt`, whose tokens the repetition penalty counts. The random numbers go on.
     pub fn begin(&mut self, prompt: &[u32]) {
+        self.sequence_len = 0;
         if let Some(history) = &mut self.history {
             history.begin(prompt);
         }
@@ -69,16 +81,22 @@ impl Sampler {
     /// Whether a token depends on those before it, so that it cannot be drawn before the host knows them.
     #[must_use]
     pub fn counts_tokens(&self) -> bool {
-        self.history.is_some()
+        self.history.is_some() || !self.rules.are_none()
     }
 
     /// Draws the next token of the sequence. `logits` (f32) has one entry a token of the vocabulary, at least one; an entry that is
     /// not a number counts as impossible, and it is said.
     #[must_use]
     pub fn sample(&mut self, ctx: &Context, logits: &Tensor) -> Drawn {
-        let Some(history) = &self.history else { return self.sample_each(ctx, logits, 1).wait()[0] };
+        if !self.counts_tokens() {
+            return self.sample_each(ctx, logits, 1).wait()[0];
+        }
         let mut changed = Tensor::from_slice(ctx.pool(), logits.shape(), logits.f32s());
-        history.apply(changed.f32s_mut());
+        if let Some(history) = &self.history {
+            history.apply(changed.f32s_mut());
+        }
+        self.rules.apply(changed.f32s_mut(), self.sequence_len);
+        self.sequence_len += 1;
         let drawn = self.sample_each(ctx, &changed, 1).wait()[0];
         if let Some(history) = &mut self.history {
             history.push(drawn.id);
@@ -86,7 +104,7 @@ impl Sampler {
         drawn
     }
 
-    /// Draws the next token of each of `count` sequences, whose logits are one row behind the other. Penalties do not apply.
+    /// Draws the next token of each of `count` sequences, whose logits are one row behind the other. Penalties and rules do not apply.
     #[must_use]
     pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> DrawnTokens {
         let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use moeworks_infer::chat::{ChatError, ChatTemplate, Message, final_message};
+use moeworks_infer::chat::{ChatError, ChatTemplate, Message, RenderOptions, final_message};
 use moeworks_model::Tokenizer;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -37,8 +37,9 @@ fn check(path: &Path) -> usize {
         for case in template["cases"].as_array().unwrap() {
             let conversation = case["conversation"].as_str().unwrap();
             let place = format!("{}, {conversation}", template["name"]);
-            let prompt = case["add_generation_prompt"].as_bool().unwrap();
-            let found = ours.render(&messages(&file["conversations"][conversation]), prompt);
+            let add_generation_prompt = case["add_generation_prompt"].as_bool().unwrap();
+            let options = RenderOptions { add_generation_prompt, ..RenderOptions::default() };
+            let found = ours.render(&messages(&file["conversations"][conversation]), &options);
             match (case["text"].as_str(), found) {
                 (Some(text), Ok(found)) => assert_eq!(found, text, "{place}"),
                 (None, Err(error)) => {
@@ -71,7 +72,18 @@ fn real_templates_are_written_as_transformers_writes_them() {
 
 fn render(source: &str) -> Result<String, ChatError> {
     let (_dir, tokenizer) = tokenizer(&json!({}));
-    ChatTemplate::new(source.to_owned(), &tokenizer).render(&[Message::new("user", "hi")], true)
+    ChatTemplate::new(source.to_owned(), &tokenizer).render(&[Message::new("user", "hi")], &RenderOptions::default())
+}
+
+#[test]
+fn variables_reach_a_template_and_replace_none_of_its_own() {
+    let (_dir, tokenizer) = tokenizer(&json!({}));
+    let source = "{{ effort }} {{ messages[0].content }} {{ messages[0].name }} {{ eos_token }}";
+    let template = ChatTemplate::new(source.to_owned(), &tokenizer);
+    let variables = json!({"effort": "high", "messages": "none", "eos_token": "none"});
+    let options = RenderOptions { variables: variables.as_object().unwrap().clone(), ..RenderOptions::default() };
+    let message = Message { name: Some("Ada".to_owned()), ..Message::new("user", "hi") };
+    assert_eq!(template.render(&[message], &options).unwrap(), "high hi Ada <|endoftext|>");
 }
 
 #[test]
@@ -100,7 +112,7 @@ fn a_template_reaches_nothing_outside_and_says_where_it_fails() {
 fn templates_are_found_where_models_have_them() {
     let source = |dir: &TempDir, tokenizer: &Tokenizer| {
         let template = ChatTemplate::find(Some(dir.path()), tokenizer).unwrap()?;
-        Some(template.render(&[], true).unwrap())
+        Some(template.render(&[], &RenderOptions::default()).unwrap())
     };
     let (dir, none) = tokenizer(&json!({}));
     assert_eq!(source(&dir, &none), None);

@@ -3,7 +3,8 @@
 use std::ops::ControlFlow;
 
 use moeworks_infer::generation::{
-    CachedSequence, GenerateRequest, Generated, ModelRef, Sampler, SamplingOptions, StopReason, TextStream,
+    CachedSequence, GenerateRequest, Generated, LogitRules, ModelRef, Sampler, SamplingOptions, StopReason, TextStream,
+    TokenBias,
 };
 use moeworks_model::{BatchError, Tokenizer};
 use moeworks_ops::Context;
@@ -105,6 +106,22 @@ fn the_seed_decides_what_is_drawn() {
     };
     assert_eq!(ids(1), ids(1));
     assert_ne!(ids(1), ids(2));
+}
+
+#[test]
+fn a_bias_moves_a_token_and_ends_do_not_come_before_their_time() {
+    let (ctx, greedy) = (Context::cpu(1), SamplingOptions { temperature: 0.0, ..SamplingOptions::default() });
+    let logits = Tensor::from_slice(ctx.pool(), &[4], &[1.0, 2.0, 3.0, 0.0]);
+    let drawn = |rules: LogitRules| {
+        let mut sampler = Sampler::new(greedy).unwrap().with_rules(rules);
+        assert!(sampler.counts_tokens());
+        sampler.begin(&[2]);
+        (0..3).map(|_| sampler.sample(&ctx, &logits).id).collect::<Vec<_>>()
+    };
+    let biases = vec![TokenBias { id: 3, bias: 50.0 }, TokenBias { id: 99, bias: 100.0 }];
+    assert_eq!(drawn(LogitRules { biases, ..LogitRules::default() }), [3, 3, 3]);
+    assert_eq!(drawn(LogitRules { end_ids: vec![2], min_tokens: 2, ..LogitRules::default() }), [1, 1, 2]);
+    assert!(LogitRules { min_tokens: 2, ..LogitRules::default() }.are_none());
 }
 
 #[test]

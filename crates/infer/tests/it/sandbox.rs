@@ -1,13 +1,14 @@
 //! The process that carries chat templates out, with shells in the place of a program that serves it.
 #![cfg(unix)]
 
-use moeworks_infer::chat::{ChatTemplate, Message, Sandbox, SandboxError};
+use moeworks_infer::chat::{ChatTemplate, Message, RenderOptions, Sandbox, SandboxError};
 use moeworks_model::Tokenizer;
 
 /// Renders a conversation of one message by a script that is given the request on its standard input.
 fn rendered(script: &str) -> Result<String, SandboxError> {
     let template = ChatTemplate::new("{{ messages[0].content }}".to_owned(), &Tokenizer::bytes());
-    Sandbox::new("sh", ["-c", script]).render(&template, &[Message::new("user", "Hello")])
+    let messages = [Message::new("user", "Hello")];
+    Sandbox::new("sh", ["-c", script]).render(&template, &messages, &RenderOptions::default())
 }
 
 #[test]
@@ -30,6 +31,7 @@ fn a_process_that_fails_says_why_in_one_line() {
 #[test]
 fn a_program_that_is_not_there_is_named_as_the_fault() {
     let template = ChatTemplate::new(String::new(), &Tokenizer::bytes());
-    let error = Sandbox::new("/no/such/program", [""; 0]).render(&template, &[]).unwrap_err();
+    let sandbox = Sandbox::new("/no/such/program", [""; 0]);
+    let error = sandbox.render(&template, &[], &RenderOptions::default()).unwrap_err();
     assert!(error.to_string().starts_with("cannot start a process for the chat template: "), "{error}");
 }

@@ -231,7 +231,7 @@ impl Tokenizer {
     }
 
     /// The ids of a text in which the spelling of a special token is that token.
-    fn encode_spelled(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+    pub fn encode_spelled(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         self.engine.encode(text, Spelling::Token).map_err(failed)
     }
 
