@@ -1,5 +1,9 @@
-//! Tests of the parts of a server that decide.
+//! Tests of a server: of the parts that decide, and over TCP with an engine that answers with the alphabet.
 
+mod answers;
+mod fake_engine;
+mod faults;
+mod http;
 mod random_turns;
 mod scheduler;
 mod simulated;

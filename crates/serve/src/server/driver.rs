@@ -1,0 +1,188 @@
+//! The thread of the engine: takes requests, makes turns while there are some, and hands out what they give.
+
+use std::collections::HashMap;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Instant;
+
+use moeworks_infer::generation::End;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::metrics::{Finish, Metrics};
+use super::work::{Output, Request, TurnEngine};
+use crate::api::{ApiError, ErrorKind};
+use crate::scheduler::SequenceId;
+
+/// An order to the engine's thread.
+pub(crate) enum Command {
+    /// Answers a request.
+    Add(Box<NewAnswer>),
+    /// Ends all requests that are left, and the thread.
+    Stop,
+}
+
+/// A request with the receiver of its answer.
+pub(crate) struct NewAnswer {
+    pub(crate) request: Request,
+    /// Tokens that end the answer besides the model's own.
+    pub(crate) stop_ids: Vec<u32>,
+    pub(crate) reply: Reply,
+    /// The time at which the request came.
+    pub(crate) since: Instant,
+}
+
+/// The receiver of an answer. It is closed when nobody waits for it any more.
+pub(crate) struct Reply {
+    /// The answer's number among those of an HTTP request.
+    pub(crate) choice: usize,
+    pub(crate) events: UnboundedSender<(usize, Event)>,
+}
+
+/// An event of an answer.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// The engine has the request.
+    Accepted,
+    /// A token came.
+    Token(Piece),
+    /// There will be no more.
+    Failed(ApiError),
+}
+
+/// A token of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) token: u32,
+    /// The text that is certain with it.
+    pub(crate) text: String,
+    pub(crate) end: Option<End>,
+}
+
+/// An answer under way.
+struct Live {
+    reply: Reply,
+    stop_ids: Vec<u32>,
+    since: Instant,
+    /// The time of the last token.
+    last: Option<Instant>,
+}
+
+impl Reply {
+    /// Returns whether somebody still waits for the answer.
+    fn send(&self, event: Event) -> bool {
+        self.events.send((self.choice, event)).is_ok()
+    }
+}
+
+/// The engine with the answers under way.
+pub(crate) struct Driver<'a, E> {
+    engine: E,
+    inbox: Receiver<Command>,
+    live: HashMap<SequenceId, Live>,
+    metrics: &'a Metrics,
+}
+
+impl<'a, E: TurnEngine> Driver<'a, E> {
+    pub(crate) fn new(engine: E, inbox: Receiver<Command>, metrics: &'a Metrics) -> Self {
+        metrics.set_counts(engine.counts());
+        Self { engine, inbox, live: HashMap::new(), metrics }
+    }
+
+    /// Makes turns until it is told to stop, or nobody can send requests any more.
+    pub(crate) fn run(mut self) {
+        while self.take_commands() {
+            self.drop_abandoned();
+            if self.engine.has_requests() {
+                self.turn();
+            }
+            self.metrics.set_counts(self.engine.counts());
+        }
+        self.fail_all(&ApiError::new(ErrorKind::Unavailable, "the server is shutting down"));
+        self.metrics.set_counts(self.engine.counts());
+    }
+
+    /// Takes all orders that are there, and waits for one where there is nothing to do. Returns whether to go on.
+    fn take_commands(&mut self) -> bool {
+        if !self.engine.has_requests() {
+            match self.inbox.recv() {
+                Ok(Command::Add(new)) => self.add(*new),
+                Ok(Command::Stop) | Err(_) => return false,
+            }
+        }
+        loop {
+            match self.inbox.try_recv() {
+                Ok(Command::Add(new)) => self.add(*new),
+                Ok(Command::Stop) => return false,
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return true,
+            }
+        }
+    }
+
+    fn add(&mut self, new: NewAnswer) {
+        let NewAnswer { request, stop_ids, reply, since } = new;
+        let num_prompt_tokens = request.prompt.len();
+        match self.engine.add(request) {
+            Ok(id) => {
+                self.metrics.add_prompt(num_prompt_tokens);
+                reply.send(Event::Accepted);
+                self.live.insert(id, Live { reply, stop_ids, since, last: None });
+            }
+            Err(error) => {
+                reply.send(Event::Failed(error.into()));
+            }
+        }
+    }
+
+    /// Cancels the requests of clients that went away.
+    fn drop_abandoned(&mut self) {
+        let (engine, metrics) = (&mut self.engine, self.metrics);
+        self.live.retain(|&id, live| {
+            let is_wanted = !live.reply.events.is_closed();
+            if !is_wanted {
+                engine.cancel(id);
+                metrics.finish(Finish::Abort, live.since);
+            }
+            is_wanted
+        });
+    }
+
+    fn turn(&mut self) {
+        match self.engine.turn() {
+            Ok(outputs) => {
+                // Before the outputs, so that a client with its answer finds it counted.
+                self.metrics.set_counts(self.engine.counts());
+                outputs.into_iter().for_each(|output| self.hand_out(output));
+            }
+            Err(error) => {
+                tracing::error!("a turn failed, with all its requests: {error}");
+                self.fail_all(&error.into());
+            }
+        }
+    }
+
+    fn hand_out(&mut self, output: Output) {
+        let Output { sequence, token, mut text, mut end } = output;
+        let Some(live) = self.live.get_mut(&sequence) else { return };
+        let now = Instant::now();
+        self.metrics.add_token(live.since, live.last.replace(now), now);
+        if end.is_none() && live.stop_ids.contains(&token) {
+            self.engine.cancel(sequence);
+            (text, end) = (String::new(), Some(End::StopToken));
+        }
+        if let Some(end) = end {
+            self.metrics.finish(if end == End::Limit { Finish::Length } else { Finish::Stop }, live.since);
+        }
+        live.reply.send(Event::Token(Piece { token, text, end }));
+        if end.is_some() {
+            self.live.remove(&sequence);
+        }
+    }
+
+    /// Ends all requests with an error.
+    fn fail_all(&mut self, error: &ApiError) {
+        for (id, live) in self.live.drain() {
+            self.engine.cancel(id);
+            self.metrics.finish(Finish::Error, live.since);
+            live.reply.send(Event::Failed(error.clone()));
+        }
+    }
+}
